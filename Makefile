@@ -1,0 +1,31 @@
+.DEFAULT_GOAL := help
+.PHONY: help demo test lint bench clean
+
+PYTHON ?= python3
+BIN := .venv/bin
+OUT ?= out/demo
+
+help:  ## list the targets
+	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
+
+demo: .venv/.ready  ## post-train a small MoE on two local ranks, balanced by Trimtab (about 5 minutes)
+	$(BIN)/trimtab train --out $(OUT)
+
+test: .venv/.ready  ## run the tests (about 8 minutes)
+	$(BIN)/python -m pytest
+
+lint: .venv/.ready  ## lint, format check and types
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+bench: .venv/.ready  ## reproduce the figures that the README quotes
+	$(BIN)/trimtab bench runtime --json out/bench-runtime.json
+
+clean:  ## remove what the other targets made
+	rm -rf .venv out
+
+.venv/.ready: pyproject.toml constraints.txt
+	$(PYTHON) -m venv .venv
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[train,dev]'
+	touch $@

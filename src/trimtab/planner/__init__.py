@@ -1,0 +1,9 @@
+"""Who computes what? Schedule, placement, replicas and token split of one step, joined in a `StepPlan`."""
+
+from trimtab.planner.placement import Placement
+from trimtab.planner.planner import PlanSettings, plan_step
+from trimtab.planner.schedule import Schedule, pack_by_length
+from trimtab.planner.step_plan import StepPlan
+from trimtab.planner.workload import Workload
+
+__all__ = ["PlanSettings", "Placement", "Schedule", "StepPlan", "Workload", "pack_by_length", "plan_step"]

@@ -1,0 +1,98 @@
+"""Level one, schedule: which sequences run in which micro-step, on which data rank."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from trimtab.errors import InputError
+from trimtab.trace.routing import Array
+
+
+@dataclass(frozen=True, eq=False)
+class Schedule:
+    """A place for every sequence of a step. All ranks have the same number of micro-steps, M.
+
+    Attributes:
+        micro_step: `[S]` int32 in `[0, M)`.
+        rank: `[S]` int32 in `[0, num_ranks)`.
+        mini_batch_of_micro_step: `[M]` int32, rising; the optimizer steps once after each mini-batch.
+        num_ranks: data ranks, R.
+    """
+
+    micro_step: Array
+    rank: Array
+    mini_batch_of_micro_step: Array
+    num_ranks: int
+
+    @property
+    def num_micro_steps(self) -> int:
+        return len(self.mini_batch_of_micro_step)
+
+    def sequences_of(self, rank: int) -> Array:
+        """Indices of a rank's sequences, ordered by micro-step, then by index."""
+        mine = np.flatnonzero(self.rank == rank)
+        return mine[np.argsort(self.micro_step[mine], kind="stable")]
+
+    def of_rank(self, rank: int) -> Array:
+        """Micro-step of each of `sequences_of(rank)`, rising."""
+        return self.micro_step[self.sequences_of(rank)]
+
+
+def pack_by_length(
+    lengths: npt.ArrayLike,
+    *,
+    num_ranks: int,
+    token_budget: int,
+    mini_batch: npt.ArrayLike | None = None,
+) -> Schedule:
+    """Pack sequences into as few micro-steps as their lengths allow, with even token counts.
+
+    Longest first, each sequence goes to the emptiest (micro-step, rank) of its mini-batch. If one overflows, the
+    mini-batch gets another micro-step. Fullest places are then grouped, so that ranks of one micro-step carry alike.
+
+    Args:
+        lengths: `[S]` tokens of each sequence.
+        token_budget: most tokens that a rank may hold in one micro-step.
+        mini_batch: `[S]` mini-batch of each sequence, from 0; all in one by default.
+
+    Raises:
+        InputError: if a sequence alone exceeds the budget.
+    """
+    lengths = np.asarray(lengths, np.int64)
+    mini_batch = np.zeros(len(lengths), np.int64) if mini_batch is None else np.asarray(mini_batch, np.int64)
+    if len(lengths) and lengths.max() > token_budget:
+        raise InputError(
+            f"a sequence of {lengths.max()} tokens doesn't fit the token budget of {token_budget} a micro-step and "
+            "rank; raise the budget"
+        )
+    micro_step = np.empty(len(lengths), np.int32)
+    rank = np.empty(len(lengths), np.int32)
+    mini_batch_of_micro_step: list[int] = []
+    for batch in range(int(mini_batch.max(initial=0)) + 1):
+        members = np.flatnonzero(mini_batch == batch)
+        place, num_places = _fill_places(lengths[members], num_ranks, token_budget)
+        micro_step[members] = len(mini_batch_of_micro_step) + place // num_ranks
+        rank[members] = place % num_ranks
+        mini_batch_of_micro_step += [batch] * (num_places // num_ranks)
+    return Schedule(micro_step, rank, np.asarray(mini_batch_of_micro_step, np.int32), num_ranks)
+
+
+def _fill_places(lengths: Array, num_ranks: int, token_budget: int) -> tuple[Array, int]:
+    """A place for each sequence, numbered from the fullest down, and the number of places."""
+    order = np.argsort(-lengths, kind="stable")
+    micro_steps = max(1, math.ceil(int(lengths.sum()) / (num_ranks * token_budget)))
+    while True:
+        filled = np.zeros(micro_steps * num_ranks, np.int64)
+        place = np.empty(len(lengths), np.int64)
+        for sequence in order:
+            place[sequence] = np.argmin(filled)
+            filled[place[sequence]] += lengths[sequence]
+        if filled.max(initial=0) <= token_budget:
+            number = np.empty(len(filled), np.int64)
+            number[np.argsort(-filled, kind="stable")] = np.arange(len(filled))
+            return number[place], len(filled)
+        micro_steps += 1

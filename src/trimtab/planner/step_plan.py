@@ -1,0 +1,231 @@
+"""`StepPlan`: everything that ranks must agree on for one step, as plain arrays."""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import os
+import zipfile
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+from functools import cached_property
+from pathlib import Path
+
+import numpy as np
+
+from trimtab.errors import InputError
+from trimtab.planner.placement import Placement
+from trimtab.planner.schedule import Schedule
+from trimtab.planner.workload import Workload
+from trimtab.trace.routing import Array
+
+
+@dataclass(frozen=True, eq=False)
+class StepPlan:
+    """Schedule, placement, and for every instance the replicas and the quotas that leave home.
+
+    Instance i is micro-step i // L, layer i % L. Replica p of instance i (`replica_starts[i] <= p <
+    replica_starts[i + 1]`) is a copy of `replica_experts[p]` on `replica_ranks[p]`; a rank's replicas take its slots in
+    plan order. Quota q of replica p (`quota_starts[p] <= q < quota_starts[p + 1]`) sends it `quota_tokens[q]` tokens of
+    `quota_sources[q]`. Of the tokens that one source has for one expert, taken in token order, the replicas get theirs
+    first, in plan order; the rest stays at home. So a plan fixes where every token goes.
+
+    Attributes:
+        micro_step, rank: `[S]` int32, the schedule.
+        mini_batch_of_micro_step: `[M]` int32, the schedule.
+        home: `[L, E]` int16, the placement.
+        plannable: `[M]` bool; where False the micro-step runs unplanned, at the homes.
+        replica_starts: `[M * L + 1]` int64.
+        replica_experts, replica_ranks: `[P]` int16.
+        quota_starts: `[P + 1]` int64.
+        quota_sources: `[Q]` int16.
+        quota_tokens: `[Q]` int32, at least 1.
+        num_ranks, slots_per_rank: the cluster's.
+    """
+
+    micro_step: Array
+    rank: Array
+    mini_batch_of_micro_step: Array
+    home: Array
+    plannable: Array
+    replica_starts: Array
+    replica_experts: Array
+    replica_ranks: Array
+    quota_starts: Array
+    quota_sources: Array
+    quota_tokens: Array
+    num_ranks: int
+    slots_per_rank: int
+
+    @classmethod
+    def from_instances(
+        cls,
+        schedule: Schedule,
+        placement: Placement,
+        replicas: Sequence[Array],
+        quotas: Sequence[Array],
+        *,
+        plannable: Array,
+        slots_per_rank: int,
+    ) -> StepPlan:
+        """Join per-instance replicas `[P, 2]` (expert, rank) and quotas `[P, R]`, both integer, into one plan."""
+        replicas_P2 = np.concatenate([np.empty((0, 2), np.int64), *replicas])
+        used = [np.nonzero(quotas_PR) for quotas_PR in quotas]
+        per_replica = [np.count_nonzero(quotas_PR, axis=1) for quotas_PR in quotas]
+        none = [np.empty(0, np.int64)]
+        return cls(
+            micro_step=schedule.micro_step,
+            rank=schedule.rank,
+            mini_batch_of_micro_step=schedule.mini_batch_of_micro_step,
+            home=placement.home,
+            plannable=plannable,
+            replica_starts=np.cumsum([0] + [len(instance) for instance in replicas], dtype=np.int64),
+            replica_experts=replicas_P2[:, 0].astype(np.int16),
+            replica_ranks=replicas_P2[:, 1].astype(np.int16),
+            quota_starts=np.concatenate([[0], np.cumsum(np.concatenate(none + per_replica))]).astype(np.int64),
+            quota_sources=np.concatenate(none + [sources for _, sources in used]).astype(np.int16),
+            quota_tokens=np.concatenate(none + [q[at] for q, at in zip(quotas, used, strict=True)]).astype(np.int32),
+            num_ranks=schedule.num_ranks,
+            slots_per_rank=slots_per_rank,
+        )
+
+    @property
+    def schedule(self) -> Schedule:
+        return Schedule(self.micro_step, self.rank, self.mini_batch_of_micro_step, self.num_ranks)
+
+    @property
+    def placement(self) -> Placement:
+        return Placement(self.home)
+
+    @property
+    def num_micro_steps(self) -> int:
+        return len(self.plannable)
+
+    @property
+    def num_layers(self) -> int:
+        return int(self.home.shape[0])
+
+    @property
+    def num_replicas(self) -> int:
+        return len(self.replica_experts)
+
+    @cached_property
+    def hash(self) -> str:
+        """A digest of every field. Ranks compare it before they act on a plan."""
+        return hashlib.blake2b(self.to_bytes(), digest_size=16).hexdigest()
+
+    def replicas_of(self, micro_step: int, layer: int) -> range:
+        """Indices of the replicas of one instance."""
+        instance = micro_step * self.num_layers + layer
+        return range(int(self.replica_starts[instance]), int(self.replica_starts[instance + 1]))
+
+    def rank_loads(self, workload: Workload) -> Array:
+        """Tokens `[M, L, R]` int64 that each rank computes under this plan."""
+        loads_MLR = workload.home_loads(self.home).reshape(-1, self.num_ranks)
+        replica_of_quota = np.repeat(np.arange(self.num_replicas), np.diff(self.quota_starts))
+        instance = np.repeat(np.arange(len(loads_MLR)), np.diff(self.replica_starts))[replica_of_quota]
+        homes = self.home[instance % self.num_layers, self.replica_experts[replica_of_quota]]
+        np.subtract.at(loads_MLR, (instance, homes), self.quota_tokens)
+        np.add.at(loads_MLR, (instance, self.replica_ranks[replica_of_quota]), self.quota_tokens)
+        return loads_MLR.reshape(self.num_micro_steps, self.num_layers, self.num_ranks)
+
+    def check(self, workload: Workload) -> None:
+        """Hold the plan against the load that it is for.
+
+        Raises:
+            InputError: naming the first broken invariant: shapes, homes spread evenly, replicas away from home, no
+                expert twice on a rank, slots respected, tokens conserved, nothing planned where routes are unknown.
+        """
+        shape = (workload.num_micro_steps, workload.num_layers, workload.num_ranks, workload.num_experts)
+        mine = (self.num_micro_steps, self.num_layers, self.num_ranks, self.home.shape[1])
+        _require(mine == shape, f"it is for [micro-steps, layers, ranks, experts] {mine}, the workload has {shape}")
+        _require(np.array_equal(self.plannable, workload.plannable), "it plans other micro-steps than are plannable")
+        _require(
+            bool(np.all((self.home >= 0) & (self.home < self.num_ranks)))
+            and all(len(set(np.bincount(home_E, minlength=self.num_ranks))) == 1 for home_E in self.home),
+            "every rank should be home to the same number of experts in every layer",
+        )
+        for starts, end, of in (
+            (self.replica_starts, self.num_replicas, self.num_micro_steps * self.num_layers),
+            (self.quota_starts, len(self.quota_tokens), self.num_replicas),
+        ):
+            fits = len(starts) == of + 1 and starts[0] == 0 and starts[-1] == end
+            _require(fits and bool(np.all(np.diff(starts) >= 0)), "its row starts don't rise from 0 to the end")
+        _require(len(self.replica_ranks) == self.num_replicas, "its replica arrays differ in length")
+        _require(len(self.quota_sources) == len(self.quota_tokens), "its quota arrays differ in length")
+        self._check_replicas(workload)
+        self._check_quotas(workload)
+
+    def _check_replicas(self, workload: Workload) -> None:
+        experts, ranks = self.replica_experts.astype(np.int64), self.replica_ranks.astype(np.int64)
+        _require(bool(np.all((experts >= 0) & (experts < workload.num_experts))), "a replica's expert doesn't exist")
+        _require(bool(np.all((ranks >= 0) & (ranks < self.num_ranks))), "a replica's rank doesn't exist")
+        instance = np.repeat(np.arange(len(self.replica_starts) - 1), np.diff(self.replica_starts))
+        _require(
+            bool(np.all(self.home[instance % self.num_layers, experts] != ranks)), "a replica sits on its own home"
+        )
+        copies = (instance * self.num_ranks + ranks) * workload.num_experts + experts
+        _require(len(np.unique(copies)) == len(copies), "an expert has two replicas on one rank")
+        in_slot = np.bincount(instance * self.num_ranks + ranks)
+        _require(in_slot.max(initial=0) <= self.slots_per_rank, "a rank has more replicas than slots")
+        _require(
+            bool(np.all(workload.plannable[instance // self.num_layers])),
+            "a micro-step with unknown routes has replicas",
+        )
+
+    def _check_quotas(self, workload: Workload) -> None:
+        sources = self.quota_sources.astype(np.int64)
+        _require(bool(np.all(self.quota_tokens >= 1)), "a quota is below one token")
+        _require(bool(np.all((sources >= 0) & (sources < self.num_ranks))), "a quota's source rank doesn't exist")
+        replica = np.repeat(np.arange(self.num_replicas), np.diff(self.quota_starts))
+        pairs = replica * self.num_ranks + sources
+        _require(len(np.unique(pairs)) == len(pairs), "a replica has two quotas from one source")
+        instance = np.repeat(np.arange(len(self.replica_starts) - 1), np.diff(self.replica_starts))[replica]
+        left_IRE = workload.token_counts_MLRE.reshape(-1, self.num_ranks, workload.num_experts).astype(np.int64)
+        np.subtract.at(left_IRE, (instance, sources, self.replica_experts[replica]), self.quota_tokens)
+        _require(left_IRE.min(initial=0) >= 0, "a source sends replicas more tokens than it has for the expert")
+
+    def to_bytes(self) -> bytes:
+        """All fields in a fixed order as an uncompressed `.npz`, the same on every machine."""
+        buffer = io.BytesIO()
+        with zipfile.ZipFile(buffer, "w") as archive:
+            for field in fields(self):
+                array = np.asarray(getattr(self, field.name))
+                member = io.BytesIO()
+                np.save(member, np.asarray(array, array.dtype.newbyteorder("<"), order="C"))
+                archive.writestr(zipfile.ZipInfo(f"{field.name}.npy"), member.getvalue())
+        return buffer.getvalue()
+
+    @classmethod
+    def from_bytes(cls, data: bytes, source: str = "plan") -> StepPlan:
+        """Read `to_bytes` back. Raises InputError, naming `source`, if the data is not a plan."""
+        try:
+            with np.load(io.BytesIO(data), allow_pickle=False) as arrays:
+                values = {field.name: arrays[field.name] for field in fields(cls)}
+            values |= {name: int(values[name]) for name in ("num_ranks", "slots_per_rank")}
+        except (KeyError, OSError, TypeError, ValueError, zipfile.BadZipFile):
+            raise InputError(f"{source}: not a step plan written by Trimtab") from None
+        return cls(**values)
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write the plan to a file, whole or not at all."""
+        path = Path(path)
+        partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
+        try:
+            partial.write_bytes(self.to_bytes())
+            os.replace(partial, path)
+        finally:
+            partial.unlink(missing_ok=True)
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str]) -> StepPlan:
+        """Read a plan written by `save`. Raises InputError if the file is missing or not a plan."""
+        path = Path(path)
+        if not path.is_file():
+            raise InputError(f"{path}: no such file; expected a step plan (.npz)")
+        return cls.from_bytes(path.read_bytes(), str(path))
+
+
+def _require(holds: bool, problem: str) -> None:
+    if not holds:
+        raise InputError(f"invalid plan: {problem}")

@@ -1,0 +1,70 @@
+"""Gradients before the optimizer step: sum the data-parallel ones, and clip all by one norm."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import torch
+import torch.distributed as dist
+from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
+
+BUCKET_BYTES = 64 << 20
+
+
+def sum_gradients(parameters: Iterable[torch.nn.Parameter], group: dist.ProcessGroup) -> None:
+    """Sum the gradients of replicated parameters over the ranks, in place. A missing gradient counts as zero."""
+    bucket: list[torch.Tensor] = []
+    for parameter in parameters:
+        if not parameter.requires_grad:
+            continue
+        if parameter.grad is None:
+            parameter.grad = torch.zeros_like(parameter)
+        if bucket and (
+            parameter.grad.dtype != bucket[0].dtype or sum(grad.nbytes for grad in bucket) > BUCKET_BYTES
+        ):
+            _sum_bucket(bucket, group)
+            bucket = []
+        bucket.append(parameter.grad)
+    if bucket:
+        _sum_bucket(bucket, group)
+
+
+def _sum_bucket(bucket: list[torch.Tensor], group: dist.ProcessGroup) -> None:
+    flat = _flatten_dense_tensors(bucket)
+    dist.all_reduce(flat, group=group)
+    for gradient, total in zip(bucket, _unflatten_dense_tensors(flat, bucket), strict=True):
+        gradient.copy_(total)
+
+
+def clip_gradients(
+    replicated: Sequence[torch.nn.Parameter],
+    sharded: Sequence[torch.nn.Parameter],
+    max_norm: float,
+    group: dist.ProcessGroup,
+) -> torch.Tensor:
+    """Scale all gradients so that their joint norm is at most `max_norm`.
+
+    Args:
+        replicated: parameters that every rank holds, with equal gradients.
+        sharded: parameters of which each rank holds its own part.
+
+    Returns:
+        The norm before clipping, the same on every rank.
+    """
+    replicated_square, sharded_square = _square_sum(replicated), _square_sum(sharded)
+    dist.all_reduce(sharded_square, group=group)
+    norm = (replicated_square + sharded_square).sqrt()
+    scale = (max_norm / (norm + 1e-6)).clamp(max=1.0)
+    for parameter in (*replicated, *sharded):
+        if parameter.grad is not None:
+            parameter.grad.mul_(scale.to(parameter.grad.dtype))
+    return norm
+
+
+def _square_sum(parameters: Sequence[torch.nn.Parameter]) -> torch.Tensor:
+    gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
+    if not gradients:
+        device = parameters[0].device if parameters else None
+        return torch.zeros((), dtype=torch.float64, device=device)
+    norms = torch._foreach_norm(gradients)
+    return torch.stack([norm.double() for norm in norms]).square().sum()

@@ -1,0 +1,34 @@
+"""Count how many tokens choose each expert: the one pass over the ids that everything else is planned from."""
+
+from __future__ import annotations
+
+import numba
+import numpy as np
+
+from trimtab.trace.routing import Array, RoutingTrace
+
+
+def count_experts(trace: RoutingTrace, group_of_sequence: Array, num_groups: int) -> Array:
+    """Token counts `[G, L, E]` int32 by group of sequences, layer and expert. Unknown routes count nowhere.
+
+    Args:
+        group_of_sequence: `[S]` integers in `[0, G)`, the group (micro-step, rank, ...) that each sequence belongs to.
+        num_groups: G.
+    """
+    counts_GLE = np.zeros((num_groups, trace.num_layers, trace.num_experts), np.int32)
+    _count(trace.expert_ids, trace.sequence_starts, np.asarray(group_of_sequence, np.int64), counts_GLE)
+    return counts_GLE
+
+
+@numba.njit(cache=True, nogil=True)
+def _count(ids_TLK, starts, group_of_sequence, counts_GLE):  # type: ignore[no-untyped-def]
+    num_layers, top_k = ids_TLK.shape[1], ids_TLK.shape[2]
+    num_experts = counts_GLE.shape[2]
+    for s in range(len(group_of_sequence)):
+        counts_LE = counts_GLE[group_of_sequence[s]]
+        for t in range(starts[s], starts[s + 1]):
+            for layer in range(num_layers):
+                for k in range(top_k):
+                    expert = ids_TLK[t, layer, k]
+                    if expert < num_experts:
+                        counts_LE[layer, expert] += 1

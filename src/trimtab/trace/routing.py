@@ -1,0 +1,226 @@
+"""`RoutingTrace`: which experts every token of every sequence used, in every MoE layer."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numba
+import numpy as np
+import numpy.typing as npt
+
+from trimtab.errors import InputError
+
+Array = npt.NDArray[Any]
+
+
+def id_dtype(num_experts: int) -> np.dtype[Any]:
+    """The dtype of expert ids: uint8 up to 255 experts, else uint16 (the largest value is kept for "no route")."""
+    if not 1 <= num_experts <= 65535:
+        raise InputError(f"num_experts is {num_experts}; expert ids hold 1 to 65535 experts")
+    return np.dtype(np.uint8 if num_experts <= 255 else np.uint16)
+
+
+def no_route(num_experts: int) -> int:
+    """The id that stands for "this token's experts are not known": the largest value of `id_dtype`."""
+    return int(np.iinfo(id_dtype(num_experts)).max)
+
+
+def hash_tokens(token_ids: npt.ArrayLike) -> int:
+    """A 64-bit hash of a sequence's token ids, by which a planned batch is recognised again. 0 means unknown."""
+    tokens = np.ascontiguousarray(token_ids, dtype="<i8")
+    return int.from_bytes(hashlib.blake2b(tokens.tobytes(), digest_size=8).digest(), "little") or 1
+
+
+@dataclass(frozen=True, eq=False)
+class RoutingTrace:
+    """Routing of S sequences with T routed tokens in all, through L MoE layers with top-K routing over E experts.
+
+    A sequence has one row per token *fed* to the model. The last token that a rollout generates is never fed, has no
+    route and no row. The set of ids of a token counts, not their order.
+
+    Attributes:
+        expert_ids: `[T, L, K]`, uint8 (E <= 255) or uint16; logical ids, `no_route(E)` in all K places if unknown.
+        sequence_starts: `[S + 1]` int64; sequence s owns rows `sequence_starts[s]:sequence_starts[s + 1]`.
+        prompt_lengths: `[S]` int32; how many of those rows belong to the prompt.
+        steps: `[S]` int32; the RL step that the sequence was generated for.
+        sequence_hashes: `[S]` uint64; `hash_tokens` of the sequence's token ids, 0 where unknown.
+        layer_indices: `[L]` int32; the decoder layer behind each MoE layer.
+        num_experts: E.
+        model: the model's name or type, for people.
+
+    Raises:
+        InputError: if shapes or dtypes don't fit together. `check` looks at the ids themselves.
+    """
+
+    expert_ids: Array
+    sequence_starts: Array
+    prompt_lengths: Array
+    steps: Array
+    sequence_hashes: Array
+    layer_indices: Array
+    num_experts: int
+    model: str = ""
+
+    def __post_init__(self) -> None:
+        ids = self.expert_ids
+        if ids.ndim != 3:
+            raise InputError(f"expert_ids has shape {ids.shape}; it should be [tokens, layers, top_k]")
+        if ids.dtype != id_dtype(self.num_experts):
+            raise InputError(
+                f"expert_ids is {ids.dtype}; for {self.num_experts} experts it should be {id_dtype(self.num_experts)}"
+            )
+        if not 1 <= ids.shape[2] <= self.num_experts:
+            raise InputError(f"top_k is {ids.shape[2]}; it should be 1 to the number of experts, {self.num_experts}")
+        starts = self.sequence_starts
+        if len(starts) == 0 or starts[0] != 0 or starts[-1] != len(ids) or np.any(np.diff(starts) < 0):
+            raise InputError(f"sequence_starts should rise from 0 to the number of tokens, {len(ids)}")
+        for name in ("prompt_lengths", "steps", "sequence_hashes"):
+            if len(getattr(self, name)) != self.num_sequences:
+                raise InputError(
+                    f"{name} has {len(getattr(self, name))} entries; there are {self.num_sequences} sequences"
+                )
+        if len(self.layer_indices) != ids.shape[1]:
+            raise InputError(f"layer_indices names {len(self.layer_indices)} layers; expert_ids has {ids.shape[1]}")
+
+    @classmethod
+    def from_sequences(
+        cls,
+        sequences: Sequence[npt.ArrayLike],
+        *,
+        num_experts: int,
+        layer_indices: npt.ArrayLike | None = None,
+        prompt_lengths: npt.ArrayLike | None = None,
+        steps: npt.ArrayLike | int = 0,
+        sequence_hashes: npt.ArrayLike | None = None,
+        model: str = "",
+    ) -> RoutingTrace:
+        """Join per-sequence ids `[t_s, L, K]` into one trace. Raises InputError if there is no sequence."""
+        if not sequences:
+            raise InputError("a trace needs at least one sequence")
+        dtype = id_dtype(num_experts)
+        arrays = [np.asarray(ids, dtype) for ids in sequences]
+        count = len(arrays)
+        num_layers = arrays[0].shape[1]
+        return cls(
+            expert_ids=np.concatenate(arrays),
+            sequence_starts=np.concatenate([[0], np.cumsum([len(ids) for ids in arrays])]).astype(np.int64),
+            prompt_lengths=np.asarray(np.zeros(count) if prompt_lengths is None else prompt_lengths, np.int32),
+            steps=np.broadcast_to(np.asarray(steps, np.int32), (count,)).copy(),
+            sequence_hashes=np.asarray(np.zeros(count) if sequence_hashes is None else sequence_hashes, np.uint64),
+            layer_indices=np.asarray(np.arange(num_layers) if layer_indices is None else layer_indices, np.int32),
+            num_experts=num_experts,
+            model=model,
+        )
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.expert_ids)
+
+    @property
+    def num_layers(self) -> int:
+        return int(self.expert_ids.shape[1])
+
+    @property
+    def top_k(self) -> int:
+        return int(self.expert_ids.shape[2])
+
+    @property
+    def num_sequences(self) -> int:
+        return len(self.sequence_starts) - 1
+
+    @property
+    def sequence_lengths(self) -> Array:
+        """`[S]` int64: routed tokens of each sequence."""
+        return np.diff(self.sequence_starts)
+
+    @property
+    def no_route(self) -> int:
+        return no_route(self.num_experts)
+
+    def sequence(self, index: int) -> Array:
+        """Expert ids `[t, L, K]` of one sequence, a view."""
+        return self.expert_ids[self.sequence_starts[index] : self.sequence_starts[index + 1]]
+
+    def select(self, sequences: npt.ArrayLike) -> RoutingTrace:
+        """The trace of the given sequences, `[N]` indices, in the given order."""
+        chosen = np.asarray(sequences, np.int64)
+        rows = [self.sequence(int(index)) for index in chosen]
+        empty = self.expert_ids[:0]
+        return replace(
+            self,
+            expert_ids=np.concatenate(rows) if rows else empty,
+            sequence_starts=np.concatenate([[0], np.cumsum(self.sequence_lengths[chosen])]).astype(np.int64),
+            prompt_lengths=self.prompt_lengths[chosen],
+            steps=self.steps[chosen],
+            sequence_hashes=self.sequence_hashes[chosen],
+        )
+
+    @staticmethod
+    def concatenate(traces: Sequence[RoutingTrace]) -> RoutingTrace:
+        """The sequences of several traces of one model, one after another.
+
+        Raises:
+            InputError: if the traces differ in layers, top_k or experts.
+        """
+        first = traces[0]
+        for other in traces[1:]:
+            if (other.num_experts, other.top_k) != (first.num_experts, first.top_k) or not np.array_equal(
+                other.layer_indices, first.layer_indices
+            ):
+                raise InputError(f"traces of different models can't be joined: {first.shape_text}; {other.shape_text}")
+        offsets = np.cumsum([0] + [trace.num_tokens for trace in traces])
+        starts = [trace.sequence_starts[:-1] + offset for trace, offset in zip(traces, offsets, strict=False)]
+        return replace(
+            first,
+            expert_ids=np.concatenate([trace.expert_ids for trace in traces]),
+            sequence_starts=np.concatenate([*starts, offsets[-1:]]).astype(np.int64),
+            prompt_lengths=np.concatenate([trace.prompt_lengths for trace in traces]),
+            steps=np.concatenate([trace.steps for trace in traces]),
+            sequence_hashes=np.concatenate([trace.sequence_hashes for trace in traces]),
+        )
+
+    @property
+    def shape_text(self) -> str:
+        return f"{self.num_layers} MoE layers, {self.num_experts} experts, top-{self.top_k}"
+
+    def check(self, source: str = "trace") -> None:
+        """Look at every id.
+
+        Raises:
+            InputError: naming `source` and the first bad token, if an id is out of range, twice in a row of top_k, or
+                unknown in only part of a row.
+        """
+        row = int(
+            _first_bad_row(self.expert_ids.reshape(-1, self.top_k), self.num_experts, np.int64(self.no_route))
+            if self.num_tokens
+            else -1
+        )
+        if row >= 0:
+            token, layer = divmod(row, self.num_layers)
+            raise InputError(
+                f"{source}: token {token} in MoE layer {layer} has expert ids "
+                f"{self.expert_ids[token, layer].tolist()}; they should be distinct and below {self.num_experts}, "
+                f"or all {self.no_route} where the route is unknown"
+            )
+
+
+@numba.njit(cache=True, nogil=True)
+def _first_bad_row(ids_NK, num_experts, no_route):  # type: ignore[no-untyped-def]
+    for n in range(ids_NK.shape[0]):
+        unknown = 0
+        for k in range(ids_NK.shape[1]):
+            expert = ids_NK[n, k]
+            if expert == no_route:
+                unknown += 1
+                continue
+            if expert >= num_experts:
+                return n
+            for earlier in range(k):
+                if ids_NK[n, earlier] == expert:
+                    return n
+        if unknown != 0 and unknown != ids_NK.shape[1]:
+            return n
+    return -1

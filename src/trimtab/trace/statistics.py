@@ -1,0 +1,42 @@
+"""How skewed is a trace? Figures of the whole trace, before any cluster comes into it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from trimtab.trace.counting import count_experts
+from trimtab.trace.routing import Array, RoutingTrace
+
+
+@dataclass(frozen=True)
+class LayerSkew:
+    """Expert popularity by MoE layer, over all known routes of a trace.
+
+    Attributes:
+        token_counts_LE: `[L, E]` int64, tokens by layer and expert.
+        hottest_over_mean_L: `[L]`, the busiest expert's tokens over the mean expert's.
+        busier_half_share_L: `[L]`, the fraction of tokens that the busier half of the experts gets (0.5 is even).
+    """
+
+    token_counts_LE: Array
+    hottest_over_mean_L: Array
+    busier_half_share_L: Array
+
+
+def layer_skew(trace: RoutingTrace) -> LayerSkew:
+    """Count a trace's experts and say how unevenly they are used."""
+    counts_LE = count_experts(trace, np.zeros(trace.num_sequences, np.int64), 1)[0].astype(np.int64)
+    totals_L = np.maximum(counts_LE.sum(axis=1), 1)
+    descending_LE = -np.sort(-counts_LE, axis=1)
+    return LayerSkew(
+        token_counts_LE=counts_LE,
+        hottest_over_mean_L=descending_LE[:, 0] * trace.num_experts / totals_L,
+        busier_half_share_L=descending_LE[:, : trace.num_experts // 2].sum(axis=1) / totals_L,
+    )
+
+
+def unknown_routes(trace: RoutingTrace) -> int:
+    """How many (token, layer) pairs have no recorded route."""
+    return int(np.count_nonzero(trace.expert_ids[:, :, 0] == trace.no_route))

@@ -1,0 +1,136 @@
+"""What a rank does to compare the runtime with one process that holds the whole model."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from helpers.moe_model import Shape, TinyMoE
+from helpers.random_plans import random_plan, random_schedule, random_trace
+from trimtab.planner import Workload
+from trimtab.runtime import Session
+
+CHECKPOINTING = ("plain", "checkpoint", "checkpoint without early stop", "reentrant checkpoint")
+
+
+@dataclass(frozen=True)
+class Case:
+    """One random comparison.
+
+    Attributes:
+        seed: of everything random.
+        dtype: float64 (relative error 1e-12) or float32 (1e-5).
+        max_norm: clip to this norm, or not at all.
+        run_block: how blocks are run, see `CHECKPOINTING`.
+        steps: optimizer steps, each with a new random plan.
+        padded: feed rows that belong to no planned token.
+    """
+
+    seed: int
+    dtype: torch.dtype
+    max_norm: float | None
+    run_block: str
+    steps: int
+    padded: bool
+
+
+def relative_error(actual: torch.Tensor, expected: torch.Tensor) -> float:
+    """By the norm of the tensor; by absolute value where the expectation is zero."""
+    scale = float(expected.detach().norm()) or 1.0
+    return float((actual - expected).detach().norm()) / scale
+
+
+def compare_cases(cases: Iterable[Case]) -> None:
+    """Assert for every case that losses, logits, gradients and weights are those of the single process."""
+    torch.set_num_threads(1)
+    for case in cases:
+        print(case, flush=True); _compare(case)
+
+
+def _compare(case: Case) -> None:
+    rng = np.random.default_rng(case.seed)
+    torch.manual_seed(case.seed)
+    num_ranks = torch.distributed.get_world_size()
+    padding_rng = np.random.default_rng((case.seed, torch.distributed.get_rank()))
+    shape = Shape(
+        layers=int(rng.integers(1, 4)),
+        experts=num_ranks * int(rng.integers(1, 5)),
+        top_k=int(rng.integers(1, min(4, num_ranks) + 1)),
+        hidden=int(rng.choice([4, 6, 16])),
+        width=int(rng.choice([4, 5, 8])),
+    )
+    tolerance = 1e-12 if case.dtype is torch.float64 else 1e-5
+    slots = int(rng.integers(0, 4))
+    session = Session(num_experts=shape.experts, slots_per_rank=slots)
+    reference = TinyMoE(shape, case.dtype)
+    model = TinyMoE(shape, case.dtype, case.run_block)
+    model.load_state_dict(reference.state_dict())
+    model.share(session)
+    optimizers = [torch.optim.AdamW(m.parameters(), lr=1e-2) for m in (reference, model)]
+
+    for _ in range(case.steps):
+        num_sequences = int(rng.integers(1, 9))
+        trace = random_trace(
+            rng,
+            num_sequences=num_sequences,
+            max_length=12,
+            num_layers=shape.layers,
+            num_experts=shape.experts,
+            top_k=shape.top_k,
+        )
+        schedule = random_schedule(
+            rng, num_sequences, num_ranks=num_ranks, num_micro_steps=int(rng.integers(1, 4))
+        )
+        workload = Workload.from_trace(trace, schedule)
+        plan = random_plan(rng, workload, schedule, slots=slots)
+        session.adopt(plan, workload, trace.select(schedule.sequences_of(session.rank)))
+        tokens = torch.from_numpy(rng.integers(0, shape.vocab, trace.num_tokens))
+        labels = torch.from_numpy(rng.integers(0, shape.vocab, trace.num_tokens))
+        for index, block in enumerate(reference.blocks):
+            block.recorded_ids = torch.from_numpy(trace.expert_ids[:, index].astype(np.int64))
+
+        expected_logits = reference(tokens)
+        expected_loss = F.cross_entropy(expected_logits, labels, reduction="sum") / trace.num_tokens
+        expected_loss.backward()
+
+        loss = torch.zeros((), dtype=case.dtype)
+        for index in rng.permutation(schedule.num_micro_steps):
+            mine = np.flatnonzero((schedule.rank == session.rank) & (schedule.micro_step == index))
+            of_trace = [np.arange(trace.sequence_starts[s], trace.sequence_starts[s + 1]) for s in mine]
+            rows = torch.from_numpy(np.concatenate([*of_trace, np.empty(0, np.int64)]))
+            batch, positions = tokens[rows], None
+            if case.padded:
+                positions = torch.from_numpy(np.sort(padding_rng.permutation(len(rows) + 3)[: len(rows)]))
+                batch = torch.zeros(len(rows) + 3, dtype=torch.int64).index_copy(0, positions, tokens[rows])
+            for stage in ("recompute", "update"):
+                with torch.set_grad_enabled(stage == "update"), session.micro_step(int(index), positions=positions):
+                    logits = model(batch)
+                    chosen = logits if positions is None else logits[positions]
+                    assert relative_error(chosen, expected_logits[rows]) < tolerance, (case, stage, "logits")
+                    part = F.cross_entropy(chosen, labels[rows], reduction="sum") / trace.num_tokens
+                    if stage == "update":
+                        part.backward()
+                        loss += part.detach()
+        session.finish_gradients(model.replicated())
+        torch.distributed.all_reduce(loss)
+        assert relative_error(loss, expected_loss.detach()) < tolerance, (case, "loss")
+        if case.max_norm is not None:
+            expected_norm = torch.nn.utils.clip_grad_norm_(reference.parameters(), case.max_norm)
+            norm = session.clip_gradients(model.replicated(), case.max_norm)
+            assert abs(norm - expected_norm) < tolerance * expected_norm, (case, "norm")
+        home = torch.from_numpy(session.home_experts)
+        for (name, actual), (_, expected) in zip(model.named_parameters(), reference.named_parameters(), strict=True):
+            part_of = home if ".gate_up" in name or ".down" in name else slice(None)
+            gradient = expected.grad[part_of]
+            assert relative_error(actual.grad, gradient) < tolerance, (case, name, "gradient")
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+        # Adam divides by the gradient's own size, so weights may differ by more than gradients where those vanish.
+        state = session.logical_state_dict(model)
+        for name, expected in reference.state_dict().items():
+            assert relative_error(state[name], expected) < 100 * tolerance, (case, name, "weights")
+        reference.load_state_dict(state)

@@ -1,0 +1,100 @@
+"""A small hand-written MoE model: on one process with plain loops, or with its experts in a Session."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+from trimtab.runtime import ExpertLayer, Session, gated_experts
+
+
+@dataclass(frozen=True)
+class Shape:
+    layers: int
+    experts: int
+    top_k: int
+    hidden: int
+    width: int
+    vocab: int = 11
+
+
+class MoEBlock(nn.Module):
+    """A router and its experts, whose compute is whatever `run_experts` is set to."""
+
+    def __init__(self, shape: Shape, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.router = nn.Linear(shape.hidden, shape.experts, bias=False, dtype=dtype)
+        scale = shape.hidden**-0.5
+        self.gate_up = nn.Parameter(torch.randn(shape.experts, 2 * shape.width, shape.hidden, dtype=dtype) * scale)
+        self.down = nn.Parameter(torch.randn(shape.experts, shape.hidden, shape.width, dtype=dtype) * scale)
+        self.layer: ExpertLayer | None = None
+        self.recorded_ids: torch.Tensor | None = None
+
+    def share(self, session: Session) -> None:
+        """Keep this rank's home experts only, and run them in the session."""
+        home = torch.from_numpy(session.home_experts)
+        self.gate_up = nn.Parameter(self.gate_up.detach()[home].clone())
+        self.down = nn.Parameter(self.down.detach()[home].clone())
+        self.layer = session.add_layer([self.gate_up, self.down], gated_experts())
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        logits = self.router(x)
+        top_k = self.top_k
+        if self.layer is not None:
+            ids = self.layer.route(logits.topk(top_k).indices)
+            weights = logits.softmax(-1).gather(1, ids)
+            return self.layer(x, ids, weights)
+        ids = self.recorded_ids if self.recorded_ids is not None else logits.topk(top_k).indices
+        weights = logits.softmax(-1).gather(1, ids)
+        out = torch.zeros_like(x)
+        for expert in range(len(self.gate_up)):
+            token, k = (ids == expert).nonzero(as_tuple=True)
+            gate, up = (x[token] @ self.gate_up[expert].T).chunk(2, dim=-1)
+            rows = (nn.functional.silu(gate) * up) @ self.down[expert].T
+            out = out.index_add(0, token, rows * weights[token, k, None])
+        return out
+
+    top_k: int = 2
+
+
+class TinyMoE(nn.Module):
+    """Embedding, MoE blocks with a residual and a dense mix, head. Tokens don't see each other."""
+
+    def __init__(self, shape: Shape, dtype: torch.dtype, run_block: str = "plain") -> None:
+        super().__init__()
+        self.embed = nn.Embedding(shape.vocab, shape.hidden, dtype=dtype)
+        self.mixes = nn.ModuleList(
+            nn.Linear(shape.hidden, shape.hidden, dtype=dtype) for _ in range(shape.layers)
+        )
+        self.blocks = nn.ModuleList(MoEBlock(shape, dtype) for _ in range(shape.layers))
+        self.head = nn.Linear(shape.hidden, shape.vocab, dtype=dtype)
+        for block in self.blocks:
+            block.top_k = shape.top_k
+        self.run_block = run_block
+
+    def share(self, session: Session) -> None:
+        for block in self.blocks:
+            block.share(session)
+
+    def replicated(self) -> list[nn.Parameter]:
+        experts = {id(p) for block in self.blocks for p in (block.gate_up, block.down)}
+        return [p for p in self.parameters() if id(p) not in experts]
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.embed(tokens)
+        for mix, block in zip(self.mixes, self.blocks, strict=True):
+            x = _RUN[self.run_block](lambda h, mix=mix, block=block: h + block(torch.tanh(mix(h))), x)
+        return self.head(x)
+
+
+_RUN: dict[str, Callable[[Callable[[torch.Tensor], torch.Tensor], torch.Tensor], torch.Tensor]] = {
+    "plain": lambda function, x: function(x),
+    "checkpoint": lambda function, x: checkpoint(function, x, use_reentrant=False),
+    "checkpoint without early stop": lambda function, x: checkpoint(
+        function, x, use_reentrant=False, early_stop=False
+    ),
+    "reentrant checkpoint": lambda function, x: checkpoint(function, x, use_reentrant=True),
+}

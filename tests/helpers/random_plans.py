@@ -1,0 +1,64 @@
+"""Random steps and random valid plans for them: any replicas and any quotas that keep the invariants."""
+
+from __future__ import annotations
+
+import numpy as np
+from trimtab.planner import Placement, Schedule, StepPlan, Workload
+from trimtab.trace import RoutingTrace
+
+
+def random_trace(
+    rng: np.random.Generator, *, num_sequences: int, max_length: int, num_layers: int, num_experts: int, top_k: int
+) -> RoutingTrace:
+    """Sequences of 1 to `max_length` tokens, with some experts hotter than others."""
+    skew_LE = rng.gumbel(size=(num_layers, num_experts)) * rng.uniform(0, 2)
+    sequences = []
+    for _ in range(num_sequences):
+        length = int(rng.integers(1, max_length + 1))
+        scores = rng.gumbel(size=(length, num_layers, num_experts)) + skew_LE
+        sequences.append(np.argsort(-scores, axis=-1)[:, :, :top_k])
+    return RoutingTrace.from_sequences(
+        sequences, num_experts=num_experts, sequence_hashes=rng.integers(1, 1 << 60, num_sequences)
+    )
+
+
+def random_schedule(
+    rng: np.random.Generator, num_sequences: int, *, num_ranks: int, num_micro_steps: int
+) -> Schedule:
+    """Every sequence anywhere, so that some ranks have nothing to do in some micro-steps."""
+    return Schedule(
+        micro_step=rng.integers(0, num_micro_steps, num_sequences).astype(np.int32),
+        rank=rng.integers(0, num_ranks, num_sequences).astype(np.int32),
+        mini_batch_of_micro_step=np.zeros(num_micro_steps, np.int32),
+        num_ranks=num_ranks,
+    )
+
+
+def random_plan(rng: np.random.Generator, workload: Workload, schedule: Schedule, *, slots: int) -> StepPlan:
+    """Random replicas away from home, with random quotas, some of them nothing and some of them all."""
+    placement = Placement.contiguous(workload.num_layers, workload.num_experts, workload.num_ranks)
+    replicas, quotas = [], []
+    for micro_step in range(workload.num_micro_steps):
+        for layer in range(workload.num_layers):
+            left_RE = workload.token_counts_MLRE[micro_step, layer].astype(np.int64)
+            home_E = placement.home[layer]
+            chosen: list[tuple[int, int]] = []
+            free = np.full(workload.num_ranks, slots)
+            pairs = [(e, r) for e in range(workload.num_experts) for r in range(workload.num_ranks) if home_E[e] != r]
+            rng.shuffle(pairs)
+            wanted = int(rng.integers(0, workload.num_ranks * slots + 1)) if workload.plannable[micro_step] else 0
+            for expert, rank in pairs:
+                if len(chosen) < wanted and free[rank] > 0:
+                    chosen.append((int(expert), int(rank)))
+                    free[rank] -= 1
+            quotas_PR = np.zeros((len(chosen), workload.num_ranks), np.int64)
+            for p, (expert, _) in enumerate(chosen):
+                for source in range(workload.num_ranks):
+                    some = rng.integers(0, left_RE[source, expert] + 1)
+                    quotas_PR[p, source] = rng.choice([0, some, left_RE[source, expert]])
+                    left_RE[source, expert] -= quotas_PR[p, source]
+            replicas.append(np.array(chosen, np.int64).reshape(-1, 2))
+            quotas.append(quotas_PR)
+    return StepPlan.from_instances(
+        schedule, placement, replicas, quotas, plannable=workload.plannable, slots_per_rank=slots
+    )

@@ -1,0 +1,22 @@
+"""Any valid plan gives the loss, logits and gradients of the unbalanced model on one process."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+from helpers.equality import CHECKPOINTING, Case, compare_cases
+from trimtab.runtime.launch import launch
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize(("dtype", "cases_each"), [(torch.float64, 12), (torch.float32, 4)])
+def test_random_plans_equal_the_single_process(ranks: int, dtype: torch.dtype, cases_each: int) -> None:
+    """In recompute and update, accumulated over micro-steps and optimizer steps, with clipping and checkpointing."""
+    variants = itertools.product(CHECKPOINTING, (None, 0.05), range(cases_each))
+    cases = [
+        Case(seed, dtype, max_norm, run_block, steps=3 if dtype is torch.float64 else 1, padded=number % 2 == 1)
+        for seed, (run_block, max_norm, number) in enumerate(variants)
+    ]
+    launch(compare_cases, (cases,), ranks=ranks)
