@@ -39,9 +39,9 @@ class _Failure:
     time: float
 
 
-def under_torchrun() -> bool:
-    """Has torchrun (or anything that sets its variables) started this process as a rank?"""
-    return "RANK" in os.environ and "WORLD_SIZE" in os.environ
+def torchrun_ranks() -> int | None:
+    """How many ranks there are, if torchrun (or anything that sets its variables) started this process as one."""
+    return int(os.environ["WORLD_SIZE"]) if "RANK" in os.environ and "WORLD_SIZE" in os.environ else None
 
 
 def launch(worker: Callable[..., None], args: tuple[Any, ...], *, ranks: int) -> None:
@@ -54,7 +54,7 @@ def launch(worker: Callable[..., None], args: tuple[Any, ...], *, ranks: int) ->
         InputError: as a rank raised it.
         RankFailedError: naming the rank that failed first and why.
     """
-    if under_torchrun():
+    if torchrun_ranks():
         _join_group(int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), int(os.environ["LOCAL_RANK"]), None)
         try:
             worker(*args)

@@ -91,21 +91,28 @@ class RoutingTrace:
         sequences: Sequence[npt.ArrayLike],
         *,
         num_experts: int,
+        shape: tuple[int, int] | None = None,
         layer_indices: npt.ArrayLike | None = None,
         prompt_lengths: npt.ArrayLike | None = None,
         steps: npt.ArrayLike | int = 0,
         sequence_hashes: npt.ArrayLike | None = None,
         model: str = "",
     ) -> RoutingTrace:
-        """Join per-sequence ids `[t_s, L, K]` into one trace. Raises InputError if there is no sequence."""
-        if not sequences:
-            raise InputError("a trace needs at least one sequence")
+        """Join per-sequence ids `[t_s, L, K]` into one trace.
+
+        Args:
+            shape: `(L, K)`, needed only where there may be no sequence at all.
+        """
         dtype = id_dtype(num_experts)
         arrays = [np.asarray(ids, dtype) for ids in sequences]
         count = len(arrays)
-        num_layers = arrays[0].shape[1]
+        if shape is None:
+            if not arrays:
+                raise InputError("a trace without sequences needs its shape (layers, top_k)")
+            shape = arrays[0].shape[1:]
+        num_layers = shape[0]
         return cls(
-            expert_ids=np.concatenate(arrays),
+            expert_ids=np.concatenate([np.empty((0, *shape), dtype), *arrays]),
             sequence_starts=np.concatenate([[0], np.cumsum([len(ids) for ids in arrays])]).astype(np.int64),
             prompt_lengths=np.asarray(np.zeros(count) if prompt_lengths is None else prompt_lengths, np.int32),
             steps=np.broadcast_to(np.asarray(steps, np.int32), (count,)).copy(),

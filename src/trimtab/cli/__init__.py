@@ -1,0 +1,1 @@
+"""The command line. One file a command: it parses, calls, prints."""

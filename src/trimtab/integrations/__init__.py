@@ -1,0 +1,1 @@
+"""One file a framework: where its experts and routers are, how its routing is recorded and replayed."""

@@ -1,0 +1,56 @@
+"""Micro-batches: right-padded tensors of a rank's sequences, and where their tokens stand in them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Sequence_
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from trimtab.rl.sequences import Sequence
+from trimtab.trace import hash_tokens
+from trimtab.trace.routing import Array
+
+
+@dataclass(frozen=True, eq=False)
+class MicroBatch:
+    """B sequences padded to T fed tokens. A rank without sequences still has one row of padding, to stay in step.
+
+    Attributes:
+        input_ids: `[B, T]` int64; the last token of a sequence is a target only.
+        targets: `[B, T]` int64, the token after each.
+        response_mask: `[B, T]` float32, 1 where the target belongs to the response.
+        advantages: `[B, 1]` float32.
+        positions: `[n]` int64, where the sequences' tokens stand among the B * T rows.
+        sequence_hashes: `[S]` uint64.
+    """
+
+    input_ids: torch.Tensor
+    targets: torch.Tensor
+    response_mask: torch.Tensor
+    advantages: torch.Tensor
+    positions: torch.Tensor
+    sequence_hashes: Array
+
+
+def collate(sequences: Sequence_[Sequence], *, pad_token_id: int, device: torch.device) -> MicroBatch:
+    """Pad on the right. Under causal attention no token sees the padding, so that no mask is needed."""
+    rows, width = max(1, len(sequences)), max([1, *(s.num_fed for s in sequences)])
+    tokens = np.full((rows, width + 1), pad_token_id, np.int64)
+    response_mask = np.zeros((rows, width), np.float32)
+    positions = [np.empty(0, np.int64)]
+    for row, sequence in enumerate(sequences):
+        tokens[row, : len(sequence.token_ids)] = sequence.token_ids
+        response_mask[row, sequence.prompt_length - 1 : sequence.num_fed] = 1
+        positions.append(row * width + np.arange(sequence.num_fed))
+    advantages = [[s.advantage] for s in sequences] or [[0.0]]
+    whole = torch.from_numpy(tokens).to(device)
+    return MicroBatch(
+        input_ids=whole[:, :-1],
+        targets=whole[:, 1:],
+        response_mask=torch.from_numpy(response_mask).to(device),
+        advantages=torch.tensor(advantages, dtype=torch.float32, device=device),
+        positions=torch.from_numpy(np.concatenate(positions)).to(device),
+        sequence_hashes=np.array([hash_tokens(s.token_ids) for s in sequences], np.uint64),
+    )

@@ -1,0 +1,25 @@
+"""Log-probabilities and the clipped policy objective, both token by token."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+
+CLIP = 0.2
+
+
+def token_log_probs(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    """Log-probability `[B, T]` of each target under `logits [B, T, V]`, in float32."""
+    flat = F.cross_entropy(logits.float().flatten(0, 1), targets.flatten(), reduction="none")
+    return -flat.view_as(targets)
+
+
+def clipped_policy_loss(log_ratio: torch.Tensor, advantages: torch.Tensor) -> torch.Tensor:
+    """PPO's loss of every token, `[B, T]`: minus the smaller of the plain and the clipped, advantage-weighted ratio.
+
+    Args:
+        log_ratio: `[B, T]`, log-probability now less log-probability before the step.
+        advantages: `[B, 1]`.
+    """
+    ratio = log_ratio.exp()
+    return -torch.minimum(ratio * advantages, ratio.clamp(1 - CLIP, 1 + CLIP) * advantages)

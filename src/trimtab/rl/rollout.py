@@ -1,0 +1,87 @@
+"""Rollout: sample responses with the whole model, in bfloat16, and record which experts every token used."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence as Sequence_
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from trimtab.integrations.transformers import record_routing
+from trimtab.rl.sequences import Sequence
+from trimtab.rl.task import Problem, draw_problem
+
+
+def sample_groups(
+    model: nn.Module, tokenizer: Any, problems: Sequence_[Problem], *, samples: int, max_new_tokens: int
+) -> list[Sequence]:
+    """`samples` responses to every problem, with rewards and group-relative advantages (reward less group mean)."""
+    repeated = [problem for problem in problems for _ in range(samples)]
+    prompts = _encode(model, tokenizer, repeated)
+    with record_routing(model) as record:
+        tokens = _generate(model, tokenizer, prompts, max_new_tokens, sample=True)
+    expert_ids = record.by_sequence(len(repeated))
+    prompt_width = prompts["input_ids"].shape[1]
+    padding = (prompt_width - prompts["attention_mask"].sum(dim=1)).tolist()
+    responses = [_until_end(row, tokenizer.eos_token_id) for row in tokens[:, prompt_width:]]
+    rewards = np.array(
+        [p.reward(tokenizer.decode(response)) for p, response in zip(repeated, responses, strict=True)]
+    ).reshape(-1, samples)
+    advantages = (rewards - rewards.mean(axis=1, keepdims=True)).reshape(-1)
+    return [
+        Sequence(
+            token_ids=tokens[row, pad : prompt_width + len(response)].copy(),
+            prompt_length=prompt_width - pad,
+            expert_ids=expert_ids[row, pad : prompt_width + len(response) - 1].copy(),
+            reward=float(reward),
+            advantage=float(advantage),
+        )
+        for row, (pad, response, reward, advantage) in enumerate(
+            zip(padding, responses, rewards.reshape(-1), advantages, strict=True)
+        )
+    ]
+
+
+def count_correct(model: nn.Module, tokenizer: Any, problems: Sequence_[Problem], *, max_new_tokens: int) -> int:
+    """How many problems the model solves when it always takes the likeliest token."""
+    if not problems:
+        return 0
+    prompts = _encode(model, tokenizer, problems)
+    tokens = _generate(model, tokenizer, prompts, max_new_tokens, sample=False)
+    responses = [_until_end(row, tokenizer.eos_token_id) for row in tokens[:, prompts["input_ids"].shape[1] :]]
+    return sum(int(p.reward(tokenizer.decode(r))) for p, r in zip(problems, responses, strict=True))
+
+
+def held_out_problems(count: int) -> list[Problem]:
+    """The same held-out problems for every run."""
+    rng = random.Random("held out")
+    return [draw_problem(rng, held_out=True) for _ in range(count)]
+
+
+def _encode(model: nn.Module, tokenizer: Any, problems: Sequence_[Problem]) -> dict[str, torch.Tensor]:
+    encoded = tokenizer([p.prompt for p in problems], return_tensors="pt", padding=True, padding_side="left")
+    device = next(model.parameters()).device
+    return {name: encoded[name].to(device) for name in ("input_ids", "attention_mask")}
+
+
+@torch.no_grad()
+def _generate(model: Any, tokenizer: Any, prompts: dict[str, torch.Tensor], max_new_tokens: int, sample: bool) -> Any:
+    """`[B, prompt width + new tokens]` int64 on the host."""
+    how = {"do_sample": True, "temperature": 1.0, "top_k": 0, "top_p": 1.0} if sample else {"do_sample": False}
+    tokens = model.generate(
+        **prompts,
+        **how,
+        max_new_tokens=max_new_tokens,
+        pad_token_id=tokenizer.pad_token_id,
+        eos_token_id=tokenizer.eos_token_id,
+    )
+    return tokens.cpu().numpy()
+
+
+def _until_end(tokens: Any, end: int) -> Any:
+    """A response up to its end token; all of it if it never ended."""
+    ends = np.flatnonzero(tokens == end)
+    return tokens[: ends[0] + 1] if len(ends) else tokens

@@ -1,0 +1,84 @@
+"""What a run leaves behind and shows: metrics.jsonl, TensorBoard events, progress lines. Rank 0 only."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
+from torch.utils.tensorboard.writer import SummaryWriter
+
+COLUMNS = {
+    "step": lambda m: f"{m['step']:>4}",
+    "reward": lambda m: f"{m['reward']:>6.3f}",
+    "length": lambda m: f"{m['response_length']:>6.1f}",
+    "max_vio": lambda m: f"{m['moe/max_vio_before']:.3f} -> {m['moe/max_vio_after']:.3f}",
+    "replicas": lambda m: f"{m['moe/replicas']:>8}",
+    "plan ms": lambda m: f"{m['plan_s'] * 1e3:>7.1f}",
+    "rollout s": lambda m: f"{m['rollout_s']:>9.2f}",
+    "recompute s": lambda m: f"{m['recompute_s']:>11.2f}",
+    "update s": lambda m: f"{m['update_s']:>8.2f}",
+}
+
+
+class RunLog:
+    """Metrics and progress of a run. On ranks other than 0 it does nothing."""
+
+    def __init__(self, out: Path, *, is_writer: bool) -> None:
+        self.console = Console(quiet=not is_writer, highlight=False)
+        self._file = (out / "metrics.jsonl").open("w") if is_writer else None
+        self._events = SummaryWriter(str(out / "tensorboard")) if is_writer else None
+
+    @contextmanager
+    def progress(self, title: str, total: int) -> Iterator[Callable[[str], None]]:
+        """A bar over `total` steps; call what it yields after each, with a few words on how it goes."""
+        columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+        with Progress(*columns, TextColumn("{task.fields[note]}"), console=self.console) as progress:
+            task = progress.add_task(title, total=total, note="")
+            yield lambda note: progress.update(task, advance=1, note=note)
+
+    def header(self) -> None:
+        widths = (len(show(_SAMPLE)) for show in COLUMNS.values())
+        self.console.print("  ".join(name.rjust(width) for name, width in zip(COLUMNS, widths, strict=True)))
+
+    def step(self, metrics: dict[str, Any]) -> None:
+        """Write one step's metrics everywhere."""
+        self.record(metrics)
+        self.console.print("  ".join(show(metrics) for show in COLUMNS.values()))
+
+    def record(self, metrics: dict[str, Any]) -> None:
+        """Write metrics to the files only."""
+        if self._file is None or self._events is None:
+            return
+        self._file.write(json.dumps(metrics) + "\n")
+        self._file.flush()
+        for name, value in metrics.items():
+            if name != "step" and isinstance(value, int | float):
+                self._events.add_scalar(name, value, metrics["step"])
+
+    def table(self, table: Table) -> None:
+        self.console.print(table)
+
+    def close(self) -> None:
+        if self._file is not None and self._events is not None:
+            self._file.close()
+            self._events.close()
+
+
+_SAMPLE = {
+    "step": 0,
+    "reward": 0.0,
+    "response_length": 0.0,
+    "moe/max_vio_before": 0.0,
+    "moe/max_vio_after": 0.0,
+    "moe/replicas": 0,
+    "plan_s": 0.0,
+    "rollout_s": 0.0,
+    "recompute_s": 0.0,
+    "update_s": 0.0,
+}

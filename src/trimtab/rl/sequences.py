@@ -1,0 +1,87 @@
+"""`Sequence`: one response with its prompt, routing and advantage; and their way to the rank that trains on them."""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Sequence as Sequence_
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from trimtab.trace import RoutingTrace, hash_tokens
+from trimtab.trace.routing import Array
+
+
+@dataclass(frozen=True, eq=False)
+class Sequence:
+    """A finished response.
+
+    Attributes:
+        token_ids: `[n]` int64, prompt and response.
+        prompt_length: tokens of the prompt.
+        expert_ids: `[n - 1, L, K]`, the routing that the rollout recorded. The last token was never fed.
+        reward: of the response.
+        advantage: reward less the mean of its group.
+    """
+
+    token_ids: Array
+    prompt_length: int
+    expert_ids: Array
+    reward: float
+    advantage: float
+
+    @property
+    def num_fed(self) -> int:
+        """Tokens that training feeds to the model: all but the last."""
+        return len(self.token_ids) - 1
+
+    @property
+    def response_length(self) -> int:
+        return len(self.token_ids) - self.prompt_length
+
+
+def routing_of(
+    sequences: Sequence_[Sequence], *, num_experts: int, shape: tuple[int, int], layer_indices: Array, step: int
+) -> RoutingTrace:
+    """The routing of a rank's sequences; `shape` is (L, K)."""
+    return RoutingTrace.from_sequences(
+        [sequence.expert_ids for sequence in sequences],
+        num_experts=num_experts,
+        shape=shape,
+        layer_indices=layer_indices,
+        prompt_lengths=[sequence.prompt_length for sequence in sequences],
+        steps=step,
+        sequence_hashes=[hash_tokens(sequence.token_ids) for sequence in sequences],
+        model="qwen3_moe",
+    )
+
+
+def gather_lengths(sequences: Sequence_[Sequence], device: torch.device) -> list[Array]:
+    """Fed and response tokens `[S_r, 2]` of every rank's sequences, in rank order."""
+    mine = np.array([(s.num_fed, s.response_length) for s in sequences], np.int64).reshape(-1, 2)
+    parts: list[Array | None] = [None] * dist.get_world_size()
+    dist.all_gather_object(parts, mine)
+    return [part for part in parts if part is not None]
+
+
+def exchange_sequences(sequences: Sequence_[Sequence], ranks: Array, device: torch.device) -> list[Sequence]:
+    """Send each sequence to its rank, and return what arrives, ordered by source rank, then as sent.
+
+    Args:
+        ranks: `[S]` destination of each of this rank's sequences.
+    """
+    num_ranks = dist.get_world_size()
+    packed = [
+        pickle.dumps([sequence for sequence, rank in zip(sequences, ranks, strict=True) if rank == destination])
+        for destination in range(num_ranks)
+    ]
+    sizes_out = torch.tensor([len(data) for data in packed], device=device)
+    sizes_in = torch.empty_like(sizes_out)
+    dist.all_to_all_single(sizes_in, sizes_out)
+    sent = torch.frombuffer(bytearray(b"".join(packed)), dtype=torch.uint8).to(device)
+    arrived = sent.new_empty(int(sizes_in.sum()))
+    dist.all_to_all_single(arrived, sent, sizes_in.tolist(), sizes_out.tolist())
+    received = [pickle.loads(part.cpu().numpy().tobytes()) for part in arrived.split(sizes_in.tolist())]
+    return [sequence for part in received for sequence in part]

@@ -1,0 +1,287 @@
+"""The post-training loop: rollout, plan, recompute, update, weight sync, on every rank."""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from trimtab.integrations.transformers import moe_blocks, replicated_parameters, share_experts
+from trimtab.planner import Schedule, pack_by_length
+from trimtab.rl.batches import MicroBatch, collate
+from trimtab.rl.config import TrainConfig
+from trimtab.rl.losses import CLIP, clipped_policy_loss, token_log_probs
+from trimtab.rl.model import load_config, load_model, load_tokenizer, save_checkpoint
+from trimtab.rl.rollout import count_correct, held_out_problems, sample_groups
+from trimtab.rl.run_log import RunLog
+from trimtab.rl.sequences import Sequence, exchange_sequences, gather_lengths, routing_of
+from trimtab.rl.task import draw_problem
+from trimtab.rl.warm_start import warm_start
+from trimtab.runtime import PlanReport, Session
+from trimtab.trace import RoutingTrace, write_trace
+
+WARM_UP_STEPS = 3
+
+
+@dataclass(frozen=True, eq=False)
+class PreparedStep:
+    """A step ready for recompute and update on this rank.
+
+    Attributes:
+        schedule: of all ranks.
+        trace: routing of this rank's sequences, in plan order.
+        batches: this rank's micro-batches, one a micro-step.
+        loss_constants: response tokens of each mini-batch over all ranks, which its loss is divided by.
+    """
+
+    schedule: Schedule
+    trace: RoutingTrace
+    batches: list[MicroBatch]
+    loss_constants: list[int]
+
+
+class Trainer:
+    """One rank of a training run."""
+
+    def __init__(self, config: TrainConfig) -> None:
+        self.config = config
+        self.rank, self.num_ranks = dist.get_rank(), dist.get_world_size()
+        self.device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
+        torch.set_flush_denormal(True)
+        torch.manual_seed(config.seed)
+        self.tokenizer = load_tokenizer(config.model)
+        self.model_config = load_config(config.model, self.tokenizer)
+        self.model = load_model(config.model, self.model_config, torch.float32).to(self.device)
+        self.rollout_model = load_model(None, self.model_config, torch.bfloat16).to(self.device).eval()
+        self.layer_indices = np.array(list(moe_blocks(self.model)), np.int32)
+        self.session = Session(
+            num_experts=self.model_config.num_experts, policy=config.policy, slots_per_rank=config.slots
+        )
+        share_experts(self.model, self.session)
+        if config.gradient_checkpointing:
+            self.model.gradient_checkpointing_enable({"use_reentrant": False})
+        self.model.train()
+        self.replicated = replicated_parameters(self.model, self.session)
+        self.optimizer = torch.optim.AdamW(
+            self.model.parameters(), lr=config.learning_rate, betas=(0.9, 0.95), weight_decay=0.0, fused=True
+        )
+        self.log = RunLog(config.out, is_writer=self.rank == 0)
+
+    def warm_start(self) -> None:
+        steps = self.config.warm_start_steps
+        if steps:
+            with self.log.progress("warm start", steps) as advance:
+                warm_start(
+                    self.model, self.session, self.replicated, self.tokenizer, self.config,
+                    lambda loss: advance(f"loss {loss:.3f}"),
+                )  # fmt: skip
+        self.sync_rollout()
+
+    def sync_rollout(self) -> None:
+        """Bring the trained weights, in logical expert order, to the rollout model."""
+        self.rollout_model.load_state_dict(self.session.logical_state_dict(self.model))
+
+    def held_out_accuracy(self) -> float:
+        """Share of held-out problems that the rollout model solves greedily."""
+        problems = held_out_problems(self.config.held_out)
+        correct = count_correct(
+            self.rollout_model,
+            self.tokenizer,
+            problems[self.rank :: self.num_ranks],
+            max_new_tokens=self.config.max_new_tokens,
+        )
+        return float(self._total(correct)) / len(problems)
+
+    def rollout(self, step: int) -> list[Sequence]:
+        """This rank's share of a step's responses."""
+        rng = random.Random(f"problems {self.config.seed} {step}")
+        problems = [draw_problem(rng, held_out=False) for _ in range(self.config.problems)]
+        torch.manual_seed((self.config.seed * 1_000_003 + step) * self.num_ranks + self.rank)
+        return sample_groups(
+            self.rollout_model,
+            self.tokenizer,
+            problems[self.rank :: self.num_ranks],
+            samples=self.config.samples,
+            max_new_tokens=self.config.max_new_tokens,
+        )
+
+    def prepare(self, sequences: list[Sequence], step: int) -> PreparedStep:
+        """Schedule all ranks' sequences, bring each to its rank, and cut this rank's into micro-batches.
+
+        Mini-batches take every n-th sequence, so that each has some of most groups.
+        """
+        lengths_R = gather_lengths(sequences, self.device)
+        lengths = np.concatenate(lengths_R)
+        mini_batch = np.arange(len(lengths)) % self.config.mini_batches
+        schedule = pack_by_length(
+            lengths[:, 0], num_ranks=self.num_ranks, token_budget=self.config.token_budget, mini_batch=mini_batch
+        )
+        first = sum(len(part) for part in lengths_R[: self.rank])
+        arrived = exchange_sequences(sequences, schedule.rank[first : first + len(sequences)], self.device)
+        # What arrives is ordered by source rank, thus by index in the schedule; plan order is by micro-step first.
+        micro_step = schedule.micro_step[schedule.rank == self.rank]
+        mine = [arrived[index] for index in np.argsort(micro_step, kind="stable")]
+        micro_step = np.sort(micro_step)
+        trace = routing_of(
+            mine,
+            num_experts=self.model_config.num_experts,
+            shape=(len(self.layer_indices), self.model_config.num_experts_per_tok),
+            layer_indices=self.layer_indices,
+            step=step,
+        )
+        batches = [
+            collate(
+                [mine[index] for index in np.flatnonzero(micro_step == number)],
+                pad_token_id=self.tokenizer.pad_token_id,
+                device=self.device,
+            )
+            for number in range(schedule.num_micro_steps)
+        ]
+        constants = np.bincount(mini_batch, weights=lengths[:, 1], minlength=self.config.mini_batches)
+        return PreparedStep(schedule, trace, batches, [max(1, int(count)) for count in constants])
+
+    def log_probs(self, batch: MicroBatch, index: int) -> torch.Tensor:
+        """Log-probabilities `[B, T]` of a micro-batch. Call it inside the micro-step."""
+        return token_log_probs(self.model(input_ids=batch.input_ids, use_cache=False).logits, batch.targets)
+
+    @contextmanager
+    def micro_step(self, batch: MicroBatch, index: int) -> Iterator[None]:
+        with self.session.micro_step(index, positions=batch.positions, sequence_hashes=batch.sequence_hashes):
+            yield
+
+    def recompute(self, prepared: PreparedStep) -> list[torch.Tensor]:
+        """Log-probabilities of all micro-batches under the weights before the step."""
+        old = []
+        for index, batch in enumerate(prepared.batches):
+            with torch.no_grad(), self.micro_step(batch, index):
+                old.append(self.log_probs(batch, index))
+        return old
+
+    def accumulate(self, prepared: PreparedStep, old: list[torch.Tensor], mini_batch: int) -> dict[str, float]:
+        """Forward and backward of one mini-batch's micro-steps, with complete gradients at the end.
+
+        Returns:
+            Sums over this rank's response tokens: `loss` (already divided by the constant), `clipped`, and the largest
+            `ratio_error`, |ratio - 1|.
+        """
+        sums = {"loss": 0.0, "clipped": 0.0, "ratio_error": 0.0}
+        for index in np.flatnonzero(prepared.schedule.mini_batch_of_micro_step == mini_batch):
+            batch = prepared.batches[index]
+            with self.micro_step(batch, int(index)):
+                log_ratio = self.log_probs(batch, int(index)) - old[index]
+                loss = clipped_policy_loss(log_ratio, batch.advantages) * batch.response_mask
+                loss = loss.sum() / prepared.loss_constants[mini_batch]
+                loss.backward()
+            error = (log_ratio.detach().exp() - 1).abs() * batch.response_mask
+            sums["loss"] += float(loss.detach())
+            sums["clipped"] += float((error > CLIP).sum())
+            sums["ratio_error"] = max(sums["ratio_error"], float(error.max()))
+        self.session.finish_gradients(self.replicated)
+        return sums
+
+    def update(self, prepared: PreparedStep, old: list[torch.Tensor], step: int) -> dict[str, float]:
+        """All optimizer steps of an RL step. Returns metrics, the same on every rank."""
+        for group in self.optimizer.param_groups:
+            group["lr"] = self.config.learning_rate * min(1.0, (step + 1) / WARM_UP_STEPS)
+        metrics: dict[str, float] = {}
+        clipped = 0.0
+        for mini_batch in range(self.config.mini_batches):
+            sums = self.accumulate(prepared, old, mini_batch)
+            norm = self.session.clip_gradients(self.replicated, self.config.max_norm)
+            self.optimizer.step()
+            self.optimizer.zero_grad()
+            clipped += sums["clipped"]
+            if mini_batch == 0:
+                metrics["ppo/first_ratio_error"] = self._largest(sums["ratio_error"])
+                metrics |= {"loss": self._total(sums["loss"]), "grad_norm": norm}
+        metrics["ppo/clip_fraction"] = self._total(clipped) / sum(prepared.loss_constants)
+        return metrics
+
+    def step(self, step: int) -> dict[str, Any]:
+        """One RL step. Returns its metrics, the same on every rank but for times."""
+        clock = _Clock()
+        sequences = self.rollout(step)
+        clock.lap("rollout_s")
+        rewards = self._mean([s.reward for s in sequences])
+        lengths = self._mean([s.response_length for s in sequences])
+        # A group whose responses all earned the same has no gradient.
+        trained = [s for s in sequences if s.advantage != 0]
+        metrics: dict[str, Any] = {"step": step, "reward": rewards, "response_length": lengths}
+        metrics["trained_sequences"] = int(self._total(len(trained)))
+        prepared = self.prepare(trained, step)
+        clock.lap("prepare_s")
+        self.session.transfers.bytes_sent = self.session.unplanned_micro_steps = 0
+        report = self.session.plan(prepared.trace, prepared.schedule)
+        clock.lap("plan_s")
+        old = self.recompute(prepared)
+        clock.lap("recompute_s")
+        metrics |= self.update(prepared, old, step)
+        clock.lap("update_s")
+        self.sync_rollout()
+        clock.lap("sync_s")
+        metrics |= plan_metrics(report)
+        # Every micro-step runs twice, in recompute and in update.
+        metrics["moe/unplanned_micro_steps"] = self.session.unplanned_micro_steps
+        metrics["moe/micro_steps"] = 2 * report.micro_steps
+        metrics["transfer/bytes"] = int(self._total(self.session.transfers.bytes_sent))
+        self.write_routing(prepared, step)
+        clock.lap("write_s")
+        return metrics | clock.laps
+
+    def write_routing(self, prepared: PreparedStep, step: int) -> None:
+        """Write the step's routing, of all ranks, to `routing/step-*.parquet`."""
+        traces: list[RoutingTrace] | None = [prepared.trace] * self.num_ranks if self.rank == 0 else None
+        dist.gather_object(prepared.trace, traces)
+        if traces is not None:
+            whole = [trace for trace in traces if trace.num_sequences] or traces[:1]
+            write_trace(RoutingTrace.concatenate(whole), self.config.out / "routing" / f"step-{step:05d}.parquet")
+
+    def save(self, step: int) -> None:
+        """Write a checkpoint of the weights after `step` RL steps."""
+        state = self.session.logical_state_dict(self.model)
+        if self.rank == 0:
+            save_checkpoint(
+                self.model_config, state, self.tokenizer, self.config.out / "checkpoints" / f"step-{step:05d}"
+            )
+
+    def _total(self, value: float) -> float:
+        total = torch.tensor(value, dtype=torch.float64, device=self.device)
+        dist.all_reduce(total)
+        return float(total)
+
+    def _largest(self, value: float) -> float:
+        largest = torch.tensor(value, dtype=torch.float64, device=self.device)
+        dist.all_reduce(largest, dist.ReduceOp.MAX)
+        return float(largest)
+
+    def _mean(self, values: list[float] | list[int]) -> float:
+        return self._total(float(sum(values))) / max(1.0, self._total(len(values)))
+
+
+def plan_metrics(report: PlanReport) -> dict[str, float]:
+    return {
+        "moe/max_vio_before": report.max_vio_before,
+        "moe/max_vio_after": report.max_vio_after,
+        "moe/replicas": report.replicas,
+        "planning_s": report.planning_s,
+    }
+
+
+class _Clock:
+    """Seconds between laps, by name."""
+
+    def __init__(self) -> None:
+        self.laps: dict[str, float] = {}
+        self._last = time.perf_counter()
+
+    def lap(self, name: str) -> None:
+        now = time.perf_counter()
+        self.laps[name] = now - self._last
+        self._last = now

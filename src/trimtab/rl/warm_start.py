@@ -1,0 +1,76 @@
+"""Warm start: a short supervised phase, so that RL begins with a model that knows the format and some of the sums."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from trimtab.rl.config import TrainConfig
+from trimtab.rl.losses import token_log_probs
+from trimtab.rl.task import draw_demonstration
+from trimtab.runtime import Session
+
+SORTED_BATCHES = 8
+
+
+def warm_start(
+    model: Any,
+    session: Session,
+    replicated: list[torch.nn.Parameter],
+    tokenizer: Any,
+    config: TrainConfig,
+    on_step: Callable[[float], None],
+) -> None:
+    """Train on demonstrations, with the router's live choice and no plan: nothing is known of their routing.
+
+    Args:
+        on_step: told this rank's loss after every step.
+    """
+    rng = random.Random(f"warm start {config.seed} {session.rank}")
+    optimizer = torch.optim.AdamW(
+        model.parameters(), lr=config.warm_start_learning_rate, betas=(0.9, 0.98), weight_decay=0.0, fused=True
+    )
+    schedule = torch.optim.lr_scheduler.OneCycleLR(
+        optimizer, config.warm_start_learning_rate, total_steps=config.warm_start_steps + 1, pct_start=0.1
+    )
+    device = next(model.parameters()).device
+    batches: list[list[tuple[str, str]]] = []
+    for _ in range(config.warm_start_steps):
+        if not batches:
+            batches = _batches_of_like_length(rng, config.warm_start_batch // session.num_ranks)
+        tokens, response_mask = _encode(tokenizer, batches.pop(), device)
+        targets = tokens[:, 1:]
+        log_probs = token_log_probs(model(input_ids=tokens[:, :-1], use_cache=False).logits, targets)
+        # Batches of all ranks weigh alike; the constant is known before the step.
+        loss = -(log_probs * response_mask).sum() / (response_mask.sum() * session.num_ranks)
+        loss.backward()
+        session.finish_gradients(replicated)
+        session.clip_gradients(replicated, config.max_norm)
+        optimizer.step()
+        optimizer.zero_grad()
+        schedule.step()
+        on_step(float(loss.detach()) * session.num_ranks)
+
+
+def _batches_of_like_length(rng: random.Random, size: int) -> list[list[tuple[str, str]]]:
+    """Some batches of (prompt, response), cut from sorted demonstrations so that little is padded."""
+    drawn = [draw_demonstration(rng) for _ in range(size * SORTED_BATCHES)]
+    texts = sorted(((p.prompt, response) for p, response in drawn), key=lambda pair: len(pair[0]) + len(pair[1]))
+    batches = [texts[start : start + size] for start in range(0, len(texts), size)]
+    rng.shuffle(batches)
+    return batches
+
+
+def _encode(
+    tokenizer: Any, batch: list[tuple[str, str]], device: torch.device
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Tokens `[B, T + 1]` padded on the right, and `[B, T]` float32, 1 where the target belongs to the response."""
+    texts = [prompt + response for prompt, response in batch]
+    tokens = tokenizer(texts, return_tensors="pt", padding=True, padding_side="right")
+    prompt_lengths = torch.tensor([len(tokenizer(prompt)["input_ids"]) for prompt, _ in batch])
+    place = torch.arange(tokens["input_ids"].shape[1])
+    response = (place >= prompt_lengths[:, None]) & tokens["attention_mask"].bool()
+    return tokens["input_ids"].to(device), response[:, 1:].float().to(device)
