@@ -37,13 +37,13 @@ class TrainConfig:
     model: Path | None = None
     policy: PolicyName = "trimtab"
     slots: int = 2
-    steps: int = 20
+    steps: int = 40
     problems: int = 64
     samples: int = 8
     mini_batches: int = 2
-    token_budget: int = 1024
+    token_budget: int = 2048
     max_new_tokens: int = 20
-    learning_rate: float = 1e-4
+    learning_rate: float = 2e-4
     warm_start_steps: int = 250
     warm_start_batch: int = 128
     warm_start_learning_rate: float = 2e-3

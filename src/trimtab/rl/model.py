@@ -11,8 +11,11 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, Qwen3MoeConfig
 
 from trimtab.errors import InputError
-from trimtab.integrations.transformers import SUPPORTED_MODEL_TYPES
+from trimtab.integrations.transformers import SUPPORTED_MODEL_TYPES, moe_blocks
 from trimtab.rl.task import build_tokenizer
+
+ROUTER_SCALE = 4.0
+"""A fresh model's routers start this much sharper, so that its experts are about as unevenly used as real ones."""
 
 
 def load_tokenizer(directory: Path | None) -> Any:
@@ -40,7 +43,7 @@ def load_config(directory: Path | None, tokenizer: Any) -> Any:
             num_key_value_heads=2,
             head_dim=32,
             intermediate_size=512,
-            moe_intermediate_size=128,
+            moe_intermediate_size=384,
             num_experts=32,
             num_experts_per_tok=4,
             norm_topk_prob=True,
@@ -66,7 +69,11 @@ def load_config(directory: Path | None, tokenizer: Any) -> Any:
 def load_model(directory: Path | None, config: Any, dtype: torch.dtype) -> Any:
     """A whole model on the CPU: the checkpoint's weights, or random ones from torch's current seed."""
     if directory is None:
-        return AutoModelForCausalLM.from_config(config, dtype=dtype)
+        model: Any = AutoModelForCausalLM.from_config(config, dtype=dtype)
+        with torch.no_grad():
+            for block in moe_blocks(model).values():
+                block.gate.weight *= ROUTER_SCALE
+        return model
     try:
         return AutoModelForCausalLM.from_pretrained(directory, dtype=dtype)
     except (OSError, ValueError, RuntimeError) as error:

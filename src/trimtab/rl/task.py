@@ -12,7 +12,7 @@ from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 MAX_TERMS = 5
-ESTIMATE_SHARE = 0.6
+ESTIMATE_SHARE = 0.5
 HELD_OUT_SHARE = 8
 END = "."
 

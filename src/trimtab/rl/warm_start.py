@@ -29,7 +29,7 @@ def warm_start(
     Args:
         on_step: told this rank's loss after every step.
     """
-    rng = random.Random(f"warm start {config.seed} {session.rank}")
+    rng = random.Random(f"warm start {config.seed}")
     optimizer = torch.optim.AdamW(
         model.parameters(), lr=config.warm_start_learning_rate, betas=(0.9, 0.98), weight_decay=0.0, fused=True
     )
@@ -40,8 +40,9 @@ def warm_start(
     batches: list[list[tuple[str, str]]] = []
     for _ in range(config.warm_start_steps):
         if not batches:
-            batches = _batches_of_like_length(rng, config.warm_start_batch // session.num_ranks)
-        tokens, response_mask = _encode(tokenizer, batches.pop(), device)
+            batches = _batches_of_like_length(rng, config.warm_start_batch)
+        mine = batches.pop()[session.rank :: session.num_ranks]
+        tokens, response_mask = _encode(tokenizer, mine, device)
         targets = tokens[:, 1:]
         log_probs = token_log_probs(model(input_ids=tokens[:, :-1], use_cache=False).logits, targets)
         # Batches of all ranks weigh alike; the constant is known before the step.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import multiprocessing
 import os
 import signal
@@ -10,7 +9,8 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
@@ -24,6 +24,10 @@ from trimtab.errors import InputError
 
 TIMEOUT = timedelta(minutes=10)
 GRACE_S = 3.0
+# Let glibc keep and reuse the memory of freed tensors, in huge pages: page faults can cost more than the arithmetic.
+ALLOCATOR = {
+    "GLIBC_TUNABLES": "glibc.malloc.hugetlb=1:glibc.malloc.mmap_threshold=33554432:glibc.malloc.trim_threshold=2147483647"
+}
 
 
 class RankFailedError(RuntimeError):
@@ -69,13 +73,26 @@ def launch(worker: Callable[..., None], args: tuple[Any, ...], *, ranks: int) ->
         for rank in range(ranks)
     ]
     try:
-        for process in processes:
-            process.start()
+        with _environment(ALLOCATOR):
+            for process in processes:
+                process.start()
         for _, child_end in pipes:
             child_end.close()
         _watch(processes, [parent_end for parent_end, _ in pipes])
     finally:
         _stop(processes)
+
+
+@contextmanager
+def _environment(defaults: dict[str, str]) -> Iterator[None]:
+    """Environment variables for processes started meanwhile, where they are not set already."""
+    added = {name: value for name, value in defaults.items() if name not in os.environ}
+    os.environ.update(added)
+    try:
+        yield
+    finally:
+        for name in added:
+            del os.environ[name]
 
 
 def _watch(processes: list[BaseProcess], pipes: list[Connection]) -> None:
@@ -156,24 +173,9 @@ def _join_group(rank: int, ranks: int, local_rank: int, store: dist.Store | None
         backend = "cpu:gloo,cuda:nccl"
     else:
         backend = "gloo"
-        keep_freed_memory()
         local_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", ranks))
         torch.set_num_threads(max(1, (os.cpu_count() or 1) // local_ranks))
     if store is None:
         dist.init_process_group(backend, timeout=TIMEOUT)
     else:
         dist.init_process_group(backend, store=store, rank=rank, world_size=ranks, timeout=TIMEOUT)
-
-
-def keep_freed_memory() -> None:
-    """Ask glibc to reuse the memory of freed tensors, where it would return it and pay page faults for the next.
-
-    Without effect where the C library is another.
-    """
-    mmap_threshold, trim_threshold = -3, -1
-    try:
-        mallopt = ctypes.CDLL(None).mallopt
-    except (AttributeError, OSError):
-        return
-    mallopt(mmap_threshold, 32 << 20)
-    mallopt(trim_threshold, (1 << 31) - 1)
