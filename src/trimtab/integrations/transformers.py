@@ -66,10 +66,10 @@ def replicated_parameters(model: nn.Module, session: Session) -> list[nn.Paramet
 def _replay(session: Session, layer: ExpertLayer, gate: nn.Module, _args: Any, output: Any) -> Any:
     logits, weights, live_ids = output
     ids = layer.route(live_ids)
-    return logits, _router_weights(gate, logits, ids) if session.replays else weights, ids
+    return logits, router_weights(gate, logits, ids) if session.replays else weights, ids
 
 
-def _router_weights(gate: Any, logits: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+def router_weights(gate: Any, logits: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
     """Qwen3-MoE's weights for given experts: softmax in float32 over all, gather, normalise if the model does."""
     weights = logits.softmax(dim=-1, dtype=torch.float32).gather(1, ids)
     if gate.norm_topk_prob:

@@ -37,7 +37,7 @@ class TrainConfig:
     model: Path | None = None
     policy: PolicyName = "trimtab"
     slots: int = 2
-    steps: int = 40
+    steps: int = 30
     problems: int = 64
     samples: int = 8
     mini_batches: int = 2
@@ -51,5 +51,5 @@ class TrainConfig:
     gradient_checkpointing: bool = False
     held_out: int = 512
     save_every: int = 10
-    compare_pairs: int = 12
+    compare_pairs: int = 10
     seed: int = 0

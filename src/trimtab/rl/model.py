@@ -11,12 +11,8 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, Qwen3MoeConfig
 
 from trimtab.errors import InputError
-from trimtab.integrations.transformers import SUPPORTED_MODEL_TYPES, moe_blocks
+from trimtab.integrations.transformers import SUPPORTED_MODEL_TYPES
 from trimtab.rl.task import build_tokenizer
-
-ROUTER_SCALE = 4.0
-"""A fresh model's routers start this much sharper, so that its experts are about as unevenly used as real ones."""
-
 
 def load_tokenizer(directory: Path | None) -> Any:
     """The task's own tokenizer, or the checkpoint's. Raises InputError if the checkpoint has none."""
@@ -69,11 +65,7 @@ def load_config(directory: Path | None, tokenizer: Any) -> Any:
 def load_model(directory: Path | None, config: Any, dtype: torch.dtype) -> Any:
     """A whole model on the CPU: the checkpoint's weights, or random ones from torch's current seed."""
     if directory is None:
-        model: Any = AutoModelForCausalLM.from_config(config, dtype=dtype)
-        with torch.no_grad():
-            for block in moe_blocks(model).values():
-                block.gate.weight *= ROUTER_SCALE
-        return model
+        return AutoModelForCausalLM.from_config(config, dtype=dtype)
     try:
         return AutoModelForCausalLM.from_pretrained(directory, dtype=dtype)
     except (OSError, ValueError, RuntimeError) as error:

@@ -11,7 +11,7 @@ from typing import Any
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-MAX_TERMS = 5
+MAX_TERMS = 4
 ESTIMATE_SHARE = 0.5
 HELD_OUT_SHARE = 8
 END = "."

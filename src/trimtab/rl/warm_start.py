@@ -13,8 +13,6 @@ from trimtab.rl.losses import token_log_probs
 from trimtab.rl.task import draw_demonstration
 from trimtab.runtime import Session
 
-SORTED_BATCHES = 8
-
 
 def warm_start(
     model: Any,
@@ -37,17 +35,16 @@ def warm_start(
         optimizer, config.warm_start_learning_rate, total_steps=config.warm_start_steps + 1, pct_start=0.1
     )
     device = next(model.parameters()).device
-    batches: list[list[tuple[str, str]]] = []
     for _ in range(config.warm_start_steps):
-        if not batches:
-            batches = _batches_of_like_length(rng, config.warm_start_batch)
-        mine = batches.pop()[session.rank :: session.num_ranks]
-        tokens, response_mask = _encode(tokenizer, mine, device)
+        demonstrations = [draw_demonstration(rng) for _ in range(config.warm_start_batch)]
+        mine = [(problem.prompt, response) for problem, response in demonstrations[session.rank :: session.num_ranks]]
+        tokens, fed, response_mask = _encode(tokenizer, mine, device)
         targets = tokens[:, 1:]
-        log_probs = token_log_probs(model(input_ids=tokens[:, :-1], use_cache=False).logits, targets)
-        # Batches of all ranks weigh alike; the constant is known before the step.
-        loss = -(log_probs * response_mask).sum() / (response_mask.sum() * session.num_ranks)
-        loss.backward()
+        with session.live_micro_step(positions=fed):
+            log_probs = token_log_probs(model(input_ids=tokens[:, :-1], use_cache=False).logits, targets)
+            # Batches of all ranks weigh alike; the constant is known before the step.
+            loss = -(log_probs * response_mask).sum() / (response_mask.sum() * session.num_ranks)
+            loss.backward()
         session.finish_gradients(replicated)
         session.clip_gradients(replicated, config.max_norm)
         optimizer.step()
@@ -56,22 +53,20 @@ def warm_start(
         on_step(float(loss.detach()) * session.num_ranks)
 
 
-def _batches_of_like_length(rng: random.Random, size: int) -> list[list[tuple[str, str]]]:
-    """Some batches of (prompt, response), cut from sorted demonstrations so that little is padded."""
-    drawn = [draw_demonstration(rng) for _ in range(size * SORTED_BATCHES)]
-    texts = sorted(((p.prompt, response) for p, response in drawn), key=lambda pair: len(pair[0]) + len(pair[1]))
-    batches = [texts[start : start + size] for start in range(0, len(texts), size)]
-    rng.shuffle(batches)
-    return batches
-
-
 def _encode(
     tokenizer: Any, batch: list[tuple[str, str]], device: torch.device
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Tokens `[B, T + 1]` padded on the right, and `[B, T]` float32, 1 where the target belongs to the response."""
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """(prompt, response) pairs, padded on the right.
+
+    Returns:
+        Tokens `[B, T + 1]`; positions `[n]` of fed tokens among the B * T rows; `[B, T]` float32, 1 where the target
+        belongs to the response.
+    """
     texts = [prompt + response for prompt, response in batch]
     tokens = tokenizer(texts, return_tensors="pt", padding=True, padding_side="right")
     prompt_lengths = torch.tensor([len(tokenizer(prompt)["input_ids"]) for prompt, _ in batch])
-    place = torch.arange(tokens["input_ids"].shape[1])
-    response = (place >= prompt_lengths[:, None]) & tokens["attention_mask"].bool()
-    return tokens["input_ids"].to(device), response[:, 1:].float().to(device)
+    present = tokens["attention_mask"].bool()
+    response = (torch.arange(present.shape[1]) >= prompt_lengths[:, None]) & present
+    # A token is fed if there is one after it to predict.
+    fed = present[:, 1:].flatten().nonzero().squeeze(1)
+    return tokens["input_ids"].to(device), fed.to(device), response[:, 1:].float().to(device)

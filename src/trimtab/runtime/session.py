@@ -66,7 +66,6 @@ class _MicroStep:
     """What the layers of a running micro-step look up.
 
     Attributes:
-        serial: distinguishes this micro-step from all others of the session.
         positions: `[n]` where the tokens stand in the forward's rows, or None.
         recorded_LNK: recorded ids `[L, n, K]` int64, or None if the batch is not the one that was planned.
         known_N: `[n]` bool, tokens whose route is known; None if all are.
@@ -74,7 +73,6 @@ class _MicroStep:
         fetches: transfers under way into each layer's slots.
     """
 
-    serial: int
     positions: torch.Tensor | None
     recorded_LNK: torch.Tensor | None
     known_N: torch.Tensor | None
@@ -126,7 +124,6 @@ class Session:
         self.transfers = ReplicaTransfers(transfer_group, self.rank)
         self._step: _PlannedStep | None = None
         self._current: _MicroStep | None = None
-        self._serial = 0
 
     @property
     def home_experts(self) -> Array:
@@ -231,15 +228,20 @@ class Session:
         Raises:
             RuntimeError: if there is no plan, or another micro-step is running.
         """
-        if self._step is None or self._current is not None:
-            raise RuntimeError("micro_step() needs a planned step, and no other micro-step running")
-        self._serial += 1
-        self._current = self._bind_micro_step(self._step, index, positions, sequence_hashes)
-        self._fetch(0)
-        try:
+        if self._step is None:
+            raise RuntimeError("micro_step() needs a planned step")
+        with self._running(self._bind_micro_step(self._step, index, positions, sequence_hashes)):
             yield
-        finally:
-            self._current = None
+
+    @contextmanager
+    def live_micro_step(self, *, positions: torch.Tensor) -> Iterator[None]:
+        """Bind a micro-step that nothing is known of, to leave padding out of the experts. Needs no plan.
+
+        Args:
+            positions: `[n]` int64, where this rank's tokens stand among the rows that the layers are given.
+        """
+        with self._running(_MicroStep(positions, None, None, [])):
+            yield
 
     def finish_gradients(self, replicated: Sequence[torch.nn.Parameter] = ()) -> None:
         """Complete the gradients of all micro-steps so far; call it before clipping and the optimizer step.
@@ -311,11 +313,22 @@ class Session:
             step.fetches[layer.index] = []
 
         def return_gradients(gradients: Sequence[torch.Tensor]) -> None:
-            self.transfers.return_gradients(step.serial, layer.parameters, gradients, layout.replicas, self.home_E)
+            self.transfers.return_gradients(step, layer.parameters, gradients, layout.replicas, self.home_E)
 
         return Instance(layout, positions, self.group, await_replicas, return_gradients)
 
     # How a step is bound.
+
+    @contextmanager
+    def _running(self, micro_step: _MicroStep) -> Iterator[None]:
+        if self._current is not None:
+            raise RuntimeError("another micro-step is running")
+        self._current = micro_step
+        self._fetch(0)
+        try:
+            yield
+        finally:
+            self._current = None
 
     def _check_fits(self, trace: RoutingTrace, schedule: Schedule) -> None:
         if (trace.num_experts, trace.num_layers) != (self.num_experts, len(self.layers)):
@@ -350,16 +363,16 @@ class Session:
         trace = step.trace_of(index)
         if sequence_hashes is not None and not self._all_agree(np.array_equal(sequence_hashes, trace.sequence_hashes)):
             self.unplanned_micro_steps += 1
-            return _MicroStep(self._serial, positions, None, None, [])
+            return _MicroStep(positions, None, None, [])
         device = self.layers[0].parameters[0].device
         recorded_LNK = torch.from_numpy(trace.expert_ids.transpose(1, 0, 2).astype(np.int64)).to(device)
         if not step.plan.plannable[index]:
             self.unplanned_micro_steps += 1
             known_N = torch.from_numpy((trace.expert_ids[:, :, 0] != trace.no_route).all(axis=1)).to(device)
-            return _MicroStep(self._serial, positions, recorded_LNK, known_N, [])
+            return _MicroStep(positions, recorded_LNK, known_N, [])
         if self.policy == "off":
             self.unplanned_micro_steps += 1
-            return _MicroStep(self._serial, positions, recorded_LNK, None, [])
+            return _MicroStep(positions, recorded_LNK, None, [])
         layouts = [
             build_layout(
                 np.ascontiguousarray(trace.expert_ids[:, layer]),
@@ -372,7 +385,7 @@ class Session:
             )
             for layer in range(len(self.layers))
         ]
-        return _MicroStep(self._serial, positions, recorded_LNK, None, layouts)
+        return _MicroStep(positions, recorded_LNK, None, layouts)
 
     def _all_agree(self, mine: bool) -> bool:
         agree = torch.tensor(int(mine))

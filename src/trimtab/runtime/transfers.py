@@ -36,7 +36,7 @@ class ReplicaTransfers:
         self.bytes_sent = 0
         self._group = group
         self._rank = rank
-        self._returns: list[tuple[int, _GradientReturn]] = []
+        self._returns: list[tuple[object, _GradientReturn]] = []
 
     def fetch(
         self,
@@ -66,7 +66,7 @@ class ReplicaTransfers:
 
     def return_gradients(
         self,
-        micro_step: int,
+        micro_step: object,
         parameters: Sequence[torch.nn.Parameter],
         slot_gradients: Sequence[torch.Tensor],
         replicas: InstanceReplicas,
@@ -77,7 +77,7 @@ class ReplicaTransfers:
         What an earlier micro-step still has on its way is added at home first, so that at most one micro-step's
         gradients are ever in flight.
         """
-        if self._returns and self._returns[0][0] != micro_step:
+        if self._returns and self._returns[0][0] is not micro_step:
             self.finish()
         pending = _GradientReturn(parameters)
         operations: list[dist.P2POp] = []

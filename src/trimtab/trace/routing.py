@@ -193,12 +193,12 @@ class RoutingTrace:
     def shape_text(self) -> str:
         return f"{self.num_layers} MoE layers, {self.num_experts} experts, top-{self.top_k}"
 
-    def check(self, source: str = "trace") -> None:
+    def check(self) -> None:
         """Look at every id.
 
         Raises:
-            InputError: naming `source` and the first bad token, if an id is out of range, twice in a row of top_k, or
-                unknown in only part of a row.
+            InputError: naming the first bad token, if an id is out of range, twice in a row of top_k, or unknown in
+                only part of a row.
         """
         row = int(
             _first_bad_row(self.expert_ids.reshape(-1, self.top_k), self.num_experts, np.int64(self.no_route))
@@ -208,7 +208,7 @@ class RoutingTrace:
         if row >= 0:
             token, layer = divmod(row, self.num_layers)
             raise InputError(
-                f"{source}: token {token} in MoE layer {layer} has expert ids "
+                f"token {token} in MoE layer {layer} has expert ids "
                 f"{self.expert_ids[token, layer].tolist()}; they should be distinct and below {self.num_experts}, "
                 f"or all {self.no_route} where the route is unknown"
             )

@@ -76,46 +76,49 @@ def read_trace(path: str | os.PathLike[str]) -> RoutingTrace:
     if not path.is_file():
         raise InputError(f"{path}: no such file; expected a routing trace (.parquet)")
     try:
-        table = pq.read_table(path)
-    except (pa.ArrowException, OSError) as error:
+        trace = _from_table(pq.read_table(path))
+        trace.check()
+    except InputError as error:
+        raise InputError(f"{path}: {error}") from None
+    except (pa.ArrowException, OSError, ValueError) as error:
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
         raise InputError(f"{path}: not a readable Parquet file ({reason})") from None
-    header = _header(table.schema.metadata or {}, path)
+    return trace
+
+
+def _from_table(table: pa.Table) -> RoutingTrace:
+    header = _header(table.schema.metadata or {})
     missing = [field.name for field in _SCHEMA if field.name not in table.column_names]
     if missing:
-        raise InputError(f"{path}: a routing trace should have the column {missing[0]!r}")
+        raise InputError(f"a routing trace should have the column {missing[0]!r}")
+    table = table.select(_SCHEMA.names).cast(_SCHEMA)
+    table.validate(full=True)
     num_experts, top_k = header["num_experts"], header["top_k"]
     layers = np.asarray(header["layer_indices"], np.int32)
     lengths = table["num_tokens"].to_numpy()
     dtype = id_dtype(num_experts).newbyteorder("<")
-    column = table["expert_ids"].combine_chunks()
-    blocks = [np.frombuffer(value.as_buffer(), np.uint8) for value in column]
+    blocks = [np.frombuffer(value.as_buffer(), np.uint8) for value in table["expert_ids"].combine_chunks()]
     token_bytes = len(layers) * top_k * dtype.itemsize
     for row, (block, length) in enumerate(zip(blocks, lengths, strict=True)):
         if length < 0 or len(block) != length * token_bytes:
             raise InputError(
-                f"{path}: sequence {row} holds {len(block)} bytes of expert ids; {length} tokens x {len(layers)} layers "
-                f"x top-{top_k} need {length * token_bytes}"
+                f"sequence {row} holds {len(block)} bytes of expert ids; {length} tokens x {len(layers)} layers x "
+                f"top-{top_k} need {length * token_bytes}"
             )
     joined = np.concatenate(blocks) if blocks else np.empty(0, np.uint8)
-    try:
-        trace = RoutingTrace(
-            expert_ids=joined.view(dtype).astype(id_dtype(num_experts), copy=False).reshape(-1, len(layers), top_k),
-            sequence_starts=np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)]),
-            prompt_lengths=table["prompt_length"].to_numpy(),
-            steps=table["step"].to_numpy(),
-            sequence_hashes=table["sequence_hash"].to_numpy(),
-            layer_indices=layers,
-            num_experts=num_experts,
-            model=header["model"],
-        )
-    except InputError as error:
-        raise InputError(f"{path}: {error}") from None
-    trace.check(str(path))
-    return trace
+    return RoutingTrace(
+        expert_ids=joined.view(dtype).astype(id_dtype(num_experts), copy=False).reshape(-1, len(layers), top_k),
+        sequence_starts=np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)]),
+        prompt_lengths=table["prompt_length"].to_numpy(),
+        steps=table["step"].to_numpy(),
+        sequence_hashes=table["sequence_hash"].to_numpy(),
+        layer_indices=layers,
+        num_experts=num_experts,
+        model=header["model"],
+    )
 
 
-def _header(metadata: Mapping[bytes, bytes], path: Path) -> dict[str, Any]:
+def _header(metadata: Mapping[bytes, bytes]) -> dict[str, Any]:
     try:
         header = json.loads(metadata[b"trimtab"])
         form = header["format"]
@@ -128,9 +131,9 @@ def _header(metadata: Mapping[bytes, bytes], path: Path) -> dict[str, Any]:
             and isinstance(header["model"], str)
         )
     except (KeyError, TypeError, ValueError):
-        raise InputError(f"{path}: a Parquet file, but not a routing trace written by Trimtab") from None
+        raise InputError("a Parquet file, but not a routing trace written by Trimtab") from None
     if form != FORMAT:
-        raise InputError(f"{path}: written in format {form!r}; this version reads {FORMAT!r}")
+        raise InputError(f"written in format {form!r}; this version reads {FORMAT!r}")
     if not shape_ok:
-        raise InputError(f"{path}: its header gives no valid num_experts, top_k, layer_indices and model")
+        raise InputError("its header gives no valid num_experts, top_k, layer_indices and model")
     return dict(header)

@@ -1,0 +1,279 @@
+"""`trimtab bench runtime`: what balancing gains in a real step, and what the runtime costs where there is nothing to gain.
+
+A step is one micro-step of the update: forward, backward, gradients complete on every rank. Planning happens before it,
+as in training. The variants take turns within one run, in an order that rotates.
+
+* `static`, `trimtab`: skewed routing, without and with replicas;
+* `balanced`: the same amount of routing, perfectly even, planned by trimtab (which finds nothing to move);
+* `native`: the even routing through transformers' `AllToAllEP` on the same model, experts local as in ours.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from rich.console import Console
+from rich.progress import track
+from rich.table import Table
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from transformers import AutoModelForCausalLM, Qwen3MoeConfig
+from transformers.distributed.expert_parallel import AllToAllEP
+
+from trimtab.cli.options import write_json
+from trimtab.integrations.transformers import moe_blocks, replicated_parameters, router_weights, share_experts
+from trimtab.planner import pack_by_length
+from trimtab.runtime import Session
+from trimtab.runtime.gradients import sum_gradients
+from trimtab.trace import RoutingTrace, synthesize
+
+WARM_UP_ROUNDS = 3
+MOE_ROUNDS = 5
+BOOTSTRAP_SAMPLES = 2000
+
+
+@dataclass(frozen=True)
+class RuntimeBenchmark:
+    """Sizes of the benchmark.
+
+    Attributes:
+        tokens: of a rank.
+        rounds: timed repetitions of every variant.
+        json: where to write the figures, if anywhere.
+        zipf: exponent of the skewed routing; with two ranks it gives a static max/mean of 1.3 to 1.6.
+    """
+
+    tokens: int
+    rounds: int
+    json: Path | None
+    layers: int = 4
+    experts: int = 32
+    top_k: int = 4
+    hidden: int = 256
+    width: int = 512
+    slots: int = 2
+    sequence_length: int = 128
+    zipf: float = 1.2
+    seed: int = 1
+
+
+@dataclass(eq=False)
+class _Variant:
+    """One thing to time. `prepare` is not timed."""
+
+    name: str
+    prepare: Callable[[], None]
+    step: Callable[[], None]
+    blocks: list[nn.Module]
+    step_s: list[float] = field(default_factory=list)
+    moe_s: list[float] = field(default_factory=list)
+    cpu_s: list[float] = field(default_factory=list)
+
+
+def run_benchmark(settings: RuntimeBenchmark) -> None:
+    """Time all variants on this rank's share of the work; rank 0 prints and writes the figures."""
+    rank = dist.get_rank()
+    variants, static_ratio = _build(settings)
+    rounds = range(settings.rounds + WARM_UP_ROUNDS)
+    for number in track(rounds, "bench runtime", disable=rank != 0):
+        for place in range(len(variants)):
+            variant = variants[(number + place) % len(variants)]
+            variant.prepare()
+            dist.barrier()
+            start, cpu_start = time.perf_counter(), time.process_time()
+            variant.step()
+            dist.barrier()
+            if number >= WARM_UP_ROUNDS:
+                variant.step_s.append(time.perf_counter() - start)
+                variant.cpu_s.append(time.process_time() - cpu_start)
+    for variant in variants:
+        with _MoeTimer(variant.blocks) as timer:
+            for _ in range(MOE_ROUNDS):
+                variant.prepare()
+                timer.seconds = 0.0
+                variant.step()
+                variant.moe_s.append(timer.seconds)
+    cpu_s = torch.tensor([statistics.mean(variant.cpu_s) for variant in variants], dtype=torch.float64)
+    dist.all_reduce(cpu_s)
+    if rank == 0:
+        _report(settings, variants, (cpu_s / dist.get_world_size()).tolist(), static_ratio)
+
+
+def _build(settings: RuntimeBenchmark) -> tuple[list[_Variant], float]:
+    """All variants, and the static max/mean of the skewed routing."""
+    rank, num_ranks = dist.get_rank(), dist.get_world_size()
+    torch.manual_seed(settings.seed)
+    torch.set_flush_denormal(True)
+    config = Qwen3MoeConfig(
+        vocab_size=1024,
+        hidden_size=settings.hidden,
+        num_hidden_layers=settings.layers,
+        num_attention_heads=8,
+        num_key_value_heads=4,
+        head_dim=32,
+        moe_intermediate_size=settings.width,
+        num_experts=settings.experts,
+        num_experts_per_tok=settings.top_k,
+        norm_topk_prob=True,
+    )
+    whole: Any = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    ours: Any = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    ours.load_state_dict(whole.state_dict())
+    session = Session(num_experts=settings.experts, slots_per_rank=settings.slots)
+    share_experts(ours, session)
+    replicated = replicated_parameters(ours, session)
+    sequences = settings.tokens // settings.sequence_length
+    shape = {
+        "num_sequences": sequences * num_ranks,
+        "sequence_length": settings.sequence_length,
+        "num_layers": settings.layers,
+        "num_experts": settings.experts,
+        "top_k": settings.top_k,
+    }
+    skewed = synthesize(**shape, zipf=settings.zipf, seed=settings.seed)
+    even = synthesize(**shape, zipf=0.0, seed=settings.seed)
+    schedule = pack_by_length(skewed.sequence_lengths, num_ranks=num_ranks, token_budget=settings.tokens)
+    mine = schedule.sequences_of(rank)
+    native = whole
+    even_ids = even.select(mine).expert_ids.transpose(1, 0, 2).astype(np.int64)
+    _use_native_experts(native, session, torch.from_numpy(even_ids))
+    native_experts = {id(p) for block in moe_blocks(native).values() for p in block.experts.parameters()}
+    native_replicated = [p for p in native.parameters() if id(p) not in native_experts]
+    tokens = torch.randint(0, config.vocab_size, (sequences, settings.sequence_length + 1))
+
+    def loss(model: Any) -> torch.Tensor:
+        logits = model(input_ids=tokens[:, :-1], use_cache=False).logits
+        total = nn.functional.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten(), reduction="sum")
+        return total / (settings.tokens * num_ranks)
+
+    def prepare_ours(trace: RoutingTrace, policy: Any) -> None:
+        ours.zero_grad()
+        session.policy = policy
+        session.plan(trace.select(mine), schedule)
+
+    def step_ours() -> None:
+        with session.micro_step(0):
+            loss(ours).backward()
+        session.finish_gradients(replicated)
+
+    def step_native() -> None:
+        loss(native).backward()
+        sum_gradients(native_replicated, session.group)
+
+    our_blocks, native_blocks = list(moe_blocks(ours).values()), list(moe_blocks(native).values())
+    static_ratio = 1 + session.plan(skewed.select(mine), schedule).max_vio_before
+    return [
+        _Variant("static", partial(prepare_ours, skewed, "static"), step_ours, our_blocks),
+        _Variant("trimtab", partial(prepare_ours, skewed, "trimtab"), step_ours, our_blocks),
+        _Variant("balanced", partial(prepare_ours, even, "trimtab"), step_ours, our_blocks),
+        _Variant("native", native.zero_grad, step_native, native_blocks),
+    ], static_ratio
+
+
+def _use_native_experts(model: Any, session: Session, ids_LNK: torch.Tensor) -> None:
+    """Run a whole model's experts through transformers' `AllToAllEP`, with this rank's home experts and given routing.
+
+    Args:
+        ids_LNK: `[L, n, K]` int64, the experts of this rank's tokens.
+    """
+    mesh = init_device_mesh("cpu", (session.num_ranks, 1), mesh_dim_names=("ep", "tp"))
+    home = torch.from_numpy(session.home_experts)
+    for layer, block in enumerate(moe_blocks(model).values()):
+        experts: Any = block.experts
+        experts.gate_up_proj = nn.Parameter(experts.gate_up_proj.detach()[home].clone())
+        experts.down_proj = nn.Parameter(experts.down_proj.detach()[home].clone())
+        # What its own parameter sharding does: only local experts are left.
+        experts.num_experts = len(home)
+        experts._is_expert_parallel = True
+        experts.forward = AllToAllEP(experts, mesh["ep"], mesh["tp"])
+        block.gate.register_forward_hook(partial(_give_routing, ids_LNK[layer]))
+
+
+def _give_routing(ids_NK: torch.Tensor, gate: nn.Module, _args: Any, output: Any) -> Any:
+    logits = output[0]
+    return logits, router_weights(gate, logits, ids_NK), ids_NK
+
+
+class _MoeTimer:
+    """Seconds spent in MoE blocks, forward and backward."""
+
+    def __init__(self, blocks: list[nn.Module]) -> None:
+        self.seconds = 0.0
+        self._blocks = blocks
+        self._handles: list[Any] = []
+        self._start = 0.0
+
+    def __enter__(self) -> _MoeTimer:
+        for block in self._blocks:
+            self._handles += [
+                block.register_forward_pre_hook(self._begin),
+                block.register_forward_hook(self._end),
+                block.register_full_backward_pre_hook(self._begin),
+                block.register_full_backward_hook(self._end),
+            ]
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for handle in self._handles:
+            handle.remove()
+
+    def _begin(self, *_: Any) -> None:
+        self._start = time.perf_counter()
+
+    def _end(self, *_: Any) -> None:
+        self.seconds += time.perf_counter() - self._start
+
+
+def ratio_with_interval(values: list[float], seed: int = 0) -> tuple[float, list[float]]:
+    """Median of per-round ratios, and its 95% bootstrap interval [low, high]."""
+    rng = np.random.default_rng(seed)
+    samples = rng.choice(np.asarray(values), (BOOTSTRAP_SAMPLES, len(values)))
+    low, high = np.percentile(np.median(samples, axis=1), [2.5, 97.5])
+    return statistics.median(values), [float(low), float(high)]
+
+
+def _report(settings: RuntimeBenchmark, variants: list[_Variant], cpu_s: list[float], static_ratio: float) -> None:
+    step_s = {variant.name: variant.step_s for variant in variants}
+    rounds = list(zip(*(step_s[name] for name in ("static", "trimtab", "balanced", "native")), strict=True))
+    ratios = {
+        "gain_captured": [(static - trimtab) / (static - balanced) for static, trimtab, balanced, _ in rounds],
+        "fraction_of_balanced": [balanced / trimtab for _, trimtab, balanced, _ in rounds],
+        "overhead_when_balanced": [balanced / native - 1 for _, _, balanced, native in rounds],
+    }
+    table = Table(title=f"One micro-step, {len(rounds)} alternating rounds", title_justify="left")
+    for column in ("variant", "median step", "of it in MoE", "CPU a rank"):
+        table.add_column(column, justify="left" if column == "variant" else "right")
+    policies: dict[str, Any] = {}
+    for variant, cpu in zip(variants, cpu_s, strict=True):
+        policies[variant.name] = {
+            "step_s": variant.step_s,
+            "median_s": statistics.median(variant.step_s),
+            "moe_s": statistics.median(variant.moe_s),
+            "cpu_s_per_rank": cpu,
+        }
+        figures = (policies[variant.name][key] for key in ("median_s", "moe_s", "cpu_s_per_rank"))
+        table.add_row(variant.name, *(f"{figure * 1e3:.1f} ms" for figure in figures))
+    summary: dict[str, Any] = {}
+    lines = Table(show_header=False, box=None)
+    for name, values in ratios.items():
+        summary[name], summary[f"{name}_interval"] = ratio_with_interval(values)
+        low, high = summary[f"{name}_interval"]
+        lines.add_row(name, f"{summary[name]:.3f}", f"[{low:.3f}, {high:.3f}]")
+    console = Console(highlight=False)
+    console.print(f"static max/mean of the skewed routing: {static_ratio:.2f}")
+    console.print(table)
+    console.print(lines)
+    if settings.json is not None:
+        sizes = {key: value for key, value in asdict(settings).items() if key != "json"}
+        content = {"schema": "trimtab-bench-runtime-1", "settings": sizes, "ranks": dist.get_world_size()}
+        content |= {"threads_per_rank": torch.get_num_threads(), "static_max_over_mean": static_ratio}
+        write_json(settings.json, content | {"policies": policies} | summary)

@@ -1,0 +1,1 @@
+"""Show it: terminal tables of traces and plans."""

@@ -1,0 +1,100 @@
+"""`RoutingTrace`: shapes, ids, and putting traces together."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from trimtab import InputError, RoutingTrace
+from trimtab.trace import hash_tokens, id_dtype, no_route, synthesize
+from trimtab.trace.counting import count_experts
+
+
+def small_trace(num_experts: int = 8) -> RoutingTrace:
+    ids = [np.array([[[0, 1]], [[2, 3]]]), np.array([[[4, 5]]])]
+    return RoutingTrace.from_sequences(ids, num_experts=num_experts, prompt_lengths=[1, 1], steps=[3, 4])
+
+
+@pytest.mark.parametrize(("num_experts", "dtype", "largest"), [(255, "u1", 255), (256, "u2", 65535), (257, "u2", 65535)])
+def test_ids_are_as_narrow_as_they_can_be(num_experts: int, dtype: str, largest: int) -> None:
+    assert id_dtype(num_experts) == np.dtype(dtype)
+    assert no_route(num_experts) == largest
+
+
+def test_sequences_are_views_and_selections_keep_their_order() -> None:
+    trace = small_trace()
+    assert trace.sequence(1).tolist() == [[[4, 5]]]
+    selected = trace.select([1, 0])
+    assert selected.sequence(0).tolist() == [[[4, 5]]]
+    assert selected.steps.tolist() == [4, 3]
+    assert trace.select([]).num_sequences == 0
+
+
+def test_concatenation_is_selection_reversed() -> None:
+    trace = small_trace()
+    joined = RoutingTrace.concatenate([trace.select([0]), trace.select([1])])
+    assert np.array_equal(joined.expert_ids, trace.expert_ids)
+    assert np.array_equal(joined.sequence_starts, trace.sequence_starts)
+
+
+def test_traces_of_different_models_do_not_join() -> None:
+    with pytest.raises(InputError, match="different models"):
+        RoutingTrace.concatenate([small_trace(8), small_trace(9)])
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        pytest.param([3, 3], id="twice"),
+        pytest.param([3, 8], id="out of range"),
+        pytest.param([3, 255], id="half unknown"),
+    ],
+)
+def test_bad_ids_are_named(row: list[int]) -> None:
+    trace = RoutingTrace.from_sequences([np.array([[[0, 1]], [row]])], num_experts=8)
+    with pytest.raises(InputError, match=r"token 1 in MoE layer 0 has expert ids \[3"):
+        trace.check()
+
+
+def test_unknown_routes_are_fine() -> None:
+    RoutingTrace.from_sequences([np.array([[[0, 1]], [[255, 255]]])], num_experts=8).check()
+
+
+@settings(deadline=None)
+@given(st.integers(1, 40), st.integers(1, 3), st.integers(1, 300), st.data())
+def test_counting_equals_plain_numpy(tokens: int, layers: int, num_experts: int, data: st.DataObject) -> None:
+    top_k = data.draw(st.integers(1, min(4, num_experts)))
+    rng = np.random.default_rng(data.draw(st.integers(0, 99)))
+    ids = np.argsort(rng.random((tokens, layers, num_experts)), axis=-1)[:, :, :top_k]
+    ids[rng.random(tokens) < 0.2] = no_route(num_experts)
+    cuts = sorted(rng.integers(0, tokens + 1, 3).tolist())
+    pieces = np.split(ids, cuts)
+    trace = RoutingTrace.from_sequences(pieces, num_experts=num_experts)
+    group = rng.integers(0, 3, len(pieces))
+    counts_GLE = count_experts(trace, group, 3)
+    for g in range(3):
+        for layer in range(layers):
+            chosen = np.concatenate([p[:, layer].ravel() for p, of in zip(pieces, group, strict=True) if of == g] or [[]])
+            expected = np.bincount(chosen[chosen < num_experts].astype(int), minlength=num_experts)
+            assert np.array_equal(counts_GLE[g, layer], expected)
+
+
+def test_token_hashes_tell_sequences_apart() -> None:
+    assert hash_tokens([1, 2, 3]) == hash_tokens(np.array([1, 2, 3], np.int32))
+    assert hash_tokens([1, 2, 3]) != hash_tokens([1, 2, 4])
+    assert hash_tokens([]) != 0
+
+
+def test_even_synthetic_routing_is_exactly_even() -> None:
+    trace = synthesize(num_sequences=4, sequence_length=16, num_layers=3, num_experts=32, top_k=4, zipf=0.0)
+    trace.check()
+    assert np.all(count_experts(trace, np.zeros(4, int), 1) == 64 * 4 // 32)
+
+
+def test_skewed_synthetic_routing_is_valid_and_repeatable() -> None:
+    make = lambda: synthesize(num_sequences=4, sequence_length=64, num_layers=2, num_experts=32, top_k=4, zipf=1.2)  # noqa: E731
+    make().check()
+    assert np.array_equal(make().expert_ids, make().expert_ids)
+    counts = count_experts(make(), np.zeros(4, int), 1)[0]
+    assert np.all(counts.max(axis=1) > 2 * counts.mean(axis=1))
