@@ -62,8 +62,8 @@ class RuntimeBenchmark:
     width: int = 512
     slots: int = 2
     sequence_length: int = 128
-    zipf: float = 1.2
-    seed: int = 1
+    zipf: float = 1.4
+    seed: int = 4
 
 
 @dataclass(eq=False)
