@@ -23,7 +23,7 @@ import torch
 import torch.distributed as dist
 from rich.console import Console
 from rich.progress import track
-from rich.table import Table
+from rich.table import Column, Table
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from transformers import AutoModelForCausalLM, Qwen3MoeConfig
@@ -249,9 +249,8 @@ def _report(settings: RuntimeBenchmark, variants: list[_Variant], cpu_s: list[fl
         "fraction_of_balanced": [balanced / trimtab for _, trimtab, balanced, _ in rounds],
         "overhead_when_balanced": [balanced / native - 1 for _, _, balanced, native in rounds],
     }
-    table = Table(title=f"One micro-step, {len(rounds)} alternating rounds", title_justify="left")
-    for column in ("variant", "median step", "of it in MoE", "CPU a rank"):
-        table.add_column(column, justify="left" if column == "variant" else "right")
+    columns = (Column(name, justify="right") for name in ("median step", "of it in MoE", "CPU a rank"))
+    table = Table("variant", *columns)
     policies: dict[str, Any] = {}
     for variant, cpu in zip(variants, cpu_s, strict=True):
         policies[variant.name] = {
@@ -269,9 +268,7 @@ def _report(settings: RuntimeBenchmark, variants: list[_Variant], cpu_s: list[fl
         low, high = summary[f"{name}_interval"]
         lines.add_row(name, f"{summary[name]:.3f}", f"[{low:.3f}, {high:.3f}]")
     console = Console(highlight=False)
-    console.print(f"static max/mean of the skewed routing: {static_ratio:.2f}")
-    console.print(table)
-    console.print(lines)
+    console.print(f"One micro-step, {len(rounds)} alternating rounds; static max/mean {static_ratio:.2f}", table, lines, sep="\n")
     if settings.json is not None:
         sizes = {key: value for key, value in asdict(settings).items() if key != "json"}
         content = {"schema": "trimtab-bench-runtime-1", "settings": sizes, "ranks": dist.get_world_size()}

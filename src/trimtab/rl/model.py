@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, Qwen3MoeConfig
+from transformers.utils.logging import disable_progress_bar
 
 from trimtab.errors import InputError
 from trimtab.integrations.transformers import SUPPORTED_MODEL_TYPES
@@ -78,6 +79,7 @@ def save_checkpoint(config: Any, state: dict[str, torch.Tensor], tokenizer: Any,
     Args:
         state: in logical expert order, from `Session.logical_state_dict`.
     """
+    disable_progress_bar()
     model = AutoModelForCausalLM.from_config(config, dtype=next(iter(state.values())).dtype)
     model.load_state_dict(state)
     partial = directory.with_name(f".{directory.name}.partial")

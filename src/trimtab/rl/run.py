@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import statistics
 
-from rich.table import Table
+from rich.table import Column, Table
 
 from trimtab.rl.comparison import PolicyResult, compare_policies
 from trimtab.rl.config import TrainConfig
@@ -31,23 +31,20 @@ def run_training(config: TrainConfig) -> None:
 
 def _summarise(trainer: Trainer, accuracies: dict[str, float], results: dict[str, PolicyResult]) -> None:
     log, config = trainer.log, trainer.config
-    accuracy_table = Table(title=f"Held-out accuracy ({config.held_out} problems, greedy)", title_justify="left")
-    accuracy_table.add_column("model")
-    accuracy_table.add_column("accuracy", justify="right")
+    accuracy_table = Table("model", Column("accuracy", justify="right"))
     for name, accuracy in accuracies.items():
         accuracy_table.add_row(name, f"{accuracy:.1%}")
-    log.table(accuracy_table)
+    log.console.print(f"\nHeld-out accuracy, {config.held_out} problems, greedy", accuracy_table, sep="\n")
     summary: dict[str, object] = {"held_out_accuracy": accuracies}
     if results:
         static, trimtab = results["static"], results["trimtab"]
         ratio = statistics.median(s / t for s, t in zip(static.step_s, trimtab.step_s, strict=True))
-        title = f"Recompute and update of one step ({len(static.step_s)} alternating pairs)"
-        policy_table = Table(title=title, title_justify="left")
-        for column in ("policy", "step time", "speed-up", "max_vio"):
-            policy_table.add_column(column, justify="left" if column == "policy" else "right")
+        columns = (Column(name, justify="right") for name in ("step time", "speed-up", "max_vio"))
+        policy_table = Table("policy", *columns)
         policy_table.add_row("static", f"{static.median_s:.3f} s", "1.00x", f"{static.max_vio:.3f}")
         policy_table.add_row("trimtab", f"{trimtab.median_s:.3f} s", f"{ratio:.2f}x", f"{trimtab.max_vio:.3f}")
-        log.table(policy_table)
+        title = f"Recompute and update of one step, medians of {len(static.step_s)} alternating pairs"
+        log.console.print(title, policy_table, sep="\n")
         summary["policies"] = {
             name: {"median_s": result.median_s, "step_s": result.step_s, "max_vio": result.max_vio}
             for name, result in results.items()

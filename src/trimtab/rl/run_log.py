@@ -10,7 +10,6 @@ from typing import Any
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-from rich.table import Table
 from torch.utils.tensorboard.writer import SummaryWriter
 
 COLUMNS = {
@@ -60,9 +59,6 @@ class RunLog:
         for name, value in metrics.items():
             if name != "step" and isinstance(value, int | float):
                 self._events.add_scalar(name, value, metrics["step"])
-
-    def table(self, table: Table) -> None:
-        self.console.print(table)
 
     def close(self) -> None:
         if self._file is not None and self._events is not None:

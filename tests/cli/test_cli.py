@@ -1,0 +1,138 @@
+"""Commands as a user runs them: output, exit status, and one clear line for every mistake."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from trimtab import RoutingTrace, StepPlan, write_trace
+from trimtab.cli.main import main
+from trimtab.trace import synthesize
+
+
+@pytest.fixture
+def trace_file(tmp_path: Path) -> Path:
+    trace = synthesize(num_sequences=32, sequence_length=64, num_layers=2, num_experts=32, top_k=4, zipf=0.9)
+    write_trace(trace, tmp_path / "trace.parquet")
+    return tmp_path / "trace.parquet"
+
+
+@pytest.fixture
+def config_file(tmp_path: Path) -> Path:
+    config = {
+        "model_type": "qwen3_moe",
+        "num_experts": 32,
+        "num_experts_per_tok": 4,
+        "hidden_size": 128,
+        "moe_intermediate_size": 64,
+    }
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    return tmp_path / "config.json"
+
+
+def test_info_says_what_is_in_a_trace(trace_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["trace", "info", str(trace_file), "--json", str(tmp_path / "info.json")]) == 0
+    printed = capsys.readouterr().out
+    assert "2 MoE layers, 32 experts, top-4" in printed
+    assert "2,048 tokens in all" in printed
+    figures = json.loads((tmp_path / "info.json").read_text())
+    assert (figures["tokens"], figures["unknown_routes"]) == (2048, 0)
+    assert all(ratio > 1.5 for ratio in figures["hottest_over_mean"])
+
+
+def test_plan_shows_the_balance_before_and_after(
+    trace_file: Path, config_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = ["--json", str(tmp_path / "plan.json"), "-o", str(tmp_path / "plan.npz"), "--model", str(config_file)]
+    assert main(["plan", str(trace_file), "--ranks", "4", "--token-budget", "512", *out]) == 0
+    assert "at home" in capsys.readouterr().out
+    figures = json.loads((tmp_path / "plan.json").read_text())
+    assert figures["max_over_mean_after"]["mean"] < 1.05 < figures["max_over_mean_before"]["mean"]
+    assert figures["weight_bytes_per_micro_step"] == figures["replicas"] * 3 * 128 * 64 * 2 / figures["micro_steps"]
+    assert StepPlan.load(tmp_path / "plan.npz").hash == figures["plan_hash"]
+
+
+def test_even_routing_needs_no_replicas(tmp_path: Path) -> None:
+    even = synthesize(num_sequences=8, sequence_length=64, num_layers=1, num_experts=32, top_k=4, zipf=0.0)
+    write_trace(even, tmp_path / "even.parquet")
+    assert main(["plan", str(tmp_path / "even.parquet"), "--ranks", "2", "--json", str(tmp_path / "p.json")]) == 0
+    assert json.loads((tmp_path / "p.json").read_text())["replicas"] == 0
+
+
+def run_and_expect_refusal(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    try:
+        status = main(arguments)
+    except SystemExit as stop:
+        status = int(stop.code or 0)
+    error = capsys.readouterr().err
+    assert status == 2
+    assert message in error
+    assert error.count("\n") == 1
+    assert "Traceback" not in error
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["trace", "info", "absent.parquet"], "absent.parquet: no such file; expected a routing trace"),
+        (["plan", "absent.parquet", "--ranks", "2"], "absent.parquet: no such file"),
+        (["plan", "{trace}", "--ranks", "3"], "3 ranks don't divide 32 experts; use one of 1, 2, 4, 8, 16, 32"),
+        (["plan", "{trace}", "--ranks", "4", "--ranks-per-node", "3"], "ranks per node should divide the ranks"),
+        (["plan", "{trace}", "--ranks", "two"], "'two' should be a whole number of at least 1"),
+        (["plan", "{trace}", "--ranks", "2", "--token-budget", "10"], "a sequence of 64 tokens doesn't fit"),
+        (["plan", "{trace}", "--ranks", "2", "--step", "9"], "no step 9; it has steps 0 to 0"),
+        (["plan", "{trace}", "--ranks", "2", "--model", "absent.json"], "absent.json: no such file"),
+        (["plan", "{config}", "--ranks", "2"], "not a readable Parquet file"),
+        (["plan", "{trace}", "--ranks", "2", "--model", "{trace}"], "not a readable JSON file"),
+        (["train", "--out", "{folder}"], "is there already and not empty; name a new folder"),
+        (["train", "--out", "{folder}/new", "--model", "absent"], "absent"),
+        (["train", "--out", "{folder}/new", "--ranks", "3"], "3 ranks don't divide 32 experts"),
+        (["train", "--out", "{folder}/new", "--policy", "magic"], "invalid choice: 'magic'"),
+        (["train"], "the following arguments are required: --out"),
+        (["dance"], "invalid choice: 'dance'"),
+    ],
+)
+def test_mistakes_get_one_line_and_status_2(
+    arguments: list[str],
+    message: str,
+    trace_file: Path,
+    config_file: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    places = {"trace": trace_file, "config": config_file, "folder": tmp_path}
+    before = sorted(tmp_path.rglob("*"))
+    run_and_expect_refusal([argument.format(**places) for argument in arguments], message, capsys)
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+def test_a_trace_of_another_model_is_refused(
+    config_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    other = RoutingTrace.from_sequences([np.array([[[0, 1]]])], num_experts=64)
+    write_trace(other, tmp_path / "other.parquet")
+    arguments = ["plan", str(tmp_path / "other.parquet"), "--ranks", "2", "--model", str(config_file)]
+    run_and_expect_refusal(arguments, "the trace has 64 experts, top-2, the model 32 experts, top-4", capsys)
+
+
+def test_the_laptop_half_never_imports_torch(trace_file: Path) -> None:
+    """With torch and transformers blocked, everything but training works."""
+    program = f"""
+import sys
+class Blocked:
+    def find_spec(self, name, path=None, target=None):
+        if name.split('.')[0] in ('torch', 'transformers', 'tokenizers'):
+            raise ImportError('blocked ' + name)
+sys.meta_path.insert(0, Blocked())
+import trimtab, trimtab.planner, trimtab.policies, trimtab.simulator, trimtab.report.tables
+from trimtab.cli.main import main
+assert main(['trace', 'info', {str(trace_file)!r}]) == 0
+assert main(['plan', {str(trace_file)!r}, '--ranks', '4', '--token-budget', '512']) == 0
+assert 'torch' not in sys.modules
+"""
+    result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    assert result.returncode == 0, result.stderr

@@ -1,0 +1,41 @@
+"""The clipped objective against its definition, and micro-batches against their sequences."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from trimtab.rl.batches import collate
+from trimtab.rl.losses import clipped_policy_loss, token_log_probs
+from trimtab.rl.sequences import Sequence
+
+
+def test_the_clipped_loss_is_ppos() -> None:
+    ratio = torch.tensor([[0.5, 0.9, 1.0, 1.1, 2.0]], dtype=torch.float64)
+    gain = clipped_policy_loss(ratio.log(), torch.tensor([[2.0]], dtype=torch.float64))
+    assert torch.allclose(gain, -torch.tensor([[1.0, 1.8, 2.0, 2.2, 2.4]], dtype=torch.float64))
+    penalty = clipped_policy_loss(ratio.log(), torch.tensor([[-2.0]], dtype=torch.float64))
+    assert torch.allclose(penalty, torch.tensor([[1.6, 1.8, 2.0, 2.2, 4.0]], dtype=torch.float64))
+
+
+def test_log_probs_pick_the_target() -> None:
+    logits = torch.randn(2, 3, 5)
+    targets = torch.randint(0, 5, (2, 3))
+    expected = torch.log_softmax(logits, -1)
+    for b in range(2):
+        for t in range(3):
+            assert torch.isclose(token_log_probs(logits, targets)[b, t], expected[b, t, targets[b, t]])
+
+
+def test_micro_batches_mark_responses_and_positions() -> None:
+    def sequence(tokens: list[int], prompt: int) -> Sequence:
+        return Sequence(np.array(tokens), prompt, np.zeros((len(tokens) - 1, 1, 1)), 0.0, 1.0)
+
+    batch = collate([sequence([1, 2, 3, 4], 2), sequence([5, 6], 1)], pad_token_id=0, device=torch.device("cpu"))
+    assert batch.input_ids.tolist() == [[1, 2, 3], [5, 6, 0]]
+    assert batch.targets.tolist() == [[2, 3, 4], [6, 0, 0]]
+    assert batch.response_mask.tolist() == [[0, 1, 1], [1, 0, 0]]
+    assert batch.positions.tolist() == [0, 1, 2, 3]
+    empty = collate([], pad_token_id=0, device=torch.device("cpu"))
+    assert empty.input_ids.shape == (1, 1)
+    assert empty.positions.tolist() == []
+    assert empty.response_mask.sum() == 0

@@ -1,0 +1,128 @@
+"""`trimtab train` as a whole, small: everything it should leave behind, and what happens when a rank dies."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+from trimtab import read_trace
+
+SMALL = ["--warm-start-steps", "12", "--held-out", "16", "--problems", "16", "--token-budget", "256"]
+
+
+def command(out: Path, *more: str) -> list[str]:
+    return [sys.executable, "-m", "trimtab.cli.main", "train", "--out", str(out), *SMALL, *more]
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
+    out = tmp_path_factory.mktemp("run") / "out"
+    more = ["--steps", "2", "--save-every", "1", "--compare-pairs", "1", "--samples", "16"]
+    result = subprocess.run(command(out, *more), capture_output=True, text=True, check=False)
+    assert result.returncode == 0, result.stderr
+    return out, result.stdout
+
+
+def test_replay_is_exact_and_every_micro_step_planned(run: tuple[Path, str]) -> None:
+    out, _ = run
+    metrics = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+    assert [m["step"] for m in metrics] == [0, 1]
+    for m in metrics:
+        assert m["ppo/first_ratio_error"] <= 1e-6
+        assert m["moe/unplanned_micro_steps"] == 0
+        assert m["moe/max_vio_after"] <= m["moe/max_vio_before"]
+        for name in ("rollout_s", "plan_s", "recompute_s", "update_s", "planning_s", "reward", "transfer/bytes"):
+            assert m[name] >= 0
+
+
+def test_routing_and_checkpoints_can_be_read(run: tuple[Path, str]) -> None:
+    out, _ = run
+    for step in (0, 1):
+        trace = read_trace(out / "routing" / f"step-{step:05d}.parquet")
+        assert set(trace.steps.tolist()) <= {step}
+        assert (trace.num_layers, trace.num_experts, trace.top_k) == (4, 32, 4)
+    checkpoints = sorted((out / "checkpoints").iterdir())
+    assert [c.name for c in checkpoints] == ["step-00001", "step-00002"]
+    tokenizer: Any = AutoTokenizer.from_pretrained(checkpoints[-1])
+    model: Any = AutoModelForCausalLM.from_pretrained(checkpoints[-1])
+    logits = model(**tokenizer("1+2=", return_tensors="pt")).logits
+    assert torch.isfinite(logits).all()
+    assert list((out / "tensorboard").glob("events*"))
+
+
+def test_the_summary_compares_policies_and_accuracies(run: tuple[Path, str]) -> None:
+    out, printed = run
+    summary = json.loads((out / "summary.json").read_text())
+    assert set(summary["held_out_accuracy"]) == {"after warm start", "after 2 GRPO steps"}
+    assert summary["policies"]["trimtab"]["max_vio"] <= summary["policies"]["static"]["max_vio"]
+    assert "Held-out accuracy" in printed
+    assert "trimtab" in printed
+
+
+def test_a_checkpoint_can_be_trained_on_under_every_policy(run: tuple[Path, str], tmp_path: Path) -> None:
+    out, _ = run
+    more = ["--model", str(out / "checkpoints" / "step-00002"), "--warm-start-steps", "0", "--steps", "1"]
+    for policy in ("off", "static"):
+        arguments = [*more, "--policy", policy, "--compare-pairs", "0", "--gradient-checkpointing"]
+        result = subprocess.run(command(tmp_path / policy, *arguments), capture_output=True, text=True, check=False)
+        assert result.returncode == 0, result.stderr
+        metrics = json.loads((tmp_path / policy / "metrics.jsonl").read_text())
+        assert metrics["ppo/first_ratio_error"] <= 1e-6
+        assert metrics["moe/replicas"] == 0
+        assert (metrics["moe/unplanned_micro_steps"] > 0) == (policy == "off")
+
+
+def test_torchrun_runs_the_same_command(run: tuple[Path, str], tmp_path: Path) -> None:
+    out, _ = run
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    more = ["--model", str(out / "checkpoints" / "step-00002"), "--warm-start-steps", "0", "--steps", "1"]
+    arguments = command(tmp_path / "out", *more, "--compare-pairs", "0")[1:]
+    result = subprocess.run([*torchrun, *arguments], capture_output=True, text=True, check=False)
+    assert result.returncode == 0, result.stderr
+    assert (tmp_path / "out" / "summary.json").exists()
+
+
+def test_a_killed_rank_stops_the_run_and_is_named(tmp_path: Path) -> None:
+    arguments = command(tmp_path / "out", "--warm-start-steps", "5000")
+    process = subprocess.Popen(arguments, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    try:
+        victim = _rank_process(process.pid, rank=1, timeout=60)
+        time.sleep(5)
+        os.kill(victim, signal.SIGKILL)
+        killed_at = time.monotonic()
+        _, error = process.communicate(timeout=30)
+    finally:
+        process.kill()
+    assert time.monotonic() - killed_at < 30
+    assert process.returncode == 1
+    assert re.search(rf"rank 1 \(process {victim}\) was killed by SIGKILL; the run was stopped", error), error
+
+
+def _rank_process(parent: int, *, rank: int, timeout: float) -> int:
+    """The process of a rank: the launcher starts its ranks in order."""
+    deadline = time.monotonic() + timeout
+    while time.monotonic() < deadline:
+        children = []
+        for status in Path("/proc").glob("[0-9]*/stat"):
+            try:
+                text = status.read_text()
+                started_by = int(text.rsplit(")", 1)[1].split()[1])
+                arguments = (status.parent / "cmdline").read_text()
+            except OSError:
+                continue
+            if started_by == parent and "spawn_main" in arguments:
+                children.append(int(status.parent.name))
+        if len(children) == 2:
+            return sorted(children)[rank]
+        time.sleep(0.1)
+    raise AssertionError("the ranks never started")

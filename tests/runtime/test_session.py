@@ -1,0 +1,169 @@
+"""The session beyond equality: two schedules agree, unknown batches run unplanned, misuse is named."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from helpers.equality import relative_error
+from helpers.moe_model import Shape, TinyMoE
+from helpers.random_plans import random_schedule, random_trace
+from trimtab import InputError
+from trimtab.planner import Schedule
+from trimtab.runtime import Session
+from trimtab.runtime.launch import RankFailedError, launch
+from trimtab.trace import RoutingTrace
+from trimtab.trace.routing import Array
+
+SHAPE = Shape(layers=2, experts=8, top_k=2, hidden=8, width=6)
+
+
+def make_trace(seed: int, num_sequences: int = 8) -> RoutingTrace:
+    return random_trace(
+        np.random.default_rng(seed), num_sequences=num_sequences, max_length=200, num_layers=2, num_experts=8, top_k=2
+    )
+
+
+def run_step(
+    session: Session, model: TinyMoE, trace: RoutingTrace, schedule: Schedule, *, hashes: Array | None = None
+) -> tuple[torch.Tensor, list[torch.Tensor]]:
+    """One update over a whole step: the loss of all ranks, and this rank's gradients."""
+    rng = np.random.default_rng(0)
+    tokens = torch.from_numpy(rng.integers(0, SHAPE.vocab, trace.num_tokens))
+    labels = torch.from_numpy(rng.integers(0, SHAPE.vocab, trace.num_tokens))
+    model.zero_grad()
+    total = torch.zeros((), dtype=torch.float64)
+    for index in range(schedule.num_micro_steps):
+        mine = np.flatnonzero((schedule.rank == session.rank) & (schedule.micro_step == index))
+        of_trace = [np.arange(trace.sequence_starts[s], trace.sequence_starts[s + 1]) for s in mine]
+        rows = torch.from_numpy(np.concatenate([*of_trace, np.empty(0, np.int64)]))
+        given = (trace.sequence_hashes if hashes is None else hashes)[mine]
+        with session.micro_step(index, sequence_hashes=given):
+            loss = F.cross_entropy(model(tokens[rows]), labels[rows], reduction="sum") / trace.num_tokens
+            loss.backward()
+        total += loss.detach()
+    session.finish_gradients(model.replicated())
+    torch.distributed.all_reduce(total)
+    return total, [parameter.grad.clone() for parameter in model.parameters()]
+
+
+def make_session(policy: str = "trimtab") -> tuple[Session, TinyMoE]:
+    torch.set_num_threads(1)
+    torch.manual_seed(5)
+    session = Session(num_experts=SHAPE.experts, policy=policy)  # type: ignore[arg-type]
+    model = TinyMoE(SHAPE, torch.float64)
+    model.share(session)
+    return session, model
+
+
+def plan_own(session: Session, trace: RoutingTrace, schedule: Schedule) -> int:
+    return session.plan(trace.select(schedule.sequences_of(session.rank)), schedule).replicas
+
+
+def compare_schedules_and_policies() -> None:
+    trace = make_trace(1)
+    results = []
+    replicas = {}
+    for policy, seed in (("trimtab", 1), ("trimtab", 2), ("static", 1), ("off", 1)):
+        session, model = make_session(policy)
+        schedule = random_schedule(np.random.default_rng(seed), 8, num_ranks=session.num_ranks, num_micro_steps=3)
+        replicas[policy] = plan_own(session, trace, schedule)
+        results.append(run_step(session, model, trace, schedule))
+        assert session.unplanned_micro_steps == (3 if policy == "off" else 0), policy
+    assert replicas["trimtab"] > 0
+    assert replicas["static"] == replicas["off"] == 0
+    (loss, gradients), *others = results
+    for other_loss, other_gradients in others:
+        assert relative_error(other_loss, loss) < 1e-12
+        for mine, theirs in zip(gradients, other_gradients, strict=True):
+            assert relative_error(theirs, mine) < 1e-12
+
+
+def test_schedules_and_policies_give_the_same_gradient() -> None:
+    launch(compare_schedules_and_policies, (), ranks=2)
+
+
+def run_unknown_batches() -> None:
+    trace = make_trace(2)
+    session, model = make_session()
+    schedule = random_schedule(np.random.default_rng(0), 8, num_ranks=2, num_micro_steps=2)
+    plan_own(session, trace, schedule)
+    expected, _ = run_step(session, model, trace, schedule)
+
+    # One unknown sequence, on one rank only, makes its micro-step live on both.
+    hashes = trace.sequence_hashes.copy()
+    hashes[0] += 1
+    changed, _ = run_step(session, model, trace, schedule, hashes=hashes)
+    assert session.unplanned_micro_steps == 1
+    assert relative_error(changed, expected) > 1e-9
+
+    # Tokens of unknown route make a micro-step unplanned; the others' routes are still replayed.
+    ids = trace.expert_ids.copy()
+    ids[3] = trace.no_route
+    partly = replace(trace, expert_ids=ids)
+    session.unplanned_micro_steps = 0
+    report = session.plan(partly.select(schedule.sequences_of(session.rank)), schedule)
+    assert report.unplanned_micro_steps == 1
+    nearly, _ = run_step(session, model, partly, schedule)
+    assert session.unplanned_micro_steps == 1
+    assert relative_error(nearly, expected) < 0.05
+
+    # Where nothing is recorded, all is live, as outside any micro-step.
+    nothing = replace(trace, expert_ids=np.full_like(ids, trace.no_route))
+    session.plan(nothing.select(schedule.sequences_of(session.rank)), schedule)
+    live, _ = run_step(session, model, nothing, schedule)
+    everything_changed, _ = run_step(session, model, trace, schedule, hashes=trace.sequence_hashes + 1)
+    assert relative_error(live, everything_changed) < 1e-12
+
+
+def test_unknown_batches_and_routes_run_unplanned() -> None:
+    launch(run_unknown_batches, (), ranks=2)
+
+
+def misuse() -> None:
+    session, model = make_session()
+    trace, schedule = make_trace(3), random_schedule(np.random.default_rng(0), 8, num_ranks=2, num_micro_steps=1)
+    with pytest.raises(RuntimeError, match="needs a planned step"), session.micro_step(0):
+        pass
+    wrong = random_trace(
+        np.random.default_rng(0), num_sequences=8, max_length=5, num_layers=3, num_experts=8, top_k=2
+    )
+    with pytest.raises(InputError, match="the trace has 3 MoE layers, 8 experts, top-2; the model has 2 MoE layers"):
+        plan_own(session, wrong, schedule)
+    with pytest.raises(InputError, match="this rank's trace 0 sequences"):
+        session.plan(trace.select([]), schedule)
+    plan_own(session, trace, schedule)
+    block = model.blocks[0]
+    assert block.layer is not None
+    with session.micro_step(0):
+        hidden = torch.zeros(len(schedule.sequences_of(session.rank)), 8, dtype=torch.float64)
+        with pytest.raises(RuntimeError, match="other expert ids than its route"):
+            block.layer(hidden, torch.zeros(len(hidden), 2, dtype=torch.int64), torch.zeros(len(hidden), 2))
+        with pytest.raises(RuntimeError, match="the micro-step was planned with"):
+            block.layer.route(torch.zeros(1, 2, dtype=torch.int64))
+
+
+def test_misuse_is_named() -> None:
+    launch(misuse, (), ranks=2)
+
+
+def raise_input_error() -> None:
+    if torch.distributed.get_rank() == 1:
+        raise InputError("bad input, seen by one rank")
+    torch.distributed.barrier()
+
+
+def raise_other_error() -> None:
+    if torch.distributed.get_rank() == 1:
+        raise ArithmeticError("broken on purpose")
+    torch.distributed.barrier()
+
+
+def test_the_rank_that_failed_is_named(capfd: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(InputError, match="seen by one rank"):
+        launch(raise_input_error, (), ranks=2)
+    with pytest.raises(RankFailedError, match="rank 1 failed: ArithmeticError: broken on purpose"):
+        launch(raise_other_error, (), ranks=2)
