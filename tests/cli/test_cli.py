@@ -9,6 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+
 from trimtab import RoutingTrace, StepPlan, write_trace
 from trimtab.cli.main import main
 from trimtab.trace import synthesize

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
+
 from trimtab.runtime import ExpertLayer, Session, gated_experts
 
 
@@ -32,6 +34,7 @@ class MoEBlock(nn.Module):
         self.down = nn.Parameter(torch.randn(shape.experts, shape.hidden, shape.width, dtype=dtype) * scale)
         self.layer: ExpertLayer | None = None
         self.recorded_ids: torch.Tensor | None = None
+        self.top_k = shape.top_k
 
     def share(self, session: Session) -> None:
         """Keep this rank's home experts only, and run them in the session."""
@@ -42,12 +45,11 @@ class MoEBlock(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         logits = self.router(x)
-        top_k = self.top_k
         if self.layer is not None:
-            ids = self.layer.route(logits.topk(top_k).indices)
+            ids = self.layer.route(logits.topk(self.top_k).indices)
             weights = logits.softmax(-1).gather(1, ids)
             return self.layer(x, ids, weights)
-        ids = self.recorded_ids if self.recorded_ids is not None else logits.topk(top_k).indices
+        ids = self.recorded_ids if self.recorded_ids is not None else logits.topk(self.top_k).indices
         weights = logits.softmax(-1).gather(1, ids)
         out = torch.zeros_like(x)
         for expert in range(len(self.gate_up)):
@@ -57,8 +59,6 @@ class MoEBlock(nn.Module):
             out = out.index_add(0, token, rows * weights[token, k, None])
         return out
 
-    top_k: int = 2
-
 
 class TinyMoE(nn.Module):
     """Embedding, MoE blocks with a residual and a dense mix, head. Tokens don't see each other."""
@@ -66,35 +66,38 @@ class TinyMoE(nn.Module):
     def __init__(self, shape: Shape, dtype: torch.dtype, run_block: str = "plain") -> None:
         super().__init__()
         self.embed = nn.Embedding(shape.vocab, shape.hidden, dtype=dtype)
-        self.mixes = nn.ModuleList(
-            nn.Linear(shape.hidden, shape.hidden, dtype=dtype) for _ in range(shape.layers)
-        )
+        self.mixes = nn.ModuleList(nn.Linear(shape.hidden, shape.hidden, dtype=dtype) for _ in range(shape.layers))
         self.blocks = nn.ModuleList(MoEBlock(shape, dtype) for _ in range(shape.layers))
         self.head = nn.Linear(shape.hidden, shape.vocab, dtype=dtype)
-        for block in self.blocks:
-            block.top_k = shape.top_k
         self.run_block = run_block
 
     def share(self, session: Session) -> None:
-        for block in self.blocks:
+        for block in self.moe_blocks():
             block.share(session)
 
+    def moe_blocks(self) -> list[MoEBlock]:
+        return [block for block in self.blocks if isinstance(block, MoEBlock)]
+
     def replicated(self) -> list[nn.Parameter]:
-        experts = {id(p) for block in self.blocks for p in (block.gate_up, block.down)}
+        experts = {id(p) for block in self.moe_blocks() for p in (block.gate_up, block.down)}
         return [p for p in self.parameters() if id(p) not in experts]
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
         x = self.embed(tokens)
-        for mix, block in zip(self.mixes, self.blocks, strict=True):
-            x = _RUN[self.run_block](lambda h, mix=mix, block=block: h + block(torch.tanh(mix(h))), x)
-        return self.head(x)
+        for mix, block in zip(self.mixes, self.moe_blocks(), strict=True):
+            x = _RUN[self.run_block](partial(_mix_and_experts, mix, block), x)
+        logits: torch.Tensor = self.head(x)
+        return logits
+
+
+def _mix_and_experts(mix: nn.Module, block: MoEBlock, x: torch.Tensor) -> torch.Tensor:
+    mixed: torch.Tensor = x + block(torch.tanh(mix(x)))
+    return mixed
 
 
 _RUN: dict[str, Callable[[Callable[[torch.Tensor], torch.Tensor], torch.Tensor], torch.Tensor]] = {
     "plain": lambda function, x: function(x),
     "checkpoint": lambda function, x: checkpoint(function, x, use_reentrant=False),
-    "checkpoint without early stop": lambda function, x: checkpoint(
-        function, x, use_reentrant=False, early_stop=False
-    ),
+    "checkpoint without early stop": lambda function, x: checkpoint(function, x, use_reentrant=False, early_stop=False),
     "reentrant checkpoint": lambda function, x: checkpoint(function, x, use_reentrant=True),
 }

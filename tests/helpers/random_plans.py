@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import numpy as np
+
 from trimtab.planner import Placement, Schedule, StepPlan, Workload
 from trimtab.trace import RoutingTrace
 
@@ -22,9 +23,7 @@ def random_trace(
     )
 
 
-def random_schedule(
-    rng: np.random.Generator, num_sequences: int, *, num_ranks: int, num_micro_steps: int
-) -> Schedule:
+def random_schedule(rng: np.random.Generator, num_sequences: int, *, num_ranks: int, num_micro_steps: int) -> Schedule:
     """Every sequence anywhere, so that some ranks have nothing to do in some micro-steps."""
     return Schedule(
         micro_step=rng.integers(0, num_micro_steps, num_sequences).astype(np.int32),

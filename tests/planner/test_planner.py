@@ -6,9 +6,10 @@ import itertools
 
 import numpy as np
 import pytest
-from helpers.random_plans import random_plan, random_schedule, random_trace
 from hypothesis import given, settings
 from hypothesis import strategies as st
+
+from helpers.random_plans import random_plan, random_schedule, random_trace
 from trimtab import ClusterSpec, InputError, Placement, StepPlan, Workload
 from trimtab.planner import PlanSettings, plan_step
 from trimtab.planner.workload import max_over_mean
@@ -81,23 +82,23 @@ def test_random_plans_are_valid_and_counted_right(step) -> None:  # type: ignore
 def test_broken_plans_are_refused(step, data: st.DataObject) -> None:  # type: ignore[no-untyped-def]
     rng, workload, schedule, slots = step
     plan = random_plan(rng, workload, schedule, slots=slots)
-    breakers = {
-        "more micro-steps than the workload has": dict(plannable=np.append(plan.plannable, True)),
-        "a home that doesn't exist": dict(home=plan.home + np.int16(1)),
+    breakers: dict[str, dict[str, object]] = {
+        "more micro-steps than the workload has": {"plannable": np.append(plan.plannable, True)},
+        "a home that doesn't exist": {"home": plan.home + np.int16(1)},
     }
     if plan.num_replicas:
         first_instance = np.searchsorted(plan.replica_starts, 0, side="right") - 1
         home = plan.home[first_instance % plan.num_layers, plan.replica_experts[0]]
         ranks = plan.replica_ranks.copy()
         ranks[0] = home
-        breakers["a replica at home"] = dict(replica_ranks=ranks)
-        breakers["no slots"] = dict(slots_per_rank=0)
-        breakers["a replica nobody starts"] = dict(replica_experts=plan.replica_experts[:-1])
+        breakers["a replica at home"] = {"replica_ranks": ranks}
+        breakers["no slots"] = {"slots_per_rank": 0}
+        breakers["a replica nobody starts"] = {"replica_experts": plan.replica_experts[:-1]}
     if len(plan.quota_tokens):
         tokens = plan.quota_tokens.copy()
         tokens[0] = workload.token_counts_MLRE.max() + 1
-        breakers["too many tokens"] = dict(quota_tokens=tokens)
-        breakers["an empty quota"] = dict(quota_tokens=np.zeros_like(tokens))
+        breakers["too many tokens"] = {"quota_tokens": tokens}
+        breakers["an empty quota"] = {"quota_tokens": np.zeros_like(tokens)}
     name = data.draw(st.sampled_from(sorted(breakers)))
     values = {field: getattr(plan, field) for field in plan.__dataclass_fields__} | breakers[name]
     with pytest.raises(InputError, match="invalid plan"):
@@ -121,7 +122,9 @@ def skewed_workload(ranks: int, experts: int, seed: int) -> Workload:
     return Workload(counts.astype(np.int32), np.ones(4, bool))
 
 
-@pytest.mark.parametrize(("ranks", "experts", "limit"), [(2, 32, 1.02), (8, 128, 1.02), (16, 128, 1.03), (32, 128, 1.06)])
+@pytest.mark.parametrize(
+    ("ranks", "experts", "limit"), [(2, 32, 1.02), (8, 128, 1.02), (16, 128, 1.03), (32, 128, 1.06)]
+)
 def test_two_slots_take_most_of_the_imbalance(ranks: int, experts: int, limit: float) -> None:
     workload = skewed_workload(ranks, experts, seed=ranks)
     schedule = random_schedule(np.random.default_rng(0), 0, num_ranks=ranks, num_micro_steps=4)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import torch
+
 from trimtab.rl.batches import collate
 from trimtab.rl.losses import clipped_policy_loss, token_log_probs
 from trimtab.rl.sequences import Sequence

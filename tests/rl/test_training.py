@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
+
 from trimtab import read_trace
 
 SMALL = ["--warm-start-steps", "12", "--held-out", "16", "--problems", "16", "--token-budget", "256"]

@@ -6,6 +6,7 @@ import itertools
 
 import pytest
 import torch
+
 from helpers.equality import CHECKPOINTING, Case, compare_cases
 from trimtab.runtime.launch import launch
 

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+
 from trimtab import InputError, RoutingTrace
 from trimtab.trace import hash_tokens, id_dtype, no_route, synthesize
 from trimtab.trace.counting import count_experts
@@ -16,7 +17,9 @@ def small_trace(num_experts: int = 8) -> RoutingTrace:
     return RoutingTrace.from_sequences(ids, num_experts=num_experts, prompt_lengths=[1, 1], steps=[3, 4])
 
 
-@pytest.mark.parametrize(("num_experts", "dtype", "largest"), [(255, "u1", 255), (256, "u2", 65535), (257, "u2", 65535)])
+@pytest.mark.parametrize(
+    ("num_experts", "dtype", "largest"), [(255, "u1", 255), (256, "u2", 65535), (257, "u2", 65535)]
+)
 def test_ids_are_as_narrow_as_they_can_be(num_experts: int, dtype: str, largest: int) -> None:
     assert id_dtype(num_experts) == np.dtype(dtype)
     assert no_route(num_experts) == largest
@@ -75,7 +78,9 @@ def test_counting_equals_plain_numpy(tokens: int, layers: int, num_experts: int,
     counts_GLE = count_experts(trace, group, 3)
     for g in range(3):
         for layer in range(layers):
-            chosen = np.concatenate([p[:, layer].ravel() for p, of in zip(pieces, group, strict=True) if of == g] or [[]])
+            chosen = np.concatenate(
+                [p[:, layer].ravel() for p, of in zip(pieces, group, strict=True) if of == g] or [[]]
+            )
             expected = np.bincount(chosen[chosen < num_experts].astype(int), minlength=num_experts)
             assert np.array_equal(counts_GLE[g, layer], expected)
 

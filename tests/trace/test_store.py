@@ -8,6 +8,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+
 from trimtab import InputError, RoutingTrace, read_trace, write_trace
 from trimtab.trace import no_route
 
@@ -47,7 +48,7 @@ def test_a_trace_without_sequences_survives(tmp_path: Path) -> None:
 
 
 def test_a_missing_file_is_named(tmp_path: Path) -> None:
-    with pytest.raises(InputError, match="nowhere.parquet: no such file"):
+    with pytest.raises(InputError, match=r"nowhere\.parquet: no such file"):
         read_trace(tmp_path / "nowhere.parquet")
 
 

@@ -1,4 +1,4 @@
-"""`trimtab bench runtime`: what balancing gains in a real step, and what the runtime costs where there is nothing to gain.
+"""`trimtab bench runtime`: what balancing gains in a real step, and what the runtime itself costs.
 
 A step is one micro-step of the update: forward, backward, gradients complete on every rank. Planning happens before it,
 as in training. The variants take turns within one run, in an order that rotates.
@@ -268,7 +268,9 @@ def _report(settings: RuntimeBenchmark, variants: list[_Variant], cpu_s: list[fl
         low, high = summary[f"{name}_interval"]
         lines.add_row(name, f"{summary[name]:.3f}", f"[{low:.3f}, {high:.3f}]")
     console = Console(highlight=False)
-    console.print(f"One micro-step, {len(rounds)} alternating rounds; static max/mean {static_ratio:.2f}", table, lines, sep="\n")
+    console.print(
+        f"One micro-step, {len(rounds)} alternating rounds; static max/mean {static_ratio:.2f}", table, lines, sep="\n"
+    )
     if settings.json is not None:
         sizes = {key: value for key, value in asdict(settings).items() if key != "json"}
         content = {"schema": "trimtab-bench-runtime-1", "settings": sizes, "ranks": dist.get_world_size()}

@@ -69,9 +69,10 @@ def run(options: argparse.Namespace) -> None:
         ("schedule", f"{plan.num_micro_steps} micro-steps of up to {options.token_budget:,} tokens a rank"),
         ("expert time saved", f"{saved:.1%} (tokens of the busiest rank, summed over instances)"),
         ("replicas", f"{plan.num_replicas:,}, {plan.num_replicas / instances:.2f} an instance"),
-        ("planning", f"{planned - counted:.3f} s, {microseconds:.0f} us an instance, after {counted - start:.3f} s of counting"),
+        ("counting", f"{counted - start:.3f} s"),
+        ("planning", f"{planned - counted:.3f} s, {microseconds:.0f} us an instance"),
         ("plan", plan.hash),
-    ]  # fmt: skip
+    ]
     if moved is not None:
         rows.insert(5, ("weights moved", f"{moved / 1e6:,.1f} MB a micro-step, all ranks together"))
     if not plan.plannable.all():

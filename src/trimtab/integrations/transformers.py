@@ -22,7 +22,7 @@ from trimtab.trace.routing import Array
 SUPPORTED_MODEL_TYPES = ("qwen3_moe",)
 
 
-def moe_blocks(model: nn.Module) -> dict[int, nn.Module]:
+def moe_blocks(model: Any) -> dict[int, Any]:
     """The model's MoE blocks (modules with `gate` and `experts`), by decoder layer.
 
     Raises:
@@ -96,7 +96,7 @@ class RoutingRecord:
 
 
 @contextmanager
-def record_routing(model: nn.Module) -> Iterator[RoutingRecord]:
+def record_routing(model: Any) -> Iterator[RoutingRecord]:
     """Record the routing of a whole model (not one in a session) during `generate` or forward calls."""
     blocks = moe_blocks(model)
     record = RoutingRecord(len(blocks), model.config.num_experts)

@@ -6,4 +6,4 @@ from trimtab.planner.schedule import Schedule, pack_by_length
 from trimtab.planner.step_plan import StepPlan
 from trimtab.planner.workload import Workload
 
-__all__ = ["PlanSettings", "Placement", "Schedule", "StepPlan", "Workload", "pack_by_length", "plan_step"]
+__all__ = ["Placement", "PlanSettings", "Schedule", "StepPlan", "Workload", "pack_by_length", "plan_step"]

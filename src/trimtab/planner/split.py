@@ -19,7 +19,7 @@ def split_tokens(  # type: ignore[no-untyped-def]
         experts_P, ranks_P, shares_P: `[P]` integers, the replicas and the tokens each takes.
         quotas_PR: `[P, R]` int64, zeroed; filled with the tokens from each source rank.
     """
-    num_ranks, num_experts = counts_RE.shape
+    num_ranks = len(counts_RE)
     num_replicas = len(experts_P)
     done = np.zeros(num_replicas, np.bool_)
     for first in range(num_replicas):

@@ -15,12 +15,14 @@ from trimtab.errors import InputError
 from trimtab.integrations.transformers import SUPPORTED_MODEL_TYPES
 from trimtab.rl.task import build_tokenizer
 
+
 def load_tokenizer(directory: Path | None) -> Any:
     """The task's own tokenizer, or the checkpoint's. Raises InputError if the checkpoint has none."""
     if directory is None:
         return build_tokenizer()
+    _need_checkpoint(directory)
     try:
-        return AutoTokenizer.from_pretrained(directory)
+        return AutoTokenizer.from_pretrained(directory, local_files_only=True)
     except (OSError, ValueError) as error:
         raise InputError(f"{directory}: no usable tokenizer ({_first_line(error)})") from None
 
@@ -49,8 +51,7 @@ def load_config(directory: Path | None, tokenizer: Any) -> Any:
             pad_token_id=tokenizer.pad_token_id,
             eos_token_id=tokenizer.eos_token_id,
         )
-    if not (directory / "config.json").is_file():
-        raise InputError(f"{directory}: no config.json there; --model should be a Hugging Face checkpoint directory")
+    _need_checkpoint(directory)
     try:
         config = AutoConfig.from_pretrained(directory)
     except (OSError, ValueError) as error:
@@ -88,6 +89,11 @@ def save_checkpoint(config: Any, state: dict[str, torch.Tensor], tokenizer: Any,
     tokenizer.save_pretrained(partial)
     shutil.rmtree(directory, ignore_errors=True)
     os.replace(partial, directory)
+
+
+def _need_checkpoint(directory: Path) -> None:
+    if not (directory / "config.json").is_file():
+        raise InputError(f"{directory}: no config.json there; --model should be a Hugging Face checkpoint directory")
 
 
 def _first_line(error: Exception) -> str:

@@ -53,7 +53,9 @@ class Trainer:
     def __init__(self, config: TrainConfig) -> None:
         self.config = config
         self.rank, self.num_ranks = dist.get_rank(), dist.get_world_size()
-        self.device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
+        self.device = (
+            torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
+        )
         torch.set_flush_denormal(True)
         torch.manual_seed(config.seed)
         self.tokenizer = load_tokenizer(config.model)

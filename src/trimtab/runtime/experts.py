@@ -96,6 +96,7 @@ def _weight_gradient(grad: torch.Tensor, rows: torch.Tensor, groups: RowGroups) 
 def _has_grouped_kernel(*operands: torch.Tensor) -> bool:
     """`grouped_mm` takes neither float64 nor rows that are not whole multiples of 16 bytes."""
     return all(
-        operand.dtype is not torch.float64 and all(size * operand.element_size() % 16 == 0 for size in operand.shape[1:])
+        operand.dtype is not torch.float64
+        and all(size * operand.element_size() % 16 == 0 for size in operand.shape[1:])
         for operand in operands
     )

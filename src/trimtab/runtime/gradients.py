@@ -19,9 +19,7 @@ def sum_gradients(parameters: Iterable[torch.nn.Parameter], group: dist.ProcessG
             continue
         if parameter.grad is None:
             parameter.grad = torch.zeros_like(parameter)
-        if bucket and (
-            parameter.grad.dtype != bucket[0].dtype or sum(grad.nbytes for grad in bucket) > BUCKET_BYTES
-        ):
+        if bucket and (parameter.grad.dtype != bucket[0].dtype or sum(grad.nbytes for grad in bucket) > BUCKET_BYTES):
             _sum_bucket(bucket, group)
             bucket = []
         bucket.append(parameter.grad)

@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import Store, TCPStore
 
 from trimtab.errors import InputError
 
@@ -26,7 +27,9 @@ TIMEOUT = timedelta(minutes=10)
 GRACE_S = 3.0
 # Let glibc keep and reuse the memory of freed tensors, in huge pages: page faults can cost more than the arithmetic.
 ALLOCATOR = {
-    "GLIBC_TUNABLES": "glibc.malloc.hugetlb=1:glibc.malloc.mmap_threshold=33554432:glibc.malloc.trim_threshold=2147483647"
+    "GLIBC_TUNABLES": ":".join(
+        ("glibc.malloc.hugetlb=1", "glibc.malloc.mmap_threshold=33554432", "glibc.malloc.trim_threshold=2147483647")
+    )
 }
 
 
@@ -65,7 +68,7 @@ def launch(worker: Callable[..., None], args: tuple[Any, ...], *, ranks: int) ->
         finally:
             dist.destroy_process_group()
         return
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     context = multiprocessing.get_context("spawn")
     pipes = [context.Pipe() for _ in range(ranks)]
     processes: list[BaseProcess] = [
@@ -150,7 +153,7 @@ def _run_rank(
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     threading.Thread(target=_end_with_parent, args=(os.getppid(),), daemon=True).start()
     try:
-        _join_group(rank, ranks, rank, dist.TCPStore("127.0.0.1", port, is_master=False))
+        _join_group(rank, ranks, rank, TCPStore("127.0.0.1", port, is_master=False))
         worker(*args)
         dist.destroy_process_group()
     except BaseException as error:
@@ -167,7 +170,7 @@ def _end_with_parent(parent: int) -> None:
     os._exit(1)
 
 
-def _join_group(rank: int, ranks: int, local_rank: int, store: dist.Store | None) -> None:
+def _join_group(rank: int, ranks: int, local_rank: int, store: Store | None) -> None:
     if torch.cuda.is_available():
         torch.cuda.set_device(local_rank)
         backend = "cpu:gloo,cuda:nccl"

@@ -51,9 +51,7 @@ class ExpertLayer:
         self._routed = self._session.replay(self.index, live_ids)
         return self._routed
 
-    def __call__(
-        self, hidden: torch.Tensor, expert_ids: torch.Tensor, expert_weights: torch.Tensor
-    ) -> torch.Tensor:
+    def __call__(self, hidden: torch.Tensor, expert_ids: torch.Tensor, expert_weights: torch.Tensor) -> torch.Tensor:
         """Weighted sum of each token's experts. A collective: every rank of the group calls it.
 
         Args:
@@ -163,9 +161,7 @@ class _Combine(torch.autograd.Function):
         ctx.instance = instance
         ctx.num_parts = len(outputs)
         ctx.save_for_backward(weights, returned)
-        return F.embedding_bag(
-            layout.row_places, returned, per_sample_weights=weights.to(returned.dtype), mode="sum"
-        )
+        return F.embedding_bag(layout.row_places, returned, per_sample_weights=weights.to(returned.dtype), mode="sum")
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> Any:

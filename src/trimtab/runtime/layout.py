@@ -1,8 +1,9 @@
 """Where every row of one instance goes: arithmetic on counts, without communication.
 
 A row is one (token, expert) pair. A rank sends rows ordered by destination, there by group, there by token. A group is
-one copy on one rank: its home experts in rising order come first, then its replica slots. Rows arrive ordered by source,
-then by group, and are regrouped so that each copy's rows are together. Both sides follow from the counts and the plan.
+one copy on one rank: its home experts in rising order come first, then its replica slots. Rows arrive ordered by
+source, then by group, and are regrouped so that each copy's rows are together. Both sides follow from the counts and
+the plan.
 """
 
 from __future__ import annotations

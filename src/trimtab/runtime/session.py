@@ -107,7 +107,10 @@ class Session:
         slots_per_rank: int = 2,
         ranks_per_node: int | None = None,
     ) -> None:
-        self.group = group or dist.group.WORLD
+        shared_by = group or dist.group.WORLD
+        if shared_by is None:
+            raise RuntimeError("a Session needs torch.distributed; call init_process_group first")
+        self.group = shared_by
         self.rank = dist.get_rank(self.group)
         self.num_ranks = dist.get_world_size(self.group)
         self.num_experts = num_experts
@@ -176,9 +179,7 @@ class Session:
         plan = StepPlan.from_bytes(data[0])
         return self.adopt(plan, workload, trace, planning_s=time.perf_counter() - start)
 
-    def adopt(
-        self, plan: StepPlan, workload: Workload, trace: RoutingTrace, *, planning_s: float = 0.0
-    ) -> PlanReport:
+    def adopt(self, plan: StepPlan, workload: Workload, trace: RoutingTrace, *, planning_s: float = 0.0) -> PlanReport:
         """Take over a plan made elsewhere. Not a collective; every rank must adopt the same plan.
 
         Args:
