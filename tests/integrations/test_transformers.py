@@ -53,7 +53,7 @@ def roll_out(model: Any, rng: np.random.Generator, count: int) -> list[Sequence]
         tokens = rng.integers(1, 15, int(rng.integers(4, 14)))
         with record_routing(copy) as record, torch.no_grad():
             copy(input_ids=torch.from_numpy(tokens[None, :-1]))
-        sequences.append(Sequence(tokens, 2, record.by_sequence(1)[0], 0.0, float(rng.normal())))
+        sequences.append(Sequence(tokens, 2, record.by_sequence(1)[0], 0.0, float(rng.uniform(0.5, 1.5))))
     return sequences
 
 
@@ -107,8 +107,8 @@ def compare_with_plain_model(seeds: list[int], norm_topk_prob: bool) -> None:
             check_replayed(record, batch, [sequences[s] for s in mine])
         session.finish_gradients(replicated_parameters(shared, session))
         torch.distributed.all_reduce(loss)
-        # Log-probabilities are float32, the way the trainer computes them.
-        assert relative_error(loss, expected.detach()) < 1e-6, seed
+        # Norms, router probabilities and log-probabilities are float32 in the model and in the trainer.
+        assert relative_error(loss, expected.detach()) < 1e-5, seed
         home = torch.from_numpy(session.home_experts)
         for (name, actual), (_, wanted) in zip(shared.named_parameters(), plain.named_parameters(), strict=True):
             gradient = wanted.grad[home] if ".experts." in name else wanted.grad

@@ -24,7 +24,7 @@ SHAPE = Shape(layers=2, experts=8, top_k=2, hidden=8, width=6)
 
 def make_trace(seed: int, num_sequences: int = 8) -> RoutingTrace:
     return random_trace(
-        np.random.default_rng(seed), num_sequences=num_sequences, max_length=200, num_layers=2, num_experts=8, top_k=2
+        np.random.default_rng(seed), num_sequences=num_sequences, max_length=1000, num_layers=2, num_experts=8, top_k=2
     )
 
 
@@ -65,7 +65,7 @@ def plan_own(session: Session, trace: RoutingTrace, schedule: Schedule) -> int:
 
 
 def compare_schedules_and_policies() -> None:
-    trace = make_trace(1)
+    trace = make_trace(5)
     results = []
     replicas = {}
     for policy, seed in (("trimtab", 1), ("trimtab", 2), ("static", 1), ("off", 1)):

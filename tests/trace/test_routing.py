@@ -78,9 +78,8 @@ def test_counting_equals_plain_numpy(tokens: int, layers: int, num_experts: int,
     counts_GLE = count_experts(trace, group, 3)
     for g in range(3):
         for layer in range(layers):
-            chosen = np.concatenate(
-                [p[:, layer].ravel() for p, of in zip(pieces, group, strict=True) if of == g] or [[]]
-            )
+            members = [p[:, layer].ravel() for p, of in zip(pieces, group, strict=True) if of == g]
+            chosen = np.concatenate([np.empty(0), *members])
             expected = np.bincount(chosen[chosen < num_experts].astype(int), minlength=num_experts)
             assert np.array_equal(counts_GLE[g, layer], expected)
 
