@@ -41,7 +41,7 @@ class TrainConfig:
     problems: int = 64
     samples: int = 8
     mini_batches: int = 2
-    token_budget: int = 1024
+    token_budget: int = 2048
     max_new_tokens: int = 20
     learning_rate: float = 2e-4
     warm_start_steps: int = 250
