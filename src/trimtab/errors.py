@@ -1,4 +1,4 @@
-"""What Trimtab raises when the mistake is in what it was given."""
+"""What Trimtab raises: a user's mistake, and a rank that failed."""
 
 
 class InputError(ValueError):
@@ -6,3 +6,7 @@ class InputError(ValueError):
 
     Commands print the message and end with exit status 2.
     """
+
+
+class RankFailedError(RuntimeError):
+    """A rank ended before its work was done. The message names the rank and the cause, in one line."""

@@ -92,6 +92,7 @@ def run_and_expect_refusal(arguments: list[str], message: str, capsys: pytest.Ca
         (["train", "--out", "{folder}"], "is there already and not empty; name a new folder"),
         (["train", "--out", "{folder}/new", "--model", "absent"], "absent"),
         (["train", "--out", "{folder}/new", "--ranks", "3"], "3 ranks don't divide 32 experts"),
+        (["train", "--out", "{folder}/new", "--problems", "1"], "each of the 2 ranks needs at least one"),
         (["train", "--out", "{folder}/new", "--policy", "magic"], "invalid choice: 'magic'"),
         (["train"], "the following arguments are required: --out"),
         (["dance"], "invalid choice: 'dance'"),

@@ -12,10 +12,10 @@ import torch.nn.functional as F
 from helpers.equality import relative_error
 from helpers.moe_model import Shape, TinyMoE
 from helpers.random_plans import random_schedule, random_trace
-from trimtab import InputError
+from trimtab.errors import InputError, RankFailedError
 from trimtab.planner import Schedule
 from trimtab.runtime import Session
-from trimtab.runtime.launch import RankFailedError, launch
+from trimtab.runtime.launch import launch
 from trimtab.trace import RoutingTrace
 from trimtab.trace.routing import Array
 

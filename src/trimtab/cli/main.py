@@ -8,7 +8,7 @@ from typing import NoReturn
 
 from trimtab import __version__
 from trimtab.cli import bench, plan, trace, train
-from trimtab.errors import InputError
+from trimtab.errors import InputError, RankFailedError
 
 
 class _Parser(argparse.ArgumentParser):
@@ -33,9 +33,7 @@ def main(arguments: list[str] | None = None) -> int:
     except InputError as error:
         print(f"trimtab {options.command}: {error}", file=sys.stderr)
         return 2
-    except RuntimeError as error:
-        if type(error).__name__ != "RankFailedError":
-            raise
+    except RankFailedError as error:
         print(f"trimtab {options.command}: {error}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:

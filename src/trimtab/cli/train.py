@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -61,9 +62,12 @@ def run(options: argparse.Namespace) -> None:
     given = {field.name: getattr(options, field.name, None) for field in fields(TrainConfig)}
     config = TrainConfig(**{name: value for name, value in given.items() if value is not None})
     ranks = torchrun_ranks() or options.ranks
-    if config.out.exists() and (not config.out.is_dir() or any(config.out.iterdir())) and not torchrun_ranks():
+    is_writer = os.environ.get("RANK", "0") == "0"
+    if is_writer and config.out.exists() and (not config.out.is_dir() or any(config.out.iterdir())):
         raise InputError(f"--out {config.out} is there already and not empty; name a new folder")
     tokenizer = load_tokenizer(config.model)
     Placement.contiguous(1, load_config(config.model, tokenizer).num_experts, ranks)
+    if config.problems < ranks:
+        raise InputError(f"--problems is {config.problems}; each of the {ranks} ranks needs at least one")
     config.out.mkdir(parents=True, exist_ok=True)
     launch(run_training, (config,), ranks=ranks)

@@ -15,13 +15,12 @@ from torch.utils.tensorboard.writer import SummaryWriter
 COLUMNS = {
     "step": lambda m: f"{m['step']:>4}",
     "reward": lambda m: f"{m['reward']:>6.3f}",
-    "length": lambda m: f"{m['response_length']:>6.1f}",
     "max_vio": lambda m: f"{m['moe/max_vio_before']:.3f} -> {m['moe/max_vio_after']:.3f}",
     "replicas": lambda m: f"{m['moe/replicas']:>8}",
-    "plan ms": lambda m: f"{m['plan_s'] * 1e3:>7.1f}",
-    "rollout s": lambda m: f"{m['rollout_s']:>9.2f}",
-    "recompute s": lambda m: f"{m['recompute_s']:>11.2f}",
-    "update s": lambda m: f"{m['update_s']:>8.2f}",
+    "plan": lambda m: f"{m['plan_s'] * 1e3:>5.1f} ms",
+    "rollout": lambda m: f"{m['rollout_s']:>5.2f} s",
+    "recompute": lambda m: f"{m['recompute_s']:>7.2f} s",
+    "update": lambda m: f"{m['update_s']:>5.2f} s",
 }
 
 
@@ -69,7 +68,6 @@ class RunLog:
 _SAMPLE = {
     "step": 0,
     "reward": 0.0,
-    "response_length": 0.0,
     "moe/max_vio_before": 0.0,
     "moe/max_vio_after": 0.0,
     "moe/replicas": 0,

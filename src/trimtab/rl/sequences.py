@@ -58,7 +58,7 @@ def routing_of(
     )
 
 
-def gather_lengths(sequences: Sequence_[Sequence], device: torch.device) -> list[Array]:
+def gather_lengths(sequences: Sequence_[Sequence]) -> list[Array]:
     """Fed and response tokens `[S_r, 2]` of every rank's sequences, in rank order."""
     mine = np.array([(s.num_fed, s.response_length) for s in sequences], np.int64).reshape(-1, 2)
     parts: list[Array | None] = [None] * dist.get_world_size()

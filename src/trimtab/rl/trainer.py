@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import random
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
@@ -119,7 +118,7 @@ class Trainer:
 
         Mini-batches take every n-th sequence, so that each has some of most groups.
         """
-        lengths_R = gather_lengths(sequences, self.device)
+        lengths_R = gather_lengths(sequences)
         lengths = np.concatenate(lengths_R)
         mini_batch = np.arange(len(lengths)) % self.config.mini_batches
         schedule = pack_by_length(
@@ -149,21 +148,20 @@ class Trainer:
         constants = np.bincount(mini_batch, weights=lengths[:, 1], minlength=self.config.mini_batches)
         return PreparedStep(schedule, trace, batches, [max(1, int(count)) for count in constants])
 
-    def log_probs(self, batch: MicroBatch, index: int) -> torch.Tensor:
+    def log_probs(self, batch: MicroBatch) -> torch.Tensor:
         """Log-probabilities `[B, T]` of a micro-batch. Call it inside the micro-step."""
         return token_log_probs(self.model(input_ids=batch.input_ids, use_cache=False).logits, batch.targets)
 
-    @contextmanager
-    def micro_step(self, batch: MicroBatch, index: int) -> Iterator[None]:
-        with self.session.micro_step(index, positions=batch.positions, sequence_hashes=batch.sequence_hashes):
-            yield
+    def micro_step(self, batch: MicroBatch, index: int) -> AbstractContextManager[None]:
+        """Bind the session's micro-step to a micro-batch."""
+        return self.session.micro_step(index, positions=batch.positions, sequence_hashes=batch.sequence_hashes)
 
     def recompute(self, prepared: PreparedStep) -> list[torch.Tensor]:
         """Log-probabilities of all micro-batches under the weights before the step."""
         old = []
         for index, batch in enumerate(prepared.batches):
             with torch.no_grad(), self.micro_step(batch, index):
-                old.append(self.log_probs(batch, index))
+                old.append(self.log_probs(batch))
         return old
 
     def accumulate(self, prepared: PreparedStep, old: list[torch.Tensor], mini_batch: int) -> dict[str, float]:
@@ -177,7 +175,7 @@ class Trainer:
         for index in np.flatnonzero(prepared.schedule.mini_batch_of_micro_step == mini_batch):
             batch = prepared.batches[index]
             with self.micro_step(batch, int(index)):
-                log_ratio = self.log_probs(batch, int(index)) - old[index]
+                log_ratio = self.log_probs(batch) - old[index]
                 loss = clipped_policy_loss(log_ratio, batch.advantages) * batch.response_mask
                 loss = loss.sum() / prepared.loss_constants[mini_batch]
                 loss.backward()

@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import Store, TCPStore
 
-from trimtab.errors import InputError
+from trimtab.errors import InputError, RankFailedError
 
 TIMEOUT = timedelta(minutes=10)
 GRACE_S = 3.0
@@ -31,10 +31,6 @@ ALLOCATOR = {
         ("glibc.malloc.hugetlb=1", "glibc.malloc.mmap_threshold=33554432", "glibc.malloc.trim_threshold=2147483647")
     )
 }
-
-
-class RankFailedError(RuntimeError):
-    """A rank ended before its work was done. The message names the rank and the cause, in one line."""
 
 
 @dataclass(frozen=True)
