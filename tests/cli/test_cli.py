@@ -89,6 +89,7 @@ def run_and_expect_refusal(arguments: list[str], message: str, capsys: pytest.Ca
         (["plan", "{trace}", "--ranks", "2", "--model", "absent.json"], "absent.json: no such file"),
         (["plan", "{config}", "--ranks", "2"], "not a readable Parquet file"),
         (["plan", "{trace}", "--ranks", "2", "--model", "{trace}"], "not a readable JSON file"),
+        (["plan", "{trace}", "--ranks", "2", "-o", "{trace}/plan.npz"], "trace.parquet"),
         (["train", "--out", "{folder}"], "is there already and not empty; name a new folder"),
         (["train", "--out", "{folder}/new", "--model", "absent"], "absent"),
         (["train", "--out", "{folder}/new", "--ranks", "3"], "3 ranks don't divide 32 experts"),

@@ -33,6 +33,9 @@ def main(arguments: list[str] | None = None) -> int:
     except InputError as error:
         print(f"trimtab {options.command}: {error}", file=sys.stderr)
         return 2
+    except (FileExistsError, IsADirectoryError, NotADirectoryError, PermissionError) as error:
+        print(f"trimtab {options.command}: {error.filename}: {error.strerror}", file=sys.stderr)
+        return 2
     except RankFailedError as error:
         print(f"trimtab {options.command}: {error}", file=sys.stderr)
         return 1

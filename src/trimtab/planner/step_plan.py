@@ -210,6 +210,7 @@ class StepPlan:
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the plan to a file, whole or not at all."""
         path = Path(path)
+        path.parent.mkdir(parents=True, exist_ok=True)
         partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
         try:
             partial.write_bytes(self.to_bytes())
