@@ -8,10 +8,10 @@ OUT ?= out/demo
 help:  ## list the targets
 	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
 
-demo: .venv/.ready  ## post-train a small MoE on two local ranks, balanced by Trimtab (about 5 minutes)
+demo: .venv/.ready  ## post-train a small MoE on two local ranks, balanced by Trimtab (about 4 minutes)
 	$(BIN)/trimtab train --out $(OUT)
 
-test: .venv/.ready  ## run the tests (about 8 minutes)
+test: .venv/.ready  ## run the tests (about 4 minutes)
 	$(BIN)/python -m pytest
 
 lint: .venv/.ready  ## lint, format check and types
