@@ -70,7 +70,7 @@ def _compare(case: Case) -> None:
     model = TinyMoE(shape, case.dtype, case.run_block)
     model.load_state_dict(reference.state_dict())
     model.share(session)
-    optimizers = [torch.optim.AdamW(m.parameters(), lr=1e-2) for m in (reference, model)]
+    optimizers = [torch.optim.SGD(m.parameters(), lr=0.05, momentum=0.9) for m in (reference, model)]
 
     for _ in range(case.steps):
         num_sequences = int(rng.integers(1, 9))
@@ -129,8 +129,6 @@ def _compare(case: Case) -> None:
         for optimizer in optimizers:
             optimizer.step()
             optimizer.zero_grad()
-        # Adam divides by the gradient's own size, so weights may differ by more than gradients where those vanish.
         state = session.logical_state_dict(model)
         for name, expected in reference.state_dict().items():
-            assert relative_error(state[name], expected) < 100 * tolerance, (case, name, "weights")
-        reference.load_state_dict(state)
+            assert relative_error(state[name], expected) < tolerance, (case, name, "weights")

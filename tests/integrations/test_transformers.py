@@ -80,7 +80,7 @@ def compare_with_plain_model(seeds: list[int], norm_topk_prob: bool) -> None:
         shared.train()
         sequences = roll_out(plain, rng, 6)
         layer_indices = np.array([0, 2], np.int32)
-        trace = routing_of(sequences, num_experts=8, shape=(2, 3), layer_indices=layer_indices, step=0)
+        trace = routing_of(sequences, num_experts=8, shape=(2, 3), layer_indices=layer_indices, step=0, model="test")
         schedule = random_schedule(rng, 6, num_ranks=session.num_ranks, num_micro_steps=2)
         workload = Workload.from_trace(trace, schedule)
         session.adopt(

@@ -31,7 +31,8 @@ from transformers.distributed.expert_parallel import AllToAllEP
 
 from trimtab.cli.options import write_json
 from trimtab.integrations.transformers import moe_blocks, replicated_parameters, router_weights, share_experts
-from trimtab.planner import pack_by_length
+from trimtab.planner import Workload, pack_by_length
+from trimtab.planner.workload import max_over_mean
 from trimtab.runtime import Session
 from trimtab.runtime.gradients import sum_gradients
 from trimtab.trace import RoutingTrace, synthesize
@@ -49,7 +50,8 @@ class RuntimeBenchmark:
         tokens: of a rank.
         rounds: timed repetitions of every variant.
         json: where to write the figures, if anywhere.
-        zipf: exponent of the skewed routing; with two ranks it gives a static max/mean of 1.3 to 1.6.
+        zipf: exponent of the skewed routing.
+        seed: of weights and routing; with two ranks this one gives every layer a static max/mean of 1.3 to 1.6.
     """
 
     tokens: int
@@ -62,8 +64,8 @@ class RuntimeBenchmark:
     width: int = 512
     slots: int = 2
     sequence_length: int = 128
-    zipf: float = 1.4
-    seed: int = 4
+    zipf: float = 1.2
+    seed: int = 1430
 
 
 @dataclass(eq=False)
@@ -82,7 +84,7 @@ class _Variant:
 def run_benchmark(settings: RuntimeBenchmark) -> None:
     """Time all variants on this rank's share of the work; rank 0 prints and writes the figures."""
     rank = dist.get_rank()
-    variants, static_ratio = _build(settings)
+    variants, static_ratios = _build(settings)
     rounds = range(settings.rounds + WARM_UP_ROUNDS)
     for number in track(rounds, "bench runtime", disable=rank != 0):
         for place in range(len(variants)):
@@ -105,11 +107,11 @@ def run_benchmark(settings: RuntimeBenchmark) -> None:
     cpu_s = torch.tensor([statistics.mean(variant.cpu_s) for variant in variants], dtype=torch.float64)
     dist.all_reduce(cpu_s)
     if rank == 0:
-        _report(settings, variants, (cpu_s / dist.get_world_size()).tolist(), static_ratio)
+        _report(settings, variants, (cpu_s / dist.get_world_size()).tolist(), static_ratios)
 
 
-def _build(settings: RuntimeBenchmark) -> tuple[list[_Variant], float]:
-    """All variants, and the static max/mean of the skewed routing."""
+def _build(settings: RuntimeBenchmark) -> tuple[list[_Variant], list[float]]:
+    """All variants, and the static max/mean of each layer of the skewed routing."""
     rank, num_ranks = dist.get_rank(), dist.get_world_size()
     torch.manual_seed(settings.seed)
     torch.set_flush_denormal(True)
@@ -170,13 +172,13 @@ def _build(settings: RuntimeBenchmark) -> tuple[list[_Variant], float]:
         sum_gradients(native_replicated, session.group)
 
     our_blocks, native_blocks = list(moe_blocks(ours).values()), list(moe_blocks(native).values())
-    static_ratio = 1 + session.plan(skewed.select(mine), schedule).max_vio_before
+    home_loads = Workload.from_trace(skewed, schedule).home_loads(session.home_E)
     return [
         _Variant("static", partial(prepare_ours, skewed, "static"), step_ours, our_blocks),
         _Variant("trimtab", partial(prepare_ours, skewed, "trimtab"), step_ours, our_blocks),
         _Variant("balanced", partial(prepare_ours, even, "trimtab"), step_ours, our_blocks),
         _Variant("native", native.zero_grad, step_native, native_blocks),
-    ], static_ratio
+    ], max_over_mean(home_loads).mean(axis=0).tolist()
 
 
 def _use_native_experts(model: Any, session: Session, ids_LNK: torch.Tensor) -> None:
@@ -241,7 +243,9 @@ def ratio_with_interval(values: list[float], seed: int = 0) -> tuple[float, list
     return statistics.median(values), [float(low), float(high)]
 
 
-def _report(settings: RuntimeBenchmark, variants: list[_Variant], cpu_s: list[float], static_ratio: float) -> None:
+def _report(
+    settings: RuntimeBenchmark, variants: list[_Variant], cpu_s: list[float], static_ratios: list[float]
+) -> None:
     step_s = {variant.name: variant.step_s for variant in variants}
     rounds = list(zip(*(step_s[name] for name in ("static", "trimtab", "balanced", "native")), strict=True))
     ratios = {
@@ -269,10 +273,13 @@ def _report(settings: RuntimeBenchmark, variants: list[_Variant], cpu_s: list[fl
         lines.add_row(name, f"{summary[name]:.3f}", f"[{low:.3f}, {high:.3f}]")
     console = Console(highlight=False)
     console.print(
-        f"One micro-step, {len(rounds)} alternating rounds; static max/mean {static_ratio:.2f}", table, lines, sep="\n"
+        f"One micro-step, {len(rounds)} alternating rounds; static max/mean {min(static_ratios):.2f} to {max(static_ratios):.2f}",
+        table,
+        lines,
+        sep="\n",
     )
     if settings.json is not None:
         sizes = {key: value for key, value in asdict(settings).items() if key != "json"}
         content = {"schema": "trimtab-bench-runtime-1", "settings": sizes, "ranks": dist.get_world_size()}
-        content |= {"threads_per_rank": torch.get_num_threads(), "static_max_over_mean": static_ratio}
+        content |= {"threads_per_rank": torch.get_num_threads(), "static_max_over_mean": static_ratios}
         write_json(settings.json, content | {"policies": policies} | summary)

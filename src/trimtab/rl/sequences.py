@@ -43,7 +43,13 @@ class Sequence:
 
 
 def routing_of(
-    sequences: Sequence_[Sequence], *, num_experts: int, shape: tuple[int, int], layer_indices: Array, step: int
+    sequences: Sequence_[Sequence],
+    *,
+    num_experts: int,
+    shape: tuple[int, int],
+    layer_indices: Array,
+    step: int,
+    model: str,
 ) -> RoutingTrace:
     """The routing of a rank's sequences; `shape` is (L, K)."""
     return RoutingTrace.from_sequences(
@@ -54,7 +60,7 @@ def routing_of(
         prompt_lengths=[sequence.prompt_length for sequence in sequences],
         steps=step,
         sequence_hashes=[hash_tokens(sequence.token_ids) for sequence in sequences],
-        model="qwen3_moe",
+        model=model,
     )
 
 

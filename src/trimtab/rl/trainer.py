@@ -136,6 +136,7 @@ class Trainer:
             shape=(len(self.layer_indices), self.model_config.num_experts_per_tok),
             layer_indices=self.layer_indices,
             step=step,
+            model=self.model_config.model_type,
         )
         batches = [
             collate(
