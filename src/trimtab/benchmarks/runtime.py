@@ -271,9 +271,10 @@ def _report(
         summary[name], summary[f"{name}_interval"] = ratio_with_interval(values)
         low, high = summary[f"{name}_interval"]
         lines.add_row(name, f"{summary[name]:.3f}", f"[{low:.3f}, {high:.3f}]")
+    skew = f"{min(static_ratios):.2f} to {max(static_ratios):.2f}"
     console = Console(highlight=False)
     console.print(
-        f"One micro-step, {len(rounds)} alternating rounds; static max/mean {min(static_ratios):.2f} to {max(static_ratios):.2f}",
+        f"One micro-step, {len(rounds)} alternating rounds; static max/mean by layer {skew}",
         table,
         lines,
         sep="\n",
