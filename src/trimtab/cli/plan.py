@@ -14,8 +14,8 @@ from rich.console import Console
 from trimtab.cli.options import positive, whole, write_json
 from trimtab.cluster import ClusterSpec, ModelSpec
 from trimtab.errors import InputError
-from trimtab.planner import Workload, pack_by_length
-from trimtab.policies import POLICIES
+from trimtab.planner import Placement, SequenceCounts, Workload, pack_by_length
+from trimtab.policies import POLICIES, look
 from trimtab.report.tables import balance_tables, facts
 from trimtab.simulator import expert_time, summarise_balance
 from trimtab.trace import RoutingTrace, read_trace
@@ -49,11 +49,12 @@ def run(options: argparse.Namespace) -> None:
     model = _model(options.model, trace, options.trace)
     schedule = pack_by_length(trace.sequence_lengths, num_ranks=cluster.ranks, token_budget=options.token_budget)
     policy = POLICIES[options.policy]
-    _compile(policy, cluster, trace.num_experts)
+    placement = Placement.contiguous(trace.num_layers, trace.num_experts, cluster.ranks)
     start = time.perf_counter()
-    workload = Workload.from_trace(trace, schedule)
+    sequences = SequenceCounts.from_trace(trace)
+    workload = Workload.from_sequences(sequences, schedule)
     counted = time.perf_counter()
-    plan = policy(workload, schedule, cluster)
+    plan = policy.plan(look(policy, sequences, schedule, placement, cluster, token_budget=options.token_budget))
     planned = time.perf_counter()
     plan.check(workload)
     loads_before, loads_after = workload.home_loads(plan.home), plan.rank_loads(workload)
@@ -126,11 +127,3 @@ def _model(path: Path | None, trace: RoutingTrace, trace_path: Path) -> ModelSpe
             f"the model {model.num_experts} experts, top-{model.top_k}"
         )
     return model
-
-
-def _compile(policy: Any, cluster: ClusterSpec, num_experts: int) -> None:
-    """Plan a tiny step, so that the time shown is planning and not compilation."""
-    counts = np.zeros((1, 1, cluster.ranks, num_experts), np.int32)
-    counts[..., 0] = 1000
-    schedule = pack_by_length([], num_ranks=cluster.ranks, token_budget=1)
-    policy(Workload(counts, np.ones(1, bool)), schedule, cluster)

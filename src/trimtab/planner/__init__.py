@@ -3,7 +3,17 @@
 from trimtab.planner.placement import Placement
 from trimtab.planner.planner import PlanSettings, plan_step
 from trimtab.planner.schedule import Schedule, pack_by_length
+from trimtab.planner.sequences import SequenceCounts
 from trimtab.planner.step_plan import StepPlan
 from trimtab.planner.workload import Workload
 
-__all__ = ["Placement", "PlanSettings", "Schedule", "StepPlan", "Workload", "pack_by_length", "plan_step"]
+__all__ = [
+    "Placement",
+    "PlanSettings",
+    "Schedule",
+    "SequenceCounts",
+    "StepPlan",
+    "Workload",
+    "pack_by_length",
+    "plan_step",
+]

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import numba
 import numpy as np
 
 from trimtab.errors import InputError
 from trimtab.planner.schedule import Schedule
+from trimtab.planner.sequences import SequenceCounts
 from trimtab.trace.counting import count_experts
 from trimtab.trace.routing import Array, RoutingTrace
 
@@ -39,6 +41,20 @@ class Workload:
             token_counts_MLRE=np.ascontiguousarray(counts_MRLE.transpose(0, 2, 1, 3)),
             plannable=fully_routed(trace, schedule.micro_step, schedule.num_micro_steps),
         )
+
+    @classmethod
+    def from_sequences(cls, sequences: SequenceCounts, schedule: Schedule) -> Workload:
+        """The same from sequences that were counted before. Raises InputError as `from_trace` does."""
+        if len(schedule.micro_step) != sequences.num_sequences:
+            raise InputError(
+                f"the schedule places {len(schedule.micro_step)} sequences; {sequences.num_sequences} were counted"
+            )
+        shape = (schedule.num_micro_steps, sequences.num_layers, schedule.num_ranks, sequences.num_experts)
+        counts_MLRE = np.zeros(shape, np.int32)
+        _add_sequences(sequences.counts_SLE, schedule.micro_step, schedule.rank, counts_MLRE)
+        plannable = np.ones(schedule.num_micro_steps, bool)
+        plannable[schedule.micro_step[~sequences.routed]] = False
+        return cls(counts_MLRE, plannable)
 
     @property
     def num_micro_steps(self) -> int:
@@ -77,3 +93,11 @@ def fully_routed(trace: RoutingTrace, micro_step: Array, num_micro_steps: int) -
     plannable = np.ones(num_micro_steps, bool)
     plannable[micro_step[sequence_T[unknown_T]]] = False
     return plannable
+
+
+@numba.njit(cache=True, nogil=True)
+def _add_sequences(counts_SLE, micro_step_S, rank_S, counts_MLRE):  # type: ignore[no-untyped-def]
+    for s in range(len(micro_step_S)):
+        for layer in range(counts_SLE.shape[1]):
+            for e in range(counts_SLE.shape[2]):
+                counts_MLRE[micro_step_S[s], layer, rank_S[s], e] += counts_SLE[s, layer, e]

@@ -1,8 +1,9 @@
-"""Every balancer under one name. A policy turns the load of a step into a `StepPlan`."""
+"""Every balancer behind one protocol: what it may know, and the `StepPlan` that it makes of it."""
 
-from trimtab.policies.static import plan_static
-from trimtab.policies.trimtab import plan_trimtab
+from trimtab.policies.policy import Policy, Traits, View, look
+from trimtab.policies.static import Static
+from trimtab.policies.trimtab import Trimtab
 
-POLICIES = {"static": plan_static, "trimtab": plan_trimtab}
+POLICIES: dict[str, Policy] = {"static": Static(), "trimtab": Trimtab()}
 
-__all__ = ["POLICIES", "plan_static", "plan_trimtab"]
+__all__ = ["POLICIES", "Policy", "Traits", "View", "look"]

@@ -1,14 +1,22 @@
-"""`static`: plain expert parallelism, contiguous homes and nothing else. What every gain is measured against."""
+"""`static`: plain expert parallelism, homes as they are and nothing else. What every gain is measured against."""
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass
+from typing import ClassVar
 
-from trimtab.cluster import ClusterSpec
-from trimtab.planner import Placement, Schedule, StepPlan, Workload, plan_step
+import numpy as np
+
+from trimtab.planner import StepPlan
+from trimtab.policies.policy import Traits, View
 
 
-def plan_static(workload: Workload, schedule: Schedule, cluster: ClusterSpec) -> StepPlan:
-    """Every expert at its contiguous home, no replicas. Raises InputError if the ranks don't divide the experts."""
-    placement = Placement.contiguous(workload.num_layers, workload.num_experts, workload.num_ranks)
-    return plan_step(workload, schedule, placement, replace(cluster, slots_per_rank=0))
+@dataclass(frozen=True)
+class Static:
+    """Every expert at its home, no replicas."""
+
+    traits: ClassVar[Traits] = Traits(known_at="past", transfers_start="never", copies="none")
+
+    def plan(self, view: View) -> StepPlan:
+        nothing = np.empty((0, 2), np.int64), np.empty((0, view.cluster.ranks), np.int64)
+        return view.plan_instances(lambda *_: nothing, placement=view.placement, slots=0)

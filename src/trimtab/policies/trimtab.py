@@ -1,12 +1,20 @@
-"""`trimtab`: replicas in spare slots for every instance, from the step's own loads, with a locality-first split."""
+"""`trimtab`: our own. The whole step is known, so every level is planned for it."""
 
 from __future__ import annotations
 
-from trimtab.cluster import ClusterSpec
-from trimtab.planner import Placement, Schedule, StepPlan, Workload, plan_step
+from dataclasses import dataclass, field
+from typing import ClassVar
+
+from trimtab.planner import PlanSettings, StepPlan, plan_step
+from trimtab.policies.policy import Traits, View
 
 
-def plan_trimtab(workload: Workload, schedule: Schedule, cluster: ClusterSpec) -> StepPlan:
-    """Contiguous homes, replicas and quotas. Raises InputError if the ranks don't divide the experts."""
-    placement = Placement.contiguous(workload.num_layers, workload.num_experts, workload.num_ranks)
-    return plan_step(workload, schedule, placement, cluster)
+@dataclass(frozen=True)
+class Trimtab:
+    """Schedule, homes, replicas and split from the step's own routing; on equal terms, replicas and split alone."""
+
+    traits: ClassVar[Traits] = Traits(known_at="step", transfers_start="micro-step", relocates=True)
+    settings: PlanSettings = field(default_factory=PlanSettings)
+
+    def plan(self, view: View) -> StepPlan:
+        return plan_step(view.workload, view.schedule, view.placement, view.cluster, self.settings)

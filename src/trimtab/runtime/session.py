@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 import numpy as np
@@ -14,9 +14,8 @@ import torch.distributed as dist
 
 from trimtab.cluster import ClusterSpec
 from trimtab.errors import InputError
-from trimtab.planner import Placement, Schedule, StepPlan, Workload
+from trimtab.planner import Placement, Schedule, StepPlan, Workload, plan_step
 from trimtab.planner.workload import fully_routed, max_over_mean
-from trimtab.policies import POLICIES
 from trimtab.runtime.experts import ApplyExperts
 from trimtab.runtime.gradients import clip_gradients, sum_gradients
 from trimtab.runtime.layer import ExpertLayer, Instance
@@ -172,8 +171,9 @@ class Session:
         workload = self._gather_workload(trace, micro_step, schedule.num_micro_steps)
         data: list[bytes | None] = [None]
         if self.rank == 0:
-            plan_policy = POLICIES["static" if self.policy == "off" else self.policy]
-            data = [plan_policy(workload, schedule, self.cluster).to_bytes()]
+            placement = Placement.contiguous(len(self.layers), self.num_experts, self.num_ranks)
+            cluster = self.cluster if self.policy == "trimtab" else replace(self.cluster, slots_per_rank=0)
+            data = [plan_step(workload, schedule, placement, cluster).to_bytes()]
         dist.broadcast_object_list(data, group=self._control, group_src=0)
         assert data[0] is not None
         plan = StepPlan.from_bytes(data[0])

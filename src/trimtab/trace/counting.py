@@ -4,18 +4,22 @@ from __future__ import annotations
 
 import numba
 import numpy as np
+import numpy.typing as npt
 
 from trimtab.trace.routing import Array, RoutingTrace
 
 
-def count_experts(trace: RoutingTrace, group_of_sequence: Array, num_groups: int) -> Array:
-    """Token counts `[G, L, E]` int32 by group of sequences, layer and expert. Unknown routes count nowhere.
+def count_experts(
+    trace: RoutingTrace, group_of_sequence: Array, num_groups: int, dtype: npt.DTypeLike = np.int32
+) -> Array:
+    """Token counts `[G, L, E]` by group of sequences, layer and expert. Unknown routes count nowhere.
 
     Args:
         group_of_sequence: `[S]` integers in `[0, G)`, the group (micro-step, rank, ...) that each sequence belongs to.
         num_groups: G.
+        dtype: integer type of the counts; it must hold the tokens of a group.
     """
-    counts_GLE = np.zeros((num_groups, trace.num_layers, trace.num_experts), np.int32)
+    counts_GLE = np.zeros((num_groups, trace.num_layers, trace.num_experts), dtype)
     _count(trace.expert_ids, trace.sequence_starts, np.asarray(group_of_sequence, np.int64), counts_GLE)
     return counts_GLE
 

@@ -1,0 +1,48 @@
+"""`SequenceCounts`: how often each sequence uses each expert. Schedules and workloads are made from it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from trimtab.trace.counting import count_experts
+from trimtab.trace.routing import Array, RoutingTrace
+
+
+@dataclass(frozen=True, eq=False)
+class SequenceCounts:
+    """The routing of a step's sequences, as far as planning needs it.
+
+    Attributes:
+        counts_SLE: `[S, L, E]` uint16 or int32, tokens by sequence, layer and expert.
+        lengths: `[S]` int64, tokens of each sequence.
+        routed: `[S]` bool, False where a token's route is unknown in some layer.
+    """
+
+    counts_SLE: Array
+    lengths: Array
+    routed: Array
+
+    @classmethod
+    def from_trace(cls, trace: RoutingTrace) -> SequenceCounts:
+        """Count every sequence of a trace on its own."""
+        lengths = trace.sequence_lengths
+        dtype = np.uint16 if lengths.max(initial=0) < 1 << 16 else np.int32
+        unknown_T = (trace.expert_ids[:, :, 0] == trace.no_route).any(axis=1)
+        routed = np.ones(trace.num_sequences, bool)
+        routed[np.repeat(np.arange(trace.num_sequences), lengths)[unknown_T]] = False
+        counts_SLE = count_experts(trace, np.arange(trace.num_sequences), trace.num_sequences, dtype)
+        return cls(counts_SLE, lengths, routed)
+
+    @property
+    def num_sequences(self) -> int:
+        return len(self.lengths)
+
+    @property
+    def num_layers(self) -> int:
+        return int(self.counts_SLE.shape[1])
+
+    @property
+    def num_experts(self) -> int:
+        return int(self.counts_SLE.shape[2])

@@ -1,0 +1,162 @@
+"""What every balancer is: traits that say how it works, and a plan made from what it may know."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal, Protocol
+
+import numpy as np
+
+from trimtab.cluster import ClusterSpec
+from trimtab.planner import Placement, Schedule, SequenceCounts, StepPlan, Workload
+from trimtab.trace.routing import Array
+
+KnownAt = Literal["past", "step", "micro-step", "layer"]
+
+
+@dataclass(frozen=True)
+class Traits:
+    """What a plan alone cannot say of a balancer.
+
+    Attributes:
+        known_at: the latest routing that its decisions see: `past` steps only; the whole `step` beforehand; a
+            `micro-step` before it runs; or a `layer` once its router has chosen. Splitting tokens over copies that
+            are there already may always use the live routing.
+        plans_on: where planning runs, and with it who pays: `cpu` planning is timed by us, `gpu` planning is charged
+            its published time.
+        published_us: published planning time of an instance in microseconds, where there is one.
+        transfers_start: when its weights may start to move: before the `step`, before the `micro-step`, or in the
+            `layer` after its router; `never` if it moves none.
+        hops: 2 if moved tokens first travel to the home rank, else 1.
+        copies: what its copies occupy: `none`, slots that layers share, slots of every layer, or `unbounded` memory.
+        relocates: does it move homes between steps?
+        within_node: do its copies stay inside the node of their home?
+        ideal: not a balancer but the bound: tokens count as spread evenly, whatever the plan says.
+    """
+
+    known_at: KnownAt
+    plans_on: Literal["cpu", "gpu"] = "cpu"
+    published_us: float | None = None
+    transfers_start: Literal["never", "step", "micro-step", "layer"] = "layer"
+    hops: Literal[1, 2] = 1
+    copies: Literal["none", "shared slots", "layer slots", "unbounded"] = "shared slots"
+    relocates: bool = False
+    within_node: bool = False
+    ideal: bool = False
+
+
+@dataclass(frozen=True, eq=False)
+class View:
+    """What a policy is given. It hands out only what the policy's `known_at` allows.
+
+    Attributes:
+        known_at: of the policy that looks.
+        cluster: ranks, nodes and slots.
+        schedule: packed by length alone. Policies that schedule may replace it, unless terms are equal.
+        placement: homes as the step begins. Policies that relocate may replace it, unless terms are equal.
+        token_budget: most tokens of a rank in one micro-step, for policies that schedule.
+        mini_batch: `[S]` mini-batch of each sequence, for policies that schedule.
+        equal_terms: are schedule, homes and slots given, so that only replicas and split are compared?
+        past_counts_PLE: `[P, L, E]` int64, tokens by earlier step (latest last), layer and expert.
+    """
+
+    known_at: KnownAt
+    cluster: ClusterSpec
+    schedule: Schedule
+    placement: Placement
+    token_budget: int
+    mini_batch: Array
+    equal_terms: bool
+    past_counts_PLE: Array
+    _sequences: SequenceCounts
+    _workload: Workload
+
+    @property
+    def sequences(self) -> SequenceCounts:
+        """The step's routing by sequence. Only for policies that know the step."""
+        if self.known_at != "step":
+            raise LookupError(f"a policy that knows at {self.known_at!r} can't see the whole step")
+        return self._sequences
+
+    @property
+    def workload(self) -> Workload:
+        """The step's load under `schedule`. Only for policies that know the step."""
+        if self.known_at != "step":
+            raise LookupError(f"a policy that knows at {self.known_at!r} can't see the whole step")
+        return self._workload
+
+    @property
+    def num_layers(self) -> int:
+        return self._workload.num_layers
+
+    @property
+    def num_experts(self) -> int:
+        return self._workload.num_experts
+
+    def plan_instances(
+        self, plan_one: Callable[[int, Array, Array], tuple[Array, Array]], *, placement: Placement, slots: int
+    ) -> StepPlan:
+        """Plan every instance from its own live routing, in the order of execution.
+
+        Args:
+            plan_one: from the layer's index, `counts_RE [R, E]` int64 and `home_E [E]` int64 to replicas `[P, 2]`
+                (expert, rank) and quotas `[P, R]`. Replicas without any quota are left out.
+            slots: replicas that a rank has room for beside its share of homes.
+        """
+        replicas: list[Array] = []
+        quotas: list[Array] = []
+        home_LE = placement.home.astype(np.int64)
+        for micro_step in range(self._workload.num_micro_steps):
+            for layer in range(self.num_layers):
+                if self._workload.plannable[micro_step]:
+                    counts_RE = self._workload.token_counts_MLRE[micro_step, layer].astype(np.int64)
+                    replicas_P2, quotas_PR = plan_one(layer, counts_RE, home_LE[layer])
+                    used_P = quotas_PR.sum(axis=1) > 0
+                    replicas_P2, quotas_PR = replicas_P2[used_P], quotas_PR[used_P]
+                else:
+                    replicas_P2, quotas_PR = np.empty((0, 2), np.int64), np.empty((0, self.cluster.ranks), np.int64)
+                replicas.append(replicas_P2)
+                quotas.append(quotas_PR)
+        return StepPlan.from_instances(
+            self.schedule, placement, replicas, quotas, plannable=self._workload.plannable, slots_per_rank=slots
+        )
+
+
+class Policy(Protocol):
+    """A balancer. Its parameters are the fields of a frozen dataclass."""
+
+    @property
+    def traits(self) -> Traits: ...
+
+    def plan(self, view: View) -> StepPlan:
+        """Plan one step."""
+        ...
+
+
+def look(
+    policy: Policy,
+    sequences: SequenceCounts,
+    schedule: Schedule,
+    placement: Placement,
+    cluster: ClusterSpec,
+    *,
+    token_budget: int,
+    mini_batch: Array | None = None,
+    equal_terms: bool = False,
+    past_counts_PLE: Array | None = None,
+) -> View:
+    """The view of a step that `policy` may have."""
+    nothing = np.zeros((0, sequences.num_layers, sequences.num_experts), np.int64)
+    return View(
+        known_at=policy.traits.known_at,
+        cluster=cluster,
+        schedule=schedule,
+        placement=placement,
+        token_budget=token_budget,
+        mini_batch=np.zeros(sequences.num_sequences, np.int64) if mini_batch is None else mini_batch,
+        equal_terms=equal_terms,
+        past_counts_PLE=nothing if past_counts_PLE is None else past_counts_PLE,
+        _sequences=sequences,
+        _workload=Workload.from_sequences(sequences, schedule),
+    )
