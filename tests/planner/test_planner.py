@@ -155,7 +155,7 @@ def test_the_split_keeps_tokens_near() -> None:
     for p in plan.replicas_of(0, 0):
         quotas = slice(plan.quota_starts[p], plan.quota_starts[p + 1])
         assert plan.quota_sources[quotas].tolist() == [plan.replica_ranks[p]]
-        assert plan.quota_tokens[quotas].tolist() == [1000]
+        assert 995 <= plan.quota_tokens[quotas].sum() <= 1000
 
 
 def test_replicas_stay_in_the_node_while_it_has_room() -> None:

@@ -1,104 +1,210 @@
-"""Level three, replicas: which experts get a copy on which rank, and how many tokens each copy takes."""
+"""Level three, replicas: which experts get a copy on which rank, and how many tokens each copy takes.
+
+The busiest rank hands tokens of its largest expert to another rank, its *taker*, until no rank is above the threshold.
+Which taker, and how many tokens, decide how far a slot goes:
+
+* **fit**: of the takers with room for all that the giver has too much, the one with the least room. Large rooms stay
+  for large givers, and few experts are copied twice. (Best fit, as in bin packing.)
+* **fill**: the same taker, but filled to the threshold. The giver may end below it, where it is a taker itself, with
+  its own slots. No room is lost to a used slot, so that a single slot a rank is nearly always enough.
+
+Fitting needs the fewest replicas, filling reaches the lowest load; filling is tried where fitting falls short, and a
+higher threshold where both do. In the end every replica's share is moved towards equal loads of its two ranks, which
+costs nothing. (Our own; LLEP and UltraEP spill in the same spirit, without filling or levelling.)
+"""
 
 from __future__ import annotations
 
 import numba
 import numpy as np
 
+SEARCH_STEPS = 6
+LEVEL_SWEEPS = 4
+
 
 @numba.njit(cache=True, nogil=True)
 def place_replicas(  # type: ignore[no-untyped-def]
-    counts_E, home_E, num_ranks, ranks_per_node, slots, threshold_load, smallest_share, experts_P, ranks_P, shares_P
+    counts_E, home_E, experts_by_home, home_starts, ranks_per_node, slots, threshold_load, smallest_share, replicas_3P
 ):
-    """Bring the busiest rank of one instance down to the threshold.
-
-    The busiest rank gives tokens of its largest expert to the emptiest rank that has room, on its own node if one
-    there can take a whole smallest share, until no rank is above the threshold or nothing more can move. Both sides
-    move toward the mean load, never past it. (Our own; UltraEP and LLEP spill in the same spirit.)
+    """Bring the busiest rank of one instance down to the threshold with few replicas, near ones first.
 
     Args:
         counts_E: `[E]` int64 tokens of every expert.
-        home_E: `[E]` int16.
+        home_E: `[E]` integer homes.
+        experts_by_home: `[E]` int64 experts ordered by home; rank r's are `home_starts[r]:home_starts[r + 1]`.
+        slots: replicas that a rank has room for.
         threshold_load: load at which a rank is left alone, tokens.
-        smallest_share: fewest tokens that a copy may be given, or that may stay at home.
-        experts_P, ranks_P, shares_P: `[R * slots]` int64, filled with the replicas.
+        smallest_share: fewest tokens that a copy may be given, or that may stay at home if any do.
+        replicas_3P: `[3, R * slots]` int64, filled with expert, rank and tokens of each replica.
 
     Returns:
         The number of replicas.
     """
-    num_experts = len(counts_E)
-    loads = np.zeros(num_ranks, np.int64)
-    for e in range(num_experts):
-        loads[home_E[e]] += counts_E[e]
-    total = loads.sum()
-    mean_load = (total + num_ranks - 1) // num_ranks
-    at_home_E = counts_E.copy()
-    free_slots = np.full(num_ranks, slots, np.int64)
-    given_up = np.zeros(num_ranks, np.bool_)
-    num_replicas = 0
-    while True:
-        giver = -1
-        for r in range(num_ranks):
-            if not given_up[r] and loads[r] > threshold_load and (giver < 0 or loads[r] > loads[giver]):
-                giver = r
-        if giver < 0:
-            return num_replicas
-        moved = np.int64(0)
-        taker = _emptiest(loads, free_slots, mean_load - smallest_share, giver, ranks_per_node, True)
-        if taker < 0:
-            taker = _emptiest(loads, free_slots, mean_load - smallest_share, giver, ranks_per_node, False)
-        if taker >= 0:
-            wanted = min(loads[giver] - mean_load, mean_load - loads[taker])
-            chosen, share = _expert_to_share(
-                at_home_E, home_E, giver, taker, wanted, smallest_share, experts_P, ranks_P, num_replicas
-            )
-            if chosen >= 0:
-                experts_P[num_replicas] = chosen
-                ranks_P[num_replicas] = taker
-                shares_P[num_replicas] = share
-                num_replicas += 1
-                free_slots[taker] -= 1
-                at_home_E[chosen] -= share
-                loads[giver] -= share
-                loads[taker] += share
-                moved = share
-        if moved == 0:
-            given_up[giver] = True
+    num_ranks = len(home_starts) - 1
+    loads_R = np.zeros(num_ranks, np.int64)
+    for e in range(len(counts_E)):
+        loads_R[home_E[e]] += counts_E[e]
+    most = loads_R.max()
+    if most <= threshold_load or slots == 0:
+        return 0
+    scratch_3P = np.empty_like(replicas_3P)
+    count, reached = _attempt(
+        counts_E, home_E, experts_by_home, home_starts, loads_R, ranks_per_node, slots, threshold_load, smallest_share,
+        False, replicas_3P,
+    )  # fmt: skip
+    if reached <= threshold_load:
+        _level(counts_E, home_E, loads_R, smallest_share, replicas_3P, count)
+        return count
+    # Both ends of the search are loads: nothing below `low` is asked for, `best` has been reached.
+    best = reached
+    low = threshold_load
+    target = threshold_load
+    for _ in range(SEARCH_STEPS):
+        for fill in (True, False):
+            tried, reached = _attempt(
+                counts_E, home_E, experts_by_home, home_starts, loads_R, ranks_per_node, slots, target, smallest_share,
+                fill, scratch_3P,
+            )  # fmt: skip
+            if reached < best:
+                best = reached
+                count = tried
+                replicas_3P[:, :count] = scratch_3P[:, :count]
+            if reached <= target:
+                break
+        if best > target:
+            low = target
+        if best - low <= smallest_share // 8 or best <= threshold_load:
+            break
+        target = (low + best) // 2
+    _level(counts_E, home_E, loads_R, smallest_share, replicas_3P, count)
+    return count
 
 
 @numba.njit(cache=True, nogil=True)
-def _emptiest(loads, free_slots, highest_load, giver, ranks_per_node, same_node):  # type: ignore[no-untyped-def]
+def _attempt(  # type: ignore[no-untyped-def]
+    counts_E, home_E, experts_by_home, home_starts, loads_R, ranks_per_node, slots, target, smallest_share, fill,
+    replicas_3P,
+):  # fmt: skip
+    """One run at a fixed target. Returns the number of replicas and the load of the busiest rank."""
+    num_ranks = len(loads_R)
+    experts_P, ranks_P, shares_P = replicas_3P[0], replicas_3P[1], replicas_3P[2]
+    loads = loads_R.copy()
+    at_home_E = counts_E.copy()
+    free_slots = np.full(num_ranks, slots, np.int64)
+    given_up = np.zeros(num_ranks, np.bool_)
+    has_copy = np.zeros(num_ranks, np.bool_)
+    num_replicas = 0
+    while True:
+        giver = -1
+        highest = target
+        for r in range(num_ranks):
+            if loads[r] > highest and not given_up[r]:
+                giver = r
+                highest = loads[r]
+        if giver < 0:
+            return num_replicas, loads.max()
+        expert = -1
+        tokens = smallest_share - 1
+        for i in range(home_starts[giver], home_starts[giver + 1]):
+            if at_home_E[experts_by_home[i]] > tokens:
+                expert = experts_by_home[i]
+                tokens = at_home_E[expert]
+        if expert < 0:
+            given_up[giver] = True
+            continue
+        excess = loads[giver] - target
+        wanted = _whole_share(excess, tokens, smallest_share)
+        for p in range(num_replicas):
+            if experts_P[p] == expert:
+                has_copy[ranks_P[p]] = True
+        taker = _tightest(loads, free_slots, has_copy, target - wanted, giver, ranks_per_node, True)
+        if taker < 0:
+            taker = _tightest(loads, free_slots, has_copy, target - wanted, giver, ranks_per_node, False)
+        if taker >= 0:
+            if fill:
+                wanted = max(wanted, _part_share(target - loads[taker], tokens, smallest_share))
+        else:
+            taker = _roomiest(loads, free_slots, has_copy, target - smallest_share, giver)
+            if taker >= 0:
+                wanted = _part_share(min(excess, target - loads[taker]), tokens, smallest_share)
+        for p in range(num_replicas):
+            if experts_P[p] == expert:
+                has_copy[ranks_P[p]] = False
+        if taker < 0 or wanted < smallest_share:
+            given_up[giver] = True
+            continue
+        experts_P[num_replicas] = expert
+        ranks_P[num_replicas] = taker
+        shares_P[num_replicas] = wanted
+        num_replicas += 1
+        free_slots[taker] -= 1
+        at_home_E[expert] -= wanted
+        loads[giver] -= wanted
+        loads[taker] += wanted
+
+
+@numba.njit(cache=True, nogil=True)
+def _level(counts_E, home_E, loads_R, smallest_share, replicas_3P, num_replicas):  # type: ignore[no-untyped-def]
+    """Move shares between each replica and its home so that their ranks' loads come nearer."""
+    loads = loads_R.copy()
+    at_home_E = counts_E.copy()
+    for p in range(num_replicas):
+        expert, rank, share = replicas_3P[0, p], replicas_3P[1, p], replicas_3P[2, p]
+        at_home_E[expert] -= share
+        loads[home_E[expert]] -= share
+        loads[rank] += share
+    for _ in range(LEVEL_SWEEPS):
+        for p in range(num_replicas):
+            expert, rank = replicas_3P[0, p], replicas_3P[1, p]
+            if at_home_E[expert] == 0:
+                continue
+            home = home_E[expert]
+            # Positive: from the home to the replica.
+            tokens = (loads[home] - loads[rank]) // 2
+            tokens = min(tokens, at_home_E[expert] - smallest_share)
+            tokens = max(tokens, smallest_share - replicas_3P[2, p])
+            replicas_3P[2, p] += tokens
+            at_home_E[expert] -= tokens
+            loads[home] -= tokens
+            loads[rank] += tokens
+
+
+@numba.njit(cache=True, nogil=True)
+def _whole_share(wanted, tokens, smallest_share):  # type: ignore[no-untyped-def]
+    """At least `wanted` of `tokens`, or all of them; what is moved and what stays are no smaller than allowed."""
+    share = max(min(wanted, tokens), smallest_share)
+    return tokens if tokens - share < smallest_share else share
+
+
+@numba.njit(cache=True, nogil=True)
+def _part_share(room, tokens, smallest_share):  # type: ignore[no-untyped-def]
+    """At most `room` of `tokens`, such that what stays is nothing or no smaller than allowed."""
+    if room >= tokens:
+        return tokens
+    return min(room, tokens - smallest_share)
+
+
+@numba.njit(cache=True, nogil=True)
+def _tightest(loads, free_slots, has_copy, highest_load, giver, ranks_per_node, same_node):  # type: ignore[no-untyped-def]
+    """The fullest rank with a load of at most `highest_load`, a free slot and no copy; -1 if there is none."""
     best = -1
-    for r in range(len(loads)):
-        if r == giver or free_slots[r] == 0 or loads[r] > highest_load:
-            continue
-        if same_node and r // ranks_per_node != giver // ranks_per_node:
-            continue
-        if best < 0 or loads[r] < loads[best]:
-            best = r
+    first, last = 0, len(loads)
+    if same_node:
+        first = giver // ranks_per_node * ranks_per_node
+        last = first + ranks_per_node
+    for r in range(first, last):
+        if loads[r] <= highest_load and free_slots[r] > 0 and not has_copy[r] and r != giver:  # noqa: SIM102
+            if best < 0 or loads[r] > loads[best]:
+                best = r
     return best
 
 
 @numba.njit(cache=True, nogil=True)
-def _expert_to_share(  # type: ignore[no-untyped-def]
-    at_home_E, home_E, giver, taker, wanted, smallest_share, experts_P, ranks_P, num_replicas
-):
-    """The expert of `giver` that can hand over most of `wanted` to `taker`, and how much; -1 if there is none."""
-    chosen = -1
-    most = np.int64(0)
-    for e in range(len(at_home_E)):
-        if home_E[e] != giver or at_home_E[e] <= most:
-            continue
-        share = min(wanted, at_home_E[e])
-        if 0 < at_home_E[e] - share < smallest_share:
-            share = at_home_E[e] - smallest_share
-        if share < smallest_share or share <= most:
-            continue
-        has_copy = False
-        for p in range(num_replicas):
-            if experts_P[p] == e and ranks_P[p] == taker:
-                has_copy = True
-        if not has_copy:
-            chosen = e
-            most = share
-    return chosen, most
+def _roomiest(loads, free_slots, has_copy, highest_load, giver):  # type: ignore[no-untyped-def]
+    """The emptiest rank with a load of at most `highest_load`, a free slot and no copy; -1 if there is none."""
+    best = -1
+    for r in range(len(loads)):
+        if loads[r] <= highest_load and free_slots[r] > 0 and not has_copy[r] and r != giver:  # noqa: SIM102
+            if best < 0 or loads[r] < loads[best]:
+                best = r
+    return best

@@ -8,51 +8,60 @@ import numpy as np
 
 @numba.njit(cache=True, nogil=True)
 def split_tokens(  # type: ignore[no-untyped-def]
-    counts_RE, home_E, ranks_per_node, experts_P, ranks_P, shares_P, quotas_PR
+    counts_RE, home_E, ranks_per_node, replicas_3P, num_replicas, quotas_PR
 ):
     """Quotas of all replicas of one instance: own rank first, own node next, any node last.
 
-    The tokens that stay at home take part, so that a home keeps its own rank's tokens where it can.
+    The tokens that stay at home take part, so that a home keeps its own rank's tokens where it can. For given shares
+    no other split has fewer tokens leave their node.
 
     Args:
         counts_RE: `[R, E]` integer tokens by source rank and expert.
-        experts_P, ranks_P, shares_P: `[P]` integers, the replicas and the tokens each takes.
-        quotas_PR: `[P, R]` int64, zeroed; filled with the tokens from each source rank.
+        home_E: `[E]` integer homes.
+        replicas_3P: `[3, >= P]` int64: expert, rank and tokens of each replica.
+        quotas_PR: `[>= P, R]` int64, overwritten with the tokens that each replica gets from each source rank.
     """
     num_ranks = len(counts_RE)
-    num_replicas = len(experts_P)
-    done = np.zeros(num_replicas, np.bool_)
+    left_R = np.empty(num_ranks, np.int64)
+    room_P = replicas_3P[2, :num_replicas].copy()
     for first in range(num_replicas):
-        if done[first]:
+        quotas_PR[first] = 0
+    for first in range(num_replicas):
+        if room_P[first] == 0:
             continue
-        expert = experts_P[first]
-        left_R = counts_RE[:, expert].astype(np.int64)
-        room_P = np.zeros(num_replicas, np.int64)
-        home_room = left_R.sum()
+        expert = replicas_3P[0, first]
+        home_room = np.int64(0)
+        for r in range(num_ranks):
+            left_R[r] = counts_RE[r, expert]
+            home_room += left_R[r]
         for p in range(first, num_replicas):
-            if experts_P[p] == expert:
-                done[p] = True
-                room_P[p] = shares_P[p]
-                home_room -= shares_P[p]
+            if replicas_3P[0, p] == expert:
+                home_room -= room_P[p]
         for distance in range(3):
-            for r in range(num_ranks):
-                if left_R[r] > 0 and home_room > 0 and _distance(r, home_E[expert], ranks_per_node) <= distance:
-                    tokens = min(left_R[r], home_room)
-                    left_R[r] -= tokens
-                    home_room -= tokens
+            home_room -= _take(left_R, home_room, home_E[expert], ranks_per_node, distance, quotas_PR[0], False)
             for p in range(first, num_replicas):
-                for r in range(num_ranks):
-                    if room_P[p] == 0:
-                        break
-                    if left_R[r] > 0 and _distance(r, ranks_P[p], ranks_per_node) <= distance:
-                        tokens = min(left_R[r], room_P[p])
-                        left_R[r] -= tokens
-                        room_P[p] -= tokens
-                        quotas_PR[p, r] += tokens
+                if replicas_3P[0, p] == expert and room_P[p] > 0:
+                    rank = replicas_3P[1, p]
+                    room_P[p] -= _take(left_R, room_P[p], rank, ranks_per_node, distance, quotas_PR[p], True)
 
 
 @numba.njit(cache=True, nogil=True)
-def _distance(source, rank, ranks_per_node):  # type: ignore[no-untyped-def]
-    if source == rank:
-        return 0
-    return 1 if source // ranks_per_node == rank // ranks_per_node else 2
+def _take(left_R, room, rank, ranks_per_node, distance, quotas_R, write):  # type: ignore[no-untyped-def]
+    """Give `rank` up to `room` tokens from the sources at a distance; returns how many it took."""
+    first, last = 0, len(left_R)
+    if distance == 0:
+        first, last = rank, rank + 1
+    elif distance == 1:
+        first = rank // ranks_per_node * ranks_per_node
+        last = first + ranks_per_node
+    taken = np.int64(0)
+    for r in range(first, last):
+        tokens = min(left_R[r], room - taken)
+        if tokens > 0:
+            left_R[r] -= tokens
+            taken += tokens
+            if write:
+                quotas_R[r] += tokens
+        if taken == room:
+            break
+    return taken

@@ -13,11 +13,15 @@ from pathlib import Path
 
 import numpy as np
 
+from trimtab.cluster import ClusterSpec
 from trimtab.errors import InputError
+from trimtab.planner.layer_plan import LayerPlan
 from trimtab.planner.placement import Placement
 from trimtab.planner.schedule import Schedule
 from trimtab.planner.workload import Workload
 from trimtab.trace.routing import Array
+
+PEER, HOST = 0, 1
 
 
 @dataclass(frozen=True, eq=False)
@@ -37,10 +41,12 @@ class StepPlan:
         plannable: `[M]` bool; where False the micro-step runs unplanned, at the homes.
         replica_starts: `[M * L + 1]` int64.
         replica_experts, replica_ranks: `[P]` int16.
+        replica_paths: `[P]` uint8, where the weights come from: `PEER`, the home rank, or `HOST`, the node's mirror.
         quota_starts: `[P + 1]` int64.
         quota_sources: `[Q]` int16.
         quota_tokens: `[Q]` int32, at least 1.
-        num_ranks, slots_per_rank: the cluster's.
+        num_ranks, ranks_per_node, slots_per_rank: the cluster's.
+        settings: what it was planned with, in words; part of the hash.
     """
 
     micro_step: Array
@@ -51,11 +57,14 @@ class StepPlan:
     replica_starts: Array
     replica_experts: Array
     replica_ranks: Array
+    replica_paths: Array
     quota_starts: Array
     quota_sources: Array
     quota_tokens: Array
     num_ranks: int
+    ranks_per_node: int
     slots_per_rank: int
+    settings: str = ""
 
     @classmethod
     def from_instances(
@@ -67,26 +76,94 @@ class StepPlan:
         *,
         plannable: Array,
         slots_per_rank: int,
+        ranks_per_node: int | None = None,
+        settings: str = "",
     ) -> StepPlan:
         """Join per-instance replicas `[P, 2]` (expert, rank) and quotas `[P, R]`, both integer, into one plan."""
         replicas_P2 = np.concatenate([np.empty((0, 2), np.int64), *replicas])
         used = [np.nonzero(quotas_PR) for quotas_PR in quotas]
         per_replica = [np.count_nonzero(quotas_PR, axis=1) for quotas_PR in quotas]
         none = [np.empty(0, np.int64)]
+        return cls._joined(
+            schedule,
+            placement,
+            plannable,
+            ClusterSpec(schedule.num_ranks, ranks_per_node or schedule.num_ranks, slots_per_rank),
+            settings,
+            replicas_I=np.array([len(instance) for instance in replicas], np.int64),
+            experts=replicas_P2[:, 0].astype(np.int16),
+            ranks=replicas_P2[:, 1].astype(np.int16),
+            quotas_P=np.concatenate(none + per_replica),
+            sources=np.concatenate(none + [sources for _, sources in used]).astype(np.int16),
+            tokens=np.concatenate(none + [q[at] for q, at in zip(quotas, used, strict=True)]).astype(np.int32),
+        )
+
+    @classmethod
+    def from_layers(
+        cls,
+        schedule: Schedule,
+        placement: Placement,
+        layers: Sequence[LayerPlan],
+        *,
+        plannable: Array,
+        cluster: ClusterSpec,
+        settings: str = "",
+    ) -> StepPlan:
+        """Join the plans of all layers, in their order, into one plan."""
+        replicas_ML = np.stack([layer.replicas_M for layer in layers], axis=1)
+        quotas_P = np.concatenate([layer.quotas_P for layer in layers])
+        per_layer = [_sums_of_rows(layer.replicas_M, layer.quotas_P) for layer in layers]
+        replica_order = _by_micro_step(replicas_ML)
+        quota_order = _by_micro_step(np.stack(per_layer, axis=1))
+        return cls._joined(
+            schedule,
+            placement,
+            plannable,
+            cluster,
+            settings,
+            replicas_I=replicas_ML.reshape(-1),
+            experts=np.concatenate([layer.experts for layer in layers])[replica_order],
+            ranks=np.concatenate([layer.ranks for layer in layers])[replica_order],
+            quotas_P=quotas_P[replica_order],
+            sources=np.concatenate([layer.sources for layer in layers])[quota_order],
+            tokens=np.concatenate([layer.tokens for layer in layers])[quota_order],
+        )
+
+    @classmethod
+    def _joined(
+        cls,
+        schedule: Schedule,
+        placement: Placement,
+        plannable: Array,
+        cluster: ClusterSpec,
+        settings: str,
+        *,
+        replicas_I: Array,
+        experts: Array,
+        ranks: Array,
+        quotas_P: Array,
+        sources: Array,
+        tokens: Array,
+    ) -> StepPlan:
+        layer = np.repeat(np.arange(len(replicas_I)), replicas_I) % len(placement.home)
+        near = placement.home[layer, experts] // cluster.ranks_per_node == ranks // cluster.ranks_per_node
         return cls(
             micro_step=schedule.micro_step,
             rank=schedule.rank,
             mini_batch_of_micro_step=schedule.mini_batch_of_micro_step,
             home=placement.home,
             plannable=plannable,
-            replica_starts=np.cumsum([0] + [len(instance) for instance in replicas], dtype=np.int64),
-            replica_experts=replicas_P2[:, 0].astype(np.int16),
-            replica_ranks=replicas_P2[:, 1].astype(np.int16),
-            quota_starts=np.concatenate([[0], np.cumsum(np.concatenate(none + per_replica))]).astype(np.int64),
-            quota_sources=np.concatenate(none + [sources for _, sources in used]).astype(np.int16),
-            quota_tokens=np.concatenate(none + [q[at] for q, at in zip(quotas, used, strict=True)]).astype(np.int32),
+            replica_starts=_starts(replicas_I),
+            replica_experts=experts,
+            replica_ranks=ranks,
+            replica_paths=np.where(near, PEER, HOST).astype(np.uint8),
+            quota_starts=_starts(quotas_P),
+            quota_sources=sources,
+            quota_tokens=tokens,
             num_ranks=schedule.num_ranks,
-            slots_per_rank=slots_per_rank,
+            ranks_per_node=cluster.ranks_per_node,
+            slots_per_rank=cluster.slots_per_rank,
+            settings=settings,
         )
 
     @property
@@ -148,7 +225,8 @@ class StepPlan:
         ):
             fits = len(starts) == of + 1 and starts[0] == 0 and starts[-1] == end
             _require(fits and bool(np.all(np.diff(starts) >= 0)), "its row starts don't rise from 0 to the end")
-        _require(len(self.replica_ranks) == self.num_replicas, "its replica arrays differ in length")
+        lengths = {len(self.replica_experts), len(self.replica_ranks), len(self.replica_paths)}
+        _require(len(lengths) == 1, "its replica arrays differ in length")
         _require(len(self.quota_sources) == len(self.quota_tokens), "its quota arrays differ in length")
         self._check_replicas(workload)
         self._check_quotas(workload)
@@ -204,7 +282,8 @@ class StepPlan:
         try:
             with np.load(io.BytesIO(data), allow_pickle=False) as arrays:
                 values = {field.name: arrays[field.name] for field in fields(cls)}
-            values |= {name: int(values[name]) for name in ("num_ranks", "slots_per_rank")}
+            values |= {name: int(values[name]) for name in ("num_ranks", "ranks_per_node", "slots_per_rank")}
+            values["settings"] = str(values["settings"])
         except (KeyError, OSError, TypeError, ValueError, zipfile.BadZipFile):
             raise InputError(f"{source}: not a step plan written by Trimtab") from None
         return cls(**values)
@@ -227,6 +306,24 @@ class StepPlan:
         if not path.is_file():
             raise InputError(f"{path}: no such file; expected a step plan (.npz)")
         return cls.from_bytes(path.read_bytes(), str(path))
+
+
+def _starts(lengths: Array) -> Array:
+    return np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64)
+
+
+def _sums_of_rows(rows: Array, values: Array) -> Array:
+    """Sums `[N]` of neighbouring values, `rows[n]` of them for each n."""
+    totals = np.concatenate([[0], np.cumsum(values)])
+    return np.diff(totals[np.concatenate([[0], np.cumsum(rows)])])
+
+
+def _by_micro_step(sizes_ML: Array) -> Array:
+    """Where in (layer, micro-step) order the entries stand that come next in (micro-step, layer) order."""
+    starts_LM = np.cumsum(sizes_ML.T).reshape(sizes_ML.T.shape) - sizes_ML.T
+    sizes = sizes_ML.reshape(-1)
+    shift = starts_LM.T.reshape(-1) - (np.cumsum(sizes) - sizes)
+    return np.arange(int(sizes.sum())) + np.repeat(shift, sizes)
 
 
 def _require(holds: bool, problem: str) -> None:

@@ -119,7 +119,13 @@ class View:
                 replicas.append(replicas_P2)
                 quotas.append(quotas_PR)
         return StepPlan.from_instances(
-            self.schedule, placement, replicas, quotas, plannable=self._workload.plannable, slots_per_rank=slots
+            self.schedule,
+            placement,
+            replicas,
+            quotas,
+            plannable=self._workload.plannable,
+            slots_per_rank=slots,
+            ranks_per_node=self.cluster.ranks_per_node,
         )
 
 
