@@ -1,0 +1,215 @@
+"""`eplb` and `eplb_oracle`: copies of hot experts packed onto ranks once a step.
+
+Source: DeepSeek's Expert Parallelism Load Balancer (github.com/deepseek-ai/EPLB). `rebalance` repeats its outputs, but
+for the order of copies with equal loads: the source leaves that to an unstable sort, which differs between processors;
+ours goes by index.
+
+What the source leaves open, and what we do:
+
+* where loads come from: `eplb` takes the sum of the last steps, `eplb_oracle` this step's own;
+* which copy trains: the one at the present home if there is one, else the one on the rank with the fewest homes. So
+  homes may be uneven, though copies are not;
+* which copy a token takes: every source spreads an expert's tokens equally over its copies; two copies on one rank
+  are one in our plan, and take two shares;
+* expert groups: one, unless told, for models that don't limit routing to groups. Over several nodes that is the
+  source's global policy.
+
+On equal terms homes are given. Then replicas are chosen by the same rule (highest load a copy), and go, heaviest first,
+to the emptiest rank with a free slot.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import numba
+import numpy as np
+
+from trimtab.errors import InputError
+from trimtab.planner import Placement, StepPlan
+from trimtab.policies.copies import count_copies, split_equally, spread_copies
+from trimtab.policies.policy import Traits, View
+from trimtab.trace.routing import Array
+
+
+@dataclass(frozen=True)
+class Eplb:
+    """Copies and homes from the last steps. With no history, homes as they are and no replicas.
+
+    Attributes:
+        window: steps of history.
+        num_groups: expert groups that the model's router is limited to.
+    """
+
+    traits: ClassVar[Traits] = Traits(known_at="past", transfers_start="step", copies="layer slots", relocates=True)
+    window: int = 4
+    num_groups: int = 1
+
+    def plan(self, view: View) -> StepPlan:
+        past_PLE = view.past_counts_PLE[-self.window :]
+        if not len(past_PLE):
+            no_copies = np.zeros((view.num_layers, view.cluster.ranks, view.num_experts), np.int64)
+            return _split_over(view, view.placement, no_copies)
+        return _plan(view, past_PLE.sum(axis=0), self.num_groups)
+
+
+@dataclass(frozen=True)
+class EplbOracle:
+    """The same from the loads of the step itself, as if history foretold them.
+
+    Attributes:
+        num_groups: expert groups that the model's router is limited to.
+    """
+
+    traits: ClassVar[Traits] = Traits(known_at="step", transfers_start="step", copies="layer slots", relocates=True)
+    num_groups: int = 1
+
+    def plan(self, view: View) -> StepPlan:
+        return _plan(view, view.workload.token_counts_MLRE.sum(axis=(0, 2), dtype=np.int64), self.num_groups)
+
+
+def rebalance(load_E: Array, num_slots: int, num_groups: int, num_nodes: int, num_ranks: int) -> tuple[Array, Array]:
+    """EPLB's plan for one layer.
+
+    Groups of experts are packed onto nodes, experts copied inside each node, and copies packed onto its ranks. If the
+    nodes don't divide the groups, all ranks count as one node and all experts as one group.
+
+    Args:
+        load_E: `[E]` tokens of each expert. Compared as float32, as in the source.
+        num_slots: physical experts over all ranks, copies included.
+
+    Returns:
+        `[num_slots]` int64, the expert in each slot (slots of rank 0 first), and `[E]` int64, copies of each expert.
+
+    Raises:
+        InputError: if the groups don't divide the experts, or the ranks the slots.
+    """
+    if num_groups % num_nodes:
+        num_groups, num_nodes = 1, 1
+    if len(load_E) % num_groups or num_slots % num_ranks or num_ranks % num_nodes or num_slots < len(load_E):
+        raise InputError(
+            f"EPLB can't place {len(load_E)} experts of {num_groups} groups in {num_slots} slots on {num_ranks} ranks; "
+            "groups should divide experts, and ranks slots"
+        )
+    return _rebalance(np.asarray(load_E).astype(np.float32), num_slots, num_groups, num_nodes, num_ranks)
+
+
+@numba.njit(cache=True, nogil=True)
+def _rebalance(load_E, num_slots, num_groups, num_nodes, num_ranks):  # type: ignore[no-untyped-def]
+    num_experts = len(load_E)
+    group_size = num_experts // num_groups
+    experts_per_node = num_experts // num_nodes
+    slots_per_node = num_slots // num_nodes
+    slots_per_rank = num_slots // num_ranks
+
+    group_load_G = np.zeros(num_groups, np.float32)
+    for e in range(num_experts):
+        group_load_G[e // group_size] += load_E[e]
+    node_G, place_G = pack_evenly(group_load_G, num_nodes)
+    expert_N = np.empty(num_experts, np.int64)  # experts in the order of nodes
+    for e in range(num_experts):
+        group = e // group_size
+        expert_N[node_G[group] * experts_per_node + place_G[group] * group_size + e % group_size] = e
+
+    expert_of_slot = np.empty(num_slots, np.int64)
+    copies_E = np.ones(num_experts, np.int64)
+    for node in range(num_nodes):
+        experts = expert_N[node * experts_per_node : (node + 1) * experts_per_node]
+        expert_of_copy = np.empty(slots_per_node, np.int64)
+        expert_of_copy[:experts_per_node] = experts
+        for copy in range(experts_per_node, slots_per_node):
+            hottest = experts[0]
+            for e in experts:
+                if _share(load_E[e], copies_E[e]) > _share(load_E[hottest], copies_E[hottest]):
+                    hottest = e
+            expert_of_copy[copy] = hottest
+            copies_E[hottest] += 1
+        share_of_copy = np.empty(slots_per_node, np.float32)
+        for copy in range(slots_per_node):
+            share_of_copy[copy] = _share(load_E[expert_of_copy[copy]], copies_E[expert_of_copy[copy]])
+        rank_of_copy, place_of_copy = pack_evenly(share_of_copy, num_ranks // num_nodes)
+        for copy in range(slots_per_node):
+            slot = node * slots_per_node + rank_of_copy[copy] * slots_per_rank + place_of_copy[copy]
+            expert_of_slot[slot] = expert_of_copy[copy]
+    return expert_of_slot, copies_E
+
+
+@numba.njit(cache=True, nogil=True)
+def pack_evenly(weight_N, num_packs):  # type: ignore[no-untyped-def]
+    """Equally many things in every pack, heaviest first, each into the lightest pack that has room.
+
+    Args:
+        weight_N: `[N]` float32; `num_packs` should divide N.
+
+    Returns:
+        `[N]` int64 each: the pack of a thing and its place there. With one thing a pack, they stay in order.
+    """
+    per_pack = len(weight_N) // num_packs
+    pack_N = np.arange(len(weight_N))
+    place_N = np.zeros(len(weight_N), np.int64)
+    if per_pack == 1:
+        return pack_N, place_N
+    weight_of_pack = np.zeros(num_packs, np.float32)
+    filled = np.zeros(num_packs, np.int64)
+    for n in _heaviest_first(weight_N):
+        lightest = -1
+        for pack in range(num_packs):
+            if filled[pack] < per_pack and (lightest < 0 or weight_of_pack[pack] < weight_of_pack[lightest]):
+                lightest = pack
+        pack_N[n] = lightest
+        place_N[n] = filled[lightest]
+        weight_of_pack[lightest] += weight_N[n]
+        filled[lightest] += 1
+    return pack_N, place_N
+
+
+@numba.njit(cache=True, nogil=True)
+def _heaviest_first(weight_N):  # type: ignore[no-untyped-def]
+    return np.argsort(-weight_N, kind="mergesort")
+
+
+@numba.njit(cache=True, nogil=True)
+def _share(load, copies):  # type: ignore[no-untyped-def]
+    return np.float32(load) / np.float32(copies)
+
+
+def _plan(view: View, load_LE: Array, num_groups: int) -> StepPlan:
+    ranks, slots = view.cluster.ranks, view.cluster.slots_per_rank
+    copies_LRE = np.zeros((view.num_layers, ranks, view.num_experts), np.int64)
+    if view.equal_terms:
+        for layer, home_E in enumerate(view.placement.home.astype(np.int64)):
+            load_E = load_LE[layer].astype(np.float64)
+            copies_E = count_copies(load_E, view.num_experts + ranks * slots, 1, ranks)
+            copies_LRE[layer] = spread_copies(load_E, copies_E, home_E, np.full(ranks, slots), ranks)
+        return _split_over(view, view.placement, copies_LRE)
+    copies_per_rank = -(-view.num_experts // ranks) + slots
+    rank_of_slot = np.arange(ranks * copies_per_rank) // copies_per_rank
+    home_LE = np.empty_like(view.placement.home)
+    for layer in range(view.num_layers):
+        expert_of_slot, _ = rebalance(
+            load_LE[layer], ranks * copies_per_rank, num_groups, ranks // view.cluster.ranks_per_node, ranks
+        )
+        np.add.at(copies_LRE[layer], (rank_of_slot, expert_of_slot), 1)
+        home_LE[layer] = _choose_homes(view.placement.home[layer].astype(np.int64), copies_LRE[layer])
+    return _split_over(view, Placement(home_LE), copies_LRE)
+
+
+def _choose_homes(home_E: Array, copies_RE: Array) -> Array:
+    """`[E]`: the present home where it holds a copy, else the holder that is home to the fewest experts so far."""
+    stays_E = copies_RE[home_E, np.arange(len(home_E))] > 0
+    homes_R = np.bincount(home_E[stays_E], minlength=len(copies_RE))
+    chosen_E = home_E.copy()
+    for expert in np.flatnonzero(~stays_E):
+        holders = np.flatnonzero(copies_RE[:, expert])
+        chosen_E[expert] = holders[np.argmin(homes_R[holders])]
+        homes_R[chosen_E[expert]] += 1
+    return chosen_E
+
+
+def _split_over(view: View, placement: Placement, copies_LRE: Array) -> StepPlan:
+    def plan_one(layer: int, counts_RE: Array, home_E: Array) -> tuple[Array, Array]:
+        replicas_P2, quotas_PR = split_equally(counts_RE, home_E, copies_LRE[layer], view.cluster.ranks)
+        return replicas_P2, quotas_PR
+
+    return view.plan_instances(plan_one, placement=placement, slots=view.cluster.slots_per_rank)

@@ -1,0 +1,151 @@
+"""EPLB against its own outputs, and as a policy."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+
+from helpers.policies import (
+    Step,
+    check_future_is_unseen,
+    check_policy,
+    golden,
+    instances,
+    poisoned,
+    random_step,
+    random_steps,
+)
+from trimtab import InputError
+from trimtab.policies import eplb
+from trimtab.policies.copies import count_copies, split_equally, spread_copies
+from trimtab.policies.eplb import Eplb, EplbOracle, rebalance
+from trimtab.trace.routing import Array
+
+GOLDEN = golden("eplb")
+
+
+def run_golden(case: dict[str, Any]) -> tuple[Array, Array, Array]:
+    """Experts by slot, copies by expert and load by expert of one case."""
+    load_E = np.array(case["load"])
+    return *rebalance(load_E, case["slots"], case["groups"], case["nodes"], case["ranks"]), load_E
+
+
+@pytest.mark.parametrize("case", GOLDEN)
+def test_golden_but_for_the_order_of_equal_loads(case: dict[str, Any]) -> None:
+    expert_of_slot, copies_E, load_E = run_golden(case)
+    assert copies_E.tolist() == case["replica_count"]
+    share_E = load_E / copies_E
+    assert share_E[expert_of_slot].tolist() == share_E[case["physical_to_logical"]].tolist()
+    load_R = share_E[expert_of_slot].reshape(case["ranks"], -1).sum(axis=1)
+    assert load_R == pytest.approx(np.array(case["rank_load"]), abs=1e-3)
+
+
+def test_golden_to_the_last_index(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the sort that made the golden outputs, which orders equal loads as AVX-512 networks happen to."""
+    torch = pytest.importorskip("torch")
+    if torch.backends.cpu.get_cpu_capability() != "AVX512":
+        pytest.skip("torch orders equal loads otherwise on this processor")
+
+    def heaviest_first(weight_N: Array) -> Array:
+        order: Array = torch.from_numpy(weight_N)[None].sort(descending=True).indices[0].numpy()
+        return order
+
+    monkeypatch.setattr(eplb, "_heaviest_first", heaviest_first)
+    monkeypatch.setattr(eplb, "pack_evenly", eplb.pack_evenly.py_func)
+    monkeypatch.setattr(eplb, "_rebalance", eplb._rebalance.py_func)
+    for case in GOLDEN:
+        assert run_golden(case)[0].tolist() == case["physical_to_logical"]
+
+
+def test_what_does_not_divide_is_refused() -> None:
+    with pytest.raises(InputError, match="groups should divide experts, and ranks slots"):
+        rebalance(np.ones(8), 9, 1, 1, 2)
+
+
+@settings(max_examples=60, deadline=None)
+@given(random_steps())
+def test_plans_are_valid_and_keep_to_the_terms(step: Step) -> None:
+    for policy in (Eplb(), Eplb(window=1), EplbOracle()):
+        plans = check_policy(policy, step)
+        copies = np.bincount(plans["own"].home[0], minlength=step.cluster.ranks)
+        assert copies.max() <= -(-len(plans["own"].home[0]) // step.cluster.ranks) + step.cluster.slots_per_rank
+
+
+@settings(max_examples=30, deadline=None)
+@given(random_steps())
+def test_the_future_is_unseen(step: Step) -> None:
+    check_future_is_unseen(Eplb(), step, np.random.default_rng(0))
+
+
+@pytest.mark.parametrize("equal_terms", [False, True])
+def test_the_steps_routing_changes_the_split_alone(equal_terms: bool) -> None:
+    step = random_step(np.random.default_rng(3), ranks=8, experts=32, past_steps=2, least=100)
+    policy = Eplb()
+    plan = policy.plan(step.view(policy, equal_terms=equal_terms))
+    other = policy.plan(poisoned(step, np.random.default_rng(0)).view(policy, equal_terms=equal_terms))
+    assert np.array_equal(plan.home, other.home)
+    assert np.array_equal(plan.replica_experts, other.replica_experts)
+    assert np.array_equal(plan.replica_ranks, other.replica_ranks)
+    assert instances(plan) != instances(other)
+
+
+def test_without_history_homes_stay_and_nothing_is_copied() -> None:
+    step = random_step(np.random.default_rng(0), ranks=4, experts=16, past_steps=0)
+    plan = Eplb().plan(step.view(Eplb(), equal_terms=False))
+    assert plan.num_replicas == 0
+    assert np.array_equal(plan.home, step.placement.home)
+
+
+def test_experts_stay_at_home_where_a_copy_is() -> None:
+    step = random_step(np.random.default_rng(1), ranks=8, experts=64, past_steps=3, least=8)
+    plan = Eplb().plan(step.view(Eplb(), equal_terms=False))
+    for p in plan.replicas_of(0, 0):
+        expert = plan.replica_experts[p]
+        was = step.placement.home[0, expert]
+        assert plan.replica_ranks[p] != was, "a copy at its old home trains there"
+
+
+def test_the_oracle_beats_history_on_the_step_as_a_whole() -> None:
+    step = random_step(np.random.default_rng(2), ranks=8, experts=64, past_steps=1, micro_steps=4, sequences=256)
+    busiest = {}
+    for policy in (Eplb(), EplbOracle()):
+        plan = policy.plan(step.view(policy, equal_terms=False))
+        busiest[type(policy)] = plan.rank_loads(step.workload()).sum(axis=0).max(axis=-1)
+    assert np.all(busiest[EplbOracle] < busiest[Eplb])
+
+
+def test_copies_go_to_the_highest_load_a_copy() -> None:
+    assert count_copies(np.array([90.0, 50.0, 10.0, 0.0]), 7, 1, 4).tolist() == [3, 2, 1, 1]
+    assert count_copies(np.array([90.0, 50.0, 10.0, 0.0]), 7, 1, 2).tolist() == [2, 2, 2, 1], "no more than two each"
+    assert count_copies(np.array([90.0, 10.0]), 7, 2, 8).tolist() == [4, 2], "whole nodes only"
+    assert count_copies(np.zeros(2), 4, 1, 4).tolist() == [1, 1], "nothing to share"
+
+
+def test_copies_spread_over_nodes_then_to_the_emptiest_rank() -> None:
+    load_E, copies_E = np.array([80.0, 30.0, 20.0, 10.0]), np.array([2, 1, 1, 1])
+    held_RE = spread_copies(load_E, copies_E, np.full(4, -1), np.array([2, 2, 1, 1]), 2)
+    assert held_RE.tolist() == [
+        [True, False, False, False],
+        [False, True, False, True],
+        [True, False, False, False],
+        [False, False, True, False],
+    ]
+
+
+def test_every_source_splits_equally_over_the_near_copies() -> None:
+    counts_RE = np.array([[7], [7], [7], [8]])
+    copies_RE = np.array([[1], [1], [1], [0]])
+    replicas_P2, quotas_PR = split_equally(counts_RE, np.array([0]), copies_RE, 4)
+    assert replicas_P2.tolist() == [[0, 1], [0, 2]]
+    assert quotas_PR.tolist() == [[2, 3, 2, 3], [2, 2, 3, 2]]
+    _, quotas_PR = split_equally(counts_RE, np.array([0]), copies_RE, 2)
+    assert quotas_PR.tolist() == [[3, 4, 0, 0], [0, 0, 7, 8]]
+
+
+def test_two_copies_on_a_rank_are_one_replica_with_two_shares() -> None:
+    replicas_P2, quotas_PR = split_equally(np.array([[9], [6]]), np.array([0]), np.array([[1], [2]]), 2)
+    assert replicas_P2.tolist() == [[0, 1]]
+    assert quotas_PR.tolist() == [[6, 4]]

@@ -1,0 +1,104 @@
+"""LLEP against its own outputs, and as a policy."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from helpers.policies import Step, check_future_is_unseen, check_policy, golden, random_step, random_steps
+from trimtab.planner.workload import max_over_mean
+from trimtab.policies.llep import Llep, assign
+
+
+@pytest.mark.parametrize("case", golden("llep"))
+def test_golden(case: dict[str, Any]) -> None:
+    shares_S4 = assign(np.array(case["load"]), case["ranks"], case["max_tokens_factor"], case["min_tokens_per_gemm"])
+    assignments: dict[str, list[list[int]]] = {}
+    rank_load = [0] * case["ranks"]
+    transfers = []
+    for expert, rank, first, end in shares_S4.tolist():
+        assignments.setdefault(str(expert), []).append([rank, first, end])
+        rank_load[rank] += end - first
+        home = expert // (case["experts"] // case["ranks"])
+        if rank != home:
+            transfers.append([expert, home, rank])
+    assert list(assignments.items()) == list(case["assignments"].items())
+    assert rank_load == case["rank_load"]
+    assert transfers == case["weight_transfers"]
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.integers(0, 2**32), st.integers(1, 8), st.integers(1, 24), st.integers(0, 3) | st.none())
+def test_every_token_is_assigned_once(seed: int, ranks: int, experts: int, slots: int | None) -> None:
+    rng = np.random.default_rng(seed)
+    load_E = rng.integers(0, rng.choice([2, 100, 5000]), experts) * (rng.random(experts) < 0.8)
+    home_E = rng.integers(0, ranks, experts)
+    shares_S4 = assign(load_E, ranks, 1.0, int(rng.choice([1, 64])), home_E=home_E, slots=slots)
+    for expert in range(experts):
+        shares = shares_S4[shares_S4[:, 0] == expert]
+        ends = np.r_[0, shares[:, 3]]
+        assert np.array_equal(shares[:, 2], ends[:-1])
+        assert ends[-1] == load_E[expert]
+        assert np.all(shares[:, 3] > shares[:, 2])
+    if slots is not None:
+        helped = np.unique(shares_S4[home_E[shares_S4[:, 0]] != shares_S4[:, 1], :2], axis=0)
+        assert np.bincount(helped[:, 1], minlength=ranks).max(initial=0) <= slots
+
+
+@settings(max_examples=60, deadline=None)
+@given(random_steps(), st.sampled_from([1.0, 1.1]), st.sampled_from([1, 128, 1024]), st.sampled_from([1.0, 1.3]))
+def test_plans_are_valid_and_keep_to_the_terms(step: Step, factor: float, smallest: int, gate: float) -> None:
+    plans = check_policy(Llep(factor, smallest, gate), step)
+    own = plans["own"]
+    if own.num_replicas:
+        instance = np.repeat(np.arange(len(own.replica_starts) - 1), np.diff(own.replica_starts))
+        pairs = np.stack([instance, own.replica_ranks], axis=1)
+        assert own.slots_per_rank == np.unique(pairs, axis=0, return_counts=True)[1].max()
+    else:
+        assert own.slots_per_rank == 0
+
+
+@settings(max_examples=20, deadline=None)
+@given(random_steps())
+def test_the_future_is_unseen(step: Step) -> None:
+    check_future_is_unseen(Llep(1.0, 1, 1.0), step, np.random.default_rng(0))
+
+
+def test_an_instance_below_the_gate_is_left_alone() -> None:
+    step = random_step(np.random.default_rng(5), ranks=8, experts=64, micro_steps=4, sequences=64, contiguous=True)
+    workload = step.workload()
+    imbalance_ML = max_over_mean(workload.home_loads(step.placement.home))
+    gate = float(np.median(imbalance_ML))
+    policy = Llep(1.0, 1, gate)
+    plan = policy.plan(step.view(policy, equal_terms=False))
+    planned = np.diff(plan.replica_starts).reshape(imbalance_ML.shape) > 0
+    assert np.array_equal(planned, imbalance_ML >= gate)
+    assert planned.any()
+    assert not planned.all()
+
+
+@pytest.mark.parametrize("factor", [1.0, 1.05, 1.2])
+def test_without_a_gate_the_factor_is_the_threshold(factor: float) -> None:
+    step = random_step(np.random.default_rng(6), ranks=8, experts=64, sequences=64)
+    policy = Llep(factor, 1, gate=1.0)
+    plan = policy.plan(step.view(policy, equal_terms=False))
+    loads = plan.rank_loads(step.workload())
+    assert max_over_mean(loads).max() <= factor + 64 / loads.mean()
+
+
+def test_tokens_are_taken_in_the_order_of_sources() -> None:
+    """Half of the tokens stay at home: those of the first sources."""
+    step = random_step(np.random.default_rng(0), ranks=2, experts=2, layers=1, micro_steps=1, sequences=2)
+    counts_SLE = np.array([[[60, 0]], [[40, 0]]], np.int32)
+    step.sequences.counts_SLE[:] = counts_SLE
+    step.schedule.rank[:] = [0, 1]
+    step.placement.home[:] = [[0, 1]]
+    policy = Llep(1.0, 1, 1.0)
+    plan = policy.plan(step.view(policy, equal_terms=True))
+    assert plan.replica_experts.tolist() == [0]
+    assert plan.quota_sources.tolist() == [0, 1]
+    assert plan.quota_tokens.tolist() == [10, 40]
