@@ -18,6 +18,10 @@ class ClusterSpec:
         ranks: ranks in the group, R.
         ranks_per_node: neighbouring ranks that share a node.
         slots_per_rank: replicas that a rank has room for in every MoE layer.
+        expert_flops: operations a second of a rank's grouped matrix products; half of the 8e14 that one H100 reaches in
+            bf16 on large square matrices.
+        node_bytes_per_s: a rank's link inside its node, each way (NVLink 4).
+        network_bytes_per_s: a rank's link between nodes, each way (400 Gb/s).
 
     Raises:
         InputError: if the nodes don't divide the ranks.
@@ -26,6 +30,13 @@ class ClusterSpec:
     ranks: int
     ranks_per_node: int
     slots_per_rank: int = 2
+    expert_flops: float = 4e14
+    node_bytes_per_s: float = 450e9
+    network_bytes_per_s: float = 50e9
+
+    @property
+    def nodes(self) -> int:
+        return self.ranks // self.ranks_per_node
 
     def __post_init__(self) -> None:
         if self.ranks < 1 or self.ranks_per_node < 1 or self.ranks % self.ranks_per_node:
@@ -87,6 +98,8 @@ class ModelSpec:
             values[field] = found[0]
         return cls(name=str(config.get("model_type", file.parent.name)), **values)
 
+
+QWEN3_30B = ModelSpec("qwen3-30b-a3b", num_experts=128, top_k=8, hidden_size=2048, expert_width=768)
 
 _CONFIG_KEYS = {
     "num_experts": ("num_experts", "n_routed_experts", "num_local_experts"),

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
+from typing import TypeVar
 
 from trimtab.cluster import ClusterSpec
 from trimtab.errors import InputError
@@ -13,6 +15,8 @@ from trimtab.planner.placement import Placement
 from trimtab.planner.schedule import Schedule
 from trimtab.planner.step_plan import StepPlan
 from trimtab.planner.workload import Workload
+
+Result = TypeVar("Result")
 
 
 @dataclass(frozen=True)
@@ -61,13 +65,17 @@ def plan_step(
             smallest_share=chosen.smallest_share,
         )
 
-    with ThreadPoolExecutor(threads) as pool:
-        layers = list(pool.map(plan_one, range(workload.num_layers)))
     return StepPlan.from_layers(
         schedule,
         placement,
-        layers,
+        map_layers(plan_one, workload.num_layers, threads),
         plannable=workload.plannable,
         cluster=cluster,
         settings=json.dumps(asdict(chosen)),
     )
+
+
+def map_layers(task: Callable[[int], Result], num_layers: int, threads: int) -> list[Result]:
+    """The results of a task for every layer, in their order, `threads` at a time."""
+    with ThreadPoolExecutor(threads) as pool:
+        return list(pool.map(task, range(num_layers)))

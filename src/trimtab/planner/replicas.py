@@ -1,16 +1,17 @@
 """Level three, replicas: which experts get a copy on which rank, and how many tokens each copy takes.
 
-The busiest rank hands tokens of its largest expert to another rank, its *taker*, until no rank is above the threshold.
-Which taker, and how many tokens, decide how far a slot goes:
+The busiest rank hands tokens of its largest expert to another rank, its *taker*, until no rank is above the threshold. Which
+taker, and how many tokens, decide how far a slot goes:
 
 * **fit**: of the takers with room for all that the giver has too much, the one with the least room. Large rooms stay
   for large givers, and few experts are copied twice. (Best fit, as in bin packing.)
 * **fill**: the same taker, but filled to the threshold. The giver may end below it, where it is a taker itself, with
   its own slots. No room is lost to a used slot, so that a single slot a rank is nearly always enough.
 
-Fitting needs the fewest replicas, filling reaches the lowest load; filling is tried where fitting falls short, and a
-higher threshold where both do. In the end every replica's share is moved towards equal loads of its two ranks, which
-costs nothing. (Our own; LLEP and UltraEP spill in the same spirit, without filling or levelling.)
+A taker on the giver's own node comes first, even if it takes only a part: weights travel fast inside a node. Fitting needs
+the fewest replicas and filling reaches the lowest load; filling is tried where fitting falls short, and a higher threshold
+where both do. In the end every replica's share is moved towards equal loads of its two ranks, which costs nothing. (Our
+own; LLEP and UltraEP spill in the same spirit, without filling or levelling.)
 """
 
 from __future__ import annotations
@@ -48,22 +49,19 @@ def place_replicas(  # type: ignore[no-untyped-def]
     if most <= threshold_load or slots == 0:
         return 0
     scratch_3P = np.empty_like(replicas_3P)
-    count, reached = _attempt(
-        counts_E, home_E, experts_by_home, home_starts, loads_R, ranks_per_node, slots, threshold_load, smallest_share,
-        False, replicas_3P,
-    )  # fmt: skip
-    if reached <= threshold_load:
-        _level(counts_E, home_E, loads_R, smallest_share, replicas_3P, count)
-        return count
+    count = 0
     # Both ends of the search are loads: nothing below `low` is asked for, `best` has been reached.
-    best = reached
+    best = most
     low = threshold_load
     target = threshold_load
     for _ in range(SEARCH_STEPS):
-        for fill in (True, False):
+        for way in range(4):
+            fill, near = way >= 2, way % 2 == 0
+            if not near and ranks_per_node == num_ranks:
+                continue
             tried, reached = _attempt(
                 counts_E, home_E, experts_by_home, home_starts, loads_R, ranks_per_node, slots, target, smallest_share,
-                fill, scratch_3P,
+                fill, near, scratch_3P,
             )  # fmt: skip
             if reached < best:
                 best = reached
@@ -83,7 +81,7 @@ def place_replicas(  # type: ignore[no-untyped-def]
 @numba.njit(cache=True, nogil=True)
 def _attempt(  # type: ignore[no-untyped-def]
     counts_E, home_E, experts_by_home, home_starts, loads_R, ranks_per_node, slots, target, smallest_share, fill,
-    replicas_3P,
+    near, replicas_3P,
 ):  # fmt: skip
     """One run at a fixed target. Returns the number of replicas and the load of the busiest rank."""
     num_ranks = len(loads_R)
@@ -118,15 +116,20 @@ def _attempt(  # type: ignore[no-untyped-def]
             if experts_P[p] == expert:
                 has_copy[ranks_P[p]] = True
         taker = _tightest(loads, free_slots, has_copy, target - wanted, giver, ranks_per_node, True)
+        whole = taker >= 0
+        if not whole and near:
+            taker = _roomiest(loads, free_slots, has_copy, target - smallest_share, giver, ranks_per_node, True)
         if taker < 0:
             taker = _tightest(loads, free_slots, has_copy, target - wanted, giver, ranks_per_node, False)
+            whole = taker >= 0
+        if taker < 0:
+            taker = _roomiest(loads, free_slots, has_copy, target - smallest_share, giver, ranks_per_node, False)
         if taker >= 0:
-            if fill:
-                wanted = max(wanted, _part_share(target - loads[taker], tokens, smallest_share))
-        else:
-            taker = _roomiest(loads, free_slots, has_copy, target - smallest_share, giver)
-            if taker >= 0:
-                wanted = _part_share(min(excess, target - loads[taker]), tokens, smallest_share)
+            room = target - loads[taker]
+            if not whole:
+                wanted = _part_share(min(excess, room), tokens, smallest_share)
+            elif fill:
+                wanted = max(wanted, _part_share(room, tokens, smallest_share))
         for p in range(num_replicas):
             if experts_P[p] == expert:
                 has_copy[ranks_P[p]] = False
@@ -200,10 +203,14 @@ def _tightest(loads, free_slots, has_copy, highest_load, giver, ranks_per_node, 
 
 
 @numba.njit(cache=True, nogil=True)
-def _roomiest(loads, free_slots, has_copy, highest_load, giver):  # type: ignore[no-untyped-def]
+def _roomiest(loads, free_slots, has_copy, highest_load, giver, ranks_per_node, same_node):  # type: ignore[no-untyped-def]
     """The emptiest rank with a load of at most `highest_load`, a free slot and no copy; -1 if there is none."""
     best = -1
-    for r in range(len(loads)):
+    first, last = 0, len(loads)
+    if same_node:
+        first = giver // ranks_per_node * ranks_per_node
+        last = first + ranks_per_node
+    for r in range(first, last):
         if loads[r] <= highest_load and free_slots[r] > 0 and not has_copy[r] and r != giver:  # noqa: SIM102
             if best < 0 or loads[r] < loads[best]:
                 best = r

@@ -20,7 +20,7 @@ class Schedule:
         micro_step: `[S]` int32 in `[0, M)`.
         rank: `[S]` int32 in `[0, num_ranks)`.
         mini_batch_of_micro_step: `[M]` int32, rising; the optimizer steps once after each mini-batch.
-        num_ranks: data ranks, R.
+        num_ranks: data ranks, those of all expert-parallel groups.
     """
 
     micro_step: Array
@@ -31,6 +31,15 @@ class Schedule:
     @property
     def num_micro_steps(self) -> int:
         return len(self.mini_batch_of_micro_step)
+
+    def of_group(self, group: int, ranks: int) -> tuple[Array, Schedule]:
+        """The part of one expert-parallel group, whose ranks are data ranks group * ranks and on.
+
+        Returns:
+            Indices `[N]` of its sequences, and their schedule on the group's own ranks.
+        """
+        mine = np.flatnonzero(self.rank // ranks == group)
+        return mine, Schedule(self.micro_step[mine], self.rank[mine] % ranks, self.mini_batch_of_micro_step, ranks)
 
     def sequences_of(self, rank: int) -> Array:
         """Indices of a rank's sequences, ordered by micro-step, then by index."""

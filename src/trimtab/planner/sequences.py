@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -34,6 +35,19 @@ class SequenceCounts:
         routed[np.repeat(np.arange(trace.num_sequences), lengths)[unknown_T]] = False
         counts_SLE = count_experts(trace, np.arange(trace.num_sequences), trace.num_sequences, dtype)
         return cls(counts_SLE, lengths, routed)
+
+    @classmethod
+    def concatenate(cls, parts: Sequence[SequenceCounts]) -> SequenceCounts:
+        """The sequences of several parts, one after another."""
+        return cls(
+            np.concatenate([part.counts_SLE for part in parts]),
+            np.concatenate([part.lengths for part in parts]),
+            np.concatenate([part.routed for part in parts]),
+        )
+
+    def select(self, sequences: Array) -> SequenceCounts:
+        """The given sequences, `[N]` indices, in the given order."""
+        return SequenceCounts(self.counts_SLE[sequences], self.lengths[sequences], self.routed[sequences])
 
     @property
     def num_sequences(self) -> int:

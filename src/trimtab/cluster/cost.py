@@ -1,0 +1,55 @@
+"""`CostModel`: what planning weighs against each other, in seconds. A short form of a training step's time."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from trimtab.cluster.specs import ClusterSpec, ModelSpec
+
+# Passes over a routed row: forward once for recompute, forward and backward (twice a forward) for update.
+FORWARDS_PER_STEP = 4
+# A row crosses the network to its expert and back in recompute, forward and backward.
+CROSSINGS_PER_STEP = 6
+# A replica's weights come for recompute, forward and backward; its gradient leaves once, in float32.
+FETCHES_PER_STEP = 3
+GRADIENT_BYTES = 4
+# Moving a home takes the weights with their float32 master copy and two Adam moments.
+STATE_BYTES = 12
+
+
+@dataclass(frozen=True)
+class CostModel:
+    """Seconds that one unit costs.
+
+    Attributes:
+        row_s: one routed row, through one expert, on the rank that computes it.
+        near_replica_s, far_replica_s: one replica, over the links inside a node or between nodes.
+        far_row_s: one row that an expert on another node computes.
+        moved_expert_s: moving the home of one expert of one layer.
+        attention_token_rows, attention_square_rows: a sequence of t tokens costs its rank as much in attention and other
+            dense parts as `attention_token_rows * t + attention_square_rows * t * t` rows do.
+    """
+
+    row_s: float
+    near_replica_s: float
+    far_replica_s: float
+    far_row_s: float
+    moved_expert_s: float
+    attention_token_rows: float
+    attention_square_rows: float
+
+    @classmethod
+    def of(cls, cluster: ClusterSpec, model: ModelSpec) -> CostModel:
+        """Costs of a model on a cluster. Nothing is taken to be hidden behind anything else."""
+        parameters = 3 * model.hidden_size * model.expert_width
+        replica_bytes = FETCHES_PER_STEP * model.expert_bytes + GRADIENT_BYTES * parameters
+        return cls(
+            row_s=FORWARDS_PER_STEP * 2 * parameters / cluster.expert_flops,
+            near_replica_s=replica_bytes / cluster.node_bytes_per_s,
+            far_replica_s=replica_bytes / cluster.network_bytes_per_s,
+            far_row_s=CROSSINGS_PER_STEP * model.hidden_size * model.weight_bytes / cluster.network_bytes_per_s,
+            moved_expert_s=(model.expert_bytes + STATE_BYTES * parameters) / cluster.network_bytes_per_s,
+            # Four square projections a token, and two products of its query with, on average, half the sequence.
+            attention_token_rows=8 * model.hidden_size**2 / (2 * parameters),
+            attention_square_rows=2 * model.hidden_size / (2 * parameters),
+        )

@@ -1,0 +1,167 @@
+"""Level one again, by routing: swap sequences between micro-steps until hot experts are spread over them.
+
+Which sequences share a micro-step is free within one optimizer step. Packing by length fixes how many micro-steps there
+are and keeps the budget; swaps of sequences then lower what the busiest rank of every instance has to do, attention
+included. (The idea is RoutePack's, arXiv 2608.12146; the search, threshold accepting in integers, is our own.)
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numba
+import numpy as np
+
+from trimtab.planner.placement import Placement
+from trimtab.planner.schedule import Schedule
+from trimtab.planner.sequences import SequenceCounts
+from trimtab.trace.routing import Array
+
+NEIGHBOURS = 48
+SWAPS_PER_SEQUENCE = 400
+
+
+def group_by_routing(
+    sequences: SequenceCounts,
+    packed: Schedule,
+    placement: Placement,
+    token_budget: int,
+    *,
+    num_groups: int = 1,
+    attention_rows: Array | None = None,
+    swaps_per_sequence: int = SWAPS_PER_SEQUENCE,
+) -> Schedule:
+    """A schedule with the places of `packed`, sequences swapped among those of the same mini-batch.
+
+    The objective is the sum over micro-steps, expert-parallel groups and layers of the rows of the busiest rank, all
+    experts at their homes, and of the busiest rank's attention. It never gets worse.
+
+    Args:
+        packed: places for all sequences of `num_groups * R` data ranks; data rank d is rank d % R of group d // R.
+        placement: homes on the R ranks of one group.
+        token_budget: most tokens of a place.
+        attention_rows: `[S]` attention of each sequence in one layer, in expert rows that take as long; none by default.
+        swaps_per_sequence: swaps that are tried, by sequence.
+    """
+    num_ranks = packed.num_ranks // num_groups
+    if sequences.num_sequences < 2 or packed.num_micro_steps * num_groups < 2:
+        return packed
+    rows_SLR = rows_by_rank(sequences, placement, num_ranks)
+    work_S = np.zeros(sequences.num_sequences, np.int64)
+    if attention_rows is not None:
+        work_S = (attention_rows * sequences.num_layers).astype(np.int64)
+    place_S = packed.micro_step.astype(np.int64) * packed.num_ranks + packed.rank
+    mini_batch_S = packed.mini_batch_of_micro_step[packed.micro_step]
+    # Sequences of one mini-batch stand together, by length, so that a random neighbour is a likely partner.
+    order = np.lexsort((np.arange(len(place_S)), sequences.lengths, mini_batch_S))
+    first_S = np.searchsorted(mini_batch_S[order], mini_batch_S[order], side="left")
+    last_S = np.searchsorted(mini_batch_S[order], mini_batch_S[order], side="right")
+    place_S = _swap(
+        rows_SLR, sequences.lengths, work_S, place_S, packed.num_micro_steps * packed.num_ranks, num_ranks,
+        token_budget, order, first_S, last_S, swaps_per_sequence * len(order),
+    )  # fmt: skip
+    return replace(
+        packed,
+        micro_step=(place_S // packed.num_ranks).astype(np.int32),
+        rank=(place_S % packed.num_ranks).astype(np.int32),
+    )
+
+
+def rows_by_rank(sequences: SequenceCounts, placement: Placement, num_ranks: int) -> Array:
+    """Rows `[S, L, R]` int32 that each sequence brings to each rank, all experts at their homes."""
+    rows_SLR = np.zeros((sequences.num_sequences, sequences.num_layers, num_ranks), np.int32)
+    _add_rows(sequences.counts_SLE, placement.home, rows_SLR)
+    return rows_SLR
+
+
+@numba.njit(cache=True, nogil=True)
+def _add_rows(counts_SLE, home_LE, rows_SLR):  # type: ignore[no-untyped-def]
+    for s in range(counts_SLE.shape[0]):
+        for layer in range(counts_SLE.shape[1]):
+            for e in range(counts_SLE.shape[2]):
+                rows_SLR[s, layer, home_LE[layer, e]] += counts_SLE[s, layer, e]
+
+
+@numba.njit(cache=True, nogil=True)
+def _swap(  # type: ignore[no-untyped-def]
+    rows_SLR, lengths_S, work_S, place_S, num_places, num_ranks, token_budget, order, first_S, last_S, tries
+):
+    """Places `[S]` after the search: the best that was seen.
+
+    Threshold accepting: a swap is taken if it costs less than a tolerance, which falls to nothing.
+    """
+    num_sequences, num_layers, _ = rows_SLR.shape
+    num_bins = num_places // num_ranks
+    place_S = place_S.copy()
+    best_S = place_S.copy()
+    filled = np.zeros(num_places, np.int64)
+    work = np.zeros(num_places, np.int64)
+    loads_BLR = np.zeros((num_bins, num_layers, num_ranks), np.int32)
+    for s in range(num_sequences):
+        filled[place_S[s]] += lengths_S[s]
+        work[place_S[s]] += work_S[s]
+        loads_BLR[place_S[s] // num_ranks] += rows_SLR[s]
+    peaks_BL = np.empty((num_bins, num_layers), np.int64)
+    for b in range(num_bins):
+        for layer in range(num_layers):
+            peaks_BL[b, layer] = loads_BLR[b, layer].max()
+    new_peaks_2L = np.empty((2, num_layers), np.int64)
+    cost = np.int64(0)
+    best = np.int64(0)
+    # One part in 2000 of a bin's peaks, falling to nothing over the first three quarters of the search.
+    tolerance = peaks_BL.sum() // num_bins // 2000
+    steps_down = tries * 3 // 4
+    random = np.uint64(0x9E3779B97F4A7C15)
+    for t in range(tries):
+        random ^= random << np.uint64(13)
+        random ^= random >> np.uint64(7)
+        random ^= random << np.uint64(17)
+        at = np.int64((random >> np.uint64(33)) % np.uint64(num_sequences))
+        step = np.int64((random & np.uint64(0xFFFF)) % np.uint64(2 * NEIGHBOURS)) - NEIGHBOURS
+        step += step >= 0
+        other = at + step
+        if other < first_S[at] or other >= last_S[at]:
+            continue
+        i, j = order[at], order[other]
+        place_i, place_j = place_S[i], place_S[j]
+        bin_i, bin_j = place_i // num_ranks, place_j // num_ranks
+        longer = lengths_S[j] - lengths_S[i]
+        if bin_i == bin_j or filled[place_i] + longer > token_budget or filled[place_j] - longer > token_budget:
+            continue
+        change = np.int64(0)
+        if work_S[i] != work_S[j]:
+            change -= _peak(work, bin_i, num_ranks) + _peak(work, bin_j, num_ranks)
+            work[place_i] += work_S[j] - work_S[i]
+            work[place_j] += work_S[i] - work_S[j]
+            change += _peak(work, bin_i, num_ranks) + _peak(work, bin_j, num_ranks)
+        for layer in range(num_layers):
+            peak_i = np.int32(0)
+            peak_j = np.int32(0)
+            for r in range(num_ranks):
+                moved = rows_SLR[j, layer, r] - rows_SLR[i, layer, r]
+                peak_i = max(peak_i, loads_BLR[bin_i, layer, r] + moved)
+                peak_j = max(peak_j, loads_BLR[bin_j, layer, r] - moved)
+            new_peaks_2L[0, layer] = peak_i
+            new_peaks_2L[1, layer] = peak_j
+            change += peak_i + peak_j - peaks_BL[bin_i, layer] - peaks_BL[bin_j, layer]
+        if change > 0 and (t >= steps_down or change > tolerance - tolerance * t // steps_down):
+            work[place_i] -= work_S[j] - work_S[i]
+            work[place_j] -= work_S[i] - work_S[j]
+            continue
+        loads_BLR[bin_i] += rows_SLR[j] - rows_SLR[i]
+        loads_BLR[bin_j] += rows_SLR[i] - rows_SLR[j]
+        peaks_BL[bin_i] = new_peaks_2L[0]
+        peaks_BL[bin_j] = new_peaks_2L[1]
+        filled[place_i] += longer
+        filled[place_j] -= longer
+        place_S[i], place_S[j] = place_j, place_i
+        cost += change
+        if cost < best and t >= steps_down:
+            best = cost
+            best_S[:] = place_S
+    return best_S
+
+
+@numba.njit(cache=True, nogil=True)
+def _peak(work, own, num_ranks):  # type: ignore[no-untyped-def]
+    return work[own * num_ranks : (own + 1) * num_ranks].max()

@@ -1,0 +1,57 @@
+"""Level one, order: which micro-step follows which, so that a replica that is there can stay.
+
+The order of micro-steps within an optimizer step changes nothing but rounding. Neighbours should want the same
+replicas: where a slot still holds what the next micro-step needs, nothing is fetched.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+
+from trimtab.planner.schedule import Schedule
+from trimtab.planner.step_plan import StepPlan
+from trimtab.trace.routing import Array
+
+
+def order_for_reuse(plan: StepPlan) -> Array:
+    """An order `[M]` of micro-steps, each mini-batch in itself: next comes the one that shares most replicas."""
+    shared_MM = shared_replicas(plan)
+    order: list[int] = []
+    for batch in np.unique(plan.mini_batch_of_micro_step):
+        left = list(np.flatnonzero(plan.mini_batch_of_micro_step == batch))
+        order.append(int(left.pop(0)))
+        while left:
+            nearest = int(np.argmax(shared_MM[order[-1], left]))
+            order.append(int(left.pop(nearest)))
+    return np.array(order, np.int64)
+
+
+def reordered(schedule: Schedule, order: Array) -> Schedule:
+    """The schedule with micro-step `order[i]` in place i."""
+    new_place = np.empty(len(order), np.int32)
+    new_place[order] = np.arange(len(order))
+    return replace(schedule, micro_step=new_place[schedule.micro_step])
+
+
+def shared_replicas(plan: StepPlan) -> Array:
+    """Replicas `[M, M]` int64 that two micro-steps have in common: same layer, expert and rank."""
+    num_experts = plan.home.shape[1]
+    instance = np.repeat(np.arange(len(plan.replica_starts) - 1), np.diff(plan.replica_starts))
+    micro_step, layer = np.divmod(instance, plan.num_layers)
+    key = (layer * num_experts + plan.replica_experts) * plan.num_ranks + plan.replica_ranks
+    keys, index = np.unique(key, return_inverse=True)
+    shared = np.zeros((plan.num_micro_steps, plan.num_micro_steps), np.int64)
+    has = [np.zeros(len(keys), bool) for _ in range(plan.num_micro_steps)]
+    for m in range(plan.num_micro_steps):
+        has[m][index[micro_step == m]] = True
+    for m in range(plan.num_micro_steps):
+        for other in range(m):
+            shared[m, other] = shared[other, m] = np.count_nonzero(has[m] & has[other])
+    return shared
+
+
+def reused_replicas(plan: StepPlan) -> int:
+    """How many replicas the micro-step before had as well, at the same layer, expert and rank."""
+    return int(np.diagonal(shared_replicas(plan), offset=1).sum())

@@ -1,0 +1,210 @@
+"""`Planner`: all four levels of a step, from the routing of its sequences, counted while the rollout still runs."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, replace
+
+import numpy as np
+
+from trimtab.cluster import QWEN3_30B, ClusterSpec, CostModel
+from trimtab.errors import InputError
+from trimtab.planner.grouping import group_by_routing, rows_by_rank
+from trimtab.planner.ordering import order_for_reuse, reordered
+from trimtab.planner.placement import Placement, place_experts
+from trimtab.planner.planner import PlanSettings, map_layers, plan_step
+from trimtab.planner.prediction import predict
+from trimtab.planner.schedule import Schedule, pack_by_length
+from trimtab.planner.seating import seat_by_locality
+from trimtab.planner.sequences import SequenceCounts
+from trimtab.planner.step_plan import StepPlan
+from trimtab.planner.workload import Workload
+from trimtab.trace.routing import Array, RoutingTrace
+
+# How hard it is to move an expert, in parts of a layer's imbalance by expert; see `place_experts`.
+RELUCTANCES = (0.0, 1.0)
+
+
+class Planner:
+    """Plans one step after another for a cluster. Homes stay where the last step put them, unless moving pays.
+
+    Args:
+        cluster: the ranks of one expert-parallel group.
+        placement: homes as the first step begins.
+        groups: expert-parallel groups that share the homes, each with sequences of its own.
+        cost: what to weigh moves and bytes by; of Qwen3-30B-A3B on this cluster by default.
+        threads: layers that are counted or planned at a time. Plans don't depend on it.
+    """
+
+    def __init__(
+        self,
+        cluster: ClusterSpec,
+        placement: Placement,
+        *,
+        groups: int = 1,
+        settings: PlanSettings | None = None,
+        cost: CostModel | None = None,
+        threads: int = 1,
+    ) -> None:
+        self.cluster = cluster
+        self.placement = placement
+        self.groups = groups
+        self.settings = settings or PlanSettings()
+        self.cost = cost or CostModel.of(cluster, QWEN3_30B)
+        self.threads = threads
+        self._counted: list[SequenceCounts] = []
+
+    def add(self, trace: RoutingTrace) -> None:
+        """Count sequences that have finished. Call it as often as they come.
+
+        Raises:
+            InputError: if the trace has other layers or experts than the placement.
+        """
+        if (trace.num_layers, trace.num_experts) != self.placement.home.shape:
+            layers, experts = self.placement.home.shape
+            raise InputError(f"the trace has {trace.shape_text}; the planner is for {layers} layers, {experts} experts")
+        self._counted.append(SequenceCounts.from_trace(trace))
+
+    def finish(
+        self, *, token_budget: int, mini_batch: Array | None = None, keep: Array | None = None
+    ) -> tuple[StepPlan, ...]:
+        """Plan the step of all sequences added since the last one, in the order of adding.
+
+        Args:
+            token_budget: most tokens that a rank may hold in one micro-step.
+            mini_batch: `[N]` mini-batch of each kept sequence; all in one by default.
+            keep: `[N]` indices of the sequences that are trained on; all by default.
+
+        Returns:
+            One plan for each expert-parallel group. Its sequences are those of `of_group` of the step's schedule, which
+            is `schedule`.
+
+        Raises:
+            InputError: if nothing was added, or a sequence exceeds the budget.
+        """
+        if not self._counted:
+            raise InputError("there is nothing to plan; add the step's sequences first")
+        sequences = SequenceCounts.concatenate(self._counted)
+        self._counted.clear()
+        if keep is not None:
+            sequences = sequences.select(keep)
+        self.schedule, self.placement, plans = plan_sequences(
+            sequences,
+            self.placement,
+            self.cluster,
+            token_budget=token_budget,
+            mini_batch=mini_batch,
+            groups=self.groups,
+            settings=self.settings,
+            cost=self.cost,
+            threads=self.threads,
+        )
+        return plans
+
+
+def plan_sequences(
+    sequences: SequenceCounts,
+    placement: Placement,
+    cluster: ClusterSpec,
+    *,
+    token_budget: int,
+    mini_batch: Array | None = None,
+    groups: int = 1,
+    settings: PlanSettings | None = None,
+    cost: CostModel | None = None,
+    threads: int = 1,
+) -> tuple[Schedule, Placement, tuple[StepPlan, ...]]:
+    """All four levels of one step; the arguments are those of `Planner`.
+
+    Sequences are packed by length and homes placed for that; then sequences are grouped by routing on those homes, homes
+    placed again, now weighed against what moving them costs, and sequences seated near their experts. Replicas and
+    split follow for every instance, and last the order of micro-steps.
+
+    Returns:
+        The schedule on the data ranks of all groups, the homes, and one plan for each group.
+    """
+    chosen = settings or PlanSettings()
+    weights = cost or CostModel.of(cluster, QWEN3_30B)
+    num_data_ranks = cluster.ranks * groups
+    packed = pack_by_length(
+        sequences.lengths, num_ranks=num_data_ranks, token_budget=token_budget, mini_batch=mini_batch
+    )
+    balanced = _placed(_workloads(sequences, packed, cluster.ranks, groups), placement, cluster, 0.0, threads)
+    lengths = sequences.lengths.astype(np.float64)
+    attention = np.rint(lengths * (weights.attention_token_rows + weights.attention_square_rows * lengths))
+    attention_S = attention.astype(np.int64)
+    schedule = group_by_routing(
+        sequences, packed, balanced, token_budget, num_groups=groups, attention_rows=attention_S
+    )
+    workloads = _workloads(sequences, schedule, cluster.ranks, groups)
+    candidates = [placement] + [
+        _placed(workloads, placement, cluster, reluctance, threads) for reluctance in RELUCTANCES
+    ]
+
+    def plan(homes: Placement) -> tuple[StepPlan, ...]:
+        parts = [schedule.of_group(group, cluster.ranks)[1] for group in range(groups)]
+        return tuple(
+            plan_step(workload, part, homes, cluster, chosen, threads=threads)
+            for workload, part in zip(workloads, parts, strict=True)
+        )
+
+    homes = _cheapest(candidates, [plan(candidate) for candidate in candidates], workloads, cluster, weights)
+    rows_SN = rows_by_rank(sequences, homes, cluster.ranks).sum(axis=1, dtype=np.int64)
+    rows_SN = rows_SN.reshape(len(rows_SN), cluster.nodes, cluster.ranks_per_node).sum(axis=2)
+    schedule = seat_by_locality(
+        sequences.lengths, schedule, rows_SN, token_budget, num_groups=groups, work=attention_S
+    )
+    workloads = _workloads(sequences, schedule, cluster.ranks, groups)
+    first, *_ = plan(homes)
+    schedule = reordered(schedule, order_for_reuse(first))
+    workloads = _workloads(sequences, schedule, cluster.ranks, groups)
+    described = json.dumps({"groups": groups, "token_budget": token_budget, "cost": asdict(weights)})
+    plans = tuple(replace(each, settings=f"{each.settings} {described}") for each in plan(homes))
+    return schedule, homes, plans
+
+
+def _workloads(sequences: SequenceCounts, schedule: Schedule, ranks: int, groups: int) -> list[Workload]:
+    """The load of each expert-parallel group."""
+    loads = []
+    for group in range(groups):
+        mine, part = schedule.of_group(group, ranks)
+        loads.append(Workload.from_sequences(sequences if groups == 1 else sequences.select(mine), part))
+    return loads
+
+
+def _placed(
+    workloads: list[Workload], placement: Placement, cluster: ClusterSpec, reluctance: float, threads: int
+) -> Placement:
+    """Homes for the micro-steps of all groups, layer by layer."""
+    counts_MLE = np.concatenate([workload.token_counts_MLRE.sum(axis=2) for workload in workloads])
+    num_experts = counts_MLE.shape[2]
+
+    def place_one(layer: int) -> Array:
+        return place_experts(
+            counts_MLE[:, layer],
+            placement.home[layer],
+            cluster.ranks,
+            cluster.ranks_per_node,
+            reluctance=reluctance / num_experts,
+        )
+
+    return Placement(np.stack(map_layers(place_one, len(placement.home), threads)))
+
+
+def _cheapest(
+    candidates: list[Placement],
+    plans: list[tuple[StepPlan, ...]],
+    workloads: list[Workload],
+    cluster: ClusterSpec,
+    cost: CostModel,
+) -> Placement:
+    """For every layer the homes of least predicted time, the move from the first candidate included."""
+    seconds_CL = np.array(
+        [
+            sum(predict(plan, load, cost).seconds_ML.sum(axis=0) for plan, load in zip(each, workloads, strict=True))
+            + cost.moved_expert_s * candidates[0].moved(candidate) / cluster.ranks
+            for candidate, each in zip(candidates, plans, strict=True)
+        ]
+    )
+    best_L = seconds_CL.argmin(axis=0)
+    return Placement(np.stack([candidates[best].home[layer] for layer, best in enumerate(best_L)]))
