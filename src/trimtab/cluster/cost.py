@@ -24,17 +24,19 @@ class CostModel:
     Attributes:
         row_s: one routed row, through one expert, on the rank that computes it.
         near_replica_s, far_replica_s: one replica, over the links inside a node or between nodes.
-        far_row_s: one row that an expert on another node computes.
-        moved_expert_s: moving the home of one expert of one layer.
-        attention_token_rows, attention_square_rows: a sequence of t tokens costs its rank as much in attention and other
-            dense parts as `attention_token_rows * t + attention_square_rows * t * t` rows do.
+        far_row_s: one row that an expert on another node computes. Rows of a token that go to the same node share the
+            way there, as many as do with even routing.
+        near_move_s, far_move_s: moving the home of one expert of one layer, inside a node or between nodes.
+        attention_token_rows, attention_square_rows: a sequence of t tokens costs its rank as much in attention and
+            other dense parts as `attention_token_rows * t + attention_square_rows * t * t` rows do.
     """
 
     row_s: float
     near_replica_s: float
     far_replica_s: float
     far_row_s: float
-    moved_expert_s: float
+    near_move_s: float
+    far_move_s: float
     attention_token_rows: float
     attention_square_rows: float
 
@@ -42,13 +44,20 @@ class CostModel:
     def of(cls, cluster: ClusterSpec, model: ModelSpec) -> CostModel:
         """Costs of a model on a cluster. Nothing is taken to be hidden behind anything else."""
         parameters = 3 * model.hidden_size * model.expert_width
+        nodes = cluster.nodes
+        rows_far = model.top_k * (nodes - 1) / nodes
+        # A token goes once to a node, however many of its experts are there.
+        nodes_far = (nodes - 1) * (1 - (1 - 1 / nodes) ** model.top_k)
+        row_bytes = model.hidden_size * model.weight_bytes * (nodes_far / rows_far if nodes > 1 else 1.0)
         replica_bytes = FETCHES_PER_STEP * model.expert_bytes + GRADIENT_BYTES * parameters
+        state_bytes = model.expert_bytes + STATE_BYTES * parameters
         return cls(
             row_s=FORWARDS_PER_STEP * 2 * parameters / cluster.expert_flops,
             near_replica_s=replica_bytes / cluster.node_bytes_per_s,
             far_replica_s=replica_bytes / cluster.network_bytes_per_s,
-            far_row_s=CROSSINGS_PER_STEP * model.hidden_size * model.weight_bytes / cluster.network_bytes_per_s,
-            moved_expert_s=(model.expert_bytes + STATE_BYTES * parameters) / cluster.network_bytes_per_s,
+            far_row_s=CROSSINGS_PER_STEP * row_bytes / cluster.network_bytes_per_s,
+            near_move_s=state_bytes / cluster.node_bytes_per_s,
+            far_move_s=state_bytes / cluster.network_bytes_per_s,
             # Four square projections a token, and two products of its query with, on average, half the sequence.
             attention_token_rows=8 * model.hidden_size**2 / (2 * parameters),
             attention_square_rows=2 * model.hidden_size / (2 * parameters),

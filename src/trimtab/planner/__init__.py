@@ -4,16 +4,19 @@ from trimtab.planner.placement import Placement
 from trimtab.planner.planner import PlanSettings, plan_step
 from trimtab.planner.schedule import Schedule, pack_by_length
 from trimtab.planner.sequences import SequenceCounts
+from trimtab.planner.step import Planner, plan_sequences
 from trimtab.planner.step_plan import StepPlan
 from trimtab.planner.workload import Workload
 
 __all__ = [
     "Placement",
     "PlanSettings",
+    "Planner",
     "Schedule",
     "SequenceCounts",
     "StepPlan",
     "Workload",
     "pack_by_length",
+    "plan_sequences",
     "plan_step",
 ]

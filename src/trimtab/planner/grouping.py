@@ -19,6 +19,8 @@ from trimtab.trace.routing import Array
 
 NEIGHBOURS = 48
 SWAPS_PER_SEQUENCE = 400
+# The search ends within this part of the least that any grouping could reach.
+NEAR_ENOUGH = 1000
 
 
 def group_by_routing(
@@ -40,7 +42,7 @@ def group_by_routing(
         packed: places for all sequences of `num_groups * R` data ranks; data rank d is rank d % R of group d // R.
         placement: homes on the R ranks of one group.
         token_budget: most tokens of a place.
-        attention_rows: `[S]` attention of each sequence in one layer, in expert rows that take as long; none by default.
+        attention_rows: `[S]` attention of each sequence in one layer, in expert rows that take as long; default none.
         swaps_per_sequence: swaps that are tried, by sequence.
     """
     num_ranks = packed.num_ranks // num_groups
@@ -59,12 +61,21 @@ def group_by_routing(
     place_S = _swap(
         rows_SLR, sequences.lengths, work_S, place_S, packed.num_micro_steps * packed.num_ranks, num_ranks,
         token_budget, order, first_S, last_S, swaps_per_sequence * len(order),
+        _least(rows_SLR, work_S, mini_batch_S, num_ranks),
     )  # fmt: skip
     return replace(
         packed,
         micro_step=(place_S // packed.num_ranks).astype(np.int32),
         rank=(place_S % packed.num_ranks).astype(np.int32),
     )
+
+
+def _least(rows_SLR: Array, work_S: Array, mini_batch_S: Array, num_ranks: int) -> int:
+    """What no grouping gets below: of every mini-batch, each layer's busiest rank in all, and even attention."""
+    least = int(work_S.sum()) // num_ranks
+    for batch in np.unique(mini_batch_S):
+        least += int(rows_SLR[mini_batch_S == batch].sum(axis=0, dtype=np.int64).max(axis=1).sum())
+    return least
 
 
 def rows_by_rank(sequences: SequenceCounts, placement: Placement, num_ranks: int) -> Array:
@@ -84,7 +95,7 @@ def _add_rows(counts_SLE, home_LE, rows_SLR):  # type: ignore[no-untyped-def]
 
 @numba.njit(cache=True, nogil=True)
 def _swap(  # type: ignore[no-untyped-def]
-    rows_SLR, lengths_S, work_S, place_S, num_places, num_ranks, token_budget, order, first_S, last_S, tries
+    rows_SLR, lengths_S, work_S, place_S, num_places, num_ranks, token_budget, order, first_S, last_S, tries, least
 ):
     """Places `[S]` after the search: the best that was seen.
 
@@ -106,13 +117,18 @@ def _swap(  # type: ignore[no-untyped-def]
         for layer in range(num_layers):
             peaks_BL[b, layer] = loads_BLR[b, layer].max()
     new_peaks_2L = np.empty((2, num_layers), np.int64)
-    cost = np.int64(0)
-    best = np.int64(0)
+    cost = peaks_BL.sum()
+    for b in range(num_bins):
+        cost += _peak(work, b, num_ranks)
+    best = cost
+    enough = least + least // NEAR_ENOUGH
     # One part in 2000 of a bin's peaks, falling to nothing over the first three quarters of the search.
     tolerance = peaks_BL.sum() // num_bins // 2000
     steps_down = tries * 3 // 4
     random = np.uint64(0x9E3779B97F4A7C15)
     for t in range(tries):
+        if cost <= enough:
+            return place_S
         random ^= random << np.uint64(13)
         random ^= random >> np.uint64(7)
         random ^= random << np.uint64(17)

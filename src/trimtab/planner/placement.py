@@ -1,8 +1,8 @@
 """Level two, placement: the home rank of every expert.
 
-Homes hold for a whole step, so they can't follow every micro-step; but replicas can, and cheaply so inside a node. So homes
-are chosen to keep *nodes* even in every micro-step, and ranks as even as that allows. Starting from the homes of the
-last step, two experts of different ranks change places while that lowers
+Homes hold for a whole step, so they can't follow every micro-step; but replicas can, and cheaply so inside a node. So
+homes are chosen to keep *nodes* even in every micro-step, and ranks as even as that allows. Starting from the homes of
+the last step, two experts of different ranks change places while that lowers
 
     sum over micro-steps of (sum over ranks of load^2 + sum over nodes of load^2),
 
@@ -46,9 +46,10 @@ class Placement:
         home_E = np.arange(num_experts) // (num_experts // num_ranks)
         return cls(np.broadcast_to(home_E.astype(np.int16), (num_layers, num_experts)).copy())
 
-    def moved(self, other: Placement) -> Array:
-        """How many experts `[L]` int64 have another home in `other`."""
-        return np.count_nonzero(self.home != other.home, axis=1)
+    def moves(self, other: Placement, ranks_per_node: int) -> tuple[Array, Array]:
+        """How many experts `[L]` have in `other` a home on another rank of their node, and how many on another node."""
+        other_node = self.home // ranks_per_node != other.home // ranks_per_node
+        return np.count_nonzero((self.home != other.home) & ~other_node, axis=1), np.count_nonzero(other_node, axis=1)
 
 
 def place_experts(
@@ -57,8 +58,8 @@ def place_experts(
     """Better homes `[E]` int16 for one layer. Every rank keeps as many experts as it has.
 
     Args:
-        counts_ME: `[M, E]` integer tokens by micro-step and expert. Micro-steps of several expert-parallel groups, which
-            share their homes, simply follow one another.
+        counts_ME: `[M, E]` integer tokens by micro-step and expert. Micro-steps of several expert-parallel groups,
+            which share their homes, simply follow one another.
         home_E: `[E]` integer homes to start from.
         reluctance: the part of the whole imbalance that moving one expert away from `home_E` has to take off.
     """

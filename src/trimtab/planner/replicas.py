@@ -1,17 +1,17 @@
 """Level three, replicas: which experts get a copy on which rank, and how many tokens each copy takes.
 
-The busiest rank hands tokens of its largest expert to another rank, its *taker*, until no rank is above the threshold. Which
-taker, and how many tokens, decide how far a slot goes:
+The busiest rank hands tokens of its largest expert to another rank, its *taker*, until no rank is above the threshold.
+Which taker, and how many tokens, decide how far a slot goes:
 
 * **fit**: of the takers with room for all that the giver has too much, the one with the least room. Large rooms stay
   for large givers, and few experts are copied twice. (Best fit, as in bin packing.)
 * **fill**: the same taker, but filled to the threshold. The giver may end below it, where it is a taker itself, with
   its own slots. No room is lost to a used slot, so that a single slot a rank is nearly always enough.
 
-A taker on the giver's own node comes first, even if it takes only a part: weights travel fast inside a node. Fitting needs
-the fewest replicas and filling reaches the lowest load; filling is tried where fitting falls short, and a higher threshold
-where both do. In the end every replica's share is moved towards equal loads of its two ranks, which costs nothing. (Our
-own; LLEP and UltraEP spill in the same spirit, without filling or levelling.)
+A taker on the giver's own node comes first, even if it takes only a part: weights travel fast inside a node. Fitting
+needs the fewest replicas and filling reaches the lowest load; filling is tried where fitting falls short, and a higher
+threshold where both do. In the end every replica's share is moved towards equal loads of its two ranks, which costs
+nothing. (Our own; LLEP and UltraEP spill in the same spirit, without filling or levelling.)
 """
 
 from __future__ import annotations

@@ -22,7 +22,9 @@ from trimtab.planner.workload import Workload
 from trimtab.trace.routing import Array, RoutingTrace
 
 # How hard it is to move an expert, in parts of a layer's imbalance by expert; see `place_experts`.
-RELUCTANCES = (0.0, 1.0)
+RELUCTANCES = (0.0, 0.25, 1.0)
+# Steps over which a move has to pay. The load of a whole step changes slowly, so that good homes stay good.
+STEPS_TO_PAY = 8
 
 
 class Planner:
@@ -116,9 +118,9 @@ def plan_sequences(
 ) -> tuple[Schedule, Placement, tuple[StepPlan, ...]]:
     """All four levels of one step; the arguments are those of `Planner`.
 
-    Sequences are packed by length and homes placed for that; then sequences are grouped by routing on those homes, homes
-    placed again, now weighed against what moving them costs, and sequences seated near their experts. Replicas and
-    split follow for every instance, and last the order of micro-steps.
+    Sequences are packed by length and homes placed for that; then sequences are grouped by routing on those homes,
+    homes placed again, now weighed against what moving them costs, and sequences seated near their experts. Replicas
+    and split follow for every instance, and last the order of micro-steps.
 
     Returns:
         The schedule on the data ranks of all groups, the homes, and one plan for each group.
@@ -151,9 +153,7 @@ def plan_sequences(
     homes = _cheapest(candidates, [plan(candidate) for candidate in candidates], workloads, cluster, weights)
     rows_SN = rows_by_rank(sequences, homes, cluster.ranks).sum(axis=1, dtype=np.int64)
     rows_SN = rows_SN.reshape(len(rows_SN), cluster.nodes, cluster.ranks_per_node).sum(axis=2)
-    schedule = seat_by_locality(
-        sequences.lengths, schedule, rows_SN, token_budget, num_groups=groups, work=attention_S
-    )
+    schedule = seat_by_locality(sequences.lengths, schedule, rows_SN, token_budget, num_groups=groups, work=attention_S)
     workloads = _workloads(sequences, schedule, cluster.ranks, groups)
     first, *_ = plan(homes)
     schedule = reordered(schedule, order_for_reuse(first))
@@ -199,12 +199,11 @@ def _cheapest(
     cost: CostModel,
 ) -> Placement:
     """For every layer the homes of least predicted time, the move from the first candidate included."""
-    seconds_CL = np.array(
-        [
-            sum(predict(plan, load, cost).seconds_ML.sum(axis=0) for plan, load in zip(each, workloads, strict=True))
-            + cost.moved_expert_s * candidates[0].moved(candidate) / cluster.ranks
-            for candidate, each in zip(candidates, plans, strict=True)
-        ]
-    )
+    seconds_CL = np.zeros((len(candidates), len(candidates[0].home)))
+    for seconds_L, candidate, each in zip(seconds_CL, candidates, plans, strict=True):
+        for plan, workload in zip(each, workloads, strict=True):
+            seconds_L += predict(plan, workload, cost).seconds_ML.sum(axis=0)
+        near_L, far_L = candidates[0].moves(candidate, cluster.ranks_per_node)
+        seconds_L += (cost.near_move_s * near_L + cost.far_move_s * far_L) / (cluster.ranks * STEPS_TO_PAY)
     best_L = seconds_CL.argmin(axis=0)
     return Placement(np.stack([candidates[best].home[layer] for layer, best in enumerate(best_L)]))

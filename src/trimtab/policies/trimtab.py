@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import ClassVar
 
-from trimtab.planner import PlanSettings, StepPlan, plan_step
+from trimtab.planner import PlanSettings, StepPlan, plan_sequences, plan_step
 from trimtab.policies.policy import Traits, View
 
 
@@ -17,4 +17,14 @@ class Trimtab:
     settings: PlanSettings = field(default_factory=PlanSettings)
 
     def plan(self, view: View) -> StepPlan:
-        return plan_step(view.workload, view.schedule, view.placement, view.cluster, self.settings)
+        if view.equal_terms:
+            return plan_step(view.workload, view.schedule, view.placement, view.cluster, self.settings)
+        _, _, (plan,) = plan_sequences(
+            view.sequences,
+            view.placement,
+            view.cluster,
+            token_budget=view.token_budget,
+            mini_batch=view.mini_batch,
+            settings=self.settings,
+        )
+        return plan
