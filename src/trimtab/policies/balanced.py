@@ -1,0 +1,20 @@
+"""`balanced`: the ideal run. The same sequences and micro-steps, with tokens spread evenly and nothing to transfer."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from trimtab.planner import StepPlan
+from trimtab.policies.policy import Traits, View
+from trimtab.policies.static import Static
+
+
+@dataclass(frozen=True)
+class Balanced:
+    """What every balancer is measured up to. Its plan is `static`'s; its traits say that the load counts as even."""
+
+    traits: ClassVar[Traits] = Traits(known_at="step", transfers_start="never", copies="none", ideal=True)
+
+    def plan(self, view: View) -> StepPlan:
+        return Static().plan(view)

@@ -1,0 +1,62 @@
+"""ForeMoE: homes for the step and replicas for every micro-step, from the routing that the rollout recorded."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import numpy as np
+
+from trimtab.planner import Placement, StepPlan
+from trimtab.policies.greedy import replicate
+from trimtab.policies.homes import level_homes
+from trimtab.policies.policy import Traits, View
+from trimtab.trace.routing import Array
+
+
+@dataclass(frozen=True)
+class ForeMoe:
+    """ForeMoE (arXiv 2606.11867; no public code), from the paper's abstract and introduction.
+
+    Published: foresight from the rollout balances every micro-step of recompute and update. A hierarchical planner
+    splits the NP-hard problem into tractable parts. Experts travel on two paths, through host memory and from GPU to
+    GPU, both overlapped with compute, so that a replica may go to any node. Up to 1.45x on 64 GPUs.
+
+    Left open, and how we filled it: the parts. Ours are the homes of the step, from the step's loads, longest first
+    over nodes and then over their ranks, and for every micro-step and layer an incremental greedy that adds replicas
+    on any rank, near ones first, and splits tokens over them. A layer's homes stay where new ones gain little. Sources
+    send to their own rank first, then to their own node.
+
+    On equal terms, homes are given.
+
+    Attributes:
+        threshold: max/mean load aimed at in every instance.
+        smallest_share: fewest tokens of a replica.
+        smallest_gain: fall of max/mean (over nodes plus over ranks) for which a layer's homes are moved.
+    """
+
+    traits: ClassVar[Traits] = Traits(known_at="step", transfers_start="micro-step", relocates=True)
+    threshold: float = 1.01
+    smallest_share: int = 128
+    smallest_gain: float = 0.02
+
+    def plan(self, view: View) -> StepPlan:
+        cluster = view.cluster
+        placement = view.placement
+        if not view.equal_terms:
+            loads_LE = view.workload.token_counts_MLRE.sum(axis=(0, 2), dtype=np.int64)
+            home_LE = level_homes(loads_LE, placement.home, cluster.ranks, cluster.ranks_per_node, self.smallest_gain)
+            placement = Placement(home_LE)
+
+        def plan_one(_: int, counts_RE: Array, home_E: Array) -> tuple[Array, Array]:
+            return replicate(
+                counts_RE,
+                home_E,
+                ranks_per_node=cluster.ranks_per_node,
+                within_node=False,
+                slots=cluster.slots_per_rank,
+                threshold=self.threshold,
+                smallest_share=self.smallest_share,
+            )
+
+        return view.plan_instances(plan_one, placement=placement, slots=cluster.slots_per_rank)
