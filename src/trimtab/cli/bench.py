@@ -3,10 +3,19 @@
 from __future__ import annotations
 
 import argparse
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
-from trimtab.cli.options import need_extra, positive
+from rich.console import Console
+
+from trimtab.cli.options import need_extra, positive, whole, write_json
+from trimtab.errors import InputError
+from trimtab.planner import Placement
+from trimtab.policies import POLICIES
+from trimtab.trace import PRESETS
+
+PRESET_NAMES = tuple(PRESETS)
 
 
 def add(commands: Any) -> None:
@@ -24,14 +33,90 @@ def add(commands: Any) -> None:
     runtime.add_argument("--rounds", type=positive, default=40, metavar="N", help="alternating rounds (default: 40)")
     runtime.add_argument("--json", type=Path, metavar="FILE", help="also write the figures to FILE")
     runtime.set_defaults(run=run_runtime)
+    planner = benches.add_parser(
+        "planner",
+        help="balance, bytes, gap to the bound and planning time of every balancer",
+        description="Plan synthetic steps with every balancer, on its own recipe and on equal terms (same homes, "
+        "schedule and slots), and hold the plans against LP bounds.",
+        epilog="example: trimtab bench planner --sizes 8/128 --presets rl-mixed --json out/bench-planner.json",
+    )
+    planner.add_argument(
+        "--sizes", type=_size, nargs="+", metavar="RANKS/EXPERTS", help="cases (8/128 16/128 32/128 64/256)"
+    )
+    planner.add_argument(
+        "--presets",
+        nargs="+",
+        choices=PRESET_NAMES,
+        metavar="NAME",
+        help="uniform, spike, ... (default: rl-math rl-mixed)",
+    )
+    planner.add_argument("--slots", type=positive, nargs="+", metavar="N", help="slots a rank (default: 1 2)")
+    planner.add_argument("--policies", nargs="+", choices=sorted(POLICIES), metavar="NAME", help="balancers (all)")
+    planner.add_argument("--layers", type=positive, metavar="N", help="layers (default: 8)")
+    planner.add_argument("--seed", type=whole, metavar="N", help="of the routing (default: 0)")
+    planner.add_argument("--frontier", type=Path, metavar="SVG", help="draw balance against bytes as a picture")
+    planner.add_argument("--json", type=Path, metavar="FILE", help="also write the figures to FILE")
+    planner.set_defaults(run=run_planner)
+    step = benches.add_parser(
+        "step",
+        help="time and memory of planning a whole step, and how they grow",
+        description="Plan whole steps of 32 micro-steps: 32 ranks, 128 experts and 48 layers; then 256 ranks and 512 "
+        "experts, and 1,024 of both, with fewer layers.",
+        epilog="example: trimtab bench step --json out/bench-step.json",
+    )
+    step.add_argument("--preset", choices=PRESET_NAMES, default="rl-mixed", help="routing (default: rl-mixed)")
+    step.add_argument("--largest", type=positive, default=1024, metavar="RANKS", help="leave out larger sizes (1024)")
+    step.add_argument("--threads", type=positive, default=1, metavar="N", help="layers planned at a time (default: 1)")
+    step.add_argument("--seed", type=whole, default=0, metavar="N", help="of the routing (default: 0)")
+    step.add_argument("--json", type=Path, metavar="FILE", help="also write the figures to FILE")
+    step.set_defaults(run=run_step)
 
 
 def run_runtime(options: argparse.Namespace) -> None:
     need_extra("torch", "transformers")
     from trimtab.benchmarks.runtime import RuntimeBenchmark, run_benchmark
-    from trimtab.planner import Placement
     from trimtab.runtime.launch import launch
 
     settings = RuntimeBenchmark(options.tokens, options.rounds, options.json)
     Placement.contiguous(settings.layers, settings.experts, options.ranks)
     launch(run_benchmark, (settings,), ranks=options.ranks)
+
+
+def run_planner(options: argparse.Namespace) -> None:
+    from trimtab.benchmarks.planner import PlannerBenchmark, print_figures, run_benchmark
+
+    if options.frontier:
+        need_extra("matplotlib", extra="dev")
+    given = {field.name: getattr(options, field.name, None) for field in fields(PlannerBenchmark)}
+    settings = PlannerBenchmark(**{name: _tuple(value) for name, value in given.items() if value is not None})
+    for ranks, experts in settings.sizes:
+        Placement.contiguous(1, experts, ranks)
+    figures = run_benchmark(settings, frontier=options.frontier is not None)
+    print_figures(figures, Console(highlight=False))
+    if options.frontier:
+        from trimtab.benchmarks.frontier import draw_frontier
+
+        draw_frontier(figures["frontier"], options.frontier)
+    if options.json:
+        write_json(options.json, figures)
+
+
+def run_step(options: argparse.Namespace) -> None:
+    from trimtab.benchmarks.step import SIZES, print_figures, run_benchmark
+
+    sizes = tuple(size for size in SIZES if size.ranks <= options.largest)
+    if not sizes:
+        raise InputError(f"--largest is {options.largest}; the smallest step has {SIZES[0].ranks} ranks")
+    rows = run_benchmark(sizes, options.preset, threads=options.threads, seed=options.seed)
+    print_figures(rows, Console(highlight=False))
+    if options.json:
+        write_json(options.json, {"schema": "trimtab-bench-step-1", "seed": options.seed, "sizes": rows})
+
+
+def _size(text: str) -> tuple[int, int]:
+    ranks, _, experts = text.partition("/")
+    return positive(ranks), positive(experts)
+
+
+def _tuple(value: Any) -> Any:
+    return tuple(value) if isinstance(value, list) else value

@@ -32,11 +32,11 @@ def _integer(text: str, least: int) -> int:
     return value
 
 
-def need_extra(*modules: str) -> None:
-    """Raise InputError unless the modules of the `train` extra are installed."""
+def need_extra(*modules: str, extra: str = "train") -> None:
+    """Raise InputError unless the modules of an extra are installed."""
     missing = [module for module in modules if importlib.util.find_spec(module) is None]
     if missing:
-        raise InputError(f"this command needs {', '.join(missing)}; install it with: pip install 'trimtab[train]'")
+        raise InputError(f"this command needs {', '.join(missing)}; install it with: pip install 'trimtab[{extra}]'")
 
 
 def write_json(path: Path, content: dict[str, Any]) -> None:

@@ -18,7 +18,9 @@ from trimtab.planner.sequences import SequenceCounts
 from trimtab.trace.routing import Array
 
 NEIGHBOURS = 48
-SWAPS_PER_SEQUENCE = 400
+SWAPS_PER_SEQUENCE = 800
+# Layers are left out, evenly, where rows by sequence, layer and rank would be more than this many.
+MOST_ROWS = 1 << 26
 # The search ends within this part of the least that any grouping could reach.
 NEAR_ENOUGH = 1000
 
@@ -48,10 +50,10 @@ def group_by_routing(
     num_ranks = packed.num_ranks // num_groups
     if sequences.num_sequences < 2 or packed.num_micro_steps * num_groups < 2:
         return packed
-    rows_SLR = rows_by_rank(sequences, placement, num_ranks)
+    rows_SLR = _rows_by_rank(sequences, placement, num_ranks)
     work_S = np.zeros(sequences.num_sequences, np.int64)
     if attention_rows is not None:
-        work_S = (attention_rows * sequences.num_layers).astype(np.int64)
+        work_S = (attention_rows * rows_SLR.shape[1]).astype(np.int64)
     place_S = packed.micro_step.astype(np.int64) * packed.num_ranks + packed.rank
     mini_batch_S = packed.mini_batch_of_micro_step[packed.micro_step]
     # Sequences of one mini-batch stand together, by length, so that a random neighbour is a likely partner.
@@ -78,33 +80,36 @@ def _least(rows_SLR: Array, work_S: Array, mini_batch_S: Array, num_ranks: int) 
     return least
 
 
-def rows_by_rank(sequences: SequenceCounts, placement: Placement, num_ranks: int) -> Array:
-    """Rows `[S, L, R]` int32 that each sequence brings to each rank, all experts at their homes."""
-    rows_SLR = np.zeros((sequences.num_sequences, sequences.num_layers, num_ranks), np.int32)
-    _add_rows(sequences.counts_SLE, placement.home, rows_SLR)
+def _rows_by_rank(sequences: SequenceCounts, placement: Placement, num_ranks: int) -> Array:
+    """Rows `[S, L', R]` int32 that each sequence brings to each rank in some or all layers, experts at their homes."""
+    per_layer = sequences.num_sequences * num_ranks
+    stride = -(-sequences.num_layers * per_layer // MOST_ROWS)
+    layers = np.arange(0, sequences.num_layers, stride)
+    rows_SLR = np.zeros((sequences.num_sequences, len(layers), num_ranks), np.int32)
+    _add_rows(sequences.counts_SLE, layers, placement.home, rows_SLR)
     return rows_SLR
 
 
 @numba.njit(cache=True, nogil=True)
-def _add_rows(counts_SLE, home_LE, rows_SLR):  # type: ignore[no-untyped-def]
+def _add_rows(counts_SLE, layers, home_LE, rows_SLR):  # type: ignore[no-untyped-def]
     for s in range(counts_SLE.shape[0]):
-        for layer in range(counts_SLE.shape[1]):
+        for i, layer in enumerate(layers):
             for e in range(counts_SLE.shape[2]):
-                rows_SLR[s, layer, home_LE[layer, e]] += counts_SLE[s, layer, e]
+                rows_SLR[s, i, home_LE[layer, e]] += counts_SLE[s, layer, e]
 
 
 @numba.njit(cache=True, nogil=True)
 def _swap(  # type: ignore[no-untyped-def]
     rows_SLR, lengths_S, work_S, place_S, num_places, num_ranks, token_budget, order, first_S, last_S, tries, least
 ):
-    """Places `[S]` after the search: the best that was seen.
+    """Places `[S]` after the search, or the first ones if they were better.
 
     Threshold accepting: a swap is taken if it costs less than a tolerance, which falls to nothing.
     """
     num_sequences, num_layers, _ = rows_SLR.shape
     num_bins = num_places // num_ranks
+    first_place_S = place_S
     place_S = place_S.copy()
-    best_S = place_S.copy()
     filled = np.zeros(num_places, np.int64)
     work = np.zeros(num_places, np.int64)
     loads_BLR = np.zeros((num_bins, num_layers, num_ranks), np.int32)
@@ -120,10 +125,10 @@ def _swap(  # type: ignore[no-untyped-def]
     cost = peaks_BL.sum()
     for b in range(num_bins):
         cost += _peak(work, b, num_ranks)
-    best = cost
+    first_cost = cost
     enough = least + least // NEAR_ENOUGH
-    # One part in 2000 of a bin's peaks, falling to nothing over the first three quarters of the search.
-    tolerance = peaks_BL.sum() // num_bins // 2000
+    # One part in 1000 of a bin's peaks, falling to nothing over the first three quarters of the search.
+    tolerance = peaks_BL.sum() // num_bins // 1000
     steps_down = tries * 3 // 4
     random = np.uint64(0x9E3779B97F4A7C15)
     for t in range(tries):
@@ -172,10 +177,7 @@ def _swap(  # type: ignore[no-untyped-def]
         filled[place_j] -= longer
         place_S[i], place_S[j] = place_j, place_i
         cost += change
-        if cost < best and t >= steps_down:
-            best = cost
-            best_S[:] = place_S
-    return best_S
+    return place_S if cost < first_cost else first_place_S
 
 
 @numba.njit(cache=True, nogil=True)

@@ -30,15 +30,20 @@ class Prediction:
     seconds_ML: Array
 
 
-def predict(plan: StepPlan, workload: Workload, cost: CostModel) -> Prediction:
-    """Predicted time of every instance under a plan."""
+def predict(plan: StepPlan, workload: Workload, cost: CostModel, *, even: bool = False) -> Prediction:
+    """Predicted time of every instance under a plan.
+
+    Args:
+        even: take the rows as spread evenly over the ranks, whatever the plan says: the ideal run.
+    """
     shape = (plan.num_micro_steps, plan.num_layers)
     instance = np.repeat(np.arange(shape[0] * shape[1]), np.diff(plan.replica_starts))
     home_node = plan.home[instance % shape[1], plan.replica_experts] // plan.ranks_per_node
     is_near = home_node == plan.replica_ranks // plan.ranks_per_node
     near_ML = np.bincount(instance[is_near], minlength=shape[0] * shape[1]).reshape(shape)
     far_ML = np.bincount(instance[~is_near], minlength=shape[0] * shape[1]).reshape(shape)
-    busiest_ML = plan.rank_loads(workload).max(axis=-1)
+    loads_MLR = plan.rank_loads(workload)
+    busiest_ML = -(-loads_MLR.sum(axis=-1) // plan.num_ranks) if even else loads_MLR.max(axis=-1)
     far_rows_ML = cross_node_rows(plan, workload)
     transfers = cost.near_replica_s * near_ML + cost.far_replica_s * far_ML + cost.far_row_s * far_rows_ML
     return Prediction(busiest_ML, near_ML, far_ML, far_rows_ML, cost.row_s * busiest_ML + transfers / plan.num_ranks)

@@ -8,10 +8,11 @@ Which taker, and how many tokens, decide how far a slot goes:
 * **fill**: the same taker, but filled to the threshold. The giver may end below it, where it is a taker itself, with
   its own slots. No room is lost to a used slot, so that a single slot a rank is nearly always enough.
 
-A taker on the giver's own node comes first, even if it takes only a part: weights travel fast inside a node. Fitting
-needs the fewest replicas and filling reaches the lowest load; filling is tried where fitting falls short, and a higher
-threshold where both do. In the end every replica's share is moved towards equal loads of its two ranks, which costs
-nothing. (Our own; LLEP and UltraEP spill in the same spirit, without filling or levelling.)
+A taker on the giver's own node comes first, since weights travel fast inside a node; it may even take only a part,
+unless the whole node has too much, so that something must leave it anyway. Fitting needs the fewest replicas and
+filling reaches the lowest load; filling is tried where fitting falls short, and a higher threshold where both do. In the end
+every replica's share is moved towards equal loads of its two ranks, which costs nothing. (Our own; LLEP and UltraEP
+spill in the same spirit, without filling or levelling.)
 """
 
 from __future__ import annotations
@@ -91,6 +92,9 @@ def _attempt(  # type: ignore[no-untyped-def]
     free_slots = np.full(num_ranks, slots, np.int64)
     given_up = np.zeros(num_ranks, np.bool_)
     has_copy = np.zeros(num_ranks, np.bool_)
+    node_loads = np.zeros(num_ranks // ranks_per_node, np.int64)
+    for r in range(num_ranks):
+        node_loads[r // ranks_per_node] += loads[r]
     num_replicas = 0
     while True:
         giver = -1
@@ -117,7 +121,7 @@ def _attempt(  # type: ignore[no-untyped-def]
                 has_copy[ranks_P[p]] = True
         taker = _tightest(loads, free_slots, has_copy, target - wanted, giver, ranks_per_node, True)
         whole = taker >= 0
-        if not whole and near:
+        if not whole and near and node_loads[giver // ranks_per_node] <= target * ranks_per_node:
             taker = _roomiest(loads, free_slots, has_copy, target - smallest_share, giver, ranks_per_node, True)
         if taker < 0:
             taker = _tightest(loads, free_slots, has_copy, target - wanted, giver, ranks_per_node, False)
@@ -144,6 +148,8 @@ def _attempt(  # type: ignore[no-untyped-def]
         at_home_E[expert] -= wanted
         loads[giver] -= wanted
         loads[taker] += wanted
+        node_loads[giver // ranks_per_node] -= wanted
+        node_loads[taker // ranks_per_node] += wanted
 
 
 @numba.njit(cache=True, nogil=True)

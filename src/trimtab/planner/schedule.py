@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import heapq
 import math
 from dataclasses import dataclass
 
@@ -97,9 +98,12 @@ def _fill_places(lengths: Array, num_ranks: int, token_budget: int) -> tuple[Arr
     while True:
         filled = np.zeros(micro_steps * num_ranks, np.int64)
         place = np.empty(len(lengths), np.int64)
+        emptiest = [(0, index) for index in range(len(filled))]
         for sequence in order:
-            place[sequence] = np.argmin(filled)
-            filled[place[sequence]] += lengths[sequence]
+            tokens, index = emptiest[0]
+            place[sequence] = index
+            heapq.heapreplace(emptiest, (tokens + int(lengths[sequence]), index))
+        np.add.at(filled, place, lengths)
         if filled.max(initial=0) <= token_budget:
             number = np.empty(len(filled), np.int64)
             number[np.argsort(-filled, kind="stable")] = np.arange(len(filled))

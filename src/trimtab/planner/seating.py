@@ -12,7 +12,10 @@ from dataclasses import replace
 import numba
 import numpy as np
 
+from trimtab.cluster import ClusterSpec
+from trimtab.planner.placement import Placement
 from trimtab.planner.schedule import Schedule
+from trimtab.planner.sequences import SequenceCounts
 from trimtab.trace.routing import Array
 
 PARTNERS = 64
@@ -32,7 +35,7 @@ def seat_by_locality(
 
     Args:
         lengths: `[S]` tokens of each sequence.
-        rows_SN: `[S, N]` integer rows that each sequence brings to the homes on each of a group's N nodes.
+        rows_SN: `[S, N]` int64 rows that each sequence brings to the homes on each of a group's N nodes.
         token_budget: most tokens of a rank in one micro-step.
         work: `[S]` integer attention of each sequence; its tokens by default.
     """
@@ -50,7 +53,7 @@ def seat_by_locality(
         rank_S[members] = _seat(
             lengths[members],
             (lengths if work is None else work)[members],
-            rows_SN[members].astype(np.int64),
+            rows_SN[members],
             rank_S[members],
             ranks_per_group,
             ranks_per_node,
@@ -58,6 +61,22 @@ def seat_by_locality(
         )
     group_S = schedule.rank // ranks_per_group
     return replace(schedule, rank=(group_S * ranks_per_group + rank_S).astype(np.int32))
+
+
+def rows_by_node(sequences: SequenceCounts, placement: Placement, cluster: ClusterSpec) -> Array:
+    """Rows `[S, N]` int64 that each sequence brings to each node in all layers, experts at their homes."""
+    rows_SN = np.zeros((sequences.num_sequences, cluster.nodes), np.int64)
+    if cluster.nodes > 1:
+        _add_rows(sequences.counts_SLE, placement.home // np.int16(cluster.ranks_per_node), rows_SN)
+    return rows_SN
+
+
+@numba.njit(cache=True, nogil=True)
+def _add_rows(counts_SLE, node_LE, rows_SN):  # type: ignore[no-untyped-def]
+    for s in range(counts_SLE.shape[0]):
+        for layer in range(counts_SLE.shape[1]):
+            for e in range(counts_SLE.shape[2]):
+                rows_SN[s, node_LE[layer, e]] += counts_SLE[s, layer, e]
 
 
 @numba.njit(cache=True, nogil=True)

@@ -9,13 +9,13 @@ import numpy as np
 
 from trimtab.cluster import QWEN3_30B, ClusterSpec, CostModel
 from trimtab.errors import InputError
-from trimtab.planner.grouping import group_by_routing, rows_by_rank
+from trimtab.planner.grouping import group_by_routing
 from trimtab.planner.ordering import order_for_reuse, reordered
 from trimtab.planner.placement import Placement, place_experts
 from trimtab.planner.planner import PlanSettings, map_layers, plan_step
 from trimtab.planner.prediction import predict
 from trimtab.planner.schedule import Schedule, pack_by_length
-from trimtab.planner.seating import seat_by_locality
+from trimtab.planner.seating import rows_by_node, seat_by_locality
 from trimtab.planner.sequences import SequenceCounts
 from trimtab.planner.step_plan import StepPlan
 from trimtab.planner.workload import Workload
@@ -151,8 +151,7 @@ def plan_sequences(
         )
 
     homes = _cheapest(candidates, [plan(candidate) for candidate in candidates], workloads, cluster, weights)
-    rows_SN = rows_by_rank(sequences, homes, cluster.ranks).sum(axis=1, dtype=np.int64)
-    rows_SN = rows_SN.reshape(len(rows_SN), cluster.nodes, cluster.ranks_per_node).sum(axis=2)
+    rows_SN = rows_by_node(sequences, homes, cluster)
     schedule = seat_by_locality(sequences.lengths, schedule, rows_SN, token_budget, num_groups=groups, work=attention_S)
     workloads = _workloads(sequences, schedule, cluster.ranks, groups)
     first, *_ = plan(homes)

@@ -1,0 +1,53 @@
+"""A picture of balance against replica bytes: one panel a case, one curve a balancer."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import matplotlib
+
+matplotlib.use("svg")
+import matplotlib.pyplot as plt
+
+STYLES: dict[str, dict[str, Any]] = {
+    "trimtab, own homes and schedule": {"color": "#0f766e", "marker": "o", "linewidth": 2},
+    "trimtab": {"color": "#2563eb", "marker": "s"},
+    "ultraep": {"color": "#d97706", "marker": "^"},
+    "llep": {"color": "#9333ea", "marker": "v"},
+}
+
+
+def draw_frontier(points: list[dict[str, Any]], path: Path) -> None:
+    """Write the picture as SVG. Nearer to the lower left is better."""
+    panels = list(dict.fromkeys((point["ranks"], point["experts"], point["trace"]) for point in points))
+    columns = min(2, len(panels))
+    rows = -(-len(panels) // columns)
+    # The same ids in every run, so that the file only changes with its figures.
+    plt.rcParams["svg.hashsalt"] = "trimtab"
+    figure, axes = plt.subplots(rows, columns, figsize=(5.5 * columns, 3.4 * rows), squeeze=False)
+    for axis, panel in zip(axes.flat, panels, strict=False):
+        ranks, experts, trace = panel
+        for name, style in STYLES.items():
+            mine = [p for p in points if (p["ranks"], p["experts"], p["trace"]) == panel and p["curve"] == name]
+            axis.plot(
+                [point["replica_bytes_per_instance"] / 1e6 for point in mine],
+                [point["max_over_mean_mean"] for point in mine],
+                label=name,
+                markersize=4,
+                **style,
+            )
+        axis.set_title(f"{ranks} ranks, {experts} experts, {trace}", fontsize=10)
+        axis.set_xlim(left=0)
+        axis.grid(alpha=0.3)
+    for axis in axes[-1]:
+        axis.set_xlabel("replica weights moved, MB an instance")
+    for axis in axes[:, 0]:
+        axis.set_ylabel("max/mean rank load")
+    for axis in list(axes.flat)[len(panels) :]:
+        axis.set_visible(False)
+    axes.flat[0].legend(fontsize=8)
+    figure.tight_layout()
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, metadata={"Date": None})
+    plt.close(figure)

@@ -1,0 +1,350 @@
+"""`trimtab bench planner`: every balancer on the same steps, on its own recipe and on equal terms."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+import numpy as np
+from rich.console import Console
+from rich.progress import Progress
+from rich.table import Table
+
+from trimtab.benchmarks.situation import LONGEST, MICRO_STEPS, SLACK, TOKENS_PER_RANK, Situation, build_situation
+from trimtab.cluster import QWEN3_30B, CostModel
+from trimtab.planner import Placement, PlanSettings, Schedule, StepPlan, Workload, plan_step
+from trimtab.planner.bounds import fewest_replicas, load_bound
+from trimtab.planner.grouping import group_by_routing
+from trimtab.planner.layer_plan import plan_layer
+from trimtab.planner.placement import place_experts
+from trimtab.planner.prediction import predict
+from trimtab.planner.workload import max_over_mean
+from trimtab.policies import POLICIES, Policy, look
+from trimtab.policies.llep import Llep
+from trimtab.policies.trimtab import Trimtab
+from trimtab.policies.ultraep import UltraEp
+
+TIMED_ROUNDS = 5
+SMALLEST_SHARE = 128
+# On equal terms rivals get our smallest share, and no gate that keeps them from balancing.
+EQUAL_TERMS: dict[str, Policy] = {
+    "ultraep": UltraEp(smallest_quota=SMALLEST_SHARE),
+    "llep": Llep(max_tokens_factor=1.0, min_tokens_per_gemm=SMALLEST_SHARE, gate=1.0),
+}
+MILP_THRESHOLD = 1.02
+SWEEP = (1.002, 1.005, 1.01, 1.02, 1.03, 1.05, 1.07, 1.1, 1.15, 1.2, 1.3)
+
+
+@dataclass(frozen=True)
+class PlannerBenchmark:
+    """What to compare.
+
+    Attributes:
+        sizes: (ranks, experts) of each case.
+        sampled: instances, evenly spread, whose LP bound is solved.
+        sampled_milp: instances whose fewest replicas are solved, at the first size only.
+    """
+
+    sizes: tuple[tuple[int, int], ...] = ((8, 128), (16, 128), (32, 128), (64, 256))
+    presets: tuple[str, ...] = ("rl-math", "rl-mixed")
+    slots: tuple[int, ...] = (1, 2)
+    policies: tuple[str, ...] = tuple(POLICIES)
+    layers: int = 8
+    sampled: int = 16
+    sampled_milp: int = 24
+    seed: int = 0
+
+
+def run_benchmark(settings: PlannerBenchmark, *, frontier: bool) -> dict[str, Any]:
+    """All figures, as written to the JSON file; the frontier's only if asked for."""
+    figures: dict[str, Any] = {
+        "schema": "trimtab-bench-planner-1",
+        "settings": asdict(settings)
+        | {"micro_steps": MICRO_STEPS, "tokens_per_rank": TOKENS_PER_RANK, "longest": LONGEST, "slack": SLACK},
+        "cases": [],
+        "schedule": [],
+        "milp": [],
+        "frontier": [],
+    }
+    cases = [(*size, preset) for size in settings.sizes for preset in settings.presets]
+    with Progress(transient=True) as progress:
+        task = progress.add_task("bench planner", total=len(cases) * len(settings.slots) * len(settings.policies) * 2)
+        for ranks, experts, preset in cases:
+            situation = build_situation(ranks, experts, preset, layers=settings.layers, seed=settings.seed)
+            figures["schedule"] += _schedule_figures(situation)
+            if (ranks, experts) == settings.sizes[0] and settings.sampled_milp:
+                figures["milp"] += [
+                    _milp_figures(situation, homes, settings.sampled_milp) for homes in ("contiguous", "own")
+                ]
+            if frontier:
+                figures["frontier"] += _frontier(situation)
+            for slots in settings.slots:
+                for equal_terms in (False, True):
+                    for name in settings.policies:
+                        figures["cases"].append(_case(situation, name, slots, equal_terms, settings.sampled))
+                        progress.advance(task)
+    return figures
+
+
+def _case(situation: Situation, name: str, slots: int, equal_terms: bool, sampled: int) -> dict[str, Any]:
+    policy = EQUAL_TERMS.get(name, POLICIES[name]) if equal_terms else POLICIES[name]
+    cluster = situation.cluster(slots)
+    view = look(
+        policy,
+        situation.sequences,
+        situation.schedule,
+        situation.warm if name == "trimtab" and not equal_terms else situation.contiguous,
+        cluster,
+        token_budget=situation.token_budget,
+        mini_batch=situation.mini_batch,
+        equal_terms=equal_terms,
+        past_counts_PLE=situation.past_counts_PLE,
+    )
+    policy.plan(view)  # compiles
+    start = time.perf_counter()
+    plan = policy.plan(view)
+    plan_s = time.perf_counter() - start
+    workload = situation.workload(plan.schedule)
+    plan.check(workload)
+    ratios = max_over_mean(plan.rank_loads(workload))
+    prediction = predict(plan, workload, CostModel.of(cluster, QWEN3_30B), even=policy.traits.ideal)
+    if policy.traits.ideal:
+        ratios = np.ones_like(ratios)
+    instances = plan.num_micro_steps * plan.num_layers
+    us = kernel_us(plan, workload, policy.settings) if isinstance(policy, Trimtab) else plan_s / instances * 1e6
+    return {
+        "ranks": situation.ranks,
+        "experts": situation.experts,
+        "slots": slots,
+        "trace": situation.preset,
+        "policy": name,
+        "terms": "equal" if equal_terms else "own",
+        "us_per_instance": us,
+        "published_us": policy.traits.published_us,
+        "plan_s": plan_s,
+        "max_over_mean_mean": float(ratios.mean()),
+        "max_over_mean_p99": float(np.percentile(ratios, 99)),
+        "gap_to_bound_mean": None if policy.traits.ideal else _gap(plan, workload, sampled),
+        "slots_used": plan.slots_per_rank,
+        "replicas_per_instance": plan.num_replicas / instances,
+        "far_replicas_per_instance": float(prediction.far_ML.mean()),
+        "replica_bytes_per_instance": plan.num_replicas / instances * QWEN3_30B.expert_bytes,
+        "cross_node_token_fraction": float(prediction.far_rows_ML.sum() / workload.token_counts_MLRE.sum()),
+        "moved_homes": int(sum(part.sum() for part in view.placement.moves(plan.placement, cluster.ranks_per_node))),
+        "predicted_ms_per_instance": float(prediction.seconds_ML.mean() * 1e3),
+        "plan_hash": plan.hash,
+    }
+
+
+def kernel_us(plan: StepPlan, workload: Workload, settings: PlanSettings) -> float:
+    """Microseconds an instance of replicas and split, source sums and CSR rows included: the median over layers."""
+    per_layer: list[float] = []
+    for _ in range(TIMED_ROUNDS):
+        for layer in range(plan.num_layers):
+            start = time.perf_counter()
+            plan_layer(
+                workload.token_counts_MLRE,
+                layer,
+                plan.plannable,
+                plan.home[layer],
+                ranks_per_node=plan.ranks_per_node,
+                slots=plan.slots_per_rank,
+                threshold=settings.threshold,
+                smallest_share=settings.smallest_share,
+            )
+            per_layer.append((time.perf_counter() - start) / plan.num_micro_steps)
+    return statistics.median(per_layer) * 1e6
+
+
+def _gap(plan: StepPlan, workload: Workload, sampled: int) -> float:
+    """Busiest rank over the LP bound for the plan's homes and slots, minus 1: the mean of evenly spread instances."""
+    loads_IR = plan.rank_loads(workload).reshape(-1, plan.num_ranks)
+    gaps = []
+    for instance in _spread(len(loads_IR), sampled):
+        micro_step, layer = divmod(instance, plan.num_layers)
+        counts_E = workload.token_counts_MLRE[micro_step, layer].sum(axis=0, dtype=np.int64)
+        bound = load_bound(counts_E, plan.home[layer], plan.num_ranks, plan.slots_per_rank)
+        gaps.append(loads_IR[instance].max() / max(bound, 1.0) - 1)
+    return float(np.mean(gaps))
+
+
+def _spread(count: int, sampled: int) -> list[int]:
+    """Up to `sampled` different indices below `count`, evenly spread, over odd strides so that layers take turns."""
+    return sorted({int(i) for i in np.linspace(0, count - 1, min(sampled, count)).round()})
+
+
+def _schedule_figures(situation: Situation) -> list[dict[str, Any]]:
+    """Grouping by routing against packing by length, at the same homes, micro-steps and budget.
+
+    The homes are placed on the sums of the step, and so favour neither schedule.
+    """
+    packed = situation.schedule
+    totals_LE = situation.sequences.counts_SLE.sum(axis=0, dtype=np.int64)
+    cluster = situation.cluster(2)
+    homes = Placement(
+        np.stack(
+            [
+                place_experts(totals_LE[layer][None], home_E, cluster.ranks, cluster.ranks_per_node)
+                for layer, home_E in enumerate(situation.contiguous.home)
+            ]
+        )
+    )
+    start = time.perf_counter()
+    grouped = group_by_routing(situation.sequences, packed, homes, situation.token_budget)
+    seconds = time.perf_counter() - start
+
+    def busiest(schedule: Schedule) -> int:
+        return int(situation.workload(schedule).home_loads(homes.home).max(axis=-1).sum())
+
+    def replicas(schedule: Schedule, threshold: float) -> float:
+        plan = plan_step(situation.workload(schedule), schedule, homes, cluster, PlanSettings(threshold=threshold))
+        return plan.num_replicas / (plan.num_micro_steps * plan.num_layers)
+
+    return [
+        {
+            "ranks": situation.ranks,
+            "experts": situation.experts,
+            "trace": situation.preset,
+            "micro_steps": [packed.num_micro_steps, grouped.num_micro_steps],
+            "expert_time_saved": 1 - busiest(grouped) / busiest(packed),
+            "threshold": threshold,
+            "replicas_by_length": replicas(packed, threshold),
+            "replicas_by_routing": replicas(grouped, threshold),
+            "seconds": seconds,
+        }
+        for threshold in (1.005, 1.02)
+    ]
+
+
+def _milp_figures(situation: Situation, homes: str, sampled: int) -> dict[str, Any]:
+    """Replicas of the threshold planner against the fewest that reach max/mean 1.02, at the same homes."""
+    workload = situation.workload(situation.schedule)
+    settings = PlanSettings(threshold=MILP_THRESHOLD, smallest_share=SMALLEST_SHARE)
+    placement = situation.warm if homes == "own" else situation.contiguous
+    plan = plan_step(workload, situation.schedule, placement, situation.cluster(2), settings)
+    loads_IR = plan.rank_loads(workload).reshape(-1, plan.num_ranks)
+    ours = fewest = solved = 0
+    for instance in _spread(len(loads_IR), sampled):
+        micro_step, layer = divmod(instance, plan.num_layers)
+        counts_E = workload.token_counts_MLRE[micro_step, layer].sum(axis=0, dtype=np.int64)
+        limit = int(counts_E.sum() * MILP_THRESHOLD / plan.num_ranks)
+        least = fewest_replicas(counts_E, plan.home[layer], plan.num_ranks, 2, limit, SMALLEST_SHARE)
+        if least is not None and loads_IR[instance].max() <= limit:
+            solved += 1
+            fewest += least
+            ours += len(plan.replicas_of(micro_step, layer))
+    return {
+        "ranks": situation.ranks,
+        "experts": situation.experts,
+        "trace": situation.preset,
+        "homes": homes,
+        "threshold": MILP_THRESHOLD,
+        "sampled": sampled,
+        "solved": solved,
+        "replicas": ours,
+        "fewest": fewest,
+    }
+
+
+def _frontier(situation: Situation) -> list[dict[str, Any]]:
+    """Balance against replica bytes as the threshold rises, two slots a rank."""
+    curves: dict[str, list[Policy]] = {
+        "trimtab, own homes and schedule": [Trimtab(PlanSettings(threshold=t)) for t in SWEEP],
+        "trimtab": [Trimtab(PlanSettings(threshold=t)) for t in SWEEP],
+        "ultraep": [replace(UltraEp(smallest_quota=SMALLEST_SHARE), threshold=t) for t in SWEEP],
+        "llep": [Llep(max_tokens_factor=t, min_tokens_per_gemm=SMALLEST_SHARE, gate=1.0) for t in SWEEP],
+    }
+    points = []
+    for name, policies in curves.items():
+        equal_terms = name != "trimtab, own homes and schedule"
+        for threshold, policy in zip(SWEEP, policies, strict=True):
+            view = look(
+                policy,
+                situation.sequences,
+                situation.schedule,
+                situation.contiguous if equal_terms else situation.warm,
+                situation.cluster(2),
+                token_budget=situation.token_budget,
+                mini_batch=situation.mini_batch,
+                equal_terms=equal_terms,
+                past_counts_PLE=situation.past_counts_PLE,
+            )
+            plan = policy.plan(view)
+            loads = plan.rank_loads(situation.workload(plan.schedule))
+            points.append(
+                {
+                    "ranks": situation.ranks,
+                    "experts": situation.experts,
+                    "trace": situation.preset,
+                    "curve": name,
+                    "threshold": threshold,
+                    "max_over_mean_mean": float(max_over_mean(loads).mean()),
+                    "replica_bytes_per_instance": plan.num_replicas
+                    / (plan.num_micro_steps * plan.num_layers)
+                    * QWEN3_30B.expert_bytes,
+                }
+            )
+    return points
+
+
+def print_figures(figures: dict[str, Any], console: Console) -> None:
+    """Tables of all figures, for people."""
+    cases = figures["cases"]
+    for key in dict.fromkeys((case["ranks"], case["experts"], case["trace"], case["slots"]) for case in cases):
+        mine = [case for case in cases if (case["ranks"], case["experts"], case["trace"], case["slots"]) == key]
+        ranks, experts, trace, slots = key
+        console.print(_case_table(mine, f"{ranks} ranks, {experts} experts, {trace}, {slots} slots a rank"))
+    console.print(_schedule_table(figures["schedule"]))
+    for milp in figures["milp"]:
+        over = milp["replicas"] / max(1, milp["fewest"]) - 1
+        console.print(
+            f"{milp['ranks']}/{milp['experts']} {milp['trace']}, {milp['homes']} homes, max/mean {milp['threshold']}: "
+            f"{milp['replicas']} replicas where {milp['fewest']} are the fewest ({over:+.1%}), on {milp['solved']} "
+            f"instances of {milp['sampled']} that both solve"
+        )
+
+
+def _case_table(cases: Iterable[dict[str, Any]], title: str) -> Table:
+    table = Table(title=title, title_justify="left", title_style="bold")
+    columns = ("terms", "policy", "max/mean", "p99", "gap to bound", "replicas", "far", "cross-node", "predicted", "us")
+    for column in columns:
+        table.add_column(column, justify="left" if column in ("terms", "policy") else "right")
+    terms = None
+    for case in cases:
+        if terms not in (None, case["terms"]):
+            table.add_section()
+        terms = case["terms"]
+        gap = case["gap_to_bound_mean"]
+        table.add_row(
+            case["terms"],
+            case["policy"],
+            f"{case['max_over_mean_mean']:.3f}",
+            f"{case['max_over_mean_p99']:.3f}",
+            "" if gap is None else f"{gap:.2%}",
+            f"{case['replicas_per_instance']:.1f}",
+            f"{case['far_replicas_per_instance']:.1f}",
+            f"{case['cross_node_token_fraction']:.1%}",
+            f"{case['predicted_ms_per_instance']:.2f} ms",
+            f"{case['us_per_instance']:.0f}",
+            style="bold" if case["policy"] == "trimtab" else None,
+        )
+    return table
+
+
+def _schedule_table(rows: Iterable[dict[str, Any]]) -> Table:
+    table = Table(title="Grouping by routing against packing by length", title_justify="left", title_style="bold")
+    for column in ("case", "expert time saved", "threshold", "replicas by length", "by routing", "seconds"):
+        table.add_column(column, justify="left" if column == "case" else "right")
+    for row in rows:
+        table.add_row(
+            f"{row['ranks']}/{row['experts']} {row['trace']}",
+            f"{row['expert_time_saved']:.1%}",
+            f"{row['threshold']}",
+            f"{row['replicas_by_length']:.2f}",
+            f"{row['replicas_by_routing']:.2f}",
+            f"{row['seconds']:.2f}",
+        )
+    return table
