@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from trimtab import RoutingTrace, StepPlan, write_trace
+from trimtab import RoutingTrace, StepPlan, read_trace, write_trace
 from trimtab.cli.main import main
 from trimtab.trace import synthesize
 
@@ -43,6 +43,20 @@ def test_info_says_what_is_in_a_trace(trace_file: Path, tmp_path: Path, capsys: 
     figures = json.loads((tmp_path / "info.json").read_text())
     assert (figures["tokens"], figures["unknown_routes"]) == (2048, 0)
     assert all(ratio > 1.5 for ratio in figures["hottest_over_mean"])
+
+
+def test_synth_writes_a_trace_that_other_commands_read(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "new" / "math.parquet"
+    sizes = ["--sequences", "40", "--mean-length", "100", "--layers", "2", "--experts", "64", "--steps", "2"]
+    assert main(["trace", "synth", "rl-math", "-o", str(path), *sizes]) == 0
+    printed = capsys.readouterr().out
+    assert "synthetic rl-math: 2 MoE layers, 64 experts, top-8" in printed
+    assert "80 of " in printed
+    trace = read_trace(path)
+    assert trace.steps.tolist() == [0] * 40 + [1] * 40
+    assert trace.sequence_lengths.max() <= 200
+    assert [file.name for file in path.parent.iterdir()] == ["math.parquet"]
+    assert main(["plan", str(path), "--ranks", "4", "--token-budget", "512", "--step", "1"]) == 0
 
 
 def test_plan_shows_the_balance_before_and_after(
@@ -80,6 +94,13 @@ def run_and_expect_refusal(arguments: list[str], message: str, capsys: pytest.Ca
     ("arguments", "message"),
     [
         (["trace", "info", "absent.parquet"], "absent.parquet: no such file; expected a routing trace"),
+        (["trace", "synth", "magic", "-o", "{folder}/new"], "invalid choice: 'magic'"),
+        (["trace", "synth", "spike"], "the following arguments are required: -o"),
+        (["trace", "synth", "spike", "-o", "{folder}"], ": a folder; name the file to write"),
+        (["trace", "synth", "spike", "-o", "{trace}/new"], "trace.parquet: File exists"),
+        (["trace", "synth", "spike", "-o", "{folder}/new", "--top-k", "129"], "1 to the number of experts, 128"),
+        (["trace", "synth", "spike", "-o", "{folder}/new", "--max-length", "9"], "1 to the greatest length, 9"),
+        (["trace", "synth", "spike", "-o", "{folder}/new", "--sequences", "1000000000"], "GB of expert ids"),
         (["plan", "absent.parquet", "--ranks", "2"], "absent.parquet: no such file"),
         (["plan", "{trace}", "--ranks", "3"], "3 ranks don't divide 32 experts; use one of 1, 2, 4, 8, 16, 32"),
         (["plan", "{trace}", "--ranks", "4", "--ranks-per-node", "3"], "ranks per node should divide the ranks"),

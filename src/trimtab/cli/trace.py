@@ -1,22 +1,27 @@
-"""`trimtab trace`: look at routing traces."""
+"""`trimtab trace`: look at routing traces, and make synthetic ones."""
 
 from __future__ import annotations
 
 import argparse
+import os
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from rich.console import Console
+from rich.table import Table
 
-from trimtab.cli.options import write_json
+from trimtab.cli.options import positive, whole, write_json
+from trimtab.errors import InputError
 from trimtab.report.tables import facts, skew_table
-from trimtab.trace import read_trace
+from trimtab.trace import PRESETS, RoutingTrace, id_dtype, read_trace, synthesize_preset, write_trace
 from trimtab.trace.statistics import layer_skew, unknown_routes
 
 
 def add(commands: Any) -> None:
-    parser = commands.add_parser("trace", help="look at routing traces", description="Work with routing traces.")
+    parser = commands.add_parser(
+        "trace", help="look at routing traces or make them", description="Work with routing traces."
+    )
     actions = parser.add_subparsers(dest="action", required=True, metavar="ACTION")
     info = actions.add_parser(
         "info",
@@ -27,30 +32,35 @@ def add(commands: Any) -> None:
     info.add_argument("trace", type=Path, metavar="FILE", help="a routing trace (.parquet)")
     info.add_argument("--json", type=Path, metavar="FILE", help="also write the figures to FILE")
     info.set_defaults(run=run_info)
+    synth = actions.add_parser(
+        "synth",
+        help="make a synthetic trace with realistic skew",
+        description="Make a synthetic routing trace. Presets: rl-math (two close subjects, strong skew), rl-mixed "
+        "(four subjects), spike (rl-mixed, but some blocks of sequences go to 1, 4 or 16 experts), uniform (no skew).",
+        epilog="example: trimtab trace synth rl-math -o out/rl-math.parquet --sequences 512 --experts 256",
+    )
+    synth.add_argument("preset", choices=tuple(PRESETS), metavar="PRESET", help=", ".join(PRESETS))
+    synth.add_argument("-o", "--output", type=Path, required=True, metavar="FILE", help="the trace to write (.parquet)")
+    for name, default, meaning in (
+        ("sequences", 256, "sequences of each step"),
+        ("mean-length", 512, "mean tokens of a sequence"),
+        ("max-length", None, "most tokens of a sequence (default: twice the mean)"),
+        ("layers", 8, "MoE layers"),
+        ("experts", 128, "experts of a layer"),
+        ("top-k", 8, "experts of a token"),
+        ("steps", 1, "RL steps"),
+    ):
+        shown = meaning if default is None else f"{meaning} (default: {default})"
+        synth.add_argument(f"--{name}", type=positive, default=default, metavar="N", help=shown)
+    synth.add_argument("--seed", type=whole, default=0, metavar="N", help="another seed, another trace (default: 0)")
+    synth.set_defaults(run=run_synth)
 
 
 def run_info(options: argparse.Namespace) -> None:
     trace = read_trace(options.trace)
     skew = layer_skew(trace)
-    lengths = trace.sequence_lengths
-    file_bytes = options.trace.stat().st_size
-    unknown = unknown_routes(trace)
-    steps = np.unique(trace.steps)
     console = Console(highlight=False)
-    span = f"{lengths.min()} to {lengths.max()} tokens" if len(lengths) else "no tokens"
-    console.print(
-        facts(
-            [
-                ("model", f"{trace.model or 'unknown'}: {trace.shape_text}"),
-                ("sequences", f"{trace.num_sequences:,} of {span}, {trace.num_tokens:,} tokens in all"),
-                ("prompt tokens", f"{int(trace.prompt_lengths.sum()):,}"),
-                ("RL steps", ", ".join(map(str, steps[:8])) + (", ..." if len(steps) > 8 else "")),
-                ("unknown routes", f"{unknown:,} of {trace.num_tokens * trace.num_layers:,} (token, layer) pairs"),
-                ("size", f"{file_bytes / 1e6:.2f} MB; {trace.expert_ids.nbytes / 1e6:.2f} MB of expert ids"),
-            ],
-            str(options.trace),
-        )
-    )
+    console.print(_contents(trace, options.trace))
     console.print(skew_table(trace, skew))
     if options.json:
         write_json(
@@ -64,10 +74,58 @@ def run_info(options: argparse.Namespace) -> None:
                 "top_k": trace.top_k,
                 "sequences": trace.num_sequences,
                 "tokens": trace.num_tokens,
-                "steps": steps.tolist(),
-                "unknown_routes": unknown,
-                "file_bytes": file_bytes,
+                "steps": np.unique(trace.steps).tolist(),
+                "unknown_routes": unknown_routes(trace),
+                "file_bytes": options.trace.stat().st_size,
                 "hottest_over_mean": skew.hottest_over_mean_L.tolist(),
                 "busier_half_share": skew.busier_half_share_L.tolist(),
             },
         )
+
+
+def run_synth(options: argparse.Namespace) -> None:
+    if options.output.is_dir():
+        raise InputError(f"{options.output}: a folder; name the file to write")
+    _check_size(options)
+    trace = synthesize_preset(
+        PRESETS[options.preset],
+        num_sequences=options.sequences,
+        mean_length=options.mean_length,
+        max_length=options.max_length or 2 * options.mean_length,
+        num_layers=options.layers,
+        num_experts=options.experts,
+        top_k=options.top_k,
+        num_steps=options.steps,
+        seed=options.seed,
+    )
+    write_trace(trace, options.output)
+    Console(highlight=False).print(_contents(trace, options.output))
+
+
+def _check_size(options: argparse.Namespace) -> None:
+    tokens = options.sequences * options.steps * options.mean_length
+    needed = tokens * options.layers * options.top_k * id_dtype(options.experts).itemsize
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    if needed > memory:
+        raise InputError(
+            f"{tokens:,} tokens need {needed / 1e9:,.0f} GB of expert ids; this machine has {memory / 1e9:,.0f} GB"
+        )
+
+
+def _contents(trace: RoutingTrace, path: Path) -> Table:
+    """What a trace holds, and the size of its file."""
+    lengths = trace.sequence_lengths
+    steps = np.unique(trace.steps)
+    unknown = unknown_routes(trace)
+    span = f"{lengths.min()} to {lengths.max()} tokens" if len(lengths) else "no tokens"
+    return facts(
+        [
+            ("model", f"{trace.model or 'unknown'}: {trace.shape_text}"),
+            ("sequences", f"{trace.num_sequences:,} of {span}, {trace.num_tokens:,} tokens in all"),
+            ("prompt tokens", f"{int(trace.prompt_lengths.sum()):,}"),
+            ("RL steps", ", ".join(map(str, steps[:8])) + (", ..." if len(steps) > 8 else "")),
+            ("unknown routes", f"{unknown:,} of {trace.num_tokens * trace.num_layers:,} (token, layer) pairs"),
+            ("size", f"{path.stat().st_size / 1e6:.2f} MB; {trace.expert_ids.nbytes / 1e6:.2f} MB of expert ids"),
+        ],
+        str(path),
+    )

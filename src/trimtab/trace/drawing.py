@@ -1,0 +1,161 @@
+"""Draw experts from popularities: the kernels behind the presets, with random numbers of their own.
+
+Every random number is a hash (splitmix64) of a key and a number, so that it depends on nothing else: not on numpy's
+generators, on the order of drawing, or on the number of threads.
+"""
+
+from __future__ import annotations
+
+import numba
+import numpy as np
+
+NEIGHBOURHOODS = 8
+
+
+@numba.njit(cache=True, nogil=True)
+def derive(key, part):  # type: ignore[no-untyped-def]
+    """The key of part 0, 1, 2, ... of what a key stands for. Distinct parts of a key have distinct keys.
+
+    Both are uint64, and so is the result; either or both may be arrays, which then broadcast.
+    """
+    x = key + (part + np.uint64(1)) * np.uint64(0x9E3779B97F4A7C15)
+    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return x ^ (x >> np.uint64(31))
+
+
+@numba.njit(cache=True, nogil=True)
+def fraction(key):  # type: ignore[no-untyped-def]
+    """The number in [0, 1) of a key, or of each key of an array; 53 bits of it."""
+    return (key >> np.uint64(11)) * 2.0**-53
+
+
+@numba.njit(cache=True, nogil=True)
+def normal(key):  # type: ignore[no-untyped-def]
+    """The standard normal number of a key, or of each key of an array (Box-Muller)."""
+    radius = np.sqrt(-2.0 * np.log(1.0 - fraction(derive(key, np.uint64(0)))))
+    return radius * np.cos(2.0 * np.pi * fraction(derive(key, np.uint64(1))))
+
+
+@numba.njit(cache=True, nogil=True)
+def expert_noise(key_N, num_experts, clustering):  # type: ignore[no-untyped-def]
+    """Standard normal numbers `[N, E]` float64 for the experts of each key.
+
+    Experts are neighbours if they are in the same eighth of the ids; neighbours have correlation `clustering`.
+    """
+    noise_NE = np.empty((len(key_N), num_experts))
+    for n in range(len(key_N)):
+        _fill_noise(key_N[n], clustering, noise_NE[n])
+    return noise_NE
+
+
+@numba.njit(cache=True, nogil=True)
+def _fill_noise(key, clustering, noise_E):  # type: ignore[no-untyped-def]
+    num_experts = len(noise_E)
+    shared, own = np.sqrt(clustering), np.sqrt(1.0 - clustering)
+    neighbourhood, of_neighbourhood = -1, 0.0
+    for e in range(num_experts):
+        if e * NEIGHBOURHOODS // num_experts != neighbourhood:
+            neighbourhood = e * NEIGHBOURHOODS // num_experts
+            of_neighbourhood = normal(derive(key, np.uint64(num_experts + neighbourhood)))
+        noise_E[e] = own * normal(derive(key, np.uint64(e))) + shared * of_neighbourhood
+
+
+@numba.njit(cache=True, nogil=True)
+def draw_experts(log_popularity_PLE, profile_S, key_S, starts, clustering, deviation, ids_TLK):  # type: ignore[no-untyped-def]
+    """Write the experts of every token: top_k successive draws, without replacement, from its sequence's popularity.
+
+    A draw is one look into an alias table, made once for each sequence and layer, and is repeated if the token has the
+    expert already.
+
+    Args:
+        log_popularity_PLE: `[P, L, E]` float64, natural logarithms of P profiles of popularity, up to a constant.
+        profile_S: `[S]` int64, the profile that each sequence deviates from.
+        key_S: `[S]` uint64, each sequence's key.
+        starts: `[S + 1]` int64; sequence s owns rows `starts[s]:starts[s + 1]`.
+        clustering: correlation of neighbours' deviations, as in `expert_noise`.
+        deviation: standard deviation of a sequence's own change to the logarithms.
+        ids_TLK: `[T, L, K]` uint8 or uint16, written to. K is at most E.
+    """
+    num_experts = log_popularity_PLE.shape[2]
+    noise_E = np.zeros(num_experts)
+    limit_E = np.empty(num_experts, np.uint64)
+    alias_E = np.empty(num_experts, np.int64)
+    for s in range(len(profile_S)):
+        for layer in range(ids_TLK.shape[1]):
+            key = derive(key_S[s], np.uint64(layer))
+            if deviation > 0.0:
+                _fill_noise(derive(key, np.uint64(0)), clustering, noise_E)
+            weight_E = np.exp(log_popularity_PLE[profile_S[s], layer] + deviation * noise_E)
+            _fill_alias_table(weight_E, limit_E, alias_E)
+            ids_TK = ids_TLK[starts[s] : starts[s + 1], layer]
+            _draw_sequence(derive(key, np.uint64(1)), weight_E, limit_E, alias_E, ids_TK)
+
+
+@numba.njit(cache=True, nogil=True)
+def _draw_sequence(key, weight_E, limit_E, alias_E, ids_TK):  # type: ignore[no-untyped-def]
+    num_experts = len(weight_E)
+    taken_by_E = np.full(num_experts, -1)
+    picks = np.uint64(0)
+    for t in range(ids_TK.shape[0]):
+        for k in range(ids_TK.shape[1]):
+            # Where a few experts hold nearly all the weight, misses would cost more than a scan of the others.
+            for _ in range(num_experts):
+                pick = derive(key, picks)
+                picks += np.uint64(1)
+                expert = np.int64(((pick >> np.uint64(32)) * np.uint64(num_experts)) >> np.uint64(32))
+                if (pick & np.uint64(0xFFFFFFFF)) >= limit_E[expert]:
+                    expert = alias_E[expert]
+                if taken_by_E[expert] != t:
+                    break
+            else:
+                expert = _scan(derive(key, picks), weight_E, taken_by_E, t)
+                picks += np.uint64(1)
+            taken_by_E[expert] = t
+            ids_TK[t, k] = expert
+
+
+@numba.njit(cache=True, nogil=True)
+def _scan(pick, weight_E, taken_by_E, t):  # type: ignore[no-untyped-def]
+    """The same draw without misses: an expert that token t hasn't taken, by walking along the weights that are left."""
+    left = 0.0
+    for e in range(len(weight_E)):
+        if taken_by_E[e] != t:
+            left += weight_E[e]
+    left *= fraction(pick)
+    expert = -1
+    for e in range(len(weight_E)):
+        if taken_by_E[e] != t:
+            expert = e
+            left -= weight_E[e]
+            if left < 0.0:
+                break
+    return expert
+
+
+@numba.njit(cache=True, nogil=True)
+def _fill_alias_table(weight_E, limit_E, alias_E):  # type: ignore[no-untyped-def]
+    """Vose's alias method: place e keeps a draw below limit_E[e] (of 2**32) and passes the others to alias_E[e]."""
+    num_experts = len(weight_E)
+    height_E = weight_E * (num_experts / weight_E.sum())
+    order_E = np.empty(num_experts, np.int64)  # The short from the front, the tall from the back.
+    short, tall = 0, num_experts
+    for e in range(num_experts):
+        alias_E[e] = e
+        limit_E[e] = np.uint64(1 << 32)
+        if height_E[e] < 1.0:
+            order_E[short] = e
+            short += 1
+        else:
+            tall -= 1
+            order_E[tall] = e
+    while short > 0 and tall < num_experts:
+        short -= 1
+        low, high = order_E[short], order_E[tall]
+        limit_E[low] = np.uint64(height_E[low] * 4294967296.0)
+        alias_E[low] = high
+        height_E[high] -= 1.0 - height_E[low]
+        if height_E[high] < 1.0:
+            tall += 1
+            order_E[short] = high
+            short += 1

@@ -1,0 +1,187 @@
+"""Presets of synthetic routing: skewed as promised, valid in any shape, the same from the same seed."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from trimtab import InputError, RoutingTrace
+from trimtab.planner import pack_by_length
+from trimtab.planner.workload import max_over_mean
+from trimtab.trace import PRESETS, SkewPreset, synthesize_preset
+from trimtab.trace.counting import count_experts
+from trimtab.trace.drawing import derive, draw_experts
+
+MICRO_STEPS = 8
+
+
+def small_trace(
+    preset: str | SkewPreset = "rl-math",
+    *,
+    sequences: int = 16,
+    mean_length: int = 64,
+    layers: int = 2,
+    experts: int = 32,
+    top_k: int = 4,
+    steps: int = 1,
+    seed: int = 0,
+) -> RoutingTrace:
+    return synthesize_preset(
+        PRESETS[preset] if isinstance(preset, str) else preset,
+        num_sequences=sequences,
+        mean_length=mean_length,
+        max_length=2 * mean_length,
+        num_layers=layers,
+        num_experts=experts,
+        top_k=top_k,
+        num_steps=steps,
+        seed=seed,
+    )
+
+
+def imbalance(preset: str, ranks: int, experts: int, layers: int, seed: int) -> np.ndarray:
+    """max/mean rank load `[M, L]` of 8 micro-steps of 4,096 tokens a rank, with experts at home by id."""
+    trace = small_trace(
+        preset, sequences=ranks * MICRO_STEPS * 8, mean_length=512, layers=layers, experts=experts, top_k=8, seed=seed
+    )
+    budget = trace.num_tokens // (ranks * MICRO_STEPS) + 256
+    schedule = pack_by_length(trace.sequence_lengths, num_ranks=ranks, token_budget=budget)
+    assert schedule.num_micro_steps == MICRO_STEPS
+    counts_MLE = count_experts(trace, schedule.micro_step, MICRO_STEPS)
+    return max_over_mean(counts_MLE.reshape(MICRO_STEPS, layers, ranks, experts // ranks).sum(axis=-1))
+
+
+@pytest.mark.parametrize("seed", [0, 1, 2])
+@pytest.mark.parametrize(
+    ("preset", "ranks", "experts", "layers", "least", "most"),
+    [
+        ("rl-math", 8, 128, 8, 1.6, 2.5),
+        ("rl-math", 64, 256, 4, 2.5, 4.5),
+        ("rl-mixed", 8, 128, 8, 1.3, 1.8),
+        ("rl-mixed", 64, 256, 4, 2.0, 3.5),
+        ("uniform", 8, 128, 2, 1.0, 1.1),
+        ("uniform", 64, 256, 1, 1.0, 1.1),
+    ],
+)
+def test_presets_are_as_skewed_as_they_promise(
+    preset: str, ranks: int, experts: int, layers: int, least: float, most: float, seed: int
+) -> None:
+    assert least <= imbalance(preset, ranks, experts, layers, seed).mean() <= most
+
+
+def test_maths_puts_thirty_percent_of_a_layer_on_one_rank_of_eight() -> None:
+    ratios = imbalance("rl-math", 8, 128, 8, 0)
+    assert 0.28 < ratios.mean(axis=0).max() / 8 < 0.40
+    assert ratios.min() < 1.5
+    assert ratios.std(axis=0).mean() > 0.05, "micro-steps should fluctuate"
+
+
+def test_spikes_take_their_blocks_and_leave_the_others() -> None:
+    trace = small_trace("spike", sequences=64, mean_length=256, layers=4, experts=128, top_k=8)
+    block = np.arange(64) // 8
+    counts_BLE = np.sort(count_experts(trace, block, 8), axis=-1)[:, :, ::-1]
+    tokens_B = np.bincount(block, trace.sequence_lengths)
+    for spike, hot in ((1, 1), (3, 4), (5, 16)):
+        # Picks of hot experts, of all that tokens could pick of them.
+        assert np.all(counts_BLE[spike, :, :hot].sum(axis=-1) > 0.95 * min(hot, 8) * tokens_B[spike])
+    for calm in (0, 2, 4, 6, 7):
+        assert np.all(counts_BLE[calm, :, 0] < 0.7 * tokens_B[calm])
+
+
+def test_spikes_move_from_layer_to_layer_and_step_to_step() -> None:
+    trace = small_trace("spike", sequences=8, layers=6, experts=128, steps=2)
+    hottest = [count_experts(trace.select([s]), np.zeros(1, int), 1)[0].argmax(axis=-1) for s in (1, 9)]
+    assert len(set(hottest[0].tolist())) > 3
+    assert np.mean(hottest[0] == hottest[1]) < 0.5
+
+
+@pytest.mark.parametrize("preset", sorted(PRESETS))
+@pytest.mark.parametrize(
+    ("sequences", "experts", "top_k"),
+    [(3, 1, 1), (1, 8, 8), (9, 20, 20), (5, 257, 8), (4, 255, 1), (8, 3, 2), (0, 8, 2)],
+)
+def test_any_shape_is_valid(preset: str, sequences: int, experts: int, top_k: int) -> None:
+    trace = small_trace(preset, sequences=sequences, experts=experts, top_k=top_k, steps=2)
+    trace.check()
+    assert np.all(trace.expert_ids < experts)
+    assert (trace.num_sequences, trace.top_k) == (2 * sequences, top_k)
+    assert trace.steps.tolist() == [0] * sequences + [1] * sequences
+    assert trace.model == f"synthetic {preset}"
+
+
+def test_the_seed_fixes_everything() -> None:
+    trace, again, other = small_trace(seed=3), small_trace(seed=3), small_trace(seed=4)
+    for name in ("expert_ids", "sequence_starts", "prompt_lengths", "sequence_hashes"):
+        assert np.array_equal(getattr(trace, name), getattr(again, name))
+    assert not np.array_equal(trace.sequence_lengths, other.sequence_lengths)
+
+
+def test_random_numbers_are_our_own() -> None:
+    """A new version of numpy or numba must not change what a seed gives. The keys are splitmix64's published ones."""
+    key = np.array([0], np.uint64)
+    assert derive(key, np.array([0, 1], np.uint64)).tolist() == [0xE220A8397B1DCDAF, 0x6E789E6AA1B965F4]
+    trace = small_trace("uniform", sequences=2, mean_length=20, layers=1, experts=64)
+    assert trace.sequence(0)[:2].tolist() == [[[55, 58, 10, 63]], [[35, 42, 58, 14]]]
+
+
+def test_a_longer_trace_begins_like_a_shorter_one() -> None:
+    short, long = small_trace(steps=1), small_trace(steps=2)
+    assert np.array_equal(short.expert_ids, long.expert_ids[: short.num_tokens])
+
+
+def test_steps_share_popularity_and_no_sequences() -> None:
+    trace = small_trace(sequences=256, steps=3)
+    assert len(np.unique(trace.sequence_hashes)) == 3 * 256
+    assert np.all(trace.sequence_hashes != 0)
+    counts_PLE = count_experts(trace, trace.steps, 3)
+    for layer in range(2):
+        assert np.corrcoef(counts_PLE[:, layer]).min() > 0.9
+    assert not np.array_equal(counts_PLE[0], counts_PLE[1])
+
+
+def test_lengths_are_lognormal_within_their_bounds() -> None:
+    lengths = small_trace(sequences=2000, mean_length=100, layers=1, experts=4, top_k=1).sequence_lengths
+    assert 95 < lengths.mean() < 105
+    assert 16 <= lengths.min() < 40
+    assert lengths.max() == 200
+    assert small_trace(sequences=50, mean_length=5).sequence_lengths.min() == 5
+
+
+def test_a_seventh_of_a_sequence_is_prompt() -> None:
+    trace = small_trace(sequences=100, mean_length=200)
+    assert np.all(trace.prompt_lengths >= 1)
+    assert trace.prompt_lengths.sum() == pytest.approx(0.15 * trace.num_tokens, rel=0.02)
+    assert np.all(small_trace(mean_length=2).prompt_lengths == 1)
+
+
+@pytest.mark.parametrize("steepness", [0.0, 1.0, 8.0])
+def test_drawing_equals_gumbel_top_k(steepness: float) -> None:
+    """The kernel and a draw without replacement in plain numpy pick every expert equally often.
+
+    At the greatest steepness most picks are misses, so that tokens finish with scans.
+    """
+    tokens, experts, top_k = 40_000, 12, 4
+    log_popularity_E = -steepness * np.arange(experts)
+    ids_TLK = np.empty((tokens, 1, top_k), np.uint8)
+    starts = np.array([0, tokens])
+    draw_experts(log_popularity_E[None, None], np.zeros(1, np.int64), np.ones(1, np.uint64), starts, 0.0, 0.0, ids_TLK)
+    noisy_TE = np.random.default_rng(0).gumbel(size=(tokens, experts)) + log_popularity_E
+    expected_TK = np.argsort(-noisy_TE, axis=1)[:, :top_k]
+    for place in range(top_k):
+        drawn, expected = (np.bincount(ids[:, place], minlength=experts) for ids in (ids_TLK[:, 0], expected_TK))
+        assert np.abs(drawn - expected).max() < 5 * np.sqrt(tokens / 2)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"top_k": 33}, "top_k is 33; it should be 1 to the number of experts, 32"),
+        ({"experts": 70_000}, "num_experts is 70000"),
+        ({"mean_length": 0}, "the mean length is 0"),
+        ({"seed": 1 << 64}, "it should be 0 to 2"),
+        ({"seed": -1}, "the seed is -1"),
+    ],
+)
+def test_impossible_arguments_are_refused(change: dict[str, int], message: str) -> None:
+    with pytest.raises(InputError, match=message):
+        small_trace(**change)  # type: ignore[arg-type]
