@@ -64,7 +64,7 @@ def test_plan_shows_the_balance_before_and_after(
 ) -> None:
     out = ["--json", str(tmp_path / "plan.json"), "-o", str(tmp_path / "plan.npz"), "--model", str(config_file)]
     assert main(["plan", str(trace_file), "--ranks", "4", "--token-budget", "512", *out]) == 0
-    assert "at home" in capsys.readouterr().out
+    assert "static" in capsys.readouterr().out
     figures = json.loads((tmp_path / "plan.json").read_text())
     assert figures["max_over_mean_after"]["mean"] < 1.05 < figures["max_over_mean_before"]["mean"]
     assert figures["weight_bytes_per_micro_step"] == figures["replicas"] * 3 * 128 * 64 * 2 / figures["micro_steps"]

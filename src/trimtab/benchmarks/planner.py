@@ -16,7 +16,7 @@ from rich.table import Table
 from trimtab.benchmarks.situation import LONGEST, MICRO_STEPS, SLACK, TOKENS_PER_RANK, Situation, build_situation
 from trimtab.cluster import QWEN3_30B, CostModel
 from trimtab.planner import Placement, PlanSettings, Schedule, StepPlan, Workload, plan_step
-from trimtab.planner.bounds import fewest_replicas, load_bound
+from trimtab.planner.bounds import evenly_spread, fewest_replicas, gap_to_bound
 from trimtab.planner.grouping import group_by_routing
 from trimtab.planner.layer_plan import plan_layer
 from trimtab.planner.placement import place_experts
@@ -127,7 +127,7 @@ def _case(situation: Situation, name: str, slots: int, equal_terms: bool, sample
         "plan_s": plan_s,
         "max_over_mean_mean": float(ratios.mean()),
         "max_over_mean_p99": float(np.percentile(ratios, 99)),
-        "gap_to_bound_mean": None if policy.traits.ideal else _gap(plan, workload, sampled),
+        "gap_to_bound_mean": None if policy.traits.ideal else gap_to_bound(plan, workload, sampled),
         "slots_used": plan.slots_per_rank,
         "replicas_per_instance": plan.num_replicas / instances,
         "far_replicas_per_instance": float(prediction.far_ML.mean()),
@@ -157,23 +157,6 @@ def kernel_us(plan: StepPlan, workload: Workload, settings: PlanSettings) -> flo
             )
             per_layer.append((time.perf_counter() - start) / plan.num_micro_steps)
     return statistics.median(per_layer) * 1e6
-
-
-def _gap(plan: StepPlan, workload: Workload, sampled: int) -> float:
-    """Busiest rank over the LP bound for the plan's homes and slots, minus 1: the mean of evenly spread instances."""
-    loads_IR = plan.rank_loads(workload).reshape(-1, plan.num_ranks)
-    gaps = []
-    for instance in _spread(len(loads_IR), sampled):
-        micro_step, layer = divmod(instance, plan.num_layers)
-        counts_E = workload.token_counts_MLRE[micro_step, layer].sum(axis=0, dtype=np.int64)
-        bound = load_bound(counts_E, plan.home[layer], plan.num_ranks, plan.slots_per_rank)
-        gaps.append(loads_IR[instance].max() / max(bound, 1.0) - 1)
-    return float(np.mean(gaps))
-
-
-def _spread(count: int, sampled: int) -> list[int]:
-    """Up to `sampled` different indices below `count`, evenly spread, over odd strides so that layers take turns."""
-    return sorted({int(i) for i in np.linspace(0, count - 1, min(sampled, count)).round()})
 
 
 def _schedule_figures(situation: Situation) -> list[dict[str, Any]]:
@@ -227,7 +210,7 @@ def _milp_figures(situation: Situation, homes: str, sampled: int) -> dict[str, A
     plan = plan_step(workload, situation.schedule, placement, situation.cluster(2), settings)
     loads_IR = plan.rank_loads(workload).reshape(-1, plan.num_ranks)
     ours = fewest = solved = 0
-    for instance in _spread(len(loads_IR), sampled):
+    for instance in evenly_spread(len(loads_IR), sampled):
         micro_step, layer = divmod(instance, plan.num_layers)
         counts_E = workload.token_counts_MLRE[micro_step, layer].sum(axis=0, dtype=np.int64)
         limit = int(counts_E.sum() * MILP_THRESHOLD / plan.num_ranks)

@@ -15,10 +15,16 @@ from trimtab.cli.options import positive, whole, write_json
 from trimtab.cluster import ClusterSpec, ModelSpec
 from trimtab.errors import InputError
 from trimtab.planner import Placement, SequenceCounts, Workload, pack_by_length
-from trimtab.policies import POLICIES, look
+from trimtab.planner.bounds import gap_to_bound
+from trimtab.planner.prediction import cross_node_rows
+from trimtab.planner.step_plan import HOST, StepPlan
+from trimtab.policies import POLICIES, Policy, View, look
 from trimtab.report.tables import balance_tables, facts
 from trimtab.simulator import expert_time, summarise_balance
 from trimtab.trace import RoutingTrace, read_trace
+
+# Instances whose bound is solved.
+SAMPLED = 16
 
 
 def add(commands: Any) -> None:
@@ -47,21 +53,30 @@ def run(options: argparse.Namespace) -> None:
     cluster = ClusterSpec(options.ranks, options.ranks_per_node or options.ranks, options.slots)
     trace = _one_step(read_trace(options.trace), options.step, options.trace)
     model = _model(options.model, trace, options.trace)
-    schedule = pack_by_length(trace.sequence_lengths, num_ranks=cluster.ranks, token_budget=options.token_budget)
     policy = POLICIES[options.policy]
-    placement = Placement.contiguous(trace.num_layers, trace.num_experts, cluster.ranks)
+    homes = Placement.contiguous(trace.num_layers, trace.num_experts, cluster.ranks)
+    few = trace.select(np.arange(min(trace.num_sequences, cluster.ranks)))
+    _plan(policy, SequenceCounts.from_trace(few), homes, cluster, options.token_budget)  # compiles
     start = time.perf_counter()
     sequences = SequenceCounts.from_trace(trace)
-    workload = Workload.from_sequences(sequences, schedule)
     counted = time.perf_counter()
-    plan = policy.plan(look(policy, sequences, schedule, placement, cluster, token_budget=options.token_budget))
+    view, plan = _plan(policy, sequences, homes, cluster, options.token_budget)
     planned = time.perf_counter()
-    plan.check(workload)
-    loads_before, loads_after = workload.home_loads(plan.home), plan.rank_loads(workload)
-    before, after = summarise_balance(loads_before), summarise_balance(loads_after)
+    before, after = Workload.from_sequences(sequences, view.schedule), Workload.from_sequences(sequences, plan.schedule)
+    plan.check(after)
+    loads_before, loads_after = before.home_loads(homes.home), plan.rank_loads(after)
+    balance_before, balance_after = summarise_balance(loads_before), summarise_balance(loads_after)
     saved = 1 - expert_time(loads_after) / max(1, expert_time(loads_before))
     instances = plan.num_micro_steps * plan.num_layers
     microseconds = (planned - counted) / instances * 1e6
+    gap = gap_to_bound(plan, after, SAMPLED)
+    near_moves, far_moves = (int(part.sum()) for part in homes.moves(plan.placement, cluster.ranks_per_node))
+    far = int(np.count_nonzero(plan.replica_paths == HOST))
+    rows_total = max(1, int(after.token_counts_MLRE.sum()))
+    crossing = [
+        int(cross_node_rows(each, load).sum()) / rows_total
+        for each, load in ((POLICIES["static"].plan(view), before), (plan, after))
+    ]
     moved = plan.num_replicas * model.expert_bytes / plan.num_micro_steps if model else None
     console = Console(highlight=False)
     rows = [
@@ -69,17 +84,20 @@ def run(options: argparse.Namespace) -> None:
         ("cluster", f"{cluster.ranks} ranks, {cluster.ranks_per_node} a node, {cluster.slots_per_rank} slots a rank"),
         ("schedule", f"{plan.num_micro_steps} micro-steps of up to {options.token_budget:,} tokens a rank"),
         ("expert time saved", f"{saved:.1%} (tokens of the busiest rank, summed over instances)"),
-        ("replicas", f"{plan.num_replicas:,}, {plan.num_replicas / instances:.2f} an instance"),
+        ("gap to the bound", f"{gap:.2%} (busiest rank over the least for these homes and slots, {SAMPLED} instances)"),
+        ("replicas", f"{plan.num_replicas:,}, {plan.num_replicas / instances:.2f} an instance, {far:,} on other nodes"),
+        ("homes moved", f"{near_moves:,} inside a node, {far_moves:,} to another"),
+        ("rows between nodes", f"{crossing[0]:.1%} before, {crossing[1]:.1%} planned"),
         ("counting", f"{counted - start:.3f} s"),
         ("planning", f"{planned - counted:.3f} s, {microseconds:.0f} us an instance"),
         ("plan", plan.hash),
     ]
     if moved is not None:
-        rows.insert(5, ("weights moved", f"{moved / 1e6:,.1f} MB a micro-step, all ranks together"))
+        rows.insert(6, ("weights moved", f"{moved / 1e6:,.1f} MB a micro-step, all ranks together"))
     if not plan.plannable.all():
         rows.append(("unplanned", f"{np.count_nonzero(~plan.plannable)} micro-steps, since routes are missing"))
     console.print(facts(rows, f"{options.trace}, step {trace.steps[0]}, policy {options.policy}"))
-    console.print(balance_tables(trace, workload, plan, before, after))
+    console.print(balance_tables(trace, loads_before, loads_after))
     if options.output:
         plan.save(options.output)
     if options.json:
@@ -93,9 +111,14 @@ def run(options: argparse.Namespace) -> None:
                 "cluster": asdict(cluster),
                 "token_budget": options.token_budget,
                 "micro_steps": plan.num_micro_steps,
-                "max_over_mean_before": asdict(before),
-                "max_over_mean_after": asdict(after),
+                "max_over_mean_before": asdict(balance_before),
+                "max_over_mean_after": asdict(balance_after),
                 "expert_time_saved": saved,
+                "gap_to_bound_mean": gap,
+                "moved_homes": near_moves + far_moves,
+                "far_replicas": far,
+                "cross_node_token_fraction_before": crossing[0],
+                "cross_node_token_fraction": crossing[1],
                 "replicas": plan.num_replicas,
                 "replicas_per_instance": plan.num_replicas / instances,
                 "weight_bytes_per_micro_step": moved,
@@ -105,6 +128,14 @@ def run(options: argparse.Namespace) -> None:
                 "plan_hash": plan.hash,
             },
         )
+
+
+def _plan(
+    policy: Policy, sequences: SequenceCounts, homes: Placement, cluster: ClusterSpec, token_budget: int
+) -> tuple[View, StepPlan]:
+    schedule = pack_by_length(sequences.lengths, num_ranks=cluster.ranks, token_budget=token_budget)
+    view = look(policy, sequences, schedule, homes, cluster, token_budget=token_budget)
+    return view, policy.plan(view)
 
 
 def _one_step(trace: RoutingTrace, step: int | None, path: Path) -> RoutingTrace:

@@ -10,6 +10,8 @@ from dataclasses import dataclass
 import highspy
 import numpy as np
 
+from trimtab.planner.step_plan import StepPlan
+from trimtab.planner.workload import Workload
 from trimtab.trace.routing import Array
 
 
@@ -42,6 +44,23 @@ def load_bound(counts_E: Array, home_E: Array, num_ranks: int, slots: int) -> fl
         mine = np.flatnonzero(pairs.experts == expert)
         program.at_most(mine, np.ones(len(mine)), counts_E[expert])
     return program.solve()
+
+
+def gap_to_bound(plan: StepPlan, workload: Workload, sampled: int) -> float:
+    """Busiest rank over `load_bound` for the plan's homes and slots, minus 1: the mean of evenly spread instances."""
+    loads_IR = plan.rank_loads(workload).reshape(-1, plan.num_ranks)
+    gaps = []
+    for instance in evenly_spread(len(loads_IR), sampled):
+        micro_step, layer = divmod(instance, plan.num_layers)
+        counts_E = workload.token_counts_MLRE[micro_step, layer].sum(axis=0, dtype=np.int64)
+        bound = load_bound(counts_E, plan.home[layer], plan.num_ranks, plan.slots_per_rank)
+        gaps.append(loads_IR[instance].max() / max(bound, 1.0) - 1)
+    return float(np.mean(gaps))
+
+
+def evenly_spread(count: int, sampled: int) -> list[int]:
+    """Up to `sampled` different indices below `count`, evenly spread."""
+    return sorted({int(index) for index in np.linspace(0, count - 1, min(sampled, count)).round()})
 
 
 def fewest_replicas(

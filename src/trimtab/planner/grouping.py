@@ -19,6 +19,8 @@ from trimtab.trace.routing import Array
 
 NEIGHBOURS = 48
 SWAPS_PER_SEQUENCE = 800
+# No more tries than look at this many loads, of a layer and rank, so that large steps are searched in a second or two.
+MOST_LOADS = 1 << 29
 # Layers are left out, evenly, where rows by sequence, layer and rank would be more than this many.
 MOST_ROWS = 1 << 26
 # The search ends within this part of the least that any grouping could reach.
@@ -60,10 +62,12 @@ def group_by_routing(
     order = np.lexsort((np.arange(len(place_S)), sequences.lengths, mini_batch_S))
     first_S = np.searchsorted(mini_batch_S[order], mini_batch_S[order], side="left")
     last_S = np.searchsorted(mini_batch_S[order], mini_batch_S[order], side="right")
+    tries = min(swaps_per_sequence * len(order), MOST_LOADS // (rows_SLR.shape[1] * num_ranks))
+    least = _least(rows_SLR, work_S, mini_batch_S, num_ranks)
+    num_places = packed.num_micro_steps * packed.num_ranks
     place_S = _swap(
-        rows_SLR, sequences.lengths, work_S, place_S, packed.num_micro_steps * packed.num_ranks, num_ranks,
-        token_budget, order, first_S, last_S, swaps_per_sequence * len(order),
-        _least(rows_SLR, work_S, mini_batch_S, num_ranks),
+        rows_SLR, sequences.lengths, work_S, place_S, num_places, num_ranks, token_budget, order, first_S, last_S,
+        tries, least,
     )  # fmt: skip
     return replace(
         packed,

@@ -8,11 +8,11 @@ Which taker, and how many tokens, decide how far a slot goes:
 * **fill**: the same taker, but filled to the threshold. The giver may end below it, where it is a taker itself, with
   its own slots. No room is lost to a used slot, so that a single slot a rank is nearly always enough.
 
-A taker on the giver's own node comes first, since weights travel fast inside a node; it may even take only a part,
+A taker on the giver's own node comes first, since weights travel fast inside a node. It may even take only a part,
 unless the whole node has too much, so that something must leave it anyway. Fitting needs the fewest replicas and
-filling reaches the lowest load; filling is tried where fitting falls short, and a higher threshold where both do. In the end
-every replica's share is moved towards equal loads of its two ranks, which costs nothing. (Our own; LLEP and UltraEP
-spill in the same spirit, without filling or levelling.)
+filling reaches the lowest load; filling is tried where fitting falls short, and a higher threshold where both do. In
+the end every replica's share is moved towards equal loads of its two ranks, which costs nothing. (Our own; LLEP and
+UltraEP spill in the same spirit, without filling or levelling.)
 """
 
 from __future__ import annotations

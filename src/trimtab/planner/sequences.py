@@ -30,15 +30,15 @@ class SequenceCounts:
         """Count every sequence of a trace on its own."""
         lengths = trace.sequence_lengths
         dtype = np.uint16 if lengths.max(initial=0) < 1 << 16 else np.int32
-        unknown_T = (trace.expert_ids[:, :, 0] == trace.no_route).any(axis=1)
-        routed = np.ones(trace.num_sequences, bool)
-        routed[np.repeat(np.arange(trace.num_sequences), lengths)[unknown_T]] = False
         counts_SLE = count_experts(trace, np.arange(trace.num_sequences), trace.num_sequences, dtype)
-        return cls(counts_SLE, lengths, routed)
+        routed_SL = counts_SLE.sum(axis=2, dtype=np.int64) == lengths[:, None] * trace.top_k
+        return cls(counts_SLE, lengths, routed_SL.all(axis=1))
 
     @classmethod
     def concatenate(cls, parts: Sequence[SequenceCounts]) -> SequenceCounts:
         """The sequences of several parts, one after another."""
+        if len(parts) == 1:
+            return parts[0]
         return cls(
             np.concatenate([part.counts_SLE for part in parts]),
             np.concatenate([part.lengths for part in parts]),

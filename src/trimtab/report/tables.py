@@ -8,10 +8,10 @@ import numpy as np
 from rich.console import Group, RenderableType
 from rich.table import Table
 
-from trimtab.planner import StepPlan, Workload
 from trimtab.planner.workload import max_over_mean
-from trimtab.simulator import Balance
+from trimtab.simulator import summarise_balance
 from trimtab.trace import RoutingTrace
+from trimtab.trace.routing import Array
 from trimtab.trace.statistics import LayerSkew
 
 SHOWN_LAYERS = 5
@@ -42,20 +42,18 @@ def skew_table(trace: RoutingTrace, skew: LayerSkew) -> Table:
     return table
 
 
-def balance_tables(
-    trace: RoutingTrace, workload: Workload, plan: StepPlan, before: Balance, after: Balance
-) -> RenderableType:
-    """max/mean before and after planning: over all instances, and for the layers that gain most."""
+def balance_tables(trace: RoutingTrace, before_MLR: Array, after_MLR: Array) -> RenderableType:
+    """max/mean of rank loads before and after planning: over all instances, and for the layers that gain most."""
     table = Table(title="Rank load, max / mean over instances", title_justify="left", title_style="bold")
     table.add_column("")
     for column in ("mean", "p50", "p99", "max"):
         table.add_column(column, justify="right")
-    for name, balance in (("at home", before), ("planned", after)):
+    for name, loads_MLR in (("static", before_MLR), ("planned", after_MLR)):
+        balance = summarise_balance(loads_MLR)
         table.add_row(name, *(f"{value:.3f}" for value in (balance.mean, balance.p50, balance.p99, balance.max)))
-    before_L = max_over_mean(workload.home_loads(plan.home)).mean(axis=0)
-    after_L = max_over_mean(plan.rank_loads(workload)).mean(axis=0)
+    before_L, after_L = max_over_mean(before_MLR).mean(axis=0), max_over_mean(after_MLR).mean(axis=0)
     layers = Table(title="Layers that gain most", title_justify="left", title_style="bold")
-    for column in ("decoder layer", "at home", "planned"):
+    for column in ("decoder layer", "static", "planned"):
         layers.add_column(column, justify="right")
     for layer in np.argsort(after_L - before_L, kind="stable")[:SHOWN_LAYERS]:
         layers.add_row(str(trace.layer_indices[layer]), f"{before_L[layer]:.3f}", f"{after_L[layer]:.3f}")

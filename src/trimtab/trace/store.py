@@ -16,7 +16,8 @@ from trimtab.errors import InputError
 from trimtab.trace.routing import RoutingTrace, id_dtype
 
 FORMAT = "trimtab-routing-1"
-ROW_GROUP_BYTES = 64 << 20
+ROW_GROUP_BYTES = 16 << 20
+IDS = "expert_ids"
 
 _SCHEMA = pa.schema(
     [
@@ -67,7 +68,7 @@ def write_trace(trace: RoutingTrace, path: str | os.PathLike[str]) -> None:
 
 
 def read_trace(path: str | os.PathLike[str]) -> RoutingTrace:
-    """Read a trace written by `write_trace`, and check it.
+    """Read a trace written by `write_trace`, and check it. Beside the trace, memory holds one row group at a time.
 
     Raises:
         InputError: one line that names the file, if it is missing, not Parquet, not a trace, or damaged.
@@ -76,46 +77,59 @@ def read_trace(path: str | os.PathLike[str]) -> RoutingTrace:
     if not path.is_file():
         raise InputError(f"{path}: no such file; expected a routing trace (.parquet)")
     try:
-        trace = _from_table(pq.read_table(path))
+        with pq.ParquetFile(path) as file:
+            trace = _read(file)
         trace.check()
     except InputError as error:
         raise InputError(f"{path}: {error}") from None
-    except (pa.ArrowException, OSError, ValueError) as error:
+    except (pa.ArrowException, MemoryError, OSError, ValueError) as error:
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
         raise InputError(f"{path}: not a readable Parquet file ({reason})") from None
     return trace
 
 
-def _from_table(table: pa.Table) -> RoutingTrace:
-    header = _header(table.schema.metadata or {})
-    missing = [field.name for field in _SCHEMA if field.name not in table.column_names]
+def _read(file: pq.ParquetFile) -> RoutingTrace:
+    header = _header(file.schema_arrow.metadata or {})
+    missing = [field.name for field in _SCHEMA if field.name not in file.schema_arrow.names]
     if missing:
         raise InputError(f"a routing trace should have the column {missing[0]!r}")
-    table = table.select(_SCHEMA.names).cast(_SCHEMA)
-    table.validate(full=True)
     num_experts, top_k = header["num_experts"], header["top_k"]
     layers = np.asarray(header["layer_indices"], np.int32)
-    lengths = table["num_tokens"].to_numpy()
-    dtype = id_dtype(num_experts).newbyteorder("<")
-    blocks = [np.frombuffer(value.as_buffer(), np.uint8) for value in table["expert_ids"].combine_chunks()]
-    token_bytes = len(layers) * top_k * dtype.itemsize
-    for row, (block, length) in enumerate(zip(blocks, lengths, strict=True)):
-        if length < 0 or len(block) != length * token_bytes:
-            raise InputError(
-                f"sequence {row} holds {len(block)} bytes of expert ids; {length} tokens x {len(layers)} layers x "
-                f"top-{top_k} need {length * token_bytes}"
-            )
-    joined = np.concatenate(blocks) if blocks else np.empty(0, np.uint8)
+    facts = _columns(file.read([field.name for field in _SCHEMA if field.name != IDS]))
+    lengths = facts["num_tokens"].to_numpy().astype(np.int64)
+    if lengths.min(initial=0) < 0:
+        raise InputError(f"sequence {int(lengths.argmin())} claims {lengths.min()} tokens")
+    starts = np.concatenate([[0], np.cumsum(lengths)])
+    ids_TLK = np.empty((int(starts[-1]), len(layers), top_k), id_dtype(num_experts))
+    row = 0
+    for group in range(file.num_row_groups):
+        for value in _columns(file.read_row_group(group, [IDS]))[IDS]:
+            block, length = np.frombuffer(value.as_buffer(), np.uint8), lengths[row]
+            ids = ids_TLK[starts[row] : starts[row + 1]]
+            if len(block) != ids.nbytes:
+                raise InputError(
+                    f"sequence {row} holds {len(block)} bytes of expert ids; {length} tokens x {len(layers)} layers x "
+                    f"top-{top_k} need {ids.nbytes}"
+                )
+            ids[:] = block.view(ids.dtype.newbyteorder("<")).reshape(ids.shape)
+            row += 1
     return RoutingTrace(
-        expert_ids=joined.view(dtype).astype(id_dtype(num_experts), copy=False).reshape(-1, len(layers), top_k),
-        sequence_starts=np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)]),
-        prompt_lengths=table["prompt_length"].to_numpy(),
-        steps=table["step"].to_numpy(),
-        sequence_hashes=table["sequence_hash"].to_numpy(),
+        expert_ids=ids_TLK,
+        sequence_starts=starts,
+        prompt_lengths=facts["prompt_length"].to_numpy(),
+        steps=facts["step"].to_numpy(),
+        sequence_hashes=facts["sequence_hash"].to_numpy(),
         layer_indices=layers,
         num_experts=num_experts,
         model=header["model"],
     )
+
+
+def _columns(table: pa.Table) -> pa.Table:
+    """The table in our types, every value checked."""
+    table = table.cast(pa.schema([_SCHEMA.field(name) for name in table.column_names]))
+    table.validate(full=True)
+    return table
 
 
 def _header(metadata: Mapping[bytes, bytes]) -> dict[str, Any]:
