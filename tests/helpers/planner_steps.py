@@ -1,0 +1,200 @@
+"""Random inputs of the planner, from one instance up to whole steps with odd sizes and holes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+from hypothesis import strategies as st
+
+from helpers import planner_twins as twins
+from trimtab import ClusterSpec, Placement, Schedule, StepPlan, Workload
+from trimtab.planner import Planner, PlanSettings, SequenceCounts, plan_sequences
+from trimtab.planner.replicas import place_replicas
+from trimtab.trace import RoutingTrace
+from trimtab.trace.routing import Array
+
+
+def random_homes(rng: np.random.Generator, layers: int, experts: int, ranks: int) -> Placement:
+    """Any homes `[L, E]` with as many experts on every rank."""
+    home_E = np.repeat(np.arange(ranks), experts // ranks).astype(np.int16)
+    return Placement(np.stack([rng.permutation(home_E) for _ in range(layers)]))
+
+
+def per_nodes(ranks: int) -> st.SearchStrategy[int]:
+    """Ranks per node that make whole nodes."""
+    return st.sampled_from([d for d in range(1, ranks + 1) if ranks % d == 0])
+
+
+@dataclass(frozen=True, eq=False)
+class Instance:
+    """What one call of `place_replicas` is given."""
+
+    counts_RE: Array
+    home_E: Array
+    per_node: int
+    slots: int
+    threshold_load: int
+    smallest_share: int
+
+    @property
+    def ranks(self) -> int:
+        return len(self.counts_RE)
+
+    @property
+    def counts_E(self) -> Array:
+        return self.counts_RE.sum(axis=0, dtype=np.int64)
+
+    def replicas(self) -> list[tuple[int, int, int]]:
+        """Expert, rank and tokens of every replica that the kernel places."""
+        by_home = np.argsort(self.home_E, kind="stable")
+        starts = np.searchsorted(self.home_E[by_home], np.arange(self.ranks + 1))
+        replicas_3P = np.empty((3, self.ranks * self.slots), np.int64)
+        count = place_replicas(
+            self.counts_E, self.home_E, by_home, starts, self.per_node, self.slots, self.threshold_load,
+            self.smallest_share, replicas_3P,
+        )  # fmt: skip
+        return [(int(e), int(r), int(t)) for e, r, t in replicas_3P[:, :count].T]
+
+    def loads(self, replicas: list[tuple[int, int, int]]) -> Array:
+        """Tokens `[R]` that each rank computes."""
+        loads_R = np.bincount(self.home_E, self.counts_E, self.ranks).astype(np.int64)
+        for expert, rank, tokens in replicas:
+            loads_R[self.home_E[expert]] -= tokens
+            loads_R[rank] += tokens
+        return loads_R
+
+
+def random_instance(
+    rng: np.random.Generator, *, ranks: int, experts_per_rank: int, per_node: int, slots: int, tokens: int,
+    threshold: float, smallest_share: int,
+) -> Instance:  # fmt: skip
+    """Skewed counts of about `tokens` a source rank, some experts empty."""
+    experts = ranks * experts_per_rank
+    weights_E = np.exp(rng.gumbel(size=experts) * rng.uniform(0, 2)) * (rng.random(experts) < 0.8)
+    weights_E[rng.integers(experts)] += 1e-9
+    counts_RE = rng.multinomial(tokens, weights_E / weights_E.sum(), size=ranks).astype(np.int32)
+    home_E = random_homes(rng, 1, experts, ranks).home[0]
+    threshold_load = int(counts_RE.sum() * threshold // ranks)
+    return Instance(counts_RE, home_E, per_node, slots, threshold_load, smallest_share)
+
+
+@st.composite
+def instances(draw: st.DrawFn, *, max_tokens: int = 4000) -> Instance:
+    """Instances of one to eight ranks."""
+    ranks = draw(st.integers(1, 8))
+    return random_instance(
+        np.random.default_rng(draw(st.integers(0, 2**32))),
+        ranks=ranks,
+        experts_per_rank=draw(st.integers(1, 6)),
+        per_node=draw(per_nodes(ranks)),
+        slots=draw(st.integers(0, 3)),
+        tokens=draw(st.integers(0, max_tokens)),
+        threshold=draw(st.sampled_from([0.8, 1.0, 1.005, 1.1, 1.5])),
+        smallest_share=draw(st.sampled_from([1, 2, 16, 100])),
+    )
+
+
+@dataclass(frozen=True, eq=False)
+class Step:
+    """What `plan_sequences` is given."""
+
+    trace: RoutingTrace
+    placement: Placement
+    cluster: ClusterSpec
+    groups: int
+    token_budget: int
+    mini_batch: Array
+    settings: PlanSettings
+
+    @property
+    def sequences(self) -> SequenceCounts:
+        return SequenceCounts.from_trace(self.trace)
+
+    def plan(self, **changes: Any) -> tuple[Schedule, Placement, tuple[StepPlan, ...]]:
+        """Plan it, with some arguments of `plan_sequences` changed."""
+        values: dict[str, Any] = {
+            "sequences": self.sequences,
+            "placement": self.placement,
+            "cluster": self.cluster,
+            "token_budget": self.token_budget,
+            "mini_batch": self.mini_batch,
+            "groups": self.groups,
+            "settings": self.settings,
+        }
+        return plan_sequences(**values | changes)
+
+    def planner(self) -> Planner:
+        """A planner for it; nothing is added yet."""
+        return Planner(self.cluster, self.placement, groups=self.groups, settings=self.settings)
+
+    def workloads(self, schedule: Schedule) -> list[Workload]:
+        """The load of each group, counted by the twin."""
+        groups = [schedule.of_group(group, self.cluster.ranks) for group in range(self.groups)]
+        return [twins.workload(self.sequences.select(mine), part) for mine, part in groups]
+
+
+def skewed_trace(
+    rng: np.random.Generator, *, sequences: int, layers: int, experts: int, top_k: int, max_length: int = 40
+) -> RoutingTrace:
+    """Some experts hot, some empty; each sequence has its own taste."""
+    empty_LE = rng.random((layers, experts)).argsort(axis=1) >= max(top_k, experts - 2)
+    skew_LE = rng.gumbel(size=(layers, experts)) * rng.uniform(0, 2) - 1e9 * empty_LE
+    ids = []
+    for _ in range(sequences):
+        taste_LE = rng.gumbel(size=(layers, experts)) * rng.uniform(0, 2)
+        scores_TLE = rng.gumbel(size=(rng.integers(1, max_length + 1), layers, experts)) + skew_LE + taste_LE
+        ids.append(np.argsort(-scores_TLE, axis=-1)[:, :, :top_k])
+    return RoutingTrace.from_sequences(ids, num_experts=experts)
+
+
+def with_missing_routes(rng: np.random.Generator, trace: RoutingTrace) -> RoutingTrace:
+    """The same trace, but one in eight sequences lacks one route of one layer."""
+    ids_TLK = trace.expert_ids.copy()
+    for s in np.flatnonzero(rng.random(trace.num_sequences) < 0.125):
+        token = rng.integers(trace.sequence_starts[s], trace.sequence_starts[s + 1])
+        ids_TLK[token, rng.integers(trace.num_layers)] = trace.no_route
+    return replace(trace, expert_ids=ids_TLK)
+
+
+@st.composite
+def steps(draw: st.DrawFn, *, one_node: bool = False) -> Step:
+    """Whole steps: 1 to 8 ranks and 1 to 3 groups, down to one expert a rank, one sequence, top-1 and no slots."""
+    rng = np.random.default_rng(draw(st.integers(0, 2**32)))
+    ranks = draw(st.sampled_from([1, 2, 3, 4, 5, 6, 8]))
+    experts = ranks * draw(st.integers(1, 5))
+    layers, sequences = draw(st.integers(1, 3)), draw(st.sampled_from([1, 2, 5, 12, 25]))
+    trace = skewed_trace(
+        rng, sequences=sequences, layers=layers, experts=experts, top_k=draw(st.integers(1, min(4, experts)))
+    )
+    if draw(st.booleans()):
+        trace = with_missing_routes(rng, trace)
+    longest = int(trace.sequence_lengths.max())
+    return Step(
+        trace=trace,
+        placement=random_homes(rng, layers, experts, ranks),
+        cluster=ClusterSpec(ranks, ranks if one_node else draw(per_nodes(ranks)), draw(st.integers(0, 3))),
+        groups=draw(st.integers(1, 3)),
+        token_budget=longest + draw(st.sampled_from([0, 0, 10, 1000])),
+        mini_batch=rng.integers(0, draw(st.integers(1, 3)), sequences),
+        settings=PlanSettings(draw(st.sampled_from([1.0, 1.005, 1.2])), draw(st.sampled_from([1, 8, 128]))),
+    )
+
+
+def steady_step(
+    seed: int, *, ranks: int = 4, per_node: int = 2, experts: int = 8, slots: int = 2, groups: int = 1, top_k: int = 2,
+    sequences: int = 24, max_length: int = 40, settings: PlanSettings | None = None,
+) -> Step:  # fmt: skip
+    """One step of given sizes with two mini-batches and two layers, the same for the same seed."""
+    rng = np.random.default_rng(seed)
+    trace = skewed_trace(rng, sequences=sequences, layers=2, experts=experts, top_k=top_k, max_length=max_length)
+    return Step(
+        trace=trace,
+        placement=random_homes(rng, 2, experts, ranks),
+        cluster=ClusterSpec(ranks, per_node, slots),
+        groups=groups,
+        token_budget=2 * int(trace.sequence_lengths.max()),
+        mini_batch=np.arange(sequences) % min(2, sequences),
+        settings=settings or PlanSettings(1.0, 4),
+    )

@@ -1,0 +1,298 @@
+"""The planner's kernels again in plain Python, as their docstrings describe them: slow, obvious, independent."""
+
+from __future__ import annotations
+
+from collections import Counter
+from fractions import Fraction
+from itertools import product
+
+import numpy as np
+
+from trimtab import Placement, Schedule, StepPlan, Workload
+from trimtab.planner import SequenceCounts
+from trimtab.trace import RoutingTrace
+from trimtab.trace.routing import Array
+
+Replica = tuple[int, int, int]
+"""Expert, rank, tokens."""
+
+
+def count_experts(trace: RoutingTrace, group_of_sequence: Array, num_groups: int) -> Array:
+    """Counts `[G, L, E]`, one id at a time."""
+    counts_GLE = np.zeros((num_groups, trace.num_layers, trace.num_experts), np.int64)
+    for s, group in enumerate(group_of_sequence):
+        for (_, layer, _), expert in np.ndenumerate(trace.sequence(s)):
+            if expert != trace.no_route:
+                counts_GLE[group, layer, expert] += 1
+    return counts_GLE
+
+
+def workload(sequences: SequenceCounts, schedule: Schedule) -> Workload:
+    """The load of a schedule, one sequence at a time."""
+    shape = (schedule.num_micro_steps, sequences.num_layers, schedule.num_ranks, sequences.num_experts)
+    counts_MLRE = np.zeros(shape, np.int64)
+    plannable = np.ones(schedule.num_micro_steps, bool)
+    for s, (micro_step, rank) in enumerate(zip(schedule.micro_step, schedule.rank, strict=True)):
+        counts_MLRE[micro_step, :, rank, :] += sequences.counts_SLE[s]
+        plannable[micro_step] &= sequences.routed[s]
+    return Workload(counts_MLRE, plannable)
+
+
+def place_replicas(
+    counts_E: Array, home_E: Array, num_ranks: int, per_node: int, slots: int, threshold_load: int, smallest: int
+) -> list[Replica]:
+    """Ask for the threshold; where that fails, search by halves for the lowest load that can be reached."""
+    loads = _loads(counts_E, home_E, num_ranks, [])
+    best, chosen = max(loads), list[Replica]()
+    if best <= threshold_load or slots == 0:
+        return []
+    low = target = threshold_load
+    for _ in range(6):
+        for fill, near in product((False, True), (True, False)):
+            if near or per_node < num_ranks:
+                tried = _hand_over(counts_E, home_E, num_ranks, per_node, slots, target, smallest, fill, near)
+                reached = max(_loads(counts_E, home_E, num_ranks, tried))
+                if reached < best:
+                    best, chosen = reached, tried
+                if reached <= target:
+                    break
+        low = target if best > target else low
+        if best - low <= smallest // 8 or best <= threshold_load:
+            break
+        target = (low + best) // 2
+    return _levelled(counts_E, home_E, num_ranks, smallest, chosen)
+
+
+def _loads(counts_E: Array, home_E: Array, num_ranks: int, replicas: list[Replica]) -> list[int]:
+    loads = [0] * num_ranks
+    for expert, tokens in enumerate(counts_E):
+        loads[home_E[expert]] += int(tokens)
+    for expert, rank, tokens in replicas:
+        loads[home_E[expert]] -= tokens
+        loads[rank] += tokens
+    return loads
+
+
+def _hand_over(
+    counts_E: Array, home_E: Array, num_ranks: int, per_node: int, slots: int, target: int, smallest: int, fill: bool,
+    near: bool,
+) -> list[Replica]:  # fmt: skip
+    """The busiest rank hands its largest expert to a taker, until nobody is above the target or nobody can help."""
+    replicas: list[Replica] = []
+    helpless: set[int] = set()
+    while True:
+        loads = _loads(counts_E, home_E, num_ranks, replicas)
+        givers = [r for r in range(num_ranks) if loads[r] > target and r not in helpless]
+        if not givers:
+            return replicas
+        giver = max(givers, key=loads.__getitem__)
+        left = Counter({int(e): int(counts_E[e]) for e in np.flatnonzero(home_E == giver)})
+        left.subtract({e: sum(t for f, _, t in replicas if f == e) for e in left})
+        expert = max(left, key=left.__getitem__, default=-1)
+        share = None
+        if expert >= 0 and left[expert] >= smallest:
+            copies = Counter(rank for _, rank, _ in replicas)
+            has = {rank for e, rank, _ in replicas if e == expert} | {giver}
+            takers = [r for r in range(num_ranks) if copies[r] < slots and r not in has]
+            share = _share(left[expert], loads, takers, giver, per_node, target, smallest, fill, near)
+        if share is None or share[1] < smallest:
+            helpless.add(giver)
+        else:
+            replicas.append((int(expert), *share))
+
+
+def _share(
+    tokens: int, loads: list[int], takers: list[int], giver: int, per_node: int, target: int, smallest: int, fill: bool,
+    near: bool,
+) -> tuple[int, int] | None:  # fmt: skip
+    """The taker and its tokens: whole excesses before parts, the own node before others.
+
+    If `near`, a part on the own node comes before a whole excess on others, where the node has room for all its tokens.
+    """
+    excess = loads[giver] - target
+    whole = max(min(excess, tokens), smallest)
+    if tokens - whole < smallest:
+        whole = tokens
+    neighbours = [r for r in takers if r // per_node == giver // per_node]
+    node_has_room = sum(load for r, load in enumerate(loads) if r // per_node == giver // per_node) <= target * per_node
+
+    def part(room: int) -> int:
+        return tokens if room >= tokens else min(room, tokens - smallest)
+
+    def all_to(ranks: list[int]) -> tuple[int, int] | None:
+        fitting = [r for r in ranks if loads[r] + whole <= target]
+        if not fitting:
+            return None
+        taker = max(fitting, key=loads.__getitem__)
+        return taker, max(whole, part(target - loads[taker])) if fill else whole
+
+    def part_to(ranks: list[int]) -> tuple[int, int] | None:
+        fitting = [r for r in ranks if loads[r] + smallest <= target]
+        if not fitting:
+            return None
+        taker = min(fitting, key=loads.__getitem__)
+        return taker, part(min(excess, target - loads[taker]))
+
+    return (
+        all_to(neighbours)
+        or (part_to(neighbours) if near and node_has_room else None)
+        or all_to(takers)
+        or part_to(takers)
+    )
+
+
+def _levelled(counts_E: Array, home_E: Array, num_ranks: int, smallest: int, replicas: list[Replica]) -> list[Replica]:
+    """Four times over all replicas: half the difference of the two ranks goes to the emptier one, as far as allowed."""
+    replicas = list(replicas)
+    for _ in range(4):
+        for p, (expert, rank, tokens) in enumerate(replicas):
+            at_home = int(counts_E[expert]) - sum(t for e, _, t in replicas if e == expert)
+            if at_home > 0:
+                loads = _loads(counts_E, home_E, num_ranks, replicas)
+                moved = (loads[home_E[expert]] - loads[rank]) // 2
+                moved = max(min(moved, at_home - smallest), smallest - tokens)
+                replicas[p] = (expert, rank, tokens + moved)
+    return replicas
+
+
+def split_tokens(counts_RE: Array, home_E: Array, per_node: int, replicas: list[Replica]) -> Array:
+    """Quotas `[P, R]`, token by token: nearest sources first, the home before the replicas, both in order."""
+    num_ranks = len(counts_RE)
+    quotas_PR = np.zeros((len(replicas), num_ranks), np.int64)
+    for expert in {e for e, _, _ in replicas}:
+        mine = [p for p, (e, _, _) in enumerate(replicas) if e == expert]
+        waiting = {r: int(counts_RE[r, expert]) for r in range(num_ranks)}
+        at_home = sum(waiting.values()) - sum(replicas[p][2] for p in mine)
+        copies = [(None, int(home_E[expert]), at_home)] + [(p, replicas[p][1], replicas[p][2]) for p in mine]
+        room = {rank: tokens for _, rank, tokens in copies}
+        for distance in range(3):
+            for p, rank, _ in copies:
+                for source in range(num_ranks):
+                    while waiting[source] and room[rank] and _distance(source, rank, per_node) <= distance:
+                        waiting[source] -= 1
+                        room[rank] -= 1
+                        if p is not None:
+                            quotas_PR[p, source] += 1
+    return quotas_PR
+
+
+def _distance(a: int, b: int, per_node: int) -> int:
+    """0 on one rank, 1 in one node, 2 across nodes."""
+    return 0 if a == b else 1 if a // per_node == b // per_node else 2
+
+
+def imbalance(counts_ME: Array, home_E: Array, num_ranks: int, per_node: int) -> int:
+    """The sum of squared loads of ranks and of nodes over all micro-steps: what placement lowers."""
+    total = 0
+    for counts_E in counts_ME:
+        loads = _loads(counts_E, home_E, num_ranks, [])
+        nodes = [sum(loads[n : n + per_node]) for n in range(0, num_ranks, per_node)]
+        total += sum(load * load for load in loads + nodes)
+    return total
+
+
+def price_of_a_move(counts_ME: Array, home_E: Array, num_ranks: int, per_node: int, reluctance: float) -> int:
+    """The part `reluctance` of what the imbalance is above its least."""
+    even = sum(int(counts_E.sum()) ** 2 for counts_E in counts_ME)
+    least = Fraction(even, num_ranks) + Fraction(even * per_node, num_ranks)
+    return round(Fraction(reluctance) * (imbalance(counts_ME, home_E, num_ranks, per_node) - least))
+
+
+def placement_cost(
+    counts_ME: Array, home_E: Array, old_home_E: Array, num_ranks: int, per_node: int, price: int
+) -> int:
+    """What placement minimises: the imbalance and the price of every expert that is not at its old home."""
+    moved = int(np.count_nonzero(home_E != old_home_E))
+    return imbalance(counts_ME, home_E, num_ranks, per_node) + price * moved
+
+
+def swapped(values: Array, i: int, j: int) -> Array:
+    """A copy with two entries exchanged."""
+    values = values.copy()
+    values[[i, j]] = values[[j, i]]
+    return values
+
+
+def place_experts(counts_ME: Array, home_E: Array, num_ranks: int, per_node: int, reluctance: float) -> Array:
+    """Every expert in turn takes its best swap, its cost counted anew, until no expert has one."""
+    price = price_of_a_move(counts_ME, home_E, num_ranks, per_node, reluctance)
+    old_home_E, home_E = home_E, home_E.copy()
+
+    def cost(homes: Array) -> int:
+        return placement_cost(counts_ME, homes, old_home_E, num_ranks, per_node, price)
+
+    improved = True
+    while improved:
+        improved = False
+        for e in range(len(home_E)):
+            swaps = [swapped(home_E, e, f) for f in range(len(home_E)) if home_E[f] != home_E[e]]
+            best = min(swaps, key=cost, default=home_E)
+            if cost(best) < cost(home_E):
+                home_E, improved = best, True
+    return home_E
+
+
+def grouping_cost(
+    sequences: SequenceCounts, schedule: Schedule, placement: Placement, groups: int, attention_rows: Array | None
+) -> int:
+    """Rows of the busiest rank of every instance of every group, and its busiest attention in every layer."""
+    num_ranks = schedule.num_ranks // groups
+    cost = 0
+    for micro_step, group in product(range(schedule.num_micro_steps), range(groups)):
+        members, part = schedule.of_group(group, num_ranks)
+        here = members[part.micro_step == micro_step]
+        for layer in range(sequences.num_layers):
+            counts_E = sequences.counts_SLE[here, layer].sum(axis=0, dtype=np.int64)
+            cost += max(_loads(counts_E, placement.home[layer], num_ranks, []))
+        if attention_rows is not None:
+            cost += sequences.num_layers * max(by_rank(schedule, here, attention_rows).values(), default=0)
+    return cost
+
+
+def by_rank(schedule: Schedule, members: Array, values_S: Array) -> dict[int, int]:
+    """Sums of the members' values by data rank."""
+    sums = Counter[int]()
+    for s in members:
+        sums[int(schedule.rank[s])] += int(values_S[s])
+    return dict(sums)
+
+
+def by_place(schedule: Schedule, values_S: Array) -> Array:
+    """Sums `[M, R]` of sequences' values by micro-step and data rank."""
+    sums_MR = np.zeros((schedule.num_micro_steps, schedule.num_ranks), np.int64)
+    np.add.at(sums_MR, (schedule.micro_step, schedule.rank), values_S)
+    return sums_MR
+
+
+def local_rows(schedule: Schedule, rows_SN: Array, groups: int) -> int:
+    """Rows of sequences that sit on the node of their experts' homes."""
+    per_group = schedule.num_ranks // groups
+    node_S = schedule.rank % per_group // (per_group // rows_SN.shape[1])
+    return sum(int(rows_SN[s, node]) for s, node in enumerate(node_S))
+
+
+def replica_sets(plan: StepPlan) -> list[set[tuple[int, int, int]]]:
+    """For every micro-step its replicas as (layer, expert, rank)."""
+    return [
+        {
+            (layer, int(plan.replica_experts[p]), int(plan.replica_ranks[p]))
+            for layer in range(plan.num_layers)
+            for p in plan.replicas_of(m, layer)
+        }
+        for m in range(plan.num_micro_steps)
+    ]
+
+
+def rows_by_way(plan: StepPlan, workload: Workload) -> Counter[tuple[int, int, int, int]]:
+    """Rows by (micro-step, layer, source rank, computing rank), every quota followed, the rest taken home."""
+    ways = Counter[tuple[int, int, int, int]]()
+    for m, layer in product(range(plan.num_micro_steps), range(plan.num_layers)):
+        left_RE = workload.token_counts_MLRE[m, layer].astype(np.int64)
+        for p in plan.replicas_of(m, layer):
+            for q in range(plan.quota_starts[p], plan.quota_starts[p + 1]):
+                source, tokens = int(plan.quota_sources[q]), int(plan.quota_tokens[q])
+                left_RE[source, plan.replica_experts[p]] -= tokens
+                ways[m, layer, source, int(plan.replica_ranks[p])] += tokens
+        for (source, expert), tokens in np.ndenumerate(left_RE):
+            ways[m, layer, source, int(plan.home[layer, expert])] += int(tokens)
+    return ways

@@ -1,0 +1,151 @@
+"""What is wrong with an input is said in one line, and nothing else is raised."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any, cast
+
+import numpy as np
+import pytest
+
+from helpers.planner_steps import skewed_trace, steady_step
+from trimtab import ClusterSpec, InputError, Placement, StepPlan, Workload
+from trimtab.planner import PlanSettings, pack_by_length, plan_step
+
+
+def test_a_cut_file_is_no_plan() -> None:
+    data = steady_step(1).plan()[2][0].to_bytes()
+    for end in range(1, len(data) - 1, 11):
+        with pytest.raises(InputError, match="not a step plan"):
+            StepPlan.from_bytes(data[:end])
+
+
+def defect(reason: str) -> Any:
+    return pytest.mark.xfail(strict=True, reason=reason)
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        b"PK\x03\x04",
+        b"\x93NUMPY",
+        pytest.param(b"", marks=defect("numpy's EOFError comes through")),
+        pytest.param(b"changed", marks=defect("zipfile's NotImplementedError comes through")),
+    ],
+)
+def test_what_is_no_plan_is_refused(data: bytes) -> None:
+    if data == b"changed":
+        whole = steady_step(1).plan()[2][0].to_bytes()
+        at = whole.rindex(b"settings.npy") - 46 + 10
+        data = whole[:at] + b"\x63" + whole[at + 1 :]
+    with pytest.raises(InputError, match="not a step plan") as caught:
+        StepPlan.from_bytes(data)
+    assert "\n" not in str(caught.value)
+
+
+def schedule_of(**changes: Any) -> Callable[[StepPlan], StepPlan]:
+    def change(plan: StepPlan) -> StepPlan:
+        values = {}
+        for name, value in changes.items():
+            values[name] = getattr(plan, name).copy()
+            values[name][-1] = value
+        return replace(plan, **values)
+
+    return change
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        schedule_of(micro_step=99),
+        schedule_of(rank=99),
+        schedule_of(rank=-1),
+        schedule_of(mini_batch_of_micro_step=-1),
+        schedule_of(replica_paths=9),
+    ],
+)
+@defect("`check` doesn't look at the schedule or at the replicas' paths")
+def test_plans_with_impossible_places_are_refused(change: Callable[[StepPlan], StepPlan]) -> None:
+    step = steady_step(1)
+    schedule, _, (plan,) = step.plan()
+    with pytest.raises(InputError, match="invalid plan"):
+        change(plan).check(step.workloads(schedule)[0])
+
+
+def refused(**changes: Any) -> None:
+    with pytest.raises(InputError) as caught:
+        steady_step(0).plan(**changes)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_sequence_over_the_budget_is_refused() -> None:
+    refused(token_budget=10)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        pytest.param({"placement": Placement.contiguous(2, 8, 8)}, id="homes on more ranks"),
+        pytest.param({"placement": Placement.contiguous(2, 8, 2)}, id="homes on fewer ranks"),
+        pytest.param({"placement": Placement.contiguous(3, 8, 4)}, id="homes of more layers"),
+        pytest.param({"groups": 0}, id="no group"),
+        pytest.param({"settings": PlanSettings(float("nan"))}, id="threshold nan"),
+        pytest.param({"settings": PlanSettings(float("inf"))}, id="threshold inf"),
+    ],
+)
+@defect("not looked at: garbage, or another error than InputError")
+def test_bad_input_is_refused_in_one_line(changes: dict[str, Any]) -> None:
+    refused(**changes)
+
+
+@pytest.mark.parametrize("mini_batch", [[0, 0], [0, 0, 0, 0], [0, -1, 0]], ids=["few", "many", "negative"])
+@defect("not looked at: sequences without a place, or IndexError")
+def test_mini_batches_that_do_not_fit_the_sequences_are_refused(mini_batch: list[int]) -> None:
+    with pytest.raises(InputError) as caught:
+        pack_by_length([5, 6, 7], num_ranks=2, token_budget=10, mini_batch=mini_batch)
+    assert "\n" not in str(caught.value)
+
+
+@defect("json can't write numpy's integers")
+@pytest.mark.parametrize(
+    "changes",
+    [{"token_budget": np.int64(80)}, {"settings": PlanSettings(1.0, cast(int, np.int64(4)))}],
+    ids=["budget", "share"],
+)
+def test_numpy_integers_are_integers(changes: dict[str, Any]) -> None:
+    steady_step(0).plan(**changes)
+
+
+def test_a_planner_refuses_other_models_and_empty_steps() -> None:
+    stateful = steady_step(0).planner()
+    with pytest.raises(InputError, match="nothing to plan; add the step's sequences first"):
+        stateful.finish(token_budget=10)
+    with pytest.raises(InputError, match=r"3 MoE layers, 8 experts.*for 2 layers, 8 experts"):
+        stateful.add(skewed_trace(np.random.default_rng(0), sequences=1, layers=3, experts=8, top_k=2))
+    with pytest.raises(InputError, match=r"2 MoE layers, 6 experts.*for 2 layers, 8 experts"):
+        stateful.add(skewed_trace(np.random.default_rng(0), sequences=1, layers=2, experts=6, top_k=2))
+
+
+@defect("sequences are forgotten before planning fails")
+def test_a_refused_budget_can_be_raised() -> None:
+    step = steady_step(0)
+    stateful = step.planner()
+    stateful.add(step.trace)
+    with pytest.raises(InputError):
+        stateful.finish(token_budget=1)
+    assert stateful.finish(token_budget=step.token_budget)
+
+
+def test_workload_and_cluster_must_have_the_same_ranks() -> None:
+    step = steady_step(0)
+    schedule, placement, _ = step.plan()
+    with pytest.raises(InputError, match="the workload is for 4 ranks; the cluster has 2"):
+        plan_step(step.workloads(schedule)[0], schedule, placement, ClusterSpec(2, 2))
+    other = replace(schedule, micro_step=schedule.micro_step[:3])
+    for count in (
+        lambda: Workload.from_sequences(step.sequences, other),
+        lambda: Workload.from_trace(step.trace, other),
+    ):
+        with pytest.raises(InputError, match="places 3 sequences"):
+            count()

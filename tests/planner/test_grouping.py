@@ -1,0 +1,161 @@
+"""Grouping by routing: its objective, counted from scratch, and what it must leave as it was."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from helpers import planner_twins as twins
+from helpers.planner_steps import random_homes
+from trimtab import Placement, Schedule
+from trimtab.planner import SequenceCounts, grouping, pack_by_length
+from trimtab.planner.grouping import group_by_routing
+from trimtab.trace.routing import Array
+
+
+@dataclass(frozen=True, eq=False)
+class Case:
+    """What `group_by_routing` is given."""
+
+    sequences: SequenceCounts
+    packed: Schedule
+    placement: Placement
+    token_budget: int
+    groups: int
+    attention_rows: Array | None
+
+    def group(self, **changes: int) -> Schedule:
+        return group_by_routing(
+            self.sequences,
+            self.packed,
+            self.placement,
+            self.token_budget,
+            num_groups=self.groups,
+            attention_rows=self.attention_rows,
+            **changes,
+        )
+
+    def cost(self, schedule: Schedule) -> int:
+        return twins.grouping_cost(self.sequences, schedule, self.placement, self.groups, self.attention_rows)
+
+
+def random_case(
+    rng: np.random.Generator, *, ranks: int, groups: int, sequences: int, batches: int, attention: bool,
+    even_lengths: bool = False,
+) -> Case:  # fmt: skip
+    experts, layers = 2 * ranks, 2
+    lengths = np.full(sequences, 100) if even_lengths else rng.integers(1, 200, sequences)
+    weights_SLE = np.exp(2 * rng.gumbel(size=(sequences, layers, experts)))
+    weights_SLE /= weights_SLE.sum(axis=-1, keepdims=True)
+    counts_SLE = np.stack([rng.multinomial(2 * t, weights) for t, weights in zip(lengths, weights_SLE, strict=True)])
+    budget = int(lengths.max()) * 2
+    packed = pack_by_length(
+        lengths, num_ranks=ranks * groups, token_budget=budget, mini_batch=rng.integers(0, batches, sequences)
+    )
+    return Case(
+        SequenceCounts(counts_SLE.astype(np.uint16), lengths, np.ones(sequences, bool)),
+        packed,
+        random_homes(rng, layers, experts, ranks),
+        budget,
+        groups,
+        lengths**2 // 50 if attention else None,
+    )
+
+
+@st.composite
+def cases(draw: st.DrawFn) -> Case:
+    return random_case(
+        np.random.default_rng(draw(st.integers(0, 2**32))),
+        ranks=draw(st.integers(1, 4)),
+        groups=draw(st.integers(1, 3)),
+        sequences=draw(st.sampled_from([1, 2, 3, 10, 40])),
+        batches=draw(st.integers(1, 3)),
+        attention=draw(st.booleans()),
+    )
+
+
+@settings(max_examples=50, deadline=None)
+@given(cases(), st.sampled_from([0, 1, 40, 400]))
+def test_the_busiest_ranks_never_do_more(case: Case, swaps: int) -> None:
+    assert case.cost(case.group(swaps_per_sequence=swaps)) <= case.cost(case.packed)
+
+
+@settings(max_examples=50, deadline=None)
+@given(cases())
+def test_budgets_mini_batches_and_micro_steps_stay(case: Case) -> None:
+    grouped, lengths = case.group(), case.sequences.lengths
+    assert grouped.num_micro_steps == case.packed.num_micro_steps
+    assert grouped.num_ranks == case.packed.num_ranks
+    batches = grouped.mini_batch_of_micro_step
+    assert np.array_equal(batches, case.packed.mini_batch_of_micro_step)
+    assert np.array_equal(batches[grouped.micro_step], batches[case.packed.micro_step])
+    assert twins.by_place(grouped, lengths).max() <= case.token_budget
+
+
+@settings(max_examples=50, deadline=None)
+@given(cases())
+def test_sequences_only_change_places(case: Case) -> None:
+    """One for one: every place has as many sequences as before."""
+    ones = np.ones(case.sequences.num_sequences, np.int64)
+    assert np.array_equal(twins.by_place(case.group(), ones), twins.by_place(case.packed, ones))
+
+
+@pytest.mark.parametrize("groups", [1, 2])
+@pytest.mark.parametrize("attention", [False, True])
+def test_hot_experts_are_spread(groups: int, attention: bool) -> None:
+    """No grouping is below one micro-step for all; of what is above that, the search takes off most."""
+    for seed in range(3):
+        case = random_case(
+            np.random.default_rng(seed), ranks=4, groups=groups, sequences=96, batches=1, attention=attention,
+        )  # fmt: skip
+        all_in_one = replace(case.packed, micro_step=np.zeros(96, np.int32), rank=case.packed.rank % 4)
+        least = replace(case, attention_rows=None).cost(all_in_one)
+        if case.attention_rows is not None:
+            least += int(case.attention_rows.sum()) * 2 // 4
+        assert case.cost(case.group()) - least < 0.3 * (case.cost(case.packed) - least)
+
+
+def test_two_sequences_that_share_a_hot_rank_are_parted() -> None:
+    """Two micro-steps of one rank each, two sequences in each: alike ones stand together until they are swapped."""
+    counts_SLE = np.array([[[90, 10]], [[90, 10]], [[10, 90]], [[10, 90]]], np.uint16)
+    sequences = SequenceCounts(counts_SLE, np.full(4, 50), np.ones(4, bool))
+    packed = Schedule(np.array([0, 0, 1, 1]), np.array([0, 1, 0, 1]), np.zeros(2, np.int32), 2)
+    grouped = group_by_routing(sequences, packed, Placement.contiguous(1, 2, 2), 50)
+    for micro_step in range(2):
+        assert counts_SLE[grouped.micro_step == micro_step].sum(axis=0).tolist() == [[100, 100]]
+
+
+def test_small_searches_end_where_no_swap_is_better() -> None:
+    """With a few sequences all pairs are tried often enough: no single swap that fits is left."""
+    for seed in range(8):
+        case = random_case(
+            np.random.default_rng(seed), ranks=2, groups=2, sequences=8, batches=1, attention=True, even_lengths=True
+        )
+        grouped = case.group(swaps_per_sequence=4000)
+        cost = case.cost(grouped)
+        for i, j in np.ndindex(8, 8):
+            other = replace(
+                grouped, micro_step=twins.swapped(grouped.micro_step, i, j), rank=twins.swapped(grouped.rank, i, j)
+            )
+            # The search ends early within a part of the least that is possible.
+            assert case.cost(other) >= cost - cost // grouping.NEAR_ENOUGH
+
+
+def test_layers_are_left_out_evenly_where_there_are_too_many(monkeypatch: pytest.MonkeyPatch) -> None:
+    case = random_case(np.random.default_rng(0), ranks=2, groups=1, sequences=20, batches=1, attention=True)
+    sequences = replace(case.sequences, counts_SLE=np.tile(case.sequences.counts_SLE, (1, 4, 1)))
+    case = replace(case, sequences=sequences, placement=Placement(np.tile(case.placement.home, (4, 1))))
+    monkeypatch.setattr(grouping, "MOST_ROWS", 20 * 2 * 3)
+    grouped = case.group()
+    kept = replace(
+        case,
+        sequences=replace(sequences, counts_SLE=sequences.counts_SLE[:, ::3]),
+        placement=Placement(case.placement.home[::3]),
+    )
+    assert kept.cost(grouped) < kept.cost(case.packed)
+    monkeypatch.undo()
+    assert np.array_equal(kept.group().micro_step, grouped.micro_step)

@@ -1,0 +1,90 @@
+"""All micro-steps of a layer against the plain twins, one instance at a time."""
+
+from __future__ import annotations
+
+import numpy as np
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from helpers import planner_twins as twins
+from helpers.planner_steps import Instance, per_nodes, random_instance
+from trimtab.planner.layer_plan import PARTS_PER_WHOLE, LayerPlan, plan_layer
+
+THRESHOLD = 1.01
+
+
+@st.composite
+def layers(draw: st.DrawFn) -> tuple[list[Instance], list[bool]]:
+    """Instances with the same homes, and which of them are plannable."""
+    ranks = draw(st.integers(1, 6))
+    sizes = {
+        "ranks": ranks,
+        "experts_per_rank": draw(st.integers(1, 4)),
+        "per_node": draw(per_nodes(ranks)),
+        "slots": draw(st.integers(0, 3)),
+        "smallest_share": draw(st.sampled_from([1, 16])),
+    }
+    rng = np.random.default_rng(draw(st.integers(0, 2**32)))
+    micro_steps = draw(st.integers(1, 6))
+    chosen = [random_instance(rng, tokens=300, threshold=THRESHOLD, **sizes) for _ in range(micro_steps)]
+    return chosen, [draw(st.booleans()) for _ in chosen]
+
+
+def plan(instances: list[Instance], plannable: list[bool], *, layer: int = 1) -> LayerPlan:
+    """Plan the instances as layer 1 of three; the others are full of other tokens."""
+    one = instances[0]
+    counts_MLRE = np.full((len(instances), 3, *one.counts_RE.shape), 99, np.int32)
+    counts_MLRE[:, layer] = np.stack([instance.counts_RE for instance in instances])
+    return plan_layer(
+        counts_MLRE, layer, np.array(plannable), one.home_E, ranks_per_node=one.per_node, slots=one.slots,
+        threshold=THRESHOLD, smallest_share=one.smallest_share,
+    )  # fmt: skip
+
+
+@settings(max_examples=60, deadline=None)
+@given(layers())
+def test_a_layer_is_its_instances_one_after_another(case: tuple[list[Instance], list[bool]]) -> None:
+    check(*case)
+
+
+def check(instances: list[Instance], plannable: list[bool]) -> None:
+    home_E = instances[0].home_E
+    listed, quotas = [], []
+    for instance, routed in zip(instances, plannable, strict=True):
+        threshold_load = (
+            int(instance.counts_RE.sum()) * round(THRESHOLD * PARTS_PER_WHOLE) // (instance.ranks * PARTS_PER_WHOLE)
+        )
+        replicas = twins.place_replicas(
+            instance.counts_E, home_E, instance.ranks, instance.per_node, instance.slots, threshold_load,
+            instance.smallest_share,
+        )  # fmt: skip
+        listed.append(replicas if routed else [])
+        quotas += list(twins.split_tokens(instance.counts_RE, home_E, instance.per_node, listed[-1]))
+    actual = plan(instances, plannable)
+    assert actual.replicas_M.tolist() == [len(replicas) for replicas in listed]
+    assert actual.experts.tolist() == [expert for replicas in listed for expert, _, _ in replicas]
+    assert actual.ranks.tolist() == [rank for replicas in listed for _, rank, _ in replicas]
+    assert actual.quotas_P.tolist() == [np.count_nonzero(quotas_R) for quotas_R in quotas]
+    assert actual.sources.tolist() == [r for quotas_R in quotas for r in np.flatnonzero(quotas_R)]
+    assert actual.tokens.tolist() == [t for quotas_R in quotas for t in quotas_R if t]
+    dtypes = [values.dtype for values in (actual.experts, actual.ranks, actual.sources, actual.tokens)]
+    assert dtypes == [np.int16, np.int16, np.int16, np.int32]
+
+
+def test_room_for_quotas_grows_as_often_as_needed() -> None:
+    """The first room is enough for the quotas of one micro-step; here are those of forty."""
+    ranks = 5
+    counts_RE = np.zeros((ranks, ranks), np.int32)
+    counts_RE[:, 0] = 1000 + np.arange(ranks)
+    one = Instance(counts_RE, np.arange(ranks)[::-1].astype(np.int16), ranks, 1, 0, 1)
+    check([one] * 40, [True] * 40)
+    rng = np.random.default_rng(0)
+    many = [
+        random_instance(
+            rng, ranks=6, experts_per_rank=3, per_node=2, slots=3, tokens=300, threshold=THRESHOLD, smallest_share=1
+        )
+        for _ in range(40)
+    ]
+    many = [Instance(each.counts_RE, many[0].home_E, 2, 3, each.threshold_load, 1) for each in many]
+    check(many, [True] * 40)
+    assert len(plan(many, [True] * 40).tokens) > 6 * 3 * 6

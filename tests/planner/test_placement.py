@@ -1,0 +1,123 @@
+"""Homes: those of a twin that counts its objective anew at every swap, and what must hold of any search."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from helpers import planner_twins as twins
+from helpers.planner_steps import per_nodes, random_homes
+from trimtab import Placement
+from trimtab.planner.placement import place_experts
+from trimtab.trace.routing import Array
+
+
+@dataclass(frozen=True, eq=False)
+class Case:
+    """What `place_experts` is given."""
+
+    counts_ME: Array
+    home_E: Array
+    ranks: int
+    per_node: int
+    reluctance: float
+
+    def place(self) -> Array:
+        return place_experts(self.counts_ME, self.home_E, self.ranks, self.per_node, reluctance=self.reluctance)
+
+    def cost(self, home_E: Array) -> int:
+        price = twins.price_of_a_move(self.counts_ME, self.home_E, self.ranks, self.per_node, self.reluctance)
+        return twins.placement_cost(self.counts_ME, home_E, self.home_E, self.ranks, self.per_node, price)
+
+
+@st.composite
+def cases(draw: st.DrawFn) -> Case:
+    # The price of a move is rounded; imbalances are whole, and the same in any arithmetic, if ranks are powers of two.
+    reluctance = draw(st.sampled_from([0.0, 0.0, 0.01, 0.1]))
+    ranks = draw(st.sampled_from([1, 2, 4] if reluctance else [1, 2, 3, 4, 5, 6]))
+    experts = ranks * draw(st.integers(1, 3))
+    rng = np.random.default_rng(draw(st.integers(0, 2**32)))
+    skew_E = np.exp(rng.gumbel(size=experts) * 2)
+    counts_ME = rng.poisson(skew_E * rng.uniform(0, 50, (draw(st.integers(1, 3)), experts)))
+    return Case(counts_ME, random_homes(rng, 1, experts, ranks).home[0], ranks, draw(per_nodes(ranks)), reluctance)
+
+
+@settings(max_examples=40, deadline=None)
+@given(cases())
+def test_homes_are_those_of_the_twin(case: Case) -> None:
+    assert np.array_equal(
+        case.place(), twins.place_experts(case.counts_ME, case.home_E, case.ranks, case.per_node, case.reluctance)
+    )
+
+
+@settings(max_examples=60, deadline=None)
+@given(cases())
+def test_no_swap_of_two_experts_is_better(case: Case) -> None:
+    home_E = case.place()
+    cost = case.cost(home_E)
+    assert cost <= case.cost(case.home_E)
+    for e, f in np.ndindex(len(home_E), len(home_E)):
+        assert case.cost(twins.swapped(home_E, e, f)) >= cost
+    # So no second search finds anything.
+    if case.reluctance == 0:
+        assert np.array_equal(place_experts(case.counts_ME, home_E, case.ranks, case.per_node), home_E)
+
+
+@settings(max_examples=60, deadline=None)
+@given(cases())
+def test_every_rank_keeps_its_number_of_experts(case: Case) -> None:
+    home_E = case.place()
+    assert home_E.dtype == np.int16
+    assert np.array_equal(np.bincount(home_E, minlength=case.ranks), np.bincount(case.home_E, minlength=case.ranks))
+
+
+@settings(max_examples=30, deadline=None)
+@given(cases(), st.sampled_from([0.5, 1.0, 1e6]))
+def test_the_whole_imbalance_as_a_price_moves_nothing(case: Case, reluctance: float) -> None:
+    """A swap moves two experts and can't take off more than all there is."""
+    home_E = place_experts(case.counts_ME, case.home_E, case.ranks, case.per_node, reluctance=reluctance)
+    assert np.array_equal(home_E, case.home_E)
+
+
+def test_a_move_is_made_if_it_takes_off_more_than_its_price() -> None:
+    """Two equal experts on one rank, two empty ones on the other: one swap, of two experts, takes off everything."""
+    counts_ME, home_E = np.array([[10, 10, 0, 0]]), np.array([0, 0, 1, 1])
+    for reluctance, moved in ((0.49, 2), (0.5, 0)):
+        placed = place_experts(counts_ME, home_E, 2, 2, reluctance=reluctance)
+        assert np.count_nonzero(placed != home_E) == moved
+
+
+def test_nodes_are_even_in_every_micro_step_not_on_average() -> None:
+    """Experts 0 and 1 are hot in one micro-step, 2 and 3 in the other: each node gets one of both pairs."""
+    counts_ME = np.array([[10, 10, 0, 0], [0, 0, 10, 10]])
+    placed = place_experts(counts_ME, np.arange(4), 4, 2)
+    assert placed[0] // 2 != placed[1] // 2
+    assert placed[2] // 2 != placed[3] // 2
+
+
+def test_large_counts_are_exact() -> None:
+    """A step's tokens in the millions: squares stay below 2^53, so that equal imbalances are seen to be equal."""
+    rng = np.random.default_rng(0)
+    counts_ME = rng.integers(0, 1_000_000, (4, 8))
+    home_E = np.repeat(np.arange(4), 2)
+    expected = twins.place_experts(counts_ME, home_E, 4, 2, 0.0)
+    assert np.array_equal(place_experts(counts_ME, home_E, 4, 2), expected)
+
+
+def test_moves_are_counted_inside_and_between_nodes() -> None:
+    before = Placement(np.array([[0, 1, 2, 3], [0, 1, 2, 3]], np.int16))
+    after = Placement(np.array([[1, 0, 2, 3], [0, 2, 1, 3]], np.int16))
+    near_L, far_L = before.moves(after, 2)
+    assert near_L.tolist() == [2, 0]
+    assert far_L.tolist() == [0, 2]
+
+
+@pytest.mark.parametrize(("experts", "ranks"), [(8, 1), (8, 8), (12, 3)])
+def test_contiguous_homes(experts: int, ranks: int) -> None:
+    home_LE = Placement.contiguous(2, experts, ranks).home
+    assert home_LE.tolist() == [sorted(home_LE[0])] * 2
+    assert np.bincount(home_LE[0]).tolist() == [experts // ranks] * ranks

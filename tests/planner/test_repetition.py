@@ -1,0 +1,123 @@
+"""The same input gives the same plan, however it is added, planned or stored; any other input another hash."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, fields, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from helpers.planner_steps import Step, steady_step, steps
+from trimtab import Placement, StepPlan
+from trimtab.cluster import QWEN3_30B, CostModel
+from trimtab.planner import PlanSettings, SequenceCounts
+
+
+@settings(max_examples=15, deadline=None)
+@given(steps())
+def test_threads_and_repetition_change_nothing(step: Step) -> None:
+    hashes = [[plan.hash for plan in step.plan(threads=threads)[2]] for threads in (1, 2, 4, 1)]
+    assert hashes == [hashes[0]] * 4
+
+
+@settings(max_examples=25, deadline=None)
+@given(steps(), st.integers(0, 2**32))
+def test_adding_in_pieces_and_keeping_some_equals_adding_those_at_once(step: Step, seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    count = step.trace.num_sequences
+    keep = rng.permutation(count)[: rng.integers(1, count + 1)]
+    cuts = np.sort(rng.integers(0, count + 1, 2))
+    pieces, whole = step.planner(), step.planner()
+    for piece in np.split(np.arange(count), cuts):
+        pieces.add(step.trace.select(piece))
+    whole.add(step.trace.select(keep))
+    kept = pieces.finish(token_budget=step.token_budget, mini_batch=step.mini_batch[keep], keep=keep)
+    alone = whole.finish(token_budget=step.token_budget, mini_batch=step.mini_batch[keep])
+    assert [plan.hash for plan in kept] == [plan.hash for plan in alone]
+    assert np.array_equal(pieces.placement.home, whole.placement.home)
+
+
+@settings(max_examples=20, deadline=None)
+@given(steps())
+def test_a_planner_plans_what_the_function_does_and_goes_on_from_its_homes(step: Step) -> None:
+    schedule, placement, plans = step.plan()
+    stateful = step.planner()
+    for _ in range(2):
+        stateful.add(step.trace)
+        actual = stateful.finish(token_budget=step.token_budget, mini_batch=step.mini_batch)
+        assert [plan.hash for plan in actual] == [plan.hash for plan in plans]
+        assert np.array_equal(stateful.schedule.rank, schedule.rank)
+        assert np.array_equal(stateful.placement.home, placement.home)
+        schedule, placement, plans = replace(step, placement=placement).plan()
+
+
+def test_the_hash_knows_cluster_settings_and_costs() -> None:
+    """Even an even load, for which nothing changes but the words, hashes anew."""
+    step = steady_step(0, ranks=4, per_node=2)
+    even = SequenceCounts(np.full((4, 2, 8), 5, np.uint16), np.full(4, 20), np.ones(4, bool))
+    step = replace(step, token_budget=20)
+
+    def digest(**changes: Any) -> str:
+        plans = step.plan(**{"sequences": even, "mini_batch": np.zeros(4, int)} | changes)[2]
+        return "".join(plan.hash for plan in plans)
+
+    cluster = step.cluster
+    changes: list[dict[str, Any]] = [
+        {},
+        {"cluster": replace(cluster, slots_per_rank=3)},
+        {"cluster": replace(cluster, ranks_per_node=4)},
+        {"cluster": replace(cluster, expert_flops=1e14)},
+        {"cluster": replace(cluster, node_bytes_per_s=1e9)},
+        {"cluster": replace(cluster, network_bytes_per_s=1e9)},
+        {"settings": PlanSettings(1.01, 4)},
+        {"settings": PlanSettings(1.0, 5)},
+        {"token_budget": 21},
+        {"groups": 2},
+        {"placement": Placement(step.placement.home[:, ::-1].copy())},
+        {"mini_batch": np.array([0, 0, 0, 1])},
+    ]
+    assert len({digest(**change) for change in changes}) == len(changes)
+    assert digest() == digest(cost=CostModel.of(cluster, QWEN3_30B), threads=2)
+
+
+def test_the_hash_knows_every_field() -> None:
+    plan = steady_step(1).plan()[2][0]
+    assert plan.num_replicas
+    hashes = {plan.hash}
+    for field in fields(plan):
+        value = getattr(plan, field.name)
+        if isinstance(value, np.ndarray):
+            value = value.copy()
+            value.reshape(-1)[-1] = ~value.reshape(-1)[-1] if value.dtype == bool else value.reshape(-1)[-1] + 1
+        else:
+            value = value + " " if isinstance(value, str) else value + 1
+        hashes.add(replace(plan, **{field.name: value}).hash)
+    assert len(hashes) == 1 + len(fields(plan))
+
+
+def test_settings_can_be_read_back_from_the_plan() -> None:
+    step = steady_step(1, groups=2)
+    chosen, described = step.plan()[2][0].settings.split("} ")
+    assert json.loads(chosen + "}") == asdict(step.settings)
+    cost = asdict(CostModel.of(step.cluster, QWEN3_30B))
+    assert json.loads(described) == {"groups": 2, "token_budget": step.token_budget, "cost": cost}
+
+
+@settings(max_examples=20, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(step=steps())
+def test_saved_plans_come_back_whole(step: Step, tmp_path: Path) -> None:
+    for plan in step.plan()[2]:
+        plan.save(tmp_path / "plans" / "step.npz")
+        back = StepPlan.load(tmp_path / "plans" / "step.npz")
+        assert back.hash == plan.hash
+        for field in fields(plan):
+            value, other = getattr(plan, field.name), getattr(back, field.name)
+            assert np.array_equal(value, other)
+            assert type(value) is type(other)
+            if isinstance(value, np.ndarray):
+                assert value.dtype == other.dtype
+        assert [path.name for path in (tmp_path / "plans").iterdir()] == ["step.npz"]

@@ -1,0 +1,237 @@
+"""Whole steps through all four levels: what every plan keeps, whatever the sizes."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import assume, given, settings
+
+from helpers import planner_twins as twins
+from helpers.planner_steps import Step, skewed_trace, steady_step, steps
+from trimtab import ClusterSpec, Placement, RoutingTrace
+from trimtab.cluster import QWEN3_30B, CostModel
+from trimtab.planner import Planner, PlanSettings, SequenceCounts, pack_by_length, plan_sequences, plan_step
+from trimtab.planner import step as step_module
+from trimtab.planner.ordering import reused_replicas
+from trimtab.planner.prediction import predict
+from trimtab.planner.step import STEPS_TO_PAY
+from trimtab.trace.routing import Array
+
+
+@settings(max_examples=80, deadline=None)
+@given(steps())
+def test_every_group_gets_a_valid_plan_for_its_sequences(step: Step) -> None:
+    schedule, placement, plans = step.plan()
+    assert len(plans) == step.groups
+    for group, (plan, workload) in enumerate(zip(plans, step.workloads(schedule), strict=True)):
+        plan.check(workload)
+        mine = schedule.rank // step.cluster.ranks == group
+        assert np.array_equal(plan.micro_step, schedule.micro_step[mine])
+        assert np.array_equal(plan.rank, schedule.rank[mine] % step.cluster.ranks)
+        assert np.array_equal(plan.home, placement.home)
+        assert plan.mini_batch_of_micro_step.tolist() == schedule.mini_batch_of_micro_step.tolist()
+        sizes = (plan.num_ranks, plan.ranks_per_node, plan.slots_per_rank)
+        assert sizes == (step.cluster.ranks, step.cluster.ranks_per_node, step.cluster.slots_per_rank)
+
+
+@settings(max_examples=60, deadline=None)
+@given(steps())
+def test_every_token_is_computed_once_and_no_rank_is_busier_than_without_replicas(step: Step) -> None:
+    schedule, _, plans = step.plan()
+    for plan, workload in zip(plans, step.workloads(schedule), strict=True):
+        ways = twins.rows_by_way(plan, workload)
+        assert min(ways.values()) >= 0
+        loads_MLR, sent_MLR = np.zeros((2, *workload.token_counts_MLRE.shape[:3]), np.int64)
+        for (m, layer, source, rank), rows in ways.items():
+            sent_MLR[m, layer, source] += rows
+            loads_MLR[m, layer, rank] += rows
+        assert np.array_equal(sent_MLR, workload.token_counts_MLRE.sum(axis=3))
+        assert np.array_equal(loads_MLR, plan.rank_loads(workload))
+        assert np.all(loads_MLR.max(axis=2) <= workload.home_loads(plan.home).max(axis=2))
+
+
+@settings(max_examples=60, deadline=None)
+@given(steps())
+def test_slots_and_smallest_shares_are_kept(step: Step) -> None:
+    for plan in step.plan()[2]:
+        instance = np.repeat(np.arange(len(plan.replica_starts) - 1), np.diff(plan.replica_starts))
+        slots_used = np.zeros((len(plan.replica_starts) - 1, plan.num_ranks), np.int64)
+        np.add.at(slots_used, (instance, plan.replica_ranks), 1)
+        assert slots_used.max() <= step.cluster.slots_per_rank
+        assert np.all(plan.plannable[instance // plan.num_layers])
+        for first, end in zip(plan.quota_starts, plan.quota_starts[1:], strict=False):
+            assert plan.quota_tokens[first:end].sum() >= step.settings.smallest_share
+            assert np.all(np.diff(plan.quota_sources[first:end]) > 0)
+
+
+@settings(max_examples=60, deadline=None)
+@given(steps())
+def test_every_rank_is_home_to_its_share_of_experts(step: Step) -> None:
+    _, placement, _ = step.plan()
+    assert placement.home.dtype == np.int16
+    for home_E in placement.home:
+        experts = len(home_E) // step.cluster.ranks
+        assert np.bincount(home_E, minlength=step.cluster.ranks).tolist() == [experts] * step.cluster.ranks
+
+
+@settings(max_examples=60, deadline=None)
+@given(steps())
+def test_budgets_mini_batches_and_the_number_of_micro_steps_are_those_of_packing(step: Step) -> None:
+    schedule, _, _ = step.plan()
+    lengths = step.trace.sequence_lengths
+    packed = pack_by_length(
+        lengths,
+        num_ranks=step.cluster.ranks * step.groups,
+        token_budget=step.token_budget,
+        mini_batch=step.mini_batch,
+    )
+    assert np.array_equal(schedule.mini_batch_of_micro_step, packed.mini_batch_of_micro_step)
+    assert np.array_equal(schedule.mini_batch_of_micro_step[schedule.micro_step], step.mini_batch)
+    assert twins.by_place(schedule, lengths).max() <= step.token_budget
+    assert schedule.num_ranks == step.cluster.ranks * step.groups
+
+
+@settings(max_examples=40, deadline=None)
+@given(steps(one_node=True))
+def test_new_homes_and_their_moves_take_no_more_predicted_time_than_the_old(step: Step) -> None:
+    """Inside one node seats don't matter, so that this is a promise."""
+    check_that_moving_pays(step)
+
+
+def test_between_nodes_homes_are_weighed_before_seats(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Seats follow the new homes; without that last step it is a promise between nodes, too."""
+    monkeypatch.setattr(step_module, "seat_by_locality", lambda lengths, schedule, *_, **__: schedule)
+    for seed in range(12):
+        check_that_moving_pays(steady_step(seed, experts=12, ranks=6, groups=2))
+
+
+def check_that_moving_pays(step: Step) -> None:
+    """Layer by layer, on the same schedule: new homes and their moves, against replicas on the old homes."""
+    schedule, placement, plans = step.plan()
+    cluster, cost = step.cluster, CostModel.of(step.cluster, QWEN3_30B)
+    near_L, far_L = step.placement.moves(placement, cluster.ranks_per_node)
+    new_L = (near_L * cost.near_move_s + far_L * cost.far_move_s) / (cluster.ranks * STEPS_TO_PAY)
+    old_L = np.zeros(len(new_L))
+    for group, (plan, workload) in enumerate(zip(plans, step.workloads(schedule), strict=True)):
+        _, part = schedule.of_group(group, cluster.ranks)
+        unmoved = plan_step(workload, part, step.placement, cluster, step.settings)
+        new_L += predict(plan, workload, cost).seconds_ML.sum(axis=0)
+        old_L += predict(unmoved, workload, cost).seconds_ML.sum(axis=0)
+    assert np.all(new_L <= old_L * (1 + 1e-12))
+
+
+@pytest.mark.parametrize(
+    "sizes",
+    [
+        {"ranks": 1, "per_node": 1},
+        {"ranks": 8, "per_node": 4, "experts": 8},
+        {"ranks": 3, "per_node": 3, "experts": 9},
+        {"ranks": 5, "per_node": 1, "experts": 5, "top_k": 1},
+        {"slots": 0},
+        {"sequences": 1},
+        {"sequences": 1, "max_length": 1},
+        {"top_k": 1, "groups": 3},
+        {"ranks": 7, "per_node": 7, "experts": 14, "slots": 20},
+        {"experts": 300, "ranks": 4},
+    ],
+    ids=str,
+)
+def test_odd_sizes_are_planned(sizes: dict[str, Any]) -> None:
+    step = steady_step(0, **sizes)
+    # Some sequence is exactly as long as the budget.
+    step = replace(step, token_budget=int(step.trace.sequence_lengths.max()))
+    schedule, _, plans = step.plan()
+    for plan, workload in zip(plans, step.workloads(schedule), strict=True):
+        plan.check(workload)
+    replicas = sum(plan.num_replicas for plan in plans)
+    assert (replicas == 0) == (step.cluster.ranks == 1 or step.cluster.slots_per_rank == 0 or "max_length" in sizes)
+
+
+def test_a_step_without_any_known_route_is_left_unplanned() -> None:
+    step = steady_step(0)
+    step.trace.expert_ids[:] = step.trace.no_route
+    schedule, placement, (plan,) = step.plan()
+    assert not plan.plannable[schedule.micro_step].any()
+    assert plan.num_replicas == 0
+    assert np.array_equal(placement.home, step.placement.home)
+
+
+def test_only_micro_steps_with_unknown_routes_are_unplanned() -> None:
+    step = steady_step(0)
+    step.trace.expert_ids[step.trace.sequence_starts[5], 1] = step.trace.no_route
+    schedule, _, (plan,) = step.plan()
+    assert np.flatnonzero(~plan.plannable).tolist() == [schedule.micro_step[5]]
+
+
+def test_sequences_without_tokens_and_empty_mini_batches_have_their_place() -> None:
+    step = steady_step(0, sequences=6)
+    no_rows = np.zeros((0, 2, 2), np.uint8)
+    ids = [step.trace.sequence(s) if s % 2 else no_rows for s in range(6)]
+    trace = RoutingTrace.from_sequences(ids, num_experts=8)
+    step = replace(step, trace=trace, mini_batch=np.array([3, 0, 3, 0, 0, 0]))
+    schedule, _, (plan,) = step.plan()
+    plan.check(step.workloads(schedule)[0])
+    assert sorted(set(schedule.mini_batch_of_micro_step.tolist())) == [0, 1, 2, 3]
+    assert np.array_equal(schedule.mini_batch_of_micro_step[schedule.micro_step], step.mini_batch)
+
+
+def test_homes_move_towards_the_load_and_then_stay() -> None:
+    """Experts 0 and 1 are always hot, both at rank 0: they are parted once, and the next step moves nothing."""
+    ids_TLK = np.tile(np.array([[[0, 1]]]), (2000, 1, 1))
+    trace = RoutingTrace.from_sequences([ids_TLK] * 8, num_experts=4)
+    stateful = Planner(ClusterSpec(2, 2, 0), Placement.contiguous(1, 4, 2))
+    stateful.add(trace)
+    stateful.finish(token_budget=2000)
+    home_E = stateful.placement.home[0].tolist()
+    assert home_E[0] != home_E[1]
+    stateful.add(trace)
+    stateful.finish(token_budget=2000)
+    assert stateful.placement.home[0].tolist() == home_E
+
+
+def test_homes_stay_where_moving_costs_more_than_it_saves() -> None:
+    step = replace(steady_step(0, slots=0), settings=PlanSettings())
+    free = replace(CostModel.of(step.cluster, QWEN3_30B), near_move_s=0.0, far_move_s=0.0, row_s=1.0)
+    dear = replace(free, near_move_s=1e9, far_move_s=1e9)
+    homes = [step.plan(cost=cost)[1].home for cost in (free, dear)]
+    assert not np.array_equal(homes[0], step.placement.home)
+    assert np.array_equal(homes[1], step.placement.home)
+
+
+@settings(max_examples=30, deadline=None)
+@given(steps())
+def test_micro_steps_stand_in_the_order_of_reuse(step: Step) -> None:
+    """Following the next best neighbour, the first of each mini-batch being given, changes nothing any more."""
+    assume(step.groups == 1)
+    plan = step.plan()[2][0]
+    sets = twins.replica_sets(plan)
+    batches = plan.mini_batch_of_micro_step
+    for m in range(1, plan.num_micro_steps):
+        if batches[m - 1] == batches[m]:
+            later = [len(sets[m - 1] & sets[x]) for x in range(m, plan.num_micro_steps) if batches[x] == batches[m]]
+            assert later[0] == max(later)
+    assert reused_replicas(plan) == sum(len(a & b) for a, b in itertools.pairwise(sets))
+
+
+def test_all_levels_together_leave_little_imbalance() -> None:
+    """Skewed sequences on eight ranks: homes take off a part of the imbalance, one slot a rank nearly all the rest."""
+    trace = skewed_trace(np.random.default_rng(0), sequences=64, layers=3, experts=32, top_k=4, max_length=120)
+    sequences = SequenceCounts.from_trace(trace)
+    placement = Placement.contiguous(3, 32, 8)
+    schedule, homes, (plan,) = plan_sequences(
+        sequences, placement, ClusterSpec(8, 4, 1), token_budget=256, settings=PlanSettings(1.0, 8)
+    )
+    workload = twins.workload(sequences, schedule)
+
+    def busiest_over_even(loads_MLR: Array) -> float:
+        return float((loads_MLR.max(axis=2).sum() * 8) / loads_MLR.sum())
+
+    before = busiest_over_even(workload.home_loads(placement.home))
+    after = busiest_over_even(plan.rank_loads(workload))
+    assert before > 1.5
+    assert busiest_over_even(workload.home_loads(homes.home)) < 1 + 0.6 * (before - 1)
+    assert after < 1.03
