@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Iterable
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -276,50 +275,56 @@ def _frontier(situation: Situation) -> list[dict[str, Any]]:
 def print_figures(figures: dict[str, Any], console: Console) -> None:
     """Tables of all figures, for people."""
     cases = figures["cases"]
-    for key in dict.fromkeys((case["ranks"], case["experts"], case["trace"], case["slots"]) for case in cases):
-        mine = [case for case in cases if (case["ranks"], case["experts"], case["trace"], case["slots"]) == key]
-        ranks, experts, trace, slots = key
-        console.print(_case_table(mine, f"{ranks} ranks, {experts} experts, {trace}, {slots} slots a rank"))
+    keys = ("ranks", "experts", "trace", "slots", "terms")
+    for key in dict.fromkeys(tuple(case[name] for name in keys) for case in cases):
+        ranks, experts, trace, slots, terms = key
+        recipe = "each on its own recipe" if terms == "own" else "equal terms: same homes, schedule and slots"
+        console.print(
+            _case_table(
+                [case for case in cases if tuple(case[name] for name in keys) == key],
+                f"{ranks} ranks, {experts} experts, {trace}, slots a rank: {slots}; {recipe}",
+            )
+        )
     console.print(_schedule_table(figures["schedule"]))
     for milp in figures["milp"]:
-        over = milp["replicas"] / max(1, milp["fewest"]) - 1
+        over = milp["replicas"] / milp["fewest"] - 1 if milp["fewest"] else 0.0
         console.print(
-            f"{milp['ranks']}/{milp['experts']} {milp['trace']}, {milp['homes']} homes, max/mean {milp['threshold']}: "
-            f"{milp['replicas']} replicas where {milp['fewest']} are the fewest ({over:+.1%}), on {milp['solved']} "
-            f"instances of {milp['sampled']} that both solve"
+            f"{milp['ranks']}/{milp['experts']} {milp['trace']}, {milp['homes']} homes: {milp['replicas']} replicas for "
+            f"max/mean {milp['threshold']}, {milp['fewest']} are the fewest ({over:+.1%}; {milp['solved']} of "
+            f"{milp['sampled']} instances)"
         )
 
 
-def _case_table(cases: Iterable[dict[str, Any]], title: str) -> Table:
+def _case_table(cases: list[dict[str, Any]], title: str) -> Table:
     table = Table(title=title, title_justify="left", title_style="bold")
-    columns = ("terms", "policy", "max/mean", "p99", "gap to bound", "replicas", "far", "cross-node", "predicted", "us")
-    for column in columns:
-        table.add_column(column, justify="left" if column in ("terms", "policy") else "right")
-    terms = None
+    table.add_column("policy")
+    for column in ("max/mean", "p99", "gap", "replicas", "far", "crossing", "ms", "us"):
+        table.add_column(column, justify="right")
     for case in cases:
-        if terms not in (None, case["terms"]):
-            table.add_section()
-        terms = case["terms"]
         gap = case["gap_to_bound_mean"]
         table.add_row(
-            case["terms"],
             case["policy"],
             f"{case['max_over_mean_mean']:.3f}",
             f"{case['max_over_mean_p99']:.3f}",
-            "" if gap is None else f"{gap:.2%}",
+            "" if gap is None else f"{gap:.1%}",
             f"{case['replicas_per_instance']:.1f}",
             f"{case['far_replicas_per_instance']:.1f}",
             f"{case['cross_node_token_fraction']:.1%}",
-            f"{case['predicted_ms_per_instance']:.2f} ms",
+            f"{case['predicted_ms_per_instance']:.2f}",
             f"{case['us_per_instance']:.0f}",
             style="bold" if case["policy"] == "trimtab" else None,
         )
+    table.caption = (
+        "gap: over the LP bound; far: replicas on other nodes; crossing: rows between nodes; "
+        "ms: predicted; us: planning; all of an instance"
+    )
     return table
 
 
-def _schedule_table(rows: Iterable[dict[str, Any]]) -> Table:
-    table = Table(title="Grouping by routing against packing by length", title_justify="left", title_style="bold")
-    for column in ("case", "expert time saved", "threshold", "replicas by length", "by routing", "seconds"):
+def _schedule_table(rows: list[dict[str, Any]]) -> Table:
+    title = "Sequences grouped by routing against packed by length, at the same homes"
+    table = Table(title=title, title_justify="left", title_style="bold")
+    for column in ("case", "time saved", "threshold", "replicas by length", "by routing", "search"):
         table.add_column(column, justify="left" if column == "case" else "right")
     for row in rows:
         table.add_row(
@@ -328,6 +333,6 @@ def _schedule_table(rows: Iterable[dict[str, Any]]) -> Table:
             f"{row['threshold']}",
             f"{row['replicas_by_length']:.2f}",
             f"{row['replicas_by_routing']:.2f}",
-            f"{row['seconds']:.2f}",
+            f"{row['seconds']:.2f} s",
         )
     return table

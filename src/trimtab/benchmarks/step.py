@@ -115,29 +115,15 @@ def _peak_bytes() -> int:
 def print_figures(rows: list[dict[str, Any]], console: Console) -> None:
     """The table for people."""
     table = Table(title="From expert ids to finished plan", title_justify="left", title_style="bold")
-    columns = (
-        "ranks",
-        "experts",
-        "layers",
-        "micro-steps",
-        "tokens",
-        "counting",
-        "planning",
-        "an instance",
-        "peak memory",
-    )
-    for column in columns:
+    for column in ("ranks / experts", "layers x micro-steps", "tokens", "counting", "planning", "peak memory"):
         table.add_column(column, justify="right")
     for row in rows:
         table.add_row(
-            str(row["ranks"]),
-            str(row["experts"]),
-            str(row["layers"]),
-            str(row["micro_steps"]),
-            f"{row['tokens']:,}",
+            f"{row['ranks']} / {row['experts']}",
+            f"{row['layers']} x {row['micro_steps']}",
+            f"{row['tokens'] / 1e6:.1f} M",
             f"{row['counting_s']:.2f} s",
             f"{row['planning_s']:.2f} s",
-            f"{row['ms_per_instance']:.2f} ms",
-            f"{row['peak_bytes'] / 1e9:.2f} GB ({row['trace_bytes'] / 1e9:.2f} GB of ids)",
+            f"{row['peak_bytes'] / 1e9:.2f} GB",
         )
     console.print(table)

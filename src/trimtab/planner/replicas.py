@@ -10,9 +10,10 @@ Which taker, and how many tokens, decide how far a slot goes:
 
 A taker on the giver's own node comes first, since weights travel fast inside a node. It may even take only a part,
 unless the whole node has too much, so that something must leave it anyway. Fitting needs the fewest replicas and
-filling reaches the lowest load; filling is tried where fitting falls short, and a higher threshold where both do. In
-the end every replica's share is moved towards equal loads of its two ranks, which costs nothing. (Our own; LLEP and
-UltraEP spill in the same spirit, without filling or levelling.)
+filling reaches the lowest load; filling is tried where fitting falls short, then both again a few times with givers,
+experts and takers in a slightly different order, and at last a higher threshold. Other orders are also tried for fewer
+replicas, unless there are as few as the experts' sizes allow. In the end every replica's share is moved towards equal
+loads of its two ranks, which costs nothing. (Our own; LLEP and UltraEP spill in the same spirit.)
 """
 
 from __future__ import annotations
@@ -22,6 +23,12 @@ import numpy as np
 
 SEARCH_STEPS = 6
 LEVEL_SWEEPS = 4
+# Other orders that are tried, times ranks^1.5: large instances, whose attempts take longer, get fewer. 8 at 8 ranks.
+RESTART_WORK = 182
+# Ways of an attempt that are always tried: fit or fill, near takers first or not.
+PLAIN_WAYS = 4
+# How much ranks and experts are jittered in other orders: up to this part of the target load.
+JITTER = 8
 
 
 @numba.njit(cache=True, nogil=True)
@@ -50,25 +57,36 @@ def place_replicas(  # type: ignore[no-untyped-def]
     if most <= threshold_load or slots == 0:
         return 0
     scratch_3P = np.empty_like(replicas_3P)
+    jitter_R = np.zeros(num_ranks, np.int64)
+    fewest = _fewest(counts_E, experts_by_home, home_starts, loads_R, threshold_load)
+    restarts = int(RESTART_WORK / num_ranks**1.5)
     count = 0
+    cheapest = np.int64(1) << 62
     # Both ends of the search are loads: nothing below `low` is asked for, `best` has been reached.
     best = most
     low = threshold_load
     target = threshold_load
-    for _ in range(SEARCH_STEPS):
-        for way in range(4):
-            fill, near = way >= 2, way % 2 == 0
-            if not near and ranks_per_node == num_ranks:
+    for step in range(SEARCH_STEPS):
+        for way in range(PLAIN_WAYS + restarts):
+            fill, near = way % PLAIN_WAYS >= 2, way % 2 == 0
+            if (not near and ranks_per_node == num_ranks) or (best <= target and 0 < way < PLAIN_WAYS):
                 continue
+            _shuffle(jitter_R, way - PLAIN_WAYS, target)
             tried, reached = _attempt(
                 counts_E, home_E, experts_by_home, home_starts, loads_R, ranks_per_node, slots, target, smallest_share,
-                fill, near, scratch_3P,
+                fill, near, jitter_R, scratch_3P,
             )  # fmt: skip
-            if reached < best:
-                best = reached
+            cost = 2 * tried + _count_far(home_E, ranks_per_node, scratch_3P, tried)
+            if reached <= target:
+                better = best > target or cost < cheapest
+            else:
+                better = reached < best
+            if better:
+                best = max(reached, target)
+                cheapest = cost
                 count = tried
                 replicas_3P[:, :count] = scratch_3P[:, :count]
-            if reached <= target:
+            if best <= target and (count <= fewest or step > 0):
                 break
         if best > target:
             low = target
@@ -80,9 +98,54 @@ def place_replicas(  # type: ignore[no-untyped-def]
 
 
 @numba.njit(cache=True, nogil=True)
+def _fewest(counts_E, experts_by_home, home_starts, loads_R, threshold_load):  # type: ignore[no-untyped-def]
+    """Replicas that are needed at the least: of every rank, its largest experts that hold what it has too much."""
+    needed = 0
+    for r in range(len(loads_R)):
+        excess = loads_R[r] - threshold_load
+        smaller_than = np.int64(1) << 62
+        while excess > 0:
+            largest = np.int64(0)
+            equal = 0
+            for i in range(home_starts[r], home_starts[r + 1]):
+                tokens = counts_E[experts_by_home[i]]
+                if tokens < smaller_than and tokens > largest:
+                    largest = tokens
+                    equal = 1
+                elif tokens == largest:
+                    equal += 1
+            taken = min(equal, -(-excess // max(largest, 1)))
+            needed += taken
+            excess -= taken * largest
+            smaller_than = largest
+    return needed
+
+
+@numba.njit(cache=True, nogil=True)
+def _shuffle(jitter_R, number, target):  # type: ignore[no-untyped-def]
+    """Tokens by which ranks and experts seem larger in attempt `number` than they are; none below 0."""
+    if number < 0:
+        return
+    random = np.uint64(number + 1) * np.uint64(0x9E3779B97F4A7C15)
+    for r in range(len(jitter_R)):
+        random ^= random << np.uint64(13)
+        random ^= random >> np.uint64(7)
+        random ^= random << np.uint64(17)
+        jitter_R[r] = np.int64(random >> np.uint64(33)) % (target // JITTER + 1)
+
+
+@numba.njit(cache=True, nogil=True)
+def _count_far(home_E, ranks_per_node, replicas_3P, count):  # type: ignore[no-untyped-def]
+    far = 0
+    for p in range(count):
+        far += home_E[replicas_3P[0, p]] // ranks_per_node != replicas_3P[1, p] // ranks_per_node
+    return far
+
+
+@numba.njit(cache=True, nogil=True)
 def _attempt(  # type: ignore[no-untyped-def]
     counts_E, home_E, experts_by_home, home_starts, loads_R, ranks_per_node, slots, target, smallest_share, fill,
-    near, replicas_3P,
+    near, jitter_R, replicas_3P,
 ):  # fmt: skip
     """One run at a fixed target. Returns the number of replicas and the load of the busiest rank."""
     num_ranks = len(loads_R)
@@ -98,36 +161,42 @@ def _attempt(  # type: ignore[no-untyped-def]
     num_replicas = 0
     while True:
         giver = -1
-        highest = target
+        highest = np.int64(0)
         for r in range(num_ranks):
-            if loads[r] > highest and not given_up[r]:
+            if loads[r] > target and loads[r] + jitter_R[r] > highest and not given_up[r]:
                 giver = r
-                highest = loads[r]
+                highest = loads[r] + jitter_R[r]
         if giver < 0:
             return num_replicas, loads.max()
         expert = -1
-        tokens = smallest_share - 1
+        largest = np.int64(-1)
         for i in range(home_starts[giver], home_starts[giver + 1]):
-            if at_home_E[experts_by_home[i]] > tokens:
-                expert = experts_by_home[i]
-                tokens = at_home_E[expert]
+            e = experts_by_home[i]
+            if at_home_E[e] >= smallest_share and at_home_E[e] + jitter_R[e % num_ranks] > largest:
+                expert = e
+                largest = at_home_E[e] + jitter_R[e % num_ranks]
         if expert < 0:
             given_up[giver] = True
             continue
+        tokens = at_home_E[expert]
         excess = loads[giver] - target
         wanted = _whole_share(excess, tokens, smallest_share)
         for p in range(num_replicas):
             if experts_P[p] == expert:
                 has_copy[ranks_P[p]] = True
-        taker = _tightest(loads, free_slots, has_copy, target - wanted, giver, ranks_per_node, True)
+        taker = _tightest(loads, jitter_R, free_slots, has_copy, target - wanted, giver, ranks_per_node, True)
         whole = taker >= 0
         if not whole and near and node_loads[giver // ranks_per_node] <= target * ranks_per_node:
-            taker = _roomiest(loads, free_slots, has_copy, target - smallest_share, giver, ranks_per_node, True)
+            taker = _roomiest(
+                loads, jitter_R, free_slots, has_copy, target - smallest_share, giver, ranks_per_node, True
+            )
         if taker < 0:
-            taker = _tightest(loads, free_slots, has_copy, target - wanted, giver, ranks_per_node, False)
+            taker = _tightest(loads, jitter_R, free_slots, has_copy, target - wanted, giver, ranks_per_node, False)
             whole = taker >= 0
         if taker < 0:
-            taker = _roomiest(loads, free_slots, has_copy, target - smallest_share, giver, ranks_per_node, False)
+            taker = _roomiest(
+                loads, jitter_R, free_slots, has_copy, target - smallest_share, giver, ranks_per_node, False
+            )
         if taker >= 0:
             room = target - loads[taker]
             if not whole:
@@ -194,7 +263,7 @@ def _part_share(room, tokens, smallest_share):  # type: ignore[no-untyped-def]
 
 
 @numba.njit(cache=True, nogil=True)
-def _tightest(loads, free_slots, has_copy, highest_load, giver, ranks_per_node, same_node):  # type: ignore[no-untyped-def]
+def _tightest(loads, jitter_R, free_slots, has_copy, highest_load, giver, ranks_per_node, same_node):  # type: ignore[no-untyped-def]
     """The fullest rank with a load of at most `highest_load`, a free slot and no copy; -1 if there is none."""
     best = -1
     first, last = 0, len(loads)
@@ -203,13 +272,13 @@ def _tightest(loads, free_slots, has_copy, highest_load, giver, ranks_per_node, 
         last = first + ranks_per_node
     for r in range(first, last):
         if loads[r] <= highest_load and free_slots[r] > 0 and not has_copy[r] and r != giver:  # noqa: SIM102
-            if best < 0 or loads[r] > loads[best]:
+            if best < 0 or loads[r] + jitter_R[r] > loads[best] + jitter_R[best]:
                 best = r
     return best
 
 
 @numba.njit(cache=True, nogil=True)
-def _roomiest(loads, free_slots, has_copy, highest_load, giver, ranks_per_node, same_node):  # type: ignore[no-untyped-def]
+def _roomiest(loads, jitter_R, free_slots, has_copy, highest_load, giver, ranks_per_node, same_node):  # type: ignore[no-untyped-def]
     """The emptiest rank with a load of at most `highest_load`, a free slot and no copy; -1 if there is none."""
     best = -1
     first, last = 0, len(loads)
@@ -218,6 +287,6 @@ def _roomiest(loads, free_slots, has_copy, highest_load, giver, ranks_per_node, 
         last = first + ranks_per_node
     for r in range(first, last):
         if loads[r] <= highest_load and free_slots[r] > 0 and not has_copy[r] and r != giver:  # noqa: SIM102
-            if best < 0 or loads[r] < loads[best]:
+            if best < 0 or loads[r] + jitter_R[r] < loads[best] + jitter_R[best]:
                 best = r
     return best

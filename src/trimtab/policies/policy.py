@@ -20,7 +20,7 @@ class Traits:
     """What a plan alone cannot say of a balancer.
 
     Attributes:
-        known_at: the latest routing that its decisions see: `past` steps only; the whole `step` beforehand; a
+        known_at: the latest routing that its decisions see: `past` steps or micro-steps only; the whole `step` beforehand; a
             `micro-step` before it runs; or a `layer` once its router has chosen. Splitting tokens over copies that
             are there already may always use the live routing.
         plans_on: where planning runs, and with it who pays: `cpu` planning is timed by us, `gpu` planning is charged
@@ -31,7 +31,7 @@ class Traits:
         hops: 2 if moved tokens first travel to the home rank, else 1.
         copies: what its copies occupy: `none`, slots that layers share, slots of every layer, or `unbounded` memory.
         relocates: does it move homes between steps?
-        within_node: do its copies stay inside the node of their home?
+        within_node: do its copies stay inside the node of their home, on its own recipe?
         ideal: not a balancer but the bound: tokens count as spread evenly, whatever the plan says.
     """
 
