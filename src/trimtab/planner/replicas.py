@@ -23,8 +23,9 @@ import numpy as np
 
 SEARCH_STEPS = 6
 LEVEL_SWEEPS = 4
-# Other orders that are tried, times ranks^1.5: large instances, whose attempts take longer, get fewer. 8 at 8 ranks.
-RESTART_WORK = 182
+# Other orders that are tried: at most so many, and fewer for large instances, whose attempts take longer.
+MOST_RESTARTS = 16
+RESTART_WORK = 1000
 # Ways of an attempt that are always tried: fit or fill, near takers first or not.
 PLAIN_WAYS = 4
 # How much ranks and experts are jittered in other orders: up to this part of the target load.
@@ -57,9 +58,9 @@ def place_replicas(  # type: ignore[no-untyped-def]
     if most <= threshold_load or slots == 0:
         return 0
     scratch_3P = np.empty_like(replicas_3P)
-    jitter_R = np.zeros(num_ranks, np.int64)
+    jitter = np.zeros(max(num_ranks, np.diff(home_starts).max()), np.int64)
     fewest = _fewest(counts_E, experts_by_home, home_starts, loads_R, threshold_load)
-    restarts = int(RESTART_WORK / num_ranks**1.5)
+    restarts = min(MOST_RESTARTS, RESTART_WORK // (num_ranks * num_ranks))
     count = 0
     cheapest = np.int64(1) << 62
     # Both ends of the search are loads: nothing below `low` is asked for, `best` has been reached.
@@ -71,10 +72,10 @@ def place_replicas(  # type: ignore[no-untyped-def]
             fill, near = way % PLAIN_WAYS >= 2, way % 2 == 0
             if (not near and ranks_per_node == num_ranks) or (best <= target and 0 < way < PLAIN_WAYS):
                 continue
-            _shuffle(jitter_R, way - PLAIN_WAYS, target)
+            _shuffle(jitter, way - PLAIN_WAYS, target)
             tried, reached = _attempt(
                 counts_E, home_E, experts_by_home, home_starts, loads_R, ranks_per_node, slots, target, smallest_share,
-                fill, near, jitter_R, scratch_3P,
+                fill, near, jitter, scratch_3P,
             )  # fmt: skip
             cost = 2 * tried + _count_far(home_E, ranks_per_node, scratch_3P, tried)
             if reached <= target:
@@ -122,16 +123,16 @@ def _fewest(counts_E, experts_by_home, home_starts, loads_R, threshold_load):  #
 
 
 @numba.njit(cache=True, nogil=True)
-def _shuffle(jitter_R, number, target):  # type: ignore[no-untyped-def]
-    """Tokens by which ranks and experts seem larger in attempt `number` than they are; none below 0."""
+def _shuffle(jitter, number, target):  # type: ignore[no-untyped-def]
+    """Tokens by which ranks, and experts of a rank, seem larger than they are in attempt `number`; none below 0."""
     if number < 0:
         return
     random = np.uint64(number + 1) * np.uint64(0x9E3779B97F4A7C15)
-    for r in range(len(jitter_R)):
+    for i in range(len(jitter)):
         random ^= random << np.uint64(13)
         random ^= random >> np.uint64(7)
         random ^= random << np.uint64(17)
-        jitter_R[r] = np.int64(random >> np.uint64(33)) % (target // JITTER + 1)
+        jitter[i] = np.int64(random >> np.uint64(33)) % (target // JITTER + 1)
 
 
 @numba.njit(cache=True, nogil=True)
@@ -145,7 +146,7 @@ def _count_far(home_E, ranks_per_node, replicas_3P, count):  # type: ignore[no-u
 @numba.njit(cache=True, nogil=True)
 def _attempt(  # type: ignore[no-untyped-def]
     counts_E, home_E, experts_by_home, home_starts, loads_R, ranks_per_node, slots, target, smallest_share, fill,
-    near, jitter_R, replicas_3P,
+    near, jitter, replicas_3P,
 ):  # fmt: skip
     """One run at a fixed target. Returns the number of replicas and the load of the busiest rank."""
     num_ranks = len(loads_R)
@@ -155,26 +156,30 @@ def _attempt(  # type: ignore[no-untyped-def]
     free_slots = np.full(num_ranks, slots, np.int64)
     given_up = np.zeros(num_ranks, np.bool_)
     has_copy = np.zeros(num_ranks, np.bool_)
+    # Looked up rather than divided: this is the innermost part of planning.
+    node_R = np.empty(num_ranks, np.int64)
     node_loads = np.zeros(num_ranks // ranks_per_node, np.int64)
     for r in range(num_ranks):
-        node_loads[r // ranks_per_node] += loads[r]
+        node_R[r] = r // ranks_per_node
+        node_loads[node_R[r]] += loads[r]
     num_replicas = 0
     while True:
         giver = -1
         highest = np.int64(0)
         for r in range(num_ranks):
-            if loads[r] > target and loads[r] + jitter_R[r] > highest and not given_up[r]:
+            if loads[r] > target and loads[r] + jitter[r] > highest and not given_up[r]:
                 giver = r
-                highest = loads[r] + jitter_R[r]
+                highest = loads[r] + jitter[r]
         if giver < 0:
             return num_replicas, loads.max()
         expert = -1
         largest = np.int64(-1)
         for i in range(home_starts[giver], home_starts[giver + 1]):
             e = experts_by_home[i]
-            if at_home_E[e] >= smallest_share and at_home_E[e] + jitter_R[e % num_ranks] > largest:
+            seeming = at_home_E[e] + jitter[i - home_starts[giver]]
+            if at_home_E[e] >= smallest_share and seeming > largest:
                 expert = e
-                largest = at_home_E[e] + jitter_R[e % num_ranks]
+                largest = seeming
         if expert < 0:
             given_up[giver] = True
             continue
@@ -184,19 +189,19 @@ def _attempt(  # type: ignore[no-untyped-def]
         for p in range(num_replicas):
             if experts_P[p] == expert:
                 has_copy[ranks_P[p]] = True
-        taker = _tightest(loads, jitter_R, free_slots, has_copy, target - wanted, giver, ranks_per_node, True)
+        near_first = node_R[giver] * ranks_per_node
+        near_last = near_first + ranks_per_node
+        taker = _tightest(loads, jitter, free_slots, has_copy, target - wanted, giver, near_first, near_last)
         whole = taker >= 0
-        if not whole and near and node_loads[giver // ranks_per_node] <= target * ranks_per_node:
+        if not whole and near and node_loads[node_R[giver]] <= target * ranks_per_node:
             taker = _roomiest(
-                loads, jitter_R, free_slots, has_copy, target - smallest_share, giver, ranks_per_node, True
+                loads, jitter, free_slots, has_copy, target - smallest_share, giver, near_first, near_last
             )
         if taker < 0:
-            taker = _tightest(loads, jitter_R, free_slots, has_copy, target - wanted, giver, ranks_per_node, False)
+            taker = _tightest(loads, jitter, free_slots, has_copy, target - wanted, giver, 0, num_ranks)
             whole = taker >= 0
         if taker < 0:
-            taker = _roomiest(
-                loads, jitter_R, free_slots, has_copy, target - smallest_share, giver, ranks_per_node, False
-            )
+            taker = _roomiest(loads, jitter, free_slots, has_copy, target - smallest_share, giver, 0, num_ranks)
         if taker >= 0:
             room = target - loads[taker]
             if not whole:
@@ -217,8 +222,8 @@ def _attempt(  # type: ignore[no-untyped-def]
         at_home_E[expert] -= wanted
         loads[giver] -= wanted
         loads[taker] += wanted
-        node_loads[giver // ranks_per_node] -= wanted
-        node_loads[taker // ranks_per_node] += wanted
+        node_loads[node_R[giver]] -= wanted
+        node_loads[node_R[taker]] += wanted
 
 
 @numba.njit(cache=True, nogil=True)
@@ -263,30 +268,22 @@ def _part_share(room, tokens, smallest_share):  # type: ignore[no-untyped-def]
 
 
 @numba.njit(cache=True, nogil=True)
-def _tightest(loads, jitter_R, free_slots, has_copy, highest_load, giver, ranks_per_node, same_node):  # type: ignore[no-untyped-def]
-    """The fullest rank with a load of at most `highest_load`, a free slot and no copy; -1 if there is none."""
+def _tightest(loads, jitter, free_slots, has_copy, highest_load, giver, first, last):  # type: ignore[no-untyped-def]
+    """The fullest of ranks first to last - 1 with at most `highest_load`, a free slot and no copy; -1 for none."""
     best = -1
-    first, last = 0, len(loads)
-    if same_node:
-        first = giver // ranks_per_node * ranks_per_node
-        last = first + ranks_per_node
     for r in range(first, last):
         if loads[r] <= highest_load and free_slots[r] > 0 and not has_copy[r] and r != giver:  # noqa: SIM102
-            if best < 0 or loads[r] + jitter_R[r] > loads[best] + jitter_R[best]:
+            if best < 0 or loads[r] + jitter[r] > loads[best] + jitter[best]:
                 best = r
     return best
 
 
 @numba.njit(cache=True, nogil=True)
-def _roomiest(loads, jitter_R, free_slots, has_copy, highest_load, giver, ranks_per_node, same_node):  # type: ignore[no-untyped-def]
-    """The emptiest rank with a load of at most `highest_load`, a free slot and no copy; -1 if there is none."""
+def _roomiest(loads, jitter, free_slots, has_copy, highest_load, giver, first, last):  # type: ignore[no-untyped-def]
+    """The emptiest of ranks first to last - 1 with at most `highest_load`, a free slot and no copy; -1 for none."""
     best = -1
-    first, last = 0, len(loads)
-    if same_node:
-        first = giver // ranks_per_node * ranks_per_node
-        last = first + ranks_per_node
     for r in range(first, last):
         if loads[r] <= highest_load and free_slots[r] > 0 and not has_copy[r] and r != giver:  # noqa: SIM102
-            if best < 0 or loads[r] + jitter_R[r] < loads[best] + jitter_R[best]:
+            if best < 0 or loads[r] + jitter[r] < loads[best] + jitter[best]:
                 best = r
     return best
