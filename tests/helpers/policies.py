@@ -138,7 +138,7 @@ def check_policy(policy: Policy, step: Step) -> dict[str, StepPlan]:
             assert plan.slots_per_rank <= step.cluster.slots_per_rank, "more slots than the cluster has"
         if policy.traits.copies == "none":
             assert plan.num_replicas == 0, "copies where there should be none"
-        if policy.traits.within_node:
+        if policy.traits.within_node and terms == "own":
             layer = np.repeat(np.arange(len(plan.replica_starts) - 1), np.diff(plan.replica_starts)) % plan.num_layers
             homes = plan.home[layer, plan.replica_experts].astype(np.int64)
             per_node = step.cluster.ranks_per_node

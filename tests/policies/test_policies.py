@@ -1,0 +1,61 @@
+"""What holds for every balancer in the registry, and the guard that keeps the future from those that can't know it."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from helpers.policies import Step, check_future_is_unseen, check_policy, random_step
+from trimtab.policies import POLICIES
+
+
+def small_step(seed: int) -> Step:
+    rng = np.random.default_rng(seed)
+    return random_step(rng, ranks=8, experts=32, ranks_per_node=4, past_steps=2, contiguous=True, all_routed=False)
+
+
+def test_the_registry_is_complete() -> None:
+    assert list(POLICIES) == [
+        "static",
+        "eplb",
+        "eplb_oracle",
+        "lplb",
+        "fastermoe",
+        "llep",
+        "laer",
+        "ultraep",
+        "feplb",
+        "relibra",
+        "foremoe",
+        "routepack",
+        "trimtab",
+        "balanced",
+    ]
+
+
+@pytest.mark.parametrize("name", POLICIES)
+def test_every_policy_says_where_it_comes_from(name: str) -> None:
+    assert len((type(POLICIES[name]).__doc__ or "").strip()) > 20
+
+
+@pytest.mark.parametrize("name", POLICIES)
+@pytest.mark.parametrize("seed", range(3))
+def test_every_policy_makes_valid_plans_on_both_terms(name: str, seed: int) -> None:
+    check_policy(POLICIES[name], small_step(seed))
+
+
+WITHOUT_FORESIGHT = [name for name, policy in POLICIES.items() if policy.traits.known_at != "step"]
+
+
+@pytest.mark.parametrize("name", WITHOUT_FORESIGHT)
+def test_a_poisoned_future_changes_nothing(name: str) -> None:
+    check_future_is_unseen(POLICIES[name], small_step(1), np.random.default_rng(2))
+
+
+@pytest.mark.parametrize("name", WITHOUT_FORESIGHT)
+def test_the_step_is_hidden_from_those_that_can_not_know_it(name: str) -> None:
+    view = small_step(0).view(POLICIES[name], equal_terms=False)
+    with pytest.raises(LookupError, match="can't see the whole step"):
+        _ = view.workload
+    with pytest.raises(LookupError, match="can't see the whole step"):
+        _ = view.sequences
