@@ -10,6 +10,7 @@ import numpy as np
 
 from trimtab import Placement, Schedule, StepPlan, Workload
 from trimtab.planner import SequenceCounts
+from trimtab.planner.replicas import JITTER, MOST_RESTARTS, RESTART_WORK
 from trimtab.trace import RoutingTrace
 from trimtab.trace.routing import Array
 
@@ -41,26 +42,66 @@ def workload(sequences: SequenceCounts, schedule: Schedule) -> Workload:
 def place_replicas(
     counts_E: Array, home_E: Array, num_ranks: int, per_node: int, slots: int, threshold_load: int, smallest: int
 ) -> list[Replica]:
-    """Ask for the threshold; where that fails, search by halves for the lowest load that can be reached."""
-    loads = _loads(counts_E, home_E, num_ranks, [])
-    best, chosen = max(loads), list[Replica]()
-    if best <= threshold_load or slots == 0:
+    """Ask for the threshold; where that fails, search by halves for the lowest load that can be reached.
+
+    Every load is asked for in four plain ways, then in others, whose order is jittered. At the threshold the cheapest
+    replicas are kept, above it the first that reach the load.
+    """
+    most = max(_loads(counts_E, home_E, num_ranks, []))
+    if most <= threshold_load or slots == 0:
         return []
+    fewest = sum(_experts_to_share(counts_E[home_E == r], threshold_load) for r in range(num_ranks))
+    best, chosen = most, list[Replica]()
     low = target = threshold_load
-    for _ in range(6):
-        for fill, near in product((False, True), (True, False)):
-            if near or per_node < num_ranks:
-                tried = _hand_over(counts_E, home_E, num_ranks, per_node, slots, target, smallest, fill, near)
-                reached = max(_loads(counts_E, home_E, num_ranks, tried))
-                if reached < best:
-                    best, chosen = reached, tried
-                if reached <= target:
-                    break
+    for step in range(6):
+        for way in range(4 + min(MOST_RESTARTS, RESTART_WORK // num_ranks**2)):
+            fill, near = way % 4 in (2, 3), way % 2 == 0
+            if (not near and per_node == num_ranks) or (best <= target and way in (1, 2, 3)):
+                continue
+            jitter = _jitter(way - 4, max(num_ranks, len(counts_E)), target // JITTER)
+            tried = _hand_over(counts_E, home_E, num_ranks, per_node, slots, target, smallest, fill, near, jitter)
+            reached = max(_loads(counts_E, home_E, num_ranks, tried))
+            if reached <= target:
+                if best > target or _cost(tried, home_E, per_node) < _cost(chosen, home_E, per_node):
+                    best, chosen = target, tried
+            elif reached < best:
+                best, chosen = reached, tried
+            if best <= target and (len(chosen) <= fewest or step > 0):
+                break
         low = target if best > target else low
         if best - low <= smallest // 8 or best <= threshold_load:
             break
         target = (low + best) // 2
     return _levelled(counts_E, home_E, num_ranks, smallest, chosen)
+
+
+def _experts_to_share(counts_E: Array, threshold_load: int) -> int:
+    """How many of a rank's experts, the largest first, hold what it has too much."""
+    excess = int(counts_E.sum()) - threshold_load
+    needed = 0
+    for tokens in sorted(counts_E.tolist(), reverse=True):
+        if excess > 0:
+            needed, excess = needed + 1, excess - tokens
+    return needed
+
+
+def _jitter(number: int, length: int, most: int) -> list[int]:
+    """Numbers up to `most`, from a xorshift generator; nothing for the plain ways, whose number is below 0."""
+    if number < 0:
+        return [0] * length
+    bits, word = (number + 1) * 0x9E3779B97F4A7C15 % 2**64, 2**64 - 1
+    jitter = []
+    for _ in range(length):
+        bits ^= bits << 13 & word
+        bits ^= bits >> 7
+        bits ^= bits << 17 & word
+        jitter.append((bits >> 33) % (most + 1))
+    return jitter
+
+
+def _cost(replicas: list[Replica], home_E: Array, per_node: int) -> int:
+    """A replica on its home's node costs 2, on another 3."""
+    return sum(3 if home_E[expert] // per_node != rank // per_node else 2 for expert, rank, _ in replicas)
 
 
 def _loads(counts_E: Array, home_E: Array, num_ranks: int, replicas: list[Replica]) -> list[int]:
@@ -75,9 +116,12 @@ def _loads(counts_E: Array, home_E: Array, num_ranks: int, replicas: list[Replic
 
 def _hand_over(
     counts_E: Array, home_E: Array, num_ranks: int, per_node: int, slots: int, target: int, smallest: int, fill: bool,
-    near: bool,
+    near: bool, jitter: list[int],
 ) -> list[Replica]:  # fmt: skip
-    """The busiest rank hands its largest expert to a taker, until nobody is above the target or nobody can help."""
+    """The busiest rank hands its largest expert to a taker, until nobody is above the target or nobody can help.
+
+    Jitter, by rank and by expert among those of its rank, makes them seem busier than they are when one is chosen.
+    """
     replicas: list[Replica] = []
     helpless: set[int] = set()
     while True:
@@ -85,25 +129,28 @@ def _hand_over(
         givers = [r for r in range(num_ranks) if loads[r] > target and r not in helpless]
         if not givers:
             return replicas
-        giver = max(givers, key=loads.__getitem__)
-        left = Counter({int(e): int(counts_E[e]) for e in np.flatnonzero(home_E == giver)})
-        left.subtract({e: sum(t for f, _, t in replicas if f == e) for e in left})
-        expert = max(left, key=left.__getitem__, default=-1)
+        giver = max(givers, key=lambda r: loads[r] + jitter[r])
+        left = {int(e): int(counts_E[e]) for e in np.flatnonzero(home_E == giver)}
+        for expert, _, tokens in replicas:
+            if expert in left:
+                left[expert] -= tokens
+        seeming = {e: left[e] + jitter[i] for i, e in enumerate(left) if left[e] >= smallest}
         share = None
-        if expert >= 0 and left[expert] >= smallest:
+        if seeming:
+            expert = max(seeming, key=seeming.__getitem__)
             copies = Counter(rank for _, rank, _ in replicas)
             has = {rank for e, rank, _ in replicas if e == expert} | {giver}
             takers = [r for r in range(num_ranks) if copies[r] < slots and r not in has]
-            share = _share(left[expert], loads, takers, giver, per_node, target, smallest, fill, near)
+            share = _share(left[expert], loads, takers, giver, per_node, target, smallest, fill, near, jitter)
         if share is None or share[1] < smallest:
             helpless.add(giver)
         else:
-            replicas.append((int(expert), *share))
+            replicas.append((expert, *share))
 
 
 def _share(
     tokens: int, loads: list[int], takers: list[int], giver: int, per_node: int, target: int, smallest: int, fill: bool,
-    near: bool,
+    near: bool, jitter: list[int],
 ) -> tuple[int, int] | None:  # fmt: skip
     """The taker and its tokens: whole excesses before parts, the own node before others.
 
@@ -116,6 +163,9 @@ def _share(
     neighbours = [r for r in takers if r // per_node == giver // per_node]
     node_has_room = sum(load for r, load in enumerate(loads) if r // per_node == giver // per_node) <= target * per_node
 
+    def seeming(rank: int) -> int:
+        return loads[rank] + jitter[rank]
+
     def part(room: int) -> int:
         return tokens if room >= tokens else min(room, tokens - smallest)
 
@@ -123,14 +173,14 @@ def _share(
         fitting = [r for r in ranks if loads[r] + whole <= target]
         if not fitting:
             return None
-        taker = max(fitting, key=loads.__getitem__)
+        taker = max(fitting, key=seeming)
         return taker, max(whole, part(target - loads[taker])) if fill else whole
 
     def part_to(ranks: list[int]) -> tuple[int, int] | None:
         fitting = [r for r in ranks if loads[r] + smallest <= target]
         if not fitting:
             return None
-        taker = min(fitting, key=loads.__getitem__)
+        taker = min(fitting, key=seeming)
         return taker, part(min(excess, target - loads[taker]))
 
     return (

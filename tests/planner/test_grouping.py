@@ -45,13 +45,15 @@ class Case:
 
 def random_case(
     rng: np.random.Generator, *, ranks: int, groups: int, sequences: int, batches: int, attention: bool,
-    even_lengths: bool = False,
+    even_lengths: bool = False, rows_per_token: int = 2,
 ) -> Case:  # fmt: skip
     experts, layers = 2 * ranks, 2
     lengths = np.full(sequences, 100) if even_lengths else rng.integers(1, 200, sequences)
     weights_SLE = np.exp(2 * rng.gumbel(size=(sequences, layers, experts)))
     weights_SLE /= weights_SLE.sum(axis=-1, keepdims=True)
-    counts_SLE = np.stack([rng.multinomial(2 * t, weights) for t, weights in zip(lengths, weights_SLE, strict=True)])
+    counts_SLE = np.stack(
+        [rng.multinomial(rows_per_token * t, weights) for t, weights in zip(lengths, weights_SLE, strict=True)]
+    )
     budget = int(lengths.max()) * 2
     packed = pack_by_length(
         lengths, num_ranks=ranks * groups, token_budget=budget, mini_batch=rng.integers(0, batches, sequences)
@@ -62,7 +64,7 @@ def random_case(
         random_homes(rng, layers, experts, ranks),
         budget,
         groups,
-        lengths**2 // 50 if attention else None,
+        rows_per_token * lengths**2 // 100 if attention else None,
     )
 
 
@@ -75,13 +77,19 @@ def cases(draw: st.DrawFn) -> Case:
         sequences=draw(st.sampled_from([1, 2, 3, 10, 40])),
         batches=draw(st.integers(1, 3)),
         attention=draw(st.booleans()),
+        # Where peaks are in the thousands, the search takes steps up, too.
+        rows_per_token=draw(st.sampled_from([2, 200])),
     )
 
 
 @settings(max_examples=50, deadline=None)
 @given(cases(), st.sampled_from([0, 1, 40, 400]))
 def test_the_busiest_ranks_never_do_more(case: Case, swaps: int) -> None:
-    assert case.cost(case.group(swaps_per_sequence=swaps)) <= case.cost(case.packed)
+    once = case.group(swaps_per_sequence=swaps)
+    assert case.cost(once) <= case.cost(case.packed)
+    # From where there is little left to gain, the search often ends higher than it began.
+    again = replace(case, packed=once).group(swaps_per_sequence=1 + swaps // 10)
+    assert case.cost(again) <= case.cost(once)
 
 
 @settings(max_examples=50, deadline=None)

@@ -1,6 +1,8 @@
-"""All micro-steps of a layer against the plain twins, one instance at a time."""
+"""All micro-steps of a layer against one instance at a time."""
 
 from __future__ import annotations
+
+from dataclasses import replace
 
 import numpy as np
 from hypothesis import given, settings
@@ -51,14 +53,9 @@ def check(instances: list[Instance], plannable: list[bool]) -> None:
     home_E = instances[0].home_E
     listed, quotas = [], []
     for instance, routed in zip(instances, plannable, strict=True):
-        threshold_load = (
-            int(instance.counts_RE.sum()) * round(THRESHOLD * PARTS_PER_WHOLE) // (instance.ranks * PARTS_PER_WHOLE)
-        )
-        replicas = twins.place_replicas(
-            instance.counts_E, home_E, instance.ranks, instance.per_node, instance.slots, threshold_load,
-            instance.smallest_share,
-        )  # fmt: skip
-        listed.append(replicas if routed else [])
+        parts = int(instance.counts_RE.sum()) * round(THRESHOLD * PARTS_PER_WHOLE)
+        alone = replace(instance, home_E=home_E, threshold_load=parts // (instance.ranks * PARTS_PER_WHOLE))
+        listed.append(alone.replicas() if routed else [])
         quotas += list(twins.split_tokens(instance.counts_RE, home_E, instance.per_node, listed[-1]))
     actual = plan(instances, plannable)
     assert actual.replicas_M.tolist() == [len(replicas) for replicas in listed]
@@ -85,6 +82,5 @@ def test_room_for_quotas_grows_as_often_as_needed() -> None:
         )
         for _ in range(40)
     ]
-    many = [Instance(each.counts_RE, many[0].home_E, 2, 3, each.threshold_load, 1) for each in many]
     check(many, [True] * 40)
     assert len(plan(many, [True] * 40).tokens) > 6 * 3 * 6

@@ -48,7 +48,9 @@ def cases(draw: st.DrawFn) -> Case:
     return Case(
         lengths=lengths,
         schedule=schedule,
-        rows_SN=rng.multinomial(100, rng.dirichlet(np.ones(nodes)), size=sequences).astype(np.int64),
+        rows_SN=rng.multinomial(draw(st.sampled_from([3, 100])), rng.dirichlet(np.ones(nodes)), size=sequences).astype(
+            np.int64
+        ),
         token_budget=int(twins.by_place(schedule, lengths).max()) + draw(st.sampled_from([0, 20, 1000])),
         groups=groups,
         work=lengths**2 if draw(st.booleans()) else None,

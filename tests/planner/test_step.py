@@ -17,7 +17,7 @@ from trimtab.cluster import QWEN3_30B, CostModel
 from trimtab.planner import Planner, PlanSettings, SequenceCounts, pack_by_length, plan_sequences, plan_step
 from trimtab.planner import step as step_module
 from trimtab.planner.ordering import reused_replicas
-from trimtab.planner.prediction import predict
+from trimtab.planner.prediction import cross_node_rows, predict
 from trimtab.planner.step import STEPS_TO_PAY
 from trimtab.trace.routing import Array
 
@@ -109,6 +109,20 @@ def test_between_nodes_homes_are_weighed_before_seats(monkeypatch: pytest.Monkey
         check_that_moving_pays(steady_step(seed, experts=12, ranks=6, groups=2))
 
 
+def test_sequences_sit_near_the_homes_of_their_experts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of the plans with and without seats, those with have more rows computed on their own node."""
+    steps_of = [steady_step(seed, ranks=8, experts=16, groups=2, slots=0) for seed in range(4)]
+    far = []
+    for _ in range(2):
+        far.append(0)
+        for step in steps_of:
+            schedule, _, plans = step.plan()
+            for plan, workload in zip(plans, step.workloads(schedule), strict=True):
+                far[-1] += int(cross_node_rows(plan, workload).sum())
+        monkeypatch.setattr(step_module, "seat_by_locality", lambda lengths, schedule, *_, **__: schedule)
+    assert far[0] < 0.95 * far[1]
+
+
 def check_that_moving_pays(step: Step) -> None:
     """Layer by layer, on the same schedule: new homes and their moves, against replicas on the old homes."""
     schedule, placement, plans = step.plan()
@@ -147,8 +161,8 @@ def test_odd_sizes_are_planned(sizes: dict[str, Any]) -> None:
     schedule, _, plans = step.plan()
     for plan, workload in zip(plans, step.workloads(schedule), strict=True):
         plan.check(workload)
-    replicas = sum(plan.num_replicas for plan in plans)
-    assert (replicas == 0) == (step.cluster.ranks == 1 or step.cluster.slots_per_rank == 0 or "max_length" in sizes)
+        if step.cluster.ranks == 1 or step.cluster.slots_per_rank == 0:
+            assert plan.num_replicas == 0
 
 
 def test_a_step_without_any_known_route_is_left_unplanned() -> None:
@@ -233,5 +247,5 @@ def test_all_levels_together_leave_little_imbalance() -> None:
     before = busiest_over_even(workload.home_loads(placement.home))
     after = busiest_over_even(plan.rank_loads(workload))
     assert before > 1.5
-    assert busiest_over_even(workload.home_loads(homes.home)) < 1 + 0.6 * (before - 1)
+    assert busiest_over_even(workload.home_loads(homes.home)) < 1 + 0.9 * (before - 1)
     assert after < 1.03

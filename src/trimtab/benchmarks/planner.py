@@ -289,8 +289,8 @@ def print_figures(figures: dict[str, Any], console: Console) -> None:
     for milp in figures["milp"]:
         over = milp["replicas"] / milp["fewest"] - 1 if milp["fewest"] else 0.0
         console.print(
-            f"{milp['ranks']}/{milp['experts']} {milp['trace']}, {milp['homes']} homes: {milp['replicas']} replicas for "
-            f"max/mean {milp['threshold']}, {milp['fewest']} are the fewest ({over:+.1%}; {milp['solved']} of "
+            f"{milp['ranks']}/{milp['experts']} {milp['trace']}, {milp['homes']} homes: {milp['replicas']} replicas "
+            f"for max/mean {milp['threshold']}, {milp['fewest']} are the fewest ({over:+.1%}; {milp['solved']} of "
             f"{milp['sampled']} instances)"
         )
 

@@ -20,9 +20,9 @@ class Traits:
     """What a plan alone cannot say of a balancer.
 
     Attributes:
-        known_at: the latest routing that its decisions see: `past` steps or micro-steps only; the whole `step` beforehand; a
-            `micro-step` before it runs; or a `layer` once its router has chosen. Splitting tokens over copies that
-            are there already may always use the live routing.
+        known_at: the latest routing that its decisions see: `past` steps or micro-steps only; the whole `step`
+            beforehand; a `micro-step` before it runs; or a `layer` once its router has chosen. Splitting tokens over
+            copies that are there already may always use the live routing.
         plans_on: where planning runs, and with it who pays: `cpu` planning is timed by us, `gpu` planning is charged
             its published time.
         published_us: published planning time of an instance in microseconds, where there is one.

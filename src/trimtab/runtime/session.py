@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from trimtab.cluster import ClusterSpec
 from trimtab.errors import InputError
-from trimtab.planner import Placement, Schedule, StepPlan, Workload, plan_step
+from trimtab.planner import Placement, PlanSettings, Schedule, StepPlan, Workload, plan_step
 from trimtab.planner.workload import fully_routed, max_over_mean
 from trimtab.runtime.experts import ApplyExperts
 from trimtab.runtime.gradients import clip_gradients, sum_gradients
@@ -26,6 +26,8 @@ from trimtab.trace.counting import count_experts
 from trimtab.trace.routing import Array
 
 PolicyName = Literal["trimtab", "static", "off"]
+# Every replica comes from its home rank alone, so that it has to be worth more than where two paths share the work.
+THRESHOLD = 1.02
 
 
 @dataclass(frozen=True)
@@ -173,7 +175,8 @@ class Session:
         if self.rank == 0:
             placement = Placement.contiguous(len(self.layers), self.num_experts, self.num_ranks)
             cluster = self.cluster if self.policy == "trimtab" else replace(self.cluster, slots_per_rank=0)
-            data = [plan_step(workload, schedule, placement, cluster).to_bytes()]
+            settings = PlanSettings(threshold=THRESHOLD)
+            data = [plan_step(workload, schedule, placement, cluster, settings).to_bytes()]
         dist.broadcast_object_list(data, group=self._control, group_src=0)
         assert data[0] is not None
         plan = StepPlan.from_bytes(data[0])
