@@ -85,11 +85,20 @@ def cases(draw: st.DrawFn) -> Case:
 @settings(max_examples=50, deadline=None)
 @given(cases(), st.sampled_from([0, 1, 40, 400]))
 def test_the_busiest_ranks_never_do_more(case: Case, swaps: int) -> None:
-    once = case.group(swaps_per_sequence=swaps)
-    assert case.cost(once) <= case.cost(case.packed)
-    # From where there is little left to gain, the search often ends higher than it began.
-    again = replace(case, packed=once).group(swaps_per_sequence=1 + swaps // 10)
-    assert case.cost(again) <= case.cost(once)
+    assert case.cost(case.group(swaps_per_sequence=swaps)) <= case.cost(case.packed)
+
+
+def test_a_search_that_ends_higher_than_it_began_is_dropped() -> None:
+    """From where there is little left to gain; sequences are so alike that steps up are small enough to be taken."""
+    for seed in range(5, 10):
+        case = random_case(
+            np.random.default_rng(seed), ranks=4, groups=1, sequences=120, batches=1, attention=False, even_lengths=True
+        )
+        shape = case.sequences.counts_SLE.shape
+        case.sequences.counts_SLE[:] = 1000 + np.random.default_rng(seed).integers(0, 4000, shape)
+        once = case.group()
+        again = replace(case, packed=once).group(swaps_per_sequence=20)
+        assert case.cost(again) <= case.cost(once)
 
 
 @settings(max_examples=50, deadline=None)

@@ -25,6 +25,7 @@ from trimtab.policies import POLICIES, Policy, look
 from trimtab.policies.llep import Llep
 from trimtab.policies.trimtab import Trimtab
 from trimtab.policies.ultraep import UltraEp
+from trimtab.trace.routing import Array
 
 TIMED_ROUNDS = 5
 SMALLEST_SHARE = 128
@@ -34,6 +35,9 @@ EQUAL_TERMS: dict[str, Policy] = {
     "llep": Llep(max_tokens_factor=1.0, min_tokens_per_gemm=SMALLEST_SHARE, gate=1.0),
 }
 MILP_THRESHOLD = 1.02
+# Balance at which the frontier's curves are compared in bytes.
+COMPARED_BALANCE = 1.05
+OWN = "trimtab, own homes and schedule"
 SWEEP = (1.002, 1.005, 1.01, 1.02, 1.03, 1.05, 1.07, 1.1, 1.15, 1.2, 1.3)
 
 
@@ -67,6 +71,7 @@ def run_benchmark(settings: PlannerBenchmark, *, frontier: bool) -> dict[str, An
         "schedule": [],
         "milp": [],
         "frontier": [],
+        "frontier_compared": [],
     }
     cases = [(*size, preset) for size in settings.sizes for preset in settings.presets]
     with Progress(transient=True) as progress:
@@ -79,7 +84,9 @@ def run_benchmark(settings: PlannerBenchmark, *, frontier: bool) -> dict[str, An
                     _milp_figures(situation, homes, settings.sampled_milp) for homes in ("contiguous", "own")
                 ]
             if frontier:
-                figures["frontier"] += _frontier(situation)
+                points = _frontier(situation)
+                figures["frontier"] += points
+                figures["frontier_compared"].append(_compare_curves(points))
             for slots in settings.slots:
                 for equal_terms in (False, True):
                     for name in settings.policies:
@@ -234,14 +241,14 @@ def _milp_figures(situation: Situation, homes: str, sampled: int) -> dict[str, A
 def _frontier(situation: Situation) -> list[dict[str, Any]]:
     """Balance against replica bytes as the threshold rises, two slots a rank."""
     curves: dict[str, list[Policy]] = {
-        "trimtab, own homes and schedule": [Trimtab(PlanSettings(threshold=t)) for t in SWEEP],
+        OWN: [Trimtab(PlanSettings(threshold=t)) for t in SWEEP],
         "trimtab": [Trimtab(PlanSettings(threshold=t)) for t in SWEEP],
         "ultraep": [replace(UltraEp(smallest_quota=SMALLEST_SHARE), threshold=t) for t in SWEEP],
         "llep": [Llep(max_tokens_factor=t, min_tokens_per_gemm=SMALLEST_SHARE, gate=1.0) for t in SWEEP],
     }
     points = []
     for name, policies in curves.items():
-        equal_terms = name != "trimtab, own homes and schedule"
+        equal_terms = name != OWN
         for threshold, policy in zip(SWEEP, policies, strict=True):
             view = look(
                 policy,
@@ -272,6 +279,36 @@ def _frontier(situation: Situation) -> list[dict[str, Any]]:
     return points
 
 
+def _compare_curves(points: list[dict[str, Any]]) -> dict[str, Any]:
+    """Replica bytes of every curve at one balance, and how far ours is above a rival's points at most."""
+    curves: dict[str, tuple[Array, Array]] = {}
+    for name in dict.fromkeys(point["curve"] for point in points):
+        mine = [(p["replica_bytes_per_instance"], p["max_over_mean_mean"]) for p in points if p["curve"] == name]
+        curves[name] = tuple(np.array(sorted(mine)).T)  # type: ignore[assignment]
+
+    def bytes_at(name: str) -> float | None:
+        moved, balance = curves[name]
+        # From the right: as balance gets worse, fewer bytes are needed.
+        falling, needed = np.minimum.accumulate(balance)[::-1], moved[::-1]
+        return float(np.interp(COMPARED_BALANCE, falling, needed)) if falling[0] <= COMPARED_BALANCE else None
+
+    def above(name: str) -> float:
+        ours_moved, ours_balance = curves["trimtab"]
+        moved, balance = curves[name]
+        within = moved >= ours_moved[0]
+        return float((np.interp(moved, ours_moved, ours_balance) - balance)[within].max(initial=-np.inf))
+
+    first = points[0]
+    return {
+        "ranks": first["ranks"],
+        "experts": first["experts"],
+        "trace": first["trace"],
+        "balance": COMPARED_BALANCE,
+        "bytes_per_instance": {name: bytes_at(name) for name in curves},
+        "trimtab_above": {name: above(name) for name in ("ultraep", "llep")},
+    }
+
+
 def print_figures(figures: dict[str, Any], console: Console) -> None:
     """Tables of all figures, for people."""
     cases = figures["cases"]
@@ -286,6 +323,8 @@ def print_figures(figures: dict[str, Any], console: Console) -> None:
             )
         )
     console.print(_schedule_table(figures["schedule"]))
+    if figures["frontier_compared"]:
+        console.print(_frontier_table(figures["frontier_compared"]))
     for milp in figures["milp"]:
         over = milp["replicas"] / milp["fewest"] - 1 if milp["fewest"] else 0.0
         console.print(
@@ -318,6 +357,22 @@ def _case_table(cases: list[dict[str, Any]], title: str) -> Table:
         "gap: over the LP bound; far: replicas on other nodes; crossing: rows between nodes; "
         "ms: predicted; us: planning; all of an instance"
     )
+    return table
+
+
+def _frontier_table(rows: list[dict[str, Any]]) -> Table:
+    title = f"Replica weights for max/mean {COMPARED_BALANCE}, MB an instance; two slots a rank"
+    table = Table(title=title, title_justify="left", title_style="bold")
+    for column in ("case", "own homes", "trimtab", "ultraep", "llep", "above ultraep", "above llep"):
+        table.add_column(column, justify="left" if column == "case" else "right")
+    for row in rows:
+        moved = [row["bytes_per_instance"][name] for name in (OWN, "trimtab", "ultraep", "llep")]
+        table.add_row(
+            f"{row['ranks']}/{row['experts']} {row['trace']}",
+            *("never" if amount is None else f"{amount / 1e6:.0f}" for amount in moved),
+            *(f"{row['trimtab_above'][name]:+.4f}" for name in ("ultraep", "llep")),
+        )
+    table.caption = "above: how much worse trimtab's max/mean is at the same bytes, where it is worst for trimtab"
     return table
 
 

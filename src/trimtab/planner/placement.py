@@ -46,6 +46,18 @@ class Placement:
         home_E = np.arange(num_experts) // (num_experts // num_ranks)
         return cls(np.broadcast_to(home_E.astype(np.int16), (num_layers, num_experts)).copy())
 
+    def check(self, num_layers: int, num_experts: int, num_ranks: int) -> None:
+        """Raises InputError unless these are homes for such a model, the same number on each of so many ranks."""
+        if self.home.shape != (num_layers, num_experts):
+            layers, experts = self.home.shape
+            raise InputError(
+                f"the homes are for {layers} layers, {experts} experts; the step has {num_layers} layers, "
+                f"{num_experts} experts"
+            )
+        for layer, home_E in enumerate(self.home):
+            if home_E.min() < 0 or home_E.max() >= num_ranks or len(set(np.bincount(home_E, minlength=num_ranks))) > 1:
+                raise InputError(f"the homes of MoE layer {layer} are not spread evenly over {num_ranks} ranks")
+
     def moves(self, other: Placement, ranks_per_node: int) -> tuple[Array, Array]:
         """How many experts `[L]` have in `other` a home on another rank of their node, and how many on another node."""
         other_node = self.home // ranks_per_node != other.home // ranks_per_node

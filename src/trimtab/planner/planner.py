@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import TypeVar
 
 from trimtab.cluster import ClusterSpec
@@ -26,10 +27,19 @@ class PlanSettings:
     Attributes:
         threshold: max/mean load up to which an instance is left as it is.
         smallest_share: fewest tokens that a copy computes, so that its matrix multiplications stay efficient.
+
+    Raises:
+        InputError: if either is below 1.
     """
 
     threshold: float = 1.005
     smallest_share: int = 128
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.threshold < math.inf:
+            raise InputError(f"the threshold is {self.threshold}; it should be a max/mean load of 1 or more")
+        if self.smallest_share < 1:
+            raise InputError(f"the smallest share is {self.smallest_share}; it should be 1 token or more")
 
 
 def plan_step(
@@ -71,7 +81,7 @@ def plan_step(
         map_layers(plan_one, workload.num_layers, threads),
         plannable=workload.plannable,
         cluster=cluster,
-        settings=json.dumps(asdict(chosen)),
+        settings=json.dumps({"threshold": float(chosen.threshold), "smallest_share": int(chosen.smallest_share)}),
     )
 
 

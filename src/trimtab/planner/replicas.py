@@ -124,8 +124,9 @@ def _fewest(counts_E, experts_by_home, home_starts, loads_R, threshold_load):  #
 
 @numba.njit(cache=True, nogil=True)
 def _shuffle(jitter, number, target):  # type: ignore[no-untyped-def]
-    """Tokens by which ranks, and experts of a rank, seem larger than they are in attempt `number`; none below 0."""
+    """Tokens by which ranks and experts seem larger than they are, in attempt `number`; below 0 not at all."""
     if number < 0:
+        jitter[:] = 0
         return
     random = np.uint64(number + 1) * np.uint64(0x9E3779B97F4A7C15)
     for i in range(len(jitter)):

@@ -70,10 +70,12 @@ def pack_by_length(
         mini_batch: `[S]` mini-batch of each sequence, from 0; all in one by default.
 
     Raises:
-        InputError: if a sequence alone exceeds the budget.
+        InputError: if a sequence alone exceeds the budget, or mini-batches don't fit the sequences.
     """
     lengths = np.asarray(lengths, np.int64)
     mini_batch = np.zeros(len(lengths), np.int64) if mini_batch is None else np.asarray(mini_batch, np.int64)
+    if mini_batch.shape != lengths.shape or mini_batch.min(initial=0) < 0:
+        raise InputError(f"mini_batch should give each of the {len(lengths)} sequences a number of 0 or more")
     if len(lengths) and lengths.max() > token_budget:
         raise InputError(
             f"a sequence of {lengths.max()} tokens doesn't fit the token budget of {token_budget} a micro-step and "

@@ -87,7 +87,6 @@ class Planner:
         if not self._counted:
             raise InputError("there is nothing to plan; add the step's sequences first")
         sequences = SequenceCounts.concatenate(self._counted)
-        self._counted.clear()
         if keep is not None:
             sequences = sequences.select(keep)
         self.schedule, self.placement, plans = plan_sequences(
@@ -101,6 +100,7 @@ class Planner:
             cost=self.cost,
             threads=self.threads,
         )
+        self._counted.clear()
         return plans
 
 
@@ -124,7 +124,14 @@ def plan_sequences(
 
     Returns:
         The schedule on the data ranks of all groups, the homes, and one plan for each group.
+
+    Raises:
+        InputError: if the homes are not even or not for this step, a sequence exceeds the budget, or mini-batches don't
+            fit the sequences.
     """
+    placement.check(sequences.num_layers, sequences.num_experts, cluster.ranks)
+    if groups < 1:
+        raise InputError(f"there are {groups} expert-parallel groups; there should be 1 or more")
     chosen = settings or PlanSettings()
     weights = cost or CostModel.of(cluster, QWEN3_30B)
     num_data_ranks = cluster.ranks * groups
@@ -157,7 +164,7 @@ def plan_sequences(
     first, *_ = plan(homes)
     schedule = reordered(schedule, order_for_reuse(first))
     workloads = _workloads(sequences, schedule, cluster.ranks, groups)
-    described = json.dumps({"groups": groups, "token_budget": token_budget, "cost": asdict(weights)})
+    described = json.dumps({"groups": groups, "token_budget": int(token_budget), "cost": asdict(weights)})
     plans = tuple(replace(each, settings=f"{each.settings} {described}") for each in plan(homes))
     return schedule, homes, plans
 

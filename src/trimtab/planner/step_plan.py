@@ -6,6 +6,7 @@ import hashlib
 import io
 import os
 import zipfile
+import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from functools import cached_property
@@ -218,6 +219,13 @@ class StepPlan:
         mine = (self.num_micro_steps, self.num_layers, self.num_ranks, self.home.shape[1])
         _require(mine == shape, f"it is for [micro-steps, layers, ranks, experts] {mine}, the workload has {shape}")
         _require(np.array_equal(self.plannable, workload.plannable), "it plans other micro-steps than are plannable")
+        places = self.num_micro_steps, self.num_ranks
+        for place_S, most in zip((self.micro_step, self.rank), places, strict=True):
+            fits = bool(np.all((place_S >= 0) & (place_S < most)))
+            _require(fits, "a sequence has no place among its micro-steps and ranks")
+        batches = self.mini_batch_of_micro_step
+        _require(len(batches) == self.num_micro_steps, "its micro-steps and their mini-batches differ in number")
+        _require(bool(np.all(np.diff(batches, prepend=0) >= 0)), "its mini-batches don't rise from 0")
         _require(bool(np.all((self.home >= 0) & (self.home < self.num_ranks))), "an expert's home doesn't exist")
         for starts, end, of in (
             (self.replica_starts, self.num_replicas, self.num_micro_steps * self.num_layers),
@@ -227,6 +235,7 @@ class StepPlan:
             _require(fits and bool(np.all(np.diff(starts) >= 0)), "its row starts don't rise from 0 to the end")
         lengths = {len(self.replica_experts), len(self.replica_ranks), len(self.replica_paths)}
         _require(len(lengths) == 1, "its replica arrays differ in length")
+        _require(bool(np.all(self.replica_paths <= HOST)), "a replica's path is neither peer nor host")
         _require(len(self.quota_sources) == len(self.quota_tokens), "its quota arrays differ in length")
         self._check_replicas(workload)
         self._check_quotas(workload)
@@ -284,7 +293,7 @@ class StepPlan:
                 values = {field.name: arrays[field.name] for field in fields(cls)}
             values |= {name: int(values[name]) for name in ("num_ranks", "ranks_per_node", "slots_per_rank")}
             values["settings"] = str(values["settings"])
-        except (KeyError, OSError, TypeError, ValueError, zipfile.BadZipFile):
+        except (KeyError, OSError, TypeError, ValueError, EOFError, RuntimeError, zipfile.BadZipFile, zlib.error):
             raise InputError(f"{source}: not a step plan written by Trimtab") from None
         return cls(**values)
 
