@@ -19,8 +19,10 @@ lint: .venv/.ready  ## lint, format check and types
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
-bench: .venv/.ready  ## reproduce the figures that the README quotes
+bench: .venv/.ready  ## reproduce the figures that the README quotes (about 25 minutes)
 	$(BIN)/trimtab bench runtime --json out/bench-runtime.json
+	$(BIN)/trimtab bench planner --json out/bench-planner.json --frontier out/frontier.svg
+	$(BIN)/trimtab bench step --json out/bench-step.json
 
 clean:  ## remove what the other targets made
 	rm -rf .venv out

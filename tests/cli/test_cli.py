@@ -78,6 +78,22 @@ def test_even_routing_needs_no_replicas(tmp_path: Path) -> None:
     assert json.loads((tmp_path / "p.json").read_text())["replicas"] == 0
 
 
+def test_the_planner_bench_compares_balancers(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = ["--json", str(tmp_path / "bench.json"), "--frontier", str(tmp_path / "frontier.svg")]
+    size = ["--sizes", "4/32", "--presets", "rl-math", "--slots", "1", "--layers", "1"]
+    assert main(["bench", "planner", *size, "--policies", "static", "llep", "trimtab", "balanced", *out]) == 0
+    assert "equal terms" in capsys.readouterr().out
+    figures = json.loads((tmp_path / "bench.json").read_text())
+    cases = {(case["policy"], case["terms"]): case for case in figures["cases"]}
+    assert len(cases) == 8
+    assert cases["static", "own"]["max_over_mean_mean"] > 1.1
+    assert cases["trimtab", "own"]["max_over_mean_mean"] < 1.02
+    assert 0 <= cases["trimtab", "own"]["gap_to_bound_mean"] < 0.02
+    assert cases["balanced", "own"]["max_over_mean_mean"] == 1.0
+    assert cases["balanced", "own"]["predicted_ms_per_instance"] < cases["static", "own"]["predicted_ms_per_instance"]
+    assert "<svg" in (tmp_path / "frontier.svg").read_text()
+
+
 def run_and_expect_refusal(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
     try:
         status = main(arguments)
@@ -116,6 +132,10 @@ def run_and_expect_refusal(arguments: list[str], message: str, capsys: pytest.Ca
         (["train", "--out", "{folder}/new", "--ranks", "3"], "3 ranks don't divide 32 experts"),
         (["train", "--out", "{folder}/new", "--problems", "1"], "each of the 2 ranks needs at least one"),
         (["train", "--out", "{folder}/new", "--policy", "magic"], "invalid choice: 'magic'"),
+        (["bench", "planner", "--sizes", "8"], "'8' should be ranks/experts, such as 8/128"),
+        (["bench", "planner", "--sizes", "3/128"], "3 ranks don't divide 128 experts"),
+        (["bench", "planner", "--policies", "magic"], "invalid choice: 'magic'"),
+        (["bench", "step", "--largest", "8"], "the smallest step has 32 ranks"),
         (["train"], "the following arguments are required: --out"),
         (["dance"], "invalid choice: 'dance'"),
     ],
@@ -156,6 +176,7 @@ import trimtab, trimtab.planner, trimtab.policies, trimtab.simulator, trimtab.re
 from trimtab.cli.main import main
 assert main(['trace', 'info', {str(trace_file)!r}]) == 0
 assert main(['plan', {str(trace_file)!r}, '--ranks', '4', '--token-budget', '512']) == 0
+assert main(['bench', 'planner', '--sizes', '2/16', '--layers', '1', '--slots', '1', '--policies', 'trimtab']) == 0
 assert 'torch' not in sys.modules
 """
     result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)

@@ -91,11 +91,9 @@ def test_the_busiest_ranks_never_do_more(case: Case, swaps: int) -> None:
 def test_a_search_that_ends_higher_than_it_began_is_dropped() -> None:
     """From where there is little left to gain; sequences are so alike that steps up are small enough to be taken."""
     for seed in range(5, 10):
-        case = random_case(
-            np.random.default_rng(seed), ranks=4, groups=1, sequences=120, batches=1, attention=False, even_lengths=True
-        )
-        shape = case.sequences.counts_SLE.shape
-        case.sequences.counts_SLE[:] = 1000 + np.random.default_rng(seed).integers(0, 4000, shape)
+        rng = np.random.default_rng(seed)
+        case = random_case(rng, ranks=4, groups=1, sequences=120, batches=1, attention=False, even_lengths=True)
+        case.sequences.counts_SLE[:] = 1000 + rng.integers(0, 4000, case.sequences.counts_SLE.shape)
         once = case.group()
         again = replace(case, packed=once).group(swaps_per_sequence=20)
         assert case.cost(again) <= case.cost(once)

@@ -115,7 +115,10 @@ def run_step(options: argparse.Namespace) -> None:
 
 def _size(text: str) -> tuple[int, int]:
     ranks, _, experts = text.partition("/")
-    return positive(ranks), positive(experts)
+    try:
+        return positive(ranks), positive(experts)
+    except argparse.ArgumentTypeError:
+        raise argparse.ArgumentTypeError(f"{text!r} should be ranks/experts, such as 8/128") from None
 
 
 def _tuple(value: Any) -> Any:

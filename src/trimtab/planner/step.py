@@ -211,5 +211,6 @@ def _cheapest(
             seconds_L += predict(plan, workload, cost).seconds_ML.sum(axis=0)
         near_L, far_L = candidates[0].moves(candidate, cluster.ranks_per_node)
         seconds_L += (cost.near_move_s * near_L + cost.far_move_s * far_L) / (cluster.ranks * STEPS_TO_PAY)
-    best_L = seconds_CL.argmin(axis=0)
+    # Whole nanoseconds, so that machines that sum in another order choose alike.
+    best_L = np.rint(seconds_CL * 1e9).argmin(axis=0)
     return Placement(np.stack([candidates[best].home[layer] for layer, best in enumerate(best_L)]))
