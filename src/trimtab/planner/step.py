@@ -146,26 +146,25 @@ def plan_sequences(
         sequences, packed, balanced, token_budget, num_groups=groups, attention_rows=attention_S
     )
     workloads = _workloads(sequences, schedule, cluster.ranks, groups)
+
+    def plan(on: Schedule, loads: list[Workload], homes: Placement) -> tuple[StepPlan, ...]:
+        return tuple(
+            plan_step(load, on.of_group(group, cluster.ranks)[1], homes, cluster, chosen, threads=threads)
+            for group, load in enumerate(loads)
+        )
+
     candidates = [placement] + [
         _placed(workloads, placement, cluster, reluctance, threads) for reluctance in RELUCTANCES
     ]
-
-    def plan(homes: Placement) -> tuple[StepPlan, ...]:
-        parts = [schedule.of_group(group, cluster.ranks)[1] for group in range(groups)]
-        return tuple(
-            plan_step(workload, part, homes, cluster, chosen, threads=threads)
-            for workload, part in zip(workloads, parts, strict=True)
-        )
-
-    homes = _cheapest(candidates, [plan(candidate) for candidate in candidates], workloads, cluster, weights)
+    tried = [plan(schedule, workloads, candidate) for candidate in candidates]
+    homes = _cheapest(candidates, tried, workloads, cluster, weights)
     rows_SN = rows_by_node(sequences, homes, cluster)
     schedule = seat_by_locality(sequences.lengths, schedule, rows_SN, token_budget, num_groups=groups, work=attention_S)
-    workloads = _workloads(sequences, schedule, cluster.ranks, groups)
-    first, *_ = plan(homes)
+    first, *_ = plan(schedule, _workloads(sequences, schedule, cluster.ranks, groups), homes)
     schedule = reordered(schedule, order_for_reuse(first))
     workloads = _workloads(sequences, schedule, cluster.ranks, groups)
     described = json.dumps({"groups": groups, "token_budget": int(token_budget), "cost": asdict(weights)})
-    plans = tuple(replace(each, settings=f"{each.settings} {described}") for each in plan(homes))
+    plans = tuple(replace(each, settings=f"{each.settings} {described}") for each in plan(schedule, workloads, homes))
     return schedule, homes, plans
 
 
