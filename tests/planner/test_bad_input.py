@@ -90,6 +90,10 @@ def test_a_sequence_over_the_budget_is_refused() -> None:
         pytest.param({"placement": Placement.contiguous(2, 8, 8)}, id="homes on more ranks"),
         pytest.param({"placement": Placement.contiguous(2, 8, 2)}, id="homes on fewer ranks"),
         pytest.param({"placement": Placement.contiguous(3, 8, 4)}, id="homes of more layers"),
+        pytest.param({"placement": Placement.contiguous(1, 8, 4)}, id="homes of fewer layers"),
+        pytest.param({"placement": Placement.contiguous(2, 12, 4)}, id="homes of more experts"),
+        pytest.param({"placement": Placement(np.full((2, 8), -1, np.int16))}, id="homes nowhere"),
+        pytest.param({"mini_batch": np.zeros(3, int)}, id="too few mini-batches"),
         pytest.param({"groups": 0}, id="no group"),
     ],
 )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import replace
 
 import numpy as np
 from hypothesis import given, settings
@@ -34,6 +35,18 @@ def test_replicas_are_those_of_the_twin_on_several_nodes() -> None:
         instance = random_instance(
             rng, ranks=ranks, per_node=per_node, tokens=tokens, threshold=threshold, smallest_share=1, **sizes
         )
+        assert instance.replicas() == twin(instance)
+
+
+def test_replicas_are_those_of_the_twin_where_experts_are_alike() -> None:
+    """Every source sends an expert 0, 10 or 20 tokens, so that ties are everywhere."""
+    for seed in range(100):
+        rng = np.random.default_rng(seed)
+        instance = random_instance(
+            rng, ranks=6, experts_per_rank=4, per_node=6, slots=1, tokens=1, threshold=1.0, smallest_share=1
+        )
+        counts_RE = np.broadcast_to(10 * rng.integers(0, 3, 24), (6, 24)).astype(np.int32)
+        instance = replace(instance, counts_RE=counts_RE, threshold_load=int(counts_RE.sum() * 1.05) // 6)
         assert instance.replicas() == twin(instance)
 
 
