@@ -70,5 +70,4 @@ def cross_node_rows(plan: StepPlan, workload: Workload) -> Array:
     at_home = plan.home[instance % shape[1], plan.replica_experts[replica]] // plan.ranks_per_node == source
     at_replica = plan.replica_ranks[replica] // plan.ranks_per_node == source
     change = plan.quota_tokens.astype(np.int64) * (at_home.astype(np.int64) - at_replica)
-    np.add.at(far_ML.reshape(-1), instance, change)
-    return far_ML
+    return far_ML + np.bincount(instance, change, minlength=far_ML.size).astype(np.int64).reshape(shape)

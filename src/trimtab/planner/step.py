@@ -119,8 +119,8 @@ def plan_sequences(
     """All four levels of one step; the arguments are those of `Planner`.
 
     Sequences are packed by length and homes placed for that; then sequences are grouped by routing on those homes,
-    homes placed again, now weighed against what moving them costs, and sequences seated near their experts. Replicas
-    and split follow for every instance, and last the order of micro-steps.
+    homes placed again, now weighed against what moving them costs, micro-steps put in order, and sequences seated near
+    their experts. Replicas and split follow for every instance.
 
     Returns:
         The schedule on the data ranks of all groups, the homes, and one plan for each group.
@@ -158,10 +158,11 @@ def plan_sequences(
     ]
     tried = [plan(schedule, workloads, candidate) for candidate in candidates]
     homes = _cheapest(candidates, tried, workloads, cluster, weights)
+    # Replicas don't depend on where sequences sit, so that their order may come first.
+    first, *_ = plan(schedule, workloads, homes)
+    schedule = reordered(schedule, order_for_reuse(first))
     rows_SN = rows_by_node(sequences, homes, cluster)
     schedule = seat_by_locality(sequences.lengths, schedule, rows_SN, token_budget, num_groups=groups, work=attention_S)
-    first, *_ = plan(schedule, _workloads(sequences, schedule, cluster.ranks, groups), homes)
-    schedule = reordered(schedule, order_for_reuse(first))
     workloads = _workloads(sequences, schedule, cluster.ranks, groups)
     described = json.dumps({"groups": groups, "token_budget": int(token_budget), "cost": asdict(weights)})
     plans = tuple(replace(each, settings=f"{each.settings} {described}") for each in plan(schedule, workloads, homes))

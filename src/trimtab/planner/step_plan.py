@@ -203,8 +203,11 @@ class StepPlan:
         replica_of_quota = np.repeat(np.arange(self.num_replicas), np.diff(self.quota_starts))
         instance = np.repeat(np.arange(len(loads_MLR)), np.diff(self.replica_starts))[replica_of_quota]
         homes = self.home[instance % self.num_layers, self.replica_experts[replica_of_quota]]
-        np.subtract.at(loads_MLR, (instance, homes), self.quota_tokens)
-        np.add.at(loads_MLR, (instance, self.replica_ranks[replica_of_quota]), self.quota_tokens)
+        # Sums of whole numbers below 2^53 are exact as floats.
+        for sign, ranks in ((-1, homes), (1, self.replica_ranks[replica_of_quota])):
+            place = instance * self.num_ranks + ranks
+            moved = np.bincount(place, self.quota_tokens, minlength=loads_MLR.size).reshape(loads_MLR.shape)
+            loads_MLR += sign * moved.astype(np.int64)
         return loads_MLR.reshape(self.num_micro_steps, self.num_layers, self.num_ranks)
 
     def check(self, workload: Workload) -> None:
