@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from helpers import planner_twins as twins
 from trimtab import ClusterSpec, Placement, Schedule, StepPlan, Workload
+from trimtab.cluster import QWEN3_30B, CostModel
 from trimtab.planner import Planner, PlanSettings, SequenceCounts, plan_sequences
 from trimtab.planner.replicas import place_replicas
 from trimtab.trace import RoutingTrace
@@ -122,17 +123,24 @@ class Step:
             "mini_batch": self.mini_batch,
             "groups": self.groups,
             "settings": self.settings,
+            "cost": free_replicas(self.cluster),
         }
         return plan_sequences(**values | changes)
 
     def planner(self) -> Planner:
         """A planner for it; nothing is added yet."""
-        return Planner(self.cluster, self.placement, groups=self.groups, settings=self.settings)
+        cost = free_replicas(self.cluster)
+        return Planner(self.cluster, self.placement, groups=self.groups, settings=self.settings, cost=cost)
 
     def workloads(self, schedule: Schedule) -> list[Workload]:
         """The load of each group, counted by the twin."""
         groups = [schedule.of_group(group, self.cluster.ranks) for group in range(self.groups)]
         return [twins.workload(self.sequences.select(mine), part) for mine, part in groups]
+
+
+def free_replicas(cluster: ClusterSpec) -> CostModel:
+    """Costs of which replicas have none, so that even small steps get some."""
+    return replace(CostModel.of(cluster, QWEN3_30B), near_replica_s=0.0, far_replica_s=0.0)
 
 
 def skewed_trace(

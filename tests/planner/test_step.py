@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 
 from helpers import planner_twins as twins
-from helpers.planner_steps import Step, skewed_trace, steady_step, steps
+from helpers.planner_steps import Step, free_replicas, skewed_trace, steady_step, steps
 from trimtab import ClusterSpec, Placement, RoutingTrace
 from trimtab.cluster import QWEN3_30B, CostModel
 from trimtab.planner import Planner, PlanSettings, SequenceCounts, pack_by_length, plan_sequences, plan_step
@@ -232,7 +232,12 @@ def test_all_levels_together_leave_little_imbalance() -> None:
     sequences = SequenceCounts.from_trace(trace)
     placement = Placement.contiguous(3, 32, 8)
     schedule, homes, (plan,) = plan_sequences(
-        sequences, placement, ClusterSpec(8, 4, 1), token_budget=256, settings=PlanSettings(1.0, 8)
+        sequences,
+        placement,
+        ClusterSpec(8, 4, 1),
+        token_budget=256,
+        settings=PlanSettings(1.0, 8),
+        cost=replace(CostModel.of(ClusterSpec(8, 4, 1), QWEN3_30B), row_s=1e-5),
     )
     workload = twins.workload(sequences, schedule)
 
@@ -244,3 +249,18 @@ def test_all_levels_together_leave_little_imbalance() -> None:
     assert before > 1.5
     assert busiest_over_even(workload.home_loads(homes.home)) < 1 + 0.9 * (before - 1)
     assert after < 1.03
+
+
+def test_replicas_that_are_not_worth_their_bytes_are_left_out() -> None:
+    """Few tokens and dear transfers: homes alone; with free transfers replicas come, and the busiest rank has less."""
+    trace = skewed_trace(np.random.default_rng(0), sequences=64, layers=3, experts=32, top_k=4, max_length=120)
+    sequences, cluster = SequenceCounts.from_trace(trace), ClusterSpec(8, 4, 2)
+    placement, chosen = Placement.contiguous(3, 32, 8), PlanSettings(1.0, 8)
+    free = free_replicas(cluster)
+    dear = replace(free, near_replica_s=1.0, far_replica_s=1.0)
+    counts = []
+    for cost in (free, dear):
+        _, _, (plan,) = plan_sequences(sequences, placement, cluster, token_budget=256, settings=chosen, cost=cost)
+        counts.append(plan.num_replicas)
+    assert counts[0] > 10
+    assert counts[1] == 0

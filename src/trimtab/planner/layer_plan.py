@@ -37,7 +37,7 @@ class LayerPlan:
 def plan_layer(
     counts_MLRE: Array,
     layer: int,
-    plannable_M: Array,
+    wanted_M: Array,
     home_E: Array,
     *,
     ranks_per_node: int,
@@ -45,10 +45,11 @@ def plan_layer(
     threshold: float,
     smallest_share: int,
 ) -> LayerPlan:
-    """Replicas and split for every plannable micro-step of a layer.
+    """Replicas and split for every wanted micro-step of a layer.
 
     Args:
         counts_MLRE: `[M, L, R, E]` int32; only `layer` is read.
+        wanted_M: `[M]` bool, micro-steps that may have replicas.
         home_E: `[E]` int16 homes of the layer's experts.
         threshold: max/mean load up to which an instance is left as it is.
     """
@@ -58,7 +59,7 @@ def plan_layer(
     # In parts per million, so that decisions are made in integers and are the same on every machine.
     parts = round(threshold * PARTS_PER_WHOLE)
     arrays = _plan_layer(
-        counts_MLRE, layer, plannable_M, home_E, experts_by_home, home_starts, ranks_per_node, slots, parts,
+        counts_MLRE, layer, wanted_M, home_E, experts_by_home, home_starts, ranks_per_node, slots, parts,
         smallest_share,
     )  # fmt: skip
     return LayerPlan(*arrays)
@@ -66,7 +67,7 @@ def plan_layer(
 
 @numba.njit(cache=True, nogil=True)
 def _plan_layer(  # type: ignore[no-untyped-def]
-    counts_MLRE, layer, plannable_M, home_E, experts_by_home, home_starts, ranks_per_node, slots, threshold_parts,
+    counts_MLRE, layer, wanted_M, home_E, experts_by_home, home_starts, ranks_per_node, slots, threshold_parts,
     smallest_share,
 ):  # fmt: skip
     num_micro_steps, _, num_ranks, num_experts = counts_MLRE.shape
@@ -83,7 +84,7 @@ def _plan_layer(  # type: ignore[no-untyped-def]
     replica = 0
     quota = 0
     for m in range(num_micro_steps):
-        if not plannable_M[m]:
+        if not wanted_M[m]:
             continue
         counts_RE = counts_MLRE[m, layer]
         _sum_sources(counts_RE, counts_E)

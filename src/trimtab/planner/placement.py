@@ -20,6 +20,9 @@ import numpy as np
 from trimtab.errors import InputError
 from trimtab.trace.routing import Array
 
+# Of int16, in which plans keep experts.
+MOST_EXPERTS = 32767
+
 
 @dataclass(frozen=True, eq=False)
 class Placement:
@@ -54,6 +57,8 @@ class Placement:
                 f"the homes are for {layers} layers, {experts} experts; the step has {num_layers} layers, "
                 f"{num_experts} experts"
             )
+        if num_experts > MOST_EXPERTS:
+            raise InputError(f"there are {num_experts} experts; plans hold up to {MOST_EXPERTS}")
         for layer, home_E in enumerate(self.home):
             if home_E.min() < 0 or home_E.max() >= num_ranks or len(set(np.bincount(home_E, minlength=num_ranks))) > 1:
                 raise InputError(f"the homes of MoE layer {layer} are not spread evenly over {num_ranks} ranks")

@@ -16,6 +16,7 @@ from trimtab.planner.placement import Placement
 from trimtab.planner.schedule import Schedule
 from trimtab.planner.step_plan import StepPlan
 from trimtab.planner.workload import Workload
+from trimtab.trace.routing import Array
 
 Result = TypeVar("Result")
 
@@ -49,11 +50,13 @@ def plan_step(
     cluster: ClusterSpec,
     settings: PlanSettings | None = None,
     *,
+    worth_ML: Array | None = None,
     threads: int = 1,
 ) -> StepPlan:
     """Replicas and token split for every instance of a workload. Micro-steps that are not plannable get none.
 
     Args:
+        worth_ML: `[M, L]` bool, instances that replicas are worth their bytes in; all by default.
         threads: layers that are planned at a time. The plan does not depend on it.
 
     Raises:
@@ -67,7 +70,7 @@ def plan_step(
         return plan_layer(
             workload.token_counts_MLRE,
             layer,
-            workload.plannable,
+            workload.plannable if worth_ML is None else workload.plannable & worth_ML[:, layer],
             placement.home[layer],
             ranks_per_node=cluster.ranks_per_node,
             slots=cluster.slots_per_rank,

@@ -25,6 +25,8 @@ from trimtab.trace.routing import Array, RoutingTrace
 RELUCTANCES = (0.0, 0.25, 1.0)
 # Steps over which a move has to pay. The load of a whole step changes slowly, so that good homes stay good.
 STEPS_TO_PAY = 8
+# The part of a replica's transfer that is taken not to hide under compute, where the question is replicas or none.
+EXPOSED = 0.1
 
 
 class Planner:
@@ -120,7 +122,7 @@ def plan_sequences(
 
     Sequences are packed by length and homes placed for that; then sequences are grouped by routing on those homes,
     homes placed again, now weighed against what moving them costs, micro-steps put in order, and sequences seated near
-    their experts. Replicas and split follow for every instance.
+    their experts. Replicas and split follow for every instance in which they are worth their bytes.
 
     Returns:
         The schedule on the data ranks of all groups, the homes, and one plan for each group.
@@ -147,9 +149,19 @@ def plan_sequences(
     )
     workloads = _workloads(sequences, schedule, cluster.ranks, groups)
 
-    def plan(on: Schedule, loads: list[Workload], homes: Placement) -> tuple[StepPlan, ...]:
+    def plan(
+        on: Schedule, loads: list[Workload], homes: Placement, worth: list[Array] | None = None
+    ) -> tuple[StepPlan, ...]:
         return tuple(
-            plan_step(load, on.of_group(group, cluster.ranks)[1], homes, cluster, chosen, threads=threads)
+            plan_step(
+                load,
+                on.of_group(group, cluster.ranks)[1],
+                homes,
+                cluster,
+                chosen,
+                worth_ML=worth[group] if worth else None,
+                threads=threads,
+            )
             for group, load in enumerate(loads)
         )
 
@@ -159,13 +171,18 @@ def plan_sequences(
     tried = [plan(schedule, workloads, candidate) for candidate in candidates]
     homes = _cheapest(candidates, tried, workloads, cluster, weights)
     # Replicas don't depend on where sequences sit, so that their order may come first.
-    first, *_ = plan(schedule, workloads, homes)
-    schedule = reordered(schedule, order_for_reuse(first))
+    first = plan(schedule, workloads, homes)
+    order = order_for_reuse(first[0])
+    worth = [_worth(each, load, weights)[order] for each, load in zip(first, workloads, strict=True)]
+    schedule = reordered(schedule, order)
     rows_SN = rows_by_node(sequences, homes, cluster)
     schedule = seat_by_locality(sequences.lengths, schedule, rows_SN, token_budget, num_groups=groups, work=attention_S)
     workloads = _workloads(sequences, schedule, cluster.ranks, groups)
-    described = json.dumps({"groups": groups, "token_budget": int(token_budget), "cost": asdict(weights)})
-    plans = tuple(replace(each, settings=f"{each.settings} {described}") for each in plan(schedule, workloads, homes))
+    costs = {name: float(f"{value:.9g}") for name, value in asdict(weights).items()}
+    described = json.dumps({"groups": groups, "token_budget": int(token_budget), "cost": costs})
+    plans = tuple(
+        replace(each, settings=f"{each.settings} {described}") for each in plan(schedule, workloads, homes, worth)
+    )
     return schedule, homes, plans
 
 
@@ -195,6 +212,14 @@ def _placed(
         )
 
     return Placement(np.stack(map_layers(place_one, len(placement.home), threads)))
+
+
+def _worth(plan: StepPlan, workload: Workload, cost: CostModel) -> Array:
+    """`[M, L]` bool, instances that replicas, most of their transfer hidden, make no slower than none at all."""
+    exposed = replace(cost, near_replica_s=EXPOSED * cost.near_replica_s, far_replica_s=EXPOSED * cost.far_replica_s)
+    with_replicas = predict(plan, workload, exposed).seconds_ML
+    without = predict(plan.without_replicas(), workload, cost).seconds_ML
+    return np.rint(with_replicas * 1e9) <= np.rint(without * 1e9)
 
 
 def _cheapest(

@@ -8,7 +8,7 @@ import os
 import zipfile
 import zlib
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from pathlib import Path
 
@@ -167,6 +167,20 @@ class StepPlan:
             settings=settings,
         )
 
+    def without_replicas(self) -> StepPlan:
+        """The same schedule and homes, everything computed at home."""
+        nothing = np.zeros(0, np.int64)
+        return replace(
+            self,
+            replica_starts=np.zeros_like(self.replica_starts),
+            replica_experts=nothing.astype(np.int16),
+            replica_ranks=nothing.astype(np.int16),
+            replica_paths=nothing.astype(np.uint8),
+            quota_starts=np.zeros(1, np.int64),
+            quota_sources=nothing.astype(np.int16),
+            quota_tokens=nothing.astype(np.int32),
+        )
+
     @property
     def schedule(self) -> Schedule:
         return Schedule(self.micro_step, self.rank, self.mini_batch_of_micro_step, self.num_ranks)
@@ -227,6 +241,8 @@ class StepPlan:
             fits = bool(np.all((place_S >= 0) & (place_S < most)))
             _require(fits, "a sequence has no place among its micro-steps and ranks")
         batches = self.mini_batch_of_micro_step
+        _require(len(self.micro_step) == len(self.rank), "its schedule's arrays differ in length")
+        _require(self.ranks_per_node > 0 and self.num_ranks % self.ranks_per_node == 0, "its nodes are not whole")
         _require(len(batches) == self.num_micro_steps, "its micro-steps and their mini-batches differ in number")
         _require(bool(np.all(np.diff(batches, prepend=0) >= 0)), "its mini-batches don't rise from 0")
         _require(bool(np.all((self.home >= 0) & (self.home < self.num_ranks))), "an expert's home doesn't exist")

@@ -49,6 +49,9 @@ class Workload:
             raise InputError(
                 f"the schedule places {len(schedule.micro_step)} sequences; {sequences.num_sequences} were counted"
             )
+        for places, most in ((schedule.micro_step, schedule.num_micro_steps), (schedule.rank, schedule.num_ranks)):
+            if len(places) and not 0 <= places.min() <= places.max() < most:
+                raise InputError(f"the schedule has a place {places.max()} beyond its {most} micro-steps or ranks")
         shape = (schedule.num_micro_steps, sequences.num_layers, schedule.num_ranks, sequences.num_experts)
         counts_MLRE = np.zeros(shape, np.int32)
         _add_sequences(sequences.counts_SLE, schedule.micro_step, schedule.rank, counts_MLRE)
