@@ -51,6 +51,7 @@ def test_a_planner_plans_what_the_function_does_and_goes_on_from_its_homes(step:
         stateful.add(step.trace)
         actual = stateful.finish(token_budget=step.token_budget, mini_batch=step.mini_batch)
         assert [plan.hash for plan in actual] == [plan.hash for plan in plans]
+        assert stateful.schedule is not None
         assert np.array_equal(stateful.schedule.rank, schedule.rank)
         assert np.array_equal(stateful.placement.home, placement.home)
         schedule, placement, plans = replace(step, placement=placement).plan()

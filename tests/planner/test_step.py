@@ -14,9 +14,9 @@ from helpers.planner_steps import Step, free_replicas, skewed_trace, steady_step
 from trimtab import ClusterSpec, Placement, RoutingTrace
 from trimtab.cluster import QWEN3_30B, CostModel
 from trimtab.planner import Planner, PlanSettings, SequenceCounts, pack_by_length, plan_sequences, plan_step
-from trimtab.planner import step as step_module
+from trimtab.planner import planner as planner_module
+from trimtab.planner.planner import STEPS_TO_PAY
 from trimtab.planner.prediction import cross_node_rows, predict
-from trimtab.planner.step import STEPS_TO_PAY
 from trimtab.trace.routing import Array
 
 
@@ -102,7 +102,7 @@ def test_new_homes_and_their_moves_take_no_more_predicted_time_than_the_old(step
 
 def test_between_nodes_homes_are_weighed_before_seats(monkeypatch: pytest.MonkeyPatch) -> None:
     """Seats follow the new homes; without that last step it is a promise between nodes, too."""
-    monkeypatch.setattr(step_module, "seat_by_locality", lambda lengths, schedule, *_, **__: schedule)
+    monkeypatch.setattr(planner_module, "seat_by_locality", lambda lengths, schedule, *_, **__: schedule)
     for seed in range(12):
         check_that_moving_pays(steady_step(seed, experts=12, ranks=6, groups=2))
 
@@ -117,7 +117,7 @@ def test_sequences_sit_near_the_homes_of_their_experts(monkeypatch: pytest.Monke
             schedule, _, plans = step.plan()
             for plan, workload in zip(plans, step.workloads(schedule), strict=True):
                 far[-1] += int(cross_node_rows(plan, workload).sum())
-        monkeypatch.setattr(step_module, "seat_by_locality", lambda lengths, schedule, *_, **__: schedule)
+        monkeypatch.setattr(planner_module, "seat_by_locality", lambda lengths, schedule, *_, **__: schedule)
     assert far[0] < 0.95 * far[1]
 
 

@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from helpers.policies import Step, check_future_is_unseen, check_policy, random_step, random_steps
+from trimtab.cluster import QWEN3_30B
 from trimtab.policies.fastermoe import FasterMoe, rows_by_shadows
 
 
@@ -75,7 +76,7 @@ def test_no_shadow_pays_when_the_load_is_small_or_the_network_slow() -> None:
     large = random_step(np.random.default_rng(0), ranks=4, experts=16, max_length=20_000)
     assert FasterMoe().plan(large.view(FasterMoe(), equal_terms=False)).num_replicas > 0
     # Weights far heavier than tokens: nothing pays.
-    wide = replace(FasterMoe(), expert_width=10**9, flops=1e30)
+    wide = FasterMoe(model=replace(QWEN3_30B, expert_width=10**9), flops=1e30)
     assert wide.plan(large.view(wide, equal_terms=False)).num_replicas == 0
 
 

@@ -28,7 +28,7 @@ class Situation:
     """One case of the benchmark.
 
     Attributes:
-        before, sequences: the last step's sequences, and those of the step to plan.
+        sequences: of the step to plan.
         schedule: packed by length.
         contiguous, warm: the usual homes, and those that Trimtab's plan of the last step leaves behind.
         mini_batch: `[S]` mini-batch of each sequence.
@@ -38,7 +38,6 @@ class Situation:
     ranks: int
     experts: int
     preset: str
-    before: SequenceCounts
     sequences: SequenceCounts
     schedule: Schedule
     contiguous: Placement
@@ -91,7 +90,6 @@ def build_situation(ranks: int, experts: int, preset: str, *, layers: int, seed:
         ranks=ranks,
         experts=experts,
         preset=preset,
-        before=before,
         sequences=sequences,
         schedule=pack_by_length(sequences.lengths, num_ranks=ranks, token_budget=token_budget, mini_batch=mini_batch),
         contiguous=contiguous,

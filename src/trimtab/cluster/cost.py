@@ -43,7 +43,7 @@ class CostModel:
     @classmethod
     def of(cls, cluster: ClusterSpec, model: ModelSpec) -> CostModel:
         """Costs of a model on a cluster. Nothing is taken to be hidden behind anything else."""
-        parameters = 3 * model.hidden_size * model.expert_width
+        parameters = model.expert_parameters
         nodes = cluster.nodes
         rows_far = model.top_k * (nodes - 1) / nodes
         # A token goes once to a node, however many of its experts are there.

@@ -69,9 +69,14 @@ class ModelSpec:
     weight_bytes: int = 2
 
     @property
+    def expert_parameters(self) -> int:
+        """Weights of one expert in one layer: gate, up and down projections."""
+        return 3 * self.hidden_size * self.expert_width
+
+    @property
     def expert_bytes(self) -> int:
-        """Bytes of one expert's weights in one layer: gate, up and down projections."""
-        return 3 * self.hidden_size * self.expert_width * self.weight_bytes
+        """Bytes of one expert's weights in one layer."""
+        return self.expert_parameters * self.weight_bytes
 
     @classmethod
     def from_config(cls, path: str | os.PathLike[str]) -> ModelSpec:

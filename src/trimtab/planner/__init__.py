@@ -1,10 +1,10 @@
 """Who computes what? Schedule, placement, replicas and token split of one step, joined in a `StepPlan`."""
 
+from trimtab.planner.instances import PlanSettings, plan_step
 from trimtab.planner.placement import Placement
-from trimtab.planner.planner import PlanSettings, plan_step
+from trimtab.planner.planner import Planner, plan_sequences
 from trimtab.planner.schedule import Schedule, pack_by_length
 from trimtab.planner.sequences import SequenceCounts
-from trimtab.planner.step import Planner, plan_sequences
 from trimtab.planner.step_plan import StepPlan
 from trimtab.planner.workload import Workload
 

@@ -52,7 +52,9 @@ def group_by_routing(
     num_ranks = packed.num_ranks // num_groups
     if sequences.num_sequences < 2 or packed.num_micro_steps * num_groups < 2:
         return packed
-    rows_SLR = _rows_by_rank(sequences, placement, num_ranks)
+    stride = -(-sequences.num_layers * sequences.num_sequences * num_ranks // MOST_ROWS)
+    layers = np.arange(0, sequences.num_layers, stride)
+    rows_SLR = sequences.rows_by_place(placement.home, num_ranks, layers)
     work_S = np.zeros(sequences.num_sequences, np.int64)
     if attention_rows is not None:
         work_S = (attention_rows * rows_SLR.shape[1]).astype(np.int64)
@@ -82,24 +84,6 @@ def _least(rows_SLR: Array, work_S: Array, mini_batch_S: Array, num_ranks: int) 
     for batch in np.unique(mini_batch_S):
         least += int(rows_SLR[mini_batch_S == batch].sum(axis=0, dtype=np.int64).max(axis=1).sum())
     return least
-
-
-def _rows_by_rank(sequences: SequenceCounts, placement: Placement, num_ranks: int) -> Array:
-    """Rows `[S, L', R]` int32 that each sequence brings to each rank in some or all layers, experts at their homes."""
-    per_layer = sequences.num_sequences * num_ranks
-    stride = -(-sequences.num_layers * per_layer // MOST_ROWS)
-    layers = np.arange(0, sequences.num_layers, stride)
-    rows_SLR = np.zeros((sequences.num_sequences, len(layers), num_ranks), np.int32)
-    _add_rows(sequences.counts_SLE, layers, placement.home, rows_SLR)
-    return rows_SLR
-
-
-@numba.njit(cache=True, nogil=True)
-def _add_rows(counts_SLE, layers, home_LE, rows_SLR):  # type: ignore[no-untyped-def]
-    for s in range(counts_SLE.shape[0]):
-        for i, layer in enumerate(layers):
-            for e in range(counts_SLE.shape[2]):
-                rows_SLR[s, i, home_LE[layer, e]] += counts_SLE[s, layer, e]
 
 
 @numba.njit(cache=True, nogil=True)

@@ -1,94 +1,242 @@
-"""Plan a step: run the levels below the schedule over every layer and join the result in a `StepPlan`."""
+"""`Planner`: all four levels of a step, from the routing of its sequences, counted while the rollout still runs."""
 
 from __future__ import annotations
 
 import json
-import math
-from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
-from typing import TypeVar
+from dataclasses import asdict, replace
 
-from trimtab.cluster import ClusterSpec
+import numpy as np
+
+from trimtab.cluster import QWEN3_30B, ClusterSpec, CostModel
 from trimtab.errors import InputError
-from trimtab.planner.layer_plan import LayerPlan, plan_layer
-from trimtab.planner.placement import Placement
-from trimtab.planner.schedule import Schedule
+from trimtab.planner.grouping import group_by_routing
+from trimtab.planner.instances import PlanSettings, map_layers, plan_step
+from trimtab.planner.ordering import order_for_reuse, reordered
+from trimtab.planner.placement import Placement, place_experts
+from trimtab.planner.prediction import predict
+from trimtab.planner.schedule import Schedule, pack_by_length
+from trimtab.planner.seating import rows_by_node, seat_by_locality
+from trimtab.planner.sequences import SequenceCounts
 from trimtab.planner.step_plan import StepPlan
 from trimtab.planner.workload import Workload
-from trimtab.trace.routing import Array
+from trimtab.trace.routing import Array, RoutingTrace
 
-Result = TypeVar("Result")
-
-
-@dataclass(frozen=True)
-class PlanSettings:
-    """How hard to balance.
-
-    Attributes:
-        threshold: max/mean load up to which an instance is left as it is.
-        smallest_share: fewest tokens that a copy computes, so that its matrix multiplications stay efficient.
-
-    Raises:
-        InputError: if either is below 1.
-    """
-
-    threshold: float = 1.005
-    smallest_share: int = 128
-
-    def __post_init__(self) -> None:
-        if not 1 <= self.threshold < math.inf:
-            raise InputError(f"the threshold is {self.threshold}; it should be a max/mean load of 1 or more")
-        if self.smallest_share < 1:
-            raise InputError(f"the smallest share is {self.smallest_share}; it should be 1 token or more")
+# How hard it is to move an expert, in parts of a layer's imbalance by expert; see `place_experts`.
+RELUCTANCES = (0.0, 0.25, 1.0)
+# Steps over which a move has to pay. The load of a whole step changes slowly, so that good homes stay good.
+STEPS_TO_PAY = 8
+# The part of a replica's transfer that is taken not to hide under compute, where the question is replicas or none.
+EXPOSED = 0.1
 
 
-def plan_step(
-    workload: Workload,
-    schedule: Schedule,
-    placement: Placement,
-    cluster: ClusterSpec,
-    settings: PlanSettings | None = None,
-    *,
-    worth_ML: Array | None = None,
-    threads: int = 1,
-) -> StepPlan:
-    """Replicas and token split for every instance of a workload. Micro-steps that are not plannable get none.
+class Planner:
+    """Plans one step after another for a cluster. Homes stay where the last step put them, unless moving pays.
 
     Args:
-        worth_ML: `[M, L]` bool, instances that replicas are worth their bytes in; all by default.
-        threads: layers that are planned at a time. The plan does not depend on it.
+        cluster: the ranks of one expert-parallel group.
+        placement: homes as the first step begins.
+        groups: expert-parallel groups that share the homes, each with sequences of its own.
+        cost: what to weigh moves and bytes by; of Qwen3-30B-A3B on this cluster by default.
+        threads: layers that are counted or planned at a time. Plans don't depend on it.
+    """
+
+    def __init__(
+        self,
+        cluster: ClusterSpec,
+        placement: Placement,
+        *,
+        groups: int = 1,
+        settings: PlanSettings | None = None,
+        cost: CostModel | None = None,
+        threads: int = 1,
+    ) -> None:
+        self.cluster = cluster
+        self.placement = placement
+        self.groups = groups
+        self.settings = settings or PlanSettings()
+        self.cost = cost or CostModel.of(cluster, QWEN3_30B)
+        self.threads = threads
+        self.schedule: Schedule | None = None
+        self._counted: list[SequenceCounts] = []
+
+    def add(self, trace: RoutingTrace) -> None:
+        """Count sequences that have finished. Call it as often as they come.
+
+        Raises:
+            InputError: if the trace has other layers or experts than the placement.
+        """
+        if (trace.num_layers, trace.num_experts) != self.placement.home.shape:
+            layers, experts = self.placement.home.shape
+            raise InputError(f"the trace has {trace.shape_text}; the planner is for {layers} layers, {experts} experts")
+        self._counted.append(SequenceCounts.from_trace(trace))
+
+    def finish(
+        self, *, token_budget: int, mini_batch: Array | None = None, keep: Array | None = None
+    ) -> tuple[StepPlan, ...]:
+        """Plan the step of all sequences added since the last one, in the order of adding.
+
+        Args:
+            token_budget: most tokens that a rank may hold in one micro-step.
+            mini_batch: `[N]` mini-batch of each kept sequence; all in one by default.
+            keep: `[N]` indices of the sequences that are trained on; all by default.
+
+        Returns:
+            One plan for each expert-parallel group. Its sequences are those of `of_group` of the step's schedule, which
+            is `schedule`.
+
+        Raises:
+            InputError: if nothing was added, or a sequence exceeds the budget.
+        """
+        if not self._counted:
+            raise InputError("there is nothing to plan; add the step's sequences first")
+        sequences = SequenceCounts.concatenate(self._counted)
+        if keep is not None:
+            sequences = sequences.select(keep)
+        self.schedule, self.placement, plans = plan_sequences(
+            sequences,
+            self.placement,
+            self.cluster,
+            token_budget=token_budget,
+            mini_batch=mini_batch,
+            groups=self.groups,
+            settings=self.settings,
+            cost=self.cost,
+            threads=self.threads,
+        )
+        self._counted.clear()
+        return plans
+
+
+def plan_sequences(
+    sequences: SequenceCounts,
+    placement: Placement,
+    cluster: ClusterSpec,
+    *,
+    token_budget: int,
+    mini_batch: Array | None = None,
+    groups: int = 1,
+    settings: PlanSettings | None = None,
+    cost: CostModel | None = None,
+    threads: int = 1,
+) -> tuple[Schedule, Placement, tuple[StepPlan, ...]]:
+    """All four levels of one step; the arguments are those of `Planner`.
+
+    Sequences are packed by length and homes placed for that; then sequences are grouped by routing on those homes,
+    homes placed again, now weighed against what moving them costs, micro-steps put in order, and sequences seated near
+    their experts. Replicas and split follow for every instance in which they are worth their bytes.
+
+    Returns:
+        The schedule on the data ranks of all groups, the homes, and one plan for each group.
 
     Raises:
-        InputError: if workload and cluster differ in ranks.
+        InputError: if the homes are not even or not for this step, a sequence exceeds the budget, or mini-batches don't
+            fit the sequences.
     """
-    if workload.num_ranks != cluster.ranks:
-        raise InputError(f"the workload is for {workload.num_ranks} ranks; the cluster has {cluster.ranks}")
+    placement.check(sequences.num_layers, sequences.num_experts, cluster.ranks)
+    if groups < 1:
+        raise InputError(f"there are {groups} expert-parallel groups; there should be 1 or more")
     chosen = settings or PlanSettings()
+    weights = cost or CostModel.of(cluster, QWEN3_30B)
+    num_data_ranks = cluster.ranks * groups
+    packed = pack_by_length(
+        sequences.lengths, num_ranks=num_data_ranks, token_budget=token_budget, mini_batch=mini_batch
+    )
+    balanced = _placed(_workloads(sequences, packed, cluster.ranks, groups), placement, cluster, 0.0, threads)
+    lengths = sequences.lengths.astype(np.float64)
+    attention = np.rint(lengths * (weights.attention_token_rows + weights.attention_square_rows * lengths))
+    attention_S = attention.astype(np.int64)
+    schedule = group_by_routing(
+        sequences, packed, balanced, token_budget, num_groups=groups, attention_rows=attention_S
+    )
+    workloads = _workloads(sequences, schedule, cluster.ranks, groups)
 
-    def plan_one(layer: int) -> LayerPlan:
-        return plan_layer(
-            workload.token_counts_MLRE,
-            layer,
-            workload.plannable if worth_ML is None else workload.plannable & worth_ML[:, layer],
-            placement.home[layer],
-            ranks_per_node=cluster.ranks_per_node,
-            slots=cluster.slots_per_rank,
-            threshold=chosen.threshold,
-            smallest_share=chosen.smallest_share,
+    def plan(
+        on: Schedule, loads: list[Workload], homes: Placement, worth: list[Array] | None = None
+    ) -> tuple[StepPlan, ...]:
+        return tuple(
+            plan_step(
+                load,
+                on.of_group(group, cluster.ranks)[1],
+                homes,
+                cluster,
+                chosen,
+                worth_ML=worth[group] if worth else None,
+                threads=threads,
+            )
+            for group, load in enumerate(loads)
         )
 
-    return StepPlan.from_layers(
-        schedule,
-        placement,
-        map_layers(plan_one, workload.num_layers, threads),
-        plannable=workload.plannable,
-        cluster=cluster,
-        settings=json.dumps({"threshold": float(chosen.threshold), "smallest_share": int(chosen.smallest_share)}),
+    candidates = [placement] + [
+        _placed(workloads, placement, cluster, reluctance, threads) for reluctance in RELUCTANCES
+    ]
+    tried = [plan(schedule, workloads, candidate) for candidate in candidates]
+    homes = _cheapest(candidates, tried, workloads, cluster, weights)
+    # Replicas don't depend on where sequences sit, so that their order may come first.
+    first = plan(schedule, workloads, homes)
+    order = order_for_reuse(first[0])
+    worth = [_worth(each, load, weights)[order] for each, load in zip(first, workloads, strict=True)]
+    schedule = reordered(schedule, order)
+    rows_SN = rows_by_node(sequences, homes, cluster)
+    schedule = seat_by_locality(sequences.lengths, schedule, rows_SN, token_budget, num_groups=groups, work=attention_S)
+    workloads = _workloads(sequences, schedule, cluster.ranks, groups)
+    costs = {name: float(f"{value:.9g}") for name, value in asdict(weights).items()}
+    described = json.dumps({"groups": groups, "token_budget": int(token_budget), "cost": costs})
+    plans = tuple(
+        replace(each, settings=f"{each.settings} {described}") for each in plan(schedule, workloads, homes, worth)
     )
+    return schedule, homes, plans
 
 
-def map_layers(task: Callable[[int], Result], num_layers: int, threads: int) -> list[Result]:
-    """The results of a task for every layer, in their order, `threads` at a time."""
-    with ThreadPoolExecutor(threads) as pool:
-        return list(pool.map(task, range(num_layers)))
+def _workloads(sequences: SequenceCounts, schedule: Schedule, ranks: int, groups: int) -> list[Workload]:
+    """The load of each expert-parallel group."""
+    loads = []
+    for group in range(groups):
+        mine, part = schedule.of_group(group, ranks)
+        loads.append(Workload.from_sequences(sequences if groups == 1 else sequences.select(mine), part))
+    return loads
+
+
+def _placed(
+    workloads: list[Workload], placement: Placement, cluster: ClusterSpec, reluctance: float, threads: int
+) -> Placement:
+    """Homes for the micro-steps of all groups, layer by layer."""
+    counts_MLE = np.concatenate([workload.token_counts_MLRE.sum(axis=2) for workload in workloads])
+    num_experts = counts_MLE.shape[2]
+
+    def place_one(layer: int) -> Array:
+        return place_experts(
+            counts_MLE[:, layer],
+            placement.home[layer],
+            cluster.ranks,
+            cluster.ranks_per_node,
+            reluctance=reluctance / num_experts,
+        )
+
+    return Placement(np.stack(map_layers(place_one, len(placement.home), threads)))
+
+
+def _worth(plan: StepPlan, workload: Workload, cost: CostModel) -> Array:
+    """`[M, L]` bool, instances that replicas, most of their transfer hidden, make no slower than none at all."""
+    exposed = replace(cost, near_replica_s=EXPOSED * cost.near_replica_s, far_replica_s=EXPOSED * cost.far_replica_s)
+    with_replicas = predict(plan, workload, exposed).seconds_ML
+    without = predict(plan.without_replicas(), workload, cost).seconds_ML
+    return np.rint(with_replicas * 1e9) <= np.rint(without * 1e9)
+
+
+def _cheapest(
+    candidates: list[Placement],
+    plans: list[tuple[StepPlan, ...]],
+    workloads: list[Workload],
+    cluster: ClusterSpec,
+    cost: CostModel,
+) -> Placement:
+    """For every layer the homes of least predicted time, the move from the first candidate included."""
+    seconds_CL = np.zeros((len(candidates), len(candidates[0].home)))
+    for seconds_L, candidate, each in zip(seconds_CL, candidates, plans, strict=True):
+        for plan, workload in zip(each, workloads, strict=True):
+            seconds_L += predict(plan, workload, cost).seconds_ML.sum(axis=0)
+        near_L, far_L = candidates[0].moves(candidate, cluster.ranks_per_node)
+        seconds_L += (cost.near_move_s * near_L + cost.far_move_s * far_L) / (cluster.ranks * STEPS_TO_PAY)
+    # Whole nanoseconds, so that machines that sum in another order choose alike.
+    best_L = np.rint(seconds_CL * 1e9).argmin(axis=0)
+    return Placement(np.stack([candidates[best].home[layer] for layer, best in enumerate(best_L)]))

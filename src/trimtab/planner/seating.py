@@ -66,17 +66,10 @@ def seat_by_locality(
 def rows_by_node(sequences: SequenceCounts, placement: Placement, cluster: ClusterSpec) -> Array:
     """Rows `[S, N]` int64 that each sequence brings to each node in all layers, experts at their homes."""
     rows_SN = np.zeros((sequences.num_sequences, cluster.nodes), np.int64)
-    if cluster.nodes > 1:
-        _add_rows(sequences.counts_SLE, placement.home // np.int16(cluster.ranks_per_node), rows_SN)
+    node_LE = placement.home // np.int16(cluster.ranks_per_node)
+    for layer in range(sequences.num_layers if cluster.nodes > 1 else 0):
+        rows_SN += sequences.rows_by_place(node_LE, cluster.nodes, np.array([layer]))[:, 0]
     return rows_SN
-
-
-@numba.njit(cache=True, nogil=True)
-def _add_rows(counts_SLE, node_LE, rows_SN):  # type: ignore[no-untyped-def]
-    for s in range(counts_SLE.shape[0]):
-        for layer in range(counts_SLE.shape[1]):
-            for e in range(counts_SLE.shape[2]):
-                rows_SN[s, node_LE[layer, e]] += counts_SLE[s, layer, e]
 
 
 @numba.njit(cache=True, nogil=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numba
 import numpy as np
 
 from trimtab.trace.counting import count_experts
@@ -49,6 +50,16 @@ class SequenceCounts:
         """The given sequences, `[N]` indices, in the given order."""
         return SequenceCounts(self.counts_SLE[sequences], self.lengths[sequences], self.routed[sequences])
 
+    def rows_by_place(self, place_LE: Array, num_places: int, layers: Array) -> Array:
+        """Rows `[S, len(layers), num_places]` int32 that each sequence brings to each place in some layers.
+
+        Args:
+            place_LE: `[L, E]` integers, the rank or node where each expert's rows go.
+        """
+        rows_SLP = np.zeros((self.num_sequences, len(layers), num_places), np.int32)
+        _add_rows(self.counts_SLE, layers, place_LE, rows_SLP)
+        return rows_SLP
+
     @property
     def num_sequences(self) -> int:
         return len(self.lengths)
@@ -60,3 +71,11 @@ class SequenceCounts:
     @property
     def num_experts(self) -> int:
         return int(self.counts_SLE.shape[2])
+
+
+@numba.njit(cache=True, nogil=True)
+def _add_rows(counts_SLE, layers, place_LE, rows_SLP):  # type: ignore[no-untyped-def]
+    for s in range(counts_SLE.shape[0]):
+        for i, layer in enumerate(layers):
+            for e in range(counts_SLE.shape[2]):
+                rows_SLP[s, i, place_LE[layer, e]] += counts_SLE[s, layer, e]

@@ -10,7 +10,6 @@ import numpy as np
 from trimtab.errors import InputError
 from trimtab.planner.schedule import Schedule
 from trimtab.planner.sequences import SequenceCounts
-from trimtab.trace.counting import count_experts
 from trimtab.trace.routing import Array, RoutingTrace
 
 
@@ -29,25 +28,14 @@ class Workload:
     @classmethod
     def from_trace(cls, trace: RoutingTrace, schedule: Schedule) -> Workload:
         """Count a whole step. Raises InputError if the schedule is for another number of sequences."""
-        if len(schedule.micro_step) != trace.num_sequences:
-            raise InputError(
-                f"the schedule places {len(schedule.micro_step)} sequences; the trace has {trace.num_sequences}"
-            )
-        places = schedule.num_micro_steps * schedule.num_ranks
-        place = schedule.micro_step.astype(np.int64) * schedule.num_ranks + schedule.rank
-        counts_GLE = count_experts(trace, place, places)
-        counts_MRLE = counts_GLE.reshape(schedule.num_micro_steps, schedule.num_ranks, *counts_GLE.shape[1:])
-        return cls(
-            token_counts_MLRE=np.ascontiguousarray(counts_MRLE.transpose(0, 2, 1, 3)),
-            plannable=fully_routed(trace, schedule.micro_step, schedule.num_micro_steps),
-        )
+        return cls.from_sequences(SequenceCounts.from_trace(trace), schedule)
 
     @classmethod
     def from_sequences(cls, sequences: SequenceCounts, schedule: Schedule) -> Workload:
-        """The same from sequences that were counted before. Raises InputError as `from_trace` does."""
+        """Join sequences that were counted one by one. Raises InputError if the schedule is for other sequences."""
         if len(schedule.micro_step) != sequences.num_sequences:
             raise InputError(
-                f"the schedule places {len(schedule.micro_step)} sequences; {sequences.num_sequences} were counted"
+                f"the schedule places {len(schedule.micro_step)} sequences; there are {sequences.num_sequences}"
             )
         for places, most in ((schedule.micro_step, schedule.num_micro_steps), (schedule.rank, schedule.num_ranks)):
             if len(places) and not 0 <= places.min() <= places.max() < most:

@@ -7,6 +7,7 @@ from typing import ClassVar
 
 import numpy as np
 
+from trimtab.cluster import QWEN3_30B, ModelSpec
 from trimtab.planner import StepPlan
 from trimtab.policies.policy import Traits, View
 from trimtab.trace.routing import Array
@@ -31,16 +32,14 @@ class FasterMoe:
     On equal terms, no more experts are shadowed than a rank has slots.
 
     Attributes:
-        hidden_size, expert_width, weight_bytes: of the model; Qwen3-30B-A3B in bf16 by default.
+        model: Qwen3-30B-A3B in bf16 by default.
         flops: multiply-adds count twice; half of what an H100 reaches on large matrices, because experts are small.
         node_bytes_per_s, network_bytes_per_s: to and from each rank, if there is one node and if there are several;
             what DeepEP dispatches at over NVLink and over 400 Gb/s links.
     """
 
     traits: ClassVar[Traits] = Traits(known_at="layer", copies="unbounded")
-    hidden_size: int = 2048
-    expert_width: int = 768
-    weight_bytes: int = 2
+    model: ModelSpec = QWEN3_30B
     flops: float = 400e12
     node_bytes_per_s: float = 150e9
     network_bytes_per_s: float = 50e9
@@ -69,10 +68,9 @@ class FasterMoe:
         """Experts worth a broadcast, at most `limit`, hottest first, from `counts_RE [R, E]` and `home_E [E]`."""
         hottest = np.argsort(-counts_RE.sum(axis=0), kind="stable")[:limit]
         computed_KR, received_KR = rows_by_shadows(counts_RE, home_E, hottest)
-        expert_weights = 3 * self.hidden_size * self.expert_width
-        row_s = 2 * expert_weights / self.flops
-        send_s = self.hidden_size * self.weight_bytes / bytes_per_s
-        shadow_s = 2 * expert_weights * self.weight_bytes / bytes_per_s
+        row_s = 2 * self.model.expert_parameters / self.flops
+        send_s = self.model.hidden_size * self.model.weight_bytes / bytes_per_s
+        shadow_s = 2 * self.model.expert_bytes / bytes_per_s
         time_K = 3 * row_s * computed_KR.max(axis=1) + 4 * send_s * received_KR.max(axis=1)
         return hottest[: np.argmin(time_K + shadow_s * np.arange(len(time_K)))]
 

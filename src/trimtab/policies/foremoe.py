@@ -8,10 +8,9 @@ from typing import ClassVar
 import numpy as np
 
 from trimtab.planner import Placement, StepPlan
-from trimtab.policies.greedy import replicate
+from trimtab.policies.greedy import plan_greedily
 from trimtab.policies.homes import level_homes
 from trimtab.policies.policy import Traits, View
-from trimtab.trace.routing import Array
 
 
 @dataclass(frozen=True)
@@ -48,15 +47,6 @@ class ForeMoe:
             home_LE = level_homes(loads_LE, placement.home, cluster.ranks, cluster.ranks_per_node, self.smallest_gain)
             placement = Placement(home_LE)
 
-        def plan_one(_: int, counts_RE: Array, home_E: Array) -> tuple[Array, Array]:
-            return replicate(
-                counts_RE,
-                home_E,
-                ranks_per_node=cluster.ranks_per_node,
-                within_node=False,
-                slots=cluster.slots_per_rank,
-                threshold=self.threshold,
-                smallest_share=self.smallest_share,
-            )
-
-        return view.plan_instances(plan_one, placement=placement, slots=cluster.slots_per_rank)
+        return plan_greedily(
+            view, placement, within_node=False, threshold=self.threshold, smallest_share=self.smallest_share
+        )

@@ -10,8 +10,30 @@ import math
 import numba
 import numpy as np
 
+from trimtab.planner import Placement, StepPlan
+from trimtab.policies.policy import View
 from trimtab.policies.shares import split_shares
 from trimtab.trace.routing import Array
+
+
+def plan_greedily(
+    view: View, placement: Placement, *, within_node: bool, threshold: float, smallest_share: int
+) -> StepPlan:
+    """Replicas for every instance of a step at given homes; see `replicate`."""
+    cluster = view.cluster
+
+    def plan_one(_: int, counts_RE: Array, home_E: Array) -> tuple[Array, Array]:
+        return replicate(
+            counts_RE,
+            home_E,
+            ranks_per_node=cluster.ranks_per_node,
+            within_node=within_node,
+            slots=cluster.slots_per_rank,
+            threshold=threshold,
+            smallest_share=smallest_share,
+        )
+
+    return view.plan_instances(plan_one, placement=placement, slots=cluster.slots_per_rank)
 
 
 def replicate(

@@ -9,9 +9,8 @@ import numba
 import numpy as np
 
 from trimtab.planner import Placement, StepPlan
-from trimtab.policies.greedy import replicate
+from trimtab.policies.greedy import plan_greedily
 from trimtab.policies.policy import Traits, View
-from trimtab.trace.routing import Array
 
 
 @dataclass(frozen=True)
@@ -51,21 +50,10 @@ class ReLibra:
     seed: int = 0
 
     def plan(self, view: View) -> StepPlan:
-        cluster = view.cluster
         placement = view.placement if view.equal_terms else self.reorder(view)
-
-        def plan_one(_: int, counts_RE: Array, home_E: Array) -> tuple[Array, Array]:
-            return replicate(
-                counts_RE,
-                home_E,
-                ranks_per_node=cluster.ranks_per_node,
-                within_node=True,
-                slots=cluster.slots_per_rank,
-                threshold=self.threshold,
-                smallest_share=self.smallest_share,
-            )
-
-        return view.plan_instances(plan_one, placement=placement, slots=cluster.slots_per_rank)
+        return plan_greedily(
+            view, placement, within_node=True, threshold=self.threshold, smallest_share=self.smallest_share
+        )
 
     def reorder(self, view: View) -> Placement:
         """Homes of the step, with as many on every rank as before."""

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar
 
 import numba
 import numpy as np
 
-from trimtab.planner import Placement, Schedule, StepPlan, Workload
+from trimtab.planner import Placement, Schedule, StepPlan, Workload, plan_step
 from trimtab.policies.homes import level_homes
 from trimtab.policies.policy import Traits, View
 from trimtab.policies.static import Static
@@ -62,22 +62,13 @@ class RoutePack:
         placement = Placement(level_homes(loads_LE, view.placement.home, ranks, ranks, self.smallest_gain))
         schedule = self.pack(view, placement)
         workload = Workload.from_sequences(view.sequences, schedule)
-        instances = workload.num_micro_steps * workload.num_layers
-        return StepPlan.from_instances(
-            schedule,
-            placement,
-            [np.empty((0, 2), np.int64)] * instances,
-            [np.empty((0, ranks), np.int64)] * instances,
-            plannable=workload.plannable,
-            slots_per_rank=0,
-            ranks_per_node=view.cluster.ranks_per_node,
-        )
+        return plan_step(workload, schedule, placement, replace(view.cluster, slots_per_rank=0))
 
     def pack(self, view: View, placement: Placement) -> Schedule:
         """A schedule that costs no more than the given one, with as many micro-steps and the same mini-batches."""
         schedule = view.schedule
         micro_step_S, rank_S = anneal_schedule(
-            rows_by_home(view.sequences.counts_SLE, placement.home, schedule.num_ranks),
+            view.sequences.rows_by_place(placement.home, schedule.num_ranks, np.arange(view.num_layers)),
             self.attention(view),
             view.sequences.lengths,
             view.sequences.routed,
@@ -102,28 +93,6 @@ class RoutePack:
         """`[S]` float64, attention of each sequence over all layers, in expert rows."""
         lengths_S = view.sequences.lengths
         return view.num_layers * (self.attention_per_token * lengths_S + self.attention_per_pair * lengths_S**2.0)
-
-    def cost(self, view: View, schedule: Schedule, placement: Placement) -> float:
-        """What packing minimises, in expert rows: busiest rank's rows and busiest data rank's attention, summed."""
-        home_loads = Workload.from_sequences(view.sequences, schedule).home_loads(placement.home)
-        attention_MR = np.zeros((schedule.num_micro_steps, schedule.num_ranks))
-        np.add.at(attention_MR, (schedule.micro_step, schedule.rank), self.attention(view))
-        return float(home_loads.max(axis=2).sum() + attention_MR.max(axis=1).sum())
-
-
-def rows_by_home(counts_SLE: Array, home_LE: Array, num_ranks: int) -> Array:
-    """Rows `[S, L, R]` int32 that each sequence gives each rank in every layer."""
-    rows_SLR = np.zeros((*counts_SLE.shape[:2], num_ranks), np.int32)
-    _add_rows(counts_SLE, home_LE.astype(np.int64), rows_SLR)
-    return rows_SLR
-
-
-@numba.njit(cache=True, nogil=True)
-def _add_rows(counts_SLE, home_LE, rows_SLR):  # type: ignore[no-untyped-def]
-    for s in range(counts_SLE.shape[0]):
-        for layer in range(counts_SLE.shape[1]):
-            for e in range(counts_SLE.shape[2]):
-                rows_SLR[s, layer, home_LE[layer, e]] += counts_SLE[s, layer, e]
 
 
 @numba.njit(cache=True, nogil=True)

@@ -1,0 +1,94 @@
+"""Replicas and split of every instance, layer by layer, joined in a `StepPlan`."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import TypeVar
+
+from trimtab.cluster import ClusterSpec
+from trimtab.errors import InputError
+from trimtab.planner.layer_plan import LayerPlan, plan_layer
+from trimtab.planner.placement import Placement
+from trimtab.planner.schedule import Schedule
+from trimtab.planner.step_plan import StepPlan
+from trimtab.planner.workload import Workload
+from trimtab.trace.routing import Array
+
+Result = TypeVar("Result")
+
+
+@dataclass(frozen=True)
+class PlanSettings:
+    """How hard to balance.
+
+    Attributes:
+        threshold: max/mean load up to which an instance is left as it is.
+        smallest_share: fewest tokens that a copy computes, so that its matrix multiplications stay efficient.
+
+    Raises:
+        InputError: if either is below 1.
+    """
+
+    threshold: float = 1.005
+    smallest_share: int = 128
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.threshold < math.inf:
+            raise InputError(f"the threshold is {self.threshold}; it should be a max/mean load of 1 or more")
+        if self.smallest_share < 1:
+            raise InputError(f"the smallest share is {self.smallest_share}; it should be 1 token or more")
+
+
+def plan_step(
+    workload: Workload,
+    schedule: Schedule,
+    placement: Placement,
+    cluster: ClusterSpec,
+    settings: PlanSettings | None = None,
+    *,
+    worth_ML: Array | None = None,
+    threads: int = 1,
+) -> StepPlan:
+    """Replicas and token split for every instance of a workload. Micro-steps that are not plannable get none.
+
+    Args:
+        worth_ML: `[M, L]` bool, instances that replicas are worth their bytes in; all by default.
+        threads: layers that are planned at a time. The plan does not depend on it.
+
+    Raises:
+        InputError: if workload and cluster differ in ranks.
+    """
+    if workload.num_ranks != cluster.ranks:
+        raise InputError(f"the workload is for {workload.num_ranks} ranks; the cluster has {cluster.ranks}")
+    chosen = settings or PlanSettings()
+
+    def plan_one(layer: int) -> LayerPlan:
+        return plan_layer(
+            workload.token_counts_MLRE,
+            layer,
+            workload.plannable if worth_ML is None else workload.plannable & worth_ML[:, layer],
+            placement.home[layer],
+            ranks_per_node=cluster.ranks_per_node,
+            slots=cluster.slots_per_rank,
+            threshold=chosen.threshold,
+            smallest_share=chosen.smallest_share,
+        )
+
+    return StepPlan.from_layers(
+        schedule,
+        placement,
+        map_layers(plan_one, workload.num_layers, threads),
+        plannable=workload.plannable,
+        cluster=cluster,
+        settings=json.dumps({"threshold": float(chosen.threshold), "smallest_share": int(chosen.smallest_share)}),
+    )
+
+
+def map_layers(task: Callable[[int], Result], num_layers: int, threads: int) -> list[Result]:
+    """The results of a task for every layer, in their order, `threads` at a time."""
+    with ThreadPoolExecutor(threads) as pool:
+        return list(pool.map(task, range(num_layers)))
