@@ -3,8 +3,17 @@
 Needs torch. Knows stacked expert tensors and a function that applies them; knows nothing of transformers or of RL.
 """
 
-from trimtab.runtime.experts import RowGroups, gated_experts
+from trimtab.runtime.experts import ExpertWeight, RowGroups, gated_experts, grouped_bias, grouped_linear
 from trimtab.runtime.layer import ExpertLayer
 from trimtab.runtime.session import PlanReport, Session
 
-__all__ = ["ExpertLayer", "PlanReport", "RowGroups", "Session", "gated_experts"]
+__all__ = [
+    "ExpertLayer",
+    "ExpertWeight",
+    "PlanReport",
+    "RowGroups",
+    "Session",
+    "gated_experts",
+    "grouped_bias",
+    "grouped_linear",
+]

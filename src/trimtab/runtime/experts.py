@@ -10,8 +10,22 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
-ApplyExperts = Callable[[Sequence[torch.Tensor], torch.Tensor, "RowGroups"], torch.Tensor]
-"""`apply(weights, rows, groups)`: rows `[N, H]` grouped by expert, weights stacked `[G, ...]`, to outputs `[N, H]`."""
+
+@dataclass(frozen=True, eq=False)
+class ExpertWeight:
+    """One stacked tensor of G experts, as an expert function gets it. Hand it on to `grouped_linear` or `grouped_bias`.
+
+    Attributes:
+        tensor: `[G, ...]`, in the graph.
+        again: the same values during backward, if `tensor` does not keep them until then, as a replica's slot does not.
+    """
+
+    tensor: torch.Tensor
+    again: Callable[[], torch.Tensor] | None = None
+
+
+ApplyExperts = Callable[[Sequence[ExpertWeight], torch.Tensor, "RowGroups"], torch.Tensor]
+"""`apply(weights, rows, groups)`: rows `[N, H]` grouped by expert to outputs `[N, H]`. N and G may be 0."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -38,7 +52,7 @@ def gated_experts(activation: Callable[[torch.Tensor], torch.Tensor] = F.silu) -
     The returned function takes the stacked tensors `gate_up [G, 2 * I, H]` and `down [G, H, I]`.
     """
 
-    def apply(weights: Sequence[torch.Tensor], rows: torch.Tensor, groups: RowGroups) -> torch.Tensor:
+    def apply(weights: Sequence[ExpertWeight], rows: torch.Tensor, groups: RowGroups) -> torch.Tensor:
         gate_up, down = weights
         gate, up = grouped_linear(rows, gate_up, groups).chunk(2, dim=-1)
         return grouped_linear(activation(gate) * up, down, groups)
@@ -46,27 +60,50 @@ def gated_experts(activation: Callable[[torch.Tensor], torch.Tensor] = F.silu) -
     return apply
 
 
-def grouped_linear(rows: torch.Tensor, weight: torch.Tensor, groups: RowGroups) -> torch.Tensor:
-    """`rows [N, in]` times each group's own `weight [G, out, in]`, to `[N, out]`. Differentiable."""
-    result: torch.Tensor = _GroupedLinear.apply(rows, weight, groups)
+def grouped_linear(
+    rows: torch.Tensor, weight: ExpertWeight, groups: RowGroups, *, transposed: bool = False
+) -> torch.Tensor:
+    """`rows [N, in]` times each group's own `weight [G, out, in]`, to `[N, out]`. Differentiable.
+
+    Args:
+        transposed: the weights are `[G, in, out]`.
+    """
+    result: torch.Tensor = _GroupedLinear.apply(rows, weight.tensor, weight.again, groups, transposed)
     return result
+
+
+def grouped_bias(rows: torch.Tensor, bias: ExpertWeight, groups: RowGroups) -> torch.Tensor:
+    """`rows [N, out]` plus each group's own `bias [G, out]`. Differentiable."""
+    repeats = groups.ends.diff(prepend=groups.ends.new_zeros(1))
+    return rows + bias.tensor.repeat_interleave(repeats, dim=0, output_size=len(rows))
 
 
 class _GroupedLinear(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, rows: torch.Tensor, weight: torch.Tensor, groups: RowGroups) -> torch.Tensor:
-        ctx.save_for_backward(rows, weight)
-        ctx.groups = groups
-        return _rows_by_weight(rows, weight.transpose(-2, -1), groups)
+    def forward(
+        ctx: Any,
+        rows: torch.Tensor,
+        weight: torch.Tensor,
+        again: Callable[[], torch.Tensor] | None,
+        groups: RowGroups,
+        transposed: bool,
+    ) -> torch.Tensor:
+        ctx.save_for_backward(rows, *([weight] if again is None else []))
+        ctx.again, ctx.groups, ctx.transposed = again, groups, transposed
+        return _rows_by_weight(rows, weight if transposed else weight.transpose(-2, -1), groups)
 
     @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, torch.Tensor | None, None]:
-        (grad,) = grads
-        rows, weight = ctx.saved_tensors
-        grad = grad.contiguous()
-        grad_rows = _rows_by_weight(grad, weight, ctx.groups) if ctx.needs_input_grad[0] else None
-        grad_weight = _weight_gradient(grad, rows, ctx.groups) if ctx.needs_input_grad[1] else None
-        return grad_rows, grad_weight, None
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, torch.Tensor | None, None, None, None]:
+        grad = grads[0].contiguous()
+        rows, *kept = ctx.saved_tensors
+        grad_rows = grad_weight = None
+        if ctx.needs_input_grad[0]:
+            weight = kept[0] if ctx.again is None else ctx.again()
+            grad_rows = _rows_by_weight(grad, weight.transpose(-2, -1) if ctx.transposed else weight, ctx.groups)
+        if ctx.needs_input_grad[1]:
+            outer, inner = (rows, grad) if ctx.transposed else (grad, rows)
+            grad_weight = _weight_gradient(outer, inner, ctx.groups)
+        return grad_rows, grad_weight, None, None, None
 
 
 def _rows_by_weight(rows: torch.Tensor, weight: torch.Tensor, groups: RowGroups) -> torch.Tensor:
@@ -81,15 +118,15 @@ def _rows_by_weight(rows: torch.Tensor, weight: torch.Tensor, groups: RowGroups)
     return out
 
 
-def _weight_gradient(grad: torch.Tensor, rows: torch.Tensor, groups: RowGroups) -> torch.Tensor:
-    """`grad [N, out]` and `rows [N, in]` to `[G, out, in]`."""
-    if len(rows) == 0:
-        return rows.new_zeros(len(groups.counts), grad.shape[-1], rows.shape[-1])
-    if _has_grouped_kernel(rows, grad):
-        return F.grouped_mm(grad.t(), rows, offs=groups.ends)
-    out = rows.new_empty(len(groups.counts), grad.shape[-1], rows.shape[-1])
-    for index, (grad_part, part) in enumerate(zip(grad.split(groups.counts), rows.split(groups.counts), strict=True)):
-        torch.mm(grad_part.t(), part, out=out[index])
+def _weight_gradient(outer: torch.Tensor, inner: torch.Tensor, groups: RowGroups) -> torch.Tensor:
+    """`outer [N, a]` and `inner [N, b]` to `[G, a, b]`."""
+    if len(outer) == 0:
+        return outer.new_zeros(len(groups.counts), outer.shape[-1], inner.shape[-1])
+    if _has_grouped_kernel(outer, inner):
+        return F.grouped_mm(outer.t(), inner, offs=groups.ends)
+    out = outer.new_empty(len(groups.counts), outer.shape[-1], inner.shape[-1])
+    for index, (left, right) in enumerate(zip(outer.split(groups.counts), inner.split(groups.counts), strict=True)):
+        torch.mm(left.t(), right, out=out[index])
     return out
 
 

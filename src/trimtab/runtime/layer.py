@@ -11,7 +11,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 
 from trimtab.runtime.exchange import exchange_rows
-from trimtab.runtime.experts import ApplyExperts
+from trimtab.runtime.experts import ApplyExperts, ExpertWeight
 from trimtab.runtime.layout import Layout
 
 if TYPE_CHECKING:
@@ -76,10 +76,10 @@ class ExpertLayer:
             # Replica gradients go home from the dispatch's backward, which autograd would otherwise leave out.
             hidden = hidden.detach().requires_grad_()
         home_rows, *replica_part = _Dispatch.apply(hidden, instance, self.slots)
-        outputs = [self._apply(self.parameters, home_rows, layout.home_groups)]
+        outputs = [self._apply([ExpertWeight(p) for p in self.parameters], home_rows, layout.home_groups)]
         if replica_part:
             replica_rows, *replica_weights = replica_part
-            outputs.append(self._apply(replica_weights, replica_rows, layout.replica_groups))
+            outputs.append(self._apply([ExpertWeight(w) for w in replica_weights], replica_rows, layout.replica_groups))
         if instance.positions is None:
             combined: torch.Tensor = _Combine.apply(expert_weights, instance, *outputs)
             return combined
