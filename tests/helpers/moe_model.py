@@ -33,6 +33,7 @@ class MoEBlock(nn.Module):
         self.gate_up = nn.Parameter(torch.randn(shape.experts, 2 * shape.width, shape.hidden, dtype=dtype) * scale)
         self.down = nn.Parameter(torch.randn(shape.experts, shape.hidden, shape.width, dtype=dtype) * scale)
         self.layer: ExpertLayer | None = None
+        self.compute_dtype: torch.dtype | None = None
         self.recorded_ids: torch.Tensor | None = None
         self.top_k = shape.top_k
 
@@ -41,7 +42,7 @@ class MoEBlock(nn.Module):
         home = torch.from_numpy(session.home_experts)
         self.gate_up = nn.Parameter(self.gate_up.detach()[home].clone())
         self.down = nn.Parameter(self.down.detach()[home].clone())
-        self.layer = session.add_layer([self.gate_up, self.down], gated_experts())
+        self.layer = session.add_layer([self.gate_up, self.down], gated_experts(), compute_dtype=self.compute_dtype)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         logits = self.router(x)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 
 from trimtab.planner import Placement, Schedule, StepPlan, Workload
@@ -33,9 +35,24 @@ def random_schedule(rng: np.random.Generator, num_sequences: int, *, num_ranks: 
     )
 
 
-def random_plan(rng: np.random.Generator, workload: Workload, schedule: Schedule, *, slots: int) -> StepPlan:
-    """Random replicas away from home, with random quotas, some of them nothing and some of them all."""
-    placement = Placement.contiguous(workload.num_layers, workload.num_experts, workload.num_ranks)
+def random_placement(rng: np.random.Generator, num_layers: int, num_experts: int, num_ranks: int) -> Placement:
+    """Every expert anywhere, as many on every rank."""
+    contiguous = Placement.contiguous(num_layers, num_experts, num_ranks)
+    return Placement(rng.permuted(contiguous.home, axis=1))
+
+
+def random_plan(
+    rng: np.random.Generator,
+    workload: Workload,
+    schedule: Schedule,
+    *,
+    slots: int,
+    placement: Placement | None = None,
+    ranks_per_node: int | None = None,
+) -> StepPlan:
+    """Random replicas away from home, on random paths, with random quotas, some of them nothing and some of them all."""
+    if placement is None:
+        placement = Placement.contiguous(workload.num_layers, workload.num_experts, workload.num_ranks)
     replicas, quotas = [], []
     for micro_step in range(workload.num_micro_steps):
         for layer in range(workload.num_layers):
@@ -58,6 +75,13 @@ def random_plan(rng: np.random.Generator, workload: Workload, schedule: Schedule
                     left_RE[source, expert] -= quotas_PR[p, source]
             replicas.append(np.array(chosen, np.int64).reshape(-1, 2))
             quotas.append(quotas_PR)
-    return StepPlan.from_instances(
-        schedule, placement, replicas, quotas, plannable=workload.plannable, slots_per_rank=slots
+    plan = StepPlan.from_instances(
+        schedule,
+        placement,
+        replicas,
+        quotas,
+        plannable=workload.plannable,
+        slots_per_rank=slots,
+        ranks_per_node=ranks_per_node,
     )
+    return replace(plan, replica_paths=rng.integers(0, 2, plan.num_replicas).astype(np.uint8))

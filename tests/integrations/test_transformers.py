@@ -83,9 +83,7 @@ def compare_with_plain_model(seeds: list[int], norm_topk_prob: bool) -> None:
         trace = routing_of(sequences, num_experts=8, shape=(2, 3), layer_indices=layer_indices, step=0, model="test")
         schedule = random_schedule(rng, 6, num_ranks=session.num_ranks, num_micro_steps=2)
         workload = Workload.from_trace(trace, schedule)
-        session.adopt(
-            random_plan(rng, workload, schedule, slots=2), workload, trace.select(schedule.sequences_of(session.rank))
-        )
+        session.adopt(random_plan(rng, workload, schedule, slots=2), trace.select(schedule.sequences_of(session.rank)))
 
         expected = torch.zeros((), dtype=torch.float64)
         for sequence in sequences:

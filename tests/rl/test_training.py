@@ -74,7 +74,7 @@ def test_a_checkpoint_can_be_trained_on_under_every_policy(run: tuple[Path, str]
     out, _ = run
     more = ["--model", str(out / "checkpoints" / "step-00002"), "--warm-start-steps", "0", "--steps", "1"]
     for policy in ("off", "static"):
-        arguments = [*more, "--policy", policy, "--compare-pairs", "0", "--gradient-checkpointing"]
+        arguments = [*more, "--mode", policy, "--compare-pairs", "0", "--gradient-checkpointing"]
         result = subprocess.run(command(tmp_path / policy, *arguments), capture_output=True, text=True, check=False)
         assert result.returncode == 0, result.stderr
         metrics = json.loads((tmp_path / policy / "metrics.jsonl").read_text())

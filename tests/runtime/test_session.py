@@ -51,10 +51,10 @@ def run_step(
     return total, [p.grad.clone() for p in model.parameters() if p.grad is not None]
 
 
-def make_session(policy: str = "trimtab") -> tuple[Session, TinyMoE]:
+def make_session(mode: str = "plan") -> tuple[Session, TinyMoE]:
     torch.set_num_threads(1)
     torch.manual_seed(5)
-    session = Session(num_experts=SHAPE.experts, policy=policy)  # type: ignore[arg-type]
+    session = Session(num_experts=SHAPE.experts, mode=mode)  # type: ignore[arg-type]
     model = TinyMoE(SHAPE, torch.float64)
     model.share(session)
     return session, model
@@ -68,14 +68,14 @@ def compare_schedules_and_policies() -> None:
     trace = make_trace(5)
     results = []
     replicas = {}
-    for policy, seed in (("trimtab", 1), ("trimtab", 2), ("static", 1), ("off", 1)):
-        session, model = make_session(policy)
+    for mode, seed in (("plan", 1), ("plan", 2), ("static", 1), ("shadow", 1), ("off", 1)):
+        session, model = make_session(mode)
         schedule = random_schedule(np.random.default_rng(seed), 8, num_ranks=session.num_ranks, num_micro_steps=3)
-        replicas[policy] = plan_own(session, trace, schedule)
+        replicas[mode] = plan_own(session, trace, schedule)
         results.append(run_step(session, model, trace, schedule))
-        assert session.unplanned_micro_steps == (3 if policy == "off" else 0), policy
-    assert replicas["trimtab"] > 0
-    assert replicas["static"] == replicas["off"] == 0
+        assert session.unplanned_micro_steps == (3 if mode in ("shadow", "off") else 0), mode
+    assert replicas["plan"] == replicas["shadow"] > 0
+    assert replicas["static"] == 0
     (loss, gradients), *others = results
     for other_loss, other_gradients in others:
         assert relative_error(other_loss, loss) < 1e-12

@@ -157,9 +157,9 @@ def _build(settings: RuntimeBenchmark) -> tuple[list[_Variant], list[float]]:
         total = nn.functional.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten(), reduction="sum")
         return total / (settings.tokens * num_ranks)
 
-    def prepare_ours(trace: RoutingTrace, policy: Any) -> None:
+    def prepare_ours(trace: RoutingTrace, mode: Any) -> None:
         ours.zero_grad()
-        session.policy = policy
+        session.mode = mode
         session.plan(trace.select(mine), schedule)
 
     def step_ours() -> None:
@@ -169,14 +169,14 @@ def _build(settings: RuntimeBenchmark) -> tuple[list[_Variant], list[float]]:
 
     def step_native() -> None:
         loss(native).backward()
-        sum_gradients(native_replicated, session.group)
+        sum_gradients(native_replicated, session.topology.data)
 
     our_blocks, native_blocks = list(moe_blocks(ours).values()), list(moe_blocks(native).values())
-    home_loads = Workload.from_trace(skewed, schedule).home_loads(session.home_E)
+    home_loads = Workload.from_trace(skewed, schedule).home_loads(session.placement.home)
     return [
         _Variant("static", partial(prepare_ours, skewed, "static"), step_ours, our_blocks),
-        _Variant("trimtab", partial(prepare_ours, skewed, "trimtab"), step_ours, our_blocks),
-        _Variant("balanced", partial(prepare_ours, even, "trimtab"), step_ours, our_blocks),
+        _Variant("trimtab", partial(prepare_ours, skewed, "plan"), step_ours, our_blocks),
+        _Variant("balanced", partial(prepare_ours, even, "plan"), step_ours, our_blocks),
         _Variant("native", native.zero_grad, step_native, native_blocks),
     ], max_over_mean(home_loads).mean(axis=0).tolist()
 

@@ -33,6 +33,8 @@ class ClusterSpec:
     expert_flops: float = 4e14
     node_bytes_per_s: float = 450e9
     network_bytes_per_s: float = 50e9
+    host_bytes_per_s: float = 55e9
+    mirror_experts: int | None = None
 
     @property
     def nodes(self) -> int:

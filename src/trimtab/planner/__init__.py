@@ -2,7 +2,7 @@
 
 from trimtab.planner.instances import PlanSettings, plan_step
 from trimtab.planner.placement import Placement
-from trimtab.planner.planner import Planner, plan_sequences
+from trimtab.planner.planner import Planner, plan_schedule, plan_sequences
 from trimtab.planner.schedule import Schedule, pack_by_length
 from trimtab.planner.sequences import SequenceCounts
 from trimtab.planner.step_plan import StepPlan
@@ -17,6 +17,7 @@ __all__ = [
     "StepPlan",
     "Workload",
     "pack_by_length",
+    "plan_schedule",
     "plan_sequences",
     "plan_step",
 ]

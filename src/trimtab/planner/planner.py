@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from dataclasses import asdict, replace
 
 import numpy as np
@@ -117,9 +118,10 @@ def plan_sequences(
     groups: int = 1,
     settings: PlanSettings | None = None,
     cost: CostModel | None = None,
+    may_move: bool = True,
     threads: int = 1,
 ) -> tuple[Schedule, Placement, tuple[StepPlan, ...]]:
-    """All four levels of one step; the arguments are those of `Planner`.
+    """All four levels of one step; the arguments are those of `Planner`, and `may_move`, whether homes may change.
 
     Sequences are packed by length and homes placed for that; then sequences are grouped by routing on those homes,
     homes placed again, now weighed against what moving them costs, micro-steps put in order, and sequences seated near
@@ -141,7 +143,8 @@ def plan_sequences(
     packed = pack_by_length(
         sequences.lengths, num_ranks=num_data_ranks, token_budget=token_budget, mini_batch=mini_batch
     )
-    balanced = _placed(_workloads(sequences, packed, cluster.ranks, groups), placement, cluster, 0.0, threads)
+    loads = _workloads(sequences, packed, cluster.ranks, groups)
+    balanced = _placed(loads, placement, cluster, 0.0, threads) if may_move else placement
     lengths = sequences.lengths.astype(np.float64)
     attention = np.rint(lengths * (weights.attention_token_rows + weights.attention_square_rows * lengths))
     attention_S = attention.astype(np.int64)
@@ -149,30 +152,8 @@ def plan_sequences(
         sequences, packed, balanced, token_budget, num_groups=groups, attention_rows=attention_S
     )
     workloads = _workloads(sequences, schedule, cluster.ranks, groups)
-
-    def plan(
-        on: Schedule, loads: list[Workload], homes: Placement, worth: list[Array] | None = None
-    ) -> tuple[StepPlan, ...]:
-        return tuple(
-            plan_step(
-                load,
-                on.of_group(group, cluster.ranks)[1],
-                homes,
-                cluster,
-                chosen,
-                worth_ML=worth[group] if worth else None,
-                threads=threads,
-            )
-            for group, load in enumerate(loads)
-        )
-
-    candidates = [placement] + [
-        _placed(workloads, placement, cluster, reluctance, threads) for reluctance in RELUCTANCES
-    ]
-    tried = [plan(schedule, workloads, candidate) for candidate in candidates]
-    homes = _cheapest(candidates, tried, workloads, cluster, weights)
+    homes, first = _place(workloads, schedule, placement, cluster, chosen, weights, may_move=may_move, threads=threads)
     # Replicas don't depend on where sequences sit, so that their order may come first.
-    first = plan(schedule, workloads, homes)
     order = order_for_reuse(first[0])
     worth = [_worth(each, load, weights)[order] for each, load in zip(first, workloads, strict=True)]
     schedule = reordered(schedule, order)
@@ -181,10 +162,84 @@ def plan_sequences(
     workloads = _workloads(sequences, schedule, cluster.ranks, groups)
     costs = {name: float(f"{value:.9g}") for name, value in asdict(weights).items()}
     described = json.dumps({"groups": groups, "token_budget": int(token_budget), "cost": costs})
-    plans = tuple(
-        replace(each, settings=f"{each.settings} {described}") for each in plan(schedule, workloads, homes, worth)
+    plans = _plan_groups(workloads, schedule, homes, cluster, chosen, worth, threads=threads)
+    return schedule, homes, tuple(replace(each, settings=f"{each.settings} {described}") for each in plans)
+
+
+def plan_schedule(
+    workloads: Sequence[Workload],
+    schedule: Schedule,
+    placement: Placement,
+    cluster: ClusterSpec,
+    *,
+    settings: PlanSettings | None = None,
+    cost: CostModel | None = None,
+    may_move: bool = True,
+    threads: int = 1,
+) -> tuple[Placement, tuple[StepPlan, ...]]:
+    """All levels below the schedule, for those whose framework has chosen it. Other arguments are those of `Planner`.
+
+    Args:
+        workloads: of each expert-parallel group.
+        schedule: on the data ranks of all groups.
+        may_move: whether homes may change.
+
+    Returns:
+        The homes, and one plan for each group.
+    """
+    chosen, weights = settings or PlanSettings(), cost or CostModel.of(cluster, QWEN3_30B)
+    homes, plans = _place(workloads, schedule, placement, cluster, chosen, weights, may_move=may_move, threads=threads)
+    worth = [_worth(each, load, weights) for each, load in zip(plans, workloads, strict=True)]
+    return homes, _plan_groups(workloads, schedule, homes, cluster, chosen, worth, threads=threads)
+
+
+def _place(
+    workloads: Sequence[Workload],
+    schedule: Schedule,
+    placement: Placement,
+    cluster: ClusterSpec,
+    settings: PlanSettings,
+    cost: CostModel,
+    *,
+    may_move: bool,
+    threads: int,
+) -> tuple[Placement, tuple[StepPlan, ...]]:
+    """The homes that are predicted to cost least, and plans on them with replicas wherever they balance."""
+    if not may_move:
+        return placement, _plan_groups(workloads, schedule, placement, cluster, settings, threads=threads)
+    candidates = [placement] + [
+        _placed(workloads, placement, cluster, reluctance, threads) for reluctance in RELUCTANCES
+    ]
+    tried = [
+        _plan_groups(workloads, schedule, candidate, cluster, settings, threads=threads) for candidate in candidates
+    ]
+    homes = _cheapest(candidates, tried, workloads, cluster, cost)
+    return homes, _plan_groups(workloads, schedule, homes, cluster, settings, threads=threads)
+
+
+def _plan_groups(
+    workloads: Sequence[Workload],
+    schedule: Schedule,
+    placement: Placement,
+    cluster: ClusterSpec,
+    settings: PlanSettings,
+    worth: Sequence[Array] | None = None,
+    *,
+    threads: int,
+) -> tuple[StepPlan, ...]:
+    """Replicas and split of every group on given homes."""
+    return tuple(
+        plan_step(
+            workload,
+            schedule.of_group(group, cluster.ranks)[1],
+            placement,
+            cluster,
+            settings,
+            worth_ML=worth[group] if worth else None,
+            threads=threads,
+        )
+        for group, workload in enumerate(workloads)
     )
-    return schedule, homes, plans
 
 
 def _workloads(sequences: SequenceCounts, schedule: Schedule, ranks: int, groups: int) -> list[Workload]:
@@ -197,7 +252,7 @@ def _workloads(sequences: SequenceCounts, schedule: Schedule, ranks: int, groups
 
 
 def _placed(
-    workloads: list[Workload], placement: Placement, cluster: ClusterSpec, reluctance: float, threads: int
+    workloads: Sequence[Workload], placement: Placement, cluster: ClusterSpec, reluctance: float, threads: int
 ) -> Placement:
     """Homes for the micro-steps of all groups, layer by layer."""
     counts_MLE = np.concatenate([workload.token_counts_MLRE.sum(axis=2) for workload in workloads])
@@ -226,7 +281,7 @@ def _worth(plan: StepPlan, workload: Workload, cost: CostModel) -> Array:
 def _cheapest(
     candidates: list[Placement],
     plans: list[tuple[StepPlan, ...]],
-    workloads: list[Workload],
+    workloads: Sequence[Workload],
     cluster: ClusterSpec,
     cost: CostModel,
 ) -> Placement:

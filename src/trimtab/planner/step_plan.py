@@ -211,6 +211,12 @@ class StepPlan:
         instance = micro_step * self.num_layers + layer
         return range(int(self.replica_starts[instance]), int(self.replica_starts[instance + 1]))
 
+    def mirror_entries(self, node: int) -> Array:
+        instance = np.repeat(np.arange(len(self.replica_starts) - 1), np.diff(self.replica_starts))
+        here = (self.replica_paths == HOST) & (self.replica_ranks // self.ranks_per_node == node)
+        pairs = np.stack([instance[here] % self.num_layers, self.replica_experts[here].astype(np.int64)], axis=1)
+        return np.unique(pairs, axis=0)
+
     def rank_loads(self, workload: Workload) -> Array:
         """Tokens `[M, L, R]` int64 that each rank computes under this plan."""
         loads_MLR = workload.home_loads(self.home).reshape(-1, self.num_ranks)

@@ -9,9 +9,9 @@ from dataclasses import dataclass
 import torch.distributed as dist
 
 from trimtab.rl.trainer import Trainer
-from trimtab.runtime.session import PolicyName
+from trimtab.runtime.planning import Mode
 
-COMPARED: tuple[PolicyName, ...] = ("static", "trimtab")
+COMPARED: dict[str, Mode] = {"static": "static", "trimtab": "plan"}
 
 
 @dataclass(frozen=True)
@@ -35,13 +35,13 @@ def compare_policies(trainer: Trainer, step: int, pairs: int) -> dict[str, Polic
     """Time `pairs` alternating repetitions on a fresh batch of responses. The weights stay as they are."""
     prepared = trainer.prepare(trainer.rollout(step), step)
     session = trainer.session
-    own_policy = session.policy
+    own_mode = session.mode
     times: dict[str, list[float]] = {name: [] for name in COMPARED}
     max_vio: dict[str, float] = {}
     with trainer.log.progress("static against trimtab", pairs) as advance:
         for repetition in range(pairs + 1):
-            for name in COMPARED:
-                session.policy = name
+            for name, mode in COMPARED.items():
+                session.mode = mode
                 max_vio[name] = session.plan(prepared.trace, prepared.schedule).max_vio_after
                 dist.barrier()
                 start = time.perf_counter()
@@ -54,5 +54,5 @@ def compare_policies(trainer: Trainer, step: int, pairs: int) -> dict[str, Polic
                 trainer.optimizer.zero_grad()
             if repetition:
                 advance("")
-    session.policy = own_policy
+    session.mode = own_mode
     return {name: PolicyResult(times[name], max_vio[name]) for name in COMPARED}

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from trimtab.runtime.session import PolicyName
+from trimtab.runtime.planning import Mode
 
 
 @dataclass(frozen=True)
@@ -15,7 +15,7 @@ class TrainConfig:
     Attributes:
         out: folder for everything that the run writes.
         model: a local Hugging Face checkpoint directory; a small model is built if None.
-        policy: how recompute and update are balanced, see `Session`.
+        mode: how recompute and update are balanced, see `Session`.
         slots: replicas that a rank has room for in every layer.
         steps: RL steps.
         problems, samples: problems of a step over all ranks, and responses to each.
@@ -35,7 +35,7 @@ class TrainConfig:
 
     out: Path
     model: Path | None = None
-    policy: PolicyName = "trimtab"
+    mode: Mode = "plan"
     slots: int = 2
     steps: int = 30
     problems: int = 64

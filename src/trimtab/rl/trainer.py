@@ -62,9 +62,7 @@ class Trainer:
         self.model = load_model(config.model, self.model_config, torch.float32).to(self.device)
         self.rollout_model = load_model(None, self.model_config, torch.bfloat16).to(self.device).eval()
         self.layer_indices = np.array(list(moe_blocks(self.model)), np.int32)
-        self.session = Session(
-            num_experts=self.model_config.num_experts, policy=config.policy, slots_per_rank=config.slots
-        )
+        self.session = Session(num_experts=self.model_config.num_experts, mode=config.mode, slots_per_rank=config.slots)
         share_experts(self.model, self.session)
         if config.gradient_checkpointing:
             self.model.gradient_checkpointing_enable({"use_reentrant": False})
@@ -73,6 +71,7 @@ class Trainer:
         self.optimizer = torch.optim.AdamW(
             self.model.parameters(), lr=config.learning_rate, betas=(0.9, 0.95), weight_decay=0.0, fused=True
         )
+        self.session.train_with(self.optimizer)
         self.log = RunLog(config.out, is_writer=self.rank == 0)
 
     def warm_start(self) -> None:
@@ -218,7 +217,7 @@ class Trainer:
         metrics["trained_sequences"] = int(self._total(len(trained)))
         prepared = self.prepare(trained, step)
         clock.lap("prepare_s")
-        self.session.transfers.bytes_sent = self.session.unplanned_micro_steps = 0
+        self.session.take_metrics()
         report = self.session.plan(prepared.trace, prepared.schedule)
         clock.lap("plan_s")
         old = self.recompute(prepared)
@@ -229,9 +228,9 @@ class Trainer:
         clock.lap("sync_s")
         metrics |= plan_metrics(report)
         # Every micro-step runs twice, in recompute and in update.
-        metrics["moe/unplanned_micro_steps"] = self.session.unplanned_micro_steps
         metrics["moe/micro_steps"] = 2 * report.micro_steps
-        metrics["transfer/bytes"] = int(self._total(self.session.transfers.bytes_sent))
+        for name, value in self.session.take_metrics().items():
+            metrics[name] = value if name.startswith("moe/") else self._total(value)
         self.write_routing(prepared, step)
         clock.lap("write_s")
         return metrics | clock.laps

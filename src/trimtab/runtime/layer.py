@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 
+from trimtab.runtime.binding import Instance
 from trimtab.runtime.exchange import exchange_rows
 from trimtab.runtime.experts import ApplyExperts, ExpertWeight
-from trimtab.runtime.layout import Layout
+from trimtab.trace.routing import Array
 
 if TYPE_CHECKING:
     from trimtab.runtime.session import Session
@@ -24,18 +25,53 @@ class ExpertLayer:
     Attributes:
         index: the layer's number among the session's layers, 0 .. L-1.
         parameters: this rank's home experts, stacked tensors `[E / R, ...]`.
-        slots: room for this rank's replicas, a tensor `[slots, ...]` for each parameter.
+        sources: the same values in the dtype that is computed in, `[E / R, ...]`: the parameters' own memory, or
+            staging memory that is refreshed when they have changed.
+        home_E: `[E]` int16, the home rank of every expert.
+        rows_E: `[E]` int64, where each expert stands among those of its home, which are in rising order.
     """
 
     def __init__(
-        self, session: Session, index: int, parameters: Sequence[torch.nn.Parameter], apply: ApplyExperts, slots: int
+        self,
+        session: Session,
+        index: int,
+        parameters: Sequence[torch.nn.Parameter],
+        apply: ApplyExperts,
+        home_E: Array,
+        compute_dtype: torch.dtype | None,
     ) -> None:
         self.index = index
         self.parameters = parameters
-        self.slots = [torch.zeros(slots, *p.shape[1:], dtype=p.dtype, device=p.device) for p in parameters]
+        self.dtype = compute_dtype or parameters[0].dtype
         self._session = session
         self._apply = apply
         self._routed: torch.Tensor | None = None
+        self.sources = [p.detach() if p.dtype == self.dtype else p.detach().to(self.dtype) for p in parameters]
+        self.home_E = self.rows_E = np.empty(0, np.int64)
+        self.set_homes(home_E)
+
+    @property
+    def home_experts(self) -> Array:
+        """Logical ids `[E / R]` of this rank's home experts, rising: the order of rows in the stacked tensors."""
+        return np.flatnonzero(self.home_E == self._session.rank)
+
+    @property
+    def expert_bytes(self) -> int:
+        """Bytes of one expert, as it is sent."""
+        return sum(tensor[0].nbytes for tensor in self.sources)
+
+    def set_homes(self, home_E: Array) -> None:
+        """Take note of homes `[E]`; moving the rows there is the caller's job."""
+        order = np.argsort(home_E, kind="stable")
+        self.home_E = home_E
+        self.rows_E = np.empty(len(home_E), np.int64)
+        self.rows_E[order] = np.arange(len(home_E)) % len(self.parameters[0])
+
+    def stage(self) -> None:
+        """Bring the parameters' present values into staging memory of another dtype. The session calls it."""
+        for source, parameter in zip(self.sources, self.parameters, strict=True):
+            if source.dtype != parameter.dtype:
+                source.copy_(parameter.detach())
 
     def route(self, live_ids: torch.Tensor) -> torch.Tensor:
         """The expert ids to use: the recorded ones where the micro-step has them, else `live_ids`.
@@ -60,7 +96,7 @@ class ExpertLayer:
             expert_weights: `[T, K]`.
 
         Returns:
-            `[T, H]`; zero for tokens that the micro-step's `positions` leave out.
+            `[T, H]`, in the dtype of `hidden`; zero for tokens that the micro-step's `positions` leave out.
 
         Raises:
             RuntimeError: in a planned micro-step, if `expert_ids` is not what `route` returned.
@@ -71,50 +107,50 @@ class ExpertLayer:
                 "in a planned micro-step the recorded routing must be used"
             )
         instance = self._session.bind(self, expert_ids)
-        layout = instance.layout
+        instance.approach()
         if torch.is_grad_enabled() and not hidden.requires_grad:
-            # Replica gradients go home from the dispatch's backward, which autograd would otherwise leave out.
+            # Replica gradients go home from inside the backward, which autograd would otherwise leave out.
             hidden = hidden.detach().requires_grad_()
-        home_rows, *replica_part = _Dispatch.apply(hidden, instance, self.slots)
-        outputs = [self._apply([ExpertWeight(p) for p in self.parameters], home_rows, layout.home_groups)]
-        if replica_part:
-            replica_rows, *replica_weights = replica_part
-            outputs.append(self._apply([ExpertWeight(w) for w in replica_weights], replica_rows, layout.replica_groups))
-        if instance.positions is None:
-            combined: torch.Tensor = _Combine.apply(expert_weights, instance, *outputs)
-            return combined
-        combined = _Combine.apply(expert_weights.index_select(0, instance.positions), instance, *outputs)
-        return torch.zeros_like(hidden).index_copy(0, instance.positions, combined)
+        positions = instance.positions
+        if positions is not None:
+            expert_weights = expert_weights.index_select(0, positions)
+        with torch.autocast(hidden.device.type, enabled=False):
+            combined = self._run(hidden.to(self.dtype), instance, expert_weights).to(hidden.dtype)
+        return combined if positions is None else torch.zeros_like(hidden).index_copy(0, positions, combined)
+
+    def _run(self, hidden: torch.Tensor, instance: Instance, expert_weights: torch.Tensor) -> torch.Tensor:
+        layout = instance.layout
+        home_rows, replica_rows = _Dispatch.apply(hidden, instance)
+        outputs = [self._apply(self._home_weights(instance), home_rows, layout.home_groups)]
+        if layout.replicas.count:
+            # After the home experts' compute, so that the transfer has as long as it can.
+            replica_rows, *slots = _Borrow.apply(replica_rows, instance)
+            weights = [ExpertWeight(slot, partial(_again, instance, t)) for t, slot in enumerate(slots)]
+            outputs.append(self._apply(weights, replica_rows, layout.replica_groups))
+        combined: torch.Tensor = _Combine.apply(expert_weights, instance, *outputs)
+        return combined
+
+    def _home_weights(self, instance: Instance) -> list[ExpertWeight]:
+        weights: list[ExpertWeight] = []
+        for parameter, source in zip(self.parameters, self.sources, strict=True):
+            if parameter.dtype == self.dtype:
+                weights.append(ExpertWeight(parameter))
+            elif self._session.is_fresh:
+                weights.append(ExpertWeight(_Staged.apply(parameter, source)))
+            else:
+                weights.append(ExpertWeight(parameter.to(self.dtype)))
+        return weights
 
 
-@dataclass(frozen=True, eq=False)
-class Instance:
-    """One layer of one micro-step on one rank, bound for a forward and its backward.
-
-    Attributes:
-        layout: where rows go.
-        positions: `[n]` int64, where the micro-step's tokens stand among the rows of `hidden`; None if they are all.
-        group: the ranks that share the experts.
-        await_replicas: waits until the slots hold the instance's replicas.
-        return_gradients: takes the gradients of the slots and starts them on their way home.
-    """
-
-    layout: Layout
-    positions: torch.Tensor | None
-    group: dist.ProcessGroup
-    await_replicas: Callable[[], None]
-    return_gradients: Callable[[Sequence[torch.Tensor]], None]
+def _again(instance: Instance, tensor: int) -> torch.Tensor:
+    return instance.replica_weights()[tensor]
 
 
 class _Dispatch(torch.autograd.Function):
-    """Tokens to the ranks of their experts, and replica weights into the graph.
-
-    Autograd runs the backward once all its outputs' gradients are there. So this is the moment at which a replica's
-    gradient is complete, on every rank alike, also when a checkpointed layer is run again.
-    """
+    """Tokens to the ranks of their experts: rows for home experts, and rows for replicas."""
 
     @staticmethod
-    def forward(ctx: Any, hidden: torch.Tensor, instance: Instance, slots: Sequence[torch.Tensor]) -> Any:
+    def forward(ctx: Any, hidden: torch.Tensor, instance: Instance) -> Any:
         layout = instance.layout
         ctx.instance = instance
         ctx.num_rows = len(hidden)
@@ -123,29 +159,60 @@ class _Dispatch(torch.autograd.Function):
             tokens = instance.positions.index_select(0, tokens)
         sent = hidden.index_select(0, tokens)
         arrived = exchange_rows(sent, layout.send_splits, layout.recv_splits, instance.group)
-        home_rows = arrived.index_select(0, layout.home_rows)
-        if layout.replicas.count == 0:
-            return (home_rows,)
-        instance.await_replicas()
-        return home_rows, arrived.index_select(0, layout.replica_rows), *[slot.detach() for slot in slots]
+        return arrived.index_select(0, layout.home_rows), arrived.index_select(0, layout.replica_rows)
 
     @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None]:
         instance: Instance = ctx.instance
         layout = instance.layout
-        grad_home, *grad_replica_part = grads
+        grad_home, grad_replica = grads
         arrived = grad_home.new_empty(sum(layout.recv_splits), grad_home.shape[1])
         arrived.index_copy_(0, layout.home_rows, grad_home)
-        if grad_replica_part:
-            grad_rows, *grad_slots = grad_replica_part
-            instance.return_gradients(grad_slots)
-            arrived.index_copy_(0, layout.replica_rows, grad_rows)
+        arrived.index_copy_(0, layout.replica_rows, grad_replica)
         sent = exchange_rows(arrived, layout.recv_splits, layout.send_splits, instance.group)
         grad_tokens = F.embedding_bag(layout.row_places, sent, mode="sum")
         if instance.positions is None:
-            return grad_tokens, None, None
+            return grad_tokens, None
         grad_hidden = grad_tokens.new_zeros(ctx.num_rows, grad_tokens.shape[1])
-        return grad_hidden.index_copy_(0, instance.positions, grad_tokens), None, None
+        return grad_hidden.index_copy_(0, instance.positions, grad_tokens), None
+
+
+class _Borrow(torch.autograd.Function):
+    """Replica weights into the graph, beside the rows that use them.
+
+    Autograd runs the backward once the gradients of all its outputs are there. So this is the moment at which a
+    replica's gradient is complete, on every rank alike, whether or not it holds one, also when a checkpointed layer
+    runs again.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, rows: torch.Tensor, instance: Instance) -> Any:
+        ctx.instance = instance
+        slots = [slot.detach() for slot in instance.replica_weights()]
+        frozen = [s for s, p in zip(slots, instance.layer.parameters, strict=True) if not p.requires_grad]
+        ctx.mark_non_differentiable(*frozen)
+        return rows.view_as(rows), *slots
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None]:
+        grad_rows, *grad_slots = grads
+        instance: Instance = ctx.instance
+        if any(parameter.requires_grad for parameter in instance.layer.parameters):
+            instance.return_gradients(grad_slots)
+        return grad_rows, None
+
+
+class _Staged(torch.autograd.Function):
+    """A parameter's values in another dtype, from staging memory; the gradient goes to the parameter."""
+
+    @staticmethod
+    def forward(ctx: Any, parameter: torch.Tensor, source: torch.Tensor) -> torch.Tensor:
+        ctx.dtype = parameter.dtype
+        return source.detach()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return grads[0].to(ctx.dtype), None
 
 
 class _Combine(torch.autograd.Function):
@@ -166,11 +233,14 @@ class _Combine(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> Any:
         instance: Instance = ctx.instance
+        # Before anything else, so that what backward needs is on its way.
+        instance.approach()
         layout = instance.layout
         weights, returned = ctx.saved_tensors
         grad_rows = grads[0].index_select(0, layout.row_tokens)
         grad_weights = (grad_rows * returned).sum(dim=-1)[layout.row_places].to(weights.dtype)
-        row_weights = weights.new_empty(weights.numel()).index_copy_(0, layout.row_places.view(-1), weights.reshape(-1))
+        row_weights = grad_rows.new_empty(weights.numel())
+        row_weights.index_copy_(0, layout.row_places.view(-1), weights.reshape(-1).to(grad_rows.dtype))
         grad_rows.mul_(row_weights[:, None])
         arrived = exchange_rows(grad_rows, layout.send_splits, layout.recv_splits, instance.group)
         parts = (arrived.index_select(0, rows) for rows in (layout.home_rows, layout.replica_rows)[: ctx.num_parts])

@@ -26,12 +26,14 @@ class InstanceReplicas:
     Attributes:
         experts, ranks: `[P]` int64.
         slots: `[P]` int64, the slot that each takes on its rank.
+        paths: `[P]` uint8, where the weights come from: `PEER` or `HOST`.
         quotas_PR: `[P, R]` int64, tokens from each source rank.
     """
 
     experts: Array
     ranks: Array
     slots: Array
+    paths: Array
     quotas_PR: Array
 
     @property
@@ -41,7 +43,7 @@ class InstanceReplicas:
     @classmethod
     def none(cls, num_ranks: int) -> InstanceReplicas:
         nothing = np.empty(0, np.int64)
-        return cls(nothing, nothing, nothing, np.empty((0, num_ranks), np.int64))
+        return cls(nothing, nothing, nothing, nothing, np.empty((0, num_ranks), np.int64))
 
     @classmethod
     def of(cls, plan: StepPlan, micro_step: int, layer: int) -> InstanceReplicas:
@@ -53,7 +55,7 @@ class InstanceReplicas:
         for p, replica in enumerate(indices):
             quotas = slice(int(plan.quota_starts[replica]), int(plan.quota_starts[replica + 1]))
             quotas_PR[p, plan.quota_sources[quotas]] = plan.quota_tokens[quotas]
-        return cls(plan.replica_experts[chosen].astype(np.int64), ranks, slots, quotas_PR)
+        return cls(plan.replica_experts[chosen].astype(np.int64), ranks, slots, plan.replica_paths[chosen], quotas_PR)
 
 
 @dataclass(frozen=True, eq=False)
@@ -66,6 +68,7 @@ class Layout:
         send_splits, recv_splits: rows to and from each rank.
         home_rows, replica_rows: int64 indices into the arrived rows, grouped by home expert and by replica slot.
         home_groups, replica_groups: how many rows each home expert and each replica slot has.
+        num_here: replicas on this rank.
         replicas: the instance's replicas on all ranks. If there is none at all, no rank runs its replica half.
     """
 
@@ -77,6 +80,7 @@ class Layout:
     replica_rows: torch.Tensor
     home_groups: RowGroups
     replica_groups: RowGroups
+    num_here: int
     replicas: InstanceReplicas
 
 
@@ -86,7 +90,6 @@ def build_layout(
     home_E: Array,
     rank: int,
     replicas: InstanceReplicas,
-    slots: int,
     device: torch.device,
 ) -> Layout:
     """The layout of one rank.
@@ -112,13 +115,14 @@ def build_layout(
     np.add.at(away_RE.T, replicas.experts, replicas.quotas_PR)
     at_home_RE = counts_RE - away_RE
 
-    num_groups = homes_per_rank + slots
+    num_groups = homes_per_rank + int(replicas.slots.max(initial=-1)) + 1
     sent_RG = np.zeros((num_ranks, num_groups), np.int64)
     sent_RG[homes, local_E] = at_home_RE[rank]
     sent_RG[replicas.ranks, homes_per_rank + replicas.slots] = replicas.quotas_PR[:, rank]
     arriving_RG = np.zeros((num_ranks, num_groups), np.int64)
     arriving_RG[:, :homes_per_rank] = at_home_RE[:, homes == rank]
     here = replicas.ranks == rank
+    num_here = int(np.count_nonzero(here))
     arriving_RG[:, homes_per_rank + replicas.slots[here]] = replicas.quotas_PR[here].T
 
     row_tokens = np.empty(ids_NK.size, np.int64)
@@ -149,7 +153,8 @@ def build_layout(
         home_rows=on_device(arrivals[:home_total]),
         replica_rows=on_device(arrivals[home_total:]),
         home_groups=RowGroups.of(group_sizes[:homes_per_rank].tolist(), device),
-        replica_groups=RowGroups.of(group_sizes[homes_per_rank:].tolist(), device),
+        replica_groups=RowGroups.of(group_sizes[homes_per_rank : homes_per_rank + num_here].tolist(), device),
+        num_here=num_here,
         replicas=replicas,
     )
 

@@ -2,101 +2,57 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
-from typing import Literal
+from dataclasses import replace
 
 import numpy as np
 import torch
 import torch.distributed as dist
 
-from trimtab.cluster import ClusterSpec
 from trimtab.errors import InputError
-from trimtab.planner import Placement, PlanSettings, Schedule, StepPlan, Workload, plan_step
-from trimtab.planner.workload import fully_routed, max_over_mean
+from trimtab.planner import Placement, Schedule, StepPlan
+from trimtab.planner.workload import max_over_mean
+from trimtab.runtime.binding import Instance, MicroStep, RunningStep, Transfers, exchange_layout
+from trimtab.runtime.counters import Counters
 from trimtab.runtime.experts import ApplyExperts
 from trimtab.runtime.gradients import clip_gradients, sum_gradients
-from trimtab.runtime.layer import ExpertLayer, Instance
-from trimtab.runtime.layout import InstanceReplicas, Layout, build_layout
-from trimtab.runtime.transfers import ReplicaTransfers
+from trimtab.runtime.layer import ExpertLayer
+from trimtab.runtime.mirror import NodeMirror
+from trimtab.runtime.moving import move_experts
+from trimtab.runtime.planning import Mode, Paths, PlannedStep, PlanReport, SessionPlanner
+from trimtab.runtime.returns import GradientReturns
+from trimtab.runtime.ring import ReplicaRing
+from trimtab.runtime.topology import Topology
 from trimtab.trace import RoutingTrace
-from trimtab.trace.counting import count_experts
 from trimtab.trace.routing import Array
-
-PolicyName = Literal["trimtab", "static", "off"]
-# Every replica comes from its home rank alone, so that it has to be worth more than where two paths share the work.
-THRESHOLD = 1.02
-
-
-@dataclass(frozen=True)
-class PlanReport:
-    """What planning a step came to.
-
-    Attributes:
-        planning_s: seconds from counting to the plan being on every rank.
-        max_vio_before, max_vio_after: max/mean - 1 of rank loads, mean over instances, at home and under the plan.
-        replicas: in all instances together.
-        micro_steps, unplanned_micro_steps: of the step, and those that run without a plan.
-    """
-
-    planning_s: float
-    max_vio_before: float
-    max_vio_after: float
-    replicas: int
-    micro_steps: int
-    unplanned_micro_steps: int
-
-
-@dataclass(eq=False)
-class _PlannedStep:
-    """A step that this rank can run: the plan, and this rank's own sequences of it."""
-
-    plan: StepPlan
-    workload: Workload
-    trace: RoutingTrace
-    micro_step: Array
-
-    def trace_of(self, index: int) -> RoutingTrace:
-        return self.trace.select(np.flatnonzero(self.micro_step == index))
-
-
-@dataclass(eq=False)
-class _MicroStep:
-    """What the layers of a running micro-step look up.
-
-    Attributes:
-        positions: `[n]` where the tokens stand in the forward's rows, or None.
-        recorded_LNK: recorded ids `[L, n, K]` int64, or None if the batch is not the one that was planned.
-        known_N: `[n]` bool, tokens whose route is known; None if all are.
-        layouts: one a layer if the micro-step is planned, else empty.
-        fetches: transfers under way into each layer's slots.
-    """
-
-    positions: torch.Tensor | None
-    recorded_LNK: torch.Tensor | None
-    known_N: torch.Tensor | None
-    layouts: list[Layout]
-    fetches: dict[int, list[dist.Work]] = field(default_factory=dict)
 
 
 class Session:
     """Balanced expert parallelism over the ranks of a process group.
 
-    Add every MoE layer once. Then, for every step: `plan`, and around forward and backward of each micro-step
-    `micro_step`; before the optimizer steps, `finish_gradients`. Outside a micro-step the layers work as ordinary
-    expert parallelism on the router's live choice. All methods are collective unless they say otherwise.
+    Add every MoE layer once, and say which optimizers train them. Then, for every step: `plan`, and around forward and
+    backward of each micro-step `micro_step`; before the optimizer steps, `finish_gradients`. Outside a micro-step the
+    layers work as ordinary expert parallelism on the router's live choice. All methods are collective unless they say
+    otherwise.
 
     Args:
         num_experts: experts of a layer, E.
-        group: the ranks that share the experts; all ranks by default.
-        policy: `trimtab` balances, `static` plans no replicas, `off` replays routing without any plan.
-        slots_per_rank: replicas that a rank has room for in every layer.
-        ranks_per_node: neighbouring ranks that share a node; all by default.
+        group: the data ranks; all ranks by default.
+        groups: expert-parallel groups among them, each of neighbouring ranks that hold all experts together.
+        mode: `plan` balances; `static` runs the planned path without replicas or moves; `shadow` plans and reports, but
+            runs as `off`; `off` replays routing in ordinary expert parallelism.
+        slots_per_rank: replicas of one layer that a rank has room for.
+        ring_layers: layers that replicas are kept for at a time, one in use and the others ahead of it.
+        ranks_per_node: neighbouring ranks that share a node; all of a group by default.
+        paths: how replicas' weights may come: from their homes (`peer`), from host memory (`host`), or both.
+        mirror_bytes: most host memory of a node that mirrors experts; no bound by default.
+        least_gain: a plan that is predicted to save a smaller part of the expert time is not carried out.
 
     Raises:
-        InputError: if the ranks don't divide the experts, or the nodes the ranks.
+        InputError: if the ranks don't divide the experts, the groups the ranks, or the nodes a group.
     """
 
     def __init__(
@@ -104,112 +60,176 @@ class Session:
         *,
         num_experts: int,
         group: dist.ProcessGroup | None = None,
-        policy: PolicyName = "trimtab",
+        groups: int = 1,
+        mode: Mode = "plan",
         slots_per_rank: int = 2,
+        ring_layers: int = 3,
         ranks_per_node: int | None = None,
+        paths: Paths = "both",
+        mirror_bytes: int | None = None,
+        least_gain: float = 0.005,
     ) -> None:
-        shared_by = group or dist.group.WORLD
-        if shared_by is None:
-            raise RuntimeError("a Session needs torch.distributed; call init_process_group first")
-        self.group = shared_by
-        self.rank = dist.get_rank(self.group)
-        self.num_ranks = dist.get_world_size(self.group)
+        if ring_layers < 2:
+            raise InputError(f"ring_layers is {ring_layers}; it should be 2 or more, one layer in use and one ahead")
+        self.topology = Topology.build(group, groups, ranks_per_node)
         self.num_experts = num_experts
-        self.policy: PolicyName = policy
-        self.cluster = ClusterSpec(self.num_ranks, ranks_per_node or self.num_ranks, slots_per_rank)
-        self.home_E: Array = Placement.contiguous(1, num_experts, self.num_ranks).home[0]
+        self.mode: Mode = mode
+        self.paths: Paths = paths
+        self.slots_per_rank = slots_per_rank
+        self.ring_layers = ring_layers
+        self.mirror_bytes = mirror_bytes
+        self.least_gain = least_gain
         self.layers: list[ExpertLayer] = []
+        self.optimizers: list[torch.optim.Optimizer] = []
+        self.counters = Counters()
         self.unplanned_micro_steps = 0
-        members = dist.get_process_group_ranks(self.group)
-        self._control = dist.new_group(members, backend="gloo")
-        transfer_group = dist.new_group(members)
-        # NCCL wants every rank of a group in its first call.
-        dist.barrier(group=transfer_group)
-        self.transfers = ReplicaTransfers(transfer_group, self.rank)
-        self._step: _PlannedStep | None = None
-        self._current: _MicroStep | None = None
+        self._contiguous_E: Array = Placement.contiguous(1, num_experts, self.num_ranks).home[0]
+        self._transfers: Transfers | None = None
+        self._step: RunningStep | None = None
+        self._current: MicroStep | None = None
+        self._weights_changed = True
+
+    @property
+    def rank(self) -> int:
+        """This rank's number in its expert-parallel group."""
+        return self.topology.rank
+
+    @property
+    def num_ranks(self) -> int:
+        """Ranks of an expert-parallel group, R."""
+        return self.topology.num_ranks
+
+    @property
+    def placement(self) -> Placement:
+        """The homes of all experts now."""
+        return Placement(np.stack([layer.home_E for layer in self.layers]))
 
     @property
     def home_experts(self) -> Array:
-        """Logical ids `[E / R]` of this rank's home experts, rising: the order of rows in the stacked tensors."""
-        return np.flatnonzero(self.home_E == self.rank)
+        """Logical ids `[E / R]` of the experts that this rank is home to as a layer is added, rising."""
+        return np.flatnonzero(self._contiguous_E == self.rank)
 
-    def add_layer(self, parameters: Sequence[torch.nn.Parameter], apply: ApplyExperts) -> ExpertLayer:
+    def add_layer(
+        self,
+        parameters: Sequence[torch.nn.Parameter],
+        apply: ApplyExperts,
+        *,
+        compute_dtype: torch.dtype | None = None,
+    ) -> ExpertLayer:
         """Add the next MoE layer. Not a collective.
 
         Args:
             parameters: stacked tensors `[E / R, ...]` of this rank's `home_experts`. They stay the caller's: train
-                them with any elementwise optimizer, and keep them out of FSDP.
-            apply: computes experts on grouped rows; see `gated_experts`. It must take any number of rows, 0 too.
+                them with an elementwise optimizer, and keep them out of FSDP.
+            apply: computes experts on grouped rows; see `gated_experts`.
+            compute_dtype: what to compute in, if not in the parameters' own dtype (float32 masters, bfloat16 compute).
 
         Raises:
-            InputError: if a tensor does not hold E / R experts.
+            InputError: if a tensor does not hold E / R experts, or they differ in shape from other layers'.
         """
+        index = len(self.layers)
         for parameter in parameters:
             if len(parameter) != len(self.home_experts):
                 raise InputError(
-                    f"MoE layer {len(self.layers)}: an expert tensor has {len(parameter)} rows; this rank is home to "
+                    f"MoE layer {index}: an expert tensor has {len(parameter)} rows; this rank is home to "
                     f"{len(self.home_experts)} of {self.num_experts} experts"
                 )
-        layer = ExpertLayer(self, len(self.layers), parameters, apply, self.cluster.slots_per_rank)
+        layer = ExpertLayer(self, index, parameters, apply, self._contiguous_E, compute_dtype)
+        if self.layers and _expert_shapes(layer) != _expert_shapes(self.layers[0]):
+            raise InputError(
+                f"MoE layer {index} has experts of {_expert_shapes(layer)}, layer 0 {_expert_shapes(self.layers[0])}. "
+                "All layers share the room for replicas, so their experts should be alike"
+            )
         self.layers.append(layer)
         return layer
 
-    def plan(self, trace: RoutingTrace, schedule: Schedule) -> PlanReport:
-        """Plan a step from the routing that every rank recorded.
+    def train_with(self, *optimizers: torch.optim.Optimizer) -> None:
+        """Say which optimizers train the experts. Not a collective.
 
-        Each rank counts its own sequences, rank 0 plans from the counts of all, and every rank gets the plan.
+        Experts then move between steps, with their rows of optimizer state, where a plan wants them. Without this,
+        homes stay where they are.
+        """
+        self.optimizers = list(optimizers)
+
+    def plan(self, trace: RoutingTrace, schedule: Schedule) -> PlanReport:
+        """Plan a step whose schedule is given, and take the plan over.
 
         Args:
             trace: this rank's sequences, as `schedule.sequences_of(rank)` orders them.
-            schedule: the step's, the same on every rank.
+            schedule: the step's, on all data ranks, the same on every rank.
 
         Raises:
             InputError: if trace, schedule and layers don't fit together.
         """
-        self._check_fits(trace, schedule)
-        start = time.perf_counter()
-        micro_step = schedule.of_rank(self.rank)
-        workload = self._gather_workload(trace, micro_step, schedule.num_micro_steps)
-        data: list[bytes | None] = [None]
-        if self.rank == 0:
-            placement = Placement.contiguous(len(self.layers), self.num_experts, self.num_ranks)
-            cluster = self.cluster if self.policy == "trimtab" else replace(self.cluster, slots_per_rank=0)
-            settings = PlanSettings(threshold=THRESHOLD)
-            data = [plan_step(workload, schedule, placement, cluster, settings).to_bytes()]
-        dist.broadcast_object_list(data, group=self._control, group_src=0)
-        assert data[0] is not None
-        plan = StepPlan.from_bytes(data[0])
-        return self.adopt(plan, workload, trace, planning_s=time.perf_counter() - start)
+        self._check_fits(trace, schedule, self.topology.data_rank, self.topology.num_data_ranks)
+        planned = self._planner().for_schedule(
+            trace, schedule, self.placement, self._planning_mode, may_move=bool(self.optimizers)
+        )
+        return self.adopt(planned, trace)
 
-    def adopt(self, plan: StepPlan, workload: Workload, trace: RoutingTrace, *, planning_s: float = 0.0) -> PlanReport:
-        """Take over a plan made elsewhere. Not a collective; every rank must adopt the same plan.
+    def plan_sequences(self, trace: RoutingTrace, *, token_budget: int, mini_batch: Array | None = None) -> PlannedStep:
+        """Plan a step with its schedule, from the sequences that each rank happens to have.
+
+        Bring every sequence to the rank that `schedule` of the result gives it, then `adopt` the result.
 
         Args:
-            plan: for this group's ranks and layers, with the contiguous placement.
-            workload: the whole step's.
+            trace: this rank's sequences. In the schedule, those of all ranks follow one another in rank order.
+            token_budget: most tokens of a rank in a micro-step.
+            mini_batch: `[S]` mini-batch of every rank's sequences, the same on every rank; all in one by default.
+
+        Raises:
+            InputError: if the trace is not of this model, or a sequence exceeds the budget.
+        """
+        self._check_model(trace)
+        return self._planner().for_sequences(
+            trace, self.placement, self._planning_mode,
+            may_move=bool(self.optimizers), token_budget=token_budget, mini_batch=mini_batch,
+        )  # fmt: skip
+
+    def adopt(self, planned: PlannedStep | StepPlan, trace: RoutingTrace) -> PlanReport:
+        """Take over a plan, made here or elsewhere. Experts move to the homes that it wants.
+
+        Args:
+            planned: what `plan_sequences` returned, or a plan for this rank's expert-parallel group.
             trace: this rank's sequences, as `plan.schedule.sequences_of(rank)` orders them.
 
         Raises:
-            InputError: if the plan breaks one of its invariants (see `StepPlan.check`) or moves homes.
+            InputError: if the ranks hold different plans, a plan breaks one of its invariants (see `StepPlan.check`),
+                has more slots than this session, or moves homes although no optimizer is known.
         """
+        if isinstance(planned, StepPlan):
+            planned = PlannedStep(planned.schedule, planned)
+        plan = planned.plan
+        planner = self._planner()
+        planner.check_agreed(plan)
+        self._check_fits(trace, plan.schedule, self.rank, self.num_ranks)
+        workload = planner.gather_workloads(trace, self._data_schedule(plan))[self.topology.group]
         plan.check(workload)
-        self._check_fits(trace, plan.schedule)
-        if not np.array_equal(plan.home, np.broadcast_to(self.home_E, plan.home.shape)):
-            raise InputError("the plan moves experts to other homes; this runtime keeps the contiguous placement")
-        if plan.slots_per_rank > self.cluster.slots_per_rank:
-            raise InputError(
-                f"the plan is for {plan.slots_per_rank} slots a rank; this session has {self.cluster.slots_per_rank}"
-            )
-        self._step = _PlannedStep(plan, workload, trace, plan.schedule.of_rank(self.rank))
-        unplanned = plan.num_micro_steps if self.policy == "off" else int(np.count_nonzero(~plan.plannable))
+        before = workload.home_loads(self.placement.home)
+        after = plan.rank_loads(workload)
+        moved = int(np.count_nonzero(plan.home != self.placement.home))
+        start = time.perf_counter()
+        runs = self.mode in ("plan", "static")
+        if runs:
+            self._prepare(plan, moved)
+        self._step = RunningStep(plan, workload, trace, runs)
+        unplanned = int(np.count_nonzero(~plan.plannable)) if runs else plan.num_micro_steps
+        ring = self.transfers.ring
         return PlanReport(
-            planning_s=planning_s,
-            max_vio_before=float(max_over_mean(workload.home_loads(self.home_E)).mean() - 1),
-            max_vio_after=float(max_over_mean(plan.rank_loads(workload)).mean() - 1),
+            planning_s=planned.planning_s,
+            moving_s=time.perf_counter() - start,
+            predicted_gain=planned.predicted_gain,
+            max_vio_before=float(max_over_mean(before).mean() - 1),
+            max_vio_after=float(max_over_mean(after).mean() - 1),
             replicas=plan.num_replicas,
+            homes_moved=moved,
             micro_steps=plan.num_micro_steps,
             unplanned_micro_steps=unplanned,
+            peak_rows_before=int(before.max(initial=0)),
+            peak_rows_after=int(after.max(initial=0)),
+            pool_bytes=ring.nbytes + self.transfers.returns.nbytes,
+            mirror_bytes=ring.mirror.nbytes,
+            free_bytes=_free_bytes(self._device),
         )
 
     @contextmanager
@@ -234,7 +254,9 @@ class Session:
         """
         if self._step is None:
             raise RuntimeError("micro_step() needs a planned step")
-        with self._running(self._bind_micro_step(self._step, index, positions, sequence_hashes)):
+        bound = self._step.bind(index, self.layers, self.topology, positions, sequence_hashes)
+        self.unplanned_micro_steps += not bound.layouts
+        with self._running(bound):
             yield
 
     @contextmanager
@@ -244,38 +266,82 @@ class Session:
         Args:
             positions: `[n]` int64, where this rank's tokens stand among the rows that the layers are given.
         """
-        with self._running(_MicroStep(positions, None, None, [])):
+        with self._running(MicroStep(positions)):
             yield
 
     def finish_gradients(self, replicated: Sequence[torch.nn.Parameter] = ()) -> None:
         """Complete the gradients of all micro-steps so far; call it before clipping and the optimizer step.
 
-        Replica gradients still under way are added to their home experts. Gradients of `replicated` parameters, which
-        every rank holds, are summed over the ranks.
+        Replica gradients still under way are added to their home experts. Gradients of experts are summed over the
+        expert-parallel groups, those of `replicated` parameters, which every rank holds, over all ranks.
         """
-        self.transfers.finish()
-        sum_gradients(replicated, self.group)
+        experts = [parameter for parameter in self._expert_parameters() if parameter.requires_grad]
+        if self._transfers is not None:
+            self._transfers.returns.finish()
+            self._transfers.ring.drain()
+        for parameter in experts:
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+        if self.topology.twins is not None:
+            sum_gradients(experts, self.topology.twins)
+        sum_gradients(replicated, self.topology.data)
+        self._weights_changed = True
 
     def clip_gradients(self, replicated: Sequence[torch.nn.Parameter], max_norm: float) -> float:
         """Clip the gradients of replicated parameters and of all ranks' experts by their joint norm, and return it."""
-        experts = [parameter for layer in self.layers for parameter in layer.parameters]
-        return float(clip_gradients(replicated, experts, max_norm, self.group))
+        return float(clip_gradients(replicated, self._expert_parameters(), max_norm, self.topology.experts))
+
+    def weights_changed(self) -> None:
+        """Say that parameters were changed other than by an optimizer step after `finish_gradients`, or by loading them
+        before `plan`. Not a collective, but every rank should say it."""
+        self._weights_changed = True
+
+    def take_metrics(self) -> dict[str, float]:
+        """This rank's counters since they were last taken. Not a collective.
+
+        `transfer/exposed_s` are seconds that compute waited for replicas or their gradients, `transfer/cpu_s` CPU time
+        of the thread that copies, `transfer/refresh_s` what bringing changed weights into mirrors took,
+        `transfer/*_bytes` what this rank sent or copied, `moe/unplanned_micro_steps` those that ran without a plan.
+        """
+        counters = self.counters
+        metrics = {
+            "transfer/exposed_s": counters.exposed_s,
+            "transfer/refresh_s": counters.refresh_s,
+            "transfer/cpu_s": 0.0 if self._transfers is None else self._transfers.ring.copies.take_cpu_s(),
+            "transfer/peer_bytes": counters.peer_bytes,
+            "transfer/host_bytes": counters.host_bytes,
+            "transfer/mirror_bytes": counters.mirror_bytes,
+            "transfer/gradient_bytes": counters.gradient_bytes,
+            "transfer/moved_bytes": counters.moved_bytes,
+            "moe/unplanned_micro_steps": self.unplanned_micro_steps,
+        }
+        counters.clear()
+        self.unplanned_micro_steps = 0
+        return metrics
 
     def logical_state_dict(self, model: torch.nn.Module) -> dict[str, torch.Tensor]:
         """The model's state with the experts of all ranks, in logical order, on every rank.
 
         This is what leaves the runtime: for checkpoints, and for the weights of a rollout engine.
         """
-        sharded = {id(parameter) for layer in self.layers for parameter in layer.parameters}
-        names = [name for name, parameter in model.named_parameters() if id(parameter) in sharded]
-        order = torch.from_numpy(np.argsort(np.argsort(self.home_E, kind="stable")))
+        rows_of = {id(parameter): layer.rows_E for layer in self.layers for parameter in layer.parameters}
+        homes_of = {id(parameter): layer.home_E for layer in self.layers for parameter in layer.parameters}
         state = model.state_dict()
-        for name in names:
-            local = state[name].detach().contiguous()
-            parts = [torch.empty_like(local) for _ in range(self.num_ranks)]
-            dist.all_gather(parts, local, group=self.group)
-            state[name] = torch.cat(parts).index_select(0, order.to(local.device))
+        for name, parameter in model.named_parameters():
+            if id(parameter) in rows_of:
+                local = parameter.detach().contiguous()
+                parts = [torch.empty_like(local) for _ in range(self.num_ranks)]
+                dist.all_gather(parts, local, group=self.topology.experts)
+                place_E = homes_of[id(parameter)].astype(np.int64) * len(local) + rows_of[id(parameter)]
+                state[name] = torch.cat(parts).index_select(0, torch.from_numpy(place_E).to(local.device))
         return state
+
+    def close(self) -> None:
+        """Give up threads and shared memory. Not needed before a process ends."""
+        if self._transfers is not None:
+            self._transfers.ring.drain()
+            self._transfers.ring.copies.close()
+            self._transfers.ring.mirror.close()
 
     # What the layers ask for.
 
@@ -283,6 +349,11 @@ class Session:
     def replays(self) -> bool:
         """Is a micro-step with recorded routing running?"""
         return self._current is not None and self._current.recorded_LNK is not None
+
+    @property
+    def is_fresh(self) -> bool:
+        """Does staging memory hold the parameters' present values?"""
+        return self._current is not None
 
     def replay(self, layer: int, live_ids: torch.Tensor) -> torch.Tensor:
         """Put the running micro-step's recorded ids into `live_ids [T, K]`; see `ExpertLayer.route`."""
@@ -302,121 +373,132 @@ class Session:
 
     def bind(self, layer: ExpertLayer, expert_ids: torch.Tensor) -> Instance:
         """Everything that `layer` needs to run: from the plan, or from an exchange of counts if there is none."""
-        step = self._current
+        step, group = self._current, self.topology.experts
         positions = step.positions if step else None
-        if step is None or not step.layouts:
-            chosen = expert_ids if positions is None else expert_ids.index_select(0, positions)
-            layout = self._exchange_layout(chosen)
-            return Instance(layout, positions, self.group, lambda: None, lambda _: None)
-        self._fetch(layer.index + 1)
-        layout = step.layouts[layer.index]
+        if step is not None and step.layouts:
+            if not step.visited:
+                step.with_backward = torch.is_grad_enabled()
+            return Instance(layer, step.layouts[layer.index], positions, group, step, self.transfers)
+        chosen = expert_ids if positions is None else expert_ids.index_select(0, positions)
+        return Instance(layer, exchange_layout(layer, chosen, self.topology), positions, group)
 
-        def await_replicas() -> None:
-            for work in step.fetches.pop(layer.index, []):
-                work.wait()
-            step.fetches[layer.index] = []
+    @property
+    def transfers(self) -> Transfers:
+        """The ways of replicas, made when all layers are there."""
+        if self._transfers is None:
+            expert = [source[0] for source in self.layers[0].sources]
+            mirror = NodeMirror(self.topology, expert, pinned=self._device.type == "cuda")
+            ring = ReplicaRing(
+                self.topology, expert,
+                slots=self.slots_per_rank, layers=self.ring_layers, mirror=mirror, counters=self.counters,
+            )  # fmt: skip
+            returns = GradientReturns(self.topology, layers=self.ring_layers, counters=self.counters)
+            self._transfers = Transfers(ring, returns, self.layers)
+        return self._transfers
 
-        def return_gradients(gradients: Sequence[torch.Tensor]) -> None:
-            self.transfers.return_gradients(step, layer.parameters, gradients, layout.replicas, self.home_E)
+    # How a step is planned and bound.
 
-        return Instance(layout, positions, self.group, await_replicas, return_gradients)
+    @property
+    def _device(self) -> torch.device:
+        return self.layers[0].parameters[0].device
 
-    # How a step is bound.
+    @property
+    def _planning_mode(self) -> Mode:
+        return "static" if self.mode == "static" else "plan"
+
+    def _expert_parameters(self) -> list[torch.nn.Parameter]:
+        return [parameter for layer in self.layers for parameter in layer.parameters]
+
+    def _planner(self) -> SessionPlanner:
+        """What plans for this session as it is now."""
+        return SessionPlanner.of(
+            self.topology,
+            self.layers,
+            slots=self.slots_per_rank,
+            paths=self.paths,
+            mirror_bytes=self.mirror_bytes,
+            least_gain=self.least_gain,
+        )
+
+    def _data_schedule(self, plan: StepPlan) -> Schedule:
+        """The plan's schedule as the ranks of its group count themselves among all data ranks."""
+        first = self.topology.group * self.num_ranks
+        return replace(plan.schedule, rank=plan.rank + first, num_ranks=self.topology.num_data_ranks)
+
+    def _prepare(self, plan: StepPlan, moved: int) -> None:
+        """Make ready to run a plan: experts at their homes, room for what it needs."""
+        if plan.slots_per_rank > self.slots_per_rank:
+            raise InputError(
+                f"the plan is for {plan.slots_per_rank} slots a rank; this session has {self.slots_per_rank}"
+            )
+        if moved and not self.optimizers:
+            raise InputError(
+                f"the plan moves {moved} experts to other homes; tell the session which optimizer trains them with "
+                "train_with(), so that its state can move along"
+            )
+        plan.placement.check(len(self.layers), self.num_experts, self.num_ranks)
+        self.transfers.ring.drain()
+        if moved:
+            sent = move_experts(self.layers, plan.home, self.optimizers, self.topology)
+            self.counters.moved_bytes += sent
+        nodes = range(self.num_ranks // plan.ranks_per_node)
+        self.transfers.ring.mirror.hold([plan.mirror_entries(node) for node in nodes])
+        self.transfers.returns.reserve(self.layers[0], self._most_arriving(plan))
+        self._weights_changed = True
+
+    def _most_arriving(self, plan: StepPlan) -> int:
+        """The most replicas that experts of this rank have in one instance."""
+        instance = np.repeat(np.arange(len(plan.replica_starts) - 1), np.diff(plan.replica_starts))
+        home = plan.home[instance % plan.num_layers, plan.replica_experts]
+        return int(np.bincount(instance[home == self.rank], minlength=1).max())
 
     @contextmanager
-    def _running(self, micro_step: _MicroStep) -> Iterator[None]:
+    def _running(self, micro_step: MicroStep) -> Iterator[None]:
         if self._current is not None:
             raise RuntimeError("another micro-step is running")
+        if self._weights_changed:
+            self._refresh()
         self._current = micro_step
-        self._fetch(0)
         try:
             yield
         finally:
             self._current = None
+            if self._transfers is not None:
+                self._transfers.ring.end(micro_step)
 
-    def _check_fits(self, trace: RoutingTrace, schedule: Schedule) -> None:
+    def _refresh(self) -> None:
+        """Bring changed weights into staging memory and mirrors."""
+        start = time.perf_counter()
+        for layer in self.layers:
+            layer.stage()
+        if self._transfers is not None:
+            # All ranks are past their last micro-step here: their gradients, or the plan, brought them together.
+            self._transfers.ring.refresh(self.layers)
+        self._weights_changed = False
+        self.counters.refresh_s += time.perf_counter() - start
+
+    def _check_model(self, trace: RoutingTrace) -> None:
         if (trace.num_experts, trace.num_layers) != (self.num_experts, len(self.layers)):
             raise InputError(
                 f"the trace has {trace.shape_text}; the model has {len(self.layers)} MoE layers, "
                 f"{self.num_experts} experts"
             )
-        mine = len(schedule.sequences_of(self.rank))
-        if schedule.num_ranks != self.num_ranks or mine != trace.num_sequences:
+
+    def _check_fits(self, trace: RoutingTrace, schedule: Schedule, rank: int, num_ranks: int) -> None:
+        self._check_model(trace)
+        mine = len(schedule.sequences_of(rank))
+        if schedule.num_ranks != num_ranks or mine != trace.num_sequences:
             raise InputError(
-                f"the schedule gives rank {self.rank} of {schedule.num_ranks} {mine} sequences; the session has "
-                f"{self.num_ranks} ranks and this rank's trace {trace.num_sequences} sequences"
+                f"the schedule gives rank {rank} of {schedule.num_ranks} {mine} sequences; the session has "
+                f"{num_ranks} ranks and this rank's trace {trace.num_sequences} sequences"
             )
 
-    def _gather_workload(self, trace: RoutingTrace, micro_step: Array, num_micro_steps: int) -> Workload:
-        counts = torch.from_numpy(count_experts(trace, micro_step, num_micro_steps))
-        routed = torch.from_numpy(fully_routed(trace, micro_step, num_micro_steps).astype(np.uint8))
-        counts_R = [torch.empty_like(counts) for _ in range(self.num_ranks)]
-        dist.all_gather(counts_R, counts, group=self._control)
-        dist.all_reduce(routed, dist.ReduceOp.MIN, group=self._control)
-        return Workload(torch.stack(counts_R, dim=2).numpy(), routed.numpy().astype(bool))
 
-    def _bind_micro_step(
-        self,
-        step: _PlannedStep,
-        index: int,
-        positions: torch.Tensor | None,
-        sequence_hashes: Array | None,
-    ) -> _MicroStep:
-        if not 0 <= index < step.plan.num_micro_steps:
-            raise IndexError(f"micro-step {index} of {step.plan.num_micro_steps}")
-        trace = step.trace_of(index)
-        if sequence_hashes is not None and not self._all_agree(np.array_equal(sequence_hashes, trace.sequence_hashes)):
-            self.unplanned_micro_steps += 1
-            return _MicroStep(positions, None, None, [])
-        device = self.layers[0].parameters[0].device
-        recorded_LNK = torch.from_numpy(trace.expert_ids.transpose(1, 0, 2).astype(np.int64)).to(device)
-        if not step.plan.plannable[index]:
-            self.unplanned_micro_steps += 1
-            known_N = torch.from_numpy((trace.expert_ids[:, :, 0] != trace.no_route).all(axis=1)).to(device)
-            return _MicroStep(positions, recorded_LNK, known_N, [])
-        if self.policy == "off":
-            self.unplanned_micro_steps += 1
-            return _MicroStep(positions, recorded_LNK, None, [])
-        layouts = [
-            build_layout(
-                np.ascontiguousarray(trace.expert_ids[:, layer]),
-                step.workload.token_counts_MLRE[index, layer],
-                self.home_E,
-                self.rank,
-                InstanceReplicas.of(step.plan, index, layer),
-                self.cluster.slots_per_rank,
-                device,
-            )
-            for layer in range(len(self.layers))
-        ]
-        return _MicroStep(positions, recorded_LNK, None, layouts)
+def _expert_shapes(layer: ExpertLayer) -> list[tuple[tuple[int, ...], torch.dtype]]:
+    return [(tuple(source.shape[1:]), source.dtype) for source in layer.sources]
 
-    def _all_agree(self, mine: bool) -> bool:
-        agree = torch.tensor(int(mine))
-        dist.all_reduce(agree, dist.ReduceOp.MIN, group=self._control)
-        return bool(agree)
 
-    def _fetch(self, layer: int) -> None:
-        """Start the transfers into a layer's slots, once a micro-step, one layer before they are needed."""
-        step = self._current
-        if step is None or layer >= len(step.layouts) or layer in step.fetches:
-            return
-        target = self.layers[layer]
-        step.fetches[layer] = self.transfers.fetch(
-            target.parameters, target.slots, step.layouts[layer].replicas, self.home_E
-        )
-
-    def _exchange_layout(self, expert_ids: torch.Tensor) -> Layout:
-        ids_NK = expert_ids.cpu().numpy()
-        counts = torch.from_numpy(np.bincount(ids_NK.reshape(-1), minlength=self.num_experts))
-        counts_R = [torch.empty_like(counts) for _ in range(self.num_ranks)]
-        dist.all_gather(counts_R, counts, group=self._control)
-        return build_layout(
-            ids_NK,
-            torch.stack(counts_R).numpy(),
-            self.home_E,
-            self.rank,
-            InstanceReplicas.none(self.num_ranks),
-            self.cluster.slots_per_rank,
-            expert_ids.device,
-        )
+def _free_bytes(device: torch.device) -> int:
+    if device.type == "cuda":
+        return int(torch.cuda.mem_get_info(device)[0])
+    return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")

@@ -1,0 +1,186 @@
+"""`NodeMirror`: expert weights in host memory that the ranks of a node share.
+
+It holds what the plan's host-path replicas on this node need, so that any expert can get a copy on any node without
+the network during the step. Home ranks write it after every optimizer step; those of other nodes send theirs to a rank
+here.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from trimtab.errors import InputError
+from trimtab.runtime.topology import Topology
+from trimtab.trace.routing import Array
+
+SHARED_MEMORY = Path("/dev/shm")
+# Tensors start on cache lines.
+ALIGNMENT = 64
+
+_numbers = itertools.count()
+
+
+class NodeMirror:
+    """Host memory of one node. All methods that say so are collective over the ranks of the expert-parallel group.
+
+    Args:
+        expert: the tensors of one expert, `[...]` each: shapes and dtypes to hold.
+        pinned: lock the memory for copies to CUDA.
+    """
+
+    def __init__(self, topology: Topology, expert: Sequence[torch.Tensor], *, pinned: bool) -> None:
+        self._topology = topology
+        self._like = [(tensor.shape, tensor.dtype, tensor.nbytes) for tensor in expert]
+        self._expert_bytes = sum(_aligned(nbytes) for _, _, nbytes in self._like)
+        self._pinned = pinned
+        self._memory: torch.Tensor | None = None
+        self._entries_N: list[Array] = []
+        self._rows: dict[tuple[int, int], list[torch.Tensor]] = {}
+
+    @property
+    def nbytes(self) -> int:
+        """Host memory in use on this node."""
+        return 0 if self._memory is None else self._memory.nbytes
+
+    def hold(self, entries_N: Sequence[Array]) -> None:
+        """Make room for what a plan needs. Collective. What was held before is forgotten.
+
+        Args:
+            entries_N: for every node the `[N, 2]` (layer, expert) pairs of its host-path replicas, each once.
+
+        Raises:
+            InputError: if the node's shared memory has not enough room.
+        """
+        self._entries_N = list(entries_N)
+        mine = self._entries_N[self._topology.node]
+        needed = len(mine) * self._expert_bytes
+        if needed > self.nbytes:
+            self._release()
+            self._memory = self._allocate(needed)
+        self._rows = {}
+        for place, (layer, expert) in enumerate(mine.tolist()):
+            assert self._memory is not None
+            start, tensors = place * self._expert_bytes, []
+            for shape, dtype, nbytes in self._like:
+                tensors.append(self._memory[start : start + nbytes].view(dtype).view(shape))
+                start += _aligned(nbytes)
+            self._rows[layer, expert] = tensors
+
+    def row(self, layer: int, expert: int) -> list[torch.Tensor]:
+        """The tensors of an expert that the plan wanted here."""
+        return self._rows[layer, expert]
+
+    def refresh(self, home_LE: Array, sources: Sequence[Sequence[torch.Tensor]], rows_LE: Array) -> int:
+        """Bring the present weights into all nodes' mirrors. Collective; no rank may still be reading.
+
+        Args:
+            home_LE: `[L, E]` homes.
+            sources: for every layer this rank's stacked tensors `[H, ...]`.
+            rows_LE: `[L, E]` where each expert stands among those of its home.
+
+        Returns:
+            Bytes that this rank sent to other nodes.
+        """
+        if not any(len(entries) for entries in self._entries_N):
+            return 0
+        here, per_node = self._topology, self._topology.ranks_per_node
+        operations: list[dist.P2POp] = []
+        arrivals: list[tuple[torch.Tensor, torch.Tensor]] = []
+        sent = 0
+        for node, entries in enumerate(self._entries_N):
+            for place, (layer, expert) in enumerate(entries.tolist()):
+                home = int(home_LE[layer, expert])
+                porter = node * per_node + place % per_node
+                if home // per_node == node:
+                    if home == here.rank:
+                        self._write(layer, expert, [t[rows_LE[layer, expert]] for t in sources[layer]])
+                elif home == here.rank:
+                    for tensor in sources[layer]:
+                        row = tensor[rows_LE[layer, expert]]
+                        operations.append(dist.P2POp(dist.isend, row, group=here.weights, group_peer=porter))
+                        sent += row.nbytes
+                elif porter == here.rank:
+                    for target, source in zip(self._rows[layer, expert], sources[layer], strict=True):
+                        buffer = target if source.device == target.device else torch.empty_like(source[0])
+                        arrivals.append((target, buffer))
+                        operations.append(dist.P2POp(dist.irecv, buffer, group=here.weights, group_peer=home))
+        for work in dist.batch_isend_irecv(operations) if operations else []:
+            work.wait()
+        for target, buffer in arrivals:
+            if buffer is not target:
+                target.copy_(buffer)
+        if self._pinned:
+            torch.cuda.synchronize()
+        dist.barrier(group=here.expert_control)
+        return sent
+
+    def close(self) -> None:
+        self._release()
+
+    def _write(self, layer: int, expert: int, tensors: Sequence[torch.Tensor]) -> None:
+        for target, tensor in zip(self._rows[layer, expert], tensors, strict=True):
+            target.copy_(tensor, non_blocking=True)
+
+    def _allocate(self, nbytes: int) -> torch.Tensor:
+        """Memory that this node's ranks share. Its file is gone as soon as all have it, so that nothing can be left."""
+        group = self._topology.node_control
+        leads = dist.get_rank(group) == 0
+        message: list[tuple[str, str] | None] = [None]
+        if leads:
+            message = [_create(nbytes)]
+        dist.broadcast_object_list(message, group=group, group_src=0)
+        assert message[0] is not None
+        name, problem = message[0]
+        if problem:
+            raise InputError(problem)
+        try:
+            memory = torch.from_file(name, shared=True, size=nbytes, dtype=torch.uint8)
+        except RuntimeError:
+            raise InputError(
+                f"rank {self._topology.rank} can't open {name}, which another rank of its node made; ranks of a node "
+                "should share memory: check ranks_per_node"
+            ) from None
+        finally:
+            dist.barrier(group=group)
+            if leads:
+                Path(name).unlink(missing_ok=True)
+        if self._pinned:
+            status = torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), nbytes, 0)
+            if int(status):
+                raise RuntimeError(f"cudaHostRegister of {nbytes} bytes failed with status {int(status)}")
+        return memory
+
+    def _release(self) -> None:
+        if self._memory is not None and self._pinned:
+            torch.cuda.cudart().cudaHostUnregister(self._memory.data_ptr())
+        self._rows, self._memory = {}, None
+
+
+def _create(nbytes: int) -> tuple[str, str]:
+    """A new file of shared memory; its name, and what went wrong, if anything."""
+    path = SHARED_MEMORY / f"trimtab-{os.getpid()}-{next(_numbers)}"
+    descriptor = os.open(path, os.O_CREAT | os.O_EXCL | os.O_RDWR, 0o600)
+    try:
+        # Reserved now: writing to memory that isn't there would kill the process.
+        os.posix_fallocate(descriptor, 0, nbytes)
+    except OSError:
+        path.unlink()
+        free = os.statvfs(SHARED_MEMORY)
+        return "", (
+            f"the host mirror needs {nbytes / 1e6:.0f} MB of {SHARED_MEMORY}, which has "
+            f"{free.f_bavail * free.f_frsize / 1e6:.0f} MB left; lower mirror_bytes or make it larger"
+        )
+    finally:
+        os.close(descriptor)
+    return str(path), ""
+
+
+def _aligned(nbytes: int) -> int:
+    return math.ceil(nbytes / ALIGNMENT) * ALIGNMENT

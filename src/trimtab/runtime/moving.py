@@ -1,0 +1,85 @@
+"""Experts to new homes between steps: their rows of weights and of optimizer state change ranks together."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from trimtab.runtime.layer import ExpertLayer
+from trimtab.runtime.logical import rows_of_state
+from trimtab.runtime.topology import Topology
+from trimtab.trace.routing import Array
+
+
+def move_experts(
+    layers: Sequence[ExpertLayer], home_LE: Array, optimizers: Iterable[torch.optim.Optimizer], topology: Topology
+) -> int:
+    """Bring all experts to new homes. Collective over the ranks of an expert-parallel group.
+
+    Args:
+        home_LE: `[L, E]` int16, as many experts on every rank as now.
+        optimizers: whose state moves along.
+
+    Returns:
+        Bytes that this rank sent to others.
+
+    Raises:
+        InputError: if an optimizer keeps state of an expert that is not made of rows; see `rows_of_state`.
+        RuntimeError: if gradients wait for an optimizer step.
+    """
+    moved = [layer for layer in layers if not np.array_equal(layer.home_E, home_LE[layer.index])]
+    # Everything is looked at before anything moves.
+    tensors = [_rows_of(layer, list(optimizers)) for layer in moved]
+    sent = 0
+    for layer, rows in zip(moved, tensors, strict=True):
+        route = _Route(layer.home_E, home_LE[layer.index], topology)
+        for tensor in rows:
+            sent += route.carry(tensor)
+        layer.set_homes(home_LE[layer.index])
+    return sent
+
+
+def _rows_of(layer: ExpertLayer, optimizers: Sequence[torch.optim.Optimizer]) -> list[torch.Tensor]:
+    """All tensors whose rows are the layer's home experts, in an order that all ranks share."""
+    tensors: list[torch.Tensor] = []
+    for parameter in layer.parameters:
+        if parameter.grad is not None and parameter.grad.count_nonzero():
+            raise RuntimeError(
+                f"MoE layer {layer.index} has gradients that wait for an optimizer step; call zero_grad() before the "
+                "next step is planned, since its plan may move experts"
+            )
+        parameter.grad = None
+        tensors.append(parameter.detach())
+        for optimizer in optimizers:
+            state = rows_of_state(optimizer, parameter)
+            tensors += [state[name] for name in sorted(state)]
+    return tensors
+
+
+class _Route:
+    """Which rows of one layer go where, and in which order they then stand."""
+
+    def __init__(self, old_E: Array, new_E: Array, topology: Topology) -> None:
+        self._group, self._rank = topology.experts, topology.rank
+        ranks = np.arange(topology.num_ranks)
+        mine = np.flatnonzero(old_E == self._rank)
+        # Rows leave ordered by rank, there by expert; they arrive ordered by source, there by expert.
+        self._leaving = torch.from_numpy(np.argsort(new_E[mine], kind="stable"))
+        self._send = [int(np.count_nonzero(new_E[mine] == rank)) for rank in ranks]
+        arriving = np.flatnonzero(new_E == self._rank)
+        self._receive = [int(np.count_nonzero(old_E[arriving] == rank)) for rank in ranks]
+        order = np.argsort(old_E[arriving], kind="stable")
+        self._arriving = torch.from_numpy(np.argsort(order, kind="stable"))
+
+    def carry(self, tensor: torch.Tensor) -> int:
+        """Exchange the rows of `tensor [H, ...]` in place. Returns bytes sent to others."""
+        rows = tensor.index_select(0, self._leaving.to(tensor.device)).contiguous()
+        leaving = rows.view(len(rows), -1).view(torch.uint8)
+        arrived = torch.empty_like(leaving)
+        dist.all_to_all_single(arrived, leaving, self._receive, self._send, group=self._group)
+        ordered = arrived.index_select(0, self._arriving.to(tensor.device))
+        tensor.copy_(ordered.view(tensor.dtype).view(tensor.shape))
+        return (len(rows) - self._send[self._rank]) * leaving.shape[1]

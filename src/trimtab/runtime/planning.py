@@ -1,0 +1,271 @@
+"""Who plans: each rank counts its own sequences, the first one plans from all counts, every rank gets the plan."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Literal
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from trimtab.cluster import ClusterSpec, CostModel, ModelSpec
+from trimtab.errors import InputError
+from trimtab.planner import (
+    Placement,
+    PlanSettings,
+    Schedule,
+    SequenceCounts,
+    StepPlan,
+    Workload,
+    pack_by_length,
+    plan_schedule,
+    plan_sequences,
+    plan_step,
+)
+from trimtab.planner.planner import STEPS_TO_PAY
+from trimtab.planner.prediction import predict
+from trimtab.planner.workload import fully_routed
+from trimtab.runtime.topology import Topology
+from trimtab.trace import RoutingTrace
+from trimtab.trace.counting import count_experts
+from trimtab.trace.routing import Array
+
+if TYPE_CHECKING:
+    from trimtab.runtime.layer import ExpertLayer
+
+Mode = Literal["plan", "static", "shadow", "off"]
+Paths = Literal["both", "peer", "host"]
+# Every replica costs the ranks CPU time or links, so it has to be worth more than the last half percent of balance.
+THRESHOLD = 1.02
+# What one rank of a few on a CPU machine reaches: grouped products in float32, gloo over loopback, copies in memory.
+LOCAL_CPU = ClusterSpec(1, 1, expert_flops=5e10, node_bytes_per_s=1e9, network_bytes_per_s=1e9, host_bytes_per_s=4e9)
+
+
+_Made = tuple[Schedule, tuple[StepPlan, ...], float]
+
+
+@dataclass(frozen=True, eq=False)
+class PlannedStep:
+    """A step as it was planned, before its sequences are where it wants them.
+
+    Attributes:
+        schedule: of all data ranks.
+        plan: of this rank's expert-parallel group.
+        predicted_gain: the part of the expert time that the plan is predicted to save.
+        planning_s: seconds from counting to the plan being on every rank.
+    """
+
+    schedule: Schedule
+    plan: StepPlan
+    predicted_gain: float = 0.0
+    planning_s: float = 0.0
+
+
+@dataclass(frozen=True)
+class PlanReport:
+    """What planning a step came to.
+
+    Attributes:
+        planning_s: seconds from counting to the plan being on every rank.
+        moving_s: seconds that bringing experts to their new homes took.
+        predicted_gain: the part of the expert time that the plan is predicted to save.
+        max_vio_before, max_vio_after: max/mean - 1 of rank loads, mean over instances, at the present homes and under
+            the plan.
+        replicas: in all instances together.
+        homes_moved: experts that changed rank, over all layers.
+        micro_steps, unplanned_micro_steps: of the step, and those that run without a plan.
+        peak_rows_before, peak_rows_after: rows of the busiest rank in its busiest instance, at home and under the plan.
+        pool_bytes: of a rank, for replicas and for arriving gradients, whatever the number of layers.
+        mirror_bytes: host memory of this rank's node.
+        free_bytes: what is left of the device's memory.
+    """
+
+    planning_s: float
+    moving_s: float
+    predicted_gain: float
+    max_vio_before: float
+    max_vio_after: float
+    replicas: int
+    homes_moved: int
+    micro_steps: int
+    unplanned_micro_steps: int
+    peak_rows_before: int
+    peak_rows_after: int
+    pool_bytes: int
+    mirror_bytes: int
+    free_bytes: int
+
+
+@dataclass(frozen=True, eq=False)
+class SessionPlanner:
+    """Plans for the ranks of a session. All methods are collective over its data ranks.
+
+    Attributes:
+        cluster: the ranks of one expert-parallel group.
+        cost: what plans are weighed by.
+        settings: how hard to balance.
+        least_gain: a plan that is predicted to save less of the expert time is not worth it.
+    """
+
+    topology: Topology
+    cluster: ClusterSpec
+    cost: CostModel
+    settings: PlanSettings
+    least_gain: float
+
+    @classmethod
+    def of(
+        cls,
+        topology: Topology,
+        layers: Sequence[ExpertLayer],
+        *,
+        slots: int,
+        paths: Paths,
+        mirror_bytes: int | None,
+        least_gain: float,
+    ) -> SessionPlanner:
+        """A planner for these layers; see `Session`."""
+        source = layers[0].sources[0]
+        cluster = ClusterSpec(topology.num_ranks, topology.ranks_per_node, slots)
+        if source.device.type == "cpu":
+            cluster = replace(
+                LOCAL_CPU, ranks=cluster.ranks, ranks_per_node=cluster.ranks_per_node, slots_per_rank=slots
+            )
+        # Only the ratio of compute to bytes counts, which is the same for every expert; attention is left out.
+        parameters = sum(tensor[0].numel() for tensor in layers[0].sources)
+        model = ModelSpec("session", len(layers[0].home_E), 1, 1, max(1, parameters // 3), source.itemsize)
+        cost = replace(CostModel.of(cluster, model), attention_token_rows=0.0, attention_square_rows=0.0)
+        if paths == "peer":
+            cluster = replace(cluster, host_bytes_per_s=0.0)
+        if paths == "host":
+            cluster = replace(cluster, node_bytes_per_s=0.0, network_bytes_per_s=0.0)
+        if mirror_bytes is not None:
+            cluster = replace(cluster, mirror_experts=mirror_bytes // layers[0].expert_bytes)
+        return cls(topology, cluster, cost, PlanSettings(THRESHOLD), least_gain)
+
+    def for_schedule(
+        self, trace: RoutingTrace, schedule: Schedule, placement: Placement, mode: Mode, *, may_move: bool
+    ) -> PlannedStep:
+        """Plan a step whose schedule is given; `trace` is of this rank's part of it."""
+        start = time.perf_counter()
+        loads = self.gather_workloads(trace, schedule)
+
+        def make() -> _Made:
+            static = self._static(loads, schedule, placement)
+            if mode == "static":
+                return schedule, static, 0.0
+            plans = plan_schedule(
+                loads, schedule, placement, self.cluster,
+                settings=self.settings, cost=self.cost, may_move=may_move,
+            )[1]  # fmt: skip
+            gain = 1 - self._seconds(plans, loads, placement) / max(self._seconds(static, loads, placement), 1e-30)
+            return (schedule, plans, gain) if gain >= self.least_gain else (schedule, static, gain)
+
+        return self._on_first_rank(make, start)
+
+    def for_sequences(
+        self,
+        trace: RoutingTrace,
+        placement: Placement,
+        mode: Mode,
+        *,
+        may_move: bool,
+        token_budget: int,
+        mini_batch: Array | None,
+    ) -> PlannedStep:
+        """Plan a step and its schedule; `trace` is of the sequences that this rank happens to have."""
+        start = time.perf_counter()
+        gathered: list[SequenceCounts | None] | None = None
+        if self.topology.data_rank == 0:
+            gathered = [None] * self.topology.num_data_ranks
+        dist.gather_object(SequenceCounts.from_trace(trace), gathered, group=self.topology.control, group_dst=0)
+
+        def make() -> _Made:
+            assert gathered is not None
+            sequences = SequenceCounts.concatenate([part for part in gathered if part is not None])
+            packed = pack_by_length(
+                sequences.lengths,
+                num_ranks=self.topology.num_data_ranks,
+                token_budget=token_budget,
+                mini_batch=mini_batch,
+            )
+            packed_loads = self._workloads(sequences, packed)
+            static = self._static(packed_loads, packed, placement)
+            if mode == "static":
+                return packed, static, 0.0
+            schedule, _, plans = plan_sequences(
+                sequences, placement, self.cluster, token_budget=token_budget, mini_batch=mini_batch,
+                groups=self.topology.groups, settings=self.settings, cost=self.cost, may_move=may_move,
+            )  # fmt: skip
+            before = self._seconds(static, packed_loads, placement)
+            gain = 1 - self._seconds(plans, self._workloads(sequences, schedule), placement) / max(before, 1e-30)
+            return (schedule, plans, gain) if gain >= self.least_gain else (packed, static, gain)
+
+        return self._on_first_rank(make, start)
+
+    def gather_workloads(self, trace: RoutingTrace, schedule: Schedule) -> list[Workload]:
+        """The load of every expert-parallel group; `trace` is in the order of `schedule.sequences_of`."""
+        micro_step, num_micro_steps = schedule.of_rank(self.topology.data_rank), schedule.num_micro_steps
+        counts = torch.from_numpy(count_experts(trace, micro_step, num_micro_steps))
+        routed = torch.from_numpy(fully_routed(trace, micro_step, num_micro_steps).astype(np.uint8))
+        counts_D = [torch.empty_like(counts) for _ in range(self.topology.num_data_ranks)]
+        routed_D = [torch.empty_like(routed) for _ in range(self.topology.num_data_ranks)]
+        dist.all_gather(counts_D, counts, group=self.topology.control)
+        dist.all_gather(routed_D, routed, group=self.topology.control)
+        loads = []
+        for group in range(self.topology.groups):
+            ranks = slice(group * self.topology.num_ranks, (group + 1) * self.topology.num_ranks)
+            plannable = torch.stack(routed_D[ranks]).amin(dim=0).numpy().astype(bool)
+            loads.append(Workload(torch.stack(counts_D[ranks], dim=2).numpy(), plannable))
+        return loads
+
+    def check_agreed(self, plan: StepPlan) -> None:
+        """Raises InputError, before any work, if the ranks of an expert-parallel group hold different plans."""
+        hashes: list[str | None] = [None] * self.topology.num_ranks
+        dist.all_gather_object(hashes, plan.hash, group=self.topology.expert_control)
+        for rank, other in enumerate(hashes):
+            if other != hashes[0]:
+                raise InputError(
+                    f"ranks 0 and {rank} of expert-parallel group {self.topology.group} have different plans "
+                    f"({hashes[0]} and {other}); all ranks should adopt the same one"
+                )
+
+    def _on_first_rank(self, make: Callable[[], _Made], start: float) -> PlannedStep:
+        message: list[tuple[Schedule, list[bytes], float] | InputError | None] = [None]
+        if self.topology.data_rank == 0:
+            try:
+                schedule, plans, gain = make()
+                message = [(schedule, [plan.to_bytes() for plan in plans], gain)]
+            except InputError as error:
+                message = [error]
+        dist.broadcast_object_list(message, group=self.topology.control, group_src=0)
+        answer = message[0]
+        assert answer is not None
+        if isinstance(answer, InputError):
+            raise answer
+        schedule, parts, gain = answer
+        plan = StepPlan.from_bytes(parts[self.topology.group])
+        return PlannedStep(schedule, plan, gain, time.perf_counter() - start)
+
+    def _static(self, loads: list[Workload], schedule: Schedule, placement: Placement) -> tuple[StepPlan, ...]:
+        bare = replace(self.cluster, slots_per_rank=0)
+        return tuple(
+            plan_step(load, schedule.of_group(group, self.cluster.ranks)[1], placement, bare, self.settings)
+            for group, load in enumerate(loads)
+        )
+
+    def _workloads(self, sequences: SequenceCounts, schedule: Schedule) -> list[Workload]:
+        parts = (schedule.of_group(group, self.cluster.ranks) for group in range(self.topology.groups))
+        return [Workload.from_sequences(sequences.select(mine), part) for mine, part in parts]
+
+    def _seconds(self, plans: tuple[StepPlan, ...], loads: list[Workload], placement: Placement) -> float:
+        """Predicted time of a step in which all groups wait for the slowest, and experts come from `placement`."""
+        slowest_ML = np.max(
+            [predict(p, load, self.cost).seconds_ML for p, load in zip(plans, loads, strict=True)], axis=0
+        )
+        near_L, far_L = placement.moves(plans[0].placement, self.cluster.ranks_per_node)
+        moves = self.cost.near_move_s * near_L.sum() + self.cost.far_move_s * far_L.sum()
+        return float(slowest_ML.sum() + moves / (self.cluster.ranks * STEPS_TO_PAY))

@@ -1,0 +1,119 @@
+"""`GradientReturns`: replica gradients on their way home, beside the backward of the layers below."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed as dist
+
+from trimtab.runtime.counters import Counters
+from trimtab.runtime.layout import InstanceReplicas
+from trimtab.runtime.topology import Topology
+
+if TYPE_CHECKING:
+    from trimtab.runtime.layer import ExpertLayer
+
+
+@dataclass(eq=False)
+class _Return:
+    """One instance's gradients under way: those that arrive here, by home row, and those that leave."""
+
+    layer: ExpertLayer
+    rows: list[int]
+    buffers: list[list[torch.Tensor]]
+    leaving: list[torch.Tensor]
+    works: list[dist.Work]
+
+
+class GradientReturns:
+    """Sends gradients home in at least float32, and adds them there in plan order.
+
+    At most `layers` instances are under way: when another one comes, the oldest is waited for and added. So memory
+    does not grow with depth, and gradients are added at the same points in every run.
+    """
+
+    def __init__(self, topology: Topology, *, layers: int, counters: Counters) -> None:
+        self._topology = topology
+        self._layers = layers
+        self._counters = counters
+        self._under_way: list[_Return] = []
+        self._spare: list[list[torch.Tensor]] = []
+
+    @property
+    def nbytes(self) -> int:
+        """Memory that this rank keeps for arriving gradients."""
+        used = [buffers for pending in self._under_way for buffers in pending.buffers]
+        return sum(tensor.nbytes for buffers in used + self._spare for tensor in buffers)
+
+    def reserve(self, layer: ExpertLayer, arriving: int) -> None:
+        """Have buffers for instances with up to `arriving` replicas of this rank's experts. Nothing is under way."""
+        trained = [parameter for parameter in layer.parameters if parameter.requires_grad]
+        self._spare = [self._buffers(trained) for _ in range(arriving * self._layers)]
+
+    def start(self, layer: ExpertLayer, gradients: Sequence[torch.Tensor | None], replicas: InstanceReplicas) -> None:
+        """Start sending an instance's replica gradients home.
+
+        Args:
+            gradients: of this rank's replicas, `[count, ...]` for each stacked tensor; None where it is frozen.
+        """
+        if len(self._under_way) == self._layers:
+            self._add(self._under_way.pop(0))
+        pending = _Return(layer, [], [], [], [])
+        operations: list[dist.P2POp] = []
+        group, rank = self._topology.gradients, self._topology.rank
+        trained = [t for t, parameter in enumerate(layer.parameters) if parameter.requires_grad]
+        for p in range(replicas.count):
+            expert, to = int(replicas.experts[p]), int(replicas.ranks[p])
+            home = int(layer.home_E[expert])
+            if home == rank:
+                buffers = self._buffers([layer.parameters[t] for t in trained])
+                pending.rows.append(int(layer.rows_E[expert]))
+                pending.buffers.append(buffers)
+                operations += [dist.P2POp(dist.irecv, buffer, group=group, group_peer=to) for buffer in buffers]
+            elif to == rank:
+                for t in trained:
+                    gradient = gradients[t]
+                    assert gradient is not None
+                    row = gradient[int(replicas.slots[p])]
+                    pending.leaving.append(row.to(accumulation_dtype(row.dtype)).contiguous())
+                    operations.append(dist.P2POp(dist.isend, pending.leaving[-1], group=group, group_peer=home))
+                    self._counters.gradient_bytes += pending.leaving[-1].nbytes
+        pending.works = dist.batch_isend_irecv(operations) if operations else []
+        self._under_way.append(pending)
+
+    def finish(self) -> None:
+        """Wait for all gradients under way, and add them."""
+        while self._under_way:
+            self._add(self._under_way.pop(0))
+
+    def _buffers(self, parameters: Sequence[torch.nn.Parameter]) -> list[torch.Tensor]:
+        shapes = [(p.shape[1:], accumulation_dtype(p.dtype)) for p in parameters]
+        for index, buffers in enumerate(self._spare):
+            if [(buffer.shape, buffer.dtype) for buffer in buffers] == shapes:
+                return self._spare.pop(index)
+        return [torch.empty(s, dtype=d, device=p.device) for (s, d), p in zip(shapes, parameters, strict=True)]
+
+    def _add(self, pending: _Return) -> None:
+        if pending.works:
+            self._counters.wait([work.wait for work in pending.works], pending.layer.parameters[0].device)
+        trained = [parameter for parameter in pending.layer.parameters if parameter.requires_grad]
+        for place, row in enumerate(pending.rows):
+            if row in pending.rows[:place]:
+                continue
+            same = [buffers for buffers, other in zip(pending.buffers, pending.rows, strict=True) if other == row]
+            for t, parameter in enumerate(trained):
+                total = same[0][t]
+                for buffers in same[1:]:
+                    total += buffers[t]
+                if parameter.grad is None:
+                    parameter.grad = torch.zeros_like(parameter)
+                parameter.grad[row] += total
+        self._spare += pending.buffers
+
+
+def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
+    """What gradients are sent and added in."""
+    return torch.float64 if dtype is torch.float64 else torch.float32
