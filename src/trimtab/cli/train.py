@@ -32,9 +32,7 @@ def add(commands: Any) -> None:
     )
     parser.add_argument("--out", type=Path, required=True, help="folder for all output; it must be new or empty")
     parser.add_argument("--model", type=Path, help="local Hugging Face checkpoint directory (default: a small model)")
-    parser.add_argument(
-        "--mode", choices=MODES, help="plan balances, static does not, shadow only reports, off replays"
-    )
+    parser.add_argument("--mode", choices=MODES, help="how experts are balanced (default: plan)")
     parser.add_argument("--ranks", type=positive, default=2, help="local ranks to start (default: 2)")
     for name, kind, text in (
         ("slots", whole, "replicas a rank has room for in every layer"),
