@@ -50,7 +50,7 @@ def random_plan(
     placement: Placement | None = None,
     ranks_per_node: int | None = None,
 ) -> StepPlan:
-    """Random replicas away from home, on random paths, with random quotas, some of them nothing and some of them all."""
+    """Random replicas away from home, on random paths, with random quotas, some nothing and some all."""
     if placement is None:
         placement = Placement.contiguous(workload.num_layers, workload.num_experts, workload.num_ranks)
     replicas, quotas = [], []

@@ -75,7 +75,7 @@ def compare_schedules_and_policies() -> None:
         results.append(run_step(session, model, trace, schedule))
         assert session.unplanned_micro_steps == (3 if mode in ("shadow", "off") else 0), mode
     assert replicas["plan"] == replicas["shadow"] > 0
-    assert replicas["static"] == 0
+    assert replicas["static"] == replicas["off"] == 0
     (loss, gradients), *others = results
     for other_loss, other_gradients in others:
         assert relative_error(other_loss, loss) < 1e-12

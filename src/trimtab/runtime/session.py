@@ -404,7 +404,7 @@ class Session:
 
     @property
     def _planning_mode(self) -> Mode:
-        return "static" if self.mode == "static" else "plan"
+        return "plan" if self.mode in ("plan", "shadow") else "static"
 
     def _expert_parameters(self) -> list[torch.nn.Parameter]:
         return [parameter for layer in self.layers for parameter in layer.parameters]
