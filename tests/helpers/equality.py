@@ -99,10 +99,12 @@ def _compare(case: Case) -> None:
         placement = random_placement(rng, shape.layers, shape.experts, num_ranks)
         plans = []
         for group in range(case.groups):
-            of_group, part = schedule.of_group(group, num_ranks)
-            workload = Workload.from_trace(trace.select(of_group), part)
+            of_group, group_schedule = schedule.of_group(group, num_ranks)
+            workload = Workload.from_trace(trace.select(of_group), group_schedule)
             plans.append(
-                random_plan(rng, workload, part, slots=slots, placement=placement, ranks_per_node=ranks_per_node)
+                random_plan(
+                    rng, workload, group_schedule, slots=slots, placement=placement, ranks_per_node=ranks_per_node
+                )
             )
         session.adopt(plans[data_rank // num_ranks], trace.select(schedule.sequences_of(data_rank)))
         tokens = torch.from_numpy(rng.integers(0, shape.vocab, trace.num_tokens))
