@@ -6,6 +6,8 @@ as in training. The variants take turns within one run, in an order that rotates
 * `static`, `trimtab`: skewed routing, without and with replicas;
 * `balanced`: the same amount of routing, perfectly even, planned by trimtab (which finds nothing to move);
 * `native`: the even routing through transformers' `AllToAllEP` on the same model, experts local as in ours.
+
+After that, `trimtab` runs with every way that replicas' weights can take, to see how much of the transfers is exposed.
 """
 
 from __future__ import annotations
@@ -35,10 +37,14 @@ from trimtab.planner import Workload, pack_by_length
 from trimtab.planner.workload import max_over_mean
 from trimtab.runtime import Session
 from trimtab.runtime.gradients import sum_gradients
+from trimtab.runtime.planning import Mode, Paths
 from trimtab.trace import RoutingTrace, synthesize
 
 WARM_UP_ROUNDS = 3
 MOE_ROUNDS = 5
+PATHS: tuple[Paths, ...] = ("both", "peer", "host")
+PATH_ROUNDS = 10
+PATH_FIGURES = ("exposed_s", "refresh_s", "cpu_s", "peer_bytes", "host_bytes", "gradient_bytes")
 BOOTSTRAP_SAMPLES = 2000
 
 
@@ -84,7 +90,7 @@ class _Variant:
 def run_benchmark(settings: RuntimeBenchmark) -> None:
     """Time all variants on this rank's share of the work; rank 0 prints and writes the figures."""
     rank = dist.get_rank()
-    variants, static_ratios = _build(settings)
+    session, variants, by_paths, static_ratios = _build(settings)
     rounds = range(settings.rounds + WARM_UP_ROUNDS)
     for number in track(rounds, "bench runtime", disable=rank != 0):
         for place in range(len(variants)):
@@ -104,14 +110,38 @@ def run_benchmark(settings: RuntimeBenchmark) -> None:
                 timer.seconds = 0.0
                 variant.step()
                 variant.moe_s.append(timer.seconds)
+    ways = _measure_paths(settings, session, by_paths)
     cpu_s = torch.tensor([statistics.mean(variant.cpu_s) for variant in variants], dtype=torch.float64)
     dist.all_reduce(cpu_s)
     if rank == 0:
-        _report(settings, variants, (cpu_s / dist.get_world_size()).tolist(), static_ratios)
+        _report(settings, variants, (cpu_s / dist.get_world_size()).tolist(), static_ratios, ways)
 
 
-def _build(settings: RuntimeBenchmark) -> tuple[list[_Variant], list[float]]:
-    """All variants, and the static max/mean of each layer of the skewed routing."""
+def _measure_paths(settings: RuntimeBenchmark, session: Session, by_paths: list[_Variant]) -> dict[str, Any]:
+    """What transfers cost on each path and on both: medians over rounds of means over ranks, variants taking turns."""
+    figures: dict[str, list[list[float]]] = {variant.name: [] for variant in by_paths}
+    for number in range(PATH_ROUNDS + 1):
+        for variant in by_paths:
+            with _MoeTimer(variant.blocks) as timer:
+                variant.prepare()
+                session.take_metrics()
+                variant.step()
+            taken = session.take_metrics()
+            sums = torch.tensor([timer.seconds, *(taken[f"transfer/{name}"] for name in PATH_FIGURES)])
+            dist.all_reduce(sums)
+            if number:  # the first one warms up
+                figures[variant.name].append((sums / dist.get_world_size()).tolist())
+    ways: dict[str, Any] = {}
+    for name, rounds in figures.items():
+        moe_s, *others = (statistics.median(values) for values in zip(*rounds, strict=True))
+        ways[name] = {"moe_s": moe_s} | dict(zip(PATH_FIGURES, others, strict=True))
+        fractions = [exposed / moe for moe, exposed, *_ in rounds]
+        ways[name]["exposed_fraction"], ways[name]["exposed_fraction_interval"] = ratio_with_interval(fractions)
+    return ways
+
+
+def _build(settings: RuntimeBenchmark) -> tuple[Session, list[_Variant], list[_Variant], list[float]]:
+    """The session, all variants, `trimtab` with every path, and the static max/mean of each layer."""
     rank, num_ranks = dist.get_rank(), dist.get_world_size()
     torch.manual_seed(settings.seed)
     torch.set_flush_denormal(True)
@@ -157,9 +187,9 @@ def _build(settings: RuntimeBenchmark) -> tuple[list[_Variant], list[float]]:
         total = nn.functional.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten(), reduction="sum")
         return total / (settings.tokens * num_ranks)
 
-    def prepare_ours(trace: RoutingTrace, mode: Any) -> None:
+    def prepare_ours(trace: RoutingTrace, mode: Mode, paths: Paths = "both") -> None:
         ours.zero_grad()
-        session.mode = mode
+        session.mode, session.paths = mode, paths
         session.plan(trace.select(mine), schedule)
 
     def step_ours() -> None:
@@ -173,12 +203,14 @@ def _build(settings: RuntimeBenchmark) -> tuple[list[_Variant], list[float]]:
 
     our_blocks, native_blocks = list(moe_blocks(ours).values()), list(moe_blocks(native).values())
     home_loads = Workload.from_trace(skewed, schedule).home_loads(session.placement.home)
-    return [
+    variants = [
         _Variant("static", partial(prepare_ours, skewed, "static"), step_ours, our_blocks),
         _Variant("trimtab", partial(prepare_ours, skewed, "plan"), step_ours, our_blocks),
         _Variant("balanced", partial(prepare_ours, even, "plan"), step_ours, our_blocks),
         _Variant("native", native.zero_grad, step_native, native_blocks),
-    ], max_over_mean(home_loads).mean(axis=0).tolist()
+    ]
+    by_paths = [_Variant(paths, partial(prepare_ours, skewed, "plan", paths), step_ours, our_blocks) for paths in PATHS]
+    return session, variants, by_paths, max_over_mean(home_loads).mean(axis=0).tolist()
 
 
 def _use_native_experts(model: Any, session: Session, ids_LNK: torch.Tensor) -> None:
@@ -244,7 +276,11 @@ def ratio_with_interval(values: list[float], seed: int = 0) -> tuple[float, list
 
 
 def _report(
-    settings: RuntimeBenchmark, variants: list[_Variant], cpu_s: list[float], static_ratios: list[float]
+    settings: RuntimeBenchmark,
+    variants: list[_Variant],
+    cpu_s: list[float],
+    static_ratios: list[float],
+    ways: dict[str, Any],
 ) -> None:
     step_s = {variant.name: variant.step_s for variant in variants}
     rounds = list(zip(*(step_s[name] for name in ("static", "trimtab", "balanced", "native")), strict=True))
@@ -271,16 +307,27 @@ def _report(
         summary[name], summary[f"{name}_interval"] = ratio_with_interval(values)
         low, high = summary[f"{name}_interval"]
         lines.add_row(name, f"{summary[name]:.3f}", f"[{low:.3f}, {high:.3f}]")
+    transfers = Table("paths", *(Column(name, justify="right") for name in ("exposed", "of MoE time", "peer", "host")))
+    for name, figures_of in ways.items():
+        low, high = figures_of["exposed_fraction_interval"]
+        transfers.add_row(
+            name,
+            f"{figures_of['exposed_s'] * 1e3:.1f} ms",
+            f"{figures_of['exposed_fraction']:.2%} [{low:.2%}, {high:.2%}]",
+            f"{figures_of['peer_bytes'] / 1e6:.1f} MB",
+            f"{figures_of['host_bytes'] / 1e6:.1f} MB",
+        )
     skew = f"{min(static_ratios):.2f} to {max(static_ratios):.2f}"
     console = Console(highlight=False)
     console.print(
         f"One micro-step, {len(rounds)} alternating rounds; static max/mean by layer {skew}",
         table,
         lines,
+        transfers,
         sep="\n",
     )
     if settings.json is not None:
         sizes = {key: value for key, value in asdict(settings).items() if key != "json"}
         content = {"schema": "trimtab-bench-runtime-1", "settings": sizes, "ranks": dist.get_world_size()}
         content |= {"threads_per_rank": torch.get_num_threads(), "static_max_over_mean": static_ratios}
-        write_json(settings.json, content | {"policies": policies} | summary)
+        write_json(settings.json, content | {"policies": policies, "transfer": ways} | summary)
