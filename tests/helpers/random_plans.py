@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
+from trimtab.cluster import ClusterSpec
 from trimtab.planner import Placement, Schedule, StepPlan, Workload
 from trimtab.trace import RoutingTrace
 
@@ -36,6 +37,7 @@ def random_schedule(rng: np.random.Generator, num_sequences: int, *, num_ranks: 
 def random_plan(rng: np.random.Generator, workload: Workload, schedule: Schedule, *, slots: int) -> StepPlan:
     """Random replicas away from home, with random quotas, some of them nothing and some of them all."""
     placement = Placement.contiguous(workload.num_layers, workload.num_experts, workload.num_ranks)
+    cluster = ClusterSpec(workload.num_ranks, workload.num_ranks, slots)
     replicas, quotas = [], []
     for micro_step in range(workload.num_micro_steps):
         for layer in range(workload.num_layers):
@@ -58,6 +60,4 @@ def random_plan(rng: np.random.Generator, workload: Workload, schedule: Schedule
                     left_RE[source, expert] -= quotas_PR[p, source]
             replicas.append(np.array(chosen, np.int64).reshape(-1, 2))
             quotas.append(quotas_PR)
-    return StepPlan.from_instances(
-        schedule, placement, replicas, quotas, plannable=workload.plannable, slots_per_rank=slots
-    )
+    return StepPlan.from_instances(schedule, placement, replicas, quotas, plannable=workload.plannable, cluster=cluster)
