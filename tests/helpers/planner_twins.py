@@ -346,3 +346,55 @@ def rows_by_way(plan: StepPlan, workload: Workload) -> Counter[tuple[int, int, i
         for (source, expert), tokens in np.ndenumerate(left_RE):
             ways[m, layer, source, int(plan.home[layer, expert])] += int(tokens)
     return ways
+
+
+Link = tuple[str, int]
+Costs = dict[str, float]
+"""Of one replica over a link inside the node, between nodes and from host memory: `near`, `far`, `host`."""
+
+
+def links(home: int, rank: int, path: int, per_node: int) -> list[tuple[Link, str]]:
+    """The links that a replica's weights pass, each with the name of its cost."""
+    if path == 1:
+        return [(("from host", rank), "host")]
+    kind = "near" if home // per_node == rank // per_node else "far"
+    return [((f"{kind} out", home), kind), ((f"{kind} in", rank), kind)]
+
+
+def busy(ends: list[tuple[int, int]], paths: list[int], per_node: int, costs: Costs) -> dict[Link, float]:
+    """How long every link of an instance is busy; `ends` are homes and ranks of its replicas."""
+    work: dict[Link, float] = {}
+    for (home, rank), path in zip(ends, paths, strict=True):
+        for link, cost in links(home, rank, path, per_node):
+            work[link] = work.get(link, 0) + costs[cost]
+    return work
+
+
+def choose_paths(ends: list[tuple[int, int]], per_node: int, costs: Costs) -> list[int]:
+    """Paths (0 peer, 1 host) of one instance: where each replica is done first beside those that have a path."""
+    chosen: dict[int, int] = {}
+    for p in 2 * list(range(len(ends))):
+        done = []
+        for path in (0, 1):
+            chosen[p] = path
+            placed = sorted(chosen)
+            work = busy([ends[o] for o in placed], [chosen[o] for o in placed], per_node, costs)
+            done.append(max(work[link] for link, _ in links(*ends[p], path, per_node)))
+        chosen[p] = int(done[1] < done[0])
+    return [chosen[p] for p in range(len(ends))]
+
+
+def fit_mirrors(plan: StepPlan, room: int) -> list[int]:
+    """A plan's paths when every node's mirror only keeps the `room` entries that serve most of its replicas."""
+    places = {
+        p: (int(plan.replica_ranks[p]) // plan.ranks_per_node, layer, int(plan.replica_experts[p]))
+        for m, layer in product(range(plan.num_micro_steps), range(plan.num_layers))
+        for p in plan.replicas_of(m, layer)
+        if plan.replica_paths[p] == 1
+    }
+    served = Counter(places.values())
+    kept = set()
+    for node in range(plan.num_ranks // plan.ranks_per_node):
+        mine = sorted((entry for entry in served if entry[0] == node), key=lambda entry: (-served[entry], entry))
+        kept |= set(mine[:room])
+    return [int(p in places and places[p] in kept) for p in range(plan.num_replicas)]

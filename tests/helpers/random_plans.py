@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import numpy as np
 
+from trimtab.cluster import ClusterSpec
 from trimtab.planner import Placement, Schedule, StepPlan, Workload
 from trimtab.trace import RoutingTrace
 
@@ -81,7 +82,6 @@ def random_plan(
         replicas,
         quotas,
         plannable=workload.plannable,
-        slots_per_rank=slots,
-        ranks_per_node=ranks_per_node,
+        cluster=ClusterSpec(workload.num_ranks, ranks_per_node or workload.num_ranks, slots),
     )
     return replace(plan, replica_paths=rng.integers(0, 2, plan.num_replicas).astype(np.uint8))

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from helpers import planner_twins as twins
 from helpers.random_plans import random_plan
-from trimtab import Schedule, StepPlan, Workload
+from trimtab import ClusterSpec, Schedule, StepPlan, Workload
 from trimtab.planner.ordering import order_for_reuse, reordered, reused_replicas, shared_replicas
 
 
@@ -74,7 +74,7 @@ def test_equal_micro_steps_stand_together() -> None:
     schedule = Schedule(np.arange(4, dtype=np.int32), np.zeros(4, np.int32), np.zeros(4, np.int32), 2)
     home = random_plan(np.random.default_rng(0), workload, schedule, slots=0).placement
     plan = StepPlan.from_instances(
-        schedule, home, replicas, [np.array([[3, 3]])] * 4, plannable=workload.plannable, slots_per_rank=1
+        schedule, home, replicas, [np.array([[3, 3]])] * 4, plannable=workload.plannable, cluster=ClusterSpec(2, 2, 1)
     )
     plan.check(workload)
     assert order_for_reuse(plan).tolist() == [0, 2, 1, 3]

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
 from helpers.policies import Step, check_future_is_unseen, check_policy, random_step
+from trimtab.planner.paths import HOST, PEER
 from trimtab.policies import POLICIES
 
 
@@ -42,6 +45,17 @@ def test_every_policy_says_where_it_comes_from(name: str) -> None:
 @pytest.mark.parametrize("seed", range(3))
 def test_every_policy_makes_valid_plans_on_both_terms(name: str, seed: int) -> None:
     check_policy(POLICIES[name], small_step(seed))
+
+
+@pytest.mark.parametrize("name", POLICIES)
+def test_weights_take_the_paths_that_the_cluster_has(name: str) -> None:
+    policy, step = POLICIES[name], small_step(0)
+    for links, path in (({"host_bytes_per_s": 0}, PEER), ({"node_bytes_per_s": 0, "network_bytes_per_s": 0}, HOST)):
+        only = replace(step, cluster=replace(step.cluster, **links))
+        for equal_terms in (False, True):
+            plan = policy.plan(only.view(policy, equal_terms=equal_terms))
+            assert plan.num_replicas or not equal_terms or policy.traits.copies == "none"
+            assert np.all(plan.replica_paths == path)
 
 
 WITHOUT_FORESIGHT = [name for name, policy in POLICIES.items() if policy.traits.known_at != "step"]

@@ -16,8 +16,9 @@ from trimtab.cluster import ClusterSpec, ModelSpec
 from trimtab.errors import InputError
 from trimtab.planner import Placement, SequenceCounts, Workload, pack_by_length
 from trimtab.planner.bounds import gap_to_bound
+from trimtab.planner.paths import HOST
 from trimtab.planner.prediction import cross_node_rows
-from trimtab.planner.step_plan import HOST, StepPlan
+from trimtab.planner.step_plan import StepPlan
 from trimtab.policies import POLICIES, Policy, View, look
 from trimtab.report.tables import balance_tables, facts
 from trimtab.simulator import expert_time, summarise_balance
@@ -71,7 +72,8 @@ def run(options: argparse.Namespace) -> None:
     microseconds = (planned - counted) / instances * 1e6
     gap = gap_to_bound(plan, after, SAMPLED)
     near_moves, far_moves = (int(part.sum()) for part in homes.moves(plan.placement, cluster.ranks_per_node))
-    far = int(np.count_nonzero(plan.replica_paths == HOST))
+    far = int(np.count_nonzero(plan.far_replicas))
+    from_host = int(np.count_nonzero(plan.replica_paths == HOST))
     rows_total = max(1, int(after.token_counts_MLRE.sum()))
     crossing = [
         int(cross_node_rows(each, load).sum()) / rows_total
@@ -85,7 +87,11 @@ def run(options: argparse.Namespace) -> None:
         ("schedule", f"{plan.num_micro_steps} micro-steps of up to {options.token_budget:,} tokens a rank"),
         ("expert time saved", f"{saved:.1%} (tokens of the busiest rank, summed over instances)"),
         ("gap to the bound", f"{gap:.2%} (busiest rank over the least for these homes and slots, {SAMPLED} instances)"),
-        ("replicas", f"{plan.num_replicas:,}, {plan.num_replicas / instances:.2f} an instance, {far:,} on other nodes"),
+        (
+            "replicas",
+            f"{plan.num_replicas:,}, {plan.num_replicas / instances:.2f} an instance, {far:,} on other nodes, "
+            f"{from_host:,} from host memory",
+        ),
         ("homes moved", f"{near_moves:,} inside a node, {far_moves:,} to another"),
         ("rows between nodes", f"{crossing[0]:.1%} before, {crossing[1]:.1%} planned"),
         ("counting", f"{counted - start:.3f} s"),
@@ -117,6 +123,7 @@ def run(options: argparse.Namespace) -> None:
                 "gap_to_bound_mean": gap,
                 "moved_homes": near_moves + far_moves,
                 "far_replicas": far,
+                "host_replicas": from_host,
                 "cross_node_token_fraction_before": crossing[0],
                 "cross_node_token_fraction": crossing[1],
                 "replicas": plan.num_replicas,

@@ -51,13 +51,16 @@ class CostModel:
         row_bytes = model.hidden_size * model.weight_bytes * (nodes_far / rows_far if nodes > 1 else 1.0)
         replica_bytes = FETCHES_PER_STEP * model.expert_bytes + GRADIENT_BYTES * parameters
         state_bytes = model.expert_bytes + STATE_BYTES * parameters
+        # Where ranks have no link to each other, all goes through host memory.
+        near_bytes_per_s = cluster.node_bytes_per_s or cluster.host_bytes_per_s
+        far_bytes_per_s = cluster.network_bytes_per_s or cluster.host_bytes_per_s
         return cls(
             row_s=FORWARDS_PER_STEP * 2 * parameters / cluster.expert_flops,
-            near_replica_s=replica_bytes / cluster.node_bytes_per_s,
-            far_replica_s=replica_bytes / cluster.network_bytes_per_s,
-            far_row_s=CROSSINGS_PER_STEP * row_bytes / cluster.network_bytes_per_s,
-            near_move_s=state_bytes / cluster.node_bytes_per_s,
-            far_move_s=state_bytes / cluster.network_bytes_per_s,
+            near_replica_s=replica_bytes / near_bytes_per_s,
+            far_replica_s=replica_bytes / far_bytes_per_s,
+            far_row_s=CROSSINGS_PER_STEP * row_bytes / far_bytes_per_s,
+            near_move_s=state_bytes / near_bytes_per_s,
+            far_move_s=state_bytes / far_bytes_per_s,
             # Four square projections a token, and two products of its query with, on average, half the sequence.
             attention_token_rows=8 * model.hidden_size**2 / (2 * parameters),
             attention_square_rows=2 * model.hidden_size / (2 * parameters),

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 from dataclasses import dataclass
 from pathlib import Path
 
 from trimtab.errors import InputError
+
+# Bytes a second; below, a rate was meant in another unit.
+SLOWEST_LINK = 1e6
 
 
 @dataclass(frozen=True)
@@ -22,9 +26,13 @@ class ClusterSpec:
             bf16 on large square matrices.
         node_bytes_per_s: a rank's link inside its node, each way (NVLink 4).
         network_bytes_per_s: a rank's link between nodes, each way (400 Gb/s).
+        host_bytes_per_s: a rank's link from its node's host memory (PCIe 5 x16).
+        mirror_experts: experts, each of one layer, that the mirror in a node's host memory has room for; None for all.
+
+    A link of 0 bytes a second brings no weights. With none from host memory, all come from rank to rank.
 
     Raises:
-        InputError: if the nodes don't divide the ranks.
+        InputError: if the nodes don't divide the ranks, a link or a size can't be, or weights have no way to a replica.
     """
 
     ranks: int
@@ -48,6 +56,20 @@ class ClusterSpec:
             )
         if self.slots_per_rank < 0:
             raise InputError(f"slots per rank is {self.slots_per_rank}; it should be 0 or more")
+        for name in ("node_bytes_per_s", "network_bytes_per_s", "host_bytes_per_s"):
+            rate = getattr(self, name)
+            if rate != 0 and not SLOWEST_LINK <= rate < math.inf:
+                raise InputError(f"{name} is {rate}; it should be {SLOWEST_LINK:,.0f} or more, or 0 for none")
+        if self.mirror_experts is not None and self.mirror_experts < 0:
+            raise InputError(f"mirror_experts is {self.mirror_experts}; it should be 0 or more, or None for all")
+        if (not self.host_bytes_per_s or self.mirror_experts is not None) and not (
+            self.node_bytes_per_s and self.network_bytes_per_s
+        ):
+            raise InputError(
+                f"some replicas have no path: node_bytes_per_s is {self.node_bytes_per_s:g}, network_bytes_per_s "
+                f"{self.network_bytes_per_s:g}, host_bytes_per_s {self.host_bytes_per_s:g}, mirror_experts "
+                f"{self.mirror_experts}; the first two should be above 0, or the third with mirror_experts None"
+            )
 
 
 @dataclass(frozen=True)

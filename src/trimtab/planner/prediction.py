@@ -38,10 +38,9 @@ def predict(plan: StepPlan, workload: Workload, cost: CostModel, *, even: bool =
     """
     shape = (plan.num_micro_steps, plan.num_layers)
     instance = np.repeat(np.arange(shape[0] * shape[1]), np.diff(plan.replica_starts))
-    home_node = plan.home[instance % shape[1], plan.replica_experts] // plan.ranks_per_node
-    is_near = home_node == plan.replica_ranks // plan.ranks_per_node
-    near_ML = np.bincount(instance[is_near], minlength=shape[0] * shape[1]).reshape(shape)
-    far_ML = np.bincount(instance[~is_near], minlength=shape[0] * shape[1]).reshape(shape)
+    is_far = plan.far_replicas
+    near_ML = np.bincount(instance[~is_far], minlength=shape[0] * shape[1]).reshape(shape)
+    far_ML = np.bincount(instance[is_far], minlength=shape[0] * shape[1]).reshape(shape)
     loads_MLR = plan.rank_loads(workload)
     busiest_ML = -(-loads_MLR.sum(axis=-1) // plan.num_ranks) if even else loads_MLR.max(axis=-1)
     far_rows_ML = cross_node_rows(plan, workload)

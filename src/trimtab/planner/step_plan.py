@@ -17,12 +17,11 @@ import numpy as np
 from trimtab.cluster import ClusterSpec
 from trimtab.errors import InputError
 from trimtab.planner.layer_plan import LayerPlan
+from trimtab.planner.paths import HOST, choose_paths, layers_of_replicas
 from trimtab.planner.placement import Placement
 from trimtab.planner.schedule import Schedule
 from trimtab.planner.workload import Workload
 from trimtab.trace.routing import Array
-
-PEER, HOST = 0, 1
 
 
 @dataclass(frozen=True, eq=False)
@@ -42,7 +41,8 @@ class StepPlan:
         plannable: `[M]` bool; where False the micro-step runs unplanned, at the homes.
         replica_starts: `[M * L + 1]` int64.
         replica_experts, replica_ranks: `[P]` int16.
-        replica_paths: `[P]` uint8, where the weights come from: `PEER`, the home rank, or `HOST`, the node's mirror.
+        replica_paths: `[P]` uint8, where the weights come from: `PEER`, the home rank, or `HOST`, the mirror of the
+            replica's own node; see `planner/paths.py`.
         quota_starts: `[P + 1]` int64.
         quota_sources: `[Q]` int16.
         quota_tokens: `[Q]` int32, at least 1.
@@ -76,8 +76,7 @@ class StepPlan:
         quotas: Sequence[Array],
         *,
         plannable: Array,
-        slots_per_rank: int,
-        ranks_per_node: int | None = None,
+        cluster: ClusterSpec,
         settings: str = "",
     ) -> StepPlan:
         """Join per-instance replicas `[P, 2]` (expert, rank) and quotas `[P, R]`, both integer, into one plan."""
@@ -89,7 +88,7 @@ class StepPlan:
             schedule,
             placement,
             plannable,
-            ClusterSpec(schedule.num_ranks, ranks_per_node or schedule.num_ranks, slots_per_rank),
+            cluster,
             settings,
             replicas_I=np.array([len(instance) for instance in replicas], np.int64),
             experts=replicas_P2[:, 0].astype(np.int16),
@@ -146,18 +145,17 @@ class StepPlan:
         sources: Array,
         tokens: Array,
     ) -> StepPlan:
-        layer = np.repeat(np.arange(len(replicas_I)), replicas_I) % len(placement.home)
-        near = placement.home[layer, experts] // cluster.ranks_per_node == ranks // cluster.ranks_per_node
+        replica_starts = _starts(replicas_I)
         return cls(
             micro_step=schedule.micro_step,
             rank=schedule.rank,
             mini_batch_of_micro_step=schedule.mini_batch_of_micro_step,
             home=placement.home,
             plannable=plannable,
-            replica_starts=_starts(replicas_I),
+            replica_starts=replica_starts,
             replica_experts=experts,
             replica_ranks=ranks,
-            replica_paths=np.where(near, PEER, HOST).astype(np.uint8),
+            replica_paths=choose_paths(placement.home, replica_starts, experts, ranks, cluster),
             quota_starts=_starts(quotas_P),
             quota_sources=sources,
             quota_tokens=tokens,
@@ -211,11 +209,17 @@ class StepPlan:
         instance = micro_step * self.num_layers + layer
         return range(int(self.replica_starts[instance]), int(self.replica_starts[instance + 1]))
 
+    @property
+    def far_replicas(self) -> Array:
+        """`[P]` bool, replicas on another node than their home."""
+        home_P = self.home[layers_of_replicas(self.replica_starts, self.num_layers), self.replica_experts]
+        return np.asarray(home_P // self.ranks_per_node != self.replica_ranks // self.ranks_per_node)
+
     def mirror_entries(self, node: int) -> Array:
-        instance = np.repeat(np.arange(len(self.replica_starts) - 1), np.diff(self.replica_starts))
-        here = (self.replica_paths == HOST) & (self.replica_ranks // self.ranks_per_node == node)
-        pairs = np.stack([instance[here] % self.num_layers, self.replica_experts[here].astype(np.int64)], axis=1)
-        return np.unique(pairs, axis=0)
+        """What a node's mirror must hold for this plan: `[N, 2]` int64, layer and expert, rising, none twice."""
+        mine = (self.replica_paths == HOST) & (self.replica_ranks // self.ranks_per_node == node)
+        layers = layers_of_replicas(self.replica_starts, self.num_layers)
+        return np.unique(np.stack([layers[mine], self.replica_experts[mine]], axis=1), axis=0)
 
     def rank_loads(self, workload: Workload) -> Array:
         """Tokens `[M, L, R]` int64 that each rank computes under this plan."""

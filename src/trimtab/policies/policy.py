@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal, Protocol
 
 import numpy as np
@@ -124,8 +124,7 @@ class View:
             replicas,
             quotas,
             plannable=self._workload.plannable,
-            slots_per_rank=slots,
-            ranks_per_node=self.cluster.ranks_per_node,
+            cluster=replace(self.cluster, slots_per_rank=slots),
         )
 
 

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from trimtab.planner.step_plan import HOST
+from trimtab.planner.paths import HOST
 from trimtab.runtime.copies import BackgroundCopies, Wait
 from trimtab.runtime.counters import Counters
 from trimtab.runtime.mirror import NodeMirror
