@@ -1,4 +1,4 @@
-"""Static against trimtab on one batch, in one run: the same sequences, recomputed and updated under each in turn."""
+"""Static against trimtab in one run: the same responses, planned, recomputed and updated under each in turn."""
 
 from __future__ import annotations
 
@@ -33,21 +33,25 @@ class PolicyResult:
 
 def compare_policies(trainer: Trainer, step: int, pairs: int) -> dict[str, PolicyResult]:
     """Time `pairs` alternating repetitions on a fresh batch of responses. The weights stay as they are."""
-    prepared = trainer.prepare(trainer.rollout(step), step)
     session = trainer.session
     own_mode = session.mode
+    sequences = trainer.rollout(step)
+    prepared = {}
+    for name, mode in COMPARED.items():
+        session.mode = mode
+        prepared[name] = trainer.prepare(sequences, step)
     times: dict[str, list[float]] = {name: [] for name in COMPARED}
     max_vio: dict[str, float] = {}
     with trainer.log.progress("static against trimtab", pairs) as advance:
         for repetition in range(pairs + 1):
             for name, mode in COMPARED.items():
                 session.mode = mode
-                max_vio[name] = session.plan(prepared.trace, prepared.schedule).max_vio_after
+                max_vio[name] = session.adopt(prepared[name].planned, prepared[name].trace).max_vio_after
                 dist.barrier()
                 start = time.perf_counter()
-                old = trainer.recompute(prepared)
+                old = trainer.recompute(prepared[name])
                 for mini_batch in range(trainer.config.mini_batches):
-                    trainer.accumulate(prepared, old, mini_batch)
+                    trainer.accumulate(prepared[name], old, mini_batch)
                 dist.barrier()
                 if repetition:  # the first one warms up
                     times[name].append(time.perf_counter() - start)

@@ -13,7 +13,6 @@ import torch
 import torch.distributed as dist
 
 from trimtab.integrations.transformers import moe_blocks, replicated_parameters, share_experts
-from trimtab.planner import Schedule, pack_by_length
 from trimtab.rl.batches import MicroBatch, collate
 from trimtab.rl.config import TrainConfig
 from trimtab.rl.losses import CLIP, clipped_policy_loss, token_log_probs
@@ -23,7 +22,7 @@ from trimtab.rl.run_log import RunLog
 from trimtab.rl.sequences import Sequence, exchange_sequences, gather_lengths, routing_of
 from trimtab.rl.task import draw_problem
 from trimtab.rl.warm_start import warm_start
-from trimtab.runtime import PlanReport, Session
+from trimtab.runtime import PlannedStep, PlanReport, Session
 from trimtab.trace import RoutingTrace, write_trace
 
 WARM_UP_STEPS = 3
@@ -34,13 +33,13 @@ class PreparedStep:
     """A step ready for recompute and update on this rank.
 
     Attributes:
-        schedule: of all ranks.
+        planned: the step's plan, and its schedule over all ranks.
         trace: routing of this rank's sequences, in plan order.
         batches: this rank's micro-batches, one a micro-step.
         loss_constants: response tokens of each mini-batch over all ranks, which its loss is divided by.
     """
 
-    schedule: Schedule
+    planned: PlannedStep
     trace: RoutingTrace
     batches: list[MicroBatch]
     loss_constants: list[int]
@@ -113,30 +112,23 @@ class Trainer:
         )
 
     def prepare(self, sequences: list[Sequence], step: int) -> PreparedStep:
-        """Schedule all ranks' sequences, bring each to its rank, and cut this rank's into micro-batches.
+        """Plan the step from all ranks' sequences, bring each to its rank, and cut this rank's into micro-batches.
 
         Mini-batches take every n-th sequence, so that each has some of most groups.
         """
         lengths_R = gather_lengths(sequences)
         lengths = np.concatenate(lengths_R)
         mini_batch = np.arange(len(lengths)) % self.config.mini_batches
-        schedule = pack_by_length(
-            lengths[:, 0], num_ranks=self.num_ranks, token_budget=self.config.token_budget, mini_batch=mini_batch
+        planned = self.session.plan_sequences(
+            self._routing_of(sequences, step), token_budget=self.config.token_budget, mini_batch=mini_batch
         )
+        schedule = planned.schedule
         first = sum(len(part) for part in lengths_R[: self.rank])
         arrived = exchange_sequences(sequences, schedule.rank[first : first + len(sequences)], self.device)
         # What arrives is ordered by source rank, thus by index in the schedule; plan order is by micro-step first.
         micro_step = schedule.micro_step[schedule.rank == self.rank]
         mine = [arrived[index] for index in np.argsort(micro_step, kind="stable")]
         micro_step = np.sort(micro_step)
-        trace = routing_of(
-            mine,
-            num_experts=self.model_config.num_experts,
-            shape=(len(self.layer_indices), self.model_config.num_experts_per_tok),
-            layer_indices=self.layer_indices,
-            step=step,
-            model=self.model_config.model_type,
-        )
         batches = [
             collate(
                 [mine[index] for index in np.flatnonzero(micro_step == number)],
@@ -146,7 +138,17 @@ class Trainer:
             for number in range(schedule.num_micro_steps)
         ]
         constants = np.bincount(mini_batch, weights=lengths[:, 1], minlength=self.config.mini_batches)
-        return PreparedStep(schedule, trace, batches, [max(1, int(count)) for count in constants])
+        return PreparedStep(planned, self._routing_of(mine, step), batches, [max(1, int(count)) for count in constants])
+
+    def _routing_of(self, sequences: list[Sequence], step: int) -> RoutingTrace:
+        return routing_of(
+            sequences,
+            num_experts=self.model_config.num_experts,
+            shape=(len(self.layer_indices), self.model_config.num_experts_per_tok),
+            layer_indices=self.layer_indices,
+            step=step,
+            model=self.model_config.model_type,
+        )
 
     def log_probs(self, batch: MicroBatch) -> torch.Tensor:
         """Log-probabilities `[B, T]` of a micro-batch. Call it inside the micro-step."""
@@ -172,7 +174,7 @@ class Trainer:
             `ratio_error`, |ratio - 1|.
         """
         sums = {"loss": 0.0, "clipped": 0.0, "ratio_error": 0.0}
-        for index in np.flatnonzero(prepared.schedule.mini_batch_of_micro_step == mini_batch):
+        for index in np.flatnonzero(prepared.planned.schedule.mini_batch_of_micro_step == mini_batch):
             batch = prepared.batches[index]
             with self.micro_step(batch, int(index)):
                 log_ratio = self.log_probs(batch) - old[index]
@@ -218,7 +220,7 @@ class Trainer:
         prepared = self.prepare(trained, step)
         clock.lap("prepare_s")
         self.session.take_metrics()
-        report = self.session.plan(prepared.trace, prepared.schedule)
+        report = self.session.adopt(prepared.planned, prepared.trace)
         clock.lap("plan_s")
         old = self.recompute(prepared)
         clock.lap("recompute_s")
@@ -270,6 +272,14 @@ def plan_metrics(report: PlanReport) -> dict[str, float]:
         "moe/max_vio_before": report.max_vio_before,
         "moe/max_vio_after": report.max_vio_after,
         "moe/replicas": report.replicas,
+        "moe/homes_moved": report.homes_moved,
+        "moe/predicted_gain": report.predicted_gain,
+        "moe/peak_rows_before": report.peak_rows_before,
+        "moe/peak_rows_after": report.peak_rows_after,
+        "memory/pool_bytes": report.pool_bytes,
+        "memory/mirror_bytes": report.mirror_bytes,
+        "memory/free_bytes": report.free_bytes,
+        "moving_s": report.moving_s,
         "planning_s": report.planning_s,
     }
 

@@ -27,7 +27,7 @@ from trimtab.planner import (
 )
 from trimtab.planner.planner import STEPS_TO_PAY
 from trimtab.planner.prediction import predict
-from trimtab.planner.workload import fully_routed
+from trimtab.planner.workload import fully_routed, max_over_mean
 from trimtab.runtime.topology import Topology
 from trimtab.trace import RoutingTrace
 from trimtab.trace.counting import count_experts
@@ -44,7 +44,8 @@ THRESHOLD = 1.02
 LOCAL_CPU = ClusterSpec(1, 1, expert_flops=5e10, node_bytes_per_s=1e9, network_bytes_per_s=1e9, host_bytes_per_s=4e9)
 
 
-_Made = tuple[Schedule, tuple[StepPlan, ...], float]
+# A schedule, the plan of every group, the predicted gain, and max_vio of the run that it is held against.
+_Made = tuple[Schedule, tuple[StepPlan, ...], float, float]
 
 
 @dataclass(frozen=True, eq=False)
@@ -55,12 +56,15 @@ class PlannedStep:
         schedule: of all data ranks.
         plan: of this rank's expert-parallel group.
         predicted_gain: the part of the expert time that the plan is predicted to save.
+        max_vio_before: max/mean - 1 of rank loads, mean over instances, without a plan: at the present homes, packed by
+            length if the schedule is the plan's own.
         planning_s: seconds from counting to the plan being on every rank.
     """
 
     schedule: Schedule
     plan: StepPlan
     predicted_gain: float = 0.0
+    max_vio_before: float = 0.0
     planning_s: float = 0.0
 
 
@@ -122,6 +126,7 @@ class SessionPlanner:
         topology: Topology,
         layers: Sequence[ExpertLayer],
         *,
+        top_k: int,
         slots: int,
         paths: Paths,
         mirror_bytes: int | None,
@@ -134,10 +139,17 @@ class SessionPlanner:
             cluster = replace(
                 LOCAL_CPU, ranks=cluster.ranks, ranks_per_node=cluster.ranks_per_node, slots_per_rank=slots
             )
-        # Only the ratio of compute to bytes counts, which is the same for every expert; attention is left out.
         parameters = sum(tensor[0].numel() for tensor in layers[0].sources)
-        model = ModelSpec("session", len(layers[0].home_E), 1, 1, max(1, parameters // 3), source.itemsize)
-        cost = replace(CostModel.of(cluster, model), attention_token_rows=0.0, attention_square_rows=0.0)
+        model = ModelSpec(
+            "session",
+            num_experts=len(layers[0].home_E),
+            top_k=top_k,
+            # Of the usual experts. It only weighs the dense half of a layer, which is guessed from it.
+            hidden_size=source.shape[-1],
+            expert_width=max(1, parameters // (3 * source.shape[-1])),
+            weight_bytes=source.itemsize,
+        )
+        cost = CostModel.of(cluster, model)
         if paths == "peer":
             cluster = replace(cluster, host_bytes_per_s=0.0)
         if paths == "host":
@@ -153,18 +165,9 @@ class SessionPlanner:
         start = time.perf_counter()
         loads = self.gather_workloads(trace, schedule)
 
-        def make() -> _Made:
-            static = self._static(loads, schedule, placement)
-            if mode == "static":
-                return schedule, static, 0.0
-            plans = plan_schedule(
-                loads, schedule, placement, self.cluster,
-                settings=self.settings, cost=self.cost, may_move=may_move,
-            )[1]  # fmt: skip
-            gain = 1 - self._seconds(plans, loads, placement) / max(self._seconds(static, loads, placement), 1e-30)
-            return (schedule, plans, gain) if gain >= self.least_gain else (schedule, static, gain)
-
-        return self._on_first_rank(make, start)
+        return self._on_first_rank(
+            lambda: self._given_schedule(loads, schedule, placement, mode, may_move=may_move), start
+        )
 
     def for_sequences(
         self,
@@ -193,16 +196,17 @@ class SessionPlanner:
                 mini_batch=mini_batch,
             )
             packed_loads = self._workloads(sequences, packed)
+            if mode != "plan":
+                return self._given_schedule(packed_loads, packed, placement, mode, may_move=may_move)
             static = self._static(packed_loads, packed, placement)
-            if mode == "static":
-                return packed, static, 0.0
+            max_vio = _max_vio(static, packed_loads)
             schedule, _, plans = plan_sequences(
                 sequences, placement, self.cluster, token_budget=token_budget, mini_batch=mini_batch,
                 groups=self.topology.groups, settings=self.settings, cost=self.cost, may_move=may_move,
             )  # fmt: skip
             before = self._seconds(static, packed_loads, placement)
             gain = 1 - self._seconds(plans, self._workloads(sequences, schedule), placement) / max(before, 1e-30)
-            return (schedule, plans, gain) if gain >= self.least_gain else (packed, static, gain)
+            return (schedule, plans, gain, max_vio) if gain >= self.least_gain else (packed, static, gain, max_vio)
 
         return self._on_first_rank(make, start)
 
@@ -234,11 +238,11 @@ class SessionPlanner:
                 )
 
     def _on_first_rank(self, make: Callable[[], _Made], start: float) -> PlannedStep:
-        message: list[tuple[Schedule, list[bytes], float] | InputError | None] = [None]
+        message: list[tuple[Schedule, list[bytes], float, float] | InputError | None] = [None]
         if self.topology.data_rank == 0:
             try:
-                schedule, plans, gain = make()
-                message = [(schedule, [plan.to_bytes() for plan in plans], gain)]
+                schedule, plans, gain, max_vio = make()
+                message = [(schedule, [plan.to_bytes() for plan in plans], gain, max_vio)]
             except InputError as error:
                 message = [error]
         dist.broadcast_object_list(message, group=self.topology.control, group_src=0)
@@ -246,9 +250,25 @@ class SessionPlanner:
         assert answer is not None
         if isinstance(answer, InputError):
             raise answer
-        schedule, parts, gain = answer
+        schedule, parts, gain, max_vio = answer
         plan = StepPlan.from_bytes(parts[self.topology.group])
-        return PlannedStep(schedule, plan, gain, time.perf_counter() - start)
+        return PlannedStep(schedule, plan, gain, max_vio, time.perf_counter() - start)
+
+    def _given_schedule(
+        self, loads: list[Workload], schedule: Schedule, placement: Placement, mode: Mode, *, may_move: bool
+    ) -> _Made:
+        if mode == "static":
+            num_layers, num_experts = placement.home.shape
+            placement = Placement.contiguous(num_layers, num_experts, self.cluster.ranks)
+        static = self._static(loads, schedule, placement)
+        max_vio = _max_vio(static, loads)
+        if mode in ("static", "off"):
+            return schedule, static, 0.0, max_vio
+        plans = plan_schedule(
+            loads, schedule, placement, self.cluster, settings=self.settings, cost=self.cost, may_move=may_move
+        )[1]
+        gain = 1 - self._seconds(plans, loads, placement) / max(self._seconds(static, loads, placement), 1e-30)
+        return (schedule, plans if gain >= self.least_gain else static, gain, max_vio)
 
     def _static(self, loads: list[Workload], schedule: Schedule, placement: Placement) -> tuple[StepPlan, ...]:
         bare = replace(self.cluster, slots_per_rank=0)
@@ -269,3 +289,8 @@ class SessionPlanner:
         near_L, far_L = placement.moves(plans[0].placement, self.cluster.ranks_per_node)
         moves = self.cost.near_move_s * near_L.sum() + self.cost.far_move_s * far_L.sum()
         return float(slowest_ML.sum() + moves / (self.cluster.ranks * STEPS_TO_PAY))
+
+
+def _max_vio(plans: Sequence[StepPlan], loads: Sequence[Workload]) -> float:
+    ratios = [max_over_mean(plan.rank_loads(load)) for plan, load in zip(plans, loads, strict=True)]
+    return float(np.mean(ratios) - 1)

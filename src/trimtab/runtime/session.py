@@ -42,8 +42,8 @@ class Session:
         num_experts: experts of a layer, E.
         group: the data ranks; all ranks by default.
         groups: expert-parallel groups among them, each of neighbouring ranks that hold all experts together.
-        mode: `plan` balances; `static` runs the planned path without replicas or moves; `shadow` plans and reports, but
-            runs as `off`; `off` replays routing in ordinary expert parallelism.
+        mode: `plan` balances; `static` is expert parallelism on contiguous homes without replicas, on the planned path;
+            `shadow` plans and reports, but runs as `off`; `off` replays routing in ordinary expert parallelism.
         slots_per_rank: replicas of one layer that a rank has room for.
         ring_layers: layers that replicas are kept for at a time, one in use and the others ahead of it.
         ranks_per_node: neighbouring ranks that share a node; all of a group by default.
@@ -162,8 +162,8 @@ class Session:
             InputError: if trace, schedule and layers don't fit together.
         """
         self._check_fits(trace, schedule, self.topology.data_rank, self.topology.num_data_ranks)
-        planned = self._planner().for_schedule(
-            trace, schedule, self.placement, self._planning_mode, may_move=bool(self.optimizers)
+        planned = self._planner(trace).for_schedule(
+            trace, schedule, self.placement, self.mode, may_move=bool(self.optimizers)
         )
         return self.adopt(planned, trace)
 
@@ -181,8 +181,8 @@ class Session:
             InputError: if the trace is not of this model, or a sequence exceeds the budget.
         """
         self._check_model(trace)
-        return self._planner().for_sequences(
-            trace, self.placement, self._planning_mode,
+        return self._planner(trace).for_sequences(
+            trace, self.placement, self.mode,
             may_move=bool(self.optimizers), token_budget=token_budget, mini_batch=mini_batch,
         )  # fmt: skip
 
@@ -197,15 +197,15 @@ class Session:
             InputError: if the ranks hold different plans, a plan breaks one of its invariants (see `StepPlan.check`),
                 has more slots than this session, or moves homes although no optimizer is known.
         """
-        if isinstance(planned, StepPlan):
-            planned = PlannedStep(planned.schedule, planned)
-        plan = planned.plan
-        planner = self._planner()
+        plan = planned if isinstance(planned, StepPlan) else planned.plan
+        planner = self._planner(trace)
         planner.check_agreed(plan)
         self._check_fits(trace, plan.schedule, self.rank, self.num_ranks)
         workload = planner.gather_workloads(trace, self._data_schedule(plan))[self.topology.group]
         plan.check(workload)
         before = workload.home_loads(self.placement.home)
+        if isinstance(planned, StepPlan):
+            planned = PlannedStep(plan.schedule, plan, max_vio_before=float(max_over_mean(before).mean() - 1))
         after = plan.rank_loads(workload)
         moved = int(np.count_nonzero(plan.home != self.placement.home))
         start = time.perf_counter()
@@ -219,7 +219,7 @@ class Session:
             planning_s=planned.planning_s,
             moving_s=time.perf_counter() - start,
             predicted_gain=planned.predicted_gain,
-            max_vio_before=float(max_over_mean(before).mean() - 1),
+            max_vio_before=planned.max_vio_before,
             max_vio_after=float(max_over_mean(after).mean() - 1),
             replicas=plan.num_replicas,
             homes_moved=moved,
@@ -402,18 +402,15 @@ class Session:
     def _device(self) -> torch.device:
         return self.layers[0].parameters[0].device
 
-    @property
-    def _planning_mode(self) -> Mode:
-        return "plan" if self.mode in ("plan", "shadow") else "static"
-
     def _expert_parameters(self) -> list[torch.nn.Parameter]:
         return [parameter for layer in self.layers for parameter in layer.parameters]
 
-    def _planner(self) -> SessionPlanner:
+    def _planner(self, trace: RoutingTrace) -> SessionPlanner:
         """What plans for this session as it is now."""
         return SessionPlanner.of(
             self.topology,
             self.layers,
+            top_k=trace.top_k,
             slots=self.slots_per_rank,
             paths=self.paths,
             mirror_bytes=self.mirror_bytes,
