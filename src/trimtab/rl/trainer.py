@@ -12,7 +12,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from trimtab.integrations.transformers import moe_blocks, replicated_parameters, share_experts
+from trimtab.integrations.transformers import moe_blocks, num_experts, replicated_parameters, share_experts
 from trimtab.planner import Schedule, pack_by_length
 from trimtab.rl.batches import MicroBatch, collate
 from trimtab.rl.config import TrainConfig
@@ -63,7 +63,7 @@ class Trainer:
         self.rollout_model = load_model(None, self.model_config, torch.bfloat16).to(self.device).eval()
         self.layer_indices = np.array(list(moe_blocks(self.model)), np.int32)
         self.session = Session(
-            num_experts=self.model_config.num_experts, policy=config.policy, slots_per_rank=config.slots
+            num_experts=num_experts(self.model_config), policy=config.policy, slots_per_rank=config.slots
         )
         share_experts(self.model, self.session)
         if config.gradient_checkpointing:
@@ -132,7 +132,7 @@ class Trainer:
         micro_step = np.sort(micro_step)
         trace = routing_of(
             mine,
-            num_experts=self.model_config.num_experts,
+            num_experts=num_experts(self.model_config),
             shape=(len(self.layer_indices), self.model_config.num_experts_per_tok),
             layer_indices=self.layer_indices,
             step=step,
