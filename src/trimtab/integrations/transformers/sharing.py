@@ -20,8 +20,8 @@ def share_experts(model: nn.Module, session: Session) -> None:
     collective.
 
     Raises:
-        InputError: if the model is not supported, or its experts are not plain tensors of all the session's experts, but
-            adapted, quantized or sharded already. The model is as before then.
+        InputError: if the model is not supported, or its experts are not plain tensors of all the session's experts:
+            adapted, quantized, or sharded already. The model stays as it was.
     """
     config: Any = model.config
     family = family_of(config)
