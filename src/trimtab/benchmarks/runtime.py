@@ -229,12 +229,12 @@ def _use_native_experts(model: Any, session: Session, ids_LNK: torch.Tensor) -> 
         experts.num_experts = len(home)
         experts._is_expert_parallel = True
         experts.forward = AllToAllEP(experts, mesh["ep"], mesh["tp"])
-        block.gate.register_forward_hook(partial(_give_routing, ids_LNK[layer]))
+        block.gate.register_forward_hook(partial(_give_routing, model.config, ids_LNK[layer]))
 
 
-def _give_routing(ids_NK: torch.Tensor, gate: nn.Module, _args: Any, output: Any) -> Any:
+def _give_routing(config: Any, ids_NK: torch.Tensor, _gate: nn.Module, _args: Any, output: Any) -> Any:
     logits = output[0]
-    return logits, router_weights(gate, logits, ids_NK), ids_NK
+    return logits, router_weights(config, logits, ids_NK), ids_NK
 
 
 class _MoeTimer:

@@ -56,6 +56,7 @@ def add(commands: Any) -> None:
 
 def run(options: argparse.Namespace) -> None:
     need_extra("torch", "transformers", "tensorboard")
+    from trimtab.integrations.transformers import num_experts
     from trimtab.planner import Placement
     from trimtab.rl.config import TrainConfig
     from trimtab.rl.model import load_config, load_tokenizer
@@ -69,7 +70,7 @@ def run(options: argparse.Namespace) -> None:
     if is_writer and config.out.exists() and (not config.out.is_dir() or any(config.out.iterdir())):
         raise InputError(f"--out {config.out} is there already and not empty; name a new folder")
     tokenizer = load_tokenizer(config.model)
-    Placement.contiguous(1, load_config(config.model, tokenizer).num_experts, ranks)
+    Placement.contiguous(1, num_experts(load_config(config.model, tokenizer)), ranks)
     if config.problems < ranks:
         raise InputError(f"--problems is {config.problems}; each of the {ranks} ranks needs at least one")
     config.out.mkdir(parents=True, exist_ok=True)

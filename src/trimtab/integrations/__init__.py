@@ -1,1 +1,1 @@
-"""One file a framework: where its experts and routers are, how its routing is recorded and replayed."""
+"""One file or folder a framework: where its experts and routers are, how its routing is recorded and replayed."""

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from trimtab.integrations.transformers import moe_blocks, replicated_parameters, share_experts
+from trimtab.integrations.transformers import moe_blocks, num_experts, replicated_parameters, share_experts
 from trimtab.rl.batches import MicroBatch, collate
 from trimtab.rl.config import TrainConfig
 from trimtab.rl.losses import CLIP, clipped_policy_loss, token_log_probs
@@ -61,7 +61,9 @@ class Trainer:
         self.model = load_model(config.model, self.model_config, torch.float32).to(self.device)
         self.rollout_model = load_model(None, self.model_config, torch.bfloat16).to(self.device).eval()
         self.layer_indices = np.array(list(moe_blocks(self.model)), np.int32)
-        self.session = Session(num_experts=self.model_config.num_experts, mode=config.mode, slots_per_rank=config.slots)
+        self.session = Session(
+            num_experts=num_experts(self.model_config), mode=config.mode, slots_per_rank=config.slots
+        )
         share_experts(self.model, self.session)
         if config.gradient_checkpointing:
             self.model.gradient_checkpointing_enable({"use_reentrant": False})
@@ -143,7 +145,7 @@ class Trainer:
     def _routing_of(self, sequences: list[Sequence], step: int) -> RoutingTrace:
         return routing_of(
             sequences,
-            num_experts=self.model_config.num_experts,
+            num_experts=num_experts(self.model_config),
             shape=(len(self.layer_indices), self.model_config.num_experts_per_tok),
             layer_indices=self.layer_indices,
             step=step,

@@ -1,0 +1,16 @@
+"""Hugging Face transformers: run a model's experts in a `Session`, record and replay its routing."""
+
+from trimtab.integrations.transformers.families import SUPPORTED_MODEL_TYPES, moe_blocks, num_experts, router_weights
+from trimtab.integrations.transformers.recording import RoutingRecord, record_routing
+from trimtab.integrations.transformers.sharing import replicated_parameters, share_experts
+
+__all__ = [
+    "SUPPORTED_MODEL_TYPES",
+    "RoutingRecord",
+    "moe_blocks",
+    "num_experts",
+    "record_routing",
+    "replicated_parameters",
+    "router_weights",
+    "share_experts",
+]

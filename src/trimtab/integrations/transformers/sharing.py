@@ -1,0 +1,73 @@
+"""Put a model's experts into a session, and its recorded routing into its routers."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+
+from trimtab.errors import InputError
+from trimtab.integrations.transformers.families import Family, family_of, moe_blocks, router_weights
+from trimtab.runtime import ExpertLayer, Session
+
+
+def share_experts(model: nn.Module, session: Session, *, compute_dtype: torch.dtype | None = None) -> None:
+    """Keep this rank's home experts of a whole model, and run every MoE block in the session, with routing replay.
+
+    Expert parameters stay where they were in the module tree, now `[E / R, ...]`, and frozen if they were. Not a
+    collective.
+
+    Args:
+        compute_dtype: what experts compute in, if not in their own dtype: bfloat16 for float32 masters under autocast.
+
+    Raises:
+        InputError: if the model is not supported, or its experts are not plain tensors of all the session's experts:
+            adapted, quantized, or sharded already. The model stays as it was.
+    """
+    config: Any = model.config
+    family = family_of(config)
+    blocks = moe_blocks(model)
+    for index, block in blocks.items():
+        _check_experts(family, block.experts, index, session.num_experts)
+    for block in blocks.values():
+        experts, home = block.experts, torch.from_numpy(session.home_experts)
+        for name in family.parameters:
+            whole = getattr(experts, name)
+            part = whole.detach()[home.to(whole.device)].clone()
+            setattr(experts, name, nn.Parameter(part, requires_grad=whole.requires_grad))
+        parameters = [getattr(experts, name) for name in family.parameters]
+        layer = session.add_layer(parameters, family.apply(experts), compute_dtype=compute_dtype)
+        experts.forward = layer
+        getattr(block, family.router).register_forward_hook(partial(_replay, session, layer, config))
+
+
+def replicated_parameters(model: nn.Module, session: Session) -> list[nn.Parameter]:
+    """The parameters that every rank holds: all but the experts."""
+    sharded = {id(parameter) for layer in session.layers for parameter in layer.parameters}
+    return [parameter for parameter in model.parameters() if id(parameter) not in sharded]
+
+
+def _check_experts(family: Family, experts: nn.Module, layer: int, num_experts: int) -> None:
+    where = f"the experts of decoder layer {layer} ({type(experts).__name__})"
+    held = dict(experts.named_parameters())
+    if set(held) != set(family.parameters):
+        raise InputError(
+            f"{where} hold {', '.join(held) or 'no parameters'}; a session needs plain {', '.join(family.parameters)}, "
+            "so merge adapters on experts or put them on other modules, and load the model unquantized"
+        )
+    for name, parameter in held.items():
+        if len(parameter) != num_experts:
+            raise InputError(
+                f"{where} hold {len(parameter)} in {name} and the session is for {num_experts}; "
+                "give it the model's number of experts and a whole model that no session shares"
+            )
+
+
+def _replay(
+    session: Session, layer: ExpertLayer, config: Any, _router: nn.Module, _args: Any, output: Any
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    logits, weights, live_ids = output
+    ids = layer.route(live_ids)
+    return logits, router_weights(config, logits, ids) if session.replays else weights, ids
