@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -63,6 +64,7 @@ def launch(worker: Callable[..., None], args: tuple[Any, ...], *, ranks: int) ->
             worker(*args)
         finally:
             dist.destroy_process_group()
+            _remove_shared_memory(os.getpid())
         return
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     context = multiprocessing.get_context("spawn")
@@ -141,6 +143,13 @@ def _stop(processes: list[BaseProcess]) -> None:
     for process in processes:
         if process.pid is not None:
             process.join()
+            _remove_shared_memory(process.pid)
+
+
+def _remove_shared_memory(pid: int) -> None:
+    """Remove segments that a process made and had no time to unlink. Those that map them keep them."""
+    for path in Path("/dev/shm").glob(f"trimtab-{pid}-*"):
+        path.unlink(missing_ok=True)
 
 
 def _run_rank(
@@ -163,6 +172,7 @@ def _run_rank(
 def _end_with_parent(parent: int) -> None:
     while os.getppid() == parent:
         time.sleep(1.0)
+    _remove_shared_memory(os.getpid())
     os._exit(1)
 
 
