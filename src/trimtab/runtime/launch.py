@@ -10,13 +10,13 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -164,14 +164,21 @@ def _run_rank(
     except BaseException as error:
         is_input = isinstance(error, InputError)
         text = str(error) if is_input else traceback.format_exc()
-        pipe.send(_Failure(text, is_input, time.time()))
+        # The launcher may be gone, too.
+        with suppress(BrokenPipeError):
+            pipe.send(_Failure(text, is_input, time.time()))
         # Leaving through the interpreter would wait for peers that wait for this rank.
-        os._exit(1)
+        _leave()
 
 
 def _end_with_parent(parent: int) -> None:
     while os.getppid() == parent:
         time.sleep(1.0)
+    _leave()
+
+
+def _leave() -> NoReturn:
+    """End this rank at once."""
     _remove_shared_memory(os.getpid())
     os._exit(1)
 
