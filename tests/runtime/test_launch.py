@@ -64,7 +64,7 @@ def test_ranks_end_with_a_launcher_that_is_killed(tmp_path: Path) -> None:
 
 
 def wait_for(find: Callable[[], list[int]], count: int) -> list[int]:
-    deadline = time.monotonic() + 30
+    deadline = time.monotonic() + 60
     while len(found := find()) < count:
         assert time.monotonic() < deadline, found
         time.sleep(0.05)
