@@ -53,7 +53,7 @@ def test_routing_and_checkpoints_can_be_read(run: tuple[Path, str]) -> None:
         assert set(trace.steps.tolist()) <= {step}
         assert (trace.num_layers, trace.num_experts, trace.top_k) == (4, 32, 4)
     checkpoints = sorted((out / "checkpoints").iterdir())
-    assert [c.name for c in checkpoints] == ["step-00001", "step-00002"]
+    assert [c.name for c in checkpoints] == ["step-00000", "step-00001", "step-00002"]
     tokenizer: Any = AutoTokenizer.from_pretrained(checkpoints[-1])
     model: Any = AutoModelForCausalLM.from_pretrained(checkpoints[-1])
     logits = model(**tokenizer("1+2=", return_tensors="pt")).logits

@@ -1,7 +1,7 @@
 """Any valid plan gives the loss, logits and gradients of the unbalanced model on one process.
 
-Together more than 1,000 random plans for random small models on 2 to 4 ranks: other homes in every step, replicas on both
-paths, several nodes, rings of other lengths, one and two expert-parallel groups.
+Together more than 1,000 random plans for random small models on 2 to 4 ranks: other homes in every step, replicas on
+both paths, several nodes, rings of other lengths, one and two expert-parallel groups.
 """
 
 from __future__ import annotations

@@ -13,6 +13,7 @@ from trimtab.errors import InputError
 
 EPILOG = """examples:
   trimtab train --out out/demo
+  trimtab train --out out/demo --resume --steps 60
   trimtab train --model path/to/qwen3-moe --warm-start-steps 0 --ranks 8 --out out/run
   torchrun --nnodes 2 --nproc-per-node 8 -m trimtab.cli.main train --out /shared/run
 """
@@ -26,14 +27,20 @@ def add(commands: Any) -> None:
         "train",
         help="post-train a MoE with RL on local ranks, balanced by Trimtab",
         description="Warm start, then GRPO on generated arithmetic. Recompute and update replay the rollout's routing "
-        "under the plan. Writes metrics.jsonl, summary.json, routing/, checkpoints/ and tensorboard/ to --out.",
+        "under the plan. Writes metrics.jsonl, summary.json, settings.json, routing/, checkpoints/ and tensorboard/ "
+        "to --out.",
         epilog=EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--out", type=Path, required=True, help="folder for all output; it must be new or empty")
+    parser.add_argument("--out", type=Path, required=True, help="folder for all output; new or empty, but for --resume")
+    parser.add_argument(
+        "--resume",
+        action="store_true",
+        help="go on from the last checkpoint in --out, with the settings of that run; start anew if --out is empty",
+    )
     parser.add_argument("--model", type=Path, help="local Hugging Face checkpoint directory (default: a small model)")
     parser.add_argument("--mode", choices=MODES, help="how experts are balanced (default: plan)")
-    parser.add_argument("--ranks", type=positive, default=2, help="local ranks to start (default: 2)")
+    parser.add_argument("--ranks", type=positive, help="local ranks to start (default: 2)")
     for name, kind, text in (
         ("slots", whole, "replicas a rank has room for in every layer"),
         ("steps", whole, "RL steps"),
@@ -58,19 +65,30 @@ def run(options: argparse.Namespace) -> None:
     need_extra("torch", "transformers", "tensorboard")
     from trimtab.integrations.transformers import num_experts
     from trimtab.planner import Placement
-    from trimtab.rl.config import TrainConfig
+    from trimtab.rl.checkpoint import last_checkpoint
+    from trimtab.rl.config import TrainConfig, resumed
     from trimtab.rl.model import load_config, load_tokenizer
     from trimtab.rl.run import run_training
     from trimtab.runtime.launch import launch, torchrun_ranks
 
-    given = {field.name: getattr(options, field.name, None) for field in fields(TrainConfig)}
-    config = TrainConfig(**{name: value for name, value in given.items() if value is not None})
-    ranks = torchrun_ranks() or options.ranks
+    out: Path = options.out
+    asked = {field.name: getattr(options, field.name, None) for field in fields(TrainConfig)}
+    given: dict[str, Any] = {name: value for name, value in asked.items() if value is not None}
+    is_new = not out.exists() or (out.is_dir() and all(path.suffix == ".partial" for path in out.iterdir()))
     is_writer = os.environ.get("RANK", "0") == "0"
-    if is_writer and config.out.exists() and (not config.out.is_dir() or any(config.out.iterdir())):
-        raise InputError(f"--out {config.out} is there already and not empty; name a new folder")
-    tokenizer = load_tokenizer(config.model)
-    Placement.contiguous(1, num_experts(load_config(config.model, tokenizer)), ranks)
+    if options.resume and not is_new:
+        config, ranks_before = resumed(out, given)
+        checkpoint = last_checkpoint(out)
+    elif is_writer and not is_new:
+        raise InputError(f"--out {out} is there already and not empty; name a new folder, or --resume the run in it")
+    else:
+        config, ranks_before, checkpoint = TrainConfig(**given), 2, None
+    if checkpoint is not None and checkpoint.step > config.steps:
+        raise InputError(f"--steps is {config.steps}; the run in {out} has done {checkpoint.step} already")
+    ranks = torchrun_ranks() or options.ranks or ranks_before
+    model = checkpoint.directory if checkpoint else config.model
+    tokenizer = load_tokenizer(model)
+    Placement.contiguous(1, num_experts(load_config(model, tokenizer)), ranks)
     if config.problems < ranks:
         raise InputError(f"--problems is {config.problems}; each of the {ranks} ranks needs at least one")
     config.out.mkdir(parents=True, exist_ok=True)

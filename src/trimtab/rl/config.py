@@ -1,11 +1,19 @@
-"""`TrainConfig`: everything that a training run can be asked to do differently."""
+"""`TrainConfig`: everything that a training run can be asked to do differently, at its start or when it is resumed."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import json
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
+from typing import Any
 
+from trimtab.errors import InputError
 from trimtab.runtime.planning import Mode
+
+# How far a run goes, and how its work is laid out. Any other setting would make another run of it.
+MAY_CHANGE = frozenset(
+    ("out", "mode", "slots", "steps", "token_budget", "gradient_checkpointing", "save_every", "compare_pairs")
+)
 
 
 @dataclass(frozen=True)
@@ -53,3 +61,38 @@ class TrainConfig:
     save_every: int = 10
     compare_pairs: int = 10
     seed: int = 0
+
+    def to_json(self, ranks: int) -> str:
+        """For `out/settings.json`, from which `resumed` takes what isn't given."""
+        settings = asdict(self) | {"model": self.model and str(self.model.absolute()), "ranks": ranks}
+        del settings["out"]
+        return json.dumps(settings, indent=2) + "\n"
+
+
+def resumed(out: Path, given: dict[str, Any]) -> tuple[TrainConfig, int]:
+    """The settings of the run in `out`, but for those that are given now, and how many ranks it had.
+
+    Raises:
+        InputError: if there is no run in `out`, or a given setting would make another run of it.
+    """
+    path = out / "settings.json"
+    try:
+        settings = json.loads(path.read_text())
+        ranks = int(settings.pop("ranks"))
+        settings["model"] = settings["model"] and Path(settings["model"])
+        config = TrainConfig(**settings | {"out": out})
+    except FileNotFoundError:
+        raise InputError(f"--out {out}: no run to resume there (no settings.json)") from None
+    except (KeyError, TypeError, ValueError):
+        raise InputError(f"{path}: expected the settings of a run, as this version writes them") from None
+    for field in fields(TrainConfig):
+        before, now = getattr(config, field.name), given.get(field.name)
+        if now is not None and field.name == "model":
+            now = now.absolute()
+        if now is not None and now != before and field.name not in MAY_CHANGE:
+            option = f"--{field.name.replace('_', '-')}"
+            raise InputError(
+                f"{option} is {now}; the run in {out} has {before}, and that can't change: leave {option} out, "
+                "or begin a new run"
+            )
+    return TrainConfig(**settings | {"out": out} | given), ranks

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import shutil
 from pathlib import Path
 from typing import Any
 
@@ -68,6 +66,7 @@ def load_model(directory: Path | None, config: Any, dtype: torch.dtype) -> Any:
     """A whole model on the CPU: the checkpoint's weights, or random ones from torch's current seed."""
     if directory is None:
         return AutoModelForCausalLM.from_config(config, dtype=dtype)
+    disable_progress_bar()
     try:
         return AutoModelForCausalLM.from_pretrained(directory, dtype=dtype)
     except (OSError, ValueError, RuntimeError) as error:
@@ -75,20 +74,18 @@ def load_model(directory: Path | None, config: Any, dtype: torch.dtype) -> Any:
 
 
 def save_checkpoint(config: Any, state: dict[str, torch.Tensor], tokenizer: Any, directory: Path) -> None:
-    """Write a checkpoint that vanilla transformers loads. The directory appears whole or not at all.
+    """Write model and tokenizer in the layout that vanilla transformers loads.
 
     Args:
-        state: in logical expert order, from `Session.logical_state_dict`.
+        state: in logical expert order. It is written as it is, without another copy in memory.
     """
     disable_progress_bar()
-    model = AutoModelForCausalLM.from_config(config, dtype=next(iter(state.values())).dtype)
-    model.load_state_dict(state)
-    partial = directory.with_name(f".{directory.name}.partial")
-    shutil.rmtree(partial, ignore_errors=True)
-    model.save_pretrained(partial)
-    tokenizer.save_pretrained(partial)
-    shutil.rmtree(directory, ignore_errors=True)
-    os.replace(partial, directory)
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config, dtype=next(iter(state.values())).dtype)
+    model.load_state_dict(state, assign=True)
+    model.tie_weights()
+    model.save_pretrained(directory)
+    tokenizer.save_pretrained(directory)
 
 
 def _need_checkpoint(directory: Path) -> None:

@@ -2,35 +2,76 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
+import os
 import statistics
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
 
+import torch.distributed as dist
 from rich.table import Column, Table
 
+from trimtab.errors import InputError
+from trimtab.rl.checkpoint import Checkpoint, last_checkpoint
 from trimtab.rl.comparison import PolicyResult, compare_policies
 from trimtab.rl.config import TrainConfig
+from trimtab.rl.run_log import write_whole
 from trimtab.rl.trainer import Trainer
 
 
 def run_training(config: TrainConfig) -> None:
-    """Train, and leave everything under `config.out`."""
-    trainer = Trainer(config)
-    trainer.warm_start()
-    accuracies = {"after warm start": trainer.held_out_accuracy()}
-    trainer.log.console.print(f"held-out accuracy after warm start: {accuracies['after warm start']:.1%}")
-    trainer.log.header()
-    for step in range(config.steps):
-        trainer.log.step(trainer.step(step))
-        if (step + 1) % config.save_every == 0 or step + 1 == config.steps:
-            trainer.save(step + 1)
-    accuracies[f"after {config.steps} GRPO steps"] = trainer.held_out_accuracy()
-    results = compare_policies(trainer, config.steps, config.compare_pairs) if config.compare_pairs else {}
-    _summarise(trainer, accuracies, results)
-    trainer.log.close()
+    """Train from the last checkpoint in `config.out`, or from the start, and leave everything there."""
+    with _sole_run(config.out):
+        checkpoint = _agreed_checkpoint(config.out)
+        trainer = Trainer(config, checkpoint)
+        if checkpoint:
+            trainer.log.console.print(f"going on after {checkpoint.step} of {config.steps} steps")
+        else:
+            trainer.warm_start()
+            trainer.measure_accuracy("after warm start")
+            if config.warm_start_steps:
+                trainer.save(0)
+        accuracy = trainer.held_out_accuracy["after warm start"]
+        trainer.log.console.print(f"held-out accuracy after warm start: {accuracy:.1%}")
+        trainer.log.header()
+        for step in range(trainer.first_step, config.steps):
+            trainer.log.step(trainer.step(step))
+            if (step + 1) % config.save_every == 0 or step + 1 == config.steps:
+                trainer.save(step + 1)
+        trainer.measure_accuracy(f"after {config.steps} GRPO steps")
+        results = compare_policies(trainer, config.steps, config.compare_pairs) if config.compare_pairs else {}
+        _summarise(trainer, results)
+        trainer.log.close()
 
 
-def _summarise(trainer: Trainer, accuracies: dict[str, float], results: dict[str, PolicyResult]) -> None:
-    log, config = trainer.log, trainer.config
+@contextmanager
+def _sole_run(out: Path) -> Iterator[None]:
+    """Keep two runs from writing to one folder. The lock goes with the process, however it ends."""
+    if dist.get_rank() != 0:
+        yield
+        return
+    folder = os.open(out, os.O_RDONLY)
+    try:
+        try:
+            fcntl.flock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise InputError(f"--out {out}: another run is writing there; wait for its end, or stop it") from None
+        yield
+    finally:
+        os.close(folder)
+
+
+def _agreed_checkpoint(out: Path) -> Checkpoint | None:
+    """What rank 0 finds, on every rank."""
+    found = [last_checkpoint(out) if dist.get_rank() == 0 else None]
+    dist.broadcast_object_list(found)
+    return found[0]
+
+
+def _summarise(trainer: Trainer, results: dict[str, PolicyResult]) -> None:
+    log, config, accuracies = trainer.log, trainer.config, trainer.held_out_accuracy
     accuracy_table = Table("model", Column("accuracy", justify="right"))
     for name, accuracy in accuracies.items():
         accuracy_table.add_row(name, f"{accuracy:.1%}")
@@ -50,5 +91,5 @@ def _summarise(trainer: Trainer, accuracies: dict[str, float], results: dict[str
             for name, result in results.items()
         } | {"speedup": ratio}
     if trainer.rank == 0:
-        (config.out / "summary.json").write_text(json.dumps(summary, indent=2) + "\n")
+        write_whole(config.out / "summary.json", json.dumps(summary, indent=2) + "\n")
         log.console.print(f"Everything is in {config.out}: metrics.jsonl, routing/, checkpoints/, tensorboard/")

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -25,12 +27,19 @@ COLUMNS = {
 
 
 class RunLog:
-    """Metrics and progress of a run. On ranks other than 0 it does nothing."""
+    """Metrics and progress of a run. On ranks other than 0 it does nothing.
 
-    def __init__(self, out: Path, *, is_writer: bool) -> None:
+    Args:
+        first_step: what is there of this step and later ones, from a run that was stopped, is removed.
+    """
+
+    def __init__(self, out: Path, *, first_step: int, is_writer: bool) -> None:
         self.console = Console(quiet=not is_writer, highlight=False)
-        self._file = (out / "metrics.jsonl").open("w") if is_writer else None
-        self._events = SummaryWriter(str(out / "tensorboard")) if is_writer else None
+        self._file = self._events = None
+        if is_writer:
+            cut_back(out, first_step)
+            self._file = (out / "metrics.jsonl").open("a")
+            self._events = SummaryWriter(str(out / "tensorboard"), purge_step=first_step)
 
     @contextmanager
     def progress(self, title: str, total: int) -> Iterator[Callable[[str], None]]:
@@ -55,6 +64,7 @@ class RunLog:
             return
         self._file.write(json.dumps(metrics) + "\n")
         self._file.flush()
+        os.fsync(self._file.fileno())
         for name, value in metrics.items():
             if name != "step" and isinstance(value, int | float):
                 self._events.add_scalar(name, value, metrics["step"])
@@ -63,6 +73,30 @@ class RunLog:
         if self._file is not None and self._events is not None:
             self._file.close()
             self._events.close()
+
+
+def cut_back(out: Path, step: int) -> None:
+    """Leave metrics and routing of the steps before `step` only, and no summary."""
+    (out / "summary.json").unlink(missing_ok=True)
+    for path in (out / "routing").glob("*"):
+        match = re.fullmatch(r"\.?step-(\d+)\.parquet(\..*)?", path.name)
+        if match and int(match[1]) >= step:
+            path.unlink()
+    metrics = out / "metrics.jsonl"
+    if metrics.exists():
+        # A run may have been stopped in the middle of its last line.
+        lines = [line for line in metrics.read_text().splitlines(keepends=True) if line.endswith("\n")]
+        write_whole(metrics, "".join(line for line in lines if json.loads(line)["step"] < step))
+
+
+def write_whole(path: Path, text: str) -> None:
+    """Write a file that is there whole or not at all."""
+    partial = path.with_name(f".{path.name}.partial")
+    with partial.open("w") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(partial, path)
 
 
 _SAMPLE = {

@@ -6,6 +6,7 @@ import random
 import time
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -13,16 +14,19 @@ import torch
 import torch.distributed as dist
 
 from trimtab.integrations.transformers import moe_blocks, num_experts, replicated_parameters, share_experts
+from trimtab.planner import Placement
 from trimtab.rl.batches import MicroBatch, collate
+from trimtab.rl.checkpoint import Checkpoint, remove_unfinished, write_checkpoint
 from trimtab.rl.config import TrainConfig
 from trimtab.rl.losses import CLIP, clipped_policy_loss, token_log_probs
-from trimtab.rl.model import load_config, load_model, load_tokenizer, save_checkpoint
+from trimtab.rl.model import load_config, load_model, load_tokenizer
 from trimtab.rl.rollout import count_correct, held_out_problems, sample_groups
-from trimtab.rl.run_log import RunLog
+from trimtab.rl.run_log import RunLog, write_whole
 from trimtab.rl.sequences import Sequence, exchange_sequences, gather_lengths, routing_of
 from trimtab.rl.task import draw_problem
 from trimtab.rl.warm_start import warm_start
 from trimtab.runtime import PlannedStep, PlanReport, Session
+from trimtab.runtime.logical import load_logical_optimizer_state, logical_optimizer_state, logical_state
 from trimtab.trace import RoutingTrace, write_trace
 
 WARM_UP_STEPS = 3
@@ -46,19 +50,30 @@ class PreparedStep:
 
 
 class Trainer:
-    """One rank of a training run."""
+    """One rank of a training run.
 
-    def __init__(self, config: TrainConfig) -> None:
+    Args:
+        checkpoint: where to go on from; a new run if None.
+
+    Attributes:
+        first_step: the RL step to begin with.
+        held_out_accuracy: measured so far, by when.
+    """
+
+    def __init__(self, config: TrainConfig, checkpoint: Checkpoint | None = None) -> None:
         self.config = config
+        self.first_step = checkpoint.step if checkpoint else 0
+        self.held_out_accuracy = dict(checkpoint.held_out_accuracy) if checkpoint else {}
         self.rank, self.num_ranks = dist.get_rank(), dist.get_world_size()
         self.device = (
             torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
         )
         torch.set_flush_denormal(True)
         torch.manual_seed(config.seed)
-        self.tokenizer = load_tokenizer(config.model)
-        self.model_config = load_config(config.model, self.tokenizer)
-        self.model = load_model(config.model, self.model_config, torch.float32).to(self.device)
+        model = checkpoint.directory if checkpoint else config.model
+        self.tokenizer = load_tokenizer(model)
+        self.model_config = load_config(model, self.tokenizer)
+        self.model = load_model(model, self.model_config, torch.float32).to(self.device)
         self.rollout_model = load_model(None, self.model_config, torch.bfloat16).to(self.device).eval()
         self.layer_indices = np.array(list(moe_blocks(self.model)), np.int32)
         self.session = Session(
@@ -73,7 +88,16 @@ class Trainer:
             self.model.parameters(), lr=config.learning_rate, betas=(0.9, 0.95), weight_decay=0.0, fused=True
         )
         self.session.train_with(self.optimizer)
-        self.log = RunLog(config.out, is_writer=self.rank == 0)
+        if checkpoint:
+            load_logical_optimizer_state(self.session, self.model, self.optimizer, checkpoint.optimizer_state())
+            home = np.array(checkpoint.homes, np.int16)
+            if home.max() + 1 == self.num_ranks:
+                self.session.move(Placement(home))
+            self.sync_rollout()
+        if self.rank == 0:
+            write_whole(config.out / "settings.json", config.to_json(self.num_ranks))
+            remove_unfinished(config.out)
+        self.log = RunLog(config.out, first_step=self.first_step, is_writer=self.rank == 0)
 
     def warm_start(self) -> None:
         steps = self.config.warm_start_steps
@@ -89,8 +113,8 @@ class Trainer:
         """Bring the trained weights, in logical expert order, to the rollout model."""
         self.rollout_model.load_state_dict(self.session.logical_state_dict(self.model))
 
-    def held_out_accuracy(self) -> float:
-        """Share of held-out problems that the rollout model solves greedily."""
+    def measure_accuracy(self, when: str) -> None:
+        """Note the share of held-out problems that the rollout model solves greedily."""
         problems = held_out_problems(self.config.held_out)
         correct = count_correct(
             self.rollout_model,
@@ -98,7 +122,7 @@ class Trainer:
             problems[self.rank :: self.num_ranks],
             max_new_tokens=self.config.max_new_tokens,
         )
-        return float(self._total(correct)) / len(problems)
+        self.held_out_accuracy[when] = self._total(correct) / len(problems)
 
     def rollout(self, step: int) -> list[Sequence]:
         """This rank's share of a step's responses."""
@@ -248,12 +272,16 @@ class Trainer:
             write_trace(RoutingTrace.concatenate(whole), self.config.out / "routing" / f"step-{step:05d}.parquet")
 
     def save(self, step: int) -> None:
-        """Write a checkpoint of the weights after `step` RL steps."""
-        state = self.session.logical_state_dict(self.model)
+        """Write a checkpoint after `step` RL steps."""
+        weights = logical_state(self.session, self.model)
+        optimizer_state = logical_optimizer_state(self.session, self.model, self.optimizer)
         if self.rank == 0:
-            save_checkpoint(
-                self.model_config, state, self.tokenizer, self.config.out / "checkpoints" / f"step-{step:05d}"
-            )
+            homes = self.session.placement.home.tolist()
+            model = (self.model_config, self.tokenizer)
+            write_checkpoint(self.config.out, step, self.held_out_accuracy, homes, *model, weights, optimizer_state)
+        else:
+            for _ in chain(weights, optimizer_state):
+                pass  # Only rank 0 is given anything; the others take part.
 
     def _total(self, value: float) -> float:
         total = torch.tensor(value, dtype=torch.float64, device=self.device)

@@ -10,12 +10,13 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
-from typing import Any
+from pathlib import Path
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -63,6 +64,7 @@ def launch(worker: Callable[..., None], args: tuple[Any, ...], *, ranks: int) ->
             worker(*args)
         finally:
             dist.destroy_process_group()
+            _remove_shared_memory(os.getpid())
         return
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     context = multiprocessing.get_context("spawn")
@@ -141,6 +143,13 @@ def _stop(processes: list[BaseProcess]) -> None:
     for process in processes:
         if process.pid is not None:
             process.join()
+            _remove_shared_memory(process.pid)
+
+
+def _remove_shared_memory(pid: int) -> None:
+    """Remove segments that a process made and had no time to unlink. Those that map them keep them."""
+    for path in Path("/dev/shm").glob(f"trimtab-{pid}-*"):
+        path.unlink(missing_ok=True)
 
 
 def _run_rank(
@@ -155,14 +164,22 @@ def _run_rank(
     except BaseException as error:
         is_input = isinstance(error, InputError)
         text = str(error) if is_input else traceback.format_exc()
-        pipe.send(_Failure(text, is_input, time.time()))
+        # The launcher may be gone, too.
+        with suppress(BrokenPipeError):
+            pipe.send(_Failure(text, is_input, time.time()))
         # Leaving through the interpreter would wait for peers that wait for this rank.
-        os._exit(1)
+        _leave()
 
 
 def _end_with_parent(parent: int) -> None:
     while os.getppid() == parent:
         time.sleep(1.0)
+    _leave()
+
+
+def _leave() -> NoReturn:
+    """End this rank at once."""
+    _remove_shared_memory(os.getpid())
     os._exit(1)
 
 

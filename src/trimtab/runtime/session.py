@@ -20,6 +20,7 @@ from trimtab.runtime.counters import Counters
 from trimtab.runtime.experts import ApplyExperts
 from trimtab.runtime.gradients import clip_gradients, sum_gradients
 from trimtab.runtime.layer import ExpertLayer
+from trimtab.runtime.logical import logical_state
 from trimtab.runtime.mirror import NodeMirror
 from trimtab.runtime.moving import move_experts
 from trimtab.runtime.planning import Mode, Paths, PlannedStep, PlanReport, SessionPlanner
@@ -150,6 +151,18 @@ class Session:
         homes stay where they are.
         """
         self.optimizers = list(optimizers)
+
+    def move(self, placement: Placement) -> None:
+        """Bring all experts to given homes, with their rows of optimizer state; between steps. Plans do it themselves.
+
+        Raises:
+            InputError: if the homes are not even, or an optimizer keeps state that can't move.
+            RuntimeError: if gradients wait for an optimizer step.
+        """
+        placement.check(len(self.layers), self.num_experts, self.num_ranks)
+        self.transfers.ring.drain()
+        self.counters.moved_bytes += move_experts(self.layers, placement.home, self.optimizers, self.topology)
+        self._weights_changed = True
 
     def plan(self, trace: RoutingTrace, schedule: Schedule) -> PlanReport:
         """Plan a step whose schedule is given, and take the plan over.
@@ -324,17 +337,7 @@ class Session:
 
         This is what leaves the runtime: for checkpoints, and for the weights of a rollout engine.
         """
-        rows_of = {id(parameter): layer.rows_E for layer in self.layers for parameter in layer.parameters}
-        homes_of = {id(parameter): layer.home_E for layer in self.layers for parameter in layer.parameters}
-        state = model.state_dict()
-        for name, parameter in model.named_parameters():
-            if id(parameter) in rows_of:
-                local = parameter.detach().contiguous()
-                parts = [torch.empty_like(local) for _ in range(self.num_ranks)]
-                dist.all_gather(parts, local, group=self.topology.experts)
-                place_E = homes_of[id(parameter)].astype(np.int64) * len(local) + rows_of[id(parameter)]
-                state[name] = torch.cat(parts).index_select(0, torch.from_numpy(place_E).to(local.device))
-        return state
+        return dict(logical_state(self, model, everywhere=True))
 
     def close(self) -> None:
         """Give up threads and shared memory. Not needed before a process ends."""
@@ -433,11 +436,7 @@ class Session:
                 f"the plan moves {moved} experts to other homes; tell the session which optimizer trains them with "
                 "train_with(), so that its state can move along"
             )
-        plan.placement.check(len(self.layers), self.num_experts, self.num_ranks)
-        self.transfers.ring.drain()
-        if moved:
-            sent = move_experts(self.layers, plan.home, self.optimizers, self.topology)
-            self.counters.moved_bytes += sent
+        self.move(plan.placement)
         nodes = range(self.num_ranks // plan.ranks_per_node)
         self.transfers.ring.mirror.hold([plan.mirror_entries(node) for node in nodes])
         self.transfers.returns.reserve(self.layers[0], self._most_arriving(plan))

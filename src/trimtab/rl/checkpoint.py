@@ -1,0 +1,202 @@
+"""Checkpoints of a run: the plain Hugging Face layout, and in `trainer/` what a run needs to go on from there.
+
+Knows files and when they are complete; knows nothing of ranks.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+
+from trimtab.errors import InputError
+from trimtab.rl.model import save_checkpoint
+from trimtab.runtime.logical import StateValue
+
+FORMAT = "trimtab-checkpoint-1"
+FILE_BYTES = 2 << 30
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A complete checkpoint.
+
+    Attributes:
+        directory: loads in vanilla transformers.
+        step: RL steps that were done.
+        held_out_accuracy: measured so far, by when.
+        optimizer_files: how many files hold the optimizer's state.
+        homes: `[L][E]` the rank that every expert was at. It only matters to go on bit for bit.
+    """
+
+    directory: Path
+    step: int
+    held_out_accuracy: dict[str, float]
+    optimizer_files: int
+    homes: list[list[int]]
+
+    def optimizer_state(self) -> Mapping[str, Mapping[str, StateValue]]:
+        """For `load_logical_optimizer_state`. Read parameter by parameter, as it is asked for.
+
+        Raises:
+            InputError: naming a file that is missing or damaged.
+        """
+        return _OptimizerFiles([_optimizer_file(self.directory, number) for number in range(self.optimizer_files)])
+
+
+def last_checkpoint(out: Path) -> Checkpoint | None:
+    """The last complete checkpoint of a run, if there is one.
+
+    Raises:
+        InputError: if its `trainer/state.json` is not what this version writes.
+    """
+    steps = (re.fullmatch(r"step-(\d{5,})", path.name) for path in out.glob("checkpoints/step-*/"))
+    for step in sorted((int(match[1]) for match in steps if match), reverse=True):
+        directory = _directory(out, step)
+        file = directory / "trainer" / "state.json"
+        if file.is_file():
+            try:
+                state = json.loads(file.read_text())
+                if (state["format"], state["step"]) != (FORMAT, step):
+                    raise ValueError
+                return Checkpoint(
+                    directory,
+                    step,
+                    dict(state["held_out_accuracy"]),
+                    int(state["optimizer_files"]),
+                    list(state["homes"]),
+                )
+            except (KeyError, TypeError, ValueError):
+                raise InputError(f"{file}: expected the state of a run after {step} steps, as {FORMAT!r}") from None
+    return None
+
+
+def write_checkpoint(
+    out: Path,
+    step: int,
+    held_out_accuracy: dict[str, float],
+    homes: list[list[int]],
+    config: Any,
+    tokenizer: Any,
+    weights: Iterable[tuple[str, torch.Tensor]],
+    optimizer_state: Iterable[tuple[str, Mapping[str, StateValue]]],
+) -> None:
+    """Write a checkpoint to `out/checkpoints`. It appears whole or not at all, even if the machine fails.
+
+    Args:
+        out, step, held_out_accuracy, homes: as in `Checkpoint`.
+        config: of the model.
+        weights, optimizer_state: in logical expert order. The optimizer's state is written as it comes, so that memory
+            holds no more than one file of it.
+    """
+    with _whole(_directory(out, step)) as partial:
+        save_checkpoint(config, dict(weights), tokenizer, partial)
+        (partial / "trainer").mkdir()
+        state = {
+            "format": FORMAT,
+            "step": step,
+            "held_out_accuracy": held_out_accuracy,
+            "optimizer_files": _write_optimizer(optimizer_state, partial),
+            "homes": homes,
+        }
+        (partial / "trainer" / "state.json").write_text(json.dumps(state, indent=2) + "\n")
+
+
+def remove_unfinished(out: Path) -> None:
+    """Remove what a run left that was stopped while it wrote a checkpoint."""
+    for path in out.glob("checkpoints/.*.partial"):
+        shutil.rmtree(path)
+
+
+def _directory(out: Path, step: int) -> Path:
+    return out / "checkpoints" / f"step-{step:05d}"
+
+
+def _optimizer_file(directory: Path, number: int) -> Path:
+    return directory / "trainer" / f"optimizer-{number:05d}.safetensors"
+
+
+@contextmanager
+def _whole(directory: Path) -> Iterator[Path]:
+    """A folder to fill that then takes its place as `directory`, for good."""
+    partial = directory.with_name(f".{directory.name}.partial")
+    shutil.rmtree(partial, ignore_errors=True)
+    partial.mkdir(parents=True)
+    try:
+        yield partial
+        for path in (*partial.rglob("*"), partial):
+            _to_disk(path)
+        shutil.rmtree(directory, ignore_errors=True)
+        os.replace(partial, directory)
+        _to_disk(directory.parent)
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+
+
+def _to_disk(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _write_optimizer(state: Iterable[tuple[str, Mapping[str, StateValue]]], directory: Path) -> int:
+    """Write files of at most `FILE_BYTES` or one parameter, and return how many.
+
+    A tensor is called by its key in the state, a slash, and its parameter.
+    """
+    files = 0
+    waiting: dict[str, torch.Tensor] = {}
+    for name, values in state:
+        tensors = {f"{key}/{name}": torch.as_tensor(value).contiguous() for key, value in values.items()}
+        if waiting and sum(tensor.nbytes for tensor in (*waiting.values(), *tensors.values())) > FILE_BYTES:
+            save_file(waiting, _optimizer_file(directory, files))
+            files, waiting = files + 1, {}
+        waiting |= tensors
+    save_file(waiting, _optimizer_file(directory, files))
+    return files + 1
+
+
+class _OptimizerFiles(Mapping[str, Mapping[str, StateValue]]):
+    """The state by parameter name and key, in files as `_write_optimizer` leaves them."""
+
+    def __init__(self, paths: list[Path]) -> None:
+        self._places: dict[str, dict[str, Path]] = {}
+        for path in paths:
+            with _opened(path) as file:
+                for stored in file.keys():  # noqa: SIM118
+                    key, name = stored.split("/", 1)
+                    self._places.setdefault(name, {})[key] = path
+
+    def __getitem__(self, name: str) -> Mapping[str, StateValue]:
+        values = {}
+        for key, path in self._places[name].items():
+            with _opened(path) as file:
+                values[key] = file.get_tensor(f"{key}/{name}")
+        return values
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._places)
+
+    def __len__(self) -> int:
+        return len(self._places)
+
+
+@contextmanager
+def _opened(path: Path) -> Iterator[Any]:
+    try:
+        with safe_open(path, framework="pt") as file:
+            yield file
+    except (OSError, SafetensorError) as error:
+        raise InputError(f"{path}: not a readable safetensors file ({error})") from None

@@ -1,0 +1,217 @@
+"""A run that was stopped goes on as if nothing had happened: same steps, same weights, nothing twice, nothing left."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import shutil
+import signal
+import subprocess
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch.distributed as dist
+from safetensors.torch import load_file
+
+from helpers.equality import relative_error
+from helpers.runs import metrics_of, processes_under, save_tiny_model, train_command
+from trimtab.cli.main import main
+from trimtab.errors import InputError
+from trimtab.rl.checkpoint import last_checkpoint
+from trimtab.rl.config import resumed
+from trimtab.rl.run import _sole_run
+from trimtab.rl.sequences import Sequence
+from trimtab.rl.trainer import Trainer
+from trimtab.runtime.launch import launch
+
+STEPS = 5
+SETTINGS = ["--warm-start-steps", "40", "--held-out", "8", "--problems", "8", "--samples", "16"]
+SETTINGS += ["--token-budget", "256", "--compare-pairs", "0", "--save-every", "1", "--steps", str(STEPS)]
+
+
+@pytest.fixture(scope="module")
+def straight(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """An uninterrupted run."""
+    folder = tmp_path_factory.mktemp("straight")
+    save_tiny_model(folder / "model")
+    run(train_command(folder / "out", "--model", str(folder / "model"), *SETTINGS))
+    assert sum(m["trained_sequences"] for m in metrics_of(folder / "out")[2:]) > 0
+    return folder / "out"
+
+
+def run(command: list[str]) -> str:
+    result = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert result.returncode == 0, result.stderr
+    return result.stdout
+
+
+def stopped_after(straight: Path, step: int, out: Path) -> Path:
+    """What a run leaves that once went to the end, and now was killed while it wrote the checkpoint after `step`."""
+    shutil.copytree(straight, out)
+    for path in (out / "checkpoints").glob("step-*"):
+        if int(path.name[-5:]) > step:
+            shutil.rmtree(path)
+    half_written = out / "checkpoints" / f".step-{step + 1:05d}.partial"
+    shutil.copytree(out / "checkpoints" / f"step-{step:05d}", half_written)
+    without_state = out / "checkpoints" / f"step-{step + 1:05d}"
+    shutil.copytree(out / "checkpoints" / f"step-{step:05d}", without_state)
+    (without_state / "trainer" / "state.json").unlink()
+    (out / "routing" / f".step-{step + 1:05d}.parquet.17.partial").touch()
+    with (out / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 5, "reward": 0.0')
+    return out
+
+
+def assert_same_run(out: Path, straight: Path) -> None:
+    assert metrics_of(out) == metrics_of(straight)
+    for file in ("model.safetensors", "trainer/optimizer-00000.safetensors", "trainer/state.json"):
+        name = f"checkpoints/step-{STEPS:05d}/{file}"
+        assert (out / name).read_bytes() == (straight / name).read_bytes(), file
+    for folder in ("checkpoints", "routing"):
+        assert sorted(p.name for p in (out / folder).iterdir()) == sorted(p.name for p in (straight / folder).iterdir())
+    for file in ("summary.json", "settings.json"):
+        assert json.loads((out / file).read_text()) == json.loads((straight / file).read_text())
+
+
+def test_a_resumed_run_is_the_straight_one_bit_for_bit(straight: Path, tmp_path: Path) -> None:
+    out = stopped_after(straight, 2, tmp_path / "out")
+    printed = run(train_command(out, "--resume"))
+    assert "going on after 2 of 5 steps" in printed
+    assert "warm start ━" not in printed
+    assert_same_run(out, straight)
+
+
+def save_again_and_update(out: Path) -> None:
+    """Load on any number of ranks, save as it is, and once more after one update on given sequences."""
+    ranks = dist.get_world_size()
+    config, _ = resumed(out, {})
+    trainer = Trainer(replace(config, out=out / f"{ranks} ranks", mini_batches=1), last_checkpoint(out))
+    trainer.save(0)
+    rng = np.random.default_rng(0)
+    sequences = [
+        Sequence(
+            token_ids=rng.integers(1, 10, 12),
+            prompt_length=5,
+            expert_ids=np.argsort(rng.gumbel(size=(11, 2, 8)))[..., :2].astype(np.uint8),
+            reward=0.0,
+            advantage=float(rng.normal()),
+        )
+        for _ in range(16)
+    ]
+    prepared = trainer.prepare(sequences[trainer.rank :: ranks], 0)
+    trainer.session.adopt(prepared.planned, prepared.trace)
+    trainer.update(prepared, trainer.recompute(prepared), 10)
+    trainer.save(1)
+    trainer.log.close()
+
+
+def test_another_number_of_ranks_goes_on_from_the_same_weights_and_optimizer(straight: Path, tmp_path: Path) -> None:
+    out = stopped_after(straight, 3, tmp_path / "out")
+    for ranks in (1, 2):
+        (out / f"{ranks} ranks").mkdir()
+        launch(save_again_and_update, (out,), ranks=ranks)
+    for file in ("model.safetensors", "trainer/optimizer-00000.safetensors"):
+        before = out / "checkpoints" / "step-00003" / file
+        one, two = (out / f"{ranks} ranks" / "checkpoints" for ranks in (1, 2))
+        for again in (one, two):
+            assert (again / "step-00000" / file).read_bytes() == before.read_bytes()
+            assert (again / "step-00001" / file).read_bytes() != before.read_bytes()
+        expected, actual = load_file(two / "step-00001" / file), load_file(one / "step-00001" / file)
+        assert expected.keys() == actual.keys()
+        for name, value in expected.items():
+            assert relative_error(actual[name], value) < 1e-4, name
+
+
+def test_a_run_killed_at_random_moments_ends_as_the_straight_one(straight: Path, tmp_path: Path) -> None:
+    """The whole run, its launcher, or one rank; while it starts, trains, or writes."""
+    seed = time.time_ns() % 1_000_000
+    rng = random.Random(seed)
+    out, model = tmp_path / "out", straight.parent / "model"
+    command = train_command(out, "--model", str(model), *SETTINGS, "--resume")
+    seen: list[int] = []
+    for kill in range(3):
+        process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, start_new_session=True)
+        try:
+            lines = count_steps(out)
+            deadline = time.monotonic() + 60
+            while kill and count_steps(out) == lines and process.poll() is None and time.monotonic() < deadline:
+                time.sleep(0.01)
+            time.sleep(rng.uniform(0, 0.5 if kill else 12))
+            ranks = [pid for pid in processes_under(process.pid) if "spawn_main" in command_line(pid)]
+            seen += ranks
+            victim = rng.choice(["all", "launcher", "rank"])
+            if victim == "all":
+                os.killpg(process.pid, signal.SIGKILL)
+            elif process.poll() is None:
+                os.kill(rng.choice(ranks) if victim == "rank" and ranks else process.pid, signal.SIGKILL)
+            killed_at = time.monotonic()
+            _, error = process.communicate(timeout=30)
+            while processes_under(process.pid):
+                assert time.monotonic() - killed_at < 30, f"seed {seed}: processes stay after a kill of {victim}"
+                time.sleep(0.05)
+            assert process.returncode in (0, -signal.SIGKILL) or "was killed by SIGKILL" in error, (seed, error)
+        finally:
+            if processes_under(process.pid) or process.poll() is None:
+                os.killpg(process.pid, signal.SIGKILL)
+    assert not [pid for pid in seen if list(Path("/dev/shm").glob(f"trimtab-{pid}-*"))]
+    run(command)
+    assert_same_run(out, straight)
+
+
+def command_line(pid: int) -> str:
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_text()
+    except OSError:
+        return ""
+
+
+def count_steps(out: Path) -> int:
+    try:
+        return (out / "metrics.jsonl").read_text().count("\n")
+    except OSError:
+        return 0
+
+
+def test_two_runs_never_write_to_one_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dist, "get_rank", lambda: 0)
+    with _sole_run(tmp_path), pytest.raises(InputError, match="another run is writing there"), _sole_run(tmp_path):
+        pass
+    with _sole_run(tmp_path):
+        pass
+
+
+def test_what_can_not_be_resumed_is_refused_in_one_line(
+    straight: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "out"
+    shutil.copytree(straight, out, ignore=shutil.ignore_patterns("*.safetensors"))
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / "letter.txt").touch()
+    state = out / "checkpoints" / f"step-{STEPS:05d}" / "trainer" / "state.json"
+    cases = [
+        (out, ["--seed", "3"], "--seed is 3; the run in {out} has 0, and that can't change"),
+        (out, ["--model", "elsewhere"], "--model is {here}/elsewhere; the run in {out} has"),
+        (out, ["--mini-batches", "1"], "--mini-batches is 1; the run in {out} has 2"),
+        (out, ["--steps", "2"], "--steps is 2; the run in {out} has done 5 already"),
+        (out, ["--ranks", "3"], "3 ranks don't divide 8 experts"),
+        (tmp_path / "other", [], "other: no run to resume there (no settings.json)"),
+    ]
+    before = sorted(tmp_path.rglob("*"))
+    for folder, options, message in cases:
+        expect_refusal(folder, options, message.format(out=out, here=Path.cwd()), capsys)
+    assert sorted(tmp_path.rglob("*")) == before
+    state.write_text("{}")
+    expect_refusal(out, [], f"{state}: expected the state of a run after {STEPS} steps", capsys)
+    (out / "settings.json").write_text('{"ranks": 2, "colour": "red"}')
+    expect_refusal(out, [], "settings.json: expected the settings of a run", capsys)
+
+
+def expect_refusal(out: Path, options: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["train", "--out", str(out), "--resume", *options]) == 2
+    error = capsys.readouterr().err
+    assert message in error
+    assert error.count("\n") == 1

@@ -1,0 +1,173 @@
+"""Weights and optimizer state leave in logical expert order and come back under any homes, on any number of ranks."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+
+from helpers.equality import relative_error
+from helpers.moe_model import Shape, TinyMoE
+from helpers.random_plans import random_placement
+from trimtab.errors import InputError
+from trimtab.planner import Placement
+from trimtab.runtime import Session
+from trimtab.runtime.launch import launch
+from trimtab.runtime.logical import (
+    load_logical_optimizer_state,
+    load_logical_state,
+    logical_optimizer_state,
+    logical_state,
+    rows_of_state,
+)
+
+SHAPE = Shape(layers=2, experts=8, top_k=2, hidden=8, width=6)
+OPTIMIZERS: dict[str, Any] = {
+    "AdamW": lambda parameters: torch.optim.AdamW(parameters, lr=0.01),
+    "SGD": lambda parameters: torch.optim.SGD(parameters, lr=0.05, momentum=0.9),
+    "Adafactor": lambda parameters: torch.optim.Adafactor(parameters, lr=0.01),
+}
+
+
+def build(name: str, seed: int) -> tuple[Session, TinyMoE, torch.optim.Optimizer]:
+    torch.set_num_threads(1)
+    torch.manual_seed(seed)
+    session = Session(num_experts=SHAPE.experts)
+    model = TinyMoE(SHAPE, torch.float64)
+    model.share(session)
+    return session, model, OPTIMIZERS[name](model.parameters())
+
+
+def step(session: Session, model: TinyMoE, optimizer: torch.optim.Optimizer, seed: int) -> None:
+    """One optimizer step on the same tokens, however many ranks share them."""
+    rng = np.random.default_rng(seed)
+    tokens, labels = torch.from_numpy(rng.integers(0, SHAPE.vocab, (2, 60)))
+    mine = slice(session.rank, None, session.num_ranks)
+    loss = F.cross_entropy(model(tokens[mine]), labels[mine], reduction="sum") / len(tokens)
+    loss.backward()
+    session.finish_gradients(model.replicated())
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def whole(session: Session, model: TinyMoE, optimizer: torch.optim.Optimizer) -> tuple[Any, Any]:
+    """Copies on rank 0; elsewhere nothing."""
+    weights = {name: value.clone() for name, value in logical_state(session, model)}
+    state = {
+        name: {key: value.clone() if isinstance(value, torch.Tensor) else value for key, value in values.items()}
+        for name, values in logical_optimizer_state(session, model, optimizer)
+    }
+    return weights, state
+
+
+def train_and_save(folder: Path) -> None:
+    for name in OPTIMIZERS:
+        session, model, optimizer = build(name, seed=3)
+        assert dict(logical_optimizer_state(session, model, optimizer)) == {}
+        step(session, model, optimizer, seed=0)
+        saved = whole(session, model, optimizer)
+        step(session, model, optimizer, seed=1)
+        after = whole(session, model, optimizer)
+        if session.rank == 0:
+            torch.save((saved, after), folder / f"{name}.pt")
+        else:
+            assert saved == after == ({}, {})
+
+
+def load_and_go_on(folder: Path) -> None:
+    for name in OPTIMIZERS:
+        session, model, optimizer = build(name, seed=4)
+        (weights, state), (weights_after, state_after) = torch.load(folder / f"{name}.pt")
+        load_logical_state(session, model, weights)
+        load_logical_optimizer_state(session, model, optimizer, state)
+        assert_alike(whole(session, model, optimizer), (weights, state), 0.0)
+        step(session, model, optimizer, seed=1)
+        # Adafactor scales by norms of whole tensors, which are not those of their parts.
+        if name != "Adafactor":
+            assert_alike(whole(session, model, optimizer), (weights_after, state_after), 1e-9)
+
+
+def assert_alike(actual: tuple[Any, Any], expected: tuple[Any, Any], tolerance: float) -> None:
+    if dist.get_rank() != 0:
+        return
+    assert actual[0].keys() == expected[0].keys()
+    for name, value in expected[0].items():
+        assert relative_error(actual[0][name], value) <= tolerance, name
+    assert {name: values.keys() for name, values in actual[1].items()} == {n: v.keys() for n, v in expected[1].items()}
+    for name, values in expected[1].items():
+        for key, value in values.items():
+            assert relative_error(actual[1][name][key], value) <= tolerance, (name, key)
+
+
+def test_another_number_of_ranks_goes_on_alike(tmp_path: Path) -> None:
+    launch(train_and_save, (tmp_path,), ranks=2)
+    launch(load_and_go_on, (tmp_path,), ranks=4)
+
+
+def place_anywhere() -> None:
+    """Homes that differ by layer, in no order: every rank gets its rows, and they come back in place."""
+    session, model, optimizer = build("AdamW", seed=5)
+    rng = np.random.default_rng(6)
+    session.train_with(optimizer)
+    homes_LE = random_placement(rng, SHAPE.layers, SHAPE.experts, session.num_ranks).home
+    session.move(Placement(homes_LE))
+    torch.manual_seed(7)
+    weights = TinyMoE(SHAPE, torch.float64).state_dict()
+    state = {
+        name: {"step": torch.tensor(5.0), "exp_avg": torch.rand_like(value), "exp_avg_sq": torch.rand_like(value)}
+        for name, value in weights.items()
+    }
+    load_logical_state(session, model, weights)
+    load_logical_optimizer_state(session, model, optimizer, state)
+    for index, block in enumerate(model.moe_blocks()):
+        mine = np.flatnonzero(homes_LE[index] == session.rank)
+        assert torch.equal(block.down.detach(), weights[f"blocks.{index}.down"][mine])
+        rows = rows_of_state(optimizer, block.down)
+        assert rows.keys() == {"exp_avg", "exp_avg_sq"}
+        assert torch.equal(rows["exp_avg"], state[f"blocks.{index}.down"]["exp_avg"][mine])
+    assert_alike(whole(session, model, optimizer), (weights, state), 0.0)
+    session.move(random_placement(rng, SHAPE.layers, SHAPE.experts, session.num_ranks))
+    assert_alike(whole(session, model, optimizer), (weights, state), 0.0)
+
+    with pytest.raises(InputError, match=r"there is optimizer state of 'head.scale'; this model has no such parameter"):
+        load_logical_optimizer_state(session, model, optimizer, {"head.scale": {}})
+    with pytest.raises(
+        InputError, match=r"a tensor of 'blocks.0.down' has shape \[9, 8, 6\]; this model has 8 experts"
+    ):
+        load_logical_state(session, model, weights | {"blocks.0.down": torch.zeros(9, 8, 6)})
+    with pytest.raises(InputError, match=r"tensor 'head.bias' has shape \[2\]; this model has \[11\]"):
+        load_logical_state(session, model, weights | {"head.bias": torch.zeros(2)})
+    with pytest.raises(InputError, match=r"tensor 'head.bias' is missing"):
+        load_logical_state(session, model, {name: value for name, value in weights.items() if name != "head.bias"})
+    with pytest.raises(InputError, match="there is a tensor 'extra'; this model has none"):
+        load_logical_state(session, model, weights | {"extra": torch.zeros(2)})
+
+    optimizer.state[model.moe_blocks()[1].down]["step"] = torch.tensor(float(session.rank))
+    with pytest.raises(
+        InputError, match=r"AdamW: the state of 'blocks.1.down' is .*'step': 1.0.* on rank 1 and .* alike"
+    ):
+        list(logical_optimizer_state(session, model, optimizer))
+
+
+def test_any_homes_in_any_layer() -> None:
+    launch(place_anywhere, (), ranks=2)
+
+
+@pytest.mark.parametrize(
+    ("value", "found"),
+    [(torch.zeros(3), r"shape \[3\]"), (torch.zeros(5, 4), r"shape \[5, 4\]"), ([1, 2, 3, 4], "type list")],
+)
+def test_state_that_is_not_by_expert_is_refused_by_name(value: object, found: str) -> None:
+    parameter = torch.nn.Parameter(torch.zeros(4, 5))
+    optimizer = torch.optim.SGD([parameter])
+    optimizer.state[parameter] = {"step": 3, "rate": torch.tensor(0.5), "rows": torch.zeros(4), "basis": value}
+    message = rf"SGD keeps 'basis' of {found} for an expert tensor \[4, 5\]; it should be .* have 4 rows"
+    with pytest.raises(InputError, match=message):
+        rows_of_state(optimizer, parameter)
+    del optimizer.state[parameter]["basis"]
+    assert rows_of_state(optimizer, parameter).keys() == {"rows"}
