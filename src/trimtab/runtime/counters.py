@@ -63,4 +63,4 @@ class Counters:
 
     def clear(self) -> None:
         """Start anew."""
-        self.__init__()  # type: ignore[misc]
+        vars(self).update(vars(Counters()))
