@@ -4,6 +4,7 @@ A step is one micro-step of the update: forward, backward, gradients complete on
 as in training. The variants take turns within one run, in an order that rotates.
 
 * `static`, `trimtab`: skewed routing, without and with replicas;
+* `node-blind`, with several nodes: as `trimtab`, planned as if all ranks were on one;
 * `balanced`: the same amount of routing, perfectly even, planned by trimtab (which finds nothing to move);
 * `native`: the even routing through transformers' `AllToAllEP` on the same model, experts local as in ours.
 """
@@ -13,7 +14,7 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -30,6 +31,7 @@ from transformers import AutoModelForCausalLM, Qwen3MoeConfig
 from transformers.distributed.expert_parallel import AllToAllEP
 
 from trimtab.cli.options import write_json
+from trimtab.cluster import ClusterSpec
 from trimtab.integrations.transformers import moe_blocks, replicated_parameters, router_weights, share_experts
 from trimtab.planner import Workload, pack_by_length
 from trimtab.planner.workload import max_over_mean
@@ -50,6 +52,8 @@ class RuntimeBenchmark:
         tokens: of a rank.
         rounds: timed repetitions of every variant.
         json: where to write the figures, if anywhere.
+        ranks_per_node: neighbouring ranks that share a node.
+        link_mbit: of the links between nodes, if they are limited; only for the record.
         zipf: exponent of the skewed routing.
         seed: of weights and routing; with two ranks this one gives every layer a static max/mean of 1.3 to 1.6.
     """
@@ -57,6 +61,8 @@ class RuntimeBenchmark:
     tokens: int
     rounds: int
     json: Path | None
+    ranks_per_node: int
+    link_mbit: int | None = None
     layers: int = 4
     experts: int = 32
     top_k: int = 4
@@ -130,7 +136,9 @@ def _build(settings: RuntimeBenchmark) -> tuple[list[_Variant], list[float]]:
     whole: Any = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     ours: Any = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     ours.load_state_dict(whole.state_dict())
-    session = Session(num_experts=settings.experts, slots_per_rank=settings.slots)
+    per_node = settings.ranks_per_node
+    session = Session(num_experts=settings.experts, slots_per_rank=settings.slots, ranks_per_node=per_node)
+    nodes, one_node = session.cluster, replace(session.cluster, ranks_per_node=num_ranks)
     share_experts(ours, session)
     replicated = replicated_parameters(ours, session)
     sequences = settings.tokens // settings.sequence_length
@@ -157,9 +165,10 @@ def _build(settings: RuntimeBenchmark) -> tuple[list[_Variant], list[float]]:
         total = nn.functional.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten(), reduction="sum")
         return total / (settings.tokens * num_ranks)
 
-    def prepare_ours(trace: RoutingTrace, policy: Any) -> None:
+    def prepare_ours(trace: RoutingTrace, policy: Any, cluster: ClusterSpec = nodes) -> None:
         ours.zero_grad()
         session.policy = policy
+        session.cluster = cluster
         session.plan(trace.select(mine), schedule)
 
     def step_ours() -> None:
@@ -173,11 +182,13 @@ def _build(settings: RuntimeBenchmark) -> tuple[list[_Variant], list[float]]:
 
     our_blocks, native_blocks = list(moe_blocks(ours).values()), list(moe_blocks(native).values())
     home_loads = Workload.from_trace(skewed, schedule).home_loads(session.home_E)
+    node_blind = _Variant("node-blind", partial(prepare_ours, skewed, "trimtab", one_node), step_ours, our_blocks)
     return [
         _Variant("static", partial(prepare_ours, skewed, "static"), step_ours, our_blocks),
         _Variant("trimtab", partial(prepare_ours, skewed, "trimtab"), step_ours, our_blocks),
         _Variant("balanced", partial(prepare_ours, even, "trimtab"), step_ours, our_blocks),
         _Variant("native", native.zero_grad, step_native, native_blocks),
+        *([node_blind] if nodes != one_node else []),
     ], max_over_mean(home_loads).mean(axis=0).tolist()
 
 
@@ -265,6 +276,9 @@ def _report(
         }
         figures = (policies[variant.name][key] for key in ("median_s", "moe_s", "cpu_s_per_rank"))
         table.add_row(variant.name, *(f"{figure * 1e3:.1f} ms" for figure in figures))
+    if "node-blind" in step_s:
+        pairs = zip(step_s["node-blind"], step_s["trimtab"], strict=True)
+        ratios["speedup_vs_node_blind"] = [blind / trimtab for blind, trimtab in pairs]
     summary: dict[str, Any] = {}
     lines = Table(show_header=False, box=None)
     for name, values in ratios.items():
