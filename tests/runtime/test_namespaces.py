@@ -16,6 +16,7 @@ import pytest
 
 from trimtab.cli.main import main
 from trimtab.errors import InputError, RankFailedError
+from trimtab.runtime import namespaces
 from trimtab.runtime.namespaces import run_on_nodes
 
 JOB = [sys.executable, str(Path(__file__).parents[1] / "helpers" / "node_rank.py")]
@@ -147,6 +148,11 @@ def test_nodes_are_refused_in_one_line(monkeypatch: pytest.MonkeyPatch, capsys: 
         error = capsys.readouterr().err
         assert error.endswith("which only root can make; run this as root\n")
         assert error.count("\n") == 1
+    monkeypatch.setattr(os, "geteuid", lambda: 0)
+    monkeypatch.setattr(namespaces, "TOOLS", {})
+    assert main(["nodes", "--", "no-such-program"]) == 2
+    assert "no-such-program: no such program" in capsys.readouterr().err
+    monkeypatch.undo()
     monkeypatch.setattr(os, "geteuid", lambda: 0)
     monkeypatch.setenv("PATH", "/nowhere")
     assert main(["nodes", "--", "true"]) == 2

@@ -62,10 +62,12 @@ def run_on_nodes(command: Sequence[str], *, nodes: int, ranks_per_node: int, lin
         link_mbit: of the link between a node and all others, each way, in 10^6 bits a second.
 
     Raises:
-        InputError: if namespaces can't be had here, or a rank raised it.
+        InputError: if namespaces can't be had here, there is no such program, or a rank raised it.
         RankFailedError: naming the rank that failed first and why.
     """
     _check_tools()
+    if shutil.which(command[0]) is None:
+        raise InputError(f"{command[0]}: no such program; name a command to run on the nodes")
     cores = sorted(os.sched_getaffinity(0))
     ranks: list[subprocess.Popen[bytes]] = []
     try:
