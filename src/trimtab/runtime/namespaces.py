@@ -71,8 +71,11 @@ def run_on_nodes(command: Sequence[str], *, nodes: int, ranks_per_node: int, lin
     cores = sorted(os.sched_getaffinity(0))
     ranks: list[subprocess.Popen[bytes]] = []
     try:
-        with _linked_nodes(nodes, link_mbit) as keepers, tempfile.TemporaryDirectory(prefix="trimtab-") as folder:
-            error_files = [Path(folder, f"rank-{rank}.json") for rank in range(nodes * ranks_per_node)]
+        with ExitStack() as stack:
+            keepers = stack.enter_context(_linked_nodes(nodes, link_mbit))
+            # Files without a name end with us.
+            files = [stack.enter_context(tempfile.TemporaryFile()) for _ in range(nodes * ranks_per_node)]
+            error_files = [Path(f"/proc/{os.getpid()}/fd/{file.fileno()}") for file in files]
             for rank, error_file in enumerate(error_files):
                 node, local_rank = divmod(rank, ranks_per_node)
                 environment = {
