@@ -23,6 +23,7 @@ JOB = [sys.executable, str(Path(__file__).parents[1] / "helpers" / "node_rank.py
 # What namespaces need of a machine, said in another way than the code under test does.
 PROBE = """
 set -e
+mount -t tmpfs tmpfs /dev/shm
 ip link add name port0 type veth peer name port1
 ip link add name port2 type bridge
 tc qdisc add dev port0 root tbf rate 1mbit burst 9kb latency 9ms
@@ -34,7 +35,9 @@ def why_no_nodes() -> str:
         return "only root can make network namespaces"
     if missing := [tool for tool in ("unshare", "nsenter", "taskset", "ip", "tc") if shutil.which(tool) is None]:
         return f"not installed: {', '.join(missing)}"
-    probe = subprocess.run(["unshare", "--net", "sh", "-c", PROBE], capture_output=True, text=True, check=False)
+    probe = subprocess.run(
+        ["unshare", "--net", "--mount", "sh", "-c", PROBE], capture_output=True, text=True, check=False
+    )
     return f"this kernel or container refuses: {probe.stderr.strip()}" if probe.returncode else ""
 
 
@@ -71,6 +74,9 @@ def test_only_links_between_nodes_are_limited(tmp_path: Path) -> None:
     places = [[int(of[name]) for name in ("RANK", "GROUP_RANK", "LOCAL_RANK")] for of in seen["ranks"]]
     assert places == [[0, 0, 0], [1, 0, 1], [2, 1, 0], [3, 1, 1]]
     assert all(of["WORLD_SIZE"] == "4" and of["LOCAL_WORLD_SIZE"] == "2" for of in seen["ranks"])
+    assert [of["sees_mark"] for of in seen["ranks"]] == [True, True, False, False]
+    assert {of["folder"] for of in seen["ranks"]} == {os.getcwd()}
+    assert not Path("/dev/shm/trimtab-test-mark").exists()
     first, second, third, fourth = (of["namespace"] for of in seen["ranks"])
     assert first == second != third == fourth
     assert {first, third}.isdisjoint(namespaces_in_use())

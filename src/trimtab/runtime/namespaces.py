@@ -2,7 +2,7 @@
 
 Each node has one interface and one address. Ranks of a node reach each other over loopback, for the kernel keeps
 packets to an own address inside. Other nodes are behind a switch, itself a namespace, through a link whose rate is
-limited both ways. Nodes share the machine's cores evenly.
+limited both ways. Nodes share the machine's cores evenly, and each has shared memory (`/dev/shm`) of its own.
 
 Nothing has a name outside: a namespace ends with the last process in it, and a keeper in each kills the others when the
 process that made it is gone, however it went.
@@ -34,6 +34,7 @@ LEAST_BURST = 1 << 16
 # Says that it is inside, and waits for the end of its input. Then it kills all that share its namespace.
 KEEPER = """
 [ /proc/self -ef /proc/$$ ] || { echo '/proc shows other process ids than ours' >&2; exit 1; }
+mount -t tmpfs tmpfs /dev/shm || exit 1
 echo inside
 cat
 alone=
@@ -94,8 +95,9 @@ def run_on_nodes(command: Sequence[str], *, nodes: int, ranks_per_node: int, lin
                 }
                 # With a core for each node, they don't take each other's.
                 share = cores[node::nodes] or cores
-                line = ["taskset", "--cpu-list", ",".join(map(str, share)), *_enter(keepers[node]), *command]
-                # In a group of its own, Ctrl-C reaches only us.
+                line = ["taskset", "--cpu-list", ",".join(map(str, share)), *_enter(keepers[node])]
+                # Entering leads to another folder. In a group of its own, Ctrl-C reaches only us.
+                line += ["env", f"--chdir={os.getcwd()}", *command]
                 ranks.append(subprocess.Popen(line, env=environment, stdin=subprocess.DEVNULL, process_group=0))
             _watch(ranks, error_files)
     finally:
@@ -143,8 +145,8 @@ def _address(node: int) -> str:
 
 @contextmanager
 def _namespace() -> Iterator[int]:
-    """A network namespace, until the block ends or we do; gives the id of a process in it."""
-    line, pipe = ["unshare", "--net", "sh", "-c", KEEPER], subprocess.PIPE
+    """A network and a mount namespace, until the block ends or we do; gives the id of a process in them."""
+    line, pipe = ["unshare", "--net", "--mount", "sh", "-c", KEEPER], subprocess.PIPE
     with subprocess.Popen(line, stdin=pipe, stdout=pipe, stderr=pipe, process_group=0) as keeper:
         assert keeper.stdout is not None
         assert keeper.stderr is not None
@@ -154,7 +156,7 @@ def _namespace() -> Iterator[int]:
 
 
 def _enter(keeper: int) -> list[str]:
-    return ["nsenter", f"--net=/proc/{keeper}/ns/net"]
+    return ["nsenter", f"--net=/proc/{keeper}/ns/net", f"--mount=/proc/{keeper}/ns/mnt"]
 
 
 def _configure(keeper: int, *commands: str) -> None:
