@@ -4,6 +4,7 @@ A step is one micro-step of the update: forward, backward, gradients complete on
 as in training. The variants take turns within one run, in an order that rotates.
 
 * `static`, `trimtab`: skewed routing, without and with replicas;
+* `node-blind`, with several nodes: as `trimtab`, planned as if all ranks were on one;
 * `balanced`: the same amount of routing, perfectly even, planned by trimtab (which finds nothing to move);
 * `native`: the even routing through transformers' `AllToAllEP` on the same model, experts local as in ours.
 
@@ -15,7 +16,7 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -37,7 +38,7 @@ from trimtab.planner import Workload, pack_by_length
 from trimtab.planner.workload import max_over_mean
 from trimtab.runtime import Session
 from trimtab.runtime.gradients import sum_gradients
-from trimtab.runtime.planning import Mode, Paths
+from trimtab.runtime.planning import LOCAL_CPU, Mode, Paths, SessionPlanner
 from trimtab.trace import RoutingTrace, synthesize
 
 WARM_UP_ROUNDS = 3
@@ -56,6 +57,8 @@ class RuntimeBenchmark:
         tokens: of a rank.
         rounds: timed repetitions of every variant.
         json: where to write the figures, if anywhere.
+        ranks_per_node: neighbouring ranks that share a node.
+        link_mbit: of the links between nodes, if they are limited; only for the record.
         zipf: exponent of the skewed routing.
         seed: of weights and routing; with two ranks this one gives every layer a static max/mean of 1.3 to 1.6.
     """
@@ -63,6 +66,8 @@ class RuntimeBenchmark:
     tokens: int
     rounds: int
     json: Path | None
+    ranks_per_node: int
+    link_mbit: int | None = None
     layers: int = 4
     experts: int = 32
     top_k: int = 4
@@ -160,7 +165,11 @@ def _build(settings: RuntimeBenchmark) -> tuple[Session, list[_Variant], list[_V
     whole: Any = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     ours: Any = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     ours.load_state_dict(whole.state_dict())
-    session = Session(num_experts=settings.experts, slots_per_rank=settings.slots)
+    per_node = settings.ranks_per_node
+    rates = LOCAL_CPU
+    if settings.link_mbit is not None:
+        rates = replace(rates, network_bytes_per_s=settings.link_mbit * 1e6 / 8)
+    session = Session(num_experts=settings.experts, slots_per_rank=settings.slots, ranks_per_node=per_node, rates=rates)
     share_experts(ours, session)
     replicated = replicated_parameters(ours, session)
     sequences = settings.tokens // settings.sequence_length
@@ -202,12 +211,25 @@ def _build(settings: RuntimeBenchmark) -> tuple[Session, list[_Variant], list[_V
         sum_gradients(native_replicated, session.topology.data)
 
     our_blocks, native_blocks = list(moe_blocks(ours).values()), list(moe_blocks(native).values())
+
+    def prepare_blind() -> None:
+        ours.zero_grad()
+        session.mode, session.paths = "plan", "both"
+        one_node = replace(session.topology, ranks_per_node=num_ranks)
+        planner = SessionPlanner.of(
+            one_node, session.layers, top_k=settings.top_k, slots=settings.slots, least_gain=session.least_gain
+        )
+        mine_only = skewed.select(mine)
+        planned = planner.for_schedule(mine_only, schedule, session.placement, "plan", may_move=False)
+        session.adopt(replace(planned, plan=replace(planned.plan, ranks_per_node=per_node)), mine_only)
+
     home_loads = Workload.from_trace(skewed, schedule).home_loads(session.placement.home)
     variants = [
         _Variant("static", partial(prepare_ours, skewed, "static"), step_ours, our_blocks),
         _Variant("trimtab", partial(prepare_ours, skewed, "plan"), step_ours, our_blocks),
         _Variant("balanced", partial(prepare_ours, even, "plan"), step_ours, our_blocks),
         _Variant("native", native.zero_grad, step_native, native_blocks),
+        *([_Variant("node-blind", prepare_blind, step_ours, our_blocks)] if per_node != num_ranks else []),
     ]
     by_paths = [_Variant(paths, partial(prepare_ours, skewed, "plan", paths), step_ours, our_blocks) for paths in PATHS]
     return session, variants, by_paths, max_over_mean(home_loads).mean(axis=0).tolist()
@@ -301,6 +323,9 @@ def _report(
         }
         figures = (policies[variant.name][key] for key in ("median_s", "moe_s", "cpu_s_per_rank"))
         table.add_row(variant.name, *(f"{figure * 1e3:.1f} ms" for figure in figures))
+    if "node-blind" in step_s:
+        pairs = zip(step_s["node-blind"], step_s["trimtab"], strict=True)
+        ratios["speedup_vs_node_blind"] = [blind / trimtab for blind, trimtab in pairs]
     summary: dict[str, Any] = {}
     lines = Table(show_header=False, box=None)
     for name, values in ratios.items():

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import os
+import sys
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -25,10 +27,18 @@ def add(commands: Any) -> None:
         "runtime",
         help="step time of the runtime: static, trimtab, balanced, and transformers' own expert parallelism",
         description="Time one micro-step (forward, backward, complete gradients) of a 4-layer MoE on local ranks: "
-        "static and trimtab on skewed routing; trimtab and transformers' own all-to-all on even routing.",
+        "static and trimtab on skewed routing; trimtab and transformers' own all-to-all on even routing. On several "
+        "nodes also node-blind: trimtab, planning as if all ranks were on one.",
         epilog="example: trimtab bench runtime --json out/bench-runtime.json",
     )
-    runtime.add_argument("--ranks", type=positive, default=2, metavar="N", help="local ranks (default: 2)")
+    runtime.add_argument("--ranks", type=positive, metavar="N", help="local ranks in all (default: 2 on each node)")
+    runtime.add_argument("--nodes", type=positive, default=1, metavar="N", help="nodes of the ranks (default: 1)")
+    runtime.add_argument(
+        "--link-mbit",
+        type=positive,
+        metavar="N",
+        help="make the nodes network namespaces on links of N Mbit/s (Linux, root; default: nodes only in planning)",
+    )
     runtime.add_argument("--tokens", type=positive, default=2048, metavar="N", help="tokens of a rank (default: 2048)")
     runtime.add_argument("--rounds", type=positive, default=40, metavar="N", help="alternating rounds (default: 40)")
     runtime.add_argument("--json", type=Path, metavar="FILE", help="also write the figures to FILE")
@@ -75,11 +85,23 @@ def add(commands: Any) -> None:
 def run_runtime(options: argparse.Namespace) -> None:
     need_extra("torch", "transformers")
     from trimtab.benchmarks.runtime import RuntimeBenchmark, run_benchmark
-    from trimtab.runtime.launch import launch
+    from trimtab.runtime.launch import launch, torchrun_ranks
+    from trimtab.runtime.namespaces import run_on_nodes
 
-    settings = RuntimeBenchmark(options.tokens, options.rounds, options.json)
-    Placement.contiguous(settings.layers, settings.experts, options.ranks)
-    launch(run_benchmark, (settings,), ranks=options.ranks)
+    nodes, link_mbit = options.nodes, options.link_mbit
+    ranks = torchrun_ranks() or options.ranks or 2 * nodes
+    if ranks % nodes:
+        raise InputError(f"--nodes is {nodes}; it should divide the {ranks} ranks")
+    if link_mbit and nodes == 1:
+        raise InputError("--link-mbit is for links between nodes; --nodes should be 2 or more")
+    ranks_per_node = int(os.environ.get("LOCAL_WORLD_SIZE", ranks // nodes))
+    settings = RuntimeBenchmark(options.tokens, options.rounds, options.json, ranks_per_node, link_mbit)
+    Placement.contiguous(settings.layers, settings.experts, ranks)
+    if link_mbit and not torchrun_ranks():
+        command = [sys.executable, "-m", "trimtab.cli.main", *options.arguments]
+        run_on_nodes(command, nodes=nodes, ranks_per_node=ranks_per_node, link_mbit=link_mbit)
+    else:
+        launch(run_benchmark, (settings,), ranks=ranks)
 
 
 def run_planner(options: argparse.Namespace) -> None:

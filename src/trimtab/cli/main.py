@@ -7,7 +7,7 @@ import sys
 from typing import NoReturn
 
 from trimtab import __version__
-from trimtab.cli import bench, plan, trace, train
+from trimtab.cli import bench, nodes, plan, trace, train
 from trimtab.errors import InputError, RankFailedError
 
 
@@ -25,9 +25,10 @@ def main(arguments: list[str] | None = None) -> int:
     )
     parser.add_argument("--version", action="version", version=f"trimtab {__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND", parser_class=_Parser)
-    for command in (train, trace, plan, bench):
+    for command in (train, trace, plan, bench, nodes):
         command.add(commands)
     options = parser.parse_args(arguments)
+    options.arguments = sys.argv[1:] if arguments is None else arguments
     try:
         options.run(options)
     except InputError as error:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import random
 import time
 from contextlib import AbstractContextManager
@@ -77,7 +78,10 @@ class Trainer:
         self.rollout_model = load_model(None, self.model_config, torch.bfloat16).to(self.device).eval()
         self.layer_indices = np.array(list(moe_blocks(self.model)), np.int32)
         self.session = Session(
-            num_experts=num_experts(self.model_config), mode=config.mode, slots_per_rank=config.slots
+            num_experts=num_experts(self.model_config),
+            mode=config.mode,
+            slots_per_rank=config.slots,
+            ranks_per_node=int(os.environ.get("LOCAL_WORLD_SIZE", self.num_ranks)),
         )
         share_experts(self.model, self.session)
         if config.gradient_checkpointing:

@@ -1,7 +1,8 @@
-"""Run a function on several local ranks, or as one rank of a torchrun job, and name the rank that failed."""
+"""Run a function on several local ranks, or as one rank of a job started elsewhere, and name the rank that failed."""
 
 from __future__ import annotations
 
+import json
 import multiprocessing
 import os
 import signal
@@ -35,10 +36,18 @@ ALLOCATOR = {
 
 
 @dataclass(frozen=True)
-class _Failure:
-    """Why a rank's function raised: `input` for a user's mistake, and when, to tell cause from consequence."""
+class Failure:
+    """Why a rank's function raised.
 
-    text: str
+    Attributes:
+        message: the exception, in one line.
+        traceback: what the rank has not printed itself.
+        is_input: a user's mistake.
+        time: when, in seconds since 1970, to tell cause from consequence.
+    """
+
+    message: str
+    traceback: str
     is_input: bool
     time: float
 
@@ -51,20 +60,21 @@ def torchrun_ranks() -> int | None:
 def launch(worker: Callable[..., None], args: tuple[Any, ...], *, ranks: int) -> None:
     """Call `worker(*args)` on every rank, with the default process group ready: gloo on CPU, NCCL on CUDA.
 
-    Under torchrun this process is one of the ranks and `ranks` is ignored. Otherwise `ranks` processes are started
-    here; if one fails or dies, the others are stopped at once.
+    Under torchrun (or `run_on_nodes`) this process is one of the ranks and `ranks` is ignored; if the worker raises,
+    the process writes down why, as torchrun asks, and ends at once. Otherwise `ranks` processes are started here; if
+    one fails or dies, the others are stopped at once.
 
     Raises:
         InputError: as a rank raised it.
         RankFailedError: naming the rank that failed first and why.
     """
     if torchrun_ranks():
-        _join_group(int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), int(os.environ["LOCAL_RANK"]), None)
         try:
+            _join_group(int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), int(os.environ["LOCAL_RANK"]), None)
             worker(*args)
-        finally:
-            dist.destroy_process_group()
-            _remove_shared_memory(os.getpid())
+        except Exception as error:
+            _end_with(error)
+        dist.destroy_process_group()
         return
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     context = multiprocessing.get_context("spawn")
@@ -110,25 +120,39 @@ def _watch(processes: list[BaseProcess], pipes: list[Connection]) -> None:
     deadline = time.monotonic() + GRACE_S
     while any(process.is_alive() for process in processes) and time.monotonic() < deadline:
         time.sleep(0.05)
-    reports = {rank: _report(pipe) for rank, pipe in enumerate(pipes)}
-    failures = {rank: report for rank, report in reports.items() if report is not None}
+    failures = {rank: failure for rank, pipe in enumerate(pipes) if (failure := _report(pipe)) is not None}
+    exits = {rank: (process.pid or 0, process.exitcode) for rank, process in enumerate(processes)}
+    raise_cause(exits, failures)
+
+
+def raise_cause(exits: dict[int, tuple[int, int | None]], failures: dict[int, Failure]) -> NoReturn:
+    """Raise what ended a run of which a rank has failed.
+
+    Args:
+        exits: process id and exit status by rank, minus the signal for a killed one, None for one that still ran. Of
+            several ranks that ended without saying why, the first in this order is named.
+        failures: what ranks said.
+
+    Raises:
+        InputError: if a rank did.
+        RankFailedError: naming the rank. One that ended without saying why goes before those that raised, for they
+            may only have lost their peer; of those, the first.
+    """
     inputs = [failure for failure in failures.values() if failure.is_input]
     if inputs:
-        raise InputError(inputs[0].text)
-    for rank, process in enumerate(processes):
-        if rank not in failures and process.exitcode:
-            cause = (
-                f"was killed by {signal.Signals(-process.exitcode).name}"
-                if process.exitcode < 0
-                else f"ended with exit status {process.exitcode}"
+        raise InputError(inputs[0].message)
+    for rank, (pid, status) in exits.items():
+        if rank not in failures and status:
+            ending = (
+                f"was killed by {signal.Signals(-status).name}" if status < 0 else f"ended with exit status {status}"
             )
-            raise RankFailedError(f"rank {rank} (process {process.pid}) {cause}; the run was stopped")
+            raise RankFailedError(f"rank {rank} (process {pid}) {ending}; the run was stopped")
     rank, failure = min(failures.items(), key=lambda item: item[1].time)
-    sys.stderr.write(failure.text)
-    raise RankFailedError(f"rank {rank} failed: {failure.text.strip().splitlines()[-1]}; the run was stopped")
+    sys.stderr.write(failure.traceback)
+    raise RankFailedError(f"rank {rank} failed: {failure.message}; the run was stopped")
 
 
-def _report(pipe: Connection) -> _Failure | None:
+def _report(pipe: Connection) -> Failure | None:
     """What a rank said before it ended, if anything."""
     try:
         return pipe.recv() if pipe.poll() else None
@@ -163,12 +187,39 @@ def _run_rank(
         dist.destroy_process_group()
     except BaseException as error:
         is_input = isinstance(error, InputError)
-        text = str(error) if is_input else traceback.format_exc()
+        trace = traceback.format_exc()
+        message = str(error) if is_input else trace.strip().splitlines()[-1]
         # The launcher may be gone, too.
         with suppress(BrokenPipeError):
-            pipe.send(_Failure(text, is_input, time.time()))
+            pipe.send(Failure(message, trace, is_input, time.time()))
         # Leaving through the interpreter would wait for peers that wait for this rank.
         _leave()
+
+
+def _end_with(error: Exception) -> NoReturn:
+    """End this rank of a job that was started elsewhere. `TORCHELASTIC_ERROR_FILE` says where the reason goes."""
+    from torch.distributed.elastic.multiprocessing.errors import get_error_handler
+
+    get_error_handler().record_exception(error)
+    if not isinstance(error, InputError):
+        traceback.print_exception(error)
+    elif "TORCHELASTIC_ERROR_FILE" not in os.environ:
+        print(error, file=sys.stderr)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    _leave()
+
+
+def read_error_file(file: Path) -> Failure | None:
+    """What a rank wrote to its `TORCHELASTIC_ERROR_FILE`, if anything; its traceback was printed."""
+    try:
+        message = json.loads(file.read_text())["message"]
+    except (FileNotFoundError, ValueError):
+        return None
+    kind, _, text = message["message"].partition(": ")
+    is_input = kind == InputError.__name__
+    line = text if is_input else message["extraInfo"]["py_callstack"].strip().splitlines()[-1]
+    return Failure(line, "", is_input, file.stat().st_mtime)
 
 
 def _end_with_parent(parent: int) -> None:
@@ -183,6 +234,11 @@ def _leave() -> NoReturn:
     os._exit(1)
 
 
+def _cores() -> int:
+    """Cores that this process may run on."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
 def _join_group(rank: int, ranks: int, local_rank: int, store: Store | None) -> None:
     if torch.cuda.is_available():
         torch.cuda.set_device(local_rank)
@@ -190,7 +246,7 @@ def _join_group(rank: int, ranks: int, local_rank: int, store: Store | None) -> 
     else:
         backend = "gloo"
         local_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", ranks))
-        torch.set_num_threads(max(1, (os.cpu_count() or 1) // local_ranks))
+        torch.set_num_threads(max(1, _cores() // local_ranks))
     if store is None:
         dist.init_process_group(backend, timeout=TIMEOUT)
     else:

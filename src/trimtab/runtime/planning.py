@@ -128,17 +128,15 @@ class SessionPlanner:
         *,
         top_k: int,
         slots: int,
-        paths: Paths,
-        mirror_bytes: int | None,
-        least_gain: float,
+        paths: Paths = "both",
+        mirror_bytes: int | None = None,
+        least_gain: float = 0.0,
+        rates: ClusterSpec | None = None,
     ) -> SessionPlanner:
         """A planner for these layers; see `Session`."""
         source = layers[0].sources[0]
-        cluster = ClusterSpec(topology.num_ranks, topology.ranks_per_node, slots)
-        if source.device.type == "cpu":
-            cluster = replace(
-                LOCAL_CPU, ranks=cluster.ranks, ranks_per_node=cluster.ranks_per_node, slots_per_rank=slots
-            )
+        rates = rates or (LOCAL_CPU if source.device.type == "cpu" else ClusterSpec(1, 1))
+        cluster = replace(rates, ranks=topology.num_ranks, ranks_per_node=topology.ranks_per_node, slots_per_rank=slots)
         parameters = sum(tensor[0].numel() for tensor in layers[0].sources)
         model = ModelSpec(
             "session",

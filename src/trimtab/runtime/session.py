@@ -12,6 +12,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from trimtab.cluster import ClusterSpec
 from trimtab.errors import InputError
 from trimtab.planner import Placement, Schedule, StepPlan
 from trimtab.planner.workload import max_over_mean
@@ -51,6 +52,8 @@ class Session:
         paths: how replicas' weights may come: from their homes (`peer`), from host memory (`host`), or both.
         mirror_bytes: most host memory of a node that mirrors experts; no bound by default.
         least_gain: a plan that is predicted to save a smaller part of the expert time is not carried out.
+        rates: how fast ranks compute and links are, which plans weigh; an H100 cluster, or a CPU machine, by default.
+            Its sizes don't count.
 
     Raises:
         InputError: if the ranks don't divide the experts, the groups the ranks, or the nodes a group.
@@ -69,6 +72,7 @@ class Session:
         paths: Paths = "both",
         mirror_bytes: int | None = None,
         least_gain: float = 0.005,
+        rates: ClusterSpec | None = None,
     ) -> None:
         if ring_layers < 2:
             raise InputError(f"ring_layers is {ring_layers}; it should be 2 or more, one layer in use and one ahead")
@@ -80,6 +84,7 @@ class Session:
         self.ring_layers = ring_layers
         self.mirror_bytes = mirror_bytes
         self.least_gain = least_gain
+        self.rates = rates
         self.layers: list[ExpertLayer] = []
         self.optimizers: list[torch.optim.Optimizer] = []
         self.counters = Counters()
@@ -418,6 +423,7 @@ class Session:
             paths=self.paths,
             mirror_bytes=self.mirror_bytes,
             least_gain=self.least_gain,
+            rates=self.rates,
         )
 
     def _data_schedule(self, plan: StepPlan) -> Schedule:
