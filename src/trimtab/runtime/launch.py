@@ -50,6 +50,8 @@ def torchrun_ranks() -> int | None:
 def launch(worker: Callable[..., None], args: tuple[Any, ...], *, ranks: int) -> None:
     """Call `worker(*args)` on every rank, with the default process group ready: gloo on CPU, NCCL on CUDA.
 
+    Ranks that have to share a GPU have gloo alone.
+
     Under torchrun this process is one of the ranks and `ranks` is ignored. Otherwise `ranks` processes are started
     here; if one fails or dies, the others are stopped at once.
 
@@ -167,12 +169,12 @@ def _end_with_parent(parent: int) -> None:
 
 
 def _join_group(rank: int, ranks: int, local_rank: int, store: Store | None) -> None:
+    local_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", ranks))
     if torch.cuda.is_available():
-        torch.cuda.set_device(local_rank)
-        backend = "cpu:gloo,cuda:nccl"
+        torch.cuda.set_device(local_rank % torch.cuda.device_count())
+        backend = "cpu:gloo,cuda:nccl" if local_ranks <= torch.cuda.device_count() else "gloo"
     else:
         backend = "gloo"
-        local_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", ranks))
         torch.set_num_threads(max(1, (os.cpu_count() or 1) // local_ranks))
     if store is None:
         dist.init_process_group(backend, timeout=TIMEOUT)
