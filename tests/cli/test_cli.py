@@ -94,6 +94,31 @@ def test_the_planner_bench_compares_balancers(tmp_path: Path, capsys: pytest.Cap
     assert "<svg" in (tmp_path / "frontier.svg").read_text()
 
 
+def test_the_transfer_bench_measures_what_this_machine_has(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["bench", "transfer", "--rounds", "1", "--json", str(tmp_path / "bench.json")]) == 0
+    printed = capsys.readouterr().out
+    for title in ("forward", "Host path", "Planned layer", "Slowest rank", "Peer path"):
+        assert title in printed
+    figures = json.loads((tmp_path / "bench.json").read_text())
+    assert figures["device"] == "cpu"
+    assert "No GPU here" in printed
+    for part in ("grouped", "host_path", "planned_layer", "critical_path"):
+        assert len({row["model"] for row in figures[part]}) == 2
+    for row in figures["grouped"]:
+        assert all(point["ms"] > 0 for point in row["tokens_per_expert"])
+    # Whatever the speed, the copies and the planned layer have to be right.
+    for row in (*figures["host_path"], *figures["planned_layer"], figures["peer_path"]):
+        assert row["right"] is True
+    for row in figures["host_path"]:
+        assert {"gb_per_s", "gb_per_s_beside_compute", "compute_ms", "slowdown"} <= row.keys()
+    for row in figures["planned_layer"]:
+        assert row["replicas"] == 2
+        assert row["waits_for_device"] == "not a GPU"
+    for row in figures["critical_path"]:
+        assert row["max_over_mean_planned"] < row["max_over_mean_static"]
+        assert row["speedup"] == row["static_ms"] / row["planned_ms"]
+
+
 def run_and_expect_refusal(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
     try:
         status = main(arguments)

@@ -13,6 +13,7 @@ from helpers.moe_model import Shape, TinyMoE
 from helpers.random_plans import random_placement, random_plan, random_schedule, random_trace
 from trimtab.planner import Workload
 from trimtab.runtime import Session
+from trimtab.runtime.symmetric import PeerMemory
 
 CHECKPOINTING = ("plain", "checkpoint", "checkpoint without early stop", "reentrant checkpoint")
 
@@ -29,6 +30,7 @@ class Case:
         steps: optimizer steps, each with a new random plan: other homes, other replicas on other paths.
         padded: feed rows that belong to no planned token.
         groups: expert-parallel groups of the ranks.
+        one_sided: pull replicas out of the memory of neighbours, as on CUDA.
     """
 
     seed: int
@@ -38,6 +40,17 @@ class Case:
     steps: int
     padded: bool
     groups: int = 1
+    one_sided: bool = False
+
+
+class CountingPeers(PeerMemory):
+    """Counts the replicas that this process pulled from other ranks."""
+
+    pulled = 0
+
+    def row(self, layer: int, home: int, row: int) -> list[torch.Tensor]:
+        CountingPeers.pulled += 1
+        return super().row(layer, home, row)
 
 
 def relative_error(actual: torch.Tensor, expected: torch.Tensor) -> float:
@@ -50,7 +63,9 @@ def compare_cases(cases: Iterable[Case]) -> None:
     """Assert for every case that losses, logits, gradients and weights are those of the single process."""
     torch.set_num_threads(1)
     for case in cases:
+        before = CountingPeers.pulled
         _compare(case)
+        assert case.one_sided or CountingPeers.pulled == before
 
 
 def _compare(case: Case) -> None:
@@ -80,6 +95,8 @@ def _compare(case: Case) -> None:
     model = TinyMoE(shape, case.dtype, case.run_block)
     model.load_state_dict(reference.state_dict())
     model.share(session)
+    if case.one_sided:
+        session.transfers.ring.peers = CountingPeers.in_host_memory(session.topology, session.layers)
     optimizers = [_optimizer(case.seed, m) for m in (reference, model)]
     session.train_with(optimizers[1])
 

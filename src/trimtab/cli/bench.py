@@ -80,6 +80,17 @@ def add(commands: Any) -> None:
     step.add_argument("--seed", type=whole, default=0, metavar="N", help="of the routing (default: 0)")
     step.add_argument("--json", type=Path, metavar="FILE", help="also write the figures to FILE")
     step.set_defaults(run=run_step)
+    transfer = benches.add_parser(
+        "transfer",
+        help="what weights cost on their way, and what a plan saves of the experts' compute, on one device",
+        description="On one GPU (on the CPU with smaller sizes): experts' compute against tokens an expert, host-path "
+        "copies beside it, peer pulls between processes, a planned layer that must not wait for the GPU, and the "
+        "slowest rank's compute with and without a plan.",
+        epilog="example: trimtab bench transfer --json out/bench-transfer.json",
+    )
+    transfer.add_argument("--rounds", type=positive, default=20, metavar="N", help="alternating rounds (default: 20)")
+    transfer.add_argument("--json", type=Path, metavar="FILE", help="also write the figures to FILE")
+    transfer.set_defaults(run=run_transfer)
 
 
 def run_runtime(options: argparse.Namespace) -> None:
@@ -133,6 +144,16 @@ def run_step(options: argparse.Namespace) -> None:
     print_figures(rows, Console(highlight=False))
     if options.json:
         write_json(options.json, {"schema": "trimtab-bench-step-1", "seed": options.seed, "sizes": rows})
+
+
+def run_transfer(options: argparse.Namespace) -> None:
+    need_extra("torch")
+    from trimtab.benchmarks.transfer import print_figures, run_benchmark
+
+    figures = run_benchmark(options.rounds)
+    print_figures(figures, Console(highlight=False))
+    if options.json:
+        write_json(options.json, figures)
 
 
 def _size(text: str) -> tuple[int, int]:

@@ -11,7 +11,8 @@ import torch
 import torch.distributed as dist
 
 from trimtab.planner import StepPlan, Workload
-from trimtab.runtime.layout import InstanceReplicas, Layout, build_layout
+from trimtab.runtime.layout import InstanceReplicas, Layout, place_rows, upload_layouts
+from trimtab.runtime.memory import upload
 from trimtab.runtime.topology import Topology
 from trimtab.trace import RoutingTrace
 from trimtab.trace.routing import Array
@@ -76,24 +77,23 @@ class RunningStep:
             if not agree:
                 return MicroStep(positions)
         device = layers[0].parameters[0].device
-        recorded_LNK = torch.from_numpy(trace.expert_ids.transpose(1, 0, 2).astype(np.int64)).to(device)
+        (recorded_LNK,) = upload([trace.expert_ids.transpose(1, 0, 2).astype(np.int64)], device)
         if not self.plan.plannable[index]:
-            known_N = torch.from_numpy((trace.expert_ids[:, :, 0] != trace.no_route).all(axis=1)).to(device)
+            (known_N,) = upload([(trace.expert_ids[:, :, 0] != trace.no_route).all(axis=1)], device)
             return MicroStep(positions, recorded_LNK, known_N)
         if not self.runs:
             return MicroStep(positions, recorded_LNK)
-        layouts = [
-            build_layout(
+        placed = [
+            place_rows(
                 np.ascontiguousarray(trace.expert_ids[:, layer.index]),
                 self.workload.token_counts_MLRE[index, layer.index],
                 layer.home_E,
                 topology.rank,
                 InstanceReplicas.of(self.plan, index, layer.index),
-                device,
             )
             for layer in layers
         ]
-        return MicroStep(positions, recorded_LNK, None, layouts)
+        return MicroStep(positions, recorded_LNK, None, upload_layouts(placed, device))
 
 
 def exchange_layout(layer: ExpertLayer, expert_ids: torch.Tensor, topology: Topology) -> Layout:
@@ -108,7 +108,8 @@ def exchange_layout(layer: ExpertLayer, expert_ids: torch.Tensor, topology: Topo
     dist.all_gather(counts_R, counts, group=topology.expert_control)
     replicas = InstanceReplicas.none(topology.num_ranks)
     counts_RE = torch.stack(counts_R).numpy()
-    return build_layout(ids_NK, counts_RE, layer.home_E, topology.rank, replicas, expert_ids.device)
+    rows = place_rows(ids_NK, counts_RE, layer.home_E, topology.rank, replicas)
+    return upload_layouts([rows], expert_ids.device)[0]
 
 
 @dataclass(frozen=True, eq=False)

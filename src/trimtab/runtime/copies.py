@@ -1,4 +1,8 @@
-"""Copies that run beside the compute: on a thread where memory is the host's, on a side stream where it is CUDA's."""
+"""Copies that run beside the compute: on a thread where memory is the host's, on a side stream where it is CUDA's.
+
+Tests without a GPU reach the thread only. On CUDA the order is kept by streams: a copy begins after the compute that
+was queued before it, which may still read the target, and who uses the target waits for the copy's event.
+"""
 
 from __future__ import annotations
 
@@ -51,12 +55,12 @@ class BackgroundCopies:
     @staticmethod
     def _on_stream(stream: torch.cuda.Stream, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> Wait:
         # The targets may still be read by compute that was queued earlier.
-        stream.wait_stream(torch.cuda.current_stream())
+        stream.wait_stream(torch.cuda.current_stream(stream.device))
         with torch.cuda.stream(stream):
             for target, source in pairs:
                 target.copy_(source, non_blocking=True)
         done = stream.record_event()
-        return lambda: torch.cuda.current_stream().wait_event(done)
+        return lambda: torch.cuda.current_stream(stream.device).wait_event(done)
 
 
 def _bytes(tensor: torch.Tensor) -> np.ndarray:

@@ -16,7 +16,8 @@ class Counters:
     """What transfers came to, since it was last taken.
 
     Attributes:
-        peer_bytes, host_bytes: replica weights that this rank sent to others, and copied from its node's mirror.
+        peer_bytes: replica weights that this rank sent to others, or pulled from its neighbours' memory.
+        host_bytes: replica weights that it copied from its node's mirror.
         mirror_bytes: weights that this rank sent to the mirrors of other nodes.
         gradient_bytes: replica gradients that this rank sent home.
         moved_bytes: rows of experts that this rank sent to their new homes.

@@ -1,4 +1,7 @@
-"""Expert compute: one matrix product per copy over the rows that belong to it, for any number of rows."""
+"""Expert compute: one matrix product per copy over the rows that belong to it, for any number of rows.
+
+Tests without a GPU reach torch's grouped product and the loop, but not how they are chosen on CUDA.
+"""
 
 from __future__ import annotations
 
@@ -9,6 +12,11 @@ from typing import Any
 import numpy as np
 import torch
 import torch.nn.functional as F
+
+from trimtab.runtime.memory import upload
+
+# Hopper and the data-centre Blackwell, as of torch 2.13.
+GROUPED_KERNEL_CAPABILITIES = (9, 10)
 
 
 @dataclass(frozen=True, eq=False)
@@ -42,8 +50,9 @@ class RowGroups:
 
     @classmethod
     def of(cls, counts: list[int], device: torch.device) -> RowGroups:
-        ends = torch.from_numpy(np.cumsum(counts, dtype=np.int32))
-        return cls(counts, ends.to(device, non_blocking=True))
+        """Groups of the given sizes; the host does not wait for the device."""
+        (ends,) = upload([np.cumsum(counts, dtype=np.int32)], device)
+        return cls(counts, ends)
 
 
 def gated_experts(activation: Callable[[torch.Tensor], torch.Tensor] = F.silu) -> ApplyExperts:
@@ -123,7 +132,13 @@ def _weight_gradient(outer: torch.Tensor, inner: torch.Tensor, groups: RowGroups
     if len(outer) == 0:
         return outer.new_zeros(len(groups.counts), outer.shape[-1], inner.shape[-1])
     if _has_grouped_kernel(outer, inner):
-        return F.grouped_mm(outer.t(), inner, offs=groups.ends)
+        gradient = F.grouped_mm(outer.t(), inner, offs=groups.ends)
+        if gradient.is_cuda:
+            # Some GPUs' kernels leave the products of no rows as they find them.
+            for index, count in enumerate(groups.counts):
+                if count == 0:
+                    gradient[index].zero_()
+        return gradient
     out = outer.new_empty(len(groups.counts), outer.shape[-1], inner.shape[-1])
     for index, (left, right) in enumerate(zip(outer.split(groups.counts), inner.split(groups.counts), strict=True)):
         torch.mm(left.t(), right, out=out[index])
@@ -131,7 +146,16 @@ def _weight_gradient(outer: torch.Tensor, inner: torch.Tensor, groups: RowGroups
 
 
 def _has_grouped_kernel(*operands: torch.Tensor) -> bool:
-    """`grouped_mm` takes neither float64 nor rows that are not whole multiples of 16 bytes."""
+    """`grouped_mm` takes neither float64 nor rows that are not whole multiples of 16 bytes.
+
+    On CUDA it has a kernel for bfloat16 on some GPUs; elsewhere it would wait for the device to learn the counts, which
+    the host knows.
+    """
+    if operands[0].is_cuda and (
+        operands[0].dtype is not torch.bfloat16
+        or torch.cuda.get_device_capability(operands[0].device)[0] not in GROUPED_KERNEL_CAPABILITIES
+    ):
+        return False
     return all(
         operand.dtype is not torch.float64
         and all(size * operand.element_size() % 16 == 0 for size in operand.shape[1:])

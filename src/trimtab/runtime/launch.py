@@ -62,7 +62,7 @@ def launch(worker: Callable[..., None], args: tuple[Any, ...], *, ranks: int) ->
 
     Under torchrun (or `run_on_nodes`) this process is one of the ranks and `ranks` is ignored; if the worker raises,
     the process writes down why, as torchrun asks, and ends at once. Otherwise `ranks` processes are started here; if
-    one fails or dies, the others are stopped at once.
+    one fails or dies, the others are stopped at once. Ranks that have to share a GPU have gloo alone.
 
     Raises:
         InputError: as a rank raised it.
@@ -240,12 +240,12 @@ def _cores() -> int:
 
 
 def _join_group(rank: int, ranks: int, local_rank: int, store: Store | None) -> None:
+    local_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", ranks))
     if torch.cuda.is_available():
-        torch.cuda.set_device(local_rank)
-        backend = "cpu:gloo,cuda:nccl"
+        torch.cuda.set_device(local_rank % torch.cuda.device_count())
+        backend = "cpu:gloo,cuda:nccl" if local_ranks <= torch.cuda.device_count() else "gloo"
     else:
         backend = "gloo"
-        local_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", ranks))
         torch.set_num_threads(max(1, _cores() // local_ranks))
     if store is None:
         dist.init_process_group(backend, timeout=TIMEOUT)

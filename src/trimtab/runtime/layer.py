@@ -67,6 +67,12 @@ class ExpertLayer:
         self.rows_E = np.empty(len(home_E), np.int64)
         self.rows_E[order] = np.arange(len(home_E)) % len(self.parameters[0])
 
+    def stage_in(self, stacks: Sequence[torch.Tensor]) -> None:
+        """Use the given tensors `[E / R, ...]` as staging memory, where there has to be any."""
+        for t, parameter in enumerate(self.parameters):
+            if parameter.dtype != self.dtype:
+                self.sources[t] = stacks[t]
+
     def stage(self) -> None:
         """Bring the parameters' present values into staging memory of another dtype. The session calls it."""
         for source, parameter in zip(self.sources, self.parameters, strict=True):

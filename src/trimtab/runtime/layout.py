@@ -8,6 +8,8 @@ the plan.
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numba
@@ -16,6 +18,7 @@ import torch
 
 from trimtab.planner import StepPlan
 from trimtab.runtime.experts import RowGroups
+from trimtab.runtime.memory import upload
 from trimtab.trace.routing import Array
 
 
@@ -84,15 +87,50 @@ class Layout:
     replicas: InstanceReplicas
 
 
-def build_layout(
-    ids_NK: Array,
-    counts_RE: Array,
-    home_E: Array,
-    rank: int,
-    replicas: InstanceReplicas,
-    device: torch.device,
-) -> Layout:
-    """The layout of one rank.
+@dataclass(frozen=True, eq=False)
+class RowPlaces:
+    """A `Layout` on the host, with rows of home and replica groups as counts alone."""
+
+    row_tokens: Array
+    row_places: Array
+    send_splits: list[int]
+    recv_splits: list[int]
+    home_rows: Array
+    replica_rows: Array
+    home_counts: list[int]
+    replica_counts: list[int]
+    replicas: InstanceReplicas
+
+
+def upload_layouts(placed: Sequence[RowPlaces], device: torch.device) -> list[Layout]:
+    """Bring the layouts of any number of instances to the device, all in one copy that the host does not wait for."""
+    arrays: list[Array] = []
+    for rows in placed:
+        ends = (np.cumsum(counts, dtype=np.int32) for counts in (rows.home_counts, rows.replica_counts))
+        arrays += [rows.row_tokens, rows.row_places, rows.home_rows, rows.replica_rows, *ends]
+    tensors = iter(upload(arrays, device))
+    layouts = []
+    for rows in placed:
+        row_tokens, row_places, home_rows, replica_rows, home_ends, replica_ends = itertools.islice(tensors, 6)
+        layouts.append(
+            Layout(
+                row_tokens=row_tokens,
+                row_places=row_places,
+                send_splits=rows.send_splits,
+                recv_splits=rows.recv_splits,
+                home_rows=home_rows,
+                replica_rows=replica_rows,
+                home_groups=RowGroups(rows.home_counts, home_ends),
+                replica_groups=RowGroups(rows.replica_counts, replica_ends),
+                num_here=len(rows.replica_counts),
+                replicas=rows.replicas,
+            )
+        )
+    return layouts
+
+
+def place_rows(ids_NK: Array, counts_RE: Array, home_E: Array, rank: int, replicas: InstanceReplicas) -> RowPlaces:
+    """Where one rank's rows of an instance go.
 
     Args:
         ids_NK: `[n, K]` integer expert ids of this rank's tokens.
@@ -141,20 +179,15 @@ def build_layout(
     _group_arrivals(arriving_RG, arrivals)
     group_sizes = arriving_RG.sum(axis=0)
     home_total = int(group_sizes[:homes_per_rank].sum())
-
-    def on_device(indices: Array) -> torch.Tensor:
-        return torch.from_numpy(indices).to(device, non_blocking=True)
-
-    return Layout(
-        row_tokens=on_device(row_tokens),
-        row_places=on_device(row_places),
+    return RowPlaces(
+        row_tokens=row_tokens,
+        row_places=row_places,
         send_splits=sent_RG.sum(axis=1).tolist(),
         recv_splits=arriving_RG.sum(axis=1).tolist(),
-        home_rows=on_device(arrivals[:home_total]),
-        replica_rows=on_device(arrivals[home_total:]),
-        home_groups=RowGroups.of(group_sizes[:homes_per_rank].tolist(), device),
-        replica_groups=RowGroups.of(group_sizes[homes_per_rank : homes_per_rank + num_here].tolist(), device),
-        num_here=num_here,
+        home_rows=arrivals[:home_total],
+        replica_rows=arrivals[home_total:],
+        home_counts=group_sizes[:homes_per_rank].tolist(),
+        replica_counts=group_sizes[homes_per_rank : homes_per_rank + num_here].tolist(),
         replicas=replicas,
     )
 

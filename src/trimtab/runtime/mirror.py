@@ -8,7 +8,6 @@ here.
 from __future__ import annotations
 
 import itertools
-import math
 import os
 from collections.abc import Sequence
 from pathlib import Path
@@ -17,12 +16,11 @@ import torch
 import torch.distributed as dist
 
 from trimtab.errors import InputError
+from trimtab.runtime.memory import carve, packed_bytes
 from trimtab.runtime.topology import Topology
 from trimtab.trace.routing import Array
 
 SHARED_MEMORY = Path("/dev/shm")
-# Tensors start on cache lines.
-ALIGNMENT = 64
 
 _numbers = itertools.count()
 
@@ -37,8 +35,8 @@ class NodeMirror:
 
     def __init__(self, topology: Topology, expert: Sequence[torch.Tensor], *, pinned: bool) -> None:
         self._topology = topology
-        self._like = [(tensor.shape, tensor.dtype, tensor.nbytes) for tensor in expert]
-        self._expert_bytes = sum(_aligned(nbytes) for _, _, nbytes in self._like)
+        self._like = [(tensor.shape, tensor.dtype) for tensor in expert]
+        self._expert_bytes = packed_bytes(self._like)
         self._pinned = pinned
         self._memory: torch.Tensor | None = None
         self._entries_N: list[Array] = []
@@ -48,6 +46,11 @@ class NodeMirror:
     def nbytes(self) -> int:
         """Host memory in use on this node."""
         return 0 if self._memory is None else self._memory.nbytes
+
+    @property
+    def is_used(self) -> bool:
+        """Does any node's mirror hold anything?"""
+        return any(len(entries) for entries in self._entries_N)
 
     def hold(self, entries_N: Sequence[Array]) -> None:
         """Make room for what a plan needs. Collective. What was held before is forgotten.
@@ -63,15 +66,15 @@ class NodeMirror:
         needed = len(mine) * self._expert_bytes
         if needed > self.nbytes:
             self._release()
-            self._memory = self._allocate(needed)
+            self._memory = share_memory(needed, self._topology)
+            if self._pinned:
+                status = torch.cuda.cudart().cudaHostRegister(self._memory.data_ptr(), needed, 0)
+                if int(status):
+                    raise RuntimeError(f"cudaHostRegister of {needed} bytes failed with status {int(status)}")
         self._rows = {}
         for place, (layer, expert) in enumerate(mine.tolist()):
             assert self._memory is not None
-            start, tensors = place * self._expert_bytes, []
-            for shape, dtype, nbytes in self._like:
-                tensors.append(self._memory[start : start + nbytes].view(dtype).view(shape))
-                start += _aligned(nbytes)
-            self._rows[layer, expert] = tensors
+            self._rows[layer, expert] = carve(self._memory[place * self._expert_bytes :], self._like)
 
     def row(self, layer: int, expert: int) -> list[torch.Tensor]:
         """The tensors of an expert that the plan wanted here."""
@@ -88,7 +91,7 @@ class NodeMirror:
         Returns:
             Bytes that this rank sent to other nodes.
         """
-        if not any(len(entries) for entries in self._entries_N):
+        if not self.is_used:
             return 0
         here, per_node = self._topology, self._topology.ranks_per_node
         operations: list[dist.P2POp] = []
@@ -128,39 +131,43 @@ class NodeMirror:
         for target, tensor in zip(self._rows[layer, expert], tensors, strict=True):
             target.copy_(tensor, non_blocking=True)
 
-    def _allocate(self, nbytes: int) -> torch.Tensor:
-        """Memory that this node's ranks share. Its file is gone as soon as all have it, so that nothing can be left."""
-        group = self._topology.node_control
-        leads = dist.get_rank(group) == 0
-        message: list[tuple[str, str] | None] = [None]
-        if leads:
-            message = [_create(nbytes)]
-        dist.broadcast_object_list(message, group=group, group_src=0)
-        assert message[0] is not None
-        name, problem = message[0]
-        if problem:
-            raise InputError(problem)
-        try:
-            memory = torch.from_file(name, shared=True, size=nbytes, dtype=torch.uint8)
-        except RuntimeError:
-            raise InputError(
-                f"rank {self._topology.rank} can't open {name}, which another rank of its node made; ranks of a node "
-                "should share memory: check ranks_per_node"
-            ) from None
-        finally:
-            dist.barrier(group=group)
-            if leads:
-                Path(name).unlink(missing_ok=True)
-        if self._pinned:
-            status = torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), nbytes, 0)
-            if int(status):
-                raise RuntimeError(f"cudaHostRegister of {nbytes} bytes failed with status {int(status)}")
-        return memory
-
     def _release(self) -> None:
         if self._memory is not None and self._pinned:
+            # Copies from here may still be under way.
+            torch.cuda.synchronize()
             torch.cuda.cudart().cudaHostUnregister(self._memory.data_ptr())
         self._rows, self._memory = {}, None
+
+
+def share_memory(nbytes: int, topology: Topology) -> torch.Tensor:
+    """Host memory `[nbytes]` uint8 that this node's ranks share. Collective over them.
+
+    Its file is gone as soon as all have it, so that nothing can be left.
+
+    Raises:
+        InputError: if there is not enough room, or the ranks are not on one machine.
+    """
+    group = topology.node_control
+    leads = dist.get_rank(group) == 0
+    message: list[tuple[str, str] | None] = [None]
+    if leads:
+        message = [_create(nbytes)]
+    dist.broadcast_object_list(message, group=group, group_src=0)
+    assert message[0] is not None
+    name, problem = message[0]
+    if problem:
+        raise InputError(problem)
+    try:
+        return torch.from_file(name, shared=True, size=nbytes, dtype=torch.uint8)
+    except RuntimeError:
+        raise InputError(
+            f"rank {topology.rank} can't open {name}, which another rank of its node made; ranks of a node "
+            "should share memory: check ranks_per_node"
+        ) from None
+    finally:
+        dist.barrier(group=group)
+        if leads:
+            Path(name).unlink(missing_ok=True)
 
 
 def _create(nbytes: int) -> tuple[str, str]:
@@ -180,7 +187,3 @@ def _create(nbytes: int) -> tuple[str, str]:
     finally:
         os.close(descriptor)
     return str(path), ""
-
-
-def _aligned(nbytes: int) -> int:
-    return math.ceil(nbytes / ALIGNMENT) * ALIGNMENT

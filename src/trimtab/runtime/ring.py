@@ -3,6 +3,9 @@
 All layers share the ring's places, so that memory does not grow with depth; what was dropped comes again in backward.
 Every rank starts the same instances in the same order, whether or not it holds a replica of them: home ranks and slots
 know of each other from the plan alone, and messages between two ranks match in the order in which they are posted.
+
+Weights come from the node's mirror, out of a neighbour's memory where that can be reached, else as a message. Tests
+without a GPU reach all three, but messages and copies on a GPU are ordered by streams, which no test here sees.
 """
 
 from __future__ import annotations
@@ -19,6 +22,7 @@ from trimtab.planner.paths import HOST
 from trimtab.runtime.copies import BackgroundCopies, Wait
 from trimtab.runtime.counters import Counters
 from trimtab.runtime.mirror import NodeMirror
+from trimtab.runtime.symmetric import PeerMemory
 from trimtab.runtime.topology import Topology
 
 if TYPE_CHECKING:
@@ -36,6 +40,10 @@ class _Arrival:
 
 class ReplicaRing:
     """The places, and the transfers into them.
+
+    Attributes:
+        mirror: what host-path replicas are copied from.
+        peers: what peer-path replicas with a home on this node are copied from; messages bring them if it is None.
 
     Args:
         expert: the tensors of one expert, shapes and dtypes alone.
@@ -55,12 +63,14 @@ class ReplicaRing:
     ) -> None:
         self.counters = counters
         self.mirror = mirror
+        self.peers: PeerMemory | None = None
         self._topology = topology
         self._places = [
             [torch.zeros(slots, *t.shape, dtype=t.dtype, device=t.device) for t in expert] for _ in range(layers)
         ]
         self._device = expert[0].device
-        self.copies = BackgroundCopies(self._device)
+        # Of their own each, so that neither path waits for the other's link.
+        self._host_copies, self._peer_copies = BackgroundCopies(self._device), BackgroundCopies(self._device)
         self._held: dict[tuple[MicroStep, int], _Arrival] = {}
         self._sends: list[dist.Work] = []
         self._order: dict[bool, list[int]] = {}
@@ -108,13 +118,35 @@ class ReplicaRing:
             work.wait()
         self._sends.clear()
 
+    def settle(self) -> None:
+        """Come to where no rank reads what any rank is about to write. Collective."""
+        self.drain()
+        if self.peers is not None or self.mirror.is_used:
+            if self._device.type == "cuda":
+                torch.cuda.synchronize()
+            dist.barrier(group=self._topology.expert_control)
+
     def refresh(self, layers: Sequence[ExpertLayer]) -> None:
-        """Bring the layers' present weights into all nodes' mirrors. Collective; all ranks have drained."""
+        """Bring the layers' present weights to where replicas are copied from. Collective; all ranks have settled."""
+        if self.peers is not None:
+            self.peers.fill(layers)
         self.counters.mirror_bytes += self.mirror.refresh(
             np.stack([layer.home_E for layer in layers]),
             [layer.sources for layer in layers],
             np.stack([layer.rows_E for layer in layers]),
         )
+
+    def take_cpu_s(self) -> float:
+        """Seconds of CPU time that copying threads have spent since this was last asked."""
+        return self._host_copies.take_cpu_s() + self._peer_copies.take_cpu_s()
+
+    def close(self) -> None:
+        """Give up threads and shared memory."""
+        self.drain()
+        for copies in (self._host_copies, self._peer_copies):
+            copies.close()
+        self.peers = None
+        self.mirror.close()
 
     def _coming(self, step: MicroStep, index: int) -> Sequence[int]:
         """The layers that will be needed after this one: as in the last such micro-step, else straight on."""
@@ -132,23 +164,32 @@ class ReplicaRing:
         for tensor in place:
             # So that autograd notices if it kept a slot that now gets other weights.
             torch.autograd.graph.increment_version(tensor)
-        copies: list[tuple[torch.Tensor, torch.Tensor]] = []
+        from_host: list[tuple[torch.Tensor, torch.Tensor]] = []
+        from_peers: list[tuple[torch.Tensor, torch.Tensor]] = []
         operations: list[dist.P2POp] = []
-        group, rank = self._topology.weights, self._topology.rank
+        group, rank, per_node = self._topology.weights, self._topology.rank, self._topology.ranks_per_node
         for p in range(replicas.count):
             expert, to = int(replicas.experts[p]), int(replicas.ranks[p])
             home, row, slot = int(layer.home_E[expert]), int(layer.rows_E[expert]), int(replicas.slots[p])
             if replicas.paths[p] == HOST:
                 if to == rank:
-                    copies += [(t[slot], s) for t, s in zip(place, self.mirror.row(layer.index, expert), strict=True)]
+                    sources = self.mirror.row(layer.index, expert)
+                    from_host += [(t[slot], source) for t, source in zip(place, sources, strict=True)]
+            elif self.peers is not None and home // per_node == to // per_node:
+                if to == rank:
+                    sources = self.peers.row(layer.index, home, row)
+                    from_peers += [(t[slot], source) for t, source in zip(place, sources, strict=True)]
+                    self.counters.peer_bytes += layer.expert_bytes
             elif home == rank:
                 operations += [dist.P2POp(dist.isend, t[row], group=group, group_peer=to) for t in layer.sources]
                 self.counters.peer_bytes += layer.expert_bytes
             elif to == rank:
                 operations += [dist.P2POp(dist.irecv, t[slot], group=group, group_peer=home) for t in place]
-        if copies:
-            arrival.waits.append(self.copies.start(copies))
-            self.counters.host_bytes += sum(source.nbytes for _, source in copies)
+        if from_host:
+            arrival.waits.append(self._host_copies.start(from_host))
+            self.counters.host_bytes += sum(source.nbytes for _, source in from_host)
+        if from_peers:
+            arrival.waits.append(self._peer_copies.start(from_peers))
         works = dist.batch_isend_irecv(operations) if operations else []
         if self._device.type == "cuda":
             arrival.waits += [work.wait for work in works]

@@ -15,6 +15,7 @@ import torch.distributed as dist
 from trimtab.cluster import ClusterSpec
 from trimtab.errors import InputError
 from trimtab.planner import Placement, Schedule, StepPlan
+from trimtab.planner.paths import PEER
 from trimtab.planner.workload import max_over_mean
 from trimtab.runtime.binding import Instance, MicroStep, RunningStep, Transfers, exchange_layout
 from trimtab.runtime.counters import Counters
@@ -27,6 +28,7 @@ from trimtab.runtime.moving import move_experts
 from trimtab.runtime.planning import Mode, Paths, PlannedStep, PlanReport, SessionPlanner
 from trimtab.runtime.returns import GradientReturns
 from trimtab.runtime.ring import ReplicaRing
+from trimtab.runtime.symmetric import PeerMemory
 from trimtab.runtime.topology import Topology
 from trimtab.trace import RoutingTrace
 from trimtab.trace.routing import Array
@@ -325,7 +327,7 @@ class Session:
         metrics = {
             "transfer/exposed_s": counters.exposed_s,
             "transfer/refresh_s": counters.refresh_s,
-            "transfer/cpu_s": 0.0 if self._transfers is None else self._transfers.ring.copies.take_cpu_s(),
+            "transfer/cpu_s": 0.0 if self._transfers is None else self._transfers.ring.take_cpu_s(),
             "transfer/peer_bytes": counters.peer_bytes,
             "transfer/host_bytes": counters.host_bytes,
             "transfer/mirror_bytes": counters.mirror_bytes,
@@ -347,9 +349,7 @@ class Session:
     def close(self) -> None:
         """Give up threads and shared memory. Not needed before a process ends."""
         if self._transfers is not None:
-            self._transfers.ring.drain()
-            self._transfers.ring.copies.close()
-            self._transfers.ring.mirror.close()
+            self._transfers.ring.close()
 
     # What the layers ask for.
 
@@ -445,6 +445,9 @@ class Session:
         self.move(plan.placement)
         nodes = range(self.num_ranks // plan.ranks_per_node)
         self.transfers.ring.mirror.hold([plan.mirror_entries(node) for node in nodes])
+        near = (plan.replica_paths == PEER) & ~plan.far_replicas
+        if self._device.type == "cuda" and self.transfers.ring.peers is None and near.any():
+            self.transfers.ring.peers = PeerMemory.across(self.topology, self.layers)
         self.transfers.returns.reserve(self.layers[0], self._most_arriving(plan))
         self._weights_changed = True
 
@@ -471,10 +474,11 @@ class Session:
     def _refresh(self) -> None:
         """Bring changed weights into staging memory and mirrors."""
         start = time.perf_counter()
+        if self._transfers is not None:
+            self._transfers.ring.settle()
         for layer in self.layers:
             layer.stage()
         if self._transfers is not None:
-            # All ranks are past their last micro-step here: their gradients, or the plan, brought them together.
             self._transfers.ring.refresh(self.layers)
         self._weights_changed = False
         self.counters.refresh_s += time.perf_counter() - start

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import torch
 import torch.distributed as dist
 
 from trimtab.errors import InputError
@@ -103,7 +104,10 @@ def _group(ranks: Sequence[int], use: str, backend: str | None = None) -> dist.P
     if key not in _made:
         made = dist.new_group(list(ranks), backend=backend, use_local_synchronization=True)
         assert made is not None
-        # NCCL wants every rank of a group in its first call.
-        dist.barrier(group=made)
+        # NCCL wants every rank of a group in its first call. A barrier would be gloo's, if the group has that too.
+        if "nccl" in dist.get_backend_config(made):
+            dist.all_reduce(torch.zeros(1, device="cuda"), group=made)
+        else:
+            dist.barrier(group=made)
         _made[key] = made
     return _made[key]
