@@ -7,7 +7,7 @@ import sys
 from typing import NoReturn
 
 from trimtab import __version__
-from trimtab.cli import bench, plan, trace, train
+from trimtab.cli import bench, doctor, plan, trace, train
 from trimtab.errors import InputError, RankFailedError
 
 
@@ -25,11 +25,11 @@ def main(arguments: list[str] | None = None) -> int:
     )
     parser.add_argument("--version", action="version", version=f"trimtab {__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND", parser_class=_Parser)
-    for command in (train, trace, plan, bench):
+    for command in (train, trace, plan, bench, doctor):
         command.add(commands)
     options = parser.parse_args(arguments)
     try:
-        options.run(options)
+        status = options.run(options)
     except InputError as error:
         print(f"trimtab {options.command}: {error}", file=sys.stderr)
         return 2
@@ -42,7 +42,7 @@ def main(arguments: list[str] | None = None) -> int:
     except KeyboardInterrupt:
         print(f"trimtab {options.command}: interrupted", file=sys.stderr)
         return 130
-    return 0
+    return status or 0
 
 
 if __name__ == "__main__":
