@@ -23,3 +23,12 @@ def test_random_plans_equal_the_single_process(ranks: int, dtype: torch.dtype, c
         for seed, (run_block, max_norm, number) in enumerate(variants)
     ]
     launch(compare_cases, (cases,), ranks=ranks)
+
+
+def test_experts_of_several_groups_stay_alike() -> None:
+    """Two expert-parallel groups of two ranks, each with its own replicas and micro-steps."""
+    cases = [
+        Case(seed, torch.float64, max_norm, run_block, steps=2, padded=seed % 2 == 1, groups=2)
+        for seed, (run_block, max_norm) in enumerate(itertools.product(CHECKPOINTING[:2], (None, 0.05)))
+    ]
+    launch(compare_cases, (cases,), ranks=4)
