@@ -1,4 +1,4 @@
-"""What equality under random plans does not reach: weights that change under a plan, depth, precision, frozen experts."""
+"""Beyond equality under random plans: weights that change under a plan, depth, precision, frozen experts."""
 
 from __future__ import annotations
 
@@ -12,14 +12,17 @@ import torch.nn.functional as F
 from helpers.equality import relative_error
 from helpers.moe_model import Shape, TinyMoE
 from helpers.random_plans import random_plan, random_schedule, random_trace
-from trimtab.planner import Workload
+from trimtab.planner import Schedule, Workload
 from trimtab.planner.paths import HOST
 from trimtab.runtime import PlanReport, Session
 from trimtab.runtime.launch import launch
+from trimtab.trace import RoutingTrace
 
 # Deeper than the ring, so that backward fetches again what forward dropped.
 SHAPE = Shape(layers=5, experts=4, top_k=2, hidden=8, width=8)
 MICRO_STEPS = 2
+
+Result = tuple[torch.Tensor, list[torch.Tensor]]
 
 
 @dataclass(eq=False)
@@ -55,12 +58,13 @@ class Run:
         plan = random_plan(
             np.random.default_rng(3), Workload.from_trace(trace, schedule), schedule, slots=2 if with_replicas else 0
         )
-        plan = replace(plan, replica_paths=np.where(np.arange(plan.num_replicas) % 3, HOST, plan.replica_paths))
-        plan = replace(plan, replica_paths=plan.replica_paths.astype(np.uint8))
+        # Most of them from host memory, whose copies have to follow the weights.
+        paths = np.where(np.arange(plan.num_replicas) % 3, HOST, plan.replica_paths).astype(np.uint8)
+        plan = replace(plan, replica_paths=paths)
         assert (plan.num_replicas > 10) == with_replicas
         return cls(session, model, session.adopt(plan, trace.select(schedule.sequences_of(session.rank))))
 
-    def step(self) -> tuple[torch.Tensor, list[torch.Tensor]]:
+    def step(self) -> Result:
         trace, schedule = step_of(self.session)
         rng = np.random.default_rng(4)
         tokens, labels = (torch.from_numpy(rng.integers(0, SHAPE.vocab, trace.num_tokens)) for _ in range(2))
@@ -79,7 +83,8 @@ class Run:
         return total, [p.grad.clone() for p in self.model.parameters() if p.requires_grad and p.grad is not None]
 
 
-def step_of(session: Session):  # type: ignore[no-untyped-def]
+def step_of(session: Session) -> tuple[RoutingTrace, Schedule]:
+    """The sequences of all ranks, and where they train."""
     rng = np.random.default_rng(2)
     trace = random_trace(
         rng, num_sequences=8, max_length=30, num_layers=SHAPE.layers, num_experts=SHAPE.experts, top_k=SHAPE.top_k
@@ -87,9 +92,7 @@ def step_of(session: Session):  # type: ignore[no-untyped-def]
     return trace, random_schedule(rng, 8, num_ranks=session.num_ranks, num_micro_steps=MICRO_STEPS)
 
 
-def assert_alike(
-    one: tuple[torch.Tensor, list[torch.Tensor]], other: tuple[torch.Tensor, list[torch.Tensor]], tolerance: float
-) -> None:
+def assert_alike(tolerance: float, one: Result, other: Result) -> None:
     assert relative_error(one[0], other[0]) < tolerance
     for mine, theirs in zip(one[1], other[1], strict=True):
         assert relative_error(mine, theirs) < tolerance
@@ -102,7 +105,7 @@ def step_under_one_plan() -> None:
     losses = []
     for _ in range(3):
         results = [run.step() for run in runs]
-        assert_alike(*results, tolerance=1e-12)
+        assert_alike(1e-12, *results)
         losses.append(float(results[0][0]))
         for optimizer in optimizers:
             optimizer.step()
@@ -112,7 +115,7 @@ def step_under_one_plan() -> None:
             for parameter in run.model.parameters():
                 parameter.mul_(0.7)
         run.session.weights_changed()
-    assert_alike(*(run.step() for run in runs), tolerance=1e-12)
+    assert_alike(1e-12, *(run.step() for run in runs))
     transfers, report = runs[0].session.transfers, runs[0].report
     assert report.mirror_bytes > 0
     assert transfers.ring.nbytes + transfers.returns.nbytes == report.pool_bytes
@@ -125,7 +128,7 @@ def test_weights_may_change_under_a_plan() -> None:
 
 def step_with_frozen_tensors() -> None:
     runs = [Run.start(with_replicas=True, frozen=True), Run.start(with_replicas=False, frozen=True)]
-    assert_alike(*(run.step() for run in runs), tolerance=1e-12)
+    assert_alike(1e-12, *(run.step() for run in runs))
     assert all(block.gate_up.grad is None for block in runs[0].model.moe_blocks())
     everything_frozen = Run.start(with_replicas=True, frozen=True)
     for block in everything_frozen.model.moe_blocks():
@@ -143,16 +146,16 @@ def step_in_lower_precision() -> None:
     runs = [Run.start(with_replicas=flag, compute_dtype=torch.bfloat16) for flag in (True, False)]
     optimizers = [torch.optim.SGD(run.model.parameters(), lr=0.5) for run in runs]
     first = [run.step() for run in runs]
-    assert_alike(*first, tolerance=0.02)
+    assert_alike(0.02, *first)
     for optimizer in optimizers:
         optimizer.step()
     again = [run.step() for run in runs]
-    assert_alike(*again, tolerance=0.05)
+    assert_alike(0.05, *again)
     # A session that starts from these weights gets the same.
     state = runs[0].session.logical_state_dict(runs[0].model)
     anew = Run.start(with_replicas=True, state=state, compute_dtype=torch.bfloat16)
     assert anew.session.layers[0].sources[0].dtype is torch.bfloat16
-    assert_alike(anew.step(), again[0], tolerance=1e-6)
+    assert_alike(1e-6, anew.step(), again[0])
     assert relative_error(again[0][0], first[0][0]) > 1e-3
 
 
