@@ -72,9 +72,9 @@ def train(rl_steps: int = 2) -> None:
         constant = ranks * SAMPLES * RESPONSE * MICRO_STEPS // MINI_SAMPLESES
         total = torch.zeros(())
         for mini_batch in range(MINI_SAMPLESES):
-            for index in np.flatnonzero(schedule.mini_batch_of_micro_step == mini_batch):
+            for index in np.flatnonzero(schedule.mini_batch_of_micro_step == mini_batch).tolist():
                 batch, advantages = batches[index]
-                with session.micro_step(int(index)):
+                with session.micro_step(index):
                     ratio = (log_probs(model, batch) - old[index]).exp()
                     loss = -torch.minimum(ratio * advantages[:, None], ratio.clamp(0.8, 1.2) * advantages[:, None])
                     loss = loss.sum() / constant

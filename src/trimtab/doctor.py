@@ -98,11 +98,9 @@ def find_torch() -> tuple[ModuleType | None, Finding]:
 def check_packages(name: str, extra: str | None) -> Finding:
     """Are the packages there that trimtab, or an extra of it, asks for, new enough?"""
     try:
-        requirements = importlib.metadata.requires("trimtab") or []
+        requirements = [text for text in importlib.metadata.requires("trimtab") or [] if _extra_of(text) == extra]
     except importlib.metadata.PackageNotFoundError:
         return Finding(name, "warning", "trimtab is not installed, so versions are not known; pip install .")
-    extras = {requirement: re.search(r"""extra == ["'](\w+)""", requirement) for requirement in requirements}
-    requirements = [text for text, of in extras.items() if (of[1] if of else None) == extra]
     install = "trimtab" if extra is None else f"trimtab[{extra}]"
     found, wrong = [], []
     for requirement in requirements:
@@ -121,17 +119,25 @@ def check_packages(name: str, extra: str | None) -> Finding:
     return Finding(name, "ok", ", ".join(found))
 
 
+def _extra_of(requirement: str) -> str | None:
+    """The extra that a line such as `torch>=2.10; extra == 'train'` belongs to."""
+    match = re.search(r"""extra == ["'](\w+)""", requirement)
+    return match[1] if match else None
+
+
 def _numbers(version: str) -> tuple[int, ...]:
-    return tuple(int(part) for part in re.match(r"[\d.]*", version)[0].strip(".").split(".") if part)  # type: ignore[index]
+    """The leading numbers: (2, 10, 0) of `2.10.0+cpu`."""
+    parts = re.split(r"[^\d.]", version)[0].split(".")
+    return tuple(int(part) for part in parts if part)
 
 
 def check_kernels() -> Finding:
     """Do the compiled kernels compile, and plan something?"""
     start = time.perf_counter()
-    trace = synthesize(num_sequences=8, sequence_length=64, num_layers=2, num_experts=16, top_k=2, zipf=1.0)
-    schedule = pack_by_length(trace.sequence_lengths, num_ranks=4, token_budget=128)
-    workload = Workload.from_trace(trace, schedule)
     try:
+        trace = synthesize(num_sequences=8, sequence_length=64, num_layers=2, num_experts=16, top_k=2, zipf=1.0)
+        schedule = pack_by_length(trace.sequence_lengths, num_ranks=4, token_budget=128)
+        workload = Workload.from_trace(trace, schedule)
         plan = plan_step(workload, schedule, Placement.contiguous(2, 16, 4), ClusterSpec(4, 4))
         plan.check(workload)
     except Exception as error:
@@ -170,12 +176,10 @@ def check_allocator() -> Finding:
 
     if torchrun_ranks() is None:
         return Finding("allocator", "ok", "trimtab sets it for the ranks that it starts")
-    missing = [f"{name}={value}" for name, value in ALLOCATOR.items() if os.environ.get(name) != value]
-    if missing:
-        text = (
-            f"freed memory goes back to the system and is faulted in anew; before torchrun, export {' '.join(missing)}"
-        )
-        return Finding("allocator", "warning", text)
+    for name, settings in ALLOCATOR.items():
+        if not set(settings.split(":")) <= set(os.environ.get(name, "").split(":")):
+            text = f"freed memory goes back to the system and is faulted in anew; torchrun wants {name}={settings}"
+            return Finding("allocator", "warning", text)
     return Finding("allocator", "ok", "set for these ranks")
 
 

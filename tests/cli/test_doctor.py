@@ -194,9 +194,9 @@ def test_torchrun_has_to_be_told_of_the_allocator(monkeypatch: pytest.MonkeyPatc
     assert doctor.check_allocator().status == "ok"
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("WORLD_SIZE", "2")
-    assert "export GLIBC_TUNABLES=" in doctor.check_allocator().text
+    assert "torchrun wants GLIBC_TUNABLES=glibc" in doctor.check_allocator().text
     for name, value in ALLOCATOR.items():
-        monkeypatch.setenv(name, value)
+        monkeypatch.setenv(name, f"glibc.malloc.perturb=1:{value}")
     assert doctor.check_allocator().status == "ok"
 
 

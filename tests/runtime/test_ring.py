@@ -10,33 +10,12 @@ import numpy as np
 import pytest
 import torch
 
+from helpers.late_copies import LateCopies
 from trimtab.planner.paths import HOST
 from trimtab.runtime.binding import MicroStep
-from trimtab.runtime.copies import Wait
 from trimtab.runtime.counters import Counters
 from trimtab.runtime.layout import InstanceReplicas
 from trimtab.runtime.ring import ReplicaRing
-
-
-class LateCopies:
-    """Copies at the last moment that is allowed: when the target is waited for."""
-
-    def __init__(self) -> None:
-        self._late: dict[int, list[tuple[torch.Tensor, torch.Tensor]]] = {}
-
-    def start(self, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> Wait:
-        for target, _ in pairs:
-            waiting = [other for late in self._late.values() for other, _ in late]
-            assert all(target.data_ptr() != other.data_ptr() for other in waiting), "two copies into one slot"
-        number = max(self._late, default=0) + 1
-        self._late[number] = [*pairs]
-
-        def wait() -> None:
-            for target, source in self._late.pop(number):
-                # As the copying thread does it, without autograd's knowledge.
-                np.copyto(target.numpy(), source.numpy())
-
-        return wait
 
 
 class Harness:

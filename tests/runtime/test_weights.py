@@ -10,6 +10,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 
 from helpers.equality import relative_error
+from helpers.late_copies import LateCopies
 from helpers.moe_model import Shape, TinyMoE
 from helpers.random_plans import random_plan, random_schedule, random_trace
 from trimtab.planner import Schedule, Workload
@@ -62,7 +63,9 @@ class Run:
         paths = np.where(np.arange(plan.num_replicas) % 3, HOST, plan.replica_paths).astype(np.uint8)
         plan = replace(plan, replica_paths=paths)
         assert (plan.num_replicas > 10) == with_replicas
-        return cls(session, model, session.adopt(plan, trace.select(schedule.sequences_of(session.rank))))
+        report = session.adopt(plan, trace.select(schedule.sequences_of(session.rank)))
+        session.transfers.ring.copies = LateCopies()  # type: ignore[assignment]
+        return cls(session, model, report)
 
     def step(self) -> Result:
         trace, schedule = step_of(self.session)

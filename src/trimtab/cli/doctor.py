@@ -59,7 +59,8 @@ def run(options: argparse.Namespace) -> int:
     findings = examine(ranks=ranks, local_ranks=local_ranks, slots=options.slots, model=model, num_layers=num_layers)
     if os.environ.get("RANK", "0") != "0":
         return 0
-    table = Table("check", "", "finding", box=None, title="trimtab doctor", title_justify="left", title_style="bold")
+    table = Table("check", "", box=None, title="trimtab doctor", title_justify="left", title_style="bold")
+    table.add_column("finding", overflow="fold")
     for finding in findings:
         table.add_row(finding.name, f"[{COLOURS[finding.status]}]{finding.status}", escape(finding.text))
     Console(highlight=False).print(table)
