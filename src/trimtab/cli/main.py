@@ -7,7 +7,7 @@ import sys
 from typing import NoReturn
 
 from trimtab import __version__
-from trimtab.cli import bench, nodes, plan, trace, train
+from trimtab.cli import bench, doctor, nodes, plan, trace, train
 from trimtab.errors import InputError, RankFailedError
 
 
@@ -25,12 +25,12 @@ def main(arguments: list[str] | None = None) -> int:
     )
     parser.add_argument("--version", action="version", version=f"trimtab {__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND", parser_class=_Parser)
-    for command in (train, trace, plan, bench, nodes):
+    for command in (train, trace, plan, bench, nodes, doctor):
         command.add(commands)
     options = parser.parse_args(arguments)
     options.arguments = sys.argv[1:] if arguments is None else arguments
     try:
-        options.run(options)
+        status = options.run(options)
     except InputError as error:
         print(f"trimtab {options.command}: {error}", file=sys.stderr)
         return 2
@@ -43,7 +43,7 @@ def main(arguments: list[str] | None = None) -> int:
     except KeyboardInterrupt:
         print(f"trimtab {options.command}: interrupted", file=sys.stderr)
         return 130
-    return 0
+    return status or 0
 
 
 if __name__ == "__main__":

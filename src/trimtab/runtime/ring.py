@@ -70,7 +70,7 @@ class ReplicaRing:
         ]
         self._device = expert[0].device
         # Of their own each, so that neither path waits for the other's link.
-        self._host_copies, self._peer_copies = BackgroundCopies(self._device), BackgroundCopies(self._device)
+        self.host_copies, self.peer_copies = BackgroundCopies(self._device), BackgroundCopies(self._device)
         self._held: dict[tuple[MicroStep, int], _Arrival] = {}
         self._sends: list[dist.Work] = []
         self._order: dict[bool, list[int]] = {}
@@ -138,12 +138,12 @@ class ReplicaRing:
 
     def take_cpu_s(self) -> float:
         """Seconds of CPU time that copying threads have spent since this was last asked."""
-        return self._host_copies.take_cpu_s() + self._peer_copies.take_cpu_s()
+        return self.host_copies.take_cpu_s() + self.peer_copies.take_cpu_s()
 
     def close(self) -> None:
         """Give up threads and shared memory."""
         self.drain()
-        for copies in (self._host_copies, self._peer_copies):
+        for copies in (self.host_copies, self.peer_copies):
             copies.close()
         self.peers = None
         self.mirror.close()
@@ -186,10 +186,10 @@ class ReplicaRing:
             elif to == rank:
                 operations += [dist.P2POp(dist.irecv, t[slot], group=group, group_peer=home) for t in place]
         if from_host:
-            arrival.waits.append(self._host_copies.start(from_host))
+            arrival.waits.append(self.host_copies.start(from_host))
             self.counters.host_bytes += sum(source.nbytes for _, source in from_host)
         if from_peers:
-            arrival.waits.append(self._peer_copies.start(from_peers))
+            arrival.waits.append(self.peer_copies.start(from_peers))
         works = dist.batch_isend_irecv(operations) if operations else []
         if self._device.type == "cuda":
             arrival.waits += [work.wait for work in works]

@@ -1,0 +1,106 @@
+"""A training loop of your own around a Hugging Face model, balanced by Trimtab.
+
+`python examples/transformers_loop.py` starts two ranks here; under torchrun it is one of them. The model is small and
+random, and its reward is the share of even tokens. What a real run keeps is which call to `session` stands where.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from transformers import AutoModelForCausalLM, Qwen3MoeConfig
+
+from trimtab import RoutingTrace, Schedule
+from trimtab.integrations.transformers import record_routing, replicated_parameters, share_experts
+from trimtab.runtime import Session
+from trimtab.runtime.launch import launch
+
+EXPERTS = 8
+MICRO_STEPS, MINI_BATCHES = 4, 2  # of an RL step; the optimizer steps after every mini-batch
+SAMPLES, PROMPT, RESPONSE = 16, 16, 16  # responses to a prompt, which make up a micro-batch; and tokens of both
+
+
+def train(rl_steps: int = 2) -> None:
+    torch.manual_seed(0)
+    config = Qwen3MoeConfig(
+        vocab_size=64, hidden_size=64, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=1, head_dim=32,
+        moe_intermediate_size=64, num_experts=EXPERTS, num_experts_per_tok=2, initializer_range=0.3, pad_token_id=0,
+    )  # fmt: skip
+    rollout_model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).eval()
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)  # whole, and the same on every rank
+
+    # Once: this rank's experts go into the session, all others away; then comes the optimizer.
+    session = Session(num_experts=EXPERTS)
+    share_experts(model, session)
+    replicated = replicated_parameters(model, session)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    session.train_with(optimizer)  # so that experts may move, with their state
+
+    # Where every sequence trains. Here a rank keeps what it generated, in the order in which it did.
+    ranks = dist.get_world_size()
+    schedule = Schedule(
+        micro_step=np.tile(np.repeat(np.arange(MICRO_STEPS, dtype=np.int32), SAMPLES), ranks),
+        rank=np.repeat(np.arange(ranks, dtype=np.int32), MICRO_STEPS * SAMPLES),
+        mini_batch_of_micro_step=np.arange(MICRO_STEPS, dtype=np.int32) * MINI_BATCHES // MICRO_STEPS,
+        num_ranks=ranks,
+    )
+    torch.manual_seed(1 + dist.get_rank())
+    for step in range(rl_steps):
+        # Rollout, under the present weights: sequences, and the experts of every token that was fed.
+        rollout_model.load_state_dict(session.logical_state_dict(model))
+        prompts = torch.randint(1, 64, (MICRO_STEPS, PROMPT)).repeat_interleave(SAMPLES, dim=0)
+        with record_routing(rollout_model) as record:
+            tokens = rollout_model.generate(
+                prompts, do_sample=True, max_new_tokens=RESPONSE, min_new_tokens=RESPONSE, eos_token_id=None
+            )
+        expert_ids = record.by_sequence(len(tokens))  # [sequences, tokens - 1, layers, top_k]
+        rewards = (tokens[:, PROMPT:] % 2 == 0).float().mean(dim=1)
+        groups = rewards.split(SAMPLES)
+        batches = [(t, g - g.mean()) for t, g in zip(tokens.split(SAMPLES), groups, strict=True)]
+
+        # Plan: the routing of all ranks is known, so the whole step is balanced before it runs.
+        report = session.plan(RoutingTrace.from_sequences(list(expert_ids), num_experts=EXPERTS), schedule)
+
+        # Recompute: log-probabilities before the step. Every rank runs every micro-step, with the experts recorded.
+        old = []
+        for index, (batch, _) in enumerate(batches):
+            with torch.no_grad(), session.micro_step(index):
+                old.append(log_probs(model, batch))
+
+        # Update: the loss is a sum over tokens divided by a constant, the tokens of the mini-batch on all ranks.
+        constant = ranks * SAMPLES * RESPONSE * MICRO_STEPS // MINI_BATCHES
+        total = torch.zeros(())
+        for mini_batch in range(MINI_BATCHES):
+            for index in np.flatnonzero(schedule.mini_batch_of_micro_step == mini_batch).tolist():
+                batch, advantages = batches[index]
+                with session.micro_step(index):
+                    ratio = (log_probs(model, batch) - old[index]).exp()
+                    loss = -torch.minimum(ratio * advantages[:, None], ratio.clamp(0.8, 1.2) * advantages[:, None])
+                    loss = loss.sum() / constant
+                    loss.backward()
+                total += loss.detach()
+            session.finish_gradients(replicated)  # replicas' gradients come home, the others are summed over ranks
+            session.clip_gradients(replicated, max_norm=1.0)
+            optimizer.step()
+            optimizer.zero_grad()
+
+        dist.all_reduce(total)
+        reward = rewards.mean()
+        dist.all_reduce(reward)
+        if dist.get_rank() == 0:
+            print(
+                f"step {step}: reward {reward / ranks:.3f}, loss {total:.5f}, {report.replicas} replicas, "
+                f"max_vio {report.max_vio_before:.3f} before, {report.max_vio_after:.3f} planned",
+                flush=True,
+            )
+
+
+def log_probs(model: torch.nn.Module, tokens: torch.Tensor) -> torch.Tensor:
+    """Of the response's tokens, `[B, RESPONSE]`. The last token is not fed: it has no route."""
+    logits = model(input_ids=tokens[:, :-1], use_cache=False).logits[:, PROMPT - 1 :]
+    return logits.log_softmax(-1).gather(2, tokens[:, PROMPT:, None])[:, :, 0]
+
+
+if __name__ == "__main__":
+    launch(train, (), ranks=2)

@@ -1,0 +1,108 @@
+"""Gradients on their way home, on one process: what arrives is there only once it was waited for."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from trimtab.runtime import returns
+from trimtab.runtime.counters import Counters
+from trimtab.runtime.layout import InstanceReplicas
+from trimtab.runtime.returns import GradientReturns
+
+
+class Peers:
+    """Stands for `torch.distributed`: receives get the next of `values`, late, and nothing before."""
+
+    isend, irecv = "send", "receive"
+
+    def __init__(self) -> None:
+        self.values: list[float] = []
+        self.sent: list[torch.Tensor] = []
+        self.waiting: list[torch.Tensor] = []
+
+    def P2POp(self, kind: str, tensor: torch.Tensor, group: None, group_peer: int) -> tuple[str, torch.Tensor]:
+        return kind, tensor
+
+    def batch_isend_irecv(self, operations: Sequence[tuple[str, torch.Tensor]]) -> list[Any]:
+        return [SimpleNamespace(wait=self._start(*operation)) for operation in operations]
+
+    def _start(self, kind: str, tensor: torch.Tensor) -> Any:
+        if kind == self.isend:
+            self.sent.append(tensor)
+            return lambda: None
+        assert all(tensor is not other for other in self.waiting), "two gradients into one buffer"
+        self.waiting.append(tensor.fill_(float("nan")))
+        value = self.values.pop(0)
+
+        def arrive() -> None:
+            self.waiting[:] = [other for other in self.waiting if other is not tensor]
+            tensor.fill_(value)
+
+        return arrive
+
+
+@pytest.fixture
+def peers(monkeypatch: pytest.MonkeyPatch) -> Peers:
+    peers = Peers()
+    monkeypatch.setattr(returns, "dist", peers)
+    return peers
+
+
+def make_layer(dtype: torch.dtype = torch.float32) -> Any:
+    """Rank 0 is home to experts 1 and 3 of 4."""
+    parameter = torch.nn.Parameter(torch.zeros(2, 2, dtype=dtype))
+    return SimpleNamespace(parameters=[parameter], home_E=np.array([1, 0, 1, 0]), rows_E=np.array([0, 0, 1, 1]))
+
+
+def make_returns(layers: int) -> GradientReturns:
+    topology: Any = SimpleNamespace(gradients=None, rank=0)
+    return GradientReturns(topology, layers=layers, counters=Counters())
+
+
+def replicas(*experts_and_ranks: tuple[int, int]) -> InstanceReplicas:
+    experts, ranks = np.array(experts_and_ranks, np.int64).reshape(-1, 2).T
+    return InstanceReplicas(experts, ranks, np.zeros_like(ranks), np.zeros_like(ranks), np.zeros((len(ranks), 3)))
+
+
+def test_gradients_are_added_to_their_expert_in_their_layer(peers: Peers) -> None:
+    under_way = make_returns(layers=2)
+    layers = [make_layer() for _ in range(4)]
+    peers.values = [1, 2, 4, 8, 16, 32]
+    for layer, of_instance in zip(layers, [[(1, 1), (3, 2)], [(3, 1)], [], [(3, 1), (1, 1), (3, 2)]], strict=True):
+        under_way.start(layer, [], replicas(*of_instance))
+    under_way.finish()
+    grads = [None if layer.parameters[0].grad is None else layer.parameters[0].grad[:, 0].tolist() for layer in layers]
+    assert grads == [[1, 2], [0, 4], None, [16, 40]]
+
+
+def test_replicas_of_one_expert_are_summed_in_float32(peers: Peers) -> None:
+    """In bfloat16 256 + 1 is 256."""
+    under_way, layer = make_returns(layers=2), make_layer(torch.bfloat16)
+    peers.values = [256, 1, 1]
+    under_way.start(layer, [], replicas((1, 1), (1, 2), (1, 3)))
+    under_way.finish()
+    assert layer.parameters[0].grad[0].tolist() == [258, 258]
+    under_way.start(layer, [torch.ones(1, 2, dtype=torch.bfloat16)], replicas((0, 0)))
+    assert peers.sent[0].dtype == torch.float32
+
+
+def test_the_oldest_comes_first_and_no_more_memory_is_taken_than_reserved(peers: Peers) -> None:
+    under_way, layer = make_returns(layers=2), make_layer()
+    under_way.reserve(layer, arriving=2)
+    reserved = under_way.nbytes
+    assert reserved == 2 * 2 * 2 * 4
+    # In float32 (1 + 1e8) - 1e8 is 0, and (1e8 - 1e8) + 1 is 1.
+    peers.values = [1, 0, 1e8, 0, -1e8, 0, 0, 0]
+    for _ in range(4):
+        under_way.start(layer, [], replicas((1, 1), (3, 1)))
+        assert len(peers.waiting) <= 4
+        assert under_way.nbytes == reserved
+    under_way.finish()
+    assert under_way.nbytes == reserved
+    assert layer.parameters[0].grad[0].tolist() == [0, 0]
