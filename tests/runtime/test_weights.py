@@ -114,6 +114,8 @@ def step_under_one_plan() -> None:
             optimizer.step()
     assert losses[2] < losses[1] < losses[0]
     for run in runs:
+        with run.session.micro_step(0):
+            pass  # The mirrors are up to date from here on, as far as the session knows.
         with torch.no_grad():
             for parameter in run.model.parameters():
                 parameter.mul_(0.7)
