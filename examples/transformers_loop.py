@@ -72,7 +72,7 @@ def train(rl_steps: int = 2) -> None:
         constant = ranks * SAMPLES * RESPONSE * MICRO_STEPS // MINI_BATCHES
         total = torch.zeros(())
         for mini_batch in range(MINI_BATCHES):
-            for index in np.flatnonzero(schedule.mini_batch_of_micro_step == mini_batch).tolist():
+            for index in schedule.micro_steps_of(mini_batch):
                 batch, advantages = batches[index]
                 with session.micro_step(index):
                     ratio = (log_probs(model, batch) - old[index]).exp()

@@ -156,7 +156,7 @@ def run_and_expect_refusal(arguments: list[str], message: str, capsys: pytest.Ca
         (["train", "--out", "{folder}/new", "--model", "absent"], "absent"),
         (["train", "--out", "{folder}/new", "--ranks", "3"], "3 ranks don't divide 32 experts"),
         (["train", "--out", "{folder}/new", "--problems", "1"], "each of the 2 ranks needs at least one"),
-        (["train", "--out", "{folder}/new", "--policy", "magic"], "invalid choice: 'magic'"),
+        (["train", "--out", "{folder}/new", "--mode", "magic"], "invalid choice: 'magic'"),
         (["bench", "planner", "--sizes", "8"], "'8' should be ranks/experts, such as 8/128"),
         (["bench", "planner", "--sizes", "3/128"], "3 ranks don't divide 128 experts"),
         (["bench", "planner", "--policies", "magic"], "invalid choice: 'magic'"),

@@ -257,7 +257,7 @@ def plan_own_schedules(groups: int) -> None:
         for batch in range(2):
             # Several optimizer steps within one RL step: the weights change, the plan goes on.
             rows = [np.arange(trace.sequence_starts[s], trace.sequence_starts[s + 1]) for s in range(24)]
-            for index in np.flatnonzero(schedule.mini_batch_of_micro_step == batch):
+            for index in schedule.micro_steps_of(batch):
                 mine = np.flatnonzero((schedule.rank == data_rank) & (schedule.micro_step == index))
                 with session.micro_step(int(index)):
                     chosen = np.concatenate([*(rows[s] for s in mine), np.empty(0, np.int64)])

@@ -47,6 +47,11 @@ class Schedule:
         mine = np.flatnonzero(self.rank == rank)
         return mine[np.argsort(self.micro_step[mine], kind="stable")]
 
+    def micro_steps_of(self, mini_batch: int) -> list[int]:
+        """The micro-steps of a mini-batch, rising."""
+        chosen: list[int] = np.flatnonzero(self.mini_batch_of_micro_step == mini_batch).tolist()
+        return chosen
+
     def of_rank(self, rank: int) -> Array:
         """Micro-step of each of `sequences_of(rank)`, rising."""
         return self.micro_step[self.sequences_of(rank)]

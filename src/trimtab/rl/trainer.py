@@ -204,7 +204,7 @@ class Trainer:
             `ratio_error`, |ratio - 1|.
         """
         sums = {"loss": 0.0, "clipped": 0.0, "ratio_error": 0.0}
-        for index in np.flatnonzero(prepared.planned.schedule.mini_batch_of_micro_step == mini_batch):
+        for index in prepared.planned.schedule.micro_steps_of(mini_batch):
             batch = prepared.batches[index]
             with self.micro_step(batch, int(index)):
                 log_ratio = self.log_probs(batch) - old[index]
