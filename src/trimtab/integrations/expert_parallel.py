@@ -18,11 +18,11 @@ from torch.distributed.tensor import DTensor
 from transformers.distributed.expert_parallel import AllToAllEP, EPImplementationInterface
 
 from trimtab.errors import InputError
-from trimtab.integrations.transformers import _replay, moe_blocks
-from trimtab.runtime import ExpertLayer, Session, gated_experts
+from trimtab.integrations.transformers.families import family_of, moe_blocks
+from trimtab.integrations.transformers.sharing import check_experts, replay_routing
+from trimtab.runtime import ExpertLayer, Session
 
 NAME = "trimtab"
-PARAMETERS = ("gate_up_proj", "down_proj")
 
 
 def register() -> None:
@@ -44,6 +44,7 @@ def use_session(model: Any, session: Session) -> None:
         InputError: if the model's family is not known, or model and session don't fit together. The model stays as it
             was.
     """
+    family = family_of(model.config)
     blocks = moe_blocks(model)
     if session.layers or session.optimizers:
         raise InputError(
@@ -51,20 +52,21 @@ def use_session(model: Any, session: Session) -> None:
             "model a new session, and train it as FSDP2 does"
         )
     for index, block in blocks.items():
-        _check(block.experts, f"the experts of decoder layer {index}", session)
+        _check_place(block.experts, f"the experts of decoder layer {index}", session)
+        check_experts(family, block.experts, index, session.num_experts)
     config = model.config.distributed_config
     if config.fsdp_cpu_offload:
         raise InputError("the experts are offloaded to the CPU between uses; load the model without fsdp_cpu_offload")
     for block in blocks.values():
         experts = block.experts
-        masters = [_local(getattr(experts, name)) for name in PARAMETERS]
+        masters = [_local(getattr(experts, name)) for name in family.parameters]
         experts.ep_implementation.layer = layer = session.add_layer(
             masters,
-            gated_experts(experts.act_fn),
+            family.apply(experts),
             compute_dtype=torch.bfloat16 if config.fsdp_mixed_precision else None,
-            weights=partial(_weights, experts, masters),
+            weights=partial(_weights, experts, family.parameters, masters),
         )
-        block.gate.register_forward_hook(partial(_replay, session, layer))
+        replay_routing(getattr(block, family.router), session, layer, model.config)
 
 
 class SessionExperts(AllToAllEP):
@@ -93,7 +95,7 @@ class SessionExperts(AllToAllEP):
         return output
 
 
-def _check(experts: nn.Module, where: str, session: Session) -> None:
+def _check_place(experts: nn.Module, where: str, session: Session) -> None:
     implementation = getattr(experts, "ep_implementation", None)
     if not isinstance(implementation, SessionExperts):
         raise InputError(
@@ -102,15 +104,6 @@ def _check(experts: nn.Module, where: str, session: Session) -> None:
         )
     if implementation.layer is not None:
         raise InputError(f"{where} are in another session already; a model can be in one")
-    held = dict(experts.named_parameters())
-    if set(held) != set(PARAMETERS) or not all(p.is_floating_point() and p.itemsize > 1 for p in held.values()):
-        raise InputError(
-            f"{where} hold {', '.join(f'{name} ({p.dtype})' for name, p in held.items())}; a session needs plain "
-            f"{', '.join(PARAMETERS)}, so load the model unquantized, without adapters on experts"
-        )
-    for name, parameter in held.items():
-        if len(parameter) != session.num_experts:
-            raise InputError(f"{where} are {len(parameter)} in {name}; the session is for {session.num_experts}")
     ranks = dist.get_process_group_ranks(implementation.ep_mesh.get_group())
     if dist.get_process_group_ranks(session.topology.experts) != ranks:
         raise InputError(f"{where} are spread over ranks {ranks}; the session should have these in one group")
@@ -123,9 +116,9 @@ def _local(parameter: nn.Parameter) -> nn.Parameter:
     return nn.Parameter(local, requires_grad=parameter.requires_grad)
 
 
-def _weights(experts: nn.Module, masters: Sequence[nn.Parameter]) -> list[torch.Tensor]:
+def _weights(experts: nn.Module, names: Sequence[str], masters: Sequence[nn.Parameter]) -> list[torch.Tensor]:
     """The tensors that FSDP has put into the module while it runs, in the graph; what is trained follows theirs."""
-    weights: list[torch.Tensor] = [getattr(experts, name) for name in PARAMETERS]
+    weights: list[torch.Tensor] = [getattr(experts, name) for name in names]
     if torch.is_grad_enabled():
         for master, weight in zip(masters, weights, strict=True):
             master.requires_grad_(weight.requires_grad)
