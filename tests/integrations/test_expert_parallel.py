@@ -25,7 +25,7 @@ from trimtab import InputError, RoutingTrace, Workload
 from trimtab.integrations.expert_parallel import register, use_session
 from trimtab.integrations.transformers import moe_blocks, router_weights
 from trimtab.integrations.transformers.families import family_of
-from trimtab.planner import Schedule
+from trimtab.planner import Placement, Schedule
 from trimtab.runtime import Session
 from trimtab.runtime.launch import launch
 
@@ -370,6 +370,8 @@ def refuse(saved: Path) -> None:
         use_session(model, Session(num_experts=NUM_EXPERTS))
     with pytest.raises(InputError, match="can't move experts with their optimizer state: its experts belong to"):
         session.train_with(optimizer_of(model))
+    with pytest.raises(InputError, match="can't move experts: "):
+        session.move(Placement(session.placement.home[:, ::-1].copy()))
     with pytest.raises(InputError, match="can't clip their gradients"):
         session.clip_gradients([], 1.0)
     with pytest.raises(InputError, match="can't collect or load them"):

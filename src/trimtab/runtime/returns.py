@@ -60,7 +60,7 @@ class GradientReturns:
             gradients: of this rank's replicas, `[count, ...]` for each stacked tensor; None where it is frozen.
         """
         if len(self._under_way) == self._layers:
-            self._add_to_parameters(self._under_way.pop(0))
+            self._add(self._under_way.pop(0))
         pending = _Return(layer, [], [], [], [])
         operations: list[dist.P2POp] = []
         group, rank = self._topology.gradients, self._topology.rank
@@ -87,7 +87,7 @@ class GradientReturns:
     def finish(self) -> None:
         """Wait for all gradients under way, and add them."""
         while self._under_way:
-            self._add_to_parameters(self._under_way.pop(0))
+            self._add(self._under_way.pop(0))
 
     def join(self, layer: ExpertLayer, gradients: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """Wait for the gradients that `start` sent on their way last, of the same layer, and add them.
@@ -103,7 +103,7 @@ class GradientReturns:
         trained = [parameter.requires_grad for parameter in layer.parameters]
         # Copies, since autograd may have handed the same tensor to others.
         joined = [g.clone() if t and pending.rows else g for g, t in zip(gradients, trained, strict=True)]
-        self._add(pending, [g for g, t in zip(joined, trained, strict=True) if t])
+        self._add_to(pending, [g for g, t in zip(joined, trained, strict=True) if t])
         return joined
 
     def _buffers(self, parameters: Sequence[torch.nn.Parameter]) -> list[torch.Tensor]:
@@ -113,14 +113,14 @@ class GradientReturns:
                 return self._spare.pop(index)
         return [torch.empty(s, dtype=d, device=p.device) for (s, d), p in zip(shapes, parameters, strict=True)]
 
-    def _add_to_parameters(self, pending: _Return) -> None:
+    def _add(self, pending: _Return) -> None:
         trained = [parameter for parameter in pending.layer.parameters if parameter.requires_grad]
         for parameter in trained:
             if parameter.grad is None and pending.rows:
                 parameter.grad = torch.zeros_like(parameter)
-        self._add(pending, [parameter.grad for parameter in trained])
+        self._add_to(pending, [parameter.grad for parameter in trained])
 
-    def _add(self, pending: _Return, gradients: Sequence[torch.Tensor | None]) -> None:
+    def _add_to(self, pending: _Return, gradients: Sequence[torch.Tensor | None]) -> None:
         """Wait for what arrives here, and add it to the home gradients `[E / R, ...]` of the trained tensors."""
         if pending.works:
             self._counters.wait([work.wait for work in pending.works], pending.layer.parameters[0].device)
