@@ -156,3 +156,9 @@ class Instance:
         """Send the gradients of `replica_weights` on their way home."""
         assert self.transfers is not None
         self.transfers.returns.start(self.layer, gradients, self.layout.replicas)
+
+    def join_gradients(self, gradients: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
+        """Gradients of the home experts, `[E / R, ...]` for each stacked tensor, with those of all their replicas."""
+        if self.transfers is None or not self.layout.replicas.count:
+            return gradients
+        return self.transfers.returns.join(self.layer, gradients)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -18,6 +18,8 @@ from trimtab.trace.routing import Array
 if TYPE_CHECKING:
     from trimtab.runtime.session import Session
 
+HomeWeights = Callable[[], Sequence[torch.Tensor]]
+
 
 class ExpertLayer:
     """One MoE layer's experts. Made by `Session.add_layer`.
@@ -27,6 +29,8 @@ class ExpertLayer:
         parameters: this rank's home experts, stacked tensors `[E / R, ...]`.
         sources: the same values in the dtype that is computed in, `[E / R, ...]`: the parameters' own memory, or
             staging memory that is refreshed when they have changed.
+        joins_in_backward: whether replica gradients are joined to those of the home experts before the layer's backward
+            ends, because something else than `parameters` takes them; see `Session.add_layer`.
         home_E: `[E]` int16, the home rank of every expert.
         rows_E: `[E]` int64, where each expert stands among those of its home, which are in rising order.
     """
@@ -39,12 +43,15 @@ class ExpertLayer:
         apply: ApplyExperts,
         home_E: Array,
         compute_dtype: torch.dtype | None,
+        weights: HomeWeights | None,
     ) -> None:
         self.index = index
         self.parameters = parameters
+        self.joins_in_backward = weights is not None
         self.dtype = compute_dtype or parameters[0].dtype
         self._session = session
         self._apply = apply
+        self._weights = weights
         self._routed: torch.Tensor | None = None
         self.sources = [p.detach() if p.dtype == self.dtype else p.detach().to(self.dtype) for p in parameters]
         self.home_E = self.rows_E = np.empty(0, np.int64)
@@ -126,8 +133,12 @@ class ExpertLayer:
 
     def _run(self, hidden: torch.Tensor, instance: Instance, expert_weights: torch.Tensor) -> torch.Tensor:
         layout = instance.layout
-        home_rows, replica_rows = _Dispatch.apply(hidden, instance)
-        outputs = [self._apply(self._home_weights(instance), home_rows, layout.home_groups)]
+        homes = self._home_weights()
+        if self.joins_in_backward:
+            home_rows, replica_rows, *homes = _Dispatch.apply(hidden, instance, *homes)
+        else:
+            home_rows, replica_rows = _Dispatch.apply(hidden, instance)
+        outputs = [self._apply([ExpertWeight(home) for home in homes], home_rows, layout.home_groups)]
         if layout.replicas.count:
             # After the home experts' compute, so that the transfer has as long as it can.
             replica_rows, *slots = _Borrow.apply(replica_rows, instance)
@@ -136,15 +147,17 @@ class ExpertLayer:
         combined: torch.Tensor = _Combine.apply(expert_weights, instance, *outputs)
         return combined
 
-    def _home_weights(self, instance: Instance) -> list[ExpertWeight]:
-        weights: list[ExpertWeight] = []
+    def _home_weights(self) -> list[torch.Tensor]:
+        if self._weights is not None:
+            return [weight.to(self.dtype) for weight in self._weights()]
+        weights: list[torch.Tensor] = []
         for parameter, source in zip(self.parameters, self.sources, strict=True):
             if parameter.dtype == self.dtype:
-                weights.append(ExpertWeight(parameter))
+                weights.append(parameter)
             elif self._session.is_fresh:
-                weights.append(ExpertWeight(_Staged.apply(parameter, source)))
+                weights.append(_Staged.apply(parameter, source))
             else:
-                weights.append(ExpertWeight(parameter.to(self.dtype)))
+                weights.append(parameter.to(self.dtype))
         return weights
 
 
@@ -153,10 +166,14 @@ def _again(instance: Instance, tensor: int) -> torch.Tensor:
 
 
 class _Dispatch(torch.autograd.Function):
-    """Tokens to the ranks of their experts: rows for home experts, and rows for replicas."""
+    """Tokens to the ranks of their experts: rows for home experts, and rows for replicas.
+
+    Home weights pass through where replica gradients are joined to theirs: all gradients of the layer are there when
+    autograd comes back here, on every rank alike.
+    """
 
     @staticmethod
-    def forward(ctx: Any, hidden: torch.Tensor, instance: Instance) -> Any:
+    def forward(ctx: Any, hidden: torch.Tensor, instance: Instance, *homes: torch.Tensor) -> Any:
         layout = instance.layout
         ctx.instance = instance
         ctx.num_rows = len(hidden)
@@ -165,22 +182,28 @@ class _Dispatch(torch.autograd.Function):
             tokens = instance.positions.index_select(0, tokens)
         sent = hidden.index_select(0, tokens)
         arrived = exchange_rows(sent, layout.send_splits, layout.recv_splits, instance.group)
-        return arrived.index_select(0, layout.home_rows), arrived.index_select(0, layout.replica_rows)
+        passed = [home.view_as(home) for home in homes]
+        frozen = [p for p, trained in zip(passed, ctx.needs_input_grad[2:], strict=True) if not trained]
+        ctx.mark_non_differentiable(*frozen)
+        return arrived.index_select(0, layout.home_rows), arrived.index_select(0, layout.replica_rows), *passed
 
     @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None]:
+    def backward(ctx: Any, *grads: torch.Tensor) -> Any:
         instance: Instance = ctx.instance
         layout = instance.layout
-        grad_home, grad_replica = grads
+        grad_home, grad_replica, *grad_homes = grads
         arrived = grad_home.new_empty(sum(layout.recv_splits), grad_home.shape[1])
         arrived.index_copy_(0, layout.home_rows, grad_home)
         arrived.index_copy_(0, layout.replica_rows, grad_replica)
         sent = exchange_rows(arrived, layout.recv_splits, layout.send_splits, instance.group)
-        grad_tokens = F.embedding_bag(layout.row_places, sent, mode="sum")
-        if instance.positions is None:
-            return grad_tokens, None
-        grad_hidden = grad_tokens.new_zeros(ctx.num_rows, grad_tokens.shape[1])
-        return grad_hidden.index_copy_(0, instance.positions, grad_tokens), None
+        grad_hidden = F.embedding_bag(layout.row_places, sent, mode="sum")
+        if instance.positions is not None:
+            grad_tokens, grad_hidden = grad_hidden, grad_hidden.new_zeros(ctx.num_rows, grad_hidden.shape[1])
+            grad_hidden.index_copy_(0, instance.positions, grad_tokens)
+        # After the exchange, so that they have as long as they can.
+        if any(ctx.needs_input_grad[2:]):
+            grad_homes = [*instance.join_gradients(grad_homes)]
+        return grad_hidden, None, *grad_homes
 
 
 class _Borrow(torch.autograd.Function):

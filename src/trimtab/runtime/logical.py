@@ -166,6 +166,7 @@ def rows_of_state(optimizer: torch.optim.Optimizer, parameter: torch.nn.Paramete
 
 def _layers_by_name(session: Session, model: torch.nn.Module) -> dict[str, ExpertLayer]:
     """The layer of every expert parameter, by the parameter's name."""
+    session.need_own_experts("collect or load them")
     layers = {id(parameter): layer for layer in session.layers for parameter in layer.parameters}
     named = model.named_parameters(remove_duplicate=False)
     return {name: layers[id(parameter)] for name, parameter in named if id(parameter) in layers}

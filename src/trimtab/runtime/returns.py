@@ -89,6 +89,23 @@ class GradientReturns:
         while self._under_way:
             self._add(self._under_way.pop(0))
 
+    def join(self, layer: ExpertLayer, gradients: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """Wait for the gradients that `start` sent on their way last, of the same layer, and add them.
+
+        Args:
+            gradients: of the home experts, `[E / R, ...]` for each stacked tensor; they stay as they are.
+
+        Returns:
+            The sums, in the dtypes of `gradients`.
+        """
+        pending = self._under_way.pop()
+        assert pending.layer is layer
+        trained = [parameter.requires_grad for parameter in layer.parameters]
+        # Copies, since autograd may have handed the same tensor to others.
+        joined = [g.clone() if t and pending.rows else g for g, t in zip(gradients, trained, strict=True)]
+        self._add_to(pending, [g for g, t in zip(joined, trained, strict=True) if t])
+        return joined
+
     def _buffers(self, parameters: Sequence[torch.nn.Parameter]) -> list[torch.Tensor]:
         shapes = [(p.shape[1:], accumulation_dtype(p.dtype)) for p in parameters]
         for index, buffers in enumerate(self._spare):
@@ -97,20 +114,26 @@ class GradientReturns:
         return [torch.empty(s, dtype=d, device=p.device) for (s, d), p in zip(shapes, parameters, strict=True)]
 
     def _add(self, pending: _Return) -> None:
+        trained = [parameter for parameter in pending.layer.parameters if parameter.requires_grad]
+        for parameter in trained:
+            if parameter.grad is None and pending.rows:
+                parameter.grad = torch.zeros_like(parameter)
+        self._add_to(pending, [parameter.grad for parameter in trained])
+
+    def _add_to(self, pending: _Return, gradients: Sequence[torch.Tensor | None]) -> None:
+        """Wait for what arrives here, and add it to the home gradients `[E / R, ...]` of the trained tensors."""
         if pending.works:
             self._counters.wait([work.wait for work in pending.works], pending.layer.parameters[0].device)
-        trained = [parameter for parameter in pending.layer.parameters if parameter.requires_grad]
         for place, row in enumerate(pending.rows):
             if row in pending.rows[:place]:
                 continue
             same = [buffers for buffers, other in zip(pending.buffers, pending.rows, strict=True) if other == row]
-            for t, parameter in enumerate(trained):
+            for t, gradient in enumerate(gradients):
                 total = same[0][t]
                 for buffers in same[1:]:
                     total += buffers[t]
-                if parameter.grad is None:
-                    parameter.grad = torch.zeros_like(parameter)
-                parameter.grad[row] += total
+                assert gradient is not None
+                gradient[row] += total
         self._spare += pending.buffers
 
 

@@ -21,7 +21,7 @@ from trimtab.runtime.binding import Instance, MicroStep, RunningStep, Transfers,
 from trimtab.runtime.counters import Counters
 from trimtab.runtime.experts import ApplyExperts
 from trimtab.runtime.gradients import clip_gradients, sum_gradients
-from trimtab.runtime.layer import ExpertLayer
+from trimtab.runtime.layer import ExpertLayer, HomeWeights
 from trimtab.runtime.logical import logical_state
 from trimtab.runtime.mirror import NodeMirror
 from trimtab.runtime.moving import move_experts
@@ -123,6 +123,7 @@ class Session:
         apply: ApplyExperts,
         *,
         compute_dtype: torch.dtype | None = None,
+        weights: HomeWeights | None = None,
     ) -> ExpertLayer:
         """Add the next MoE layer. Not a collective.
 
@@ -131,6 +132,9 @@ class Session:
                 them with an elementwise optimizer, and keep them out of FSDP.
             apply: computes experts on grouped rows; see `gated_experts`.
             compute_dtype: what to compute in, if not in the parameters' own dtype (float32 masters, bfloat16 compute).
+            weights: gives the same experts `[E / R, ...]`, in the graph, each time that the layer runs, if somebody
+                else gathers their gradients and trains them, as FSDP does. Those gradients are then complete,
+                replicas' included, when the layer's backward ends; `parameters` are only read, and homes stay.
 
         Raises:
             InputError: if a tensor does not hold E / R experts, or they differ in shape from other layers'.
@@ -142,7 +146,7 @@ class Session:
                     f"MoE layer {index}: an expert tensor has {len(parameter)} rows; this rank is home to "
                     f"{len(self.home_experts)} of {self.num_experts} experts"
                 )
-        layer = ExpertLayer(self, index, parameters, apply, self._contiguous_E, compute_dtype)
+        layer = ExpertLayer(self, index, parameters, apply, self._contiguous_E, compute_dtype, weights)
         if self.layers and _expert_shapes(layer) != _expert_shapes(self.layers[0]):
             raise InputError(
                 f"MoE layer {index} has experts of {_expert_shapes(layer)}, layer 0 {_expert_shapes(self.layers[0])}. "
@@ -156,16 +160,23 @@ class Session:
 
         Experts then move between steps, with their rows of optimizer state, where a plan wants them. Without this,
         homes stay where they are.
+
+        Raises:
+            InputError: if a layer was added with `weights`.
         """
+        self.need_own_experts("move experts with their optimizer state")
         self.optimizers = list(optimizers)
 
     def move(self, placement: Placement) -> None:
         """Bring all experts to given homes, with their rows of optimizer state; between steps. Plans do it themselves.
 
         Raises:
-            InputError: if the homes are not even, or an optimizer keeps state that can't move.
+            InputError: if the homes are not even, an optimizer keeps state that can't move, or a layer was added with
+                `weights`.
             RuntimeError: if gradients wait for an optimizer step.
         """
+        if not np.array_equal(placement.home, self.placement.home):
+            self.need_own_experts("move experts")
         placement.check(len(self.layers), self.num_experts, self.num_ranks)
         self.transfers.ring.drain()
         self.counters.moved_bytes += move_experts(self.layers, placement.home, self.optimizers, self.topology)
@@ -293,7 +304,8 @@ class Session:
         """Complete the gradients of all micro-steps so far; call it before clipping and the optimizer step.
 
         Replica gradients still under way are added to their home experts. Gradients of experts are summed over the
-        expert-parallel groups, those of `replicated` parameters, which every rank holds, over all ranks.
+        expert-parallel groups, those of `replicated` parameters, which every rank holds, over all ranks. Those of
+        layers that were added with `weights` are left to whoever trains them.
         """
         experts = [parameter for parameter in self._expert_parameters() if parameter.requires_grad]
         if self._transfers is not None:
@@ -308,7 +320,12 @@ class Session:
         self._weights_changed = True
 
     def clip_gradients(self, replicated: Sequence[torch.nn.Parameter], max_norm: float) -> float:
-        """Clip the gradients of replicated parameters and of all ranks' experts by their joint norm, and return it."""
+        """Clip the gradients of replicated parameters and of all ranks' experts by their joint norm, and return it.
+
+        Raises:
+            InputError: if a layer was added with `weights`.
+        """
+        self.need_own_experts("clip their gradients")
         return float(clip_gradients(replicated, self._expert_parameters(), max_norm, self.topology.experts))
 
     def weights_changed(self) -> None:
@@ -343,6 +360,9 @@ class Session:
         """The model's state with the experts of all ranks, in logical order, on every rank.
 
         This is what leaves the runtime: for checkpoints, and for the weights of a rollout engine.
+
+        Raises:
+            InputError: if a layer was added with `weights`.
         """
         return dict(logical_state(self, model, everywhere=True))
 
@@ -400,9 +420,19 @@ class Session:
                 self.topology, expert,
                 slots=self.slots_per_rank, layers=self.ring_layers, mirror=mirror, counters=self.counters,
             )  # fmt: skip
-            returns = GradientReturns(self.topology, layers=self.ring_layers, counters=self.counters)
+            # What is joined in backward is under way within one layer alone.
+            under_way = 1 if self.layers[0].joins_in_backward else self.ring_layers
+            returns = GradientReturns(self.topology, layers=under_way, counters=self.counters)
             self._transfers = Transfers(ring, returns, self.layers)
         return self._transfers
+
+    def need_own_experts(self, purpose: str) -> None:
+        """Raises InputError if a layer was added with `weights`, since others then train its experts."""
+        if any(layer.joins_in_backward for layer in self.layers):
+            raise InputError(
+                f"the session can't {purpose}: its experts belong to the framework that shards and trains them "
+                "(FSDP), which has its own ways to do that"
+            )
 
     # How a step is planned and bound.
 
@@ -411,7 +441,8 @@ class Session:
         return self.layers[0].parameters[0].device
 
     def _expert_parameters(self) -> list[torch.nn.Parameter]:
-        return [parameter for layer in self.layers for parameter in layer.parameters]
+        """Those whose gradients gather in `.grad`."""
+        return [p for layer in self.layers if not layer.joins_in_backward for p in layer.parameters]
 
     def _planner(self, trace: RoutingTrace) -> SessionPlanner:
         """What plans for this session as it is now."""

@@ -30,7 +30,7 @@ def share_experts(model: nn.Module, session: Session, *, compute_dtype: torch.dt
     family = family_of(config)
     blocks = moe_blocks(model)
     for index, block in blocks.items():
-        _check_experts(family, block.experts, index, session.num_experts)
+        check_experts(family, block.experts, index, session.num_experts)
     for block in blocks.values():
         experts, home = block.experts, torch.from_numpy(session.home_experts)
         for name in family.parameters:
@@ -40,7 +40,7 @@ def share_experts(model: nn.Module, session: Session, *, compute_dtype: torch.dt
         parameters = [getattr(experts, name) for name in family.parameters]
         layer = session.add_layer(parameters, family.apply(experts), compute_dtype=compute_dtype)
         experts.forward = layer
-        getattr(block, family.router).register_forward_hook(partial(_replay, session, layer, config))
+        replay_routing(getattr(block, family.router), session, layer, config)
 
 
 def replicated_parameters(model: nn.Module, session: Session) -> list[nn.Parameter]:
@@ -49,7 +49,13 @@ def replicated_parameters(model: nn.Module, session: Session) -> list[nn.Paramet
     return [parameter for parameter in model.parameters() if id(parameter) not in sharded]
 
 
-def _check_experts(family: Family, experts: nn.Module, layer: int, num_experts: int) -> None:
+def replay_routing(router: nn.Module, session: Session, layer: ExpertLayer, config: Any) -> None:
+    """Let a router answer with the ids that the session replays, and with its own weights for them."""
+    router.register_forward_hook(partial(_replay, session, layer, config))
+
+
+def check_experts(family: Family, experts: nn.Module, layer: int, num_experts: int) -> None:
+    """Raises InputError if experts are not the family's plain tensors of `num_experts` experts."""
     where = f"the experts of decoder layer {layer} ({type(experts).__name__})"
     held = dict(experts.named_parameters())
     if set(held) != set(family.parameters):

@@ -1,0 +1,125 @@
+"""transformers' own expert parallelism, with the experts of a model in a `Session`.
+
+For models that `from_pretrained` shards: experts over the ranks, each rank's share once more wrapped in FSDP2, which
+owns the parameters, their gradients and their optimizer state. The session reads the shards to make replicas, and
+joins replica gradients to those that FSDP takes. Call `register` before loading, `use_session` after it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import DTensor
+from transformers.distributed.expert_parallel import AllToAllEP, EPImplementationInterface
+
+from trimtab.errors import InputError
+from trimtab.integrations.transformers.families import family_of, moe_blocks
+from trimtab.integrations.transformers.sharing import check_experts, replay_routing
+from trimtab.runtime import ExpertLayer, Session
+
+NAME = "trimtab"
+
+
+def register() -> None:
+    """Make `DistributedConfig(ep_implementation="trimtab")` known to transformers."""
+    EPImplementationInterface.register(NAME, SessionExperts)
+
+
+def use_session(model: Any, session: Session) -> None:
+    """Run the experts of a loaded model in a session, with routing replay. Until then they run as "all_to_all".
+
+    Training goes on as FSDP2 does it: gradients, clipping, optimizer and checkpoints are the framework's, and
+    `session.finish_gradients()` comes before every optimizer step. Not a collective.
+
+    Args:
+        model: from `from_pretrained`, with a `DistributedConfig` of `ep_implementation="trimtab"`.
+        session: with no layers yet, one expert-parallel group of all ranks.
+
+    Raises:
+        InputError: if the model's family is not known, or model and session don't fit together. The model stays as it
+            was.
+    """
+    family = family_of(model.config)
+    blocks = moe_blocks(model)
+    if session.layers or session.optimizers:
+        raise InputError(
+            f"the session has {len(session.layers)} layers and {len(session.optimizers)} optimizers already; give the "
+            "model a new session, and train it as FSDP2 does"
+        )
+    for index, block in blocks.items():
+        _check_place(block.experts, f"the experts of decoder layer {index}", session)
+        check_experts(family, block.experts, index, session.num_experts)
+    config = model.config.distributed_config
+    if config.fsdp_cpu_offload:
+        raise InputError("the experts are offloaded to the CPU between uses; load the model without fsdp_cpu_offload")
+    for block in blocks.values():
+        experts = block.experts
+        masters = [_local(getattr(experts, name)) for name in family.parameters]
+        experts.ep_implementation.layer = layer = session.add_layer(
+            masters,
+            family.apply(experts),
+            compute_dtype=torch.bfloat16 if config.fsdp_mixed_precision else None,
+            weights=partial(_weights, experts, family.parameters, masters),
+        )
+        replay_routing(getattr(block, family.router), session, layer, model.config)
+
+
+class SessionExperts(AllToAllEP):
+    """One MoE layer's way to its experts: the session's once there is one, until then transformers' all-to-all.
+
+    Raises:
+        InputError: if anything but data parallelism of the same ranks goes beside expert parallelism.
+    """
+
+    def __init__(self, experts: nn.Module, ep_mesh: Any, tp_mesh: Any) -> None:
+        ranks = dist.get_world_size()
+        if tp_mesh.size() > 1 or ep_mesh.size() != ranks:
+            raise InputError(
+                f"{NAME!r} experts need ep_size = fsdp_size = all {ranks} ranks and tp_size = 1; this model has "
+                f"ep_size = {ep_mesh.size()} and tp_size = {tp_mesh.size()}"
+            )
+        super().__init__(experts, ep_mesh, tp_mesh)
+        self.layer: ExpertLayer | None = None
+        experts.ep_implementation = self  # type: ignore[assignment]
+
+    def __call__(
+        self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
+    ) -> torch.Tensor:
+        run = super().__call__ if self.layer is None else self.layer
+        output: torch.Tensor = run(hidden_states, top_k_index, top_k_weights)
+        return output
+
+
+def _check_place(experts: nn.Module, where: str, session: Session) -> None:
+    implementation = getattr(experts, "ep_implementation", None)
+    if not isinstance(implementation, SessionExperts):
+        raise InputError(
+            f"{where} are not run by {NAME!r}; load the model with "
+            f"DistributedConfig(fsdp_size=N, ep_size=N, ep_implementation={NAME!r})"
+        )
+    if implementation.layer is not None:
+        raise InputError(f"{where} are in another session already; a model can be in one")
+    ranks = dist.get_process_group_ranks(implementation.ep_mesh.get_group())
+    if dist.get_process_group_ranks(session.topology.experts) != ranks:
+        raise InputError(f"{where} are spread over ranks {ranks}; the session should have these in one group")
+
+
+def _local(parameter: nn.Parameter) -> nn.Parameter:
+    """This rank's experts of a parameter that FSDP has sharded, in the same memory."""
+    assert isinstance(parameter, DTensor)
+    local: torch.Tensor = parameter.detach().to_local()  # type: ignore[attr-defined]
+    return nn.Parameter(local, requires_grad=parameter.requires_grad)
+
+
+def _weights(experts: nn.Module, names: Sequence[str], masters: Sequence[nn.Parameter]) -> list[torch.Tensor]:
+    """The tensors that FSDP has put into the module while it runs, in the graph; what is trained follows theirs."""
+    weights: list[torch.Tensor] = [getattr(experts, name) for name in names]
+    if torch.is_grad_enabled():
+        for master, weight in zip(masters, weights, strict=True):
+            master.requires_grad_(weight.requires_grad)
+    return weights
