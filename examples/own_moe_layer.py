@@ -51,8 +51,7 @@ def train(steps: int = 4) -> None:
     session = Session(num_experts=EXPERTS)
     layers = [MoELayer(session) for _ in range(LAYERS)]
     model = nn.Sequential(nn.Embedding(VOCAB, HIDDEN), *layers, nn.Linear(HIDDEN, VOCAB))
-    sharded = {id(parameter) for layer in session.layers for parameter in layer.parameters}
-    replicated = [parameter for parameter in model.parameters() if id(parameter) not in sharded]
+    replicated = session.replicated_parameters(model)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     session.train_with(optimizer)
 

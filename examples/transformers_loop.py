@@ -12,7 +12,7 @@ import torch.distributed as dist
 from transformers import AutoModelForCausalLM, Qwen3MoeConfig
 
 from trimtab import RoutingTrace, Schedule
-from trimtab.integrations.transformers import record_routing, replicated_parameters, share_experts
+from trimtab.integrations.transformers import record_routing, share_experts
 from trimtab.runtime import Session
 from trimtab.runtime.launch import launch
 
@@ -33,7 +33,7 @@ def train(rl_steps: int = 2) -> None:
     # Once: this rank's experts go into the session, all others away; then comes the optimizer.
     session = Session(num_experts=EXPERTS)
     share_experts(model, session)
-    replicated = replicated_parameters(model, session)
+    replicated = session.replicated_parameters(model)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     session.train_with(optimizer)  # so that experts may move, with their state
 

@@ -25,7 +25,6 @@ from trimtab.integrations.transformers import (
     moe_blocks,
     num_experts,
     record_routing,
-    replicated_parameters,
     router_weights,
     share_experts,
 )
@@ -168,7 +167,7 @@ def _compare(case: Case) -> None:
             part.backward()
         loss += part.detach()
         check_replayed(record, batch, [sequences[s] for s in mine])
-    session.finish_gradients(replicated_parameters(shared, session))
+    session.finish_gradients(session.replicated_parameters(shared))
     torch.distributed.all_reduce(loss)
     assert relative_error(loss, expected.detach()) < min(tolerance, 1e-2), case
     home = torch.from_numpy(session.home_experts)

@@ -204,6 +204,30 @@ def measure_paths() -> None:
     assert session.transfers.ring.mirror.nbytes == 0
 
 
+def plan_for_too_little() -> None:
+    """A plan that saves less than asked for is not carried out: no replicas, no moves, and it says so."""
+    trace = random_trace(
+        np.random.default_rng(1), num_sequences=16, max_length=1500, num_layers=4, num_experts=8, top_k=2
+    )
+    schedule = random_schedule(np.random.default_rng(1), 16, num_ranks=2, num_micro_steps=2)
+    gains = {}
+    for least_gain in (0.0, 0.9):
+        session, model, _ = make(least_gain=least_gain)  # type: ignore[arg-type]
+        session.train_with(torch.optim.SGD(model.parameters(), lr=0.1))
+        report = session.plan(trace.select(schedule.sequences_of(session.rank)), schedule)
+        gains[least_gain] = report.predicted_gain
+        carried_out = least_gain == 0.0
+        assert (report.replicas + report.homes_moved > 0) == carried_out
+        assert (report.max_vio_after < report.max_vio_before) == carried_out
+        assert (report.peak_rows_after < report.peak_rows_before) == carried_out
+        assert report.unplanned_micro_steps == 0
+    assert 0 < gains[0.0] == gains[0.9] < 0.9
+
+
+def test_a_plan_that_saves_too_little_is_not_carried_out() -> None:
+    launch(plan_for_too_little, (), ranks=2)
+
+
 def test_paths_can_be_chosen() -> None:
     launch(measure_paths, (), ranks=2)
 

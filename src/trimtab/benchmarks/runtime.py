@@ -33,7 +33,7 @@ from transformers import AutoModelForCausalLM, Qwen3MoeConfig
 from transformers.distributed.expert_parallel import AllToAllEP
 
 from trimtab.cli.options import write_json
-from trimtab.integrations.transformers import moe_blocks, replicated_parameters, router_weights, share_experts
+from trimtab.integrations.transformers import moe_blocks, router_weights, share_experts
 from trimtab.planner import Workload, pack_by_length
 from trimtab.planner.workload import max_over_mean
 from trimtab.runtime import Session
@@ -171,7 +171,7 @@ def _build(settings: RuntimeBenchmark) -> tuple[Session, list[_Variant], list[_V
         rates = replace(rates, network_bytes_per_s=settings.link_mbit * 1e6 / 8)
     session = Session(num_experts=settings.experts, slots_per_rank=settings.slots, ranks_per_node=per_node, rates=rates)
     share_experts(ours, session)
-    replicated = replicated_parameters(ours, session)
+    replicated = session.replicated_parameters(ours)
     sequences = settings.tokens // settings.sequence_length
     shape = {
         "num_sequences": sequences * num_ranks,

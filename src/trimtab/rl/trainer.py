@@ -14,7 +14,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from trimtab.integrations.transformers import moe_blocks, num_experts, replicated_parameters, share_experts
+from trimtab.integrations.transformers import moe_blocks, num_experts, share_experts
 from trimtab.planner import Placement
 from trimtab.rl.batches import MicroBatch, collate
 from trimtab.rl.checkpoint import Checkpoint, remove_unfinished, write_checkpoint
@@ -87,7 +87,7 @@ class Trainer:
         if config.gradient_checkpointing:
             self.model.gradient_checkpointing_enable({"use_reentrant": False})
         self.model.train()
-        self.replicated = replicated_parameters(self.model, self.session)
+        self.replicated = self.session.replicated_parameters(self.model)
         self.optimizer = torch.optim.AdamW(
             self.model.parameters(), lr=config.learning_rate, betas=(0.9, 0.95), weight_decay=0.0, fused=True
         )

@@ -155,6 +155,11 @@ class Session:
         self.layers.append(layer)
         return layer
 
+    def replicated_parameters(self, model: torch.nn.Module) -> list[torch.nn.Parameter]:
+        """The model's parameters that every rank holds: all but the experts. Not a collective."""
+        experts = {id(parameter) for layer in self.layers for parameter in layer.parameters}
+        return [parameter for parameter in model.parameters() if id(parameter) not in experts]
+
     def train_with(self, *optimizers: torch.optim.Optimizer) -> None:
         """Say which optimizers train the experts. Not a collective.
 

@@ -2,7 +2,7 @@
 
 from trimtab.integrations.transformers.families import SUPPORTED_MODEL_TYPES, moe_blocks, num_experts, router_weights
 from trimtab.integrations.transformers.recording import RoutingRecord, record_routing
-from trimtab.integrations.transformers.sharing import replicated_parameters, share_experts
+from trimtab.integrations.transformers.sharing import share_experts
 
 __all__ = [
     "SUPPORTED_MODEL_TYPES",
@@ -10,7 +10,6 @@ __all__ = [
     "moe_blocks",
     "num_experts",
     "record_routing",
-    "replicated_parameters",
     "router_weights",
     "share_experts",
 ]

@@ -43,12 +43,6 @@ def share_experts(model: nn.Module, session: Session, *, compute_dtype: torch.dt
         replay_routing(getattr(block, family.router), session, layer, config)
 
 
-def replicated_parameters(model: nn.Module, session: Session) -> list[nn.Parameter]:
-    """The parameters that every rank holds: all but the experts."""
-    sharded = {id(parameter) for layer in session.layers for parameter in layer.parameters}
-    return [parameter for parameter in model.parameters() if id(parameter) not in sharded]
-
-
 def replay_routing(router: nn.Module, session: Session, layer: ExpertLayer, config: Any) -> None:
     """Let a router answer with the ids that the session replays, and with its own weights for them."""
     router.register_forward_hook(partial(_replay, session, layer, config))
