@@ -42,7 +42,17 @@ def test_replay_is_exact_and_every_micro_step_planned(run: tuple[Path, str]) -> 
         assert m["ppo/first_ratio_error"] <= 1e-6
         assert m["moe/unplanned_micro_steps"] == 0
         assert m["moe/max_vio_after"] <= m["moe/max_vio_before"]
-        for name in ("rollout_s", "plan_s", "recompute_s", "update_s", "planning_s", "reward", "transfer/bytes"):
+        for name in (
+            "rollout_s",
+            "plan_s",
+            "recompute_s",
+            "update_s",
+            "planning_s",
+            "reward",
+            "transfer/gradient_bytes",
+            "transfer/exposed_s",
+            "memory/pool_bytes",
+        ):
             assert m[name] >= 0
 
 

@@ -110,7 +110,7 @@ def run_benchmark(settings: RuntimeBenchmark) -> None:
                 variant.cpu_s.append(time.process_time() - cpu_start)
     for variant in variants:
         with _MoeTimer(variant.blocks) as timer:
-            for _ in range(MOE_ROUNDS):
+            for _ in range(min(MOE_ROUNDS, settings.rounds)):
                 variant.prepare()
                 timer.seconds = 0.0
                 variant.step()
@@ -125,7 +125,7 @@ def run_benchmark(settings: RuntimeBenchmark) -> None:
 def _measure_paths(settings: RuntimeBenchmark, session: Session, by_paths: list[_Variant]) -> dict[str, Any]:
     """What transfers cost on each path and on both: medians over rounds of means over ranks, variants taking turns."""
     figures: dict[str, list[list[float]]] = {variant.name: [] for variant in by_paths}
-    for number in range(PATH_ROUNDS + 1):
+    for number in range(min(PATH_ROUNDS, settings.rounds) + 1):
         for variant in by_paths:
             with _MoeTimer(variant.blocks) as timer:
                 variant.prepare()

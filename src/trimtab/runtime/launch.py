@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import multiprocessing
 import os
@@ -74,7 +75,7 @@ def launch(worker: Callable[..., None], args: tuple[Any, ...], *, ranks: int) ->
             worker(*args)
         except Exception as error:
             _end_with(error)
-        dist.destroy_process_group()
+        _leave_groups()
         return
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     context = multiprocessing.get_context("spawn")
@@ -184,7 +185,7 @@ def _run_rank(
     try:
         _join_group(rank, ranks, rank, TCPStore("127.0.0.1", port, is_master=False))
         worker(*args)
-        dist.destroy_process_group()
+        _leave_groups()
     except BaseException as error:
         is_input = isinstance(error, InputError)
         trace = traceback.format_exc()
@@ -193,7 +194,15 @@ def _run_rank(
         with suppress(BrokenPipeError):
             pipe.send(Failure(message, trace, is_input, time.time()))
         # Leaving through the interpreter would wait for peers that wait for this rank.
-        _leave()
+        _leave(1)
+    _leave(0)
+
+
+def _leave_groups() -> None:
+    """End all process groups, with the threads that they have, before the interpreter does."""
+    # Sessions and their layers know each other, and hold on to their groups until they are collected.
+    gc.collect()
+    dist.destroy_process_group()
 
 
 def _end_with(error: Exception) -> NoReturn:
@@ -205,9 +214,7 @@ def _end_with(error: Exception) -> NoReturn:
         traceback.print_exception(error)
     elif "TORCHELASTIC_ERROR_FILE" not in os.environ:
         print(error, file=sys.stderr)
-    sys.stdout.flush()
-    sys.stderr.flush()
-    _leave()
+    _leave(1)
 
 
 def read_error_file(file: Path) -> Failure | None:
@@ -225,13 +232,17 @@ def read_error_file(file: Path) -> Failure | None:
 def _end_with_parent(parent: int) -> None:
     while os.getppid() == parent:
         time.sleep(1.0)
-    _leave()
+    _leave(1)
 
 
-def _leave() -> NoReturn:
-    """End this rank at once."""
+def _leave(status: int) -> NoReturn:
+    """End this rank at once, whatever threads it still has."""
     _remove_shared_memory(os.getpid())
-    os._exit(1)
+    for stream in (sys.stdout, sys.stderr):
+        # Whoever read it may be gone.
+        with suppress(OSError, ValueError):
+            stream.flush()
+    os._exit(status)
 
 
 def _cores() -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from weakref import WeakValueDictionary
 
 import torch
 import torch.distributed as dist
@@ -96,18 +97,20 @@ class Topology:
 
 
 # Groups by default group, ranks and use: sessions of one process share them, since groups can't be made anew for ever.
-_made: dict[tuple[dist.ProcessGroup | None, tuple[int, ...], str], dist.ProcessGroup] = {}
+# torch keeps them until they are destroyed; their threads should not outlive that.
+_made: WeakValueDictionary[tuple[int, tuple[int, ...], str], dist.ProcessGroup] = WeakValueDictionary()
 
 
 def _group(ranks: Sequence[int], use: str, backend: str | None = None) -> dist.ProcessGroup:
-    key = (dist.group.WORLD, tuple(ranks), use)
-    if key not in _made:
-        made = dist.new_group(list(ranks), backend=backend, use_local_synchronization=True)
-        assert made is not None
+    key = (id(dist.group.WORLD), tuple(ranks), use)
+    group = _made.get(key)
+    if group is None:
+        group = dist.new_group(list(ranks), backend=backend, use_local_synchronization=True)
+        assert group is not None
         # NCCL wants every rank of a group in its first call. A barrier would be gloo's, if the group has that too.
-        if "nccl" in dist.get_backend_config(made):
-            dist.all_reduce(torch.zeros(1, device="cuda"), group=made)
+        if "nccl" in dist.get_backend_config(group):
+            dist.all_reduce(torch.zeros(1, device="cuda"), group=group)
         else:
-            dist.barrier(group=made)
-        _made[key] = made
-    return _made[key]
+            dist.barrier(group=group)
+        _made[key] = group
+    return group
