@@ -11,7 +11,7 @@ help:  ## list the targets
 demo: .venv/.ready  ## post-train a small MoE on two local ranks, balanced by Trimtab (about 4 minutes)
 	$(BIN)/trimtab train --out $(OUT)
 
-test: .venv/.ready  ## run the tests (about 6 minutes)
+test: .venv/.ready  ## run the tests (about 14 minutes)
 	$(BIN)/python -m pytest
 
 lint: .venv/.ready  ## lint, format check and types
