@@ -19,8 +19,7 @@ from trimtab.trace.routing import Array
 
 if TYPE_CHECKING:
     from trimtab.runtime.layer import ExpertLayer
-    from trimtab.runtime.returns import GradientReturns
-    from trimtab.runtime.ring import ReplicaRing
+    from trimtab.runtime.transfers import Transfers
 
 
 @dataclass(eq=False)
@@ -42,6 +41,20 @@ class MicroStep:
     layouts: Sequence[Layout] = ()
     visited: list[int] = field(default_factory=list)
     with_backward: bool = False
+
+    def replay(self, layer: int, live_ids: torch.Tensor) -> torch.Tensor:
+        """Put the recorded ids into `live_ids [T, K]` int64; see `ExpertLayer.route`."""
+        if self.recorded_LNK is None:
+            return live_ids
+        recorded = self.recorded_LNK[layer]
+        chosen = live_ids if self.positions is None else live_ids.index_select(0, self.positions)
+        if len(chosen) != len(recorded):
+            raise RuntimeError(
+                f"MoE layer {layer} got {len(chosen)} tokens; the micro-step was planned with {len(recorded)}"
+            )
+        if self.known_N is not None:
+            recorded = torch.where(self.known_N[:, None], recorded, chosen)
+        return recorded.clone() if self.positions is None else live_ids.index_copy(0, self.positions, recorded)
 
 
 @dataclass(eq=False)
@@ -110,15 +123,6 @@ def exchange_layout(layer: ExpertLayer, expert_ids: torch.Tensor, topology: Topo
     counts_RE = torch.stack(counts_R).numpy()
     rows = place_rows(ids_NK, counts_RE, layer.home_E, topology.rank, replicas)
     return upload_layouts([rows], expert_ids.device)[0]
-
-
-@dataclass(frozen=True, eq=False)
-class Transfers:
-    """The ways of replicas: weights out, gradients home; and the layers that they belong to."""
-
-    ring: ReplicaRing
-    returns: GradientReturns
-    layers: Sequence[ExpertLayer]
 
 
 @dataclass(frozen=True, eq=False)

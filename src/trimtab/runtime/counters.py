@@ -22,7 +22,8 @@ class Counters:
         gradient_bytes: replica gradients that this rank sent home.
         moved_bytes: rows of experts that this rank sent to their new homes.
         refresh_s: seconds that bringing changed weights into staging memory and mirrors took.
-        waits: (start, end) of every wait for a transfer, in seconds on the host or as events on the device.
+        waited_s: seconds on the host that compute waited for transfers.
+        waits: (start, end) events of waits on the device that it had not come to yet.
     """
 
     peer_bytes: int = 0
@@ -31,7 +32,8 @@ class Counters:
     gradient_bytes: int = 0
     moved_bytes: int = 0
     refresh_s: float = 0.0
-    waits: list[tuple[float, float] | tuple[torch.cuda.Event, torch.cuda.Event]] = field(default_factory=list)
+    waited_s: float = 0.0
+    waits: list[tuple[torch.cuda.Event, torch.cuda.Event]] = field(default_factory=list)
 
     def wait(self, waits: Sequence[Wait], device: torch.device) -> None:
         """Wait for transfers, and remember for how long that held up what comes next."""
@@ -39,7 +41,7 @@ class Counters:
             start = time.perf_counter()
             for wait in waits:
                 wait()
-            self.waits.append((start, time.perf_counter()))
+            self.waited_s += time.perf_counter() - start
             return
         before, after = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
         before.record()
@@ -47,20 +49,21 @@ class Counters:
             wait()
         after.record()
         self.waits.append((before, after))
+        # What the device has come to need not be kept.
+        while self.waits[0][1].query() and len(self.waits) > 1:
+            self._take_first()
 
     @property
     def exposed_s(self) -> float:
         """Seconds that transfers held up the compute. On CUDA it waits for the device."""
-        total = 0.0
-        for start, end in self.waits:
-            if isinstance(start, torch.cuda.Event):
-                assert isinstance(end, torch.cuda.Event)
-                end.synchronize()
-                total += start.elapsed_time(end) / 1e3
-            else:
-                assert isinstance(end, float)
-                total += end - start
-        return total
+        while self.waits:
+            self.waits[0][1].synchronize()
+            self._take_first()
+        return self.waited_s
+
+    def _take_first(self) -> None:
+        start, end = self.waits.pop(0)
+        self.waited_s += start.elapsed_time(end) / 1e3
 
     def clear(self) -> None:
         """Start anew."""

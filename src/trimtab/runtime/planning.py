@@ -59,6 +59,7 @@ class PlannedStep:
         max_vio_before: max/mean - 1 of rank loads, mean over instances, without a plan: at the present homes, packed by
             length if the schedule is the plan's own.
         planning_s: seconds from counting to the plan being on every rank.
+        workload: of this rank's expert-parallel group, if it was gathered for planning.
     """
 
     schedule: Schedule
@@ -66,6 +67,7 @@ class PlannedStep:
     predicted_gain: float = 0.0
     max_vio_before: float = 0.0
     planning_s: float = 0.0
+    workload: Workload | None = None
 
 
 @dataclass(frozen=True)
@@ -163,9 +165,10 @@ class SessionPlanner:
         start = time.perf_counter()
         loads = self.gather_workloads(trace, schedule)
 
-        return self._on_first_rank(
+        planned = self._on_first_rank(
             lambda: self._given_schedule(loads, schedule, placement, mode, may_move=may_move), start
         )
+        return replace(planned, workload=loads[self.topology.group])
 
     def for_sequences(
         self,

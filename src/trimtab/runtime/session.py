@@ -15,21 +15,17 @@ import torch.distributed as dist
 from trimtab.cluster import ClusterSpec
 from trimtab.errors import InputError
 from trimtab.planner import Placement, Schedule, StepPlan
-from trimtab.planner.paths import PEER
 from trimtab.planner.workload import max_over_mean
-from trimtab.runtime.binding import Instance, MicroStep, RunningStep, Transfers, exchange_layout
+from trimtab.runtime.binding import Instance, MicroStep, RunningStep, exchange_layout
 from trimtab.runtime.counters import Counters
 from trimtab.runtime.experts import ApplyExperts
 from trimtab.runtime.gradients import clip_gradients, sum_gradients
 from trimtab.runtime.layer import ExpertLayer, HomeWeights
 from trimtab.runtime.logical import logical_state
-from trimtab.runtime.mirror import NodeMirror
 from trimtab.runtime.moving import move_experts
 from trimtab.runtime.planning import Mode, Paths, PlannedStep, PlanReport, SessionPlanner
-from trimtab.runtime.returns import GradientReturns
-from trimtab.runtime.ring import ReplicaRing
-from trimtab.runtime.symmetric import PeerMemory
 from trimtab.runtime.topology import Topology
+from trimtab.runtime.transfers import Transfers
 from trimtab.trace import RoutingTrace
 from trimtab.trace.routing import Array
 
@@ -237,7 +233,9 @@ class Session:
         planner = self._planner(trace)
         planner.check_agreed(plan)
         self._check_fits(trace, plan.schedule, self.rank, self.num_ranks)
-        workload = planner.gather_workloads(trace, self._data_schedule(plan))[self.topology.group]
+        workload = None if isinstance(planned, StepPlan) else planned.workload
+        if workload is None:
+            workload = planner.gather_workloads(trace, self._data_schedule(plan))[self.topology.group]
         plan.check(workload)
         before = workload.home_loads(self.placement.home)
         if isinstance(planned, StepPlan):
@@ -250,7 +248,6 @@ class Session:
             self._prepare(plan, moved)
         self._step = RunningStep(plan, workload, trace, runs)
         unplanned = int(np.count_nonzero(~plan.plannable)) if runs else plan.num_micro_steps
-        ring = self.transfers.ring
         return PlanReport(
             planning_s=planned.planning_s,
             moving_s=time.perf_counter() - start,
@@ -263,8 +260,8 @@ class Session:
             unplanned_micro_steps=unplanned,
             peak_rows_before=int(before.max(initial=0)),
             peak_rows_after=int(after.max(initial=0)),
-            pool_bytes=ring.nbytes + self.transfers.returns.nbytes,
-            mirror_bytes=ring.mirror.nbytes,
+            pool_bytes=self.transfers.pool_bytes,
+            mirror_bytes=self.transfers.ring.mirror.nbytes,
             free_bytes=_free_bytes(self._device),
         )
 
@@ -314,8 +311,7 @@ class Session:
         """
         experts = [parameter for parameter in self._expert_parameters() if parameter.requires_grad]
         if self._transfers is not None:
-            self._transfers.returns.finish()
-            self._transfers.ring.drain()
+            self._transfers.finish()
         for parameter in experts:
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
@@ -390,19 +386,8 @@ class Session:
 
     def replay(self, layer: int, live_ids: torch.Tensor) -> torch.Tensor:
         """Put the running micro-step's recorded ids into `live_ids [T, K]`; see `ExpertLayer.route`."""
-        step = self._current
         ids = live_ids.to(torch.int64)
-        if step is None or step.recorded_LNK is None:
-            return ids
-        recorded = step.recorded_LNK[layer]
-        chosen = ids if step.positions is None else ids.index_select(0, step.positions)
-        if len(chosen) != len(recorded):
-            raise RuntimeError(
-                f"MoE layer {layer} got {len(chosen)} tokens; the micro-step was planned with {len(recorded)}"
-            )
-        if step.known_N is not None:
-            recorded = torch.where(step.known_N[:, None], recorded, chosen)
-        return recorded.clone() if step.positions is None else ids.index_copy(0, step.positions, recorded)
+        return ids if self._current is None else self._current.replay(layer, ids)
 
     def bind(self, layer: ExpertLayer, expert_ids: torch.Tensor) -> Instance:
         """Everything that `layer` needs to run: from the plan, or from an exchange of counts if there is none."""
@@ -419,16 +404,13 @@ class Session:
     def transfers(self) -> Transfers:
         """The ways of replicas, made when all layers are there."""
         if self._transfers is None:
-            expert = [source[0] for source in self.layers[0].sources]
-            mirror = NodeMirror(self.topology, expert, pinned=self._device.type == "cuda")
-            ring = ReplicaRing(
-                self.topology, expert,
-                slots=self.slots_per_rank, layers=self.ring_layers, mirror=mirror, counters=self.counters,
-            )  # fmt: skip
-            # What is joined in backward is under way within one layer alone.
-            under_way = 1 if self.layers[0].joins_in_backward else self.ring_layers
-            returns = GradientReturns(self.topology, layers=under_way, counters=self.counters)
-            self._transfers = Transfers(ring, returns, self.layers)
+            self._transfers = Transfers(
+                self.topology,
+                self.layers,
+                slots=self.slots_per_rank,
+                ring_layers=self.ring_layers,
+                counters=self.counters,
+            )
         return self._transfers
 
     def need_own_experts(self, purpose: str) -> None:
@@ -479,45 +461,23 @@ class Session:
                 "train_with(), so that its state can move along"
             )
         self.move(plan.placement)
-        nodes = range(self.num_ranks // plan.ranks_per_node)
-        self.transfers.ring.mirror.hold([plan.mirror_entries(node) for node in nodes])
-        near = (plan.replica_paths == PEER) & ~plan.far_replicas
-        if self._device.type == "cuda" and self.transfers.ring.peers is None and near.any():
-            self.transfers.ring.peers = PeerMemory.across(self.topology, self.layers)
-        self.transfers.returns.reserve(self.layers[0], self._most_arriving(plan))
-        self._weights_changed = True
-
-    def _most_arriving(self, plan: StepPlan) -> int:
-        """The most replicas that experts of this rank have in one instance."""
-        instance = np.repeat(np.arange(len(plan.replica_starts) - 1), np.diff(plan.replica_starts))
-        home = plan.home[instance % plan.num_layers, plan.replica_experts]
-        return int(np.bincount(instance[home == self.rank], minlength=1).max())
+        self.transfers.prepare(plan)
 
     @contextmanager
     def _running(self, micro_step: MicroStep) -> Iterator[None]:
         if self._current is not None:
             raise RuntimeError("another micro-step is running")
         if self._weights_changed:
-            self._refresh()
+            start = time.perf_counter()
+            self.transfers.refresh()
+            self.counters.refresh_s += time.perf_counter() - start
+            self._weights_changed = False
         self._current = micro_step
         try:
             yield
         finally:
             self._current = None
-            if self._transfers is not None:
-                self._transfers.ring.end(micro_step)
-
-    def _refresh(self) -> None:
-        """Bring changed weights into staging memory and mirrors."""
-        start = time.perf_counter()
-        if self._transfers is not None:
-            self._transfers.ring.settle()
-        for layer in self.layers:
-            layer.stage()
-        if self._transfers is not None:
-            self._transfers.ring.refresh(self.layers)
-        self._weights_changed = False
-        self.counters.refresh_s += time.perf_counter() - start
+            self.transfers.ring.end(micro_step)
 
     def _check_model(self, trace: RoutingTrace) -> None:
         if (trace.num_experts, trace.num_layers) != (self.num_experts, len(self.layers)):

@@ -1,0 +1,84 @@
+"""`Transfers`: what moves replicas between the ranks of a session, made ready for one plan after another."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from trimtab.planner import StepPlan
+from trimtab.planner.paths import PEER
+from trimtab.runtime.counters import Counters
+from trimtab.runtime.mirror import NodeMirror
+from trimtab.runtime.returns import GradientReturns
+from trimtab.runtime.ring import ReplicaRing
+from trimtab.runtime.symmetric import PeerMemory
+from trimtab.runtime.topology import Topology
+
+if TYPE_CHECKING:
+    from trimtab.runtime.layer import ExpertLayer
+
+
+class Transfers:
+    """The ways of replicas: weights out through the ring, gradients home. Methods are collective.
+
+    Args:
+        layers: all of the session's.
+        slots: replicas of one layer that a rank has room for.
+        ring_layers: layers that replicas are kept for at a time.
+    """
+
+    def __init__(
+        self,
+        topology: Topology,
+        layers: Sequence[ExpertLayer],
+        *,
+        slots: int,
+        ring_layers: int,
+        counters: Counters,
+    ) -> None:
+        expert = [source[0] for source in layers[0].sources]
+        self._on_cuda = expert[0].device.type == "cuda"
+        self._topology = topology
+        self.layers = layers
+        self.ring = ReplicaRing(
+            topology,
+            expert,
+            slots=slots,
+            layers=ring_layers,
+            mirror=NodeMirror(topology, expert, pinned=self._on_cuda),
+            counters=counters,
+        )
+        # What is joined in backward is under way within one layer alone.
+        under_way = 1 if layers[0].joins_in_backward else ring_layers
+        self.returns = GradientReturns(topology, layers=under_way, counters=counters)
+
+    @property
+    def pool_bytes(self) -> int:
+        """Memory of this rank for replicas and arriving gradients."""
+        return self.ring.nbytes + self.returns.nbytes
+
+    def prepare(self, plan: StepPlan) -> None:
+        """Make room for what a plan needs. Nothing is under way."""
+        nodes = range(plan.num_ranks // plan.ranks_per_node)
+        self.ring.mirror.hold([plan.mirror_entries(node) for node in nodes])
+        near = (plan.replica_paths == PEER) & ~plan.far_replicas
+        if self._on_cuda and self.ring.peers is None and near.any():
+            self.ring.peers = PeerMemory.across(self._topology, self.layers)
+        instance = np.repeat(np.arange(len(plan.replica_starts) - 1), np.diff(plan.replica_starts))
+        home = plan.home[instance % plan.num_layers, plan.replica_experts]
+        most = int(np.bincount(instance[home == self._topology.rank], minlength=1).max())
+        self.returns.reserve(self.layers[0], most)
+
+    def refresh(self) -> None:
+        """Bring changed weights into staging memory and to where replicas are copied from."""
+        self.ring.settle()
+        for layer in self.layers:
+            layer.stage()
+        self.ring.refresh(self.layers)
+
+    def finish(self) -> None:
+        """Add all gradients that are under way, and forget all replicas: the weights are about to change."""
+        self.returns.finish()
+        self.ring.drain()
