@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from trimtab.cluster.specs import ClusterSpec, ModelSpec
+from trimtab.cluster.models import ModelSpec
+from trimtab.cluster.specs import ClusterSpec
 
 # Passes over a routed row: forward once for recompute, forward and backward (twice a forward) for update.
 FORWARDS_PER_STEP = 4

@@ -1,12 +1,9 @@
-"""`ClusterSpec` and `ModelSpec`: the few sizes of a cluster and a model that a plan depends on."""
+"""`ClusterSpec`: the ranks that experts are spread over, and how fast they and the links between them are."""
 
 from __future__ import annotations
 
-import json
 import math
-import os
 from dataclasses import dataclass
-from pathlib import Path
 
 from trimtab.errors import InputError
 
@@ -16,18 +13,30 @@ SLOWEST_LINK = 1e6
 
 @dataclass(frozen=True)
 class ClusterSpec:
-    """The ranks of one expert-parallel group.
+    """The ranks of one expert-parallel group. Figures are those of `h100x8` nodes unless they are given.
 
     Attributes:
         ranks: ranks in the group, R.
         ranks_per_node: neighbouring ranks that share a node.
         slots_per_rank: replicas that a rank has room for in every MoE layer.
-        expert_flops: operations a second of a rank's grouped matrix products; half of the 8e14 that one H100 reaches in
-            bf16 on large square matrices.
-        node_bytes_per_s: a rank's link inside its node, each way (NVLink 4).
-        network_bytes_per_s: a rank's link between nodes, each way (400 Gb/s).
-        host_bytes_per_s: a rank's link from its node's host memory (PCIe 5 x16).
+        expert_flops: operations a second of a rank's grouped matrix products.
+        node_bytes_per_s: a rank's link inside its node, each way.
+        network_bytes_per_s: a rank's link between nodes, each way.
+        host_bytes_per_s: a rank's link from its node's host memory.
         mirror_experts: experts, each of one layer, that the mirror in a node's host memory has room for; None for all.
+        name: of the kind of node.
+        dense_flops: operations a second of projections and other large matrix products.
+        attention_flops: operations a second of attention itself, the products with keys and values.
+        memory_bytes_per_s: of a rank's own memory, as kernels reach it.
+        tile_rows: rows of a grouped product come in tiles of so many; part of a tile costs as much as a whole one.
+        copy_s: fixed seconds of each copy of an expert in a grouped product.
+        layer_s: fixed seconds of a layer's other kernels, launches and small operations together, in one pass.
+        dense_backward, expert_backward: time of backward over that of forward, of the dense parts and of experts.
+        dispatch_node_bytes_per_s: what a rank's all-to-all reaches inside its node.
+        dispatch_network_bytes_per_s: what a rank's all-to-all reaches between nodes.
+        dispatch_s: fixed seconds of an all-to-all.
+        device_bytes: a rank's own memory.
+        planning_threads: cores that plan a step beforehand.
 
     A link of 0 bytes a second brings no weights. With none from host memory, all come from rank to rank.
 
@@ -43,6 +52,20 @@ class ClusterSpec:
     network_bytes_per_s: float = 50e9
     host_bytes_per_s: float = 55e9
     mirror_experts: int | None = None
+    name: str = "h100x8"
+    dense_flops: float = 6e14
+    attention_flops: float = 4e14
+    memory_bytes_per_s: float = 2.8e12
+    tile_rows: int = 128
+    copy_s: float = 1e-6
+    layer_s: float = 60e-6
+    dense_backward: float = 2.0
+    expert_backward: float = 2.0
+    dispatch_node_bytes_per_s: float = 155e9
+    dispatch_network_bytes_per_s: float = 50e9
+    dispatch_s: float = 30e-6
+    device_bytes: float = 80e9
+    planning_threads: int = 16
 
     @property
     def nodes(self) -> int:
@@ -70,69 +93,3 @@ class ClusterSpec:
                 f"{self.network_bytes_per_s:g}, host_bytes_per_s {self.host_bytes_per_s:g}, mirror_experts "
                 f"{self.mirror_experts}; the first two should be above 0, or the third with mirror_experts None"
             )
-
-
-@dataclass(frozen=True)
-class ModelSpec:
-    """The MoE part of a model, as its Hugging Face `config.json` describes it.
-
-    Attributes:
-        name: `model_type` of the config.
-        num_experts: routed experts of a layer, E.
-        top_k: experts that a token uses.
-        hidden_size: width of a token.
-        expert_width: inner width of an expert.
-        weight_bytes: bytes of one weight, 2 for bf16.
-    """
-
-    name: str
-    num_experts: int
-    top_k: int
-    hidden_size: int
-    expert_width: int
-    weight_bytes: int = 2
-
-    @property
-    def expert_parameters(self) -> int:
-        """Weights of one expert in one layer: gate, up and down projections."""
-        return 3 * self.hidden_size * self.expert_width
-
-    @property
-    def expert_bytes(self) -> int:
-        """Bytes of one expert's weights in one layer."""
-        return self.expert_parameters * self.weight_bytes
-
-    @classmethod
-    def from_config(cls, path: str | os.PathLike[str]) -> ModelSpec:
-        """Read a `config.json`, or the one in a checkpoint directory.
-
-        Raises:
-            InputError: if there is none, or it does not describe a MoE model.
-        """
-        file = Path(path)
-        file = file / "config.json" if file.is_dir() else file
-        if not file.is_file():
-            raise InputError(f"{file}: no such file; expected a Hugging Face config.json or a checkpoint directory")
-        try:
-            config = json.loads(file.read_text())
-        except (ValueError, OSError) as error:
-            raise InputError(f"{file}: not a readable JSON file ({error})") from None
-        if not isinstance(config, dict):
-            raise InputError(f"{file}: expected a JSON object with the model's config")
-        values: dict[str, int] = {}
-        for field, keys in _CONFIG_KEYS.items():
-            found = [config[key] for key in keys if isinstance(config.get(key), int)]
-            if not found:
-                raise InputError(f"{file}: not the config of a MoE model; it should have {' or '.join(keys)}")
-            values[field] = found[0]
-        return cls(name=str(config.get("model_type", file.parent.name)), **values)
-
-
-QWEN3_30B = ModelSpec("qwen3-30b-a3b", num_experts=128, top_k=8, hidden_size=2048, expert_width=768)
-
-_CONFIG_KEYS = {
-    "num_experts": ("num_experts", "n_routed_experts", "num_local_experts"),
-    "top_k": ("num_experts_per_tok", "num_experts_per_token"),
-    "hidden_size": ("hidden_size",),
-    "expert_width": ("moe_intermediate_size", "intermediate_size"),
-}
