@@ -1,4 +1,4 @@
-"""What a report says, before anybody decides how it looks: values that the HTML page and the timeline file are made of."""
+"""What a report says, before anybody decides how it looks: values that the page and the timeline file are made of."""
 
 from __future__ import annotations
 
