@@ -54,6 +54,14 @@ class ModelSpec:
         """Bytes of one expert's weights in one layer."""
         return self.expert_parameters * self.weight_bytes
 
+    @property
+    def dense_parameters(self) -> int:
+        """Weights outside the routed experts: attention, shared experts, routers, dense layers, embedding and head."""
+        hidden = self.hidden_size
+        attention = (self.moe_layers + self.dense_layers) * (self.attention_parameters or 4 * hidden**2)
+        beside_experts = self.moe_layers * hidden * (3 * self.shared_width + self.num_experts)
+        return attention + beside_experts + hidden * (3 * self.dense_layers * self.dense_width + 2 * self.vocab_size)
+
     @classmethod
     def from_config(cls, path: str | os.PathLike[str]) -> ModelSpec:
         """Read a `config.json`, or the one in a checkpoint directory.

@@ -38,7 +38,7 @@ class FasterMoe:
             what DeepEP dispatches at over NVLink and over 400 Gb/s links.
     """
 
-    traits: ClassVar[Traits] = Traits(known_at="layer", copies="unbounded")
+    traits: ClassVar[Traits] = Traits(known_at="layer", planning_us_per_rank=3.0, copies="unbounded")
     model: ModelSpec = QWEN3_30B
     flops: float = 400e12
     node_bytes_per_s: float = 150e9

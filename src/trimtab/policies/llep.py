@@ -37,7 +37,7 @@ class Llep:
         gate: an instance whose max/mean is below is left alone. At 1, `max_tokens_factor` alone decides.
     """
 
-    traits: ClassVar[Traits] = Traits(known_at="layer", transfers_start="layer", copies="unbounded")
+    traits: ClassVar[Traits] = Traits(known_at="layer", planning_us_per_rank=3.0, copies="unbounded")
     max_tokens_factor: float = 1.1
     min_tokens_per_gemm: int = 1024
     gate: float = 1.3

@@ -8,7 +8,7 @@ from typing import Literal, Protocol
 
 import numpy as np
 
-from trimtab.cluster import ClusterSpec
+from trimtab.cluster import ClusterSpec, CostModel
 from trimtab.planner import Placement, Schedule, SequenceCounts, StepPlan, Workload
 from trimtab.trace.routing import Array
 
@@ -26,8 +26,12 @@ class Traits:
         plans_on: where planning runs, and with it who pays: `cpu` planning is timed by us, `gpu` planning is charged
             its published time.
         published_us: published planning time of an instance in microseconds, where there is one.
+        planning_us_per_rank: planning time of an instance for each rank of the group, as we measure it on one core of a
+            2-core machine; charged where nothing is published.
         transfers_start: when its weights may start to move: before the `step`, before the `micro-step`, or in the
             `layer` after its router; `never` if it moves none.
+        waits_for_weights: must weights be there before tokens leave for their experts?
+        host_path: may weights come from a mirror in host memory?
         hops: 2 if moved tokens first travel to the home rank, else 1.
         copies: what its copies occupy: `none`, slots that layers share, slots of every layer, or `unbounded` memory.
         relocates: does it move homes between steps?
@@ -38,7 +42,10 @@ class Traits:
     known_at: KnownAt
     plans_on: Literal["cpu", "gpu"] = "cpu"
     published_us: float | None = None
+    planning_us_per_rank: float = 0.0
     transfers_start: Literal["never", "step", "micro-step", "layer"] = "layer"
+    waits_for_weights: bool = False
+    host_path: bool = False
     hops: Literal[1, 2] = 1
     copies: Literal["none", "shared slots", "layer slots", "unbounded"] = "shared slots"
     relocates: bool = False
@@ -59,6 +66,7 @@ class View:
         mini_batch: `[S]` mini-batch of each sequence, for policies that schedule.
         equal_terms: are schedule, homes and slots given, so that only replicas and split are compared?
         past_counts_PLE: `[P, L, E]` int64, tokens by earlier step (latest last), layer and expert.
+        cost: what moves and bytes weigh, for policies that weigh them; of Qwen3-30B-A3B on the cluster if it is None.
     """
 
     known_at: KnownAt
@@ -69,6 +77,7 @@ class View:
     mini_batch: Array
     equal_terms: bool
     past_counts_PLE: Array
+    cost: CostModel | None
     _sequences: SequenceCounts
     _workload: Workload
 
@@ -150,6 +159,7 @@ def look(
     mini_batch: Array | None = None,
     equal_terms: bool = False,
     past_counts_PLE: Array | None = None,
+    cost: CostModel | None = None,
 ) -> View:
     """The view of a step that `policy` may have."""
     nothing = np.zeros((0, sequences.num_layers, sequences.num_experts), np.int64)
@@ -162,6 +172,7 @@ def look(
         mini_batch=np.zeros(sequences.num_sequences, np.int64) if mini_batch is None else mini_batch,
         equal_terms=equal_terms,
         past_counts_PLE=nothing if past_counts_PLE is None else past_counts_PLE,
+        cost=cost,
         _sequences=sequences,
         _workload=Workload.from_sequences(sequences, schedule),
     )

@@ -13,7 +13,9 @@ from trimtab.policies.policy import Traits, View
 class Trimtab:
     """Schedule, homes, replicas and split from the step's own routing; on equal terms, replicas and split alone."""
 
-    traits: ClassVar[Traits] = Traits(known_at="step", transfers_start="micro-step", relocates=True)
+    traits: ClassVar[Traits] = Traits(
+        known_at="step", planning_us_per_rank=45.0, transfers_start="micro-step", host_path=True, relocates=True
+    )
     settings: PlanSettings = field(default_factory=PlanSettings)
 
     def plan(self, view: View) -> StepPlan:
@@ -26,5 +28,6 @@ class Trimtab:
             token_budget=view.token_budget,
             mini_batch=view.mini_batch,
             settings=self.settings,
+            cost=view.cost,
         )
         return plan

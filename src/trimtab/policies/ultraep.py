@@ -41,7 +41,9 @@ class UltraEp:
             `smallest_quota` holds for every replica.
     """
 
-    traits: ClassVar[Traits] = Traits(known_at="layer", plans_on="gpu", published_us=78.0, within_node=True)
+    traits: ClassVar[Traits] = Traits(
+        known_at="layer", plans_on="gpu", published_us=78.0, waits_for_weights=True, within_node=True
+    )
     threshold: float = 1.0
     smallest_quota: int = 1024
     tolerance: float = 0.01

@@ -1,0 +1,153 @@
+"""`OperationCosts`: how long each operation of a training step takes on one rank, and how many bytes it moves."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from trimtab.cluster.cost import GRADIENT_BYTES, STATE_BYTES
+from trimtab.cluster.models import ModelSpec
+from trimtab.cluster.specs import ClusterSpec
+
+# Times that values are read or written beside the matrix products. A token of a layer: two norms, two residual sums,
+# query, key and value, rotary embedding. A row, as wide as a token and an expert together: into and out of the dispatch
+# buffers, gate and up, activation, the weighted sum.
+TOKEN_PASSES = 20
+ROW_PASSES = 5
+# The loss reads and writes float32 logits and their log-softmax.
+LOGIT_BYTES = 12
+# Adam reads gradient, master weight and two moments in float32, writes three of them and the weight.
+OPTIMIZER_BYTES = 30
+
+
+@dataclass(frozen=True)
+class OperationCosts:
+    """Seconds of operations, forward unless it says otherwise.
+
+    Backward takes `dense_backward` or `expert_backward` times as long.
+
+    Attributes:
+        layer_s: a MoE layer's small operations, whatever its tokens.
+        token_s: a token in the dense parts of a MoE layer: projections, shared experts, router, norms.
+        square_s: attention over a sequence of t tokens, in one layer, for each of t * t.
+        outer_s: as `layer_s`, all dense layers together.
+        outer_token_s: a token in all dense layers, embedding, output head and loss together.
+        outer_square_s: as `square_s`, all dense layers together.
+        tile_rows: rows of a grouped matrix product come in tiles of so many.
+        tile_s: a tile through one expert.
+        copy_s: a copy of an expert that has any rows, whatever their number.
+        weights_s: reading one expert's weights; no copy with rows takes less.
+        row_s: a row, beside the matrix products: gathered, activated, weighed.
+        dispatch_s: an all-to-all, whatever its rows.
+        near_row_s, far_row_s: a row through a rank's all-to-all, inside the node or between nodes. Rows of a token that
+            go to the same node share the way there, as many as do with even routing.
+        near_weights_s, far_weights_s, host_weights_s: one expert's weights over a rank's link inside the node, between
+            nodes, or from host memory; 0 where there is no such link, which no plan uses.
+        near_gradient_s, far_gradient_s: one expert's gradient in float32 over the same links.
+        near_state_s, far_state_s: weights and optimizer state of one expert, for a home that moves.
+        near_spare, far_spare: the part of a link's rate that an all-to-all leaves to other transfers.
+        hop_row_s: a row that moves on to another rank of its node by copying.
+        optimizer_s: an optimizer step over this rank's share of the parameters.
+        reduce_s: summing the dense parameters' gradients over ranks and spreading their new weights, once an optimizer
+            step.
+    """
+
+    layer_s: float
+    token_s: float
+    square_s: float
+    outer_s: float
+    outer_token_s: float
+    outer_square_s: float
+    tile_rows: int
+    tile_s: float
+    copy_s: float
+    weights_s: float
+    row_s: float
+    dense_backward: float
+    expert_backward: float
+    dispatch_s: float
+    near_row_s: float
+    far_row_s: float
+    near_weights_s: float
+    far_weights_s: float
+    host_weights_s: float
+    near_gradient_s: float
+    far_gradient_s: float
+    near_state_s: float
+    far_state_s: float
+    near_spare: float
+    far_spare: float
+    hop_row_s: float
+    optimizer_s: float
+    reduce_s: float
+
+    @classmethod
+    def of(
+        cls, cluster: ClusterSpec, model: ModelSpec, *, moe_layers: int | None = None, groups: int = 1
+    ) -> OperationCosts:
+        """Costs of a model on a cluster.
+
+        Args:
+            moe_layers: MoE layers that are simulated; all of the model's by default. Dense layers, head and optimizer
+                count in proportion.
+            groups: expert-parallel groups; the dense parameters' optimizer state is shared out over all their ranks.
+        """
+        part = 1.0 if moe_layers is None else moe_layers / model.moe_layers
+        hidden = model.hidden_size
+        projections = model.attention_parameters or 4 * hidden**2
+        attention_width = model.attention_width or 2 * hidden
+        dense_s, memory_s = 1 / cluster.dense_flops, 1 / cluster.memory_bytes_per_s
+        around_s = 2 * projections * dense_s + TOKEN_PASSES * hidden * model.weight_bytes * memory_s
+        beside_experts_s = 2 * (3 * hidden * model.shared_width + hidden * model.num_experts) * dense_s
+        feed_forward_s = 6 * hidden * model.dense_width * dense_s
+        head_s = 2 * hidden * model.vocab_size * dense_s + LOGIT_BYTES * model.vocab_size * memory_s
+        nodes = cluster.nodes
+        rows_far = model.top_k * (nodes - 1) / nodes
+        # A token goes once to a node, however many of its experts are there.
+        sharing = (nodes - 1) * (1 - (1 - 1 / nodes) ** model.top_k) / rows_far if nodes > 1 else 1.0
+        row_bytes = hidden * model.weight_bytes
+        parameters = model.expert_parameters
+        state_bytes = model.expert_bytes + STATE_BYTES * parameters
+        gradient_bytes = GRADIENT_BYTES * parameters
+        near, far, host = cluster.node_bytes_per_s, cluster.network_bytes_per_s, cluster.host_bytes_per_s
+        ranks = cluster.ranks * groups
+        dense_parameters = part * model.dense_parameters
+        expert_parameters = part * model.moe_layers * model.num_experts * parameters / cluster.ranks
+        slowest = (far if ranks > cluster.ranks_per_node else near) or host
+        return cls(
+            layer_s=cluster.layer_s,
+            token_s=around_s + beside_experts_s,
+            square_s=attention_width / cluster.attention_flops,
+            outer_s=part * model.dense_layers * cluster.layer_s,
+            outer_token_s=part * (model.dense_layers * (around_s + feed_forward_s) + head_s),
+            outer_square_s=part * model.dense_layers * attention_width / cluster.attention_flops,
+            tile_rows=cluster.tile_rows,
+            tile_s=cluster.tile_rows * 2 * parameters / cluster.expert_flops,
+            copy_s=cluster.copy_s,
+            weights_s=model.expert_bytes * memory_s,
+            row_s=ROW_PASSES * (hidden + model.expert_width) * model.weight_bytes * memory_s,
+            dense_backward=cluster.dense_backward,
+            expert_backward=cluster.expert_backward,
+            dispatch_s=cluster.dispatch_s,
+            near_row_s=row_bytes / cluster.dispatch_node_bytes_per_s,
+            far_row_s=sharing * row_bytes / cluster.dispatch_network_bytes_per_s,
+            near_weights_s=_seconds(model.expert_bytes, near),
+            far_weights_s=_seconds(model.expert_bytes, far),
+            host_weights_s=_seconds(model.expert_bytes, host),
+            near_gradient_s=_seconds(gradient_bytes, near or host),
+            far_gradient_s=_seconds(gradient_bytes, far or host),
+            near_state_s=_seconds(state_bytes, near or host),
+            far_state_s=_seconds(state_bytes, far or host),
+            near_spare=_spare(cluster.dispatch_node_bytes_per_s, near),
+            far_spare=_spare(cluster.dispatch_network_bytes_per_s, far),
+            hop_row_s=_seconds(row_bytes, near or host),
+            optimizer_s=OPTIMIZER_BYTES * (expert_parameters + dense_parameters / ranks) * memory_s,
+            reduce_s=(GRADIENT_BYTES + model.weight_bytes) * dense_parameters * (ranks - 1) / ranks / slowest,
+        )
+
+
+def _seconds(size: float, bytes_per_s: float) -> float:
+    return size / bytes_per_s if bytes_per_s else 0.0
+
+
+def _spare(used: float, bytes_per_s: float) -> float:
+    return max(0.0, 1 - used / bytes_per_s) if bytes_per_s else 0.0

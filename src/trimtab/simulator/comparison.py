@@ -1,0 +1,228 @@
+"""What would each balancer give? One step of a trace, planned by all of them and run on the same cluster."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import numpy as np
+
+from trimtab.cluster import ClusterSpec, CostModel, ModelSpec
+from trimtab.cluster.cost import STATE_BYTES
+from trimtab.cluster.operations import OperationCosts
+from trimtab.errors import InputError
+from trimtab.planner import Placement, Schedule, SequenceCounts, StepPlan, Workload, pack_by_length
+from trimtab.planner.prediction import cross_node_rows
+from trimtab.policies import POLICIES, Policy, look
+from trimtab.simulator.expert_time import Balance, summarise_balance
+from trimtab.simulator.memory import memory_bytes
+from trimtab.simulator.step import SimulatedStep, StepSettings, simulate_step
+from trimtab.trace import RoutingTrace
+from trimtab.trace.routing import Array
+
+# Room that packing leaves in a micro-step beyond the mean, so that as many micro-steps as were asked for are enough.
+SLACK = 0.1
+
+
+@dataclass(frozen=True, eq=False)
+class Situation:
+    """One step as balancers find it.
+
+    Attributes:
+        cluster: of one expert-parallel group.
+        sequences: the step's routing by sequence.
+        earlier: routing of the steps before, oldest first; who looks at the past and who keeps homes begins with them.
+        token_budget: most tokens of a rank in one micro-step.
+        mini_batches: optimizer steps; sequences are dealt out in their order.
+        equal_terms: contiguous homes, the length-packed schedule and the same slots for all, so that only replicas and
+            split are compared; else each balancer is run as its authors do.
+    """
+
+    cluster: ClusterSpec
+    model: ModelSpec
+    sequences: SequenceCounts
+    earlier: tuple[SequenceCounts, ...]
+    token_budget: int
+    mini_batches: int = 1
+    equal_terms: bool = False
+    settings: StepSettings = field(default_factory=StepSettings)
+
+    @property
+    def mini_batch_S(self) -> Array:
+        return _mini_batch(self.sequences, self.mini_batches)
+
+
+@dataclass(frozen=True, eq=False)
+class Outcome:
+    """What a balancer gives.
+
+    Attributes:
+        plan_us: time of its planning here, microseconds an instance; with numba's compilation left out.
+        cross_node_fraction: part of the rows that another node than their own computes.
+        memory: bytes of the rank that needs most, by what they are for.
+    """
+
+    name: str
+    plan: StepPlan
+    workload: Workload
+    simulated: SimulatedStep
+    balance: Balance
+    migration_bytes: int
+    plan_us: float
+    cross_node_fraction: float
+    memory: dict[str, int]
+
+    @property
+    def policy(self) -> Policy:
+        return POLICIES[self.name]
+
+
+def situations_of(trace: RoutingTrace, step: int | None) -> tuple[RoutingTrace, list[RoutingTrace]]:
+    """The step to simulate, the last by default, and those before it. Raises InputError if there is no such step."""
+    steps = np.unique(trace.steps)
+    chosen = int(steps[-1]) if step is None else step
+    if chosen not in steps:
+        raise InputError(f"there is no step {chosen}; the trace has steps {steps[0]} to {steps[-1]}")
+    parts = [trace.select(np.flatnonzero(trace.steps == each)) for each in steps[steps <= chosen]]
+    return parts[-1], parts[:-1]
+
+
+def budget_for(sequences: Iterable[SequenceCounts], ranks: int, micro_steps: int) -> int:
+    """The token budget with which every one of these steps takes about `micro_steps` micro-steps on `ranks` ranks."""
+    steps = list(sequences)
+    most = max(int(part.lengths.sum()) for part in steps)
+    longest = max(int(part.lengths.max(initial=1)) for part in steps)
+    return max(longest, math.ceil(most / (ranks * micro_steps) * (1 + SLACK)))
+
+
+def compare(
+    situation: Situation,
+    names: Iterable[str],
+    *,
+    show: dict[str, int] | None = None,
+    advance: Callable[[str], None] = lambda _: None,
+) -> dict[str, Outcome]:
+    """Plan the step with every balancer and simulate it.
+
+    Args:
+        names: of `POLICIES`.
+        show: the micro-step whose operations are written down, by balancer.
+        advance: called with a balancer's name before its turn.
+    """
+    outcomes = {}
+    for name in names:
+        advance(name)
+        outcomes[name] = _outcome(situation, name, (show or {}).get(name))
+    return outcomes
+
+
+def _outcome(situation: Situation, name: str, show: int | None) -> Outcome:
+    policy, model, cluster = POLICIES[name], situation.model, situation.cluster
+    sequences, groups = situation.sequences, situation.settings.groups
+    cost = CostModel.of(cluster, model)
+    past = [part.counts_SLE.sum(axis=0, dtype=np.int64) for part in situation.earlier]
+    placement = Placement.contiguous(sequences.num_layers, sequences.num_experts, cluster.ranks)
+
+    def plan_one(part: SequenceCounts, seen: list[Array], homes: Placement) -> tuple[StepPlan, float]:
+        view = look(
+            policy, part, _packed(part, situation), homes, cluster,
+            token_budget=situation.token_budget,
+            mini_batch=_mini_batch(part, situation.mini_batches),
+            equal_terms=situation.equal_terms,
+            past_counts_PLE=np.stack(seen) if seen else None,
+            cost=cost,
+        )  # fmt: skip
+        start = time.perf_counter()
+        plan = policy.plan(view)
+        return plan, time.perf_counter() - start
+
+    if policy.traits.relocates and not situation.equal_terms and situation.earlier:
+        # Homes as the last step left them.
+        placement = plan_one(situation.earlier[-1], past[:-1], placement)[0].placement
+    else:
+        few = np.arange(min(sequences.num_sequences, cluster.ranks))
+        plan_one(sequences.select(few), past, placement)  # compiles
+    plan, seconds = plan_one(sequences, past, placement)
+    workload = Workload.from_sequences(sequences, plan.schedule)
+    plan.check(workload)
+    costs = OperationCosts.of(cluster, model, moe_layers=plan.num_layers, groups=groups)
+    simulated = simulate_step(
+        plan, workload, sequences.lengths, costs, cluster, policy.traits,
+        before=placement, settings=situation.settings, show=show,
+    )  # fmt: skip
+    loads_MLR = simulated.work.loads_MLR
+    tokens_MR = np.zeros((plan.num_micro_steps, plan.num_ranks), np.int64)
+    np.add.at(tokens_MR, (plan.micro_step, plan.rank), sequences.lengths)
+    near_L, far_L = placement.moves(plan.placement, cluster.ranks_per_node)
+    state_bytes = model.expert_bytes + STATE_BYTES * model.expert_parameters
+    return Outcome(
+        name=name,
+        plan=plan,
+        workload=workload,
+        simulated=simulated,
+        balance=summarise_balance(loads_MLR),
+        migration_bytes=int(near_L.sum() + far_L.sum()) * state_bytes,
+        plan_us=seconds / (plan.num_micro_steps * plan.num_layers) * 1e6,
+        cross_node_fraction=int(cross_node_rows(plan, workload).sum()) / max(1, int(workload.token_counts_MLRE.sum())),
+        memory=memory_bytes(
+            plan, loads_MLR, tokens_MR, model, policy.traits,
+            ring_layers=situation.settings.ring_layers, ranks=cluster.ranks * groups,
+        ),
+    )  # fmt: skip
+
+
+def figures(outcomes: dict[str, Outcome], model: ModelSpec) -> dict[str, Any]:
+    """All figures of `trimtab simulate`'s JSON, by balancer."""
+    static, ideal = outcomes.get("static"), outcomes.get("balanced")
+    return {
+        name: {
+            "known_at": outcome.policy.traits.known_at,
+            "slots_per_rank": outcome.plan.slots_per_rank,
+            "step_time_s": outcome.simulated.step_time_s,
+            "speedup_vs_static": static.simulated.step_time_s / outcome.simulated.step_time_s if static else None,
+            "fraction_of_balanced": ideal.simulated.step_time_s / outcome.simulated.step_time_s if ideal else None,
+            "max_over_mean": asdict(outcome.balance),
+            "micro_steps": outcome.plan.num_micro_steps,
+            "replicas_per_instance": outcome.plan.num_replicas
+            / (outcome.plan.num_micro_steps * outcome.plan.num_layers),
+            "weight_bytes_per_micro_step": outcome.plan.num_replicas
+            * model.expert_bytes
+            / outcome.plan.num_micro_steps,
+            "cross_node_token_fraction": outcome.cross_node_fraction,
+            "exposed_transfer_s": outcome.simulated.parts_s["transfers"],
+            "exposed_planning_s": outcome.simulated.parts_s["planning"],
+            "migration_bytes_per_step": outcome.migration_bytes,
+            "plan_us_per_instance": outcome.plan_us,
+            "replica_pool_bytes": outcome.memory["replica pool"],
+            "peak_tokens_per_rank": int(outcome.simulated.work.loads_MLR.max(initial=0)),
+            "parts_s": outcome.simulated.parts_s,
+            "memory_bytes": outcome.memory,
+        }
+        for name, outcome in outcomes.items()
+    }
+
+
+def trace_hash(trace: RoutingTrace) -> str:
+    """A digest of what planning looks at: routing, sequences and steps."""
+    digest = hashlib.blake2b(digest_size=16)
+    for array in (trace.expert_ids, trace.sequence_starts, trace.steps, trace.layer_indices):
+        digest.update(str((array.dtype.str, array.shape)).encode())
+        digest.update(np.ascontiguousarray(array).data)
+    return digest.hexdigest()
+
+
+def _mini_batch(sequences: SequenceCounts, mini_batches: int) -> Array:
+    return np.arange(sequences.num_sequences) * mini_batches // max(1, sequences.num_sequences)
+
+
+def _packed(sequences: SequenceCounts, situation: Situation) -> Schedule:
+    return pack_by_length(
+        sequences.lengths,
+        num_ranks=situation.cluster.ranks,
+        token_budget=situation.token_budget,
+        mini_batch=_mini_batch(sequences, situation.mini_batches),
+    )

@@ -1,0 +1,103 @@
+"""Links: when is a transfer done that shares a rank's link with others, and with the all-to-alls of its layers?
+
+A lane is one direction of one link of one rank. Its transfers are served one after another, each at the link's whole
+rate while no all-to-all runs over the lane, and at what that leaves meanwhile. A transfer between two ranks is done
+when both lanes have served it. All-to-alls have the right of way and are not slowed down.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numba
+import numpy as np
+
+from trimtab.trace.routing import Array
+
+# Lanes of weights, and those of gradients, which go the other way: out of the replica's rank, into the home's.
+NEAR_OUT, NEAR_IN, FAR_OUT, FAR_IN, HOST_IN = range(5)
+GRADIENTS = 5
+NUM_LANES = 9
+# No transfer begins before the last pass over the layers did; an all-to-all out and one back in each.
+REMEMBERED_PASSES = 2
+ALL_TO_ALLS = 2
+
+
+class Links(NamedTuple):
+    """How busy the lanes of D ranks are.
+
+    Attributes:
+        free: `[lanes, D]` float64, when each lane has served all transfers so far.
+        seen: `[lanes, D]` int64, all-to-alls that each lane has left behind.
+        starts, near_ends, far_ends: `[H, D]` float64, the last H all-to-alls of each rank, in a ring: their beginning,
+            and their end on the link inside the node and on that between nodes.
+        calls: `[D]` int64, all-to-alls of each rank so far.
+    """
+
+    free: Array
+    seen: Array
+    starts: Array
+    near_ends: Array
+    far_ends: Array
+    calls: Array
+
+
+@numba.njit(cache=True, nogil=True)
+def idle_links(num_ranks, num_layers):  # type: ignore[no-untyped-def]
+    """The lanes of `num_ranks` ranks before a step."""
+    remembered = REMEMBERED_PASSES * ALL_TO_ALLS * num_layers
+    return Links(
+        np.zeros((NUM_LANES, num_ranks)),
+        np.zeros((NUM_LANES, num_ranks), np.int64),
+        np.zeros((remembered, num_ranks)),
+        np.zeros((remembered, num_ranks)),
+        np.zeros((remembered, num_ranks)),
+        np.zeros(num_ranks, np.int64),
+    )
+
+
+@numba.njit(cache=True, nogil=True)
+def occupy(links, rank, start, near_s, far_s):  # type: ignore[no-untyped-def]
+    """An all-to-all of a rank begins, and takes so long inside the node and between nodes."""
+    h = links.calls[rank] % len(links.starts)
+    links.starts[h, rank] = start
+    links.near_ends[h, rank] = start + near_s
+    links.far_ends[h, rank] = start + far_s
+    links.calls[rank] += 1
+
+
+@numba.njit(cache=True, nogil=True)
+def serve(links, lane, rank, release, work, spare):  # type: ignore[no-untyped-def]
+    """The time when a lane has served `work` seconds more, which it may not begin before `release`.
+
+    Args:
+        spare: the part of the rate that an all-to-all leaves.
+    """
+    between_nodes = lane in (FAR_OUT, FAR_IN, GRADIENTS + FAR_OUT, GRADIENTS + FAR_IN)
+    ends = links.far_ends if between_nodes else links.near_ends
+    ring, last = len(links.starts), links.calls[rank]
+    time = max(links.free[lane, rank], release)
+    k = last if lane == HOST_IN else max(links.seen[lane, rank], last - ring)
+    while work > 0.0:
+        while k < last and ends[k % ring, rank] <= time:
+            k += 1
+        if k == last:
+            time += work
+            break
+        start, end = links.starts[k % ring, rank], ends[k % ring, rank]
+        if time < start:
+            gap = start - time
+            if work <= gap:
+                time += work
+                break
+            work -= gap
+            time = start
+        possible = spare * (end - time)
+        if possible >= work:
+            time += work / spare
+            break
+        work -= possible
+        time = end
+    links.free[lane, rank] = time
+    links.seen[lane, rank] = k
+    return time

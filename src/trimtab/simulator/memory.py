@@ -1,0 +1,74 @@
+"""What does a rank have to hold? Parameters, replicas and activations under a plan."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from trimtab.cluster import ModelSpec
+from trimtab.cluster.cost import GRADIENT_BYTES, STATE_BYTES
+from trimtab.planner import StepPlan
+from trimtab.planner.paths import layers_of_replicas
+from trimtab.policies.policy import Traits
+from trimtab.trace.routing import Array
+
+# Values kept for backward: of a token in a layer's dense parts, in token widths; of a row, in token and expert widths.
+TOKEN_WIDTHS = 8
+ROW_WIDTHS = 2
+ROW_EXPERT_WIDTHS = 3
+
+
+def memory_bytes(
+    plan: StepPlan,
+    loads_MLR: Array,
+    tokens_MR: Array,
+    model: ModelSpec,
+    traits: Traits,
+    *,
+    ring_layers: int,
+    ranks: int,
+) -> dict[str, int]:
+    """Bytes of the rank that needs most, by what they are for.
+
+    Activations are those of one micro-step without checkpointing. Optimizer state of dense parameters is shared out.
+
+    Args:
+        loads_MLR: `[M, L, R]` rows that each rank computes.
+        tokens_MR: `[M, R]` tokens of each rank.
+        ring_layers: layers that shared slots are kept for at a time.
+        ranks: data ranks of all expert-parallel groups.
+    """
+    per_parameter = model.weight_bytes + GRADIENT_BYTES
+    layers = plan.num_layers
+    homes_LR = np.stack([np.bincount(home, minlength=plan.num_ranks) for home in plan.home])
+    dense = model.dense_parameters * layers // model.moe_layers
+    rows_MR = loads_MLR.sum(axis=1)
+    kept_MR = layers * TOKEN_WIDTHS * model.hidden_size * tokens_MR
+    kept_MR = kept_MR + rows_MR * (ROW_WIDTHS * model.hidden_size + ROW_EXPERT_WIDTHS * model.expert_width)
+    return {
+        "experts": int(homes_LR.sum(axis=0).max()) * model.expert_parameters * (per_parameter + STATE_BYTES),
+        "dense parts": dense * per_parameter + dense * STATE_BYTES // ranks,
+        "replica pool": replica_pool_bytes(plan, model, traits, ring_layers),
+        "activations": int(kept_MR.max()) * model.weight_bytes,
+    }
+
+
+def replica_pool_bytes(plan: StepPlan, model: ModelSpec, traits: Traits, ring_layers: int) -> int:
+    """Bytes of a rank for replicas and for their gradients, there or on the way home."""
+    gradient_bytes = GRADIENT_BYTES * model.expert_parameters
+    layer_P, rank_P = layers_of_replicas(plan.replica_starts, plan.num_layers), plan.replica_ranks.astype(np.int64)
+    if traits.copies == "none" or not plan.num_replicas:
+        return 0
+    if traits.copies == "shared slots":
+        instance_P = np.repeat(np.arange(len(plan.replica_starts) - 1), np.diff(plan.replica_starts))
+        home_P = plan.home[layer_P, plan.replica_experts].astype(np.int64)
+        arriving = int(np.bincount(instance_P * plan.num_ranks + home_P).max())
+        return ring_layers * (plan.slots_per_rank * model.expert_bytes + arriving * gradient_bytes)
+    if traits.copies == "layer slots":
+        copies = np.unique(np.stack([layer_P, plan.replica_experts, rank_P]), axis=1)
+        most = int(np.bincount(copies[2]).max())
+    else:
+        micro_step_P = (
+            np.repeat(np.arange(len(plan.replica_starts) - 1), np.diff(plan.replica_starts)) // plan.num_layers
+        )
+        most = int(np.bincount(micro_step_P * plan.num_ranks + rank_P).max())
+    return most * (model.expert_bytes + gradient_bytes)

@@ -1,0 +1,231 @@
+"""How long does a step take under a plan, and where does the time go? Work, transfers and meetings put together."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from trimtab.cluster import ClusterSpec
+from trimtab.cluster.operations import OperationCosts
+from trimtab.planner import Placement, StepPlan, Workload
+from trimtab.planner.paths import HOST, PEER, layers_of_replicas
+from trimtab.policies.policy import Traits
+from trimtab.simulator.events import Events, room_for
+from trimtab.simulator.timeline import (
+    AT_LAYER,
+    AT_MICRO_STEP,
+    AT_STEP,
+    KEPT,
+    NONE,
+    PARTS,
+    SHARED,
+    UNBOUNDED,
+    Copies,
+    Costs,
+    Groups,
+    Recipe,
+    Rounds,
+    Work,
+    run_step,
+)
+from trimtab.simulator.work import RankWork, rank_work
+from trimtab.trace.routing import Array
+
+STORES = {"none": NONE, "shared slots": SHARED, "layer slots": KEPT, "unbounded": UNBOUNDED}
+STARTS = {"never": AT_STEP, "step": AT_STEP, "micro-step": AT_MICRO_STEP, "layer": AT_LAYER}
+# Operations that a rank does at most in a layer, forward and backward, and outside of layers.
+NOTES_PER_LAYER, NOTES_OUTSIDE = 20, 4
+
+
+@dataclass(frozen=True)
+class StepSettings:
+    """How a step is run, whatever the balancer.
+
+    Attributes:
+        groups: expert-parallel groups that share the homes. They take turns with the micro-steps of a mini-batch.
+        meet: do groups wait for each other in every `layer`, as when dense parameters are gathered there, or only at
+            the end of a mini-batch (`step`)?
+        ring_layers: layers that shared slots are kept for at a time, one in use and the others ahead of it.
+    """
+
+    groups: int = 1
+    meet: str = "step"
+    ring_layers: int = 3
+
+
+@dataclass(frozen=True, eq=False)
+class SimulatedStep:
+    """A step as it would go.
+
+    Attributes:
+        step_time_s: seconds of recompute and update, with what a plan adds before them.
+        parts_s: seconds on the critical path, by the names of `PARTS`; they add up to `step_time_s`.
+        work: of every rank and instance.
+        events: of the micro-step that was to be shown, from the beginning of its update on.
+    """
+
+    step_time_s: float
+    parts_s: dict[str, float]
+    work: RankWork
+    events: Events
+
+
+def simulate_step(
+    plan: StepPlan,
+    workload: Workload,
+    lengths: Array,
+    costs: OperationCosts,
+    cluster: ClusterSpec,
+    traits: Traits,
+    *,
+    before: Placement | None = None,
+    settings: StepSettings | None = None,
+    show: int | None = None,
+) -> SimulatedStep:
+    """Run a plan on a cluster.
+
+    Args:
+        workload: the load that the plan is for.
+        lengths: `[S]` tokens of each sequence.
+        traits: when the balancer plans, and when and how its transfers go.
+        before: homes as the step begins; the plan's own by default.
+        show: the micro-step whose operations are written down, if any.
+    """
+    chosen = settings or StepSettings()
+    work = rank_work(plan, workload, costs, hops=traits.hops, even=traits.ideal)
+    rounds = _rounds(plan, chosen.groups)
+    attention_MR, outer_MR = _dense_seconds(plan, lengths, costs)
+    paths_P = _paths(plan, cluster, traits)
+    layer_P = layers_of_replicas(plan.replica_starts, plan.num_layers)
+    home_P = plan.home[layer_P, plan.replica_experts].astype(np.int64)
+    replicas = Copies(plan.replica_starts, home_P, plan.replica_ranks.astype(np.int64), paths_P)
+    planning_s = planning_seconds(traits, cluster, plan.num_micro_steps * plan.num_layers)
+    is_live = traits.known_at == "layer"
+    refresh_s = _refresh_seconds(plan, paths_P, costs)
+    round_shown = -1 if show is None else int(np.argwhere(rounds.order_QG == show)[0, 0])
+    ranks = plan.num_ranks * chosen.groups
+    notes = ranks * (plan.num_layers * NOTES_PER_LAYER + NOTES_OUTSIDE) + 3 * chosen.groups * plan.num_replicas
+    events = room_for(0 if show is None else notes)
+    seconds, parts = run_step(
+        rounds,
+        Work(attention_MR, outer_MR, work.experts_MLR, work.moved_MLR, work.near_MLR, work.far_MLR, work.hop_MLR),
+        replicas,
+        _kept(plan, home_P, paths_P, layer_P),
+        Costs(**{name: getattr(costs, name) for name in Costs._fields if name != "refresh_s"}, refresh_s=refresh_s),
+        Recipe(
+            STORES[traits.copies],
+            STARTS[traits.transfers_start],
+            chosen.ring_layers,
+            traits.hops,
+            planning_s if is_live else 0.0,
+            traits.waits_for_weights,
+        ),
+        Groups(plan.num_ranks, plan.ranks_per_node, chosen.meet == "layer"),
+        events,
+        round_shown,
+    )
+    parts_s = dict(zip(PARTS, parts.tolist(), strict=True))
+    ahead_s = 0.0 if is_live else planning_s
+    moving_s = refresh_s + (_moving_seconds(before, plan, costs) if before is not None else 0.0)
+    parts_s["planning"] += ahead_s
+    parts_s["migration"] += moving_s
+    return SimulatedStep(float(seconds) + ahead_s + moving_s, parts_s, work, _from_origin(events))
+
+
+def planning_seconds(traits: Traits, cluster: ClusterSpec, instances: int) -> float:
+    """Seconds that planning holds up ranks: of one layer for a balancer that plans there, else of the whole step.
+
+    Who plans from the past does it while the last step runs.
+    """
+    one_s = (traits.published_us or traits.planning_us_per_rank * cluster.ranks) * 1e-6
+    if traits.known_at == "layer":
+        return one_s
+    if traits.known_at != "step" or traits.ideal:
+        return 0.0
+    return one_s * instances / cluster.planning_threads
+
+
+def _rounds(plan: StepPlan, groups: int) -> Rounds:
+    """Groups take turns with the micro-steps of each mini-batch."""
+    order, mini_batch, closes = [], [], []
+    for batch in range(int(plan.mini_batch_of_micro_step.max(initial=0)) + 1):
+        mine = plan.schedule.micro_steps_of(batch)
+        rounds = -(-len(mine) // groups)
+        order_QG = np.full((rounds, groups), -1, np.int64)
+        order_QG.ravel()[: len(mine)] = mine
+        closes_QG = np.zeros((rounds, groups), bool)
+        closes_QG.ravel()[max(0, len(mine) - groups) : len(mine)] = True
+        order.append(order_QG)
+        closes.append(closes_QG)
+        mini_batch += [batch] * rounds
+    return Rounds(np.concatenate(order), np.array(mini_batch, np.int64), np.concatenate(closes))
+
+
+def _dense_seconds(plan: StepPlan, lengths: Array, costs: OperationCosts) -> tuple[Array, Array]:
+    """Forward of a layer's dense parts, and of all that is outside MoE layers, both `[M, R]` float64."""
+    tokens_MR, squares_MR = (np.zeros((plan.num_micro_steps, plan.num_ranks)) for _ in range(2))
+    place = (plan.micro_step, plan.rank)
+    np.add.at(tokens_MR, place, lengths)
+    np.add.at(squares_MR, place, np.square(lengths, dtype=np.float64))
+    attention_MR = costs.layer_s + costs.token_s * tokens_MR + costs.square_s * squares_MR
+    return attention_MR, costs.outer_s + costs.outer_token_s * tokens_MR + costs.outer_square_s * squares_MR
+
+
+def _paths(plan: StepPlan, cluster: ClusterSpec, traits: Traits) -> Array:
+    """`[P]` uint8: without a mirror of its own a balancer brings everything from the homes, where ranks have links."""
+    if traits.host_path or not (cluster.node_bytes_per_s and cluster.network_bytes_per_s):
+        return plan.replica_paths
+    return np.full_like(plan.replica_paths, PEER)
+
+
+def _kept(plan: StepPlan, home_P: Array, paths_P: Array, layer_P: Array) -> Copies:
+    """Every copy that any micro-step uses, once, by layer."""
+    copies = np.stack([layer_P, plan.replica_experts, plan.replica_ranks, home_P, paths_P]).astype(np.int64)
+    layer, _, rank, home, path = np.unique(copies, axis=1)
+    starts = np.searchsorted(layer, np.arange(plan.num_layers + 1))
+    return Copies(starts, np.ascontiguousarray(home), np.ascontiguousarray(rank), path.astype(np.uint8))
+
+
+def _moving_seconds(before: Placement, plan: StepPlan, costs: OperationCosts) -> float:
+    """Homes that move do so all at once; the busiest link decides."""
+    moved = before.home != plan.home
+    was, is_now = before.home[moved].astype(np.int64), plan.home[moved].astype(np.int64)
+    return _busiest(was, is_now, plan, costs.near_state_s, costs.far_state_s)
+
+
+def _refresh_seconds(plan: StepPlan, paths_P: Array, costs: OperationCosts) -> float:
+    """Home ranks write what the nodes' mirrors hold: into their own node's memory, or over the network to another's."""
+    if not np.any(paths_P == HOST):
+        return 0.0
+    written_R, sent_R = np.zeros(plan.num_ranks), np.zeros(plan.num_ranks)
+    for node in range(plan.num_ranks // plan.ranks_per_node):
+        layers, experts = plan.mirror_entries(node).T
+        homes = plan.home[layers, experts].astype(np.int64)
+        near = homes // plan.ranks_per_node == node
+        written_R += np.bincount(homes[near], minlength=plan.num_ranks)
+        sent_R += np.bincount(homes[~near], minlength=plan.num_ranks)
+    far_s = costs.far_weights_s or costs.host_weights_s
+    return float(max(written_R.max() * costs.host_weights_s, sent_R.max() * far_s))
+
+
+def _busiest(sources: Array, targets: Array, plan: StepPlan, near_s: float, far_s: float) -> float:
+    """Seconds of the busiest link, out of a rank or into it, for transfers of `near_s` or `far_s` each."""
+    near = sources // plan.ranks_per_node == targets // plan.ranks_per_node
+    return max(
+        (
+            float(np.bincount(ends[chosen], minlength=1).max()) * seconds
+            for chosen, seconds in ((near, near_s), (~near, far_s))
+            for ends in (sources, targets)
+        ),
+        default=0.0,
+    )
+
+
+def _from_origin(events: Events) -> Events:
+    """What was written down, counted from the beginning of its round."""
+    count = int(events.written[0])
+    return Events(
+        events.shown, events.written, np.zeros(1), events.kind_N[:count], events.lane_N[:count], events.rank_N[:count],
+        events.layer_N[:count], events.spans_N2[:count] - events.origin,
+    )  # fmt: skip

@@ -1,0 +1,148 @@
+"""What does a plan ask of every rank, in every instance? Rows and copies turned into seconds, before anybody waits."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numba
+import numpy as np
+
+from trimtab.cluster.operations import OperationCosts
+from trimtab.planner import StepPlan, Workload
+from trimtab.trace.routing import Array
+
+
+@dataclass(frozen=True, eq=False)
+class RankWork:
+    """Seconds of every rank in the forward of every instance, each operation by itself.
+
+    Attributes:
+        experts_MLR: `[M, L, R]` float64, the copies of experts on this rank; with two hops those that don't move.
+        moved_MLR: `[M, L, R]` float64, with two hops the experts that moved here; else 0.
+        near_MLR, far_MLR: `[M, L, R]` float64, rows through the rank's all-to-all inside its node and between nodes,
+            the greater of what it sends and receives. Dispatch and combine take as long.
+        hop_MLR: `[M, L, R]` float64, with two hops the rows that move on inside the node; else 0.
+        loads_MLR: `[M, L, R]` int64 rows that the rank computes.
+    """
+
+    experts_MLR: Array
+    moved_MLR: Array
+    near_MLR: Array
+    far_MLR: Array
+    hop_MLR: Array
+    loads_MLR: Array
+
+
+def rank_work(
+    plan: StepPlan, workload: Workload, costs: OperationCosts, *, hops: int = 1, even: bool = False
+) -> RankWork:
+    """The work of every rank under a plan.
+
+    Args:
+        hops: 2 if moved tokens first travel to the home rank.
+        even: take the rows as spread evenly over ranks and their experts, whatever the plan says: the ideal run.
+    """
+    shape = (plan.num_micro_steps, plan.num_layers, plan.num_ranks)
+    experts, moved, near, far, hop = (np.zeros(shape) for _ in range(5))
+    loads = np.zeros(shape, np.int64)
+    copy = (costs.tile_rows, costs.tile_s, costs.copy_s, costs.weights_s, costs.row_s)
+    rows = (costs.near_row_s, costs.far_row_s, costs.hop_row_s)
+    _fill(
+        workload.token_counts_MLRE, plan.home, plan.replica_starts, plan.replica_experts, plan.replica_ranks,
+        plan.quota_starts, plan.quota_sources, plan.quota_tokens, plan.ranks_per_node, hops, even, copy, rows,
+        experts, moved, near, far, hop, loads,
+    )  # fmt: skip
+    return RankWork(experts, moved, near, far, hop, loads)
+
+
+@numba.njit(cache=True, nogil=True)
+def _copy_seconds(rows, copy):  # type: ignore[no-untyped-def]
+    """Forward through one copy of an expert."""
+    tile_rows, tile_s, copy_s, weights_s, row_s = copy
+    if rows <= 0:
+        return 0.0
+    tiles = -(-rows // tile_rows)
+    return copy_s + max(tiles * tile_s, weights_s) + rows * row_s
+
+
+@numba.njit(cache=True, nogil=True)
+def _fill(  # type: ignore[no-untyped-def]
+    counts_MLRE, home_LE, replica_starts, replica_experts, replica_ranks, quota_starts, quota_sources, quota_tokens,
+    ranks_per_node, hops, even, copy, row_costs, experts_MLR, moved_MLR, near_MLR, far_MLR, hop_MLR, loads_MLR,
+):  # fmt: skip
+    num_micro_steps, num_layers, num_ranks, num_experts = counts_MLRE.shape
+    near_row_s, far_row_s, hop_row_s = row_costs
+    # Rows sent and received: [in its own node or another, out or in, rank]; rows that move on: [out or in, rank].
+    rows = np.zeros((2, 2, num_ranks), np.int64)
+    moving = np.zeros((2, num_ranks), np.int64)
+    at_home = np.zeros(num_experts, np.int64)
+    for m in range(num_micro_steps):
+        for layer in range(num_layers):
+            counts_RE, home_E = counts_MLRE[m, layer], home_LE[layer]
+            if even:
+                _spread_evenly(
+                    counts_RE, home_E, ranks_per_node, copy, near_row_s, far_row_s,
+                    experts_MLR[m, layer], near_MLR[m, layer], far_MLR[m, layer], loads_MLR[m, layer],
+                )  # fmt: skip
+                continue
+            rows[:] = 0
+            moving[:] = 0
+            at_home[:] = 0
+            for source in range(num_ranks):
+                node = source // ranks_per_node
+                for e in range(num_experts):
+                    tokens = counts_RE[source, e]
+                    at_home[e] += tokens
+                    _send(rows, source, node, home_E[e], ranks_per_node, tokens)
+            instance = m * num_layers + layer
+            for p in range(replica_starts[instance], replica_starts[instance + 1]):
+                expert, rank = replica_experts[p], replica_ranks[p]
+                share = np.int64(0)
+                for q in range(quota_starts[p], quota_starts[p + 1]):
+                    source, tokens = quota_sources[q], np.int64(quota_tokens[q])
+                    share += tokens
+                    if hops == 1:
+                        _send(rows, source, source // ranks_per_node, home_E[expert], ranks_per_node, -tokens)
+                        _send(rows, source, source // ranks_per_node, rank, ranks_per_node, tokens)
+                at_home[expert] -= share
+                loads_MLR[m, layer, rank] += share
+                if hops == 1:
+                    experts_MLR[m, layer, rank] += _copy_seconds(share, copy)
+                else:
+                    moved_MLR[m, layer, rank] += _copy_seconds(share, copy)
+                    moving[0, home_E[expert]] += share
+                    moving[1, rank] += share
+            for e in range(num_experts):
+                loads_MLR[m, layer, home_E[e]] += at_home[e]
+                experts_MLR[m, layer, home_E[e]] += _copy_seconds(at_home[e], copy)
+            for r in range(num_ranks):
+                near_MLR[m, layer, r] = max(rows[0, 0, r], rows[0, 1, r]) * near_row_s
+                far_MLR[m, layer, r] = max(rows[1, 0, r], rows[1, 1, r]) * far_row_s
+                hop_MLR[m, layer, r] = max(moving[0, r], moving[1, r]) * hop_row_s
+
+
+@numba.njit(cache=True, nogil=True)
+def _send(rows, source, node, to, ranks_per_node, tokens):  # type: ignore[no-untyped-def]
+    if to != source:
+        far = 0 if to // ranks_per_node == node else 1
+        rows[far, 0, source] += tokens
+        rows[far, 1, to] += tokens
+
+
+@numba.njit(cache=True, nogil=True)
+def _spread_evenly(  # type: ignore[no-untyped-def]
+    counts_RE, home_E, ranks_per_node, copy, near_row_s, far_row_s, experts_R, near_R, far_R, loads_R
+):
+    """Every rank computes its part of all rows, spread over its home experts, and gets it evenly from all ranks."""
+    num_ranks, num_experts = counts_RE.shape
+    total = counts_RE.sum()
+    share = -(-total // num_ranks)
+    each = -(-total // num_experts)
+    near, far = (ranks_per_node - 1) / num_ranks, (num_ranks - ranks_per_node) / num_ranks
+    for r in range(num_ranks):
+        sent = max(counts_RE[r].sum(), share)
+        loads_R[r] = share
+        near_R[r] = near * sent * near_row_s
+        far_R[r] = far * sent * far_row_s
+    for e in range(num_experts):
+        experts_R[home_E[e]] += _copy_seconds(each, copy)
