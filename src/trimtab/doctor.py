@@ -237,7 +237,8 @@ def check_model(model: ModelSpec, num_layers: int | None, *, ranks: int, slots: 
     except InputError as error:
         return [*findings, Finding("experts", "problem", str(error))]
     here = f"{model.num_experts // ranks} of {model.num_experts} experts a rank"
-    findings.append(Finding("experts", "ok", f"{here}, {_size(model.expert_bytes)} each in bfloat16"))
+    size = f"{_size(model.expert_bytes)} each at {model.weight_bytes} bytes a weight"
+    findings.append(Finding("experts", "ok", f"{here}, {size}"))
     pool = RING_LAYERS * slots * model.expert_bytes
     text = f"{_size(pool)} a rank for {slots} slots in {RING_LAYERS} layers"
     if num_layers is None:

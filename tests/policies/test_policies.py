@@ -50,8 +50,10 @@ def test_every_policy_makes_valid_plans_on_both_terms(name: str, seed: int) -> N
 @pytest.mark.parametrize("name", POLICIES)
 def test_weights_take_the_paths_that_the_cluster_has(name: str) -> None:
     policy, step = POLICIES[name], small_step(0)
-    for links, path in (({"host_bytes_per_s": 0}, PEER), ({"node_bytes_per_s": 0, "network_bytes_per_s": 0}, HOST)):
-        only = replace(step, cluster=replace(step.cluster, **links))
+    peer_only = replace(step.cluster, host_bytes_per_s=0.0)
+    host_only = replace(step.cluster, node_bytes_per_s=0.0, network_bytes_per_s=0.0)
+    for cluster, path in ((peer_only, PEER), (host_only, HOST)):
+        only = replace(step, cluster=cluster)
         for equal_terms in (False, True):
             plan = policy.plan(only.view(policy, equal_terms=equal_terms))
             assert plan.num_replicas or not equal_terms or policy.traits.copies == "none"

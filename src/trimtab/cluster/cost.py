@@ -29,7 +29,8 @@ class CostModel:
             way there, as many as do with even routing.
         near_move_s, far_move_s: moving the home of one expert of one layer, inside a node or between nodes.
         attention_token_rows, attention_square_rows: a sequence of t tokens costs its rank as much in attention and
-            other dense parts as `attention_token_rows * t + attention_square_rows * t * t` rows do.
+            other dense parts of a MoE layer as `attention_token_rows * t + attention_square_rows * t * t` rows do, by
+            operations.
     """
 
     row_s: float
@@ -45,6 +46,7 @@ class CostModel:
     def of(cls, cluster: ClusterSpec, model: ModelSpec) -> CostModel:
         """Costs of a model on a cluster. Nothing is taken to be hidden behind anything else."""
         parameters = model.expert_parameters
+        projections = model.attention_parameters or 4 * model.hidden_size**2
         nodes = cluster.nodes
         rows_far = model.top_k * (nodes - 1) / nodes
         # A token goes once to a node, however many of its experts are there.
@@ -62,7 +64,7 @@ class CostModel:
             far_row_s=CROSSINGS_PER_STEP * row_bytes / far_bytes_per_s,
             near_move_s=state_bytes / near_bytes_per_s,
             far_move_s=state_bytes / far_bytes_per_s,
-            # Four square projections a token, and two products of its query with, on average, half the sequence.
-            attention_token_rows=8 * model.hidden_size**2 / (2 * parameters),
-            attention_square_rows=2 * model.hidden_size / (2 * parameters),
+            # Projections and shared experts a token; its query meets keys and values of, on average, half the sequence.
+            attention_token_rows=(projections + 3 * model.hidden_size * model.shared_width) / parameters,
+            attention_square_rows=(model.attention_width or 2 * model.hidden_size) / (2 * parameters),
         )

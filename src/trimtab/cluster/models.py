@@ -4,10 +4,18 @@ from __future__ import annotations
 
 import json
 import os
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
+from trimtab.cluster.presets import preset_names, read_preset
 from trimtab.errors import InputError
+
+# Weights in float32 and float64 are trained as they are, all others, quantised ones too, in two bytes.
+_WIDE_TYPES = {"float32": 4, "float": 4, "float64": 8, "double": 8}
+# No size of a model comes near, and loops over layers stay short.
+_LARGEST = 1 << 20
 
 
 @dataclass(frozen=True)
@@ -55,16 +63,48 @@ class ModelSpec:
         return self.expert_parameters * self.weight_bytes
 
     @property
+    def parameters(self) -> int:
+        """All weights of the model, biases and norms aside; embedding and output head are counted as two."""
+        idle = self.moe_layers * (self.num_experts - self.top_k) * self.expert_parameters
+        return self.active_parameters + idle + self.vocab_size * self.hidden_size
+
+    @property
     def dense_parameters(self) -> int:
-        """Weights outside the routed experts: attention, shared experts, routers, dense layers, embedding and head."""
-        hidden = self.hidden_size
-        attention = (self.moe_layers + self.dense_layers) * (self.attention_parameters or 4 * hidden**2)
-        beside_experts = self.moe_layers * hidden * (3 * self.shared_width + self.num_experts)
-        return attention + beside_experts + hidden * (3 * self.dense_layers * self.dense_width + 2 * self.vocab_size)
+        """Weights outside the routed experts."""
+        return self.parameters - self.moe_layers * self.num_experts * self.expert_parameters
+
+    @property
+    def active_parameters(self) -> int:
+        """Weights that one token is multiplied with; so without the embedding, which it is only looked up in."""
+        attention = self.attention_parameters or 4 * self.hidden_size**2
+        moe = self.top_k * self.expert_parameters + (3 * self.shared_width + self.num_experts) * self.hidden_size
+        dense = 3 * self.hidden_size * self.dense_width
+        return (
+            (self.moe_layers + self.dense_layers) * attention
+            + self.moe_layers * moe
+            + self.dense_layers * dense
+            + self.vocab_size * self.hidden_size
+        )
+
+    @classmethod
+    def named(cls, name: str) -> ModelSpec:
+        """A model that comes with Trimtab, such as `qwen3-30b-a3b`.
+
+        Raises:
+            InputError: if there is none of that name; it lists them.
+        """
+        text = read_preset("model", name)
+        if text is None:
+            raise InputError(f"{name}: no such model; Trimtab has {', '.join(preset_names('model'))}")
+        return replace(_read(json.loads(text), name), name=name)
 
     @classmethod
     def from_config(cls, path: str | os.PathLike[str]) -> ModelSpec:
         """Read a `config.json`, or the one in a checkpoint directory.
+
+        The families that it knows completely are Qwen3-MoE, GLM-4 MoE, DeepSeek-V3, Kimi-K2, GPT-OSS and Mixtral. A
+        `text_config` inside is read for the language model of a multimodal one. What a config doesn't say keeps the
+        value that stands for unknown; with no number of layers it is one MoE layer. Sliding windows are not looked at.
 
         Raises:
             InputError: if there is none, or it does not describe a MoE model.
@@ -74,25 +114,125 @@ class ModelSpec:
         if not file.is_file():
             raise InputError(f"{file}: no such file; expected a Hugging Face config.json or a checkpoint directory")
         try:
-            config = json.loads(file.read_text())
-        except (ValueError, OSError) as error:
+            config = json.loads(file.read_text(encoding="utf-8"))
+        except (ValueError, OSError, RecursionError) as error:
             raise InputError(f"{file}: not a readable JSON file ({error})") from None
         if not isinstance(config, dict):
             raise InputError(f"{file}: expected a JSON object with the model's config")
-        values: dict[str, int] = {}
-        for field, keys in _CONFIG_KEYS.items():
-            found = [config[key] for key in keys if isinstance(config.get(key), int)]
-            if not found:
-                raise InputError(f"{file}: not the config of a MoE model; it should have {' or '.join(keys)}")
-            values[field] = found[0]
-        return cls(name=str(config.get("model_type", file.parent.name)), **values)
+        return _read(config, str(file))
 
 
-QWEN3_30B = ModelSpec("qwen3-30b-a3b", num_experts=128, top_k=8, hidden_size=2048, expert_width=768)
+def load_model(text: str) -> ModelSpec:
+    """The model that a user names: one that comes with Trimtab, else a path to a `config.json` or a checkpoint.
 
-_CONFIG_KEYS = {
-    "num_experts": ("num_experts", "n_routed_experts", "num_local_experts"),
-    "top_k": ("num_experts_per_tok", "num_experts_per_token"),
-    "hidden_size": ("hidden_size",),
-    "expert_width": ("moe_intermediate_size", "intermediate_size"),
-}
+    Raises:
+        InputError: if it is neither, or the file does not describe a MoE model.
+    """
+    if text in preset_names("model"):
+        return ModelSpec.named(text)
+    if not Path(text).exists():
+        raise InputError(
+            f"{text}: neither a model that comes with Trimtab ({', '.join(preset_names('model'))}) nor a file; "
+            "expected one of these, a Hugging Face config.json or a checkpoint directory"
+        )
+    return ModelSpec.from_config(text)
+
+
+def _read(config: dict[str, Any], where: str) -> ModelSpec:
+    text_config = config.get("text_config")
+    if isinstance(text_config, dict):
+        config = {**config, **text_config, "model_type": config.get("model_type", text_config.get("model_type"))}
+
+    def count(*keys: str, default: int | None = None, least: int = 1) -> int:
+        for key in keys:
+            value = config.get(key)
+            if value is None:
+                continue
+            if not isinstance(value, int) or isinstance(value, bool) or not least <= value <= _LARGEST:
+                raise InputError(f"{where}: {key} should be a whole number from {least} to {_LARGEST:,}")
+            return value
+        if default is None:
+            raise InputError(f"{where}: not the config of a MoE model; it should have {' or '.join(keys)}")
+        return default
+
+    num_experts = count("num_experts", "n_routed_experts", "num_local_experts")
+    top_k = count("num_experts_per_tok", "num_experts_per_token")
+    if top_k > num_experts:
+        raise InputError(f"{where}: a token uses {top_k} of {num_experts} experts; it should use as many at most")
+    hidden_size, expert_width = count("hidden_size"), count("moe_intermediate_size", "intermediate_size")
+    layers = count("num_hidden_layers", default=1)
+    moe_layers = _moe_layers(config, where, count, layers)
+    shared = count("n_shared_experts", default=0, least=0) * expert_width
+    attention_parameters, attention_width = _attention(count, hidden_size)
+    dtype = str(config.get("torch_dtype") or config.get("dtype")).removeprefix("torch.")
+    return ModelSpec(
+        str(config.get("model_type") or Path(where).parent.name),
+        num_experts=num_experts,
+        top_k=top_k,
+        hidden_size=hidden_size,
+        expert_width=expert_width,
+        weight_bytes=2 if config.get("quantization_config") else _WIDE_TYPES.get(dtype, 2),
+        moe_layers=moe_layers,
+        dense_layers=layers - moe_layers,
+        dense_width=count("intermediate_size", default=0, least=0) if moe_layers < layers else 0,
+        shared_width=shared or count("shared_expert_intermediate_size", default=0, least=0),
+        attention_parameters=attention_parameters,
+        attention_width=attention_width,
+        vocab_size=count("vocab_size", default=0, least=0),
+    )
+
+
+def _moe_layers(config: dict[str, Any], where: str, count: Callable[..., int], layers: int) -> int:
+    """How many layers have experts. Families say it in four ways; a layer that any of them makes dense is dense."""
+    first = count("first_k_dense_replace", default=0, least=0)
+    step = count("decoder_sparse_step", default=1)
+    dense = _listed(config, where, "mlp_only_layers", int)
+    frequency: Any = config.get("moe_layer_freq")
+    has_experts = [layer >= first and (layer + 1) % step == 0 and layer not in (dense or ()) for layer in range(layers)]
+    if isinstance(frequency, list):
+        marks = _listed(config, where, "moe_layer_freq", int, length=layers) or []
+        has_experts = [here and bool(mark) for here, mark in zip(has_experts, marks, strict=True)]
+    elif frequency is not None:
+        every = count("moe_layer_freq")
+        has_experts = [here and layer % every == 0 for layer, here in enumerate(has_experts)]
+    kinds = _listed(config, where, "mlp_layer_types", str, length=layers)
+    if kinds is not None:
+        has_experts = [kind == "sparse" for kind in kinds]
+    if not any(has_experts):
+        raise InputError(f"{where}: none of the {layers} layers has experts; expected the config of a MoE model")
+    return sum(has_experts)
+
+
+def _listed(
+    config: dict[str, Any], where: str, key: str, kind: type[int] | type[str], *, length: int | None = None
+) -> list[Any] | None:
+    values = config.get(key)
+    if values is None:
+        return None
+    if not isinstance(values, list) or not all(isinstance(value, kind) for value in values):
+        raise InputError(f"{where}: {key} should be a list of {'names' if kind is str else 'whole numbers'}")
+    if length is not None and len(values) != length:
+        raise InputError(f"{where}: {key} has {len(values)} entries; it should have one for each of {length} layers")
+    return values
+
+
+def _attention(count: Callable[..., int], hidden_size: int) -> tuple[int, int]:
+    """Weights of a layer's projections, and query heads times widths of a key and a value; zeros if not said."""
+    heads = count("num_attention_heads", default=0)
+    if not heads:
+        return 0, 0
+    kv_rank = count("kv_lora_rank", default=0, least=0)
+    if not kv_rank:
+        head = count("head_dim", default=max(1, hidden_size // heads))
+        kv_heads = count("num_key_value_heads", default=heads)
+        return 2 * hidden_size * (heads + kv_heads) * head, 2 * heads * head
+    # Latent attention: queries, keys and values through low ranks; the rotary part of a key is shared by all heads.
+    q_rank = count("q_lora_rank", default=0, least=0)
+    plain, rotary, value = count("qk_nope_head_dim"), count("qk_rope_head_dim"), count("v_head_dim")
+    query = heads * (plain + rotary)
+    parameters = q_rank * (hidden_size + query) if q_rank else hidden_size * query
+    parameters += hidden_size * (kv_rank + rotary) + kv_rank * heads * (plain + value) + heads * value * hidden_size
+    return parameters, heads * (plain + rotary + value)
+
+
+QWEN3_30B = ModelSpec.named("qwen3-30b-a3b")

@@ -7,13 +7,24 @@ from dataclasses import dataclass
 
 from trimtab.errors import InputError
 
-# Bytes a second; below, a rate was meant in another unit.
-SLOWEST_LINK = 1e6
+# Operations or bytes a second, and bytes; below, a rate or a size was meant in another unit.
+SLOWEST = 1e6
+LINKS = ("node_bytes_per_s", "network_bytes_per_s", "host_bytes_per_s")
+RATES = (
+    "expert_flops", "dense_flops", "attention_flops", "memory_bytes_per_s", "dispatch_node_bytes_per_s",
+    "dispatch_network_bytes_per_s", "device_bytes",
+)  # fmt: skip
+# Fixed times of a kernel or a collective; from a second on, they were meant in another unit.
+SECONDS = ("copy_s", "layer_s", "dispatch_s")
+RATIOS = ("dense_backward", "expert_backward")
+COUNTS = ("tile_rows", "planning_threads")
 
 
 @dataclass(frozen=True)
 class ClusterSpec:
-    """The ranks of one expert-parallel group. Figures are those of `h100x8` nodes unless they are given.
+    """The ranks of one expert-parallel group, and the rates of the kind of node that they are on.
+
+    Unless they are given, figures are those of the preset `h100x8`, whose file says where each comes from.
 
     Attributes:
         ranks: ranks in the group, R.
@@ -32,8 +43,10 @@ class ClusterSpec:
         copy_s: fixed seconds of each copy of an expert in a grouped product.
         layer_s: fixed seconds of a layer's other kernels, launches and small operations together, in one pass.
         dense_backward, expert_backward: time of backward over that of forward, of the dense parts and of experts.
-        dispatch_node_bytes_per_s: what a rank's all-to-all reaches inside its node.
-        dispatch_network_bytes_per_s: what a rank's all-to-all reaches between nodes.
+        dispatch_node_bytes_per_s: what a rank's all-to-all reaches inside its node, each way; rows that stay on the
+            rank not counted.
+        dispatch_network_bytes_per_s: what a rank's all-to-all reaches between nodes, each way; rows that stay on the
+            node not counted.
         dispatch_s: fixed seconds of an all-to-all.
         device_bytes: a rank's own memory.
         planning_threads: cores that plan a step beforehand.
@@ -41,7 +54,7 @@ class ClusterSpec:
     A link of 0 bytes a second brings no weights. With none from host memory, all come from rank to rank.
 
     Raises:
-        InputError: if the nodes don't divide the ranks, a link or a size can't be, or weights have no way to a replica.
+        InputError: if the nodes don't divide the ranks, a figure can't be, or weights have no way to a replica.
     """
 
     ranks: int
@@ -61,8 +74,8 @@ class ClusterSpec:
     layer_s: float = 60e-6
     dense_backward: float = 2.0
     expert_backward: float = 2.0
-    dispatch_node_bytes_per_s: float = 155e9
-    dispatch_network_bytes_per_s: float = 50e9
+    dispatch_node_bytes_per_s: float = 295e9
+    dispatch_network_bytes_per_s: float = 45e9
     dispatch_s: float = 30e-6
     device_bytes: float = 80e9
     planning_threads: int = 16
@@ -79,10 +92,22 @@ class ClusterSpec:
             )
         if self.slots_per_rank < 0:
             raise InputError(f"slots per rank is {self.slots_per_rank}; it should be 0 or more")
-        for name in ("node_bytes_per_s", "network_bytes_per_s", "host_bytes_per_s"):
+        for name in LINKS:
             rate = getattr(self, name)
-            if rate != 0 and not SLOWEST_LINK <= rate < math.inf:
-                raise InputError(f"{name} is {rate}; it should be {SLOWEST_LINK:,.0f} or more, or 0 for none")
+            if rate != 0 and not SLOWEST <= rate < math.inf:
+                raise InputError(f"{name} is {rate}; it should be {SLOWEST:,.0f} or more, or 0 for none")
+        for name in RATES:
+            if not SLOWEST <= getattr(self, name) < math.inf:
+                raise InputError(f"{name} is {getattr(self, name)}; it should be {SLOWEST:,.0f} or more")
+        for name in SECONDS:
+            if not 0 <= getattr(self, name) < 1:
+                raise InputError(f"{name} is {getattr(self, name)}; it should be 0 or more seconds, and below 1")
+        for name in RATIOS:
+            if not 0 < getattr(self, name) < math.inf:
+                raise InputError(f"{name} is {getattr(self, name)}; it should be above 0")
+        for name in COUNTS:
+            if getattr(self, name) < 1:
+                raise InputError(f"{name} is {getattr(self, name)}; it should be 1 or more")
         if self.mirror_experts is not None and self.mirror_experts < 0:
             raise InputError(f"mirror_experts is {self.mirror_experts}; it should be 0 or more, or None for all")
         if (not self.host_bytes_per_s or self.mirror_experts is not None) and not (

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from trimtab.cluster import ClusterSpec, CostModel, ModelSpec
+from trimtab.cluster import ClusterSpec, CostModel, ModelSpec, load_cluster
 from trimtab.errors import InputError
 from trimtab.planner import (
     Placement,
@@ -41,7 +41,7 @@ Paths = Literal["both", "peer", "host"]
 # Every replica costs the ranks CPU time or links, so it has to be worth more than the last half percent of balance.
 THRESHOLD = 1.02
 # What one rank of a few on a CPU machine reaches: grouped products in float32, gloo over loopback, copies in memory.
-LOCAL_CPU = ClusterSpec(1, 1, expert_flops=5e10, node_bytes_per_s=1e9, network_bytes_per_s=1e9, host_bytes_per_s=4e9)
+LOCAL_CPU = load_cluster("local-cpu", ranks=1)
 
 
 # A schedule, the plan of every group, the predicted gain, and max_vio of the run that it is held against.

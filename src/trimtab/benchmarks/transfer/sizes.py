@@ -9,8 +9,6 @@ import torch
 from trimtab.cluster import QWEN3_30B, ModelSpec
 from trimtab.runtime import ExpertWeight, RowGroups, gated_experts
 
-QWEN3_235B = ModelSpec("qwen3-235b-a22b", num_experts=128, top_k=8, hidden_size=4096, expert_width=1536)
-
 
 @dataclass(frozen=True)
 class Sizes:
@@ -37,7 +35,10 @@ class Sizes:
     tolerance: float
 
 
-GPU = Sizes((QWEN3_30B, QWEN3_235B), torch.bfloat16, (16, 64, 256, 1024, 4096), 8, 4096, 4, 0.05, 2e-2)
+GPU = Sizes(
+    (QWEN3_30B, ModelSpec.named("qwen3-235b-a22b")),
+    torch.bfloat16, (16, 64, 256, 1024, 4096), 8, 4096, 4, 0.05, 2e-2,
+)  # fmt: skip
 CPU = Sizes(
     (
         ModelSpec("qwen3-30b-a3b/64", 32, 4, hidden_size=256, expert_width=96, weight_bytes=4),

@@ -1,0 +1,139 @@
+"""The TOML file of a `ClusterSpec`: one table a figure, with its value and where it comes from."""
+
+from __future__ import annotations
+
+import json
+import os
+import tomllib
+from collections.abc import Mapping
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+from trimtab.cluster.presets import preset_names, read_preset
+from trimtab.cluster.specs import ClusterSpec
+from trimtab.errors import InputError
+
+FORMAT = "trimtab-cluster-1"
+# What belongs to a run and not to a kind of node: how many ranks there are, and what they have room for.
+_OF_A_RUN = ("ranks", "slots_per_rank", "mirror_experts")
+_HEADER = ("format", "name")
+_FIGURES = {field.name: field.type for field in fields(ClusterSpec) if field.name not in (*_OF_A_RUN, *_HEADER)}
+_LARGEST_COUNT = 1 << 20
+
+
+def load_cluster(
+    text: str | os.PathLike[str], *, ranks: int, slots_per_rank: int = 2, ranks_per_node: int | None = None
+) -> ClusterSpec:
+    """The cluster that a user names: nodes of a kind that comes with Trimtab, such as `h100x8`, else of a TOML file.
+
+    Args:
+        text: a preset's name, else a path.
+        ranks: of the expert-parallel group.
+        slots_per_rank: replicas that a rank has room for.
+        ranks_per_node: default as in the file; fewer ranks than that share one node.
+
+    Raises:
+        InputError: one line that names the file and the key, if it is not such a file, or the nodes don't divide the
+            ranks.
+    """
+    preset = read_preset("cluster", os.fspath(text))
+    name, figures = _parse(_text(Path(text)) if preset is None else preset, str(text))
+    figures["ranks_per_node"] = min(ranks, figures["ranks_per_node"]) if ranks_per_node is None else ranks_per_node
+    try:
+        return ClusterSpec(ranks=ranks, slots_per_rank=slots_per_rank, name=name, **figures)
+    except InputError as error:
+        raise InputError(f"{text}: {error}") from None
+
+
+def write_cluster(path: str | os.PathLike[str], spec: ClusterSpec, sources: Mapping[str, str]) -> None:
+    """Write the figures of a cluster's nodes to a file that `load_cluster` reads. It appears whole or not at all.
+
+    Args:
+        sources: in words, where each figure comes from; one for every field but those of a run.
+
+    Raises:
+        InputError: if a source is missing, or belongs to no figure.
+    """
+    for key in _FIGURES:
+        if not sources.get(key, "").strip():
+            raise InputError(f"{path}: {key} has no source; it should say where the figure comes from")
+    for key in sources:
+        if key not in _FIGURES:
+            raise InputError(f"{path}: a source for {key}, which is no figure; they are {', '.join(_FIGURES)}")
+    lines = [f"format = {_quoted(FORMAT)}", f"name = {_quoted(spec.name)}"]
+    for key in _FIGURES:
+        lines += ["", f"[{key}]", f"value = {_number(getattr(spec, key))}", f"source = {_quoted(sources[key])}"]
+    path = Path(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
+    try:
+        partial.write_text("\n".join(lines) + "\n", encoding="utf-8")
+        os.replace(partial, path)
+    finally:
+        partial.unlink(missing_ok=True)
+
+
+def _text(path: Path) -> str:
+    if not path.is_file():
+        raise InputError(
+            f"{path}: neither a cluster that comes with Trimtab ({', '.join(preset_names('cluster'))}) nor a file; "
+            "expected one of these or a TOML file"
+        )
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, ValueError) as error:
+        raise InputError(f"{path}: not a readable TOML file ({_one_line(str(error))})") from None
+
+
+def _parse(text: str, where: str) -> tuple[str, dict[str, Any]]:
+    try:
+        content = tomllib.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise InputError(f"{where}: not a TOML file ({_one_line(str(error))})") from None
+    if content.get("format") != FORMAT:
+        raise InputError(f'{where}: not the file of a cluster; it should begin with format = "{FORMAT}"')
+    name = content.get("name")
+    if not isinstance(name, str) or not name.strip():
+        raise InputError(f"{where}: name should be the name of a kind of node, in quotes")
+    for key in content:
+        if key not in _FIGURES and key not in _HEADER:
+            raise InputError(f"{where}: {_one_line(key)} is unknown; the figures are {', '.join(_FIGURES)}")
+    return name, {key: _figure(content.get(key), kind, f"{where}: {key}") for key, kind in _FIGURES.items()}
+
+
+def _figure(table: Any, kind: Any, where: str) -> int | float:
+    if not isinstance(table, dict):
+        state = "is missing" if table is None else "is not a table"
+        raise InputError(f"{where} {state}; it should be a table with value and source")
+    for key in table:
+        if key not in ("value", "source"):
+            raise InputError(f"{where}: {_one_line(key)} is unknown; a figure has value and source")
+    source = table.get("source")
+    if not isinstance(source, str) or not source.strip():
+        raise InputError(f"{where} has no source; it should say in words where the figure comes from")
+    value = table.get("value")
+    if kind == "int":
+        if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= _LARGEST_COUNT:
+            raise InputError(f"{where}: value should be a whole number from 1 to {_LARGEST_COUNT:,}")
+        return value
+    if not isinstance(value, int | float) or isinstance(value, bool):
+        raise InputError(f"{where}: value should be a number")
+    try:
+        return float(value)
+    except OverflowError:
+        raise InputError(f"{where}: value is too large; rates are in operations or bytes a second") from None
+
+
+def _number(value: float) -> str:
+    short = f"{value:g}"
+    return short if float(short) == value else repr(float(value))
+
+
+def _quoted(text: str) -> str:
+    # What JSON escapes in a string TOML does too, but for one character.
+    return json.dumps(text, ensure_ascii=False).replace("\x7f", "\\u007f")
+
+
+def _one_line(text: str) -> str:
+    return " ".join(text.split())[:200]
