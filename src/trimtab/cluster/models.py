@@ -122,6 +122,22 @@ class ModelSpec:
         return _read(config, str(file))
 
 
+def model_like(num_experts: int, top_k: int, moe_layers: int) -> ModelSpec:
+    """The model that comes with Trimtab and routes like this; of several, the one nearest in MoE layers.
+
+    Raises:
+        InputError: if none does.
+    """
+    models = [ModelSpec.named(name) for name in preset_names("model")]
+    alike = [model for model in models if (model.num_experts, model.top_k) == (num_experts, top_k)]
+    if not alike:
+        raise InputError(
+            f"no model that comes with Trimtab has {num_experts} experts, top-{top_k}; "
+            "say which one it is: --model with a config.json or a checkpoint folder"
+        )
+    return min(alike, key=lambda model: abs(model.moe_layers - moe_layers))
+
+
 def load_model(text: str) -> ModelSpec:
     """The model that a user names: one that comes with Trimtab, else a path to a `config.json` or a checkpoint.
 

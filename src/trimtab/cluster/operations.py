@@ -38,8 +38,9 @@ class OperationCosts:
         weights_s: reading one expert's weights; no copy with rows takes less.
         row_s: a row, beside the matrix products: gathered, activated, weighed.
         dispatch_s: an all-to-all, whatever its rows.
-        near_row_s, far_row_s: a row through a rank's all-to-all, inside the node or between nodes. Rows of a token that
-            go to the same node share the way there, as many as do with even routing.
+        near_row_s, far_row_s: a row through a rank's all-to-all, inside the node or between nodes. Where it forwards,
+            rows of a token share the way to a node, and to a rank, as many as do with even routing.
+        forwards: see `ClusterSpec.dispatch_forwards`.
         near_weights_s, far_weights_s, host_weights_s: one expert's weights over a rank's link inside the node, between
             nodes, or from host memory; 0 where there is no such link, which no plan uses.
         near_gradient_s, far_gradient_s: one expert's gradient in float32 over the same links.
@@ -67,6 +68,7 @@ class OperationCosts:
     dispatch_s: float
     near_row_s: float
     far_row_s: float
+    forwards: bool
     near_weights_s: float
     far_weights_s: float
     host_weights_s: float
@@ -100,10 +102,10 @@ class OperationCosts:
         beside_experts_s = 2 * (3 * hidden * model.shared_width + hidden * model.num_experts) * dense_s
         feed_forward_s = 6 * hidden * model.dense_width * dense_s
         head_s = 2 * hidden * model.vocab_size * dense_s + LOGIT_BYTES * model.vocab_size * memory_s
-        nodes = cluster.nodes
-        rows_far = model.top_k * (nodes - 1) / nodes
-        # A token goes once to a node, however many of its experts are there.
-        sharing = (nodes - 1) * (1 - (1 - 1 / nodes) ** model.top_k) / rows_far if nodes > 1 else 1.0
+        near_share = far_share = 1.0
+        if cluster.dispatch_forwards:
+            near_share = _sharing(cluster.ranks, model.top_k)
+            far_share = _sharing(cluster.nodes, model.top_k)
         row_bytes = hidden * model.weight_bytes
         parameters = model.expert_parameters
         state_bytes = model.expert_bytes + STATE_BYTES * parameters
@@ -128,8 +130,9 @@ class OperationCosts:
             dense_backward=cluster.dense_backward,
             expert_backward=cluster.expert_backward,
             dispatch_s=cluster.dispatch_s,
-            near_row_s=row_bytes / cluster.dispatch_node_bytes_per_s,
-            far_row_s=sharing * row_bytes / cluster.dispatch_network_bytes_per_s,
+            near_row_s=near_share * row_bytes / cluster.dispatch_node_bytes_per_s,
+            far_row_s=far_share * row_bytes / cluster.dispatch_network_bytes_per_s,
+            forwards=cluster.dispatch_forwards,
             near_weights_s=_seconds(model.expert_bytes, near),
             far_weights_s=_seconds(model.expert_bytes, far),
             host_weights_s=_seconds(model.expert_bytes, host),
@@ -143,6 +146,11 @@ class OperationCosts:
             optimizer_s=OPTIMIZER_BYTES * (expert_parameters + dense_parameters / ranks) * memory_s,
             reduce_s=(GRADIENT_BYTES + model.weight_bytes) * dense_parameters * (ranks - 1) / ranks / slowest,
         )
+
+
+def _sharing(places: int, top_k: int) -> float:
+    """The places that a token's experts are at, over the number of its experts, with even routing."""
+    return places * (1 - (1 - 1 / places) ** top_k) / top_k
 
 
 def _seconds(size: float, bytes_per_s: float) -> float:

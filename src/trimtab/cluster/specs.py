@@ -47,6 +47,8 @@ class ClusterSpec:
             rank not counted.
         dispatch_network_bytes_per_s: what a rank's all-to-all reaches between nodes, each way; rows that stay on the
             node not counted.
+        dispatch_forwards: does a token travel once to a node, to the rank of the same place there, and once on to each
+            rank (as with DeepEP), or once for each of its experts, straight to their ranks (a plain all-to-all)?
         dispatch_s: fixed seconds of an all-to-all.
         device_bytes: a rank's own memory.
         planning_threads: cores that plan a step beforehand.
@@ -76,6 +78,7 @@ class ClusterSpec:
     expert_backward: float = 2.0
     dispatch_node_bytes_per_s: float = 295e9
     dispatch_network_bytes_per_s: float = 45e9
+    dispatch_forwards: bool = True
     dispatch_s: float = 30e-6
     device_bytes: float = 80e9
     planning_threads: int = 16

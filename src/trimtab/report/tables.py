@@ -1,15 +1,18 @@
-"""Terminal tables for `trimtab trace info` and `trimtab plan`."""
+"""Terminal tables for `trimtab trace info`, `trimtab plan` and `trimtab simulate`."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 
 import numpy as np
 from rich.console import Group, RenderableType
 from rich.table import Table
 
 from trimtab.planner.workload import max_over_mean
+from trimtab.report.content import PARTS
+from trimtab.report.simulation import answer, notes, policy_result
 from trimtab.simulator import summarise_balance
+from trimtab.simulator.comparison import Outcome, Situation
 from trimtab.trace import RoutingTrace
 from trimtab.trace.routing import Array
 from trimtab.trace.statistics import LayerSkew
@@ -58,3 +61,60 @@ def balance_tables(trace: RoutingTrace, before_MLR: Array, after_MLR: Array) -> 
     for layer in np.argsort(after_L - before_L, kind="stable")[:SHOWN_LAYERS]:
         layers.add_row(str(trace.layer_indices[layer]), f"{before_L[layer]:.3f}", f"{after_L[layer]:.3f}")
     return Group(table, layers)
+
+
+def simulation_tables(
+    source: str, trace: RoutingTrace, situation: Situation, outcomes: Mapping[str, Outcome]
+) -> tuple[RenderableType, ...]:
+    """The answer, every balancer's step, and where its time goes."""
+    cluster = situation.cluster
+    setting = facts(
+        (
+            ("trace", f"{trace.num_tokens:,} tokens in {trace.num_sequences:,} sequences; {trace.shape_text}"),
+            ("model", situation.model.name),
+            ("cluster", f"{cluster.ranks} ranks, {cluster.ranks_per_node} a node, kind {cluster.name}"),
+            (
+                "micro-steps",
+                f"of up to {situation.token_budget:,} tokens a rank; {cluster.slots_per_rank} slots a rank",
+            ),
+        ),
+        f"{source}, step {trace.steps[0]}",
+    )
+    rows = [policy_result(outcome, outcomes) for outcome in outcomes.values()]
+    steps = Table(title="Recompute and update of one step", title_justify="left", title_style="bold")
+    steps.add_column("balancer")
+    for column in ("step", "speed-up", "of balanced", "max/mean", "p99", "replicas", "between nodes", "pool"):
+        steps.add_column(column, justify="right")
+    for row, outcome in zip(rows, outcomes.values(), strict=True):
+        steps.add_row(
+            row.name,
+            f"{row.step_time_s:.3f} s",
+            f"{row.speedup:.2f}x",
+            f"{row.fraction_of_balanced:.1%}",
+            f"{row.max_over_mean:.3f}",
+            f"{outcome.balance.p99:.3f}",
+            f"{row.replicas_per_instance:.1f}",
+            f"{outcome.cross_node_fraction:.1%}",
+            f"{outcome.memory['replica pool'] / 1e9:.2f} GB",
+        )
+    parts = Table(title="Where the time goes, seconds", title_justify="left", title_style="bold")
+    parts.add_column("balancer")
+    for name in PARTS:
+        parts.add_column(name, justify="right")
+    for row in rows:
+        parts.add_row(row.name, *(f"{row.parts_s[name]:.3f}" for name in PARTS))
+    said = "\n".join(notes(trace, situation))
+    return setting, steps, parts, f"[bold]{answer(situation, outcomes)}[/bold]\n{said}"
+
+
+def sweep_table(cases: Sequence[tuple[str, Mapping[str, Outcome]]]) -> Table:
+    """Speed-up over `static` of every balancer in every case."""
+    table = Table(title="Speed-up over static", title_justify="left", title_style="bold")
+    table.add_column("case")
+    names = list(cases[0][1])
+    for name in names:
+        table.add_column(name, justify="right")
+    for text, outcomes in cases:
+        static_s = outcomes["static"].simulated.step_time_s
+        table.add_row(text, *(f"{static_s / outcomes[name].simulated.step_time_s:.2f}x" for name in names))
+    return table

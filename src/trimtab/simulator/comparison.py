@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import math
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -18,6 +18,7 @@ from trimtab.errors import InputError
 from trimtab.planner import Placement, Schedule, SequenceCounts, StepPlan, Workload, pack_by_length
 from trimtab.planner.prediction import cross_node_rows
 from trimtab.policies import POLICIES, Policy, look
+from trimtab.simulator.events import Events
 from trimtab.simulator.expert_time import Balance, summarise_balance
 from trimtab.simulator.memory import memory_bytes
 from trimtab.simulator.step import SimulatedStep, StepSettings, simulate_step
@@ -61,6 +62,9 @@ class Outcome:
     """What a balancer gives.
 
     Attributes:
+        name: of `POLICIES`.
+        workload: the step's load under the plan's schedule.
+        migration_bytes: weights and optimizer state of homes that moved.
         plan_us: time of its planning here, microseconds an instance; with numba's compilation left out.
         cross_node_fraction: part of the rows that another node than their own computes.
         memory: bytes of the rank that needs most, by what they are for.
@@ -81,7 +85,7 @@ class Outcome:
         return POLICIES[self.name]
 
 
-def situations_of(trace: RoutingTrace, step: int | None) -> tuple[RoutingTrace, list[RoutingTrace]]:
+def step_of(trace: RoutingTrace, step: int | None) -> tuple[RoutingTrace, list[RoutingTrace]]:
     """The step to simulate, the last by default, and those before it. Raises InputError if there is no such step."""
     steps = np.unique(trace.steps)
     chosen = int(steps[-1]) if step is None else step
@@ -99,28 +103,8 @@ def budget_for(sequences: Iterable[SequenceCounts], ranks: int, micro_steps: int
     return max(longest, math.ceil(most / (ranks * micro_steps) * (1 + SLACK)))
 
 
-def compare(
-    situation: Situation,
-    names: Iterable[str],
-    *,
-    show: dict[str, int] | None = None,
-    advance: Callable[[str], None] = lambda _: None,
-) -> dict[str, Outcome]:
-    """Plan the step with every balancer and simulate it.
-
-    Args:
-        names: of `POLICIES`.
-        show: the micro-step whose operations are written down, by balancer.
-        advance: called with a balancer's name before its turn.
-    """
-    outcomes = {}
-    for name in names:
-        advance(name)
-        outcomes[name] = _outcome(situation, name, (show or {}).get(name))
-    return outcomes
-
-
-def _outcome(situation: Situation, name: str, show: int | None) -> Outcome:
+def simulate_policy(situation: Situation, name: str) -> Outcome:
+    """Plan the step with a balancer of `POLICIES` and simulate it."""
     policy, model, cluster = POLICIES[name], situation.model, situation.cluster
     sequences, groups = situation.sequences, situation.settings.groups
     cost = CostModel.of(cluster, model)
@@ -149,11 +133,7 @@ def _outcome(situation: Situation, name: str, show: int | None) -> Outcome:
     plan, seconds = plan_one(sequences, past, placement)
     workload = Workload.from_sequences(sequences, plan.schedule)
     plan.check(workload)
-    costs = OperationCosts.of(cluster, model, moe_layers=plan.num_layers, groups=groups)
-    simulated = simulate_step(
-        plan, workload, sequences.lengths, costs, cluster, policy.traits,
-        before=placement, settings=situation.settings, show=show,
-    )  # fmt: skip
+    simulated = _simulated(situation, policy, plan, workload, before=placement)
     loads_MLR = simulated.work.loads_MLR
     tokens_MR = np.zeros((plan.num_micro_steps, plan.num_ranks), np.int64)
     np.add.at(tokens_MR, (plan.micro_step, plan.rank), sequences.lengths)
@@ -175,7 +155,29 @@ def _outcome(situation: Situation, name: str, show: int | None) -> Outcome:
     )  # fmt: skip
 
 
-def figures(outcomes: dict[str, Outcome], model: ModelSpec) -> dict[str, Any]:
+def operations(situation: Situation, outcome: Outcome, micro_step: int) -> Events:
+    """What every rank does in the update of one micro-step."""
+    return _simulated(situation, outcome.policy, outcome.plan, outcome.workload, show=micro_step).events
+
+
+def _simulated(
+    situation: Situation,
+    policy: Policy,
+    plan: StepPlan,
+    workload: Workload,
+    *,
+    before: Placement | None = None,
+    show: int | None = None,
+) -> SimulatedStep:
+    settings, cluster = situation.settings, situation.cluster
+    costs = OperationCosts.of(cluster, situation.model, moe_layers=plan.num_layers, groups=settings.groups)
+    lengths = situation.sequences.lengths
+    return simulate_step(
+        plan, workload, lengths, costs, cluster, policy.traits, before=before, settings=settings, show=show
+    )
+
+
+def figures(outcomes: Mapping[str, Outcome], model: ModelSpec) -> dict[str, Any]:
     """All figures of `trimtab simulate`'s JSON, by balancer."""
     static, ideal = outcomes.get("static"), outcomes.get("balanced")
     return {

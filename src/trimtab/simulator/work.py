@@ -46,7 +46,7 @@ def rank_work(
     experts, moved, near, far, hop = (np.zeros(shape) for _ in range(5))
     loads = np.zeros(shape, np.int64)
     copy = (costs.tile_rows, costs.tile_s, costs.copy_s, costs.weights_s, costs.row_s)
-    rows = (costs.near_row_s, costs.far_row_s, costs.hop_row_s)
+    rows = (costs.near_row_s, costs.far_row_s, costs.hop_row_s, costs.forwards)
     _fill(
         workload.token_counts_MLRE, plan.home, plan.replica_starts, plan.replica_experts, plan.replica_ranks,
         plan.quota_starts, plan.quota_sources, plan.quota_tokens, plan.ranks_per_node, hops, even, copy, rows,
@@ -71,7 +71,7 @@ def _fill(  # type: ignore[no-untyped-def]
     ranks_per_node, hops, even, copy, row_costs, experts_MLR, moved_MLR, near_MLR, far_MLR, hop_MLR, loads_MLR,
 ):  # fmt: skip
     num_micro_steps, num_layers, num_ranks, num_experts = counts_MLRE.shape
-    near_row_s, far_row_s, hop_row_s = row_costs
+    near_row_s, far_row_s, hop_row_s, forwards = row_costs
     # Rows sent and received: [in its own node or another, out or in, rank]; rows that move on: [out or in, rank].
     rows = np.zeros((2, 2, num_ranks), np.int64)
     moving = np.zeros((2, num_ranks), np.int64)
@@ -81,7 +81,7 @@ def _fill(  # type: ignore[no-untyped-def]
             counts_RE, home_E = counts_MLRE[m, layer], home_LE[layer]
             if even:
                 _spread_evenly(
-                    counts_RE, home_E, ranks_per_node, copy, near_row_s, far_row_s,
+                    counts_RE, home_E, ranks_per_node, copy, near_row_s, far_row_s, forwards,
                     experts_MLR[m, layer], near_MLR[m, layer], far_MLR[m, layer], loads_MLR[m, layer],
                 )  # fmt: skip
                 continue
@@ -89,11 +89,10 @@ def _fill(  # type: ignore[no-untyped-def]
             moving[:] = 0
             at_home[:] = 0
             for source in range(num_ranks):
-                node = source // ranks_per_node
                 for e in range(num_experts):
                     tokens = counts_RE[source, e]
                     at_home[e] += tokens
-                    _send(rows, source, node, home_E[e], ranks_per_node, tokens)
+                    _send(rows, source, home_E[e], ranks_per_node, forwards, tokens)
             instance = m * num_layers + layer
             for p in range(replica_starts[instance], replica_starts[instance + 1]):
                 expert, rank = replica_experts[p], replica_ranks[p]
@@ -102,8 +101,8 @@ def _fill(  # type: ignore[no-untyped-def]
                     source, tokens = quota_sources[q], np.int64(quota_tokens[q])
                     share += tokens
                     if hops == 1:
-                        _send(rows, source, source // ranks_per_node, home_E[expert], ranks_per_node, -tokens)
-                        _send(rows, source, source // ranks_per_node, rank, ranks_per_node, tokens)
+                        _send(rows, source, home_E[expert], ranks_per_node, forwards, -tokens)
+                        _send(rows, source, rank, ranks_per_node, forwards, tokens)
                 at_home[expert] -= share
                 loads_MLR[m, layer, rank] += share
                 if hops == 1:
@@ -122,16 +121,26 @@ def _fill(  # type: ignore[no-untyped-def]
 
 
 @numba.njit(cache=True, nogil=True)
-def _send(rows, source, node, to, ranks_per_node, tokens):  # type: ignore[no-untyped-def]
-    if to != source:
-        far = 0 if to // ranks_per_node == node else 1
-        rows[far, 0, source] += tokens
-        rows[far, 1, to] += tokens
+def _send(rows, source, to, ranks_per_node, forwards, tokens):  # type: ignore[no-untyped-def]
+    """Rows go to another rank: straight, or to the rank of the source's place in that node, and on from there."""
+    if to == source:
+        return
+    if to // ranks_per_node != source // ranks_per_node:
+        rows[1, 0, source] += tokens
+        if not forwards:
+            rows[1, 1, to] += tokens
+            return
+        source = to // ranks_per_node * ranks_per_node + source % ranks_per_node
+        rows[1, 1, source] += tokens
+        if to == source:
+            return
+    rows[0, 0, source] += tokens
+    rows[0, 1, to] += tokens
 
 
 @numba.njit(cache=True, nogil=True)
 def _spread_evenly(  # type: ignore[no-untyped-def]
-    counts_RE, home_E, ranks_per_node, copy, near_row_s, far_row_s, experts_R, near_R, far_R, loads_R
+    counts_RE, home_E, ranks_per_node, copy, near_row_s, far_row_s, forwards, experts_R, near_R, far_R, loads_R
 ):
     """Every rank computes its part of all rows, spread over its home experts, and gets it evenly from all ranks."""
     num_ranks, num_experts = counts_RE.shape
@@ -139,6 +148,8 @@ def _spread_evenly(  # type: ignore[no-untyped-def]
     share = -(-total // num_ranks)
     each = -(-total // num_experts)
     near, far = (ranks_per_node - 1) / num_ranks, (num_ranks - ranks_per_node) / num_ranks
+    if forwards:
+        near += far * (ranks_per_node - 1) / ranks_per_node
     for r in range(num_ranks):
         sent = max(counts_RE[r].sum(), share)
         loads_R[r] = share
