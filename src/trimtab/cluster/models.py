@@ -199,32 +199,31 @@ def _read(config: dict[str, Any], where: str) -> ModelSpec:
 
 
 def _moe_layers(config: dict[str, Any], where: str, count: Callable[..., int], layers: int) -> int:
-    """How many layers have experts. Families say it in four ways; a layer that any of them makes dense is dense."""
+    """How many layers have experts. Families say it in five ways; a layer that any of them makes dense is dense."""
     first = count("first_k_dense_replace", default=0, least=0)
     step = count("decoder_sparse_step", default=1)
-    dense = _listed(config, where, "mlp_only_layers", int)
-    frequency: Any = config.get("moe_layer_freq")
-    has_experts = [layer >= first and (layer + 1) % step == 0 and layer not in (dense or ()) for layer in range(layers)]
-    if isinstance(frequency, list):
-        marks = _listed(config, where, "moe_layer_freq", int, length=layers) or []
-        has_experts = [here and bool(mark) for here, mark in zip(has_experts, marks, strict=True)]
-    elif frequency is not None:
-        every = count("moe_layer_freq")
-        has_experts = [here and layer % every == 0 for layer, here in enumerate(has_experts)]
-    kinds = _listed(config, where, "mlp_layer_types", str, length=layers)
-    if kinds is not None:
-        has_experts = [kind == "sparse" for kind in kinds]
-    if not any(has_experts):
+    dense = set(_listed(config, where, "mlp_only_layers", int))
+    kinds = _listed(config, where, "mlp_layer_types", str, length=layers) or ["sparse"] * layers
+    if isinstance(config.get("moe_layer_freq"), list):
+        marks = _listed(config, where, "moe_layer_freq", int, length=layers)
+    else:
+        every = count("moe_layer_freq", default=1)
+        marks = [int(layer % every == 0) for layer in range(layers)]
+    moe_layers = sum(
+        layer >= first and (layer + 1) % step == 0 and layer not in dense and mark != 0 and kind != "dense"
+        for layer, (mark, kind) in enumerate(zip(marks, kinds, strict=True))
+    )
+    if not moe_layers:
         raise InputError(f"{where}: none of the {layers} layers has experts; expected the config of a MoE model")
-    return sum(has_experts)
+    return moe_layers
 
 
 def _listed(
     config: dict[str, Any], where: str, key: str, kind: type[int] | type[str], *, length: int | None = None
-) -> list[Any] | None:
+) -> list[Any]:
     values = config.get(key)
     if values is None:
-        return None
+        return []
     if not isinstance(values, list) or not all(isinstance(value, kind) for value in values):
         raise InputError(f"{where}: {key} should be a list of {'names' if kind is str else 'whole numbers'}")
     if length is not None and len(values) != length:

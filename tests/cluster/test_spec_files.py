@@ -1,0 +1,242 @@
+"""Clusters in TOML: the presets, the strict reader, and the writer."""
+
+from __future__ import annotations
+
+import os
+import re
+import tomllib
+from dataclasses import fields, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from trimtab import ClusterSpec, InputError
+from trimtab.cluster import load_cluster, write_cluster
+from trimtab.cluster.presets import preset_names, read_preset
+
+PRESETS = ["a100x8", "h100x8", "h800x8", "local-cpu"]
+FIGURES = [f.name for f in fields(ClusterSpec) if f.name not in ("ranks", "slots_per_rank", "mirror_experts", "name")]
+SOURCES = dict.fromkeys(FIGURES, "measured")
+DOCS = Path(__file__).parents[2] / "docs" / "clusters.md"
+
+
+def preset_text(name: str) -> str:
+    text = read_preset("cluster", name)
+    assert text is not None
+    return text
+
+
+def test_the_defaults_are_those_of_h100x8() -> None:
+    assert load_cluster("h100x8", ranks=16) == ClusterSpec(16, 8)
+
+
+def test_presets_say_where_every_figure_comes_from() -> None:
+    assert preset_names("cluster") == PRESETS
+    for name in PRESETS:
+        assert load_cluster(name, ranks=64, slots_per_rank=3).name == name
+        content = tomllib.loads(preset_text(name))
+        assert set(content) == {"format", "name", *FIGURES}
+        for figure in FIGURES:
+            assert len(content[figure]["source"]) > 6
+
+
+def test_kinds_of_nodes_differ_where_they_should() -> None:
+    h100, h800, a100 = (load_cluster(name, ranks=8) for name in ("h100x8", "h800x8", "a100x8"))
+    assert replace(h100, name="h800x8", node_bytes_per_s=200e9, dispatch_node_bytes_per_s=136e9) == h800
+    assert a100.node_bytes_per_s == 300e9
+    assert a100.network_bytes_per_s == 25e9
+    for spec in (h100, h800, a100):
+        assert spec.dispatch_node_bytes_per_s < spec.node_bytes_per_s
+        assert spec.dispatch_network_bytes_per_s < spec.network_bytes_per_s
+
+
+@pytest.mark.parametrize(
+    ("ranks", "given_per_node", "per_node"), [(64, None, 8), (4, None, 4), (12, 4, 4), (64, 16, 16), (8, 8, 8)]
+)
+def test_fewer_ranks_than_a_node_has_share_one(ranks: int, given_per_node: int | None, per_node: int) -> None:
+    spec = load_cluster("h100x8", ranks=ranks, ranks_per_node=given_per_node)
+    assert (spec.ranks, spec.ranks_per_node) == (ranks, per_node)
+
+
+@pytest.mark.parametrize(("ranks", "per_node"), [(12, None), (4, 8), (4, 0), (0, None)])
+def test_ranks_that_make_no_whole_nodes(ranks: int, per_node: int | None) -> None:
+    with pytest.raises(InputError, match=f"h100x8: {ranks} ranks with .* should divide the ranks"):
+        load_cluster("h100x8", ranks=ranks, ranks_per_node=per_node)
+
+
+def test_a_name_that_is_neither_preset_nor_file(tmp_path: Path) -> None:
+    for text in ("h200x8", str(tmp_path), ""):
+        with pytest.raises(InputError, match="a100x8, h100x8, h800x8, local-cpu"):
+            load_cluster(text, ranks=8)
+
+
+def changed(text: str, old: str, new: str) -> str:
+    assert old in text
+    return text.replace(old, new, 1)
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "says"),
+    [
+        ('format = "trimtab-cluster-1"', "", 'should begin with format = "trimtab-cluster-1"'),
+        ("trimtab-cluster-1", "trimtab-cluster-2", "should begin with format"),
+        ('name = "h100x8"', "", "name should be"),
+        ('name = "h100x8"', "name = 3", "name should be"),
+        ("[expert_flops]", "[expert_flop]", "expert_flop is unknown; the figures are ranks_per_node, expert_flops"),
+        ("[expert_flops]\nvalue = 4e14\nsource", "[dispatch_s.source]\nvalue", "is unknown|has no source|not a TOML"),
+        ("[copy_s]\nvalue = 1e-6", "[copy_s]", "copy_s: value should be a number"),
+        ("[copy_s]\nvalue = 1e-6", "[copy_s]\nvalue = '1e-6'", "copy_s: value should be a number"),
+        ("[copy_s]\nvalue = 1e-6", "[copy_s]\nvalue = true", "copy_s: value should be a number"),
+        ("[copy_s]\nvalue = 1e-6", "[copy_s]\nvalue = 1e-6\nunit = 's'", "copy_s: unit is unknown"),
+        ("[copy_s]\nvalue = 1e-6", "[copy_s]\nvalue = 1.0", "copy_s is 1.0; it should be 0 or more seconds, and below"),
+        ('value = 1e-6\nsource = "assumed"', "value = 1e-6", "copy_s has no source"),
+        ('value = 1e-6\nsource = "assumed"', 'value = 1e-6\nsource = " "', "copy_s has no source"),
+        ('value = 1e-6\nsource = "assumed"', "value = 1e-6\nsource = 3", "copy_s has no source"),
+        ("value = 128", "value = 128.0", "tile_rows: value should be a whole number from 1"),
+        ("value = 128", "value = 0", "tile_rows: value should be a whole number from 1"),
+        ("value = 128", "value = 0x" + "f" * 5000, "tile_rows: value should be a whole number from 1"),
+        ("value = 4e14", "value = 400", "expert_flops is 400.0; it should be 1,000,000 or more"),
+        ("value = 4e14", "value = nan", "expert_flops is nan"),
+        ("value = 4e14", "value = 0x" + "f" * 5000, "expert_flops: value is too large"),
+        ("value = 450e9", "value = 900", "node_bytes_per_s is 900.0; it should be 1,000,000 or more, or 0 for none"),
+        ("value = 4e14", "value = ", "not a TOML file"),
+        ("[expert_flops]", "[expert_flops]\n[expert_flops]", "not a TOML file"),
+    ],
+)
+def test_what_is_wrong_with_a_file_is_one_line(old: str, new: str, says: str, tmp_path: Path) -> None:
+    file = tmp_path / "mine.toml"
+    file.write_text(changed(preset_text("h100x8"), old, new))
+    with pytest.raises(InputError, match=says) as caught:
+        load_cluster(file, ranks=8)
+    assert str(caught.value).startswith(f"{file}: ")
+    assert "\n" not in str(caught.value)
+
+
+def test_every_figure_has_to_be_there(tmp_path: Path) -> None:
+    file = tmp_path / "mine.toml"
+    for figure in FIGURES:
+        file.write_text(re.sub(rf"\[{figure}\]\nvalue.*\nsource.*\n", "", preset_text("a100x8")))
+        with pytest.raises(InputError, match=rf"mine\.toml: {figure} is missing; it should be a table with value and"):
+            load_cluster(file, ranks=8)
+        file.write_text(re.sub(rf"\[{figure}\]\nvalue.*\nsource.*\n", "", preset_text("a100x8")) + f"[[{figure}]]\n")
+        with pytest.raises(InputError, match=rf"mine\.toml: {figure} is not a table"):
+            load_cluster(file, ranks=8)
+
+
+@pytest.mark.parametrize("content", [b"\xff\xfe", b"", b"a = " + b"[" * 50_000, b"\x00"])
+def test_files_that_are_no_clusters(content: bytes, tmp_path: Path) -> None:
+    (tmp_path / "mine.toml").write_bytes(content)
+    with pytest.raises(InputError, match=r"mine\.toml: "):
+        load_cluster(tmp_path / "mine.toml", ranks=8)
+
+
+TOML = preset_text("h100x8")
+PIECES = ["\n", "[", "]", '"', "'", "=", ".", "0", "-", "e", "nan", "inf", "value", "source", "#", "true", "\x00", "é"]
+
+
+@st.composite
+def mutated(draw: st.DrawFn) -> bytes:
+    """A preset with a few spans dropped, doubled or replaced."""
+    text = TOML
+    for _ in range(draw(st.integers(1, 4))):
+        start = draw(st.integers(0, len(text)))
+        end = min(len(text), start + draw(st.integers(0, 12)))
+        new = draw(st.sampled_from(PIECES) | st.text(max_size=4) | st.just(text[start:end] * 2))
+        text = text[:start] + new + text[end:]
+    return text.encode("utf-8", "surrogatepass")
+
+
+@given(content=mutated() | st.binary(max_size=40))
+@settings(max_examples=300, deadline=None)
+def test_no_file_ends_in_a_traceback(content: bytes, tmp_path_factory: pytest.TempPathFactory) -> None:
+    file = tmp_path_factory.getbasetemp() / "mutated.toml"
+    file.write_bytes(content)
+    try:
+        spec = load_cluster(file, ranks=4)
+    except InputError as error:
+        assert str(error).startswith(f"{file}: ")
+        assert len(str(error).splitlines()) == 1
+    else:
+        assert spec.expert_flops > 0
+
+
+@st.composite
+def specs(draw: st.DrawFn) -> ClusterSpec:
+    rates = st.floats(1e6, 1e300)
+    seconds = st.floats(0, 1, exclude_max=True)
+    ratios = st.floats(1e-300, 1e300)
+    ways: dict[str, st.SearchStrategy[Any]] = {
+        "_flops": rates, "bytes_per_s": rates, "_bytes": rates, "_s": seconds, "_backward": ratios,
+        "_rows": st.integers(1, 1 << 20), "_threads": st.integers(1, 1 << 20), "_per_node": st.integers(1, 1 << 20),
+    }  # fmt: skip
+    values = {name: draw(next(way for end, way in ways.items() if name.endswith(end))) for name in FIGURES}
+    none: list[dict[str, Any]] = [{}, {"host_bytes_per_s": 0.0}, {"node_bytes_per_s": 0, "network_bytes_per_s": 0}]
+    links = draw(st.sampled_from(none))
+    return ClusterSpec(values["ranks_per_node"], name=draw(st.text(min_size=1).filter(str.strip)), **(values | links))
+
+
+words = st.text(st.characters(exclude_categories=["Cs"]), min_size=1).filter(str.strip)
+
+
+@given(spec=specs(), sources=st.fixed_dictionaries(dict.fromkeys(FIGURES, words)))
+@settings(max_examples=50, deadline=None)
+def test_what_is_written_is_read(
+    spec: ClusterSpec, sources: dict[str, str], tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    try:
+        spec.name.encode()
+    except UnicodeEncodeError:
+        spec = replace(spec, name="name")
+    file = tmp_path_factory.getbasetemp() / "written" / "mine.toml"
+    write_cluster(file, spec, sources)
+    assert load_cluster(file, ranks=spec.ranks) == spec
+    content = tomllib.loads(file.read_text(encoding="utf-8"))
+    assert {figure: content[figure]["source"] for figure in FIGURES} == sources
+    assert os.listdir(file.parent) == [file.name]
+
+
+def test_presets_can_be_written_again(tmp_path: Path) -> None:
+    for name in PRESETS:
+        content = tomllib.loads(preset_text(name))
+        spec = load_cluster(name, ranks=content["ranks_per_node"]["value"])
+        write_cluster(tmp_path / "again.toml", spec, {figure: content[figure]["source"] for figure in FIGURES})
+        assert tomllib.loads((tmp_path / "again.toml").read_text(encoding="utf-8")) == content
+
+
+@pytest.mark.parametrize(
+    ("sources", "says"),
+    [
+        ({**SOURCES, "copy_s": " "}, "copy_s has no source"),
+        ({key: text for key, text in SOURCES.items() if key != "layer_s"}, "layer_s has no source"),
+        ({**SOURCES, "ranks": "counted"}, "a source for ranks, which is no figure"),
+    ],
+)
+def test_nothing_is_written_without_sources(sources: dict[str, str], says: str, tmp_path: Path) -> None:
+    with pytest.raises(InputError, match=says):
+        write_cluster(tmp_path / "mine.toml", ClusterSpec(8, 8), sources)
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_write_that_fails_leaves_the_old_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = tmp_path / "mine.toml"
+    write_cluster(file, ClusterSpec(8, 8), SOURCES)
+
+    def fails(*_: object) -> None:
+        raise OSError("no room")
+
+    monkeypatch.setattr(os, "replace", fails)
+    with pytest.raises(OSError, match="no room"):
+        write_cluster(file, ClusterSpec(8, 8, name="other"), SOURCES)
+    assert load_cluster(file, ranks=8) == ClusterSpec(8, 8)
+    assert list(tmp_path.iterdir()) == [file]
+
+
+def test_the_page_shows_the_figures_of_every_preset() -> None:
+    rows = dict(re.findall(r"^\| `(\w+)` \|(.*)\|$", DOCS.read_text(encoding="utf-8"), re.MULTILINE))
+    contents = [tomllib.loads(preset_text(name)) for name in ("h100x8", "h800x8", "a100x8", "local-cpu")]
+    for figure in FIGURES:
+        cells = [cell.strip() for cell in rows[figure].split("|")]
+        assert [float(cell) for cell in cells[-4:]] == [content[figure]["value"] for content in contents]

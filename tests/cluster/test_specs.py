@@ -1,0 +1,45 @@
+"""`ClusterSpec`: which figures can be."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from trimtab import ClusterSpec, InputError
+
+FLOPS_AND_BYTES = [
+    "expert_flops", "dense_flops", "attention_flops", "memory_bytes_per_s", "dispatch_node_bytes_per_s",
+    "dispatch_network_bytes_per_s", "device_bytes",
+]  # fmt: skip
+NAN = float("nan")
+
+
+def test_a_cluster_is_of_whole_nodes() -> None:
+    assert ClusterSpec(16, 8).nodes == 2
+    for ranks, per_node in ((12, 8), (0, 1), (4, 0), (4, 8)):
+        with pytest.raises(InputError, match="don't make whole nodes"):
+            ClusterSpec(ranks, per_node)
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        *({name: value} for name in FLOPS_AND_BYTES for value in (0.0, -1e12, 400.0, float("inf"), NAN)),
+        *({name: value} for name in ("copy_s", "layer_s", "dispatch_s") for value in (-1e-6, 30.0, NAN)),
+        *({name: value} for name in ("dense_backward", "expert_backward") for value in (0.0, float("inf"), NAN)),
+        {"tile_rows": 0},
+        {"planning_threads": 0},
+        {"slots_per_rank": -1},
+    ],
+)
+def test_figures_that_can_not_be_are_refused(values: dict[str, Any]) -> None:
+    with pytest.raises(InputError, match="should be") as caught:
+        ClusterSpec(16, 8, **values)
+    (name,) = values
+    assert name.replace("_", " ") in str(caught.value).replace("_", " ")
+    assert "\n" not in str(caught.value)
+
+
+def test_kernels_may_cost_nothing_beside_their_operations() -> None:
+    assert ClusterSpec(8, 8, copy_s=0, layer_s=0, dispatch_s=0, tile_rows=1).tile_rows == 1
