@@ -170,7 +170,7 @@ def specs(draw: st.DrawFn) -> ClusterSpec:
     ratios = st.floats(1e-300, 1e300)
     ways: dict[str, st.SearchStrategy[Any]] = {
         "_flops": rates, "bytes_per_s": rates, "_bytes": rates, "_s": seconds, "_backward": ratios,
-        "_rows": st.integers(1, 1 << 20), "_threads": st.integers(1, 1 << 20), "_per_node": st.integers(1, 1 << 20),
+        "_forwards": st.booleans(), "_rows": st.integers(1, 1 << 20), "_threads": st.integers(1, 1 << 20), "_per_node": st.integers(1, 1 << 20),
     }  # fmt: skip
     values = {name: draw(next(way for end, way in ways.items() if name.endswith(end))) for name in FIGURES}
     none: list[dict[str, Any]] = [{}, {"host_bytes_per_s": 0.0}, {"node_bytes_per_s": 0, "network_bytes_per_s": 0}]

@@ -102,7 +102,7 @@ def _parse(text: str, where: str) -> tuple[str, dict[str, Any]]:
     return name, {key: _figure(content.get(key), kind, f"{where}: {key}") for key, kind in _FIGURES.items()}
 
 
-def _figure(table: Any, kind: Any, where: str) -> int | float:
+def _figure(table: Any, kind: Any, where: str) -> bool | int | float:
     if not isinstance(table, dict):
         state = "is missing" if table is None else "is not a table"
         raise InputError(f"{where} {state}; it should be a table with value and source")
@@ -113,6 +113,10 @@ def _figure(table: Any, kind: Any, where: str) -> int | float:
     if not isinstance(source, str) or not source.strip():
         raise InputError(f"{where} has no source; it should say in words where the figure comes from")
     value = table.get("value")
+    if kind == "bool":
+        if not isinstance(value, bool):
+            raise InputError(f"{where}: value should be true or false")
+        return value
     if kind == "int":
         if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= _LARGEST_COUNT:
             raise InputError(f"{where}: value should be a whole number from 1 to {_LARGEST_COUNT:,}")
@@ -126,6 +130,8 @@ def _figure(table: Any, kind: Any, where: str) -> int | float:
 
 
 def _number(value: float) -> str:
+    if isinstance(value, bool):
+        return str(value).lower()
     short = f"{value:g}"
     return short if float(short) == value else repr(float(value))
 
