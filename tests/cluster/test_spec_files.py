@@ -168,9 +168,10 @@ def specs(draw: st.DrawFn) -> ClusterSpec:
     rates = st.floats(1e6, 1e300)
     seconds = st.floats(0, 1, exclude_max=True)
     ratios = st.floats(1e-300, 1e300)
+    counts = st.integers(1, 1 << 20) | st.just(1_000_000)
     ways: dict[str, st.SearchStrategy[Any]] = {
         "_flops": rates, "bytes_per_s": rates, "_bytes": rates, "_s": seconds, "_backward": ratios,
-        "_forwards": st.booleans(), "_rows": st.integers(1, 1 << 20), "_threads": st.integers(1, 1 << 20), "_per_node": st.integers(1, 1 << 20),
+        "_forwards": st.booleans(), "_rows": counts, "_threads": counts, "_per_node": counts,
     }  # fmt: skip
     values = {name: draw(next(way for end, way in ways.items() if name.endswith(end))) for name in FIGURES}
     none: list[dict[str, Any]] = [{}, {"host_bytes_per_s": 0.0}, {"node_bytes_per_s": 0, "network_bytes_per_s": 0}]
@@ -217,6 +218,8 @@ def test_presets_can_be_written_again(tmp_path: Path) -> None:
 def test_nothing_is_written_without_sources(sources: dict[str, str], says: str, tmp_path: Path) -> None:
     with pytest.raises(InputError, match=says):
         write_cluster(tmp_path / "mine.toml", ClusterSpec(8, 8), sources)
+    with pytest.raises(InputError, match="no name"):
+        write_cluster(tmp_path / "mine.toml", ClusterSpec(8, 8, name=" "), SOURCES)
     assert not list(tmp_path.iterdir())
 
 

@@ -53,8 +53,10 @@ def write_cluster(path: str | os.PathLike[str], spec: ClusterSpec, sources: Mapp
         sources: in words, where each figure comes from; one for every field but those of a run.
 
     Raises:
-        InputError: if a source is missing, or belongs to no figure.
+        InputError: if the name or a source is missing, or a source belongs to no figure.
     """
+    if not spec.name.strip():
+        raise InputError(f"{path}: the cluster has no name; it should have that of a kind of node")
     for key in _FIGURES:
         if not sources.get(key, "").strip():
             raise InputError(f"{path}: {key} has no source; it should say where the figure comes from")
@@ -62,8 +64,8 @@ def write_cluster(path: str | os.PathLike[str], spec: ClusterSpec, sources: Mapp
         if key not in _FIGURES:
             raise InputError(f"{path}: a source for {key}, which is no figure; they are {', '.join(_FIGURES)}")
     lines = [f"format = {_quoted(FORMAT)}", f"name = {_quoted(spec.name)}"]
-    for key in _FIGURES:
-        lines += ["", f"[{key}]", f"value = {_number(getattr(spec, key))}", f"source = {_quoted(sources[key])}"]
+    for key, kind in _FIGURES.items():
+        lines += ["", f"[{key}]", f"value = {_number(getattr(spec, key), kind)}", f"source = {_quoted(sources[key])}"]
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
@@ -129,9 +131,11 @@ def _figure(table: Any, kind: Any, where: str) -> bool | int | float:
         raise InputError(f"{where}: value is too large; rates are in operations or bytes a second") from None
 
 
-def _number(value: float) -> str:
-    if isinstance(value, bool):
+def _number(value: float, kind: Any) -> str:
+    if kind == "bool":
         return str(value).lower()
+    if kind == "int":
+        return str(int(value))
     short = f"{value:g}"
     return short if float(short) == value else repr(float(value))
 
