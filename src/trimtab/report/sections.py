@@ -266,10 +266,14 @@ the next and previous operation in it.</p>"""
 
 
 def _kinds(timeline: Timeline) -> str:
-    """Legend of a timeline: kinds of one family are shades of one colour."""
+    """Legend of a timeline: kinds of one family are shades of one colour. Those that don't occur are hidden."""
     seen: dict[str, int] = {}
     items = []
-    for name in timeline.names:
+    used = set(timeline.kind_N.tolist())
+    for kind, name in enumerate(timeline.names):
+        if kind not in used:
+            items.append("<li hidden><i></i></li>")
+            continue
         colour = "transfers" if "replica" in name and "wait" in name else _colour(name)
         shade = SHADES[seen.get(colour, 0) % len(SHADES)]
         seen[colour] = seen.get(colour, 0) + 1

@@ -1,11 +1,11 @@
 // What every lane of every rank does in one micro-step. Rows hold operations that don't overlap, sorted by start.
-const ROW = 15, RANK_GAP = 9, AXIS = 24;
+const RANK_GAP = 9, AXIS = 24;
 
 function startTimeline() {
   const canvas = byId("lanes"), box = canvas.parentElement, filler = byId("lanes-filler"), readout = byId("lane-readout");
   const which = byId("timeline"), ranks = byId("timeline-ranks");
   const legends = [...document.querySelectorAll("[data-legend]")];
-  let chosen, events, rows, colours, inks, from, to, cursor = null, gutter, wanted = false;
+  let chosen, events, rows, colours, inks, from, to, cursor = null, gutter, wanted = false, rowHeight = 15;
 
   function load() {
     chosen = report.timelines[Number(which?.value ?? 0)];
@@ -31,6 +31,8 @@ function startTimeline() {
   function arrange() {
     const shown = ranks.value === "all" ? chosen.ranks : ranks.value === "busiest" ? chosen.busiest : [Number(ranks.value)];
     const wantedRanks = new Set(shown);
+    // Few rows may be tall.
+    rowHeight = clamp(Math.floor(300 / chosen.rows.filter(([rank]) => wantedRanks.has(rank)).length), 15, 26);
     let y = 6, last = null;
     rows = [];
     for (const [rank, lane, first, count] of chosen.rows) {
@@ -38,7 +40,7 @@ function startTimeline() {
       if (last !== null && rank !== last) y += RANK_GAP;
       rows.push({ rank, lane, first, count, y, opens: rank !== last });
       last = rank;
-      y += ROW;
+      y += rowHeight;
     }
     const height = y + 6;
     const visible = Math.min(height + AXIS, Math.min(576, window.innerHeight * 0.8));
@@ -82,9 +84,9 @@ function startTimeline() {
     context.stroke();
     for (const row of rows) {
       const y = row.y + AXIS - scroll;
-      if (y + ROW < AXIS || y > height) continue;
+      if (y + rowHeight < AXIS || y > height) continue;
       context.fillStyle = inks.track;
-      context.fillRect(gutter, y + 1, plotWidth, ROW - 2);
+      context.fillRect(gutter, y + 1, plotWidth, rowHeight - 2);
       // Operations thinner than a pixel would hide one another: of those that begin in the same pixel, one is drawn.
       let covered = -1;
       for (let i = firstEndingAfter(row, from / tick); i < row.first + row.count; i++) {
@@ -94,16 +96,16 @@ function startTimeline() {
         if (right <= covered) continue;
         const w = right - left;
         context.fillStyle = colours[events.kind[i]];
-        context.fillRect(left, y + 1, Math.max(w > 3 ? w - 0.6 : w, 0.8), ROW - 2);
+        context.fillRect(left, y + 1, Math.max(w > 3 ? w - 0.6 : w, 0.8), rowHeight - 2);
         covered = Math.max(right, left + 0.6);
       }
       context.fillStyle = row.opens ? inks.ink : inks.muted;
       context.textAlign = "left";
-      if (row.opens) context.fillText(`rank ${row.rank}`, 6, y + ROW / 2);
+      if (row.opens) context.fillText(`rank ${row.rank}`, 6, y + rowHeight / 2);
       if (width >= 560) {
         context.fillStyle = inks.muted;
         context.textAlign = "right";
-        context.fillText(report.lanes[row.lane], gutter - 8, y + ROW / 2);
+        context.fillText(report.lanes[row.lane], gutter - 8, y + rowHeight / 2);
       }
     }
     if (cursor !== null) {
@@ -113,7 +115,7 @@ function startTimeline() {
         context.strokeStyle = inks.ink;
         context.lineWidth = 2;
         const clipped = Math.max(gutter, left);
-        context.strokeRect(clipped, row.y + AXIS - scroll, Math.max(2, Math.min(gutter + plotWidth, right) - clipped), ROW);
+        context.strokeRect(clipped, row.y + AXIS - scroll, Math.max(2, Math.min(gutter + plotWidth, right) - clipped), rowHeight);
         context.lineWidth = 1;
       }
     }
@@ -176,7 +178,7 @@ function startTimeline() {
 
   function eventAt(clientX, clientY) {
     const y = clientY - canvas.getBoundingClientRect().top - AXIS + box.scrollTop;
-    const row = rows.find((r) => y >= r.y && y < r.y + ROW);
+    const row = rows.find((r) => y >= r.y && y < r.y + rowHeight);
     if (!row) return null;
     const time = timeAt(clientX), ticks = time / chosen.tick;
     const near = (((to - from) / canvas.clientWidth) * 2) / chosen.tick;
@@ -198,7 +200,7 @@ function startTimeline() {
     }
     const row = rows.find((r) => cursor >= r.first && cursor < r.first + r.count);
     const height = Number(canvas.dataset.height) - AXIS;
-    box.scrollTop = clamp(box.scrollTop, row.y + ROW + 6 - height, row.y - 6);
+    box.scrollTop = clamp(box.scrollTop, row.y + rowHeight + 6 - height, row.y - 6);
     const start = events.start[cursor] * chosen.tick, end = events.end[cursor] * chosen.tick;
     if (end < from || start > to) view(start - (to - from) / 4, start + ((to - from) * 3) / 4);
     later();
