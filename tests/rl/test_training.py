@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import os
 import re
@@ -9,6 +10,7 @@ import signal
 import subprocess
 import sys
 import time
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -78,6 +80,28 @@ def test_the_summary_compares_policies_and_accuracies(run: tuple[Path, str]) -> 
     assert summary["policies"]["trimtab"]["max_vio"] <= summary["policies"]["static"]["max_vio"]
     assert "Held-out accuracy" in printed
     assert "trimtab" in printed
+
+
+def test_the_report_shows_what_was_measured(run: tuple[Path, str]) -> None:
+    out, printed = run
+    assert "report.html" in printed
+    page = (out / "report.html").read_text()
+    summary = json.loads((out / "summary.json").read_text())["policies"]
+    assert f"{summary['speedup']:.2f} times as fast" in page
+    for name in ("static", "trimtab"):
+        assert f"{1 + summary[name]['max_vio']:.3f}</td>" in page
+    assert "waiting for the busiest rank" in page
+    events = json.loads(gzip.decompress((out / "timeline.json.gz").read_bytes()))["traceEvents"]
+    processes = {e["pid"]: e["args"]["name"] for e in events if e["name"] == "process_name"}
+    assert [re.sub(r"\d+, rank", "N, rank", name) for name in processes.values()] == [
+        f"{name}, update of micro-step N, rank {rank}" for name in ("static", "trimtab") for rank in (0, 1)
+    ]
+    for process in processes:
+        # Every layer's experts once forward and once backward, in order.
+        work = [e for e in events if e["ph"] == "X" and e["pid"] == process]
+        for kind, layers in (("experts", [0, 1, 2, 3]), ("experts, backward", [3, 2, 1, 0])):
+            mine = sorted((e["ts"], e["args"]["layer"]) for e in work if e["name"] == kind)
+            assert [layer for layer, _ in groupby(layer for _, layer in mine)] == layers
 
 
 def test_a_checkpoint_can_be_trained_on_under_every_policy(run: tuple[Path, str], tmp_path: Path) -> None:

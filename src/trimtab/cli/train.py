@@ -28,7 +28,7 @@ def add(commands: Any) -> None:
         help="post-train a MoE with RL on local ranks, balanced by Trimtab",
         description="Warm start, then GRPO on generated arithmetic. Recompute and update replay the rollout's routing "
         "under the plan. Writes metrics.jsonl, summary.json, settings.json, routing/, checkpoints/ and tensorboard/ "
-        "to --out.",
+        "to --out; report.html and timeline.json.gz too, if there are --compare-pairs.",
         epilog=EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
@@ -53,7 +53,7 @@ def add(commands: Any) -> None:
         ("warm-start-steps", whole, "supervised steps before RL"),
         ("held-out", positive, "problems that accuracy is measured on"),
         ("save-every", positive, "RL steps between checkpoints"),
-        ("compare-pairs", whole, "timed pairs of static and trimtab at the end"),
+        ("compare-pairs", whole, "timed pairs of static and trimtab at the end, which the report is made of"),
         ("seed", whole, "of model, problems and sampling"),
     ):
         parser.add_argument(f"--{name}", type=kind, metavar="N", help=text)

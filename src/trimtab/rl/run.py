@@ -5,7 +5,6 @@ from __future__ import annotations
 import fcntl
 import json
 import os
-import statistics
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -14,10 +13,13 @@ import torch.distributed as dist
 from rich.table import Column, Table
 
 from trimtab.errors import InputError
+from trimtab.files import write_whole
+from trimtab.report.html import write_html
+from trimtab.report.perfetto import write_perfetto
 from trimtab.rl.checkpoint import Checkpoint, last_checkpoint
-from trimtab.rl.comparison import PolicyResult, compare_policies
+from trimtab.rl.comparison import MeasuredPolicy, compare_policies, speedup
 from trimtab.rl.config import TrainConfig
-from trimtab.rl.run_log import write_whole
+from trimtab.rl.report import report_of
 from trimtab.rl.trainer import Trainer
 
 
@@ -70,7 +72,7 @@ def _agreed_checkpoint(out: Path) -> Checkpoint | None:
     return found[0]
 
 
-def _summarise(trainer: Trainer, results: dict[str, PolicyResult]) -> None:
+def _summarise(trainer: Trainer, results: dict[str, MeasuredPolicy]) -> None:
     log, config, accuracies = trainer.log, trainer.config, trainer.held_out_accuracy
     accuracy_table = Table("model", Column("accuracy", justify="right"))
     for name, accuracy in accuracies.items():
@@ -79,7 +81,7 @@ def _summarise(trainer: Trainer, results: dict[str, PolicyResult]) -> None:
     summary: dict[str, object] = {"held_out_accuracy": accuracies}
     if results:
         static, trimtab = results["static"], results["trimtab"]
-        ratio = statistics.median(s / t for s, t in zip(static.step_s, trimtab.step_s, strict=True))
+        ratio = speedup(static, trimtab)
         columns = (Column(name, justify="right") for name in ("step time", "speed-up", "max_vio"))
         policy_table = Table("policy", *columns)
         policy_table.add_row("static", f"{static.median_s:.3f} s", "1.00x", f"{static.max_vio:.3f}")
@@ -91,5 +93,11 @@ def _summarise(trainer: Trainer, results: dict[str, PolicyResult]) -> None:
             for name, result in results.items()
         } | {"speedup": ratio}
     if trainer.rank == 0:
+        found = ["metrics.jsonl", "routing/", "checkpoints/", "tensorboard/"]
+        if results:
+            report = report_of(trainer, results)
+            write_html(report, config.out / "report.html")
+            write_perfetto(report.timelines, config.out / "timeline.json.gz")
+            found = ["report.html", "timeline.json.gz", *found]
         write_whole(config.out / "summary.json", json.dumps(summary, indent=2) + "\n")
-        log.console.print(f"Everything is in {config.out}: metrics.jsonl, routing/, checkpoints/, tensorboard/")
+        log.console.print(f"Everything is in {config.out}: {', '.join(found)}")

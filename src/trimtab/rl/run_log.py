@@ -14,6 +14,8 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from torch.utils.tensorboard.writer import SummaryWriter
 
+from trimtab.files import write_whole
+
 COLUMNS = {
     "step": lambda m: f"{m['step']:>4}",
     "reward": lambda m: f"{m['reward']:>6.3f}",
@@ -76,8 +78,9 @@ class RunLog:
 
 
 def cut_back(out: Path, step: int) -> None:
-    """Leave metrics and routing of the steps before `step` only, and no summary."""
-    (out / "summary.json").unlink(missing_ok=True)
+    """Leave metrics and routing of the steps before `step` only, and nothing that is written at the end."""
+    for name in ("summary.json", "report.html", "timeline.json.gz"):
+        (out / name).unlink(missing_ok=True)
     for path in (out / "routing").glob("*"):
         match = re.fullmatch(r"\.?step-(\d+)\.parquet(\..*)?", path.name)
         if match and int(match[1]) >= step:
@@ -87,16 +90,6 @@ def cut_back(out: Path, step: int) -> None:
         # A run may have been stopped in the middle of its last line.
         lines = [line for line in metrics.read_text().splitlines(keepends=True) if line.endswith("\n")]
         write_whole(metrics, "".join(line for line in lines if json.loads(line)["step"] < step))
-
-
-def write_whole(path: Path, text: str) -> None:
-    """Write a file that is there whole or not at all."""
-    partial = path.with_name(f".{path.name}.partial")
-    with partial.open("w") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(partial, path)
 
 
 _SAMPLE = {

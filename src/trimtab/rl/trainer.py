@@ -14,6 +14,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from trimtab.files import write_whole
 from trimtab.integrations.transformers import moe_blocks, num_experts, share_experts
 from trimtab.planner import Placement
 from trimtab.rl.batches import MicroBatch, collate
@@ -22,7 +23,7 @@ from trimtab.rl.config import TrainConfig
 from trimtab.rl.losses import CLIP, clipped_policy_loss, token_log_probs
 from trimtab.rl.model import load_config, load_model, load_tokenizer
 from trimtab.rl.rollout import count_correct, held_out_problems, sample_groups
-from trimtab.rl.run_log import RunLog, write_whole
+from trimtab.rl.run_log import RunLog
 from trimtab.rl.sequences import Sequence, exchange_sequences, gather_lengths, routing_of
 from trimtab.rl.task import draw_problem
 from trimtab.rl.warm_start import warm_start

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from trimtab.planner import StepPlan, Workload
 from trimtab.runtime.layout import InstanceReplicas, Layout, place_rows, upload_layouts
 from trimtab.runtime.memory import upload
+from trimtab.runtime.recorder import Recorder
 from trimtab.runtime.topology import Topology
 from trimtab.trace import RoutingTrace
 from trimtab.trace.routing import Array
@@ -136,6 +137,7 @@ class Instance:
         group: the ranks that share the experts.
         micro_step: of a planned instance, else None.
         transfers: of a planned instance, else None.
+        recorder: takes notes while somebody wants them.
     """
 
     layer: ExpertLayer
@@ -144,6 +146,17 @@ class Instance:
     group: dist.ProcessGroup
     micro_step: MicroStep | None = None
     transfers: Transfers | None = None
+    recorder: Recorder | None = None
+
+    def turn_to(self, activity: int) -> None:
+        """This rank turns to something else; noted if somebody wants to know."""
+        if self.recorder is not None:
+            self.recorder.turn_to(activity, self.layer.index)
+
+    def leave(self, activity: int) -> None:
+        """This rank turns to something outside the layer; noted if somebody wants to know."""
+        if self.recorder is not None:
+            self.recorder.turn_to(activity)
 
     def approach(self) -> None:
         """The layer is about to run, forward or backward."""

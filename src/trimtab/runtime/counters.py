@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 import torch
 
 from trimtab.runtime.copies import Wait
+from trimtab.runtime.recorder import WAITING, Recorder
 
 
 @dataclass(eq=False)
@@ -24,6 +25,7 @@ class Counters:
         refresh_s: seconds that bringing changed weights into staging memory and mirrors took.
         waited_s: seconds on the host that compute waited for transfers.
         waits: (start, end) events of waits on the device that it had not come to yet.
+        recorder: takes notes while somebody wants them.
     """
 
     peer_bytes: int = 0
@@ -34,9 +36,17 @@ class Counters:
     refresh_s: float = 0.0
     waited_s: float = 0.0
     waits: list[tuple[torch.cuda.Event, torch.cuda.Event]] = field(default_factory=list)
+    recorder: Recorder | None = None
 
     def wait(self, waits: Sequence[Wait], device: torch.device) -> None:
         """Wait for transfers, and remember for how long that held up what comes next."""
+        if self.recorder is None:
+            self._wait(waits, device)
+        else:
+            with self.recorder.during(WAITING):
+                self._wait(waits, device)
+
+    def _wait(self, waits: Sequence[Wait], device: torch.device) -> None:
         if device.type != "cuda":
             start = time.perf_counter()
             for wait in waits:
@@ -66,5 +76,5 @@ class Counters:
         self.waited_s += start.elapsed_time(end) / 1e3
 
     def clear(self) -> None:
-        """Start anew."""
-        vars(self).update(vars(Counters()))
+        """Start anew, but for the recorder."""
+        vars(self).update(vars(Counters(recorder=self.recorder)))

@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from trimtab.runtime.binding import Instance
 from trimtab.runtime.exchange import exchange_rows
 from trimtab.runtime.experts import ApplyExperts, ExpertWeight
+from trimtab.runtime.recorder import BACKWARD, COMBINE, DISPATCH, EXPERTS, OTHER
 from trimtab.trace.routing import Array
 
 if TYPE_CHECKING:
@@ -174,6 +175,7 @@ class _Dispatch(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, hidden: torch.Tensor, instance: Instance, *homes: torch.Tensor) -> Any:
+        instance.turn_to(DISPATCH)
         layout = instance.layout
         ctx.instance = instance
         ctx.num_rows = len(hidden)
@@ -185,11 +187,14 @@ class _Dispatch(torch.autograd.Function):
         passed = [home.view_as(home) for home in homes]
         frozen = [p for p, trained in zip(passed, ctx.needs_input_grad[2:], strict=True) if not trained]
         ctx.mark_non_differentiable(*frozen)
-        return arrived.index_select(0, layout.home_rows), arrived.index_select(0, layout.replica_rows), *passed
+        rows = arrived.index_select(0, layout.home_rows), arrived.index_select(0, layout.replica_rows)
+        instance.turn_to(EXPERTS)
+        return *rows, *passed
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> Any:
         instance: Instance = ctx.instance
+        instance.turn_to(DISPATCH + BACKWARD)
         layout = instance.layout
         grad_home, grad_replica, *grad_homes = grads
         arrived = grad_home.new_empty(sum(layout.recv_splits), grad_home.shape[1])
@@ -203,6 +208,7 @@ class _Dispatch(torch.autograd.Function):
         # After the exchange, so that they have as long as they can.
         if any(ctx.needs_input_grad[2:]):
             grad_homes = [*instance.join_gradients(grad_homes)]
+        instance.leave(OTHER + BACKWARD)
         return grad_hidden, None, *grad_homes
 
 
@@ -249,6 +255,7 @@ class _Combine(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, weights: torch.Tensor, instance: Instance, *outputs: torch.Tensor) -> torch.Tensor:
+        instance.turn_to(COMBINE)
         layout = instance.layout
         arrived = outputs[0].new_empty(sum(layout.recv_splits), outputs[0].shape[1])
         for rows, part in zip((layout.home_rows, layout.replica_rows), outputs, strict=False):
@@ -257,11 +264,15 @@ class _Combine(torch.autograd.Function):
         ctx.instance = instance
         ctx.num_parts = len(outputs)
         ctx.save_for_backward(weights, returned)
-        return F.embedding_bag(layout.row_places, returned, per_sample_weights=weights.to(returned.dtype), mode="sum")
+        row_weights = weights.to(returned.dtype)
+        combined = F.embedding_bag(layout.row_places, returned, per_sample_weights=row_weights, mode="sum")
+        instance.leave(OTHER)
+        return combined
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> Any:
         instance: Instance = ctx.instance
+        instance.turn_to(COMBINE + BACKWARD)
         # Before anything else, so that what backward needs is on its way.
         instance.approach()
         layout = instance.layout
@@ -272,5 +283,6 @@ class _Combine(torch.autograd.Function):
         row_weights.index_copy_(0, layout.row_places.view(-1), weights.reshape(-1).to(grad_rows.dtype))
         grad_rows.mul_(row_weights[:, None])
         arrived = exchange_rows(grad_rows, layout.send_splits, layout.recv_splits, instance.group)
-        parts = (arrived.index_select(0, rows) for rows in (layout.home_rows, layout.replica_rows)[: ctx.num_parts])
+        parts = [arrived.index_select(0, rows) for rows in (layout.home_rows, layout.replica_rows)[: ctx.num_parts]]
+        instance.turn_to(EXPERTS + BACKWARD)
         return grad_weights, None, *parts

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 
 import numpy as np
@@ -24,6 +24,7 @@ from trimtab.runtime.layer import ExpertLayer, HomeWeights
 from trimtab.runtime.logical import logical_state
 from trimtab.runtime.moving import move_experts
 from trimtab.runtime.planning import Mode, Paths, PlannedStep, PlanReport, SessionPlanner
+from trimtab.runtime.recorder import REFRESHING, SUMMING, Recorder
 from trimtab.runtime.topology import Topology
 from trimtab.runtime.transfers import Transfers
 from trimtab.trace import RoutingTrace
@@ -289,8 +290,29 @@ class Session:
             raise RuntimeError("micro_step() needs a planned step")
         bound = self._step.bind(index, self.layers, self.topology, positions, sequence_hashes)
         self.unplanned_micro_steps += not bound.layouts
-        with self._running(bound):
+        recorder = self.counters.recorder
+        with self._running(bound), nullcontext() if recorder is None else recorder.micro_step(index):
             yield
+
+    @contextmanager
+    def recording(self) -> Iterator[Recorder]:
+        """Note what this rank does, and when, as long as this is open. To compare ranks, let them begin together."""
+        recorder = self.counters.recorder = Recorder(self._device)
+        try:
+            yield recorder
+        finally:
+            self.counters.recorder = None
+
+    @property
+    def rank_loads(self) -> Array:
+        """Tokens `[M, L, R]` int64 that each rank computes in the planned step, if the plan is carried out.
+
+        Raises:
+            RuntimeError: if there is no plan.
+        """
+        if self._step is None:
+            raise RuntimeError("rank_loads needs a planned step")
+        return self._step.plan.rank_loads(self._step.workload)
 
     @contextmanager
     def live_micro_step(self, *, positions: torch.Tensor) -> Iterator[None]:
@@ -309,6 +331,11 @@ class Session:
         expert-parallel groups, those of `replicated` parameters, which every rank holds, over all ranks. Those of
         layers that were added with `weights` are left to whoever trains them.
         """
+        with self._noted(SUMMING):
+            self._finish_gradients(replicated)
+        self._weights_changed = True
+
+    def _finish_gradients(self, replicated: Sequence[torch.nn.Parameter]) -> None:
         experts = [parameter for parameter in self._expert_parameters() if parameter.requires_grad]
         if self._transfers is not None:
             self._transfers.finish()
@@ -318,7 +345,6 @@ class Session:
         if self.topology.twins is not None:
             sum_gradients(experts, self.topology.twins)
         sum_gradients(replicated, self.topology.data)
-        self._weights_changed = True
 
     def clip_gradients(self, replicated: Sequence[torch.nn.Parameter], max_norm: float) -> float:
         """Clip the gradients of replicated parameters and of all ranks' experts by their joint norm, and return it.
@@ -396,9 +422,12 @@ class Session:
         if step is not None and step.layouts:
             if not step.visited:
                 step.with_backward = torch.is_grad_enabled()
-            return Instance(layer, step.layouts[layer.index], positions, group, step, self.transfers)
+            return Instance(
+                layer, step.layouts[layer.index], positions, group, step, self.transfers, self.counters.recorder
+            )
         chosen = expert_ids if positions is None else expert_ids.index_select(0, positions)
-        return Instance(layer, exchange_layout(layer, chosen, self.topology), positions, group)
+        layout = exchange_layout(layer, chosen, self.topology)
+        return Instance(layer, layout, positions, group, recorder=self.counters.recorder)
 
     @property
     def transfers(self) -> Transfers:
@@ -422,6 +451,11 @@ class Session:
             )
 
     # How a step is planned and bound.
+
+    def _noted(self, activity: int) -> AbstractContextManager[None]:
+        """What is done within is this activity, if somebody wants to know."""
+        recorder = self.counters.recorder
+        return nullcontext() if recorder is None else recorder.during(activity)
 
     @property
     def _device(self) -> torch.device:
@@ -469,7 +503,8 @@ class Session:
             raise RuntimeError("another micro-step is running")
         if self._weights_changed:
             start = time.perf_counter()
-            self.transfers.refresh()
+            with self._noted(REFRESHING):
+                self.transfers.refresh()
             self.counters.refresh_s += time.perf_counter() - start
             self._weights_changed = False
         self._current = micro_step

@@ -1,0 +1,120 @@
+"""A report's arrays inside the page: base64 of little-endian numbers, as small as they fit."""
+
+from __future__ import annotations
+
+import base64
+import json
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from trimtab.planner.workload import max_over_mean
+from trimtab.report.content import LANES, LoadMap, Report, Timeline
+from trimtab.report.rows import Rows, rows_of
+from trimtab.trace.routing import Array
+
+Blob = Callable[[Array, str], dict[str, str]]
+NO_LAYER = 65535
+BUSIEST_RANKS = 8
+# The scale of the heat map leaves out one instance and rank in two hundred, and is never narrower than this.
+SHOWN_PART = 0.995
+LEAST_SPREAD = 0.1
+
+
+def embedded(report: Report) -> tuple[str, str]:
+    """The page's JSON, and the elements that hold its arrays, both safe inside HTML."""
+    blobs: list[str] = []
+
+    def blob(array: Array, dtype: str) -> dict[str, str]:
+        name = f"blob-{len(blobs)}"
+        text = base64.b64encode(np.ascontiguousarray(array, f"<{dtype}").tobytes()).decode()
+        blobs.append(f'<script type="text/plain" id="{name}">{text}</script>')
+        return {"id": name, "type": dtype}
+
+    maps = [_map(part, blob) for part in load_maps(report)]
+    values = {
+        "layers": report.layer_names,
+        "lanes": LANES,
+        "maps": maps,
+        "spread": load_spread(report),
+        "start_layer": int(worst_layers(report.before)[0]) if maps else -1,
+        "timelines": [_timeline(timeline, blob) for timeline in report.timelines],
+    }
+    return in_script(json.dumps(values, allow_nan=False)), "\n".join(blobs)
+
+
+def in_script(text: str) -> str:
+    """JSON that can't end the element that it stands in."""
+    return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
+
+
+def load_maps(report: Report) -> tuple[LoadMap, ...]:
+    """What the heat map shows; nothing if there are no instances."""
+    maps = (report.before, report.after)
+    return maps if all(part.loads_MLR.size for part in maps) else ()
+
+
+def worst_layers(loads: LoadMap) -> Array:
+    """Layers by mean max/mean, worst first, `[L]`."""
+    return np.argsort(-max_over_mean(loads.loads_MLR).mean(axis=0), kind="stable")
+
+
+def load_spread(report: Report) -> float:
+    """How far from 1 the colour scale reaches on either side."""
+    away = [np.empty(0)]
+    for part in load_maps(report):
+        means = part.loads_MLR.mean(axis=2, keepdims=True)
+        ratios = np.divide(part.loads_MLR, means, out=np.ones(part.loads_MLR.shape), where=means > 0)
+        away.append(np.abs(ratios - 1).reshape(-1))
+    together = np.concatenate(away)
+    reach = float(np.quantile(together, SHOWN_PART)) if together.size else 0.0
+    return max(LEAST_SPREAD, np.ceil(reach * 20) / 20)
+
+
+def busiest_ranks(timeline: Timeline) -> list[int]:
+    """Ranks whose compute lane does most, rising; those that only wait are not busy."""
+    works = np.array(["wait" not in name for name in timeline.names], bool)
+    counts = (timeline.lane_N == LANES.index("compute")) & works[timeline.kind_N]
+    num_ranks = int(timeline.rank_N.max(initial=-1)) + 1
+    spent = np.where(counts, timeline.end_N - timeline.start_N, 0.0)
+    busy_R = np.bincount(timeline.rank_N, spent, minlength=num_ranks)
+    present = np.unique(timeline.rank_N)
+    return np.sort(present[np.argsort(-busy_R[present], kind="stable")][:BUSIEST_RANKS]).tolist()
+
+
+def _map(part: LoadMap, blob: Blob) -> dict[str, Any]:
+    loads = part.loads_MLR
+    largest = int(loads.max(initial=0))
+    dtype = "u1" if largest < 1 << 8 else "u2" if largest < 1 << 16 else "u4" if largest < 1 << 32 else "f8"
+    M, L, R = loads.shape
+    return {"title": part.title, "M": M, "L": L, "R": R, "blob": blob(loads, dtype)}
+
+
+def _timeline(timeline: Timeline, blob: Blob) -> dict[str, Any]:
+    total = float(timeline.end_N.max(initial=0.0))
+    # Nanoseconds, or what 32 bits can hold of a longer one.
+    tick = max(1e-9, total / (2**32 - 2))
+    rows = rows_of(timeline, tick)
+    layers = timeline.layer_N[rows.order_N].astype(np.int64)
+    return {
+        "title": timeline.title,
+        "names": timeline.names,
+        "total": max(total, tick),
+        "tick": tick,
+        "no_layer": NO_LAYER,
+        "rows": _row_list(rows),
+        "ranks": np.unique(timeline.rank_N).tolist(),
+        "busiest": busiest_ranks(timeline),
+        "blobs": {
+            "kind": blob(timeline.kind_N[rows.order_N], "u1"),
+            "layer": blob(np.where(layers < 0, NO_LAYER, layers), "u2"),
+            "start": blob(rows.start_N, "u4"),
+            "end": blob(rows.end_N, "u4"),
+        },
+    }
+
+
+def _row_list(rows: Rows) -> list[list[int]]:
+    """Rank, lane, first operation and number of operations of each row."""
+    return np.stack([rows.rank_W, rows.lane_W, rows.starts_W1[:-1], np.diff(rows.starts_W1)], axis=1).tolist()

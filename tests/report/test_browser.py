@@ -1,0 +1,247 @@
+"""The page in a headless Chromium: it draws, answers to pointer and keyboard, and asks nothing of a network."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from helpers.browser import chromium, open_page
+from helpers.reports import EVIL, edge_reports, some_report
+from trimtab.report.html import write_html
+
+MAPS = "#load figure:nth-child({}) canvas"
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Any]:
+    with chromium() as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def usual(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("page") / "report.html"
+    write_html(some_report(), path)
+    return path
+
+
+def scroll_to_timeline(page: Any) -> None:
+    page.locator("#step-timeline").scroll_into_view_if_needed()
+    page.wait_for_selector("[data-drawn]")
+
+
+def test_everything_is_there_and_nothing_is_asked_for(browser: Any, usual: Path) -> None:
+    with open_page(browser, usual) as opened:
+        scroll_to_timeline(opened.page)
+        for section in ("policies", "time", "load", "step-timeline", "layers", "memory", "setting", "notes"):
+            assert opened.page.locator(f"#{section} h2").is_visible()
+        assert opened.page.locator("#policies tbody tr").count() == 8
+        assert opened.page.locator("#time .bar").count() == 8
+        drawn = [opened.pixels(MAPS.format(1)), opened.pixels(MAPS.format(2)), opened.pixels("#lanes")]
+        assert len(set(drawn)) == 3
+        assert opened.complaints == []
+        assert opened.requests == []
+
+
+def test_layers_are_picked_by_list_slider_buttons_and_table(browser: Any, usual: Path) -> None:
+    with open_page(browser, usual) as opened:
+        page, shown = opened.page, MAPS.format(1)
+        pictures = {}
+        for value in ("-1", "0", "1", "2", "3"):
+            page.select_option("#layer", value)
+            pictures[value] = opened.pixels(shown)
+            assert page.input_value("#layer-slider") == value
+        assert len(set(pictures.values())) == 5
+        assert page.is_disabled("#layer-next")
+        page.click("#layer-previous")
+        assert opened.pixels(shown) == pictures["2"]
+        page.focus("#layer-slider")
+        page.keyboard.press("ArrowLeft")
+        assert opened.pixels(shown) == pictures["1"]
+        page.click("#layers tbody tr:nth-child(1) button")
+        worst = page.get_attribute("#layers tbody tr:nth-child(1) button", "data-layer")
+        assert page.input_value("#layer") == worst
+        assert opened.complaints == []
+
+
+def test_a_cell_tells_its_figures_to_pointer_and_keyboard(browser: Any, usual: Path) -> None:
+    report = some_report()
+    with open_page(browser, usual) as opened:
+        page = opened.page
+        page.select_option("#layer", "2")
+        page.focus(MAPS.format(1))
+        for key in ("ArrowRight", "ArrowRight", "ArrowDown"):
+            page.keyboard.press(key)
+        by_key = opened.text("#heat-readout")
+        figures = []
+        for part in (report.before, report.after):
+            loads = part.loads_MLR[1, 2]
+            figures.append(f"{part.title} {loads[1] / loads.mean():.2f}× the mean ({loads[1]:,} tokens)")
+        assert by_key == " · ".join(["Rank 1, micro-step 1", *figures])
+        page.hover(MAPS.format(2), position={"x": 40, "y": 20 + 28 * 7 + 14})
+        assert opened.text("#heat-readout").startswith("Rank 7, micro-step 0 · ")
+        page.focus(MAPS.format(2))
+        page.keyboard.press("PageDown")
+        assert page.input_value("#layer") == "3"
+
+
+def test_the_timeline_answers_to_keys_wheel_drag_and_lists(browser: Any, usual: Path) -> None:
+    with open_page(browser, usual) as opened:
+        page = opened.page
+        scroll_to_timeline(page)
+        page.focus("#lanes")
+        seen = [opened.pixels("#lanes")]
+
+        def changes() -> None:
+            page.evaluate("() => new Promise(done => requestAnimationFrame(() => requestAnimationFrame(done)))")
+            seen.append(opened.pixels("#lanes"))
+            assert seen[-1] != seen[-2]
+
+        for key, told in (("ArrowDown", "attention · rank 0, compute"), ("ArrowDown", "dispatch · rank 0, node link")):
+            page.keyboard.press(key)
+            changes()
+            assert opened.text("#lane-readout").startswith(f"{told}, layer 0 · ")
+        for key in ("n", "p", "+", "ArrowRight", "ArrowLeft", "-", "+", "0"):
+            page.keyboard.press(key)
+            changes()
+        box = page.locator("#lanes").bounding_box()
+        page.mouse.move(box["x"] + 400, box["y"] + 31)
+        page.keyboard.down("Control")
+        page.mouse.wheel(0, -300)
+        page.keyboard.up("Control")
+        changes()
+        page.mouse.down()
+        page.mouse.move(box["x"] + 250, box["y"] + 31, steps=3)
+        page.mouse.up()
+        changes()
+        page.select_option("#timeline", "1")
+        changes()
+        page.select_option("#timeline-ranks", "5")
+        changes()
+        page.keyboard.press("Tab")
+        page.click("#zoom-in")
+        changes()
+        assert opened.complaints == []
+
+
+def test_bars_tell_their_parts(browser: Any, usual: Path) -> None:
+    with open_page(browser, usual) as opened:
+        page = opened.page
+        page.hover("#time .bar-row:nth-of-type(1) .bar span:nth-child(3)")
+        expected = "static, experts, if all ranks had the same load · 1.60 s, 23.1%"
+        assert opened.text("#time .readout") == expected
+        page.mouse.move(0, 0)
+        page.locator("#time .bar").first.focus()
+        for _ in range(2):
+            page.keyboard.press("ArrowRight")
+        assert opened.text("#time .readout") == expected
+
+
+def test_tab_reaches_every_control_and_shows_where_it_is(browser: Any, usual: Path) -> None:
+    with open_page(browser, usual) as opened:
+        page = opened.page
+        scroll_to_timeline(page)
+        page.evaluate("scrollTo(0, 0)")
+        reached = []
+        for _ in range(90):
+            page.keyboard.press("Tab")
+            name, outline = page.evaluate(
+                "() => { const e = document.activeElement;"
+                " return [e.id || e.className || e.tagName, getComputedStyle(e).outlineStyle] }"
+            )
+            if name == "BODY":
+                break
+            assert outline != "none", name
+            reached.append(name)
+        wanted = {"skip", "theme", "layer", "layer-slider", "layer-next", "lanes", "timeline", "timeline-ranks", "bar"}
+        assert wanted | {"zoom-in", "zoom-out", "zoom-fit", "scroll", "link"} <= set(reached)
+        assert reached[0] == "skip"
+
+
+def test_light_dark_and_phone_are_looks_of_their_own(browser: Any, usual: Path) -> None:
+    looks: dict[str, bytes] = {}
+    for name, scheme, width in (("light", "light", 1280), ("dark", "dark", 1280), ("phone", "light", 390)):
+        with open_page(browser, usual, scheme=scheme, width=width) as opened:
+            page = opened.page
+            scroll_to_timeline(page)
+            assert page.evaluate("document.documentElement.scrollWidth") <= width
+            for section in page.locator("section").all():
+                box = section.bounding_box()
+                assert box["x"] >= 0
+                assert box["x"] + box["width"] <= width
+            page.evaluate("scrollTo(0, 0)")
+            looks[name] = page.screenshot()
+            if name == "light":
+                before = opened.pixels(MAPS.format(1))
+                page.click("#theme")
+                page.click("#theme")
+                assert page.get_attribute("html", "data-theme") == "dark"
+                assert opened.pixels(MAPS.format(1)) != before
+                assert page.evaluate("getComputedStyle(document.documentElement).backgroundColor") == "rgb(19, 20, 22)"
+            assert opened.complaints == []
+    assert len(set(looks.values())) == 3
+
+
+def test_names_of_a_user_run_nothing(browser: Any, tmp_path: Path) -> None:
+    report = some_report(title=EVIL)
+    report = replace(
+        report,
+        answer=EVIL,
+        policies=(replace(report.policies[0], name=EVIL), *report.policies[1:]),
+        layer_names=(EVIL,) * 4,
+        before=replace(report.before, title=EVIL),
+        timelines=tuple(replace(t, title=EVIL, names=(EVIL,) * len(t.names)) for t in report.timelines),
+    )
+    write_html(report, tmp_path / "evil.html")
+    with open_page(browser, tmp_path / "evil.html") as opened:
+        page = opened.page
+        page.evaluate("() => { window.alert = () => { window.ran = true } }")
+        scroll_to_timeline(page)
+        page.focus("#lanes")
+        page.keyboard.press("ArrowDown")
+        page.focus(MAPS.format(1))
+        page.keyboard.press("ArrowDown")
+        page.hover("#time .bar span")
+        assert EVIL in opened.text("#lane-readout")
+        assert EVIL in opened.text("#heat-readout")
+        assert opened.text("h1") == EVIL
+        assert page.locator("img").count() == 0
+        assert not page.evaluate("window.ran")
+        assert opened.complaints == []
+
+
+@pytest.mark.parametrize("name", edge_reports())
+def test_small_and_odd_reports_are_shown(browser: Any, tmp_path: Path, name: str) -> None:
+    write_html(edge_reports()[name], tmp_path / "odd.html")
+    with open_page(browser, tmp_path / "odd.html", width=390) as opened:
+        page = opened.page
+        if page.locator("#step-timeline").count():
+            scroll_to_timeline(page)
+            page.focus("#lanes")
+            for key in ("ArrowDown", "n", "+", "ArrowRight", "0"):
+                page.keyboard.press(key)
+        if page.locator("#load").count():
+            page.focus(MAPS.format(1))
+            for key in ("ArrowRight", "ArrowDown", "PageDown", "PageUp"):
+                page.keyboard.press(key)
+            assert "NaN" not in opened.text("#load")
+        assert page.evaluate("document.documentElement.scrollWidth") <= 390
+        assert opened.complaints == []
+
+
+def test_a_large_step_can_be_used_at_once(browser: Any, tmp_path: Path) -> None:
+    write_html(some_report(ranks=64, layers=72, micro_steps=32), tmp_path / "large.html")
+    with open_page(browser, tmp_path / "large.html") as opened:
+        # 2 s on a quiet machine; tests share theirs with others.
+        assert opened.page.evaluate("performance.now()") < 6000
+        start = time.perf_counter()
+        scroll_to_timeline(opened.page)
+        opened.page.select_option("#timeline-ranks", "all")
+        assert time.perf_counter() - start < 6
+        assert opened.page.evaluate("document.querySelector('.lanes').scrollHeight") > 2000
+        assert opened.complaints == []

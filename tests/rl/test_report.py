@@ -1,0 +1,77 @@
+"""From what ranks noted to bars and a timeline, against figures worked out by hand."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from trimtab.report.content import LANES
+from trimtab.rl.report import NAMES, parts_of, timeline_of, with_waiting
+from trimtab.runtime.recorder import BACKWARD, COMBINE, DISPATCH, EXPERTS, OTHER, SUMMING, WAITING, Recording
+
+
+def recording(*done: tuple[int, int, float], micro_steps: tuple[tuple[int, float, float], ...] = ()) -> Recording:
+    """From kind, layer and seconds of each thing that a rank did."""
+    kinds, layers, seconds = zip(*done, strict=True)
+    ends = np.cumsum(seconds)
+    starts = ends - seconds
+    return Recording(np.array(kinds, np.uint8), np.array(layers, np.int16), starts, ends, micro_steps)
+
+
+def two_ranks() -> list[Recording]:
+    fast = recording((OTHER, -1, 1), (DISPATCH, 0, 3), (EXPERTS, 0, 2), (COMBINE, 0, 5), (SUMMING, -1, 1))
+    slow = recording(
+        (OTHER, -1, 3), (DISPATCH, 0, 1), (EXPERTS, 0, 5), (WAITING, 0, 1), (COMBINE, 0, 1), (SUMMING, -1, 1)
+    )
+    return [fast, slow]
+
+
+def as_rows(done: Recording) -> list[tuple[str, float, float]]:
+    columns = (done.kind_N.tolist(), done.start_N.tolist(), done.end_N.tolist())
+    return [(NAMES[kind], start, end) for kind, start, end in zip(*columns, strict=True) if end > start]
+
+
+def test_a_meeting_begins_when_the_last_rank_has_come() -> None:
+    fast, slow = with_waiting(two_ranks())
+    assert as_rows(fast) == [
+        ("attention and other", 0, 1), ("waiting for other ranks", 1, 3), ("dispatch", 3, 4), ("experts", 4, 6),
+        ("waiting for other ranks", 6, 10), ("combine", 10, 11), ("gradient sums", 11, 12),
+    ]  # fmt: skip
+    assert as_rows(slow) == as_rows(two_ranks()[1])
+
+
+def test_ranks_that_met_otherwise_are_left_as_they_are() -> None:
+    odd = [recording((OTHER, -1, 1), (DISPATCH, 0, 1)), recording((OTHER, -1, 1), (COMBINE, 0, 1))]
+    assert [as_rows(r) for r in with_waiting(odd)] == [as_rows(r) for r in odd]
+
+
+def test_parts_are_means_over_ranks_and_add_up_to_the_step() -> None:
+    parts = parts_of(with_waiting(two_ranks()), 24.0)
+    assert sum(parts.values()) == pytest.approx(24.0)
+    # Twice the 12 seconds that were recorded.
+    expected = {"attention": 4, "dispatch": 4, "experts": 7, "imbalance": 6, "transfers": 1, "optimizer": 2}
+    assert parts == pytest.approx(expected)
+
+
+def test_the_timeline_is_the_update_of_the_median_micro_step() -> None:
+    passes = ((0, 0.0, 1.0), (1, 1.0, 2.0), (2, 2.0, 3.0), (0, 3.0, 8.0), (1, 8.0, 9.0), (2, 9.0, 12.0))
+    done = [(OTHER, -1, 9.0), (EXPERTS, 1, 1.0), (COMBINE, 1, 0.5), (WAITING, 1, 0.5), (EXPERTS + BACKWARD, 1, 1.0)]
+    other = [(OTHER, -1, 9.0), (EXPERTS, 1, 2.5), (COMBINE, 1, 0.5)]
+    ranks = [recording(*done, micro_steps=passes), recording(*other, micro_steps=passes)]
+    timeline = timeline_of("trimtab", ranks, LANES.index("network"))
+    assert timeline.title == "trimtab, update of micro-step 2"
+    found = [
+        (int(rank), LANES[lane], NAMES[kind], int(layer), float(start), float(end))
+        for rank, lane, kind, layer, start, end in zip(
+            timeline.rank_N, timeline.lane_N, timeline.kind_N, timeline.layer_N, timeline.start_N, timeline.end_N,
+            strict=True,
+        )
+    ]  # fmt: skip
+    assert found == [
+        (0, "compute", "experts", 1, 0.0, 1.0),
+        (0, "network", "combine", 1, 1.0, 1.5),
+        (0, "compute", "waiting for replicas or their gradients", 1, 1.5, 2.0),
+        (0, "compute", "experts, backward", 1, 2.0, 3.0),
+        (1, "compute", "experts", 1, 0.0, 2.5),
+        (1, "network", "combine", 1, 2.5, 3.0),
+    ]
