@@ -53,6 +53,14 @@ def test_predictions_are_sums_over_replicas_and_rows(case: tuple[StepPlan, Workl
             near, far = near + same, far + (not same)
         assert prediction.busiest_ML[m, layer] == max(loads)
         assert [prediction.near_ML[m, layer], prediction.far_ML[m, layer]] == [near, far]
-        transfers = near * cost.near_replica_s + far * cost.far_replica_s
-        transfers += int(prediction.far_rows_ML[m, layer]) * cost.far_row_s
-        assert np.isclose(prediction.seconds_ML[m, layer], max(loads) * cost.row_s + transfers / plan.num_ranks)
+        nodes, per_node = plan.num_ranks // plan.ranks_per_node, plan.ranks_per_node
+        between = np.zeros((nodes, nodes), int)
+        for source, rank in np.ndindex(plan.num_ranks, plan.num_ranks):
+            between[source // per_node, rank // per_node] += ways[m, layer, source, rank]
+        np.fill_diagonal(between, 0)
+        assert prediction.far_rows_ML[m, layer] == between.sum()
+        busiest = max(between.sum(axis=0).max(), between.sum(axis=1).max())
+        assert prediction.busiest_far_ML[m, layer] == busiest
+        transfers = (near * cost.near_replica_s + far * cost.far_replica_s) / plan.num_ranks
+        crossing = busiest * cost.far_row_s / per_node
+        assert np.isclose(prediction.seconds_ML[m, layer], max(loads) * cost.row_s + transfers + crossing)

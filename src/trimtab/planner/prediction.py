@@ -20,13 +20,16 @@ class Prediction:
         busiest_ML: `[M, L]` int64, rows of the busiest rank.
         near_ML, far_ML: `[M, L]` int64, replicas on their home's node and on others.
         far_rows_ML: `[M, L]` int64, rows computed on another node than they come from.
-        seconds_ML: `[M, L]` float64, predicted time. Transfers are spread evenly over the ranks' links.
+        busiest_far_ML: `[M, L]` int64, of these the rows that leave or reach the busiest node, whichever are more.
+        seconds_ML: `[M, L]` float64, predicted time. Transfers are spread evenly over the ranks' links, rows between
+            nodes over those of their node.
     """
 
     busiest_ML: Array
     near_ML: Array
     far_ML: Array
     far_rows_ML: Array
+    busiest_far_ML: Array
     seconds_ML: Array
 
 
@@ -43,30 +46,43 @@ def predict(plan: StepPlan, workload: Workload, cost: CostModel, *, even: bool =
     far_ML = np.bincount(instance[is_far], minlength=shape[0] * shape[1]).reshape(shape)
     loads_MLR = plan.rank_loads(workload)
     busiest_ML = -(-loads_MLR.sum(axis=-1) // plan.num_ranks) if even else loads_MLR.max(axis=-1)
-    far_rows_ML = cross_node_rows(plan, workload)
-    transfers = cost.near_replica_s * near_ML + cost.far_replica_s * far_ML + cost.far_row_s * far_rows_ML
-    return Prediction(busiest_ML, near_ML, far_ML, far_rows_ML, cost.row_s * busiest_ML + transfers / plan.num_ranks)
+    out_MLN, in_MLN = _rows_over_nodes(plan, workload)
+    busiest_far_ML = np.maximum(out_MLN, in_MLN).max(axis=-1)
+    seconds_ML = (
+        cost.row_s * busiest_ML
+        + cost.far_row_s * busiest_far_ML / plan.ranks_per_node
+        + (cost.near_replica_s * near_ML + cost.far_replica_s * far_ML) / plan.num_ranks
+    )
+    return Prediction(busiest_ML, near_ML, far_ML, out_MLN.sum(axis=-1), busiest_far_ML, seconds_ML)
 
 
 def cross_node_rows(plan: StepPlan, workload: Workload) -> Array:
     """Rows `[M, L]` int64 whose expert computes them on another node than their source rank's."""
+    return np.asarray(_rows_over_nodes(plan, workload)[0].sum(axis=-1))
+
+
+def _rows_over_nodes(plan: StepPlan, workload: Workload) -> tuple[Array, Array]:
+    """Rows that leave each node for another, and rows that reach it, both `[M, L, N]` int64."""
     num_nodes = plan.num_ranks // plan.ranks_per_node
-    shape = (plan.num_micro_steps, plan.num_layers)
+    shape = (plan.num_micro_steps, plan.num_layers, num_nodes)
     if num_nodes == 1:
-        return np.zeros(shape, np.int64)
-    far_ML = np.empty(shape, np.int64)
+        return np.zeros(shape, np.int64), np.zeros(shape, np.int64)
+    # From node to node, the latter being the homes'; then quotas change where some go.
+    rows_MLNN = np.empty((*shape, num_nodes), np.int64)
     for layer in range(plan.num_layers):
         counts_MRE = workload.token_counts_MLRE[:, layer]
-        near_M = np.zeros(shape[0], np.int64)
+        counts_MNE = counts_MRE.reshape(shape[0], num_nodes, plan.ranks_per_node, -1).sum(axis=2, dtype=np.int64)
         for node in range(num_nodes):
-            mine = slice(node * plan.ranks_per_node, (node + 1) * plan.ranks_per_node)
             homes = plan.home[layer] // plan.ranks_per_node == node
-            near_M += counts_MRE[:, mine][:, :, homes].sum(axis=(1, 2), dtype=np.int64)
-        far_ML[:, layer] = counts_MRE.sum(axis=(1, 2), dtype=np.int64) - near_M
+            rows_MLNN[:, layer, :, node] = counts_MNE[:, :, homes].sum(axis=-1)
     replica = np.repeat(np.arange(plan.num_replicas), np.diff(plan.quota_starts))
     instance = np.repeat(np.arange(shape[0] * shape[1]), np.diff(plan.replica_starts))[replica]
-    source = plan.quota_sources // plan.ranks_per_node
-    at_home = plan.home[instance % shape[1], plan.replica_experts[replica]] // plan.ranks_per_node == source
-    at_replica = plan.replica_ranks[replica] // plan.ranks_per_node == source
-    change = plan.quota_tokens.astype(np.int64) * (at_home.astype(np.int64) - at_replica)
-    return far_ML + np.bincount(instance, change, minlength=far_ML.size).astype(np.int64).reshape(shape)
+    source = instance * num_nodes + plan.quota_sources // plan.ranks_per_node
+    home = plan.home[instance % shape[1], plan.replica_experts[replica]] // plan.ranks_per_node
+    rank = plan.replica_ranks[replica] // plan.ranks_per_node
+    for sign, node in ((-1, home), (1, rank)):
+        # Sums of whole numbers below 2^53 are exact as floats.
+        moved = np.bincount(source * num_nodes + node, plan.quota_tokens, minlength=rows_MLNN.size)
+        rows_MLNN += sign * moved.astype(np.int64).reshape(rows_MLNN.shape)
+    rows_MLNN[:, :, np.arange(num_nodes), np.arange(num_nodes)] = 0
+    return rows_MLNN.sum(axis=3), rows_MLNN.sum(axis=2)
