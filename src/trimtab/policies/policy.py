@@ -28,6 +28,7 @@ class Traits:
         published_us: published planning time of an instance in microseconds, where there is one.
         planning_us_per_rank: planning time of an instance for each rank of the group, as we measure it on one core of a
             2-core machine; charged where nothing is published.
+        planning_serial: the part of it that more cores don't make shorter.
         transfers_start: when its weights may start to move: before the `step`, before the `micro-step`, or in the
             `layer` after its router; `never` if it moves none.
         waits_for_weights: must weights be there before tokens leave for their experts?
@@ -43,6 +44,7 @@ class Traits:
     plans_on: Literal["cpu", "gpu"] = "cpu"
     published_us: float | None = None
     planning_us_per_rank: float = 0.0
+    planning_serial: float = 0.0
     transfers_start: Literal["never", "step", "micro-step", "layer"] = "layer"
     waits_for_weights: bool = False
     host_path: bool = False

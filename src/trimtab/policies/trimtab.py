@@ -14,7 +14,12 @@ class Trimtab:
     """Schedule, homes, replicas and split from the step's own routing; on equal terms, replicas and split alone."""
 
     traits: ClassVar[Traits] = Traits(
-        known_at="step", planning_us_per_rank=45.0, transfers_start="micro-step", host_path=True, relocates=True
+        known_at="step",
+        planning_us_per_rank=45.0,
+        planning_serial=0.35,
+        transfers_start="micro-step",
+        host_path=True,
+        relocates=True,
     )
     settings: PlanSettings = field(default_factory=PlanSettings)
 

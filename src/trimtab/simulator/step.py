@@ -143,7 +143,8 @@ def planning_seconds(traits: Traits, cluster: ClusterSpec, instances: int) -> fl
         return one_s
     if traits.known_at != "step" or traits.ideal:
         return 0.0
-    return one_s * instances / cluster.planning_threads
+    alone = traits.planning_serial
+    return one_s * instances * (alone + (1 - alone) / cluster.planning_threads)
 
 
 def _rounds(plan: StepPlan, groups: int) -> Rounds:
