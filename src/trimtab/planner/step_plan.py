@@ -19,6 +19,7 @@ from trimtab.errors import InputError
 from trimtab.planner.layer_plan import LayerPlan
 from trimtab.planner.paths import HOST, choose_paths, layers_of_replicas
 from trimtab.planner.placement import Placement
+from trimtab.planner.rows import empty_rows, tally
 from trimtab.planner.schedule import Schedule
 from trimtab.planner.workload import Workload
 from trimtab.trace.routing import Array
@@ -223,16 +224,16 @@ class StepPlan:
 
     def rank_loads(self, workload: Workload) -> Array:
         """Tokens `[M, L, R]` int64 that each rank computes under this plan."""
-        loads_MLR = workload.home_loads(self.home).reshape(-1, self.num_ranks)
-        replica_of_quota = np.repeat(np.arange(self.num_replicas), np.diff(self.quota_starts))
-        instance = np.repeat(np.arange(len(loads_MLR)), np.diff(self.replica_starts))[replica_of_quota]
-        homes = self.home[instance % self.num_layers, self.replica_experts[replica_of_quota]]
-        # Sums of whole numbers below 2^53 are exact as floats.
-        for sign, ranks in ((-1, homes), (1, self.replica_ranks[replica_of_quota])):
-            place = instance * self.num_ranks + ranks
-            moved = np.bincount(place, self.quota_tokens, minlength=loads_MLR.size).reshape(loads_MLR.shape)
-            loads_MLR += sign * moved.astype(np.int64)
-        return loads_MLR.reshape(self.num_micro_steps, self.num_layers, self.num_ranks)
+        return self.rows(workload)[0]
+
+    def rows(self, workload: Workload) -> tuple[Array, Array]:
+        """Tokens that each rank computes `[M, L, R]`, and those from node to node `[M, L, N, N]`, both int64."""
+        loads_MLR, between_MLNN = empty_rows(self.num_micro_steps, self.num_layers, self.num_ranks, self.ranks_per_node)
+        tally(
+            workload.token_counts_MLRE, self.home, self.replica_starts, self.replica_experts, self.replica_ranks,
+            self.quota_starts, self.quota_sources, self.quota_tokens, self.ranks_per_node, loads_MLR, between_MLNN,
+        )  # fmt: skip
+        return loads_MLR, between_MLNN
 
     def check(self, workload: Workload) -> None:
         """Hold the plan against the load that it is for.
