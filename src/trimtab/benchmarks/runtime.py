@@ -29,12 +29,12 @@ from rich.progress import track
 from rich.table import Column, Table
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from transformers import AutoModelForCausalLM, Qwen3MoeConfig
+from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.distributed.expert_parallel import AllToAllEP
 
 from trimtab.cli.options import write_json
 from trimtab.integrations.transformers import moe_blocks, router_weights, share_experts
-from trimtab.planner import Workload, pack_by_length
+from trimtab.planner import Schedule, Workload, pack_by_length
 from trimtab.planner.workload import max_over_mean
 from trimtab.runtime import Session
 from trimtab.runtime.gradients import sum_gradients
@@ -61,12 +61,13 @@ class RuntimeBenchmark:
         link_mbit: of the links between nodes, if they are limited; only for the record.
         zipf: exponent of the skewed routing.
         seed: of weights and routing; with two ranks this one gives every layer a static max/mean of 1.3 to 1.6.
+        plans: folder for the plan of every variant of ours as it runs, if anywhere.
     """
 
-    tokens: int
-    rounds: int
-    json: Path | None
-    ranks_per_node: int
+    tokens: int = 2048
+    rounds: int = 40
+    json: Path | None = None
+    ranks_per_node: int = 2
     link_mbit: int | None = None
     layers: int = 4
     experts: int = 32
@@ -77,6 +78,38 @@ class RuntimeBenchmark:
     sequence_length: int = 128
     zipf: float = 1.2
     seed: int = 1430
+    plans: Path | None = None
+
+    @property
+    def model_config(self) -> dict[str, Any]:
+        """Of the model, as a `config.json` would have it."""
+        return {
+            "model_type": "qwen3_moe",
+            "vocab_size": 1024,
+            "hidden_size": self.hidden,
+            "num_hidden_layers": self.layers,
+            "num_attention_heads": 8,
+            "num_key_value_heads": 4,
+            "head_dim": 32,
+            "moe_intermediate_size": self.width,
+            "num_experts": self.experts,
+            "num_experts_per_tok": self.top_k,
+            "norm_topk_prob": True,
+            "dtype": "float32",
+        }
+
+    def draw(self, ranks: int) -> tuple[RoutingTrace, RoutingTrace, Schedule]:
+        """Skewed and even routing of one micro-step on so many ranks, and which rank has which sequence of either."""
+        shape = {
+            "num_sequences": self.tokens // self.sequence_length * ranks,
+            "sequence_length": self.sequence_length,
+            "num_layers": self.layers,
+            "num_experts": self.experts,
+            "top_k": self.top_k,
+        }
+        skewed = synthesize(**shape, zipf=self.zipf, seed=self.seed)
+        even = synthesize(**shape, zipf=0.0, seed=self.seed)
+        return skewed, even, pack_by_length(skewed.sequence_lengths, num_ranks=ranks, token_budget=self.tokens)
 
 
 @dataclass(eq=False)
@@ -101,6 +134,9 @@ def run_benchmark(settings: RuntimeBenchmark) -> None:
         for place in range(len(variants)):
             variant = variants[(number + place) % len(variants)]
             variant.prepare()
+            if number == 0 and rank == 0 and settings.plans is not None and variant.name != "native":
+                assert session._step is not None
+                session._step.plan.save(settings.plans / f"{variant.name}.npz")
             dist.barrier()
             start, cpu_start = time.perf_counter(), time.process_time()
             variant.step()
@@ -150,18 +186,7 @@ def _build(settings: RuntimeBenchmark) -> tuple[Session, list[_Variant], list[_V
     rank, num_ranks = dist.get_rank(), dist.get_world_size()
     torch.manual_seed(settings.seed)
     torch.set_flush_denormal(True)
-    config = Qwen3MoeConfig(
-        vocab_size=1024,
-        hidden_size=settings.hidden,
-        num_hidden_layers=settings.layers,
-        num_attention_heads=8,
-        num_key_value_heads=4,
-        head_dim=32,
-        moe_intermediate_size=settings.width,
-        num_experts=settings.experts,
-        num_experts_per_tok=settings.top_k,
-        norm_topk_prob=True,
-    )
+    config = AutoConfig.for_model(**settings.model_config)
     whole: Any = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     ours: Any = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     ours.load_state_dict(whole.state_dict())
@@ -172,24 +197,14 @@ def _build(settings: RuntimeBenchmark) -> tuple[Session, list[_Variant], list[_V
     session = Session(num_experts=settings.experts, slots_per_rank=settings.slots, ranks_per_node=per_node, rates=rates)
     share_experts(ours, session)
     replicated = session.replicated_parameters(ours)
-    sequences = settings.tokens // settings.sequence_length
-    shape = {
-        "num_sequences": sequences * num_ranks,
-        "sequence_length": settings.sequence_length,
-        "num_layers": settings.layers,
-        "num_experts": settings.experts,
-        "top_k": settings.top_k,
-    }
-    skewed = synthesize(**shape, zipf=settings.zipf, seed=settings.seed)
-    even = synthesize(**shape, zipf=0.0, seed=settings.seed)
-    schedule = pack_by_length(skewed.sequence_lengths, num_ranks=num_ranks, token_budget=settings.tokens)
+    skewed, even, schedule = settings.draw(num_ranks)
     mine = schedule.sequences_of(rank)
     native = whole
     even_ids = even.select(mine).expert_ids.transpose(1, 0, 2).astype(np.int64)
     _use_native_experts(native, session, torch.from_numpy(even_ids))
     native_experts = {id(p) for block in moe_blocks(native).values() for p in block.experts.parameters()}
     native_replicated = [p for p in native.parameters() if id(p) not in native_experts]
-    tokens = torch.randint(0, config.vocab_size, (sequences, settings.sequence_length + 1))
+    tokens = torch.randint(0, config.vocab_size, (len(mine), settings.sequence_length + 1))
 
     def loss(model: Any) -> torch.Tensor:
         logits = model(input_ids=tokens[:, :-1], use_cache=False).logits
@@ -352,7 +367,7 @@ def _report(
         sep="\n",
     )
     if settings.json is not None:
-        sizes = {key: value for key, value in asdict(settings).items() if key != "json"}
+        sizes = {key: value for key, value in asdict(settings).items() if key not in ("json", "plans")}
         content = {"schema": "trimtab-bench-runtime-1", "settings": sizes, "ranks": dist.get_world_size()}
         content |= {"threads_per_rank": torch.get_num_threads(), "static_max_over_mean": static_ratios}
         write_json(settings.json, content | {"policies": policies, "transfer": ways} | summary)

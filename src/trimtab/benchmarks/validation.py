@@ -1,0 +1,114 @@
+"""Does the simulator predict what the runtime takes? One step, measured on this machine and simulated as calibrated.
+
+What is simulated is what ran: the same routing, schedule and plans, `static`, `trimtab` and `balanced` of
+`trimtab bench runtime`.
+"""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from trimtab.benchmarks.calibration import Calibrated, Calibration, calibrate
+from trimtab.benchmarks.runtime import RuntimeBenchmark, ratio_with_interval, run_benchmark
+from trimtab.cluster import ClusterSpec, ModelSpec
+from trimtab.planner import Schedule, StepPlan
+from trimtab.runtime.launch import launch
+from trimtab.trace import RoutingTrace
+
+VARIANTS = ("static", "trimtab", "balanced")
+# How far a prediction may be from the median.
+TOLERANCE = 0.1
+
+
+@dataclass(frozen=True, eq=False)
+class MeasuredStep:
+    """One variant of the benchmark, as it ran: a micro-step's forward, backward and complete gradients.
+
+    Attributes:
+        seconds: median of its rounds.
+        interval: 95% bootstrap interval of the median, low and high.
+        trace: routing of all ranks' sequences.
+        schedule: which rank had which.
+        plan: what was carried out.
+    """
+
+    seconds: float
+    interval: tuple[float, float]
+    trace: RoutingTrace
+    schedule: Schedule
+    plan: StepPlan
+
+
+Simulate = Callable[[ClusterSpec, ModelSpec, MeasuredStep], float]
+"""Seconds that a step is predicted to take."""
+
+
+def run_validation(
+    calibration: Calibration, benchmark: RuntimeBenchmark, simulate: Simulate
+) -> tuple[Calibrated, dict[str, Any]]:
+    """Calibrate this machine, run the benchmark on the same ranks, and hold it against what is simulated.
+
+    Args:
+        calibration: of the benchmark's model, on ranks that are all started here.
+
+    Raises:
+        RankFailedError: naming a rank that failed.
+    """
+    calibrated = calibrate(calibration)
+    assert calibrated is not None
+    measured = measure_steps(benchmark, calibration.ranks)
+    # As it ran: in float32 on a CPU.
+    model = replace(calibration.model, weight_bytes=4)
+    cluster = replace(calibrated.cluster, slots_per_rank=benchmark.slots)
+    predicted = {name: simulate(cluster, model, step) for name, step in measured.items()}
+    return calibrated, compare(measured, predicted)
+
+
+def measure_steps(benchmark: RuntimeBenchmark, ranks: int) -> dict[str, MeasuredStep]:
+    """Run the benchmark on local ranks of one node; its variants by name."""
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        settings = replace(benchmark, ranks_per_node=ranks, json=folder / "bench.json", plans=folder)
+        launch(run_benchmark, (settings,), ranks=ranks)
+        taken = json.loads((folder / "bench.json").read_text())["policies"]
+        plans = {variant: StepPlan.load(folder / f"{variant}.npz") for variant in VARIANTS}
+    skewed, even, schedule = benchmark.draw(ranks)
+    steps = {}
+    for variant in VARIANTS:
+        median, (low, high) = ratio_with_interval(taken[variant]["step_s"])
+        trace = even if variant == "balanced" else skewed
+        steps[variant] = MeasuredStep(median, (low, high), trace, schedule, plans[variant])
+    return steps
+
+
+def compare(measured: Mapping[str, MeasuredStep], predicted: Mapping[str, float]) -> dict[str, Any]:
+    """How far predictions are off, and whether they put the variants in the right order.
+
+    Two variants whose intervals overlap are in no order that a measurement knows of.
+    """
+    errors = {name: predicted[name] / step.seconds - 1 for name, step in measured.items()}
+    rows = {
+        name: {
+            "measured_s": step.seconds,
+            "interval": list(step.interval),
+            "predicted_s": predicted[name],
+            "error": errors[name],
+        }
+        for name, step in measured.items()
+    }
+    known = [
+        (slow, fast)
+        for slow in measured
+        for fast in measured
+        if measured[slow].interval[0] > measured[fast].interval[1]
+    ]
+    return {
+        "variants": rows,
+        "within_tolerance": all(abs(error) <= TOLERANCE for error in errors.values()),
+        "order_is_right": all(predicted[slow] > predicted[fast] for slow, fast in known),
+    }

@@ -1,0 +1,61 @@
+"""`trimtab calibrate`: measure this machine and write it down as a cluster."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from trimtab.cli.options import need_extra, positive, write_json
+from trimtab.cluster import write_cluster
+from trimtab.errors import InputError
+
+
+def add(commands: Any) -> None:
+    parser = commands.add_parser(
+        "calibrate",
+        help="measure this machine and write it down as a cluster",
+        description="Measure how fast this machine's ranks and links are in a training step of a model, all ranks at "
+        "once, and write a cluster's TOML file, with a source for every figure.",
+        epilog="example: trimtab calibrate -o local.toml",
+    )
+    parser.add_argument("-o", "--out", type=Path, required=True, metavar="TOML", help="file to write")
+    parser.add_argument(
+        "--model",
+        metavar="NAME|PATH",
+        help="whose sizes to measure at: a model that comes with Trimtab, a config.json or a checkpoint directory "
+        "(default: that of bench runtime on a CPU, qwen3-30b-a3b on GPUs)",
+    )
+    parser.add_argument("--ranks", type=positive, metavar="N", help="local ranks (default: all GPUs, or 2 on a CPU)")
+    parser.add_argument("--rounds", type=positive, default=15, metavar="N", help="repetitions (default: 15)")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="also write the figures to FILE")
+    parser.set_defaults(run=run)
+
+
+def run(options: argparse.Namespace) -> None:
+    for path in (options.out, options.json):
+        if path is not None:
+            _check_writable(path)
+    need_extra("torch", "transformers")
+    from trimtab.benchmarks.calibration import calibrate, settings_for
+    from trimtab.benchmarks.calibration.tables import figures_table
+
+    name = options.out.stem or "this machine"
+    result = calibrate(settings_for(options.model, ranks=options.ranks, rounds=options.rounds, name=name))
+    if result is None:
+        return
+    write_cluster(options.out, result.cluster, result.sources)
+    if options.json:
+        write_json(options.json, result.to_json())
+    Console(highlight=False).print(figures_table(result), f"Written to {options.out}", sep="\n")
+
+
+def _check_writable(path: Path) -> None:
+    """Said before anything is measured."""
+    if path.is_dir():
+        raise InputError(f"{path}: a directory; expected the name of a file to write")
+    above = next(folder for folder in path.absolute().parents if folder.exists())
+    if not above.is_dir():
+        raise InputError(f"{above}: not a directory; {path} can't be written there")
