@@ -8,16 +8,22 @@ from __future__ import annotations
 
 import json
 import tempfile
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from rich.console import Console
+from rich.table import Table
+
 from trimtab.benchmarks.calibration import Calibrated, Calibration, calibrate
 from trimtab.benchmarks.runtime import RuntimeBenchmark, ratio_with_interval, run_benchmark
 from trimtab.cluster import ClusterSpec, ModelSpec
-from trimtab.planner import Schedule, StepPlan
+from trimtab.cluster.operations import OperationCosts
+from trimtab.planner import Schedule, SequenceCounts, StepPlan, Workload
+from trimtab.policies import POLICIES
 from trimtab.runtime.launch import launch
+from trimtab.simulator.step import StepSettings, simulate_step
 from trimtab.trace import RoutingTrace
 
 VARIANTS = ("static", "trimtab", "balanced")
@@ -44,13 +50,7 @@ class MeasuredStep:
     plan: StepPlan
 
 
-Simulate = Callable[[ClusterSpec, ModelSpec, MeasuredStep], float]
-"""Seconds that a step is predicted to take."""
-
-
-def run_validation(
-    calibration: Calibration, benchmark: RuntimeBenchmark, simulate: Simulate
-) -> tuple[Calibrated, dict[str, Any]]:
+def run_validation(calibration: Calibration, benchmark: RuntimeBenchmark) -> tuple[Calibrated, dict[str, Any]]:
     """Calibrate this machine, run the benchmark on the same ranks, and hold it against what is simulated.
 
     Args:
@@ -65,8 +65,26 @@ def run_validation(
     # As it ran: in float32 on a CPU.
     model = replace(calibration.model, weight_bytes=4)
     cluster = replace(calibrated.cluster, slots_per_rank=benchmark.slots)
-    predicted = {name: simulate(cluster, model, step) for name, step in measured.items()}
+    predicted = {name: simulated_seconds(cluster, model, step) for name, step in measured.items()}
     return calibrated, compare(measured, predicted)
+
+
+def simulated_seconds(cluster: ClusterSpec, model: ModelSpec, step: MeasuredStep) -> float:
+    """What the simulator says to the step: its update alone, planned before and without the optimizer."""
+    sequences = SequenceCounts.from_trace(step.trace)
+    workload = Workload.from_sequences(sequences, step.schedule)
+    costs = OperationCosts.of(cluster, model, moe_layers=sequences.num_layers)
+    simulated = simulate_step(
+        step.plan,
+        workload,
+        sequences.lengths,
+        replace(costs, optimizer_s=0.0),
+        cluster,
+        replace(POLICIES["trimtab"].traits, planning_us_per_rank=0.0),
+        settings=StepSettings(recompute=False),
+    )
+    # The bench brings new weights to the mirrors before its clock runs.
+    return simulated.step_time_s - simulated.parts_s["migration"]
 
 
 def measure_steps(benchmark: RuntimeBenchmark, ranks: int) -> dict[str, MeasuredStep]:
@@ -112,3 +130,23 @@ def compare(measured: Mapping[str, MeasuredStep], predicted: Mapping[str, float]
         "within_tolerance": all(abs(error) <= TOLERANCE for error in errors.values()),
         "order_is_right": all(predicted[slow] > predicted[fast] for slow, fast in known),
     }
+
+
+def print_comparison(result: Mapping[str, Any], console: Console) -> None:
+    """The table for people."""
+    table = Table(title="One step, measured and simulated", title_justify="left", title_style="bold")
+    for column in ("variant", "measured", "95% interval", "simulated", "error"):
+        table.add_column(column, justify="left" if column == "variant" else "right")
+    for name, row in result["variants"].items():
+        low, high = row["interval"]
+        table.add_row(
+            name,
+            f"{row['measured_s'] * 1e3:.0f} ms",
+            f"{low * 1e3:.0f} to {high * 1e3:.0f}",
+            f"{row['predicted_s'] * 1e3:.0f} ms",
+            f"{row['error']:+.1%}",
+        )
+    console.print(table)
+    within = "all" if result["within_tolerance"] else "not all"
+    order = "right" if result["order_is_right"] else "wrong"
+    console.print(f"{within} within {TOLERANCE:.0%}; the order of the variants is {order}")

@@ -91,6 +91,16 @@ def add(commands: Any) -> None:
     transfer.add_argument("--rounds", type=positive, default=20, metavar="N", help="alternating rounds (default: 20)")
     transfer.add_argument("--json", type=Path, metavar="FILE", help="also write the figures to FILE")
     transfer.set_defaults(run=run_transfer)
+    simulator = benches.add_parser(
+        "simulator",
+        help="does the simulator predict what the runtime takes?",
+        description="Calibrate this machine, run the static, trimtab and balanced variants of bench runtime on it, and "
+        "hold their step times against what the simulator predicts for the same routing and plans.",
+        epilog="example: trimtab bench simulator --json out/bench-simulator.json",
+    )
+    simulator.add_argument("--rounds", type=positive, default=20, metavar="N", help="rounds of both (default: 20)")
+    simulator.add_argument("--json", type=Path, metavar="FILE", help="also write the figures to FILE")
+    simulator.set_defaults(run=run_simulator)
 
 
 def run_runtime(options: argparse.Namespace) -> None:
@@ -154,6 +164,22 @@ def run_transfer(options: argparse.Namespace) -> None:
     print_figures(figures, Console(highlight=False))
     if options.json:
         write_json(options.json, figures)
+
+
+def run_simulator(options: argparse.Namespace) -> None:
+    need_extra("torch", "transformers")
+    from trimtab.benchmarks.calibration import settings_for
+    from trimtab.benchmarks.calibration.tables import figures_table
+    from trimtab.benchmarks.runtime import RuntimeBenchmark
+    from trimtab.benchmarks.validation import print_comparison, run_validation
+
+    calibration = settings_for(None, ranks=None, rounds=options.rounds, name="this machine")
+    calibrated, result = run_validation(calibration, RuntimeBenchmark(rounds=options.rounds))
+    console = Console(highlight=False)
+    console.print(figures_table(calibrated))
+    print_comparison(result, console)
+    if options.json:
+        write_json(options.json, {"schema": "trimtab-bench-simulator-1", **result, "calibrated": calibrated.to_json()})
 
 
 def _size(text: str) -> tuple[int, int]:

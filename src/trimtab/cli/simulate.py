@@ -100,6 +100,9 @@ def add(commands: Any) -> None:
     parser.add_argument(
         "--equal-terms", action="store_true", help="same homes, schedule and slots for all, instead of own recipes"
     )
+    parser.add_argument(
+        "--no-recompute", action="store_true", help="update alone, with the rollout's log-probabilities"
+    )
     parser.add_argument("--step", type=whole, metavar="N", help="RL step of the trace (default: the last)")
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write the figures to FILE")
     parser.add_argument("--html", type=Path, metavar="FILE", help="also write a page to show, one file")
@@ -191,7 +194,7 @@ def _situation(
         token_budget=budget,
         mini_batches=options.mini_batches,
         equal_terms=options.equal_terms,
-        settings=StepSettings(groups=options.groups, meet=options.groups_meet),
+        settings=StepSettings(groups=options.groups, meet=options.groups_meet, recompute=not options.no_recompute),
     )
 
 

@@ -47,11 +47,13 @@ class StepSettings:
         meet: do groups wait for each other in every `layer`, as when dense parameters are gathered there, or only at
             the end of a mini-batch (`step`)?
         ring_layers: layers that shared slots are kept for at a time, one in use and the others ahead of it.
+        recompute: are log-probabilities recomputed before the update?
     """
 
     groups: int = 1
     meet: str = "step"
     ring_layers: int = 3
+    recompute: bool = True
 
 
 @dataclass(frozen=True, eq=False)
@@ -124,6 +126,7 @@ def simulate_step(
         Groups(plan.num_ranks, plan.ranks_per_node, chosen.meet == "layer"),
         events,
         round_shown,
+        chosen.recompute,
     )
     parts_s = dict(zip(PARTS, parts.tolist(), strict=True))
     ahead_s = 0.0 if is_live else planning_s

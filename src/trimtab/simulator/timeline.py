@@ -168,11 +168,14 @@ class Run(NamedTuple):
 
 
 @numba.njit(cache=True, nogil=True)
-def run_step(rounds, work, replicas, kept, costs, recipe, groups, events, shown_round):  # type: ignore[no-untyped-def]
+def run_step(  # type: ignore[no-untyped-def]
+    rounds, work, replicas, kept, costs, recipe, groups, events, shown_round, recompute
+):
     """Run a step.
 
     Args:
         shown_round: whose update is written to `events`; -1 for none.
+        recompute: do all micro-steps first run forward alone?
 
     Returns:
         Seconds of the step, and its parts `[8]` float64.
@@ -195,8 +198,9 @@ def run_step(rounds, work, replicas, kept, costs, recipe, groups, events, shown_
     run = Run(work, replicas, kept, costs, recipe, groups, events, state)
     time, parts = state.time, state.parts
     _bring_kept(run, 0.0)
-    for q in range(num_rounds):
-        _forward(run, rounds.order_QG[q])
+    if recompute:
+        for q in range(num_rounds):
+            _forward(run, rounds.order_QG[q])
     for q in range(num_rounds):
         if q > 0 and rounds.mini_batch_Q[q] != rounds.mini_batch_Q[q - 1]:
             _bring_kept(run, time.min())
