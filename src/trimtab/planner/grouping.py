@@ -19,8 +19,8 @@ from trimtab.trace.routing import Array
 
 NEIGHBOURS = 48
 SWAPS_PER_SEQUENCE = 800
-# No more tries than look at this many loads, of a layer and rank, so that large steps are searched in half a second.
-MOST_LOADS = 1 << 27
+# No more tries than look at this many loads, of a layer and rank: a tenth of a second, while everybody waits.
+MOST_LOADS = 1 << 25
 # Layers are left out, evenly, where rows by sequence, layer and rank would be more than this many.
 MOST_ROWS = 1 << 26
 # The search ends within this part of the least that any grouping could reach.

@@ -24,8 +24,9 @@ from trimtab.trace.routing import Array, RoutingTrace
 
 # How hard it is to move an expert, in parts of a layer's imbalance by expert; see `place_experts`.
 RELUCTANCES = (0.0, 0.25, 1.0)
-# Steps over which a move has to pay. The load of a whole step changes slowly, so that good homes stay good.
-STEPS_TO_PAY = 8
+# Steps over which a move has to pay. The load of a whole step changes slowly, so that good homes stay good; but moves
+# don't keep links evenly busy, and some are undone soon.
+STEPS_TO_PAY = 4
 # The part of a replica's transfer that is taken not to hide under compute, where the question is replicas or none.
 EXPOSED = 0.1
 

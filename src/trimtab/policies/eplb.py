@@ -62,7 +62,9 @@ class EplbOracle:
         num_groups: expert groups that the model's router is limited to.
     """
 
-    traits: ClassVar[Traits] = Traits(known_at="step", transfers_start="step", copies="layer slots", relocates=True)
+    traits: ClassVar[Traits] = Traits(
+        known_at="step", planning_us_per_rank=10.0, transfers_start="step", copies="layer slots", relocates=True
+    )
     num_groups: int = 1
 
     def plan(self, view: View) -> StepPlan:

@@ -34,7 +34,9 @@ class ForeMoe:
         smallest_gain: fall of max/mean (over nodes plus over ranks) for which a layer's homes are moved.
     """
 
-    traits: ClassVar[Traits] = Traits(known_at="step", transfers_start="micro-step", host_path=True, relocates=True)
+    traits: ClassVar[Traits] = Traits(
+        known_at="step", planning_us_per_rank=6.0, transfers_start="micro-step", host_path=True, relocates=True
+    )
     threshold: float = 1.01
     smallest_share: int = 128
     smallest_gain: float = 0.02

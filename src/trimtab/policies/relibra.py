@@ -41,7 +41,9 @@ class ReLibra:
         seed: of the annealing.
     """
 
-    traits: ClassVar[Traits] = Traits(known_at="step", transfers_start="micro-step", relocates=True, within_node=True)
+    traits: ClassVar[Traits] = Traits(
+        known_at="step", planning_us_per_rank=20.0, transfers_start="micro-step", relocates=True, within_node=True
+    )
     threshold: float = 1.01
     smallest_share: int = 128
     rank_weight: float = 0.1

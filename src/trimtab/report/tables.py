@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 
 import numpy as np
+from rich import box
 from rich.console import Group, RenderableType
 from rich.table import Table
 
@@ -18,6 +19,8 @@ from trimtab.trace.routing import Array
 from trimtab.trace.statistics import LayerSkew
 
 SHOWN_LAYERS = 5
+# Keys of `PARTS`, so short that a line fits a terminal.
+SHORT_PARTS = ("attention", "dispatch", "experts", "imbal.", "transfers", "plan", "moves", "optim.")
 
 
 def facts(rows: Iterable[tuple[str, str]], title: str) -> Table:
@@ -81,39 +84,41 @@ def simulation_tables(
         f"{source}, step {trace.steps[0]}",
     )
     rows = [policy_result(outcome, outcomes) for outcome in outcomes.values()]
-    steps = Table(title="Recompute and update of one step", title_justify="left", title_style="bold")
-    steps.add_column("balancer")
-    for column in ("step", "speed-up", "of balanced", "max/mean", "p99", "replicas", "between nodes", "pool"):
-        steps.add_column(column, justify="right")
+    steps = _simulation_table(
+        "Recompute and update of one step",
+        ("seconds", "speed-up", "of ideal", "max/mean", "replicas", "far rows", "pool"),
+    )
     for row, outcome in zip(rows, outcomes.values(), strict=True):
         steps.add_row(
             row.name,
-            f"{row.step_time_s:.3f} s",
+            f"{row.step_time_s:.3f}",
             f"{row.speedup:.2f}x",
             f"{row.fraction_of_balanced:.1%}",
             f"{row.max_over_mean:.3f}",
-            f"{outcome.balance.p99:.3f}",
             f"{row.replicas_per_instance:.1f}",
             f"{outcome.cross_node_fraction:.1%}",
             f"{outcome.memory['replica pool'] / 1e9:.2f} GB",
         )
-    parts = Table(title="Where the time goes, seconds", title_justify="left", title_style="bold")
-    parts.add_column("balancer")
-    for name in PARTS:
-        parts.add_column(name, justify="right")
+    parts = _simulation_table("Where the seconds go", SHORT_PARTS)
     for row in rows:
         parts.add_row(row.name, *(f"{row.parts_s[name]:.3f}" for name in PARTS))
     said = "\n".join(notes(trace, situation))
     return setting, steps, parts, f"[bold]{answer(situation, outcomes)}[/bold]\n{said}"
 
 
+def _simulation_table(title: str, columns: Iterable[str]) -> Table:
+    table = Table(title=title, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    table.add_column("balancer", no_wrap=True)
+    for column in columns:
+        table.add_column(column, justify="right", no_wrap=True)
+    return table
+
+
 def sweep_table(cases: Sequence[tuple[str, Mapping[str, Outcome]]]) -> Table:
     """Speed-up over `static` of every balancer in every case."""
-    table = Table(title="Speed-up over static", title_justify="left", title_style="bold")
-    table.add_column("case")
     names = list(cases[0][1])
-    for name in names:
-        table.add_column(name, justify="right")
+    table = _simulation_table("Speed-up over static", names)
+    table.columns[0].header = "case"
     for text, outcomes in cases:
         static_s = outcomes["static"].simulated.step_time_s
         table.add_row(text, *(f"{static_s / outcomes[name].simulated.step_time_s:.2f}x" for name in names))
