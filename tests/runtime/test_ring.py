@@ -95,6 +95,32 @@ def test_weights_come_ahead_of_their_layer_and_no_oftener_than_needed() -> None:
         assert harness.fetched[5:] == again.get(layer, [1, 0])
 
 
+def test_the_first_layers_are_fetched_as_the_micro_step_begins() -> None:
+    harness = Harness(5, ring_layers=3)
+    step = harness.step([[], [1], [2], [], [4]])
+    harness.ring.begin(step, harness.layers)
+    assert harness.fetched == [1, 2, 4]
+    for layer in range(5):
+        harness.visit(step, layer)
+    assert harness.fetched == [1, 2, 4]
+    harness.ring.end(step)
+    unplanned = MicroStep(None)
+    harness.ring.begin(unplanned, harness.layers)
+    assert harness.fetched == [1, 2, 4]
+
+
+def test_a_micro_step_begins_as_the_last_one_ran() -> None:
+    harness = Harness(4, ring_layers=2)
+    experts_L = [[0], [1], [2], [3]]
+    step = harness.step(experts_L)
+    for layer in (3, 1, 2, 0):
+        harness.visit(step, layer)
+    harness.ring.end(step)
+    harness.fetched.clear()
+    harness.ring.begin(harness.step(experts_L, with_backward=False), harness.layers)
+    assert harness.fetched == [3, 1]
+
+
 def test_the_order_of_the_last_micro_step_of_its_kind_is_expected_again() -> None:
     harness = Harness(5, ring_layers=3)
     experts_L = [[0], [1], [2], [3], [4]]

@@ -80,19 +80,17 @@ class ReplicaRing:
         """Memory of all places."""
         return sum(tensor.nbytes for place in self._places for tensor in place)
 
+    def begin(self, step: MicroStep, layers: Sequence[ExpertLayer]) -> None:
+        """Say that a micro-step begins; start what its first layers need, beside all that runs before them."""
+        if step.layouts:
+            # Whether it has a backward shows later. Forward it runs like the last one of either kind.
+            order = self._order.get(True) or self._order.get(False) or range(len(step.layouts))
+            self._fetch(step, order, layers)
+
     def approach(self, step: MicroStep, index: int, layers: Sequence[ExpertLayer]) -> None:
         """Say that layer `index` is about to run, forward or backward; start what comes next, as far as room goes."""
         step.visited.append(index)
-        coming = self._coming(step, index)
-        window = [index] if step.layouts[index].replicas.count else []
-        for layer in coming:
-            if len(window) == len(self._places):
-                break
-            if step.layouts[layer].replicas.count and layer not in window:
-                window.append(layer)
-        for layer in window:
-            if (step, layer) not in self._held:
-                self._start(step, layers[layer], {(step, needed) for needed in window})
+        self._fetch(step, [index, *self._coming(step, index)], layers)
 
     def replicas(self, step: MicroStep, index: int) -> list[torch.Tensor]:
         """This rank's replicas of an instance that was approached, `[count, ...]` each. Waits until they are there."""
@@ -155,6 +153,18 @@ class ReplicaRing:
             return known[done:]
         goes_up = done < 2 or index > step.visited[-2]
         return range(index + 1, len(step.layouts)) if goes_up else range(index - 1, -1, -1)
+
+    def _fetch(self, step: MicroStep, order: Sequence[int], layers: Sequence[ExpertLayer]) -> None:
+        """Start what is not there yet of the first layers in this order that have replicas, one for each place."""
+        window: list[int] = []
+        for layer in order:
+            if step.layouts[layer].replicas.count and layer not in window:
+                window.append(layer)
+                if len(window) == len(self._places):
+                    break
+        for layer in window:
+            if (step, layer) not in self._held:
+                self._start(step, layers[layer], {(step, needed) for needed in window})
 
     def _start(self, step: MicroStep, layer: ExpertLayer, needed: set[tuple[MicroStep, int]]) -> None:
         replicas = step.layouts[layer.index].replicas

@@ -509,6 +509,7 @@ class Session:
             self._weights_changed = False
         self._current = micro_step
         try:
+            self.transfers.ring.begin(micro_step, self.layers)
             yield
         finally:
             self._current = None
