@@ -339,12 +339,16 @@ class Simulation:
             there[copy.rank] = max(there[copy.rank], done)
         return there
 
-    def bring_kept(self, release: float) -> None:
-        self.kept_by = {
-            (g, layer): self.bring(g, self.kept_copies[layer], release, layer)
-            for g in self.groups
-            for layer in range(self.plan.num_layers)
-        }
+    def new_weights(self, now: float) -> None:
+        """Copies that stay may set out, layer by layer."""
+        self.kept_from = now
+        self.kept_by: dict[tuple[int, int], dict[int, float]] = {}
+
+    def kept(self, g: int, layer: int) -> dict[int, float]:
+        """When a layer's copies that stay are there. Found when it matters, with the all-to-alls till then."""
+        if (g, layer) not in self.kept_by:
+            self.kept_by[g, layer] = self.bring(g, self.kept_copies[layer], self.kept_from, layer)
+        return self.kept_by[g, layer]
 
     def return_gradient(self, g: int, copy: Copy, layer: int) -> float:
         """When a copy's gradient, ready now, is home."""
@@ -386,14 +390,14 @@ class Simulation:
             ahead = instances * (alone + shared / self.cluster.planning_threads)
         self.live_planning = one if live else 0.0
         refresh, moving = self.refresh_seconds(), self.moving_seconds()
-        self.bring_kept(0.0)
+        self.new_weights(0.0)
         rounds = self.rounds()
         for now in rounds:
             self.forward(now)
         for number, now in enumerate(rounds):
             batch = now[0][0]
             if number and rounds[number - 1][0][0] != batch:
-                self.bring_kept(min(map(self.time, self.ranks)))
+                self.new_weights(min(map(self.time, self.ranks)))
             self.is_shown = any(m == self.show for _, _, m, _ in now)
             origin = min(map(self.time, self.ranks))
             self.forward(now)
@@ -500,7 +504,7 @@ class Simulation:
         if not traits.waits_for_weights:
             there = self.bring(g, copies, release, layer)
         if traits.copies == "layer slots":
-            there = self.kept_by[g, layer]
+            there = self.kept(g, layer)
         self.experts(g, m, layer, there, rows_move=release, factor=1.0)
         self.meet(group)
         self.all_to_all(g, m, layer, "combine")
@@ -519,7 +523,7 @@ class Simulation:
             ahead = 2 if traits.transfers_start == "layer" else places
             there = self.bring(g, copies, self.release(g, ahead), layer)
         if traits.copies == "layer slots":
-            there = self.kept_by[g, layer]
+            there = self.kept(g, layer)
         self.experts(g, m, layer, there, rows_move=0.0, factor=self.costs.expert_backward)
         if copies:
             if traits.copies == "shared slots" and number >= places:
