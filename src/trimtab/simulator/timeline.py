@@ -138,7 +138,8 @@ class State(NamedTuple):
         met: `[G, L]` float64, when the ranks met in each of them.
         home_by: `[D]` float64, when all gradients sent so far are at this home.
         under_way: `[places, D]` float64, the same for the instances that may be under way at a time.
-        kept_by: `[G, L, R]` float64, when copies that stay for the step are there.
+        kept_from: `[G, L]` float64, since when copies that stay may be on their way; -1 once it is known when they come.
+        kept_by: `[G, L, R]` float64, when they are there.
         links: of all ranks.
     """
 
@@ -150,6 +151,7 @@ class State(NamedTuple):
     met: Array
     home_by: Array
     under_way: Array
+    kept_from: Array
     kept_by: Array
     links: Links
 
@@ -192,18 +194,18 @@ def run_step(  # type: ignore[no-untyped-def]
         np.zeros((num_groups, num_layers)),
         np.zeros(num_ranks),
         np.zeros((recipe.places, num_ranks)),
+        np.zeros((num_groups, num_layers)),
         np.zeros((num_groups, num_layers, groups.ranks)),
         idle_links(num_ranks, num_layers),
     )
     run = Run(work, replicas, kept, costs, recipe, groups, events, state)
     time, parts = state.time, state.parts
-    _bring_kept(run, 0.0)
     if recompute:
         for q in range(num_rounds):
             _forward(run, rounds.order_QG[q])
     for q in range(num_rounds):
         if q > 0 and rounds.mini_batch_Q[q] != rounds.mini_batch_Q[q - 1]:
-            _bring_kept(run, time.min())
+            state.kept_from[:] = time.min()
         events.shown[0] = q == shown_round
         if events.shown[0]:
             events.origin[0] = time.min()
@@ -308,7 +310,7 @@ def _moe_layer(run, g, m, layer, backward):  # type: ignore[no-untyped-def]
     if is_brought and not is_there and not waits_first:
         _bring(run, first, run.replicas, instance, release, layer)
     if recipe.store == KEPT:
-        state.arrival[first:last] = state.kept_by[g, layer]
+        _bring_kept(run, g, layer)
     if recipe.hops == 2:
         _compute_in_two_hops(run, g, m, layer, release, backward)
     else:
@@ -442,16 +444,18 @@ def _bring(run, first, copies, number, release, layer):  # type: ignore[no-untyp
 
 
 @numba.njit(cache=True, nogil=True)
-def _bring_kept(run, release):  # type: ignore[no-untyped-def]
-    """Weights of copies that stay for the step set out, layer by layer."""
-    if run.recipe.store != KEPT:
-        return
-    ranks, state = run.groups.ranks, run.state
-    for g in range(len(state.begin)):
-        for layer in range(len(run.kept.starts) - 1):
-            state.arrival[:] = 0.0
-            _bring(run, g * ranks, run.kept, layer, release, layer)
-            state.kept_by[g, layer] = state.arrival[g * ranks : (g + 1) * ranks]
+def _bring_kept(run, g, layer):  # type: ignore[no-untyped-def]
+    """Weights of a layer's copies that stay set out with new weights, layer by layer; `arrival` as in `_bring`.
+
+    They are served when they are first asked for: only then it is known which all-to-alls ran over their links.
+    """
+    state, first = run.state, g * run.groups.ranks
+    last = first + run.groups.ranks
+    if state.kept_from[g, layer] >= 0.0:
+        _bring(run, first, run.kept, layer, state.kept_from[g, layer], layer)
+        state.kept_by[g, layer] = state.arrival[first:last]
+        state.kept_from[g, layer] = -1.0
+    state.arrival[first:last] = state.kept_by[g, layer]
 
 
 @numba.njit(cache=True, nogil=True)

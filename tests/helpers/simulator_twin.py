@@ -1,0 +1,599 @@
+"""The simulator once more, slowly: every row by itself, links as fluids, ranks as chains of moments.
+
+Nothing here is shared with `trimtab.simulator` but the values that go in. Where ranks meet, a moment remembers which one
+it came from; the parts of a step are found at the end, by walking back from the last moment.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from trimtab import ClusterSpec, Placement, StepPlan, Workload
+from trimtab.cluster.operations import OperationCosts
+from trimtab.policies import Traits
+from trimtab.simulator.step import StepSettings
+from trimtab.trace.routing import Array
+
+PARTS = ("attention", "dispatch", "experts", "imbalance", "transfers", "planning", "migration", "optimizer")
+# Times that are nearer than this, relatively, may come out either way round.
+NEAR = 1e-12
+
+
+@dataclass(frozen=True)
+class Flow:
+    """Rows of one source rank for one expert that one of its copies computes."""
+
+    source: int
+    expert: int
+    rank: int
+    rows: int
+
+
+@dataclass(frozen=True)
+class Copy:
+    """A replica whose weights travel."""
+
+    expert: int
+    home: int
+    rank: int
+    from_host: bool
+
+
+def flows_of(plan: StepPlan, workload: Workload, m: int, layer: int) -> Iterator[Flow]:
+    """Where every row of an instance is computed."""
+    left = {
+        (source, expert): int(workload.token_counts_MLRE[m, layer, source, expert])
+        for source in range(plan.num_ranks)
+        for expert in range(workload.num_experts)
+    }
+    for p in plan.replicas_of(m, layer):
+        expert = int(plan.replica_experts[p])
+        for q in range(plan.quota_starts[p], plan.quota_starts[p + 1]):
+            source, rows = int(plan.quota_sources[q]), int(plan.quota_tokens[q])
+            left[source, expert] -= rows
+            yield Flow(source, expert, int(plan.replica_ranks[p]), rows)
+    for (source, expert), rows in left.items():
+        yield Flow(source, expert, int(plan.home[layer, expert]), rows)
+
+
+def legs(source: int, to: int, per_node: int, forwards: bool) -> Iterator[tuple[str, int, int]]:
+    """The links that a row takes: its kind, from where, to where."""
+    if source == to:
+        return
+    same_place = to // per_node * per_node + source % per_node
+    if source // per_node == to // per_node:
+        yield "near", source, to
+    elif not forwards:
+        yield "far", source, to
+    else:
+        yield "far", source, same_place
+        if same_place != to:
+            yield "near", same_place, to
+
+
+def copy_seconds(rows: int, costs: OperationCosts) -> float:
+    """Forward of one expert's copy."""
+    if not rows:
+        return 0.0
+    products = max(math.ceil(rows / costs.tile_rows) * costs.tile_s, costs.weights_s)
+    return costs.copy_s + products + rows * costs.row_s
+
+
+@dataclass
+class Need:
+    """Seconds of one rank in one instance."""
+
+    experts: float = 0.0
+    moved: float = 0.0
+    near: float = 0.0
+    far: float = 0.0
+    hop: float = 0.0
+    load: int = 0
+
+
+def needs_of(
+    plan: StepPlan, workload: Workload, costs: OperationCosts, m: int, layer: int, *, hops: int, even: bool
+) -> list[Need]:
+    """What an instance asks of every rank."""
+    ranks, per_node, nodes = plan.num_ranks, plan.ranks_per_node, plan.num_ranks // plan.ranks_per_node
+    needs = [Need() for _ in range(ranks)]
+    home = [int(rank) for rank in plan.home[layer]]
+    if even:
+        counts_RE = workload.token_counts_MLRE[m, layer]
+        total, experts = int(counts_RE.sum()), workload.num_experts
+        for r, need in enumerate(needs):
+            need.load = math.ceil(total / ranks)
+            sent = max(int(counts_RE[r].sum()), need.load)
+            others = nodes - 1
+            # Of R equal parts, so many are for other ranks of the node, and so many for other nodes. What comes from
+            # other nodes comes to this rank for its whole node.
+            near, far = per_node - 1, others * per_node
+            if costs.forwards:
+                near += others * (per_node - 1)
+            need.near, need.far = sent / ranks * near * costs.near_row_s, sent / ranks * far * costs.far_row_s
+            need.experts = home.count(r) * copy_seconds(math.ceil(total / experts), costs)
+        return needs
+    shares: Counter[tuple[int, int]] = Counter()
+    out: Counter[tuple[str, int]] = Counter()
+    into: Counter[tuple[str, int]] = Counter()
+    for flow in flows_of(plan, workload, m, layer):
+        shares[flow.expert, flow.rank] += flow.rows
+        first_to = home[flow.expert] if hops == 2 else flow.rank
+        ways = list(legs(flow.source, first_to, per_node, costs.forwards))
+        if first_to != flow.rank:
+            ways.append(("hop", first_to, flow.rank))
+        for kind, start, end in ways:
+            out[kind, start] += flow.rows
+            into[kind, end] += flow.rows
+    for (expert, rank), rows in shares.items():
+        needs[rank].load += rows
+        if hops == 2 and rank != home[expert]:
+            needs[rank].moved += copy_seconds(rows, costs)
+        else:
+            needs[rank].experts += copy_seconds(rows, costs)
+    for r, need in enumerate(needs):
+        need.near = max(out["near", r], into["near", r]) * costs.near_row_s
+        need.far = max(out["far", r], into["far", r]) * costs.far_row_s
+        need.hop = max(out["hop", r], into["hop", r]) * costs.hop_row_s
+    return needs
+
+
+def pour(release: float, work: float, busy: Iterable[tuple[float, float]], spare: float) -> float:
+    """When `work` seconds at the whole rate are done, if only `spare` of it is left while the link is busy.
+
+    Steps from one change of the rate to the next.
+    """
+    changes = sorted({release, math.inf, *(edge for span in busy for edge in span if edge > release)})
+    spans = list(busy)
+    for start, end in zip(changes, changes[1:], strict=False):
+        rate = spare if any(s <= start < e for s, e in spans) else 1.0
+        if work <= 0.0:
+            return start
+        if work <= rate * (end - start):
+            return start + work / rate
+        work -= rate * (end - start)
+    return release
+
+
+@dataclass
+class Lane:
+    """One direction of one rank's link: transfers one after another, at what all-to-alls leave."""
+
+    free: float = 0.0
+
+    def serve(self, release: float, work: float, busy: Iterable[tuple[float, float]], spare: float) -> float:
+        self.free = pour(max(self.free, release), work, busy, spare) if work > 0 else max(self.free, release)
+        return self.free
+
+
+@dataclass(frozen=True, eq=False)
+class Moment:
+    """A rank's time so far, what the last stretch went to, and the moment before it, maybe another rank's."""
+
+    time: float = 0.0
+    spent: tuple[tuple[str, float], ...] = ()
+    before: Moment | None = None
+
+    def parts(self) -> dict[str, float]:
+        """What all the time went to."""
+        stretches: dict[str, list[float]] = {name: [] for name in PARTS}
+        moment: Moment | None = self
+        while moment is not None:
+            for name, seconds in moment.spent:
+                stretches[name].append(seconds)
+            moment = moment.before
+        return {name: math.fsum(found) for name, found in stretches.items()}
+
+
+@dataclass(frozen=True)
+class Shown:
+    """An operation of the micro-step that is shown."""
+
+    kind: str
+    lane: str
+    rank: int
+    layer: int
+    start: float
+    end: float
+
+
+@dataclass
+class TwinStep:
+    """A simulated step. `ambiguous` if two ranks came last in a meeting, with other parts each."""
+
+    seconds: float = 0.0
+    parts: dict[str, float] = field(default_factory=dict)
+    shown: list[Shown] = field(default_factory=list)
+    ambiguous: bool = False
+
+
+class Simulation:
+    """One run. Ranks are (group, rank in the group)."""
+
+    def __init__(
+        self, plan: StepPlan, workload: Workload, lengths: Array, costs: OperationCosts, cluster: ClusterSpec,
+        traits: Traits, settings: StepSettings, before: Placement | None, show: int | None,
+    ) -> None:  # fmt: skip
+        self.plan, self.workload, self.costs, self.traits = plan, workload, costs, traits
+        self.cluster, self.settings, self.before, self.show = cluster, settings, before, show
+        self.groups = range(settings.groups)
+        self.ranks = [(g, r) for g in self.groups for r in range(plan.num_ranks)]
+        self.at = dict.fromkeys(self.ranks, Moment())
+        self.lanes: dict[tuple[str, int, int], Lane] = defaultdict(Lane)
+        self.calls: dict[tuple[str, int, int], list[tuple[float, float]]] = defaultdict(list)
+        self.home_by: dict[tuple[int, int], float] = defaultdict(float)
+        self.result = TwinStep()
+        self.is_shown = False
+        self.needs = {
+            (m, layer): needs_of(plan, workload, costs, m, layer, hops=traits.hops, even=traits.ideal)
+            for m in range(plan.num_micro_steps)
+            for layer in range(plan.num_layers)
+        }
+        has_links = cluster.node_bytes_per_s and cluster.network_bytes_per_s
+        self.copies: dict[tuple[int, int], list[Copy]] = defaultdict(list)
+        for m, layer in self.needs:
+            for p in plan.replicas_of(m, layer):
+                expert = int(plan.replica_experts[p])
+                from_host = bool(plan.replica_paths[p]) and (traits.host_path or not has_links)
+                copy = Copy(expert, int(plan.home[layer, expert]), int(plan.replica_ranks[p]), from_host)
+                self.copies[m, layer].append(copy)
+        is_kept = traits.copies == "layer slots"
+        self.kept_copies = {
+            layer: sorted(
+                {copy for m in range(plan.num_micro_steps) for copy in self.copies[m, layer] if is_kept},
+                key=lambda copy: (copy.expert, copy.rank, copy.home, copy.from_host),
+            )
+            for layer in range(plan.num_layers)
+        }
+        self.tokens: Counter[tuple[int, int]] = Counter()
+        self.squares: Counter[tuple[int, int]] = Counter()
+        for s, length in enumerate(lengths.tolist()):
+            self.tokens[int(plan.micro_step[s]), int(plan.rank[s])] += length
+            self.squares[int(plan.micro_step[s]), int(plan.rank[s])] += length**2
+
+    # Time passes.
+
+    def time(self, d: tuple[int, int]) -> float:
+        return self.at[d].time
+
+    def spend(self, d: tuple[int, int], seconds: float, **parts: float) -> None:
+        moment = self.at[d]
+        self.at[d] = Moment(moment.time + seconds, tuple(parts.items()), moment)
+
+    def draw(self, kind: str, lane: str, d: tuple[int, int], layer: int, start: float, end: float) -> None:
+        if self.is_shown and end > start:
+            rank = d[0] * self.plan.num_ranks + d[1]
+            self.result.shown.append(Shown(kind, lane, rank, layer, start, end))
+
+    def group(self, g: int) -> list[tuple[int, int]]:
+        return [(g, r) for r in range(self.plan.num_ranks)]
+
+    def meet(self, who: list[tuple[int, int]]) -> None:
+        last = max(who, key=self.time)
+        close = [d for d in who if self.time(d) >= self.time(last) * (1 - NEAR) and self.at[d] is not self.at[last]]
+        if close and not self.result.ambiguous:
+            mine = self.at[last].parts()
+            theirs = [self.at[d].parts() for d in close]
+            self.result.ambiguous = any(
+                abs(parts[name] - mine[name]) > NEAR * self.time(last) for parts in theirs for name in PARTS
+            )
+        for d in who:
+            self.at[d] = self.at[last]
+
+    def wait(self, d: tuple[int, int], until: float, layer: int) -> None:
+        late = until - self.time(d)
+        if late > 0:
+            self.draw("waiting", "compute", d, layer, self.time(d), until)
+            moment = self.at[d]
+            self.at[d] = Moment(until, (("transfers", late),), moment)
+
+    def compute(self, g: int, seconds: list[float], part: str, kind: str, layer: int) -> None:
+        mean = sum(seconds) / len(seconds)
+        for d, own in zip(self.group(g), seconds, strict=True):
+            self.draw(kind, "compute", d, layer, self.time(d), self.time(d) + own)
+            self.spend(d, own, **{part: mean, "imbalance": own - mean})
+
+    def all_to_all(self, g: int, m: int, layer: int, kind: str) -> None:
+        for d, need in zip(self.group(g), self.needs[m, layer], strict=True):
+            start = self.time(d)
+            self.calls["near", *d].append((start, start + need.near))
+            self.calls["far", *d].append((start, start + need.far))
+            self.draw(kind, "node link", d, layer, start, start + need.near)
+            self.draw(kind, "network", d, layer, start, start + need.far)
+            seconds = self.costs.dispatch_s + max(need.near, need.far)
+            self.draw(kind, "compute", d, layer, start, start + seconds)
+            self.spend(d, seconds, dispatch=seconds)
+
+    # Transfers.
+
+    def is_near(self, copy: Copy) -> bool:
+        return copy.home // self.plan.ranks_per_node == copy.rank // self.plan.ranks_per_node
+
+    def send(self, what: str, link: str, source: int | None, to: int, g: int, release: float, work: float) -> float:
+        """A transfer over one link of the rank it leaves, if any, and one of the rank that it comes to."""
+        spare = {"near": self.costs.near_spare, "far": self.costs.far_spare, "host": 1.0}[link]
+        done = []
+        for direction, r in (("out", source), ("in", to)):
+            if r is not None:
+                busy = [] if link == "host" else self.calls[link, g, r]
+                done.append(self.lanes[f"{what} {link} {direction}", g, r].serve(release, work, busy, spare))
+        return max(done)
+
+    def bring(self, g: int, copies: list[Copy], release: float, layer: int) -> dict[int, float]:
+        """When ranks have the weights of all these copies."""
+        there: dict[int, float] = defaultdict(float)
+        costs = self.costs
+        for copy in copies:
+            link = "host" if copy.from_host else "near" if self.is_near(copy) else "far"
+            work = {"host": costs.host_weights_s, "near": costs.near_weights_s, "far": costs.far_weights_s}[link]
+            source = None if copy.from_host else copy.home
+            start = max(release, self.lanes[f"weights {link} in", g, copy.rank].free)
+            done = self.send("weights", link, source, copy.rank, g, release, work)
+            lane = {"host": "host link", "near": "node link", "far": "network"}[link]
+            self.draw("weights", lane, (g, copy.rank), layer, start, done)
+            there[copy.rank] = max(there[copy.rank], done)
+        return there
+
+    def new_weights(self, now: float) -> None:
+        """Copies that stay may set out, layer by layer."""
+        self.kept_from = now
+        self.kept_by: dict[tuple[int, int], dict[int, float]] = {}
+
+    def kept(self, g: int, layer: int) -> dict[int, float]:
+        """When a layer's copies that stay are there. Found when it matters, with the all-to-alls till then."""
+        if (g, layer) not in self.kept_by:
+            self.kept_by[g, layer] = self.bring(g, self.kept_copies[layer], self.kept_from, layer)
+        return self.kept_by[g, layer]
+
+    def return_gradient(self, g: int, copy: Copy, layer: int) -> float:
+        """When a copy's gradient, ready now, is home."""
+        link = "near" if self.is_near(copy) else "far"
+        work = self.costs.near_gradient_s if link == "near" else self.costs.far_gradient_s
+        release = self.time((g, copy.rank))
+        start = max(release, self.lanes[f"gradients {link} out", g, copy.rank].free)
+        done = self.send("gradients", link, copy.rank, copy.home, g, release, work)
+        lane = "node link" if link == "near" else "network"
+        self.draw("gradients", lane, (g, copy.rank), layer, start, done)
+        self.home_by[g, copy.home] = max(self.home_by[g, copy.home], done)
+        return done
+
+    # The step.
+
+    def rounds(self) -> list[list[tuple[int, int, int, bool]]]:
+        """Of every round (mini-batch, group, micro-step, is it the group's last of the mini-batch?)."""
+        found = []
+        batches = self.plan.mini_batch_of_micro_step.tolist()
+        for batch in sorted(set(batches)):
+            waiting = [m for m, of in enumerate(batches) if of == batch]
+            last = {}
+            mine = []
+            while waiting:
+                now, waiting = waiting[: len(self.groups)], waiting[len(self.groups) :]
+                mine.append(list(enumerate(now)))
+                last |= dict(enumerate(now))
+            found += [[(batch, g, m, last[g] == m) for g, m in row] for row in mine]
+        return found
+
+    def run(self) -> TwinStep:
+        costs, traits = self.costs, self.traits
+        instances = self.plan.num_micro_steps * self.plan.num_layers
+        one = (traits.published_us or traits.planning_us_per_rank * self.cluster.ranks) / 1e6
+        live = traits.known_at == "layer"
+        ahead = 0.0
+        if traits.known_at == "step" and not traits.ideal:
+            alone, shared = traits.planning_serial * one, (1 - traits.planning_serial) * one
+            ahead = instances * (alone + shared / self.cluster.planning_threads)
+        self.live_planning = one if live else 0.0
+        refresh, moving = self.refresh_seconds(), self.moving_seconds()
+        self.new_weights(0.0)
+        rounds = self.rounds()
+        for now in rounds:
+            self.forward(now)
+        for number, now in enumerate(rounds):
+            batch = now[0][0]
+            if number and rounds[number - 1][0][0] != batch:
+                self.new_weights(min(map(self.time, self.ranks)))
+            self.is_shown = any(m == self.show for _, _, m, _ in now)
+            origin = min(map(self.time, self.ranks))
+            self.forward(now)
+            backward_began = max(map(self.time, self.ranks))
+            self.backward(now)
+            if self.is_shown:
+                self.result.shown = [
+                    Shown(op.kind, op.lane, op.rank, op.layer, op.start - origin, op.end - origin)
+                    for op in self.result.shown
+                ]
+            self.is_shown = False
+            is_last = now is rounds[-1]
+            if is_last or rounds[number + 1][0][0] != batch:
+                for d in self.ranks:
+                    self.wait(d, self.home_by[d], -1)
+                self.meet(self.ranks)
+                took = self.time(self.ranks[0]) - backward_began
+                optimizer = max(0.0, costs.reduce_s - took) + costs.optimizer_s
+                again = 0.0 if is_last else refresh
+                for d in self.ranks:
+                    self.spend(d, optimizer + again, optimizer=optimizer, migration=again)
+        end = self.at[self.ranks[0]]
+        self.result.seconds = end.time + ahead + refresh + moving
+        self.result.parts = end.parts()
+        self.result.parts["planning"] += ahead
+        self.result.parts["migration"] += refresh + moving
+        return self.result
+
+    def dense(self, m: int, factor: float) -> tuple[list[float], list[float]]:
+        """Seconds of ranks in a MoE layer's dense parts, and outside of MoE layers."""
+        costs = self.costs
+        places = [(self.tokens[m, r], self.squares[m, r]) for r in range(self.plan.num_ranks)]
+        inside = [costs.layer_s + tokens * costs.token_s + squares * costs.square_s for tokens, squares in places]
+        outside = [
+            costs.outer_s + tokens * costs.outer_token_s + squares * costs.outer_square_s for tokens, squares in places
+        ]
+        return [factor * s for s in inside], [factor * s for s in outside]
+
+    def begin(self) -> None:
+        self.began = {g: min(map(self.time, self.group(g))) for g in self.groups}
+        self.met: dict[int, list[float]] = {g: [] for g in self.groups}
+        self.returning: dict[int, list[dict[int, float]]] = {g: [] for g in self.groups}
+
+    def forward(self, now: list[tuple[int, int, int, bool]]) -> None:
+        self.begin()
+        for layer in range(self.plan.num_layers):
+            if self.settings.meet == "layer":
+                self.meet(self.ranks)
+            for _, g, m, _ in now:
+                self.compute(g, self.dense(m, 1.0)[0], "attention", "attention", layer)
+                self.moe_forward(g, m, layer)
+        for _, g, m, _ in now:
+            self.compute(g, self.dense(m, 1.0)[1], "attention", "head", -1)
+
+    def backward(self, now: list[tuple[int, int, int, bool]]) -> None:
+        factor = self.costs.dense_backward
+        self.begin()
+        for _, g, m, _ in now:
+            self.compute(g, self.dense(m, factor)[1], "attention", "head", -1)
+        for layer in reversed(range(self.plan.num_layers)):
+            if self.settings.meet == "layer":
+                self.meet(self.ranks)
+            for _, g, m, closes in now:
+                self.moe_backward(g, m, layer)
+                if closes and self.traits.copies == "layer slots":
+                    for copy in self.kept_copies[layer]:
+                        self.return_gradient(g, copy, layer)
+                self.compute(g, self.dense(m, factor)[0], "attention", "attention", layer)
+
+    def travelling(self, m: int, layer: int) -> list[Copy]:
+        """Copies that come for this instance alone."""
+        return self.copies[m, layer] if self.traits.copies in ("shared slots", "unbounded") else []
+
+    def release(self, g: int, places: int) -> float:
+        """When there is a place for the instance whose ranks have just met: as one of `places` before it was done."""
+        met = self.met[g]
+        return self.began[g] if len(met) <= places else met[-places]
+
+    def moe_forward(self, g: int, m: int, layer: int) -> None:
+        traits, group = self.traits, self.group(g)
+        copies, live = self.travelling(m, layer), traits.transfers_start == "layer"
+        if traits.hops == 1 and self.live_planning > 0:
+            self.meet(group)
+            for d in group:
+                self.draw("planning", "CPU", d, layer, self.time(d), self.time(d) + self.live_planning)
+                self.spend(d, self.live_planning, planning=self.live_planning)
+        self.meet(group)
+        now = self.time(group[0])
+        if copies:
+            self.met[g].append(now)
+        release = now if live else self.release(g, self.settings.ring_layers)
+        there: dict[int, float] = {}
+        if traits.waits_for_weights:
+            there = self.bring(g, copies, release, layer)
+            for d in group:
+                self.wait(d, there.get(d[1], 0.0), layer)
+            self.meet(group)
+        self.all_to_all(g, m, layer, "dispatch")
+        if traits.hops == 2:
+            # The home has its rows, and plans beside the experts that stay.
+            arrived = max(map(self.time, group))
+            release = arrived + self.live_planning
+            self.draw("planning", "CPU", group[0], layer, arrived, release)
+        if not traits.waits_for_weights:
+            there = self.bring(g, copies, release, layer)
+        if traits.copies == "layer slots":
+            there = self.kept(g, layer)
+        self.experts(g, m, layer, there, rows_move=release, factor=1.0)
+        self.meet(group)
+        self.all_to_all(g, m, layer, "combine")
+
+    def moe_backward(self, g: int, m: int, layer: int) -> None:
+        traits, group, places = self.traits, self.group(g), self.settings.ring_layers
+        copies = self.travelling(m, layer)
+        self.meet(group)
+        there: dict[int, float] = {}
+        number = len(self.met[g])
+        if copies:
+            self.met[g].append(self.time(group[0]))
+        self.all_to_all(g, m, layer, "combine")
+        if copies and traits.copies == "shared slots" and number >= places:
+            # Planned by now, so a live balancer's weights come one layer ahead.
+            ahead = 2 if traits.transfers_start == "layer" else places
+            there = self.bring(g, copies, self.release(g, ahead), layer)
+        if traits.copies == "layer slots":
+            there = self.kept(g, layer)
+        self.experts(g, m, layer, there, rows_move=0.0, factor=self.costs.expert_backward)
+        if copies:
+            if traits.copies == "shared slots" and number >= places:
+                # The room for gradients is still taken by those of `places` instances before.
+                for copy in copies:
+                    until = self.returning[g][number - places].get(copy.home, 0.0)
+                    self.wait((g, copy.home), until, layer)
+            home_by: dict[int, float] = defaultdict(float)
+            for copy in copies:
+                home_by[copy.home] = max(home_by[copy.home], self.return_gradient(g, copy, layer))
+            self.returning[g].append(home_by)
+        self.meet(group)
+        self.all_to_all(g, m, layer, "dispatch")
+
+    def experts(self, g: int, m: int, layer: int, there: dict[int, float], *, rows_move: float, factor: float) -> None:
+        """Experts at home, and copies once their weights and rows are there."""
+        needs, group = self.needs[m, layer], self.group(g)
+        if self.traits.hops == 1:
+            for d in group:
+                self.wait(d, there.get(d[1], 0.0), layer)
+            self.compute(g, [factor * need.experts for need in needs], "experts", "experts", layer)
+            return
+        mean = sum(factor * (need.experts + need.moved) for need in needs) / len(needs)
+        for d, need in zip(group, needs, strict=True):
+            began = self.time(d)
+            stay, moved = factor * need.experts, factor * need.moved
+            self.draw("experts", "compute", d, layer, began, began + stay)
+            self.spend(d, stay, experts=mean, imbalance=stay + moved - mean)
+            if need.moved > 0:
+                rows_are_here = max(began, rows_move) + need.hop
+                self.wait(d, max(rows_are_here, there.get(d[1], 0.0)), layer)
+                self.draw("experts", "compute", d, layer, self.time(d), self.time(d) + moved)
+            # `imbalance` above is paid for here.
+            self.spend(d, moved + need.hop, dispatch=need.hop)
+
+    def refresh_seconds(self) -> float:
+        """Each node's mirror holds once what its ranks take from it."""
+        written: Counter[int] = Counter()
+        sent: Counter[int] = Counter()
+        per_node = self.plan.ranks_per_node
+        entries = {
+            (copy.rank // per_node, layer, copy.expert, copy.home)
+            for (_, layer), copies in self.copies.items()
+            for copy in copies
+            if copy.from_host
+        }
+        for node, _, _, home in entries:
+            (written if home // per_node == node else sent)[home] += 1
+        far = self.costs.far_weights_s or self.costs.host_weights_s
+        return max([0.0, *(n * self.costs.host_weights_s for n in written.values()), *(n * far for n in sent.values())])
+
+    def moving_seconds(self) -> float:
+        """Homes that move, all at once, over the links of ranks."""
+        if self.before is None:
+            return 0.0
+        busy: dict[tuple[str, str, int], float] = defaultdict(float)
+        per_node = self.plan.ranks_per_node
+        for was, is_now in zip(self.before.home.ravel().tolist(), self.plan.home.ravel().tolist(), strict=True):
+            if was != is_now:
+                near = was // per_node == is_now // per_node
+                seconds = self.costs.near_state_s if near else self.costs.far_state_s
+                busy["out", "near" if near else "far", was] += seconds
+                busy["in", "near" if near else "far", is_now] += seconds
+        return max(busy.values(), default=0.0)
+
+
+def simulate_twin(
+    plan: StepPlan, workload: Workload, lengths: Array, costs: OperationCosts, cluster: ClusterSpec, traits: Traits,
+    *, before: Placement | None = None, settings: StepSettings | None = None, show: int | None = None,
+) -> TwinStep:  # fmt: skip
+    """As `trimtab.simulator.step.simulate_step`."""
+    chosen = settings or StepSettings()
+    return Simulation(plan, workload, np.asarray(lengths), costs, cluster, traits, chosen, before, show).run()

@@ -1,0 +1,160 @@
+"""Steps small enough to work out on paper: two ranks, two layers, one micro-step, one replica.
+
+Each rank has four tokens, a token's dense parts take 0.25 s and a row 0.5 s. In layer 0 everybody's rows stay at home.
+In layer 1 all want expert 0 of rank 0. Two of rank 1's four go to a replica there, two to rank 0, through a link on
+which a row takes 0.5 s, and on which an all-to-all leaves half the rate. Without waiting for weights a forward takes
+
+    1 (dense) + 2 (experts) + 1 (dense) + 1 (dispatch) + 3 (experts of rank 0; rank 1 needs 1) + 1 (combine) = 9 s,
+
+a backward 1 + 6 + 1 + 2 + 4 + 2 = 16 s.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from helpers.simulated_steps import Case, free_costs
+from trimtab import ClusterSpec, Placement, Schedule, StepPlan, Workload
+from trimtab.policies import Traits
+from trimtab.report.content import PARTS
+from trimtab.simulator.step import StepSettings
+
+MICROSECOND = 1e-6
+
+
+def small_case(*, both_layers: bool = False, **traits: Any) -> Case:
+    """The step above. With `both_layers` also layer 0 has a replica of expert 0 on rank 1, for one of its rows."""
+    counts_LRE = [[[4, 0], [1, 3]] if both_layers else [[4, 0], [0, 4]], [[4, 0], [4, 0]]]
+    schedule = Schedule(np.zeros(2, np.int32), np.arange(2, dtype=np.int32), np.zeros(1, np.int32), 2)
+    workload = Workload(np.array([counts_LRE], np.int32), np.ones(1, bool))
+    replica_P2 = np.array([[0, 1]])
+    cluster = ClusterSpec(2, 2, 1)
+    plan = StepPlan.from_instances(
+        schedule,
+        Placement.contiguous(2, 2, 2),
+        [replica_P2 if both_layers else np.empty((0, 2), np.int64), replica_P2],
+        [np.array([[0, 1]]) if both_layers else np.empty((0, 2), np.int64), np.array([[0, 2]])],
+        plannable=workload.plannable,
+        cluster=cluster,
+    )
+    plan = replace(plan, replica_paths=np.zeros_like(plan.replica_paths))
+    plan.check(workload)
+    costs = free_costs(
+        token_s=0.25, row_s=0.5, near_row_s=0.5, hop_row_s=0.25, near_spare=0.5, near_weights_s=8.0, near_gradient_s=3.0
+    )
+    return Case(plan, workload, np.array([4, 4]), costs, cluster, Traits(**traits), StepSettings())
+
+
+def check(case: Case, seconds: float, **parts: float) -> None:
+    step = case.run()
+    assert step.parts_s == pytest.approx(dict.fromkeys(PARTS, 0.0) | parts)
+    assert step.step_time_s == pytest.approx(seconds)
+
+
+def test_free_weights() -> None:
+    case = small_case(known_at="past", transfers_start="step").free("near_weights_s", "near_gradient_s")
+    # Rank 0 is last everywhere.
+    check(case, 9 + 9 + 16, attention=2 + 2 + 4, dispatch=2 + 2 + 2, experts=4 + 4 + 8, imbalance=1 + 1 + 2)
+
+
+def test_shared_slots() -> None:
+    # Weights set out as the pass begins, lose half of the second of dispatch, and come after 8.5 s; rank 1 computes
+    # until 9.5, combines until 10.5. In backward the replica is there, and its gradient comes home under the rest.
+    case = small_case(known_at="past", transfers_start="step")
+    check(case, 10.5 + 10.5 + 16, attention=8, dispatch=6, experts=16, imbalance=-1 - 1 + 2, transfers=3.5 + 3.5)
+
+
+def test_a_micro_steps_transfers_start_as_those_of_a_step() -> None:
+    early, later = (small_case(known_at="past", transfers_start=start).run() for start in ("step", "micro-step"))
+    assert early.parts_s == later.parts_s
+
+
+def test_live_planning() -> None:
+    # Every layer's forward is planned in 1 s. The weights set out at 6, beside dispatch, and come at 14.5. The gradient
+    # leaves 3 s after the backward begins and takes 40: it is home at 36 + 40.
+    case = small_case(known_at="layer", transfers_start="layer", published_us=1 / MICROSECOND)
+    parts: dict[str, float] = {"attention": 8, "dispatch": 6, "experts": 16, "planning": 4}
+    check(case, 16.5 + 16.5 + 16, **parts, imbalance=-1 - 1 + 2, transfers=7.5 + 7.5)
+    waiting = case.but(near_gradient_s=40.0, near_spare=1.0)
+    # Without what dispatch took from the weights both forwards end half a second sooner.
+    check(waiting, 16 + 16 + 3 + 40, **parts, imbalance=-1 - 1 + 2, transfers=7 + 7 + 43 - 16)
+
+
+def test_weights_first() -> None:
+    # They have the link to themselves, from 6 to 14; then rank 0 is last.
+    case = small_case(known_at="layer", published_us=1 / MICROSECOND, waits_for_weights=True)
+    parts: dict[str, float] = {"attention": 8, "dispatch": 6, "experts": 16, "planning": 4}
+    check(case, 19 + 19 + 16, **parts, imbalance=1 + 1 + 2, transfers=8 + 8)
+
+
+def test_slots_of_every_layer() -> None:
+    # Brought once, and slowed down by the first dispatch. The gradient leaves as the layer's backward ends, 8 s after
+    # that of the step began, and takes 20; nothing else is on the link by then.
+    case = small_case(known_at="past", transfers_start="step", copies="layer slots").but(near_gradient_s=20.0)
+    check(
+        case, 10.5 + 9 + 8 + 20, attention=8, dispatch=6, experts=16, imbalance=-1 + 1 + 2, transfers=3.5 + (8 + 20 - 16)
+    )  # fmt: skip
+
+
+def test_a_ring_of_one_layer_fetches_again_and_without_bounds_nothing_is() -> None:
+    # Now both layers have a replica; of layer 0's rows one of rank 1 is for it, so rank 0 computes 4 rows as before,
+    # rank 1 its 3 and the other one.
+    parts: dict[str, float] = {"attention": 8, "experts": 16}
+    shared = small_case(both_layers=True, known_at="past", transfers_start="step").but(near_weights_s=5.0)
+    # Forward, a place for each layer: layer 0 waits from 1 to 5 and ends at 7; layer 1's weights come from 5 on, lose
+    # half of dispatch's second (8 to 9), come at 10.5, and its rows end at 11.5, before rank 0's at 12; then combine.
+    # Layer 0's gradient leaves 14 s after the backward began, and is home a second after its end.
+    check(shared, 13 + 13 + 17, **parts, dispatch=6, imbalance=1 + 1 + 2, transfers=4 + 4 + 1)
+    # One place for both: layer 1's weights leave at 8, when its ranks meet, and come at 13.5; its rows end at 14.5, and
+    # combine at 15.5. In backward layer 1's are there; layer 0's leave when its ranks meet, after 10 s, come at 15, and
+    # the rest takes 6 and the gradient.
+    one = shared.but(ring_layers=1)
+    check(one, 15.5 + 15.5 + 22, **parts, dispatch=6, imbalance=-1 - 1 + 2, transfers=8.5 + 8.5 + 5 + 1)
+    # Without bounds the same forward, but no fetching in backward.
+    check(one.but(copies="unbounded"), 15.5 + 15.5 + 17, **parts, dispatch=6, imbalance=-1 - 1 + 2, transfers=17 + 1)
+    # Room for one layer's gradients: home waits for layer 1's until 4 s after it left (at 3), not until 13 (at 16).
+    slow = one.but(near_gradient_s=20.0, near_spare=1.0)
+    # Forward 15 each. Backward: layer 1's gradient leaves after 3 s, is home after 23. Layer 0's rows end at 15 + 4;
+    # home waits until 23 before the layer goes on, attention until 25; layer 0's gradient left at 19, and is home at 43.
+    check(slow, 15 + 15 + 43, **parts, dispatch=6, imbalance=-1 - 1 + 2, transfers=8 + 8 + 5 + 4 + 18)
+
+
+def test_two_hops() -> None:
+    # All four rows of rank 1 go to the home first, in 2 s; two come back in 0.5 s, and weights and rows wait until the
+    # layer is planned, beside the experts that stay. Weights come at 15, rank 1 computes until 16 and sends the rows
+    # home until 16.5; combine takes 2. In backward rank 0 is last: 2 + 6 + 0.5 + 2, attention 2, layer 0 takes 6.
+    case = small_case(known_at="layer", published_us=1 / MICROSECOND, hops=2)
+    check(case, 18.5 + 18.5 + 18.5, attention=8, dispatch=4.5 * 3, experts=16, imbalance=-1 - 1 + 2, transfers=9 + 9)
+
+
+def test_planning_ahead_moves_and_mirrors() -> None:
+    case = small_case(known_at="step", transfers_start="step", published_us=1 / MICROSECOND, host_path=True)
+    case = replace(case.but(host_weights_s=2.0, near_state_s=5.0), cluster=replace(case.cluster, planning_threads=4))
+    case = replace(case, plan=replace(case.plan, replica_paths=np.ones(1, np.uint8)))
+    # 2 instances of 1 s, half of it on four cores; one entry of the mirror is written in 2 s. From host memory weights
+    # come in time.
+    planning = 2 * (0.5 + 0.5 / 4)
+    parts: dict[str, float] = {"attention": 8, "dispatch": 6, "experts": 16, "imbalance": 4, "planning": planning}
+    serial = case.but(planning_serial=0.5)
+    check(serial, 34 + planning + 2, **parts, migration=2)
+    # Both experts of layer 0 changed places: each rank sends one and gets one, at once.
+    before = Placement(np.array([[1, 0], [0, 1]], np.int16))
+    check(replace(serial, before=before), 34 + planning + 2 + 5, **parts, migration=7)
+
+
+def test_the_sum_of_gradients_hides_behind_the_last_backward() -> None:
+    case = small_case(known_at="past", transfers_start="never", copies="none").but(optimizer_s=3.0)
+    for reduce_s, exposed in ((15.0, 0.0), (20.0, 4.0)):
+        step = case.but(reduce_s=reduce_s).run()
+        assert step.step_time_s == pytest.approx(34 + 3 + exposed)
+        assert step.parts_s["optimizer"] == pytest.approx(3 + exposed)
+
+
+def test_the_ideal_has_even_rows_and_no_transfers() -> None:
+    # Each rank computes four rows of each layer, and sends half of its own to the other: 1 s. Nothing is moved.
+    case = small_case(known_at="step", transfers_start="never", copies="none", ideal=True, published_us=1.0)
+    check(case, 2 * (2 + 4 * 1 + 4) + (4 + 4 * 1 + 8), attention=8, dispatch=12, experts=16)

@@ -1,0 +1,164 @@
+"""What holds of every step, whatever the plan, the costs and the balancer's ways."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+
+from helpers.simulated_steps import GRADIENTS, MOVES, ROWS, SECONDS, WEIGHTS, Case, cases
+from trimtab.report.content import LANES, PARTS
+from trimtab.simulator.events import KINDS, WAITING
+from trimtab.trace.routing import Array
+
+LITTLE = 1 + 1e-12
+TRANSFERS = (*WEIGHTS, *GRADIENTS, *MOVES)
+
+
+def alone(case: Case) -> Case:
+    """With links on which all-to-alls don't get in the way of transfers.
+
+    Where they do, finishing something sooner can make a step longer: an all-to-all that starts sooner may then meet a
+    transfer that would have been through before.
+    """
+    return case.but(near_spare=1.0, far_spare=1.0)
+
+
+@settings(max_examples=100, deadline=None)
+@given(cases(), st.data())
+def test_parts_add_up_and_every_rank_accounts_for_its_time(case: Case, data: st.DataObject) -> None:
+    show = data.draw(st.integers(0, case.plan.num_micro_steps - 1))
+    step = case.run(show)
+    assert list(step.parts_s) == list(PARTS)
+    assert sum(step.parts_s.values()) == pytest.approx(step.step_time_s, rel=1e-9)
+    assert all(seconds >= 0 for name, seconds in step.parts_s.items() if name != "imbalance")
+    events, tiny = step.events, 1e-9 * step.step_time_s
+    assert np.all(events.spans_N2[:, 0] >= -tiny)
+    assert np.all(events.kind_N < len(KINDS))
+    assert np.all(events.lane_N < len(LANES))
+    assert np.all((events.layer_N >= -1) & (events.layer_N < case.plan.num_layers))
+    busy_D = busy_seconds(case, show)
+    for d in range(case.plan.num_ranks * case.settings.groups):
+        mine = (events.rank_N == d) & (events.lane_N == 0)
+        spans_N2 = events.spans_N2[mine][np.argsort(events.spans_N2[mine, 0], kind="stable")]
+        assert np.all(spans_N2[1:, 0] >= spans_N2[:-1, 1] - tiny), "a rank does two things at once"
+        assert spans_N2.max(initial=0) <= step.step_time_s + tiny
+        lasting = np.diff(events.spans_N2[mine & (events.kind_N != WAITING)], axis=1).sum()
+        assert lasting == pytest.approx(busy_D[d], rel=1e-9, abs=tiny), "the lane doesn't show all that it does"
+
+
+def busy_seconds(case: Case, show: int) -> Array:
+    """Seconds `[D]` that ranks compute and exchange in the update of the round that has micro-step `show`."""
+    plan, costs, work = case.plan, case.costs, case.run().work
+    batch = plan.schedule.micro_steps_of(int(plan.mini_batch_of_micro_step[show]))
+    first = batch.index(show) // case.settings.groups * case.settings.groups
+    busy_D = np.zeros(plan.num_ranks * case.settings.groups)
+    for g, m in enumerate(batch[first : first + case.settings.groups]):
+        for r in range(plan.num_ranks):
+            lengths = case.lengths[(plan.micro_step == m) & (plan.rank == r)].astype(float)
+            tokens, squares = lengths.sum(), (lengths**2).sum()
+            inside = costs.layer_s + costs.token_s * tokens + costs.square_s * squares
+            outside = costs.outer_s + costs.outer_token_s * tokens + costs.outer_square_s * squares
+            dense = plan.num_layers * inside + outside
+            experts = work.experts_MLR[m, :, r].sum() + work.moved_MLR[m, :, r].sum()
+            calls = costs.dispatch_s + np.maximum(work.near_MLR[m, :, r], work.far_MLR[m, :, r])
+            busy_D[g * plan.num_ranks + r] = (
+                (1 + costs.dense_backward) * dense + (1 + costs.expert_backward) * experts + 4 * calls.sum()
+            )
+    return busy_D
+
+
+@settings(max_examples=60, deadline=None)
+@given(cases())
+def test_twice_the_costs_take_twice_as_long_and_two_runs_are_the_same(case: Case) -> None:
+    once, again = case.run(0), case.run(0)
+    assert once.parts_s == again.parts_s
+    assert all(np.array_equal(*pair) for pair in zip(once.events, again.events, strict=True))
+    twice = case.but(
+        **{name: 2 * getattr(case.costs, name) for name in SECONDS},
+        published_us=2 * case.traits.published_us if case.traits.published_us else None,
+        planning_us_per_rank=2 * case.traits.planning_us_per_rank,
+    ).run()
+    assert twice.step_time_s == 2 * once.step_time_s
+    assert twice.parts_s == {name: 2 * seconds for name, seconds in once.parts_s.items()}
+
+
+@settings(max_examples=60, deadline=None)
+@given(cases())
+def test_infinitely_fast_links_hide_everything(case: Case) -> None:
+    free = case.free(*TRANSFERS).but(published_us=None, planning_us_per_rank=0.0)
+    if case.traits.hops == 2:
+        # Rows that move on have to have come.
+        free = free.free(*ROWS)
+    parts = free.run().parts_s
+    assert (parts["transfers"], parts["planning"], parts["migration"]) == (0.0, 0.0, 0.0)
+
+
+@settings(max_examples=100, deadline=None)
+@given(cases(), st.data())
+def test_faster_links_and_more_room_never_make_a_step_slower(case: Case, data: st.DataObject) -> None:
+    slow = alone(case)
+    names = data.draw(st.sets(st.sampled_from([*TRANSFERS, *ROWS, "dispatch_s"]), min_size=1))
+    factor = data.draw(st.sampled_from([0.0, 0.5, 0.9]))
+    fast = slow.but(**{name: factor * getattr(slow.costs, name) for name in names})
+    assert fast.run().step_time_s <= slow.run().step_time_s * LITTLE
+    deeper = slow.but(ring_layers=slow.settings.ring_layers + 1)
+    assert deeper.run().step_time_s <= slow.run().step_time_s * LITTLE
+    if slow.traits.copies == "shared slots":
+        assert slow.but(copies="unbounded").run().step_time_s <= slow.run().step_time_s * LITTLE
+
+
+@settings(max_examples=60, deadline=None)
+@given(cases())
+def test_meeting_more_often_is_not_faster(case: Case) -> None:
+    often, seldom = (alone(case).but(meet=meet).run().step_time_s for meet in ("layer", "step"))
+    assert seldom <= often * LITTLE
+    # One group whose ranks have the same dense parts and exchange nothing has nobody else to wait for.
+    even = alone(case).free("token_s", "square_s", "outer_token_s", "outer_square_s", *ROWS).but(groups=1, hops=1)
+    often, seldom = (even.but(meet=meet).run().step_time_s for meet in ("layer", "step"))
+    assert often == pytest.approx(seldom, rel=1e-12)
+
+
+@settings(max_examples=60, deadline=None)
+@given(cases())
+def test_no_plan_beats_even_rows(case: Case) -> None:
+    """Where rows are all that experts take time for, and come at no cost.
+
+    Else one can: a copy more has its own fixed cost and its own last tile, and rows that stay on their rank need no
+    all-to-all, while the ideal spreads all rows over all ranks.
+    """
+    counts_MLRE = case.workload.token_counts_MLRE
+    # Rows that come out even for every expert.
+    even = replace(case, workload=replace(case.workload, token_counts_MLRE=counts_MLRE * counts_MLRE.shape[3]))
+    even = replace(even, plan=replace(case.plan, quota_tokens=case.plan.quota_tokens * counts_MLRE.shape[3]))
+    even = alone(even).free("copy_s", "weights_s", *ROWS).but(tile_rows=1)
+    ideal = even.but(ideal=True, copies="none", known_at="past", hops=1)
+    assert ideal.run().step_time_s <= even.run().step_time_s * LITTLE
+
+
+@settings(max_examples=40, deadline=None)
+@given(cases(max_groups=1))
+def test_as_many_groups_as_micro_steps_take_as_long_as_the_longest(case: Case) -> None:
+    assume(not case.plan.mini_batch_of_micro_step.any())
+    micro_steps = case.plan.num_micro_steps
+    case = case.but(reduce_s=0.0, meet="step", copies="none", known_at="past")
+    # Each by itself: the others' tokens and rows taken away.
+    longest = 0.0
+    for m in range(micro_steps):
+        counts_MLRE = np.zeros_like(case.workload.token_counts_MLRE)
+        counts_MLRE[m] = case.workload.token_counts_MLRE[m]
+        lengths = np.where(case.plan.micro_step == m, case.lengths, 0)
+        mine = case.plan.micro_step == m
+        one = replace(
+            case.plan, micro_step=np.zeros(mine.sum(), np.int32), rank=case.plan.rank[mine],
+            mini_batch_of_micro_step=np.zeros(1, np.int32), plannable=case.plan.plannable[m : m + 1],
+        ).without_replicas()  # fmt: skip
+        one = replace(one, replica_starts=np.zeros(case.plan.num_layers + 1, np.int64))
+        workload = replace(case.workload, token_counts_MLRE=counts_MLRE[m : m + 1], plannable=one.plannable)
+        alone_m = replace(case, plan=one, workload=workload, lengths=lengths[mine], before=None)
+        longest = max(longest, alone_m.run().step_time_s)
+    together = replace(case, plan=case.plan.without_replicas(), before=None).but(groups=micro_steps).run()
+    assert together.step_time_s == pytest.approx(longest, rel=1e-9)
