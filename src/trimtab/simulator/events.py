@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import numba
@@ -16,47 +17,56 @@ KINDS = ("attention", "head", "dispatch", "experts", "combine", "weights", "grad
 COMPUTE_LANE, NODE_LANE, NETWORK_LANE, HOST_LANE, CPU_LANE = range(5)
 
 
-class Events(NamedTuple):
-    """Operations of the round that is shown.
+# Indices into `Clock.page`.
+SHOWN, NOTED, ORIGIN = range(3)
+
+
+class Clock(NamedTuple):
+    """Where D ranks are in time, and what they did; operations of one round are noted down.
 
     Attributes:
-        shown: `[1]` bool, is this the round?
-        written: `[1]` int64, operations so far.
-        origin: `[1]` float64, when the round began.
-        kind_N, lane_N: `[N]` uint8.
-        rank_N, layer_N: `[N]` int16; layer -1 for none.
-        spans_N2: `[N, 2]` float64, start and end in seconds of the step.
+        time: `[D]` float64 seconds.
+        parts: `[D, P]` float64, what each rank's time went to.
+        page: `[3]` float64, are operations noted now, how many are, and when the round began.
+        notes_N6: `[N, 6]` float64: kind, lane, rank, layer (-1 for none), start and end.
     """
 
-    shown: Array
-    written: Array
-    origin: Array
+    time: Array
+    parts: Array
+    page: Array
+    notes_N6: Array
+
+
+@dataclass(frozen=True, eq=False)
+class Events:
+    """Operations of one round.
+
+    Attributes:
+        kind_N, lane_N: `[N]` uint8.
+        rank_N, layer_N: `[N]` int16; layer -1 for none.
+        spans_N2: `[N, 2]` float64, start and end in seconds from the beginning of the round.
+    """
+
     kind_N: Array
     lane_N: Array
     rank_N: Array
     layer_N: Array
     spans_N2: Array
 
-
-def room_for(most: int) -> Events:
-    """Room for so many operations; what comes after them is dropped."""
-    return Events(
-        np.zeros(1, bool),
-        np.zeros(1, np.int64),
-        np.zeros(1),
-        np.zeros(most, np.uint8),
-        np.zeros(most, np.uint8),
-        np.zeros(most, np.int16),
-        np.zeros(most, np.int16),
-        np.zeros((most, 2)),
-    )
+    @classmethod
+    def noted(cls, clock: Clock) -> Events:
+        """What a clock has noted down."""
+        notes_N6 = clock.notes_N6[: int(clock.page[NOTED])]
+        kind_N, lane_N = notes_N6[:, :2].T.astype(np.uint8)
+        rank_N, layer_N = notes_N6[:, 2:4].T.astype(np.int16)
+        return cls(kind_N, lane_N, rank_N, layer_N, notes_N6[:, 4:] - clock.page[ORIGIN])
 
 
 @numba.njit(cache=True, nogil=True)
-def note(events, kind, lane, rank, layer, start, end):  # type: ignore[no-untyped-def]
-    """Write an operation down, if its round is shown and it takes any time."""
-    n = events.written[0]
-    if events.shown[0] and end > start and n < len(events.kind_N):
-        events.written[0] = n + 1
-        events.kind_N[n], events.lane_N[n], events.rank_N[n], events.layer_N[n] = kind, lane, rank, layer
-        events.spans_N2[n, 0], events.spans_N2[n, 1] = start, end
+def note(clock, kind, lane, rank, layer, start, end):  # type: ignore[no-untyped-def]
+    """Note an operation down, if its round is shown, it takes any time, and there is room."""
+    n = int(clock.page[NOTED])
+    if clock.page[SHOWN] > 0.0 and end > start and n < len(clock.notes_N6):
+        clock.page[NOTED] += 1.0
+        row = clock.notes_N6[n]
+        row[0], row[1], row[2], row[3], row[4], row[5] = kind, lane, rank, layer, start, end

@@ -11,7 +11,7 @@ from trimtab.cluster.operations import OperationCosts
 from trimtab.planner import Placement, StepPlan, Workload
 from trimtab.planner.paths import HOST, PEER, layers_of_replicas
 from trimtab.policies.policy import Traits
-from trimtab.simulator.events import Events, room_for
+from trimtab.simulator.events import Clock, Events
 from trimtab.simulator.timeline import (
     AT_LAYER,
     AT_MICRO_STEP,
@@ -108,8 +108,10 @@ def simulate_step(
     round_shown = -1 if show is None else int(np.argwhere(rounds.order_QG == show)[0, 0])
     ranks = plan.num_ranks * chosen.groups
     notes = ranks * (plan.num_layers * NOTES_PER_LAYER + NOTES_OUTSIDE) + 3 * chosen.groups * plan.num_replicas
-    events = room_for(0 if show is None else notes)
-    seconds, parts = run_step(
+    clock = Clock(
+        np.zeros(ranks), np.zeros((ranks, len(PARTS))), np.zeros(3), np.zeros((0 if show is None else notes, 6))
+    )
+    run_step(
         rounds,
         Work(attention_MR, outer_MR, work.experts_MLR, work.moved_MLR, work.near_MLR, work.far_MLR, work.hop_MLR),
         replicas,
@@ -124,16 +126,16 @@ def simulate_step(
             traits.waits_for_weights,
         ),
         Groups(plan.num_ranks, plan.ranks_per_node, chosen.meet == "layer"),
-        events,
+        clock,
         round_shown,
         chosen.recompute,
     )
-    parts_s = dict(zip(PARTS, parts.tolist(), strict=True))
+    parts_s = dict(zip(PARTS, clock.parts[0].tolist(), strict=True))
     ahead_s = 0.0 if is_live else planning_s
     moving_s = refresh_s + (_moving_seconds(before, plan, costs) if before is not None else 0.0)
     parts_s["planning"] += ahead_s
     parts_s["migration"] += moving_s
-    return SimulatedStep(float(seconds) + ahead_s + moving_s, parts_s, work, _from_origin(events))
+    return SimulatedStep(float(clock.time[0]) + ahead_s + moving_s, parts_s, work, Events.noted(clock))
 
 
 def planning_seconds(traits: Traits, cluster: ClusterSpec, instances: int) -> float:
@@ -224,12 +226,3 @@ def _busiest(sources: Array, targets: Array, plan: StepPlan, near_s: float, far_
         ),
         default=0.0,
     )
-
-
-def _from_origin(events: Events) -> Events:
-    """What was written down, counted from the beginning of its round."""
-    count = int(events.written[0])
-    return Events(
-        events.shown, events.written, np.zeros(1), events.kind_N[:count], events.lane_N[:count], events.rank_N[:count],
-        events.layer_N[:count], events.spans_N2[:count] - events.origin,
-    )  # fmt: skip

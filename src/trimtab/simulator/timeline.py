@@ -17,7 +17,7 @@ import numba
 import numpy as np
 
 from trimtab.simulator import events as ev
-from trimtab.simulator.events import Events, note
+from trimtab.simulator.events import Clock, note
 from trimtab.simulator.links import (
     FAR_IN,
     FAR_OUT,
@@ -127,24 +127,20 @@ class Groups(NamedTuple):
 
 
 class State(NamedTuple):
-    """Where the ranks are, D of all groups.
+    """What is under way between D ranks of all groups.
 
     Attributes:
-        time: `[D]` float64 seconds.
-        parts: `[D, 8]` float64, what each rank's time went to.
         arrival: `[D]` float64, when the weights that are being brought are all there.
         begin: `[G]` float64, when the group's pass over the layers began.
         passed: `[G]` int64, instances with replicas in this pass so far.
         met: `[G, L]` float64, when the ranks met in each of them.
         home_by: `[D]` float64, when all gradients sent so far are at this home.
         under_way: `[places, D]` float64, the same for the instances that may be under way at a time.
-        kept_from: `[G, L]` float64, since when copies that stay may be on their way; -1 once it is known when they come.
+        kept_from: `[G, L]` float64, since when copies that stay may be on their way; -1 once it is known when they are
+            there.
         kept_by: `[G, L, R]` float64, when they are there.
-        links: of all ranks.
     """
 
-    time: Array
-    parts: Array
     arrival: Array
     begin: Array
     passed: Array
@@ -153,7 +149,6 @@ class State(NamedTuple):
     under_way: Array
     kept_from: Array
     kept_by: Array
-    links: Links
 
 
 class Run(NamedTuple):
@@ -165,29 +160,23 @@ class Run(NamedTuple):
     costs: Costs
     recipe: Recipe
     groups: Groups
-    events: Events
+    clock: Clock
     state: State
+    links: Links
 
 
 @numba.njit(cache=True, nogil=True)
-def run_step(  # type: ignore[no-untyped-def]
-    rounds, work, replicas, kept, costs, recipe, groups, events, shown_round, recompute
-):
-    """Run a step.
+def run_step(rounds, work, replicas, kept, costs, recipe, groups, clock, shown_round, recompute):  # type: ignore[no-untyped-def]
+    """Run a step on a clock that stands at 0.
 
     Args:
-        shown_round: whose update is written to `events`; -1 for none.
+        shown_round: whose update is noted down; -1 for none.
         recompute: do all micro-steps first run forward alone?
-
-    Returns:
-        Seconds of the step, and its parts `[8]` float64.
     """
     num_rounds, num_groups = rounds.order_QG.shape
     num_layers = work.experts_MLR.shape[1]
-    num_ranks = num_groups * groups.ranks
+    time, num_ranks = clock.time, len(clock.time)
     state = State(
-        np.zeros(num_ranks),
-        np.zeros((num_ranks, len(PARTS))),
         np.zeros(num_ranks),
         np.zeros(num_groups),
         np.zeros(num_groups, np.int64),
@@ -196,242 +185,223 @@ def run_step(  # type: ignore[no-untyped-def]
         np.zeros((recipe.places, num_ranks)),
         np.zeros((num_groups, num_layers)),
         np.zeros((num_groups, num_layers, groups.ranks)),
-        idle_links(num_ranks, num_layers),
     )
-    run = Run(work, replicas, kept, costs, recipe, groups, events, state)
-    time, parts = state.time, state.parts
-    if recompute:
-        for q in range(num_rounds):
-            _forward(run, rounds.order_QG[q])
+    run = Run(work, replicas, kept, costs, recipe, groups, clock, state, idle_links(num_ranks, num_layers))
+    # Not written as False: numba would compile it once more for a constant.
+    for q in range(num_rounds if recompute else 0):
+        _pass(run, rounds, q, not recompute)
     for q in range(num_rounds):
         if q > 0 and rounds.mini_batch_Q[q] != rounds.mini_batch_Q[q - 1]:
             state.kept_from[:] = time.min()
-        events.shown[0] = q == shown_round
-        if events.shown[0]:
-            events.origin[0] = time.min()
-        _forward(run, rounds.order_QG[q])
-        before = time.max()
-        _backward(run, rounds.order_QG[q], rounds.closes_QG[q])
-        events.shown[0] = False
+        if q == shown_round:
+            clock.page[ev.SHOWN], clock.page[ev.ORIGIN] = 1.0, time.min()
+        before = 0.0
+        for direction in range(2):
+            before = time.max()
+            _pass(run, rounds, q, direction == 1)
+        clock.page[ev.SHOWN] = 0.0
         is_last = q == num_rounds - 1
         if not is_last and rounds.mini_batch_Q[q] == rounds.mini_batch_Q[q + 1]:
             continue
         for d in range(num_ranks):
-            _wait(run, d, state.home_by[d], -1)
-        _meet(run, 0, num_ranks)
+            _wait(clock, d, state.home_by[d], -1)
+        _meet(clock, 0, num_ranks)
         # Sums of dense gradients run beside the last backward.
         optimizer_s = max(0.0, costs.reduce_s - (time[0] - before)) + costs.optimizer_s
         refresh_s = 0.0 if is_last else costs.refresh_s
         for d in range(num_ranks):
             time[d] += optimizer_s + refresh_s
-            parts[d, OPTIMIZER] += optimizer_s
-            parts[d, MIGRATION] += refresh_s
-    return time[0], parts[0]
+            clock.parts[d, OPTIMIZER] += optimizer_s
+            clock.parts[d, MIGRATION] += refresh_s
 
 
 @numba.njit(cache=True, nogil=True)
-def _forward(run, order_G):  # type: ignore[no-untyped-def]
-    """All layers of one round's micro-steps, and what is outside them."""
-    _begin(run, order_G)
-    for layer in range(run.work.experts_MLR.shape[1]):
-        if run.groups.meet_in_layers:
-            _meet(run, 0, len(run.state.time))
-        for g in range(len(order_G)):
-            m = order_G[g]
-            if m >= 0:
-                _compute(run, g, run.work.attention_MR[m], 1.0, ATTENTION, ev.ATTENTION, layer)
-                _moe_layer(run, g, m, layer, False)
-    for g in range(len(order_G)):
-        if order_G[g] >= 0:
-            _compute(run, g, run.work.outer_MR[order_G[g]], 1.0, ATTENTION, ev.HEAD, -1)
+def _pass(run, rounds, q, backward):  # type: ignore[no-untyped-def]
+    """One round's micro-steps, forward or backward: all layers, and what is outside them.
 
-
-@numba.njit(cache=True, nogil=True)
-def _backward(run, order_G, closes_G):  # type: ignore[no-untyped-def]
-    """The same backward. Copies that stay for the step send their gradients home in the mini-batch's last one."""
-    factor = run.costs.dense_backward
-    _begin(run, order_G)
+    Copies that stay for the step send their gradients home in the last backward of the mini-batch.
+    """
+    clock, work, ranks = run.clock, run.work, run.groups.ranks
+    order_G, closes_G = rounds.order_QG[q], rounds.closes_QG[q]
+    num_layers, factor = work.experts_MLR.shape[1], run.costs.dense_backward if backward else 1.0
     for g in range(len(order_G)):
-        if order_G[g] >= 0:
-            _compute(run, g, run.work.outer_MR[order_G[g]], factor, ATTENTION, ev.HEAD, -1)
-    for layer in range(run.work.experts_MLR.shape[1] - 1, -1, -1):
+        first, m = g * ranks, order_G[g]
+        run.state.begin[g] = clock.time[first : first + ranks].min()
+        run.state.passed[g] = 0
+        if backward and m >= 0:
+            _compute(clock, first, work.outer_MR[m], factor, ATTENTION, ev.HEAD, -1)
+    for i in range(num_layers):
+        layer = num_layers - 1 - i if backward else i
         if run.groups.meet_in_layers:
-            _meet(run, 0, len(run.state.time))
+            _meet(clock, 0, len(clock.time))
         for g in range(len(order_G)):
-            m = order_G[g]
+            first, m = g * ranks, order_G[g]
             if m < 0:
                 continue
-            _moe_layer(run, g, m, layer, True)
-            if closes_G[g] and run.recipe.store == KEPT:
-                for p in range(run.kept.starts[layer], run.kept.starts[layer + 1]):
-                    _send_home(run, g, run.kept, p, layer)
-            _compute(run, g, run.work.attention_MR[m], factor, ATTENTION, ev.ATTENTION, layer)
-
-
-@numba.njit(cache=True, nogil=True)
-def _begin(run, order_G):  # type: ignore[no-untyped-def]
-    ranks = run.groups.ranks
+            if not backward:
+                _compute(clock, first, work.attention_MR[m], factor, ATTENTION, ev.ATTENTION, layer)
+            _moe_layer(run, g, m, layer, backward)
+            if backward:
+                if closes_G[g] and run.recipe.store == KEPT:
+                    for p in range(run.kept.starts[layer], run.kept.starts[layer + 1]):
+                        _send_home(
+                            clock, run.links, run.state.home_by, run.kept, p, first, run.groups, run.costs, layer
+                        )
+                _compute(clock, first, work.attention_MR[m], factor, ATTENTION, ev.ATTENTION, layer)
     for g in range(len(order_G)):
-        run.state.begin[g] = run.state.time[g * ranks : (g + 1) * ranks].min()
-        run.state.passed[g] = 0
+        if not backward and order_G[g] >= 0:
+            _compute(clock, g * ranks, work.outer_MR[order_G[g]], factor, ATTENTION, ev.HEAD, -1)
 
 
 @numba.njit(cache=True, nogil=True)
 def _moe_layer(run, g, m, layer, backward):  # type: ignore[no-untyped-def]
     """Dispatch, experts and combine of one instance, or their backward."""
-    work, recipe, state = run.work, run.recipe, run.state
+    clock, links, work, recipe, state, costs = run.clock, run.links, run.work, run.recipe, run.state, run.costs
     first, last = g * run.groups.ranks, (g + 1) * run.groups.ranks
     instance = m * work.experts_MLR.shape[1] + layer
-    has_replicas = run.replicas.starts[instance + 1] > run.replicas.starts[instance]
-    is_brought = has_replicas and (recipe.store == SHARED or recipe.store == UNBOUNDED)
+    replicas = (run.replicas.starts[instance], run.replicas.starts[instance + 1])
+    is_brought = replicas[1] > replicas[0] and (recipe.store == SHARED or recipe.store == UNBOUNDED)
+    near_R, far_R, hop_R = work.near_MLR[m, layer], work.far_MLR[m, layer], work.hop_MLR[m, layer]
     if recipe.hops == 1 and not backward:
-        _plan(run, first, last, layer)
-    _meet(run, first, last)
+        _plan(clock, first, last, recipe.planning_s, layer)
+    _meet(clock, first, last)
     k = state.passed[g]
     if is_brought:
-        state.met[g, k] = state.time[first]
+        state.met[g, k] = clock.time[first]
         state.passed[g] += 1
-    release = _release(run, g, k, backward)
+    release = _release(state, recipe, g, k, clock.time[first], backward)
     # The last instances of forward are still in their places; copies without bounds all are.
     is_there = backward and (recipe.store == UNBOUNDED or k < recipe.places)
     waits_first = recipe.waits_first and not backward
     state.arrival[first:last] = 0.0
     if is_brought and not is_there and waits_first:
-        _bring(run, first, run.replicas, instance, release, layer)
+        _bring(clock, links, state.arrival, run.replicas, replicas, first, run.groups, costs, release, layer)
         for d in range(first, last):
-            _wait(run, d, state.arrival[d], layer)
-        _meet(run, first, last)
-    _all_to_all(run, g, m, layer, ev.COMBINE if backward else ev.DISPATCH)
+            _wait(clock, d, state.arrival[d], layer)
+        _meet(clock, first, last)
+    _all_to_all(clock, links, first, near_R, far_R, costs.dispatch_s, ev.COMBINE if backward else ev.DISPATCH, layer)
     if recipe.hops == 2 and not backward:
         # Planned beside the experts that stay.
-        release = state.time[first:last].max()
-        note(run.events, ev.PLANNING, ev.CPU_LANE, first, layer, release, release + recipe.planning_s)
+        release = clock.time[first:last].max()
+        note(clock, ev.PLANNING, ev.CPU_LANE, first, layer, release, release + recipe.planning_s)
         release += recipe.planning_s
     if is_brought and not is_there and not waits_first:
-        _bring(run, first, run.replicas, instance, release, layer)
+        _bring(clock, links, state.arrival, run.replicas, replicas, first, run.groups, costs, release, layer)
     if recipe.store == KEPT:
         _bring_kept(run, g, layer)
+    factor = costs.expert_backward if backward else 1.0
     if recipe.hops == 2:
-        _compute_in_two_hops(run, g, m, layer, release, backward)
+        moved_R = work.moved_MLR[m, layer]
+        _compute_in_two_hops(
+            clock, first, work.experts_MLR[m, layer], moved_R, hop_R, factor, state.arrival, release, layer
+        )
     else:
         for d in range(first, last):
-            _wait(run, d, state.arrival[d], layer)
-        factor = run.costs.expert_backward if backward else 1.0
-        _compute(run, g, work.experts_MLR[m, layer], factor, EXPERTS, ev.EXPERTS, layer)
+            _wait(clock, d, state.arrival[d], layer)
+        _compute(clock, first, work.experts_MLR[m, layer], factor, EXPERTS, ev.EXPERTS, layer)
     if backward and is_brought:
-        _send_instance_home(run, g, instance, k, layer)
-    _meet(run, first, last)
-    _all_to_all(run, g, m, layer, ev.DISPATCH if backward else ev.COMBINE)
+        _send_instance_home(run, replicas, first, k, layer)
+    _meet(clock, first, last)
+    _all_to_all(clock, links, first, near_R, far_R, costs.dispatch_s, ev.DISPATCH if backward else ev.COMBINE, layer)
 
 
 @numba.njit(cache=True, nogil=True)
-def _plan(run, first, last, layer):  # type: ignore[no-untyped-def]
+def _plan(clock, first, last, planning_s, layer):  # type: ignore[no-untyped-def]
     """The layer's counts are known; all wait for its plan."""
-    planning_s = run.recipe.planning_s
     if planning_s > 0.0:
-        _meet(run, first, last)
+        _meet(clock, first, last)
         for d in range(first, last):
-            time = run.state.time[d]
-            note(run.events, ev.PLANNING, ev.CPU_LANE, d, layer, time, time + planning_s)
-            run.state.time[d] += planning_s
-            run.state.parts[d, PLANNING] += planning_s
+            note(clock, ev.PLANNING, ev.CPU_LANE, d, layer, clock.time[d], clock.time[d] + planning_s)
+            clock.time[d] += planning_s
+            clock.parts[d, PLANNING] += planning_s
 
 
 @numba.njit(cache=True, nogil=True)
-def _release(run, g, k, backward):  # type: ignore[no-untyped-def]
+def _release(state, recipe, g, k, now, backward):  # type: ignore[no-untyped-def]
     """When the weights of a pass's k-th instance with replicas may start: as soon as there is a place for them."""
-    state, recipe = run.state, run.recipe
     is_live = recipe.start == AT_LAYER
     if is_live and not backward:
-        return state.time[g * run.groups.ranks]
+        return now
     places = PLACES_IN_LIVE_BACKWARD if is_live else recipe.places
     return state.begin[g] if k < places else state.met[g, k - (places - 1)]
 
 
 @numba.njit(cache=True, nogil=True)
-def _compute(run, g, seconds_R, factor, part, kind, layer):  # type: ignore[no-untyped-def]
+def _compute(clock, first, seconds_R, factor, part, kind, layer):  # type: ignore[no-untyped-def]
     """Every rank of a group computes. What exceeds the mean is imbalance."""
     mean_s = factor * seconds_R.mean()
-    for r in range(run.groups.ranks):
-        d = g * run.groups.ranks + r
-        own_s, time = factor * seconds_R[r], run.state.time[d]
-        note(run.events, kind, ev.COMPUTE_LANE, d, layer, time, time + own_s)
-        run.state.time[d] += own_s
-        run.state.parts[d, part] += mean_s
-        run.state.parts[d, IMBALANCE] += own_s - mean_s
+    for r in range(len(seconds_R)):
+        d, own_s = first + r, factor * seconds_R[r]
+        note(clock, kind, ev.COMPUTE_LANE, d, layer, clock.time[d], clock.time[d] + own_s)
+        clock.time[d] += own_s
+        clock.parts[d, part] += mean_s
+        clock.parts[d, IMBALANCE] += own_s - mean_s
 
 
 @numba.njit(cache=True, nogil=True)
-def _compute_in_two_hops(run, g, m, layer, release, backward):  # type: ignore[no-untyped-def]
+def _compute_in_two_hops(clock, first, stay_R, moved_R, hop_R, factor, arrival, release, layer):  # type: ignore[no-untyped-def]
     """Experts that stay compute while others and their rows move on inside the node; what they yield goes back."""
-    state, work = run.state, run.work
-    factor = run.costs.expert_backward if backward else 1.0
-    stay_R, moved_R, hop_R = work.experts_MLR[m, layer], work.moved_MLR[m, layer], work.hop_MLR[m, layer]
     mean_s = factor * (stay_R.mean() + moved_R.mean())
-    for r in range(run.groups.ranks):
-        d = g * run.groups.ranks + r
+    for r in range(len(stay_R)):
+        d = first + r
         stay_s, moved_s, hop_s = factor * stay_R[r], factor * moved_R[r], hop_R[r]
-        rows_are_here = max(state.time[d], release) + hop_s
-        note(run.events, ev.EXPERTS, ev.COMPUTE_LANE, d, layer, state.time[d], state.time[d] + stay_s)
-        state.time[d] += stay_s
+        rows_are_here = max(clock.time[d], release) + hop_s
+        note(clock, ev.EXPERTS, ev.COMPUTE_LANE, d, layer, clock.time[d], clock.time[d] + stay_s)
+        clock.time[d] += stay_s
         if moved_s > 0.0:
-            _wait(run, d, max(rows_are_here, state.arrival[d]), layer)
-            note(run.events, ev.EXPERTS, ev.COMPUTE_LANE, d, layer, state.time[d], state.time[d] + moved_s)
-        state.time[d] += moved_s + hop_s
-        state.parts[d, EXPERTS] += mean_s
-        state.parts[d, IMBALANCE] += stay_s + moved_s - mean_s
-        state.parts[d, DISPATCH] += hop_s
+            _wait(clock, d, max(rows_are_here, arrival[d]), layer)
+            note(clock, ev.EXPERTS, ev.COMPUTE_LANE, d, layer, clock.time[d], clock.time[d] + moved_s)
+        clock.time[d] += moved_s + hop_s
+        clock.parts[d, EXPERTS] += mean_s
+        clock.parts[d, IMBALANCE] += stay_s + moved_s - mean_s
+        clock.parts[d, DISPATCH] += hop_s
 
 
 @numba.njit(cache=True, nogil=True)
-def _all_to_all(run, g, m, layer, kind):  # type: ignore[no-untyped-def]
-    for r in range(run.groups.ranks):
-        d = g * run.groups.ranks + r
-        near_s, far_s, time = run.work.near_MLR[m, layer, r], run.work.far_MLR[m, layer, r], run.state.time[d]
-        taken_s = run.costs.dispatch_s + max(near_s, far_s)
-        occupy(run.state.links, d, time, near_s, far_s)
-        note(run.events, kind, ev.COMPUTE_LANE, d, layer, time, time + taken_s)
-        note(run.events, kind, ev.NODE_LANE, d, layer, time, time + near_s)
-        note(run.events, kind, ev.NETWORK_LANE, d, layer, time, time + far_s)
-        run.state.time[d] += taken_s
-        run.state.parts[d, DISPATCH] += taken_s
+def _all_to_all(clock, links, first, near_R, far_R, dispatch_s, kind, layer):  # type: ignore[no-untyped-def]
+    for r in range(len(near_R)):
+        d = first + r
+        time, taken_s = clock.time[d], dispatch_s + max(near_R[r], far_R[r])
+        occupy(links, d, time, near_R[r], far_R[r])
+        note(clock, kind, ev.COMPUTE_LANE, d, layer, time, time + taken_s)
+        note(clock, kind, ev.NODE_LANE, d, layer, time, time + near_R[r])
+        note(clock, kind, ev.NETWORK_LANE, d, layer, time, time + far_R[r])
+        clock.time[d] += taken_s
+        clock.parts[d, DISPATCH] += taken_s
 
 
 @numba.njit(cache=True, nogil=True)
-def _meet(run, first, last):  # type: ignore[no-untyped-def]
+def _meet(clock, first, last):  # type: ignore[no-untyped-def]
     """All wait for the last to come, and take over its parts."""
-    time, parts = run.state.time, run.state.parts
     latest = first
     for d in range(first, last):
-        if time[d] > time[latest]:
+        if clock.time[d] > clock.time[latest]:
             latest = d
     for d in range(first, last):
         if d != latest:
-            time[d] = time[latest]
-            parts[d] = parts[latest]
+            clock.time[d] = clock.time[latest]
+            clock.parts[d] = clock.parts[latest]
 
 
 @numba.njit(cache=True, nogil=True)
-def _wait(run, d, until, layer):  # type: ignore[no-untyped-def]
+def _wait(clock, d, until, layer):  # type: ignore[no-untyped-def]
     """A rank waits for replicas or gradients."""
-    time = run.state.time[d]
+    time = clock.time[d]
     if until > time:
-        note(run.events, ev.WAITING, ev.COMPUTE_LANE, d, layer, time, until)
-        run.state.parts[d, TRANSFERS] += until - time
-        run.state.time[d] = until
+        note(clock, ev.WAITING, ev.COMPUTE_LANE, d, layer, time, until)
+        clock.parts[d, TRANSFERS] += until - time
+        clock.time[d] = until
 
 
 @numba.njit(cache=True, nogil=True)
-def _bring(run, first, copies, number, release, layer):  # type: ignore[no-untyped-def]
-    """Weights of an instance's or a layer's replicas set out; `arrival` becomes when a rank has all of its."""
-    links, costs = run.state.links, run.costs
-    for p in range(copies.starts[number], copies.starts[number + 1]):
+def _bring(clock, links, arrival, copies, chosen, first, groups, costs, release, layer):  # type: ignore[no-untyped-def]
+    """Weights of the copies from `chosen[0]` to `chosen[1]` set out; `arrival` becomes when a rank has all of its."""
+    for p in range(chosen[0], chosen[1]):
         home, rank = first + copies.homes[p], first + copies.ranks[p]
-        near = copies.homes[p] // run.groups.ranks_per_node == copies.ranks[p] // run.groups.ranks_per_node
         if copies.paths[p] == HOST_PATH:
             lane, since = ev.HOST_LANE, max(links.free[HOST_IN, rank], release)
             there = serve(links, HOST_IN, rank, release, costs.host_weights_s, 1.0)
-        elif near:
+        elif copies.homes[p] // groups.ranks_per_node == copies.ranks[p] // groups.ranks_per_node:
             lane, since = ev.NODE_LANE, max(links.free[NEAR_IN, rank], release)
             sent = serve(links, NEAR_OUT, home, release, costs.near_weights_s, costs.near_spare)
             there = max(sent, serve(links, NEAR_IN, rank, release, costs.near_weights_s, costs.near_spare))
@@ -439,8 +409,8 @@ def _bring(run, first, copies, number, release, layer):  # type: ignore[no-untyp
             lane, since = ev.NETWORK_LANE, max(links.free[FAR_IN, rank], release)
             sent = serve(links, FAR_OUT, home, release, costs.far_weights_s, costs.far_spare)
             there = max(sent, serve(links, FAR_IN, rank, release, costs.far_weights_s, costs.far_spare))
-        note(run.events, ev.WEIGHTS, lane, rank, layer, since, there)
-        run.state.arrival[rank] = max(run.state.arrival[rank], there)
+        note(clock, ev.WEIGHTS, lane, rank, layer, since, there)
+        arrival[rank] = max(arrival[rank], there)
 
 
 @numba.njit(cache=True, nogil=True)
@@ -450,43 +420,43 @@ def _bring_kept(run, g, layer):  # type: ignore[no-untyped-def]
     They are served when they are first asked for: only then it is known which all-to-alls ran over their links.
     """
     state, first = run.state, g * run.groups.ranks
-    last = first + run.groups.ranks
-    if state.kept_from[g, layer] >= 0.0:
-        _bring(run, first, run.kept, layer, state.kept_from[g, layer], layer)
+    last, since = first + run.groups.ranks, state.kept_from[g, layer]
+    if since >= 0.0:
+        chosen = (run.kept.starts[layer], run.kept.starts[layer + 1])
+        _bring(run.clock, run.links, state.arrival, run.kept, chosen, first, run.groups, run.costs, since, layer)
         state.kept_by[g, layer] = state.arrival[first:last]
         state.kept_from[g, layer] = -1.0
     state.arrival[first:last] = state.kept_by[g, layer]
 
 
 @numba.njit(cache=True, nogil=True)
-def _send_instance_home(run, g, instance, k, layer):  # type: ignore[no-untyped-def]
+def _send_instance_home(run, chosen, first, k, layer):  # type: ignore[no-untyped-def]
     """Gradients of an instance's replicas set out. Where room is bounded, homes first wait for the oldest under way."""
-    state, copies = run.state, run.replicas
-    first, slot = g * run.groups.ranks, k % run.recipe.places
-    is_bounded = run.recipe.store == SHARED
-    for p in range(copies.starts[instance], copies.starts[instance + 1]):
+    clock, state, copies = run.clock, run.state, run.replicas
+    under_way = state.under_way[k % run.recipe.places]
+    if run.recipe.store == SHARED and k >= run.recipe.places:
+        for p in range(chosen[0], chosen[1]):
+            home = first + copies.homes[p]
+            _wait(clock, home, under_way[home], layer)
+    under_way[first : first + run.groups.ranks] = 0.0
+    for p in range(chosen[0], chosen[1]):
         home = first + copies.homes[p]
-        if is_bounded and k >= run.recipe.places:
-            _wait(run, home, state.under_way[slot, home], layer)
-    state.under_way[slot, first : first + run.groups.ranks] = 0.0
-    for p in range(copies.starts[instance], copies.starts[instance + 1]):
-        home = first + copies.homes[p]
-        state.under_way[slot, home] = max(state.under_way[slot, home], _send_home(run, g, copies, p, layer))
+        there = _send_home(clock, run.links, state.home_by, copies, p, first, run.groups, run.costs, layer)
+        under_way[home] = max(under_way[home], there)
 
 
 @numba.njit(cache=True, nogil=True)
-def _send_home(run, g, copies, p, layer):  # type: ignore[no-untyped-def]
+def _send_home(clock, links, home_by, copies, p, first, groups, costs, layer):  # type: ignore[no-untyped-def]
     """One replica's gradient sets out. Returns when it is home."""
-    links, costs, first = run.state.links, run.costs, g * run.groups.ranks
     home, rank = first + copies.homes[p], first + copies.ranks[p]
-    near = copies.homes[p] // run.groups.ranks_per_node == copies.ranks[p] // run.groups.ranks_per_node
+    near = copies.homes[p] // groups.ranks_per_node == copies.ranks[p] // groups.ranks_per_node
     lane = GRADIENTS + (NEAR_OUT if near else FAR_OUT)
     seconds = costs.near_gradient_s if near else costs.far_gradient_s
     spare = costs.near_spare if near else costs.far_spare
-    release = run.state.time[rank]
+    release = clock.time[rank]
     since = max(links.free[lane, rank], release)
     sent = serve(links, lane, rank, release, seconds, spare)
     there = max(sent, serve(links, lane + 1, home, release, seconds, spare))
-    note(run.events, ev.GRADIENTS, ev.NODE_LANE if near else ev.NETWORK_LANE, rank, layer, since, there)
-    run.state.home_by[home] = max(run.state.home_by[home], there)
+    note(clock, ev.GRADIENTS, ev.NODE_LANE if near else ev.NETWORK_LANE, rank, layer, since, there)
+    home_by[home] = max(home_by[home], there)
     return there
