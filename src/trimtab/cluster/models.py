@@ -123,7 +123,7 @@ class ModelSpec:
 
 
 def model_like(num_experts: int, top_k: int, moe_layers: int) -> ModelSpec:
-    """The model that comes with Trimtab and routes like this; of several, the one nearest in MoE layers.
+    """The model that comes with Trimtab and routes like this: of several that with as many MoE layers, or the smallest.
 
     Raises:
         InputError: if none does.
@@ -135,7 +135,7 @@ def model_like(num_experts: int, top_k: int, moe_layers: int) -> ModelSpec:
             f"no model that comes with Trimtab has {num_experts} experts, top-{top_k}; "
             "say which one it is: --model with a config.json or a checkpoint folder"
         )
-    return min(alike, key=lambda model: abs(model.moe_layers - moe_layers))
+    return min(alike, key=lambda model: (model.moe_layers != moe_layers, model.parameters))
 
 
 def load_model(text: str) -> ModelSpec:
