@@ -82,7 +82,7 @@ def simulation_tables(
     )
     rows = [policy_result(outcome, outcomes) for outcome in outcomes.values()]
     steps = Table(title="Recompute and update of one step", title_justify="left", title_style="bold")
-    steps.add_column("balancer")
+    steps.add_column("balancer", min_width=max(map(len, outcomes)))
     for column in ("step", "speed-up", "of balanced", "max/mean", "p99", "replicas", "between nodes", "pool"):
         steps.add_column(column, justify="right")
     for row, outcome in zip(rows, outcomes.values(), strict=True):
@@ -98,7 +98,7 @@ def simulation_tables(
             f"{outcome.memory['replica pool'] / 1e9:.2f} GB",
         )
     parts = Table(title="Where the time goes, seconds", title_justify="left", title_style="bold")
-    parts.add_column("balancer")
+    parts.add_column("balancer", min_width=max(map(len, outcomes)))
     for name in PARTS:
         parts.add_column(name, justify="right")
     for row in rows:
