@@ -15,7 +15,8 @@ from trimtab.simulator.memory import memory_bytes, replica_pool_bytes
 
 # An expert has 600 weights, 1200 bytes; its gradient in float32 has 2400.
 MODEL = ModelSpec(
-    "small", num_experts=4, top_k=1, hidden_size=20, expert_width=10, moe_layers=4, attention_parameters=100, vocab_size=7
+    "small", num_experts=4, top_k=1, hidden_size=20, expert_width=10, moe_layers=4,
+    attention_parameters=100, vocab_size=7,
 )  # fmt: skip
 WEIGHTS, GRADIENT = 1200, 2400
 

@@ -138,7 +138,7 @@ class State(NamedTuple):
         met: `[G, L]` float64, when the ranks met in each of them.
         home_by: `[D]` float64, when all gradients sent so far are at this home.
         under_way: `[places, D]` float64, the same for the instances that may be under way at a time.
-        kept_from: `[G, L]` float64, since when copies that stay may be on their way; -1 once it is known when they come.
+        kept_from: `[G, L]` float64, when copies that stay may set out; -1 once it is known when they come.
         kept_by: `[G, L, R]` float64, when they are there.
         links: of all ranks.
     """
