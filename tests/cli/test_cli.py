@@ -191,8 +191,10 @@ def test_a_trace_of_another_model_is_refused(
     run_and_expect_refusal(arguments, "the trace has 64 experts, top-2, the model 32 experts, top-4", capsys)
 
 
-def test_the_laptop_half_never_imports_torch(trace_file: Path) -> None:
+def test_the_laptop_half_never_imports_torch(trace_file: Path, config_file: Path, tmp_path: Path) -> None:
     """With torch and transformers blocked, everything but training works."""
+    simulate = ["simulate", str(trace_file), "--model", str(config_file), "--ranks", "4", "--policies", "trimtab"]
+    simulate += ["--html", str(tmp_path / "page.html"), "--perfetto", str(tmp_path / "timeline.json")]
     program = f"""
 import sys
 class Blocked:
@@ -204,6 +206,7 @@ import trimtab, trimtab.planner, trimtab.policies, trimtab.simulator, trimtab.re
 from trimtab.cli.main import main
 assert main(['trace', 'info', {str(trace_file)!r}]) == 0
 assert main(['plan', {str(trace_file)!r}, '--ranks', '4', '--token-budget', '512']) == 0
+assert main({simulate!r}) == 0
 assert main(['bench', 'planner', '--sizes', '2/16', '--layers', '1', '--slots', '1', '--policies', 'trimtab']) == 0
 assert 'torch' not in sys.modules
 """

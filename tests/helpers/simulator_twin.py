@@ -1,7 +1,7 @@
 """The simulator once more, slowly: every row by itself, links as fluids, ranks as chains of moments.
 
-Nothing here is shared with `trimtab.simulator` but the values that go in. Where ranks meet, a moment remembers which one
-it came from; the parts of a step are found at the end, by walking back from the last moment.
+Nothing here is shared with `trimtab.simulator` but the values that go in. Where ranks meet, a moment remembers which
+one it came from; the parts of a step are found at the end, by walking back from the last moment.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import math
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
+from itertools import pairwise
 
 import numpy as np
 
@@ -150,7 +151,7 @@ def pour(release: float, work: float, busy: Iterable[tuple[float, float]], spare
     """
     changes = sorted({release, math.inf, *(edge for span in busy for edge in span if edge > release)})
     spans = list(busy)
-    for start, end in zip(changes, changes[1:], strict=False):
+    for start, end in pairwise(changes):
         rate = spare if any(s <= start < e for s, e in spans) else 1.0
         if work <= 0.0:
             return start
@@ -370,7 +371,7 @@ class Simulation:
         batches = self.plan.mini_batch_of_micro_step.tolist()
         for batch in sorted(set(batches)):
             waiting = [m for m, of in enumerate(batches) if of == batch]
-            last = {}
+            last: dict[int, int] = {}
             mine = []
             while waiting:
                 now, waiting = waiting[: len(self.groups)], waiting[len(self.groups) :]

@@ -95,9 +95,8 @@ def test_slots_of_every_layer() -> None:
     # Brought once, and slowed down by the first dispatch. The gradient leaves as the layer's backward ends, 8 s after
     # that of the step began, and takes 20; nothing else is on the link by then.
     case = small_case(known_at="past", transfers_start="step", copies="layer slots").but(near_gradient_s=20.0)
-    check(
-        case, 10.5 + 9 + 8 + 20, attention=8, dispatch=6, experts=16, imbalance=-1 + 1 + 2, transfers=3.5 + (8 + 20 - 16)
-    )  # fmt: skip
+    parts: dict[str, float] = {"attention": 8, "dispatch": 6, "experts": 16}
+    check(case, 10.5 + 9 + 8 + 20, **parts, imbalance=-1 + 1 + 2, transfers=3.5 + (8 + 20 - 16))
 
 
 def test_a_ring_of_one_layer_fetches_again_and_without_bounds_nothing_is() -> None:
@@ -119,7 +118,7 @@ def test_a_ring_of_one_layer_fetches_again_and_without_bounds_nothing_is() -> No
     # Room for one layer's gradients: home waits for layer 1's until 4 s after it left (at 3), not until 13 (at 16).
     slow = one.but(near_gradient_s=20.0, near_spare=1.0)
     # Forward 15 each. Backward: layer 1's gradient leaves after 3 s, is home after 23. Layer 0's rows end at 15 + 4;
-    # home waits until 23 before the layer goes on, attention until 25; layer 0's gradient left at 19, and is home at 43.
+    # home waits until 23 before the layer goes on, attention until 25; layer 0's gradient left at 19, is home at 43.
     check(slow, 15 + 15 + 43, **parts, dispatch=6, imbalance=-1 - 1 + 2, transfers=8 + 8 + 5 + 4 + 18)
 
 

@@ -9,9 +9,12 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from helpers.simulated_steps import GRADIENTS, MOVES, ROWS, SECONDS, WEIGHTS, Case, cases
+from helpers.simulated_steps import GRADIENTS, MOVES, ROWS, SECONDS, WEIGHTS, Case, cases, free_costs
+from trimtab import ClusterSpec, Placement, Schedule, StepPlan, Workload
+from trimtab.policies import Traits
 from trimtab.report.content import LANES, PARTS
 from trimtab.simulator.events import KINDS, WAITING
+from trimtab.simulator.step import StepSettings
 from trimtab.trace.routing import Array
 
 LITTLE = 1 + 1e-12
@@ -164,3 +167,25 @@ def test_as_many_groups_as_micro_steps_take_as_long_as_the_longest(case: Case) -
         longest = max(longest, alone_m.run().step_time_s)
     together = replace(case, plan=case.plan.without_replicas(), before=None).but(groups=micro_steps).run()
     assert together.step_time_s == pytest.approx(longest, rel=1e-9)
+
+
+def test_where_all_to_alls_get_in_the_way_sooner_can_be_later() -> None:
+    """Dense parts take half as long, and the step more: a dispatch comes upon a transfer that used to be through."""
+    counts_MLRE = np.zeros((1, 1, 3, 3), np.int32)
+    counts_MLRE[0, 0, 1, 0], counts_MLRE[0, 0, 2, 0] = 5, 3
+    schedule = Schedule(np.zeros(3, np.int32), np.arange(3, dtype=np.int32), np.zeros(1, np.int32), 3)
+    workload, cluster = Workload(counts_MLRE, np.ones(1, bool)), ClusterSpec(3, 3, 1)
+    plan = StepPlan.from_instances(
+        schedule, Placement.contiguous(1, 3, 3), [np.array([[0, 1]])], [np.array([[0, 5, 0]])],
+        plannable=workload.plannable, cluster=cluster,
+    )  # fmt: skip
+    costs = free_costs(layer_s=10.0, near_weights_s=10.0, near_spare=0.0, row_s=1.0, near_row_s=1.0)
+    traits = Traits(known_at="past", transfers_start="step")
+    plan = replace(plan, replica_paths=np.zeros(1, np.uint8))
+    case = Case(plan, workload, np.ones(3, np.int64), costs, cluster, traits, StepSettings())
+    forward_only = case.but(dense_backward=1e-12, expert_backward=1e-12)
+    # Weights are through as dispatch begins, at 10; rank 1 has its rows at once and needs 5 s for them, rank 0 gets its
+    # three until 13, and computes until 16. Backward has two all-to-alls more.
+    assert forward_only.run().step_time_s == pytest.approx(2 * (10 + 3 + 3 + 3) + 6)
+    # Dispatch takes the link of rank 0 from 5 to 8, so the weights come at 13, and rank 1 computes until 18.
+    assert forward_only.but(layer_s=5.0).run().step_time_s == pytest.approx(2 * (5 + 8 + 5 + 3) + 6)

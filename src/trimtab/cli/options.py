@@ -39,6 +39,18 @@ def need_extra(*modules: str, extra: str = "train") -> None:
         raise InputError(f"this command needs {', '.join(missing)}; install it with: pip install 'trimtab[{extra}]'")
 
 
+def check_outputs(*paths: Path | None) -> None:
+    """Raise InputError if a file can't be written there, before anything is computed."""
+    for path in paths:
+        if path is None:
+            continue
+        if path.is_dir():
+            raise InputError(f"{path}: a folder; name the file to write")
+        folder = next(parent for parent in path.absolute().parents if parent.exists())
+        if not folder.is_dir() or not os.access(folder, os.W_OK):
+            raise InputError(f"{path}: {folder} is not a folder that can be written to")
+
+
 def write_json(path: Path, content: dict[str, Any]) -> None:
     """Write a JSON file, whole or not at all."""
     path.parent.mkdir(parents=True, exist_ok=True)

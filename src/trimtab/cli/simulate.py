@@ -11,11 +11,13 @@ from typing import Any
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from trimtab.cli.options import positive, whole, write_json
+from trimtab.cli.options import check_outputs, positive, whole, write_json
 from trimtab.cluster import ClusterSpec, ModelSpec, load_cluster, load_model, model_like
 from trimtab.errors import InputError
 from trimtab.planner import SequenceCounts
 from trimtab.policies import POLICIES
+from trimtab.report.html import write_html
+from trimtab.report.perfetto import check_name, write_perfetto
 from trimtab.report.simulation import simulation_report, timelines
 from trimtab.report.tables import simulation_tables, sweep_table
 from trimtab.simulator.comparison import (
@@ -113,6 +115,9 @@ def add(commands: Any) -> None:
 
 
 def run(options: argparse.Namespace) -> None:
+    check_outputs(options.json, options.html, options.perfetto)
+    if options.perfetto:
+        check_name(options.perfetto)
     trace, earlier = step_of(_read(options.trace), options.step)
     model = load_model(options.model) if options.model else model_like(trace.num_experts, trace.top_k, trace.num_layers)
     _check_fits(trace, model, options)
@@ -146,13 +151,9 @@ def run(options: argparse.Namespace) -> None:
     if options.json:
         write_json(options.json, _json(options, trace, results))
     if options.html:
-        from trimtab.report.html import write_html
-
         write_html(simulation_report(str(options.trace), trace, first.situation, first.outcomes), options.html)
         console.print(f"page: {options.html}")
     if options.perfetto:
-        from trimtab.report.perfetto import write_perfetto
-
         write_perfetto(timelines(first.situation, first.outcomes), options.perfetto)
         console.print(f"timeline: {options.perfetto} (for the Perfetto viewer or chrome://tracing)")
 

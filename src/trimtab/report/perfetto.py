@@ -30,12 +30,17 @@ def write_perfetto(timelines: Sequence[Timeline], path: str | os.PathLike[str]) 
         InputError: if the file's name ends otherwise.
     """
     path = Path(path)
-    if not path.name.endswith((".json", ".json.gz")):
-        raise InputError(f"{path}: a trace for Perfetto should end in .json or .json.gz")
+    check_name(path)
     events = ",\n".join(_events(timelines))
     content = f'{{"displayTimeUnit":"ns","traceEvents":[\n{events}\n]}}\n'.encode()
     # Without the time of day, so that two runs give the same bytes.
     write_whole(path, gzip.compress(content, 6, mtime=0) if path.suffix == ".gz" else content)
+
+
+def check_name(path: Path) -> None:
+    """Raise InputError if a file's name doesn't say which of the two it is."""
+    if not path.name.endswith((".json", ".json.gz")):
+        raise InputError(f"{path}: a trace for Perfetto should end in .json or .json.gz")
 
 
 def _events(timelines: Sequence[Timeline]) -> Iterator[str]:

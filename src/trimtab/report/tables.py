@@ -20,7 +20,7 @@ from trimtab.trace.statistics import LayerSkew
 
 SHOWN_LAYERS = 5
 # Keys of `PARTS`, so short that a line fits a terminal.
-SHORT_PARTS = ("attention", "dispatch", "experts", "imbal.", "transfers", "plan", "moves", "optim.")
+SHORT_PARTS = ("dense", "dispatch", "experts", "imbal.", "copies", "plan", "moves", "optim.")
 
 
 def facts(rows: Iterable[tuple[str, str]], title: str) -> Table:
@@ -86,7 +86,7 @@ def simulation_tables(
     rows = [policy_result(outcome, outcomes) for outcome in outcomes.values()]
     steps = _simulation_table(
         "Recompute and update of one step",
-        ("seconds", "speed-up", "of ideal", "max/mean", "replicas", "far rows", "pool"),
+        ("seconds", "speed-up", "of ideal", "max/mean", "p99", "replicas", "far rows"),
     )
     for row, outcome in zip(rows, outcomes.values(), strict=True):
         steps.add_row(
@@ -95,19 +95,21 @@ def simulation_tables(
             f"{row.speedup:.2f}x",
             f"{row.fraction_of_balanced:.1%}",
             f"{row.max_over_mean:.3f}",
+            f"{outcome.balance.p99:.3f}",
             f"{row.replicas_per_instance:.1f}",
             f"{outcome.cross_node_fraction:.1%}",
-            f"{outcome.memory['replica pool'] / 1e9:.2f} GB",
         )
-    parts = _simulation_table("Where the seconds go", SHORT_PARTS)
+    parts = _simulation_table("Where the milliseconds go", SHORT_PARTS)
     for row in rows:
-        parts.add_row(row.name, *(f"{row.parts_s[name]:.3f}" for name in PARTS))
+        parts.add_row(row.name, *(f"{row.parts_s[name] * 1e3:,.0f}" for name in PARTS))
     said = "\n".join(notes(trace, situation))
     return setting, steps, parts, f"[bold]{answer(situation, outcomes)}[/bold]\n{said}"
 
 
 def _simulation_table(title: str, columns: Iterable[str]) -> Table:
-    table = Table(title=title, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    table = Table(
+        title=title, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD, padding=(0, 1), pad_edge=False
+    )
     table.add_column("balancer", no_wrap=True)
     for column in columns:
         table.add_column(column, justify="right", no_wrap=True)

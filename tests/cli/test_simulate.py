@@ -1,0 +1,172 @@
+"""`trimtab simulate` as a user runs it: the table, the files, sweeps, and one clear line for every mistake."""
+
+from __future__ import annotations
+
+import gzip
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from trimtab import ClusterSpec, RoutingTrace, write_trace
+from trimtab.cli.main import main
+from trimtab.cluster.presets import read_preset
+from trimtab.report.content import PARTS
+from trimtab.trace import synthesize
+
+CONFIG = {
+    "model_type": "qwen3_moe", "num_experts": 16, "num_experts_per_tok": 4, "hidden_size": 128,
+    "moe_intermediate_size": 64, "num_hidden_layers": 4, "vocab_size": 500,
+}  # fmt: skip
+
+
+@pytest.fixture
+def places(tmp_path: Path) -> dict[str, Path]:
+    """A trace of two steps, its model, and what is wrong with others."""
+    trace = synthesize(num_sequences=24, sequence_length=32, num_layers=2, num_experts=16, top_k=4, zipf=0.9)
+    trace = replace(trace, steps=np.repeat([0, 1], 12).astype(trace.steps.dtype))
+    write_trace(trace, tmp_path / "trace.parquet")
+    (tmp_path / "config.json").write_text(json.dumps(CONFIG))
+    (tmp_path / "other.json").write_text(json.dumps(CONFIG | {"num_experts": 32}))
+    empty = RoutingTrace.from_sequences([np.zeros((0, 2, 4), np.int64)], num_experts=16)
+    write_trace(empty, tmp_path / "empty.parquet")
+    preset = read_preset("cluster", "h100x8")
+    assert preset
+    (tmp_path / "cluster.toml").write_text(preset)
+    lines = preset.splitlines()
+    for n, line in enumerate(lines):
+        if line.strip("[]") in ("node_bytes_per_s", "network_bytes_per_s", "host_bytes_per_s"):
+            lines[n + 1] = "value = 0"
+    (tmp_path / "no-links.toml").write_text("\n".join(lines) + "\n")
+    return {"folder": tmp_path} | {path.stem.replace("-", "_"): path for path in tmp_path.iterdir()}
+
+
+def simulate(places: dict[str, Path], *arguments: str, policies: tuple[str, ...] = ("llep", "trimtab")) -> int:
+    words = ["simulate", "{trace}", "--model", "{config}", "--ranks", "4", "--ranks-per-node", "2", "--policies"]
+    return main([word.format(**places) for word in (*words, *policies, *arguments)])
+
+
+def test_it_prints_the_answer_and_writes_what_it_is_asked_to(
+    places: dict[str, Path], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "140")
+    folder = places["folder"] / "out"
+    files = ("--json", "{folder}/out/s.json", "--html", "{folder}/out/s.html", "--perfetto", "{folder}/out/s.json.gz")
+    assert simulate(places, *files) == 0
+    printed = capsys.readouterr().out
+    for text in ("Recompute and update of one step", "Where the time goes", *PARTS, "Imbalance costs"):
+        assert text in printed
+    assert sorted(path.name for path in folder.iterdir()) == ["s.html", "s.json", "s.json.gz"]
+    found = json.loads((folder / "s.json").read_text())
+    assert found.keys() == {"schema", "trace_hash", "seed", "settings", "cluster", "model", "policies"}
+    assert (found["schema"], found["settings"]["step"]) == ("trimtab-simulate-1", 1)
+    assert list(found["policies"]) == ["static", "llep", "trimtab", "balanced"]
+    assert ClusterSpec(**found["cluster"]).ranks_per_node == 2
+    for name, row in found["policies"].items():
+        shown = f"{row['speedup_vs_static']:.2f}x"
+        assert any(name in line and shown in line for line in printed.splitlines())
+    assert "trimtab" in (folder / "s.html").read_text(encoding="utf-8")
+    events = json.loads(gzip.decompress((folder / "s.json.gz").read_bytes()))["traceEvents"]
+    assert {"experts", "dispatch", "attention"} <= {event["name"] for event in events}
+
+
+def test_balancers_keep_their_names_on_a_narrow_terminal(
+    places: dict[str, Path], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    assert simulate(places, policies=("eplb", "eplb_oracle")) == 0
+    words = capsys.readouterr().out.split()
+    assert words.count("eplb_oracle") >= 2
+
+
+def without_times(path: Path) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads(path.read_text())
+    for part in (found, *found.get("sweep", [])):
+        for row in part["policies"].values():
+            assert row.pop("plan_us_per_instance") > 0
+    return found
+
+
+def test_two_runs_are_the_same_but_for_times_of_planning(places: dict[str, Path]) -> None:
+    for run in ("1", "2"):
+        assert simulate(places, "--json", f"{{folder}}/{run}.json", "--perfetto", f"{{folder}}/{run}.t.json") == 0
+    folder = places["folder"]
+    assert without_times(folder / "1.json") == without_times(folder / "2.json")
+    assert (folder / "1.t.json").read_bytes() == (folder / "2.t.json").read_bytes()
+
+
+def test_sweeps_run_every_case(places: dict[str, Path], capsys: pytest.CaptureFixture[str]) -> None:
+    sweep = ("--slots", "0", "2", "--micro-steps", "1", "3", "--json", "{folder}/s.json")
+    assert simulate(places, *sweep, policies=("foremoe",)) == 0
+    printed = capsys.readouterr().out
+    assert "Speed-up over static" in printed
+    found = without_times(places["folder"] / "s.json")
+    cases = [(case["ranks"], case["slots"], case["micro_steps"]) for case in found["sweep"]]
+    assert cases == [(4, 0, 1), (4, 0, 3), (4, 2, 1), (4, 2, 3)]
+    assert found["policies"] == found["sweep"][0]["policies"]
+    assert all(case["policies"]["foremoe"]["replicas_per_instance"] == 0 for case in found["sweep"][:2])
+    for case, text in zip(found["sweep"], ("4 ranks, 0 slots, 1 micro-steps",), strict=False):
+        assert text in printed
+        assert case["policies"]["static"]["micro_steps"] == 1
+    alone = ("--slots", "2", "--micro-steps", "3", "--json", "{folder}/alone.json")
+    assert simulate(places, *alone, policies=("foremoe",)) == 0
+    assert without_times(places["folder"] / "alone.json")["policies"] == found["sweep"][3]["policies"]
+
+
+def test_settings_reach_the_simulation(places: dict[str, Path]) -> None:
+    settings = ("--groups", "2", "--groups-meet", "layer", "--mini-batches", "2", "--equal-terms", "--step", "0")
+    size = ("--token-budget", "64", "--cluster", "{cluster}")
+    assert simulate(places, *settings, *size, "--json", "{folder}/s.json", policies=("trimtab",)) == 0
+    found = json.loads((places["folder"] / "s.json").read_text())
+    assert found["settings"] == {
+        "trace": str(places["trace"]), "step": 0, "token_budget": 64, "mini_batches": 2, "equal_terms": True,
+        "groups": 2, "meet": "layer", "ring_layers": 3,
+    }  # fmt: skip
+    # 12 sequences of 32 tokens, two in each of 4 places, in two mini-batches.
+    assert {row["micro_steps"] for row in found["policies"].values()} == {2}
+    assert found["cluster"]["name"] == "h100x8"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["{folder}/absent.parquet"], "absent.parquet: no such file"),
+        (["{trace}"], "no model that comes with Trimtab has 16 experts, top-4"),
+        (["{empty}", "--model", "{config}"], "the trace is empty"),
+        (["{trace}", "--model", "{other}"], "the trace has 16 experts, top-4, the model 32 experts, top-4"),
+        (["{trace}", "--model", "absent"], "absent: neither a model that comes with Trimtab"),
+        (["{trace}", "--model", "{config}", "--ranks", "3"], "--ranks 3 doesn't divide the 16 experts"),
+        (["{trace}", "--model", "{config}", "--ranks", "4", "32"], "--ranks 32 doesn't divide the 16 experts"),
+        (["{trace}", "--model", "{config}", "--ranks-per-node", "3"], "don't make whole nodes"),
+        (["{trace}", "--model", "{config}", "--step", "2"], "no step 2; the trace has steps 0 to 1"),
+        (["{trace}", "--model", "{config}", "--cluster", "absent"], "absent"),
+        (["{trace}", "--model", "{config}", "--cluster", "{no_links}"], "some replicas have no path"),
+        (["{trace}", "--model", "{config}", "--token-budget", "31"], "a sequence of 32 tokens doesn't fit"),
+        (["{trace}", "--token-budget", "99", "--micro-steps", "2"], "not allowed with argument"),
+        (["{trace}", "--policies", "magic"], "invalid choice: 'magic'"),
+        (["{trace}", "--slots", "-1"], "should be a whole number of at least 0"),
+        (["{trace}", "--groups-meet", "never"], "invalid choice: 'never'"),
+        (["{trace}", "--model", "{config}", "--perfetto", "{folder}/t.txt"], "should end in .json or .json.gz"),
+        (["{trace}", "--model", "{config}", "--html", "{trace}/page.html"], "{trace} is not a folder"),
+        (["{trace}", "--model", "{config}", "--html", "{folder}"], "{folder}: a folder; name the file to write"),
+    ],
+)
+def test_mistakes_get_one_line_and_write_nothing(
+    arguments: list[str], message: str, places: dict[str, Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    before = {path: path.stat().st_mtime_ns for path in places["folder"].rglob("*")}
+    words = ["--ranks", "4", "--policies", "static"]
+    words = ["simulate", arguments[0], *words, *arguments[1:], "--json", "{folder}/new/s.json"]
+    try:
+        status = main([word.format(**places) for word in words])
+    except SystemExit as stop:
+        status = int(stop.code or 0)
+    error = capsys.readouterr().err
+    assert status == 2
+    assert message.format(**places) in error
+    assert error.count("\n") == 1
+    assert "Traceback" not in error
+    assert {path: path.stat().st_mtime_ns for path in places["folder"].rglob("*")} == before

@@ -1,0 +1,272 @@
+"""Balancers compared on one step: what each is given, and what is said of it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar
+
+import numpy as np
+import pytest
+
+from trimtab import ClusterSpec, InputError, Placement, RoutingTrace, StepPlan
+from trimtab.cluster import ModelSpec
+from trimtab.planner import SequenceCounts
+from trimtab.policies import POLICIES, Traits, View
+from trimtab.simulator.comparison import (
+    Outcome,
+    Situation,
+    budget_for,
+    figures,
+    operations,
+    simulate_policy,
+    step_of,
+    trace_hash,
+)
+from trimtab.simulator.step import StepSettings
+from trimtab.trace.routing import Array
+
+# As DESIGN has them.
+KEYS = {
+    "known_at", "slots_per_rank", "step_time_s", "speedup_vs_static", "fraction_of_balanced", "max_over_mean",
+    "replicas_per_instance", "weight_bytes_per_micro_step", "cross_node_token_fraction", "exposed_transfer_s",
+    "exposed_planning_s", "migration_bytes_per_step", "plan_us_per_instance", "replica_pool_bytes",
+    "peak_tokens_per_rank",
+}  # fmt: skip
+MODEL = ModelSpec("small", num_experts=8, top_k=2, hidden_size=64, expert_width=32, moe_layers=2, vocab_size=100)
+
+
+def some_trace(seed: int = 0, steps: tuple[int, ...] = (3, 3, 4, 4, 4, 7, 7)) -> RoutingTrace:
+    rng = np.random.default_rng(seed)
+    skew_LE = rng.gumbel(size=(2, 8))
+    ids = [np.argsort(-rng.gumbel(size=(10 + s, 2, 8)) - skew_LE, axis=-1)[:, :, :2] for s in range(len(steps))]
+    trace = RoutingTrace.from_sequences(ids, num_experts=8)
+    return replace(trace, steps=np.array(steps, trace.steps.dtype))
+
+
+def some_situation(trace: RoutingTrace | None = None, **changes: Any) -> Situation:
+    step, earlier = step_of(some_trace() if trace is None else trace, None)
+    values: dict[str, Any] = {
+        "cluster": ClusterSpec(4, 2, 1),
+        "model": MODEL,
+        "sequences": SequenceCounts.from_trace(step),
+        "earlier": tuple(map(SequenceCounts.from_trace, earlier)),
+        "token_budget": 20,
+    }
+    return Situation(**values | changes)
+
+
+def test_a_step_and_those_before_it() -> None:
+    trace = some_trace()
+    step, earlier = step_of(trace, None)
+    assert step.steps.tolist() == [7, 7]
+    assert [part.steps.tolist() for part in earlier] == [[3, 3], [4, 4, 4]]
+    assert np.array_equal(step.expert_ids, trace.select(np.array([5, 6])).expert_ids)
+    step, earlier = step_of(trace, 3)
+    assert (step.steps.tolist(), earlier) == ([3, 3], [])
+    with pytest.raises(InputError, match="no step 5; the trace has steps 3 to 7"):
+        step_of(trace, 5)
+
+
+def test_a_budget_with_which_about_as_many_micro_steps_come_out() -> None:
+    def lengths(*tokens: int) -> SequenceCounts:
+        return SequenceCounts(
+            np.zeros((len(tokens), 1, 2), np.uint16), np.array(tokens, np.int64), np.ones(len(tokens), bool)
+        )
+
+    # 80 tokens in 2 * 4 places, and a tenth more; the largest step decides.
+    assert budget_for([lengths(*[10] * 8)], 2, 4) == 11
+    assert budget_for([lengths(10), lengths(*[10] * 8), lengths(5, 5)], 2, 4) == 11
+    # No less than the longest sequence of any step, and one token at least.
+    assert budget_for([lengths(*[10] * 8)], 8, 4) == 10
+    assert budget_for([lengths(10, 10), lengths(31)], 8, 4) == 31
+    assert budget_for([lengths()], 2, 2) == 1
+
+
+@dataclass(frozen=True)
+class Spy:
+    """Plans as `static`, and keeps what it was shown. As one that relocates it turns all homes round by one rank."""
+
+    traits: ClassVar[Traits] = Traits(known_at="past", transfers_start="never", copies="none")
+    seen: ClassVar[list[View]] = []
+
+    def plan(self, view: View) -> StepPlan:
+        self.seen.append(view)
+        plan = POLICIES["static"].plan(view)
+        return replace(plan, home=(plan.home + 1) % 4) if self.traits.relocates else plan
+
+
+class Mover(Spy):
+    traits = Traits(known_at="past", transfers_start="never", copies="none", relocates=True)
+    seen: ClassVar[list[View]] = []
+
+
+@pytest.fixture
+def spies(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    Spy.seen.clear()
+    Mover.seen.clear()
+    monkeypatch.setitem(POLICIES, "spy", Spy())
+    monkeypatch.setitem(POLICIES, "mover", Mover())
+    yield
+    Spy.seen.clear()
+    Mover.seen.clear()
+
+
+def past_of(*parts: SequenceCounts) -> Array:
+    return np.stack([part.counts_SLE.sum(axis=0, dtype=np.int64) for part in parts])
+
+
+@pytest.mark.usefixtures("spies")
+def test_the_past_is_handed_on_and_homes_stay_where_they_were() -> None:
+    situation = some_situation()
+    outcome = simulate_policy(situation, "spy")
+    contiguous = Placement.contiguous(2, 8, 4)
+    assert np.array_equal(Spy.seen[-1].past_counts_PLE, past_of(*situation.earlier))
+    assert np.array_equal(outcome.plan.home, contiguous.home)
+    assert outcome.migration_bytes == 0
+    # Who moves homes does so in the step before as well, which sees one step less; then only what moves again counts.
+    outcome = simulate_policy(situation, "mover")
+    before, now = Mover.seen
+    assert np.array_equal(before.past_counts_PLE, past_of(situation.earlier[0]))
+    assert np.array_equal(before.placement.home, contiguous.home)
+    assert np.array_equal(now.past_counts_PLE, past_of(*situation.earlier))
+    assert np.array_equal(now.placement.home, (contiguous.home + 1) % 4)
+    assert np.array_equal(outcome.plan.home, (contiguous.home + 2) % 4)
+    assert outcome.migration_bytes == 2 * 8 * MODEL.expert_parameters * (2 + 12)
+    assert outcome.simulated.parts_s["migration"] > 0
+
+
+@pytest.mark.usefixtures("spies")
+def test_on_equal_terms_all_get_the_same() -> None:
+    situation = some_situation(equal_terms=True)
+    simulate_policy(situation, "mover")
+    *_, now = Mover.seen
+    assert now.equal_terms
+    assert np.array_equal(now.placement.home, Placement.contiguous(2, 8, 4).home)
+    plans = [simulate_policy(situation, name).plan for name in ("static", "trimtab", "llep", "relibra", "eplb_oracle")]
+    for plan in plans:
+        assert np.array_equal(plan.home, plans[0].home)
+        assert np.array_equal(plan.micro_step, plans[0].micro_step)
+        assert np.array_equal(plan.rank, plans[0].rank)
+        assert plan.slots_per_rank <= situation.cluster.slots_per_rank
+    own = simulate_policy(replace(situation, equal_terms=False), "eplb_oracle").plan
+    assert not np.array_equal(own.home, plans[0].home)
+
+
+@pytest.mark.usefixtures("spies")
+def test_a_first_step_has_no_past() -> None:
+    situation = some_situation(some_trace(steps=(0,) * 7))
+    outcome = simulate_policy(situation, "mover")
+    assert all(view.past_counts_PLE.shape == (0, 2, 8) for view in Mover.seen)
+    # All homes move at once, from where they are without a balancer.
+    assert outcome.migration_bytes == 2 * 8 * MODEL.expert_parameters * (2 + 12)
+
+
+def test_mini_batches_are_dealt_out_in_order() -> None:
+    situation = some_situation(some_trace(steps=(0,) * 7), mini_batches=3)
+    assert situation.mini_batch_S.tolist() == [0, 0, 0, 1, 1, 2, 2]
+    outcome = simulate_policy(situation, "static")
+    assert outcome.plan.mini_batch_of_micro_step[outcome.plan.micro_step].tolist() == [0, 0, 0, 1, 1, 2, 2]
+    assert simulate_policy(replace(situation, mini_batches=100), "static").simulated.step_time_s > 0
+
+
+def test_figures_are_those_of_the_design_and_say_what_came_out() -> None:
+    situation = some_situation()
+    outcomes = {name: simulate_policy(situation, name) for name in ("static", "trimtab", "balanced")}
+    found = figures(outcomes, MODEL)
+    assert list(found) == ["static", "trimtab", "balanced"]
+    for name, row in found.items():
+        assert row.keys() >= KEYS
+        outcome: Outcome = outcomes[name]
+        seconds = outcome.simulated.step_time_s
+        assert row["step_time_s"] == seconds == pytest.approx(sum(row["parts_s"].values()))
+        assert row["speedup_vs_static"] == found["static"]["step_time_s"] / seconds
+        assert row["fraction_of_balanced"] == found["balanced"]["step_time_s"] / seconds
+        assert row["exposed_transfer_s"] == row["parts_s"]["transfers"]
+        assert row["exposed_planning_s"] == row["parts_s"]["planning"]
+        plan, loads_MLR = outcome.plan, outcome.simulated.work.loads_MLR
+        instances = plan.num_micro_steps * 2
+        assert row["replicas_per_instance"] == plan.num_replicas / instances
+        assert row["weight_bytes_per_micro_step"] == plan.num_replicas * MODEL.expert_bytes / plan.num_micro_steps
+        assert row["peak_tokens_per_rank"] == loads_MLR.max()
+        ratios = loads_MLR.max(axis=-1) / loads_MLR.mean(axis=-1)
+        assert row["max_over_mean"]["mean"] == pytest.approx(ratios.mean())
+        assert row["max_over_mean"]["max"] == pytest.approx(ratios.max())
+        assert row["micro_steps"] == plan.num_micro_steps
+        assert row["replica_pool_bytes"] == row["memory_bytes"]["replica pool"]
+    assert found["trimtab"]["exposed_planning_s"] > 0
+    assert found["static"]["cross_node_token_fraction"] == far_part(outcomes["static"])
+    assert found["balanced"]["max_over_mean"]["max"] == 1.0
+    without = figures({"trimtab": outcomes["trimtab"]}, MODEL)["trimtab"]
+    assert (without["speedup_vs_static"], without["fraction_of_balanced"]) == (None, None)
+
+
+def far_part(outcome: Outcome) -> float:
+    """Part of the rows whose home is on another node than they are."""
+    counts_MLRE = outcome.workload.token_counts_MLRE
+    far = [
+        tokens
+        for (_, layer, source, e), tokens in np.ndenumerate(counts_MLRE)
+        if source // 2 != outcome.plan.home[layer, e] // 2
+    ]
+    return sum(far) / counts_MLRE.sum()
+
+
+def test_showing_operations_does_not_change_the_step() -> None:
+    situation = some_situation()
+    outcome = simulate_policy(situation, "static")
+    for micro_step in range(outcome.plan.num_micro_steps):
+        events = operations(situation, outcome, micro_step)
+        assert len(events.kind_N) == len(events.kind_N) > 0
+        assert set(events.rank_N.tolist()) == {0, 1, 2, 3}
+
+
+def test_a_trace_hash_is_of_the_routing() -> None:
+    trace = some_trace()
+    own = trace_hash(trace)
+    assert trace_hash(some_trace()) == own
+    ids = trace.expert_ids.copy()
+    ids[5, 1] = ids[5, 1, ::-1] if ids[5, 1, 0] != ids[5, 1, 1] else ids[5, 1]
+    ids[5, 1, 0] = (ids[5, 1, 0] + 1) % 8
+    assert trace_hash(replace(trace, expert_ids=ids)) != own
+    assert trace_hash(replace(trace, steps=trace.steps + 1)) != own
+    assert trace_hash(trace.select(np.arange(6))) != own
+    starts = trace.sequence_starts.copy()
+    starts[1] -= 1
+    assert trace_hash(replace(trace, sequence_starts=starts)) != own
+    assert trace_hash(replace(trace, layer_indices=trace.layer_indices + 1)) != own
+    # What planning does not look at.
+    assert trace_hash(replace(trace, model="another")) == own
+    assert trace_hash(replace(trace, prompt_lengths=np.ones_like(trace.prompt_lengths))) == own
+
+
+ODD: tuple[dict[str, Any], ...] = (
+    {"cluster": ClusterSpec(1, 1, 2)},
+    {"cluster": ClusterSpec(2, 1, 0)},
+    {"cluster": ClusterSpec(8, 4, 1)},
+    {"cluster": ClusterSpec(4, 2, 1, host_bytes_per_s=0.0)},
+    {"cluster": ClusterSpec(4, 2, 1, node_bytes_per_s=0.0)},
+    {"cluster": ClusterSpec(4, 1, 1, network_bytes_per_s=0.0, node_bytes_per_s=0.0)},
+    {"cluster": ClusterSpec(4, 4, 1, dispatch_forwards=False), "settings": StepSettings(groups=3, meet="layer")},
+    {"mini_batches": 2, "settings": StepSettings(groups=2, ring_layers=1)},
+)
+
+
+@pytest.mark.parametrize("name", list(POLICIES))
+def test_every_balancer_runs_in_odd_settings(name: str) -> None:
+    """One rank, no slots, one expert a rank, links that are missing, groups; and routes that are missing."""
+    trace = some_trace()
+    ids = trace.expert_ids.copy()
+    ids[trace.sequence_starts[5], 1] = trace.no_route
+    # RoutePack's search takes its time.
+    for changes in ODD[:1] if name == "routepack" else ODD:
+        for situation in (some_situation(**changes), some_situation(replace(trace, expert_ids=ids), **changes)):
+            outcome = simulate_policy(situation, name)
+            step = outcome.simulated
+            assert 0 < step.step_time_s < 1
+            assert sum(step.parts_s.values()) == pytest.approx(step.step_time_s)
+            assert outcome.memory["replica pool"] >= 0
+            assert 0 <= outcome.cross_node_fraction <= 1
+            if situation.cluster.ranks == 1:
+                assert outcome.plan.num_replicas == 0
+                assert step.parts_s["imbalance"] == pytest.approx(0.0, abs=1e-12)
