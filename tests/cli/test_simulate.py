@@ -14,7 +14,7 @@ import pytest
 from trimtab import ClusterSpec, RoutingTrace, write_trace
 from trimtab.cli.main import main
 from trimtab.cluster.presets import read_preset
-from trimtab.report.content import PARTS
+from trimtab.report.tables import SHORT_PARTS
 from trimtab.trace import synthesize
 
 CONFIG = {
@@ -57,7 +57,7 @@ def test_it_prints_the_answer_and_writes_what_it_is_asked_to(
     files = ("--json", "{folder}/out/s.json", "--html", "{folder}/out/s.html", "--perfetto", "{folder}/out/s.json.gz")
     assert simulate(places, *files) == 0
     printed = capsys.readouterr().out
-    for text in ("Recompute and update of one step", "Where the time goes", *PARTS, "Imbalance costs"):
+    for text in ("Recompute and update of one step", "Where the milliseconds go", *SHORT_PARTS, "Imbalance costs"):
         assert text in printed
     assert sorted(path.name for path in folder.iterdir()) == ["s.html", "s.json", "s.json.gz"]
     found = json.loads((folder / "s.json").read_text())

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 
 import numpy as np
-from rich import box
 from rich.console import Group, RenderableType
 from rich.table import Table
 
@@ -107,9 +106,7 @@ def simulation_tables(
 
 
 def _simulation_table(title: str, columns: Iterable[str]) -> Table:
-    table = Table(
-        title=title, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD, padding=(0, 1), pad_edge=False
-    )
+    table = Table(title=title, title_justify="left", title_style="bold", box=None, padding=(0, 2, 0, 0), pad_edge=False)
     table.add_column("balancer", no_wrap=True)
     for column in columns:
         table.add_column(column, justify="right", no_wrap=True)
