@@ -11,6 +11,7 @@ from typing import Any
 
 from rich.console import Console
 
+from trimtab.benchmarks.papers.published import ROWS
 from trimtab.cli.options import need_extra, positive, whole, write_json
 from trimtab.errors import InputError
 from trimtab.planner import Placement
@@ -18,6 +19,7 @@ from trimtab.policies import POLICIES
 from trimtab.trace import PRESETS
 
 PRESET_NAMES = tuple(PRESETS)
+PAPERS = tuple(row.name for row in ROWS)
 
 
 def add(commands: Any) -> None:
@@ -80,6 +82,28 @@ def add(commands: Any) -> None:
     step.add_argument("--seed", type=whole, default=0, metavar="N", help="of the routing (default: 0)")
     step.add_argument("--json", type=Path, metavar="FILE", help="also write the figures to FILE")
     step.set_defaults(run=run_step)
+    papers = benches.add_parser(
+        "papers",
+        help="figures that papers published, beside what the simulator gives in set-ups like theirs",
+        description="Simulate the set-ups of several papers on synthetic routing, and print their figures and ours: "
+        "the range over presets and seeds, and the median.",
+        epilog="example: trimtab bench papers --rows relibra --json out/relibra.json",
+    )
+    what = papers.add_mutually_exclusive_group()
+    what.add_argument("--rows", nargs="+", choices=PAPERS, default=PAPERS, metavar="NAME", help=f"{', '.join(PAPERS)}")
+    what.add_argument("--read", type=Path, metavar="FILE", help="take the figures that --json wrote, and run nothing")
+    papers.add_argument(
+        "--presets",
+        nargs="+",
+        choices=PRESET_NAMES,
+        default=["rl-math", "rl-mixed"],
+        metavar="NAME",
+        help="skew of the routing (rl-math rl-mixed)",
+    )
+    papers.add_argument("--seeds", type=whole, nargs="+", default=[0, 1, 2], metavar="N", help="of the routing (0 1 2)")
+    papers.add_argument("--json", type=Path, metavar="FILE", help="also write the figures to FILE")
+    papers.add_argument("--page", type=Path, metavar="FILE", help="also put the tables into docs/reproduction.md")
+    papers.set_defaults(run=run_papers)
     transfer = benches.add_parser(
         "transfer",
         help="what weights cost on their way, and what a plan saves of the experts' compute, on one device",
@@ -154,6 +178,24 @@ def run_step(options: argparse.Namespace) -> None:
     print_figures(rows, Console(highlight=False))
     if options.json:
         write_json(options.json, {"schema": "trimtab-bench-step-1", "seed": options.seed, "sizes": rows})
+
+
+def run_papers(options: argparse.Namespace) -> None:
+    from trimtab.benchmarks.papers import run_benchmark
+    from trimtab.benchmarks.papers.page import print_figures, read_figures, read_page, write_page
+
+    if options.page:
+        read_page(options.page)  # before minutes of work
+    if options.read:
+        figures = read_figures(options.read)
+    else:
+        rows = [row for row in ROWS if row.name in options.rows]
+        figures = run_benchmark(rows, options.presets, options.seeds)
+    print_figures(figures, Console(highlight=False))
+    if options.json:
+        write_json(options.json, figures)
+    if options.page:
+        write_page(figures, options.page)
 
 
 def run_transfer(options: argparse.Namespace) -> None:

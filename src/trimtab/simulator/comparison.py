@@ -62,7 +62,7 @@ class Outcome:
     """What a balancer gives.
 
     Attributes:
-        name: of `POLICIES`.
+        name: of `POLICIES`, or of a variant.
         workload: the step's load under the plan's schedule.
         migration_bytes: weights and optimizer state of homes that moved.
         plan_us: time of its planning here, microseconds an instance; with numba's compilation left out.
@@ -71,6 +71,7 @@ class Outcome:
     """
 
     name: str
+    policy: Policy
     plan: StepPlan
     workload: Workload
     simulated: SimulatedStep
@@ -79,10 +80,6 @@ class Outcome:
     plan_us: float
     cross_node_fraction: float
     memory: dict[str, int]
-
-    @property
-    def policy(self) -> Policy:
-        return POLICIES[self.name]
 
 
 def step_of(trace: RoutingTrace, step: int | None) -> tuple[RoutingTrace, list[RoutingTrace]]:
@@ -103,9 +100,9 @@ def budget_for(sequences: Iterable[SequenceCounts], ranks: int, micro_steps: int
     return max(longest, math.ceil(most / (ranks * micro_steps) * (1 + SLACK)))
 
 
-def simulate_policy(situation: Situation, name: str) -> Outcome:
-    """Plan the step with a balancer of `POLICIES` and simulate it."""
-    policy, model, cluster = POLICIES[name], situation.model, situation.cluster
+def simulate_policy(situation: Situation, name: str, variant: Policy | None = None) -> Outcome:
+    """Plan the step with a balancer of `POLICIES`, or with a variant that goes by `name`, and simulate it."""
+    policy, model, cluster = variant or POLICIES[name], situation.model, situation.cluster
     sequences, groups = situation.sequences, situation.settings.groups
     cost = CostModel.of(cluster, model)
     past = [part.counts_SLE.sum(axis=0, dtype=np.int64) for part in situation.earlier]
@@ -141,6 +138,7 @@ def simulate_policy(situation: Situation, name: str) -> Outcome:
     state_bytes = model.expert_bytes + STATE_BYTES * model.expert_parameters
     return Outcome(
         name=name,
+        policy=policy,
         plan=plan,
         workload=workload,
         simulated=simulated,
