@@ -140,6 +140,7 @@ class State(NamedTuple):
         under_way: `[places, D]` float64, the same for the instances that may be under way at a time.
         kept_from: `[G, L]` float64, when copies that stay may set out; -1 once it is known when they come.
         kept_by: `[G, L, R]` float64, when they are there.
+        done_by: `[G, L, R]` float64, when ranks are done with a layer of the mini-batch's last backward.
         links: of all ranks.
     """
 
@@ -153,6 +154,7 @@ class State(NamedTuple):
     under_way: Array
     kept_from: Array
     kept_by: Array
+    done_by: Array
     links: Links
 
 
@@ -192,6 +194,7 @@ def run_step(rounds, work, replicas, kept, costs, recipe, groups, events, shown_
         np.zeros(num_ranks),
         np.zeros((recipe.places, num_ranks)),
         np.zeros((num_groups, num_layers)),
+        np.zeros((num_groups, num_layers, groups.ranks)),
         np.zeros((num_groups, num_layers, groups.ranks)),
         idle_links(num_ranks, num_layers),
     )
@@ -258,10 +261,11 @@ def _backward(run, order_G, closes_G):  # type: ignore[no-untyped-def]
             if m < 0:
                 continue
             _moe_layer(run, g, m, layer, True)
-            if closes_G[g] and run.recipe.store == KEPT:
-                for p in range(run.kept.starts[layer], run.kept.starts[layer + 1]):
-                    _send_home(run, g, run.kept, p, layer)
+            run.state.done_by[g, layer] = run.state.time[g * run.groups.ranks : (g + 1) * run.groups.ranks]
             _compute(run, g, run.work.attention_MR[m], factor, ATTENTION, ev.ATTENTION, layer)
+    for g in range(len(order_G)):
+        if closes_G[g] and run.recipe.store == KEPT:
+            _send_kept_home(run, g)
 
 
 @numba.njit(cache=True, nogil=True)
@@ -467,11 +471,20 @@ def _send_instance_home(run, g, instance, k, layer):  # type: ignore[no-untyped-
     state.under_way[slot, first : first + run.groups.ranks] = 0.0
     for p in range(copies.starts[instance], copies.starts[instance + 1]):
         home = first + copies.homes[p]
-        state.under_way[slot, home] = max(state.under_way[slot, home], _send_home(run, g, copies, p, layer))
+        there = _send_home(run, g, copies, p, layer, state.time[first + copies.ranks[p]])
+        state.under_way[slot, home] = max(state.under_way[slot, home], there)
 
 
 @numba.njit(cache=True, nogil=True)
-def _send_home(run, g, copies, p, layer):  # type: ignore[no-untyped-def]
+def _send_kept_home(run, g):  # type: ignore[no-untyped-def]
+    """Gradients of copies that stay set out as each layer is done, served when the pass's all-to-alls are known."""
+    for layer in range(len(run.kept.starts) - 2, -1, -1):
+        for p in range(run.kept.starts[layer], run.kept.starts[layer + 1]):
+            _send_home(run, g, run.kept, p, layer, run.state.done_by[g, layer, run.kept.ranks[p]])
+
+
+@numba.njit(cache=True, nogil=True)
+def _send_home(run, g, copies, p, layer, release):  # type: ignore[no-untyped-def]
     """One replica's gradient sets out. Returns when it is home."""
     links, costs, first = run.state.links, run.costs, g * run.groups.ranks
     home, rank = first + copies.homes[p], first + copies.ranks[p]
@@ -479,7 +492,6 @@ def _send_home(run, g, copies, p, layer):  # type: ignore[no-untyped-def]
     lane = GRADIENTS + (NEAR_OUT if near else FAR_OUT)
     seconds = costs.near_gradient_s if near else costs.far_gradient_s
     spare = costs.near_spare if near else costs.far_spare
-    release = run.state.time[rank]
     since = max(links.free[lane, rank], release)
     sent = serve(links, lane, rank, release, seconds, spare)
     there = max(sent, serve(links, lane + 1, home, release, seconds, spare))
