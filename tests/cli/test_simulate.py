@@ -123,7 +123,7 @@ def test_settings_reach_the_simulation(places: dict[str, Path]) -> None:
     found = json.loads((places["folder"] / "s.json").read_text())
     assert found["settings"] == {
         "trace": str(places["trace"]), "step": 0, "token_budget": 64, "mini_batches": 2, "equal_terms": True,
-        "groups": 2, "meet": "layer", "ring_layers": 3,
+        "groups": 2, "meet": "layer", "ring_layers": 3, "recompute": True,
     }  # fmt: skip
     # 12 sequences of 32 tokens, two in each of 4 places, in two mini-batches.
     assert {row["micro_steps"] for row in found["policies"].values()} == {2}

@@ -351,11 +351,10 @@ class Simulation:
             self.kept_by[g, layer] = self.bring(g, self.kept_copies[layer], self.kept_from, layer)
         return self.kept_by[g, layer]
 
-    def return_gradient(self, g: int, copy: Copy, layer: int) -> float:
-        """When a copy's gradient, ready now, is home."""
+    def return_gradient(self, g: int, copy: Copy, layer: int, release: float) -> float:
+        """When a copy's gradient is home."""
         link = "near" if self.is_near(copy) else "far"
         work = self.costs.near_gradient_s if link == "near" else self.costs.far_gradient_s
-        release = self.time((g, copy.rank))
         start = max(release, self.lanes[f"gradients {link} out", g, copy.rank].free)
         done = self.send("gradients", link, copy.rank, copy.home, g, release, work)
         lane = "node link" if link == "near" else "network"
@@ -455,6 +454,7 @@ class Simulation:
 
     def backward(self, now: list[tuple[int, int, int, bool]]) -> None:
         factor = self.costs.dense_backward
+        leaving: list[tuple[int, Copy, int, float]] = []
         self.begin()
         for _, g, m, _ in now:
             self.compute(g, self.dense(m, factor)[1], "attention", "head", -1)
@@ -464,9 +464,11 @@ class Simulation:
             for _, g, m, closes in now:
                 self.moe_backward(g, m, layer)
                 if closes and self.traits.copies == "layer slots":
-                    for copy in self.kept_copies[layer]:
-                        self.return_gradient(g, copy, layer)
+                    leaving += [(g, copy, layer, self.time((g, copy.rank))) for copy in self.kept_copies[layer]]
                 self.compute(g, self.dense(m, factor)[0], "attention", "attention", layer)
+        # By now it is known which all-to-alls they met.
+        for g, copy, layer, ready in leaving:
+            self.return_gradient(g, copy, layer, ready)
 
     def travelling(self, m: int, layer: int) -> list[Copy]:
         """Copies that come for this instance alone."""
@@ -534,7 +536,8 @@ class Simulation:
                     self.wait((g, copy.home), until, layer)
             home_by: dict[int, float] = defaultdict(float)
             for copy in copies:
-                home_by[copy.home] = max(home_by[copy.home], self.return_gradient(g, copy, layer))
+                done = self.return_gradient(g, copy, layer, self.time((g, copy.rank)))
+                home_by[copy.home] = max(home_by[copy.home], done)
             self.returning[g].append(home_by)
         self.meet(group)
         self.all_to_all(g, m, layer, "dispatch")

@@ -2,7 +2,11 @@
 
 A lane is one direction of one link of one rank. Its transfers are served one after another, each at the link's whole
 rate while no all-to-all runs over the lane, and at what that leaves meanwhile. A transfer between two ranks is done
-when both lanes have served it. All-to-alls have the right of way and are not slowed down.
+when both lanes have served it. All-to-alls have the right of way and are not slowed down. A transfer is served as soon
+as somebody has to know when it is done, with the all-to-alls till then. That is exact but for the gradients of replicas
+that come for one instance: all-to-alls that begin after they left do not slow them down.
+
+Weights and gradients have lanes of their own; that a rank sends some of both at a time is not looked at.
 """
 
 from __future__ import annotations

@@ -139,6 +139,7 @@ class State(NamedTuple):
         kept_from: `[G, L]` float64, since when copies that stay may be on their way; -1 once it is known when they are
             there.
         kept_by: `[G, L, R]` float64, when they are there.
+        done_by: `[G, L, R]` float64, when ranks are done with a layer's experts in the last backward.
     """
 
     arrival: Array
@@ -149,6 +150,7 @@ class State(NamedTuple):
     under_way: Array
     kept_from: Array
     kept_by: Array
+    done_by: Array
 
 
 class Run(NamedTuple):
@@ -184,6 +186,7 @@ def run_step(rounds, work, replicas, kept, costs, recipe, groups, clock, shown_r
         np.zeros(num_ranks),
         np.zeros((recipe.places, num_ranks)),
         np.zeros((num_groups, num_layers)),
+        np.zeros((num_groups, num_layers, groups.ranks)),
         np.zeros((num_groups, num_layers, groups.ranks)),
     )
     run = Run(work, replicas, kept, costs, recipe, groups, clock, state, idle_links(num_ranks, num_layers))
@@ -242,15 +245,13 @@ def _pass(run, rounds, q, backward):  # type: ignore[no-untyped-def]
                 _compute(clock, first, work.attention_MR[m], factor, ATTENTION, ev.ATTENTION, layer)
             _moe_layer(run, g, m, layer, backward)
             if backward:
-                if closes_G[g] and run.recipe.store == KEPT:
-                    for p in range(run.kept.starts[layer], run.kept.starts[layer + 1]):
-                        _send_home(
-                            clock, run.links, run.state.home_by, run.kept, p, first, run.groups, run.costs, layer
-                        )
+                run.state.done_by[g, layer] = clock.time[first : first + ranks]
                 _compute(clock, first, work.attention_MR[m], factor, ATTENTION, ev.ATTENTION, layer)
     for g in range(len(order_G)):
         if not backward and order_G[g] >= 0:
             _compute(clock, g * ranks, work.outer_MR[order_G[g]], factor, ATTENTION, ev.HEAD, -1)
+        if backward and closes_G[g] and run.recipe.store == KEPT:
+            _send_kept_home(run, g)
 
 
 @numba.njit(cache=True, nogil=True)
@@ -441,19 +442,29 @@ def _send_instance_home(run, chosen, first, k, layer):  # type: ignore[no-untype
     under_way[first : first + run.groups.ranks] = 0.0
     for p in range(chosen[0], chosen[1]):
         home = first + copies.homes[p]
-        there = _send_home(clock, run.links, state.home_by, copies, p, first, run.groups, run.costs, layer)
+        left = clock.time[first + copies.ranks[p]]
+        there = _send_home(clock, run.links, state.home_by, copies, p, first, run.groups, run.costs, layer, left)
         under_way[home] = max(under_way[home], there)
 
 
 @numba.njit(cache=True, nogil=True)
-def _send_home(clock, links, home_by, copies, p, first, groups, costs, layer):  # type: ignore[no-untyped-def]
+def _send_kept_home(run, g):  # type: ignore[no-untyped-def]
+    """Gradients of copies that stay set out as each layer is done, served when the pass's all-to-alls are known."""
+    kept, state, first = run.kept, run.state, g * run.groups.ranks
+    for layer in range(len(kept.starts) - 2, -1, -1):
+        for p in range(kept.starts[layer], kept.starts[layer + 1]):
+            left = state.done_by[g, layer, kept.ranks[p]]
+            _send_home(run.clock, run.links, state.home_by, kept, p, first, run.groups, run.costs, layer, left)
+
+
+@numba.njit(cache=True, nogil=True)
+def _send_home(clock, links, home_by, copies, p, first, groups, costs, layer, release):  # type: ignore[no-untyped-def]
     """One replica's gradient sets out. Returns when it is home."""
     home, rank = first + copies.homes[p], first + copies.ranks[p]
     near = copies.homes[p] // groups.ranks_per_node == copies.ranks[p] // groups.ranks_per_node
     lane = GRADIENTS + (NEAR_OUT if near else FAR_OUT)
     seconds = costs.near_gradient_s if near else costs.far_gradient_s
     spare = costs.near_spare if near else costs.far_spare
-    release = clock.time[rank]
     since = max(links.free[lane, rank], release)
     sent = serve(links, lane, rank, release, seconds, spare)
     there = max(sent, serve(links, lane + 1, home, release, seconds, spare))
