@@ -15,7 +15,7 @@ class Trimtab:
 
     traits: ClassVar[Traits] = Traits(
         known_at="step",
-        planning_us_per_rank=45.0,
+        planning_us_per_rank=35.0,
         planning_serial=0.2,
         transfers_start="micro-step",
         host_path=True,
