@@ -11,7 +11,7 @@ help:  ## list the targets
 demo: .venv/.ready  ## post-train a small MoE on two local ranks, balanced by Trimtab (about 4 minutes)
 	$(BIN)/trimtab train --out $(OUT)
 
-test: .venv/.ready  ## run the tests (about 14 minutes)
+test: .venv/.ready  ## run the tests (about 16 minutes)
 	$(BIN)/python -m pytest
 
 lint: .venv/.ready  ## lint, format check and types
@@ -19,10 +19,12 @@ lint: .venv/.ready  ## lint, format check and types
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
-bench: .venv/.ready  ## reproduce the figures that the README quotes (about 25 minutes)
+bench: .venv/.ready  ## reproduce the figures that README and docs quote (about 40 minutes)
 	$(BIN)/trimtab bench runtime --json out/bench-runtime.json
 	$(BIN)/trimtab bench planner --json out/bench-planner.json --frontier out/frontier.svg
 	$(BIN)/trimtab bench step --json out/bench-step.json
+	$(BIN)/trimtab bench simulator --json out/bench-simulator.json
+	$(BIN)/trimtab bench papers --json out/bench-papers.json
 
 clean:  ## remove what the other targets made
 	rm -rf .venv out
