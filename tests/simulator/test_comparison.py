@@ -167,7 +167,10 @@ def test_mini_batches_are_dealt_out_in_order() -> None:
     assert situation.mini_batch_S.tolist() == [0, 0, 0, 1, 1, 2, 2]
     outcome = simulate_policy(situation, "static")
     assert outcome.plan.mini_batch_of_micro_step[outcome.plan.micro_step].tolist() == [0, 0, 0, 1, 1, 2, 2]
-    assert simulate_policy(replace(situation, mini_batches=100), "static").simulated.step_time_s > 0
+    # No more than there are sequences.
+    most = simulate_policy(replace(situation, mini_batches=100), "static").plan
+    assert most.mini_batch_of_micro_step[most.micro_step].tolist() == list(range(7))
+    assert most.num_micro_steps == 7
 
 
 def test_figures_are_those_of_the_design_and_say_what_came_out() -> None:
