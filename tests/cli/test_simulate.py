@@ -128,6 +128,13 @@ def test_settings_reach_the_simulation(places: dict[str, Path]) -> None:
     # 12 sequences of 32 tokens, two in each of 4 places, in two mini-batches.
     assert {row["micro_steps"] for row in found["policies"].values()} == {2}
     assert found["cluster"]["name"] == "h100x8"
+    size = ("--micro-steps", "2", "--json", "{folder}/g.json")
+    budgets = []
+    for groups in ("1", "2"):
+        assert simulate(places, *size, "--groups", groups, policies=("static",)) == 0
+        budgets.append(json.loads((places["folder"] / "g.json").read_text())["settings"]["token_budget"])
+    # 384 tokens and a tenth, in 2 micro-steps on 4 ranks; on 8 ranks a sequence of 32 still has to fit.
+    assert budgets == [53, 32]
 
 
 @pytest.mark.parametrize(

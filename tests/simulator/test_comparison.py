@@ -9,8 +9,10 @@ from typing import Any, ClassVar
 import numpy as np
 import pytest
 
+from helpers.simulator_twin import flows_of
 from trimtab import ClusterSpec, InputError, Placement, RoutingTrace, StepPlan
 from trimtab.cluster import ModelSpec
+from trimtab.cluster.operations import OperationCosts
 from trimtab.planner import SequenceCounts
 from trimtab.policies import POLICIES, Traits, View
 from trimtab.simulator.comparison import (
@@ -23,7 +25,8 @@ from trimtab.simulator.comparison import (
     step_of,
     trace_hash,
 )
-from trimtab.simulator.step import StepSettings
+from trimtab.simulator.memory import memory_bytes
+from trimtab.simulator.step import StepSettings, simulate_step
 from trimtab.trace.routing import Array
 
 # As DESIGN has them.
@@ -36,10 +39,12 @@ KEYS = {
 MODEL = ModelSpec("small", num_experts=8, top_k=2, hidden_size=64, expert_width=32, moe_layers=2, vocab_size=100)
 
 
-def some_trace(seed: int = 0, steps: tuple[int, ...] = (3, 3, 4, 4, 4, 7, 7)) -> RoutingTrace:
+def some_trace(seed: int = 0, steps: tuple[int, ...] = (3, 3, 4, 4, 4, 7, 7), longer: int = 0) -> RoutingTrace:
     rng = np.random.default_rng(seed)
     skew_LE = rng.gumbel(size=(2, 8))
-    ids = [np.argsort(-rng.gumbel(size=(10 + s, 2, 8)) - skew_LE, axis=-1)[:, :, :2] for s in range(len(steps))]
+    ids = [
+        np.argsort(-rng.gumbel(size=(10 + s + longer, 2, 8)) - skew_LE, axis=-1)[:, :, :2] for s in range(len(steps))
+    ]
     trace = RoutingTrace.from_sequences(ids, num_experts=8)
     return replace(trace, steps=np.array(steps, trace.steps.dtype))
 
@@ -167,7 +172,10 @@ def test_mini_batches_are_dealt_out_in_order() -> None:
     assert situation.mini_batch_S.tolist() == [0, 0, 0, 1, 1, 2, 2]
     outcome = simulate_policy(situation, "static")
     assert outcome.plan.mini_batch_of_micro_step[outcome.plan.micro_step].tolist() == [0, 0, 0, 1, 1, 2, 2]
-    assert simulate_policy(replace(situation, mini_batches=100), "static").simulated.step_time_s > 0
+    # No more than there are sequences.
+    most = simulate_policy(replace(situation, mini_batches=100), "static").plan
+    assert most.mini_batch_of_micro_step[most.micro_step].tolist() == list(range(7))
+    assert most.num_micro_steps == 7
 
 
 def test_figures_are_those_of_the_design_and_say_what_came_out() -> None:
@@ -210,6 +218,37 @@ def far_part(outcome: Outcome) -> float:
         if source // 2 != outcome.plan.home[layer, e] // 2
     ]
     return sum(far) / counts_MLRE.sum()
+
+
+@pytest.mark.parametrize("name", ["eplb_oracle", "laer", "foremoe"])
+def test_an_outcome_is_of_the_plan_and_the_part_of_the_model_that_the_trace_has(name: str) -> None:
+    trace = some_trace(steps=(0,) * 7, longer=300)
+    model = replace(MODEL, moe_layers=4)
+    run_as = StepSettings(groups=2, ring_layers=2)
+    situation = some_situation(trace, model=model, settings=run_as, token_budget=400)
+    outcome = simulate_policy(situation, name)
+    plan, workload, cluster = outcome.plan, outcome.workload, situation.cluster
+    assert plan.num_micro_steps > 1
+    assert plan.num_replicas > 0
+    row = figures({name: outcome}, model)[name]
+    assert row["weight_bytes_per_micro_step"] == plan.num_replicas * model.expert_bytes / plan.num_micro_steps
+    instances = np.ndindex(plan.num_micro_steps, plan.num_layers)
+    far = sum(
+        flow.rows for at in instances for flow in flows_of(plan, workload, *at) if flow.source // 2 != flow.rank // 2
+    )
+    assert row["cross_node_token_fraction"] == far / workload.token_counts_MLRE.sum()
+    costs = OperationCosts.of(cluster, model, moe_layers=2, groups=2)
+    expected = simulate_step(
+        plan, workload, trace.sequence_lengths, costs, cluster, outcome.policy.traits,
+        before=Placement.contiguous(2, 8, 4),
+        settings=run_as,
+    )  # fmt: skip
+    assert outcome.simulated.parts_s == expected.parts_s
+    tokens_MR = np.zeros((plan.num_micro_steps, 4), np.int64)
+    for s, length in enumerate(trace.sequence_lengths):
+        tokens_MR[plan.micro_step[s], plan.rank[s]] += length
+    loads_MLR, traits = expected.work.loads_MLR, outcome.policy.traits
+    assert outcome.memory == memory_bytes(plan, loads_MLR, tokens_MR, model, traits, ring_layers=2, ranks=8)
 
 
 def test_showing_operations_does_not_change_the_step() -> None:

@@ -216,7 +216,9 @@ def trace_hash(trace: RoutingTrace) -> str:
 
 
 def _mini_batch(sequences: SequenceCounts, mini_batches: int) -> Array:
-    return np.arange(sequences.num_sequences) * mini_batches // max(1, sequences.num_sequences)
+    """The mini-batch of each sequence; none is without any, so there may be fewer."""
+    count = sequences.num_sequences
+    return np.arange(count) * min(mini_batches, count) // max(1, count)
 
 
 def _packed(sequences: SequenceCounts, situation: Situation) -> Schedule:
