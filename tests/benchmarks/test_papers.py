@@ -70,9 +70,9 @@ def test_a_tiny_run_says_the_same_twice() -> None:
     assert all(len(by_seed) == 2 for by_seed in values.values())
     assert all(0.5 < value <= 1.01 for value in values["relibra of balanced"])
     assert all(1.0 <= value < 4.0 for value in values["max/mean, static"])
-    # On equal terms homes are given, and reordering alone is plain expert parallelism.
+    # On equal terms homes are given, and reordering alone is plain expert parallelism with some planning.
     (alone,) = (f["values"] for f in equal["figures"] if f["title"] == "reordering alone over static")
-    assert alone == {"rl-math": [1.0, 1.0]}
+    assert all(0.99 < value <= 1.0 for value in alone["rl-math"])
 
 
 def test_packing_is_what_routepack_adds_to_placement() -> None:

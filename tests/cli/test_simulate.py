@@ -31,6 +31,7 @@ def places(tmp_path: Path) -> dict[str, Path]:
     write_trace(trace, tmp_path / "trace.parquet")
     (tmp_path / "config.json").write_text(json.dumps(CONFIG))
     (tmp_path / "other.json").write_text(json.dumps(CONFIG | {"num_experts": 32}))
+    (tmp_path / "shallow.json").write_text(json.dumps(CONFIG | {"num_hidden_layers": 1}))
     empty = RoutingTrace.from_sequences([np.zeros((0, 2, 4), np.int64)], num_experts=16)
     write_trace(empty, tmp_path / "empty.parquet")
     preset = read_preset("cluster", "h100x8")
@@ -144,6 +145,7 @@ def test_settings_reach_the_simulation(places: dict[str, Path]) -> None:
         (["{trace}"], "no model that comes with Trimtab has 16 experts, top-4"),
         (["{empty}", "--model", "{config}"], "the trace is empty"),
         (["{trace}", "--model", "{other}"], "the trace has 16 experts, top-4, the model 32 experts, top-4"),
+        (["{trace}", "--model", "{shallow}"], "the trace has 2 MoE layers, the model 1"),
         (["{trace}", "--model", "absent"], "absent: neither a model that comes with Trimtab"),
         (["{trace}", "--model", "{config}", "--ranks", "3"], "--ranks 3 doesn't divide the 16 experts"),
         (["{trace}", "--model", "{config}", "--ranks", "4", "32"], "--ranks 32 doesn't divide the 16 experts"),

@@ -106,7 +106,7 @@ def needs_of(
     home = [int(rank) for rank in plan.home[layer]]
     if even:
         counts_RE = workload.token_counts_MLRE[m, layer]
-        total, experts = int(counts_RE.sum()), workload.num_experts
+        total = int(counts_RE.sum())
         for r, need in enumerate(needs):
             need.load = math.ceil(total / ranks)
             sent = max(int(counts_RE[r].sum()), need.load)
@@ -117,7 +117,7 @@ def needs_of(
             if costs.forwards:
                 near += others * (per_node - 1)
             need.near, need.far = sent / ranks * near * costs.near_row_s, sent / ranks * far * costs.far_row_s
-            need.experts = home.count(r) * copy_seconds(math.ceil(total / experts), costs)
+            need.experts = sum(copy_seconds(int(rows), costs) for rows in counts_RE.sum(axis=0)) / ranks
         return needs
     shares: Counter[tuple[int, int]] = Counter()
     out: Counter[tuple[str, int]] = Counter()

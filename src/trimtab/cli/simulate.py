@@ -171,6 +171,11 @@ def _check_fits(trace: RoutingTrace, model: ModelSpec, options: argparse.Namespa
             f"{options.trace} is not of model {model.name}: the trace has {trace.num_experts} experts, "
             f"top-{trace.top_k}, the model {model.num_experts} experts, top-{model.top_k}"
         )
+    if trace.num_layers > model.moe_layers:
+        raise InputError(
+            f"{options.trace} is not of model {model.name}: the trace has {trace.num_layers} MoE layers, the model "
+            f"{model.moe_layers}"
+        )
     for ranks in options.ranks:
         if trace.num_experts % ranks:
             raise InputError(f"--ranks {ranks} doesn't divide the {trace.num_experts} experts of {options.trace}")

@@ -93,10 +93,16 @@ def policy_result(outcome: Outcome, outcomes: Mapping[str, Outcome]) -> PolicyRe
         speedup=outcomes["static"].simulated.step_time_s / seconds,
         fraction_of_balanced=outcomes["balanced"].simulated.step_time_s / seconds,
         max_over_mean=outcome.balance.mean,
-        parts_s=outcome.simulated.parts_s,
+        parts_s=_bars(outcome.simulated.parts_s),
         memory_bytes={name: float(value) for name, value in outcome.memory.items()},
         replicas_per_instance=outcome.plan.num_replicas / instances,
     )
+
+
+def _bars(parts_s: Mapping[str, float]) -> dict[str, float]:
+    """Parts that can be drawn: a last rank that is late for other reasons may have less than the mean to compute."""
+    below = min(0.0, parts_s["imbalance"])
+    return dict(parts_s) | {"experts": parts_s["experts"] + below, "imbalance": parts_s["imbalance"] - below}
 
 
 def timelines(situation: Situation, outcomes: Mapping[str, Outcome]) -> tuple[Timeline, ...]:

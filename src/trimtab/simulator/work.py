@@ -40,7 +40,7 @@ def rank_work(
 
     Args:
         hops: 2 if moved tokens first travel to the home rank.
-        even: take the rows as spread evenly over ranks and their experts, whatever the plan says: the ideal run.
+        even: take the rows and the experts' work as spread evenly over ranks, whatever the plan says: the ideal run.
     """
     shape = (plan.num_micro_steps, plan.num_layers, plan.num_ranks)
     experts, moved, near, far, hop = (np.zeros(shape) for _ in range(5))
@@ -81,7 +81,7 @@ def _fill(  # type: ignore[no-untyped-def]
             counts_RE, home_E = counts_MLRE[m, layer], home_LE[layer]
             if even:
                 _spread_evenly(
-                    counts_RE, home_E, ranks_per_node, copy, near_row_s, far_row_s, forwards,
+                    counts_RE, ranks_per_node, copy, near_row_s, far_row_s, forwards,
                     experts_MLR[m, layer], near_MLR[m, layer], far_MLR[m, layer], loads_MLR[m, layer],
                 )  # fmt: skip
                 continue
@@ -140,20 +140,20 @@ def _send(rows, source, to, ranks_per_node, forwards, tokens):  # type: ignore[n
 
 @numba.njit(cache=True, nogil=True)
 def _spread_evenly(  # type: ignore[no-untyped-def]
-    counts_RE, home_E, ranks_per_node, copy, near_row_s, far_row_s, forwards, experts_R, near_R, far_R, loads_R
+    counts_RE, ranks_per_node, copy, near_row_s, far_row_s, forwards, experts_R, near_R, far_R, loads_R
 ):
-    """Every rank computes its part of all rows, spread over its home experts, and gets it evenly from all ranks."""
+    """Every rank computes its part of the experts' work and of all rows, and gets them evenly from all ranks."""
     num_ranks, num_experts = counts_RE.shape
-    total = counts_RE.sum()
-    share = -(-total // num_ranks)
-    each = -(-total // num_experts)
+    share = -(-counts_RE.sum() // num_ranks)
     near, far = (ranks_per_node - 1) / num_ranks, (num_ranks - ranks_per_node) / num_ranks
     if forwards:
         near += far * (ranks_per_node - 1) / ranks_per_node
+    seconds = 0.0
+    for e in range(num_experts):
+        seconds += _copy_seconds(counts_RE[:, e].sum(), copy)
     for r in range(num_ranks):
         sent = max(counts_RE[r].sum(), share)
         loads_R[r] = share
+        experts_R[r] = seconds / num_ranks
         near_R[r] = near * sent * near_row_s
         far_R[r] = far * sent * far_row_s
-    for e in range(num_experts):
-        experts_R[home_E[e]] += _copy_seconds(each, copy)
