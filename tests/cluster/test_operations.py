@@ -60,7 +60,8 @@ def test_the_optimizer_has_its_share_of_parameters() -> None:
         assert costs.optimizer_s == pytest.approx(30 * mine / 1e9)
         # Gradients in float32 come together, weights in bfloat16 go out, over the network.
         others = (4 * groups - 1) / (4 * groups)
-        assert costs.reduce_s == pytest.approx((4 + 2) * dense * others / 1e8)
+        experts_elsewhere = 3 * 8 * 6000 / 4 * (groups - 1) / groups
+        assert costs.reduce_s == pytest.approx((4 + 2) * (dense * others + experts_elsewhere) / 1e8)
     one_node = OperationCosts.of(replace(CLUSTER, ranks_per_node=4), MODEL)
     assert one_node.reduce_s == pytest.approx(6 * dense * 3 / 4 / 4e8)
     assert OperationCosts.of(replace(CLUSTER, ranks=1, ranks_per_node=1), MODEL).reduce_s == 0

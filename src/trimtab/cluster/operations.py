@@ -48,8 +48,8 @@ class OperationCosts:
         near_spare, far_spare: the part of a link's rate that an all-to-all leaves to other transfers.
         hop_row_s: a row that moves on to another rank of its node by copying.
         optimizer_s: an optimizer step over this rank's share of the parameters.
-        reduce_s: summing the dense parameters' gradients over ranks and spreading their new weights, once an optimizer
-            step.
+        reduce_s: summing gradients, of dense parameters over all ranks and of experts over groups, and spreading their
+            new weights, once an optimizer step.
     """
 
     layer_s: float
@@ -114,6 +114,8 @@ class OperationCosts:
         ranks = cluster.ranks * groups
         dense_parameters = part * model.dense_parameters
         expert_parameters = part * model.moe_layers * model.num_experts * parameters / cluster.ranks
+        # Dense parameters are on all ranks, experts once in every group.
+        summed = dense_parameters * (ranks - 1) / ranks + expert_parameters * (groups - 1) / groups
         slowest = (far if ranks > cluster.ranks_per_node else near) or host
         return cls(
             layer_s=cluster.layer_s,
@@ -144,7 +146,7 @@ class OperationCosts:
             far_spare=_spare(cluster.dispatch_network_bytes_per_s, far),
             hop_row_s=_seconds(row_bytes, near or host),
             optimizer_s=OPTIMIZER_BYTES * (expert_parameters + dense_parameters / ranks) * memory_s,
-            reduce_s=(GRADIENT_BYTES + model.weight_bytes) * dense_parameters * (ranks - 1) / ranks / slowest,
+            reduce_s=(GRADIENT_BYTES + model.weight_bytes) * summed / slowest,
         )
 
 
