@@ -102,9 +102,9 @@ def test_links_that_are_not_there_are_taken_from_those_that_are() -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["-o", "{folder}"], "a directory; expected the name of a file to write"),
-        (["-o", "{config}/local.toml"], "config.json: not a directory"),
-        (["-o", "{folder}/local.toml", "--json", "{folder}"], "a directory; expected the name of a file to write"),
+        (["-o", "{folder}"], "a folder; name the file to write"),
+        (["-o", "{config}/local.toml"], "config.json is not a folder"),
+        (["-o", "{folder}/local.toml", "--json", "{folder}"], "a folder; name the file to write"),
         (["-o", "{folder}/local.toml", "--model", "absent"], "absent: neither a model that comes with Trimtab"),
         (
             ["-o", "{folder}/local.toml", "--model", "kimi-k2"],

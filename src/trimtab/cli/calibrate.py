@@ -8,9 +8,8 @@ from typing import Any
 
 from rich.console import Console
 
-from trimtab.cli.options import need_extra, positive, write_json
+from trimtab.cli.options import check_outputs, need_extra, positive, write_json
 from trimtab.cluster import write_cluster
-from trimtab.errors import InputError
 
 
 def add(commands: Any) -> None:
@@ -35,9 +34,7 @@ def add(commands: Any) -> None:
 
 
 def run(options: argparse.Namespace) -> None:
-    for path in (options.out, options.json):
-        if path is not None:
-            _check_writable(path)
+    check_outputs(options.out, options.json)
     need_extra("torch", "transformers")
     from trimtab.benchmarks.calibration import calibrate, settings_for
     from trimtab.benchmarks.calibration.tables import figures_table
@@ -50,12 +47,3 @@ def run(options: argparse.Namespace) -> None:
     if options.json:
         write_json(options.json, result.to_json())
     Console(highlight=False).print(figures_table(result), f"Written to {options.out}", sep="\n")
-
-
-def _check_writable(path: Path) -> None:
-    """Said before anything is measured."""
-    if path.is_dir():
-        raise InputError(f"{path}: a directory; expected the name of a file to write")
-    above = next(folder for folder in path.absolute().parents if folder.exists())
-    if not above.is_dir():
-        raise InputError(f"{above}: not a directory; {path} can't be written there")

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from trimtab.errors import InputError
+from trimtab.files import write_whole
 
 
 def positive(text: str) -> int:
@@ -53,10 +54,4 @@ def check_outputs(*paths: Path | None) -> None:
 
 def write_json(path: Path, content: dict[str, Any]) -> None:
     """Write a JSON file, whole or not at all."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
-    try:
-        partial.write_text(json.dumps(content, indent=2) + "\n")
-        os.replace(partial, path)
-    finally:
-        partial.unlink(missing_ok=True)
+    write_whole(path, json.dumps(content, indent=2) + "\n")

@@ -13,6 +13,7 @@ from typing import Any
 from trimtab.cluster.presets import preset_names, read_preset
 from trimtab.cluster.specs import ClusterSpec
 from trimtab.errors import InputError
+from trimtab.files import write_whole
 
 FORMAT = "trimtab-cluster-1"
 # What belongs to a run and not to a kind of node: how many ranks there are, and what they have room for.
@@ -66,14 +67,7 @@ def write_cluster(path: str | os.PathLike[str], spec: ClusterSpec, sources: Mapp
     lines = [f"format = {_quoted(FORMAT)}", f"name = {_quoted(spec.name)}"]
     for key, kind in _FIGURES.items():
         lines += ["", f"[{key}]", f"value = {_number(getattr(spec, key), kind)}", f"source = {_quoted(sources[key])}"]
-    path = Path(path)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
-    try:
-        partial.write_text("\n".join(lines) + "\n", encoding="utf-8")
-        os.replace(partial, path)
-    finally:
-        partial.unlink(missing_ok=True)
+    write_whole(path, "\n".join(lines) + "\n")
 
 
 def _text(path: Path) -> str:

@@ -1,1 +1,1 @@
-"""Show it: terminal tables of traces and plans."""
+"""Show it: terminal tables, a page for the browser, timelines for Perfetto."""

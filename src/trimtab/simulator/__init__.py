@@ -1,4 +1,4 @@
-"""How long does a plan take? So far in the simplest unit: tokens that the busiest rank of every instance computes."""
+"""How long does a step take under a plan, and where does the time go?"""
 
 from trimtab.simulator.expert_time import Balance, expert_time, summarise_balance
 
