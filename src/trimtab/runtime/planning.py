@@ -110,7 +110,7 @@ class SessionPlanner:
     """Plans for the ranks of a session. All methods are collective over its data ranks.
 
     Attributes:
-        cluster: the ranks of one expert-parallel group.
+        cluster: the ranks of one expert-parallel group, and on how many cores the first rank plans.
         cost: what plans are weighed by.
         settings: how hard to balance.
         least_gain: a plan that is predicted to save less of the expert time is not worth it.
@@ -204,6 +204,7 @@ class SessionPlanner:
             schedule, _, plans = plan_sequences(
                 sequences, placement, self.cluster, token_budget=token_budget, mini_batch=mini_batch,
                 groups=self.topology.groups, settings=self.settings, cost=self.cost, may_move=may_move,
+                threads=self.cluster.planning_threads,
             )  # fmt: skip
             before = self._seconds(static, packed_loads, placement)
             gain = 1 - self._seconds(plans, self._workloads(sequences, schedule), placement) / max(before, 1e-30)
@@ -266,8 +267,9 @@ class SessionPlanner:
         if mode in ("static", "off"):
             return schedule, static, 0.0, max_vio
         plans = plan_schedule(
-            loads, schedule, placement, self.cluster, settings=self.settings, cost=self.cost, may_move=may_move
-        )[1]
+            loads, schedule, placement, self.cluster, settings=self.settings, cost=self.cost, may_move=may_move,
+            threads=self.cluster.planning_threads,
+        )[1]  # fmt: skip
         gain = 1 - self._seconds(plans, loads, placement) / max(self._seconds(static, loads, placement), 1e-30)
         return (schedule, plans if gain >= self.least_gain else static, gain, max_vio)
 
