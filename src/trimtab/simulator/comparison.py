@@ -41,6 +41,7 @@ class Situation:
         mini_batches: optimizer steps; sequences are dealt out in their order.
         equal_terms: contiguous homes, the length-packed schedule and the same slots for all, so that only replicas and
             split are compared; else each balancer is run as its authors do.
+        settings: how the step is run.
     """
 
     cluster: ClusterSpec
@@ -51,10 +52,6 @@ class Situation:
     mini_batches: int = 1
     equal_terms: bool = False
     settings: StepSettings = field(default_factory=StepSettings)
-
-    @property
-    def mini_batch_S(self) -> Array:
-        return _mini_batch(self.sequences, self.mini_batches)
 
 
 @dataclass(frozen=True, eq=False)
