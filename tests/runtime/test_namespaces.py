@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -135,7 +136,9 @@ def test_nothing_outlives_the_launcher(number: signal.Signals, tmp_path: Path) -
     before = namespaces_in_use()
     script = f"readlink /proc/self/ns/net > {tmp_path}/$RANK.part; mv {tmp_path}/$RANK.part {tmp_path}/$RANK; sleep 600"
     command = [sys.executable, "-m", "trimtab.cli.main", "nodes", "--", "sh", "-c", script]
-    with subprocess.Popen(command, stderr=subprocess.PIPE) as launcher:
+    # What is started in the background ignores interrupts, and so would all that it starts.
+    heed = partial(signal.signal, signal.SIGINT, signal.SIG_DFL)
+    with subprocess.Popen(command, stderr=subprocess.PIPE, preexec_fn=heed) as launcher:
         wait_for(lambda: all((tmp_path / str(rank)).exists() for rank in range(4)), 60, "the ranks didn't start")
         made = {(tmp_path / str(rank)).read_text().strip() for rank in range(4)}
         assert len(made) == 2
