@@ -139,12 +139,15 @@ def test_nothing_outlives_the_launcher(number: signal.Signals, tmp_path: Path) -
     # What is started in the background ignores interrupts, and so would all that it starts.
     heed = partial(signal.signal, signal.SIGINT, signal.SIG_DFL)
     with subprocess.Popen(command, stderr=subprocess.PIPE, preexec_fn=heed) as launcher:
-        wait_for(lambda: all((tmp_path / str(rank)).exists() for rank in range(4)), 60, "the ranks didn't start")
-        made = {(tmp_path / str(rank)).read_text().strip() for rank in range(4)}
-        assert len(made) == 2
-        assert made <= namespaces_in_use() - before
-        launcher.send_signal(number)
-        launcher.wait(20)
+        try:
+            wait_for(lambda: all((tmp_path / str(rank)).exists() for rank in range(4)), 60, "the ranks didn't start")
+            made = {(tmp_path / str(rank)).read_text().strip() for rank in range(4)}
+            assert len(made) == 2
+            assert made <= namespaces_in_use() - before
+            launcher.send_signal(number)
+            launcher.wait(20)
+        finally:
+            launcher.kill()
     assert launcher.returncode == (130 if number == signal.SIGINT else -number)
     wait_for(lambda: made.isdisjoint(namespaces_in_use()), 20, "a process stayed behind")
 
