@@ -28,6 +28,7 @@ def config_file(tmp_path: Path) -> Path:
         "model_type": "qwen3_moe",
         "num_experts": 32,
         "num_experts_per_tok": 4,
+        "num_hidden_layers": 2,
         "hidden_size": 128,
         "moe_intermediate_size": 64,
     }
