@@ -47,11 +47,29 @@ def wait_for_ever(name: str) -> None:
     dist.barrier()
 
 
-def test_ranks_end_with_a_launcher_that_is_killed(tmp_path: Path) -> None:
+def arrive_late(name: str) -> str:
+    leave_segment(name)
+    time.sleep(3)
+    return name
+
+
+class Late:
+    """An argument that takes a rank seconds to read, as one does whose class imports torch."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    def __reduce__(self) -> tuple[Callable[[str], str], tuple[str]]:
+        return arrive_late, (self.name,)
+
+
+@pytest.mark.parametrize("when", ["it starts", "it runs"])
+def test_ranks_end_with_a_launcher_that_is_killed(when: str, tmp_path: Path) -> None:
     name = f"test-{os.getpid()}"
     program = tmp_path / "program.py"
     source = Path(__file__).read_text()
-    program.write_text(f"{source}\nif __name__ == '__main__':\n    launch(wait_for_ever, ({name!r},), ranks=2)\n")
+    argument = f"Late({name!r})" if when == "it starts" else repr(name)
+    program.write_text(f"{source}\nif __name__ == '__main__':\n    launch(wait_for_ever, ({argument},), ranks=2)\n")
     launcher = subprocess.Popen([sys.executable, str(program)], start_new_session=True)
     try:
         ranks = wait_for(lambda: [int(p.name.split("-")[1]) for p in SHARED_MEMORY.glob(f"trimtab-*-{name}")], 2)

@@ -79,10 +79,11 @@ def launch(worker: Callable[..., None], args: tuple[Any, ...], *, ranks: int) ->
         return
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     context = multiprocessing.get_context("spawn")
+    launcher = os.getpid()
     pipes = [context.Pipe() for _ in range(ranks)]
     processes: list[BaseProcess] = [
-        context.Process(target=_run_rank, args=(rank, ranks, store.port, pipes[rank][1], worker, args), daemon=True)
-        for rank in range(ranks)
+        context.Process(target=_run_rank, args=(launcher, rank, ranks, store.port, pipe, worker, args), daemon=True)
+        for rank, (_, pipe) in enumerate(pipes)
     ]
     try:
         with _environment(ALLOCATOR):
@@ -178,10 +179,16 @@ def _remove_shared_memory(pid: int) -> None:
 
 
 def _run_rank(
-    rank: int, ranks: int, port: int, pipe: Connection, worker: Callable[..., None], args: tuple[Any, ...]
+    launcher: int,
+    rank: int,
+    ranks: int,
+    port: int,
+    pipe: Connection,
+    worker: Callable[..., None],
+    args: tuple[Any, ...],
 ) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    threading.Thread(target=_end_with_parent, args=(os.getppid(),), daemon=True).start()
+    threading.Thread(target=_end_with_launcher, args=(launcher,), daemon=True).start()
     try:
         _join_group(rank, ranks, rank, TCPStore("127.0.0.1", port, is_master=False))
         worker(*args)
@@ -229,8 +236,9 @@ def read_error_file(file: Path) -> Failure | None:
     return Failure(line, "", is_input, file.stat().st_mtime)
 
 
-def _end_with_parent(parent: int) -> None:
-    while os.getppid() == parent:
+def _end_with_launcher(launcher: int) -> None:
+    # It may be gone before this process asks for its parent.
+    while os.getppid() == launcher:
         time.sleep(1.0)
     _leave(1)
 
