@@ -25,6 +25,7 @@ def random_trace(num_experts: int, seed: int = 0) -> RoutingTrace:
         prompt_lengths=[2, 0, 3, 1],
         steps=[7, 7, 8, 9],
         sequence_hashes=rng.integers(1, 1 << 63, 4, dtype=np.uint64),
+        domains=["maths", "", "code", "maths"],
         model="test model",
     )
 
@@ -34,7 +35,9 @@ def test_round_trip(tmp_path: Path, num_experts: int) -> None:
     trace = random_trace(num_experts)
     write_trace(trace, tmp_path / "deep" / "trace.parquet")
     again = read_trace(tmp_path / "deep" / "trace.parquet")
-    for name in ("expert_ids", "sequence_starts", "prompt_lengths", "steps", "sequence_hashes", "layer_indices"):
+    assert again.expert_ids.dtype == trace.expert_ids.dtype
+    assert np.array_equal(again.expert_ids, np.sort(trace.expert_ids, axis=-1))
+    for name in ("sequence_starts", "prompt_lengths", "steps", "sequence_hashes", "domains", "layer_indices"):
         before, after = getattr(trace, name), getattr(again, name)
         assert before.dtype == after.dtype, name
         assert np.array_equal(before, after), name

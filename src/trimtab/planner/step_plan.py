@@ -16,6 +16,7 @@ import numpy as np
 
 from trimtab.cluster import ClusterSpec
 from trimtab.errors import InputError
+from trimtab.files import write_whole
 from trimtab.planner.layer_plan import LayerPlan
 from trimtab.planner.paths import HOST, choose_paths, layers_of_replicas
 from trimtab.planner.placement import Placement
@@ -329,14 +330,7 @@ class StepPlan:
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the plan to a file, whole or not at all."""
-        path = Path(path)
-        path.parent.mkdir(parents=True, exist_ok=True)
-        partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
-        try:
-            partial.write_bytes(self.to_bytes())
-            os.replace(partial, path)
-        finally:
-            partial.unlink(missing_ok=True)
+        write_whole(path, self.to_bytes())
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> StepPlan:

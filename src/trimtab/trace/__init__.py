@@ -2,13 +2,17 @@
 
 from trimtab.trace.presets import PRESETS, SkewPreset, synthesize_preset
 from trimtab.trace.routing import RoutingTrace, hash_tokens, id_dtype, no_route
-from trimtab.trace.store import read_trace, write_trace
+from trimtab.trace.store import SequenceFacts, TraceReader, read_trace, write_trace
 from trimtab.trace.synth import synthesize
+from trimtab.trace.writer import TraceWriter
 
 __all__ = [
     "PRESETS",
     "RoutingTrace",
+    "SequenceFacts",
     "SkewPreset",
+    "TraceReader",
+    "TraceWriter",
     "hash_tokens",
     "id_dtype",
     "no_route",

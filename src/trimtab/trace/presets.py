@@ -130,13 +130,15 @@ def synthesize_preset(
     length_S = _lengths(derive(key_S, LENGTH), mean_length, max_length)
     starts = np.concatenate([[0], np.cumsum(length_S)])
     ids_TLK = np.empty((starts[-1], num_layers, top_k), id_dtype(num_experts))
+    profile_S = np.empty(len(key_S), np.int64)
     for step in range(num_steps):
         first, end = step * num_sequences, (step + 1) * num_sequences
         popularity_DLE = _domain_popularity(preset, layer_key_L, num_experts, step)
         popularity_BLE = _spike_popularity(preset, layer_key_L, popularity_DLE.mean(axis=0), step)
+        profile_S[first:end] = _profiles(preset, derive(key_S[first:end], DOMAIN))
         draw_experts(
             np.log(np.concatenate([popularity_DLE, popularity_BLE])),
-            _profiles(preset, derive(key_S[first:end], DOMAIN)),
+            profile_S[first:end],
             derive(key_S[first:end], ROUTING),
             starts[first : end + 1],
             preset.clustering,
@@ -149,10 +151,17 @@ def synthesize_preset(
         prompt_lengths=np.maximum(1, PROMPT_SHARE * length_S).astype(np.int32),
         steps=np.repeat(np.arange(num_steps, dtype=np.int32), num_sequences),
         sequence_hashes=np.maximum(key_S, np.uint64(1)),
+        domains=_domain_names(preset, profile_S),
         layer_indices=np.arange(num_layers, dtype=np.int32),
         num_experts=num_experts,
         model=f"synthetic {preset.name}",
     )
+
+
+def _domain_names(preset: SkewPreset, profile_S: Array) -> Array:
+    blocks = max(len(preset.spikes), 1)
+    names = [f"subject {domain}" for domain in range(preset.domains)] + ["spike"] * blocks
+    return np.array(names)[profile_S]
 
 
 def _parts(count: int, first: int = 0) -> Array:

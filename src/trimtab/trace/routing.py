@@ -47,6 +47,7 @@ class RoutingTrace:
         prompt_lengths: `[S]` int32; how many of those rows belong to the prompt.
         steps: `[S]` int32; the RL step that the sequence was generated for.
         sequence_hashes: `[S]` uint64; `hash_tokens` of the sequence's token ids, 0 where unknown.
+        domains: `[S]` str; what kind of prompt it is, such as its data set's name, "" where unknown.
         layer_indices: `[L]` int32; the decoder layer behind each MoE layer.
         num_experts: E.
         model: the model's name or type, for people.
@@ -60,6 +61,7 @@ class RoutingTrace:
     prompt_lengths: Array
     steps: Array
     sequence_hashes: Array
+    domains: Array
     layer_indices: Array
     num_experts: int
     model: str = ""
@@ -77,7 +79,7 @@ class RoutingTrace:
         starts = self.sequence_starts
         if len(starts) == 0 or starts[0] != 0 or starts[-1] != len(ids) or np.any(np.diff(starts) < 0):
             raise InputError(f"sequence_starts should rise from 0 to the number of tokens, {len(ids)}")
-        for name in ("prompt_lengths", "steps", "sequence_hashes"):
+        for name in ("prompt_lengths", "steps", "sequence_hashes", "domains"):
             if len(getattr(self, name)) != self.num_sequences:
                 raise InputError(
                     f"{name} has {len(getattr(self, name))} entries; there are {self.num_sequences} sequences"
@@ -96,6 +98,7 @@ class RoutingTrace:
         prompt_lengths: npt.ArrayLike | None = None,
         steps: npt.ArrayLike | int = 0,
         sequence_hashes: npt.ArrayLike | None = None,
+        domains: npt.ArrayLike | str = "",
         model: str = "",
     ) -> RoutingTrace:
         """Join per-sequence ids `[t_s, L, K]` into one trace.
@@ -117,6 +120,7 @@ class RoutingTrace:
             prompt_lengths=np.asarray(np.zeros(count) if prompt_lengths is None else prompt_lengths, np.int32),
             steps=np.broadcast_to(np.asarray(steps, np.int32), (count,)).copy(),
             sequence_hashes=np.asarray(np.zeros(count) if sequence_hashes is None else sequence_hashes, np.uint64),
+            domains=np.broadcast_to(np.asarray(domains, np.str_), (count,)).copy(),
             layer_indices=np.asarray(np.arange(num_layers) if layer_indices is None else layer_indices, np.int32),
             num_experts=num_experts,
             model=model,
@@ -163,7 +167,28 @@ class RoutingTrace:
             prompt_lengths=self.prompt_lengths[chosen],
             steps=self.steps[chosen],
             sequence_hashes=self.sequence_hashes[chosen],
+            domains=self.domains[chosen],
         )
+
+    def part(self, first: int, end: int) -> RoutingTrace:
+        """The trace of sequences `first` to `end - 1`. Its arrays are views."""
+        starts = self.sequence_starts[first : end + 1]
+        return replace(
+            self,
+            expert_ids=self.expert_ids[starts[0] : starts[-1]],
+            sequence_starts=starts - starts[0],
+            prompt_lengths=self.prompt_lengths[first:end],
+            steps=self.steps[first:end],
+            sequence_hashes=self.sequence_hashes[first:end],
+            domains=self.domains[first:end],
+        )
+
+    def check_same_model(self, other: RoutingTrace) -> None:
+        """Raise InputError if another trace differs in layers, top_k or experts."""
+        if (other.num_experts, other.top_k) != (self.num_experts, self.top_k) or not np.array_equal(
+            other.layer_indices, self.layer_indices
+        ):
+            raise InputError(f"traces of different models can't be joined: {self.shape_text}; {other.shape_text}")
 
     @staticmethod
     def concatenate(traces: Sequence[RoutingTrace]) -> RoutingTrace:
@@ -174,10 +199,7 @@ class RoutingTrace:
         """
         first = traces[0]
         for other in traces[1:]:
-            if (other.num_experts, other.top_k) != (first.num_experts, first.top_k) or not np.array_equal(
-                other.layer_indices, first.layer_indices
-            ):
-                raise InputError(f"traces of different models can't be joined: {first.shape_text}; {other.shape_text}")
+            first.check_same_model(other)
         offsets = np.cumsum([0] + [trace.num_tokens for trace in traces])
         starts = [trace.sequence_starts[:-1] + offset for trace, offset in zip(traces, offsets, strict=False)]
         return replace(
@@ -187,6 +209,7 @@ class RoutingTrace:
             prompt_lengths=np.concatenate([trace.prompt_lengths for trace in traces]),
             steps=np.concatenate([trace.steps for trace in traces]),
             sequence_hashes=np.concatenate([trace.sequence_hashes for trace in traces]),
+            domains=np.concatenate([trace.domains for trace in traces]),
         )
 
     @property

@@ -1,0 +1,61 @@
+"""`Record`: one sequence's routing as a framework wrote it, before it is brought into our form."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from trimtab.trace.routing import Array
+
+
+@dataclass(frozen=True)
+class Known:
+    """What the caller says of the model, for dumps that don't; None for what nobody said.
+
+    Attributes:
+        num_experts: E.
+        num_layers: layers in the dump, whether they have experts or not.
+        top_k: K.
+        moe_layers: the decoder layers that have experts, rising.
+        model: the model's name, for people.
+    """
+
+    num_experts: int | None = None
+    num_layers: int | None = None
+    top_k: int | None = None
+    moe_layers: tuple[int, ...] | None = None
+    model: str = ""
+
+
+@dataclass(frozen=True, eq=False)
+class Record:
+    """One sequence as it was recorded.
+
+    Attributes:
+        ids: `[t, layers, K]`, any integer dtype: a row for each token that the record knows, one after another. Padding
+            at either end of a batch is not part of it.
+        where: the place in the source, for messages: "line 3, choice 1".
+        missing: what all K ids are where there is no route (0 or -1); None if the format leaves no gaps.
+        first: how many tokens of the sequence come before the first row, served from a cache.
+        num_tokens: tokens of the sequence, the last of which is never fed to the model; None for `first + t + 1`.
+            Rows from `num_tokens - 1` on are dropped, rows that lack are unknown routes.
+        prompt_length: tokens of the prompt; 0 if unknown.
+        token_ids: `[num_tokens]`, or None.
+        step: the RL step.
+        domain: what kind of prompt it is; "" if unknown.
+        layers: the decoder layer of each layer of `ids`, if the record says so.
+        dropped: how much of the source the reader has left out on the way to this record, by what it was:
+            {"padding rows": 12}.
+    """
+
+    ids: Array
+    where: str
+    missing: int | None = None
+    first: int = 0
+    num_tokens: int | None = None
+    prompt_length: int = 0
+    token_ids: Array | None = None
+    step: int = 0
+    domain: str = ""
+    layers: tuple[int, ...] | None = None
+    dropped: Mapping[str, int] = field(default_factory=dict)

@@ -1,0 +1,63 @@
+"""`TraceWriter`: a trace on disk that grows while a rollout runs, and outlives a crash."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from types import TracebackType
+
+from trimtab.errors import InputError
+from trimtab.trace.routing import RoutingTrace
+from trimtab.trace.store import ROW_GROUP_BYTES, TraceReader, write_trace
+
+
+class TraceWriter:
+    """Appends sequences to a folder of trace files, which is read as one trace at any time.
+
+    Sequences are kept until they are worth a row group (16 MB of ids), and then become a file, whole at once. After a
+    crash every file that is there can be read; what was not yet written, at most a row group, is lost. A folder that
+    has files already is continued.
+
+    Several processes may write to one folder, each under a name of its own.
+
+    Args:
+        folder: where; made if need be.
+        name: what file names begin with, such as "rank-3".
+
+    Raises:
+        InputError: by `append`, if the model is not that of the sequences before.
+    """
+
+    def __init__(self, folder: str | os.PathLike[str], *, name: str = "part") -> None:
+        self.folder = Path(folder)
+        if self.folder.exists() and not self.folder.is_dir():
+            raise InputError(f"{self.folder}: a file; a trace that grows is a folder")
+        self.folder.mkdir(parents=True, exist_ok=True)
+        self._name = name
+        before = sorted(self.folder.glob(f"{name}-[0-9]*.parquet"))
+        self._next = int(before[-1].stem.rpartition("-")[2]) + 1 if before else 0
+        self._model = TraceReader(before[-1]).empty if before else None
+        self._waiting: list[RoutingTrace] = []
+
+    def append(self, sequences: RoutingTrace) -> None:
+        """Add sequences; a file is written as soon as there is enough for one."""
+        self._model = self._model or sequences.part(0, 0)
+        self._model.check_same_model(sequences)
+        self._waiting.append(sequences)
+        if sum(part.expert_ids.nbytes for part in self._waiting) >= ROW_GROUP_BYTES:
+            self.flush()
+
+    def flush(self) -> None:
+        """Write what waits, however little."""
+        if any(part.num_sequences for part in self._waiting):
+            write_trace(RoutingTrace.concatenate(self._waiting), self.folder / f"{self._name}-{self._next:06d}.parquet")
+            self._next += 1
+        self._waiting.clear()
+
+    def __enter__(self) -> TraceWriter:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.flush()
