@@ -135,7 +135,7 @@ def run_and_expect_refusal(arguments: list[str], message: str, capsys: pytest.Ca
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["trace", "info", "absent.parquet"], "absent.parquet: no such file; expected a routing trace"),
+        (["trace", "info", "absent.parquet"], "absent.parquet: no such file"),
         (["trace", "synth", "magic", "-o", "{folder}/new"], "invalid choice: 'magic'"),
         (["trace", "synth", "spike"], "the following arguments are required: -o"),
         (["trace", "synth", "spike", "-o", "{folder}"], ": a folder; name the file to write"),

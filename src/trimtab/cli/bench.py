@@ -23,7 +23,7 @@ PAPERS = tuple(row.name for row in ROWS)
 
 
 def add(commands: Any) -> None:
-    parser = commands.add_parser("bench", help="measure what the README quotes", description="Measure Trimtab.")
+    parser = commands.add_parser("bench", description="Measure Trimtab.")
     benches = parser.add_subparsers(dest="bench", required=True, metavar="WHAT")
     runtime = benches.add_parser(
         "runtime",

@@ -15,7 +15,6 @@ from trimtab.cluster import write_cluster
 def add(commands: Any) -> None:
     parser = commands.add_parser(
         "calibrate",
-        help="measure this machine and write it down as a cluster",
         description="Measure how fast this machine's ranks and links are in a training step of a model, all ranks at "
         "once, and write a cluster's TOML file, with a source for every figure.",
         epilog="example: trimtab calibrate -o local.toml",

@@ -30,7 +30,6 @@ EPILOG = """examples:
 def add(commands: Any) -> None:
     parser = commands.add_parser(
         "doctor",
-        help="check an installation, a model and one micro-step before a long run",
         description="Check the installation, the machine, a model's config, and one micro-step with replicas against a "
         "single process. Exit status 1 if there is a problem; warnings don't count.",
         epilog=EPILOG,

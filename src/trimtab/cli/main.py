@@ -4,11 +4,23 @@ from __future__ import annotations
 
 import argparse
 import sys
+from importlib import import_module
 from typing import NoReturn
 
 from trimtab import __version__
-from trimtab.cli import bench, calibrate, doctor, nodes, plan, simulate, trace, train
 from trimtab.errors import InputError, RankFailedError
+
+# Only the command that is asked for is imported, so that help comes at once.
+COMMANDS = {
+    "train": "post-train a MoE with RL on local ranks, balanced by Trimtab",
+    "trace": "look at routing traces, convert them, or make them",
+    "plan": "plan a step of a trace for a cluster",
+    "simulate": "step time of every balancer on a cluster",
+    "calibrate": "measure this machine and write it down as a cluster",
+    "bench": "measure what the README quotes",
+    "nodes": "run a command on several nodes on this machine, joined by slow links",
+    "doctor": "check an installation, a model and one micro-step before a long run",
+}
 
 
 class _Parser(argparse.ArgumentParser):
@@ -25,10 +37,15 @@ def main(arguments: list[str] | None = None) -> int:
     )
     parser.add_argument("--version", action="version", version=f"trimtab {__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND", parser_class=_Parser)
-    for command in (train, trace, plan, simulate, calibrate, bench, nodes, doctor):
-        command.add(commands)
+    arguments = sys.argv[1:] if arguments is None else arguments
+    asked = next((word for word in arguments if word in COMMANDS), None)
+    for command, about in COMMANDS.items():
+        if command == asked:
+            import_module(f"trimtab.cli.{command}").add(commands)
+        else:
+            commands.add_parser(command, help=about)
     options = parser.parse_args(arguments)
-    options.arguments = sys.argv[1:] if arguments is None else arguments
+    options.arguments = arguments
     try:
         status = options.run(options)
     except InputError as error:

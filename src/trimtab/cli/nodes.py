@@ -11,7 +11,6 @@ from trimtab.cli.options import need_extra, positive
 def add(commands: Any) -> None:
     parser = commands.add_parser(
         "nodes",
-        help="run a command on several nodes on this machine, joined by slow links",
         description="Run a command once for every rank, as torchrun would, on nodes that are network namespaces of "
         "this machine, joined by links of limited rate. Needs Linux and root.",
         epilog="example: trimtab nodes --link-mbit 500 -- trimtab train --out out/nodes",

@@ -33,6 +33,17 @@ def _integer(text: str, least: int) -> int:
     return value
 
 
+def add_trace(parser: argparse.ArgumentParser) -> None:
+    """The trace that a command is about: `options.trace`, a list of paths."""
+    parser.add_argument(
+        "trace",
+        type=Path,
+        nargs="+",
+        metavar="TRACE",
+        help="routing trace (.parquet); several files, folders or patterns are one trace",
+    )
+
+
 def need_extra(*modules: str, extra: str = "train") -> None:
     """Raise InputError unless the modules of an extra are installed."""
     missing = [module for module in modules if importlib.util.find_spec(module) is None]

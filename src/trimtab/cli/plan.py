@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 from rich.console import Console
 
-from trimtab.cli.options import positive, whole, write_json
+from trimtab.cli.options import add_trace, positive, whole, write_json
 from trimtab.cluster import ClusterSpec, ModelSpec
 from trimtab.errors import InputError
 from trimtab.planner import Placement, SequenceCounts, Workload, pack_by_length
@@ -22,7 +22,7 @@ from trimtab.planner.step_plan import StepPlan
 from trimtab.policies import POLICIES, Policy, View, look
 from trimtab.report.tables import balance_tables, facts
 from trimtab.simulator import expert_time, summarise_balance
-from trimtab.trace import RoutingTrace, read_trace
+from trimtab.trace import RoutingTrace, TraceReader
 
 # Instances whose bound is solved.
 SAMPLED = 16
@@ -31,11 +31,10 @@ SAMPLED = 16
 def add(commands: Any) -> None:
     parser = commands.add_parser(
         "plan",
-        help="plan a step of a trace for a cluster",
         description="Plan one step of a routing trace for a cluster and print the balance before and after.",
         epilog="example: trimtab plan out/demo/routing/step-00000.parquet --ranks 8 --slots 2",
     )
-    parser.add_argument("trace", type=Path, metavar="FILE", help="a routing trace (.parquet)")
+    add_trace(parser)
     parser.add_argument("--ranks", type=positive, required=True, metavar="N", help="ranks of the expert-parallel group")
     parser.add_argument("--ranks-per-node", type=positive, metavar="N", help="ranks that share a node (default: all)")
     parser.add_argument("--slots", type=whole, default=2, metavar="N", help="replicas a rank has room for (default: 2)")
@@ -52,8 +51,9 @@ def add(commands: Any) -> None:
 
 def run(options: argparse.Namespace) -> None:
     cluster = ClusterSpec(options.ranks, options.ranks_per_node or options.ranks, options.slots)
-    trace = _one_step(read_trace(options.trace), options.step, options.trace)
-    model = _model(options.model, trace, options.trace)
+    reader = TraceReader(options.trace)
+    trace = _one_step(reader, options.step)
+    model = _model(options.model, trace, reader.name)
     policy = POLICIES[options.policy]
     homes = Placement.contiguous(trace.num_layers, trace.num_experts, cluster.ranks)
     few = trace.select(np.arange(min(trace.num_sequences, cluster.ranks)))
@@ -102,7 +102,7 @@ def run(options: argparse.Namespace) -> None:
         rows.insert(6, ("weights moved", f"{moved / 1e6:,.1f} MB a micro-step, all ranks together"))
     if not plan.plannable.all():
         rows.append(("unplanned", f"{np.count_nonzero(~plan.plannable)} micro-steps, since routes are missing"))
-    console.print(facts(rows, f"{options.trace}, step {trace.steps[0]}, policy {options.policy}"))
+    console.print(facts(rows, f"{reader.name}, step {trace.steps[0]}, policy {options.policy}"))
     console.print(balance_tables(trace, loads_before, loads_after))
     if options.output:
         plan.save(options.output)
@@ -111,7 +111,7 @@ def run(options: argparse.Namespace) -> None:
             options.json,
             {
                 "schema": "trimtab-plan-1",
-                "trace": str(options.trace),
+                "trace": reader.name,
                 "step": int(trace.steps[0]),
                 "policy": options.policy,
                 "cluster": asdict(cluster),
@@ -145,23 +145,19 @@ def _plan(
     return view, policy.plan(view)
 
 
-def _one_step(trace: RoutingTrace, step: int | None, path: Path) -> RoutingTrace:
-    if not trace.num_tokens:
-        raise InputError(f"{path}: the trace is empty; there is nothing to plan")
-    steps = np.unique(trace.steps)
-    chosen = int(steps[0]) if step is None else step
-    if chosen not in steps:
-        raise InputError(f"{path}: no step {chosen}; it has steps {steps[0]} to {steps[-1]}")
-    return trace.select(np.flatnonzero(trace.steps == chosen))
+def _one_step(reader: TraceReader, step: int | None) -> RoutingTrace:
+    if not reader.facts.lengths.any():
+        raise InputError(f"{reader.name}: the trace is empty; there is nothing to plan")
+    return reader.read(int(reader.facts.steps.min()) if step is None else step)
 
 
-def _model(path: Path | None, trace: RoutingTrace, trace_path: Path) -> ModelSpec | None:
+def _model(path: Path | None, trace: RoutingTrace, trace_name: str) -> ModelSpec | None:
     if path is None:
         return None
     model = ModelSpec.from_config(path)
     if (model.num_experts, model.top_k) != (trace.num_experts, trace.top_k):
         raise InputError(
-            f"{trace_path} is not of model {path}: the trace has {trace.num_experts} experts, top-{trace.top_k}, "
+            f"{trace_name} is not of model {path}: the trace has {trace.num_experts} experts, top-{trace.top_k}, "
             f"the model {model.num_experts} experts, top-{model.top_k}"
         )
     return model

@@ -11,7 +11,7 @@ from typing import Any
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from trimtab.cli.options import check_outputs, positive, whole, write_json
+from trimtab.cli.options import add_trace, check_outputs, positive, whole, write_json
 from trimtab.cluster import ClusterSpec, ModelSpec, load_cluster, load_model, model_like
 from trimtab.errors import InputError
 from trimtab.planner import SequenceCounts
@@ -30,7 +30,7 @@ from trimtab.simulator.comparison import (
     trace_hash,
 )
 from trimtab.simulator.step import StepSettings
-from trimtab.trace import RoutingTrace, read_trace
+from trimtab.trace import RoutingTrace, TraceReader
 
 # The baseline, one of each kind of rival, ours, and the ideal; see `trimtab simulate --help` for all.
 DEFAULT_POLICIES = ("static", "eplb_oracle", "llep", "ultraep", "feplb", "relibra", "trimtab", "balanced")
@@ -64,13 +64,12 @@ class Result:
 def add(commands: Any) -> None:
     parser = commands.add_parser(
         "simulate",
-        help="step time of every balancer on a cluster",
         description="Plan one step of a routing trace with several balancers, run every plan through an event "
         "simulation of the cluster, and show how long the step takes and where the time goes.",
         epilog="example: trimtab simulate out/mixed.parquet --cluster h100x8 --ranks 16 --html out/report.html; "
         f"balancers: {', '.join(POLICIES)}",
     )
-    parser.add_argument("trace", type=Path, metavar="FILE", help="a routing trace (.parquet)")
+    add_trace(parser)
     parser.add_argument(
         "--policies", nargs="+", choices=tuple(POLICIES), default=DEFAULT_POLICIES, metavar="NAME",
         help=f"balancers ({' '.join(DEFAULT_POLICIES)}); 'static' and 'balanced' always run",
@@ -118,9 +117,12 @@ def run(options: argparse.Namespace) -> None:
     check_outputs(options.json, options.html, options.perfetto)
     if options.perfetto:
         check_name(options.perfetto)
-    trace, earlier = step_of(_read(options.trace), options.step)
+    reader = TraceReader(options.trace)
+    if not reader.facts.lengths.any():
+        raise InputError(f"{reader.name}: the trace is empty; there is nothing to simulate")
+    trace, earlier = step_of(reader.read(), options.step)
     model = load_model(options.model) if options.model else model_like(trace.num_experts, trace.top_k, trace.num_layers)
-    _check_fits(trace, model, options)
+    _check_fits(reader.name, trace, model, options.ranks)
     micro_steps = options.micro_steps or [None if options.token_budget else 8]
     cases = [Case(*case) for case in itertools.product(options.ranks, options.slots, micro_steps)]
     names = [name for name in POLICIES if name in (*options.policies, *NEEDED)]
@@ -145,40 +147,33 @@ def run(options: argparse.Namespace) -> None:
                 progress.advance(task)
             results.append(Result(case, situation, outcomes))
     first = results[0]
-    console.print(*simulation_tables(str(options.trace), trace, first.situation, first.outcomes))
+    console.print(*simulation_tables(reader.name, trace, first.situation, first.outcomes))
     if len(results) > 1:
         console.print(sweep_table([(result.case.text, result.outcomes) for result in results]))
     if options.json:
-        write_json(options.json, _json(options, trace, results))
+        write_json(options.json, _json(options, reader.name, trace, results))
     if options.html:
-        write_html(simulation_report(str(options.trace), trace, first.situation, first.outcomes), options.html)
+        write_html(simulation_report(reader.name, trace, first.situation, first.outcomes), options.html)
         console.print(f"page: {options.html}")
     if options.perfetto:
         write_perfetto(timelines(first.situation, first.outcomes), options.perfetto)
         console.print(f"timeline: {options.perfetto} (for the Perfetto viewer or chrome://tracing)")
 
 
-def _read(path: Path) -> RoutingTrace:
-    trace = read_trace(path)
-    if not trace.num_tokens:
-        raise InputError(f"{path}: the trace is empty; there is nothing to simulate")
-    return trace
-
-
-def _check_fits(trace: RoutingTrace, model: ModelSpec, options: argparse.Namespace) -> None:
+def _check_fits(name: str, trace: RoutingTrace, model: ModelSpec, ranks_of_cases: list[int]) -> None:
     if (model.num_experts, model.top_k) != (trace.num_experts, trace.top_k):
         raise InputError(
-            f"{options.trace} is not of model {model.name}: the trace has {trace.num_experts} experts, "
+            f"{name} is not of model {model.name}: the trace has {trace.num_experts} experts, "
             f"top-{trace.top_k}, the model {model.num_experts} experts, top-{model.top_k}"
         )
     if trace.num_layers > model.moe_layers:
         raise InputError(
-            f"{options.trace} is not of model {model.name}: the trace has {trace.num_layers} MoE layers, the model "
+            f"{name} is not of model {model.name}: the trace has {trace.num_layers} MoE layers, the model "
             f"{model.moe_layers}"
         )
-    for ranks in options.ranks:
+    for ranks in ranks_of_cases:
         if trace.num_experts % ranks:
-            raise InputError(f"--ranks {ranks} doesn't divide the {trace.num_experts} experts of {options.trace}")
+            raise InputError(f"--ranks {ranks} doesn't divide the {trace.num_experts} experts of {name}")
 
 
 def _situation(
@@ -204,7 +199,7 @@ def _situation(
     )
 
 
-def _json(options: argparse.Namespace, trace: RoutingTrace, results: list[Result]) -> dict[str, Any]:
+def _json(options: argparse.Namespace, name: str, trace: RoutingTrace, results: list[Result]) -> dict[str, Any]:
     situation = results[0].situation
     content = {
         "schema": "trimtab-simulate-1",
@@ -212,7 +207,7 @@ def _json(options: argparse.Namespace, trace: RoutingTrace, results: list[Result
         # Nothing here is random, beyond the searches' own fixed seeds.
         "seed": 0,
         "settings": {
-            "trace": str(options.trace),
+            "trace": name,
             "step": int(trace.steps[0]),
             "token_budget": situation.token_budget,
             "mini_batches": situation.mini_batches,

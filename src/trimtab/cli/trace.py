@@ -1,4 +1,4 @@
-"""`trimtab trace`: look at routing traces, and make synthetic ones."""
+"""`trimtab trace`: look at routing traces, and make synthetic ones. Other files beside this one convert them."""
 
 from __future__ import annotations
 
@@ -9,19 +9,16 @@ from typing import Any
 
 import numpy as np
 from rich.console import Console
-from rich.table import Table
 
-from trimtab.cli.options import positive, whole, write_json
+from trimtab.cli.options import add_trace, check_outputs, positive, whole, write_json
 from trimtab.errors import InputError
-from trimtab.report.tables import facts, skew_table
-from trimtab.trace import PRESETS, RoutingTrace, id_dtype, read_trace, synthesize_preset, write_trace
-from trimtab.trace.statistics import layer_skew, unknown_routes
+from trimtab.report.tables import skew_table, trace_facts
+from trimtab.trace import PRESETS, TraceReader, id_dtype, synthesize_preset, write_trace
+from trimtab.trace.statistics import layer_skew
 
 
 def add(commands: Any) -> None:
-    parser = commands.add_parser(
-        "trace", help="look at routing traces or make them", description="Work with routing traces."
-    )
+    parser = commands.add_parser("trace", description="Work with routing traces.")
     actions = parser.add_subparsers(dest="action", required=True, metavar="ACTION")
     info = actions.add_parser(
         "info",
@@ -29,7 +26,7 @@ def add(commands: Any) -> None:
         description="Say what a routing trace holds and how unevenly its experts are used.",
         epilog="example: trimtab trace info out/demo/routing/step-00000.parquet",
     )
-    info.add_argument("trace", type=Path, metavar="FILE", help="a routing trace (.parquet)")
+    add_trace(info)
     info.add_argument("--json", type=Path, metavar="FILE", help="also write the figures to FILE")
     info.set_defaults(run=run_info)
     synth = actions.add_parser(
@@ -57,26 +54,28 @@ def add(commands: Any) -> None:
 
 
 def run_info(options: argparse.Namespace) -> None:
-    trace = read_trace(options.trace)
-    skew = layer_skew(trace)
+    check_outputs(options.json)
+    reader = TraceReader(options.trace)
+    skew, unknown = layer_skew(reader)
     console = Console(highlight=False)
-    console.print(_contents(trace, options.trace))
-    console.print(skew_table(trace, skew))
+    console.print(trace_facts(reader, unknown))
+    console.print(skew_table(reader.empty, skew))
     if options.json:
         write_json(
             options.json,
             {
                 "schema": "trimtab-trace-info-1",
-                "trace": str(options.trace),
-                "model": trace.model,
-                "layers": trace.num_layers,
-                "experts": trace.num_experts,
-                "top_k": trace.top_k,
-                "sequences": trace.num_sequences,
-                "tokens": trace.num_tokens,
-                "steps": np.unique(trace.steps).tolist(),
-                "unknown_routes": unknown_routes(trace),
-                "file_bytes": options.trace.stat().st_size,
+                "trace": reader.name,
+                "model": reader.empty.model,
+                "layers": reader.empty.num_layers,
+                "experts": reader.empty.num_experts,
+                "top_k": reader.empty.top_k,
+                "sequences": len(reader.facts.lengths),
+                "tokens": int(reader.facts.lengths.sum()),
+                "steps": np.unique(reader.facts.steps).tolist(),
+                "domains": np.unique(reader.facts.domains).tolist(),
+                "unknown_routes": unknown,
+                "file_bytes": sum(file.stat().st_size for file in reader.files),
                 "hottest_over_mean": skew.hottest_over_mean_L.tolist(),
                 "busier_half_share": skew.busier_half_share_L.tolist(),
             },
@@ -84,8 +83,7 @@ def run_info(options: argparse.Namespace) -> None:
 
 
 def run_synth(options: argparse.Namespace) -> None:
-    if options.output.is_dir():
-        raise InputError(f"{options.output}: a folder; name the file to write")
+    check_outputs(options.output)
     _check_size(options)
     trace = synthesize_preset(
         PRESETS[options.preset],
@@ -99,7 +97,7 @@ def run_synth(options: argparse.Namespace) -> None:
         seed=options.seed,
     )
     write_trace(trace, options.output)
-    Console(highlight=False).print(_contents(trace, options.output))
+    Console(highlight=False).print(trace_facts(TraceReader(options.output)))
 
 
 def _check_size(options: argparse.Namespace) -> None:
@@ -110,22 +108,3 @@ def _check_size(options: argparse.Namespace) -> None:
         raise InputError(
             f"{tokens:,} tokens need {needed / 1e9:,.0f} GB of expert ids; this machine has {memory / 1e9:,.0f} GB"
         )
-
-
-def _contents(trace: RoutingTrace, path: Path) -> Table:
-    """What a trace holds, and the size of its file."""
-    lengths = trace.sequence_lengths
-    steps = np.unique(trace.steps)
-    unknown = unknown_routes(trace)
-    span = f"{lengths.min()} to {lengths.max()} tokens" if len(lengths) else "no tokens"
-    return facts(
-        [
-            ("model", f"{trace.model or 'unknown'}: {trace.shape_text}"),
-            ("sequences", f"{trace.num_sequences:,} of {span}, {trace.num_tokens:,} tokens in all"),
-            ("prompt tokens", f"{int(trace.prompt_lengths.sum()):,}"),
-            ("RL steps", ", ".join(map(str, steps[:8])) + (", ..." if len(steps) > 8 else "")),
-            ("unknown routes", f"{unknown:,} of {trace.num_tokens * trace.num_layers:,} (token, layer) pairs"),
-            ("size", f"{path.stat().st_size / 1e6:.2f} MB; {trace.expert_ids.nbytes / 1e6:.2f} MB of expert ids"),
-        ],
-        str(path),
-    )

@@ -25,7 +25,6 @@ MODES = ("plan", "static", "shadow", "off")
 def add(commands: Any) -> None:
     parser = commands.add_parser(
         "train",
-        help="post-train a MoE with RL on local ranks, balanced by Trimtab",
         description="Warm start, then GRPO on generated arithmetic. Recompute and update replay the rollout's routing "
         "under the plan. Writes metrics.jsonl, summary.json, settings.json, routing/, checkpoints/ and tensorboard/ "
         "to --out; report.html and timeline.json.gz too, if there are --compare-pairs.",

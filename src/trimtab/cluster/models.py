@@ -30,6 +30,7 @@ class ModelSpec:
         expert_width: inner width of an expert.
         weight_bytes: bytes of one weight, 2 for bf16.
         moe_layers: decoder layers with experts, L.
+        moe_layer_indices: which ones these are, rising; empty if unknown.
         dense_layers: decoder layers without.
         dense_width: inner width of the dense layers' feed-forward part.
         shared_width: inner width of a MoE layer's shared experts, all together.
@@ -51,6 +52,7 @@ class ModelSpec:
     attention_parameters: int = 0
     attention_width: int = 0
     vocab_size: int = 0
+    moe_layer_indices: tuple[int, ...] = ()
 
     @property
     def expert_parameters(self) -> int:
@@ -188,18 +190,19 @@ def _read(config: dict[str, Any], where: str) -> ModelSpec:
         hidden_size=hidden_size,
         expert_width=expert_width,
         weight_bytes=2 if config.get("quantization_config") else _WIDE_TYPES.get(dtype, 2),
-        moe_layers=moe_layers,
-        dense_layers=layers - moe_layers,
-        dense_width=count("intermediate_size", default=0, least=0) if moe_layers < layers else 0,
+        moe_layers=len(moe_layers),
+        dense_layers=layers - len(moe_layers),
+        dense_width=count("intermediate_size", default=0, least=0) if len(moe_layers) < layers else 0,
         shared_width=shared or count("shared_expert_intermediate_size", default=0, least=0),
         attention_parameters=attention_parameters,
         attention_width=attention_width,
         vocab_size=count("vocab_size", default=0, least=0),
+        moe_layer_indices=moe_layers if config.get("num_hidden_layers") else (),
     )
 
 
-def _moe_layers(config: dict[str, Any], where: str, count: Callable[..., int], layers: int) -> int:
-    """How many layers have experts. Families say it in five ways; a layer that any of them makes dense is dense."""
+def _moe_layers(config: dict[str, Any], where: str, count: Callable[..., int], layers: int) -> tuple[int, ...]:
+    """Which layers have experts. Families say it in five ways; a layer that any of them makes dense is dense."""
     first = count("first_k_dense_replace", default=0, least=0)
     step = count("decoder_sparse_step", default=1)
     dense = set(_listed(config, where, "mlp_only_layers", int))
@@ -209,9 +212,10 @@ def _moe_layers(config: dict[str, Any], where: str, count: Callable[..., int], l
     else:
         every = count("moe_layer_freq", default=1)
         marks = [int(layer % every == 0) for layer in range(layers)]
-    moe_layers = sum(
-        layer >= first and (layer + 1) % step == 0 and layer not in dense and mark != 0 and kind != "dense"
+    moe_layers = tuple(
+        layer
         for layer, (mark, kind) in enumerate(zip(marks, kinds, strict=True))
+        if layer >= first and (layer + 1) % step == 0 and layer not in dense and mark != 0 and kind != "dense"
     )
     if not moe_layers:
         raise InputError(f"{where}: none of the {layers} layers has experts; expected the config of a MoE model")

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 
 import numpy as np
 from rich.console import Group, RenderableType
+from rich.markup import escape
 from rich.table import Table
 
 from trimtab.planner.workload import max_over_mean
@@ -13,7 +14,7 @@ from trimtab.report.content import PARTS
 from trimtab.report.simulation import answer, notes, policy_result
 from trimtab.simulator import summarise_balance
 from trimtab.simulator.comparison import Outcome, Situation
-from trimtab.trace import RoutingTrace
+from trimtab.trace import RoutingTrace, TraceReader
 from trimtab.trace.routing import Array
 from trimtab.trace.statistics import LayerSkew
 
@@ -30,15 +31,40 @@ def facts(rows: Iterable[tuple[str, str]], title: str) -> Table:
     return table
 
 
-def skew_table(trace: RoutingTrace, skew: LayerSkew) -> Table:
-    """The most uneven layers, and the mean of all."""
+def trace_facts(reader: TraceReader, unknown_routes: int | None = None) -> Table:
+    """What a trace holds, and the size of its files. `unknown_routes` is a number of (token, layer) pairs, if known."""
+    lengths, shape = reader.facts.lengths, reader.empty
+    steps, domains = np.unique(reader.facts.steps), np.unique(reader.facts.domains[reader.facts.domains != ""])
+    tokens = int(lengths.sum())
+    span = f"{lengths.min()} to {lengths.max()} tokens" if len(lengths) else "no tokens"
+    size = sum(file.stat().st_size for file in reader.files)
+    raw = tokens * shape.num_layers * shape.top_k * shape.expert_ids.itemsize
+    rows = [
+        ("model", f"{escape(shape.model) or 'unknown'}: {shape.shape_text}"),
+        ("sequences", f"{len(lengths):,} of {span}, {tokens:,} tokens in all"),
+        ("prompt tokens", f"{int(reader.facts.prompt_lengths.sum()):,}"),
+        ("RL steps", _listed([str(step) for step in steps])),
+        ("domains", escape(_listed(domains.tolist())) or "not labelled"),
+        ("size", f"{size / 1e6:.2f} MB; {raw / 1e6:.2f} MB of expert ids"),
+    ]
+    if unknown_routes is not None:
+        rows.insert(5, ("unknown routes", f"{unknown_routes:,} of {tokens * shape.num_layers:,} (token, layer) pairs"))
+    return facts(rows, reader.name)
+
+
+def _listed(names: Sequence[str]) -> str:
+    return ", ".join(names[:8]) + (", ..." if len(names) > 8 else "")
+
+
+def skew_table(shape: RoutingTrace, skew: LayerSkew) -> Table:
+    """The most uneven layers, and the mean of all. `shape` is a trace of that model, which may be empty."""
     table = Table(title="Most uneven layers", title_justify="left", title_style="bold")
     for column in ("decoder layer", "hottest expert / mean", "share of the busier half"):
         table.add_column(column, justify="right")
     worst = np.argsort(-skew.hottest_over_mean_L, kind="stable")[:SHOWN_LAYERS]
     for layer in worst:
         table.add_row(
-            str(trace.layer_indices[layer]),
+            str(shape.layer_indices[layer]),
             f"{skew.hottest_over_mean_L[layer]:.2f}",
             f"{skew.busier_half_share_L[layer]:.1%}",
         )

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from trimtab.trace.counting import count_experts
-from trimtab.trace.routing import Array, RoutingTrace
+from trimtab.trace.routing import Array
+from trimtab.trace.store import TraceReader
 
 
 @dataclass(frozen=True)
@@ -25,18 +26,23 @@ class LayerSkew:
     busier_half_share_L: Array
 
 
-def layer_skew(trace: RoutingTrace) -> LayerSkew:
-    """Count a trace's experts and say how unevenly they are used."""
-    counts_LE = count_experts(trace, np.zeros(trace.num_sequences, np.int64), 1)[0].astype(np.int64)
+def layer_skew(reader: TraceReader) -> tuple[LayerSkew, int]:
+    """Count a trace's experts, and say how unevenly they are used.
+
+    Returns:
+        The skew, and how many (token, layer) pairs have no recorded route.
+    """
+    counts_LE = np.zeros((reader.empty.num_layers, reader.empty.num_experts), np.int64)
+    unknown = 0
+    for chunk in reader.chunks():
+        counts_LE += count_experts(chunk, np.zeros(chunk.num_sequences, np.int64), 1)[0]
+        unknown += int(np.count_nonzero(chunk.expert_ids[:, :, 0] == chunk.no_route))
+    num_experts = reader.empty.num_experts
     totals_L = np.maximum(counts_LE.sum(axis=1), 1)
     descending_LE = -np.sort(-counts_LE, axis=1)
-    return LayerSkew(
+    skew = LayerSkew(
         token_counts_LE=counts_LE,
-        hottest_over_mean_L=descending_LE[:, 0] * trace.num_experts / totals_L,
-        busier_half_share_L=descending_LE[:, : trace.num_experts // 2].sum(axis=1) / totals_L,
+        hottest_over_mean_L=descending_LE[:, 0] * num_experts / totals_L,
+        busier_half_share_L=descending_LE[:, : num_experts // 2].sum(axis=1) / totals_L,
     )
-
-
-def unknown_routes(trace: RoutingTrace) -> int:
-    """How many (token, layer) pairs have no recorded route."""
-    return int(np.count_nonzero(trace.expert_ids[:, :, 0] == trace.no_route))
+    return skew, unknown

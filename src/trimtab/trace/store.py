@@ -119,7 +119,7 @@ class TraceReader:
     """
 
     def __init__(self, source: Source) -> None:
-        self.files = trace_files(source)
+        self.files = named_files(source, "*.parquet")
         self.name = str(self.files[0]) if len(self.files) == 1 else f"{self.files[0]} and {len(self.files) - 1} more"
         headers, facts = zip(*(_open(file) for file in self.files), strict=True)
         self.empty: RoutingTrace = headers[0]
@@ -171,8 +171,11 @@ class TraceReader:
         )
 
 
-def trace_files(source: Source) -> list[Path]:
+def named_files(source: Source, pattern: str) -> list[Path]:
     """The files that a source names: itself, those of a folder or a pattern, or several of these; none twice.
+
+    Args:
+        pattern: which files of a folder.
 
     Raises:
         InputError: if there is no such file.
@@ -181,14 +184,13 @@ def trace_files(source: Source) -> list[Path]:
     found: dict[Path, None] = {}
     for each in map(Path, sources):
         if each.is_dir():
-            names = sorted(each.glob("*.parquet"))
+            names = sorted(file for file in each.glob(pattern) if file.is_file() and not file.name.startswith("."))
         elif each.exists() or not glob.has_magic(str(each)):
             names = [each]
         else:
             names = sorted(map(Path, glob.glob(str(each))))
         if not names or not names[0].is_file():
-            what = "holds no routing trace (*.parquet)" if each.is_dir() else "no such file; expected a routing trace"
-            raise InputError(f"{each}: {what}")
+            raise InputError(f"{each}: {f'holds no {pattern}' if each.is_dir() else 'no such file'}")
         found |= dict.fromkeys(names)
     return list(found)
 
@@ -248,20 +250,28 @@ def _table(trace: RoutingTrace, schema: pa.Schema) -> pa.Table:
 
 def _open(file: Path) -> tuple[RoutingTrace, SequenceFacts]:
     """A file's trace without sequences, and the facts of its sequences."""
-    with _naming(file), pq.ParquetFile(file) as parquet:
-        header = _header(parquet.schema_arrow.metadata or {})
-        missing = [field.name for field in _SCHEMA if field.name not in parquet.schema_arrow.names]
-        if missing:
-            raise InputError(f"a routing trace should have the column {missing[0]!r}")
-        layers = np.asarray(header["layer_indices"], np.int32)
-        empty = RoutingTrace.from_sequences(
-            [],
-            num_experts=header["num_experts"],
-            shape=(len(layers), header["top_k"]),
-            layer_indices=layers,
-            model=header["model"],
-        )
-        return empty, _facts(parquet.read(_FACTS))
+    with _naming(file):
+        with file.open("rb") as start:
+            if start.read(4) != b"PAR1":
+                raise InputError("not a Parquet file; what a framework recorded is converted by: trimtab trace import")
+        with pq.ParquetFile(file) as parquet:
+            return _read_facts(parquet)
+
+
+def _read_facts(parquet: pq.ParquetFile) -> tuple[RoutingTrace, SequenceFacts]:
+    header = _header(parquet.schema_arrow.metadata or {})
+    missing = [field.name for field in _SCHEMA if field.name not in parquet.schema_arrow.names]
+    if missing:
+        raise InputError(f"a routing trace should have the column {missing[0]!r}")
+    layers = np.asarray(header["layer_indices"], np.int32)
+    empty = RoutingTrace.from_sequences(
+        [],
+        num_experts=header["num_experts"],
+        shape=(len(layers), header["top_k"]),
+        layer_indices=layers,
+        model=header["model"],
+    )
+    return empty, _facts(parquet.read(_FACTS))
 
 
 def _facts(table: pa.Table) -> SequenceFacts:

@@ -10,7 +10,7 @@ from trimtab.trace.routing import Array
 
 @dataclass(frozen=True)
 class Known:
-    """What the caller says of the model, for dumps that don't; None for what nobody said.
+    """What the caller says of a dump that it does not say itself; None for what nobody said.
 
     Attributes:
         num_experts: E.
@@ -18,6 +18,8 @@ class Known:
         top_k: K.
         moe_layers: the decoder layers that have experts, rising.
         model: the model's name, for people.
+        step: of records that say none.
+        domain: of records that have none.
     """
 
     num_experts: int | None = None
@@ -25,6 +27,8 @@ class Known:
     top_k: int | None = None
     moe_layers: tuple[int, ...] | None = None
     model: str = ""
+    step: int | None = None
+    domain: str = ""
 
 
 @dataclass(frozen=True, eq=False)
@@ -41,7 +45,7 @@ class Record:
             Rows from `num_tokens - 1` on are dropped, rows that lack are unknown routes.
         prompt_length: tokens of the prompt; 0 if unknown.
         token_ids: `[num_tokens]`, or None.
-        step: the RL step.
+        step: the RL step, or None.
         domain: what kind of prompt it is; "" if unknown.
         layers: the decoder layer of each layer of `ids`, if the record says so.
         dropped: how much of the source the reader has left out on the way to this record, by what it was:
@@ -55,7 +59,7 @@ class Record:
     num_tokens: int | None = None
     prompt_length: int = 0
     token_ids: Array | None = None
-    step: int = 0
+    step: int | None = None
     domain: str = ""
     layers: tuple[int, ...] | None = None
     dropped: Mapping[str, int] = field(default_factory=dict)

@@ -1,0 +1,307 @@
+"""Bring records into our form: which layers have experts, which rows are routes, and every id in range.
+
+Layers of a record are absolute decoder layers, those without experts filled with the id that stands for nothing, or MoE
+layers alone. Which, the model's config says, or the first record that has routes: with two experts or more a token, a
+row of equal ids is no route.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+
+import numba
+import numpy as np
+
+from trimtab.errors import InputError
+from trimtab.trace.formats.records import Known, Record
+from trimtab.trace.routing import Array, RoutingTrace, hash_tokens, id_dtype, no_route
+from trimtab.trace.store import ROW_GROUP_BYTES
+
+NOTHING = np.int64(np.iinfo(np.int64).min)
+# No id is as large; what is, or is more negative than any padding, is out of range either way.
+BEYOND = 1 << 20
+# Tokens without a row are only a claim. No context is as long.
+MOST_LACKING = 1 << 20
+LONGEST_LABEL = 80
+
+FINE, OUT_OF_RANGE, TWICE, IN_DENSE_LAYER = range(4)
+
+
+@dataclass
+class Summary:
+    """What an import took and what it left, counted as it goes.
+
+    Attributes:
+        sequences, tokens: taken; tokens are routed ones.
+        unknown_rows: tokens, of those taken, that have no route in any layer.
+        unknown_routes: (token, layer) pairs without a route, those of `unknown_rows` included.
+        dropped: what the source has and the trace does not, by what it was.
+    """
+
+    sequences: int = 0
+    tokens: int = 0
+    unknown_rows: int = 0
+    unknown_routes: int = 0
+    dropped: Counter[str] = field(default_factory=Counter)
+
+
+def normalise(records: Iterable[Record], known: Known, summary: Summary) -> Iterator[RoutingTrace]:
+    """The records as parts of one trace, each worth a row group or the rest.
+
+    Args:
+        known: of the model; `num_experts` is needed.
+        summary: counted up.
+
+    Raises:
+        InputError: naming the record's place, if it can't be of the same model, or an id is out of range or twice in a
+            row; or if there is no record with a route.
+    """
+    shape: _Shape | None = None
+    early: list[Record] = []
+    waiting: list[tuple[Record, Array]] = []
+    size = 0
+    for record in records:
+        for what, count in record.dropped.items():
+            summary.dropped[what] += count
+        _check_form(record)
+        if shape is None:
+            early.append(record)
+            shape = _shape_of(record, known)
+            if shape is None:
+                continue
+            ready, early = early, []
+        else:
+            ready = [record]
+        for each in ready:
+            waiting.append((each, _routes(each, shape, summary)))
+            size += waiting[-1][1].nbytes
+        if size >= ROW_GROUP_BYTES:
+            yield _join(waiting, shape)
+            waiting, size = [], 0
+    if shape is None:
+        raise InputError("no sequence has a route" if early else "there are no sequences in it")
+    if waiting:
+        yield _join(waiting, shape)
+
+
+@dataclass(frozen=True)
+class _Shape:
+    """The form of a dump's records, and the model's.
+
+    Attributes:
+        axis: layers of a record.
+        columns: `[L]` int64, the MoE layers' places among them.
+        dense: places of the others.
+        layer_indices: `[L]` decoder layers.
+    """
+
+    axis: int
+    columns: Array
+    dense: Array
+    layer_indices: Array
+    num_experts: int
+    top_k: int
+    model: str
+    step: int
+    domain: str
+
+
+def _check_form(record: Record) -> None:
+    ids = record.ids
+    if ids.dtype.kind not in "iu":
+        raise InputError(f"{record.where}: expert ids are {ids.dtype}; they should be integers")
+    if ids.ndim != 3 or 0 in ids.shape[1:]:
+        raise InputError(f"{record.where}: expert ids have shape {ids.shape}; it should be [tokens, layers, top_k]")
+    if record.first < 0:
+        raise InputError(f"{record.where}: its first row is that of token {record.first}; tokens count from 0")
+    rows = record.first + len(ids)
+    tokens = rows + 1 if record.num_tokens is None else record.num_tokens
+    if rows > tokens:
+        raise InputError(f"{record.where}: {rows} rows of expert ids for {tokens} tokens; there should be one less")
+    if max(record.first, tokens - len(ids)) > MOST_LACKING:
+        raise InputError(f"{record.where}: {len(ids)} rows of expert ids for {tokens} tokens")
+    if not 0 <= (record.step or 0) < 1 << 31:
+        raise InputError(f"{record.where}: step {record.step}; it should be 0 to 2**31 - 1")
+
+
+def _shape_of(record: Record, known: Known) -> _Shape | None:
+    """The form that this record shows; None if it has no routes to tell from."""
+    axis, top_k = record.ids.shape[1:]
+    if known.top_k not in (None, top_k):
+        raise InputError(f"{record.where}: it has top-{top_k} routing; it should be top-{known.top_k}, as was said")
+    if record.layers is None and known.moe_layers is None and known.num_layers not in (None, axis):
+        raise InputError(f"{record.where}: it has {axis} layers; it should have {known.num_layers}, as was said")
+    routes = _has_routes(record.ids)
+    if not routes.any():
+        return None
+    columns, layers = _moe_layers(record, routes, known)
+    if known.num_experts is None:
+        raise InputError(
+            "it does not say how many experts a layer has (the largest id of its first sequence is "
+            f"{int(record.ids.max())}); give --num-experts, or --model with a config.json or a model's name"
+        )
+    if top_k > known.num_experts:
+        raise InputError(f"{record.where}: it has top-{top_k} routing; there are {known.num_experts} experts")
+    return _Shape(
+        axis=axis,
+        columns=columns,
+        dense=np.setdiff1d(np.arange(axis), columns),
+        layer_indices=layers.astype(np.int32),
+        num_experts=known.num_experts,
+        top_k=top_k,
+        model=known.model,
+        step=known.step or 0,
+        domain=known.domain,
+    )
+
+
+def _has_routes(ids: Array) -> Array:
+    """`[layers]` bool: in which layers any row could be a route."""
+    could_be = ids != ids[:, :, :1] if ids.shape[2] > 1 else ids >= 0
+    return np.asarray(could_be.any(axis=(0, 2)))
+
+
+def _moe_layers(record: Record, routes: Array, known: Known) -> tuple[Array, Array]:
+    """The MoE layers' places in the record, and which decoder layers they are."""
+    axis = len(routes)
+    if record.layers is not None:
+        return np.arange(axis), np.array(record.layers)
+    if known.moe_layers is None:
+        if record.ids.shape[2] == 1 and not (ones := (record.ids > 0).any(axis=(0, 2))).all():
+            raise InputError(
+                f"{record.where}: every token has expert 0 in layer {int(ones.argmin())}, which may have no experts at "
+                "all; give --model with a config.json or a model's name"
+            )
+        return np.flatnonzero(routes), np.flatnonzero(routes)
+    moe = np.array(known.moe_layers)
+    if axis == len(moe):
+        return np.arange(axis), moe
+    if known.num_layers in (None, axis) and axis > moe.max():
+        return moe, moe
+    raise InputError(
+        f"{record.where}: it has {axis} layers; the model has {known.num_layers}, {len(moe)} of them with experts"
+    )
+
+
+def _routes(record: Record, shape: _Shape, summary: Summary) -> Array:
+    """`[T, L, K]`, one row for each token that was fed to the model, unknown routes as `no_route`."""
+    if record.ids.shape[1:] != (shape.axis, shape.top_k) or (
+        record.layers is not None and not np.array_equal(record.layers, shape.layer_indices)
+    ):
+        raise InputError(
+            f"{record.where}: it has {record.ids.shape[1]} layers, top-{record.ids.shape[2]}; sequences before it have "
+            f"{shape.axis}, top-{shape.top_k}: they are of different models"
+        )
+    rows = len(record.ids)
+    tokens = record.first + rows if record.num_tokens is None else max(record.num_tokens - 1, 0)
+    ids = _narrowed(record.ids[: max(tokens - record.first, 0)])
+    if len(ids) < rows:
+        summary.dropped["rows of last tokens, which are never fed"] += rows - len(ids)
+    if len(shape.dense):
+        summary.dropped["layers without experts"] = len(shape.dense)
+    routes = np.full(
+        (tokens, len(shape.columns), shape.top_k), no_route(shape.num_experts), id_dtype(shape.num_experts)
+    )
+    missing = NOTHING if record.missing is None or (record.missing == 0 and shape.top_k == 1) else record.missing
+    fault, token, layer, unknown_routes, unknown_rows = _convert(
+        ids, shape.columns, shape.dense, missing, shape.num_experts, routes[record.first :]
+    )
+    if fault != FINE:
+        place = (
+            f"{record.where}, token {record.first + token}, layer {record.layers[layer] if record.layers else layer}"
+        )
+        raise InputError(f"{place}: {_reason(fault, ids[token, layer], shape)}")
+    lacking = tokens - len(ids)
+    summary.sequences += 1
+    summary.tokens += tokens
+    summary.unknown_rows += unknown_rows + lacking
+    summary.unknown_routes += unknown_routes + lacking * len(shape.columns)
+    return routes
+
+
+def _reason(fault: int, row: Array, shape: _Shape) -> str:
+    ids = f"expert ids {row.tolist()}"
+    if fault == IN_DENSE_LAYER:
+        return f"{ids}; this layer has no experts"
+    if fault == TWICE:
+        return f"{ids} have one twice; they should be distinct"
+    return f"{ids}; they should be 0 to {shape.num_experts - 1}"
+
+
+def _narrowed(ids: Array) -> Array:
+    """The same ids as contiguous int32; what does not fit is out of any range."""
+    if ids.dtype.itemsize > 4 or ids.dtype == np.uint32:
+        ids = np.minimum(ids, np.array(BEYOND, ids.dtype))
+        if ids.dtype.kind == "i":
+            ids = np.maximum(ids, -BEYOND)
+    return np.ascontiguousarray(ids, np.int32)
+
+
+def _join(waiting: list[tuple[Record, Array]], shape: _Shape) -> RoutingTrace:
+    records = [record for record, _ in waiting]
+    return RoutingTrace.from_sequences(
+        [routes for _, routes in waiting],
+        num_experts=shape.num_experts,
+        layer_indices=shape.layer_indices,
+        prompt_lengths=[min(max(record.prompt_length, 0), len(routes)) for record, routes in waiting],
+        steps=[shape.step if record.step is None else record.step for record in records],
+        sequence_hashes=np.array(
+            [0 if record.token_ids is None else hash_tokens(record.token_ids) for record in records], np.uint64
+        ),
+        domains=[_label(record.domain or shape.domain) for record in records],
+        model=shape.model,
+    )
+
+
+def _label(domain: str) -> str:
+    """A domain's name for tables: one short line."""
+    return "".join(letter if letter.isprintable() else " " for letter in domain[:LONGEST_LABEL]).strip()
+
+
+@numba.njit(cache=True, nogil=True)
+def _convert(ids_TAK, columns_L, dense_D, missing, num_experts, routes_TLK):  # type: ignore[no-untyped-def]
+    """Write the routes of the MoE layers, and leave rows alone that have none.
+
+    Args:
+        ids_TAK: `[T, layers, K]` int32.
+        columns_L: `[L]` int64, places of MoE layers. dense_D: of the others.
+        missing: what all K ids are where there is no route, or `NOTHING`.
+        routes_TLK: `[T, L, K]` uint8 or uint16, written to; it holds `no_route`.
+
+    Returns:
+        A fault with its token and layer, and how many routes, and whole rows, are missing.
+    """
+    top_k = ids_TAK.shape[2]
+    unknown_routes = unknown_rows = 0
+    for t in range(ids_TAK.shape[0]):
+        unknown = 0
+        for place in range(len(columns_L)):
+            layer = columns_L[place]
+            first = ids_TAK[t, layer, 0]
+            if first == missing:
+                same = 1
+                while same < top_k and ids_TAK[t, layer, same] == first:
+                    same += 1
+                if same == top_k:
+                    unknown += 1
+                    continue
+            for k in range(top_k):
+                expert = ids_TAK[t, layer, k]
+                if expert < 0 or expert >= num_experts:
+                    return OUT_OF_RANGE, t, layer, unknown_routes, unknown_rows
+                for earlier in range(k):
+                    if ids_TAK[t, layer, earlier] == expert:
+                        return TWICE, t, layer, unknown_routes, unknown_rows
+                routes_TLK[t, place, k] = expert
+        for layer in dense_D:
+            first = ids_TAK[t, layer, 0]
+            if first > 0 and top_k == 1:
+                return IN_DENSE_LAYER, t, layer, unknown_routes, unknown_rows
+            for k in range(1, top_k):
+                if ids_TAK[t, layer, k] != first:
+                    return IN_DENSE_LAYER, t, layer, unknown_routes, unknown_rows
+        unknown_routes += unknown
+        unknown_rows += unknown == len(columns_L)
+    return FINE, -1, -1, unknown_routes, unknown_rows

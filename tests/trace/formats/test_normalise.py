@@ -1,0 +1,212 @@
+"""Records become rows of our form: for every layer axis and padding, what a plain loop makes of them."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from trimtab import InputError, RoutingTrace
+from trimtab.trace import hash_tokens, id_dtype, no_route
+from trimtab.trace.formats.normalise import Summary, normalise
+from trimtab.trace.formats.records import Known, Record
+
+Array = np.ndarray[Any, Any]
+
+
+def random_ids(rng: np.random.Generator, tokens: int, layers: int, num_experts: int, top_k: int) -> Array:
+    return np.argsort(rng.random((tokens, layers, num_experts)), axis=-1)[:, :, :top_k]
+
+
+def joined(records: list[Record], known: Known, summary: Summary | None = None) -> RoutingTrace:
+    return RoutingTrace.concatenate(list(normalise(records, known, summary or Summary())))
+
+
+def plain_rows(record: Record, moe: list[int], num_experts: int) -> list[list[list[int]]]:
+    """The same by loops over Python numbers."""
+    nothing = [no_route(num_experts)] * record.ids.shape[2]
+    tokens = record.first + len(record.ids) if record.num_tokens is None else record.num_tokens - 1
+    rows = []
+    for token in range(tokens):
+        row = token - record.first
+        if not 0 <= row < len(record.ids):
+            rows.append([nothing for _ in moe])
+            continue
+        of_layer = []
+        for layer in moe:
+            ids = [int(expert) for expert in record.ids[row, layer]]
+            gone = record.missing is not None and all(expert == record.missing for expert in ids)
+            of_layer.append(nothing if gone else ids)
+        rows.append(of_layer)
+    return rows
+
+
+@settings(deadline=None, max_examples=150)
+@given(
+    num_experts=st.sampled_from([2, 8, 127, 255, 256, 257, 384]),
+    top_k=st.integers(1, 3),
+    missing=st.sampled_from([None, 0, -1]),
+    axis=st.sampled_from(["absolute", "moe only", "named", "from the config"]),
+    dtype=st.sampled_from([np.int16, np.int32, np.int64, np.uint16, np.uint64]),
+    seed=st.integers(0, 999),
+)
+def test_records_equal_plain_loops(
+    num_experts: int, top_k: int, missing: int | None, axis: str, dtype: type, seed: int
+) -> None:
+    rng = np.random.default_rng(seed)
+    top_k = min(top_k, num_experts)
+    if (top_k == 1 and (missing == 0 or axis == "absolute")) or (top_k == num_experts == 2 and axis == "absolute"):
+        top_k, num_experts = 2, max(num_experts, 3)
+    if missing == -1:
+        dtype = np.int32
+    moe = [1, 3] if axis in ("absolute", "from the config") else [0, 1]
+    records = []
+    for index in range(int(rng.integers(1, 5))):
+        tokens = int(rng.integers(1, 9))
+        ids: Array = random_ids(rng, tokens, 4 if len(moe) and moe[0] else 2, num_experts, top_k).astype(dtype)
+        if moe[0]:
+            ids[:, [0, 2]] = 0
+        if top_k == 1 and axis == "moe only":
+            ids[0] = 1
+        if missing is not None:
+            ids[rng.random(tokens) < 0.3] = missing
+            ids[rng.random((tokens, ids.shape[1])) < 0.1] = missing
+        first = int(rng.integers(0, 3))
+        length = [None, first + tokens, first + tokens + 1, first + tokens + 4][int(rng.integers(0, 4))]
+        records.append(
+            Record(
+                ids,
+                f"record {index}",
+                missing=missing,
+                first=first,
+                num_tokens=length,
+                prompt_length=int(rng.integers(0, 12)),
+                token_ids=rng.integers(0, 50, 5) if index % 2 else None,
+                step=[None, 3][index % 2],
+                domain=["", "code"][index % 2],
+                layers=(5, 9) if axis == "named" else None,
+            )
+        )
+    # The first record decides which layers have experts: it should have a route in each.
+    ids = records[0].ids
+    ids[0, moe] = np.arange(1, top_k + 1) % num_experts
+    known = Known(num_experts, step=7, domain="maths")
+    if axis == "from the config":
+        known = replace(known, num_layers=4, moe_layers=(1, 3))
+    summary = Summary()
+    trace = joined(records, known, summary)
+    expected = [plain_rows(record, moe, num_experts) for record in records]
+    assert trace.expert_ids.dtype == id_dtype(num_experts)
+    assert [trace.sequence(index).tolist() for index in range(trace.num_sequences)] == expected
+    assert trace.layer_indices.tolist() == ([5, 9] if axis == "named" else moe)
+    assert trace.steps.tolist() == [7 if record.step is None else record.step for record in records]
+    assert trace.domains.tolist() == [record.domain or "maths" for record in records]
+    hashes = [0 if record.token_ids is None else hash_tokens(record.token_ids) for record in records]
+    assert trace.sequence_hashes.tolist() == hashes
+    lengths = [len(rows) for rows in expected]
+    assert trace.prompt_lengths.tolist() == [
+        min(record.prompt_length, length) for record, length in zip(records, lengths, strict=True)
+    ]
+    routes = trace.expert_ids[:, :, 0] == trace.no_route
+    assert (summary.sequences, summary.tokens) == (len(records), sum(lengths))
+    assert (summary.unknown_routes, summary.unknown_rows) == (int(routes.sum()), int(routes.all(axis=1).sum()))
+    trace.check()
+
+
+def test_what_was_left_out_is_counted() -> None:
+    rng = np.random.default_rng(0)
+    ids = random_ids(rng, 6, 3, 8, 2)
+    ids[:, 0] = 0
+    summary = Summary()
+    records = [
+        Record(ids, "a", num_tokens=6, dropped={"padding rows": 5}),
+        Record(ids, "b", dropped={"padding rows": 2}),
+    ]
+    joined(records, Known(8), summary)
+    assert summary.dropped == {
+        "padding rows": 7,
+        "rows of last tokens, which are never fed": 1,
+        "layers without experts": 1,
+    }
+
+
+def test_sequences_without_any_route_wait_for_one_that_shows_the_layers() -> None:
+    rng = np.random.default_rng(0)
+    ids = random_ids(rng, 3, 2, 8, 2)
+    trace = joined([Record(np.zeros_like(ids), "a", missing=0), Record(ids, "b", missing=0)], Known(8))
+    assert np.array_equal(trace.sequence(0), np.full((3, 2, 2), 255))
+    assert np.array_equal(trace.sequence(1), ids)
+
+
+def test_parts_are_worth_a_row_group(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("trimtab.trace.formats.normalise.ROW_GROUP_BYTES", 100)
+    ids = random_ids(np.random.default_rng(0), 4, 2, 8, 2)
+    parts = list(normalise([Record(ids, str(index)) for index in range(20)], Known(8), Summary()))
+    assert [part.num_sequences for part in parts] == [7, 7, 6]
+
+
+GOOD = np.array([[[1, 2], [3, 4]], [[5, 6], [7, 0]]])
+
+
+def changed(token: int, layer: int, row: list[int]) -> Array:
+    ids = GOOD.copy()
+    ids[token, layer] = row
+    return ids
+
+
+@pytest.mark.parametrize(
+    ("record", "known", "message"),
+    [
+        (Record(changed(1, 0, [5, 5]), "line 3"), Known(8), "line 3, token 1, layer 0: .*twice"),
+        (Record(changed(1, 1, [5, 8]), "line 3", first=4), Known(8), r"token 5, layer 1: expert ids \[5, 8\].*0 to 7"),
+        (Record(changed(0, 1, [-1, 8]), "x", missing=-1), Known(8), r"layer 1: expert ids \[-1, 8\]"),
+        (Record(changed(0, 1, [1 << 40, 0]), "x"), Known(8), "0 to 7"),
+        (Record(changed(0, 1, [0, 0]), "x"), Known(8), "twice"),
+        (Record(GOOD.astype(float), "x"), Known(8), "integers"),
+        (Record(GOOD.astype(bool), "x"), Known(8), "integers"),
+        (Record(GOOD[0], "x"), Known(8), "shape"),
+        (Record(GOOD[:, :, :0], "x"), Known(8), "shape"),
+        (Record(GOOD, "x"), Known(), r"largest id of its first sequence is 7.*--num-experts"),
+        (Record(GOOD, "x"), Known(8, top_k=4), "top-2 routing; it should be top-4"),
+        (Record(GOOD, "x"), Known(8, num_layers=3), "2 layers; it should have 3"),
+        (Record(GOOD, "x"), Known(8, num_layers=6, moe_layers=(0, 1, 5)), "2 layers; the model has 6, 3 of them"),
+        (Record(GOOD, "x"), Known(1), "top-2 routing; there are 1 experts"),
+        (Record(GOOD[:, :, :1] * 0, "x"), Known(8), "layer 0, which may have no experts at all; give --model"),
+        (Record(GOOD, "x", num_tokens=1), Known(8), "2 rows of expert ids for 1 tokens"),
+        (Record(GOOD, "x", first=-1), Known(8), "tokens count from 0"),
+        (Record(GOOD, "x", num_tokens=1 << 40), Known(8), "2 rows of expert ids for 1099511627776 tokens"),
+        (Record(GOOD, "x", first=1 << 40), Known(8), "2 rows"),
+        (Record(GOOD, "x", step=1 << 40), Known(8), "step"),
+        (Record(GOOD * 0, "x", missing=0), Known(8), "no sequence has a route"),
+    ],
+)
+def test_bad_records_are_refused(record: Record, known: Known, message: str) -> None:
+    with pytest.raises(InputError, match=message) as caught:
+        joined([record], known)
+    assert "\n" not in str(caught.value)
+
+
+def test_records_of_different_models_are_refused() -> None:
+    with pytest.raises(InputError, match=r"b: .*different models"):
+        joined([Record(GOOD, "a"), Record(GOOD[:, :1], "b")], Known(8))
+    with pytest.raises(InputError, match="different models"):
+        joined([Record(GOOD, "a", layers=(1, 2)), Record(GOOD, "b", layers=(1, 3))], Known(8))
+
+
+def test_a_route_in_a_layer_without_experts_is_refused() -> None:
+    dense = np.concatenate([GOOD * 0, GOOD], axis=1)
+    again = dense.copy()
+    again[1, 1] = [3, 1]
+    with pytest.raises(InputError, match=r"b, token 1, layer 1: expert ids \[3, 1\]; this layer has no experts"):
+        joined([Record(dense, "a"), Record(again, "b")], Known(8))
+    with pytest.raises(InputError, match=r"layer 0.*no experts"):
+        joined([Record(GOOD[:, :, :1], "a")], Known(8, num_layers=2, moe_layers=(1,)))
+
+
+def test_no_record_at_all_is_refused() -> None:
+    with pytest.raises(InputError, match="no sequences"):
+        joined([], Known(8))

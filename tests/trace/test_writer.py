@@ -1,0 +1,149 @@
+"""A trace that grows on disk: whole parts at any moment, also after a crash; several files are one trace."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from trimtab import InputError, RoutingTrace, TraceReader, TraceWriter, read_trace, write_trace
+from trimtab.trace import store, writer
+
+SHAPE = (3, 2)
+
+
+def some_sequences(seed: int, count: int = 3, num_experts: int = 8) -> RoutingTrace:
+    rng = np.random.default_rng(seed)
+    ids = [np.sort(np.argsort(rng.random((n, 3, num_experts)))[:, :, :2]) for n in rng.integers(1, 30, count)]
+    return RoutingTrace.from_sequences(ids, num_experts=num_experts, steps=seed, domains=f"domain {seed % 2}")
+
+
+def assert_same(one: RoutingTrace, other: RoutingTrace) -> None:
+    for name in ("expert_ids", "sequence_starts", "steps", "domains"):
+        assert np.array_equal(getattr(one, name), getattr(other, name)), name
+
+
+def test_appended_sequences_come_back_in_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(writer, "ROW_GROUP_BYTES", 400)
+    parts = [some_sequences(seed) for seed in range(12)]
+    with TraceWriter(tmp_path) as growing:
+        for part in parts[:7]:
+            growing.append(part)
+        before = len(list(tmp_path.iterdir()))
+        assert 1 < before < 7
+        assert read_trace(tmp_path).num_tokens >= sum(part.num_tokens for part in parts[:7]) - 400 // 6
+    with TraceWriter(tmp_path) as growing:
+        for part in parts[7:]:
+            growing.append(part)
+    assert_same(read_trace(tmp_path), RoutingTrace.concatenate(parts))
+
+
+def test_writers_with_names_share_a_folder(tmp_path: Path) -> None:
+    parts = [some_sequences(seed) for seed in range(4)]
+    with TraceWriter(tmp_path, name="rank-0") as one, TraceWriter(tmp_path, name="rank-10") as other:
+        one.append(parts[0])
+        other.append(parts[1])
+        one.append(parts[2])
+    assert_same(read_trace(tmp_path / "rank-0-*"), RoutingTrace.concatenate([parts[0], parts[2]]))
+    assert read_trace(tmp_path).num_sequences == 9
+
+
+def test_what_another_model_routed_is_refused(tmp_path: Path) -> None:
+    with TraceWriter(tmp_path) as growing:
+        growing.append(some_sequences(0))
+        with pytest.raises(InputError, match="different models"):
+            growing.append(some_sequences(0, num_experts=9))
+    with pytest.raises(InputError, match="different models"), TraceWriter(tmp_path) as growing:
+        growing.append(some_sequences(0, num_experts=9))
+    (tmp_path / "file").write_text("")
+    with pytest.raises(InputError, match="a file; a trace that grows is a folder"):
+        TraceWriter(tmp_path / "file")
+
+
+PROGRAM = """
+import sys
+sys.path.insert(0, {tests!r})
+from test_writer import some_sequences
+from trimtab.trace import TraceWriter, writer
+writer.ROW_GROUP_BYTES = 400
+with TraceWriter({folder!r}) as growing:
+    for seed in range(1_000_000):
+        growing.append(some_sequences(seed))
+"""
+
+
+def test_a_killed_writer_leaves_what_can_be_read(tmp_path: Path) -> None:
+    program = PROGRAM.format(tests=str(Path(__file__).parent), folder=str(tmp_path))
+    process = subprocess.Popen([sys.executable, "-c", program])
+    try:
+        deadline = time.monotonic() + 60
+        while len(list(tmp_path.glob("*.parquet"))) < 20:
+            assert time.monotonic() < deadline
+            assert process.poll() is None
+            time.sleep(0.01)
+        os.kill(process.pid, signal.SIGKILL)
+        process.wait()
+    finally:
+        process.kill()
+    trace = read_trace(tmp_path)
+    seeds = np.unique(trace.steps)
+    assert seeds.tolist() == list(range(len(seeds)))
+    assert_same(trace, RoutingTrace.concatenate([some_sequences(int(seed)) for seed in seeds]))
+
+
+def test_several_files_and_patterns_are_one_trace(tmp_path: Path) -> None:
+    parts = [some_sequences(seed) for seed in range(3)]
+    for seed, part in enumerate(parts):
+        write_trace(part, tmp_path / f"step-{seed}.parquet")
+    whole = RoutingTrace.concatenate(parts)
+    for source in (
+        tmp_path,
+        str(tmp_path / "step-*.parquet"),
+        [tmp_path / f"step-{seed}.parquet" for seed in range(3)],
+    ):
+        assert_same(read_trace(source), whole)
+    assert_same(
+        read_trace([tmp_path / "step-1.parquet", tmp_path]), RoutingTrace.concatenate([parts[1], parts[0], parts[2]])
+    )
+    assert_same(read_trace(tmp_path, step=1), parts[1])
+    with pytest.raises(InputError, match="no step 3; it has steps 0 to 2"):
+        read_trace(tmp_path, step=3)
+    write_trace(some_sequences(0, num_experts=9), tmp_path / "step-9.parquet")
+    with pytest.raises(InputError, match=r"step-9\.parquet: traces of different models"):
+        read_trace(tmp_path)
+    with pytest.raises(InputError, match="no such file"):
+        read_trace(tmp_path / "none-*")
+
+
+def test_a_reader_holds_one_chunk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(store, "ROW_GROUP_BYTES", 400)
+    trace = RoutingTrace.concatenate([some_sequences(seed) for seed in range(9)])
+    write_trace(trace, tmp_path / "trace.parquet")
+    reader = TraceReader(tmp_path / "trace.parquet")
+    chunks = list(reader.chunks())
+    assert len(chunks) > 3
+    assert all(chunk.expert_ids.nbytes <= 400 or chunk.num_sequences == 1 for chunk in chunks)
+    assert_same(RoutingTrace.concatenate(chunks), trace)
+    assert np.array_equal(reader.facts.lengths, trace.sequence_lengths)
+
+
+def test_parts_are_written_as_they_come(tmp_path: Path) -> None:
+    parts = [some_sequences(seed) for seed in range(3)]
+    write_trace(iter(parts), tmp_path / "trace.parquet")
+    assert_same(read_trace(tmp_path / "trace.parquet"), RoutingTrace.concatenate(parts))
+
+    def failing() -> object:
+        yield parts[0]
+        raise InputError("the second part is bad")
+
+    with pytest.raises(InputError, match="second part"):
+        write_trace(failing(), tmp_path / "other.parquet")  # type: ignore[arg-type]
+    assert [file.name for file in tmp_path.iterdir()] == ["trace.parquet"]
+    with pytest.raises(InputError, match="no sequences"):
+        write_trace(iter([]), tmp_path / "other.parquet")
