@@ -9,21 +9,34 @@ from __future__ import annotations
 import numba
 import numpy as np
 
+BLOCK = 64
+
 
 @numba.njit(cache=True, nogil=True)
 def encode(ids_NK, coded_NK):  # type: ignore[no-untyped-def]
     """Write the coded rows of `ids_NK` (uint8 or uint16) to `coded_NK`, of the same dtype. Differences wrap."""
-    top_k = ids_NK.shape[1]
-    for n in range(ids_NK.shape[0]):
-        for k in range(top_k):
-            expert = ids_NK[n, k]
-            place = k
-            while place > 0 and coded_NK[n, place - 1] > expert:
-                coded_NK[n, place] = coded_NK[n, place - 1]
-                place -= 1
-            coded_NK[n, place] = expert
+    rows, top_k = ids_NK.shape
+    # A block at a time, a place of top_k after the other, so that a comparison is one instruction for many rows.
+    lanes_KB = np.empty((top_k, BLOCK), ids_NK.dtype)
+    for start in range(0, rows, BLOCK):
+        size = min(BLOCK, rows - start)
+        for b in range(size):
+            for k in range(top_k):
+                lanes_KB[k, b] = ids_NK[start + b, k]
+        for turn in range(top_k):
+            for k in range(turn % 2, top_k - 1, 2):
+                low_B, high_B = lanes_KB[k], lanes_KB[k + 1]
+                for b in range(BLOCK):
+                    one, other = low_B[b], high_B[b]
+                    low_B[b] = min(one, other)
+                    high_B[b] = max(one, other)
         for k in range(top_k - 1, 0, -1):
-            coded_NK[n, k] -= coded_NK[n, k - 1]
+            low_B, high_B = lanes_KB[k - 1], lanes_KB[k]
+            for b in range(BLOCK):
+                high_B[b] -= low_B[b]
+        for b in range(size):
+            for k in range(top_k):
+                coded_NK[start + b, k] = lanes_KB[k, b]
 
 
 @numba.njit(cache=True, nogil=True)

@@ -25,6 +25,8 @@ BEYOND = 1 << 20
 # Tokens without a row are only a claim. No context is as long.
 MOST_LACKING = 1 << 20
 LONGEST_LABEL = 80
+# Many times what any model has; sorting and comparing grow with its square.
+MOST_TOP_K = 256
 
 FINE, OUT_OF_RANGE, TWICE, IN_DENSE_LAYER = range(4)
 
@@ -116,6 +118,8 @@ def _check_form(record: Record) -> None:
         raise InputError(f"{record.where}: expert ids have shape {ids.shape}; it should be [tokens, layers, top_k]")
     if record.first < 0:
         raise InputError(f"{record.where}: its first row is that of token {record.first}; tokens count from 0")
+    if ids.shape[2] > MOST_TOP_K:
+        raise InputError(f"{record.where}: top-{ids.shape[2]} routing; it should be top-{MOST_TOP_K} at most")
     rows = record.first + len(ids)
     tokens = rows + 1 if record.num_tokens is None else record.num_tokens
     if rows > tokens:
