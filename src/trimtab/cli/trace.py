@@ -11,6 +11,7 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
+from trimtab.cli import trace_export
 from trimtab.cli.options import positive, whole, write_json
 from trimtab.errors import InputError
 from trimtab.report.tables import facts, skew_table
@@ -54,6 +55,7 @@ def add(commands: Any) -> None:
         synth.add_argument(f"--{name}", type=positive, default=default, metavar="N", help=shown)
     synth.add_argument("--seed", type=whole, default=0, metavar="N", help="another seed, another trace (default: 0)")
     synth.set_defaults(run=run_synth)
+    trace_export.add(actions)
 
 
 def run_info(options: argparse.Namespace) -> None:

@@ -1,8 +1,8 @@
 """Our own plain arrays: the fields of a `RoutingTrace` by their names, in `.npz` or safetensors.
 
 `expert_ids [T, L, K]` is needed; `sequence_starts`, `prompt_lengths`, `steps`, `sequence_hashes`, `domains` and
-`layer_indices` may lack. Number of experts and model stand beside them: as arrays of one value in `.npz`, as texts (with
-`domains` as a JSON list) in a safetensors file's metadata. `trimtab.trace.exports.arrays` writes them.
+`layer_indices` may lack. Number of experts and model stand beside them: as arrays of one value in `.npz`, as texts
+(with `domains` as a JSON list) in a safetensors file's metadata. `trimtab.trace.exports.arrays` writes them.
 """
 
 from __future__ import annotations

@@ -74,7 +74,7 @@ def read_npy_header(file: BinaryIO, size: int, what: str = "the array") -> tuple
         reason = str(error).splitlines()[0][:120] if str(error) else type(error).__name__
         raise InputError(f"{what} has no valid .npy header ({reason})") from None
     there = size - file.tell()
-    if dtype.hasobject or dtype.kind not in "iufbU":
+    if dtype.hasobject or dtype.kind not in "iufbU" or not dtype.itemsize:
         raise InputError(f"{what} holds {str(dtype)[:40]}; only plain numbers are read")
     if any(length < 0 for length in shape) or math.prod(shape) * dtype.itemsize != there:
         raise InputError(f"{what} claims shape {_short(shape)} of {dtype}; there are {there} bytes of data")
@@ -85,8 +85,11 @@ def array_of_npy(data: bytes, what: str = "routed_experts") -> Array:
     """The array that `.npy` bytes hold, over the same memory."""
     file = io.BytesIO(data)
     shape, dtype, fortran = read_npy_header(file, len(data), what)
-    flat = np.frombuffer(data, dtype, offset=file.tell()) if math.prod(shape) and dtype.itemsize else np.empty(0, dtype)
-    return flat.reshape(shape, order="F" if fortran else "C") if dtype.itemsize else np.zeros(shape, dtype)
+    flat = np.frombuffer(data, dtype, offset=file.tell()) if math.prod(shape) else np.empty(0, dtype)
+    try:
+        return flat.reshape(shape, order="F" if fortran else "C")
+    except ValueError:  # nothing, of more than 64 bits of rows
+        raise InputError(f"{what} claims shape {_short(shape)}") from None
 
 
 def array_of_lists(value: Sequence[Any], depth: int) -> Array:

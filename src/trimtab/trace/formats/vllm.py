@@ -2,7 +2,8 @@
 
 `routed_experts` of a completion is `[num_tokens - 1, num_hidden_layers, top_k]`, uint8 or uint16, prompt included; over
 HTTP base64 of the `.npy` bytes. Layers without experts are filled with zeros. vLLM 0.21 gave int16, of MoE layers only,
-and the prompt apart: `prompt_routed_experts` of the request, `routed_experts` of each completion; over HTTP nested lists.
+and the prompt apart: `prompt_routed_experts` of the request, `routed_experts` of each completion; over HTTP nested
+lists.
 
 Arrays are what users save of these: `.npy` of one sequence `[t, L, K]` or of a padded batch `[S, t, L, K]`; `.npz` with
 `routed_experts` of either shape, and if several sequences follow one another in one, `sequence_starts` or `lengths`.
@@ -193,7 +194,7 @@ def _row(arrays: Arrays, name: str) -> Iterator[Record]:
 def _batch(arrays: Arrays, name: str) -> Iterator[Record]:
     """Sequences side by side, padded to one length."""
     sequences, padded, *_ = shape = arrays.shapes[name]
-    if 0 in shape[2:]:
+    if 0 in shape[1:]:
         raise InputError(f"routed_experts has shape {list(shape)}; it should be [sequences, tokens, layers, top_k]")
     lengths = arrays.small("lengths") if "lengths" in arrays.shapes else None
     if lengths is not None and (
