@@ -252,7 +252,8 @@ def _join(waiting: list[tuple[Record, Array]], shape: _Shape) -> RoutingTrace:
         prompt_lengths=[min(max(record.prompt_length, 0), len(routes)) for record, routes in waiting],
         steps=[shape.step if record.step is None else record.step for record in records],
         sequence_hashes=np.array(
-            [0 if record.token_ids is None else hash_tokens(record.token_ids) for record in records], np.uint64
+            [record.sequence_hash if record.token_ids is None else hash_tokens(record.token_ids) for record in records],
+            np.uint64,
         ),
         domains=[_label(record.domain or shape.domain) for record in records],
         model=shape.model,

@@ -45,6 +45,7 @@ class Record:
             Rows from `num_tokens - 1` on are dropped, rows that lack are unknown routes.
         prompt_length: tokens of the prompt; 0 if unknown.
         token_ids: `[num_tokens]`, or None.
+        sequence_hash: what `hash_tokens` gives for the token ids, where the source has only that; 0 if unknown.
         step: the RL step, or None.
         domain: what kind of prompt it is; "" if unknown.
         layers: the decoder layer of each layer of `ids`, if the record says so.
@@ -59,6 +60,7 @@ class Record:
     num_tokens: int | None = None
     prompt_length: int = 0
     token_ids: Array | None = None
+    sequence_hash: int = 0
     step: int | None = None
     domain: str = ""
     layers: tuple[int, ...] | None = None

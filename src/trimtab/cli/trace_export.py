@@ -1,0 +1,120 @@
+"""`trimtab trace export`: a trace in a form that others read, or a placement made from it for a rollout engine."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from rich.console import Console
+
+from trimtab.cli.options import check_outputs, positive, whole
+from trimtab.errors import InputError
+from trimtab.files import write_whole
+from trimtab.planner.workload import max_over_mean
+from trimtab.policies.lasting import count_parts, fill_slots, slot_loads
+from trimtab.report.tables import facts
+from trimtab.trace import TraceReader
+from trimtab.trace.exports.arrays import write_npz, write_safetensors
+from trimtab.trace.exports.megatron import write_megatron
+from trimtab.trace.routing import Array
+
+TRACES = {"megatron": write_megatron, "numpy": write_npz, "safetensors": write_safetensors}
+PLACEMENTS = ("sglang-placement", "vllm-placement")
+
+
+def add(actions: Any) -> None:
+    parser = actions.add_parser(
+        "export",
+        help="write a trace for other tools, or a placement for a rollout engine",
+        description="Write a routing trace as Megatron's JSON lines, numpy's .npz or safetensors; or make an expert "
+        "placement from it. sglang-placement is read by SGLang's --init-expert-location. vllm-placement is a list of "
+        "physical experts for each MoE layer, as proposed for vLLM (pull request 49572); no release of vLLM reads it.",
+        epilog="example: trimtab trace export rollout.parquet --to sglang-placement --ranks 8 --redundant 16 "
+        "-o placement.json",
+    )
+    parser.add_argument("trace", type=Path, metavar="FILE", help="a routing trace (.parquet)")
+    parser.add_argument(
+        "--to", choices=(*TRACES, *PLACEMENTS), required=True, metavar="FORM", help=", ".join((*TRACES, *PLACEMENTS))
+    )
+    parser.add_argument("-o", "--output", type=Path, required=True, metavar="FILE", help="the file to write")
+    parser.add_argument("--step", type=whole, metavar="N", help="only sequences of this RL step (not for placements)")
+    parser.add_argument(
+        "--ranks", type=positive, metavar="N", help="placement: ranks of the engine's expert parallelism"
+    )
+    parser.add_argument(
+        "--ranks-per-node", type=positive, metavar="N", help="placement: ranks of a node (default: all)"
+    )
+    parser.add_argument(
+        "--redundant",
+        type=whole,
+        metavar="N",
+        help="placement: redundant experts of a layer, over all ranks (default: 0)",
+    )
+    parser.add_argument(
+        "--num-layers",
+        type=positive,
+        metavar="N",
+        help="sglang-placement: decoder layers of the model, with and without experts (default: up to the last in the "
+        "trace)",
+    )
+    parser.set_defaults(run=run)
+
+
+def run(options: argparse.Namespace) -> None:
+    check_outputs(options.output)
+    placing = options.to in PLACEMENTS
+    for name in ("ranks", "ranks_per_node", "redundant", "num_layers"):
+        if not placing and getattr(options, name) is not None:
+            raise InputError(f"--{name.replace('_', '-')} is for placements; --to {options.to} writes the trace itself")
+    trace = TraceReader(options.trace)
+    if not placing:
+        TRACES[options.to](trace.read(options.step), options.output)
+        shown = []
+    else:
+        shown = _place(options, trace)
+    size = ("size", f"{options.output.stat().st_size / 1e6:.3g} MB")
+    Console(highlight=False).print(facts([("form", options.to), *shown, size], str(options.output)))
+
+
+def _place(options: argparse.Namespace, trace: TraceReader) -> list[tuple[str, str]]:
+    """Make and write a placement; what there is to say of it."""
+    if options.ranks is None:
+        raise InputError(f"--to {options.to} needs --ranks, the ranks of the engine's expert parallelism")
+    if options.step is not None:
+        raise InputError("--step is for traces; a placement is made from all of its trace")
+    if options.to == "sglang-placement" and options.output.suffix != ".json":
+        raise InputError(f"{options.output}: SGLang takes a file for a placement only if it is named *.json")
+    ranks, nodes_of, redundant = options.ranks, options.ranks_per_node or options.ranks, options.redundant or 0
+    layers, experts = trace.empty.layer_indices, trace.empty.num_experts
+    num_layers = options.num_layers or int(layers.max()) + 1
+    if num_layers <= layers.max():
+        raise InputError(f"--num-layers is {num_layers}; the trace has decoder layer {layers.max()}")
+    if options.to == "vllm-placement" and options.num_layers is not None:
+        raise InputError("--num-layers is for sglang-placement; vLLM's maps have MoE layers only")
+    counts_MLE = count_parts(trace)
+    slots_LP = fill_slots(counts_MLE, experts + redundant, ranks, nodes_of)
+    if options.to == "vllm-placement":
+        content: Any = slots_LP.tolist()
+    else:
+        content = {"physical_to_logical_map": with_dense_layers(slots_LP, layers, num_layers, experts).tolist()}
+    write_whole(options.output, json.dumps(content) + "\n")
+    usual_LP = np.broadcast_to(np.arange(experts + redundant) % experts, slots_LP.shape)
+    before, after = (float(max_over_mean(slot_loads(counts_MLE, each, ranks)).mean()) for each in (usual_LP, slots_LP))
+    return [
+        ("placement", f"{experts} experts and {redundant} redundant ones of a layer on {ranks} ranks"),
+        ("busiest rank / mean", f"{after:.3f}; in the engine's own order {before:.3f}"),
+    ]
+
+
+def with_dense_layers(slots_LP: Array, layers: Array, num_layers: int, num_experts: int) -> Array:
+    """Slots `[num_layers, P]` of all decoder layers; those without experts have the order that SGLang begins with.
+
+    Args:
+        layers: `[L]` the decoder layer of each row of `slots_LP`.
+    """
+    all_LP = np.tile(np.arange(slots_LP.shape[1]) % num_experts, (num_layers, 1))
+    all_LP[layers] = slots_LP
+    return all_LP

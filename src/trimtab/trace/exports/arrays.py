@@ -1,0 +1,73 @@
+"""A trace as plain arrays, for whatever reads numpy or safetensors: the fields of `RoutingTrace` by their names."""
+
+from __future__ import annotations
+
+import json
+import os
+import struct
+from typing import Any
+
+import numpy as np
+
+from trimtab.files import whole_file
+from trimtab.trace.routing import Array, RoutingTrace
+
+_SAFETENSORS_NAMES = {"u1": "U8", "u2": "U16", "i4": "I32", "i8": "I64", "u8": "U64"}
+
+
+def write_npz(trace: RoutingTrace, path: str | os.PathLike[str]) -> None:
+    """Write `.npz`, not compressed: `expert_ids`, `sequence_starts` and so on, `num_experts` and `model`.
+
+    Texts are numpy's Unicode strings, so that nothing needs pickling.
+    """
+    arrays: dict[str, Any] = {
+        **_fields(trace),
+        "domains": _texts(trace.domains),
+        "num_experts": np.array([trace.num_experts], np.int32),
+        "model": _texts(np.array([trace.model])),
+    }
+    with whole_file(path) as file:
+        np.savez(file, **arrays)
+
+
+def write_safetensors(trace: RoutingTrace, path: str | os.PathLike[str]) -> None:
+    """Write safetensors, with `num_experts`, `model` and `domains` (a JSON list) as metadata."""
+    arrays = {
+        name: np.ascontiguousarray(array, array.dtype.newbyteorder("<")) for name, array in _fields(trace).items()
+    }
+    header: dict[str, Any] = {
+        "__metadata__": {
+            "format": "trimtab-arrays-1",
+            "num_experts": str(trace.num_experts),
+            "model": trace.model,
+            "domains": json.dumps(trace.domains.tolist()),
+        }
+    }
+    end = 0
+    for name, array in arrays.items():
+        dtype = _SAFETENSORS_NAMES[f"{array.dtype.kind}{array.dtype.itemsize}"]
+        header[name] = {"dtype": dtype, "shape": list(array.shape), "data_offsets": [end, end + array.nbytes]}
+        end += array.nbytes
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)
+    with whole_file(path) as file:
+        file.write(struct.pack("<Q", len(text)) + text)
+        for array in arrays.values():
+            file.write(array.reshape(-1).view(np.uint8).data)
+
+
+def _texts(texts: Array) -> Array:
+    """Texts at least one letter wide; numpy has trouble with those of none."""
+    return np.append(texts.astype(np.str_), "-")[:-1]
+
+
+def _fields(trace: RoutingTrace) -> dict[str, Array]:
+    # Widest numbers first: safetensors wants its tensors aligned.
+    return {
+        "sequence_starts": trace.sequence_starts,
+        "sequence_hashes": trace.sequence_hashes,
+        "prompt_lengths": trace.prompt_lengths,
+        "steps": trace.steps,
+        "layer_indices": trace.layer_indices,
+        "expert_ids": trace.expert_ids,
+    }

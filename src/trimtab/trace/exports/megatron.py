@@ -1,0 +1,38 @@
+"""A trace as Megatron-core's `--moe-routing-trace-path` writes it, for its routing analysis tools."""
+
+from __future__ import annotations
+
+import json
+import os
+
+import numpy as np
+
+from trimtab.files import whole_file
+from trimtab.trace.routing import RoutingTrace
+
+
+def write_megatron(trace: RoutingTrace, path: str | os.PathLike[str]) -> None:
+    """Write JSON lines of one rank, a row for each sequence and layer; see `trimtab.trace.formats.megatron`.
+
+    Unknown routes become -1. Beside Megatron's keys stand the index of the sequence, its `prompt_length` and `domain`.
+    Hashes of sequences are lost.
+    """
+    with whole_file(path) as file:
+        for sequence in range(trace.num_sequences):
+            ids_TLK = trace.sequence(sequence)
+            ids_TLK = np.where(ids_TLK == trace.no_route, -1, ids_TLK.astype(np.int32))
+            for index, layer in enumerate(trace.layer_indices.tolist()):
+                row = {
+                    "step": int(trace.steps[sequence]),
+                    "stage": "pre_dispatch",
+                    "block": "decoder",
+                    "layer": layer,
+                    "rank": 0,
+                    "num_tokens": len(ids_TLK),
+                    "topk": trace.top_k,
+                    "sequence": sequence,
+                    "prompt_length": int(trace.prompt_lengths[sequence]),
+                    "domain": str(trace.domains[sequence]),
+                    "top_indices": ids_TLK[:, index].tolist(),
+                }
+                file.write(json.dumps(row).encode() + b"\n")

@@ -1,0 +1,213 @@
+"""`.npy`, `.npz` and safetensors files, opened without trust and read a few rows at a time."""
+
+from __future__ import annotations
+
+import json
+import math
+import struct
+import zipfile
+import zlib
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import numpy as np
+
+from trimtab.errors import InputError
+from trimtab.trace.formats.encoded import NPY_MAGIC, read_npy_header
+from trimtab.trace.routing import Array
+
+# Of rows read at once, and of an array of facts about sequences. Only a zipped array can claim more than its file.
+_MOST_BYTES = 1 << 30
+# What zipfile and numpy raise over damaged files.
+_DAMAGE = (
+    EOFError,
+    KeyError,
+    NotImplementedError,
+    OSError,
+    OverflowError,
+    RuntimeError,
+    ValueError,
+    struct.error,
+    zipfile.BadZipFile,
+    zlib.error,
+)
+_LARGEST_HEADER = 100 << 20
+SAFETENSORS_DTYPES: dict[str, np.dtype[Any]] = {
+    "U8": np.dtype("<u1"),
+    "I8": np.dtype("<i1"),
+    "U16": np.dtype("<u2"),
+    "I16": np.dtype("<i2"),
+    "U32": np.dtype("<u4"),
+    "I32": np.dtype("<i4"),
+    "U64": np.dtype("<u8"),
+    "I64": np.dtype("<i8"),
+}
+
+
+@dataclass(frozen=True)
+class Arrays:
+    """The arrays of a file by name; that of an `.npy` file has the name "".
+
+    Attributes:
+        shapes: of every array.
+        rows: gives for a name what reads on from the first row: so many rows, as an array.
+        texts: a safetensors file's metadata.
+    """
+
+    shapes: dict[str, tuple[int, ...]]
+    rows: Callable[[str], Callable[[int], Array]]
+    texts: dict[str, str] = field(default_factory=dict)
+
+    def small(self, name: str) -> Array:
+        """An array of whole numbers `[N]`, or of texts, all at once.
+
+        Raises:
+            InputError: if it has another shape or holds something else.
+        """
+        shape = self.shapes[name]
+        if len(shape) != 1:
+            raise InputError(f"{name} has shape {list(shape)}; it should be a row of values")
+        values = self.rows(name)(shape[0])
+        if values.dtype.kind not in "iuU":
+            raise InputError(f"{name} is {values.dtype}; it should be whole numbers")
+        return values
+
+
+def array_names(path: Path) -> list[str] | None:
+    """Names of a file's arrays, [""] for `.npy`; None if it is no array file. Never raises."""
+    try:
+        with path.open("rb") as file:
+            if file.read(len(NPY_MAGIC)) == NPY_MAGIC:
+                return [""]
+        if zipfile.is_zipfile(path):
+            with zipfile.ZipFile(path) as archive:
+                names = [name.removesuffix(".npy") for name in archive.namelist() if name.endswith(".npy")]
+            return names or None
+        with path.open("rb") as file:
+            return list(_safetensors_header(file, path.stat().st_size)[0])
+    except Exception:  # a question; whatever is wrong with the file is said when it is read
+        return None
+
+
+@contextmanager
+def open_arrays(path: Path) -> Iterator[Arrays]:
+    """The arrays of a file.
+
+    Raises:
+        InputError: here or while reading, if the file is not what it claims to be.
+    """
+    try:
+        with path.open("rb") as file:
+            size = path.stat().st_size
+            magic = file.read(len(NPY_MAGIC))
+            file.seek(0)
+            if magic == NPY_MAGIC:
+                shape, dtype, fortran = read_npy_header(file, size)
+                yield _mapped(path, {"": (shape, dtype, file.tell())}, {}, fortran)
+            elif zipfile.is_zipfile(file):
+                with zipfile.ZipFile(file) as archive:
+                    yield _zipped(archive)
+            else:
+                tensors, texts, start = _safetensors_header(file, size)
+                yield _mapped(
+                    path, {name: (shape, dtype, start + at) for name, (shape, dtype, at) in tensors.items()}, texts
+                )
+    except InputError:
+        raise
+    except _DAMAGE as error:
+        raise InputError(f"can't be read ({(str(error) or type(error).__name__).splitlines()[0]})") from None
+
+
+def _mapped(
+    path: Path,
+    places: dict[str, tuple[tuple[int, ...], np.dtype[Any], int]],
+    texts: dict[str, str],
+    fortran: bool = False,
+) -> Arrays:
+    def rows(name: str) -> Callable[[int], Array]:
+        shape, dtype, offset = places[name]
+        if not math.prod(shape):
+            whole: Array = np.empty(shape, dtype)
+        else:
+            whole = np.memmap(path, dtype, "r", offset, shape, "F" if fortran else "C")
+        return _one_after_another(whole)
+
+    return Arrays({name: place[0] for name, place in places.items()}, rows, texts)
+
+
+def _one_after_another(whole: Array) -> Callable[[int], Array]:
+    at = 0
+
+    def take(count: int) -> Array:
+        nonlocal at
+        at += count
+        return np.ascontiguousarray(whole[at - count : at])
+
+    return take
+
+
+def _zipped(archive: zipfile.ZipFile) -> Arrays:
+    def start(name: str) -> tuple[BinaryIO, tuple[int, ...], np.dtype[Any]]:
+        info = archive.getinfo(f"{name}.npy")
+        file = archive.open(info)
+        shape, dtype, fortran = read_npy_header(file, info.file_size, name)  # type: ignore[arg-type]
+        if fortran and len(shape) > 1:
+            raise InputError(f"{name} is in Fortran order; save np.ascontiguousarray of it")
+        return file, shape, dtype  # type: ignore[return-value]
+
+    def shape_of(name: str) -> tuple[int, ...]:
+        file, shape, _ = start(name)
+        file.close()
+        return shape
+
+    def rows(name: str) -> Callable[[int], Array]:
+        file, shape, dtype = start(name)
+        row_bytes = math.prod(shape[1:]) * dtype.itemsize
+
+        def take(count: int) -> Array:
+            size = count * row_bytes
+            if size > _MOST_BYTES:
+                raise InputError(f"{name} claims {size} bytes in one piece; up to {_MOST_BYTES} are read")
+            data = file.read(size)
+            if len(data) != size:
+                raise InputError(f"{name} is cut off")
+            flat = np.frombuffer(data, dtype) if size else np.empty(0, dtype)
+            return flat.reshape(count, *shape[1:])
+
+        return take
+
+    names = [name.removesuffix(".npy") for name in archive.namelist() if name.endswith(".npy")]
+    return Arrays({name: shape_of(name) for name in names}, rows)
+
+
+def _safetensors_header(
+    file: BinaryIO, size: int
+) -> tuple[dict[str, tuple[tuple[int, ...], np.dtype[Any], int]], dict[str, str], int]:
+    """Shape, dtype and offset of every tensor, the metadata, and where the data starts."""
+    length_bytes = file.read(8)
+    (length,) = struct.unpack("<Q", length_bytes) if len(length_bytes) == 8 else (0,)
+    if not 2 <= length <= min(size - 8, _LARGEST_HEADER):
+        raise InputError("no array file: neither .npy, .npz nor safetensors")
+    try:
+        header = json.loads(file.read(length))
+        texts = header.pop("__metadata__", {})
+        tensors: dict[str, tuple[tuple[int, ...], np.dtype[Any], int]] = {}
+        for name, entry in header.items():
+            shape, (begin, end) = tuple(entry["shape"]), entry["data_offsets"]
+            dtype = SAFETENSORS_DTYPES.get(entry["dtype"])
+            if dtype is None:
+                continue  # of no use here
+            whole = all(type(number) is int and number >= 0 for number in (*shape, begin, end))
+            if not whole or end > size - 8 - length or end - begin != math.prod(shape) * dtype.itemsize:
+                raise InputError(f"{name[:40]} claims bytes that don't fit its shape or the file")
+            tensors[name] = (shape, dtype, begin)
+        if not isinstance(texts, dict) or not all(isinstance(text, str) for text in texts.values()):
+            raise TypeError
+    except InputError:
+        raise
+    except (AttributeError, KeyError, RecursionError, TypeError, ValueError):
+        raise InputError("no valid safetensors header") from None
+    return tensors, texts, 8 + length

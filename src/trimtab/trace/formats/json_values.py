@@ -1,0 +1,150 @@
+"""JSON of any size, a value at a time: JSON lines, one array of values, or one value over many lines."""
+
+from __future__ import annotations
+
+import gzip
+import io
+import json
+import re
+import zlib
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from trimtab.errors import InputError
+
+_READ_AT_ONCE = 8 << 20
+_LARGEST_VALUE = 1 << 30
+_HEAD = 1 << 20
+_GZIP = b"\x1f\x8b"
+_BLANK = re.compile(r"\s*")
+# What the decoder says of text that may only be cut off: it got to the end, or is inside a string.
+_NEAR_END = 16
+
+
+def json_head(path: Path) -> bytes:
+    """The first megabyte of a JSON file, unzipped if need be; empty if it is something else. Never raises."""
+    try:
+        with path.open("rb") as file:
+            head = file.read(_HEAD)
+        if head.startswith(_GZIP):
+            head = zlib.decompressobj(31).decompress(head, _HEAD)
+    except (OSError, ValueError, zlib.error):
+        return b""
+    return head if head.removeprefix(b"\xef\xbb\xbf").lstrip()[:1] in (b"{", b"[") else b""
+
+
+def json_values(path: Path) -> Iterator[tuple[str, Any]]:
+    """Where a value is ("line 3", or "item 5" of an array), and the value. Memory holds one of them, and 8 MB.
+
+    Values follow one another with nothing but blanks between. An array outside all others is taken apart.
+
+    Raises:
+        InputError: if the file isn't JSON, is cut off, or holds a value of more than 1 GB.
+    """
+    with _naming_damage(), _open(path) as file:
+        text = _Text(file)
+        item = -1
+        while True:
+            next_sign = text.next_sign()
+            if item < 0:
+                if not next_sign:
+                    return
+                if next_sign == "[":
+                    text.skip()
+                    item = 0
+                    if text.next_sign() == "]":
+                        text.skip()
+                        item = -1
+                    continue
+                yield f"line {text.line}", text.value()
+                continue
+            item += 1
+            where = f"item {item}"
+            yield where, text.value(where)
+            sign = text.next_sign()
+            if sign not in (",", "]"):
+                raise InputError(f"{where}: the array is cut off" if not sign else f"{where}: no comma after it")
+            text.skip()
+            item = -1 if sign == "]" else item
+
+
+class _Text:
+    """The part of a file's text that is being looked at."""
+
+    def __init__(self, file: io.TextIOBase) -> None:
+        self._file = file
+        self._text = ""
+        self._at = 0
+        self._ended = False
+        self._decode = json.JSONDecoder().raw_decode
+        self.line = 1
+
+    def next_sign(self) -> str:
+        """The next character that is not blank, left where it is; "" at the end."""
+        while True:
+            end = _BLANK.match(self._text, self._at).end()  # type: ignore[union-attr]
+            self._go(end)
+            if end < len(self._text):
+                return self._text[end]
+            if not self._more():
+                return ""
+
+    def skip(self) -> None:
+        self._at += 1
+
+    def value(self, where: str = "") -> Any:
+        """The value that begins here."""
+        where = where or f"line {self.line}"
+        while True:
+            try:
+                value, end = self._decode(self._text, self._at)
+            except json.JSONDecodeError as error:
+                cut_off = error.msg.startswith("Unterminated string") or error.pos >= len(self._text) - _NEAR_END
+                if cut_off and len(self._text) - self._at > _LARGEST_VALUE:
+                    raise InputError(f"{where}: more than {_LARGEST_VALUE >> 30} GB of JSON in one value") from None
+                if cut_off and self._more():
+                    continue
+                reason = "cut off" if cut_off else f"{error.msg[0].lower()}{error.msg[1:]}"
+                raise InputError(f"{where}: not valid JSON ({reason})") from None
+            except RecursionError:
+                raise InputError(f"{where}: JSON nested too deep") from None
+            except ValueError:
+                raise InputError(f"{where}: a number of thousands of digits") from None
+            if end == len(self._text) and not self._ended and not isinstance(value, dict | list | str):
+                self._more()  # a number may go on
+                continue
+            self._go(end)
+            return value
+
+    def _go(self, end: int) -> None:
+        self.line += self._text.count("\n", self._at, end)
+        self._at = end
+
+    def _more(self) -> bool:
+        """Read on, each time as much again as there is; False at the end of the file."""
+        if self._ended:
+            return False
+        left = self._text[self._at :]
+        self._text, self._at = "", 0
+        read = self._file.read(max(_READ_AT_ONCE, len(left)))
+        self._ended = not read
+        self._text = left + read
+        return bool(read)
+
+
+def _open(path: Path) -> io.TextIOWrapper:
+    with path.open("rb") as file:
+        zipped = file.read(2) == _GZIP
+    return io.TextIOWrapper(gzip.open(path) if zipped else path.open("rb"), "utf-8-sig", newline="\n")
+
+
+@contextmanager
+def _naming_damage() -> Iterator[None]:
+    try:
+        yield
+    except UnicodeDecodeError as error:
+        raise InputError(f"not UTF-8 text ({error.reason})") from None
+    except (EOFError, OSError, zlib.error) as error:
+        raise InputError(f"can't be read ({str(error) or type(error).__name__})") from None

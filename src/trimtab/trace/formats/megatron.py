@@ -1,0 +1,149 @@
+"""Megatron-core's `--moe-routing-trace-path`: `router_trace_rank{N}.jsonl`, a row for each (step, block, layer).
+
+    {"step": 0, "stage": "pre_dispatch", "block": "decoder", "layer": 3, "rank": 0, "num_tokens": 128, "topk": 8,
+     "top_indices": [[12, 45, ...], ...]}
+
+`step` is a training iteration, or a forward pass of inference. `block` is "decoder", or "mtp" for layers of multi-token
+prediction, which number their layers anew and are left out. Tokens belong to no sequence, so the tokens that went
+through the layers together, a micro-batch, are one record. In a training iteration every layer is there once for each
+micro-batch: a layer's n-th row is that of the n-th micro-batch, whatever the order of the pipeline.
+
+Our own export adds `prompt_length`, `domain` and `sequence`; there every sequence is a micro-batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from trimtab.errors import InputError
+from trimtab.trace.formats.encoded import array_of_lists
+from trimtab.trace.formats.json_values import json_head, json_values
+from trimtab.trace.formats.records import Known, Record
+from trimtab.trace.formats.responses import report_dropped
+from trimtab.trace.routing import Array
+
+MTP_ROWS = "rows of multi-token prediction"
+
+
+def recognise(path: Path) -> bool:
+    head = json_head(path)
+    return b'"top_indices"' in head and b'"layer"' in head
+
+
+@dataclass(frozen=True)
+class _Row:
+    where: str
+    step: int
+    layer: int
+    ids: Array
+    sequence: int | None
+    prompt_length: int
+    domain: str
+
+
+def read(path: Path, known: Known) -> Iterator[Record]:
+    """Records of one rank's file. Memory holds one step, or one sequence of our own export.
+
+    Raises:
+        InputError: if a row isn't what Megatron writes, steps go backwards, or the layers of a step differ in how often
+            they are there or how many tokens they have.
+    """
+
+    def found() -> Iterator[Record | str]:
+        waiting: list[_Row] = []
+        for where, value in json_values(path):
+            row = _row(value, where)
+            if row is None:
+                yield MTP_ROWS
+                continue
+            if waiting and (row.step, row.sequence) != (waiting[0].step, waiting[0].sequence):
+                if row.step < waiting[0].step:
+                    raise InputError(f"{where}: step {row.step} comes after step {waiting[0].step}")
+                yield from _micro_batches(waiting)
+                waiting = []
+            waiting.append(row)
+        if waiting:
+            yield from _micro_batches(waiting)
+
+    return report_dropped(found(), nothing="no row of a decoder layer")
+
+
+def _micro_batches(rows: list[_Row]) -> Iterator[Record]:
+    by_layer: dict[int, list[_Row]] = {}
+    for row in rows:
+        by_layer.setdefault(row.layer, []).append(row)
+    layers = tuple(sorted(by_layer))
+    first = rows[0]
+    times = {layer: len(by_layer[layer]) for layer in layers}
+    if len(set(times.values())) > 1:
+        rare, often = min(layers, key=times.__getitem__), max(layers, key=times.__getitem__)
+        raise InputError(
+            f"{first.where}, step {first.step}: layer {often} is there {times[often]} times, layer {rare} "
+            f"{times[rare]} times; each should be there once a micro-batch"
+        )
+    for rows_L in zip(*(by_layer[layer] for layer in layers), strict=True):
+        start = min(rows_L, key=lambda row: int(row.where.split()[1]))
+        for row in rows_L:
+            if row.ids.shape != rows_L[0].ids.shape:
+                raise InputError(
+                    f"{row.where}: layer {row.layer} has {row.ids.shape[0]} tokens, top-{row.ids.shape[1]}; layer "
+                    f"{rows_L[0].layer} of the same micro-batch has {rows_L[0].ids.shape[0]}, "
+                    f"top-{rows_L[0].ids.shape[1]}"
+                )
+        yield Record(
+            ids=np.stack([row.ids for row in rows_L], axis=1),
+            where=f"{start.where}, step {start.step}",
+            missing=-1,
+            prompt_length=start.prompt_length,
+            step=start.step,
+            domain=start.domain,
+            layers=layers,
+        )
+
+
+def _row(value: Any, where: str) -> _Row | None:
+    """One row, None for one of multi-token prediction."""
+    try:
+        if not isinstance(value, Mapping):
+            raise InputError(f"a {type(value).__name__}; expected an object with top_indices")
+        if value.get("block", "decoder") != "decoder" or value.get("mtp_idx") is not None:
+            return None
+        indices = value.get("top_indices")
+        if not isinstance(indices, list):
+            raise InputError("no top_indices")
+        num_tokens, top_k = _whole(value, "num_tokens", len(indices)), _whole(value, "topk", None)
+        ids = array_of_lists(indices, 2) if indices else np.empty((0, top_k or 0), np.int16)
+        if ids.shape != (num_tokens, ids.shape[1] if top_k is None else top_k):
+            raise InputError(f"num_tokens is {num_tokens} and topk {top_k}; top_indices is {list(ids.shape)}")
+        if not ids.shape[1]:
+            raise InputError("topk is 0")
+        domain = value.get("domain")
+        return _Row(
+            where=where,
+            step=_whole(value, "step", 0) or 0,
+            layer=_whole(value, "layer"),
+            ids=ids,
+            sequence=_whole(value, "sequence", None),
+            prompt_length=_whole(value, "prompt_length", 0) or 0,
+            domain=domain if isinstance(domain, str) else "",
+        )
+    except InputError as error:
+        raise InputError(f"{where}: {error}") from None
+
+
+_NEEDED: Any = object()
+
+
+def _whole(value: Mapping[str, Any], key: str, default: Any = _NEEDED) -> Any:
+    """A whole number of 31 bits."""
+    number = value.get(key, default)
+    if number is _NEEDED:
+        raise InputError(f"no {key}")
+    if number is not default and (type(number) is not int or not 0 <= number < 1 << 31):
+        raise InputError(f"{key} should be a whole number of 0 or more")
+    return number
