@@ -1,0 +1,149 @@
+"""NeMo-RL: batches with `routed_experts`, `[batch, tokens, layers, top_k]`, int8 to int32, rows of -1 without a route.
+
+Sequences are padded on the right, with rows that look like routes (0, 1, ..., top_k - 1), so their lengths are needed:
+`input_lengths` or `unpadded_sequence_lengths`. Before they are joined, messages have their own: `message_log[i][turn]`
+with `token_ids` `[n]` and `routed_experts` `[n, layers, top_k]`. Dumps are `torch.save` or pickles of such dictionaries
+(`BatchedDataDict` or plain).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from trimtab.errors import InputError
+from trimtab.trace.formats import torch_files
+from trimtab.trace.formats.pickles import Foreign
+from trimtab.trace.formats.records import Known, Record
+from trimtab.trace.formats.values import damaged_values, field, integers, rows_of, text
+
+KEY = "routed_experts"
+_LENGTHS = ("input_lengths", "unpadded_sequence_lengths")
+
+
+def recognise(path: Path) -> bool:
+    """A dictionary with `routed_experts` and lengths or a message log."""
+    found = torch_files.mentions(path, KEY, "message_log", *_LENGTHS)
+    return KEY in found and len(found) > 1
+
+
+def read(path: Path, known: Known) -> Iterator[Record]:
+    """The records of a dump, one a row of the batch.
+
+    Raises:
+        InputError: one line, if it is damaged, or holds no `routed_experts` or no lengths.
+    """
+    with damaged_values():
+        yield from records_of_batch(torch_files.load(path))
+
+
+def records_of_batch(batch: Any) -> Iterator[Record]:
+    """The records of a `BatchedDataDict` or dictionary, or of a list of samples with a `message_log`.
+
+    Used are `routed_experts`, `input_lengths` or `unpadded_sequence_lengths`, `generation_lengths`, `input_ids` or
+    `output_ids`, and `task_name`; or `message_log`.
+
+    Raises:
+        InputError: one line, if there are no routes or no lengths, or shapes do not fit together.
+    """
+    with damaged_values():
+        if isinstance(batch, Foreign):
+            # A UserDict keeps its items in an attribute.
+            batch = batch.items or field(batch, "data")
+        if isinstance(batch, list | tuple):
+            batch = {
+                "message_log": [field(sample, "message_log") for sample in batch],
+                "task_name": [field(sample, "task_name") for sample in batch],
+            }
+        if batch is None or (not isinstance(batch, Mapping) and not hasattr(batch, "keys")):
+            raise InputError(f"a {type(batch).__name__} where a batch should be: a dictionary with {KEY!r}")
+        tasks = field(batch, "task_name")
+        if field(batch, KEY) is not None:
+            records = _padded(batch)
+        elif field(batch, "message_log") is not None:
+            records = _logged(field(batch, "message_log"))
+        else:
+            raise InputError(f"no {KEY!r} in this batch; NeMo-RL writes it with policy.router_replay.enabled=true")
+        for row, record in enumerate(records):
+            if record is not None:
+                task = tasks[row] if isinstance(tasks, list | tuple) and row < len(tasks) else None
+                yield Record(**{**vars(record), "domain": text(task)})
+
+
+def _padded(batch: Any) -> Iterator[Record | None]:
+    ids_BTLK = integers(field(batch, KEY), KEY, 4)
+    count, width = ids_BTLK.shape[:2]
+    found = [field(batch, name) for name in _LENGTHS if field(batch, name) is not None]
+    if not found:
+        raise InputError(f"its rows are padded and their lengths ({' or '.join(_LENGTHS)}) are missing")
+    lengths = integers(found[0], _LENGTHS[0], 1)
+    tokens = next((field(batch, name) for name in ("input_ids", "output_ids") if field(batch, name) is not None), None)
+    tokens_BT = None if tokens is None else integers(tokens, "input_ids", 2)
+    generated = field(batch, "generation_lengths")
+    generated_B = None if generated is None else integers(generated, "generation_lengths", 1)
+    for name, array in (("lengths", lengths), ("input_ids", tokens_BT), ("generation_lengths", generated_B)):
+        if array is not None and len(array) != count:
+            raise InputError(f"{name} has {len(array)} rows; {KEY} has {count}")
+    for row, length in enumerate(lengths.tolist()):
+        # The last token has no route, so routes may be one row short.
+        if not 0 <= length <= width + 1 or (tokens_BT is not None and length > tokens_BT.shape[1]):
+            raise InputError(f"row {row}: a length of {length} tokens; {KEY} has {width} rows")
+        if not length:
+            yield None
+            continue
+        answer = length if generated_B is None else int(generated_B[row])
+        yield Record(
+            ids=ids_BTLK[row, :length],
+            where=f"row {row}",
+            missing=-1,
+            num_tokens=length,
+            prompt_length=max(0, length - answer),
+            token_ids=None if tokens_BT is None else tokens_BT[row, :length],
+            dropped={"padding rows": max(0, width - length)},
+        )
+
+
+def _logged(log: Any) -> Iterator[Record | None]:
+    if not isinstance(log, list | tuple):
+        raise InputError(f"message_log is a {type(log).__name__}; it should be a list, one entry a sample")
+    some = False
+    for row, messages in enumerate(log):
+        record = _joined(rows_of(messages, "message_log"), f"sample {row}")
+        some = some or record is not None
+        yield record
+    if len(log) and not some:
+        raise InputError(f"no message has {KEY!r}; NeMo-RL writes it with policy.router_replay.enabled=true")
+
+
+def _joined(messages: list[Any], where: str) -> Record | None:
+    """The turns of one sample, one after another; a turn without routes has rows of -1."""
+    tokens = [integers(field(message, "token_ids"), f"{where}: token_ids", 1) for message in messages]
+    routes = [field(message, KEY) for message in messages]
+    ids = [None if each is None else integers(each, f"{where}: {KEY}", 3) for each in routes]
+    shapes = {each.shape[1:] for each in ids if each is not None}
+    if not shapes:
+        return None
+    if len(shapes) > 1:
+        raise InputError(f"{where}: its messages have {KEY} of different shapes")
+    shape = shapes.pop()
+    rows = []
+    for turn, (each, turn_tokens) in enumerate(zip(ids, tokens, strict=True)):
+        missing = len(turn_tokens) - (0 if each is None else len(each))
+        # The last token of all has no route; a turn before it would shift all that follow.
+        if missing < 0:
+            raise InputError(f"{where}, turn {turn}: {-missing} more rows of {KEY} than tokens")
+        rows += [] if each is None else [each.astype(np.int32)]
+        rows.append(np.full((missing, *shape), -1, np.int32))
+    roles = [field(message, "role") for message in messages]
+    answered = roles.index("assistant") if "assistant" in roles else len(roles)
+    return Record(
+        ids=np.concatenate(rows),
+        where=where,
+        missing=-1,
+        num_tokens=sum(map(len, tokens)),
+        prompt_length=sum(map(len, tokens[:answered])),
+        token_ids=np.concatenate(tokens),
+    )

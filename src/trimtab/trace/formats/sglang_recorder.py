@@ -1,0 +1,252 @@
+"""SGLang's expert-distribution recorder: `/dump_expert_distribution_record` writes a `.pt` file.
+
+From `sglang/srt/eplb/expert_distribution.py`:
+
+* `per_token`: `{"records": [{"forward_pass_id", "rank", "topk_ids_of_layer": [layers, tokens, 8], "input_ids",
+  "positions", "extend_seq_lens", "forward_mode", ...}], "last_physical_to_logical_map": [layers, physical experts]}`.
+  Ids are physical, -1 where there is none: layers without experts, padding, places beyond top_k.
+* `per_pass`: the same with `global_physical_count` `[layers, physical experts]` instead of ids.
+* `stat`: `{"rank", "logical_count": [passes, layers, experts], ...}`.
+
+The last two hold counts only. From them come tokens whose counts are those, by pass and layer; *which* experts one
+token used together is made up. A pass is then one sequence.
+
+Of `per_token` dumps, tokens of a request form one sequence if requests are named (`rids`). Otherwise, what a request
+fed in one pass of prefill is a sequence, and the tokens of a pass of decoding are one.
+
+Every rank writes a file. With data-parallel attention each holds its own tokens; otherwise they are alike: import one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from trimtab.errors import InputError
+from trimtab.trace.formats import torch_files
+from trimtab.trace.formats.records import Known, Record
+from trimtab.trace.formats.values import damaged_values, field, integers, whole_number
+from trimtab.trace.routing import Array
+
+IDS, COUNTS, PASS_COUNTS, MAP = (
+    "topk_ids_of_layer",
+    "logical_count",
+    "global_physical_count",
+    "last_physical_to_logical_map",
+)
+# A few counts stand for many tokens; these many ids, by pass and in all, are more than any recording holds.
+_MOST_IDS_A_PASS = 1 << 28
+_MOST_IDS = 1 << 33
+_MADE_UP = "tokens whose experts are made up to fit recorded counts"
+
+
+def recognise(path: Path) -> bool:
+    """A torch file with the recorder's keys."""
+    found = torch_files.mentions(path, IDS, COUNTS, PASS_COUNTS, MAP)
+    return bool(found & {IDS, COUNTS}) or found >= {PASS_COUNTS, MAP}
+
+
+def read(path: Path, known: Known) -> Iterator[Record]:
+    """The records of a dump, in any of the recorder's modes.
+
+    Raises:
+        InputError: one line, if it is damaged, or holds counts only and top_k is not known or does not fit them.
+    """
+    with damaged_values():
+        yield from records_of_dump(torch_files.load(path), known)
+
+
+def records_of_dump(dump: Any, known: Known | None = None) -> Iterator[Record]:
+    """The records of what `torch.load` returns for a dump; `known.top_k` is needed for counts.
+
+    Raises:
+        InputError: as `read`.
+    """
+    known = known or Known()
+    with damaged_values():
+        if not isinstance(dump, Mapping):
+            raise InputError("not a dump of SGLang's recorder: it should be a dictionary")
+        if COUNTS in dump:
+            counts = integers(dump[COUNTS], COUNTS, 3)
+            yield from _from_counts(list(counts), range(len(counts)), known)
+            return
+        passes = dump.get("records")
+        if not isinstance(passes, list | tuple):
+            raise InputError(f"not a dump of SGLang's recorder: neither {COUNTS!r} nor 'records'")
+        if passes and all(field(each, IDS) is None for each in passes):
+            yield from _from_physical_counts(dump, passes, known)
+        else:
+            yield from _from_tokens(dump, passes)
+
+
+@dataclass(frozen=True)
+class _Piece:
+    """The tokens of one request in one forward pass: `records[place]`, rows `start` to `end`."""
+
+    place: int
+    start: int
+    end: int
+
+
+def _from_tokens(dump: Mapping[Any, Any], passes: Any) -> Iterator[Record]:
+    logical = _logical_map(dump)
+    used_LK: Array | None = None
+    for each in passes:
+        there_LK: Array = np.any(_ids(each) >= 0, axis=1)
+        if used_LK is not None and there_LK.shape != used_LK.shape:
+            raise InputError(f"{_name(each)}: {IDS} has another shape than those before")
+        used_LK = there_LK if used_LK is None else used_LK | there_LK
+    if used_LK is None or not used_LK.any():
+        raise InputError("its records hold no token")
+    layers = np.flatnonzero(used_LK.any(axis=1))
+    # The recorder has room for top-8, whatever the model's is.
+    top_k = int(np.flatnonzero(used_LK.any(axis=0))[-1]) + 1
+    groups, prompts = _requests(passes)
+    empty = sum(_ids(each).shape[1] == 0 for each in passes)
+    for name, pieces in groups.items():
+        ids = [_logical_ids(passes[piece.place], piece, layers, top_k, logical) for piece in pieces]
+        mode = _mode(passes[pieces[0].place])
+        yield Record(
+            ids=np.concatenate(ids) if len(ids) > 1 else ids[0],
+            where=name,
+            missing=-1,
+            prompt_length=prompts[name],
+            domain="" if name.startswith("request") else mode,
+            layers=tuple(layers.tolist()),
+            dropped={"empty forward passes": empty} if empty else {},
+        )
+        empty = 0
+
+
+def _ids(each: Any) -> Array:
+    return integers(field(each, IDS), f"{_name(each)}: {IDS}", 3)
+
+
+def _name(each: Any) -> str:
+    rank = field(each, "rank")
+    return f"forward pass {whole_number(field(each, 'forward_pass_id'))}" + (
+        f" of rank {rank}" if isinstance(rank, int) and rank else ""
+    )
+
+
+def _mode(each: Any) -> str:
+    """`ForwardMode`: 1 is prefill, 2 decoding, 3 both in one pass."""
+    return {1: "prefill", 2: "decode", 3: "mixed"}.get(whole_number(field(each, "forward_mode")), "")
+
+
+def _requests(passes: Any) -> tuple[dict[str, list[_Piece]], dict[str, int]]:
+    """The pieces of every sequence, and how many of its tokens belong to a prompt."""
+    groups: dict[str, list[_Piece]] = {}
+    prompts: dict[str, int] = {}
+    for place, each in enumerate(passes):
+        tokens = _ids(each).shape[1]
+        lengths = _piece_lengths(each, tokens)
+        prefill = _mode(each) in ("prefill", "mixed")
+        names = field(each, "rids")
+        named = isinstance(names, list | tuple) and len(names) == len(lengths)
+        start = 0
+        for number, length in enumerate(lengths):
+            name = f"request {str(names[number])[:80]}" if named and names else f"{_name(each)}, piece {number}"
+            if length:
+                # Passes of several ranks or recordings may have the same number.
+                while not named and name in groups:
+                    name += "'"
+                groups.setdefault(name, []).append(_Piece(place, start, start + length))
+                prompts[name] = prompts.get(name, 0) + (length if prefill else 0)
+            start += length
+    return groups, prompts
+
+
+def _piece_lengths(each: Any, tokens: int) -> list[int]:
+    lengths = field(each, "extend_seq_lens")
+    if isinstance(lengths, list | tuple) and all(type(n) is int and n >= 0 for n in lengths) and sum(lengths) == tokens:
+        return list(lengths)
+    names = field(each, "rids")
+    if isinstance(names, list | tuple) and len(names) == tokens:
+        return [1] * tokens
+    return [tokens]
+
+
+def _logical_map(dump: Mapping[Any, Any]) -> Array | None:
+    value = dump.get(MAP)
+    return None if value is None else integers(value, MAP, 2)
+
+
+def _logical_ids(each: Any, piece: _Piece, layers: Array, top_k: int, logical: Array | None) -> Array:
+    ids_TLK = _ids(each)[layers, piece.start : piece.end, :top_k].transpose(1, 0, 2)
+    if logical is None:
+        return ids_TLK
+    if layers[-1] >= len(logical) or ids_TLK.max(initial=-1) >= logical.shape[1]:
+        raise InputError(f"{_name(each)}: a physical expert that is not in {MAP} of shape {list(logical.shape)}")
+    mapped = logical[layers[None, :, None], np.maximum(ids_TLK, 0)]
+    return np.where(ids_TLK >= 0, mapped, -1)
+
+
+def _from_physical_counts(dump: Mapping[Any, Any], passes: Any, known: Known) -> Iterator[Record]:
+    logical = _logical_map(dump)
+    counts = []
+    for each in passes:
+        physical = integers(field(each, PASS_COUNTS), f"{_name(each)}: {PASS_COUNTS}", 2)
+        if logical is None or logical.shape != physical.shape or logical.min(initial=0) < 0:
+            raise InputError(f"{_name(each)}: {PASS_COUNTS} and {MAP} do not fit together")
+        experts = int(logical.max(initial=0)) + 1
+        if experts > physical.shape[1]:
+            raise InputError(f"{MAP} names expert {experts - 1}; there are {physical.shape[1]} physical ones")
+        counts_LE = np.zeros((len(physical), experts), np.int64)
+        for layer, row in enumerate(physical):
+            np.add.at(counts_LE[layer], logical[layer], row)
+        counts.append(counts_LE)
+    names = [whole_number(field(each, "forward_pass_id")) for each in passes]
+    yield from _from_counts(counts, names, known)
+
+
+def _from_counts(counts: list[Array], names: Any, known: Known) -> Iterator[Record]:
+    """One record a pass, whose tokens by layer and expert are the counts.
+
+    A layer's experts, each as often as it was counted, stand in a row that is dealt out to the T tokens in turn. As no
+    expert was counted more than T times, no token gets one twice.
+    """
+    if not known.top_k:
+        raise InputError(
+            "holds counts of tokens by expert only: give the model's top_k (--top-k) for tokens that fit these counts, "
+            "or record with --expert-distribution-recorder-mode per_token"
+        )
+    used = [counts_LE.any(axis=1) for counts_LE in counts]
+    if not used or not np.any(used):
+        raise InputError("its counts are all zero")
+    layers = np.flatnonzero(np.any(used, axis=0))
+    empty = total = 0
+    for name, counts_LE in zip(names, counts, strict=True):
+        assigned_L = counts_LE.sum(axis=1, dtype=np.int64)[layers]
+        if not assigned_L.any():
+            empty += 1
+            continue
+        where = f"forward pass {name}"
+        num_tokens = -(-int(assigned_L.max()) // known.top_k)
+        ids_in_all = num_tokens * len(layers) * known.top_k
+        total += ids_in_all
+        if counts_LE.min() < 0 or num_tokens < 0 or ids_in_all > _MOST_IDS_A_PASS or total > _MOST_IDS:
+            raise InputError(f"{where}: damaged, it counts {int(assigned_L.max())} tokens in a layer")
+        ids_TLK = np.full((num_tokens, len(layers), known.top_k), -1, np.int32)
+        for place, layer in enumerate(layers.tolist()):
+            _deal(counts_LE[layer], ids_TLK[:, place], f"{where}, layer {layer}")
+        dropped = {_MADE_UP: num_tokens} | ({"empty forward passes": empty} if empty else {})
+        yield Record(ids=ids_TLK, where=where, missing=-1, layers=tuple(layers.tolist()), dropped=dropped)
+        empty = 0
+
+
+def _deal(counts_E: Array, ids_TK: Array, where: str) -> None:
+    top_k = ids_TK.shape[1]
+    assigned = int(counts_E.sum(dtype=np.int64))
+    num_tokens = assigned // top_k
+    if assigned % top_k or counts_E.max() > num_tokens:
+        busiest = int(counts_E.argmax())
+        raise InputError(
+            f"{where}: {assigned} counts in all and {int(counts_E[busiest])} of expert {busiest} can't come from "
+            f"tokens with {top_k} different experts each; is top_k right?"
+        )
+    ids_TK[:num_tokens] = np.repeat(np.arange(len(counts_E)), counts_E).reshape(top_k, num_tokens).T

@@ -1,0 +1,137 @@
+"""slime and miles: samples with `rollout_routed_experts`, int32 `[len(tokens) - 1, layers, top_k]` each.
+
+`--save-debug-rollout-data` writes `torch.save({"rollout_id": ..., "samples": [sample.to_dict(), ...]})`,
+`--save-debug-train-data` the same in columns: `{"rollout_data": {"tokens": [...], "rollout_routed_experts": [...]}}`.
+miles fills rows without a route with -1.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from trimtab.errors import InputError
+from trimtab.trace.formats import torch_files
+from trimtab.trace.formats.records import Known, Record
+from trimtab.trace.formats.values import as_array, damaged_values, field, integers, text, whole_number
+from trimtab.trace.routing import Array
+
+KEY = "rollout_routed_experts"
+_DOMAIN_KEYS = ("data_source", "domain", "dataset", "dataset_name", "rm_type")
+_DEEPEST_GROUP = 4
+
+
+def recognise(path: Path) -> bool:
+    """A torch file or pickle in which something is called `rollout_routed_experts`."""
+    return bool(torch_files.mentions(path, KEY))
+
+
+def read(path: Path, known: Known) -> Iterator[Record]:
+    """The records of a dump, one a sample that has routes.
+
+    Raises:
+        InputError: one line, if it is damaged, or none of its samples has routes.
+    """
+    with damaged_values():
+        dump = torch_files.load(path)
+        step = whole_number(field(dump, "rollout_id")) if isinstance(dump, Mapping) else 0
+        if isinstance(dump, Mapping):
+            columns = field(dump, "rollout_data")
+            columns = columns if columns is not None else dump
+            samples = field(dump, "samples")
+            if samples is None and field(columns, KEY) is not None:
+                samples = _from_columns(columns)
+        else:
+            samples = dump
+        if not isinstance(samples, list | tuple):
+            raise InputError("not a dump of slime or miles: it should hold a list of 'samples'")
+        yield from records_of_samples(samples, step=step, known=known)
+
+
+def records_of_samples(samples: Iterable[Any], *, step: int = 0, known: Known | None = None) -> Iterator[Record]:
+    """The records of `Sample` objects or their dictionaries, in groups or not.
+
+    Used are `rollout_routed_experts`, `tokens`, `response_length`, and of `metadata` what names the source of the
+    prompt (data_source, domain, dataset, rm_type). Flat ids are shaped by `known.num_layers` and `known.top_k`.
+
+    Raises:
+        InputError: one line, if no sample has routes, or a sample has them in another shape.
+    """
+    with damaged_values():
+        skipped = count = 0
+        some = False
+        for sample in _flat(samples, 0):
+            count += 1
+            ids = field(sample, KEY)
+            tokens = field(sample, "tokens")
+            if ids is None or tokens is None:
+                skipped += 1
+                continue
+            yield _record(sample, ids, tokens, f"sample {count - 1}", step, skipped, known or Known())
+            skipped, some = 0, True
+        if count and not some:
+            raise InputError(
+                f"none of its {count} samples has {KEY!r}; run slime or miles with --use-rollout-routing-replay"
+            )
+
+
+def _record(sample: Any, ids: Any, tokens: Any, where: str, step: int, skipped: int, known: Known) -> Record:
+    token_ids = integers(tokens, f"{where}: tokens", 1)
+    ids_TLK = _shaped(as_array(ids, f"{where}: {KEY}"), where, len(token_ids), known)
+    length = whole_number(field(sample, "response_length"), len(token_ids))
+    metadata = field(sample, "metadata")
+    labels = [text(metadata.get(key)) for key in _DOMAIN_KEYS] if isinstance(metadata, Mapping) else []
+    return Record(
+        ids=ids_TLK,
+        where=where,
+        missing=-1,
+        num_tokens=len(token_ids),
+        prompt_length=max(0, len(token_ids) - length),
+        token_ids=token_ids,
+        step=step,
+        domain=next((label for label in labels if label), ""),
+        dropped={"samples without routes": skipped} if skipped else {},
+    )
+
+
+def _shaped(ids: Array, where: str, num_tokens: int, known: Known) -> Array:
+    """`[t, layers, K]`, also of ids that came flat or as `[t, layers * K]`."""
+    if ids.dtype.kind not in "iu":
+        raise InputError(f"{where}: {KEY} is {ids.dtype}; it should hold integers")
+    if ids.ndim in (1, 2):
+        if not known.num_layers or not known.top_k:
+            raise InputError(
+                f"{where}: {KEY} has shape {list(ids.shape)}; the number of layers and top_k must be given to read it"
+            )
+        if ids.size % (known.num_layers * known.top_k):
+            raise InputError(
+                f"{where}: {KEY} has {ids.size} ids; {known.num_layers} layers x top-{known.top_k} do not divide them"
+            )
+        return ids.reshape(-1, known.num_layers, known.top_k)
+    if ids.ndim != 3:
+        raise InputError(f"{where}: {KEY} has shape {list(ids.shape)}; it should be [tokens - 1, layers, top_k]")
+    return ids
+
+
+def _flat(samples: Any, depth: int) -> Iterator[Any]:
+    for sample in samples:
+        if not isinstance(sample, list | tuple):
+            yield sample
+        elif depth == _DEEPEST_GROUP:
+            raise InputError("its samples are nested too deeply")
+        else:
+            yield from _flat(sample, depth + 1)
+
+
+def _from_columns(columns: Any) -> list[dict[str, Any]]:
+    """Samples of training data, which has a list for each field."""
+    names = {KEY: KEY, "tokens": "tokens", "response_lengths": "response_length", "metadata": "metadata"}
+    lists = {new: field(columns, old) for old, new in names.items()}
+    routes = lists[KEY]
+    if not isinstance(routes, list | tuple):
+        raise InputError(f"{KEY} is a {type(routes).__name__}; it should be a list, one entry a sample")
+    return [
+        {name: values[row] for name, values in lists.items() if isinstance(values, list | tuple) and row < len(values)}
+        for row in range(len(routes))
+    ]

@@ -1,0 +1,234 @@
+"""Tensors and numpy arrays of a dump, left in the file until somebody asks for `numpy()`.
+
+Each says which bytes it is made of and how; `numpy()` compares that with the bytes that are there.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from trimtab.errors import InputError
+from trimtab.trace.formats.pickles import LargeText, clip
+from trimtab.trace.routing import Array
+
+# Torch's names of storages and dtypes, and numpy's. bfloat16 is not numpy's; `widen` makes float32 of it.
+DTYPES = {
+    "bool": "?",
+    "uint8": "u1",
+    "int8": "i1",
+    "int16": "i2",
+    "uint16": "u2",
+    "int32": "i4",
+    "uint32": "u4",
+    "int64": "i8",
+    "uint64": "u8",
+    "float16": "f2",
+    "bfloat16": "bfloat16",
+    "float32": "f4",
+    "float64": "f8",
+    "complex64": "c8",
+    "complex128": "c16",
+    # A byte each; what they mean is nobody's business here.
+    "float8_e4m3fn": "u1",
+    "float8_e5m2": "u1",
+    "float8_e4m3fnuz": "u1",
+    "float8_e5m2fnuz": "u1",
+}
+STORAGES = {
+    "BoolStorage": "bool",
+    "ByteStorage": "uint8",
+    "CharStorage": "int8",
+    "ShortStorage": "int16",
+    "IntStorage": "int32",
+    "LongStorage": "int64",
+    "HalfStorage": "float16",
+    "BFloat16Storage": "bfloat16",
+    "FloatStorage": "float32",
+    "DoubleStorage": "float64",
+    "ComplexFloatStorage": "complex64",
+    "ComplexDoubleStorage": "complex128",
+    "UntypedStorage": "uint8",
+}
+_PLAIN_DTYPE = re.compile(r"[<>|=]?([?b]1?|[iu][1248]|f[248]|c(8|16)|[SU]\d{1,6}|O8?)")
+_MOST_DIMENSIONS = 16
+# A tensor may repeat its storage (`expand`) up to this many elements.
+_MOST_REPEATED = 1 << 24
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class LatinBytes:
+    """Bytes that protocol 2 wrote as a large string, one letter a byte."""
+
+    text: LargeText
+
+    def decode(self) -> bytes:
+        return str(self.text.utf8, "utf-8").encode("latin-1")
+
+
+def buffer_of(data: Any) -> memoryview:
+    """The bytes of whatever holds bytes in a dump.
+
+    Raises:
+        InputError: if it holds none.
+    """
+    if isinstance(data, LatinBytes):
+        try:
+            return memoryview(data.decode())
+        except UnicodeError:
+            raise InputError("a damaged file: an array's bytes can't be read") from None
+    if isinstance(data, bytes | memoryview):
+        return memoryview(data)
+    raise InputError(f"a damaged file: a {type(data).__name__} where the bytes of an array should be")
+
+
+@dataclass(slots=True, eq=False)
+class Storage:
+    """Memory that tensors share: `count` elements of a torch dtype, or bytes; `fetch` returns what the file holds."""
+
+    dtype: str
+    count: int
+    fetch: Callable[[], memoryview]
+    big_endian: bool = False
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Tensor:
+    """A torch tensor: a strided view of a storage. `offset` and `strides` count elements of `dtype`."""
+
+    storage: Storage
+    dtype: str
+    offset: int
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+
+    def numpy(self) -> Array:
+        """The tensor, as a view of the file that can't be written to.
+
+        Raises:
+            InputError: if it does not fit its storage.
+        """
+        if self.dtype not in DTYPES:
+            raise InputError(f"a tensor of dtype {clip(self.dtype)}, which is not known")
+        code = DTYPES[self.dtype]
+        dtype = np.dtype("u2" if code == "bfloat16" else code)
+        content = self.storage.fetch()
+        elements = np.frombuffer(content[: len(content) // dtype.itemsize * dtype.itemsize], dtype)
+        if self.storage.big_endian:
+            elements = elements.view(dtype.newbyteorder(">"))
+        shape = _checked_shape(self.shape)
+        size = math.prod(shape)
+        if len(self.strides) != len(shape) or not all(type(each) is int and each >= 0 for each in self.strides):
+            raise InputError("a damaged file: a tensor's strides don't fit its shape")
+        last = self.offset + sum((n - 1) * stride for n, stride in zip(shape, self.strides, strict=True))
+        if self.offset < 0 or (size and last >= len(elements)) or size > max(len(elements), _MOST_REPEATED):
+            raise InputError(
+                f"a damaged file: a tensor of shape {list(shape)} does not fit its storage of {len(elements)} elements"
+            )
+        if not size:
+            return np.empty(shape, elements.dtype)
+        strides = tuple(stride * dtype.itemsize for stride in self.strides)
+        view: Array = np.lib.stride_tricks.as_strided(elements[self.offset :], shape, strides, writeable=False)
+        return (view.astype("u4") << 16).view("f4") if code == "bfloat16" else view
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Jagged:
+    """A nested tensor: row i is `values[offsets[i]:offsets[i + 1]]`, or the first `lengths[i]` of these."""
+
+    values: Any
+    offsets: Any
+    lengths: Any = None
+
+    def unbind(self) -> list[Array]:
+        """Its rows.
+
+        Raises:
+            InputError: if the offsets do not rise within the values.
+        """
+        values, offsets = self.values.numpy(), self.offsets.numpy()
+        if offsets.ndim != 1 or offsets.dtype.kind not in "iu" or not len(offsets) or not values.ndim:
+            raise InputError("a damaged file: a nested tensor without offsets")
+        ends = offsets[1:] if self.lengths is None else offsets[:-1] + self.lengths.numpy()
+        if offsets[0] < 0 or np.any(ends < offsets[:-1]) or np.any(ends > len(values)):
+            raise InputError("a damaged file: the offsets of a nested tensor lie outside its values")
+        return [values[start:end] for start, end in zip(offsets[:-1].tolist(), ends.tolist(), strict=True)]
+
+
+@dataclass(slots=True, eq=False)
+class DType:
+    """A numpy dtype, by its code: "<i2"."""
+
+    code: str
+
+    def set_state(self, state: Any) -> None:
+        order = state[1]
+        if order not in ("<", ">", "|", "="):
+            raise ValueError("a dtype without byte order")
+        self.code = order + self.code.lstrip("<>|=")
+
+    def numpy(self) -> np.dtype[Any]:
+        if not _PLAIN_DTYPE.fullmatch(self.code):
+            raise InputError(f"an array of dtype {clip(self.code)}, which is not known")
+        return np.dtype(self.code)
+
+
+@dataclass(slots=True, eq=False)
+class NumpyArray:
+    """A numpy array: shape, dtype and bytes, or the list of its objects. `order` is "C" or "F".
+
+    Where memory is laid out in another order of axes, `shape` is that of memory and `axes` brings them back.
+    """
+
+    shape: Any = ()
+    dtype: Any = None
+    data: Any = b""
+    order: str = "C"
+    axes: tuple[int, ...] | None = None
+
+    def set_state(self, state: Any) -> None:
+        _, self.shape, self.dtype, fortran, self.data = state
+        self.order = "F" if fortran else "C"
+
+    def numpy(self) -> Array:
+        """The array; a view of the file where its bytes lie there as they are.
+
+        Raises:
+            InputError: if shape, dtype and bytes do not fit together.
+        """
+        if not isinstance(self.dtype, DType):
+            raise InputError("a damaged file: an array without dtype")
+        dtype = self.dtype.numpy()
+        shape = _checked_shape(self.shape)
+        size = math.prod(shape)
+        if dtype.hasobject:
+            if not isinstance(self.data, list) or len(self.data) != size:
+                raise InputError(f"a damaged file: an array of shape {list(shape)} without that many objects")
+            array = np.empty(size, object)
+            for place, value in enumerate(self.data):
+                array[place] = value
+        else:
+            content = buffer_of(self.data)
+            if len(content) != size * dtype.itemsize:
+                raise InputError(
+                    f"a damaged file: an array of shape {list(shape)} and dtype {dtype} with {len(content)} bytes"
+                )
+            array = np.frombuffer(content, dtype) if size else np.empty(0, dtype)
+        array = array.reshape(shape, order="F" if self.order == "F" else "C")
+        return array if self.axes is None else array.transpose(self.axes)
+
+
+def _checked_shape(shape: Any) -> tuple[int, ...]:
+    if (
+        type(shape) is not tuple
+        or len(shape) > _MOST_DIMENSIONS
+        or not all(type(length) is int and 0 <= length < 1 << 48 for length in shape)
+        or math.prod(max(length, 1) for length in shape) >= 1 << 60
+    ):
+        raise InputError("a damaged file: an array whose shape is none")
+    return shape

@@ -1,0 +1,129 @@
+"""Takes what a framework hands over, whether its own objects or those of `torch_files`: arrays, numbers, attributes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from itertools import chain
+from typing import Any
+
+import numpy as np
+
+from trimtab.errors import InputError
+from trimtab.trace.formats.pickles import Foreign, clip
+from trimtab.trace.formats.tensors import Jagged, NumpyArray, Tensor
+from trimtab.trace.routing import Array
+
+_MOST_LISTED = 1 << 26
+
+
+@contextmanager
+def damaged_values() -> Iterator[None]:
+    """What Python says of values that are not what they should be becomes an InputError."""
+    try:
+        yield
+    except InputError:
+        raise
+    except MemoryError:
+        raise InputError("needs more memory than there is") from None
+    except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError, RecursionError) as error:
+        raise InputError(f"damaged, or not what its format says ({clip(str(error))})") from None
+
+
+def field(source: Any, name: str, default: Any = None) -> Any:
+    """`source[name]` of a dictionary, `source.name` of anything else."""
+    if isinstance(source, Foreign):
+        if name in source.items:
+            return source.items[name]
+        return getattr(source, name, default)
+    if isinstance(source, Mapping):
+        return source.get(name, default)
+    # A TensorDict, and a UserDict of any library.
+    if hasattr(source, "keys") and hasattr(source, "__getitem__"):
+        return source[name] if name in source.keys() else default  # noqa: SIM118
+    return getattr(source, name, default)
+
+
+def as_array(value: Any, what: str) -> Array:
+    """An array of any library, one of a dump, or nested lists of integers, as a numpy array; a view where it can be.
+
+    Raises:
+        InputError: if it is none of these.
+    """
+    if isinstance(value, np.ndarray):
+        return value
+    if isinstance(value, Tensor | NumpyArray):
+        return value.numpy()
+    if isinstance(value, list | tuple):
+        return _from_lists(value, what)
+    if not isinstance(value, Foreign):
+        if hasattr(value, "detach"):
+            value = value.detach().cpu()
+        if hasattr(value, "numpy"):
+            value = value.numpy()
+        if hasattr(value, "__array__"):
+            return np.asarray(value)
+    raise InputError(f"{what} is a {_kind(value)}; it should be an array")
+
+
+def integers(value: Any, what: str, ndim: int) -> Array:
+    """As `as_array`, of integers (or booleans) and with `ndim` axes."""
+    array = as_array(value, what)
+    if array.dtype.kind not in "iub":
+        raise InputError(f"{what} is {array.dtype}; it should hold integers")
+    if array.ndim != ndim:
+        raise InputError(f"{what} has shape {list(array.shape)}; it should have {ndim} axes")
+    return array
+
+
+def rows_of(value: Any, what: str) -> list[Any]:
+    """The rows of a nested (jagged) tensor, or of any array along its first axis, one view each."""
+    if isinstance(value, Jagged):
+        return value.unbind()
+    if getattr(value, "is_nested", False):
+        return list(value.unbind())
+    if isinstance(value, list | tuple):
+        return list(value)
+    array = as_array(value, what)
+    if array.ndim < 1:
+        raise InputError(f"{what} is a single number; it should have a row for each sequence")
+    return list(array)
+
+
+def text(value: Any) -> str:
+    """A label as a short string; "" for what is no label."""
+    if isinstance(value, np.ndarray) and value.ndim == 0:
+        value = value.item()
+    return clip(value) if isinstance(value, str) else ""
+
+
+def whole_number(value: Any, default: int = 0) -> int:
+    """A count or a step number; `default` for what is none."""
+    if isinstance(value, np.ndarray | Tensor | NumpyArray) or hasattr(value, "item"):
+        array = as_array(value, "a number")
+        value = array.item() if array.size == 1 else None
+    return value if isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 1 << 31 else default
+
+
+def _from_lists(value: Any, what: str) -> Array:
+    """Level by level, so that lists that are shared many times over are noticed by their number."""
+    shape = [len(value)]
+    flat = value
+    while len(flat) and isinstance(flat[0], list | tuple) and len(shape) <= 4:
+        length = len(flat[0])
+        if len(flat) * length > _MOST_LISTED:
+            raise InputError(f"{what} is a list of more than {_MOST_LISTED} numbers; it should be an array")
+        if not all(isinstance(each, list | tuple) and len(each) == length for each in flat):
+            raise InputError(f"{what} holds lists of different lengths")
+        flat = list(chain.from_iterable(flat))
+        shape.append(length)
+    if not all(type(number) is int for number in flat):
+        # Lists of numpy or torch numbers.
+        flat = [number.item() if hasattr(number, "item") else number for number in flat]
+        if not all(isinstance(number, int) for number in flat):
+            raise InputError(f"{what} holds something else than whole numbers")
+    return np.array(flat, np.int64).reshape(shape)
+
+
+def _kind(value: Any) -> str:
+    return clip(value.name) if isinstance(value, Foreign) else type(value).__name__
