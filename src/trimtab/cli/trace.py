@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 from rich.console import Console
 
-from trimtab.cli import trace_export
+from trimtab.cli import trace_export, trace_import
 from trimtab.cli.options import add_trace, check_outputs, positive, whole, write_json
 from trimtab.errors import InputError
 from trimtab.report.tables import skew_table, trace_facts
@@ -52,6 +52,7 @@ def add(commands: Any) -> None:
         synth.add_argument(f"--{name}", type=positive, default=default, metavar="N", help=shown)
     synth.add_argument("--seed", type=whole, default=0, metavar="N", help="another seed, another trace (default: 0)")
     synth.set_defaults(run=run_synth)
+    trace_import.add(actions)
     trace_export.add(actions)
 
 

@@ -1,5 +1,6 @@
 """What did the router choose? Routing of whole sequences, as recorded by a rollout, and its Parquet store."""
 
+from trimtab.trace.formats.records import Known
 from trimtab.trace.presets import PRESETS, SkewPreset, synthesize_preset
 from trimtab.trace.routing import RoutingTrace, hash_tokens, id_dtype, no_route
 from trimtab.trace.store import SequenceFacts, TraceReader, read_trace, write_trace
@@ -8,6 +9,7 @@ from trimtab.trace.writer import TraceWriter
 
 __all__ = [
     "PRESETS",
+    "Known",
     "RoutingTrace",
     "SequenceFacts",
     "SkewPreset",

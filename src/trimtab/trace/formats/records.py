@@ -30,6 +30,10 @@ class Known:
     step: int | None = None
     domain: str = ""
 
+    def with_default(self, other: Known) -> Known:
+        """What this says, and the other where this says nothing."""
+        return Known(*(getattr(self, name) or getattr(other, name) for name in self.__dataclass_fields__))
+
 
 @dataclass(frozen=True, eq=False)
 class Record:

@@ -1,0 +1,97 @@
+"""`trimtab trace import`: what a framework recorded, as a routing trace."""
+
+from __future__ import annotations
+
+import argparse
+import time
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+
+from trimtab.cli.options import check_outputs, positive, whole
+from trimtab.cluster import load_model
+from trimtab.errors import InputError
+from trimtab.report.tables import facts, trace_facts
+from trimtab.trace import RoutingTrace, TraceReader, write_trace
+from trimtab.trace.formats.importing import FORMATS, format_of, import_files
+from trimtab.trace.formats.normalise import Summary
+from trimtab.trace.formats.records import Known
+from trimtab.trace.store import named_files
+
+
+def add(actions: Any) -> None:
+    parser = actions.add_parser(
+        "import",
+        help="convert what a framework recorded",
+        description="Convert routing that an RL or serving framework recorded into a routing trace. "
+        f"Formats: {', '.join(FORMATS)}.",
+        epilog="example: trimtab trace import rollout.jsonl -o out/rollout.parquet --model qwen3-30b-a3b",
+    )
+    parser.add_argument(
+        "source", type=Path, nargs="+", metavar="SRC", help="files, folders or patterns of one dump, in their order"
+    )
+    parser.add_argument("-o", "--output", type=Path, required=True, metavar="FILE", help="trace to write (.parquet)")
+    parser.add_argument("--format", choices=tuple(FORMATS), metavar="NAME", help="default: what the file looks like")
+    parser.add_argument("--model", metavar="NAME", help="a preset, config.json or checkpoint: experts, layers, top-k")
+    parser.add_argument("--num-experts", type=positive, metavar="N", help="experts of a layer, instead of --model")
+    parser.add_argument("--num-layers", type=positive, metavar="N", help="layers in the dump, dense ones included")
+    parser.add_argument("--top-k", type=positive, metavar="N", help="experts of a token")
+    parser.add_argument("--step", type=whole, metavar="N", help="RL step of sequences that say none (default: 0)")
+    parser.add_argument("--domain", default="", metavar="NAME", help="label of sequences that have none")
+    parser.set_defaults(run=run)
+
+
+def run(options: argparse.Namespace) -> None:
+    check_outputs(options.output)
+    files = named_files(options.source, "*")
+    form = options.format or format_of(files[0])
+    summary = Summary()
+    console = Console(highlight=False)
+    columns = (SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
+    start = time.perf_counter()
+    with Progress(*columns, console=console, transient=True) as progress:
+        task = progress.add_task(f"{form}")
+
+        def watched(parts: Iterable[RoutingTrace]) -> Iterator[RoutingTrace]:
+            for part in parts:
+                progress.update(task, description=f"{form}: {summary.tokens:,} tokens")
+                yield part
+
+        write_trace(watched(import_files(files, form, _known(options), summary)), options.output)
+    seconds = time.perf_counter() - start
+    console.print(trace_facts(TraceReader(options.output), summary.unknown_routes))
+    console.print(facts(_rows(summary, form, seconds), "Imported"))
+
+
+def _rows(summary: Summary, form: str, seconds: float) -> list[tuple[str, str]]:
+    rows = [("format", form), ("time", f"{seconds:.1f} s")]
+    if summary.unknown_rows:
+        rows.append(("without any route", f"{summary.unknown_rows:,} tokens"))
+    return rows + [("left out", f"{count:,} {what}") for what, count in summary.dropped.items()]
+
+
+def _known(options: argparse.Namespace) -> Known:
+    """What the options say of the model."""
+    said = Known(options.num_experts, options.num_layers, options.top_k, step=options.step, domain=options.domain)
+    if options.model is None:
+        return said
+    model = load_model(options.model)
+    layers = model.moe_layers + model.dense_layers if model.moe_layer_indices else None
+    for option, value, of_model in (
+        ("--num-experts", said.num_experts, model.num_experts),
+        ("--top-k", said.top_k, model.top_k),
+    ):
+        if value not in (None, of_model):
+            raise InputError(f"{option} is {value}; {options.model} has {of_model}")
+    return replace(
+        said,
+        num_experts=model.num_experts,
+        num_layers=said.num_layers or layers,
+        top_k=model.top_k,
+        moe_layers=model.moe_layer_indices or None,
+        model=model.name,
+    )

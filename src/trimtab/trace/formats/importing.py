@@ -1,0 +1,80 @@
+"""Which framework wrote this file? And: its records as parts of a trace."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Protocol
+
+from trimtab.errors import InputError
+from trimtab.trace.formats import arrays, megatron, nemo_rl, sglang, sglang_recorder, slime, verl, vllm
+from trimtab.trace.formats.normalise import Summary, normalise
+from trimtab.trace.formats.records import Known, Record
+from trimtab.trace.routing import RoutingTrace
+
+
+class Format(Protocol):
+    """What each framework's module has."""
+
+    def recognise(self, path: Path) -> bool:
+        """Whether a file looks like this format. Looks at little of it, and raises nothing."""
+
+    def read(self, path: Path, known: Known) -> Iterator[Record]:
+        """The records of a file, as they are asked for.
+
+        Raises:
+            InputError: saying what is wrong and where in the file, without the file's name.
+        """
+
+
+FORMATS: dict[str, Format] = {
+    "vllm": vllm,
+    "sglang": sglang,
+    "sglang-recorder": sglang_recorder,
+    "verl": verl,
+    "slime": slime,
+    "nemo-rl": nemo_rl,
+    "megatron": megatron,
+    "arrays": arrays,
+}
+
+
+def format_of(path: Path) -> str:
+    """The name of the format that a file looks like.
+
+    Raises:
+        InputError: if it looks like none, or like several.
+    """
+    fitting = [name for name, form in FORMATS.items() if form.recognise(path)]
+    if len(fitting) != 1:
+        what = f"could be {' or '.join(fitting)}" if fitting else f"looks like none of {', '.join(FORMATS)}"
+        raise InputError(f"{path}: {what}; say which it is with --format")
+    return fitting[0]
+
+
+def import_files(files: Sequence[Path], form: str, known: Known, summary: Summary) -> Iterator[RoutingTrace]:
+    """Files of one dump, one after another, as parts of a trace; memory holds a part at a time.
+
+    Raises:
+        InputError: one line that names the file and the place in it.
+    """
+    if form == "arrays":
+        known = known.with_default(arrays.said(files[0]))
+    return normalise(_records(files, FORMATS[form], known), known, summary)
+
+
+def trace_of(records: Iterable[Record], known: Known) -> RoutingTrace:
+    """Records that are in memory as one trace."""
+    return RoutingTrace.concatenate(list(normalise(records, known, Summary())))
+
+
+def _records(files: Sequence[Path], form: Format, known: Known) -> Iterator[Record]:
+    for file in files:
+        try:
+            for record in form.read(file, known):
+                yield replace(record, where=f"{file}: {record.where}")
+        except InputError as error:
+            raise InputError(f"{file}: {error}") from None
+        except (MemoryError, OSError) as error:
+            raise InputError(f"{file}: can't be read ({error or type(error).__name__})") from None
