@@ -22,6 +22,7 @@ import pyarrow.parquet as pq
 
 from trimtab.errors import InputError
 from trimtab.files import whole_file
+from trimtab.trace.ahead import ahead
 from trimtab.trace.coding import decode, encode
 from trimtab.trace.routing import Array, RoutingTrace, id_dtype, no_route
 
@@ -49,12 +50,12 @@ _FACTS = [field.name for field in _SCHEMA if field.name != IDS]
 def write_trace(trace: RoutingTrace | Iterable[RoutingTrace], path: str | os.PathLike[str]) -> None:
     """Write a trace, or the parts of one as they come, to a Parquet file, zstd-compressed.
 
-    The file appears whole or not at all. Of parts, memory holds one at a time; all must be of one model.
+    The file appears whole or not at all. Of parts, memory holds two at a time; all must be of one model.
 
     Raises:
         InputError: if there is no part, or parts are of different models.
     """
-    parts = iter([trace] if isinstance(trace, RoutingTrace) else trace)
+    parts = iter([trace]) if isinstance(trace, RoutingTrace) else ahead(trace)
     first = next(parts, None)
     if first is None:
         raise InputError(f"{path}: no sequences to write")

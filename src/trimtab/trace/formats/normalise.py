@@ -280,6 +280,9 @@ def _convert(ids_TAK, columns_L, dense_D, missing, num_experts, routes_TLK):  # 
     """
     top_k = ids_TAK.shape[2]
     unknown_routes = unknown_rows = 0
+    # In which row an expert was seen last, rows of all layers counted.
+    row = 0
+    seen_in_E = np.zeros(num_experts, np.int64)
     for t in range(ids_TAK.shape[0]):
         unknown = 0
         for place in range(len(columns_L)):
@@ -292,13 +295,14 @@ def _convert(ids_TAK, columns_L, dense_D, missing, num_experts, routes_TLK):  # 
                 if same == top_k:
                     unknown += 1
                     continue
+            row += 1
             for k in range(top_k):
                 expert = ids_TAK[t, layer, k]
                 if expert < 0 or expert >= num_experts:
                     return OUT_OF_RANGE, t, layer, unknown_routes, unknown_rows
-                for earlier in range(k):
-                    if ids_TAK[t, layer, earlier] == expert:
-                        return TWICE, t, layer, unknown_routes, unknown_rows
+                if seen_in_E[expert] == row:
+                    return TWICE, t, layer, unknown_routes, unknown_rows
+                seen_in_E[expert] = row
                 routes_TLK[t, place, k] = expert
         for layer in dense_D:
             first = ids_TAK[t, layer, 0]
