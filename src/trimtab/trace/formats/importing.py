@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Protocol
@@ -60,7 +61,8 @@ def import_files(files: Sequence[Path], form: str, known: Known, summary: Summar
         InputError: one line that names the file and the place in it.
     """
     if form == "arrays":
-        known = known.with_default(arrays.said(files[0]))
+        with _naming(files[0]):
+            known = known.with_default(arrays.said(files[0]))
     return normalise(_records(files, FORMATS[form], known), known, summary)
 
 
@@ -71,10 +73,16 @@ def trace_of(records: Iterable[Record], known: Known) -> RoutingTrace:
 
 def _records(files: Sequence[Path], form: Format, known: Known) -> Iterator[Record]:
     for file in files:
-        try:
+        with _naming(file):
             for record in form.read(file, known):
                 yield replace(record, where=f"{file}: {record.where}")
-        except InputError as error:
-            raise InputError(f"{file}: {error}") from None
-        except (MemoryError, OSError) as error:
-            raise InputError(f"{file}: can't be read ({error or type(error).__name__})") from None
+
+
+@contextmanager
+def _naming(file: Path) -> Iterator[None]:
+    try:
+        yield
+    except InputError as error:
+        raise InputError(f"{file}: {error}") from None
+    except (MemoryError, OSError) as error:
+        raise InputError(f"{file}: can't be read ({error or type(error).__name__})") from None

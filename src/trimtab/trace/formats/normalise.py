@@ -143,7 +143,7 @@ def _shape_of(record: Record, known: Known) -> _Shape | None:
     columns, layers = _moe_layers(record, routes, known)
     if known.num_experts is None:
         raise InputError(
-            "it does not say how many experts a layer has (the largest id of its first sequence is "
+            f"{record.where}: nothing says how many experts a layer has (the largest id here is "
             f"{int(record.ids.max())}); give --num-experts, or --model with a config.json or a model's name"
         )
     if top_k > known.num_experts:

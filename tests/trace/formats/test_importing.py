@@ -1,0 +1,195 @@
+"""Every format through one command: read as the same routing; and 20,000 damaged files, of which none hurts."""
+
+from __future__ import annotations
+
+import random
+import re
+import resource
+import signal
+from pathlib import Path
+from typing import Any, NoReturn
+
+import numpy as np
+import pytest
+
+from helpers.dumps import LAYERS, NUM_EXPERTS, TOP_K, Dump, all_dumps, parquet_dump, routes
+from trimtab import InputError, RoutingTrace, read_trace, write_trace
+from trimtab.cli.main import main
+from trimtab.trace import Known
+from trimtab.trace.formats.importing import FORMATS, format_of, import_files
+from trimtab.trace.formats.normalise import Summary
+
+DUMPS = all_dumps()
+KNOWN = Known(NUM_EXPERTS, LAYERS, TOP_K)
+OPTIONS = ["--num-experts", str(NUM_EXPERTS), "--num-layers", str(LAYERS), "--top-k", str(TOP_K)]
+DAMAGED = 20_000
+# A file of 2 KB is read in a millisecond.
+LONGEST_S = 10
+MOST_BYTES = 400 << 20
+
+
+def as_sets(ids: Any) -> list[Any]:
+    return np.sort(ids, axis=-1).tolist()
+
+
+def test_every_format_has_a_dump_here() -> None:
+    assert {dump.form for dump in DUMPS.values()} == set(FORMATS)
+
+
+@pytest.mark.parametrize("name", DUMPS)
+def test_a_dump_is_recognised_and_imported(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    dump = DUMPS[name]
+    file = tmp_path / f"dump{dump.suffix}"
+    file.write_bytes(dump.content)
+    assert format_of(file) == dump.form
+    (tmp_path / "no suffix").write_bytes(dump.content)
+    assert format_of(tmp_path / "no suffix") == dump.form
+    assert main(["trace", "import", str(file), "-o", str(tmp_path / "trace.parquet"), *OPTIONS]) == 0
+    trace = read_trace(tmp_path / "trace.parquet")
+    assert (trace.num_experts, trace.layer_indices.tolist()) == (NUM_EXPERTS, [0, 1, 2, 3])
+    expected = routes()[: 1 if name == "vllm:npy" else None]
+    if name == "sglang-recorder:counts":
+        for sequence, each in enumerate(expected):
+            for layer in range(LAYERS):
+                made = np.bincount(trace.sequence(sequence)[:, layer].ravel(), minlength=NUM_EXPERTS)
+                assert made.tolist() == np.bincount(each[:, layer].ravel(), minlength=NUM_EXPERTS).tolist()
+    elif name in ("megatron", "sglang-recorder:tokens"):
+        # These know tokens, not sequences.
+        assert as_sets(trace.expert_ids) == as_sets(np.concatenate(expected))
+    else:
+        assert [as_sets(trace.sequence(index)) for index in range(trace.num_sequences)] == list(map(as_sets, expected))
+    assert "Imported" in capsys.readouterr().out
+
+
+def test_several_files_of_several_steps_become_one_trace(tmp_path: Path) -> None:
+    for step in range(3):
+        (tmp_path / f"rollout-{step}.jsonl").write_bytes(DUMPS["vllm:jsonl"].content)
+    command = ["trace", "import", str(tmp_path / "rollout-*.jsonl"), "--domain", "maths", "--step", "4"]
+    assert main([*command, "-o", str(tmp_path / "trace.parquet"), *OPTIONS]) == 0
+    trace = read_trace(tmp_path / "trace.parquet")
+    assert as_sets(trace.expert_ids) == as_sets(np.concatenate(routes() * 3))
+    assert set(trace.domains) == {"maths"}
+    assert set(trace.steps) == {4}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["absent.jsonl"], "absent.jsonl: no such file"),
+        (["{nothing}"], r"nothing.bin: looks like none of vllm, sglang"),
+        (["{vllm}"], r"vllm.jsonl: line 1.*: .*largest id here is 15\).* --num-experts"),
+        (["{vllm}", "--num-experts", "4"], "vllm.jsonl: line 1, .*they should be 0 to 3"),
+        (["{vllm}", "--num-experts", "16", "--top-k", "3"], "top-2 routing; it should be top-3"),
+        (["{vllm}", "--num-experts", "16", "--model", "qwen3-30b-a3b"], "--num-experts is 16; qwen3-30b-a3b has 128"),
+        (["{vllm}", "--model", "qwen3-30b-a3b"], "top-2 routing; it should be top-8"),
+        (["{vllm}", "--model", "absent"], "absent"),
+        (["{vllm}", "--format", "slime", "--num-experts", "16"], "vllm.jsonl: "),
+        (["{sglang}", "--num-experts", "16"], "--num-layers"),
+        (["{folder}"], "folder: holds no"),
+    ],
+)
+def test_mistakes_get_one_line(
+    arguments: list[str], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "nothing.bin").write_bytes(b"\x00\x01\x02 nothing")
+    (tmp_path / "folder").mkdir()
+    for form, name in (("vllm", "vllm:jsonl"), ("sglang", "sglang:int32")):
+        (tmp_path / f"{form}.jsonl").write_bytes(DUMPS[name].content)
+    places = {"nothing": "nothing.bin", "vllm": "vllm.jsonl", "sglang": "sglang.jsonl", "folder": "folder"}
+    paths = {name: str(tmp_path / file) for name, file in places.items()}
+    out = tmp_path / "out" / "trace.parquet"
+    assert main(["trace", "import", *(each.format(**paths) for each in arguments), "-o", str(out)]) == 2
+    error = capsys.readouterr().err
+    assert error.count("\n") == 1
+    assert re.search(message, error), error
+    assert not list(tmp_path.glob("out/*"))
+
+
+def damage(rng: random.Random, content: bytes) -> bytes:
+    """Cut, flip, fill, move, repeat, or swap numbers for absurd ones, once or more often."""
+    data = bytearray(content)
+    for _ in range(rng.choice([1, 1, 1, 2, 5])):
+        kind = rng.randrange(8)
+        start = rng.randrange(len(data) + 1)
+        size = rng.choice([1, 2, 4, 8, 40])
+        if kind == 0:
+            del data[start:]
+        elif kind == 1 and start < len(data):
+            data[start] ^= 1 << rng.randrange(8)
+        elif kind == 2:
+            data[start : start + size] = bytes([rng.choice([0, 1, 0x7F, 0x80, 0xFF])]) * size
+        elif kind == 3:
+            del data[start : start + size]
+        elif kind == 4:
+            data[start:start] = data[max(0, start - size) : start] * rng.choice([1, 50])
+        elif kind == 5:
+            data[start : start + size] = rng.randbytes(size)
+        elif kind == 6:
+            numbers = list(re.finditer(rb"\d+", data))
+            if numbers:
+                place = rng.choice(numbers)
+                absurd = [b"-1", b"0", b"999999999999", b"1e308", b"4294967296", b"null", b'"x"', b"[]", b"{}", b"true"]
+                data[place.start() : place.end()] = rng.choice(absurd)
+        else:
+            other = rng.choice(list(DUMPS.values())).content
+            data[start:] = other[rng.randrange(len(other)) :]
+    return bytes(data)
+
+
+class _TooLongError(BaseException):
+    pass
+
+
+def _too_long(*_: object) -> NoReturn:
+    raise _TooLongError
+
+
+def test_damaged_files_are_refused_in_one_line_or_read_whole(tmp_path: Path) -> None:
+    """No other error, no hang, no large memory, and nothing left behind."""
+    rng = random.Random(0)
+    sources = {**DUMPS, "trimtab": Dump("trimtab", ".parquet", parquet_dump())}
+    refused = dict.fromkeys(sources, 0)
+    out = tmp_path / "out.parquet"
+
+    def read(name: str, file: Path) -> RoutingTrace:
+        if name == "trimtab":
+            return read_trace(file)
+        # Half of them as the user says, half as the file looks.
+        form = sources[name].form if rng.random() < 0.5 else format_of(file)
+        write_trace(import_files([file], form, KNOWN, Summary()), out)
+        return read_trace(out)
+
+    for name, dump in sources.items():  # Compiles, and loads what is needed.
+        (tmp_path / f"whole{dump.suffix}").write_bytes(dump.content)
+        read(name, tmp_path / f"whole{dump.suffix}")
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    handler = signal.signal(signal.SIGALRM, _too_long)
+    try:
+        for index in range(DAMAGED):
+            name, dump = rng.choice(list(sources.items()))
+            file = tmp_path / f"damaged{dump.suffix}"
+            content = damage(rng, dump.content)
+            file.write_bytes(content)
+            out.unlink(missing_ok=True)
+            signal.alarm(LONGEST_S)
+            try:
+                read(name, file).check()
+            except InputError as error:
+                refused[name] += 1
+                assert str(file) in str(error), (name, index)
+                assert "\n" not in str(error), (name, index)
+                assert len(str(error)) < 2000, (name, index)
+                assert not out.exists(), (name, index)
+            except (Exception, _TooLongError) as error:
+                kept = Path("out") / f"damaged-{index}{dump.suffix}"
+                kept.parent.mkdir(exist_ok=True)
+                kept.write_bytes(content)
+                raise AssertionError(f"{name}, kept as {kept}") from error
+            finally:
+                signal.alarm(0)
+            assert len(list(tmp_path.iterdir())) <= 2 * len(sources) + 2, (name, index)
+    finally:
+        signal.signal(signal.SIGALRM, handler)
+    grown = (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) << 10
+    assert grown < MOST_BYTES
+    assert min(refused.values()) > 100, refused
