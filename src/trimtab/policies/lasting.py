@@ -1,8 +1,8 @@
 """A placement to serve with: experts and copies in fixed slots, made once from a trace.
 
 For rollout engines, which load a placement at startup and keep it. EPLB chooses how many copies each expert gets and
-deals them out by the load of the whole trace (`rebalance`). Then copies change places as in our own placement, as long as
-that makes ranks and nodes more even in every part of the trace, not only on average.
+deals them out by the load of the whole trace (`rebalance`). Then copies change places as in our own placement, as long
+as that makes ranks and nodes more even in every part of the trace, not only on average.
 """
 
 from __future__ import annotations

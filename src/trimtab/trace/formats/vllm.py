@@ -22,7 +22,7 @@ import numpy as np
 from trimtab.errors import InputError
 from trimtab.trace.formats.array_files import Arrays, array_names, open_arrays
 from trimtab.trace.formats.encoded import check_ids, decode_routes, sign_of_gaps, trim_padding
-from trimtab.trace.formats.json_values import json_head
+from trimtab.trace.formats.json_values import json_head, kind_of
 from trimtab.trace.formats.records import Known, Record
 from trimtab.trace.formats.responses import (
     WITHOUT_ROUTES,
@@ -87,7 +87,7 @@ def _records(response: Response, known: Known) -> Iterator[Record | str]:
         yield from _one(content, content, response, {}, known)
         return
     if not isinstance(choices, list | tuple):
-        raise InputError(f"choices are a {type(choices).__name__}; expected a list")
+        raise InputError(f"choices are {kind_of(choices)}; expected a list")
     usage = content.get("usage")
     alone = len(choices) == 1 and isinstance(usage, Mapping)
     for index, choice in enumerate(choices):
