@@ -164,6 +164,17 @@ def test_layout_of_0_21(tmp_path: Path, form: str) -> None:
         assert (record.num_tokens, record.prompt_length) == (5 + len(ids), 4)
 
 
+def test_only_the_completion_in_0_21() -> None:
+    """The prompt's routes were not asked for: its place is null, and rows are those of the completion."""
+    response = {
+        "choices": [{"token_ids": [4, 5, 6], "routed_experts": routes(2, 2, 2, 8, "int16").tolist()}],
+        "prompt_token_ids": [1, 2, 3],
+        "prompt_routed_experts": None,
+    }
+    (record,) = vllm.records_of_outputs([response])
+    assert (record.first, len(record.ids), record.num_tokens) == (3, 2, 6)
+
+
 def test_outputs_in_memory() -> None:
     ids = routes(6, 2, 2, 8, "uint8")
     new = SimpleNamespace(
@@ -183,7 +194,7 @@ def test_outputs_in_memory() -> None:
     assert [record.num_tokens for record in records] == [7, 5]
     np.testing.assert_array_equal(records[0].ids, ids)
     np.testing.assert_array_equal(records[1].ids, ids[:4])
-    assert dict(records[1].dropped) == {}
+    assert dict(records[1].dropped) == {"responses without routed_experts": 1}
     assert dict(records[0].dropped) == {}
 
 
