@@ -1,171 +1,106 @@
-"""A small valid dump of every format that is imported. 3 sequences of a model with 4 MoE layers, top-2 of 16."""
+"""Dumps of other frameworks, byte for byte as documented, built without the libraries that read them here."""
 
 from __future__ import annotations
 
 import base64
-import gzip
-import io
 import json
-import pickle
-import tempfile
-from collections.abc import Callable
-from dataclasses import dataclass
+import math
+import random
+import struct
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 
-from trimtab import RoutingTrace, write_trace
-from trimtab.trace.exports.arrays import write_npz, write_safetensors
-from trimtab.trace.exports.megatron import write_megatron
-
-Array = np.ndarray[Any, Any]
-LAYERS, TOP_K, NUM_EXPERTS = 4, 2, 16
-LENGTHS = (7, 5, 9)
-PROMPT = 3
+from trimtab.errors import InputError
+from trimtab.trace.formats.records import Record
+from trimtab.trace.routing import Array
 
 
-@dataclass(frozen=True)
-class Dump:
-    """A file of a format.
-
-    Attributes:
-        form: the format's name.
-        suffix: of the file's name.
-        content: the file.
-    """
-
-    form: str
-    suffix: str
-    content: bytes
-
-
-def routes(seed: int = 0) -> list[Array]:
-    """Ids `[tokens - 1, 4, 2]` of the sequences. They begin with a common prompt."""
+def routes(tokens: int, layers: int, top_k: int, experts: int, dtype: str, *, seed: int = 0) -> Array:
+    """Ids `[tokens, layers, top_k]`, distinct in every row."""
     rng = np.random.default_rng(seed)
-    ids = [np.argsort(rng.random((n - 1, LAYERS, NUM_EXPERTS)), axis=-1)[..., :TOP_K] for n in LENGTHS]
-    for each in ids[1:]:
-        each[:PROMPT] = ids[0][:PROMPT]
-    return ids
+    ids = np.argsort(rng.random((tokens, layers, experts)), axis=2)[:, :, :top_k]
+    return ids.astype(dtype)
 
 
-def all_dumps() -> dict[str, Dump]:
-    """One dump a format and layout, by name."""
-    ids = routes()
-    tokens = [list(range(10, 10 + n)) for n in LENGTHS]
-    found: dict[str, Dump] = {}
-
-    def add(name: str, suffix: str, content: bytes) -> None:
-        found[name] = Dump(name.split(":")[0], suffix, content)
-
-    pairs = list(zip(ids, tokens, strict=True))
-    add("vllm:jsonl", ".jsonl", _lines([_vllm(*pair) for pair in pairs]))
-    add("vllm:array", ".json", json.dumps([_vllm(*pair) for pair in pairs]).encode())
-    add("vllm:gzip", ".jsonl.gz", gzip.compress(found["vllm:jsonl"].content, mtime=0))
-    add("vllm:npy", ".npy", npy(ids[0].astype(np.uint8)))
-    add("sglang:int32", ".jsonl", _lines([_sglang(*pair, "int32") for pair in pairs]))
-    add("sglang:uint8", ".jsonl", _lines([_sglang(*pair, "uint8") for pair in pairs]))
-    add("megatron", ".jsonl", _written(ids, write_megatron))
-    add("arrays:npz", ".npz", _written(ids, write_npz))
-    add("arrays:safetensors", ".safetensors", _written(ids, write_safetensors))
-    add("slime", ".pt", _saved({"rollout_id": 3, "samples": [_slime(*pair) for pair in pairs]}))
-    add("verl:tensors", ".pt", _saved(_batch(ids, tokens, np.int16, 0)))
-    add("verl:numpy", ".pkl", pickle.dumps({k: v.numpy() for k, v in _batch(ids, tokens, np.int16, 0).items()}))
-    lengths = {"input_lengths": torch.tensor(LENGTHS)}
-    add("nemo-rl", ".pt", _saved(_batch(ids, tokens, np.int16, -1) | lengths))
-    passes = [
-        {"forward_pass_id": at, "rank": 0, "topk_ids_of_layer": torch.from_numpy(each.transpose(1, 0, 2).copy())}
-        for at, each in enumerate(ids)
-    ]
-    identity = torch.arange(NUM_EXPERTS).repeat(LAYERS, 1)
-    add("sglang-recorder:tokens", ".pt", _saved({"records": passes, "last_physical_to_logical_map": identity}))
-    counts = np.stack([[np.bincount(each[:, layer].ravel(), minlength=16) for layer in range(LAYERS)] for each in ids])
-    add("sglang-recorder:counts", ".pt", _saved({"rank": 0, "logical_count": torch.from_numpy(counts)}))
-    return found
+def npy_bytes(ids: Array, *, descr: str | None = None, shape: str | None = None) -> bytes:
+    """Version 1.0 of the format: magic, version, length of the header, the header padded to 64 bytes, the numbers."""
+    little = "|u1" if ids.dtype == np.uint8 else f"<{ids.dtype.kind}{ids.dtype.itemsize}"
+    text = f"{{'descr': '{descr or little}', 'fortran_order': False, 'shape': {shape or tuple(ids.shape)}, }}"
+    text += " " * (-(10 + len(text) + 1) % 64) + "\n"
+    return b"\x93NUMPY\x01\x00" + struct.pack("<H", len(text)) + text.encode() + ids.tobytes()
 
 
-def npy(array: Array) -> bytes:
-    file = io.BytesIO()
-    np.save(file, array)
-    return file.getvalue()
+def npy_text(ids: Array) -> str:
+    return base64.b64encode(npy_bytes(ids)).decode()
 
 
-def _lines(values: list[dict[str, Any]]) -> bytes:
-    return "".join(json.dumps(value) + "\n" for value in values).encode()
+def raw_text(ids: Array) -> str:
+    """Flat little-endian numbers."""
+    flat = [int(number) for number in ids.reshape(-1)]
+    letter = {"uint8": "B", "uint16": "H", "int16": "h", "int32": "i"}[ids.dtype.name]
+    return base64.b64encode(struct.pack(f"<{len(flat)}{letter}", *flat)).decode()
 
 
-def _vllm(ids: Array, tokens: list[int]) -> dict[str, Any]:
-    return {
-        "id": "cmpl-1",
-        "object": "text_completion",
-        "choices": [
-            {
-                "index": 0,
-                "text": "seven",
-                "finish_reason": "stop",
-                "prompt_token_ids": tokens[:PROMPT],
-                "token_ids": tokens[PROMPT:],
-                "routed_experts": base64.b64encode(npy(ids.astype(np.uint8))).decode(),
-            }
-        ],
-        "usage": {"prompt_tokens": PROMPT, "completion_tokens": len(tokens) - PROMPT},
-    }
+def safetensors_bytes(tensors: dict[str, tuple[str, list[int], bytes]], metadata: dict[str, str]) -> bytes:
+    header: dict[str, Any] = {"__metadata__": metadata}
+    data = b""
+    for name, (dtype, shape, content) in tensors.items():
+        header[name] = {"dtype": dtype, "shape": shape, "data_offsets": [len(data), len(data) + len(content)]}
+        data += content
+    text = json.dumps(header).encode()
+    return struct.pack("<Q", len(text)) + text + data
 
 
-def _sglang(ids: Array, tokens: list[int], dtype: str) -> dict[str, Any]:
-    return {
-        "text": "seven",
-        "output_ids": tokens[PROMPT:],
-        "meta_info": {
-            "id": "a",
-            "prompt_tokens": PROMPT,
-            "completion_tokens": len(tokens) - PROMPT,
-            "routed_experts": base64.b64encode(ids.astype(f"<{np.dtype(dtype).str[1:]}").tobytes()).decode(),
-            "routed_experts_start_len": 0,
-            "routed_experts_dtype": dtype,
-        },
-    }
+def json_lines(path: Path, values: Iterable[Any]) -> Path:
+    path.write_text("".join(json.dumps(value) + "\n" for value in values))
+    return path
 
 
-def _slime(ids: Array, tokens: list[int]) -> dict[str, Any]:
-    return {
-        "prompt": "two and five",
-        "tokens": tokens,
-        "response_length": len(tokens) - PROMPT,
-        "reward": 1.0,
-        "metadata": {"data_source": "maths"},
-        "rollout_routed_experts": ids.astype(np.int32),
-    }
+def mutants(content: bytes, count: int, seed: int) -> Iterator[bytes]:
+    """Copies of a file with bits flipped, parts cut, doubled or swapped, and numbers made huge."""
+    draw = random.Random(seed)
+    for _ in range(count):
+        data = bytearray(content)
+        for _ in range(draw.choice((1, 1, 2, 5))):
+            at = draw.randrange(len(data) or 1)
+            end = min(len(data), at + draw.choice((1, 4, 30, len(content) // 3)))
+            kind = draw.randrange(6)
+            if kind == 0 and data:
+                data[at] ^= 1 << draw.randrange(8)
+            elif kind == 1:
+                del data[at:]
+            elif kind == 2:
+                del data[at:end]
+            elif kind == 3:
+                data[at:at] = data[at:end]
+            elif kind == 4:
+                data[at:end] = draw.choice((b"[", b"{", b'"', b"-1", b"1e9", b"9" * 30, b"null", b"\x00", b"\xff" * 8))
+            else:
+                places = [place for place in range(len(data)) if 48 <= data[place] < 58]
+                if places:
+                    place = draw.choice(places)
+                    data[place : place + 1] = draw.choice((b"0", b"7", b"-3", b"4294967296", b"true", b"0.5"))
+        yield bytes(data)
 
 
-def _batch(ids: list[Array], tokens: list[list[int]], dtype: Any, missing: int) -> dict[str, torch.Tensor]:
-    longest = max(LENGTHS)
-    routed = np.full((len(ids), longest, LAYERS, TOP_K), missing, dtype)
-    words = np.zeros((len(ids), longest), np.int64)
-    for row, (each, sequence) in enumerate(zip(ids, tokens, strict=True)):
-        routed[row, : len(each)] = each
-        words[row, : len(sequence)] = sequence
-    return {
-        "routed_experts": torch.from_numpy(routed),
-        "input_ids": torch.from_numpy(words),
-        "attention_mask": torch.from_numpy((words > 0).astype(np.int64)),
-    }
-
-
-def _saved(value: Any) -> bytes:
-    file = io.BytesIO()
-    torch.save(value, file)
-    return file.getvalue()
-
-
-def _written(ids: list[Array], write: Callable[[RoutingTrace, Any], None]) -> bytes:
-    with tempfile.TemporaryDirectory() as folder:
-        file = Path(folder) / "file"
-        write(RoutingTrace.from_sequences(ids, num_experts=NUM_EXPERTS), file)
-        return file.read_bytes()
-
-
-def parquet_dump() -> bytes:
-    """A trace of our own."""
-    return _written(routes(), write_trace)
+def only_input_errors(path: Path, content: bytes, read: Callable[[Path], Iterator[Record]], count: int) -> int:
+    """Reads `count` mutants; returns how many were refused. Whatever is not refused has records that make sense."""
+    refused = 0
+    for seed, mutant in enumerate(mutants(content, count, seed=len(content))):
+        path.write_bytes(mutant)
+        try:
+            for record in read(path):
+                assert record.ids.ndim == 3
+                assert record.ids.dtype.kind in "iu"
+                assert math.prod(record.ids.shape[1:]) > 0
+                assert record.first >= 0
+                assert record.num_tokens is None or record.num_tokens >= 0
+                assert record.layers is None or len(record.layers) == record.ids.shape[1]
+        except InputError as error:
+            assert "\n" not in str(error), seed
+            assert len(str(error)) < 400, error
+            refused += 1
+    return refused

@@ -12,7 +12,7 @@ from typing import Any, NoReturn
 import numpy as np
 import pytest
 
-from helpers.dumps import LAYERS, NUM_EXPERTS, TOP_K, Dump, all_dumps, parquet_dump, routes
+from helpers.every_dump import LAYERS, NUM_EXPERTS, TOP_K, Dump, all_dumps, parquet_dump, routes
 from trimtab import InputError, RoutingTrace, read_trace, write_trace
 from trimtab.cli.main import main
 from trimtab.trace import Known

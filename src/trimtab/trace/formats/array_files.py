@@ -19,6 +19,7 @@ from trimtab.errors import InputError
 from trimtab.trace.formats.encoded import NPY_MAGIC, read_npy_header
 from trimtab.trace.routing import Array
 
+_ZIP_MAGIC = b"PK"
 # Of rows read at once, and of an array of facts about sequences. Only a zipped array can claim more than its file.
 _MOST_BYTES = 1 << 30
 # What zipfile and numpy raise over damaged files.
@@ -80,9 +81,10 @@ def array_names(path: Path) -> list[str] | None:
     """Names of a file's arrays, [""] for `.npy`; None if it is no array file. Never raises."""
     try:
         with path.open("rb") as file:
-            if file.read(len(NPY_MAGIC)) == NPY_MAGIC:
-                return [""]
-        if zipfile.is_zipfile(path):
+            magic = file.read(len(NPY_MAGIC))
+        if magic == NPY_MAGIC:
+            return [""]
+        if magic.startswith(_ZIP_MAGIC):
             with zipfile.ZipFile(path) as archive:
                 names = [name.removesuffix(".npy") for name in archive.namelist() if name.endswith(".npy")]
             return names or None
@@ -107,7 +109,7 @@ def open_arrays(path: Path) -> Iterator[Arrays]:
             if magic == NPY_MAGIC:
                 shape, dtype, fortran = read_npy_header(file, size)
                 yield _mapped(path, {"": (shape, dtype, file.tell())}, {}, fortran)
-            elif zipfile.is_zipfile(file):
+            elif magic.startswith(_ZIP_MAGIC):
                 with zipfile.ZipFile(file) as archive:
                     yield _zipped(archive)
             else:

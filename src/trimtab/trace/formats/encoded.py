@@ -15,6 +15,7 @@ from typing import Any, BinaryIO
 import numpy as np
 
 from trimtab.errors import InputError
+from trimtab.trace.formats.json_values import kind_of
 from trimtab.trace.formats.records import Known
 from trimtab.trace.routing import Array
 
@@ -110,7 +111,9 @@ def array_of_lists(value: Sequence[Any], depth: int) -> Array:
         flat = list(chain.from_iterable(flat))
     wrong = set(map(type, flat)) - {int}
     if wrong:
-        raise InputError(f"ids should be whole numbers; there is a {wrong.pop().__name__}")
+        raise InputError(
+            f"ids should be whole numbers; there is {kind_of(next(each for each in flat if type(each) is not int))}"
+        )
     try:
         ids = np.array(flat, np.int64)
     except OverflowError:

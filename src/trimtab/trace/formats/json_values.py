@@ -18,9 +18,23 @@ _READ_AT_ONCE = 8 << 20
 _LARGEST_VALUE = 1 << 30
 _HEAD = 1 << 20
 _GZIP = b"\x1f\x8b"
+_KINDS = {
+    bool: "true or false",
+    dict: "an object",
+    float: "a number",
+    int: "a whole number",
+    list: "a list",
+    str: "a text",
+    type(None): "null",
+}
 _BLANK = re.compile(r"\s*")
 # What the decoder says of text that may only be cut off: it got to the end, or is inside a string.
 _NEAR_END = 16
+
+
+def kind_of(value: Any) -> str:
+    """What people call a value: "a number", "a list"."""
+    return _KINDS.get(type(value), f"a {type(value).__name__}")
 
 
 def json_head(path: Path) -> bytes:

@@ -22,7 +22,7 @@ import numpy as np
 
 from trimtab.errors import InputError
 from trimtab.trace.formats.encoded import array_of_lists
-from trimtab.trace.formats.json_values import json_head, json_values
+from trimtab.trace.formats.json_values import json_head, json_values, kind_of
 from trimtab.trace.formats.records import Known, Record
 from trimtab.trace.formats.responses import report_dropped
 from trimtab.trace.routing import Array
@@ -110,7 +110,7 @@ def _row(value: Any, where: str) -> _Row | None:
     """One row, None for one of multi-token prediction."""
     try:
         if not isinstance(value, Mapping):
-            raise InputError(f"a {type(value).__name__}; expected an object with top_indices")
+            raise InputError(f"{kind_of(value)}; expected an object with top_indices")
         if value.get("block", "decoder") != "decoder" or value.get("mtp_idx") is not None:
             return None
         indices = value.get("top_indices")

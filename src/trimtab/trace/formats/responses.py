@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from trimtab.errors import InputError
-from trimtab.trace.formats.json_values import json_values
+from trimtab.trace.formats.json_values import json_values, kind_of
 from trimtab.trace.formats.records import Record
 from trimtab.trace.routing import Array
 
@@ -49,7 +49,7 @@ def responses_of(value: Any) -> Iterator[tuple[str, Response]]:
 def unwrap(value: Any) -> Response:
     """The response inside `{"custom_id": ..., "response": {"body": {...}}}` and the like."""
     if not isinstance(value, Mapping):
-        raise InputError(f"a {type(value).__name__}; expected a response, an object with routed_experts")
+        raise InputError(f"{kind_of(value)}; expected a response, an object with routed_experts")
     domain, step, prompt_ids = "", 0, None
     layers = [value]
     for key in _WRAPPERS:
@@ -75,7 +75,8 @@ def count(value: Any, name: str) -> int | None:
     if value is None:
         return None
     if not isinstance(value, int | np.integer) or isinstance(value, bool) or not 0 <= value < 1 << 31:
-        raise InputError(f"{name} is {str(value)[:40] if not isinstance(value, int) else 'out of range'}")
+        text = "out of range" if type(value) is int else kind_of(value)
+        raise InputError(f"{name} is {text}; it should be a number of tokens")
     return int(value)
 
 

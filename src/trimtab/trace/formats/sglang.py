@@ -13,7 +13,7 @@ from typing import Any
 
 from trimtab.errors import InputError
 from trimtab.trace.formats.encoded import decode_routes, raw_dtype, sign_of_gaps
-from trimtab.trace.formats.json_values import json_head
+from trimtab.trace.formats.json_values import json_head, kind_of
 from trimtab.trace.formats.records import Known, Record
 from trimtab.trace.formats.responses import (
     WITHOUT_ROUTES,
@@ -66,7 +66,7 @@ def _records(response: Response, known: Known) -> Iterator[Record | str]:
         counts.pop("completion_tokens", None)  # of all choices together
     for index, choice in enumerate(choices):
         if not isinstance(choice, Mapping):
-            raise InputError(f"choice {index}: a {type(choice).__name__}; expected an object")
+            raise InputError(f"choice {index}: {kind_of(choice)}; expected an object")
         meta: dict[str, Any] = dict(counts)
         # Where the routes of several choices stand beside them, they are those of the first.
         for key, source in (("sglext", content if index == 0 else {}), ("sglext", choice), ("meta_info", choice)):

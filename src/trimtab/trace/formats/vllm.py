@@ -22,7 +22,7 @@ import numpy as np
 from trimtab.errors import InputError
 from trimtab.trace.formats.array_files import Arrays, array_names, open_arrays
 from trimtab.trace.formats.encoded import check_ids, decode_routes, sign_of_gaps, trim_padding
-from trimtab.trace.formats.json_values import json_head
+from trimtab.trace.formats.json_values import json_head, kind_of
 from trimtab.trace.formats.records import Known, Record
 from trimtab.trace.formats.responses import (
     WITHOUT_ROUTES,
@@ -46,7 +46,8 @@ def recognise(path: Path) -> bool:
     if names is not None:
         return names == [""] or ROUTES in names
     head = json_head(path)
-    return b'routed_experts"' in head and b'"meta_info"' not in head and b'"sglext"' not in head
+    named = b'"routed_experts"' in head or b'"prompt_routed_experts"' in head
+    return named and b'"meta_info"' not in head and b'"sglext"' not in head
 
 
 def read(path: Path, known: Known) -> Iterator[Record]:
@@ -87,7 +88,7 @@ def _records(response: Response, known: Known) -> Iterator[Record | str]:
         yield from _one(content, content, response, {}, known)
         return
     if not isinstance(choices, list | tuple):
-        raise InputError(f"choices are a {type(choices).__name__}; expected a list")
+        raise InputError(f"choices are {kind_of(choices)}; expected a list")
     usage = content.get("usage")
     alone = len(choices) == 1 and isinstance(usage, Mapping)
     for index, choice in enumerate(choices):
@@ -123,10 +124,13 @@ def _one(
     if prompt_length is None and before is not None:
         prompt_length = len(parts[0]) if not _no_rows(before) else 0
     completion = count(usage.get("completion_tokens"), "completion_tokens") if output is None else len(output)
+    apart = any("prompt_routed_experts" in each for each in (choice, content))
+    of_completion = apart and before is None and completion is not None and len(ids) == completion - 1
     yield Record(
         ids=ids,
         where="",
         missing=sign_of_gaps(ids),
+        first=prompt_length or 0 if of_completion else 0,
         num_tokens=None if prompt_length is None or completion is None else prompt_length + completion,
         prompt_length=prompt_length or 0,
         token_ids=joined(prompt, output),
@@ -147,7 +151,7 @@ def _fields(thing: Any) -> Mapping[str, Any]:
         "data_source",
         "step",
     )
-    return {name: getattr(thing, name, None) for name in names}
+    return {name: getattr(thing, name) for name in names if hasattr(thing, name)}
 
 
 def _no_rows(routes: Any) -> bool:

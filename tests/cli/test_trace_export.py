@@ -1,0 +1,90 @@
+"""`trimtab trace export`."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from trimtab.cli.main import main
+from trimtab.trace import PRESETS, RoutingTrace, read_trace, synthesize_preset, write_trace
+from trimtab.trace.formats import arrays, megatron
+from trimtab.trace.formats.records import Known
+
+
+@pytest.fixture
+def trace(tmp_path: Path) -> RoutingTrace:
+    made = synthesize_preset(
+        PRESETS["rl-math"], num_sequences=20, mean_length=20, max_length=40, num_layers=3, num_experts=16, top_k=4,
+        num_steps=2, seed=0,
+    )  # fmt: skip
+    # MoE layers 1, 2 and 4 of a model with five.
+    moved = RoutingTrace.from_sequences(
+        [made.sequence(i) for i in range(made.num_sequences)], num_experts=16, layer_indices=[1, 2, 4], steps=made.steps
+    )
+    write_trace(moved, tmp_path / "trace.parquet")
+    return read_trace(tmp_path / "trace.parquet")
+
+
+def export(folder: Path, form: str, *options: str, name: str = "out.json") -> int:
+    return main(["trace", "export", str(folder / "trace.parquet"), "--to", form, "-o", str(folder / name), *options])
+
+
+@pytest.mark.parametrize("form", ["megatron", "numpy", "safetensors"])
+def test_traces(tmp_path: Path, trace: RoutingTrace, form: str) -> None:
+    assert export(tmp_path, form, "--step", "1") == 0
+    reader = megatron if form == "megatron" else arrays
+    records = list(reader.read(tmp_path / "out.json", Known()))
+    second = trace.select(np.flatnonzero(trace.steps == 1))
+    assert 0 < len(records) < trace.num_sequences
+    np.testing.assert_array_equal(np.concatenate([record.ids for record in records]), second.expert_ids)
+
+
+def test_placement_for_sglang(tmp_path: Path, trace: RoutingTrace) -> None:
+    """A row for each decoder layer; the first P % E in order where there are no experts."""
+    assert export(tmp_path, "sglang-placement", "--ranks", "4", "--redundant", "4", "--num-layers", "6") == 0
+    content = json.loads((tmp_path / "out.json").read_text())
+    assert list(content) == ["physical_to_logical_map"]
+    slots = np.array(content["physical_to_logical_map"])
+    assert slots.shape == (6, 20)
+    for layer, row in enumerate(slots):
+        assert set(row.tolist()) == set(range(16))
+        assert (row.tolist() == [*range(16), 0, 1, 2, 3]) == (layer in (0, 3, 5))
+
+
+def test_placement_for_vllm(tmp_path: Path, trace: RoutingTrace) -> None:
+    assert export(tmp_path, "vllm-placement", "--ranks", "4") == 0
+    slots = json.loads((tmp_path / "out.json").read_text())
+    assert [sorted(row) for row in slots] == [list(range(16))] * 3
+
+
+@pytest.mark.parametrize(
+    ("form", "options", "expected"),
+    [
+        ("numpy", ["--ranks", "4"], "--ranks is for placements"),
+        ("sglang-placement", [], "needs --ranks"),
+        ("sglang-placement", ["--ranks", "3"], "3 ranks don't divide 16 experts"),
+        ("sglang-placement", ["--ranks", "4", "--num-layers", "4"], "the trace has decoder layer 4"),
+        ("sglang-placement", ["--ranks", "4", "--step", "0"], "--step is for traces"),
+        ("vllm-placement", ["--ranks", "4", "--num-layers", "8"], "--num-layers is for sglang-placement"),
+        ("megatron", ["--step", "9"], "no step 9"),
+    ],
+)
+def test_refused(
+    tmp_path: Path,
+    trace: RoutingTrace,
+    capsys: pytest.CaptureFixture[str],
+    form: str,
+    options: list[str],
+    expected: str,
+) -> None:
+    assert export(tmp_path, form, *options) == 2
+    assert expected in capsys.readouterr().err
+    assert not (tmp_path / "out.json").exists()
+
+
+def test_name_of_sglangs_file(tmp_path: Path, trace: RoutingTrace, capsys: pytest.CaptureFixture[str]) -> None:
+    assert export(tmp_path, "sglang-placement", "--ranks", "4", name="out.pt") == 2
+    assert "named *.json" in capsys.readouterr().err

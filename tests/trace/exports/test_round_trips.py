@@ -1,0 +1,174 @@
+"""What is exported comes back the same, and is what others expect."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from helpers.dumps import only_input_errors, routes, safetensors_bytes
+from trimtab import InputError, RoutingTrace
+from trimtab.trace.exports.arrays import write_npz, write_safetensors
+from trimtab.trace.exports.megatron import write_megatron
+from trimtab.trace.formats import arrays, megatron, vllm
+from trimtab.trace.formats.records import Known, Record
+
+WRITERS: dict[str, tuple[Any, ModuleType]] = {
+    "npz": (write_npz, arrays),
+    "safetensors": (write_safetensors, arrays),
+    "megatron": (write_megatron, megatron),
+}
+
+
+def some_trace(experts: int = 300, lengths: tuple[int, ...] = (5, 1, 7), top_k: int = 3, seed: int = 0) -> RoutingTrace:
+    ids = [routes(length, 2, top_k, experts, "int64", seed=seed + i) for i, length in enumerate(lengths)]
+    unknown = np.iinfo(np.uint8 if experts <= 255 else np.uint16).max
+    for part in ids[:1]:
+        part[1:2, 1] = unknown
+    return RoutingTrace.from_sequences(
+        ids,
+        num_experts=experts,
+        shape=(2, top_k),
+        layer_indices=[1, 4],
+        prompt_lengths=[min(2, length) for length in lengths],
+        steps=[3 + i // 2 for i in range(len(lengths))],
+        sequence_hashes=[(1 << 63) + i for i in range(len(lengths))],
+        domains=["", "maths, é中", "code"][: len(lengths)] + [""] * (len(lengths) - 3),
+        model="some-moe",
+    )
+
+
+def back(records: list[Record], experts: int) -> RoutingTrace:
+    """A trace of records that need no normalising but for the mark of unknown routes."""
+    unknown = np.iinfo(np.uint8 if experts <= 255 else np.uint16).max
+    ids = []
+    for record in records:
+        gaps = (record.ids == record.missing).all(axis=2, keepdims=True)
+        assert record.num_tokens is None
+        ids.append(np.where(gaps, unknown, record.ids.astype(np.int64)))
+    return RoutingTrace.from_sequences(
+        ids,
+        num_experts=experts,
+        layer_indices=records[0].layers,
+        prompt_lengths=[record.prompt_length for record in records],
+        steps=[record.step for record in records],
+        sequence_hashes=[record.sequence_hash for record in records],
+        domains=[record.domain for record in records],
+    )
+
+
+def same(trace: RoutingTrace, other: RoutingTrace, but: tuple[str, ...] = ()) -> None:
+    for name in (
+        "expert_ids",
+        "sequence_starts",
+        "prompt_lengths",
+        "steps",
+        "sequence_hashes",
+        "domains",
+        "layer_indices",
+    ):
+        if name not in but:
+            np.testing.assert_array_equal(getattr(trace, name), getattr(other, name), name)
+            assert getattr(trace, name).dtype.kind == getattr(other, name).dtype.kind
+
+
+@pytest.mark.parametrize("form", WRITERS)
+@settings(max_examples=25, suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
+@given(
+    experts=st.sampled_from([1, 16, 255, 256, 257, 384]),
+    lengths=st.lists(st.integers(1, 6), min_size=1, max_size=5).map(tuple),
+    top_k=st.integers(1, 4),
+)
+def test_round_trip(tmp_path: Path, form: str, experts: int, lengths: tuple[int, ...], top_k: int) -> None:
+    write, reader = WRITERS[form]
+    trace = some_trace(experts, lengths, min(top_k, experts))
+    path = tmp_path / "export"
+    write(trace, path)
+    assert [each.recognise(path) for each in (reader, vllm)] == [True, False]
+    known = arrays.said(path) if reader is arrays else Known()
+    if reader is arrays:
+        assert (known.num_experts, known.model) == (experts, "some-moe")
+    same(trace, back(list(reader.read(path, known)), experts), ("sequence_hashes",) if form == "megatron" else ())
+
+
+def test_megatron_rows(tmp_path: Path) -> None:
+    """Its own tools look for these keys in every line."""
+    trace = some_trace()
+    write_megatron(trace, tmp_path / "a.jsonl")
+    rows = [json.loads(line) for line in (tmp_path / "a.jsonl").read_text().splitlines()]
+    assert [(row["step"], row["layer"], row["num_tokens"]) for row in rows] == [
+        (3, 1, 5),
+        (3, 4, 5),
+        (3, 1, 1),
+        (3, 4, 1),
+        (4, 1, 7),
+        (4, 4, 7),
+    ]
+    assert {(row["stage"], row["block"], row["rank"], row["topk"]) for row in rows} == {
+        ("pre_dispatch", "decoder", 0, 3)
+    }
+    assert rows[1]["top_indices"][1] == [-1, -1, -1]
+    assert rows[4]["top_indices"] == trace.sequence(2)[:, 0].tolist()
+
+
+def test_libraries_read_it(tmp_path: Path) -> None:
+    trace = some_trace()
+    write_npz(trace, tmp_path / "a.npz")
+    with np.load(tmp_path / "a.npz", allow_pickle=False) as found:
+        np.testing.assert_array_equal(found["expert_ids"], trace.expert_ids)
+        assert (found["num_experts"].tolist(), found["domains"].tolist()) == ([300], ["", "maths, é中", "code"])
+    write_safetensors(trace, tmp_path / "a.safetensors")
+    library = pytest.importorskip("safetensors.numpy")
+    tensors = library.load_file(tmp_path / "a.safetensors")
+    np.testing.assert_array_equal(tensors["expert_ids"], trace.expert_ids)
+    np.testing.assert_array_equal(tensors["sequence_hashes"], trace.sequence_hashes)
+
+
+def test_only_the_ids_are_needed(tmp_path: Path) -> None:
+    ids = routes(4, 2, 3, 16, "int32")
+    path = tmp_path / "a.safetensors"
+    path.write_bytes(safetensors_bytes({"expert_ids": ("I32", [4, 2, 3], ids.tobytes())}, {}))
+    (record,) = arrays.read(path, Known())
+    np.testing.assert_array_equal(record.ids, ids)
+    assert (record.layers, record.missing, record.step, arrays.said(path)) == (None, 0, 0, Known())
+
+
+@pytest.mark.parametrize(
+    ("change", "expected"),
+    [
+        ({"sequence_starts": [0, 5, 4, 13]}, "sequence_starts should rise"),
+        ({"sequence_starts": [0, 5, 6, 14]}, "sequence_starts should rise from 0 to the number of tokens, 13"),
+        ({"steps": [1, 2]}, "steps should be 3 whole numbers"),
+        ({"steps": [1, -2, 3]}, "steps should be numbers of 0 to 2^31 - 1"),
+        ({"prompt_lengths": [1.0, 2.0, 3.0]}, "prompt_lengths is float64; it should be whole numbers"),
+        ({"domains": ["a"]}, "domains should be 3 texts"),
+        ({"layer_indices": [4, 1]}, "layer_indices should rise"),
+        ({"num_experts": [0]}, "num_experts should be a number of 1 to 65535"),
+        ({"num_experts": 300}, "num_experts should be an array of one value"),
+        ({"expert_ids": np.zeros((13, 2))}, "expert_ids has shape [13, 2]; it should be [tokens, layers, top_k]"),
+        ({"expert_ids": np.zeros((13, 2, 3), object)}, "expert_ids holds object; only plain numbers are read"),
+        ({"expert_ids": np.zeros((13, 2, 3))}, "ids are float64; they should be integers"),
+    ],
+)
+def test_refused(tmp_path: Path, change: dict[str, Any], expected: str) -> None:
+    path = tmp_path / "a.npz"
+    write_npz(some_trace(), path)
+    with np.load(path) as found:
+        content = dict(found)
+    np.savez(path, **{**content, **change})
+    with pytest.raises(InputError, match=f"^{expected.replace('[', chr(92) + '[').replace('^', chr(92) + '^')}"):
+        list(arrays.read(path, Known()))
+
+
+def test_mutants(tmp_path: Path) -> None:
+    trace = some_trace()
+    for form in ("npz", "safetensors"):
+        WRITERS[form][0](trace, tmp_path / form)
+        content = (tmp_path / form).read_bytes()
+        assert only_input_errors(tmp_path / "mutant", content, lambda path: arrays.read(path, Known()), 400) > 50

@@ -1,0 +1,102 @@
+"""Megatron-core's router trace: rows of layers, put together to micro-batches."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from helpers.dumps import json_lines, only_input_errors, routes
+from trimtab import InputError
+from trimtab.trace.formats import megatron, sglang, vllm
+from trimtab.trace.formats.records import Known, Record
+from trimtab.trace.routing import Array
+
+
+def row(ids: Array, layer: int, step: int = 0, **more: Any) -> dict[str, Any]:
+    """As `RouterTracer` writes it."""
+    return {
+        "step": step,
+        "stage": "pre_dispatch",
+        "block": "decoder",
+        "layer": layer,
+        "rank": 0,
+        "num_tokens": len(ids),
+        "topk": ids.shape[1],
+        **more,
+        "top_indices": ids.tolist(),
+    }
+
+
+def read(path: Path) -> list[Record]:
+    assert megatron.recognise(path)
+    assert not vllm.recognise(path)
+    assert not sglang.recognise(path)
+    return list(megatron.read(path, Known()))
+
+
+@pytest.mark.parametrize(("experts", "top_k"), [(255, 8), (256, 8), (257, 8), (384, 22), (16, 1)])
+def test_steps_of_inference(tmp_path: Path, experts: int, top_k: int) -> None:
+    ids = routes(9, 3, top_k, experts, "int32")
+    parts = [ids[:6], ids[6:7], ids[7:]]
+    rows = [row(part[:, i], layer, step) for step, part in enumerate(parts) for i, layer in enumerate((1, 2, 5))]
+    records = read(json_lines(tmp_path / "router_trace_rank0.jsonl", rows))
+    assert [record.where for record in records] == ["line 1, step 0", "line 4, step 1", "line 7, step 2"]
+    for record, part, step in zip(records, parts, range(3), strict=True):
+        np.testing.assert_array_equal(record.ids, part)
+        assert (record.layers, record.step, record.num_tokens, record.prompt_length) == ((1, 2, 5), step, None, 0)
+
+
+@pytest.mark.parametrize("order", ["one by one", "interleaved"])
+def test_micro_batches_of_an_iteration(tmp_path: Path, order: str) -> None:
+    """With an interleaved pipeline the first half of the layers sees all micro-batches before the second half does."""
+    batches = [routes(5, 4, 2, 8, "int32", seed=1), routes(3, 4, 2, 8, "int32", seed=2)]
+    mtp = row(routes(5, 1, 2, 8, "int32")[:, 0], 0, block="mtp", mtp_idx=0)
+    if order == "one by one":
+        rows = [each for batch in batches for each in (*(row(batch[:, layer], layer) for layer in range(4)), mtp)]
+    else:
+        halves = ((0, 1), (2, 3))
+        rows = [mtp, *(row(batch[:, layer], layer) for half in halves for batch in batches for layer in half), mtp]
+    rows += [row(batches[0][:, layer], layer, step=1) for layer in range(4)]
+    records = read(json_lines(tmp_path / "a.jsonl", rows))
+    for record, batch in zip(records, [*batches, batches[0]], strict=True):
+        np.testing.assert_array_equal(record.ids, batch)
+    assert [record.step for record in records] == [0, 0, 1]
+    assert sum(record.dropped.get(megatron.MTP_ROWS, 0) for record in records) == 2
+
+
+def test_refused(tmp_path: Path) -> None:
+    ids = routes(4, 1, 2, 8, "int32")[:, 0]
+
+    def message(*rows: Any) -> str:
+        path = json_lines(tmp_path / "a.jsonl", rows)
+        with pytest.raises(InputError) as caught:
+            list(megatron.read(path, Known()))
+        return str(caught.value)
+
+    twice = message(row(ids, 0), row(ids, 1), row(ids, 0))
+    assert twice == (
+        "line 1, step 0: layer 0 is there 2 times, layer 1 1 times; each should be there once a micro-batch"
+    )
+    short = message(row(ids, 0), row(ids[:3], 1))
+    assert short == "line 2: layer 1 has 3 tokens, top-2; layer 0 of the same micro-batch has 4, top-2"
+    assert "line 2: step 1 comes after step 2" in message(row(ids, 0, 2), row(ids, 0, 1))
+    assert "line 1: num_tokens is 4 and topk 2; top_indices is [3, 2]" in message(
+        row(ids, 0) | {"top_indices": [[0, 1]] * 3}
+    )
+    assert "there is true or false" in message(row(ids, 0) | {"top_indices": [[True, 1]] * 4})
+    assert "there is a number" in message(row(ids, 0) | {"top_indices": [[1.0, 1]] * 4})
+    assert "lists 2 deep" in message(row(ids, 0) | {"top_indices": [7] * 4})
+    assert "step should be a whole number" in message(row(ids, 0, -1))
+    assert message({"top_indices": [], "topk": 2}) == "line 1: no layer"
+    assert message([1]) == "item 1: a whole number; expected an object with top_indices"
+    assert message(row(ids, 0, block="mtp")) == "no row of a decoder layer"
+
+
+def test_mutants(tmp_path: Path) -> None:
+    ids = routes(4, 2, 2, 8, "int32")
+    rows = [row(ids[:, layer], layer, step) for step in (0, 0, 1) for layer in (0, 1)]
+    content = json_lines(tmp_path / "a.jsonl", rows).read_bytes()
+    assert only_input_errors(tmp_path / "mutant", content, lambda path: megatron.read(path, Known()), 400) > 100

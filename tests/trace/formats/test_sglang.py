@@ -1,0 +1,152 @@
+"""What SGLang returns: `/generate`, its engine, and OpenAI-compatible responses."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from helpers.dumps import json_lines, only_input_errors, raw_text, routes
+from trimtab import InputError
+from trimtab.trace.formats import sglang, vllm
+from trimtab.trace.formats.records import Known, Record
+from trimtab.trace.routing import Array
+
+MODEL = Known(num_layers=3, top_k=2)
+
+
+def response(ids: Array, prompt: int, output: int, **meta: Any) -> dict[str, Any]:
+    return {
+        "text": "...",
+        "output_ids": list(range(50, 50 + output)),
+        "meta_info": {
+            "id": "a1",
+            "finish_reason": {"type": "stop", "matched": 1},
+            "prompt_tokens": prompt,
+            "cached_tokens": 0,
+            "completion_tokens": output,
+            "routed_experts": raw_text(ids),
+            **meta,
+        },
+    }
+
+
+def read(path: Path, known: Known = MODEL) -> list[Record]:
+    assert sglang.recognise(path)
+    assert not vllm.recognise(path)
+    return list(sglang.read(path, known))
+
+
+@pytest.mark.parametrize(
+    ("experts", "dtype", "top_k"),
+    [(255, "int32", 2), (256, "uint8", 2), (257, "uint16", 2), (384, "int32", 8), (16, "int32", 1)],
+)
+def test_generate_response(tmp_path: Path, experts: int, dtype: str, top_k: int) -> None:
+    ids = routes(7, 3, top_k, experts, dtype)
+    ids[:, 0] = 0  # a dense layer
+    meta = {} if dtype == "int32" else {"routed_experts_dtype": dtype}
+    path = json_lines(tmp_path / "a.jsonl", [response(ids, 5, 3, **meta)])
+    (record,) = read(path, Known(num_layers=3, top_k=top_k))
+    np.testing.assert_array_equal(record.ids, ids)
+    assert (record.where, record.num_tokens, record.prompt_length, record.first) == ("line 1", 8, 5, 0)
+    assert record.token_ids is None  # the prompt's are not there
+    assert record.missing == (None if top_k == 1 else 0)
+
+
+def test_shared_prompts_and_lists(tmp_path: Path) -> None:
+    """A group shares its prompt: the routes of all but the first answer start after it."""
+    ids = routes(9, 3, 2, 8, "int32")
+    group = [response(ids, 6, 4, step=1)] + [response(ids[6:], 6, 4, routed_experts_start_len=6) for _ in range(2)]
+    for each in group:
+        each |= {"input_ids": list(range(6)), "data_source": "gsm8k", "step": 3}
+    for path in (json_lines(tmp_path / "a.jsonl", [group]), json_lines(tmp_path / "b.json", group)):
+        records = read(path)
+        assert [(record.first, len(record.ids), record.num_tokens) for record in records] == [
+            (0, 9, 10),
+            (6, 3, 10),
+            (6, 3, 10),
+        ]
+        for record in records:
+            assert record.token_ids is not None
+            assert record.token_ids.tolist() == [*range(6), 50, 51, 52, 53]
+            assert (record.domain, record.step) == ("gsm8k", 3)
+    assert [record.where for record in read(tmp_path / "a.jsonl")] == ["item 1", "item 2", "item 3"]
+    memory = list(sglang.records_of_responses([group[0], group[1:]], MODEL))
+    assert [record.where for record in memory] == ["response 0", "response 1, response 0", "response 1, response 1"]
+    assert [record.first for record in sglang.records_of_responses(group[1], MODEL)] == [6]
+
+
+def test_ids_of_generated_tokens_from_logprobs() -> None:
+    each = response(routes(4, 3, 2, 8, "int32"), 3, 2, output_token_logprobs=[[-0.1, 70, None], [-0.2, 71, None]])
+    del each["output_ids"]
+    (record,) = sglang.records_of_responses([{"prompt_token_ids": [1, 2, 3], "response": each}], MODEL)
+    assert record.token_ids is not None
+    assert record.token_ids.tolist() == [1, 2, 3, 70, 71]
+
+
+def test_openai_compatible(tmp_path: Path) -> None:
+    ids = routes(7, 3, 2, 8, "int32")
+    chat = {
+        "object": "chat.completion",
+        "choices": [{"index": 0, "message": {"content": "hi"}}],
+        "usage": {"prompt_tokens": 5, "completion_tokens": 3},
+        "sglext": {"routed_experts": raw_text(ids)},
+    }
+    several = {
+        "choices": [
+            {"index": 0, "meta_info": response(ids, 5, 3)["meta_info"]},
+            {"index": 1, "meta_info": {"routed_experts": None}},
+            {"index": 2, "sglext": {"routed_experts": raw_text(ids[:6])}},
+        ],
+        "usage": {"prompt_tokens": 5, "completion_tokens": 5},
+    }
+    first, second, third = read(json_lines(tmp_path / "a.jsonl", [chat, several]))
+    assert [record.num_tokens for record in (first, second, third)] == [8, 8, None]
+    assert [record.where for record in (first, second, third)] == [
+        "line 1, choice 0",
+        "line 2, choice 0",
+        "line 2, choice 2",
+    ]
+    assert dict(third.dropped) == {"responses without routed_experts": 1}
+    np.testing.assert_array_equal(first.ids, ids)
+    np.testing.assert_array_equal(third.ids, ids[:6])
+
+
+def test_empty_answers() -> None:
+    """Aborted before any forward pass, or only a prompt."""
+    none = response(routes(0, 3, 2, 8, "int32"), 4, 0, routed_experts=None)
+    prompt_only = response(routes(3, 3, 2, 8, "int32"), 4, 0)
+    nothing_new = response(routes(0, 3, 2, 8, "int32"), 4, 0, routed_experts_start_len=3)
+    records = list(sglang.records_of_responses([none, prompt_only, nothing_new], MODEL))
+    assert [(len(record.ids), record.first, record.num_tokens) for record in records] == [(3, 0, 4), (0, 3, 4)]
+
+
+def test_refused(tmp_path: Path) -> None:
+    ids = routes(7, 3, 2, 8, "int32")
+
+    def message(known: Known = MODEL, **meta: Any) -> str:
+        path = json_lines(tmp_path / "a.jsonl", [response(ids, 5, 3, **meta)])
+        with pytest.raises(InputError) as caught:
+            list(sglang.read(path, known))
+        return str(caught.value)
+
+    assert message(Known(top_k=2)) == "line 1: routed_experts has no shape; say --num-layers, or --model config.json"
+    assert message(Known(num_layers=2)) == "line 1: routed_experts has no shape; say --top-k, or --model config.json"
+    wrong = "line 1: routed_experts holds 42 ids of int32, which 5 layers x top-2 don't divide"
+    assert message(Known(num_layers=5, top_k=2)) == wrong
+    assert "168 bytes" not in message(routed_experts_dtype="float16")
+    assert message(routed_experts_dtype="float16").startswith("line 1: routed_experts_dtype is 'float16'; it should be")
+    assert "no whole number of int32" in message(routed_experts="AAAAAAA=")
+    assert "routed_experts_start_len is out of range" in message(routed_experts_start_len=-1)
+    assert "prompt_tokens is a text" in message(prompt_tokens="many")
+    assert "no response holds routed_experts" in message(routed_experts=None)
+
+
+def test_mutants(tmp_path: Path) -> None:
+    ids = routes(5, 3, 2, 8, "int32")
+    values = [response(ids, 4, 2), response(ids[3:], 4, 2, routed_experts_start_len=3, routed_experts_dtype="int32")]
+    for content in (json.dumps(values, indent=1).encode(), json_lines(tmp_path / "a", values).read_bytes()):
+        assert only_input_errors(tmp_path / "mutant", content, lambda path: sglang.read(path, MODEL), 300) > 100

@@ -1,0 +1,331 @@
+"""What vLLM writes: server responses, outputs in memory, saved arrays, and the layout of 0.21."""
+
+from __future__ import annotations
+
+import base64
+import gzip
+import json
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from helpers.dumps import json_lines, npy_bytes, npy_text, only_input_errors, routes
+from trimtab import InputError
+from trimtab.trace.formats import sglang, vllm
+from trimtab.trace.formats.records import Known, Record
+
+NOTHING = Known()
+
+
+def completion(*choices: dict[str, Any], **beside: Any) -> dict[str, Any]:
+    return {"id": "cmpl-1", "object": "text_completion", "model": "m", "choices": list(choices), **beside}
+
+
+def choice(ids: Any, prompt: int, output: int, index: int = 0) -> dict[str, Any]:
+    return {
+        "index": index,
+        "text": 'says "meta_info"',
+        "token_ids": list(range(100, 100 + output)),
+        "prompt_token_ids": list(range(prompt)),
+        "routed_experts": ids,
+    }
+
+
+def read(path: Path) -> list[Record]:
+    assert vllm.recognise(path)
+    assert not sglang.recognise(path)
+    return list(vllm.read(path, NOTHING))
+
+
+@pytest.mark.parametrize(
+    ("experts", "dtype", "top_k"),
+    [(255, "uint8", 8), (256, "uint8", 8), (257, "uint16", 8), (384, "uint16", 6), (16, "uint8", 1)],
+)
+def test_completion_response(tmp_path: Path, experts: int, dtype: str, top_k: int) -> None:
+    ids = routes(7, 3, top_k, experts, dtype)
+    ids[:, 0] = 0  # a dense layer
+    path = json_lines(tmp_path / "a.jsonl", [completion(choice(npy_text(ids), 5, 3))])
+    (record,) = read(path)
+    np.testing.assert_array_equal(record.ids, ids)
+    assert record.ids.dtype == dtype
+    assert (record.where, record.num_tokens, record.prompt_length, record.first) == ("line 1, choice 0", 8, 5, 0)
+    assert record.token_ids is not None
+    assert record.token_ids.tolist() == [0, 1, 2, 3, 4, 100, 101, 102]
+    assert record.missing == (None if top_k == 1 else 0)
+    assert record.layers is None
+
+
+def test_known_bytes() -> None:
+    """The `.npy` bytes of np.array([[[1, 2]], [[3, 4]]], np.uint8), written out."""
+    header = b"{'descr': '|u1', 'fortran_order': False, 'shape': (2, 1, 2), }"
+    data = b"\x93NUMPY\x01\x00\x76\x00" + header + b" " * (0x76 - len(header) - 1) + b"\n" + b"\x01\x02\x03\x04"
+    routed = base64.b64encode(data).decode()
+    (record,) = vllm.records_of_outputs([{"outputs": [{"routed_experts": routed}]}])
+    assert record.ids.tolist() == [[[1, 2]], [[3, 4]]]
+
+
+def test_chat_response_with_several_choices(tmp_path: Path) -> None:
+    first, second = routes(5, 2, 2, 8, "uint8"), routes(8, 2, 2, 8, "uint8", seed=1)
+    response = {
+        "object": "chat.completion",
+        "choices": [
+            {"index": 0, "message": {"content": "é\n中"}, "token_ids": [7, 8], "routed_experts": npy_text(first)},
+            {"index": 1, "message": {"content": ""}, "token_ids": None, "routed_experts": npy_text(second)},
+            {"index": 2, "message": {"content": ""}, "token_ids": [], "routed_experts": None},
+        ],
+        "usage": {"prompt_tokens": 4, "completion_tokens": 7},
+        "prompt_token_ids": [1, 2, 3, 4],
+        "prompt_routed_experts": None,
+    }
+    records = read(json_lines(tmp_path / "a.jsonl", [response]))
+    assert [record.where for record in records] == ["line 1, choice 0", "line 1, choice 1"]
+    assert [record.num_tokens for record in records] == [6, None]  # usage is of all choices together
+    assert [record.prompt_length for record in records] == [4, 4]
+    assert [dict(record.dropped) for record in records] == [{}, {"responses without routed_experts": 1}]
+    np.testing.assert_array_equal(records[1].ids, second)
+
+
+def test_usage_counts_where_there_are_no_token_ids(tmp_path: Path) -> None:
+    ids = routes(6, 1, 2, 8, "uint8")
+    response = completion(
+        {"index": 0, "routed_experts": npy_text(ids)}, usage={"prompt_tokens": 4, "completion_tokens": 3}
+    )
+    (record,) = read(json_lines(tmp_path / "a.jsonl", [response]))
+    assert (record.num_tokens, record.prompt_length, record.token_ids) == (7, 4, None)
+
+
+def test_wrappers_labels_and_layouts(tmp_path: Path) -> None:
+    """The same two responses as JSON lines, an array, gzip, and a batch output."""
+    responses = [
+        completion(choice(npy_text(routes(4, 2, 2, 8, "uint8", seed=seed)), 3, 2), domain=f"d{seed}", step=seed)
+        for seed in (1, 2)
+    ]
+    lines = json_lines(tmp_path / "lines.jsonl", responses)
+    array = tmp_path / "array.json"
+    array.write_text(json.dumps(responses, indent=1))
+    one_line = tmp_path / "one-line.json"
+    one_line.write_text(json.dumps(responses))
+    zipped = tmp_path / "lines.jsonl.gz"
+    zipped.write_bytes(gzip.compress(lines.read_bytes()))
+    batch = json_lines(
+        tmp_path / "batch.jsonl",
+        [
+            {
+                "custom_id": "a",
+                "domain": r.pop("domain"),
+                "step": r.pop("step"),
+                "response": {"status_code": 200, "body": r},
+            }
+            for r in map(dict, responses)
+        ],
+    )
+    expected = read(lines)
+    assert [record.where for record in expected] == ["line 1, choice 0", "line 2, choice 0"]
+    assert [(record.domain, record.step) for record in expected] == [("d1", 1), ("d2", 2)]
+    for path in (array, one_line, zipped, batch):
+        records = read(path)
+        assert [(r.domain, r.step, r.num_tokens) for r in records] == [
+            (r.domain, r.step, r.num_tokens) for r in expected
+        ]
+        for record, other in zip(records, expected, strict=True):
+            np.testing.assert_array_equal(record.ids, other.ids)
+    assert [record.where for record in read(array)] == ["item 1, choice 0", "item 2, choice 0"]
+
+
+@pytest.mark.parametrize("form", ["lists", "npy", "mapping"])
+def test_layout_of_0_21(tmp_path: Path, form: str) -> None:
+    """The prompt apart, int16, MoE layers only; the prompt is shared by all choices."""
+    prompt, outputs = routes(4, 2, 2, 300, "int16"), [routes(n, 2, 2, 300, "int16", seed=n) for n in (3, 1)]
+
+    def encoded(ids: Any) -> Any:
+        if form == "lists":
+            return ids.tolist()
+        if form == "npy":
+            return npy_text(ids)
+        data = base64.b64encode(ids.tobytes()).decode()
+        return {"encoding": "base64", "dtype": "int16", "shape": list(ids.shape), "data": data}
+
+    response = {
+        "choices": [
+            {"index": i, "token_ids": [9] * (len(ids) + 1), "routed_experts": encoded(ids)}
+            for i, ids in enumerate(outputs)
+        ],
+        "prompt_token_ids": [1, 2, 3, 4],
+        "prompt_routed_experts": encoded(prompt),
+    }
+    response["choices"].append({"index": 2, "token_ids": [5], "routed_experts": [] if form == "lists" else None})
+    records = read(json_lines(tmp_path / "a.jsonl", [response]))
+    for record, ids in zip(records, [*outputs, prompt[:0]], strict=True):
+        np.testing.assert_array_equal(record.ids, np.concatenate([prompt, ids]))
+        assert record.ids.dtype == np.int16
+        assert (record.num_tokens, record.prompt_length) == (5 + len(ids), 4)
+
+
+def test_only_the_completion_in_0_21() -> None:
+    """The prompt's routes were not asked for: its place is null, and rows are those of the completion."""
+    response = {
+        "choices": [{"token_ids": [4, 5, 6], "routed_experts": routes(2, 2, 2, 8, "int16").tolist()}],
+        "prompt_token_ids": [1, 2, 3],
+        "prompt_routed_experts": None,
+    }
+    (record,) = vllm.records_of_outputs([response])
+    assert (record.first, len(record.ids), record.num_tokens) == (3, 2, 6)
+
+
+def test_outputs_in_memory() -> None:
+    ids = routes(6, 2, 2, 8, "uint8")
+    new = SimpleNamespace(
+        prompt_token_ids=[1, 2, 3],
+        outputs=[
+            SimpleNamespace(token_ids=(4, 5, 6, 7), routed_experts=ids),
+            SimpleNamespace(token_ids=[], routed_experts=None),
+        ],
+    )
+    old = SimpleNamespace(
+        prompt_token_ids=[1, 2, 3],
+        prompt_routed_experts=ids[:3].astype(np.int16),
+        outputs=[SimpleNamespace(token_ids=[4, 5], routed_experts=ids[3:4].astype(np.int16))],
+    )
+    records = list(vllm.records_of_outputs([new, old]))
+    assert [record.where for record in records] == ["output 0, choice 0", "output 1, choice 0"]
+    assert [record.num_tokens for record in records] == [7, 5]
+    np.testing.assert_array_equal(records[0].ids, ids)
+    np.testing.assert_array_equal(records[1].ids, ids[:4])
+    assert dict(records[1].dropped) == {"responses without routed_experts": 1}
+    assert dict(records[0].dropped) == {}
+
+
+def test_what_follows_the_last_record_is_counted_too() -> None:
+    ids = routes(6, 2, 2, 8, "uint8")
+    none = {"outputs": [{"routed_experts": None}, {"routed_experts": None}]}
+    records = list(vllm.records_of_outputs([none, {"outputs": [{"routed_experts": ids}]}, none]))
+    assert [dict(record.dropped) for record in records] == [{"responses without routed_experts": 4}]
+
+
+def test_one_array(tmp_path: Path) -> None:
+    path = tmp_path / "a.npy"
+    ids = routes(6, 2, 2, 300, "uint16")
+    path.write_bytes(npy_bytes(ids))
+    (record,) = read(path)
+    np.testing.assert_array_equal(record.ids, ids)
+    path.write_bytes(npy_bytes(ids.byteswap(), descr=">u2"))
+    (record,) = read(path)
+    np.testing.assert_array_equal(record.ids, ids)
+    assert record.ids.dtype.isnative
+
+
+@pytest.mark.parametrize(("gap", "dtype"), [(0, "uint8"), (-1, "int16")])
+def test_padded_batch(tmp_path: Path, gap: int, dtype: str) -> None:
+    """Padding at both ends goes; rows without a route in between stay, and say so."""
+    batch = np.full((3, 8, 2, 2), gap, dtype)
+    ids = routes(8, 2, 2, 8, dtype)
+    batch[0, :5], batch[1, 2:8] = ids[:5], ids[:6]
+    batch[1, 4] = gap
+    path = tmp_path / "a.npy"
+    path.write_bytes(npy_bytes(batch))
+    first, second, third = read(path)
+    np.testing.assert_array_equal(first.ids, ids[:5])
+    np.testing.assert_array_equal(second.ids, batch[1, 2:])
+    assert (second.missing, len(third.ids)) == (gap, 0)
+    assert [dict(record.dropped) for record in (first, second, third)] == [{"padding rows": n} for n in (3, 2, 8)]
+    named = tmp_path / "b.npz"
+    np.savez(named, routed_experts=batch, lengths=np.array([5, 8, 0]), prompt_lengths=[2, 3, 0], steps=[4, 4, 5])
+    first, second, third = read(named)
+    assert [len(record.ids) for record in (first, second, third)] == [5, 8, 0]
+    assert [record.prompt_length for record in (first, second, third)] == [2, 3, 0]
+    assert third.step == 5
+
+
+@pytest.mark.parametrize("compressed", [False, True])
+def test_sequences_in_one_array(tmp_path: Path, compressed: bool) -> None:
+    ids = routes(9, 2, 2, 8, "uint8")
+    path = tmp_path / "a.npz"
+    save = np.savez_compressed if compressed else np.savez
+    for facts in ({"sequence_starts": [0, 4, 4, 9]}, {"sequence_starts": [0, 4, 4]}, {"lengths": [4, 0, 5]}):
+        content: dict[str, Any] = {"routed_experts": ids, **facts}
+        save(path, **content)
+        records = read(path)
+        assert [len(record.ids) for record in records] == [4, 0, 5]
+        np.testing.assert_array_equal(np.concatenate([record.ids for record in records]), ids)
+
+
+def refused(path: Path, reader: Any = vllm) -> str:
+    with pytest.raises(InputError) as caught:
+        list(reader.read(path, NOTHING))
+    assert str(path) not in str(caught.value)
+    return str(caught.value)
+
+
+def test_bad_responses(tmp_path: Path) -> None:
+    good = npy_text(routes(4, 2, 2, 8, "uint8"))
+
+    def message(routed: Any, **beside: Any) -> str:
+        fine = completion(choice(good, 3, 2))
+        return refused(json_lines(tmp_path / "a.jsonl", [fine, completion(choice(routed, 3, 2), **beside)]))
+
+    assert message("%%%").startswith("line 2, choice 0: routed_experts is not valid base64")
+    assert "--num-layers" in message(good[200:])
+    floats = routes(4, 2, 2, 8, "float32")
+    assert message(npy_text(floats)) == "line 2, choice 0: ids are float32; they should be integers"
+    assert "claims shape [4, 2, 3] of uint8; there are 16 bytes" in message(
+        base64.b64encode(npy_bytes(routes(4, 2, 2, 8, "uint8"), shape="(4, 2, 3)")).decode()
+    )
+    huge = base64.b64encode(npy_bytes(routes(4, 2, 2, 8, "uint8"), shape="(1000000000000, 48, 8)")).decode()
+    assert "claims shape [1000000000000, 48, 8]" in message(huge)
+    pickled = base64.b64encode(npy_bytes(routes(4, 2, 2, 8, "uint8"), descr="|O")).decode()
+    assert "holds object; only plain numbers are read" in message(pickled)
+    assert "shape [4, 2]" in message(npy_text(routes(4, 2, 2, 8, "uint8")[:, :, 0]))
+    assert "there is true or false" in message([[[1, True]]])
+    assert "there is a number" in message([[[1, 2.0]]])
+    assert "different lengths, 1 and 2" in message([[[1, 2]], [[1]]])
+    assert "that is no expert" in message([[[1, 10**30]]])
+    assert "no 'shape'" in message({"data": "AAAA"})
+    assert message(None, choices=7) == "line 2: choices are a whole number; expected a list"
+
+
+def test_bad_files(tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl"
+    line = json.dumps(completion(choice(npy_text(routes(4, 2, 2, 8, "uint8")), 3, 2)))
+    for text, expected in (
+        ("", "no response holds"),
+        (line + "\n" + line[:-40], "line 2: not valid JSON (cut off)"),
+        (line + "\n{]", "line 2: not valid JSON"),
+        ("[" + line + " " + line, "item 1: no comma after it"),
+        ("[" + line, "item 1: the array is cut off"),
+        ("[" * 100_000, "nested too deep"),
+        ('{"a": ' + "9" * 5000 + "}", "line 1: a number of thousands of digits"),
+        ("7", "line 1: a whole number; expected a response"),
+        (json.dumps(completion({"routed_experts": None})), "no response holds routed_experts"),
+    ):
+        path.write_text(text)
+        assert expected in refused(path), text[:50]
+    path.write_bytes(line.encode() + b"\n\xff\xfe")
+    assert "not UTF-8" in refused(path)
+    path.write_bytes(gzip.compress(line.encode() * 50)[:-30])
+    assert "can't be read" in refused(path)
+
+
+def test_values_across_reads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """However small the pieces that are read, values and line numbers are the same."""
+    responses = [completion(choice(npy_text(routes(4, 2, 2, 8, "uint8", seed=s)), 3, 2), n=12.5) for s in range(3)]
+    lines = json_lines(tmp_path / "a.jsonl", [*responses, [], *responses])
+    with lines.open("a") as file:
+        file.write("\n\n  " + json.dumps(responses[0], indent=2))
+    whole = [(record.where, record.ids.tolist()) for record in read(lines)]
+    assert [where for where, _ in whole[-2:]] == ["line 7, choice 0", "line 10, choice 0"]
+    for size in (1, 7, 100):
+        monkeypatch.setattr("trimtab.trace.formats.json_values._READ_AT_ONCE", size)
+        assert [(record.where, record.ids.tolist()) for record in read(lines)] == whole
+
+
+def test_mutants(tmp_path: Path) -> None:
+    ids = routes(5, 2, 2, 8, "uint8")
+    old = {"choices": [{"routed_experts": ids[3:].tolist()}], "prompt_routed_experts": ids[:3].tolist(), "usage": {}}
+    lines = json_lines(tmp_path / "a.jsonl", [completion(choice(npy_text(ids), 4, 2)), old])
+    np.savez(tmp_path / "a.npz", routed_experts=ids, sequence_starts=[0, 2, 5], prompt_lengths=[1, 1])
+    contents = [lines.read_bytes(), (tmp_path / "a.npz").read_bytes(), npy_bytes(ids[None])]
+    for content in contents:
+        assert only_input_errors(tmp_path / "mutant", content, lambda path: vllm.read(path, NOTHING), 300) > 100
