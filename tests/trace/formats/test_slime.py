@@ -1,0 +1,167 @@
+"""Dumps of slime and miles: every sample's routes, tokens, prompt and label come back."""
+
+from __future__ import annotations
+
+import enum
+import io
+import pickle
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from helpers.pickled_dumps import claim, pretend, routes, survives
+
+from trimtab import InputError
+from trimtab.trace.formats import nemo_rl, sglang_recorder, slime, verl
+from trimtab.trace.formats.records import Known
+
+LAYERS, TOP_K = 5, 4
+
+
+class Sample:
+    """As `slime/utils/types.py` pickles it: an object with a dictionary."""
+
+    class Status(enum.Enum):
+        COMPLETED = "completed"
+
+    def __init__(self, **values: Any) -> None:
+        self.__dict__.update(values)
+
+
+def samples(num_experts: int = 128, top_k: int = TOP_K, seed: int = 0) -> list[dict[str, Any]]:
+    """Two groups of two that share a prompt, one sample without routes, one that a partial rollout left short."""
+    rng = np.random.default_rng(seed)
+    made = []
+    for index in range(4):
+        prompt = np.random.default_rng(index // 2).integers(0, 150_000, 7).tolist()
+        answer = rng.integers(0, 150_000, int(rng.integers(1, 90))).tolist()
+        tokens = prompt + answer
+        ids = routes(rng, len(tokens) - 1, LAYERS, top_k, num_experts).astype(np.int32)
+        ids[:, 0] = 0  # a dense layer
+        made.append(
+            {
+                "group_index": index // 2,
+                "index": index,
+                "prompt": "What is 1 + 1?",
+                "tokens": tokens,
+                "response": "≈ 2 🙂",
+                "response_length": len(answer),
+                "reward": 1.0,
+                "loss_mask": [1] * len(answer),
+                "rollout_log_probs": rng.random(len(answer)).tolist(),
+                "rollout_routed_experts": ids,
+                "status": "completed",
+                "metadata": {"data_source": "maths" if index < 2 else "code", "other": [1, {"a": None}]},
+                "spec_info": {"spec_accept_token_num": 0},
+            }
+        )
+    made[1]["rollout_routed_experts"] = None
+    made[2]["rollout_routed_experts"] = made[2]["rollout_routed_experts"][:-3]
+    made[3]["rollout_routed_experts"][2] = -1
+    return made
+
+
+def check(records: list[Any], expected: list[dict[str, Any]], step: int) -> None:
+    whole = [sample for sample in expected if sample["rollout_routed_experts"] is not None]
+    assert len(records) == len(whole)
+    for record, sample in zip(records, whole, strict=True):
+        assert np.array_equal(record.ids, sample["rollout_routed_experts"])
+        assert record.num_tokens == len(sample["tokens"])
+        assert record.prompt_length == len(sample["tokens"]) - sample["response_length"]
+        assert record.token_ids.tolist() == sample["tokens"]
+        assert (record.step, record.missing, record.first) == (step, -1, 0)
+        assert record.domain == (sample["metadata"] or {}).get("data_source", "")
+    assert [record.dropped for record in records] == [{}, {"samples without routes": 1}, {}]
+
+
+@pytest.mark.parametrize("num_experts", [8, 128, 255, 256, 257, 384])
+def test_debug_rollout_data(tmp_path: Path, num_experts: int) -> None:
+    expected = samples(num_experts)
+    torch.save({"rollout_id": 17, "samples": expected}, tmp_path / "17.pt")
+    assert slime.recognise(tmp_path / "17.pt")
+    assert not any(other.recognise(tmp_path / "17.pt") for other in (verl, nemo_rl, sglang_recorder))
+    check(list(slime.read(tmp_path / "17.pt", Known())), expected, 17)
+
+
+def test_top_1(tmp_path: Path) -> None:
+    expected = samples(top_k=1)
+    torch.save({"rollout_id": 0, "samples": expected, "metadata": {"x": 1}}, tmp_path / "a.pt")
+    assert next(slime.read(tmp_path / "a.pt", Known())).ids.shape[1:] == (LAYERS, 1)
+
+
+@pytest.mark.parametrize("protocol", [2, 4, 5])
+def test_pickled_sample_objects_without_their_class(tmp_path: Path, protocol: int) -> None:
+    expected = samples()
+    claim("slime.utils.types", "Sample", Sample)
+    claim("slime.utils.types", "Sample.Status", Sample.Status)
+    with pretend(Sample, Sample.Status):
+        objects = [Sample(**{**sample, "status": Sample.Status.COMPLETED}) for sample in expected]
+        (tmp_path / "a.pkl").write_bytes(pickle.dumps([objects[:2], objects[2:]], protocol))
+    assert slime.recognise(tmp_path / "a.pkl")
+    check(list(slime.read(tmp_path / "a.pkl", Known())), expected, 0)
+
+
+def test_training_data_in_columns(tmp_path: Path) -> None:
+    expected = [sample for sample in samples() if sample["rollout_routed_experts"] is not None]
+    columns = {
+        "tokens": [torch.tensor(sample["tokens"]) for sample in expected],
+        "response_lengths": [sample["response_length"] for sample in expected],
+        "rollout_routed_experts": [torch.from_numpy(sample["rollout_routed_experts"]) for sample in expected],
+        "loss_masks": [torch.ones(3, dtype=torch.bfloat16)] * 3,
+    }
+    torch.save({"rollout_id": 3, "rank": 0, "rollout_data": columns}, tmp_path / "a.pt")
+    records = list(slime.read(tmp_path / "a.pt", Known()))
+    assert [record.prompt_length for record in records] == [7, 7, 7]
+    assert all(np.array_equal(r.ids, s["rollout_routed_experts"]) for r, s in zip(records, expected, strict=True))
+
+
+def test_objects_in_memory_lists_and_flat_ids() -> None:
+    expected = samples()
+    check(list(slime.records_of_samples([Sample(**sample) for sample in expected], step=2)), expected, 2)
+    flat = [
+        {
+            **s,
+            "rollout_routed_experts": None
+            if s["rollout_routed_experts"] is None
+            else s["rollout_routed_experts"].ravel(),
+        }
+        for s in expected
+    ]
+    check(list(slime.records_of_samples(flat, known=Known(num_layers=LAYERS, top_k=TOP_K))), expected, 0)
+    with pytest.raises(InputError, match="number of layers and top_k must be given"):
+        list(slime.records_of_samples(flat))
+    lists = [{**expected[0], "rollout_routed_experts": expected[0]["rollout_routed_experts"].tolist()}]
+    assert np.array_equal(next(slime.records_of_samples(lists)).ids, expected[0]["rollout_routed_experts"])
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"rollout_routed_experts": np.zeros((3, 2, 2, 1), np.int32)}, r"sample 0.*\[3, 2, 2, 1\]; it should be"),
+        ({"rollout_routed_experts": np.zeros((3, 2, 2))}, "float64; it should hold integers"),
+        ({"rollout_routed_experts": "abc"}, "a str; it should be an array"),
+        ({"rollout_routed_experts": [[[1], [2, 3]]]}, "different lengths"),
+        ({"tokens": [1.5]}, "something else than whole numbers"),
+        ({"tokens": {"a": 1}}, "should be an array"),
+    ],
+)
+def test_wrong_samples_are_named(change: dict[str, Any], message: str) -> None:
+    with pytest.raises(InputError, match=message):
+        list(slime.records_of_samples([{**samples()[0], **change}]))
+
+
+def test_dumps_without_routes_say_what_to_do(tmp_path: Path) -> None:
+    torch.save({"rollout_id": 1, "samples": [{**s, "rollout_routed_experts": None} for s in samples()]}, tmp_path / "a")
+    with pytest.raises(InputError, match=r"none of its 4 samples.*--use-rollout-routing-replay"):
+        list(slime.read(tmp_path / "a", Known()))
+    torch.save({"rollout_id": 1, "samples": []}, tmp_path / "a")
+    assert list(slime.read(tmp_path / "a", Known())) == []
+
+
+def test_damaged_dumps_are_read_or_refused(tmp_path: Path) -> None:
+    content = io.BytesIO()
+    torch.save({"rollout_id": 17, "samples": samples()}, content)
+    assert survives(content.getvalue(), tmp_path / "a", lambda: slime.read(tmp_path / "a", Known()), 400) > 100
+    assert survives(pickle.dumps(samples()), tmp_path / "a", lambda: slime.read(tmp_path / "a", Known()), 200) > 50

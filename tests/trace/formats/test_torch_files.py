@@ -1,0 +1,483 @@
+"""Files of torch, pickle and numpy: what torch and pickle read is what we read, and nothing hostile gets through."""
+
+from __future__ import annotations
+
+import collections
+import datetime
+import io
+import os
+import pickle
+import struct
+import subprocess
+import sys
+import time
+import tracemalloc
+import uuid
+import zipfile
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from trimtab import InputError
+from trimtab.trace.formats import torch_files
+from trimtab.trace.formats.pickles import Foreign, LargeText
+from trimtab.trace.formats.tensors import Jagged, NumpyArray, Tensor
+
+
+def load(content: bytes) -> Any:
+    return torch_files.loads(memoryview(content))
+
+
+def saved(value: Any, **options: Any) -> bytes:
+    file = io.BytesIO()
+    torch.save(value, file, **options)
+    return file.getvalue()
+
+
+DTYPES = [
+    torch.bool,
+    torch.uint8,
+    torch.int8,
+    torch.int16,
+    torch.int32,
+    torch.int64,
+    torch.uint16,
+    torch.uint32,
+    torch.uint64,
+    torch.float16,
+    torch.float32,
+    torch.float64,
+    torch.complex64,
+]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("legacy", [False, True])
+def test_tensors_of_every_dtype(dtype: torch.dtype, legacy: bool) -> None:
+    tensor = torch.arange(24).reshape(2, 3, 4).to(dtype)
+    content = saved({"a": tensor, "b": tensor[:, 1:, ::2].transpose(0, 2)}, _use_new_zipfile_serialization=not legacy)
+    again = load(content)
+    assert np.array_equal(again["a"].numpy(), tensor.numpy())
+    assert np.array_equal(again["b"].numpy(), tensor[:, 1:, ::2].transpose(0, 2).numpy())
+    assert again["a"].numpy().dtype == tensor.numpy().dtype
+
+
+def test_bfloat16_empty_and_repeated_tensors() -> None:
+    values = torch.tensor([1.5, -2.0, 0.0, 3.0e38]).to(torch.bfloat16)
+    scalar, empty, repeated = torch.tensor(5), torch.empty((0, 3), dtype=torch.int16), torch.arange(3).expand(1000, 3)
+    again = load(saved([values, scalar, empty, repeated]))
+    assert np.array_equal(again[0].numpy(), values.float().numpy())
+    assert again[1].numpy() == 5
+    assert again[2].numpy().shape == (0, 3)
+    assert np.array_equal(again[3].numpy(), repeated.numpy())
+
+
+def test_nested_tensors() -> None:
+    rows = [torch.arange(n * 2).reshape(n, 2) for n in (3, 0, 5)]
+    again = load(saved({"n": torch.nested.as_nested_tensor(rows, layout=torch.jagged)}))["n"]
+    assert isinstance(again, Jagged)
+    assert all(np.array_equal(a, b.numpy()) for a, b in zip(again.unbind(), rows, strict=True))
+
+
+PLAIN: dict[str, Any] = {
+    "numbers": [0, 1, 255, 256, 65535, 65536, -1, 1 << 31, -(1 << 62), 1.5, float("inf"), True, False, None],
+    "texts": ["", "a", "µ≤🙂", "x" * 300, "\ud800"],
+    "bytes": [b"", b"ab", b"\x00\xff" * 200],
+    "nested": {"a": [1, (2, (3,), ())], "b": {"c": {}}},
+    "shared": [[1, 2]] * 3,
+    "ordered": collections.OrderedDict(a=1, b=2),
+    "default": collections.defaultdict(list, x=[1]),
+}
+
+
+@pytest.mark.parametrize("protocol", [2, 3, 4, 5])
+def test_plain_values_of_every_protocol(protocol: int) -> None:
+    assert load(pickle.dumps(PLAIN, protocol)) == PLAIN
+    assert load(saved(PLAIN)) == PLAIN
+
+
+@pytest.mark.parametrize("protocol", [2, 3, 4, 5])
+@pytest.mark.parametrize("module", ["numpy._core", "numpy.core"])
+def test_numpy_arrays_of_every_protocol_and_version(protocol: int, module: str) -> None:
+    arrays = [
+        np.arange(6, dtype=np.int16).reshape(2, 3),
+        np.asfortranarray(np.arange(6.0).reshape(2, 3)),
+        np.arange(24, dtype=">i4").reshape(2, 3, 4)[:, ::2],
+        np.arange(24, dtype=np.uint8).reshape(2, 3, 4).transpose(1, 2, 0),
+        np.array(["maths", "code"], object),
+        np.array(["maths", "code"]),
+        np.empty((0, 4), np.int32),
+        np.array(7),
+    ]
+    content = pickle.dumps([*arrays, np.int64(3), np.float32(1.5), np.str_("x")], protocol)
+    # Names of the same length, so that sizes in the pickle stay right.
+    assert len("numpy._core") - len("numpy.core") == 1
+    if module == "numpy.core":
+        if protocol >= 4:
+            content = _rename(content)
+        else:
+            content = content.replace(b"numpy._core", b"numpy.core")
+    again = load(content)
+    for before, after in zip(arrays, again, strict=False):
+        assert isinstance(after, NumpyArray)
+        assert after.numpy().dtype == before.dtype
+        assert np.array_equal(after.numpy(), before)
+    assert again[-3:] == [3, 1.5, "x"]
+
+
+def _rename(content: bytes) -> bytes:
+    """`numpy.core` for `numpy._core` in strings with their length before them, and without frames."""
+    for name in (b"numpy._core.multiarray", b"numpy._core.numeric"):
+        old = b"\x8c" + bytes([len(name)]) + name
+        new = name.replace(b"_core", b"core")
+        content = content.replace(old, b"\x8c" + bytes([len(new)]) + new)
+    return content
+
+
+def test_pickled_tensors_outside_of_torch_save() -> None:
+    """`pickle.dumps` of a tensor holds a torch file of the old format within."""
+    tensor = torch.arange(1000, dtype=torch.int32).reshape(10, 100)
+    for protocol in (2, 5):
+        again = load(pickle.dumps({"t": tensor, "u": tensor[::2]}, protocol))
+        assert np.array_equal(again["t"].numpy(), tensor.numpy())
+        assert np.array_equal(again["u"].numpy(), tensor[::2].numpy())
+
+
+def test_large_strings_and_arrays_stay_in_the_file(tmp_path: Path) -> None:
+    """Protocol 2 writes an array's bytes as text, which `torch.save` uses: bytes above 127 take two."""
+    array = np.random.default_rng(0).integers(0, 256, (50, 100_000)).astype(np.uint8)
+    file = tmp_path / "dump.pt"
+    torch.save({"text": "µ" * 100_000, "array": array, "list": [array[0], array[1]]}, file)
+    tracemalloc.start()
+    again = torch_files.load(file)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < 1 << 20
+    assert isinstance(again["text"], LargeText)
+    assert np.array_equal(again["array"].numpy(), array)
+    assert np.array_equal(again["list"][1].numpy(), array[1])
+
+
+def test_tensors_are_views_of_the_file(tmp_path: Path) -> None:
+    file = tmp_path / "dump.pt"
+    torch.save({"ids": torch.zeros(1 << 24, dtype=torch.int16)}, file)
+    tracemalloc.start()
+    ids = torch_files.load(file)["ids"].numpy()
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < 1 << 20
+    assert ids.shape == (1 << 24,)
+    assert not ids.flags.writeable
+
+
+def test_npy_and_npz(tmp_path: Path) -> None:
+    arrays = {"ids": np.arange(24, dtype=np.int16).reshape(2, 3, 4), "labels": np.array(["a", "b"], object)}
+    np.savez(tmp_path / "a.npz", allow_pickle=True, **arrays)
+    np.savez_compressed(tmp_path / "b.npz", allow_pickle=True, **arrays)
+    for name in ("a.npz", "b.npz"):
+        again = torch_files.load(tmp_path / name)
+        assert all(np.array_equal(again[key].numpy(), arrays[key]) for key in arrays)
+    for array in (arrays["ids"], np.asfortranarray(arrays["ids"]), arrays["labels"]):
+        np.save(tmp_path / "c.npy", array, allow_pickle=True)
+        assert np.array_equal(torch_files.load(tmp_path / "c.npy").numpy(), array)
+
+
+def test_data_classes_come_as_their_values() -> None:
+    path, when, name = Path("a/b"), datetime.datetime(2026, 1, 2), uuid.uuid4()
+    again = load(pickle.dumps([path, when, name]))
+    assert all(isinstance(each, Foreign) for each in again)
+    assert again[0].args == ("a", "b")
+
+
+class Call:
+    """Pickles as a call of a function."""
+
+    def __init__(self, function: Any, *args: Any) -> None:
+        self.call = (function, args)
+
+    def __reduce__(self) -> Any:
+        return self.call
+
+
+HOSTILE = {
+    "os.system": lambda mark: Call(os.system, f"touch {mark}"),
+    "eval": lambda mark: Call(eval, f"open({str(mark)!r}, 'w')"),
+    "exec": lambda mark: Call(exec, f"open({str(mark)!r}, 'w')"),
+    "open": lambda mark: Call(open, str(mark), "w"),
+    "getattr": lambda mark: Call(getattr, os, "system"),
+    "subprocess": lambda mark: Call(subprocess.Popen, ["touch", str(mark)]),
+    "import": lambda mark: Call(__import__, "antigravity"),
+    "nested": lambda mark: {"samples": [{"metadata": {"x": [Call(os.system, f"touch {mark}")]}}]},
+    "torch.load": lambda mark: Call(torch.load, str(mark)),
+    "torch.hub": lambda mark: Call(torch.hub.load, "a/b", "c"),
+    "numpy.load": lambda mark: Call(np.load, str(mark)),
+    "codecs": lambda mark: Call(__import__("codecs").encode, "x", "rot13"),
+}
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+@pytest.mark.parametrize("protocol", [2, 5])
+def test_code_is_refused_by_name_and_never_run(tmp_path: Path, name: str, protocol: int) -> None:
+    mark = tmp_path / "mark"
+    hostile = HOSTILE[name](mark)
+    if name == "getattr" and protocol == 5:
+        hostile = Call(getattr, Path, "write_text")
+    elif name == "getattr":
+        hostile = Call(getattr, Call, "x")
+    contents = [pickle.dumps(hostile, protocol), saved(hostile), saved(hostile, _use_new_zipfile_serialization=False)]
+    # Within the bytes that a tensor's storage is pickled as.
+    contents.append(pickle.dumps(Call(torch.storage._load_from_bytes, contents[0]), protocol))
+    for content in contents:
+        with pytest.raises(InputError) as refused:
+            load(content)
+        assert "\n" not in str(refused.value)
+        assert name == "codecs" or "nothing of it was run" in str(refused.value)
+    assert not mark.exists()
+
+
+def test_object_arrays_of_npy_run_nothing(tmp_path: Path) -> None:
+    array = np.array([None], object)
+    array[0] = Call(os.system, f"touch {tmp_path / 'mark'}")
+    np.savez(tmp_path / "a.npz", allow_pickle=True, a=array)
+    with pytest.raises(InputError, match=r"'(posix|nt)\.system'.*not data"):
+        torch_files.load(tmp_path / "a.npz")
+    assert not (tmp_path / "mark").exists()
+
+
+def test_names_in_messages_are_short_and_of_one_line() -> None:
+    content = b"\x80\x04\x8c\x03a\nb\x8c\xff" + b"\x1b" * 255 + b"\x93."
+    with pytest.raises(InputError) as refused:
+        load(content)
+    assert str(refused.value).isprintable()
+    assert len(str(refused.value)) < 300
+
+
+def tensor_program(size: tuple[int, ...], strides: tuple[int, ...], offset: int = 0, count: int = 4) -> bytes:
+    """A torch file whose tensor claims what it likes; the storage has four elements."""
+    content = saved(torch.arange(4))
+    source = zipfile.ZipFile(io.BytesIO(content))
+
+    class Claim:
+        def __reduce__(self) -> Any:
+            arguments = (Stored(), offset, size, strides, False, collections.OrderedDict())
+            return torch._utils._rebuild_tensor_v2, arguments
+
+    class Stored:
+        pass
+
+    class Pickler(pickle.Pickler):
+        def persistent_id(self, thing: Any) -> Any:
+            return ("storage", torch.LongStorage, "0", "cpu", count) if isinstance(thing, Stored) else None
+
+    program = io.BytesIO()
+    Pickler(program, 2).dump(Claim())
+    target = io.BytesIO()
+    with zipfile.ZipFile(target, "w") as archive:
+        for name in source.namelist():
+            archive.writestr(name, program.getvalue() if name.endswith("data.pkl") else source.read(name))
+    return target.getvalue()
+
+
+def test_tensors_that_claim_more_than_their_storage() -> None:
+    assert np.array_equal(load(tensor_program((2, 2), (2, 1))).numpy(), [[0, 1], [2, 3]])
+    for claim in [
+        tensor_program((5,), (1,)),
+        tensor_program((1 << 40,), (1,), count=1 << 40),
+        tensor_program((4,), (1,), offset=1),
+        tensor_program((4,), (1,), offset=-1),
+        tensor_program((2,), (-1,), offset=3),
+        tensor_program((1 << 30,), (0,)),
+        tensor_program((2, 2), (1,)),
+        tensor_program((-1,), (1,)),
+        tensor_program((1 << 62, 1 << 62), (0, 0)),
+        tensor_program((0, 1 << 62), (1, 1)),
+        tensor_program((1,) * 40, (1,) * 40),
+    ]:
+        with pytest.raises(InputError):
+            load(claim).numpy()
+
+
+HUGE = 1 << 60
+BOMBS = {
+    "bytearray8": b"\x80\x05\x96" + struct.pack("<Q", HUGE) + b"x.",
+    "binbytes8": b"\x80\x05\x8e" + struct.pack("<Q", HUGE) + b"x.",
+    "binbytes": b"\x80\x05B" + struct.pack("<I", (1 << 32) - 1) + b"x.",
+    "binunicode8": b"\x80\x05\x8d" + struct.pack("<Q", HUGE) + b"x.",
+    "long4": b"\x80\x05\x8b" + struct.pack("<i", (1 << 31) - 1) + b"x.",
+    "long4 that is there": b"\x80\x05\x8b" + struct.pack("<i", 1 << 20) + b"x" * (1 << 20) + b".",
+    "frame": b"\x80\x05\x95" + struct.pack("<Q", HUGE),
+    "memo": b"\x80\x04Nr"
+    + struct.pack("<I", (1 << 32) - 1)
+    + b"0"
+    + b"Nr"
+    + struct.pack("<I", 1 << 31)
+    + b"j\0\0\0\0.",
+    "marks": b"\x80\x04" + b"(" * 100_000 + b".",
+    "lists in lists": b"\x80\x04" + b"]" * 30_000 + b"a" * 29_999 + b".",
+    "tuples in tuples": b"\x80\x04)" + b"\x85" * 50_000 + b"}\x94" + b"h\x00s.",
+    "no end": b"\x80\x04" + b"K\x01" * 100_000,
+    "out of band": b"\x80\x05\x97.",
+    "extension": b"\x80\x04\x82\x01.",
+    "protocol 0": b"\x80\x04cos\nsystem\n(S'true'\ntR.",
+    "instance": b"\x80\x04(ios\nsystem\n.",
+    "build on a class": b"\x80\x04ccollections\nOrderedDict\n}b.",
+    "persistent": b"\x80\x04K\x01Q.",
+    "call of data": b"\x80\x04\x8c\x01a)R.",
+    "array": pickle.dumps(np.arange(1000)).replace(struct.pack("<H", 1000), struct.pack("<H", 65000)),
+}
+
+
+@pytest.mark.parametrize("name", BOMBS)
+def test_claims_cost_nothing(name: str) -> None:
+    start = time.perf_counter()
+    tracemalloc.start()
+    try:
+        value = load(BOMBS[name])
+        if name == "array":
+            value.numpy()
+        # What is well-formed may be read.
+        assert name in ("lists in lists", "tuples in tuples")
+    except InputError as error:
+        assert "\n" not in str(error)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < 64 << 20
+    assert time.perf_counter() - start < 5
+
+
+def test_shared_lists_are_not_multiplied() -> None:
+    """Thirty lists of two references each stand for a billion numbers, and nobody counts them."""
+    value: Any = [1, 2]
+    for _ in range(40):
+        value = [value, value]
+    start = time.perf_counter()
+    again = load(pickle.dumps({"samples": [{"rollout_routed_experts": value, "tokens": value}]}))
+    from trimtab.trace.formats.slime import records_of_samples
+
+    with pytest.raises(InputError):
+        list(records_of_samples(again["samples"]))
+    as_key: Any = ()
+    for _ in range(60):
+        as_key = (as_key, as_key)
+    # Hashing such a key takes 2**60 steps.
+    program = pickle.dumps([as_key, {}])[:-1]
+    assert load(program + b"N.") is None
+    content = b"\x80\x04})\x94" + b"h\x00\x86\x94".replace(b"h\x00", b"2") * 60 + b"K\x01s."
+    assert load(content) == {}
+    assert time.perf_counter() - start < 5
+
+
+def test_zip_bombs_are_refused(tmp_path: Path) -> None:
+    source = zipfile.ZipFile(io.BytesIO(saved(torch.arange(4))))
+    with zipfile.ZipFile(tmp_path / "a.pt", "w", zipfile.ZIP_DEFLATED) as archive:
+        for name in source.namelist():
+            archive.writestr(name, source.read(name))
+    with pytest.raises(InputError, match="compressed"):
+        torch_files.load(tmp_path / "a.pt")
+    with zipfile.ZipFile(tmp_path / "b.npz", "w", zipfile.ZIP_DEFLATED) as archive:
+        archive.writestr("ids.npy", bytes(64 << 20))
+    content = (tmp_path / "b.npz").read_bytes()
+    tracemalloc.start()
+    for claimed in (2 << 30, 100):
+        changed = content.replace(struct.pack("<I", 64 << 20), struct.pack("<I", claimed))
+        with pytest.raises(InputError, match=r"claims|unpacked"):
+            load(changed)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < 8 << 20
+
+
+def test_damaged_zips() -> None:
+    content = saved({"a": torch.arange(1000)})
+    place = content.index(torch.arange(100).numpy().tobytes())
+    flipped = bytearray(content)
+    flipped[place + 100] ^= 1
+    with pytest.raises(InputError, match="checksum"):
+        load(bytes(flipped))["a"].numpy()
+    for end in (10, 100, len(content) // 2, len(content) - 1):
+        with pytest.raises(InputError):
+            load(content[:end])
+    # Nobody lists sixty thousand entries in a few hundred bytes.
+    plain = io.BytesIO()
+    with zipfile.ZipFile(plain, "w") as archive:
+        archive.writestr("a/data.pkl", pickle.dumps(1, 2))
+    whole = plain.getvalue()
+    assert load(whole) == 1
+    with pytest.raises(InputError, match="claims 60000 entries"):
+        load(whole[:-14] + struct.pack("<HH", 60_000, 60_000) + whole[-10:])
+
+
+def test_other_files_are_refused(tmp_path: Path) -> None:
+    for content, message in [
+        (b"", "empty"),
+        (b"PAR1....", "not a file of"),
+        (b"{}", "not a file of"),
+        (b"\x80", "pickle"),
+    ]:
+        (tmp_path / "x").write_bytes(content)
+        with pytest.raises(InputError, match=message):
+            torch_files.load(tmp_path / "x")
+    with zipfile.ZipFile(tmp_path / "x", "w") as archive:
+        archive.writestr("hello.txt", "hello")
+    with pytest.raises(InputError, match="neither"):
+        torch_files.load(tmp_path / "x")
+    assert torch_files.mentions(tmp_path / "x", "hello") == set()
+    assert not torch_files.looks_loadable(tmp_path / "missing")
+
+
+def test_mentions_finds_keys_not_parts_of_them(tmp_path: Path) -> None:
+    for write in (
+        lambda value: torch.save(value, tmp_path / "x"),
+        lambda value: (tmp_path / "x").write_bytes(pickle.dumps(value)),
+    ):
+        write({"rollout_routed_experts": torch.arange(3), "a": 1})
+        assert torch_files.mentions(tmp_path / "x", "routed_experts", "rollout_routed_experts", "a") == {
+            "rollout_routed_experts",
+            "a",
+        }
+
+
+FLOODS = """
+import resource, sys
+from trimtab import InputError
+from trimtab.trace.formats import torch_files
+text = b"X" + (60000).to_bytes(4, "little") + b"a" * 60000
+floods = {
+    "dictionaries": b"}" * 6_000_000,
+    "marks": b"(" * 6_000_000,
+    "memo": b"N" + b"".join(b"r" + n.to_bytes(4, "little") for n in range(5_000_000)),
+    "entries": b"}" + b"".join(b"(J" + n.to_bytes(4, "little") + b"Nu" for n in range(2_000_000)),
+    "numbers": b"M\\xff\\xff" * 50_000_000,
+    "encoded": text + b"q\\x00c_codecs\\nencode\\nq\\x01" + b"h\\x01h\\x00X\\x06\\x00\\x00\\x00latin1\\x86R" * 100_000,
+    "sizes": b"(" + b"K\\x01" * 1_000_000 + b"tq\\x00ctorch\\nSize\\nq\\x01" + b"h\\x01h\\x00\\x85R" * 100_000,
+}
+before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+content = b"\\x80\\x02" + floods[sys.argv[1]] + b"."
+try:
+    torch_files.loads(memoryview(content))
+    print("read")
+except InputError as error:
+    print(error)
+print(len(content) >> 20, (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) >> 10)
+"""
+
+
+@pytest.mark.parametrize(
+    ("name", "most_mib"),
+    [("dictionaries", 800), ("marks", 800), ("memo", 1200), ("entries", 1000), ("numbers", 2600), ("encoded", 600)],
+)
+def test_floods_of_objects_are_stopped(name: str, most_mib: int) -> None:
+    start = time.perf_counter()
+    result = subprocess.run([sys.executable, "-c", FLOODS, name], capture_output=True, text=True, check=True)
+    message, figures = result.stdout.splitlines()
+    assert "holds more than" in message
+    assert int(figures.split()[1]) < most_mib, result.stdout
+    assert time.perf_counter() - start < 60
+
+
+def test_tensor_type_is_ours() -> None:
+    assert isinstance(load(saved(torch.arange(3))), Tensor)
+    assert isinstance(load(saved(torch.nn.Parameter(torch.zeros(3)))), Tensor)
