@@ -40,7 +40,9 @@ def add(actions: Any) -> None:
     parser.add_argument("--num-experts", type=positive, metavar="N", help="experts of a layer, instead of --model")
     parser.add_argument("--num-layers", type=positive, metavar="N", help="layers in the dump, dense ones included")
     parser.add_argument("--top-k", type=positive, metavar="N", help="experts of a token")
-    parser.add_argument("--step", type=whole, metavar="N", help="RL step of sequences that say none (default: 0)")
+    parser.add_argument(
+        "--step", type=whole, default=0, metavar="N", help="RL step of sequences that say none (default: 0)"
+    )
     parser.add_argument("--domain", default="", metavar="NAME", help="label of sequences that have none")
     parser.set_defaults(run=run)
 

@@ -86,7 +86,7 @@ def test_records_equal_plain_loops(
                 num_tokens=length,
                 prompt_length=int(rng.integers(0, 12)),
                 token_ids=rng.integers(0, 50, 5) if index % 2 else None,
-                step=[None, 3][index % 2],
+                step=[0, 3][index % 2],
                 domain=["", "code"][index % 2],
                 layers=(5, 9) if axis == "named" else None,
             )
@@ -103,7 +103,7 @@ def test_records_equal_plain_loops(
     assert trace.expert_ids.dtype == id_dtype(num_experts)
     assert [trace.sequence(index).tolist() for index in range(trace.num_sequences)] == expected
     assert trace.layer_indices.tolist() == ([5, 9] if axis == "named" else moe)
-    assert trace.steps.tolist() == [7 if record.step is None else record.step for record in records]
+    assert trace.steps.tolist() == [record.step or 7 for record in records]
     assert trace.domains.tolist() == [record.domain or "maths" for record in records]
     hashes = [0 if record.token_ids is None else hash_tokens(record.token_ids) for record in records]
     assert trace.sequence_hashes.tolist() == hashes

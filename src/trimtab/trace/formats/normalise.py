@@ -126,7 +126,7 @@ def _check_form(record: Record) -> None:
         raise InputError(f"{record.where}: {rows} rows of expert ids for {tokens} tokens; there should be one less")
     if max(record.first, tokens - len(ids)) > MOST_LACKING:
         raise InputError(f"{record.where}: {len(ids)} rows of expert ids for {tokens} tokens")
-    if not 0 <= (record.step or 0) < 1 << 31:
+    if not 0 <= record.step < 1 << 31:
         raise InputError(f"{record.where}: step {record.step}; it should be 0 to 2**31 - 1")
 
 
@@ -156,7 +156,7 @@ def _shape_of(record: Record, known: Known) -> _Shape | None:
         num_experts=known.num_experts,
         top_k=top_k,
         model=known.model,
-        step=known.step or 0,
+        step=known.step,
         domain=known.domain,
     )
 
@@ -250,7 +250,7 @@ def _join(waiting: list[tuple[Record, Array]], shape: _Shape) -> RoutingTrace:
         num_experts=shape.num_experts,
         layer_indices=shape.layer_indices,
         prompt_lengths=[min(max(record.prompt_length, 0), len(routes)) for record, routes in waiting],
-        steps=[shape.step if record.step is None else record.step for record in records],
+        steps=[record.step or shape.step for record in records],
         sequence_hashes=np.array(
             [record.sequence_hash if record.token_ids is None else hash_tokens(record.token_ids) for record in records],
             np.uint64,

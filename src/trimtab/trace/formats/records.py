@@ -18,7 +18,7 @@ class Known:
         top_k: K.
         moe_layers: the decoder layers that have experts, rising.
         model: the model's name, for people.
-        step: of records that say none.
+        step: of records that say none, or 0.
         domain: of records that have none.
     """
 
@@ -27,7 +27,7 @@ class Known:
     top_k: int | None = None
     moe_layers: tuple[int, ...] | None = None
     model: str = ""
-    step: int | None = None
+    step: int = 0
     domain: str = ""
 
     def with_default(self, other: Known) -> Known:
@@ -50,7 +50,7 @@ class Record:
         prompt_length: tokens of the prompt; 0 if unknown.
         token_ids: `[num_tokens]`, or None.
         sequence_hash: what `hash_tokens` gives for the token ids, where the source has only that; 0 if unknown.
-        step: the RL step, or None.
+        step: the RL step; 0 if unknown.
         domain: what kind of prompt it is; "" if unknown.
         layers: the decoder layer of each layer of `ids`, if the record says so.
         dropped: how much of the source the reader has left out on the way to this record, by what it was:
@@ -65,7 +65,7 @@ class Record:
     prompt_length: int = 0
     token_ids: Array | None = None
     sequence_hash: int = 0
-    step: int | None = None
+    step: int = 0
     domain: str = ""
     layers: tuple[int, ...] | None = None
     dropped: Mapping[str, int] = field(default_factory=dict)
