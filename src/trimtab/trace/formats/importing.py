@@ -14,6 +14,8 @@ from trimtab.trace.formats.normalise import Summary, normalise
 from trimtab.trace.formats.records import Known, Record
 from trimtab.trace.routing import RoutingTrace
 
+LONGEST_REASON = 500  # characters
+
 
 class Format(Protocol):
     """What each framework's module has."""
@@ -80,9 +82,14 @@ def _records(files: Sequence[Path], form: Format, known: Known) -> Iterator[Reco
 
 @contextmanager
 def _naming(file: Path) -> Iterator[None]:
+    """Whatever is wrong with a file is an InputError of one line that names it, however odd what it quotes."""
     try:
         yield
     except InputError as error:
-        raise InputError(f"{file}: {error}") from None
+        raise InputError(f"{file}: {_one_line(str(error))}") from None
     except (MemoryError, OSError) as error:
-        raise InputError(f"{file}: can't be read ({error or type(error).__name__})") from None
+        raise InputError(f"{file}: can't be read ({_one_line(str(error) or type(error).__name__)})") from None
+
+
+def _one_line(text: str) -> str:
+    return "".join(letter if letter.isprintable() else "?" for letter in text[:LONGEST_REASON])
