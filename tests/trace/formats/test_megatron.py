@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
-from helpers.dumps import json_lines, only_input_errors, routes
+from helpers.dumps import json_lines, mutants, only_input_errors, routes
 from trimtab import InputError
 from trimtab.trace.formats import megatron, sglang, vllm
 from trimtab.trace.formats.records import Known, Record
@@ -93,6 +94,40 @@ def test_refused(tmp_path: Path) -> None:
     assert message({"top_indices": [], "topk": 2}) == "line 1: no layer"
     assert message([1]) == "item 1: a whole number; expected an object with top_indices"
     assert message(row(ids, 0, block="mtp")) == "no row of a decoder layer"
+
+
+def test_ids_read_apart_are_those_that_json_gives() -> None:
+    """Of any text: the same ids, or none, and then JSON is asked."""
+    texts = [b"[[1, 2], [30, 4]]}\n", b"[[-1,7],[0,32768]]} \r\n", b"[[123456789]]}\n"]
+    taken = 0
+    for seed, text in enumerate(texts):
+        for mutant in [text, *mutants(text, 600, seed)]:
+            ids = megatron._ids_at_end(mutant.replace(b"\n", b"") + b"\n")
+            if ids is not None:
+                assert json.loads(b'{"a":' + mutant.replace(b"\n", b"")) == {"a": ids.tolist()}
+                taken += 1
+    assert taken > 30
+    for text in (
+        b"[[1, 2]]}",
+        b"[ [1 ,2] , [ 3,4]\t]}",
+        b"[[01]]}",
+        b"[[1], [2, 3]]}",
+        b"[[1.0]]}",
+        b"[]}",
+        b"[[1]], 2}",
+    ):
+        assert (megatron._ids_at_end(text + b"\n") is not None) == (text == b"[[1, 2]]}")
+
+
+def test_keys_in_another_order(tmp_path: Path) -> None:
+    """Then all of a line is JSON."""
+    ids = routes(4, 2, 2, 8, "int32")
+    rows = [dict(reversed(row(ids[:, layer], layer).items())) for layer in range(2)]
+    (record,) = read(json_lines(tmp_path / "a.jsonl", rows))
+    np.testing.assert_array_equal(record.ids, ids)
+    (tmp_path / "b.json").write_text(json.dumps(rows))
+    (record,) = read(tmp_path / "b.json")
+    np.testing.assert_array_equal(record.ids, ids)
 
 
 def test_mutants(tmp_path: Path) -> None:

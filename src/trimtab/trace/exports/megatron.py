@@ -8,7 +8,7 @@ import os
 import numpy as np
 
 from trimtab.files import whole_file
-from trimtab.trace.routing import RoutingTrace
+from trimtab.trace.routing import Array, RoutingTrace
 
 
 def write_megatron(trace: RoutingTrace, path: str | os.PathLike[str]) -> None:
@@ -17,6 +17,10 @@ def write_megatron(trace: RoutingTrace, path: str | os.PathLike[str]) -> None:
     Unknown routes become -1. Beside Megatron's keys stand the index of the sequence, its `prompt_length` and `domain`.
     Hashes of sequences are lost.
     """
+    # An id's text, and that of one at the end of a token; -1 takes the last.
+    names = [*map(str, range(trace.num_experts)), "-1"]
+    ending = np.array([f"{name}], [".encode() for name in names])
+    inside = np.array([f"{name}, ".encode() for name in names], ending.dtype)
     with whole_file(path) as file:
         for sequence in range(trace.num_sequences):
             ids_TLK = trace.sequence(sequence)
@@ -33,6 +37,15 @@ def write_megatron(trace: RoutingTrace, path: str | os.PathLike[str]) -> None:
                     "sequence": sequence,
                     "prompt_length": int(trace.prompt_lengths[sequence]),
                     "domain": str(trace.domains[sequence]),
-                    "top_indices": ids_TLK[:, index].tolist(),
                 }
-                file.write(json.dumps(row).encode() + b"\n")
+                ids = _ids_text(ids_TLK[:, index], inside, ending)
+                file.write(json.dumps(row).encode()[:-1] + b', "top_indices": ' + ids + b"}\n")
+
+
+def _ids_text(ids_TK: Array, inside: Array, ending: Array) -> bytes:
+    """`[[1, 2], [3, 4]]`; some six times as fast as `json.dumps`."""
+    if not len(ids_TK):
+        return b"[]"
+    words_TK = inside[ids_TK]
+    words_TK[:, -1] = ending[ids_TK[:, -1]]
+    return b"[[" + words_TK.tobytes().replace(b"\0", b"").removesuffix(b", [") + b"]"

@@ -17,6 +17,7 @@ import numpy as np
 
 from trimtab.errors import InputError
 from trimtab.trace.formats.encoded import NPY_MAGIC, read_npy_header
+from trimtab.trace.formats.json_values import reason
 from trimtab.trace.routing import Array
 
 _ZIP_MAGIC = b"PK"
@@ -120,7 +121,7 @@ def open_arrays(path: Path) -> Iterator[Arrays]:
     except InputError:
         raise
     except _DAMAGE as error:
-        raise InputError(f"can't be read ({(str(error) or type(error).__name__).splitlines()[0]})") from None
+        raise InputError(f"can't be read ({reason(error)})") from None
 
 
 def _mapped(

@@ -15,7 +15,7 @@ from typing import Any, BinaryIO
 import numpy as np
 
 from trimtab.errors import InputError
-from trimtab.trace.formats.json_values import kind_of
+from trimtab.trace.formats.json_values import kind_of, reason
 from trimtab.trace.formats.records import Known
 from trimtab.trace.routing import Array
 
@@ -55,7 +55,7 @@ def decode_base64(text: str) -> bytes:
     try:
         return binascii.a2b_base64(text, strict_mode=True)
     except ValueError as error:
-        raise InputError(f"routed_experts is not valid base64 ({error})") from None
+        raise InputError(f"routed_experts is not valid base64 ({reason(error)})") from None
 
 
 def read_npy_header(file: BinaryIO, size: int, what: str = "the array") -> tuple[tuple[int, ...], np.dtype[Any], bool]:
@@ -72,8 +72,7 @@ def read_npy_header(file: BinaryIO, size: int, what: str = "the array") -> tuple
         read = {(1, 0): np.lib.format.read_array_header_1_0, (2, 0): np.lib.format.read_array_header_2_0}[version]
         shape, fortran, dtype = read(file)
     except Exception as error:  # numpy's parser of a hostile header raises whatever Python's own does
-        reason = str(error).splitlines()[0][:120] if str(error) else type(error).__name__
-        raise InputError(f"{what} has no valid .npy header ({reason})") from None
+        raise InputError(f"{what} has no valid .npy header ({reason(error)})") from None
     there = size - file.tell()
     if dtype.hasobject or dtype.kind not in "iufbU" or not dtype.itemsize:
         raise InputError(f"{what} holds {str(dtype)[:40]}; only plain numbers are read")
@@ -207,7 +206,7 @@ def _plain_array(value: Any) -> Array:
     try:
         array = np.asarray(value)
     except Exception as error:  # whatever a tensor of another library raises
-        raise InputError(f"routed_experts is a {type(value).__name__}, not an array ({error})") from None
+        raise InputError(f"routed_experts is a {type(value).__name__}, not an array ({reason(error)})") from None
     return array
 
 

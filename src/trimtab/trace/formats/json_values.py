@@ -10,12 +10,14 @@ import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO, cast
 
 from trimtab.errors import InputError
 
 _READ_AT_ONCE = 8 << 20
 _LARGEST_VALUE = 1 << 30
+# In Python a number or a list takes many times its text; so many parts are 2 GB at most.
+_MOST_PARTS = 1 << 25
 _HEAD = 1 << 20
 _GZIP = b"\x1f\x8b"
 _KINDS = {
@@ -37,6 +39,12 @@ def kind_of(value: Any) -> str:
     return _KINDS.get(type(value), f"a {type(value).__name__}")
 
 
+def reason(error: Exception) -> str:
+    """What an exception says, short enough for one line."""
+    text = next(iter(str(error).splitlines()), "") or type(error).__name__
+    return text if len(text) <= 120 else text[:117] + "..."
+
+
 def json_head(path: Path) -> bytes:
     """The first megabyte of a JSON file, unzipped if need be; empty if it is something else. Never raises."""
     try:
@@ -55,9 +63,9 @@ def json_values(path: Path) -> Iterator[tuple[str, Any]]:
     Values follow one another with nothing but blanks between. An array outside all others is taken apart.
 
     Raises:
-        InputError: if the file isn't JSON, is cut off, or holds a value of more than 1 GB.
+        InputError: if the file isn't JSON, is cut off, or holds a value of more than 1 GB or 33 million parts.
     """
-    with _naming_damage(), _open(path) as file:
+    with _naming_damage(), io.TextIOWrapper(_open(path), "utf-8-sig", newline="\n") as file:
         text = _Text(file)
         item = -1
         while True:
@@ -112,6 +120,8 @@ class _Text:
         """The value that begins here."""
         where = where or f"line {self.line}"
         while True:
+            if len(self._text) - self._at > _MOST_PARTS and self._text.count(",", self._at) > _MOST_PARTS:
+                raise InputError(f"{where}: more than {_MOST_PARTS:,} numbers in one value")
             try:
                 value, end = self._decode(self._text, self._at)
             except json.JSONDecodeError as error:
@@ -148,10 +158,38 @@ class _Text:
         return bool(read)
 
 
-def _open(path: Path) -> io.TextIOWrapper:
+def json_lines(path: Path) -> Iterator[bytes]:
+    """Lines of a file, unzipped if need be, each with its end.
+
+    Raises:
+        InputError: if it can't be read, or a line is longer than 1 GB.
+    """
+    with _naming_damage(), _open(path) as file:
+        number = 0
+        while line := file.readline(_LARGEST_VALUE):
+            number += 1
+            if len(line) == _LARGEST_VALUE:
+                raise InputError(f"line {number}: more than {_LARGEST_VALUE >> 30} GB")
+            yield line if line.endswith(b"\n") else line + b"\n"
+
+
+def one_value(text: bytes, where: str) -> Any:
+    """The JSON value in a line. Raises InputError that begins with `where`."""
+    try:
+        return json.loads(text)
+    except json.JSONDecodeError as error:
+        raise InputError(f"{where}: not valid JSON ({error.msg[0].lower()}{error.msg[1:]})") from None
+    except RecursionError:
+        raise InputError(f"{where}: JSON nested too deep") from None
+    except ValueError as error:
+        kind = "not UTF-8 text" if isinstance(error, UnicodeDecodeError) else "a number of thousands of digits"
+        raise InputError(f"{where}: {kind}") from None
+
+
+def _open(path: Path) -> BinaryIO:
     with path.open("rb") as file:
         zipped = file.read(2) == _GZIP
-    return io.TextIOWrapper(gzip.open(path) if zipped else path.open("rb"), "utf-8-sig", newline="\n")
+    return cast(BinaryIO, gzip.open(path)) if zipped else path.open("rb")
 
 
 @contextmanager
@@ -161,4 +199,4 @@ def _naming_damage() -> Iterator[None]:
     except UnicodeDecodeError as error:
         raise InputError(f"not UTF-8 text ({error.reason})") from None
     except (EOFError, OSError, zlib.error) as error:
-        raise InputError(f"can't be read ({str(error) or type(error).__name__})") from None
+        raise InputError(f"can't be read ({reason(error)})") from None

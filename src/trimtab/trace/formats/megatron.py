@@ -18,15 +18,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numba
 import numpy as np
 
 from trimtab.errors import InputError
 from trimtab.trace.formats.encoded import array_of_lists
-from trimtab.trace.formats.json_values import json_head, json_values, kind_of
+from trimtab.trace.formats.json_values import json_head, json_lines, json_values, kind_of, one_value
 from trimtab.trace.formats.records import Known, Record
 from trimtab.trace.formats.responses import report_dropped
 from trimtab.trace.routing import Array
 
+_IDS = b'"top_indices":'
 MTP_ROWS = "rows of multi-token prediction"
 
 
@@ -56,8 +58,8 @@ def read(path: Path, known: Known) -> Iterator[Record]:
 
     def found() -> Iterator[Record | str]:
         waiting: list[_Row] = []
-        for where, value in json_values(path):
-            row = _row(value, where)
+        for where, value, ids in _values(path):
+            row = _row(value, where, ids)
             if row is None:
                 yield MTP_ROWS
                 continue
@@ -106,8 +108,95 @@ def _micro_batches(rows: list[_Row]) -> Iterator[Record]:
         )
 
 
-def _row(value: Any, where: str) -> _Row | None:
-    """One row, None for one of multi-token prediction."""
+def _values(path: Path) -> Iterator[tuple[str, Any, Array | None]]:
+    """Where a row is, the row, and its ids if they were read already.
+
+    Nearly all of the text is ids. Where they stand at the end of a line, as Megatron writes them, they are read apart.
+    """
+    if json_head(path).removeprefix(b"\xef\xbb\xbf").lstrip()[:1] == b"[":
+        for where, value in json_values(path):
+            yield where, value, None
+        return
+    for number, line in enumerate(json_lines(path), 1):
+        start, sign, ids_text = line.rpartition(_IDS)
+        ids = _ids_at_end(ids_text) if sign else None
+        text = line if ids is None else start + b'"top_indices": []}'
+        if text.strip():
+            yield f"line {number}", one_value(text, f"line {number}"), ids
+
+
+def _ids_at_end(text: bytes) -> Array | None:
+    """The ids in `[[1, 2], [3, 4]]}`, None if the text is anything else."""
+    ids_N = np.empty(len(text) // 2, np.int32)
+    rows, top_k = _parse(np.frombuffer(text, np.uint8), ids_N)
+    if not rows:
+        return None
+    ids = ids_N[: rows * top_k].reshape(rows, top_k)
+    narrow = ids.min() >= -(1 << 15) and ids.max() < 1 << 15
+    return ids.astype(np.int16) if narrow else ids.copy()
+
+
+@numba.njit(cache=True, nogil=True)
+def _parse(text, ids_N):  # type: ignore[no-untyped-def]
+    """Rows and ids a row; 0 rows if there is anything unusual. The text ends with a line end, which nothing takes."""
+    count = rows = top_k = 0
+    at = _blank(text, 0)
+    if text[at] != 91:  # [
+        return 0, 0
+    while True:
+        at = _blank(text, at + 1)
+        if text[at] != 91:
+            return 0, 0
+        first = count
+        while True:
+            at = _blank(text, at + 1)
+            sign = 1
+            if text[at] == 45:  # -
+                sign = -1
+                at += 1
+            value, digits = 0, 0
+            while 48 <= text[at] <= 57:
+                value = 10 * value + text[at] - 48
+                digits += 1
+                at += 1
+                if digits > 9 or (digits > 1 and value < 10):
+                    return 0, 0
+            if digits == 0:
+                return 0, 0
+            ids_N[count] = sign * value
+            count += 1
+            at = _blank(text, at)
+            if text[at] != 44:  # ,
+                break
+        if text[at] != 93 or (rows and count - first != top_k):  # ]
+            return 0, 0
+        top_k = count - first
+        rows += 1
+        at = _blank(text, at + 1)
+        if text[at] != 44:
+            break
+    if text[at] != 93:
+        return 0, 0
+    at = _blank(text, at + 1)
+    if text[at] != 125:  # }
+        return 0, 0
+    at = _blank(text, at + 1)
+    return (rows, top_k) if at == len(text) - 1 or (text[at] == 13 and at == len(text) - 2) else (0, 0)
+
+
+@numba.njit(cache=True, nogil=True, inline="always")
+def _blank(text, at):  # type: ignore[no-untyped-def]
+    while text[at] == 32:
+        at += 1
+    return at
+
+
+def _row(value: Any, where: str, ids: Array | None) -> _Row | None:
+    """One row, None for one of multi-token prediction.
+
+    Args:
+        ids: those that stand in the place of `top_indices`, if they were read apart.
+    """
     try:
         if not isinstance(value, Mapping):
             raise InputError(f"{kind_of(value)}; expected an object with top_indices")
@@ -116,8 +205,10 @@ def _row(value: Any, where: str) -> _Row | None:
         indices = value.get("top_indices")
         if not isinstance(indices, list):
             raise InputError("no top_indices")
-        num_tokens, top_k = _whole(value, "num_tokens", len(indices)), _whole(value, "topk", None)
-        ids = array_of_lists(indices, 2) if indices else np.empty((0, top_k or 0), np.int16)
+        top_k = _whole(value, "topk", None)
+        if ids is None:
+            ids = array_of_lists(indices, 2) if indices else np.empty((0, top_k or 0), np.int16)
+        num_tokens = _whole(value, "num_tokens", len(ids))
         if ids.shape != (num_tokens, ids.shape[1] if top_k is None else top_k):
             raise InputError(f"num_tokens is {num_tokens} and topk {top_k}; top_indices is {list(ids.shape)}")
         if not ids.shape[1]:
