@@ -95,6 +95,20 @@ def test_the_planner_bench_compares_balancers(tmp_path: Path, capsys: pytest.Cap
     assert "<svg" in (tmp_path / "frontier.svg").read_text()
 
 
+def test_the_capture_bench_times_forward_and_generation(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    from trimtab.integrations.transformers import RoutingRecord
+
+    assert main(["bench", "capture", "--rounds", "1", "--json", str(tmp_path / "bench.json")]) == 0
+    assert "1 alternating pairs" in capsys.readouterr().out
+    figures = json.loads((tmp_path / "bench.json").read_text())
+    assert figures["schema"] == "trimtab-bench-capture-1"
+    for name in ("forward", "generate"):
+        taken = figures[name]
+        assert taken["overhead"] == taken["recorded"]["s"][0] / taken["plain"]["s"][0] - 1
+        assert 0 < taken["work_fraction"] < 0.5
+    assert RoutingRecord.begin.__qualname__ == "RoutingRecord.begin"
+
+
 def test_the_transfer_bench_measures_what_this_machine_has(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["bench", "transfer", "--rounds", "1", "--json", str(tmp_path / "bench.json")]) == 0
     printed = capsys.readouterr().out
