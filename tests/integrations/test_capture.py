@@ -300,10 +300,13 @@ def test_a_pass_keeps_the_last_thing_fed_at_every_place(calls: list[tuple[int, i
         past = min(past, tokens.shape[1])
         fed, used = rng.integers(0, 50, (2, width)), rng.integers(0, 200, (1, 2 * width, 2))
         grown.feed(Call(0, past, fed.astype(np.int32), used.astype(np.uint8)))
-        tokens = np.concatenate([tokens[:, :past], fed], axis=1)
+        before, tokens = tokens, np.concatenate([tokens[:, :past], fed], axis=1)
         ids = np.concatenate([ids[:, :past], used[0].reshape(2, width, 1, 2)], axis=1)
         if rng.random() < 0.3:
             assert grown.find(tokens[1], 1) is not None
+        taken_back = before[0, tokens.shape[1] :]
+        if len(taken_back):
+            assert grown.find(np.append(tokens[0], taken_back), 0) is None
     for row in range(2):
         for hint in (row, 7):
             found = grown.find(tokens[row], hint)
