@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from transformers import AutoModelForCausalLM, Qwen3MoeConfig
 
-from trimtab import RoutingTrace, Schedule
+from trimtab import Schedule
 from trimtab.integrations.transformers import record_routing, share_experts
 from trimtab.runtime import Session
 from trimtab.runtime.launch import launch
@@ -54,13 +54,13 @@ def train(rl_steps: int = 2) -> None:
             tokens = rollout_model.generate(
                 prompts, do_sample=True, max_new_tokens=RESPONSE, min_new_tokens=RESPONSE, eos_token_id=None
             )
-        expert_ids = record.by_sequence(len(tokens))  # [sequences, tokens - 1, layers, top_k]
+        routing = record.trace(tokens, torch.ones_like(prompts))  # of all tokens that were fed; the last ones were not
         rewards = (tokens[:, PROMPT:] % 2 == 0).float().mean(dim=1)
         groups = rewards.split(SAMPLES)
         batches = [(t, g - g.mean()) for t, g in zip(tokens.split(SAMPLES), groups, strict=True)]
 
         # Plan: the routing of all ranks is known, so the whole step is balanced before it runs.
-        report = session.plan(RoutingTrace.from_sequences(list(expert_ids), num_experts=EXPERTS), schedule)
+        report = session.plan(routing, schedule)
 
         # Recompute: log-probabilities before the step. Every rank runs every micro-step, with the experts recorded.
         old = []

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -93,6 +94,25 @@ def test_the_planner_bench_compares_balancers(tmp_path: Path, capsys: pytest.Cap
     assert cases["balanced", "own"]["max_over_mean_mean"] == 1.0
     assert cases["balanced", "own"]["predicted_ms_per_instance"] < cases["static", "own"]["predicted_ms_per_instance"]
     assert "<svg" in (tmp_path / "frontier.svg").read_text()
+
+
+def test_the_capture_bench_times_forward_and_generation(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from trimtab.benchmarks import capture
+    from trimtab.integrations.transformers import RoutingRecord
+
+    smaller = partial(capture.CaptureBenchmark, layers=2, experts=8, hidden=64, length=32)
+    monkeypatch.setattr(capture, "CaptureBenchmark", smaller)
+    assert main(["bench", "capture", "--rounds", "1", "--json", str(tmp_path / "bench.json")]) == 0
+    assert "1 alternating pairs" in capsys.readouterr().out
+    figures = json.loads((tmp_path / "bench.json").read_text())
+    assert figures["schema"] == "trimtab-bench-capture-1"
+    for name in ("forward", "generate"):
+        taken = figures[name]
+        assert taken["overhead"] == taken["recorded"]["s"][0] / taken["plain"]["s"][0] - 1
+        assert 0 < taken["work_fraction"] < 1
+    assert RoutingRecord.begin.__qualname__ == "RoutingRecord.begin"
 
 
 def test_the_transfer_bench_measures_what_this_machine_has(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
+from unittest import mock
 
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
@@ -77,3 +80,23 @@ def random_model(config: Any, dtype: torch.dtype) -> Any:
             if name.endswith("bias"):
                 tensor.normal_(std=0.2)
     return model
+
+
+def router_of(block: Any) -> Any:
+    return block.router if hasattr(block, "router") else block.gate
+
+
+@contextmanager
+def chosen(router: Any, ids: torch.Tensor) -> Iterator[None]:
+    """Make a router choose these experts, and do all else itself: its choice is a `torch.topk` over experts."""
+    forward, topk = router.forward, torch.topk
+
+    def choose(scores: torch.Tensor, k: int, **how: Any) -> Any:
+        return (scores.gather(-1, ids), ids) if scores.shape[-1] == NUM_EXPERTS else topk(scores, k, **how)
+
+    def forward_with_choice(hidden: torch.Tensor) -> Any:
+        with mock.patch("torch.topk", choose):
+            return forward(hidden)
+
+    with mock.patch.object(router, "forward", forward_with_choice):
+        yield

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import numpy as np
 import pytest
@@ -17,7 +15,16 @@ from torch.nn.utils import parametrize
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from helpers.equality import relative_error
-from helpers.moe_families import MODEL_TYPES, MOE_LAYERS, NUM_EXPERTS, TOP_K, random_model, small_config
+from helpers.moe_families import (
+    MODEL_TYPES,
+    MOE_LAYERS,
+    NUM_EXPERTS,
+    TOP_K,
+    chosen,
+    random_model,
+    router_of,
+    small_config,
+)
 from helpers.random_plans import random_plan, random_schedule
 from trimtab import InputError, RoutingTrace, Workload
 from trimtab.integrations.transformers import (
@@ -25,6 +32,7 @@ from trimtab.integrations.transformers import (
     moe_blocks,
     num_experts,
     record_routing,
+    replay_routing,
     router_weights,
     share_experts,
 )
@@ -61,10 +69,6 @@ class Case:
         return self.autocast or self.dtype is torch.bfloat16
 
 
-def router_of(block: Any) -> Any:
-    return block.router if hasattr(block, "router") else block.gate
-
-
 def without_norm(model_type: str) -> dict[str, Any]:
     """The change that turns normalisation of router weights off, in families that can."""
     return {"norm_topk_prob": False} if hasattr(small_config(model_type), "norm_topk_prob") else {}
@@ -87,29 +91,13 @@ def roll_out(model: Any, rng: np.random.Generator, count: int) -> list[Sequence]
         tokens = rng.integers(1, 15, int(rng.integers(4, 14)))
         with record_routing(copy) as record, torch.no_grad():
             copy(input_ids=torch.from_numpy(tokens[None, :-1]))
-        sequences.append(Sequence(tokens, 2, record.by_sequence(1)[0], 0.0, float(rng.uniform(0.5, 1.5))))
+        sequences.append(Sequence(tokens, 2, record.expert_ids(tokens[None])[0], 0.0, float(rng.uniform(0.5, 1.5))))
     return sequences
 
 
 def loss_of(model: Any, batch: Any) -> torch.Tensor:
     log_probs = token_log_probs(model(input_ids=batch.input_ids, use_cache=False).logits, batch.targets)
     return (log_probs * batch.response_mask * batch.advantages).sum()
-
-
-@contextmanager
-def chosen(router: Any, ids: torch.Tensor) -> Iterator[None]:
-    """Make a router choose these experts, and do all else itself: its choice is a `torch.topk` over experts."""
-    forward, topk = router.forward, torch.topk
-
-    def choose(scores: torch.Tensor, k: int, **how: Any) -> Any:
-        return (scores.gather(-1, ids), ids) if scores.shape[-1] == NUM_EXPERTS else topk(scores, k, **how)
-
-    def forward_with_choice(hidden: torch.Tensor) -> Any:
-        with mock.patch("torch.topk", choose):
-            return forward(hidden)
-
-    with mock.patch.object(router, "forward", forward_with_choice):
-        yield
 
 
 def compare_with_plain_model(cases: list[Case]) -> None:
@@ -200,7 +188,7 @@ def replayed_loss(model: Any, sequences: list[Sequence], *, autocast: bool = Fal
 
 def check_replayed(record: Any, batch: Any, sequences: list[Sequence]) -> None:
     """The sets of experts used in training are those recorded, token by token."""
-    ids_BTLK = record.by_sequence(len(batch.input_ids))
+    ids_BTLK = record.expert_ids(torch.cat([batch.input_ids, batch.targets[:, -1:]], dim=1))
     for row, sequence in enumerate(sequences):
         actual = np.sort(ids_BTLK[row, : sequence.num_fed], axis=-1)
         assert np.array_equal(actual, np.sort(sequence.expert_ids, axis=-1))
@@ -271,18 +259,6 @@ def test_vanilla_transformers_loads_a_checkpoint(tmp_path: Path) -> None:
             assert torch.equal(tensor, state[name]), (model_type, name)
         with torch.no_grad():
             assert torch.allclose(loaded(input_ids=tokens).logits, logits, atol=1e-6), model_type
-
-
-@pytest.mark.parametrize("model_type", MODEL_TYPES)
-def test_recording_ends_with_its_context(model_type: str) -> None:
-    torch.manual_seed(0)
-    model = random_model(small_config(model_type), torch.float32).eval()
-    with record_routing(model) as record, torch.no_grad():
-        model.generate(torch.ones(2, 4, dtype=torch.int64), max_new_tokens=3, min_new_tokens=3, do_sample=False)
-    num_layers = len(MOE_LAYERS[model_type])
-    assert record.by_sequence(2).shape == (2, 4 + 2, num_layers, TOP_K)
-    assert not any(router_of(block)._forward_hooks for block in moe_blocks(model).values())
-    RoutingTrace.from_sequences(list(record.by_sequence(2)), num_experts=NUM_EXPERTS).check()
 
 
 class Wrapper(nn.Module):
@@ -362,6 +338,10 @@ def share_adapted_models() -> None:
     refused(model, Session(num_experts=4), "layer 0 .* hold 8 in gate_up_proj and the session is for 4")
     share_experts(model, session)
     refused(model, Session(num_experts=NUM_EXPERTS), "hold 4 in gate_up_proj and the session is for 8; .* no session")
+    ids = np.tile(np.arange(TOP_K), (4, len(MOE_LAYERS["gpt_oss"]), 1))
+    trace = RoutingTrace.from_sequences([ids], num_experts=NUM_EXPERTS)
+    with pytest.raises(InputError, match="in a session, which replays"), replay_routing(model, trace, torch.ones(1, 4)):
+        pass
 
 
 def test_adapted_and_shared_experts_are_refused_by_name() -> None:

@@ -33,7 +33,8 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.distributed.expert_parallel import AllToAllEP
 
 from trimtab.cli.options import write_json
-from trimtab.integrations.transformers import moe_blocks, router_weights, share_experts
+from trimtab.integrations.transformers import moe_blocks, share_experts
+from trimtab.integrations.transformers.families import reroute
 from trimtab.planner import Schedule, Workload, pack_by_length
 from trimtab.planner.workload import max_over_mean
 from trimtab.runtime import Session
@@ -270,8 +271,7 @@ def _use_native_experts(model: Any, session: Session, ids_LNK: torch.Tensor) -> 
 
 
 def _give_routing(config: Any, ids_NK: torch.Tensor, _gate: nn.Module, _args: Any, output: Any) -> Any:
-    logits = output[0]
-    return logits, router_weights(config, logits, ids_NK), ids_NK
+    return reroute(config, output, ids_NK)
 
 
 class _MoeTimer:

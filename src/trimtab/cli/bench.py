@@ -115,6 +115,15 @@ def add(commands: Any) -> None:
     transfer.add_argument("--rounds", type=positive, default=20, metavar="N", help="alternating rounds (default: 20)")
     transfer.add_argument("--json", type=Path, metavar="FILE", help="also write the figures to FILE")
     transfer.set_defaults(run=run_transfer)
+    capture = benches.add_parser(
+        "capture",
+        help="what recording the routing costs a forward and a generation in transformers",
+        description="Time forward and generation of a 16-layer MoE, plain and recorded in turns.",
+        epilog="example: trimtab bench capture --json out/bench-capture.json",
+    )
+    capture.add_argument("--rounds", type=positive, default=60, metavar="N", help="alternating pairs (default: 60)")
+    capture.add_argument("--json", type=Path, metavar="FILE", help="also write the figures to FILE")
+    capture.set_defaults(run=run_capture)
     simulator = benches.add_parser(
         "simulator",
         help="does the simulator predict what the runtime takes?",
@@ -203,6 +212,16 @@ def run_transfer(options: argparse.Namespace) -> None:
     from trimtab.benchmarks.transfer import print_figures, run_benchmark
 
     figures = run_benchmark(options.rounds)
+    print_figures(figures, Console(highlight=False))
+    if options.json:
+        write_json(options.json, figures)
+
+
+def run_capture(options: argparse.Namespace) -> None:
+    need_extra("torch", "transformers")
+    from trimtab.benchmarks.capture import CaptureBenchmark, print_figures, run_benchmark
+
+    figures = run_benchmark(CaptureBenchmark(options.rounds))
     print_figures(figures, Console(highlight=False))
     if options.json:
         write_json(options.json, figures)

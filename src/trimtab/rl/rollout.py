@@ -23,7 +23,7 @@ def sample_groups(
     prompts = _encode(model, tokenizer, repeated)
     with record_routing(model) as record:
         tokens = _generate(model, tokenizer, prompts, max_new_tokens, sample=True)
-    expert_ids = record.by_sequence(len(repeated))
+    routing = record.trace(tokens, prompts["attention_mask"], eos_token_id=tokenizer.eos_token_id)
     prompt_width = prompts["input_ids"].shape[1]
     padding = (prompt_width - prompts["attention_mask"].sum(dim=1)).tolist()
     responses = [_until_end(row, tokenizer.eos_token_id) for row in tokens[:, prompt_width:]]
@@ -35,7 +35,7 @@ def sample_groups(
         Sequence(
             token_ids=tokens[row, pad : prompt_width + len(response)].copy(),
             prompt_length=prompt_width - pad,
-            expert_ids=expert_ids[row, pad : prompt_width + len(response) - 1].copy(),
+            expert_ids=routing.sequence(row).copy(),
             reward=float(reward),
             advantage=float(advantage),
         )

@@ -1,7 +1,8 @@
-"""Hugging Face transformers: run a model's experts in a `Session`, record and replay its routing."""
+"""Hugging Face transformers: record and replay a model's routing, run its experts in a `Session`."""
 
 from trimtab.integrations.transformers.families import SUPPORTED_MODEL_TYPES, moe_blocks, num_experts, router_weights
 from trimtab.integrations.transformers.recording import RoutingRecord, record_routing
+from trimtab.integrations.transformers.replaying import replay_routing
 from trimtab.integrations.transformers.sharing import share_experts
 
 __all__ = [
@@ -10,6 +11,7 @@ __all__ = [
     "moe_blocks",
     "num_experts",
     "record_routing",
+    "replay_routing",
     "router_weights",
     "share_experts",
 ]

@@ -60,15 +60,31 @@ def moe_blocks(model: Any) -> dict[int, Any]:
         InputError: if the model's type is not supported, or no layer of it is a MoE layer.
     """
     family_of(model.config)
-    layers = (module for name, module in model.named_modules() if name.split(".")[-1] == "layers")
-    blocks = {
-        index: layer.mlp
-        for index, layer in enumerate(next(layers, nn.ModuleList()).children())
-        if hasattr(layer.mlp, "experts")
-    }
+    blocks = {index: layer.mlp for index, layer in enumerate(decoder_of(model).layers) if hasattr(layer.mlp, "experts")}
     if not blocks:
         raise InputError(f"this {model.config.model_type} model has no MoE layer")
     return blocks
+
+
+def decoder_of(model: Any) -> Any:
+    """The module that holds the decoder layers, in `layers`, and feeds them: the model itself, or a part of it.
+
+    Raises:
+        InputError: if the model's type is not supported.
+    """
+    family_of(model.config)
+    return next(module for module in model.modules() if isinstance(getattr(module, "layers", None), nn.ModuleList))
+
+
+def reroute(config: Any, output: Sequence[torch.Tensor], ids: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """What the model's router would have answered, had it chosen these experts.
+
+    Args:
+        config: the model's.
+        output: the router's answer, `(logits [T, E], weights [T, K], ids [T, K])`.
+        ids: `[T, K]` int64, the experts to use.
+    """
+    return output[0], router_weights(config, output[0], ids), ids
 
 
 def router_weights(config: Any, logits: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:

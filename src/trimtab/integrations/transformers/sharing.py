@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from trimtab.errors import InputError
-from trimtab.integrations.transformers.families import Family, family_of, moe_blocks, router_weights
+from trimtab.integrations.transformers.families import Family, family_of, moe_blocks, reroute
 from trimtab.runtime import ExpertLayer, Session
 
 
@@ -40,10 +40,10 @@ def share_experts(model: nn.Module, session: Session, *, compute_dtype: torch.dt
         parameters = [getattr(experts, name) for name in family.parameters]
         layer = session.add_layer(parameters, family.apply(experts), compute_dtype=compute_dtype)
         experts.forward = layer
-        replay_routing(getattr(block, family.router), session, layer, config)
+        follow_session(getattr(block, family.router), session, layer, config)
 
 
-def replay_routing(router: nn.Module, session: Session, layer: ExpertLayer, config: Any) -> None:
+def follow_session(router: nn.Module, session: Session, layer: ExpertLayer, config: Any) -> None:
     """Let a router answer with the ids that the session replays, and with its own weights for them."""
     router.register_forward_hook(partial(_replay, session, layer, config))
 
@@ -65,9 +65,15 @@ def check_experts(family: Family, experts: nn.Module, layer: int, num_experts: i
             )
 
 
+def in_session(experts: Any) -> bool:
+    """Does a session run these experts, through `share_experts` or through transformers' expert parallelism?"""
+    ways = (experts.forward, getattr(getattr(experts, "ep_implementation", None), "layer", None))
+    return any(isinstance(way, ExpertLayer) for way in ways)
+
+
 def _replay(
     session: Session, layer: ExpertLayer, config: Any, _router: nn.Module, _args: Any, output: Any
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+) -> tuple[torch.Tensor, ...]:
     logits, weights, live_ids = output
     ids = layer.route(live_ids)
-    return logits, router_weights(config, logits, ids) if session.replays else weights, ids
+    return reroute(config, output, ids) if session.replays else (logits, weights, ids)

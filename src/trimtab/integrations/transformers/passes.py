@@ -1,0 +1,106 @@
+"""From forwards of a decoder to whole rows: what was fed at each place of each row, and which experts it used."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from trimtab.trace.routing import Array
+
+
+@dataclass(eq=False)
+class Call:
+    """One forward of a decoder over B rows of t tokens, or something that befell its cache.
+
+    Attributes:
+        cache: number of the key-value cache that keeps what was fed, if one does.
+        past: tokens that the cache held before; a tensor where only the device knows.
+        tokens_BT: `[B, t]` int32, what was fed.
+        ids_LNK: `[L, B * t, K]` narrow ids; numpy once they are on the host.
+        problem: why the cache's rows can't be told from here on, if they can't.
+    """
+
+    cache: int | None
+    past: int | torch.Tensor = 0
+    tokens_BT: torch.Tensor | Array | None = None
+    ids_LNK: torch.Tensor | Array | None = None
+    problem: str = ""
+
+
+class Pass:
+    """B rows that grow along one key-value cache: a prefill, in one or more calls, and the decode calls after it.
+
+    Attributes:
+        problem: why its rows can't be told, if they can't.
+    """
+
+    def __init__(self) -> None:
+        self.problem = ""
+        self._calls: list[tuple[int, Array, Array]] = []
+        self._width = 0
+
+    def feed(self, call: Call) -> None:
+        """Add a call. What it feeds at places that were filled takes their place: the cache was cropped."""
+        self.problem = self.problem or call.problem
+        tokens, ids, past = call.tokens_BT, call.ids_LNK, int(call.past)
+        if self.problem or not isinstance(tokens, np.ndarray) or not isinstance(ids, np.ndarray):
+            self._calls.clear()
+            return
+        rows, width = tokens.shape
+        if self._calls and rows != len(self._calls[0][1]):
+            self.problem = f"a batch went from {len(self._calls[0][1])} to {rows} rows in mid-sequence"
+        if past > self._width:
+            self.problem = f"{past - self._width} tokens were in the cache before recording began"
+        if self.problem:
+            return
+        self._width = past + width
+        self._calls.append((past, tokens, ids.reshape(len(ids), rows, width, -1).transpose(1, 2, 0, 3)))
+
+    def find(self, wanted_N: Array, row: int) -> Array | None:
+        """Ids `[n, L, K]` of the row, this one if it may be, whose first tokens are these; None if there is none."""
+        fed = len(wanted_N)
+        if self.problem or fed > self._width:
+            return None
+        tokens_BT, ids_BTLK = self._joined()
+        if row >= len(tokens_BT) or not np.array_equal(tokens_BT[row, :fed], wanted_N):
+            rows = np.flatnonzero((tokens_BT[:, :fed] == wanted_N).all(axis=1))
+            if not len(rows):
+                return None
+            row = int(rows[0])
+        return ids_BTLK[row, :fed]
+
+    def _joined(self) -> tuple[Array, Array]:
+        if len(self._calls) > 1:
+            _, tokens, ids = self._calls[0]
+            width = max(past + tokens.shape[1] for past, tokens, _ in self._calls)
+            tokens_BT = np.empty((len(tokens), width), tokens.dtype)
+            ids_BTLK = np.empty((len(tokens), width, *ids.shape[2:]), ids.dtype)
+            for past, tokens, ids in self._calls:
+                tokens_BT[:, past : past + tokens.shape[1]] = tokens
+                ids_BTLK[:, past : past + tokens.shape[1]] = ids
+            self._calls = [(0, tokens_BT[:, : self._width], ids_BTLK[:, : self._width])]
+        return self._calls[0][1:]
+
+
+def bring_home(calls: Sequence[Call], dtype: np.dtype[np.generic]) -> None:
+    """Bring what calls hold to the host, with one transfer of ids and one of tokens. Waits for their devices."""
+    with_ids = [call for call in calls if isinstance(call.ids_LNK, torch.Tensor)]
+    for call, ids in zip(with_ids, _fetch([call.ids_LNK for call in with_ids]), strict=True):
+        call.ids_LNK = ids.view(dtype)
+    with_tokens = [call for call in calls if isinstance(call.tokens_BT, torch.Tensor)]
+    for call, tokens in zip(with_tokens, _fetch([call.tokens_BT for call in with_tokens]), strict=True):
+        call.tokens_BT = tokens
+    for call in calls:
+        call.past = int(call.past)
+
+
+def _fetch(tensors: Sequence[torch.Tensor | Array | None]) -> list[Array]:
+    parts = [tensor for tensor in tensors if isinstance(tensor, torch.Tensor)]
+    if not parts:
+        return []
+    flat = torch.cat([part.reshape(-1) for part in parts]).cpu()
+    chunks = flat.split([part.numel() for part in parts])
+    return [chunk.view(part.shape).numpy() for chunk, part in zip(chunks, parts, strict=True)]
