@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from helpers.dumps import claim, pretend, routes, survives
 
+from helpers.dumps import claim, pretend, routes, survives
 from trimtab import InputError
 from trimtab.trace.formats import nemo_rl, sglang_recorder, slime, verl
 from trimtab.trace.formats.records import Known

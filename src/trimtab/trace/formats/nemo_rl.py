@@ -9,6 +9,7 @@ with `token_ids` `[n]` and `routed_experts` `[n, layers, top_k]`. Dumps are `tor
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -70,7 +71,7 @@ def records_of_batch(batch: Any) -> Iterator[Record]:
         for row, record in enumerate(records):
             if record is not None:
                 task = tasks[row] if isinstance(tasks, list | tuple) and row < len(tasks) else None
-                yield Record(**{**vars(record), "domain": text(task)})
+                yield replace(record, domain=text(task))
 
 
 def _padded(batch: Any) -> Iterator[Record | None]:

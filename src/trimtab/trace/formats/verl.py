@@ -9,6 +9,7 @@ the bare array in a `.npy`. Without padding (nested tensors), every sequence is 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -82,14 +83,10 @@ def records_of_batch(batch: Any) -> Iterator[Record]:
         sources = field(labels, "data_source")
         if sources is None:
             sources = field(tensors, "data_source")
+        sources = sources.numpy() if isinstance(sources, NumpyArray) else sources
+        labelled = isinstance(sources, list | tuple) or (isinstance(sources, np.ndarray) and sources.ndim == 1)
         for record, row in _rows(tensors):
-            domain = text(_item(sources, row))
-            yield Record(**{**vars(record), "step": step, "domain": domain})
-
-
-def _item(labels: Any, row: int) -> Any:
-    labels = labels.numpy() if isinstance(labels, NumpyArray) else labels
-    return labels[row] if isinstance(labels, list | tuple | np.ndarray) and row < len(labels) else None
+            yield replace(record, step=step, domain=text(sources[row]) if labelled and row < len(sources) else "")
 
 
 def _rows(tensors: Any) -> Iterator[tuple[Record, int]]:
