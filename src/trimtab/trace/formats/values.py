@@ -26,7 +26,7 @@ def damaged_values() -> Iterator[None]:
         raise
     except MemoryError:
         raise InputError("needs more memory than there is") from None
-    except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError, RecursionError) as error:
+    except (ArithmeticError, AttributeError, BufferError, LookupError, RuntimeError, TypeError, ValueError) as error:
         raise InputError(f"damaged, or not what its format says ({clip(str(error))})") from None
 
 

@@ -241,7 +241,7 @@ def _from_consolidated(metadata: Any, storage: Any) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for key, leaf in metadata["leaves"].items():
         # dtype, shape, (device,) start, stop, (padding); what stands between depends on the version.
-        shape = next(each for each in leaf if isinstance(each, list | tuple))
+        shape = next((each for each in leaf if isinstance(each, list | tuple)), ())
         start, stop, *_ = (each for each in leaf if type(each) is int)
         dtype = str(leaf[0]).removeprefix("torch.")
         if not 0 <= start <= stop <= len(content):
