@@ -14,7 +14,7 @@ import torch
 
 from helpers.dumps import claim, pretend, routes, survives
 from trimtab import InputError
-from trimtab.trace.formats import nemo_rl, sglang_recorder, slime, verl
+from trimtab.trace.formats import nemo_rl, sglang_recorder, slime, values, verl
 from trimtab.trace.formats.records import Known
 
 LENGTHS, ANSWERS, LAYERS, TOP_K = [7, 12, 1], [3, 5, 1], 4, 3
@@ -109,6 +109,15 @@ def test_message_logs(tmp_path: Path) -> None:
 def test_wrong_batches_are_explained(change: dict[str, Any], message: str) -> None:
     with pytest.raises(InputError, match=message):
         list(nemo_rl.records_of_batch(batch(64, torch.int8) | change))
+
+
+def test_messages_that_repeat_one_array_are_stopped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(values, "SMALLEST_ALLOWANCE", 1 << 26)
+    ids = torch.zeros(1, dtype=torch.int8).expand(1 << 12, 64, 62)
+    message = {"role": "user", "token_ids": torch.zeros(1 << 12, dtype=torch.int32), "routed_experts": ids}
+    torch.save({"message_log": [[message] * 1000]}, tmp_path / "a.pt")
+    with pytest.raises(InputError, match="the same arrays over and over"):
+        list(nemo_rl.read(tmp_path / "a.pt", Known()))
 
 
 def test_damaged_dumps_are_read_or_refused(tmp_path: Path) -> None:

@@ -321,7 +321,11 @@ class Unpickler:
     def _make(self, maker: Any, args: Any, at: int) -> int:
         if type(maker) is not Maker or type(args) is not tuple:
             raise TypeError("calls what is no class")
-        self._stack.append(maker.make(*args))
+        try:
+            made = maker.make(*args)
+        except TypeError:
+            raise TypeError(f"{maker.name} of what it is not made of") from None
+        self._stack.append(made)
         return at
 
     def _build(self, at: int) -> int:

@@ -29,7 +29,16 @@ from trimtab.trace.formats.tensors import (
     Tensor,
     buffer_of,
 )
-from trimtab.trace.formats.values import as_array, damaged_values, field, integers, rows_of, text, whole_number
+from trimtab.trace.formats.values import (
+    Allowance,
+    as_array,
+    damaged_values,
+    field,
+    integers,
+    rows_of,
+    text,
+    whole_number,
+)
 from trimtab.trace.routing import Array
 
 KEY = "routed_experts"
@@ -61,7 +70,7 @@ def read(path: Path, known: Known) -> Iterator[Record]:
         dump = torch_files.load(path)
         if isinstance(dump, NumpyArray | Tensor):
             dump = {KEY: dump}
-        yield from records_of_batch(dump)
+        yield from Allowance(path).watch(records_of_batch(dump))
 
 
 def records_of_batch(batch: Any) -> Iterator[Record]:
