@@ -425,7 +425,16 @@ def test_other_files_are_refused(tmp_path: Path) -> None:
     with pytest.raises(InputError, match="neither"):
         torch_files.load(tmp_path / "x")
     assert torch_files.mentions(tmp_path / "x", "hello") == set()
-    assert not torch_files.looks_loadable(tmp_path / "missing")
+    for path in (tmp_path / "missing", tmp_path):
+        assert not torch_files.looks_loadable(path)
+        with pytest.raises(InputError, match="can't be read"):
+            torch_files.load(path)
+
+
+def test_torch_is_not_needed() -> None:
+    names = ["slime", "verl", "nemo_rl", "sglang_recorder"]
+    program = f"import sys\nfrom trimtab.trace.formats import {', '.join(names)}\nassert 'torch' not in sys.modules"
+    subprocess.run([sys.executable, "-c", program], check=True)
 
 
 def test_mentions_finds_keys_not_parts_of_them(tmp_path: Path) -> None:
