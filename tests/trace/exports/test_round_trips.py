@@ -12,7 +12,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from helpers.dumps import only_input_errors, routes, safetensors_bytes
+from helpers.response_dumps import only_input_errors, routes, safetensors_bytes
 from trimtab import InputError, RoutingTrace
 from trimtab.trace.exports.arrays import write_npz, write_safetensors
 from trimtab.trace.exports.megatron import write_megatron

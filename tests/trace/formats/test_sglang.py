@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from helpers.dumps import json_lines, only_input_errors, raw_text, routes
+from helpers.response_dumps import json_lines, only_input_errors, raw_text, routes
 from trimtab import InputError
 from trimtab.trace.formats import sglang, vllm
 from trimtab.trace.formats.records import Known, Record

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from helpers.dumps import json_lines, npy_bytes, npy_text, only_input_errors, routes
+from helpers.response_dumps import json_lines, npy_bytes, npy_text, only_input_errors, routes
 from trimtab import InputError
 from trimtab.trace.formats import sglang, vllm
 from trimtab.trace.formats.records import Known, Record

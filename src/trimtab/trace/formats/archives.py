@@ -5,6 +5,7 @@ Nothing is copied: an entry that is stored as it is, as `torch.save` and `np.sav
 
 from __future__ import annotations
 
+import mmap
 import struct
 import zlib
 from dataclasses import dataclass
@@ -23,6 +24,7 @@ _LOCATOR_64 = struct.Struct("<4sLQL")
 _ENTRY = struct.Struct("<4s6H3L5H2L")
 _LOCAL = struct.Struct("<4s5H3L2H")
 _LONGEST_COMMENT = 1 << 16
+_CHECKED_AT_ONCE = 64 << 20
 
 
 @dataclass(frozen=True)
@@ -63,7 +65,7 @@ class Archive:
         elif entry.method != STORED or entry.packed_size != entry.size:
             raise InputError(f"its entry {name[:80]!r} is packed in a way that torch and numpy don't use")
         if name not in self._checked:
-            if zlib.crc32(content) != entry.checksum:
+            if _checksum(content) != entry.checksum:
                 raise InputError(
                     f"a damaged file: the checksum of its entry {name[:80]!r} does not match (files that were saved "
                     "with torch.serialization.set_crc32_options(False) must be saved again)"
@@ -80,6 +82,21 @@ class Archive:
         if start + entry.packed_size > len(self._file):
             raise InputError(f"a damaged or truncated file: its entry {entry.name[:80]!r} lies beyond its end")
         return self._file[start : start + entry.packed_size]
+
+
+def let_go(view: memoryview) -> None:
+    """Tell the system that we have no need of the file's pages for now: they count as our memory until then."""
+    if isinstance(view.obj, mmap.mmap) and hasattr(mmap, "MADV_DONTNEED"):
+        view.obj.madvise(mmap.MADV_DONTNEED)
+
+
+def _checksum(content: memoryview) -> int:
+    checksum = 0
+    for start in range(0, len(content), _CHECKED_AT_ONCE):
+        checksum = zlib.crc32(content[start : start + _CHECKED_AT_ONCE], checksum)
+        if start:
+            let_go(content)
+    return checksum
 
 
 def _inflate(entry: Entry, packed: memoryview) -> memoryview:

@@ -9,6 +9,7 @@ with `token_ids` `[n]` and `routed_experts` `[n, layers, top_k]`. Dumps are `tor
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ from trimtab.errors import InputError
 from trimtab.trace.formats import torch_files
 from trimtab.trace.formats.pickles import Foreign
 from trimtab.trace.formats.records import Known, Record
-from trimtab.trace.formats.values import damaged_values, field, integers, rows_of, text
+from trimtab.trace.formats.values import Allowance, damaged_values, field, integers, rows_of, text
 
 KEY = "routed_experts"
 _LENGTHS = ("input_lengths", "unpadded_sequence_lengths")
@@ -37,7 +38,7 @@ def read(path: Path, known: Known) -> Iterator[Record]:
         InputError: one line, if it is damaged, or holds no `routed_experts` or no lengths.
     """
     with damaged_values():
-        yield from records_of_batch(torch_files.load(path))
+        yield from _records(torch_files.load(path), Allowance(path))
 
 
 def records_of_batch(batch: Any) -> Iterator[Record]:
@@ -49,6 +50,10 @@ def records_of_batch(batch: Any) -> Iterator[Record]:
     Raises:
         InputError: one line, if there are no routes or no lengths, or shapes do not fit together.
     """
+    yield from _records(batch, Allowance())
+
+
+def _records(batch: Any, allowance: Allowance) -> Iterator[Record]:
     with damaged_values():
         if isinstance(batch, Foreign):
             # A UserDict keeps its items in an attribute.
@@ -64,13 +69,13 @@ def records_of_batch(batch: Any) -> Iterator[Record]:
         if field(batch, KEY) is not None:
             records = _padded(batch)
         elif field(batch, "message_log") is not None:
-            records = _logged(field(batch, "message_log"))
+            records = _logged(field(batch, "message_log"), allowance)
         else:
             raise InputError(f"no {KEY!r} in this batch; NeMo-RL writes it with policy.router_replay.enabled=true")
         for row, record in enumerate(records):
             if record is not None:
                 task = tasks[row] if isinstance(tasks, list | tuple) and row < len(tasks) else None
-                yield Record(**{**vars(record), "domain": text(task)})
+                yield replace(record, domain=text(task))
 
 
 def _padded(batch: Any) -> Iterator[Record | None]:
@@ -106,21 +111,24 @@ def _padded(batch: Any) -> Iterator[Record | None]:
         )
 
 
-def _logged(log: Any) -> Iterator[Record | None]:
+def _logged(log: Any, allowance: Allowance) -> Iterator[Record | None]:
     if not isinstance(log, list | tuple):
         raise InputError(f"message_log is a {type(log).__name__}; it should be a list, one entry a sample")
     some = False
     for row, messages in enumerate(log):
-        record = _joined(rows_of(messages, "message_log"), f"sample {row}")
+        record = _joined(rows_of(messages, "message_log"), f"sample {row}", allowance)
         some = some or record is not None
         yield record
     if len(log) and not some:
         raise InputError(f"no message has {KEY!r}; NeMo-RL writes it with policy.router_replay.enabled=true")
 
 
-def _joined(messages: list[Any], where: str) -> Record | None:
+def _joined(messages: list[Any], where: str, allowance: Allowance) -> Record | None:
     """The turns of one sample, one after another; a turn without routes has rows of -1."""
-    tokens = [integers(field(message, "token_ids"), f"{where}: token_ids", 1) for message in messages]
+    tokens = []
+    for message in messages:
+        tokens.append(integers(field(message, "token_ids"), f"{where}: token_ids", 1))
+        allowance.take(len(tokens[-1]))
     routes = [field(message, KEY) for message in messages]
     ids = [None if each is None else integers(each, f"{where}: {KEY}", 3) for each in routes]
     shapes = {each.shape[1:] for each in ids if each is not None}
@@ -129,6 +137,7 @@ def _joined(messages: list[Any], where: str) -> Record | None:
     if len(shapes) > 1:
         raise InputError(f"{where}: its messages have {KEY} of different shapes")
     shape = shapes.pop()
+    allowance.take(sum(map(len, tokens)) * shape[0] * shape[1])
     rows = []
     for turn, (each, turn_tokens) in enumerate(zip(ids, tokens, strict=True)):
         missing = len(turn_tokens) - (0 if each is None else len(each))

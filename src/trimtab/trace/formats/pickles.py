@@ -24,7 +24,7 @@ MOST_OBJECTS = 4_000_000
 MOST_PROGRAM_BYTES = 128 << 20
 LARGE = 1 << 16
 _LONGEST_NAME = 512
-_LONGEST_INTEGER = 16
+_LONGEST_INTEGER = 32
 _STRETCH = 1 << 16
 _INT32 = struct.Struct("<i").unpack_from
 _FLOAT64 = struct.Struct(">d").unpack_from
@@ -321,7 +321,11 @@ class Unpickler:
     def _make(self, maker: Any, args: Any, at: int) -> int:
         if type(maker) is not Maker or type(args) is not tuple:
             raise TypeError("calls what is no class")
-        self._stack.append(maker.make(*args))
+        try:
+            made = maker.make(*args)
+        except TypeError:
+            raise TypeError(f"{maker.name} of what it is not made of") from None
+        self._stack.append(made)
         return at
 
     def _build(self, at: int) -> int:

@@ -29,7 +29,7 @@ import numpy as np
 from trimtab.errors import InputError
 from trimtab.trace.formats import torch_files
 from trimtab.trace.formats.records import Known, Record
-from trimtab.trace.formats.values import damaged_values, field, integers, whole_number
+from trimtab.trace.formats.values import Allowance, damaged_values, field, integers, text, whole_number
 from trimtab.trace.routing import Array
 
 IDS, COUNTS, PASS_COUNTS, MAP = (
@@ -57,7 +57,7 @@ def read(path: Path, known: Known) -> Iterator[Record]:
         InputError: one line, if it is damaged, or holds counts only and top_k is not known or does not fit them.
     """
     with damaged_values():
-        yield from records_of_dump(torch_files.load(path), known)
+        yield from _records(torch_files.load(path), known, Allowance(path))
 
 
 def records_of_dump(dump: Any, known: Known | None = None) -> Iterator[Record]:
@@ -66,7 +66,10 @@ def records_of_dump(dump: Any, known: Known | None = None) -> Iterator[Record]:
     Raises:
         InputError: as `read`.
     """
-    known = known or Known()
+    yield from _records(dump, known or Known(), Allowance())
+
+
+def _records(dump: Any, known: Known, allowance: Allowance) -> Iterator[Record]:
     with damaged_values():
         if not isinstance(dump, Mapping):
             raise InputError("not a dump of SGLang's recorder: it should be a dictionary")
@@ -78,9 +81,9 @@ def records_of_dump(dump: Any, known: Known | None = None) -> Iterator[Record]:
         if not isinstance(passes, list | tuple):
             raise InputError(f"not a dump of SGLang's recorder: neither {COUNTS!r} nor 'records'")
         if passes and all(field(each, IDS) is None for each in passes):
-            yield from _from_physical_counts(dump, passes, known)
+            yield from _from_physical_counts(dump, passes, known, allowance)
         else:
-            yield from _from_tokens(dump, passes)
+            yield from _from_tokens(dump, passes, allowance)
 
 
 @dataclass(frozen=True)
@@ -92,10 +95,12 @@ class _Piece:
     end: int
 
 
-def _from_tokens(dump: Mapping[Any, Any], passes: Any) -> Iterator[Record]:
+def _from_tokens(dump: Mapping[Any, Any], passes: Any, allowance: Allowance) -> Iterator[Record]:
     logical = _logical_map(dump)
     used_LK: Array | None = None
     for each in passes:
+        lengths = field(each, "extend_seq_lens")
+        allowance.take(_ids(each).size + (len(lengths) if isinstance(lengths, list | tuple) else 0))
         there_LK: Array = np.any(_ids(each) >= 0, axis=1)
         if used_LK is not None and there_LK.shape != used_LK.shape:
             raise InputError(f"{_name(each)}: {IDS} has another shape than those before")
@@ -147,10 +152,10 @@ def _requests(passes: Any) -> tuple[dict[str, list[_Piece]], dict[str, int]]:
         lengths = _piece_lengths(each, tokens)
         prefill = _mode(each) in ("prefill", "mixed")
         names = field(each, "rids")
-        named = isinstance(names, list | tuple) and len(names) == len(lengths)
+        named = isinstance(names, list | tuple) and len(names) == len(lengths) and all(map(text, names))
         start = 0
         for number, length in enumerate(lengths):
-            name = f"request {str(names[number])[:80]}" if named and names else f"{_name(each)}, piece {number}"
+            name = f"request {text(names[number])}" if named and names else f"{_name(each)}, piece {number}"
             if length:
                 # Passes of several ranks or recordings may have the same number.
                 while not named and name in groups:
@@ -186,11 +191,12 @@ def _logical_ids(each: Any, piece: _Piece, layers: Array, top_k: int, logical: A
     return np.where(ids_TLK >= 0, mapped, -1)
 
 
-def _from_physical_counts(dump: Mapping[Any, Any], passes: Any, known: Known) -> Iterator[Record]:
+def _from_physical_counts(dump: Mapping[Any, Any], passes: Any, known: Known, allowance: Allowance) -> Iterator[Record]:
     logical = _logical_map(dump)
     counts = []
     for each in passes:
         physical = integers(field(each, PASS_COUNTS), f"{_name(each)}: {PASS_COUNTS}", 2)
+        allowance.take(physical.size)
         if logical is None or logical.shape != physical.shape or logical.min(initial=0) < 0:
             raise InputError(f"{_name(each)}: {PASS_COUNTS} and {MAP} do not fit together")
         experts = int(logical.max(initial=0)) + 1

@@ -14,7 +14,7 @@ from typing import Any
 from trimtab.errors import InputError
 from trimtab.trace.formats import torch_files
 from trimtab.trace.formats.records import Known, Record
-from trimtab.trace.formats.values import as_array, damaged_values, field, integers, text, whole_number
+from trimtab.trace.formats.values import Allowance, as_array, damaged_values, field, integers, text, whole_number
 from trimtab.trace.routing import Array
 
 KEY = "rollout_routed_experts"
@@ -46,7 +46,7 @@ def read(path: Path, known: Known) -> Iterator[Record]:
             samples = dump
         if not isinstance(samples, list | tuple):
             raise InputError("not a dump of slime or miles: it should hold a list of 'samples'")
-        yield from records_of_samples(samples, step=step, known=known)
+        yield from Allowance(path).watch(records_of_samples(samples, step=step, known=known))
 
 
 def records_of_samples(samples: Iterable[Any], *, step: int = 0, known: Known | None = None) -> Iterator[Record]:

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 
 from trimtab.errors import InputError
+from trimtab.trace.formats.archives import let_go
 from trimtab.trace.formats.pickles import LargeText, clip
 from trimtab.trace.routing import Array
 
@@ -68,7 +69,9 @@ class LatinBytes:
     text: LargeText
 
     def decode(self) -> bytes:
-        return str(self.text.utf8, "utf-8").encode("latin-1")
+        content = str(self.text.utf8, "utf-8").encode("latin-1")
+        let_go(self.text.utf8)
+        return content
 
 
 def buffer_of(data: Any) -> memoryview:

@@ -68,10 +68,13 @@ def load(path: Path) -> Any:
         InputError: one line (without the path), if the file is none of these formats, is damaged, claims what it does
             not hold, or holds anything but data.
     """
-    with path.open("rb") as file:
-        if not path.stat().st_size:
-            raise InputError("an empty file")
-        content = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+    try:
+        with path.open("rb") as file:
+            if not path.stat().st_size:
+                raise InputError("an empty file")
+            content = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+    except OSError as error:
+        raise InputError(f"can't be read ({error.strerror})") from None
     return loads(memoryview(content))
 
 

@@ -2,19 +2,43 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from itertools import chain
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from trimtab.errors import InputError
 from trimtab.trace.formats.pickles import Foreign, clip
+from trimtab.trace.formats.records import Record
 from trimtab.trace.formats.tensors import Jagged, NumpyArray, Tensor
 from trimtab.trace.routing import Array
 
 _MOST_LISTED = 1 << 26
+SMALLEST_ALLOWANCE = 1 << 30
+
+
+class Allowance:
+    """How many numbers may be read from a file: several times what it can hold, unless it repeats the same arrays.
+
+    A list of a million references to one array costs a few bytes each, and would keep us busy for days.
+    """
+
+    def __init__(self, path: Path | None = None) -> None:
+        self._left = math.inf if path is None else SMALLEST_ALLOWANCE + 4 * path.stat().st_size
+
+    def take(self, count: int) -> None:
+        self._left -= count
+        if self._left < 0:
+            raise InputError("refers to the same arrays over and over")
+
+    def watch(self, records: Iterator[Record]) -> Iterator[Record]:
+        for record in records:
+            self.take(record.ids.size + (0 if record.token_ids is None else record.token_ids.size))
+            yield record
 
 
 @contextmanager
@@ -26,7 +50,7 @@ def damaged_values() -> Iterator[None]:
         raise
     except MemoryError:
         raise InputError("needs more memory than there is") from None
-    except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError, RecursionError) as error:
+    except (ArithmeticError, AttributeError, BufferError, LookupError, RuntimeError, TypeError, ValueError) as error:
         raise InputError(f"damaged, or not what its format says ({clip(str(error))})") from None
 
 

@@ -9,6 +9,7 @@ the bare array in a `.npy`. Without padding (nested tensors), every sequence is 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +29,16 @@ from trimtab.trace.formats.tensors import (
     Tensor,
     buffer_of,
 )
-from trimtab.trace.formats.values import as_array, damaged_values, field, integers, rows_of, text, whole_number
+from trimtab.trace.formats.values import (
+    Allowance,
+    as_array,
+    damaged_values,
+    field,
+    integers,
+    rows_of,
+    text,
+    whole_number,
+)
 from trimtab.trace.routing import Array
 
 KEY = "routed_experts"
@@ -60,7 +70,7 @@ def read(path: Path, known: Known) -> Iterator[Record]:
         dump = torch_files.load(path)
         if isinstance(dump, NumpyArray | Tensor):
             dump = {KEY: dump}
-        yield from records_of_batch(dump)
+        yield from Allowance(path).watch(records_of_batch(dump))
 
 
 def records_of_batch(batch: Any) -> Iterator[Record]:
@@ -82,14 +92,10 @@ def records_of_batch(batch: Any) -> Iterator[Record]:
         sources = field(labels, "data_source")
         if sources is None:
             sources = field(tensors, "data_source")
+        sources = sources.numpy() if isinstance(sources, NumpyArray) else sources
+        labelled = isinstance(sources, list | tuple) or (isinstance(sources, np.ndarray) and sources.ndim == 1)
         for record, row in _rows(tensors):
-            domain = text(_item(sources, row))
-            yield Record(**{**vars(record), "step": step, "domain": domain})
-
-
-def _item(labels: Any, row: int) -> Any:
-    labels = labels.numpy() if isinstance(labels, NumpyArray) else labels
-    return labels[row] if isinstance(labels, list | tuple | np.ndarray) and row < len(labels) else None
+            yield replace(record, step=step, domain=text(sources[row]) if labelled and row < len(sources) else "")
 
 
 def _rows(tensors: Any) -> Iterator[tuple[Record, int]]:
@@ -244,7 +250,7 @@ def _from_consolidated(metadata: Any, storage: Any) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for key, leaf in metadata["leaves"].items():
         # dtype, shape, (device,) start, stop, (padding); what stands between depends on the version.
-        shape = next(each for each in leaf if isinstance(each, list | tuple))
+        shape = next((each for each in leaf if isinstance(each, list | tuple)), ())
         start, stop, *_ = (each for each in leaf if type(each) is int)
         dtype = str(leaf[0]).removeprefix("torch.")
         if not 0 <= start <= stop <= len(content):

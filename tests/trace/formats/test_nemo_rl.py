@@ -1,0 +1,127 @@
+"""NeMo-RL's batches and message logs: routes up to each sequence's length, rows of -1 where there is none."""
+
+from __future__ import annotations
+
+import io
+import pickle
+from collections import UserDict
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from helpers.pickled_dumps import claim, pretend, routes, survives
+from trimtab import InputError
+from trimtab.trace.formats import nemo_rl, sglang_recorder, slime, values, verl
+from trimtab.trace.formats.records import Known
+
+LENGTHS, ANSWERS, LAYERS, TOP_K = [7, 12, 1], [3, 5, 1], 4, 3
+
+
+class BatchedDataDict(UserDict):  # type: ignore[type-arg]
+    """As `nemo_rl/distributed/batched_data_dict.py`."""
+
+
+def batch(num_experts: int, dtype: torch.dtype) -> dict[str, Any]:
+    rng = np.random.default_rng(num_experts)
+    width = max(LENGTHS)
+    # Padding looks like routes.
+    ids = np.broadcast_to(np.arange(TOP_K), (len(LENGTHS), width, LAYERS, TOP_K)).copy()
+    for row, length in enumerate(LENGTHS):
+        ids[row, : length - 1] = routes(rng, length - 1, LAYERS, TOP_K, num_experts)
+        ids[row, length - 1] = -1
+    ids[1, 3] = -1
+    return {
+        "input_ids": torch.from_numpy(rng.integers(0, 1000, (len(LENGTHS), width))),
+        "input_lengths": torch.tensor(LENGTHS),
+        "routed_experts": torch.from_numpy(ids).to(dtype),
+        "generation_lengths": torch.tensor(ANSWERS),
+        "logprobs": torch.zeros((3, width), dtype=torch.bfloat16),
+        "task_name": ["maths", "code", None],
+    }
+
+
+def check(records: list[Any], tensors: dict[str, Any]) -> None:
+    assert [record.domain for record in records] == ["maths", "code", ""]
+    for row, record in enumerate(records):
+        length = LENGTHS[row]
+        assert np.array_equal(record.ids, tensors["routed_experts"][row, :length].numpy())
+        assert record.token_ids.tolist() == tensors["input_ids"][row, :length].tolist()
+        assert (record.num_tokens, record.prompt_length, record.missing) == (length, length - ANSWERS[row], -1)
+        assert record.dropped == {"padding rows": max(LENGTHS) - length}
+
+
+@pytest.mark.parametrize(
+    ("num_experts", "dtype"), [(128, torch.int8), (256, torch.int16), (384, torch.int16), (384, torch.int32)]
+)
+def test_batches(tmp_path: Path, num_experts: int, dtype: torch.dtype) -> None:
+    tensors = batch(num_experts, dtype)
+    torch.save(tensors, tmp_path / "a.pt")
+    with pretend(claim("nemo_rl.distributed.batched_data_dict", "BatchedDataDict", BatchedDataDict)):
+        torch.save(BatchedDataDict(tensors), tmp_path / "b.pt")
+        (tmp_path / "c.pkl").write_bytes(pickle.dumps(BatchedDataDict(tensors)))
+    for name in ("a.pt", "b.pt", "c.pkl"):
+        assert nemo_rl.recognise(tmp_path / name), name
+        assert not any(other.recognise(tmp_path / name) for other in (slime, verl, sglang_recorder))
+        check(list(nemo_rl.read(tmp_path / name, Known())), tensors)
+    check(list(nemo_rl.records_of_batch(BatchedDataDict(tensors))), tensors)
+
+
+def test_message_logs(tmp_path: Path) -> None:
+    """A prompt without routes, two answers and a tool's reply: their rows follow each other."""
+    rng = np.random.default_rng(0)
+    turns = [("user", 4, None), ("assistant", 5, 5), ("tool", 3, 3), ("assistant", 6, 5)]
+    log = []
+    for role, tokens, rows in turns:
+        message: dict[str, Any] = {"role": role, "token_ids": torch.from_numpy(rng.integers(0, 100, tokens))}
+        if rows is not None:
+            message["routed_experts"] = torch.from_numpy(routes(rng, rows, LAYERS, TOP_K, 64)).to(torch.int8)
+        log.append(message)
+    torch.save({"message_log": [log, log[:1]], "task_name": ["maths", "code"]}, tmp_path / "a.pt")
+    assert nemo_rl.recognise(tmp_path / "a.pt")
+    for records in (
+        list(nemo_rl.read(tmp_path / "a.pt", Known())),
+        list(nemo_rl.records_of_batch([{"message_log": log, "task_name": "maths"}])),
+    ):
+        (record,) = records
+        assert record.ids.shape == (18, LAYERS, TOP_K)
+        assert (record.ids[:4] == -1).all()
+        assert np.array_equal(record.ids[4:9], log[1]["routed_experts"])
+        assert np.array_equal(record.ids[12:17], log[3]["routed_experts"])
+        assert (record.ids[17] == -1).all()
+        assert (record.num_tokens, record.prompt_length, record.domain) == (18, 4, "maths")
+        assert record.token_ids is not None
+        assert record.token_ids.tolist() == torch.cat([message["token_ids"] for message in log]).tolist()
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"routed_experts": None}, "no 'routed_experts'.*router_replay"),
+        ({"input_lengths": None}, "lengths .* are missing"),
+        ({"input_lengths": torch.tensor([7, 14, 1])}, "row 1: a length of 14 tokens; routed_experts has 12 rows"),
+        ({"input_lengths": torch.tensor([7, 12])}, "lengths has 2 rows; routed_experts has 3"),
+        ({"routed_experts": torch.zeros(3, 12)}, "float32; it should hold integers"),
+    ],
+)
+def test_wrong_batches_are_explained(change: dict[str, Any], message: str) -> None:
+    with pytest.raises(InputError, match=message):
+        list(nemo_rl.records_of_batch(batch(64, torch.int8) | change))
+
+
+def test_messages_that_repeat_one_array_are_stopped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(values, "SMALLEST_ALLOWANCE", 1 << 26)
+    ids = torch.zeros(1, dtype=torch.int8).expand(1 << 12, 64, 62)
+    message = {"role": "user", "token_ids": torch.zeros(1 << 12, dtype=torch.int32), "routed_experts": ids}
+    torch.save({"message_log": [[message] * 1000]}, tmp_path / "a.pt")
+    with pytest.raises(InputError, match="the same arrays over and over"):
+        list(nemo_rl.read(tmp_path / "a.pt", Known()))
+
+
+def test_damaged_dumps_are_read_or_refused(tmp_path: Path) -> None:
+    content = io.BytesIO()
+    torch.save(batch(64, torch.int16), content)
+    for dump in (content.getvalue(), pickle.dumps(batch(64, torch.int8))):
+        survives(dump, tmp_path / "a", lambda: nemo_rl.read(tmp_path / "a", Known()), 300)
