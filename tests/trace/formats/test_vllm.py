@@ -317,16 +317,16 @@ def test_values_across_reads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     whole = [(record.where, record.ids.tolist()) for record in read(lines)]
     assert [where for where, _ in whole[-2:]] == ["line 7, choice 0", "line 10, choice 0"]
     for size in (1, 7, 100):
-        monkeypatch.setattr("trimtab.trace.formats.json_values._READ_AT_ONCE", size)
+        monkeypatch.setattr("trimtab.trace.containers.json_values._READ_AT_ONCE", size)
         assert [(record.where, record.ids.tolist()) for record in read(lines)] == whole
 
 
 def test_huge_values(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("trimtab.trace.formats.json_values._READ_AT_ONCE", 100)
-    monkeypatch.setattr("trimtab.trace.formats.json_values._MOST_PARTS", 50)
+    monkeypatch.setattr("trimtab.trace.containers.json_values._READ_AT_ONCE", 100)
+    monkeypatch.setattr("trimtab.trace.containers.json_values._MOST_PARTS", 50)
     path = json_lines(tmp_path / "a.jsonl", [{"routed_experts": [[[1]]] * 100}])
     assert refused(path) == "line 1: more than 50 numbers in one value"
-    monkeypatch.setattr("trimtab.trace.formats.json_values._LARGEST_VALUE", 1000)
+    monkeypatch.setattr("trimtab.trace.containers.json_values._LARGEST_VALUE", 1000)
     path = json_lines(tmp_path / "a.jsonl", [{"routed_experts": "a" * 2000}])
     assert refused(path) == "line 1: more than 0 GB of JSON in one value"
 

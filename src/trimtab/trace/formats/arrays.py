@@ -15,9 +15,9 @@ from typing import Any
 import numpy as np
 
 from trimtab.errors import InputError
-from trimtab.trace.formats.array_files import Arrays, array_names, open_arrays
-from trimtab.trace.formats.encoded import check_ids, sign_of_gaps
+from trimtab.trace.containers.array_files import Arrays, array_names, open_arrays
 from trimtab.trace.formats.records import Known, Record
+from trimtab.trace.formats.routes import check_ids, sign_of_gaps
 from trimtab.trace.routing import Array, no_route
 
 IDS = "expert_ids"

@@ -22,8 +22,8 @@ import numba
 import numpy as np
 
 from trimtab.errors import InputError
-from trimtab.trace.formats.encoded import array_of_lists
-from trimtab.trace.formats.json_values import json_head, json_lines, json_values, kind_of, one_value
+from trimtab.trace.containers.json_values import json_head, json_lines, json_values, kind_of, one_value
+from trimtab.trace.containers.npy import array_of_lists
 from trimtab.trace.formats.records import Known, Record
 from trimtab.trace.formats.responses import report_dropped
 from trimtab.trace.routing import Array

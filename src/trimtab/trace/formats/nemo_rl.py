@@ -16,8 +16,8 @@ from typing import Any
 import numpy as np
 
 from trimtab.errors import InputError
-from trimtab.trace.formats import torch_files
-from trimtab.trace.formats.pickles import Foreign
+from trimtab.trace.containers import torch_files
+from trimtab.trace.containers.pickles import Foreign
 from trimtab.trace.formats.records import Known, Record
 from trimtab.trace.formats.values import Allowance, damaged_values, field, integers, rows_of, text
 

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from trimtab.errors import InputError
-from trimtab.trace.formats.json_values import json_values, kind_of
+from trimtab.trace.containers.json_values import json_values, kind_of
 from trimtab.trace.formats.records import Record
 from trimtab.trace.routing import Array
 

@@ -12,8 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from trimtab.errors import InputError
-from trimtab.trace.formats.encoded import decode_routes, raw_dtype, sign_of_gaps
-from trimtab.trace.formats.json_values import json_head, kind_of
+from trimtab.trace.containers.json_values import json_head, kind_of
 from trimtab.trace.formats.records import Known, Record
 from trimtab.trace.formats.responses import (
     WITHOUT_ROUTES,
@@ -25,6 +24,7 @@ from trimtab.trace.formats.responses import (
     records_in,
     tokens,
 )
+from trimtab.trace.formats.routes import decode_routes, raw_dtype, sign_of_gaps
 from trimtab.trace.routing import Array
 
 

@@ -27,7 +27,7 @@ from typing import Any
 import numpy as np
 
 from trimtab.errors import InputError
-from trimtab.trace.formats import torch_files
+from trimtab.trace.containers import torch_files
 from trimtab.trace.formats.records import Known, Record
 from trimtab.trace.formats.values import Allowance, damaged_values, field, integers, text, whole_number
 from trimtab.trace.routing import Array

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from trimtab.errors import InputError
-from trimtab.trace.formats import torch_files
+from trimtab.trace.containers import torch_files
 from trimtab.trace.formats.records import Known, Record
 from trimtab.trace.formats.values import Allowance, as_array, damaged_values, field, integers, text, whole_number
 from trimtab.trace.routing import Array

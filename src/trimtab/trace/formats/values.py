@@ -12,9 +12,9 @@ from typing import Any
 import numpy as np
 
 from trimtab.errors import InputError
-from trimtab.trace.formats.pickles import Foreign, clip
+from trimtab.trace.containers.pickles import Foreign, clip
+from trimtab.trace.containers.tensors import Jagged, NumpyArray, Tensor
 from trimtab.trace.formats.records import Record
-from trimtab.trace.formats.tensors import Jagged, NumpyArray, Tensor
 from trimtab.trace.routing import Array
 
 _MOST_LISTED = 1 << 26

@@ -16,10 +16,9 @@ from typing import Any
 import numpy as np
 
 from trimtab.errors import InputError
-from trimtab.trace.formats import torch_files
-from trimtab.trace.formats.pickles import Foreign
-from trimtab.trace.formats.records import Known, Record
-from trimtab.trace.formats.tensors import (
+from trimtab.trace.containers import torch_files
+from trimtab.trace.containers.pickles import Foreign
+from trimtab.trace.containers.tensors import (
     DTYPES,
     DType,
     Jagged,
@@ -29,6 +28,7 @@ from trimtab.trace.formats.tensors import (
     Tensor,
     buffer_of,
 )
+from trimtab.trace.formats.records import Known, Record
 from trimtab.trace.formats.values import (
     Allowance,
     as_array,

@@ -20,9 +20,8 @@ from typing import Any
 import numpy as np
 
 from trimtab.errors import InputError
-from trimtab.trace.formats.array_files import Arrays, array_names, open_arrays
-from trimtab.trace.formats.encoded import check_ids, decode_routes, sign_of_gaps, trim_padding
-from trimtab.trace.formats.json_values import json_head, kind_of
+from trimtab.trace.containers.array_files import Arrays, array_names, open_arrays
+from trimtab.trace.containers.json_values import json_head, kind_of
 from trimtab.trace.formats.records import Known, Record
 from trimtab.trace.formats.responses import (
     WITHOUT_ROUTES,
@@ -35,6 +34,7 @@ from trimtab.trace.formats.responses import (
     tokens,
     unwrap,
 )
+from trimtab.trace.formats.routes import check_ids, decode_routes, sign_of_gaps, trim_padding
 from trimtab.trace.routing import Array
 
 ROUTES = "routed_experts"

@@ -18,10 +18,10 @@ from typing import Any
 import numpy as np
 
 from trimtab.errors import InputError
-from trimtab.trace.formats import archives
-from trimtab.trace.formats.archives import Archive
-from trimtab.trace.formats.pickles import Budget, Foreign, LargeText, Maker, Unpickler, clip
-from trimtab.trace.formats.tensors import (
+from trimtab.trace.containers import archives
+from trimtab.trace.containers.archives import Archive
+from trimtab.trace.containers.pickles import Budget, Foreign, LargeText, Maker, Unpickler, clip
+from trimtab.trace.containers.tensors import (
     DTYPES,
     STORAGES,
     DType,

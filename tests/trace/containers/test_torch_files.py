@@ -22,9 +22,9 @@ import pytest
 import torch
 
 from trimtab import InputError
-from trimtab.trace.formats import torch_files
-from trimtab.trace.formats.pickles import Budget, Foreign, LargeText, Unpickler
-from trimtab.trace.formats.tensors import Jagged, NumpyArray, Tensor
+from trimtab.trace.containers import torch_files
+from trimtab.trace.containers.pickles import Budget, Foreign, LargeText, Unpickler
+from trimtab.trace.containers.tensors import Jagged, NumpyArray, Tensor
 
 
 def load(content: bytes) -> Any:
@@ -453,7 +453,7 @@ def test_mentions_finds_keys_not_parts_of_them(tmp_path: Path) -> None:
 FLOODS = r"""
 import os, resource, sys
 from trimtab import InputError
-from trimtab.trace.formats import torch_files
+from trimtab.trace.containers import torch_files
 text = b"X" + (60000).to_bytes(4, "little") + b"a" * 60000
 floods = {
     "dictionaries": lambda: b"}" * 4_100_000,

@@ -16,8 +16,8 @@ from typing import Any, BinaryIO
 import numpy as np
 
 from trimtab.errors import InputError
-from trimtab.trace.formats.encoded import NPY_MAGIC, read_npy_header
-from trimtab.trace.formats.json_values import reason
+from trimtab.trace.containers.json_values import reason
+from trimtab.trace.containers.npy import NPY_MAGIC, read_npy_header
 from trimtab.trace.routing import Array
 
 _ZIP_MAGIC = b"PK"

@@ -1,0 +1,101 @@
+"""Arrays out of what carries them: `.npy` bytes, base64, nested lists.
+
+What a header claims is compared with the bytes that are there before anything is allocated, and nothing is unpickled.
+"""
+
+from __future__ import annotations
+
+import binascii
+import io
+import math
+from collections.abc import Sequence
+from itertools import chain
+from typing import Any, BinaryIO
+
+import numpy as np
+
+from trimtab.errors import InputError
+from trimtab.trace.containers.json_values import kind_of, reason
+from trimtab.trace.routing import Array
+
+NPY_MAGIC = b"\x93NUMPY"
+
+
+def decode_base64(text: str) -> bytes:
+    try:
+        return binascii.a2b_base64(text, strict_mode=True)
+    except ValueError as error:
+        raise InputError(f"routed_experts is not valid base64 ({reason(error)})") from None
+
+
+def read_npy_header(file: BinaryIO, size: int, what: str = "the array") -> tuple[tuple[int, ...], np.dtype[Any], bool]:
+    """Shape, dtype and whether the first axis runs fastest, of `.npy` bytes whose numbers come next in `file`.
+
+    Args:
+        size: all bytes that there are, header included.
+
+    Raises:
+        InputError: if it is no `.npy` header, of objects, or of a size that isn't that of the bytes.
+    """
+    try:
+        version = np.lib.format.read_magic(file)
+        read = {(1, 0): np.lib.format.read_array_header_1_0, (2, 0): np.lib.format.read_array_header_2_0}[version]
+        shape, fortran, dtype = read(file)
+    except Exception as error:  # numpy's parser of a hostile header raises whatever Python's own does
+        raise InputError(f"{what} has no valid .npy header ({reason(error)})") from None
+    there = size - file.tell()
+    if dtype.hasobject or dtype.kind not in "iufbU" or not dtype.itemsize:
+        raise InputError(f"{what} holds {str(dtype)[:40]}; only plain numbers are read")
+    if any(length < 0 for length in shape) or math.prod(shape) * dtype.itemsize != there:
+        raise InputError(f"{what} claims shape {short(shape)} of {dtype}; there are {there} bytes of data")
+    return shape, dtype, bool(fortran)
+
+
+def array_of_npy(data: bytes, what: str = "routed_experts") -> Array:
+    """The array that `.npy` bytes hold, over the same memory."""
+    file = io.BytesIO(data)
+    shape, dtype, fortran = read_npy_header(file, len(data), what)
+    flat = np.frombuffer(data, dtype, offset=file.tell()) if math.prod(shape) else np.empty(0, dtype)
+    try:
+        return flat.reshape(shape, order="F" if fortran else "C")
+    except ValueError:  # nothing, of more than 64 bits of rows
+        raise InputError(f"{what} claims shape {short(shape)}") from None
+
+
+def array_of_lists(value: Sequence[Any], depth: int) -> Array:
+    """An integer array out of lists `depth` deep, in the narrowest type.
+
+    Raises:
+        InputError: if the lists are ragged, or hold anything but whole numbers that fit 64 bits.
+    """
+    shape = [len(value)]
+    flat: Sequence[Any] = value
+    for _ in range(depth - 1):
+        if not all(isinstance(part, list | tuple) for part in flat):
+            raise InputError(f"ids should be lists {depth} deep")
+        lengths = set(map(len, flat))
+        if len(lengths) > 1:
+            raise InputError(f"lists of ids have different lengths, {min(lengths)} and {max(lengths)}")
+        shape.append(lengths.pop() if lengths else 0)
+        flat = list(chain.from_iterable(flat))
+    wrong = set(map(type, flat)) - {int}
+    if wrong:
+        raise InputError(
+            f"ids should be whole numbers; there is {kind_of(next(each for each in flat if type(each) is not int))}"
+        )
+    try:
+        ids = np.array(flat, np.int64)
+    except OverflowError:
+        raise InputError(f"an id is {short(max(flat, key=abs))}; that is no expert") from None
+    low, high = (int(ids.min()), int(ids.max())) if len(ids) else (0, 0)
+    narrow = next((t for t in (np.int16, np.int32) if np.iinfo(t).min <= low and high <= np.iinfo(t).max), np.int64)
+    return ids.astype(narrow).reshape(shape)
+
+
+def short(value: Any) -> str:
+    """A value for a message, in a few words."""
+    try:
+        text = repr(list(value) if isinstance(value, tuple) else value)
+    except ValueError:  # a whole number too long to print
+        return "a number of thousands of digits"
+    return text if len(text) <= 60 else text[:57] + "..."
