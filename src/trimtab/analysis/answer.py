@@ -7,6 +7,8 @@ from trimtab.analysis.foresight import SLOTS
 
 # Expert time lost, below which balancing is not worth the trouble.
 LITTLE = 0.03
+# And from which on it surely is.
+MUCH = 0.1
 # Parts of the loss, or of expert time, that make no difference worth a word.
 SLIGHT = 0.02
 
@@ -17,8 +19,8 @@ def answer(analysis: Analysis) -> str:
     if analysis.ranks == 1:
         return "One rank computes all experts, so there is nothing to balance; try --ranks."
     opening = (
-        f"On {analysis.ranks} ranks the busiest computes {ratio:.2f} times the mean, and ranks wait {lost:.0%} of their "
-        "expert time"
+        f"On {analysis.ranks} ranks the busiest computes {ratio:.2f} times the mean, and ranks wait {lost:.0%} of "
+        "their expert time"
     )
     if lost < LITTLE:
         return f"{opening}: there is next to nothing to gain."
@@ -41,6 +43,7 @@ def _helps(analysis: Analysis) -> str:
     wins = best.won_back or 0.0
     placement = "A fixed placement would win back"
     if wins - past.won_back < 2 * SLIGHT:
+        best = past
         fixed = f"{placement} {_percent(past.won_back)} of that going by {last}"
     else:
         fixed = f"{placement} {_percent(wins)} of that if it knew the step, {_percent(past.won_back)} going by {last}"
@@ -52,7 +55,8 @@ def _helps(analysis: Analysis) -> str:
         why = f"is more than {SLOTS} replicas a rank can level for a whole step"
     else:
         why = "changes from micro-step to micro-step"
-    return f"{fixed}; the {best.lost:.0%} still lost then {why}, so foresight is worth it."
+    verdict = "so foresight is worth it" if best.lost >= MUCH else "and only foresight takes that away"
+    return f"{fixed}; the {best.lost:.0%} still lost then {why}, {verdict}."
 
 
 def _percent(part: float) -> str:
@@ -68,7 +72,9 @@ def where(analysis: Analysis) -> str:
     share = analysis.lost_share_L[worst].sum()
     names = ", ".join(str(analysis.counted.layer_indices[layer]) for layer in worst[:3])
     if len(worst) == 1:
-        return f"Layer {names} loses most of all: {share:.0%} of the lost time ({1 / layers:.0%} would be its even share)."
+        return (
+            f"Layer {names} loses most of all: {share:.0%} of the lost time ({1 / layers:.0%} would be its even share)."
+        )
     even = len(worst) / layers
     spread = "Layers lose alike" if share < 1.25 * even else "Some layers lose more than others"
     return f"{spread}: the worst quarter ({names}{', ...' if len(worst) > 3 else ''}) has {share:.0%} of the lost time."
@@ -80,8 +86,8 @@ def cost(analysis: Analysis) -> str:
     if found is None or analysis.ranks == 1:
         return ""
     return (
-        f"By estimate {found.lost_s:.3g} s of a step of {found.step_s:.3g} s, {found.lost_part:.0%}, on {found.cluster} "
-        f"with {found.model}."
+        f"By estimate {found.lost_s:.3g} s of a step of {found.step_s:.3g} s, {found.lost_part:.0%}, on "
+        f"{found.cluster} with {found.model}."
     )
 
 

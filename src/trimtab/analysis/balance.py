@@ -1,4 +1,4 @@
-"""How unbalanced are ranks: over all instances, by layer, by size of micro-step, by number of ranks, and in a step's sum?
+"""How unbalanced are ranks: over all instances, by layer, size of micro-step and number of ranks, and in a step's sum?
 
 `max_vio` is max/mean - 1 of rank loads (verl, VeOmni, prime-rl), `balancedness` mean/max (vLLM, SGLang). An instance
 without any known route says nothing and counts nowhere.
@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from fractions import Fraction
+from itertools import pairwise
 
 import numpy as np
 
@@ -152,7 +153,7 @@ def _groups(counted: CountedTrace, factor: Fraction) -> tuple[Array, Array]:
     if size.denominator > 1:
         return np.empty(0, np.int64), np.empty(0, np.int64)
     steps = counted.step_starts * counted.parts
-    starts = [np.arange(first, end - int(size) + 1, int(size)) for first, end in zip(steps[:-1], steps[1:], strict=True)]
+    starts = [np.arange(first, end - int(size) + 1, int(size)) for first, end in pairwise(steps)]
     together = np.concatenate(starts)
     return together, together + int(size)
 
@@ -170,9 +171,7 @@ def _at_size(
     counts_GLE = summed(counted.counts_FLE, edges)[keep]
     tokens = counts_GLE[:, 0].sum() / counted.top_k / len(counts_GLE)
     loads = {number: home_loads(counts_GLE, number) for number in ranks}
-    return SizeBalance(
-        factor, float(tokens), len(counts_GLE), {number: balance(loads[number]) for number in ranks}
-    )
+    return SizeBalance(factor, float(tokens), len(counts_GLE), {number: balance(loads[number]) for number in ranks})
 
 
 def stability(counts_MLE: Array, step_starts: Array, ranks: int) -> Stability:
@@ -184,9 +183,9 @@ def stability(counts_MLE: Array, step_starts: Array, ranks: int) -> Stability:
     has_load_ML = loads_MLR.sum(axis=-1) > 0
     busiest_ML, usual_ML = loads_MLR.argmax(axis=-1), sums_PLR.argmax(axis=-1)[step_M]
     inside = np.flatnonzero(np.diff(step_M) == 0)
-    halves = [
+    shared = [
         overlap(counts_MLE[first:middle].sum(axis=0), counts_MLE[middle:end].sum(axis=0))
-        for first, middle, end in _halves(step_starts)
+        for first, middle, end in halves(step_starts)
     ]
     return Stability(
         step_max_over_mean=float(np.nanmean(ratios(sums_PLR))),
@@ -194,7 +193,7 @@ def stability(counts_MLE: Array, step_starts: Array, ranks: int) -> Stability:
         busiest_rank_changes=float((busiest_ML != usual_ML)[has_load_ML].mean()),
         overlap_micro_steps=_mean(overlap(counts_MLE[inside], counts_MLE[inside + 1])),
         overlap_steps=_mean(overlap(sums_PLE[:-1], sums_PLE[1:])),
-        overlap_halves=_mean(np.array(halves)),
+        overlap_halves=_mean(np.array(shared)),
     )
 
 
@@ -205,10 +204,9 @@ def overlap(one: Array, other: Array) -> Array:
     return np.minimum(*shares).sum(axis=-1)
 
 
-def _halves(step_starts: Array) -> list[tuple[int, int, int]]:
+def halves(step_starts: Array) -> list[tuple[int, int, int]]:
     """First micro-step, middle and end of every step that has two."""
-    spans = zip(step_starts[:-1].tolist(), step_starts[1:].tolist(), strict=True)
-    return [(first, (first + end) // 2, end) for first, end in spans if end - first > 1]
+    return [(first, (first + end) // 2, end) for first, end in pairwise(step_starts.tolist()) if end - first > 1]
 
 
 def _mean(values: Array) -> float | None:

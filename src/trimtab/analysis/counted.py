@@ -144,9 +144,7 @@ def count_trace(
         rows = slice(row, row + chunk.num_sequences)
         wanted = np.flatnonzero(chosen[rows])
         if len(wanted):
-            places, group = np.unique(
-                part_S[rows][wanted] * len(domains) + domain_S[rows][wanted], return_inverse=True
-            )
+            places, group = np.unique(part_S[rows][wanted] * len(domains) + domain_S[rows][wanted], return_inverse=True)
             part = chunk if len(wanted) == chunk.num_sequences else chunk.select(wanted)
             for place, counts_LE in zip(places.tolist(), count_experts(part, group, len(places)), strict=True):
                 counts_FLE[place // len(domains)] += counts_LE
@@ -196,9 +194,7 @@ def _pack(reader: TraceReader, step: int, ranks: int, budget: int) -> tuple[Arra
     return members, schedule.micro_step, schedule.num_micro_steps
 
 
-def _parts(
-    packed: list[tuple[Array, Array, int]], lengths: Array, ranks: int, budget: int, most_parts: int
-) -> int:
+def _parts(packed: list[tuple[Array, Array, int]], lengths: Array, ranks: int, budget: int, most_parts: int) -> int:
     """Into how many parts micro-steps are divided: each part should be one that could run by itself."""
     micro_steps = sum(count for _, _, count in packed)
     sequences = sum(len(members) for members, _, _ in packed)
@@ -208,9 +204,7 @@ def _parts(
         for parts in PARTS
         if parts == 1
         or (
-            parts * longest <= budget
-            and sequences >= parts * micro_steps * ranks
-            and parts * micro_steps <= most_parts
+            parts * longest <= budget and sequences >= parts * micro_steps * ranks and parts * micro_steps <= most_parts
         )
     )
 

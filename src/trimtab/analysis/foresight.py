@@ -11,6 +11,7 @@ Where a trace has one step, its halves take the place of steps: the first is his
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import pairwise
 
 import numpy as np
 
@@ -83,25 +84,24 @@ def foresight(counts_MLE: Array, step_starts: Array, ranks: int) -> Foresight:
         history = "half" if len(counts_MLE) > 1 else None
         edges = np.unique([0, len(counts_MLE) // 2, len(counts_MLE)])
     first = 0 if history is None else 1
-    sums_PLE = np.stack([counts_MLE[start:end].sum(axis=0) for start, end in zip(edges[:-1], edges[1:], strict=True)])
+    sums_PLE = np.stack([counts_MLE[start:end].sum(axis=0) for start, end in pairwise(edges)])
     compared = counts_MLE[edges[first] :]
     static = home_loads(compared, ranks)
     starts = edges[first:-1] - edges[first]
-    ways = [_way("static", "experts stay at home: the first on rank 0, and so on", "nothing", static, static, starts)]
+    ways = [_way("static", "contiguous homes", "nothing", static, static, starts)]
     before = "the step before" if history == "step" else "the first half"
     itself = "the second half itself" if history == "half" else "the step itself"
     for knows, shift, source in (("past", 1, before), ("step", 0, itself)):
         if knows == "past" and history is None:
             continue
-        for name, slots, what in (("homes", 0, "homes"), ("replicas", SLOTS, f"homes and {SLOTS} replicas a rank")):
+        for name, slots, what in (("homes", 0, "homes"), ("replicas", SLOTS, f"homes, {SLOTS} replicas")):
             loads = np.concatenate(
                 [
                     placed_loads(counts_MLE[edges[p] : edges[p + 1]], sums_PLE[p - shift], ranks, slots)
                     for p in range(first, len(sums_PLE))
                 ]
             )
-            hindsight = "" if knows == "past" else ", in hindsight"
-            ways.append(_way(f"{name}_from_{knows}", f"{what} for {source}{hindsight}", knows, loads, static, starts))
+            ways.append(_way(f"{name}_from_{knows}", f"{what} by {source}", knows, loads, static, starts))
     return Foresight(tuple(ways), history, int(np.count_nonzero(compared.sum(axis=-1))))
 
 

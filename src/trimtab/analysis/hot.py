@@ -8,9 +8,11 @@ rank: of E / R experts, one that is hot adds R / E to the rank's load over the m
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import pairwise
 
 import numpy as np
 
+from trimtab.analysis.balance import halves
 from trimtab.analysis.counted import summed
 from trimtab.trace.routing import Array
 
@@ -80,8 +82,7 @@ def hot_experts(counts_MLE: Array, step_starts: Array) -> Hot:
     lengths, longest_LE = _runs(hot_MLE, step_starts)
     edges = [0, *RUNS]
     runs: list[tuple[int | None, int]] = [
-        (high, int(np.count_nonzero((lengths > low) & (lengths <= high))))
-        for low, high in zip(edges[:-1], edges[1:], strict=True)
+        (high, int(np.count_nonzero((lengths > low) & (lengths <= high)))) for low, high in pairwise(edges)
     ]
     runs.append((None, int(np.count_nonzero(lengths > RUNS[-1]))))
     steps_PLE = summed(counts_MLE, step_starts[:-1])
@@ -115,13 +116,11 @@ def _runs(hot_MLE: Array, step_starts: Array) -> tuple[Array, Array]:
 
 
 def _halves_alike(counts_MLE: Array, step_starts: Array) -> float | None:
-    spans = zip(step_starts[:-1].tolist(), step_starts[1:].tolist(), strict=True)
-    halves = [
-        (hot_mask(counts_MLE[a : (a + b) // 2].sum(axis=0)), hot_mask(counts_MLE[(a + b) // 2 : b].sum(axis=0)))
-        for a, b in spans
-        if b - a > 1
+    masks = [
+        (hot_mask(counts_MLE[first:middle].sum(axis=0)), hot_mask(counts_MLE[middle:end].sum(axis=0)))
+        for first, middle, end in halves(step_starts)
     ]
-    return _alike(*(np.array(side) for side in zip(*halves, strict=True))) if halves else None
+    return _alike(*(np.array(side) for side in zip(*masks, strict=True))) if masks else None
 
 
 def _alike(one: Array, other: Array) -> float | None:

@@ -1,4 +1,4 @@
-"""What imbalance costs in seconds of a step, by the simulator's prices. An estimate: nobody waits but for the busiest rank.
+"""What does imbalance cost in seconds of a step, by the simulator's prices? An estimate.
 
 Operations are priced as `cluster/operations.py` does, and added up: all ranks meet in every all-to-all, so that an
 instance takes the busiest rank's expert time, twice the time of its all-to-all (dispatch and combine), and the dense
@@ -100,5 +100,3 @@ def _row_seconds(costs: OperationCosts, cluster: ClusterSpec) -> float:
     if costs.forwards:
         near += far * (cluster.ranks_per_node - 1) / cluster.ranks_per_node
     return max(near * costs.near_row_s, far * costs.far_row_s)
-
-

@@ -7,7 +7,7 @@ import sys
 from typing import NoReturn
 
 from trimtab import __version__
-from trimtab.cli import bench, calibrate, doctor, nodes, plan, simulate, trace, train
+from trimtab.cli import analyze, bench, calibrate, doctor, nodes, plan, simulate, trace, train
 from trimtab.errors import InputError, RankFailedError
 
 
@@ -25,7 +25,7 @@ def main(arguments: list[str] | None = None) -> int:
     )
     parser.add_argument("--version", action="version", version=f"trimtab {__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND", parser_class=_Parser)
-    for command in (train, trace, plan, simulate, calibrate, bench, nodes, doctor):
+    for command in (train, trace, analyze, plan, simulate, calibrate, bench, nodes, doctor):
         command.add(commands)
     options = parser.parse_args(arguments)
     options.arguments = sys.argv[1:] if arguments is None else arguments
