@@ -41,22 +41,22 @@ def _helps(analysis: Analysis) -> str:
     # A step's own loads may, by luck, place it worse than those of the step before.
     best = min(step, past, key=lambda way: way.lost)
     wins = best.won_back or 0.0
-    placement = "A fixed placement would win back"
     if wins - past.won_back < 2 * SLIGHT:
         best = past
-        fixed = f"{placement} {_percent(past.won_back)} of that going by {last}"
+        fixed = f"A placement by {last} would win back {_percent(past.won_back)} of that"
     else:
-        fixed = f"{placement} {_percent(wins)} of that if it knew the step, {_percent(past.won_back)} going by {last}"
+        fixed = (
+            f"A fixed placement would win back {_percent(wins)} of that if it knew the step, and "
+            f"{_percent(past.won_back)} going by {last}"
+        )
     if past.lost < LITTLE:
         return f"{fixed}, so a balancer that looks back is enough."
     if best.lost < LITTLE:
         return f"{fixed}, so foresight helps, and one plan a step is nearly enough."
-    if best.lost_in_sum > best.lost / 2:
-        why = f"is more than {SLOTS} replicas a rank can level for a whole step"
-    else:
-        why = "changes from micro-step to micro-step"
-    verdict = "so foresight is worth it" if best.lost >= MUCH else "and only foresight takes that away"
-    return f"{fixed}; the {best.lost:.0%} still lost then {why}, {verdict}."
+    if step.lost_in_sum > best.lost / 2:
+        return f"{fixed}; the {best.lost:.0%} left is more than equal shares over {SLOTS} replicas a rank can level."
+    verdict = "so foresight is worth it" if best.lost >= MUCH else "which only foresight takes away"
+    return f"{fixed}; the {best.lost:.0%} left changes from micro-step to micro-step, {verdict}."
 
 
 def _percent(part: float) -> str:

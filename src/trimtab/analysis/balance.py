@@ -138,11 +138,12 @@ def rank_numbers(num_experts: int, ranks: int) -> list[int]:
 def by_size(counted: CountedTrace, ranks: Sequence[int]) -> list[SizeBalance]:
     """Micro-steps from a quarter to eight times the given size, as far as the data allow, and whole steps."""
     found = []
+    steps = counted.step_starts * counted.parts
     for factor in FACTORS:
         starts, ends = _groups(counted, factor)
-        if len(starts):
+        whole_steps = np.array_equal(starts, steps[:-1]) and np.array_equal(ends, steps[1:])
+        if len(starts) and (factor <= 1 or not whole_steps):
             found.append(_at_size(counted, float(factor), starts, ends, ranks))
-    steps = counted.step_starts * counted.parts
     found.append(_at_size(counted, None, steps[:-1], steps[1:], ranks))
     return found
 
@@ -191,7 +192,7 @@ def stability(counts_MLE: Array, step_starts: Array, ranks: int) -> Stability:
         step_max_over_mean=float(np.nanmean(ratios(sums_PLR))),
         micro_step_max_over_mean=float(np.nanmean(ratios(loads_MLR))),
         busiest_rank_changes=float((busiest_ML != usual_ML)[has_load_ML].mean()),
-        overlap_micro_steps=_mean(overlap(counts_MLE[inside], counts_MLE[inside + 1])),
+        overlap_micro_steps=_mean(np.array([overlap(counts_MLE[m], counts_MLE[m + 1]) for m in inside.tolist()])),
         overlap_steps=_mean(overlap(sums_PLE[:-1], sums_PLE[1:])),
         overlap_halves=_mean(np.array(shared)),
     )

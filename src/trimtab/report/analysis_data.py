@@ -41,6 +41,19 @@ def vio_columns(analysis: Analysis) -> Array:
     return np.arange(0, count, size)
 
 
+def vio_span(analysis: Analysis) -> tuple[float, float]:
+    """The values between which max_vio is coloured; the highest half percent is all alike."""
+    known = analysis.max_over_mean_ML[~np.isnan(analysis.max_over_mean_ML)] - 1
+    return 0.0, max(0.1, float(np.ceil(np.quantile(known, 0.995) * 20) / 20)) if len(known) else 0.1
+
+
+def alike_span(analysis: Analysis) -> tuple[float, float]:
+    """The same of what two domains share; each is alike to itself, which says nothing."""
+    others = analysis.alike_DD[~np.eye(len(analysis.alike_DD), dtype=bool)]
+    low = float(np.floor(others.min() * 20) / 20)
+    return min(low, 0.95), max(float(np.ceil(others.max() * 20) / 20), min(low, 0.95) + 0.05)
+
+
 def analysis_data(analysis: Analysis, blob: Blobs) -> dict[str, Any]:
     """The page's values."""
     counted = analysis.counted
@@ -67,7 +80,7 @@ def _vio(analysis: Analysis, layers: list[str], blob: Blobs) -> dict[str, Any]:
     sums = np.add.reduceat(np.where(known_ML, analysis.max_over_mean_ML - 1, 0), starts, axis=0)
     counts = np.add.reduceat(known_ML.astype(np.int64), starts, axis=0)
     vio_CL = np.divide(sums, counts, out=np.full(sums.shape, np.nan), where=counts > 0)
-    return _grid("vio", ("layer", "micro-step"), layers, starts.tolist(), vio_CL.T[None], blob, low=0.0)
+    return _grid("vio", ("layer", "micro-step"), layers, starts.tolist(), vio_CL.T[None], blob, vio_span(analysis))
 
 
 def _hot(analysis: Analysis, layers: list[str], blob: Blobs) -> dict[str, Any]:
@@ -100,10 +113,8 @@ def _hot(analysis: Analysis, layers: list[str], blob: Blobs) -> dict[str, Any]:
 def _alike(analysis: Analysis, blob: Blobs) -> dict[str, Any]:
     names = [name or "(no label)" for name in analysis.counted.domains]
     alike_DD = analysis.alike_DD
-    low = float(np.floor(alike_DD.min() * 20) / 20)
-    return _grid("alike", ("", "and"), names, names, alike_DD[None], blob, low=min(low, 0.95), high=1.0) | {
-        "says": "of their load in common"
-    }
+    values = _grid("alike", ("", "and"), names, names, alike_DD[None], blob, alike_span(analysis))
+    return values | {"says": "of their load in common"}
 
 
 def _grid(
@@ -113,16 +124,11 @@ def _grid(
     columns: list[Any],
     values_PRC: Array,
     blob: Blobs,
-    *,
-    low: float,
-    high: float | None = None,
+    span: tuple[float, float],
 ) -> dict[str, Any]:
-    known = values_PRC[~np.isnan(values_PRC)]
     coded = np.where(
         np.isnan(values_PRC), NO_VALUE, np.minimum(NO_VALUE - 1, np.rint(np.nan_to_num(values_PRC) / FINE))
     )
-    if high is None:
-        high = max(0.1, float(np.ceil(np.quantile(known, 0.995) * 20) / 20)) if len(known) else 0.1
     return {
         "name": name,
         "words": words,
@@ -133,8 +139,8 @@ def _grid(
         "blob": blob(coded, "u2"),
         "none": NO_VALUE,
         "unit": FINE,
-        "low": low,
-        "high": high,
+        "low": span[0],
+        "high": span[1],
         "says": "max_vio",
     }
 

@@ -12,7 +12,7 @@ from trimtab.analysis.analysis import worst_layers
 from trimtab.analysis.answer import cost, notes, where
 from trimtab.analysis.balance import Balance, SizeBalance, Spread
 from trimtab.analysis.hot import HOT
-from trimtab.report.analysis_data import hot_columns, load_map, vio_columns
+from trimtab.report.analysis_data import alike_span, hot_columns, load_map, vio_columns, vio_span
 from trimtab.report.charts import Line, bar_chart, line_chart
 from trimtab.report.content import AnalysisReport
 from trimtab.report.elements import NONE, Section, facts, heat_map, notes_section, number, table
@@ -30,7 +30,7 @@ def analysis_sections(report: AnalysisReport) -> list[Section]:
         Section("layers", "Where", "Where the time is lost", _layers(analysis)),
         Section("load", "Load", "Load of every rank", _loads(analysis)),
         Section("sizes", "Sizes", "Other micro-steps, other ranks", _sizes(analysis)),
-        Section("steps", "Steps", "The step and its micro-steps", facts(stability_facts(analysis))),
+        Section("steps", "Steps", "The step and its micro-steps", _steps(analysis)),
         Section("hot", "Hot experts", "Hot experts, and how long they stay so", _hot(analysis)),
     ]
     if len(analysis.domains) > 1:
@@ -82,9 +82,12 @@ def hot_facts(analysis: Analysis) -> list[tuple[str, str]]:
     """How many, how much, how long."""
     hot = analysis.hot
     said = [
-        ("hot", f"{hot.per_instance:.1f} of {analysis.counted.num_experts} experts an instance, with more than "
-                f"{HOT} times the mean expert's tokens; they compute {hot.token_part:.0%} of all"),
-    ]  # fmt: skip
+        (
+            "hot",
+            f"{hot.per_instance:.1f} of {analysis.counted.num_experts} experts an instance; they compute "
+            f"{hot.token_part:.0%} of all tokens",
+        ),
+    ]
     if hot.stay is not None:
         said.append(("in the next micro-step", f"{hot.stay:.0%} are still hot; any expert is with {hot.chance:.1%}"))
     if hot.mean_run:
@@ -148,8 +151,9 @@ def _balance(analysis: Analysis) -> str:
     return (
         lead
         + (f'<p class="said">{escape(said)}</p>' if said else "")
-        + table(["", "mean", "p50", "p99", "worst"], rows, "Balance over instances")
-        + f'<div class="below">{_histogram(analysis)}</div>'
+        + '<div class="pair">'
+        + f"<div>{table(['figure', 'mean', 'p50', 'p99', 'worst'], rows, 'Balance over instances')}</div>"
+        + f"{_histogram(analysis)}</div>"
     )
 
 
@@ -223,15 +227,10 @@ def _layers(analysis: Analysis) -> str:
     return (
         f"{lead}"
         + _grid("vio", "max_vio of every layer and micro-step", [], 0)
-        + _scale(*_vio_scale(analysis), f"max_vio: max/mean - 1 over ranks.{joined}")
+        + _scale("0", f"{vio_span(analysis)[1]:.2f}", f"max_vio: max/mean - 1 over ranks.{joined}")
         + "</figure><h3>Layers that lose most</h3>"
         + table(columns, rows, "Layers that lose most")
     )
-
-
-def _vio_scale(analysis: Analysis) -> tuple[str, str]:
-    known = analysis.max_over_mean_ML[~np.isnan(analysis.max_over_mean_ML)] - 1
-    return "0", f"{max(0.1, float(np.ceil(np.quantile(known, 0.995) * 20) / 20)) if len(known) else 0.1:.2f}"
 
 
 def _grid(name: str, title: str, planes: Sequence[str], start: int) -> str:
@@ -302,8 +301,8 @@ def _sizes(analysis: Analysis) -> str:
         ),
     ]
     rows = [
-        f'<tr><th scope="row">{size_name(size)}<span class="about">{size.tokens:,.0f} tokens, {size.micro_steps} '
-        f"micro-step{'s' if size.micro_steps > 1 else ''}</span></th>"
+        f'<tr><th scope="row">{size_name(size)}<span class="about">{size.tokens:,.0f} tokens, '
+        f"{size.micro_steps} of them</span></th>"
         + "".join(f"<td>{size.by_ranks[number].max_vio.mean:.3f}</td>" for number in numbers)
         + "</tr>"
         for size in analysis.sizes
@@ -316,6 +315,14 @@ def _sizes(analysis: Analysis) -> str:
     )
 
 
+def _steps(analysis: Analysis) -> str:
+    return (
+        '<p class="lead">A step sums many sequences and may be stable where its micro-steps are not. Loads have in '
+        "common what the smaller of two shares of every expert add up to: 100% if they are in the same proportions.</p>"
+        + facts(stability_facts(analysis))
+    )
+
+
 def _hot(analysis: Analysis) -> str:
     hot, counted = analysis.hot, analysis.counted
     rows = [
@@ -325,9 +332,10 @@ def _hot(analysis: Analysis) -> str:
     ]
     worst = worst_layers(analysis)[0]
     names = [f"layer {index}" for index in counted.layer_indices]
-    columns = ["expert", "over the mean expert", "hot in", "longest run"]
+    columns = ["expert", "over the mean", "hot in", "longest run"]
     return (
-        facts(hot_facts(analysis))
+        f'<p class="lead">Hot is an expert with more than {HOT} times the mean expert\'s tokens in an instance.</p>'
+        + facts(hot_facts(analysis))
         + '<div class="pair below">'
         + bar_chart("How long experts stay hot", run_bars(analysis), "consecutive micro-steps of a step")
         + f"<div>{table(columns, rows, 'Hottest experts')}</div></div><h3></h3>"
@@ -346,13 +354,13 @@ def _domains(analysis: Analysis) -> str:
         for domain in analysis.domains
     ]
     columns = ["domain", "of all tokens", "max/mean alone", "busier half's tokens", "hottest expert"]
-    low = min(0.95, float(np.floor(analysis.alike_DD.min() * 20) / 20))
+    low, high = alike_span(analysis)
     return (
         '<p class="lead">Each by itself, as if the trace held nothing else; means over layers. Prompts of one kind '
         "stay skewed however many there are, a mixture evens out.</p>"
         + table(columns, rows, "Domains")
         + '<div class="below">'
         + _grid("alike", "Expert load that two domains have in common", [], 0)
-        + _scale(f"{low:.0%}", "100%", "mean over layers")
+        + _scale(f"{low:.0%}", f"{high:.0%}", "mean over layers")
         + "</figure></div>"
     )

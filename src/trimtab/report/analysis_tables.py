@@ -11,6 +11,7 @@ from rich.table import Table
 from trimtab.analysis.analysis import worst_layers
 from trimtab.analysis.answer import answer, cost, notes, where
 from trimtab.analysis.balance import Spread
+from trimtab.analysis.hot import HOT
 from trimtab.report.analysis_sections import hot_facts, same_tokens_a_rank, setting_facts, size_name, stability_facts
 from trimtab.report.content import AnalysisReport
 from trimtab.report.tables import facts
@@ -67,7 +68,7 @@ def analysis_tables(report: AnalysisReport) -> list[RenderableType]:
     shown.append(ranks)
 
     shown.append(facts(stability_facts(analysis), "The step and its micro-steps"))
-    shown.append(facts(hot_facts(analysis), "Hot experts"))
+    shown.append(facts(hot_facts(analysis), f"Hot experts: more than {HOT} times the mean expert's tokens"))
     if len(analysis.domains) > 1:
         domains = _table("Domains, each alone", ("domain", "tokens", "max/mean", "busier half", "hottest"))
         for domain in analysis.domains[:SHOWN_DOMAINS]:

@@ -104,16 +104,15 @@ def _figure(title: str, drawn: str, across: str, legend: str) -> str:
 
 def _levels(top: float) -> str:
     """Three lines to read heights by."""
-    digits = 0 if top >= 4 and top == int(top) else 2
     return "".join(
         f'<line x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{_up(part):.1f}" y2="{_up(part):.1f}"/>'
-        f'<text x="{LEFT - 6}" y="{_up(part) + 4:.1f}" text-anchor="end">{_short(part * top, digits)}</text>'
+        f'<text x="{LEFT - 6}" y="{_up(part) + 4:.1f}" text-anchor="end">{_short(part * top)}</text>'
         for part in (0.0, 0.5, 1.0)
     )
 
 
-def _short(value: float, digits: int) -> str:
-    return f"{value / 1e6:g}M" if value >= 1e6 else f"{value / 1e3:g}k" if value >= 1e4 else f"{value:.{digits}f}"
+def _short(value: float) -> str:
+    return f"{value / 1e6:g}M" if value >= 1e6 else f"{value / 1e3:g}k" if value >= 1e4 else f"{value:g}"
 
 
 def _rounded_up(value: float) -> float:
@@ -122,7 +121,7 @@ def _rounded_up(value: float) -> float:
         return 1.0
     unit = 1e-3
     while True:
-        for step in (1, 2, 4, 6, 8):
+        for step in (1, 1.5, 2, 3, 4, 5, 6, 8):
             if step * unit >= value:
                 return step * unit
         unit *= 10
