@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -11,7 +12,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from trimtab.analysis import CountedTrace, analyze
+from trimtab import write_trace
+from trimtab.analysis import CountedTrace, analyze, count_trace
 from trimtab.analysis.analysis import figures
 from trimtab.analysis.answer import answer, cost, notes, where
 from trimtab.analysis.balance import balance, overlap, rank_numbers, ratios, stability
@@ -23,7 +25,9 @@ from trimtab.cluster import load_cluster, load_model
 from trimtab.cluster.operations import OperationCosts
 from trimtab.planner import Placement, Schedule, SequenceCounts, Workload
 from trimtab.policies import POLICIES, look
+from trimtab.simulator.comparison import Situation, simulate_policy
 from trimtab.simulator.work import rank_work
+from trimtab.trace import PRESETS, TraceReader, synthesize_preset
 
 
 def counted_of(counts_MLE: Any, steps: Any = None, **changes: Any) -> CountedTrace:
@@ -219,6 +223,25 @@ def test_prices_of_experts_are_the_simulators() -> None:
     )
     assert twice.step_s == pytest.approx(found.step_s)
     assert twice.lost_L == pytest.approx(found.lost_L)
+
+
+def test_the_estimate_is_near_what_the_simulator_says(tmp_path: Path) -> None:
+    trace = synthesize_preset(
+        PRESETS["rl-mixed"], num_sequences=128, mean_length=256, max_length=512, num_layers=2, num_experts=128, top_k=8
+    )
+    write_trace(trace, tmp_path / "t.parquet")
+    model = load_model("qwen3-30b-a3b")
+    for ranks, per_node in ((8, 8), (16, 4), (16, 16)):
+        cluster = load_cluster("h100x8", ranks=ranks, slots_per_rank=0, ranks_per_node=per_node)
+        counted = count_trace(TraceReader(tmp_path / "t.parquet"), ranks=ranks, token_budget=1024)
+        found = analyze(counted, ranks=ranks, ranks_per_node=per_node, cluster=cluster, model=model).price
+        assert found
+        situation = Situation(cluster, model, SequenceCounts.from_trace(trace), (), 1024)
+        static_s, even_s = (simulate_policy(situation, name).simulated.step_time_s for name in ("static", "balanced"))
+        assert found.lost_s == pytest.approx(static_s - even_s, rel=0.05)
+        if ranks == per_node:
+            # Between nodes the sums of gradients stick out of so short a step.
+            assert found.step_s == pytest.approx(static_s, rel=0.01)
 
 
 @pytest.mark.parametrize(

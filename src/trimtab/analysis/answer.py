@@ -95,7 +95,7 @@ def notes(analysis: Analysis) -> list[str]:
     """What a reader should know before quoting a figure."""
     counted, found = analysis.counted, analysis.foresight
     said = [
-        "Homes are contiguous (`static`), and sequences packed as `trimtab plan` does; max_vio is max/mean - 1 of rank "
+        "Homes are contiguous (static), and sequences packed as trimtab plan does; max_vio is max/mean - 1 of rank "
         "loads, balancedness mean/max.",
     ]
     if found.history == "half":
@@ -116,9 +116,9 @@ def notes(analysis: Analysis) -> list[str]:
     if analysis.price:
         said.append(
             "Seconds are an estimate of recompute and update: busiest ranks' work added up, nothing overlapping. "
-            "`trimtab simulate` runs the step."
+            "trimtab simulate runs the step."
         )
     elif analysis.ranks > 1:
         said.append("No model that comes with Trimtab routes like this; name yours with --model for seconds.")
-    said.append("A plan for every micro-step comes to about 1.00; `trimtab plan` and `trimtab simulate` say how near.")
+    said.append("A plan for every micro-step comes to about 1.00; trimtab plan and trimtab simulate say how near.")
     return said

@@ -124,8 +124,9 @@ def lost_part(loads: Array) -> float:
 
 
 def home_loads(counts: Array, ranks: int) -> Array:
-    """Loads `[..., R]` int64 of contiguous homes, from tokens `[..., E]`."""
-    return counts.reshape(*counts.shape[:-1], ranks, -1).sum(axis=-1, dtype=np.int64)
+    """Loads `[..., R]` of contiguous homes: int64 from tokens `[..., E]`, float64 from seconds."""
+    kind = np.float64 if counts.dtype.kind == "f" else np.int64
+    return counts.reshape(*counts.shape[:-1], ranks, -1).sum(axis=-1, dtype=kind)
 
 
 def rank_numbers(num_experts: int, ranks: int) -> list[int]:
@@ -170,7 +171,8 @@ def _at_size(
     repeated = np.flatnonzero(edges[:-1] == edges[1:])
     keep, edges = np.delete(keep, repeated), np.delete(edges, repeated)
     counts_GLE = summed(counted.counts_FLE, edges)[keep]
-    tokens = counts_GLE[:, 0].sum() / counted.top_k / len(counts_GLE)
+    # Of the layer with most: routes may be unknown in others.
+    tokens = counts_GLE.sum(axis=(0, 2)).max() / counted.top_k / len(counts_GLE)
     loads = {number: home_loads(counts_GLE, number) for number in ranks}
     return SizeBalance(factor, float(tokens), len(counts_GLE), {number: balance(loads[number]) for number in ranks})
 

@@ -90,7 +90,7 @@ def foresight(counts_MLE: Array, step_starts: Array, ranks: int) -> Foresight:
     starts = edges[first:-1] - edges[first]
     ways = [_way("static", "contiguous homes", "nothing", static, static, starts)]
     before = "the step before" if history == "step" else "the first half"
-    itself = "the second half itself" if history == "half" else "the step itself"
+    itself = "the second half" if history == "half" else "the step itself"
     for knows, shift, source in (("past", 1, before), ("step", 0, itself)):
         if knows == "past" and history is None:
             continue

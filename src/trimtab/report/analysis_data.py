@@ -107,6 +107,7 @@ def _hot(analysis: Analysis, layers: list[str], blob: Blobs) -> dict[str, Any]:
         "low": 1.0,
         "high": 4.0,
         "says": "times the mean expert",
+        "percent": False,
     }
 
 
@@ -114,7 +115,7 @@ def _alike(analysis: Analysis, blob: Blobs) -> dict[str, Any]:
     names = [name or "(no label)" for name in analysis.counted.domains]
     alike_DD = analysis.alike_DD
     values = _grid("alike", ("", "and"), names, names, alike_DD[None], blob, alike_span(analysis))
-    return values | {"says": "of their load in common"}
+    return values | {"says": "of their load in common", "percent": True}
 
 
 def _grid(
@@ -142,6 +143,7 @@ def _grid(
         "low": span[0],
         "high": span[1],
         "says": "max_vio",
+        "percent": False,
     }
 
 

@@ -19,6 +19,7 @@ from trimtab.report.elements import NONE, Section, facts, heat_map, notes_sectio
 
 SHOWN_LAYERS = 10
 BINS = 24
+KNOWS = {"nothing": "static", "past": "knows the past", "step": "knows the step, in hindsight"}
 
 
 def analysis_sections(report: AnalysisReport) -> list[Section]:
@@ -185,14 +186,14 @@ def _foresight(analysis: Analysis) -> str:
     for way in found.ways:
         bar = f'<i style="width:{100 * way.lost / longest:.2f}%"></i><span>{way.lost:.1%}</span>'
         rows.append(
-            f'<tr><th scope="row">{escape(_way_name(way.knows))}<span class="about">{escape(way.about)}</span></th>'
+            f'<tr><th scope="row">{escape(way.about)}<span class="about">{KNOWS[way.knows]}</span></th>'
             f'<td class="with-bar"><span class="amount">{bar}</span></td>'
             f"<td>{number(way.won_back, '.0%')}</td><td>{way.max_over_mean:.3f}</td><td>{way.p99:.3f}</td></tr>"
         )
     everything = "100%" if any(way.won_back is not None for way in found.ways) else NONE
     rows.append(
-        '<tr class="ours"><th scope="row">knows every micro-step<span class="about">a plan for each, which '
-        "<b>trimtab plan</b> makes and measures</span></th>"
+        '<tr class="ours"><th scope="row">a plan for each micro-step<span class="about">knows every micro-step; '
+        "trimtab plan makes and measures it</span></th>"
         '<td class="with-bar"><span class="amount"><i style="width:0%"></i><span>about 0</span></span></td>'
         f"<td>{everything}</td><td>1.00</td><td>1.00</td></tr>"
     )
@@ -202,10 +203,6 @@ def _foresight(analysis: Analysis) -> str:
         f"{found.instances:,} instances. What it leaves even in hindsight changes from one micro-step to the next, and "
         "only a plan for each micro-step takes it away.</p>" + table(columns, rows, "Ways to place experts")
     )
-
-
-def _way_name(knows: str) -> str:
-    return {"nothing": "static", "past": "knows the past", "step": "knows the step"}[knows]
 
 
 def _layers(analysis: Analysis) -> str:

@@ -42,7 +42,7 @@ def analysis_tables(report: AnalysisReport) -> list[RenderableType]:
         won = "–" if way.won_back is None else f"{way.won_back:.0%}"
         ways.add_row(way.about, f"{way.lost:.1%}", won, f"{way.max_over_mean:.3f}", f"{way.p99:.3f}")
     won = "–" if analysis.foresight.ways[0].won_back is None else "100%"
-    ways.add_row("a plan for every micro-step (see trimtab plan)", "about 0", won, "1.00", "1.00")
+    ways.add_row("a plan for each micro-step", "about 0", won, "1.00", "1.00")
     shown.append(ways)
 
     layers = _table("Layers that lose most", ("layer", "of lost time", "max_vio", "p50", "p99", "worst"))

@@ -1,4 +1,5 @@
-// Grids of colour: one value for each row and column, from neutral to hot. Some have several planes to choose from.
+// Grids of colour: one value for each row and column, from neutral to hot. Some have several planes to choose from;
+// those in percent compare rows with one another, and need no names of columns.
 function startGrid(figure) {
   const grid = report.grids.find(({ name }) => name === figure.dataset.grid);
   const canvas = figure.querySelector("canvas"), readout = figure.querySelector(".readout");
@@ -19,8 +20,7 @@ function startGrid(figure) {
     const shown = canvas.parentElement.clientWidth;
     const longest = Math.max(...grid.rows.map((name) => context.measureText(name).width));
     const left = clamp(Math.ceil(longest) + 10, 34, shown / 3);
-    const square = grid.name === "alike";
-    const { width } = prepared(canvas, 20 + rows * cell + (square ? 8 : 32));
+    const { width } = prepared(canvas, 20 + rows * cell + (grid.percent ? 8 : 32));
     plot = { x: left, y: 20, w: Math.min(width - left - 1, columns * 48), h: rows * cell, cell };
     plot.column = plot.w / columns;
     const small = document.createElement("canvas");
@@ -46,7 +46,7 @@ function startGrid(figure) {
       context.fillText(grid.rows[r], plot.x - 6, plot.y + (r + 0.5) * cell, left - 8);
     }
     context.textAlign = "left";
-    if (!square) {
+    if (!grid.percent) {
       context.textAlign = "center";
       for (let c = 0, step = tickStep(columns, plot.w, 34); c < columns; c += step) {
         context.fillText(grid.columns[c], plot.x + (c + 0.5) * plot.column, plot.y + plot.h + 10);
@@ -66,8 +66,8 @@ function startGrid(figure) {
   function tell() {
     if (!cursor) return;
     const value = valueAt(cursor.r, cursor.c);
-    const place = `${rowWord} ${grid.rows[cursor.r]}${columnWord === "and" ? "" : ","} ${columnWord} ${grid.columns[cursor.c]}`;
-    const text = !Number.isFinite(value) ? "no load" : grid.name === "alike" ? `${Math.round(value * 100)}%` : ratioText(value);
+    const place = `${rowWord} ${grid.rows[cursor.r]}${grid.percent ? "" : ","} ${columnWord} ${grid.columns[cursor.c]}`;
+    const text = !Number.isFinite(value) ? "no load" : grid.percent ? `${Math.round(value * 100)}%` : ratioText(value);
     say(readout, [place.trim()], " · ", [text], Number.isFinite(value) ? ` ${grid.says}` : "");
   }
 
