@@ -14,6 +14,7 @@ from trimtab.errors import InputError, RankFailedError
 COMMANDS = {
     "train": "post-train a MoE with RL on local ranks, balanced by Trimtab",
     "trace": "look at routing traces, convert them, or make them",
+    "analyze": "say whether imbalance costs you, where, and whether foresight would help",
     "plan": "plan a step of a trace for a cluster",
     "simulate": "step time of every balancer on a cluster",
     "calibrate": "measure this machine and write it down as a cluster",
@@ -33,7 +34,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser = _Parser(
         prog="trimtab",
         description="Load balancing for Mixture-of-Experts models in RL post-training, planned from known routing.",
-        epilog="example: trimtab train --out out/demo && trimtab plan out/demo/routing/step-00000.parquet --ranks 4",
+        epilog="example: trimtab trace synth rl-mixed -o out/mixed.parquet && trimtab analyze out/mixed.parquet --ranks 16",
     )
     parser.add_argument("--version", action="version", version=f"trimtab {__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND", parser_class=_Parser)

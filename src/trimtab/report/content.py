@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from trimtab.analysis import Analysis
+from trimtab.analysis.answer import answer
 from trimtab.trace.routing import Array
 
 LANES = ("compute", "node link", "network", "host link", "CPU")
@@ -107,3 +109,26 @@ class Report:
     after: LoadMap
     timelines: tuple[Timeline, ...]
     notes: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, eq=False)
+class AnalysisReport:
+    """A page on a trace.
+
+    Attributes:
+        source: the trace's file, or files, for people.
+    """
+
+    source: str
+    analysis: Analysis
+
+    @property
+    def title(self) -> str:
+        model = self.analysis.counted.model or "a trace"
+        ranks = self.analysis.ranks
+        return f"Expert load of {model} on {ranks} rank{'s' if ranks > 1 else ''}"
+
+    @property
+    def answer(self) -> str:
+        """The result in a sentence or two."""
+        return answer(self.analysis)

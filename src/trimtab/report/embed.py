@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import base64
-import json
-from collections.abc import Callable
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -14,7 +13,6 @@ from trimtab.report.content import LANES, LoadMap, Report, Timeline
 from trimtab.report.rows import Rows, rows_of
 from trimtab.trace.routing import Array
 
-Blob = Callable[[Array, str], dict[str, str]]
 NO_LAYER = 65535
 BUSIEST_RANKS = 8
 # The scale of the heat map leaves out one instance and rank in two hundred, and is never narrower than this.
@@ -22,26 +20,32 @@ SHOWN_PART = 0.995
 LEAST_SPREAD = 0.1
 
 
-def embedded(report: Report) -> tuple[str, str]:
-    """The page's JSON, and the elements that hold its arrays, both safe inside HTML."""
-    blobs: list[str] = []
+class Blobs:
+    """The elements that hold a page's arrays."""
 
-    def blob(array: Array, dtype: str) -> dict[str, str]:
-        name = f"blob-{len(blobs)}"
+    def __init__(self) -> None:
+        self.elements: list[str] = []
+
+    def __call__(self, array: Array, dtype: str) -> dict[str, str]:
+        """Where the page finds the array: its element and its type, one of `TYPES` in `common.js`."""
+        name = f"blob-{len(self.elements)}"
         text = base64.b64encode(np.ascontiguousarray(array, f"<{dtype}").tobytes()).decode()
-        blobs.append(f'<script type="text/plain" id="{name}">{text}</script>')
+        self.elements.append(f'<script type="text/plain" id="{name}">{text}</script>')
         return {"id": name, "type": dtype}
 
-    maps = [_map(part, blob) for part in load_maps(report)]
-    values = {
+
+def simulation_data(report: Report, blob: Blobs) -> dict[str, Any]:
+    """What the page's scripts show of a simulated step."""
+    maps = load_maps(report)
+    return {
         "layers": report.layer_names,
         "lanes": LANES,
-        "maps": maps,
-        "spread": load_spread(report),
+        "maps": [map_data(part, blob) for part in maps],
+        "spread": load_spread(maps),
         "start_layer": int(worst_layers(report.before)[0]) if maps else -1,
         "timelines": [_timeline(timeline, blob) for timeline in report.timelines],
+        "grids": [],
     }
-    return in_script(json.dumps(values, allow_nan=False)), "\n".join(blobs)
 
 
 def in_script(text: str) -> str:
@@ -60,10 +64,10 @@ def worst_layers(loads: LoadMap) -> Array:
     return np.argsort(-max_over_mean(loads.loads_MLR).mean(axis=0), kind="stable")
 
 
-def load_spread(report: Report) -> float:
+def load_spread(maps: Sequence[LoadMap]) -> float:
     """How far from 1 the colour scale reaches on either side."""
     away = [np.empty(0)]
-    for part in load_maps(report):
+    for part in maps:
         means = part.loads_MLR.mean(axis=2, keepdims=True)
         ratios = np.divide(part.loads_MLR, means, out=np.ones(part.loads_MLR.shape), where=means > 0)
         away.append(np.abs(ratios - 1).reshape(-1))
@@ -83,7 +87,8 @@ def busiest_ranks(timeline: Timeline) -> list[int]:
     return np.sort(present[np.argsort(-busy_R[present], kind="stable")][:BUSIEST_RANKS]).tolist()
 
 
-def _map(part: LoadMap, blob: Blob) -> dict[str, Any]:
+def map_data(part: LoadMap, blob: Blobs) -> dict[str, Any]:
+    """One heat map of rank loads."""
     loads = part.loads_MLR
     largest = int(loads.max(initial=0))
     dtype = "u1" if largest < 1 << 8 else "u2" if largest < 1 << 16 else "u4" if largest < 1 << 32 else "f8"
@@ -91,7 +96,7 @@ def _map(part: LoadMap, blob: Blob) -> dict[str, Any]:
     return {"title": part.title, "M": M, "L": L, "R": R, "blob": blob(loads, dtype)}
 
 
-def _timeline(timeline: Timeline, blob: Blob) -> dict[str, Any]:
+def _timeline(timeline: Timeline, blob: Blobs) -> dict[str, Any]:
     total = float(timeline.end_N.max(initial=0.0))
     # Nanoseconds, or what 32 bits can hold of a longer one.
     tick = max(1e-9, total / (2**32 - 2))

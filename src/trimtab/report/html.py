@@ -2,35 +2,41 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 from html import escape
 from importlib.resources import files
 
 from trimtab.files import write_whole
-from trimtab.report.content import Report
-from trimtab.report.embed import embedded
+from trimtab.report.analysis_data import analysis_data
+from trimtab.report.analysis_sections import analysis_sections
+from trimtab.report.content import AnalysisReport, Report
+from trimtab.report.embed import Blobs, in_script, simulation_data
 from trimtab.report.sections import sections
 
-SCRIPTS = ("common.js", "bars.js", "heatmap.js", "timeline.js", "page.js")
+SCRIPTS = ("common.js", "bars.js", "heatmap.js", "grid.js", "timeline.js", "page.js")
 
 
-def write_html(report: Report, path: str | os.PathLike[str]) -> None:
+def write_html(report: Report | AnalysisReport, path: str | os.PathLike[str]) -> None:
     """Write the page, whole or not at all."""
     write_whole(path, page_of(report))
 
 
-def page_of(report: Report) -> str:
+def page_of(report: Report | AnalysisReport) -> str:
     """The page as text. It needs nothing from anywhere else."""
-    data, blobs = embedded(report)
-    parts = sections(report)
+    blobs = Blobs()
+    if isinstance(report, AnalysisReport):
+        data, parts = analysis_data(report.analysis, blobs), analysis_sections(report)
+    else:
+        data, parts = simulation_data(report, blobs), sections(report)
     values = {
         "title": escape(report.title),
         "answer": escape(report.answer),
         "nav": "".join(f'<a href="#{part.name}">{part.word}</a>' for part in parts),
         "sections": "\n".join(part.html for part in parts),
-        "data": data,
-        "blobs": blobs,
+        "data": in_script(json.dumps(data, allow_nan=False)),
+        "blobs": "\n".join(blobs.elements),
         "css": _asset("page.css"),
         "js": "\n".join(_asset(name) for name in SCRIPTS),
     }

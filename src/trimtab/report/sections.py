@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 from html import escape
 
 from trimtab.planner.workload import max_over_mean
 from trimtab.report.content import PARTS, PolicyResult, Report, Timeline
-from trimtab.report.embed import load_maps, load_spread, worst_layers
+from trimtab.report.elements import NONE, Section, bytes_text, facts, heat_map, notes_section, number, seconds, table
+from trimtab.report.embed import load_maps, worst_layers
 
 OURS = "trimtab"
 SHOWN_LAYERS = 10
-NONE = "–"
 SPARE_COLOURS = ("spare", "attention", "dispatch", "experts", "imbalance", "transfers", "planning", "migration")
 # Words in an operation's name, and the part whose colour it takes; the first that is found counts.
 COLOUR_WORDS = (
@@ -26,23 +24,6 @@ COLOUR_WORDS = (
 SHADES = (None, "var(--ink) 28%", "var(--ground) 40%", "var(--ink) 50%", "var(--ground) 62%")
 
 
-@dataclass(frozen=True)
-class Section:
-    """One section: its id, its word in the navigation, its heading, and what stands below."""
-
-    name: str
-    word: str
-    heading: str
-    body: str
-
-    @property
-    def html(self) -> str:
-        return (
-            f'<section id="{self.name}" aria-labelledby="{self.name}-heading">'
-            f'<h2 id="{self.name}-heading">{self.heading}</h2>\n{self.body}\n</section>'
-        )
-
-
 def sections(report: Report) -> list[Section]:
     """Those that the report has something for, in order."""
     found = []
@@ -51,7 +32,7 @@ def sections(report: Report) -> list[Section]:
     if any(policy.parts_s for policy in report.policies):
         found.append(Section("time", "Time", "Where the time goes", _times(report.policies)))
     if load_maps(report):
-        found.append(Section("load", "Load", "Load of every rank", _heat_map(report)))
+        found.append(Section("load", "Load", "Load of every rank", _loads(report)))
     if report.timelines:
         found.append(Section("step-timeline", "Timeline", "One micro-step, operation by operation", _timeline(report)))
     if load_maps(report):
@@ -59,37 +40,10 @@ def sections(report: Report) -> list[Section]:
     if any(policy.memory_bytes for policy in report.policies):
         found.append(Section("memory", "Memory", "Memory of a rank", _memory(report.policies)))
     if report.facts:
-        found.append(Section("setting", "Setting", "Setting", _facts(report.facts)))
+        found.append(Section("setting", "Setting", "Setting", facts(report.facts)))
     if report.notes:
-        notes = "".join(f"<li>{escape(note)}</li>" for note in report.notes)
-        found.append(Section("notes", "Notes", "Before you quote a figure", f'<ul class="notes">{notes}</ul>'))
+        found.append(notes_section(report.notes))
     return found
-
-
-def seconds(value: float, span: float | None = None) -> str:
-    """Three digits or so, in a unit that suits `span` or the value itself."""
-    size = abs(value if span is None else span)
-    factor, unit = (1.0, "s") if size >= 1 or size == 0 else (1e3, "ms") if size >= 1e-3 else (1e6, "µs")
-    return f"{_digits(value * factor)} {unit}"
-
-
-def bytes_text(value: float) -> str:
-    """Three digits or so, in decimal units."""
-    for factor, unit in ((1e9, "GB"), (1e6, "MB"), (1e3, "kB")):
-        if value >= factor:
-            return f"{_digits(value / factor)} {unit}"
-    return f"{value:.0f} B"
-
-
-def _digits(value: float) -> str:
-    if not math.isfinite(value):
-        return NONE
-    size = abs(value)
-    return f"{value:,.0f}" if size >= 100 else f"{value:.1f}" if size >= 10 else f"{value:.2f}"
-
-
-def _number(value: float | None, shape: str) -> str:
-    return NONE if value is None or not math.isfinite(value) else format(value, shape)
 
 
 def _row_class(name: str) -> str:
@@ -106,10 +60,10 @@ def _policies(policies: Sequence[PolicyResult]) -> str:
         about = f'<span class="about">{escape(policy.about)}</span>' if policy.about else ""
         cells = [
             f'<td class="with-bar"><span class="amount">{time}</span></td>',
-            f"<td>{_number(policy.speedup, '.2f')}×</td>",
-            f"<td>{_number(policy.fraction_of_balanced, '.1%')}</td>" if has_fraction else "",
-            f"<td>{_number(policy.max_over_mean, '.3f')}</td>",
-            f"<td>{_number(policy.replicas_per_instance, '.1f')}</td>",
+            f"<td>{number(policy.speedup, '.2f')}×</td>",
+            f"<td>{number(policy.fraction_of_balanced, '.1%')}</td>" if has_fraction else "",
+            f"<td>{number(policy.max_over_mean, '.3f')}</td>",
+            f"<td>{number(policy.replicas_per_instance, '.1f')}</td>",
         ]
         head = f'<th scope="row">{escape(policy.name)}{about}</th>'
         rows.append(f'<tr class="{_row_class(policy.name).strip()}">{head}{"".join(cells)}</tr>')
@@ -118,16 +72,7 @@ def _policies(policies: Sequence[PolicyResult]) -> str:
         '<p class="lead">Recompute and update of one step. Speed-up is over <b>static</b>; max/mean is the busiest '
         "rank's load over the mean, averaged over instances (one layer of one micro-step); replicas are per instance."
         f"{' “Of balanced” is the time of an ideally even run over this one.' if has_fraction else ''}</p>"
-        f"{_table(columns, rows, 'Policies compared')}"
-    )
-
-
-def _table(columns: Sequence[str], rows: Sequence[str], label: str) -> str:
-    """A table in a box of its own, where it scrolls on a narrow page. Columns without a name are left out."""
-    head = "".join(f'<th scope="col">{escape(column)}</th>' for column in columns if column)
-    return (
-        f'<div class="scroll" tabindex="0" role="region" aria-label="{escape(label)}"><table><thead><tr>{head}</tr>'
-        f"</thead><tbody>{''.join(rows)}</tbody></table></div>"
+        f"{table(columns, rows, 'Policies compared')}"
     )
 
 
@@ -189,7 +134,7 @@ def _bars(
             f'<span class="bar-total">{show(total)}</span></div>'
         )
     legend = "".join(f'<li><i style="--c:var(--{colours[p]})"></i>{escape(titles.get(p, p))}</li>' for p in used)
-    table = [
+    cells = [
         f'<tr><th scope="row">{escape(name)}</th>'
         + "".join(f"<td>{show(amounts[part]) if part in amounts else NONE}</td>" for part in used)
         + f"<td>{show(total)}</td></tr>"
@@ -199,44 +144,12 @@ def _bars(
     return (
         f'<figure data-bars aria-label="{escape(what)}"><ul class="legend">{legend}</ul>{"".join(lines)}'
         '<output class="readout" aria-live="polite"></output>'
-        f"<details><summary>As a table</summary>{_table(columns, table, what)}</details></figure>"
+        f"<details><summary>As a table</summary>{table(columns, cells, what)}</details></figure>"
     )
 
 
-def _heat_map(report: Report) -> str:
-    worst = int(worst_layers(report.before)[0])
-    options = ['<option value="-1">all layers (mean)</option>']
-    for index, name in enumerate(report.layer_names):
-        note = ", the worst" if index == worst else ""
-        chosen = " selected" if index == worst else ""
-        options.append(f'<option value="{index}"{chosen}>layer {escape(name)}{note}</option>')
-    maps = "".join(
-        f"<figure><figcaption><b>{escape(part.title)}</b><span data-map-caption></span></figcaption>"
-        f'<div><canvas data-map tabindex="0" role="application" aria-roledescription="heat map" '
-        f'aria-describedby="heat-readout" aria-label="{escape(part.title)}: load of every rank in every micro-step. '
-        'Arrow keys move, Page Up and Page Down change the layer."></canvas></div></figure>'
-        for part in load_maps(report)
-    )
-    spread = load_spread(report)
-    low, high = max(0.0, 1 - spread), 1 + spread
-    # The scale is even around 1; what would be less than no load is cut off.
-    whole, one = 100 * 2 * spread / (high - low), 100 * (1 - low) / (high - low)
-    marks = "".join(
-        f'<span style="left:{at:.1f}%">{text}</span>'
-        for at, text in ((0.0, f"{low:.2f}×"), (one, "1×"), (100.0, f"{high:.2f}×"))
-    )
-    return f"""<p class="lead">Tokens that a rank computes, over the mean of its instance: blue is less than
-the mean, orange more.</p>
-<div class="controls">
-<span class="field"><label for="layer">Layer</label><select id="layer">{"".join(options)}</select></span>
-<button type="button" id="layer-previous" aria-label="Previous layer">←</button>
-<input type="range" id="layer-slider" min="-1" max="{len(report.layer_names) - 1}" value="{worst}" aria-label="Layer">
-<button type="button" id="layer-next" aria-label="Next layer">→</button>
-</div>
-<div class="pair">{maps}</div>
-<output class="readout" id="heat-readout" aria-live="polite">Point at a cell, or use Tab and the arrow keys.</output>
-<div class="scale"><i style="background-size:{whole:.1f}% 100%"></i><div>{marks}</div>
-<span>load over the mean of the ranks</span></div>"""
+def _loads(report: Report) -> str:
+    return heat_map(load_maps(report), report.layer_names, int(worst_layers(report.before)[0]))
 
 
 def _timeline(report: Report) -> str:
@@ -298,9 +211,5 @@ def _worst_layers(report: Report) -> str:
     columns = ["layer", f"{report.before.title}, max/mean", f"{report.after.title}, max/mean", "gain"]
     return (
         '<p class="lead">By max/mean before, averaged over micro-steps. A layer takes as long as its busiest rank. '
-        f"Choose one to see it above.</p>{_table(columns, rows, 'Worst layers')}"
+        f"Choose one to see it above.</p>{table(columns, rows, 'Worst layers')}"
     )
-
-
-def _facts(facts: Sequence[tuple[str, str]]) -> str:
-    return "<dl>" + "".join(f"<dt>{escape(name)}</dt><dd>{escape(value)}</dd>" for name, value in facts) + "</dl>"

@@ -110,7 +110,7 @@ function startHeatMap() {
       context.textAlign = "center";
       const column = plot.w / M;
       for (let m = 0, step = tickStep(M, plot.w, 26); m < M; m += step) {
-        context.fillText(m, plot.x + (m + 0.5) * column, plot.y + plot.h + 10);
+        context.fillText(map.columns?.[m] ?? m, plot.x + (m + 0.5) * column, plot.y + plot.h + 10);
       }
       context.textAlign = "left";
       context.fillText("micro-step", plot.x, plot.y + plot.h + 25);
@@ -128,7 +128,7 @@ function startHeatMap() {
 
   function tell() {
     if (!cursor) return;
-    const parts = [[`Rank ${cursor.r}, micro-step ${cursor.m}`]];
+    const parts = [[`Rank ${cursor.r}, micro-step ${maps[0].columns?.[cursor.m] ?? cursor.m}`]];
     views.forEach(({ map, tokens, ratios }) => {
       if (cursor.m >= map.M || cursor.r >= map.R) return;
       const at = cursor.m * map.R + cursor.r;

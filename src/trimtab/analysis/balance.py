@@ -1,0 +1,217 @@
+"""How unbalanced are ranks: over all instances, by layer, size of micro-step and number of ranks, and in a step's sum?
+
+`max_vio` is max/mean - 1 of rank loads (verl, VeOmni, prime-rl), `balancedness` mean/max (vLLM, SGLang). An instance
+without any known route says nothing and counts nowhere.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+from itertools import pairwise
+
+import numpy as np
+
+from trimtab.analysis.counted import CountedTrace, summed
+from trimtab.trace.routing import Array
+
+# Sizes of micro-steps beside the given one; those below need parts, those above so many micro-steps in a step.
+FACTORS = (Fraction(1, 4), Fraction(1, 2), Fraction(1), Fraction(2), Fraction(4), Fraction(8))
+LEAST_MOST_RANKS = 64
+RANKS_FACTOR = 8
+
+
+@dataclass(frozen=True)
+class Spread:
+    """A figure over instances."""
+
+    mean: float
+    p50: float
+    p99: float
+    worst: float
+
+
+@dataclass(frozen=True)
+class Balance:
+    """Rank loads of some instances.
+
+    Attributes:
+        instances: how many have a load.
+        max_over_mean: of each instance; `max_vio` is this minus 1. 1 where there is no instance.
+        balancedness: mean/max of each; the worst is the least, p99 the one that 99% exceed.
+        lost: the part of expert time in which the mean rank waits: 1 - sum of means / sum of maxima.
+    """
+
+    instances: int
+    max_over_mean: Spread
+    balancedness: Spread
+    lost: float
+
+    @property
+    def max_vio(self) -> Spread:
+        ratio = self.max_over_mean
+        return Spread(ratio.mean - 1, ratio.p50 - 1, ratio.p99 - 1, ratio.worst - 1)
+
+
+@dataclass(frozen=True)
+class SizeBalance:
+    """Balance with micro-steps of another size, and with other numbers of ranks.
+
+    Attributes:
+        factor: size over that of the given micro-steps; None for a step in one.
+        tokens: mean tokens of such a micro-step, all ranks together.
+        micro_steps: how many were looked at; incomplete ones at a step's end are left out.
+        by_ranks: number of ranks: balance.
+    """
+
+    factor: float | None
+    tokens: float
+    micro_steps: int
+    by_ranks: dict[int, Balance]
+
+
+@dataclass(frozen=True)
+class Stability:
+    """A step's sum against its micro-steps: is it the same ranks and experts that are busy?
+
+    Attributes:
+        step_max_over_mean: of loads summed over each step, mean over steps and layers.
+        micro_step_max_over_mean: of each instance, mean.
+        busiest_rank_changes: part of the instances whose busiest rank is not their step's and layer's.
+        overlap_micro_steps: of an instance's expert loads with the next micro-step's, mean; 1 if in the same
+            proportions, 0 if no expert is in both. None with no two micro-steps in a step.
+        overlap_steps: of a step's with the next step's; None with one step.
+        overlap_halves: of the first half of a step's micro-steps with the second; None with no two in a step.
+    """
+
+    step_max_over_mean: float
+    micro_step_max_over_mean: float
+    busiest_rank_changes: float
+    overlap_micro_steps: float | None
+    overlap_steps: float | None
+    overlap_halves: float | None
+
+
+def ratios(loads: Array) -> Array:
+    """Busiest over mean, `[..., R]` to `[...]` float64; NaN where there is no load."""
+    totals = loads.sum(axis=-1)
+    with np.errstate(divide="ignore", invalid="ignore"):
+        return np.where(totals > 0, loads.max(axis=-1) * loads.shape[-1] / totals, np.nan)
+
+
+def balance(loads: Array) -> Balance:
+    """Of rank loads `[..., R]`, integers or floats."""
+    found = ratios(loads).ravel()
+    found = found[~np.isnan(found)]
+    if not len(found):
+        return Balance(0, Spread(1.0, 1.0, 1.0, 1.0), Spread(1.0, 1.0, 1.0, 1.0), 0.0)
+    p50, p99 = (float(each) for each in np.percentile(found, (50, 99)))
+    even = 1 / found
+    low, middle = (float(each) for each in np.percentile(even, (1, 50)))
+    return Balance(
+        len(found),
+        Spread(float(found.mean()), p50, p99, float(found.max())),
+        Spread(float(even.mean()), middle, low, float(even.min())),
+        lost_part(loads),
+    )
+
+
+def lost_part(loads: Array) -> float:
+    """1 - sum of means / sum of maxima over instances; 0 without load."""
+    longest = float(loads.max(axis=-1).sum())
+    return max(0.0, 1 - float(loads.sum()) / loads.shape[-1] / longest) if longest else 0.0
+
+
+def home_loads(counts: Array, ranks: int) -> Array:
+    """Loads `[..., R]` of contiguous homes: int64 from tokens `[..., E]`, float64 from seconds."""
+    kind = np.float64 if counts.dtype.kind == "f" else np.int64
+    return counts.reshape(*counts.shape[:-1], ranks, -1).sum(axis=-1, dtype=kind)
+
+
+def rank_numbers(num_experts: int, ranks: int) -> list[int]:
+    """Numbers of ranks to compare: powers of two that divide the experts, and the given one."""
+    most = min(num_experts, max(LEAST_MOST_RANKS, RANKS_FACTOR * ranks))
+    powers = {2**power for power in range(1, most.bit_length()) if 2**power <= most and num_experts % 2**power == 0}
+    return sorted(powers | {ranks})
+
+
+def by_size(counted: CountedTrace, ranks: Sequence[int]) -> list[SizeBalance]:
+    """Micro-steps from a quarter to eight times the given size, as far as the data allow, and whole steps."""
+    found = []
+    steps = counted.step_starts * counted.parts
+    for factor in FACTORS:
+        starts, ends = _groups(counted, factor)
+        whole_steps = np.array_equal(starts, steps[:-1]) and np.array_equal(ends, steps[1:])
+        if len(starts) and (factor <= 1 or not whole_steps):
+            found.append(_at_size(counted, float(factor), starts, ends, ranks))
+    found.append(_at_size(counted, None, steps[:-1], steps[1:], ranks))
+    return found
+
+
+def _groups(counted: CountedTrace, factor: Fraction) -> tuple[Array, Array]:
+    """First and last + 1 part of each micro-step of another size. None crosses from one step to the next."""
+    size = factor * counted.parts
+    if size.denominator > 1:
+        return np.empty(0, np.int64), np.empty(0, np.int64)
+    steps = counted.step_starts * counted.parts
+    starts = [np.arange(first, end - int(size) + 1, int(size)) for first, end in pairwise(steps)]
+    together = np.concatenate(starts)
+    return together, together + int(size)
+
+
+def _at_size(
+    counted: CountedTrace, factor: float | None, starts: Array, ends: Array, ranks: Sequence[int]
+) -> SizeBalance:
+    # Every other sum is of what lies between two groups; there may be nothing after the last.
+    edges = np.stack([starts, ends], axis=1).ravel()
+    edges = edges[:-1] if edges[-1] == len(counted.counts_FLE) else edges
+    keep = np.ones(len(edges), bool)
+    keep[1::2] = False
+    repeated = np.flatnonzero(edges[:-1] == edges[1:])
+    keep, edges = np.delete(keep, repeated), np.delete(edges, repeated)
+    counts_GLE = summed(counted.counts_FLE, edges)[keep]
+    # Of the layer with most: routes may be unknown in others.
+    tokens = counts_GLE.sum(axis=(0, 2)).max() / counted.top_k / len(counts_GLE)
+    loads = {number: home_loads(counts_GLE, number) for number in ranks}
+    return SizeBalance(factor, float(tokens), len(counts_GLE), {number: balance(loads[number]) for number in ranks})
+
+
+def stability(counts_MLE: Array, step_starts: Array, ranks: int) -> Stability:
+    """What changes inside steps, and between them."""
+    loads_MLR = home_loads(counts_MLE, ranks)
+    sums_PLE = summed(counts_MLE, step_starts[:-1])
+    sums_PLR = home_loads(sums_PLE, ranks)
+    step_M = np.repeat(np.arange(len(step_starts) - 1), np.diff(step_starts))
+    has_load_ML = loads_MLR.sum(axis=-1) > 0
+    busiest_ML, usual_ML = loads_MLR.argmax(axis=-1), sums_PLR.argmax(axis=-1)[step_M]
+    inside = np.flatnonzero(np.diff(step_M) == 0)
+    shared = [
+        overlap(counts_MLE[first:middle].sum(axis=0), counts_MLE[middle:end].sum(axis=0))
+        for first, middle, end in halves(step_starts)
+    ]
+    return Stability(
+        step_max_over_mean=float(np.nanmean(ratios(sums_PLR))),
+        micro_step_max_over_mean=float(np.nanmean(ratios(loads_MLR))),
+        busiest_rank_changes=float((busiest_ML != usual_ML)[has_load_ML].mean()),
+        overlap_micro_steps=_mean(np.array([overlap(counts_MLE[m], counts_MLE[m + 1]) for m in inside.tolist()])),
+        overlap_steps=_mean(overlap(sums_PLE[:-1], sums_PLE[1:])),
+        overlap_halves=_mean(np.array(shared)),
+    )
+
+
+def overlap(one: Array, other: Array) -> Array:
+    """What two distributions `[..., E]` share, `[...]`: the sum of the smaller proportions; NaN without load."""
+    with np.errstate(divide="ignore", invalid="ignore"):
+        shares = one / one.sum(axis=-1, keepdims=True), other / other.sum(axis=-1, keepdims=True)
+    return np.minimum(*shares).sum(axis=-1)
+
+
+def halves(step_starts: Array) -> list[tuple[int, int, int]]:
+    """First micro-step, middle and end of every step that has two."""
+    return [(first, (first + end) // 2, end) for first, end in pairwise(step_starts.tolist()) if end - first > 1]
+
+
+def _mean(values: Array) -> float | None:
+    known = values[~np.isnan(values)]
+    return float(known.mean()) if len(known) else None

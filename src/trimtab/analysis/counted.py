@@ -1,0 +1,246 @@
+"""Which tokens run together, and which experts do they use? One pass over a trace of any length.
+
+Which sequence runs in which micro-step follows from lengths alone, so that it is known before an id is read. What is
+kept is token counts of *parts* of micro-steps: micro-steps of other sizes are sums of them.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+
+from trimtab.errors import InputError
+from trimtab.planner import pack_by_length
+from trimtab.trace import TraceReader
+from trimtab.trace.counting import count_experts
+from trimtab.trace.routing import Array
+
+DEFAULT_BUDGET = 8192
+# Micro-steps are counted in so many parts where sequences are small enough.
+PARTS = (4, 2, 1)
+# Counts that are kept: beyond this, micro-steps are not divided, and then only the last steps are looked at.
+COUNT_BYTES = 64 << 20
+# Domains with a line of their own; the smallest share one.
+MOST_DOMAINS = 32
+OTHERS = "all others"
+# Beyond the mean, so that as many micro-steps as were asked for are enough.
+SLACK = 0.1
+
+
+@dataclass(frozen=True, eq=False)
+class CountedTrace:
+    """Token counts of a trace, in the micro-steps that its sequences were packed into.
+
+    Attributes:
+        counts_FLE: `[F, L, E]` int32, tokens by part of a micro-step, layer and expert; F = M * parts, in order.
+        parts: of a micro-step.
+        step_M: `[M]` int32, the RL step of each micro-step, rising.
+        counts_DLE: `[D, L, E]` int64, tokens by domain.
+        domains: `[D]` names, most tokens first; one nameless domain where the trace has none.
+        layer_indices: `[L]` the decoder layer behind each MoE layer.
+        token_budget: most tokens of a rank in a micro-step.
+        num_tokens, num_sequences: of the steps that were counted.
+        unknown_routes: (token, layer) pairs without a recorded route.
+        length_squares: sum of the squares of the sequences' lengths.
+        top_k: experts of a token.
+        model: the trace's word for it.
+        skipped_steps: the trace's first steps, left out because counts would not fit.
+    """
+
+    counts_FLE: Array
+    parts: int
+    step_M: Array
+    counts_DLE: Array
+    domains: tuple[str, ...]
+    layer_indices: Array
+    token_budget: int
+    num_tokens: int
+    num_sequences: int
+    unknown_routes: int
+    length_squares: int
+    top_k: int
+    model: str
+    skipped_steps: int = 0
+
+    @property
+    def num_micro_steps(self) -> int:
+        return len(self.step_M)
+
+    @property
+    def num_layers(self) -> int:
+        return int(self.counts_FLE.shape[1])
+
+    @property
+    def num_experts(self) -> int:
+        return int(self.counts_FLE.shape[2])
+
+    @property
+    def steps(self) -> list[int]:
+        """The RL steps, rising."""
+        return np.unique(self.step_M).tolist()
+
+    @property
+    def counts_MLE(self) -> Array:
+        """`[M, L, E]` int64, tokens by micro-step, layer and expert."""
+        return summed(self.counts_FLE, np.arange(0, len(self.counts_FLE), self.parts))
+
+    @property
+    def step_starts(self) -> Array:
+        """`[steps + 1]`: micro-steps `step_starts[i]:step_starts[i + 1]` are those of the i-th step."""
+        return np.append(np.flatnonzero(np.diff(self.step_M, prepend=self.step_M[0] - 1)), len(self.step_M))
+
+
+def count_trace(
+    reader: TraceReader,
+    *,
+    ranks: int,
+    token_budget: int | None = None,
+    micro_steps: int | None = None,
+    step: int | None = None,
+    progress: Callable[[int, int], None] = lambda done, total: None,
+) -> CountedTrace:
+    """Pack every step of a trace as `trimtab plan` does, and count it. Memory holds a chunk and the counts.
+
+    Args:
+        ranks: that share a micro-step.
+        token_budget: most tokens of a rank in a micro-step; by default 8192, or the longest sequence if that is more.
+        micro_steps: of a step, instead: the budget with which the largest step takes about so many.
+        step: look at this one only.
+        progress: told sequences read and sequences in all.
+
+    Raises:
+        InputError: if there is no such step, no token, no known route, or a sequence exceeds the budget.
+    """
+    facts, shape = reader.facts, reader.empty
+    steps = np.unique(facts.steps[facts.lengths > 0])
+    if not len(steps):
+        raise InputError(f"{reader.name}: the trace is empty; there is nothing to analyze")
+    if step is not None:
+        if step not in steps:
+            raise InputError(f"{reader.name}: no step {step} with tokens; it has steps {steps[0]} to {steps[-1]}")
+        steps = np.array([step])
+    budget = token_budget or _budget(reader, steps, ranks, micro_steps)
+    instance_bytes = shape.num_layers * shape.num_experts * 4
+    packed = [_pack(reader, each, ranks, budget) for each in steps]
+    parts = _parts(packed, facts.lengths, ranks, budget, COUNT_BYTES // instance_bytes)
+    kept = _kept_steps([count for _, _, count in packed], COUNT_BYTES // (instance_bytes * parts))
+    skipped, packed, steps = len(steps) - kept, packed[-kept:], steps[-kept:]
+
+    part_S = np.full(len(facts.lengths), -1, np.int64)
+    first = 0
+    for members, micro_step, count in packed:
+        part_S[members] = (first + micro_step) * parts + _divide(micro_step, facts.lengths[members], parts)
+        first += count
+    chosen = part_S >= 0
+    domains, domain_S = _domains(facts.domains, facts.lengths, chosen)
+    counts_FLE = np.zeros((first * parts, shape.num_layers, shape.num_experts), np.int32)
+    counts_DLE = np.zeros((len(domains), shape.num_layers, shape.num_experts), np.int64)
+    row = 0
+    for chunk in reader.chunks():
+        rows = slice(row, row + chunk.num_sequences)
+        wanted = np.flatnonzero(chosen[rows])
+        if len(wanted):
+            places, group = np.unique(part_S[rows][wanted] * len(domains) + domain_S[rows][wanted], return_inverse=True)
+            part = chunk if len(wanted) == chunk.num_sequences else chunk.select(wanted)
+            for place, counts_LE in zip(places.tolist(), count_experts(part, group, len(places)), strict=True):
+                counts_FLE[place // len(domains)] += counts_LE
+                counts_DLE[place % len(domains)] += counts_LE
+        row += chunk.num_sequences
+        progress(row, len(chosen))
+    lengths = facts.lengths[chosen]
+    known = int(counts_DLE.sum()) // shape.top_k
+    if not known:
+        raise InputError(f"{reader.name}: no token has a recorded route; there is nothing to analyze")
+    return CountedTrace(
+        counts_FLE=counts_FLE,
+        parts=parts,
+        step_M=np.repeat(steps, [count for _, _, count in packed]),
+        counts_DLE=counts_DLE,
+        domains=domains,
+        layer_indices=shape.layer_indices,
+        token_budget=budget,
+        num_tokens=int(lengths.sum()),
+        num_sequences=len(lengths),
+        unknown_routes=int(lengths.sum()) * shape.num_layers - known,
+        length_squares=int((lengths**2).sum()),
+        top_k=shape.top_k,
+        model=shape.model,
+        skipped_steps=skipped,
+    )
+
+
+def summed(counts: Array, starts: Array) -> Array:
+    """Sums `[G, ...]` int64 of neighbours of the first axis, from each of `starts` up to the next."""
+    ends = np.append(starts[1:], len(counts))
+    sums = np.empty((len(starts), *counts.shape[1:]), np.int64)
+    # One by one: `reduceat` to another type is several times slower.
+    for index, (start, end) in enumerate(zip(starts.tolist(), ends.tolist(), strict=True)):
+        counts[start:end].sum(axis=0, dtype=np.int64, out=sums[index])
+    return sums
+
+
+def _budget(reader: TraceReader, steps: Array, ranks: int, micro_steps: int | None) -> int:
+    lengths, step_S = reader.facts.lengths, reader.facts.steps
+    longest = int(lengths[np.isin(step_S, steps)].max())
+    if micro_steps is None:
+        return max(DEFAULT_BUDGET, longest)
+    most = max(int(lengths[step_S == step].sum()) for step in steps)
+    return max(longest, math.ceil(most / (ranks * micro_steps) * (1 + SLACK)))
+
+
+def _pack(reader: TraceReader, step: int, ranks: int, budget: int) -> tuple[Array, Array, int]:
+    """Sequences of a step, the micro-step of each, and how many micro-steps there are."""
+    members = np.flatnonzero(reader.facts.steps == step)
+    schedule = pack_by_length(reader.facts.lengths[members], num_ranks=ranks, token_budget=budget)
+    return members, schedule.micro_step, schedule.num_micro_steps
+
+
+def _parts(packed: list[tuple[Array, Array, int]], lengths: Array, ranks: int, budget: int, most_parts: int) -> int:
+    """Into how many parts micro-steps are divided: each part should be one that could run by itself."""
+    micro_steps = sum(count for _, _, count in packed)
+    sequences = sum(len(members) for members, _, _ in packed)
+    longest = max(int(lengths[members].max()) for members, _, _ in packed)
+    return next(
+        parts
+        for parts in PARTS
+        if parts == 1
+        or (
+            parts * longest <= budget and sequences >= parts * micro_steps * ranks and parts * micro_steps <= most_parts
+        )
+    )
+
+
+def _kept_steps(micro_steps: list[int], most: int) -> int:
+    """How many of the last steps have at most so many micro-steps together; one at least."""
+    return max(1, int(np.count_nonzero(np.cumsum(micro_steps[::-1]) <= most)))
+
+
+def _divide(micro_step: Array, lengths: Array, parts: int) -> Array:
+    """A part `[S]` of its micro-step for each sequence: longest first, to the part with the fewest tokens."""
+    part = np.zeros(len(lengths), np.int64)
+    if parts == 1:
+        return part
+    filled = [[(0, index) for index in range(parts)] for _ in range(int(micro_step.max(initial=0)) + 1)]
+    for sequence in np.argsort(-lengths, kind="stable").tolist():
+        emptiest = filled[micro_step[sequence]]
+        tokens, index = emptiest[0]
+        part[sequence] = index
+        heapq.heapreplace(emptiest, (tokens + int(lengths[sequence]), index))
+    return part
+
+
+def _domains(names: Array, lengths: Array, chosen: Array) -> tuple[tuple[str, ...], Array]:
+    """Domains, largest first, and the number of each sequence's."""
+    known, domain_S = np.unique(names, return_inverse=True)
+    tokens = np.bincount(domain_S, np.where(chosen, lengths, 0), minlength=len(known))
+    order = np.argsort(-tokens, kind="stable")[: np.count_nonzero(tokens)]
+    number = np.full(len(known), min(len(order), MOST_DOMAINS) - 1)
+    number[order[: MOST_DOMAINS - 1]] = np.arange(min(len(order), MOST_DOMAINS - 1))
+    shown = [str(known[index]) for index in order[:MOST_DOMAINS]]
+    if len(order) > MOST_DOMAINS:
+        shown[-1] = OTHERS
+    return tuple(shown), number[domain_S]

@@ -1,0 +1,107 @@
+"""What does imbalance cost in seconds of a step, by the simulator's prices? An estimate.
+
+Operations are priced as `cluster/operations.py` does, and added up: all ranks meet in every all-to-all, so that an
+instance takes the busiest rank's expert time, twice the time of its all-to-all (dispatch and combine), and the dense
+parts, which are even; and a step one optimizer step. Rows are taken to come evenly from all ranks. What overlaps in a
+real step is left to `trimtab simulate`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from trimtab.analysis.balance import home_loads
+from trimtab.cluster import ClusterSpec, ModelSpec
+from trimtab.cluster.operations import OperationCosts
+from trimtab.trace.routing import Array
+
+
+@dataclass(frozen=True)
+class Price:
+    """Seconds of recompute and update, mean over steps.
+
+    Attributes:
+        cluster, model: names.
+        step_s: with contiguous homes.
+        lost_s: what of it would go with even loads: experts, and rows through the busiest rank's all-to-all.
+        lost_L: `[L]` the same by layer.
+    """
+
+    cluster: str
+    model: str
+    step_s: float
+    lost_s: float
+    lost_L: tuple[float, ...]
+
+    @property
+    def lost_part(self) -> float:
+        return self.lost_s / self.step_s if self.step_s else 0.0
+
+
+def price(
+    counts_MLE: Array,
+    cluster: ClusterSpec,
+    model: ModelSpec,
+    *,
+    num_steps: int,
+    num_tokens: int,
+    length_squares: int,
+) -> Price:
+    """Price all steps, recompute and update.
+
+    Args:
+        counts_MLE: `[M, L, E]` integers, tokens by micro-step, layer and expert.
+        num_tokens: of all sequences.
+        length_squares: sum of squared lengths, for attention.
+    """
+    num_micro_steps, num_layers, _ = counts_MLE.shape
+    costs = OperationCosts.of(cluster, model, moe_layers=num_layers)
+    # Recompute and update run forward once each; backward's experts and dense parts take longer, its rows do not.
+    experts, dense, rows = 2 + costs.expert_backward, 2 + costs.dense_backward, 3
+    near_s, far_s = _row_seconds(costs, cluster)
+    busiest_L, even_L = np.zeros(num_layers), np.zeros(num_layers)
+    for layer in range(num_layers):
+        counts_ME = counts_MLE[:, layer]
+        work_MR = home_loads(copy_seconds(counts_ME, costs), cluster.ranks)
+        loads_MR = home_loads(counts_ME, cluster.ranks)
+        entering_MR = loads_MR
+        if costs.forwards:
+            # Rows from other nodes come in through the rank of their source's place, so evenly over the node.
+            by_node = loads_MR.reshape(num_micro_steps, -1, cluster.ranks_per_node).mean(axis=-1)
+            entering_MR = np.repeat(by_node, cluster.ranks_per_node, axis=-1)
+        exchange_MR = np.maximum(near_s * loads_MR, far_s * entering_MR)
+        busiest_L[layer] = experts * work_MR.max(axis=-1).sum() + 2 * rows * exchange_MR.max(axis=-1).sum()
+        even_L[layer] = experts * work_MR.mean(axis=-1).sum() + 2 * rows * max(near_s, far_s) * loads_MR.mean(-1).sum()
+    tokens, squares = num_tokens / cluster.ranks, length_squares / cluster.ranks
+    fixed_s = num_micro_steps * (num_layers * (dense * costs.layer_s + 2 * rows * costs.dispatch_s))
+    dense_s = dense * (
+        tokens * (num_layers * costs.token_s + costs.outer_token_s)
+        + squares * (num_layers * costs.square_s + costs.outer_square_s)
+        + num_micro_steps * costs.outer_s
+    )
+    lost_L = (busiest_L - even_L) / num_steps
+    return Price(
+        cluster.name,
+        model.name,
+        (float(busiest_L.sum()) + fixed_s + dense_s) / num_steps + costs.optimizer_s,
+        float(lost_L.sum()),
+        tuple(lost_L.tolist()),
+    )
+
+
+def copy_seconds(counts: Array, costs: OperationCosts) -> Array:
+    """Forward seconds of experts at home with so many rows each, as the simulator takes them."""
+    tiles = -(-counts // costs.tile_rows)
+    seconds = costs.copy_s + np.maximum(tiles * costs.tile_s, costs.weights_s) + counts * costs.row_s
+    return np.where(counts > 0, seconds, 0.0)
+
+
+def _row_seconds(costs: OperationCosts, cluster: ClusterSpec) -> tuple[float, float]:
+    """Of a row through its rank's all-to-all, inside the node and between nodes, if rows come evenly from all ranks."""
+    near = (cluster.ranks_per_node - 1) / cluster.ranks
+    far = (cluster.ranks - cluster.ranks_per_node) / cluster.ranks
+    if costs.forwards:
+        near += far * (cluster.ranks_per_node - 1) / cluster.ranks_per_node
+    return near * costs.near_row_s, far * costs.far_row_s

@@ -1,0 +1,135 @@
+"""Small charts as inline SVG, which need no script: lines over named places, and bars of a distribution."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from html import escape
+
+WIDTH, HEIGHT = 440, 210
+LEFT, RIGHT, TOP, BOTTOM = 44, 14, 14, 42
+COLOURS = ("accent", "imbalance", "migration", "planning")
+
+
+@dataclass(frozen=True)
+class Line:
+    """One line of a chart; None where it has no point."""
+
+    name: str
+    values: Sequence[float | None]
+
+
+def line_chart(title: str, places: Sequence[str], lines: Sequence[Line], across: str) -> str:
+    """Lines over named places, from 0 up, with a dot at every point that tells its value.
+
+    Args:
+        across: what the places are.
+    """
+    top = _rounded_up(max((value for line in lines for value in line.values if value is not None), default=0.0))
+    x = [_across((index + 0.5) / len(places)) for index in range(len(places))]
+    drawn = []
+    for colour, line in zip(COLOURS, lines, strict=False):
+        points = [(at, _up(value / top), value, place)
+                  for at, value, place in zip(x, line.values, places, strict=True) if value is not None]  # fmt: skip
+        path = " ".join(f"{at:.1f},{y:.1f}" for at, y, _, _ in points)
+        dots = "".join(
+            f'<circle cx="{at:.1f}" cy="{y:.1f}" r="4"><title>{escape(f"{line.name}, {place}: {value:.3f}")}</title>'
+            "</circle>"
+            for at, y, value, place in points
+        )
+        drawn.append(f'<g style="--c:var(--{colour})"><polyline points="{path}"/>{dots}</g>')
+    names = "".join(
+        f'<text x="{at:.1f}" y="{HEIGHT - BOTTOM + 16}" text-anchor="middle">{escape(place)}</text>'
+        for at, place in zip(x, places, strict=True)
+    )
+    legend = "".join(
+        f'<li><i style="--c:var(--{colour})"></i>{escape(line.name)}</li>'
+        for colour, line in zip(COLOURS, lines, strict=False)
+    )
+    shown = f'<ul class="legend">{legend}</ul>' if len(lines) > 1 else ""
+    return _figure(title, _levels(top) + names + "".join(drawn), across, shown)
+
+
+def bar_chart(
+    title: str,
+    bars: Sequence[tuple[str, int]],
+    across: str,
+    *,
+    edges: Sequence[str] = (),
+    marks: Sequence[tuple[float, str]] = (),
+) -> str:
+    """Bars of counts.
+
+    Args:
+        bars: name and count.
+        edges: names of the edges between bars, for a histogram; else each bar's own name stands below it.
+        marks: places, as a part of the width, and what a line there says.
+    """
+    top = _rounded_up(max((count for _, count in bars), default=0))
+    width = (WIDTH - LEFT - RIGHT) / len(bars)
+    drawn = []
+    for index, (name, count) in enumerate(bars):
+        height = count / top * (HEIGHT - TOP - BOTTOM)
+        drawn.append(
+            f'<rect x="{LEFT + index * width + 0.5:.1f}" y="{HEIGHT - BOTTOM - height:.1f}" width="{width - 1:.1f}" '
+            f'height="{height:.1f}"><title>{escape(f"{name}: {count:,}")}</title></rect>'
+        )
+    places = (
+        [(index / (len(edges) - 1), text) for index, text in enumerate(edges)]
+        if edges
+        else [((index + 0.5) / len(bars), name) for index, (name, _) in enumerate(bars)]
+    )
+    names = "".join(
+        f'<text x="{_across(at):.1f}" y="{HEIGHT - BOTTOM + 16}" text-anchor="middle">{escape(text)}</text>'
+        for at, text in places
+    )
+    lines = ""
+    for index, (at, text) in enumerate(marks):
+        side = "end" if at > 0.7 else "start"
+        x, y = _across(min(1.0, at)), TOP + 6 + 14 * index
+        lines += (
+            f'<g class="mark"><line x1="{x:.1f}" x2="{x:.1f}" y1="{TOP}" y2="{HEIGHT - BOTTOM}"/>'
+            f'<text x="{x + (-5 if side == "end" else 5):.1f}" y="{y}" text-anchor="{side}">{escape(text)}</text></g>'
+        )
+    return _figure(title, f"{_levels(top)}{names}<g>{''.join(drawn)}</g>{lines}", across, "")
+
+
+def _figure(title: str, drawn: str, across: str, legend: str) -> str:
+    below = f'<text x="{LEFT}" y="{HEIGHT - 8}">{escape(across)}</text>'
+    return (
+        f'<figure class="chart"><figcaption><b>{escape(title)}</b></figcaption>{legend}'
+        f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-label="{escape(title)}">{drawn}{below}</svg></figure>'
+    )
+
+
+def _levels(top: float) -> str:
+    """Three lines to read heights by."""
+    return "".join(
+        f'<line x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{_up(part):.1f}" y2="{_up(part):.1f}"/>'
+        f'<text x="{LEFT - 6}" y="{_up(part) + 4:.1f}" text-anchor="end">{_short(part * top)}</text>'
+        for part in (0.0, 0.5, 1.0)
+    )
+
+
+def _short(value: float) -> str:
+    return f"{value / 1e6:g}M" if value >= 1e6 else f"{value / 1e3:g}k" if value >= 1e4 else f"{value:g}"
+
+
+def _rounded_up(value: float) -> float:
+    """A round number that is not less, and greater than 0."""
+    if value <= 0:
+        return 1.0
+    unit = 1e-3
+    while True:
+        for step in (1, 1.5, 2, 3, 4, 5, 6, 8):
+            if step * unit >= value:
+                return step * unit
+        unit *= 10
+
+
+def _across(part: float) -> float:
+    return LEFT + part * (WIDTH - LEFT - RIGHT)
+
+
+def _up(part: float) -> float:
+    return HEIGHT - BOTTOM - part * (HEIGHT - TOP - BOTTOM)

@@ -1,0 +1,147 @@
+"""One pass over a trace in chunks against counting it whole, token by token."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from helpers.traces import odd_trace
+from trimtab import RoutingTrace, write_trace
+from trimtab.analysis import count_trace
+from trimtab.analysis import counted as module
+from trimtab.analysis.balance import by_size
+from trimtab.errors import InputError
+from trimtab.planner import pack_by_length
+from trimtab.trace import TraceReader, store, synthesize
+
+FEW = settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+
+
+def plain_counts(trace: RoutingTrace, group_S: np.ndarray, groups: int) -> np.ndarray:
+    counts = np.zeros((groups, trace.num_layers, trace.num_experts), np.int64)
+    for s, group in enumerate(group_S):
+        for row in trace.sequence(s):
+            for layer, experts in enumerate(row):
+                for expert in experts:
+                    if group >= 0 and expert != trace.no_route:
+                        counts[group, layer, expert] += 1
+    return counts
+
+
+def plain_micro_steps(trace: RoutingTrace, ranks: int, budget: int) -> tuple[np.ndarray, list[int]]:
+    """Micro-step of every sequence, steps one after another, and the step of every micro-step."""
+    group = np.full(trace.num_sequences, -1)
+    steps: list[int] = []
+    for step in np.unique(trace.steps[trace.sequence_lengths > 0]):
+        mine = np.flatnonzero(trace.steps == step)
+        schedule = pack_by_length(trace.sequence_lengths[mine], num_ranks=ranks, token_budget=budget)
+        group[mine] = schedule.micro_step + len(steps)
+        steps += [int(step)] * schedule.num_micro_steps
+    return group, steps
+
+
+@FEW
+@given(
+    seed=st.integers(0, 10**6), ranks=st.sampled_from([1, 2, 4]), budget=st.integers(12, 60), files=st.integers(1, 3)
+)
+def test_chunks_of_several_files_count_as_the_whole(
+    seed: int, ranks: int, budget: int, files: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(store, "ROW_GROUP_BYTES", 64)
+    trace = odd_trace(seed)
+    folder = tmp_path / f"{seed}-{ranks}-{budget}-{files}"
+    edges = np.linspace(0, trace.num_sequences, files + 1).astype(int)
+    for index in range(files):
+        write_trace(trace.part(edges[index], edges[index + 1]), folder / f"{index}.parquet")
+    counted = count_trace(TraceReader(folder), ranks=ranks, token_budget=budget)
+    micro_step_S, steps = plain_micro_steps(trace, ranks, budget)
+    assert counted.step_M.tolist() == steps
+    assert np.array_equal(counted.counts_MLE, plain_counts(trace, micro_step_S, len(steps)))
+    numbers = [counted.domains.index(name) if name in counted.domains else -1 for name in trace.domains.tolist()]
+    assert np.array_equal(counted.counts_DLE, plain_counts(trace, np.array(numbers), len(counted.domains)))
+    tokens = [trace.sequence_lengths[trace.domains == name].sum() for name in counted.domains]
+    assert tokens == sorted(tokens, reverse=True)
+    assert counted.unknown_routes == np.count_nonzero(trace.expert_ids[:, :, 0] == trace.no_route)
+    assert counted.num_tokens == trace.num_tokens
+    assert counted.step_starts.tolist() == [*np.flatnonzero(np.diff(steps, prepend=-1)), len(steps)]
+
+
+def test_parts_of_micro_steps_are_even_and_sum_to_them(tmp_path: Path) -> None:
+    trace = synthesize(num_sequences=128, sequence_length=8, num_layers=2, num_experts=8, top_k=2, zipf=0.5)
+    write_trace(trace, tmp_path / "t.parquet")
+    counted = count_trace(TraceReader(tmp_path / "t.parquet"), ranks=2, token_budget=64)
+    assert (counted.parts, counted.num_micro_steps) == (4, 8)
+    assert set((counted.counts_FLE[:, 0].sum(axis=1) // 2).tolist()) == {32}
+    micro_step_S, steps = plain_micro_steps(trace, 2, 64)
+    assert np.array_equal(counted.counts_MLE, plain_counts(trace, micro_step_S, len(steps)))
+
+
+def test_sums_of_parts_are_other_sizes_counted_directly(tmp_path: Path) -> None:
+    trace = synthesize(num_sequences=88, sequence_length=8, num_layers=2, num_experts=8, top_k=2, zipf=0.9)
+    write_trace(trace, tmp_path / "t.parquet")
+    counted = count_trace(TraceReader(tmp_path / "t.parquet"), ranks=2, token_budget=32)
+    assert (counted.parts, counted.num_micro_steps) == (4, 11)
+    found = {size.factor: size for size in by_size(counted, [2, 4])}
+    assert list(found) == [0.25, 0.5, 1, 2, 4, 8, None]
+    for factor, size in found.items():
+        width = 44 if factor is None else int(factor * 4)
+        groups = [counted.counts_FLE[g * width : (g + 1) * width].sum(axis=0) for g in range(44 // width)]
+        assert size.micro_steps == len(groups)
+        for ranks, balance in size.by_ranks.items():
+            ratios = []
+            for counts_LE in groups:
+                for counts_E in counts_LE:
+                    loads = [counts_E[r * 8 // ranks : (r + 1) * 8 // ranks].sum() for r in range(ranks)]
+                    ratios.append(max(loads) / (sum(loads) / ranks))
+            assert balance.max_over_mean.mean == pytest.approx(np.mean(ratios))
+            assert balance.max_over_mean.worst == pytest.approx(max(ratios))
+
+
+def test_the_budget_follows_the_longest_sequence_unless_it_is_given(tmp_path: Path) -> None:
+    trace = synthesize(num_sequences=2, sequence_length=9000, num_layers=1, num_experts=4, top_k=1, zipf=0.0)
+    write_trace(trace, tmp_path / "t.parquet")
+    reader = TraceReader(tmp_path / "t.parquet")
+    assert count_trace(reader, ranks=1).token_budget == 9000
+    assert count_trace(reader, ranks=1, micro_steps=1).num_micro_steps == 1
+    with pytest.raises(InputError, match="9000 tokens doesn't fit"):
+        count_trace(reader, ranks=1, token_budget=8192)
+
+
+def test_the_last_steps_are_kept_if_counts_would_not_fit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    trace = odd_trace(5, sequences=60, steps=4, unknown=0.0)
+    write_trace(trace, tmp_path / "t.parquet")
+    reader = TraceReader(tmp_path / "t.parquet")
+    whole = count_trace(reader, ranks=2, token_budget=12)
+    last_two = np.flatnonzero(whole.step_M >= 2)
+    monkeypatch.setattr(module, "COUNT_BYTES", 4 * 2 * 8 * len(last_two))
+    part = count_trace(reader, ranks=2, token_budget=12)
+    assert (part.steps, part.skipped_steps) == ([2, 3], 2)
+    assert np.array_equal(part.counts_MLE, whole.counts_MLE[last_two])
+    assert part.num_tokens == trace.sequence_lengths[trace.steps >= 2].sum()
+
+
+def test_small_domains_share_a_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "MOST_DOMAINS", 2)
+    trace = odd_trace(3, sequences=40)
+    write_trace(trace, tmp_path / "t.parquet")
+    counted = count_trace(TraceReader(tmp_path / "t.parquet"), ranks=1, token_budget=100)
+    names, tokens = np.unique(np.repeat(trace.domains, trace.sequence_lengths), return_counts=True)
+    assert counted.domains == (names[tokens.argmax()], "all others")
+    group = np.where(trace.domains == counted.domains[0], 0, 1)
+    assert np.array_equal(counted.counts_DLE, plain_counts(trace, group, 2))
+
+
+def test_nothing_to_count_is_said_in_words(tmp_path: Path) -> None:
+    empty = RoutingTrace.from_sequences([np.zeros((0, 1, 1), np.int64)], num_experts=4)
+    unknown = RoutingTrace.from_sequences([np.full((3, 1, 1), 255)], num_experts=4)
+    for trace, words in ((empty, "is empty"), (unknown, "no token has a recorded route")):
+        write_trace(trace, tmp_path / "t.parquet")
+        with pytest.raises(InputError, match=words):
+            count_trace(TraceReader(tmp_path / "t.parquet"), ranks=1)
+    write_trace(odd_trace(0), tmp_path / "t.parquet")
+    with pytest.raises(InputError, match="no step 7 with tokens; it has steps 0 to 1"):
+        count_trace(TraceReader(tmp_path / "t.parquet"), ranks=1, step=7)

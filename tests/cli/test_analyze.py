@@ -1,0 +1,113 @@
+"""`trimtab analyze` as a user runs it: the answer, the files, and one clear line for every mistake."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from helpers.traces import odd_trace
+from trimtab import RoutingTrace, write_trace
+from trimtab.cli.main import main
+from trimtab.trace import synthesize
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """Two files of one trace, and odd ones in folders of their own."""
+    trace = synthesize(num_sequences=48, sequence_length=32, num_layers=2, num_experts=16, top_k=4, zipf=0.9)
+    domains = np.array(["maths", "[code]"])[np.arange(48) % 2]
+    trace = replace(trace, steps=np.repeat([0, 1, 2], 16).astype(np.int32), domains=domains)
+    write_trace(trace.part(0, 20), tmp_path / "run" / "0.parquet")
+    write_trace(trace.part(20, 48), tmp_path / "run" / "1.parquet")
+    write_trace(odd_trace(2, layers=1, steps=1, sequences=3), tmp_path / "odd.parquet")
+    write_trace(RoutingTrace.from_sequences([[[[0]]]], num_experts=1), tmp_path / "one.parquet")
+    write_trace(
+        RoutingTrace.from_sequences([np.zeros((0, 2, 4), np.int64)], num_experts=16), tmp_path / "empty.parquet"
+    )
+    return tmp_path
+
+
+def test_it_answers_first_and_writes_what_it_is_asked_to(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    outputs = ["--json", str(folder / "out" / "a.json"), "--html", str(folder / "out" / "a.html")]
+    size = ["--ranks", "4", "--ranks-per-node", "2", "--token-budget", "64"]
+    assert main(["analyze", str(folder / "run" / "*.parquet"), *size, *outputs]) == 0
+    printed = capsys.readouterr().out
+    content = json.loads((folder / "out" / "a.json").read_text())
+    assert content["schema"] == "trimtab-analyze-1"
+    ratio, lost = content["max_vio"]["mean"] + 1, content["expert_time_lost"]
+    opening = f"On 4 ranks the busiest computes {ratio:.2f} times the mean, and ranks wait {lost:.0%} of"
+    assert " ".join(printed.split()).startswith(opening)
+    for words in ("[code]", "Would foresight help?", "max_vio of nodes", "3 steps, 0 to 2", "page: "):
+        assert words in printed
+    assert [content[key] for key in ("steps", "sequences", "tokens", "unknown_routes")] == [[0, 1, 2], 48, 48 * 32, 0]
+    assert len(content["by_micro_step"]) == content["micro_steps"] == 6
+    assert [each["layer"] for each in content["by_layer"]] == content["layers"] == [0, 1]
+    assert {each["name"] for each in content["domains"]} == {"maths", "[code]"}
+    assert content["foresight"]["history"] == "step"
+    assert content["estimate"] is None
+    page = (folder / "out" / "a.html").read_text()
+    assert " ".join(page.split("<h1>")[1].split("</h1>")[0].split()).startswith(opening)
+    assert {path.name for path in (folder / "out").iterdir()} == {"a.json", "a.html"}
+
+
+def test_a_newcomer_gives_a_file_and_gets_an_answer(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["analyze", str(folder / "odd.parquet")]) == 0
+    printed = capsys.readouterr().out
+    assert "For 8 ranks, since --ranks is not given." in printed
+    assert "have no recorded route and count nowhere" in " ".join(printed.split())
+    assert "nan" not in printed
+    assert main(["analyze", str(folder / "one.parquet"), "--html", str(folder / "one.html")]) == 0
+    assert "One rank computes all experts" in capsys.readouterr().out
+
+
+def test_seconds_are_for_a_model_that_fits(folder: Path, tmp_path: Path) -> None:
+    trace = synthesize(num_sequences=16, sequence_length=64, num_layers=2, num_experts=128, top_k=8, zipf=0.9)
+    write_trace(trace, tmp_path / "t.parquet")
+    assert main(["analyze", str(tmp_path / "t.parquet"), "--json", str(tmp_path / "a.json"), "--micro-steps", "2"]) == 0
+    content = json.loads((tmp_path / "a.json").read_text())
+    estimate = content["estimate"]
+    assert content["micro_steps"] == 2
+    assert estimate["model"] == "qwen3-30b-a3b"
+    assert estimate["lost_s"] == pytest.approx(sum(estimate["lost_s_by_layer"]))
+    assert 0 < estimate["lost_part"] < 1
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["run", "--ranks", "3"], "--ranks 3 doesn't divide the 16 experts of"),
+        (["run", "--ranks", "4", "--ranks-per-node", "3"], "4 ranks with 3 a node"),
+        (["run", "--token-budget", "8"], "a sequence of 32 tokens doesn't fit the token budget of 8"),
+        (["run", "--step", "9"], "no step 9 with tokens; it has steps 0 to 2"),
+        (["run", "--model", "qwen3-30b-a3b"], "is not of model qwen3-30b-a3b"),
+        (["run", "--cluster", "abacus"], "abacus"),
+        (["empty.parquet"], "the trace is empty"),
+        (["none.parquet"], "no such file"),
+        (["run", "odd.parquet"], "traces of different models"),
+        (["run", "--html", "{folder}"], "a folder; name the file to write"),
+    ],
+)
+def test_mistakes_are_one_line(
+    words: list[str], said: str, folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(folder)
+    json_file = folder / "out.json"
+    assert main(["analyze", *(word.format(folder=folder) for word in words), "--json", str(json_file)]) == 2
+    error = capsys.readouterr().err
+    assert said in error
+    assert error.count("\n") == 1
+    assert not json_file.exists()
+
+
+def test_it_needs_no_torch(folder: Path) -> None:
+    code = (
+        "import sys; sys.modules['torch'] = None; from trimtab.cli.main import main; "
+        f"sys.exit(main(['analyze', {str(folder / 'odd.parquet')!r}]))"
+    )
+    assert subprocess.run([sys.executable, "-c", code], check=False, capture_output=True).returncode == 0

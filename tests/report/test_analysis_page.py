@@ -1,0 +1,156 @@
+"""The analysis page: whole, small, readable without a script, and alive in a browser."""
+
+from __future__ import annotations
+
+import base64
+import json
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from helpers.browser import chromium, open_page
+from helpers.reports import EVIL
+from trimtab.analysis import CountedTrace, analyze
+from trimtab.report.content import AnalysisReport
+from trimtab.report.html import page_of, write_html
+
+SECTIONS = ("balance", "foresight", "layers", "load", "sizes", "steps", "hot", "domains", "setting", "notes")
+
+
+def some_analysis(
+    *,
+    micro_steps: int = 12,
+    layers: int = 4,
+    experts: int = 16,
+    ranks: int = 4,
+    domains: tuple[str, ...] = ("maths", "code"),
+    model: str = "some model",
+    steps: int = 2,
+    without_load: int = 0,
+) -> AnalysisReport:
+    rng = np.random.default_rng(0)
+    shares = rng.dirichlet(np.full(experts, 1.0), size=layers)
+    counts = np.stack([rng.multinomial(4096, shares) for _ in range(micro_steps)]).astype(np.int32)
+    counts[:without_load] = 0
+    counted = CountedTrace(
+        counts_FLE=counts, parts=1, step_M=np.arange(micro_steps) * steps // micro_steps,
+        counts_DLE=rng.integers(0, 100, (len(domains), layers, experts)), domains=domains,
+        layer_indices=np.arange(layers) + 1, token_budget=512, num_tokens=2048 * micro_steps, num_sequences=100,
+        unknown_routes=3, length_squares=10**6, top_k=2, model=model,
+    )  # fmt: skip
+    return AnalysisReport(
+        "trace.parquet", analyze(counted, ranks=ranks, ranks_per_node=ranks // 2 if ranks % 2 == 0 else ranks)
+    )
+
+
+def values_of(page: str) -> dict[str, Any]:
+    match = re.search(r'<script type="application/json" id="report">(.*?)</script>', page, re.DOTALL)
+    assert match
+    return dict(json.loads(match[1]))
+
+
+def grid_of(page: str, name: str) -> np.ndarray:
+    grid = next(each for each in values_of(page)["grids"] if each["name"] == name)
+    text = re.search(rf'id="{grid["blob"]["id"]}">([^<]*)<', page)
+    assert text
+    found = np.frombuffer(base64.b64decode(text[1]), "<" + grid["blob"]["type"]) * grid["unit"]
+    return found.reshape(len(grid["planes"]), len(grid["rows"]), len(grid["columns"]))
+
+
+def test_sections_figures_and_grids_are_there() -> None:
+    report = some_analysis()
+    page, analysis = page_of(report), report.analysis
+    found = [page.index(f'<section id="{name}"') for name in SECTIONS]
+    assert found == sorted(found)
+    ids = re.findall(r'\sid="([^"]+)"', page)
+    assert len(ids) == len(set(ids))
+    for value in (analysis.total.max_vio.mean, analysis.foresight.ways[0].p99, analysis.layers[0].max_vio.worst):
+        assert f">{value:.3f}<" in page
+    assert grid_of(page, "vio")[0] == pytest.approx(analysis.max_over_mean_ML.T - 1, abs=6e-4)
+    over = analysis.counted.counts_MLE / analysis.counted.counts_MLE.mean(axis=-1, keepdims=True)
+    assert grid_of(page, "hot") == pytest.approx(np.minimum(over.transpose(1, 2, 0), 254 / 16), abs=0.032)
+    assert grid_of(page, "alike")[0] == pytest.approx(analysis.alike_DD, abs=6e-4)
+
+
+@pytest.mark.parametrize(
+    "odd",
+    [
+        {"ranks": 1},
+        {"micro_steps": 1, "steps": 1},
+        {"micro_steps": 2, "layers": 1, "domains": ("",)},
+        {"experts": 15, "ranks": 5},
+        {"experts": 1, "ranks": 1},
+        {"without_load": 11},
+    ],
+)
+def test_odd_traces_make_whole_pages(odd: dict[str, Any]) -> None:
+    page = page_of(some_analysis(**odd))
+    assert ("domains" in re.findall(r'<section id="(\w+)"', page)) == (odd.get("domains") != ("",))
+    assert not re.search(r"\bnan\b|\binf\b", page.split("<script>")[0])
+
+
+def test_what_a_trace_says_is_never_markup() -> None:
+    report = some_analysis(domains=(EVIL, "code"), model=EVIL)
+    page = page_of(AnalysisReport(EVIL, report.analysis))
+    assert EVIL not in page
+    assert "<img" not in page
+
+
+def test_a_large_trace_makes_a_small_page(tmp_path: Path) -> None:
+    report = some_analysis(micro_steps=500, layers=48, experts=128, ranks=64)
+    write_html(report, tmp_path / "page.html")
+    assert (tmp_path / "page.html").stat().st_size < 4e6
+    assert "One micro-step in 4 is shown" in (tmp_path / "page.html").read_text()
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Any]:
+    with chromium() as running:
+        yield running
+
+
+def test_the_page_draws_and_answers_in_a_browser(browser: Any, tmp_path: Path) -> None:
+    report = some_analysis()
+    path = tmp_path / "page.html"
+    write_html(report, path)
+    with open_page(browser, path) as opened:
+        page = opened.page
+        for name in SECTIONS:
+            assert page.locator(f"#{name} h2").is_visible()
+        vio = '[data-grid="vio"] canvas'
+        page.focus(vio)
+        for key in ("ArrowRight", "ArrowRight", "ArrowDown"):
+            page.keyboard.press(key)
+        expected = report.analysis.max_over_mean_ML[1, 1] - 1
+        assert opened.text("#grid-vio-readout") == f"layer 2, micro-step 1 · {expected:.2f} max_vio"
+        before = opened.pixels('[data-grid="hot"] canvas')
+        page.select_option("#grid-hot", "0")
+        page.select_option("#grid-hot", "1")
+        assert opened.pixels('[data-grid="hot"] canvas') != before
+        page.focus('[data-grid="hot"] canvas')
+        page.keyboard.press("PageDown")
+        assert page.input_value("#grid-hot") == "2"
+        page.hover('[data-grid="alike"] canvas', position={"x": 60, "y": 30})
+        assert opened.text("#grid-alike-readout").startswith("maths and maths · 100%")
+        page.click("#layers tbody tr:nth-child(2) button")
+        chosen = page.get_attribute("#layers tbody tr:nth-child(2) button", "data-layer")
+        assert page.input_value("#layer") == chosen
+        assert opened.complaints == []
+        assert opened.requests == []
+
+
+def test_a_phone_needs_no_sideways_scrolling_and_dark_is_another_look(browser: Any, tmp_path: Path) -> None:
+    path = tmp_path / "page.html"
+    write_html(some_analysis(domains=("a domain of a very long name indeed", "code")), path)
+    looks = []
+    for scheme in ("light", "dark"):
+        with open_page(browser, path, width=390, scheme=scheme) as opened:
+            wide = opened.page.evaluate("document.documentElement.scrollWidth")
+            assert wide <= 390
+            looks.append(opened.pixels('[data-grid="vio"] canvas'))
+            assert opened.complaints == []
+    assert looks[0] != looks[1]
