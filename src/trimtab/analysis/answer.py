@@ -53,10 +53,11 @@ def _helps(analysis: Analysis) -> str:
         return f"{fixed}, so a balancer that looks back is enough."
     if best.lost < LITTLE:
         return f"{fixed}, so foresight helps, and one plan a step is nearly enough."
+    still = f"{best.lost:.0%} of expert time would still be lost"
     if step.lost_in_sum > best.lost / 2:
-        return f"{fixed}; the {best.lost:.0%} left is more than equal shares over {SLOTS} replicas a rank can level."
-    verdict = "so foresight is worth it" if best.lost >= MUCH else "which only foresight takes away"
-    return f"{fixed}; the {best.lost:.0%} left changes from micro-step to micro-step, {verdict}."
+        return f"{fixed}; {still}, more than equal shares over {SLOTS} replicas a rank can level."
+    verdict = "so foresight is worth it" if best.lost >= MUCH else "which only foresight sees"
+    return f"{fixed}; {still}, since loads change from micro-step to micro-step, {verdict}."
 
 
 def _percent(part: float) -> str:

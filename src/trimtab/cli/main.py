@@ -34,7 +34,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser = _Parser(
         prog="trimtab",
         description="Load balancing for Mixture-of-Experts models in RL post-training, planned from known routing.",
-        epilog="example: trimtab trace synth rl-mixed -o out/mixed.parquet && trimtab analyze out/mixed.parquet --ranks 16",
+        epilog="example: trimtab trace synth rl-mixed -o out/mixed.parquet && trimtab analyze out/mixed.parquet",
     )
     parser.add_argument("--version", action="version", version=f"trimtab {__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND", parser_class=_Parser)
