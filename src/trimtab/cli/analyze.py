@@ -65,10 +65,6 @@ def run(options: argparse.Namespace) -> None:
     counted = _count(reader, ranks, options, console)
     analysis = analyze(counted, ranks=ranks, ranks_per_node=per_node, cluster=cluster if model else None, model=model)
     report = AnalysisReport(reader.name, analysis)
-    for part in analysis_tables(report):
-        console.print(part)
-    if options.ranks is None:
-        console.print(f"For {ranks} ranks, since --ranks is not given.")
     if options.json:
         write_json(
             options.json,
@@ -76,6 +72,11 @@ def run(options: argparse.Namespace) -> None:
         )
     if options.html:
         write_html(report, options.html)
+    for part in analysis_tables(report):
+        console.print(part)
+    if options.ranks is None:
+        console.print(f"For {ranks} ranks, since --ranks is not given.")
+    if options.html:
         console.print(f"page: {options.html}")
 
 

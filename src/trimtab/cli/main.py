@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from importlib import import_module
 from typing import NoReturn
@@ -52,6 +53,10 @@ def main(arguments: list[str] | None = None) -> int:
     except InputError as error:
         print(f"trimtab {options.command}: {error}", file=sys.stderr)
         return 2
+    except BrokenPipeError:
+        # Whoever read the output, such as head, has seen enough; nor should the interpreter fail as it flushes.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
     except (FileExistsError, IsADirectoryError, NotADirectoryError, PermissionError) as error:
         print(f"trimtab {options.command}: {error.filename}: {error.strerror}", file=sys.stderr)
         return 2

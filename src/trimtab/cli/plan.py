@@ -80,30 +80,6 @@ def run(options: argparse.Namespace) -> None:
         for each, load in ((POLICIES["static"].plan(view), before), (plan, after))
     ]
     moved = plan.num_replicas * model.expert_bytes / plan.num_micro_steps if model else None
-    console = Console(highlight=False)
-    rows = [
-        ("trace", f"{trace.num_tokens:,} tokens in {trace.num_sequences:,} sequences; {trace.shape_text}"),
-        ("cluster", f"{cluster.ranks} ranks, {cluster.ranks_per_node} a node, {cluster.slots_per_rank} slots a rank"),
-        ("schedule", f"{plan.num_micro_steps} micro-steps of up to {options.token_budget:,} tokens a rank"),
-        ("expert time saved", f"{saved:.1%} (tokens of the busiest rank, summed over instances)"),
-        ("gap to the bound", f"{gap:.2%} (busiest rank over the least for these homes and slots, {SAMPLED} instances)"),
-        (
-            "replicas",
-            f"{plan.num_replicas:,}, {plan.num_replicas / instances:.2f} an instance, {far:,} on other nodes, "
-            f"{from_host:,} from host memory",
-        ),
-        ("homes moved", f"{near_moves:,} inside a node, {far_moves:,} to another"),
-        ("rows between nodes", f"{crossing[0]:.1%} before, {crossing[1]:.1%} planned"),
-        ("counting", f"{counted - start:.3f} s"),
-        ("planning", f"{planned - counted:.3f} s, {microseconds:.0f} us an instance"),
-        ("plan", plan.hash),
-    ]
-    if moved is not None:
-        rows.insert(6, ("weights moved", f"{moved / 1e6:,.1f} MB a micro-step, all ranks together"))
-    if not plan.plannable.all():
-        rows.append(("unplanned", f"{np.count_nonzero(~plan.plannable)} micro-steps, since routes are missing"))
-    console.print(facts(rows, f"{reader.name}, step {trace.steps[0]}, policy {options.policy}"))
-    console.print(balance_tables(trace, loads_before, loads_after))
     if options.output:
         plan.save(options.output)
     if options.json:
@@ -135,6 +111,30 @@ def run(options: argparse.Namespace) -> None:
                 "plan_hash": plan.hash,
             },
         )
+    console = Console(highlight=False)
+    rows = [
+        ("trace", f"{trace.num_tokens:,} tokens in {trace.num_sequences:,} sequences; {trace.shape_text}"),
+        ("cluster", f"{cluster.ranks} ranks, {cluster.ranks_per_node} a node, {cluster.slots_per_rank} slots a rank"),
+        ("schedule", f"{plan.num_micro_steps} micro-steps of up to {options.token_budget:,} tokens a rank"),
+        ("expert time saved", f"{saved:.1%} (tokens of the busiest rank, summed over instances)"),
+        ("gap to the bound", f"{gap:.2%} (busiest rank over the least for these homes and slots, {SAMPLED} instances)"),
+        (
+            "replicas",
+            f"{plan.num_replicas:,}, {plan.num_replicas / instances:.2f} an instance, {far:,} on other nodes, "
+            f"{from_host:,} from host memory",
+        ),
+        ("homes moved", f"{near_moves:,} inside a node, {far_moves:,} to another"),
+        ("rows between nodes", f"{crossing[0]:.1%} before, {crossing[1]:.1%} planned"),
+        ("counting", f"{counted - start:.3f} s"),
+        ("planning", f"{planned - counted:.3f} s, {microseconds:.0f} us an instance"),
+        ("plan", plan.hash),
+    ]
+    if moved is not None:
+        rows.insert(6, ("weights moved", f"{moved / 1e6:,.1f} MB a micro-step, all ranks together"))
+    if not plan.plannable.all():
+        rows.append(("unplanned", f"{np.count_nonzero(~plan.plannable)} micro-steps, since routes are missing"))
+    console.print(facts(rows, f"{reader.name}, step {trace.steps[0]}, policy {options.policy}"))
+    console.print(balance_tables(trace, loads_before, loads_after))
 
 
 def _plan(

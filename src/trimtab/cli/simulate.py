@@ -147,16 +147,18 @@ def run(options: argparse.Namespace) -> None:
                 progress.advance(task)
             results.append(Result(case, situation, outcomes))
     first = results[0]
-    console.print(*simulation_tables(reader.name, trace, first.situation, first.outcomes))
-    if len(results) > 1:
-        console.print(sweep_table([(result.case.text, result.outcomes) for result in results]))
     if options.json:
         write_json(options.json, _json(options, reader.name, trace, results))
     if options.html:
         write_html(simulation_report(reader.name, trace, first.situation, first.outcomes), options.html)
-        console.print(f"page: {options.html}")
     if options.perfetto:
         write_perfetto(timelines(first.situation, first.outcomes), options.perfetto)
+    console.print(*simulation_tables(reader.name, trace, first.situation, first.outcomes))
+    if len(results) > 1:
+        console.print(sweep_table([(result.case.text, result.outcomes) for result in results]))
+    if options.html:
+        console.print(f"page: {options.html}")
+    if options.perfetto:
         console.print(f"timeline: {options.perfetto} (for the Perfetto viewer or chrome://tracing)")
 
 

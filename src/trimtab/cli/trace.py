@@ -60,9 +60,6 @@ def run_info(options: argparse.Namespace) -> None:
     check_outputs(options.json)
     reader = TraceReader(options.trace)
     skew, unknown = layer_skew(reader)
-    console = Console(highlight=False)
-    console.print(trace_facts(reader, unknown))
-    console.print(skew_table(reader.empty, skew))
     if options.json:
         write_json(
             options.json,
@@ -83,6 +80,9 @@ def run_info(options: argparse.Namespace) -> None:
                 "busier_half_share": skew.busier_half_share_L.tolist(),
             },
         )
+    console = Console(highlight=False)
+    console.print(trace_facts(reader, unknown))
+    console.print(skew_table(reader.empty, skew))
 
 
 def run_synth(options: argparse.Namespace) -> None:
