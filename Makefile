@@ -23,6 +23,7 @@ bench: .venv/.ready  ## reproduce the figures that README and docs quote (about 
 	$(BIN)/trimtab bench runtime --json out/bench-runtime.json
 	$(BIN)/trimtab bench planner --json out/bench-planner.json --frontier out/frontier.svg
 	$(BIN)/trimtab bench step --json out/bench-step.json
+	$(BIN)/trimtab bench traces --json out/bench-traces.json
 	$(BIN)/trimtab bench capture --json out/bench-capture.json
 	$(BIN)/trimtab bench simulator --json out/bench-simulator.json
 	$(BIN)/trimtab bench papers --json out/bench-papers.json

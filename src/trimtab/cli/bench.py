@@ -12,7 +12,7 @@ from typing import Any
 from rich.console import Console
 
 from trimtab.benchmarks.papers.published import ROWS
-from trimtab.cli.options import need_extra, positive, whole, write_json
+from trimtab.cli.options import check_outputs, need_extra, positive, whole, write_json
 from trimtab.errors import InputError
 from trimtab.planner import Placement
 from trimtab.policies import POLICIES
@@ -115,6 +115,16 @@ def add(commands: Any) -> None:
     transfer.add_argument("--rounds", type=positive, default=20, metavar="N", help="alternating rounds (default: 20)")
     transfer.add_argument("--json", type=Path, metavar="FILE", help="also write the figures to FILE")
     transfer.set_defaults(run=run_transfer)
+    traces = benches.add_parser(
+        "traces",
+        help="time, memory and size of importing and analyzing a large dump",
+        description="Write a dump as vLLM's server would (48 layers, top-8 of 128 experts), import it and analyze it.",
+        epilog="example: trimtab bench traces --json out/bench-traces.json",
+    )
+    traces.add_argument("--tokens", type=positive, default=1_000_000, metavar="N", help="of the dump (1000000)")
+    traces.add_argument("--rounds", type=positive, default=5, metavar="N", help="runs of each command (default: 5)")
+    traces.add_argument("--json", type=Path, metavar="FILE", help="also write the figures to FILE")
+    traces.set_defaults(run=run_traces)
     capture = benches.add_parser(
         "capture",
         help="what recording the routing costs a forward and a generation in transformers",
@@ -175,6 +185,16 @@ def run_planner(options: argparse.Namespace) -> None:
         draw_frontier(figures["frontier"], options.frontier)
     if options.json:
         write_json(options.json, figures)
+
+
+def run_traces(options: argparse.Namespace) -> None:
+    from trimtab.benchmarks.traces import print_figures, run_benchmark
+
+    check_outputs(options.json)
+    figures = run_benchmark(options.tokens, options.rounds)
+    if options.json:
+        write_json(options.json, {"schema": "trimtab-bench-traces-1"} | figures)
+    print_figures(figures, Console(highlight=False))
 
 
 def run_step(options: argparse.Namespace) -> None:
