@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from trimtab import RoutingTrace, StepPlan, read_trace, write_trace
-from trimtab.cli.main import main
+from trimtab.cli.main import COMMANDS, main
 from trimtab.trace import synthesize
 
 
@@ -170,10 +170,7 @@ def run_and_expect_refusal(arguments: list[str], message: str, capsys: pytest.Ca
         (["plan", "{trace}", "--ranks", "2", "--token-budget", "10"], "a sequence of 64 tokens doesn't fit"),
         (["plan", "{trace}", "--ranks", "2", "--step", "9"], "no step 9; it has steps 0 to 0"),
         (["plan", "{trace}", "--ranks", "2", "--model", "absent.json"], "absent.json: no such file"),
-        (
-            ["plan", "{config}", "--ranks", "2"],
-            "config.json: not a Parquet file; what a framework recorded",
-        ),
+        (["plan", "{config}", "--ranks", "2"], "config.json: not a Parquet file; what a framework recorded"),
         (["plan", "{trace}", "--ranks", "2", "--model", "{trace}"], "not a readable JSON file"),
         (["plan", "{trace}", "--ranks", "2", "-o", "{trace}/plan.npz"], "trace.parquet"),
         (["train", "--out", "{folder}"], "is there already and not empty; name a new folder"),
@@ -219,6 +216,7 @@ def test_the_laptop_half_never_imports_torch(trace_file: Path, config_file: Path
     """With torch and transformers blocked, everything but training works."""
     simulate = ["simulate", str(trace_file), "--model", str(config_file), "--ranks", "4", "--policies", "trimtab"]
     simulate += ["--html", str(tmp_path / "page.html"), "--perfetto", str(tmp_path / "timeline.json")]
+    exported = tmp_path / "trace.safetensors"
     program = f"""
 import sys
 class Blocked:
@@ -231,8 +229,45 @@ from trimtab.cli.main import main
 assert main(['trace', 'info', {str(trace_file)!r}]) == 0
 assert main(['plan', {str(trace_file)!r}, '--ranks', '4', '--token-budget', '512']) == 0
 assert main({simulate!r}) == 0
+assert main(['trace', 'export', {str(trace_file)!r}, '--to', 'safetensors', '-o', {str(exported)!r}]) == 0
+assert main(['trace', 'import', {str(exported)!r}, '-o', {str(tmp_path / "again.parquet")!r}]) == 0
+assert main(['analyze', {str(tmp_path / "again.parquet")!r}, '--ranks', '4']) == 0
 assert main(['bench', 'planner', '--sizes', '2/16', '--layers', '1', '--slots', '1', '--policies', 'trimtab']) == 0
 assert 'torch' not in sys.modules
 """
     result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
     assert result.returncode == 0, result.stderr
+
+
+def test_help_comes_without_loading_anything() -> None:
+    program = """
+import sys
+from trimtab.cli.main import main
+try:
+    main(['--help'])
+except SystemExit as stop:
+    assert not stop.code
+print(sorted({'numpy', 'numba', 'pyarrow', 'rich'} & set(sys.modules)))
+"""
+    result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert result.stdout.endswith("[]\n")
+    assert "analyze" in result.stdout
+
+
+def test_every_command_has_help(capsys: pytest.CaptureFixture[str]) -> None:
+    for command in COMMANDS:
+        with pytest.raises(SystemExit) as stop:
+            main([command, "--help"])
+        assert stop.value.code == 0
+        assert f"usage: trimtab {command}" in capsys.readouterr().out
+
+
+def test_a_reader_that_leaves_early_is_no_error(trace_file: Path, tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "trimtab.cli.main", "analyze", str(trace_file), "--json", str(tmp_path / "a.json")]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    assert process.stderr is not None
+    process.stdout.close()
+    assert process.stderr.read() == ""
+    assert process.wait() == 1
+    assert json.loads((tmp_path / "a.json").read_text())["schema"] == "trimtab-analyze-1"

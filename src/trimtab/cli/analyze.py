@@ -7,11 +7,11 @@ from pathlib import Path
 from typing import Any
 
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.progress import BarColumn, TextColumn, TimeElapsedColumn
 
 from trimtab.analysis import CountedTrace, analyze, count_trace
 from trimtab.analysis.analysis import figures
-from trimtab.cli.options import add_trace, check_outputs, positive, whole, write_json
+from trimtab.cli.options import add_trace, check_outputs, positive, progress_bar, whole, write_json
 from trimtab.cluster import ModelSpec, load_cluster, load_model, model_like
 from trimtab.errors import InputError
 from trimtab.report.analysis_tables import analysis_tables
@@ -62,7 +62,7 @@ def run(options: argparse.Namespace) -> None:
     cluster = load_cluster(options.cluster, ranks=ranks, slots_per_rank=0, ranks_per_node=per_node)
     model = _model(reader.empty, options.model, reader.name)
     console = Console(highlight=False)
-    counted = _count(reader, ranks, options, console)
+    counted = _count(reader, ranks, options)
     analysis = analyze(counted, ranks=ranks, ranks_per_node=per_node, cluster=cluster if model else None, model=model)
     report = AnalysisReport(reader.name, analysis)
     if options.json:
@@ -80,9 +80,9 @@ def run(options: argparse.Namespace) -> None:
         console.print(f"page: {options.html}")
 
 
-def _count(reader: TraceReader, ranks: int, options: argparse.Namespace, console: Console) -> CountedTrace:
+def _count(reader: TraceReader, ranks: int, options: argparse.Namespace) -> CountedTrace:
     columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=console, transient=True) as progress:
+    with progress_bar(*columns) as progress:
         task = progress.add_task("counting", total=None)
         return count_trace(
             reader,

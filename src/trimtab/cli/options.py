@@ -9,6 +9,9 @@ import os
 from pathlib import Path
 from typing import Any
 
+from rich.console import Console
+from rich.progress import Progress, ProgressColumn
+
 from trimtab.errors import InputError
 from trimtab.files import write_whole
 
@@ -49,6 +52,12 @@ def need_extra(*modules: str, extra: str = "train") -> None:
     missing = [module for module in modules if importlib.util.find_spec(module) is None]
     if missing:
         raise InputError(f"this command needs {', '.join(missing)}; install it with: pip install 'trimtab[{extra}]'")
+
+
+def progress_bar(*columns: ProgressColumn) -> Progress:
+    """A bar for whoever watches; where errors go, so that what is piped on is the result alone."""
+    console = Console(stderr=True)
+    return Progress(*columns, console=console, transient=True, disable=not console.is_terminal)
 
 
 def check_outputs(*paths: Path | None) -> None:

@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn
 
-from trimtab.cli.options import add_trace, check_outputs, positive, whole, write_json
+from trimtab.cli.options import add_trace, check_outputs, positive, progress_bar, whole, write_json
 from trimtab.cluster import ClusterSpec, ModelSpec, load_cluster, load_model, model_like
 from trimtab.errors import InputError
 from trimtab.planner import SequenceCounts
@@ -135,7 +135,7 @@ def run(options: argparse.Namespace) -> None:
     console = Console(highlight=False)
     results: list[Result] = []
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=console, transient=True) as progress:
+    with progress_bar(*columns) as progress:
         task = progress.add_task("counting", total=len(cases) * len(names))
         counted, before = SequenceCounts.from_trace(trace), tuple(map(SequenceCounts.from_trace, earlier))
         for case, cluster in zip(cases, clusters, strict=True):

@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from rich.console import Console
-from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+from rich.progress import SpinnerColumn, TextColumn, TimeElapsedColumn
 
-from trimtab.cli.options import check_outputs, positive, whole
+from trimtab.cli.options import check_outputs, positive, progress_bar, whole
 from trimtab.cluster import load_model
 from trimtab.errors import InputError
 from trimtab.report.tables import facts, trace_facts
@@ -55,7 +55,7 @@ def run(options: argparse.Namespace) -> None:
     console = Console(highlight=False)
     columns = (SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
     start = time.perf_counter()
-    with Progress(*columns, console=console, transient=True) as progress:
+    with progress_bar(*columns) as progress:
         task = progress.add_task(f"{form}")
 
         def watched(parts: Iterable[RoutingTrace]) -> Iterator[RoutingTrace]:
