@@ -6,11 +6,17 @@ import argparse
 import importlib.util
 import json
 import os
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from trimtab.errors import InputError
 from trimtab.files import write_whole
+
+# Commands without a trace need not wait for what reads one.
+if TYPE_CHECKING:
+    from trimtab.cluster import ModelSpec
+    from trimtab.trace import RoutingTrace
 
 
 def positive(text: str) -> int:
@@ -44,6 +50,15 @@ def add_trace(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def check_model(name: str, trace: RoutingTrace, model: ModelSpec) -> None:
+    """Raise InputError unless the trace, which `name` stands for, can be of the model; it may lack layers."""
+    if (model.num_experts, model.top_k) != (trace.num_experts, trace.top_k) or trace.num_layers > model.moe_layers:
+        raise InputError(
+            f"{name} is not of model {model.name}: the trace has {trace.shape_text}, the model {model.moe_layers} MoE "
+            f"layers, {model.num_experts} experts, top-{model.top_k}"
+        )
+
+
 def need_extra(*modules: str, extra: str = "train") -> None:
     """Raise InputError unless the modules of an extra are installed."""
     missing = [module for module in modules if importlib.util.find_spec(module) is None]
@@ -51,13 +66,15 @@ def need_extra(*modules: str, extra: str = "train") -> None:
         raise InputError(f"this command needs {', '.join(missing)}; install it with: pip install 'trimtab[{extra}]'")
 
 
-def check_outputs(*paths: Path | None) -> None:
-    """Raise InputError if a file can't be written there, before anything is computed."""
+def check_outputs(*paths: Path | None, sources: Sequence[Path] = ()) -> None:
+    """Raise InputError if a file can't be written there, or is one that is read, before anything is computed."""
     for path in paths:
         if path is None:
             continue
         if path.is_dir():
             raise InputError(f"{path}: a folder; name the file to write")
+        if path.exists() and any(source.samefile(path) for source in sources):
+            raise InputError(f"{path}: to be read and written; give another --output")
         folder = next(parent for parent in path.absolute().parents if parent.exists())
         if not folder.is_dir() or not os.access(folder, os.W_OK):
             raise InputError(f"{path}: {folder} is not a folder that can be written to")

@@ -48,14 +48,14 @@ def add(actions: Any) -> None:
 
 
 def run(options: argparse.Namespace) -> None:
-    check_outputs(options.output)
     files = named_files(options.source, "*")
+    check_outputs(options.output, sources=files)
     form = options.format or format_of(files[0])
     summary = Summary()
     console = Console(highlight=False)
     columns = (SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
     start = time.perf_counter()
-    with Progress(*columns, console=console, transient=True) as progress:
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
         task = progress.add_task(f"{form}")
 
         def watched(parts: Iterable[RoutingTrace]) -> Iterator[RoutingTrace]:
