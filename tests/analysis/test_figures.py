@@ -266,6 +266,12 @@ def test_the_answer_is_honest(counts: Any, steps: Any, words: str) -> None:
     assert "nan" not in " ".join((answer(analysis), *notes(analysis)))
 
 
+@pytest.mark.parametrize(("tokens", "words"), [(63, "with 63 for the mean expert it makes few"), (64, "to about 1.00")])
+def test_a_plan_is_not_said_to_level_what_no_copy_is_worth(tokens: int, words: str) -> None:
+    analysis = analyze(counted_of([[[tokens] * 4]] * 2), ranks=2)
+    assert words in notes(analysis)[-1]
+
+
 def test_layers_that_lose_are_named() -> None:
     counts = np.full((4, 8, 4), 10)
     counts[:, 5, 0] = 100

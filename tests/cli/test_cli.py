@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import resource
 import subprocess
 import sys
 from functools import partial
@@ -169,7 +170,7 @@ def run_and_expect_refusal(arguments: list[str], message: str, capsys: pytest.Ca
         (["plan", "{trace}", "--ranks", "two"], "'two' should be a whole number of at least 1"),
         (["plan", "{trace}", "--ranks", "2", "--token-budget", "10"], "a sequence of 64 tokens doesn't fit"),
         (["plan", "{trace}", "--ranks", "2", "--step", "9"], "no step 9; it has steps 0 to 0"),
-        (["plan", "{trace}", "--ranks", "2", "--model", "absent.json"], "absent.json: no such file"),
+        (["plan", "{trace}", "--ranks", "2", "--model", "absent.json"], "absent.json: neither a model that comes"),
         (["plan", "{config}", "--ranks", "2"], "config.json: not a Parquet file; what a framework recorded"),
         (["plan", "{trace}", "--ranks", "2", "--model", "{trace}"], "not a readable JSON file"),
         (["plan", "{trace}", "--ranks", "2", "-o", "{trace}/plan.npz"], "trace.parquet"),
@@ -209,7 +210,7 @@ def test_a_trace_of_another_model_is_refused(
     other = RoutingTrace.from_sequences([np.array([[[0, 1]]])], num_experts=64)
     write_trace(other, tmp_path / "other.parquet")
     arguments = ["plan", str(tmp_path / "other.parquet"), "--ranks", "2", "--model", str(config_file)]
-    run_and_expect_refusal(arguments, "the trace has 64 experts, top-2, the model 32 experts, top-4", capsys)
+    run_and_expect_refusal(arguments, "MoE layers, 64 experts, top-2, the model", capsys)
 
 
 def test_the_laptop_half_never_imports_torch(trace_file: Path, config_file: Path, tmp_path: Path) -> None:
@@ -271,3 +272,15 @@ def test_a_reader_that_leaves_early_is_no_error(trace_file: Path, tmp_path: Path
     assert process.stderr.read() == ""
     assert process.wait() == 1
     assert json.loads((tmp_path / "a.json").read_text())["schema"] == "trimtab-analyze-1"
+
+
+def test_a_full_disk_is_one_line_and_leaves_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1000, hard))
+    try:
+        status = main(["trace", "synth", "rl-mixed", "--sequences", "8", "-o", str(tmp_path / "trace.parquet")])
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert status == 2
+    assert capsys.readouterr().err == "trimtab trace: a file: File too large\n"
+    assert not list(tmp_path.iterdir())

@@ -85,6 +85,14 @@ def test_refused(
     assert not (tmp_path / "out.json").exists()
 
 
+def test_a_trace_is_never_written_over(tmp_path: Path, trace: RoutingTrace, capsys: pytest.CaptureFixture[str]) -> None:
+    file = next(tmp_path.glob("*.parquet"))
+    before = file.read_bytes()
+    assert main(["trace", "export", str(tmp_path), "--to", "numpy", "-o", str(file)]) == 2
+    assert f"{file}: to be read and written" in capsys.readouterr().err
+    assert file.read_bytes() == before
+
+
 def test_name_of_sglangs_file(tmp_path: Path, trace: RoutingTrace, capsys: pytest.CaptureFixture[str]) -> None:
     assert export(tmp_path, "sglang-placement", "--ranks", "4", name="out.pt") == 2
     assert "named *.json" in capsys.readouterr().err

@@ -65,6 +65,7 @@ def test_the_default_model_is_complete() -> None:
     assert ModelSpec(
         "qwen3-30b-a3b", num_experts=128, top_k=8, hidden_size=2048, expert_width=768, weight_bytes=2, moe_layers=48,
         attention_parameters=2048 * 128 * (32 + 4 + 4 + 32), attention_width=32 * (128 + 128), vocab_size=151936,
+        moe_layer_indices=tuple(range(48)),
     ) == QWEN3_30B  # fmt: skip
 
 
@@ -118,12 +119,18 @@ def test_shared_experts_of_a_width_of_their_own(tmp_path: Path) -> None:
         ({"moe_layer_freq": [0, 1, 1, 0, 1, 1]}, 4),
         ({"mlp_layer_types": ["dense"] + ["sparse"] * 5}, 5),
         ({"decoder_sparse_step": 3, "mlp_only_layers": [2]}, 1),
+        ({"interleave_moe_layer_step": 2}, 3),
+        ({"interleave_moe_layer_step": 2, "moe_layers": [1, 5]}, 2),
     ],
 )
 def test_every_way_to_say_which_layers_have_experts(layers: dict[str, Any], moe_layers: int, tmp_path: Path) -> None:
     model = read(tmp_path, {**QWEN, **layers})
     assert (model.moe_layers, model.dense_layers) == (moe_layers, 6 - moe_layers)
     assert model.dense_width == (512 if moe_layers < 6 else 0)
+
+
+def test_every_second_layer_of_llama_4_has_experts(tmp_path: Path) -> None:
+    assert read(tmp_path, {**QWEN, "interleave_moe_layer_step": 2}).moe_layer_indices == (1, 3, 5)
 
 
 def test_the_language_model_of_a_multimodal_one(tmp_path: Path) -> None:
@@ -188,6 +195,7 @@ anything: st.SearchStrategy[Any] = (
 )
 KEYS = sorted(
     {"first_k_dense_replace", "moe_layer_freq", "mlp_only_layers", "mlp_layer_types", "decoder_sparse_step", *QWEN}
+    | {"interleave_moe_layer_step", "moe_layers"}
     | {"kv_lora_rank", "q_lora_rank", "text_config", "n_shared_experts", "quantization_config", "dtype"}
 )
 

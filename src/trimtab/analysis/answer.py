@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from trimtab.analysis.analysis import Analysis, worst_layers
 from trimtab.analysis.foresight import SLOTS
+from trimtab.analysis.hot import HOT
+from trimtab.planner.instances import PlanSettings
 
 # Expert time lost, below which balancing is not worth the trouble.
 LITTLE = 0.03
@@ -121,5 +123,12 @@ def notes(analysis: Analysis) -> list[str]:
         )
     elif analysis.ranks > 1:
         said.append("No model that comes with Trimtab routes like this; name yours with --model for seconds.")
-    said.append("A plan for every micro-step comes to about 1.00; trimtab plan and trimtab simulate say how near.")
+    least = PlanSettings().smallest_share
+    if HOT * per_expert < least:
+        said.append(
+            f"Copies that trimtab plans compute {least} tokens at least; with {per_expert:.0f} for the mean expert it "
+            "makes few, and comes to 1.00 only with larger micro-steps."
+        )
+    else:
+        said.append("A plan for every micro-step comes to about 1.00; trimtab plan and trimtab simulate say how near.")
     return said

@@ -21,6 +21,7 @@ from rich.table import Column, Table
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from trimtab.benchmarks.runtime import ratio_with_interval
+from trimtab.benchmarks.small_model import small_config
 from trimtab.benchmarks.timing import WARM_UP_ROUNDS, Clock
 from trimtab.integrations.transformers import RoutingRecord, record_routing
 
@@ -51,20 +52,9 @@ class CaptureBenchmark:
     @property
     def model_config(self) -> dict[str, Any]:
         """Of the model, as a `config.json` would have it."""
-        return {
-            "model_type": "qwen3_moe",
-            "vocab_size": 1024,
-            "hidden_size": self.hidden,
-            "num_hidden_layers": self.layers,
-            "num_attention_heads": 8,
-            "num_key_value_heads": 4,
-            "head_dim": 32,
-            "moe_intermediate_size": self.width,
-            "num_experts": self.experts,
-            "num_experts_per_tok": self.top_k,
-            "norm_topk_prob": True,
-            "dtype": "float32",
-        }
+        return small_config(
+            layers=self.layers, hidden=self.hidden, width=self.width, experts=self.experts, top_k=self.top_k
+        )
 
 
 def run_benchmark(settings: CaptureBenchmark) -> dict[str, Any]:

@@ -32,6 +32,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.distributed.expert_parallel import AllToAllEP
 
+from trimtab.benchmarks.small_model import small_config
 from trimtab.cli.options import write_json
 from trimtab.integrations.transformers import moe_blocks, share_experts
 from trimtab.integrations.transformers.families import reroute
@@ -84,20 +85,9 @@ class RuntimeBenchmark:
     @property
     def model_config(self) -> dict[str, Any]:
         """Of the model, as a `config.json` would have it."""
-        return {
-            "model_type": "qwen3_moe",
-            "vocab_size": 1024,
-            "hidden_size": self.hidden,
-            "num_hidden_layers": self.layers,
-            "num_attention_heads": 8,
-            "num_key_value_heads": 4,
-            "head_dim": 32,
-            "moe_intermediate_size": self.width,
-            "num_experts": self.experts,
-            "num_experts_per_tok": self.top_k,
-            "norm_topk_prob": True,
-            "dtype": "float32",
-        }
+        return small_config(
+            layers=self.layers, hidden=self.hidden, width=self.width, experts=self.experts, top_k=self.top_k
+        )
 
     def draw(self, ranks: int) -> tuple[RoutingTrace, RoutingTrace, Schedule]:
         """Skewed and even routing of one micro-step on so many ranks, and which rank has which sequence of either."""

@@ -11,7 +11,7 @@ from rich.progress import BarColumn, TextColumn, TimeElapsedColumn
 
 from trimtab.analysis import CountedTrace, analyze, count_trace
 from trimtab.analysis.analysis import figures
-from trimtab.cli.options import add_trace, check_outputs, positive, progress_bar, whole, write_json
+from trimtab.cli.options import add_trace, check_model, check_outputs, positive, progress_bar, whole, write_json
 from trimtab.cluster import ModelSpec, load_cluster, load_model, model_like
 from trimtab.errors import InputError
 from trimtab.report.analysis_tables import analysis_tables
@@ -116,9 +116,5 @@ def _model(empty: RoutingTrace, asked: str | None, name: str) -> ModelSpec | Non
             return None
         return model if empty.num_layers <= model.moe_layers else None
     model = load_model(asked)
-    if (model.num_experts, model.top_k) != (empty.num_experts, empty.top_k) or empty.num_layers > model.moe_layers:
-        raise InputError(
-            f"{name} is not of model {model.name}: the trace has {empty.shape_text}, the model {model.moe_layers} MoE "
-            f"layers, {model.num_experts} experts, top-{model.top_k}"
-        )
+    check_model(name, empty, model)
     return model

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import errno
 import os
 import sys
 from importlib import import_module
@@ -23,6 +24,10 @@ COMMANDS = {
     "nodes": "run a command on several nodes on this machine, joined by slow links",
     "doctor": "check an installation, a model and one micro-step before a long run",
 }
+
+
+# A disk that is full or read-only, a quota, or a limit of the shell.
+UNWRITABLE = (errno.EDQUOT, errno.EFBIG, errno.ENOSPC, errno.EROFS)
 
 
 class _Parser(argparse.ArgumentParser):
@@ -59,6 +64,11 @@ def main(arguments: list[str] | None = None) -> int:
         return 1
     except (FileExistsError, IsADirectoryError, NotADirectoryError, PermissionError) as error:
         print(f"trimtab {options.command}: {error.filename}: {error.strerror}", file=sys.stderr)
+        return 2
+    except OSError as error:
+        if error.errno not in UNWRITABLE:
+            raise
+        print(f"trimtab {options.command}: {error.filename or 'a file'}: {error.strerror}", file=sys.stderr)
         return 2
     except RankFailedError as error:
         print(f"trimtab {options.command}: {error}", file=sys.stderr)

@@ -6,14 +6,20 @@ import argparse
 import importlib.util
 import json
 import os
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 from rich.progress import Progress, ProgressColumn
 
 from trimtab.errors import InputError
 from trimtab.files import write_whole
+
+# Commands without a trace need not wait for what reads one.
+if TYPE_CHECKING:
+    from trimtab.cluster import ModelSpec
+    from trimtab.trace import RoutingTrace
 
 
 def positive(text: str) -> int:
@@ -47,6 +53,15 @@ def add_trace(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def check_model(name: str, trace: RoutingTrace, model: ModelSpec) -> None:
+    """Raise InputError unless the trace, which `name` stands for, can be of the model; it may lack layers."""
+    if (model.num_experts, model.top_k) != (trace.num_experts, trace.top_k) or trace.num_layers > model.moe_layers:
+        raise InputError(
+            f"{name} is not of model {model.name}: the trace has {trace.shape_text}, the model {model.moe_layers} MoE "
+            f"layers, {model.num_experts} experts, top-{model.top_k}"
+        )
+
+
 def need_extra(*modules: str, extra: str = "train") -> None:
     """Raise InputError unless the modules of an extra are installed."""
     missing = [module for module in modules if importlib.util.find_spec(module) is None]
@@ -60,13 +75,15 @@ def progress_bar(*columns: ProgressColumn) -> Progress:
     return Progress(*columns, console=console, transient=True, disable=not console.is_terminal)
 
 
-def check_outputs(*paths: Path | None) -> None:
-    """Raise InputError if a file can't be written there, before anything is computed."""
+def check_outputs(*paths: Path | None, sources: Sequence[Path] = ()) -> None:
+    """Raise InputError if a file can't be written there, or is one that is read, before anything is computed."""
     for path in paths:
         if path is None:
             continue
         if path.is_dir():
             raise InputError(f"{path}: a folder; name the file to write")
+        if path.exists() and any(source.samefile(path) for source in sources):
+            raise InputError(f"{path}: to be read and written; give another --output")
         folder = next(parent for parent in path.absolute().parents if parent.exists())
         if not folder.is_dir() or not os.access(folder, os.W_OK):
             raise InputError(f"{path}: {folder} is not a folder that can be written to")

@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 from rich.console import Console
 
-from trimtab.cli.options import add_trace, positive, whole, write_json
-from trimtab.cluster import ClusterSpec, ModelSpec
+from trimtab.cli.options import add_trace, check_model, check_outputs, positive, whole, write_json
+from trimtab.cluster import ClusterSpec, load_model
 from trimtab.errors import InputError
 from trimtab.planner import Placement, SequenceCounts, Workload, pack_by_length
 from trimtab.planner.bounds import gap_to_bound
@@ -43,17 +43,20 @@ def add(commands: Any) -> None:
     )
     parser.add_argument("--step", type=whole, metavar="N", help="RL step to plan (default: the first in the trace)")
     parser.add_argument("--policy", choices=sorted(POLICIES), default="trimtab", help="balancer (default: trimtab)")
-    parser.add_argument("--model", type=Path, metavar="PATH", help="config.json or checkpoint, to count bytes moved")
+    parser.add_argument("--model", metavar="NAME", help="a preset, config.json or checkpoint, to count bytes moved")
     parser.add_argument("-o", "--output", type=Path, metavar="FILE", help="save the plan (.npz)")
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write the figures to FILE")
     parser.set_defaults(run=run)
 
 
 def run(options: argparse.Namespace) -> None:
+    check_outputs(options.output, options.json)
     cluster = ClusterSpec(options.ranks, options.ranks_per_node or options.ranks, options.slots)
     reader = TraceReader(options.trace)
     trace = _one_step(reader, options.step)
-    model = _model(options.model, trace, reader.name)
+    model = load_model(options.model) if options.model else None
+    if model:
+        check_model(reader.name, trace, model)
     policy = POLICIES[options.policy]
     homes = Placement.contiguous(trace.num_layers, trace.num_experts, cluster.ranks)
     few = trace.select(np.arange(min(trace.num_sequences, cluster.ranks)))
@@ -149,15 +152,3 @@ def _one_step(reader: TraceReader, step: int | None) -> RoutingTrace:
     if not reader.facts.lengths.any():
         raise InputError(f"{reader.name}: the trace is empty; there is nothing to plan")
     return reader.read(int(reader.facts.steps.min()) if step is None else step)
-
-
-def _model(path: Path | None, trace: RoutingTrace, trace_name: str) -> ModelSpec | None:
-    if path is None:
-        return None
-    model = ModelSpec.from_config(path)
-    if (model.num_experts, model.top_k) != (trace.num_experts, trace.top_k):
-        raise InputError(
-            f"{trace_name} is not of model {path}: the trace has {trace.num_experts} experts, top-{trace.top_k}, "
-            f"the model {model.num_experts} experts, top-{model.top_k}"
-        )
-    return model

@@ -11,7 +11,7 @@ from typing import Any
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn
 
-from trimtab.cli.options import add_trace, check_outputs, positive, progress_bar, whole, write_json
+from trimtab.cli.options import add_trace, check_model, check_outputs, positive, progress_bar, whole, write_json
 from trimtab.cluster import ClusterSpec, ModelSpec, load_cluster, load_model, model_like
 from trimtab.errors import InputError
 from trimtab.planner import SequenceCounts
@@ -163,16 +163,7 @@ def run(options: argparse.Namespace) -> None:
 
 
 def _check_fits(name: str, trace: RoutingTrace, model: ModelSpec, ranks_of_cases: list[int]) -> None:
-    if (model.num_experts, model.top_k) != (trace.num_experts, trace.top_k):
-        raise InputError(
-            f"{name} is not of model {model.name}: the trace has {trace.num_experts} experts, "
-            f"top-{trace.top_k}, the model {model.num_experts} experts, top-{model.top_k}"
-        )
-    if trace.num_layers > model.moe_layers:
-        raise InputError(
-            f"{name} is not of model {model.name}: the trace has {trace.num_layers} MoE layers, the model "
-            f"{model.moe_layers}"
-        )
+    check_model(name, trace, model)
     for ranks in ranks_of_cases:
         if trace.num_experts % ranks:
             raise InputError(f"--ranks {ranks} doesn't divide the {trace.num_experts} experts of {name}")

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 from rich.console import Console
 
-from trimtab.cli.options import check_outputs, positive, whole
+from trimtab.cli.options import add_trace, check_outputs, positive, whole
 from trimtab.errors import InputError
 from trimtab.files import write_whole
 from trimtab.planner.workload import max_over_mean
@@ -35,7 +35,7 @@ def add(actions: Any) -> None:
         epilog="example: trimtab trace export rollout.parquet --to sglang-placement --ranks 8 --redundant 16 "
         "-o placement.json",
     )
-    parser.add_argument("trace", type=Path, metavar="FILE", help="a routing trace (.parquet)")
+    add_trace(parser)
     parser.add_argument(
         "--to", choices=(*TRACES, *PLACEMENTS), required=True, metavar="FORM", help=", ".join((*TRACES, *PLACEMENTS))
     )
@@ -64,12 +64,12 @@ def add(actions: Any) -> None:
 
 
 def run(options: argparse.Namespace) -> None:
-    check_outputs(options.output)
     placing = options.to in PLACEMENTS
     for name in ("ranks", "ranks_per_node", "redundant", "num_layers"):
         if not placing and getattr(options, name) is not None:
             raise InputError(f"--{name.replace('_', '-')} is for placements; --to {options.to} writes the trace itself")
     trace = TraceReader(options.trace)
+    check_outputs(options.output, sources=trace.files)
     if not placing:
         TRACES[options.to](trace.read(options.step), options.output)
         shown = []

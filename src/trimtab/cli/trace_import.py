@@ -48,8 +48,8 @@ def add(actions: Any) -> None:
 
 
 def run(options: argparse.Namespace) -> None:
-    check_outputs(options.output)
     files = named_files(options.source, "*")
+    check_outputs(options.output, sources=files)
     form = options.format or format_of(files[0])
     summary = Summary()
     console = Console(highlight=False)

@@ -202,9 +202,11 @@ def _read(config: dict[str, Any], where: str) -> ModelSpec:
 
 
 def _moe_layers(config: dict[str, Any], where: str, count: Callable[..., int], layers: int) -> tuple[int, ...]:
-    """Which layers have experts. Families say it in five ways; a layer that any of them makes dense is dense."""
+    """Which layers have experts. Families say it in seven ways; a layer that any of them makes dense is dense."""
     first = count("first_k_dense_replace", default=0, least=0)
     step = count("decoder_sparse_step", default=1)
+    every = count("interleave_moe_layer_step", default=1)
+    named = _listed(config, where, "moe_layers", int) or range(every - 1, layers, every)
     dense = set(_listed(config, where, "mlp_only_layers", int))
     kinds = _listed(config, where, "mlp_layer_types", str, length=layers) or ["sparse"] * layers
     if isinstance(config.get("moe_layer_freq"), list):
@@ -215,7 +217,12 @@ def _moe_layers(config: dict[str, Any], where: str, count: Callable[..., int], l
     moe_layers = tuple(
         layer
         for layer, (mark, kind) in enumerate(zip(marks, kinds, strict=True))
-        if layer >= first and (layer + 1) % step == 0 and layer not in dense and mark != 0 and kind != "dense"
+        if layer >= first
+        and (layer + 1) % step == 0
+        and layer in named
+        and layer not in dense
+        and mark != 0
+        and kind != "dense"
     )
     if not moe_layers:
         raise InputError(f"{where}: none of the {layers} layers has experts; expected the config of a MoE model")

@@ -89,7 +89,15 @@ def _spread(spread: Spread) -> list[str]:
 
 
 def _table(title: str, columns: Sequence[str]) -> Table:
-    table = Table(title=title, title_justify="left", title_style="bold", box=None, padding=(0, 2, 0, 0), pad_edge=False)
+    table = Table(
+        title=title,
+        title_justify="left",
+        title_style="bold",
+        box=None,
+        padding=(0, 2, 0, 0),
+        pad_edge=False,
+        min_width=len(title),
+    )
     table.add_column(columns[0])
     for column in columns[1:]:
         table.add_column(column, justify="right", no_wrap=True)

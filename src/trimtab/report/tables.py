@@ -25,7 +25,7 @@ SHORT_PARTS = ("dense", "dispatch", "experts", "imbal.", "copies", "plan", "move
 
 def facts(rows: Iterable[tuple[str, str]], title: str) -> Table:
     """A title over names and values."""
-    table = Table(title=title, title_justify="left", title_style="bold", show_header=False, box=None)
+    table = Table(title=escape(title), title_justify="left", title_style="bold", show_header=False, box=None)
     for name, value in rows:
         table.add_row(name, value)
     return table

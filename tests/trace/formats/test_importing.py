@@ -76,7 +76,9 @@ def test_several_files_of_several_steps_become_one_trace(tmp_path: Path) -> None
     ("arguments", "message"),
     [
         (["absent.jsonl"], "absent.jsonl: no such file"),
-        (["{nothing}"], r"nothing.bin: looks like none of vllm, sglang"),
+        (["{nothing}"], r"nothing.bin: looks like none of vllm, sglang.*recording of routes turned on"),
+        (["{empty}"], "empty.jsonl: an empty file"),
+        (["{parquet}"], "a.parquet: a Parquet file; a routing trace needs no import"),
         (["{vllm}"], r"vllm.jsonl: line 1.*: .*largest id here is 15\).* --num-experts"),
         (["{vllm}", "--num-experts", "4"], "vllm.jsonl: line 1, .*they should be 0 to 3"),
         (["{vllm}", "--num-experts", "16", "--top-k", "3"], "top-2 routing; it should be top-3"),
@@ -93,9 +95,12 @@ def test_mistakes_get_one_line(
 ) -> None:
     (tmp_path / "nothing.bin").write_bytes(b"\x00\x01\x02 nothing")
     (tmp_path / "folder").mkdir()
+    (tmp_path / "empty.jsonl").touch()
+    (tmp_path / "a.parquet").write_bytes(b"PAR1 and so on")
     for form, name in (("vllm", "vllm:jsonl"), ("sglang", "sglang:int32")):
         (tmp_path / f"{form}.jsonl").write_bytes(DUMPS[name].content)
     places = {"nothing": "nothing.bin", "vllm": "vllm.jsonl", "sglang": "sglang.jsonl", "folder": "folder"}
+    places |= {"empty": "empty.jsonl", "parquet": "a.parquet"}
     paths = {name: str(tmp_path / file) for name, file in places.items()}
     out = tmp_path / "out" / "trace.parquet"
     assert main(["trace", "import", *(each.format(**paths) for each in arguments), "-o", str(out)]) == 2
@@ -103,6 +108,16 @@ def test_mistakes_get_one_line(
     assert error.count("\n") == 1
     assert re.search(message, error), error
     assert not list(tmp_path.glob("out/*"))
+
+
+def test_a_dump_is_never_written_over(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    dump = tmp_path / "dump.jsonl"
+    dump.write_bytes(DUMPS["vllm:jsonl"].content)
+    (tmp_path / "link.parquet").symlink_to(dump)
+    for output in ("dump.jsonl", "link.parquet"):
+        assert main(["trace", "import", str(tmp_path), "-o", str(tmp_path / output), *OPTIONS]) == 2
+        assert f"{output}: to be read and written" in capsys.readouterr().err
+    assert dump.read_bytes() == DUMPS["vllm:jsonl"].content
 
 
 def damage(rng: random.Random, content: bytes) -> bytes:

@@ -133,8 +133,10 @@ def test_refused(tmp_path: Path) -> None:
             list(sglang.read(path, known))
         return str(caught.value)
 
-    assert message(Known(top_k=2)) == "line 1: routed_experts has no shape; say --num-layers, or --model config.json"
-    assert message(Known(num_layers=2)) == "line 1: routed_experts has no shape; say --top-k, or --model config.json"
+    or_model = "or --model with a config.json or a model's name"
+    assert message(Known(top_k=2)) == f"line 1: routed_experts has no shape; give --num-layers, {or_model}"
+    assert message(Known(num_layers=2)) == f"line 1: routed_experts has no shape; give --top-k, {or_model}"
+    assert message(Known()) == f"line 1: routed_experts has no shape; give --num-layers and --top-k, {or_model}"
     wrong = "line 1: routed_experts holds 42 ids of int32, which 5 layers x top-2 don't divide"
     assert message(Known(num_layers=5, top_k=2)) == wrong
     assert "168 bytes" not in message(routed_experts_dtype="float16")

@@ -49,10 +49,19 @@ def format_of(path: Path) -> str:
     Raises:
         InputError: if it looks like none, or like several.
     """
+    if not path.stat().st_size:
+        raise InputError(f"{path}: an empty file")
     fitting = [name for name, form in FORMATS.items() if form.recognise(path)]
-    if len(fitting) != 1:
-        what = f"could be {' or '.join(fitting)}" if fitting else f"looks like none of {', '.join(FORMATS)}"
-        raise InputError(f"{path}: {what}; say which it is with --format")
+    if not fitting:
+        with path.open("rb") as file:
+            if file.read(4) == b"PAR1":
+                raise InputError(f"{path}: a Parquet file; a routing trace needs no import")
+        raise InputError(
+            f"{path}: looks like none of {', '.join(FORMATS)}; was recording of routes turned on? If so, say which it "
+            "is with --format"
+        )
+    if len(fitting) > 1:
+        raise InputError(f"{path}: could be {' or '.join(fitting)}; say which it is with --format")
     return fitting[0]
 
 

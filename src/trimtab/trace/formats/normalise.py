@@ -66,7 +66,8 @@ def normalise(records: Iterable[Record], known: Known, summary: Summary) -> Iter
     size = 0
     for record in records:
         for what, count in record.dropped.items():
-            summary.dropped[what] += count
+            if count:
+                summary.dropped[what] += count
         _check_form(record)
         if shape is None:
             early.append(record)

@@ -86,8 +86,11 @@ def raw_dtype(name: Any) -> str:
 def _shape_raw(data: bytes, known: Known, dtype: str) -> Array:
     flat = _raw(data, dtype)
     if known.num_layers is None or known.top_k is None:
-        option = "--num-layers" if known.num_layers is None else "--top-k"
-        raise InputError(f"routed_experts has no shape; say {option}, or --model config.json")
+        said = (("--num-layers", known.num_layers), ("--top-k", known.top_k))
+        lacking = " and ".join(option for option, value in said if value is None)
+        raise InputError(
+            f"routed_experts has no shape; give {lacking}, or --model with a config.json or a model's name"
+        )
     row = known.num_layers * known.top_k
     if row < 1 or len(flat) % row:
         raise InputError(

@@ -78,7 +78,7 @@ def records_of_samples(samples: Iterable[Any], *, step: int = 0, known: Known | 
 
 def _record(sample: Any, ids: Any, tokens: Any, where: str, step: int, skipped: int, known: Known) -> Record:
     token_ids = integers(tokens, f"{where}: tokens", 1)
-    ids_TLK = _shaped(as_array(ids, f"{where}: {KEY}"), where, len(token_ids), known)
+    ids_TLK = _shaped(as_array(ids, f"{where}: {KEY}"), where, known)
     length = whole_number(field(sample, "response_length"), len(token_ids))
     metadata = field(sample, "metadata")
     labels = [text(metadata.get(key)) for key in _DOMAIN_KEYS] if isinstance(metadata, Mapping) else []
@@ -95,7 +95,7 @@ def _record(sample: Any, ids: Any, tokens: Any, where: str, step: int, skipped: 
     )
 
 
-def _shaped(ids: Array, where: str, num_tokens: int, known: Known) -> Array:
+def _shaped(ids: Array, where: str, known: Known) -> Array:
     """`[t, layers, K]`, also of ids that came flat or as `[t, layers * K]`."""
     if ids.dtype.kind not in "iu":
         raise InputError(f"{where}: {KEY} is {ids.dtype}; it should hold integers")
