@@ -11,11 +11,12 @@ if TYPE_CHECKING:
     from trimtab.cluster import ClusterSpec, ModelSpec
     from trimtab.errors import InputError
     from trimtab.planner import Placement, Schedule, StepPlan, Workload
-    from trimtab.trace import RoutingTrace, TraceReader, TraceWriter, read_trace, write_trace
+    from trimtab.trace import Known, RoutingTrace, TraceReader, TraceWriter, read_trace, write_trace
 
 __all__ = [
     "ClusterSpec",
     "InputError",
+    "Known",
     "ModelSpec",
     "Placement",
     "RoutingTrace",
@@ -31,7 +32,7 @@ __version__ = "0.1.0"
 
 _FOLDERS = {"cluster": ("ClusterSpec", "ModelSpec"), "errors": ("InputError",)} | {
     "planner": ("Placement", "Schedule", "StepPlan", "Workload"),
-    "trace": ("RoutingTrace", "TraceReader", "TraceWriter", "read_trace", "write_trace"),
+    "trace": ("Known", "RoutingTrace", "TraceReader", "TraceWriter", "read_trace", "write_trace"),
 }
 
 

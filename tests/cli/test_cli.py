@@ -282,5 +282,5 @@ def test_a_full_disk_is_one_line_and_leaves_nothing(tmp_path: Path, capsys: pyte
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     assert status == 2
-    assert capsys.readouterr().err == "trimtab trace: a file: File too large\n"
+    assert capsys.readouterr().err == f"trimtab trace: {tmp_path / 'trace.parquet'}: File too large\n"
     assert not list(tmp_path.iterdir())

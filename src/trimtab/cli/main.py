@@ -37,6 +37,35 @@ class _Parser(argparse.ArgumentParser):
 
 def main(arguments: list[str] | None = None) -> int:
     """Run a command. Returns the exit status."""
+    arguments = sys.argv[1:] if arguments is None else arguments
+    asked = next((word for word in arguments if word in COMMANDS), "")
+    try:
+        options = _parse(arguments, asked)
+        return options.run(options) or 0
+    except InputError as error:
+        print(f"trimtab {asked}: {error}", file=sys.stderr)
+        return 2
+    except BrokenPipeError:
+        # Whoever read the output, such as head, has seen enough; nor should the interpreter fail as it flushes.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
+    except (FileExistsError, IsADirectoryError, NotADirectoryError, PermissionError) as error:
+        print(f"trimtab {asked}: {error.filename}: {error.strerror}", file=sys.stderr)
+        return 2
+    except OSError as error:
+        if error.errno not in UNWRITABLE:
+            raise
+        print(f"trimtab {asked}: {error.filename}: {error.strerror}", file=sys.stderr)
+        return 2
+    except RankFailedError as error:
+        print(f"trimtab {asked}: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        print(f"trimtab {asked}: interrupted", file=sys.stderr)
+        return 130
+
+
+def _parse(arguments: list[str], asked: str) -> argparse.Namespace:
     parser = _Parser(
         prog="trimtab",
         description="Load balancing for Mixture-of-Experts models in RL post-training, planned from known routing.",
@@ -44,8 +73,6 @@ def main(arguments: list[str] | None = None) -> int:
     )
     parser.add_argument("--version", action="version", version=f"trimtab {__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND", parser_class=_Parser)
-    arguments = sys.argv[1:] if arguments is None else arguments
-    asked = next((word for word in arguments if word in COMMANDS), None)
     for command, about in COMMANDS.items():
         if command == asked:
             import_module(f"trimtab.cli.{command}").add(commands)
@@ -53,30 +80,7 @@ def main(arguments: list[str] | None = None) -> int:
             commands.add_parser(command, help=about)
     options = parser.parse_args(arguments)
     options.arguments = arguments
-    try:
-        status = options.run(options)
-    except InputError as error:
-        print(f"trimtab {options.command}: {error}", file=sys.stderr)
-        return 2
-    except BrokenPipeError:
-        # Whoever read the output, such as head, has seen enough; nor should the interpreter fail as it flushes.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 1
-    except (FileExistsError, IsADirectoryError, NotADirectoryError, PermissionError) as error:
-        print(f"trimtab {options.command}: {error.filename}: {error.strerror}", file=sys.stderr)
-        return 2
-    except OSError as error:
-        if error.errno not in UNWRITABLE:
-            raise
-        print(f"trimtab {options.command}: {error.filename or 'a file'}: {error.strerror}", file=sys.stderr)
-        return 2
-    except RankFailedError as error:
-        print(f"trimtab {options.command}: {error}", file=sys.stderr)
-        return 1
-    except KeyboardInterrupt:
-        print(f"trimtab {options.command}: interrupted", file=sys.stderr)
-        return 130
-    return status or 0
+    return options
 
 
 if __name__ == "__main__":

@@ -17,7 +17,7 @@ from trimtab.cluster import load_model
 from trimtab.errors import InputError
 from trimtab.report.tables import facts, trace_facts
 from trimtab.trace import RoutingTrace, TraceReader, write_trace
-from trimtab.trace.formats.importing import FORMATS, format_of, import_files
+from trimtab.trace.formats.importing import FORMATS, common_format, import_files
 from trimtab.trace.formats.normalise import Summary
 from trimtab.trace.formats.records import Known
 from trimtab.trace.store import named_files
@@ -50,7 +50,7 @@ def add(actions: Any) -> None:
 def run(options: argparse.Namespace) -> None:
     files = named_files(options.source, "*")
     check_outputs(options.output, sources=files)
-    form = options.format or format_of(files[0])
+    form = options.format or common_format(files)
     summary = Summary()
     console = Console(highlight=False)
     columns = (SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn())

@@ -88,6 +88,7 @@ def test_several_files_of_several_steps_become_one_trace(tmp_path: Path) -> None
         (["{vllm}", "--format", "slime", "--num-experts", "16"], "vllm.jsonl: "),
         (["{sglang}", "--num-experts", "16"], "--num-layers"),
         (["{folder}"], "folder: holds no"),
+        (["{vllm}", "{sglang}"], "vllm.jsonl looks like vllm, .*sglang.jsonl like sglang"),
     ],
 )
 def test_mistakes_get_one_line(

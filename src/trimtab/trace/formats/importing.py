@@ -65,6 +65,19 @@ def format_of(path: Path) -> str:
     return fitting[0]
 
 
+def common_format(files: Sequence[Path]) -> str:
+    """The format that all files look like.
+
+    Raises:
+        InputError: as `format_of`, or if they differ.
+    """
+    first = format_of(files[0])
+    for file in files[1:]:
+        if (other := format_of(file)) != first:
+            raise InputError(f"{files[0]} looks like {first}, {file} like {other}; import them one by one")
+    return first
+
+
 def import_files(files: Sequence[Path], form: str, known: Known, summary: Summary) -> Iterator[RoutingTrace]:
     """Files of one dump, one after another, as parts of a trace; memory holds a part at a time.
 
