@@ -68,6 +68,23 @@ def test_micro_batches_of_an_iteration(tmp_path: Path, order: str) -> None:
     assert sum(record.dropped.get(megatron.MTP_ROWS, 0) for record in records) == 2
 
 
+def test_layers_in_any_order(tmp_path: Path) -> None:
+    """A rank may write its last layer first; a record's layers rise, and its place is the first of its lines."""
+    ids = routes(4, 3, 2, 70_000, "int32")
+    ids[2, 1] = -1
+    rows = [row(ids[:, place], layer) for place, layer in ((2, 5), (0, 1), (1, 2))]
+    (tmp_path / "a.jsonl").write_bytes("".join(json.dumps(each) + "\r\n" for each in rows).encode())
+    (record,) = read(tmp_path / "a.jsonl")
+    np.testing.assert_array_equal(record.ids, ids)
+    assert (record.layers, record.where, record.missing) == ((1, 2, 5), "line 1, step 0", -1)
+
+
+def test_multi_token_prediction_is_told_by_either_key(tmp_path: Path) -> None:
+    ids = routes(4, 1, 2, 8, "int32")[:, 0]
+    rows = [row(ids, 0), row(ids, 0, mtp_idx=0), row(ids, 0, block="mtp"), row(ids, 0, step=1, mtp_idx=None)]
+    assert [record.step for record in read(json_lines(tmp_path / "a.jsonl", rows))] == [0, 1]
+
+
 def test_refused(tmp_path: Path) -> None:
     ids = routes(4, 1, 2, 8, "int32")[:, 0]
 

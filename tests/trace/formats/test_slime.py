@@ -136,6 +136,19 @@ def test_objects_in_memory_lists_and_flat_ids() -> None:
     assert np.array_equal(next(slime.records_of_samples(lists)).ids, expected[0]["rollout_routed_experts"])
 
 
+def test_groups_of_groups_and_samples_without_tokens() -> None:
+    one, _, two, three = samples()
+    nested = [[[one], [{**two, "tokens": None}]], three]
+    records = list(slime.records_of_samples(nested))
+    assert [record.where for record in records] == ["sample 0", "sample 2"]
+    assert [record.dropped for record in records] == [{}, {"samples without routes": 1}]
+    deep: Any = one
+    for _ in range(6):
+        deep = [deep]
+    with pytest.raises(InputError, match="nested too deeply"):
+        list(slime.records_of_samples(deep))
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [

@@ -228,6 +228,20 @@ def test_rows_without_padding(tmp_path: Path) -> None:
             assert record.num_tokens == int(rows[row].sum())
 
 
+def test_rows_whose_last_token_has_no_route() -> None:
+    ids, tokens = np.arange(12).reshape(1, 3, 2, 2), np.arange(4)
+    (record,) = verl.records_of_batch({"routed_experts": list(ids), "input_ids": [tokens], "prompts": [tokens[:2]]})
+    assert (len(record.ids), record.num_tokens, record.prompt_length) == (3, 4, 2)
+
+
+def test_prompts_without_their_tokens() -> None:
+    """How wide they are, responses say; and a row may end within its prompt."""
+    tensors: dict[str, Any] = {key: batch()[key] for key in ("responses", "attention_mask", "routed_experts")}
+    assert [record.prompt_length for record in verl.records_of_batch(tensors)] == [4, 4, 6, 1]
+    tensors["attention_mask"][0, 4:] = 0
+    assert [record.prompt_length for record in verl.records_of_batch(tensors)] == [2, 4, 6, 1]
+
+
 def test_masks_with_holes_leave_these_tokens_out() -> None:
     tensors = batch()
     tensors["attention_mask"][2, 8:10] = 0
