@@ -165,6 +165,14 @@ def test_a_reader_holds_one_chunk(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert np.array_equal(reader.facts.lengths, trace.sequence_lengths)
 
 
+def test_row_groups_are_filled_to_the_brim(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(store, "ROW_GROUP_BYTES", 4)
+    sequences = [np.zeros((length, 1, 1), int) for length in (2, 2, 0, 3, 2, 9, 0, 1)]
+    write_trace(RoutingTrace.from_sequences(sequences, num_experts=2), tmp_path / "trace.parquet")
+    lengths = [chunk.sequence_lengths.tolist() for chunk in TraceReader(tmp_path / "trace.parquet").chunks()]
+    assert lengths == [[2, 2, 0], [3], [2], [9], [0, 1]]
+
+
 def test_parts_are_written_as_they_come(tmp_path: Path) -> None:
     parts = [some_sequences(seed) for seed in range(3)]
     write_trace(iter(parts), tmp_path / "trace.parquet")

@@ -100,6 +100,10 @@ def test_refused(tmp_path: Path) -> None:
     )
     short = message(row(ids, 0), row(ids[:3], 1))
     assert short == "line 2: layer 1 has 3 tokens, top-2; layer 0 of the same micro-batch has 4, top-2"
+    wide = message(row(ids, 0), row(routes(4, 1, 3, 8, "int32")[:, 0], 1))
+    assert wide == "line 2: layer 1 has 4 tokens, top-3; layer 0 of the same micro-batch has 4, top-2"
+    assert "num_tokens is 4 and topk 3; top_indices is [4, 2]" in message(row(ids, 0) | {"topk": 3})
+    assert "layer should be a whole number" in message(row(ids, True))
     assert "line 2: step 1 comes after step 2" in message(row(ids, 0, 2), row(ids, 0, 1))
     assert "line 1: num_tokens is 4 and topk 2; top_indices is [3, 2]" in message(
         row(ids, 0) | {"top_indices": [[0, 1]] * 3}
@@ -142,7 +146,7 @@ def test_keys_in_another_order(tmp_path: Path) -> None:
     rows = [dict(reversed(row(ids[:, layer], layer).items())) for layer in range(2)]
     (record,) = read(json_lines(tmp_path / "a.jsonl", rows))
     np.testing.assert_array_equal(record.ids, ids)
-    (tmp_path / "b.json").write_text(json.dumps(rows))
+    (tmp_path / "b.json").write_text("\ufeff" + json.dumps(rows), encoding="utf-8")
     (record,) = read(tmp_path / "b.json")
     np.testing.assert_array_equal(record.ids, ids)
 

@@ -16,6 +16,7 @@ from helpers.response_dumps import json_lines, npy_bytes, npy_text, only_input_e
 from trimtab import InputError
 from trimtab.trace.formats import sglang, vllm
 from trimtab.trace.formats.records import Known, Record
+from trimtab.trace.formats.routes import trim_padding
 
 NOTHING = Known()
 
@@ -265,6 +266,25 @@ def test_padded_batch(tmp_path: Path, gap: int, dtype: str) -> None:
     assert [len(record.ids) for record in (first, second, third)] == [5, 8, 0]
     assert [record.prompt_length for record in (first, second, third)] == [2, 3, 0]
     assert third.step == 5
+    assert [dict(record.dropped) for record in (first, second, third)] == [{"padding rows": 3}, {}, {"padding rows": 8}]
+
+
+def test_rows_that_only_look_like_padding() -> None:
+    """Of one layer and top-1, 0 is an expert; and a row that is -1 in part is no padding."""
+    assert trim_padding(np.array([[[0]], [[3]], [[0]]]))[1] == 0
+    assert trim_padding(np.array([[[-1]], [[3]], [[-1]]]))[0].tolist() == [[[3]]]
+    assert trim_padding(np.array([[[-1, 2]], [[0, 3]], [[-1, -1]]]))[0].tolist() == [[[-1, 2]], [[0, 3]]]
+
+
+def test_numbers_without_a_type_are_told_by_their_size() -> None:
+    for dtype, expected in (("uint8", "uint8"), ("int16", "int16"), ("int32", "int32"), ("int64", "int64")):
+        ids = routes(4, 2, 2, 200, dtype)
+        value = {"data": base64.b64encode(ids.tobytes()).decode(), "shape": [4, 2, 2]}
+        (record,) = vllm.records_of_outputs([{"outputs": [{"routed_experts": value}]}])
+        np.testing.assert_array_equal(record.ids, ids)
+        assert record.ids.dtype == expected
+        (record,) = vllm.records_of_outputs([{"outputs": [{"routed_experts": value | {"dtype": f" {dtype.upper()}"}}]}])
+        np.testing.assert_array_equal(record.ids, ids)
 
 
 @pytest.mark.parametrize("compressed", [False, True])
