@@ -237,6 +237,10 @@ def test_hot_experts_of_several_layers() -> None:
     found = hot_experts(counts, np.array([0, 2]))
     assert [(each.layer, each.expert) for each in found.hottest[:2]] == [(0, 0), (1, 0)]
     assert [each.over_mean for each in found.hottest[:2]] == pytest.approx([14 * 4 / 18, 1.8])
+    many = np.ones((2, 2, 8), int)
+    many[:, 1, 5], many[:, 0, 3] = 9, 7
+    assert [(each.layer, each.expert) for each in hot_experts(many, np.array([0, 2])).hottest[:2]] == [(1, 5), (0, 3)]
+    assert len(hot_experts(many, np.array([0, 2])).hottest) == 10
     # Three instances have a load, and two hot experts among twelve.
     assert (found.per_instance, found.chance) == pytest.approx((2 / 3, 2 / 12))
     # By layer: one of three experts in either half, and the only one.

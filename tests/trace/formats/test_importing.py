@@ -8,6 +8,7 @@ import random
 import re
 import resource
 import signal
+import types
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -20,6 +21,7 @@ from trimtab.cli.main import main
 from trimtab.cli.trace_import import _known
 from trimtab.cluster import load_model
 from trimtab.trace import Known
+from trimtab.trace.formats import importing
 from trimtab.trace.formats.importing import FORMATS, format_of, import_files
 from trimtab.trace.formats.normalise import Summary
 
@@ -74,6 +76,16 @@ def test_several_files_of_several_steps_become_one_trace(tmp_path: Path) -> None
     assert as_sets(trace.expert_ids) == as_sets(np.concatenate(routes() * 3))
     assert set(trace.domains) == {"maths"}
     assert set(trace.steps) == {4}
+
+
+def test_what_is_quoted_is_short_and_one_line(tmp_path: Path) -> None:
+    def records(path: Path, known: Known) -> Any:
+        raise InputError("odd\n\x1b[31m" + "x" * 5000)
+
+    files, form = [tmp_path / "a"], types.SimpleNamespace(read=records)
+    with pytest.raises(InputError) as caught:
+        next(importing._records(files, form, Known()))  # type: ignore[arg-type]
+    assert str(caught.value) == f"{files[0]}: odd??[31m{'x' * 491}"
 
 
 def test_what_is_said_of_a_model_comes_before_what_arrays_say(tmp_path: Path) -> None:

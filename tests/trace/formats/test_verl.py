@@ -245,7 +245,16 @@ def test_prompts_without_their_tokens() -> None:
 def test_masks_with_holes_leave_these_tokens_out() -> None:
     tensors = batch()
     tensors["attention_mask"][2, 8:10] = 0
+    tensors["attention_mask"][2, 3] = 0
     check(list(verl.records_of_batch({"batch": tensors, "non_tensor_batch": LABELS, "meta_info": FACTS})), tensors)
+
+
+def test_rows_of_padding_are_counted_once() -> None:
+    tensors = {key: value[[3, 3, 0, 1]] for key, value in batch().items()}
+    assert [record.dropped for record in verl.records_of_batch(tensors)] == [
+        {"padding rows": 2 * (PROMPT + RESPONSE) + 9, "empty sequences": 2},
+        {"padding rows": 5},
+    ]
 
 
 def test_an_empty_batch(tmp_path: Path) -> None:
