@@ -107,6 +107,8 @@ def test_a_step_may_be_stable_where_its_micro_steps_are_not() -> None:
     found = stability(drift, np.array([0, 2, 4]), 2)
     assert (found.step_max_over_mean, found.micro_step_max_over_mean, found.overlap_micro_steps) == (1.25, 1.25, 1.0)
     assert (found.overlap_steps, found.busiest_rank_changes) == (0.75, 0.0)
+    quiet = np.concatenate([turns, turns * 0], axis=1)
+    assert stability(quiet, np.array([0, 2, 4]), 2).busiest_rank_changes == 0.5
     # Of three micro-steps the first is one half, the others the second.
     odd = stability(np.array([[[4, 0]], [[0, 4]], [[0, 4]]]), np.array([0, 3]), 2)
     assert odd.overlap_halves == 0.0
@@ -432,6 +434,10 @@ def test_layers_that_lose_alike_are_named_by_the_model() -> None:
     alike = np.concatenate([counts, counts], axis=1)
     said = where(analyze(counted_of(alike, layer_indices=np.arange(8) + 10), ranks=4))
     assert said.startswith("Layers lose alike: the worst quarter (12, 16) has 2")
+    alike[:, :, 0] = [19, 15, 15, 15, 15, 15, 15, 19]
+    assert where(analyze(counted_of(alike), ranks=4)).startswith(
+        "Some layers lose more than others: the worst quarter (0, 7) has 38%"
+    )
 
 
 def test_layers_that_lose_are_named() -> None:

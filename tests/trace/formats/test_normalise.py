@@ -144,7 +144,8 @@ def test_sequences_without_any_route_wait_for_one_that_shows_the_layers() -> Non
 
 def test_prompts_and_labels_are_made_fit() -> None:
     records = [Record(GOOD, "a", prompt_length=-3, domain=" one\nline" + "x" * 100), Record(GOOD, "b", prompt_length=9)]
-    trace = joined(records, Known(8))
+    trace = joined(records, Known(8, model="red \x1b[31m"))
+    assert trace.model == "red  [31m"
     assert trace.prompt_lengths.tolist() == [0, 2]
     assert trace.domains.tolist() == ["one line" + "x" * 71, ""]
 
