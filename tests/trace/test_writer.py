@@ -66,6 +66,10 @@ def test_a_writer_continues_its_own_files_only(tmp_path: Path) -> None:
             growing.append(parts[seed])
     assert_same(read_trace(tmp_path / "rank-00*"), RoutingTrace.concatenate([parts[0], parts[1], parts[3]]))
     assert_same(read_trace(tmp_path / "rank-3-*"), parts[2])
+    (tmp_path / "rank-000000.parquet").unlink()
+    with TraceWriter(tmp_path, name="rank") as growing:
+        growing.append(parts[4])
+    assert_same(read_trace(tmp_path / "rank-00*"), RoutingTrace.concatenate([parts[1], parts[3], parts[4]]))
     with TraceWriter(tmp_path, name="ran") as growing:
         growing.append(parts[4])
     assert_same(read_trace(tmp_path / "ran-000000.parquet"), parts[4])

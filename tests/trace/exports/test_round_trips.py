@@ -145,6 +145,13 @@ def test_tensors_are_aligned_and_little_endian(tmp_path: Path) -> None:
         assert [record.step for record in arrays.read(tmp_path / "a.safetensors", Known())] == [3, 3, 4]
 
 
+def test_texts_in_either_byte_order(tmp_path: Path) -> None:
+    for order in "<>":
+        domains = np.array(["é", "\U0010ffff"]).astype(f"{order}U1")
+        np.savez(tmp_path / "a.npz", expert_ids=np.ones((2, 1, 1), int), sequence_starts=[0, 1, 2], domains=domains)
+        assert [record.domain for record in arrays.read(tmp_path / "a.npz", Known())] == ["é", "\U0010ffff"]
+
+
 def test_marks_of_gaps_in_types_of_others(tmp_path: Path) -> None:
     """65535 in uint32 is no mark of ours, as 0 is not in uint16."""
     for dtype, missing in (("uint16", 65535), ("uint32", 0), ("int16", 0)):

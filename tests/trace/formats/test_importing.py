@@ -108,6 +108,9 @@ def test_a_model_says_what_options_do_not(tmp_path: Path) -> None:
     assert (found.step, found.domain) == (2, "maths")
     assert found.model == load_model(str(tmp_path / "config.json")).name != ""
     assert known(model=str(tmp_path / "config.json"), num_layers=5).num_layers == 5
+    (tmp_path / "config.json").write_text(json.dumps({**config, "num_hidden_layers": None, "first_k_dense_replace": 0}))
+    found = known(model=str(tmp_path / "config.json"))
+    assert (found.num_experts, found.num_layers, found.moe_layers) == (16, None, None)
     assert known(top_k=3) == Known(top_k=3, step=2, domain="maths")
 
 
