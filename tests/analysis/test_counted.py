@@ -88,6 +88,7 @@ def test_sums_of_parts_are_other_sizes_counted_directly(tmp_path: Path) -> None:
     found = {size.factor: size for size in by_size(counted, [2, 4])}
     assert list(found) == [0.25, 0.5, 1, 2, 4, 8, None]
     for factor, size in found.items():
+        assert size.tokens == (704 if factor is None else 64 * factor)
         width = 44 if factor is None else int(factor * 4)
         groups = [counted.counts_FLE[g * width : (g + 1) * width].sum(axis=0) for g in range(44 // width)]
         assert size.micro_steps == len(groups)
@@ -122,6 +123,38 @@ def test_the_last_steps_are_kept_if_counts_would_not_fit(tmp_path: Path, monkeyp
     assert (part.steps, part.skipped_steps) == ([2, 3], 2)
     assert np.array_equal(part.counts_MLE, whole.counts_MLE[last_two])
     assert part.num_tokens == trace.sequence_lengths[trace.steps >= 2].sum()
+
+
+def test_one_step_is_counted_by_itself(tmp_path: Path) -> None:
+    """Neither its budget nor its domains know of the others."""
+    lengths, names = [50, 5, 5, 3, 3, 40], ["code", "maths", "maths", "code", "code", "chat"]
+    ids = [np.tile([[[0, 1]]], (length, 1, 1)) for length in lengths]
+    write_trace(
+        RoutingTrace.from_sequences(ids, num_experts=4, steps=[0, 1, 1, 1, 1, 2], domains=names), tmp_path / "t.parquet"
+    )
+    counted = count_trace(TraceReader(tmp_path / "t.parquet"), ranks=2, micro_steps=1, step=1)
+    # 16 tokens on two ranks, and a tenth to spare.
+    assert (counted.token_budget, counted.num_micro_steps, counted.steps) == (9, 1, [1])
+    assert (counted.num_sequences, counted.num_tokens, counted.length_squares) == (4, 16, 25 + 25 + 9 + 9)
+    assert counted.domains == ("maths", "code")
+    assert counted.counts_DLE.tolist() == [[[10, 10, 0, 0]], [[6, 6, 0, 0]]]
+
+
+def test_parts_could_run_by_themselves() -> None:
+    """32 sequences of 4 tokens in two micro-steps."""
+    packed = [(np.arange(32), np.arange(32) % 2, 2)]
+
+    def parts(ranks: int, budget: int, most: int) -> int:
+        return module._parts(packed, np.full(32, 4), ranks, budget, most)
+
+    assert [parts(2, budget, 99) for budget in (16, 15, 8, 7)] == [4, 2, 2, 1]
+    assert [parts(ranks, 16, 99) for ranks in (4, 5, 8, 9)] == [4, 2, 2, 1]
+    assert [parts(2, 16, most) for most in (8, 7, 4, 3)] == [4, 2, 2, 1]
+
+
+def test_the_longest_are_dealt_out_first() -> None:
+    lengths = np.array([1, 2, 3, 4, 9])
+    assert module._divide(np.array([0, 0, 0, 0, 1]), lengths, 2).tolist() == [0, 1, 1, 0, 0]
 
 
 def test_small_domains_share_a_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,12 +16,12 @@ from trimtab import write_trace
 from trimtab.analysis import CountedTrace, analyze, count_trace
 from trimtab.analysis.analysis import figures
 from trimtab.analysis.answer import answer, cost, notes, where
-from trimtab.analysis.balance import balance, overlap, rank_numbers, ratios, stability
+from trimtab.analysis.balance import balance, by_size, lost_part, overlap, rank_numbers, ratios, stability
 from trimtab.analysis.domains import alikeness, domain_skew
-from trimtab.analysis.foresight import foresight, placed_loads
+from trimtab.analysis.foresight import Foresight, Way, foresight, placed_loads
 from trimtab.analysis.hot import hot_experts, hot_mask
 from trimtab.analysis.price import copy_seconds, price
-from trimtab.cluster import load_cluster, load_model
+from trimtab.cluster import ClusterSpec, ModelSpec, load_cluster, load_model
 from trimtab.cluster.operations import OperationCosts
 from trimtab.planner import Placement, Schedule, SequenceCounts, Workload
 from trimtab.policies import POLICIES, look
@@ -62,9 +62,27 @@ def test_balance_by_hand() -> None:
     assert np.isnan(ratios(np.zeros((1, 2)))).all()
 
 
+def test_spreads_by_hand() -> None:
+    """101 instances, busiest over mean from 1 to 2."""
+    found = balance(np.array([[100 + i, 100 - i] for i in range(101)]))
+    assert [found.max_over_mean.p50, found.max_over_mean.p99, found.max_over_mean.worst] == [1.5, 1.99, 2]
+    assert [found.max_vio.p50, found.max_vio.p99, found.max_vio.worst] == pytest.approx([0.5, 0.99, 1])
+    even = found.balancedness
+    assert [even.p50, even.p99, even.worst] == pytest.approx([1 / 1.5, 1 / 1.99, 0.5])
+
+
+def test_sizes_that_are_whole_steps_are_said_once() -> None:
+    turns = counted_of([[[0, 0], [3, 1]]] * 4)
+    assert [size.factor for size in by_size(turns, [2])] == [1, 2, None]
+    assert [size.factor for size in by_size(counted_of([[[3, 1]]]), [2])] == [1, None]
+    assert [size.factor for size in by_size(counted_of([[[3, 1]]] * 4, [0, 0, 1, 1]), [2])] == [1, None]
+    # Tokens are those of the layer that knows most.
+    assert [size.tokens for size in by_size(turns, [2])] == [4, 8, 16]
+
+
 def test_numbers_of_ranks_are_powers_of_two_that_divide_and_the_given_one() -> None:
     assert rank_numbers(128, 16) == [2, 4, 8, 16, 32, 64, 128]
-    assert rank_numbers(256, 8) == [2, 4, 8, 16, 32, 64]
+    assert rank_numbers(256, 8) == rank_numbers(256, 2) == [2, 4, 8, 16, 32, 64]
     assert rank_numbers(160, 10) == [2, 4, 8, 10, 16, 32]
     assert rank_numbers(15, 5) == [5]
     assert rank_numbers(1, 1) == [1]
@@ -84,6 +102,17 @@ def test_a_step_may_be_stable_where_its_micro_steps_are_not() -> None:
     assert (found.step_max_over_mean, found.micro_step_max_over_mean) == (1.0, 1.5)
     assert (found.busiest_rank_changes, found.overlap_micro_steps) == (0.5, 0.5)
     assert (found.overlap_steps, found.overlap_halves) == (1.0, 0.5)
+    # What changes with the step; layers without load say nothing.
+    drift = np.array([[[3, 1], [0, 0]]] * 2 + [[[1, 1], [0, 0]]] * 2)
+    found = stability(drift, np.array([0, 2, 4]), 2)
+    assert (found.step_max_over_mean, found.micro_step_max_over_mean, found.overlap_micro_steps) == (1.25, 1.25, 1.0)
+    assert (found.overlap_steps, found.busiest_rank_changes) == (0.75, 0.0)
+    quiet = np.concatenate([turns, turns * 0], axis=1)
+    assert stability(quiet, np.array([0, 2, 4]), 2).busiest_rank_changes == 0.5
+    # Of three micro-steps the first is one half, the others the second.
+    odd = stability(np.array([[[4, 0]], [[0, 4]], [[0, 4]]]), np.array([0, 3]), 2)
+    assert odd.overlap_halves == 0.0
+    assert odd.busiest_rank_changes == pytest.approx(1 / 3)
     lone = stability(turns[:1], np.array([0, 1]), 2)
     assert (lone.overlap_micro_steps, lone.overlap_steps, lone.overlap_halves) == (None, None, None)
 
@@ -112,6 +141,20 @@ def test_foresight_by_hand() -> None:
     assert found["homes_from_past"].won_back == 1.0
     lone = foresight(turns[:1], np.array([0, 1]), 2)
     assert (lone.history, lone.best("past")) == (None, None)
+
+
+def test_ways_by_hand() -> None:
+    counts = np.array([[[100 + i, 100 - i]] for i in range(101)])
+    found = {way.name: way for way in foresight(counts, np.array([0, 50, 101]), 2).ways}
+    assert found["static"].p99 == pytest.approx(1.995)
+    assert (found["static"].max_over_mean, found["static"].lost_in_sum) == pytest.approx((1.75, 1 - 1 / 1.75))
+    for name, source in (("replicas_from_past", counts[:50]), ("replicas_from_step", counts[50:])):
+        assert found[name].lost == lost_part(placed_loads(counts[50:], source.sum(axis=0), 2, 2))
+    # `lost_in_sum` is of steps, not of all of them together.
+    turns = np.array([[[4, 0]], [[4, 0]], [[0, 4]]])
+    assert foresight(turns, np.array([0, 1, 2, 3]), 2).ways[0].lost_in_sum == 0.5
+    first, second = (replace(found["static"], lost=lost, lost_in_sum=0.3 - lost) for lost in (0.2, 0.1))
+    assert Foresight((first, second), "step", 1).best("nothing") == second
 
 
 @settings(max_examples=12, deadline=None)
@@ -191,12 +234,94 @@ def test_hot_means_more_than_twice_the_mean() -> None:
     assert first.hot_part == pytest.approx(2 / 3)
 
 
+def test_hot_experts_of_several_layers() -> None:
+    counts = np.array([[[5, 0, 0, 3], [90, 80, 20, 10]], [[9, 1, 0, 0], [0, 0, 0, 0]]])
+    found = hot_experts(counts, np.array([0, 2]))
+    assert [(each.layer, each.expert) for each in found.hottest[:2]] == [(0, 0), (1, 0)]
+    assert [each.over_mean for each in found.hottest[:2]] == pytest.approx([14 * 4 / 18, 1.8])
+    many = np.ones((2, 2, 8), int)
+    many[:, 1, 5], many[:, 0, 3] = 9, 7
+    assert [(each.layer, each.expert) for each in hot_experts(many, np.array([0, 2])).hottest[:2]] == [(1, 5), (0, 3)]
+    assert len(hot_experts(many, np.array([0, 2])).hottest) == 10
+    # Three instances have a load, and two hot experts among twelve.
+    assert (found.per_instance, found.chance) == pytest.approx((2 / 3, 2 / 12))
+    # By layer: one of three experts in either half, and the only one.
+    steps = np.array([[[9, 9, 1, 1, 1, 1, 1], [9, 1, 1, 1, 1, 1, 1]], [[9, 1, 9, 1, 1, 1, 1], [9, 1, 1, 1, 1, 1, 1]]])
+    assert hot_experts(steps, np.array([0, 1, 2])).alike_steps == pytest.approx((1 / 3 + 1) / 2)
+    assert hot_experts(steps, np.array([0, 2])).alike_halves == pytest.approx((1 / 3 + 1) / 2)
+    named = figures(analyze(counted_of(counts, layer_indices=np.array([3, 7])), ranks=2))
+    assert [each["layer"] for each in named["hot_experts"]["hottest"][:2]] == [3, 7]
+
+
 def test_domains_by_hand() -> None:
     counts = np.array([[[6, 2, 0, 0]], [[2, 2, 2, 2]], [[0, 0, 0, 0]]])
     first, second = domain_skew(counts, ("maths", "code", "none"), 2)
     assert (first.token_part, first.busier_half_share, first.hottest_over_mean, first.max_over_mean) == (0.5, 1, 3, 2)
     assert (second.busier_half_share, second.hottest_over_mean, second.max_over_mean) == (0.5, 1, 1)
     assert alikeness(counts) == pytest.approx(np.array([[1, 0.5, 0], [0.5, 1, 0], [0, 0, 0]]))
+
+
+def test_domains_with_layers_that_are_not_known() -> None:
+    counts = np.array([[[2, 2, 0], [0, 0, 0]], [[2, 2, 0], [4, 0, 0]]])
+    first, second = domain_skew(counts, ("maths", "code"), 1)
+    assert (first.token_part, second.token_part) == pytest.approx((4 / 12, 8 / 12))
+    # Of three experts one is the busier half.
+    assert (first.busier_half_share, second.busier_half_share) == (0.5, 0.75)
+    assert alikeness(counts).tolist() == [[1, 1], [1, 1]]
+
+
+def test_nodes_and_lost_shares_by_hand() -> None:
+    counts = np.array([[np.arange(1, 9), [3] + [2] * 6 + [1]], [np.full(8, 2)] * 2, [np.full(8, 2), [9] + [1] * 7]])
+    analysis = analyze(counted_of(counts), ranks=8, ranks_per_node=4)
+    # Mean ranks wait 8 - 4.5 in layer 0, and 1 and 7 in layer 1.
+    assert analysis.lost_share_L.tolist() == pytest.approx([3.5 / 11.5, 8 / 11.5])
+    nodes = [(26, 18), (9, 8), (8, 8), (8, 8), (8, 8), (12, 8)]
+    assert analysis.nodes
+    assert analysis.nodes.max_over_mean.mean == pytest.approx(np.mean([most / mean for most, mean in nodes]))
+    assert [layer.instances for layer in analysis.layers] == [3, 3]
+    assert analysis.layers[1].lost == pytest.approx(1 - (2 + 2 + 2) / (3 + 2 + 9))
+
+
+def plain_price(counts: np.ndarray, cluster: ClusterSpec, model: ModelSpec, **of: int) -> tuple[float, float]:
+    """Seconds of a step and those lost, one rank and instance after another."""
+    costs = OperationCosts.of(cluster, model, moe_layers=counts.shape[1])
+    ranks, per_node = cluster.ranks, cluster.ranks_per_node
+    # Of a rank's rows, what comes from its own node and from others; forwarded rows pass the node once more.
+    near_rows, far_rows = (per_node - 1) / ranks, (ranks - per_node) / ranks
+    if costs.forwards:
+        near_rows += far_rows * (per_node - 1) / per_node
+    step, lost = 0.0, 0.0
+    for counts_LE in counts:
+        for counts_E in counts_LE:
+            experts, rows = copy_seconds(counts_E, costs).reshape(ranks, -1).sum(axis=1), counts_E.reshape(ranks, -1)
+            loads = rows.sum(axis=1)
+            entering = loads.reshape(-1, per_node).mean(axis=1).repeat(per_node) if costs.forwards else loads
+            exchange = [
+                max(near_rows * costs.near_row_s * load, far_rows * costs.far_row_s * from_far)
+                for load, from_far in zip(loads, entering, strict=True)
+            ]
+            even = max(near_rows * costs.near_row_s, far_rows * costs.far_row_s) * loads.mean()
+            # Recompute, forward and backward; each with dispatch and combine.
+            lost += (2 + costs.expert_backward) * (experts.max() - experts.mean()) + 6 * (max(exchange) - even)
+            step += (2 + costs.expert_backward) * experts.max() + 6 * (max(exchange) + costs.dispatch_s)
+            step += (2 + costs.dense_backward) * costs.layer_s
+        step += (2 + costs.dense_backward) * costs.outer_s
+    tokens, squares, layers = of["num_tokens"] / ranks, of["length_squares"] / ranks, counts.shape[1]
+    dense = tokens * (layers * costs.token_s + costs.outer_token_s)
+    dense += squares * (layers * costs.square_s + costs.outer_square_s)
+    steps = of["num_steps"]
+    return (step + (2 + costs.dense_backward) * dense) / steps + costs.optimizer_s, lost / steps
+
+
+@pytest.mark.parametrize(("ranks", "per_node"), [(1, 1), (4, 4), (8, 2), (8, 1), (16, 8)])
+def test_prices_against_plain_sums(ranks: int, per_node: int) -> None:
+    counts, model = random_counts(7, experts=16) * 50, load_model("qwen3-30b-a3b")
+    # One rank of a node alone is busy: with 8 of them, links inside the node then take longest.
+    counts[:, :, 1:8] //= 50
+    cluster = load_cluster("h100x8", ranks=ranks, slots_per_rank=0, ranks_per_node=per_node)
+    sizes = {"num_steps": 3, "num_tokens": int(counts[:, 0].sum()), "length_squares": 10**9}
+    found = price(counts, cluster, model, **sizes)
+    assert (found.step_s, found.lost_s) == pytest.approx(plain_price(counts, cluster, model, **sizes))
 
 
 def test_prices_of_experts_are_the_simulators() -> None:
@@ -270,6 +395,57 @@ def test_the_answer_is_honest(counts: Any, steps: Any, words: str) -> None:
 def test_a_plan_is_not_said_to_level_what_no_copy_is_worth(tokens: int, words: str) -> None:
     analysis = analyze(counted_of([[[tokens] * 4]] * 2), ranks=2)
     assert words in notes(analysis)[-1]
+
+
+@pytest.mark.parametrize(
+    ("past", "step", "in_sum", "words"),
+    [
+        (0.02, 0.02, 0.0, "step before would win back 95% of that, so a balancer that looks back is enough."),
+        (0.2, 0.188, 0.0, "A placement by the step before would win back 50% of that; 20% of expert time would still"),
+        (0.2, 0.02, 0.0, "95% of that if it knew the step, and 50% going by the step before, so foresight helps"),
+        (0.05, 0.05, 0.01, "since loads change from micro-step to micro-step, which only foresight sees."),
+        (0.3, 0.2, 0.09, "20% of expert time would still be lost, since loads change from"),
+        (0.3, 0.2, 0.09, "so foresight is worth it."),
+        (0.3, 0.2, 0.11, "more than equal shares over 2 replicas a rank can level."),
+        (0.1, 0.2, 0.0, "A placement by the step before would win back 75% of that; 10% of"),
+    ],
+)
+def test_what_would_help(past: float, step: float, in_sum: float, words: str) -> None:
+    analysis = analyze(counted_of([[[9, 1, 1, 1]], [[1, 9, 1, 1]]], [0, 1]), ranks=2)
+    ways = tuple(
+        Way(knows, "", knows, 1.0, 1.0, lost, in_sum, 1 - lost / 0.4)
+        for knows, lost in (("past", past), ("step", step))
+    )
+    assert words in answer(replace(analysis, foresight=Foresight(ways, "step", 2)))
+
+
+def test_a_little_loss_is_not_nothing() -> None:
+    """Half-way between what is next to nothing and what is much."""
+    said = answer(analyze(counted_of([[[53, 47]], [[47, 53]]]), ranks=2))
+    assert "ranks wait 6% of" in said
+    assert "next to nothing" not in said
+
+
+def test_notes_say_what_is_missing_and_how_few_tokens_there_are() -> None:
+    few = analyze(counted_of([[[24, 0], [12, 12]]], top_k=1, unknown_routes=12), ranks=2)
+    said = " ".join(notes(few))
+    assert "25.0% of (token, layer) pairs have no recorded route" in said
+    assert "12 tokens for the mean expert" in said
+    assert "for the mean expert" not in " ".join(notes(analyze(counted_of([[[24, 8]]]), ranks=2)))
+
+
+def test_layers_that_lose_alike_are_named_by_the_model() -> None:
+    counts = np.full((4, 4, 4), 10)
+    counts[:, :, 0] = [20, 21, 22, 21]
+    names = np.array([3, 4, 7, 9])
+    assert where(analyze(counted_of(counts, layer_indices=names), ranks=4)).startswith("Layer 7 loses most of all: 2")
+    alike = np.concatenate([counts, counts], axis=1)
+    said = where(analyze(counted_of(alike, layer_indices=np.arange(8) + 10), ranks=4))
+    assert said.startswith("Layers lose alike: the worst quarter (12, 16) has 2")
+    alike[:, :, 0] = [19, 15, 15, 15, 15, 15, 15, 19]
+    assert where(analyze(counted_of(alike), ranks=4)).startswith(
+        "Some layers lose more than others: the worst quarter (0, 7) has 38%"
+    )
 
 
 def test_layers_that_lose_are_named() -> None:

@@ -12,7 +12,8 @@ import numpy as np
 import pytest
 
 from helpers.traces import odd_trace
-from trimtab import RoutingTrace, write_trace
+from trimtab import InputError, RoutingTrace, write_trace
+from trimtab.cli.analyze import _model
 from trimtab.cli.main import main
 from trimtab.trace import synthesize
 
@@ -76,6 +77,13 @@ def test_seconds_are_for_a_model_that_fits(folder: Path, tmp_path: Path) -> None
     assert estimate["model"] == "qwen3-30b-a3b"
     assert estimate["lost_s"] == pytest.approx(sum(estimate["lost_s_by_layer"]))
     assert 0 < estimate["lost_part"] < 1
+
+
+def test_a_trace_of_more_layers_than_a_model_is_not_priced_by_it(tmp_path: Path) -> None:
+    many = RoutingTrace.from_sequences([], num_experts=128, shape=(61, 8))
+    assert _model(many, None, "t.parquet") is None
+    with pytest.raises(InputError, match=r"t\.parquet is not of model qwen3-30b-a3b: the trace has 61 MoE layers"):
+        _model(many, "qwen3-30b-a3b", "t.parquet")
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 
 from trimtab.cli.main import main
-from trimtab.trace import PRESETS, RoutingTrace, read_trace, synthesize_preset, write_trace
+from trimtab.policies.lasting import count_parts, slot_loads
+from trimtab.trace import PRESETS, RoutingTrace, TraceReader, read_trace, synthesize_preset, write_trace
 from trimtab.trace.formats import arrays, megatron
 from trimtab.trace.formats.records import Known
 
@@ -54,10 +55,27 @@ def test_placement_for_sglang(tmp_path: Path, trace: RoutingTrace) -> None:
         assert (row.tolist() == [*range(16), 0, 1, 2, 3]) == (layer in (0, 3, 5))
 
 
-def test_placement_for_vllm(tmp_path: Path, trace: RoutingTrace) -> None:
+def test_placement_for_vllm(tmp_path: Path, trace: RoutingTrace, capsys: pytest.CaptureFixture[str]) -> None:
     assert export(tmp_path, "vllm-placement", "--ranks", "4") == 0
     slots = json.loads((tmp_path / "out.json").read_text())
     assert [sorted(row) for row in slots] == [list(range(16))] * 3
+    counts = count_parts(TraceReader(tmp_path / "trace.parquet"))
+    after, before = (
+        np.mean(
+            [
+                load.max() / load.mean() if load.any() else 1
+                for load in slot_loads(counts, np.array(each), 4).reshape(-1, 4)
+            ]
+        )
+        for each in (slots, [range(16)] * 3)
+    )
+    assert after < before
+    assert f"{after:.3f}; in the engine's own order {before:.3f}" in " ".join(capsys.readouterr().out.split())
+
+
+def test_sglangs_placement_goes_up_to_the_last_layer_of_the_trace(tmp_path: Path, trace: RoutingTrace) -> None:
+    assert export(tmp_path, "sglang-placement", "--ranks", "4") == 0
+    assert len(json.loads((tmp_path / "out.json").read_text())["physical_to_logical_map"]) == 5
 
 
 @pytest.mark.parametrize(
@@ -67,6 +85,7 @@ def test_placement_for_vllm(tmp_path: Path, trace: RoutingTrace) -> None:
         ("sglang-placement", [], "needs --ranks"),
         ("sglang-placement", ["--ranks", "3"], "3 ranks don't divide 16 experts"),
         ("sglang-placement", ["--ranks", "4", "--num-layers", "4"], "the trace has decoder layer 4"),
+        ("sglang-placement", ["--ranks", "4", "--ranks-per-node", "3"], "3 ranks a node don't divide 4 ranks"),
         ("sglang-placement", ["--ranks", "4", "--step", "0"], "--step is for traces"),
         ("vllm-placement", ["--ranks", "4", "--num-layers", "8"], "--num-layers is for sglang-placement"),
         ("megatron", ["--step", "9"], "no step 9"),

@@ -9,10 +9,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from trimtab import InputError
+from trimtab import InputError, RoutingTrace
 from trimtab.policies.eplb import rebalance
 from trimtab.policies.lasting import count_parts, fill_slots, slot_loads
-from trimtab.trace import PRESETS, TraceReader, synthesize_preset, write_trace
+from trimtab.trace import PRESETS, TraceReader, store, synthesize_preset, write_trace
 
 
 def test_by_hand() -> None:
@@ -63,9 +63,32 @@ def test_parts_of_a_trace(tmp_path: Path) -> None:
     assert tokens_M.max() - tokens_M.min() <= 2 * trace.sequence_lengths.max()
 
 
+def test_parts_run_on_over_chunks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A sequence belongs to the part in which its middle lies; 20 tokens, four parts of five."""
+    monkeypatch.setattr(store, "ROW_GROUP_BYTES", 6)
+    lengths, parts = [1, 4, 9, 0, 2, 4, 0], [0, 0, 1, 2, 3, 3, 3]
+    ids = [np.full((length, 1, 1), index) for index, length in enumerate(lengths)]
+    write_trace(RoutingTrace.from_sequences(ids, num_experts=7), tmp_path / "a.parquet")
+    reader = TraceReader(tmp_path / "a.parquet")
+    assert len(list(reader.chunks())) == 3
+    counts_MLE = count_parts(reader, 4)
+    assert counts_MLE.shape == (4, 1, 7)
+    for index, (length, part) in enumerate(zip(lengths, parts, strict=True)):
+        assert counts_MLE[:, 0, index].tolist() == [length * (m == part) for m in range(4)]
+
+
+def test_nodes_are_made_even_too() -> None:
+    """One expert a rank: ranks can't be helped, but nodes can, where experts that are hot together part."""
+    counts_MLE = np.array([[[8, 8, 0, 0]], [[0, 0, 8, 8]]])
+    slots_LP = fill_slots(counts_MLE, 4, 4, 2)
+    assert slot_loads(counts_MLE, slots_LP, 2).tolist() == [[[8, 8]], [[8, 8]]]
+
+
 def test_refused() -> None:
     counts_MLE = np.ones((1, 1, 10), np.int64)
     with pytest.raises(InputError, match="4 ranks don't divide 10 experts and 0 redundant ones; use 2 redundant"):
         fill_slots(counts_MLE, 10, 4, 4)
+    with pytest.raises(InputError, match="2 ranks don't divide 10 experts"):
+        fill_slots(counts_MLE, 8, 2, 2)
     with pytest.raises(InputError, match="3 ranks a node don't divide 4 ranks"):
         fill_slots(counts_MLE, 12, 4, 3)

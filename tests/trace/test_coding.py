@@ -38,3 +38,18 @@ def test_rows_that_are_no_routes_are_found(row: list[int]) -> None:
     coded, again = np.empty_like(ids), np.empty_like(ids)
     encode(ids, coded)
     assert decode(coded, 8, 255, again) == 2
+
+
+@pytest.mark.parametrize(
+    "row", [[8, 0], [255, 3], [255, 255], [1, 0], [1, 7], [1, 255]], ids=lambda row: "+".join(map(str, row))
+)
+def test_coded_rows_that_nobody_writes_are_found(row: list[int]) -> None:
+    """Differences as a damaged file may hold them: of 8 experts, the first beyond, more after none, too far on."""
+    coded = np.array([[1, 6], [255, 0], row], np.uint8)
+    assert decode(coded, 8, 255, np.empty_like(coded)) == 2
+    assert decode(coded[:2], 8, 255, np.empty_like(coded[:2])) == -1
+
+
+def test_an_id_just_beyond_is_found_in_top_1() -> None:
+    coded = np.array([[8]], np.uint8)
+    assert [decode(coded, experts, 255, np.empty_like(coded)) for experts in (8, 9)] == [0, -1]

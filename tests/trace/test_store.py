@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -11,6 +13,7 @@ import pytest
 
 from trimtab import InputError, RoutingTrace, read_trace, write_trace
 from trimtab.trace import no_route
+from trimtab.trace.store import named_files
 
 
 def random_trace(num_experts: int, seed: int = 0) -> RoutingTrace:
@@ -59,6 +62,51 @@ def test_other_parquet_files_are_refused(tmp_path: Path) -> None:
     pq.write_table(pa.table({"a": [1]}), tmp_path / "other.parquet")
     with pytest.raises(InputError, match="not a routing trace"):
         read_trace(tmp_path / "other.parquet")
+
+
+def rewritten(file: Path, header: dict[str, Any] | None = None, **columns: list[Any]) -> None:
+    """Other columns or another header in a file that we wrote."""
+    table = pq.read_table(file)
+    for name, values in columns.items():
+        place = table.column_names.index(name)
+        field = table.schema.field(name)
+        table = table.set_column(place, field, pa.array(values, field.type))
+    said = json.loads(table.schema.metadata[b"trimtab"]) | (header or {})
+    pq.write_table(table.replace_schema_metadata({"trimtab": json.dumps(said)}), file)
+
+
+TOKEN = bytes([0, 1, 1, 1] * 3)  # experts 0 to 3 in each of three layers
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"header": {"format": "trimtab-routing-9"}}, "written in format 'trimtab-routing-9'; this version reads"),
+        ({"header": {"top_k": 0}}, "its header gives no valid num_experts"),
+        ({"header": {"layer_indices": []}}, "its header gives no valid num_experts"),
+        ({"num_tokens": [5, -1, 17, 1]}, "sequence 1 claims -1 tokens"),
+        ({"num_tokens": [17, 0, 5, 1]}, "sequence 0 of row group 0 holds 60 bytes of expert ids; 17 tokens x 3 layers"),
+        (
+            {"expert_ids": [bytes([0, 8, 1, 1]) + TOKEN[4:] + TOKEN * 4, b"", TOKEN * 17, TOKEN]},
+            r"row group 0: token 0 in MoE layer 0 has expert ids \[0, 8, 9, 10\]",
+        ),
+        ({"expert_ids": [TOKEN * 5, b"", TOKEN * 17, bytes(1 << 18)]}, r"row group 0 claims 26\d+ bytes; .* 276 bytes"),
+    ],
+)
+def test_files_that_contradict_themselves_are_refused(tmp_path: Path, change: dict[str, Any], message: str) -> None:
+    write_trace(random_trace(8), tmp_path / "trace.parquet")
+    rewritten(tmp_path / "trace.parquet")
+    read_trace(tmp_path / "trace.parquet")
+    rewritten(tmp_path / "trace.parquet", **change)
+    with pytest.raises(InputError, match=rf"trace\.parquet: {message}"):
+        read_trace(tmp_path / "trace.parquet")
+
+
+def test_hidden_files_of_a_folder_are_not_its_trace(tmp_path: Path) -> None:
+    """Such as what another process is still writing."""
+    for name in ("b", "a", ".half"):
+        (tmp_path / name).touch()
+    assert named_files(tmp_path, "*") == [tmp_path / "a", tmp_path / "b"]
 
 
 def test_damaged_files_are_refused_or_read_whole(tmp_path: Path) -> None:

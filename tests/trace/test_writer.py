@@ -6,7 +6,10 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
+from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -14,6 +17,7 @@ import pytest
 
 from trimtab import InputError, RoutingTrace, TraceReader, TraceWriter, read_trace, write_trace
 from trimtab.trace import store, writer
+from trimtab.trace.ahead import ahead
 
 SHAPE = (3, 2)
 
@@ -52,6 +56,38 @@ def test_writers_with_names_share_a_folder(tmp_path: Path) -> None:
         one.append(parts[2])
     assert_same(read_trace(tmp_path / "rank-0-*"), RoutingTrace.concatenate([parts[0], parts[2]]))
     assert read_trace(tmp_path).num_sequences == 9
+
+
+def test_a_writer_continues_its_own_files_only(tmp_path: Path) -> None:
+    """ "rank" and "rank-3" are two names, though one begins like the other."""
+    parts = [some_sequences(seed) for seed in range(5)]
+    for seed, name in enumerate(("rank", "rank", "rank-3", "rank")):
+        with TraceWriter(tmp_path, name=name) as growing:
+            growing.append(parts[seed])
+    assert_same(read_trace(tmp_path / "rank-00*"), RoutingTrace.concatenate([parts[0], parts[1], parts[3]]))
+    assert_same(read_trace(tmp_path / "rank-3-*"), parts[2])
+    (tmp_path / "rank-000000.parquet").unlink()
+    with TraceWriter(tmp_path, name="rank") as growing:
+        growing.append(parts[4])
+    assert_same(read_trace(tmp_path / "rank-00*"), RoutingTrace.concatenate([parts[1], parts[3], parts[4]]))
+    with TraceWriter(tmp_path, name="ran") as growing:
+        growing.append(parts[4])
+    assert_same(read_trace(tmp_path / "ran-000000.parquet"), parts[4])
+
+
+def test_a_file_is_written_once_a_row_group_waits_and_not_for_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    part = some_sequences(0)
+    monkeypatch.setattr(writer, "ROW_GROUP_BYTES", 2 * part.expert_ids.nbytes)
+    with TraceWriter(tmp_path) as growing:
+        growing.append(part.part(0, 0))
+        growing.flush()
+        growing.append(part)
+        assert not list(tmp_path.iterdir())
+        growing.append(part)
+        assert [file.name for file in tmp_path.iterdir()] == ["part-000000.parquet"]
+    assert len(list(tmp_path.iterdir())) == 1
 
 
 def test_what_another_model_routed_is_refused(tmp_path: Path) -> None:
@@ -133,6 +169,14 @@ def test_a_reader_holds_one_chunk(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert np.array_equal(reader.facts.lengths, trace.sequence_lengths)
 
 
+def test_row_groups_are_filled_to_the_brim(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(store, "ROW_GROUP_BYTES", 4)
+    sequences = [np.zeros((length, 1, 1), int) for length in (2, 2, 0, 3, 2, 9, 0, 1)]
+    write_trace(RoutingTrace.from_sequences(sequences, num_experts=2), tmp_path / "trace.parquet")
+    lengths = [chunk.sequence_lengths.tolist() for chunk in TraceReader(tmp_path / "trace.parquet").chunks()]
+    assert lengths == [[2, 2, 0], [3], [2], [9], [0, 1]]
+
+
 def test_parts_are_written_as_they_come(tmp_path: Path) -> None:
     parts = [some_sequences(seed) for seed in range(3)]
     write_trace(iter(parts), tmp_path / "trace.parquet")
@@ -147,3 +191,29 @@ def test_parts_are_written_as_they_come(tmp_path: Path) -> None:
     assert [file.name for file in tmp_path.iterdir()] == ["trace.parquet"]
     with pytest.raises(InputError, match="no sequences"):
         write_trace(iter([]), tmp_path / "other.parquet")
+    with pytest.raises(InputError, match="different models"):
+        write_trace(iter([parts[0], some_sequences(1, num_experts=9)]), tmp_path / "other.parquet")
+
+
+def test_the_next_part_is_made_while_the_last_is_used() -> None:
+    made = threading.Event()
+
+    def parts() -> Iterator[int]:
+        yield 0
+        made.set()
+        yield 1
+
+    coming = ahead(parts())
+    assert next(coming) == 0
+    assert made.wait(10)
+    assert list(coming) == [1]
+
+
+def test_one_step_of_many_chunks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Row groups of several sequences, of which a step has some, all or none."""
+    monkeypatch.setattr(store, "ROW_GROUP_BYTES", 400)
+    whole = RoutingTrace.concatenate([some_sequences(seed) for seed in range(9)])
+    whole = replace(whole, steps=np.random.default_rng(0).integers(0, 4, whole.num_sequences).astype(np.int32))
+    write_trace(whole, tmp_path / "trace.parquet")
+    for step in range(4):
+        assert_same(read_trace(tmp_path, step=step), whole.select(np.flatnonzero(whole.steps == step)))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from pathlib import Path
 from types import TracebackType
 
@@ -34,9 +35,11 @@ class TraceWriter:
             raise InputError(f"{self.folder}: a file; a trace that grows is a folder")
         self.folder.mkdir(parents=True, exist_ok=True)
         self._name = name
-        before = sorted(self.folder.glob(f"{name}-[0-9]*.parquet"))
-        self._next = int(before[-1].stem.rpartition("-")[2]) + 1 if before else 0
-        self._model = TraceReader(before[-1]).empty if before else None
+        # Not those of a name that only begins like ours: "rank" and "rank-3" are two writers.
+        ours = (re.fullmatch(rf"{re.escape(name)}-(\d+)\.parquet", file.name) for file in self.folder.iterdir())
+        before = {int(match[1]): self.folder / match[0] for match in ours if match}
+        self._next = max(before, default=-1) + 1
+        self._model = TraceReader(before[self._next - 1]).empty if before else None
         self._waiting: list[RoutingTrace] = []
 
     def append(self, sequences: RoutingTrace) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -130,6 +131,35 @@ def test_libraries_read_it(tmp_path: Path) -> None:
     np.testing.assert_array_equal(tensors["sequence_hashes"], trace.sequence_hashes)
 
 
+def test_tensors_are_aligned_and_little_endian(tmp_path: Path) -> None:
+    for model in ("", "a", "ab", "abcdefg"):
+        trace = replace(some_trace(), model=model)
+        trace = replace(trace, steps=trace.steps.astype(">i4"), prompt_lengths=trace.prompt_lengths.astype(">i4"))
+        write_safetensors(trace, tmp_path / "a.safetensors")
+        content = (tmp_path / "a.safetensors").read_bytes()
+        size = int.from_bytes(content[:8], "little")
+        assert size % 8 == 0
+        for name, tensor in json.loads(content[8 : 8 + size]).items():
+            if name != "__metadata__":
+                assert tensor["data_offsets"][0] % (int(tensor["dtype"][1:]) // 8) == 0
+        assert [record.step for record in arrays.read(tmp_path / "a.safetensors", Known())] == [3, 3, 4]
+
+
+def test_texts_in_either_byte_order(tmp_path: Path) -> None:
+    for order in "<>":
+        domains = np.array(["é", "\U0010ffff"]).astype(f"{order}U1")
+        np.savez(tmp_path / "a.npz", expert_ids=np.ones((2, 1, 1), int), sequence_starts=[0, 1, 2], domains=domains)
+        assert [record.domain for record in arrays.read(tmp_path / "a.npz", Known())] == ["é", "\U0010ffff"]
+
+
+def test_marks_of_gaps_in_types_of_others(tmp_path: Path) -> None:
+    """65535 in uint32 is no mark of ours, as 0 is not in uint16."""
+    for dtype, missing in (("uint16", 65535), ("uint32", 0), ("int16", 0)):
+        np.savez(tmp_path / "a.npz", expert_ids=routes(4, 2, 3, 300, dtype), num_experts=[300])
+        (record,) = arrays.read(tmp_path / "a.npz", Known())
+        assert record.missing == missing
+
+
 def test_only_the_ids_are_needed(tmp_path: Path) -> None:
     ids = routes(4, 2, 3, 16, "int32")
     path = tmp_path / "a.safetensors"
@@ -145,9 +175,16 @@ def test_only_the_ids_are_needed(tmp_path: Path) -> None:
         ({"sequence_starts": [0, 5, 4, 13]}, "sequence_starts should rise"),
         ({"sequence_starts": [0, 5, 6, 14]}, "sequence_starts should rise from 0 to the number of tokens, 13"),
         ({"steps": [1, 2]}, "steps should be 3 whole numbers"),
+        ({"steps": [1, 2, 3, 4]}, "steps should be 3 whole numbers"),
+        ({"sequence_hashes": np.array([1, -2, 3])}, "sequence_hashes should not be negative"),
+        ({"layer_indices": [4, 4]}, "layer_indices should rise"),
+        ({"num_experts": [65536]}, "num_experts should be a number of 1 to 65535"),
         ({"steps": [1, -2, 3]}, "steps should be numbers of 0 to 2^31 - 1"),
         ({"prompt_lengths": [1.0, 2.0, 3.0]}, "prompt_lengths is float64; it should be whole numbers"),
         ({"domains": ["a"]}, "domains should be 3 texts"),
+        ({"domains": np.full(3, 0x110000, np.uint32).view("<U1")}, "domains holds what is no Unicode text"),
+        ({"domains": np.full(3, 0xDFFF, ">u4").view(">U1")}, "domains holds what is no Unicode text"),
+        ({"model": np.full(1, 0xFFFFFFFF, np.uint32).view("<U1")}, "model holds what is no Unicode text"),
         ({"layer_indices": [4, 1]}, "layer_indices should rise"),
         ({"num_experts": [0]}, "num_experts should be a number of 1 to 65535"),
         ({"num_experts": 300}, "num_experts should be an array of one value"),

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import argparse
+import json
 import random
 import re
 import resource
 import signal
+import types
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -15,7 +18,10 @@ import pytest
 from helpers.every_dump import LAYERS, NUM_EXPERTS, TOP_K, Dump, all_dumps, parquet_dump, routes
 from trimtab import InputError, RoutingTrace, read_trace, write_trace
 from trimtab.cli.main import main
+from trimtab.cli.trace_import import _known
+from trimtab.cluster import load_model
 from trimtab.trace import Known
+from trimtab.trace.formats import importing
 from trimtab.trace.formats.importing import FORMATS, format_of, import_files
 from trimtab.trace.formats.normalise import Summary
 
@@ -72,10 +78,47 @@ def test_several_files_of_several_steps_become_one_trace(tmp_path: Path) -> None
     assert set(trace.steps) == {4}
 
 
+def test_what_is_quoted_is_short_and_one_line(tmp_path: Path) -> None:
+    def records(path: Path, known: Known) -> Any:
+        raise InputError("odd\n\x1b[31m" + "x" * 5000)
+
+    files, form = [tmp_path / "a"], types.SimpleNamespace(read=records)
+    with pytest.raises(InputError) as caught:
+        next(importing._records(files, form, Known()))  # type: ignore[arg-type]
+    assert str(caught.value) == f"{files[0]}: odd??[31m{'x' * 491}"
+
+
+def test_what_is_said_of_a_model_comes_before_what_arrays_say(tmp_path: Path) -> None:
+    (tmp_path / "a.npz").write_bytes(DUMPS["arrays:npz"].content)
+    for said, experts in ((Known(), NUM_EXPERTS), (Known(200), 200)):
+        (part,) = import_files([tmp_path / "a.npz"], "arrays", said, Summary())
+        assert part.num_experts == experts
+
+
+def test_a_model_says_what_options_do_not(tmp_path: Path) -> None:
+    def known(**options: Any) -> Known:
+        every = {"num_experts": None, "num_layers": None, "top_k": None, "step": 2, "domain": "maths", "model": None}
+        return _known(argparse.Namespace(**{**every, **options}))
+
+    config = {"model_type": "deepseek_v3", "n_routed_experts": 16, "num_experts_per_tok": 2, "num_hidden_layers": 4}
+    config |= {"first_k_dense_replace": 1, "hidden_size": 8, "moe_intermediate_size": 8, "intermediate_size": 8}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    found = known(model=str(tmp_path / "config.json"))
+    assert (found.num_experts, found.num_layers, found.top_k, found.moe_layers) == (16, 4, 2, (1, 2, 3))
+    assert (found.step, found.domain) == (2, "maths")
+    assert found.model == load_model(str(tmp_path / "config.json")).name != ""
+    assert known(model=str(tmp_path / "config.json"), num_layers=5).num_layers == 5
+    (tmp_path / "config.json").write_text(json.dumps({**config, "num_hidden_layers": None, "first_k_dense_replace": 0}))
+    found = known(model=str(tmp_path / "config.json"))
+    assert (found.num_experts, found.num_layers, found.moe_layers) == (16, None, None)
+    assert known(top_k=3) == Known(top_k=3, step=2, domain="maths")
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
         (["absent.jsonl"], "absent.jsonl: no such file"),
+        (["{both}"], "both.json: could be sglang or megatron; say which it is with --format"),
         (["{nothing}"], r"nothing.bin: looks like none of vllm, sglang.*recording of routes turned on"),
         (["{empty}"], "empty.jsonl: an empty file"),
         (["{parquet}"], "a.parquet: a Parquet file; a routing trace needs no import"),
@@ -96,12 +139,13 @@ def test_mistakes_get_one_line(
 ) -> None:
     (tmp_path / "nothing.bin").write_bytes(b"\x00\x01\x02 nothing")
     (tmp_path / "folder").mkdir()
+    (tmp_path / "both.json").write_text('{"meta_info": 1, "layer": 2, "top_indices": []}')
     (tmp_path / "empty.jsonl").touch()
     (tmp_path / "a.parquet").write_bytes(b"PAR1 and so on")
     for form, name in (("vllm", "vllm:jsonl"), ("sglang", "sglang:int32")):
         (tmp_path / f"{form}.jsonl").write_bytes(DUMPS[name].content)
     places = {"nothing": "nothing.bin", "vllm": "vllm.jsonl", "sglang": "sglang.jsonl", "folder": "folder"}
-    places |= {"empty": "empty.jsonl", "parquet": "a.parquet"}
+    places |= {"empty": "empty.jsonl", "parquet": "a.parquet", "both": "both.json"}
     paths = {name: str(tmp_path / file) for name, file in places.items()}
     out = tmp_path / "out" / "trace.parquet"
     assert main(["trace", "import", *(each.format(**paths) for each in arguments), "-o", str(out)]) == 2

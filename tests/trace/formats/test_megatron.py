@@ -68,6 +68,23 @@ def test_micro_batches_of_an_iteration(tmp_path: Path, order: str) -> None:
     assert sum(record.dropped.get(megatron.MTP_ROWS, 0) for record in records) == 2
 
 
+def test_layers_in_any_order(tmp_path: Path) -> None:
+    """A rank may write its last layer first; a record's layers rise, and its place is the first of its lines."""
+    ids = routes(4, 3, 2, 70_000, "int32")
+    ids[2, 1] = -1
+    rows = [row(ids[:, place], layer) for place, layer in ((2, 5), (0, 1), (1, 2))]
+    (tmp_path / "a.jsonl").write_bytes("".join(json.dumps(each) + "\r\n" for each in rows).encode())
+    (record,) = read(tmp_path / "a.jsonl")
+    np.testing.assert_array_equal(record.ids, ids)
+    assert (record.layers, record.where, record.missing) == ((1, 2, 5), "line 1, step 0", -1)
+
+
+def test_multi_token_prediction_is_told_by_either_key(tmp_path: Path) -> None:
+    ids = routes(4, 1, 2, 8, "int32")[:, 0]
+    rows = [row(ids, 0), row(ids, 0, mtp_idx=0), row(ids, 0, block="mtp"), row(ids, 0, step=1, mtp_idx=None)]
+    assert [record.step for record in read(json_lines(tmp_path / "a.jsonl", rows))] == [0, 1]
+
+
 def test_refused(tmp_path: Path) -> None:
     ids = routes(4, 1, 2, 8, "int32")[:, 0]
 
@@ -83,6 +100,10 @@ def test_refused(tmp_path: Path) -> None:
     )
     short = message(row(ids, 0), row(ids[:3], 1))
     assert short == "line 2: layer 1 has 3 tokens, top-2; layer 0 of the same micro-batch has 4, top-2"
+    wide = message(row(ids, 0), row(routes(4, 1, 3, 8, "int32")[:, 0], 1))
+    assert wide == "line 2: layer 1 has 4 tokens, top-3; layer 0 of the same micro-batch has 4, top-2"
+    assert "num_tokens is 4 and topk 3; top_indices is [4, 2]" in message(row(ids, 0) | {"topk": 3})
+    assert "layer should be a whole number" in message(row(ids, True))
     assert "line 2: step 1 comes after step 2" in message(row(ids, 0, 2), row(ids, 0, 1))
     assert "line 1: num_tokens is 4 and topk 2; top_indices is [3, 2]" in message(
         row(ids, 0) | {"top_indices": [[0, 1]] * 3}
@@ -125,7 +146,7 @@ def test_keys_in_another_order(tmp_path: Path) -> None:
     rows = [dict(reversed(row(ids[:, layer], layer).items())) for layer in range(2)]
     (record,) = read(json_lines(tmp_path / "a.jsonl", rows))
     np.testing.assert_array_equal(record.ids, ids)
-    (tmp_path / "b.json").write_text(json.dumps(rows))
+    (tmp_path / "b.json").write_text("\ufeff" + json.dumps(rows), encoding="utf-8")
     (record,) = read(tmp_path / "b.json")
     np.testing.assert_array_equal(record.ids, ids)
 

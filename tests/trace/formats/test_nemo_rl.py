@@ -96,6 +96,26 @@ def test_message_logs(tmp_path: Path) -> None:
         assert record.token_ids.tolist() == torch.cat([message["token_ids"] for message in log]).tolist()
 
 
+def test_routes_one_row_short_of_the_longest() -> None:
+    """The last token has none."""
+    tensors = batch(64, torch.int16)
+    records = list(nemo_rl.records_of_batch(tensors | {"routed_experts": tensors["routed_experts"][:, :-1]}))
+    assert [(len(record.ids), record.num_tokens) for record in records] == [(7, 7), (11, 12), (1, 1)]
+    assert [record.dropped for record in records] == [{"padding rows": n} for n in (4, 0, 10)]
+
+
+def test_rows_of_no_tokens_are_left_out_and_labels_stay_with_theirs() -> None:
+    tensors = batch(64, torch.int16) | {"input_lengths": torch.tensor([0, 12, 1])}
+    records = list(nemo_rl.records_of_batch(tensors))
+    assert [(record.where, record.domain) for record in records] == [("row 1", "code"), ("row 2", "")]
+
+
+def test_messages_without_an_answer_are_all_prompt() -> None:
+    log = [{"role": "user", "token_ids": [1, 2, 3], "routed_experts": np.zeros((3, 1, 2), np.int8)}] * 2
+    (record,) = nemo_rl.records_of_batch([{"message_log": log}])
+    assert (record.num_tokens, record.prompt_length) == (6, 6)
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [

@@ -142,6 +142,26 @@ def test_sequences_without_any_route_wait_for_one_that_shows_the_layers() -> Non
     assert np.array_equal(trace.sequence(1), ids)
 
 
+def test_prompts_and_labels_are_made_fit() -> None:
+    records = [Record(GOOD, "a", prompt_length=-3, domain=" one\nline" + "x" * 100), Record(GOOD, "b", prompt_length=9)]
+    trace = joined(records, Known(8, model="red \x1b[31m"))
+    assert trace.model == "red  [31m"
+    assert trace.prompt_lengths.tolist() == [0, 2]
+    assert trace.domains.tolist() == ["one line" + "x" * 71, ""]
+
+
+def test_expert_0_alone_is_a_route_in_top_1() -> None:
+    """Whatever mark of gaps a format has: a lone 0 is an expert, where the layer is known to have some."""
+    ids = np.array([[[0], [0]], [[3], [0]]])
+    trace = joined([Record(ids, "a", missing=0)], Known(8, moe_layers=(1, 2)))
+    assert trace.expert_ids.tolist() == ids.tolist()
+    with pytest.raises(InputError, match="layer 1, which may have no experts"):
+        joined([Record(ids, "a", missing=0)], Known(8))
+    # Layers whose ids are -1 have none.
+    gaps = np.concatenate([ids * 0 - 1, ids + 1], axis=1)
+    assert joined([Record(gaps, "a", missing=-1)], Known(8, num_layers=4, moe_layers=(2, 3))).num_layers == 2
+
+
 def test_parts_are_worth_a_row_group(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("trimtab.trace.formats.normalise.ROW_GROUP_BYTES", 100)
     ids = random_ids(np.random.default_rng(0), 4, 2, 8, 2)
@@ -163,6 +183,13 @@ def changed(token: int, layer: int, row: list[int]) -> Array:
     [
         (Record(changed(1, 0, [5, 5]), "line 3"), Known(8), "line 3, token 1, layer 0: .*twice"),
         (Record(changed(1, 1, [5, 8]), "line 3", first=4), Known(8), r"token 5, layer 1: expert ids \[5, 8\].*0 to 7"),
+        (Record(changed(1, 1, [5, 8]), "x", layers=(3, 9)), Known(8), "token 1, layer 9: expert ids"),
+        (Record(changed(0, 1, [-(1 << 32) + 1, 0]), "x"), Known(8), "0 to 7"),
+        (Record(changed(0, 1, [-1, -1]).astype(np.uint32), "x", missing=-1), Known(8), "0 to 7"),
+        (Record(GOOD, "x", step=1 << 31), Known(8), "step 2147483648; it should be 0 to"),
+        (Record(GOOD, "x"), Known(8, num_layers=5, moe_layers=(1,)), "2 layers; the model has 5, 1 of them"),
+        (Record(GOOD, "x"), Known(8, moe_layers=(2,)), "2 layers; the model has None, 1 of them"),
+        (Record(np.zeros((1, 1, 257), np.int32), "x"), Known(300), "top-257 routing; it should be top-256 at most"),
         (Record(changed(0, 1, [-1, 8]), "x", missing=-1), Known(8), r"layer 1: expert ids \[-1, 8\]"),
         (Record(changed(0, 1, [1 << 40, 0]), "x"), Known(8), "0 to 7"),
         (Record(changed(0, 1, [0, 0]), "x"), Known(8), "twice"),

@@ -115,6 +115,26 @@ def test_openai_compatible(tmp_path: Path) -> None:
     np.testing.assert_array_equal(third.ids, ids[:6])
 
 
+def test_routes_beside_several_choices_are_those_of_the_first() -> None:
+    ids = routes(7, 3, 2, 8, "int32")
+    beside = {"choices": [{"index": 0}, {"index": 1}], "sglext": {"routed_experts": raw_text(ids)}}
+    (record,) = sglang.records_of_responses([beside], MODEL)
+    assert (record.where, dict(record.dropped)) == (
+        "response 0, choice 0",
+        {"responses without routed_experts": 1},
+    )
+    # What a choice itself says comes first.
+    beside["choices"][0]["sglext"] = {"routed_experts": raw_text(ids[:2])}  # type: ignore[index]
+    (record,) = sglang.records_of_responses([beside], MODEL)
+    assert len(record.ids) == 2
+
+
+def test_token_ids_that_do_not_fit_the_counts_are_left_alone() -> None:
+    each = response(routes(7, 3, 2, 8, "int32"), 5, 3) | {"input_ids": [1, 2]}
+    (record,) = sglang.records_of_responses([each], MODEL)
+    assert (record.num_tokens, record.token_ids) == (8, None)
+
+
 def test_empty_answers() -> None:
     """Aborted before any forward pass, or only a prompt."""
     none = response(routes(0, 3, 2, 8, "int32"), 4, 0, routed_experts=None)
@@ -144,6 +164,7 @@ def test_refused(tmp_path: Path) -> None:
     assert "no whole number of int32" in message(routed_experts="AAAAAAA=")
     assert "routed_experts_start_len is out of range" in message(routed_experts_start_len=-1)
     assert "prompt_tokens is a text" in message(prompt_tokens="many")
+    assert "prompt_tokens is true or false" in message(prompt_tokens=True)
     assert "no response holds routed_experts" in message(routed_experts=None)
 
 

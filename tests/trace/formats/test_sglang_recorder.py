@@ -89,6 +89,17 @@ def test_tokens_by_request(tmp_path: Path, named: bool) -> None:
     assert records[0].dropped == {"empty forward passes": 1}
 
 
+def test_lengths_that_do_not_add_up_are_not_believed() -> None:
+    """Then a pass is one piece, and those of passes with the same number are told apart."""
+    dump, _ = per_token()
+    first = dump["records"][0] | {"extend_seq_lens": [5, 3]}
+    records = list(sglang_recorder.records_of_dump(dump | {"records": [first, first]}))
+    assert [(record.where, len(record.ids), record.prompt_length) for record in records] == [
+        ("forward pass 10, piece 0", 7, 7),
+        ("forward pass 10, piece 0'", 7, 7),
+    ]
+
+
 def test_ids_without_a_map_are_logical(tmp_path: Path) -> None:
     dump, _ = per_token()
     del dump["last_physical_to_logical_map"]
@@ -178,6 +189,14 @@ def test_experts_outside_of_the_map_are_refused() -> None:
     dump["last_physical_to_logical_map"] = dump["last_physical_to_logical_map"][:, :10]
     with pytest.raises(InputError, match=r"forward pass 10: a physical expert that is not in .* \[5, 10\]"):
         list(sglang_recorder.records_of_dump(dump))
+    largest = int(dump["records"][0]["topk_ids_of_layer"].max())
+    for count in (largest, largest + 1):
+        each = {"records": dump["records"][:1], "last_physical_to_logical_map": np.zeros((LAYERS, count), int)}
+        if count == largest:
+            with pytest.raises(InputError, match="a physical expert that is not in"):
+                list(sglang_recorder.records_of_dump(each))
+        else:
+            assert len(list(sglang_recorder.records_of_dump(each))) == 2
 
 
 def test_damaged_dumps_are_read_or_refused(tmp_path: Path) -> None:

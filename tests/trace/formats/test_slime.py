@@ -136,6 +136,33 @@ def test_objects_in_memory_lists_and_flat_ids() -> None:
     assert np.array_equal(next(slime.records_of_samples(lists)).ids, expected[0]["rollout_routed_experts"])
 
 
+def test_labels_and_lengths_that_samples_may_lack() -> None:
+    one = samples()[0]
+    del one["response_length"]
+    labels: list[tuple[Any, str]] = [
+        ({"rm_type": "math", "dataset": "gsm8k", "data_source": "openai/gsm8k"}, "openai/gsm8k"),
+        ({"rm_type": "math", "data_source": ""}, "math"),
+        ({"data_source": 3}, ""),
+        (None, ""),
+    ]
+    for metadata, label in labels:
+        (record,) = slime.records_of_samples([{**one, "metadata": metadata}])
+        assert (record.domain, record.prompt_length) == (label, 0)
+
+
+def test_groups_of_groups_and_samples_without_tokens() -> None:
+    one, _, two, three = samples()
+    nested = [[[one], [{**two, "tokens": None}]], three]
+    records = list(slime.records_of_samples(nested))
+    assert [record.where for record in records] == ["sample 0", "sample 2"]
+    assert [record.dropped for record in records] == [{}, {"samples without routes": 1}]
+    deep: Any = one
+    for _ in range(6):
+        deep = [deep]
+    with pytest.raises(InputError, match="nested too deeply"):
+        list(slime.records_of_samples(deep))
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [

@@ -228,10 +228,33 @@ def test_rows_without_padding(tmp_path: Path) -> None:
             assert record.num_tokens == int(rows[row].sum())
 
 
+def test_rows_whose_last_token_has_no_route() -> None:
+    ids, tokens = np.arange(12).reshape(1, 3, 2, 2), np.arange(4)
+    (record,) = verl.records_of_batch({"routed_experts": list(ids), "input_ids": [tokens], "prompts": [tokens[:2]]})
+    assert (len(record.ids), record.num_tokens, record.prompt_length) == (3, 4, 2)
+
+
+def test_prompts_without_their_tokens() -> None:
+    """How wide they are, responses say; and a row may end within its prompt."""
+    tensors: dict[str, Any] = {key: batch()[key] for key in ("responses", "attention_mask", "routed_experts")}
+    assert [record.prompt_length for record in verl.records_of_batch(tensors)] == [4, 4, 6, 1]
+    tensors["attention_mask"][0, 4:] = 0
+    assert [record.prompt_length for record in verl.records_of_batch(tensors)] == [2, 4, 6, 1]
+
+
 def test_masks_with_holes_leave_these_tokens_out() -> None:
     tensors = batch()
     tensors["attention_mask"][2, 8:10] = 0
+    tensors["attention_mask"][2, 3] = 0
     check(list(verl.records_of_batch({"batch": tensors, "non_tensor_batch": LABELS, "meta_info": FACTS})), tensors)
+
+
+def test_rows_of_padding_are_counted_once() -> None:
+    tensors = {key: value[[3, 3, 0, 1]] for key, value in batch().items()}
+    assert [record.dropped for record in verl.records_of_batch(tensors)] == [
+        {"padding rows": 2 * (PROMPT + RESPONSE) + 9, "empty sequences": 2},
+        {"padding rows": 5},
+    ]
 
 
 def test_an_empty_batch(tmp_path: Path) -> None:

@@ -16,6 +16,7 @@ from helpers.response_dumps import json_lines, npy_bytes, npy_text, only_input_e
 from trimtab import InputError
 from trimtab.trace.formats import sglang, vllm
 from trimtab.trace.formats.records import Known, Record
+from trimtab.trace.formats.routes import trim_padding
 
 NOTHING = Known()
 
@@ -175,6 +176,34 @@ def test_only_the_completion_in_0_21() -> None:
     assert (record.first, len(record.ids), record.num_tokens) == (3, 2, 6)
 
 
+def test_no_row_for_the_prompt_in_0_21() -> None:
+    """All of it was in a cache, say; nothing says how long it is."""
+    response = {"choices": [{"routed_experts": [[[1, 2]], [[3, 4]]]}], "prompt_routed_experts": []}
+    (record,) = vllm.records_of_outputs([response])
+    assert (len(record.ids), record.prompt_length, record.num_tokens) == (2, 0, None)
+
+
+def test_the_answers_own_labels_come_before_those_around_it() -> None:
+    own = completion(choice(npy_text(routes(4, 2, 2, 8, "uint8")), 3, 2), domain="own", step=3)
+    around = {"custom_id": "a", "domain": "around", "step": 1}
+    for value in ({**around, "response": {"body": own}}, {**around, "response": own}):
+        (record,) = vllm.records_of_outputs([value])
+        assert (record.domain, record.step) == ("own", 3)
+    del own["domain"], own["step"]
+    (record,) = vllm.records_of_outputs([{**around, "response": {"body": own}}])
+    assert (record.domain, record.step) == ("around", 1)
+    # A response's own text may be called anything; it is no wrapper.
+    (record,) = vllm.records_of_outputs([own | {"result": {"routed_experts": None}}])
+    assert record.domain == ""
+
+
+def test_large_token_ids_stay_what_they_are() -> None:
+    own = {"prompt_token_ids": [1 << 40], "outputs": [{"token_ids": [5], "routed_experts": [[[1, 2]]]}]}
+    (record,) = vllm.records_of_outputs([own])
+    assert record.token_ids is not None
+    assert record.token_ids.tolist() == [1 << 40, 5]
+
+
 def test_outputs_in_memory() -> None:
     ids = routes(6, 2, 2, 8, "uint8")
     new = SimpleNamespace(
@@ -237,6 +266,25 @@ def test_padded_batch(tmp_path: Path, gap: int, dtype: str) -> None:
     assert [len(record.ids) for record in (first, second, third)] == [5, 8, 0]
     assert [record.prompt_length for record in (first, second, third)] == [2, 3, 0]
     assert third.step == 5
+    assert [dict(record.dropped) for record in (first, second, third)] == [{"padding rows": 3}, {}, {"padding rows": 8}]
+
+
+def test_rows_that_only_look_like_padding() -> None:
+    """Of one layer and top-1, 0 is an expert; and a row that is -1 in part is no padding."""
+    assert trim_padding(np.array([[[0]], [[3]], [[0]]]))[1] == 0
+    assert trim_padding(np.array([[[-1]], [[3]], [[-1]]]))[0].tolist() == [[[3]]]
+    assert trim_padding(np.array([[[-1, 2]], [[0, 3]], [[-1, -1]]]))[0].tolist() == [[[-1, 2]], [[0, 3]]]
+
+
+def test_numbers_without_a_type_are_told_by_their_size() -> None:
+    for dtype, expected in (("uint8", "uint8"), ("int16", "int16"), ("int32", "int32"), ("int64", "int64")):
+        ids = routes(4, 2, 2, 200, dtype)
+        value = {"data": base64.b64encode(ids.tobytes()).decode(), "shape": [4, 2, 2]}
+        (record,) = vllm.records_of_outputs([{"outputs": [{"routed_experts": value}]}])
+        np.testing.assert_array_equal(record.ids, ids)
+        assert record.ids.dtype == expected
+        (record,) = vllm.records_of_outputs([{"outputs": [{"routed_experts": value | {"dtype": f" {dtype.upper()}"}}]}])
+        np.testing.assert_array_equal(record.ids, ids)
 
 
 @pytest.mark.parametrize("compressed", [False, True])
@@ -250,6 +298,22 @@ def test_sequences_in_one_array(tmp_path: Path, compressed: bool) -> None:
         records = read(path)
         assert [len(record.ids) for record in records] == [4, 0, 5]
         np.testing.assert_array_equal(np.concatenate([record.ids for record in records]), ids)
+
+
+@pytest.mark.parametrize(
+    ("facts", "expected"),
+    [
+        ({"sequence_starts": [0, 6, 4, 9]}, "sequence_starts should rise from 0 to the number of tokens, 9"),
+        ({"sequence_starts": [1, 4, 9]}, "sequence_starts should rise"),
+        ({"lengths": [4, -1, 6]}, "lengths should add up to the number of tokens, 9"),
+        ({"lengths": [4, 6]}, "lengths should add up"),
+        ({"lengths": [4, 5], "steps": [1, 2, 3]}, "steps should be 2 whole numbers, one a sequence"),
+        ({"lengths": [4, 5], "prompt_lengths": [1, 1 << 31]}, "prompt_lengths should be 2 whole numbers"),
+    ],
+)
+def test_bad_facts_of_arrays(tmp_path: Path, facts: dict[str, Any], expected: str) -> None:
+    np.savez(tmp_path / "a.npz", routed_experts=routes(9, 2, 2, 8, "uint8"), **facts)
+    assert expected in refused(tmp_path / "a.npz")
 
 
 def refused(path: Path, reader: Any = vllm) -> str:

@@ -75,6 +75,11 @@ class Arrays:
         values = self.rows(name)(shape[0])
         if values.dtype.kind not in "iuU":
             raise InputError(f"{name} is {values.dtype}; it should be whole numbers")
+        if values.dtype.kind == "U" and values.nbytes:
+            letters = np.ascontiguousarray(values).view(values.dtype.byteorder + "u4")
+            # Beyond Unicode, Python makes no text of it; and none can be printed that holds half a letter.
+            if letters.max() > 0x10FFFF or ((letters >= 0xD800) & (letters < 0xE000)).any():
+                raise InputError(f"{name} holds what is no Unicode text")
         return values
 
 

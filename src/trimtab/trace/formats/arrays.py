@@ -124,10 +124,7 @@ def _domains(arrays: Arrays, count: int) -> list[str]:
         except (ValueError, RecursionError):
             domains = None
     elif "domains" in arrays.shapes:
-        try:
-            domains = [str(domain) for domain in arrays.small("domains")]
-        except ValueError:  # no Unicode
-            domains = None
+        domains = [str(domain) for domain in arrays.small("domains")]
     else:
         domains = [""] * count
     if not isinstance(domains, list) or len(domains) != count or not all(isinstance(each, str) for each in domains):

@@ -156,7 +156,7 @@ def _shape_of(record: Record, known: Known) -> _Shape | None:
         layer_indices=layers.astype(np.int32),
         num_experts=known.num_experts,
         top_k=top_k,
-        model=known.model,
+        model=_label(known.model),
         step=known.step,
         domain=known.domain,
     )
@@ -261,9 +261,9 @@ def _join(waiting: list[tuple[Record, Array]], shape: _Shape) -> RoutingTrace:
     )
 
 
-def _label(domain: str) -> str:
-    """A domain's name for tables: one short line."""
-    return "".join(letter if letter.isprintable() else " " for letter in domain[:LONGEST_LABEL]).strip()
+def _label(name: str) -> str:
+    """A domain's or model's name for tables: one short line."""
+    return "".join(letter if letter.isprintable() else " " for letter in name[:LONGEST_LABEL]).strip()
 
 
 @numba.njit(cache=True, nogil=True)

@@ -115,7 +115,7 @@ def _rows(tensors: Any) -> Iterator[tuple[Record, int]]:
     empty = padding = 0
     for row in range(batch):
         ids_TLK = ids_BTLK[row]
-        there_T = mask_BT[row] != 0 if mask_BT is not None else _recorded(ids_TLK)
+        there_T: Array = mask_BT[row] != 0 if mask_BT is not None else np.any(ids_TLK, axis=(1, 2))
         places = np.flatnonzero(there_T)
         if not len(places):
             empty += 1
@@ -142,15 +142,6 @@ def _rows(tensors: Any) -> Iterator[tuple[Record, int]]:
             row,
         )
         empty = padding = 0
-
-
-def _recorded(ids_TLK: Array) -> Array:
-    """`[T]` bool: rows that hold a route, all of them from the first to the last."""
-    recorded: Array = np.any(ids_TLK, axis=(1, 2))
-    places = np.flatnonzero(recorded)
-    if len(places):
-        recorded[places[0] : places[-1] + 1] = True
-    return recorded
 
 
 def _matching(tensors: Any, name: str, batch: int, width: int) -> Array | None:
