@@ -431,7 +431,7 @@ def test_notes_say_what_is_missing_and_how_few_tokens_there_are() -> None:
     said = " ".join(notes(few))
     assert "25.0% of (token, layer) pairs have no recorded route" in said
     assert "12 tokens for the mean expert" in said
-    assert "for the mean expert" not in " ".join(notes(analyze(counted_of([[[24, 8]]]), ranks=2)))
+    assert "tokens for the mean expert" not in " ".join(notes(analyze(counted_of([[[24, 8]]]), ranks=2)))
 
 
 def test_layers_that_lose_alike_are_named_by_the_model() -> None:
