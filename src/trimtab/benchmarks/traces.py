@@ -10,7 +10,6 @@ import statistics
 import subprocess
 import sys
 import tempfile
-import time
 from pathlib import Path
 from typing import Any
 
@@ -103,16 +102,22 @@ def _npy(array: Array) -> bytes:
     return file.getvalue()
 
 
+# Of a process of its own: what a child ever held includes what its parent held when it was started.
+_MEASURE = """
+import resource, subprocess, sys, time
+start = time.perf_counter()
+status = subprocess.run(sys.argv[1:], stdout=subprocess.DEVNULL).returncode
+print(time.perf_counter() - start, resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss * 1024)
+sys.exit(status)
+"""
+
+
 def _run(arguments: list[str]) -> tuple[float, int]:
     """Seconds and peak memory of a command."""
-    start = time.perf_counter()
-    process = subprocess.Popen([sys.executable, "-m", "trimtab.cli.main", *arguments], stdout=subprocess.DEVNULL)
-    _, status, usage = os.wait4(process.pid, 0)
-    seconds = time.perf_counter() - start
-    process.returncode = os.waitstatus_to_exitcode(status)
-    if process.returncode:
-        raise RuntimeError(f"trimtab {' '.join(arguments)} ended with exit status {process.returncode}")
-    return seconds, usage.ru_maxrss * 1024
+    command = [sys.executable, "-c", _MEASURE, sys.executable, "-m", "trimtab.cli.main", *arguments]
+    result = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
+    seconds, peak = result.stdout.split()
+    return float(seconds), int(peak)
 
 
 def print_figures(figures: dict[str, Any], console: Console) -> None:
