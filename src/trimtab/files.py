@@ -23,7 +23,8 @@ def whole_file(path: str | os.PathLike[str]) -> Iterator[BinaryIO]:
         os.replace(partial, path)
     except OSError as error:
         # A full disk does not say whose bytes there was no room for.
-        error.filename = error.filename or str(path)
+        if error.errno is not None and error.filename is None:
+            error.filename = str(path)
         raise
     finally:
         partial.unlink(missing_ok=True)

@@ -61,7 +61,6 @@ def run_benchmark(settings: CaptureBenchmark) -> dict[str, Any]:
     """The figures, as they are written to a file."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     torch.manual_seed(settings.seed)
-    torch.set_flush_denormal(True)
     torch.set_num_threads(1)  # which others on the machine disturb least
     config = AutoConfig.for_model(**settings.model_config)
     model: Any = AutoModelForCausalLM.from_config(config, dtype=torch.float32).to(device).eval()
