@@ -299,7 +299,7 @@ def test_a_pass_keeps_the_last_thing_fed_at_every_place(calls: list[tuple[int, i
     for past, width in calls:
         past = min(past, tokens.shape[1])
         # Rows that are told apart by any token.
-        fed, used = rng.integers(0, 50, (2, width)) + [[0], [50]], rng.integers(0, 200, (1, 2 * width, 2))
+        fed, used = rng.integers(0, 50, (2, width)) + np.array([[0], [50]]), rng.integers(0, 200, (1, 2 * width, 2))
         grown.feed(Call(0, past, fed.astype(np.int32), used.astype(np.uint8)))
         before, tokens = tokens, np.concatenate([tokens[:, :past], fed], axis=1)
         ids = np.concatenate([ids[:, :past], used[0].reshape(2, width, 1, 2)], axis=1)
