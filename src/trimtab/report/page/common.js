@@ -66,3 +66,26 @@ function tickStep(count, pixels, apart) {
   while ((step * pixels) / Math.max(1, count) < apart && step < count) step *= 2;
   return step;
 }
+
+/* Cells that pointer and arrow keys choose. `at` gives the plot, the width of a column and height of a cell, how many
+   there are, and the chosen one; `turn` goes to another page, where there are pages. */
+function chooseCells(canvas, at, choose, turn) {
+  const point = (event) => {
+    const { plot, column, cell, columns, rows, cursor } = at(), box = canvas.getBoundingClientRect();
+    const c = Math.floor((event.clientX - box.left - plot.x) / column);
+    const r = Math.floor((event.clientY - box.top - plot.y) / cell);
+    if (c < 0 || r < 0 || c >= columns || r >= rows || (cursor && cursor.c === c && cursor.r === r)) return;
+    choose({ r, c });
+  };
+  canvas.addEventListener("pointermove", point);
+  canvas.addEventListener("pointerdown", point);
+  canvas.addEventListener("keydown", (event) => {
+    const pages = turn && { PageUp: -1, PageDown: 1 }[event.key];
+    const move = { ArrowLeft: [0, -1], ArrowRight: [0, 1], ArrowUp: [-1, 0], ArrowDown: [1, 0] }[event.key];
+    if (!pages && !move) return;
+    event.preventDefault();
+    if (pages) return turn(pages);
+    const { columns, rows, cursor } = at(), from = cursor ?? { r: -move[0], c: -move[1] };
+    choose({ r: clamp(from.r + move[0], 0, rows - 1), c: clamp(from.c + move[1], 0, columns - 1) });
+  });
+}

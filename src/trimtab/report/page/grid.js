@@ -78,28 +78,13 @@ function startGrid(figure) {
     tell();
   }
 
-  function point(event) {
-    const box = canvas.getBoundingClientRect();
-    const c = Math.floor((event.clientX - box.left - plot.x) / plot.column);
-    const r = Math.floor((event.clientY - box.top - plot.y) / plot.cell);
-    if (c < 0 || r < 0 || c >= columns || r >= rows || (cursor && cursor.c === c && cursor.r === r)) return;
-    cursor = { r, c };
+  function choose(next) {
+    cursor = next;
     draw();
     tell();
   }
-  canvas.addEventListener("pointermove", point);
-  canvas.addEventListener("pointerdown", point);
-  canvas.addEventListener("keydown", (event) => {
-    const turn = { PageUp: -1, PageDown: 1 }[event.key];
-    const move = { ArrowLeft: [0, -1], ArrowRight: [0, 1], ArrowUp: [-1, 0], ArrowDown: [1, 0] }[event.key];
-    if ((!turn || grid.planes.length < 2) && !move) return;
-    event.preventDefault();
-    if (turn) return pick(plane + turn);
-    const from = cursor ?? { r: -move[0], c: -move[1] };
-    cursor = { r: clamp(from.r + move[0], 0, rows - 1), c: clamp(from.c + move[1], 0, columns - 1) };
-    draw();
-    tell();
-  });
+  const at = () => ({ plot, column: plot.column, cell: plot.cell, columns, rows, cursor });
+  chooseCells(canvas, at, choose, grid.planes.length > 1 && ((pages) => pick(plane + pages)));
   select?.addEventListener("change", () => pick(Number(select.value)));
   redraws.push(draw);
   pick(plane);

@@ -158,29 +158,17 @@ function startHeatMap() {
       select.focus({ preventScroll: true });
     });
   }
+  function choose({ r, c }) {
+    cursor = { r, m: c };
+    draw();
+    tell();
+  }
   canvases.forEach((canvas, index) => {
-    const point = (event) => {
-      const { plot, cell, column, map } = views[index], box = canvas.getBoundingClientRect();
-      const m = Math.floor((event.clientX - box.left - plot.x) / column);
-      const r = Math.floor((event.clientY - box.top - plot.y) / cell);
-      if (m < 0 || r < 0 || m >= map.M || r >= map.R || (cursor && cursor.m === m && cursor.r === r)) return;
-      cursor = { m, r };
-      draw();
-      tell();
+    const at = () => {
+      const { plot, cell, column, map } = views[index];
+      return { plot, cell, column, columns: map.M, rows: map.R, cursor: cursor && { r: cursor.r, c: cursor.m } };
     };
-    canvas.addEventListener("pointermove", point);
-    canvas.addEventListener("pointerdown", point);
-    canvas.addEventListener("keydown", (event) => {
-      const turn = { PageUp: -1, PageDown: 1 }[event.key];
-      const move = { ArrowLeft: [-1, 0], ArrowRight: [1, 0], ArrowUp: [0, -1], ArrowDown: [0, 1] }[event.key];
-      if (!turn && !move) return;
-      event.preventDefault();
-      if (turn) return pick(layer + turn);
-      const { M, R } = maps[index], from = cursor ?? { m: -move[0], r: -move[1] };
-      cursor = { m: clamp(from.m + move[0], 0, M - 1), r: clamp(from.r + move[1], 0, R - 1) };
-      draw();
-      tell();
-    });
+    chooseCells(canvas, at, choose, (pages) => pick(layer + pages));
   });
   redraws.push(draw);
   pick(layer);

@@ -85,7 +85,7 @@ class Archive:
 
 
 def let_go(view: memoryview) -> None:
-    """Tell the system that we have no need of the file's pages for now: they count as our memory until then."""
+    """Give the file's pages back to the system, which counts them as our memory. They are read again if need be."""
     if isinstance(view.obj, mmap.mmap) and hasattr(mmap, "MADV_DONTNEED"):
         view.obj.madvise(mmap.MADV_DONTNEED)
 
