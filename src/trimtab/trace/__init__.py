@@ -3,7 +3,8 @@
 from trimtab.trace.formats.records import Known
 from trimtab.trace.presets import PRESETS, SkewPreset, synthesize_preset
 from trimtab.trace.routing import RoutingTrace, hash_tokens, id_dtype, no_route
-from trimtab.trace.store import SequenceFacts, TraceReader, read_trace, write_trace
+from trimtab.trace.row_groups import SequenceFacts
+from trimtab.trace.store import TraceReader, read_trace, write_trace
 from trimtab.trace.synth import synthesize
 from trimtab.trace.writer import TraceWriter
 

@@ -1,0 +1,223 @@
+"""Row groups of a trace's file: one row a sequence, its expert ids coded as bytes, the model's shape as metadata.
+
+Nothing that a file claims is trusted: sizes are held against each other before memory is asked for, ids are checked.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, fields, replace
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from trimtab.errors import InputError
+from trimtab.trace.coding import decode, encode
+from trimtab.trace.routing import Array, RoutingTrace, id_dtype, no_route
+
+FORMAT = "trimtab-routing-2"
+IDS = "expert_ids"
+# Beside the ids of a row group, uncompressed: the other columns, and what Parquet adds.
+BYTES_A_ROW = 1024
+
+_SCHEMA = pa.schema(
+    [
+        pa.field("step", pa.int32(), nullable=False),
+        pa.field("prompt_length", pa.int32(), nullable=False),
+        pa.field("num_tokens", pa.int32(), nullable=False),
+        pa.field("sequence_hash", pa.uint64(), nullable=False),
+        pa.field("domain", pa.string(), nullable=False),
+        pa.field(IDS, pa.large_binary(), nullable=False),
+    ]
+)
+_FACTS = [field.name for field in _SCHEMA if field.name != IDS]
+
+
+@dataclass(frozen=True, eq=False)
+class SequenceFacts:
+    """What a trace says of its S sequences, but for their routes; see `RoutingTrace`.
+
+    Attributes:
+        lengths: `[S]` int64, routed tokens.
+        prompt_lengths: `[S]` int32.
+        steps: `[S]` int32.
+        sequence_hashes: `[S]` uint64.
+        domains: `[S]` str.
+    """
+
+    lengths: Array
+    prompt_lengths: Array
+    steps: Array
+    sequence_hashes: Array
+    domains: Array
+
+    def select(self, chosen: Array) -> SequenceFacts:
+        """Of the sequences that `chosen` says, `[S]` bool or indices."""
+        return SequenceFacts(*(getattr(self, field.name)[chosen] for field in fields(self)))
+
+    def joined(self, *others: SequenceFacts) -> SequenceFacts:
+        """Of these sequences, and of the others'."""
+        parts = (self, *others)
+        return SequenceFacts(*(np.concatenate([getattr(part, field.name) for part in parts]) for field in fields(self)))
+
+    def trace(self, ids_TLK: Array, empty: RoutingTrace) -> RoutingTrace:
+        """The trace of these sequences with these ids. `empty` is one of the same model."""
+        return replace(
+            empty,
+            expert_ids=ids_TLK,
+            sequence_starts=np.concatenate([[0], np.cumsum(self.lengths)]),
+            prompt_lengths=self.prompt_lengths,
+            steps=self.steps,
+            sequence_hashes=self.sequence_hashes,
+            domains=self.domains,
+        )
+
+
+def schema_of(trace: RoutingTrace) -> pa.Schema:
+    """The columns, with the model's shape as metadata."""
+    return _SCHEMA.with_metadata({"trimtab": json.dumps(_header_of(trace))})
+
+
+def _header_of(trace: RoutingTrace) -> dict[str, Any]:
+    return {
+        "format": FORMAT,
+        "num_experts": trace.num_experts,
+        "top_k": trace.top_k,
+        "layer_indices": trace.layer_indices.tolist(),
+        "model": trace.model,
+    }
+
+
+def table_of(trace: RoutingTrace, schema: pa.Schema) -> pa.Table:
+    """The rows of a trace, ids coded."""
+    coded = np.empty_like(trace.expert_ids)
+    encode(trace.expert_ids.reshape(-1, trace.top_k), coded.reshape(-1, trace.top_k))
+    coded = np.ascontiguousarray(coded, coded.dtype.newbyteorder("<"))
+    token_bytes = trace.num_layers * trace.top_k * coded.itemsize
+    ids = pa.LargeBinaryArray.from_buffers(
+        pa.large_binary(),
+        trace.num_sequences,
+        [None, pa.py_buffer(trace.sequence_starts * token_bytes), pa.py_buffer(coded)],
+    )
+    facts = [
+        pa.array(trace.steps),
+        pa.array(trace.prompt_lengths),
+        pa.array(trace.sequence_lengths.astype(np.int32)),
+        pa.array(trace.sequence_hashes),
+        pa.array(trace.domains.tolist(), pa.string()),
+    ]
+    return pa.Table.from_arrays([*facts, ids], schema=schema)
+
+
+def read_facts(parquet: pq.ParquetFile) -> tuple[RoutingTrace, SequenceFacts]:
+    """A file's trace without sequences, and the facts of its sequences.
+
+    Raises:
+        InputError: if it isn't a trace.
+    """
+    header = _header(parquet.schema_arrow.metadata or {})
+    missing = [field.name for field in _SCHEMA if field.name not in parquet.schema_arrow.names]
+    if missing:
+        raise InputError(f"a routing trace should have the column {missing[0]!r}")
+    layers = np.asarray(header["layer_indices"], np.int32)
+    empty = RoutingTrace.from_sequences(
+        [],
+        num_experts=header["num_experts"],
+        shape=(len(layers), header["top_k"]),
+        layer_indices=layers,
+        model=header["model"],
+    )
+    return empty, _facts(parquet.read(_FACTS))
+
+
+def _facts(table: pa.Table) -> SequenceFacts:
+    table = _columns(table)
+    lengths = table["num_tokens"].to_numpy().astype(np.int64)
+    if lengths.min(initial=0) < 0:
+        raise InputError(f"sequence {int(lengths.argmin())} claims {lengths.min()} tokens")
+    return SequenceFacts(
+        lengths=lengths,
+        prompt_lengths=table["prompt_length"].to_numpy(),
+        steps=table["step"].to_numpy(),
+        sequence_hashes=table["sequence_hash"].to_numpy(),
+        domains=np.array(table["domain"].to_pylist(), np.str_),
+    )
+
+
+def read_group(parquet: pq.ParquetFile, group: int, empty: RoutingTrace) -> RoutingTrace:
+    """The sequences of a row group, every id checked.
+
+    Raises:
+        InputError: naming the row group, if its sizes don't fit together or an id is none.
+    """
+    facts = _facts(parquet.read_row_group(group, _FACTS))
+    token_bytes = empty.num_layers * empty.top_k * empty.expert_ids.itemsize
+    claimed = parquet.metadata.row_group(group).total_byte_size
+    expected = int(facts.lengths.sum()) * token_bytes
+    if claimed > 2 * expected + BYTES_A_ROW * (len(facts.lengths) + 64):
+        raise InputError(f"row group {group} claims {claimed} bytes; its sequences have {expected} bytes of expert ids")
+    column = _columns(parquet.read_row_group(group, [IDS]))[IDS].combine_chunks()
+    blocks = pa.concat_arrays(column.chunks) if isinstance(column, pa.ChunkedArray) else column
+    _, offsets_buffer, data = blocks.buffers()
+    offsets = np.frombuffer(offsets_buffer, "<i8")[blocks.offset : blocks.offset + len(blocks) + 1]
+    sizes = np.diff(offsets)
+    wrong = np.flatnonzero(sizes != facts.lengths * token_bytes)
+    if len(wrong):
+        row = int(wrong[0])
+        raise InputError(
+            f"sequence {row} of row group {group} holds {sizes[row]} bytes of expert ids; {facts.lengths[row]} tokens "
+            f"x {empty.num_layers} layers x top-{empty.top_k} need {facts.lengths[row] * token_bytes}"
+        )
+    coded = np.frombuffer(data if data is not None else b"", np.uint8)[offsets[0] : offsets[-1]]
+    dtype = empty.expert_ids.dtype
+    coded_NK = coded.view(dtype.newbyteorder("<")).astype(dtype, copy=False).reshape(-1, empty.top_k)
+    ids_NK = np.empty_like(coded_NK)
+    bad = decode(coded_NK, empty.num_experts, no_route(empty.num_experts), ids_NK)
+    chunk = facts.trace(ids_NK.reshape(-1, *empty.expert_ids.shape[1:]), empty)
+    if bad >= 0:
+        with _in_row_group(group):
+            chunk.check()
+    return chunk
+
+
+@contextmanager
+def _in_row_group(group: int) -> Iterator[None]:
+    try:
+        yield
+    except InputError as error:
+        raise InputError(f"row group {group}: {error}") from None
+
+
+def _columns(table: pa.Table) -> pa.Table:
+    """The table in our types, every value checked."""
+    table = table.cast(pa.schema([_SCHEMA.field(name) for name in table.column_names]))
+    table.validate(full=True)
+    return table
+
+
+def _header(metadata: Mapping[bytes, bytes]) -> dict[str, Any]:
+    try:
+        header = json.loads(metadata[b"trimtab"])
+        form = header["format"]
+        shape_ok = (
+            isinstance(header["num_experts"], int)
+            and isinstance(header["top_k"], int)
+            and header["top_k"] >= 1
+            and len(header["layer_indices"]) >= 1
+            and all(isinstance(layer, int) for layer in header["layer_indices"])
+            and isinstance(header["model"], str)
+        )
+        id_dtype(header["num_experts"])
+    except InputError:
+        raise
+    except (KeyError, TypeError, ValueError, RecursionError):
+        raise InputError("a Parquet file, but not a routing trace written by Trimtab") from None
+    if form != FORMAT:
+        raise InputError(f"written in format {form!r}; this version reads {FORMAT!r}")
+    if not shape_ok:
+        raise InputError("its header gives no valid num_experts, top_k, layer_indices and model")
+    return dict(header)
