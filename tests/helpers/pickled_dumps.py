@@ -12,8 +12,10 @@ from types import ModuleType
 from typing import Any
 
 import numpy as np
+import torch
 
 from trimtab import InputError
+from trimtab.trace.containers import torch_files
 
 
 @contextmanager
@@ -95,3 +97,13 @@ def survives(content: bytes, file: Path, read: Callable[[], Any], cases: int, se
             assert "\n" not in str(error), error
             assert len(str(error)) < 400, error
     return refused
+
+
+def load(content: bytes) -> Any:
+    return torch_files.loads(memoryview(content))
+
+
+def saved(value: Any, **options: Any) -> bytes:
+    file = io.BytesIO()
+    torch.save(value, file, **options)
+    return file.getvalue()

@@ -1,0 +1,127 @@
+"""What an analysis says in words: true, and a number where one is due, whatever the trace."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from helpers.counted import counted_of, random_counts
+from trimtab.analysis import analyze
+from trimtab.analysis.analysis import figures
+from trimtab.analysis.answer import answer, cost, notes, where
+from trimtab.analysis.foresight import Foresight, Way
+
+
+@pytest.mark.parametrize(
+    ("counts", "steps", "words"),
+    [
+        ([[[4, 4, 4, 4]]] * 4, None, "next to nothing to gain"),
+        (
+            [[[8, 8, 0, 0]]] * 4,
+            None,
+            "placement by the first half of the step would win back 100% of that, so a balancer",
+        ),
+        ([[[8, 8, 0, 0]]] * 4, [0, 0, 1, 1], "placement by the step before would win back 100%"),
+        ([[[8, 8, 0, 0]]], None, "All tokens fit one micro-step"),
+        ([[[9, 1, 1, 1]], [[1, 9, 1, 1]], [[1, 1, 9, 1]], [[1, 1, 1, 9]]] * 2, None, "foresight is worth it"),
+    ],
+)
+def test_the_answer_is_honest(counts: Any, steps: Any, words: str) -> None:
+    analysis = analyze(counted_of(counts, steps), ranks=2)
+    assert words in answer(analysis)
+    assert cost(analysis) == ""
+    assert where(analysis) == ""
+    assert "nan" not in " ".join((answer(analysis), *notes(analysis)))
+
+
+@pytest.mark.parametrize(("tokens", "words"), [(63, "with 63 for the mean expert it makes few"), (64, "to about 1.00")])
+def test_a_plan_is_not_said_to_level_what_no_copy_is_worth(tokens: int, words: str) -> None:
+    analysis = analyze(counted_of([[[tokens] * 4]] * 2), ranks=2)
+    assert words in notes(analysis)[-1]
+
+
+@pytest.mark.parametrize(
+    ("past", "step", "in_sum", "words"),
+    [
+        (0.02, 0.02, 0.0, "step before would win back 95% of that, so a balancer that looks back is enough."),
+        (0.2, 0.188, 0.0, "A placement by the step before would win back 50% of that; 20% of expert time would still"),
+        (0.2, 0.02, 0.0, "95% of that if it knew the step, and 50% going by the step before, so foresight helps"),
+        (0.05, 0.05, 0.01, "since loads change from micro-step to micro-step, which only foresight sees."),
+        (0.3, 0.2, 0.09, "20% of expert time would still be lost, since loads change from"),
+        (0.3, 0.2, 0.09, "so foresight is worth it."),
+        (0.3, 0.2, 0.11, "more than equal shares over 2 replicas a rank can level."),
+        (0.1, 0.2, 0.0, "A placement by the step before would win back 75% of that; 10% of"),
+    ],
+)
+def test_what_would_help(past: float, step: float, in_sum: float, words: str) -> None:
+    analysis = analyze(counted_of([[[9, 1, 1, 1]], [[1, 9, 1, 1]]], [0, 1]), ranks=2)
+    ways = tuple(
+        Way(knows, "", knows, 1.0, 1.0, lost, in_sum, 1 - lost / 0.4)
+        for knows, lost in (("past", past), ("step", step))
+    )
+    assert words in answer(replace(analysis, foresight=Foresight(ways, "step", 2)))
+
+
+def test_a_little_loss_is_not_nothing() -> None:
+    """Half-way between what is next to nothing and what is much."""
+    said = answer(analyze(counted_of([[[53, 47]], [[47, 53]]]), ranks=2))
+    assert "ranks wait 6% of" in said
+    assert "next to nothing" not in said
+
+
+def test_notes_say_what_is_missing_and_how_few_tokens_there_are() -> None:
+    few = analyze(counted_of([[[24, 0], [12, 12]]], top_k=1, unknown_routes=12), ranks=2)
+    said = " ".join(notes(few))
+    assert "25.0% of (token, layer) pairs have no recorded route" in said
+    assert "12 tokens for the mean expert" in said
+    assert "tokens for the mean expert" not in " ".join(notes(analyze(counted_of([[[24, 8]]]), ranks=2)))
+
+
+def test_layers_that_lose_alike_are_named_by_the_model() -> None:
+    counts = np.full((4, 4, 4), 10)
+    counts[:, :, 0] = [20, 21, 22, 21]
+    names = np.array([3, 4, 7, 9])
+    assert where(analyze(counted_of(counts, layer_indices=names), ranks=4)).startswith("Layer 7 loses most of all: 2")
+    alike = np.concatenate([counts, counts], axis=1)
+    said = where(analyze(counted_of(alike, layer_indices=np.arange(8) + 10), ranks=4))
+    assert said.startswith("Layers lose alike: the worst quarter (12, 16) has 2")
+    alike[:, :, 0] = [19, 15, 15, 15, 15, 15, 15, 19]
+    assert where(analyze(counted_of(alike), ranks=4)).startswith(
+        "Some layers lose more than others: the worst quarter (0, 7) has 38%"
+    )
+
+
+def test_layers_that_lose_are_named() -> None:
+    counts = np.full((4, 8, 4), 10)
+    counts[:, 5, 0] = 100
+    analysis = analyze(counted_of(counts), ranks=4)
+    assert where(analysis).startswith("Some layers lose more than others: the worst quarter (5, ")
+    assert analysis.lost_share_L.tolist() == [0, 0, 0, 0, 0, 1, 0, 0]
+
+
+@settings(max_examples=30, deadline=None)
+@given(
+    seed=st.integers(0, 10**6),
+    micro_steps=st.integers(1, 5),
+    layers=st.integers(1, 3),
+    ranks=st.sampled_from([1, 2, 8]),
+    steps=st.integers(1, 3),
+)
+def test_figures_are_numbers_whatever_the_trace(
+    seed: int, micro_steps: int, layers: int, ranks: int, steps: int
+) -> None:
+    counts = random_counts(seed, micro_steps, layers)
+    if not counts.any():
+        return
+    analysis = analyze(counted_of(counts, np.arange(micro_steps) * steps // micro_steps), ranks=ranks)
+    content = json.dumps(figures(analysis), allow_nan=False)
+    assert json.loads(content)["micro_steps"] == micro_steps
+    said = " ".join((answer(analysis), where(analysis), *notes(analysis)))
+    assert "nan" not in said
+    assert said.startswith("On " if ranks > 1 else "One rank")
