@@ -10,3 +10,7 @@ class InputError(ValueError):
 
 class RankFailedError(RuntimeError):
     """A rank ended before its work was done. The message names the rank and the cause, in one line."""
+
+
+class RanksDisagreeError(RuntimeError):
+    """Ranks made different calls where all must make the same. The message names the ranks and their calls."""

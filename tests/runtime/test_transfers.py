@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from helpers.equality import relative_error
 from helpers.moe_model import Shape, TinyMoE
 from helpers.random_plans import random_placement, random_plan, random_schedule, random_trace
-from trimtab.errors import InputError
+from trimtab.errors import InputError, RanksDisagreeError
 from trimtab.planner import Placement, Schedule, StepPlan, Workload
 from trimtab.planner.paths import HOST, PEER
 from trimtab.runtime import PlanReport, Session
@@ -239,7 +239,7 @@ def refuse_plans() -> None:
         step.adopt(session)
     session.train_with(torch.optim.SGD(model.parameters(), lr=0.1))
     other = replace(step.plan, settings=f"rank {session.rank}")
-    with pytest.raises(InputError, match="ranks 0 and 1 of expert-parallel group 0 have different plans"):
+    with pytest.raises(RanksDisagreeError, match=r"adopt\(\): the plan is '\w+' on rank 0 and '\w+' on rank 1"):
         step.adopt(session, other)
     assert np.array_equal(session.placement.home, Placement.contiguous(4, 8, 2).home)
     step.adopt(session)

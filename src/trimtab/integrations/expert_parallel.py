@@ -59,9 +59,10 @@ def use_session(model: Any, session: Session) -> None:
         raise InputError("the experts are offloaded to the CPU between uses; load the model without fsdp_cpu_offload")
     for block in blocks.values():
         experts = block.experts
-        masters = [_local(getattr(experts, name)) for name in family.parameters]
+        sharded = [getattr(experts, name) for name in family.parameters]
+        masters = [_local(parameter) for parameter in sharded]
         experts.ep_implementation.layer = layer = session.add_layer(
-            masters,
+            partial(_read, sharded, masters),
             family.apply(experts),
             compute_dtype=torch.bfloat16 if config.fsdp_mixed_precision else None,
             weights=partial(_weights, experts, family.parameters, masters),
@@ -114,6 +115,14 @@ def _local(parameter: nn.Parameter) -> nn.Parameter:
     assert isinstance(parameter, DTensor)
     local: torch.Tensor = parameter.detach().to_local()  # type: ignore[attr-defined]
     return nn.Parameter(local, requires_grad=parameter.requires_grad)
+
+
+def _read(sharded: Sequence[DTensor], masters: Sequence[nn.Parameter]) -> Sequence[nn.Parameter]:
+    """What `_local` returned, in the memory that FSDP has the parameters in now."""
+    for parameter, master in zip(sharded, masters, strict=True):
+        if master.data_ptr() != parameter._local_tensor.data_ptr():
+            master.data = parameter._local_tensor.detach()
+    return masters
 
 
 def _weights(experts: nn.Module, names: Sequence[str], masters: Sequence[nn.Parameter]) -> list[torch.Tensor]:

@@ -10,8 +10,11 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from trimtab.errors import InputError
 from trimtab.planner import StepPlan, Workload
+from trimtab.runtime.exchange import exchange_rows
 from trimtab.runtime.layout import InstanceReplicas, Layout, place_rows, upload_layouts
+from trimtab.runtime.lockstep import COUNTS, RETURNS, Lockstep
 from trimtab.runtime.memory import upload
 from trimtab.runtime.recorder import Recorder
 from trimtab.runtime.topology import Topology
@@ -19,6 +22,8 @@ from trimtab.trace import RoutingTrace
 from trimtab.trace.routing import Array
 
 if TYPE_CHECKING:
+    from trimtab.runtime.accumulation import Accumulation
+    from trimtab.runtime.backward import Backward
     from trimtab.runtime.layer import ExpertLayer
     from trimtab.runtime.transfers import Transfers
 
@@ -32,16 +37,27 @@ class MicroStep:
         recorded_LNK: recorded ids `[L, n, K]` int64, or None if the batch is not the one that was planned.
         known_N: `[n]` bool, tokens whose route is known; None if all are.
         layouts: one a layer if the micro-step is planned, else empty.
+        index: its number in the step; -1 if nothing is known of it.
+        plan_number: which of the session's plans it belongs to.
         visited: layers in the order in which they ran, forward and backward.
         with_backward: whether the first of them built a graph.
+        routed: for each layer, the address of the ids that its `route` returned last.
     """
 
     positions: torch.Tensor | None
     recorded_LNK: torch.Tensor | None = None
     known_N: torch.Tensor | None = None
     layouts: Sequence[Layout] = ()
+    index: int = -1
+    plan_number: int = 0
     visited: list[int] = field(default_factory=list)
     with_backward: bool = False
+    routed: dict[int, int] = field(default_factory=dict)
+
+    @property
+    def replays(self) -> bool:
+        """Has it recorded routing?"""
+        return self.recorded_LNK is not None
 
     def replay(self, layer: int, live_ids: torch.Tensor) -> torch.Tensor:
         """Put the recorded ids into `live_ids [T, K]` int64; see `ExpertLayer.route`."""
@@ -49,9 +65,10 @@ class MicroStep:
             return live_ids
         recorded = self.recorded_LNK[layer]
         chosen = live_ids if self.positions is None else live_ids.index_select(0, self.positions)
-        if len(chosen) != len(recorded):
+        if chosen.shape != recorded.shape:
             raise RuntimeError(
-                f"MoE layer {layer} got {len(chosen)} tokens; the micro-step was planned with {len(recorded)}"
+                f"MoE layer {layer} got {len(chosen)} tokens with {chosen.shape[1]} experts each; the micro-step was "
+                f"planned with {len(recorded)} tokens with {recorded.shape[1]}"
             )
         if self.known_N is not None:
             recorded = torch.where(self.known_N[:, None], recorded, chosen)
@@ -66,37 +83,39 @@ class RunningStep:
         plan, workload: of the expert-parallel group.
         trace: this rank's own sequences, ordered by micro-step.
         runs: whether the plan is carried out, or micro-steps only replay their routing.
+        number: which of the session's plans it is.
     """
 
     plan: StepPlan
     workload: Workload
     trace: RoutingTrace
     runs: bool
+    number: int
+
+    def problem(self, index: int) -> Exception | None:
+        """What is wrong with binding a micro-step of this number."""
+        if 0 <= index < self.plan.num_micro_steps:
+            return None
+        return IndexError(f"micro-step {index} of {self.plan.num_micro_steps}")
+
+    def knows(self, index: int, sequence_hashes: Array | None, rank: int) -> bool:
+        """Are these the sequences that were planned for a rank?"""
+        if sequence_hashes is None:
+            return True
+        return np.array_equal(sequence_hashes, self.trace.sequence_hashes[self._sequences_of(index, rank)])
 
     def bind(
-        self,
-        index: int,
-        layers: Sequence[ExpertLayer],
-        topology: Topology,
-        positions: torch.Tensor | None,
-        sequence_hashes: Array | None,
+        self, index: int, layers: Sequence[ExpertLayer], topology: Topology, positions: torch.Tensor | None
     ) -> MicroStep:
-        """One micro-step; see `Session.micro_step`."""
-        if not 0 <= index < self.plan.num_micro_steps:
-            raise IndexError(f"micro-step {index} of {self.plan.num_micro_steps}")
-        trace = self.trace.select(np.flatnonzero(self.plan.schedule.of_rank(topology.rank) == index))
-        if sequence_hashes is not None:
-            agree = torch.tensor(int(np.array_equal(sequence_hashes, trace.sequence_hashes)))
-            dist.all_reduce(agree, dist.ReduceOp.MIN, group=topology.expert_control)
-            if not agree:
-                return MicroStep(positions)
+        """One micro-step, of which all ranks have the sequences that were planned. Not a collective."""
+        trace = self.trace.select(self._sequences_of(index, topology.rank))
         device = layers[0].parameters[0].device
         (recorded_LNK,) = upload([trace.expert_ids.transpose(1, 0, 2).astype(np.int64)], device)
         if not self.plan.plannable[index]:
             (known_N,) = upload([(trace.expert_ids[:, :, 0] != trace.no_route).all(axis=1)], device)
-            return MicroStep(positions, recorded_LNK, known_N)
+            return MicroStep(positions, recorded_LNK, known_N, index=index, plan_number=self.number)
         if not self.runs:
-            return MicroStep(positions, recorded_LNK)
+            return MicroStep(positions, recorded_LNK, index=index, plan_number=self.number)
         placed = [
             place_rows(
                 np.ascontiguousarray(trace.expert_ids[:, layer.index]),
@@ -107,21 +126,32 @@ class RunningStep:
             )
             for layer in layers
         ]
-        return MicroStep(positions, recorded_LNK, None, upload_layouts(placed, device))
+        layouts = upload_layouts(placed, device)
+        return MicroStep(positions, recorded_LNK, None, layouts, index=index, plan_number=self.number)
+
+    def _sequences_of(self, index: int, rank: int) -> Array:
+        return np.flatnonzero(self.plan.schedule.of_rank(rank) == index)
 
 
-def exchange_layout(layer: ExpertLayer, expert_ids: torch.Tensor, topology: Topology) -> Layout:
+def exchange_layout(layer: ExpertLayer, expert_ids: torch.Tensor, topology: Topology, lockstep: Lockstep) -> Layout:
     """The layout of an instance that nothing is known of, from an exchange of counts. Collective.
 
     Args:
         expert_ids: `[n, K]` of this rank's tokens.
+
+    Raises:
+        InputError: on all ranks, if one of them has an id that no expert has.
     """
-    ids_NK = expert_ids.cpu().numpy()
-    counts = torch.from_numpy(np.bincount(ids_NK.reshape(-1), minlength=len(layer.home_E)))
-    counts_R = [torch.empty_like(counts) for _ in range(topology.num_ranks)]
-    dist.all_gather(counts_R, counts, group=topology.expert_control)
+    ids_NK, num_experts = expert_ids.cpu().numpy(), len(layer.home_E)
+    problem = None
+    if ids_NK.size and not 0 <= ids_NK.min() <= ids_NK.max() < num_experts:
+        wrong = ids_NK.min() if ids_NK.min() < 0 else ids_NK.max()
+        problem = InputError(
+            f"MoE layer {layer.index} was given expert id {wrong}; ids should be from 0 to {num_experts - 1}"
+        )
+    counts_E = np.zeros(num_experts, np.int64) if problem else np.bincount(ids_NK.reshape(-1), minlength=num_experts)
+    counts_RE = lockstep.agree(COUNTS, layer=layer.index, votes=counts_E, problem=problem)
     replicas = InstanceReplicas.none(topology.num_ranks)
-    counts_RE = torch.stack(counts_R).numpy()
     rows = place_rows(ids_NK, counts_RE, layer.home_E, topology.rank, replicas)
     return upload_layouts([rows], expert_ids.device)[0]
 
@@ -135,7 +165,13 @@ class Instance:
         layout: where rows go.
         positions: `[n]` int64, where the micro-step's tokens stand among the rows of `hidden`; None if they are all.
         group: the ranks that share the experts.
-        micro_step: of a planned instance, else None.
+        lockstep: the calls of this rank.
+        backward: follows backwards, to complete gradients as they end.
+        accumulation: whether gradients were summed already.
+        home_E: the layer's homes, as the instance was bound.
+        has_graph: whether a backward can follow.
+        made_in: the backward in which the instance was bound, if a checkpointed layer runs again.
+        micro_step: None outside of any.
         transfers: of a planned instance, else None.
         recorder: takes notes while somebody wants them.
     """
@@ -144,6 +180,12 @@ class Instance:
     layout: Layout
     positions: torch.Tensor | None
     group: dist.ProcessGroup
+    lockstep: Lockstep
+    backward: Backward
+    accumulation: Accumulation
+    home_E: Array
+    has_graph: bool
+    made_in: int | None
     micro_step: MicroStep | None = None
     transfers: Transfers | None = None
     recorder: Recorder | None = None
@@ -158,9 +200,41 @@ class Instance:
         if self.recorder is not None:
             self.recorder.turn_to(activity)
 
+    def send(self, kind: int, rows: torch.Tensor, *, back: bool) -> torch.Tensor:
+        """Exchange rows with the other ranks: from tokens to experts, or back.
+
+        Args:
+            kind: which of the layer's exchanges it is; see `lockstep.CALLS`.
+        """
+        index = -1 if self.micro_step is None else self.micro_step.index
+        tag = self.lockstep.note(kind, self.layer.index, index)
+        splits = self.layout.send_splits, self.layout.recv_splits
+        return exchange_rows(rows, *(splits[::-1] if back else splits), self.group, tag=tag, wait=self.lockstep.wait)
+
+    def begin_backward(self) -> None:
+        """The layer's backward begins.
+
+        Raises:
+            RuntimeError: if what the forward used is gone: experts have moved, or another plan was applied.
+        """
+        if self.home_E is not self.layer.home_E or self._is_replaced():
+            which = "a forward" if self.micro_step is None else f"the forward of micro-step {self.micro_step.index}"
+            raise RuntimeError(
+                f"MoE layer {self.layer.index}: another plan was applied between {which} and its backward; call "
+                "backward() before plan(), adopt() or move()"
+            )
+        self.accumulation.begin_backward()
+        self.approach()
+
+    def _is_replaced(self) -> bool:
+        micro_step, transfers = self.micro_step, self.transfers
+        return micro_step is not None and transfers is not None and micro_step.plan_number != transfers.plan_number
+
     def approach(self) -> None:
-        """The layer is about to run, forward or backward."""
+        """The layer is about to run, forward or backward. Its replicas need the weights that copies were made of."""
         if self.micro_step is not None and self.transfers is not None:
+            if self.layout.replicas.count or self.layer.is_staged:
+                self.transfers.watch.check_unchanged(self.layer)
             self.transfers.ring.approach(self.micro_step, self.layer.index, self.transfers.layers)
 
     def replica_weights(self) -> list[torch.Tensor]:
@@ -172,7 +246,12 @@ class Instance:
     def return_gradients(self, gradients: Sequence[torch.Tensor | None]) -> None:
         """Send the gradients of `replica_weights` on their way home."""
         assert self.transfers is not None
-        self.transfers.returns.start(self.layer, gradients, self.layout.replicas)
+        assert self.micro_step is not None
+        # A reentrant checkpoint's own backward lies within the one in which the layer runs again.
+        if self.made_in is None:
+            self.backward.follow()
+        self.lockstep.note(RETURNS, self.layer.index, self.micro_step.index)
+        self.transfers.returns.start(self.layer, gradients, self.layout.replicas, self.micro_step)
 
     def join_gradients(self, gradients: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
         """Gradients of the home experts, `[E / R, ...]` for each stacked tensor, with those of all their replicas."""

@@ -5,10 +5,12 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 import torch
 
 from trimtab.runtime.copies import Wait
+from trimtab.runtime.lockstep import Lockstep
 from trimtab.runtime.recorder import WAITING, Recorder
 
 
@@ -25,7 +27,10 @@ class Counters:
         refresh_s: seconds that bringing changed weights into staging memory and mirrors took.
         waited_s: seconds on the host that compute waited for transfers.
         waits: (start, end) events of waits on the device that it had not come to yet.
+        live_calls: calls of layers on live routing, outside of any micro-step, while there was a plan.
+        abandoned_backwards: that failed, so that gradients of replicas under way were dropped.
         recorder: takes notes while somebody wants them.
+        lockstep: looks whether the ranks agree while this one waits on the host.
     """
 
     peer_bytes: int = 0
@@ -36,7 +41,10 @@ class Counters:
     refresh_s: float = 0.0
     waited_s: float = 0.0
     waits: list[tuple[torch.cuda.Event, torch.cuda.Event]] = field(default_factory=list)
+    live_calls: int = 0
+    abandoned_backwards: int = 0
     recorder: Recorder | None = None
+    lockstep: Lockstep | None = None
 
     def wait(self, waits: Sequence[Wait], device: torch.device) -> None:
         """Wait for transfers, and remember for how long that held up what comes next."""
@@ -49,8 +57,10 @@ class Counters:
     def _wait(self, waits: Sequence[Wait], device: torch.device) -> None:
         if device.type != "cuda":
             start = time.perf_counter()
-            for wait in waits:
-                wait()
+            if self.lockstep is None:
+                _all(waits)
+            else:
+                self.lockstep.wait(partial(_all, waits))
             self.waited_s += time.perf_counter() - start
             return
         before, after = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
@@ -77,4 +87,9 @@ class Counters:
 
     def clear(self) -> None:
         """Start anew, but for the recorder."""
-        vars(self).update(vars(Counters(recorder=self.recorder)))
+        vars(self).update(vars(Counters(recorder=self.recorder, lockstep=self.lockstep)))
+
+
+def _all(waits: Sequence[Wait]) -> None:
+    for wait in waits:
+        wait()

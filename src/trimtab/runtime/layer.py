@@ -9,9 +9,11 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 import torch.nn.functional as F
+from torch.autograd.function import once_differentiable
 
-from trimtab.runtime.binding import Instance
-from trimtab.runtime.exchange import exchange_rows
+from trimtab.errors import InputError
+from trimtab.runtime import lockstep
+from trimtab.runtime.binding import Instance, MicroStep
 from trimtab.runtime.experts import ApplyExperts, ExpertWeight
 from trimtab.runtime.recorder import BACKWARD, COMBINE, DISPATCH, EXPERTS, OTHER
 from trimtab.trace.routing import Array
@@ -20,6 +22,7 @@ if TYPE_CHECKING:
     from trimtab.runtime.session import Session
 
 HomeWeights = Callable[[], Sequence[torch.Tensor]]
+ReadParameters = Callable[[], Sequence[torch.nn.Parameter]]
 
 
 class ExpertLayer:
@@ -27,9 +30,8 @@ class ExpertLayer:
 
     Attributes:
         index: the layer's number among the session's layers, 0 .. L-1.
-        parameters: this rank's home experts, stacked tensors `[E / R, ...]`.
-        sources: the same values in the dtype that is computed in, `[E / R, ...]`: the parameters' own memory, or
-            staging memory that is refreshed when they have changed.
+        dtype: what is computed in.
+        likes: shape and dtype of the parameters as they were added.
         joins_in_backward: whether replica gradients are joined to those of the home experts before the layer's backward
             ends, because something else than `parameters` takes them; see `Session.add_layer`.
         home_E: `[E]` int16, the home rank of every expert.
@@ -40,23 +42,37 @@ class ExpertLayer:
         self,
         session: Session,
         index: int,
-        parameters: Sequence[torch.nn.Parameter],
+        parameters: ReadParameters,
         apply: ApplyExperts,
         home_E: Array,
         compute_dtype: torch.dtype | None,
         weights: HomeWeights | None,
     ) -> None:
         self.index = index
-        self.parameters = parameters
+        self._read = parameters
+        self.likes = [(parameter.shape, parameter.dtype) for parameter in self.parameters]
         self.joins_in_backward = weights is not None
-        self.dtype = compute_dtype or parameters[0].dtype
+        self.dtype = compute_dtype or self.likes[0][1]
+        self.is_staged = any(dtype != self.dtype for _, dtype in self.likes)
         self._session = session
         self._apply = apply
         self._weights = weights
-        self._routed: torch.Tensor | None = None
-        self.sources = [p.detach() if p.dtype == self.dtype else p.detach().to(self.dtype) for p in parameters]
+        self._staging: list[torch.Tensor | None] = [None] * len(self.likes)
         self.home_E = self.rows_E = np.empty(0, np.int64)
         self.set_homes(home_E)
+
+    @property
+    def parameters(self) -> Sequence[torch.nn.Parameter]:
+        """This rank's home experts as they are now, stacked tensors `[E / R, ...]`. Nothing keeps their memory."""
+        return self._read()
+
+    @property
+    def sources(self) -> list[torch.Tensor]:
+        """The same values in the dtype that is computed in: the parameters' own memory, or staging memory."""
+        return [
+            parameter.detach() if dtype == self.dtype else self._staged(t, parameter)
+            for t, (parameter, (_, dtype)) in enumerate(zip(self.parameters, self.likes, strict=True))
+        ]
 
     @property
     def home_experts(self) -> Array:
@@ -64,28 +80,37 @@ class ExpertLayer:
         return np.flatnonzero(self.home_E == self._session.rank)
 
     @property
+    def expert_shapes(self) -> list[torch.Size]:
+        """Of one expert's tensors."""
+        return [shape[1:] for shape, _ in self.likes]
+
+    @property
     def expert_bytes(self) -> int:
         """Bytes of one expert, as it is sent."""
-        return sum(tensor[0].nbytes for tensor in self.sources)
+        return sum(shape.numel() for shape in self.expert_shapes) * self.dtype.itemsize
 
     def set_homes(self, home_E: Array) -> None:
         """Take note of homes `[E]`; moving the rows there is the caller's job."""
         order = np.argsort(home_E, kind="stable")
         self.home_E = home_E
         self.rows_E = np.empty(len(home_E), np.int64)
-        self.rows_E[order] = np.arange(len(home_E)) % len(self.parameters[0])
+        self.rows_E[order] = np.arange(len(home_E)) % self.likes[0][0][0]
 
     def stage_in(self, stacks: Sequence[torch.Tensor]) -> None:
         """Use the given tensors `[E / R, ...]` as staging memory, where there has to be any."""
-        for t, parameter in enumerate(self.parameters):
-            if parameter.dtype != self.dtype:
-                self.sources[t] = stacks[t]
+        self._staging = [*stacks]
 
     def stage(self) -> None:
         """Bring the parameters' present values into staging memory of another dtype. The session calls it."""
-        for source, parameter in zip(self.sources, self.parameters, strict=True):
-            if source.dtype != parameter.dtype:
-                source.copy_(parameter.detach())
+        for t, (parameter, (_, dtype)) in enumerate(zip(self.parameters, self.likes, strict=True)):
+            if dtype != self.dtype:
+                self._staged(t, parameter).copy_(parameter.detach())
+
+    def _staged(self, tensor: int, parameter: torch.Tensor) -> torch.Tensor:
+        staging = self._staging[tensor]
+        if staging is None:
+            staging = self._staging[tensor] = torch.empty_like(parameter, dtype=self.dtype, requires_grad=False)
+        return staging
 
     def route(self, live_ids: torch.Tensor) -> torch.Tensor:
         """The expert ids to use: the recorded ones where the micro-step has them, else `live_ids`.
@@ -98,8 +123,14 @@ class ExpertLayer:
         Returns:
             `[T, K]` int64, for computing the weights and for calling the layer.
         """
-        self._routed = self._session.replay(self.index, live_ids)
-        return self._routed
+        if live_ids.ndim != 2:
+            raise InputError(f"MoE layer {self.index}: route() was given ids {list(live_ids.shape)}, not [T, K]")
+        micro_step, ids = self._session.micro_step_of_call(), live_ids.to(torch.int64)
+        if micro_step is None:
+            return ids
+        ids = micro_step.replay(self.index, ids)
+        micro_step.routed[self.index] = ids.data_ptr()
+        return ids
 
     def __call__(self, hidden: torch.Tensor, expert_ids: torch.Tensor, expert_weights: torch.Tensor) -> torch.Tensor:
         """Weighted sum of each token's experts. A collective: every rank of the group calls it.
@@ -113,14 +144,18 @@ class ExpertLayer:
             `[T, H]`, in the dtype of `hidden`; zero for tokens that the micro-step's `positions` leave out.
 
         Raises:
+            InputError: if the shapes don't fit together.
             RuntimeError: in a planned micro-step, if `expert_ids` is not what `route` returned.
+            RanksDisagreeError: if other ranks called something else.
         """
-        if self._session.replays and expert_ids is not self._routed:
+        self._check_shapes(hidden, expert_ids, expert_weights)
+        micro_step = self._session.micro_step_of_call()
+        if micro_step is not None and micro_step.replays and micro_step.routed.get(self.index) != expert_ids.data_ptr():
             raise RuntimeError(
                 f"MoE layer {self.index} was called with other expert ids than its route() returned; "
                 "in a planned micro-step the recorded routing must be used"
             )
-        instance = self._session.bind(self, expert_ids)
+        instance = self._session.bind(self, expert_ids, micro_step)
         instance.approach()
         if torch.is_grad_enabled() and not hidden.requires_grad:
             # Replica gradients go home from inside the backward, which autograd would otherwise leave out.
@@ -132,9 +167,20 @@ class ExpertLayer:
             combined = self._run(hidden.to(self.dtype), instance, expert_weights).to(hidden.dtype)
         return combined if positions is None else torch.zeros_like(hidden).index_copy(0, positions, combined)
 
+    def _check_shapes(self, hidden: torch.Tensor, expert_ids: torch.Tensor, expert_weights: torch.Tensor) -> None:
+        if hidden.ndim != 2 or expert_ids.ndim != 2 or expert_ids.shape != expert_weights.shape:
+            fits = False
+        else:
+            fits = len(hidden) == len(expert_ids)
+        if not fits:
+            raise InputError(
+                f"MoE layer {self.index} was given hidden {list(hidden.shape)}, ids {list(expert_ids.shape)} and "
+                f"weights {list(expert_weights.shape)}; they should be [T, H], [T, K] and [T, K]"
+            )
+
     def _run(self, hidden: torch.Tensor, instance: Instance, expert_weights: torch.Tensor) -> torch.Tensor:
         layout = instance.layout
-        homes = self._home_weights()
+        homes = self._home_weights(instance.micro_step)
         if self.joins_in_backward:
             home_rows, replica_rows, *homes = _Dispatch.apply(hidden, instance, *homes)
         else:
@@ -148,14 +194,14 @@ class ExpertLayer:
         combined: torch.Tensor = _Combine.apply(expert_weights, instance, *outputs)
         return combined
 
-    def _home_weights(self) -> list[torch.Tensor]:
+    def _home_weights(self, micro_step: MicroStep | None) -> list[torch.Tensor]:
         if self._weights is not None:
             return [weight.to(self.dtype) for weight in self._weights()]
         weights: list[torch.Tensor] = []
         for parameter, source in zip(self.parameters, self.sources, strict=True):
             if parameter.dtype == self.dtype:
                 weights.append(parameter)
-            elif self._session.is_fresh:
+            elif micro_step is not None:
                 weights.append(_Staged.apply(parameter, source))
             else:
                 weights.append(parameter.to(self.dtype))
@@ -179,11 +225,12 @@ class _Dispatch(torch.autograd.Function):
         layout = instance.layout
         ctx.instance = instance
         ctx.num_rows = len(hidden)
+        kind = lockstep.DISPATCH if instance.has_graph else lockstep.DISPATCH_WITHOUT_GRADIENTS
         tokens = layout.row_tokens
         if instance.positions is not None:
             tokens = instance.positions.index_select(0, tokens)
         sent = hidden.index_select(0, tokens)
-        arrived = exchange_rows(sent, layout.send_splits, layout.recv_splits, instance.group)
+        arrived = instance.send(kind, sent, back=False)
         passed = [home.view_as(home) for home in homes]
         frozen = [p for p, trained in zip(passed, ctx.needs_input_grad[2:], strict=True) if not trained]
         ctx.mark_non_differentiable(*frozen)
@@ -192,6 +239,7 @@ class _Dispatch(torch.autograd.Function):
         return *rows, *passed
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, *grads: torch.Tensor) -> Any:
         instance: Instance = ctx.instance
         instance.turn_to(DISPATCH + BACKWARD)
@@ -200,7 +248,7 @@ class _Dispatch(torch.autograd.Function):
         arrived = grad_home.new_empty(sum(layout.recv_splits), grad_home.shape[1])
         arrived.index_copy_(0, layout.home_rows, grad_home)
         arrived.index_copy_(0, layout.replica_rows, grad_replica)
-        sent = exchange_rows(arrived, layout.recv_splits, layout.send_splits, instance.group)
+        sent = instance.send(lockstep.DISPATCH_BACKWARD, arrived, back=True)
         grad_hidden = F.embedding_bag(layout.row_places, sent, mode="sum")
         if instance.positions is not None:
             grad_tokens, grad_hidden = grad_hidden, grad_hidden.new_zeros(ctx.num_rows, grad_hidden.shape[1])
@@ -229,6 +277,7 @@ class _Borrow(torch.autograd.Function):
         return rows.view_as(rows), *slots
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None]:
         grad_rows, *grad_slots = grads
         instance: Instance = ctx.instance
@@ -246,6 +295,7 @@ class _Staged(torch.autograd.Function):
         return source.detach()
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None]:
         return grads[0].to(ctx.dtype), None
 
@@ -260,7 +310,7 @@ class _Combine(torch.autograd.Function):
         arrived = outputs[0].new_empty(sum(layout.recv_splits), outputs[0].shape[1])
         for rows, part in zip((layout.home_rows, layout.replica_rows), outputs, strict=False):
             arrived.index_copy_(0, rows, part)
-        returned = exchange_rows(arrived, layout.recv_splits, layout.send_splits, instance.group)
+        returned = instance.send(lockstep.COMBINE, arrived, back=True)
         ctx.instance = instance
         ctx.num_parts = len(outputs)
         ctx.save_for_backward(weights, returned)
@@ -270,11 +320,12 @@ class _Combine(torch.autograd.Function):
         return combined
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, *grads: torch.Tensor) -> Any:
         instance: Instance = ctx.instance
         instance.turn_to(COMBINE + BACKWARD)
         # Before anything else, so that what backward needs is on its way.
-        instance.approach()
+        instance.begin_backward()
         layout = instance.layout
         weights, returned = ctx.saved_tensors
         grad_rows = grads[0].index_select(0, layout.row_tokens)
@@ -282,7 +333,7 @@ class _Combine(torch.autograd.Function):
         row_weights = grad_rows.new_empty(weights.numel())
         row_weights.index_copy_(0, layout.row_places.view(-1), weights.reshape(-1).to(grad_rows.dtype))
         grad_rows.mul_(row_weights[:, None])
-        arrived = exchange_rows(grad_rows, layout.send_splits, layout.recv_splits, instance.group)
+        arrived = instance.send(lockstep.COMBINE_BACKWARD, grad_rows, back=False)
         parts = [arrived.index_select(0, rows) for rows in (layout.home_rows, layout.replica_rows)[: ctx.num_parts]]
         instance.turn_to(EXPERTS + BACKWARD)
         return grad_weights, None, *parts

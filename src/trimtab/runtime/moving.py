@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 import torch
@@ -15,9 +15,10 @@ from trimtab.trace.routing import Array
 
 
 def move_experts(
-    layers: Sequence[ExpertLayer], home_LE: Array, optimizers: Iterable[torch.optim.Optimizer], topology: Topology
+    layers: Sequence[ExpertLayer], home_LE: Array, optimizers: Sequence[torch.optim.Optimizer], topology: Topology
 ) -> int:
-    """Bring all experts to new homes. Collective over the ranks of an expert-parallel group.
+    """Bring all experts to new homes, once `check_movable` found nothing on any rank. Collective over the ranks of an
+    expert-parallel group.
 
     Args:
         home_LE: `[L, E]` int16, as many experts on every rank as now.
@@ -25,33 +26,43 @@ def move_experts(
 
     Returns:
         Bytes that this rank sent to others.
+    """
+    sent = 0
+    for layer in _moved(layers, home_LE):
+        route = _Route(layer.home_E, home_LE[layer.index], topology)
+        for tensor in _rows_of(layer, optimizers):
+            sent += route.carry(tensor)
+        for parameter in layer.parameters:
+            parameter.grad = None
+        layer.set_homes(home_LE[layer.index])
+    return sent
+
+
+def check_movable(layers: Sequence[ExpertLayer], home_LE: Array, optimizers: Sequence[torch.optim.Optimizer]) -> None:
+    """Look at everything that `move_experts` would move. Not a collective; no rank may move if another one can't.
 
     Raises:
         InputError: if an optimizer keeps state of an expert that is not made of rows; see `rows_of_state`.
         RuntimeError: if gradients wait for an optimizer step.
     """
-    moved = [layer for layer in layers if not np.array_equal(layer.home_E, home_LE[layer.index])]
-    # Everything is looked at before anything moves.
-    tensors = [_rows_of(layer, list(optimizers)) for layer in moved]
-    sent = 0
-    for layer, rows in zip(moved, tensors, strict=True):
-        route = _Route(layer.home_E, home_LE[layer.index], topology)
-        for tensor in rows:
-            sent += route.carry(tensor)
-        layer.set_homes(home_LE[layer.index])
-    return sent
+    for layer in _moved(layers, home_LE):
+        for parameter in layer.parameters:
+            if parameter.grad is not None and parameter.grad.count_nonzero():
+                raise RuntimeError(
+                    f"MoE layer {layer.index} has gradients that wait for an optimizer step; call zero_grad() before "
+                    "the next step is planned, since its plan may move experts"
+                )
+        _rows_of(layer, optimizers)
+
+
+def _moved(layers: Sequence[ExpertLayer], home_LE: Array) -> list[ExpertLayer]:
+    return [layer for layer in layers if not np.array_equal(layer.home_E, home_LE[layer.index])]
 
 
 def _rows_of(layer: ExpertLayer, optimizers: Sequence[torch.optim.Optimizer]) -> list[torch.Tensor]:
     """All tensors whose rows are the layer's home experts, in an order that all ranks share."""
     tensors: list[torch.Tensor] = []
     for parameter in layer.parameters:
-        if parameter.grad is not None and parameter.grad.count_nonzero():
-            raise RuntimeError(
-                f"MoE layer {layer.index} has gradients that wait for an optimizer step; call zero_grad() before the "
-                "next step is planned, since its plan may move experts"
-            )
-        parameter.grad = None
         tensors.append(parameter.detach())
         for optimizer in optimizers:
             state = rows_of_state(optimizer, parameter)

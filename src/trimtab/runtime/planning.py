@@ -136,18 +136,19 @@ class SessionPlanner:
         rates: ClusterSpec | None = None,
     ) -> SessionPlanner:
         """A planner for these layers; see `Session`."""
-        source = layers[0].sources[0]
-        rates = rates or (LOCAL_CPU if source.device.type == "cpu" else ClusterSpec(1, 1))
+        first, device = layers[0], layers[0].parameters[0].device
+        hidden_size = first.expert_shapes[0][-1]
+        rates = rates or (LOCAL_CPU if device.type == "cpu" else ClusterSpec(1, 1))
         cluster = replace(rates, ranks=topology.num_ranks, ranks_per_node=topology.ranks_per_node, slots_per_rank=slots)
-        parameters = sum(tensor[0].numel() for tensor in layers[0].sources)
+        parameters = sum(shape.numel() for shape in first.expert_shapes)
         model = ModelSpec(
             "session",
-            num_experts=len(layers[0].home_E),
+            num_experts=len(first.home_E),
             top_k=top_k,
             # Of the usual experts. It only weighs the dense half of a layer, which is guessed from it.
-            hidden_size=source.shape[-1],
-            expert_width=max(1, parameters // (3 * source.shape[-1])),
-            weight_bytes=source.itemsize,
+            hidden_size=hidden_size,
+            expert_width=max(1, parameters // (3 * hidden_size)),
+            weight_bytes=first.dtype.itemsize,
         )
         cost = CostModel.of(cluster, model)
         if paths == "peer":
@@ -155,7 +156,7 @@ class SessionPlanner:
         if paths == "host":
             cluster = replace(cluster, node_bytes_per_s=0.0, network_bytes_per_s=0.0)
         if mirror_bytes is not None:
-            cluster = replace(cluster, mirror_experts=mirror_bytes // layers[0].expert_bytes)
+            cluster = replace(cluster, mirror_experts=mirror_bytes // first.expert_bytes)
         return cls(topology, cluster, cost, PlanSettings(THRESHOLD), least_gain)
 
     def for_schedule(
@@ -227,17 +228,6 @@ class SessionPlanner:
             plannable = torch.stack(routed_D[ranks]).amin(dim=0).numpy().astype(bool)
             loads.append(Workload(torch.stack(counts_D[ranks], dim=2).numpy(), plannable))
         return loads
-
-    def check_agreed(self, plan: StepPlan) -> None:
-        """Raises InputError, before any work, if the ranks of an expert-parallel group hold different plans."""
-        hashes: list[str | None] = [None] * self.topology.num_ranks
-        dist.all_gather_object(hashes, plan.hash, group=self.topology.expert_control)
-        for rank, other in enumerate(hashes):
-            if other != hashes[0]:
-                raise InputError(
-                    f"ranks 0 and {rank} of expert-parallel group {self.topology.group} have different plans "
-                    f"({hashes[0]} and {other}); all ranks should adopt the same one"
-                )
 
     def _on_first_rank(self, make: Callable[[], _Made], start: float) -> PlannedStep:
         message: list[tuple[Schedule, list[bytes], float, float] | InputError | None] = [None]

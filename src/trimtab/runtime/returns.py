@@ -14,14 +14,20 @@ from trimtab.runtime.layout import InstanceReplicas
 from trimtab.runtime.topology import Topology
 
 if TYPE_CHECKING:
+    from trimtab.runtime.binding import MicroStep
     from trimtab.runtime.layer import ExpertLayer
 
 
 @dataclass(eq=False)
 class _Return:
-    """One instance's gradients under way: those that arrive here, by home row, and those that leave."""
+    """One instance's gradients under way: those that arrive here, by home row, and those that leave.
+
+    Attributes:
+        added: the parameters to whose gradients they are added; None for those whose gradients nobody asked for.
+    """
 
     layer: ExpertLayer
+    added: list[torch.nn.Parameter | None]
     rows: list[int]
     buffers: list[list[torch.Tensor]]
     leaving: list[torch.Tensor]
@@ -31,8 +37,9 @@ class _Return:
 class GradientReturns:
     """Sends gradients home in at least float32, and adds them there in plan order.
 
-    At most `layers` instances are under way: when another one comes, the oldest is waited for and added. So memory
-    does not grow with depth, and gradients are added at the same points in every run.
+    At most `layers` instances are under way: when another one comes, the oldest is waited for and added. All are added
+    when a backward ends. So memory does not grow with depth, gradients are added at the same points in every run, and
+    `.grad` is complete between backwards.
     """
 
     def __init__(self, topology: Topology, *, layers: int, counters: Counters) -> None:
@@ -53,33 +60,50 @@ class GradientReturns:
         trained = [parameter for parameter in layer.parameters if parameter.requires_grad]
         self._spare = [self._buffers(trained) for _ in range(arriving * self._layers)]
 
-    def start(self, layer: ExpertLayer, gradients: Sequence[torch.Tensor | None], replicas: InstanceReplicas) -> None:
-        """Start sending an instance's replica gradients home.
+    def start(
+        self,
+        layer: ExpertLayer,
+        gradients: Sequence[torch.Tensor | None],
+        replicas: InstanceReplicas,
+        step: MicroStep,
+    ) -> None:
+        """Start sending an instance's replica gradients home. Called in a backward.
 
         Args:
             gradients: of this rank's replicas, `[count, ...]` for each stacked tensor; None where it is frozen.
+
+        Raises:
+            RuntimeError: if the backward is `torch.autograd.grad`, or an expert tensor has a hook on its gradient.
         """
         if len(self._under_way) == self._layers:
             self._add(self._under_way.pop(0))
-        pending = _Return(layer, [], [], [], [])
+        parameters = layer.parameters
+        trained = [t for t, parameter in enumerate(parameters) if parameter.requires_grad]
+        added = [None if layer.joins_in_backward else _accumulates(layer, parameters[t]) for t in trained]
+        pending = _Return(layer, added, [], [], [], [])
         operations: list[dist.P2POp] = []
         group, rank = self._topology.gradients, self._topology.rank
-        trained = [t for t, parameter in enumerate(layer.parameters) if parameter.requires_grad]
+        # A message of another instance does not match, should ranks ever come to different ones.
+        tag = hash((step.plan_number, step.index, layer.index)) & 0x7FFFFFFF
         for p in range(replicas.count):
             expert, to = int(replicas.experts[p]), int(replicas.ranks[p])
             home = int(layer.home_E[expert])
             if home == rank:
-                buffers = self._buffers([layer.parameters[t] for t in trained])
+                buffers = self._buffers([parameters[t] for t in trained])
                 pending.rows.append(int(layer.rows_E[expert]))
                 pending.buffers.append(buffers)
-                operations += [dist.P2POp(dist.irecv, buffer, group=group, group_peer=to) for buffer in buffers]
+                operations += [
+                    dist.P2POp(dist.irecv, buffer, group=group, group_peer=to, tag=tag) for buffer in buffers
+                ]
             elif to == rank:
                 for t in trained:
                     gradient = gradients[t]
                     assert gradient is not None
                     row = gradient[int(replicas.slots[p])]
                     pending.leaving.append(row.to(accumulation_dtype(row.dtype)).contiguous())
-                    operations.append(dist.P2POp(dist.isend, pending.leaving[-1], group=group, group_peer=home))
+                    operations.append(
+                        dist.P2POp(dist.isend, pending.leaving[-1], group=group, group_peer=home, tag=tag)
+                    )
                     self._counters.gradient_bytes += pending.leaving[-1].nbytes
         pending.works = dist.batch_isend_irecv(operations) if operations else []
         self._under_way.append(pending)
@@ -88,6 +112,13 @@ class GradientReturns:
         """Wait for all gradients under way, and add them."""
         while self._under_way:
             self._add(self._under_way.pop(0))
+
+    def abandon(self) -> None:
+        """Drop what a backward that failed has left under way. All ranks have started the same."""
+        left, self._under_way = self._under_way, []
+        for pending in left:
+            self._wait(pending)
+            self._spare += pending.buffers
 
     def join(self, layer: ExpertLayer, gradients: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """Wait for the gradients that `start` sent on their way last, of the same layer, and add them.
@@ -113,17 +144,23 @@ class GradientReturns:
                 return self._spare.pop(index)
         return [torch.empty(s, dtype=d, device=p.device) for (s, d), p in zip(shapes, parameters, strict=True)]
 
-    def _add(self, pending: _Return) -> None:
-        trained = [parameter for parameter in pending.layer.parameters if parameter.requires_grad]
-        for parameter in trained:
-            if parameter.grad is None and pending.rows:
-                parameter.grad = torch.zeros_like(parameter)
-        self._add_to(pending, [parameter.grad for parameter in trained])
-
-    def _add_to(self, pending: _Return, gradients: Sequence[torch.Tensor | None]) -> None:
-        """Wait for what arrives here, and add it to the home gradients `[E / R, ...]` of the trained tensors."""
+    def _wait(self, pending: _Return) -> None:
         if pending.works:
             self._counters.wait([work.wait for work in pending.works], pending.layer.parameters[0].device)
+
+    def _add(self, pending: _Return) -> None:
+        for parameter in pending.added:
+            if parameter is not None and parameter.grad is None and pending.rows:
+                parameter.grad = torch.zeros_like(parameter)
+        self._add_to(pending, [None if parameter is None else parameter.grad for parameter in pending.added])
+
+    def _add_to(self, pending: _Return, gradients: Sequence[torch.Tensor | None]) -> None:
+        """Wait for what arrives here, and add it to the home gradients `[E / R, ...]` of the trained tensors.
+
+        Args:
+            gradients: None where there is nothing to add to.
+        """
+        self._wait(pending)
         for place, row in enumerate(pending.rows):
             if row in pending.rows[:place]:
                 continue
@@ -132,9 +169,26 @@ class GradientReturns:
                 total = same[0][t]
                 for buffers in same[1:]:
                     total += buffers[t]
-                assert gradient is not None
-                gradient[row] += total
+                if gradient is not None:
+                    gradient[row] += total
         self._spare += pending.buffers
+
+
+def _accumulates(layer: ExpertLayer, parameter: torch.nn.Parameter) -> torch.nn.Parameter | None:
+    """The parameter, if the running backward adds to its gradient. `backward(inputs=...)` may leave it out."""
+    if parameter._backward_hooks or parameter._post_accumulate_grad_hooks:
+        raise RuntimeError(
+            f"MoE layer {layer.index}: a hook on an expert tensor would get its gradient before those of replicas are "
+            "added; remove the hook, or work on the gradients after backward()"
+        )
+    node = torch.autograd.graph.get_gradient_edge(parameter).node
+    try:
+        return parameter if torch._C._will_engine_execute_node(node) else None
+    except RuntimeError:
+        raise RuntimeError(
+            f"MoE layer {layer.index}: torch.autograd.grad() would miss the gradients of replicas, which are added to "
+            "`.grad`; call backward()"
+        ) from None
 
 
 def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:

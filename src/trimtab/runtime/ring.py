@@ -102,16 +102,25 @@ class ReplicaRing:
         return [tensor[:count] for tensor in self._places[arrival.place]]
 
     def end(self, step: MicroStep) -> None:
-        """The micro-step is over: remember its order of layers."""
+        """The micro-step is over: remember its order of layers. What follows may write to the weights."""
         if step.visited:
             self._order[step.with_backward] = step.visited
+        self._wait_for_sends()
 
-    def drain(self) -> None:
-        """Forget all replicas, with no transfer left under way: the weights are about to change."""
+    def complete(self) -> None:
+        """Wait for all transfers under way: the weights are about to change."""
         for arrival in self._held.values():
             for wait in arrival.waits:
                 wait()
+            arrival.waits = []
+        self._wait_for_sends()
+
+    def drain(self) -> None:
+        """Forget all replicas, with no transfer left under way."""
+        self.complete()
         self._held.clear()
+
+    def _wait_for_sends(self) -> None:
         for work in self._sends:
             work.wait()
         self._sends.clear()
@@ -149,7 +158,7 @@ class ReplicaRing:
     def _coming(self, step: MicroStep, index: int) -> Sequence[int]:
         """The layers that will be needed after this one: as in the last such micro-step, else straight on."""
         known, done = self._order.get(step.with_backward, []), len(step.visited)
-        if known[:done] == step.visited:
+        if known is not step.visited and known[:done] == step.visited:
             return known[done:]
         goes_up = done < 2 or index > step.visited[-2]
         return range(index + 1, len(step.layouts)) if goes_up else range(index - 1, -1, -1)
@@ -178,6 +187,8 @@ class ReplicaRing:
         from_peers: list[tuple[torch.Tensor, torch.Tensor]] = []
         operations: list[dist.P2POp] = []
         group, rank, per_node = self._topology.weights, self._topology.rank, self._topology.ranks_per_node
+        # A message of another instance does not match, should ranks ever come to different ones.
+        tag = hash((step.plan_number, step.index, layer.index)) & 0x7FFFFFFF
         for p in range(replicas.count):
             expert, to = int(replicas.experts[p]), int(replicas.ranks[p])
             home, row, slot = int(layer.home_E[expert]), int(layer.rows_E[expert]), int(replicas.slots[p])
@@ -191,10 +202,12 @@ class ReplicaRing:
                     from_peers += [(t[slot], source) for t, source in zip(place, sources, strict=True)]
                     self.counters.peer_bytes += layer.expert_bytes
             elif home == rank:
-                operations += [dist.P2POp(dist.isend, t[row], group=group, group_peer=to) for t in layer.sources]
+                operations += [
+                    dist.P2POp(dist.isend, t[row], group=group, group_peer=to, tag=tag) for t in layer.sources
+                ]
                 self.counters.peer_bytes += layer.expert_bytes
             elif to == rank:
-                operations += [dist.P2POp(dist.irecv, t[slot], group=group, group_peer=home) for t in place]
+                operations += [dist.P2POp(dist.irecv, t[slot], group=group, group_peer=home, tag=tag) for t in place]
         if from_host:
             arrival.waits.append(self.host_copies.start(from_host))
             self.counters.host_bytes += sum(source.nbytes for _, source in from_host)

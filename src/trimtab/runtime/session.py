@@ -4,31 +4,53 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Iterator, Sequence
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
+from datetime import timedelta
+from functools import partial
+from typing import Any, cast, get_args
 
 import numpy as np
 import torch
 import torch.distributed as dist
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from trimtab.cluster import ClusterSpec
 from trimtab.errors import InputError
-from trimtab.planner import Placement, Schedule, StepPlan
+from trimtab.planner import Placement, Schedule, StepPlan, Workload
 from trimtab.planner.workload import max_over_mean
+from trimtab.runtime.accumulation import Accumulation
+from trimtab.runtime.backward import Backward, running_backward
 from trimtab.runtime.binding import Instance, MicroStep, RunningStep, exchange_layout
+from trimtab.runtime.checks import at_least, finite, one_of, shares_memory
 from trimtab.runtime.counters import Counters
 from trimtab.runtime.experts import ApplyExperts
 from trimtab.runtime.gradients import clip_gradients, sum_gradients
-from trimtab.runtime.layer import ExpertLayer, HomeWeights
+from trimtab.runtime.layer import ExpertLayer, HomeWeights, ReadParameters
+from trimtab.runtime.lockstep import (
+    ADOPT,
+    FINISH,
+    LIVE_MICRO_STEP,
+    MICRO_STEP,
+    MOVE,
+    PLAN,
+    PLAN_SEQUENCES,
+    Lockstep,
+    digest,
+)
 from trimtab.runtime.logical import logical_state
-from trimtab.runtime.moving import move_experts
+from trimtab.runtime.moving import check_movable, move_experts
 from trimtab.runtime.planning import Mode, Paths, PlannedStep, PlanReport, SessionPlanner
 from trimtab.runtime.recorder import REFRESHING, SUMMING, Recorder
 from trimtab.runtime.topology import Topology
 from trimtab.runtime.transfers import Transfers
 from trimtab.trace import RoutingTrace
 from trimtab.trace.routing import Array
+
+# Environment variable: 1 turns on `verify_weights` where a session isn't told.
+VERIFY_WEIGHTS = "TRIMTAB_VERIFY_WEIGHTS"
 
 
 class Session:
@@ -53,9 +75,14 @@ class Session:
         least_gain: a plan that is predicted to save a smaller part of the expert time is not carried out.
         rates: how fast ranks compute and links are, which plans weigh; an H100 cluster, or a CPU machine, by default.
             Its sizes don't count.
+        verify_weights: check as each micro-step begins, on sampled elements of every expert, that no weight changed
+            in a way that the session does not notice. By default in mode `shadow`, and where the environment has
+            `TRIMTAB_VERIFY_WEIGHTS=1`. On CUDA the host then waits for the device.
+        timeout: after which a rank that waits for others gives up; that of `group` by default.
 
     Raises:
-        InputError: if the ranks don't divide the experts, the groups the ranks, or the nodes a group.
+        InputError: if the ranks don't divide the experts, the groups the ranks, or the nodes a group; or an argument
+            is out of its range.
     """
 
     def __init__(
@@ -72,27 +99,55 @@ class Session:
         mirror_bytes: int | None = None,
         least_gain: float = 0.005,
         rates: ClusterSpec | None = None,
+        verify_weights: bool | None = None,
+        timeout: timedelta | None = None,
     ) -> None:
-        if ring_layers < 2:
-            raise InputError(f"ring_layers is {ring_layers}; it should be 2 or more, one layer in use and one ahead")
-        self.topology = Topology.build(group, groups, ranks_per_node)
-        self.num_experts = num_experts
-        self.mode: Mode = mode
-        self.paths: Paths = paths
-        self.slots_per_rank = slots_per_rank
-        self.ring_layers = ring_layers
-        self.mirror_bytes = mirror_bytes
-        self.least_gain = least_gain
+        self.num_experts = at_least("num_experts", num_experts, 1)
+        self.mode = mode
+        self.paths = paths
+        self.slots_per_rank = at_least("slots_per_rank", slots_per_rank, 0)
+        self.ring_layers = at_least("ring_layers", ring_layers, 2)
+        self.mirror_bytes = None if mirror_bytes is None else at_least("mirror_bytes", mirror_bytes, 0)
+        self.least_gain = finite("least_gain", least_gain)
         self.rates = rates
+        if verify_weights is None:
+            verify_weights = mode == "shadow" or os.environ.get(VERIFY_WEIGHTS) == "1"
+        self.verify_weights = verify_weights
+        self.topology = Topology.build(group, at_least("groups", groups, 1), ranks_per_node, timeout)
         self.layers: list[ExpertLayer] = []
         self.optimizers: list[torch.optim.Optimizer] = []
-        self.counters = Counters()
         self.unplanned_micro_steps = 0
         self._contiguous_E: Array = Placement.contiguous(1, num_experts, self.num_ranks).home[0]
+        self._lockstep = Lockstep(self.topology, most_votes=max(num_experts, 2))
+        self.counters = Counters(lockstep=self._lockstep)
         self._transfers: Transfers | None = None
         self._step: RunningStep | None = None
+        self._plans = 0
         self._current: MicroStep | None = None
+        # The last micro-step's backward may come after it.
+        self._last: MicroStep | None = None
+        self._backward = Backward(self._complete_gradients, self._drop_gradients)
+        self._accumulation = Accumulation(self._expert_parameters)
         self._weights_changed = True
+        _watch_optimizers(self)
+
+    @property
+    def mode(self) -> Mode:
+        """What is done with a plan; see `Session`."""
+        return self._mode
+
+    @mode.setter
+    def mode(self, mode: Mode) -> None:
+        self._mode = cast(Mode, one_of("mode", mode, get_args(Mode)))
+
+    @property
+    def paths(self) -> Paths:
+        """How replicas' weights may come; see `Session`."""
+        return self._paths
+
+    @paths.setter
+    def paths(self, paths: Paths) -> None:
+        self._paths = cast(Paths, one_of("paths", paths, get_args(Paths)))
 
     @property
     def rank(self) -> int:
@@ -116,7 +171,7 @@ class Session:
 
     def add_layer(
         self,
-        parameters: Sequence[torch.nn.Parameter],
+        parameters: Sequence[torch.nn.Parameter] | ReadParameters,
         apply: ApplyExperts,
         *,
         compute_dtype: torch.dtype | None = None,
@@ -125,8 +180,9 @@ class Session:
         """Add the next MoE layer. Not a collective.
 
         Args:
-            parameters: stacked tensors `[E / R, ...]` of this rank's `home_experts`. They stay the caller's: train
-                them with an elementwise optimizer, and keep them out of FSDP.
+            parameters: stacked tensors `[E / R, ...]` of this rank's `home_experts`, or a function that returns them,
+                which is called whenever they are needed. They stay the caller's: train them with an elementwise
+                optimizer, and keep them out of FSDP. Their memory may be replaced at any time outside micro-steps.
             apply: computes experts on grouped rows; see `gated_experts`.
             compute_dtype: what to compute in, if not in the parameters' own dtype (float32 masters, bfloat16 compute).
             weights: gives the same experts `[E / R, ...]`, in the graph, each time that the layer runs, if somebody
@@ -134,16 +190,30 @@ class Session:
                 replicas' included, when the layer's backward ends; `parameters` are only read, and homes stay.
 
         Raises:
-            InputError: if a tensor does not hold E / R experts, or they differ in shape from other layers'.
+            InputError: if a tensor does not hold E / R experts, they differ in shape from other layers', or another
+                layer has one of them, too.
         """
         index = len(self.layers)
-        for parameter in parameters:
+        read: ReadParameters = parameters if callable(parameters) else partial(_same, parameters)
+        if not read():
+            raise InputError(f"MoE layer {index} was added without expert tensors")
+        others = [(number, other) for number, layer in enumerate(self.layers) for other in layer.parameters]
+        for tensor, parameter in enumerate(read()):
+            for number, other in others:
+                if shares_memory(parameter, other):
+                    raise InputError(
+                        f"MoE layer {index} was added with an expert tensor of MoE layer {number}; layers can't share "
+                        "experts, since each places its own"
+                    )
+            others.append((index, parameter))
+            if parameter.is_meta:
+                raise InputError(f"MoE layer {index}: expert tensor {tensor} has no memory; load it before it is added")
             if len(parameter) != len(self.home_experts):
                 raise InputError(
                     f"MoE layer {index}: an expert tensor has {len(parameter)} rows; this rank is home to "
                     f"{len(self.home_experts)} of {self.num_experts} experts"
                 )
-        layer = ExpertLayer(self, index, parameters, apply, self._contiguous_E, compute_dtype, weights)
+        layer = ExpertLayer(self, index, read, apply, self._contiguous_E, compute_dtype, weights)
         if self.layers and _expert_shapes(layer) != _expert_shapes(self.layers[0]):
             raise InputError(
                 f"MoE layer {index} has experts of {_expert_shapes(layer)}, layer 0 {_expert_shapes(self.layers[0])}. "
@@ -177,9 +247,19 @@ class Session:
                 `weights`.
             RuntimeError: if gradients wait for an optimizer step.
         """
+        self._backward.forward()
+        self._lockstep.agree(
+            MOVE, same={"homes": digest(placement.home)}, problem=_problem(self._check_move, placement)
+        )
+        self._move(placement)
+
+    def _check_move(self, placement: Placement) -> None:
         if not np.array_equal(placement.home, self.placement.home):
             self.need_own_experts("move experts")
         placement.check(len(self.layers), self.num_experts, self.num_ranks)
+        check_movable(self.layers, placement.home, self.optimizers)
+
+    def _move(self, placement: Placement) -> None:
         self.transfers.ring.drain()
         self.counters.moved_bytes += move_experts(self.layers, placement.home, self.optimizers, self.topology)
         self._weights_changed = True
@@ -194,7 +274,11 @@ class Session:
         Raises:
             InputError: if trace, schedule and layers don't fit together.
         """
-        self._check_fits(trace, schedule, self.topology.data_rank, self.topology.num_data_ranks)
+        rank, ranks = self.topology.data_rank, self.topology.num_data_ranks
+        fits = _problem(self._check_fits, trace, schedule, rank, ranks)
+        places = digest(schedule.micro_step, schedule.rank, schedule.mini_batch_of_micro_step)
+        same = {"number of micro-steps": schedule.num_micro_steps, "schedule": places, **self._settings}
+        self._meet(PLAN, same, fits)
         planned = self._planner(trace).for_schedule(
             trace, schedule, self.placement, self.mode, may_move=bool(self.optimizers)
         )
@@ -213,7 +297,9 @@ class Session:
         Raises:
             InputError: if the trace is not of this model, or a sequence exceeds the budget.
         """
-        self._check_model(trace)
+        batches = None if mini_batch is None else digest(np.asarray(mini_batch, np.int64))
+        same = {"token_budget": token_budget, "mini_batch": batches, **self._settings}
+        self._meet(PLAN_SEQUENCES, same, _problem(self._check_model, trace))
         return self._planner(trace).for_sequences(
             trace, self.placement, self.mode,
             may_move=bool(self.optimizers), token_budget=token_budget, mini_batch=mini_batch,
@@ -231,23 +317,21 @@ class Session:
                 has more slots than this session, or moves homes although no optimizer is known.
         """
         plan = planned if isinstance(planned, StepPlan) else planned.plan
-        planner = self._planner(trace)
-        planner.check_agreed(plan)
-        self._check_fits(trace, plan.schedule, self.rank, self.num_ranks)
+        moved = int(np.count_nonzero(plan.home != self.placement.home)) if plan.home.shape == self._shape else 0
+        problem = _problem(self._check_plan, plan, trace, moved)
+        self._lockstep.agree(ADOPT, same={"the plan": plan.hash, "mode": self.mode}, problem=problem)
         workload = None if isinstance(planned, StepPlan) else planned.workload
         if workload is None:
-            workload = planner.gather_workloads(trace, self._data_schedule(plan))[self.topology.group]
+            schedule = self._data_schedule(plan)
+            workload = self._planner(trace).gather_workloads(trace, schedule)[self.topology.group]
         plan.check(workload)
         before = workload.home_loads(self.placement.home)
         if isinstance(planned, StepPlan):
             planned = PlannedStep(plan.schedule, plan, max_vio_before=float(max_over_mean(before).mean() - 1))
         after = plan.rank_loads(workload)
-        moved = int(np.count_nonzero(plan.home != self.placement.home))
         start = time.perf_counter()
         runs = self.mode in ("plan", "static")
-        if runs:
-            self._prepare(plan, moved)
-        self._step = RunningStep(plan, workload, trace, runs)
+        self._take(plan, workload, trace, runs)
         unplanned = int(np.count_nonzero(~plan.plannable)) if runs else plan.num_micro_steps
         return PlanReport(
             planning_s=planned.planning_s,
@@ -288,10 +372,17 @@ class Session:
         """
         if self._step is None:
             raise RuntimeError("micro_step() needs a planned step")
-        bound = self._step.bind(index, self.layers, self.topology, positions, sequence_hashes)
+        step, layers, topology = self._step, self.layers, self.topology
+        knows = step.problem(index) is None and step.knows(index, sequence_hashes, self.rank)
+        all_know = self._begin(MICRO_STEP, index, knows, step.problem(index))
+
+        def bind() -> MicroStep:
+            return step.bind(index, layers, topology, positions) if all_know else MicroStep(positions, index=index)
+
+        bound = bind()
         self.unplanned_micro_steps += not bound.layouts
         recorder = self.counters.recorder
-        with self._running(bound), nullcontext() if recorder is None else recorder.micro_step(index):
+        with self._running(bound, bind), nullcontext() if recorder is None else recorder.micro_step(index):
             yield
 
     @contextmanager
@@ -321,7 +412,8 @@ class Session:
         Args:
             positions: `[n]` int64, where this rank's tokens stand among the rows that the layers are given.
         """
-        with self._running(MicroStep(positions)):
+        self._begin(LIVE_MICRO_STEP, -1)
+        with self._running(MicroStep(positions), partial(MicroStep, positions)):
             yield
 
     def finish_gradients(self, replicated: Sequence[torch.nn.Parameter] = ()) -> None:
@@ -330,21 +422,28 @@ class Session:
         Replica gradients still under way are added to their home experts. Gradients of experts are summed over the
         expert-parallel groups, those of `replicated` parameters, which every rank holds, over all ranks. Those of
         layers that were added with `weights` are left to whoever trains them.
-        """
-        with self._noted(SUMMING):
-            self._finish_gradients(replicated)
-        self._weights_changed = True
 
-    def _finish_gradients(self, replicated: Sequence[torch.nn.Parameter]) -> None:
+        Raises:
+            RuntimeError: if it has summed these gradients already, and they were not zeroed since.
+            RanksDisagreeError: if the ranks are at different places in their step, or give different parameters.
+        """
+        self._backward.forward()
         experts = [parameter for parameter in self._expert_parameters() if parameter.requires_grad]
-        if self._transfers is not None:
-            self._transfers.finish()
-        for parameter in experts:
-            if parameter.grad is None:
-                parameter.grad = torch.zeros_like(parameter)
-        if self.topology.twins is not None:
-            sum_gradients(experts, self.topology.twins)
-        sum_gradients(replicated, self.topology.data)
+        summed = [*replicated, *(experts if self.topology.twins is not None else ())]
+        trained = [parameter for parameter in replicated if parameter.requires_grad]
+        same = {"replicated parameters": (len(trained), sum(parameter.numel() for parameter in trained))}
+        self._meet(FINISH, same, self._accumulation.problem(summed))
+        with self._noted(SUMMING):
+            if self._transfers is not None:
+                self._transfers.ring.drain()
+            for parameter in experts:
+                if parameter.grad is None:
+                    parameter.grad = torch.zeros_like(parameter)
+            if self.topology.twins is not None:
+                sum_gradients(experts, self.topology.twins)
+            sum_gradients(replicated, self.topology.data)
+        self._accumulation.finish(summed)
+        self._weights_changed = True
 
     def clip_gradients(self, replicated: Sequence[torch.nn.Parameter], max_norm: float) -> float:
         """Clip the gradients of replicated parameters and of all ranks' experts by their joint norm, and return it.
@@ -365,7 +464,9 @@ class Session:
 
         `transfer/exposed_s` are seconds that compute waited for replicas or their gradients, `transfer/cpu_s` CPU time
         of the thread that copies, `transfer/refresh_s` what bringing changed weights into mirrors took,
-        `transfer/*_bytes` what this rank sent or copied, `moe/unplanned_micro_steps` those that ran without a plan.
+        `transfer/*_bytes` what this rank sent or copied, `moe/unplanned_micro_steps` those that ran without a plan,
+        `moe/live_layer_calls` calls of layers outside any micro-step while there was a plan, which follow the router's
+        choice, `moe/abandoned_backwards` those that failed while gradients of replicas were under way.
         """
         counters = self.counters
         metrics = {
@@ -378,6 +479,8 @@ class Session:
             "transfer/gradient_bytes": counters.gradient_bytes,
             "transfer/moved_bytes": counters.moved_bytes,
             "moe/unplanned_micro_steps": self.unplanned_micro_steps,
+            "moe/live_layer_calls": counters.live_calls,
+            "moe/abandoned_backwards": counters.abandoned_backwards,
         }
         counters.clear()
         self.unplanned_micro_steps = 0
@@ -400,34 +503,37 @@ class Session:
 
     # What the layers ask for.
 
+    def micro_step_of_call(self) -> MicroStep | None:
+        """The micro-step that a layer belongs to which is called now: the running one; within a backward, where a
+        checkpointed layer runs again, that of its first run."""
+        if running_backward() is not None:
+            return self._backward.runs_again()
+        self._backward.forward()
+        return self._current
+
     @property
     def replays(self) -> bool:
-        """Is a micro-step with recorded routing running?"""
-        return self._current is not None and self._current.recorded_LNK is not None
+        """Has the micro-step of a layer that is called now recorded routing?"""
+        micro_step = self.micro_step_of_call()
+        return micro_step is not None and micro_step.replays
 
-    @property
-    def is_fresh(self) -> bool:
-        """Does staging memory hold the parameters' present values?"""
-        return self._current is not None
-
-    def replay(self, layer: int, live_ids: torch.Tensor) -> torch.Tensor:
-        """Put the running micro-step's recorded ids into `live_ids [T, K]`; see `ExpertLayer.route`."""
-        ids = live_ids.to(torch.int64)
-        return ids if self._current is None else self._current.replay(layer, ids)
-
-    def bind(self, layer: ExpertLayer, expert_ids: torch.Tensor) -> Instance:
+    def bind(self, layer: ExpertLayer, expert_ids: torch.Tensor, step: MicroStep | None) -> Instance:
         """Everything that `layer` needs to run: from the plan, or from an exchange of counts if there is none."""
-        step, group = self._current, self.topology.experts
         positions = step.positions if step else None
-        if step is not None and step.layouts:
+        planned = step is not None and bool(step.layouts)
+        if step is not None and planned:
             if not step.visited:
                 step.with_backward = torch.is_grad_enabled()
-            return Instance(
-                layer, step.layouts[layer.index], positions, group, step, self.transfers, self.counters.recorder
-            )
-        chosen = expert_ids if positions is None else expert_ids.index_select(0, positions)
-        layout = exchange_layout(layer, chosen, self.topology)
-        return Instance(layer, layout, positions, group, recorder=self.counters.recorder)
+            layout = step.layouts[layer.index]
+        else:
+            self.counters.live_calls += step is None and self._step is not None
+            chosen = expert_ids if positions is None else expert_ids.index_select(0, positions)
+            layout = exchange_layout(layer, chosen, self.topology, self._lockstep)
+        return Instance(
+            layer, layout, positions, self.topology.experts, self._lockstep, self._backward, self._accumulation,
+            layer.home_E, torch.is_grad_enabled(), running_backward(), step, self.transfers if planned else None,
+            self.counters.recorder,
+        )  # fmt: skip
 
     @property
     def transfers(self) -> Transfers:
@@ -439,6 +545,7 @@ class Session:
                 slots=self.slots_per_rank,
                 ring_layers=self.ring_layers,
                 counters=self.counters,
+                verify_weights=self.verify_weights,
             )
         return self._transfers
 
@@ -483,8 +590,73 @@ class Session:
         first = self.topology.group * self.num_ranks
         return replace(plan.schedule, rank=plan.rank + first, num_ranks=self.topology.num_data_ranks)
 
-    def _prepare(self, plan: StepPlan, moved: int) -> None:
-        """Make ready to run a plan: experts at their homes, room for what it needs."""
+    @property
+    def _shape(self) -> tuple[int, int]:
+        return len(self.layers), self.num_experts
+
+    @property
+    def _settings(self) -> dict[str, object]:
+        """What all ranks should have been told alike, since plans depend on it."""
+        names = ("mode", "paths", "slots_per_rank", "mirror_bytes", "least_gain")
+        return {name: getattr(self, name) for name in names} | {"optimizers are known": bool(self.optimizers)}
+
+    def _meet(self, call: int, same: Mapping[str, object], problem: Exception | None) -> None:
+        """All data ranks make this call; see `Lockstep.agree`."""
+        self._lockstep.agree(call, same=same, problem=problem, everywhere=True)
+
+    def _begin(self, call: int, index: int, knows: bool = True, problem: Exception | None = None) -> bool:
+        """All ranks begin the same micro-step; bring changed weights to their copies. Do all know its sequences?"""
+        if self._current is not None:
+            raise RuntimeError("another micro-step is running")
+        self._backward.forward()
+        changed, trained, broken = self.transfers.watch.look(self._weights_changed)
+        same = {"gradients enabled": torch.is_grad_enabled(), "trained expert tensors": trained}
+        votes = (changed, knows)
+        votes_RV = self._lockstep.agree(call, micro_step=index, same=same, votes=votes, problem=problem or broken)
+        if votes_RV[:, 0].any():
+            start = time.perf_counter()
+            with self._noted(REFRESHING):
+                self.transfers.refresh()
+            self.counters.refresh_s += time.perf_counter() - start
+            self._weights_changed = False
+        return bool(votes_RV[:, 1].all())
+
+    @contextmanager
+    def _running(self, micro_step: MicroStep, bind: Callable[[], MicroStep]) -> Iterator[None]:
+        self._backward.open(micro_step, bind)
+        self._current = self._last = micro_step
+        try:
+            self.transfers.ring.begin(micro_step, self.layers)
+            yield
+            self.transfers.ring.end(micro_step)
+        finally:
+            self._current = None
+            self._backward.close()
+
+    def _complete_gradients(self) -> None:
+        """A backward ends: gradients of replicas that are under way belong to it."""
+        with self._lockstep.explaining():
+            self.transfers.returns.finish()
+
+    def _drop_gradients(self) -> None:
+        """A backward failed; what it has left is not to be added to what comes next."""
+        self.counters.abandoned_backwards += 1
+        self.transfers.returns.abandon()
+
+    def _take(self, plan: StepPlan, workload: Workload, trace: RoutingTrace, runs: bool) -> None:
+        """Make ready for the micro-steps of a plan that is right: experts at their homes, room for what it needs."""
+        self._backward.forget()
+        self._plans += 1
+        if runs:
+            self._move(plan.placement)
+            self.transfers.prepare(plan, self._plans)
+        self._weights_changed = True
+        self._step = RunningStep(plan, workload, trace, runs, self._plans)
+
+    def _check_plan(self, plan: StepPlan, trace: RoutingTrace, moved: int) -> None:
+        self._check_fits(trace, plan.schedule, self.rank, self.num_ranks)
+        if self.mode not in ("plan", "static"):
+            return
         if plan.slots_per_rank > self.slots_per_rank:
             raise InputError(
                 f"the plan is for {plan.slots_per_rank} slots a rank; this session has {self.slots_per_rank}"
@@ -494,26 +666,7 @@ class Session:
                 f"the plan moves {moved} experts to other homes; tell the session which optimizer trains them with "
                 "train_with(), so that its state can move along"
             )
-        self.move(plan.placement)
-        self.transfers.prepare(plan)
-
-    @contextmanager
-    def _running(self, micro_step: MicroStep) -> Iterator[None]:
-        if self._current is not None:
-            raise RuntimeError("another micro-step is running")
-        if self._weights_changed:
-            start = time.perf_counter()
-            with self._noted(REFRESHING):
-                self.transfers.refresh()
-            self.counters.refresh_s += time.perf_counter() - start
-            self._weights_changed = False
-        self._current = micro_step
-        try:
-            self.transfers.ring.begin(micro_step, self.layers)
-            yield
-        finally:
-            self._current = None
-            self.transfers.ring.end(micro_step)
+        self._check_move(plan.placement)
 
     def _check_model(self, trace: RoutingTrace) -> None:
         if (trace.num_experts, trace.num_layers) != (self.num_experts, len(self.layers)):
@@ -521,6 +674,9 @@ class Session:
                 f"the trace has {trace.shape_text}; the model has {len(self.layers)} MoE layers, "
                 f"{self.num_experts} experts"
             )
+        known = trace.expert_ids[trace.expert_ids != trace.no_route] if trace.num_tokens else trace.expert_ids
+        if known.size and known.max() >= self.num_experts:
+            trace.check()
 
     def _check_fits(self, trace: RoutingTrace, schedule: Schedule, rank: int, num_ranks: int) -> None:
         self._check_model(trace)
@@ -532,8 +688,43 @@ class Session:
             )
 
 
+def _same(parameters: Sequence[torch.nn.Parameter]) -> Sequence[torch.nn.Parameter]:
+    return parameters
+
+
+def _problem(check: Callable[..., None], *args: Any) -> Exception | None:
+    """What a check raises, to be raised on all ranks."""
+    try:
+        check(*args)
+    except (InputError, RuntimeError) as error:
+        return error
+    return None
+
+
+def _watch_optimizers(session: Session) -> None:
+    """Tell a session of all optimizer steps in this process: any of them may change its experts' weights.
+
+    The optimizer may hold other tensors, which it copies to the parameters: masters of another precision, flat buffers.
+    """
+    session_ref = weakref.ref(session)
+
+    def before(*_: Any) -> None:
+        living = session_ref()
+        if living is not None and living._transfers is not None:
+            living._transfers.ring.complete()
+
+    def after(*_: Any) -> None:
+        living = session_ref()
+        if living is not None:
+            living._weights_changed = True
+
+    handles = register_optimizer_step_pre_hook(before), register_optimizer_step_post_hook(after)
+    for handle in handles:
+        weakref.finalize(session, handle.remove)
+
+
 def _expert_shapes(layer: ExpertLayer) -> list[tuple[tuple[int, ...], torch.dtype]]:
-    return [(tuple(source.shape[1:]), source.dtype) for source in layer.sources]
+    return [(tuple(shape), layer.dtype) for shape in layer.expert_shapes]
 
 
 def _free_bytes(device: torch.device) -> int:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from datetime import timedelta
+from functools import partial
 from weakref import WeakValueDictionary
 
 import torch
@@ -26,6 +28,7 @@ class Topology:
         rank, num_ranks: in `experts`.
         ranks_per_node: of `experts`.
         group, groups: which expert-parallel group this is, of how many.
+        timeout: of all groups that are made here.
     """
 
     data: dist.ProcessGroup
@@ -41,10 +44,16 @@ class Topology:
     ranks_per_node: int
     group: int
     groups: int
+    timeout: timedelta
 
     @classmethod
-    def build(cls, data: dist.ProcessGroup | None, groups: int, ranks_per_node: int | None) -> Topology:
+    def build(
+        cls, data: dist.ProcessGroup | None, groups: int, ranks_per_node: int | None, timeout: timedelta | None = None
+    ) -> Topology:
         """Make all groups. A collective over `data`, all ranks by default.
+
+        Args:
+            timeout: of the groups; that of `data` by default.
 
         Raises:
             InputError: if the groups don't divide the ranks, or the nodes a group.
@@ -56,31 +65,36 @@ class Topology:
         num_data_ranks, data_rank = len(members), dist.get_rank(data)
         if groups < 1 or num_data_ranks % groups:
             raise InputError(f"{groups} expert-parallel groups don't divide {num_data_ranks} ranks")
+        if ranks_per_node is not None and ranks_per_node < 1:
+            raise InputError(f"ranks_per_node is {ranks_per_node}; it should be 1 or more")
+        timeout = timeout or _timeout_of(data)
+        make = partial(_group, timeout=timeout)
         num_ranks = num_data_ranks // groups
         group, rank = divmod(data_rank, num_ranks)
         per_node = ranks_per_node or num_ranks
         if num_ranks % per_node:
             raise InputError(f"{per_node} ranks a node don't divide the {num_ranks} ranks of an expert-parallel group")
         mine = members[group * num_ranks : (group + 1) * num_ranks]
-        control = _group(members, "control", "gloo")
-        experts = data if groups == 1 else _group(mine, "experts")
-        expert_control = control if groups == 1 else _group(mine, "control", "gloo")
+        control = make(members, "control", "gloo")
+        experts = data if groups == 1 else make(mine, "experts")
+        expert_control = control if groups == 1 else make(mine, "control", "gloo")
         node = rank // per_node
         neighbours = mine[node * per_node : (node + 1) * per_node]
         return cls(
             data=data,
             experts=experts,
-            twins=None if groups == 1 else _group(members[rank::num_ranks], "twins"),
-            weights=_group(mine, "weights"),
-            gradients=_group(mine, "gradients"),
+            twins=None if groups == 1 else make(members[rank::num_ranks], "twins"),
+            weights=make(mine, "weights"),
+            gradients=make(mine, "gradients"),
             control=control,
             expert_control=expert_control,
-            node_control=expert_control if per_node == num_ranks else _group(neighbours, "control", "gloo"),
+            node_control=expert_control if per_node == num_ranks else make(neighbours, "control", "gloo"),
             rank=rank,
             num_ranks=num_ranks,
             ranks_per_node=per_node,
             group=group,
             groups=groups,
+            timeout=timeout,
         )
 
     @property
@@ -96,16 +110,16 @@ class Topology:
         return self.rank // self.ranks_per_node
 
 
-# Groups by default group, ranks and use: sessions of one process share them, since groups can't be made anew for ever.
-# torch keeps them until they are destroyed; their threads should not outlive that.
-_made: WeakValueDictionary[tuple[int, tuple[int, ...], str], dist.ProcessGroup] = WeakValueDictionary()
+# Groups by default group, ranks, use and timeout. Sessions of one process share them, since a process can't make groups
+# without limit. torch keeps them until they are destroyed; their threads should not outlive that.
+_made: WeakValueDictionary[tuple[int, tuple[int, ...], str, timedelta], dist.ProcessGroup] = WeakValueDictionary()
 
 
-def _group(ranks: Sequence[int], use: str, backend: str | None = None) -> dist.ProcessGroup:
-    key = (id(dist.group.WORLD), tuple(ranks), use)
+def _group(ranks: Sequence[int], use: str, backend: str | None = None, *, timeout: timedelta) -> dist.ProcessGroup:
+    key = (id(dist.group.WORLD), tuple(ranks), use, timeout)
     group = _made.get(key)
     if group is None:
-        group = dist.new_group(list(ranks), backend=backend, use_local_synchronization=True)
+        group = dist.new_group(list(ranks), backend=backend, timeout=timeout, use_local_synchronization=True)
         assert group is not None
         # NCCL wants every rank of a group in its first call. A barrier would be gloo's, if the group has that too.
         if "nccl" in dist.get_backend_config(group):
@@ -114,3 +128,9 @@ def _group(ranks: Sequence[int], use: str, backend: str | None = None) -> dist.P
             dist.barrier(group=group)
         _made[key] = group
     return group
+
+
+def _timeout_of(group: dist.ProcessGroup) -> timedelta:
+    """The shortest of a group's backends."""
+    timeouts = [group._get_backend(device).options._timeout for device in group._device_types]
+    return min(timeouts)

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
+import torch
 
 from trimtab.planner import StepPlan
 from trimtab.planner.paths import PEER
@@ -15,6 +16,7 @@ from trimtab.runtime.returns import GradientReturns
 from trimtab.runtime.ring import ReplicaRing
 from trimtab.runtime.symmetric import PeerMemory
 from trimtab.runtime.topology import Topology
+from trimtab.runtime.weight_watch import WeightWatch
 
 if TYPE_CHECKING:
     from trimtab.runtime.layer import ExpertLayer
@@ -27,6 +29,11 @@ class Transfers:
         layers: all of the session's.
         slots: replicas of one layer that a rank has room for.
         ring_layers: layers that replicas are kept for at a time.
+        verify_weights: compare sampled elements of experts where nothing else says that they changed.
+
+    Attributes:
+        plan_number: of the plan that this is ready for.
+        watch: tells whether weights changed since copies were made.
     """
 
     def __init__(
@@ -37,11 +44,15 @@ class Transfers:
         slots: int,
         ring_layers: int,
         counters: Counters,
+        verify_weights: bool,
     ) -> None:
-        expert = [source[0] for source in layers[0].sources]
-        self._on_cuda = expert[0].device.type == "cuda"
+        first, device = layers[0], layers[0].parameters[0].device
+        expert = [torch.empty(shape, dtype=first.dtype, device=device) for shape in first.expert_shapes]
+        self._on_cuda = device.type == "cuda"
         self._topology = topology
         self.layers = layers
+        self.plan_number = 0
+        self.watch = WeightWatch(layers, verify=verify_weights)
         self.ring = ReplicaRing(
             topology,
             expert,
@@ -59,8 +70,9 @@ class Transfers:
         """Memory of this rank for replicas and arriving gradients."""
         return self.ring.nbytes + self.returns.nbytes
 
-    def prepare(self, plan: StepPlan) -> None:
+    def prepare(self, plan: StepPlan, number: int) -> None:
         """Make room for what a plan needs. Nothing is under way."""
+        self.plan_number = number
         nodes = range(plan.num_ranks // plan.ranks_per_node)
         self.ring.mirror.hold([plan.mirror_entries(node) for node in nodes])
         near = (plan.replica_paths == PEER) & ~plan.far_replicas
@@ -77,8 +89,4 @@ class Transfers:
         for layer in self.layers:
             layer.stage()
         self.ring.refresh(self.layers)
-
-    def finish(self) -> None:
-        """Add all gradients that are under way, and forget all replicas: the weights are about to change."""
-        self.returns.finish()
-        self.ring.drain()
+        self.watch.remember()

@@ -18,7 +18,7 @@ from trimtab.planner import Placement, StepPlan, Workload, pack_by_length, plan_
 from trimtab.planner.paths import HOST
 from trimtab.planner.workload import max_over_mean
 from trimtab.runtime import ExpertLayer, RowGroups, Session, gated_experts
-from trimtab.runtime.binding import RunningStep
+from trimtab.runtime.binding import MicroStep
 from trimtab.runtime.layout import InstanceReplicas
 from trimtab.runtime.returns import GradientReturns
 from trimtab.trace import PRESETS, synthesize, synthesize_preset
@@ -32,7 +32,7 @@ SEED = 0
 class _OwnReturns(GradientReturns):
     """For replicas on the home rank itself, which no plan has: their gradients have no way to go."""
 
-    def start(self, layer: ExpertLayer, gradients: Any, replicas: InstanceReplicas) -> None:
+    def start(self, layer: ExpertLayer, gradients: Any, replicas: InstanceReplicas, step: MicroStep) -> None:
         for parameter, gradient in zip(layer.parameters, gradients, strict=True):
             assert parameter.grad is not None
             for p in range(replicas.count):
@@ -74,8 +74,7 @@ def measure_planned_layer(
     gradient = torch.randn_like(hidden)
 
     def adopt(chosen: StepPlan) -> None:
-        session._prepare(chosen, moved=0)
-        session._step = RunningStep(chosen, workload, trace, runs=True)
+        session._take(chosen, workload, trace, runs=True)
 
     def run() -> list[torch.Tensor]:
         for leaf in (hidden, *parameters):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -37,8 +38,8 @@ def share_experts(model: nn.Module, session: Session, *, compute_dtype: torch.dt
             whole = getattr(experts, name)
             part = whole.detach()[home.to(whole.device)].clone()
             setattr(experts, name, nn.Parameter(part, requires_grad=whole.requires_grad))
-        parameters = [getattr(experts, name) for name in family.parameters]
-        layer = session.add_layer(parameters, family.apply(experts), compute_dtype=compute_dtype)
+        read = partial(_parameters, experts, family.parameters)
+        layer = session.add_layer(read, family.apply(experts), compute_dtype=compute_dtype)
         experts.forward = layer
         follow_session(getattr(block, family.router), session, layer, config)
 
@@ -69,6 +70,11 @@ def in_session(experts: Any) -> bool:
     """Does a session run these experts, through `share_experts` or through transformers' expert parallelism?"""
     ways = (experts.forward, getattr(getattr(experts, "ep_implementation", None), "layer", None))
     return any(isinstance(way, ExpertLayer) for way in ways)
+
+
+def _parameters(experts: nn.Module, names: Sequence[str]) -> list[nn.Parameter]:
+    """The module's expert tensors, as they are now."""
+    return [getattr(experts, name) for name in names]
 
 
 def _replay(

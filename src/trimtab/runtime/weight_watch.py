@@ -1,0 +1,116 @@
+"""`WeightWatch`: did the experts' parameters change since copies of them were made?
+
+Copies are staging memory in another dtype, mirrors in host memory, and replicas in slots. Most changes show in a
+parameter's address or version. Writes through `.data`, to a flat buffer behind it, and fused optimizers show in
+neither: the session expects them after `finish_gradients` and after an optimizer step, and `verify` finds the rest.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import torch
+
+from trimtab.errors import InputError
+
+if TYPE_CHECKING:
+    from trimtab.runtime.layer import ExpertLayer
+
+# Elements of each tensor of an expert that `verify` compares.
+SAMPLES = 16
+
+Mark = tuple[int, int, bool]
+"""Address and version of a parameter, and whether it is trained."""
+
+
+class WeightWatch:
+    """Remembers the parameters as they were when copies were made.
+
+    Args:
+        layers: all of the session's.
+        verify: compare sampled elements of every expert, too.
+    """
+
+    def __init__(self, layers: Sequence[ExpertLayer], *, verify: bool) -> None:
+        self._layers = layers
+        self._verify = verify
+        self._marks: list[list[Mark]] = []
+        self._samples: list[list[torch.Tensor]] = []
+
+    def look(self, announced: bool) -> tuple[bool, list[bool], Exception | None]:
+        """Compare the parameters with what they were.
+
+        Args:
+            announced: they are known to have changed.
+
+        Returns:
+            Whether they changed visibly, are known to have, or were never copied; which are trained; and what is wrong
+            with them.
+        """
+        marks = [_marks(layer) for layer in self._layers]
+        trained = [mark[2] for of_layer in marks for mark in of_layer]
+        changed = announced or marks != self._marks
+        try:
+            if changed:
+                for layer in self._layers:
+                    _check_parameters(layer)
+            elif self._verify:
+                self._compare_samples()
+        except (InputError, RuntimeError) as error:
+            return changed, trained, error
+        return changed, trained, None
+
+    def remember(self) -> None:
+        """Copies were made: from here on they are held against the present parameters."""
+        self._marks = [_marks(layer) for layer in self._layers]
+        if self._verify:
+            self._samples = [_samples(layer) for layer in self._layers]
+
+    def check_unchanged(self, layer: ExpertLayer) -> None:
+        """Raises RuntimeError if a layer's parameters changed since copies of them were made."""
+        if [mark[:2] for mark in _marks(layer)] != [mark[:2] for mark in self._marks[layer.index]]:
+            raise RuntimeError(
+                f"the expert parameters of MoE layer {layer.index} changed within a micro-step, or between its forward "
+                "and its backward; step optimizers, load and offload weights before or after"
+            )
+
+    def _compare_samples(self) -> None:
+        for layer, before in zip(self._layers, self._samples, strict=True):
+            for tensor, (then, now) in enumerate(zip(before, _samples(layer), strict=True)):
+                # As bytes, since NaN is not NaN.
+                differs_H = (then.view(torch.uint8) != now.view(torch.uint8)).flatten(1).any(dim=1)
+                if differs_H.any():
+                    row = int(differs_H.nonzero()[0])
+                    raise RuntimeError(
+                        f"MoE layer {layer.index}: tensor {tensor} of expert {layer.home_experts[row]} changed without "
+                        "an optimizer step, a new address or a new version; call session.weights_changed() after "
+                        "writing to parameters through .data or a flat buffer"
+                    )
+
+
+def _marks(layer: ExpertLayer) -> list[Mark]:
+    return [(p.data_ptr(), -1 if p.is_inference() else p._version, p.requires_grad) for p in layer.parameters]
+
+
+def _samples(layer: ExpertLayer) -> list[torch.Tensor]:
+    """`[H, S]` for each stacked tensor."""
+    samples = []
+    for parameter in layer.parameters:
+        flat = parameter.detach().flatten(1)
+        places = torch.linspace(0, flat.shape[1] - 1, min(SAMPLES, flat.shape[1]), device=flat.device).long()
+        samples.append(flat[:, places])
+    return samples
+
+
+def _check_parameters(layer: ExpertLayer) -> None:
+    """Raises InputError if parameters are not what the layer was made for."""
+    for tensor, (parameter, like) in enumerate(zip(layer.parameters, layer.likes, strict=True)):
+        where = f"MoE layer {layer.index}: expert tensor {tensor}"
+        if (parameter.shape, parameter.dtype) != like:
+            raise InputError(
+                f"{where} was added as {list(like[0])} {like[1]} and is {list(parameter.shape)} {parameter.dtype} now; "
+                "convert the model before its experts are added to the session"
+            )
+        if parameter.is_meta or (parameter.numel() and parameter.untyped_storage().nbytes() == 0):
+            raise InputError(f"{where} has no memory now; load or onload the experts before a micro-step")
