@@ -62,7 +62,13 @@ class MoEBlock(nn.Module):
 
 
 class TinyMoE(nn.Module):
-    """Embedding, MoE blocks with a residual and a dense mix, head. Tokens don't see each other."""
+    """Embedding, MoE blocks with a residual and a dense mix, head. Tokens don't see each other.
+
+    Attributes:
+        run_block: how blocks run, see `_RUN`.
+        before_block: called with the index of each block and its input, which it returns.
+        skipped: blocks that are left out.
+    """
 
     def __init__(self, shape: Shape, dtype: torch.dtype, run_block: str = "plain") -> None:
         super().__init__()
@@ -71,6 +77,8 @@ class TinyMoE(nn.Module):
         self.blocks = nn.ModuleList(MoEBlock(shape, dtype) for _ in range(shape.layers))
         self.head = nn.Linear(shape.hidden, shape.vocab, dtype=dtype)
         self.run_block = run_block
+        self.before_block: Callable[[int, torch.Tensor], torch.Tensor] | None = None
+        self.skipped: frozenset[int] = frozenset()
 
     def share(self, session: Session) -> None:
         for block in self.moe_blocks():
@@ -85,7 +93,11 @@ class TinyMoE(nn.Module):
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
         x = self.embed(tokens)
-        for mix, block in zip(self.mixes, self.moe_blocks(), strict=True):
+        for index, (mix, block) in enumerate(zip(self.mixes, self.moe_blocks(), strict=True)):
+            if self.before_block is not None:
+                x = self.before_block(index, x)
+            if index in self.skipped:
+                continue
             x = _RUN[self.run_block](partial(_mix_and_experts, mix, block), x)
         logits: torch.Tensor = self.head(x)
         return logits
@@ -96,9 +108,19 @@ def _mix_and_experts(mix: nn.Module, block: MoEBlock, x: torch.Tensor) -> torch.
     return mixed
 
 
+def _nested(function: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor, reentrant: bool) -> torch.Tensor:
+    return torch.sin(checkpoint(function, torch.cos(x), use_reentrant=reentrant))
+
+
+# What a block computes, whichever way it runs.
+WITHOUT_CHECKPOINTS = {"nested checkpoint": "nested", "nested reentrant checkpoint": "nested"}
+
 _RUN: dict[str, Callable[[Callable[[torch.Tensor], torch.Tensor], torch.Tensor], torch.Tensor]] = {
     "plain": lambda function, x: function(x),
     "checkpoint": lambda function, x: checkpoint(function, x, use_reentrant=False),
     "checkpoint without early stop": lambda function, x: checkpoint(function, x, use_reentrant=False, early_stop=False),
     "reentrant checkpoint": lambda function, x: checkpoint(function, x, use_reentrant=True),
+    "nested": lambda function, x: torch.sin(function(torch.cos(x))),
+    "nested checkpoint": lambda function, x: checkpoint(_nested, function, x, False, use_reentrant=False),
+    "nested reentrant checkpoint": lambda function, x: checkpoint(_nested, function, x, True, use_reentrant=True),
 }

@@ -85,10 +85,9 @@ def _run(trainer: Trainer, prepared: PreparedStep) -> float:
     old = trainer.recompute(prepared)
     for mini_batch in range(trainer.config.mini_batches):
         trainer.accumulate(prepared, old, mini_batch)
+        trainer.optimizer.zero_grad()
     dist.barrier()
-    taken = time.perf_counter() - start
-    trainer.optimizer.zero_grad()
-    return taken
+    return time.perf_counter() - start
 
 
 def _record(trainer: Trainer, prepared: PreparedStep) -> tuple[Recording, ...]:

@@ -11,37 +11,48 @@ import torch
 class Accumulation:
     """Remembers which gradients `finish_gradients` has summed.
 
+    A backward that begins while experts' gradients are all zero begins another accumulation.
+
     Args:
         experts: reads the session's expert parameters.
     """
 
     def __init__(self, experts: Callable[[], Sequence[torch.nn.Parameter]]) -> None:
         self._experts = experts
-        self._summed: list[tuple[torch.nn.Parameter, weakref.ref[torch.Tensor], int]] = []
-        self._has_backward = False
-        self._still_there: list[torch.Tensor] = []
+        # By parameter: the gradient, and the version that it had.
+        self._summed: dict[torch.nn.Parameter, tuple[weakref.ref[torch.Tensor], int]] = {}
+        self._backward: int | None = None
+        # For each backward since, whether experts had gradients as it began.
+        self._began_with: list[torch.Tensor] = []
 
-    def begin_backward(self) -> None:
-        """A layer's backward begins, before it adds to the gradients of any expert. On CUDA the host does not wait."""
-        if self._has_backward or not self._summed:
+    def begin_backward(self, number: int | None) -> None:
+        """A layer's backward begins, before it adds to the gradients of its experts. On CUDA the host does not wait.
+
+        Args:
+            number: of the running backward.
+        """
+        if not self._summed or number == self._backward:
             return
-        self._has_backward = True
-        for parameter, gradient, version in self._summed:
-            # Dense layers above may have added to theirs in this backward: only those that nobody wrote to are certain.
-            if parameter.grad is not None and parameter.grad is gradient() and parameter.grad._version == version:
-                self._still_there.append(torch.ones((), dtype=torch.bool, device=parameter.device))
-                return
-        self._still_there = [p.grad.any() for p in self._experts() if p.grad is not None]
+        self._backward = number
+        trained = [parameter for parameter in self._experts() if parameter.requires_grad]
+        if trained:
+            left = [parameter.grad.any() for parameter in trained if parameter.grad is not None]
+        else:
+            # This backward may have added to others already, but not to those that still have their version.
+            left = [
+                p.grad.any()
+                for p, (_, version) in self._summed.items()
+                if p.grad is not None and self._was_summed(p) and p.grad._version == version
+            ]
+        if left:
+            self._began_with.append(torch.stack(left).any())
+        else:
+            self._summed = {}
 
     def problem(self, parameters: Sequence[torch.nn.Parameter]) -> Exception | None:
         """What is wrong with summing the gradients of these parameters now."""
-        if self._has_backward:
-            left = any(bool(flag) for flag in self._still_there)
-        else:
-            summed = {id(parameter): gradient for parameter, gradient, _ in self._summed}
-            again = [p.grad for p in parameters if p.grad is not None and id(p) in summed and summed[id(p)]() is p.grad]
-            left = any(bool(gradient.any()) for gradient in again)
-        if not left:
+        again = [p.grad for p in parameters if p.grad is not None and self._was_summed(p)]
+        if not again or not all(self._began_with) or not any(gradient.any() for gradient in again):
             return None
         return RuntimeError(
             "finish_gradients() was called for gradients that it has summed over ranks already; call it once before "
@@ -50,6 +61,8 @@ class Accumulation:
 
     def finish(self, parameters: Sequence[torch.nn.Parameter]) -> None:
         """The gradients of these parameters were summed over ranks."""
-        self._summed = [(p, weakref.ref(p.grad), p.grad._version) for p in parameters if p.grad is not None]
-        self._has_backward = False
-        self._still_there = []
+        self._summed = {p: (weakref.ref(p.grad), p.grad._version) for p in parameters if p.grad is not None}
+        self._backward, self._began_with = None, []
+
+    def _was_summed(self, parameter: torch.nn.Parameter) -> bool:
+        return parameter in self._summed and self._summed[parameter][0]() is parameter.grad

@@ -12,6 +12,7 @@ import torch.distributed as dist
 
 from trimtab.errors import InputError
 from trimtab.planner import StepPlan, Workload
+from trimtab.runtime.backward import Backward, running_backward
 from trimtab.runtime.exchange import exchange_rows
 from trimtab.runtime.layout import InstanceReplicas, Layout, place_rows, upload_layouts
 from trimtab.runtime.lockstep import COUNTS, RETURNS, Lockstep
@@ -23,7 +24,6 @@ from trimtab.trace.routing import Array
 
 if TYPE_CHECKING:
     from trimtab.runtime.accumulation import Accumulation
-    from trimtab.runtime.backward import Backward
     from trimtab.runtime.layer import ExpertLayer
     from trimtab.runtime.transfers import Transfers
 
@@ -84,6 +84,7 @@ class RunningStep:
         trace: this rank's own sequences, ordered by micro-step.
         runs: whether the plan is carried out, or micro-steps only replay their routing.
         number: which of the session's plans it is.
+        has_moved: whether experts have moved to other homes since.
     """
 
     plan: StepPlan
@@ -91,9 +92,12 @@ class RunningStep:
     trace: RoutingTrace
     runs: bool
     number: int
+    has_moved: bool = False
 
     def problem(self, index: int) -> Exception | None:
         """What is wrong with binding a micro-step of this number."""
+        if self.runs and self.has_moved:
+            return RuntimeError("experts have moved since the plan was applied; plan the step again")
         if 0 <= index < self.plan.num_micro_steps:
             return None
         return IndexError(f"micro-step {index} of {self.plan.num_micro_steps}")
@@ -223,7 +227,7 @@ class Instance:
                 f"MoE layer {self.layer.index}: another plan was applied between {which} and its backward; call "
                 "backward() before plan(), adopt() or move()"
             )
-        self.accumulation.begin_backward()
+        self.accumulation.begin_backward(running_backward())
         self.approach()
 
     def _is_replaced(self) -> bool:

@@ -251,6 +251,8 @@ class Session:
         self._lockstep.agree(
             MOVE, same={"homes": digest(placement.home)}, problem=_problem(self._check_move, placement)
         )
+        if self._step is not None and not np.array_equal(placement.home, self.placement.home):
+            self._step.has_moved = True
         self._move(placement)
 
     def _check_move(self, placement: Placement) -> None:

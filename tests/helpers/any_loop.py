@@ -1,0 +1,455 @@
+"""A training loop in which anything may come next, beside one process that holds the whole model.
+
+Functions take the state of a rank, for `RankPool.call`. All of them do the same on the model in the session and on the
+reference, and end by comparing gradients, weights and optimizer state.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+
+from helpers.equality import relative_error
+from helpers.moe_model import WITHOUT_CHECKPOINTS, Shape, TinyMoE
+from helpers.random_plans import random_placement, random_plan, random_schedule, random_trace
+from trimtab.errors import InputError
+from trimtab.planner import Schedule, Workload
+from trimtab.runtime import Session
+from trimtab.runtime.logical import logical_optimizer_state
+from trimtab.trace import RoutingTrace
+
+MICRO_STEPS = 3
+TOLERANCE = 1e-12
+
+
+class ExpectedError(Exception):
+    """Raised by a test inside the model."""
+
+
+@dataclass(eq=False)
+class Pending:
+    """A forward whose backward has not run."""
+
+    loss: torch.Tensor
+    expected: torch.Tensor
+    plan: int
+    weights: int
+    is_planned: bool
+
+
+@dataclass(eq=False)
+class Loop:
+    """What a rank has at hand.
+
+    Attributes:
+        plan, weights: how many plans were applied and how often the weights changed.
+        pending: forwards whose backward has not run, by number.
+        has_gradients, is_finished: of the accumulation.
+        is_spoiled: whether gradients were added to others that had been summed over ranks.
+        kept: the parameters' memory while they are offloaded.
+    """
+
+    session: Session
+    model: TinyMoE
+    reference: TinyMoE
+    optimizers: tuple[torch.optim.Optimizer, torch.optim.Optimizer]
+    slots: int
+    trace: RoutingTrace | None = None
+    schedule: Schedule | None = None
+    tokens: torch.Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.int64))
+    labels: torch.Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.int64))
+    plan: int = 0
+    weights: int = 0
+    pending: dict[int, Pending] = field(default_factory=dict)
+    has_gradients: bool = False
+    is_finished: bool = False
+    is_spoiled: bool = False
+    kept: list[torch.Tensor] | None = None
+
+    def rows(self, index: int, rank: int | None = None) -> torch.Tensor:
+        """The tokens of a micro-step, of one rank or all."""
+        assert self.trace is not None
+        assert self.schedule is not None
+        chosen = self.schedule.micro_step == index
+        if rank is not None:
+            chosen = chosen & (self.schedule.rank == rank)
+        starts = self.trace.sequence_starts
+        parts = [np.arange(starts[s], starts[s + 1]) for s in np.flatnonzero(chosen)]
+        return torch.from_numpy(np.concatenate([*parts, np.empty(0, np.int64)]))
+
+    def loss(self, model: TinyMoE, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        logits = model(self.tokens[rows])
+        return F.cross_entropy(logits, self.labels[rows], reduction="sum") / len(self.tokens), logits
+
+    def expect(self, rows: torch.Tensor, run: str, skipped: frozenset[int], live: bool) -> tuple[torch.Tensor, Any]:
+        """The same of the whole model."""
+        assert self.trace is not None
+        self.reference.run_block, self.reference.skipped = WITHOUT_CHECKPOINTS.get(run, "plain"), skipped
+        for layer, block in enumerate(self.reference.moe_blocks()):
+            ids = self.trace.expert_ids[rows.numpy(), layer].astype(np.int64)
+            block.recorded_ids = None if live else torch.from_numpy(ids)
+        return self.loss(self.reference, rows)
+
+
+def start(state: dict[str, Any], seed: int, checked: bool) -> None:
+    """A new model in a new session, with a first plan.
+
+    Args:
+        checked: let the session verify weights.
+    """
+    torch.set_num_threads(1)
+    if "loop" in state:
+        state.pop("loop").session.close()
+    rng = np.random.default_rng(seed)
+    torch.manual_seed(seed)
+    ranks = dist.get_world_size()
+    top_k = int(rng.integers(1, 3))
+    shape = Shape(layers=int(rng.integers(2, 4)), experts=ranks * 2, top_k=top_k, hidden=4, width=4)
+    slots = int(rng.integers(1, 3))
+    session = Session(
+        num_experts=shape.experts, slots_per_rank=slots, ring_layers=int(rng.integers(2, 4)),
+        ranks_per_node=int(rng.choice([size for size in range(1, ranks + 1) if ranks % size == 0])),
+        verify_weights=checked,
+    )  # fmt: skip
+    reference, model = TinyMoE(shape, torch.float64), TinyMoE(shape, torch.float64)
+    model.load_state_dict(reference.state_dict())
+    model.share(session)
+    first, second = (torch.optim.AdamW(m.parameters(), lr=0.01, eps=0.1, foreach=False) for m in (reference, model))
+    session.train_with(second)
+    state["loop"] = Loop(session, model, reference, (first, second), slots)
+    plan(state, seed, True, "plan")
+
+
+def plan(state: dict[str, Any], seed: int, moves: bool, mode: str) -> None:
+    """Another trace, and a random plan for it."""
+    loop: Loop = state["loop"]
+    session, rng = loop.session, np.random.default_rng(seed)
+    layers, ranks = len(session.layers), session.num_ranks
+    trace = random_trace(
+        rng, num_sequences=6, max_length=8, num_layers=layers, num_experts=session.num_experts,
+        top_k=loop.model.moe_blocks()[0].top_k,
+    )  # fmt: skip
+    schedule = random_schedule(rng, 6, num_ranks=ranks, num_micro_steps=MICRO_STEPS)
+    session.mode = mode  # type: ignore[assignment]
+    placement = random_placement(rng, layers, session.num_experts, ranks) if moves else session.placement
+    chosen = random_plan(
+        rng, Workload.from_trace(trace, schedule), schedule, slots=loop.slots, placement=placement,
+        ranks_per_node=session.topology.ranks_per_node,
+    )  # fmt: skip
+    mine = trace.select(schedule.sequences_of(session.rank))
+    carried_out = mode in ("plan", "static")
+    if carried_out and loop.kept is not None:
+        return
+    if carried_out and loop.has_gradients and not np.array_equal(chosen.home, session.placement.home):
+        before = session.placement.home
+        with pytest.raises(RuntimeError, match="gradients that wait for an optimizer step"):
+            session.adopt(chosen, mine)
+        assert np.array_equal(session.placement.home, before)
+        return
+    if carried_out and not np.array_equal(chosen.home, session.placement.home):
+        _zero(loop, True)  # Gradients of experts that move are dropped, if they are zeros.
+    session.adopt(chosen, mine)
+    loop.trace, loop.schedule = trace, schedule
+    loop.tokens, loop.labels = (torch.from_numpy(rng.integers(0, 11, trace.num_tokens)) for _ in range(2))
+    loop.plan += 1
+    compare(loop)
+
+
+def forward(
+    state: dict[str, Any], index: int, run: str, skipped: frozenset[int], number: int | None, at_once: bool
+) -> None:
+    """A micro-step's forward.
+
+    Args:
+        run: how blocks run, see `TinyMoE`.
+        number: of the pending backward; without gradients if None.
+        at_once: run the backward inside the micro-step.
+    """
+    loop: Loop = state["loop"]
+    if loop.kept is not None:
+        with pytest.raises(InputError, match="has no memory now"), loop.session.micro_step(index):
+            pass
+        return
+    mine = loop.rows(index, loop.session.rank)
+    rows = loop.rows(index)
+    with torch.set_grad_enabled(number is not None):
+        expected, expected_logits = loop.expect(rows, run, skipped, live=False)
+        loop.model.run_block, loop.model.skipped = run, skipped
+        with loop.session.micro_step(index):
+            loss, logits = loop.loss(loop.model, mine)
+            if number is not None:
+                carried_out = loop.session.mode in ("plan", "static")
+                loop.pending[number] = Pending(loss, expected, loop.plan, loop.weights, carried_out)
+                if at_once:
+                    _backward(loop, number)
+    places = torch.searchsorted(rows, mine)
+    assert relative_error(logits, expected_logits[places]) < TOLERANCE, "logits"
+    compare(loop)
+
+
+def live(state: dict[str, Any], seed: int, run: str, number: int | None) -> None:
+    """A forward outside any micro-step, on the router's choice: evaluation, generation, another loss."""
+    loop: Loop = state["loop"]
+    if loop.kept is not None:
+        return
+    assert loop.trace is not None
+    rng = np.random.default_rng(seed)
+    rank_of = rng.integers(0, loop.session.num_ranks, len(loop.tokens))
+    rows, mine = torch.arange(len(loop.tokens)), torch.from_numpy(np.flatnonzero(rank_of == loop.session.rank))
+    with torch.set_grad_enabled(number is not None):
+        expected, expected_logits = loop.expect(rows, run, frozenset(), live=True)
+        loop.model.run_block, loop.model.skipped = run, frozenset()
+        loss, logits = loop.loss(loop.model, mine)
+    assert relative_error(logits, expected_logits[mine]) < TOLERANCE, "live logits"
+    if number is not None:
+        loop.pending[number] = Pending(loss, expected, loop.plan, loop.weights, is_planned=False)
+    compare(loop)
+
+
+STALE = r"another plan was applied|modified by an inplace|changed within"
+
+
+def backward(state: dict[str, Any], number: int) -> None:
+    """The backward of a pending forward, outside any micro-step. It fails if the forward is out of date."""
+    loop: Loop = state["loop"]
+    pending = loop.pending[number]
+    if loop.kept is not None:
+        return
+    if pending.weights != loop.weights or (pending.is_planned and pending.plan != loop.plan):
+        with pytest.raises(RuntimeError, match=STALE):
+            loop.pending.pop(number).loss.backward()
+        # As a loop would have to: what the failed backward has done so far is dropped.
+        _zero(loop, True)
+    elif pending.plan != loop.plan:
+        # It runs unless experts have moved, or a checkpointed layer would run again.
+        try:
+            _backward(loop, number)
+        except RuntimeError as error:
+            assert re.search(STALE, str(error))
+            _zero(loop, True)
+    else:
+        _backward(loop, number)
+    compare(loop)
+
+
+def _backward(loop: Loop, number: int) -> None:
+    pending = loop.pending.pop(number)
+    pending.loss.backward()
+    pending.expected.backward()
+    loop.has_gradients = True
+    loop.is_spoiled |= loop.is_finished
+
+
+def fail_forward(state: dict[str, Any], index: int, run: str, block: int) -> None:
+    """An exception in a micro-step's forward, on all ranks."""
+    loop: Loop = state["loop"]
+    if loop.kept is not None:
+        return
+
+    def stop(at: int, x: torch.Tensor) -> torch.Tensor:
+        if at == block:
+            raise ExpectedError
+        return x
+
+    loop.model.before_block, loop.model.run_block, loop.model.skipped = stop, run, frozenset()
+    with pytest.raises(ExpectedError), loop.session.micro_step(index):
+        loop.loss(loop.model, loop.rows(index, loop.session.rank))
+    loop.model.before_block = None
+    compare(loop)
+
+
+def fail_backward(state: dict[str, Any], index: int, run: str, block: int, inside: bool) -> None:
+    """An exception in a micro-step's backward, on all ranks; the gradients of the accumulation are then dropped."""
+    loop: Loop = state["loop"]
+    if loop.kept is not None:
+        return
+
+    def stop(_gradient: torch.Tensor) -> None:
+        raise ExpectedError
+
+    def hook(at: int, x: torch.Tensor) -> torch.Tensor:
+        if at == block:
+            x.register_hook(stop)
+        return x
+
+    loop.model.before_block, loop.model.run_block, loop.model.skipped = hook, run, frozenset()
+    with pytest.raises(ExpectedError):
+        _run_both(loop, index, inside)
+    loop.model.before_block = None
+    _zero(loop, True)
+    compare(loop)
+
+
+def _run_both(loop: Loop, index: int, inside: bool) -> None:
+    with loop.session.micro_step(index):
+        loss, _ = loop.loss(loop.model, loop.rows(index, loop.session.rank))
+        if inside:
+            loss.backward()
+    loss.backward()
+
+
+def finish(state: dict[str, Any]) -> None:
+    """Complete the gradients; once for each accumulation."""
+    loop: Loop = state["loop"]
+    if loop.is_finished and any(p.grad is not None and bool(p.grad.any()) for p in loop.reference.parameters()):
+        with pytest.raises(RuntimeError, match="summed over ranks already"):
+            loop.session.finish_gradients(loop.model.replicated())
+        return
+    loop.session.finish_gradients(loop.model.replicated())
+    loop.is_finished = True
+    compare(loop)
+
+
+def step(state: dict[str, Any], zero: bool | None) -> None:
+    """An optimizer step with complete gradients, after which they are zeroed."""
+    loop: Loop = state["loop"]
+    if loop.kept is not None:
+        return
+    if loop.is_spoiled:
+        _zero(loop, True)
+    if not loop.is_finished:
+        finish(state)
+    for parameter in loop.reference.parameters():
+        if parameter.grad is None:  # The session makes zeros, which optimizers do not skip.
+            parameter.grad = torch.zeros_like(parameter)
+    for optimizer in loop.optimizers:
+        optimizer.step()
+    loop.weights += 1
+    if zero is not None:
+        _zero(loop, zero)
+    compare(loop)
+
+
+def zero(state: dict[str, Any], to_none: bool) -> None:
+    """Gradients are zeroed, whatever they were."""
+    loop: Loop = state["loop"]
+    _zero(loop, to_none)
+    compare(loop)
+
+
+def _zero(loop: Loop, to_none: bool) -> None:
+    for optimizer in loop.optimizers:
+        optimizer.zero_grad(set_to_none=to_none)
+    loop.has_gradients = loop.is_finished = loop.is_spoiled = False
+
+
+def move(state: dict[str, Any], seed: int) -> None:
+    """Experts to random homes, between steps."""
+    loop: Loop = state["loop"]
+    session = loop.session
+    if loop.kept is not None:
+        return
+    placement = random_placement(
+        np.random.default_rng(seed), len(session.layers), session.num_experts, session.num_ranks
+    )
+    if loop.has_gradients and not np.array_equal(placement.home, session.placement.home):
+        with pytest.raises(RuntimeError, match="gradients that wait for an optimizer step"):
+            session.move(placement)
+        return
+    same = np.array_equal(placement.home, session.placement.home)
+    if not same:
+        loop.weights += 1
+        _zero(loop, True)
+    session.move(placement)
+    if not same and session.mode in ("plan", "static"):
+        with pytest.raises(RuntimeError, match="experts have moved"), session.micro_step(0):
+            pass
+    plan(state, seed, False, session.mode)
+
+
+def repoint(state: dict[str, Any]) -> None:
+    """Other memory for all parameters, as loading and averaging weights may give them."""
+    loop: Loop = state["loop"]
+    if loop.kept is None:
+        for parameter in loop.model.parameters():
+            parameter.data = parameter.data.clone()
+        # Whether autograd notices is its own matter.
+        loop.pending.clear()
+    compare(loop)
+
+
+def offload(state: dict[str, Any]) -> None:
+    """The parameters' memory goes away."""
+    loop: Loop = state["loop"]
+    if loop.kept is None:
+        loop.pending.clear()
+        loop.kept = [parameter.data.clone() for parameter in loop.model.parameters()]
+        for parameter in loop.model.parameters():
+            parameter.data.untyped_storage().resize_(0)
+
+
+def onload(state: dict[str, Any]) -> None:
+    """The parameters get memory again, elsewhere."""
+    loop: Loop = state["loop"]
+    if loop.kept is not None:
+        for parameter, kept in zip(loop.model.parameters(), loop.kept, strict=True):
+            parameter.data = kept
+        loop.kept = None
+    compare(loop)
+
+
+def write(state: dict[str, Any], way: str) -> None:
+    """Weights from elsewhere: by tensor operations, announced writes through `.data`, or writes nobody announces."""
+    loop: Loop = state["loop"]
+    if loop.kept is not None:
+        return
+    if way == "unnoticed":
+        # So that the session has made its copies.
+        forward(state, 0, "plain", frozenset(), None, False)
+        for parameter in loop.model.parameters():
+            parameter.data.mul_(2)
+        with pytest.raises(RuntimeError, match=r"changed without an optimizer step"), loop.session.micro_step(0):
+            pass
+        for parameter in loop.model.parameters():
+            parameter.data.div_(2)
+        return
+    for parameter in (*loop.model.parameters(), *loop.reference.parameters()):
+        if way == "data":
+            parameter.data.mul_(1.25)
+        else:
+            with torch.no_grad():
+                parameter.mul_(1.25)
+    if way == "data":
+        loop.session.weights_changed()
+        loop.pending.clear()
+    loop.weights += 1
+    compare(loop)
+
+
+def pending(state: dict[str, Any]) -> list[int]:
+    """Numbers of the forwards whose backward may come."""
+    return sorted(state["loop"].pending)
+
+
+def compare(loop: Loop) -> None:
+    """Gradients, weights and optimizer state are those of the reference."""
+    if loop.kept is not None:
+        return
+    session = loop.session
+    experts = {id(p): torch.from_numpy(layer.home_experts) for layer in session.layers for p in layer.parameters}
+    for (name, actual), expected in zip(loop.model.named_parameters(), loop.reference.parameters(), strict=True):
+        own, wanted = (torch.zeros_like(p) if p.grad is None else p.grad for p in (actual, expected))
+        if id(actual) in experts:
+            wanted = wanted[experts[id(actual)]]
+        elif loop.is_spoiled:
+            continue
+        elif not loop.is_finished:
+            own = own.clone()
+            dist.all_reduce(own)
+        assert relative_error(own, wanted) < 100 * TOLERANCE, (name, "gradient")
+    weights = session.logical_state_dict(loop.model)
+    for name, expected in loop.reference.state_dict().items():
+        assert relative_error(weights[name], expected) < 100 * TOLERANCE, (name, "weights")
+    states = dict(logical_optimizer_state(session, loop.model, loop.optimizers[1]))
+    for name, expected in loop.reference.named_parameters() if session.rank == 0 else ():
+        for key, value in loop.optimizers[0].state.get(expected, {}).items():
+            own_value = states[name][key]
+            assert isinstance(own_value, torch.Tensor)
+            assert relative_error(own_value, value) < 100 * TOLERANCE, (name, key)

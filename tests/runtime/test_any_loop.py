@@ -1,0 +1,143 @@
+"""Whatever a training loop does next, its numbers are those of one process, or an error names the cause.
+
+Hypothesis draws what comes next. `TRIMTAB_NIGHTLY=1` also runs 3 and 4 ranks, and more and longer loops.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, Phase, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule, run_state_machine_as_test
+
+from helpers import any_loop
+from helpers.rank_pool import RankPool
+
+NIGHTLY = os.environ.get("TRIMTAB_NIGHTLY") == "1"
+RUNS = (
+    "plain", "checkpoint", "checkpoint without early stop", "reentrant checkpoint", "nested checkpoint",
+    "nested reentrant checkpoint",
+)  # fmt: skip
+seeds = st.integers(0, 1 << 20)
+runs = st.sampled_from(RUNS)
+micro_steps = st.integers(0, any_loop.MICRO_STEPS - 1)
+
+
+class AnyLoop(RuleBasedStateMachine):
+    """Decides what all ranks do next."""
+
+    pool: RankPool
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.pending: list[int] = []
+        self.number = 0
+
+    def do(self, function: Any, *args: Any) -> None:
+        self.pool.call(function, *args)
+        self.pending = self.pool.call(any_loop.pending)[0]
+
+    @initialize(seed=seeds, checked=st.booleans())
+    def start(self, seed: int, checked: bool) -> None:
+        self.checked = checked
+        self.do(any_loop.start, seed, checked)
+
+    @rule(seed=seeds, moves=st.booleans(), mode=st.sampled_from(["plan", "plan", "plan", "static", "shadow", "off"]))
+    def plan(self, seed: int, moves: bool, mode: str) -> None:
+        self.do(any_loop.plan, seed, moves, mode)
+
+    @rule(index=micro_steps, run=runs, skipped=st.frozensets(st.integers(0, 2), max_size=1))
+    def forward(self, index: int, run: str, skipped: frozenset[int]) -> None:
+        self.number += 1
+        self.do(any_loop.forward, index, run, skipped, self.number, False)
+
+    @rule(index=micro_steps, run=runs)
+    def forward_and_backward(self, index: int, run: str) -> None:
+        self.number += 1
+        self.do(any_loop.forward, index, run, frozenset(), self.number, True)
+
+    @rule(index=micro_steps, run=runs)
+    def recompute(self, index: int, run: str) -> None:
+        self.do(any_loop.forward, index, run, frozenset(), None, False)
+
+    @rule(seed=seeds, run=runs, with_backward=st.booleans())
+    def live(self, seed: int, run: str, with_backward: bool) -> None:
+        self.number += 1
+        self.do(any_loop.live, seed, run, self.number if with_backward else None)
+
+    @precondition(lambda self: self.pending)
+    @rule(data=st.data())
+    def backward(self, data: st.DataObject) -> None:
+        self.do(any_loop.backward, data.draw(st.sampled_from(self.pending)))
+
+    @rule(index=micro_steps, run=runs, block=st.integers(0, 1))
+    def fail_forward(self, index: int, run: str, block: int) -> None:
+        self.do(any_loop.fail_forward, index, run, block)
+
+    @rule(index=micro_steps, run=runs, block=st.integers(0, 1), inside=st.booleans())
+    def fail_backward(self, index: int, run: str, block: int, inside: bool) -> None:
+        self.do(any_loop.fail_backward, index, run, block, inside)
+
+    @rule()
+    def finish(self) -> None:
+        self.do(any_loop.finish)
+
+    @rule(zero=st.sampled_from([True, True, False, None]))
+    def step(self, zero: bool | None) -> None:
+        self.do(any_loop.step, zero)
+
+    @rule(to_none=st.booleans())
+    def zero(self, to_none: bool) -> None:
+        self.do(any_loop.zero, to_none)
+
+    @rule(seed=seeds)
+    def move(self, seed: int) -> None:
+        self.do(any_loop.move, seed)
+
+    @rule()
+    def repoint(self) -> None:
+        self.do(any_loop.repoint)
+
+    @rule()
+    def offload(self) -> None:
+        self.do(any_loop.offload)
+
+    @rule()
+    def onload(self) -> None:
+        self.do(any_loop.onload)
+
+    @rule(way=st.sampled_from(["tensor", "data"]))
+    def write(self, way: str) -> None:
+        self.do(any_loop.write, way)
+
+    @precondition(lambda self: self.checked)
+    @rule()
+    def write_unnoticed(self) -> None:
+        self.do(any_loop.write, "unnoticed")
+
+
+@pytest.fixture(params=[2, 3, 4] if NIGHTLY else [2])
+def pool(request: pytest.FixtureRequest) -> Iterator[RankPool]:
+    pool = RankPool(request.param)
+    yield pool
+    pool.close()
+
+
+def test_any_loop_equals_one_process(pool: RankPool) -> None:
+    machine = type("AnyLoopOnRanks", (AnyLoop,), {"pool": pool})
+    run_state_machine_as_test(
+        machine,
+        settings=settings(
+            max_examples=400 if NIGHTLY else 60,
+            stateful_step_count=60 if NIGHTLY else 30,
+            deadline=None,
+            database=None,
+            suppress_health_check=list(HealthCheck),
+            phases=[Phase.generate, Phase.shrink] if NIGHTLY else [Phase.generate],
+            print_blob=True,
+        ),
+    )
