@@ -242,6 +242,8 @@ def backward(state: dict[str, Any], number: int) -> None:
 def _backward(loop: Loop, number: int) -> None:
     pending = loop.pending.pop(number)
     pending.loss.backward()
+    if loop.is_finished and not _has_gradients(loop.reference):
+        loop.is_finished = False  # Zeros may be added to.
     pending.expected.backward()
     loop.has_gradients = True
     loop.is_spoiled |= loop.is_finished
@@ -298,13 +300,17 @@ def _run_both(loop: Loop, index: int, inside: bool) -> None:
 def finish(state: dict[str, Any]) -> None:
     """Complete the gradients; once for each accumulation."""
     loop: Loop = state["loop"]
-    if loop.is_finished and any(p.grad is not None and bool(p.grad.any()) for p in loop.reference.parameters()):
+    if loop.is_finished and _has_gradients(loop.reference):
         with pytest.raises(RuntimeError, match="summed over ranks already"):
             loop.session.finish_gradients(loop.model.replicated())
         return
     loop.session.finish_gradients(loop.model.replicated())
     loop.is_finished = True
     compare(loop)
+
+
+def _has_gradients(model: TinyMoE) -> bool:
+    return any(p.grad is not None and bool(p.grad.any()) for p in model.parameters())
 
 
 def step(state: dict[str, Any], zero: bool | None) -> None:

@@ -53,7 +53,7 @@ def peers(monkeypatch: pytest.MonkeyPatch) -> Peers:
     peers = Peers()
     monkeypatch.setattr(returns, "dist", peers)
     # Outside of a backward.
-    monkeypatch.setattr(returns, "_accumulates", lambda layer, parameter: parameter)
+    monkeypatch.setattr(returns, "accumulates", lambda layer, parameter: True)
     return peers
 
 

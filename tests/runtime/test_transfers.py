@@ -193,8 +193,7 @@ def measure_paths() -> None:
         mine = trace.select(schedule.sequences_of(session.rank))
         report = session.plan(mine, schedule)
         assert report.replicas > 0
-        assert session._step is not None
-        used = set(session._step.plan.replica_paths.tolist())
+        used = set(session.step_plan.replica_paths.tolist())
         assert used == {"peer": {PEER}, "host": {HOST}}.get(paths, used)
         assert (report.mirror_bytes > 0) == (HOST in used)
     with pytest.raises(InputError, match="some replicas have no path"):

@@ -126,8 +126,7 @@ def run_benchmark(settings: RuntimeBenchmark) -> None:
             variant = variants[(number + place) % len(variants)]
             variant.prepare()
             if number == 0 and rank == 0 and settings.plans is not None and variant.name != "native":
-                assert session._step is not None
-                session._step.plan.save(settings.plans / f"{variant.name}.npz")
+                session.step_plan.save(settings.plans / f"{variant.name}.npz")
             dist.barrier()
             start, cpu_start = time.perf_counter(), time.process_time()
             variant.step()

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -18,6 +19,7 @@ from trimtab.runtime.layout import InstanceReplicas, Layout, place_rows, upload_
 from trimtab.runtime.lockstep import COUNTS, RETURNS, Lockstep
 from trimtab.runtime.memory import upload
 from trimtab.runtime.recorder import Recorder
+from trimtab.runtime.returns import accumulates
 from trimtab.runtime.topology import Topology
 from trimtab.trace import RoutingTrace
 from trimtab.trace.routing import Array
@@ -160,7 +162,7 @@ def exchange_layout(layer: ExpertLayer, expert_ids: torch.Tensor, topology: Topo
     return upload_layouts([rows], expert_ids.device)[0]
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False)
 class Instance:
     """One layer of one micro-step on one rank, bound at forward and looked up again in backward.
 
@@ -178,6 +180,7 @@ class Instance:
         micro_step: None outside of any.
         transfers: of a planned instance, else None.
         recorder: takes notes while somebody wants them.
+        borrowing: the node of the graph that returns gradients of replicas.
     """
 
     layer: ExpertLayer
@@ -193,6 +196,7 @@ class Instance:
     micro_step: MicroStep | None = None
     transfers: Transfers | None = None
     recorder: Recorder | None = None
+    borrowing: weakref.ref[Any] | None = None
 
     def turn_to(self, activity: int) -> None:
         """This rank turns to something else; noted if somebody wants to know."""
@@ -227,8 +231,19 @@ class Instance:
                 f"MoE layer {self.layer.index}: another plan was applied between {which} and its backward; call "
                 "backward() before plan(), adopt() or move()"
             )
+        borrowing = None if self.borrowing is None else self.borrowing()
+        if borrowing is not None and not torch._C._will_engine_execute_node(borrowing):
+            self._check_left_out()
         self.accumulation.begin_backward(running_backward())
         self.approach()
+
+    def _check_left_out(self) -> None:
+        """Raises RuntimeError if the running backward leaves out gradients of replicas of experts that it is for."""
+        if any(accumulates(self.layer, parameter) for parameter in self.layer.parameters if parameter.requires_grad):
+            raise RuntimeError(
+                f"MoE layer {self.layer.index}: backward(inputs=...) with expert tensors alone would miss gradients "
+                "of replicas; call backward() without inputs"
+            )
 
     def _is_replaced(self) -> bool:
         micro_step, transfers = self.micro_step, self.transfers

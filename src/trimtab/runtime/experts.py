@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import torch
 import torch.nn.functional as F
+from torch.autograd.function import once_differentiable
 
 from trimtab.runtime.memory import upload
 
@@ -102,6 +103,7 @@ class _GroupedLinear(torch.autograd.Function):
         return _rows_by_weight(rows, weight if transposed else weight.transpose(-2, -1), groups)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, torch.Tensor | None, None, None, None]:
         grad = grads[0].contiguous()
         rows, *kept = ctx.saved_tensors

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -271,6 +272,7 @@ class _Borrow(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, rows: torch.Tensor, instance: Instance) -> Any:
         ctx.instance = instance
+        instance.borrowing = weakref.ref(ctx)
         slots = [slot.detach() for slot in instance.replica_weights()]
         frozen = [s for s, p in zip(slots, instance.layer.parameters, strict=True) if not p.requires_grad]
         ctx.mark_non_differentiable(*frozen)

@@ -14,6 +14,7 @@ import json
 import queue
 import threading
 import time
+import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -157,6 +158,8 @@ class Lockstep:
                 _raise_first_difference(self._published())
             except RanksDisagreeError as found:
                 raise found from error
+            if "timed out" in str(error).lower():
+                raise RanksDisagreeError(self._whereabouts()) from error
             raise
 
     def _raise(self, group: dist.ProcessGroup, same: Mapping[str, Any], problem: Exception | None) -> None:
@@ -272,16 +275,15 @@ class _Waiter:
     """
 
     def __init__(self) -> None:
-        self._calls: queue.SimpleQueue[Callable[[], object]] = queue.SimpleQueue()
+        self._calls: queue.SimpleQueue[Callable[[], object] | None] = queue.SimpleQueue()
+        self._errors: list[BaseException] = []
         self._done = threading.Semaphore(0)
-        self._error: BaseException | None = None
-        self._thread: threading.Thread | None = None
+        # A daemon, since a call that nobody waits for any more may never return.
+        arguments = (self._calls, self._errors, self._done)
+        threading.Thread(target=_run_calls, args=arguments, name="trimtab-waiter", daemon=True).start()
+        weakref.finalize(self, self._calls.put, None)
 
     def start(self, call: Callable[[], object]) -> None:
-        if self._thread is None:
-            # A daemon, since a call that others have given up may never return.
-            self._thread = threading.Thread(target=self._run, name="trimtab-waiter", daemon=True)
-            self._thread.start()
         self._calls.put(call)
 
     def is_done(self, timeout_s: float) -> bool:
@@ -289,16 +291,18 @@ class _Waiter:
 
     def result(self) -> None:
         """Raise what the call raised, once it is done."""
-        if self._error is not None:
-            raise self._error
+        if self._errors:
+            raise self._errors.pop()
 
-    def _run(self) -> None:
-        while True:
-            call = self._calls.get()
-            try:
-                self._error = None
-                call()
-            except BaseException as error:
-                self._error = error
-            del call
-            self._done.release()
+
+def _run_calls(
+    calls: queue.SimpleQueue[Callable[[], object] | None], errors: list[BaseException], done: threading.Semaphore
+) -> None:
+    while (call := calls.get()) is not None:
+        try:
+            call()
+        except BaseException as error:
+            errors.append(error)
+        # What it refers to should not live until the next call.
+        del call
+        done.release()

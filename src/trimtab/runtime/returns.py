@@ -79,7 +79,7 @@ class GradientReturns:
             self._add(self._under_way.pop(0))
         parameters = layer.parameters
         trained = [t for t, parameter in enumerate(parameters) if parameter.requires_grad]
-        added = [None if layer.joins_in_backward else _accumulates(layer, parameters[t]) for t in trained]
+        added = [None if layer.joins_in_backward else _if_accumulated(layer, parameters[t]) for t in trained]
         pending = _Return(layer, added, [], [], [], [])
         operations: list[dist.P2POp] = []
         group, rank = self._topology.gradients, self._topology.rank
@@ -174,8 +174,16 @@ class GradientReturns:
         self._spare += pending.buffers
 
 
-def _accumulates(layer: ExpertLayer, parameter: torch.nn.Parameter) -> torch.nn.Parameter | None:
-    """The parameter, if the running backward adds to its gradient. `backward(inputs=...)` may leave it out."""
+def _if_accumulated(layer: ExpertLayer, parameter: torch.nn.Parameter) -> torch.nn.Parameter | None:
+    return parameter if accumulates(layer, parameter) else None
+
+
+def accumulates(layer: ExpertLayer, parameter: torch.nn.Parameter) -> bool:
+    """Does the running backward add to a parameter's gradient? `backward(inputs=...)` may leave it out.
+
+    Raises:
+        RuntimeError: if the backward is `torch.autograd.grad` of it, or it has a hook on its gradient.
+    """
     if parameter._backward_hooks or parameter._post_accumulate_grad_hooks:
         raise RuntimeError(
             f"MoE layer {layer.index}: a hook on an expert tensor would get its gradient before those of replicas are "
@@ -183,7 +191,7 @@ def _accumulates(layer: ExpertLayer, parameter: torch.nn.Parameter) -> torch.nn.
         )
     node = torch.autograd.graph.get_gradient_edge(parameter).node
     try:
-        return parameter if torch._C._will_engine_execute_node(node) else None
+        return torch._C._will_engine_execute_node(node)
     except RuntimeError:
         raise RuntimeError(
             f"MoE layer {layer.index}: torch.autograd.grad() would miss the gradients of replicas, which are added to "

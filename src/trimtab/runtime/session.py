@@ -397,6 +397,17 @@ class Session:
             self.counters.recorder = None
 
     @property
+    def step_plan(self) -> StepPlan:
+        """The plan of this rank's expert-parallel group that was applied last.
+
+        Raises:
+            RuntimeError: if there is no plan.
+        """
+        if self._step is None:
+            raise RuntimeError("there is no planned step; call plan() or adopt() first")
+        return self._step.plan
+
+    @property
     def rank_loads(self) -> Array:
         """Tokens `[M, L, R]` int64 that each rank computes in the planned step, if the plan is carried out.
 
@@ -405,7 +416,7 @@ class Session:
         """
         if self._step is None:
             raise RuntimeError("rank_loads needs a planned step")
-        return self._step.plan.rank_loads(self._step.workload)
+        return self.step_plan.rank_loads(self._step.workload)
 
     @contextmanager
     def live_micro_step(self, *, positions: torch.Tensor) -> Iterator[None]:

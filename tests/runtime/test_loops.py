@@ -1,0 +1,499 @@
+"""Loops other than our own: what works in them, and the errors that name what does not."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from datetime import timedelta
+from typing import Any, cast
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from helpers import any_loop
+from helpers.any_loop import Loop
+from helpers.equality import relative_error
+from helpers.moe_model import Shape, TinyMoE
+from helpers.random_plans import random_schedule, random_trace
+from helpers.rank_pool import RankPool
+from trimtab.errors import InputError, RankFailedError
+from trimtab.runtime import Session, gated_experts
+from trimtab.runtime.launch import launch
+
+NOTHING_SKIPPED: frozenset[int] = frozenset()
+State = dict[str, Any]
+
+
+@pytest.fixture(scope="module")
+def pool() -> Iterator[RankPool]:
+    pool = RankPool(2)
+    yield pool
+    pool.close()
+
+
+def both(pool: RankPool, *calls: tuple[Any, ...]) -> None:
+    """A new model and plan, and then these calls on both ranks."""
+    pool.call(any_loop.start, 3, False)
+    for function, *args in calls:
+        pool.call(function, *args)
+
+
+@pytest.mark.parametrize("run", ["checkpoint", "checkpoint without early stop", "reentrant checkpoint",
+                                 "nested checkpoint", "nested reentrant checkpoint"])  # fmt: skip
+def test_a_checkpointed_layer_runs_again_in_the_micro_step_of_its_first_run(pool: RankPool, run: str) -> None:
+    """Backward outside of any micro-step, in an order as pipelines have it, with live forwards in between."""
+    forward, live, backward = any_loop.forward, any_loop.live, any_loop.backward
+    both(
+        pool,
+        (forward, 0, run, NOTHING_SKIPPED, 0, False), (forward, 1, run, NOTHING_SKIPPED, 1, False),
+        (live, 7, run, 2), (backward, 0), (forward, 2, run, NOTHING_SKIPPED, 3, False), (backward, 2), (backward, 1),
+        (forward, 0, run, NOTHING_SKIPPED, None, False), (backward, 3), (any_loop.finish,), (any_loop.step, True),
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("change", [any_loop.repoint, any_loop.offload])
+def test_parameters_may_get_other_memory(pool: RankPool, change: Callable[[State], None]) -> None:
+    update = (any_loop.forward, 0, "plain", NOTHING_SKIPPED, 0, True)
+    step = (any_loop.step, True)
+    both(
+        pool,
+        update,
+        step,
+        (change,),
+        (any_loop.onload,),
+        update,
+        step,
+        update,
+        (change,),
+        (any_loop.onload,),
+        update,
+        step,
+    )
+
+
+def test_micro_steps_between_finished_gradients_and_the_optimizer_step(pool: RankPool) -> None:
+    update = (any_loop.forward, 0, "plain", NOTHING_SKIPPED, 0, True)
+    evaluate = (any_loop.forward, 1, "plain", NOTHING_SKIPPED, None, False)
+    both(pool, update, (any_loop.finish,), evaluate, (any_loop.step, True), evaluate, update, (any_loop.step, True))
+
+
+@pytest.mark.parametrize("after", [any_loop.plan, any_loop.move, any_loop.forward, any_loop.live])
+def test_what_a_failed_backward_left_is_dropped(pool: RankPool, after: Callable[..., None]) -> None:
+    args = {
+        any_loop.plan: (5, True, "plan"), any_loop.move: (5,), any_loop.live: (5, "plain", 0),
+        any_loop.forward: (1, "plain", NOTHING_SKIPPED, 0, True),
+    }[after]  # fmt: skip
+    update = (any_loop.forward, 0, "plain", NOTHING_SKIPPED, 1, True)
+    for inside in (True, False):
+        fail = (any_loop.fail_backward, 0, "plain", 0, inside)
+        both(pool, fail, fail, (after, *args), update, (any_loop.finish,))
+    assert pool.call(count_abandoned)[0] > 0
+
+
+def count_abandoned(state: State) -> float:
+    return cast(Loop, state["loop"]).session.take_metrics()["moe/abandoned_backwards"]
+
+
+def test_gradients_that_are_zeroed_before_they_are_finished_leave_nothing(pool: RankPool) -> None:
+    update = (any_loop.forward, 0, "plain", NOTHING_SKIPPED, 1, True)
+    for to_none in (True, False):
+        both(pool, update, (any_loop.zero, to_none), update, (any_loop.finish,), (any_loop.step, True))
+
+
+def test_gradients_are_summed_once(pool: RankPool) -> None:
+    """`finish` expects the error where there has to be one."""
+    update = (any_loop.forward, 0, "plain", NOTHING_SKIPPED, 1, True)
+    finish = (any_loop.finish,)
+    both(pool, update, finish, finish, update, finish, (any_loop.zero, False), update, finish, finish)
+    both(pool, finish, finish, update, (any_loop.zero, True), update, finish)
+
+
+def test_layers_outside_micro_steps_are_counted(pool: RankPool) -> None:
+    both(pool, (any_loop.forward, 0, "plain", NOTHING_SKIPPED, None, False))
+    assert pool.call(count_live) == [0, 0]
+    pool.call(any_loop.live, 5, "plain", None)
+    layers = pool.call(count_layers)
+    assert pool.call(count_live) == layers
+
+
+def count_live(state: State) -> float:
+    return cast(Loop, state["loop"]).session.take_metrics()["moe/live_layer_calls"]
+
+
+def count_layers(state: State) -> int:
+    return len(cast(Loop, state["loop"]).session.layers)
+
+
+def differentiate_in_other_ways(state: State) -> None:
+    """Replica gradients go to `.grad`, so that a backward which leaves that out has to be refused."""
+    loop: Loop = state["loop"]
+    replicas = [len(loop.session.step_plan.replicas_of(0, layer)) for layer in range(len(loop.session.layers))]
+    layer = int(np.argmax(replicas))
+    expert = loop.session.layers[layer].parameters[0]
+
+    def forward() -> torch.Tensor:
+        with loop.session.micro_step(0):
+            return loop.loss(loop.model, loop.rows(0, loop.session.rank))[0]
+
+    with pytest.raises(RuntimeError, match=r"torch.autograd.grad\(\) would miss"):
+        torch.autograd.grad(forward(), [expert])
+    with pytest.raises(RuntimeError, match=r"torch.autograd.grad\(\) would miss"):
+        torch.autograd.grad(forward(), list(loop.model.parameters()))
+    with pytest.raises(RuntimeError, match=r"backward\(inputs=...\) with expert tensors alone"):
+        forward().backward(inputs=[expert])
+    handle = expert.register_hook(lambda g: g * 2)
+    with pytest.raises(RuntimeError, match="a hook on an expert tensor"):
+        forward().backward()
+    handle.remove()
+    handle = expert.register_post_accumulate_grad_hook(lambda p: None)
+    with pytest.raises(RuntimeError, match="a hook on an expert tensor"):
+        forward().backward()
+    handle.remove()
+    any_loop.zero(state, True)
+
+    # Only the head's gradient: nothing is added to experts.
+    head = loop.model.head.weight
+    forward().backward(inputs=[head])
+    assert head.grad is not None
+    assert all(p.grad is None for layer in loop.session.layers for p in layer.parameters)
+    router = loop.model.moe_blocks()[0].router.weight
+    forward().backward(inputs=[router])
+    assert router.grad is not None
+    assert all(p.grad is None for layer in loop.session.layers for p in layer.parameters)
+    any_loop.zero(state, True)
+
+    loss = forward()
+    loss.backward(create_graph=True)
+    assert router.grad is not None
+    with pytest.raises(RuntimeError, match="once_differentiable"):
+        router.grad.sum().backward()
+    any_loop.zero(state, True)
+
+
+def test_other_ways_to_differentiate(pool: RankPool) -> None:
+    both(
+        pool,
+        (differentiate_in_other_ways,),
+        (any_loop.forward, 0, "plain", NOTHING_SKIPPED, 0, True),
+        (any_loop.finish,),
+    )
+
+
+def offload_for_memory(state: State) -> None:
+    loop: Loop = state["loop"]
+    any_loop.forward(state, 0, "plain", NOTHING_SKIPPED, 0, True)
+    loop.pending.clear()
+    memory = [StorageWeakRef(p.data.untyped_storage()) for p in loop.model.parameters()]
+    for parameter in loop.model.parameters():
+        parameter.data = parameter.data.clone()
+    assert all(ref.expired() for ref in memory)
+
+
+def test_nothing_keeps_the_memory_of_parameters(pool: RankPool) -> None:
+    both(pool, (offload_for_memory,))
+
+
+def replace_parameters(state: State) -> None:
+    """New parameters in the module, read again by a layer that was added with a function."""
+    session = Session(num_experts=4, verify_weights=False)
+    torch.manual_seed(0)
+    holder = torch.nn.Module()
+    whole = [torch.randn(4, 8, 4), torch.randn(4, 4, 4)]
+    holder.gate_up, holder.down = (torch.nn.Parameter(w[session.home_experts].clone()) for w in whole)
+    layer = session.add_layer(lambda: list(holder.parameters()), gated_experts())
+    hidden, ids, weights = torch.randn(3, 4), torch.tensor([[0], [2], [3]]), torch.ones(3, 1)
+    before = layer(hidden, ids, weights)
+    holder.down = torch.nn.Parameter(holder.down.detach() * 2)
+    after = layer(hidden, ids, weights)
+    assert relative_error(after, 2 * before) < 1e-6
+    after.sum().backward()
+    assert holder.down.grad is not None
+    holder.down = torch.nn.Parameter(holder.down.detach().double())
+    with pytest.raises(InputError, match=r"expert tensor 1 was added as \[2, 4, 4\] torch.float32"):
+        session.live_micro_step(positions=torch.arange(3)).__enter__()
+    session.close()
+
+
+def test_parameters_may_be_replaced_by_others(pool: RankPool) -> None:
+    pool.call(replace_parameters)
+
+
+def compute_in_lower_precision(state: State, mode: str, way: str) -> None:
+    """Staging memory follows weights that were loaded before a plan, or changed after a micro-step."""
+    session = Session(num_experts=4, mode=cast(Any, mode), least_gain=-1.0, verify_weights=False)
+    torch.manual_seed(0)
+    shape = Shape(layers=2, experts=4, top_k=2, hidden=8, width=8)
+    model, other = TinyMoE(shape, torch.float32), TinyMoE(shape, torch.float32)
+    for block in (*model.moe_blocks(), *other.moe_blocks()):
+        block.compute_dtype = torch.bfloat16
+    model.share(session)
+    reference = Session(num_experts=4, mode=cast(Any, mode), verify_weights=False)
+    other.share(reference)
+    rng = np.random.default_rng(0)
+    trace = random_trace(rng, num_sequences=4, max_length=9, num_layers=2, num_experts=4, top_k=2)
+    schedule = random_schedule(rng, 4, num_ranks=2, num_micro_steps=1)
+    tokens = torch.from_numpy(rng.integers(0, 11, trace.num_tokens))
+    mine = trace.select(schedule.sequences_of(session.rank))
+    rows = np.concatenate(
+        [*(np.arange(*trace.sequence_starts[s : s + 2]) for s in schedule.sequences_of(session.rank))]
+    )
+
+    def logits(of: Session, model: TinyMoE) -> torch.Tensor:
+        with torch.no_grad(), of.micro_step(0):
+            return model(tokens[rows])
+
+    session.plan(mine, schedule)
+    before = logits(session, model)
+    for parameter, value in zip(model.parameters(), other.parameters(), strict=True):
+        if way == "copied":
+            with torch.no_grad():
+                parameter.copy_(value)
+        elif way == "repointed":
+            parameter.data = value.detach().clone()
+        else:
+            parameter.data.copy_(value)
+    if way == "before a plan":
+        session.plan(mine, schedule)
+    reference.plan(mine, schedule)
+    expected = logits(reference, other)
+    assert torch.equal(logits(session, model), expected)
+    assert relative_error(before, expected) > 0.1
+    session.close()
+    reference.close()
+
+
+@pytest.mark.parametrize("mode", ["plan", "static", "shadow", "off"])
+@pytest.mark.parametrize("way", ["before a plan", "copied", "repointed"])
+def test_copies_in_another_precision_follow_the_weights(pool: RankPool, mode: str, way: str) -> None:
+    pool.call(compute_in_lower_precision, mode, way)
+
+
+def see_what_nobody_announces(state: State) -> None:
+    loop: Loop = state["loop"]
+    for checked in (None, "1"):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.delenv("TRIMTAB_VERIFY_WEIGHTS", raising=False)
+            if checked:
+                patch.setenv("TRIMTAB_VERIFY_WEIGHTS", checked)
+            assert Session(num_experts=4).verify_weights is (checked is not None)
+            assert Session(num_experts=4, mode="shadow").verify_weights
+            assert not Session(num_experts=4, mode="shadow", verify_weights=False).verify_weights
+    assert loop.session.verify_weights
+    any_loop.write(state, "unnoticed")
+    any_loop.forward(state, 0, "plain", NOTHING_SKIPPED, None, False)
+    # One element of one expert, on one rank; a sampled one.
+    if loop.session.rank == 1:
+        loop.session.layers[1].parameters[1].data[1].view(-1)[0] += 1
+    with pytest.raises(RuntimeError, match=r"MoE layer 1: tensor 1 of expert \d changed") as caught:
+        loop.session.micro_step(0).__enter__()
+    assert str(caught.value).startswith("rank 1: " if loop.session.rank == 0 else "MoE layer 1")
+
+
+def test_weights_that_change_unnoticed_are_found_by_samples(pool: RankPool) -> None:
+    pool.call(any_loop.start, 3, True)
+    pool.call(see_what_nobody_announces)
+
+
+def misuse_layers(state: State) -> None:
+    session = Session(num_experts=4)
+    gate_up, down = torch.nn.Parameter(torch.randn(2, 8, 4)), torch.nn.Parameter(torch.randn(2, 4, 4))
+    layer = session.add_layer([gate_up, down], gated_experts())
+    flat = torch.randn(2 * 2 * 8 * 4)
+    apart = [torch.nn.Parameter(part.view(2, 8, 4)) for part in flat.split(2 * 8 * 4)]
+    for parameters in ([gate_up, torch.nn.Parameter(down.detach().clone())], [torch.nn.Parameter(gate_up.data), down]):
+        with pytest.raises(InputError, match="layer 1 was added with an expert tensor of MoE layer 0"):
+            session.add_layer(parameters, gated_experts())
+    with pytest.raises(InputError, match="without expert tensors"):
+        session.add_layer([], gated_experts())
+    with pytest.raises(InputError, match="expert tensor 0 has no memory"):
+        session.add_layer([torch.nn.Parameter(torch.empty(2, 8, 4, device="meta")), down], gated_experts())
+    # Parts of one buffer that do not overlap.
+    other = Session(num_experts=4)
+    other.add_layer([apart[0], torch.nn.Parameter(down.detach().clone())], gated_experts())
+    other.add_layer([apart[1], torch.nn.Parameter(down.detach().clone())], gated_experts())
+
+    hidden, ids, weights = torch.randn(5, 4), torch.zeros(4, 2, dtype=torch.int64), torch.ones(4, 2)
+    for arguments in ((hidden, ids, weights), (hidden[:4], ids, weights[:, :1]), (hidden[None, :4], ids, weights)):
+        with pytest.raises(InputError, match=r"MoE layer 0 was given hidden \[.*they should be \[T, H\], \[T, K\]"):
+            layer(*arguments)
+    with pytest.raises(InputError, match=r"route\(\) was given ids \[4\]"):
+        layer.route(ids[:, 0])
+    rng = np.random.default_rng(0)
+    trace = random_trace(rng, num_sequences=2, max_length=9, num_layers=1, num_experts=4, top_k=2)
+    schedule = random_schedule(rng, 2, num_ranks=2, num_micro_steps=1)
+    mine = trace.select(schedule.sequences_of(session.rank))
+    session.plan(mine, schedule)
+    with session.micro_step(0), pytest.raises(RuntimeError, match="with 3 experts each; the micro-step was planned"):
+        layer.route(torch.zeros(mine.num_tokens, 3, dtype=torch.int64))
+    with pytest.raises(IndexError, match="micro-step 1 of 1"):
+        session.micro_step(1).__enter__()
+
+
+def test_layers_are_given_what_fits(pool: RankPool) -> None:
+    pool.call(misuse_layers)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"num_experts": 0}, "num_experts is 0; it should be a whole number of 1 or more"),
+        ({"num_experts": 3}, "2 ranks don't divide 3 experts"),
+        ({"slots_per_rank": -1}, "slots_per_rank is -1; it should be a whole number of 0 or more"),
+        ({"slots_per_rank": 1.5}, "slots_per_rank is 1.5"),
+        ({"ring_layers": 1}, "ring_layers is 1; it should be a whole number of 2 or more"),
+        ({"mode": "plam"}, "mode is 'plam'; it should be one of plan, static, shadow, off"),
+        ({"paths": "nvlink"}, "paths is 'nvlink'; it should be one of both, peer, host"),
+        ({"ranks_per_node": 0}, "ranks_per_node is 0; it should be 1 or more"),
+        ({"ranks_per_node": 3}, "3 ranks a node don't divide the 2 ranks"),
+        ({"groups": 0}, "groups is 0; it should be a whole number of 1 or more"),
+        ({"least_gain": float("nan")}, "least_gain is nan; it should be a finite number"),
+        ({"mirror_bytes": -1}, "mirror_bytes is -1; it should be a whole number of 0 or more"),
+    ],
+)  # fmt: skip
+def test_sessions_are_made_with_what_makes_sense(pool: RankPool, arguments: dict[str, Any], message: str) -> None:
+    pool.call(refuse_session, arguments, message)
+
+
+def refuse_session(state: State, arguments: dict[str, Any], message: str) -> None:
+    with pytest.raises(InputError) as caught:
+        Session(**{"num_experts": 4} | arguments)
+    assert message in str(caught.value)
+    with pytest.raises(InputError, match="mode is 'none'"):
+        Session(num_experts=4).mode = cast(Any, "none")
+
+
+def read_timeouts(state: State) -> None:
+    for timeout in (None, timedelta(seconds=33)):
+        topology = Session(num_experts=4, ranks_per_node=1, timeout=timeout).topology
+        for name in ("weights", "gradients", "control", "expert_control", "node_control"):
+            group = getattr(topology, name)
+            expected = timeout or dist.group.WORLD._get_backend(torch.device("cpu")).options._timeout  # type: ignore[union-attr]
+            assert group._get_backend(torch.device("cpu")).options._timeout == expected, name
+
+
+def test_all_groups_have_the_timeout(pool: RankPool) -> None:
+    pool.call(read_timeouts)
+
+
+# Ranks that do not do the same.
+
+
+def disagree(what: str) -> None:
+    state: State = {}
+    any_loop.start(state, 3, False)
+    loop: Loop = state["loop"]
+    session, first = loop.session, dist.get_rank() == 0
+    mine = [loop.rows(index, session.rank) for index in range(any_loop.MICRO_STEPS)]
+
+    def update(index: int) -> None:
+        with session.micro_step(index):
+            loop.loss(loop.model, mine[index])[0].backward()
+
+    if what == "number of micro-steps":
+        update(0)
+        if first:
+            update(1)
+        session.finish_gradients(loop.model.replicated())
+    elif what == "which micro-step":
+        update(1 if first else 2)
+    elif what == "order of layers":
+        with session.micro_step(0):
+            x = loop.model.embed(loop.tokens[mine[0]])
+            for block in loop.model.moe_blocks()[:: 1 if first else -1]:
+                x = x + block(x)
+    elif what == "a skipped layer":
+        loop.model.skipped = frozenset() if first else frozenset([0])
+        update(0)
+        session.finish_gradients(loop.model.replicated())
+    elif what == "a live layer":
+        block = loop.model.moe_blocks()[0]
+        if first:
+            block(torch.zeros(3, 4, dtype=torch.float64))
+        else:
+            with session.micro_step(0):
+                pass
+    elif what == "other live layers":
+        loop.model.moe_blocks()[0 if first else 1](torch.zeros(3, 4, dtype=torch.float64))
+    elif what == "an id that is too large":
+        layer = session.layers[0]
+        ids = torch.full((3, 2), 99 if first else 0)
+        layer(torch.zeros(3, 4, dtype=torch.float64), ids, torch.ones(3, 2, dtype=torch.float64))
+    elif what == "a recorded id that is too large":
+        assert loop.trace is not None
+        assert loop.schedule is not None
+        trace = loop.trace.select(loop.schedule.sequences_of(session.rank))
+        if first:
+            trace.expert_ids[-1, 0, 0] = 77
+        session.plan(trace, loop.schedule)
+    elif what == "without gradients":
+        with torch.set_grad_enabled(first):
+            update(0)
+    elif what == "without gradients inside":
+        with session.micro_step(0), torch.set_grad_enabled(first):
+            loss = loop.loss(loop.model, mine[0])[0]
+            if first:
+                loss.backward()
+        update(1)
+    elif what == "without backward":
+        with session.micro_step(0):
+            loss = loop.loss(loop.model, mine[0])[0]
+            if first:
+                loss.backward()
+        update(1)
+    elif what == "frozen experts":
+        for parameter in session.layers[1].parameters if first else ():
+            parameter.requires_grad_(False)
+        update(0)
+    elif what == "other schedules":
+        rng = np.random.default_rng(session.rank)
+        schedule = random_schedule(rng, 6, num_ranks=2, num_micro_steps=3)
+        assert loop.trace is not None
+        session.plan(loop.trace.select(schedule.sequences_of(session.rank)), schedule)
+    elif what == "other modes":
+        session.mode = "plan" if first else "static"
+        assert loop.trace is not None
+        assert loop.schedule is not None
+        session.plan(loop.trace.select(loop.schedule.sequences_of(session.rank)), loop.schedule)
+    elif what == "other replicated parameters":
+        update(0)
+        session.finish_gradients(loop.model.replicated()[: 3 if first else None])
+    else:
+        # Which never comes to the session again.
+        short = Session(num_experts=4, timeout=timedelta(seconds=7))
+        short.add_layer(
+            [torch.nn.Parameter(torch.ones(2, 8, 4)), torch.nn.Parameter(torch.ones(2, 4, 4))], gated_experts()
+        )
+        if first:
+            short.finish_gradients()
+        else:
+            time.sleep(30)
+
+
+DISAGREEMENTS = {
+    "number of micro-steps": r"rank 0 called micro_step\(1\) where rank 1 called finish_gradients\(\)",
+    "which micro-step": r"rank 0 called micro_step\(1\) where rank 1 called micro_step\(2\)",
+    "order of layers": r"rank 0 called dispatch of MoE layer 0 in .* where rank 1 called dispatch of MoE layer \d in",
+    "a skipped layer": r"rank 0 called dispatch of MoE layer 0 in .* where rank 1 called dispatch of MoE layer 1 in",
+    "a live layer": r"rank 0 called counts of MoE layer 0 where rank 1 called micro_step\(0\)",
+    "other live layers": r"rank 0 called counts of MoE layer 0 where rank 1 called counts of MoE layer 1",
+    "an id that is too large": r"MoE layer 0 was given expert id 99; ids should be from 0 to 3",
+    "a recorded id that is too large": r"MoE layer 0 has expert ids \[77\D.*below 4",
+    "without gradients": r"gradients enabled is True on rank 0 and False on rank 1",
+    "without gradients inside": r"in micro-step 0 where rank 1 called dispatch .* without gradients",
+    "without backward": r"combine of MoE layer . in micro-step 0, backward where rank 1 called micro_step\(1\)",
+    "frozen experts": r"trained expert tensors is \[.*\] on rank 0 and \[.*\] on rank 1",
+    "other schedules": r"in plan\(\): schedule is '\w+' on rank 0 and '\w+' on rank 1",
+    "other modes": r"in plan\(\): mode is 'plan' on rank 0 and 'static' on rank 1",
+    "other replicated parameters": r"in finish_gradients\(\): replicated parameters is",
+    "a rank that never comes": r"rank 0 has waited 7 s in finish_gradients\(\); rank 1 waits for nothing that",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("what", DISAGREEMENTS)
+def test_ranks_that_do_not_do_the_same_are_named(what: str, capfd: pytest.CaptureFixture[str]) -> None:
+    """Neither a hang, nor gloo's abort, nor a number: both ranks and what they called."""
+    with pytest.raises((RankFailedError, InputError), match=DISAGREEMENTS[what]):
+        launch(disagree, (what,), ranks=2)
