@@ -22,7 +22,6 @@ from helpers.random_plans import random_placement, random_plan, random_schedule,
 from trimtab.errors import InputError
 from trimtab.planner import Placement, Schedule, Workload
 from trimtab.runtime import Session
-from trimtab.runtime.logical import logical_optimizer_state
 from trimtab.trace import RoutingTrace
 
 MICRO_STEPS = 3
@@ -461,7 +460,7 @@ def compare(loop: Loop) -> None:
     weights = session.logical_state_dict(loop.model)
     for name, expected in loop.reference.state_dict().items():
         assert relative_error(weights[name], expected) < 100 * TOLERANCE, (name, "weights")
-    states = dict(logical_optimizer_state(session, loop.model, loop.optimizers[1]))
+    states = dict(session.logical.optimizer_state(loop.model, loop.optimizers[1]))
     for name, expected in loop.reference.named_parameters() if session.rank == 0 else ():
         for key, value in loop.optimizers[0].state.get(expected, {}).items():
             own_value = states[name][key]

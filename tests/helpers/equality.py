@@ -96,7 +96,7 @@ def _compare(case: Case) -> None:
     model.load_state_dict(reference.state_dict())
     model.share(session)
     if case.one_sided:
-        session.transfers.ring.peers = CountingPeers.in_host_memory(session.topology, session.layers)
+        session.transfers.ring.peers = CountingPeers.in_host_memory(session.topology, session.homes)
     optimizers = [_optimizer(case.seed, m) for m in (reference, model)]
     session.train_with(optimizers[1])
 

@@ -18,13 +18,7 @@ from trimtab.errors import InputError
 from trimtab.planner import Placement
 from trimtab.runtime import Session
 from trimtab.runtime.launch import launch
-from trimtab.runtime.logical import (
-    load_logical_optimizer_state,
-    load_logical_state,
-    logical_optimizer_state,
-    logical_state,
-    rows_of_state,
-)
+from trimtab.runtime.logical import rows_of_state
 
 SHAPE = Shape(layers=2, experts=8, top_k=2, hidden=8, width=6)
 OPTIMIZERS: dict[str, Any] = {
@@ -57,10 +51,10 @@ def step(session: Session, model: TinyMoE, optimizer: torch.optim.Optimizer, see
 
 def whole(session: Session, model: TinyMoE, optimizer: torch.optim.Optimizer) -> tuple[Any, Any]:
     """Copies on rank 0; elsewhere nothing."""
-    weights = {name: value.clone() for name, value in logical_state(session, model)}
+    weights = {name: value.clone() for name, value in session.logical.weights(model)}
     state = {
         name: {key: value.clone() if isinstance(value, torch.Tensor) else value for key, value in values.items()}
-        for name, values in logical_optimizer_state(session, model, optimizer)
+        for name, values in session.logical.optimizer_state(model, optimizer)
     }
     return weights, state
 
@@ -68,7 +62,7 @@ def whole(session: Session, model: TinyMoE, optimizer: torch.optim.Optimizer) ->
 def train_and_save(folder: Path) -> None:
     for name in OPTIMIZERS:
         session, model, optimizer = build(name, seed=3)
-        assert dict(logical_optimizer_state(session, model, optimizer)) == {}
+        assert dict(session.logical.optimizer_state(model, optimizer)) == {}
         step(session, model, optimizer, seed=0)
         saved = whole(session, model, optimizer)
         step(session, model, optimizer, seed=1)
@@ -83,8 +77,8 @@ def load_and_go_on(folder: Path) -> None:
     for name in OPTIMIZERS:
         session, model, optimizer = build(name, seed=4)
         (weights, state), (weights_after, state_after) = torch.load(folder / f"{name}.pt")
-        load_logical_state(session, model, weights)
-        load_logical_optimizer_state(session, model, optimizer, state)
+        session.logical.load_weights(model, weights)
+        session.logical.load_optimizer_state(model, optimizer, state)
         assert_alike(whole(session, model, optimizer), (weights, state), 0.0)
         step(session, model, optimizer, seed=1)
         # Adafactor scales by norms of whole tensors, which are not those of their parts.
@@ -122,8 +116,8 @@ def place_anywhere() -> None:
         name: {"step": torch.tensor(5.0), "exp_avg": torch.rand_like(value), "exp_avg_sq": torch.rand_like(value)}
         for name, value in weights.items()
     }
-    load_logical_state(session, model, weights)
-    load_logical_optimizer_state(session, model, optimizer, state)
+    session.logical.load_weights(model, weights)
+    session.logical.load_optimizer_state(model, optimizer, state)
     for index, block in enumerate(model.moe_blocks()):
         mine = np.flatnonzero(homes_LE[index] == session.rank)
         assert torch.equal(block.down.detach(), weights[f"blocks.{index}.down"][mine])
@@ -135,23 +129,23 @@ def place_anywhere() -> None:
     assert_alike(whole(session, model, optimizer), (weights, state), 0.0)
 
     with pytest.raises(InputError, match=r"there is optimizer state of 'head.scale'; this model has no such parameter"):
-        load_logical_optimizer_state(session, model, optimizer, {"head.scale": {}})
+        session.logical.load_optimizer_state(model, optimizer, {"head.scale": {}})
     with pytest.raises(
         InputError, match=r"a tensor of 'blocks.0.down' has shape \[9, 8, 6\]; this model has 8 experts"
     ):
-        load_logical_state(session, model, weights | {"blocks.0.down": torch.zeros(9, 8, 6)})
+        session.logical.load_weights(model, weights | {"blocks.0.down": torch.zeros(9, 8, 6)})
     with pytest.raises(InputError, match=r"tensor 'head.bias' has shape \[2\]; this model has \[11\]"):
-        load_logical_state(session, model, weights | {"head.bias": torch.zeros(2)})
+        session.logical.load_weights(model, weights | {"head.bias": torch.zeros(2)})
     with pytest.raises(InputError, match=r"tensor 'head.bias' is missing"):
-        load_logical_state(session, model, {name: value for name, value in weights.items() if name != "head.bias"})
+        session.logical.load_weights(model, {name: value for name, value in weights.items() if name != "head.bias"})
     with pytest.raises(InputError, match="there is a tensor 'extra'; this model has none"):
-        load_logical_state(session, model, weights | {"extra": torch.zeros(2)})
+        session.logical.load_weights(model, weights | {"extra": torch.zeros(2)})
 
     optimizer.state[model.moe_blocks()[1].down]["step"] = torch.tensor(float(session.rank))
     with pytest.raises(
         InputError, match=r"AdamW: the state of 'blocks.1.down' is .*'step': 1.0.* on rank 1 and .* alike"
     ):
-        list(logical_optimizer_state(session, model, optimizer))
+        list(session.logical.optimizer_state(model, optimizer))
 
 
 def test_any_homes_in_any_layer() -> None:

@@ -11,9 +11,9 @@ import pytest
 import torch
 
 from trimtab.runtime import returns
-from trimtab.runtime.binding import MicroStep
 from trimtab.runtime.counters import Counters
 from trimtab.runtime.layout import InstanceReplicas
+from trimtab.runtime.micro_step import MicroStep
 from trimtab.runtime.returns import GradientReturns
 
 

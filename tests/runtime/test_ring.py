@@ -12,9 +12,9 @@ import torch
 
 from helpers.late_copies import LateCopies
 from trimtab.planner.paths import HOST
-from trimtab.runtime.binding import MicroStep
 from trimtab.runtime.counters import Counters
 from trimtab.runtime.layout import InstanceReplicas
+from trimtab.runtime.micro_step import MicroStep
 from trimtab.runtime.ring import ReplicaRing
 
 

@@ -45,7 +45,7 @@ def train(*, one_sided: bool) -> tuple[Session, list[torch.Tensor]]:
         block.compute_dtype = torch.bfloat16
     model.share(session)
     if one_sided:
-        session.transfers.ring.peers = PeerMemory.in_host_memory(session.topology, session.layers)
+        session.transfers.ring.peers = PeerMemory.in_host_memory(session.topology, session.homes)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     session.train_with(optimizer)
     kept: list[torch.Tensor] = []
@@ -82,7 +82,7 @@ def compare_ways() -> None:
     for layer in session.layers:
         # Staged where the neighbours read, not copied there.
         own = peers.row(layer.index, session.rank, 1)
-        assert [t.data_ptr() for t in own] == [t[1].data_ptr() for t in layer.sources]
+        assert [t.data_ptr() for t in own] == [t[1].data_ptr() for t in layer.homes.sources]
     neighbour = session.rank ^ 1
     shown = [torch.stack([peers.row(0, rank, row)[0] for row in range(2)]) for rank in (session.rank, neighbour)]
     theirs = [torch.empty_like(shown[0]) for _ in range(4)]

@@ -108,7 +108,7 @@ def compare_low_precision() -> None:
                     assert whole.grad is not None
                     wanted = whole.grad[torch.from_numpy(layer.home_experts)]
                     assert relative_error(parameter.grad.float(), wanted) < 0.06, (dtype, compute_dtype, seed)
-                    assert layer.sources[0].dtype is torch.bfloat16
+                    assert layer.homes.sources[0].dtype is torch.bfloat16
             for optimizer in optimizers:
                 optimizer.step()
                 optimizer.zero_grad()
@@ -166,7 +166,7 @@ def measure_memory() -> None:
         report = step.adopt(session)
         step.run(session, model)
         pools.append(report.pool_bytes)
-        expert_bytes = session.layers[0].expert_bytes
+        expert_bytes = session.homes[0].expert_bytes
         ring, returns = session.transfers.ring, session.transfers.returns
         assert ring.nbytes == session.ring_layers * session.slots_per_rank * expert_bytes
         most = np.unique(step.plan.mirror_entries(0), axis=0)

@@ -19,7 +19,7 @@ from transformers.distributed.expert_parallel import AllToAllEP, EPImplementatio
 
 from trimtab.errors import InputError
 from trimtab.integrations.transformers.families import family_of, moe_blocks
-from trimtab.integrations.transformers.sharing import check_experts, follow_session
+from trimtab.integrations.transformers.sharing import check_experts, follow_layer
 from trimtab.runtime import ExpertLayer, Session
 
 NAME = "trimtab"
@@ -67,7 +67,7 @@ def use_session(model: Any, session: Session) -> None:
             compute_dtype=torch.bfloat16 if config.fsdp_mixed_precision else None,
             weights=partial(_weights, experts, family.parameters, masters),
         )
-        follow_session(getattr(block, family.router), session, layer, model.config)
+        follow_layer(getattr(block, family.router), layer, model.config)
 
 
 class SessionExperts(AllToAllEP):

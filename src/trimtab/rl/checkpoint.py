@@ -46,7 +46,7 @@ class Checkpoint:
     homes: list[list[int]]
 
     def optimizer_state(self) -> Mapping[str, Mapping[str, StateValue]]:
-        """For `load_logical_optimizer_state`. Read parameter by parameter, as it is asked for.
+        """For `LogicalState.load_optimizer_state`. Read parameter by parameter, as it is asked for.
 
         Raises:
             InputError: naming a file that is missing or damaged.

@@ -28,7 +28,6 @@ from trimtab.rl.sequences import Sequence, exchange_sequences, gather_lengths, r
 from trimtab.rl.task import draw_problem
 from trimtab.rl.warm_start import warm_start
 from trimtab.runtime import PlannedStep, PlanReport, Session
-from trimtab.runtime.logical import load_logical_optimizer_state, logical_optimizer_state, logical_state
 from trimtab.trace import RoutingTrace, write_trace
 
 WARM_UP_STEPS = 3
@@ -94,7 +93,7 @@ class Trainer:
         )
         self.session.train_with(self.optimizer)
         if checkpoint:
-            load_logical_optimizer_state(self.session, self.model, self.optimizer, checkpoint.optimizer_state())
+            self.session.logical.load_optimizer_state(self.model, self.optimizer, checkpoint.optimizer_state())
             home = np.array(checkpoint.homes, np.int16)
             if home.max() + 1 == self.num_ranks:
                 self.session.move(Placement(home))
@@ -278,8 +277,8 @@ class Trainer:
 
     def save(self, step: int) -> None:
         """Write a checkpoint after `step` RL steps."""
-        weights = logical_state(self.session, self.model)
-        optimizer_state = logical_optimizer_state(self.session, self.model, self.optimizer)
+        weights = self.session.logical.weights(self.model)
+        optimizer_state = self.session.logical.optimizer_state(self.model, self.optimizer)
         if self.rank == 0:
             homes = self.session.placement.home.tolist()
             model = (self.model_config, self.tokenizer)

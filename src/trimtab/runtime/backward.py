@@ -14,12 +14,10 @@ import threading
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
 
-if TYPE_CHECKING:
-    from trimtab.runtime.binding import MicroStep
+from trimtab.runtime.micro_step import MicroStep
 
 # Private names of torch, of its autograd engine, as of 2.13.
 _running_backward = torch._C._current_graph_task_id

@@ -5,113 +5,57 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-import numpy as np
 import torch
 import torch.nn.functional as F
 from torch.autograd.function import once_differentiable
 
 from trimtab.errors import InputError
 from trimtab.runtime import lockstep
-from trimtab.runtime.binding import Instance, MicroStep
 from trimtab.runtime.experts import ApplyExperts, ExpertWeight
+from trimtab.runtime.home_experts import HomeExperts
+from trimtab.runtime.instance import Instance, LayerCalls, PlannedInstance
+from trimtab.runtime.micro_step import MicroStep
 from trimtab.runtime.recorder import BACKWARD, COMBINE, DISPATCH, EXPERTS, OTHER
 from trimtab.trace.routing import Array
 
-if TYPE_CHECKING:
-    from trimtab.runtime.session import Session
-
 HomeWeights = Callable[[], Sequence[torch.Tensor]]
-ReadParameters = Callable[[], Sequence[torch.nn.Parameter]]
 
 
 class ExpertLayer:
-    """One MoE layer's experts. Made by `Session.add_layer`.
+    """One MoE layer's experts, as the model calls them. Made by `Session.add_layer`.
 
     Attributes:
-        index: the layer's number among the session's layers, 0 .. L-1.
-        dtype: what is computed in.
-        likes: shape and dtype of the parameters as they were added.
-        joins_in_backward: whether replica gradients are joined to those of the home experts before the layer's backward
-            ends, because something else than `parameters` takes them; see `Session.add_layer`.
-        home_E: `[E]` int16, the home rank of every expert.
-        rows_E: `[E]` int64, where each expert stands among those of its home, which are in rising order.
+        homes: this rank's experts of the layer.
     """
 
-    def __init__(
-        self,
-        session: Session,
-        index: int,
-        parameters: ReadParameters,
-        apply: ApplyExperts,
-        home_E: Array,
-        compute_dtype: torch.dtype | None,
-        weights: HomeWeights | None,
-    ) -> None:
-        self.index = index
-        self._read = parameters
-        self.likes = [(parameter.shape, parameter.dtype) for parameter in self.parameters]
-        self.joins_in_backward = weights is not None
-        self.dtype = compute_dtype or self.likes[0][1]
-        self.is_staged = any(dtype != self.dtype for _, dtype in self.likes)
-        self._session = session
+    def __init__(self, calls: LayerCalls, homes: HomeExperts, apply: ApplyExperts, weights: HomeWeights | None) -> None:
+        self.homes = homes
+        self._calls = calls
         self._apply = apply
         self._weights = weights
-        self._staging: list[torch.Tensor | None] = [None] * len(self.likes)
-        self.home_E = self.rows_E = np.empty(0, np.int64)
-        self.set_homes(home_E)
+
+    @property
+    def index(self) -> int:
+        """The layer's number among the session's layers, 0 .. L-1."""
+        return self.homes.index
+
+    @property
+    def replays(self) -> bool:
+        """Does a call of this layer now use recorded routing?"""
+        micro_step = self._calls.micro_step()
+        return micro_step is not None and micro_step.replays
 
     @property
     def parameters(self) -> Sequence[torch.nn.Parameter]:
-        """This rank's home experts as they are now, stacked tensors `[E / R, ...]`. Nothing keeps their memory."""
-        return self._read()
-
-    @property
-    def sources(self) -> list[torch.Tensor]:
-        """The same values in the dtype that is computed in: the parameters' own memory, or staging memory."""
-        return [
-            parameter.detach() if dtype == self.dtype else self._staged(t, parameter)
-            for t, (parameter, (_, dtype)) in enumerate(zip(self.parameters, self.likes, strict=True))
-        ]
+        """This rank's home experts as they are now, stacked tensors `[E / R, ...]`."""
+        return self.homes.parameters
 
     @property
     def home_experts(self) -> Array:
-        """Logical ids `[E / R]` of this rank's home experts, rising: the order of rows in the stacked tensors."""
-        return np.flatnonzero(self.home_E == self._session.rank)
-
-    @property
-    def expert_shapes(self) -> list[torch.Size]:
-        """Of one expert's tensors."""
-        return [shape[1:] for shape, _ in self.likes]
-
-    @property
-    def expert_bytes(self) -> int:
-        """Bytes of one expert, as it is sent."""
-        return sum(shape.numel() for shape in self.expert_shapes) * self.dtype.itemsize
-
-    def set_homes(self, home_E: Array) -> None:
-        """Take note of homes `[E]`; moving the rows there is the caller's job."""
-        order = np.argsort(home_E, kind="stable")
-        self.home_E = home_E
-        self.rows_E = np.empty(len(home_E), np.int64)
-        self.rows_E[order] = np.arange(len(home_E)) % self.likes[0][0][0]
-
-    def stage_in(self, stacks: Sequence[torch.Tensor]) -> None:
-        """Use the given tensors `[E / R, ...]` as staging memory, where there has to be any."""
-        self._staging = [*stacks]
-
-    def stage(self) -> None:
-        """Bring the parameters' present values into staging memory of another dtype. The session calls it."""
-        for t, (parameter, (_, dtype)) in enumerate(zip(self.parameters, self.likes, strict=True)):
-            if dtype != self.dtype:
-                self._staged(t, parameter).copy_(parameter.detach())
-
-    def _staged(self, tensor: int, parameter: torch.Tensor) -> torch.Tensor:
-        staging = self._staging[tensor]
-        if staging is None:
-            staging = self._staging[tensor] = torch.empty_like(parameter, dtype=self.dtype, requires_grad=False)
-        return staging
+        """Logical ids `[E / R]` of this rank's home experts, ascending: the order of rows in the stacked tensors."""
+        return self.homes.home_experts
 
     def route(self, live_ids: torch.Tensor) -> torch.Tensor:
         """The expert ids to use: the recorded ones where the micro-step has them, else `live_ids`.
@@ -126,7 +70,7 @@ class ExpertLayer:
         """
         if live_ids.ndim != 2:
             raise InputError(f"MoE layer {self.index}: route() was given ids {list(live_ids.shape)}, not [T, K]")
-        micro_step, ids = self._session.micro_step_of_call(), live_ids.to(torch.int64)
+        micro_step, ids = self._calls.micro_step(), live_ids.to(torch.int64)
         if micro_step is None:
             return ids
         ids = micro_step.replay(self.index, ids)
@@ -150,14 +94,14 @@ class ExpertLayer:
             RanksDisagreeError: if other ranks called something else.
         """
         self._check_shapes(hidden, expert_ids, expert_weights)
-        micro_step = self._session.micro_step_of_call()
+        micro_step = self._calls.micro_step()
         if micro_step is not None and micro_step.replays and micro_step.routed.get(self.index) != expert_ids.data_ptr():
             raise RuntimeError(
                 f"MoE layer {self.index} was called with other expert ids than its route() returned; "
                 "in a planned micro-step the recorded routing must be used"
             )
-        instance = self._session.bind(self, expert_ids, micro_step)
-        instance.approach()
+        instance = self._calls.bind(self.homes, expert_ids, micro_step)
+        instance.begin_forward()
         if torch.is_grad_enabled() and not hidden.requires_grad:
             # Replica gradients go home from inside the backward, which autograd would otherwise leave out.
             hidden = hidden.detach().requires_grad_()
@@ -165,7 +109,7 @@ class ExpertLayer:
         if positions is not None:
             expert_weights = expert_weights.index_select(0, positions)
         with torch.autocast(hidden.device.type, enabled=False):
-            combined = self._run(hidden.to(self.dtype), instance, expert_weights).to(hidden.dtype)
+            combined = self._run(hidden.to(self.homes.dtype), instance, expert_weights).to(hidden.dtype)
         return combined if positions is None else torch.zeros_like(hidden).index_copy(0, positions, combined)
 
     def _check_shapes(self, hidden: torch.Tensor, expert_ids: torch.Tensor, expert_weights: torch.Tensor) -> None:
@@ -182,12 +126,12 @@ class ExpertLayer:
     def _run(self, hidden: torch.Tensor, instance: Instance, expert_weights: torch.Tensor) -> torch.Tensor:
         layout = instance.layout
         homes = self._home_weights(instance.micro_step)
-        if self.joins_in_backward:
+        if self.homes.joins_in_backward:
             home_rows, replica_rows, *homes = _Dispatch.apply(hidden, instance, *homes)
         else:
             home_rows, replica_rows = _Dispatch.apply(hidden, instance)
         outputs = [self._apply([ExpertWeight(home) for home in homes], home_rows, layout.home_groups)]
-        if layout.replicas.count:
+        if isinstance(instance, PlannedInstance) and layout.replicas.count:
             # After the home experts' compute, so that the transfer has as long as it can.
             replica_rows, *slots = _Borrow.apply(replica_rows, instance)
             weights = [ExpertWeight(slot, partial(_again, instance, t)) for t, slot in enumerate(slots)]
@@ -196,20 +140,21 @@ class ExpertLayer:
         return combined
 
     def _home_weights(self, micro_step: MicroStep | None) -> list[torch.Tensor]:
+        dtype = self.homes.dtype
         if self._weights is not None:
-            return [weight.to(self.dtype) for weight in self._weights()]
+            return [weight.to(dtype) for weight in self._weights()]
         weights: list[torch.Tensor] = []
-        for parameter, source in zip(self.parameters, self.sources, strict=True):
-            if parameter.dtype == self.dtype:
+        for parameter, source in zip(self.homes.parameters, self.homes.sources, strict=True):
+            if parameter.dtype == dtype:
                 weights.append(parameter)
             elif micro_step is not None:
                 weights.append(_Staged.apply(parameter, source))
             else:
-                weights.append(parameter.to(self.dtype))
+                weights.append(parameter.to(dtype))
         return weights
 
 
-def _again(instance: Instance, tensor: int) -> torch.Tensor:
+def _again(instance: PlannedInstance, tensor: int) -> torch.Tensor:
     return instance.replica_weights()[tensor]
 
 
@@ -222,7 +167,7 @@ class _Dispatch(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, hidden: torch.Tensor, instance: Instance, *homes: torch.Tensor) -> Any:
-        instance.turn_to(DISPATCH)
+        instance.mark(DISPATCH)
         layout = instance.layout
         ctx.instance = instance
         ctx.num_rows = len(hidden)
@@ -236,14 +181,14 @@ class _Dispatch(torch.autograd.Function):
         frozen = [p for p, trained in zip(passed, ctx.needs_input_grad[2:], strict=True) if not trained]
         ctx.mark_non_differentiable(*frozen)
         rows = arrived.index_select(0, layout.home_rows), arrived.index_select(0, layout.replica_rows)
-        instance.turn_to(EXPERTS)
+        instance.mark(EXPERTS)
         return *rows, *passed
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: torch.Tensor) -> Any:
         instance: Instance = ctx.instance
-        instance.turn_to(DISPATCH + BACKWARD)
+        instance.mark(DISPATCH + BACKWARD)
         layout = instance.layout
         grad_home, grad_replica, *grad_homes = grads
         arrived = grad_home.new_empty(sum(layout.recv_splits), grad_home.shape[1])
@@ -257,7 +202,7 @@ class _Dispatch(torch.autograd.Function):
         # After the exchange, so that they have as long as they can.
         if any(ctx.needs_input_grad[2:]):
             grad_homes = [*instance.join_gradients(grad_homes)]
-        instance.leave(OTHER + BACKWARD)
+        instance.mark(OTHER + BACKWARD, outside=True)
         return grad_hidden, None, *grad_homes
 
 
@@ -270,11 +215,11 @@ class _Borrow(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, rows: torch.Tensor, instance: Instance) -> Any:
+    def forward(ctx: Any, rows: torch.Tensor, instance: PlannedInstance) -> Any:
         ctx.instance = instance
         instance.borrowing = weakref.ref(ctx)
         slots = [slot.detach() for slot in instance.replica_weights()]
-        frozen = [s for s, p in zip(slots, instance.layer.parameters, strict=True) if not p.requires_grad]
+        frozen = [s for s, p in zip(slots, instance.homes.parameters, strict=True) if not p.requires_grad]
         ctx.mark_non_differentiable(*frozen)
         return rows.view_as(rows), *slots
 
@@ -282,8 +227,8 @@ class _Borrow(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None]:
         grad_rows, *grad_slots = grads
-        instance: Instance = ctx.instance
-        if any(parameter.requires_grad for parameter in instance.layer.parameters):
+        instance: PlannedInstance = ctx.instance
+        if instance.homes.trained:
             instance.return_gradients(grad_slots)
         return grad_rows, None
 
@@ -307,7 +252,7 @@ class _Combine(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, weights: torch.Tensor, instance: Instance, *outputs: torch.Tensor) -> torch.Tensor:
-        instance.turn_to(COMBINE)
+        instance.mark(COMBINE)
         layout = instance.layout
         arrived = outputs[0].new_empty(sum(layout.recv_splits), outputs[0].shape[1])
         for rows, part in zip((layout.home_rows, layout.replica_rows), outputs, strict=False):
@@ -318,14 +263,14 @@ class _Combine(torch.autograd.Function):
         ctx.save_for_backward(weights, returned)
         row_weights = weights.to(returned.dtype)
         combined = F.embedding_bag(layout.row_places, returned, per_sample_weights=row_weights, mode="sum")
-        instance.leave(OTHER)
+        instance.mark(OTHER, outside=True)
         return combined
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: torch.Tensor) -> Any:
         instance: Instance = ctx.instance
-        instance.turn_to(COMBINE + BACKWARD)
+        instance.mark(COMBINE + BACKWARD)
         # Before anything else, so that what backward needs is on its way.
         instance.begin_backward()
         layout = instance.layout
@@ -337,5 +282,5 @@ class _Combine(torch.autograd.Function):
         grad_rows.mul_(row_weights[:, None])
         arrived = instance.send(lockstep.COMBINE_BACKWARD, grad_rows, back=False)
         parts = [arrived.index_select(0, rows) for rows in (layout.home_rows, layout.replica_rows)[: ctx.num_parts]]
-        instance.turn_to(EXPERTS + BACKWARD)
+        instance.mark(EXPERTS + BACKWARD)
         return grad_weights, None, *parts

@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 
 from trimtab.errors import InputError
+from trimtab.runtime.home_experts import HomeExperts
 from trimtab.runtime.memory import carve, packed_bytes
 from trimtab.runtime.topology import Topology
 from trimtab.trace.routing import Array
@@ -80,13 +81,11 @@ class NodeMirror:
         """The tensors of an expert that the plan wanted here."""
         return self._rows[layer, expert]
 
-    def refresh(self, home_LE: Array, sources: Sequence[Sequence[torch.Tensor]], rows_LE: Array) -> int:
+    def refresh(self, layers: Sequence[HomeExperts]) -> int:
         """Bring the present weights into all nodes' mirrors. Collective; no rank may still be reading.
 
         Args:
-            home_LE: `[L, E]` homes.
-            sources: for every layer this rank's stacked tensors `[H, ...]`.
-            rows_LE: `[L, E]` where each expert stands among those of its home.
+            layers: this rank's home experts of all layers.
 
         Returns:
             Bytes that this rank sent to other nodes.
@@ -97,18 +96,18 @@ class NodeMirror:
         operations: list[dist.P2POp] = []
         arrivals: list[tuple[torch.Tensor, torch.Tensor]] = []
         sent = 0
+        sources = [layer.sources for layer in layers]
         for node, entries in enumerate(self._entries_N):
             for place, (layer, expert) in enumerate(entries.tolist()):
-                home = int(home_LE[layer, expert])
+                home, row = int(layers[layer].home_E[expert]), int(layers[layer].rows_E[expert])
                 porter = node * per_node + place % per_node
                 if home // per_node == node:
                     if home == here.rank:
-                        self._write(layer, expert, [t[rows_LE[layer, expert]] for t in sources[layer]])
+                        self._write(layer, expert, [t[row] for t in sources[layer]])
                 elif home == here.rank:
                     for tensor in sources[layer]:
-                        row = tensor[rows_LE[layer, expert]]
-                        operations.append(dist.P2POp(dist.isend, row, group=here.weights, group_peer=porter))
-                        sent += row.nbytes
+                        operations.append(dist.P2POp(dist.isend, tensor[row], group=here.weights, group_peer=porter))
+                        sent += tensor[row].nbytes
                 elif porter == here.rank:
                     for target, source in zip(self._rows[layer, expert], sources[layer], strict=True):
                         buffer = target if source.device == target.device else torch.empty_like(source[0])

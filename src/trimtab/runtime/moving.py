@@ -8,14 +8,14 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from trimtab.runtime.layer import ExpertLayer
+from trimtab.runtime.home_experts import HomeExperts
 from trimtab.runtime.logical import rows_of_state
 from trimtab.runtime.topology import Topology
 from trimtab.trace.routing import Array
 
 
 def move_experts(
-    layers: Sequence[ExpertLayer], home_LE: Array, optimizers: Sequence[torch.optim.Optimizer], topology: Topology
+    layers: Sequence[HomeExperts], home_LE: Array, optimizers: Sequence[torch.optim.Optimizer], topology: Topology
 ) -> int:
     """Bring all experts to new homes, once `check_movable` found nothing on any rank. Collective over the ranks of an
     expert-parallel group.
@@ -38,7 +38,7 @@ def move_experts(
     return sent
 
 
-def check_movable(layers: Sequence[ExpertLayer], home_LE: Array, optimizers: Sequence[torch.optim.Optimizer]) -> None:
+def check_movable(layers: Sequence[HomeExperts], home_LE: Array, optimizers: Sequence[torch.optim.Optimizer]) -> None:
     """Look at everything that `move_experts` would move. Not a collective; no rank may move if another one can't.
 
     Raises:
@@ -55,11 +55,11 @@ def check_movable(layers: Sequence[ExpertLayer], home_LE: Array, optimizers: Seq
         _rows_of(layer, optimizers)
 
 
-def _moved(layers: Sequence[ExpertLayer], home_LE: Array) -> list[ExpertLayer]:
+def _moved(layers: Sequence[HomeExperts], home_LE: Array) -> list[HomeExperts]:
     return [layer for layer in layers if not np.array_equal(layer.home_E, home_LE[layer.index])]
 
 
-def _rows_of(layer: ExpertLayer, optimizers: Sequence[torch.optim.Optimizer]) -> list[torch.Tensor]:
+def _rows_of(layer: HomeExperts, optimizers: Sequence[torch.optim.Optimizer]) -> list[torch.Tensor]:
     """All tensors whose rows are the layer's home experts, in an order that all ranks share."""
     tensors: list[torch.Tensor] = []
     for parameter in layer.parameters:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 import numpy as np
 import torch
@@ -28,13 +28,11 @@ from trimtab.planner import (
 from trimtab.planner.planner import STEPS_TO_PAY
 from trimtab.planner.prediction import predict
 from trimtab.planner.workload import fully_routed, max_over_mean
+from trimtab.runtime.home_experts import HomeExperts
 from trimtab.runtime.topology import Topology
 from trimtab.trace import RoutingTrace
 from trimtab.trace.counting import count_experts
 from trimtab.trace.routing import Array
-
-if TYPE_CHECKING:
-    from trimtab.runtime.layer import ExpertLayer
 
 Mode = Literal["plan", "static", "shadow", "off"]
 Paths = Literal["both", "peer", "host"]
@@ -126,7 +124,7 @@ class SessionPlanner:
     def of(
         cls,
         topology: Topology,
-        layers: Sequence[ExpertLayer],
+        layers: Sequence[HomeExperts],
         *,
         top_k: int,
         slots: int,
@@ -136,7 +134,7 @@ class SessionPlanner:
         rates: ClusterSpec | None = None,
     ) -> SessionPlanner:
         """A planner for these layers; see `Session`."""
-        first, device = layers[0], layers[0].parameters[0].device
+        first, device = layers[0], layers[0].device
         hidden_size = first.expert_shapes[0][-1]
         rates = rates or (LOCAL_CPU if device.type == "cpu" else ClusterSpec(1, 1))
         cluster = replace(rates, ranks=topology.num_ranks, ranks_per_node=topology.ranks_per_node, slots_per_rank=slots)

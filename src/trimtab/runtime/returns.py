@@ -4,18 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
 
 from trimtab.runtime.counters import Counters
+from trimtab.runtime.home_experts import HomeExperts
 from trimtab.runtime.layout import InstanceReplicas
+from trimtab.runtime.micro_step import MicroStep
 from trimtab.runtime.topology import Topology
-
-if TYPE_CHECKING:
-    from trimtab.runtime.binding import MicroStep
-    from trimtab.runtime.layer import ExpertLayer
 
 
 @dataclass(eq=False)
@@ -26,7 +23,7 @@ class _Return:
         added: the parameters to whose gradients they are added; None for those whose gradients nobody asked for.
     """
 
-    layer: ExpertLayer
+    layer: HomeExperts
     added: list[torch.nn.Parameter | None]
     rows: list[int]
     buffers: list[list[torch.Tensor]]
@@ -55,14 +52,14 @@ class GradientReturns:
         used = [buffers for pending in self._under_way for buffers in pending.buffers]
         return sum(tensor.nbytes for buffers in used + self._spare for tensor in buffers)
 
-    def reserve(self, layer: ExpertLayer, arriving: int) -> None:
+    def reserve(self, layer: HomeExperts, arriving: int) -> None:
         """Have buffers for instances with up to `arriving` replicas of this rank's experts. Nothing is under way."""
         trained = [parameter for parameter in layer.parameters if parameter.requires_grad]
         self._spare = [self._buffers(trained) for _ in range(arriving * self._layers)]
 
     def start(
         self,
-        layer: ExpertLayer,
+        layer: HomeExperts,
         gradients: Sequence[torch.Tensor | None],
         replicas: InstanceReplicas,
         step: MicroStep,
@@ -120,7 +117,7 @@ class GradientReturns:
             self._wait(pending)
             self._spare += pending.buffers
 
-    def join(self, layer: ExpertLayer, gradients: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    def join(self, layer: HomeExperts, gradients: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """Wait for the gradients that `start` sent on their way last, of the same layer, and add them.
 
         Args:
@@ -174,11 +171,11 @@ class GradientReturns:
         self._spare += pending.buffers
 
 
-def _if_accumulated(layer: ExpertLayer, parameter: torch.nn.Parameter) -> torch.nn.Parameter | None:
+def _if_accumulated(layer: HomeExperts, parameter: torch.nn.Parameter) -> torch.nn.Parameter | None:
     return parameter if accumulates(layer, parameter) else None
 
 
-def accumulates(layer: ExpertLayer, parameter: torch.nn.Parameter) -> bool:
+def accumulates(layer: HomeExperts, parameter: torch.nn.Parameter) -> bool:
     """Does the running backward add to a parameter's gradient? `backward(inputs=...)` may leave it out.
 
     Raises:

@@ -12,22 +12,18 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
-import numpy as np
 import torch
 import torch.distributed as dist
 
 from trimtab.planner.paths import HOST
 from trimtab.runtime.copies import BackgroundCopies, Wait
 from trimtab.runtime.counters import Counters
+from trimtab.runtime.home_experts import HomeExperts
+from trimtab.runtime.micro_step import MicroStep
 from trimtab.runtime.mirror import NodeMirror
 from trimtab.runtime.symmetric import PeerMemory
 from trimtab.runtime.topology import Topology
-
-if TYPE_CHECKING:
-    from trimtab.runtime.binding import MicroStep
-    from trimtab.runtime.layer import ExpertLayer
 
 
 @dataclass(eq=False)
@@ -80,14 +76,14 @@ class ReplicaRing:
         """Memory of all places."""
         return sum(tensor.nbytes for place in self._places for tensor in place)
 
-    def begin(self, step: MicroStep, layers: Sequence[ExpertLayer]) -> None:
+    def begin(self, step: MicroStep, layers: Sequence[HomeExperts]) -> None:
         """Say that a micro-step begins; start what its first layers need, beside all that runs before them."""
         if step.layouts:
             # Whether it has a backward shows later. Forward it runs like the last one of either kind.
             order = self._order.get(True) or self._order.get(False) or range(len(step.layouts))
             self._fetch(step, order, layers)
 
-    def approach(self, step: MicroStep, index: int, layers: Sequence[ExpertLayer]) -> None:
+    def approach(self, step: MicroStep, index: int, layers: Sequence[HomeExperts]) -> None:
         """Say that layer `index` is about to run, forward or backward; start what comes next, as far as room goes."""
         step.visited.append(index)
         self._fetch(step, [index, *self._coming(step, index)], layers)
@@ -133,15 +129,11 @@ class ReplicaRing:
                 torch.cuda.synchronize()
             dist.barrier(group=self._topology.expert_control)
 
-    def refresh(self, layers: Sequence[ExpertLayer]) -> None:
+    def refresh(self, layers: Sequence[HomeExperts]) -> None:
         """Bring the layers' present weights to where replicas are copied from. Collective; all ranks have settled."""
         if self.peers is not None:
             self.peers.fill(layers)
-        self.counters.mirror_bytes += self.mirror.refresh(
-            np.stack([layer.home_E for layer in layers]),
-            [layer.sources for layer in layers],
-            np.stack([layer.rows_E for layer in layers]),
-        )
+        self.counters.mirror_bytes += self.mirror.refresh(layers)
 
     def take_cpu_s(self) -> float:
         """Seconds of CPU time that copying threads have spent since this was last asked."""
@@ -163,7 +155,7 @@ class ReplicaRing:
         goes_up = done < 2 or index > step.visited[-2]
         return range(index + 1, len(step.layouts)) if goes_up else range(index - 1, -1, -1)
 
-    def _fetch(self, step: MicroStep, order: Sequence[int], layers: Sequence[ExpertLayer]) -> None:
+    def _fetch(self, step: MicroStep, order: Sequence[int], layers: Sequence[HomeExperts]) -> None:
         """Start what is not there yet of the first layers in this order that have replicas, one for each place."""
         window: list[int] = []
         for layer in order:
@@ -175,7 +167,7 @@ class ReplicaRing:
             if (step, layer) not in self._held:
                 self._start(step, layers[layer], {(step, needed) for needed in window})
 
-    def _start(self, step: MicroStep, layer: ExpertLayer, needed: set[tuple[MicroStep, int]]) -> None:
+    def _start(self, step: MicroStep, layer: HomeExperts, needed: set[tuple[MicroStep, int]]) -> None:
         replicas = step.layouts[layer.index].replicas
         arrival = _Arrival(self._free_place(needed), [])
         self._held[step, layer.index] = arrival

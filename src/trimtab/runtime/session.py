@@ -22,13 +22,14 @@ from trimtab.errors import InputError
 from trimtab.planner import Placement, Schedule, StepPlan, Workload
 from trimtab.planner.workload import max_over_mean
 from trimtab.runtime.accumulation import Accumulation
-from trimtab.runtime.backward import Backward, running_backward
-from trimtab.runtime.binding import Instance, MicroStep, RunningStep, exchange_layout
+from trimtab.runtime.backward import Backward
 from trimtab.runtime.checks import at_least, finite, one_of, shares_memory
 from trimtab.runtime.counters import Counters
 from trimtab.runtime.experts import ApplyExperts
 from trimtab.runtime.gradients import clip_gradients, sum_gradients
-from trimtab.runtime.layer import ExpertLayer, HomeWeights, ReadParameters
+from trimtab.runtime.home_experts import HomeExperts, ReadParameters
+from trimtab.runtime.instance import LayerCalls
+from trimtab.runtime.layer import ExpertLayer, HomeWeights
 from trimtab.runtime.lockstep import (
     ADOPT,
     FINISH,
@@ -40,7 +41,8 @@ from trimtab.runtime.lockstep import (
     Lockstep,
     digest,
 )
-from trimtab.runtime.logical import logical_state
+from trimtab.runtime.logical import LogicalState
+from trimtab.runtime.micro_step import MicroStep, RunningStep
 from trimtab.runtime.moving import check_movable, move_experts
 from trimtab.runtime.planning import Mode, Paths, PlannedStep, PlanReport, SessionPlanner
 from trimtab.runtime.recorder import REFRESHING, SUMMING, Recorder
@@ -115,19 +117,19 @@ class Session:
         self.verify_weights = verify_weights
         self.topology = Topology.build(group, at_least("groups", groups, 1), ranks_per_node, timeout)
         self.layers: list[ExpertLayer] = []
+        self.homes: list[HomeExperts] = []
         self.optimizers: list[torch.optim.Optimizer] = []
         self.unplanned_micro_steps = 0
         self._contiguous_E: Array = Placement.contiguous(1, num_experts, self.num_ranks).home[0]
         self._lockstep = Lockstep(self.topology, most_votes=max(num_experts, 2))
         self.counters = Counters(lockstep=self._lockstep)
-        self._transfers: Transfers | None = None
         self._step: RunningStep | None = None
         self._plans = 0
-        self._current: MicroStep | None = None
         # The last micro-step's backward may come after it.
         self._last: MicroStep | None = None
         self._backward = Backward(self._complete_gradients, self._drop_gradients)
         self._accumulation = Accumulation(self._expert_parameters)
+        self._calls = LayerCalls(self.topology, self._lockstep, self.counters, self._backward, self._accumulation)
         self._weights_changed = True
         _watch_optimizers(self)
 
@@ -162,7 +164,7 @@ class Session:
     @property
     def placement(self) -> Placement:
         """The homes of all experts now."""
-        return Placement(np.stack([layer.home_E for layer in self.layers]))
+        return Placement(np.stack([layer.home_E for layer in self.homes]))
 
     @property
     def home_experts(self) -> Array:
@@ -213,13 +215,18 @@ class Session:
                     f"MoE layer {index}: an expert tensor has {len(parameter)} rows; this rank is home to "
                     f"{len(self.home_experts)} of {self.num_experts} experts"
                 )
-        layer = ExpertLayer(self, index, read, apply, self._contiguous_E, compute_dtype, weights)
-        if self.layers and _expert_shapes(layer) != _expert_shapes(self.layers[0]):
+        homes = HomeExperts(
+            index, read, rank=self.rank, home_E=self._contiguous_E, compute_dtype=compute_dtype,
+            joins_in_backward=weights is not None,
+        )  # fmt: skip
+        if self.layers and _expert_shapes(homes) != _expert_shapes(self.homes[0]):
             raise InputError(
-                f"MoE layer {index} has experts of {_expert_shapes(layer)}, layer 0 {_expert_shapes(self.layers[0])}. "
+                f"MoE layer {index} has experts of {_expert_shapes(homes)}, layer 0 {_expert_shapes(self.homes[0])}. "
                 "All layers share the room for replicas, so their experts should be alike"
             )
+        layer = ExpertLayer(self._calls, homes, apply, weights)
         self.layers.append(layer)
+        self.homes.append(homes)
         return layer
 
     def replicated_parameters(self, model: torch.nn.Module) -> list[torch.nn.Parameter]:
@@ -259,11 +266,11 @@ class Session:
         if not np.array_equal(placement.home, self.placement.home):
             self.need_own_experts("move experts")
         placement.check(len(self.layers), self.num_experts, self.num_ranks)
-        check_movable(self.layers, placement.home, self.optimizers)
+        check_movable(self.homes, placement.home, self.optimizers)
 
     def _move(self, placement: Placement) -> None:
         self.transfers.ring.drain()
-        self.counters.moved_bytes += move_experts(self.layers, placement.home, self.optimizers, self.topology)
+        self.counters.moved_bytes += move_experts(self.homes, placement.home, self.optimizers, self.topology)
         self._weights_changed = True
 
     def plan(self, trace: RoutingTrace, schedule: Schedule) -> PlanReport:
@@ -374,7 +381,7 @@ class Session:
         """
         if self._step is None:
             raise RuntimeError("micro_step() needs a planned step")
-        step, layers, topology = self._step, self.layers, self.topology
+        step, layers, topology = self._step, self.homes, self.topology
         knows = step.problem(index) is None and step.knows(index, sequence_hashes, self.rank)
         all_know = self._begin(MICRO_STEP, index, knows, step.problem(index))
 
@@ -447,8 +454,8 @@ class Session:
         same = {"replicated parameters": (len(trained), sum(parameter.numel() for parameter in trained))}
         self._meet(FINISH, same, self._accumulation.problem(summed))
         with self._noted(SUMMING):
-            if self._transfers is not None:
-                self._transfers.ring.drain()
+            if self._calls.transfers is not None:
+                self._calls.transfers.ring.drain()
             for parameter in experts:
                 if parameter.grad is None:
                     parameter.grad = torch.zeros_like(parameter)
@@ -485,7 +492,7 @@ class Session:
         metrics = {
             "transfer/exposed_s": counters.exposed_s,
             "transfer/refresh_s": counters.refresh_s,
-            "transfer/cpu_s": 0.0 if self._transfers is None else self._transfers.ring.take_cpu_s(),
+            "transfer/cpu_s": 0.0 if self._calls.transfers is None else self._calls.transfers.ring.take_cpu_s(),
             "transfer/peer_bytes": counters.peer_bytes,
             "transfer/host_bytes": counters.host_bytes,
             "transfer/mirror_bytes": counters.mirror_bytes,
@@ -507,64 +514,42 @@ class Session:
         Raises:
             InputError: if a layer was added with `weights`.
         """
-        return dict(logical_state(self, model, everywhere=True))
+        return dict(self.logical.weights(model, everywhere=True))
+
+    @property
+    def logical(self) -> LogicalState:
+        """Weights and optimizer state in logical expert order, tensor by tensor, and the way back.
+
+        Raises:
+            InputError: if a layer was added with `weights`.
+        """
+        self.need_own_experts("collect or load them")
+        return LogicalState(self.homes, self.topology)
 
     def close(self) -> None:
         """Give up threads and shared memory. Not needed before a process ends."""
-        if self._transfers is not None:
-            self._transfers.ring.close()
+        if self._calls.transfers is not None:
+            self._calls.transfers.ring.close()
 
-    # What the layers ask for.
-
-    def micro_step_of_call(self) -> MicroStep | None:
-        """The micro-step that a layer belongs to which is called now: the running one; within a backward, where a
-        checkpointed layer runs again, that of its first run."""
-        if running_backward() is not None:
-            return self._backward.runs_again()
-        self._backward.forward()
-        return self._current
-
-    @property
-    def replays(self) -> bool:
-        """Has the micro-step of a layer that is called now recorded routing?"""
-        micro_step = self.micro_step_of_call()
-        return micro_step is not None and micro_step.replays
-
-    def bind(self, layer: ExpertLayer, expert_ids: torch.Tensor, step: MicroStep | None) -> Instance:
-        """Everything that `layer` needs to run: from the plan, or from an exchange of counts if there is none."""
-        positions = step.positions if step else None
-        planned = step is not None and bool(step.layouts)
-        if step is not None and planned:
-            if not step.visited:
-                step.with_backward = torch.is_grad_enabled()
-            layout = step.layouts[layer.index]
-        else:
-            self.counters.live_calls += step is None and self._step is not None
-            chosen = expert_ids if positions is None else expert_ids.index_select(0, positions)
-            layout = exchange_layout(layer, chosen, self.topology, self._lockstep)
-        return Instance(
-            layer, layout, positions, self.topology.experts, self._lockstep, self._backward, self._accumulation,
-            layer.home_E, torch.is_grad_enabled(), running_backward(), step, self.transfers if planned else None,
-            self.counters.recorder,
-        )  # fmt: skip
+    # What stands behind it.
 
     @property
     def transfers(self) -> Transfers:
         """The ways of replicas, made when all layers are there."""
-        if self._transfers is None:
-            self._transfers = Transfers(
+        if self._calls.transfers is None:
+            self._calls.transfers = Transfers(
                 self.topology,
-                self.layers,
+                self.homes,
                 slots=self.slots_per_rank,
                 ring_layers=self.ring_layers,
                 counters=self.counters,
                 verify_weights=self.verify_weights,
             )
-        return self._transfers
+        return self._calls.transfers
 
     def need_own_experts(self, purpose: str) -> None:
         """Raises InputError if a layer was added with `weights`, since others then train its experts."""
-        if any(layer.joins_in_backward for layer in self.layers):
+        if any(layer.joins_in_backward for layer in self.homes):
             raise InputError(
                 f"the session can't {purpose}: its experts belong to the framework that shards and trains them "
                 "(FSDP), which has its own ways to do that"
@@ -579,17 +564,17 @@ class Session:
 
     @property
     def _device(self) -> torch.device:
-        return self.layers[0].parameters[0].device
+        return self.homes[0].device
 
     def _expert_parameters(self) -> list[torch.nn.Parameter]:
         """Those whose gradients gather in `.grad`."""
-        return [p for layer in self.layers if not layer.joins_in_backward for p in layer.parameters]
+        return [p for layer in self.homes if not layer.joins_in_backward for p in layer.parameters]
 
     def _planner(self, trace: RoutingTrace) -> SessionPlanner:
         """What plans for this session as it is now."""
         return SessionPlanner.of(
             self.topology,
-            self.layers,
+            self.homes,
             top_k=trace.top_k,
             slots=self.slots_per_rank,
             paths=self.paths,
@@ -619,7 +604,7 @@ class Session:
 
     def _begin(self, call: int, index: int, knows: bool = True, problem: Exception | None = None) -> bool:
         """All ranks begin the same micro-step; bring changed weights to their copies. Do all know its sequences?"""
-        if self._current is not None:
+        if self._calls.current is not None:
             raise RuntimeError("another micro-step is running")
         self._backward.forward()
         changed, trained, broken = self.transfers.watch.look(self._weights_changed)
@@ -637,13 +622,13 @@ class Session:
     @contextmanager
     def _running(self, micro_step: MicroStep, bind: Callable[[], MicroStep]) -> Iterator[None]:
         self._backward.open(micro_step, bind)
-        self._current = self._last = micro_step
+        self._calls.current = self._last = micro_step
         try:
-            self.transfers.ring.begin(micro_step, self.layers)
+            self.transfers.ring.begin(micro_step, self.homes)
             yield
             self.transfers.ring.end(micro_step)
         finally:
-            self._current = None
+            self._calls.current = None
             self._backward.close()
 
     def _complete_gradients(self) -> None:
@@ -664,6 +649,7 @@ class Session:
             self._move(plan.placement)
             self.transfers.prepare(plan, self._plans)
         self._weights_changed = True
+        self._calls.is_planned = True
         self._step = RunningStep(plan, workload, trace, runs, self._plans)
 
     def _check_plan(self, plan: StepPlan, trace: RoutingTrace, moved: int) -> None:
@@ -723,8 +709,8 @@ def _watch_optimizers(session: Session) -> None:
 
     def before(*_: Any) -> None:
         living = session_ref()
-        if living is not None and living._transfers is not None:
-            living._transfers.ring.complete()
+        if living is not None and living._calls.transfers is not None:
+            living._calls.transfers.ring.complete()
 
     def after(*_: Any) -> None:
         living = session_ref()
@@ -736,7 +722,7 @@ def _watch_optimizers(session: Session) -> None:
         weakref.finalize(session, handle.remove)
 
 
-def _expert_shapes(layer: ExpertLayer) -> list[tuple[tuple[int, ...], torch.dtype]]:
+def _expert_shapes(layer: HomeExperts) -> list[tuple[tuple[int, ...], torch.dtype]]:
     return [(tuple(shape), layer.dtype) for shape in layer.expert_shapes]
 
 

@@ -13,17 +13,14 @@ from __future__ import annotations
 import os
 import socket
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
 
+from trimtab.runtime.home_experts import HomeExperts
 from trimtab.runtime.memory import carve, packed_bytes
 from trimtab.runtime.mirror import share_memory
 from trimtab.runtime.topology import Topology
-
-if TYPE_CHECKING:
-    from trimtab.runtime.layer import ExpertLayer
 
 # torch's word for letting several processes of one GPU share symmetric memory.
 OVERLAPPING = "TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"
@@ -41,7 +38,7 @@ class PeerMemory:
     """
 
     def __init__(
-        self, topology: Topology, layers: Sequence[ExpertLayer], parts_N: Sequence[torch.Tensor], keeps: object = None
+        self, topology: Topology, layers: Sequence[HomeExperts], parts_N: Sequence[torch.Tensor], keeps: object = None
     ) -> None:
         self._topology = topology
         self._keeps = keeps
@@ -52,7 +49,7 @@ class PeerMemory:
             layer.stage_in(stacks)
 
     @classmethod
-    def across(cls, topology: Topology, layers: Sequence[ExpertLayer]) -> PeerMemory | None:
+    def across(cls, topology: Topology, layers: Sequence[HomeExperts]) -> PeerMemory | None:
         """In the GPUs' memory. None if the ranks of a node can't reach each other's. Collective."""
         device = layers[0].sources[0].device
         if topology.ranks_per_node == 1 or not _within_reach(topology, device):
@@ -69,7 +66,7 @@ class PeerMemory:
         return cls(topology, layers, parts_N, keeps=(mine, handle))
 
     @classmethod
-    def in_host_memory(cls, topology: Topology, layers: Sequence[ExpertLayer]) -> PeerMemory:
+    def in_host_memory(cls, topology: Topology, layers: Sequence[HomeExperts]) -> PeerMemory:
         """In the host's memory, for ranks that compute there. Collective."""
         nbytes = packed_bytes(_like(layers))
         memory = share_memory(nbytes * topology.ranks_per_node, topology)
@@ -79,7 +76,7 @@ class PeerMemory:
         """The tensors of one expert of a layer, row `row` of rank `home`, which is on this node."""
         return [stack[row] for stack in self._stacks_NL[self._place(home)][layer]]
 
-    def fill(self, layers: Sequence[ExpertLayer]) -> None:
+    def fill(self, layers: Sequence[HomeExperts]) -> None:
         """Bring this rank's present weights in. Collective over the node; no rank may still be reading."""
         for layer, stacks in zip(layers, self._stacks_NL[self._place(self._topology.rank)], strict=True):
             for stack, source in zip(stacks, layer.sources, strict=True):
@@ -93,7 +90,7 @@ class PeerMemory:
         return rank % self._topology.ranks_per_node
 
 
-def _like(layers: Sequence[ExpertLayer]) -> list[tuple[torch.Size, torch.dtype]]:
+def _like(layers: Sequence[HomeExperts]) -> list[tuple[torch.Size, torch.dtype]]:
     return [(source.shape, source.dtype) for layer in layers for source in layer.sources]
 
 

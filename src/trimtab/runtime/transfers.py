@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -11,15 +10,13 @@ import torch
 from trimtab.planner import StepPlan
 from trimtab.planner.paths import PEER
 from trimtab.runtime.counters import Counters
+from trimtab.runtime.home_experts import HomeExperts
 from trimtab.runtime.mirror import NodeMirror
 from trimtab.runtime.returns import GradientReturns
 from trimtab.runtime.ring import ReplicaRing
 from trimtab.runtime.symmetric import PeerMemory
 from trimtab.runtime.topology import Topology
 from trimtab.runtime.weight_watch import WeightWatch
-
-if TYPE_CHECKING:
-    from trimtab.runtime.layer import ExpertLayer
 
 
 class Transfers:
@@ -39,14 +36,14 @@ class Transfers:
     def __init__(
         self,
         topology: Topology,
-        layers: Sequence[ExpertLayer],
+        layers: Sequence[HomeExperts],
         *,
         slots: int,
         ring_layers: int,
         counters: Counters,
         verify_weights: bool,
     ) -> None:
-        first, device = layers[0], layers[0].parameters[0].device
+        first, device = layers[0], layers[0].device
         expert = [torch.empty(shape, dtype=first.dtype, device=device) for shape in first.expert_shapes]
         self._on_cuda = device.type == "cuda"
         self._topology = topology

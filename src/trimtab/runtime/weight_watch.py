@@ -8,14 +8,11 @@ neither: the session expects them after `finish_gradients` and after an optimize
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 import torch
 
 from trimtab.errors import InputError
-
-if TYPE_CHECKING:
-    from trimtab.runtime.layer import ExpertLayer
+from trimtab.runtime.home_experts import HomeExperts
 
 # Elements of each tensor of an expert that `verify` compares.
 SAMPLES = 16
@@ -32,7 +29,7 @@ class WeightWatch:
         verify: compare sampled elements of every expert, too.
     """
 
-    def __init__(self, layers: Sequence[ExpertLayer], *, verify: bool) -> None:
+    def __init__(self, layers: Sequence[HomeExperts], *, verify: bool) -> None:
         self._layers = layers
         self._verify = verify
         self._marks: list[list[Mark]] = []
@@ -67,7 +64,7 @@ class WeightWatch:
         if self._verify:
             self._samples = [_samples(layer) for layer in self._layers]
 
-    def check_unchanged(self, layer: ExpertLayer) -> None:
+    def check_unchanged(self, layer: HomeExperts) -> None:
         """Raises RuntimeError if a layer's parameters changed since copies of them were made."""
         if [mark[:2] for mark in _marks(layer)] != [mark[:2] for mark in self._marks[layer.index]]:
             raise RuntimeError(
@@ -89,11 +86,11 @@ class WeightWatch:
                     )
 
 
-def _marks(layer: ExpertLayer) -> list[Mark]:
+def _marks(layer: HomeExperts) -> list[Mark]:
     return [(p.data_ptr(), -1 if p.is_inference() else p._version, p.requires_grad) for p in layer.parameters]
 
 
-def _samples(layer: ExpertLayer) -> list[torch.Tensor]:
+def _samples(layer: HomeExperts) -> list[torch.Tensor]:
     """`[H, S]` for each stacked tensor."""
     samples = []
     for parameter in layer.parameters:
@@ -103,7 +100,7 @@ def _samples(layer: ExpertLayer) -> list[torch.Tensor]:
     return samples
 
 
-def _check_parameters(layer: ExpertLayer) -> None:
+def _check_parameters(layer: HomeExperts) -> None:
     """Raises InputError if parameters are not what the layer was made for."""
     for tensor, (parameter, like) in enumerate(zip(layer.parameters, layer.likes, strict=True)):
         where = f"MoE layer {layer.index}: expert tensor {tensor}"

@@ -70,25 +70,25 @@ def measure_links(site: Site) -> LinkFigures:
     session = Session(num_experts=EXPERTS * ranks, ranks_per_node=per_node)
     stacks = random_experts(site.model, EXPERTS, site.dtype, site.device)
     slots = [torch.zeros_like(stack) for stack in stacks]
-    layer = session.add_layer([torch.nn.Parameter(stack) for stack in stacks], gated_experts())
+    homes = session.add_layer([torch.nn.Parameter(stack) for stack in stacks], gated_experts()).homes
     mirror = NodeMirror(topology, [stack[0] for stack in stacks], pinned=site.device.type == "cuda")
     mirror.hold([np.arange(EXPERTS * ranks)[:, None] * [0, 1]] * (ranks // per_node))
-    mirror.refresh(layer.home_E[None], [layer.sources], layer.rows_E[None])
+    mirror.refresh([homes])
     host_copies, peer_copies = BackgroundCopies(site.device), BackgroundCopies(site.device)
     node = rank // per_node * per_node
     neighbour = node + (rank + 1 - node) % per_node
     held = [mirror.row(0, EXPERTS * neighbour + expert) for expert in range(EXPERTS)]
     ways = {"host": _copying(site, host_copies, slots, held)}
     if per_node > 1:
-        peers = PeerMemory.across(topology, session.layers) if site.device.type == "cuda" else None
+        peers = PeerMemory.across(topology, session.homes) if site.device.type == "cuda" else None
         if peers is None:
-            ways["near"] = _messages(site, slots, layer.sources, neighbour, node + (rank - 1 - node) % per_node)
+            ways["near"] = _messages(site, slots, homes.sources, neighbour, node + (rank - 1 - node) % per_node)
         else:
-            peers.fill(session.layers)
+            peers.fill(session.homes)
             held = [peers.row(0, neighbour, expert) for expert in range(EXPERTS)]
             ways["near"] = _copying(site, peer_copies, slots, held)
     if per_node < ranks:
-        ways["far"] = _messages(site, slots, layer.sources, (rank + per_node) % ranks, (rank - per_node) % ranks)
+        ways["far"] = _messages(site, slots, homes.sources, (rank + per_node) % ranks, (rank - per_node) % ranks)
     taken = site.medians(ways)
     for copies in (host_copies, peer_copies):
         copies.close()

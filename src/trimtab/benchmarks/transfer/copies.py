@@ -19,6 +19,7 @@ from trimtab.cli.options import write_json
 from trimtab.cluster import ModelSpec
 from trimtab.runtime import RowGroups, Session, gated_experts
 from trimtab.runtime.copies import BackgroundCopies
+from trimtab.runtime.home_experts import HomeExperts
 from trimtab.runtime.mirror import NodeMirror
 from trimtab.runtime.symmetric import OVERLAPPING, PeerMemory
 from trimtab.runtime.topology import Topology
@@ -51,7 +52,8 @@ def measure_host_path(
     sources, slots = (random_experts(model, experts, sizes.dtype, device) for _ in range(2))
     mirror = NodeMirror(Topology.build(None, 1, None), [source[0] for source in sources], pinned=device.type == "cuda")
     mirror.hold([np.array([[0, expert] for expert in range(experts)])])
-    mirror.refresh(np.zeros((1, experts), np.int64), [sources], np.arange(experts)[None])
+    parameters = [torch.nn.Parameter(source, requires_grad=False) for source in sources]
+    mirror.refresh([HomeExperts(0, lambda: parameters, rank=0, home_E=np.zeros(experts, np.int64))])
     pairs = [(slot[e], row) for e in range(experts) for slot, row in zip(slots, mirror.row(0, e), strict=True)]
     copies = BackgroundCopies(device)
     tokens = sizes.tokens_per_rank * model.top_k // experts
@@ -121,7 +123,7 @@ def measure_peers(sizes: Sizes, rounds: int, path: Path) -> None:
     stacks = random_experts(model, per_rank, sizes.dtype, device)
     session.add_layer([torch.nn.Parameter(stack) for stack in stacks], gated_experts())
     on_device = device.type == "cuda"
-    peers = (PeerMemory.across if on_device else PeerMemory.in_host_memory)(session.topology, session.layers)
+    peers = (PeerMemory.across if on_device else PeerMemory.in_host_memory)(session.topology, session.homes)
     if peers is None:
         if rank == 0:
             write_json(path, {"ranks": ranks, "problem": "the processes can't reach each other's memory"})
@@ -131,10 +133,10 @@ def measure_peers(sizes: Sizes, rounds: int, path: Path) -> None:
     right = True
     for number in range(2):
         dist.barrier(group=session.topology.node_control)
-        for stack in session.layers[0].sources:
+        for stack in session.homes[0].sources:
             for row in range(per_rank):
                 stack[row] = _mark(number, rank, row)
-        peers.fill(session.layers)
+        peers.fill(session.homes)
         for home, row in itertools.product(range(ranks), range(per_rank)):
             copies.start(list(zip(slots, peers.row(0, home, row), strict=True)))()
             right = right and all(bool((slot == _mark(number, home, row)).all()) for slot in slots)

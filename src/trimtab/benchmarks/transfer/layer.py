@@ -17,9 +17,10 @@ from trimtab.cluster import ClusterSpec, ModelSpec
 from trimtab.planner import Placement, StepPlan, Workload, pack_by_length, plan_step
 from trimtab.planner.paths import HOST
 from trimtab.planner.workload import max_over_mean
-from trimtab.runtime import ExpertLayer, RowGroups, Session, gated_experts
-from trimtab.runtime.binding import MicroStep
+from trimtab.runtime import RowGroups, Session, gated_experts
+from trimtab.runtime.home_experts import HomeExperts
 from trimtab.runtime.layout import InstanceReplicas
+from trimtab.runtime.micro_step import MicroStep
 from trimtab.runtime.returns import GradientReturns
 from trimtab.trace import PRESETS, synthesize, synthesize_preset
 
@@ -32,7 +33,7 @@ SEED = 0
 class _OwnReturns(GradientReturns):
     """For replicas on the home rank itself, which no plan has: their gradients have no way to go."""
 
-    def start(self, layer: ExpertLayer, gradients: Any, replicas: InstanceReplicas, step: MicroStep) -> None:
+    def start(self, layer: HomeExperts, gradients: Any, replicas: InstanceReplicas, step: MicroStep) -> None:
         for parameter, gradient in zip(layer.parameters, gradients, strict=True):
             assert parameter.grad is not None
             for p in range(replicas.count):

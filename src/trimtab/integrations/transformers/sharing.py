@@ -41,12 +41,12 @@ def share_experts(model: nn.Module, session: Session, *, compute_dtype: torch.dt
         read = partial(_parameters, experts, family.parameters)
         layer = session.add_layer(read, family.apply(experts), compute_dtype=compute_dtype)
         experts.forward = layer
-        follow_session(getattr(block, family.router), session, layer, config)
+        follow_layer(getattr(block, family.router), layer, config)
 
 
-def follow_session(router: nn.Module, session: Session, layer: ExpertLayer, config: Any) -> None:
-    """Let a router answer with the ids that the session replays, and with its own weights for them."""
-    router.register_forward_hook(partial(_replay, session, layer, config))
+def follow_layer(router: nn.Module, layer: ExpertLayer, config: Any) -> None:
+    """Let a router answer with the ids that the layer's session replays, and with its own weights for them."""
+    router.register_forward_hook(partial(_replay, layer, config))
 
 
 def check_experts(family: Family, experts: nn.Module, layer: int, num_experts: int) -> None:
@@ -77,9 +77,7 @@ def _parameters(experts: nn.Module, names: Sequence[str]) -> list[nn.Parameter]:
     return [getattr(experts, name) for name in names]
 
 
-def _replay(
-    session: Session, layer: ExpertLayer, config: Any, _router: nn.Module, _args: Any, output: Any
-) -> tuple[torch.Tensor, ...]:
+def _replay(layer: ExpertLayer, config: Any, _router: nn.Module, _args: Any, output: Any) -> tuple[torch.Tensor, ...]:
     logits, weights, live_ids = output
     ids = layer.route(live_ids)
-    return reroute(config, output, ids) if session.replays else (logits, weights, ids)
+    return reroute(config, output, ids) if layer.replays else (logits, weights, ids)
