@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import threading
+import time
 import traceback
 from collections.abc import Callable
+from contextlib import suppress
 from multiprocessing.connection import Client, Connection, Listener
 from typing import Any
 
@@ -15,64 +17,77 @@ TIMEOUT_S = 90
 
 
 class RankPool:
-    """Processes of one process group, each with a dictionary that its calls share."""
+    """Processes of one process group, each with a dictionary that its calls share. Those that fail are replaced."""
 
     def __init__(self, ranks: int) -> None:
-        self._listener = Listener(("127.0.0.1", 0))
-        self._failure: BaseException | None = None
-        self._thread = threading.Thread(target=self._launch, args=(ranks,), daemon=True)
-        self._thread.start()
-        connections: dict[int, Connection] = {}
-        for _ in range(ranks):
-            connection = self._listener.accept()
-            connections[connection.recv()] = connection
-        self._connections = [connections[rank] for rank in range(ranks)]
+        self._ranks = ranks
+        self._connections: list[Connection] = []
+        self._thread: threading.Thread | None = None
 
     def call(self, function: Callable[..., Any], *args: Any) -> list[Any]:
         """What `function(state, *args)` returns on every rank.
 
         Raises:
-            AssertionError: with the traceback of a rank that raised or did not answer.
+            AssertionError: with the tracebacks of ranks that raised, or did not answer.
         """
+        if not self._connections:
+            self._start()
         for connection in self._connections:
             connection.send((function, args))
-        answers = []
+        deadline = time.monotonic() + TIMEOUT_S
+        values: list[Any] = []
+        problems: list[str] = []
         for rank, connection in enumerate(self._connections):
             try:
-                if not connection.poll(TIMEOUT_S):
-                    raise AssertionError(f"rank {rank} hangs in {function.__name__}{args}")
-                answers.append(connection.recv())
+                # Ranks that wait for one that failed will not answer.
+                if connection.poll(2 if problems else max(0.0, deadline - time.monotonic())):
+                    value, problem = connection.recv()
+                else:
+                    value, problem = None, "no answer"
             except EOFError:
-                raise AssertionError(f"rank {rank} ended in {function.__name__}{args}: {self._failure}") from None
-        for rank, (_, problem) in enumerate(answers):
+                value, problem = None, "ended"
+            values.append(value)
             if problem:
-                raise AssertionError(f"rank {rank}, {function.__name__}{args}:\n{problem}")
-        return [value for value, _ in answers]
+                problems.append(f"rank {rank}, {function.__name__}{args}: {problem}")
+        if problems:
+            self.close()
+            raise AssertionError("\n".join(problems))
+        return values
 
     def close(self) -> None:
+        """End the ranks, whatever they are doing."""
         for connection in self._connections:
             connection.close()
-        self._listener.close()
-        self._thread.join()
+        self._connections = []
+        if self._thread is not None:
+            self._thread.join()
 
-    def _launch(self, ranks: int) -> None:
-        try:
-            launch(_serve, (self._listener.address,), ranks=ranks)
-        except (RankFailedError, ValueError) as error:
-            self._failure = error
+    def _start(self) -> None:
+        listener = Listener(("127.0.0.1", 0))
+        self._thread = threading.Thread(target=_launch, args=(listener.address, self._ranks), daemon=True)
+        self._thread.start()
+        connections: dict[int, Connection] = {}
+        for _ in range(self._ranks):
+            connection = listener.accept()
+            connections[connection.recv()] = connection
+        self._connections = [connections[rank] for rank in range(self._ranks)]
+        listener.close()
 
 
-def _serve(address: tuple[str, int]) -> None:
+def _launch(address: Any, ranks: int) -> None:
+    with suppress(RankFailedError):  # They all end so.
+        launch(_serve, (address,), ranks=ranks)
+
+
+def _serve(address: Any) -> None:
     import torch.distributed as dist
 
     connection = Client(address)
     connection.send(dist.get_rank())
     state: dict[str, Any] = {}
     while True:
-        try:
-            function, args = connection.recv()
-        except EOFError:
-            return
+        # The end of the connection ends this rank, and the launcher then ends those that hang.
+        function, args = connection.recv()
         try:
             connection.send((function(state, *args), ""))
         except BaseException:
