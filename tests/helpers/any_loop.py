@@ -25,6 +25,11 @@ from trimtab.runtime import Session
 from trimtab.trace import RoutingTrace
 
 MICRO_STEPS = 3
+# How blocks run, see `TinyMoE`.
+RUNS = (
+    "plain", "checkpoint", "checkpoint without early stop", "reentrant checkpoint", "nested checkpoint",
+    "nested reentrant checkpoint", "checkpointed experts", "reentrantly checkpointed experts",
+)  # fmt: skip
 TOLERANCE = 1e-12
 
 

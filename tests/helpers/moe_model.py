@@ -36,6 +36,7 @@ class MoEBlock(nn.Module):
         self.compute_dtype: torch.dtype | None = None
         self.recorded_ids: torch.Tensor | None = None
         self.top_k = shape.top_k
+        self.checkpoint_experts: str = ""
 
     def share(self, session: Session) -> None:
         """Keep this rank's home experts only, and run them in the session."""
@@ -49,6 +50,10 @@ class MoEBlock(nn.Module):
         if self.layer is not None:
             ids = self.layer.route(logits.topk(self.top_k).indices)
             weights = logits.softmax(-1).gather(1, ids)
+            if self.checkpoint_experts:
+                reentrant = self.checkpoint_experts == "reentrant"
+                output: torch.Tensor = checkpoint(self.layer, x, ids, weights, use_reentrant=reentrant)
+                return output
             return self.layer(x, ids, weights)
         ids = self.recorded_ids if self.recorded_ids is not None else logits.topk(self.top_k).indices
         weights = logits.softmax(-1).gather(1, ids)
@@ -98,7 +103,8 @@ class TinyMoE(nn.Module):
                 x = self.before_block(index, x)
             if index in self.skipped:
                 continue
-            x = _RUN[self.run_block](partial(_mix_and_experts, mix, block), x)
+            block.checkpoint_experts = _CHECKPOINTED_EXPERTS.get(self.run_block, "")
+            x = _RUN.get(self.run_block, _RUN["plain"])(partial(_mix_and_experts, mix, block), x)
         logits: torch.Tensor = self.head(x)
         return logits
 
@@ -111,6 +117,9 @@ def _mix_and_experts(mix: nn.Module, block: MoEBlock, x: torch.Tensor) -> torch.
 def _nested(function: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor, reentrant: bool) -> torch.Tensor:
     return torch.sin(checkpoint(function, torch.cos(x), use_reentrant=reentrant))
 
+
+# Checkpoints around the experts alone, without the router.
+_CHECKPOINTED_EXPERTS = {"checkpointed experts": "plain", "reentrantly checkpointed experts": "reentrant"}
 
 # What a block computes, whichever way it runs.
 WITHOUT_CHECKPOINTS = {"nested checkpoint": "nested", "nested reentrant checkpoint": "nested"}

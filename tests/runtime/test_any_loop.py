@@ -18,12 +18,8 @@ from helpers import any_loop
 from helpers.rank_pool import RankPool
 
 NIGHTLY = os.environ.get("TRIMTAB_NIGHTLY") == "1"
-RUNS = (
-    "plain", "checkpoint", "checkpoint without early stop", "reentrant checkpoint", "nested checkpoint",
-    "nested reentrant checkpoint",
-)  # fmt: skip
 seeds = st.integers(0, 1 << 20)
-runs = st.sampled_from(RUNS)
+runs = st.sampled_from(any_loop.RUNS)
 micro_steps = st.integers(0, any_loop.MICRO_STEPS - 1)
 
 

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from helpers import any_loop
-from helpers.any_loop import Loop
+from helpers.any_loop import RUNS, Loop
 from helpers.equality import relative_error
 from helpers.moe_model import Shape, TinyMoE
 from helpers.random_plans import random_schedule, random_trace
@@ -41,8 +41,7 @@ def both(pool: RankPool, *calls: tuple[Any, ...]) -> None:
         pool.call(function, *args)
 
 
-@pytest.mark.parametrize("run", ["checkpoint", "checkpoint without early stop", "reentrant checkpoint",
-                                 "nested checkpoint", "nested reentrant checkpoint"])  # fmt: skip
+@pytest.mark.parametrize("run", RUNS[1:])
 def test_a_checkpointed_layer_runs_again_in_the_micro_step_of_its_first_run(pool: RankPool, run: str) -> None:
     """Backward outside of any micro-step, in an order as pipelines have it, with live forwards in between."""
     forward, live, backward = any_loop.forward, any_loop.live, any_loop.backward
@@ -93,6 +92,14 @@ def test_what_a_failed_backward_left_is_dropped(pool: RankPool, after: Callable[
     assert pool.call(count_abandoned)[0] > 0
 
 
+def test_another_backward_may_follow_a_failed_one(pool: RankPool) -> None:
+    """Of a forward that ran before it, with no layer in between."""
+    pending = (any_loop.forward, 1, "plain", NOTHING_SKIPPED, 1, False)
+    for run in ("plain", "reentrant checkpoint"):
+        fail = (any_loop.fail_backward, 0, run, 0, False)
+        both(pool, pending, fail, (any_loop.backward, 1), (any_loop.finish,))
+
+
 def count_abandoned(state: State) -> float:
     return cast(Loop, state["loop"]).session.take_metrics()["moe/abandoned_backwards"]
 
@@ -109,6 +116,27 @@ def test_gradients_are_summed_once(pool: RankPool) -> None:
     finish = (any_loop.finish,)
     both(pool, update, finish, finish, update, finish, (any_loop.zero, False), update, finish, finish)
     both(pool, finish, finish, update, (any_loop.zero, True), update, finish)
+
+
+def train_dense_layers_alone(state: State) -> None:
+    """A loss that does not come through MoE layers, between two zeroings in place."""
+    loop: Loop = state["loop"]
+    dense = loop.model.head
+    parameters = list(dense.parameters())
+    any_loop.forward(state, 0, "plain", NOTHING_SKIPPED, 0, True)
+    loop.session.finish_gradients(loop.model.replicated())
+    for optimizer in loop.optimizers:
+        optimizer.zero_grad(set_to_none=False)
+    dense(torch.ones(1, 4, dtype=torch.float64)).sum().backward()
+    loop.session.finish_gradients(loop.model.replicated())
+    assert all(p.grad is not None and (p.grad == 2).all() for p in parameters)
+    with pytest.raises(RuntimeError, match="summed over ranks already"):
+        loop.session.finish_gradients(loop.model.replicated())
+    any_loop.zero(state, True)
+
+
+def test_an_accumulation_may_leave_out_the_layers(pool: RankPool) -> None:
+    both(pool, (train_dense_layers_alone,))
 
 
 def test_layers_outside_micro_steps_are_counted(pool: RankPool) -> None:

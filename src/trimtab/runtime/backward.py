@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import bisect
 import math
+import sys
 import threading
 import weakref
 from collections.abc import Callable
@@ -95,10 +96,9 @@ class Backward:
 
     def forward(self) -> None:
         """Note that the host is outside of any backward; one that did not end has failed."""
-        failed = self._followed is not None
-        self._followed = self._again = None
-        if failed:
-            self._at_failure()
+        if self._followed is not None:
+            self._fail()
+        self._again = None
         self._last_forward = _sequence_number()
 
     def runs_again(self) -> MicroStep | None:
@@ -121,18 +121,33 @@ class Backward:
         """Call `at_end` when the running backward ends.
 
         Raises:
-            RuntimeError: if another backward that is followed has not ended.
+            RuntimeError: if it was called within another backward that is followed.
         """
         running = running_backward()
         if running == self._followed:
             return
         if self._followed is not None:
-            raise RuntimeError(
-                "a backward through MoE layers began before another one ended, or after one failed; run the forward "
-                "again, and call backward() once for each forward"
-            )
+            if self._is_nested():
+                raise RuntimeError(
+                    "backward() through MoE layers was called within another backward through MoE layers; call one "
+                    "after the other"
+                )
+            self._fail()
         self._followed = running
         torch.autograd.Variable._execution_engine.queue_callback(self._end)  # type: ignore[attr-defined]
+
+    def _fail(self) -> None:
+        """The backward that was followed did not end."""
+        self._followed = self._again = None
+        self._at_failure()
+
+    def _is_nested(self) -> bool:
+        """Was the running backward called within another one? On CUDA, backwards run on threads of their own."""
+        frame, calls = sys._getframe(), 0
+        while frame is not None:
+            calls += frame.f_code is torch.autograd.graph._engine_run_backward.__code__
+            frame = frame.f_back  # type: ignore[assignment]
+        return calls > (threading.get_ident() == self._thread)
 
     def _made_by_rerun(self, number: int) -> bool:
         """Was a node made while a layer ran again? Other threads count on their own, so that they tell nothing."""

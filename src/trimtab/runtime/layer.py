@@ -13,6 +13,7 @@ from torch.autograd.function import once_differentiable
 
 from trimtab.errors import InputError
 from trimtab.runtime import lockstep
+from trimtab.runtime.backward import running_backward
 from trimtab.runtime.experts import ApplyExperts, ExpertWeight
 from trimtab.runtime.home_experts import HomeExperts
 from trimtab.runtime.instance import Instance, LayerCalls, PlannedInstance
@@ -95,7 +96,9 @@ class ExpertLayer:
         """
         self._check_shapes(hidden, expert_ids, expert_weights)
         micro_step = self._calls.micro_step()
-        if micro_step is not None and micro_step.replays and micro_step.routed.get(self.index) != expert_ids.data_ptr():
+        # What runs again in a backward has passed this check, and may be given copies.
+        replayed = micro_step if self.replays and running_backward() is None else None
+        if replayed is not None and replayed.routed.get(self.index) != expert_ids.data_ptr():
             raise RuntimeError(
                 f"MoE layer {self.index} was called with other expert ids than its route() returned; "
                 "in a planned micro-step the recorded routing must be used"
