@@ -327,9 +327,6 @@ def step(state: dict[str, Any], zero: bool | None) -> None:
         _zero(loop, True)
     if not loop.is_finished:
         finish(state)
-    for parameter in loop.reference.parameters():
-        if parameter.grad is None:  # The session makes zeros, which optimizers do not skip.
-            parameter.grad = torch.zeros_like(parameter)
     for optimizer in loop.optimizers:
         optimizer.step()
     loop.weights += 1

@@ -10,22 +10,15 @@ from __future__ import annotations
 
 import bisect
 import math
-import sys
 import threading
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
 
-import torch
-
+from trimtab.runtime.engine import call_after_backward, is_nested, next_node, running_backward, running_node
 from trimtab.runtime.micro_step import MicroStep
 
-# Private names of torch, of its autograd engine, as of 2.13.
-_running_backward = torch._C._current_graph_task_id
-_running_node = torch._C._current_autograd_node
-_sequence_number = torch._C._autograd._get_sequence_nr
-
-# Micro-steps of one plan that are remembered.
+# Micro-steps that are remembered.
 REMEMBERED = 4096
 
 
@@ -45,12 +38,6 @@ class _Forward:
     bind: Callable[[], MicroStep] | None
 
 
-def running_backward() -> int | None:
-    """The number of the backward that this thread is in, or None."""
-    number = _running_backward()
-    return None if number == -1 else number
-
-
 class Backward:
     """Follows a session's forwards and backwards.
 
@@ -63,31 +50,34 @@ class Backward:
         self._at_end, self._at_failure = at_end, at_failure
         self._forwards: list[_Forward] = []
         self._forgotten = -1
-        self._thread = 0
-        self._last_forward = 0
+        self._thread = threading.get_ident()
+        self._is_open = False
         self._followed: int | None = None
-        self._again: tuple[int, MicroStep | None] | None = None
+        # The backward in which a layer ran again last, and its micro-step.
+        self._again: tuple[int | None, MicroStep | None] | None = None
 
     def open(self, micro_step: MicroStep, bind: Callable[[], MicroStep]) -> None:
-        """Say that a micro-step begins.
+        """Note that a micro-step begins.
 
         Raises:
-            RuntimeError: if it is begun by another thread than those before it.
+            RuntimeError: if it is begun by another thread than those before it, whose sequence numbers differ.
         """
         thread = threading.get_ident()
-        if self._forwards and thread != self._thread:
+        if thread != self._thread and any(forward.bind is not None for forward in self._forwards):
             raise RuntimeError("micro-steps of one plan were begun by different threads; use one thread for a session")
+        if thread != self._thread:
+            self._forwards.clear()
         self._thread = thread
         self.forward()
         if len(self._forwards) == REMEMBERED:
             self._forgotten = int(self._forwards.pop(0).end)
-        start = _sequence_number()
-        self._forwards.append(_Forward(start, math.inf, micro_step.index, weakref.ref(micro_step), bind))
+        self._forwards.append(_Forward(next_node(), math.inf, micro_step.index, weakref.ref(micro_step), bind))
+        self._is_open = True
 
     def close(self) -> None:
-        """Say that the open micro-step ends."""
-        self.forward()
-        self._forwards[-1].end = _sequence_number()
+        """Note that the open micro-step ends."""
+        self._is_open = False
+        self._forwards[-1].end = next_node()
 
     def forget(self) -> None:
         """Another plan is applied: micro-steps of the one before can't run again."""
@@ -95,11 +85,16 @@ class Backward:
             forward.bind = None
 
     def forward(self) -> None:
-        """Note that the host is outside of any backward; one that did not end has failed."""
+        """Note that the host is outside of any backward; one that did not end has failed.
+
+        Raises:
+            RuntimeError: if another thread has a micro-step open.
+        """
+        if self._is_open and threading.get_ident() != self._thread:
+            raise RuntimeError("a layer was called by another thread than the one that opened the micro-step")
+        self._again = None
         if self._followed is not None:
             self._fail()
-        self._again = None
-        self._last_forward = _sequence_number()
 
     def runs_again(self) -> MicroStep | None:
         """The micro-step of a layer that is called within a backward; None if it ran outside any.
@@ -107,14 +102,14 @@ class Backward:
         Raises:
             RuntimeError: if that micro-step can't run again.
         """
-        running, node = _running_backward(), _running_node()
-        number = -1 if node is None else node._sequence_nr()
-        if self._again is not None and self._again[0] != running and self._made_by_rerun(number):
-            return self._again[1]
+        running, number = running_backward(), running_node()
+        if self._again is not None and self._again[0] != running and is_nested():
+            # A node that a checkpoint made as it ran again, unless it was made by the first run.
+            first_run = self._find(number) if self._made_in_closed(number) else None
+            return self._again[1] if first_run is None else first_run
         micro_step = self._find(number)
+        self.follow()
         self._again = running, micro_step
-        if micro_step is not None:
-            self.follow()
         return micro_step
 
     def follow(self) -> None:
@@ -127,31 +122,26 @@ class Backward:
         if running == self._followed:
             return
         if self._followed is not None:
-            if self._is_nested():
+            if is_nested():
                 raise RuntimeError(
                     "backward() through MoE layers was called within another backward through MoE layers; call one "
                     "after the other"
                 )
+            self._again = None
             self._fail()
         self._followed = running
-        torch.autograd.Variable._execution_engine.queue_callback(self._end)  # type: ignore[attr-defined]
+        call_after_backward(self._end)
 
     def _fail(self) -> None:
         """The backward that was followed did not end."""
-        self._followed = self._again = None
+        self._followed = None
         self._at_failure()
 
-    def _is_nested(self) -> bool:
-        """Was the running backward called within another one? On CUDA, backwards run on threads of their own."""
-        frame, calls = sys._getframe(), 0
-        while frame is not None:
-            calls += frame.f_code is torch.autograd.graph._engine_run_backward.__code__
-            frame = frame.f_back  # type: ignore[assignment]
-        return calls > (threading.get_ident() == self._thread)
-
-    def _made_by_rerun(self, number: int) -> bool:
-        """Was a node made while a layer ran again? Other threads count on their own, so that they tell nothing."""
-        return threading.get_ident() != self._thread or number > self._last_forward
+    def _made_in_closed(self, number: int) -> bool:
+        """Was a node made while a micro-step was open that has ended? Other threads count on their own."""
+        if threading.get_ident() != self._thread:
+            return False
+        return any(forward.start <= number < forward.end < math.inf for forward in self._forwards)
 
     def _find(self, number: int) -> MicroStep | None:
         place = bisect.bisect_right(self._forwards, number, key=lambda forward: forward.start) - 1

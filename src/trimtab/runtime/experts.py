@@ -14,23 +14,32 @@ import torch
 import torch.nn.functional as F
 from torch.autograd.function import once_differentiable
 
+from trimtab.runtime.engine import running_backward
 from trimtab.runtime.memory import upload
 
 # Hopper and the data-centre Blackwell, as of torch 2.13.
 GROUPED_KERNEL_CAPABILITIES = (9, 10)
 
 
-@dataclass(frozen=True, eq=False)
 class ExpertWeight:
     """One stacked tensor of G experts, as an expert function gets it. Hand it on to `grouped_linear` or `grouped_bias`.
 
-    Attributes:
+    Args:
         tensor: `[G, ...]`, in the graph.
         again: the same values during backward, if `tensor` does not keep them until then, as a replica's slot does not.
     """
 
-    tensor: torch.Tensor
-    again: Callable[[], torch.Tensor] | None = None
+    def __init__(self, tensor: torch.Tensor, again: Callable[[], torch.Tensor] | None = None) -> None:
+        self._tensor = tensor
+        self.again = again
+
+    @property
+    def tensor(self) -> torch.Tensor:
+        """`[G, ...]`, in the graph. Where a checkpoint runs the function again in backward, with the same values."""
+        if self.again is None or running_backward() is None:
+            return self._tensor
+        values: torch.Tensor = _Again.apply(self._tensor, self.again)
+        return values
 
 
 ApplyExperts = Callable[[Sequence[ExpertWeight], torch.Tensor, "RowGroups"], torch.Tensor]
@@ -86,6 +95,19 @@ def grouped_bias(rows: torch.Tensor, bias: ExpertWeight, groups: RowGroups) -> t
     """`rows [N, out]` plus each group's own `bias [G, out]`. Differentiable."""
     repeats = groups.ends.diff(prepend=groups.ends.new_zeros(1))
     return rows + bias.tensor.repeat_interleave(repeats, dim=0, output_size=len(rows))
+
+
+class _Again(torch.autograd.Function):
+    """The values that a tensor had, for its gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: torch.Tensor, again: Callable[[], torch.Tensor]) -> torch.Tensor:
+        return again().detach()
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return grads[0], None
 
 
 class _GroupedLinear(torch.autograd.Function):

@@ -12,19 +12,34 @@ BUCKET_BYTES = 64 << 20
 
 
 def sum_gradients(parameters: Iterable[torch.nn.Parameter], group: dist.ProcessGroup) -> None:
-    """Sum the gradients of replicated parameters over the ranks, in place. A missing gradient counts as zero."""
+    """Sum the gradients of parameters that the ranks hold alike, in place. Those without one are left out."""
     bucket: list[torch.Tensor] = []
     for parameter in parameters:
-        if not parameter.requires_grad:
+        if not parameter.requires_grad or parameter.grad is None:
             continue
-        if parameter.grad is None:
-            parameter.grad = torch.zeros_like(parameter)
         if bucket and (parameter.grad.dtype != bucket[0].dtype or sum(grad.nbytes for grad in bucket) > BUCKET_BYTES):
             _sum_bucket(bucket, group)
             bucket = []
         bucket.append(parameter.grad)
     if bucket:
         _sum_bucket(bucket, group)
+
+
+def zero_missing(parameters: Sequence[torch.nn.Parameter], control: dist.ProcessGroup) -> None:
+    """Give parameters without a gradient zeros, if some rank has a gradient of them. Collective.
+
+    Those that no rank has a gradient of keep None, which optimizers skip.
+
+    Args:
+        parameters: as many on every rank.
+        control: all ranks, on the host.
+    """
+    present = torch.tensor([parameter.grad is not None for parameter in parameters], dtype=torch.uint8)
+    anywhere = present.clone()
+    dist.all_reduce(anywhere, dist.ReduceOp.MAX, group=control)
+    for parameter, wanted in zip(parameters, anywhere.tolist(), strict=True):
+        if wanted and parameter.grad is None:
+            parameter.grad = torch.zeros_like(parameter)
 
 
 def _sum_bucket(bucket: list[torch.Tensor], group: dist.ProcessGroup) -> None:

@@ -15,8 +15,9 @@ import torch
 
 from trimtab.errors import InputError
 from trimtab.runtime.accumulation import Accumulation
-from trimtab.runtime.backward import Backward, running_backward
+from trimtab.runtime.backward import Backward
 from trimtab.runtime.counters import Counters
+from trimtab.runtime.engine import running_backward, will_run
 from trimtab.runtime.exchange import exchange_rows
 from trimtab.runtime.home_experts import HomeExperts
 from trimtab.runtime.layout import InstanceReplicas, Layout, place_rows, upload_layouts
@@ -67,6 +68,8 @@ class LayerCalls:
         """
         if micro_step is None or not micro_step.layouts:
             self.counters.live_calls += micro_step is None and self.is_planned
+            if torch.is_grad_enabled():
+                self.accumulation.begin_forward()
             positions = None if micro_step is None else micro_step.positions
             chosen = expert_ids if positions is None else expert_ids.index_select(0, positions)
             layout = exchange_layout(homes, chosen, self.topology, self.lockstep)
@@ -119,6 +122,8 @@ class Instance:
         self.has_graph = has_graph
         self._calls = calls
         self._home_E = homes.home_E
+        # Tells backwards of several forwards of one micro-step apart, on all ranks alike.
+        self._forward = calls.lockstep.count
         self._recorder = calls.counters.recorder
 
     @property
@@ -141,7 +146,7 @@ class Instance:
         Args:
             kind: which of the layer's exchanges it is; see `lockstep.CALLS`.
         """
-        tag = self._calls.lockstep.note(kind, self.homes.index, self._number)
+        tag = self._note(kind)
         send, receive = self.layout.send_splits, self.layout.recv_splits
         if back:
             send, receive = receive, send
@@ -172,9 +177,9 @@ class Instance:
     def _is_out_of_date(self) -> bool:
         return self._home_E is not self.homes.home_E
 
-    @property
-    def _number(self) -> int:
-        return -1 if self.micro_step is None else self.micro_step.index
+    def _note(self, kind: int) -> int:
+        number = -1 if self.micro_step is None else self.micro_step.index
+        return self._calls.lockstep.note(kind, self.homes.index, number, self._forward)
 
 
 class PlannedInstance(Instance):
@@ -211,7 +216,7 @@ class PlannedInstance(Instance):
         """The layer's backward begins: bring what comes next."""
         super().begin_backward()
         borrowing = None if self.borrowing is None else self.borrowing()
-        if borrowing is not None and not torch._C._will_engine_execute_node(borrowing):
+        if borrowing is not None and not will_run(borrowing):
             self._check_left_out()
         self._approach()
 
@@ -223,7 +228,7 @@ class PlannedInstance(Instance):
         """Start sending the gradients of `replica_weights` to their home ranks."""
         if not self._made_in_backward:
             self._calls.backward.follow()
-        self._calls.lockstep.note(RETURNS, self.homes.index, self._number)
+        self._note(RETURNS)
         self._transfers.returns.start(self.homes, gradients, self.layout.replicas, self._step)
 
     def join_gradients(self, gradients: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:

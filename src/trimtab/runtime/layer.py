@@ -13,7 +13,7 @@ from torch.autograd.function import once_differentiable
 
 from trimtab.errors import InputError
 from trimtab.runtime import lockstep
-from trimtab.runtime.backward import running_backward
+from trimtab.runtime.engine import running_backward
 from trimtab.runtime.experts import ApplyExperts, ExpertWeight
 from trimtab.runtime.home_experts import HomeExperts
 from trimtab.runtime.instance import Instance, LayerCalls, PlannedInstance
@@ -36,6 +36,9 @@ class ExpertLayer:
         self._calls = calls
         self._apply = apply
         self._weights = weights
+
+    def __deepcopy__(self, _memo: object) -> ExpertLayer:
+        raise InputError("a model whose experts are in a session can't be copied; copy it before share_experts()")
 
     @property
     def index(self) -> int:
@@ -75,7 +78,7 @@ class ExpertLayer:
         if micro_step is None:
             return ids
         ids = micro_step.replay(self.index, ids)
-        micro_step.routed[self.index] = ids.data_ptr()
+        micro_step.routed[self.index] = _mark(ids)
         return ids
 
     def __call__(self, hidden: torch.Tensor, expert_ids: torch.Tensor, expert_weights: torch.Tensor) -> torch.Tensor:
@@ -98,7 +101,7 @@ class ExpertLayer:
         micro_step = self._calls.micro_step()
         # What runs again in a backward has passed this check, and may be given copies.
         replayed = micro_step if self.replays and running_backward() is None else None
-        if replayed is not None and replayed.routed.get(self.index) != expert_ids.data_ptr():
+        if replayed is not None and replayed.routed.get(self.index) != _mark(expert_ids):
             raise RuntimeError(
                 f"MoE layer {self.index} was called with other expert ids than its route() returned; "
                 "in a planned micro-step the recorded routing must be used"
@@ -155,6 +158,11 @@ class ExpertLayer:
             else:
                 weights.append(parameter.to(dtype))
         return weights
+
+
+def _mark(ids: torch.Tensor) -> tuple[int, int]:
+    """The ids' address and version."""
+    return ids.data_ptr(), -1 if ids.is_inference() else ids._version
 
 
 def _again(instance: PlannedInstance, tensor: int) -> torch.Tensor:

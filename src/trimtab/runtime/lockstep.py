@@ -39,15 +39,17 @@ REMEMBERED = 512
 CALLS = (
     "micro_step({step})", "live_micro_step()", "finish_gradients()", "plan()", "plan_sequences()", "adopt()", "move()",
     "dispatch of MoE layer {layer} {where}", "combine of MoE layer {layer} {where}",
-    "combine of MoE layer {layer} {where}, backward", "dispatch of MoE layer {layer} {where}, backward",
+    "combine of MoE layer {layer} {where}, backward{of}", "dispatch of MoE layer {layer} {where}, backward{of}",
     "dispatch of MoE layer {layer} {where} without gradients", "counts of MoE layer {layer}",
-    "gradients of replicas of MoE layer {layer} {where}",
+    "gradients of replicas of MoE layer {layer} {where}{of}", "clip_gradients()", "logical_state_dict()",
+    "optimizer.step()",
 )  # fmt: skip
 MICRO_STEP, LIVE_MICRO_STEP, FINISH, PLAN, PLAN_SEQUENCES, ADOPT, MOVE = range(7)
 DISPATCH, COMBINE, COMBINE_BACKWARD, DISPATCH_BACKWARD, DISPATCH_WITHOUT_GRADIENTS, COUNTS, RETURNS = range(7, 14)
+CLIP, LOGICAL, STEP = range(14, 17)
 
-Call = tuple[int, int, int]
-"""Index into `CALLS`, layer and micro-step; -1 for none."""
+Call = tuple[int, int, int, int]
+"""Index into `CALLS`, layer, micro-step, and how many calls came before the forward that it belongs to; -1 for none."""
 
 _numbers = itertools.count()
 _HEADER = 4
@@ -55,6 +57,9 @@ _HEADER = 4
 
 class Lockstep:
     """The journal of one rank, and its comparison with those of the other ranks that share experts.
+
+    Attributes:
+        count: calls so far.
 
     Args:
         topology: whose `expert_control` and `control` groups the ranks meet in.
@@ -67,20 +72,20 @@ class Lockstep:
         self._timeout_s = topology.timeout.total_seconds()
         self._width = _HEADER + most_votes
         # The digest covers all calls; the last ones are kept to name a difference.
-        self._digest, self._count = 0, 0
+        self._digest, self.count = 0, 0
         self._last: deque[Call] = deque(maxlen=REMEMBERED)
         self._store_key = f"trimtab/lockstep/{next(_numbers)}"
         self._waiter = _Waiter()
 
-    def note(self, kind: int, layer: int = -1, micro_step: int = -1) -> int:
+    def note(self, kind: int, layer: int = -1, micro_step: int = -1, forward: int = -1) -> int:
         """Add a call to the journal.
 
         Returns:
             A tag for messages of this call, the same on all ranks that are in lockstep: they match no other call's.
         """
-        call = (kind, layer, micro_step)
+        call = (kind, layer, micro_step, forward)
         self._last.append(call)
-        self._count += 1
+        self.count += 1
         self._digest = hash((self._digest, call))
         return self._digest & 0x7FFFFFFF
 
@@ -132,6 +137,14 @@ class Lockstep:
             RanksDisagreeError: if what this rank waits for can't come, since others made other calls.
             RuntimeError: what `work` raised, or after the timeout.
         """
+        try:
+            self._wait(work)
+        except BaseException:
+            # It may still be at this call.
+            self._waiter = _Waiter()
+            raise
+
+    def _wait(self, work: Callable[[], object]) -> None:
         self._waiter.start(work)
         start = time.monotonic()
         while not self._waiter.is_done(min(PATIENCE_S, self._timeout_s)):
@@ -164,7 +177,7 @@ class Lockstep:
 
     def _raise(self, group: dist.ProcessGroup, same: Mapping[str, Any], problem: Exception | None) -> None:
         """Raise what is wrong, the same on all ranks of the group; all of them come here."""
-        mine = (self._count, tuple(self._last), {k: repr(v) for k, v in same.items()}, _describe(problem))
+        mine = (self.count, tuple(self._last), {k: repr(v) for k, v in same.items()}, _describe(problem))
         everyones: list[Any] = [None] * dist.get_world_size(group)
         dist.all_gather_object(everyones, mine, group=group)
         ranks = self._topology.num_ranks
@@ -195,7 +208,7 @@ class Lockstep:
         return self._names[first : first + self._topology.num_ranks]
 
     def _publish(self) -> None:
-        value = json.dumps((self._count, tuple(self._last)))
+        value = json.dumps((self.count, tuple(self._last)))
         _store().set(f"{self._store_key}/{self._peers[self._topology.rank]}", value)
 
     def _published(self) -> dict[str, tuple[int, tuple[Call, ...]]]:
@@ -259,9 +272,9 @@ def _list(names: Sequence[str]) -> str:
 
 
 def _text(call: Call) -> str:
-    kind, layer, micro_step = call
+    kind, layer, micro_step, forward = call
     where = f"in micro-step {micro_step}" if micro_step >= 0 else "outside a planned micro-step"
-    return CALLS[kind].format(step=micro_step, layer=layer, where=where)
+    return CALLS[kind].format(step=micro_step, layer=layer, where=where, of=f" (of the forward at call {forward})")
 
 
 def _describe(problem: Exception | None) -> tuple[bool, str] | None:

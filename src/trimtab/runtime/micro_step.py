@@ -30,7 +30,7 @@ class MicroStep:
         plan_number: which of the session's plans it belongs to.
         visited: layers in the order in which they ran, forward and backward.
         with_backward: whether the first of them built a graph.
-        routed: for each layer, the address of the ids that its `route` returned last.
+        routed: for each layer, address and version of the ids that its `route` returned last.
     """
 
     positions: torch.Tensor | None
@@ -41,7 +41,7 @@ class MicroStep:
     plan_number: int = 0
     visited: list[int] = field(default_factory=list)
     with_backward: bool = False
-    routed: dict[int, int] = field(default_factory=dict)
+    routed: dict[int, tuple[int, int]] = field(default_factory=dict)
 
     @property
     def replays(self) -> bool:

@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 
 from trimtab.runtime.counters import Counters
+from trimtab.runtime.engine import will_run
 from trimtab.runtime.home_experts import HomeExperts
 from trimtab.runtime.layout import InstanceReplicas
 from trimtab.runtime.micro_step import MicroStep
@@ -188,7 +189,7 @@ def accumulates(layer: HomeExperts, parameter: torch.nn.Parameter) -> bool:
         )
     node = torch.autograd.graph.get_gradient_edge(parameter).node
     try:
-        return torch._C._will_engine_execute_node(node)
+        return will_run(node)
     except RuntimeError:
         raise RuntimeError(
             f"MoE layer {layer.index}: torch.autograd.grad() would miss the gradients of replicas, which are added to "

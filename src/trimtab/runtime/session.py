@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import time
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from datetime import timedelta
@@ -25,19 +25,23 @@ from trimtab.runtime.accumulation import Accumulation
 from trimtab.runtime.backward import Backward
 from trimtab.runtime.checks import at_least, finite, one_of, shares_memory
 from trimtab.runtime.counters import Counters
+from trimtab.runtime.engine import running_backward
 from trimtab.runtime.experts import ApplyExperts
-from trimtab.runtime.gradients import clip_gradients, sum_gradients
+from trimtab.runtime.gradients import clip_gradients, sum_gradients, zero_missing
 from trimtab.runtime.home_experts import HomeExperts, ReadParameters
 from trimtab.runtime.instance import LayerCalls
 from trimtab.runtime.layer import ExpertLayer, HomeWeights
 from trimtab.runtime.lockstep import (
     ADOPT,
+    CLIP,
     FINISH,
     LIVE_MICRO_STEP,
+    LOGICAL,
     MICRO_STEP,
     MOVE,
     PLAN,
     PLAN_SEQUENCES,
+    STEP,
     Lockstep,
     digest,
 )
@@ -230,9 +234,20 @@ class Session:
         return layer
 
     def replicated_parameters(self, model: torch.nn.Module) -> list[torch.nn.Parameter]:
-        """The model's parameters that every rank holds: all but the experts. Not a collective."""
+        """The model's parameters that every rank holds: all but the experts. Not a collective.
+
+        Raises:
+            InputError: if the model does not have the session's experts.
+        """
         experts = {id(parameter) for layer in self.layers for parameter in layer.parameters}
-        return [parameter for parameter in model.parameters() if id(parameter) not in experts]
+        others = [parameter for parameter in model.parameters() if id(parameter) not in experts]
+        found = len(list(model.parameters())) - len(others)
+        if 0 < found < len(experts) or (not found and any(not layer.joins_in_backward for layer in self.homes)):
+            raise InputError(
+                f"the model has {found} of the session's {len(experts)} expert tensors; if others have taken their "
+                "place, as load_state_dict(assign=True) does, add layers with a function that reads them"
+            )
+        return others
 
     def train_with(self, *optimizers: torch.optim.Optimizer) -> None:
         """Say which optimizers train the experts. Not a collective.
@@ -254,7 +269,7 @@ class Session:
                 `weights`.
             RuntimeError: if gradients wait for an optimizer step.
         """
-        self._backward.forward()
+        self._need_to_be_between("move")
         self._lockstep.agree(
             MOVE, same={"homes": digest(placement.home)}, problem=_problem(self._check_move, placement)
         )
@@ -283,6 +298,7 @@ class Session:
         Raises:
             InputError: if trace, schedule and layers don't fit together.
         """
+        self._need_to_be_between("plan")
         rank, ranks = self.topology.data_rank, self.topology.num_data_ranks
         fits = _problem(self._check_fits, trace, schedule, rank, ranks)
         places = digest(schedule.micro_step, schedule.rank, schedule.mini_batch_of_micro_step)
@@ -306,6 +322,7 @@ class Session:
         Raises:
             InputError: if the trace is not of this model, or a sequence exceeds the budget.
         """
+        self._need_to_be_between("plan_sequences")
         batches = None if mini_batch is None else digest(np.asarray(mini_batch, np.int64))
         same = {"token_budget": token_budget, "mini_batch": batches, **self._settings}
         self._meet(PLAN_SEQUENCES, same, _problem(self._check_model, trace))
@@ -325,10 +342,11 @@ class Session:
             InputError: if the ranks hold different plans, a plan breaks one of its invariants (see `StepPlan.check`),
                 has more slots than this session, or moves homes although no optimizer is known.
         """
+        self._need_to_be_between("adopt")
         plan = planned if isinstance(planned, StepPlan) else planned.plan
         moved = int(np.count_nonzero(plan.home != self.placement.home)) if plan.home.shape == self._shape else 0
         problem = _problem(self._check_plan, plan, trace, moved)
-        self._lockstep.agree(ADOPT, same={"the plan": plan.hash, "mode": self.mode}, problem=problem)
+        self._lockstep.agree(ADOPT, same={"the plan": plan.hash, **self._settings}, problem=problem)
         workload = None if isinstance(planned, StepPlan) else planned.workload
         if workload is None:
             schedule = self._data_schedule(plan)
@@ -436,43 +454,49 @@ class Session:
         with self._running(MicroStep(positions), partial(MicroStep, positions)):
             yield
 
-    def finish_gradients(self, replicated: Sequence[torch.nn.Parameter] = ()) -> None:
+    def finish_gradients(self, replicated: Iterable[torch.nn.Parameter] = ()) -> None:
         """Complete the gradients of all micro-steps so far; call it before clipping and the optimizer step.
 
         Replica gradients still under way are added to their home experts. Gradients of experts are summed over the
         expert-parallel groups, those of `replicated` parameters, which every rank holds, over all ranks. Those of
         layers that were added with `weights` are left to whoever trains them.
 
+        A gradient that no rank has stays None.
+
         Raises:
-            RuntimeError: if it has summed these gradients already, and they were not zeroed since.
+            InputError: if `replicated` has experts of the session.
+            RuntimeError: if it has summed these gradients already, and they were not zeroed since; within a backward.
             RanksDisagreeError: if the ranks are at different places in their step, or give different parameters.
         """
-        self._backward.forward()
+        self._need_to_be_outside("finish_gradients")
+        dense = self._dense(replicated)
         experts = [parameter for parameter in self._expert_parameters() if parameter.requires_grad]
-        summed = [*replicated, *(experts if self.topology.twins is not None else ())]
-        trained = [parameter for parameter in replicated if parameter.requires_grad]
-        same = {"replicated parameters": (len(trained), sum(parameter.numel() for parameter in trained))}
+        summed = [*dense, *(experts if self.topology.twins is not None else ())]
+        same = {"replicated parameters": (len(dense), _describe(dense, with_values=self.verify_weights))}
         self._meet(FINISH, same, self._accumulation.problem(summed))
         with self._noted(SUMMING):
             if self._calls.transfers is not None:
                 self._calls.transfers.ring.drain()
-            for parameter in experts:
-                if parameter.grad is None:
-                    parameter.grad = torch.zeros_like(parameter)
+            zero_missing([*dense, *experts], self.topology.control)
             if self.topology.twins is not None:
                 sum_gradients(experts, self.topology.twins)
-            sum_gradients(replicated, self.topology.data)
+            sum_gradients(dense, self.topology.data)
         self._accumulation.finish(summed)
         self._weights_changed = True
 
-    def clip_gradients(self, replicated: Sequence[torch.nn.Parameter], max_norm: float) -> float:
+    def clip_gradients(self, replicated: Iterable[torch.nn.Parameter], max_norm: float) -> float:
         """Clip the gradients of replicated parameters and of all ranks' experts by their joint norm, and return it.
 
         Raises:
-            InputError: if a layer was added with `weights`.
+            InputError: if a layer was added with `weights`, or `replicated` has experts of the session.
+            RuntimeError: if gradients are not finished.
         """
         self.need_own_experts("clip their gradients")
-        return float(clip_gradients(replicated, self._expert_parameters(), max_norm, self.topology.experts))
+        dense = self._dense(replicated)
+        problem = RuntimeError("clip_gradients() needs complete gradients; call finish_gradients() first")
+        same = {"max_norm": max_norm, "replicated parameters": len(dense)}
+        self._meet(CLIP, same, problem if self._accumulation.is_open else None)
+        return float(clip_gradients(dense, self._expert_parameters(), max_norm, self.topology.experts))
 
     def weights_changed(self) -> None:
         """Say that parameters were changed other than by an optimizer step after `finish_gradients`, or by loading them
@@ -514,6 +538,7 @@ class Session:
         Raises:
             InputError: if a layer was added with `weights`.
         """
+        self._lockstep.agree(LOGICAL)
         return dict(self.logical.weights(model, everywhere=True))
 
     @property
@@ -595,8 +620,14 @@ class Session:
     @property
     def _settings(self) -> dict[str, object]:
         """What all ranks should have been told alike, since plans depend on it."""
-        names = ("mode", "paths", "slots_per_rank", "mirror_bytes", "least_gain")
-        return {name: getattr(self, name) for name in names} | {"optimizers are known": bool(self.optimizers)}
+        names = ("mode", "paths", "slots_per_rank", "ring_layers", "mirror_bytes", "least_gain")
+        first = self.homes[0]
+        return {name: getattr(self, name) for name in names} | {
+            "optimizers are known": bool(self.optimizers),
+            "ranks_per_node": self.topology.ranks_per_node,
+            "layers": len(self.homes),
+            "experts": ([tuple(shape) for shape in first.expert_shapes], first.dtype),
+        }
 
     def _meet(self, call: int, same: Mapping[str, object], problem: Exception | None) -> None:
         """All data ranks make this call; see `Lockstep.agree`."""
@@ -604,20 +635,49 @@ class Session:
 
     def _begin(self, call: int, index: int, knows: bool = True, problem: Exception | None = None) -> bool:
         """All ranks begin the same micro-step; bring changed weights to their copies. Do all know its sequences?"""
-        if self._calls.current is not None:
-            raise RuntimeError("another micro-step is running")
-        self._backward.forward()
+        self._need_to_be_between("a micro-step")
+        if torch.is_grad_enabled():
+            self._accumulation.begin_forward()
         changed, trained, broken = self.transfers.watch.look(self._weights_changed)
         same = {"gradients enabled": torch.is_grad_enabled(), "trained expert tensors": trained}
         votes = (changed, knows)
         votes_RV = self._lockstep.agree(call, micro_step=index, same=same, votes=votes, problem=problem or broken)
         if votes_RV[:, 0].any():
             start = time.perf_counter()
-            with self._noted(REFRESHING):
+            with self._noted(REFRESHING), torch.inference_mode(False):
                 self.transfers.refresh()
             self.counters.refresh_s += time.perf_counter() - start
             self._weights_changed = False
         return bool(votes_RV[:, 1].all())
+
+    def _need_to_be_outside(self, what: str) -> None:
+        """Raises RuntimeError within a backward."""
+        if running_backward() is not None:
+            raise RuntimeError(
+                f"{what} can't begin within a backward; keep it out of hooks, and of functions that are checkpointed"
+            )
+        self._backward.forward()
+
+    def _need_to_be_between(self, what: str) -> None:
+        """Raises RuntimeError within a backward or a micro-step."""
+        self._need_to_be_outside(what)
+        if self._calls.current is not None:
+            index = self._calls.current.index
+            raise RuntimeError(
+                f"{what} can't begin while {f'micro-step {index}' if index >= 0 else 'a live micro-step'} is open; "
+                "leave its context first"
+            )
+
+    def _dense(self, replicated: Iterable[torch.nn.Parameter]) -> list[torch.nn.Parameter]:
+        """The trained ones of replicated parameters, each once."""
+        experts = {id(parameter) for parameter in self._expert_parameters()}
+        chosen = list({id(p): p for p in replicated if p.requires_grad}.values())
+        if any(id(parameter) in experts for parameter in chosen):
+            raise InputError(
+                "replicated parameters should be those that every rank holds, and some are experts of the session; use "
+                "session.replicated_parameters(model)"
+            )
+        return chosen
 
     @contextmanager
     def _running(self, micro_step: MicroStep, bind: Callable[[], MicroStep]) -> Iterator[None]:
@@ -631,23 +691,50 @@ class Session:
             self._calls.current = None
             self._backward.close()
 
+    def _before_step(self, optimizer: torch.optim.Optimizer) -> None:
+        if self._calls.transfers is not None:
+            self._calls.transfers.ring.complete()
+        if not self._holds_experts(optimizer):
+            return
+        if self.topology.twins is not None and self._accumulation.is_open:
+            raise RuntimeError(
+                "an optimizer steps while gradients of experts are not summed over expert-parallel groups; call "
+                "finish_gradients() first"
+            )
+        # A rank that skips a step, as a gradient scaler may, is found when the ranks meet again.
+        self._lockstep.note(STEP)
+
+    def _after_step(self, optimizer: torch.optim.Optimizer) -> None:
+        self._weights_changed = True
+        if self._calls.transfers is not None and self._holds_experts(optimizer):
+            self._calls.transfers.watch.steps += 1
+
+    def _holds_experts(self, optimizer: torch.optim.Optimizer) -> bool:
+        if optimizer in self.optimizers:
+            return True
+        experts = {id(parameter) for parameter in self._expert_parameters()}
+        return any(id(parameter) in experts for group in optimizer.param_groups for parameter in group["params"])
+
     def _complete_gradients(self) -> None:
         """A backward ends: gradients of replicas that are under way belong to it."""
-        with self._lockstep.explaining():
-            self.transfers.returns.finish()
+        if self._calls.transfers is not None:
+            with self._lockstep.explaining():
+                self._calls.transfers.returns.finish()
 
     def _drop_gradients(self) -> None:
         """A backward failed; what it has left is not to be added to what comes next."""
         self.counters.abandoned_backwards += 1
-        self.transfers.returns.abandon()
+        if self._calls.transfers is not None:
+            self._calls.transfers.returns.abandon()
 
     def _take(self, plan: StepPlan, workload: Workload, trace: RoutingTrace, runs: bool) -> None:
         """Make ready for the micro-steps of a plan that is right: experts at their homes, room for what it needs."""
         self._backward.forget()
         self._plans += 1
         if runs:
-            self._move(plan.placement)
-            self.transfers.prepare(plan, self._plans)
+            with torch.inference_mode(False):
+                self._move(plan.placement)
+                self.transfers.prepare(plan, self._plans)
         self._weights_changed = True
         self._calls.is_planned = True
         self._step = RunningStep(plan, workload, trace, runs, self._plans)
@@ -700,6 +787,19 @@ def _problem(check: Callable[..., None], *args: Any) -> Exception | None:
     return None
 
 
+def _describe(parameters: Sequence[torch.nn.Parameter], *, with_values: bool) -> str:
+    """A digest of parameters that every rank should hold alike, in this order.
+
+    Args:
+        with_values: of one element of each, too.
+    """
+    shapes = np.frombuffer(repr([(tuple(p.shape), p.dtype) for p in parameters]).encode(), np.uint8)
+    if not with_values or not parameters:
+        return digest(shapes)
+    values = torch.stack([p.detach().reshape(-1)[p.numel() // 2].double() for p in parameters if p.numel()])
+    return digest(shapes, values.cpu().numpy())
+
+
 def _watch_optimizers(session: Session) -> None:
     """Tell a session of all optimizer steps in this process: any of them may change its experts' weights.
 
@@ -707,15 +807,15 @@ def _watch_optimizers(session: Session) -> None:
     """
     session_ref = weakref.ref(session)
 
-    def before(*_: Any) -> None:
-        living = session_ref()
-        if living is not None and living._calls.transfers is not None:
-            living._calls.transfers.ring.complete()
-
-    def after(*_: Any) -> None:
+    def before(optimizer: torch.optim.Optimizer, *_: Any) -> None:
         living = session_ref()
         if living is not None:
-            living._weights_changed = True
+            living._before_step(optimizer)
+
+    def after(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        living = session_ref()
+        if living is not None:
+            living._after_step(optimizer)
 
     handles = register_optimizer_step_pre_hook(before), register_optimizer_step_post_hook(after)
     for handle in handles:

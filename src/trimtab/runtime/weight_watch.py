@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from trimtab.errors import InputError
 from trimtab.runtime.home_experts import HomeExperts
@@ -17,8 +18,8 @@ from trimtab.runtime.home_experts import HomeExperts
 # Elements of each tensor of an expert that `verify` compares.
 SAMPLES = 16
 
-Mark = tuple[int, int, bool]
-"""Address and version of a parameter, and whether it is trained."""
+Mark = tuple[int, int, int, bool]
+"""Of a parameter its storage, address and version, and whether it is trained."""
 
 
 class WeightWatch:
@@ -27,12 +28,19 @@ class WeightWatch:
     Args:
         layers: all of the session's.
         verify: compare sampled elements of every expert, too.
+
+    Attributes:
+        steps: of optimizers that hold the parameters.
     """
 
     def __init__(self, layers: Sequence[HomeExperts], *, verify: bool) -> None:
         self._layers = layers
         self._verify = verify
         self._marks: list[list[Mark]] = []
+        # So that no other storage gets the same mark.
+        self._storages: list[StorageWeakRef] = []
+        self._steps = 0
+        self.steps = 0
         self._samples: list[list[torch.Tensor]] = []
 
     def look(self, announced: bool) -> tuple[bool, list[bool], Exception | None]:
@@ -46,7 +54,7 @@ class WeightWatch:
             with them.
         """
         marks = [_marks(layer) for layer in self._layers]
-        trained = [mark[2] for of_layer in marks for mark in of_layer]
+        trained = [mark[3] for of_layer in marks for mark in of_layer]
         changed = announced or marks != self._marks
         try:
             if changed:
@@ -61,12 +69,15 @@ class WeightWatch:
     def remember(self) -> None:
         """Copies were made: from here on they are held against the present parameters."""
         self._marks = [_marks(layer) for layer in self._layers]
+        self._storages = [StorageWeakRef(p.untyped_storage()) for layer in self._layers for p in layer.parameters]
+        self._steps = self.steps
         if self._verify:
             self._samples = [_samples(layer) for layer in self._layers]
 
     def check_unchanged(self, layer: HomeExperts) -> None:
         """Raises RuntimeError if a layer's parameters changed since copies of them were made."""
-        if [mark[:2] for mark in _marks(layer)] != [mark[:2] for mark in self._marks[layer.index]]:
+        same = [mark[:3] for mark in _marks(layer)] == [mark[:3] for mark in self._marks[layer.index]]
+        if not same or self.steps != self._steps:
             raise RuntimeError(
                 f"the expert parameters of MoE layer {layer.index} changed within a micro-step, or between its forward "
                 "and its backward; step optimizers, load and offload weights before or after"
@@ -87,7 +98,10 @@ class WeightWatch:
 
 
 def _marks(layer: HomeExperts) -> list[Mark]:
-    return [(p.data_ptr(), -1 if p.is_inference() else p._version, p.requires_grad) for p in layer.parameters]
+    return [
+        (p.untyped_storage()._cdata, p.data_ptr(), -1 if p.is_inference() else p._version, p.requires_grad)
+        for p in layer.parameters
+    ]
 
 
 def _samples(layer: HomeExperts) -> list[torch.Tensor]:
