@@ -68,7 +68,7 @@ class LayerCalls:
         """
         if micro_step is None or not micro_step.layouts:
             self.counters.live_calls += micro_step is None and self.is_planned
-            if torch.is_grad_enabled():
+            if torch.is_grad_enabled() and running_backward() is None:
                 self.accumulation.begin_forward()
             positions = None if micro_step is None else micro_step.positions
             chosen = expert_ids if positions is None else expert_ids.index_select(0, positions)

@@ -794,10 +794,11 @@ def _describe(parameters: Sequence[torch.nn.Parameter], *, with_values: bool) ->
         with_values: of one element of each, too.
     """
     shapes = np.frombuffer(repr([(tuple(p.shape), p.dtype) for p in parameters]).encode(), np.uint8)
-    if not with_values or not parameters:
+    # Those that are offloaded have no memory.
+    present = [p.detach().reshape(-1) for p in parameters if p.numel() and p.untyped_storage().nbytes()]
+    if not with_values or not present:
         return digest(shapes)
-    values = torch.stack([p.detach().reshape(-1)[p.numel() // 2].double() for p in parameters if p.numel()])
-    return digest(shapes, values.cpu().numpy())
+    return digest(shapes, torch.stack([flat[len(flat) // 2].double() for flat in present]).cpu().numpy())
 
 
 def _watch_optimizers(session: Session) -> None:
