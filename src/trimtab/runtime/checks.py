@@ -5,8 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-import torch
-
 from trimtab.errors import InputError
 
 
@@ -29,12 +27,3 @@ def one_of(name: str, value: str, allowed: Sequence[str]) -> str:
     if value not in allowed:
         raise InputError(f"{name} is {value!r}; it should be one of {', '.join(allowed)}")
     return value
-
-
-def shares_memory(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Are two contiguous tensors the same, or do they overlap in memory?"""
-    if one is other:
-        return True
-    start, other_start = one.data_ptr(), other.data_ptr()
-    same_device = one.device == other.device and start != 0 and other_start != 0
-    return same_device and start < other_start + other.nbytes and other_start < start + one.nbytes

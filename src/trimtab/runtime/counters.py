@@ -85,6 +85,20 @@ class Counters:
         start, end = self.waits.pop(0)
         self.waited_s += start.elapsed_time(end) / 1e3
 
+    def metrics(self) -> dict[str, float]:
+        """All of them by the names of `Session.take_metrics`."""
+        return {
+            "transfer/exposed_s": self.exposed_s,
+            "transfer/refresh_s": self.refresh_s,
+            "transfer/peer_bytes": self.peer_bytes,
+            "transfer/host_bytes": self.host_bytes,
+            "transfer/mirror_bytes": self.mirror_bytes,
+            "transfer/gradient_bytes": self.gradient_bytes,
+            "transfer/moved_bytes": self.moved_bytes,
+            "moe/live_layer_calls": self.live_calls,
+            "moe/abandoned_backwards": self.abandoned_backwards,
+        }
+
     def clear(self) -> None:
         """Start anew, but for the recorder."""
         vars(self).update(vars(Counters(recorder=self.recorder, lockstep=self.lockstep)))

@@ -4,11 +4,28 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
 
+from trimtab.runtime.lockstep import digest
+
 BUCKET_BYTES = 64 << 20
+
+
+def describe(parameters: Sequence[torch.nn.Parameter], *, with_values: bool) -> str:
+    """A digest of parameters that every rank should hold alike, in this order.
+
+    Args:
+        with_values: of one element of each, too.
+    """
+    shapes = np.frombuffer(repr([(tuple(p.shape), p.dtype) for p in parameters]).encode(), np.uint8)
+    # Those that are offloaded have no memory.
+    present = [p.detach().reshape(-1) for p in parameters if p.numel() and p.untyped_storage().nbytes()]
+    if not with_values or not present:
+        return digest(shapes)
+    return digest(shapes, torch.stack([flat[len(flat) // 2].double() for flat in present]).cpu().numpy())
 
 
 def sum_gradients(parameters: Iterable[torch.nn.Parameter], group: dist.ProcessGroup) -> None:

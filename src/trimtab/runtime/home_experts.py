@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 import torch
 
+from trimtab.errors import InputError
 from trimtab.trace.routing import Array
 
 ReadParameters = Callable[[], Sequence[torch.nn.Parameter]]
@@ -117,3 +118,49 @@ class HomeExperts:
         if staging is None:
             staging = self._staging[tensor] = torch.empty_like(parameter, dtype=self.dtype, requires_grad=False)
         return staging
+
+
+def check_parameters(
+    index: int,
+    parameters: Sequence[torch.nn.Parameter],
+    layers: Sequence[HomeExperts],
+    num_home: int,
+    num_experts: int,
+) -> None:
+    """Look at the parameters of a layer that is to be added.
+
+    Args:
+        index: the layer's number.
+        layers: those that were added before.
+        num_home, num_experts: experts of a rank, and of all.
+
+    Raises:
+        InputError: if a tensor does not hold the rank's experts, has no memory, or is another layer's, too.
+    """
+    if not parameters:
+        raise InputError(f"MoE layer {index} was added without expert tensors")
+    others = [(layer.index, other) for layer in layers for other in layer.parameters]
+    for tensor, parameter in enumerate(parameters):
+        for number, other in others:
+            if _share_memory(parameter, other):
+                raise InputError(
+                    f"MoE layer {index} was added with an expert tensor of MoE layer {number}; layers can't share "
+                    "experts, since each places its own"
+                )
+        others.append((index, parameter))
+        if parameter.is_meta:
+            raise InputError(f"MoE layer {index}: expert tensor {tensor} has no memory; load it before it is added")
+        if len(parameter) != num_home:
+            raise InputError(
+                f"MoE layer {index}: an expert tensor has {len(parameter)} rows; this rank is home to {num_home} of "
+                f"{num_experts} experts"
+            )
+
+
+def _share_memory(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Are two contiguous tensors the same, or do they overlap in memory?"""
+    if one is other:
+        return True
+    start, other_start = one.data_ptr(), other.data_ptr()
+    same_device = one.device == other.device and start != 0 and other_start != 0
+    return same_device and start < other_start + other.nbytes and other_start < start + one.nbytes

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import time
-import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
@@ -15,7 +14,6 @@ from typing import Any, cast, get_args
 import numpy as np
 import torch
 import torch.distributed as dist
-from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from trimtab.cluster import ClusterSpec
 from trimtab.errors import InputError
@@ -23,12 +21,12 @@ from trimtab.planner import Placement, Schedule, StepPlan, Workload
 from trimtab.planner.workload import max_over_mean
 from trimtab.runtime.accumulation import Accumulation
 from trimtab.runtime.backward import Backward
-from trimtab.runtime.checks import at_least, finite, one_of, shares_memory
+from trimtab.runtime.checks import at_least, finite, one_of
 from trimtab.runtime.counters import Counters
 from trimtab.runtime.engine import running_backward
 from trimtab.runtime.experts import ApplyExperts
-from trimtab.runtime.gradients import clip_gradients, sum_gradients, zero_missing
-from trimtab.runtime.home_experts import HomeExperts, ReadParameters
+from trimtab.runtime.gradients import clip_gradients, describe, sum_gradients, zero_missing
+from trimtab.runtime.home_experts import HomeExperts, ReadParameters, check_parameters
 from trimtab.runtime.instance import LayerCalls
 from trimtab.runtime.layer import ExpertLayer, HomeWeights
 from trimtab.runtime.lockstep import (
@@ -48,6 +46,7 @@ from trimtab.runtime.lockstep import (
 from trimtab.runtime.logical import LogicalState
 from trimtab.runtime.micro_step import MicroStep, RunningStep
 from trimtab.runtime.moving import check_movable, move_experts
+from trimtab.runtime.optimizer_watch import OptimizerWatch
 from trimtab.runtime.planning import Mode, Paths, PlannedStep, PlanReport, SessionPlanner
 from trimtab.runtime.recorder import REFRESHING, SUMMING, Recorder
 from trimtab.runtime.topology import Topology
@@ -122,7 +121,6 @@ class Session:
         self.topology = Topology.build(group, at_least("groups", groups, 1), ranks_per_node, timeout)
         self.layers: list[ExpertLayer] = []
         self.homes: list[HomeExperts] = []
-        self.optimizers: list[torch.optim.Optimizer] = []
         self.unplanned_micro_steps = 0
         self._contiguous_E: Array = Placement.contiguous(1, num_experts, self.num_ranks).home[0]
         self._lockstep = Lockstep(self.topology, most_votes=max(num_experts, 2))
@@ -135,7 +133,7 @@ class Session:
         self._accumulation = Accumulation(self._expert_parameters)
         self._calls = LayerCalls(self.topology, self._lockstep, self.counters, self._backward, self._accumulation)
         self._weights_changed = True
-        _watch_optimizers(self)
+        self._optimizer_watch = OptimizerWatch(self._expert_parameters, self._before_step, self._after_step)
 
     @property
     def mode(self) -> Mode:
@@ -154,6 +152,11 @@ class Session:
     @paths.setter
     def paths(self, paths: Paths) -> None:
         self._paths = cast(Paths, one_of("paths", paths, get_args(Paths)))
+
+    @property
+    def optimizers(self) -> list[torch.optim.Optimizer]:
+        """Those that train the experts; see `train_with`."""
+        return self._optimizer_watch.registered
 
     @property
     def rank(self) -> int:
@@ -201,24 +204,7 @@ class Session:
         """
         index = len(self.layers)
         read: ReadParameters = parameters if callable(parameters) else partial(_same, parameters)
-        if not read():
-            raise InputError(f"MoE layer {index} was added without expert tensors")
-        others = [(number, other) for number, layer in enumerate(self.layers) for other in layer.parameters]
-        for tensor, parameter in enumerate(read()):
-            for number, other in others:
-                if shares_memory(parameter, other):
-                    raise InputError(
-                        f"MoE layer {index} was added with an expert tensor of MoE layer {number}; layers can't share "
-                        "experts, since each places its own"
-                    )
-            others.append((index, parameter))
-            if parameter.is_meta:
-                raise InputError(f"MoE layer {index}: expert tensor {tensor} has no memory; load it before it is added")
-            if len(parameter) != len(self.home_experts):
-                raise InputError(
-                    f"MoE layer {index}: an expert tensor has {len(parameter)} rows; this rank is home to "
-                    f"{len(self.home_experts)} of {self.num_experts} experts"
-                )
+        check_parameters(index, read(), self.homes, len(self.home_experts), self.num_experts)
         homes = HomeExperts(
             index, read, rank=self.rank, home_E=self._contiguous_E, compute_dtype=compute_dtype,
             joins_in_backward=weights is not None,
@@ -259,7 +245,7 @@ class Session:
             InputError: if a layer was added with `weights`.
         """
         self.need_own_experts("move experts with their optimizer state")
-        self.optimizers = list(optimizers)
+        self._optimizer_watch.registered = list(optimizers)
 
     def move(self, placement: Placement) -> None:
         """Bring all experts to given homes, with their rows of optimizer state; between steps. Plans do it themselves.
@@ -472,7 +458,7 @@ class Session:
         dense = self._dense(replicated)
         experts = [parameter for parameter in self._expert_parameters() if parameter.requires_grad]
         summed = [*dense, *(experts if self.topology.twins is not None else ())]
-        same = {"replicated parameters": (len(dense), _describe(dense, with_values=self.verify_weights))}
+        same = {"replicated parameters": (len(dense), describe(dense, with_values=self.verify_weights))}
         self._meet(FINISH, same, self._accumulation.problem(summed))
         with self._noted(SUMMING):
             if self._calls.transfers is not None:
@@ -482,6 +468,7 @@ class Session:
                 sum_gradients(experts, self.topology.twins)
             sum_gradients(dense, self.topology.data)
         self._accumulation.finish(summed)
+        self._last = None
         self._weights_changed = True
 
     def clip_gradients(self, replicated: Iterable[torch.nn.Parameter], max_norm: float) -> float:
@@ -512,21 +499,11 @@ class Session:
         `moe/live_layer_calls` calls of layers outside any micro-step while there was a plan, which follow the router's
         choice, `moe/abandoned_backwards` those that failed while gradients of replicas were under way.
         """
-        counters = self.counters
-        metrics = {
-            "transfer/exposed_s": counters.exposed_s,
-            "transfer/refresh_s": counters.refresh_s,
-            "transfer/cpu_s": 0.0 if self._calls.transfers is None else self._calls.transfers.ring.take_cpu_s(),
-            "transfer/peer_bytes": counters.peer_bytes,
-            "transfer/host_bytes": counters.host_bytes,
-            "transfer/mirror_bytes": counters.mirror_bytes,
-            "transfer/gradient_bytes": counters.gradient_bytes,
-            "transfer/moved_bytes": counters.moved_bytes,
-            "moe/unplanned_micro_steps": self.unplanned_micro_steps,
-            "moe/live_layer_calls": counters.live_calls,
-            "moe/abandoned_backwards": counters.abandoned_backwards,
-        }
-        counters.clear()
+        metrics = self.counters.metrics()
+        transfers = self._calls.transfers
+        metrics["transfer/cpu_s"] = 0.0 if transfers is None else transfers.ring.take_cpu_s()
+        metrics["moe/unplanned_micro_steps"] = self.unplanned_micro_steps
+        self.counters.clear()
         self.unplanned_micro_steps = 0
         return metrics
 
@@ -691,10 +668,10 @@ class Session:
             self._calls.current = None
             self._backward.close()
 
-    def _before_step(self, optimizer: torch.optim.Optimizer) -> None:
+    def _before_step(self, holds_experts: bool) -> None:
         if self._calls.transfers is not None:
             self._calls.transfers.ring.complete()
-        if not self._holds_experts(optimizer):
+        if not holds_experts:
             return
         if self.topology.twins is not None and self._accumulation.is_open:
             raise RuntimeError(
@@ -704,16 +681,10 @@ class Session:
         # A rank that skips a step, as a gradient scaler may, is found when the ranks meet again.
         self._lockstep.note(STEP)
 
-    def _after_step(self, optimizer: torch.optim.Optimizer) -> None:
+    def _after_step(self, holds_experts: bool) -> None:
         self._weights_changed = True
-        if self._calls.transfers is not None and self._holds_experts(optimizer):
-            self._calls.transfers.watch.steps += 1
-
-    def _holds_experts(self, optimizer: torch.optim.Optimizer) -> bool:
-        if optimizer in self.optimizers:
-            return True
-        experts = {id(parameter) for parameter in self._expert_parameters()}
-        return any(id(parameter) in experts for group in optimizer.param_groups for parameter in group["params"])
+        if self._calls.transfers is not None:
+            self._calls.transfers.watch.steps += holds_experts
 
     def _complete_gradients(self) -> None:
         """A backward ends: gradients of replicas that are under way belong to it."""
@@ -785,42 +756,6 @@ def _problem(check: Callable[..., None], *args: Any) -> Exception | None:
     except (InputError, RuntimeError) as error:
         return error
     return None
-
-
-def _describe(parameters: Sequence[torch.nn.Parameter], *, with_values: bool) -> str:
-    """A digest of parameters that every rank should hold alike, in this order.
-
-    Args:
-        with_values: of one element of each, too.
-    """
-    shapes = np.frombuffer(repr([(tuple(p.shape), p.dtype) for p in parameters]).encode(), np.uint8)
-    # Those that are offloaded have no memory.
-    present = [p.detach().reshape(-1) for p in parameters if p.numel() and p.untyped_storage().nbytes()]
-    if not with_values or not present:
-        return digest(shapes)
-    return digest(shapes, torch.stack([flat[len(flat) // 2].double() for flat in present]).cpu().numpy())
-
-
-def _watch_optimizers(session: Session) -> None:
-    """Tell a session of all optimizer steps in this process: any of them may change its experts' weights.
-
-    The optimizer may hold other tensors, which it copies to the parameters: masters of another precision, flat buffers.
-    """
-    session_ref = weakref.ref(session)
-
-    def before(optimizer: torch.optim.Optimizer, *_: Any) -> None:
-        living = session_ref()
-        if living is not None:
-            living._before_step(optimizer)
-
-    def after(optimizer: torch.optim.Optimizer, *_: Any) -> None:
-        living = session_ref()
-        if living is not None:
-            living._after_step(optimizer)
-
-    handles = register_optimizer_step_pre_hook(before), register_optimizer_step_post_hook(after)
-    for handle in handles:
-        weakref.finalize(session, handle.remove)
 
 
 def _expert_shapes(layer: HomeExperts) -> list[tuple[tuple[int, ...], torch.dtype]]:
