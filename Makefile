@@ -14,7 +14,7 @@ demo: .venv/.ready  ## post-train a small MoE on two local ranks, balanced by Tr
 # These start ranks or torch, which want all cores; the others share them.
 WIDE := tests/runtime tests/rl tests/integrations tests/benchmarks tests/test_examples.py tests/cli/test_doctor.py
 
-test: .venv/.ready  ## run the tests (about 15 minutes)
+test: .venv/.ready  ## run the tests (about 20 minutes)
 	$(BIN)/python -m pytest -n 2 $(addprefix --ignore=,$(WIDE))
 	$(BIN)/python -m pytest $(WIDE)
 
