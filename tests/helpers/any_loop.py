@@ -50,7 +50,7 @@ class Pending:
 
 @dataclass(eq=False)
 class Loop:
-    """What a rank has at hand.
+    """The state of one rank.
 
     Attributes:
         plan, weights: how many plans were applied and how often the weights changed.
@@ -414,7 +414,7 @@ def onload(state: dict[str, Any]) -> None:
 
 
 def write(state: dict[str, Any], way: str) -> None:
-    """Weights from elsewhere: by tensor operations, announced writes through `.data`, or writes nobody announces."""
+    """Weights from elsewhere: by tensor operations, announced writes through `.data`, or unannounced ones."""
     loop: Loop = state["loop"]
     if loop.kept is not None:
         return

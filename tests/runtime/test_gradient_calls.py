@@ -7,14 +7,11 @@ from typing import Any, cast
 
 import pytest
 import torch
-import torch.distributed as dist
 
 from helpers import any_loop
 from helpers.any_loop import Loop
 from helpers.rank_pool import RankPool
-from trimtab.errors import InputError, RankFailedError
-from trimtab.runtime import Session, gated_experts
-from trimtab.runtime.launch import launch
+from trimtab.errors import InputError
 
 State = dict[str, Any]
 SUMMED = "summed over ranks already"
@@ -211,80 +208,3 @@ def test_weights_do_not_change_between_forward_and_backward(pool: RankPool) -> N
     """A fused step changes neither addresses nor versions."""
     for make in (torch.optim.SGD, fused):
         pool.call(step_within_micro_step, make)
-
-
-# Ranks that do not do the same.
-
-
-def disagree(what: str) -> None:
-    state: State = {}
-    groups = dist.get_world_size() // 2
-    if what == "a step without finished gradients":
-        session = Session(num_experts=4, groups=groups)
-        experts = [torch.nn.Parameter(torch.randn(2, *size)) for size in ((8, 4), (4, 4))]
-        layer = session.add_layer(experts, gated_experts())
-        optimizer = torch.optim.SGD(experts, lr=0.1)
-        layer(torch.randn(3, 4), torch.tensor([[0], [2], [3]]), torch.ones(3, 1)).sum().backward()
-        optimizer.step()
-        return
-    loop = start(state)
-    session, first = loop.session, session_rank() == 0
-    dense = loop.model.replicated()
-    with session.micro_step(0):
-        loop.loss(loop.model, loop.rows(0, session.rank))[0].backward()
-    if what == "other order":
-        session.finish_gradients(dense if first else dense[::-1])
-    elif what == "a skipped step":
-        session.finish_gradients(dense)
-        if first:
-            loop.optimizers[1].step()
-        loop.optimizers[1].zero_grad()
-        with session.micro_step(1):
-            pass
-    elif what == "clip":
-        session.finish_gradients(dense)
-        if first:
-            session.clip_gradients(dense, 1.0)
-        with session.micro_step(1):
-            pass
-    elif what == "weights of one rank":
-        session.finish_gradients(dense)
-        if first:
-            session.logical_state_dict(loop.model)
-        with session.micro_step(1):
-            pass
-    elif what == "other backwards":
-        loop.optimizers[1].zero_grad()
-        x = torch.zeros(3, 4, dtype=torch.float64)
-        outputs = [loop.model.moe_blocks()[0](x + number) for number in (0, 1)]
-        for output in outputs if first else outputs[::-1]:
-            output.sum().backward()
-        session.finish_gradients(dense)
-    else:
-        other = Session(num_experts=4, ring_layers=2 if first else 3)
-        other.add_layer([torch.nn.Parameter(torch.ones(2, *size)) for size in ((8, 4), (4, 4))], gated_experts())
-        assert loop.trace is not None
-        assert loop.schedule is not None
-        other.plan(loop.trace.select(loop.schedule.sequences_of(session.rank)), loop.schedule)
-
-
-def session_rank() -> int:
-    return dist.get_rank()
-
-
-DISAGREEMENTS = {
-    "other order": "replicated parameters is",
-    "a skipped step": r"rank 0 called optimizer.step\(\) where rank 1 called micro_step\(1\)",
-    "clip": r"rank 0 called clip_gradients\(\) where rank 1 called micro_step\(1\)",
-    "weights of one rank": r"rank 0 called logical_state_dict\(\) where rank 1 called micro_step\(1\)",
-    "other backwards": r"backward \(of the forward at call \d+\) where rank 1 called",
-    "other rings": r"ring_layers is 2 on rank 0 and 3 on rank 1|the trace has",
-    "a step without finished gradients": "not summed over expert-parallel groups; call finish_gradients",
-}
-
-
-@pytest.mark.parametrize("what", DISAGREEMENTS)
-def test_ranks_that_drift_apart_are_named(what: str) -> None:
-    ranks = 4 if what == "a step without finished gradients" else 2
-    with pytest.raises((RankFailedError, InputError), match=DISAGREEMENTS[what]):
-        launch(disagree, (what,), ranks=ranks)

@@ -8,13 +8,11 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from datetime import timedelta
 from typing import Any, cast
 
 import numpy as np
 import pytest
 import torch
-import torch.distributed as dist
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.checkpoint import checkpoint
 
@@ -24,9 +22,8 @@ from helpers.equality import relative_error
 from helpers.moe_model import Shape, TinyMoE
 from helpers.random_plans import random_schedule, random_trace
 from helpers.rank_pool import RankPool
-from trimtab.errors import InputError, RankFailedError
+from trimtab.errors import InputError
 from trimtab.runtime import ExpertWeight, RowGroups, Session, gated_experts
-from trimtab.runtime.launch import launch
 
 NOTHING_SKIPPED: frozenset[int] = frozenset()
 State = dict[str, Any]
@@ -473,205 +470,3 @@ def see_what_nobody_announces(state: State) -> None:
 def test_weights_that_change_unnoticed_are_found_by_samples(pool: RankPool) -> None:
     pool.call(any_loop.start, 3, True)
     pool.call(see_what_nobody_announces)
-
-
-def misuse_layers(state: State) -> None:
-    session = Session(num_experts=4)
-    gate_up, down = torch.nn.Parameter(torch.randn(2, 8, 4)), torch.nn.Parameter(torch.randn(2, 4, 4))
-    layer = session.add_layer([gate_up, down], gated_experts())
-    flat = torch.randn(2 * 2 * 8 * 4)
-    apart = [torch.nn.Parameter(part.view(2, 8, 4)) for part in flat.split(2 * 8 * 4)]
-    for parameters in ([gate_up, torch.nn.Parameter(down.detach().clone())], [torch.nn.Parameter(gate_up.data), down]):
-        with pytest.raises(InputError, match="layer 1 was added with an expert tensor of MoE layer 0"):
-            session.add_layer(parameters, gated_experts())
-    with pytest.raises(InputError, match="without expert tensors"):
-        session.add_layer([], gated_experts())
-    with pytest.raises(InputError, match="expert tensor 0 has no memory"):
-        session.add_layer([torch.nn.Parameter(torch.empty(2, 8, 4, device="meta")), down], gated_experts())
-    # Parts of one buffer that do not overlap.
-    other = Session(num_experts=4)
-    other.add_layer([apart[0], torch.nn.Parameter(down.detach().clone())], gated_experts())
-    other.add_layer([apart[1], torch.nn.Parameter(down.detach().clone())], gated_experts())
-
-    hidden, ids, weights = torch.randn(5, 4), torch.zeros(4, 2, dtype=torch.int64), torch.ones(4, 2)
-    for arguments in ((hidden, ids, weights), (hidden[:4], ids, weights[:, :1]), (hidden[None, :4], ids, weights)):
-        with pytest.raises(InputError, match=r"MoE layer 0 was given hidden \[.*they should be \[T, H\], \[T, K\]"):
-            layer(*arguments)
-    with pytest.raises(InputError, match=r"route\(\) was given ids \[4\]"):
-        layer.route(ids[:, 0])
-    rng = np.random.default_rng(0)
-    trace = random_trace(rng, num_sequences=2, max_length=9, num_layers=1, num_experts=4, top_k=2)
-    schedule = random_schedule(rng, 2, num_ranks=2, num_micro_steps=1)
-    mine = trace.select(schedule.sequences_of(session.rank))
-    session.plan(mine, schedule)
-    with session.micro_step(0), pytest.raises(RuntimeError, match="with 3 experts each; the micro-step was planned"):
-        layer.route(torch.zeros(mine.num_tokens, 3, dtype=torch.int64))
-    with pytest.raises(IndexError, match="micro-step 1 of 1"):
-        session.micro_step(1).__enter__()
-
-
-def test_layers_are_given_what_fits(pool: RankPool) -> None:
-    pool.call(misuse_layers)
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ({"num_experts": 0}, "num_experts is 0; it should be a whole number of 1 or more"),
-        ({"num_experts": 3}, "2 ranks don't divide 3 experts"),
-        ({"slots_per_rank": -1}, "slots_per_rank is -1; it should be a whole number of 0 or more"),
-        ({"slots_per_rank": 1.5}, "slots_per_rank is 1.5"),
-        ({"ring_layers": 1}, "ring_layers is 1; it should be a whole number of 2 or more"),
-        ({"mode": "plam"}, "mode is 'plam'; it should be one of plan, static, shadow, off"),
-        ({"paths": "nvlink"}, "paths is 'nvlink'; it should be one of both, peer, host"),
-        ({"ranks_per_node": 0}, "ranks_per_node is 0; it should be 1 or more"),
-        ({"ranks_per_node": 3}, "3 ranks a node don't divide the 2 ranks"),
-        ({"groups": 0}, "groups is 0; it should be a whole number of 1 or more"),
-        ({"least_gain": float("nan")}, "least_gain is nan; it should be a finite number"),
-        ({"mirror_bytes": -1}, "mirror_bytes is -1; it should be a whole number of 0 or more"),
-    ],
-)  # fmt: skip
-def test_sessions_are_made_with_what_makes_sense(pool: RankPool, arguments: dict[str, Any], message: str) -> None:
-    pool.call(refuse_session, arguments, message)
-
-
-def refuse_session(state: State, arguments: dict[str, Any], message: str) -> None:
-    with pytest.raises(InputError) as caught:
-        Session(**{"num_experts": 4} | arguments)
-    assert message in str(caught.value)
-    with pytest.raises(InputError, match="mode is 'none'"):
-        Session(num_experts=4).mode = cast(Any, "none")
-
-
-def read_timeouts(state: State) -> None:
-    for timeout in (None, timedelta(seconds=33)):
-        topology = Session(num_experts=4, ranks_per_node=1, timeout=timeout).topology
-        for name in ("weights", "gradients", "control", "expert_control", "node_control"):
-            group = getattr(topology, name)
-            expected = timeout or dist.group.WORLD._get_backend(torch.device("cpu")).options._timeout  # type: ignore[union-attr]
-            assert group._get_backend(torch.device("cpu")).options._timeout == expected, name
-
-
-def test_all_groups_have_the_timeout(pool: RankPool) -> None:
-    pool.call(read_timeouts)
-
-
-# Ranks that do not do the same.
-
-
-def disagree(what: str) -> None:
-    state: State = {}
-    any_loop.start(state, 3, False)
-    loop: Loop = state["loop"]
-    session, first = loop.session, dist.get_rank() == 0
-    mine = [loop.rows(index, session.rank) for index in range(any_loop.MICRO_STEPS)]
-
-    def update(index: int) -> None:
-        with session.micro_step(index):
-            loop.loss(loop.model, mine[index])[0].backward()
-
-    if what == "number of micro-steps":
-        update(0)
-        if first:
-            update(1)
-        session.finish_gradients(loop.model.replicated())
-    elif what == "which micro-step":
-        update(1 if first else 2)
-    elif what == "order of layers":
-        with session.micro_step(0):
-            x = loop.model.embed(loop.tokens[mine[0]])
-            for block in loop.model.moe_blocks()[:: 1 if first else -1]:
-                x = x + block(x)
-    elif what == "a skipped layer":
-        loop.model.skipped = frozenset() if first else frozenset([0])
-        update(0)
-        session.finish_gradients(loop.model.replicated())
-    elif what == "a live layer":
-        block = loop.model.moe_blocks()[0]
-        if first:
-            block(torch.zeros(3, 4, dtype=torch.float64))
-        else:
-            with session.micro_step(0):
-                pass
-    elif what == "other live layers":
-        loop.model.moe_blocks()[0 if first else 1](torch.zeros(3, 4, dtype=torch.float64))
-    elif what == "an id that is too large":
-        layer = session.layers[0]
-        ids = torch.full((3, 2), 99 if first else 0)
-        layer(torch.zeros(3, 4, dtype=torch.float64), ids, torch.ones(3, 2, dtype=torch.float64))
-    elif what == "a recorded id that is too large":
-        assert loop.trace is not None
-        assert loop.schedule is not None
-        trace = loop.trace.select(loop.schedule.sequences_of(session.rank))
-        if first:
-            trace.expert_ids[-1, 0, 0] = 77
-        session.plan(trace, loop.schedule)
-    elif what == "without gradients":
-        with torch.set_grad_enabled(first):
-            update(0)
-    elif what == "without gradients inside":
-        with session.micro_step(0), torch.set_grad_enabled(first):
-            loss = loop.loss(loop.model, mine[0])[0]
-            if first:
-                loss.backward()
-        update(1)
-    elif what == "without backward":
-        with session.micro_step(0):
-            loss = loop.loss(loop.model, mine[0])[0]
-            if first:
-                loss.backward()
-        update(1)
-    elif what == "frozen experts":
-        for parameter in session.layers[1].parameters if first else ():
-            parameter.requires_grad_(False)
-        update(0)
-    elif what == "other schedules":
-        rng = np.random.default_rng(session.rank)
-        schedule = random_schedule(rng, 6, num_ranks=2, num_micro_steps=3)
-        assert loop.trace is not None
-        session.plan(loop.trace.select(schedule.sequences_of(session.rank)), schedule)
-    elif what == "other modes":
-        session.mode = "plan" if first else "static"
-        assert loop.trace is not None
-        assert loop.schedule is not None
-        session.plan(loop.trace.select(loop.schedule.sequences_of(session.rank)), loop.schedule)
-    elif what == "other replicated parameters":
-        update(0)
-        session.finish_gradients(loop.model.replicated()[: 3 if first else None])
-    else:
-        # Which never comes to the session again.
-        short = Session(num_experts=4, timeout=timedelta(seconds=7))
-        short.add_layer(
-            [torch.nn.Parameter(torch.ones(2, 8, 4)), torch.nn.Parameter(torch.ones(2, 4, 4))], gated_experts()
-        )
-        if first:
-            short.finish_gradients()
-        else:
-            time.sleep(30)
-
-
-DISAGREEMENTS = {
-    "number of micro-steps": r"rank 0 called micro_step\(1\) where rank 1 called finish_gradients\(\)",
-    "which micro-step": r"rank 0 called micro_step\(1\) where rank 1 called micro_step\(2\)",
-    "order of layers": r"rank 0 called dispatch of MoE layer 0 in .* where rank 1 called dispatch of MoE layer \d in",
-    "a skipped layer": r"rank 0 called dispatch of MoE layer 0 in .* where rank 1 called dispatch of MoE layer 1 in",
-    "a live layer": r"rank 0 called counts of MoE layer 0 where rank 1 called micro_step\(0\)",
-    "other live layers": r"rank 0 called counts of MoE layer 0 where rank 1 called counts of MoE layer 1",
-    "an id that is too large": r"MoE layer 0 was given expert id 99; ids should be from 0 to 3",
-    "a recorded id that is too large": r"MoE layer 0 has expert ids \[77\D.*below 4",
-    "without gradients": r"gradients enabled is True on rank 0 and False on rank 1",
-    "without gradients inside": r"in micro-step 0 where rank 1 called dispatch .* without gradients",
-    "without backward": r"combine of MoE layer . in micro-step 0, backward .* where rank 1 called micro_step\(1\)",
-    "frozen experts": r"trained expert tensors is \[.*\] on rank 0 and \[.*\] on rank 1",
-    "other schedules": r"in plan\(\): schedule is '\w+' on rank 0 and '\w+' on rank 1",
-    "other modes": r"in plan\(\): mode is 'plan' on rank 0 and 'static' on rank 1",
-    "other replicated parameters": r"in finish_gradients\(\): replicated parameters is",
-    "a rank that never comes": r"rank 0 has waited 7 s in finish_gradients\(\); rank 1 waits for nothing that",
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("what", DISAGREEMENTS)
-def test_ranks_that_do_not_do_the_same_are_named(what: str, capfd: pytest.CaptureFixture[str]) -> None:
-    """Neither a hang, nor gloo's abort, nor a number: both ranks and what they called."""
-    with pytest.raises((RankFailedError, InputError), match=DISAGREEMENTS[what]):
-        launch(disagree, (what,), ranks=2)

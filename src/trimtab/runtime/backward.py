@@ -9,6 +9,7 @@ again.
 from __future__ import annotations
 
 import bisect
+import itertools
 import math
 import threading
 import weakref
@@ -48,7 +49,8 @@ class Backward:
 
     def __init__(self, at_end: Callable[[], None], at_failure: Callable[[], None]) -> None:
         self._at_end, self._at_failure = at_end, at_failure
-        self._forwards: list[_Forward] = []
+        # By thread, since each counts its nodes from 0.
+        self._forwards_of: dict[int, list[_Forward]] = {}
         self._forgotten = -1
         self._thread = threading.get_ident()
         self._is_open = False
@@ -65,9 +67,8 @@ class Backward:
         thread = threading.get_ident()
         if thread != self._thread and any(forward.bind is not None for forward in self._forwards):
             raise RuntimeError("micro-steps of one plan were begun by different threads; use one thread for a session")
-        if thread != self._thread:
-            self._forwards.clear()
         self._thread = thread
+        self._forwards_of.setdefault(thread, [])
         self.forward()
         if len(self._forwards) == REMEMBERED:
             self._forgotten = int(self._forwards.pop(0).end)
@@ -81,7 +82,7 @@ class Backward:
 
     def forget(self) -> None:
         """Another plan is applied: micro-steps of the one before can't run again."""
-        for forward in self._forwards:
+        for forward in itertools.chain.from_iterable(self._forwards_of.values()):
             forward.bind = None
 
     def forward(self) -> None:
@@ -148,6 +149,7 @@ class Backward:
         if number <= self._forgotten:
             raise RuntimeError(f"a layer runs again that first ran more than {REMEMBERED} micro-steps ago")
         if place < 0 or number >= self._forwards[place].end:
+            self._check_other_threads(number)
             return None
         forward = self._forwards[place]
         if forward.bind is None:
@@ -160,6 +162,19 @@ class Backward:
             micro_step = forward.bind()
             forward.bound = weakref.ref(micro_step)
         return micro_step
+
+    def _check_other_threads(self, number: int) -> None:
+        """Raises RuntimeError if a node may be of a micro-step that another thread began; its plan was replaced."""
+        for thread, forwards in self._forwards_of.items():
+            if thread != self._thread and any(forward.start <= number < forward.end for forward in forwards):
+                raise RuntimeError(
+                    "a checkpointed layer runs again that may be of a micro-step which another thread began under an "
+                    "earlier plan; use one thread for a session"
+                )
+
+    @property
+    def _forwards(self) -> list[_Forward]:
+        return self._forwards_of.get(self._thread, [])
 
     def _end(self) -> None:
         self._followed = self._again = None

@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
 
+from trimtab.errors import InputError
 from trimtab.runtime.lockstep import digest
 
 BUCKET_BYTES = 64 << 20
@@ -40,6 +41,27 @@ def sum_gradients(parameters: Iterable[torch.nn.Parameter], group: dist.ProcessG
         bucket.append(parameter.grad)
     if bucket:
         _sum_bucket(bucket, group)
+
+
+def dense_parameters(
+    replicated: Iterable[torch.nn.Parameter], experts: Iterable[torch.nn.Parameter]
+) -> list[torch.nn.Parameter]:
+    """The trained ones of replicated parameters, each once.
+
+    Args:
+        experts: of the session.
+
+    Raises:
+        InputError: if there are experts among them.
+    """
+    ids = {id(parameter) for parameter in experts}
+    chosen = list({id(p): p for p in replicated if p.requires_grad}.values())
+    if any(id(parameter) in ids for parameter in chosen):
+        raise InputError(
+            "replicated parameters should be those that every rank holds, and some are experts of the session; use "
+            "session.replicated_parameters(model)"
+        )
+    return chosen
 
 
 def zero_missing(parameters: Sequence[torch.nn.Parameter], control: dist.ProcessGroup) -> None:

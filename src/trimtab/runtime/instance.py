@@ -50,6 +50,24 @@ class LayerCalls:
     transfers: Transfers | None = None
     is_planned: bool = False
 
+    def need_to_be_outside(self, what: str) -> None:
+        """Raises RuntimeError within a backward."""
+        if running_backward() is not None:
+            raise RuntimeError(
+                f"{what} can't begin within a backward; keep it out of hooks, and of functions that are checkpointed"
+            )
+        self.backward.forward()
+
+    def need_to_be_between(self, what: str) -> None:
+        """Raises RuntimeError within a backward or a micro-step."""
+        self.need_to_be_outside(what)
+        if self.current is not None:
+            index = self.current.index
+            raise RuntimeError(
+                f"{what} can't begin while {f'micro-step {index}' if index >= 0 else 'a live micro-step'} is open; "
+                "leave its context first"
+            )
+
     def micro_step(self) -> MicroStep | None:
         """The micro-step that a layer belongs to which is called now.
 

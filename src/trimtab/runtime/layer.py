@@ -99,9 +99,13 @@ class ExpertLayer:
         """
         self._check_shapes(hidden, expert_ids, expert_weights)
         micro_step = self._calls.micro_step()
-        # What runs again in a backward has passed this check, and may be given copies.
-        replayed = micro_step if self.replays and running_backward() is None else None
-        if replayed is not None and replayed.routed.get(self.index) != _mark(expert_ids):
+        if (
+            micro_step is not None
+            and micro_step.replays
+            # What runs again in a backward has passed this check, and may be given copies.
+            and running_backward() is None
+            and micro_step.routed.get(self.index) != _mark(expert_ids)
+        ):
             raise RuntimeError(
                 f"MoE layer {self.index} was called with other expert ids than its route() returned; "
                 "in a planned micro-step the recorded routing must be used"

@@ -52,7 +52,7 @@ Call = tuple[int, int, int, int]
 """Index into `CALLS`, layer, micro-step, and how many calls came before the forward that it belongs to; -1 for none."""
 
 _numbers = itertools.count()
-_HEADER = 4
+_HEADER = 3
 
 
 class Lockstep:
@@ -118,7 +118,7 @@ class Lockstep:
         self.note(kind, layer, micro_step)
         row = np.zeros(self._width, np.int64)
         digest = hashlib.blake2b(repr(same).encode(), digest_size=8).digest() if same else bytes(8)
-        row[:_HEADER] = self._digest, int.from_bytes(digest, "little", signed=True), problem is not None, len(votes)
+        row[:_HEADER] = self._digest, int.from_bytes(digest, "little", signed=True), problem is not None
         row[_HEADER : _HEADER + len(votes)] = votes
         group = self._topology.control if everywhere else self._topology.expert_control
         rows = [torch.empty(self._width, dtype=torch.int64) for _ in range(dist.get_world_size(group))]
@@ -291,7 +291,7 @@ class _Waiter:
         self._calls: queue.SimpleQueue[Callable[[], object] | None] = queue.SimpleQueue()
         self._errors: list[BaseException] = []
         self._done = threading.Semaphore(0)
-        # A daemon, since a call that nobody waits for any more may never return.
+        # A daemon thread: a call that was given up may never return.
         arguments = (self._calls, self._errors, self._done)
         threading.Thread(target=_run_calls, args=arguments, name="trimtab-waiter", daemon=True).start()
         weakref.finalize(self, self._calls.put, None)

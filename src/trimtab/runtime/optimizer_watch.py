@@ -16,7 +16,7 @@ Step = Callable[[bool], None]
 
 
 class OptimizerWatch:
-    """Calls `before` and `after` around every step, as long as somebody keeps this value.
+    """Calls `before` and `after` around every optimizer step, until this value is garbage-collected.
 
     Args:
         experts: reads the session's expert parameters.

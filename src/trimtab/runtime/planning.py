@@ -285,3 +285,32 @@ class SessionPlanner:
 def _max_vio(plans: Sequence[StepPlan], loads: Sequence[Workload]) -> float:
     ratios = [max_over_mean(plan.rank_loads(load)) for plan, load in zip(plans, loads, strict=True)]
     return float(np.mean(ratios) - 1)
+
+
+def check_model(trace: RoutingTrace, shape: tuple[int, int]) -> None:
+    """Raises InputError if a trace is not of a model with this many layers and experts, or has ids of no expert."""
+    num_layers, num_experts = shape
+    if (trace.num_layers, trace.num_experts) != shape:
+        raise InputError(
+            f"the trace has {trace.shape_text}; the model has {num_layers} MoE layers, {num_experts} experts"
+        )
+    # Unknown routes are above all ids, so that most traces need one pass.
+    if trace.num_tokens and trace.expert_ids.max() >= num_experts:
+        is_wrong = (trace.expert_ids >= num_experts) & (trace.expert_ids != trace.no_route)
+        if is_wrong.any():
+            trace.check()
+
+
+def check_fits(trace: RoutingTrace, schedule: Schedule, rank: int, num_ranks: int, shape: tuple[int, int]) -> None:
+    """Raises InputError if a trace is not of the model, or not of a rank's sequences.
+
+    Args:
+        shape: layers and experts of the model.
+    """
+    check_model(trace, shape)
+    mine = len(schedule.sequences_of(rank))
+    if schedule.num_ranks != num_ranks or mine != trace.num_sequences:
+        raise InputError(
+            f"the schedule gives rank {rank} of {schedule.num_ranks} {mine} sequences; the session has "
+            f"{num_ranks} ranks and this rank's trace {trace.num_sequences} sequences"
+        )

@@ -21,7 +21,8 @@ class _Return:
     """One instance's gradients under way: those that arrive here, by home row, and those that leave.
 
     Attributes:
-        added: the parameters to whose gradients they are added; None for those whose gradients nobody asked for.
+        added: the parameters to whose gradients they are added; None for those whose gradients the
+            backward leaves out.
     """
 
     layer: HomeExperts

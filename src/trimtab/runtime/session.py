@@ -23,9 +23,8 @@ from trimtab.runtime.accumulation import Accumulation
 from trimtab.runtime.backward import Backward
 from trimtab.runtime.checks import at_least, finite, one_of
 from trimtab.runtime.counters import Counters
-from trimtab.runtime.engine import running_backward
 from trimtab.runtime.experts import ApplyExperts
-from trimtab.runtime.gradients import clip_gradients, describe, sum_gradients, zero_missing
+from trimtab.runtime.gradients import clip_gradients, dense_parameters, describe, sum_gradients, zero_missing
 from trimtab.runtime.home_experts import HomeExperts, ReadParameters, check_parameters
 from trimtab.runtime.instance import LayerCalls
 from trimtab.runtime.layer import ExpertLayer, HomeWeights
@@ -47,7 +46,7 @@ from trimtab.runtime.logical import LogicalState
 from trimtab.runtime.micro_step import MicroStep, RunningStep
 from trimtab.runtime.moving import check_movable, move_experts
 from trimtab.runtime.optimizer_watch import OptimizerWatch
-from trimtab.runtime.planning import Mode, Paths, PlannedStep, PlanReport, SessionPlanner
+from trimtab.runtime.planning import Mode, Paths, PlannedStep, PlanReport, SessionPlanner, check_fits, check_model
 from trimtab.runtime.recorder import REFRESHING, SUMMING, Recorder
 from trimtab.runtime.topology import Topology
 from trimtab.runtime.transfers import Transfers
@@ -255,7 +254,7 @@ class Session:
                 `weights`.
             RuntimeError: if gradients wait for an optimizer step.
         """
-        self._need_to_be_between("move")
+        self._calls.need_to_be_between("move")
         self._lockstep.agree(
             MOVE, same={"homes": digest(placement.home)}, problem=_problem(self._check_move, placement)
         )
@@ -284,9 +283,9 @@ class Session:
         Raises:
             InputError: if trace, schedule and layers don't fit together.
         """
-        self._need_to_be_between("plan")
+        self._calls.need_to_be_between("plan")
         rank, ranks = self.topology.data_rank, self.topology.num_data_ranks
-        fits = _problem(self._check_fits, trace, schedule, rank, ranks)
+        fits = _problem(check_fits, trace, schedule, rank, ranks, self._shape)
         places = digest(schedule.micro_step, schedule.rank, schedule.mini_batch_of_micro_step)
         same = {"number of micro-steps": schedule.num_micro_steps, "schedule": places, **self._settings}
         self._meet(PLAN, same, fits)
@@ -308,10 +307,10 @@ class Session:
         Raises:
             InputError: if the trace is not of this model, or a sequence exceeds the budget.
         """
-        self._need_to_be_between("plan_sequences")
+        self._calls.need_to_be_between("plan_sequences")
         batches = None if mini_batch is None else digest(np.asarray(mini_batch, np.int64))
         same = {"token_budget": token_budget, "mini_batch": batches, **self._settings}
-        self._meet(PLAN_SEQUENCES, same, _problem(self._check_model, trace))
+        self._meet(PLAN_SEQUENCES, same, _problem(check_model, trace, self._shape))
         return self._planner(trace).for_sequences(
             trace, self.placement, self.mode,
             may_move=bool(self.optimizers), token_budget=token_budget, mini_batch=mini_batch,
@@ -328,7 +327,7 @@ class Session:
             InputError: if the ranks hold different plans, a plan breaks one of its invariants (see `StepPlan.check`),
                 has more slots than this session, or moves homes although no optimizer is known.
         """
-        self._need_to_be_between("adopt")
+        self._calls.need_to_be_between("adopt")
         plan = planned if isinstance(planned, StepPlan) else planned.plan
         moved = int(np.count_nonzero(plan.home != self.placement.home)) if plan.home.shape == self._shape else 0
         problem = _problem(self._check_plan, plan, trace, moved)
@@ -454,18 +453,18 @@ class Session:
             RuntimeError: if it has summed these gradients already, and they were not zeroed since; within a backward.
             RanksDisagreeError: if the ranks are at different places in their step, or give different parameters.
         """
-        self._need_to_be_outside("finish_gradients")
-        dense = self._dense(replicated)
+        self._calls.need_to_be_outside("finish_gradients")
+        dense = dense_parameters(replicated, self._expert_parameters())
         experts = [parameter for parameter in self._expert_parameters() if parameter.requires_grad]
-        summed = [*dense, *(experts if self.topology.twins is not None else ())]
+        summed = [*dense, *(experts if self.topology.expert_dp_group is not None else ())]
         same = {"replicated parameters": (len(dense), describe(dense, with_values=self.verify_weights))}
         self._meet(FINISH, same, self._accumulation.problem(summed))
         with self._noted(SUMMING):
             if self._calls.transfers is not None:
                 self._calls.transfers.ring.drain()
             zero_missing([*dense, *experts], self.topology.control)
-            if self.topology.twins is not None:
-                sum_gradients(experts, self.topology.twins)
+            if self.topology.expert_dp_group is not None:
+                sum_gradients(experts, self.topology.expert_dp_group)
             sum_gradients(dense, self.topology.data)
         self._accumulation.finish(summed)
         self._last = None
@@ -479,7 +478,7 @@ class Session:
             RuntimeError: if gradients are not finished.
         """
         self.need_own_experts("clip their gradients")
-        dense = self._dense(replicated)
+        dense = dense_parameters(replicated, self._expert_parameters())
         problem = RuntimeError("clip_gradients() needs complete gradients; call finish_gradients() first")
         same = {"max_norm": max_norm, "replicated parameters": len(dense)}
         self._meet(CLIP, same, problem if self._accumulation.is_open else None)
@@ -612,7 +611,7 @@ class Session:
 
     def _begin(self, call: int, index: int, knows: bool = True, problem: Exception | None = None) -> bool:
         """All ranks begin the same micro-step; bring changed weights to their copies. Do all know its sequences?"""
-        self._need_to_be_between("a micro-step")
+        self._calls.need_to_be_between("a micro-step")
         if torch.is_grad_enabled():
             self._accumulation.begin_forward()
         changed, trained, broken = self.transfers.watch.look(self._weights_changed)
@@ -626,35 +625,6 @@ class Session:
             self.counters.refresh_s += time.perf_counter() - start
             self._weights_changed = False
         return bool(votes_RV[:, 1].all())
-
-    def _need_to_be_outside(self, what: str) -> None:
-        """Raises RuntimeError within a backward."""
-        if running_backward() is not None:
-            raise RuntimeError(
-                f"{what} can't begin within a backward; keep it out of hooks, and of functions that are checkpointed"
-            )
-        self._backward.forward()
-
-    def _need_to_be_between(self, what: str) -> None:
-        """Raises RuntimeError within a backward or a micro-step."""
-        self._need_to_be_outside(what)
-        if self._calls.current is not None:
-            index = self._calls.current.index
-            raise RuntimeError(
-                f"{what} can't begin while {f'micro-step {index}' if index >= 0 else 'a live micro-step'} is open; "
-                "leave its context first"
-            )
-
-    def _dense(self, replicated: Iterable[torch.nn.Parameter]) -> list[torch.nn.Parameter]:
-        """The trained ones of replicated parameters, each once."""
-        experts = {id(parameter) for parameter in self._expert_parameters()}
-        chosen = list({id(p): p for p in replicated if p.requires_grad}.values())
-        if any(id(parameter) in experts for parameter in chosen):
-            raise InputError(
-                "replicated parameters should be those that every rank holds, and some are experts of the session; use "
-                "session.replicated_parameters(model)"
-            )
-        return chosen
 
     @contextmanager
     def _running(self, micro_step: MicroStep, bind: Callable[[], MicroStep]) -> Iterator[None]:
@@ -673,7 +643,7 @@ class Session:
             self._calls.transfers.ring.complete()
         if not holds_experts:
             return
-        if self.topology.twins is not None and self._accumulation.is_open:
+        if self.topology.expert_dp_group is not None and self._accumulation.is_open:
             raise RuntimeError(
                 "an optimizer steps while gradients of experts are not summed over expert-parallel groups; call "
                 "finish_gradients() first"
@@ -711,7 +681,7 @@ class Session:
         self._step = RunningStep(plan, workload, trace, runs, self._plans)
 
     def _check_plan(self, plan: StepPlan, trace: RoutingTrace, moved: int) -> None:
-        self._check_fits(trace, plan.schedule, self.rank, self.num_ranks)
+        check_fits(trace, plan.schedule, self.rank, self.num_ranks, self._shape)
         if self.mode not in ("plan", "static"):
             return
         if plan.slots_per_rank > self.slots_per_rank:
@@ -724,25 +694,6 @@ class Session:
                 "train_with(), so that its state can move along"
             )
         self._check_move(plan.placement)
-
-    def _check_model(self, trace: RoutingTrace) -> None:
-        if (trace.num_experts, trace.num_layers) != (self.num_experts, len(self.layers)):
-            raise InputError(
-                f"the trace has {trace.shape_text}; the model has {len(self.layers)} MoE layers, "
-                f"{self.num_experts} experts"
-            )
-        known = trace.expert_ids[trace.expert_ids != trace.no_route] if trace.num_tokens else trace.expert_ids
-        if known.size and known.max() >= self.num_experts:
-            trace.check()
-
-    def _check_fits(self, trace: RoutingTrace, schedule: Schedule, rank: int, num_ranks: int) -> None:
-        self._check_model(trace)
-        mine = len(schedule.sequences_of(rank))
-        if schedule.num_ranks != num_ranks or mine != trace.num_sequences:
-            raise InputError(
-                f"the schedule gives rank {rank} of {schedule.num_ranks} {mine} sequences; the session has "
-                f"{num_ranks} ranks and this rank's trace {trace.num_sequences} sequences"
-            )
 
 
 def _same(parameters: Sequence[torch.nn.Parameter]) -> Sequence[torch.nn.Parameter]:

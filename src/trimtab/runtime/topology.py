@@ -21,7 +21,7 @@ class Topology:
     Attributes:
         data: all data ranks.
         experts: the ranks that share one set of experts; dispatch runs here.
-        twins: the ranks of all groups that are home to the same experts; None if there is one group.
+        expert_dp_group: the ranks of all groups that are home to the same experts; None if there is one group.
         weights, gradients: the ranks of `experts` once more, for point-to-point traffic beside the dispatch.
         control: all data ranks, on the host.
         expert_control, node_control: the ranks of `experts`, and those of them on this node, on the host.
@@ -33,7 +33,7 @@ class Topology:
 
     data: dist.ProcessGroup
     experts: dist.ProcessGroup
-    twins: dist.ProcessGroup | None
+    expert_dp_group: dist.ProcessGroup | None
     weights: dist.ProcessGroup
     gradients: dist.ProcessGroup
     control: dist.ProcessGroup
@@ -83,7 +83,7 @@ class Topology:
         return cls(
             data=data,
             experts=experts,
-            twins=None if groups == 1 else make(members[rank::num_ranks], "twins"),
+            expert_dp_group=None if groups == 1 else make(members[rank::num_ranks], "expert data parallel"),
             weights=make(mine, "weights"),
             gradients=make(mine, "gradients"),
             control=control,
