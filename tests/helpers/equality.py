@@ -123,7 +123,7 @@ def _compare(case: Case) -> None:
                     rng, workload, group_schedule, slots=slots, placement=placement, ranks_per_node=ranks_per_node
                 )
             )
-        session.adopt(plans[data_rank // num_ranks], trace.select(schedule.sequences_of(data_rank)))
+        session.adopt_plan(plans[data_rank // num_ranks], trace.select(schedule.sequences_of(data_rank)))
         tokens = torch.from_numpy(rng.integers(0, shape.vocab, trace.num_tokens))
         labels = torch.from_numpy(rng.integers(0, shape.vocab, trace.num_tokens))
         for index, block in enumerate(reference.moe_blocks()):

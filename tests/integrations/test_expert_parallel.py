@@ -86,7 +86,7 @@ class Step:
         workload = Workload.from_trace(self.trace, self.schedule)
         per_node = session.topology.ranks_per_node
         plan = random_plan(rng, workload, self.schedule, slots=session.slots_per_rank, ranks_per_node=per_node)
-        session.adopt(plan, self.trace.select(self.schedule.sequences_of(session.rank)))
+        session.adopt_plan(plan, self.trace.select(self.schedule.sequences_of(session.rank)))
         return plan.num_replicas
 
     def batch(self, micro_step: int, rank: int) -> Batch:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+from typing import Any
+
 import numpy as np
 import torch
 
 from helpers.random_plans import random_placement, random_plan, random_schedule, random_trace
 from trimtab.planner import Workload
-from trimtab.runtime.layout import InstanceReplicas, Layout, place_rows, upload_layouts
+from trimtab.runtime.layout import InstanceReplicas, Layout, PhysicalExperts, PlannedRows, place_rows, upload_layouts
 from trimtab.trace.routing import Array
 
 Row = tuple[int, int, int]  # source rank, token, expert
@@ -61,9 +64,15 @@ def test_every_copy_computes_the_tokens_that_the_plan_gives_it() -> None:
         ids_R = [trace.select(schedule.sequences_of(rank)).expert_ids[:, 0] for rank in range(num_ranks)]
         replicas, counts_RE = InstanceReplicas.of(plan, 0, 0), workload.token_counts_MLRE[0, 0]
         home_E = placement.home[0]
-        placed = [
-            place_rows(np.ascontiguousarray(ids), counts_RE, home_E, rank, replicas) for rank, ids in enumerate(ids_R)
+        homes: Any = SimpleNamespace(home_E=home_E, rows_E=np.empty(num_experts, np.int64))
+        for rank in range(num_ranks):
+            homes.rows_E[home_E == rank] = np.arange(num_experts // num_ranks)
+        experts = PhysicalExperts.of(homes, num_ranks, 3)
+        planned = [
+            PlannedRows.of(np.ascontiguousarray(ids), counts_RE, experts, rank, replicas)
+            for rank, ids in enumerate(ids_R)
         ]
+        placed = [place_rows(rows, rank) for rank, rows in enumerate(planned)]
         layouts = upload_layouts(placed, torch.device("cpu"))
         expected = rows_by_copy(ids_R, home_E, replicas)
         for rank, layout in enumerate(layouts):
@@ -73,7 +82,6 @@ def test_every_copy_computes_the_tokens_that_the_plan_gives_it() -> None:
                 assert home[:count] == expected[rank, "home", expert], seed
                 home = home[count:]
             replica = [arrived[row] for row in layout.replica_rows.tolist()]
-            assert layout.num_here == len(layout.replica_groups.counts)
             for slot, count in enumerate(layout.replica_groups.counts):
                 assert replica[:count] == expected[rank, "replica", slot], seed
                 replica = replica[count:]

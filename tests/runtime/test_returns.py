@@ -13,7 +13,6 @@ import torch
 from trimtab.runtime import returns
 from trimtab.runtime.counters import Counters
 from trimtab.runtime.layout import InstanceReplicas
-from trimtab.runtime.micro_step import MicroStep
 from trimtab.runtime.returns import GradientReturns
 
 
@@ -57,9 +56,6 @@ def peers(monkeypatch: pytest.MonkeyPatch) -> Peers:
     return peers
 
 
-STEP = MicroStep(None)
-
-
 def make_layer(dtype: torch.dtype = torch.float32) -> Any:
     """Rank 0 is home to experts 1 and 3 of 4."""
     parameter = torch.nn.Parameter(torch.zeros(2, 2, dtype=dtype))
@@ -82,7 +78,7 @@ def test_gradients_are_added_to_their_expert_in_their_layer(peers: Peers) -> Non
     layers = [make_layer() for _ in range(4)]
     peers.values = [1, 2, 4, 8, 16, 32]
     for layer, of_instance in zip(layers, [[(1, 1), (3, 2)], [(3, 1)], [], [(3, 1), (1, 1), (3, 2)]], strict=True):
-        under_way.start(layer, [], replicas(*of_instance), STEP)
+        under_way.start(layer, [], replicas(*of_instance), 0)
     under_way.finish()
     grads = [None if layer.parameters[0].grad is None else layer.parameters[0].grad[:, 0].tolist() for layer in layers]
     assert grads == [[1, 2], [0, 4], None, [16, 40]]
@@ -92,10 +88,10 @@ def test_replicas_of_one_expert_are_summed_in_float32(peers: Peers) -> None:
     """In bfloat16 256 + 1 is 256."""
     under_way, layer = make_returns(layers=2), make_layer(torch.bfloat16)
     peers.values = [256, 1, 1]
-    under_way.start(layer, [], replicas((1, 1), (1, 2), (1, 3)), STEP)
+    under_way.start(layer, [], replicas((1, 1), (1, 2), (1, 3)), 0)
     under_way.finish()
     assert layer.parameters[0].grad[0].tolist() == [258, 258]
-    under_way.start(layer, [torch.ones(1, 2, dtype=torch.bfloat16)], replicas((0, 0)), STEP)
+    under_way.start(layer, [torch.ones(1, 2, dtype=torch.bfloat16)], replicas((0, 0)), 0)
     assert peers.sent[0].dtype == torch.float32
 
 
@@ -107,7 +103,7 @@ def test_the_oldest_comes_first_and_no_more_memory_is_taken_than_reserved(peers:
     # In float32 (1 + 1e8) - 1e8 is 0, and (1e8 - 1e8) + 1 is 1.
     peers.values = [1, 0, 1e8, 0, -1e8, 0, 0, 0]
     for _ in range(4):
-        under_way.start(layer, [], replicas((1, 1), (3, 1)), STEP)
+        under_way.start(layer, [], replicas((1, 1), (3, 1)), 0)
         assert len(peers.waiting) <= 4
         assert under_way.nbytes == reserved
     under_way.finish()

@@ -14,144 +14,216 @@ from helpers.late_copies import LateCopies
 from trimtab.planner.paths import HOST
 from trimtab.runtime.counters import Counters
 from trimtab.runtime.layout import InstanceReplicas
-from trimtab.runtime.micro_step import MicroStep
 from trimtab.runtime.ring import ReplicaRing
 
 
 class Harness:
-    """A ring on rank 0 whose replicas all come from a mirror; `fetched` lists the layers in order."""
+    """A ring on rank 0 whose replicas all come from a mirror.
 
-    def __init__(self, num_layers: int, *, ring_layers: int, slots: int = 2, num_experts: int = 5) -> None:
-        self.fetched: list[int] = []
+    Attributes:
+        experts_MLP: of every instance those that have a replica on rank 0.
+        fetched: instances in the order in which their weights were asked for.
+    """
+
+    def __init__(self, experts_MLP: Sequence[Sequence[Sequence[int]]], *, places: int, slots: int = 2) -> None:
+        num_layers, num_experts = len(experts_MLP[0]), 5
+        self.fetched: list[tuple[int, int]] = []
         self.weights = torch.rand(num_layers, num_experts, 3, 3)
-        self.layers: list[Any] = [
-            SimpleNamespace(index=index, home_E=np.ones(num_experts, np.int16), rows_E=np.arange(num_experts))
+        homes: list[Any] = [
+            SimpleNamespace(
+                index=index, home_E=np.ones(num_experts, np.int16), rows_E=np.arange(num_experts),
+                device=torch.device("cpu"), expert_shapes=[torch.Size([3, 3])], dtype=torch.float32,
+            )
             for index in range(num_layers)
-        ]
+        ]  # fmt: skip
         topology: Any = SimpleNamespace(weights=None, rank=0, ranks_per_node=2)
-        mirror: Any = SimpleNamespace(row=self._row)
-        expert = [self.weights[0, 0]]
-        self.ring = ReplicaRing(topology, expert, slots=slots, layers=ring_layers, mirror=mirror, counters=Counters())
+        mirror: Any = SimpleNamespace(row=lambda layer, expert: [self.weights[layer, expert]], is_used=False)
+        self.ring = ReplicaRing(topology, homes, slots=slots, places=places, mirror=mirror, counters=Counters())
         self.ring.host_copies = LateCopies()  # type: ignore[assignment]
+        self.plan(experts_MLP)
 
-    def step(self, experts_L: Sequence[Sequence[int]], *, with_backward: bool = True) -> MicroStep:
-        """A micro-step with replicas of these experts on rank 0 in each layer."""
-        layouts: list[Any] = []
-        for experts in experts_L:
-            count = len(experts)
-            replicas = InstanceReplicas(
-                np.array(experts, np.int64), np.zeros(count, np.int64), np.arange(count),
-                np.full(count, HOST), np.ones((count, 2), np.int64),
-            )  # fmt: skip
-            layouts.append(SimpleNamespace(replicas=replicas, num_here=count))
-        return MicroStep(None, layouts=layouts, with_backward=with_backward)
+    def plan(self, experts_MLP: Sequence[Sequence[Sequence[int]]]) -> None:
+        """Other replicas."""
+        self.ring.drain()
+        self.experts_MLP = experts_MLP
+        self.ring.prepare(self._replicas, 0)
 
-    def visit(self, step: MicroStep, layer: int) -> torch.Tensor | None:
+    def begin(self, micro_step: int) -> None:
+        self._noting(self.ring.begin, micro_step)
+
+    def visit(self, micro_step: int, layer: int) -> torch.Tensor | None:
         """Come to a layer as its forward or backward does, and check that the right weights are there."""
-        self.ring.approach(step, layer, self.layers)
-        experts = step.layouts[layer].replicas.experts
-        if not len(experts):
+        self._noting(self.ring.approach, micro_step, layer)
+        experts = self.experts_MLP[micro_step][layer]
+        if not experts:
             return None
-        (weights,) = self.ring.replicas(step, layer)
+        (weights,) = self.ring.replicas(micro_step, layer)
         assert torch.equal(weights, self.weights[layer, experts])
         return weights
 
-    def _row(self, layer: int, expert: int) -> list[torch.Tensor]:
-        if self.fetched[-1:] != [layer]:
-            self.fetched.append(layer)
-        return [self.weights[layer, expert]]
+    def forward(self, micro_step: int) -> None:
+        self.begin(micro_step)
+        for layer in range(len(self.experts_MLP[0])):
+            self.visit(micro_step, layer)
+
+    def backward(self, micro_step: int) -> None:
+        for layer in reversed(range(len(self.experts_MLP[0]))):
+            self.visit(micro_step, layer)
+
+    def step(self) -> None:
+        """The optimizer's."""
+        self.ring.settle()
+        self.weights += 1
+
+    def _noting(self, call: Any, *args: int) -> None:
+        before = set(self.ring._held)
+        call(*args)
+        self.fetched += [instance for instance in self.ring._held if instance not in before]
+
+    def _replicas(self, micro_step: int, layer: int) -> InstanceReplicas:
+        experts = self.experts_MLP[micro_step][layer] if 0 <= micro_step < len(self.experts_MLP) else []
+        count = len(experts)
+        return InstanceReplicas(
+            np.array(experts, np.int64), np.zeros(count, np.int64), np.arange(count), np.full(count, HOST),
+            np.ones((count, 2), np.int64),
+        )  # fmt: skip
 
 
-def test_every_layer_finds_its_own_replicas_in_whatever_order_it_runs() -> None:
+def one_each(num_micro_steps: int, num_layers: int) -> list[list[list[int]]]:
+    """One replica in every instance."""
+    return [[[(m + layer) % 5] for layer in range(num_layers)] for m in range(num_micro_steps)]
+
+
+def test_every_instance_finds_its_own_replicas_in_whatever_order_they_run() -> None:
     rng = np.random.default_rng(0)
     for _ in range(40):
-        num_layers = int(rng.integers(1, 8))
-        harness = Harness(num_layers, ring_layers=int(rng.integers(2, 5)))
-        for _ in range(4):
-            experts_L = [rng.permutation(5)[: rng.integers(0, 3)].tolist() for _ in range(num_layers)]
-            step = harness.step(experts_L, with_backward=bool(rng.integers(2)))
-            forward = np.arange(num_layers)
-            orders = (np.concatenate([forward, forward[::-1]]), np.concatenate([forward, np.repeat(forward[::-1], 2)]))
-            order = orders[rng.integers(2)] if rng.integers(2) else rng.integers(0, num_layers, 2 * num_layers)
-            for layer in order[: rng.integers(1, len(order) + 1)]:
-                harness.visit(step, int(layer))
-            harness.ring.end(step)
+        num_layers, num_micro_steps = int(rng.integers(1, 8)), int(rng.integers(1, 4))
+
+        def random_experts(layers: int = num_layers, micro_steps: int = num_micro_steps) -> list[list[list[int]]]:
+            return [
+                [rng.permutation(5)[: rng.integers(0, 3)].tolist() for _ in range(layers)] for _ in range(micro_steps)
+            ]
+
+        harness = Harness(random_experts(), places=int(rng.integers(2, 5)))
+        for _ in range(6):
+            order = rng.permutation(num_micro_steps)
             if rng.integers(2):
-                harness.ring.drain()
-                harness.weights += 1
+                for m in order:
+                    harness.forward(int(m))
+                for m in order:
+                    harness.backward(int(m))
+            else:
+                for m, layer in zip(rng.choice(order, 20), rng.integers(0, num_layers, 20), strict=True):
+                    harness.visit(int(m), int(layer))
+            if rng.integers(2):
+                harness.step()
+            if rng.integers(2):
+                harness.plan(random_experts())
 
 
 def test_weights_come_ahead_of_their_layer_and_no_oftener_than_needed() -> None:
-    harness = Harness(5, ring_layers=3)
-    step = harness.step([[0], [1], [2], [3], [4]])
+    harness = Harness(one_each(1, 5), places=3)
     ahead = {0: [0, 1, 2], 1: [0, 1, 2, 3], 2: [0, 1, 2, 3, 4]}
+    harness.begin(0)
     for layer in range(5):
-        harness.visit(step, layer)
-        assert harness.fetched == ahead.get(layer, [0, 1, 2, 3, 4])
+        harness.visit(0, layer)
+        assert harness.fetched == [(0, there) for there in ahead.get(layer, [0, 1, 2, 3, 4])]
     # Three layers are still there when backward begins.
     again = {4: [], 3: [1]}
     for layer in (4, 3, 2, 1, 0):
-        harness.visit(step, layer)
-        assert harness.fetched[5:] == again.get(layer, [1, 0])
+        harness.visit(0, layer)
+        assert harness.fetched[5:] == [(0, there) for there in again.get(layer, [1, 0])]
 
 
 def test_the_first_layers_are_fetched_as_the_micro_step_begins() -> None:
-    harness = Harness(5, ring_layers=3)
-    step = harness.step([[], [1], [2], [], [4]])
-    harness.ring.begin(step, harness.layers)
-    assert harness.fetched == [1, 2, 4]
+    harness = Harness([[[], [1], [2], [], [4]]], places=3)
+    harness.begin(0)
+    assert harness.fetched == [(0, 1), (0, 2), (0, 4)]
     for layer in range(5):
-        harness.visit(step, layer)
-    assert harness.fetched == [1, 2, 4]
-    harness.ring.end(step)
-    unplanned = MicroStep(None)
-    harness.ring.begin(unplanned, harness.layers)
-    assert harness.fetched == [1, 2, 4]
+        harness.visit(0, layer)
+    assert harness.fetched == [(0, 1), (0, 2), (0, 4)]
 
 
-def test_a_micro_step_begins_as_the_last_one_ran() -> None:
-    harness = Harness(4, ring_layers=2)
-    experts_L = [[0], [1], [2], [3]]
-    step = harness.step(experts_L)
+def test_a_micro_step_begins_as_the_last_one_did() -> None:
+    harness = Harness(one_each(2, 4), places=2)
+    harness.begin(0)
     for layer in (3, 1, 2, 0):
-        harness.visit(step, layer)
-    harness.ring.end(step)
+        harness.visit(0, layer)
+    harness.step()
     harness.fetched.clear()
-    harness.ring.begin(harness.step(experts_L, with_backward=False), harness.layers)
-    assert harness.fetched == [3, 1]
+    harness.begin(1)
+    assert harness.fetched == [(1, 3), (1, 1)]
 
 
-def test_the_order_of_the_last_micro_step_of_its_kind_is_expected_again() -> None:
-    harness = Harness(5, ring_layers=3)
-    experts_L = [[0], [1], [2], [3], [4]]
-    for order, with_backward in (([0, 2, 4, 1, 3], True), ([0, 1, 2, 3, 4], False)):
-        step = harness.step(experts_L, with_backward=with_backward)
-        for layer in order:
-            harness.visit(step, layer)
-        harness.ring.end(step)
+def one_forward_one_backward(harness: Harness, num_micro_steps: int, warm_up: int) -> None:
+    """The order of a pipeline stage: `warm_up` forwards, then one forward and one backward at a time."""
+    for m in range(num_micro_steps + warm_up):
+        if m < num_micro_steps:
+            harness.forward(m)
+        if m >= warm_up:
+            harness.backward(m - warm_up)
+
+
+@pytest.mark.parametrize("warm_up", [0, 1, 3])
+def test_the_order_of_a_whole_schedule_is_learned(warm_up: int) -> None:
+    """From the second step on, what a layer needs is there before the layer is, but for the step's first."""
+    harness = Harness(one_each(6, 4), places=3)
+    one_forward_one_backward(harness, 6, warm_up)
+    late: list[tuple[int, int]] = []
+    for _ in range(2):
+        harness.step()
+        asked = harness.visit
+
+        def visit(micro_step: int, layer: int, asked: Any = asked) -> torch.Tensor | None:
+            if (micro_step, layer) not in harness.ring._held:
+                late.append((micro_step, layer))
+            found: torch.Tensor | None = asked(micro_step, layer)
+            return found
+
+        harness.visit = visit  # type: ignore[method-assign]
+        one_forward_one_backward(harness, 6, warm_up)
+        harness.visit = asked  # type: ignore[method-assign]
+    assert late == []
+
+
+def test_another_number_of_micro_steps_is_soon_followed() -> None:
+    harness = Harness(one_each(9, 4), places=3)
+    one_forward_one_backward(harness, 4, warm_up=1)
+    harness.step()
     harness.fetched.clear()
-    harness.visit(harness.step(experts_L), 0)
-    assert harness.fetched == [0, 2, 4]
+    one_forward_one_backward(harness, 9, warm_up=1)
+    # Each instance twice, less those that are still there as their backward begins; and a few wrong guesses.
+    assert len(harness.fetched) <= 2 * 9 * 4 + 3
+
+
+def test_nothing_is_fetched_for_after_the_optimizer_step() -> None:
+    harness = Harness(one_each(2, 3), places=3)
+    for _ in range(2):
+        harness.forward(0)
+        harness.backward(0)
+        harness.step()
+    harness.fetched.clear()
+    harness.forward(0)
+    harness.backward(0)
+    assert {micro_step for micro_step, _ in harness.fetched} == {0}
 
 
 def test_drained_replicas_are_fetched_anew() -> None:
-    harness = Harness(2, ring_layers=2)
-    step = harness.step([[1], [2]])
-    harness.visit(step, 0)
+    harness = Harness([[[1], [2]]], places=2)
+    harness.visit(0, 0)
     harness.ring.drain()
     harness.weights += 1
-    harness.visit(step, 0)
-    harness.visit(step, 1)
+    harness.visit(0, 0)
+    harness.visit(0, 1)
 
 
 def test_autograd_notices_a_slot_that_got_other_weights() -> None:
-    harness = Harness(3, ring_layers=2)
-    step = harness.step([[0], [1], [2]])
-    weights = harness.visit(step, 0)
+    harness = Harness(one_each(1, 3), places=2)
+    weights = harness.visit(0, 0)
     assert weights is not None
     rows = torch.rand(1, 3, requires_grad=True)
     kept = rows @ weights.detach()[0]
-    harness.visit(step, 1)
-    harness.visit(step, 2)
+    harness.visit(0, 1)
+    harness.visit(0, 2)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         kept.sum().backward()

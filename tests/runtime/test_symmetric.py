@@ -56,7 +56,7 @@ def train(*, one_sided: bool) -> tuple[Session, list[torch.Tensor]]:
         workload = Workload.from_trace(trace, schedule)
         plan = random_plan(rng, workload, schedule, slots=2, placement=placement, ranks_per_node=2)
         mine = trace.select(schedule.sequences_of(session.rank))
-        session.adopt(plan, mine)
+        session.adopt_plan(plan, mine)
         tokens = torch.from_numpy(rng.integers(0, SHAPE.vocab, 400))
         for index in range(2):
             rows = int(mine.sequence_lengths[schedule.of_rank(session.rank) == index].sum())

@@ -44,7 +44,7 @@ class Step:
         self.labels = torch.from_numpy(self.rng.integers(0, shape.vocab, self.trace.num_tokens))
 
     def adopt(self, session: Session, plan: StepPlan | None = None) -> PlanReport:
-        return session.adopt(plan or self.plan, self.trace.select(self.schedule.sequences_of(session.rank)))
+        return session.adopt_plan(plan or self.plan, self.trace.select(self.schedule.sequences_of(session.rank)))
 
     def run(self, session: Session, model: TinyMoE) -> torch.Tensor:
         """Forward and backward of all micro-steps; the loss over all ranks."""

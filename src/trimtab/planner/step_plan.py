@@ -182,6 +182,10 @@ class StepPlan:
         )
 
     @property
+    def mixed_ML(self) -> Array:  # TEMPORARY
+        return np.broadcast_to(~self.plannable[:, None], (self.num_micro_steps, self.num_layers))
+
+    @property
     def schedule(self) -> Schedule:
         return Schedule(self.micro_step, self.rank, self.mini_batch_of_micro_step, self.num_ranks)
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import random
 import time
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from itertools import chain
 from typing import Any
@@ -27,7 +26,7 @@ from trimtab.rl.run_log import RunLog
 from trimtab.rl.sequences import Sequence, exchange_sequences, gather_lengths, routing_of
 from trimtab.rl.task import draw_problem
 from trimtab.rl.warm_start import warm_start
-from trimtab.runtime import PlannedStep, PlanReport, Session
+from trimtab.runtime import MicroStep, PlannedStep, PlanReport, Session
 from trimtab.trace import RoutingTrace, write_trace
 
 WARM_UP_STEPS = 3
@@ -184,8 +183,8 @@ class Trainer:
         """Log-probabilities `[B, T]` of a micro-batch. Call it inside the micro-step."""
         return token_log_probs(self.model(input_ids=batch.input_ids, use_cache=False).logits, batch.targets)
 
-    def micro_step(self, batch: MicroBatch, index: int) -> AbstractContextManager[None]:
-        """Bind the session's micro-step to a micro-batch."""
+    def micro_step(self, batch: MicroBatch, index: int) -> MicroStep:
+        """The session's micro-step of a micro-batch, to be entered around its forwards."""
         return self.session.micro_step(index, positions=batch.positions, sequence_hashes=batch.sequence_hashes)
 
     def recompute(self, prepared: PreparedStep) -> list[torch.Tensor]:

@@ -5,12 +5,14 @@ Needs torch. Knows stacked expert tensors and a function that applies them; know
 
 from trimtab.runtime.experts import ExpertWeight, RowGroups, gated_experts, grouped_bias, grouped_linear
 from trimtab.runtime.layer import ExpertLayer
+from trimtab.runtime.micro_step import MicroStep
 from trimtab.runtime.planning import PlannedStep, PlanReport
 from trimtab.runtime.session import Session
 
 __all__ = [
     "ExpertLayer",
     "ExpertWeight",
+    "MicroStep",
     "PlanReport",
     "PlannedStep",
     "RowGroups",

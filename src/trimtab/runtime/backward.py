@@ -12,12 +12,11 @@ import bisect
 import itertools
 import math
 import threading
-import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
 
 from trimtab.runtime.engine import call_after_backward, is_nested, next_node, running_backward, running_node
-from trimtab.runtime.micro_step import MicroStep
+from trimtab.runtime.micro_step import BoundRoutes, MicroStep
 
 # Micro-steps that are remembered.
 REMEMBERED = 4096
@@ -28,15 +27,14 @@ class _Forward:
     """A range of sequence numbers in which a micro-step was open.
 
     Attributes:
-        bound: the micro-step, as long as something else needs it.
-        bind: makes it again, without communication; None once another plan was applied.
+        index: the micro-step's number.
+        micro_step: None once another plan was applied.
     """
 
     start: int
     end: float
     index: int
-    bound: weakref.ref[MicroStep]
-    bind: Callable[[], MicroStep] | None
+    micro_step: MicroStep | None
 
 
 class Backward:
@@ -55,35 +53,37 @@ class Backward:
         self._thread = threading.get_ident()
         self._is_open = False
         self._followed: int | None = None
-        # The backward in which a layer ran again last, and its micro-step.
-        self._again: tuple[int | None, MicroStep | None] | None = None
+        # The backward in which a layer ran again last, and the routes of its micro-step.
+        self._again: tuple[int | None, BoundRoutes | None] | None = None
 
-    def open(self, micro_step: MicroStep, bind: Callable[[], MicroStep]) -> None:
+    def open(self, micro_step: MicroStep) -> None:
         """Note that a micro-step begins.
 
         Raises:
             RuntimeError: if it is begun by another thread than those before it, whose sequence numbers differ.
         """
         thread = threading.get_ident()
-        if thread != self._thread and any(forward.bind is not None for forward in self._forwards):
+        if thread != self._thread and any(forward.micro_step is not None for forward in self._forwards):
             raise RuntimeError("micro-steps of one plan were begun by different threads; use one thread for a session")
         self._thread = thread
         self._forwards_of.setdefault(thread, [])
         self.forward()
         if len(self._forwards) == REMEMBERED:
             self._forgotten = int(self._forwards.pop(0).end)
-        self._forwards.append(_Forward(next_node(), math.inf, micro_step.index, weakref.ref(micro_step), bind))
+        self._forwards.append(_Forward(next_node(), math.inf, micro_step.index, micro_step))
         self._is_open = True
 
     def close(self) -> None:
         """Note that the open micro-step ends."""
         self._is_open = False
         self._forwards[-1].end = next_node()
+        if self._forwards[-1].start == self._forwards[-1].end:
+            self._forwards.pop()
 
     def forget(self) -> None:
         """Another plan is applied: micro-steps of the one before can't run again."""
         for forward in itertools.chain.from_iterable(self._forwards_of.values()):
-            forward.bind = None
+            forward.micro_step = None
 
     def forward(self) -> None:
         """Note that the host is outside of any backward; one that did not end has failed.
@@ -97,8 +97,8 @@ class Backward:
         if self._followed is not None:
             self._fail()
 
-    def runs_again(self) -> MicroStep | None:
-        """The micro-step of a layer that is called within a backward; None if it ran outside any.
+    def runs_again(self) -> BoundRoutes | None:
+        """The routes of a layer that is called within a backward, as it ran first; None if that was outside any.
 
         Raises:
             RuntimeError: if that micro-step can't run again.
@@ -108,10 +108,10 @@ class Backward:
             # A node that a checkpoint made as it ran again, unless it was made by the first run.
             first_run = self._find(number) if self._made_in_closed(number) else None
             return self._again[1] if first_run is None else first_run
-        micro_step = self._find(number)
+        routes = self._find(number)
         self.follow()
-        self._again = running, micro_step
-        return micro_step
+        self._again = running, routes
+        return routes
 
     def follow(self) -> None:
         """Call `at_end` when the running backward ends.
@@ -144,7 +144,7 @@ class Backward:
             return False
         return any(forward.start <= number < forward.end < math.inf for forward in self._forwards)
 
-    def _find(self, number: int) -> MicroStep | None:
+    def _find(self, number: int) -> BoundRoutes | None:
         place = bisect.bisect_right(self._forwards, number, key=lambda forward: forward.start) - 1
         if number <= self._forgotten:
             raise RuntimeError(f"a layer runs again that first ran more than {REMEMBERED} micro-steps ago")
@@ -152,16 +152,12 @@ class Backward:
             self._check_other_threads(number)
             return None
         forward = self._forwards[place]
-        if forward.bind is None:
+        if forward.micro_step is None:
             raise RuntimeError(
                 f"a checkpointed MoE layer of micro-step {forward.index} runs again after another plan was applied; "
                 "call backward() for all micro-steps of a plan before the next one"
             )
-        micro_step = forward.bound()
-        if micro_step is None:
-            micro_step = forward.bind()
-            forward.bound = weakref.ref(micro_step)
-        return micro_step
+        return forward.micro_step.routes()
 
     def _check_other_threads(self, number: int) -> None:
         """Raises RuntimeError if a node may be of a micro-step that another thread began; its plan was replaced."""

@@ -28,6 +28,7 @@ class Counters:
         waited_s: seconds on the host that compute waited for transfers.
         waits: (start, end) events of waits on the device that it had not come to yet.
         live_calls: calls of layers on live routing, outside of any micro-step, while there was a plan.
+        mixed_instances: planned ones whose unknown rows the ranks had to count.
         abandoned_backwards: that failed, so that gradients of replicas under way were dropped.
         recorder: takes notes while somebody wants them.
         lockstep: looks whether the ranks agree while this one waits on the host.
@@ -42,6 +43,7 @@ class Counters:
     waited_s: float = 0.0
     waits: list[tuple[torch.cuda.Event, torch.cuda.Event]] = field(default_factory=list)
     live_calls: int = 0
+    mixed_instances: int = 0
     abandoned_backwards: int = 0
     recorder: Recorder | None = None
     lockstep: Lockstep | None = None
@@ -96,6 +98,7 @@ class Counters:
             "transfer/gradient_bytes": self.gradient_bytes,
             "transfer/moved_bytes": self.moved_bytes,
             "moe/live_layer_calls": self.live_calls,
+            "moe/mixed_instances": self.mixed_instances,
             "moe/abandoned_backwards": self.abandoned_backwards,
         }
 

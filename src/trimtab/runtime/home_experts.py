@@ -11,6 +11,7 @@ import numpy as np
 import torch
 
 from trimtab.errors import InputError
+from trimtab.runtime.memory import Like
 from trimtab.trace.routing import Array
 
 ReadParameters = Callable[[], Sequence[torch.nn.Parameter]]
@@ -90,6 +91,11 @@ class HomeExperts:
     def expert_shapes(self) -> list[torch.Size]:
         """Of one expert's tensors."""
         return [shape[1:] for shape, _ in self.likes]
+
+    @property
+    def expert_like(self) -> list[Like]:
+        """Of one expert's tensors, as they are sent."""
+        return [(shape, self.dtype) for shape in self.expert_shapes]
 
     @property
     def expert_bytes(self) -> int:

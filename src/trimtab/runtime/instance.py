@@ -1,6 +1,6 @@
 """`Instance`: one call of a layer on one rank, from its forward to the end of its backward.
 
-`LayerCalls` makes them: from the plan where the micro-step has one, else from an exchange of counts.
+`LayerCalls` makes them: from the plan where it knows all routes, else with an exchange of counts.
 """
 
 from __future__ import annotations
@@ -20,12 +20,13 @@ from trimtab.runtime.counters import Counters
 from trimtab.runtime.engine import running_backward, will_run
 from trimtab.runtime.exchange import exchange_rows
 from trimtab.runtime.home_experts import HomeExperts
-from trimtab.runtime.layout import InstanceReplicas, Layout, place_rows, upload_layouts
+from trimtab.runtime.layout import Layout, PhysicalExperts, PlannedRows, place_rows, upload_layouts
 from trimtab.runtime.lockstep import COUNTS, RETURNS, Lockstep
-from trimtab.runtime.micro_step import MicroStep
+from trimtab.runtime.micro_step import BoundRoutes
 from trimtab.runtime.returns import accumulates
 from trimtab.runtime.topology import Topology
 from trimtab.runtime.transfers import Transfers
+from trimtab.trace.routing import Array
 
 
 @dataclass(eq=False)
@@ -36,7 +37,8 @@ class LayerCalls:
         lockstep: the journal of this rank.
         backward: follows backwards, to complete gradients as they end.
         accumulation: whether gradients were summed already.
-        current: the open micro-step.
+        num_slots: replicas of one layer that a rank has room for.
+        current: the routes of the open micro-step.
         transfers: None before the first plan or micro-step.
         is_planned: whether there is a plan, so that calls outside of micro-steps are counted.
     """
@@ -46,7 +48,8 @@ class LayerCalls:
     counters: Counters
     backward: Backward
     accumulation: Accumulation
-    current: MicroStep | None = None
+    num_slots: int
+    current: BoundRoutes | None = None
     transfers: Transfers | None = None
     is_planned: bool = False
 
@@ -68,8 +71,8 @@ class LayerCalls:
                 "leave its context first"
             )
 
-    def micro_step(self) -> MicroStep | None:
-        """The micro-step that a layer belongs to which is called now.
+    def routes(self) -> BoundRoutes | None:
+        """Those of the micro-step that a layer belongs to which is called now.
 
         It is the open one; within a backward, where a checkpointed layer runs again, that of its first run.
         """
@@ -78,76 +81,94 @@ class LayerCalls:
         self.backward.forward()
         return self.current
 
-    def bind(self, homes: HomeExperts, expert_ids: torch.Tensor, micro_step: MicroStep | None) -> Instance:
-        """Everything that a call needs. Collective if the micro-step has no plan.
+    def bind(self, homes: HomeExperts, expert_ids: torch.Tensor, routes: BoundRoutes | None) -> Instance:
+        """Everything that a call needs. Collective if rows are not known.
 
         Args:
             expert_ids: `[T, K]` of this rank's rows.
+
+        Raises:
+            InputError: on all ranks, if one of them has an id that no expert has.
         """
-        if micro_step is None or not micro_step.layouts:
-            self.counters.live_calls += micro_step is None and self.is_planned
-            if torch.is_grad_enabled() and running_backward() is None:
+        has_graph = torch.is_grad_enabled()
+        if routes is None or not routes.layouts:
+            self.counters.live_calls += routes is None and self.is_planned
+            if has_graph and running_backward() is None:
                 self.accumulation.begin_forward()
-            positions = None if micro_step is None else micro_step.positions
+            positions = None if routes is None else routes.positions
             chosen = expert_ids if positions is None else expert_ids.index_select(0, positions)
-            layout = exchange_layout(homes, chosen, self.topology, self.lockstep)
-            return Instance(self, homes, layout, micro_step, torch.is_grad_enabled())
+            experts = PhysicalExperts.of(homes, self.topology.num_ranks, self.num_slots)
+            layout = self._complete(homes, PlannedRows.unknown(tuple(chosen.shape), experts), chosen.cpu().numpy())
+            return Instance(self, homes, layout, routes, has_graph)
         assert self.transfers is not None
-        if not micro_step.visited:
-            micro_step.with_backward = torch.is_grad_enabled()
-        layout = micro_step.layouts[homes.index]
-        return PlannedInstance(self, homes, layout, micro_step, torch.is_grad_enabled(), self.transfers)
+        layout = routes.layouts[homes.index] or self._mixed_layout(homes, expert_ids, routes)
+        return PlannedInstance(self, homes, layout, routes, has_graph, self.transfers)
 
+    def _mixed_layout(self, homes: HomeExperts, expert_ids: torch.Tensor, routes: BoundRoutes) -> Layout:
+        """Of an instance with unknown rows. The host waits for the router's choice of them."""
+        planned = routes.partial[homes.index]
+        tokens_U = torch.from_numpy(planned.unknown_tokens).to(expert_ids.device)
+        if routes.positions is not None:
+            tokens_U = routes.positions.index_select(0, tokens_U)
+        ids_UK = expert_ids.index_select(0, tokens_U).cpu().numpy()
+        layout = self._complete(homes, planned, ids_UK)
+        self.counters.mixed_instances += 1
+        if routes.record is not None and not torch.is_grad_enabled():
+            routes.record(homes.index, planned.unknown_tokens, ids_UK)
+        return layout
 
-def exchange_layout(homes: HomeExperts, expert_ids: torch.Tensor, topology: Topology, lockstep: Lockstep) -> Layout:
-    """The layout of an instance that nothing is known of, from an exchange of counts. Collective.
-
-    Args:
-        expert_ids: `[n, K]` of this rank's tokens.
-
-    Raises:
-        InputError: on all ranks, if one of them has an id that no expert has.
-    """
-    ids_NK, num_experts = expert_ids.cpu().numpy(), len(homes.home_E)
-    problem = None
-    if ids_NK.size and not 0 <= ids_NK.min() <= ids_NK.max() < num_experts:
-        wrong = ids_NK.min() if ids_NK.min() < 0 else ids_NK.max()
-        problem = InputError(
-            f"MoE layer {homes.index} was given expert id {wrong}; ids should be from 0 to {num_experts - 1}"
-        )
-    counts_E = np.zeros(num_experts, np.int64) if problem else np.bincount(ids_NK.reshape(-1), minlength=num_experts)
-    counts_RE = lockstep.agree(COUNTS, layer=homes.index, votes=counts_E, problem=problem)
-    replicas = InstanceReplicas.none(topology.num_ranks)
-    rows = place_rows(ids_NK, counts_RE, homes.home_E, topology.rank, replicas)
-    return upload_layouts([rows], expert_ids.device)[0]
+    def _complete(self, homes: HomeExperts, planned: PlannedRows, ids_UK: Array) -> Layout:
+        """The layout with the unknown rows, whose numbers the ranks tell each other. Collective."""
+        num_experts, problem = len(homes.home_E), None
+        if ids_UK.size and not 0 <= ids_UK.min() <= ids_UK.max() < num_experts:
+            wrong = ids_UK.min() if ids_UK.min() < 0 else ids_UK.max()
+            problem = InputError(
+                f"MoE layer {homes.index} was given expert id {wrong}; ids should be from 0 to {num_experts - 1}"
+            )
+        counts_E = np.zeros(0, np.int64) if problem else np.bincount(ids_UK.reshape(-1), minlength=num_experts)
+        counts_RE = self.lockstep.agree(COUNTS, layer=homes.index, votes=counts_E, problem=problem)
+        return upload_layouts([place_rows(planned.complete(ids_UK, counts_RE), self.topology.rank)], homes.device)[0]
 
 
 class Instance:
     """A call whose layout all ranks have agreed on as it was made.
 
     Args:
-        layout: where rows go.
-        micro_step: None outside of any.
+        layout: where rows go; kept until the forward is over.
+        routes: of the micro-step; None outside of any. Kept until the backward is over.
         has_graph: whether a backward can follow.
+
+    Attributes:
+        replicas: on all ranks.
+        index: the micro-step's number; -1 if it has none.
     """
 
     def __init__(
-        self, calls: LayerCalls, homes: HomeExperts, layout: Layout, micro_step: MicroStep | None, has_graph: bool
+        self, calls: LayerCalls, homes: HomeExperts, layout: Layout, routes: BoundRoutes | None, has_graph: bool
     ) -> None:
         self.homes = homes
-        self.layout = layout
-        self.micro_step = micro_step
         self.has_graph = has_graph
+        self.routes = routes
+        self.replicas = layout.replicas
+        self.index = -1 if routes is None else routes.index
         self._calls = calls
+        self._layout: Layout | None = layout
+        self._splits = layout.send_splits, layout.recv_splits
         self._home_E = homes.home_E
         # Tells backwards of several forwards of one micro-step apart, on all ranks alike.
         self._forward = calls.lockstep.count
         self._recorder = calls.counters.recorder
 
     @property
+    def layout(self) -> Layout:
+        """Where rows go, while the forward runs."""
+        assert self._layout is not None
+        return self._layout
+
+    @property
     def positions(self) -> torch.Tensor | None:
         """`[n]` int64, where the micro-step's tokens stand among the rows of `hidden`; None if they are all."""
-        return None if self.micro_step is None else self.micro_step.positions
+        return None if self.routes is None else self.routes.positions
 
     def mark(self, activity: int, *, outside: bool = False) -> None:
         """From here on the rank does something else; recorded if a Recorder is active.
@@ -165,14 +186,16 @@ class Instance:
             kind: which of the layer's exchanges it is; see `lockstep.CALLS`.
         """
         tag = self._note(kind)
-        send, receive = self.layout.send_splits, self.layout.recv_splits
-        if back:
-            send, receive = receive, send
+        send, receive = reversed(self._splits) if back else self._splits
         group, wait = self._calls.topology.experts, self._calls.lockstep.wait
         return exchange_rows(rows, send, receive, group, tag=tag, wait=wait)
 
     def begin_forward(self) -> None:
         """The layer's forward begins."""
+
+    def end_forward(self) -> None:
+        """The layer's forward is over. What backward needs of the layout is where autograd frees it."""
+        self._layout = None
 
     def begin_backward(self) -> None:
         """The layer's backward begins.
@@ -181,12 +204,16 @@ class Instance:
             RuntimeError: if what the forward used is gone: experts have moved, or another plan was applied.
         """
         if self._is_out_of_date():
-            which = "a forward" if self.micro_step is None else f"the forward of micro-step {self.micro_step.index}"
+            which = "a forward" if self.index < 0 else f"the forward of micro-step {self.index}"
             raise RuntimeError(
                 f"MoE layer {self.homes.index}: another plan was applied between {which} and its backward; call "
                 "backward() before plan(), adopt() or move()"
             )
         self._calls.accumulation.begin_backward(running_backward())
+
+    def end_backward(self) -> None:
+        """The layer's backward is over."""
+        self.routes = None
 
     def join_gradients(self, gradients: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
         """Gradients of the home experts, `[E / R, ...]` for each stacked tensor, with those of all their replicas."""
@@ -196,8 +223,7 @@ class Instance:
         return self._home_E is not self.homes.home_E
 
     def _note(self, kind: int) -> int:
-        number = -1 if self.micro_step is None else self.micro_step.index
-        return self._calls.lockstep.note(kind, self.homes.index, number, self._forward)
+        return self._calls.lockstep.note(kind, self.homes.index, self.index, self._forward)
 
 
 class PlannedInstance(Instance):
@@ -215,13 +241,13 @@ class PlannedInstance(Instance):
         calls: LayerCalls,
         homes: HomeExperts,
         layout: Layout,
-        micro_step: MicroStep,
+        routes: BoundRoutes,
         has_graph: bool,
         transfers: Transfers,
     ) -> None:
-        super().__init__(calls, homes, layout, micro_step, has_graph)
+        super().__init__(calls, homes, layout, routes, has_graph)
         self.borrowing: weakref.ref[Any] | None = None
-        self._step = micro_step
+        self._plan_number = routes.plan_number
         self._transfers = transfers
         # A reentrant checkpoint's own backward lies within the one in which the layer runs again.
         self._made_in_backward = running_backward() is not None
@@ -240,29 +266,31 @@ class PlannedInstance(Instance):
 
     def replica_weights(self) -> list[torch.Tensor]:
         """This rank's replicas, `[count, ...]` for each stacked tensor. Waits until they are there."""
-        return self._transfers.ring.replicas(self._step, self.homes.index)
+        return self._transfers.ring.replicas(self.index, self.homes.index)
 
     def return_gradients(self, gradients: Sequence[torch.Tensor | None]) -> None:
         """Start sending the gradients of `replica_weights` to their home ranks."""
         if not self._made_in_backward:
             self._calls.backward.follow()
         self._note(RETURNS)
-        self._transfers.returns.start(self.homes, gradients, self.layout.replicas, self._step)
+        # A message of another instance does not match, should ranks ever come to different ones.
+        tag = hash((self._plan_number, self.index, self.homes.index)) & 0x7FFFFFFF
+        self._transfers.returns.start(self.homes, gradients, self.replicas, tag)
 
     def join_gradients(self, gradients: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
         """Gradients of the home experts, `[E / R, ...]` for each stacked tensor, with those of all their replicas."""
-        if not self.layout.replicas.count:
+        if not self.replicas.count:
             return gradients
         return self._transfers.returns.join(self.homes, gradients)
 
     def _approach(self) -> None:
         # Copies are made of the weights as they were when the micro-step began.
-        if self.layout.replicas.count or self.homes.is_staged:
+        if self.replicas.count or self.homes.is_staged:
             self._transfers.watch.check_unchanged(self.homes)
-        self._transfers.ring.approach(self._step, self.homes.index, self._transfers.layers)
+        self._transfers.ring.approach(self.index, self.homes.index)
 
     def _is_out_of_date(self) -> bool:
-        return super()._is_out_of_date() or self._step.plan_number != self._transfers.plan_number
+        return super()._is_out_of_date() or self._plan_number != self._transfers.plan_number
 
     def _check_left_out(self) -> None:
         """Raises RuntimeError if the running backward leaves out gradients of replicas of experts that it is for."""

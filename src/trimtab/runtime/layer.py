@@ -8,17 +8,15 @@ from functools import partial
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch.autograd.function import once_differentiable
 
 from trimtab.errors import InputError
-from trimtab.runtime import lockstep
+from trimtab.runtime.dispatch import Dispatcher
 from trimtab.runtime.engine import running_backward
 from trimtab.runtime.experts import ApplyExperts, ExpertWeight
 from trimtab.runtime.home_experts import HomeExperts
 from trimtab.runtime.instance import Instance, LayerCalls, PlannedInstance
-from trimtab.runtime.micro_step import MicroStep
-from trimtab.runtime.recorder import BACKWARD, COMBINE, DISPATCH, EXPERTS, OTHER
+from trimtab.runtime.recorder import BACKWARD, COMBINE, OTHER
 from trimtab.trace.routing import Array
 
 HomeWeights = Callable[[], Sequence[torch.Tensor]]
@@ -31,11 +29,19 @@ class ExpertLayer:
         homes: this rank's experts of the layer.
     """
 
-    def __init__(self, calls: LayerCalls, homes: HomeExperts, apply: ApplyExperts, weights: HomeWeights | None) -> None:
+    def __init__(
+        self,
+        calls: LayerCalls,
+        homes: HomeExperts,
+        apply: ApplyExperts,
+        weights: HomeWeights | None,
+        dispatcher: Dispatcher,
+    ) -> None:
         self.homes = homes
         self._calls = calls
         self._apply = apply
         self._weights = weights
+        self._dispatcher = dispatcher
 
     def __deepcopy__(self, _memo: object) -> ExpertLayer:
         raise InputError("a model whose experts are in a session can't be copied; copy it before share_experts()")
@@ -48,8 +54,8 @@ class ExpertLayer:
     @property
     def replays(self) -> bool:
         """Does a call of this layer now use recorded routing?"""
-        micro_step = self._calls.micro_step()
-        return micro_step is not None and micro_step.replays
+        routes = self._calls.routes()
+        return routes is not None and routes.replays
 
     @property
     def parameters(self) -> Sequence[torch.nn.Parameter]:
@@ -74,11 +80,11 @@ class ExpertLayer:
         """
         if live_ids.ndim != 2:
             raise InputError(f"MoE layer {self.index}: route() was given ids {list(live_ids.shape)}, not [T, K]")
-        micro_step, ids = self._calls.micro_step(), live_ids.to(torch.int64)
-        if micro_step is None:
+        routes, ids = self._calls.routes(), live_ids.to(torch.int64)
+        if routes is None:
             return ids
-        ids = micro_step.replay(self.index, ids)
-        micro_step.routed[self.index] = _mark(ids)
+        ids = routes.replay(self.index, ids)
+        routes.routed[self.index] = _mark(ids)
         return ids
 
     def __call__(self, hidden: torch.Tensor, expert_ids: torch.Tensor, expert_weights: torch.Tensor) -> torch.Tensor:
@@ -98,28 +104,29 @@ class ExpertLayer:
             RanksDisagreeError: if other ranks called something else.
         """
         self._check_shapes(hidden, expert_ids, expert_weights)
-        micro_step = self._calls.micro_step()
+        routes = self._calls.routes()
         if (
-            micro_step is not None
-            and micro_step.replays
+            routes is not None
+            and routes.replays
             # What runs again in a backward has passed this check, and may be given copies.
             and running_backward() is None
-            and micro_step.routed.get(self.index) != _mark(expert_ids)
+            and routes.routed.get(self.index) != _mark(expert_ids)
         ):
             raise RuntimeError(
                 f"MoE layer {self.index} was called with other expert ids than its route() returned; "
                 "in a planned micro-step the recorded routing must be used"
             )
-        instance = self._calls.bind(self.homes, expert_ids, micro_step)
+        instance = self._calls.bind(self.homes, expert_ids, routes)
         instance.begin_forward()
         if torch.is_grad_enabled() and not hidden.requires_grad:
             # Replica gradients go home from inside the backward, which autograd would otherwise leave out.
             hidden = hidden.detach().requires_grad_()
-        positions = instance.positions
+        positions, tokens = instance.positions, hidden
         if positions is not None:
-            expert_weights = expert_weights.index_select(0, positions)
+            tokens, expert_weights = hidden.index_select(0, positions), expert_weights.index_select(0, positions)
         with torch.autocast(hidden.device.type, enabled=False):
-            combined = self._run(hidden.to(self.homes.dtype), instance, expert_weights).to(hidden.dtype)
+            combined = self._run(tokens.to(self.homes.dtype), instance, expert_weights).to(hidden.dtype)
+        instance.end_forward()
         return combined if positions is None else torch.zeros_like(hidden).index_copy(0, positions, combined)
 
     def _check_shapes(self, hidden: torch.Tensor, expert_ids: torch.Tensor, expert_weights: torch.Tensor) -> None:
@@ -134,22 +141,25 @@ class ExpertLayer:
             )
 
     def _run(self, hidden: torch.Tensor, instance: Instance, expert_weights: torch.Tensor) -> torch.Tensor:
-        layout = instance.layout
-        homes = self._home_weights(instance.micro_step)
+        homes = self._home_weights(in_micro_step=instance.routes is not None)
+        entered = _Enter.apply(hidden, instance, *(homes if self.homes.joins_in_backward else ()))
         if self.homes.joins_in_backward:
-            home_rows, replica_rows, *homes = _Dispatch.apply(hidden, instance, *homes)
+            hidden, *homes = entered
         else:
-            home_rows, replica_rows = _Dispatch.apply(hidden, instance)
-        outputs = [self._apply([ExpertWeight(home) for home in homes], home_rows, layout.home_groups)]
-        if isinstance(instance, PlannedInstance) and layout.replicas.count:
+            hidden = entered
+        physical_ids = instance.layout.physical_ids
+        arrived = self._dispatcher.dispatch(hidden, physical_ids, expert_weights, instance)
+        outputs = [self._apply([ExpertWeight(home) for home in homes], arrived.home_rows, arrived.home_groups)]
+        if isinstance(instance, PlannedInstance) and instance.replicas.count:
             # After the home experts' compute, so that the transfer has as long as it can.
-            replica_rows, *slots = _Borrow.apply(replica_rows, instance)
+            replica_rows, *slots = _Borrow.apply(arrived.replica_rows, instance)
             weights = [ExpertWeight(slot, partial(_again, instance, t)) for t, slot in enumerate(slots)]
-            outputs.append(self._apply(weights, replica_rows, layout.replica_groups))
-        combined: torch.Tensor = _Combine.apply(expert_weights, instance, *outputs)
-        return combined
+            outputs.append(self._apply(weights, replica_rows, arrived.replica_groups))
+        combined = self._dispatcher.combine(outputs, arrived)
+        left: torch.Tensor = _Leave.apply(combined, instance)
+        return left
 
-    def _home_weights(self, micro_step: MicroStep | None) -> list[torch.Tensor]:
+    def _home_weights(self, *, in_micro_step: bool) -> list[torch.Tensor]:
         dtype = self.homes.dtype
         if self._weights is not None:
             return [weight.to(dtype) for weight in self._weights()]
@@ -157,7 +167,7 @@ class ExpertLayer:
         for parameter, source in zip(self.homes.parameters, self.homes.sources, strict=True):
             if parameter.dtype == dtype:
                 weights.append(parameter)
-            elif micro_step is not None:
+            elif in_micro_step:
                 weights.append(_Staged.apply(parameter, source))
             else:
                 weights.append(parameter.to(dtype))
@@ -173,8 +183,8 @@ def _again(instance: PlannedInstance, tensor: int) -> torch.Tensor:
     return instance.replica_weights()[tensor]
 
 
-class _Dispatch(torch.autograd.Function):
-    """Tokens to the ranks of their experts: rows for home experts, and rows for replicas.
+class _Enter(torch.autograd.Function):
+    """The layer begins. Its backward is the last thing that the layer's backward does.
 
     Home weights pass through where replica gradients are joined to theirs: all gradients of the layer are there when
     autograd comes back here, on every rank alike.
@@ -182,43 +192,41 @@ class _Dispatch(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, hidden: torch.Tensor, instance: Instance, *homes: torch.Tensor) -> Any:
-        instance.mark(DISPATCH)
-        layout = instance.layout
         ctx.instance = instance
-        ctx.num_rows = len(hidden)
-        kind = lockstep.DISPATCH if instance.has_graph else lockstep.DISPATCH_WITHOUT_GRADIENTS
-        tokens = layout.row_tokens
-        if instance.positions is not None:
-            tokens = instance.positions.index_select(0, tokens)
-        sent = hidden.index_select(0, tokens)
-        arrived = instance.send(kind, sent, back=False)
         passed = [home.view_as(home) for home in homes]
         frozen = [p for p, trained in zip(passed, ctx.needs_input_grad[2:], strict=True) if not trained]
         ctx.mark_non_differentiable(*frozen)
-        rows = arrived.index_select(0, layout.home_rows), arrived.index_select(0, layout.replica_rows)
-        instance.mark(EXPERTS)
-        return *rows, *passed
+        return (hidden.view_as(hidden), *passed) if passed else hidden.view_as(hidden)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: torch.Tensor) -> Any:
         instance: Instance = ctx.instance
-        instance.mark(DISPATCH + BACKWARD)
-        layout = instance.layout
-        grad_home, grad_replica, *grad_homes = grads
-        arrived = grad_home.new_empty(sum(layout.recv_splits), grad_home.shape[1])
-        arrived.index_copy_(0, layout.home_rows, grad_home)
-        arrived.index_copy_(0, layout.replica_rows, grad_replica)
-        sent = instance.send(lockstep.DISPATCH_BACKWARD, arrived, back=True)
-        grad_hidden = F.embedding_bag(layout.row_places, sent, mode="sum")
-        if instance.positions is not None:
-            grad_tokens, grad_hidden = grad_hidden, grad_hidden.new_zeros(ctx.num_rows, grad_hidden.shape[1])
-            grad_hidden.index_copy_(0, instance.positions, grad_tokens)
-        # After the exchange, so that they have as long as they can.
+        grad_hidden, *grad_homes = grads
+        # After the dispatch, so that they have as long as they can.
         if any(ctx.needs_input_grad[2:]):
             grad_homes = [*instance.join_gradients(grad_homes)]
         instance.mark(OTHER + BACKWARD, outside=True)
+        instance.end_backward()
         return grad_hidden, None, *grad_homes
+
+
+class _Leave(torch.autograd.Function):
+    """The layer ends. Its backward is the first thing that the layer's backward does."""
+
+    @staticmethod
+    def forward(ctx: Any, combined: torch.Tensor, instance: Instance) -> torch.Tensor:
+        instance.mark(OTHER, outside=True)
+        ctx.instance = instance
+        return combined.view_as(combined)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None]:
+        ctx.instance.mark(COMBINE + BACKWARD)
+        # Before anything else, so that what backward needs is on its way.
+        ctx.instance.begin_backward()
+        return grads[0], None
 
 
 class _Borrow(torch.autograd.Function):
@@ -260,42 +268,3 @@ class _Staged(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None]:
         return grads[0].to(ctx.dtype), None
-
-
-class _Combine(torch.autograd.Function):
-    """Expert outputs back to the ranks of their tokens, weighted and summed over each token's experts."""
-
-    @staticmethod
-    def forward(ctx: Any, weights: torch.Tensor, instance: Instance, *outputs: torch.Tensor) -> torch.Tensor:
-        instance.mark(COMBINE)
-        layout = instance.layout
-        arrived = outputs[0].new_empty(sum(layout.recv_splits), outputs[0].shape[1])
-        for rows, part in zip((layout.home_rows, layout.replica_rows), outputs, strict=False):
-            arrived.index_copy_(0, rows, part)
-        returned = instance.send(lockstep.COMBINE, arrived, back=True)
-        ctx.instance = instance
-        ctx.num_parts = len(outputs)
-        ctx.save_for_backward(weights, returned)
-        row_weights = weights.to(returned.dtype)
-        combined = F.embedding_bag(layout.row_places, returned, per_sample_weights=row_weights, mode="sum")
-        instance.mark(OTHER, outside=True)
-        return combined
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, *grads: torch.Tensor) -> Any:
-        instance: Instance = ctx.instance
-        instance.mark(COMBINE + BACKWARD)
-        # Before anything else, so that what backward needs is on its way.
-        instance.begin_backward()
-        layout = instance.layout
-        weights, returned = ctx.saved_tensors
-        grad_rows = grads[0].index_select(0, layout.row_tokens)
-        grad_weights = (grad_rows * returned).sum(dim=-1)[layout.row_places].to(weights.dtype)
-        row_weights = grad_rows.new_empty(weights.numel())
-        row_weights.index_copy_(0, layout.row_places.view(-1), weights.reshape(-1).to(grad_rows.dtype))
-        grad_rows.mul_(row_weights[:, None])
-        arrived = instance.send(lockstep.COMBINE_BACKWARD, grad_rows, back=False)
-        parts = [arrived.index_select(0, rows) for rows in (layout.home_rows, layout.replica_rows)[: ctx.num_parts]]
-        instance.mark(EXPERTS + BACKWARD)
-        return grad_weights, None, *parts

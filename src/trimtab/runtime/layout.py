@@ -1,25 +1,31 @@
 """Where every row of one instance goes: arithmetic on counts, without communication.
 
-A row is one (token, expert) pair. A rank sends rows ordered by destination, there by group, there by token. A group is
-one copy on one rank: its home experts in rising order come first, then its replica slots. Rows arrive ordered by
-source, then by group, and are regrouped so that each copy's rows are together. Both sides follow from the counts and
-the plan.
+A row is one (token, expert) pair. Every rank has H = E / R home experts and S slots for replicas. Together they are the
+R x (H + S) *physical experts*: rank r's are r * (H + S) to (r + 1) * (H + S) - 1, its home experts in rising order
+first. A plan gives each row a physical expert. A rank sends rows ordered by physical expert, there by token. They
+arrive ordered by source, then by physical expert, and are regrouped so that each copy's rows are together. Both sides
+follow from the counts and the plan.
 """
 
 from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numba
 import numpy as np
 import torch
 
+from trimtab.errors import InputError
 from trimtab.planner import StepPlan
 from trimtab.runtime.experts import RowGroups
+from trimtab.runtime.home_experts import HomeExperts
 from trimtab.runtime.memory import upload
 from trimtab.trace.routing import Array
+
+# In place of a physical expert, where the router has not chosen yet.
+UNKNOWN = 0xFFFF
 
 
 @dataclass(frozen=True, eq=False)
@@ -62,19 +68,126 @@ class InstanceReplicas:
 
 
 @dataclass(frozen=True, eq=False)
+class PhysicalExperts:
+    """The numbers of one layer's physical experts.
+
+    Attributes:
+        num_ranks, num_homes, num_slots: R, H and S.
+        home_ids_E: `[E]` int64, each expert at its home.
+    """
+
+    num_ranks: int
+    num_homes: int
+    num_slots: int
+    home_ids_E: Array
+
+    @classmethod
+    def of(cls, homes: HomeExperts, num_ranks: int, num_slots: int) -> PhysicalExperts:
+        """Those of a layer under its present homes.
+
+        Raises:
+            InputError: if there are more than 16 bits can number.
+        """
+        num_homes = len(homes.home_E) // num_ranks
+        if num_ranks * (num_homes + num_slots) >= UNKNOWN:
+            raise InputError(
+                f"{num_ranks} ranks with {num_homes} experts and {num_slots} slots each are more than {UNKNOWN - 1} "
+                "physical experts; use fewer slots_per_rank"
+            )
+        return cls(num_ranks, num_homes, num_slots, homes.home_E * np.int64(num_homes + num_slots) + homes.rows_E)
+
+    @property
+    def num_local(self) -> int:
+        """Of one rank, H + S."""
+        return self.num_homes + self.num_slots
+
+    def replica_ids(self, replicas: InstanceReplicas) -> Array:
+        """`[P]` int64."""
+        return replicas.ranks * self.num_local + self.num_homes + replicas.slots
+
+
+@dataclass(frozen=True, eq=False)
+class PlannedRows:
+    """What a plan says of one instance's rows, as far as their experts are known.
+
+    Attributes:
+        physical_NK: `[n, K]` uint16, the physical expert of each of this rank's rows, or `UNKNOWN`.
+        rows_RP: `[R, R * (H + S)]` int64, known rows by source rank and physical expert, of all ranks.
+        replicas: of the instance, on all ranks.
+        experts: the physical experts.
+    """
+
+    physical_NK: Array
+    rows_RP: Array
+    replicas: InstanceReplicas
+    experts: PhysicalExperts
+
+    @classmethod
+    def of(
+        cls, ids_NK: Array, counts_RE: Array, experts: PhysicalExperts, rank: int, replicas: InstanceReplicas
+    ) -> PlannedRows:
+        """Of the rows that a source has for an expert, in token order, replicas get theirs first, in plan order.
+
+        Args:
+            ids_NK: `[n, K]` integer expert ids of this rank's tokens; E and more are unknown.
+            counts_RE: `[R, E]` integer known rows by source rank and expert, of all ranks.
+
+        Raises:
+            ValueError: if this rank's ids are not what the counts say.
+        """
+        replica_ids = experts.replica_ids(replicas)
+        physical_NK = np.empty(ids_NK.shape, np.uint16)
+        mine_P = np.zeros(experts.num_ranks * experts.num_local, np.int64)
+        quotas_P = replicas.quotas_PR[:, rank].copy()
+        _choose_copies(ids_NK, experts.home_ids_E, replicas.experts, quotas_P, replica_ids, physical_NK, mine_P)
+        rows_RP = np.zeros((experts.num_ranks, len(mine_P)), np.int64)
+        rows_RP[:, experts.home_ids_E] = counts_RE
+        for p, expert in enumerate(replicas.experts):
+            rows_RP[:, experts.home_ids_E[expert]] -= replicas.quotas_PR[p]
+            rows_RP[:, replica_ids[p]] = replicas.quotas_PR[p]
+        if not np.array_equal(mine_P, rows_RP[rank]):
+            raise ValueError(f"rank {rank}: the tokens of this micro-step are not those that were planned")
+        return cls(physical_NK, rows_RP, replicas, experts)
+
+    @classmethod
+    def unknown(cls, shape: tuple[int, ...], experts: PhysicalExperts) -> PlannedRows:
+        """Of `[n, K]` rows of which nothing is known."""
+        rows_RP = np.zeros((experts.num_ranks, experts.num_ranks * experts.num_local), np.int64)
+        return cls(np.full(shape, UNKNOWN, np.uint16), rows_RP, InstanceReplicas.none(experts.num_ranks), experts)
+
+    @property
+    def unknown_tokens(self) -> Array:
+        """`[U]` int64, this rank's tokens whose route is unknown."""
+        return np.flatnonzero((self.physical_NK == UNKNOWN).any(axis=1))
+
+    def complete(self, ids_UK: Array, counts_RE: Array) -> PlannedRows:
+        """The same with the rows that were unknown, which go to their experts' homes.
+
+        Args:
+            ids_UK: `[U, K]` integer experts of `unknown_tokens`.
+            counts_RE: `[R, E]` how many such rows each source rank has for each expert.
+        """
+        physical_NK, rows_RP = self.physical_NK.copy(), self.rows_RP.copy()
+        physical_NK[self.unknown_tokens] = self.experts.home_ids_E[ids_UK]
+        rows_RP[:, self.experts.home_ids_E] += counts_RE
+        return replace(self, physical_NK=physical_NK, rows_RP=rows_RP)
+
+
+@dataclass(frozen=True, eq=False)
 class Layout:
     """One rank's rows of one instance: N sent, A arriving.
 
     Attributes:
+        physical_ids: `[n, K]` uint16, the physical expert of each (token, k).
         row_tokens: `[N]` int64, the local token (0 .. n-1) of each place in the send buffer.
         row_places: `[n, K]` int64, the place in the send buffer of each (token, k).
         send_splits, recv_splits: rows to and from each rank.
         home_rows, replica_rows: int64 indices into the arrived rows, grouped by home expert and by replica slot.
-        home_groups, replica_groups: how many rows each home expert and each replica slot has.
-        num_here: replicas on this rank.
+        home_groups, replica_groups: how many rows each home expert and each replica slot in use has.
         replicas: the instance's replicas on all ranks. If there is none at all, no rank runs its replica half.
     """
 
+    physical_ids: torch.Tensor
     row_tokens: torch.Tensor
     row_places: torch.Tensor
     send_splits: list[int]
@@ -83,7 +196,6 @@ class Layout:
     replica_rows: torch.Tensor
     home_groups: RowGroups
     replica_groups: RowGroups
-    num_here: int
     replicas: InstanceReplicas
 
 
@@ -91,6 +203,7 @@ class Layout:
 class RowPlaces:
     """A `Layout` on the host, with rows of home and replica groups as counts alone."""
 
+    physical_ids: Array
     row_tokens: Array
     row_places: Array
     send_splits: list[int]
@@ -103,121 +216,95 @@ class RowPlaces:
 
 
 def upload_layouts(placed: Sequence[RowPlaces], device: torch.device) -> list[Layout]:
-    """Bring the layouts of any number of instances to the device, all in one copy that the host does not wait for."""
-    arrays: list[Array] = []
+    """Bring the layouts of any number of instances to the device, in two copies that the host does not wait for."""
+    rows_of, ends_of = [], []
     for rows in placed:
-        ends = (np.cumsum(counts, dtype=np.int32) for counts in (rows.home_counts, rows.replica_counts))
-        arrays += [rows.row_tokens, rows.row_places, rows.home_rows, rows.replica_rows, *ends]
-    tensors = iter(upload(arrays, device))
+        rows_of += [rows.physical_ids, rows.row_tokens, rows.row_places, rows.home_rows, rows.replica_rows]
+        ends_of += [np.cumsum(counts, dtype=np.int32) for counts in (rows.home_counts, rows.replica_counts)]
+    # Apart, since those who keep the ends of groups should not keep the memory of all rows.
+    tensors, ends = iter(upload(rows_of, device)), iter(upload(ends_of, device))
     layouts = []
     for rows in placed:
-        row_tokens, row_places, home_rows, replica_rows, home_ends, replica_ends = itertools.islice(tensors, 6)
+        physical_ids, row_tokens, row_places, home_rows, replica_rows = itertools.islice(tensors, 5)
         layouts.append(
             Layout(
+                physical_ids=physical_ids,
                 row_tokens=row_tokens,
                 row_places=row_places,
                 send_splits=rows.send_splits,
                 recv_splits=rows.recv_splits,
                 home_rows=home_rows,
                 replica_rows=replica_rows,
-                home_groups=RowGroups(rows.home_counts, home_ends),
-                replica_groups=RowGroups(rows.replica_counts, replica_ends),
-                num_here=len(rows.replica_counts),
+                home_groups=RowGroups(rows.home_counts, next(ends)),
+                replica_groups=RowGroups(rows.replica_counts, next(ends)),
                 replicas=rows.replicas,
             )
         )
     return layouts
 
 
-def place_rows(ids_NK: Array, counts_RE: Array, home_E: Array, rank: int, replicas: InstanceReplicas) -> RowPlaces:
-    """Where one rank's rows of an instance go.
-
-    Args:
-        ids_NK: `[n, K]` integer expert ids of this rank's tokens.
-        counts_RE: `[R, E]` integer tokens by source rank and expert, of all ranks.
-        home_E: `[E]` integer homes.
-
-    Raises:
-        ValueError: if this rank's ids are not what the counts say.
-    """
-    num_ranks, num_experts = counts_RE.shape
-    if not np.array_equal(np.bincount(ids_NK.reshape(-1), minlength=num_experts), counts_RE[rank]):
-        raise ValueError(f"rank {rank}: the tokens of this micro-step are not those that were planned")
-    homes = home_E.astype(np.int64)
-    homes_per_rank = num_experts // num_ranks
-    local_E = np.empty(num_experts, np.int64)
-    for r in range(num_ranks):
-        local_E[np.flatnonzero(homes == r)] = np.arange(homes_per_rank)
-
-    away_RE = np.zeros((num_ranks, num_experts), np.int64)
-    np.add.at(away_RE.T, replicas.experts, replicas.quotas_PR)
-    at_home_RE = counts_RE - away_RE
-
-    num_groups = homes_per_rank + int(replicas.slots.max(initial=-1)) + 1
-    sent_RG = np.zeros((num_ranks, num_groups), np.int64)
-    sent_RG[homes, local_E] = at_home_RE[rank]
-    sent_RG[replicas.ranks, homes_per_rank + replicas.slots] = replicas.quotas_PR[:, rank]
-    arriving_RG = np.zeros((num_ranks, num_groups), np.int64)
-    arriving_RG[:, :homes_per_rank] = at_home_RE[:, homes == rank]
-    here = replicas.ranks == rank
-    num_here = int(np.count_nonzero(here))
-    arriving_RG[:, homes_per_rank + replicas.slots[here]] = replicas.quotas_PR[here].T
-
-    row_tokens = np.empty(ids_NK.size, np.int64)
-    row_places = np.empty(ids_NK.shape, np.int64)
-    group_starts_RG = (np.cumsum(sent_RG) - sent_RG.reshape(-1)).reshape(sent_RG.shape)
-    _place_rows(
-        ids_NK,
-        group_starts_RG[homes, local_E],
-        replicas.experts,
-        replicas.quotas_PR[:, rank].copy(),
-        group_starts_RG[replicas.ranks, homes_per_rank + replicas.slots],
-        row_tokens,
-        row_places,
-    )
+def place_rows(planned: PlannedRows, rank: int) -> RowPlaces:
+    """Where one rank's rows of an instance go, all of whose experts are known."""
+    experts, num_homes = planned.experts, planned.experts.num_homes
+    rows_RRG = planned.rows_RP.reshape(experts.num_ranks, experts.num_ranks, experts.num_local)
+    sent_P, arriving_RG = planned.rows_RP[rank], np.ascontiguousarray(rows_RRG[:, rank])
+    row_tokens = np.empty(planned.physical_NK.size, np.int64)
+    row_places = np.empty(planned.physical_NK.shape, np.int64)
+    _place_rows(planned.physical_NK, np.cumsum(sent_P) - sent_P, row_tokens, row_places)
     arrivals = np.empty(int(arriving_RG.sum()), np.int64)
     _group_arrivals(arriving_RG, arrivals)
     group_sizes = arriving_RG.sum(axis=0)
-    home_total = int(group_sizes[:homes_per_rank].sum())
+    home_total = int(group_sizes[:num_homes].sum())
+    num_here = int(np.count_nonzero(planned.replicas.ranks == rank))
     return RowPlaces(
+        physical_ids=planned.physical_NK,
         row_tokens=row_tokens,
         row_places=row_places,
-        send_splits=sent_RG.sum(axis=1).tolist(),
+        send_splits=rows_RRG[rank].sum(axis=1).tolist(),
         recv_splits=arriving_RG.sum(axis=1).tolist(),
         home_rows=arrivals[:home_total],
         replica_rows=arrivals[home_total:],
-        home_counts=group_sizes[:homes_per_rank].tolist(),
-        replica_counts=group_sizes[homes_per_rank : homes_per_rank + num_here].tolist(),
-        replicas=replicas,
+        home_counts=group_sizes[:num_homes].tolist(),
+        replica_counts=group_sizes[num_homes : num_homes + num_here].tolist(),
+        replicas=planned.replicas,
     )
 
 
 @numba.njit(cache=True, nogil=True)
-def _place_rows(  # type: ignore[no-untyped-def]
-    ids_NK, home_places_E, replica_experts, quotas_P, replica_places_P, row_tokens, row_places_NK
+def _choose_copies(  # type: ignore[no-untyped-def]
+    ids_NK, home_ids_E, replica_experts, quotas_P, replica_ids_P, physical_NK, rows_P
 ):
-    """Give each row the next place of the copy whose turn it is: the replicas in plan order, then the home."""
-    first_replica_E = np.full(len(home_places_E), -1, np.int64)
+    """Give each row the copy whose turn it is, the replicas in plan order, then the home; and count them."""
+    first_replica_E = np.full(len(home_ids_E), -1, np.int64)
     next_replica_P = np.full(len(replica_experts), -1, np.int64)
     for p in range(len(replica_experts) - 1, -1, -1):
         next_replica_P[p] = first_replica_E[replica_experts[p]]
         first_replica_E[replica_experts[p]] = p
-    next_home_E = home_places_E.copy()
-    next_place_P = replica_places_P.copy()
     for n in range(ids_NK.shape[0]):
         for k in range(ids_NK.shape[1]):
             expert = ids_NK[n, k]
+            if expert >= len(home_ids_E):
+                physical_NK[n, k] = UNKNOWN
+                continue
             p = first_replica_E[expert]
             while p >= 0 and quotas_P[p] == 0:
                 p = next_replica_P[p]
                 first_replica_E[expert] = p
+            physical = home_ids_E[expert]
             if p >= 0:
-                place = next_place_P[p]
-                next_place_P[p] += 1
                 quotas_P[p] -= 1
-            else:
-                place = next_home_E[expert]
-                next_home_E[expert] += 1
+                physical = replica_ids_P[p]
+            physical_NK[n, k] = physical
+            rows_P[physical] += 1
+
+
+@numba.njit(cache=True, nogil=True)
+def _place_rows(physical_NK, starts_P, row_tokens, row_places_NK):  # type: ignore[no-untyped-def]
+    """Give each row the next place of its physical expert."""
+    for n in range(physical_NK.shape[0]):
+        for k in range(physical_NK.shape[1]):
+            place = starts_P[physical_NK[n, k]]
+            starts_P[physical_NK[n, k]] += 1
             row_places_NK[n, k] = place
             row_tokens[place] = n
 

@@ -1,16 +1,19 @@
-"""`MicroStep`: recorded routing and layouts of one micro-step; `RunningStep`: the plan that they come from."""
+"""`MicroStep`: one micro-step, as the training loop enters it; `RunningStep`: the plan that they all come from."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+import weakref
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field, replace
+from functools import cache
 
 import numpy as np
 import torch
 
-from trimtab.planner import StepPlan, Workload
+from trimtab.planner import Schedule, StepPlan, Workload
 from trimtab.runtime.home_experts import HomeExperts
-from trimtab.runtime.layout import InstanceReplicas, Layout, place_rows, upload_layouts
+from trimtab.runtime.layout import InstanceReplicas, Layout, PhysicalExperts, PlannedRows, place_rows, upload_layouts
 from trimtab.runtime.memory import upload
 from trimtab.runtime.topology import Topology
 from trimtab.trace import RoutingTrace
@@ -18,30 +21,38 @@ from trimtab.trace.routing import Array
 
 
 @dataclass(eq=False)
-class MicroStep:
-    """One micro-step, bound around its forward and backward.
+class BoundRoutes:
+    """What layers need to know of a micro-step. It lives as long as the micro-step is open or a backward may come.
 
     Attributes:
-        positions: `[n]` where the tokens stand in the forward's rows, or None.
+        micro_step: whose routes they are.
         recorded_LNK: recorded ids `[L, n, K]` int64, or None if the batch is not the one that was planned.
-        known_N: `[n]` bool, tokens whose route is known; None if all are.
-        layouts: one a layer if the micro-step is planned, else empty.
-        index: its number in the step; -1 if nothing is known of it.
+        known_L: for each layer `[n]` bool, tokens whose route is known; None if all are.
+        layouts: one a layer if the micro-step is planned, else empty; None where rows are unknown on some rank.
+        partial: what the plan says of those layers.
         plan_number: which of the session's plans it belongs to.
-        visited: layers in the order in which they ran, forward and backward.
-        with_backward: whether the first of them built a graph.
         routed: for each layer, address and version of the ids that its `route` returned last.
+        record: takes a layer, tokens `[U]` and the experts `[U, K]` that the router chose for them.
     """
 
-    positions: torch.Tensor | None
+    micro_step: MicroStep
     recorded_LNK: torch.Tensor | None = None
-    known_N: torch.Tensor | None = None
-    layouts: Sequence[Layout] = ()
-    index: int = -1
+    known_L: Sequence[torch.Tensor | None] = ()
+    layouts: Sequence[Layout | None] = ()
+    partial: dict[int, PlannedRows] = field(default_factory=dict)
     plan_number: int = 0
-    visited: list[int] = field(default_factory=list)
-    with_backward: bool = False
     routed: dict[int, tuple[int, int]] = field(default_factory=dict)
+    record: Callable[[int, Array, Array], None] | None = None
+
+    @property
+    def index(self) -> int:
+        """The micro-step's number in the step; -1 if nothing is known of it."""
+        return self.micro_step.index
+
+    @property
+    def positions(self) -> torch.Tensor | None:
+        """`[n]` where the tokens stand in the forward's rows, or None."""
+        return self.micro_step.positions
 
     @property
     def replays(self) -> bool:
@@ -49,7 +60,7 @@ class MicroStep:
         return self.recorded_LNK is not None
 
     def replay(self, layer: int, live_ids: torch.Tensor) -> torch.Tensor:
-        """Put the recorded ids into `live_ids [T, K]` int64; see `HomeExperts.route`."""
+        """Put the recorded ids into `live_ids [T, K]` int64; see `ExpertLayer.route`."""
         if self.recorded_LNK is None:
             return live_ids
         recorded = self.recorded_LNK[layer]
@@ -59,9 +70,57 @@ class MicroStep:
                 f"MoE layer {layer} got {len(chosen)} tokens with {chosen.shape[1]} experts each; the micro-step was "
                 f"planned with {len(recorded)} tokens with {recorded.shape[1]}"
             )
-        if self.known_N is not None:
-            recorded = torch.where(self.known_N[:, None], recorded, chosen)
+        known_N = self.known_L[layer]
+        if known_N is not None:
+            recorded = torch.where(known_N[:, None], recorded, chosen)
         return recorded.clone() if self.positions is None else live_ids.index_copy(0, self.positions, recorded)
+
+
+class MicroStep:
+    """One micro-step. Enter it around every forward of its tokens, as often as there are any.
+
+    Forwards without gradients, those of several pipeline chunks, and of other micro-steps may come in any order before
+    its backward, which needs no context. Its routes are on the device while it is open or a backward may come.
+
+    Attributes:
+        index: its number in the step; -1 if nothing is known of it.
+        positions: `[n]` int64, where this rank's tokens stand among the rows that layers are given; None if they are
+            all.
+        is_known: whether all ranks have the tokens that were planned, as they found when it was entered.
+    """
+
+    def __init__(
+        self,
+        index: int,
+        positions: torch.Tensor | None,
+        bind: Callable[[MicroStep], BoundRoutes],
+        run: Callable[[MicroStep], AbstractContextManager[None]],
+    ) -> None:
+        self.index = index
+        self.positions = positions
+        self.is_known = False
+        self._bind, self._run = bind, run
+        self._bound: weakref.ref[BoundRoutes] | None = None
+        self._open: AbstractContextManager[None] | None = None
+
+    def __enter__(self) -> MicroStep:
+        running = self._run(self)
+        running.__enter__()
+        self._open = running
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        running, self._open = self._open, None
+        assert running is not None
+        running.__exit__(*error)  # type: ignore[arg-type]
+
+    def routes(self) -> BoundRoutes:
+        """What layers need; bound again if nothing has needed it for a while. Not a collective."""
+        bound = None if self._bound is None else self._bound()
+        if bound is None:
+            bound = self._bind(self)
+            self._bound = weakref.ref(bound)
+        return bound
 
 
 @dataclass(eq=False)
@@ -71,20 +130,30 @@ class RunningStep:
     Attributes:
         plan, workload: of the expert-parallel group.
         trace: this rank's own sequences, ordered by micro-step.
+        schedule: of all data ranks, if the session has planned the step.
         runs: whether the plan is carried out, or micro-steps only replay their routing.
         number: which of the session's plans it is.
+        num_slots: replicas that a rank has room for.
+        micro_steps: those in use, by number.
         has_moved: whether experts have moved to other homes since.
     """
 
     plan: StepPlan
     workload: Workload
     trace: RoutingTrace
+    schedule: Schedule | None
     runs: bool
     number: int
+    num_slots: int
+    micro_steps: weakref.WeakValueDictionary[int, MicroStep] = field(default_factory=weakref.WeakValueDictionary)
     has_moved: bool = False
+    _completed: Array | None = None
+
+    def __post_init__(self) -> None:
+        self.replicas_of = cache(self._replicas_of)
 
     def problem(self, index: int) -> Exception | None:
-        """What is wrong with binding a micro-step of this number."""
+        """What is wrong with entering a micro-step of this number."""
         if self.runs and self.has_moved:
             return RuntimeError("experts have moved since the plan was applied; plan the step again")
         if 0 <= index < self.plan.num_micro_steps:
@@ -97,30 +166,61 @@ class RunningStep:
             return True
         return np.array_equal(sequence_hashes, self.trace.sequence_hashes[self._sequences_of(index, rank)])
 
-    def bind(
-        self, index: int, layers: Sequence[HomeExperts], topology: Topology, positions: torch.Tensor | None
-    ) -> MicroStep:
+    def bind(self, micro_step: MicroStep, layers: Sequence[HomeExperts], topology: Topology) -> BoundRoutes:
         """One micro-step, of which all ranks have the sequences that were planned. Not a collective."""
-        trace = self.trace.select(self._sequences_of(index, topology.rank))
-        device = layers[0].device
-        (recorded_LNK,) = upload([trace.expert_ids.transpose(1, 0, 2).astype(np.int64)], device)
-        if not self.plan.plannable[index]:
-            (known_N,) = upload([(trace.expert_ids[:, :, 0] != trace.no_route).all(axis=1)], device)
-            return MicroStep(positions, recorded_LNK, known_N, index=index, plan_number=self.number)
+        index, device = micro_step.index, layers[0].device
+        ids_NLK = self.trace.expert_ids[self._tokens_of(index, topology.rank)]
+        is_known_NL = ids_NLK[:, :, 0] != self.trace.no_route
+        (recorded_LNK,) = upload([ids_NLK.transpose(1, 0, 2).astype(np.int64)], device)
+        incomplete = np.flatnonzero(~is_known_NL.all(axis=0)).tolist()
+        known_L: list[torch.Tensor | None] = [None] * len(layers)
+        for layer, known_N in zip(
+            incomplete, upload([np.ascontiguousarray(is_known_NL[:, i]) for i in incomplete], device), strict=True
+        ):
+            known_L[layer] = known_N
+        bound = BoundRoutes(micro_step, recorded_LNK, known_L, plan_number=self.number)
         if not self.runs:
-            return MicroStep(positions, recorded_LNK, index=index, plan_number=self.number)
-        placed = [
-            place_rows(
-                np.ascontiguousarray(trace.expert_ids[:, layer.index]),
+            return bound
+        planned = [
+            PlannedRows.of(
+                np.ascontiguousarray(ids_NLK[:, layer.index]),
                 self.workload.token_counts_MLRE[index, layer.index],
-                layer.home_E,
+                PhysicalExperts.of(layer, topology.num_ranks, self.num_slots),
                 topology.rank,
-                InstanceReplicas.of(self.plan, index, layer.index),
+                self.replicas_of(index, layer.index),
             )
             for layer in layers
         ]
-        layouts = upload_layouts(placed, device)
-        return MicroStep(positions, recorded_LNK, None, layouts, index=index, plan_number=self.number)
+        is_mixed_L = self.plan.mixed_ML[index]
+        whole = [place_rows(rows, topology.rank) for rows, mixed in zip(planned, is_mixed_L, strict=True) if not mixed]
+        uploaded = iter(upload_layouts(whole, device))
+        bound.layouts = [None if mixed else next(uploaded) for mixed in is_mixed_L]
+        bound.partial = {layer: planned[layer] for layer in np.flatnonzero(is_mixed_L).tolist()}
+        first_token = self._tokens_of(index, topology.rank).start
+        bound.record = lambda layer, tokens_U, ids_UK: self._record(first_token + tokens_U, layer, ids_UK)
+        return bound
+
+    @property
+    def completed_trace(self) -> RoutingTrace:
+        """The trace with the routes that unknown tokens have taken since the plan was applied."""
+        return self.trace if self._completed is None else replace(self.trace, expert_ids=self._completed)
+
+    def _record(self, tokens_U: Array, layer: int, ids_UK: Array) -> None:
+        if self._completed is None:
+            self._completed = self.trace.expert_ids.copy()
+        self._completed[tokens_U, layer] = ids_UK
+
+    def _replicas_of(self, index: int, layer: int) -> InstanceReplicas:
+        if not 0 <= index < self.plan.num_micro_steps:
+            return InstanceReplicas.none(self.plan.num_ranks)
+        return InstanceReplicas.of(self.plan, index, layer)
 
     def _sequences_of(self, index: int, rank: int) -> Array:
         return np.flatnonzero(self.plan.schedule.of_rank(rank) == index)
+
+    def _tokens_of(self, index: int, rank: int) -> slice:
+        """Sequences are ordered by micro-step, and so their tokens are together."""
+        mine = self._sequences_of(index, rank)
+        if not len(mine):
+            return slice(0, 0)
+        return slice(int(self.trace.sequence_starts[mine[0]]), int(self.trace.sequence_starts[mine[-1] + 1]))

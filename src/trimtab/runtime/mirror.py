@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 from trimtab.errors import InputError
 from trimtab.runtime.home_experts import HomeExperts
-from trimtab.runtime.memory import carve, packed_bytes
+from trimtab.runtime.memory import Like, carve, packed_bytes
 from trimtab.runtime.topology import Topology
 from trimtab.trace.routing import Array
 
@@ -30,13 +30,13 @@ class NodeMirror:
     """Host memory of one node. All methods that say so are collective over the ranks of the expert-parallel group.
 
     Args:
-        expert: the tensors of one expert, `[...]` each: shapes and dtypes to hold.
+        like: the tensors of one expert: shapes and dtypes to hold.
         pinned: lock the memory for copies to CUDA.
     """
 
-    def __init__(self, topology: Topology, expert: Sequence[torch.Tensor], *, pinned: bool) -> None:
+    def __init__(self, topology: Topology, like: Sequence[Like], *, pinned: bool) -> None:
         self._topology = topology
-        self._like = [(tensor.shape, tensor.dtype) for tensor in expert]
+        self._like = list(like)
         self._expert_bytes = packed_bytes(self._like)
         self._pinned = pinned
         self._memory: torch.Tensor | None = None

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 import numpy as np
+import numpy.typing as npt
 import torch
 import torch.distributed as dist
 
@@ -32,7 +33,7 @@ from trimtab.runtime.home_experts import HomeExperts
 from trimtab.runtime.topology import Topology
 from trimtab.trace import RoutingTrace
 from trimtab.trace.counting import count_experts
-from trimtab.trace.routing import Array
+from trimtab.trace.routing import Array, no_route
 
 Mode = Literal["plan", "static", "shadow", "off"]
 Paths = Literal["both", "peer", "host"]
@@ -55,7 +56,7 @@ class PlannedStep:
         plan: of this rank's expert-parallel group.
         predicted_gain: the part of the expert time that the plan is predicted to save.
         max_vio_before: max/mean - 1 of rank loads, mean over instances, without a plan: at the present homes, packed by
-            length if the schedule is the plan's own.
+            length if the schedule is planned, too.
         planning_s: seconds from counting to the plan being on every rank.
         workload: of this rank's expert-parallel group, if it was gathered for planning.
     """
@@ -81,6 +82,7 @@ class PlanReport:
         replicas: in all instances together.
         homes_moved: experts that changed rank, over all layers.
         micro_steps, unplanned_micro_steps: of the step, and those that run without a plan.
+        mixed_instances: with unknown routes, whose counts the ranks will exchange.
         peak_rows_before, peak_rows_after: rows of the busiest rank in its busiest instance, at home and under the plan.
         pool_bytes: of a rank, for replicas and for arriving gradients, whatever the number of layers.
         mirror_bytes: host memory of this rank's node.
@@ -96,6 +98,7 @@ class PlanReport:
     homes_moved: int
     micro_steps: int
     unplanned_micro_steps: int
+    mixed_instances: int
     peak_rows_before: int
     peak_rows_after: int
     pool_bytes: int
@@ -289,16 +292,44 @@ def _max_vio(plans: Sequence[StepPlan], loads: Sequence[Workload]) -> float:
 
 def check_model(trace: RoutingTrace, shape: tuple[int, int]) -> None:
     """Raises InputError if a trace is not of a model with this many layers and experts, or has ids of no expert."""
-    num_layers, num_experts = shape
     if (trace.num_layers, trace.num_experts) != shape:
+        num_layers, num_experts = shape
         raise InputError(
             f"the trace has {trace.shape_text}; the model has {num_layers} MoE layers, {num_experts} experts"
         )
     # Unknown routes are above all ids, so that most traces need one pass.
-    if trace.num_tokens and trace.expert_ids.max() >= num_experts:
-        is_wrong = (trace.expert_ids >= num_experts) & (trace.expert_ids != trace.no_route)
-        if is_wrong.any():
-            trace.check()
+    if trace.num_tokens and trace.expert_ids.max() >= trace.num_experts:
+        trace.check()
+
+
+def trace_of_micro_steps(rows: Sequence[npt.ArrayLike], num_layers: int, num_experts: int) -> RoutingTrace:
+    """A rank's micro-steps as a trace, in which each is one sequence.
+
+    Args:
+        rows: integer ids `[n, L, K]` of each micro-step; negative where the route is unknown.
+
+    Raises:
+        InputError: if they are no such ids.
+    """
+    arrays = [np.asarray(ids) for ids in rows]
+    if not arrays:
+        raise InputError("there are no micro-steps to plan; give the ids [tokens, layers, top_k] of at least one")
+    for index, ids in enumerate(arrays):
+        if ids.ndim != 3 or not np.issubdtype(ids.dtype, np.integer) or ids.shape[1:] != arrays[0].shape[1:]:
+            raise InputError(
+                f"micro-step {index} has ids {list(ids.shape)} of {ids.dtype}; they should be integers "
+                f"[tokens, layers, top_k], with as many layers and experts a token as micro-step 0, "
+                f"{list(arrays[0].shape)}"
+            )
+    unknown = no_route(num_experts)
+    wide = [np.where(ids < 0, unknown, ids) if ids.dtype.kind == "i" else ids for ids in arrays]
+    for index, ids in enumerate(wide):
+        wrong = (ids >= num_experts) & (ids != unknown)
+        if wrong.any():
+            raise InputError(f"micro-step {index} has expert id {ids[wrong][0]}; ids should be below {num_experts}")
+    trace = RoutingTrace.from_sequences(wide, num_experts=num_experts)
+    check_model(trace, (num_layers, num_experts))
+    return trace
 
 
 def check_fits(trace: RoutingTrace, schedule: Schedule, rank: int, num_ranks: int, shape: tuple[int, int]) -> None:

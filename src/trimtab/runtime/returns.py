@@ -12,7 +12,6 @@ from trimtab.runtime.counters import Counters
 from trimtab.runtime.engine import will_run
 from trimtab.runtime.home_experts import HomeExperts
 from trimtab.runtime.layout import InstanceReplicas
-from trimtab.runtime.micro_step import MicroStep
 from trimtab.runtime.topology import Topology
 
 
@@ -64,12 +63,13 @@ class GradientReturns:
         layer: HomeExperts,
         gradients: Sequence[torch.Tensor | None],
         replicas: InstanceReplicas,
-        step: MicroStep,
+        tag: int,
     ) -> None:
         """Start sending an instance's replica gradients home. Called in a backward.
 
         Args:
             gradients: of this rank's replicas, `[count, ...]` for each stacked tensor; None where it is frozen.
+            tag: of the messages.
 
         Raises:
             RuntimeError: if the backward is `torch.autograd.grad`, or an expert tensor has a hook on its gradient.
@@ -82,8 +82,6 @@ class GradientReturns:
         pending = _Return(layer, added, [], [], [], [])
         operations: list[dist.P2POp] = []
         group, rank = self._topology.gradients, self._topology.rank
-        # A message of another instance does not match, should ranks ever come to different ones.
-        tag = hash((step.plan_number, step.index, layer.index)) & 0x7FFFFFFF
         for p in range(replicas.count):
             expert, to = int(replicas.experts[p]), int(replicas.ranks[p])
             home = int(layer.home_E[expert])
@@ -91,14 +89,16 @@ class GradientReturns:
                 buffers = self._buffers([parameters[t] for t in trained])
                 pending.rows.append(int(layer.rows_E[expert]))
                 pending.buffers.append(buffers)
+                if to == rank:
+                    for buffer, t in zip(buffers, trained, strict=True):
+                        buffer.copy_(_given(gradients[t])[int(replicas.slots[p])])
+                    continue
                 operations += [
                     dist.P2POp(dist.irecv, buffer, group=group, group_peer=to, tag=tag) for buffer in buffers
                 ]
             elif to == rank:
                 for t in trained:
-                    gradient = gradients[t]
-                    assert gradient is not None
-                    row = gradient[int(replicas.slots[p])]
+                    row = _given(gradients[t])[int(replicas.slots[p])]
                     pending.leaving.append(row.to(accumulation_dtype(row.dtype)).contiguous())
                     operations.append(
                         dist.P2POp(dist.isend, pending.leaving[-1], group=group, group_peer=home, tag=tag)
@@ -171,6 +171,11 @@ class GradientReturns:
                 if gradient is not None:
                     gradient[row] += total
         self._spare += pending.buffers
+
+
+def _given(gradient: torch.Tensor | None) -> torch.Tensor:
+    assert gradient is not None
+    return gradient
 
 
 def _if_accumulated(layer: HomeExperts, parameter: torch.nn.Parameter) -> torch.nn.Parameter | None:

@@ -1,6 +1,7 @@
 """`ReplicaRing`: brings replicas' weights to where they are needed, a few layers ahead, and drops them behind.
 
-All layers share the ring's places, so that memory does not grow with depth; what was dropped comes again in backward.
+All layers and micro-steps share the ring's places, so that memory does not grow with depth; what was dropped comes
+again in backward. What comes next is known from what the loop did before; see `visits.py`.
 Every rank starts the same instances in the same order, whether or not it holds a replica of them: home ranks and slots
 know of each other from the plan alone, and messages between two ranks match in the order in which they are posted.
 
@@ -10,7 +11,8 @@ without a GPU reach all three, but messages and copies on a GPU are ordered by s
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import itertools
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -20,17 +22,22 @@ from trimtab.planner.paths import HOST
 from trimtab.runtime.copies import BackgroundCopies, Wait
 from trimtab.runtime.counters import Counters
 from trimtab.runtime.home_experts import HomeExperts
-from trimtab.runtime.micro_step import MicroStep
+from trimtab.runtime.layout import InstanceReplicas
 from trimtab.runtime.mirror import NodeMirror
 from trimtab.runtime.symmetric import PeerMemory
 from trimtab.runtime.topology import Topology
+from trimtab.runtime.visits import Instance, Visits
+
+ReplicasOf = Callable[[int, int], InstanceReplicas]
+"""The replicas of a micro-step and layer on all ranks."""
 
 
 @dataclass(eq=False)
 class _Arrival:
-    """The replicas of an instance on this rank: a place of the ring, and what to wait for."""
+    """The replicas of an instance on this rank: a place of the ring, how many, and what to wait for."""
 
     place: int
+    count: int
     waits: list[Wait]
 
 
@@ -42,18 +49,18 @@ class ReplicaRing:
         peers: what peer-path replicas with a home on this node are copied from; messages bring them if it is None.
 
     Args:
-        expert: the tensors of one expert, shapes and dtypes alone.
+        homes: this rank's home experts of all layers.
         slots: replicas of one layer that a place has room for.
-        layers: places, for a layer each. One is in use, the others are filled meanwhile; at least 2.
+        places: for an instance each. One is in use, the others are filled meanwhile; at least 2.
     """
 
     def __init__(
         self,
         topology: Topology,
-        expert: Sequence[torch.Tensor],
+        homes: Sequence[HomeExperts],
         *,
         slots: int,
-        layers: int,
+        places: int,
         mirror: NodeMirror,
         counters: Counters,
     ) -> None:
@@ -61,47 +68,51 @@ class ReplicaRing:
         self.mirror = mirror
         self.peers: PeerMemory | None = None
         self._topology = topology
+        self._homes = homes
+        self._device = homes[0].device
+        shapes, dtype = homes[0].expert_shapes, homes[0].dtype
         self._places = [
-            [torch.zeros(slots, *t.shape, dtype=t.dtype, device=t.device) for t in expert] for _ in range(layers)
+            [torch.zeros(slots, *shape, dtype=dtype, device=self._device) for shape in shapes] for _ in range(places)
         ]
-        self._device = expert[0].device
         # Of their own each, so that neither path waits for the other's link.
         self.host_copies, self.peer_copies = BackgroundCopies(self._device), BackgroundCopies(self._device)
-        self._held: dict[tuple[MicroStep, int], _Arrival] = {}
+        self._visits = Visits()
+        self._plan_number = 0
+        self._replicas: ReplicasOf = _none
+        self._held: dict[Instance, _Arrival] = {}
         self._sends: list[dist.Work] = []
-        self._order: dict[bool, list[int]] = {}
 
     @property
     def nbytes(self) -> int:
         """Memory of all places."""
         return sum(tensor.nbytes for place in self._places for tensor in place)
 
-    def begin(self, step: MicroStep, layers: Sequence[HomeExperts]) -> None:
-        """Say that a micro-step begins; start what its first layers need, beside all that runs before them."""
-        if step.layouts:
-            # Whether it has a backward shows later. Forward it runs like the last one of either kind.
-            order = self._order.get(True) or self._order.get(False) or range(len(step.layouts))
-            self._fetch(step, order, layers)
+    def prepare(self, replicas: ReplicasOf, plan_number: int) -> None:
+        """Take over a plan. Nothing is held.
 
-    def approach(self, step: MicroStep, index: int, layers: Sequence[HomeExperts]) -> None:
-        """Say that layer `index` is about to run, forward or backward; start what comes next, as far as room goes."""
-        step.visited.append(index)
-        self._fetch(step, [index, *self._coming(step, index)], layers)
+        Args:
+            replicas: tells those of an instance, on all ranks.
+            plan_number: which of the session's plans it is.
+        """
+        self._replicas, self._plan_number = replicas, plan_number
 
-    def replicas(self, step: MicroStep, index: int) -> list[torch.Tensor]:
+    def begin(self, micro_step: int) -> None:
+        """Say that a micro-step's forward begins; start what its first layers need, beside all that runs before."""
+        self._visits.enter(micro_step)
+        self._fetch([])
+
+    def approach(self, micro_step: int, layer: int) -> None:
+        """Say that a layer is about to run, forward or backward; start what comes next, as far as room goes."""
+        self._visits.visit(micro_step, layer)
+        self._fetch([(micro_step, layer)])
+
+    def replicas(self, micro_step: int, layer: int) -> list[torch.Tensor]:
         """This rank's replicas of an instance that was approached, `[count, ...]` each. Waits until they are there."""
-        arrival = self._held[step, index]
+        arrival = self._held[micro_step, layer]
         if arrival.waits:
             self.counters.wait(arrival.waits, self._device)
             arrival.waits = []
-        count = step.layouts[index].num_here
-        return [tensor[:count] for tensor in self._places[arrival.place]]
-
-    def end(self, step: MicroStep) -> None:
-        """The micro-step is over: remember its order of layers. What follows may write to the weights."""
-        if step.visited:
-            self._order[step.with_backward] = step.visited
-        self._wait_for_sends()
+        return [tensor[: arrival.count] for tensor in self._places[arrival.place]]
 
     def complete(self) -> None:
         """Wait for all transfers under way: the weights are about to change."""
@@ -109,31 +120,29 @@ class ReplicaRing:
             for wait in arrival.waits:
                 wait()
             arrival.waits = []
-        self._wait_for_sends()
+        for work in self._sends:
+            work.wait()
+        self._sends.clear()
 
     def drain(self) -> None:
         """Forget all replicas, with no transfer left under way."""
         self.complete()
         self._held.clear()
 
-    def _wait_for_sends(self) -> None:
-        for work in self._sends:
-            work.wait()
-        self._sends.clear()
-
     def settle(self) -> None:
         """Come to where no rank reads what any rank is about to write. Collective."""
         self.drain()
+        self._visits.refresh()
         if self.peers is not None or self.mirror.is_used:
             if self._device.type == "cuda":
                 torch.cuda.synchronize()
             dist.barrier(group=self._topology.expert_control)
 
-    def refresh(self, layers: Sequence[HomeExperts]) -> None:
-        """Bring the layers' present weights to where replicas are copied from. Collective; all ranks have settled."""
+    def refresh(self) -> None:
+        """Bring the present weights to where replicas are copied from. Collective; all ranks have settled."""
         if self.peers is not None:
-            self.peers.fill(layers)
-        self.counters.mirror_bytes += self.mirror.refresh(layers)
+            self.peers.fill(self._homes)
+        self.counters.mirror_bytes += self.mirror.refresh(self._homes)
 
     def take_cpu_s(self) -> float:
         """Seconds of CPU time that copying threads have spent since this was last asked."""
@@ -147,30 +156,23 @@ class ReplicaRing:
         self.peers = None
         self.mirror.close()
 
-    def _coming(self, step: MicroStep, index: int) -> Sequence[int]:
-        """The layers that will be needed after this one: as in the last such micro-step, else straight on."""
-        known, done = self._order.get(step.with_backward, []), len(step.visited)
-        if known is not step.visited and known[:done] == step.visited:
-            return known[done:]
-        goes_up = done < 2 or index > step.visited[-2]
-        return range(index + 1, len(step.layouts)) if goes_up else range(index - 1, -1, -1)
-
-    def _fetch(self, step: MicroStep, order: Sequence[int], layers: Sequence[HomeExperts]) -> None:
-        """Start what is not there yet of the first layers in this order that have replicas, one for each place."""
-        window: list[int] = []
-        for layer in order:
-            if step.layouts[layer].replicas.count and layer not in window:
-                window.append(layer)
+    def _fetch(self, now: Sequence[Instance]) -> None:
+        """Start what is not there yet of the next instances that have replicas, one for each place."""
+        window: list[Instance] = []
+        coming = self._visits.coming(2 * len(self._homes), len(self._homes))
+        for instance in itertools.chain(now, coming):
+            if instance not in window and self._replicas(*instance).count:
+                window.append(instance)
                 if len(window) == len(self._places):
                     break
-        for layer in window:
-            if (step, layer) not in self._held:
-                self._start(step, layers[layer], {(step, needed) for needed in window})
+        for instance in window:
+            if instance not in self._held:
+                self._start(instance, window)
 
-    def _start(self, step: MicroStep, layer: HomeExperts, needed: set[tuple[MicroStep, int]]) -> None:
-        replicas = step.layouts[layer.index].replicas
-        arrival = _Arrival(self._free_place(needed), [])
-        self._held[step, layer.index] = arrival
+    def _start(self, instance: Instance, needed: Sequence[Instance]) -> None:
+        layer, replicas = self._homes[instance[1]], self._replicas(*instance)
+        arrival = _Arrival(self._free_place(needed), 0, [])
+        self._held[instance] = arrival
         place = self._places[arrival.place]
         for tensor in place:
             # So that autograd notices if it kept a slot that now gets other weights.
@@ -180,10 +182,11 @@ class ReplicaRing:
         operations: list[dist.P2POp] = []
         group, rank, per_node = self._topology.weights, self._topology.rank, self._topology.ranks_per_node
         # A message of another instance does not match, should ranks ever come to different ones.
-        tag = hash((step.plan_number, step.index, layer.index)) & 0x7FFFFFFF
+        tag = hash((self._plan_number, *instance)) & 0x7FFFFFFF
         for p in range(replicas.count):
             expert, to = int(replicas.experts[p]), int(replicas.ranks[p])
             home, row, slot = int(layer.home_E[expert]), int(layer.rows_E[expert]), int(replicas.slots[p])
+            arrival.count += to == rank
             if replicas.paths[p] == HOST:
                 if to == rank:
                     sources = self.mirror.row(layer.index, expert)
@@ -216,7 +219,7 @@ class ReplicaRing:
                     self._sends.append(work)
         self._sends = [work for work in self._sends if not work.is_completed()]
 
-    def _free_place(self, needed: set[tuple[MicroStep, int]]) -> int:
+    def _free_place(self, needed: Sequence[Instance]) -> int:
         """A place that is empty, or whose instance was not needed for longest."""
         taken = {arrival.place for arrival in self._held.values()}
         for place in range(len(self._places)):
@@ -227,3 +230,7 @@ class ReplicaRing:
         for wait in arrival.waits:
             wait()
         return arrival.place
+
+
+def _none(micro_step: int, layer: int) -> InstanceReplicas:
+    return InstanceReplicas.none(1)

@@ -12,6 +12,7 @@ from functools import partial
 from typing import Any, cast, get_args
 
 import numpy as np
+import numpy.typing as npt
 import torch
 import torch.distributed as dist
 
@@ -23,6 +24,7 @@ from trimtab.runtime.accumulation import Accumulation
 from trimtab.runtime.backward import Backward
 from trimtab.runtime.checks import at_least, finite, one_of
 from trimtab.runtime.counters import Counters
+from trimtab.runtime.dispatch import Dispatcher, RowDispatcher
 from trimtab.runtime.experts import ApplyExperts
 from trimtab.runtime.gradients import clip_gradients, dense_parameters, describe, sum_gradients, zero_missing
 from trimtab.runtime.home_experts import HomeExperts, ReadParameters, check_parameters
@@ -43,10 +45,19 @@ from trimtab.runtime.lockstep import (
     digest,
 )
 from trimtab.runtime.logical import LogicalState
-from trimtab.runtime.micro_step import MicroStep, RunningStep
+from trimtab.runtime.micro_step import BoundRoutes, MicroStep, RunningStep
 from trimtab.runtime.moving import check_movable, move_experts
 from trimtab.runtime.optimizer_watch import OptimizerWatch
-from trimtab.runtime.planning import Mode, Paths, PlannedStep, PlanReport, SessionPlanner, check_fits, check_model
+from trimtab.runtime.planning import (
+    Mode,
+    Paths,
+    PlannedStep,
+    PlanReport,
+    SessionPlanner,
+    check_fits,
+    check_model,
+    trace_of_micro_steps,
+)
 from trimtab.runtime.recorder import REFRESHING, SUMMING, Recorder
 from trimtab.runtime.topology import Topology
 from trimtab.runtime.transfers import Transfers
@@ -126,11 +137,11 @@ class Session:
         self.counters = Counters(lockstep=self._lockstep)
         self._step: RunningStep | None = None
         self._plans = 0
-        # The last micro-step's backward may come after it.
-        self._last: MicroStep | None = None
         self._backward = Backward(self._complete_gradients, self._drop_gradients)
         self._accumulation = Accumulation(self._expert_parameters)
-        self._calls = LayerCalls(self.topology, self._lockstep, self.counters, self._backward, self._accumulation)
+        self._calls = LayerCalls(
+            self.topology, self._lockstep, self.counters, self._backward, self._accumulation, self.slots_per_rank
+        )
         self._weights_changed = True
         self._optimizer_watch = OptimizerWatch(self._expert_parameters, self._before_step, self._after_step)
 
@@ -184,6 +195,7 @@ class Session:
         *,
         compute_dtype: torch.dtype | None = None,
         weights: HomeWeights | None = None,
+        dispatcher: Dispatcher | None = None,
     ) -> ExpertLayer:
         """Add the next MoE layer. Not a collective.
 
@@ -196,6 +208,7 @@ class Session:
             weights: gives the same experts `[E / R, ...]`, in the graph, each time that the layer runs, if somebody
                 else gathers their gradients and trains them, as FSDP does. Those gradients are then complete,
                 replicas' included, when the layer's backward ends; `parameters` are only read, and homes stay.
+            dispatcher: brings rows to physical experts and back; our own by default.
 
         Raises:
             InputError: if a tensor does not hold E / R experts, they differ in shape from other layers', or another
@@ -213,7 +226,7 @@ class Session:
                 f"MoE layer {index} has experts of {_expert_shapes(homes)}, layer 0 {_expert_shapes(self.homes[0])}. "
                 "All layers share the room for replicas, so their experts should be alike"
             )
-        layer = ExpertLayer(self._calls, homes, apply, weights)
+        layer = ExpertLayer(self._calls, homes, apply, weights, dispatcher or RowDispatcher())
         self.layers.append(layer)
         self.homes.append(homes)
         return layer
@@ -289,10 +302,58 @@ class Session:
         places = digest(schedule.micro_step, schedule.rank, schedule.mini_batch_of_micro_step)
         same = {"number of micro-steps": schedule.num_micro_steps, "schedule": places, **self._settings}
         self._meet(PLAN, same, fits)
-        planned = self._planner(trace).for_schedule(
-            trace, schedule, self.placement, self.mode, may_move=bool(self.optimizers)
-        )
+        return self._plan(trace, schedule)
+
+    def _plan(self, trace: RoutingTrace, schedule: Schedule, *, may_move: bool = True) -> PlanReport:
+        may_move = may_move and bool(self.optimizers)
+        planned = self._planner(trace).for_schedule(trace, schedule, self.placement, self.mode, may_move=may_move)
         return self.adopt(planned, trace)
+
+    def plan_micro_steps(self, rows: Sequence[npt.ArrayLike]) -> PlanReport:
+        """Plan a step of micro-steps that are made already, and take the plan over.
+
+        Args:
+            rows: for every micro-step the integer ids `[n, L, K]` that were recorded for this rank's n tokens in the
+                session's L layers, whatever the tokens are: packed batches, slices of sequences, one pipeline stage's
+                layers. Negative where a token's route in a layer is unknown, all K of them. All ranks have as many
+                micro-steps, each with any number of tokens.
+
+        Raises:
+            InputError: if ids and layers don't fit together, or ranks differ in the number of micro-steps.
+        """
+        self._calls.need_to_be_between("plan_micro_steps")
+        trace, problem = None, None
+        try:
+            trace = trace_of_micro_steps(rows, *self._shape)
+        except InputError as error:
+            problem = error
+        ranks, same = self.topology.num_data_ranks, {"number of micro-steps": len(rows), **self._settings}
+        same["top_k"] = None if trace is None else trace.top_k
+        self._meet(PLAN, same, problem)
+        assert trace is not None
+        schedule = Schedule(
+            micro_step=np.repeat(np.arange(len(rows), dtype=np.int32), ranks),
+            rank=np.tile(np.arange(ranks, dtype=np.int32), len(rows)),
+            mini_batch_of_micro_step=np.zeros(len(rows), np.int32),
+            num_ranks=ranks,
+        )
+        return self._plan(trace, schedule)
+
+    def complete_plan(self) -> PlanReport:
+        """Plan the step again where it has unknown routes, with those that its tokens took since.
+
+        The routes are those of micro-steps that ran without gradients, as the recompute of log-probabilities does. The
+        update then needs no exchange of counts for them. Homes stay as they are.
+
+        Raises:
+            RuntimeError: if there is no step that was planned here.
+        """
+        self._calls.need_to_be_between("complete_plan")
+        step = self._step
+        if step is None or step.schedule is None:
+            raise RuntimeError("complete_plan() needs a step that this session has planned")
+        self._meet(PLAN, self._settings, None)
+        return self._plan(step.completed_trace, step.schedule, may_move=False)
 
     def plan_sequences(self, trace: RoutingTrace, *, token_budget: int, mini_batch: Array | None = None) -> PlannedStep:
         """Plan a step with its schedule, from the sequences that each rank happens to have.
@@ -316,86 +377,125 @@ class Session:
             may_move=bool(self.optimizers), token_budget=token_budget, mini_batch=mini_batch,
         )  # fmt: skip
 
-    def adopt(self, planned: PlannedStep | StepPlan, trace: RoutingTrace) -> PlanReport:
-        """Take over a plan, made here or elsewhere. Experts move to the homes that it wants.
+    def adopt(self, planned: PlannedStep, trace: RoutingTrace) -> PlanReport:
+        """Take over a plan that `plan_sequences` made. Experts move to the homes that it wants.
 
         Args:
-            planned: what `plan_sequences` returned, or a plan for this rank's expert-parallel group.
+            planned: the plan.
+            trace: this rank's sequences, as `planned.schedule.sequences_of(rank)` orders them.
+
+        Raises:
+            InputError: as `adopt_plan`.
+        """
+        workload = self._meet_over(planned.plan, trace, planned.workload)
+        return self._take_over(
+            planned.plan, workload, trace, planned.schedule, max_vio_before=planned.max_vio_before,
+            predicted_gain=planned.predicted_gain, planning_s=planned.planning_s,
+        )  # fmt: skip
+
+    def adopt_plan(self, plan: StepPlan, trace: RoutingTrace) -> PlanReport:
+        """Take over a plan that was made elsewhere. Experts move to the homes that it wants.
+
+        Args:
+            plan: for this rank's expert-parallel group.
             trace: this rank's sequences, as `plan.schedule.sequences_of(rank)` orders them.
 
         Raises:
             InputError: if the ranks hold different plans, a plan breaks one of its invariants (see `StepPlan.check`),
                 has more slots than this session, or moves homes although no optimizer is known.
         """
+        workload = self._meet_over(plan, trace, None)
+        before = float(max_over_mean(workload.home_loads(self.placement.home)).mean() - 1)
+        return self._take_over(plan, workload, trace, None, max_vio_before=before)
+
+    def _meet_over(self, plan: StepPlan, trace: RoutingTrace, workload: Workload | None) -> Workload:
+        """All ranks adopt the same plan, which is right for what they have; the load of the group."""
         self._calls.need_to_be_between("adopt")
-        plan = planned if isinstance(planned, StepPlan) else planned.plan
-        moved = int(np.count_nonzero(plan.home != self.placement.home)) if plan.home.shape == self._shape else 0
-        problem = _problem(self._check_plan, plan, trace, moved)
+        problem = _problem(self._check_plan, plan, trace)
         self._lockstep.agree(ADOPT, same={"the plan": plan.hash, **self._settings}, problem=problem)
-        workload = None if isinstance(planned, StepPlan) else planned.workload
         if workload is None:
             schedule = self._data_schedule(plan)
             workload = self._planner(trace).gather_workloads(trace, schedule)[self.topology.group]
         plan.check(workload)
-        before = workload.home_loads(self.placement.home)
-        if isinstance(planned, StepPlan):
-            planned = PlannedStep(plan.schedule, plan, max_vio_before=float(max_over_mean(before).mean() - 1))
-        after = plan.rank_loads(workload)
-        start = time.perf_counter()
+        return workload
+
+    def _take_over(
+        self,
+        plan: StepPlan,
+        workload: Workload,
+        trace: RoutingTrace,
+        schedule: Schedule | None,
+        *,
+        max_vio_before: float,
+        predicted_gain: float = 0.0,
+        planning_s: float = 0.0,
+    ) -> PlanReport:
+        """Make ready for the micro-steps of a plan that is right: experts at their homes, room for what it needs."""
         runs = self.mode in ("plan", "static")
-        self._take(plan, workload, trace, runs)
-        unplanned = int(np.count_nonzero(~plan.plannable)) if runs else plan.num_micro_steps
+        before, after = workload.home_loads(self.placement.home), plan.rank_loads(workload)
+        moved = self._num_moved(plan)
+        start = time.perf_counter()
+        self._backward.forget()
+        self._plans += 1
+        step = RunningStep(plan, workload, trace, schedule, runs, self._plans, self.slots_per_rank)
+        if runs:
+            with torch.inference_mode(False):
+                self._move(plan.placement)
+                self.transfers.prepare(plan, step.replicas_of, self._plans)
+        self._weights_changed = True
+        self._calls.is_planned = True
+        self._step = step
         return PlanReport(
-            planning_s=planned.planning_s,
+            planning_s=planning_s,
             moving_s=time.perf_counter() - start,
-            predicted_gain=planned.predicted_gain,
-            max_vio_before=planned.max_vio_before,
+            predicted_gain=predicted_gain,
+            max_vio_before=max_vio_before,
             max_vio_after=float(max_over_mean(after).mean() - 1),
             replicas=plan.num_replicas,
             homes_moved=moved,
             micro_steps=plan.num_micro_steps,
-            unplanned_micro_steps=unplanned,
+            unplanned_micro_steps=0 if runs else plan.num_micro_steps,
+            mixed_instances=int(np.count_nonzero(plan.mixed_ML)),
             peak_rows_before=int(before.max(initial=0)),
             peak_rows_after=int(after.max(initial=0)),
             pool_bytes=self.transfers.pool_bytes,
-            mirror_bytes=self.transfers.ring.mirror.nbytes,
+            mirror_bytes=self.transfers.mirror_bytes,
             free_bytes=_free_bytes(self._device),
         )
 
-    @contextmanager
     def micro_step(
         self,
         index: int,
         *,
         positions: torch.Tensor | None = None,
         sequence_hashes: Array | None = None,
-    ) -> Iterator[None]:
-        """Bind a micro-step of the planned step around its forward and, in update, its backward.
+    ) -> MicroStep:
+        """A micro-step of the planned step, to be entered around every forward of its tokens: `with` it.
+
+        Not a collective, but entering it is. Micro-steps may be entered in any order, any number of times (recompute,
+        then update; each pipeline chunk), one at a time; their backwards need no context. Enter the same object again,
+        or leave `positions` out, and what its layers need is made once.
 
         Args:
-            index: the micro-step, 0 .. M-1. Any order, any number of times (recompute, then update).
+            index: the micro-step, 0 .. M-1.
             positions: `[n]` int64, where this rank's n planned tokens stand among the rows that the layers are given,
                 if those hold more (padding). The others get zero from the experts.
             sequence_hashes: `hash_tokens` of this rank's sequences in the batch, in plan order. If they are not those
                 that were planned, on any rank, the micro-step runs unplanned on live routing on all ranks.
 
         Raises:
-            RuntimeError: if there is no plan, or another micro-step is running.
+            RuntimeError: if there is no plan; as it is entered, if another micro-step is open.
         """
         if self._step is None:
             raise RuntimeError("micro_step() needs a planned step")
-        step, layers, topology = self._step, self.homes, self.topology
+        step = self._step
         knows = step.problem(index) is None and step.knows(index, sequence_hashes, self.rank)
-        all_know = self._begin(MICRO_STEP, index, knows, step.problem(index))
-
-        def bind() -> MicroStep:
-            return step.bind(index, layers, topology, positions) if all_know else MicroStep(positions, index=index)
-
-        bound = bind()
-        self.unplanned_micro_steps += not bound.layouts
-        recorder = self.counters.recorder
-        with self._running(bound, bind), nullcontext() if recorder is None else recorder.micro_step(index):
-            yield
+        known = step.micro_steps.get(index)
+        if known is not None and knows and known.positions is positions:
+            return known
+        made = MicroStep(index, positions, partial(self._bind, step), partial(self._running, step, knows))
+        step.micro_steps[index] = made
+        return made
 
     @contextmanager
     def recording(self) -> Iterator[Recorder]:
@@ -428,16 +528,13 @@ class Session:
             raise RuntimeError("rank_loads needs a planned step")
         return self.step_plan.rank_loads(self._step.workload)
 
-    @contextmanager
-    def live_micro_step(self, *, positions: torch.Tensor) -> Iterator[None]:
-        """Bind a micro-step that nothing is known of, to leave padding out of the experts. Needs no plan.
+    def live_micro_step(self, *, positions: torch.Tensor) -> MicroStep:
+        """A micro-step that nothing is known of, to leave padding out of the experts. Needs no plan.
 
         Args:
             positions: `[n]` int64, where this rank's tokens stand among the rows that the layers are given.
         """
-        self._begin(LIVE_MICRO_STEP, -1)
-        with self._running(MicroStep(positions), partial(MicroStep, positions)):
-            yield
+        return MicroStep(-1, positions, BoundRoutes, self._running_live)
 
     def finish_gradients(self, replicated: Iterable[torch.nn.Parameter] = ()) -> None:
         """Complete the gradients of all micro-steps so far; call it before clipping and the optimizer step.
@@ -467,7 +564,6 @@ class Session:
                 sum_gradients(experts, self.topology.expert_dp_group)
             sum_gradients(dense, self.topology.data)
         self._accumulation.finish(summed)
-        self._last = None
         self._weights_changed = True
 
     def clip_gradients(self, replicated: Iterable[torch.nn.Parameter], max_norm: float) -> float:
@@ -495,6 +591,7 @@ class Session:
         `transfer/exposed_s` are seconds that compute waited for replicas or their gradients, `transfer/cpu_s` CPU time
         of the thread that copies, `transfer/refresh_s` what bringing changed weights into mirrors took,
         `transfer/*_bytes` what this rank sent or copied, `moe/unplanned_micro_steps` those that ran without a plan,
+        `moe/mixed_instances` calls in planned micro-steps that had unknown rows, whose numbers the ranks exchanged,
         `moe/live_layer_calls` calls of layers outside any micro-step while there was a plan, which follow the router's
         choice, `moe/abandoned_backwards` those that failed while gradients of replicas were under way.
         """
@@ -626,14 +723,36 @@ class Session:
             self._weights_changed = False
         return bool(votes_RV[:, 1].all())
 
+    def _bind(self, step: RunningStep, micro_step: MicroStep) -> BoundRoutes:
+        if not micro_step.is_known:
+            return BoundRoutes(micro_step)
+        return step.bind(micro_step, self.homes, self.topology)
+
     @contextmanager
-    def _running(self, micro_step: MicroStep, bind: Callable[[], MicroStep]) -> Iterator[None]:
-        self._backward.open(micro_step, bind)
-        self._calls.current = self._last = micro_step
-        try:
-            self.transfers.ring.begin(micro_step, self.homes)
+    def _running(self, step: RunningStep, knows: bool, micro_step: MicroStep) -> Iterator[None]:
+        index, recorder = micro_step.index, self.counters.recorder
+        problem = step.problem(index)
+        if step is not self._step:
+            problem = RuntimeError(f"micro-step {index} is of an earlier plan; get it from micro_step() anew")
+        micro_step.is_known = self._begin(MICRO_STEP, index, knows and problem is None, problem)
+        with self._opened(micro_step) as routes, nullcontext() if recorder is None else recorder.micro_step(index):
+            self.unplanned_micro_steps += not routes.layouts
+            if routes.layouts:
+                self.transfers.ring.begin(index)
             yield
-            self.transfers.ring.end(micro_step)
+
+    @contextmanager
+    def _running_live(self, micro_step: MicroStep) -> Iterator[None]:
+        self._begin(LIVE_MICRO_STEP, -1)
+        with self._opened(micro_step):
+            yield
+
+    @contextmanager
+    def _opened(self, micro_step: MicroStep) -> Iterator[BoundRoutes]:
+        self._backward.open(micro_step)
+        try:
+            self._calls.current = micro_step.routes()
+            yield self._calls.current
         finally:
             self._calls.current = None
             self._backward.close()
@@ -668,19 +787,10 @@ class Session:
         if self._calls.transfers is not None:
             self._calls.transfers.returns.abandon()
 
-    def _take(self, plan: StepPlan, workload: Workload, trace: RoutingTrace, runs: bool) -> None:
-        """Make ready for the micro-steps of a plan that is right: experts at their homes, room for what it needs."""
-        self._backward.forget()
-        self._plans += 1
-        if runs:
-            with torch.inference_mode(False):
-                self._move(plan.placement)
-                self.transfers.prepare(plan, self._plans)
-        self._weights_changed = True
-        self._calls.is_planned = True
-        self._step = RunningStep(plan, workload, trace, runs, self._plans)
+    def _num_moved(self, plan: StepPlan) -> int:
+        return int(np.count_nonzero(plan.home != self.placement.home)) if plan.home.shape == self._shape else 0
 
-    def _check_plan(self, plan: StepPlan, trace: RoutingTrace, moved: int) -> None:
+    def _check_plan(self, plan: StepPlan, trace: RoutingTrace) -> None:
         check_fits(trace, plan.schedule, self.rank, self.num_ranks, self._shape)
         if self.mode not in ("plan", "static"):
             return
@@ -688,6 +798,7 @@ class Session:
             raise InputError(
                 f"the plan is for {plan.slots_per_rank} slots a rank; this session has {self.slots_per_rank}"
             )
+        moved = self._num_moved(plan)
         if moved and not self.optimizers:
             raise InputError(
                 f"the plan moves {moved} experts to other homes; tell the session which optimizer trains them with "

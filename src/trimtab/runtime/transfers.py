@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import numpy as np
-import torch
 
 from trimtab.planner import StepPlan
 from trimtab.planner.paths import PEER
@@ -13,7 +12,7 @@ from trimtab.runtime.counters import Counters
 from trimtab.runtime.home_experts import HomeExperts
 from trimtab.runtime.mirror import NodeMirror
 from trimtab.runtime.returns import GradientReturns
-from trimtab.runtime.ring import ReplicaRing
+from trimtab.runtime.ring import ReplicaRing, ReplicasOf
 from trimtab.runtime.symmetric import PeerMemory
 from trimtab.runtime.topology import Topology
 from trimtab.runtime.weight_watch import WeightWatch
@@ -43,19 +42,17 @@ class Transfers:
         counters: Counters,
         verify_weights: bool,
     ) -> None:
-        first, device = layers[0], layers[0].device
-        expert = [torch.empty(shape, dtype=first.dtype, device=device) for shape in first.expert_shapes]
-        self._on_cuda = device.type == "cuda"
+        self._on_cuda = layers[0].device.type == "cuda"
         self._topology = topology
         self.layers = layers
         self.plan_number = 0
         self.watch = WeightWatch(layers, verify=verify_weights)
         self.ring = ReplicaRing(
             topology,
-            expert,
+            layers,
             slots=slots,
-            layers=ring_layers,
-            mirror=NodeMirror(topology, expert, pinned=self._on_cuda),
+            places=ring_layers,
+            mirror=NodeMirror(topology, layers[0].expert_like, pinned=self._on_cuda),
             counters=counters,
         )
         # What is joined in backward is under way within one layer alone.
@@ -67,9 +64,20 @@ class Transfers:
         """Memory of this rank for replicas and arriving gradients."""
         return self.ring.nbytes + self.returns.nbytes
 
-    def prepare(self, plan: StepPlan, number: int) -> None:
-        """Make room for what a plan needs. Nothing is under way."""
+    @property
+    def mirror_bytes(self) -> int:
+        """Host memory of this rank's node."""
+        return self.ring.mirror.nbytes
+
+    def prepare(self, plan: StepPlan, replicas: ReplicasOf, number: int) -> None:
+        """Make room for what a plan needs. Nothing is under way.
+
+        Args:
+            replicas: the plan's, of an instance.
+            number: which of the session's plans it is.
+        """
         self.plan_number = number
+        self.ring.prepare(replicas, number)
         nodes = range(plan.num_ranks // plan.ranks_per_node)
         self.ring.mirror.hold([plan.mirror_entries(node) for node in nodes])
         near = (plan.replica_paths == PEER) & ~plan.far_replicas
@@ -85,5 +93,5 @@ class Transfers:
         self.ring.settle()
         for layer in self.layers:
             layer.stage()
-        self.ring.refresh(self.layers)
+        self.ring.refresh()
         self.watch.remember()

@@ -71,7 +71,7 @@ def measure_links(site: Site) -> LinkFigures:
     stacks = random_experts(site.model, EXPERTS, site.dtype, site.device)
     slots = [torch.zeros_like(stack) for stack in stacks]
     homes = session.add_layer([torch.nn.Parameter(stack) for stack in stacks], gated_experts()).homes
-    mirror = NodeMirror(topology, [stack[0] for stack in stacks], pinned=site.device.type == "cuda")
+    mirror = NodeMirror(topology, homes.expert_like, pinned=site.device.type == "cuda")
     mirror.hold([np.arange(EXPERTS * ranks)[:, None] * [0, 1]] * (ranks // per_node))
     mirror.refresh([homes])
     host_copies, peer_copies = BackgroundCopies(site.device), BackgroundCopies(site.device)

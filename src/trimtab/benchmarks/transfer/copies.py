@@ -50,7 +50,8 @@ def measure_host_path(
     """A rank's experts out of the mirror into slots, while the rank's own compute."""
     experts = model.num_experts // sizes.ranks
     sources, slots = (random_experts(model, experts, sizes.dtype, device) for _ in range(2))
-    mirror = NodeMirror(Topology.build(None, 1, None), [source[0] for source in sources], pinned=device.type == "cuda")
+    like = [(source.shape[1:], source.dtype) for source in sources]
+    mirror = NodeMirror(Topology.build(None, 1, None), like, pinned=device.type == "cuda")
     mirror.hold([np.array([[0, expert] for expert in range(experts)])])
     parameters = [torch.nn.Parameter(source, requires_grad=False) for source in sources]
     mirror.refresh([HomeExperts(0, lambda: parameters, rank=0, home_E=np.zeros(experts, np.int64))])

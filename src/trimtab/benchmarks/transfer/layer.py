@@ -18,10 +18,7 @@ from trimtab.planner import Placement, StepPlan, Workload, pack_by_length, plan_
 from trimtab.planner.paths import HOST
 from trimtab.planner.workload import max_over_mean
 from trimtab.runtime import RowGroups, Session, gated_experts
-from trimtab.runtime.home_experts import HomeExperts
 from trimtab.runtime.layout import InstanceReplicas
-from trimtab.runtime.micro_step import MicroStep
-from trimtab.runtime.returns import GradientReturns
 from trimtab.trace import PRESETS, synthesize, synthesize_preset
 
 PRESET = "rl-math"
@@ -30,14 +27,11 @@ SLOTS = 2
 SEED = 0
 
 
-class _OwnReturns(GradientReturns):
-    """For replicas on the home rank itself, which no plan has: their gradients have no way to go."""
+class _PlanOfOneRank(StepPlan):
+    """Has replicas on their home rank, which is the only one."""
 
-    def start(self, layer: HomeExperts, gradients: Any, replicas: InstanceReplicas, step: MicroStep) -> None:
-        for parameter, gradient in zip(layer.parameters, gradients, strict=True):
-            assert parameter.grad is not None
-            for p in range(replicas.count):
-                parameter.grad[int(layer.rows_E[replicas.experts[p]])] += gradient[int(replicas.slots[p])]
+    def check(self, workload: Workload) -> None:
+        pass
 
 
 def measure_planned_layer(
@@ -57,7 +51,7 @@ def measure_planned_layer(
     workload = Workload.from_trace(trace, schedule)
     counts_E = workload.token_counts_MLRE[0, 0, 0].astype(np.int64)
     hot = np.argsort(-counts_E, kind="stable")[:SLOTS]
-    plan = StepPlan.from_instances(
+    plan = _PlanOfOneRank.from_instances(
         schedule, Placement.contiguous(1, experts, 1),
         [np.stack([hot, np.zeros_like(hot)], axis=1)], [counts_E[hot, None] // 2],
         plannable=workload.plannable, cluster=ClusterSpec(1, 1, SLOTS),
@@ -67,15 +61,10 @@ def measure_planned_layer(
     session = Session(num_experts=experts, slots_per_rank=SLOTS)
     parameters = [torch.nn.Parameter(stack) for stack in random_experts(model, experts, sizes.dtype, device)]
     layer = session.add_layer(parameters, gated_experts())
-    returns = _OwnReturns(session.topology, layers=session.ring_layers, counters=session.counters)
-    session.transfers.returns = returns
     hidden = torch.randn(trace.num_tokens, model.hidden_size, dtype=sizes.dtype, device=device, requires_grad=True)
     live_ids = torch.zeros(trace.num_tokens, trace.top_k, dtype=torch.int64, device=device)
     weights = torch.rand(live_ids.shape, dtype=sizes.dtype, device=device).softmax(dim=-1)
     gradient = torch.randn_like(hidden)
-
-    def adopt(chosen: StepPlan) -> None:
-        session._take(chosen, workload, trace, runs=True)
 
     def run() -> list[torch.Tensor]:
         for leaf in (hidden, *parameters):
@@ -85,9 +74,9 @@ def measure_planned_layer(
             output.backward(gradient)
         return [output.detach(), *(leaf.grad for leaf in (hidden, *parameters) if leaf.grad is not None)]
 
-    adopt(plan.without_replicas())
+    session.adopt_plan(plan.without_replicas(), trace)
     expected = run()
-    adopt(plan)
+    session.adopt_plan(plan, trace)
     run()
     waits = "not a GPU"
     if device.type == "cuda":
