@@ -11,6 +11,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from trimtab.runtime import ExpertLayer, Session, gated_experts
+from trimtab.runtime.dispatch import Dispatcher
 
 
 @dataclass(frozen=True)
@@ -38,12 +39,14 @@ class MoEBlock(nn.Module):
         self.top_k = shape.top_k
         self.checkpoint_experts: str = ""
 
-    def share(self, session: Session) -> None:
+    def share(self, session: Session, dispatcher: Dispatcher | None = None) -> None:
         """Keep this rank's home experts only, and run them in the session."""
         home = torch.from_numpy(session.home_experts)
         self.gate_up = nn.Parameter(self.gate_up.detach()[home].clone())
         self.down = nn.Parameter(self.down.detach()[home].clone())
-        self.layer = session.add_layer([self.gate_up, self.down], gated_experts(), compute_dtype=self.compute_dtype)
+        self.layer = session.add_layer(
+            [self.gate_up, self.down], gated_experts(), compute_dtype=self.compute_dtype, dispatcher=dispatcher
+        )
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         logits = self.router(x)
@@ -55,7 +58,9 @@ class MoEBlock(nn.Module):
                 output: torch.Tensor = checkpoint(self.layer, x, ids, weights, use_reentrant=reentrant)
                 return output
             return self.layer(x, ids, weights)
-        ids = self.recorded_ids if self.recorded_ids is not None else logits.topk(self.top_k).indices
+        ids = logits.topk(self.top_k).indices
+        if self.recorded_ids is not None:
+            ids = torch.where(self.recorded_ids < 0, ids, self.recorded_ids)
         weights = logits.softmax(-1).gather(1, ids)
         out = torch.zeros_like(x)
         for expert in range(len(self.gate_up)):
@@ -85,9 +90,9 @@ class TinyMoE(nn.Module):
         self.before_block: Callable[[int, torch.Tensor], torch.Tensor] | None = None
         self.skipped: frozenset[int] = frozenset()
 
-    def share(self, session: Session) -> None:
+    def share(self, session: Session, dispatcher: Dispatcher | None = None) -> None:
         for block in self.moe_blocks():
-            block.share(session)
+            block.share(session, dispatcher)
 
     def moe_blocks(self) -> list[MoEBlock]:
         return [block for block in self.blocks if isinstance(block, MoEBlock)]
@@ -97,16 +102,20 @@ class TinyMoE(nn.Module):
         return [p for p in self.parameters() if id(p) not in experts]
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        x = self.embed(tokens)
-        for index, (mix, block) in enumerate(zip(self.mixes, self.moe_blocks(), strict=True)):
+        logits: torch.Tensor = self.head(self.run(self.embed(tokens), 0, len(self.blocks)))
+        return logits
+
+    def run(self, x: torch.Tensor, first: int, end: int) -> torch.Tensor:
+        """Blocks `first` to `end - 1`, a pipeline chunk."""
+        for index in range(first, end):
+            mix, block = self.mixes[index], self.moe_blocks()[index]
             if self.before_block is not None:
                 x = self.before_block(index, x)
             if index in self.skipped:
                 continue
             block.checkpoint_experts = _CHECKPOINTED_EXPERTS.get(self.run_block, "")
             x = _RUN.get(self.run_block, _RUN["plain"])(partial(_mix_and_experts, mix, block), x)
-        logits: torch.Tensor = self.head(x)
-        return logits
+        return x
 
 
 def _mix_and_experts(mix: nn.Module, block: MoEBlock, x: torch.Tensor) -> torch.Tensor:

@@ -80,7 +80,7 @@ class ReplicaRing:
         self._plan_number = 0
         self._replicas: ReplicasOf = _none
         self._held: dict[Instance, _Arrival] = {}
-        self._sends: list[dist.Work] = []
+        self._sends: list[tuple[Instance, dist.Work]] = []
 
     @property
     def nbytes(self) -> int:
@@ -120,9 +120,11 @@ class ReplicaRing:
             for wait in arrival.waits:
                 wait()
             arrival.waits = []
-        for work in self._sends:
-            work.wait()
-        self._sends.clear()
+        self._wait_for_sends(lambda _: True)
+
+    def end(self, micro_step: int) -> None:
+        """Say that a micro-step's forward is over, so that nothing keeps the weights' memory for it."""
+        self._wait_for_sends(lambda instance: instance[0] == micro_step)
 
     def drain(self) -> None:
         """Forget all replicas, with no transfer left under way."""
@@ -155,6 +157,12 @@ class ReplicaRing:
             copies.close()
         self.peers = None
         self.mirror.close()
+
+    def _wait_for_sends(self, chosen: Callable[[Instance], bool]) -> None:
+        for instance, work in self._sends:
+            if chosen(instance):
+                work.wait()
+        self._sends = [(instance, work) for instance, work in self._sends if not chosen(instance)]
 
     def _fetch(self, now: Sequence[Instance]) -> None:
         """Start what is not there yet of the next instances that have replicas, one for each place."""
@@ -216,8 +224,8 @@ class ReplicaRing:
                 if operation.op is dist.irecv:
                     arrival.waits.append(work.wait)
                 else:
-                    self._sends.append(work)
-        self._sends = [work for work in self._sends if not work.is_completed()]
+                    self._sends.append((instance, work))
+        self._sends = [(of, work) for of, work in self._sends if not work.is_completed()]
 
     def _free_place(self, needed: Sequence[Instance]) -> int:
         """A place that is empty, or whose instance was not needed for longest."""

@@ -740,6 +740,7 @@ class Session:
             if routes.layouts:
                 self.transfers.ring.begin(index)
             yield
+            self.transfers.ring.end(index)
 
     @contextmanager
     def _running_live(self, micro_step: MicroStep) -> Iterator[None]:

@@ -1,0 +1,231 @@
+"""What a rank does to compare `plan_micro_steps` with one process: slices, unknown routes, orders of pipelines."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+from unittest import mock
+
+import numpy as np
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+
+from helpers.equality import relative_error
+from helpers.moe_model import Shape, TinyMoE
+from helpers.plain_dispatch import PlainDispatcher
+from helpers.random_plans import random_placement, random_plan
+from trimtab.planner import Placement, Schedule, StepPlan, Workload
+from trimtab.runtime import MicroStep, Session, planning
+from trimtab.trace.routing import Array
+
+TOLERANCE = 1e-12
+ORDERS = ("one by one", "1F1B", "interleaved", "backwards last")
+
+
+@dataclass(frozen=True)
+class MicroStepCase:
+    """One random comparison.
+
+    Attributes:
+        seed: of everything random.
+        order: of forwards and backwards, see `ORDERS`.
+        unknown: the part of the routes by token and layer that is not recorded.
+        run_block: how blocks run, see `TinyMoE`.
+        plain: dispatch with `PlainDispatcher`.
+        complete: recompute without gradients first, and complete the plan with its routes.
+        groups: expert-parallel groups of the ranks.
+    """
+
+    seed: int
+    order: str
+    unknown: float
+    run_block: str = "plain"
+    plain: bool = False
+    complete: bool = False
+    groups: int = 1
+
+
+def events(order: str, num_micro_steps: int, num_chunks: int, warm_up: int) -> Iterator[tuple[str, int, int]]:
+    """Forwards and backwards as (kind, micro-step, chunk), each backward behind its forward and the chunks above."""
+    forwards = [("forward", m, chunk) for m in range(num_micro_steps) for chunk in range(num_chunks)]
+    backwards = [("backward", m, chunk) for m in range(num_micro_steps) for chunk in reversed(range(num_chunks))]
+    if order == "one by one":
+        for m in range(num_micro_steps):
+            yield from (event for event in forwards + backwards if event[1] == m)
+    elif order == "backwards last":
+        yield from forwards + backwards
+    else:
+        if order == "interleaved":
+            # As pipelines with several chunks: two micro-steps go through a chunk before the next chunk.
+            forwards.sort(key=lambda event: (event[1] // 2, event[2], event[1]))
+            backwards.sort(key=lambda event: (event[1] // 2, -event[2], event[1]))
+        warm_up = min(warm_up * num_chunks, len(forwards))
+        done: set[tuple[int, int]] = set()
+        for place in range(len(forwards) + warm_up):
+            for event in forwards[place : place + 1]:
+                done.add(event[1:])
+                yield event
+            for event in backwards[place - warm_up : place - warm_up + 1] if place >= warm_up else []:
+                assert all((event[1], chunk) in done for chunk in range(num_chunks))
+                yield event
+
+
+def compare_micro_steps(cases: Iterable[MicroStepCase]) -> None:
+    """Assert for every case that logits, loss, gradients and weights are those of the single process."""
+    torch.set_num_threads(1)
+    for case in cases:
+        _Comparison(case).run()
+
+
+class _Comparison:
+    def __init__(self, case: MicroStepCase) -> None:
+        self.case = case
+        self.rng = np.random.default_rng(case.seed)
+        torch.manual_seed(case.seed)
+        rng, self.num_data_ranks = self.rng, dist.get_world_size()
+        ranks = self.num_data_ranks // case.groups
+        shape = Shape(
+            layers=int(rng.integers(2, 5)), experts=ranks * int(rng.integers(1, 4)), top_k=int(rng.integers(1, 3)),
+            hidden=int(rng.choice([4, 6])), width=int(rng.choice([4, 5])),
+        )  # fmt: skip
+        self.shape = shape
+        slots, per_node = int(rng.integers(0, 3)), int(rng.choice([n for n in range(1, ranks + 1) if ranks % n == 0]))
+        self.session = Session(
+            num_experts=shape.experts, groups=case.groups, slots_per_rank=slots, ring_layers=int(rng.integers(2, 4)),
+            ranks_per_node=per_node, least_gain=-1e9,
+        )  # fmt: skip
+        self.reference, self.model = TinyMoE(shape, torch.float64), TinyMoE(shape, torch.float64, case.run_block)
+        self.model.load_state_dict(self.reference.state_dict())
+        experts = self.session.topology.experts
+        dispatcher = PlainDispatcher(experts, shape.experts // ranks, slots) if case.plain else None
+        self.model.share(self.session, dispatcher)
+        self.optimizers = [torch.optim.SGD(m.parameters(), lr=0.05) for m in (self.reference, self.model)]
+        self.session.train_with(self.optimizers[1])
+        self.plan_rng = np.random.default_rng((case.seed, 1))
+
+    def run(self) -> None:
+        for _ in range(2):
+            self.step()
+        self.session.close()
+
+    def step(self) -> None:
+        case, rng, session, shape = self.case, self.rng, self.session, self.shape
+        num_tokens, num_micro_steps = int(rng.integers(1, 40)), int(rng.integers(1, 6))
+        scores = rng.gumbel(size=(num_tokens, shape.layers, shape.experts)) + rng.gumbel(size=shape.experts)
+        ids_TLK = np.argsort(-scores, axis=-1)[:, :, : shape.top_k]
+        ids_TLK[rng.random((num_tokens, shape.layers)) < case.unknown] = -1
+        tokens, labels = (torch.from_numpy(rng.integers(0, shape.vocab, num_tokens)) for _ in range(2))
+        # Slices of sequences: tokens may be anywhere.
+        micro_step_T = rng.integers(0, num_micro_steps, num_tokens)
+        rank_T = rng.integers(0, self.num_data_ranks, num_tokens)
+        mine = rank_T == session.topology.data_rank
+        rows_M = [np.flatnonzero(mine & (micro_step_T == m)) for m in range(num_micro_steps)]
+
+        for layer, block in enumerate(self.reference.moe_blocks()):
+            block.recorded_ids = torch.from_numpy(ids_TLK[:, layer])
+        expected_logits = self.reference(tokens)
+        expected = F.cross_entropy(expected_logits, labels, reduction="sum") / num_tokens
+        expected.backward()
+
+        is_mixed_ML = self._mixed(ids_TLK, micro_step_T, rank_T, num_micro_steps)
+        with mock.patch.object(planning, "plan_schedule", self.random_plans):
+            report = session.plan_micro_steps([ids_TLK[rows] for rows in rows_M])
+            assert report.mixed_instances == is_mixed_ML.sum()
+            steps = [session.micro_step(m) for m in range(num_micro_steps)]
+            if case.complete:
+                for step, rows in zip(steps, rows_M, strict=True):
+                    with torch.no_grad(), step:
+                        error = relative_error(self.model(tokens[rows]), expected_logits[rows])
+                        assert error < TOLERANCE, (case, "recompute")
+                assert session.take_metrics()["moe/mixed_instances"] == is_mixed_ML.sum()
+                assert session.complete_plan().mixed_instances == 0
+                steps = [session.micro_step(m) for m in range(num_micro_steps)]
+        loss = self.run_schedule(steps, rows_M, tokens, labels, expected_logits)
+        mixed = session.take_metrics()["moe/mixed_instances"]
+        assert mixed == 0 if case.complete or not is_mixed_ML.any() else mixed >= is_mixed_ML.sum()
+        session.finish_gradients(self.model.replicated())
+        dist.all_reduce(loss)
+        assert relative_error(loss, expected.detach()) < TOLERANCE, (case, "loss")
+        self.compare_gradients()
+        for optimizer in self.optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+        state = session.logical_state_dict(self.model)
+        for name, wanted in self.reference.state_dict().items():
+            assert relative_error(state[name], wanted) < TOLERANCE, (case, name, "weights")
+
+    def run_schedule(
+        self,
+        steps: Sequence[MicroStep],
+        rows_M: Sequence[Array],
+        tokens: torch.Tensor,
+        labels: torch.Tensor,
+        expected_logits: torch.Tensor,
+    ) -> torch.Tensor:
+        """Forward and backward of all micro-steps in the case's order, chunk by chunk."""
+        case, layers, num_tokens = self.case, self.shape.layers, len(tokens)
+        cuts = [0, layers] if case.order != "interleaved" else [0, layers // 2, layers]
+        chunks = len(cuts) - 1
+        entered: dict[tuple[int, int], torch.Tensor] = {}
+        left: dict[tuple[int, int], torch.Tensor] = {}
+        total = torch.zeros((), dtype=torch.float64)
+        for kind, m, chunk in events(case.order, len(steps), chunks, warm_up=2):
+            rows = rows_M[m]
+            if kind == "forward":
+                with steps[m]:
+                    if chunk == 0:
+                        x = self.model.embed(tokens[rows])
+                    else:
+                        x = entered[m, chunk] = left[m, chunk - 1].detach().requires_grad_()
+                    x = self.model.run(x, cuts[chunk], cuts[chunk + 1])
+                    if chunk == chunks - 1:
+                        logits = self.model.head(x)
+                        assert relative_error(logits, expected_logits[rows]) < TOLERANCE, (case, "logits")
+                        x = F.cross_entropy(logits, labels[rows], reduction="sum") / num_tokens
+                        total += x.detach()
+                    left[m, chunk] = x
+            elif chunk == chunks - 1:
+                left.pop((m, chunk)).backward()
+            else:
+                left.pop((m, chunk)).backward(entered.pop((m, chunk + 1)).grad)
+        return total
+
+    def compare_gradients(self) -> None:
+        homes = {
+            id(parameter): torch.from_numpy(layer.home_experts)
+            for layer in self.session.layers
+            for parameter in layer.parameters
+        }
+        pairs = zip(self.model.named_parameters(), self.reference.named_parameters(), strict=True)
+        for (name, actual), (_, expected) in pairs:
+            assert actual.grad is not None
+            assert expected.grad is not None
+            wanted = expected.grad[homes[id(actual)]] if id(actual) in homes else expected.grad
+            assert relative_error(actual.grad, wanted) < TOLERANCE, (self.case, name, "gradient")
+
+    def random_plans(
+        self, loads: Sequence[Workload], schedule: Schedule, placement: Placement, _cluster: Any, **chosen: Any
+    ) -> tuple[Placement, tuple[StepPlan, ...]]:
+        """In place of the planner, on the rank that plans."""
+        ranks, topology = loads[0].num_ranks, self.session.topology
+        if chosen["may_move"]:
+            placement = random_placement(self.plan_rng, self.shape.layers, self.shape.experts, ranks)
+        plans = tuple(
+            random_plan(
+                self.plan_rng, load, schedule.of_group(group, ranks)[1], slots=self.session.slots_per_rank,
+                placement=placement, ranks_per_node=topology.ranks_per_node,
+            )
+            for group, load in enumerate(loads)
+        )  # fmt: skip
+        return placement, plans
+
+    def _mixed(self, ids_TLK: Array, micro_step_T: Array, rank_T: Array, num_micro_steps: int) -> Array:
+        """`[M, L]` instances of this rank's group that have unknown rows."""
+        group_T = rank_T // self.session.num_ranks
+        is_mixed_ML = np.zeros((num_micro_steps, self.shape.layers), bool)
+        for m in range(num_micro_steps):
+            chosen = (micro_step_T == m) & (group_T == self.session.topology.group)
+            is_mixed_ML[m] = (ids_TLK[chosen, :, 0] < 0).any(axis=0)
+        return is_mixed_ML

@@ -1,0 +1,132 @@
+"""Micro-steps of any rows, entered as pipelines do, equal the unbalanced model on one process."""
+
+from __future__ import annotations
+
+import gc
+import os
+
+import numpy as np
+import pytest
+import torch
+from torch.nn import functional as F
+
+from helpers.micro_steps import ORDERS, MicroStepCase, compare_micro_steps
+from helpers.moe_model import Shape, TinyMoE
+from trimtab.errors import InputError
+from trimtab.runtime import Session
+from trimtab.runtime.launch import launch
+
+UNKNOWN = (0.0, 0.05, 0.5, 1.0)
+RUNS = ("plain", "checkpoint", "reentrant checkpoint", "nested checkpoint")
+# Nightly, many more.
+TIMES = 10 if os.environ.get("TRIMTAB_NIGHTLY") == "1" else 1
+
+
+@pytest.mark.parametrize(("ranks", "groups", "count"), [(2, 1, 64), (3, 1, 16), (4, 1, 16), (4, 2, 16)])
+def test_rows_of_any_micro_steps_in_any_order(ranks: int, groups: int, count: int) -> None:
+    """Slices of sequences, unknown routes, several micro-steps alive at once, chunks, both dispatchers."""
+    cases = [
+        MicroStepCase(
+            seed,
+            order=ORDERS[seed % 4],
+            unknown=UNKNOWN[seed // 4 % 4],
+            run_block=RUNS[seed // 2 % 4] if ORDERS[seed % 4] != "interleaved" else "plain",
+            plain=seed // 8 % 2 == 1,
+            complete=seed // 16 % 2 == 1,
+            groups=groups,
+        )
+        for seed in range(count * TIMES)
+    ]
+    launch(compare_micro_steps, (cases,), ranks=ranks)
+
+
+def make_session(layers: int = 3) -> tuple[Session, TinyMoE]:
+    torch.manual_seed(0)
+    session = Session(num_experts=4, slots_per_rank=2)
+    model = TinyMoE(Shape(layers=layers, experts=4, top_k=2, hidden=8, width=8), torch.float64)
+    model.share(session)
+    return session, model
+
+
+def random_rows(rng: np.random.Generator, tokens: int, layers: int = 3) -> np.ndarray:
+    return np.argsort(rng.random((tokens, layers, 4)), axis=-1)[:, :, :2]
+
+
+def run_many_micro_steps() -> None:
+    """Losses and handles are kept, as careless loops do; what layers needed is not."""
+    torch.set_num_threads(1)
+    session, model = make_session()
+    rng = np.random.default_rng(torch.distributed.get_rank())
+    count, tokens = 300, torch.zeros(64, dtype=torch.int64)
+    session.plan_micro_steps([random_rows(rng, 64) for _ in range(count)])
+    steps, losses, after = [session.micro_step(m) for m in range(count)], [], []
+    for m, step in enumerate(steps):
+        with torch.no_grad(), step:
+            model(tokens)
+        with step:
+            losses.append(F.cross_entropy(model(tokens), tokens))
+        if m:
+            losses[m - 1].backward()
+        if m % 60 == 59:
+            gc.collect()
+            after.append(sum(t.nbytes for t in gc.get_objects() if type(t) is torch.Tensor and t.dtype is torch.int64))
+    assert max(after[1:]) <= after[0] + 4096, after
+
+
+def test_memory_does_not_grow_with_micro_steps() -> None:
+    launch(run_many_micro_steps, (), ranks=2)
+
+
+def bind_once() -> None:
+    session, model = make_session()
+    rng = np.random.default_rng(torch.distributed.get_rank())
+    session.plan_micro_steps([random_rows(rng, 5) for _ in range(2)])
+    tokens = torch.zeros(5, dtype=torch.int64)
+    with session.micro_step(0):
+        loss = model(tokens).sum()
+    step = session.micro_step(0)
+    routes = step.routes()
+    with step:
+        assert step.routes() is routes
+        other = model(tokens).sum()
+    with session.micro_step(1), pytest.raises(RuntimeError, match="while micro-step 1 is open"), step:
+        pass
+    (loss + other).backward()
+    session.plan_micro_steps([random_rows(rng, 5)])
+    with pytest.raises(RuntimeError, match="of an earlier plan"), step:
+        pass
+
+
+def test_a_micro_step_is_bound_once_for_all_its_forwards() -> None:
+    launch(bind_once, (), ranks=2)
+
+
+def plan_bad_rows() -> None:
+    session, _ = make_session()
+    rank = torch.distributed.get_rank()
+    rows = random_rows(np.random.default_rng(0), 5)
+    bad = rows.copy()
+    bad[2, 1] = 4
+    for given, message in (
+        ([], "there are no micro-steps"),
+        ([rows[:, :2]], "the trace has 2 MoE layers"),
+        ([rows, rows.astype(float)], "micro-step 1 has ids"),
+        ([rows, rows[:, :, :1]], "micro-step 1 has ids"),
+        ([rows, bad], "micro-step 1 has expert id 4"),
+    ):
+        # One rank's mistake is every rank's error.
+        with pytest.raises((InputError, RuntimeError), match=message):
+            session.plan_micro_steps(given if rank == 1 or len(given) != 2 else [rows, rows])
+    with pytest.raises(RuntimeError, match="needs a step that this session has planned"):
+        session.complete_plan()
+    partly = rows.copy()
+    partly[0, 0, 0] = -1
+    with pytest.raises(InputError, match="or all"):
+        session.plan_micro_steps([partly])
+    session.plan_micro_steps([rows])
+    with session.micro_step(0):
+        pass
+
+
+def test_bad_rows_are_named() -> None:
+    launch(plan_bad_rows, (), ranks=2)
