@@ -233,7 +233,10 @@ def test_an_outcome_is_of_the_plan_and_the_part_of_the_model_that_the_trace_has(
     assert row["weight_bytes_per_micro_step"] == plan.num_replicas * model.expert_bytes / plan.num_micro_steps
     instances = np.ndindex(plan.num_micro_steps, plan.num_layers)
     far = sum(
-        flow.rows for at in instances for flow in flows_of(plan, workload, *at) if flow.source // 2 != flow.rank // 2
+        flow.rows
+        for at in instances
+        for flow in flows_of(plan, workload.token_counts_MLRE[at], *at)
+        if flow.source // 2 != flow.rank // 2
     )
     assert row["cross_node_token_fraction"] == far / workload.token_counts_MLRE.sum()
     costs = OperationCosts.of(cluster, model, moe_layers=2, groups=2)

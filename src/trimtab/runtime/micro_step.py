@@ -104,7 +104,7 @@ class RunningStep:
         trace = self.trace.select(self._sequences_of(index, topology.rank))
         device = layers[0].device
         (recorded_LNK,) = upload([trace.expert_ids.transpose(1, 0, 2).astype(np.int64)], device)
-        if not self.plan.plannable[index]:
+        if self.plan.mixed_ML[index].any():
             (known_N,) = upload([(trace.expert_ids[:, :, 0] != trace.no_route).all(axis=1)], device)
             return MicroStep(positions, recorded_LNK, known_N, index=index, plan_number=self.number)
         if not self.runs:

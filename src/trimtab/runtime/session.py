@@ -344,7 +344,7 @@ class Session:
         start = time.perf_counter()
         runs = self.mode in ("plan", "static")
         self._take(plan, workload, trace, runs)
-        unplanned = int(np.count_nonzero(~plan.plannable)) if runs else plan.num_micro_steps
+        unplanned = int(np.count_nonzero(plan.mixed_ML.any(axis=1))) if runs else plan.num_micro_steps
         return PlanReport(
             planning_s=planned.planning_s,
             moving_s=time.perf_counter() - start,
