@@ -44,6 +44,10 @@ class Step:
         """The load under the schedule of `plan`, or under the given one."""
         return Workload.from_sequences(self.sequences, self.schedule if plan is None else plan.schedule)
 
+    def known_workload(self) -> Workload:
+        """The known rows under the given schedule, which all policies but ours plan by."""
+        return Workload.known(self.workload().token_counts_MLRE)
+
 
 def random_step(
     rng: np.random.Generator,

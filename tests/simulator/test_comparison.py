@@ -76,7 +76,7 @@ def test_a_step_and_those_before_it() -> None:
 def test_a_budget_with_which_about_as_many_micro_steps_come_out() -> None:
     def lengths(*tokens: int) -> SequenceCounts:
         return SequenceCounts(
-            np.zeros((len(tokens), 1, 2), np.uint16), np.array(tokens, np.int64), np.ones(len(tokens), bool)
+            np.zeros((len(tokens), 1, 2), np.uint16), np.array(tokens, np.int64), np.zeros((len(tokens), 1), np.int32)
         )
 
     # 80 tokens in 2 * 4 places, and a tenth more; the largest step decides.
