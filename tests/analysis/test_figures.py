@@ -141,7 +141,7 @@ def test_placed_loads_are_what_the_eplb_policy_plans(seed: int, ranks: int, slot
     counts = random_counts(seed)
     loads = placed_loads(counts, counts.sum(axis=0), ranks, slots)
     assert loads.sum(axis=-1) == pytest.approx(counts.sum(axis=-1))
-    sequences = SequenceCounts(counts.astype(np.uint16), counts[:, 0].sum(axis=1), np.ones(len(counts), bool))
+    sequences = SequenceCounts(counts.astype(np.uint16), counts[:, 0].sum(axis=1), np.zeros(counts.shape[:2], np.int32))
     schedule = Schedule(np.arange(6, dtype=np.int32), np.zeros(6, np.int32), np.zeros(6, np.int32), ranks)
     cluster = load_cluster("h100x8", ranks=ranks, slots_per_rank=slots, ranks_per_node=ranks)
     homes = Placement.contiguous(3, 8, ranks)
@@ -307,7 +307,7 @@ def test_prices_of_experts_are_the_simulators() -> None:
     cluster = load_cluster("h100x8", ranks=4, slots_per_rank=0, ranks_per_node=2)
     model = load_model("qwen3-30b-a3b")
     costs = OperationCosts.of(cluster, model, moe_layers=3)
-    sequences = SequenceCounts(counts.astype(np.uint16), counts[:, 0].sum(axis=1), np.ones(6, bool))
+    sequences = SequenceCounts(counts.astype(np.uint16), counts[:, 0].sum(axis=1), np.zeros(counts.shape[:2], np.int32))
     schedule = Schedule(np.arange(6, dtype=np.int32), np.zeros(6, np.int32), np.zeros(6, np.int32), 4)
     policy = POLICIES["static"]
     view = look(policy, sequences, schedule, Placement.contiguous(3, 8, 4), cluster, token_budget=10**6)

@@ -33,6 +33,7 @@ class Instance:
     """What one call of `place_replicas` is given."""
 
     counts_RE: Array
+    fixed_R: Array
     home_E: Array
     per_node: int
     slots: int
@@ -53,14 +54,14 @@ class Instance:
         starts = np.searchsorted(self.home_E[by_home], np.arange(self.ranks + 1))
         replicas_3P = np.empty((3, self.ranks * self.slots), np.int64)
         count = place_replicas(
-            self.counts_E, self.home_E, by_home, starts, self.per_node, self.slots, self.threshold_load,
-            self.smallest_share, replicas_3P,
+            self.counts_E, self.fixed_R, self.home_E, by_home, starts, self.per_node, self.slots,
+            self.threshold_load, self.smallest_share, replicas_3P,
         )  # fmt: skip
         return [(int(e), int(r), int(t)) for e, r, t in replicas_3P[:, :count].T]
 
     def loads(self, replicas: list[tuple[int, int, int]]) -> Array:
-        """Tokens `[R]` that each rank computes."""
-        loads_R = np.bincount(self.home_E, self.counts_E, self.ranks).astype(np.int64)
+        """Rows `[R]` that each rank computes."""
+        loads_R = self.fixed_R + np.bincount(self.home_E, self.counts_E, self.ranks).astype(np.int64)
         for expert, rank, tokens in replicas:
             loads_R[self.home_E[expert]] -= tokens
             loads_R[rank] += tokens
@@ -69,16 +70,20 @@ class Instance:
 
 def random_instance(
     rng: np.random.Generator, *, ranks: int, experts_per_rank: int, per_node: int, slots: int, tokens: int,
-    threshold: float, smallest_share: int,
+    threshold: float, smallest_share: int, unknown: float = 0.0,
 ) -> Instance:  # fmt: skip
-    """Skewed counts of about `tokens` a source rank, some experts empty."""
+    """Skewed counts of about `tokens` a source rank, some experts empty; a share `unknown` of them is fixed."""
     experts = ranks * experts_per_rank
     weights_E = np.exp(rng.gumbel(size=experts) * rng.uniform(0, 2)) * (rng.random(experts) < 0.8)
     weights_E[rng.integers(experts)] += 1e-9
-    counts_RE = rng.multinomial(tokens, weights_E / weights_E.sum(), size=ranks).astype(np.int32)
     home_E = random_homes(rng, 1, experts, ranks).home[0]
-    threshold_load = int(counts_RE.sum() * threshold // ranks)
-    return Instance(counts_RE, home_E, per_node, slots, threshold_load, smallest_share)
+    fixed_R = np.zeros(ranks, np.int64)
+    if unknown:
+        fixed_R = rng.multinomial(round(ranks * tokens * unknown), rng.dirichlet(np.full(ranks, 2.0)))
+    known = round(tokens * (1 - unknown))
+    counts_RE = rng.multinomial(known, weights_E / weights_E.sum(), size=ranks).astype(np.int32)
+    threshold_load = int((counts_RE.sum() + fixed_R.sum()) * threshold // ranks)
+    return Instance(counts_RE, fixed_R, home_E, per_node, slots, threshold_load, smallest_share)
 
 
 @st.composite
@@ -94,6 +99,7 @@ def instances(draw: st.DrawFn, *, max_tokens: int = 4000) -> Instance:
         tokens=draw(st.integers(0, max_tokens)),
         threshold=draw(st.sampled_from([0.8, 1.0, 1.005, 1.1, 1.5])),
         smallest_share=draw(st.sampled_from([1, 2, 16, 100])),
+        unknown=draw(st.sampled_from([0.0, 0.0, 0.1, 0.5, 0.9, 1.0])),
     )
 
 
@@ -158,11 +164,12 @@ def skewed_trace(
 
 
 def with_missing_routes(rng: np.random.Generator, trace: RoutingTrace) -> RoutingTrace:
-    """The same trace, but one in eight sequences lacks one route of one layer."""
+    """The same trace, but in a third of the sequences some routes are unknown, in each layer another share."""
     ids_TLK = trace.expert_ids.copy()
-    for s in np.flatnonzero(rng.random(trace.num_sequences) < 0.125):
-        token = rng.integers(trace.sequence_starts[s], trace.sequence_starts[s + 1])
-        ids_TLK[token, rng.integers(trace.num_layers)] = trace.no_route
+    share_SL = rng.choice([0.0, 0.01, 0.3, 1.0], (trace.num_sequences, trace.num_layers))
+    share_SL[rng.random(trace.num_sequences) < 0.67] = 0.0
+    share_TL = np.repeat(share_SL, trace.sequence_lengths, axis=0)
+    ids_TLK[rng.random(share_TL.shape) < share_TL] = trace.no_route
     return replace(trace, expert_ids=ids_TLK)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from fractions import Fraction
-from itertools import product
+from itertools import pairwise, product
 
 import numpy as np
 
@@ -32,25 +32,54 @@ def workload(sequences: SequenceCounts, schedule: Schedule) -> Workload:
     """The load of a schedule, one sequence at a time."""
     shape = (schedule.num_micro_steps, sequences.num_layers, schedule.num_ranks, sequences.num_experts)
     counts_MLRE = np.zeros(shape, np.int64)
-    plannable = np.ones(schedule.num_micro_steps, bool)
+    unknown_MLR = np.zeros(shape[:3], np.int64)
     for s, (micro_step, rank) in enumerate(zip(schedule.micro_step, schedule.rank, strict=True)):
         counts_MLRE[micro_step, :, rank, :] += sequences.counts_SLE[s]
-        plannable[micro_step] &= sequences.routed[s]
-    return Workload(counts_MLRE, plannable)
+        unknown_MLR[micro_step, :, rank] += sequences.unknown_SL[s]
+    return Workload(counts_MLRE, unknown_MLR)
+
+
+def expected_experts(workload: Workload) -> Array:
+    """Unknown rows `[M, L, E]` at their estimated experts: shares of known rows plus one, cumulative sums cut off."""
+    expected_MLE = np.zeros((workload.num_micro_steps, workload.num_layers, workload.num_experts), np.int64)
+    for m, layer in np.ndindex(expected_MLE.shape[:2]):
+        weights = [int(workload.token_counts_MLRE[:, layer, :, e].sum()) + 1 for e in range(workload.num_experts)]
+        unknown = int(workload.unknown_MLR[m, layer].sum())
+        ends = [Fraction(unknown * sum(weights[:e]), sum(weights)) for e in range(len(weights) + 1)]
+        expected_MLE[m, layer] = [int(end) - int(start) for start, end in pairwise(ends)]
+    return expected_MLE
+
+
+def estimated(workload: Workload) -> Array:
+    """Rows `[M, L, R, E]`, unknown ones estimated: each source takes its part of the experts' rows that are left."""
+    counts_MLRE = workload.token_counts_MLRE.astype(np.int64)
+    expected_MLE = expected_experts(workload)
+    for m, layer in np.ndindex(expected_MLE.shape[:2]):
+        left_E = expected_MLE[m, layer]
+        for source, unknown in enumerate(workload.unknown_MLR[m, layer].tolist()):
+            left = left_E.tolist()
+            if unknown:
+                ends = [int(Fraction(unknown * sum(left[:e]), sum(left))) for e in range(len(left) + 1)]
+                left_E -= np.diff(ends)
+                counts_MLRE[m, layer, source] += np.diff(ends)
+        assert not left_E.any()
+    return counts_MLRE
 
 
 def place_replicas(
-    counts_E: Array, home_E: Array, num_ranks: int, per_node: int, slots: int, threshold_load: int, smallest: int
-) -> list[Replica]:
+    counts_E: Array, fixed_R: Array, home_E: Array, num_ranks: int, per_node: int, slots: int, threshold_load: int,
+    smallest: int,
+) -> list[Replica]:  # fmt: skip
     """Ask for the threshold; where that fails, search by halves for the lowest load that can be reached.
 
     Every load is asked for in four plain ways, then in others, whose order is jittered. At the threshold the cheapest
-    replicas are kept, above it the first that reach the load.
+    replicas are kept, above it the first that reach the load. Fixed rows stay at their rank.
     """
-    most = max(_loads(counts_E, home_E, num_ranks, []))
+    most = max(_loads(counts_E, fixed_R, home_E, []))
+    threshold_load = max(threshold_load, int(fixed_R.max()))
     if most <= threshold_load or slots == 0:
         return []
-    fewest = sum(_experts_to_share(counts_E[home_E == r], threshold_load) for r in range(num_ranks))
+    fewest = sum(_experts_to_share(counts_E[home_E == r], int(fixed_R[r]), threshold_load) for r in range(num_ranks))
     best, chosen = most, list[Replica]()
     low = target = threshold_load
     for step in range(6):
@@ -59,8 +88,8 @@ def place_replicas(
             if (not near and per_node == num_ranks) or (best <= target and way in (1, 2, 3)):
                 continue
             jitter = _jitter(way - 4, max(num_ranks, len(counts_E)), target // JITTER)
-            tried = _hand_over(counts_E, home_E, num_ranks, per_node, slots, target, smallest, fill, near, jitter)
-            reached = max(_loads(counts_E, home_E, num_ranks, tried))
+            tried = _hand_over(counts_E, fixed_R, home_E, per_node, slots, target, smallest, fill, near, jitter)
+            reached = max(_loads(counts_E, fixed_R, home_E, tried))
             if reached <= target:
                 if best > target or _cost(tried, home_E, per_node) < _cost(chosen, home_E, per_node):
                     best, chosen = target, tried
@@ -72,12 +101,12 @@ def place_replicas(
         if best - low <= smallest // 8 or best <= threshold_load:
             break
         target = (low + best) // 2
-    return _levelled(counts_E, home_E, num_ranks, smallest, chosen)
+    return _levelled(counts_E, fixed_R, home_E, smallest, chosen)
 
 
-def _experts_to_share(counts_E: Array, threshold_load: int) -> int:
+def _experts_to_share(counts_E: Array, fixed: int, threshold_load: int) -> int:
     """How many of a rank's experts, the largest first, hold what it has too much."""
-    excess = int(counts_E.sum()) - threshold_load
+    excess = fixed + int(counts_E.sum()) - threshold_load
     needed = 0
     for tokens in sorted(counts_E.tolist(), reverse=True):
         if excess > 0:
@@ -104,8 +133,8 @@ def _cost(replicas: list[Replica], home_E: Array, per_node: int) -> int:
     return sum(3 if home_E[expert] // per_node != rank // per_node else 2 for expert, rank, _ in replicas)
 
 
-def _loads(counts_E: Array, home_E: Array, num_ranks: int, replicas: list[Replica]) -> list[int]:
-    loads = [0] * num_ranks
+def _loads(counts_E: Array, fixed_R: Array, home_E: Array, replicas: list[Replica]) -> list[int]:
+    loads = [int(rows) for rows in fixed_R]
     for expert, tokens in enumerate(counts_E):
         loads[home_E[expert]] += int(tokens)
     for expert, rank, tokens in replicas:
@@ -115,17 +144,18 @@ def _loads(counts_E: Array, home_E: Array, num_ranks: int, replicas: list[Replic
 
 
 def _hand_over(
-    counts_E: Array, home_E: Array, num_ranks: int, per_node: int, slots: int, target: int, smallest: int, fill: bool,
+    counts_E: Array, fixed_R: Array, home_E: Array, per_node: int, slots: int, target: int, smallest: int, fill: bool,
     near: bool, jitter: list[int],
 ) -> list[Replica]:  # fmt: skip
     """The busiest rank hands its largest expert to a taker, until nobody is above the target or nobody can help.
 
     Jitter, by rank and by expert among those of its rank, makes them seem busier than they are when one is chosen.
     """
+    num_ranks = len(fixed_R)
     replicas: list[Replica] = []
     helpless: set[int] = set()
     while True:
-        loads = _loads(counts_E, home_E, num_ranks, replicas)
+        loads = _loads(counts_E, fixed_R, home_E, replicas)
         givers = [r for r in range(num_ranks) if loads[r] > target and r not in helpless]
         if not givers:
             return replicas
@@ -191,14 +221,14 @@ def _share(
     )
 
 
-def _levelled(counts_E: Array, home_E: Array, num_ranks: int, smallest: int, replicas: list[Replica]) -> list[Replica]:
+def _levelled(counts_E: Array, fixed_R: Array, home_E: Array, smallest: int, replicas: list[Replica]) -> list[Replica]:
     """Four times over all replicas: half the difference of the two ranks goes to the emptier one, as far as allowed."""
     replicas = list(replicas)
     for _ in range(4):
         for p, (expert, rank, tokens) in enumerate(replicas):
             at_home = int(counts_E[expert]) - sum(t for e, _, t in replicas if e == expert)
             if at_home > 0:
-                loads = _loads(counts_E, home_E, num_ranks, replicas)
+                loads = _loads(counts_E, fixed_R, home_E, replicas)
                 moved = (loads[home_E[expert]] - loads[rank]) // 2
                 moved = max(min(moved, at_home - smallest), smallest - tokens)
                 replicas[p] = (expert, rank, tokens + moved)
@@ -235,7 +265,7 @@ def imbalance(counts_ME: Array, home_E: Array, num_ranks: int, per_node: int) ->
     """The sum of squared loads of ranks and of nodes over all micro-steps: what placement lowers."""
     total = 0
     for counts_E in counts_ME:
-        loads = _loads(counts_E, home_E, num_ranks, [])
+        loads = _loads(counts_E, np.zeros(num_ranks), home_E, [])
         nodes = [sum(loads[n : n + per_node]) for n in range(0, num_ranks, per_node)]
         total += sum(load * load for load in loads + nodes)
     return total
@@ -293,7 +323,7 @@ def grouping_cost(
         here = members[part.micro_step == micro_step]
         for layer in range(sequences.num_layers):
             counts_E = sequences.counts_SLE[here, layer].sum(axis=0, dtype=np.int64)
-            cost += max(_loads(counts_E, placement.home[layer], num_ranks, []))
+            cost += max(_loads(counts_E, np.zeros(num_ranks), placement.home[layer], []))
         if attention_rows is not None:
             cost += sequences.num_layers * max(by_rank(schedule, here, attention_rows).values(), default=0)
     return cost
@@ -334,10 +364,14 @@ def replica_sets(plan: StepPlan) -> list[set[tuple[int, int, int]]]:
 
 
 def rows_by_way(plan: StepPlan, workload: Workload) -> Counter[tuple[int, int, int, int]]:
-    """Rows by (micro-step, layer, source rank, computing rank), every quota followed, the rest taken home."""
+    """Rows by (micro-step, layer, source rank, computing rank), every quota followed, the rest taken home.
+
+    Unknown rows go where they are estimated.
+    """
     ways = Counter[tuple[int, int, int, int]]()
+    rows_MLRE = estimated(workload)
     for m, layer in product(range(plan.num_micro_steps), range(plan.num_layers)):
-        left_RE = workload.token_counts_MLRE[m, layer].astype(np.int64)
+        left_RE = rows_MLRE[m, layer]
         for p in plan.replicas_of(m, layer):
             for q in range(plan.quota_starts[p], plan.quota_starts[p + 1]):
                 source, tokens = int(plan.quota_sources[q]), int(plan.quota_tokens[q])

@@ -44,6 +44,10 @@ class Step:
         """The load under the schedule of `plan`, or under the given one."""
         return Workload.from_sequences(self.sequences, self.schedule if plan is None else plan.schedule)
 
+    def known_workload(self) -> Workload:
+        """The known rows under the given schedule, which all policies but ours plan by."""
+        return Workload.known(self.workload().token_counts_MLRE)
+
 
 def random_step(
     rng: np.random.Generator,
@@ -59,14 +63,14 @@ def random_step(
     past_steps: int = 0,
     top_k: int = 4,
     contiguous: bool = False,
-    all_routed: bool = True,
+    all_known: bool = True,
     least: int = 0,
 ) -> Step:
     """Skewed sequences anywhere in the schedule. Some ranks may have nothing to do, some experts no token.
 
     Args:
         contiguous: the usual homes, else any with at most ceil(E / R) a rank. Needs ranks that divide the experts.
-        all_routed: does every micro-step have known routes? If not, any sequence may lack some.
+        all_known: are all routes known? If not, one sequence in five lacks some, up to all of them, in every layer.
         least: every sequence gives every expert at least so many tokens.
     """
     skew_LE = rng.gumbel(size=(layers, experts)) * rng.uniform(0, 2)
@@ -76,7 +80,12 @@ def random_step(
     counts_SLE = np.zeros((sequences, layers, experts), np.int32)
     for s, layer in np.ndindex(sequences, layers):
         counts_SLE[s, layer] = rng.multinomial(int(lengths[s]) * min(top_k, experts), weights_SLE[s, layer]) + least
-    routed = np.ones(sequences, bool) if all_routed else rng.random(sequences) < 0.8
+    unknown_SL = np.zeros((sequences, layers), np.int32)
+    if not all_known:
+        known_SL = np.where(rng.random((sequences, 1)) < 0.2, rng.choice([0.0, 0.5, 0.9], (sequences, layers)), 1.0)
+        rows_SL = counts_SLE.sum(axis=2)
+        counts_SLE = rng.binomial(counts_SLE, known_SL[:, :, None]).astype(np.int32)
+        unknown_SL = (rows_SL - counts_SLE.sum(axis=2)).astype(np.int32)
     schedule = Schedule(
         micro_step=rng.integers(0, micro_steps, sequences).astype(np.int32),
         rank=rng.integers(0, ranks, sequences).astype(np.int32),
@@ -89,7 +98,7 @@ def random_step(
         10_000, np.exp(skew_LE) / np.exp(skew_LE).sum(-1, keepdims=True), (past_steps, layers)
     )
     return Step(
-        SequenceCounts(counts_SLE, lengths.astype(np.int64), routed),
+        SequenceCounts(counts_SLE, lengths.astype(np.int64), unknown_SL),
         schedule,
         Placement.contiguous(layers, experts, ranks) if contiguous else Placement(home_LE),
         ClusterSpec(ranks, ranks if ranks_per_node is None else ranks_per_node, slots),
@@ -118,7 +127,7 @@ def random_steps(draw: st.DrawFn, *, divisible: bool = False) -> Step:
         max_length=draw(st.sampled_from([1, 20, 2000])),
         past_steps=draw(st.integers(0, 3)),
         contiguous=experts % ranks == 0 and draw(st.booleans()),
-        all_routed=draw(st.booleans()),
+        all_known=draw(st.booleans()),
     )
 
 

@@ -12,18 +12,26 @@ from trimtab.trace import RoutingTrace
 
 
 def random_trace(
-    rng: np.random.Generator, *, num_sequences: int, max_length: int, num_layers: int, num_experts: int, top_k: int
-) -> RoutingTrace:
-    """Sequences of 1 to `max_length` tokens, with some experts hotter than others."""
+    rng: np.random.Generator, *, num_sequences: int, max_length: int, num_layers: int, num_experts: int, top_k: int,
+    unknown: float = 0.0,
+) -> RoutingTrace:  # fmt: skip
+    """Sequences of 1 to `max_length` tokens, with some experts hotter than others.
+
+    Args:
+        unknown: share of (token, layer) pairs whose route is unknown.
+    """
     skew_LE = rng.gumbel(size=(num_layers, num_experts)) * rng.uniform(0, 2)
     sequences = []
     for _ in range(num_sequences):
         length = int(rng.integers(1, max_length + 1))
         scores = rng.gumbel(size=(length, num_layers, num_experts)) + skew_LE
         sequences.append(np.argsort(-scores, axis=-1)[:, :, :top_k])
-    return RoutingTrace.from_sequences(
+    trace = RoutingTrace.from_sequences(
         sequences, num_experts=num_experts, sequence_hashes=rng.integers(1, 1 << 60, num_sequences)
     )
+    if unknown:
+        trace.expert_ids[rng.random(trace.expert_ids.shape[:2]) < unknown] = trace.no_route
+    return trace
 
 
 def random_schedule(rng: np.random.Generator, num_sequences: int, *, num_ranks: int, num_micro_steps: int) -> Schedule:
@@ -63,7 +71,7 @@ def random_plan(
             free = np.full(workload.num_ranks, slots)
             pairs = [(e, r) for e in range(workload.num_experts) for r in range(workload.num_ranks) if home_E[e] != r]
             rng.shuffle(pairs)
-            wanted = int(rng.integers(0, workload.num_ranks * slots + 1)) if workload.plannable[micro_step] else 0
+            wanted = int(rng.integers(0, workload.num_ranks * slots + 1))
             for expert, rank in pairs:
                 if len(chosen) < wanted and free[rank] > 0:
                     chosen.append((int(expert), int(rank)))
@@ -81,7 +89,7 @@ def random_plan(
         placement,
         replicas,
         quotas,
-        plannable=workload.plannable,
+        mixed_ML=workload.mixed_ML,
         cluster=ClusterSpec(workload.num_ranks, ranks_per_node or workload.num_ranks, slots),
     )
     return replace(plan, replica_paths=rng.integers(0, 2, plan.num_replicas).astype(np.uint8))

@@ -121,6 +121,7 @@ def random_case(
     trace = random_trace(
         rng, num_sequences=int(rng.integers(1, 3 * ranks * micro_steps)), max_length=int(rng.choice([3, 20])),
         num_layers=layers, num_experts=experts, top_k=int(rng.integers(1, min(3, experts) + 1)),
+        unknown=float(rng.choice([0.0, 0.0, 0.3])),
     )  # fmt: skip
     schedule = Schedule(
         rng.integers(0, micro_steps, trace.num_sequences).astype(np.int32),

@@ -14,6 +14,7 @@ from itertools import pairwise
 
 import numpy as np
 
+from helpers import planner_twins as twins
 from trimtab import ClusterSpec, Placement, StepPlan, Workload
 from trimtab.cluster.operations import OperationCosts
 from trimtab.policies import Traits
@@ -45,12 +46,12 @@ class Copy:
     from_host: bool
 
 
-def flows_of(plan: StepPlan, workload: Workload, m: int, layer: int) -> Iterator[Flow]:
+def flows_of(plan: StepPlan, counts_RE: Array, m: int, layer: int) -> Iterator[Flow]:
     """Where every row of an instance is computed."""
     left = {
-        (source, expert): int(workload.token_counts_MLRE[m, layer, source, expert])
+        (source, expert): int(counts_RE[source, expert])
         for source in range(plan.num_ranks)
-        for expert in range(workload.num_experts)
+        for expert in range(counts_RE.shape[1])
     }
     for p in plan.replicas_of(m, layer):
         expert = int(plan.replica_experts[p])
@@ -98,14 +99,13 @@ class Need:
 
 
 def needs_of(
-    plan: StepPlan, workload: Workload, costs: OperationCosts, m: int, layer: int, *, hops: int, even: bool
+    plan: StepPlan, counts_RE: Array, costs: OperationCosts, m: int, layer: int, *, hops: int, even: bool
 ) -> list[Need]:
     """What an instance asks of every rank."""
     ranks, per_node, nodes = plan.num_ranks, plan.ranks_per_node, plan.num_ranks // plan.ranks_per_node
     needs = [Need() for _ in range(ranks)]
     home = [int(rank) for rank in plan.home[layer]]
     if even:
-        counts_RE = workload.token_counts_MLRE[m, layer]
         total = int(counts_RE.sum())
         for r, need in enumerate(needs):
             need.load = math.ceil(total / ranks)
@@ -122,7 +122,7 @@ def needs_of(
     shares: Counter[tuple[int, int]] = Counter()
     out: Counter[tuple[str, int]] = Counter()
     into: Counter[tuple[str, int]] = Counter()
-    for flow in flows_of(plan, workload, m, layer):
+    for flow in flows_of(plan, counts_RE, m, layer):
         shares[flow.expert, flow.rank] += flow.rows
         first_to = home[flow.expert] if hops == 2 else flow.rank
         ways = list(legs(flow.source, first_to, per_node, costs.forwards))
@@ -230,8 +230,9 @@ class Simulation:
         self.home_by: dict[tuple[int, int], float] = defaultdict(float)
         self.result = TwinStep()
         self.is_shown = False
+        rows_MLRE = twins.estimated(workload)
         self.needs = {
-            (m, layer): needs_of(plan, workload, costs, m, layer, hops=traits.hops, even=traits.ideal)
+            (m, layer): needs_of(plan, rows_MLRE[m, layer], costs, m, layer, hops=traits.hops, even=traits.ideal)
             for m in range(plan.num_micro_steps)
             for layer in range(plan.num_layers)
         }

@@ -17,7 +17,7 @@ from trimtab.trace.routing import Array
 
 
 def bound(instance: Instance) -> float:
-    return load_bound(instance.counts_E, instance.home_E, instance.ranks, instance.slots)
+    return load_bound(instance.counts_E, instance.home_E, instance.ranks, instance.slots, instance.fixed_R)
 
 
 @settings(max_examples=60, deadline=None)
@@ -33,7 +33,7 @@ def test_no_planned_load_is_below_the_bound(instance: Instance) -> None:
 def test_no_random_load_is_below_the_bound(seed: int, ranks: int, slots: int) -> None:
     rng = np.random.default_rng(seed)
     counts_MLRE = rng.integers(0, 30, (2, 1, ranks, 3 * ranks)) * (rng.random((2, 1, 1, 3 * ranks)) < 0.5)
-    workload = Workload(counts_MLRE.astype(np.int32), np.ones(2, bool))
+    workload = Workload.known(counts_MLRE.astype(np.int32))
     schedule = random_schedule(rng, 0, num_ranks=ranks, num_micro_steps=2)
     for _ in range(5):
         plan = random_plan(rng, workload, schedule, slots=slots)
@@ -95,7 +95,9 @@ def tiny_instance(seed: int) -> Instance:
     counts_RE = np.zeros((3, 6), np.int32)
     counts_RE[0] = rng.multinomial(rng.integers(6, 20), rng.dirichlet(np.full(6, 0.4)))
     home_E = random_homes(rng, 1, 6, 3).home[0]
-    return Instance(counts_RE, home_E, 3, 1, int(-(-counts_RE.sum() // 3)) + int(rng.integers(0, 2)), 1)
+    return Instance(
+        counts_RE, np.zeros(3, np.int64), home_E, 3, 1, int(-(-counts_RE.sum() // 3)) + int(rng.integers(0, 2)), 1
+    )
 
 
 @pytest.mark.parametrize("seed", range(12))

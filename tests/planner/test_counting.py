@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from helpers import planner_twins as twins
-from helpers.planner_steps import Step, skewed_trace, steps
+from helpers.planner_steps import Step, skewed_trace, steps, with_missing_routes
 from helpers.random_plans import random_schedule
 from trimtab import Workload
 from trimtab.planner import SequenceCounts
@@ -33,7 +33,7 @@ def test_the_largest_expert_is_told_from_no_route(experts: int) -> None:
     counts = SequenceCounts.from_trace(trace)
     assert counts.counts_SLE[:, 0, experts - 1].tolist() == [1, 1]
     assert counts.counts_SLE.sum() == 4
-    assert counts.routed.tolist() == [False, True]
+    assert counts.unknown_SL.tolist() == [[2], [0]]
 
 
 @settings(max_examples=60, deadline=None)
@@ -44,7 +44,8 @@ def test_a_workload_is_the_sum_of_its_sequences(step: Step, micro_steps: int, se
     expected = twins.workload(step.sequences, schedule)
     for actual in (Workload.from_trace(step.trace, schedule), Workload.from_sequences(step.sequences, schedule)):
         assert np.array_equal(actual.token_counts_MLRE, expected.token_counts_MLRE)
-        assert np.array_equal(actual.plannable, expected.plannable)
+        assert np.array_equal(actual.unknown_MLR, expected.unknown_MLR)
+        assert actual.num_rows == step.trace.num_tokens * step.trace.top_k * step.trace.num_layers
 
 
 def test_long_sequences_are_counted_in_full() -> None:
@@ -56,9 +57,13 @@ def test_long_sequences_are_counted_in_full() -> None:
 
 
 def test_parts_and_selections_hold_the_same_counts() -> None:
-    trace = skewed_trace(np.random.default_rng(0), sequences=7, layers=2, experts=6, top_k=2)
+    rng = np.random.default_rng(0)
+    trace = skewed_trace(rng, sequences=7, layers=2, experts=6, top_k=2)
+    trace = with_missing_routes(rng, trace)
     parts = [SequenceCounts.from_trace(trace.select(chosen)) for chosen in ([0, 1], [2], [3, 4, 5, 6])]
     chosen = np.array([6, 2, 2, 0])
     joined = SequenceCounts.concatenate(parts).select(chosen)
     assert np.array_equal(joined.counts_SLE, SequenceCounts.from_trace(trace.select(chosen)).counts_SLE)
+    assert np.array_equal(joined.unknown_SL, SequenceCounts.from_trace(trace.select(chosen)).unknown_SL)
+    assert joined.unknown_SL.any()
     assert np.array_equal(joined.lengths, trace.sequence_lengths[chosen])

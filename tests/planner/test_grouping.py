@@ -59,7 +59,7 @@ def random_case(
         lengths, num_ranks=ranks * groups, token_budget=budget, mini_batch=rng.integers(0, batches, sequences)
     )
     return Case(
-        SequenceCounts(counts_SLE.astype(np.uint16), lengths, np.ones(sequences, bool)),
+        SequenceCounts(counts_SLE.astype(np.uint16), lengths, np.zeros((sequences, layers), np.int32)),
         packed,
         random_homes(rng, layers, experts, ranks),
         budget,
@@ -137,7 +137,7 @@ def test_hot_experts_are_spread(groups: int, attention: bool) -> None:
 def test_two_sequences_that_share_a_hot_rank_are_parted() -> None:
     """Two micro-steps of one rank each, two sequences in each: alike ones stand together until they are swapped."""
     counts_SLE = np.array([[[90, 10]], [[90, 10]], [[10, 90]], [[10, 90]]], np.uint16)
-    sequences = SequenceCounts(counts_SLE, np.full(4, 50), np.ones(4, bool))
+    sequences = SequenceCounts(counts_SLE, np.full(4, 50), np.zeros(counts_SLE.shape[:2], np.int32))
     packed = Schedule(np.array([0, 0, 1, 1]), np.array([0, 1, 0, 1]), np.zeros(2, np.int32), 2)
     grouped = group_by_routing(sequences, packed, Placement.contiguous(1, 2, 2), 50)
     for micro_step in range(2):

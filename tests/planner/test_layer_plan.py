@@ -17,7 +17,7 @@ THRESHOLD = 1.01
 
 @st.composite
 def layers(draw: st.DrawFn) -> tuple[list[Instance], list[bool]]:
-    """Instances with the same homes, and which of them are plannable."""
+    """Instances with the same homes, and which of them may have replicas."""
     ranks = draw(st.integers(1, 6))
     sizes = {
         "ranks": ranks,
@@ -26,20 +26,25 @@ def layers(draw: st.DrawFn) -> tuple[list[Instance], list[bool]]:
         "slots": draw(st.integers(0, 3)),
         "smallest_share": draw(st.sampled_from([1, 16])),
     }
+    unknown = draw(st.sampled_from([0.0, 0.2, 0.8]))
     rng = np.random.default_rng(draw(st.integers(0, 2**32)))
     micro_steps = draw(st.integers(1, 6))
-    chosen = [random_instance(rng, tokens=300, threshold=THRESHOLD, **sizes) for _ in range(micro_steps)]
+    chosen = [
+        random_instance(rng, tokens=300, threshold=THRESHOLD, unknown=unknown, **sizes) for _ in range(micro_steps)
+    ]
     return chosen, [draw(st.booleans()) for _ in chosen]
 
 
-def plan(instances: list[Instance], plannable: list[bool], *, layer: int = 1) -> LayerPlan:
+def plan(instances: list[Instance], wanted: list[bool], *, layer: int = 1) -> LayerPlan:
     """Plan the instances as layer 1 of three; the others are full of other tokens."""
     one = instances[0]
     counts_MLRE = np.full((len(instances), 3, *one.counts_RE.shape), 99, np.int32)
     counts_MLRE[:, layer] = np.stack([instance.counts_RE for instance in instances])
+    fixed_LMR = np.full((3, len(instances), one.ranks), 99)
+    fixed_LMR[1] = np.stack([instance.fixed_R for instance in instances])
     return plan_layer(
-        counts_MLRE, layer, np.array(plannable), one.home_E, ranks_per_node=one.per_node, slots=one.slots,
-        threshold=THRESHOLD, smallest_share=one.smallest_share,
+        counts_MLRE, fixed_LMR.transpose(1, 0, 2)[:, 1], layer, np.array(wanted), one.home_E,
+        ranks_per_node=one.per_node, slots=one.slots, threshold=THRESHOLD, smallest_share=one.smallest_share,
     )  # fmt: skip
 
 
@@ -49,15 +54,15 @@ def test_a_layer_is_its_instances_one_after_another(case: tuple[list[Instance], 
     check(*case)
 
 
-def check(instances: list[Instance], plannable: list[bool]) -> None:
+def check(instances: list[Instance], wanted: list[bool]) -> None:
     home_E = instances[0].home_E
     listed, quotas = [], []
-    for instance, routed in zip(instances, plannable, strict=True):
-        parts = int(instance.counts_RE.sum()) * round(THRESHOLD * PARTS_PER_WHOLE)
+    for instance, may in zip(instances, wanted, strict=True):
+        parts = int(instance.counts_RE.sum() + instance.fixed_R.sum()) * round(THRESHOLD * PARTS_PER_WHOLE)
         alone = replace(instance, home_E=home_E, threshold_load=parts // (instance.ranks * PARTS_PER_WHOLE))
-        listed.append(alone.replicas() if routed else [])
+        listed.append(alone.replicas() if may else [])
         quotas += list(twins.split_tokens(instance.counts_RE, home_E, instance.per_node, listed[-1]))
-    actual = plan(instances, plannable)
+    actual = plan(instances, wanted)
     assert actual.replicas_M.tolist() == [len(replicas) for replicas in listed]
     assert actual.experts.tolist() == [expert for replicas in listed for expert, _, _ in replicas]
     assert actual.ranks.tolist() == [rank for replicas in listed for _, rank, _ in replicas]
@@ -73,7 +78,7 @@ def test_room_for_quotas_grows_as_often_as_needed() -> None:
     ranks = 5
     counts_RE = np.zeros((ranks, ranks), np.int32)
     counts_RE[:, 0] = 1000 + np.arange(ranks)
-    one = Instance(counts_RE, np.arange(ranks)[::-1].astype(np.int16), ranks, 1, 0, 1)
+    one = Instance(counts_RE, np.zeros(ranks, np.int64), np.arange(ranks)[::-1].astype(np.int16), ranks, 1, 0, 1)
     check([one] * 40, [True] * 40)
     rng = np.random.default_rng(0)
     many = [

@@ -28,8 +28,7 @@ def plans(draw: st.DrawFn) -> StepPlan:
         batches,
         ranks,
     )
-    plannable = rng.random(micro_steps) < 0.8
-    return random_plan(rng, Workload(counts, plannable), schedule, slots=draw(st.integers(0, 2)))
+    return random_plan(rng, Workload.known(counts), schedule, slots=draw(st.integers(0, 2)))
 
 
 @settings(max_examples=80, deadline=None)
@@ -70,11 +69,11 @@ def test_equal_micro_steps_stand_together() -> None:
     """Hot experts 0, 2, 0, 2: after ordering 0, 0, 2, 2, and two replicas stay where they are."""
     replicas = [np.array([[expert, 1 - expert // 2]]) for expert in (0, 2, 0, 2)]
     counts = np.full((4, 1, 2, 4), 5, np.int32)
-    workload = Workload(counts, np.ones(4, bool))
+    workload = Workload.known(counts)
     schedule = Schedule(np.arange(4, dtype=np.int32), np.zeros(4, np.int32), np.zeros(4, np.int32), 2)
     home = random_plan(np.random.default_rng(0), workload, schedule, slots=0).placement
     plan = StepPlan.from_instances(
-        schedule, home, replicas, [np.array([[3, 3]])] * 4, plannable=workload.plannable, cluster=ClusterSpec(2, 2, 1)
+        schedule, home, replicas, [np.array([[3, 3]])] * 4, mixed_ML=workload.mixed_ML, cluster=ClusterSpec(2, 2, 1)
     )
     plan.check(workload)
     assert order_for_reuse(plan).tolist() == [0, 2, 1, 3]

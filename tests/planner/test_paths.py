@@ -30,7 +30,7 @@ def make_plan(cluster: ClusterSpec, placement: Placement, instances: list[list[t
         placement,
         [np.array(replicas, np.int64).reshape(-1, 2) for replicas in instances],
         [np.tile(quotas_R, (len(replicas), 1)).astype(np.int64) for replicas in instances],
-        plannable=np.ones(micro_steps, bool),
+        mixed_ML=np.zeros((micro_steps, layers), bool),
         cluster=cluster,
     )
 

@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from helpers import planner_twins as twins
 from helpers.random_plans import random_plan, random_schedule, random_trace
 from trimtab import ClusterSpec, InputError, Placement, Schedule, StepPlan, Workload
 from trimtab.planner import PlanSettings, plan_step
@@ -22,8 +23,10 @@ def contiguous_plan(workload: Workload, schedule: Schedule, cluster: ClusterSpec
 
 
 def recount(plan: StepPlan, workload: Workload) -> Array:
-    """Rank loads `[M, L, R]` by following every quota, one at a time."""
+    """Rank loads `[M, L, R]` by following every quota, one at a time; unknown rows where the twin expects them."""
     loads = np.zeros((workload.num_micro_steps, workload.num_layers, workload.num_ranks), np.int64)
+    for (m, layer, expert), rows in np.ndenumerate(twins.expected_experts(workload)):
+        loads[m, layer, plan.home[layer, expert]] += rows
     for m, layer in itertools.product(range(workload.num_micro_steps), range(workload.num_layers)):
         left_RE = workload.token_counts_MLRE[m, layer].astype(np.int64)
         for p in plan.replicas_of(m, layer):
@@ -47,12 +50,10 @@ def steps(draw: st.DrawFn) -> tuple[np.random.Generator, Workload, object, int]:
         num_layers=draw(st.integers(1, 3)),
         num_experts=experts,
         top_k=draw(st.integers(1, min(4, experts))),
+        unknown=draw(st.sampled_from([0.0, 0.0, 0.01, 0.3, 0.9, 1.0])),
     )
     schedule = random_schedule(rng, trace.num_sequences, num_ranks=ranks, num_micro_steps=draw(st.integers(1, 3)))
     workload = Workload.from_trace(trace, schedule)
-    if draw(st.booleans()):
-        plannable = rng.random(workload.num_micro_steps) < 0.5
-        workload = Workload(workload.token_counts_MLRE, plannable)
     return rng, workload, schedule, draw(st.integers(0, 3))
 
 
@@ -87,7 +88,8 @@ def test_broken_plans_are_refused(step, data: st.DataObject) -> None:  # type: i
     rng, workload, schedule, slots = step
     plan = random_plan(rng, workload, schedule, slots=slots)
     breakers: dict[str, dict[str, object]] = {
-        "more micro-steps than the workload has": {"plannable": np.append(plan.plannable, True)},
+        "more micro-steps than the workload has": {"mixed_ML": np.append(plan.mixed_ML, plan.mixed_ML[:1], axis=0)},
+        "another instance with unknown routes": {"mixed_ML": ~plan.mixed_ML},
         "a home that doesn't exist": {"home": plan.home + np.int16(plan.num_ranks)},
     }
     if plan.num_replicas:
@@ -123,7 +125,7 @@ def skewed_workload(ranks: int, experts: int, seed: int) -> Workload:
     rng = np.random.default_rng(seed)
     popularity_E = rng.permutation(np.arange(1, experts + 1) ** -0.8)
     counts = rng.multinomial(4096 * ranks // ranks * 8, popularity_E / popularity_E.sum(), size=(4, 2, ranks))
-    return Workload(counts.astype(np.int32), np.ones(4, bool))
+    return Workload.known(counts.astype(np.int32))
 
 
 @pytest.mark.parametrize(
@@ -139,7 +141,7 @@ def test_two_slots_take_most_of_the_imbalance(ranks: int, experts: int, limit: f
 
 
 def test_an_even_load_gets_no_replicas() -> None:
-    workload = Workload(np.full((2, 3, 4, 16), 100, np.int32), np.ones(2, bool))
+    workload = Workload.known(np.full((2, 3, 4, 16), 100, np.int32))
     schedule = random_schedule(np.random.default_rng(0), 0, num_ranks=4, num_micro_steps=2)
     assert contiguous_plan(workload, schedule, ClusterSpec(4, 4, 2)).num_replicas == 0
 
@@ -148,7 +150,7 @@ def test_the_split_keeps_tokens_near() -> None:
     """A replica first takes its own rank's tokens, and the home keeps its own."""
     counts = np.zeros((1, 1, 4, 4), np.int32)
     counts[0, 0, :, 0] = 1000
-    workload = Workload(counts, np.ones(1, bool))
+    workload = Workload.known(counts)
     schedule = random_schedule(np.random.default_rng(0), 0, num_ranks=4, num_micro_steps=1)
     plan = contiguous_plan(workload, schedule, ClusterSpec(4, 4, 1))
     assert sorted(plan.replica_ranks) == [1, 2, 3]
@@ -162,7 +164,7 @@ def test_replicas_stay_in_the_node_while_it_has_room() -> None:
     """Rank 0 is hot, rank 1 of its node idle, the other node busy: the copy goes to rank 1."""
     counts = np.zeros((1, 1, 4, 8), np.int32)
     counts[0, 0, :, [0, 4, 6]] = np.array([[500], [240], [260]])
-    workload = Workload(counts, np.ones(1, bool))
+    workload = Workload.known(counts)
     schedule = random_schedule(np.random.default_rng(0), 0, num_ranks=4, num_micro_steps=1)
     plan = contiguous_plan(workload, schedule, ClusterSpec(4, 2, 1))
     assert plan.replica_ranks.tolist() == [1]

@@ -20,7 +20,8 @@ def plans(draw: st.DrawFn) -> tuple[StepPlan, Workload]:
     rng = np.random.default_rng(draw(st.integers(0, 2**32)))
     ranks = draw(st.integers(1, 6))
     shape = (draw(st.integers(1, 3)), draw(st.integers(1, 3)), ranks, ranks * draw(st.integers(1, 3)))
-    workload = Workload(rng.integers(0, 40, shape).astype(np.int32), rng.random(shape[0]) < 0.8)
+    unknown_MLR = rng.integers(0, 40, shape[:3]) * (rng.random(shape[:3]) < draw(st.sampled_from([0.0, 0.3, 1.0])))
+    workload = Workload(rng.integers(0, 40, shape).astype(np.int32), unknown_MLR.astype(np.int32))
     schedule = random_schedule(rng, 3, num_ranks=ranks, num_micro_steps=shape[0])
     plan = random_plan(rng, workload, schedule, slots=draw(st.integers(0, 3)))
     values = {name: getattr(plan, name) for name in plan.__dataclass_fields__}

@@ -60,7 +60,7 @@ def test_a_planner_plans_what_the_function_does_and_goes_on_from_its_homes(step:
 def test_the_hash_knows_cluster_settings_and_costs() -> None:
     """Even an even load, for which nothing changes but the words, hashes anew."""
     step = steady_step(0, ranks=4, per_node=2)
-    even = SequenceCounts(np.full((4, 2, 8), 5, np.uint16), np.full(4, 20), np.ones(4, bool))
+    even = SequenceCounts(np.full((4, 2, 8), 5, np.uint16), np.full(4, 20), np.zeros((4, 2), np.int32))
     step = replace(step, token_budget=20)
 
     def digest(**changes: Any) -> str:

@@ -14,7 +14,7 @@ from helpers.planner_steps import Instance, instances, random_instance
 
 def twin(instance: Instance) -> list[twins.Replica]:
     return twins.place_replicas(
-        instance.counts_E, instance.home_E, instance.ranks, instance.per_node, instance.slots,
+        instance.counts_E, instance.fixed_R, instance.home_E, instance.ranks, instance.per_node, instance.slots,
         instance.threshold_load, instance.smallest_share,
     )  # fmt: skip
 
@@ -71,7 +71,9 @@ def test_replicas_keep_slots_and_shares_and_never_hurt(instance: Instance) -> No
 def one_hot(ranks: int, per_node: int, hot: list[int], **others: int) -> Instance:
     """One expert a rank, `hot` tokens each."""
     settings = {"slots": 1, "threshold_load": sum(hot) // ranks, "smallest_share": 1} | others
-    return Instance(np.diag(hot).astype(np.int32), np.arange(ranks, dtype=np.int16), per_node, **settings)
+    return Instance(
+        np.diag(hot).astype(np.int32), np.zeros(ranks, np.int64), np.arange(ranks, dtype=np.int16), per_node, **settings
+    )
 
 
 def test_one_taker_gets_the_whole_excess() -> None:

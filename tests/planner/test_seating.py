@@ -128,7 +128,7 @@ def test_rows_by_node_are_those_of_a_plain_count(step: Step) -> None:
 def test_many_sequences_find_better_seats() -> None:
     """Four nodes, 200 sequences that each love one: most of the way from a quarter to all rows is made."""
     rng = np.random.default_rng(0)
-    sequences = SequenceCounts(np.zeros((200, 1, 8), np.int32), np.full(200, 10), np.ones(200, bool))
+    sequences = SequenceCounts(np.zeros((200, 1, 8), np.int32), np.full(200, 10), np.zeros((200, 1), np.int32))
     loved = rng.permutation(np.repeat(np.arange(4), 50))
     sequences.counts_SLE[np.arange(200), 0, loved * 2] = 10
     cluster = ClusterSpec(8, 2)

@@ -47,7 +47,7 @@ def test_every_token_is_computed_once_and_no_rank_is_busier_than_without_replica
         for (m, layer, source, rank), rows in ways.items():
             sent_MLR[m, layer, source] += rows
             loads_MLR[m, layer, rank] += rows
-        assert np.array_equal(sent_MLR, workload.token_counts_MLRE.sum(axis=3))
+        assert np.array_equal(sent_MLR, workload.token_counts_MLRE.sum(axis=3) + workload.unknown_MLR)
         assert np.array_equal(loads_MLR, plan.rank_loads(workload))
         assert np.all(loads_MLR.max(axis=2) <= workload.home_loads(plan.home).max(axis=2))
 
@@ -60,7 +60,6 @@ def test_slots_and_smallest_shares_are_kept(step: Step) -> None:
         slots_used = np.zeros((len(plan.replica_starts) - 1, plan.num_ranks), np.int64)
         np.add.at(slots_used, (instance, plan.replica_ranks), 1)
         assert slots_used.max() <= step.cluster.slots_per_rank
-        assert np.all(plan.plannable[instance // plan.num_layers])
         for first, end in zip(plan.quota_starts, plan.quota_starts[1:], strict=False):
             assert plan.quota_tokens[first:end].sum() >= step.settings.smallest_share
             assert np.all(np.diff(plan.quota_sources[first:end]) > 0)
@@ -163,20 +162,20 @@ def test_odd_sizes_are_planned(sizes: dict[str, Any]) -> None:
             assert plan.num_replicas == 0
 
 
-def test_a_step_without_any_known_route_is_left_unplanned() -> None:
+def test_a_step_without_any_known_route_has_no_replicas_and_moves_nothing() -> None:
     step = steady_step(0)
     step.trace.expert_ids[:] = step.trace.no_route
     schedule, placement, (plan,) = step.plan()
-    assert not plan.plannable[schedule.micro_step].any()
+    assert plan.mixed_ML[schedule.micro_step].all()
     assert plan.num_replicas == 0
     assert np.array_equal(placement.home, step.placement.home)
 
 
-def test_only_micro_steps_with_unknown_routes_are_unplanned() -> None:
+def test_mixed_instances_are_those_with_unknown_routes() -> None:
     step = steady_step(0)
     step.trace.expert_ids[step.trace.sequence_starts[5], 1] = step.trace.no_route
     schedule, _, (plan,) = step.plan()
-    assert np.flatnonzero(~plan.plannable).tolist() == [schedule.micro_step[5]]
+    assert np.argwhere(plan.mixed_ML).tolist() == [[schedule.micro_step[5], 1]]
 
 
 def test_sequences_without_tokens_and_empty_mini_batches_have_their_place() -> None:

@@ -69,7 +69,7 @@ def test_whole_dynamic_experts_move_and_static_ones_stay(step: Step, dynamic_exp
     plans = check_policy(policy, step)
     assert plans["own"].slots_per_rank == dynamic_experts
     assert plans["equal"].slots_per_rank == step.cluster.slots_per_rank
-    workload = step.workload()
+    workload = step.known_workload()
     dynamic_LE = policy.dynamic(step.view(policy, equal_terms=False))
     before = workload.home_loads(step.placement.home).max(axis=-1)
     for plan in plans.values():

@@ -10,7 +10,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from helpers.policies import Step, check_future_is_unseen, check_policy, random_step, random_steps
-from trimtab.planner import Workload
 from trimtab.planner.workload import max_over_mean
 from trimtab.policies.lplb import Lplb, _Flow, _split_alike, links
 
@@ -48,7 +47,7 @@ def test_the_graphs_of_the_source() -> None:
 def test_plans_are_valid_and_keep_to_the_terms(step: Step, topology: Topology) -> None:
     plans = check_policy(Lplb(topology), step)
     for plan in plans.values():
-        workload = Workload(step.workload().token_counts_MLRE, plan.plannable)
+        workload = step.known_workload()
         rounding = step.cluster.slots_per_rank
         assert np.all(plan.rank_loads(workload).max(axis=-1) <= workload.home_loads(plan.home).max(axis=-1) + rounding)
 

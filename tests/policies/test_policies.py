@@ -14,7 +14,7 @@ from trimtab.policies import POLICIES
 
 def small_step(seed: int) -> Step:
     rng = np.random.default_rng(seed)
-    return random_step(rng, ranks=8, experts=32, ranks_per_node=4, past_steps=2, contiguous=True, all_routed=False)
+    return random_step(rng, ranks=8, experts=32, ranks_per_node=4, past_steps=2, contiguous=True, all_known=False)
 
 
 def test_the_registry_is_complete() -> None:

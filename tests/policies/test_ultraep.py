@@ -198,7 +198,7 @@ def test_plans_are_valid_and_keep_to_the_terms(step: Step, smallest: int) -> Non
     plans = check_policy(AnyRank(smallest_quota=smallest), step)
     assert not off_node(plans["own"]).any()
     assert plans["own"].hash == UltraEp(smallest_quota=smallest).plan(step.view(UltraEp(), equal_terms=False)).hash
-    workload = step.workload()
+    workload = step.known_workload()
     before = workload.home_loads(step.placement.home).max(axis=-1)
     for plan in plans.values():
         assert np.all(plan.rank_loads(workload).max(axis=-1) <= before)

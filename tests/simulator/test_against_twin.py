@@ -9,6 +9,7 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from helpers import planner_twins as twins
 from helpers.simulated_steps import Case, cases
 from helpers.simulator_twin import Shown, needs_of
 from trimtab.report.content import LANES
@@ -22,8 +23,9 @@ EXACT = 1e-9
 @given(cases(), st.sampled_from([1, 2]), st.booleans())
 def test_rows_become_seconds(case: Case, hops: int, even: bool) -> None:
     work = rank_work(case.plan, case.workload, case.costs, hops=hops, even=even)
+    rows_MLRE = twins.estimated(case.workload)
     for m, layer in np.ndindex(case.plan.num_micro_steps, case.plan.num_layers):
-        needs = needs_of(case.plan, case.workload, case.costs, m, layer, hops=hops, even=even)
+        needs = needs_of(case.plan, rows_MLRE[m, layer], case.costs, m, layer, hops=hops, even=even)
         for name in ("experts", "moved", "near", "far", "hop"):
             found = getattr(work, f"{name}_MLR")[m, layer]
             np.testing.assert_allclose(found, [getattr(need, name) for need in needs], rtol=EXACT, atol=1e-12)

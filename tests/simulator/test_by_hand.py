@@ -30,7 +30,7 @@ def small_case(*, both_layers: bool = False, **traits: Any) -> Case:
     """The step above. With `both_layers` also layer 0 has a replica of expert 0 on rank 1, for one of its rows."""
     counts_LRE = [[[4, 0], [1, 3]] if both_layers else [[4, 0], [0, 4]], [[4, 0], [4, 0]]]
     schedule = Schedule(np.zeros(2, np.int32), np.arange(2, dtype=np.int32), np.zeros(1, np.int32), 2)
-    workload = Workload(np.array([counts_LRE], np.int32), np.ones(1, bool))
+    workload = Workload.known(np.array([counts_LRE], np.int32))
     replica_P2 = np.array([[0, 1]])
     cluster = ClusterSpec(2, 2, 1)
     plan = StepPlan.from_instances(
@@ -38,7 +38,7 @@ def small_case(*, both_layers: bool = False, **traits: Any) -> Case:
         Placement.contiguous(2, 2, 2),
         [replica_P2 if both_layers else np.empty((0, 2), np.int64), replica_P2],
         [np.array([[0, 1]]) if both_layers else np.empty((0, 2), np.int64), np.array([[0, 2]])],
-        plannable=workload.plannable,
+        mixed_ML=workload.mixed_ML,
         cluster=cluster,
     )
     plan = replace(plan, replica_paths=np.zeros_like(plan.replica_paths))

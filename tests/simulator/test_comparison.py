@@ -76,7 +76,7 @@ def test_a_step_and_those_before_it() -> None:
 def test_a_budget_with_which_about_as_many_micro_steps_come_out() -> None:
     def lengths(*tokens: int) -> SequenceCounts:
         return SequenceCounts(
-            np.zeros((len(tokens), 1, 2), np.uint16), np.array(tokens, np.int64), np.ones(len(tokens), bool)
+            np.zeros((len(tokens), 1, 2), np.uint16), np.array(tokens, np.int64), np.zeros((len(tokens), 1), np.int32)
         )
 
     # 80 tokens in 2 * 4 places, and a tenth more; the largest step decides.
@@ -233,7 +233,10 @@ def test_an_outcome_is_of_the_plan_and_the_part_of_the_model_that_the_trace_has(
     assert row["weight_bytes_per_micro_step"] == plan.num_replicas * model.expert_bytes / plan.num_micro_steps
     instances = np.ndindex(plan.num_micro_steps, plan.num_layers)
     far = sum(
-        flow.rows for at in instances for flow in flows_of(plan, workload, *at) if flow.source // 2 != flow.rank // 2
+        flow.rows
+        for at in instances
+        for flow in flows_of(plan, workload.token_counts_MLRE[at], *at)
+        if flow.source // 2 != flow.rank // 2
     )
     assert row["cross_node_token_fraction"] == far / workload.token_counts_MLRE.sum()
     costs = OperationCosts.of(cluster, model, moe_layers=2, groups=2)

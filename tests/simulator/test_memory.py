@@ -34,10 +34,10 @@ def small_plan() -> tuple[StepPlan, Workload]:
         Placement.contiguous(2, 4, 2),
         [np.array(instance) for instance in replicas],
         [np.tile([[2, 1]], (len(instance), 1)) for instance in replicas],
-        plannable=np.ones(2, bool),
+        mixed_ML=np.zeros((2, 2), bool),
         cluster=ClusterSpec(2, 2, 2),
     )
-    workload = Workload(counts_MLRE, np.ones(2, bool))
+    workload = Workload.known(counts_MLRE)
     plan.check(workload)
     return plan, workload
 

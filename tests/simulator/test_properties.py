@@ -137,7 +137,7 @@ def test_no_plan_beats_even_rows(case: Case) -> None:
     """
     counts_MLRE = case.workload.token_counts_MLRE
     # Rows that come out even for every expert.
-    even = replace(case, workload=replace(case.workload, token_counts_MLRE=counts_MLRE * counts_MLRE.shape[3]))
+    even = replace(case, workload=Workload.known(counts_MLRE * counts_MLRE.shape[3]))
     even = replace(even, plan=replace(case.plan, quota_tokens=case.plan.quota_tokens * counts_MLRE.shape[3]))
     even = alone(even).free("copy_s", "weights_s", *ROWS).but(tile_rows=1)
     ideal = even.but(ideal=True, copies="none", known_at="past", hops=1)
@@ -150,7 +150,8 @@ def test_as_many_groups_as_micro_steps_take_as_long_as_the_longest(case: Case) -
     assume(not case.plan.mini_batch_of_micro_step.any())
     micro_steps = case.plan.num_micro_steps
     case = case.but(reduce_s=0.0, meet="step", copies="none", known_at="past")
-    # Each by itself: the others' tokens and rows taken away.
+    # Each by itself: the others' tokens and rows taken away. Estimates would depend on the whole step.
+    case = replace(case, workload=Workload.known(case.workload.token_counts_MLRE))
     longest = 0.0
     for m in range(micro_steps):
         counts_MLRE = np.zeros_like(case.workload.token_counts_MLRE)
@@ -159,10 +160,10 @@ def test_as_many_groups_as_micro_steps_take_as_long_as_the_longest(case: Case) -
         mine = case.plan.micro_step == m
         one = replace(
             case.plan, micro_step=np.zeros(mine.sum(), np.int32), rank=case.plan.rank[mine],
-            mini_batch_of_micro_step=np.zeros(1, np.int32), plannable=case.plan.plannable[m : m + 1],
+            mini_batch_of_micro_step=np.zeros(1, np.int32), mixed_ML=case.plan.mixed_ML[m : m + 1],
         ).without_replicas()  # fmt: skip
         one = replace(one, replica_starts=np.zeros(case.plan.num_layers + 1, np.int64))
-        workload = replace(case.workload, token_counts_MLRE=counts_MLRE[m : m + 1], plannable=one.plannable)
+        workload = Workload.known(counts_MLRE[m : m + 1])
         alone_m = replace(case, plan=one, workload=workload, lengths=lengths[mine], before=None)
         longest = max(longest, alone_m.run().step_time_s)
     together = replace(case, plan=case.plan.without_replicas(), before=None).but(groups=micro_steps).run()
@@ -174,10 +175,10 @@ def test_where_all_to_alls_get_in_the_way_sooner_can_be_later() -> None:
     counts_MLRE = np.zeros((1, 1, 3, 3), np.int32)
     counts_MLRE[0, 0, 1, 0], counts_MLRE[0, 0, 2, 0] = 5, 3
     schedule = Schedule(np.zeros(3, np.int32), np.arange(3, dtype=np.int32), np.zeros(1, np.int32), 3)
-    workload, cluster = Workload(counts_MLRE, np.ones(1, bool)), ClusterSpec(3, 3, 1)
+    workload, cluster = Workload.known(counts_MLRE), ClusterSpec(3, 3, 1)
     plan = StepPlan.from_instances(
         schedule, Placement.contiguous(1, 3, 3), [np.array([[0, 1]])], [np.array([[0, 5, 0]])],
-        plannable=workload.plannable, cluster=cluster,
+        mixed_ML=workload.mixed_ML, cluster=cluster,
     )  # fmt: skip
     costs = free_costs(layer_s=10.0, near_weights_s=10.0, near_spare=0.0, row_s=1.0, near_row_s=1.0)
     traits = Traits(known_at="past", transfers_start="step")

@@ -138,7 +138,7 @@ def _case(situation: Situation, name: str, slots: int, equal_terms: bool, sample
         "replicas_per_instance": plan.num_replicas / instances,
         "far_replicas_per_instance": float(prediction.far_ML.mean()),
         "replica_bytes_per_instance": plan.num_replicas / instances * QWEN3_30B.expert_bytes,
-        "cross_node_token_fraction": float(prediction.far_rows_ML.sum() / workload.token_counts_MLRE.sum()),
+        "cross_node_token_fraction": float(prediction.far_rows_ML.sum() / workload.num_rows),
         "moved_homes": int(sum(part.sum() for part in view.placement.moves(plan.placement, cluster.ranks_per_node))),
         "predicted_ms_per_instance": float(prediction.seconds_ML.mean() * 1e3),
         "plan_hash": plan.hash,
@@ -148,13 +148,15 @@ def _case(situation: Situation, name: str, slots: int, equal_terms: bool, sample
 def kernel_us(plan: StepPlan, workload: Workload, settings: PlanSettings) -> float:
     """Microseconds an instance of replicas and split, source sums and CSR rows included: the median over layers."""
     per_layer: list[float] = []
+    expected_MLR = workload.expected_loads(plan.home)
     for _ in range(TIMED_ROUNDS):
         for layer in range(plan.num_layers):
             start = time.perf_counter()
             plan_layer(
                 workload.token_counts_MLRE,
+                expected_MLR[:, layer],
                 layer,
-                plan.plannable,
+                np.ones(plan.num_micro_steps, bool),
                 plan.home[layer],
                 ranks_per_node=plan.ranks_per_node,
                 slots=plan.slots_per_rank,

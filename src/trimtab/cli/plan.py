@@ -77,7 +77,8 @@ def run(options: argparse.Namespace) -> None:
     near_moves, far_moves = (int(part.sum()) for part in homes.moves(plan.placement, cluster.ranks_per_node))
     far = int(np.count_nonzero(plan.far_replicas))
     from_host = int(np.count_nonzero(plan.replica_paths == HOST))
-    rows_total = max(1, int(after.token_counts_MLRE.sum()))
+    rows_total = max(1, after.num_rows)
+    mixed, unknown = int(np.count_nonzero(plan.mixed_ML)), int(after.unknown_MLR.sum()) / rows_total
     crossing = [
         int(cross_node_rows(each, load).sum()) / rows_total
         for each, load in ((POLICIES["static"].plan(view), before), (plan, after))
@@ -110,7 +111,8 @@ def run(options: argparse.Namespace) -> None:
                 "weight_bytes_per_micro_step": moved,
                 "planning_s": planned - counted,
                 "us_per_instance": microseconds,
-                "unplanned_micro_steps": int(np.count_nonzero(~plan.plannable)),
+                "mixed_instances": mixed,
+                "unknown_row_fraction": unknown,
                 "plan_hash": plan.hash,
             },
         )
@@ -134,8 +136,13 @@ def run(options: argparse.Namespace) -> None:
     ]
     if moved is not None:
         rows.insert(6, ("weights moved", f"{moved / 1e6:,.1f} MB a micro-step, all ranks together"))
-    if not plan.plannable.all():
-        rows.append(("unplanned", f"{np.count_nonzero(~plan.plannable)} micro-steps, since routes are missing"))
+    if mixed:
+        rows.append(
+            (
+                "unknown routes",
+                f"{unknown:.1%} of rows, in {mixed:,} of {instances:,} instances; their experts are estimated",
+            )
+        )
     console.print(facts(rows, f"{reader.name}, step {trace.steps[0]}, policy {options.policy}"))
     console.print(balance_tables(trace, loads_before, loads_after))
 

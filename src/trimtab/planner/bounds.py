@@ -15,7 +15,7 @@ from trimtab.planner.workload import Workload
 from trimtab.trace.routing import Array
 
 
-def load_bound(counts_E: Array, home_E: Array, num_ranks: int, slots: int) -> float:
+def load_bound(counts_E: Array, home_E: Array, num_ranks: int, slots: int, fixed_R: Array | None = None) -> float:
     """A load, in tokens, that the busiest rank of an instance can't get below.
 
     The linear relaxation: a replica that takes a part of its expert's tokens takes only that part of a slot, and
@@ -25,11 +25,12 @@ def load_bound(counts_E: Array, home_E: Array, num_ranks: int, slots: int) -> fl
         counts_E: `[E]` integer tokens of every expert.
         home_E: `[E]` integer home ranks.
         slots: replicas that a rank has room for.
+        fixed_R: `[R]` integer rows that stay at each rank; none by default.
     """
+    home_loads = np.bincount(home_E, counts_E, num_ranks) + (0 if fixed_R is None else fixed_R)
     if slots == 0 or num_ranks == 1 or not counts_E.any():
-        return float(np.bincount(home_E, counts_E, num_ranks).max(initial=0))
+        return float(home_loads.max())
     pairs = _Pairs.of(counts_E, home_E, num_ranks, np.flatnonzero(counts_E))
-    home_loads = np.bincount(home_E, counts_E, num_ranks)
     width = len(pairs.experts)
     program = _Program(width + 1)
     program.cost[width] = 1.0
@@ -49,12 +50,15 @@ def load_bound(counts_E: Array, home_E: Array, num_ranks: int, slots: int) -> fl
 def gap_to_bound(plan: StepPlan, workload: Workload, sampled: int) -> float:
     """Busiest rank over `load_bound` for the plan's homes and slots, minus 1: the mean of evenly spread instances."""
     loads_IR = plan.rank_loads(workload).reshape(-1, plan.num_ranks)
+    expected_MLR = workload.expected_loads(plan.home)
     gaps = []
     for instance in evenly_spread(len(loads_IR), sampled):
         micro_step, layer = divmod(instance, plan.num_layers)
         counts_E = workload.token_counts_MLRE[micro_step, layer].sum(axis=0, dtype=np.int64)
-        bound = load_bound(counts_E, plan.home[layer], plan.num_ranks, plan.slots_per_rank)
-        gaps.append(loads_IR[instance].max() / max(bound, 1.0) - 1)
+        fixed_R = expected_MLR[micro_step, layer]
+        bound = load_bound(counts_E, plan.home[layer], plan.num_ranks, plan.slots_per_rank, fixed_R)
+        # An instance without rows has no gap.
+        gaps.append(max(loads_IR[instance].max(), 1) / max(bound, 1.0) - 1)
     return float(np.mean(gaps))
 
 

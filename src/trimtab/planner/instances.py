@@ -9,6 +9,8 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import TypeVar
 
+import numpy as np
+
 from trimtab.cluster import ClusterSpec
 from trimtab.errors import InputError
 from trimtab.planner.layer_plan import LayerPlan, plan_layer
@@ -53,7 +55,10 @@ def plan_step(
     worth_ML: Array | None = None,
     threads: int = 1,
 ) -> StepPlan:
-    """Replicas and token split for every instance of a workload. Micro-steps that are not plannable get none.
+    """Replicas and token split for every instance of a workload.
+
+    Replicas take known rows only. Unknown rows are expected at the homes (`Workload.expected_loads`), and known rows
+    are split so that both together are even.
 
     Args:
         worth_ML: `[M, L]` bool, instances that replicas are worth their bytes in; all by default.
@@ -65,12 +70,15 @@ def plan_step(
     if workload.num_ranks != cluster.ranks:
         raise InputError(f"the workload is for {workload.num_ranks} ranks; the cluster has {cluster.ranks}")
     chosen = settings or PlanSettings()
+    expected_MLR = workload.expected_loads(placement.home)
+    wanted_ML = np.ones((workload.num_micro_steps, workload.num_layers), bool) if worth_ML is None else worth_ML
 
     def plan_one(layer: int) -> LayerPlan:
         return plan_layer(
             workload.token_counts_MLRE,
+            expected_MLR[:, layer],
             layer,
-            workload.plannable if worth_ML is None else workload.plannable & worth_ML[:, layer],
+            np.ascontiguousarray(wanted_ML[:, layer]),
             placement.home[layer],
             ranks_per_node=cluster.ranks_per_node,
             slots=cluster.slots_per_rank,
@@ -82,7 +90,7 @@ def plan_step(
         schedule,
         placement,
         map_layers(plan_one, workload.num_layers, threads),
-        plannable=workload.plannable,
+        mixed_ML=workload.mixed_ML,
         cluster=cluster,
         settings=json.dumps({"threshold": float(chosen.threshold), "smallest_share": int(chosen.smallest_share)}),
     )

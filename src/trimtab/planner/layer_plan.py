@@ -36,6 +36,7 @@ class LayerPlan:
 
 def plan_layer(
     counts_MLRE: Array,
+    fixed_MR: Array,
     layer: int,
     wanted_M: Array,
     home_E: Array,
@@ -48,10 +49,11 @@ def plan_layer(
     """Replicas and split for every wanted micro-step of a layer.
 
     Args:
-        counts_MLRE: `[M, L, R, E]` int32; only `layer` is read.
+        counts_MLRE: `[M, L, R, E]` int32, known rows; only `layer` is read.
+        fixed_MR: `[M, R]` int64, expected rows of unknown routes in the layer, which stay at their home rank.
         wanted_M: `[M]` bool, micro-steps that may have replicas.
         home_E: `[E]` int16 homes of the layer's experts.
-        threshold: max/mean load up to which an instance is left as it is.
+        threshold: max/mean load up to which an instance is left as it is; loads are known and expected rows.
     """
     num_ranks = counts_MLRE.shape[2]
     experts_by_home = np.argsort(home_E, kind="stable")
@@ -59,16 +61,16 @@ def plan_layer(
     # In parts per million, so that decisions are made in integers and are the same on every machine.
     parts = round(threshold * PARTS_PER_WHOLE)
     arrays = _plan_layer(
-        counts_MLRE, layer, wanted_M, home_E, experts_by_home, home_starts, ranks_per_node, slots, parts,
-        smallest_share,
+        counts_MLRE, np.ascontiguousarray(fixed_MR), layer, wanted_M, home_E, experts_by_home, home_starts,
+        ranks_per_node, slots, parts, smallest_share,
     )  # fmt: skip
     return LayerPlan(*arrays)
 
 
 @numba.njit(cache=True, nogil=True)
 def _plan_layer(  # type: ignore[no-untyped-def]
-    counts_MLRE, layer, wanted_M, home_E, experts_by_home, home_starts, ranks_per_node, slots, threshold_parts,
-    smallest_share,
+    counts_MLRE, fixed_MR, layer, wanted_M, home_E, experts_by_home, home_starts, ranks_per_node, slots,
+    threshold_parts, smallest_share,
 ):  # fmt: skip
     num_micro_steps, _, num_ranks, num_experts = counts_MLRE.shape
     most_replicas = num_ranks * slots
@@ -88,10 +90,12 @@ def _plan_layer(  # type: ignore[no-untyped-def]
             continue
         counts_RE = counts_MLRE[m, layer]
         _sum_sources(counts_RE, counts_E)
-        threshold_load = counts_E.sum() * threshold_parts // (num_ranks * PARTS_PER_WHOLE)
+        fixed_R = fixed_MR[m]
+        rows = counts_E.sum() + fixed_R.sum()
+        threshold_load = rows * threshold_parts // (num_ranks * PARTS_PER_WHOLE)
         count = place_replicas(
-            counts_E, home_E, experts_by_home, home_starts, ranks_per_node, slots, threshold_load, smallest_share,
-            replicas_3P,
+            counts_E, fixed_R, home_E, experts_by_home, home_starts, ranks_per_node, slots, threshold_load,
+            smallest_share, replicas_3P,
         )  # fmt: skip
         split_tokens(counts_RE, home_E, ranks_per_node, replicas_3P, count, quotas_PR)
         replicas_M[m] = count

@@ -34,7 +34,7 @@ class Prediction:
 
 
 def predict(plan: StepPlan, workload: Workload, cost: CostModel, *, even: bool = False) -> Prediction:
-    """Predicted time of every instance under a plan.
+    """Predicted time of every instance under a plan. Rows of unknown route count where they are expected.
 
     Args:
         even: take the rows as spread evenly over the ranks, whatever the plan says: the ideal run.
@@ -57,7 +57,7 @@ def predict(plan: StepPlan, workload: Workload, cost: CostModel, *, even: bool =
 
 
 def cross_node_rows(plan: StepPlan, workload: Workload) -> Array:
-    """Rows `[M, L]` int64 whose expert computes them on another node than their source rank's."""
+    """Rows `[M, L]` int64 whose expert computes them on another node than their source rank's; part estimates."""
     return np.asarray(_between_nodes(plan.rows(workload)[1])[0].sum(axis=-1))
 
 

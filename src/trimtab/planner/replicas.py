@@ -1,5 +1,8 @@
 """Level three, replicas: which experts get a copy on which rank, and how many tokens each copy takes.
 
+Tokens are those of known routes. Rows of unknown routes stay at the homes, where they are expected; they are part of a
+rank's load, and known tokens are moved around them.
+
 The busiest rank hands tokens of its largest expert to another rank, its *taker*, until no rank is above the threshold.
 Which taker, and how many tokens, decide how far a slot goes:
 
@@ -34,16 +37,19 @@ JITTER = 8
 
 @numba.njit(cache=True, nogil=True)
 def place_replicas(  # type: ignore[no-untyped-def]
-    counts_E, home_E, experts_by_home, home_starts, ranks_per_node, slots, threshold_load, smallest_share, replicas_3P
-):
+    counts_E, fixed_R, home_E, experts_by_home, home_starts, ranks_per_node, slots, threshold_load, smallest_share,
+    replicas_3P,
+):  # fmt: skip
     """Bring the busiest rank of one instance down to the threshold with few replicas, near ones first.
 
     Args:
-        counts_E: `[E]` int64 tokens of every expert.
+        counts_E: `[E]` int64 tokens of every expert, which replicas may take.
+        fixed_R: `[R]` int64 rows that stay at each rank, the expected ones of unknown routes.
         home_E: `[E]` integer homes.
         experts_by_home: `[E]` int64 experts ordered by home; rank r's are `home_starts[r]:home_starts[r + 1]`.
         slots: replicas that a rank has room for.
-        threshold_load: load at which a rank is left alone, tokens.
+        threshold_load: load at which a rank is left alone, tokens; no less than the largest of `fixed_R`, below which
+            the busiest rank cannot get.
         smallest_share: fewest tokens that a copy may be given, or that may stay at home if any do.
         replicas_3P: `[3, R * slots]` int64, filled with expert, rank and tokens of each replica.
 
@@ -51,10 +57,11 @@ def place_replicas(  # type: ignore[no-untyped-def]
         The number of replicas.
     """
     num_ranks = len(home_starts) - 1
-    loads_R = np.zeros(num_ranks, np.int64)
+    loads_R = fixed_R.copy()
     for e in range(len(counts_E)):
         loads_R[home_E[e]] += counts_E[e]
     most = loads_R.max()
+    threshold_load = max(threshold_load, fixed_R.max())
     if most <= threshold_load or slots == 0:
         return 0
     scratch_3P = np.empty_like(replicas_3P)
@@ -115,7 +122,9 @@ def _fewest(counts_E, experts_by_home, home_starts, loads_R, threshold_load):  #
                     equal = 1
                 elif tokens == largest:
                     equal += 1
-            taken = min(equal, -(-excess // max(largest, 1)))
+            if largest == 0:
+                break
+            taken = min(equal, -(-excess // largest))
             needed += taken
             excess -= taken * largest
             smaller_than = largest

@@ -19,12 +19,12 @@ class SequenceCounts:
     Attributes:
         counts_SLE: `[S, L, E]` uint16 or int32, tokens by sequence, layer and expert.
         lengths: `[S]` int64, tokens of each sequence.
-        routed: `[S]` bool, False where a token's route is unknown in some layer.
+        unknown_SL: `[S, L]` int32, rows by sequence and layer, (token, expert) pairs, whose expert is unknown.
     """
 
     counts_SLE: Array
     lengths: Array
-    routed: Array
+    unknown_SL: Array
 
     @classmethod
     def from_trace(cls, trace: RoutingTrace) -> SequenceCounts:
@@ -32,8 +32,8 @@ class SequenceCounts:
         lengths = trace.sequence_lengths
         dtype = np.uint16 if lengths.max(initial=0) < 1 << 16 else np.int32
         counts_SLE = count_experts(trace, np.arange(trace.num_sequences), trace.num_sequences, dtype)
-        routed_SL = counts_SLE.sum(axis=2, dtype=np.int64) == lengths[:, None] * trace.top_k
-        return cls(counts_SLE, lengths, routed_SL.all(axis=1))
+        unknown_SL = lengths[:, None] * trace.top_k - counts_SLE.sum(axis=2, dtype=np.int64)
+        return cls(counts_SLE, lengths, unknown_SL.astype(np.int32))
 
     @classmethod
     def concatenate(cls, parts: Sequence[SequenceCounts]) -> SequenceCounts:
@@ -43,12 +43,12 @@ class SequenceCounts:
         return cls(
             np.concatenate([part.counts_SLE for part in parts]),
             np.concatenate([part.lengths for part in parts]),
-            np.concatenate([part.routed for part in parts]),
+            np.concatenate([part.unknown_SL for part in parts]),
         )
 
     def select(self, sequences: Array) -> SequenceCounts:
         """The given sequences, `[N]` indices, in the given order."""
-        return SequenceCounts(self.counts_SLE[sequences], self.lengths[sequences], self.routed[sequences])
+        return SequenceCounts(self.counts_SLE[sequences], self.lengths[sequences], self.unknown_SL[sequences])
 
     def rows_by_place(self, place_LE: Array, num_places: int, layers: Array) -> Array:
         """Rows `[S, len(layers), num_places]` int32 that each sequence brings to each place in some layers.

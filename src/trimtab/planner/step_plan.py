@@ -33,14 +33,15 @@ class StepPlan:
     Instance i is micro-step i // L, layer i % L. Replica p of instance i (`replica_starts[i] <= p <
     replica_starts[i + 1]`) is a copy of `replica_experts[p]` on `replica_ranks[p]`; a rank's replicas take its slots in
     plan order. Quota q of replica p (`quota_starts[p] <= q < quota_starts[p + 1]`) sends it `quota_tokens[q]` tokens of
-    `quota_sources[q]`. Of the tokens that one source has for one expert, taken in token order, the replicas get theirs
-    first, in plan order; the rest stays at home. So a plan fixes where every token goes.
+    `quota_sources[q]`. Of the known tokens that one source has for one expert, taken in token order, the replicas get
+    theirs first, in plan order; the rest stays at home, and so do tokens of unknown route. So a plan fixes where every
+    known token goes.
 
     Attributes:
         micro_step, rank: `[S]` int32, the schedule.
         mini_batch_of_micro_step: `[M]` int32, the schedule.
         home: `[L, E]` int16, the placement.
-        plannable: `[M]` bool; where False the micro-step runs unplanned, at the homes.
+        mixed_ML: `[M, L]` bool, instances with rows of unknown route, which replicas and quotas leave out.
         replica_starts: `[M * L + 1]` int64.
         replica_experts, replica_ranks: `[P]` int16.
         replica_paths: `[P]` uint8, where the weights come from: `PEER`, the home rank, or `HOST`, the mirror of the
@@ -56,7 +57,7 @@ class StepPlan:
     rank: Array
     mini_batch_of_micro_step: Array
     home: Array
-    plannable: Array
+    mixed_ML: Array
     replica_starts: Array
     replica_experts: Array
     replica_ranks: Array
@@ -77,7 +78,7 @@ class StepPlan:
         replicas: Sequence[Array],
         quotas: Sequence[Array],
         *,
-        plannable: Array,
+        mixed_ML: Array,
         cluster: ClusterSpec,
         settings: str = "",
     ) -> StepPlan:
@@ -89,7 +90,7 @@ class StepPlan:
         return cls._joined(
             schedule,
             placement,
-            plannable,
+            mixed_ML,
             cluster,
             settings,
             replicas_I=np.array([len(instance) for instance in replicas], np.int64),
@@ -107,7 +108,7 @@ class StepPlan:
         placement: Placement,
         layers: Sequence[LayerPlan],
         *,
-        plannable: Array,
+        mixed_ML: Array,
         cluster: ClusterSpec,
         settings: str = "",
     ) -> StepPlan:
@@ -120,7 +121,7 @@ class StepPlan:
         return cls._joined(
             schedule,
             placement,
-            plannable,
+            mixed_ML,
             cluster,
             settings,
             replicas_I=replicas_ML.reshape(-1),
@@ -136,7 +137,7 @@ class StepPlan:
         cls,
         schedule: Schedule,
         placement: Placement,
-        plannable: Array,
+        mixed_ML: Array,
         cluster: ClusterSpec,
         settings: str,
         *,
@@ -153,7 +154,7 @@ class StepPlan:
             rank=schedule.rank,
             mini_batch_of_micro_step=schedule.mini_batch_of_micro_step,
             home=placement.home,
-            plannable=plannable,
+            mixed_ML=mixed_ML,
             replica_starts=replica_starts,
             replica_experts=experts,
             replica_ranks=ranks,
@@ -182,10 +183,6 @@ class StepPlan:
         )
 
     @property
-    def mixed_ML(self) -> Array:  # TEMPORARY
-        return np.broadcast_to(~self.plannable[:, None], (self.num_micro_steps, self.num_layers))
-
-    @property
     def schedule(self) -> Schedule:
         return Schedule(self.micro_step, self.rank, self.mini_batch_of_micro_step, self.num_ranks)
 
@@ -195,7 +192,7 @@ class StepPlan:
 
     @property
     def num_micro_steps(self) -> int:
-        return len(self.plannable)
+        return len(self.mixed_ML)
 
     @property
     def num_layers(self) -> int:
@@ -228,14 +225,17 @@ class StepPlan:
         return np.unique(np.stack([layers[mine], self.replica_experts[mine]], axis=1), axis=0)
 
     def rank_loads(self, workload: Workload) -> Array:
-        """Tokens `[M, L, R]` int64 that each rank computes under this plan."""
+        """Rows `[M, L, R]` int64 that each rank computes under this plan; estimated where routes are unknown."""
         return self.rows(workload)[0]
 
     def rows(self, workload: Workload) -> tuple[Array, Array]:
-        """Tokens that each rank computes `[M, L, R]`, and those from node to node `[M, L, N, N]`, both int64."""
+        """Rows that each rank computes `[M, L, R]`, and those from node to node `[M, L, N, N]`, both int64.
+
+        Exact where all routes are known. Unknown rows are included as `Workload.estimated_MLRE`, computed at the homes.
+        """
         loads_MLR, between_MLNN = empty_rows(self.num_micro_steps, self.num_layers, self.num_ranks, self.ranks_per_node)
         tally(
-            workload.token_counts_MLRE, self.home, self.replica_starts, self.replica_experts, self.replica_ranks,
+            workload.estimated_MLRE, self.home, self.replica_starts, self.replica_experts, self.replica_ranks,
             self.quota_starts, self.quota_sources, self.quota_tokens, self.ranks_per_node, loads_MLR, between_MLNN,
         )  # fmt: skip
         return loads_MLR, between_MLNN
@@ -246,12 +246,12 @@ class StepPlan:
         Raises:
             InputError: naming the first broken invariant: shapes, homes that exist, replicas away from home, no
                 expert twice on a rank, no more copies on a rank than its share of homes and its slots, tokens
-                conserved, nothing planned where routes are unknown.
+                conserved, quotas of known rows only.
         """
         shape = (workload.num_micro_steps, workload.num_layers, workload.num_ranks, workload.num_experts)
         mine = (self.num_micro_steps, self.num_layers, self.num_ranks, self.home.shape[1])
         _require(mine == shape, f"it is for [micro-steps, layers, ranks, experts] {mine}, the workload has {shape}")
-        _require(np.array_equal(self.plannable, workload.plannable), "it plans other micro-steps than are plannable")
+        _require(np.array_equal(self.mixed_ML, workload.mixed_ML), "it has other instances with unknown routes")
         places = self.num_micro_steps, self.num_ranks
         for place_S, most in zip((self.micro_step, self.rank), places, strict=True):
             fits = bool(np.all((place_S >= 0) & (place_S < most)))
@@ -292,10 +292,6 @@ class StepPlan:
         np.add.at(copies_IR, (instance, ranks), 1)
         room = -(-workload.num_experts // self.num_ranks) + self.slots_per_rank
         _require(copies_IR.max(initial=0) <= room, "a rank holds more copies than its share of homes and its slots")
-        _require(
-            bool(np.all(workload.plannable[instance // self.num_layers])),
-            "a micro-step with unknown routes has replicas",
-        )
 
     def _check_quotas(self, workload: Workload) -> None:
         sources = self.quota_sources.astype(np.int64)

@@ -108,7 +108,7 @@ class View:
     def plan_instances(
         self, plan_one: Callable[[int, Array, Array], tuple[Array, Array]], *, placement: Placement, slots: int
     ) -> StepPlan:
-        """Plan every instance from its own live routing, in the order of execution.
+        """Plan every instance from its own known routes, in the order of execution.
 
         Args:
             plan_one: from the layer's index, `counts_RE [R, E]` int64 and `home_E [E]` int64 to replicas `[P, 2]`
@@ -120,21 +120,17 @@ class View:
         home_LE = placement.home.astype(np.int64)
         for micro_step in range(self._workload.num_micro_steps):
             for layer in range(self.num_layers):
-                if self._workload.plannable[micro_step]:
-                    counts_RE = self._workload.token_counts_MLRE[micro_step, layer].astype(np.int64)
-                    replicas_P2, quotas_PR = plan_one(layer, counts_RE, home_LE[layer])
-                    used_P = quotas_PR.sum(axis=1) > 0
-                    replicas_P2, quotas_PR = replicas_P2[used_P], quotas_PR[used_P]
-                else:
-                    replicas_P2, quotas_PR = np.empty((0, 2), np.int64), np.empty((0, self.cluster.ranks), np.int64)
-                replicas.append(replicas_P2)
-                quotas.append(quotas_PR)
+                counts_RE = self._workload.token_counts_MLRE[micro_step, layer].astype(np.int64)
+                replicas_P2, quotas_PR = plan_one(layer, counts_RE, home_LE[layer])
+                used_P = quotas_PR.sum(axis=1) > 0
+                replicas.append(replicas_P2[used_P])
+                quotas.append(quotas_PR[used_P])
         return StepPlan.from_instances(
             self.schedule,
             placement,
             replicas,
             quotas,
-            plannable=self._workload.plannable,
+            mixed_ML=self._workload.mixed_ML,
             cluster=replace(self.cluster, slots_per_rank=slots),
         )
 

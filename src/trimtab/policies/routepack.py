@@ -31,7 +31,7 @@ class RoutePack:
     the same at random. The temperatures; ours fall from the size of a random move to 1e-5 of a micro-step's cost. How
     few micro-steps: as many as the given schedule has. A layer keeps its homes where LPT gains little, and LPT's ranks
     are named so that few experts move, both to spare it transfers. Several EP groups, and the tie-breaks between them,
-    are left out. Sequences without known routes stay where they are, so that no more micro-steps become unplannable.
+    are left out. Rows of unknown route are not counted.
 
     On equal terms, homes and schedule are given, and nothing is left to do: it equals `static`.
 
@@ -71,7 +71,6 @@ class RoutePack:
             view.sequences.rows_by_place(placement.home, schedule.num_ranks, np.arange(view.num_layers)),
             self.attention(view),
             view.sequences.lengths,
-            view.sequences.routed,
             schedule.micro_step.astype(np.int64),
             schedule.rank.astype(np.int64),
             schedule.mini_batch_of_micro_step.astype(np.int64),
@@ -97,8 +96,8 @@ class RoutePack:
 
 @numba.njit(cache=True, nogil=True)
 def anneal_schedule(  # type: ignore[no-untyped-def]
-    rows_SLR, attention_S, lengths_S, movable_S, micro_step_S, rank_S, mini_batch_M, num_ranks, token_budget,
-    evaluations, population, temperatures, rng,
+    rows_SLR, attention_S, lengths_S, micro_step_S, rank_S, mini_batch_M, num_ranks, token_budget, evaluations,
+    population, temperatures, rng,
 ):  # fmt: skip
     """Population annealing of places (micro-step, data rank) for sequences.
 
@@ -106,7 +105,6 @@ def anneal_schedule(  # type: ignore[no-untyped-def]
         rows_SLR: `[S, L, R]` int32 expert rows by sequence, layer and home rank.
         attention_S: `[S]` float64, in rows.
         lengths_S: `[S]` int64 tokens.
-        movable_S: `[S]` bool.
         micro_step_S, rank_S: `[S]` int64, the places to start from.
         mini_batch_M: `[M]` int64, mini-batch of each micro-step; sequences keep theirs.
         token_budget: most tokens of a place that a sequence comes to.
@@ -134,11 +132,10 @@ def anneal_schedule(  # type: ignore[no-untyped-def]
             for layer in range(num_layers):
                 cost_PM[p, m] += loads_PMLR[p, m, layer].max()
             cost_PM[p, m] += attention_PMR[p, m].max()
-    movable = np.flatnonzero(movable_S)
     best_steps, best_ranks, best_cost = micro_step_S.copy(), rank_S.copy(), cost_PM[0].sum()
-    if len(movable) == 0 or num_micro_steps * num_ranks == 1:
+    if num_sequences == 0 or num_micro_steps * num_ranks == 1:
         return best_steps, best_ranks
-    data = (rows_SLR, attention_S, lengths_S, movable, mini_batch_M, token_budget)
+    data = (rows_SLR, attention_S, lengths_S, mini_batch_M, token_budget)
     moved = 0.0
     for i in range(64):
         p = i % population
@@ -178,13 +175,13 @@ def _try_move(data, state, temperature, rng):  # type: ignore[no-untyped-def]
 
     At temperature 0 nothing is done.
     """
-    rows_SLR, attention_S, lengths_S, movable, mini_batch_M, token_budget = data
+    rows_SLR, attention_S, lengths_S, mini_batch_M, token_budget = data
     steps_S, ranks_S, loads_MLR, attention_MR, tokens_MR, cost_M = state
-    s = movable[int(rng.random() * len(movable))]
+    s = int(rng.random() * len(lengths_S))
     from_m, from_r = steps_S[s], ranks_S[s]
-    t = np.int64(-1)
+    t = -1
     if rng.random() < 0.75:
-        t = movable[int(rng.random() * len(movable))]
+        t = int(rng.random() * len(lengths_S))
         to_m, to_r = steps_S[t], ranks_S[t]
     else:
         to_m, to_r = int(rng.random() * len(mini_batch_M)), int(rng.random() * tokens_MR.shape[1])

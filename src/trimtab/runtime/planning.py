@@ -28,7 +28,7 @@ from trimtab.planner import (
 )
 from trimtab.planner.planner import STEPS_TO_PAY
 from trimtab.planner.prediction import predict
-from trimtab.planner.workload import fully_routed, max_over_mean
+from trimtab.planner.workload import max_over_mean
 from trimtab.runtime.home_experts import HomeExperts
 from trimtab.runtime.topology import Topology
 from trimtab.trace import RoutingTrace
@@ -217,17 +217,19 @@ class SessionPlanner:
     def gather_workloads(self, trace: RoutingTrace, schedule: Schedule) -> list[Workload]:
         """The load of every expert-parallel group; `trace` is in the order of `schedule.sequences_of`."""
         micro_step, num_micro_steps = schedule.of_rank(self.topology.data_rank), schedule.num_micro_steps
-        counts = torch.from_numpy(count_experts(trace, micro_step, num_micro_steps))
-        routed = torch.from_numpy(fully_routed(trace, micro_step, num_micro_steps).astype(np.uint8))
+        counts_MLE = count_experts(trace, micro_step, num_micro_steps)
+        rows_M = np.bincount(micro_step, trace.sequence_lengths * trace.top_k, num_micro_steps).astype(np.int64)
+        unknown_ML = rows_M[:, None] - counts_MLE.sum(axis=2, dtype=np.int64)
+        counts, unknown = torch.from_numpy(counts_MLE), torch.from_numpy(unknown_ML.astype(np.int32))
         counts_D = [torch.empty_like(counts) for _ in range(self.topology.num_data_ranks)]
-        routed_D = [torch.empty_like(routed) for _ in range(self.topology.num_data_ranks)]
+        unknown_D = [torch.empty_like(unknown) for _ in range(self.topology.num_data_ranks)]
         dist.all_gather(counts_D, counts, group=self.topology.control)
-        dist.all_gather(routed_D, routed, group=self.topology.control)
+        dist.all_gather(unknown_D, unknown, group=self.topology.control)
         loads = []
         for group in range(self.topology.groups):
             ranks = slice(group * self.topology.num_ranks, (group + 1) * self.topology.num_ranks)
-            plannable = torch.stack(routed_D[ranks]).amin(dim=0).numpy().astype(bool)
-            loads.append(Workload(torch.stack(counts_D[ranks], dim=2).numpy(), plannable))
+            unknown_MLR = torch.stack(unknown_D[ranks], dim=2).numpy()
+            loads.append(Workload(torch.stack(counts_D[ranks], dim=2).numpy(), unknown_MLR))
         return loads
 
     def _on_first_rank(self, make: Callable[[], _Made], start: float) -> PlannedStep:

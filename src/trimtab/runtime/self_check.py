@@ -156,7 +156,7 @@ def _plan(trace: RoutingTrace, schedule: Schedule, path: int, ranks_per_node: in
         replicas.append(np.stack([busiest_R, (np.arange(ranks) + 1) % ranks], axis=1))
         quotas.append(counts_RE[:, busiest_R].T.astype(np.int64) // 2)
     cluster = ClusterSpec(ranks, ranks_per_node, slots_per_rank=1)
-    plan = StepPlan.from_instances(schedule, placement, replicas, quotas, plannable=workload.plannable, cluster=cluster)
+    plan = StepPlan.from_instances(schedule, placement, replicas, quotas, mixed_ML=workload.mixed_ML, cluster=cluster)
     return replace(plan, replica_paths=np.full(plan.num_replicas, path, np.uint8))
 
 

@@ -142,7 +142,7 @@ def simulate_policy(situation: Situation, name: str, variant: Policy | None = No
         balance=summarise_balance(loads_MLR),
         migration_bytes=int(near_L.sum() + far_L.sum()) * state_bytes,
         plan_us=seconds / (plan.num_micro_steps * plan.num_layers) * 1e6,
-        cross_node_fraction=int(cross_node_rows(plan, workload).sum()) / max(1, int(workload.token_counts_MLRE.sum())),
+        cross_node_fraction=int(cross_node_rows(plan, workload).sum()) / max(1, workload.num_rows),
         memory=memory_bytes(
             plan, loads_MLR, tokens_MR, model, policy.traits,
             ring_layers=situation.settings.ring_layers, ranks=cluster.ranks * groups,

@@ -36,7 +36,7 @@ class RankWork:
 def rank_work(
     plan: StepPlan, workload: Workload, costs: OperationCosts, *, hops: int = 1, even: bool = False
 ) -> RankWork:
-    """The work of every rank under a plan.
+    """The work of every rank under a plan; rows of unknown route are estimated (`Workload.estimated_MLRE`).
 
     Args:
         hops: 2 if moved tokens first travel to the home rank.
@@ -48,7 +48,7 @@ def rank_work(
     copy = (costs.tile_rows, costs.tile_s, costs.copy_s, costs.weights_s, costs.row_s)
     rows = (costs.near_row_s, costs.far_row_s, costs.hop_row_s, costs.forwards)
     _fill(
-        workload.token_counts_MLRE, plan.home, plan.replica_starts, plan.replica_experts, plan.replica_ranks,
+        workload.estimated_MLRE, plan.home, plan.replica_starts, plan.replica_experts, plan.replica_ranks,
         plan.quota_starts, plan.quota_sources, plan.quota_tokens, plan.ranks_per_node, hops, even, copy, rows,
         experts, moved, near, far, hop, loads,
     )  # fmt: skip

@@ -54,7 +54,7 @@ def measure_planned_layer(
     plan = _PlanOfOneRank.from_instances(
         schedule, Placement.contiguous(1, experts, 1),
         [np.stack([hot, np.zeros_like(hot)], axis=1)], [counts_E[hot, None] // 2],
-        plannable=workload.plannable, cluster=ClusterSpec(1, 1, SLOTS),
+        mixed_ML=workload.mixed_ML, cluster=ClusterSpec(1, 1, SLOTS),
     )  # fmt: skip
     plan = replace(plan, replica_paths=np.full(SLOTS, HOST, np.uint8))
 
