@@ -13,7 +13,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 
 from helpers.equality import relative_error
-from helpers.moe_model import Shape, TinyMoE
+from helpers.moe_model import WITHOUT_CHECKPOINTS, Shape, TinyMoE
 from helpers.plain_dispatch import PlainDispatcher
 from helpers.random_plans import random_placement, random_plan
 from trimtab.planner import Placement, Schedule, StepPlan, Workload
@@ -96,7 +96,8 @@ class _Comparison:
             num_experts=shape.experts, groups=case.groups, slots_per_rank=slots, ring_layers=int(rng.integers(2, 4)),
             ranks_per_node=per_node, least_gain=-1e9,
         )  # fmt: skip
-        self.reference, self.model = TinyMoE(shape, torch.float64), TinyMoE(shape, torch.float64, case.run_block)
+        self.reference = TinyMoE(shape, torch.float64, WITHOUT_CHECKPOINTS.get(case.run_block, "plain"))
+        self.model = TinyMoE(shape, torch.float64, case.run_block)
         self.model.load_state_dict(self.reference.state_dict())
         experts = self.session.topology.experts
         dispatcher = PlainDispatcher(experts, shape.experts // ranks, slots) if case.plain else None

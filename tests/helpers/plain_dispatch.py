@@ -64,6 +64,12 @@ def _padded(tensor: torch.Tensor, length: int) -> torch.Tensor:
     return torch.cat([tensor, tensor.new_zeros(length - len(tensor), *tensor.shape[1:])])
 
 
+def _part(whole: torch.Tensor, length: int, group: dist.ProcessGroup) -> torch.Tensor:
+    """This rank's."""
+    first = dist.get_rank(group) * length
+    return whole[first : first + length]
+
+
 class _GatherAll(torch.autograd.Function):
     """`[n, ...]` of every rank as `[R * n, ...]`."""
 
@@ -79,7 +85,7 @@ class _GatherAll(torch.autograd.Function):
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None]:
         total = grads[0].contiguous()
         dist.all_reduce(total, group=ctx.group)
-        return total.split(ctx.length)[dist.get_rank(ctx.group)], None
+        return _part(total, ctx.length, ctx.group), None
 
 
 class _SumAll(torch.autograd.Function):
@@ -90,7 +96,7 @@ class _SumAll(torch.autograd.Function):
         ctx.group = group
         total = part.clone()
         dist.all_reduce(total, group=group)
-        return total.split(length)[dist.get_rank(group)] if length else total
+        return _part(total, length, group)
 
     @staticmethod
     @once_differentiable

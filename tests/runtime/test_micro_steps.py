@@ -25,18 +25,14 @@ TIMES = 10 if os.environ.get("TRIMTAB_NIGHTLY") == "1" else 1
 @pytest.mark.parametrize(("ranks", "groups", "count"), [(2, 1, 64), (3, 1, 16), (4, 1, 16), (4, 2, 16)])
 def test_rows_of_any_micro_steps_in_any_order(ranks: int, groups: int, count: int) -> None:
     """Slices of sequences, unknown routes, several micro-steps alive at once, chunks, both dispatchers."""
+    rng = np.random.default_rng(ranks + groups)
     cases = [
         MicroStepCase(
-            seed,
-            order=ORDERS[seed % 4],
-            unknown=UNKNOWN[seed // 4 % 4],
-            run_block=RUNS[seed // 2 % 4] if ORDERS[seed % 4] != "interleaved" else "plain",
-            plain=seed // 8 % 2 == 1,
-            complete=seed // 16 % 2 == 1,
-            groups=groups,
+            seed, order=ORDERS[seed % 4], unknown=UNKNOWN[seed // 4 % 4], run_block=str(rng.choice(RUNS)),
+            plain=bool(rng.integers(2)), complete=bool(rng.integers(2)), groups=groups,
         )
         for seed in range(count * TIMES)
-    ]
+    ]  # fmt: skip
     launch(compare_micro_steps, (cases,), ranks=ranks)
 
 
