@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import cache
+from typing import Any
 
 import numpy as np
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 
 from helpers.moe_model import Shape, TinyMoE
@@ -31,6 +34,7 @@ class Case:
         padded: feed rows that belong to no planned token.
         groups: expert-parallel groups of the ranks.
         one_sided: pull replicas out of the memory of neighbours, as on CUDA.
+        given: give the session process groups of scattered ranks, and scattered nodes.
     """
 
     seed: int
@@ -41,6 +45,7 @@ class Case:
     padded: bool
     groups: int = 1
     one_sided: bool = False
+    given: bool = False
 
 
 class CountingPeers(PeerMemory):
@@ -68,12 +73,23 @@ def compare_cases(cases: Iterable[Case]) -> None:
         assert case.one_sided or CountingPeers.pulled == before
 
 
+@cache
+def scattered_groups(groups: int, seed: int) -> dict[str, Any]:
+    """An expert-parallel group of random ranks in random order, and the matching expert-data-parallel group."""
+    ranks_GR = np.random.default_rng(seed).permutation(dist.get_world_size()).reshape(groups, -1)
+    experts, same_experts = (
+        [dist.new_group(ranks, sort_ranks=False) for ranks in table.tolist()] for table in (ranks_GR, ranks_GR.T)
+    )
+    group, position = (int(place[0]) for place in np.nonzero(ranks_GR == dist.get_rank()))
+    return {"expert_group": experts[group], "expert_dp_group": same_experts[position] if groups > 1 else None}
+
+
 def _compare(case: Case) -> None:
     rng = np.random.default_rng(case.seed)
     torch.manual_seed(case.seed)
-    num_data_ranks, data_rank = torch.distributed.get_world_size(), torch.distributed.get_rank()
+    num_data_ranks = dist.get_world_size()
     num_ranks = num_data_ranks // case.groups
-    padding_rng = np.random.default_rng((case.seed, data_rank))
+    padding_rng = np.random.default_rng((case.seed, dist.get_rank()))
     shape = Shape(
         layers=int(rng.integers(1, 5)),
         experts=num_ranks * int(rng.integers(1, 5)),
@@ -84,13 +100,12 @@ def _compare(case: Case) -> None:
     tolerance = 1e-12 if case.dtype is torch.float64 else 1e-5
     slots = int(rng.integers(0, 4))
     ranks_per_node = int(rng.choice([size for size in range(1, num_ranks + 1) if num_ranks % size == 0]))
-    session = Session(
-        num_experts=shape.experts,
-        groups=case.groups,
-        slots_per_rank=slots,
-        ring_layers=int(rng.integers(2, 5)),
-        ranks_per_node=ranks_per_node,
-    )
+    groups: dict[str, Any] = {"groups": case.groups, "ranks_per_node": ranks_per_node}
+    if case.given:
+        nodes = np.random.default_rng(case.seed).permutation(num_ranks) // ranks_per_node
+        groups = {**scattered_groups(case.groups, case.seed % 2), "nodes": nodes}
+    session = Session(num_experts=shape.experts, slots_per_rank=slots, ring_layers=int(rng.integers(2, 5)), **groups)
+    data_rank = session.topology.data_rank
     reference = TinyMoE(shape, case.dtype)
     model = TinyMoE(shape, case.dtype, case.run_block)
     model.load_state_dict(reference.state_dict())
@@ -123,7 +138,7 @@ def _compare(case: Case) -> None:
                     rng, workload, group_schedule, slots=slots, placement=placement, ranks_per_node=ranks_per_node
                 )
             )
-        session.adopt_plan(plans[data_rank // num_ranks], trace.select(schedule.sequences_of(data_rank)))
+        session.adopt_plan(plans[session.topology.group], trace.select(schedule.sequences_of(data_rank)))
         tokens = torch.from_numpy(rng.integers(0, shape.vocab, trace.num_tokens))
         labels = torch.from_numpy(rng.integers(0, shape.vocab, trace.num_tokens))
         for index, block in enumerate(reference.moe_blocks()):
@@ -152,7 +167,7 @@ def _compare(case: Case) -> None:
                         part.backward()
                         loss += part.detach()
         session.finish_gradients(model.replicated())
-        torch.distributed.all_reduce(loss)
+        dist.all_reduce(loss)
         assert relative_error(loss, expected_loss.detach()) < tolerance, (case, "loss")
         if case.max_norm is not None:
             expected_norm = torch.nn.utils.clip_grad_norm_(reference.parameters(), case.max_norm)

@@ -106,7 +106,7 @@ def _check_place(experts: nn.Module, where: str, session: Session) -> None:
     if implementation.layer is not None:
         raise InputError(f"{where} are in another session already; a model can be in one")
     ranks = dist.get_process_group_ranks(implementation.ep_mesh.get_group())
-    if dist.get_process_group_ranks(session.topology.experts) != ranks:
+    if session.topology.ranks_by_position != ranks:
         raise InputError(f"{where} are spread over ranks {ranks}; the session should have these in one group")
 
 

@@ -15,7 +15,7 @@ import queue
 import threading
 import time
 import weakref
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -51,7 +51,8 @@ CLIP, LOGICAL, STEP = range(14, 17)
 Call = tuple[int, int, int, int]
 """Index into `CALLS`, layer, micro-step, and how many calls came before the forward that it belongs to; -1 for none."""
 
-_numbers = itertools.count()
+# Of sessions, by the name of their control group: ranks may be in sessions that others are not in.
+_numbers: defaultdict[str, Iterator[int]] = defaultdict(itertools.count)
 _HEADER = 3
 
 
@@ -74,7 +75,8 @@ class Lockstep:
         # The digest covers all calls; the last ones are kept to name a difference.
         self._digest, self.count = 0, 0
         self._last: deque[Call] = deque(maxlen=REMEMBERED)
-        self._store_key = f"trimtab/lockstep/{next(_numbers)}"
+        control = topology.control.group_name
+        self._store_key = f"trimtab/lockstep/{control}/{next(_numbers[control])}"
         self._waiter = _Waiter()
 
     def note(self, kind: int, layer: int = -1, micro_step: int = -1, forward: int = -1) -> int:

@@ -254,7 +254,7 @@ class SessionPlanner:
     ) -> _Made:
         if mode == "static":
             num_layers, num_experts = placement.home.shape
-            placement = Placement.contiguous(num_layers, num_experts, self.cluster.ranks)
+            placement = self.topology.initial_placement(num_layers, num_experts)
         static = self._static(loads, schedule, placement)
         max_vio = _max_vio(static, loads)
         if mode in ("static", "off"):

@@ -80,6 +80,13 @@ class Session:
         num_experts: experts of a layer, E.
         group: the data ranks; all ranks by default.
         groups: expert-parallel groups among them, each of neighbouring ranks that hold all experts together.
+        expert_group: the ranks that hold all experts together, as a framework's own process group of any ranks; in
+            place of `group`, `groups` and `ranks_per_node`. The rank at position i of R in it is home to experts
+            i * E / R up to (i + 1) * E / R at the start. Making the session is a collective over the data ranks, which
+            are the ranks of all the expert-parallel groups that `expert_dp_group` joins.
+        expert_dp_group: with `expert_group`, the process group of the ranks that hold the same experts as this one,
+            each at the place of its expert-parallel group; None for one expert-parallel group.
+        nodes: with `expert_group`, the node number of each of its ranks, in its order; all on one node by default.
         mode: `plan` balances; `static` is expert parallelism on contiguous homes without replicas, on the planned path;
             `shadow` plans and reports, but runs as `off`; `off` replays routing in ordinary expert parallelism.
         slots_per_rank: replicas of one layer that a rank has room for.
@@ -96,8 +103,8 @@ class Session:
         timeout: after which a rank that waits for others gives up; that of `group` by default.
 
     Raises:
-        InputError: if the ranks don't divide the experts, the groups the ranks, or the nodes a group; or an argument
-            is out of its range.
+        InputError: if the ranks don't divide the experts, the groups the ranks, or the nodes a group; if the groups of
+            a framework don't line up, or this rank is not in them; or an argument is out of its range.
     """
 
     def __init__(
@@ -106,6 +113,9 @@ class Session:
         num_experts: int,
         group: dist.ProcessGroup | None = None,
         groups: int = 1,
+        expert_group: dist.ProcessGroup | None = None,
+        expert_dp_group: dist.ProcessGroup | None = None,
+        nodes: Sequence[int] | None = None,
         mode: Mode = "plan",
         slots_per_rank: int = 2,
         ring_layers: int = 3,
@@ -128,11 +138,24 @@ class Session:
         if verify_weights is None:
             verify_weights = mode == "shadow" or os.environ.get(VERIFY_WEIGHTS) == "1"
         self.verify_weights = verify_weights
-        self.topology = Topology.build(group, at_least("groups", groups, 1), ranks_per_node, timeout)
+        if expert_group is None:
+            if expert_dp_group is not None or nodes is not None:
+                raise InputError(
+                    "expert_dp_group and nodes go with expert_group; for groups that the session makes, use groups and "
+                    "ranks_per_node"
+                )
+            self.topology = Topology.build(group, at_least("groups", groups, 1), ranks_per_node, timeout)
+        else:
+            if group is not None or groups != 1 or ranks_per_node is not None:
+                raise InputError(
+                    "group, groups and ranks_per_node are for groups that the session makes; with expert_group, use "
+                    "expert_dp_group for several expert-parallel groups and nodes for several nodes"
+                )
+            self.topology = Topology.given(expert_group, expert_dp_group, nodes, timeout)
         self.layers: list[ExpertLayer] = []
         self.homes: list[HomeExperts] = []
         self.unplanned_micro_steps = 0
-        self._contiguous_E: Array = Placement.contiguous(1, num_experts, self.num_ranks).home[0]
+        self._initial_E: Array = self.topology.initial_placement(1, num_experts).home[0]
         self._lockstep = Lockstep(self.topology, most_votes=max(num_experts, 2))
         self.counters = Counters(lockstep=self._lockstep)
         self._step: RunningStep | None = None
@@ -186,7 +209,7 @@ class Session:
     @property
     def home_experts(self) -> Array:
         """Logical ids `[E / R]` of the experts that this rank is home to as a layer is added, rising."""
-        return np.flatnonzero(self._contiguous_E == self.rank)
+        return np.flatnonzero(self._initial_E == self.rank)
 
     def add_layer(
         self,
@@ -218,7 +241,7 @@ class Session:
         read: ReadParameters = parameters if callable(parameters) else partial(_same, parameters)
         check_parameters(index, read(), self.homes, len(self.home_experts), self.num_experts)
         homes = HomeExperts(
-            index, read, rank=self.rank, home_E=self._contiguous_E, compute_dtype=compute_dtype,
+            index, read, rank=self.rank, home_E=self._initial_E, compute_dtype=compute_dtype,
             joins_in_backward=weights is not None,
         )  # fmt: skip
         if self.layers and _expert_shapes(homes) != _expert_shapes(self.homes[0]):

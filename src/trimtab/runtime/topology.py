@@ -1,33 +1,49 @@
-"""`Topology`: the process groups of a session. Which ranks share experts, a node, or the same homes."""
+"""`Topology`: the process groups of a session. Which ranks share experts, a node, or the same homes.
+
+Expert-parallel groups are made here of neighbouring ranks (`build`), or a framework gives them, of any ranks (`given`).
+Within an expert-parallel group ranks are numbered so that those of a node are neighbours, whatever the order of the
+framework's group. All groups that are made here have that order.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+import hashlib
+import operator
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import partial
-from weakref import WeakValueDictionary
+from weakref import WeakKeyDictionary, WeakValueDictionary
 
+import numpy as np
 import torch
 import torch.distributed as dist
+from torch.distributed import distributed_c10d
 
 from trimtab.errors import InputError
+from trimtab.planner import Placement
 
 
 @dataclass(frozen=True, eq=False)
 class Topology:
-    """Where this rank stands. Expert-parallel groups are neighbouring data ranks, nodes neighbouring ranks of a group.
+    """Process groups and this rank's numbers in them.
+
+    Data rank d is rank d mod R of expert-parallel group d div R; ranks of a node are neighbours in their group.
 
     Attributes:
         data: all data ranks.
         experts: the ranks that share one set of experts; dispatch runs here.
-        expert_dp_group: the ranks of all groups that are home to the same experts; None if there is one group.
+        expert_dp_group: the ranks of all groups that are home to the same experts, in any order; None if there is one
+            group.
         weights, gradients: the ranks of `experts` once more, for point-to-point traffic beside the dispatch.
         control: all data ranks, on the host.
         expert_control, node_control: the ranks of `experts`, and those of them on this node, on the host.
         rank, num_ranks: in `experts`.
         ranks_per_node: of `experts`.
         group, groups: which expert-parallel group this is, of how many.
+        positions: of every rank of `experts`, its position in the group that the framework gave. The rank at position
+            i holds the i-th part of the experts at the start.
         timeout: of all groups that are made here.
     """
 
@@ -44,6 +60,7 @@ class Topology:
     ranks_per_node: int
     group: int
     groups: int
+    positions: tuple[int, ...]
     timeout: timedelta
 
     @classmethod
@@ -61,39 +78,117 @@ class Topology:
         data = data or dist.group.WORLD
         if data is None:
             raise RuntimeError("a Session needs torch.distributed; call init_process_group first")
-        members = dist.get_process_group_ranks(data)
-        num_data_ranks, data_rank = len(members), dist.get_rank(data)
-        if groups < 1 or num_data_ranks % groups:
-            raise InputError(f"{groups} expert-parallel groups don't divide {num_data_ranks} ranks")
+        members = _ranks_of("group", data)
+        if groups < 1 or len(members) % groups:
+            raise InputError(f"{groups} expert-parallel groups don't divide {len(members)} ranks")
         if ranks_per_node is not None and ranks_per_node < 1:
             raise InputError(f"ranks_per_node is {ranks_per_node}; it should be 1 or more")
-        timeout = timeout or _timeout_of(data)
-        make = partial(_group, timeout=timeout)
-        num_ranks = num_data_ranks // groups
-        group, rank = divmod(data_rank, num_ranks)
+        num_ranks = len(members) // groups
         per_node = ranks_per_node or num_ranks
         if num_ranks % per_node:
             raise InputError(f"{per_node} ranks a node don't divide the {num_ranks} ranks of an expert-parallel group")
-        mine = members[group * num_ranks : (group + 1) * num_ranks]
-        control = make(members, "control", "gloo")
-        experts = data if groups == 1 else make(mine, "experts")
-        expert_control = control if groups == 1 else make(mine, "control", "gloo")
-        node = rank // per_node
-        neighbours = mine[node * per_node : (node + 1) * per_node]
+        ranks_GR = [members[start : start + num_ranks] for start in range(0, len(members), num_ranks)]
+        return cls._make(
+            ranks_GR, tuple(range(num_ranks)), per_node, timeout or _timeout_of(data), like=data, data=data,
+            experts=data if groups == 1 else None,
+        )  # fmt: skip
+
+    @classmethod
+    def given(
+        cls,
+        expert_group: dist.ProcessGroup,
+        expert_dp_group: dist.ProcessGroup | None,
+        nodes: Sequence[int] | None,
+        timeout: timedelta | None = None,
+    ) -> Topology:
+        """Use a framework's groups, of any ranks in any order. A collective over the ranks of the groups that
+        `expert_dp_group` joins, and no others.
+
+        Args:
+            expert_group: the ranks that share one set of experts. The rank at position i holds the i-th part of them.
+            expert_dp_group: the ranks that hold the same experts as this one. A rank's position in it is the number of
+                its expert-parallel group. None for one expert-parallel group.
+            nodes: the node of every rank of `expert_group`, in its order, numbered in any way; one node by default.
+            timeout: of the groups that are made; that of `expert_group` by default.
+
+        Raises:
+            InputError: if this rank is not in its groups. On all ranks: if nodes have different numbers of ranks, or
+                the groups don't line up.
+        """
+        expert_ranks = tuple(_ranks_of("expert_group", expert_group))
+        timeout = timeout or _timeout_of(expert_group)
+        dp_ranks: tuple[int, ...] = (dist.get_rank(),)
+        nodes_R: tuple[int, ...] = (0,) * len(expert_ranks)
+        problem = None
+        try:
+            if expert_dp_group is not None:
+                dp_ranks = tuple(_ranks_of("expert_dp_group", expert_dp_group))
+            if nodes is not None:
+                nodes_R = _number_nodes(nodes, len(expert_ranks))
+        except InputError as error:
+            problem = str(error)
+        by_position_GR = _line_up(_exchange(_Membership(expert_ranks, dp_ranks, nodes_R, problem), timeout))
+        positions = tuple(sorted(range(len(nodes_R)), key=nodes_R.__getitem__))
+        return cls._make(
+            [[ranks_R[position] for position in positions] for ranks_R in by_position_GR],
+            positions,
+            nodes_R.count(0),
+            timeout,
+            like=expert_group,
+            experts=expert_group if positions == tuple(range(len(positions))) else None,
+            expert_dp_group=expert_dp_group if len(by_position_GR) > 1 else None,
+        )
+
+    @classmethod
+    def _make(
+        cls,
+        ranks_GR: Sequence[Sequence[int]],
+        positions: tuple[int, ...],
+        ranks_per_node: int,
+        timeout: timedelta,
+        *,
+        like: dist.ProcessGroup,
+        data: dist.ProcessGroup | None = None,
+        experts: dist.ProcessGroup | None = None,
+        expert_dp_group: dist.ProcessGroup | None = None,
+    ) -> Topology:
+        """Make the groups that are not there yet. Collective over all ranks of all expert-parallel groups.
+
+        Args:
+            ranks_GR: the global ranks of all expert-parallel groups, those of a node next to each other.
+            like: the group whose backend groups for tensors have.
+        """
+        members = [rank for ranks_R in ranks_GR for rank in ranks_R]
+        groups, num_ranks = len(ranks_GR), len(positions)
+        group, rank = divmod(members.index(dist.get_rank()), num_ranks)
+        mine = ranks_GR[group]
+        make = partial(_group, timeout=timeout, backend=dist.get_backend(like))
+        control = _group(members, "control", timeout=timeout, backend="gloo")
+        if data is None and groups > 1:
+            data = make(members, "data")
+        experts = experts or make(mine, "experts")
+        expert_control = control if groups == 1 else _group(mine, "control", timeout=timeout, backend="gloo")
+        if expert_dp_group is None and groups > 1:
+            expert_dp_group = make([ranks_R[rank] for ranks_R in ranks_GR], "expert data parallel")
+        first = rank // ranks_per_node * ranks_per_node
+        neighbours = mine[first : first + ranks_per_node]
         return cls(
-            data=data,
+            data=data or experts,
             experts=experts,
-            expert_dp_group=None if groups == 1 else make(members[rank::num_ranks], "expert data parallel"),
+            expert_dp_group=expert_dp_group,
             weights=make(mine, "weights"),
             gradients=make(mine, "gradients"),
             control=control,
             expert_control=expert_control,
-            node_control=expert_control if per_node == num_ranks else make(neighbours, "control", "gloo"),
+            node_control=expert_control
+            if ranks_per_node == num_ranks
+            else _group(neighbours, "control", timeout=timeout, backend="gloo"),
             rank=rank,
             num_ranks=num_ranks,
-            ranks_per_node=per_node,
+            ranks_per_node=ranks_per_node,
             group=group,
             groups=groups,
+            positions=positions,
             timeout=timeout,
         )
 
@@ -109,24 +204,177 @@ class Topology:
     def node(self) -> int:
         return self.rank // self.ranks_per_node
 
+    @property
+    def ranks_by_position(self) -> list[int]:
+        """The global ranks of `experts`, in the order of the group that the framework gave."""
+        ranks = dist.get_process_group_ranks(self.experts)
+        return [ranks[rank] for rank in np.argsort(self.positions)]
 
-# Groups by default group, ranks, use and timeout. Sessions of one process share them, since a process can't make groups
-# without limit. torch keeps them until they are destroyed; their threads should not outlive that.
-_made: WeakValueDictionary[tuple[int, tuple[int, ...], str, timedelta], dist.ProcessGroup] = WeakValueDictionary()
+    def initial_placement(self, num_layers: int, num_experts: int) -> Placement:
+        """Homes at the start: the i-th part of the experts is on the rank at position i.
+
+        Raises:
+            InputError: if the ranks don't divide the experts.
+        """
+        positions_LE = Placement.contiguous(num_layers, num_experts, self.num_ranks).home
+        return Placement(np.argsort(self.positions).astype(np.int16)[positions_LE])
 
 
-def _group(ranks: Sequence[int], use: str, backend: str | None = None, *, timeout: timedelta) -> dist.ProcessGroup:
-    key = (id(dist.group.WORLD), tuple(ranks), use, timeout)
-    group = _made.get(key)
+@dataclass(frozen=True)
+class _Membership:
+    """What one rank was given, as global ranks in the order of the groups.
+
+    Attributes:
+        nodes: of every rank of the expert-parallel group, numbered in order of first appearance.
+        problem: what is wrong with it, if anything is.
+    """
+
+    expert_ranks: tuple[int, ...]
+    dp_ranks: tuple[int, ...]
+    nodes: tuple[int, ...]
+    problem: str | None
+
+
+def _exchange(mine: _Membership, timeout: timedelta) -> dict[int, _Membership]:
+    """What the ranks of this rank's expert-parallel group were given, and those of the groups of its `dp_ranks`.
+
+    If groups line up, these are all data ranks. If they don't, no rank of theirs finds that they do: groups that line
+    up for one rank are complete, and look the same to all their ranks. So ranks agree without another exchange.
+    """
+    known = {dist.get_rank(): mine}
+    for ranks in (mine.expert_ranks, mine.dp_ranks):
+        if len(ranks) > 1:
+            everyones: list[dict[int, _Membership]] = [{}] * len(ranks)
+            control = _group(ranks, "control", timeout=timeout, backend="gloo")
+            dist.all_gather_object(everyones, known, group=control)
+            known = {rank: membership for each in everyones for rank, membership in each.items()}
+    return known
+
+
+def _line_up(known: Mapping[int, _Membership]) -> list[tuple[int, ...]]:
+    """Global ranks `[G][R]` by number of the expert-parallel group and position in it.
+
+    Raises:
+        InputError: on all ranks of the groups, if something is wrong with any of them.
+    """
+    me = dist.get_rank()
+    for rank in (me, *sorted(known)):
+        problem = known[rank].problem
+        if problem is not None:
+            raise InputError(problem if rank == me else f"rank {rank}: {problem}")
+    columns = [known[rank].dp_ranks for rank in known[me].expert_ranks]
+    rows = list(zip(*columns, strict=False))
+    places = [(rank, row, column) for row in rows for rank, column in zip(row, columns, strict=True)]
+    if len({len(column) for column in columns}) > 1 or not all(
+        rank in known and (known[rank].expert_ranks, known[rank].dp_ranks) == (row, column)
+        for rank, row, column in places
+    ):
+        raise InputError(
+            "expert_group and expert_dp_group don't line up: the i-th ranks of the expert-data-parallel groups of an "
+            "expert-parallel group should be an expert-parallel group, in the same order. Expert-parallel groups are "
+            f"{_list({each.expert_ranks for each in known.values()})}, expert-data-parallel groups "
+            f"{_list({each.dp_ranks for each in known.values()})}"
+        )
+    for rank, each in sorted(known.items()):
+        if each.nodes != known[me].nodes:
+            raise InputError(
+                "nodes should be laid out alike in all expert-parallel groups; numbered in order of first appearance, "
+                f"they are {list(known[me].nodes)} on rank {me} and {list(each.nodes)} on rank {rank}"
+            )
+    return rows
+
+
+def _number_nodes(nodes: Sequence[int], num_ranks: int) -> tuple[int, ...]:
+    """Nodes numbered in order of first appearance.
+
+    Raises:
+        InputError: if they are not one integer for each rank, or have different numbers of ranks.
+    """
+    try:
+        given = [operator.index(node) for node in nodes]
+    except TypeError:
+        raise InputError(f"nodes is {nodes!r}; it should be the node number of every rank of expert_group") from None
+    if len(given) != num_ranks:
+        raise InputError(f"nodes has {len(given)} node numbers; expert_group has {num_ranks} ranks")
+    ranks_of = Counter(given)
+    if len(set(ranks_of.values())) > 1:
+        found = ", ".join(f"{ranks} on node {node}" for node, ranks in ranks_of.items())
+        raise InputError(f"all nodes should have equally many ranks of expert_group; nodes has {found}")
+    numbers = {node: number for number, node in enumerate(ranks_of)}
+    return tuple(numbers[node] for node in given)
+
+
+def _list(groups: set[tuple[int, ...]]) -> str:
+    shown = [str(list(ranks)) for ranks in sorted(groups)[:8]]
+    return ", ".join(shown) + (f" and {len(groups) - 8} more" if len(groups) > 8 else "")
+
+
+def _ranks_of(name: str, group: dist.ProcessGroup) -> list[int]:
+    """Global ranks of a group, in its order. Raises InputError if this rank is not one of them."""
+    # torch gives ranks that are not in a group a number in its place.
+    if not isinstance(group, dist.ProcessGroup) or group not in distributed_c10d._world.pg_group_ranks:
+        raise InputError(
+            f"{name} is no process group that rank {dist.get_rank()} is in; make the session on the group's ranks only"
+        )
+    return dist.get_process_group_ranks(group)
+
+
+@dataclass
+class _Made:
+    """Groups by ranks, use, backend and timeout, and how many were made of the same ranks for the same use.
+
+    Sessions of one process share groups, since a process can't make them without limit. torch keeps them until they
+    are destroyed; their threads should not outlive that.
+    """
+
+    groups: WeakValueDictionary[tuple[tuple[int, ...], str, str, timedelta], dist.ProcessGroup] = field(
+        default_factory=WeakValueDictionary
+    )
+    numbers: Counter[tuple[tuple[int, ...], str]] = field(default_factory=Counter)
+
+
+# By default group: groups end with the one that was there when they were made.
+_made: WeakKeyDictionary[dist.ProcessGroup, _Made] = WeakKeyDictionary()
+
+
+def _group(ranks: Sequence[int], use: str, *, backend: str, timeout: timedelta) -> dist.ProcessGroup:
+    """The group of these ranks in this order. Collective over them, and no others, if they don't have it yet."""
+    world = dist.group.WORLD
+    assert world is not None
+    made = _made.setdefault(world, _Made())
+    key = (tuple(ranks), use, backend, timeout)
+    group = made.groups.get(key)
     if group is None:
-        group = dist.new_group(list(ranks), backend=backend, timeout=timeout, use_local_synchronization=True)
-        assert group is not None
+        group = _new_group(ranks, use, made.numbers[tuple(ranks), use], backend=backend, timeout=timeout)
+        made.numbers[tuple(ranks), use] += 1
         # NCCL wants every rank of a group in its first call. A barrier would be gloo's, if the group has that too.
         if "nccl" in dist.get_backend_config(group):
             dist.all_reduce(torch.zeros(1, device="cuda"), group=group)
         else:
             dist.barrier(group=group)
-        _made[key] = group
+        made.groups[key] = group
+    return group
+
+
+def _new_group(ranks: Sequence[int], use: str, number: int, *, backend: str, timeout: timedelta) -> dist.ProcessGroup:
+    """`new_group(use_local_synchronization=True)` with another name, and ranks in the order given.
+
+    torch derives the name from how many groups the process has. If some ranks have made groups that others have not,
+    such as one that sends weights to rollout engines, the names differ and the ranks wait for each other. Older torch
+    also sorts the ranks.
+    """
+    digest = hashlib.sha1(repr(list(ranks)).encode(), usedforsecurity=False).hexdigest()
+    group, _ = distributed_c10d._new_process_group_helper(
+        len(ranks),
+        list(ranks).index(dist.get_rank()),
+        list(ranks),
+        distributed_c10d.Backend(backend),
+        distributed_c10d._get_default_store(),
+        f"trimtab/{use}/{digest}/{number}",  # type: ignore[arg-type]
+        timeout=timeout,
+        group_desc=f"trimtab {use}",
+    )
+    distributed_c10d._world.pg_group_ranks[group] = {rank: place for place, rank in enumerate(ranks)}
     return group
 
 

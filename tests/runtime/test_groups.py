@@ -1,0 +1,308 @@
+"""Sessions on process groups of a framework: of any ranks, in any order, with nodes in any order."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from datetime import timedelta
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+
+from helpers.equality import CHECKPOINTING, Case, compare_cases
+from helpers.moe_model import Shape, TinyMoE
+from helpers.random_plans import random_schedule, random_trace
+from helpers.rank_pool import RankPool
+from trimtab.errors import InputError, RanksDisagreeError
+from trimtab.runtime import Session
+from trimtab.runtime.launch import launch
+
+State = dict[str, Any]
+Ranks = tuple[tuple[int, ...], ...]
+
+
+@pytest.fixture(scope="module")
+def pool() -> Iterator[RankPool]:
+    pool = RankPool(4)
+    yield pool
+    pool.close()
+
+
+@pytest.mark.parametrize(("groups", "count"), [(1, 24), (2, 16)])
+def test_random_plans_equal_the_single_process(groups: int, count: int) -> None:
+    """On groups of scattered ranks: with homes that move, replicas on both paths, clipping and optimizer steps."""
+    cases = [
+        Case(
+            seed,
+            torch.float64,
+            max_norm=0.05 if seed // 4 % 2 else None,
+            run_block=CHECKPOINTING[seed % 4],
+            steps=3,
+            padded=seed // 8 % 2 == 1,
+            groups=groups,
+            one_sided=seed % 3 == 0,
+            given=True,
+        )
+        for seed in range(count)
+    ]
+    launch(compare_cases, (cases,), ranks=4)
+
+
+def make_groups(state: State, ranks: Ranks) -> None:
+    groups_of(state, ranks)
+
+
+def groups_of(state: State, ranks: Ranks) -> dist.ProcessGroup:
+    """This rank's group, of those that all ranks make in this order."""
+    if repr(ranks) not in state:
+        made = [dist.new_group(list(each), sort_ranks=False) for each in ranks]
+        state[repr(ranks)] = next(group for group, each in zip(made, ranks, strict=True) if dist.get_rank() in each)
+    return state[repr(ranks)]
+
+
+def places(state: State, expert_ranks: Ranks, dp_ranks: Ranks | None, nodes: list[int] | None) -> dict[str, Any]:
+    """Where a session puts this rank, and the orders of its groups."""
+    session = Session(
+        num_experts=8,
+        expert_group=groups_of(state, expert_ranks),
+        expert_dp_group=groups_of(state, dp_ranks) if dp_ranks else None,
+        nodes=nodes,
+    )
+    topology = session.topology
+    total = torch.tensor([float(1 << dist.get_rank())])
+    dist.all_reduce(total, group=topology.data)
+    orders = {
+        name: dist.get_process_group_ranks(getattr(topology, name))
+        for name in ("experts", "weights", "gradients", "control", "expert_control", "node_control")
+    }
+    ranks = {name: getattr(topology, name) for name in ("rank", "group", "groups", "data_rank", "ranks_per_node")}
+    return {
+        **orders,
+        **ranks,
+        "home_experts": session.home_experts.tolist(),
+        "data": int(total),
+        "is_given": topology.experts is groups_of(state, expert_ranks),
+        "by_position": topology.ranks_by_position,
+    }
+
+
+def test_groups_of_ranks_that_are_not_neighbours(pool: RankPool) -> None:
+    found = pool.call(places, ((0, 2), (1, 3)), ((0, 1), (2, 3)), None)
+    for rank, place in enumerate(found):
+        group, position = rank % 2, rank // 2
+        assert (place["group"], place["rank"], place["groups"]) == (group, position, 2)
+        assert place["data_rank"] == group * 2 + position
+        assert place["is_given"]
+        assert place["experts"] == place["weights"] == place["expert_control"] == place["node_control"]
+        assert place["experts"] == [group, group + 2]
+        assert place["control"] == [0, 2, 1, 3]
+        assert place["data"] == 0b1111
+        assert place["home_experts"] == [*range(position * 4, position * 4 + 4)]
+
+
+def test_nodes_of_ranks_that_are_not_neighbours(pool: RankPool) -> None:
+    """Ranks are numbered by node; the framework's group says who has which experts."""
+    found = pool.call(places, ((0, 1, 2, 3),), None, [7, 5, 7, 5])
+    assert [place["rank"] for place in found] == [0, 2, 1, 3]
+    for rank, place in enumerate(found):
+        assert place["ranks_per_node"] == 2
+        assert not place["is_given"]
+        assert place["home_experts"] == [2 * rank, 2 * rank + 1]
+        for name in ("experts", "weights", "gradients", "control", "expert_control"):
+            assert place[name] == [0, 2, 1, 3]
+        assert place["node_control"] == [rank % 2, rank % 2 + 2]
+        assert place["by_position"] == [0, 1, 2, 3]
+
+
+def test_a_group_in_another_order_than_the_ranks(pool: RankPool) -> None:
+    found = pool.call(places, ((3, 2, 1, 0),), None, [0, 1, 1, 0])
+    assert [place["rank"] for place in found] == [1, 3, 2, 0]
+    for rank, place in enumerate(found):
+        assert place["experts"] == place["control"] == [3, 0, 2, 1]
+        assert place["node_control"] == ([3, 0] if rank in (0, 3) else [2, 1])
+        assert place["home_experts"] == [2 * (3 - rank), 2 * (3 - rank) + 1]
+        assert place["by_position"] == [3, 2, 1, 0]
+    found = pool.call(places, ((3, 2, 1, 0),), None, None)
+    assert [place["rank"] for place in found] == [3, 2, 1, 0]
+    assert all(place["is_given"] for place in found)
+
+
+def test_one_node_may_be_said_or_not(pool: RankPool) -> None:
+    assert pool.call(places, ((0, 1, 2, 3),), None, [4] * 4) == pool.call(places, ((0, 1, 2, 3),), None, None)
+
+
+SHAPE = Shape(layers=2, experts=4, top_k=2, hidden=8, width=6)
+
+
+def train_stage(state: State, stages: Ranks, chosen: int, mode: str = "plan") -> list[float] | None:
+    """Losses of three planned steps on the ranks of one pipeline stage; other ranks do nothing meanwhile."""
+    group = groups_of(state, stages)
+    if dist.get_rank() not in stages[chosen]:
+        return None
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    # Ranks may have made different numbers of groups.
+    if dist.get_rank() == stages[chosen][0]:
+        dist.new_group([dist.get_rank()], use_local_synchronization=True)
+    session = Session(num_experts=4, expert_group=group, mode=mode)  # type: ignore[arg-type]
+    reference, model = TinyMoE(SHAPE, torch.float64), TinyMoE(SHAPE, torch.float64)
+    model.load_state_dict(reference.state_dict())
+    model.share(session)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    session.train_with(optimizer)
+    rng = np.random.default_rng(0)
+    losses = []
+    for _ in range(3):
+        trace = random_trace(rng, num_sequences=6, max_length=12, num_layers=2, num_experts=4, top_k=2)
+        schedule = random_schedule(rng, 6, num_ranks=2, num_micro_steps=2)
+        tokens, labels = torch.from_numpy(rng.integers(0, SHAPE.vocab, (2, trace.num_tokens)))
+        session.plan(trace.select(schedule.sequences_of(session.rank)), schedule)
+        loss = torch.zeros(())
+        for index in range(2):
+            mine = np.flatnonzero((schedule.rank == session.rank) & (schedule.micro_step == index))
+            starts = trace.sequence_starts
+            rows = np.concatenate([np.arange(starts[s], starts[s + 1]) for s in mine] + [np.empty(0, np.int64)])
+            with session.micro_step(index):
+                part = F.cross_entropy(model(tokens[rows]), labels[rows], reduction="sum") / trace.num_tokens
+                part.backward()
+            loss += part.detach()
+        session.finish_gradients(model.replicated())
+        optimizer.step()
+        optimizer.zero_grad()
+        dist.all_reduce(loss, group=session.topology.data)
+        losses.append(float(loss))
+    weights = session.logical_state_dict(model)
+    session.close()
+    return [*losses, float(sum(value.double().sum() for value in weights.values()))]
+
+
+def test_pipeline_stages_have_sessions_at_times_of_their_own(pool: RankPool) -> None:
+    """Neither stage waits for the other, whatever sessions and groups the ranks of a stage have been in before."""
+    second = pool.call(train_stage, ((0, 1), (2, 3)), 1)
+    assert second[:2] == [None, None]
+    assert second[2] is not None
+    first = pool.call(train_stage, ((0, 1), (2, 3)), 0)
+    assert first == [*second[2:], None, None]
+    swapped = pool.call(train_stage, ((1, 0), (2, 3)), 0)
+    assert swapped == first
+
+
+def test_static_steps_equal_planned_ones(pool: RankPool) -> None:
+    planned, static = (pool.call(train_stage, ((0, 1), (3, 2)), 1, mode)[2] for mode in ("plan", "static"))
+    assert static == pytest.approx(planned, rel=1e-6)
+
+
+def static_homes(state: State) -> list[bool]:
+    """Whether experts stay at their homes in mode static."""
+    torch.set_num_threads(1)
+    session = Session(num_experts=8, expert_group=groups_of(state, ((2, 0, 1, 3),)), nodes=[0, 1, 0, 1], mode="static")
+    model = TinyMoE(Shape(layers=1, experts=8, top_k=2, hidden=4, width=4), torch.float64)
+    model.share(session)
+    rng = np.random.default_rng(0)
+    trace = random_trace(rng, num_sequences=8, max_length=9, num_layers=1, num_experts=8, top_k=2)
+    schedule = random_schedule(rng, 8, num_ranks=4, num_micro_steps=1)
+    report = session.plan(trace.select(schedule.sequences_of(session.rank)), schedule)
+    layer = session.layers[0]
+    kept = np.array_equal(layer.home_experts, session.home_experts)
+    session.close()
+    return [report.homes_moved == 0, kept]
+
+
+def test_static_plans_keep_the_homes_of_the_group(pool: RankPool) -> None:
+    assert pool.call(static_homes) == [[True, True]] * 4
+
+
+def disagree(state: State) -> str:
+    """What a session of scattered ranks says of ranks that make different calls."""
+    group = groups_of(state, ((0, 2), (3, 1)))
+    session = Session(num_experts=2, expert_group=group, timeout=timedelta(seconds=20))
+    try:
+        if dist.get_rank() == 3:
+            session.finish_gradients()
+        else:
+            session.logical_state_dict(torch.nn.Linear(1, 1))
+    except RanksDisagreeError as error:
+        return str(error)
+    return ""
+
+
+def test_errors_name_global_ranks(pool: RankPool) -> None:
+    found = pool.call(disagree)
+    assert found[0] == found[2] == ""
+    assert found[1] == found[3]
+    assert "rank 3 called finish_gradients() where rank 1 called logical_state_dict()" in found[1]
+
+
+def refused(state: State, expert_ranks: Ranks, dp_ranks: Ranks | None, nodes: list[Any] | None) -> str:
+    try:
+        places(state, expert_ranks, dp_ranks, nodes[dist.get_rank()] if nodes else None)
+    except InputError as error:
+        return str(error)
+    return "accepted"
+
+
+@pytest.mark.parametrize(
+    ("expert_ranks", "dp_ranks", "nodes", "message"),
+    [
+        (((0, 1, 2, 3),), None, [[0, 0, 0, 1]] * 4, "equally many ranks of expert_group; nodes has 3 on node 0, 1 on"),
+        (((0, 1, 2, 3),), None, [[0, 1]] * 4, "nodes has 2 node numbers; expert_group has 4 ranks"),
+        (((0, 1, 2, 3),), None, [["a", 0, 1, 1]] * 4, "it should be the node number of every rank"),
+        (((0, 1, 2, 3),), None, [None, None, [0, 0, 1], None], "nodes has 3 node numbers"),
+        (((0, 1, 2, 3),), None, [None, None, None, [0, 1, 0, 1]], "laid out alike in all expert-parallel groups"),
+        (((0, 2), (1, 3)), ((0, 1), (2, 3)), [[0, 1], [0, 0]] * 2, "nodes should be laid out alike"),
+        (((0, 2), (1, 3)), ((0, 1), (2, 3)), [[0, 1], [0]] * 2, "nodes has 1 node numbers"),
+        (((0, 1), (2, 3)), ((0, 1), (2, 3)), None, "don't line up"),
+        # The second group has them the other way round.
+        (((0, 2), (1, 3)), ((0, 3), (1, 2)), None, "don't line up"),
+        (((0, 2), (3, 1)), ((0, 1), (2, 3)), None, "[0, 2], [3, 1], expert-data-parallel groups [0, 1], [2, 3]"),
+        # Ranks don't agree on the number of their group.
+        (((0, 2), (1, 3)), ((0, 1), (3, 2)), None, "don't line up"),
+        (((0, 1), (2, 3)), ((0, 2), (1,), (3,)), None, "don't line up"),
+        (((0, 1, 2), (3,)), ((0, 3), (1,), (2,)), None, "don't line up"),
+    ],
+)
+def test_groups_and_nodes_that_do_not_fit(
+    pool: RankPool, expert_ranks: Ranks, dp_ranks: Ranks | None, nodes: list[Any] | None, message: str
+) -> None:
+    """All ranks raise, soon."""
+    found = pool.call(refused, expert_ranks, dp_ranks, nodes)
+    assert "accepted" not in found, found
+    assert message in found[0], found
+
+
+def misuse(state: State) -> None:
+    whole = groups_of(state, ((0, 1, 2, 3),))
+    own: tuple[dict[str, Any], ...] = ({"group": whole}, {"groups": 2}, {"ranks_per_node": 2})
+    frameworks: tuple[dict[str, Any], ...] = ({"expert_dp_group": whole}, {"nodes": [0, 0, 1, 1]})
+    for arguments in own:
+        with pytest.raises(InputError, match="use expert_dp_group for several expert-parallel groups and nodes"):
+            Session(num_experts=4, expert_group=whole, **arguments)
+    for arguments in frameworks:
+        with pytest.raises(InputError, match="go with expert_group; for groups that the session makes, use groups"):
+            Session(num_experts=4, **arguments)
+
+
+def not_mine(state: State, name: str) -> str:
+    """What ranks 0 and 2 are told that give a group of ranks 1 and 3."""
+    pair = dist.new_group([1, 3])
+    if dist.get_rank() in (1, 3):
+        return ""
+    given = {"expert_dp_group": {"expert_group": groups_of(state, ((0, 2), (1, 3)))}}.get(name, {})
+    with pytest.raises(InputError) as caught:
+        Session(num_experts=4, **given, **{name: pair})  # type: ignore[arg-type]
+    return str(caught.value)
+
+
+def test_both_kinds_of_arguments(pool: RankPool) -> None:
+    pool.call(misuse)
+
+
+@pytest.mark.parametrize("name", ["expert_group", "expert_dp_group", "group"])
+def test_groups_of_other_ranks(pool: RankPool, name: str) -> None:
+    pool.call(make_groups, ((0, 2), (1, 3)))
+    found = pool.call(not_mine, name)
+    for rank in (0, 2):
+        assert found[rank].startswith(f"{name} is no process group that rank {rank} is in")
