@@ -18,7 +18,7 @@ from trimtab.errors import InputError
 from trimtab.planner import Placement
 from trimtab.runtime import Session
 from trimtab.runtime.launch import launch
-from trimtab.runtime.logical import rows_of_state
+from trimtab.runtime.optimizer_rows import rows_of_state
 
 SHAPE = Shape(layers=2, experts=8, top_k=2, hidden=8, width=6)
 OPTIMIZERS: dict[str, Any] = {

@@ -108,7 +108,7 @@ def compare_low_precision() -> None:
                     assert whole.grad is not None
                     wanted = whole.grad[torch.from_numpy(layer.home_experts)]
                     assert relative_error(parameter.grad.float(), wanted) < 0.06, (dtype, compute_dtype, seed)
-                    assert layer.homes.sources[0].dtype is torch.bfloat16
+                    assert layer.homes.sources[0][0].dtype is torch.bfloat16
             for optimizer in optimizers:
                 optimizer.step()
                 optimizer.zero_grad()
