@@ -131,7 +131,7 @@ def matches(
 ) -> Iterator[tuple[str, nn.Parameter, nn.Parameter, torch.Tensor | EllipsisType]]:
     """Parameters of a model in a session, with those of the whole model and the part `[index]` that the rank holds."""
     whole = dict(reference.named_parameters())
-    homes = {}
+    homes: dict[str, torch.Tensor] = {}
     for at, block in enumerate(model.moe_blocks()):
         assert block.layer is not None
         homes |= {f"blocks.{at}.{name}": torch.from_numpy(block.layer.home_experts) for name in ALL_LISTS}
