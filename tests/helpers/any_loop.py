@@ -17,7 +17,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 
 from helpers.equality import relative_error
-from helpers.moe_model import WITHOUT_CHECKPOINTS, Shape, TinyMoE
+from helpers.moe_model import ALL_LISTS, WITHOUT_CHECKPOINTS, Shape, TinyMoE, matches
 from helpers.random_plans import random_placement, random_plan, random_schedule, random_trace
 from trimtab.errors import InputError
 from trimtab.planner import Placement, Schedule, Workload
@@ -116,7 +116,8 @@ def start(state: dict[str, Any], seed: int, checked: bool) -> None:
     torch.manual_seed(seed)
     ranks = dist.get_world_size()
     top_k = int(rng.integers(1, 3))
-    shape = Shape(layers=int(rng.integers(2, 4)), experts=ranks * 2, top_k=top_k, hidden=4, width=4)
+    lists = ((), ("down",), ALL_LISTS)[seed % 3]
+    shape = Shape(layers=int(rng.integers(2, 4)), experts=ranks * 2, top_k=top_k, hidden=4, width=4, lists=lists)
     slots = int(rng.integers(1, 3))
     session = Session(
         num_experts=shape.experts, slots_per_rank=slots, ring_layers=int(rng.integers(2, 4)),
@@ -378,7 +379,7 @@ def _would_move_gradients(loop: Loop, placement: Placement) -> bool:
     return any(
         moved and parameter.grad is not None and bool(parameter.grad.any())
         for block, moved in zip(loop.reference.moe_blocks(), moved_L, strict=True)
-        for parameter in (block.gate_up, block.down)
+        for parameter in block.expert_parameters()
     )
 
 
@@ -454,11 +455,11 @@ def compare(loop: Loop) -> None:
     if loop.kept is not None:
         return
     session = loop.session
-    experts = {id(p): torch.from_numpy(layer.home_experts) for layer in session.layers for p in layer.parameters}
-    for (name, actual), expected in zip(loop.model.named_parameters(), loop.reference.parameters(), strict=True):
+    experts = {id(p) for layer in session.layers for p in layer.parameters}
+    for name, actual, expected, mine in matches(loop.model, loop.reference):
         own, wanted = (torch.zeros_like(p) if p.grad is None else p.grad for p in (actual, expected))
         if id(actual) in experts:
-            wanted = wanted[experts[id(actual)]]
+            wanted = wanted[mine]
         elif loop.is_spoiled:
             continue
         elif not loop.is_finished:

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
-from helpers.moe_model import Shape, TinyMoE
+from helpers.moe_model import ALL_LISTS, Shape, TinyMoE, matches
 from helpers.random_plans import random_placement, random_plan, random_schedule, random_trace
 from trimtab.planner import Workload
 from trimtab.runtime import Session
@@ -35,6 +35,7 @@ class Case:
         groups: expert-parallel groups of the ranks.
         one_sided: pull replicas out of the memory of neighbours, as on CUDA.
         given: give the session process groups of scattered ranks, and scattered nodes.
+        listed: some or all expert tensors are lists of Parameters.
     """
 
     seed: int
@@ -46,6 +47,7 @@ class Case:
     groups: int = 1
     one_sided: bool = False
     given: bool = False
+    listed: bool = False
 
 
 class CountingPeers(PeerMemory):
@@ -96,6 +98,7 @@ def _compare(case: Case) -> None:
         top_k=int(rng.integers(1, min(4, num_ranks) + 1)),
         hidden=int(rng.choice([4, 6, 16])),
         width=int(rng.choice([4, 5, 8])),
+        lists=(ALL_LISTS, ("down",), ("gate_up",))[case.seed % 3] if case.listed else (),
     )
     tolerance = 1e-12 if case.dtype is torch.float64 else 1e-5
     slots = int(rng.integers(0, 4))
@@ -173,16 +176,12 @@ def _compare(case: Case) -> None:
             expected_norm = torch.nn.utils.clip_grad_norm_(reference.parameters(), case.max_norm)
             norm = session.clip_gradients(model.replicated(), case.max_norm)
             assert abs(norm - expected_norm) < tolerance * expected_norm, (case, "norm")
-        home_of = {
-            id(parameter): torch.from_numpy(np.flatnonzero(placement.home[layer.index] == session.rank))
-            for layer in session.layers
-            for parameter in layer.parameters
-        }
-        for (name, actual), (_, expected) in zip(model.named_parameters(), reference.named_parameters(), strict=True):
+        for layer in session.layers:
+            assert np.array_equal(layer.home_experts, np.flatnonzero(placement.home[layer.index] == session.rank))
+        for name, actual, expected, mine_of in matches(model, reference):
             assert actual.grad is not None
             assert expected.grad is not None
-            wanted = expected.grad[home_of[id(actual)]] if id(actual) in home_of else expected.grad
-            assert relative_error(actual.grad, wanted) < tolerance, (case, name, "gradient")
+            assert relative_error(actual.grad, expected.grad[mine_of]) < tolerance, (case, name, "gradient")
         for optimizer in optimizers:
             optimizer.step()
             optimizer.zero_grad()

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
+from types import EllipsisType
 
 import torch
 from torch import nn
@@ -12,16 +13,28 @@ from torch.utils.checkpoint import checkpoint
 
 from trimtab.runtime import ExpertLayer, Session, gated_experts
 from trimtab.runtime.dispatch import Dispatcher
+from trimtab.trace.routing import Array
 
 
 @dataclass(frozen=True)
 class Shape:
+    """Sizes of a model.
+
+    Attributes:
+        lists: names of expert tensors that are lists of Parameters, one for each expert, instead of stacks.
+    """
+
     layers: int
     experts: int
     top_k: int
     hidden: int
     width: int
     vocab: int = 11
+    lists: tuple[str, ...] = ()
+
+
+ALL_LISTS = ("gate_up", "down")
+Experts = nn.Parameter | nn.ParameterList
 
 
 class MoEBlock(nn.Module):
@@ -31,8 +44,10 @@ class MoEBlock(nn.Module):
         super().__init__()
         self.router = nn.Linear(shape.hidden, shape.experts, bias=False, dtype=dtype)
         scale = shape.hidden**-0.5
-        self.gate_up = nn.Parameter(torch.randn(shape.experts, 2 * shape.width, shape.hidden, dtype=dtype) * scale)
-        self.down = nn.Parameter(torch.randn(shape.experts, shape.hidden, shape.width, dtype=dtype) * scale)
+        gate_up = torch.randn(shape.experts, 2 * shape.width, shape.hidden, dtype=dtype) * scale
+        down = torch.randn(shape.experts, shape.hidden, shape.width, dtype=dtype) * scale
+        self.gate_up = _experts(gate_up, "gate_up" in shape.lists)
+        self.down = _experts(down, "down" in shape.lists)
         self.layer: ExpertLayer | None = None
         self.compute_dtype: torch.dtype | None = None
         self.recorded_ids: torch.Tensor | None = None
@@ -41,12 +56,14 @@ class MoEBlock(nn.Module):
 
     def share(self, session: Session, dispatcher: Dispatcher | None = None) -> None:
         """Keep this rank's home experts only, and run them in the session."""
-        home = torch.from_numpy(session.home_experts)
-        self.gate_up = nn.Parameter(self.gate_up.detach()[home].clone())
-        self.down = nn.Parameter(self.down.detach()[home].clone())
+        self.gate_up, self.down = (_home(tensor, session.home_experts) for tensor in (self.gate_up, self.down))
+        tensors = [t if isinstance(t, nn.Parameter) else list(t) for t in (self.gate_up, self.down)]
         self.layer = session.add_layer(
-            [self.gate_up, self.down], gated_experts(), compute_dtype=self.compute_dtype, dispatcher=dispatcher
+            tensors, gated_experts(), compute_dtype=self.compute_dtype, dispatcher=dispatcher
         )
+
+    def expert_parameters(self) -> list[nn.Parameter]:
+        return [p for t in (self.gate_up, self.down) for p in ([t] if isinstance(t, nn.Parameter) else t)]
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         logits = self.router(x)
@@ -98,7 +115,7 @@ class TinyMoE(nn.Module):
         return [block for block in self.blocks if isinstance(block, MoEBlock)]
 
     def replicated(self) -> list[nn.Parameter]:
-        experts = {id(p) for block in self.moe_blocks() for p in (block.gate_up, block.down)}
+        experts = {id(p) for block in self.moe_blocks() for p in block.expert_parameters()}
         return [p for p in self.parameters() if id(p) not in experts]
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
@@ -116,6 +133,34 @@ class TinyMoE(nn.Module):
             block.checkpoint_experts = _CHECKPOINTED_EXPERTS.get(self.run_block, "")
             x = _RUN.get(self.run_block, _RUN["plain"])(partial(_mix_and_experts, mix, block), x)
         return x
+
+
+def matches(
+    model: TinyMoE, reference: TinyMoE
+) -> Iterator[tuple[str, nn.Parameter, nn.Parameter, torch.Tensor | EllipsisType]]:
+    """Parameters of a model in a session, with those of the whole model and the part `[index]` that the rank holds."""
+    whole = dict(reference.named_parameters())
+    homes: dict[str, torch.Tensor] = {}
+    for at, block in enumerate(model.moe_blocks()):
+        assert block.layer is not None
+        homes |= {f"blocks.{at}.{name}": torch.from_numpy(block.layer.home_experts) for name in ALL_LISTS}
+    for name, parameter in model.named_parameters():
+        head, _, row = name.rpartition(".")
+        if name in homes:
+            yield name, parameter, whole[name], homes[name]
+        elif head in homes:
+            yield name, parameter, whole[f"{head}.{homes[head][int(row)]}"], ...
+        else:
+            yield name, parameter, whole[name], ...
+
+
+def _experts(stack: torch.Tensor, is_list: bool) -> Experts:
+    return nn.ParameterList(part.clone() for part in stack) if is_list else nn.Parameter(stack)
+
+
+def _home(tensor: Experts, home: Array) -> Experts:
+    """Copies of the experts with these ids."""
+    return _experts(torch.stack([tensor[int(e)].detach() for e in home]), isinstance(tensor, nn.ParameterList))
 
 
 def _mix_and_experts(mix: nn.Module, block: MoEBlock, x: torch.Tensor) -> torch.Tensor:

@@ -257,6 +257,7 @@ def train_in_mixed_precision(saved: Path) -> None:
         with session.micro_step(0, positions=batch.positions):
             for layer, block in zip(session.layers, moe_blocks(actual).values(), strict=True):
                 for source, name in zip(layer.homes.sources, ("gate_up_proj", "down_proj"), strict=True):
+                    assert isinstance(source, torch.Tensor)
                     assert torch.equal(source, getattr(block.experts, name).to_local().bfloat16())
             batch.loss(actual).backward()
         session.finish_gradients()

@@ -14,16 +14,22 @@ from trimtab.runtime.launch import launch
 
 
 @pytest.mark.parametrize(
-    ("ranks", "groups", "dtype", "count"),
+    ("ranks", "groups", "dtype", "count", "listed"),
     [
-        (2, 1, torch.float64, 176),
-        (3, 1, torch.float64, 48),
-        (4, 1, torch.float64, 64),
-        (4, 2, torch.float64, 56),
-        (2, 1, torch.float32, 16),
+        (2, 1, torch.float64, 176, False),
+        (3, 1, torch.float64, 48, False),
+        (4, 1, torch.float64, 64, False),
+        (4, 2, torch.float64, 56, False),
+        (2, 1, torch.float32, 16, False),
+        (2, 1, torch.float64, 64, True),
+        (3, 1, torch.float64, 24, True),
+        (4, 2, torch.float64, 24, True),
+        (2, 1, torch.float32, 16, True),
     ],
 )
-def test_random_plans_equal_the_single_process(ranks: int, groups: int, dtype: torch.dtype, count: int) -> None:
+def test_random_plans_equal_the_single_process(
+    ranks: int, groups: int, dtype: torch.dtype, count: int, listed: bool
+) -> None:
     """In recompute and update, accumulated over micro-steps and optimizer steps, with clipping and checkpointing."""
     cases = [
         Case(
@@ -34,6 +40,7 @@ def test_random_plans_equal_the_single_process(ranks: int, groups: int, dtype: t
             steps=3,
             padded=seed // 8 % 2 == 1,
             groups=groups,
+            listed=listed,
         )
         for seed in range(count)
     ]

@@ -159,7 +159,7 @@ def step_in_lower_precision() -> None:
     # A session that starts from these weights gets the same.
     state = runs[0].session.logical_state_dict(runs[0].model)
     anew = Run.start(with_replicas=True, state=state, compute_dtype=torch.bfloat16)
-    assert anew.session.homes[0].sources[0].dtype is torch.bfloat16
+    assert anew.session.homes[0].sources[0][0].dtype is torch.bfloat16
     assert_alike(1e-6, anew.step(), again[0])
     assert relative_error(again[0][0], first[0][0]) > 1e-3
 

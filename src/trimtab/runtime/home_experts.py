@@ -5,7 +5,9 @@ Replica transfers, moves, checkpoints and planning work on this value. It knows 
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -14,14 +16,41 @@ from trimtab.errors import InputError
 from trimtab.runtime.memory import Like
 from trimtab.trace.routing import Array
 
-ReadParameters = Callable[[], Sequence[torch.nn.Parameter]]
+ExpertTensor = torch.nn.Parameter | Sequence[torch.nn.Parameter]
+"""One tensor of all home experts: a stack `[E / R, ...]`, or a list of E / R Parameters `[...]` in home order."""
+
+ReadParameters = Callable[[], Sequence[ExpertTensor]]
+
+
+class Rows(Protocol):
+    """A tensor of all home experts that gives one expert's `[...]` by its row."""
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, row: int, /) -> torch.Tensor: ...
+
+
+class _DetachedRows:
+    """The memory of a list of Parameters."""
+
+    def __init__(self, parameters: Sequence[torch.nn.Parameter]) -> None:
+        self._parameters = parameters
+
+    def __len__(self) -> int:
+        return len(self._parameters)
+
+    def __getitem__(self, row: int, /) -> torch.Tensor:
+        return self._parameters[row].detach()
 
 
 class HomeExperts:
     """Parameters, their copy in the dtype that is computed in, and where every expert of the layer lives.
 
+    Each tensor of the experts is a stack or a list; see `ExpertTensor`. Row r of either belongs to the r-th of
+    `home_experts`.
+
     Args:
-        parameters: returns this rank's stacked tensors `[E / R, ...]`; called whenever they are needed.
+        parameters: returns this rank's tensors; called whenever they are needed.
         rank: this rank's number in its expert-parallel group.
         home_E: `[E]` homes.
         compute_dtype: what is computed in; by default the parameters' own dtype.
@@ -30,7 +59,7 @@ class HomeExperts:
     Attributes:
         index: the layer's number among the session's layers, 0 .. L-1.
         dtype: what is computed in.
-        likes: shape and dtype of the parameters as they were added.
+        likes: shape `[E / R, ...]` and dtype of the tensors as they were added, stacks and lists alike.
         is_staged: whether some parameter has another dtype than is computed in.
         joins_in_backward: whether replica gradients are joined to those of the home experts before the layer's backward
             ends, because something else than `parameters` takes them; see `Session.add_layer`.
@@ -51,7 +80,7 @@ class HomeExperts:
         self.index = index
         self._read = parameters
         self._rank = rank
-        self.likes = [(parameter.shape, parameter.dtype) for parameter in self.parameters]
+        self.likes = [_like(tensor) for tensor in self.tensors]
         self.joins_in_backward = joins_in_backward
         self.dtype = compute_dtype or self.likes[0][1]
         self.is_staged = any(dtype != self.dtype for _, dtype in self.likes)
@@ -60,9 +89,14 @@ class HomeExperts:
         self.set_homes(home_E)
 
     @property
-    def parameters(self) -> Sequence[torch.nn.Parameter]:
-        """This rank's home experts as they are now, stacked tensors `[E / R, ...]`. Nothing keeps their memory."""
-        return self._read()
+    def tensors(self) -> list[ExpertTensor]:
+        """This rank's home experts as they are now. Nothing keeps their memory."""
+        return read_tensors(self._read)
+
+    @property
+    def parameters(self) -> list[torch.nn.Parameter]:
+        """The Parameters of all tensors, as optimizers have them: one for a stack, E / R for a list."""
+        return [parameter for tensor in self.tensors for parameter in parameters_of(tensor)]
 
     @property
     def trained(self) -> list[torch.nn.Parameter]:
@@ -70,21 +104,26 @@ class HomeExperts:
         return [parameter for parameter in self.parameters if parameter.requires_grad]
 
     @property
-    def device(self) -> torch.device:
-        """Of the parameters now."""
-        return self.parameters[0].device
+    def are_trained(self) -> list[bool]:
+        """Which of the tensors are not frozen. A list is frozen as a whole."""
+        return [parameters_of(tensor)[0].requires_grad for tensor in self.tensors]
 
     @property
-    def sources(self) -> list[torch.Tensor]:
+    def device(self) -> torch.device:
+        """Of the parameters now."""
+        return parameters_of(self.tensors[0])[0].device
+
+    @property
+    def sources(self) -> list[Rows]:
         """The same values in the dtype that is computed in: the parameters' own memory, or staging memory."""
         return [
-            parameter.detach() if dtype == self.dtype else self._staged(t, parameter)
-            for t, (parameter, (_, dtype)) in enumerate(zip(self.parameters, self.likes, strict=True))
+            self.staged(t) if dtype != self.dtype else _detached(tensor)
+            for t, (tensor, (_, dtype)) in enumerate(zip(self.tensors, self.likes, strict=True))
         ]
 
     @property
     def home_experts(self) -> Array:
-        """Logical ids `[E / R]` of this rank's home experts, ascending: the order of rows in the stacked tensors."""
+        """Logical ids `[E / R]` of this rank's home experts, ascending: the order of rows in the tensors."""
         return np.flatnonzero(self.home_E == self._rank)
 
     @property
@@ -115,58 +154,123 @@ class HomeExperts:
 
     def stage(self) -> None:
         """Bring the parameters' present values into staging memory of another dtype. The session calls it."""
-        for t, (parameter, (_, dtype)) in enumerate(zip(self.parameters, self.likes, strict=True)):
+        for t, (tensor, (_, dtype)) in enumerate(zip(self.tensors, self.likes, strict=True)):
             if dtype != self.dtype:
-                self._staged(t, parameter).copy_(parameter.detach())
+                _copy_rows(self.staged(t), _detached(tensor))
 
-    def _staged(self, tensor: int, parameter: torch.Tensor) -> torch.Tensor:
-        staging = self._staging[tensor]
+    def copy_to(self, stacks: Sequence[torch.Tensor]) -> None:
+        """Bring `sources` into tensors `[E / R, ...]`, except where these are the staging memory itself."""
+        for stack, source in zip(stacks, self.sources, strict=True):
+            if stack.data_ptr() != source[0].data_ptr():
+                _copy_rows(stack, source)
+
+    def staged(self, t: int) -> torch.Tensor:
+        """Staging memory `[E / R, ...]` of a tensor that has another dtype than is computed in."""
+        staging = self._staging[t]
         if staging is None:
-            staging = self._staging[tensor] = torch.empty_like(parameter, dtype=self.dtype, requires_grad=False)
+            staging = self._staging[t] = torch.empty(self.likes[t][0], dtype=self.dtype, device=self.device)
         return staging
 
 
-def check_parameters(
-    index: int,
-    parameters: Sequence[torch.nn.Parameter],
-    layers: Sequence[HomeExperts],
-    num_home: int,
-    num_experts: int,
-) -> None:
-    """Look at the parameters of a layer that is to be added.
+def read_tensors(read: ReadParameters) -> list[ExpertTensor]:
+    """The tensors as they are now, any sequences of Parameters as lists."""
+    return [tensor if isinstance(tensor, torch.Tensor) else list(tensor) for tensor in read()]
+
+
+def parameters_of(tensor: ExpertTensor) -> Sequence[torch.nn.Parameter]:
+    """The Parameters of one tensor of the experts."""
+    return [tensor] if isinstance(tensor, torch.Tensor) else tensor
+
+
+def _like(tensor: ExpertTensor) -> tuple[torch.Size, torch.dtype]:
+    if isinstance(tensor, torch.Tensor):
+        return tensor.shape, tensor.dtype
+    return torch.Size([len(tensor), *tensor[0].shape]), tensor[0].dtype
+
+
+def _detached(tensor: ExpertTensor) -> Rows:
+    return tensor.detach() if isinstance(tensor, torch.Tensor) else _DetachedRows(tensor)
+
+
+def _copy_rows(stack: torch.Tensor, source: Rows) -> None:
+    if isinstance(source, torch.Tensor):
+        stack.copy_(source)
+    else:
+        for row in range(len(source)):
+            stack[row].copy_(source[row])
+
+
+def check_parameters(index: int, tensors: Sequence[ExpertTensor], layers: Sequence[HomeExperts], home: Array) -> None:
+    """Check the tensors of a layer that is to be added.
 
     Args:
         index: the layer's number.
         layers: those that were added before.
-        num_home, num_experts: experts of a rank, and of all.
+        home: logical ids `[E / R]` of this rank's experts.
 
     Raises:
-        InputError: if a tensor does not hold the rank's experts, has no memory, or is another layer's, too.
+        InputError: if a tensor does not hold the rank's experts, has no memory, or shares memory with another one; if
+            the Parameters of a list differ in shape, dtype or whether they are trained.
     """
-    if not parameters:
+    if not tensors:
         raise InputError(f"MoE layer {index} was added without expert tensors")
-    others = [(layer.index, other) for layer in layers for other in layer.parameters]
-    for tensor, parameter in enumerate(parameters):
-        for number, other in others:
-            if _share_memory(parameter, other):
-                raise InputError(
-                    f"MoE layer {index} was added with an expert tensor of MoE layer {number}; layers can't share "
-                    "experts, since each places its own"
-                )
-        others.append((index, parameter))
-        if parameter.is_meta:
-            raise InputError(f"MoE layer {index}: expert tensor {tensor} has no memory; load it before it is added")
-        if len(parameter) != num_home:
+    for t, tensor in enumerate(tensors):
+        if len(tensor) != len(home):
+            kind, unit = ("tensor", "rows") if isinstance(tensor, torch.Tensor) else ("list", "tensors")
             raise InputError(
-                f"MoE layer {index}: an expert tensor has {len(parameter)} rows; this rank is home to {num_home} of "
-                f"{num_experts} experts"
+                f"MoE layer {index}: expert {kind} {t} has {len(tensor)} {unit}; this rank is home to {len(home)} "
+                "experts"
+            )
+        for parameter, name in zip(parameters_of(tensor), names_of(t, tensor, home), strict=True):
+            if not isinstance(parameter, torch.Tensor):
+                raise InputError(f"MoE layer {index}: {name} is of type {type(parameter).__name__}, not a Parameter")
+            if parameter.is_meta:
+                raise InputError(f"MoE layer {index}: {name} has no memory; load it before it is added")
+        if not isinstance(tensor, torch.Tensor):
+            check_alike(index, t, tensor, home)
+    _check_memory(index, tensors, layers, home)
+
+
+def names_of(t: int, tensor: ExpertTensor, home: Array) -> list[str]:
+    """What errors call the Parameters of one tensor."""
+    if isinstance(tensor, torch.Tensor):
+        return [f"expert tensor {t}"]
+    return [f"expert tensor {t} of expert {expert}" for expert in home]
+
+
+def check_alike(index: int, t: int, tensors: Sequence[torch.nn.Parameter], home: Array) -> None:
+    """Raises InputError if the Parameters of a list differ in shape, dtype or whether they are trained."""
+    first, *others = (f"{list(p.shape)} {p.dtype}, {'trained' if p.requires_grad else 'frozen'}" for p in tensors)
+    for expert, other in zip(home[1:], others, strict=True):
+        if other != first:
+            raise InputError(
+                f"MoE layer {index}: expert tensor {t} of expert {expert} is {other}, and {first} of expert {home[0]}; "
+                "the tensors of a list should be alike"
             )
 
 
-def _share_memory(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Are two contiguous tensors the same, or do they overlap in memory?"""
-    if one is other:
-        return True
-    start, other_start = one.data_ptr(), other.data_ptr()
-    same_device = one.device == other.device and start != 0 and other_start != 0
-    return same_device and start < other_start + other.nbytes and other_start < start + one.nbytes
+def _check_memory(index: int, tensors: Sequence[ExpertTensor], layers: Sequence[HomeExperts], home: Array) -> None:
+    """Raises InputError if tensors of a new layer are the same as others, or overlap with others in memory."""
+    spans = [(*_span(parameter), layer.index, "") for layer in layers for parameter in layer.parameters]
+    for t, tensor in enumerate(tensors):
+        for parameter, name in zip(parameters_of(tensor), names_of(t, tensor, home), strict=True):
+            spans.append((*_span(parameter), index, name))
+    spans.sort()
+    # If any overlap, then some that are neighbours here.
+    for (place, _, end, one, name), (other_place, start, _, other, other_name) in itertools.pairwise(spans):
+        if place != other_place or start >= end or index not in (one, other):
+            continue
+        if one != other:
+            raise InputError(
+                f"MoE layer {index} was added with an expert tensor of MoE layer {min(one, other)}; layers can't share "
+                "experts, since each places its own"
+            )
+        raise InputError(f"MoE layer {index}: {name} and {other_name} share memory; every expert needs its own")
+
+
+def _span(parameter: torch.Tensor) -> tuple[str, int, int]:
+    """Device, start and end of a contiguous tensor in memory. One without memory has a span of its own."""
+    start = parameter.data_ptr()
+    if start == 0:
+        return "none", id(parameter), id(parameter) + 1
+    return str(parameter.device), start, start + parameter.nbytes

@@ -14,7 +14,7 @@ from trimtab.errors import InputError
 from trimtab.runtime.dispatch import Dispatcher
 from trimtab.runtime.engine import running_backward
 from trimtab.runtime.experts import ApplyExperts, ExpertWeight
-from trimtab.runtime.home_experts import HomeExperts
+from trimtab.runtime.home_experts import HomeExperts, parameters_of
 from trimtab.runtime.instance import Instance, LayerCalls, PlannedInstance
 from trimtab.runtime.recorder import BACKWARD, COMBINE, OTHER
 from trimtab.trace.routing import Array
@@ -59,12 +59,12 @@ class ExpertLayer:
 
     @property
     def parameters(self) -> Sequence[torch.nn.Parameter]:
-        """This rank's home experts as they are now, stacked tensors `[E / R, ...]`."""
+        """The Parameters of this rank's home experts as they are now, one after another if tensors are lists."""
         return self.homes.parameters
 
     @property
     def home_experts(self) -> Array:
-        """Logical ids `[E / R]` of this rank's home experts, ascending: the order of rows in the stacked tensors."""
+        """Logical ids `[E / R]` of this rank's home experts, ascending: the order of rows in the tensors."""
         return self.homes.home_experts
 
     def route(self, live_ids: torch.Tensor) -> torch.Tensor:
@@ -142,6 +142,7 @@ class ExpertLayer:
 
     def _run(self, hidden: torch.Tensor, instance: Instance, expert_weights: torch.Tensor) -> torch.Tensor:
         homes = self._home_weights(in_micro_step=instance.routes is not None)
+        # With those that are joined in backward, all of them are stacks.
         entered = _Enter.apply(hidden, instance, *(homes if self.homes.joins_in_backward else ()))
         if self.homes.joins_in_backward:
             hidden, *homes = entered
@@ -159,18 +160,20 @@ class ExpertLayer:
         left: torch.Tensor = _Leave.apply(combined, instance)
         return left
 
-    def _home_weights(self, *, in_micro_step: bool) -> list[torch.Tensor]:
+    def _home_weights(self, *, in_micro_step: bool) -> list[torch.Tensor | list[torch.Tensor]]:
+        """One stack or list for each tensor of the home experts, in the dtype that is computed in."""
         dtype = self.homes.dtype
         if self._weights is not None:
             return [weight.to(dtype) for weight in self._weights()]
-        weights: list[torch.Tensor] = []
-        for parameter, source in zip(self.homes.parameters, self.homes.sources, strict=True):
-            if parameter.dtype == dtype:
-                weights.append(parameter)
-            elif in_micro_step:
-                weights.append(_Staged.apply(parameter, source))
+        weights: list[torch.Tensor | list[torch.Tensor]] = []
+        for t, (tensor, (_, own_dtype)) in enumerate(zip(self.homes.tensors, self.homes.likes, strict=True)):
+            parameters = parameters_of(tensor)
+            is_list = not isinstance(tensor, torch.Tensor)
+            if own_dtype != dtype and in_micro_step:
+                weights.append(_Staged.apply(self.homes.staged(t), is_list, *parameters))
             else:
-                weights.append(parameter.to(dtype))
+                values = [parameter.to(dtype) for parameter in parameters]
+                weights.append(values if is_list else values[0])
         return weights
 
 
@@ -242,7 +245,7 @@ class _Borrow(torch.autograd.Function):
         ctx.instance = instance
         instance.borrowing = weakref.ref(ctx)
         slots = [slot.detach() for slot in instance.replica_weights()]
-        frozen = [s for s, p in zip(slots, instance.homes.parameters, strict=True) if not p.requires_grad]
+        frozen = [slot for slot, is_trained in zip(slots, instance.homes.are_trained, strict=True) if not is_trained]
         ctx.mark_non_differentiable(*frozen)
         return rows.view_as(rows), *slots
 
@@ -257,14 +260,15 @@ class _Borrow(torch.autograd.Function):
 
 
 class _Staged(torch.autograd.Function):
-    """A parameter's values in another dtype, from staging memory; the gradient goes to the parameter."""
+    """A tensor's values in another dtype, from staging memory; gradients go to its Parameters."""
 
     @staticmethod
-    def forward(ctx: Any, parameter: torch.Tensor, source: torch.Tensor) -> torch.Tensor:
-        ctx.dtype = parameter.dtype
-        return source.detach()
+    def forward(ctx: Any, staging: torch.Tensor, is_list: bool, *parameters: torch.Tensor) -> torch.Tensor:
+        ctx.is_list, ctx.dtype = is_list, parameters[0].dtype
+        return staging.detach()
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None]:
-        return grads[0].to(ctx.dtype), None
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        parts = grads[0].unbind() if ctx.is_list else [grads[0]]
+        return None, None, *(part.to(ctx.dtype) for part in parts)

@@ -110,7 +110,7 @@ class NodeMirror:
                         sent += tensor[row].nbytes
                 elif porter == here.rank:
                     for target, source in zip(self._rows[layer, expert], sources[layer], strict=True):
-                        buffer = target if source.device == target.device else torch.empty_like(source[0])
+                        buffer = target if source[0].device == target.device else torch.empty_like(source[0])
                         arrivals.append((target, buffer))
                         operations.append(dist.P2POp(dist.irecv, buffer, group=here.weights, group_peer=home))
         for work in dist.batch_isend_irecv(operations) if operations else []:

@@ -8,8 +8,8 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from trimtab.runtime.home_experts import HomeExperts
-from trimtab.runtime.logical import rows_of_state
+from trimtab.runtime.home_experts import HomeExperts, parameters_of
+from trimtab.runtime.optimizer_rows import describe_state, state_by_row
 from trimtab.runtime.topology import Topology
 from trimtab.trace.routing import Array
 
@@ -30,8 +30,8 @@ def move_experts(
     sent = 0
     for layer in _moved(layers, home_LE):
         route = _Route(layer.home_E, home_LE[layer.index], topology)
-        for tensor in _rows_of(layer, optimizers):
-            sent += route.carry(tensor)
+        for rows in _rows_of(layer, optimizers):
+            sent += route.carry(rows)
         for parameter in layer.parameters:
             parameter.grad = None
         layer.set_homes(home_LE[layer.index])
@@ -42,7 +42,7 @@ def check_movable(layers: Sequence[HomeExperts], home_LE: Array, optimizers: Seq
     """Look at everything that `move_experts` would move. Not a collective; no rank may move if another one can't.
 
     Raises:
-        InputError: if an optimizer keeps state of an expert that is not made of rows; see `rows_of_state`.
+        InputError: if an optimizer keeps state of an expert that can't move; see `state_by_row`.
         RuntimeError: if gradients wait for an optimizer step.
     """
     for layer in _moved(layers, home_LE):
@@ -55,19 +55,38 @@ def check_movable(layers: Sequence[HomeExperts], home_LE: Array, optimizers: Seq
         _rows_of(layer, optimizers)
 
 
+def state_to_move(
+    layers: Sequence[HomeExperts], home_LE: Array, optimizers: Sequence[torch.optim.Optimizer]
+) -> dict[str, object]:
+    """What should be the same on all ranks for `move_experts`, by name, once `check_movable` found nothing."""
+    return {
+        f"optimizer state of {_where(layer, t)}": [
+            describe_state(optimizer, parameters_of(tensor)[0], is_stack=isinstance(tensor, torch.Tensor))
+            for optimizer in optimizers
+        ]
+        for layer in _moved(layers, home_LE)
+        for t, tensor in enumerate(layer.tensors)
+    }
+
+
 def _moved(layers: Sequence[HomeExperts], home_LE: Array) -> list[HomeExperts]:
     return [layer for layer in layers if not np.array_equal(layer.home_E, home_LE[layer.index])]
 
 
-def _rows_of(layer: HomeExperts, optimizers: Sequence[torch.optim.Optimizer]) -> list[torch.Tensor]:
-    """All tensors whose rows are the layer's home experts, in an order that all ranks share."""
-    tensors: list[torch.Tensor] = []
-    for parameter in layer.parameters:
-        tensors.append(parameter.detach())
+def _rows_of(
+    layer: HomeExperts, optimizers: Sequence[torch.optim.Optimizer]
+) -> list[torch.Tensor | list[torch.Tensor]]:
+    """All stacks and lists whose rows are the layer's home experts, in an order that all ranks share."""
+    found: list[torch.Tensor | list[torch.Tensor]] = []
+    for t, tensor in enumerate(layer.tensors):
+        found.append(tensor.detach() if isinstance(tensor, torch.Tensor) else [p.detach() for p in tensor])
         for optimizer in optimizers:
-            state = rows_of_state(optimizer, parameter)
-            tensors += [state[name] for name in sorted(state)]
-    return tensors
+            found += state_by_row(optimizer, tensor, _where(layer, t), layer.home_experts)
+    return found
+
+
+def _where(layer: HomeExperts, t: int) -> str:
+    return f"MoE layer {layer.index}, expert tensor {t}"
 
 
 class _Route:
@@ -85,12 +104,19 @@ class _Route:
         order = np.argsort(old_E[arriving], kind="stable")
         self._arriving = torch.from_numpy(np.argsort(order, kind="stable"))
 
-    def carry(self, tensor: torch.Tensor) -> int:
-        """Exchange the rows of `tensor [H, ...]` in place. Returns bytes sent to others."""
-        rows = tensor.index_select(0, self._leaving.to(tensor.device)).contiguous()
+    def carry(self, tensor: torch.Tensor | list[torch.Tensor]) -> int:
+        """Exchange the rows of a stack `[H, ...]`, or H tensors `[...]`, in place. Returns bytes sent to others."""
+        if isinstance(tensor, torch.Tensor):
+            rows = tensor.index_select(0, self._leaving.to(tensor.device)).contiguous()
+        else:
+            rows = torch.stack([tensor[row] for row in self._leaving.tolist()])
         leaving = rows.view(len(rows), -1).view(torch.uint8)
         arrived = torch.empty_like(leaving)
         dist.all_to_all_single(arrived, leaving, self._receive, self._send, group=self._group)
-        ordered = arrived.index_select(0, self._arriving.to(tensor.device))
-        tensor.copy_(ordered.view(tensor.dtype).view(tensor.shape))
+        ordered = arrived.index_select(0, self._arriving.to(rows.device)).view(rows.dtype).view(rows.shape)
+        if isinstance(tensor, torch.Tensor):
+            tensor.copy_(ordered)
+        else:
+            for target, row in zip(tensor, ordered, strict=True):
+                target.copy_(row)
         return (len(rows) - self._send[self._rank]) * leaving.shape[1]

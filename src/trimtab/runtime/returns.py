@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from trimtab.runtime.counters import Counters
 from trimtab.runtime.engine import will_run
-from trimtab.runtime.home_experts import HomeExperts
+from trimtab.runtime.home_experts import ExpertTensor, HomeExperts
 from trimtab.runtime.layout import InstanceReplicas
 from trimtab.runtime.topology import Topology
 
@@ -20,12 +20,12 @@ class _Return:
     """One instance's gradients under way: those that arrive here, by home row, and those that leave.
 
     Attributes:
-        added: the parameters to whose gradients they are added; None for those whose gradients the
-            backward leaves out.
+        added: for each trained tensor the Parameter to whose gradient they are added, or a list of them by home row;
+            None for those whose gradients the backward leaves out.
     """
 
     layer: HomeExperts
-    added: list[torch.nn.Parameter | None]
+    added: list[torch.nn.Parameter | list[torch.nn.Parameter | None] | None]
     rows: list[int]
     buffers: list[list[torch.Tensor]]
     leaving: list[torch.Tensor]
@@ -55,8 +55,8 @@ class GradientReturns:
 
     def reserve(self, layer: HomeExperts, arriving: int) -> None:
         """Have buffers for instances with up to `arriving` replicas of this rank's experts. Nothing is under way."""
-        trained = [parameter for parameter in layer.parameters if parameter.requires_grad]
-        self._spare = [self._buffers(trained) for _ in range(arriving * self._layers)]
+        trained = _trained(layer)
+        self._spare = [self._buffers(layer, trained) for _ in range(arriving * self._layers)]
 
     def start(
         self,
@@ -68,7 +68,7 @@ class GradientReturns:
         """Start sending an instance's replica gradients home. Called in a backward.
 
         Args:
-            gradients: of this rank's replicas, `[count, ...]` for each stacked tensor; None where it is frozen.
+            gradients: of this rank's replicas, `[count, ...]` for each tensor; None where it is frozen.
             tag: of the messages.
 
         Raises:
@@ -76,9 +76,9 @@ class GradientReturns:
         """
         if len(self._under_way) == self._layers:
             self._add(self._under_way.pop(0))
-        parameters = layer.parameters
-        trained = [t for t, parameter in enumerate(parameters) if parameter.requires_grad]
-        added = [None if layer.joins_in_backward else _if_accumulated(layer, parameters[t]) for t in trained]
+        trained = _trained(layer)
+        tensors = layer.tensors
+        added = [None if layer.joins_in_backward else _accumulated(layer, tensors[t]) for t in trained]
         pending = _Return(layer, added, [], [], [], [])
         operations: list[dist.P2POp] = []
         group, rank = self._topology.gradients, self._topology.rank
@@ -86,7 +86,7 @@ class GradientReturns:
             expert, to = int(replicas.experts[p]), int(replicas.ranks[p])
             home = int(layer.home_E[expert])
             if home == rank:
-                buffers = self._buffers([parameters[t] for t in trained])
+                buffers = self._buffers(layer, trained)
                 pending.rows.append(int(layer.rows_E[expert]))
                 pending.buffers.append(buffers)
                 if to == rank:
@@ -130,46 +130,49 @@ class GradientReturns:
         """
         pending = self._under_way.pop()
         assert pending.layer is layer
-        trained = [parameter.requires_grad for parameter in layer.parameters]
+        trained = _trained(layer)
         # Copies, since autograd may have handed the same tensor to others.
-        joined = [g.clone() if t and pending.rows else g for g, t in zip(gradients, trained, strict=True)]
-        self._add_to(pending, [g for g, t in zip(joined, trained, strict=True) if t])
+        joined = [g.clone() if t in trained and pending.rows else g for t, g in enumerate(gradients)]
+        for row, totals in self._arrived(pending):
+            for t, total in zip(trained, totals, strict=True):
+                joined[t][row] += total
         return joined
 
-    def _buffers(self, parameters: Sequence[torch.nn.Parameter]) -> list[torch.Tensor]:
-        shapes = [(p.shape[1:], accumulation_dtype(p.dtype)) for p in parameters]
+    def _buffers(self, layer: HomeExperts, trained: Sequence[int]) -> list[torch.Tensor]:
+        """For the gradients of one expert's trained tensors."""
+        like = [(layer.expert_shapes[t], accumulation_dtype(layer.likes[t][1])) for t in trained]
         for index, buffers in enumerate(self._spare):
-            if [(buffer.shape, buffer.dtype) for buffer in buffers] == shapes:
+            if [(buffer.shape, buffer.dtype) for buffer in buffers] == like:
                 return self._spare.pop(index)
-        return [torch.empty(s, dtype=d, device=p.device) for (s, d), p in zip(shapes, parameters, strict=True)]
+        return [torch.empty(shape, dtype=dtype, device=layer.device) for shape, dtype in like]
 
     def _wait(self, pending: _Return) -> None:
         if pending.works:
-            self._counters.wait([work.wait for work in pending.works], pending.layer.parameters[0].device)
+            self._counters.wait([work.wait for work in pending.works], pending.layer.device)
 
     def _add(self, pending: _Return) -> None:
-        for parameter in pending.added:
-            if parameter is not None and parameter.grad is None and pending.rows:
-                parameter.grad = torch.zeros_like(parameter)
-        self._add_to(pending, [None if parameter is None else parameter.grad for parameter in pending.added])
+        for row, totals in self._arrived(pending):
+            for added, total in zip(pending.added, totals, strict=True):
+                parameter = added[row] if isinstance(added, list) else added
+                if parameter is None:
+                    continue
+                if parameter.grad is None:
+                    parameter.grad = torch.zeros_like(parameter)
+                gradient = parameter.grad if isinstance(added, list) else parameter.grad[row]
+                gradient += total
 
-    def _add_to(self, pending: _Return, gradients: Sequence[torch.Tensor | None]) -> None:
-        """Wait for what arrives here, and add it to the home gradients `[E / R, ...]` of the trained tensors.
-
-        Args:
-            gradients: None where there is nothing to add to.
-        """
+    def _arrived(self, pending: _Return) -> Iterator[tuple[int, list[torch.Tensor]]]:
+        """Wait for what arrives here. Gives rows of home experts, and the sum of the gradients of each one's replicas
+        for every trained tensor."""
         self._wait(pending)
         for place, row in enumerate(pending.rows):
             if row in pending.rows[:place]:
                 continue
-            same = [buffers for buffers, other in zip(pending.buffers, pending.rows, strict=True) if other == row]
-            for t, gradient in enumerate(gradients):
-                total = same[0][t]
-                for buffers in same[1:]:
-                    total += buffers[t]
-                if gradient is not None:
-                    gradient[row] += total
+            first, *others = (b for b, other in zip(pending.buffers, pending.rows, strict=True) if other == row)
+            for buffers in others:
+                for total, buffer in zip(first, buffers, strict=True):
+                    total += buffer
+            yield row, first
         self._spare += pending.buffers
 
 
@@ -178,8 +181,18 @@ def _given(gradient: torch.Tensor | None) -> torch.Tensor:
     return gradient
 
 
-def _if_accumulated(layer: HomeExperts, parameter: torch.nn.Parameter) -> torch.nn.Parameter | None:
-    return parameter if accumulates(layer, parameter) else None
+def _trained(layer: HomeExperts) -> list[int]:
+    """Numbers of the tensors that are not frozen."""
+    return [t for t, is_trained in enumerate(layer.are_trained) if is_trained]
+
+
+def _accumulated(
+    layer: HomeExperts, tensor: ExpertTensor
+) -> torch.nn.Parameter | list[torch.nn.Parameter | None] | None:
+    """The tensor's Parameters, None in place of those whose gradients the running backward leaves out."""
+    if isinstance(tensor, torch.Tensor):
+        return tensor if accumulates(layer, tensor) else None
+    return [parameter if accumulates(layer, parameter) else None for parameter in tensor]
 
 
 def accumulates(layer: HomeExperts, parameter: torch.nn.Parameter) -> bool:

@@ -27,7 +27,7 @@ from trimtab.runtime.counters import Counters
 from trimtab.runtime.dispatch import Dispatcher, RowDispatcher
 from trimtab.runtime.experts import ApplyExperts
 from trimtab.runtime.gradients import clip_gradients, dense_parameters, describe, sum_gradients, zero_missing
-from trimtab.runtime.home_experts import HomeExperts, ReadParameters, check_parameters
+from trimtab.runtime.home_experts import ExpertTensor, HomeExperts, ReadParameters, check_parameters, read_tensors
 from trimtab.runtime.instance import LayerCalls
 from trimtab.runtime.layer import ExpertLayer, HomeWeights
 from trimtab.runtime.lockstep import (
@@ -46,7 +46,7 @@ from trimtab.runtime.lockstep import (
 )
 from trimtab.runtime.logical import LogicalState
 from trimtab.runtime.micro_step import BoundRoutes, MicroStep, RunningStep
-from trimtab.runtime.moving import check_movable, move_experts
+from trimtab.runtime.moving import check_movable, move_experts, state_to_move
 from trimtab.runtime.optimizer_watch import OptimizerWatch
 from trimtab.runtime.planning import (
     Mode,
@@ -213,7 +213,7 @@ class Session:
 
     def add_layer(
         self,
-        parameters: Sequence[torch.nn.Parameter] | ReadParameters,
+        parameters: Sequence[ExpertTensor] | ReadParameters,
         apply: ApplyExperts,
         *,
         compute_dtype: torch.dtype | None = None,
@@ -223,9 +223,11 @@ class Session:
         """Add the next MoE layer. Not a collective.
 
         Args:
-            parameters: stacked tensors `[E / R, ...]` of this rank's `home_experts`, or a function that returns them,
-                which is called whenever they are needed. They stay the caller's: train them with an elementwise
-                optimizer, and keep them out of FSDP. Their memory may be replaced at any time outside micro-steps.
+            parameters: the tensors of this rank's `home_experts`, each a stacked Parameter `[E / R, ...]` or a sequence
+                of E / R Parameters `[...]` in the order of `home_experts`; or a function that returns them, which is
+                called whenever they are needed. They stay the caller's: train them with an elementwise optimizer, and
+                keep them out of FSDP. Their memory may be replaced at any time outside micro-steps. Sequences are
+                computed on as they are: nothing stacks them.
             apply: computes experts on grouped rows; see `gated_experts`.
             compute_dtype: what to compute in, if not in the parameters' own dtype (float32 masters, bfloat16 compute).
             weights: gives the same experts `[E / R, ...]`, in the graph, each time that the layer runs, if somebody
@@ -234,12 +236,15 @@ class Session:
             dispatcher: brings rows to physical experts and back; our own by default.
 
         Raises:
-            InputError: if a tensor does not hold E / R experts, they differ in shape from other layers', or another
-                layer has one of them, too.
+            InputError: if a tensor does not hold E / R experts, they differ in shape from other layers' or within a
+                sequence, another layer has one of them, too, or there are sequences together with `weights`.
         """
         index = len(self.layers)
         read: ReadParameters = parameters if callable(parameters) else partial(_same, parameters)
-        check_parameters(index, read(), self.homes, len(self.home_experts), self.num_experts)
+        tensors = read_tensors(read)
+        check_parameters(index, tensors, self.homes, self.home_experts)
+        if weights is not None and not all(isinstance(tensor, torch.Tensor) for tensor in tensors):
+            raise InputError(f"MoE layer {index}: experts that others train (`weights`) should be stacked tensors")
         homes = HomeExperts(
             index, read, rank=self.rank, home_E=self._initial_E, compute_dtype=compute_dtype,
             joins_in_backward=weights is not None,
@@ -291,9 +296,9 @@ class Session:
             RuntimeError: if gradients wait for an optimizer step.
         """
         self._calls.need_to_be_between("move")
-        self._lockstep.agree(
-            MOVE, same={"homes": digest(placement.home)}, problem=_problem(self._check_move, placement)
-        )
+        problem = _problem(self._check_move, placement)
+        same = {"homes": digest(placement.home)} | self._state_to_move(placement, problem)
+        self._lockstep.agree(MOVE, same=same, problem=problem)
         if self._step is not None and not np.array_equal(placement.home, self.placement.home):
             self._step.has_moved = True
         self._move(placement)
@@ -303,6 +308,10 @@ class Session:
             self.need_own_experts("move experts")
         placement.check(len(self.layers), self.num_experts, self.num_ranks)
         check_movable(self.homes, placement.home, self.optimizers)
+
+    def _state_to_move(self, placement: Placement, problem: Exception | None) -> dict[str, object]:
+        """What the ranks have to agree on to move experts."""
+        return {} if problem else state_to_move(self.homes, placement.home, self.optimizers)
 
     def _move(self, placement: Placement) -> None:
         self.transfers.ring.drain()
@@ -435,7 +444,10 @@ class Session:
         """All ranks adopt the same plan, which is right for what they have; the load of the group."""
         self._calls.need_to_be_between("adopt")
         problem = _problem(self._check_plan, plan, trace)
-        self._lockstep.agree(ADOPT, same={"the plan": plan.hash, **self._settings}, problem=problem)
+        same = {"the plan": plan.hash, **self._settings}
+        if self._num_moved(plan) and self.mode in ("plan", "static"):
+            same |= self._state_to_move(plan.placement, problem)
+        self._lockstep.agree(ADOPT, same=same, problem=problem)
         if workload is None:
             schedule = self._data_schedule(plan)
             workload = self._planner(trace).gather_workloads(trace, schedule)[self.topology.group]
@@ -831,7 +843,7 @@ class Session:
         self._check_move(plan.placement)
 
 
-def _same(parameters: Sequence[torch.nn.Parameter]) -> Sequence[torch.nn.Parameter]:
+def _same(parameters: Sequence[ExpertTensor]) -> Sequence[ExpertTensor]:
     return parameters
 
 

@@ -42,7 +42,7 @@ class PeerMemory:
     ) -> None:
         self._topology = topology
         self._keeps = keeps
-        per_layer = len(layers[0].sources)
+        per_layer = len(layers[0].likes)
         carved_N = [carve(part, _like(layers)) for part in parts_N]
         self._stacks_NL = [[some[i : i + per_layer] for i in range(0, len(some), per_layer)] for some in carved_N]
         for layer, stacks in zip(layers, self._stacks_NL[self._place(topology.rank)], strict=True):
@@ -51,7 +51,7 @@ class PeerMemory:
     @classmethod
     def across(cls, topology: Topology, layers: Sequence[HomeExperts]) -> PeerMemory | None:
         """In the GPUs' memory. None if the ranks of a node can't reach each other's. Collective."""
-        device = layers[0].sources[0].device
+        device = layers[0].device
         if topology.ranks_per_node == 1 or not _within_reach(topology, device):
             return None
         # A private module of torch, which only CUDA needs.
@@ -79,10 +79,8 @@ class PeerMemory:
     def fill(self, layers: Sequence[HomeExperts]) -> None:
         """Bring this rank's present weights in. Collective over the node; no rank may still be reading."""
         for layer, stacks in zip(layers, self._stacks_NL[self._place(self._topology.rank)], strict=True):
-            for stack, source in zip(stacks, layer.sources, strict=True):
-                if stack.data_ptr() != source.data_ptr():
-                    stack.copy_(source)
-        if layers[0].sources[0].is_cuda:
+            layer.copy_to(stacks)
+        if layers[0].device.type == "cuda":
             torch.cuda.synchronize()
         dist.barrier(group=self._topology.node_control)
 
@@ -91,7 +89,7 @@ class PeerMemory:
 
 
 def _like(layers: Sequence[HomeExperts]) -> list[tuple[torch.Size, torch.dtype]]:
-    return [(source.shape, source.dtype) for layer in layers for source in layer.sources]
+    return [(shape, layer.dtype) for layer in layers for shape, _ in layer.likes]
 
 
 def _within_reach(topology: Topology, device: torch.device) -> bool:

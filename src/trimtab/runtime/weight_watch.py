@@ -13,7 +13,7 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from trimtab.errors import InputError
-from trimtab.runtime.home_experts import HomeExperts
+from trimtab.runtime.home_experts import HomeExperts, check_alike, names_of, parameters_of
 
 # Elements of each tensor of an expert that `verify` compares.
 SAMPLES = 16
@@ -105,23 +105,37 @@ def _marks(layer: HomeExperts) -> list[Mark]:
 
 
 def _samples(layer: HomeExperts) -> list[torch.Tensor]:
-    """`[H, S]` for each stacked tensor."""
+    """`[H, S]` for each tensor."""
     samples = []
-    for parameter in layer.parameters:
-        flat = parameter.detach().flatten(1)
-        places = torch.linspace(0, flat.shape[1] - 1, min(SAMPLES, flat.shape[1]), device=flat.device).long()
-        samples.append(flat[:, places])
+    for tensor, (shape, _) in zip(layer.tensors, layer.likes, strict=True):
+        size = shape[1:].numel()
+        places = torch.linspace(0, size - 1, min(SAMPLES, size), device=layer.device).long()
+        if isinstance(tensor, torch.Tensor):
+            samples.append(tensor.detach().flatten(1)[:, places])
+        else:
+            samples.append(torch.stack([parameter.detach().flatten()[places] for parameter in tensor]))
     return samples
 
 
 def _check_parameters(layer: HomeExperts) -> None:
     """Raises InputError if parameters are not what the layer was made for."""
-    for tensor, (parameter, like) in enumerate(zip(layer.parameters, layer.likes, strict=True)):
-        where = f"MoE layer {layer.index}: expert tensor {tensor}"
-        if (parameter.shape, parameter.dtype) != like:
+    home = layer.home_experts
+    for t, (tensor, (shape, dtype)) in enumerate(zip(layer.tensors, layer.likes, strict=True)):
+        is_stack = isinstance(tensor, torch.Tensor)
+        if not is_stack and len(tensor) != shape[0]:
             raise InputError(
-                f"{where} was added as {list(like[0])} {like[1]} and is {list(parameter.shape)} {parameter.dtype} now; "
-                "convert the model before its experts are added to the session"
+                f"MoE layer {layer.index}: expert tensor {t} was added as a list of {shape[0]} tensors and has "
+                f"{len(tensor)} now"
             )
-        if parameter.is_meta or (parameter.numel() and parameter.untyped_storage().nbytes() == 0):
-            raise InputError(f"{where} has no memory now; load or onload the experts before a micro-step")
+        like = shape if is_stack else shape[1:]
+        for parameter, name in zip(parameters_of(tensor), names_of(t, tensor, home), strict=True):
+            where = f"MoE layer {layer.index}: {name}"
+            if (parameter.shape, parameter.dtype) != (like, dtype):
+                raise InputError(
+                    f"{where} was added as {list(like)} {dtype} and is {list(parameter.shape)} {parameter.dtype} now; "
+                    "convert the model before its experts are added to the session"
+                )
+            if parameter.is_meta or (parameter.numel() and parameter.untyped_storage().nbytes() == 0):
+                raise InputError(f"{where} has no memory now; load or onload the experts before a micro-step")
+        if not isinstance(tensor, torch.Tensor):
+            check_alike(layer.index, t, tensor, home)

@@ -14,6 +14,7 @@ from trimtab.benchmarks.transfer.sizes import random_experts
 from trimtab.cluster.operations import OPTIMIZER_BYTES
 from trimtab.runtime import Session, gated_experts
 from trimtab.runtime.copies import BackgroundCopies
+from trimtab.runtime.home_experts import Rows
 from trimtab.runtime.mirror import NodeMirror
 from trimtab.runtime.symmetric import PeerMemory
 
@@ -114,7 +115,7 @@ def _copying(
 
 
 def _messages(
-    site: Site, slots: list[torch.Tensor], sources: list[torch.Tensor], to: int, come_from: int
+    site: Site, slots: list[torch.Tensor], sources: list[Rows], to: int, come_from: int
 ) -> Callable[[], dict[str, float]]:
     """Experts by messages, as a ring: everybody sends and receives as many."""
     group = site.topology.weights

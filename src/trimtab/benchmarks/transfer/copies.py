@@ -136,7 +136,7 @@ def measure_peers(sizes: Sizes, rounds: int, path: Path) -> None:
         dist.barrier(group=session.topology.node_control)
         for stack in session.homes[0].sources:
             for row in range(per_rank):
-                stack[row] = _mark(number, rank, row)
+                stack[row].fill_(_mark(number, rank, row))
         peers.fill(session.homes)
         for home, row in itertools.product(range(ranks), range(per_rank)):
             copies.start(list(zip(slots, peers.row(0, home, row), strict=True)))()

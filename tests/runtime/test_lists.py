@@ -1,0 +1,282 @@
+"""Experts that are lists of tensors, one Parameter for each: what `tests/runtime/test_equality.py` does not see."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from helpers.equality import relative_error
+from helpers.moe_model import ALL_LISTS, Shape, TinyMoE
+from helpers.planned_steps import Step, make
+from helpers.rank_pool import RankPool
+from trimtab.errors import InputError, RanksDisagreeError
+from trimtab.planner import Placement
+from trimtab.runtime import ExpertWeight, RowGroups, Session, gated_experts, grouped_bias, grouped_linear
+from trimtab.runtime.numbered_names import find_number
+
+SHAPE = Shape(layers=2, experts=8, top_k=2, hidden=16, width=8, lists=ALL_LISTS)
+HOME = SHAPE.experts // 2
+
+State = dict[str, Any]
+
+
+@pytest.fixture(scope="module")
+def pool() -> Iterator[RankPool]:
+    pool = RankPool(2)
+    yield pool
+    pool.close()
+
+
+class Allocations(TorchDispatchMode):
+    """Operations whose results hold as much as a stack of the home experts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.large: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        for tensor in result if isinstance(result, tuple | list) else [result]:
+            if isinstance(tensor, torch.Tensor) and tensor.shape[:1] == (HOME,) and tensor.ndim == 3:
+                self.large.append(str(func))
+        return result
+
+
+def run_without_stacks(state: State, lists: tuple[str, ...]) -> list[str]:
+    session, model, _ = make(shape=replace(SHAPE, lists=lists))
+    step = Step(3, shape=SHAPE, moves=False)
+    assert step.plan.num_replicas > 0
+    step.adopt(session)
+    with Allocations() as allocations:
+        step.run(session, model)
+    return allocations.large
+
+
+def test_lists_are_never_stacked(pool: RankPool) -> None:
+    assert pool.call(run_without_stacks, ALL_LISTS) == [[], []]
+    # The other kind is seen.
+    assert all(pool.call(run_without_stacks, ()))
+
+
+def gradients_of_idle_experts(state: State) -> None:
+    """Zeros on every rank, also where the layer has no rows at all."""
+    session = Session(num_experts=4)
+    tensors = [[torch.nn.Parameter(torch.randn(*size)) for _ in range(2)] for size in ((8, 4), (4, 4))]
+    layer = session.add_layer(tensors, gated_experts())
+    hidden = torch.randn(3, 4)
+    layer(hidden, torch.zeros(3, 1, dtype=torch.int64), torch.ones(3, 1)).sum().backward()
+    for of_tensor in tensors:
+        gradients = [parameter.grad for parameter in of_tensor]
+        assert all(gradient is not None for gradient in gradients)
+        busy = [bool(gradient.any()) for gradient in gradients if gradient is not None]
+        assert busy == [session.rank == 0, False]
+
+
+def test_experts_without_rows_have_zero_gradients(pool: RankPool) -> None:
+    pool.call(gradients_of_idle_experts)
+
+
+def add_bad_lists(state: State) -> None:
+    session = Session(num_experts=4)
+    rank = session.rank
+
+    def parameters(*shapes: tuple[int, ...], **settings: Any) -> list[torch.nn.Parameter]:
+        return [torch.nn.Parameter(torch.randn(*shape), **settings) for shape in shapes]
+
+    def refused(message: str, *tensors: Any, **settings: Any) -> None:
+        with pytest.raises(InputError, match=message):
+            session.add_layer(tensors, gated_experts(), **settings)
+
+    good, down = parameters((8, 4), (8, 4)), parameters((4, 4), (4, 4))
+    first, second = 2 * rank, 2 * rank + 1
+    refused(r"layer 0: expert list 1 has 1 tensors; this rank is home to 2 experts", good, down[:1])
+    refused(
+        rf"layer 0: expert tensor 1 of expert {second} is \[4, 5\] torch.float32, trained, and \[4, 4\] .* of expert "
+        rf"{first}",
+        good, parameters((4, 4), (4, 5)),
+    )  # fmt: skip
+    half = [down[0], torch.nn.Parameter(torch.randn(4, 4, dtype=torch.bfloat16))]
+    refused(rf"expert tensor 1 of expert {second} is \[4, 4\] torch.bfloat16, trained", good, half)
+    frozen = [down[0], torch.nn.Parameter(torch.randn(4, 4), requires_grad=False)]
+    refused(rf"expert tensor 1 of expert {second} is \[4, 4\] torch.float32, frozen", good, frozen)
+    meta = [down[0], torch.nn.Parameter(torch.empty(4, 4, device="meta"))]
+    refused(rf"expert tensor 1 of expert {second} has no memory; load it", good, meta)
+    shared = rf"expert tensor 0 of expert {first} and expert tensor 0 of expert {second} share memory"
+    refused(shared, [good[0], good[0]], down)
+    refused(shared, [good[0], torch.nn.Parameter(good[0].data)], down)
+    refused("expert tensor 0 of expert 0 is of type list" if rank == 0 else "is of type list", [[1], [2]], down)
+    refused(r"trained? \(`weights`\) should be stacked|should be stacked", good, down, weights=list)
+    session.add_layer([good, down], gated_experts())
+    refused("layer 1 was added with an expert tensor of MoE layer 0", parameters((8, 4), (8, 4)), [down[1], down[0]])
+
+    down[1].requires_grad_(False)
+    with pytest.raises(InputError, match=r"expert tensor 1 of expert \d is \[4, 4\] torch.float32, frozen, and"):
+        session.live_micro_step(positions=torch.arange(3)).__enter__()
+    down[1].requires_grad_()
+    good[1].data = good[1].data.double()
+    with pytest.raises(InputError, match=r"expert tensor 0 of expert \d was added as \[8, 4\] torch.float32 and is"):
+        session.live_micro_step(positions=torch.arange(3)).__enter__()
+
+
+def test_bad_lists_are_refused_by_name(pool: RankPool) -> None:
+    pool.call(add_bad_lists)
+
+
+def write_to_one_expert(state: State) -> None:
+    torch.manual_seed(0)
+    session = Session(num_experts=SHAPE.experts, verify_weights=True)
+    model = TinyMoE(SHAPE, torch.float32)
+    model.share(session)
+    with session.live_micro_step(positions=torch.arange(3)):
+        pass
+    if session.rank == 1:
+        session.layers[1].parameters[HOME + 2].data.mul_(2)
+    expert = int(session.num_experts - HOME + 2)
+    with pytest.raises(RuntimeError, match=f"layer 1: tensor 1 of expert {expert} changed without"):
+        session.live_micro_step(positions=torch.arange(3)).__enter__()
+
+
+def test_an_unnoticed_write_names_the_expert(pool: RankPool) -> None:
+    pool.call(write_to_one_expert)
+
+
+def moved(session: Session) -> Placement:
+    home = session.placement.home.copy()
+    home[:, [0, -1]] = home[:, [-1, 0]]
+    return Placement(home)
+
+
+def move_states_that_differ(state: State, where: str) -> None:
+    session, model, _ = make(shape=SHAPE)
+    optimizer = torch.optim.AdamW(model.parameters())
+    session.train_with(optimizer)
+    step = Step(3, shape=SHAPE, moves=False)
+    step.adopt(session)
+    step.run(session, model)
+    optimizer.step()
+    optimizer.zero_grad()
+    parameters = session.layers[1].parameters[HOME:]
+    before = session.placement.home
+    if where == "one rank":
+        if session.rank == 1:
+            optimizer.state[parameters[2]]["step"] = torch.tensor(5.0)
+        message = (
+            r"AdamW: the state of MoE layer 1, expert tensor 1 is .*'step': 5.0.* for expert 6 and .*'step': 1.0.* for "
+            "expert 4"
+        )
+        with pytest.raises(InputError, match=message):
+            session.move(moved(session))
+    elif where == "no state":
+        del optimizer.state[parameters[1]]
+        with pytest.raises(InputError, match=r"expert tensor 1 is empty for expert \d and .*'step': 1.0"):
+            session.move(moved(session))
+    else:
+        for parameter in parameters:
+            optimizer.state[parameter]["step"] = torch.tensor(float(session.rank))
+        with pytest.raises(RanksDisagreeError, match=r"optimizer state of MoE layer 1, expert tensor 1 is .*'step': 0"):
+            session.move(moved(session))
+        with pytest.raises(RanksDisagreeError, match="optimizer state of MoE layer 1"):
+            Step(4, shape=SHAPE).adopt(session)
+    assert np.array_equal(session.placement.home, before)
+
+
+@pytest.mark.parametrize("where", ["one rank", "no state", "all ranks"])
+def test_experts_do_not_move_between_states_that_differ(pool: RankPool, where: str) -> None:
+    pool.call(move_states_that_differ, where)
+
+
+def load_names(state: State) -> None:
+    session, model, reference = make(shape=SHAPE)
+    session.move(moved(session))
+    whole = session.logical_state_dict(model)
+    assert whole.keys() == reference.state_dict().keys()
+    for name, value in reference.state_dict().items():
+        assert torch.equal(whole[name], value)
+    missing = {name: value for name, value in whole.items() if name != "blocks.1.down.6"}
+    with pytest.raises(InputError, match=r"tensor 'blocks.1.down.6' is missing"):
+        session.logical.load_weights(model, missing)
+    with pytest.raises(InputError, match=r"there is a tensor 'blocks.1.down.8'; this model has none"):
+        session.logical.load_weights(model, whole | {"blocks.1.down.8": whole["blocks.1.down.0"]})
+    mine = int(session.home_experts[1])
+    with pytest.raises(InputError, match=rf"'blocks.1.down.{mine}' has shape \[2\]; this model has \[16, 8\]"):
+        session.logical.load_weights(model, whole | {f"blocks.1.down.{mine}": torch.zeros(2)})
+    optimizer = torch.optim.AdamW(model.parameters())
+    with pytest.raises(InputError, match=r"optimizer state of 'blocks.1.down.8'; this model has no such"):
+        session.logical.load_optimizer_state(model, optimizer, {"blocks.1.down.8": {}})
+    # Other names, and only some of the experts.
+    block = model.moe_blocks()[0]
+    assert isinstance(block.down, torch.nn.ParameterList)
+    parameters = list(block.down)
+    for order in ([1, 0, 2, 3], [0, 1, 2]):
+        block.down = torch.nn.ParameterList(parameters[row] for row in order)
+        with pytest.raises(InputError, match=r"blocks.0.down.1'.*"):
+            session.logical_state_dict(model)
+
+
+def test_lists_leave_under_the_names_of_all_experts(pool: RankPool) -> None:
+    pool.call(load_names)
+
+
+@pytest.mark.parametrize(
+    ("names", "others", "expected"),
+    [
+        (["layers.0.experts.0.w1.weight", "layers.0.experts.1.w1.weight"], [], "layers.0.experts.7.w1.weight"),
+        (["layers.1.fc1.weight0", "layers.1.fc1.weight1", "layers.1.fc1.weight2"], [], "layers.1.fc1.weight7"),
+        (["layers.0.experts.0.w1.weight"], [], "layers.0.experts.7.w1.weight"),
+        (["layers.0.experts.0.0.weight"], ["layers.0.experts.0.2.weight"], "layers.0.experts.7.0.weight"),
+        (["layers.0.w0"], ["layers.1.w0"], "layers.0.w7"),
+        (["layers.0.w0"], ["layers.1.w0", "layers.0.w1"], None),
+        (["experts.1.w", "experts.0.w"], [], None),
+        (["experts.4.w", "experts.5.w"], [], None),
+        (["a.0.experts.0.w", "a.1.experts.1.w"], [], None),
+        (["experts.0.w", "experts.1.v"], [], None),
+        (["w", "w"], [], None),
+        (["experts.0.w", "w"], [], None),
+    ],
+)
+def test_the_number_of_an_expert_is_found_in_names(names: list[str], others: list[str], expected: str | None) -> None:
+    if expected is not None:
+        assert find_number(names, [*names, *others]).with_number(7) == expected
+        return
+    with pytest.raises(InputError, match=names[0]):
+        find_number(names, [*names, *others])
+
+
+@pytest.mark.parametrize("counts", [[3, 0, 2], [0, 0, 0], [0, 4, 0]])
+@pytest.mark.parametrize("transposed", [False, True])
+def test_lists_compute_what_stacks_compute(counts: list[int], transposed: bool) -> None:
+    torch.manual_seed(0)
+    rows, groups = torch.randn(sum(counts), 5, dtype=torch.float64), RowGroups.of(counts, torch.device("cpu"))
+    weight = torch.randn(3, *((5, 4) if transposed else (4, 5)), dtype=torch.float64)
+    bias = torch.randn(3, 4, dtype=torch.float64)
+
+    def run(make: Callable[[torch.Tensor], Any], join: Callable[[Any], torch.Tensor]) -> list[torch.Tensor]:
+        given, leaves = rows.clone().requires_grad_(), [make(weight), make(bias)]
+        out = grouped_linear(given, ExpertWeight(leaves[0]), groups, transposed=transposed)
+        out = grouped_bias(out, ExpertWeight(leaves[1]), groups)
+        out.square().sum().backward()
+        assert given.grad is not None
+        return [out.detach(), given.grad, *(join(leaf) for leaf in leaves)]
+
+    stacked = run(lambda t: t.clone().requires_grad_(), lambda t: t.grad)
+    listed = run(lambda t: [part.clone().requires_grad_() for part in t], lambda ts: torch.stack([t.grad for t in ts]))
+    for one, other in zip(stacked, listed, strict=True):
+        assert relative_error(one, other) < 1e-12
+
+
+def test_a_list_is_not_stacked_on_demand() -> None:
+    tensors = [torch.randn(2, 2) for _ in range(3)]
+    weight = ExpertWeight(tensors)
+    assert weight.is_list
+    assert weight.tensors is tensors
+    with pytest.raises(InputError, match="use `tensors`"):
+        _ = weight.tensor
+    stack = ExpertWeight(torch.stack(tensors))
+    assert not stack.is_list
+    assert all(torch.equal(one, other) for one, other in zip(stack.tensors, tensors, strict=True))
