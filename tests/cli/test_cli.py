@@ -74,6 +74,23 @@ def test_plan_shows_the_balance_before_and_after(
     assert StepPlan.load(tmp_path / "plan.npz").hash == figures["plan_hash"]
 
 
+def test_plan_reports_unknown_routes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """One token of 512 lacks its route in one of two layers."""
+    trace = synthesize(num_sequences=8, sequence_length=64, num_layers=2, num_experts=32, top_k=4, zipf=1.2)
+    write_trace(trace, tmp_path / "known.parquet")
+    trace.expert_ids[100, 1] = trace.no_route
+    write_trace(trace, tmp_path / "mixed.parquet")
+    found = {}
+    for name in ("known", "mixed"):
+        out = ["--json", str(tmp_path / f"{name}.json"), "-o", str(tmp_path / f"{name}.npz")]
+        assert main(["plan", str(tmp_path / f"{name}.parquet"), "--ranks", "2", "--token-budget", "256", *out]) == 0
+        assert ("unknown routes" in capsys.readouterr().out) == (name == "mixed")
+        found[name] = json.loads((tmp_path / f"{name}.json").read_text())
+    assert (found["known"]["mixed_instances"], found["known"]["unknown_row_fraction"]) == (0, 0.0)
+    assert (found["mixed"]["mixed_instances"], found["mixed"]["unknown_row_fraction"]) == (1, 1 / 1024)
+    assert np.count_nonzero(StepPlan.load(tmp_path / "mixed.npz").mixed_ML[:, 1]) == 1
+
+
 def test_even_routing_needs_no_replicas(tmp_path: Path) -> None:
     even = synthesize(num_sequences=8, sequence_length=64, num_layers=1, num_experts=32, top_k=4, zipf=0.0)
     write_trace(even, tmp_path / "even.parquet")

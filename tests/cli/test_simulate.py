@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from trimtab import ClusterSpec, RoutingTrace, write_trace
+from trimtab import ClusterSpec, RoutingTrace, read_trace, write_trace
 from trimtab.cli.main import main
 from trimtab.cluster.presets import read_preset
 from trimtab.report.tables import SHORT_PARTS
@@ -72,6 +72,15 @@ def test_it_prints_the_answer_and_writes_what_it_is_asked_to(
     assert "trimtab" in (folder / "s.html").read_text(encoding="utf-8")
     events = json.loads(gzip.decompress((folder / "s.json.gz").read_bytes()))["traceEvents"]
     assert {"experts", "dispatch", "attention"} <= {event["name"] for event in events}
+
+
+def test_unknown_routes_are_noted(places: dict[str, Path], capsys: pytest.CaptureFixture[str]) -> None:
+    trace = read_trace(places["trace"])
+    trace.expert_ids[trace.sequence_starts[12] : trace.sequence_starts[15], 0] = trace.no_route
+    write_trace(trace, places["folder"] / "unknown.parquet")
+    for name, noted in (("trace", False), ("unknown", True)):
+        assert simulate(places | {"trace": places["folder"] / f"{name}.parquet"}) == 0
+        assert ("experts of 12.5% of rows are not recorded" in " ".join(capsys.readouterr().out.split())) == noted
 
 
 def test_balancers_keep_their_names_on_a_narrow_terminal(

@@ -79,6 +79,12 @@ def notes(trace: RoutingTrace, situation: Situation) -> tuple[str, ...]:
         said.append(
             "The trace has no earlier step: who looks at the past sees nothing, and homes that move all move at once."
         )
+    unknown = int(situation.sequences.unknown_SL.sum(dtype=np.int64))
+    if unknown:
+        rows = trace.num_tokens * trace.top_k * layers
+        said.append(
+            f"The experts of {unknown / rows:.1%} of rows are not recorded; the figures include estimates for them."
+        )
     return tuple(said)
 
 
