@@ -163,16 +163,18 @@ def test_known_rows_make_room_for_expected_ones(unknown: int, moved: int) -> Non
     assert cross_node_rows(plan, workload)[1, 0] == moved + unknown * 3 // 4
 
 
-def test_no_replica_where_expected_rows_alone_are_busiest() -> None:
-    """Rank 0 of three expects 6,000 of 10,000 rows; that no plan can change, so the other two are left as they are."""
+def test_no_rank_is_relieved_below_the_busiest_expected_rows() -> None:
+    """Rank 0 expects 6,000 rows, so that it gives away its 500 known ones; rank 2 keeps its 5,700, above the mean."""
     counts_MLRE = np.zeros((2, 1, 3, 3), np.int32)
-    counts_MLRE[0, 0, 0] = [5999, 1999, 1399]
-    counts_MLRE[1, 0, 0] = [0, 0, 600]
+    counts_MLRE[0, 0, 0] = [5499, 999, 299]
+    counts_MLRE[1, 0, 0] = [500, 0, 2700]
     workload = Workload(counts_MLRE, np.zeros((2, 1, 3), np.int32))
     workload.unknown_MLR[1, 0, 0] = 10_000
     schedule = random_schedule(np.random.default_rng(0), 0, num_ranks=3, num_micro_steps=2)
-    plan = plan_step(workload, schedule, Placement.contiguous(1, 3, 3), ClusterSpec(3, 3, 1), PlanSettings(1.0, 1))
-    assert workload.expected_loads(plan.home)[1, 0].tolist() == [6000, 2000, 2000]
-    assert list(plan.replicas_of(1, 0)) == []
-    bound = load_bound(np.array([0, 0, 600]), np.arange(3), 3, 1, np.array([6000, 2000, 2000]))
+    plan = plan_step(workload, schedule, Placement.contiguous(1, 3, 3), ClusterSpec(3, 3, 2), PlanSettings(1.0, 1))
+    assert workload.expected_loads(plan.home)[1, 0].tolist() == [6000, 1000, 3000]
+    (replica,) = plan.replicas_of(1, 0)
+    assert (plan.replica_experts[replica], plan.replica_ranks[replica]) == (0, 1)
+    assert plan.rank_loads(workload)[1, 0].tolist() == [6000, 1500, 5700]
+    bound = load_bound(np.array([500, 0, 2700]), np.arange(3), 3, 2, np.array([6000, 1000, 3000]))
     assert bound == pytest.approx(6000)
