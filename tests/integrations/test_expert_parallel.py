@@ -232,7 +232,7 @@ def train_both(saved: Path, cases: list[Case]) -> None:
                 optimizer.zero_grad()
         assert replicas > 10, case
         assert session.take_metrics()["transfer/gradient_bytes"] > 0, case
-        assert session.unplanned_micro_steps == 0, case
+        assert session.counters.unplanned_micro_steps == 0, case
         session.close()
 
 
@@ -294,7 +294,7 @@ def run_without_a_plan(saved: Path) -> None:
         session.finish_gradients()
         assert relative_error(loss, wanted) < 1e-5
         check_gradients(actual, expected, 1e-5, unplanned)
-        assert session.unplanned_micro_steps == unplanned
+        assert session.counters.unplanned_micro_steps == unplanned
     assert session.take_metrics()["transfer/gradient_bytes"] == 0
 
 

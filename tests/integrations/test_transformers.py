@@ -163,7 +163,7 @@ def _compare(case: Case) -> None:
         assert (actual.grad is None) == (wanted.grad is None), (case, name)
         part_of = home if ".mlp.experts." in name else slice(None)
         assert gradient_error(actual, wanted, part_of) < tolerance, (case, name)
-    assert session.unplanned_micro_steps == 0
+    assert session.counters.unplanned_micro_steps == 0
 
 
 def gradient_error(actual: nn.Parameter, wanted: nn.Parameter, part_of: Any = slice(None)) -> float:

@@ -453,10 +453,10 @@ def see_what_nobody_announces(state: State) -> None:
             patch.delenv("TRIMTAB_VERIFY_WEIGHTS", raising=False)
             if checked:
                 patch.setenv("TRIMTAB_VERIFY_WEIGHTS", checked)
-            assert Session(num_experts=4).verify_weights is (checked is not None)
-            assert Session(num_experts=4, mode="shadow").verify_weights
-            assert not Session(num_experts=4, mode="shadow", verify_weights=False).verify_weights
-    assert loop.session.verify_weights
+            assert Session(num_experts=4).settings.verify_weights is (checked is not None)
+            assert Session(num_experts=4, mode="shadow").settings.verify_weights
+            assert not Session(num_experts=4, mode="shadow", verify_weights=False).settings.verify_weights
+    assert loop.session.settings.verify_weights
     any_loop.write(state, "unnoticed")
     any_loop.forward(state, 0, "plain", NOTHING_SKIPPED, None, False)
     # One element of one expert, on one rank; a sampled one.

@@ -73,7 +73,7 @@ def compare_schedules_and_policies() -> None:
         schedule = random_schedule(np.random.default_rng(seed), 8, num_ranks=session.num_ranks, num_micro_steps=3)
         replicas[mode] = plan_own(session, trace, schedule)
         results.append(run_step(session, model, trace, schedule))
-        assert session.unplanned_micro_steps == (3 if mode in ("shadow", "off") else 0), mode
+        assert session.counters.unplanned_micro_steps == (3 if mode in ("shadow", "off") else 0), mode
     assert replicas["plan"] == replicas["shadow"] > 0
     assert replicas["static"] == replicas["off"] == 0
     (loss, gradients), *others = results
@@ -98,14 +98,14 @@ def run_unknown_batches() -> None:
     hashes = trace.sequence_hashes.copy()
     hashes[0] += 1
     changed, _ = run_step(session, model, trace, schedule, hashes=hashes)
-    assert session.unplanned_micro_steps == 1
+    assert session.counters.unplanned_micro_steps == 1
     assert relative_error(changed, expected) > 1e-9
 
     # In layers that have tokens of unknown route the ranks exchange counts; the other routes are still replayed.
     ids = trace.expert_ids.copy()
     ids[3] = trace.no_route
     partly = replace(trace, expert_ids=ids)
-    session.unplanned_micro_steps = 0
+    session.counters.unplanned_micro_steps = 0
     report = session.plan(partly.select(schedule.sequences_of(session.rank)), schedule)
     assert (report.unplanned_micro_steps, report.mixed_instances) == (0, 2)
     session.take_metrics()

@@ -102,10 +102,13 @@ def measure_memory() -> None:
         pools.append(report.pool_bytes)
         expert_bytes = session.homes[0].expert_bytes
         ring, returns = session.transfers.ring, session.transfers.returns
-        assert ring.nbytes == session.ring_layers * session.slots_per_rank * expert_bytes
+        places = session.settings.ring_layers
+        assert ring.nbytes == places * session.slots_per_rank * expert_bytes
         most = np.unique(step.plan.mirror_entries(0), axis=0)
         assert report.mirror_bytes == len(most) * expert_bytes > 0
-        assert returns.nbytes <= session.ring_layers * session.num_ranks * session.slots_per_rank * expert_bytes
+        assert (
+            returns.nbytes <= places * session.num_ranks * session.slots_per_rank * expert_bytes
+        )
         session.close()
     assert pools[0] == pools[1]
     dist.barrier()

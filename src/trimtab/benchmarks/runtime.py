@@ -222,7 +222,7 @@ def _build(settings: RuntimeBenchmark) -> tuple[Session, list[_Variant], list[_V
         session.mode, session.paths = "plan", "both"
         one_node = replace(session.topology, ranks_per_node=num_ranks)
         planner = SessionPlanner.of(
-            one_node, session.homes, top_k=settings.top_k, slots=settings.slots, least_gain=session.least_gain
+            one_node, session.homes, top_k=settings.top_k, slots=settings.slots, least_gain=session.settings.least_gain
         )
         mine_only = skewed.select(mine)
         planned = planner.for_schedule(mine_only, schedule, session.placement, "plan", may_move=False)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -27,6 +28,7 @@ class Counters:
         refresh_s: seconds that bringing changed weights into staging memory and mirrors took.
         waited_s: seconds on the host that compute waited for transfers.
         waits: (start, end) events of waits on the device that it had not come to yet.
+        unplanned_micro_steps: those that ran without a plan.
         live_calls: calls of layers on live routing, outside of any micro-step, while there was a plan.
         mixed_instances: planned ones whose unknown rows the ranks had to count.
         abandoned_backwards: that failed, so that gradients of replicas under way were dropped.
@@ -42,19 +44,21 @@ class Counters:
     refresh_s: float = 0.0
     waited_s: float = 0.0
     waits: list[tuple[torch.cuda.Event, torch.cuda.Event]] = field(default_factory=list)
+    unplanned_micro_steps: int = 0
     live_calls: int = 0
     mixed_instances: int = 0
     abandoned_backwards: int = 0
     recorder: Recorder | None = None
     lockstep: Lockstep | None = None
 
+    def noted(self, activity: int) -> AbstractContextManager[None]:
+        """What is done within is this activity, if somebody wants to know."""
+        return nullcontext() if self.recorder is None else self.recorder.during(activity)
+
     def wait(self, waits: Sequence[Wait], device: torch.device) -> None:
         """Wait for transfers, and remember for how long that held up what comes next."""
-        if self.recorder is None:
+        with self.noted(WAITING):
             self._wait(waits, device)
-        else:
-            with self.recorder.during(WAITING):
-                self._wait(waits, device)
 
     def _wait(self, waits: Sequence[Wait], device: torch.device) -> None:
         if device.type != "cuda":
@@ -97,6 +101,7 @@ class Counters:
             "transfer/mirror_bytes": self.mirror_bytes,
             "transfer/gradient_bytes": self.gradient_bytes,
             "transfer/moved_bytes": self.moved_bytes,
+            "moe/unplanned_micro_steps": self.unplanned_micro_steps,
             "moe/live_layer_calls": self.live_calls,
             "moe/mixed_instances": self.mixed_instances,
             "moe/abandoned_backwards": self.abandoned_backwards,

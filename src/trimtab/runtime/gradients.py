@@ -10,9 +10,54 @@ import torch.distributed as dist
 from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
 
 from trimtab.errors import InputError
-from trimtab.runtime.lockstep import digest
+from trimtab.runtime.instance import LayerCalls
+from trimtab.runtime.lockstep import CLIP, FINISH, digest
+from trimtab.runtime.rank_experts import RankExperts
+from trimtab.runtime.recorder import SUMMING
 
 BUCKET_BYTES = 64 << 20
+
+
+class Gradients:
+    """From the gradients of micro-steps to what an optimizer steps with. Methods are collective over all data ranks.
+
+    Args:
+        with_values: compare values of replicated parameters over the ranks, too.
+    """
+
+    def __init__(self, calls: LayerCalls, experts: RankExperts, *, with_values: bool) -> None:
+        self._calls, self._experts, self._with_values = calls, experts, with_values
+        self._topology = calls.topology
+
+    def finish(self, replicated: Iterable[torch.nn.Parameter]) -> None:
+        """See `Session.finish_gradients`."""
+        self._calls.need_to_be_outside("finish_gradients")
+        accumulation, topology = self._experts.accumulation, self._topology
+        dense = dense_parameters(replicated, self._experts.parameters())
+        experts = [parameter for parameter in self._experts.parameters() if parameter.requires_grad]
+        summed = [*dense, *(experts if topology.expert_dp_group is not None else ())]
+        same = {"replicated parameters": (len(dense), describe(dense, with_values=self._with_values))}
+        self._calls.lockstep.agree(FINISH, same=same, problem=accumulation.problem(summed), everywhere=True)
+        with self._calls.counters.noted(SUMMING):
+            self._experts.drain()
+            zero_missing([*dense, *experts], topology.control)
+            if topology.expert_dp_group is not None:
+                sum_gradients(experts, topology.expert_dp_group)
+            sum_gradients(dense, topology.data)
+        accumulation.finish(summed)
+        self._experts.changed = True
+
+    def clip(self, replicated: Iterable[torch.nn.Parameter], max_norm: float) -> float:
+        """See `Session.clip_gradients`."""
+        self._experts.need_own("clip their gradients")
+        experts = self._experts.parameters()
+        dense = dense_parameters(replicated, experts)
+        problem = RuntimeError("clip_gradients() needs complete gradients; call finish_gradients() first")
+        self._calls.lockstep.agree(
+            CLIP, same={"max_norm": max_norm, "replicated parameters": len(dense)},
+            problem=problem if self._experts.accumulation.is_open else None, everywhere=True,
+        )  # fmt: skip
+        return float(clip_gradients(dense, experts, max_norm, self._topology.experts))
 
 
 def describe(parameters: Sequence[torch.nn.Parameter], *, with_values: bool) -> str:

@@ -39,7 +39,6 @@ class LayerCalls:
         accumulation: whether gradients were summed already.
         num_slots: replicas of one layer that a rank has room for.
         current: the routes of the open micro-step.
-        transfers: None before the first plan or micro-step.
         is_planned: whether there is a plan, so that calls outside of micro-steps are counted.
     """
 
@@ -50,7 +49,6 @@ class LayerCalls:
     accumulation: Accumulation
     num_slots: int
     current: BoundRoutes | None = None
-    transfers: Transfers | None = None
     is_planned: bool = False
 
     def need_to_be_outside(self, what: str) -> None:
@@ -100,9 +98,9 @@ class LayerCalls:
             experts = PhysicalExperts.of(homes, self.topology.num_ranks, self.num_slots)
             layout = self._complete(homes, PlannedRows.unknown(tuple(chosen.shape), experts), chosen.cpu().numpy())
             return Instance(self, homes, layout, routes, has_graph)
-        assert self.transfers is not None
+        assert routes.transfers is not None
         layout = routes.layouts[homes.index] or self._mixed_layout(homes, expert_ids, routes)
-        return PlannedInstance(self, homes, layout, routes, has_graph, self.transfers)
+        return PlannedInstance(self, homes, layout, routes, has_graph, routes.transfers)
 
     def _mixed_layout(self, homes: HomeExperts, expert_ids: torch.Tensor, routes: BoundRoutes) -> Layout:
         """Of an instance with unknown rows. The host waits for the router's choice of them."""

@@ -16,6 +16,7 @@ from trimtab.runtime.home_experts import HomeExperts
 from trimtab.runtime.layout import InstanceReplicas, Layout, PhysicalExperts, PlannedRows, place_rows, upload_layouts
 from trimtab.runtime.memory import upload
 from trimtab.runtime.topology import Topology
+from trimtab.runtime.transfers import Transfers
 from trimtab.trace import RoutingTrace
 from trimtab.trace.routing import Array
 
@@ -30,6 +31,7 @@ class BoundRoutes:
         known_L: for each layer `[n]` bool, tokens whose route is known; None if all are.
         layouts: one a layer if the micro-step is planned, else empty; None where rows are unknown on some rank.
         partial: what the plan says of those layers.
+        transfers: what brings the plan's replicas; None where no plan is carried out.
         plan_number: which of the session's plans it belongs to.
         routed: for each layer, address and version of the ids that its `route` returned last.
         record: takes a layer, tokens `[U]` and the experts `[U, K]` that the router chose for them.
@@ -40,6 +42,7 @@ class BoundRoutes:
     known_L: Sequence[torch.Tensor | None] = ()
     layouts: Sequence[Layout | None] = ()
     partial: dict[int, PlannedRows] = field(default_factory=dict)
+    transfers: Transfers | None = None
     plan_number: int = 0
     routed: dict[int, tuple[int, int]] = field(default_factory=dict)
     record: Callable[[int, Array, Array], None] | None = None
@@ -131,7 +134,7 @@ class RunningStep:
         plan, workload: of the expert-parallel group.
         trace: this rank's own sequences, ordered by micro-step.
         schedule: of all data ranks, if the session has planned the step.
-        runs: whether the plan is carried out, or micro-steps only replay their routing.
+        transfers: what brings its replicas; None if micro-steps only replay their routing.
         number: which of the session's plans it is.
         num_slots: replicas that a rank has room for.
         micro_steps: those in use, by number.
@@ -142,7 +145,7 @@ class RunningStep:
     workload: Workload
     trace: RoutingTrace
     schedule: Schedule | None
-    runs: bool
+    transfers: Transfers | None
     number: int
     num_slots: int
     micro_steps: weakref.WeakValueDictionary[int, MicroStep] = field(default_factory=weakref.WeakValueDictionary)
@@ -154,7 +157,7 @@ class RunningStep:
 
     def problem(self, index: int) -> Exception | None:
         """What is wrong with entering a micro-step of this number."""
-        if self.runs and self.has_moved:
+        if self.transfers is not None and self.has_moved:
             return RuntimeError("experts have moved since the plan was applied; plan the step again")
         if 0 <= index < self.plan.num_micro_steps:
             return None
@@ -179,8 +182,9 @@ class RunningStep:
         ):
             known_L[layer] = known_N
         bound = BoundRoutes(micro_step, recorded_LNK, known_L, plan_number=self.number)
-        if not self.runs:
+        if self.transfers is None:
             return bound
+        bound.transfers = self.transfers
         planned = [
             PlannedRows.of(
                 np.ascontiguousarray(ids_NLK[:, layer.index]),

@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-import os
-import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import replace
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from datetime import timedelta
 from functools import partial
-from typing import Any, cast, get_args
 
 import numpy as np
 import numpy.typing as npt
@@ -18,54 +14,27 @@ import torch.distributed as dist
 
 from trimtab.cluster import ClusterSpec
 from trimtab.errors import InputError
-from trimtab.planner import Placement, Schedule, StepPlan, Workload
-from trimtab.planner.workload import max_over_mean
-from trimtab.runtime.accumulation import Accumulation
-from trimtab.runtime.backward import Backward
-from trimtab.runtime.checks import at_least, finite, one_of
+from trimtab.planner import Placement, Schedule, StepPlan
+from trimtab.runtime.checks import at_least
 from trimtab.runtime.counters import Counters
 from trimtab.runtime.dispatch import Dispatcher, RowDispatcher
 from trimtab.runtime.experts import ApplyExperts
-from trimtab.runtime.gradients import clip_gradients, dense_parameters, describe, sum_gradients, zero_missing
+from trimtab.runtime.gradients import Gradients
 from trimtab.runtime.home_experts import ExpertTensor, HomeExperts, ReadParameters, check_parameters, read_tensors
 from trimtab.runtime.instance import LayerCalls
 from trimtab.runtime.layer import ExpertLayer, HomeWeights
-from trimtab.runtime.lockstep import (
-    ADOPT,
-    CLIP,
-    FINISH,
-    LIVE_MICRO_STEP,
-    LOGICAL,
-    MICRO_STEP,
-    MOVE,
-    PLAN,
-    PLAN_SEQUENCES,
-    STEP,
-    Lockstep,
-    digest,
-)
+from trimtab.runtime.lockstep import LOGICAL, Lockstep
 from trimtab.runtime.logical import LogicalState
-from trimtab.runtime.micro_step import BoundRoutes, MicroStep, RunningStep
-from trimtab.runtime.moving import check_movable, move_experts, state_to_move
-from trimtab.runtime.optimizer_watch import OptimizerWatch
-from trimtab.runtime.planning import (
-    Mode,
-    Paths,
-    PlannedStep,
-    PlanReport,
-    SessionPlanner,
-    check_fits,
-    check_model,
-    trace_of_micro_steps,
-)
-from trimtab.runtime.recorder import REFRESHING, SUMMING, Recorder
+from trimtab.runtime.micro_step import MicroStep
+from trimtab.runtime.planning import Mode, Paths, PlannedStep, PlanReport
+from trimtab.runtime.rank_experts import RankExperts
+from trimtab.runtime.recorder import Recorder
+from trimtab.runtime.settings import Settings
+from trimtab.runtime.steps import Steps
 from trimtab.runtime.topology import Topology
 from trimtab.runtime.transfers import Transfers
 from trimtab.trace import RoutingTrace
 from trimtab.trace.routing import Array
-
-# Environment variable: 1 turns on `verify_weights` where a session isn't told.
-VERIFY_WEIGHTS = "TRIMTAB_VERIFY_WEIGHTS"
 
 
 class Session:
@@ -127,17 +96,10 @@ class Session:
         verify_weights: bool | None = None,
         timeout: timedelta | None = None,
     ) -> None:
-        self.num_experts = at_least("num_experts", num_experts, 1)
-        self.mode = mode
-        self.paths = paths
-        self.slots_per_rank = at_least("slots_per_rank", slots_per_rank, 0)
-        self.ring_layers = at_least("ring_layers", ring_layers, 2)
-        self.mirror_bytes = None if mirror_bytes is None else at_least("mirror_bytes", mirror_bytes, 0)
-        self.least_gain = finite("least_gain", least_gain)
-        self.rates = rates
-        if verify_weights is None:
-            verify_weights = mode == "shadow" or os.environ.get(VERIFY_WEIGHTS) == "1"
-        self.verify_weights = verify_weights
+        self.settings = Settings(
+            num_experts=num_experts, mode=mode, slots_per_rank=slots_per_rank, ring_layers=ring_layers, paths=paths,
+            mirror_bytes=mirror_bytes, least_gain=least_gain, rates=rates, verify_weights=verify_weights,
+        )  # fmt: skip
         if expert_group is None:
             if expert_dp_group is not None or nodes is not None:
                 raise InputError(
@@ -153,43 +115,54 @@ class Session:
                 )
             self.topology = Topology.given(expert_group, expert_dp_group, nodes, timeout)
         self.layers: list[ExpertLayer] = []
-        self.homes: list[HomeExperts] = []
-        self.unplanned_micro_steps = 0
         self._initial_E: Array = self.topology.initial_placement(1, num_experts).home[0]
         self._lockstep = Lockstep(self.topology, most_votes=max(num_experts, 2))
         self.counters = Counters(lockstep=self._lockstep)
-        self._step: RunningStep | None = None
-        self._plans = 0
-        self._backward = Backward(self._complete_gradients, self._drop_gradients)
-        self._accumulation = Accumulation(self._expert_parameters)
+        self._experts = RankExperts(self.settings, self.topology, self._lockstep, self.counters)
         self._calls = LayerCalls(
-            self.topology, self._lockstep, self.counters, self._backward, self._accumulation, self.slots_per_rank
-        )
-        self._weights_changed = True
-        self._optimizer_watch = OptimizerWatch(self._expert_parameters, self._before_step, self._after_step)
+            self.topology, self._lockstep, self.counters, self._experts.backward, self._experts.accumulation,
+            self.settings.slots_per_rank,
+        )  # fmt: skip
+        self._steps = Steps(self.settings, self._experts, self._calls)
+        self._gradients = Gradients(self._calls, self._experts, with_values=self.settings.verify_weights)
 
     @property
     def mode(self) -> Mode:
         """What is done with a plan; see `Session`."""
-        return self._mode
+        return self.settings.mode
 
     @mode.setter
     def mode(self, mode: Mode) -> None:
-        self._mode = cast(Mode, one_of("mode", mode, get_args(Mode)))
+        self.settings.mode = mode
 
     @property
     def paths(self) -> Paths:
         """How replicas' weights may come; see `Session`."""
-        return self._paths
+        return self.settings.paths
 
     @paths.setter
     def paths(self, paths: Paths) -> None:
-        self._paths = cast(Paths, one_of("paths", paths, get_args(Paths)))
+        self.settings.paths = paths
+
+    @property
+    def num_experts(self) -> int:
+        """Experts of a layer, E."""
+        return self.settings.num_experts
+
+    @property
+    def slots_per_rank(self) -> int:
+        """Replicas of one layer that a rank has room for."""
+        return self.settings.slots_per_rank
+
+    @property
+    def homes(self) -> list[HomeExperts]:
+        """This rank's experts of each layer."""
+        return self._experts.layers
 
     @property
     def optimizers(self) -> list[torch.optim.Optimizer]:
         """Those that train the experts; see `train_with`."""
-        return self._optimizer_watch.registered
+        return self._experts.optimizers.registered
 
     @property
     def rank(self) -> int:
@@ -204,7 +177,7 @@ class Session:
     @property
     def placement(self) -> Placement:
         """The homes of all experts now."""
-        return Placement(np.stack([layer.home_E for layer in self.homes]))
+        return self._experts.placement
 
     @property
     def home_experts(self) -> Array:
@@ -284,8 +257,8 @@ class Session:
         Raises:
             InputError: if a layer was added with `weights`.
         """
-        self.need_own_experts("move experts with their optimizer state")
-        self._optimizer_watch.registered = list(optimizers)
+        self._experts.need_own("move experts with their optimizer state")
+        self._experts.optimizers.registered = list(optimizers)
 
     def move(self, placement: Placement) -> None:
         """Bring all experts to given homes, with their rows of optimizer state; between steps. Plans do it themselves.
@@ -295,28 +268,7 @@ class Session:
                 `weights`.
             RuntimeError: if gradients wait for an optimizer step.
         """
-        self._calls.need_to_be_between("move")
-        problem = _problem(self._check_move, placement)
-        same = {"homes": digest(placement.home)} | self._state_to_move(placement, problem)
-        self._lockstep.agree(MOVE, same=same, problem=problem)
-        if self._step is not None and not np.array_equal(placement.home, self.placement.home):
-            self._step.has_moved = True
-        self._move(placement)
-
-    def _check_move(self, placement: Placement) -> None:
-        if not np.array_equal(placement.home, self.placement.home):
-            self.need_own_experts("move experts")
-        placement.check(len(self.layers), self.num_experts, self.num_ranks)
-        check_movable(self.homes, placement.home, self.optimizers)
-
-    def _state_to_move(self, placement: Placement, problem: Exception | None) -> dict[str, object]:
-        """What the ranks have to agree on to move experts."""
-        return {} if problem else state_to_move(self.homes, placement.home, self.optimizers)
-
-    def _move(self, placement: Placement) -> None:
-        self.transfers.ring.drain()
-        self.counters.moved_bytes += move_experts(self.homes, placement.home, self.optimizers, self.topology)
-        self._weights_changed = True
+        self._steps.move(placement)
 
     def plan(self, trace: RoutingTrace, schedule: Schedule) -> PlanReport:
         """Plan a step whose schedule is given, and take the plan over.
@@ -328,18 +280,7 @@ class Session:
         Raises:
             InputError: if trace, schedule and layers don't fit together.
         """
-        self._calls.need_to_be_between("plan")
-        rank, ranks = self.topology.data_rank, self.topology.num_data_ranks
-        fits = _problem(check_fits, trace, schedule, rank, ranks, self._shape)
-        places = digest(schedule.micro_step, schedule.rank, schedule.mini_batch_of_micro_step)
-        same = {"number of micro-steps": schedule.num_micro_steps, "schedule": places, **self._settings}
-        self._meet(PLAN, same, fits)
-        return self._plan(trace, schedule)
-
-    def _plan(self, trace: RoutingTrace, schedule: Schedule, *, may_move: bool = True) -> PlanReport:
-        may_move = may_move and bool(self.optimizers)
-        planned = self._planner(trace).for_schedule(trace, schedule, self.placement, self.mode, may_move=may_move)
-        return self.adopt(planned, trace)
+        return self._steps.plan(trace, schedule)
 
     def plan_micro_steps(self, rows: Sequence[npt.ArrayLike]) -> PlanReport:
         """Plan a step of micro-steps that are made already, and take the plan over.
@@ -353,23 +294,7 @@ class Session:
         Raises:
             InputError: if ids and layers don't fit together, or ranks differ in the number of micro-steps.
         """
-        self._calls.need_to_be_between("plan_micro_steps")
-        trace, problem = None, None
-        try:
-            trace = trace_of_micro_steps(rows, *self._shape)
-        except InputError as error:
-            problem = error
-        ranks, same = self.topology.num_data_ranks, {"number of micro-steps": len(rows), **self._settings}
-        same["top_k"] = None if trace is None else trace.top_k
-        self._meet(PLAN, same, problem)
-        assert trace is not None
-        schedule = Schedule(
-            micro_step=np.repeat(np.arange(len(rows), dtype=np.int32), ranks),
-            rank=np.tile(np.arange(ranks, dtype=np.int32), len(rows)),
-            mini_batch_of_micro_step=np.zeros(len(rows), np.int32),
-            num_ranks=ranks,
-        )
-        return self._plan(trace, schedule)
+        return self._steps.plan_micro_steps(rows)
 
     def complete_plan(self) -> PlanReport:
         """Plan the step again where it has unknown routes, with those that its tokens took since.
@@ -380,12 +305,7 @@ class Session:
         Raises:
             RuntimeError: if there is no step that was planned here.
         """
-        self._calls.need_to_be_between("complete_plan")
-        step = self._step
-        if step is None or step.schedule is None:
-            raise RuntimeError("complete_plan() needs a step that this session has planned")
-        self._meet(PLAN, self._settings, None)
-        return self._plan(step.completed_trace, step.schedule, may_move=False)
+        return self._steps.complete_plan()
 
     def plan_sequences(self, trace: RoutingTrace, *, token_budget: int, mini_batch: Array | None = None) -> PlannedStep:
         """Plan a step with its schedule, from the sequences that each rank happens to have.
@@ -400,14 +320,7 @@ class Session:
         Raises:
             InputError: if the trace is not of this model, or a sequence exceeds the budget.
         """
-        self._calls.need_to_be_between("plan_sequences")
-        batches = None if mini_batch is None else digest(np.asarray(mini_batch, np.int64))
-        same = {"token_budget": token_budget, "mini_batch": batches, **self._settings}
-        self._meet(PLAN_SEQUENCES, same, _problem(check_model, trace, self._shape))
-        return self._planner(trace).for_sequences(
-            trace, self.placement, self.mode,
-            may_move=bool(self.optimizers), token_budget=token_budget, mini_batch=mini_batch,
-        )  # fmt: skip
+        return self._steps.plan_sequences(trace, token_budget=token_budget, mini_batch=mini_batch)
 
     def adopt(self, planned: PlannedStep, trace: RoutingTrace) -> PlanReport:
         """Take over a plan that `plan_sequences` made. Experts move to the homes that it wants.
@@ -419,11 +332,7 @@ class Session:
         Raises:
             InputError: as `adopt_plan`.
         """
-        workload = self._meet_over(planned.plan, trace, planned.workload)
-        return self._take_over(
-            planned.plan, workload, trace, planned.schedule, max_vio_before=planned.max_vio_before,
-            predicted_gain=planned.predicted_gain, planning_s=planned.planning_s,
-        )  # fmt: skip
+        return self._steps.adopt(planned, trace)
 
     def adopt_plan(self, plan: StepPlan, trace: RoutingTrace) -> PlanReport:
         """Take over a plan that was made elsewhere. Experts move to the homes that it wants.
@@ -436,67 +345,7 @@ class Session:
             InputError: if the ranks hold different plans, a plan breaks one of its invariants (see `StepPlan.check`),
                 has more slots than this session, or moves homes although no optimizer is known.
         """
-        workload = self._meet_over(plan, trace, None)
-        before = float(max_over_mean(workload.home_loads(self.placement.home)).mean() - 1)
-        return self._take_over(plan, workload, trace, None, max_vio_before=before)
-
-    def _meet_over(self, plan: StepPlan, trace: RoutingTrace, workload: Workload | None) -> Workload:
-        """All ranks adopt the same plan, which is right for what they have; the load of the group."""
-        self._calls.need_to_be_between("adopt")
-        problem = _problem(self._check_plan, plan, trace)
-        same = {"the plan": plan.hash, **self._settings}
-        if self._num_moved(plan) and self.mode in ("plan", "static"):
-            same |= self._state_to_move(plan.placement, problem)
-        self._lockstep.agree(ADOPT, same=same, problem=problem)
-        if workload is None:
-            schedule = self._data_schedule(plan)
-            workload = self._planner(trace).gather_workloads(trace, schedule)[self.topology.group]
-        plan.check(workload)
-        return workload
-
-    def _take_over(
-        self,
-        plan: StepPlan,
-        workload: Workload,
-        trace: RoutingTrace,
-        schedule: Schedule | None,
-        *,
-        max_vio_before: float,
-        predicted_gain: float = 0.0,
-        planning_s: float = 0.0,
-    ) -> PlanReport:
-        """Make ready for the micro-steps of a plan that is right: experts at their homes, room for what it needs."""
-        runs = self.mode in ("plan", "static")
-        before, after = workload.home_loads(self.placement.home), plan.rank_loads(workload)
-        moved = self._num_moved(plan)
-        start = time.perf_counter()
-        self._backward.forget()
-        self._plans += 1
-        step = RunningStep(plan, workload, trace, schedule, runs, self._plans, self.slots_per_rank)
-        if runs:
-            with torch.inference_mode(False):
-                self._move(plan.placement)
-                self.transfers.prepare(plan, step.replicas_of, self._plans)
-        self._weights_changed = True
-        self._calls.is_planned = True
-        self._step = step
-        return PlanReport(
-            planning_s=planning_s,
-            moving_s=time.perf_counter() - start,
-            predicted_gain=predicted_gain,
-            max_vio_before=max_vio_before,
-            max_vio_after=float(max_over_mean(after).mean() - 1),
-            replicas=plan.num_replicas,
-            homes_moved=moved,
-            micro_steps=plan.num_micro_steps,
-            unplanned_micro_steps=0 if runs else plan.num_micro_steps,
-            mixed_instances=int(np.count_nonzero(plan.mixed_ML)),
-            peak_rows_before=int(before.max(initial=0)),
-            peak_rows_after=int(after.max(initial=0)),
-            pool_bytes=self.transfers.pool_bytes,
-            mirror_bytes=self.transfers.mirror_bytes,
-            free_bytes=_free_bytes(self._device),
-        )
+        return self._steps.adopt_plan(plan, trace)
 
     def micro_step(
         self,
@@ -521,21 +370,12 @@ class Session:
         Raises:
             RuntimeError: if there is no plan; as it is entered, if another micro-step is open.
         """
-        if self._step is None:
-            raise RuntimeError("micro_step() needs a planned step")
-        step = self._step
-        knows = step.problem(index) is None and step.knows(index, sequence_hashes, self.rank)
-        known = step.micro_steps.get(index)
-        if known is not None and knows and known.positions is positions:
-            return known
-        made = MicroStep(index, positions, partial(self._bind, step), partial(self._running, step, knows))
-        step.micro_steps[index] = made
-        return made
+        return self._steps.micro_step(index, positions, sequence_hashes)
 
     @contextmanager
     def recording(self) -> Iterator[Recorder]:
         """Note what this rank does, and when, as long as this is open. To compare ranks, let them begin together."""
-        recorder = self.counters.recorder = Recorder(self._device)
+        recorder = self.counters.recorder = Recorder(self._experts.device)
         try:
             yield recorder
         finally:
@@ -548,9 +388,7 @@ class Session:
         Raises:
             RuntimeError: if there is no plan.
         """
-        if self._step is None:
-            raise RuntimeError("there is no planned step; call plan() or adopt() first")
-        return self._step.plan
+        return self._steps.need("step_plan").plan
 
     @property
     def rank_loads(self) -> Array:
@@ -559,9 +397,8 @@ class Session:
         Raises:
             RuntimeError: if there is no plan.
         """
-        if self._step is None:
-            raise RuntimeError("rank_loads needs a planned step")
-        return self.step_plan.rank_loads(self._step.workload)
+        step = self._steps.need("rank_loads")
+        return step.plan.rank_loads(step.workload)
 
     def live_micro_step(self, *, positions: torch.Tensor) -> MicroStep:
         """A micro-step that nothing is known of, to leave padding out of the experts. Needs no plan.
@@ -569,7 +406,7 @@ class Session:
         Args:
             positions: `[n]` int64, where this rank's tokens stand among the rows that the layers are given.
         """
-        return MicroStep(-1, positions, BoundRoutes, self._running_live)
+        return self._steps.live_micro_step(positions)
 
     def finish_gradients(self, replicated: Iterable[torch.nn.Parameter] = ()) -> None:
         """Complete the gradients of all micro-steps so far; call it before clipping and the optimizer step.
@@ -585,21 +422,7 @@ class Session:
             RuntimeError: if it has summed these gradients already, and they were not zeroed since; within a backward.
             RanksDisagreeError: if the ranks are at different places in their step, or give different parameters.
         """
-        self._calls.need_to_be_outside("finish_gradients")
-        dense = dense_parameters(replicated, self._expert_parameters())
-        experts = [parameter for parameter in self._expert_parameters() if parameter.requires_grad]
-        summed = [*dense, *(experts if self.topology.expert_dp_group is not None else ())]
-        same = {"replicated parameters": (len(dense), describe(dense, with_values=self.verify_weights))}
-        self._meet(FINISH, same, self._accumulation.problem(summed))
-        with self._noted(SUMMING):
-            if self._calls.transfers is not None:
-                self._calls.transfers.ring.drain()
-            zero_missing([*dense, *experts], self.topology.control)
-            if self.topology.expert_dp_group is not None:
-                sum_gradients(experts, self.topology.expert_dp_group)
-            sum_gradients(dense, self.topology.data)
-        self._accumulation.finish(summed)
-        self._weights_changed = True
+        self._gradients.finish(replicated)
 
     def clip_gradients(self, replicated: Iterable[torch.nn.Parameter], max_norm: float) -> float:
         """Clip the gradients of replicated parameters and of all ranks' experts by their joint norm, and return it.
@@ -608,17 +431,12 @@ class Session:
             InputError: if a layer was added with `weights`, or `replicated` has experts of the session.
             RuntimeError: if gradients are not finished.
         """
-        self.need_own_experts("clip their gradients")
-        dense = dense_parameters(replicated, self._expert_parameters())
-        problem = RuntimeError("clip_gradients() needs complete gradients; call finish_gradients() first")
-        same = {"max_norm": max_norm, "replicated parameters": len(dense)}
-        self._meet(CLIP, same, problem if self._accumulation.is_open else None)
-        return float(clip_gradients(dense, self._expert_parameters(), max_norm, self.topology.experts))
+        return self._gradients.clip(replicated, max_norm)
 
     def weights_changed(self) -> None:
         """Say that parameters were changed other than by an optimizer step after `finish_gradients`, or by loading them
         before `plan`. Not a collective, but every rank should say it."""
-        self._weights_changed = True
+        self._experts.changed = True
 
     def take_metrics(self) -> dict[str, float]:
         """This rank's counters since they were last taken. Not a collective.
@@ -630,12 +448,8 @@ class Session:
         `moe/live_layer_calls` calls of layers outside any micro-step while there was a plan, which follow the router's
         choice, `moe/abandoned_backwards` those that failed while gradients of replicas were under way.
         """
-        metrics = self.counters.metrics()
-        transfers = self._calls.transfers
-        metrics["transfer/cpu_s"] = 0.0 if transfers is None else transfers.ring.take_cpu_s()
-        metrics["moe/unplanned_micro_steps"] = self.unplanned_micro_steps
+        metrics = self.counters.metrics() | {"transfer/cpu_s": self._experts.take_cpu_s()}
         self.counters.clear()
-        self.unplanned_micro_steps = 0
         return metrics
 
     def logical_state_dict(self, model: torch.nn.Module) -> dict[str, torch.Tensor]:
@@ -656,211 +470,22 @@ class Session:
         Raises:
             InputError: if a layer was added with `weights`.
         """
-        self.need_own_experts("collect or load them")
+        self._experts.need_own("collect or load them")
         return LogicalState(self.homes, self.topology)
 
     def close(self) -> None:
         """Give up threads and shared memory. Not needed before a process ends."""
-        if self._calls.transfers is not None:
-            self._calls.transfers.ring.close()
-
-    # What stands behind it.
+        self._experts.close()
 
     @property
     def transfers(self) -> Transfers:
         """The ways of replicas, made when all layers are there."""
-        if self._calls.transfers is None:
-            self._calls.transfers = Transfers(
-                self.topology,
-                self.homes,
-                slots=self.slots_per_rank,
-                ring_layers=self.ring_layers,
-                counters=self.counters,
-                verify_weights=self.verify_weights,
-            )
-        return self._calls.transfers
-
-    def need_own_experts(self, purpose: str) -> None:
-        """Raises InputError if a layer was added with `weights`, since others then train its experts."""
-        if any(layer.joins_in_backward for layer in self.homes):
-            raise InputError(
-                f"the session can't {purpose}: its experts belong to the framework that shards and trains them "
-                "(FSDP), which has its own ways to do that"
-            )
-
-    # How a step is planned and bound.
-
-    def _noted(self, activity: int) -> AbstractContextManager[None]:
-        """What is done within is this activity, if somebody wants to know."""
-        recorder = self.counters.recorder
-        return nullcontext() if recorder is None else recorder.during(activity)
-
-    @property
-    def _device(self) -> torch.device:
-        return self.homes[0].device
-
-    def _expert_parameters(self) -> list[torch.nn.Parameter]:
-        """Those whose gradients gather in `.grad`."""
-        return [p for layer in self.homes if not layer.joins_in_backward for p in layer.parameters]
-
-    def _planner(self, trace: RoutingTrace) -> SessionPlanner:
-        """What plans for this session as it is now."""
-        return SessionPlanner.of(
-            self.topology,
-            self.homes,
-            top_k=trace.top_k,
-            slots=self.slots_per_rank,
-            paths=self.paths,
-            mirror_bytes=self.mirror_bytes,
-            least_gain=self.least_gain,
-            rates=self.rates,
-        )
-
-    def _data_schedule(self, plan: StepPlan) -> Schedule:
-        """The plan's schedule as the ranks of its group count themselves among all data ranks."""
-        first = self.topology.group * self.num_ranks
-        return replace(plan.schedule, rank=plan.rank + first, num_ranks=self.topology.num_data_ranks)
-
-    @property
-    def _shape(self) -> tuple[int, int]:
-        return len(self.layers), self.num_experts
-
-    @property
-    def _settings(self) -> dict[str, object]:
-        """What all ranks should have been told alike, since plans depend on it."""
-        names = ("mode", "paths", "slots_per_rank", "ring_layers", "mirror_bytes", "least_gain")
-        first = self.homes[0]
-        return {name: getattr(self, name) for name in names} | {
-            "optimizers are known": bool(self.optimizers),
-            "ranks_per_node": self.topology.ranks_per_node,
-            "layers": len(self.homes),
-            "experts": ([tuple(shape) for shape in first.expert_shapes], first.dtype),
-        }
-
-    def _meet(self, call: int, same: Mapping[str, object], problem: Exception | None) -> None:
-        """All data ranks make this call; see `Lockstep.agree`."""
-        self._lockstep.agree(call, same=same, problem=problem, everywhere=True)
-
-    def _begin(self, call: int, index: int, knows: bool = True, problem: Exception | None = None) -> bool:
-        """All ranks begin the same micro-step; bring changed weights to their copies. Do all know its sequences?"""
-        self._calls.need_to_be_between("a micro-step")
-        if torch.is_grad_enabled():
-            self._accumulation.begin_forward()
-        changed, trained, broken = self.transfers.watch.look(self._weights_changed)
-        same = {"gradients enabled": torch.is_grad_enabled(), "trained expert tensors": trained}
-        votes = (changed, knows)
-        votes_RV = self._lockstep.agree(call, micro_step=index, same=same, votes=votes, problem=problem or broken)
-        if votes_RV[:, 0].any():
-            start = time.perf_counter()
-            with self._noted(REFRESHING), torch.inference_mode(False):
-                self.transfers.refresh()
-            self.counters.refresh_s += time.perf_counter() - start
-            self._weights_changed = False
-        return bool(votes_RV[:, 1].all())
-
-    def _bind(self, step: RunningStep, micro_step: MicroStep) -> BoundRoutes:
-        if not micro_step.is_known:
-            return BoundRoutes(micro_step)
-        return step.bind(micro_step, self.homes, self.topology)
-
-    @contextmanager
-    def _running(self, step: RunningStep, knows: bool, micro_step: MicroStep) -> Iterator[None]:
-        index, recorder = micro_step.index, self.counters.recorder
-        problem = step.problem(index)
-        if step is not self._step:
-            problem = RuntimeError(f"micro-step {index} is of an earlier plan; get it from micro_step() anew")
-        micro_step.is_known = self._begin(MICRO_STEP, index, knows and problem is None, problem)
-        with self._opened(micro_step) as routes, nullcontext() if recorder is None else recorder.micro_step(index):
-            self.unplanned_micro_steps += not routes.layouts
-            if routes.layouts:
-                self.transfers.ring.begin(index)
-            yield
-            self.transfers.ring.end(index)
-
-    @contextmanager
-    def _running_live(self, micro_step: MicroStep) -> Iterator[None]:
-        self._begin(LIVE_MICRO_STEP, -1)
-        with self._opened(micro_step):
-            yield
-
-    @contextmanager
-    def _opened(self, micro_step: MicroStep) -> Iterator[BoundRoutes]:
-        self._backward.open(micro_step)
-        try:
-            self._calls.current = micro_step.routes()
-            yield self._calls.current
-        finally:
-            self._calls.current = None
-            self._backward.close()
-
-    def _before_step(self, holds_experts: bool) -> None:
-        if self._calls.transfers is not None:
-            self._calls.transfers.ring.complete()
-        if not holds_experts:
-            return
-        if self.topology.expert_dp_group is not None and self._accumulation.is_open:
-            raise RuntimeError(
-                "an optimizer steps while gradients of experts are not summed over expert-parallel groups; call "
-                "finish_gradients() first"
-            )
-        # A rank that skips a step, as a gradient scaler may, is found when the ranks meet again.
-        self._lockstep.note(STEP)
-
-    def _after_step(self, holds_experts: bool) -> None:
-        self._weights_changed = True
-        if self._calls.transfers is not None:
-            self._calls.transfers.watch.steps += holds_experts
-
-    def _complete_gradients(self) -> None:
-        """A backward ends: gradients of replicas that are under way belong to it."""
-        if self._calls.transfers is not None:
-            with self._lockstep.explaining():
-                self._calls.transfers.returns.finish()
-
-    def _drop_gradients(self) -> None:
-        """A backward failed; what it has left is not to be added to what comes next."""
-        self.counters.abandoned_backwards += 1
-        if self._calls.transfers is not None:
-            self._calls.transfers.returns.abandon()
-
-    def _num_moved(self, plan: StepPlan) -> int:
-        return int(np.count_nonzero(plan.home != self.placement.home)) if plan.home.shape == self._shape else 0
-
-    def _check_plan(self, plan: StepPlan, trace: RoutingTrace) -> None:
-        check_fits(trace, plan.schedule, self.rank, self.num_ranks, self._shape)
-        if self.mode not in ("plan", "static"):
-            return
-        if plan.slots_per_rank > self.slots_per_rank:
-            raise InputError(
-                f"the plan is for {plan.slots_per_rank} slots a rank; this session has {self.slots_per_rank}"
-            )
-        moved = self._num_moved(plan)
-        if moved and not self.optimizers:
-            raise InputError(
-                f"the plan moves {moved} experts to other homes; tell the session which optimizer trains them with "
-                "train_with(), so that its state can move along"
-            )
-        self._check_move(plan.placement)
+        return self._experts.transfers
 
 
 def _same(parameters: Sequence[ExpertTensor]) -> Sequence[ExpertTensor]:
     return parameters
 
 
-def _problem(check: Callable[..., None], *args: Any) -> Exception | None:
-    """What a check raises, to be raised on all ranks."""
-    try:
-        check(*args)
-    except (InputError, RuntimeError) as error:
-        return error
-    return None
-
-
 def _expert_shapes(layer: HomeExperts) -> list[tuple[tuple[int, ...], torch.dtype]]:
     return [(tuple(shape), layer.dtype) for shape in layer.expert_shapes]
-
-
-def _free_bytes(device: torch.device) -> int:
-    if device.type == "cuda":
-        return int(torch.cuda.mem_get_info(device)[0])
-    return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")

@@ -1,0 +1,161 @@
+"""`RankExperts`: all experts that this rank is home to, and what has to know when they move or change."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+import numpy as np
+import torch
+
+from trimtab.errors import InputError
+from trimtab.planner import Placement
+from trimtab.runtime.accumulation import Accumulation
+from trimtab.runtime.backward import Backward
+from trimtab.runtime.counters import Counters
+from trimtab.runtime.home_experts import HomeExperts
+from trimtab.runtime.lockstep import STEP, Lockstep
+from trimtab.runtime.moving import check_movable, move_experts, state_to_move
+from trimtab.runtime.optimizer_watch import OptimizerWatch
+from trimtab.runtime.recorder import REFRESHING
+from trimtab.runtime.settings import Settings
+from trimtab.runtime.topology import Topology
+from trimtab.runtime.transfers import Transfers
+
+
+class RankExperts:
+    """Home experts of all layers, the optimizers that train them, and the copies that are made of them.
+
+    Attributes:
+        layers: the home experts of each layer.
+        backward: follows backwards, to complete gradients as they end.
+        accumulation: whether gradients were summed already.
+        optimizers: tells of optimizer steps.
+        changed: whether weights are known to have changed since copies were made.
+    """
+
+    def __init__(self, settings: Settings, topology: Topology, lockstep: Lockstep, counters: Counters) -> None:
+        self._settings, self._topology = settings, topology
+        self._lockstep, self._counters = lockstep, counters
+        self._transfers: Transfers | None = None
+        self.layers: list[HomeExperts] = []
+        self.backward = Backward(self._complete_gradients, self._drop_gradients)
+        self.accumulation = Accumulation(self.parameters)
+        self.optimizers = OptimizerWatch(self.parameters, self._before_step, self._after_step)
+        self.changed = True
+
+    @property
+    def placement(self) -> Placement:
+        """The homes of all experts now."""
+        return Placement(np.stack([layer.home_E for layer in self.layers]))
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """Layers, and experts of a layer."""
+        return len(self.layers), self._settings.num_experts
+
+    @property
+    def device(self) -> torch.device:
+        return self.layers[0].device
+
+    @property
+    def transfers(self) -> Transfers:
+        """The ways of replicas, made when all layers are there."""
+        if self._transfers is None:
+            self._transfers = Transfers(
+                self._topology, self.layers, slots=self._settings.slots_per_rank,
+                ring_layers=self._settings.ring_layers, counters=self._counters,
+                verify_weights=self._settings.verify_weights,
+            )  # fmt: skip
+        return self._transfers
+
+    def parameters(self) -> list[torch.nn.Parameter]:
+        """Those whose gradients gather in `.grad`."""
+        return [p for layer in self.layers if not layer.joins_in_backward for p in layer.parameters]
+
+    def need_own(self, purpose: str) -> None:
+        """Raises InputError if a layer was added with `weights`, since others then train its experts."""
+        if any(layer.joins_in_backward for layer in self.layers):
+            raise InputError(
+                f"the session can't {purpose}: its experts belong to the framework that shards and trains them "
+                "(FSDP), which has its own ways to do that"
+            )
+
+    def num_moved(self, placement: Placement) -> int:
+        """Experts that other homes would move; 0 if they are of another model."""
+        fits = placement.home.shape == self.shape
+        return int(np.count_nonzero(placement.home != self.placement.home)) if fits else 0
+
+    def check_move(self, placement: Placement) -> None:
+        """Raises what is wrong with moving to these homes: InputError, or RuntimeError if gradients would be lost."""
+        if self.num_moved(placement):
+            self.need_own("move experts")
+        placement.check(*self.shape, self._topology.num_ranks)
+        check_movable(self.layers, placement.home, self.optimizers.registered)
+
+    def state_to_move(self, placement: Placement) -> dict[str, object]:
+        """What the ranks have to agree on to move experts, if `check_move` found nothing."""
+        return state_to_move(self.layers, placement.home, self.optimizers.registered)
+
+    def move(self, placement: Placement) -> None:
+        """Bring experts to these homes, with their optimizer state. Collective, once `check_move` found nothing."""
+        self.transfers.ring.drain()
+        self._counters.moved_bytes += move_experts(
+            self.layers, placement.home, self.optimizers.registered, self._topology
+        )
+        self.changed = True
+
+    def look(self) -> tuple[bool, list[bool], Exception | None]:
+        """Did weights change since copies were made, which tensors are trained, and what is wrong with them?"""
+        return self.transfers.watch.look(self.changed)
+
+    def refresh(self) -> None:
+        """Make copies of the weights as they are. Collective."""
+        start = time.perf_counter()
+        with self._counters.noted(REFRESHING), torch.inference_mode(False):
+            self.transfers.refresh()
+        self._counters.refresh_s += time.perf_counter() - start
+        self.changed = False
+
+    def drain(self) -> None:
+        """No transfer is under way, and no replica is kept."""
+        self._if_made(lambda transfers: transfers.ring.drain())
+
+    def take_cpu_s(self) -> float:
+        """Seconds of CPU time that copying threads have spent since this was last asked."""
+        return 0.0 if self._transfers is None else self._transfers.ring.take_cpu_s()
+
+    def close(self) -> None:
+        """Give up threads and shared memory."""
+        self._if_made(lambda transfers: transfers.ring.close())
+
+    def _if_made(self, call: Callable[[Transfers], None]) -> None:
+        if self._transfers is not None:
+            call(self._transfers)
+
+    def _before_step(self, holds_experts: bool) -> None:
+        self._if_made(lambda transfers: transfers.ring.complete())
+        if not holds_experts:
+            return
+        if self._topology.expert_dp_group is not None and self.accumulation.is_open:
+            raise RuntimeError(
+                "an optimizer steps while gradients of experts are not summed over expert-parallel groups; call "
+                "finish_gradients() first"
+            )
+        # A rank that skips a step, as a gradient scaler may, is found when the ranks meet again.
+        self._lockstep.note(STEP)
+
+    def _after_step(self, holds_experts: bool) -> None:
+        self.changed = True
+        if self._transfers is not None:
+            self._transfers.watch.steps += holds_experts
+
+    def _complete_gradients(self) -> None:
+        """A backward ends: gradients of replicas that are under way belong to it."""
+        with self._lockstep.explaining():
+            self._if_made(lambda transfers: transfers.returns.finish())
+
+    def _drop_gradients(self) -> None:
+        """A backward failed; what it has left is not to be added to what comes next."""
+        self._counters.abandoned_backwards += 1
+        self._if_made(lambda transfers: transfers.returns.abandon())

@@ -1,0 +1,322 @@
+"""`Steps`: how ranks come to a plan together, and go through its micro-steps."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from trimtab.errors import InputError
+from trimtab.planner import Placement, Schedule, StepPlan, Workload
+from trimtab.planner.workload import max_over_mean
+from trimtab.runtime.instance import LayerCalls
+from trimtab.runtime.lockstep import (
+    ADOPT,
+    LIVE_MICRO_STEP,
+    MICRO_STEP,
+    MOVE,
+    PLAN,
+    PLAN_SEQUENCES,
+    digest,
+)
+from trimtab.runtime.micro_step import BoundRoutes, MicroStep, RunningStep
+from trimtab.runtime.planning import (
+    PlannedStep,
+    PlanReport,
+    SessionPlanner,
+    check_fits,
+    check_model,
+    trace_of_micro_steps,
+)
+from trimtab.runtime.rank_experts import RankExperts
+from trimtab.runtime.settings import Settings
+from trimtab.trace import RoutingTrace
+from trimtab.trace.routing import Array
+
+
+class Steps:
+    """One planned step after another. Its methods are those of `Session` with the same names; see there.
+
+    Attributes:
+        running: the step that was planned last.
+    """
+
+    def __init__(self, settings: Settings, experts: RankExperts, calls: LayerCalls) -> None:
+        self._settings, self._experts, self._calls = settings, experts, calls
+        self._topology, self._lockstep, self._counters = calls.topology, calls.lockstep, calls.counters
+        self._plans = 0
+        self.running: RunningStep | None = None
+
+    def need(self, what: str) -> RunningStep:
+        """The running step. Raises RuntimeError if there is none."""
+        if self.running is None:
+            raise RuntimeError(f"{what} needs a planned step; call plan() or adopt() first")
+        return self.running
+
+    def move(self, placement: Placement) -> None:
+        """Between steps."""
+        self._calls.need_to_be_between("move")
+        problem = _problem(self._experts.check_move, placement)
+        same = {"homes": digest(placement.home)} | ({} if problem else self._experts.state_to_move(placement))
+        self._lockstep.agree(MOVE, same=same, problem=problem)
+        if self.running is not None and self._experts.num_moved(placement):
+            self.running.has_moved = True
+        self._experts.move(placement)
+
+    def plan(self, trace: RoutingTrace, schedule: Schedule) -> PlanReport:
+        """With a given schedule."""
+        self._calls.need_to_be_between("plan")
+        rank, ranks = self._topology.data_rank, self._topology.num_data_ranks
+        fits = _problem(check_fits, trace, schedule, rank, ranks, self._experts.shape)
+        places = digest(schedule.micro_step, schedule.rank, schedule.mini_batch_of_micro_step)
+        self._meet(PLAN, {"number of micro-steps": schedule.num_micro_steps, "schedule": places}, fits)
+        return self._plan(trace, schedule)
+
+    def plan_micro_steps(self, rows: Sequence[npt.ArrayLike]) -> PlanReport:
+        """Of given rows: each micro-step is one sequence of every rank."""
+        self._calls.need_to_be_between("plan_micro_steps")
+        trace, problem = None, None
+        try:
+            trace = trace_of_micro_steps(rows, *self._experts.shape)
+        except InputError as error:
+            problem = error
+        self._meet(PLAN, {"number of micro-steps": len(rows), "top_k": trace and trace.top_k}, problem)
+        assert trace is not None
+        ranks = self._topology.num_data_ranks
+        schedule = Schedule(
+            micro_step=np.repeat(np.arange(len(rows), dtype=np.int32), ranks),
+            rank=np.tile(np.arange(ranks, dtype=np.int32), len(rows)),
+            mini_batch_of_micro_step=np.zeros(len(rows), np.int32),
+            num_ranks=ranks,
+        )
+        return self._plan(trace, schedule)
+
+    def complete_plan(self) -> PlanReport:
+        """With the routes that unknown rows took since."""
+        self._calls.need_to_be_between("complete_plan")
+        step = self.running
+        if step is None or step.schedule is None:
+            raise RuntimeError("complete_plan() needs a step that this session has planned")
+        self._meet(PLAN, {}, None)
+        return self._plan(step.completed_trace, step.schedule, may_move=False)
+
+    def plan_sequences(self, trace: RoutingTrace, *, token_budget: int, mini_batch: Array | None) -> PlannedStep:
+        """With a schedule of its own."""
+        self._calls.need_to_be_between("plan_sequences")
+        batches = None if mini_batch is None else digest(np.asarray(mini_batch, np.int64))
+        same = {"token_budget": token_budget, "mini_batch": batches}
+        self._meet(PLAN_SEQUENCES, same, _problem(check_model, trace, self._experts.shape))
+        return self._planner(trace).for_sequences(
+            trace, self._experts.placement, self._settings.mode,
+            may_move=bool(self._experts.optimizers.registered), token_budget=token_budget, mini_batch=mini_batch,
+        )  # fmt: skip
+
+    def adopt(self, planned: PlannedStep, trace: RoutingTrace) -> PlanReport:
+        """A plan that was made here."""
+        workload = self._meet_over(planned.plan, trace, planned.workload)
+        return self._take_over(
+            planned.plan, workload, trace, planned.schedule, max_vio_before=planned.max_vio_before,
+            predicted_gain=planned.predicted_gain, planning_s=planned.planning_s,
+        )  # fmt: skip
+
+    def adopt_plan(self, plan: StepPlan, trace: RoutingTrace) -> PlanReport:
+        """A plan that was made elsewhere."""
+        workload = self._meet_over(plan, trace, None)
+        before = float(max_over_mean(workload.home_loads(self._experts.placement.home)).mean() - 1)
+        return self._take_over(plan, workload, trace, None, max_vio_before=before)
+
+    def micro_step(self, index: int, positions: torch.Tensor | None, sequence_hashes: Array | None) -> MicroStep:
+        """One that is in use already, if it is the same."""
+        step = self.need("micro_step()")
+        knows = step.problem(index) is None and step.knows(index, sequence_hashes, self._topology.rank)
+        known = step.micro_steps.get(index)
+        if known is not None and knows and known.positions is positions:
+            return known
+        made = MicroStep(index, positions, partial(self._bind, step), partial(self._running, step, knows))
+        step.micro_steps[index] = made
+        return made
+
+    def live_micro_step(self, positions: torch.Tensor) -> MicroStep:
+        """One that nothing is known of."""
+        return MicroStep(-1, positions, BoundRoutes, self._running_live)
+
+    def _plan(self, trace: RoutingTrace, schedule: Schedule, *, may_move: bool = True) -> PlanReport:
+        may_move = may_move and bool(self._experts.optimizers.registered)
+        planned = self._planner(trace).for_schedule(
+            trace, schedule, self._experts.placement, self._settings.mode, may_move=may_move
+        )
+        return self.adopt(planned, trace)
+
+    def _planner(self, trace: RoutingTrace) -> SessionPlanner:
+        """What plans for this session as it is now."""
+        settings = self._settings
+        return SessionPlanner.of(
+            self._topology, self._experts.layers, top_k=trace.top_k, slots=settings.slots_per_rank,
+            paths=settings.paths, mirror_bytes=settings.mirror_bytes, least_gain=settings.least_gain,
+            rates=settings.rates,
+        )  # fmt: skip
+
+    @property
+    def _shared(self) -> dict[str, object]:
+        """What all ranks should have alike, since plans depend on it."""
+        first = self._experts.layers[0]
+        return self._settings.shared | {
+            "optimizers are known": bool(self._experts.optimizers.registered),
+            "ranks_per_node": self._topology.ranks_per_node,
+            "layers": len(self._experts.layers),
+            "experts": ([tuple(shape) for shape in first.expert_shapes], first.dtype),
+        }
+
+    def _meet(self, call: int, same: Mapping[str, object], problem: Exception | None) -> None:
+        """All data ranks make this call; see `Lockstep.agree`."""
+        self._lockstep.agree(call, same={**same, **self._shared}, problem=problem, everywhere=True)
+
+    def _meet_over(self, plan: StepPlan, trace: RoutingTrace, workload: Workload | None) -> Workload:
+        """All ranks adopt the same plan, which is right for what they have. Returns the load of the group."""
+        self._calls.need_to_be_between("adopt")
+        problem = _problem(self._check_plan, plan, trace)
+        same: dict[str, object] = {"the plan": plan.hash, **self._shared}
+        if self._settings.carries_out and not problem and self._experts.num_moved(plan.placement):
+            same |= self._experts.state_to_move(plan.placement)
+        self._lockstep.agree(ADOPT, same=same, problem=problem)
+        if workload is None:
+            # As the ranks of the group count themselves among all data ranks.
+            first = self._topology.group * self._topology.num_ranks
+            schedule = replace(plan.schedule, rank=plan.rank + first, num_ranks=self._topology.num_data_ranks)
+            workload = self._planner(trace).gather_workloads(trace, schedule)[self._topology.group]
+        plan.check(workload)
+        return workload
+
+    def _check_plan(self, plan: StepPlan, trace: RoutingTrace) -> None:
+        check_fits(trace, plan.schedule, self._topology.rank, self._topology.num_ranks, self._experts.shape)
+        if not self._settings.carries_out:
+            return
+        slots = self._settings.slots_per_rank
+        if plan.slots_per_rank > slots:
+            raise InputError(f"the plan is for {plan.slots_per_rank} slots a rank; this session has {slots}")
+        moved = self._experts.num_moved(plan.placement)
+        if moved and not self._experts.optimizers.registered:
+            raise InputError(
+                f"the plan moves {moved} experts to other homes; tell the session which optimizer trains them with "
+                "train_with(), so that its state can move along"
+            )
+        self._experts.check_move(plan.placement)
+
+    def _take_over(
+        self,
+        plan: StepPlan,
+        workload: Workload,
+        trace: RoutingTrace,
+        schedule: Schedule | None,
+        *,
+        max_vio_before: float,
+        predicted_gain: float = 0.0,
+        planning_s: float = 0.0,
+    ) -> PlanReport:
+        """Make ready for the micro-steps of a plan that is right: experts at their homes, room for what it needs."""
+        experts, runs = self._experts, self._settings.carries_out
+        before, after = workload.home_loads(experts.placement.home), plan.rank_loads(workload)
+        moved = experts.num_moved(plan.placement)
+        start = time.perf_counter()
+        self._calls.backward.forget()
+        self._plans += 1
+        transfers = experts.transfers if runs else None
+        slots = self._settings.slots_per_rank
+        step = RunningStep(plan, workload, trace, schedule, transfers, self._plans, slots)
+        if transfers is not None:
+            with torch.inference_mode(False):
+                experts.move(plan.placement)
+                transfers.prepare(plan, step.replicas_of, self._plans)
+        experts.changed = True
+        self._calls.is_planned = True
+        self.running = step
+        return PlanReport(
+            planning_s=planning_s,
+            moving_s=time.perf_counter() - start,
+            predicted_gain=predicted_gain,
+            max_vio_before=max_vio_before,
+            max_vio_after=float(max_over_mean(after).mean() - 1),
+            replicas=plan.num_replicas,
+            homes_moved=moved,
+            micro_steps=plan.num_micro_steps,
+            unplanned_micro_steps=0 if runs else plan.num_micro_steps,
+            mixed_instances=int(np.count_nonzero(plan.mixed_ML)),
+            peak_rows_before=int(before.max(initial=0)),
+            peak_rows_after=int(after.max(initial=0)),
+            pool_bytes=experts.transfers.pool_bytes,
+            mirror_bytes=experts.transfers.mirror_bytes,
+            free_bytes=_free_bytes(experts.device),
+        )
+
+    def _begin(self, call: int, index: int, knows: bool = True, problem: Exception | None = None) -> bool:
+        """All ranks begin the same micro-step; bring changed weights to their copies. Do all know its sequences?"""
+        self._calls.need_to_be_between("a micro-step")
+        if torch.is_grad_enabled():
+            self._calls.accumulation.begin_forward()
+        changed, trained, broken = self._experts.look()
+        same = {"gradients enabled": torch.is_grad_enabled(), "trained expert tensors": trained}
+        votes_RV = self._lockstep.agree(
+            call, micro_step=index, same=same, votes=(changed, knows), problem=problem or broken
+        )
+        if votes_RV[:, 0].any():
+            self._experts.refresh()
+        return bool(votes_RV[:, 1].all())
+
+    def _bind(self, step: RunningStep, micro_step: MicroStep) -> BoundRoutes:
+        if not micro_step.is_known:
+            return BoundRoutes(micro_step)
+        return step.bind(micro_step, self._experts.layers, self._topology)
+
+    @contextmanager
+    def _running(self, step: RunningStep, knows: bool, micro_step: MicroStep) -> Iterator[None]:
+        index, recorder = micro_step.index, self._counters.recorder
+        problem = step.problem(index)
+        if step is not self.running:
+            problem = RuntimeError(f"micro-step {index} is of an earlier plan; get it from micro_step() anew")
+        micro_step.is_known = self._begin(MICRO_STEP, index, knows and problem is None, problem)
+        with self._opened(micro_step) as routes, nullcontext() if recorder is None else recorder.micro_step(index):
+            self._counters.unplanned_micro_steps += not routes.layouts
+            if routes.transfers is not None:
+                routes.transfers.ring.begin(index)
+            yield
+            if routes.transfers is not None:
+                routes.transfers.ring.end(index)
+
+    @contextmanager
+    def _running_live(self, micro_step: MicroStep) -> Iterator[None]:
+        self._begin(LIVE_MICRO_STEP, -1)
+        with self._opened(micro_step):
+            yield
+
+    @contextmanager
+    def _opened(self, micro_step: MicroStep) -> Iterator[BoundRoutes]:
+        self._calls.backward.open(micro_step)
+        try:
+            self._calls.current = micro_step.routes()
+            yield self._calls.current
+        finally:
+            self._calls.current = None
+            self._calls.backward.close()
+
+
+def _problem(check: Callable[..., None], *args: Any) -> Exception | None:
+    """What a check raises, to be raised on all ranks."""
+    try:
+        check(*args)
+    except (InputError, RuntimeError) as error:
+        return error
+    return None
+
+
+def _free_bytes(device: torch.device) -> int:
+    if device.type == "cuda":
+        return int(torch.cuda.mem_get_info(device)[0])
+    return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
