@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
-from helpers.equality import relative_error
+from helpers.equality import relative_error, scattered_groups
 from helpers.moe_model import WITHOUT_CHECKPOINTS, Shape, TinyMoE
 from helpers.plain_dispatch import PlainDispatcher
 from helpers.random_plans import random_placement, random_plan
@@ -36,6 +36,7 @@ class MicroStepCase:
         plain: dispatch with `PlainDispatcher`.
         complete: recompute without gradients first, and complete the plan with its routes.
         groups: expert-parallel groups of the ranks.
+        given: give the session process groups of scattered ranks, and scattered nodes.
     """
 
     seed: int
@@ -45,6 +46,7 @@ class MicroStepCase:
     plain: bool = False
     complete: bool = False
     groups: int = 1
+    given: bool = False
 
 
 def events(order: str, num_micro_steps: int, num_chunks: int, warm_up: int) -> Iterator[tuple[str, int, int]]:
@@ -92,14 +94,19 @@ class _Comparison:
         )  # fmt: skip
         self.shape = shape
         slots, per_node = int(rng.integers(0, 3)), int(rng.choice([n for n in range(1, ranks + 1) if ranks % n == 0]))
+        groups: dict[str, Any] = {"groups": case.groups, "ranks_per_node": per_node}
+        if case.given:
+            nodes = np.random.default_rng(case.seed).permutation(ranks) // per_node
+            groups = {**scattered_groups(case.groups, case.seed % 2), "nodes": nodes}
         self.session = Session(
-            num_experts=shape.experts, groups=case.groups, slots_per_rank=slots, ring_layers=int(rng.integers(2, 4)),
-            ranks_per_node=per_node, least_gain=-1e9,
+            num_experts=shape.experts, slots_per_rank=slots, ring_layers=int(rng.integers(2, 4)), least_gain=-1e9,
+            **groups,
         )  # fmt: skip
         self.reference = TinyMoE(shape, torch.float64, WITHOUT_CHECKPOINTS.get(case.run_block, "plain"))
         self.model = TinyMoE(shape, torch.float64, case.run_block)
         self.model.load_state_dict(self.reference.state_dict())
-        experts = self.session.topology.experts
+        # The framework's own group, if it gave one.
+        experts = groups.get("expert_group", self.session.topology.experts)
         dispatcher = PlainDispatcher(experts, shape.experts // ranks, slots) if case.plain else None
         self.model.share(self.session, dispatcher)
         self.optimizers = [torch.optim.SGD(m.parameters(), lr=0.05) for m in (self.reference, self.model)]

@@ -67,7 +67,7 @@ def test_every_copy_computes_the_tokens_that_the_plan_gives_it() -> None:
         homes: Any = SimpleNamespace(home_E=home_E, rows_E=np.empty(num_experts, np.int64))
         for rank in range(num_ranks):
             homes.rows_E[home_E == rank] = np.arange(num_experts // num_ranks)
-        experts = PhysicalExperts.of(homes, num_ranks, 3)
+        experts = PhysicalExperts.of(homes, range(num_ranks), 3)
         planned = [
             PlannedRows.of(np.ascontiguousarray(ids), counts_RE, experts, rank, replicas)
             for rank, ids in enumerate(ids_R)

@@ -30,6 +30,7 @@ def test_rows_of_any_micro_steps_in_any_order(ranks: int, groups: int, count: in
         MicroStepCase(
             seed, order=ORDERS[seed % 4], unknown=UNKNOWN[seed // 4 % 4], run_block=str(rng.choice(RUNS)),
             plain=bool(rng.integers(2)), complete=bool(rng.integers(2)), groups=groups,
+            given=ranks == 4 and bool(rng.integers(2)),
         )
         for seed in range(count * TIMES)
     ]  # fmt: skip

@@ -106,9 +106,7 @@ def measure_memory() -> None:
         assert ring.nbytes == places * session.slots_per_rank * expert_bytes
         most = np.unique(step.plan.mirror_entries(0), axis=0)
         assert report.mirror_bytes == len(most) * expert_bytes > 0
-        assert (
-            returns.nbytes <= places * session.num_ranks * session.slots_per_rank * expert_bytes
-        )
+        assert returns.nbytes <= places * session.num_ranks * session.slots_per_rank * expert_bytes
         session.close()
     assert pools[0] == pools[1]
     dist.barrier()

@@ -95,7 +95,7 @@ class LayerCalls:
                 self.accumulation.begin_forward()
             positions = None if routes is None else routes.positions
             chosen = expert_ids if positions is None else expert_ids.index_select(0, positions)
-            experts = PhysicalExperts.of(homes, self.topology.num_ranks, self.num_slots)
+            experts = PhysicalExperts.of(homes, self.topology.positions, self.num_slots)
             layout = self._complete(homes, PlannedRows.unknown(tuple(chosen.shape), experts), chosen.cpu().numpy())
             return Instance(self, homes, layout, routes, has_graph)
         assert routes.transfers is not None
@@ -167,6 +167,11 @@ class Instance:
     def positions(self) -> torch.Tensor | None:
         """`[n]` int64, where the micro-step's tokens stand among the rows of `hidden`; None if they are all."""
         return None if self.routes is None else self.routes.positions
+
+    @property
+    def num_replicas_here(self) -> int:
+        """On this rank."""
+        return len(self.layout.replica_groups.counts)
 
     def mark(self, activity: int, *, outside: bool = False) -> None:
         """From here on the rank does something else; recorded if a Recorder is active.

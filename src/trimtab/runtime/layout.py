@@ -2,9 +2,10 @@
 
 A row is one (token, expert) pair. Every rank has H = E / R home experts and S slots for replicas. Together they are the
 R x (H + S) *physical experts*: rank r's are r * (H + S) to (r + 1) * (H + S) - 1, its home experts in rising order
-first. A plan gives each row a physical expert. A rank sends rows ordered by physical expert, there by token. They
-arrive ordered by source, then by physical expert, and are regrouped so that each copy's rows are together. Both sides
-follow from the counts and the plan.
+first. A plan gives each row a physical expert. Dispatchers get the ids with ranks counted as in the framework's group.
+
+A rank sends rows ordered by physical expert, there by token. They arrive ordered by source, then by physical expert, and
+are regrouped so that each copy's rows are together. Both sides follow from the counts and the plan.
 """
 
 from __future__ import annotations
@@ -74,27 +75,38 @@ class PhysicalExperts:
     Attributes:
         num_ranks, num_homes, num_slots: R, H and S.
         home_ids_E: `[E]` int64, each expert at its home.
+        outer_ids_P: `[R * (H + S)]` uint16, their numbers in the order of the framework's group; None if that is ours.
     """
 
     num_ranks: int
     num_homes: int
     num_slots: int
     home_ids_E: Array
+    outer_ids_P: Array | None = None
 
     @classmethod
-    def of(cls, homes: HomeExperts, num_ranks: int, num_slots: int) -> PhysicalExperts:
+    def of(cls, homes: HomeExperts, positions: Sequence[int], num_slots: int) -> PhysicalExperts:
         """Those of a layer under its present homes.
+
+        Args:
+            positions: of every rank, its place in the framework's group.
 
         Raises:
             InputError: if there are more than 16 bits can number.
         """
+        num_ranks = len(positions)
         num_homes = len(homes.home_E) // num_ranks
         if num_ranks * (num_homes + num_slots) >= UNKNOWN:
             raise InputError(
                 f"{num_ranks} ranks with {num_homes} experts and {num_slots} slots each are more than {UNKNOWN - 1} "
                 "physical experts; use fewer slots_per_rank"
             )
-        return cls(num_ranks, num_homes, num_slots, homes.home_E * np.int64(num_homes + num_slots) + homes.rows_E)
+        num_local, outer_ids_P = num_homes + num_slots, None
+        if list(positions) != list(range(num_ranks)):
+            outer_ids_RG = np.array(positions)[:, None] * num_local + np.arange(num_local)
+            outer_ids_P = outer_ids_RG.reshape(-1).astype(np.uint16)
+        home_ids_E = homes.home_E * np.int64(num_local) + homes.rows_E
+        return cls(num_ranks, num_homes, num_slots, home_ids_E, outer_ids_P)
 
     @property
     def num_local(self) -> int:
@@ -257,7 +269,7 @@ def place_rows(planned: PlannedRows, rank: int) -> RowPlaces:
     home_total = int(group_sizes[:num_homes].sum())
     num_here = int(np.count_nonzero(planned.replicas.ranks == rank))
     return RowPlaces(
-        physical_ids=planned.physical_NK,
+        physical_ids=planned.physical_NK if experts.outer_ids_P is None else experts.outer_ids_P[planned.physical_NK],
         row_tokens=row_tokens,
         row_places=row_places,
         send_splits=rows_RRG[rank].sum(axis=1).tolist(),

@@ -189,7 +189,7 @@ class RunningStep:
             PlannedRows.of(
                 np.ascontiguousarray(ids_NLK[:, layer.index]),
                 self.workload.token_counts_MLRE[index, layer.index],
-                PhysicalExperts.of(layer, topology.num_ranks, self.num_slots),
+                PhysicalExperts.of(layer, topology.positions, self.num_slots),
                 topology.rank,
                 self.replicas_of(index, layer.index),
             )
