@@ -67,12 +67,10 @@ def test_every_copy_computes_the_tokens_that_the_plan_gives_it() -> None:
         homes: Any = SimpleNamespace(home_E=home_E, rows_E=np.empty(num_experts, np.int64))
         for rank in range(num_ranks):
             homes.rows_E[home_E == rank] = np.arange(num_experts // num_ranks)
-        experts = PhysicalExperts.of(homes, range(num_ranks), 3)
-        planned = [
-            PlannedRows.of(np.ascontiguousarray(ids), counts_RE, experts, rank, replicas)
-            for rank, ids in enumerate(ids_R)
-        ]
-        placed = [place_rows(rows, rank) for rank, rows in enumerate(planned)]
+        placed = []
+        for rank, ids in enumerate(ids_R):
+            experts = PhysicalExperts.of(homes, rank, range(num_ranks), 3)
+            placed.append(place_rows(PlannedRows.of(np.ascontiguousarray(ids), counts_RE, experts, replicas)))
         layouts = upload_layouts(placed, torch.device("cpu"))
         expected = rows_by_copy(ids_R, home_E, replicas)
         for rank, layout in enumerate(layouts):

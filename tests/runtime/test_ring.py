@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -13,7 +13,7 @@ import torch
 from helpers.late_copies import LateCopies
 from trimtab.planner.paths import HOST
 from trimtab.runtime.counters import Counters
-from trimtab.runtime.layout import InstanceReplicas
+from trimtab.runtime.layout import InstanceReplicas, PlanReplicas
 from trimtab.runtime.ring import ReplicaRing
 
 
@@ -46,7 +46,7 @@ class Harness:
         """Other replicas."""
         self.ring.drain()
         self.experts_MLP = experts_MLP
-        self.ring.prepare(self._replicas, 0)
+        self.ring.prepare(cast(PlanReplicas, SimpleNamespace(of=self._of, count=self._count)), 0)
 
     def begin(self, micro_step: int) -> None:
         self._noting(self.ring.begin, micro_step)
@@ -80,8 +80,11 @@ class Harness:
         call(*args)
         self.fetched += [instance for instance in self.ring._held if instance not in before]
 
-    def _replicas(self, micro_step: int, layer: int) -> InstanceReplicas:
-        experts = self.experts_MLP[micro_step][layer] if 0 <= micro_step < len(self.experts_MLP) else []
+    def _count(self, micro_step: int, layer: int) -> int:
+        return len(self.experts_MLP[micro_step][layer]) if 0 <= micro_step < len(self.experts_MLP) else 0
+
+    def _of(self, micro_step: int, layer: int) -> InstanceReplicas:
+        experts = self.experts_MLP[micro_step][layer]
         count = len(experts)
         return InstanceReplicas(
             np.array(experts, np.int64), np.zeros(count, np.int64), np.arange(count), np.full(count, HOST),

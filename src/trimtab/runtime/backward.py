@@ -28,12 +28,14 @@ class _Forward:
 
     Attributes:
         index: the micro-step's number.
+        is_known: see `MicroStep.routes`.
         micro_step: None once another plan was applied.
     """
 
     start: int
     end: float
     index: int
+    is_known: bool
     micro_step: MicroStep | None
 
 
@@ -56,8 +58,8 @@ class Backward:
         # The backward in which a layer ran again last, and the routes of its micro-step.
         self._again: tuple[int | None, BoundRoutes | None] | None = None
 
-    def open(self, micro_step: MicroStep) -> None:
-        """Note that a micro-step begins.
+    def open(self, micro_step: MicroStep, is_known: bool) -> None:
+        """Note that a micro-step begins; see `MicroStep.routes`.
 
         Raises:
             RuntimeError: if it is begun by another thread than those before it, whose sequence numbers differ.
@@ -70,7 +72,7 @@ class Backward:
         self.forward()
         if len(self._forwards) == REMEMBERED:
             self._forgotten = int(self._forwards.pop(0).end)
-        self._forwards.append(_Forward(next_node(), math.inf, micro_step.index, micro_step))
+        self._forwards.append(_Forward(next_node(), math.inf, micro_step.index, is_known, micro_step))
         self._is_open = True
 
     def close(self) -> None:
@@ -157,7 +159,7 @@ class Backward:
                 f"a checkpointed MoE layer of micro-step {forward.index} runs again after another plan was applied; "
                 "call backward() for all micro-steps of a plan before the next one"
             )
-        return forward.micro_step.routes()
+        return forward.micro_step.routes(forward.is_known)
 
     def _check_other_threads(self, number: int) -> None:
         """Raises RuntimeError if a node may be of a micro-step that another thread began; its plan was replaced."""

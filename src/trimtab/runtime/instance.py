@@ -95,7 +95,7 @@ class LayerCalls:
                 self.accumulation.begin_forward()
             positions = None if routes is None else routes.positions
             chosen = expert_ids if positions is None else expert_ids.index_select(0, positions)
-            experts = PhysicalExperts.of(homes, self.topology.positions, self.num_slots)
+            experts = PhysicalExperts.of(homes, self.topology.rank, self.topology.positions, self.num_slots)
             layout = self._complete(homes, PlannedRows.unknown(tuple(chosen.shape), experts), chosen.cpu().numpy())
             return Instance(self, homes, layout, routes, has_graph)
         assert routes.transfers is not None
@@ -125,7 +125,7 @@ class LayerCalls:
             )
         counts_E = np.zeros(0, np.int64) if problem else np.bincount(ids_UK.reshape(-1), minlength=num_experts)
         counts_RE = self.lockstep.agree(COUNTS, layer=homes.index, votes=counts_E, problem=problem)
-        return upload_layouts([place_rows(planned.complete(ids_UK, counts_RE), self.topology.rank)], homes.device)[0]
+        return upload_layouts([place_rows(planned.complete(ids_UK, counts_RE))], homes.device)[0]
 
 
 class Instance:

@@ -4,8 +4,8 @@ A row is one (token, expert) pair. Every rank has H = E / R home experts and S s
 R x (H + S) *physical experts*: rank r's are r * (H + S) to (r + 1) * (H + S) - 1, its home experts in rising order
 first. A plan gives each row a physical expert. Dispatchers get the ids with ranks counted as in the framework's group.
 
-A rank sends rows ordered by physical expert, there by token. They arrive ordered by source, then by physical expert, and
-are regrouped so that each copy's rows are together. Both sides follow from the counts and the plan.
+A rank sends rows ordered by physical expert, there by token. They arrive ordered by source, then by physical expert,
+and are regrouped so that each copy's rows are together. Both sides follow from the counts and the plan.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 
 import numba
 import numpy as np
@@ -27,6 +28,8 @@ from trimtab.trace.routing import Array
 
 # In place of a physical expert, where the router has not chosen yet.
 UNKNOWN = 0xFFFF
+# Micro-steps whose replicas are kept as one value each.
+KEPT_MICRO_STEPS = 4
 
 
 @dataclass(frozen=True, eq=False)
@@ -68,16 +71,34 @@ class InstanceReplicas:
         return cls(plan.replica_experts[chosen].astype(np.int64), ranks, slots, plan.replica_paths[chosen], quotas_PR)
 
 
+class PlanReplicas:
+    """The replicas of all instances of a plan."""
+
+    def __init__(self, plan: StepPlan) -> None:
+        self._plan = plan
+        self._counts_ML = np.diff(plan.replica_starts).reshape(-1, plan.num_layers).tolist()
+        self.of = lru_cache(KEPT_MICRO_STEPS * plan.num_layers)(self._of)
+
+    def count(self, micro_step: int, layer: int) -> int:
+        """On all ranks; 0 for a micro-step that the plan does not have."""
+        return int(self._counts_ML[micro_step][layer]) if 0 <= micro_step < len(self._counts_ML) else 0
+
+    def _of(self, micro_step: int, layer: int) -> InstanceReplicas:
+        return InstanceReplicas.of(self._plan, micro_step, layer)
+
+
 @dataclass(frozen=True, eq=False)
 class PhysicalExperts:
     """The numbers of one layer's physical experts.
 
     Attributes:
-        num_ranks, num_homes, num_slots: R, H and S.
+        rank, num_ranks: this rank, and R.
+        num_homes, num_slots: of a rank, H and S.
         home_ids_E: `[E]` int64, each expert at its home.
         outer_ids_P: `[R * (H + S)]` uint16, their numbers in the order of the framework's group; None if that is ours.
     """
 
+    rank: int
     num_ranks: int
     num_homes: int
     num_slots: int
@@ -85,7 +106,7 @@ class PhysicalExperts:
     outer_ids_P: Array | None = None
 
     @classmethod
-    def of(cls, homes: HomeExperts, positions: Sequence[int], num_slots: int) -> PhysicalExperts:
+    def of(cls, homes: HomeExperts, rank: int, positions: Sequence[int], num_slots: int) -> PhysicalExperts:
         """Those of a layer under its present homes.
 
         Args:
@@ -96,22 +117,31 @@ class PhysicalExperts:
         """
         num_ranks = len(positions)
         num_homes = len(homes.home_E) // num_ranks
-        if num_ranks * (num_homes + num_slots) >= UNKNOWN:
+        num_local, outer_ids_P = num_homes + num_slots, None
+        if num_ranks * num_local >= UNKNOWN:
             raise InputError(
                 f"{num_ranks} ranks with {num_homes} experts and {num_slots} slots each are more than {UNKNOWN - 1} "
                 "physical experts; use fewer slots_per_rank"
             )
-        num_local, outer_ids_P = num_homes + num_slots, None
         if list(positions) != list(range(num_ranks)):
             outer_ids_RG = np.array(positions)[:, None] * num_local + np.arange(num_local)
             outer_ids_P = outer_ids_RG.reshape(-1).astype(np.uint16)
         home_ids_E = homes.home_E * np.int64(num_local) + homes.rows_E
-        return cls(num_ranks, num_homes, num_slots, home_ids_E, outer_ids_P)
+        return cls(rank, num_ranks, num_homes, num_slots, home_ids_E, outer_ids_P)
 
     @property
     def num_local(self) -> int:
         """Of one rank, H + S."""
         return self.num_homes + self.num_slots
+
+    @property
+    def count(self) -> int:
+        return self.num_ranks * self.num_local
+
+    @property
+    def is_here_E(self) -> Array:
+        """`[E]` bool, experts that this rank is home to."""
+        return self.home_ids_E // self.num_local == self.rank
 
     def replica_ids(self, replicas: InstanceReplicas) -> Array:
         """`[P]` int64."""
@@ -120,24 +150,24 @@ class PhysicalExperts:
 
 @dataclass(frozen=True, eq=False)
 class PlannedRows:
-    """What a plan says of one instance's rows, as far as their experts are known.
+    """What a plan says of one rank's rows of an instance, as far as their experts are known.
 
     Attributes:
-        physical_NK: `[n, K]` uint16, the physical expert of each of this rank's rows, or `UNKNOWN`.
-        rows_RP: `[R, R * (H + S)]` int64, known rows by source rank and physical expert, of all ranks.
+        physical_NK: `[n, K]` uint16, the physical expert of each of the rank's rows, or `UNKNOWN`.
+        sent_P: `[R * (H + S)]` int64, how many known rows it sends to each physical expert.
+        arriving_RG: `[R, H + S]` int64, how many come from each rank to each of its own.
         replicas: of the instance, on all ranks.
         experts: the physical experts.
     """
 
     physical_NK: Array
-    rows_RP: Array
+    sent_P: Array
+    arriving_RG: Array
     replicas: InstanceReplicas
     experts: PhysicalExperts
 
     @classmethod
-    def of(
-        cls, ids_NK: Array, counts_RE: Array, experts: PhysicalExperts, rank: int, replicas: InstanceReplicas
-    ) -> PlannedRows:
+    def of(cls, ids_NK: Array, counts_RE: Array, experts: PhysicalExperts, replicas: InstanceReplicas) -> PlannedRows:
         """Of the rows that a source has for an expert, in token order, replicas get theirs first, in plan order.
 
         Args:
@@ -147,25 +177,35 @@ class PlannedRows:
         Raises:
             ValueError: if this rank's ids are not what the counts say.
         """
+        rank, home_ids_E, quotas_PR = experts.rank, experts.home_ids_E, replicas.quotas_PR
         replica_ids = experts.replica_ids(replicas)
+        sent_P = np.zeros(experts.count, np.int64)
+        sent_P[home_ids_E] = counts_RE[rank]
+        np.subtract.at(sent_P, home_ids_E[replicas.experts], quotas_PR[:, rank])
+        sent_P[replica_ids] = quotas_PR[:, rank]
+
+        is_here_E = experts.is_here_E
+        arriving_RG = np.zeros((experts.num_ranks, experts.num_local), np.int64)
+        arriving_RG[:, home_ids_E[is_here_E] % experts.num_local] = counts_RE[:, is_here_E]
+        left = is_here_E[replicas.experts]
+        np.subtract.at(arriving_RG.T, home_ids_E[replicas.experts[left]] % experts.num_local, quotas_PR[left])
+        came = replicas.ranks == rank
+        arriving_RG[:, experts.num_homes + replicas.slots[came]] = quotas_PR[came].T
+
         physical_NK = np.empty(ids_NK.shape, np.uint16)
-        mine_P = np.zeros(experts.num_ranks * experts.num_local, np.int64)
-        quotas_P = replicas.quotas_PR[:, rank].copy()
-        _choose_copies(ids_NK, experts.home_ids_E, replicas.experts, quotas_P, replica_ids, physical_NK, mine_P)
-        rows_RP = np.zeros((experts.num_ranks, len(mine_P)), np.int64)
-        rows_RP[:, experts.home_ids_E] = counts_RE
-        for p, expert in enumerate(replicas.experts):
-            rows_RP[:, experts.home_ids_E[expert]] -= replicas.quotas_PR[p]
-            rows_RP[:, replica_ids[p]] = replicas.quotas_PR[p]
-        if not np.array_equal(mine_P, rows_RP[rank]):
+        found_P = np.zeros(experts.count, np.int64)
+        quotas_P = quotas_PR[:, rank].copy()
+        _choose_copies(ids_NK, home_ids_E, replicas.experts, quotas_P, replica_ids, physical_NK, found_P)
+        if not np.array_equal(found_P, sent_P):
             raise ValueError(f"rank {rank}: the tokens of this micro-step are not those that were planned")
-        return cls(physical_NK, rows_RP, replicas, experts)
+        return cls(physical_NK, sent_P, arriving_RG, replicas, experts)
 
     @classmethod
     def unknown(cls, shape: tuple[int, ...], experts: PhysicalExperts) -> PlannedRows:
         """Of `[n, K]` rows of which nothing is known."""
-        rows_RP = np.zeros((experts.num_ranks, experts.num_ranks * experts.num_local), np.int64)
-        return cls(np.full(shape, UNKNOWN, np.uint16), rows_RP, InstanceReplicas.none(experts.num_ranks), experts)
+        nothing_RG = np.zeros((experts.num_ranks, experts.num_local), np.int64)
+        replicas = InstanceReplicas.none(experts.num_ranks)
+        return cls(np.full(shape, UNKNOWN, np.uint16), nothing_RG.reshape(-1), nothing_RG, replicas, experts)
 
     @property
     def unknown_tokens(self) -> Array:
@@ -179,10 +219,12 @@ class PlannedRows:
             ids_UK: `[U, K]` integer experts of `unknown_tokens`.
             counts_RE: `[R, E]` how many such rows each source rank has for each expert.
         """
-        physical_NK, rows_RP = self.physical_NK.copy(), self.rows_RP.copy()
-        physical_NK[self.unknown_tokens] = self.experts.home_ids_E[ids_UK]
-        rows_RP[:, self.experts.home_ids_E] += counts_RE
-        return replace(self, physical_NK=physical_NK, rows_RP=rows_RP)
+        experts, is_here_E = self.experts, self.experts.is_here_E
+        physical_NK, sent_P, arriving_RG = self.physical_NK.copy(), self.sent_P.copy(), self.arriving_RG.copy()
+        physical_NK[self.unknown_tokens] = experts.home_ids_E[ids_UK]
+        sent_P[experts.home_ids_E] += counts_RE[experts.rank]
+        arriving_RG[:, experts.home_ids_E[is_here_E] % experts.num_local] += counts_RE[:, is_here_E]
+        return replace(self, physical_NK=physical_NK, sent_P=sent_P, arriving_RG=arriving_RG)
 
 
 @dataclass(frozen=True, eq=False)
@@ -255,11 +297,10 @@ def upload_layouts(placed: Sequence[RowPlaces], device: torch.device) -> list[La
     return layouts
 
 
-def place_rows(planned: PlannedRows, rank: int) -> RowPlaces:
+def place_rows(planned: PlannedRows) -> RowPlaces:
     """Where one rank's rows of an instance go, all of whose experts are known."""
     experts, num_homes = planned.experts, planned.experts.num_homes
-    rows_RRG = planned.rows_RP.reshape(experts.num_ranks, experts.num_ranks, experts.num_local)
-    sent_P, arriving_RG = planned.rows_RP[rank], np.ascontiguousarray(rows_RRG[:, rank])
+    sent_P, arriving_RG = planned.sent_P, planned.arriving_RG
     row_tokens = np.empty(planned.physical_NK.size, np.int64)
     row_places = np.empty(planned.physical_NK.shape, np.int64)
     _place_rows(planned.physical_NK, np.cumsum(sent_P) - sent_P, row_tokens, row_places)
@@ -267,12 +308,12 @@ def place_rows(planned: PlannedRows, rank: int) -> RowPlaces:
     _group_arrivals(arriving_RG, arrivals)
     group_sizes = arriving_RG.sum(axis=0)
     home_total = int(group_sizes[:num_homes].sum())
-    num_here = int(np.count_nonzero(planned.replicas.ranks == rank))
+    num_here = int(np.count_nonzero(planned.replicas.ranks == experts.rank))
     return RowPlaces(
         physical_ids=planned.physical_NK if experts.outer_ids_P is None else experts.outer_ids_P[planned.physical_NK],
         row_tokens=row_tokens,
         row_places=row_places,
-        send_splits=rows_RRG[rank].sum(axis=1).tolist(),
+        send_splits=sent_P.reshape(experts.num_ranks, -1).sum(axis=1).tolist(),
         recv_splits=arriving_RG.sum(axis=1).tolist(),
         home_rows=arrivals[:home_total],
         replica_rows=arrivals[home_total:],

@@ -6,14 +6,13 @@ import weakref
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
-from functools import cache
 
 import numpy as np
 import torch
 
 from trimtab.planner import Schedule, StepPlan, Workload
 from trimtab.runtime.home_experts import HomeExperts
-from trimtab.runtime.layout import InstanceReplicas, Layout, PhysicalExperts, PlannedRows, place_rows, upload_layouts
+from trimtab.runtime.layout import Layout, PhysicalExperts, PlannedRows, PlanReplicas, place_rows, upload_layouts
 from trimtab.runtime.memory import upload
 from trimtab.runtime.topology import Topology
 from trimtab.runtime.transfers import Transfers
@@ -89,21 +88,19 @@ class MicroStep:
         index: its number in the step; -1 if nothing is known of it.
         positions: `[n]` int64, where this rank's tokens stand among the rows that layers are given; None if they are
             all.
-        is_known: whether all ranks have the tokens that were planned, as they found when it was entered.
     """
 
     def __init__(
         self,
         index: int,
         positions: torch.Tensor | None,
-        bind: Callable[[MicroStep], BoundRoutes],
+        bind: Callable[[MicroStep, bool], BoundRoutes],
         run: Callable[[MicroStep], AbstractContextManager[None]],
     ) -> None:
         self.index = index
         self.positions = positions
-        self.is_known = False
         self._bind, self._run = bind, run
-        self._bound: weakref.ref[BoundRoutes] | None = None
+        self._bound: weakref.WeakValueDictionary[bool, BoundRoutes] = weakref.WeakValueDictionary()
         self._open: AbstractContextManager[None] | None = None
 
     def __enter__(self) -> MicroStep:
@@ -117,12 +114,15 @@ class MicroStep:
         assert running is not None
         running.__exit__(*error)  # type: ignore[arg-type]
 
-    def routes(self) -> BoundRoutes:
-        """What layers need; bound again if nothing has needed it for a while. Not a collective."""
-        bound = None if self._bound is None else self._bound()
+    def routes(self, is_known: bool) -> BoundRoutes:
+        """What layers need; bound again if nothing has needed it for a while. Not a collective.
+
+        Args:
+            is_known: whether all ranks have the tokens that were planned, as they found when it was entered.
+        """
+        bound = self._bound.get(is_known)
         if bound is None:
-            bound = self._bind(self)
-            self._bound = weakref.ref(bound)
+            bound = self._bound[is_known] = self._bind(self, is_known)
         return bound
 
 
@@ -153,7 +153,7 @@ class RunningStep:
     _completed: Array | None = None
 
     def __post_init__(self) -> None:
-        self.replicas_of = cache(self._replicas_of)
+        self.replicas = PlanReplicas(self.plan)
 
     def problem(self, index: int) -> Exception | None:
         """What is wrong with entering a micro-step of this number."""
@@ -189,14 +189,13 @@ class RunningStep:
             PlannedRows.of(
                 np.ascontiguousarray(ids_NLK[:, layer.index]),
                 self.workload.token_counts_MLRE[index, layer.index],
-                PhysicalExperts.of(layer, topology.positions, self.num_slots),
-                topology.rank,
-                self.replicas_of(index, layer.index),
+                PhysicalExperts.of(layer, topology.rank, topology.positions, self.num_slots),
+                self.replicas.of(index, layer.index),
             )
             for layer in layers
         ]
         is_mixed_L = self.plan.mixed_ML[index]
-        whole = [place_rows(rows, topology.rank) for rows, mixed in zip(planned, is_mixed_L, strict=True) if not mixed]
+        whole = [place_rows(rows) for rows, mixed in zip(planned, is_mixed_L, strict=True) if not mixed]
         uploaded = iter(upload_layouts(whole, device))
         bound.layouts = [None if mixed else next(uploaded) for mixed in is_mixed_L]
         bound.partial = {layer: planned[layer] for layer in np.flatnonzero(is_mixed_L).tolist()}
@@ -213,11 +212,6 @@ class RunningStep:
         if self._completed is None:
             self._completed = self.trace.expert_ids.copy()
         self._completed[tokens_U, layer] = ids_UK
-
-    def _replicas_of(self, index: int, layer: int) -> InstanceReplicas:
-        if not 0 <= index < self.plan.num_micro_steps:
-            return InstanceReplicas.none(self.plan.num_ranks)
-        return InstanceReplicas.of(self.plan, index, layer)
 
     def _sequences_of(self, index: int, rank: int) -> Array:
         return np.flatnonzero(self.plan.schedule.of_rank(rank) == index)

@@ -22,14 +22,11 @@ from trimtab.planner.paths import HOST
 from trimtab.runtime.copies import BackgroundCopies, Wait
 from trimtab.runtime.counters import Counters
 from trimtab.runtime.home_experts import HomeExperts
-from trimtab.runtime.layout import InstanceReplicas
+from trimtab.runtime.layout import InstanceReplicas, PlanReplicas
 from trimtab.runtime.mirror import NodeMirror
 from trimtab.runtime.symmetric import PeerMemory
 from trimtab.runtime.topology import Topology
 from trimtab.runtime.visits import Instance, Visits
-
-ReplicasOf = Callable[[int, int], InstanceReplicas]
-"""The replicas of a micro-step and layer on all ranks."""
 
 
 @dataclass(eq=False)
@@ -78,7 +75,7 @@ class ReplicaRing:
         self.host_copies, self.peer_copies = BackgroundCopies(self._device), BackgroundCopies(self._device)
         self._visits = Visits()
         self._plan_number = 0
-        self._replicas: ReplicasOf = _none
+        self._replicas: PlanReplicas | None = None
         self._held: dict[Instance, _Arrival] = {}
         self._sends: list[tuple[Instance, dist.Work]] = []
 
@@ -87,11 +84,11 @@ class ReplicaRing:
         """Memory of all places."""
         return sum(tensor.nbytes for place in self._places for tensor in place)
 
-    def prepare(self, replicas: ReplicasOf, plan_number: int) -> None:
+    def prepare(self, replicas: PlanReplicas, plan_number: int) -> None:
         """Take over a plan. Nothing is held.
 
         Args:
-            replicas: tells those of an instance, on all ranks.
+            replicas: of all its instances.
             plan_number: which of the session's plans it is.
         """
         self._replicas, self._plan_number = replicas, plan_number
@@ -166,19 +163,20 @@ class ReplicaRing:
 
     def _fetch(self, now: Sequence[Instance]) -> None:
         """Start what is not there yet of the next instances that have replicas, one for each place."""
+        assert self._replicas is not None
         window: list[Instance] = []
-        coming = self._visits.coming(2 * len(self._homes), len(self._homes))
+        coming = self._visits.coming(len(self._homes), len(self._homes))
         for instance in itertools.chain(now, coming):
-            if instance not in window and self._replicas(*instance).count:
+            if self._replicas.count(*instance) and instance not in window:
                 window.append(instance)
                 if len(window) == len(self._places):
                     break
         for instance in window:
             if instance not in self._held:
-                self._start(instance, window)
+                self._start(instance, self._replicas.of(*instance), window)
 
-    def _start(self, instance: Instance, needed: Sequence[Instance]) -> None:
-        layer, replicas = self._homes[instance[1]], self._replicas(*instance)
+    def _start(self, instance: Instance, replicas: InstanceReplicas, needed: Sequence[Instance]) -> None:
+        layer = self._homes[instance[1]]
         arrival = _Arrival(self._free_place(needed), 0, [])
         self._held[instance] = arrival
         place = self._places[arrival.place]
@@ -238,7 +236,3 @@ class ReplicaRing:
         for wait in arrival.waits:
             wait()
         return arrival.place
-
-
-def _none(micro_step: int, layer: int) -> InstanceReplicas:
-    return InstanceReplicas.none(1)

@@ -141,12 +141,13 @@ class Steps:
         if known is not None and knows and known.positions is positions:
             return known
         made = MicroStep(index, positions, partial(self._bind, step), partial(self._running, step, knows))
-        step.micro_steps[index] = made
+        if knows:
+            step.micro_steps[index] = made
         return made
 
     def live_micro_step(self, positions: torch.Tensor) -> MicroStep:
         """One that nothing is known of."""
-        return MicroStep(-1, positions, BoundRoutes, self._running_live)
+        return MicroStep(-1, positions, self._bind_live, self._running_live)
 
     def _plan(self, trace: RoutingTrace, schedule: Schedule, *, may_move: bool = True) -> PlanReport:
         may_move = may_move and bool(self._experts.optimizers.registered)
@@ -234,7 +235,7 @@ class Steps:
         if transfers is not None:
             with torch.inference_mode(False):
                 experts.move(plan.placement)
-                transfers.prepare(plan, step.replicas_of, self._plans)
+                transfers.prepare(plan, step.replicas, self._plans)
         experts.changed = True
         self._calls.is_planned = True
         self.running = step
@@ -270,10 +271,13 @@ class Steps:
             self._experts.refresh()
         return bool(votes_RV[:, 1].all())
 
-    def _bind(self, step: RunningStep, micro_step: MicroStep) -> BoundRoutes:
-        if not micro_step.is_known:
+    def _bind(self, step: RunningStep, micro_step: MicroStep, is_known: bool) -> BoundRoutes:
+        if not is_known:
             return BoundRoutes(micro_step)
         return step.bind(micro_step, self._experts.layers, self._topology)
+
+    def _bind_live(self, micro_step: MicroStep, _is_known: bool) -> BoundRoutes:
+        return BoundRoutes(micro_step)
 
     @contextmanager
     def _running(self, step: RunningStep, knows: bool, micro_step: MicroStep) -> Iterator[None]:
@@ -281,8 +285,11 @@ class Steps:
         problem = step.problem(index)
         if step is not self.running:
             problem = RuntimeError(f"micro-step {index} is of an earlier plan; get it from micro_step() anew")
-        micro_step.is_known = self._begin(MICRO_STEP, index, knows and problem is None, problem)
-        with self._opened(micro_step) as routes, nullcontext() if recorder is None else recorder.micro_step(index):
+        is_known = self._begin(MICRO_STEP, index, knows and problem is None, problem)
+        with (
+            self._opened(micro_step, is_known) as routes,
+            nullcontext() if recorder is None else recorder.micro_step(index),
+        ):
             self._counters.unplanned_micro_steps += not routes.layouts
             if routes.transfers is not None:
                 routes.transfers.ring.begin(index)
@@ -293,14 +300,14 @@ class Steps:
     @contextmanager
     def _running_live(self, micro_step: MicroStep) -> Iterator[None]:
         self._begin(LIVE_MICRO_STEP, -1)
-        with self._opened(micro_step):
+        with self._opened(micro_step, False):
             yield
 
     @contextmanager
-    def _opened(self, micro_step: MicroStep) -> Iterator[BoundRoutes]:
-        self._calls.backward.open(micro_step)
+    def _opened(self, micro_step: MicroStep, is_known: bool) -> Iterator[BoundRoutes]:
+        self._calls.backward.open(micro_step, is_known)
         try:
-            self._calls.current = micro_step.routes()
+            self._calls.current = micro_step.routes(is_known)
             yield self._calls.current
         finally:
             self._calls.current = None

@@ -10,9 +10,10 @@ from trimtab.planner import StepPlan
 from trimtab.planner.paths import PEER
 from trimtab.runtime.counters import Counters
 from trimtab.runtime.home_experts import HomeExperts
+from trimtab.runtime.layout import PlanReplicas
 from trimtab.runtime.mirror import NodeMirror
 from trimtab.runtime.returns import GradientReturns
-from trimtab.runtime.ring import ReplicaRing, ReplicasOf
+from trimtab.runtime.ring import ReplicaRing
 from trimtab.runtime.symmetric import PeerMemory
 from trimtab.runtime.topology import Topology
 from trimtab.runtime.weight_watch import WeightWatch
@@ -69,11 +70,11 @@ class Transfers:
         """Host memory of this rank's node."""
         return self.ring.mirror.nbytes
 
-    def prepare(self, plan: StepPlan, replicas: ReplicasOf, number: int) -> None:
+    def prepare(self, plan: StepPlan, replicas: PlanReplicas, number: int) -> None:
         """Make room for what a plan needs. Nothing is under way.
 
         Args:
-            replicas: the plan's, of an instance.
+            replicas: the plan's.
             number: which of the session's plans it is.
         """
         self.plan_number = number
