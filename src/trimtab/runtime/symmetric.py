@@ -17,6 +17,7 @@ from collections.abc import Sequence
 import torch
 import torch.distributed as dist
 
+from trimtab.runtime import streams
 from trimtab.runtime.home_experts import HomeExperts
 from trimtab.runtime.memory import carve, packed_bytes
 from trimtab.runtime.mirror import share_memory
@@ -82,8 +83,7 @@ class PeerMemory:
             for stack, source in zip(stacks, layer.sources, strict=True):
                 if stack.data_ptr() != source.data_ptr():
                     stack.copy_(source)
-        if layers[0].sources[0].is_cuda:
-            torch.cuda.synchronize()
+        streams.synchronize(layers[0].device)
         dist.barrier(group=self._topology.node_control)
 
     def _place(self, rank: int) -> int:
