@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from datetime import timedelta
 
 import numpy as np
 import torch
@@ -31,6 +32,7 @@ class Case:
         padded: feed rows that belong to no planned token.
         groups: expert-parallel groups of the ranks.
         one_sided: pull replicas out of the memory of neighbours, as on CUDA.
+        timeout: of the session; that of the process group by default.
     """
 
     seed: int
@@ -41,6 +43,7 @@ class Case:
     padded: bool
     groups: int = 1
     one_sided: bool = False
+    timeout: timedelta | None = None
 
 
 class CountingPeers(PeerMemory):
@@ -90,6 +93,7 @@ def _compare(case: Case) -> None:
         slots_per_rank=slots,
         ring_layers=int(rng.integers(2, 5)),
         ranks_per_node=ranks_per_node,
+        timeout=case.timeout,
     )
     reference = TinyMoE(shape, case.dtype)
     model = TinyMoE(shape, case.dtype, case.run_block)
