@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from datetime import timedelta
 from functools import cache
 from typing import Any
 
@@ -36,6 +37,7 @@ class Case:
         one_sided: pull replicas out of the memory of neighbours, as on CUDA.
         given: give the session process groups of scattered ranks, and scattered nodes.
         listed: some or all expert tensors are lists of Parameters.
+        timeout: of the session; that of the process group by default.
     """
 
     seed: int
@@ -48,6 +50,7 @@ class Case:
     one_sided: bool = False
     given: bool = False
     listed: bool = False
+    timeout: timedelta | None = None
 
 
 class CountingPeers(PeerMemory):
@@ -107,7 +110,10 @@ def _compare(case: Case) -> None:
     if case.given:
         nodes = np.random.default_rng(case.seed).permutation(num_ranks) // ranks_per_node
         groups = {**scattered_groups(case.groups, case.seed % 2), "nodes": nodes}
-    session = Session(num_experts=shape.experts, slots_per_rank=slots, ring_layers=int(rng.integers(2, 5)), **groups)
+    session = Session(
+        num_experts=shape.experts, slots_per_rank=slots, ring_layers=int(rng.integers(2, 5)), timeout=case.timeout,
+        **groups,
+    )  # fmt: skip
     data_rank = session.topology.data_rank
     reference = TinyMoE(shape, case.dtype)
     model = TinyMoE(shape, case.dtype, case.run_block)

@@ -2,94 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
-from helpers.late_copies import LateCopies
-from trimtab.planner.paths import HOST
-from trimtab.runtime.counters import Counters
-from trimtab.runtime.layout import InstanceReplicas, PlanReplicas
-from trimtab.runtime.ring import ReplicaRing
-
-
-class Harness:
-    """A ring on rank 0 whose replicas all come from a mirror.
-
-    Attributes:
-        experts_MLP: of every instance those that have a replica on rank 0.
-        fetched: instances in the order in which their weights were asked for.
-    """
-
-    def __init__(self, experts_MLP: Sequence[Sequence[Sequence[int]]], *, places: int, slots: int = 2) -> None:
-        num_layers, num_experts = len(experts_MLP[0]), 5
-        self.fetched: list[tuple[int, int]] = []
-        self.weights = torch.rand(num_layers, num_experts, 3, 3)
-        homes: list[Any] = [
-            SimpleNamespace(
-                index=index, home_E=np.ones(num_experts, np.int16), rows_E=np.arange(num_experts),
-                device=torch.device("cpu"), expert_shapes=[torch.Size([3, 3])], dtype=torch.float32,
-            )
-            for index in range(num_layers)
-        ]  # fmt: skip
-        topology: Any = SimpleNamespace(weights=None, rank=0, ranks_per_node=2)
-        mirror: Any = SimpleNamespace(row=lambda layer, expert: [self.weights[layer, expert]], is_used=False)
-        self.ring = ReplicaRing(topology, homes, slots=slots, places=places, mirror=mirror, counters=Counters())
-        self.ring.host_copies = LateCopies()  # type: ignore[assignment]
-        self.plan(experts_MLP)
-
-    def plan(self, experts_MLP: Sequence[Sequence[Sequence[int]]]) -> None:
-        """Other replicas."""
-        self.ring.drain()
-        self.experts_MLP = experts_MLP
-        self.ring.prepare(cast(PlanReplicas, SimpleNamespace(of=self._of, count=self._count)), 0)
-
-    def begin(self, micro_step: int) -> None:
-        self._noting(self.ring.begin, micro_step)
-
-    def visit(self, micro_step: int, layer: int) -> torch.Tensor | None:
-        """Come to a layer as its forward or backward does, and check that the right weights are there."""
-        self._noting(self.ring.approach, micro_step, layer)
-        experts = self.experts_MLP[micro_step][layer]
-        if not experts:
-            return None
-        (weights,) = self.ring.replicas(micro_step, layer)
-        assert torch.equal(weights, self.weights[layer, experts])
-        return weights
-
-    def forward(self, micro_step: int) -> None:
-        self.begin(micro_step)
-        for layer in range(len(self.experts_MLP[0])):
-            self.visit(micro_step, layer)
-
-    def backward(self, micro_step: int) -> None:
-        for layer in reversed(range(len(self.experts_MLP[0]))):
-            self.visit(micro_step, layer)
-
-    def step(self) -> None:
-        """The optimizer's."""
-        self.ring.settle()
-        self.weights += 1
-
-    def _noting(self, call: Any, *args: int) -> None:
-        before = set(self.ring._held)
-        call(*args)
-        self.fetched += [instance for instance in self.ring._held if instance not in before]
-
-    def _count(self, micro_step: int, layer: int) -> int:
-        return len(self.experts_MLP[micro_step][layer]) if 0 <= micro_step < len(self.experts_MLP) else 0
-
-    def _of(self, micro_step: int, layer: int) -> InstanceReplicas:
-        experts = self.experts_MLP[micro_step][layer]
-        count = len(experts)
-        return InstanceReplicas(
-            np.array(experts, np.int64), np.zeros(count, np.int64), np.arange(count), np.full(count, HOST),
-            np.ones((count, 2), np.int64),
-        )  # fmt: skip
+from helpers.ring_harness import Harness
 
 
 def one_each(num_micro_steps: int, num_layers: int) -> list[list[list[int]]]:

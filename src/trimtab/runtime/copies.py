@@ -1,7 +1,8 @@
 """Copies that run beside the compute: on a thread where memory is the host's, on a side stream where it is CUDA's.
 
-Tests without a GPU reach the thread only. On CUDA the order is kept by streams: a copy begins after the compute that
-was queued before it, which may still read the target, and who uses the target waits for the copy's event.
+On CUDA the order is kept by streams: a copy begins after the compute that was queued before it, which may still read
+the target, and who uses the target waits for the copy's event. Tests without a GPU check this order on simulated
+streams (`tests/helpers/late_device.py`).
 """
 
 from __future__ import annotations
@@ -13,6 +14,8 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 import torch
 
+from trimtab.runtime import streams
+
 Wait = Callable[[], object]
 
 
@@ -21,7 +24,7 @@ class BackgroundCopies:
 
     def __init__(self, device: torch.device) -> None:
         self._cpu_s = 0.0
-        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self._stream = torch.cuda.Stream(device) if streams.has_streams(device) else None
         # One worker, so that copies keep their order.
         self._pool = ThreadPoolExecutor(1, "trimtab-copies") if self._stream is None else None
 

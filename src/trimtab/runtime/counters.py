@@ -10,6 +10,7 @@ from functools import partial
 
 import torch
 
+from trimtab.runtime import streams
 from trimtab.runtime.copies import Wait
 from trimtab.runtime.lockstep import Lockstep
 from trimtab.runtime.recorder import WAITING, Recorder
@@ -61,7 +62,7 @@ class Counters:
             self._wait(waits, device)
 
     def _wait(self, waits: Sequence[Wait], device: torch.device) -> None:
-        if device.type != "cuda":
+        if not streams.has_streams(device):
             start = time.perf_counter()
             if self.lockstep is None:
                 _all(waits)

@@ -5,8 +5,9 @@ again in backward. What comes next is known from what the loop did before; see `
 Every rank starts the same instances in the same order, whether or not it holds a replica of them: home ranks and slots
 know of each other from the plan alone, and messages between two ranks match in the order in which they are posted.
 
-Weights come from the node's mirror, out of a neighbour's memory where that can be reached, else as a message. Tests
-without a GPU reach all three, but messages and copies on a GPU are ordered by streams, which no test here sees.
+Weights come from the node's mirror, out of a neighbour's memory where that can be reached, else as a message. On a GPU
+messages and copies are ordered by streams. Tests without one check this order on simulated streams
+(`tests/helpers/late_device.py`); NCCL itself is not tested.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ import torch
 import torch.distributed as dist
 
 from trimtab.planner.paths import HOST
+from trimtab.runtime import streams
 from trimtab.runtime.copies import BackgroundCopies, Wait
 from trimtab.runtime.counters import Counters
 from trimtab.runtime.home_experts import HomeExperts
@@ -133,8 +135,7 @@ class ReplicaRing:
         self.drain()
         self._visits.refresh()
         if self.peers is not None or self.mirror.is_used:
-            if self._device.type == "cuda":
-                torch.cuda.synchronize()
+            streams.synchronize(self._device)
             dist.barrier(group=self._topology.expert_control)
 
     def refresh(self) -> None:
@@ -215,7 +216,7 @@ class ReplicaRing:
         if from_peers:
             arrival.waits.append(self.peer_copies.start(from_peers))
         works = dist.batch_isend_irecv(operations) if operations else []
-        if self._device.type == "cuda":
+        if streams.has_streams(self._device):
             arrival.waits += [work.wait for work in works]
         else:
             for operation, work in zip(operations, works, strict=True):

@@ -17,6 +17,7 @@ from collections.abc import Sequence
 import torch
 import torch.distributed as dist
 
+from trimtab.runtime import streams
 from trimtab.runtime.home_experts import HomeExperts
 from trimtab.runtime.memory import carve, packed_bytes
 from trimtab.runtime.mirror import share_memory
@@ -80,8 +81,7 @@ class PeerMemory:
         """Bring this rank's present weights in. Collective over the node; no rank may still be reading."""
         for layer, stacks in zip(layers, self._stacks_NL[self._place(self._topology.rank)], strict=True):
             layer.copy_to(stacks)
-        if layers[0].device.type == "cuda":
-            torch.cuda.synchronize()
+        streams.synchronize(layers[0].device)
         dist.barrier(group=self._topology.node_control)
 
     def _place(self, rank: int) -> int:

@@ -8,6 +8,7 @@ import numpy as np
 
 from trimtab.planner import StepPlan
 from trimtab.planner.paths import PEER
+from trimtab.runtime import streams
 from trimtab.runtime.counters import Counters
 from trimtab.runtime.home_experts import HomeExperts
 from trimtab.runtime.layout import PlanReplicas
@@ -43,7 +44,7 @@ class Transfers:
         counters: Counters,
         verify_weights: bool,
     ) -> None:
-        self._on_cuda = layers[0].device.type == "cuda"
+        self._has_streams = streams.has_streams(layers[0].device)
         self._topology = topology
         self.layers = layers
         self.plan_number = 0
@@ -53,7 +54,7 @@ class Transfers:
             layers,
             slots=slots,
             places=ring_layers,
-            mirror=NodeMirror(topology, layers[0].expert_like, pinned=self._on_cuda),
+            mirror=NodeMirror(topology, layers[0].expert_like, pinned=self._has_streams),
             counters=counters,
         )
         # What is joined in backward is under way within one layer alone.
@@ -82,7 +83,7 @@ class Transfers:
         nodes = range(plan.num_ranks // plan.ranks_per_node)
         self.ring.mirror.hold([plan.mirror_entries(node) for node in nodes])
         near = (plan.replica_paths == PEER) & ~plan.far_replicas
-        if self._on_cuda and self.ring.peers is None and near.any():
+        if self._has_streams and self.ring.peers is None and near.any():
             self.ring.peers = PeerMemory.across(self._topology, self.layers)
         instance = np.repeat(np.arange(len(plan.replica_starts) - 1), np.diff(plan.replica_starts))
         home = plan.home[instance % plan.num_layers, plan.replica_experts]

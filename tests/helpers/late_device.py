@@ -1,0 +1,311 @@
+"""A simulated accelerator: the runtime's CUDA branches on CPU tensors, with the least favourable timing.
+
+Compute runs at once. Copies on side streams and messages run in one of two modes:
+
+* `late`: as late as the runtime allows, when something waits for them. Until then their targets hold NaN, and their
+  sources must not change. Messages of one process group match in the order in which they are posted, as with NCCL.
+* `serial`: copies as before; every batch of messages is complete on both ends before the host goes on. A GPU does this
+  if it runs one communication kernel at a time. Ranks that post batches in different orders block each other.
+
+A missing wait gives NaN or `TransferRaceError`. Not simulated: compute that runs after the host has gone on. Instead,
+copies on a side stream that has not waited for compute raise `TransferRaceError`.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from trimtab.runtime import streams
+from trimtab.runtime.symmetric import PeerMemory
+from trimtab.trace.routing import Array
+
+MODES = ("late", "serial")
+# Tags of messages and of their acknowledgements in `serial`.
+MESSAGE, ACKNOWLEDGEMENT = 0, 1
+
+
+class TransferRaceError(RuntimeError):
+    """Work that is not ordered used the same memory."""
+
+
+class Stream:
+    """A queue of work that runs when something waits for it.
+
+    Attributes:
+        has_waited: for compute, since the last block of copies.
+    """
+
+    def __init__(self, device: LateDevice) -> None:
+        self.device = device
+        self.has_waited = False
+        self._queue: deque[tuple[Callable[[], object], range]] = deque()
+        self._done = 0
+
+    @property
+    def length(self) -> int:
+        """Pieces of work that were queued so far."""
+        return self._done + len(self._queue)
+
+    def push(self, work: Callable[[], object], target: range = range(0)) -> None:
+        """Queue work that writes the addresses `target`."""
+        self._queue.append((work, target))
+
+    def run(self, until: int) -> None:
+        """Run the first `until` pieces of work of all that were ever queued."""
+        while self._done < until:
+            work, _ = self._queue.popleft()
+            self._done += 1
+            work()
+
+    def has_run(self, until: int) -> bool:
+        return self._done >= until
+
+    def writes(self, target: range) -> bool:
+        """Whether queued work writes any of the addresses."""
+        return any(target.start < other.stop and other.start < target.stop for _, other in self._queue)
+
+    # As `torch.cuda.Stream`.
+
+    def wait_event(self, event: Event) -> None:
+        self.has_waited |= event.stream is self.device.compute
+        self.push(event.synchronize)
+
+    def wait_stream(self, other: Stream) -> None:
+        self.wait_event(other.record_event())
+
+    def record_event(self) -> Event:
+        event = Event(self.device)
+        event.record(self)
+        return event
+
+    def synchronize(self) -> None:
+        self.run(self.length)
+
+
+class Compute(Stream):
+    """The stream that computes: everything in it runs at once."""
+
+    def push(self, work: Callable[[], object], target: range = range(0)) -> None:
+        work()
+
+
+class Event:
+    """A position in a stream, as `torch.cuda.Event`."""
+
+    def __init__(self, device: LateDevice) -> None:
+        self._device = device
+        self.record()
+
+    def record(self, stream: Stream | None = None) -> None:
+        self.stream = self._device.current if stream is None else stream
+        self._position = self.stream.length
+        self._time_s = time.perf_counter()
+
+    def query(self) -> bool:
+        return self.stream.has_run(self._position)
+
+    def synchronize(self) -> None:
+        self.stream.run(self._position)
+
+    def elapsed_time(self, end: Event) -> float:
+        return (end._time_s - self._time_s) * 1e3
+
+
+class Work:
+    """A batch of messages, as `torch.distributed.Work` of NCCL: waiting for it holds up the current stream."""
+
+    def __init__(self, event: Event, device: LateDevice) -> None:
+        self._event, self._device = event, device
+
+    def wait(self) -> bool:
+        self._device.current.wait_event(self._event)
+        return True
+
+    def is_completed(self) -> bool:
+        return self._event.query()
+
+
+class LateDevice:
+    """The device of one process.
+
+    Attributes:
+        compute: the default stream.
+        copies, messages: how many there were.
+    """
+
+    def __init__(self) -> None:
+        self.compute = Compute(self)
+        self.copies = self.messages = 0
+        self._entered: list[Stream] = []
+        self._streams: list[Stream] = []
+        self._streams_of_groups: dict[int, Stream] = {}
+
+    @property
+    def current(self) -> Stream:
+        """The stream that is current on the host."""
+        return self._entered[-1] if self._entered else self.compute
+
+    def make_stream(self) -> Stream:
+        self._streams.append(Stream(self))
+        return self._streams[-1]
+
+    @contextmanager
+    def enter(self, stream: Stream) -> Iterator[None]:
+        """Make a side stream current. Nothing but copies may be queued there."""
+        self._entered.append(stream)
+        try:
+            with _Copies(self, stream):
+                yield
+        finally:
+            self._entered.pop()
+            stream.has_waited = False
+
+    def synchronize(self) -> None:
+        """Run everything that is queued."""
+        for stream in self._streams:
+            stream.synchronize()
+
+    def copy(self, stream: Stream, target: torch.Tensor, source: torch.Tensor) -> None:
+        """Queue a copy between tensors of the same dtype."""
+        if not stream.has_waited:
+            raise TransferRaceError("a copy begins before compute that may still read its target")
+        self.copies += 1
+        self._write(stream, target, _Unchanged(source, "a copy").check)
+
+    def post_late(self, operations: Sequence[dist.P2POp]) -> list[Work]:
+        """As `batch_isend_irecv`; messages arrive when they are waited for."""
+        group = id(operations[0].group)
+        stream = self._streams_of_groups.get(group) or self.make_stream()
+        self._streams_of_groups[group] = stream
+        for operation in operations:
+            self.messages += 1
+            if operation.op is dist.irecv:
+                self._write(stream, operation.tensor, _receive_aside(operation))
+            else:
+                stream.push(_send_aside(operation))
+        return [Work(stream.record_event(), self)]
+
+    def post_serially(self, operations: Sequence[dist.P2POp]) -> list[Work]:
+        """As `batch_isend_irecv`; returns when all messages are complete, on the other ends, too."""
+        self.messages += len(operations)
+        works = [_post(o.op, o.tensor, o, MESSAGE) for o in operations]
+        for work in works:
+            work.wait()
+        other = {dist.isend: dist.irecv, dist.irecv: dist.isend}
+        empty = torch.zeros(1)
+        works = [_post(other[o.op], empty.clone(), o, ACKNOWLEDGEMENT) for o in operations]
+        for work in works:
+            work.wait()
+        return [Work(self.compute.record_event(), self)]
+
+    def _write(self, stream: Stream, target: torch.Tensor, read: Callable[[], Array]) -> None:
+        """Queue writing the bytes that `read` returns. The target holds NaN until then."""
+        start = target.data_ptr()
+        addresses = range(start, start + target.nbytes)
+        if any(other.writes(addresses) for other in self._streams if other is not stream):
+            raise TransferRaceError("two transfers write the same memory at a time")
+        # All bits set are NaN in every floating-point dtype. The version stays, as after a receive.
+        _bytes(target).fill(0xFF)
+        stream.push(lambda: np.copyto(_bytes(target), read()), addresses)
+
+
+class _Copies(TorchDispatchMode):
+    """Queues copies on a side stream."""
+
+    def __init__(self, device: LateDevice, stream: Stream) -> None:
+        super().__init__()
+        self._device, self._stream = device, stream
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> torch.Tensor:
+        assert func is torch.ops.aten.copy_.default, f"{func} on a side stream is not simulated"
+        target, source = args[:2]
+        self._device.copy(self._stream, target, source)
+        return target
+
+
+class _Unchanged:
+    """The bytes of a tensor that must not change while it is read."""
+
+    def __init__(self, tensor: torch.Tensor, what: str) -> None:
+        self._tensor, self._what = tensor, what
+        self._before = _bytes(tensor).copy()
+
+    def check(self) -> Array:
+        if not np.array_equal(_bytes(self._tensor), self._before):
+            raise TransferRaceError(f"the source of {self._what} changed while it was under way")
+        return self._before
+
+
+def _send_aside(operation: dist.P2POp) -> Callable[[], object]:
+    """Send what the tensor holds now. Returns what ends the send."""
+    source = _Unchanged(operation.tensor, "a message")
+    work = _post(dist.isend, operation.tensor.detach().clone(), operation, MESSAGE)
+
+    def end() -> None:
+        source.check()
+        work.wait()
+
+    return end
+
+
+def _receive_aside(operation: dist.P2POp) -> Callable[[], Array]:
+    """Receive into other memory. Returns what waits for the bytes."""
+    buffer = torch.empty_like(operation.tensor)
+    work = _post(dist.irecv, buffer, operation, MESSAGE)
+
+    def read() -> Array:
+        work.wait()
+        return _bytes(buffer)
+
+    return read
+
+
+def _post(kind: Any, tensor: torch.Tensor, like: dist.P2POp, tag: int) -> dist.Work:
+    """Post a message to or from the peer of an operation. Its own tag is left out, since NCCL has none."""
+    peer = {"group_dst" if kind is dist.isend else "group_src": like.group_peer}
+    work = kind(tensor, group=like.group, tag=tag, **peer)
+    assert isinstance(work, dist.Work)
+    return work
+
+
+def _bytes(tensor: torch.Tensor) -> Array:
+    return tensor.detach().view(-1).view(torch.uint8).numpy()
+
+
+@contextmanager
+def install(mode: str, *, peers: bool = False) -> Iterator[LateDevice]:
+    """Let this process take CPU tensors for those of a device with streams. At its end all queued work runs.
+
+    Args:
+        mode: one of `MODES`.
+        peers: ranks of a node can read each other's memory.
+    """
+    assert mode in MODES
+    device = LateDevice()
+    cuda = {
+        "Stream": lambda device_=None: device.make_stream(),
+        "Event": lambda **_: Event(device),
+        "stream": device.enter,
+        "current_stream": lambda device_=None: device.current,
+        "synchronize": device.synchronize,
+        "cudart": lambda: SimpleNamespace(cudaHostRegister=lambda *_: 0, cudaHostUnregister=lambda *_: 0),
+    }
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(streams, "has_streams", lambda device: True)
+        for name, simulated in cuda.items():
+            patch.setattr(torch.cuda, name, simulated)
+        patch.setattr(dist, "batch_isend_irecv", device.post_late if mode == "late" else device.post_serially)
+        patch.setattr(PeerMemory, "across", PeerMemory.in_host_memory if peers else lambda topology, layers: None)
+        yield device
+        device.synchronize()

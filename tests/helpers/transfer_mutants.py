@@ -1,0 +1,175 @@
+"""Faults in the order of transfers, to show that tests with `helpers.late_device` fail without that order."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from helpers import late_device
+from trimtab.runtime import mirror, returns, ring, symmetric
+from trimtab.runtime.copies import BackgroundCopies
+from trimtab.runtime.instance import PlannedInstance
+from trimtab.runtime.ring import ReplicaRing
+from trimtab.runtime.visits import Instance, Visits
+
+Mutant = Callable[[pytest.MonkeyPatch], None]
+
+
+@contextmanager
+def mutated(name: str) -> Iterator[None]:
+    """Apply one of `MUTANTS` to the runtime of this process; none if the name is empty."""
+    with pytest.MonkeyPatch.context() as patch:
+        if name:
+            MUTANTS[name](patch)
+        yield
+
+
+def _replicas_without_wait(patch: pytest.MonkeyPatch) -> None:
+    replicas = ReplicaRing.replicas
+
+    def without_wait(self: ReplicaRing, micro_step: int, layer: int) -> list[torch.Tensor]:
+        self._held[micro_step, layer].waits = []
+        return replicas(self, micro_step, layer)
+
+    patch.setattr(ReplicaRing, "replicas", without_wait)
+
+
+def _wait_on_the_copying_stream(patch: pytest.MonkeyPatch) -> None:
+    start = BackgroundCopies.start
+
+    def on_own_stream(self: BackgroundCopies, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> Any:
+        start(self, pairs)
+        stream = self._stream
+        assert stream is not None
+        return lambda: stream.wait_event(stream.record_event())
+
+    patch.setattr(BackgroundCopies, "start", on_own_stream)
+
+
+def _copies_before_compute(patch: pytest.MonkeyPatch) -> None:
+    """A copy does not wait for compute that may still read its target."""
+    patch.setattr(late_device.Stream, "wait_stream", lambda self, other: None)
+
+
+def _eviction_without_wait(patch: pytest.MonkeyPatch) -> None:
+    free_place = ReplicaRing._free_place
+
+    def without_wait(self: ReplicaRing, needed: Sequence[Instance]) -> int:
+        if len(self._held) == len(self._places):
+            next(arrival for key, arrival in self._held.items() if key not in needed).waits = []
+        return free_place(self, needed)
+
+    patch.setattr(ReplicaRing, "_free_place", without_wait)
+
+
+def _place_in_use(patch: pytest.MonkeyPatch) -> None:
+    """When all places are taken, another instance gets the place of the newest one, which is still needed."""
+    free_place = ReplicaRing._free_place
+
+    def in_use(self: ReplicaRing, needed: Sequence[Instance]) -> int:
+        if len(self._held) < len(self._places):
+            return free_place(self, needed)
+        newest = [*self._held.values()][-1]
+        for wait in newest.waits:
+            wait()
+        return newest.place
+
+    patch.setattr(ReplicaRing, "_free_place", in_use)
+
+
+def _drain_without_wait(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(ReplicaRing, "drain", lambda self: self._held.clear())
+
+
+def _complete_without_wait(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(ReplicaRing, "complete", lambda self: None)
+
+
+def _sends_without_wait(patch: pytest.MonkeyPatch) -> None:
+    """Before weights change, a home rank waits for its own replicas alone."""
+    complete = ReplicaRing.complete
+
+    def without_sends(self: ReplicaRing) -> None:
+        for arrival in self._held.values():
+            if arrival.count == 0:
+                arrival.waits = []
+        complete(self)
+
+    patch.setattr(ReplicaRing, "complete", without_sends)
+
+
+def _returns_without_wait(patch: pytest.MonkeyPatch) -> None:
+    post = dist.batch_isend_irecv
+
+    def post_only(operations: list[dist.P2POp]) -> list[dist.Work]:
+        post(operations)
+        return []
+
+    _replace_dist(patch, returns, batch_isend_irecv=post_only)
+
+
+def _order_of_rank(patch: pytest.MonkeyPatch) -> None:
+    """Odd ranks expect layers in the opposite order."""
+    coming = Visits.coming
+
+    def opposite(self: Visits, most: int, num_layers: int) -> Iterator[Instance]:
+        return reversed([*coming(self, most, num_layers)])
+
+    if dist.get_rank() % 2:
+        patch.setattr(Visits, "coming", opposite)
+
+
+def _fetch_after_exchange(patch: pytest.MonkeyPatch) -> None:
+    """Odd ranks post messages of weights after a layer's first exchange of rows, the others before it.
+
+    Harmless where messages of different groups do not wait for each other.
+    """
+    approach, send = PlannedInstance._approach, PlannedInstance.send
+    later: list[PlannedInstance] = []
+
+    def send_first(self: PlannedInstance, kind: int, rows: torch.Tensor, *, back: bool) -> torch.Tensor:
+        arrived = send(self, kind, rows, back=back)
+        while later:
+            approach(later.pop())
+        return arrived
+
+    if dist.get_rank() % 2:
+        patch.setattr(PlannedInstance, "_approach", lambda self: later.append(self))
+        patch.setattr(PlannedInstance, "send", send_first)
+
+
+def _no_barrier_before_rewriting(patch: pytest.MonkeyPatch) -> None:
+    _replace_dist(patch, ring, barrier=lambda group: None)
+
+
+def _no_barrier_after_rewriting(patch: pytest.MonkeyPatch) -> None:
+    for module in (mirror, symmetric):
+        _replace_dist(patch, module, barrier=lambda group: None)
+
+
+def _replace_dist(patch: pytest.MonkeyPatch, module: ModuleType, **others: object) -> None:
+    """Give one module other functions of `torch.distributed`."""
+    patch.setattr(module, "dist", SimpleNamespace(**{**vars(dist), **others}))
+
+
+MUTANTS: dict[str, Mutant] = {
+    "replicas without wait": _replicas_without_wait,
+    "wait on the copying stream": _wait_on_the_copying_stream,
+    "copies before compute": _copies_before_compute,
+    "eviction without wait": _eviction_without_wait,
+    "place in use": _place_in_use,
+    "drain without wait": _drain_without_wait,
+    "complete without wait": _complete_without_wait,
+    "sends without wait": _sends_without_wait,
+    "returns without wait": _returns_without_wait,
+    "order of rank": _order_of_rank,
+    "fetch after exchange": _fetch_after_exchange,
+    "no barrier before rewriting": _no_barrier_before_rewriting,
+    "no barrier after rewriting": _no_barrier_after_rewriting,
+}
