@@ -10,9 +10,12 @@ import pytest
 import torch
 from torch.nn import functional as F
 
+from helpers.equality import relative_error
 from helpers.micro_steps import ORDERS, MicroStepCase, compare_micro_steps
 from helpers.moe_model import Shape, TinyMoE
+from helpers.random_plans import random_trace
 from trimtab.errors import InputError
+from trimtab.planner import Schedule
 from trimtab.runtime import Session
 from trimtab.runtime.launch import launch
 
@@ -96,6 +99,37 @@ def bind_once() -> None:
 
 def test_a_micro_step_is_bound_once_for_all_its_forwards() -> None:
     launch(bind_once, (), ranks=2)
+
+
+def enter_with_other_batches() -> None:
+    """Rank 1 has another batch in the second forward, while the first one's backward is still to come."""
+    rng = np.random.default_rng(0)
+    trace = random_trace(rng, num_sequences=4, max_length=6, num_layers=3, num_experts=4, top_k=2)
+    schedule = Schedule(np.zeros(4, np.int32), np.array([0, 1, 0, 1], np.int32), np.zeros(1, np.int32), 2)
+    gradients: list[list[torch.Tensor]] = []
+    for run in ("plain", "checkpoint", "reentrant checkpoint"):
+        session, model = make_session()
+        model.run_block = run
+        mine = trace.select(schedule.sequences_of(session.rank))
+        session.plan(mine, schedule)
+        other = mine.sequence_hashes + np.uint64(session.rank)
+        tokens = torch.arange(mine.num_tokens) % 11
+        losses: list[torch.Tensor] = []
+        for hashes in (None, other if session.rank else None, mine.sequence_hashes):
+            with session.micro_step(0, sequence_hashes=hashes):
+                losses.append(model(tokens).square().sum() * (1 + len(losses)))
+        assert session.counters.unplanned_micro_steps == 1
+        torch.stack(losses).sum().backward()
+        session.finish_gradients(model.replicated())
+        gradients.append([p.grad for p in model.parameters() if p.grad is not None])
+        session.close()
+    for others in gradients[1:]:
+        for grad, expected in zip(others, gradients[0], strict=True):
+            assert relative_error(grad, expected) < 1e-12
+
+
+def test_forwards_of_one_micro_step_may_be_planned_or_not() -> None:
+    launch(enter_with_other_batches, (), ranks=2)
 
 
 def plan_bad_rows() -> None:
