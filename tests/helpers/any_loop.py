@@ -99,6 +99,7 @@ class Loop:
         self.reference.run_block, self.reference.skipped = WITHOUT_CHECKPOINTS.get(run, "plain"), skipped
         for layer, block in enumerate(self.reference.moe_blocks()):
             ids = self.trace.expert_ids[rows.numpy(), layer].astype(np.int64)
+            ids[ids == self.trace.no_route] = -1
             block.recorded_ids = None if live else torch.from_numpy(ids)
         return self.loss(self.reference, rows)
 
@@ -140,7 +141,7 @@ def plan(state: dict[str, Any], seed: int, moves: bool, mode: str) -> None:
     layers, ranks = len(session.layers), session.num_ranks
     trace = random_trace(
         rng, num_sequences=6, max_length=8, num_layers=layers, num_experts=session.num_experts,
-        top_k=loop.model.moe_blocks()[0].top_k,
+        top_k=loop.model.moe_blocks()[0].top_k, unknown=float(rng.choice([0.0, 0.0, 0.3])),
     )  # fmt: skip
     schedule = random_schedule(rng, 6, num_ranks=ranks, num_micro_steps=MICRO_STEPS)
     session.mode = mode  # type: ignore[assignment]
