@@ -11,12 +11,12 @@ help:  ## list the targets
 demo: .venv/.ready  ## post-train a small MoE on two local ranks, balanced by Trimtab (about 4 minutes)
 	$(BIN)/trimtab train --out $(OUT)
 
-# These start ranks or torch, which want all cores; the others share them.
+# These start ranks, which share their files' processes; a file at a time on each core.
 WIDE := tests/runtime tests/rl tests/integrations tests/benchmarks tests/test_examples.py tests/cli/test_doctor.py
 
 test: .venv/.ready  ## run the tests (about 20 minutes)
 	$(BIN)/python -m pytest -n 2 $(addprefix --ignore=,$(WIDE))
-	$(BIN)/python -m pytest $(WIDE)
+	$(BIN)/python -m pytest -n 2 --dist loadfile $(WIDE)
 
 lint: .venv/.ready  ## lint, format check and types
 	$(BIN)/ruff check .

@@ -16,10 +16,10 @@ from trimtab.runtime.launch import launch
 @pytest.mark.parametrize(
     ("ranks", "groups", "dtype", "count", "listed"),
     [
-        (2, 1, torch.float64, 176, False),
-        (3, 1, torch.float64, 48, False),
-        (4, 1, torch.float64, 64, False),
-        (4, 2, torch.float64, 56, False),
+        (2, 1, torch.float64, 128, False),
+        (3, 1, torch.float64, 32, False),
+        (4, 1, torch.float64, 40, False),
+        (4, 2, torch.float64, 40, False),
         (2, 1, torch.float32, 16, False),
         (2, 1, torch.float64, 64, True),
         (3, 1, torch.float64, 24, True),
