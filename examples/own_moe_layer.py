@@ -53,7 +53,7 @@ def train(steps: int = 4) -> None:
     model = nn.Sequential(nn.Embedding(VOCAB, HIDDEN), *layers, nn.Linear(HIDDEN, VOCAB))
     replicated = session.replicated_parameters(model)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    session.train_with(optimizer)
+    session.register_optimizers(optimizer)
 
     draw = np.random.default_rng(rank)
     for step in range(steps):
@@ -72,7 +72,7 @@ def train(steps: int = 4) -> None:
         dist.all_gather_object(everyones, sequences)
         in_rank_order = [sequence for part in everyones for sequence in part]
         mine = [in_rank_order[index] for index in schedule.sequences_of(rank)]
-        report = session.adopt(planned, trace_of(mine))
+        report = session.apply_plan(planned, trace_of(mine))
 
         # Train. The loss is a sum over tokens, divided by those of all ranks and micro-steps.
         constant = sum(len(tokens) for tokens, _ in in_rank_order)

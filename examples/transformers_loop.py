@@ -35,7 +35,7 @@ def train(rl_steps: int = 2) -> None:
     share_experts(model, session)
     replicated = session.replicated_parameters(model)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    session.train_with(optimizer)  # so that experts may move, with their state
+    session.register_optimizers(optimizer)  # so that experts may move, with their state
 
     # Where every sequence trains. Here a rank keeps what it generated, in the order in which it did.
     ranks = dist.get_world_size()

@@ -129,7 +129,7 @@ def start(state: dict[str, Any], seed: int, checked: bool) -> None:
     model.load_state_dict(reference.state_dict())
     model.share(session)
     first, second = (torch.optim.AdamW(m.parameters(), lr=0.01, eps=0.1, foreach=False) for m in (reference, model))
-    session.train_with(second)
+    session.register_optimizers(second)
     state["loop"] = Loop(session, model, reference, (first, second), slots)
     plan(state, seed, True, "plan")
 
@@ -157,12 +157,12 @@ def plan(state: dict[str, Any], seed: int, moves: bool, mode: str) -> None:
     if carried_out and _would_move_gradients(loop, placement):
         before = session.placement.home
         with pytest.raises(RuntimeError, match="gradients that wait for an optimizer step"):
-            session.adopt_plan(chosen, mine)
+            session.apply_step_plan(chosen, mine)
         assert np.array_equal(session.placement.home, before)
         return
     if carried_out and not np.array_equal(chosen.home, session.placement.home):
         _zero(loop, True)  # Gradients of experts that move are dropped, if they are zeros.
-    session.adopt_plan(chosen, mine)
+    session.apply_step_plan(chosen, mine)
     loop.trace, loop.schedule = trace, schedule
     loop.tokens, loop.labels = (torch.from_numpy(rng.integers(0, 11, trace.num_tokens)) for _ in range(2))
     loop.plan += 1

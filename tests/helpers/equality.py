@@ -122,7 +122,7 @@ def _compare(case: Case) -> None:
     if case.one_sided:
         session.transfers.ring.peers = CountingPeers.in_host_memory(session.topology, session.homes)
     optimizers = [_optimizer(case.seed, m) for m in (reference, model)]
-    session.train_with(optimizers[1])
+    session.register_optimizers(optimizers[1])
 
     for _ in range(case.steps):
         num_sequences = int(rng.integers(1, 9))
@@ -147,7 +147,7 @@ def _compare(case: Case) -> None:
                     rng, workload, group_schedule, slots=slots, placement=placement, ranks_per_node=ranks_per_node
                 )
             )
-        session.adopt_plan(plans[session.topology.group], trace.select(schedule.sequences_of(data_rank)))
+        session.apply_step_plan(plans[session.topology.group], trace.select(schedule.sequences_of(data_rank)))
         tokens = torch.from_numpy(rng.integers(0, shape.vocab, trace.num_tokens))
         labels = torch.from_numpy(rng.integers(0, shape.vocab, trace.num_tokens))
         for index, block in enumerate(reference.moe_blocks()):

@@ -110,7 +110,7 @@ class _Comparison:
         dispatcher = PlainDispatcher(experts, shape.experts // ranks, slots) if case.plain else None
         self.model.share(self.session, dispatcher)
         self.optimizers = [torch.optim.SGD(m.parameters(), lr=0.05) for m in (self.reference, self.model)]
-        self.session.train_with(self.optimizers[1])
+        self.session.register_optimizers(self.optimizers[1])
         self.plan_rng = np.random.default_rng((case.seed, 1))
 
     def run(self) -> None:

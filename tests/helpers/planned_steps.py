@@ -34,8 +34,8 @@ class Step:
         self.tokens = torch.from_numpy(self.rng.integers(0, shape.vocab, self.trace.num_tokens))
         self.labels = torch.from_numpy(self.rng.integers(0, shape.vocab, self.trace.num_tokens))
 
-    def adopt(self, session: Session, plan: StepPlan | None = None) -> PlanReport:
-        return session.adopt_plan(plan or self.plan, self.trace.select(self.schedule.sequences_of(session.rank)))
+    def apply(self, session: Session, plan: StepPlan | None = None) -> PlanReport:
+        return session.apply_step_plan(plan or self.plan, self.trace.select(self.schedule.sequences_of(session.rank)))
 
     def run(self, session: Session, model: TinyMoE) -> torch.Tensor:
         """Forward and backward of all micro-steps; the loss over all ranks."""

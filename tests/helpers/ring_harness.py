@@ -63,7 +63,7 @@ class Harness:
 
     def visit(self, micro_step: int, layer: int) -> torch.Tensor | None:
         """Come to a layer as its forward or backward does, and check that the right weights are there."""
-        self._noting(self.ring.approach, micro_step, layer)
+        self._noting(self.ring.prefetch, micro_step, layer)
         experts = self.experts_MLP[micro_step][layer]
         if not experts:
             return None
@@ -82,7 +82,7 @@ class Harness:
 
     def step(self) -> None:
         """The optimizer's."""
-        self.ring.settle()
+        self.ring.quiesce()
         self.weights += 1
 
     def _noting(self, call: Any, *args: int) -> None:

@@ -130,17 +130,17 @@ def _fetch_after_exchange(patch: pytest.MonkeyPatch) -> None:
 
     Harmless where messages of different groups do not wait for each other.
     """
-    approach, send = PlannedInstance._approach, PlannedInstance.send
+    prefetch, send = PlannedInstance._prefetch, PlannedInstance.send
     later: list[PlannedInstance] = []
 
     def send_first(self: PlannedInstance, kind: int, rows: torch.Tensor, *, back: bool) -> torch.Tensor:
         arrived = send(self, kind, rows, back=back)
         while later:
-            approach(later.pop())
+            prefetch(later.pop())
         return arrived
 
     if dist.get_rank() % 2:
-        patch.setattr(PlannedInstance, "_approach", lambda self: later.append(self))
+        patch.setattr(PlannedInstance, "_prefetch", lambda self: later.append(self))
         patch.setattr(PlannedInstance, "send", send_first)
 
 

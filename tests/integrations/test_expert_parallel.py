@@ -81,12 +81,12 @@ class Step:
         tokens, labels = (torch.from_numpy(rng.integers(0, VOCAB, trace.num_tokens)) for _ in range(2))
         return cls(trace, tokens, labels, random_schedule(rng, 7, num_ranks=2, num_micro_steps=micro_steps))
 
-    def adopt(self, rng: np.random.Generator, session: Session) -> int:
+    def apply(self, rng: np.random.Generator, session: Session) -> int:
         """Give the session a random plan. Returns how many replicas it has."""
         workload = Workload.from_trace(self.trace, self.schedule)
         per_node = session.topology.ranks_per_node
         plan = random_plan(rng, workload, self.schedule, slots=session.slots_per_rank, ranks_per_node=per_node)
-        session.adopt_plan(plan, self.trace.select(self.schedule.sequences_of(session.rank)))
+        session.apply_step_plan(plan, self.trace.select(self.schedule.sequences_of(session.rank)))
         return plan.num_replicas
 
     def batch(self, micro_step: int, rank: int) -> Batch:
@@ -200,7 +200,7 @@ def train_both(saved: Path, cases: list[Case]) -> None:
         replicas = 0
         for step_index in range(2):
             step = Step.random(rng, micro_steps=3, moe_layers=len(MOE_LAYERS[case.family]))
-            replicas += step.adopt(rng, session)
+            replicas += step.apply(rng, session)
             recomputed = {}
             for index in rng.permutation(3):
                 batch = step.batch(int(index), session.rank)
@@ -250,7 +250,7 @@ def train_in_mixed_precision(saved: Path) -> None:
     optimizers = [optimizer_of(model) for model in (expected, actual)]
     for step_index in range(2):
         step = Step.random(rng, micro_steps=1)
-        step.adopt(rng, session)
+        step.apply(rng, session)
         batch = step.batch(0, session.rank)
         with replayed(expected, batch):
             batch.loss(expected).backward()
@@ -282,7 +282,7 @@ def run_without_a_plan(saved: Path) -> None:
     assert torch.equal(batch.loss(actual), batch.loss(expected))
     session = Session(num_experts=NUM_EXPERTS)
     use_session(actual, session)
-    step.adopt(rng, session)
+    step.apply(rng, session)
     # One rank's batch is another one, which unplans the micro-step on all.
     hashes = batch.hashes + dist.get_rank()
     for context, unplanned in ((nullcontext(), 0), (session.micro_step(0, sequence_hashes=hashes), 1)):
@@ -309,7 +309,7 @@ def freeze_and_save(saved: Path, out: Path) -> None:
         for block in moe_blocks(model).values():
             block.experts.down_proj.requires_grad_(False)
     step = Step.random(rng, micro_steps=1)
-    step.adopt(rng, session)
+    step.apply(rng, session)
     batch = step.batch(0, session.rank)
     with replayed(expected, batch):
         batch.loss(expected).backward()
@@ -370,7 +370,7 @@ def refuse(saved: Path) -> None:
     with pytest.raises(InputError, match="in another session already"):
         use_session(model, Session(num_experts=NUM_EXPERTS))
     with pytest.raises(InputError, match="can't move experts with their optimizer state: its experts belong to"):
-        session.train_with(optimizer_of(model))
+        session.register_optimizers(optimizer_of(model))
     with pytest.raises(InputError, match="can't move experts: "):
         session.move(Placement(session.placement.home[:, ::-1].copy()))
     with pytest.raises(InputError, match="can't clip their gradients"):

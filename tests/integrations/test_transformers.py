@@ -133,7 +133,7 @@ def _compare(case: Case) -> None:
     workload = Workload.from_trace(trace, schedule)
     plan = random_plan(rng, workload, schedule, slots=2)
     assert plan.num_replicas > 0, case
-    session.adopt_plan(plan, trace.select(schedule.sequences_of(session.rank)))
+    session.apply_step_plan(plan, trace.select(schedule.sequences_of(session.rank)))
 
     # Norms, router probabilities and log-probabilities are float32 in the models and in the trainer.
     tolerance = 1e-5

@@ -152,7 +152,7 @@ def train_stage(state: State, stages: Ranks, chosen: int, mode: str = "plan") ->
     model.load_state_dict(reference.state_dict())
     model.share(session)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    session.train_with(optimizer)
+    session.register_optimizers(optimizer)
     rng = np.random.default_rng(0)
     losses = []
     for _ in range(3):

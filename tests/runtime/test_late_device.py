@@ -74,7 +74,7 @@ def try_ring(rng: np.random.Generator) -> int:
                     harness.ring.drain()
                 harness.ring.complete()
                 harness.weights += 1
-                harness.ring.settle()
+                harness.ring.quiesce()
             if rng.integers(2):
                 harness.plan(random_experts(rng, micro_steps, layers))
         return device.copies
@@ -231,7 +231,7 @@ def rewrite_weights(path: int, late: str, mutant: str = "") -> str:
             patch.setattr(HomeExperts, "stage", stage_late)
         with torch.no_grad(), mutated(mutant), session.micro_step(0):
             if rank == 1:
-                ring.approach(0, 0)
+                ring.prefetch(0, 0)
                 outcomes.append("new" if ring.replicas(0, 0)[0].min() == 2 else "old")
                 if mutant and late == "writer":
                     dist.send(torch.zeros(1), 0)
@@ -252,7 +252,7 @@ def session_with_one_replica(path: int) -> Session:
         mixed_ML=workload.mixed_ML, cluster=ClusterSpec(2, 2, slots_per_rank=1),
     )  # fmt: skip
     plan = replace(plan, replica_paths=np.full(1, path, np.uint8))
-    session.adopt_plan(plan, trace.select(schedule.sequences_of(session.rank)))
+    session.apply_step_plan(plan, trace.select(schedule.sequences_of(session.rank)))
     return session
 
 

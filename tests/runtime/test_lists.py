@@ -52,7 +52,7 @@ def run_without_stacks(state: State, lists: tuple[str, ...]) -> list[str]:
     session, model, _ = make(shape=replace(SHAPE, lists=lists))
     step = Step(3, shape=SHAPE, moves=False)
     assert step.plan.num_replicas > 0
-    step.adopt(session)
+    step.apply(session)
     with Allocations() as allocations:
         step.run(session, model)
     return allocations.large
@@ -155,9 +155,9 @@ def moved(session: Session) -> Placement:
 def move_states_that_differ(state: State, where: str) -> None:
     session, model, _ = make(shape=SHAPE)
     optimizer = torch.optim.AdamW(model.parameters())
-    session.train_with(optimizer)
+    session.register_optimizers(optimizer)
     step = Step(3, shape=SHAPE, moves=False)
-    step.adopt(session)
+    step.apply(session)
     step.run(session, model)
     optimizer.step()
     optimizer.zero_grad()
@@ -182,7 +182,7 @@ def move_states_that_differ(state: State, where: str) -> None:
         with pytest.raises(RanksDisagreeError, match=r"optimizer state of MoE layer 1, expert tensor 1 is .*'step': 0"):
             session.move(moved(session))
         with pytest.raises(RanksDisagreeError, match="optimizer state of MoE layer 1"):
-            Step(4, shape=SHAPE).adopt(session)
+            Step(4, shape=SHAPE).apply(session)
     assert np.array_equal(session.placement.home, before)
 
 

@@ -114,7 +114,7 @@ def place_anywhere() -> None:
     """Homes that differ by layer, in no order: every rank gets its rows, and they come back in place."""
     session, model, optimizer = build("AdamW", seed=5)
     rng = np.random.default_rng(6)
-    session.train_with(optimizer)
+    session.register_optimizers(optimizer)
     homes_LE = random_placement(rng, SHAPE.layers, SHAPE.experts, session.num_ranks).home
     session.move(Placement(homes_LE))
     torch.manual_seed(7)

@@ -53,7 +53,7 @@ def record_steps() -> None:
     workload = Workload.from_trace(trace, schedule)
     plan = random_plan(rng, workload, schedule, slots=2, placement=Placement.contiguous(3, 8, 2))
     assert plan.num_replicas
-    session.adopt_plan(plan, trace.select(schedule.sequences_of(session.rank)))
+    session.apply_step_plan(plan, trace.select(schedule.sequences_of(session.rank)))
     assert np.array_equal(session.rank_loads, plan.rank_loads(workload))
     tokens = torch.from_numpy(rng.integers(0, SHAPE.vocab, trace.num_tokens))
 

@@ -47,7 +47,7 @@ def train(*, one_sided: bool) -> tuple[Session, list[torch.Tensor]]:
     if one_sided:
         session.transfers.ring.peers = PeerMemory.in_host_memory(session.topology, session.homes)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    session.train_with(optimizer)
+    session.register_optimizers(optimizer)
     kept: list[torch.Tensor] = []
     for _ in range(2):
         trace = random_trace(rng, num_sequences=12, max_length=20, num_layers=3, num_experts=8, top_k=2)
@@ -56,7 +56,7 @@ def train(*, one_sided: bool) -> tuple[Session, list[torch.Tensor]]:
         workload = Workload.from_trace(trace, schedule)
         plan = random_plan(rng, workload, schedule, slots=2, placement=placement, ranks_per_node=2)
         mine = trace.select(schedule.sequences_of(session.rank))
-        session.adopt_plan(plan, mine)
+        session.apply_step_plan(plan, mine)
         tokens = torch.from_numpy(rng.integers(0, SHAPE.vocab, 400))
         for index in range(2):
             rows = int(mine.sequence_lengths[schedule.of_rank(session.rank) == index].sum())

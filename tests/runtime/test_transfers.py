@@ -28,10 +28,10 @@ def compare_low_precision(shape: Shape) -> None:
     for dtype, compute_dtype in ((torch.bfloat16, None), (torch.float32, torch.bfloat16)):
         session, model, reference = make(dtype, compute_dtype, shape)
         optimizers = [torch.optim.SGD(m.parameters(), lr=0.5, momentum=0.9) for m in (reference, model)]
-        session.train_with(optimizers[1])
+        session.register_optimizers(optimizers[1])
         for seed in range(3):
             step = Step(seed)
-            step.adopt(session)
+            step.apply(session)
             expected = step.reference_loss(reference)
             expected.backward()
             loss = step.run(session, model)
@@ -73,7 +73,7 @@ def run_frozen_experts(shape: Shape) -> None:
                     getattr(block, name).requires_grad_(False)
         step = Step(3, moves=False)
         assert step.plan.num_replicas > 0
-        step.adopt(session)
+        step.apply(session)
         step.reference_loss(reference).backward()
         step.run(session, model)
         for name, parameter, whole, mine in matches(model, reference):
@@ -97,7 +97,7 @@ def measure_memory() -> None:
         shape = replace(SHAPE, layers=layers)
         session, model, _ = make(shape=shape)
         step = Step(0, shape=shape, moves=False)
-        report = step.adopt(session)
+        report = step.apply(session)
         step.run(session, model)
         pools.append(report.pool_bytes)
         expert_bytes = session.homes[0].expert_bytes
@@ -147,7 +147,7 @@ def plan_for_too_little() -> None:
     gains = {}
     for least_gain in (0.0, 0.9):
         session, model, _ = make(least_gain=least_gain)  # type: ignore[arg-type]
-        session.train_with(torch.optim.SGD(model.parameters(), lr=0.1))
+        session.register_optimizers(torch.optim.SGD(model.parameters(), lr=0.1))
         report = session.plan(trace.select(schedule.sequences_of(session.rank)), schedule)
         gains[least_gain] = report.predicted_gain
         carried_out = least_gain == 0.0
@@ -169,20 +169,20 @@ def test_paths_can_be_chosen() -> None:
 def refuse_plans() -> None:
     session, model, _ = make()
     step = Step(1)
-    with pytest.raises(InputError, match=r"the plan moves \d+ experts .* train_with"):
-        step.adopt(session)
-    session.train_with(torch.optim.SGD(model.parameters(), lr=0.1))
+    with pytest.raises(InputError, match=r"the plan moves \d+ experts .* register_optimizers"):
+        step.apply(session)
+    session.register_optimizers(torch.optim.SGD(model.parameters(), lr=0.1))
     other = replace(step.plan, settings=f"rank {session.rank}")
-    with pytest.raises(RanksDisagreeError, match=r"adopt\(\): the plan is '\w+' on rank 0 and '\w+' on rank 1"):
-        step.adopt(session, other)
+    with pytest.raises(RanksDisagreeError, match=r"apply_plan\(\): the plan is '\w+' on rank 0 and '\w+' on rank 1"):
+        step.apply(session, other)
     assert np.array_equal(session.placement.home, Placement.contiguous(4, 8, 2).home)
-    step.adopt(session)
+    step.apply(session)
     assert np.array_equal(session.placement.home, step.plan.home)
     step.run(session, model)
     with pytest.raises(RuntimeError, match="gradients that wait for an optimizer step"):
-        Step(2).adopt(session)
+        Step(2).apply(session)
     with pytest.raises(InputError, match="slots a rank; this session has 2"):
-        Step(1, slots=3).adopt(session)
+        Step(1, slots=3).apply(session)
 
 
 def test_plans_that_do_not_fit_are_refused_before_any_work() -> None:
@@ -193,7 +193,7 @@ def plan_own_schedules(groups: int) -> None:
     """The planner's own schedule, homes and replicas, for one and several groups: the gradient of the plain model."""
     session, model, reference = make(groups=groups)
     optimizers = [torch.optim.AdamW(m.parameters(), lr=0.01, eps=0.1) for m in (reference, model)]
-    session.train_with(optimizers[1])
+    session.register_optimizers(optimizers[1])
     data_rank, num_data_ranks = dist.get_rank(), dist.get_world_size()
     for seed in range(3):
         trace = random_trace(
@@ -206,7 +206,7 @@ def plan_own_schedules(groups: int) -> None:
         )
         schedule = planned.schedule
         assert np.array_equal(schedule.mini_batch_of_micro_step[schedule.micro_step], mini_batch)
-        report = session.adopt(planned, trace.select(schedule.sequences_of(data_rank)))
+        report = session.apply_plan(planned, trace.select(schedule.sequences_of(data_rank)))
         assert report.max_vio_after < report.max_vio_before
         step = Step(0)
         rng = np.random.default_rng(seed)

@@ -63,7 +63,7 @@ class Run:
         paths = np.where(np.arange(plan.num_replicas) % 3, HOST, plan.replica_paths).astype(np.uint8)
         plan = replace(plan, replica_paths=paths)
         assert (plan.num_replicas > 10) == with_replicas
-        report = session.adopt_plan(plan, trace.select(schedule.sequences_of(session.rank)))
+        report = session.apply_step_plan(plan, trace.select(schedule.sequences_of(session.rank)))
         session.transfers.ring.host_copies = LateCopies()  # type: ignore[assignment]
         return cls(session, model, report)
 

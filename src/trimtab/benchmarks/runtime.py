@@ -226,7 +226,7 @@ def _build(settings: RuntimeBenchmark) -> tuple[Session, list[_Variant], list[_V
         )
         mine_only = skewed.select(mine)
         planned = planner.for_schedule(mine_only, schedule, session.placement, "plan", may_move=False)
-        session.adopt(replace(planned, plan=replace(planned.plan, ranks_per_node=per_node)), mine_only)
+        session.apply_plan(replace(planned, plan=replace(planned.plan, ranks_per_node=per_node)), mine_only)
 
     home_loads = Workload.from_trace(skewed, schedule).home_loads(session.placement.home)
     variants = [

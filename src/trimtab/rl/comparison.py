@@ -62,7 +62,7 @@ def compare_policies(trainer: Trainer, step: int, pairs: int) -> dict[str, Measu
         for repetition in range(pairs + 1):
             for name, mode in COMPARED.items():
                 session.mode = mode
-                session.adopt(prepared[name].planned, prepared[name].trace)
+                session.apply_plan(prepared[name].planned, prepared[name].trace)
                 taken = _run(trainer, prepared[name])
                 if repetition:  # the first one warms up
                     times[name].append(taken)
@@ -71,7 +71,7 @@ def compare_policies(trainer: Trainer, step: int, pairs: int) -> dict[str, Measu
     results = {}
     for name, mode in COMPARED.items():
         session.mode = mode
-        plan = session.adopt(prepared[name].planned, prepared[name].trace)
+        plan = session.apply_plan(prepared[name].planned, prepared[name].trace)
         recordings = _record(trainer, prepared[name])
         results[name] = MeasuredPolicy(times[name], plan, session.rank_loads, recordings)
     session.mode = own_mode

@@ -90,7 +90,7 @@ class Trainer:
         self.optimizer = torch.optim.AdamW(
             self.model.parameters(), lr=config.learning_rate, betas=(0.9, 0.95), weight_decay=0.0, fused=True
         )
-        self.session.train_with(self.optimizer)
+        self.session.register_optimizers(self.optimizer)
         if checkpoint:
             self.session.logical.load_optimizer_state(self.model, self.optimizer, checkpoint.optimizer_state())
             home = np.array(checkpoint.homes, np.int16)
@@ -249,7 +249,7 @@ class Trainer:
         prepared = self.prepare(trained, step)
         clock.lap("prepare_s")
         self.session.take_metrics()
-        report = self.session.adopt(prepared.planned, prepared.trace)
+        report = self.session.apply_plan(prepared.planned, prepared.trace)
         clock.lap("plan_s")
         old = self.recompute(prepared)
         clock.lap("recompute_s")

@@ -75,7 +75,7 @@ class Accumulation:
         self._note()
 
     def _is_left(self, parameters: Sequence[torch.nn.Parameter]) -> bool:
-        """Would gradients be summed once more?"""
+        """Whether summing now would sum gradients twice."""
         if not _is_true(_any_gradient(parameters)):
             return False
         if self._began_with:
@@ -98,7 +98,7 @@ class Accumulation:
 
 
 def _any_gradient(parameters: Sequence[torch.nn.Parameter]) -> torch.Tensor | None:
-    """Is any gradient not zero? A bool on the device; None if there are no gradients."""
+    """Whether any gradient is not zero: a bool on the device; None if there are no gradients."""
     flags = [parameter.grad.any() for parameter in parameters if parameter.grad is not None]
     return torch.stack(flags).any() if flags else None
 

@@ -141,7 +141,7 @@ class Backward:
         self._at_failure()
 
     def _made_in_closed(self, number: int) -> bool:
-        """Was a node made while a micro-step was open that has ended? Other threads count on their own."""
+        """Whether a node was made in a micro-step that is closed now. Each thread has its own sequence numbers."""
         if threading.get_ident() != self._thread:
             return False
         return any(forward.start <= number < forward.end < math.inf for forward in self._forwards)

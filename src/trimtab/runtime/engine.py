@@ -32,7 +32,7 @@ def call_after_backward(callback: Callable[[], None]) -> None:
 
 
 def is_nested() -> bool:
-    """Was the running backward called within another one, as a reentrant checkpoint does?"""
+    """Whether the running backward was called within another one, as a reentrant checkpoint does."""
     frame, calls = sys._getframe(), 0
     while frame is not None:
         calls += frame.f_code is torch.autograd.graph._engine_run_backward.__code__

@@ -31,7 +31,7 @@ class Gradients:
 
     def finish(self, replicated: Iterable[torch.nn.Parameter]) -> None:
         """See `Session.finish_gradients`."""
-        self._calls.need_to_be_outside("finish_gradients")
+        self._calls.require_outside_backward("finish_gradients")
         accumulation, topology = self._experts.accumulation, self._topology
         dense = dense_parameters(replicated, self._experts.parameters())
         experts = [parameter for parameter in self._experts.parameters() if parameter.requires_grad]

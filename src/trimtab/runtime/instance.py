@@ -51,7 +51,7 @@ class LayerCalls:
     current: BoundRoutes | None = None
     is_planned: bool = False
 
-    def need_to_be_outside(self, what: str) -> None:
+    def require_outside_backward(self, what: str) -> None:
         """Raises RuntimeError within a backward."""
         if running_backward() is not None:
             raise RuntimeError(
@@ -59,9 +59,9 @@ class LayerCalls:
             )
         self.backward.forward()
 
-    def need_to_be_between(self, what: str) -> None:
+    def require_between_micro_steps(self, what: str) -> None:
         """Raises RuntimeError within a backward or a micro-step."""
-        self.need_to_be_outside(what)
+        self.require_outside_backward(what)
         if self.current is not None:
             index = self.current.index
             raise RuntimeError(
@@ -210,7 +210,7 @@ class Instance:
             which = "a forward" if self.index < 0 else f"the forward of micro-step {self.index}"
             raise RuntimeError(
                 f"MoE layer {self.homes.index}: another plan was applied between {which} and its backward; call "
-                "backward() before plan(), adopt() or move()"
+                "backward() before plan(), apply_plan() or move()"
             )
         self._calls.accumulation.begin_backward(running_backward())
 
@@ -236,7 +236,7 @@ class PlannedInstance(Instance):
         transfers: bring the replicas' weights and return their gradients.
 
     Attributes:
-        borrowing: the node of the graph that returns gradients of replicas.
+        replica_node: the node of the graph that returns gradients of replicas.
     """
 
     def __init__(
@@ -249,7 +249,7 @@ class PlannedInstance(Instance):
         transfers: Transfers,
     ) -> None:
         super().__init__(calls, homes, layout, routes, has_graph)
-        self.borrowing: weakref.ref[Any] | None = None
+        self.replica_node: weakref.ref[Any] | None = None
         self._plan_number = routes.plan_number
         self._transfers = transfers
         # A reentrant checkpoint's own backward lies within the one in which the layer runs again.
@@ -257,15 +257,15 @@ class PlannedInstance(Instance):
 
     def begin_forward(self) -> None:
         """The layer's forward begins: bring what comes next."""
-        self._approach()
+        self._prefetch()
 
     def begin_backward(self) -> None:
         """The layer's backward begins: bring what comes next."""
         super().begin_backward()
-        borrowing = None if self.borrowing is None else self.borrowing()
-        if borrowing is not None and not will_run(borrowing):
+        replica_node = None if self.replica_node is None else self.replica_node()
+        if replica_node is not None and not will_run(replica_node):
             self._check_left_out()
-        self._approach()
+        self._prefetch()
 
     def replica_weights(self) -> list[torch.Tensor]:
         """This rank's replicas, `[count, ...]` for each stacked tensor. Waits until they are there."""
@@ -286,11 +286,11 @@ class PlannedInstance(Instance):
             return gradients
         return self._transfers.returns.join(self.homes, gradients)
 
-    def _approach(self) -> None:
+    def _prefetch(self) -> None:
         # Copies are made of the weights as they were when the micro-step began.
         if self.replicas.count or self.homes.is_staged:
             self._transfers.watch.check_unchanged(self.homes)
-        self._transfers.ring.approach(self.index, self.homes.index)
+        self._transfers.ring.prefetch(self.index, self.homes.index)
 
     def _is_out_of_date(self) -> bool:
         return super()._is_out_of_date() or self._plan_number != self._transfers.plan_number

@@ -53,7 +53,7 @@ class ExpertLayer:
 
     @property
     def replays(self) -> bool:
-        """Does a call of this layer now use recorded routing?"""
+        """Whether a call of this layer now uses recorded routing."""
         routes = self._calls.routes()
         return routes is not None and routes.replays
 
@@ -153,7 +153,7 @@ class ExpertLayer:
         outputs = [self._apply([ExpertWeight(home) for home in homes], arrived.home_rows, arrived.home_groups)]
         if isinstance(instance, PlannedInstance) and instance.replicas.count:
             # After the home experts' compute, so that the transfer has as long as it can.
-            replica_rows, *slots = _Borrow.apply(arrived.replica_rows, instance)
+            replica_rows, *slots = _UseReplicas.apply(arrived.replica_rows, instance)
             weights = [ExpertWeight(slot, partial(_again, instance, t)) for t, slot in enumerate(slots)]
             outputs.append(self._apply(weights, replica_rows, arrived.replica_groups))
         combined = self._dispatcher.combine(outputs, arrived)
@@ -187,7 +187,7 @@ def _again(instance: PlannedInstance, tensor: int) -> torch.Tensor:
 
 
 class _Enter(torch.autograd.Function):
-    """The layer begins. Its backward is the last thing that the layer's backward does.
+    """Identity before the dispatch. Its backward runs last in the layer's backward.
 
     Home weights pass through where replica gradients are joined to theirs: all gradients of the layer are there when
     autograd comes back here, on every rank alike.
@@ -215,7 +215,7 @@ class _Enter(torch.autograd.Function):
 
 
 class _Leave(torch.autograd.Function):
-    """The layer ends. Its backward is the first thing that the layer's backward does."""
+    """Identity after the combine. Its backward runs first in the layer's backward."""
 
     @staticmethod
     def forward(ctx: Any, combined: torch.Tensor, instance: Instance) -> torch.Tensor:
@@ -232,7 +232,7 @@ class _Leave(torch.autograd.Function):
         return grads[0], None
 
 
-class _Borrow(torch.autograd.Function):
+class _UseReplicas(torch.autograd.Function):
     """Replica weights into the graph, beside the rows that use them.
 
     Autograd runs the backward once the gradients of all its outputs are there. So this is the moment at which a
@@ -243,7 +243,7 @@ class _Borrow(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, rows: torch.Tensor, instance: PlannedInstance) -> Any:
         ctx.instance = instance
-        instance.borrowing = weakref.ref(ctx)
+        instance.replica_node = weakref.ref(ctx)
         slots = [slot.detach() for slot in instance.replica_weights()]
         frozen = [slot for slot, is_trained in zip(slots, instance.homes.are_trained, strict=True) if not is_trained]
         ctx.mark_non_differentiable(*frozen)

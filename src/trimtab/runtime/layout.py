@@ -1,7 +1,7 @@
 """Where every row of one instance goes: arithmetic on counts, without communication.
 
 A row is one (token, expert) pair. Every rank has H = E / R home experts and S slots for replicas. Together they are the
-R x (H + S) *physical experts*: rank r's are r * (H + S) to (r + 1) * (H + S) - 1, its home experts in rising order
+R x (H + S) *physical experts*: rank r's are r * (H + S) to (r + 1) * (H + S) - 1, its home experts in ascending order
 first. A plan gives each row a physical expert. Dispatchers get the ids with ranks counted as in the framework's group.
 
 A rank sends rows ordered by physical expert, there by token. They arrive ordered by source, then by physical expert,

@@ -37,7 +37,8 @@ GRACE_S = 2.0
 REMEMBERED = 512
 
 CALLS = (
-    "micro_step({step})", "live_micro_step()", "finish_gradients()", "plan()", "plan_sequences()", "adopt()", "move()",
+    "micro_step({step})", "live_micro_step()", "finish_gradients()", "plan()", "plan_sequences()", "apply_plan()",
+    "move()",
     "dispatch of MoE layer {layer} {where}", "combine of MoE layer {layer} {where}",
     "combine of MoE layer {layer} {where}, backward{of}", "dispatch of MoE layer {layer} {where}, backward{of}",
     "dispatch of MoE layer {layer} {where} without gradients", "counts of MoE layer {layer}",

@@ -1,4 +1,4 @@
-"""`MicroStep`: one micro-step, as the training loop enters it; `RunningStep`: the plan that they all come from."""
+"""`MicroStep`: one micro-step, entered by the training loop; `RunningStep`: the step that it belongs to."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from trimtab.trace.routing import Array
 
 @dataclass(eq=False)
 class BoundRoutes:
-    """What layers need to know of a micro-step. It lives as long as the micro-step is open or a backward may come.
+    """Routes and layouts of a micro-step, for its layers. Kept while the micro-step is open or a backward may follow.
 
     Attributes:
         micro_step: whose routes they are.
@@ -58,7 +58,7 @@ class BoundRoutes:
 
     @property
     def replays(self) -> bool:
-        """Has it recorded routing?"""
+        """Whether routing was recorded."""
         return self.recorded_LNK is not None
 
     def replay(self, layer: int, live_ids: torch.Tensor) -> torch.Tensor:
@@ -79,7 +79,7 @@ class BoundRoutes:
 
 
 class MicroStep:
-    """One micro-step. Enter it around every forward of its tokens, as often as there are any.
+    """One micro-step. Enter it around every forward of its tokens.
 
     Forwards without gradients, those of several pipeline chunks, and of other micro-steps may come in any order before
     its backward, which needs no context. Its routes are on the device while it is open or a backward may come.
@@ -115,7 +115,7 @@ class MicroStep:
         running.__exit__(*error)  # type: ignore[arg-type]
 
     def routes(self, is_known: bool) -> BoundRoutes:
-        """What layers need; bound again if nothing has needed it for a while. Not a collective.
+        """Routes and layouts, computed again if nothing has kept them. Not a collective.
 
         Args:
             is_known: whether all ranks have the tokens that were planned, as they found when it was entered.
@@ -164,7 +164,7 @@ class RunningStep:
         return IndexError(f"micro-step {index} of {self.plan.num_micro_steps}")
 
     def knows(self, index: int, sequence_hashes: Array | None, rank: int) -> bool:
-        """Are these the sequences that were planned for a rank?"""
+        """Whether these are the sequences that were planned for a rank."""
         if sequence_hashes is None:
             return True
         return np.array_equal(sequence_hashes, self.trace.sequence_hashes[self._sequences_of(index, rank)])

@@ -50,7 +50,7 @@ class NodeMirror:
 
     @property
     def is_used(self) -> bool:
-        """Does any node's mirror hold anything?"""
+        """Whether any node's mirror holds an expert."""
         return any(len(entries) for entries in self._entries_N)
 
     def hold(self, entries_N: Sequence[Array]) -> None:

@@ -1,4 +1,4 @@
-"""`RankExperts`: all experts that this rank is home to, and what has to know when they move or change."""
+"""`RankExperts`: the home experts of all layers on this rank, their optimizers, and the copies made of them."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ class RankExperts:
 
     @property
     def transfers(self) -> Transfers:
-        """The ways of replicas, made when all layers are there."""
+        """Replica transfers; created on first use, when all layers have been added."""
         if self._transfers is None:
             self._transfers = Transfers(
                 self._topology, self.layers, slots=self._settings.slots_per_rank,
@@ -70,7 +70,7 @@ class RankExperts:
         return self._transfers
 
     def parameters(self) -> list[torch.nn.Parameter]:
-        """Those whose gradients gather in `.grad`."""
+        """Parameters whose gradients accumulate in `.grad`."""
         return [p for layer in self.layers if not layer.joins_in_backward for p in layer.parameters]
 
     def need_own(self, purpose: str) -> None:
@@ -82,7 +82,7 @@ class RankExperts:
             )
 
     def num_moved(self, placement: Placement) -> int:
-        """Experts that other homes would move; 0 if they are of another model."""
+        """Number of experts whose home differs; 0 if the placement has another shape."""
         fits = placement.home.shape == self.shape
         return int(np.count_nonzero(placement.home != self.placement.home)) if fits else 0
 
@@ -94,7 +94,7 @@ class RankExperts:
         check_movable(self.layers, placement.home, self.optimizers.registered)
 
     def state_to_move(self, placement: Placement) -> dict[str, object]:
-        """What the ranks have to agree on to move experts, if `check_move` found nothing."""
+        """Optimizer state that must be equal on all ranks before experts move. Call it after `check_move`."""
         return state_to_move(self.layers, placement.home, self.optimizers.registered)
 
     def move(self, placement: Placement) -> None:
@@ -105,12 +105,16 @@ class RankExperts:
         )
         self.changed = True
 
-    def look(self) -> tuple[bool, list[bool], Exception | None]:
-        """Did weights change since copies were made, which tensors are trained, and what is wrong with them?"""
-        return self.transfers.watch.look(self.changed)
+    def compare(self) -> tuple[bool, list[bool], Exception | None]:
+        """Compare the weights with those that copies were made of.
+
+        Returns:
+            Whether they changed, which tensors are trained, and an error if they are unusable.
+        """
+        return self.transfers.watch.compare(self.changed)
 
     def refresh(self) -> None:
-        """Make copies of the weights as they are. Collective."""
+        """Copy the present weights to staging memory and mirrors. Collective."""
         start = time.perf_counter()
         with self._counters.noted(REFRESHING), torch.inference_mode(False):
             self.transfers.refresh()
@@ -118,7 +122,7 @@ class RankExperts:
         self.changed = False
 
     def drain(self) -> None:
-        """No transfer is under way, and no replica is kept."""
+        """Wait for all replica transfers and drop all replicas."""
         self._if_made(lambda transfers: transfers.ring.drain())
 
     def take_cpu_s(self) -> float:
@@ -151,11 +155,11 @@ class RankExperts:
             self._transfers.watch.steps += holds_experts
 
     def _complete_gradients(self) -> None:
-        """A backward ends: gradients of replicas that are under way belong to it."""
+        """At the end of a backward: add the replica gradients that are still in transit."""
         with self._lockstep.explaining():
             self._if_made(lambda transfers: transfers.returns.finish())
 
     def _drop_gradients(self) -> None:
-        """A backward failed; what it has left is not to be added to what comes next."""
+        """After a failed backward: drop the replica gradients that are still in transit."""
         self._counters.abandoned_backwards += 1
         self._if_made(lambda transfers: transfers.returns.abandon())

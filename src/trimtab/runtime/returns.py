@@ -196,7 +196,7 @@ def _accumulated(
 
 
 def accumulates(layer: HomeExperts, parameter: torch.nn.Parameter) -> bool:
-    """Does the running backward add to a parameter's gradient? `backward(inputs=...)` may leave it out.
+    """Whether the running backward adds to a parameter's gradient; `backward(inputs=...)` may exclude it.
 
     Raises:
         RuntimeError: if the backward is `torch.autograd.grad` of it, or it has a hook on its gradient.

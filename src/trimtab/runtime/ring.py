@@ -96,12 +96,12 @@ class ReplicaRing:
         self._replicas, self._plan_number = replicas, plan_number
 
     def begin(self, micro_step: int) -> None:
-        """Say that a micro-step's forward begins; start what its first layers need, beside all that runs before."""
+        """At the start of a micro-step's forward: start the transfers of its first layers."""
         self._visits.enter(micro_step)
         self._fetch([])
 
-    def approach(self, micro_step: int, layer: int) -> None:
-        """Say that a layer is about to run, forward or backward; start what comes next, as far as room goes."""
+    def prefetch(self, micro_step: int, layer: int) -> None:
+        """Before a layer runs, forward or backward: start its transfers and those expected next, if places are free."""
         self._visits.visit(micro_step, layer)
         self._fetch([(micro_step, layer)])
 
@@ -122,16 +122,16 @@ class ReplicaRing:
         self._wait_for_sends(lambda _: True)
 
     def end(self, micro_step: int) -> None:
-        """Say that a micro-step's forward is over, so that nothing keeps the weights' memory for it."""
+        """At the end of a micro-step's forward: wait for its sends, so that nothing keeps the weights' memory."""
         self._wait_for_sends(lambda instance: instance[0] == micro_step)
 
     def drain(self) -> None:
-        """Forget all replicas, with no transfer left under way."""
+        """Wait for all transfers and drop all replicas."""
         self.complete()
         self._held.clear()
 
-    def settle(self) -> None:
-        """Come to where no rank reads what any rank is about to write. Collective."""
+    def quiesce(self) -> None:
+        """Barrier: no transfer is reading weights on any rank. Collective."""
         self.drain()
         self._visits.refresh()
         if self.peers is not None or self.mirror.is_used:
@@ -139,7 +139,7 @@ class ReplicaRing:
             dist.barrier(group=self._topology.expert_control)
 
     def refresh(self) -> None:
-        """Bring the present weights to where replicas are copied from. Collective; all ranks have settled."""
+        """Bring the present weights to where replicas are copied from. Collective, after `quiesce`."""
         if self.peers is not None:
             self.peers.fill(self._homes)
         self.counters.mirror_bytes += self.mirror.refresh(self._homes)
@@ -163,7 +163,7 @@ class ReplicaRing:
         self._sends = [(instance, work) for instance, work in self._sends if not chosen(instance)]
 
     def _fetch(self, now: Sequence[Instance]) -> None:
-        """Start what is not there yet of the next instances that have replicas, one for each place."""
+        """Start missing transfers of the next instances that have replicas, one for each place."""
         assert self._replicas is not None
         window: list[Instance] = []
         coming = self._visits.coming(len(self._homes), len(self._homes))

@@ -131,7 +131,7 @@ def _in_session(
     ranks = session.num_ranks
     schedule = Schedule(np.zeros(ranks, np.int32), np.arange(ranks, dtype=np.int32), np.zeros(1, np.int32), ranks)
     plan = _plan(trace, schedule, PATHS[path], session.topology.ranks_per_node)
-    session.adopt_plan(plan, trace.select(schedule.sequences_of(session.rank)))
+    session.apply_step_plan(plan, trace.select(schedule.sequences_of(session.rank)))
     with session.micro_step(0):
         for layer, (router, _, _) in zip(layers, parameters, strict=True):
             logits = hidden @ router.T

@@ -161,7 +161,7 @@ class Session:
 
     @property
     def optimizers(self) -> list[torch.optim.Optimizer]:
-        """Those that train the experts; see `train_with`."""
+        """Those that train the experts; see `register_optimizers`."""
         return self._experts.optimizers.registered
 
     @property
@@ -181,7 +181,7 @@ class Session:
 
     @property
     def home_experts(self) -> Array:
-        """Logical ids `[E / R]` of the experts that this rank is home to as a layer is added, rising."""
+        """Logical ids `[E / R]` of the experts that this rank is home to as a layer is added, ascending."""
         return np.flatnonzero(self._initial_E == self.rank)
 
     def add_layer(
@@ -248,7 +248,7 @@ class Session:
             )
         return others
 
-    def train_with(self, *optimizers: torch.optim.Optimizer) -> None:
+    def register_optimizers(self, *optimizers: torch.optim.Optimizer) -> None:
         """Say which optimizers train the experts. Not a collective.
 
         Experts then move between steps, with their rows of optimizer state, where a plan wants them. Without this,
@@ -310,7 +310,7 @@ class Session:
     def plan_sequences(self, trace: RoutingTrace, *, token_budget: int, mini_batch: Array | None = None) -> PlannedStep:
         """Plan a step with its schedule, from the sequences that each rank happens to have.
 
-        Bring every sequence to the rank that `schedule` of the result gives it, then `adopt` the result.
+        Bring every sequence to the rank that `schedule` of the result gives it, then `apply_plan` the result.
 
         Args:
             trace: this rank's sequences. In the schedule, those of all ranks follow one another in rank order.
@@ -322,7 +322,7 @@ class Session:
         """
         return self._steps.plan_sequences(trace, token_budget=token_budget, mini_batch=mini_batch)
 
-    def adopt(self, planned: PlannedStep, trace: RoutingTrace) -> PlanReport:
+    def apply_plan(self, planned: PlannedStep, trace: RoutingTrace) -> PlanReport:
         """Take over a plan that `plan_sequences` made. Experts move to the homes that it wants.
 
         Args:
@@ -330,11 +330,11 @@ class Session:
             trace: this rank's sequences, as `planned.schedule.sequences_of(rank)` orders them.
 
         Raises:
-            InputError: as `adopt_plan`.
+            InputError: as `apply_step_plan`.
         """
-        return self._steps.adopt(planned, trace)
+        return self._steps.apply_plan(planned, trace)
 
-    def adopt_plan(self, plan: StepPlan, trace: RoutingTrace) -> PlanReport:
+    def apply_step_plan(self, plan: StepPlan, trace: RoutingTrace) -> PlanReport:
         """Take over a plan that was made elsewhere. Experts move to the homes that it wants.
 
         Args:
@@ -345,7 +345,7 @@ class Session:
             InputError: if the ranks hold different plans, a plan breaks one of its invariants (see `StepPlan.check`),
                 has more slots than this session, or moves homes although no optimizer is known.
         """
-        return self._steps.adopt_plan(plan, trace)
+        return self._steps.apply_step_plan(plan, trace)
 
     def micro_step(
         self,
@@ -479,7 +479,7 @@ class Session:
 
     @property
     def transfers(self) -> Transfers:
-        """The ways of replicas, made when all layers are there."""
+        """Replica transfers; created on first use, when all layers have been added."""
         return self._experts.transfers
 
 

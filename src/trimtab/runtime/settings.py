@@ -1,4 +1,4 @@
-"""`Settings`: what a session was told, checked."""
+"""`Settings`: the checked arguments of a session."""
 
 from __future__ import annotations
 
@@ -65,11 +65,11 @@ class Settings:
 
     @property
     def carries_out(self) -> bool:
-        """Are plans carried out, not only reported?"""
+        """Whether plans are carried out, not only reported."""
         return self.mode in ("plan", "static")
 
     @property
     def shared(self) -> dict[str, object]:
-        """What all ranks should have been told alike, since plans depend on it."""
+        """Settings that plans depend on, which must be equal on all ranks."""
         names = ("mode", "paths", "slots_per_rank", "ring_layers", "mirror_bytes", "least_gain")
         return {name: getattr(self, name) for name in names}

@@ -1,4 +1,4 @@
-"""`Steps`: how ranks come to a plan together, and go through its micro-steps."""
+"""`Steps`: plans a step with the other ranks, and runs its micro-steps."""
 
 from __future__ import annotations
 
@@ -58,12 +58,12 @@ class Steps:
     def need(self, what: str) -> RunningStep:
         """The running step. Raises RuntimeError if there is none."""
         if self.running is None:
-            raise RuntimeError(f"{what} needs a planned step; call plan() or adopt() first")
+            raise RuntimeError(f"{what} needs a planned step; call plan() or apply_plan() first")
         return self.running
 
     def move(self, placement: Placement) -> None:
-        """Between steps."""
-        self._calls.need_to_be_between("move")
+        """Move experts between steps."""
+        self._calls.require_between_micro_steps("move")
         problem = _problem(self._experts.check_move, placement)
         same = {"homes": digest(placement.home)} | ({} if problem else self._experts.state_to_move(placement))
         self._lockstep.agree(MOVE, same=same, problem=problem)
@@ -72,8 +72,8 @@ class Steps:
         self._experts.move(placement)
 
     def plan(self, trace: RoutingTrace, schedule: Schedule) -> PlanReport:
-        """With a given schedule."""
-        self._calls.need_to_be_between("plan")
+        """Plan a given schedule."""
+        self._calls.require_between_micro_steps("plan")
         rank, ranks = self._topology.data_rank, self._topology.num_data_ranks
         fits = _problem(check_fits, trace, schedule, rank, ranks, self._experts.shape)
         places = digest(schedule.micro_step, schedule.rank, schedule.mini_batch_of_micro_step)
@@ -81,8 +81,8 @@ class Steps:
         return self._plan(trace, schedule)
 
     def plan_micro_steps(self, rows: Sequence[npt.ArrayLike]) -> PlanReport:
-        """Of given rows: each micro-step is one sequence of every rank."""
-        self._calls.need_to_be_between("plan_micro_steps")
+        """Plan given rows: each micro-step becomes one sequence of each rank."""
+        self._calls.require_between_micro_steps("plan_micro_steps")
         trace, problem = None, None
         try:
             trace = trace_of_micro_steps(rows, *self._experts.shape)
@@ -100,8 +100,8 @@ class Steps:
         return self._plan(trace, schedule)
 
     def complete_plan(self) -> PlanReport:
-        """With the routes that unknown rows took since."""
-        self._calls.need_to_be_between("complete_plan")
+        """Plan again with the routes recorded since."""
+        self._calls.require_between_micro_steps("complete_plan")
         step = self.running
         if step is None or step.schedule is None:
             raise RuntimeError("complete_plan() needs a step that this session has planned")
@@ -109,8 +109,8 @@ class Steps:
         return self._plan(step.completed_trace, step.schedule, may_move=False)
 
     def plan_sequences(self, trace: RoutingTrace, *, token_budget: int, mini_batch: Array | None) -> PlannedStep:
-        """With a schedule of its own."""
-        self._calls.need_to_be_between("plan_sequences")
+        """Plan schedule and step."""
+        self._calls.require_between_micro_steps("plan_sequences")
         batches = None if mini_batch is None else digest(np.asarray(mini_batch, np.int64))
         same = {"token_budget": token_budget, "mini_batch": batches}
         self._meet(PLAN_SEQUENCES, same, _problem(check_model, trace, self._experts.shape))
@@ -119,22 +119,22 @@ class Steps:
             may_move=bool(self._experts.optimizers.registered), token_budget=token_budget, mini_batch=mini_batch,
         )  # fmt: skip
 
-    def adopt(self, planned: PlannedStep, trace: RoutingTrace) -> PlanReport:
-        """A plan that was made here."""
+    def apply_plan(self, planned: PlannedStep, trace: RoutingTrace) -> PlanReport:
+        """Apply a plan of `plan_sequences`."""
         workload = self._meet_over(planned.plan, trace, planned.workload)
         return self._take_over(
             planned.plan, workload, trace, planned.schedule, max_vio_before=planned.max_vio_before,
             predicted_gain=planned.predicted_gain, planning_s=planned.planning_s,
         )  # fmt: skip
 
-    def adopt_plan(self, plan: StepPlan, trace: RoutingTrace) -> PlanReport:
-        """A plan that was made elsewhere."""
+    def apply_step_plan(self, plan: StepPlan, trace: RoutingTrace) -> PlanReport:
+        """Apply a plan from elsewhere."""
         workload = self._meet_over(plan, trace, None)
         before = float(max_over_mean(workload.home_loads(self._experts.placement.home)).mean() - 1)
         return self._take_over(plan, workload, trace, None, max_vio_before=before)
 
     def micro_step(self, index: int, positions: torch.Tensor | None, sequence_hashes: Array | None) -> MicroStep:
-        """One that is in use already, if it is the same."""
+        """The micro-step; the existing object if it has the same positions."""
         step = self.need("micro_step()")
         knows = step.problem(index) is None and step.knows(index, sequence_hashes, self._topology.rank)
         known = step.micro_steps.get(index)
@@ -146,7 +146,7 @@ class Steps:
         return made
 
     def live_micro_step(self, positions: torch.Tensor) -> MicroStep:
-        """One that nothing is known of."""
+        """A micro-step without a plan."""
         return MicroStep(-1, positions, self._bind_live, self._running_live)
 
     def _plan(self, trace: RoutingTrace, schedule: Schedule, *, may_move: bool = True) -> PlanReport:
@@ -154,10 +154,10 @@ class Steps:
         planned = self._planner(trace).for_schedule(
             trace, schedule, self._experts.placement, self._settings.mode, may_move=may_move
         )
-        return self.adopt(planned, trace)
+        return self.apply_plan(planned, trace)
 
     def _planner(self, trace: RoutingTrace) -> SessionPlanner:
-        """What plans for this session as it is now."""
+        """The planner with the present settings and homes."""
         settings = self._settings
         return SessionPlanner.of(
             self._topology, self._experts.layers, top_k=trace.top_k, slots=settings.slots_per_rank,
@@ -167,7 +167,7 @@ class Steps:
 
     @property
     def _shared(self) -> dict[str, object]:
-        """What all ranks should have alike, since plans depend on it."""
+        """Values that plans depend on, which must be equal on all ranks."""
         first = self._experts.layers[0]
         return self._settings.shared | {
             "optimizers are known": bool(self._experts.optimizers.registered),
@@ -177,12 +177,12 @@ class Steps:
         }
 
     def _meet(self, call: int, same: Mapping[str, object], problem: Exception | None) -> None:
-        """All data ranks make this call; see `Lockstep.agree`."""
+        """Agree with all data ranks on a call; see `Lockstep.agree`."""
         self._lockstep.agree(call, same={**same, **self._shared}, problem=problem, everywhere=True)
 
     def _meet_over(self, plan: StepPlan, trace: RoutingTrace, workload: Workload | None) -> Workload:
-        """All ranks adopt the same plan, which is right for what they have. Returns the load of the group."""
-        self._calls.need_to_be_between("adopt")
+        """Check that all ranks apply the same plan and that it fits their sequences. Returns the load of the group."""
+        self._calls.require_between_micro_steps("apply_plan")
         problem = _problem(self._check_plan, plan, trace)
         same: dict[str, object] = {"the plan": plan.hash, **self._shared}
         if self._settings.carries_out and not problem and self._experts.num_moved(plan.placement):
@@ -207,7 +207,7 @@ class Steps:
         if moved and not self._experts.optimizers.registered:
             raise InputError(
                 f"the plan moves {moved} experts to other homes; tell the session which optimizer trains them with "
-                "train_with(), so that its state can move along"
+                "register_optimizers(), so that its state can move along"
             )
         self._experts.check_move(plan.placement)
 
@@ -222,7 +222,7 @@ class Steps:
         predicted_gain: float = 0.0,
         planning_s: float = 0.0,
     ) -> PlanReport:
-        """Make ready for the micro-steps of a plan that is right: experts at their homes, room for what it needs."""
+        """Prepare the micro-steps of a checked plan: move experts, reserve memory."""
         experts, runs = self._experts, self._settings.carries_out
         before, after = workload.home_loads(experts.placement.home), plan.rank_loads(workload)
         moved = experts.num_moved(plan.placement)
@@ -258,11 +258,15 @@ class Steps:
         )
 
     def _begin(self, call: int, index: int, knows: bool = True, problem: Exception | None = None) -> bool:
-        """All ranks begin the same micro-step; bring changed weights to their copies. Do all know its sequences?"""
-        self._calls.need_to_be_between("a micro-step")
+        """Agree on the micro-step with the other ranks, and refresh copies of changed weights.
+
+        Returns:
+            Whether all ranks have the sequences that were planned.
+        """
+        self._calls.require_between_micro_steps("a micro-step")
         if torch.is_grad_enabled():
             self._calls.accumulation.begin_forward()
-        changed, trained, broken = self._experts.look()
+        changed, trained, broken = self._experts.compare()
         same = {"gradients enabled": torch.is_grad_enabled(), "trained expert tensors": trained}
         votes_RV = self._lockstep.agree(
             call, micro_step=index, same=same, votes=(changed, knows), problem=problem or broken
@@ -315,7 +319,7 @@ class Steps:
 
 
 def _problem(check: Callable[..., None], *args: Any) -> Exception | None:
-    """What a check raises, to be raised on all ranks."""
+    """The error that a check raises, or None."""
     try:
         check(*args)
     except (InputError, RuntimeError) as error:

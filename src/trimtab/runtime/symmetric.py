@@ -93,7 +93,7 @@ def _like(layers: Sequence[HomeExperts]) -> list[tuple[torch.Size, torch.dtype]]
 
 
 def _within_reach(topology: Topology, device: torch.device) -> bool:
-    """Can the ranks of every node map each other's GPU memory? The same answer on all ranks."""
+    """Whether the ranks of every node can map each other's GPU memory. The same on all ranks."""
     host = socket.gethostname()
     places: list[tuple[str, int]] = [("", 0)] * topology.ranks_per_node
     dist.all_gather_object(places, (host, device.index), group=topology.node_control)

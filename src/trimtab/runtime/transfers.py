@@ -21,7 +21,7 @@ from trimtab.runtime.weight_watch import WeightWatch
 
 
 class Transfers:
-    """The ways of replicas: weights out through the ring, gradients home. Methods are collective.
+    """Replica transfers: weights to slots, gradients to home ranks. Methods are collective.
 
     Args:
         layers: all of the session's.
@@ -92,7 +92,7 @@ class Transfers:
 
     def refresh(self) -> None:
         """Bring changed weights into staging memory and to where replicas are copied from."""
-        self.ring.settle()
+        self.ring.quiesce()
         for layer in self.layers:
             layer.stage()
         self.ring.refresh()

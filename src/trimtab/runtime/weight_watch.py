@@ -43,7 +43,7 @@ class WeightWatch:
         self.steps = 0
         self._samples: list[list[torch.Tensor]] = []
 
-    def look(self, announced: bool) -> tuple[bool, list[bool], Exception | None]:
+    def compare(self, announced: bool) -> tuple[bool, list[bool], Exception | None]:
         """Compare the parameters with what they were.
 
         Args:

@@ -74,9 +74,9 @@ def measure_planned_layer(
             output.backward(gradient)
         return [output.detach(), *(leaf.grad for leaf in (hidden, *parameters) if leaf.grad is not None)]
 
-    session.adopt_plan(plan.without_replicas(), trace)
+    session.apply_step_plan(plan.without_replicas(), trace)
     expected = run()
-    session.adopt_plan(plan, trace)
+    session.apply_step_plan(plan, trace)
     run()
     waits = "not a GPU"
     if device.type == "cuda":
