@@ -141,7 +141,7 @@ def plan(state: dict[str, Any], seed: int, moves: bool, mode: str) -> None:
     layers, ranks = len(session.layers), session.num_ranks
     trace = random_trace(
         rng, num_sequences=6, max_length=8, num_layers=layers, num_experts=session.num_experts,
-        top_k=loop.model.moe_blocks()[0].top_k, unknown=float(rng.choice([0.0, 0.0, 0.3])),
+        top_k=loop.model.moe_blocks()[0].top_k, unknown=0.3 if seed % 3 == 1 else 0.0,
     )  # fmt: skip
     schedule = random_schedule(rng, 6, num_ranks=ranks, num_micro_steps=MICRO_STEPS)
     session.mode = mode  # type: ignore[assignment]

@@ -11,8 +11,35 @@ from typing import Any
 
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+from torch.utils.hooks import RemovableHandle
 
 Step = Callable[[bool], None]
+
+
+_watches: weakref.WeakSet[OptimizerWatch] = weakref.WeakSet()
+_handles: list[RemovableHandle] = []
+
+
+def _watch(watch: OptimizerWatch) -> None:
+    """Let all optimizer steps call it, for as long as it exists.
+
+    The hooks are registered once and stay: a hook that is removed by garbage collection in the middle of an optimizer
+    step would change torch's dictionary of hooks while torch iterates over it.
+    """
+    _watches.add(watch)
+    if not _handles:
+        _handles.append(register_optimizer_step_pre_hook(_call_before))
+        _handles.append(register_optimizer_step_post_hook(_call_after))
+
+
+def _call_before(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+    for watch in list(_watches):
+        watch.before(optimizer)
+
+
+def _call_after(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+    for watch in list(_watches):
+        watch.after(optimizer)
 
 
 class OptimizerWatch:
@@ -30,20 +57,15 @@ class OptimizerWatch:
         self.registered: list[torch.optim.Optimizer] = []
         self._experts = experts
         self._before, self._after = before, after
-        watch_ref = weakref.ref(self)
+        _watch(self)
 
-        def call_before(optimizer: torch.optim.Optimizer, *_: Any) -> None:
-            watch = watch_ref()
-            if watch is not None:
-                watch._before(watch._holds_experts(optimizer))
+    def before(self, optimizer: torch.optim.Optimizer) -> None:
+        """An optimizer is about to step."""
+        self._before(self._holds_experts(optimizer))
 
-        def call_after(optimizer: torch.optim.Optimizer, *_: Any) -> None:
-            watch = watch_ref()
-            if watch is not None:
-                watch._after(watch._holds_experts(optimizer))
-
-        for handle in (register_optimizer_step_pre_hook(call_before), register_optimizer_step_post_hook(call_after)):
-            weakref.finalize(self, handle.remove)
+    def after(self, optimizer: torch.optim.Optimizer) -> None:
+        """An optimizer has stepped."""
+        self._after(self._holds_experts(optimizer))
 
     def _holds_experts(self, optimizer: torch.optim.Optimizer) -> bool:
         if optimizer in self.registered:
