@@ -10,9 +10,9 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from trimtab.api.analysis import AnalysisResult, analyze
-    from trimtab.api.planning import PlanResult, plan
-    from trimtab.api.simulation import SimulationResult, simulate
+    from trimtab.api.analyze import AnalysisResult, analyze
+    from trimtab.api.plan import PlanResult, plan
+    from trimtab.api.simulate import SimulationResult, simulate
     from trimtab.cluster import ClusterSpec, ModelSpec
     from trimtab.errors import InputError
     from trimtab.planner import Placement, Schedule, StepPlan, Workload
@@ -42,9 +42,9 @@ __all__ = [
 __version__ = "0.1.0"
 
 _MODULES = {
-    "api.analysis": ("AnalysisResult", "analyze"),
-    "api.planning": ("PlanResult", "plan"),
-    "api.simulation": ("SimulationResult", "simulate"),
+    "api.analyze": ("AnalysisResult", "analyze"),
+    "api.plan": ("PlanResult", "plan"),
+    "api.simulate": ("SimulationResult", "simulate"),
     "cluster": ("ClusterSpec", "ModelSpec"),
     "errors": ("InputError",),
     "planner": ("Placement", "Schedule", "StepPlan", "Workload"),

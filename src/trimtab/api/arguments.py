@@ -14,17 +14,16 @@ from trimtab.trace import RoutingTrace
 ModelSource = ModelSpec | str | os.PathLike[str]
 
 
-def check_whole(least: int, **values: SupportsIndex | None) -> None:
-    """Raise InputError unless every value is None or an integer of at least `least`."""
+def check_whole(least: int, **values: object) -> None:
+    """Raise InputError unless every value is an integer of at least `least`."""
     for name, value in values.items():
-        if value is None:
-            continue
-        try:
-            right = operator.index(value) >= least
-        except TypeError:
-            right = False
-        if not right:
+        if not isinstance(value, SupportsIndex) or operator.index(value) < least:
             raise InputError(f"{name}: {value!r} should be a whole number of at least {least}")
+
+
+def check_optional(least: int, **values: object) -> None:
+    """The same of values that may be None."""
+    check_whole(least, **{name: value for name, value in values.items() if value is not None})
 
 
 def check_choice(name: str, value: str, choices: Iterable[str]) -> None:

@@ -13,6 +13,7 @@ from trimtab.api.arguments import (
     check_choice,
     check_model,
     check_one_size,
+    check_optional,
     check_whole,
     model_of,
     numbers,
@@ -169,7 +170,7 @@ class SimulationResult:
 def simulate(
     trace: RoutingTrace | Source,
     *,
-    policies: Sequence[str] = DEFAULT_POLICIES,
+    policies: str | Sequence[str] = DEFAULT_POLICIES,
     cluster: str | os.PathLike[str] = "h100x8",
     model: ModelSource | None = None,
     ranks: int | Sequence[int] = 16,
@@ -189,7 +190,7 @@ def simulate(
 
     Args:
         trace: a `RoutingTrace`, a path (file, folder or pattern), or a list of paths.
-        policies: names of `trimtab.policies.POLICIES`; `static` and `balanced` always run.
+        policies: a name or names of `trimtab.policies.POLICIES`; `static` and `balanced` always run.
         cluster: kind of nodes: a preset's name or a TOML file.
         model: a `ModelSpec`, a preset's name, a config.json or a checkpoint; by default a preset like the trace.
         ranks: ranks of a group; several for a sweep.
@@ -210,19 +211,22 @@ def simulate(
             not of the model, or does not fit the ranks or the token budget.
     """
     check_one_size(token_budget, micro_steps)
-    sizes = [None] if token_budget else numbers(DEFAULT_MICRO_STEPS if micro_steps is None else micro_steps)
+    sizes = [None] if token_budget is not None else numbers(DEFAULT_MICRO_STEPS if micro_steps is None else micro_steps)
     every = list(itertools.product(numbers(ranks), numbers(slots), sizes))
     if not every:
         raise InputError("ranks, slots and micro_steps: expected at least one number each")
     for case_ranks, case_slots, size in every:
-        check_whole(1, ranks=case_ranks, micro_steps=size)
+        check_whole(1, ranks=case_ranks)
         check_whole(0, slots=case_slots)
-    check_whole(1, ranks_per_node=ranks_per_node, token_budget=token_budget, mini_batches=mini_batches, groups=groups)
-    check_whole(0, step=step)
+        check_optional(1, micro_steps=size)
+    check_whole(1, mini_batches=mini_batches, groups=groups)
+    check_optional(1, ranks_per_node=ranks_per_node, token_budget=token_budget)
+    check_optional(0, step=step)
     check_choice("groups_meet", groups_meet, GROUPS_MEET)
-    for name in policies:
+    asked = [policies] if isinstance(policies, str) else policies
+    for name in asked:
         check_choice("policies", name, POLICIES)
-    names = [name for name in POLICIES if name in (*policies, *NEEDED)]
+    names = [name for name in POLICIES if name in (*asked, *NEEDED)]
 
     reader = open_trace(trace)
     if not reader.facts.lengths.any():

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from trimtab.api.arguments import ModelSource, check_choice, check_model, check_whole, model_of
+from trimtab.api.arguments import ModelSource, check_choice, check_model, check_optional, check_whole, model_of
 from trimtab.cluster import ClusterSpec
 from trimtab.errors import InputError
 from trimtab.planner import Placement, SequenceCounts, StepPlan, Workload, pack_by_length
@@ -220,8 +220,10 @@ def plan(
         InputError: one line, if an argument is out of range or the trace can't be read, is empty, has no such step, is
             not of the model, or does not fit the ranks or the token budget.
     """
-    check_whole(1, ranks=ranks, ranks_per_node=ranks_per_node, token_budget=token_budget)
-    check_whole(0, slots=slots, step=step)
+    check_whole(1, ranks=ranks, token_budget=token_budget)
+    check_whole(0, slots=slots)
+    check_optional(1, ranks_per_node=ranks_per_node)
+    check_optional(0, step=step)
     check_choice("policy", policy, sorted(POLICIES))
     cluster = ClusterSpec(ranks, ranks_per_node or ranks, slots)
     reader = open_trace(trace)

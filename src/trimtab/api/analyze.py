@@ -12,7 +12,7 @@ from trimtab.analysis import Analysis, count_trace
 from trimtab.analysis import analyze as analyze_counts
 from trimtab.analysis.analysis import figures
 from trimtab.analysis.answer import answer, cost, where
-from trimtab.api.arguments import ModelSource, check_model, check_one_size, check_whole, model_of
+from trimtab.api.arguments import ModelSource, check_model, check_one_size, check_optional, model_of
 from trimtab.cluster import ModelSpec, load_cluster, model_like
 from trimtab.errors import InputError
 from trimtab.report.analysis_sections import setting_facts
@@ -123,8 +123,8 @@ def analyze(
         InputError: one line, if an argument is out of range or the trace can't be read, is empty, has no such step, is
             not of the model, or does not fit the ranks or the token budget.
     """
-    check_whole(1, ranks=ranks, ranks_per_node=ranks_per_node, token_budget=token_budget, micro_steps=micro_steps)
-    check_whole(0, step=step)
+    check_optional(1, ranks=ranks, ranks_per_node=ranks_per_node, token_budget=token_budget, micro_steps=micro_steps)
+    check_optional(0, step=step)
     check_one_size(token_budget, micro_steps)
     reader = open_trace(trace)
     ranks = _ranks(reader.empty, ranks, reader.name)
