@@ -12,7 +12,7 @@ from trimtab.analysis import Analysis, count_trace
 from trimtab.analysis import analyze as analyze_counts
 from trimtab.analysis.analysis import figures
 from trimtab.analysis.answer import answer, cost, where
-from trimtab.api.arguments import ModelSource, check_model, check_one_size, check_optional, model_of
+from trimtab.api.arguments import ModelSource, check_model, check_one_size, check_optional, counted, model_of
 from trimtab.cluster import ModelSpec, load_cluster, model_like
 from trimtab.errors import InputError
 from trimtab.report.analysis_sections import setting_facts
@@ -56,9 +56,9 @@ class AnalysisResult:
         write_html(self.report, path)
 
     def __repr__(self) -> str:
-        counted = self.analysis.counted
+        size = counted(self.analysis.counted.num_micro_steps, "micro-step")
         lines = [
-            f"AnalysisResult: {self.source}, {counted.num_micro_steps} micro-steps on {self.analysis.ranks} ranks",
+            f"AnalysisResult: {self.source}, {size} on {counted(self.analysis.ranks, 'rank')}",
             answer(self.analysis),
             cost(self.analysis),
         ]
@@ -131,11 +131,11 @@ def analyze(
     per_node = ranks_per_node or (USUAL_RANKS_PER_NODE if ranks % USUAL_RANKS_PER_NODE == 0 else ranks)
     spec = load_cluster(cluster, ranks=ranks, slots_per_rank=0, ranks_per_node=per_node)
     priced = _model(reader.empty, model, reader.name)
-    counted = count_trace(
+    counts = count_trace(
         reader, ranks=ranks, token_budget=token_budget, micro_steps=micro_steps, step=step, progress=progress
     )
     analysis = analyze_counts(
-        counted, ranks=ranks, ranks_per_node=per_node, cluster=spec if priced else None, model=priced
+        counts, ranks=ranks, ranks_per_node=per_node, cluster=spec if priced else None, model=priced
     )
     return AnalysisResult(reader.name, tuple(reader.files), analysis)
 

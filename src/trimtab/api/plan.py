@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from trimtab.api.arguments import ModelSource, check_choice, check_model, check_optional, check_whole, model_of
+from trimtab.api.arguments import ModelSource, check_choice, check_model, check_optional, check_whole, counted, model_of
 from trimtab.cluster import ClusterSpec
 from trimtab.errors import InputError
 from trimtab.planner import Placement, SequenceCounts, StepPlan, Workload, pack_by_length
@@ -167,10 +167,12 @@ class PlanResult:
         }
 
     def __repr__(self) -> str:
+        moves = self.moves_inside_nodes + self.moves_between_nodes
         return (
-            f"PlanResult: {self.title}, {self.cluster.ranks} ranks, {self.plan.num_micro_steps} micro-steps\n"
+            f"PlanResult: {self.title}, {counted(self.cluster.ranks, 'rank')}\n"
             f"  {self._answer}\n"
-            f"  {self.plan.num_replicas:,} replicas, {self.moves_inside_nodes + self.moves_between_nodes:,} homes moved"
+            f"  {counted(self.plan.num_micro_steps, 'micro-step')}, {counted(self.plan.num_replicas, 'replica')}, "
+            f"{counted(moves, 'home')} moved"
         )
 
     def _repr_html_(self) -> str:
@@ -236,7 +238,7 @@ def plan(
     _plan(POLICIES[policy], SequenceCounts.from_trace(few), homes, cluster, token_budget)  # compiles
     start = time.perf_counter()
     sequences = SequenceCounts.from_trace(chosen)
-    counted = time.perf_counter()
+    counting_ended = time.perf_counter()
     view, made = _plan(POLICIES[policy], sequences, homes, cluster, token_budget)
     planned = time.perf_counter()
     before, after = Workload.from_sequences(sequences, view.schedule), Workload.from_sequences(sequences, made.schedule)
@@ -264,8 +266,8 @@ def plan(
         cross_node_before=int(cross_node_rows(POLICIES["static"].plan(view), before).sum()) / rows,
         cross_node_after=int(cross_node_rows(made, after).sum()) / rows,
         weight_bytes_per_micro_step=made.num_replicas * spec.expert_bytes / made.num_micro_steps if spec else None,
-        counting_s=counted - start,
-        planning_s=planned - counted,
+        counting_s=counting_ended - start,
+        planning_s=planned - counting_ended,
         mixed_instances=int(np.count_nonzero(made.mixed_ML)),
         unknown_row_fraction=int(after.unknown_MLR.sum()) / rows,
     )

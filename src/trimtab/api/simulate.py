@@ -210,23 +210,12 @@ def simulate(
         InputError: one line, if an argument is out of range or the trace can't be read, is empty, has no such step, is
             not of the model, or does not fit the ranks or the token budget.
     """
-    check_one_size(token_budget, micro_steps)
-    sizes = [None] if token_budget is not None else numbers(DEFAULT_MICRO_STEPS if micro_steps is None else micro_steps)
-    every = list(itertools.product(numbers(ranks), numbers(slots), sizes))
-    if not every:
-        raise InputError("ranks, slots and micro_steps: expected at least one number each")
-    for case_ranks, case_slots, size in every:
-        check_whole(1, ranks=case_ranks)
-        check_whole(0, slots=case_slots)
-        check_optional(1, micro_steps=size)
+    every = _combinations(ranks, slots, micro_steps, token_budget)
+    names = _names(policies)
     check_whole(1, mini_batches=mini_batches, groups=groups)
-    check_optional(1, ranks_per_node=ranks_per_node, token_budget=token_budget)
+    check_optional(1, ranks_per_node=ranks_per_node)
     check_optional(0, step=step)
     check_choice("groups_meet", groups_meet, GROUPS_MEET)
-    asked = [policies] if isinstance(policies, str) else policies
-    for name in asked:
-        check_choice("policies", name, POLICIES)
-    names = [name for name in POLICIES if name in (*asked, *NEEDED)]
 
     reader = open_trace(trace)
     if not reader.facts.lengths.any():
@@ -234,7 +223,7 @@ def simulate(
     chosen, earlier = step_of(reader.read(), step)
     spec = model_like(chosen.num_experts, chosen.top_k, chosen.num_layers) if model is None else model_of(model)
     check_model(reader.name, chosen, spec)
-    for case_ranks in numbers(ranks):
+    for case_ranks, _, _ in every:
         if chosen.num_experts % case_ranks:
             raise InputError(f"--ranks {case_ranks} doesn't divide the {chosen.num_experts} experts of {reader.name}")
     clusters = [
@@ -265,3 +254,35 @@ def simulate(
         cases.append(SimulatedCase(case_ranks, case_slots, size, situation, outcomes))
     progress(names[-1], total, total)
     return SimulationResult(reader.name, chosen, tuple(cases))
+
+
+def _combinations(
+    ranks: int | Sequence[int],
+    slots: int | Sequence[int],
+    micro_steps: int | Sequence[int] | None,
+    token_budget: int | None,
+) -> list[tuple[int, int, int | None]]:
+    """Ranks, slots and micro-steps (None with a token budget) of every case."""
+    check_one_size(token_budget, micro_steps)
+    check_optional(1, token_budget=token_budget)
+    sizes: list[int | None] = [None]
+    if token_budget is None:
+        sizes = [*numbers(DEFAULT_MICRO_STEPS if micro_steps is None else micro_steps)]
+        for size in sizes:
+            check_whole(1, micro_steps=size)
+    for each in numbers(ranks):
+        check_whole(1, ranks=each)
+    for each in numbers(slots):
+        check_whole(0, slots=each)
+    found = list(itertools.product(numbers(ranks), numbers(slots), sizes))
+    if not found:
+        raise InputError("ranks, slots and micro_steps: expected at least one number each")
+    return found
+
+
+def _names(policies: str | Sequence[str]) -> list[str]:
+    """The balancers to run, in the order of `POLICIES`."""
+    asked = [policies] if isinstance(policies, str) else policies
+    for name in asked:
+        check_choice("policies", name, POLICIES)
+    return [name for name in POLICIES if name in (*asked, *NEEDED)]
