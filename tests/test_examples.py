@@ -1,4 +1,4 @@
-"""The examples run as they say, alone and under torchrun."""
+"""The examples run as they say: the one at the root without torch, the others alone and under torchrun."""
 
 from __future__ import annotations
 
@@ -7,7 +7,8 @@ import subprocess
 import sys
 from pathlib import Path
 
-EXAMPLES = Path(__file__).parents[1] / "examples"
+ROOT = Path(__file__).parents[1]
+EXAMPLES = ROOT / "examples"
 STEP = re.compile(r"step \d+: .*loss (\S+), (\d+) replicas, max_vio (\S+) before, (\S+) planned")
 
 
@@ -33,3 +34,20 @@ def test_a_layer_of_ones_own_learns_and_is_balanced_under_torchrun() -> None:
     assert steps[-1][0] < steps[0][0] / 2
     assert sum(replicas for _, replicas, _, _ in steps) > 0
     assert all(after < before for _, _, before, after in steps)
+
+
+def test_the_first_example_plans_a_trace_without_torch() -> None:
+    path = ROOT / "example.py"
+    assert len(path.read_text().splitlines()) <= 40
+    program = (
+        f"import runpy, sys; sys.modules['torch'] = None; runpy.run_path({str(path)!r}, run_name='__main__'); "
+        "assert sys.modules['torch'] is None"
+    )
+    result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    assert result.returncode == 0, result.stderr
+    printed, table = result.stdout.split("layer  static  planned\n")
+    assert "AnalysisResult: trace in memory" in printed
+    assert "PlanResult: trace in memory" in printed
+    rows = [line.split() for line in table.splitlines()]
+    assert [layer for layer, _, _ in rows] == ["0", "1", "2", "3"]
+    assert all(float(planned) < 1.05 < 1.3 < float(static) for _, static, planned in rows)

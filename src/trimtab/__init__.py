@@ -1,43 +1,63 @@
 """Trimtab: expert load balancing for MoE models in RL post-training, planned from routing that is already known.
 
-`import trimtab` brings the laptop half (traces, planning, prediction), each name as it is first asked for. The half
-that runs models is imported by name, `trimtab.runtime` and `trimtab.integrations`, and needs torch.
+`plan`, `simulate` and `analyze` compute what the commands of these names print, from a trace or its files.
+
+`import trimtab` loads nothing; every name is imported when it is first used. The part that runs models is imported by
+name, `trimtab.runtime` and `trimtab.integrations`, and needs torch.
 """
 
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from trimtab.api.analyze import AnalysisResult, analyze
+    from trimtab.api.plan import PlanResult, plan
+    from trimtab.api.simulate import SimulationResult, simulate
     from trimtab.cluster import ClusterSpec, ModelSpec
     from trimtab.errors import InputError
     from trimtab.planner import Placement, Schedule, StepPlan, Workload
     from trimtab.trace import Known, RoutingTrace, TraceReader, TraceWriter, read_trace, write_trace
 
 __all__ = [
+    "AnalysisResult",
     "ClusterSpec",
     "InputError",
     "Known",
     "ModelSpec",
     "Placement",
+    "PlanResult",
     "RoutingTrace",
     "Schedule",
+    "SimulationResult",
     "StepPlan",
     "TraceReader",
     "TraceWriter",
     "Workload",
+    "analyze",
+    "plan",
     "read_trace",
+    "simulate",
     "write_trace",
 ]
 __version__ = "0.1.0"
 
-_FOLDERS = {"cluster": ("ClusterSpec", "ModelSpec"), "errors": ("InputError",)} | {
+_MODULES = {
+    "api.analyze": ("AnalysisResult", "analyze"),
+    "api.plan": ("PlanResult", "plan"),
+    "api.simulate": ("SimulationResult", "simulate"),
+    "cluster": ("ClusterSpec", "ModelSpec"),
+    "errors": ("InputError",),
     "planner": ("Placement", "Schedule", "StepPlan", "Workload"),
     "trace": ("Known", "RoutingTrace", "TraceReader", "TraceWriter", "read_trace", "write_trace"),
 }
 
 
 def __getattr__(name: str) -> Any:
-    for folder, names in _FOLDERS.items():
+    for module, names in _MODULES.items():
         if name in names:
-            return getattr(import_module(f"{__name__}.{folder}"), name)
+            return getattr(import_module(f"{__name__}.{module}"), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

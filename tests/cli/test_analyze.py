@@ -13,7 +13,7 @@ import pytest
 
 from helpers.traces import odd_trace
 from trimtab import InputError, RoutingTrace, write_trace
-from trimtab.cli.analyze import _model
+from trimtab.api.analyze import _model
 from trimtab.cli.main import main
 from trimtab.trace import synthesize
 

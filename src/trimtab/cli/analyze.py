@@ -1,4 +1,4 @@
-"""`trimtab analyze`: is imbalance costing me, where, and would foresight help?"""
+"""`trimtab analyze`: what expert imbalance costs in a trace, where, and whether known routing would help."""
 
 from __future__ import annotations
 
@@ -9,18 +9,9 @@ from typing import Any
 from rich.console import Console
 from rich.progress import BarColumn, TextColumn, TimeElapsedColumn
 
-from trimtab.analysis import CountedTrace, analyze, count_trace
-from trimtab.analysis.analysis import figures
-from trimtab.cli.options import add_trace, check_model, check_outputs, positive, progress_bar, whole, write_json
-from trimtab.cluster import ModelSpec, load_cluster, load_model, model_like
-from trimtab.errors import InputError
+from trimtab.api.analyze import USUAL_RANKS, AnalysisResult, analyze
+from trimtab.cli.options import add_trace, check_outputs, positive, progress_bar, whole, write_json
 from trimtab.report.analysis_tables import analysis_tables
-from trimtab.report.content import AnalysisReport
-from trimtab.report.html import write_html
-from trimtab.trace import RoutingTrace, TraceReader
-
-USUAL_RANKS = 8
-USUAL_RANKS_PER_NODE = 8
 
 
 def add(commands: Any) -> None:
@@ -56,65 +47,32 @@ def add(commands: Any) -> None:
 
 def run(options: argparse.Namespace) -> None:
     check_outputs(options.json, options.html)
-    reader = TraceReader(options.trace)
-    ranks = _ranks(reader.empty, options.ranks, reader.name)
-    per_node = options.ranks_per_node or (USUAL_RANKS_PER_NODE if ranks % USUAL_RANKS_PER_NODE == 0 else ranks)
-    cluster = load_cluster(options.cluster, ranks=ranks, slots_per_rank=0, ranks_per_node=per_node)
-    model = _model(reader.empty, options.model, reader.name)
-    console = Console(highlight=False)
-    counted = _count(reader, ranks, options)
-    analysis = analyze(counted, ranks=ranks, ranks_per_node=per_node, cluster=cluster if model else None, model=model)
-    report = AnalysisReport(reader.name, analysis)
+    result = _analyze(options)
     if options.json:
-        write_json(
-            options.json,
-            {"schema": "trimtab-analyze-1", "trace": [str(file) for file in reader.files]} | figures(analysis),
-        )
+        write_json(options.json, result.figures())
     if options.html:
-        write_html(report, options.html)
-    for part in analysis_tables(report):
+        result.write_html(options.html)
+    console = Console(highlight=False)
+    for part in analysis_tables(result.report):
         console.print(part)
     if options.ranks is None:
-        console.print(f"For {ranks} ranks, since --ranks is not given.")
+        console.print(f"For {result.analysis.ranks} ranks, since --ranks is not given.")
     if options.html:
         console.print(f"page: {options.html}")
 
 
-def _count(reader: TraceReader, ranks: int, options: argparse.Namespace) -> CountedTrace:
+def _analyze(options: argparse.Namespace) -> AnalysisResult:
     columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
     with progress_bar(*columns) as progress:
         task = progress.add_task("counting", total=None)
-        return count_trace(
-            reader,
-            ranks=ranks,
+        return analyze(
+            options.trace,
+            ranks=options.ranks,
+            ranks_per_node=options.ranks_per_node,
             token_budget=options.token_budget,
             micro_steps=options.micro_steps,
             step=options.step,
+            cluster=options.cluster,
+            model=options.model or None,
             progress=lambda done, total: progress.update(task, completed=done, total=total),
         )
-
-
-def _ranks(empty: RoutingTrace, asked: int | None, name: str) -> int:
-    """As asked, or the usual number, or the largest below that divides the experts."""
-    if asked is None:
-        return max(ranks for ranks in range(1, USUAL_RANKS + 1) if empty.num_experts % ranks == 0)
-    if empty.num_experts % asked:
-        divisors = [str(ranks) for ranks in range(1, empty.num_experts + 1) if empty.num_experts % ranks == 0]
-        raise InputError(
-            f"--ranks {asked} doesn't divide the {empty.num_experts} experts of {name}; "
-            f"use one of {', '.join(divisors)}"
-        )
-    return asked
-
-
-def _model(empty: RoutingTrace, asked: str | None, name: str) -> ModelSpec | None:
-    """The model to price with. One that is asked for must fit; one that is guessed may be none."""
-    if asked is None:
-        try:
-            model = model_like(empty.num_experts, empty.top_k, empty.num_layers)
-        except InputError:
-            return None
-        return model if empty.num_layers <= model.moe_layers else None
-    model = load_model(asked)
-    check_model(name, empty, model)
-    return model

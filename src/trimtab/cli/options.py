@@ -8,18 +8,13 @@ import json
 import os
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from rich.console import Console
 from rich.progress import Progress, ProgressColumn
 
 from trimtab.errors import InputError
 from trimtab.files import write_whole
-
-# Commands without a trace need not wait for what reads one.
-if TYPE_CHECKING:
-    from trimtab.cluster import ModelSpec
-    from trimtab.trace import RoutingTrace
 
 
 def positive(text: str) -> int:
@@ -51,15 +46,6 @@ def add_trace(parser: argparse.ArgumentParser) -> None:
         metavar="TRACE",
         help="routing trace (.parquet); several files, folders or patterns are one trace",
     )
-
-
-def check_model(name: str, trace: RoutingTrace, model: ModelSpec) -> None:
-    """Raise InputError unless the trace, which `name` stands for, can be of the model; it may lack layers."""
-    if (model.num_experts, model.top_k) != (trace.num_experts, trace.top_k) or trace.num_layers > model.moe_layers:
-        raise InputError(
-            f"{name} is not of model {model.name}: the trace has {trace.shape_text}, the model {model.moe_layers} MoE "
-            f"layers, {model.num_experts} experts, top-{model.top_k}"
-        )
 
 
 def need_extra(*modules: str, extra: str = "train") -> None:

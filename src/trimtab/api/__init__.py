@@ -1,0 +1,1 @@
+"""`trimtab.plan`, `trimtab.simulate` and `trimtab.analyze`: what the commands of these names compute, from Python."""

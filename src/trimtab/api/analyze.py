@@ -1,0 +1,166 @@
+"""`trimtab.analyze`: what expert imbalance costs in a trace, where, and whether known routing would help."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from trimtab.analysis import Analysis, count_trace
+from trimtab.analysis import analyze as analyze_counts
+from trimtab.analysis.analysis import figures
+from trimtab.analysis.answer import answer, cost, where
+from trimtab.api.arguments import ModelSource, check_model, check_one_size, check_optional, counted, model_of
+from trimtab.cluster import ModelSpec, load_cluster, model_like
+from trimtab.errors import InputError
+from trimtab.report.analysis_sections import setting_facts
+from trimtab.report.content import AnalysisReport
+from trimtab.report.elements import number
+from trimtab.report.html import write_html
+from trimtab.report.notebook import notebook_html, notebook_table
+from trimtab.trace import RoutingTrace
+from trimtab.trace.memory import open_trace
+from trimtab.trace.store import Source
+
+USUAL_RANKS = 8
+USUAL_RANKS_PER_NODE = 8
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class AnalysisResult:
+    """Figures of a trace on given ranks with contiguous homes.
+
+    Attributes:
+        source: the trace's file or files, for people.
+        files: the trace's files, in their order; none if it was in memory.
+        analysis: all figures; `Analysis` documents them.
+    """
+
+    source: str
+    files: tuple[Path, ...]
+    analysis: Analysis
+
+    @property
+    def report(self) -> AnalysisReport:
+        """The page's content."""
+        return AnalysisReport(self.source, self.analysis)
+
+    def figures(self) -> dict[str, Any]:
+        """What `trimtab analyze --json` writes."""
+        return {"schema": "trimtab-analyze-1", "trace": [str(file) for file in self.files]} | figures(self.analysis)
+
+    def write_html(self, path: str | os.PathLike[str]) -> None:
+        """Write the page of `trimtab analyze --html`. Writes are atomic."""
+        write_html(self.report, path)
+
+    def __repr__(self) -> str:
+        size = counted(self.analysis.counted.num_micro_steps, "micro-step")
+        lines = [
+            f"AnalysisResult: {self.source}, {size} on {counted(self.analysis.ranks, 'rank')}",
+            answer(self.analysis),
+            cost(self.analysis),
+        ]
+        return "\n  ".join(filter(None, lines))
+
+    def _repr_html_(self) -> str:
+        analysis = self.analysis
+        spreads = [("ranks", analysis.total.max_vio)]
+        if analysis.nodes:
+            spreads.append(("nodes", analysis.nodes.max_vio))
+        return notebook_html(
+            self.report.title,
+            " ".join(filter(None, (answer(analysis), cost(analysis), where(analysis)))),
+            notebook_table(
+                "max_vio, max/mean - 1 of loads, over instances",
+                ("max_vio of", "mean", "p50", "p99", "worst"),
+                [
+                    (name, *(f"{value:.3f}" for value in (each.mean, each.p50, each.p99, each.worst)))
+                    for name, each in spreads
+                ],
+            ),
+            notebook_table(
+                "Would known routing help?",
+                ("placement", "expert time lost", "won back", "max/mean", "p99"),
+                [
+                    (way.about, f"{way.lost:.1%}", number(way.won_back, ".0%"), f"{way.max_over_mean:.3f}",
+                     f"{way.p99:.3f}")
+                    for way in analysis.foresight.ways
+                ],
+            ),
+            notebook_table("Setting", ("setting", "value"), setting_facts(self.report)),
+        )  # fmt: skip
+
+
+def analyze(
+    trace: RoutingTrace | Source,
+    *,
+    ranks: int | None = None,
+    ranks_per_node: int | None = None,
+    token_budget: int | None = None,
+    micro_steps: int | None = None,
+    step: int | None = None,
+    cluster: str | os.PathLike[str] = "h100x8",
+    model: ModelSource | None = None,
+    progress: Callable[[int, int], None] = lambda done, total: None,
+) -> AnalysisResult:
+    """Analyze a routing trace without planning it, as `trimtab analyze` does. Files may be larger than memory.
+
+    Args:
+        trace: a `RoutingTrace`, a path (file, folder or pattern), or a list of paths.
+        ranks: ranks of a group; by default 8, or the largest number below that divides the experts.
+        ranks_per_node: ranks that share a node; by default 8, or all.
+        token_budget: most tokens of a rank in a micro-step; by default 8192, or the longest sequence if that is more.
+        micro_steps: micro-steps of a step, instead of a token budget.
+        step: RL step of the trace; by default all.
+        cluster: kind of nodes, for seconds: a preset's name or a TOML file.
+        model: a `ModelSpec`, a preset's name, a config.json or a checkpoint; by default a preset like the trace, and
+            no figures in seconds if there is none.
+        progress: called with the number of sequences read and of all sequences.
+
+    Raises:
+        InputError: one line, if an argument is out of range or the trace can't be read, is empty, has no such step, is
+            not of the model, or does not fit the ranks or the token budget.
+    """
+    check_optional(1, ranks=ranks, ranks_per_node=ranks_per_node, token_budget=token_budget, micro_steps=micro_steps)
+    check_optional(0, step=step)
+    check_one_size(token_budget, micro_steps)
+    reader = open_trace(trace)
+    ranks = _ranks(reader.empty, ranks, reader.name)
+    per_node = ranks_per_node or (USUAL_RANKS_PER_NODE if ranks % USUAL_RANKS_PER_NODE == 0 else ranks)
+    spec = load_cluster(cluster, ranks=ranks, slots_per_rank=0, ranks_per_node=per_node)
+    priced = _model(reader.empty, model, reader.name)
+    counts = count_trace(
+        reader, ranks=ranks, token_budget=token_budget, micro_steps=micro_steps, step=step, progress=progress
+    )
+    analysis = analyze_counts(
+        counts, ranks=ranks, ranks_per_node=per_node, cluster=spec if priced else None, model=priced
+    )
+    return AnalysisResult(reader.name, tuple(reader.files), analysis)
+
+
+def _ranks(empty: RoutingTrace, asked: int | None, name: str) -> int:
+    """As asked, or the usual number, or the largest below that divides the experts."""
+    if asked is None:
+        return max(ranks for ranks in range(1, USUAL_RANKS + 1) if empty.num_experts % ranks == 0)
+    if empty.num_experts % asked:
+        divisors = [str(ranks) for ranks in range(1, empty.num_experts + 1) if empty.num_experts % ranks == 0]
+        raise InputError(
+            f"--ranks {asked} doesn't divide the {empty.num_experts} experts of {name}; "
+            f"use one of {', '.join(divisors)}"
+        )
+    return asked
+
+
+def _model(empty: RoutingTrace, asked: ModelSource | None, name: str) -> ModelSpec | None:
+    """The model to price with. One that is asked for must fit; one that is guessed may be none."""
+    if asked is None:
+        try:
+            model = model_like(empty.num_experts, empty.top_k, empty.num_layers)
+        except InputError:
+            return None
+        return model if empty.num_layers <= model.moe_layers else None
+    model = model_of(asked)
+    check_model(name, empty, model)
+    return model

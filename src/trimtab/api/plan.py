@@ -1,0 +1,287 @@
+"""`trimtab.plan`: a plan of one step of a trace, with the balance before and after."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import numpy as np
+
+from trimtab.api.arguments import ModelSource, check_choice, check_model, check_optional, check_whole, counted, model_of
+from trimtab.cluster import ClusterSpec
+from trimtab.errors import InputError
+from trimtab.planner import Placement, SequenceCounts, StepPlan, Workload, pack_by_length
+from trimtab.planner.bounds import gap_to_bound
+from trimtab.planner.paths import HOST
+from trimtab.planner.prediction import cross_node_rows
+from trimtab.policies import POLICIES, Policy, View, look
+from trimtab.report.notebook import notebook_html, notebook_table
+from trimtab.simulator import Balance, expert_time, summarise_balance
+from trimtab.trace import RoutingTrace, TraceReader
+from trimtab.trace.memory import open_trace
+from trimtab.trace.routing import Array
+from trimtab.trace.store import Source
+
+# Instances whose bound is solved.
+SAMPLED = 16
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class PlanResult:
+    """A plan of one step, and the balance of rank loads without and with it.
+
+    An instance is one layer of one micro-step: M micro-steps, L layers, R ranks. Balances are max/mean of rank loads,
+    over instances.
+
+    Attributes:
+        source: the trace's file or files, for people.
+        trace: the step's sequences; `plan.schedule` refers to them by index.
+        policy: the balancer's name, of `POLICIES`.
+        cluster: what was planned for.
+        token_budget: most tokens of a rank in a micro-step.
+        plan: schedule, placement, replicas and token split; `plan.save(path)` writes it.
+        loads_before_MLR: `[M, L, R]` int64 tokens with contiguous homes and no replicas. The policy's plan may have
+            another number of micro-steps.
+        loads_after_MLR: `[M, L, R]` int64 tokens under the plan.
+        balance_before, balance_after: max/mean of these loads.
+        expert_time_saved: part of the busiest ranks' tokens that the plan saves, 0 to 1; negative if it costs some.
+        gap_to_bound: the busiest rank's load over the least possible with these homes and slots, minus 1; mean of up
+            to 16 instances.
+        moves_inside_nodes, moves_between_nodes: homes that moved from contiguous ones.
+        far_replicas: replicas on another node than the home.
+        host_replicas: replicas whose weights come from host memory.
+        cross_node_before, cross_node_after: part of all rows that another node than their own computes, 0 to 1.
+        weight_bytes_per_micro_step: bytes of replica weights, all ranks together; None without a model.
+        counting_s, planning_s: seconds taken, without numba's compilation.
+        mixed_instances: instances with unknown routes.
+        unknown_row_fraction: part of all rows without a recorded route, 0 to 1.
+    """
+
+    source: str
+    trace: RoutingTrace
+    policy: str
+    cluster: ClusterSpec
+    token_budget: int
+    plan: StepPlan
+    loads_before_MLR: Array
+    loads_after_MLR: Array
+    balance_before: Balance
+    balance_after: Balance
+    expert_time_saved: float
+    gap_to_bound: float
+    moves_inside_nodes: int
+    moves_between_nodes: int
+    far_replicas: int
+    host_replicas: int
+    cross_node_before: float
+    cross_node_after: float
+    weight_bytes_per_micro_step: float | None
+    counting_s: float
+    planning_s: float
+    mixed_instances: int
+    unknown_row_fraction: float
+
+    @property
+    def title(self) -> str:
+        """Trace, step and balancer."""
+        return f"{self.source}, step {self.trace.steps[0]}, policy {self.policy}"
+
+    @property
+    def num_instances(self) -> int:
+        return self.plan.num_micro_steps * self.plan.num_layers
+
+    @property
+    def us_per_instance(self) -> float:
+        """Microseconds of planning for each instance."""
+        return self.planning_s / self.num_instances * 1e6
+
+    @property
+    def facts(self) -> list[tuple[str, str]]:
+        """Names and values, as `trimtab plan` prints them."""
+        trace, cluster, plan = self.trace, self.cluster, self.plan
+        rows = [
+            ("trace", f"{trace.num_tokens:,} tokens in {trace.num_sequences:,} sequences; {trace.shape_text}"),
+            (
+                "cluster",
+                f"{cluster.ranks} ranks, {cluster.ranks_per_node} a node, {cluster.slots_per_rank} slots a rank",
+            ),
+            ("schedule", f"{plan.num_micro_steps} micro-steps of up to {self.token_budget:,} tokens a rank"),
+            ("expert time saved", f"{self.expert_time_saved:.1%} (tokens of the busiest rank, summed over instances)"),
+            (
+                "gap to the bound",
+                f"{self.gap_to_bound:.2%} (busiest rank over the least for these homes and slots, {SAMPLED} instances)",
+            ),
+            (
+                "replicas",
+                f"{plan.num_replicas:,}, {plan.num_replicas / self.num_instances:.2f} an instance, "
+                f"{self.far_replicas:,} on other nodes, {self.host_replicas:,} from host memory",
+            ),
+            ("homes moved", f"{self.moves_inside_nodes:,} inside a node, {self.moves_between_nodes:,} to another"),
+            ("rows between nodes", f"{self.cross_node_before:.1%} before, {self.cross_node_after:.1%} planned"),
+            ("counting", f"{self.counting_s:.3f} s"),
+            ("planning", f"{self.planning_s:.3f} s, {self.us_per_instance:.0f} us an instance"),
+            ("plan", plan.hash),
+        ]
+        moved = self.weight_bytes_per_micro_step
+        if moved is not None:
+            rows.insert(6, ("weights moved", f"{moved / 1e6:,.1f} MB a micro-step, all ranks together"))
+        if self.mixed_instances:
+            rows.append(
+                (
+                    "unknown routes",
+                    f"{self.unknown_row_fraction:.1%} of rows, in {self.mixed_instances:,} of {self.num_instances:,} "
+                    "instances; their experts are estimated",
+                )
+            )
+        return rows
+
+    def figures(self) -> dict[str, Any]:
+        """What `trimtab plan --json` writes."""
+        plan = self.plan
+        return {
+            "schema": "trimtab-plan-1",
+            "trace": self.source,
+            "step": int(self.trace.steps[0]),
+            "policy": self.policy,
+            "cluster": asdict(self.cluster),
+            "token_budget": self.token_budget,
+            "micro_steps": plan.num_micro_steps,
+            "max_over_mean_before": asdict(self.balance_before),
+            "max_over_mean_after": asdict(self.balance_after),
+            "expert_time_saved": self.expert_time_saved,
+            "gap_to_bound_mean": self.gap_to_bound,
+            "moved_homes": self.moves_inside_nodes + self.moves_between_nodes,
+            "far_replicas": self.far_replicas,
+            "host_replicas": self.host_replicas,
+            "cross_node_token_fraction_before": self.cross_node_before,
+            "cross_node_token_fraction": self.cross_node_after,
+            "replicas": plan.num_replicas,
+            "replicas_per_instance": plan.num_replicas / self.num_instances,
+            "weight_bytes_per_micro_step": self.weight_bytes_per_micro_step,
+            "planning_s": self.planning_s,
+            "us_per_instance": self.us_per_instance,
+            "mixed_instances": self.mixed_instances,
+            "unknown_row_fraction": self.unknown_row_fraction,
+            "plan_hash": plan.hash,
+        }
+
+    def __repr__(self) -> str:
+        moves = self.moves_inside_nodes + self.moves_between_nodes
+        return (
+            f"PlanResult: {self.title}, {counted(self.cluster.ranks, 'rank')}\n"
+            f"  {self._answer}\n"
+            f"  {counted(self.plan.num_micro_steps, 'micro-step')}, {counted(self.plan.num_replicas, 'replica')}, "
+            f"{counted(moves, 'home')} moved"
+        )
+
+    def _repr_html_(self) -> str:
+        balances = [
+            (name, *(f"{value:.3f}" for value in (balance.mean, balance.p50, balance.p99, balance.max)))
+            for name, balance in (("static", self.balance_before), ("planned", self.balance_after))
+        ]
+        return notebook_html(
+            self.title,
+            self._answer,
+            notebook_table("Rank load, max / mean", ("max/mean of rank loads", "mean", "p50", "p99", "max"), balances),
+            notebook_table("Figures of the plan", ("figure", "value"), self.facts),
+        )
+
+    @property
+    def _answer(self) -> str:
+        return (
+            f"max/mean of rank loads, mean over instances: {self.balance_before.mean:.3f} before, "
+            f"{self.balance_after.mean:.3f} planned; expert time saved {self.expert_time_saved:.1%}"
+        )
+
+
+def plan(
+    trace: RoutingTrace | Source,
+    *,
+    ranks: int,
+    ranks_per_node: int | None = None,
+    slots: int = 2,
+    token_budget: int = 8192,
+    step: int | None = None,
+    policy: str = "trimtab",
+    model: ModelSource | None = None,
+) -> PlanResult:
+    """Plan one step of a routing trace for a cluster, as `trimtab plan` does.
+
+    Args:
+        trace: a `RoutingTrace`, a path (file, folder or pattern), or a list of paths.
+        ranks: ranks of the expert-parallel group.
+        ranks_per_node: ranks that share a node; by default all.
+        slots: replicas that a rank has room for in every layer.
+        token_budget: most tokens of a rank in a micro-step.
+        step: RL step to plan; by default the first in the trace.
+        policy: the balancer, a name of `trimtab.policies.POLICIES`.
+        model: to count bytes moved: a `ModelSpec`, a preset's name, a config.json or a checkpoint.
+
+    Raises:
+        InputError: one line, if an argument is out of range or the trace can't be read, is empty, has no such step, is
+            not of the model, or does not fit the ranks or the token budget.
+    """
+    check_whole(1, ranks=ranks, token_budget=token_budget)
+    check_whole(0, slots=slots)
+    check_optional(1, ranks_per_node=ranks_per_node)
+    check_optional(0, step=step)
+    check_choice("policy", policy, sorted(POLICIES))
+    cluster = ClusterSpec(ranks, ranks_per_node or ranks, slots)
+    reader = open_trace(trace)
+    chosen = _one_step(reader, step)
+    spec = model_of(model) if model is not None else None
+    if spec:
+        check_model(reader.name, chosen, spec)
+    homes = Placement.contiguous(chosen.num_layers, chosen.num_experts, cluster.ranks)
+    few = chosen.select(np.arange(min(chosen.num_sequences, cluster.ranks)))
+    _plan(POLICIES[policy], SequenceCounts.from_trace(few), homes, cluster, token_budget)  # compiles
+    start = time.perf_counter()
+    sequences = SequenceCounts.from_trace(chosen)
+    counting_ended = time.perf_counter()
+    view, made = _plan(POLICIES[policy], sequences, homes, cluster, token_budget)
+    planned = time.perf_counter()
+    before, after = Workload.from_sequences(sequences, view.schedule), Workload.from_sequences(sequences, made.schedule)
+    made.check(after)
+    loads_before, loads_after = before.home_loads(homes.home), made.rank_loads(after)
+    inside, between = (int(part.sum()) for part in homes.moves(made.placement, cluster.ranks_per_node))
+    rows = max(1, after.num_rows)
+    return PlanResult(
+        source=reader.name,
+        trace=chosen,
+        policy=policy,
+        cluster=cluster,
+        token_budget=token_budget,
+        plan=made,
+        loads_before_MLR=loads_before,
+        loads_after_MLR=loads_after,
+        balance_before=summarise_balance(loads_before),
+        balance_after=summarise_balance(loads_after),
+        expert_time_saved=1 - expert_time(loads_after) / max(1, expert_time(loads_before)),
+        gap_to_bound=gap_to_bound(made, after, SAMPLED),
+        moves_inside_nodes=inside,
+        moves_between_nodes=between,
+        far_replicas=int(np.count_nonzero(made.far_replicas)),
+        host_replicas=int(np.count_nonzero(made.replica_paths == HOST)),
+        cross_node_before=int(cross_node_rows(POLICIES["static"].plan(view), before).sum()) / rows,
+        cross_node_after=int(cross_node_rows(made, after).sum()) / rows,
+        weight_bytes_per_micro_step=made.num_replicas * spec.expert_bytes / made.num_micro_steps if spec else None,
+        counting_s=counting_ended - start,
+        planning_s=planned - counting_ended,
+        mixed_instances=int(np.count_nonzero(made.mixed_ML)),
+        unknown_row_fraction=int(after.unknown_MLR.sum()) / rows,
+    )
+
+
+def _plan(
+    policy: Policy, sequences: SequenceCounts, homes: Placement, cluster: ClusterSpec, token_budget: int
+) -> tuple[View, StepPlan]:
+    schedule = pack_by_length(sequences.lengths, num_ranks=cluster.ranks, token_budget=token_budget)
+    view = look(policy, sequences, schedule, homes, cluster, token_budget=token_budget)
+    return view, policy.plan(view)
+
+
+def _one_step(reader: TraceReader, step: int | None) -> RoutingTrace:
+    if not reader.facts.lengths.any():
+        raise InputError(f"{reader.name}: the trace is empty; there is nothing to plan")
+    return reader.read(int(reader.facts.steps.min()) if step is None else step)

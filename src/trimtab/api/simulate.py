@@ -1,0 +1,288 @@
+"""`trimtab.simulate`: step time of every balancer on a cluster, for one step of a trace."""
+
+from __future__ import annotations
+
+import itertools
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from trimtab.api.arguments import (
+    ModelSource,
+    check_choice,
+    check_model,
+    check_one_size,
+    check_optional,
+    check_whole,
+    model_of,
+    numbers,
+)
+from trimtab.cluster import load_cluster, model_like
+from trimtab.errors import InputError
+from trimtab.planner import SequenceCounts
+from trimtab.policies import POLICIES
+from trimtab.report.html import write_html
+from trimtab.report.notebook import notebook_html, notebook_table
+from trimtab.report.simulation import answer, policy_result, simulation_report
+from trimtab.simulator.comparison import (
+    Outcome,
+    Situation,
+    budget_for,
+    figures,
+    simulate_policy,
+    step_of,
+    trace_hash,
+)
+from trimtab.simulator.step import StepSettings
+from trimtab.trace import RoutingTrace
+from trimtab.trace.memory import open_trace
+from trimtab.trace.store import Source
+
+# The baseline, one of each kind of rival, ours, and the ideal; `trimtab.policies.POLICIES` has all.
+DEFAULT_POLICIES = ("static", "eplb_oracle", "llep", "ultraep", "feplb", "relibra", "trimtab", "balanced")
+# What is compared with everything: in every run, asked for or not.
+NEEDED = ("static", "balanced")
+DEFAULT_MICRO_STEPS = 8
+GROUPS_MEET = ("layer", "step")
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class SimulatedCase:
+    """One cluster and micro-step size, with what every balancer gives there.
+
+    Attributes:
+        ranks: of the expert-parallel group.
+        slots: replicas that a rank has room for.
+        micro_steps: that the step was to take; None if a token budget was given.
+        situation: cluster, model, routing and settings.
+        outcomes: plan, simulated step and memory by balancer, in the order of `POLICIES`.
+    """
+
+    ranks: int
+    slots: int
+    micro_steps: int | None
+    situation: Situation
+    outcomes: dict[str, Outcome]
+
+    @property
+    def text(self) -> str:
+        """The case in words."""
+        size = f", {self.micro_steps} micro-steps" if self.micro_steps else ""
+        return f"{self.ranks} ranks, {self.slots} slots{size}"
+
+    def figures(self) -> dict[str, Any]:
+        """The case in the `sweep` of `trimtab simulate --json`."""
+        return {
+            "ranks": self.ranks,
+            "slots": self.slots,
+            "micro_steps": self.micro_steps,
+            "token_budget": self.situation.token_budget,
+            "policies": figures(self.outcomes, self.situation.model),
+        }
+
+    def __repr__(self) -> str:
+        return f"SimulatedCase: {self.text}; {', '.join(self.outcomes)}"
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class SimulationResult:
+    """Step times of balancers, in one case or in every case of a sweep.
+
+    Attributes:
+        source: the trace's file or files, for people.
+        trace: the simulated step's sequences; the schedules of plans refer to them by index.
+        cases: one for every combination of ranks, slots and micro-steps; the first is the one that is reported on.
+    """
+
+    source: str
+    trace: RoutingTrace
+    cases: tuple[SimulatedCase, ...]
+
+    @property
+    def situation(self) -> Situation:
+        """Of the first case."""
+        return self.cases[0].situation
+
+    @property
+    def outcomes(self) -> dict[str, Outcome]:
+        """Of the first case, by balancer."""
+        return self.cases[0].outcomes
+
+    def figures(self) -> dict[str, Any]:
+        """What `trimtab simulate --json` writes."""
+        situation = self.situation
+        content = {
+            "schema": "trimtab-simulate-1",
+            "trace_hash": trace_hash(self.trace),
+            # Nothing here is random, beyond the searches' own fixed seeds.
+            "seed": 0,
+            "settings": {
+                "trace": self.source,
+                "step": int(self.trace.steps[0]),
+                "token_budget": situation.token_budget,
+                "mini_batches": situation.mini_batches,
+                "equal_terms": situation.equal_terms,
+                **asdict(situation.settings),
+            },
+            "cluster": asdict(situation.cluster),
+            "model": asdict(situation.model),
+            "policies": figures(self.outcomes, situation.model),
+        }
+        if len(self.cases) > 1:
+            content["sweep"] = [case.figures() for case in self.cases]
+        return content
+
+    def write_html(self, path: str | os.PathLike[str]) -> None:
+        """Write the page of `trimtab simulate --html`, of the first case. Writes are atomic."""
+        write_html(simulation_report(self.source, self.trace, self.situation, self.outcomes), path)
+
+    def __repr__(self) -> str:
+        times = ", ".join(f"{name} {outcome.simulated.step_time_s:.3f}" for name, outcome in self.outcomes.items())
+        lines = [
+            f"SimulationResult: {self.source}, step {self.trace.steps[0]}, {self.cases[0].text}",
+            answer(self.situation, self.outcomes),
+            f"seconds of a step: {times}",
+        ]
+        if len(self.cases) > 1:
+            lines.append(f"{len(self.cases) - 1} more in cases[1:]")
+        return "\n  ".join(lines)
+
+    def _repr_html_(self) -> str:
+        tables = []
+        for case in self.cases:
+            rows = [policy_result(outcome, case.outcomes) for outcome in case.outcomes.values()]
+            tables.append(
+                notebook_table(
+                    f"Step times, {case.text}",
+                    (f"{case.text}, {case.situation.cluster.name}", "seconds", "speed-up", "of ideal", "max/mean"),
+                    [
+                        (row.name, f"{row.step_time_s:.3f}", f"{row.speedup:.2f}x", f"{row.fraction_of_balanced:.1%}",
+                         f"{row.max_over_mean:.3f}")
+                        for row in rows
+                    ],
+                )
+            )  # fmt: skip
+        title = f"{self.source}, step {self.trace.steps[0]}, {self.situation.model.name}"
+        return notebook_html(title, answer(self.situation, self.outcomes), *tables)
+
+
+def simulate(
+    trace: RoutingTrace | Source,
+    *,
+    policies: str | Sequence[str] = DEFAULT_POLICIES,
+    cluster: str | os.PathLike[str] = "h100x8",
+    model: ModelSource | None = None,
+    ranks: int | Sequence[int] = 16,
+    ranks_per_node: int | None = None,
+    slots: int | Sequence[int] = 2,
+    micro_steps: int | Sequence[int] | None = None,
+    token_budget: int | None = None,
+    mini_batches: int = 1,
+    groups: int = 1,
+    groups_meet: str = "step",
+    equal_terms: bool = False,
+    recompute: bool = True,
+    step: int | None = None,
+    progress: Callable[[str, int, int], None] = lambda policy, done, total: None,
+) -> SimulationResult:
+    """Plan one step of a trace with several balancers and simulate it, as `trimtab simulate` does.
+
+    Args:
+        trace: a `RoutingTrace`, a path (file, folder or pattern), or a list of paths.
+        policies: a name or names of `trimtab.policies.POLICIES`; `static` and `balanced` always run.
+        cluster: kind of nodes: a preset's name or a TOML file.
+        model: a `ModelSpec`, a preset's name, a config.json or a checkpoint; by default a preset like the trace.
+        ranks: ranks of a group; several for a sweep.
+        ranks_per_node: ranks of a node; by default the cluster's.
+        slots: replicas that a rank has room for; several for a sweep.
+        micro_steps: micro-steps of the step; several for a sweep. By default 8.
+        token_budget: most tokens of a rank in a micro-step, instead of `micro_steps`.
+        mini_batches: optimizer steps.
+        groups: expert-parallel groups.
+        groups_meet: where groups wait for each other, `layer` or `step`.
+        equal_terms: same homes, schedule and slots for all balancers, instead of their own recipes.
+        recompute: False simulates the update alone, with the rollout's log-probabilities.
+        step: RL step of the trace; by default the last.
+        progress: called before each balancer with its name, the balancers done and all, and once at the end.
+
+    Raises:
+        InputError: one line, if an argument is out of range or the trace can't be read, is empty, has no such step, is
+            not of the model, or does not fit the ranks or the token budget.
+    """
+    every = _combinations(ranks, slots, micro_steps, token_budget)
+    names = _names(policies)
+    check_whole(1, mini_batches=mini_batches, groups=groups)
+    check_optional(1, ranks_per_node=ranks_per_node)
+    check_optional(0, step=step)
+    check_choice("groups_meet", groups_meet, GROUPS_MEET)
+
+    reader = open_trace(trace)
+    if not reader.facts.lengths.any():
+        raise InputError(f"{reader.name}: the trace is empty; there is nothing to simulate")
+    chosen, earlier = step_of(reader.read(), step)
+    spec = model_like(chosen.num_experts, chosen.top_k, chosen.num_layers) if model is None else model_of(model)
+    check_model(reader.name, chosen, spec)
+    for case_ranks, _, _ in every:
+        if chosen.num_experts % case_ranks:
+            raise InputError(f"--ranks {case_ranks} doesn't divide the {chosen.num_experts} experts of {reader.name}")
+    clusters = [
+        load_cluster(cluster, ranks=case_ranks, slots_per_rank=case_slots, ranks_per_node=ranks_per_node)
+        for case_ranks, case_slots, _ in every
+    ]
+
+    counted, before = SequenceCounts.from_trace(chosen), tuple(map(SequenceCounts.from_trace, earlier))
+    total = len(every) * len(names)
+    cases: list[SimulatedCase] = []
+    for (case_ranks, case_slots, size), nodes in zip(every, clusters, strict=True):
+        budget = budget_for((counted, *before), case_ranks * groups, size) if size else token_budget
+        assert budget is not None
+        situation = Situation(
+            cluster=nodes,
+            model=spec,
+            sequences=counted,
+            earlier=before,
+            token_budget=budget,
+            mini_batches=mini_batches,
+            equal_terms=equal_terms,
+            settings=StepSettings(groups=groups, meet=groups_meet, recompute=recompute),
+        )
+        outcomes: dict[str, Outcome] = {}
+        for name in names:
+            progress(name, len(cases) * len(names) + len(outcomes), total)
+            outcomes[name] = simulate_policy(situation, name)
+        cases.append(SimulatedCase(case_ranks, case_slots, size, situation, outcomes))
+    progress(names[-1], total, total)
+    return SimulationResult(reader.name, chosen, tuple(cases))
+
+
+def _combinations(
+    ranks: int | Sequence[int],
+    slots: int | Sequence[int],
+    micro_steps: int | Sequence[int] | None,
+    token_budget: int | None,
+) -> list[tuple[int, int, int | None]]:
+    """Ranks, slots and micro-steps (None with a token budget) of every case."""
+    check_one_size(token_budget, micro_steps)
+    check_optional(1, token_budget=token_budget)
+    sizes: list[int | None] = [None]
+    if token_budget is None:
+        sizes = [*numbers(DEFAULT_MICRO_STEPS if micro_steps is None else micro_steps)]
+        for size in sizes:
+            check_whole(1, micro_steps=size)
+    for each in numbers(ranks):
+        check_whole(1, ranks=each)
+    for each in numbers(slots):
+        check_whole(0, slots=each)
+    found = list(itertools.product(numbers(ranks), numbers(slots), sizes))
+    if not found:
+        raise InputError("ranks, slots and micro_steps: expected at least one number each")
+    return found
+
+
+def _names(policies: str | Sequence[str]) -> list[str]:
+    """The balancers to run, in the order of `POLICIES`."""
+    asked = [policies] if isinstance(policies, str) else policies
+    for name in asked:
+        check_choice("policies", name, POLICIES)
+    return [name for name in POLICIES if name in (*asked, *NEEDED)]

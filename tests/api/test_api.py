@@ -1,0 +1,267 @@
+"""`trimtab.plan`, `simulate` and `analyze`: the commands' figures, short texts, escaped HTML, one line for mistakes."""
+
+from __future__ import annotations
+
+import json
+import pydoc
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import FrozenInstanceError, replace
+from html import escape
+from html.parser import HTMLParser
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+import pytest
+
+import trimtab
+from trimtab import InputError, ModelSpec, RoutingTrace, read_trace, write_trace
+from trimtab.cli.main import main
+from trimtab.trace import synthesize
+
+CONFIG = {
+    "model_type": "qwen3_moe", "num_experts": 16, "num_experts_per_tok": 4, "hidden_size": 128,
+    "moe_intermediate_size": 64, "num_hidden_layers": 4, "vocab_size": 500,
+}  # fmt: skip
+PLAN: dict[str, Any] = {"ranks": 4, "ranks_per_node": 2, "token_budget": 64}
+SIMULATE: dict[str, Any] = {"ranks": 4, "ranks_per_node": 2, "policies": ["llep", "trimtab"], "micro_steps": 2}
+ANALYZE: dict[str, Any] = {"ranks": 4, "ranks_per_node": 2, "micro_steps": 2}
+FUNCTIONS = {"plan": PLAN, "simulate": SIMULATE, "analyze": ANALYZE}
+# Measured while planning; every other figure is the same in every run.
+TIMES = ("planning_s", "us_per_instance", "plan_us_per_instance")
+PLAIN_TAGS = {"div", "p", "b", "br", "table", "thead", "tbody", "tr", "th", "td"}
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """A trace of two steps, in one file and in two, its model, and an empty trace."""
+    trace = made()
+    write_trace(trace, tmp_path / "trace.parquet")
+    write_trace(trace.part(0, 10), tmp_path / "run" / "0.parquet")
+    write_trace(trace.part(10, 24), tmp_path / "run" / "1.parquet")
+    write_trace(trace.part(0, 0), tmp_path / "empty.parquet")
+    (tmp_path / "config.json").write_text(json.dumps(CONFIG))
+    return tmp_path
+
+
+def made() -> RoutingTrace:
+    trace = synthesize(num_sequences=24, sequence_length=32, num_layers=2, num_experts=16, top_k=4, zipf=0.9)
+    trace.expert_ids[trace.sequence_starts[12] : trace.sequence_starts[13], 0] = trace.no_route
+    return replace(trace, steps=np.repeat([0, 1], 12).astype(np.int32), model="<i>made</i>")
+
+
+def call(name: str, trace: Any, folder: Path, **changed: Any) -> Any:
+    arguments = {"model": str(folder / "config.json")} | FUNCTIONS[name] | changed
+    return getattr(trimtab, name)(trace, **arguments)
+
+
+def words(arguments: dict[str, Any]) -> list[str]:
+    """Arguments of a function as options of its command."""
+    found = []
+    for name, value in arguments.items():
+        found += ["--" + name.replace("_", "-"), *map(str, value if isinstance(value, list) else [value])]
+    return found
+
+
+def without(found: Any, *names: str) -> Any:
+    """JSON as it is read back, without the named keys at any depth."""
+    if isinstance(found, dict):
+        return {key: without(value, *names) for key, value in found.items() if key not in names}
+    return [without(each, *names) for each in found] if isinstance(found, list | tuple) else found
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_figures_are_those_of_the_command(name: str, folder: Path) -> None:
+    arguments = FUNCTIONS[name] | {"model": str(folder / "config.json"), "step": 1}
+    source, written = folder / "trace.parquet", folder / "out.json"
+    assert main([name, str(source), *words(arguments), "--json", str(written)]) == 0
+    found = getattr(trimtab, name)(source, **arguments).figures()
+    expected = json.loads(written.read_text())
+    assert list(found) == list(expected)
+    assert without(found, *TIMES) == without(expected, *TIMES)
+
+
+def test_defaults_are_those_of_the_command(folder: Path) -> None:
+    source, config = str(folder / "trace.parquet"), str(folder / "config.json")
+    for name, arguments in (("plan", {"ranks": 4}), ("simulate", {"model": config}), ("analyze", {})):
+        assert main([name, source, *words(arguments), "--json", str(folder / "out.json")]) == 0
+        expected = json.loads((folder / "out.json").read_text())
+        assert without(getattr(trimtab, name)(source, **arguments).figures(), *TIMES) == without(expected, *TIMES)
+
+
+def test_a_sweep_has_a_case_for_every_combination(folder: Path) -> None:
+    arguments = {"ranks": [2, 4], "slots": [0, 2], "policies": ["static"]}
+    source, config = str(folder / "trace.parquet"), folder / "config.json"
+    model = ["--model", str(config)]
+    assert main(["simulate", source, *words(arguments), *model, "--json", str(folder / "out.json")]) == 0
+    calls = []
+    found = trimtab.simulate(
+        source,
+        ranks=(2, 4),
+        slots=(0, 2),
+        policies="static",
+        model=ModelSpec.from_config(config),
+        progress=lambda *each: calls.append(each),
+    )
+    assert without(found.figures(), *TIMES) == without(json.loads((folder / "out.json").read_text()), *TIMES)
+    assert [(case.ranks, case.slots, case.micro_steps) for case in found.cases] == [
+        (2, 0, 8), (2, 2, 8), (4, 0, 8), (4, 2, 8),
+    ]  # fmt: skip
+    assert [(done, total) for _, done, total in calls] == [(done, 8) for done in range(9)]
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_a_trace_is_a_file_or_files_or_in_memory(name: str, folder: Path) -> None:
+    run = folder / "run"
+    sources = [
+        folder / "trace.parquet",
+        str(folder / "trace.parquet"),
+        run,
+        f"{run}/*.parquet",
+        [run / "0.parquet", str(run / "1.parquet")],
+        read_trace(folder / "trace.parquet"),
+        # Ids within top_k in any order.
+        made(),
+    ]
+    found = [without(call(name, each, folder).figures(), "trace", *TIMES) for each in sources]
+    assert all(each == found[0] for each in found[1:])
+    assert "trace in memory" in repr(call(name, made(), folder))
+
+
+def test_results_hold_what_they_say(folder: Path) -> None:
+    trace = read_trace(folder / "trace.parquet")
+    planned = call("plan", trace, folder, step=1)
+    assert planned.trace.steps.tolist() == [1] * 12
+    assert planned.loads_after_MLR.shape == (planned.plan.num_micro_steps, 2, 4)
+    assert planned.loads_after_MLR.sum() == planned.loads_before_MLR.sum()
+    assert planned.num_instances == planned.plan.num_micro_steps * 2
+    planned.plan.save(folder / "plan.npz")
+    assert trimtab.StepPlan.load(folder / "plan.npz").hash == planned.plan.hash
+    simulated = call("simulate", trace, folder)
+    assert list(simulated.outcomes) == ["static", "llep", "trimtab", "balanced"]
+    simulated.write_html(folder / "simulation.html")
+    analyzed = call("analyze", trace, folder)
+    assert analyzed.analysis.ranks == 4
+    analyzed.write_html(folder / "analysis.html")
+    assert all((folder / f"{page}.html").read_text().startswith("<!") for page in ("simulation", "analysis"))
+    for result, field in ((planned, "plan"), (simulated, "cases"), (analyzed, "analysis")):
+        with pytest.raises(FrozenInstanceError):
+            setattr(result, field, None)
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_texts_are_short_and_html_is_escaped(name: str, folder: Path) -> None:
+    odd = folder / "<b onclick=x>&.parquet"
+    (folder / "trace.parquet").rename(odd)
+    result = call(name, odd, folder)
+    text = repr(result)
+    assert str(odd) in text.splitlines()[0]
+    assert 1 <= len(text.splitlines()) <= 5
+    page = result._repr_html_()
+    assert escape(odd.name) in page
+    assert "<script" not in page
+    assert len(page) < 10_000
+    tags: list[tuple[str, list[str]]] = []
+
+    class Tags(HTMLParser):
+        def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+            tags.append((tag, [attribute for attribute, _ in attrs]))
+
+    Tags().feed(page)
+    assert {tag for tag, _ in tags} <= PLAIN_TAGS
+    assert not any(attribute.startswith("on") for _, attributes in tags for attribute in attributes)
+
+
+def test_a_sweep_is_short_too(folder: Path) -> None:
+    result = call("simulate", folder / "run", folder, ranks=(2, 4), policies=())
+    assert len(repr(result).splitlines()) <= 5
+    assert "1 more in cases[1:]" in repr(result)
+    assert result._repr_html_().count("<table>") == 2
+    assert repr(result.cases[1]) == "SimulatedCase: 4 ranks, 2 slots, 2 micro-steps; static, balanced"
+
+
+def test_dir_and_help_list_them() -> None:
+    assert {*trimtab.__all__} <= {*dir(trimtab)}
+    text = pydoc.plain(pydoc.render_doc(trimtab))
+    for name in FUNCTIONS:
+        assert f"    {name}(trace" in text
+    for name in ("analysis", "planner", "simulator"):
+        assert isinstance(__import__(f"trimtab.{name}", fromlist=["_"]), ModuleType)
+        assert isinstance(getattr(trimtab, name), ModuleType)
+
+
+def test_the_import_loads_nothing_and_never_torch(folder: Path) -> None:
+    program = f"""
+import sys
+sys.modules['torch'] = None
+import trimtab
+dir(trimtab)
+print(sorted({{'numpy', 'numba', 'pyarrow', 'rich'}} & set(sys.modules)))
+print(trimtab.plan({str(folder / "trace.parquet")!r}, ranks=4))
+"""
+    result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    assert result.returncode == 0, result.stderr
+    assert result.stdout.startswith("[]\nPlanResult: ")
+
+
+@pytest.mark.parametrize(
+    ("name", "changed", "message"),
+    [
+        ("plan", {"ranks": 0}, "ranks: 0 should be a whole number of at least 1"),
+        ("plan", {"ranks": "4"}, "ranks: '4' should be a whole number of at least 1"),
+        ("plan", {"ranks": None}, "ranks: None should be a whole number of at least 1"),
+        ("plan", {"slots": -1}, "slots: -1 should be a whole number of at least 0"),
+        ("plan", {"ranks": 3, "ranks_per_node": 3}, "3 ranks don't divide 16 experts; use one of 1, 2, 4, 8, 16"),
+        ("plan", {"ranks_per_node": 3}, "4 ranks with 3 a node don't make whole nodes"),
+        ("plan", {"token_budget": 8}, "a sequence of 32 tokens doesn't fit"),
+        ("plan", {"step": 9}, "no step 9; it has steps 0 to 1"),
+        ("plan", {"policy": "magic"}, "policy: invalid choice: 'magic' (choose from balanced, "),
+        ("plan", {"model": "absent"}, "absent: neither a model that comes with Trimtab"),
+        ("simulate", {"policies": "magic"}, "policies: invalid choice: 'magic' (choose from static, "),
+        ("simulate", {"groups_meet": "never"}, "groups_meet: invalid choice: 'never' (choose from layer, step)"),
+        ("simulate", {"token_budget": 64}, "micro_steps: not allowed with argument token_budget"),
+        ("simulate", {"micro_steps": None, "token_budget": 0}, "token_budget: 0 should be a whole number"),
+        ("simulate", {"ranks": [4, 32]}, "--ranks 32 doesn't divide the 16 experts"),
+        ("simulate", {"ranks": []}, "expected at least one number each"),
+        ("simulate", {"slots": 0.5}, "slots: 0.5 should be a whole number of at least 0"),
+        ("simulate", {"mini_batches": 0}, "mini_batches: 0 should be a whole number of at least 1"),
+        ("simulate", {"model": None}, "no model that comes with Trimtab has 16 experts, top-4"),
+        ("simulate", {"model": "qwen3-30b-a3b"}, "is not of model qwen3-30b-a3b"),
+        ("simulate", {"step": 2}, "there is no step 2; the trace has steps 0 to 1"),
+        ("simulate", {"cluster": "absent"}, "absent"),
+        ("analyze", {"ranks": 3}, "--ranks 3 doesn't divide the 16 experts of"),
+        ("analyze", {"token_budget": 64}, "micro_steps: not allowed with argument token_budget"),
+        ("analyze", {"step": 9}, "no step 9 with tokens; it has steps 0 to 1"),
+        ("analyze", {"model": "qwen3-30b-a3b"}, "is not of model qwen3-30b-a3b"),
+    ],
+)
+def test_wrong_arguments_are_one_line(name: str, changed: dict[str, Any], message: str, folder: Path) -> None:
+    for trace in (folder / "trace.parquet", made()):
+        with pytest.raises(InputError) as error:
+            call(name, trace, folder, **changed)
+        assert message in str(error.value)
+        assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_wrong_traces_are_one_line(name: str, folder: Path) -> None:
+    twice = made()
+    twice.expert_ids[5, 1] = 3
+    wrong: list[tuple[Callable[[], Any], str]] = [
+        (lambda: folder / "absent.parquet", "absent.parquet: no such file"),
+        (lambda: folder / "config.json", "config.json: not a Parquet file"),
+        (lambda: folder / "empty.parquet", "empty.parquet: the trace is empty"),
+        (lambda: made().part(0, 0), "trace in memory: the trace is empty"),
+        (lambda: twice, "token 5 in MoE layer 1 has expert ids [3, 3, 3, 3]"),
+        (list, "trace is a list; it should be a RoutingTrace, a path or a list of paths"),
+        (lambda: [made()], "trace is a list; it should be"),
+        (lambda: 3, "trace is a int; it should be"),
+    ]
+    for source, message in wrong:
+        with pytest.raises(InputError) as error:
+            call(name, source(), folder)
+        assert message in str(error.value)
+        assert "\n" not in str(error.value)
