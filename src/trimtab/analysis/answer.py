@@ -128,12 +128,12 @@ def notes(analysis: Analysis) -> list[str]:
     least = PlanSettings().smallest_share
     if HOT * per_expert < least:
         said.append(
-            f"Replicas that trimtab plans compute at least {least} tokens; with {per_expert:.0f} for the mean expert it "
-            "makes few, and reaches max/mean 1.00 only with larger micro-steps."
+            f"Replicas that trimtab plans compute at least {least} tokens; with {per_expert:.0f} for the mean expert "
+            "it makes few, and reaches max/mean 1.00 only with larger micro-steps."
         )
     else:
         said.append(
-            "A plan for every micro-step has a max/mean of about 1.00; trimtab plan and trimtab simulate give the exact "
-            "figure."
+            "A plan for every micro-step has a max/mean of about 1.00; trimtab plan and trimtab simulate give "
+            "the exact figure."
         )
     return said
