@@ -40,7 +40,7 @@ def _helps(analysis: Analysis) -> str:
     if past is None or step is None or step.won_back is None or past.won_back is None:
         return "This trace can't tell what would help."
     last = "the step before" if found.history == "step" else "the first half of the step"
-    # A step's own loads may, by luck, place it worse than those of the step before.
+    # A placement by the step's own loads may by chance be worse than one by the step before.
     best = min(step, past, key=lambda way: way.lost)
     wins = best.won_back or 0.0
     if wins - past.won_back < 2 * SLIGHT:

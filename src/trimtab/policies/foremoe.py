@@ -31,7 +31,7 @@ class ForeMoe:
     On equal terms, homes are given.
 
     Attributes:
-        threshold: max/mean load aimed at in every instance.
+        threshold: target max/mean load of every instance.
         smallest_share: fewest tokens of a replica.
         smallest_gain: fall of max/mean (over nodes plus over ranks) for which a layer's homes are moved.
     """

@@ -53,7 +53,7 @@ def replicate(
         home_E: `[E]` int64 home ranks.
         within_node: replicas stay in the node of their home. Ranks are then reduced only to the mean load of the
             busiest node's ranks, a lower bound of the layer.
-        threshold: max/mean load aimed at.
+        threshold: target max/mean load.
         smallest_share: fewest tokens of a replica.
     """
     num_ranks = len(counts_RE)
