@@ -1,4 +1,4 @@
-"""`trimtab bench`: measure what the README quotes."""
+"""`trimtab bench`: reproduce the figures of README and docs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What several commands share: option types, JSON output, and a clear word when an extra is not installed."""
+"""Shared by commands: option types, JSON output, and an error when an extra is not installed."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from rich.progress import Progress, ProgressColumn
 from trimtab.errors import InputError
 from trimtab.files import write_whole
 
-# Commands without a trace need not wait for what reads one.
+# Commands without a trace do not import trace readers.
 if TYPE_CHECKING:
     from trimtab.cluster import ModelSpec
     from trimtab.trace import RoutingTrace
@@ -43,7 +43,7 @@ def _integer(text: str, least: int) -> int:
 
 
 def add_trace(parser: argparse.ArgumentParser) -> None:
-    """The trace that a command is about: `options.trace`, a list of paths."""
+    """Add the trace argument: `options.trace`, a list of paths."""
     parser.add_argument(
         "trace",
         type=Path,
@@ -54,7 +54,7 @@ def add_trace(parser: argparse.ArgumentParser) -> None:
 
 
 def check_model(name: str, trace: RoutingTrace, model: ModelSpec) -> None:
-    """Raise InputError unless the trace, which `name` stands for, can be of the model; it may lack layers."""
+    """Raise InputError unless the trace `name` can be of the model; it may have fewer layers."""
     if (model.num_experts, model.top_k) != (trace.num_experts, trace.top_k) or trace.num_layers > model.moe_layers:
         raise InputError(
             f"{name} is not of model {model.name}: the trace has {trace.shape_text}, the model {model.moe_layers} MoE "
@@ -70,13 +70,13 @@ def need_extra(*modules: str, extra: str = "train") -> None:
 
 
 def progress_bar(*columns: ProgressColumn) -> Progress:
-    """A bar for whoever watches; where errors go, so that what is piped on is the result alone."""
+    """Progress bar on stderr, hidden when not a terminal; stdout has only the result."""
     console = Console(stderr=True)
     return Progress(*columns, console=console, transient=True, disable=not console.is_terminal)
 
 
 def check_outputs(*paths: Path | None, sources: Sequence[Path] = ()) -> None:
-    """Raise InputError if a file can't be written there, or is one that is read, before anything is computed."""
+    """Raise InputError, before computing anything, if an output can't be written or is also an input."""
     for path in paths:
         if path is None:
             continue
@@ -90,5 +90,5 @@ def check_outputs(*paths: Path | None, sources: Sequence[Path] = ()) -> None:
 
 
 def write_json(path: Path, content: dict[str, Any]) -> None:
-    """Write a JSON file, whole or not at all."""
+    """Write a JSON file, atomically."""
     write_whole(path, json.dumps(content, indent=2) + "\n")

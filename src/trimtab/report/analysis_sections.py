@@ -1,4 +1,4 @@
-"""The sections of an analysis page, in the order of its questions: what does it cost, what would help, where is it?"""
+"""The sections of an analysis page: cost of imbalance, gains of placements, details."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ KNOWS = {"nothing": "static", "past": "knows the past", "step": "knows the step,
 
 
 def analysis_sections(report: AnalysisReport) -> list[Section]:
-    """Those that the trace has something for."""
+    """Returns the sections for which the trace has data."""
     analysis = report.analysis
     found = [
         Section("balance", "Cost", "What imbalance costs", _balance(analysis)),
@@ -62,7 +62,7 @@ def shape_text(analysis: Analysis) -> str:
 
 
 def stability_facts(analysis: Analysis) -> list[tuple[str, str]]:
-    """Is the step stable while micro-steps fluctuate?"""
+    """Facts on stability of steps and change between micro-steps."""
     found = analysis.stability
     said = [
         ("max/mean of a step's sum", f"{found.step_max_over_mean:.3f}, mean over layers"),
@@ -80,7 +80,7 @@ def stability_facts(analysis: Analysis) -> list[tuple[str, str]]:
 
 
 def hot_facts(analysis: Analysis) -> list[tuple[str, str]]:
-    """How many, how much, how long."""
+    """Facts on hot experts: number, tokens, duration."""
     hot = analysis.hot
     said = [
         (
@@ -101,7 +101,7 @@ def hot_facts(analysis: Analysis) -> list[tuple[str, str]]:
 
 
 def run_bars(analysis: Analysis) -> list[tuple[str, int]]:
-    """Runs of hot experts by length; lines at the end without any are left out."""
+    """Runs of hot experts by length, without empty lines at the end."""
     bars, before = [], 0
     for longest, count in analysis.hot.runs:
         name = (
@@ -119,14 +119,14 @@ def run_bars(analysis: Analysis) -> list[tuple[str, int]]:
 
 
 def size_name(size: SizeBalance) -> str:
-    """Of a micro-step's size beside the given one."""
+    """Name of a micro-step size relative to the given one."""
     if size.factor is None:
         return "step"
     return {0.25: "¼×", 0.5: "½×"}.get(size.factor, f"{size.factor:.0f}×")
 
 
 def same_tokens_a_rank(analysis: Analysis) -> list[tuple[int, Balance]]:
-    """Numbers of ranks, each with micro-steps in proportion, as far as there are such."""
+    """Numbers of ranks with proportional micro-steps, if available."""
     by_factor = {size.factor: size.by_ranks for size in analysis.sizes}
     numbers = analysis.sizes[0].by_ranks
     return [
@@ -231,7 +231,7 @@ def _layers(analysis: Analysis) -> str:
 
 
 def _grid(name: str, title: str, planes: Sequence[str], start: int) -> str:
-    """The beginning of a figure; what is below it, and its end, follow."""
+    """Opening HTML of a figure; its caption and end follow."""
     picker = ""
     if len(planes) > 1:
         options = "".join(

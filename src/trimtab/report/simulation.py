@@ -1,4 +1,4 @@
-"""From simulated steps to what a report says."""
+"""Content of a report from simulated steps."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def simulation_report(
 
 
 def answer(situation: Situation, outcomes: Mapping[str, Outcome]) -> str:
-    """The result in one sentence."""
+    """Returns the result in one sentence."""
     best = _best(outcomes)
     static_s = outcomes["static"].simulated.step_time_s
     ideal, gained = (static_s / outcomes[name].simulated.step_time_s for name in ("balanced", best))
@@ -70,7 +70,7 @@ def answer(situation: Situation, outcomes: Mapping[str, Outcome]) -> str:
 
 
 def notes(trace: RoutingTrace, situation: Situation) -> tuple[str, ...]:
-    """What a reader should know before quoting a figure."""
+    """Assumptions and limits of the figures."""
     layers, all_layers = trace.num_layers, situation.model.moe_layers
     said = ["Step time is recompute and update as a simulation of the cluster predicts it, without the rollout."]
     if layers != all_layers:
@@ -106,13 +106,13 @@ def policy_result(outcome: Outcome, outcomes: Mapping[str, Outcome]) -> PolicyRe
 
 
 def _bars(parts_s: Mapping[str, float]) -> dict[str, float]:
-    """Parts that can be drawn: a last rank that is late for other reasons may have less than the mean to compute."""
+    """Non-negative parts: the last rank may have less compute than the mean if it is late for other reasons."""
     below = min(0.0, parts_s["imbalance"])
     return dict(parts_s) | {"experts": parts_s["experts"] + below, "imbalance": parts_s["imbalance"] - below}
 
 
 def timelines(situation: Situation, outcomes: Mapping[str, Outcome]) -> tuple[Timeline, ...]:
-    """The middle micro-step of the balancer that the page is about, and of `static`."""
+    """The middle micro-step of the balancer shown on the page, and of `static`."""
     names = dict.fromkeys((_best(outcomes), "static"))
     return tuple(_timeline(situation, outcomes[name]) for name in names)
 
@@ -133,7 +133,7 @@ def _timeline(situation: Situation, outcome: Outcome) -> Timeline:
 
 
 def _best(outcomes: Mapping[str, Outcome]) -> str:
-    """`trimtab` if it ran, else the fastest that is no ideal."""
+    """`trimtab` if it ran, else the fastest except the ideal."""
     if "trimtab" in outcomes:
         return "trimtab"
     real = [outcome for outcome in outcomes.values() if not outcome.policy.traits.ideal]
