@@ -15,12 +15,12 @@ from trimtab.errors import InputError, RankFailedError
 # Only the requested command is imported, so help is fast.
 COMMANDS = {
     "train": "post-train a MoE with RL on local ranks, balanced by Trimtab",
-    "trace": "look at routing traces, convert them, or make them",
-    "analyze": "say whether imbalance costs you, where, and whether foresight would help",
+    "trace": "inspect, convert or make routing traces",
+    "analyze": "cost of imbalance in a trace, its layers, and gains of known routing",
     "plan": "plan a step of a trace for a cluster",
     "simulate": "step time of every balancer on a cluster",
-    "calibrate": "measure this machine and write it down as a cluster",
-    "bench": "measure what the README quotes",
+    "calibrate": "measure this machine and write a cluster file",
+    "bench": "reproduce the figures of README and docs",
     "nodes": "run a command on several nodes on this machine, joined by slow links",
     "doctor": "check an installation, a model and one micro-step before a long run",
 }

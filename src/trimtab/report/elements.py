@@ -111,4 +111,4 @@ def facts(facts: Sequence[tuple[str, str]]) -> str:
 def notes_section(notes: Sequence[str]) -> Section:
     """The notes on assumptions and limits."""
     items = "".join(f"<li>{escape(note)}</li>" for note in notes)
-    return Section("notes", "Notes", "Before you quote a figure", f'<ul class="notes">{items}</ul>')
+    return Section("notes", "Notes", "Assumptions and limits", f'<ul class="notes">{items}</ul>')

@@ -60,9 +60,7 @@ def answer(situation: Situation, outcomes: Mapping[str, Outcome]) -> str:
     ideal, gained = (static_s / outcomes[name].simulated.step_time_s for name in ("balanced", best))
     where = f"on {situation.cluster.ranks} {situation.cluster.name} ranks"
     if best == "static":
-        return (
-            f"Imbalance costs {1 - 1 / ideal:.0%} of each step {where}; none of these balancers takes any of it back."
-        )
+        return f"Imbalance costs {1 - 1 / ideal:.0%} of each step {where}; none of these balancers reduces it."
     return (
         f"Imbalance costs {1 - 1 / ideal:.0%} of each step {where}; {best} makes the step {gained:.2f} times as fast, "
         f"{gained / ideal:.0%} of what perfect balance would give."
@@ -72,12 +70,14 @@ def answer(situation: Situation, outcomes: Mapping[str, Outcome]) -> str:
 def notes(trace: RoutingTrace, situation: Situation) -> tuple[str, ...]:
     """Assumptions and limits of the figures."""
     layers, all_layers = trace.num_layers, situation.model.moe_layers
-    said = ["Step time is recompute and update as a simulation of the cluster predicts it, without the rollout."]
+    said = ["Step time is recompute and update, predicted by a timeline model of the cluster, without the rollout."]
     if layers != all_layers:
-        said.append(f"The trace has {layers} of the model's {all_layers} MoE layers; all else counts in proportion.")
+        said.append(
+            f"The trace has {layers} of the model's {all_layers} MoE layers; everything else is scaled in proportion."
+        )
     if not situation.earlier:
         said.append(
-            "The trace has no earlier step: who looks at the past sees nothing, and homes that move all move at once."
+            "The trace has no earlier step: balancers that use past loads have none, and all homes move at once."
         )
     unknown = int(situation.sequences.unknown_SL.sum(dtype=np.int64))
     if unknown:
