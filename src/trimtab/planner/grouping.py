@@ -61,7 +61,7 @@ def group_by_routing(
         work_S = (attention_rows * rows_SLR.shape[1]).astype(np.int64)
     place_S = packed.micro_step.astype(np.int64) * packed.num_ranks + packed.rank
     mini_batch_S = packed.mini_batch_of_micro_step[packed.micro_step]
-    # Sequences of one mini-batch stand together, by length, so that a random neighbour is a likely partner.
+    # Sequences are ordered by mini-batch and length, so a random neighbour is a likely partner.
     order = np.lexsort((np.arange(len(place_S)), sequences.lengths, mini_batch_S))
     first_S = np.searchsorted(mini_batch_S[order], mini_batch_S[order], side="left")
     last_S = np.searchsorted(mini_batch_S[order], mini_batch_S[order], side="right")

@@ -352,7 +352,7 @@ def _sums_of_rows(rows: Array, values: Array) -> Array:
 
 
 def _by_micro_step(sizes_ML: Array) -> Array:
-    """Where in (layer, micro-step) order the entries stand that come next in (micro-step, layer) order."""
+    """Indices in (layer, micro-step) order of the entries in (micro-step, layer) order."""
     starts_LM = np.cumsum(sizes_ML.T).reshape(sizes_ML.T.shape) - sizes_ML.T
     sizes = sizes_ML.reshape(-1)
     shift = starts_LM.T.reshape(-1) - (np.cumsum(sizes) - sizes)

@@ -120,7 +120,7 @@ def _shift(giver, target, state, count):  # type: ignore[no-untyped-def]
     """Move tokens to a copy on the emptiest rank below the target that has one of the experts. False if there is
     none."""
     _, home_E, at_home_E, loads, _, smallest_share, replicas_3P = state
-    # Of the two copies, -1 stands for the home and -2 for none found.
+    # Of the two copies: -1 is the home, -2 means none found.
     source, taker, tokens = -2, -2, np.int64(0)
     lowest = target
     for p in range(count):

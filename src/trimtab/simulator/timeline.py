@@ -168,7 +168,7 @@ class Run(NamedTuple):
 
 @numba.njit(cache=True, nogil=True)
 def run_step(rounds, work, replicas, kept, costs, recipe, groups, clock, shown_round, recompute):  # type: ignore[no-untyped-def]
-    """Run a step on a clock that stands at 0.
+    """Simulate a step on a clock at time 0.
 
     Args:
         shown_round: whose update is recorded; -1 for none.

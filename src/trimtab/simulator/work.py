@@ -14,7 +14,7 @@ from trimtab.trace.routing import Array
 
 @dataclass(frozen=True, eq=False)
 class RankWork:
-    """Seconds of every rank in the forward of every instance, each operation by itself.
+    """Seconds of every rank in the forward of every instance, for each operation separately.
 
     Attributes:
         experts_MLR: `[M, L, R]` float64, the copies of experts on this rank; with two hops those that don't move.

@@ -39,8 +39,8 @@ class SkewPreset:
             averaged over layers.
         deviation: standard deviation of the logarithm of a sequence's factors.
         drift: standard deviation of what a step adds to a domain's normal numbers, whose own deviation is 1.
-        spikes: for each of as many equal blocks as there are entries, consecutive in a step's sequences: how many hot
-            experts take nearly all that they can of the block's tokens; 0 for none. They differ by layer and step.
+        spikes: for each of as many equal blocks as there are entries, consecutive in a step's sequences: the number of
+            hot experts that get nearly all of the block's tokens; 0 for none. They differ by layer and step.
     """
 
     name: str

@@ -44,7 +44,7 @@ class LargeText:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Maker:
-    """What stands for a class or function that a pickle names: `make` is ours, and all that is ever called."""
+    """Replacement of a class or function that a pickle names: only `make`, our own function, is ever called."""
 
     name: str
     make: Callable[..., Any]
@@ -52,7 +52,7 @@ class Maker:
 
 @dataclass(slots=True, eq=False)
 class Foreign:
-    """An object of a class that we know to be data, as the bare values that it was pickled with.
+    """An object of a known data class, as the values that it was pickled with.
 
     `state["x"]` reads as the attribute `x`, if state is a dictionary; `items` and `entries` are what a class derived
     from dict or list holds.
@@ -73,7 +73,7 @@ class Foreign:
 
 @dataclass(slots=True, eq=False)
 class Budget:
-    """What may still be read, over all the pickles within one file."""
+    """Remaining read limit, shared by all pickles in one file."""
 
     objects: int = MOST_OBJECTS
     program_bytes: int = MOST_PROGRAM_BYTES
@@ -93,8 +93,8 @@ class Unpickler:
 
     Args:
         code: the buffer; `at` is where the next pickle starts.
-        find: from module and name to what stands for it; raises InputError for what is not data.
-        load_storage: from a persistent id to what stands for it.
+        find: maps module and name to their replacement; raises InputError for anything but data.
+        load_storage: maps a persistent id to its storage.
         budget: shared with the pickles around and within.
     """
 
