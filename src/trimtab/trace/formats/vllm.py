@@ -155,7 +155,7 @@ def _fields(thing: Any) -> Mapping[str, Any]:
 
 
 def _no_rows(routes: Any) -> bool:
-    """Nested lists without rows have no shape."""
+    """True for nested lists without rows, which have no shape."""
     return isinstance(routes, list | tuple) and len(routes) == 0
 
 
