@@ -1,4 +1,4 @@
-"""What an analysis says in words: true, and a number where one is due, whatever the trace."""
+"""The sentences of an analysis are correct for all traces, and contain finite figures."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ from trimtab.analysis.foresight import Foresight, Way
 @pytest.mark.parametrize(
     ("counts", "steps", "words"),
     [
-        ([[[4, 4, 4, 4]]] * 4, None, "next to nothing to gain"),
+        ([[[4, 4, 4, 4]]] * 4, None, "almost nothing to gain"),
         (
             [[[8, 8, 0, 0]]] * 4,
             None,
-            "placement by the first half of the step would win back 100% of that, so a balancer",
+            "placement based on the first half of the step would recover 100% of that, so a balancer",
         ),
-        ([[[8, 8, 0, 0]]] * 4, [0, 0, 1, 1], "placement by the step before would win back 100%"),
+        ([[[8, 8, 0, 0]]] * 4, [0, 0, 1, 1], "placement based on the step before would recover 100%"),
         ([[[8, 8, 0, 0]]], None, "All tokens fit one micro-step"),
-        ([[[9, 1, 1, 1]], [[1, 9, 1, 1]], [[1, 1, 9, 1]], [[1, 1, 1, 9]]] * 2, None, "foresight is worth it"),
+        ([[[9, 1, 1, 1]], [[1, 9, 1, 1]], [[1, 1, 9, 1]], [[1, 1, 1, 9]]] * 2, None, "known routing is worth it"),
     ],
 )
 def test_the_answer_is_honest(counts: Any, steps: Any, words: str) -> None:
@@ -40,7 +40,7 @@ def test_the_answer_is_honest(counts: Any, steps: Any, words: str) -> None:
     assert "nan" not in " ".join((answer(analysis), *notes(analysis)))
 
 
-@pytest.mark.parametrize(("tokens", "words"), [(63, "with 63 for the mean expert it makes few"), (64, "to about 1.00")])
+@pytest.mark.parametrize(("tokens", "words"), [(63, "with 63 for the mean expert it makes few"), (64, "of about 1.00")])
 def test_a_plan_is_not_said_to_level_what_no_copy_is_worth(tokens: int, words: str) -> None:
     analysis = analyze(counted_of([[[tokens] * 4]] * 2), ranks=2)
     assert words in notes(analysis)[-1]
@@ -49,14 +49,19 @@ def test_a_plan_is_not_said_to_level_what_no_copy_is_worth(tokens: int, words: s
 @pytest.mark.parametrize(
     ("past", "step", "in_sum", "words"),
     [
-        (0.02, 0.02, 0.0, "step before would win back 95% of that, so a balancer that looks back is enough."),
-        (0.2, 0.188, 0.0, "A placement by the step before would win back 50% of that; 20% of expert time would still"),
-        (0.2, 0.02, 0.0, "95% of that if it knew the step, and 50% going by the step before, so foresight helps"),
-        (0.05, 0.05, 0.01, "since loads change from micro-step to micro-step, which only foresight sees."),
+        (0.02, 0.02, 0.0, "step before would recover 95% of that, so a balancer that uses past loads is enough."),
+        (0.2, 0.188, 0.0, "A placement based on the step before would recover 50% of that; 20% of expert"),
+        (
+            0.2,
+            0.02,
+            0.0,
+            "95% of that if it knew the step, and 50% if based on the step before, so known routing helps",
+        ),
+        (0.05, 0.05, 0.01, "since loads change from micro-step to micro-step. Only known routing can balance that."),
         (0.3, 0.2, 0.09, "20% of expert time would still be lost, since loads change from"),
-        (0.3, 0.2, 0.09, "so foresight is worth it."),
-        (0.3, 0.2, 0.11, "more than equal shares over 2 replicas a rank can level."),
-        (0.1, 0.2, 0.0, "A placement by the step before would win back 75% of that; 10% of"),
+        (0.3, 0.2, 0.09, "Planning from known routing is worth it."),
+        (0.3, 0.2, 0.11, "more than equal shares over 2 replicas per rank can balance."),
+        (0.1, 0.2, 0.0, "A placement based on the step before would recover 75% of that; 10% of"),
     ],
 )
 def test_what_would_help(past: float, step: float, in_sum: float, words: str) -> None:
@@ -69,10 +74,10 @@ def test_what_would_help(past: float, step: float, in_sum: float, words: str) ->
 
 
 def test_a_little_loss_is_not_nothing() -> None:
-    """Half-way between what is next to nothing and what is much."""
+    """A loss between LITTLE and MUCH."""
     said = answer(analyze(counted_of([[[53, 47]], [[47, 53]]]), ranks=2))
-    assert "ranks wait 6% of" in said
-    assert "next to nothing" not in said
+    assert "idle for 6% of" in said
+    assert "almost nothing" not in said
 
 
 def test_notes_say_what_is_missing_and_how_few_tokens_there_are() -> None:
@@ -90,7 +95,7 @@ def test_layers_that_lose_alike_are_named_by_the_model() -> None:
     assert where(analyze(counted_of(counts, layer_indices=names), ranks=4)).startswith("Layer 7 loses most of all: 2")
     alike = np.concatenate([counts, counts], axis=1)
     said = where(analyze(counted_of(alike, layer_indices=np.arange(8) + 10), ranks=4))
-    assert said.startswith("Layers lose alike: the worst quarter (12, 16) has 2")
+    assert said.startswith("All layers lose about the same: the worst quarter (12, 16) has 2")
     alike[:, :, 0] = [19, 15, 15, 15, 15, 15, 15, 19]
     assert where(analyze(counted_of(alike), ranks=4)).startswith(
         "Some layers lose more than others: the worst quarter (0, 7) has 38%"

@@ -1,4 +1,4 @@
-"""Is imbalance costing me, where, and would foresight help? Figures of a trace on given ranks, without planning it."""
+"""Analysis of a trace on given ranks, without a plan: cost of imbalance, its layers, and gains of known routing."""
 
 from trimtab.analysis.analysis import Analysis, analyze
 from trimtab.analysis.counted import CountedTrace, count_trace

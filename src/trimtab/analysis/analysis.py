@@ -30,7 +30,7 @@ from trimtab.trace.routing import Array
 
 @dataclass(frozen=True, eq=False)
 class Analysis:
-    """What a trace costs on R ranks with contiguous homes, and what would help.
+    """Imbalance of a trace on R ranks with contiguous homes, and gains of other placements.
 
     Attributes:
         counted: the trace.
@@ -42,7 +42,7 @@ class Analysis:
         layers: `[L]` of each layer.
         lost_share_L: `[L]` each layer's part of the expert time that is lost.
         sizes: with other micro-steps and numbers of ranks.
-        alike_DD: `[D, D]`, what the loads of two domains share.
+        alike_DD: `[D, D]`, overlap of the loads of two domains.
         price: in seconds; None where no model fits.
     """
 
@@ -72,12 +72,11 @@ def analyze(
     cluster: ClusterSpec | None = None,
     model: ModelSpec | None = None,
 ) -> Analysis:
-    """Everything but what needs a plan.
+    """All figures that need no plan.
 
     Args:
         ranks_per_node: by default all.
-        cluster: of so many ranks, and
-        model: to price imbalance in seconds; both or none.
+        cluster, model: to estimate seconds; the cluster has `ranks` ranks. Both or none.
 
     Raises:
         InputError: if the ranks don't divide the experts, or nodes the ranks.
@@ -119,12 +118,12 @@ def analyze(
 
 
 def worst_layers(analysis: Analysis) -> list[int]:
-    """MoE layers by the expert time that they lose, most first."""
+    """MoE layers in descending order of lost expert time."""
     return np.argsort(-analysis.lost_share_L, kind="stable").tolist()
 
 
 def figures(analysis: Analysis) -> dict[str, Any]:
-    """What the JSON says; `docs/analysis.md` explains every key."""
+    """The JSON of `trimtab analyze`; `docs/analysis.md` explains every key."""
     counted, hot = analysis.counted, analysis.hot
     names = counted.layer_indices.tolist()
     vio_ML = analysis.max_over_mean_ML - 1

@@ -1,4 +1,4 @@
-"""The answer in plain words: is imbalance costing me, where, and would foresight help?"""
+"""Sentences that summarise an analysis: cost of imbalance, its layers, and whether known routing helps."""
 
 from __future__ import annotations
 
@@ -7,25 +7,25 @@ from trimtab.analysis.foresight import SLOTS
 from trimtab.analysis.hot import HOT
 from trimtab.planner.instances import PlanSettings
 
-# Expert time lost, below which balancing is not worth the trouble.
+# Below this part of expert time lost, balancing is not worth it.
 LITTLE = 0.03
-# And from which on it surely is.
+# From this part on, planning from known routing is worth it.
 MUCH = 0.1
-# Parts of the loss, or of expert time, that make no difference worth a word.
+# Differences below this part are reported as none.
 SLIGHT = 0.02
 
 
 def answer(analysis: Analysis) -> str:
-    """One sentence or two."""
+    """Returns the answer in one or two sentences."""
     ratio, lost = analysis.total.max_over_mean.mean, analysis.total.lost
     if analysis.ranks == 1:
         return "One rank computes all experts, so there is nothing to balance; try --ranks."
     opening = (
-        f"On {analysis.ranks} ranks the busiest computes {ratio:.2f} times the mean, and ranks wait {lost:.0%} of "
-        "their expert time"
+        f"On {analysis.ranks} ranks the busiest computes {ratio:.2f} times the mean, and on average a rank is idle for "
+        f"{lost:.0%} of expert time"
     )
     if lost < LITTLE:
-        return f"{opening}: there is next to nothing to gain."
+        return f"{opening}: there is almost nothing to gain."
     if analysis.counted.num_micro_steps == 1:
         return (
             f"{opening}. All tokens fit one micro-step, so this trace can't tell whether the load changes between "
@@ -40,26 +40,28 @@ def _helps(analysis: Analysis) -> str:
     if past is None or step is None or step.won_back is None or past.won_back is None:
         return "This trace can't tell what would help."
     last = "the step before" if found.history == "step" else "the first half of the step"
-    # A step's own loads may, by luck, place it worse than those of the step before.
+    # A placement by the step's own loads may by chance be worse than one by the step before.
     best = min(step, past, key=lambda way: way.lost)
     wins = best.won_back or 0.0
     if wins - past.won_back < 2 * SLIGHT:
         best = past
-        fixed = f"A placement by {last} would win back {_percent(past.won_back)} of that"
+        fixed = f"A placement based on {last} would recover {_percent(past.won_back)} of that"
     else:
         fixed = (
-            f"A fixed placement would win back {_percent(wins)} of that if it knew the step, and "
-            f"{_percent(past.won_back)} going by {last}"
+            f"A fixed placement would recover {_percent(wins)} of that if it knew the step, and "
+            f"{_percent(past.won_back)} if based on {last}"
         )
     if past.lost < LITTLE:
-        return f"{fixed}, so a balancer that looks back is enough."
+        return f"{fixed}, so a balancer that uses past loads is enough."
     if best.lost < LITTLE:
-        return f"{fixed}, so foresight helps, and one plan a step is nearly enough."
+        return f"{fixed}, so known routing helps, and one plan per step is nearly enough."
     still = f"{best.lost:.0%} of expert time would still be lost"
     if step.lost_in_sum > best.lost / 2:
-        return f"{fixed}; {still}, more than equal shares over {SLOTS} replicas a rank can level."
-    verdict = "so foresight is worth it" if best.lost >= MUCH else "which only foresight sees"
-    return f"{fixed}; {still}, since loads change from micro-step to micro-step, {verdict}."
+        return f"{fixed}; {still}, more than equal shares over {SLOTS} replicas per rank can balance."
+    verdict = (
+        "Planning from known routing is worth it." if best.lost >= MUCH else "Only known routing can balance that."
+    )
+    return f"{fixed}; {still}, since loads change from micro-step to micro-step. {verdict}"
 
 
 def _percent(part: float) -> str:
@@ -67,7 +69,7 @@ def _percent(part: float) -> str:
 
 
 def where(analysis: Analysis) -> str:
-    """Which layers lose the time, in one sentence; "" if there is little to lose, or one layer."""
+    """Returns a sentence on the layers that lose most time; "" with little loss or one layer."""
     layers = len(analysis.layers)
     if layers < 2 or analysis.total.lost < LITTLE:
         return ""
@@ -79,56 +81,59 @@ def where(analysis: Analysis) -> str:
             f"Layer {names} loses most of all: {share:.0%} of the lost time ({1 / layers:.0%} would be its even share)."
         )
     even = len(worst) / layers
-    spread = "Layers lose alike" if share < 1.25 * even else "Some layers lose more than others"
+    spread = "All layers lose about the same" if share < 1.25 * even else "Some layers lose more than others"
     return f"{spread}: the worst quarter ({names}{', ...' if len(worst) > 3 else ''}) has {share:.0%} of the lost time."
 
 
 def cost(analysis: Analysis) -> str:
-    """What it costs in seconds; "" without a price."""
+    """Returns the cost in seconds as a sentence; "" without an estimate."""
     found = analysis.price
     if found is None or analysis.ranks == 1:
         return ""
     return (
-        f"By estimate {found.lost_s:.3g} s of a step of {found.step_s:.3g} s, {found.lost_part:.0%}, on "
-        f"{found.cluster} with {found.model}."
+        f"By estimate imbalance costs {found.lost_s:.3g} s of a step of {found.step_s:.3g} s, {found.lost_part:.0%}, "
+        f"on {found.cluster} with {found.model}."
     )
 
 
 def notes(analysis: Analysis) -> list[str]:
-    """What a reader should know before quoting a figure."""
+    """Returns the assumptions and limits behind the figures."""
     counted, found = analysis.counted, analysis.foresight
     said = [
-        "Homes are contiguous (static), and sequences packed as trimtab plan does; max_vio is max/mean - 1 of rank "
+        "Homes are contiguous (static), and sequences are packed as in trimtab plan; max_vio is max/mean - 1 of rank "
         "loads, balancedness mean/max.",
     ]
     if found.history == "half":
-        said.append("The trace has one step, so the first half of its micro-steps is taken for the past of the second.")
+        said.append("The trace has one step, so the first half of its micro-steps is used as the past of the second.")
     if counted.skipped_steps:
         said.append(f"The first {counted.skipped_steps} steps were left out, to keep memory small; see --step.")
     if counted.unknown_routes:
         pairs = counted.num_tokens * counted.num_layers
         said.append(
-            f"{counted.unknown_routes / pairs:.1%} of (token, layer) pairs have no recorded route and count nowhere."
+            f"{counted.unknown_routes / pairs:.1%} of (token, layer) pairs have no recorded route and are not counted."
         )
     per_expert = counted.num_tokens * counted.top_k / counted.num_micro_steps / counted.num_experts
     if per_expert < 16:
         said.append(
-            f"A micro-step has {per_expert:.0f} tokens for the mean expert: much of the imbalance is chance, as it is "
-            "in a run with so few."
+            f"A micro-step has {per_expert:.0f} tokens for the mean expert: much of the imbalance is random, as in a "
+            "real run with so few tokens."
         )
     if analysis.price:
         said.append(
-            "Seconds are an estimate of recompute and update: busiest ranks' work added up, nothing overlapping. "
-            "trimtab simulate runs the step."
+            "Seconds are an estimate of recompute and update: the sum of the busiest ranks' work, without overlap. "
+            "trimtab simulate models the step."
         )
     elif analysis.ranks > 1:
-        said.append("No model that comes with Trimtab routes like this; name yours with --model for seconds.")
+        said.append("No preset model has these numbers of experts and top-k; name yours with --model to get seconds.")
     least = PlanSettings().smallest_share
     if HOT * per_expert < least:
         said.append(
-            f"Copies that trimtab plans compute {least} tokens at least; with {per_expert:.0f} for the mean expert it "
-            "makes few, and comes to 1.00 only with larger micro-steps."
+            f"Replicas that trimtab plans compute at least {least} tokens; with {per_expert:.0f} for the mean expert "
+            "it makes few, and reaches max/mean 1.00 only with larger micro-steps."
         )
     else:
-        said.append("A plan for every micro-step comes to about 1.00; trimtab plan and trimtab simulate say how near.")
+        said.append(
+            "A plan for every micro-step has a max/mean of about 1.00; trimtab plan and trimtab simulate give "
+            "the exact figure."
+        )
     return said

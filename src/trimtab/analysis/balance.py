@@ -1,7 +1,7 @@
-"""How unbalanced are ranks: over all instances, by layer, size of micro-step and number of ranks, and in a step's sum?
+"""Imbalance of ranks: over all instances, by layer, micro-step size and number of ranks, and of whole steps.
 
-`max_vio` is max/mean - 1 of rank loads (verl, VeOmni, prime-rl), `balancedness` mean/max (vLLM, SGLang). An instance
-without any known route says nothing and counts nowhere.
+`max_vio` is max/mean - 1 of rank loads (verl, VeOmni, prime-rl), `balancedness` mean/max (vLLM, SGLang). Instances
+without any known route are not counted.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import numpy as np
 from trimtab.analysis.counted import CountedTrace, summed
 from trimtab.trace.routing import Array
 
-# Sizes of micro-steps beside the given one; those below need parts, those above so many micro-steps in a step.
+# Other sizes of micro-steps; smaller ones need parts, larger ones enough micro-steps in a step.
 FACTORS = (Fraction(1, 4), Fraction(1, 2), Fraction(1), Fraction(2), Fraction(4), Fraction(8))
 LEAST_MOST_RANKS = 64
 RANKS_FACTOR = 8
@@ -37,10 +37,10 @@ class Balance:
     """Rank loads of some instances.
 
     Attributes:
-        instances: how many have a load.
+        instances: number of instances with a load.
         max_over_mean: of each instance; `max_vio` is this minus 1. 1 where there is no instance.
-        balancedness: mean/max of each; the worst is the least, p99 the one that 99% exceed.
-        lost: the part of expert time in which the mean rank waits: 1 - sum of means / sum of maxima.
+        balancedness: mean/max of each; the worst is the smallest; 99% exceed p99.
+        lost: the part of expert time for which a rank is idle on average: 1 - sum of means / sum of maxima.
     """
 
     instances: int
@@ -59,9 +59,9 @@ class SizeBalance:
     """Balance with micro-steps of another size, and with other numbers of ranks.
 
     Attributes:
-        factor: size over that of the given micro-steps; None for a step in one.
+        factor: size relative to the given micro-steps; None for a whole step in one.
         tokens: mean tokens of such a micro-step, all ranks together.
-        micro_steps: how many were looked at; incomplete ones at a step's end are left out.
+        micro_steps: their number; incomplete ones at a step's end are left out.
         by_ranks: number of ranks: balance.
     """
 
@@ -73,7 +73,7 @@ class SizeBalance:
 
 @dataclass(frozen=True)
 class Stability:
-    """A step's sum against its micro-steps: is it the same ranks and experts that are busy?
+    """Stability of busy ranks and experts between a step's sum and its micro-steps.
 
     Attributes:
         step_max_over_mean: of loads summed over each step, mean over steps and layers.
@@ -94,14 +94,14 @@ class Stability:
 
 
 def ratios(loads: Array) -> Array:
-    """Busiest over mean, `[..., R]` to `[...]` float64; NaN where there is no load."""
+    """Busiest rank divided by mean, `[..., R]` to `[...]` float64; NaN where there is no load."""
     totals = loads.sum(axis=-1)
     with np.errstate(divide="ignore", invalid="ignore"):
         return np.where(totals > 0, loads.max(axis=-1) * loads.shape[-1] / totals, np.nan)
 
 
 def balance(loads: Array) -> Balance:
-    """Of rank loads `[..., R]`, integers or floats."""
+    """`Balance` of rank loads `[..., R]`, integers or floats."""
     found = ratios(loads).ravel()
     found = found[~np.isnan(found)]
     if not len(found):
@@ -137,7 +137,7 @@ def rank_numbers(num_experts: int, ranks: int) -> list[int]:
 
 
 def by_size(counted: CountedTrace, ranks: Sequence[int]) -> list[SizeBalance]:
-    """Micro-steps from a quarter to eight times the given size, as far as the data allow, and whole steps."""
+    """Balance of micro-steps from a quarter to eight times the given size, if the data allow it, and of whole steps."""
     found = []
     steps = counted.step_starts * counted.parts
     for factor in FACTORS:
@@ -150,7 +150,7 @@ def by_size(counted: CountedTrace, ranks: Sequence[int]) -> list[SizeBalance]:
 
 
 def _groups(counted: CountedTrace, factor: Fraction) -> tuple[Array, Array]:
-    """First and last + 1 part of each micro-step of another size. None crosses from one step to the next."""
+    """First and last + 1 part of each micro-step of another size. Micro-steps do not span steps."""
     size = factor * counted.parts
     if size.denominator > 1:
         return np.empty(0, np.int64), np.empty(0, np.int64)
@@ -163,7 +163,7 @@ def _groups(counted: CountedTrace, factor: Fraction) -> tuple[Array, Array]:
 def _at_size(
     counted: CountedTrace, factor: float | None, starts: Array, ends: Array, ranks: Sequence[int]
 ) -> SizeBalance:
-    # Every other sum is of what lies between two groups; there may be nothing after the last.
+    # Every other sum covers the gap between two groups; there may be no gap after the last.
     edges = np.stack([starts, ends], axis=1).ravel()
     edges = edges[:-1] if edges[-1] == len(counted.counts_FLE) else edges
     keep = np.ones(len(edges), bool)
@@ -171,14 +171,14 @@ def _at_size(
     repeated = np.flatnonzero(edges[:-1] == edges[1:])
     keep, edges = np.delete(keep, repeated), np.delete(edges, repeated)
     counts_GLE = summed(counted.counts_FLE, edges)[keep]
-    # Of the layer with most: routes may be unknown in others.
+    # Of the layer with most tokens: routes may be unknown in others.
     tokens = counts_GLE.sum(axis=(0, 2)).max() / counted.top_k / len(counts_GLE)
     loads = {number: home_loads(counts_GLE, number) for number in ranks}
     return SizeBalance(factor, float(tokens), len(counts_GLE), {number: balance(loads[number]) for number in ranks})
 
 
 def stability(counts_MLE: Array, step_starts: Array, ranks: int) -> Stability:
-    """What changes inside steps, and between them."""
+    """Changes inside steps and between them."""
     loads_MLR = home_loads(counts_MLE, ranks)
     sums_PLE = summed(counts_MLE, step_starts[:-1])
     sums_PLR = home_loads(sums_PLE, ranks)
@@ -201,7 +201,7 @@ def stability(counts_MLE: Array, step_starts: Array, ranks: int) -> Stability:
 
 
 def overlap(one: Array, other: Array) -> Array:
-    """What two distributions `[..., E]` share, `[...]`: the sum of the smaller proportions; NaN without load."""
+    """Overlap of two distributions `[..., E]`, `[...]`: the sum of the smaller proportions; NaN without load."""
     with np.errstate(divide="ignore", invalid="ignore"):
         shares = one / one.sum(axis=-1, keepdims=True), other / other.sum(axis=-1, keepdims=True)
     return np.minimum(*shares).sum(axis=-1)

@@ -1,7 +1,7 @@
-"""Which tokens run together, and which experts do they use? One pass over a trace of any length.
+"""Token counts of micro-steps, from one pass over a trace of any length.
 
-Which sequence runs in which micro-step follows from lengths alone, so that it is known before an id is read. What is
-kept is token counts of *parts* of micro-steps: micro-steps of other sizes are sums of them.
+The micro-step of a sequence follows from lengths alone and is known before ids are read. Only token counts of *parts*
+of micro-steps are kept: micro-steps of other sizes are sums of them.
 """
 
 from __future__ import annotations
@@ -20,25 +20,25 @@ from trimtab.trace.counting import count_experts
 from trimtab.trace.routing import Array
 
 DEFAULT_BUDGET = 8192
-# Micro-steps are counted in so many parts where sequences are small enough.
+# Parts of a micro-step, if sequences are short enough.
 PARTS = (4, 2, 1)
-# Counts that are kept: beyond this, micro-steps are not divided, and then only the last steps are looked at.
+# Limit of counts: beyond it micro-steps are not divided, and then only the last steps are analyzed.
 COUNT_BYTES = 64 << 20
 # Domains with a line of their own; the smallest share one.
 MOST_DOMAINS = 32
 OTHERS = "all others"
-# Beyond the mean, so that as many micro-steps as were asked for are enough.
+# Headroom above the mean, so that packing needs no more micro-steps than requested.
 SLACK = 0.1
 
 
 @dataclass(frozen=True, eq=False)
 class CountedTrace:
-    """Token counts of a trace, in the micro-steps that its sequences were packed into.
+    """Token counts of a trace, in the micro-steps of its packed sequences.
 
     Attributes:
         counts_FLE: `[F, L, E]` int32, tokens by part of a micro-step, layer and expert; F = M * parts, in order.
         parts: of a micro-step.
-        step_M: `[M]` int32, the RL step of each micro-step, rising.
+        step_M: `[M]` int32, the RL step of each micro-step, ascending.
         counts_DLE: `[D, L, E]` int64, tokens by domain.
         domains: `[D]` names, most tokens first; one nameless domain where the trace has none.
         layer_indices: `[L]` the decoder layer behind each MoE layer.
@@ -47,7 +47,7 @@ class CountedTrace:
         unknown_routes: (token, layer) pairs without a recorded route.
         length_squares: sum of the squares of the sequences' lengths.
         top_k: experts of a token.
-        model: the trace's word for it.
+        model: the trace's name of the model.
         skipped_steps: the trace's first steps, left out because counts would not fit.
     """
 
@@ -80,7 +80,7 @@ class CountedTrace:
 
     @property
     def steps(self) -> list[int]:
-        """The RL steps, rising."""
+        """The RL steps, ascending."""
         return np.unique(self.step_M).tolist()
 
     @property
@@ -103,14 +103,14 @@ def count_trace(
     step: int | None = None,
     progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> CountedTrace:
-    """Pack every step of a trace as `trimtab plan` does, and count it. Memory holds a chunk and the counts.
+    """Pack every step of a trace as `trimtab plan` does, and count it. Memory: one chunk and the counts.
 
     Args:
-        ranks: that share a micro-step.
+        ranks: of a micro-step.
         token_budget: most tokens of a rank in a micro-step; by default 8192, or the longest sequence if that is more.
-        micro_steps: of a step, instead: the budget with which the largest step takes about so many.
-        step: look at this one only.
-        progress: told sequences read and sequences in all.
+        micro_steps: alternative to `token_budget`: the budget with which the largest step has about this many.
+        step: analyze only this one.
+        progress: called with the number of sequences read and in total.
 
     Raises:
         InputError: if there is no such step, no token, no known route, or a sequence exceeds the budget.
@@ -200,7 +200,7 @@ def _pack(reader: TraceReader, step: int, ranks: int, budget: int) -> tuple[Arra
 
 
 def _parts(packed: list[tuple[Array, Array, int]], lengths: Array, ranks: int, budget: int, most_parts: int) -> int:
-    """Into how many parts micro-steps are divided: each part should be one that could run by itself."""
+    """Number of parts of a micro-step: each part must be able to run alone."""
     micro_steps = sum(count for _, _, count in packed)
     sequences = sum(len(members) for members, _, _ in packed)
     longest = max(int(lengths[members].max()) for members, _, _ in packed)
@@ -215,7 +215,7 @@ def _parts(packed: list[tuple[Array, Array, int]], lengths: Array, ranks: int, b
 
 
 def _kept_steps(micro_steps: list[int], most: int) -> int:
-    """How many of the last steps have at most so many micro-steps together; one at least."""
+    """Number of last steps with at most this many micro-steps in total; at least one."""
     return max(1, int(np.count_nonzero(np.cumsum(micro_steps[::-1]) <= most)))
 
 

@@ -1,4 +1,4 @@
-"""Is it a kind of prompt that skews the load, and do kinds of prompts use the same experts?"""
+"""Skew by domain (kind of prompt), and overlap of the experts that domains use."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from trimtab.trace.routing import Array
 
 @dataclass(frozen=True)
 class DomainSkew:
-    """The sequences of one domain, by themselves.
+    """Skew of the sequences of one domain.
 
     Attributes:
         name: the trace's label, "" where it has none.
@@ -31,7 +31,7 @@ class DomainSkew:
 
 
 def domain_skew(counts_DLE: Array, names: Sequence[str], ranks: int) -> list[DomainSkew]:
-    """Of every domain. Domains without a known route are left out."""
+    """Skew of every domain. Domains without a known route are left out."""
     total = counts_DLE.sum()
     found = []
     for name, counts_LE in zip(names, counts_DLE, strict=True):
@@ -53,7 +53,7 @@ def domain_skew(counts_DLE: Array, names: Sequence[str], ranks: int) -> list[Dom
 
 
 def alikeness(counts_DLE: Array) -> Array:
-    """`[D, D]`: what the expert loads of two domains share (see `overlap`), mean over layers. 0 without load."""
+    """`[D, D]`: overlap of the expert loads of two domains (see `overlap`), mean over layers. 0 without load."""
     shared = np.zeros((len(counts_DLE), len(counts_DLE)))
     for index, counts_LE in enumerate(counts_DLE):
         found_DL = overlap(counts_LE, counts_DLE)

@@ -1,11 +1,12 @@
-"""Would foresight help? What homes that last for a step win back, with and without knowing the step.
+"""Gains of fixed placements, with and without knowing the step, and so of known routing (foresight).
 
-A balancer that looks back, such as EPLB, places experts once for many micro-steps. Here its placement is computed from
-the step before, and in hindsight from the step itself. What even the latter leaves is what changes from one micro-step
-to the next, beside experts that can't be divided evenly. Only a plan for each micro-step takes that away, and needs to
-know its routing beforehand, or to wait for it in every layer.
+A balancer that uses past loads, such as EPLB, places experts once for many micro-steps. Here its placement is computed
+from
+the step before, and in hindsight from the step itself. The loss that remains with the latter is due to change between
+micro-steps, and to experts that can't be divided evenly. Only a plan for each micro-step removes it. Such a plan needs
+routing that is known beforehand, or live planning in every layer.
 
-Where a trace has one step, its halves take the place of steps: the first is history to the second.
+If a trace has one step, its halves are used as steps: the first is the past of the second.
 """
 
 from __future__ import annotations
@@ -19,15 +20,15 @@ from trimtab.analysis.balance import home_loads, lost_part, ratios
 from trimtab.policies.eplb import rebalance
 from trimtab.trace.routing import Array
 
-# Replicas that a rank has room for, as `trimtab plan` and `trimtab simulate` take it.
+# Replicas per rank, the default of `trimtab plan` and `trimtab simulate`.
 SLOTS = 2
-# Imbalance below this is too little to speak of a part of it.
+# Below this imbalance, a recovered part is not reported.
 LEAST_LOST = 1e-3
 
 
 @dataclass(frozen=True)
 class Way:
-    """One way to place experts, and what it leaves.
+    """A placement method and its remaining imbalance.
 
     Attributes:
         name: key in the JSON.
@@ -35,10 +36,11 @@ class Way:
         knows: "nothing", "past" or "step": what the placement is computed from.
         max_over_mean: mean over instances.
         p99: of the same.
-        lost: part of expert time that ranks wait.
-        lost_in_sum: what of `lost` there would be if a step were one micro-step: experts that can't be divided evenly,
+        lost: part of expert time for which a rank is idle on average.
+        lost_in_sum: the part of `lost` that remains if a step is one micro-step: experts that can't be divided evenly,
             or another step's loads. The rest is change between micro-steps.
-        won_back: part of the wait of contiguous homes that it removes; below 0 if it adds. None where that is nothing.
+        won_back: part of the idle time of contiguous homes that it removes; negative if it adds. None without idle
+            time.
     """
 
     name: str
@@ -53,11 +55,11 @@ class Way:
 
 @dataclass(frozen=True)
 class Foresight:
-    """Ways to place experts, on the same instances.
+    """Placement methods, compared on the same instances.
 
     Attributes:
         ways: "static" first. Those that know the past are missing where there is none.
-        history: what counts as past: "step", "half" or None.
+        history: what is used as past: "step", "half" or None.
         instances: that were compared.
     """
 
@@ -66,7 +68,7 @@ class Foresight:
     instances: int
 
     def best(self, knows: str) -> Way | None:
-        """Of those that know as much, the one that leaves least; of equals the first."""
+        """Of the methods with this knowledge, the one with the least loss; of equals the first."""
         found = [way for way in self.ways if way.knows == knows]
         return min(found, key=lambda way: way.lost) if found else None
 
@@ -108,8 +110,8 @@ def foresight(counts_MLE: Array, step_starts: Array, ranks: int) -> Foresight:
 def placed_loads(counts_MLE: Array, placed_on_LE: Array, ranks: int, slots: int) -> Array:
     """Rank loads `[M, L, R]` float64 under EPLB's placement for the loads `placed_on_LE`, kept for all micro-steps.
 
-    An expert's tokens are shared out equally over its copies. With no slots that is LPT: the largest experts first,
-    each to the emptiest rank with room, equally many on every rank.
+    An expert's tokens are split equally over its copies. Without slots this is LPT: the largest experts first, each to
+    the emptiest rank with room, the same number on every rank.
     """
     num_experts = counts_MLE.shape[-1]
     per_rank = num_experts // ranks + slots

@@ -1,8 +1,8 @@
-"""Which experts are hot, and how long do they stay so?
+"""Hot experts, and how long they stay hot.
 
-An expert is hot in an instance if it has more than twice the mean expert's tokens. Chance alone hardly does that: with
-16 tokens a mean expert it takes four standard deviations, and micro-steps hold hundreds. And twice is what tells on a
-rank: of E / R experts, one that is hot adds R / E to the rank's load over the mean.
+An expert is hot in an instance if it has more than twice the mean expert's tokens. This is unlikely by chance: with 16
+tokens for the mean expert it takes four standard deviations, and micro-steps have hundreds. It is also relevant for a
+rank: of E / R experts, a hot one adds R / E to the rank's load over the mean.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ SHOWN = 10
 
 @dataclass(frozen=True)
 class HotExpert:
-    """One expert of one MoE layer, by its place among them.
+    """One expert of one MoE layer, by index.
 
     Attributes:
         over_mean: tokens over the mean expert's, of the whole trace.
@@ -46,8 +46,10 @@ class Hot:
     Attributes:
         per_instance: mean number.
         token_part: part of the tokens that they compute.
-        stay: part of the hot that are hot in the step's next micro-step, too; None with no two micro-steps in a step.
-        chance: part of all experts that are hot: what `stay` would be if it meant nothing to have been hot.
+        stay: part of hot experts that are also hot in the step's next micro-step; None with no two micro-steps in a
+            step.
+        chance: part of all experts that are hot: the value of `stay` if hot experts were independent between
+            micro-steps.
         runs: `(longest, count)`: runs of consecutive micro-steps of a step; `longest` of a line, None for the last.
         mean_run: micro-steps; 0 where nothing is hot.
         alike_steps: experts that are hot in a step's sum and in the next one's, over those in either; mean over layers
@@ -68,12 +70,12 @@ class Hot:
 
 
 def hot_mask(counts: Array) -> Array:
-    """Who is hot, bool, of tokens `[..., E]`."""
+    """Mask of hot experts, bool, for tokens `[..., E]`."""
     return counts * counts.shape[-1] > HOT * counts.sum(axis=-1, keepdims=True)
 
 
 def hot_experts(counts_MLE: Array, step_starts: Array) -> Hot:
-    """Look at every instance, and at steps and their halves as wholes."""
+    """Hot experts of every instance, of whole steps and of their halves."""
     hot_MLE = hot_mask(counts_MLE)
     instances = max(1, int(np.count_nonzero(counts_MLE.sum(axis=-1))))
     total = int(counts_MLE.sum())
@@ -100,7 +102,7 @@ def hot_experts(counts_MLE: Array, step_starts: Array) -> Hot:
 
 
 def _runs(hot_MLE: Array, step_starts: Array) -> tuple[Array, Array]:
-    """Lengths of all runs, and the longest of every expert `[L, E]`. None goes on into the next step."""
+    """Lengths of all runs, and the longest of every expert `[L, E]`. Runs end with their step."""
     starts = set(step_starts.tolist())
     current_LE = np.zeros(hot_MLE.shape[1:], np.int64)
     longest_LE = current_LE.copy()

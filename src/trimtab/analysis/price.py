@@ -1,9 +1,9 @@
-"""What does imbalance cost in seconds of a step, by the simulator's prices? An estimate.
+"""Estimated cost of imbalance in seconds of a step, with the simulator's costs.
 
-Operations are priced as `cluster/operations.py` does, and added up: all ranks meet in every all-to-all, so that an
-instance takes the busiest rank's expert time, twice the time of its all-to-all (dispatch and combine), and the dense
-parts, which are even; and a step one optimizer step. Rows are taken to come evenly from all ranks. What overlaps in a
-real step is left to `trimtab simulate`.
+Costs are those of `cluster/operations.py`, added up. All ranks synchronise in every all-to-all, so an instance takes
+the busiest rank's expert time, twice the time of its all-to-all (dispatch and combine), and the dense
+parts, which are even; and a step one optimizer step. Rows are assumed to come evenly from all ranks. Overlap is
+modelled only by `trimtab simulate`.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class Price:
     Attributes:
         cluster, model: names.
         step_s: with contiguous homes.
-        lost_s: what of it would go with even loads: experts, and rows through the busiest rank's all-to-all.
+        lost_s: the part that even loads would save: experts, and rows through the busiest rank's all-to-all.
         lost_L: `[L]` the same by layer.
     """
 
@@ -68,7 +68,7 @@ def price(
         loads_MR = home_loads(counts_ME, cluster.ranks)
         entering_MR = loads_MR
         if costs.forwards:
-            # Rows from other nodes come in through the rank of their source's place, so evenly over the node.
+            # Rows from other nodes arrive at the rank with the source's local index, so evenly over the node.
             by_node = loads_MR.reshape(num_micro_steps, -1, cluster.ranks_per_node).mean(axis=-1)
             entering_MR = np.repeat(by_node, cluster.ranks_per_node, axis=-1)
         exchange_MR = np.maximum(near_s * loads_MR, far_s * entering_MR)
@@ -92,7 +92,7 @@ def price(
 
 
 def copy_seconds(counts: Array, costs: OperationCosts) -> Array:
-    """Forward seconds of experts at home with so many rows each, as the simulator takes them."""
+    """Forward seconds of experts at home for given rows each, as in the simulator."""
     tiles = -(-counts // costs.tile_rows)
     seconds = costs.copy_s + np.maximum(tiles * costs.tile_s, costs.weights_s) + counts * costs.row_s
     return np.where(counts > 0, seconds, 0.0)

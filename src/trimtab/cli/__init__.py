@@ -1,1 +1,1 @@
-"""The command line. One file a command: it parses, calls, prints."""
+"""The command line, one file per command."""

@@ -1,4 +1,4 @@
-"""`trimtab bench`: measure what the README quotes."""
+"""`trimtab bench`: reproduce the figures of README and docs."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def add(commands: Any) -> None:
         "planner",
         help="balance, bytes, gap to the bound and planning time of every balancer",
         description="Plan synthetic steps with every balancer, on its own recipe and on equal terms (same homes, "
-        "schedule and slots), and hold the plans against LP bounds.",
+        "schedule and slots), and compare the plans with LP bounds.",
         epilog="example: trimtab bench planner --sizes 8/128 --presets rl-mixed --json out/bench-planner.json",
     )
     planner.add_argument(
@@ -77,21 +77,21 @@ def add(commands: Any) -> None:
         epilog="example: trimtab bench step --json out/bench-step.json",
     )
     step.add_argument("--preset", choices=PRESET_NAMES, default="rl-mixed", help="routing (default: rl-mixed)")
-    step.add_argument("--largest", type=positive, default=1024, metavar="RANKS", help="leave out larger sizes (1024)")
+    step.add_argument("--largest", type=positive, default=1024, metavar="RANKS", help="largest size to run (1024)")
     step.add_argument("--threads", type=positive, default=1, metavar="N", help="layers planned at a time (default: 1)")
     step.add_argument("--seed", type=whole, default=0, metavar="N", help="of the routing (default: 0)")
     step.add_argument("--json", type=Path, metavar="FILE", help="also write the figures to FILE")
     step.set_defaults(run=run_step)
     papers = benches.add_parser(
         "papers",
-        help="figures that papers published, beside what the simulator gives in set-ups like theirs",
+        help="published figures of papers, and those of the simulator in similar set-ups",
         description="Simulate the set-ups of several papers on synthetic routing, and print their figures and ours: "
         "the range over presets and seeds, and the median.",
         epilog="example: trimtab bench papers --rows relibra --json out/relibra.json",
     )
     what = papers.add_mutually_exclusive_group()
     what.add_argument("--rows", nargs="+", choices=PAPERS, default=PAPERS, metavar="NAME", help=f"{', '.join(PAPERS)}")
-    what.add_argument("--read", type=Path, metavar="FILE", help="take the figures that --json wrote, and run nothing")
+    what.add_argument("--read", type=Path, metavar="FILE", help="read the figures written by --json, and run nothing")
     papers.add_argument(
         "--presets",
         nargs="+",
@@ -106,7 +106,7 @@ def add(commands: Any) -> None:
     papers.set_defaults(run=run_papers)
     transfer = benches.add_parser(
         "transfer",
-        help="what weights cost on their way, and what a plan saves of the experts' compute, on one device",
+        help="cost of weight transfers, and expert compute saved by a plan, on one device",
         description="On one GPU (on the CPU with smaller sizes): experts' compute against tokens an expert, host-path "
         "copies beside it, peer pulls between processes, a planned layer that must not wait for the GPU, and the "
         "slowest rank's compute with and without a plan.",
@@ -127,7 +127,7 @@ def add(commands: Any) -> None:
     traces.set_defaults(run=run_traces)
     capture = benches.add_parser(
         "capture",
-        help="what recording the routing costs a forward and a generation in transformers",
+        help="cost of recording the routing of a forward and a generation in transformers",
         description="Time forward and generation of a 16-layer MoE, plain and recorded in turns.",
         epilog="example: trimtab bench capture --json out/bench-capture.json",
     )
@@ -136,7 +136,7 @@ def add(commands: Any) -> None:
     capture.set_defaults(run=run_capture)
     simulator = benches.add_parser(
         "simulator",
-        help="does the simulator predict what the runtime takes?",
+        help="compare simulated and measured step times",
         description="Calibrate this machine, run the static, trimtab and balanced variants of bench runtime on it, and "
         "hold their step times against what the simulator predicts for the same routing and plans.",
         epilog="example: trimtab bench simulator --json out/bench-simulator.json",

@@ -1,4 +1,4 @@
-"""`trimtab calibrate`: measure this machine and write it down as a cluster."""
+"""`trimtab calibrate`: measure this machine and write a cluster file."""
 
 from __future__ import annotations
 

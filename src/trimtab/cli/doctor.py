@@ -1,4 +1,4 @@
-"""`trimtab doctor`: look for what would stop or slow a run, before it is long."""
+"""`trimtab doctor`: find problems that would stop or slow a run."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`trimtab`: find the command, run it, turn a user's mistake into one line and exit status 2."""
+"""`trimtab`: run a command; print input errors as one line and exit with status 2."""
 
 from __future__ import annotations
 
@@ -12,21 +12,21 @@ from typing import NoReturn
 from trimtab import __version__
 from trimtab.errors import InputError, RankFailedError
 
-# Only the command that is asked for is imported, so that help comes at once.
+# Only the requested command is imported, so help is fast.
 COMMANDS = {
     "train": "post-train a MoE with RL on local ranks, balanced by Trimtab",
-    "trace": "look at routing traces, convert them, or make them",
-    "analyze": "say whether imbalance costs you, where, and whether foresight would help",
+    "trace": "inspect, convert or make routing traces",
+    "analyze": "cost of imbalance in a trace, its layers, and gains of known routing",
     "plan": "plan a step of a trace for a cluster",
     "simulate": "step time of every balancer on a cluster",
-    "calibrate": "measure this machine and write it down as a cluster",
-    "bench": "measure what the README quotes",
+    "calibrate": "measure this machine and write a cluster file",
+    "bench": "reproduce the figures of README and docs",
     "nodes": "run a command on several nodes on this machine, joined by slow links",
     "doctor": "check an installation, a model and one micro-step before a long run",
 }
 
 
-# A disk that is full or read-only, a quota, or a limit of the shell.
+# Full or read-only disk, quota, or shell limit.
 UNWRITABLE = (errno.EDQUOT, errno.EFBIG, errno.ENOSPC, errno.EROFS)
 
 
@@ -46,7 +46,7 @@ def main(arguments: list[str] | None = None) -> int:
         print(f"trimtab {asked}: {error}", file=sys.stderr)
         return 2
     except BrokenPipeError:
-        # Whoever read the output, such as head, has seen enough; nor should the interpreter fail as it flushes.
+        # The reader (such as head) has closed the pipe; also avoid an error when the interpreter flushes.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
     except (FileExistsError, IsADirectoryError, NotADirectoryError, PermissionError) as error:

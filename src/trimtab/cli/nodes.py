@@ -1,4 +1,4 @@
-"""`trimtab nodes`: run a command on several nodes, all of them on this machine."""
+"""`trimtab nodes`: run a command on several emulated nodes on this machine."""
 
 from __future__ import annotations
 

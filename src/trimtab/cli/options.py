@@ -1,4 +1,4 @@
-"""What several commands share: option types, JSON output, and a clear word when an extra is not installed."""
+"""Shared by commands: option types, JSON output, and an error when an extra is not installed."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def _integer(text: str, least: int) -> int:
 
 
 def add_trace(parser: argparse.ArgumentParser) -> None:
-    """The trace that a command is about: `options.trace`, a list of paths."""
+    """Add the trace argument: `options.trace`, a list of paths."""
     parser.add_argument(
         "trace",
         type=Path,
@@ -56,13 +56,13 @@ def need_extra(*modules: str, extra: str = "train") -> None:
 
 
 def progress_bar(*columns: ProgressColumn) -> Progress:
-    """A bar for whoever watches; where errors go, so that what is piped on is the result alone."""
+    """Progress bar on stderr, hidden when not a terminal; stdout has only the result."""
     console = Console(stderr=True)
     return Progress(*columns, console=console, transient=True, disable=not console.is_terminal)
 
 
 def check_outputs(*paths: Path | None, sources: Sequence[Path] = ()) -> None:
-    """Raise InputError if a file can't be written there, or is one that is read, before anything is computed."""
+    """Raise InputError, before computing anything, if an output can't be written or is also an input."""
     for path in paths:
         if path is None:
             continue
@@ -76,5 +76,5 @@ def check_outputs(*paths: Path | None, sources: Sequence[Path] = ()) -> None:
 
 
 def write_json(path: Path, content: dict[str, Any]) -> None:
-    """Write a JSON file, whole or not at all."""
+    """Write a JSON file, atomically."""
     write_whole(path, json.dumps(content, indent=2) + "\n")

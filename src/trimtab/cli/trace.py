@@ -1,4 +1,4 @@
-"""`trimtab trace`: look at routing traces, and make synthetic ones. Other files beside this one convert them."""
+"""`trimtab trace`: inspect routing traces and make synthetic ones; see also `trace_import`, `trace_export`."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ def add(commands: Any) -> None:
     actions = parser.add_subparsers(dest="action", required=True, metavar="ACTION")
     info = actions.add_parser(
         "info",
-        help="say what a trace holds and how skewed it is",
-        description="Say what a routing trace holds and how unevenly its experts are used.",
+        help="show contents and skew of a trace",
+        description="Show the contents of a routing trace and how unevenly its experts are used.",
         epilog="example: trimtab trace info out/demo/routing/step-00000.parquet",
     )
     add_trace(info)
@@ -50,7 +50,7 @@ def add(commands: Any) -> None:
     ):
         shown = meaning if default is None else f"{meaning} (default: {default})"
         synth.add_argument(f"--{name}", type=positive, default=default, metavar="N", help=shown)
-    synth.add_argument("--seed", type=whole, default=0, metavar="N", help="another seed, another trace (default: 0)")
+    synth.add_argument("--seed", type=whole, default=0, metavar="N", help="random seed of the trace (default: 0)")
     synth.set_defaults(run=run_synth)
     trace_import.add(actions)
     trace_export.add(actions)

@@ -1,4 +1,4 @@
-"""`trimtab trace export`: a trace in a form that others read, or a placement made from it for a rollout engine."""
+"""`trimtab trace export`: convert a trace to other formats, or make a placement for a rollout engine from it."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def run(options: argparse.Namespace) -> None:
 
 
 def _place(options: argparse.Namespace, trace: TraceReader) -> list[tuple[str, str]]:
-    """Make and write a placement; what there is to say of it."""
+    """Make and write a placement. Returns the facts to print."""
     if options.ranks is None:
         raise InputError(f"--to {options.to} needs --ranks, the ranks of the engine's expert parallelism")
     if options.step is not None:
@@ -110,7 +110,7 @@ def _place(options: argparse.Namespace, trace: TraceReader) -> list[tuple[str, s
 
 
 def with_dense_layers(slots_LP: Array, layers: Array, num_layers: int, num_experts: int) -> Array:
-    """Slots `[num_layers, P]` of all decoder layers; those without experts have the order that SGLang begins with.
+    """Slots `[num_layers, P]` of all decoder layers; those without experts have SGLang's default order.
 
     Args:
         layers: `[L]` the decoder layer of each row of `slots_LP`.

@@ -1,4 +1,4 @@
-"""`trimtab trace import`: what a framework recorded, as a routing trace."""
+"""`trimtab trace import`: convert routing that a framework recorded into a routing trace."""
 
 from __future__ import annotations
 
@@ -26,24 +26,24 @@ from trimtab.trace.store import named_files
 def add(actions: Any) -> None:
     parser = actions.add_parser(
         "import",
-        help="convert what a framework recorded",
+        help="convert routing that a framework recorded",
         description="Convert routing that an RL or serving framework recorded into a routing trace. "
         f"Formats: {', '.join(FORMATS)}.",
         epilog="example: trimtab trace import rollout.jsonl -o out/rollout.parquet --model qwen3-30b-a3b",
     )
     parser.add_argument(
-        "source", type=Path, nargs="+", metavar="SRC", help="files, folders or patterns of one dump, in their order"
+        "source", type=Path, nargs="+", metavar="SRC", help="files, folders or patterns of one dump, in order"
     )
     parser.add_argument("-o", "--output", type=Path, required=True, metavar="FILE", help="trace to write (.parquet)")
-    parser.add_argument("--format", choices=tuple(FORMATS), metavar="NAME", help="default: what the file looks like")
+    parser.add_argument("--format", choices=tuple(FORMATS), metavar="NAME", help="default: detected")
     parser.add_argument("--model", metavar="NAME", help="a preset, config.json or checkpoint: experts, layers, top-k")
     parser.add_argument("--num-experts", type=positive, metavar="N", help="experts of a layer, instead of --model")
     parser.add_argument("--num-layers", type=positive, metavar="N", help="layers in the dump, dense ones included")
     parser.add_argument("--top-k", type=positive, metavar="N", help="experts of a token")
     parser.add_argument(
-        "--step", type=whole, default=0, metavar="N", help="RL step of sequences that say none (default: 0)"
+        "--step", type=whole, default=0, metavar="N", help="RL step of sequences without one (default: 0)"
     )
-    parser.add_argument("--domain", default="", metavar="NAME", help="label of sequences that have none")
+    parser.add_argument("--domain", default="", metavar="NAME", help="label of sequences without one")
     parser.set_defaults(run=run)
 
 
@@ -77,7 +77,7 @@ def _rows(summary: Summary, form: str, seconds: float) -> list[tuple[str, str]]:
 
 
 def _known(options: argparse.Namespace) -> Known:
-    """What the options say of the model."""
+    """Model facts from the options."""
     said = Known(options.num_experts, options.num_layers, options.top_k, step=options.step, domain=options.domain)
     if options.model is None:
         return said

@@ -31,11 +31,13 @@ def add(commands: Any) -> None:
         epilog=EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--out", type=Path, required=True, help="folder for all output; new or empty, but for --resume")
+    parser.add_argument(
+        "--out", type=Path, required=True, help="folder for all output; new or empty, except with --resume"
+    )
     parser.add_argument(
         "--resume",
         action="store_true",
-        help="go on from the last checkpoint in --out, with the settings of that run; start anew if --out is empty",
+        help="continue from the last checkpoint in --out with the settings of that run; start anew if --out is empty",
     )
     parser.add_argument("--model", type=Path, help="local Hugging Face checkpoint directory (default: a small model)")
     parser.add_argument("--mode", choices=MODES, help="how experts are balanced (default: plan)")

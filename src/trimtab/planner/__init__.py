@@ -1,4 +1,4 @@
-"""Who computes what? Schedule, placement, replicas and token split of one step, joined in a `StepPlan`."""
+"""The planner: schedule, placement, replicas and token split of one step, joined in a `StepPlan`."""
 
 from trimtab.planner.instances import PlanSettings, plan_step
 from trimtab.planner.placement import Placement

@@ -1,4 +1,4 @@
-"""How good could a plan be? Linear and integer programs over one instance, solved by HiGHS: an oracle, never a planner.
+"""Bounds for plans: linear and integer programs over one instance, solved by HiGHS. Too slow for planning.
 
 Both programs decide `x[e, r]`, the tokens of expert e that a replica on rank r computes, for given homes and slots.
 """
@@ -16,7 +16,7 @@ from trimtab.trace.routing import Array
 
 
 def load_bound(counts_E: Array, home_E: Array, num_ranks: int, slots: int, fixed_R: Array | None = None) -> float:
-    """A load, in tokens, that the busiest rank of an instance can't get below.
+    """Lower bound of the busiest rank's load in an instance, in tokens.
 
     The linear relaxation: a replica that takes a part of its expert's tokens takes only that part of a slot, and
     tokens may be split into fractions.
@@ -24,7 +24,7 @@ def load_bound(counts_E: Array, home_E: Array, num_ranks: int, slots: int, fixed
     Args:
         counts_E: `[E]` integer tokens of every expert.
         home_E: `[E]` integer home ranks.
-        slots: replicas that a rank has room for.
+        slots: replicas of a rank.
         fixed_R: `[R]` integer rows that stay at each rank; none by default.
     """
     home_loads = np.bincount(home_E, counts_E, num_ranks) + (0 if fixed_R is None else fixed_R)
@@ -78,14 +78,15 @@ def fewest_replicas(
     candidates: int = 5,
     time_limit_s: float = 60.0,
 ) -> int | None:
-    """The fewest replicas that bring every rank to the threshold; None if none are enough or time runs out.
+    """The fewest replicas that bring every rank to the threshold; None if that is impossible or time runs out.
 
     Args:
         counts_E, home_E, slots: as in `load_bound`.
         threshold_load: load that no rank may exceed, tokens.
         smallest_share: fewest tokens of a replica.
-        candidates: only this many of a rank's largest experts may be replicated. A replica of a smaller expert can
-            be exchanged for one of a larger, so nothing is lost while no rank gives away more experts than that.
+        candidates: only this many of a rank's largest experts may be replicated. A replica of a smaller expert can be
+            exchanged for one of a larger expert, so the result is exact while no rank gives away more experts than
+            that.
     """
     home_loads = np.bincount(home_E, counts_E, num_ranks)
     by_size = np.argsort(-np.asarray(counts_E), kind="stable")

@@ -1,8 +1,8 @@
-"""Level one again, by routing: swap sequences between micro-steps until hot experts are spread over them.
+"""Level one, grouping by routing: swap sequences between micro-steps to spread hot experts over them.
 
 Which sequences share a micro-step is free within one optimizer step. Packing by length fixes how many micro-steps there
-are and keeps the budget; swaps of sequences then lower what the busiest rank of every instance has to do, attention
-included. (The idea is RoutePack's, arXiv 2608.12146; the search, threshold accepting in integers, is our own.)
+are and keeps the budget; swaps of sequences then reduce the work of the busiest rank of every instance, attention
+included. (The idea is RoutePack's, arXiv 2608.12146; the search is our own: threshold accepting in integers.)
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from trimtab.trace.routing import Array
 
 NEIGHBOURS = 48
 SWAPS_PER_SEQUENCE = 800
-# No more tries than look at this many loads, of a layer and rank: a tenth of a second, while everybody waits.
+# Most loads (of a layer and rank) that all tries read: a tenth of a second, during which training waits.
 MOST_LOADS = 1 << 25
-# Layers are left out, evenly, where rows by sequence, layer and rank would be more than this many.
+# With more rows by sequence, layer and rank than this, only some layers are used, evenly spaced.
 MOST_ROWS = 1 << 26
-# The search ends within this part of the least that any grouping could reach.
+# The search ends within this fraction of the lower bound of any grouping.
 NEAR_ENOUGH = 1000
 
 
@@ -37,7 +37,7 @@ def group_by_routing(
     attention_rows: Array | None = None,
     swaps_per_sequence: int = SWAPS_PER_SEQUENCE,
 ) -> Schedule:
-    """A schedule with the places of `packed`, sequences swapped among those of the same mini-batch.
+    """Returns a schedule with the places of `packed` and sequences swapped within mini-batches.
 
     The objective is the sum over micro-steps, expert-parallel groups and layers of the rows of the busiest rank, all
     experts at their homes, and of the busiest rank's attention. It never gets worse.
@@ -46,8 +46,9 @@ def group_by_routing(
         packed: places for all sequences of `num_groups * R` data ranks; data rank d is rank d % R of group d // R.
         placement: homes on the R ranks of one group.
         token_budget: most tokens of a place.
-        attention_rows: `[S]` attention of each sequence in one layer, in expert rows that take as long; default none.
-        swaps_per_sequence: swaps that are tried, by sequence.
+        attention_rows: `[S]` attention of each sequence in one layer, as the number of expert rows with the same time;
+            default none.
+        swaps_per_sequence: swaps tried per sequence.
     """
     num_ranks = packed.num_ranks // num_groups
     if sequences.num_sequences < 2 or packed.num_micro_steps * num_groups < 2:
@@ -60,7 +61,7 @@ def group_by_routing(
         work_S = (attention_rows * rows_SLR.shape[1]).astype(np.int64)
     place_S = packed.micro_step.astype(np.int64) * packed.num_ranks + packed.rank
     mini_batch_S = packed.mini_batch_of_micro_step[packed.micro_step]
-    # Sequences of one mini-batch stand together, by length, so that a random neighbour is a likely partner.
+    # Sequences are ordered by mini-batch and length, so a random neighbour is a likely partner.
     order = np.lexsort((np.arange(len(place_S)), sequences.lengths, mini_batch_S))
     first_S = np.searchsorted(mini_batch_S[order], mini_batch_S[order], side="left")
     last_S = np.searchsorted(mini_batch_S[order], mini_batch_S[order], side="right")
@@ -79,7 +80,7 @@ def group_by_routing(
 
 
 def _least(rows_SLR: Array, work_S: Array, mini_batch_S: Array, num_ranks: int) -> int:
-    """What no grouping gets below: of every mini-batch, each layer's busiest rank in all, and even attention."""
+    """Lower bound of any grouping: for every mini-batch, the total of each layer's busiest rank, and even attention."""
     least = int(work_S.sum()) // num_ranks
     for batch in np.unique(mini_batch_S):
         least += int(rows_SLR[mini_batch_S == batch].sum(axis=0, dtype=np.int64).max(axis=1).sum())
@@ -92,7 +93,7 @@ def _swap(  # type: ignore[no-untyped-def]
 ):
     """Places `[S]` after the search, or the first ones if they were better.
 
-    Threshold accepting: a swap is taken if it costs less than a tolerance, which falls to nothing.
+    Threshold accepting: a swap is accepted if it costs less than a tolerance, which decreases to 0.
     """
     num_sequences, num_layers, _ = rows_SLR.shape
     num_bins = num_places // num_ranks
@@ -115,7 +116,7 @@ def _swap(  # type: ignore[no-untyped-def]
         cost += _peak(work, b, num_ranks)
     first_cost = cost
     enough = least + least // NEAR_ENOUGH
-    # One part in 1000 of a bin's peaks, falling to nothing over the first three quarters of the search.
+    # 1/1000 of a bin's peaks, decreasing to 0 over the first three quarters of the search.
     tolerance = peaks_BL.sum() // num_bins // 1000
     steps_down = tries * 3 // 4
     random = np.uint64(0x9E3779B97F4A7C15)

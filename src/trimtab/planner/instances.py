@@ -25,11 +25,11 @@ Result = TypeVar("Result")
 
 @dataclass(frozen=True)
 class PlanSettings:
-    """How hard to balance.
+    """Settings of replicas and split.
 
     Attributes:
-        threshold: max/mean load up to which an instance is left as it is.
-        smallest_share: fewest tokens that a copy computes, so that its matrix multiplications stay efficient.
+        threshold: max/mean load up to which an instance is not changed.
+        smallest_share: fewest tokens that a copy computes, for efficient matrix products.
 
     Raises:
         InputError: if either is below 1.
@@ -57,12 +57,12 @@ def plan_step(
 ) -> StepPlan:
     """Replicas and token split for every instance of a workload.
 
-    Replicas take known rows only. Unknown rows are expected at the homes (`Workload.expected_loads`), and known rows
-    are split so that both together are even.
+    Replicas take known rows only. Unknown rows are estimated at the homes (`Workload.expected_loads`), and known rows
+    are split so that the sum of both is even.
 
     Args:
-        worth_ML: `[M, L]` bool, instances that replicas are worth their bytes in; all by default.
-        threads: layers that are planned at a time. The plan does not depend on it.
+        worth_ML: `[M, L]` bool, instances in which replicas reduce the predicted time; all by default.
+        threads: layers planned at the same time. The plan does not depend on it.
 
     Raises:
         InputError: if workload and cluster differ in ranks.
@@ -97,6 +97,6 @@ def plan_step(
 
 
 def map_layers(task: Callable[[int], Result], num_layers: int, threads: int) -> list[Result]:
-    """The results of a task for every layer, in their order, `threads` at a time."""
+    """Runs a task for every layer, `threads` at a time; returns the results in layer order."""
     with ThreadPoolExecutor(threads) as pool:
         return list(pool.map(task, range(num_layers)))

@@ -1,4 +1,4 @@
-"""Replicas and quotas of all micro-steps of one layer: one task of the planner, compiled and free of the GIL."""
+"""Replicas and quotas of all micro-steps of one layer: one task of the planner, compiled and without the GIL."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ PARTS_PER_WHOLE = 1_000_000
 
 @dataclass(frozen=True, eq=False)
 class LayerPlan:
-    """What one layer adds to a `StepPlan`, in its terms.
+    """The part of a `StepPlan` that belongs to one layer.
 
     Attributes:
         replicas_M: `[M]` int64, replicas of each micro-step.
@@ -53,12 +53,12 @@ def plan_layer(
         fixed_MR: `[M, R]` int64, expected rows of unknown routes in the layer, which stay at their home rank.
         wanted_M: `[M]` bool, micro-steps that may have replicas.
         home_E: `[E]` int16 homes of the layer's experts.
-        threshold: max/mean load up to which an instance is left as it is; loads are known and expected rows.
+        threshold: max/mean load up to which an instance is not changed; loads are known and expected rows.
     """
     num_ranks = counts_MLRE.shape[2]
     experts_by_home = np.argsort(home_E, kind="stable")
     home_starts = np.searchsorted(home_E[experts_by_home], np.arange(num_ranks + 1))
-    # In parts per million, so that decisions are made in integers and are the same on every machine.
+    # In parts per million: decisions in integers are the same on every machine.
     parts = round(threshold * PARTS_PER_WHOLE)
     arrays = _plan_layer(
         counts_MLRE, np.ascontiguousarray(fixed_MR), layer, wanted_M, home_E, experts_by_home, home_starts,
@@ -113,7 +113,7 @@ def _plan_layer(  # type: ignore[no-untyped-def]
                     quota += 1
             quotas_P[replica] = quota - before
             replica += 1
-    # Copies, so that the room that was not needed is given back.
+    # Copies, so that unused memory is freed.
     return (
         replicas_M,
         experts[:replica].copy(),

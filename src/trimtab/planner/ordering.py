@@ -1,7 +1,7 @@
-"""Level one, order: which micro-step follows which, so that a replica that is there can stay.
+"""Level one, order: micro-steps are ordered so that neighbours share replicas.
 
-The order of micro-steps within an optimizer step changes nothing but rounding. Neighbours should want the same
-replicas: where a slot still holds what the next micro-step needs, nothing is fetched.
+The order of micro-steps within an optimizer step changes only rounding. A replica that the next micro-step also needs
+stays in its slot and is not fetched again.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from trimtab.trace.routing import Array
 
 
 def order_for_reuse(plan: StepPlan) -> Array:
-    """An order `[M]` of micro-steps, each mini-batch in itself: next comes the one that shares most replicas."""
+    """Order `[M]` of micro-steps within each mini-batch: the next is the one that shares most replicas."""
     shared_MM = shared_replicas(plan)
     order: list[int] = []
     for batch in np.unique(plan.mini_batch_of_micro_step):
@@ -29,7 +29,7 @@ def order_for_reuse(plan: StepPlan) -> Array:
 
 
 def reordered(schedule: Schedule, order: Array) -> Schedule:
-    """The schedule with micro-step `order[i]` in place i."""
+    """Returns the schedule with micro-step `order[i]` at position i."""
     new_place = np.empty(len(order), np.int32)
     new_place[order] = np.arange(len(order))
     return replace(schedule, micro_step=new_place[schedule.micro_step])
@@ -53,5 +53,5 @@ def shared_replicas(plan: StepPlan) -> Array:
 
 
 def reused_replicas(plan: StepPlan) -> int:
-    """How many replicas the micro-step before had as well, at the same layer, expert and rank."""
+    """Number of replicas that the micro-step before also had, at the same layer, expert and rank."""
     return int(np.diagonal(shared_replicas(plan), offset=1).sum())

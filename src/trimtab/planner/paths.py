@@ -1,13 +1,13 @@
-"""Which way do a replica's weights come: from the home rank, or from the mirror in its own node's host memory?
+"""Paths of replica weights: from the home rank, or from the mirror in the node's host memory.
 
-An instance fetches all its replicas at once, so a link is busy for as long as its transfers take together. A peer
+An instance fetches all its replicas at once, so the busy time of a link is the sum of its transfers. A peer
 transfer occupies two links, out of the home and into the replica's rank: the node's if they share one, else the
-network's. A host transfer occupies the rank's link from host memory, whoever the home is, so that no expert has to wait
-for its home's link.
+network's. A host transfer occupies the rank's link from host memory, for any home, so no expert waits for its home's
+link.
 
-Each replica takes the way on which it is done first beside those before it, and in a second sweep beside all others. So
-no link is busy for longer than if every rank fetched all its replicas through host memory, and hardly ever for longer
-than need be. (Our own: list scheduling, then best responses.)
+Each replica takes the path on which it completes first, given the replicas before it, and in a second pass given all
+others. No link is busy for longer than if every rank fetched all its replicas through host memory, and the result is
+close to the optimum. (Our own: list scheduling, then best responses.)
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from trimtab.trace.routing import Array
 PEER, HOST = 0, 1
 SWEEPS = 2
 FEMTOSECONDS = 1e15
-# The cost of a way that isn't there: more than any link is ever busy, and far from the end of int64.
+# The cost of a disabled path: more than any link is ever busy, and far from the int64 limit.
 NEVER = 1 << 62
 
 
 def choose_paths(
     home_LE: Array, replica_starts: Array, experts_P: Array, ranks_P: Array, cluster: ClusterSpec
 ) -> Array:
-    """The path of every replica of a plan, whose arrays these are; see `StepPlan`.
+    """Returns the path of every replica of a plan; the arguments are arrays of `StepPlan`.
 
     Args:
         home_LE: `[L, E]` int16.
@@ -36,7 +36,7 @@ def choose_paths(
         experts_P, ranks_P: `[P]` int16.
 
     Returns:
-        `[P]` uint8, `PEER` or `HOST`; for no node more host experts than its mirror holds.
+        `[P]` uint8, `PEER` or `HOST`; with at most as many host experts on a node as its mirror holds.
     """
     layer_P = layers_of_replicas(replica_starts, len(home_LE))
     paths_P = np.zeros(len(ranks_P), np.uint8)
@@ -58,7 +58,7 @@ def layers_of_replicas(replica_starts: Array, num_layers: int) -> Array:
 
 
 def _cost(bytes_per_s: float) -> int:
-    """Femtoseconds a byte, whole ones, so that decisions are made in integers and are the same on every machine."""
+    """Femtoseconds per byte as an integer: decisions in integers are the same on every machine."""
     return round(FEMTOSECONDS / bytes_per_s) if bytes_per_s else NEVER
 
 
@@ -97,9 +97,9 @@ def _choose(  # type: ignore[no-untyped-def]
 
 
 def _beyond_mirror(entry_H: Array, entries_per_node: int, room: int) -> Array:
-    """`[H]` bool, host replicas whose entry, one expert of one layer on one node, has no room in the mirror there.
+    """`[H]` bool, host replicas whose entry (one expert of one layer on one node) does not fit in the mirror.
 
-    The entries that serve most replicas of their node are kept; of equals the lowest.
+    The entries that serve most replicas of their node are kept; among equals the lowest.
     """
     entry_N, number_H, served_N = np.unique(entry_H, return_inverse=True, return_counts=True)
     node_N = entry_N // entries_per_node

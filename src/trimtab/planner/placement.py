@@ -1,12 +1,12 @@
 """Level two, placement: the home rank of every expert.
 
-Homes hold for a whole step, so they can't follow every micro-step; but replicas can, and cheaply so inside a node. So
-homes are chosen to keep *nodes* even in every micro-step, and ranks as even as that allows. Starting from the homes of
-the last step, two experts of different ranks change places while that lowers
+Homes are fixed for a step; replicas can change with every micro-step, and are cheap inside a node. Homes are therefore
+chosen to balance *nodes* in every micro-step, and then ranks as well as possible. Starting from the homes of the last
+step, two experts of different ranks are swapped while this reduces
 
     sum over micro-steps of (sum over ranks of load^2 + sum over nodes of load^2),
 
-which is least where all are even. With Gram matrices of the counts a swap is judged in constant time. (Our own;
+which is smallest for even loads. With Gram matrices of the counts a swap is evaluated in constant time. (Our own;
 ReLibra, arXiv 2605.08639, reorders experts across nodes by swaps and annealing.)
 """
 
@@ -20,7 +20,7 @@ import numpy as np
 from trimtab.errors import InputError
 from trimtab.trace.routing import Array
 
-# Of int16, in which plans keep experts.
+# Limit of int16, the dtype of experts in plans.
 MOST_EXPERTS = 32767
 
 
@@ -50,7 +50,7 @@ class Placement:
         return cls(np.broadcast_to(home_E.astype(np.int16), (num_layers, num_experts)).copy())
 
     def check(self, num_layers: int, num_experts: int, num_ranks: int) -> None:
-        """Raises InputError unless these are homes for such a model, the same number on each of so many ranks."""
+        """Raises InputError unless the homes fit the model, with the same number on every rank."""
         if self.home.shape != (num_layers, num_experts):
             layers, experts = self.home.shape
             raise InputError(
@@ -64,7 +64,7 @@ class Placement:
                 raise InputError(f"the homes of MoE layer {layer} are not spread evenly over {num_ranks} ranks")
 
     def moves(self, other: Placement, ranks_per_node: int) -> tuple[Array, Array]:
-        """How many experts `[L]` have in `other` a home on another rank of their node, and how many on another node."""
+        """Numbers of experts `[L]` whose home in `other` is on another rank of the same node, and on another node."""
         other_node = self.home // ranks_per_node != other.home // ranks_per_node
         return np.count_nonzero((self.home != other.home) & ~other_node, axis=1), np.count_nonzero(other_node, axis=1)
 
@@ -72,13 +72,13 @@ class Placement:
 def place_experts(
     counts_ME: Array, home_E: Array, num_ranks: int, ranks_per_node: int, *, reluctance: float = 0.0
 ) -> Array:
-    """Better homes `[E]` int16 for one layer. Every rank keeps as many experts as it has.
+    """Returns improved homes `[E]` int16 for one layer. Every rank keeps its number of experts.
 
     Args:
         counts_ME: `[M, E]` integer tokens by micro-step and expert. Micro-steps of several expert-parallel groups,
-            which share their homes, simply follow one another.
+            which share their homes, follow one another.
         home_E: `[E]` integer homes to start from.
-        reluctance: the part of the whole imbalance that moving one expert away from `home_E` has to take off.
+        reluctance: the fraction of the imbalance by which moving one expert away from `home_E` must reduce it.
     """
     # Sums of products of counts stay below 2^53, so that floats are exact here, in any order.
     counts = counts_ME.astype(np.float64)
@@ -103,12 +103,12 @@ def place_experts(
 
 @numba.njit(cache=True, nogil=True)
 def _swap_homes(products_EE, products_ER, products_EN, home_E, old_home_E, ranks_per_node, price):  # type: ignore[no-untyped-def]
-    """Swap while it pays; changes `home_E`.
+    """Swaps while that reduces the objective; changes `home_E`.
 
     Args:
         products_EE, products_ER, products_EN: sums over micro-steps of an expert's tokens times those of an expert, a
             rank, a node.
-        price: what each expert that is not at its old home costs.
+        price: cost of each expert that is not at its old home.
     """
     num_experts = len(home_E)
     improved = True
@@ -121,7 +121,7 @@ def _swap_homes(products_EE, products_ER, products_EN, home_E, old_home_E, ranks
                 b = home_E[f]
                 if b == a:
                     continue
-                # Twice the square of what moves; whichever way it moves.
+                # Twice the square of the moved load, in both directions.
                 square = 2 * (products_EE[e, e] + products_EE[f, f] - 2 * products_EE[e, f])
                 change = square + 2 * (products_ER[f, a] - products_ER[e, a] - products_ER[f, b] + products_ER[e, b])
                 node_a, node_b = a // ranks_per_node, b // ranks_per_node

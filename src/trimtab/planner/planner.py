@@ -1,4 +1,4 @@
-"""`Planner`: all four levels of a step, from the routing of its sequences, counted while the rollout still runs."""
+"""`Planner`: all four levels of a step, from the routing of its sequences. Counts during the rollout."""
 
 from __future__ import annotations
 
@@ -22,24 +22,26 @@ from trimtab.planner.step_plan import StepPlan
 from trimtab.planner.workload import Workload
 from trimtab.trace.routing import Array, RoutingTrace
 
-# How hard it is to move an expert, in parts of a layer's imbalance by expert; see `place_experts`.
+# Move penalties, in parts of a layer's imbalance per expert; see `place_experts`.
 RELUCTANCES = (0.0, 0.25, 1.0)
-# Steps over which a move has to pay. The load of a whole step changes slowly, so that good homes stay good; but moves
-# don't keep links evenly busy, and some are undone soon.
+# Steps over which the cost of a move is spread. The load of a step changes slowly, so good homes stay good; but moves
+# load links unevenly, and some are undone soon.
 STEPS_TO_PAY = 4
-# The part of a replica's transfer that is taken not to hide under compute, where the question is replicas or none.
+# The part of a replica's transfer that is assumed not to overlap with compute, when deciding on replicas for an
+# instance.
 EXPOSED = 0.1
 
 
 class Planner:
-    """Plans one step after another for a cluster. Homes stay where the last step put them, unless moving pays.
+    """Plans one step after another for a cluster. Homes stay where the last step put them unless a move reduces the
+    time.
 
     Args:
         cluster: the ranks of one expert-parallel group.
-        placement: homes as the first step begins.
-        groups: expert-parallel groups that share the homes, each with sequences of its own.
-        cost: what to weigh moves and bytes by; of Qwen3-30B-A3B on this cluster by default.
-        threads: layers that are counted or planned at a time. Plans don't depend on it.
+        placement: homes when the first step begins.
+        groups: expert-parallel groups that share the homes; each has its own sequences.
+        cost: costs of moves and bytes; of Qwen3-30B-A3B on this cluster by default.
+        threads: layers counted or planned at the same time. Plans don't depend on it.
     """
 
     def __init__(
@@ -62,7 +64,7 @@ class Planner:
         self._counted: list[SequenceCounts] = []
 
     def add(self, trace: RoutingTrace) -> None:
-        """Count sequences that have finished. Call it as often as they come.
+        """Count finished sequences. Call it any number of times.
 
         Raises:
             InputError: if the trace has other layers or experts than the placement.
@@ -80,7 +82,7 @@ class Planner:
         Args:
             token_budget: most tokens that a rank may hold in one micro-step.
             mini_batch: `[N]` mini-batch of each kept sequence; all in one by default.
-            keep: `[N]` indices of the sequences that are trained on; all by default.
+            keep: `[N]` indices of the sequences to train on; all by default.
 
         Returns:
             One plan for each expert-parallel group. Its sequences are those of `of_group` of the step's schedule, which
@@ -122,11 +124,11 @@ def plan_sequences(
     may_move: bool = True,
     threads: int = 1,
 ) -> tuple[Schedule, Placement, tuple[StepPlan, ...]]:
-    """All four levels of one step; the arguments are those of `Planner`, and `may_move`, whether homes may change.
+    """All four levels of one step; the arguments are those of `Planner`, and `may_move`: whether homes may change.
 
     Sequences are packed by length and homes placed for that; then sequences are grouped by routing on those homes,
-    homes placed again, now weighed against what moving them costs, micro-steps put in order, and sequences seated near
-    their experts. Replicas and split follow for every instance in which they are worth their bytes.
+    homes placed again, now including the cost of moves, micro-steps ordered, and sequences assigned to ranks near their
+    experts. Replicas and split follow for every instance in which they reduce the predicted time.
 
     Returns:
         The schedule on the data ranks of all groups, the homes, and one plan for each group.
@@ -154,7 +156,7 @@ def plan_sequences(
     )
     workloads = _workloads(sequences, schedule, cluster.ranks, groups)
     homes, first = _place(workloads, schedule, placement, cluster, chosen, weights, may_move=may_move, threads=threads)
-    # Replicas don't depend on where sequences sit, so that their order may come first.
+    # Replicas don't depend on the ranks of sequences, so the order can be chosen first.
     order = order_for_reuse(first[0])
     worth = [_worth(each, load, weights)[order] for each, load in zip(first, workloads, strict=True)]
     schedule = reordered(schedule, order)
@@ -178,7 +180,7 @@ def plan_schedule(
     may_move: bool = True,
     threads: int = 1,
 ) -> tuple[Placement, tuple[StepPlan, ...]]:
-    """All levels below the schedule, for those whose framework has chosen it. Other arguments are those of `Planner`.
+    """All levels below a given schedule. Other arguments are those of `Planner`.
 
     Args:
         workloads: of each expert-parallel group.
@@ -205,7 +207,7 @@ def _place(
     may_move: bool,
     threads: int,
 ) -> tuple[Placement, tuple[StepPlan, ...]]:
-    """The homes that are predicted to cost least, and plans on them with replicas wherever they balance."""
+    """Returns the homes with the least predicted time, and plans on them with all replicas that balance."""
     if not may_move:
         return placement, _plan_groups(workloads, schedule, placement, cluster, settings, threads=threads)
     candidates = [placement] + [
@@ -272,7 +274,7 @@ def _placed(
 
 
 def _worth(plan: StepPlan, workload: Workload, cost: CostModel) -> Array:
-    """`[M, L]` bool, instances that replicas, most of their transfer hidden, make no slower than none at all."""
+    """`[M, L]` bool, instances that are predicted to be no slower with replicas, most of whose transfer is hidden."""
     exposed = replace(cost, near_replica_s=EXPOSED * cost.near_replica_s, far_replica_s=EXPOSED * cost.far_replica_s)
     with_replicas = predict(plan, workload, exposed).seconds_ML
     without = predict(plan.without_replicas(), workload, cost).seconds_ML
@@ -286,13 +288,13 @@ def _cheapest(
     cluster: ClusterSpec,
     cost: CostModel,
 ) -> Placement:
-    """For every layer the homes of least predicted time, the move from the first candidate included."""
+    """For every layer the homes with the least predicted time, including the move from the first candidate."""
     seconds_CL = np.zeros((len(candidates), len(candidates[0].home)))
     for seconds_L, candidate, each in zip(seconds_CL, candidates, plans, strict=True):
         for plan, workload in zip(each, workloads, strict=True):
             seconds_L += predict(plan, workload, cost).seconds_ML.sum(axis=0)
         near_L, far_L = candidates[0].moves(candidate, cluster.ranks_per_node)
         seconds_L += (cost.near_move_s * near_L + cost.far_move_s * far_L) / (cluster.ranks * STEPS_TO_PAY)
-    # Whole nanoseconds, so that machines that sum in another order choose alike.
+    # Integer nanoseconds, so the choice does not depend on the order of summation.
     best_L = np.rint(seconds_CL * 1e9).argmin(axis=0)
     return Placement(np.stack([candidates[best].home[layer] for layer, best in enumerate(best_L)]))

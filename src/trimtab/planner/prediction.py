@@ -1,4 +1,4 @@
-"""How long would a plan take? The planner's objective: loads, bytes and cross-node rows, weighed by a `CostModel`."""
+"""Predicted time of a plan, the planner's objective: loads, bytes and cross-node rows, weighted by a `CostModel`."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from trimtab.trace.routing import Array
 
 @dataclass(frozen=True, eq=False)
 class Prediction:
-    """What a plan asks of the cluster, by instance, and the time that it comes to.
+    """Loads and transfers of a plan by instance, and the predicted time.
 
     Attributes:
         busiest_ML: `[M, L]` int64, rows of the busiest rank.
         near_ML, far_ML: `[M, L]` int64, replicas on their home's node and on others.
         far_rows_ML: `[M, L]` int64, rows computed on another node than they come from.
-        busiest_far_ML: `[M, L]` int64, of these the rows that leave or reach the busiest node, whichever are more.
+        busiest_far_ML: `[M, L]` int64, of these the rows that leave or reach the busiest node, the larger of the two.
         seconds_ML: `[M, L]` float64, predicted time. Transfers are spread evenly over the ranks' links, rows between
             nodes over those of their node.
     """
@@ -34,10 +34,10 @@ class Prediction:
 
 
 def predict(plan: StepPlan, workload: Workload, cost: CostModel, *, even: bool = False) -> Prediction:
-    """Predicted time of every instance under a plan. Rows of unknown route count where they are expected.
+    """Predicted time of every instance under a plan. Rows of unknown route are counted at their estimated experts.
 
     Args:
-        even: take the rows as spread evenly over the ranks, whatever the plan says: the ideal run.
+        even: treat rows as spread evenly over the ranks, independent of the plan: the ideal run.
     """
     shape = (plan.num_micro_steps, plan.num_layers)
     instance = np.repeat(np.arange(shape[0] * shape[1]), np.diff(plan.replica_starts))
@@ -57,7 +57,7 @@ def predict(plan: StepPlan, workload: Workload, cost: CostModel, *, even: bool =
 
 
 def cross_node_rows(plan: StepPlan, workload: Workload) -> Array:
-    """Rows `[M, L]` int64 whose expert computes them on another node than their source rank's; part estimates."""
+    """Rows `[M, L]` int64 that are computed on another node than their source rank's; includes estimates."""
     return np.asarray(_between_nodes(plan.rows(workload)[1])[0].sum(axis=-1))
 
 

@@ -1,22 +1,23 @@
 """Level three, replicas: which experts get a copy on which rank, and how many tokens each copy takes.
 
-Tokens are those of known routes. Rows of unknown routes stay at the homes, where they are expected; they are part of a
-rank's load, and known tokens are moved around them.
+Tokens are those of known routes. Rows of unknown routes stay at their estimated homes. They are part of a rank's load,
+and only known tokens are moved.
 
-The busiest rank hands tokens of its largest expert to another rank, its *taker*, until no rank is above the threshold.
-Which taker, and how many tokens, decide how far a slot goes:
+The busiest rank (the *giver*) moves tokens of its largest expert to another rank (the *taker*), until no rank is above
+the threshold. There are two ways to choose the taker and the number of tokens:
 
-* **fit**: of the takers with room for all that the giver has too much, the one with the least room. Large rooms stay
-  for large givers, and few experts are copied twice. (Best fit, as in bin packing.)
-* **fill**: the same taker, but filled to the threshold. The giver may end below it, where it is a taker itself, with
-  its own slots. No room is lost to a used slot, so that a single slot a rank is nearly always enough.
+* **fit**: of the takers with capacity for the giver's whole excess, the one with the least capacity. Large capacities
+  remain for large givers, and few experts are copied twice. (Best fit, as in bin packing.)
+* **fill**: the same taker, but filled to the threshold. The giver may end below it and then becomes a taker with its
+  own slots. No capacity is lost to a used slot, so a single slot per rank is nearly always enough.
 
-A taker on the giver's own node comes first, since weights travel fast inside a node. It may even take only a part,
-unless the whole node has too much, so that something must leave it anyway. Fitting needs the fewest replicas and
-filling reaches the lowest load; filling is tried where fitting falls short, then both again a few times with givers,
-experts and takers in a slightly different order, and at last a higher threshold. Other orders are also tried for fewer
-replicas, unless there are as few as the experts' sizes allow. In the end every replica's share is moved towards equal
-loads of its two ranks, which costs nothing. (Our own; LLEP and UltraEP spill in the same spirit.)
+A taker on the giver's node is preferred, since transfers are fast inside a node. It may take only a part of the excess,
+unless the whole node is overloaded, because then tokens must leave the node anyway. Fitting needs the fewest replicas
+and
+filling reaches the lowest load; filling is tried where fitting fails, then both again a few times with givers, experts
+and takers in slightly different orders, and finally a higher threshold. Other orders are also tried for fewer
+replicas, unless their number equals a lower bound. Finally every replica's share is shifted towards equal loads of its
+two ranks, which costs nothing. (Our own; LLEP and UltraEP move excess tokens in a similar way.)
 """
 
 from __future__ import annotations
@@ -26,10 +27,10 @@ import numpy as np
 
 SEARCH_STEPS = 6
 LEVEL_SWEEPS = 4
-# Other orders that are tried: at most so many, and fewer for large instances, whose attempts take longer.
+# Most other orders tried; fewer for large instances, whose attempts take longer.
 MOST_RESTARTS = 16
 RESTART_WORK = 1000
-# Ways of an attempt that are always tried: fit or fill, near takers first or not.
+# Variants that are always tried: fit or fill, near takers first or not.
 PLAIN_WAYS = 4
 # How much ranks and experts are jittered in other orders: up to this part of the target load.
 JITTER = 8
@@ -40,17 +41,17 @@ def place_replicas(  # type: ignore[no-untyped-def]
     counts_E, fixed_R, home_E, experts_by_home, home_starts, ranks_per_node, slots, threshold_load, smallest_share,
     replicas_3P,
 ):  # fmt: skip
-    """Bring the busiest rank of one instance down to the threshold with few replicas, near ones first.
+    """Reduce the busiest rank's load in one instance to the threshold with few replicas, near ones first.
 
     Args:
         counts_E: `[E]` int64 tokens of every expert, which replicas may take.
         fixed_R: `[R]` int64 rows that stay at each rank, the expected ones of unknown routes.
         home_E: `[E]` integer homes.
         experts_by_home: `[E]` int64 experts ordered by home; rank r's are `home_starts[r]:home_starts[r + 1]`.
-        slots: replicas that a rank has room for.
-        threshold_load: load at which a rank is left alone, tokens; no less than the largest of `fixed_R`, below which
-            the busiest rank cannot get.
-        smallest_share: fewest tokens that a copy may be given, or that may stay at home if any do.
+        slots: replicas of a rank.
+        threshold_load: load up to which a rank is not changed, tokens; at least the largest of `fixed_R`, a lower bound
+            of the busiest rank's load.
+        smallest_share: fewest tokens of a copy, and fewest tokens that stay at home if any do.
         replicas_3P: `[3, R * slots]` int64, filled with expert, rank and tokens of each replica.
 
     Returns:
@@ -107,7 +108,7 @@ def place_replicas(  # type: ignore[no-untyped-def]
 
 @numba.njit(cache=True, nogil=True)
 def _fewest(counts_E, experts_by_home, home_starts, loads_R, threshold_load):  # type: ignore[no-untyped-def]
-    """Replicas that are needed at the least: of every rank, its largest experts that hold what it has too much."""
+    """Lower bound of the number of replicas: for every rank, its largest experts that together exceed its excess."""
     needed = 0
     for r in range(len(loads_R)):
         excess = loads_R[r] - threshold_load
@@ -133,7 +134,7 @@ def _fewest(counts_E, experts_by_home, home_starts, loads_R, threshold_load):  #
 
 @numba.njit(cache=True, nogil=True)
 def _shuffle(jitter, number, target):  # type: ignore[no-untyped-def]
-    """Tokens by which ranks and experts seem larger than they are, in attempt `number`; below 0 not at all."""
+    """Tokens added to the sizes of ranks and experts in attempt `number`; none below 0."""
     if number < 0:
         jitter[:] = 0
         return
@@ -238,7 +239,7 @@ def _attempt(  # type: ignore[no-untyped-def]
 
 @numba.njit(cache=True, nogil=True)
 def _level(counts_E, home_E, loads_R, smallest_share, replicas_3P, num_replicas):  # type: ignore[no-untyped-def]
-    """Move shares between each replica and its home so that their ranks' loads come nearer."""
+    """Shift tokens between each replica and its home to reduce the difference of their ranks' loads."""
     loads = loads_R.copy()
     at_home_E = counts_E.copy()
     for p in range(num_replicas):
@@ -264,14 +265,15 @@ def _level(counts_E, home_E, loads_R, smallest_share, replicas_3P, num_replicas)
 
 @numba.njit(cache=True, nogil=True)
 def _whole_share(wanted, tokens, smallest_share):  # type: ignore[no-untyped-def]
-    """At least `wanted` of `tokens`, or all of them; what is moved and what stays are no smaller than allowed."""
+    """At least `wanted` of `tokens`, or all of them; neither the moved nor the remaining part is smaller than
+    allowed."""
     share = max(min(wanted, tokens), smallest_share)
     return tokens if tokens - share < smallest_share else share
 
 
 @numba.njit(cache=True, nogil=True)
 def _part_share(room, tokens, smallest_share):  # type: ignore[no-untyped-def]
-    """At most `room` of `tokens`, such that what stays is nothing or no smaller than allowed."""
+    """At most `room` of `tokens`; the remaining part is 0 or no smaller than allowed."""
     if room >= tokens:
         return tokens
     return min(room, tokens - smallest_share)

@@ -1,4 +1,4 @@
-"""Where do a plan's rows go? The rows that ranks compute, and those that cross from node to node."""
+"""Row counts of a plan: the rows that ranks compute, and those sent between nodes."""
 
 from __future__ import annotations
 
@@ -45,6 +45,6 @@ def tally(  # type: ignore[no-untyped-def]
 
 
 def empty_rows(num_micro_steps: int, num_layers: int, num_ranks: int, ranks_per_node: int) -> tuple[Array, Array]:
-    """Room for what `tally` fills."""
+    """Empty arrays for `tally` to fill."""
     nodes, shape = num_ranks // ranks_per_node, (num_micro_steps, num_layers)
     return np.empty((*shape, num_ranks), np.int64), np.empty((*shape, nodes, nodes), np.int64)

@@ -1,4 +1,4 @@
-"""Level one, schedule: which sequences run in which micro-step, on which data rank."""
+"""Level one, schedule: the micro-step and data rank of every sequence."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class Schedule:
     Attributes:
         micro_step: `[S]` int32 in `[0, M)`.
         rank: `[S]` int32 in `[0, num_ranks)`.
-        mini_batch_of_micro_step: `[M]` int32, rising; the optimizer steps once after each mini-batch.
+        mini_batch_of_micro_step: `[M]` int32, ascending; the optimizer steps once after each mini-batch.
         num_ranks: data ranks, those of all expert-parallel groups.
     """
 
@@ -34,7 +34,7 @@ class Schedule:
         return len(self.mini_batch_of_micro_step)
 
     def of_group(self, group: int, ranks: int) -> tuple[Array, Schedule]:
-        """The part of one expert-parallel group, whose ranks are data ranks group * ranks and on.
+        """The part of one expert-parallel group, whose ranks are data ranks from group * ranks on.
 
         Returns:
             Indices `[N]` of its sequences, and their schedule on the group's own ranks.
@@ -48,12 +48,12 @@ class Schedule:
         return mine[np.argsort(self.micro_step[mine], kind="stable")]
 
     def micro_steps_of(self, mini_batch: int) -> list[int]:
-        """The micro-steps of a mini-batch, rising."""
+        """The micro-steps of a mini-batch, ascending."""
         chosen: list[int] = np.flatnonzero(self.mini_batch_of_micro_step == mini_batch).tolist()
         return chosen
 
     def of_rank(self, rank: int) -> Array:
-        """Micro-step of each of `sequences_of(rank)`, rising."""
+        """Micro-step of each of `sequences_of(rank)`, ascending."""
         return self.micro_step[self.sequences_of(rank)]
 
 
@@ -66,12 +66,13 @@ def pack_by_length(
 ) -> Schedule:
     """Pack sequences into as few micro-steps as their lengths allow, with even token counts.
 
-    Longest first, each sequence goes to the emptiest (micro-step, rank) of its mini-batch. If one overflows, the
-    mini-batch gets another micro-step. Fullest places are then grouped, so that ranks of one micro-step carry alike.
+    Each sequence, longest first, is assigned to the emptiest (micro-step, rank) of its mini-batch. If it does not fit,
+    the mini-batch gets another micro-step. Then places of similar size are grouped, so that ranks of one micro-step
+    have similar token counts.
 
     Args:
         lengths: `[S]` tokens of each sequence.
-        token_budget: most tokens that a rank may hold in one micro-step.
+        token_budget: most tokens of a rank in one micro-step.
         mini_batch: `[S]` mini-batch of each sequence, from 0; all in one by default.
 
     Raises:

@@ -1,8 +1,8 @@
-"""Level one, last part: which data rank of its micro-step a sequence runs on, near the experts that it uses.
+"""Level one, rank assignment: sequences run on ranks near the experts that they use.
 
-Ranks of one node are alike to the network, so that a seat is a node. Two sequences of a micro-step change places if
-that brings more of their rows to experts on their own node; no rank may hold more tokens than the budget, or more
-attention than the micro-step's busiest already has.
+For the network only the node of a rank matters. Two sequences of a micro-step are swapped if more of their rows are
+then computed on their own node. No rank may exceed the token budget, or the largest attention of a rank in the
+micro-step.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ def seat_by_locality(
     num_groups: int = 1,
     work: Array | None = None,
 ) -> Schedule:
-    """The schedule with sequences swapped between ranks of the same micro-step and expert-parallel group.
+    """Returns the schedule with sequences swapped between ranks of the same micro-step and expert-parallel group.
 
     Args:
         lengths: `[S]` tokens of each sequence.
-        rows_SN: `[S, N]` int64 rows that each sequence brings to the homes on each of a group's N nodes.
+        rows_SN: `[S, N]` int64 rows of each sequence for the homes on each of a group's N nodes.
         token_budget: most tokens of a rank in one micro-step.
         work: `[S]` integer attention of each sequence; its tokens by default.
     """
@@ -64,7 +64,7 @@ def seat_by_locality(
 
 
 def rows_by_node(sequences: SequenceCounts, placement: Placement, cluster: ClusterSpec) -> Array:
-    """Rows `[S, N]` int64 that each sequence brings to each node in all layers, experts at their homes."""
+    """Rows `[S, N]` int64 of each sequence for each node in all layers, with experts at their homes."""
     rows_SN = np.zeros((sequences.num_sequences, cluster.nodes), np.int64)
     node_LE = placement.home // np.int16(cluster.ranks_per_node)
     for layer in range(sequences.num_layers if cluster.nodes > 1 else 0):

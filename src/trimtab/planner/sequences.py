@@ -1,4 +1,4 @@
-"""`SequenceCounts`: how often each sequence uses each expert. Schedules and workloads are made from it."""
+"""`SequenceCounts`: tokens of each sequence by expert, the input of schedules and workloads."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from trimtab.trace.routing import Array, RoutingTrace
 
 @dataclass(frozen=True, eq=False)
 class SequenceCounts:
-    """The routing of a step's sequences, as far as planning needs it.
+    """The routing of a step's sequences, as counts.
 
     Attributes:
         counts_SLE: `[S, L, E]` uint16 or int32, tokens by sequence, layer and expert.
         lengths: `[S]` int64, tokens of each sequence.
-        unknown_SL: `[S, L]` int32, rows by sequence and layer, (token, expert) pairs, whose expert is unknown.
+        unknown_SL: `[S, L]` int32, rows, (token, expert) pairs, by sequence and layer whose expert is unknown.
     """
 
     counts_SLE: Array
@@ -28,7 +28,7 @@ class SequenceCounts:
 
     @classmethod
     def from_trace(cls, trace: RoutingTrace) -> SequenceCounts:
-        """Count every sequence of a trace on its own."""
+        """Count every sequence of a trace."""
         lengths = trace.sequence_lengths
         dtype = np.uint16 if lengths.max(initial=0) < 1 << 16 else np.int32
         counts_SLE = count_experts(trace, np.arange(trace.num_sequences), trace.num_sequences, dtype)
@@ -51,10 +51,10 @@ class SequenceCounts:
         return SequenceCounts(self.counts_SLE[sequences], self.lengths[sequences], self.unknown_SL[sequences])
 
     def rows_by_place(self, place_LE: Array, num_places: int, layers: Array) -> Array:
-        """Rows `[S, len(layers), num_places]` int32 that each sequence brings to each place in some layers.
+        """Rows `[S, len(layers), num_places]` int32 of each sequence for each place in the given layers.
 
         Args:
-            place_LE: `[L, E]` integers, the rank or node where each expert's rows go.
+            place_LE: `[L, E]` integers, the rank or node that computes each expert's rows.
         """
         rows_SLP = np.zeros((self.num_sequences, len(layers), num_places), np.int32)
         _add_rows(self.counts_SLE, layers, place_LE, rows_SLP)

@@ -1,4 +1,4 @@
-"""Level four, split: which source rank's tokens go to which copy of an expert."""
+"""Level four, split: the tokens of every source rank that each copy of an expert computes."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ def split_tokens(  # type: ignore[no-untyped-def]
 ):
     """Quotas of all replicas of one instance: own rank first, own node next, any node last.
 
-    The tokens that stay at home take part, so that a home keeps its own rank's tokens where it can. For given shares
-    no other split has fewer tokens leave their node.
+    The home is one of the copies and keeps its own rank's tokens if possible. For given shares no other split sends
+    fewer tokens between nodes.
 
     Args:
         counts_RE: `[R, E]` integer tokens by source rank and expert.

@@ -1,4 +1,4 @@
-"""`StepPlan`: everything that ranks must agree on for one step, as plain arrays."""
+"""`StepPlan`: the plan of one step as plain arrays, equal on all ranks."""
 
 from __future__ import annotations
 
@@ -34,23 +34,23 @@ class StepPlan:
     replica_starts[i + 1]`) is a copy of `replica_experts[p]` on `replica_ranks[p]`; a rank's replicas take its slots in
     plan order. Quota q of replica p (`quota_starts[p] <= q < quota_starts[p + 1]`) sends it `quota_tokens[q]` tokens of
     `quota_sources[q]`. Of the known tokens that one source has for one expert, taken in token order, the replicas get
-    theirs first, in plan order; the rest stays at home, and so do tokens of unknown route. So a plan fixes where every
-    known token goes.
+    their quotas first, in plan order; the rest stays at home, as do tokens of unknown route. A plan therefore
+    determines where every known token is computed.
 
     Attributes:
         micro_step, rank: `[S]` int32, the schedule.
         mini_batch_of_micro_step: `[M]` int32, the schedule.
         home: `[L, E]` int16, the placement.
-        mixed_ML: `[M, L]` bool, instances with rows of unknown route, which replicas and quotas leave out.
+        mixed_ML: `[M, L]` bool, instances with rows of unknown route, which replicas and quotas do not include.
         replica_starts: `[M * L + 1]` int64.
         replica_experts, replica_ranks: `[P]` int16.
-        replica_paths: `[P]` uint8, where the weights come from: `PEER`, the home rank, or `HOST`, the mirror of the
+        replica_paths: `[P]` uint8, source of the weights: `PEER`, the home rank, or `HOST`, the mirror of the
             replica's own node; see `planner/paths.py`.
         quota_starts: `[P + 1]` int64.
         quota_sources: `[Q]` int16.
         quota_tokens: `[Q]` int32, at least 1.
         num_ranks, ranks_per_node, slots_per_rank: the cluster's.
-        settings: what it was planned with, in words; part of the hash.
+        settings: the planner's settings as text; part of the hash.
     """
 
     micro_step: Array
@@ -169,7 +169,7 @@ class StepPlan:
         )
 
     def without_replicas(self) -> StepPlan:
-        """The same schedule and homes, everything computed at home."""
+        """Returns the same schedule and homes without replicas."""
         nothing = np.zeros(0, np.int64)
         return replace(
             self,
@@ -204,7 +204,7 @@ class StepPlan:
 
     @cached_property
     def hash(self) -> str:
-        """A digest of every field. Ranks compare it before they act on a plan."""
+        """A digest of all fields. Ranks compare it before they execute a plan."""
         return hashlib.blake2b(self.to_bytes(), digest_size=16).hexdigest()
 
     def replicas_of(self, micro_step: int, layer: int) -> range:
@@ -219,7 +219,7 @@ class StepPlan:
         return np.asarray(home_P // self.ranks_per_node != self.replica_ranks // self.ranks_per_node)
 
     def mirror_entries(self, node: int) -> Array:
-        """What a node's mirror must hold for this plan: `[N, 2]` int64, layer and expert, rising, none twice."""
+        """Entries of a node's mirror for this plan: `[N, 2]` int64, layer and expert, ascending and unique."""
         mine = (self.replica_paths == HOST) & (self.replica_ranks // self.ranks_per_node == node)
         layers = layers_of_replicas(self.replica_starts, self.num_layers)
         return np.unique(np.stack([layers[mine], self.replica_experts[mine]], axis=1), axis=0)
@@ -229,7 +229,7 @@ class StepPlan:
         return self.rows(workload)[0]
 
     def rows(self, workload: Workload) -> tuple[Array, Array]:
-        """Rows that each rank computes `[M, L, R]`, and those from node to node `[M, L, N, N]`, both int64.
+        """Rows that each rank computes `[M, L, R]`, and rows from node to node `[M, L, N, N]`, both int64.
 
         Exact where all routes are known. Unknown rows are included as `Workload.estimated_MLRE`, computed at the homes.
         """
@@ -241,7 +241,7 @@ class StepPlan:
         return loads_MLR, between_MLNN
 
     def check(self, workload: Workload) -> None:
-        """Hold the plan against the load that it is for.
+        """Check the plan against its workload.
 
         Raises:
             InputError: naming the first broken invariant: shapes, homes that exist, replicas away from home, no
@@ -329,7 +329,7 @@ class StepPlan:
         return cls(**values)
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write the plan to a file, whole or not at all."""
+        """Write the plan to a file, atomically."""
         write_whole(path, self.to_bytes())
 
     @classmethod
@@ -352,7 +352,7 @@ def _sums_of_rows(rows: Array, values: Array) -> Array:
 
 
 def _by_micro_step(sizes_ML: Array) -> Array:
-    """Where in (layer, micro-step) order the entries stand that come next in (micro-step, layer) order."""
+    """Indices in (layer, micro-step) order of the entries in (micro-step, layer) order."""
     starts_LM = np.cumsum(sizes_ML.T).reshape(sizes_ML.T.shape) - sizes_ML.T
     sizes = sizes_ML.reshape(-1)
     shift = starts_LM.T.reshape(-1) - (np.cumsum(sizes) - sizes)

@@ -1,4 +1,4 @@
-"""`Workload`: how many rows each source rank sends to each expert, in every micro-step and layer.
+"""`Workload`: rows by source rank and expert, in every micro-step and layer.
 
 A row is a (token, expert) pair. Rows whose expert is unknown, because the trace has no route for the token in that
 layer, are counted by source rank; `estimated_MLRE` estimates their experts. All estimates are made in integers, so that
@@ -43,7 +43,7 @@ class Workload:
 
     @classmethod
     def from_sequences(cls, sequences: SequenceCounts, schedule: Schedule) -> Workload:
-        """Join sequences that were counted one by one. Raises InputError if the schedule is for other sequences."""
+        """Join counted sequences. Raises InputError if the schedule is for other sequences."""
         if len(schedule.micro_step) != sequences.num_sequences:
             raise InputError(
                 f"the schedule places {len(schedule.micro_step)} sequences; there are {sequences.num_sequences}"
@@ -133,7 +133,7 @@ class Workload:
 
 
 def max_over_mean(loads: Array) -> Array:
-    """Busiest rank over the mean rank, `[..., R]` to `[...]`; 1 where there is no load at all."""
+    """Load of the busiest rank divided by the mean load, `[..., R]` to `[...]`; 1 without any load."""
     totals = loads.sum(axis=-1)
     return np.where(totals > 0, loads.max(axis=-1) * loads.shape[-1] / np.maximum(totals, 1), 1.0)
 
@@ -150,7 +150,7 @@ def _add_sequences(counts_SLE, micro_step_S, rank_S, counts_MLRE):  # type: igno
 def _add_expected(expected_MLE, unknown_MLR, counts_MLRE):  # type: ignore[no-untyped-def]
     """Add every source rank's unknown rows to its counts, in proportion to the rows that its instance has left.
 
-    What is left of an expert is never exceeded, since a part of the whole is rounded up at most.
+    An expert's remaining rows are never exceeded, since a part is at most rounded up.
     """
     num_micro_steps, num_layers, num_ranks = unknown_MLR.shape
     num_experts = expected_MLE.shape[2]

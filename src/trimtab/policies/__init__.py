@@ -1,4 +1,4 @@
-"""Every balancer behind one protocol: what it may know, and the `StepPlan` that it makes of it."""
+"""All balancers with one protocol: a `View` of the permitted data in, a `StepPlan` out."""
 
 from trimtab.policies.balanced import Balanced
 from trimtab.policies.eplb import Eplb, EplbOracle

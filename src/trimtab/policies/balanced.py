@@ -1,4 +1,4 @@
-"""`balanced`: the ideal run. The same sequences and micro-steps, with tokens spread evenly and nothing to transfer."""
+"""`balanced`: the ideal run. The same sequences and micro-steps, with tokens spread evenly and no transfers."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from trimtab.policies.static import Static
 
 @dataclass(frozen=True)
 class Balanced:
-    """What every balancer is measured up to. Its plan is `static`'s; its traits say that the load counts as even."""
+    """The upper bound for balancers. Its plan is that of `static`; its trait `ideal` makes the load count as even."""
 
     traits: ClassVar[Traits] = Traits(known_at="step", transfers_start="never", copies="none", ideal=True)
 

@@ -1,4 +1,4 @@
-"""Copies of experts: how many, on which ranks, and tokens split equally over them. EPLB and LAER-MoE share it."""
+"""Copies of experts: how many, on which ranks, and tokens split equally over them. Used by EPLB and LAER-MoE."""
 
 from __future__ import annotations
 
@@ -8,16 +8,16 @@ import numpy as np
 
 @numba.njit(cache=True, nogil=True)
 def count_copies(load_E, total, num_nodes, most):  # type: ignore[no-untyped-def]
-    """Copies go one by one to the expert with the highest load a copy.
+    """Assigns copies one by one to the expert with the highest load per copy.
 
     Args:
         load_E: `[E]` float64.
-        total: copies to hand out, at least one for each expert.
+        total: copies in total, at least one per expert.
         num_nodes: every expert starts with one copy a node where `total` allows, and then grows by whole nodes.
         most: no expert gets more copies.
 
     Returns:
-        `[E]` int64. Copies that no expert has a use for are not handed out.
+        `[E]` int64. Copies that no expert needs are not assigned.
     """
     num_experts = len(load_E)
     start = num_nodes if num_nodes * num_experts <= total else 1
@@ -47,11 +47,11 @@ def spread_copies(load_E, copies_E, home_E, room_R, ranks_per_node):  # type: ig
     Args:
         load_E: `[E]` float64, shared equally by an expert's copies.
         copies_E: `[E]` integers, the home included where there is one.
-        home_E: `[E]` integers, a rank that holds the expert anyway, outside its room; -1 for none.
-        room_R: `[R]` int64, copies that a rank takes.
+        home_E: `[E]` integers, a rank that has the expert in addition to `room_R`; -1 for none.
+        room_R: `[R]` int64, copies of a rank.
 
     Returns:
-        `[R, E]` bool, which ranks hold which experts, homes included. A copy that finds no rank is left out.
+        `[R, E]` bool, which ranks hold which experts, homes included. A copy without a possible rank is left out.
     """
     num_ranks = len(room_R)
     held_RE = np.zeros((num_ranks, len(load_E)), np.bool_)
@@ -88,12 +88,12 @@ def spread_copies(load_E, copies_E, home_E, room_R, ranks_per_node):  # type: ig
 def split_equally(counts_RE, home_E, copies_RE, ranks_per_node):  # type: ignore[no-untyped-def]
     """Every source spreads its tokens over the copies in its own node, or over all copies if its node has none.
 
-    What doesn't divide goes to one copy each, counted from a copy that differs from source to source.
+    The remainder is assigned one token per copy, starting at a copy that differs between sources.
 
     Args:
         counts_RE: `[R, E]` integers, tokens by source and expert.
         home_E: `[E]` integers. A home without a copy keeps tokens only if there is no copy at all.
-        copies_RE: `[R, E]` bool or integers. A rank with two copies of an expert takes two shares.
+        copies_RE: `[R, E]` bool or integers. A rank with two copies of an expert gets two shares.
 
     Returns:
         Replicas `[P, 2]` (expert, rank), one for a rank's copies of an expert, and quotas `[P, R]`, int64.

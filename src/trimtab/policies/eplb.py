@@ -1,21 +1,21 @@
-"""`eplb` and `eplb_oracle`: copies of hot experts packed onto ranks once a step.
+"""`eplb` and `eplb_oracle`: copies of hot experts packed onto ranks once per step.
 
-Source: DeepSeek's Expert Parallelism Load Balancer (github.com/deepseek-ai/EPLB). `rebalance` repeats its outputs, but
-for the order of copies with equal loads: the source leaves that to an unstable sort, which differs between processors;
-ours goes by index.
+Source: DeepSeek's Expert Parallelism Load Balancer (github.com/deepseek-ai/EPLB). `rebalance` gives the same outputs
+except for the order of copies with equal loads: the source uses an unstable sort, which differs between processors;
+ours sorts by index.
 
-What the source leaves open, and what we do:
+Not specified by the source, and our choices:
 
 * where loads come from: `eplb` takes the sum of the last steps, `eplb_oracle` this step's own;
-* which copy trains: the one at the present home if there is one, else the one on the rank with the fewest homes. So
-  homes may be uneven, though copies are not;
-* which copy a token takes: every source spreads an expert's tokens equally over its copies; two copies on one rank
-  are one in our plan, and take two shares;
-* expert groups: one, unless told, for models that don't limit routing to groups. Over several nodes that is the
+* the copy that is the home: the one at the current home if there is one, else the one on the rank with the fewest
+  homes. Homes may be uneven, but copies are not;
+* the copy of a token: every source spreads an expert's tokens equally over its copies; two copies on one rank are one
+  in our plan, with two shares;
+* expert groups: one by default, for models that don't limit routing to groups. Over several nodes that is the
   source's global policy.
 
-On equal terms homes are given. Then replicas are chosen by the same rule (highest load a copy), and go, heaviest first,
-to the emptiest rank with a free slot.
+On equal terms homes are given. Then replicas are chosen by the same rule (highest load per copy), and are placed,
+heaviest first, on the emptiest rank with a free slot.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from trimtab.trace.routing import Array
 
 @dataclass(frozen=True)
 class Eplb:
-    """Copies and homes from the last steps. With no history, homes as they are and no replicas.
+    """Copies and homes from the last steps. Without history, homes stay and there are no replicas.
 
     Attributes:
         window: steps of history.
@@ -56,7 +56,7 @@ class Eplb:
 
 @dataclass(frozen=True)
 class EplbOracle:
-    """The same from the loads of the step itself, as if history foretold them.
+    """The same from the loads of the step itself: EPLB with perfect prediction.
 
     Attributes:
         num_groups: expert groups that the model's router is limited to.
@@ -139,13 +139,13 @@ def _rebalance(load_E, num_slots, num_groups, num_nodes, num_ranks):  # type: ig
 
 @numba.njit(cache=True, nogil=True)
 def pack_evenly(weight_N, num_packs):  # type: ignore[no-untyped-def]
-    """Equally many things in every pack, heaviest first, each into the lightest pack that has room.
+    """Packs items, heaviest first, into the lightest pack with room; all packs get the same number.
 
     Args:
         weight_N: `[N]` float32; `num_packs` should divide N.
 
     Returns:
-        `[N]` int64 each: the pack of a thing and its place there. With one thing a pack, they stay in order.
+        `[N]` int64 each: the pack of each item and its position there. With one item per pack, the order is kept.
     """
     per_pack = len(weight_N) // num_packs
     pack_N = np.arange(len(weight_N))
@@ -198,7 +198,7 @@ def _plan(view: View, load_LE: Array, num_groups: int) -> StepPlan:
 
 
 def _choose_homes(home_E: Array, copies_RE: Array) -> Array:
-    """`[E]`: the present home where it holds a copy, else the holder that is home to the fewest experts so far."""
+    """`[E]`: the current home if it has a copy, else the rank with a copy and the fewest homes so far."""
     stays_E = copies_RE[home_E, np.arange(len(home_E))] > 0
     homes_R = np.bincount(home_E[stays_E], minlength=len(copies_RE))
     chosen_E = home_E.copy()

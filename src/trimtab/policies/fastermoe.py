@@ -1,4 +1,4 @@
-"""FasterMoE: the hottest experts are broadcast to every rank when a cost model says that it pays."""
+"""FasterMoE: the hottest experts are broadcast to every rank if a cost model predicts a gain."""
 
 from __future__ import annotations
 
@@ -22,20 +22,20 @@ class FasterMoe:
     lowers the predicted time: three times the forward work of the busiest expert, four times its token transfer, and
     one transfer of the weights of every shadow. Gradients of shadows are reduced to the home.
 
-    Left open, and how we filled it: their model has one expert a rank, so that the busiest expert is the busiest rank.
+    Unpublished details and our choices: their model has one expert per rank, so the busiest expert is the busiest rank.
     Ours counts the rows that the busiest rank computes, shadowed ones included, and those that the busiest rank
     receives, and charges a shadow two transfers, broadcast and gradient reduction. Theirs stops at the first expert
-    that doesn't pay; ours takes the best number of shadows, since the next expert may sit on another rank. A rank
-    without tokens for a shadow gets no copy in our plan, which is kind to the bytes moved. The pipelined exchange and
-    the gate that go with shadowing in FasterMoE are left out.
+    without a gain; ours uses the best number of shadows, since the next expert may be on another rank. A rank without
+    tokens for a shadow gets no copy in our plan, which underestimates the bytes moved. FasterMoE's pipelined exchange
+    and gate are not included.
 
     On equal terms, no more experts are shadowed than a rank has slots.
 
     Attributes:
         model: Qwen3-30B-A3B in bf16 by default.
-        flops: multiply-adds count twice; half of what an H100 reaches on large matrices, because experts are small.
-        node_bytes_per_s, network_bytes_per_s: to and from each rank, if there is one node and if there are several;
-            what DeepEP dispatches at over NVLink and over 400 Gb/s links.
+        flops: multiply-adds count twice; half of the H100 rate on large matrices, because experts are small.
+        node_bytes_per_s, network_bytes_per_s: to and from each rank, with one node and with several; DeepEP's dispatch
+            rates over NVLink and over 400 Gb/s links.
     """
 
     traits: ClassVar[Traits] = Traits(known_at="layer", planning_us_per_rank=3.0, copies="unbounded")
@@ -65,7 +65,7 @@ class FasterMoe:
         return plan if view.equal_terms else replace(plan, slots_per_rank=most)
 
     def shadows(self, counts_RE: Array, home_E: Array, limit: int, bytes_per_s: float) -> Array:
-        """Experts worth a broadcast, at most `limit`, hottest first, from `counts_RE [R, E]` and `home_E [E]`."""
+        """Experts to broadcast, at most `limit`, hottest first, from `counts_RE [R, E]` and `home_E [E]`."""
         hottest = np.argsort(-counts_RE.sum(axis=0), kind="stable")[:limit]
         computed_KR, received_KR = rows_by_shadows(counts_RE, home_E, hottest)
         row_s = 2 * self.model.expert_parameters / self.flops

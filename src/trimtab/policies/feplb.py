@@ -20,13 +20,13 @@ class Feplb:
     Published: every rank has a few dynamic experts, 4 by default, and its other experts are static. Tokens are first
     dispatched to the homes. Then a CPU thread plans in about 50 us from the exact counts, while static experts
     compute: the busiest rank of the node gives its busiest dynamic expert, with all its tokens, to the emptiest rank,
-    until that helps no more or the buffers, for as many experts as are dynamic, are full. Experts with few tokens
+    until this no longer helps or the buffers are full (as many entries as dynamic experts). Experts with few tokens
     stay. The copy engine moves weights and tokens over NVLink: nothing leaves the node, static experts never move.
 
-    Left open, and how we filled it: *which* experts are dynamic; we take the hottest of every rank over the past
-    steps, or its first ones where there is no past. The fewest tokens worth a move; we move whenever the larger of
-    the two loads gets smaller. What happens if the busiest dynamic expert is too large to help; we try the next one.
-    Whether layers share the buffers; we let them. A predictor that rearranges homes at checkpoints is left out.
+    Unpublished details and our choices: *which* experts are dynamic: the hottest of every rank over the past steps, or
+    its first ones without a past. The fewest tokens of a move: we move if the larger of the two loads decreases. If the
+    busiest dynamic expert is too large to help, we try the next one. Layers share the buffers. A predictor that
+    rearranges homes at checkpoints is not included.
 
     On equal terms, a rank receives no more experts than it has slots.
 
@@ -81,7 +81,7 @@ def move_experts(  # type: ignore[no-untyped-def]
     Args:
         counts_E: `[E]` int64 tokens of every expert.
         home_E: `[E]` int64 home ranks.
-        dynamic_E: `[E]` bool, may it move?
+        dynamic_E: `[E]` bool, experts that may move.
         slots: experts that a rank can receive.
         smallest_move: fewest tokens of an expert that moves.
         moves_P2: `[R * slots, 2]` int64, filled with expert and new rank.

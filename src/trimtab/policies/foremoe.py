@@ -17,19 +17,21 @@ from trimtab.policies.policy import Traits, View
 class ForeMoe:
     """ForeMoE (arXiv 2606.11867; no public code), from the paper's abstract and introduction.
 
-    Published: foresight from the rollout balances every micro-step of recompute and update. A hierarchical planner
+    Published: routing known from the rollout is used to balance every micro-step of recompute and update. A
+        hierarchical planner
     splits the NP-hard problem into tractable parts. Experts travel on two paths, through host memory and from GPU to
     GPU, both overlapped with compute, so that a replica may go to any node. Up to 1.45x on 64 GPUs.
 
-    Left open, and how we filled it: the parts. Ours are the homes of the step, from the step's loads, longest first
+    Unpublished details and our choices: the parts of the planner. Ours are the homes of the step, from the step's
+        loads, longest first
     over nodes and then over their ranks, and for every micro-step and layer an incremental greedy that adds replicas
-    on any rank, near ones first, and splits tokens over them. A layer's homes stay where new ones gain little. Sources
+    on any rank, near ones first, and splits tokens over them. A layer keeps its homes if new ones gain little. Sources
     send to their own rank first, then to their own node.
 
     On equal terms, homes are given.
 
     Attributes:
-        threshold: max/mean load aimed at in every instance.
+        threshold: target max/mean load of every instance.
         smallest_share: fewest tokens of a replica.
         smallest_gain: fall of max/mean (over nodes plus over ranks) for which a layer's homes are moved.
     """

@@ -1,6 +1,6 @@
-"""Replicas by incremental greedy: tokens shift between copies, and a copy is added where that falls short.
+"""Replicas by incremental greedy: tokens are shifted between copies, and a copy is added if that is not enough.
 
-ReLibra and ForeMoE share it. How their own heuristics choose is not public; this is ours.
+Used by ReLibra and ForeMoE, whose own heuristics are not public.
 """
 
 from __future__ import annotations
@@ -51,9 +51,9 @@ def replicate(
     Args:
         counts_RE: `[R, E]` int64 tokens by source rank and expert.
         home_E: `[E]` int64 home ranks.
-        within_node: do replicas stay in the node of their home? Then ranks are only brought down to what the busiest
-            node's ranks would carry alike, since the layer can't be faster than that.
-        threshold: max/mean load aimed at.
+        within_node: replicas stay in the node of their home. Ranks are then reduced only to the mean load of the
+            busiest node's ranks, a lower bound of the layer.
+        threshold: target max/mean load.
         smallest_share: fewest tokens of a replica.
     """
     num_ranks = len(counts_RE)
@@ -74,16 +74,16 @@ def replicate(
 def add_replicas(  # type: ignore[no-untyped-def]
     counts_E, home_E, num_ranks, ranks_per_node, ranks_per_domain, slots, target, smallest_share, replicas_3P
 ):
-    """Bring the busiest ranks down to `target`, one rank and one move at a time.
+    """Reduce the loads of the busiest ranks to `target`, one rank and one move at a time.
 
-    The busiest rank hands tokens to another copy of one of its experts, on a rank below the target. Where there is
-    none, its largest expert gets a copy on the emptiest rank of the domain, in the own node if one there has as much
-    room. Where the ranks with slots are full, one of them first hands tokens on to make room.
+    The busiest rank moves tokens to another copy of one of its experts, on a rank below the target. Without such a
+    copy, its largest expert gets a copy on the emptiest rank of the domain, in the same node if a rank there has as
+    much capacity. If the ranks with free slots are full, one of them first moves tokens to other ranks.
 
     Args:
         counts_E, home_E: `[E]` int64.
         ranks_per_domain: neighbouring ranks among which replicas go.
-        target: tokens at which a rank is left alone.
+        target: load up to which a rank is not changed, tokens.
         smallest_share: fewest tokens of a replica.
         replicas_3P: `[3, R * slots]` int64, filled with expert, rank and tokens of every replica. A replica may end
             with no tokens.
@@ -117,9 +117,10 @@ def add_replicas(  # type: ignore[no-untyped-def]
 
 @numba.njit(cache=True, nogil=True)
 def _shift(giver, target, state, count):  # type: ignore[no-untyped-def]
-    """Hand tokens to a copy on the emptiest rank below the target that shares an expert. False if there is none."""
+    """Move tokens to a copy on the emptiest rank below the target that has one of the experts. False if there is
+    none."""
     _, home_E, at_home_E, loads, _, smallest_share, replicas_3P = state
-    # Of the two copies, -1 stands for the home and -2 for none found.
+    # Of the two copies: -1 is the home, -2 means none found.
     source, taker, tokens = -2, -2, np.int64(0)
     lowest = target
     for p in range(count):
@@ -199,8 +200,8 @@ def _add(giver, target, ranks_per_node, ranks_per_domain, state, count):  # type
 
 @numba.njit(cache=True, nogil=True)
 def _make_room(giver, target, ranks_per_domain, state, count):  # type: ignore[no-untyped-def]
-    """Let a rank with a free slot hand on tokens of its own experts, as many as the giver has too much, to a copy on a
-    rank below the target. False if no rank can make room for a smallest share."""
+    """On a rank with a free slot, move tokens of its own experts to a copy on a rank below the target, as many as the
+    giver's excess. False if no rank can free a smallest share."""
     _, home_E, at_home_E, loads, free, smallest_share, replicas_3P = state
     first = giver // ranks_per_domain * ranks_per_domain
     chosen, most = -1, np.int64(0)

@@ -11,13 +11,13 @@ from trimtab.trace.routing import Array
 def level_homes(loads_LE: Array, home_LE: Array, num_ranks: int, ranks_per_node: int, smallest_gain: float) -> Array:
     """New homes `[L, E]` int16, balanced over nodes and then over their ranks; every rank keeps its number of homes.
 
-    Ranks and nodes that LPT makes alike are swapped so that many experts stay where they are. A layer whose busiest
-    node and rank would gain too little keeps its homes.
+    Equivalent ranks and nodes are permuted so that many experts keep their rank. A layer whose busiest node and rank
+    would gain too little keeps its homes.
 
     Args:
         loads_LE: `[L, E]` int64 tokens of every expert.
-        home_LE: `[L, E]` integers, homes so far.
-        smallest_gain: least fall of max/mean over nodes plus max/mean over ranks.
+        home_LE: `[L, E]` integers, current homes.
+        smallest_gain: least reduction of max/mean over nodes plus max/mean over ranks.
     """
     new_LE = home_LE.astype(np.int16)
     for layer, loads_E in enumerate(loads_LE):
@@ -43,7 +43,7 @@ def imbalance(loads_E: Array, home_E: Array, num_ranks: int, ranks_per_node: int
 
 @numba.njit(cache=True, nogil=True)
 def place_longest_first(loads_E, home_E, num_ranks, ranks_per_node, leveled_E):  # type: ignore[no-untyped-def]
-    """LPT over nodes and, inside them, over ranks, where every rank takes as many experts as it has in `home_E`.
+    """LPT over nodes and, inside them, over ranks, where every rank gets as many experts as it has in `home_E`.
 
     Args:
         loads_E, home_E: `[E]` int64.

@@ -1,19 +1,19 @@
-"""`laer`: expert weights sharded over all ranks, put together anew for every layer and micro-step in a better layout.
+"""`laer`: expert weights are sharded over all ranks and gathered for every layer and micro-step in a new layout.
 
-Source: LAER-MoE (arXiv 2602.11686, github.com/PKU-DAIR/Hetu-Galvatron). Its planner runs on the CPU while training goes
-on, from the routing that the same layer had in its last five forward passes: the layout of a micro-step never sees that
+Source: LAER-MoE (arXiv 2602.11686, github.com/PKU-DAIR/Hetu-Galvatron). Its planner runs on the CPU during training,
+from the routing of the same layer in its last five forward passes: the layout of a micro-step does not use that
 micro-step's routing. Tokens are then split by the live routing, equally over the copies in the source rank's node, or
 over all copies if the node has none.
 
-What the source leaves open, and what we do:
+Not specified by the source, and our choices:
 
-* the first passes of a step: the mean micro-step of the last step stands in for passes that are not there yet. Before
-  anything was routed, every expert is at its home alone;
-* two copies of an expert on one rank: the source may place them and weighs the rank twice; we never do, and rather
-  leave a slot empty;
+* the first passes of a step: the mean micro-step of the last step replaces missing passes. Without any history every
+  expert is only at its home;
+* two copies of an expert on one rank: the source may place them and counts the rank twice; we never do, and leave a
+  slot empty instead;
 * nodes: eight ranks there, the cluster's here;
 * which of its two replica counts (by load, and the same for all where that fits) is better: it compares step times of a
-  cost model, we the busiest rank of the passes planned from, and stay with the first when level;
+  cost model, we the busiest rank of the passes planned from, and use the first if equal;
 * capacity: a rank restores as many experts as its share of homes and the cluster's slots. There is no home in LAER-MoE;
   in our plan homes stay where they are and every other copy is a replica, so that a rank may have `capacity` of them.
 
@@ -81,7 +81,7 @@ def layout(counts_RE: Array, capacity: int, ranks_per_node: int, *, home_E: Arra
     Args:
         counts_RE: `[R, E]` tokens by source and expert that the layout should suit.
         capacity: experts that a rank restores; beside its homes, if there are any.
-        home_E: `[E]` int64, ranks that hold the experts anyway; nobody by default.
+        home_E: `[E]` int64, ranks that have the experts in any case; none by default.
 
     Returns:
         `[R, E]` bool, which ranks hold which experts.

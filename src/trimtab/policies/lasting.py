@@ -1,8 +1,8 @@
-"""A placement to serve with: experts and copies in fixed slots, made once from a trace.
+"""Serving placement: experts and copies in fixed slots, made once from a trace.
 
-For rollout engines, which load a placement at startup and keep it. EPLB chooses how many copies each expert gets and
-deals them out by the load of the whole trace (`rebalance`). Then copies change places as in our own placement, as long
-as that makes ranks and nodes more even in every part of the trace, not only on average.
+For rollout engines, which load a placement at startup and keep it. EPLB chooses the number of copies of each expert and
+places them by the load of the whole trace (`rebalance`). Then copies are swapped as in `place_experts`, while that
+makes ranks and nodes more even in every part of the trace, not only on average.
 """
 
 from __future__ import annotations
@@ -20,7 +20,8 @@ PARTS = 32
 
 
 def count_parts(trace: TraceReader, num_parts: int = PARTS) -> Array:
-    """Token counts `[M, L, E]` int64 of M parts of a trace, each of about as many tokens; a chunk at a time."""
+    """Token counts `[M, L, E]` int64 of M parts of a trace with about equal numbers of tokens; reads a chunk at a
+    time."""
     lengths = trace.facts.lengths
     middle = np.cumsum(lengths) - (lengths + 1) // 2
     part_S = np.minimum(middle * num_parts // max(1, int(lengths.sum())), num_parts - 1)
@@ -37,7 +38,7 @@ def fill_slots(counts_MLE: Array, num_slots: int, num_ranks: int, ranks_per_node
 
     Args:
         counts_MLE: `[M, L, E]` tokens by part of the trace, layer and expert.
-        num_slots: experts and their copies; every rank takes as many.
+        num_slots: experts and their copies; the same number on every rank.
 
     Raises:
         InputError: if the ranks don't divide the slots, or the nodes the ranks.

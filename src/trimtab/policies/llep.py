@@ -1,17 +1,17 @@
-"""`llep`: after gating, excess tokens of overloaded ranks spill to the least loaded ones, with the weights they need.
+"""`llep`: after gating, excess tokens of overloaded ranks are moved to the least loaded ranks, with their weights.
 
 Source: Least-Loaded Expert Parallelism (arXiv 2601.17111, github.com/SalesforceAIResearch/LeastLoadedEP), whose
-assignments `assign` repeats to the last token.
+assignments `assign` reproduces for every token.
 
-What the source leaves open, and what we do:
+Not specified by the source, and our choices:
 
-* homes other than contiguous ones: the algorithm only asks for an expert's home, so any will do;
-* slots: it receives as many experts as it needs. Our plan's `slots_per_rank` is the most that any rank received;
+* homes other than contiguous ones: the algorithm only needs an expert's home, so any home is possible;
+* slots: a rank receives as many experts as it needs. Our plan's `slots_per_rank` is the largest number of a rank;
 * the order of an expert's tokens, of which it assigns ranges: by source rank, then by position;
-* when plain expert parallelism does: below a max/mean of 1.3, the value of the source's example.
+* when plain expert parallelism is used: below a max/mean of 1.3, the value of the source's example.
 
-On equal terms a rank without a free slot can't help, unless it helps with the same expert already; what finds no helper
-stays at home.
+On equal terms a rank without a free slot can help only with an expert that it already has; tokens without a helper stay
+at home.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ from trimtab.trace.routing import Array
 
 @dataclass(frozen=True)
 class Llep:
-    """Spill from every rank that would compute more than its limit.
+    """Moves tokens away from every rank that would compute more than its limit.
 
     Attributes:
         max_tokens_factor: the limit, in mean loads of a rank.
-        min_tokens_per_gemm: smallest spill, unless it is all that is left of an expert. Tokens.
-        gate: an instance whose max/mean is below is left alone. At 1, `max_tokens_factor` alone decides.
+        min_tokens_per_gemm: fewest tokens of a move, unless they are the rest of an expert.
+        gate: an instance whose max/mean is below is not changed. At 1, `max_tokens_factor` alone decides.
     """
 
     traits: ClassVar[Traits] = Traits(known_at="layer", planning_us_per_rank=3.0, copies="unbounded")
@@ -76,12 +76,12 @@ def assign(
 ) -> Array:
     """LLEP's plan for one instance: largest expert first, home first, then the ranks with the least load.
 
-    A rank's load is what it was assigned, and what its own experts that are still to come will bring.
+    A rank's load is the assigned tokens plus those of its own experts that are not yet assigned.
 
     Args:
         load_E: `[E]` int64, tokens of each expert.
-        max_tokens_factor: limit of a rank, in mean loads. Tokens that no rank has room for go over it.
-        min_tokens_per_gemm: smallest share of a helper, unless it is all that is left. Tokens.
+        max_tokens_factor: limit of a rank, in mean loads. Tokens that fit nowhere exceed it.
+        min_tokens_per_gemm: fewest tokens of a helper, unless they are the rest.
         home_E: `[E]` int64; contiguous homes by default.
         slots: experts that a rank may help with; without limit by default.
 

@@ -1,17 +1,17 @@
-"""`lplb`: replicas in a fixed graph of ranks, and after gating a linear program that decides how much flows over it.
+"""`lplb`: replicas in a fixed graph of ranks, and after gating a linear program for the tokens on each edge.
 
-Source: DeepSeek's Linear-Programming-Based Load Balancer (github.com/deepseek-ai/LPLB). Once a step the experts of a
+Source: DeepSeek's Linear-Programming-Based Load Balancer (github.com/deepseek-ai/LPLB). Once per step the experts of a
 group of ranks are packed onto its ranks by history (EPLB without replicas), and every rank's hottest experts get one
-replica each, on the rank that the graph says. For every instance a program on the GPU (about 100 us inside a node)
-finds the tokens that each replica takes, so that the busiest rank is lowest. All sources send the same part of theirs.
+replica each, on the rank given by the graph. For every instance a program on the GPU (about 100 us inside a node)
+finds the tokens of each replica that minimise the busiest rank's load. All sources send the same fraction of theirs.
 
-What the source leaves open, and what we do:
+Not specified by the source, and our choices:
 
-* the graph for other sizes than its examples: `links` says which;
-* which of many best flows: the one that moves the fewest tokens;
+* the graph for other sizes than its examples: see `links`;
+* the choice between optimal flows: the one that moves the fewest tokens;
 * the solver: an interior-point method on one multiprocessor there, HiGHS here. Flows are rounded down to tokens;
-* homes that don't divide evenly over a group: they stay where they are;
-* no history: homes as they are, and the first experts of every rank count as its hottest.
+* homes that don't divide evenly over a group: they stay;
+* no history: homes stay, and the first experts of every rank are used as its hottest.
 
 On equal terms homes are given; graph and program are the same.
 """
@@ -80,11 +80,11 @@ class Lplb:
 def links(num_ranks: int, ranks_per_node: int, slots: int, *, topology: Literal["cube", "torus"]) -> tuple[int, Array]:
     """The graph of replicas.
 
-    `cube` links blocks of eight ranks as the source's cube with diagonals does, if blocks make up a node. Otherwise
-    each node is a torus, or all ranks are if a node has but one. `torus` links all ranks: in one direction with the
+    `cube` links blocks of eight ranks as the source's cube with diagonals does, if blocks fill a node. Otherwise each
+    node is a torus, or all ranks are if a node has one rank. `torus` links all ranks: in one direction with the
     next node, in the other with the next rank of the node. Within one node the directions are the two factors of its
     size that are nearest each other (16 ranks: the source's hypercube). With one slot, or a prime size, it is a ring.
-    More slots than directions take the same directions again, for the next hottest experts.
+    With more slots than directions, the same directions are used again for the next hottest experts.
 
     Returns:
         Ranks in a group, neighbours, that balance among themselves; and `[R, slots]` int64: the rank whose k-th
@@ -149,7 +149,7 @@ class _Flow:
         self.highs.setOptionValue("threads", 1)
 
     def solve(self, load_E: Array, home_E: Array, replicas_P2: Array) -> Array:
-        """`[P]` int64, tokens that each replica takes from its expert's home. Every expert has at most one replica.
+        """`[P]` int64, tokens that each replica gets from its expert's home. Every expert has at most one replica.
 
         Columns: tokens of each replica, then the busiest rank of each group. Rows: the load of each rank, below the
         busiest of its group.

@@ -1,4 +1,4 @@
-"""What every balancer is: traits that say how it works, and a plan made from what it may know."""
+"""The `Policy` protocol of balancers: traits, and a plan made from the data that the balancer may know."""
 
 from __future__ import annotations
 
@@ -17,27 +17,27 @@ KnownAt = Literal["past", "step", "micro-step", "layer"]
 
 @dataclass(frozen=True)
 class Traits:
-    """What a plan alone cannot say of a balancer.
+    """Properties of a balancer that are not part of its plans.
 
     Attributes:
         known_at: the latest routing that its decisions see: `past` steps or micro-steps only; the whole `step`
             beforehand; a `micro-step` before it runs; or a `layer` once its router has chosen. Splitting tokens over
-            copies that are there already may always use the live routing.
-        plans_on: where planning runs, and with it who pays: `cpu` planning is timed by us, `gpu` planning is charged
+            existing copies may always use the live routing.
+        plans_on: where planning runs: `cpu` planning is timed by us, `gpu` planning is charged
             its published time.
         published_us: published planning time of an instance in microseconds, where there is one.
         planning_us_per_rank: planning time of an instance for each rank of the group, as we measure it on one core of a
             2-core machine; charged where nothing is published.
-        planning_serial: the part of it that more cores don't make shorter.
+        planning_serial: the serial part of it.
         transfers_start: when its weights may start to move: before the `step`, before the `micro-step`, or in the
             `layer` after its router; `never` if it moves none.
-        waits_for_weights: must weights be there before tokens leave for their experts?
-        host_path: may weights come from a mirror in host memory?
-        hops: 2 if moved tokens first travel to the home rank, else 1.
-        copies: what its copies occupy: `none`, slots that layers share, slots of every layer, or `unbounded` memory.
-        relocates: does it move homes between steps?
-        within_node: do its copies stay inside the node of their home, on its own recipe?
-        ideal: not a balancer but the bound: tokens count as spread evenly, whatever the plan says.
+        waits_for_weights: true: weights must be present before tokens are dispatched.
+        host_path: true: weights may come from a mirror in host memory.
+        hops: 2 if moved tokens are first sent to the home rank, else 1.
+        copies: memory of its copies: `none`, slots that layers share, slots of every layer, or `unbounded` memory.
+        relocates: true: it moves homes between steps.
+        within_node: true: with its own recipe, copies stay inside the node of their home.
+        ideal: true: not a balancer but the bound; tokens count as spread evenly, independent of the plan.
     """
 
     known_at: KnownAt
@@ -57,18 +57,18 @@ class Traits:
 
 @dataclass(frozen=True, eq=False)
 class View:
-    """What a policy is given. It hands out only what the policy's `known_at` allows.
+    """Input of a policy. It gives access only to the data that the policy's `known_at` allows.
 
     Attributes:
-        known_at: of the policy that looks.
+        known_at: of the policy.
         cluster: ranks, nodes and slots.
         schedule: packed by length alone. Policies that schedule may replace it, unless terms are equal.
-        placement: homes as the step begins. Policies that relocate may replace it, unless terms are equal.
+        placement: homes when the step begins. Policies that relocate may replace it, unless terms are equal.
         token_budget: most tokens of a rank in one micro-step, for policies that schedule.
         mini_batch: `[S]` mini-batch of each sequence, for policies that schedule.
-        equal_terms: are schedule, homes and slots given, so that only replicas and split are compared?
+        equal_terms: true: schedule, homes and slots are given, so only replicas and split are compared.
         past_counts_PLE: `[P, L, E]` int64, tokens by earlier step (latest last), layer and expert.
-        cost: what moves and bytes weigh, for policies that weigh them; of Qwen3-30B-A3B on the cluster if it is None.
+        cost: costs of moves and bytes, for policies that use them; None: those of Qwen3-30B-A3B on the cluster.
     """
 
     known_at: KnownAt
@@ -113,7 +113,7 @@ class View:
         Args:
             plan_one: from the layer's index, `counts_RE [R, E]` int64 and `home_E [E]` int64 to replicas `[P, 2]`
                 (expert, rank) and quotas `[P, R]`. Replicas without any quota are left out.
-            slots: replicas that a rank has room for beside its share of homes.
+            slots: replicas of a rank in addition to its homes.
         """
         replicas: list[Array] = []
         quotas: list[Array] = []
@@ -159,7 +159,7 @@ def look(
     past_counts_PLE: Array | None = None,
     cost: CostModel | None = None,
 ) -> View:
-    """The view of a step that `policy` may have."""
+    """Returns the view of a step for `policy`."""
     nothing = np.zeros((0, sequences.num_layers, sequences.num_experts), np.int64)
     return View(
         known_at=policy.traits.known_at,

@@ -17,26 +17,26 @@ from trimtab.policies.policy import Traits, View
 class ReLibra:
     """ReLibra (arXiv 2605.08639; no public code), from the paper's abstract and summaries of the rest.
 
-    Published: the replay tells the load before training, and planning stays off the critical path. Between batches, a
+    Published: replay gives the load before training, and planning is off the critical path. Between batches, a
     swap-based simulated annealing with a smoothed objective and incremental updates reorders experts so that nodes
     are balanced. Within a batch, experts are replicated inside their node in every micro-batch; placing replicas and
     splitting tokens are one MILP, for which an incremental greedy is the heuristic. Layers share one replica buffer;
-    weights and gradients travel while attention runs. Rank max/mean 1.00-1.08 at EP 8 to 64; reordering takes
+    weights and gradients are transferred while attention runs. Rank max/mean 1.00-1.08 at EP 8 to 64; reordering takes
     1.4-2.1% of the batch time.
 
-    Left open, and how we filled it: the smoothed objective, for which we take squared node loads, summed over
-    micro-steps, with a smaller term for ranks so that replicas have less to do, and a cost of moving, so that homes
-    stay where little is gained. The greedy: ours shifts tokens between copies and adds a copy where that falls short,
-    until ranks are down to the busiest node's mean, below which in-node replicas can't get the layer. The traffic of
-    tokens between nodes, which their annealing also weighs, is left out.
+    Unpublished details and our choices: the smoothed objective, for which we use squared node loads, summed over
+    micro-steps, with a smaller term for ranks to reduce replicas, and a cost of moves to keep homes where little is
+    gained. The greedy: ours shifts tokens between copies and adds a copy if that is not enough,
+    until ranks are down to the busiest node's mean, a lower bound for in-node replicas. Token traffic between nodes,
+    which is part of their objective, is not included.
 
     On equal terms, homes are given, and replicas stay in the node.
 
     Attributes:
-        threshold: max/mean load over ranks aimed at.
+        threshold: target max/mean load over ranks.
         smallest_share: fewest tokens of a replica.
         rank_weight: weight of the squared rank loads, relative to those of nodes.
-        move_cost: what each expert away from its home adds to the objective, in squares of an expert's mean load.
+        move_cost: cost of each expert away from its home in the objective, in squares of an expert's mean load.
         sweeps: swaps tried per layer and expert.
         seed: of the annealing.
     """
@@ -58,7 +58,7 @@ class ReLibra:
         )
 
     def reorder(self, view: View) -> Placement:
-        """Homes of the step, with as many on every rank as before."""
+        """Homes of the step, with the same number on every rank as before."""
         counts_MLE = view.workload.token_counts_MLRE.sum(axis=2, dtype=np.int64)
         home_LE = view.placement.home.copy()
         for layer in range(view.num_layers):
@@ -79,11 +79,11 @@ class ReLibra:
 def anneal_homes(  # type: ignore[no-untyped-def]
     counts_EM, home_E, num_ranks, ranks_per_node, rank_weight, move_cost, tries, rng
 ):
-    """Swap the homes of two experts at a time, for nodes that carry alike in every micro-step.
+    """Swap the homes of two experts at a time to even out node loads in every micro-step.
 
     The objective is `sum(node_load^2) + rank_weight * sum(rank_load^2)`, averaged over micro-steps, with loads in parts
-    of an expert's mean load, plus `move_cost` for each expert away from its first home. Swaps that raise it are taken
-    with a probability that falls as the temperature does.
+    of an expert's mean load, plus `move_cost` for each expert away from its first home. Swaps that increase it are
+    accepted with a probability that decreases with the temperature.
 
     Args:
         counts_EM: `[E, M]` int64 tokens by expert and micro-step.

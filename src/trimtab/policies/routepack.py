@@ -20,20 +20,21 @@ class RoutePack:
     """RoutePack (arXiv 2608.12146; no public code), from a detailed second-hand reading of the paper.
 
     Published: once a step's batch is sealed, every MoE layer gets new homes by LPT over the step's replayed loads.
-    Packing can't get below the busiest rank of those, so placement comes first. Then whole sequences are packed into
+    The busiest rank of these bounds packing, so placement comes first. Then whole sequences are packed into
     as few micro-steps as hold them, by population annealing: chains of one temperature, cooled and resampled
-    together, from diverse starts, with the best plan ever met kept. A micro-step costs its busiest rank's rows in
+    together, from diverse starts, and the best plan found is kept. A micro-step costs its busiest rank's rows in
     every layer and the busiest data rank's attention, `a * sum(t) + b * sum(t^2)`. +8.85% and +14.89% trainer
     throughput. No replicas.
 
-    Left open, and how we filled it: the moves; ours swap two sequences of a mini-batch between places (micro-step and
+    Unpublished details and our choices: the moves; ours swap two sequences of a mini-batch between places (micro-step
+        and
     data rank), or take one to another place, within the token budget. The starts; ours are the given schedule, and
     the same at random. The temperatures; ours fall from the size of a random move to 1e-5 of a micro-step's cost. How
     few micro-steps: as many as the given schedule has. A layer keeps its homes where LPT gains little, and LPT's ranks
-    are named so that few experts move, both to spare it transfers. Several EP groups, and the tie-breaks between them,
-    are left out. Rows of unknown route are not counted.
+    are permuted so that few experts move, both to save transfers. Several EP groups, and the tie-breaks between them,
+    are not included. Rows of unknown route are not counted.
 
-    On equal terms, homes and schedule are given, and nothing is left to do: it equals `static`.
+    On equal terms, homes and schedule are given, so it equals `static`.
 
     Attributes:
         attention_per_token, attention_per_pair: a and b, in expert rows a layer. Those of Qwen3-30B-A3B by forward
@@ -41,7 +42,7 @@ class RoutePack:
         evaluations: moves tried in all.
         population: chains.
         temperatures: stages of cooling.
-        smallest_gain: fall of max/mean over ranks for which a layer's homes are moved.
+        smallest_gain: least reduction of max/mean over ranks for which a layer's homes are moved.
         seed: of the annealing.
     """
 
@@ -107,11 +108,11 @@ def anneal_schedule(  # type: ignore[no-untyped-def]
         lengths_S: `[S]` int64 tokens.
         micro_step_S, rank_S: `[S]` int64, the places to start from.
         mini_batch_M: `[M]` int64, mini-batch of each micro-step; sequences keep theirs.
-        token_budget: most tokens of a place that a sequence comes to.
+        token_budget: most tokens of a place after a move.
         rng: a NumPy random generator.
 
     Returns:
-        Micro-steps and ranks `[S]`, int64, of the cheapest schedule met, which may be the first.
+        Micro-steps and ranks `[S]`, int64, of the cheapest schedule found, which may be the first.
     """
     num_sequences, num_layers, num_homes = rows_SLR.shape
     num_micro_steps = len(mini_batch_M)
@@ -171,7 +172,7 @@ def anneal_schedule(  # type: ignore[no-untyped-def]
 
 @numba.njit(cache=True, nogil=True)
 def _try_move(data, state, temperature, rng):  # type: ignore[no-untyped-def]
-    """Swap two sequences, or take one to another place, if the temperature lets it. Was it done, and what it costs.
+    """Swap two sequences, or move one, if the temperature accepts it. Returns whether it was done, and its cost.
 
     At temperature 0 nothing is done.
     """
@@ -240,7 +241,7 @@ def _try_move(data, state, temperature, rng):  # type: ignore[no-untyped-def]
 
 @numba.njit(cache=True, nogil=True)
 def _resample(cost_P, colder, rng):  # type: ignore[no-untyped-def]
-    """Chains to go on with, `[P]`: each as often as its Boltzmann weight says, by systematic resampling."""
+    """Chains to continue, `[P]`: each in proportion to its Boltzmann weight, by systematic resampling."""
     weights = np.exp(-(cost_P - cost_P.min()) * colder)
     edges = np.cumsum(weights) / weights.sum() * len(cost_P)
     offset = rng.random()

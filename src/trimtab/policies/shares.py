@@ -1,4 +1,4 @@
-"""From the tokens that every copy computes to the tokens that every source rank sends it."""
+"""Split the tokens of every copy over source ranks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`static`: plain expert parallelism, homes as they are and nothing else. What every gain is measured against."""
+"""`static`: plain expert parallelism without replicas or moves, the baseline of every speed-up."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`trimtab`: our own. The whole step is known, so every level is planned for it."""
+"""`trimtab`: this project's balancer. It plans all levels from the known routing of the step."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from trimtab.policies.policy import Traits, View
 
 @dataclass(frozen=True)
 class Trimtab:
-    """Schedule, homes, replicas and split from the step's own routing; on equal terms, replicas and split alone."""
+    """Schedule, homes, replicas and split from the step's own routing; on equal terms only replicas and split."""
 
     traits: ClassVar[Traits] = Traits(
         known_at="step",

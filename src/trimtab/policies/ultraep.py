@@ -17,24 +17,24 @@ from trimtab.trace.routing import Array
 
 @dataclass(frozen=True)
 class UltraEp:
-    """The quota solver of UltraEP (arXiv 2606.04101, code at Dots-Infra/UltraEP), in our own words.
+    """The quota solver of UltraEP (arXiv 2606.04101, code at Dots-Infra/UltraEP), reimplemented.
 
     Published: in every layer and micro-batch, after gating, a CUDA kernel searches for the lowest load threshold that
     replicas can reach. For a threshold, ranks above it give, heaviest rank and heaviest expert first, quotas to the
-    rank with the most room that has a free slot; an expert's home keeps a token at least. A few thresholds just above
+    rank with the most room that has a free slot; an expert's home keeps at least one token. A few thresholds just above
     the mean are tried first, with a smallest quota that only asks for an even use of the ranks that have room; if
     none is reached, a search with `smallest_quota` follows. Slots are shared by all layers and replicas stay
     inside the NVLink domain, each domain on its own. 67-78 us at 64 ranks and 256 experts, max/mean 1.01-1.04 from
-    1.30-4.01. Plan and weights stand on the critical path of the layer.
+    1.30-4.01. Planning and weight transfer are on the critical path of the layer.
 
-    Left open, and how we filled it: a domain is a node. Sources send to their own rank first, as published; the
-    rest, which UltraEP spreads in proportion, we send to the own node first, which spares the network between nodes.
-    Their search probes four thresholds at a time, ours one.
+    Unpublished details and our choices: a domain is a node. Sources send to their own rank first, as published; the
+    rest, which UltraEP spreads in proportion, we send to the own node first, which reduces traffic between nodes. Their
+    search tests four thresholds at a time, ours one.
 
-    On equal terms a replica may sit on any rank, with its home's node first.
+    On equal terms a replica may be on any rank; its home's node is preferred.
 
     Attributes:
-        threshold: lowest max/mean load aimed at.
+        threshold: lowest target of max/mean load.
         smallest_quota: fewest tokens of a replica in the search.
         tolerance: how far above `threshold` the first try may end.
         first_tries: thresholds tried before the search, an extra percent of the busiest rank each. With none,
@@ -147,10 +147,10 @@ def _heaviest_first(counts_E, home_E, num_ranks):  # type: ignore[no-untyped-def
 
 @numba.njit(cache=True, nogil=True)
 def _reach(target, smallest_quota, domain, count, replicas_3P):  # type: ignore[no-untyped-def]
-    """Bring the domain's ranks down to `target`, writing replicas from `count` on. Returns their new number, or -1.
+    """Reduce the domain's ranks to `target`, writing replicas from `count` on. Returns their new number, or -1.
 
-    Takers in the giver's node come first; where that fails, the one with the most room does. Without a
-    `smallest_quota` (0), the least that a taker is given is an even part of what the giver has to lose.
+    Takers in the giver's node are preferred, then the one with the most capacity. Without a `smallest_quota` (0), a
+    taker gets at least an even part of the giver's excess.
     """
     first, last, ranks_per_node = domain[5], domain[6], domain[7]
     reached = _give(target, smallest_quota, domain, True, count, replicas_3P)

@@ -1,1 +1,1 @@
-"""Show it: terminal tables, a page for the browser, timelines for Perfetto."""
+"""Reports: terminal tables, HTML pages, timelines for Perfetto."""

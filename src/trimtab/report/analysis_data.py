@@ -1,4 +1,4 @@
-"""What the scripts of an analysis page show: rank loads, and grids of colour, small enough for one file."""
+"""Data of an analysis page: rank loads and colour grids, small enough for one file."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from trimtab.report.content import LoadMap
 from trimtab.report.embed import Blobs, load_spread, map_data
 from trimtab.trace.routing import Array
 
-# Bytes of one picture's values, before base64; micro-steps are left out or joined to stay below.
+# Limit of bytes of a figure's values, before base64; micro-steps are left out or joined to stay below.
 MOST_BYTES = 800_000
 LEAST_COLUMNS, MOST_COLUMNS = 16, 600
 NO_VALUE = 65535
 NO_SMALL_VALUE = 255
-# Steps of a value: of ratios in two bytes, and of an expert's tokens over the mean expert's in one.
+# Resolution of values: of ratios in two bytes, and of an expert's tokens over the mean expert's in one.
 FINE, COARSE = 1e-3, 1 / 16
 
 
 def load_map(analysis: Analysis) -> tuple[LoadMap, Array]:
-    """Rank loads of evenly chosen micro-steps, and which they are."""
+    """Rank loads of evenly chosen micro-steps, and their indices."""
     loads = analysis.loads_MLR
     chosen = _evenly(len(loads), _columns(loads[0].size * (2 if loads.max(initial=0) < 1 << 16 else 4)))
     return LoadMap("contiguous homes", loads[chosen]), chosen
@@ -42,20 +42,20 @@ def vio_columns(analysis: Analysis) -> Array:
 
 
 def vio_span(analysis: Analysis) -> tuple[float, float]:
-    """The values between which max_vio is coloured; the highest half percent is all alike."""
+    """Colour range of max_vio; the highest half percent has one colour."""
     known = analysis.max_over_mean_ML[~np.isnan(analysis.max_over_mean_ML)] - 1
     return 0.0, max(0.1, float(np.ceil(np.quantile(known, 0.995) * 20) / 20)) if len(known) else 0.1
 
 
 def alike_span(analysis: Analysis) -> tuple[float, float]:
-    """The same of what two domains share; each is alike to itself, which says nothing."""
+    """Colour range of the overlap of two domains, without the diagonal."""
     others = analysis.alike_DD[~np.eye(len(analysis.alike_DD), dtype=bool)]
     low = float(np.floor(others.min() * 20) / 20)
     return min(low, 0.95), max(float(np.ceil(others.max() * 20) / 20), min(low, 0.95) + 0.05)
 
 
 def analysis_data(analysis: Analysis, blob: Blobs) -> dict[str, Any]:
-    """The page's values."""
+    """Returns the page's values."""
     counted = analysis.counted
     layers = [str(index) for index in counted.layer_indices]
     loads, chosen = load_map(analysis)
@@ -152,5 +152,5 @@ def _columns(column_bytes: int) -> int:
 
 
 def _evenly(count: int, most: int) -> Array:
-    """At most so many of 0 to count - 1, evenly spaced."""
+    """At most this many of 0 to count - 1, evenly spaced."""
     return np.arange(count) if count <= most else np.arange(0, count, -(-count // most))

@@ -1,4 +1,4 @@
-"""The sections of an analysis page, in the order of its questions: what does it cost, what would help, where is it?"""
+"""The sections of an analysis page: cost of imbalance, gains of placements, details."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from trimtab.report.elements import NONE, Section, facts, heat_map, notes_sectio
 
 SHOWN_LAYERS = 10
 BINS = 24
-KNOWS = {"nothing": "static", "past": "knows the past", "step": "knows the step, in hindsight"}
+KNOWS = {"nothing": "static", "past": "based on past loads", "step": "based on the step, in hindsight"}
 
 
 def analysis_sections(report: AnalysisReport) -> list[Section]:
-    """Those that the trace has something for."""
+    """Returns the sections for which the trace has data."""
     analysis = report.analysis
     found = [
         Section("balance", "Cost", "What imbalance costs", _balance(analysis)),
@@ -32,7 +32,7 @@ def analysis_sections(report: AnalysisReport) -> list[Section]:
         Section("load", "Load", "Load of every rank", _loads(analysis)),
         Section("sizes", "Sizes", "Other micro-steps, other ranks", _sizes(analysis)),
         Section("steps", "Steps", "The step and its micro-steps", _steps(analysis)),
-        Section("hot", "Hot experts", "Hot experts, and how long they stay so", _hot(analysis)),
+        Section("hot", "Hot experts", "Hot experts, and how long they stay hot", _hot(analysis)),
     ]
     if len(analysis.domains) > 1:
         found.append(Section("domains", "Domains", "Kinds of prompts", _domains(analysis)))
@@ -62,7 +62,7 @@ def shape_text(analysis: Analysis) -> str:
 
 
 def stability_facts(analysis: Analysis) -> list[tuple[str, str]]:
-    """Is the step stable while micro-steps fluctuate?"""
+    """Facts on stability of steps and change between micro-steps."""
     found = analysis.stability
     said = [
         ("max/mean of a step's sum", f"{found.step_max_over_mean:.3f}, mean over layers"),
@@ -80,7 +80,7 @@ def stability_facts(analysis: Analysis) -> list[tuple[str, str]]:
 
 
 def hot_facts(analysis: Analysis) -> list[tuple[str, str]]:
-    """How many, how much, how long."""
+    """Facts on hot experts: number, tokens, duration."""
     hot = analysis.hot
     said = [
         (
@@ -101,7 +101,7 @@ def hot_facts(analysis: Analysis) -> list[tuple[str, str]]:
 
 
 def run_bars(analysis: Analysis) -> list[tuple[str, int]]:
-    """Runs of hot experts by length; lines at the end without any are left out."""
+    """Runs of hot experts by length, without empty lines at the end."""
     bars, before = [], 0
     for longest, count in analysis.hot.runs:
         name = (
@@ -119,14 +119,14 @@ def run_bars(analysis: Analysis) -> list[tuple[str, int]]:
 
 
 def size_name(size: SizeBalance) -> str:
-    """Of a micro-step's size beside the given one."""
+    """Name of a micro-step size relative to the given one."""
     if size.factor is None:
         return "step"
     return {0.25: "¼×", 0.5: "½×"}.get(size.factor, f"{size.factor:.0f}×")
 
 
 def same_tokens_a_rank(analysis: Analysis) -> list[tuple[int, Balance]]:
-    """Numbers of ranks, each with micro-steps in proportion, as far as there are such."""
+    """Numbers of ranks with proportional micro-steps, if available."""
     by_factor = {size.factor: size.by_ranks for size in analysis.sizes}
     numbers = analysis.sizes[0].by_ranks
     return [
@@ -147,7 +147,7 @@ def _balance(analysis: Analysis) -> str:
     said = cost(analysis)
     lead = (
         f'<p class="lead">Over {total.instances:,} instances, each one layer of one micro-step. An instance lasts as '
-        f"long as its busiest rank, so ranks wait {total.lost:.1%} of their expert time.</p>"
+        f"long as its busiest rank, so on average a rank is idle for {total.lost:.1%} of expert time.</p>"
     )
     return (
         lead
@@ -192,16 +192,16 @@ def _foresight(analysis: Analysis) -> str:
         )
     everything = "100%" if any(way.won_back is not None for way in found.ways) else NONE
     rows.append(
-        '<tr class="ours"><th scope="row">a plan for each micro-step<span class="about">knows every micro-step; '
-        "trimtab plan makes and measures it</span></th>"
+        '<tr class="ours"><th scope="row">a plan for each micro-step<span class="about">based on each micro-step; '
+        "trimtab plan computes it</span></th>"
         '<td class="with-bar"><span class="amount"><i style="width:0%"></i><span>about 0</span></span></td>'
         f"<td>{everything}</td><td>1.00</td><td>1.00</td></tr>"
     )
     columns = ["placement", "expert time lost", "won back", "max/mean", "p99"]
     return (
-        '<p class="lead">What a placement that lasts for a step can do, on '
-        f"{found.instances:,} instances. What it leaves even in hindsight changes from one micro-step to the next, and "
-        "only a plan for each micro-step takes it away.</p>" + table(columns, rows, "Ways to place experts")
+        '<p class="lead">Loss with placements that are fixed for a step, on '
+        f"{found.instances:,} instances. The loss that remains in hindsight changes from one micro-step to the next, "
+        "and only a plan for each micro-step removes it.</p>" + table(columns, rows, "Placements of experts")
     )
 
 
@@ -231,7 +231,7 @@ def _layers(analysis: Analysis) -> str:
 
 
 def _grid(name: str, title: str, planes: Sequence[str], start: int) -> str:
-    """The beginning of a figure; what is below it, and its end, follow."""
+    """Opening HTML of a figure; its caption and end follow."""
     picker = ""
     if len(planes) > 1:
         options = "".join(
@@ -306,7 +306,7 @@ def _sizes(analysis: Analysis) -> str:
     ]
     columns = ["micro-step", *(f"{number} ranks" for number in numbers)]
     return (
-        '<p class="lead">Larger micro-steps even out what changes between sequences; more ranks leave fewer experts on '
+        '<p class="lead">Larger micro-steps average over more sequences; more ranks leave fewer experts on '
         f'each to even out.</p><div class="pair">{"".join(charts)}</div><h3>Mean max_vio</h3>'
         + table(columns, rows, "Mean max_vio by size of micro-step and number of ranks")
     )
@@ -314,8 +314,8 @@ def _sizes(analysis: Analysis) -> str:
 
 def _steps(analysis: Analysis) -> str:
     return (
-        '<p class="lead">A step sums many sequences and may be stable where its micro-steps are not. Loads have in '
-        "common what the smaller of two shares of every expert add up to: 100% if they are in the same proportions.</p>"
+        '<p class="lead">A step sums many sequences and may be stable where its micro-steps are not. The load in '
+        "common is the sum over experts of the smaller of two shares: 100% for equal proportions.</p>"
         + facts(stability_facts(analysis))
     )
 
@@ -331,7 +331,7 @@ def _hot(analysis: Analysis) -> str:
     names = [f"layer {index}" for index in counted.layer_indices]
     columns = ["expert", "over the mean", "hot in", "longest run"]
     return (
-        f'<p class="lead">Hot is an expert with more than {HOT} times the mean expert\'s tokens in an instance.</p>'
+        f'<p class="lead">An expert is hot in an instance if it has more than {HOT} times the mean tokens.</p>'
         + facts(hot_facts(analysis))
         + '<div class="pair below">'
         + bar_chart("How long experts stay hot", run_bars(analysis), "consecutive micro-steps of a step")
@@ -353,8 +353,8 @@ def _domains(analysis: Analysis) -> str:
     columns = ["domain", "of all tokens", "max/mean alone", "busier half's tokens", "hottest expert"]
     low, high = alike_span(analysis)
     return (
-        '<p class="lead">Each by itself, as if the trace held nothing else; means over layers. Prompts of one kind '
-        "stay skewed however many there are, a mixture evens out.</p>"
+        '<p class="lead">Each domain is analyzed as if the trace had no other sequences; means over layers. The '
+        "skew of one kind of prompt does not decrease with more sequences; a mixture of kinds is more even.</p>"
         + table(columns, rows, "Domains")
         + '<div class="below">'
         + _grid("alike", "Expert load that two domains have in common", [], 0)

@@ -1,4 +1,4 @@
-"""What `trimtab analyze` prints."""
+"""Terminal output of `trimtab analyze`."""
 
 from __future__ import annotations
 

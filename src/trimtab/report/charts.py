@@ -1,4 +1,4 @@
-"""Small charts as inline SVG, which need no script: lines over named places, and bars of a distribution."""
+"""Small charts as inline SVG without scripts: lines over named positions, and bars of a distribution."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ COLOURS = ("accent", "imbalance", "migration", "planning")
 
 @dataclass(frozen=True)
 class Line:
-    """One line of a chart; None where it has no point."""
+    """One line of a chart; None for a missing point."""
 
     name: str
     values: Sequence[float | None]
 
 
 def line_chart(title: str, places: Sequence[str], lines: Sequence[Line], across: str) -> str:
-    """Lines over named places, from 0 up, with a dot at every point that tells its value.
+    """Lines over named positions, from 0 up, with a tooltip for every point.
 
     Args:
-        across: what the places are.
+        across: label of the positions.
     """
     top = _rounded_up(max((value for line in lines for value in line.values if value is not None), default=0.0))
     x = [_across((index + 0.5) / len(places)) for index in range(len(places))]
@@ -62,8 +62,8 @@ def bar_chart(
 
     Args:
         bars: name and count.
-        edges: names of the edges between bars, for a histogram; else each bar's own name stands below it.
-        marks: places, as a part of the width, and what a line there says.
+        edges: names of the edges between bars, for a histogram; by default each bar's name is below it.
+        marks: positions, as a part of the width, and labels of vertical lines.
     """
     top = _rounded_up(max((count for _, count in bars), default=0))
     width = (WIDTH - LEFT - RIGHT) / len(bars)
@@ -103,7 +103,7 @@ def _figure(title: str, drawn: str, across: str, legend: str) -> str:
 
 
 def _levels(top: float) -> str:
-    """Three lines to read heights by."""
+    """Values of three grid lines."""
     return "".join(
         f'<line x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{_up(part):.1f}" y2="{_up(part):.1f}"/>'
         f'<text x="{LEFT - 6}" y="{_up(part) + 4:.1f}" text-anchor="end">{_short(part * top)}</text>'
@@ -116,7 +116,7 @@ def _short(value: float) -> str:
 
 
 def _rounded_up(value: float) -> float:
-    """A round number that is not less, and greater than 0."""
+    """A round number greater than 0 that is not less."""
     if value <= 0:
         return 1.0
     unit = 1e-3

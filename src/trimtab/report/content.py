@@ -1,4 +1,4 @@
-"""What a report says, before anybody decides how it looks: values that the page and the timeline file are made of."""
+"""Content of a report, independent of its layout: the values of the page and the timeline file."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from trimtab.analysis.answer import answer
 from trimtab.trace.routing import Array
 
 LANES = ("compute", "node link", "network", "host link", "CPU")
-# What a step's time goes to, in the order in which bars are stacked.
+# Parts of a step's time, in the order in which bars are stacked.
 PARTS = {
     "attention": "attention and other dense parts",
     "dispatch": "dispatch and combine",
@@ -28,10 +28,10 @@ class PolicyResult:
 
     Attributes:
         name: as in `POLICIES`.
-        about: a few words on what it is, and when it knows the routing.
+        about: a short description, and when it knows the routing.
         step_time_s: seconds of recompute and update.
         speedup: over `static`.
-        fraction_of_balanced: the ideal run's time over this one's; None where no ideal was run.
+        fraction_of_balanced: the ideal run's time over this one's; None without an ideal run.
         max_over_mean: mean over instances.
         parts_s: seconds on the critical path by part, keys of `PARTS`; they add up to `step_time_s`. Empty if unknown.
         memory_bytes: of a rank, by name, such as "replica pool"; the busiest rank's.
@@ -63,11 +63,11 @@ class LoadMap:
 
 @dataclass(frozen=True, eq=False)
 class Timeline:
-    """What every lane of every rank does in one micro-step.
+    """Operations of every lane of every rank in one micro-step.
 
     Attributes:
-        title: which policy, which micro-step.
-        names: what kinds of operation there are, such as "experts" or "dispatch".
+        title: policy and micro-step.
+        names: kinds of operations, such as "experts" or "dispatch".
         kind_N: `[N]` uint8, index into `names`.
         lane_N: `[N]` uint8, index into `LANES`.
         rank_N: `[N]` int16.
@@ -95,9 +95,9 @@ class Report:
         facts: names and values of the setting: trace, model, cluster, command.
         policies: in the order in which they are shown; `static` first.
         layer_names: `[L]` of the heat map's layers.
-        before, after: loads without a plan and under the plan that the answer is about.
+        before, after: loads without a plan and under the plan of the answer.
         timelines: of one micro-step each; the first is shown first.
-        notes: what a reader should know before quoting a figure.
+        notes: assumptions and limits of the figures.
     """
 
     title: str
@@ -116,7 +116,7 @@ class AnalysisReport:
     """A page on a trace.
 
     Attributes:
-        source: the trace's file, or files, for people.
+        source: the trace's file or files, as text.
     """
 
     source: str
@@ -130,5 +130,5 @@ class AnalysisReport:
 
     @property
     def answer(self) -> str:
-        """The result in a sentence or two."""
+        """Returns the result in one or two sentences."""
         return answer(self.analysis)

@@ -1,4 +1,4 @@
-"""What sections of every page are made of: tables, facts, the heat map of rank loads. Texts go through `escape`."""
+"""Elements of page sections: tables, facts, the heat map of rank loads. Texts are escaped with `escape`."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ NONE = "–"
 
 @dataclass(frozen=True)
 class Section:
-    """One section: its id, its word in the navigation, its heading, and what stands below."""
+    """One section: its id, navigation label, heading and content."""
 
     name: str
     word: str
@@ -31,14 +31,14 @@ class Section:
 
 
 def seconds(value: float, span: float | None = None) -> str:
-    """Three digits or so, in a unit that suits `span` or the value itself."""
+    """About three digits, in a unit that suits `span` or the value."""
     size = abs(value if span is None else span)
     factor, unit = (1.0, "s") if size >= 1 or size == 0 else (1e3, "ms") if size >= 1e-3 else (1e6, "µs")
     return f"{digits(value * factor)} {unit}"
 
 
 def bytes_text(value: float) -> str:
-    """Three digits or so, in decimal units."""
+    """About three digits, in decimal units."""
     for factor, unit in ((1e9, "GB"), (1e6, "MB"), (1e3, "kB")):
         if value >= factor:
             return f"{digits(value / factor)} {unit}"
@@ -46,7 +46,7 @@ def bytes_text(value: float) -> str:
 
 
 def digits(value: float) -> str:
-    """Three digits or so."""
+    """About three digits."""
     if not math.isfinite(value):
         return NONE
     size = abs(value)
@@ -54,12 +54,12 @@ def digits(value: float) -> str:
 
 
 def number(value: float | None, shape: str) -> str:
-    """Formatted, or a dash for what is no number."""
+    """Formatted number, or a dash if it is not a number."""
     return NONE if value is None or not math.isfinite(value) else format(value, shape)
 
 
 def table(columns: Sequence[str], rows: Sequence[str], label: str) -> str:
-    """A table in a box of its own, where it scrolls on a narrow page. Columns without a name are left out."""
+    """A table in its own box, which scrolls on a narrow page. Columns without a name are left out."""
     head = "".join(f'<th scope="col">{escape(column)}</th>' for column in columns if column)
     return (
         f'<div class="scroll" tabindex="0" role="region" aria-label="{escape(label)}"><table><thead><tr>{head}</tr>'
@@ -68,7 +68,8 @@ def table(columns: Sequence[str], rows: Sequence[str], label: str) -> str:
 
 
 def heat_map(maps: Sequence[LoadMap], layer_names: Sequence[str], worst: int) -> str:
-    """Load of every rank in every micro-step, a map or two side by side, one layer at a time; `worst` comes first."""
+    """Load of every rank in every micro-step, one map or two side by side, one layer at a time; `worst` is shown
+    first."""
     options = ['<option value="-1">all layers (mean)</option>']
     for index, name in enumerate(layer_names):
         note = ", the worst" if index == worst else ""
@@ -83,7 +84,7 @@ def heat_map(maps: Sequence[LoadMap], layer_names: Sequence[str], worst: int) ->
     )
     spread = load_spread(maps)
     low, high = max(0.0, 1 - spread), 1 + spread
-    # The scale is even around 1; what would be less than no load is cut off.
+    # The scale is symmetric around 1; values below no load are cut off.
     whole, one = 100 * 2 * spread / (high - low), 100 * (1 - low) / (high - low)
     marks = "".join(
         f'<span style="left:{at:.1f}%">{text}</span>'
@@ -108,6 +109,6 @@ def facts(facts: Sequence[tuple[str, str]]) -> str:
 
 
 def notes_section(notes: Sequence[str]) -> Section:
-    """What a reader should know."""
+    """The notes on assumptions and limits."""
     items = "".join(f"<li>{escape(note)}</li>" for note in notes)
-    return Section("notes", "Notes", "Before you quote a figure", f'<ul class="notes">{items}</ul>')
+    return Section("notes", "Notes", "Assumptions and limits", f'<ul class="notes">{items}</ul>')

@@ -1,4 +1,4 @@
-"""A report's arrays inside the page: base64 of little-endian numbers, as small as they fit."""
+"""A report's arrays inside the page: base64 of little-endian numbers, in the smallest dtype."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ from trimtab.trace.routing import Array
 
 NO_LAYER = 65535
 BUSIEST_RANKS = 8
-# The scale of the heat map leaves out one instance and rank in two hundred, and is never narrower than this.
+# The heat map scale excludes the highest 1/200 of (instance, rank) loads, and is at least this wide.
 SHOWN_PART = 0.995
 LEAST_SPREAD = 0.1
 
 
 class Blobs:
-    """The elements that hold a page's arrays."""
+    """The HTML elements with a page's arrays."""
 
     def __init__(self) -> None:
         self.elements: list[str] = []
 
     def __call__(self, array: Array, dtype: str) -> dict[str, str]:
-        """Where the page finds the array: its element and its type, one of `TYPES` in `common.js`."""
+        """Adds an array. Returns its element and its type, one of `TYPES` in `common.js`."""
         name = f"blob-{len(self.elements)}"
         text = base64.b64encode(np.ascontiguousarray(array, f"<{dtype}").tobytes()).decode()
         self.elements.append(f'<script type="text/plain" id="{name}">{text}</script>')
@@ -35,7 +35,7 @@ class Blobs:
 
 
 def simulation_data(report: Report, blob: Blobs) -> dict[str, Any]:
-    """What the page's scripts show of a simulated step."""
+    """Data of a simulated step for the page's scripts."""
     maps = load_maps(report)
     return {
         "layers": report.layer_names,
@@ -49,12 +49,12 @@ def simulation_data(report: Report, blob: Blobs) -> dict[str, Any]:
 
 
 def in_script(text: str) -> str:
-    """JSON that can't end the element that it stands in."""
+    """JSON that can't end its script element."""
     return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
 
 
 def load_maps(report: Report) -> tuple[LoadMap, ...]:
-    """What the heat map shows; nothing if there are no instances."""
+    """Data of the heat map; empty without instances."""
     maps = (report.before, report.after)
     return maps if all(part.loads_MLR.size for part in maps) else ()
 
@@ -65,7 +65,7 @@ def worst_layers(loads: LoadMap) -> Array:
 
 
 def load_spread(maps: Sequence[LoadMap]) -> float:
-    """How far from 1 the colour scale reaches on either side."""
+    """Distance from 1 to each end of the colour scale."""
     away = [np.empty(0)]
     for part in maps:
         means = part.loads_MLR.mean(axis=2, keepdims=True)
@@ -77,7 +77,7 @@ def load_spread(maps: Sequence[LoadMap]) -> float:
 
 
 def busiest_ranks(timeline: Timeline) -> list[int]:
-    """Ranks whose compute lane does most, rising; those that only wait are not busy."""
+    """Ranks with most compute time, ascending; waiting is not counted."""
     works = np.array(["wait" not in name for name in timeline.names], bool)
     counts = (timeline.lane_N == LANES.index("compute")) & works[timeline.kind_N]
     num_ranks = int(timeline.rank_N.max(initial=-1)) + 1
@@ -98,7 +98,7 @@ def map_data(part: LoadMap, blob: Blobs) -> dict[str, Any]:
 
 def _timeline(timeline: Timeline, blob: Blobs) -> dict[str, Any]:
     total = float(timeline.end_N.max(initial=0.0))
-    # Nanoseconds, or what 32 bits can hold of a longer one.
+    # Nanoseconds, or the coarser unit that fits 32 bits.
     tick = max(1e-9, total / (2**32 - 2))
     rows = rows_of(timeline, tick)
     layers = timeline.layer_N[rows.order_N].astype(np.int64)

@@ -1,4 +1,4 @@
-"""The page: one HTML file with everything in it, for a browser without a network."""
+"""The page: one self-contained HTML file that opens offline."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ SCRIPTS = ("common.js", "bars.js", "heatmap.js", "grid.js", "timeline.js", "page
 
 
 def write_html(report: Report | AnalysisReport, path: str | os.PathLike[str]) -> None:
-    """Write the page, whole or not at all."""
+    """Write the page, atomically."""
     write_whole(path, page_of(report))
 
 
 def page_of(report: Report | AnalysisReport) -> str:
-    """The page as text. It needs nothing from anywhere else."""
+    """The page as text, without external resources."""
     blobs = Blobs()
     if isinstance(report, AnalysisReport):
         data, parts = analysis_data(report.analysis, blobs), analysis_sections(report)
@@ -40,7 +40,7 @@ def page_of(report: Report | AnalysisReport) -> str:
         "css": _asset("page.css"),
         "js": "\n".join(_asset(name) for name in SCRIPTS),
     }
-    # In one pass, so that what a name in a report looks like does not matter.
+    # In one pass, so names in a report may contain placeholders.
     return re.sub(r"\{\{(\w+)\}\}", lambda match: values[match[1]], _asset("page.html"))
 
 

@@ -1,9 +1,9 @@
 """Timelines as a Chrome trace-event file, for Perfetto's viewer and chrome://tracing.
 
 Every rank of every timeline is a process, every row of a lane one of its threads, every operation a complete event
-(`ph` X). Timelines begin at the same moment, one above the other, so that they can be compared. Perfetto drops events
-that overlap in a thread, and knows a thread by its number alone; so lanes that do several things at a time get several
-threads, and no number is used twice. (Trace Event Format; Perfetto's `json_trace_parser` and its issue 4280.)
+(`ph` X). All timelines start at 0, for comparison. Perfetto drops events that overlap in a thread, and identifies a
+thread only by its number. Lanes with concurrent operations therefore get several threads, and every number is unique.
+(Trace Event Format; Perfetto's `json_trace_parser` and its issue 4280.)
 """
 
 from __future__ import annotations
@@ -24,21 +24,21 @@ NANOSECOND = 1e-9
 
 
 def write_perfetto(timelines: Sequence[Timeline], path: str | os.PathLike[str]) -> None:
-    """Write timelines to a `.json` or `.json.gz` file, which appears whole or not at all.
+    """Write timelines to a `.json` or `.json.gz` file, atomically.
 
     Raises:
-        InputError: if the file's name ends otherwise.
+        InputError: if the file has another suffix.
     """
     path = Path(path)
     check_name(path)
     events = ",\n".join(_events(timelines))
     content = f'{{"displayTimeUnit":"ns","traceEvents":[\n{events}\n]}}\n'.encode()
-    # Without the time of day, so that two runs give the same bytes.
+    # Without a timestamp, so two runs give the same bytes.
     write_whole(path, gzip.compress(content, 6, mtime=0) if path.suffix == ".gz" else content)
 
 
 def check_name(path: Path) -> None:
-    """Raise InputError if a file's name doesn't say which of the two it is."""
+    """Raise InputError if the file has neither suffix."""
     if not path.name.endswith((".json", ".json.gz")):
         raise InputError(f"{path}: a trace for Perfetto should end in .json or .json.gz")
 

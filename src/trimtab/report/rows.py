@@ -1,4 +1,4 @@
-"""Rows of a timeline that viewers can draw: what a lane does at the same time goes to different rows."""
+"""Rows of a timeline for viewers: concurrent operations of a lane are put into different rows."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ class Rows:
 
     Attributes:
         order_N: `[N]` int64, the operations' indices in the timeline.
-        start_N, end_N: `[N]` int64 ticks from the beginning, in this order. In a row none begins before the last ended.
-        starts_W1: `[W + 1]` int64, where each row begins and the last one ends.
-        rank_W, lane_W: `[W]` int64, whose row it is.
+        start_N, end_N: `[N]` int64 ticks from the beginning, in this order. Operations in a row do not overlap.
+        starts_W1: `[W + 1]` int64, start of each row, and the end of the last.
+        rank_W, lane_W: `[W]` int64, rank and lane of each row.
         row_W: `[W]` int64, 0 for a lane's first row.
     """
 
@@ -33,9 +33,9 @@ class Rows:
 
 
 def rows_of(timeline: Timeline, tick_s: float) -> Rows:
-    """Lay a timeline out in rows, in whole ticks of `tick_s` seconds.
+    """Arrange a timeline in rows, in integer ticks of `tick_s` seconds.
 
-    Starts and ends are rounded alike, so that what touches goes on touching.
+    Starts and ends are rounded in the same way, so adjacent operations stay adjacent.
     """
     start_N = np.rint(timeline.start_N / tick_s).astype(np.int64)
     end_N = np.maximum(start_N, np.rint(timeline.end_N / tick_s).astype(np.int64))

@@ -1,4 +1,4 @@
-"""The sections of the page as HTML. Every text of a report goes through `escape`."""
+"""The sections of the page as HTML. All texts of a report are escaped with `escape`."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from trimtab.report.embed import load_maps, worst_layers
 OURS = "trimtab"
 SHOWN_LAYERS = 10
 SPARE_COLOURS = ("spare", "attention", "dispatch", "experts", "imbalance", "transfers", "planning", "migration")
-# Words in an operation's name, and the part whose colour it takes; the first that is found counts.
+# Words in an operation's name, and the part with its colour; the first match is used.
 COLOUR_WORDS = (
     ("wait", "imbalance"), ("expert", "experts"), ("dispatch", "dispatch"), ("combine", "dispatch"),
     ("attention", "attention"), ("dense", "attention"), ("router", "attention"), ("replica", "transfers"),
@@ -25,7 +25,7 @@ SHADES = (None, "var(--ink) 28%", "var(--ground) 40%", "var(--ink) 50%", "var(--
 
 
 def sections(report: Report) -> list[Section]:
-    """Those that the report has something for, in order."""
+    """Returns the sections for which the report has data, in order."""
     found = []
     if report.policies:
         found.append(Section("policies", "Policies", "Policies compared", _policies(report.policies)))
@@ -98,8 +98,8 @@ def _bars(
     """Stacked bars on one scale, with their figures as a table.
 
     Args:
-        rows: name, amounts by part, and their total; a row without parts is drawn as one bar of unknown parts.
-        titles: of parts, in the order in which they are stacked; others come after them under their own names.
+        rows: name, amounts by part, and their total; a row without parts is one bar.
+        titles: of parts, in the order in which they are stacked; others follow under their own names.
     """
     used = [part for part in titles if any(amounts.get(part) for _, amounts, _ in rows)]
     used += list(dict.fromkeys(part for _, amounts, _ in rows for part in amounts if part not in titles))
@@ -179,7 +179,7 @@ the next and previous operation in it.</p>"""
 
 
 def _kinds(timeline: Timeline) -> str:
-    """Legend of a timeline: kinds of one family are shades of one colour. Those that don't occur are hidden."""
+    """Legend of a timeline: kinds of one family are shades of one colour. Unused kinds are hidden."""
     seen: dict[str, int] = {}
     items = []
     used = set(timeline.kind_N.tolist())

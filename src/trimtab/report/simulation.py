@@ -1,4 +1,4 @@
-"""From simulated steps to what a report says."""
+"""Content of a report from simulated steps."""
 
 from __future__ import annotations
 
@@ -54,15 +54,13 @@ def simulation_report(
 
 
 def answer(situation: Situation, outcomes: Mapping[str, Outcome]) -> str:
-    """The result in one sentence."""
+    """Returns the result in one sentence."""
     best = _best(outcomes)
     static_s = outcomes["static"].simulated.step_time_s
     ideal, gained = (static_s / outcomes[name].simulated.step_time_s for name in ("balanced", best))
     where = f"on {situation.cluster.ranks} {situation.cluster.name} ranks"
     if best == "static":
-        return (
-            f"Imbalance costs {1 - 1 / ideal:.0%} of each step {where}; none of these balancers takes any of it back."
-        )
+        return f"Imbalance costs {1 - 1 / ideal:.0%} of each step {where}; none of these balancers reduces it."
     return (
         f"Imbalance costs {1 - 1 / ideal:.0%} of each step {where}; {best} makes the step {gained:.2f} times as fast, "
         f"{gained / ideal:.0%} of what perfect balance would give."
@@ -70,14 +68,16 @@ def answer(situation: Situation, outcomes: Mapping[str, Outcome]) -> str:
 
 
 def notes(trace: RoutingTrace, situation: Situation) -> tuple[str, ...]:
-    """What a reader should know before quoting a figure."""
+    """Assumptions and limits of the figures."""
     layers, all_layers = trace.num_layers, situation.model.moe_layers
-    said = ["Step time is recompute and update as a simulation of the cluster predicts it, without the rollout."]
+    said = ["Step time is recompute and update, predicted by a timeline model of the cluster, without the rollout."]
     if layers != all_layers:
-        said.append(f"The trace has {layers} of the model's {all_layers} MoE layers; all else counts in proportion.")
+        said.append(
+            f"The trace has {layers} of the model's {all_layers} MoE layers; everything else is scaled in proportion."
+        )
     if not situation.earlier:
         said.append(
-            "The trace has no earlier step: who looks at the past sees nothing, and homes that move all move at once."
+            "The trace has no earlier step: balancers that use past loads have none, and all homes move at once."
         )
     unknown = int(situation.sequences.unknown_SL.sum(dtype=np.int64))
     if unknown:
@@ -106,13 +106,13 @@ def policy_result(outcome: Outcome, outcomes: Mapping[str, Outcome]) -> PolicyRe
 
 
 def _bars(parts_s: Mapping[str, float]) -> dict[str, float]:
-    """Parts that can be drawn: a last rank that is late for other reasons may have less than the mean to compute."""
+    """Non-negative parts: the last rank may have less compute than the mean if it is late for other reasons."""
     below = min(0.0, parts_s["imbalance"])
     return dict(parts_s) | {"experts": parts_s["experts"] + below, "imbalance": parts_s["imbalance"] - below}
 
 
 def timelines(situation: Situation, outcomes: Mapping[str, Outcome]) -> tuple[Timeline, ...]:
-    """The middle micro-step of the balancer that the page is about, and of `static`."""
+    """The middle micro-step of the balancer shown on the page, and of `static`."""
     names = dict.fromkeys((_best(outcomes), "static"))
     return tuple(_timeline(situation, outcomes[name]) for name in names)
 
@@ -133,7 +133,7 @@ def _timeline(situation: Situation, outcome: Outcome) -> Timeline:
 
 
 def _best(outcomes: Mapping[str, Outcome]) -> str:
-    """`trimtab` if it ran, else the fastest that is no ideal."""
+    """`trimtab` if it ran, else the fastest except the ideal."""
     if "trimtab" in outcomes:
         return "trimtab"
     real = [outcome for outcome in outcomes.values() if not outcome.policy.traits.ideal]

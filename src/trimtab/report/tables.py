@@ -19,12 +19,12 @@ from trimtab.trace.routing import Array
 from trimtab.trace.statistics import LayerSkew
 
 SHOWN_LAYERS = 5
-# Keys of `PARTS`, so short that a line fits a terminal.
+# Short names of `PARTS`, so a line fits a terminal.
 SHORT_PARTS = ("dense", "dispatch", "experts", "imbal.", "copies", "plan", "moves", "optim.")
 
 
 def facts(rows: Iterable[tuple[str, str]], title: str) -> Table:
-    """A title over names and values."""
+    """A table of names and values with a title."""
     table = Table(title=escape(title), title_justify="left", title_style="bold", show_header=False, box=None)
     for name, value in rows:
         table.add_row(name, value)
@@ -32,7 +32,8 @@ def facts(rows: Iterable[tuple[str, str]], title: str) -> Table:
 
 
 def trace_facts(reader: TraceReader, unknown_routes: int | None = None) -> Table:
-    """What a trace holds, and the size of its files. `unknown_routes` is a number of (token, layer) pairs, if known."""
+    """Contents of a trace, and the size of its files. `unknown_routes` is a number of (token, layer) pairs, if
+    known."""
     lengths, shape = reader.facts.lengths, reader.empty
     steps, domains = np.unique(reader.facts.steps), np.unique(reader.facts.domains[reader.facts.domains != ""])
     tokens = int(lengths.sum())
@@ -57,7 +58,7 @@ def _listed(names: Sequence[str]) -> str:
 
 
 def skew_table(shape: RoutingTrace, skew: LayerSkew) -> Table:
-    """The most uneven layers, and the mean of all. `shape` is a trace of that model, which may be empty."""
+    """The most uneven layers, and the mean of all. `shape` is a (possibly empty) trace of the model."""
     table = Table(title="Most uneven layers", title_justify="left", title_style="bold")
     for column in ("decoder layer", "hottest expert / mean", "share of the busier half"):
         table.add_column(column, justify="right")
@@ -74,7 +75,8 @@ def skew_table(shape: RoutingTrace, skew: LayerSkew) -> Table:
 
 
 def balance_tables(trace: RoutingTrace, before_MLR: Array, after_MLR: Array) -> RenderableType:
-    """max/mean of rank loads before and after planning: over all instances, and for the layers that gain most."""
+    """max/mean of rank loads before and after planning: over all instances, and for the layers with the largest
+    gain."""
     table = Table(title="Rank load, max / mean over instances", title_justify="left", title_style="bold")
     table.add_column("")
     for column in ("mean", "p50", "p99", "max"):
@@ -94,7 +96,7 @@ def balance_tables(trace: RoutingTrace, before_MLR: Array, after_MLR: Array) -> 
 def simulation_tables(
     source: str, trace: RoutingTrace, situation: Situation, outcomes: Mapping[str, Outcome]
 ) -> tuple[RenderableType, ...]:
-    """The answer, every balancer's step, and where its time goes."""
+    """The answer, the step time of every balancer, and its parts."""
     cluster = situation.cluster
     setting = facts(
         (

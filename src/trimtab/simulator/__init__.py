@@ -1,4 +1,4 @@
-"""How long does a step take under a plan, and where does the time go?"""
+"""The simulator: time of a step under a plan, and its parts."""
 
 from trimtab.simulator.expert_time import Balance, expert_time, summarise_balance
 

@@ -1,4 +1,4 @@
-"""What would each balancer give? One step of a trace, planned by all of them and run on the same cluster."""
+"""Comparison of balancers: one step of a trace, planned by each of them and simulated on the same cluster."""
 
 from __future__ import annotations
 
@@ -25,23 +25,23 @@ from trimtab.simulator.step import SimulatedStep, StepSettings, simulate_step
 from trimtab.trace import RoutingTrace
 from trimtab.trace.routing import Array
 
-# Room that packing leaves in a micro-step beyond the mean, so that as many micro-steps as were asked for are enough.
+# Headroom above the mean tokens of a micro-step, so that packing needs no more micro-steps than requested.
 SLACK = 0.1
 
 
 @dataclass(frozen=True, eq=False)
 class Situation:
-    """One step as balancers find it.
+    """One step to plan, the input of all balancers.
 
     Attributes:
         cluster: of one expert-parallel group.
         sequences: the step's routing by sequence.
-        earlier: routing of the steps before, oldest first; who looks at the past and who keeps homes begins with them.
+        earlier: routing of the steps before, oldest first, for balancers that use past loads or keep homes.
         token_budget: most tokens of a rank in one micro-step.
-        mini_batches: optimizer steps; sequences are dealt out in their order.
-        equal_terms: contiguous homes, the length-packed schedule and the same slots for all, so that only replicas and
-            split are compared; else each balancer is run as its authors do.
-        settings: how the step is run.
+        mini_batches: optimizer steps; sequences are assigned in their order.
+        equal_terms: contiguous homes, the length-packed schedule and the same slots for all, so only replicas and split
+            are compared; otherwise each balancer runs as its authors do.
+        settings: how the step is executed.
     """
 
     cluster: ClusterSpec
@@ -56,15 +56,15 @@ class Situation:
 
 @dataclass(frozen=True, eq=False)
 class Outcome:
-    """What a balancer gives.
+    """Result of a balancer.
 
     Attributes:
         name: of `POLICIES`, or of a variant.
         workload: the step's load under the plan's schedule.
         migration_bytes: weights and optimizer state of homes that moved.
-        plan_us: time of its planning here, microseconds an instance; with numba's compilation left out.
-        cross_node_fraction: part of the rows that another node than their own computes.
-        memory: bytes of the rank that needs most, by what they are for.
+        plan_us: time of its planning here, microseconds per instance, without numba's compilation.
+        cross_node_fraction: part of the rows that are computed on another node.
+        memory: bytes of the rank that needs most, by purpose.
     """
 
     name: str
@@ -90,7 +90,7 @@ def step_of(trace: RoutingTrace, step: int | None) -> tuple[RoutingTrace, list[R
 
 
 def budget_for(sequences: Iterable[SequenceCounts], ranks: int, micro_steps: int) -> int:
-    """The token budget with which every one of these steps takes about `micro_steps` micro-steps on `ranks` ranks."""
+    """Token budget with which each of these steps has about `micro_steps` micro-steps on `ranks` ranks."""
     steps = list(sequences)
     most = max(int(part.lengths.sum()) for part in steps)
     longest = max(int(part.lengths.max(initial=1)) for part in steps)
@@ -98,7 +98,7 @@ def budget_for(sequences: Iterable[SequenceCounts], ranks: int, micro_steps: int
 
 
 def simulate_policy(situation: Situation, name: str, variant: Policy | None = None) -> Outcome:
-    """Plan the step with a balancer of `POLICIES`, or with a variant that goes by `name`, and simulate it."""
+    """Plan the step with a balancer of `POLICIES`, or with a variant named `name`, and simulate it."""
     policy, model, cluster = variant or POLICIES[name], situation.model, situation.cluster
     sequences, groups = situation.sequences, situation.settings.groups
     cost = CostModel.of(cluster, model)
@@ -151,7 +151,7 @@ def simulate_policy(situation: Situation, name: str, variant: Policy | None = No
 
 
 def operations(situation: Situation, outcome: Outcome, micro_step: int) -> Events:
-    """What every rank does in the update of one micro-step."""
+    """Operations of every rank in the update of one micro-step."""
     return _simulated(situation, outcome.policy, outcome.plan, outcome.workload, show=micro_step).events
 
 
@@ -204,7 +204,7 @@ def figures(outcomes: Mapping[str, Outcome], model: ModelSpec) -> dict[str, Any]
 
 
 def trace_hash(trace: RoutingTrace) -> str:
-    """A digest of what planning looks at: routing, sequences and steps."""
+    """A digest of the planner's input: routing, sequences and steps."""
     digest = hashlib.blake2b(digest_size=16)
     for array in (trace.expert_ids, trace.sequence_starts, trace.steps, trace.layer_indices):
         digest.update(str((array.dtype.str, array.shape)).encode())
@@ -213,7 +213,7 @@ def trace_hash(trace: RoutingTrace) -> str:
 
 
 def _mini_batch(sequences: SequenceCounts, mini_batches: int) -> Array:
-    """The mini-batch of each sequence; none is without any, so there may be fewer."""
+    """The mini-batch of each sequence. No mini-batch is empty, so there may be fewer."""
     count = sequences.num_sequences
     return np.arange(count) * min(mini_batches, count) // max(1, count)
 

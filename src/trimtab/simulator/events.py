@@ -1,4 +1,4 @@
-"""What every lane of every rank does in one round of micro-steps, written down while it is simulated."""
+"""Operations of every lane of every rank in one round of micro-steps, recorded during the simulation."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ SHOWN, NOTED, ORIGIN = range(3)
 
 
 class Clock(NamedTuple):
-    """Where D ranks are in time, and what they did; operations of one round are noted down.
+    """Current times of D ranks and the parts of their time; operations of one round are recorded.
 
     Attributes:
         time: `[D]` float64 seconds.
-        parts: `[D, P]` float64, what each rank's time went to.
-        page: `[3]` float64, are operations noted now, how many are, and when the round began.
+        parts: `[D, P]` float64, each rank's time by part.
+        page: `[3]` float64, recording on or off, number of recorded operations, and start of the round.
         notes_N6: `[N, 6]` float64: kind, lane, rank, layer (-1 for none), start and end.
     """
 
@@ -55,7 +55,7 @@ class Events:
 
     @classmethod
     def noted(cls, clock: Clock) -> Events:
-        """What a clock has noted down."""
+        """Returns the recorded operations of a clock."""
         notes_N6 = clock.notes_N6[: int(clock.page[NOTED])]
         kind_N, lane_N = notes_N6[:, :2].T.astype(np.uint8)
         rank_N, layer_N = notes_N6[:, 2:4].T.astype(np.int16)
@@ -64,7 +64,7 @@ class Events:
 
 @numba.njit(cache=True, nogil=True)
 def note(clock, kind, lane, rank, layer, start, end):  # type: ignore[no-untyped-def]
-    """Note an operation down, if its round is shown, it takes any time, and there is room."""
+    """Record an operation if its round is shown, its time is not 0, and memory is left."""
     n = int(clock.page[NOTED])
     if clock.page[SHOWN] > 0.0 and end > start and n < len(clock.notes_N6):
         clock.page[NOTED] += 1.0

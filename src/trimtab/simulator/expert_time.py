@@ -1,4 +1,4 @@
-"""Expert time: ranks meet after every layer, so that an instance lasts as long as its busiest rank."""
+"""Expert time: ranks synchronise after every layer, so an instance lasts as long as its busiest rank."""
 
 from __future__ import annotations
 

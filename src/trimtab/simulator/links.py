@@ -1,12 +1,12 @@
-"""Links: when is a transfer done that shares a rank's link with others, and with the all-to-alls of its layers?
+"""Links: completion times of transfers that share a rank's link with other transfers and with all-to-alls.
 
-A lane is one direction of one link of one rank. Its transfers are served one after another, each at the link's whole
-rate while no all-to-all runs over the lane, and at what that leaves meanwhile. A transfer between two ranks is done
-when both lanes have served it. All-to-alls have the right of way and are not slowed down. A transfer is served as soon
-as somebody has to know when it is done, with the all-to-alls till then. That is exact but for the gradients of replicas
-that come for one instance: all-to-alls that begin after they left do not slow them down.
+A lane is one direction of one link of one rank. Its transfers are processed one after another, each at the link's full
+rate without an all-to-all on the lane, and at the remaining rate during one. A transfer between two ranks is complete
+when both lanes have processed it. All-to-alls have priority and are not slowed down. The completion time of a transfer
+is computed when it is first needed, with the all-to-alls up to then. This is exact except for the gradients of replicas
+of one instance: all-to-alls that begin after these were sent do not slow them down.
 
-Weights and gradients have lanes of their own; that a rank sends some of both at a time is not looked at.
+Weights and gradients have separate lanes; a rank that sends both at the same time is not modelled.
 """
 
 from __future__ import annotations
@@ -18,21 +18,21 @@ import numpy as np
 
 from trimtab.trace.routing import Array
 
-# Lanes of weights, and those of gradients, which go the other way: out of the replica's rank, into the home's.
+# Lanes of weights, and of gradients in the other direction: out of the replica's rank, into the home's.
 NEAR_OUT, NEAR_IN, FAR_OUT, FAR_IN, HOST_IN = range(5)
 GRADIENTS = 5
 NUM_LANES = 9
-# No transfer begins before the last pass over the layers did; an all-to-all out and one back in each.
+# No transfer begins before the last pass over the layers; each layer has two all-to-alls.
 REMEMBERED_PASSES = 2
 ALL_TO_ALLS = 2
 
 
 class Links(NamedTuple):
-    """How busy the lanes of D ranks are.
+    """Busy times of the lanes of D ranks.
 
     Attributes:
-        free: `[lanes, D]` float64, when each lane has served all transfers so far.
-        seen: `[lanes, D]` int64, all-to-alls that each lane has left behind.
+        free: `[lanes, D]` float64, when each lane has completed all transfers so far.
+        seen: `[lanes, D]` int64, all-to-alls that each lane has passed.
         starts, near_ends, far_ends: `[H, D]` float64, the last H all-to-alls of each rank, in a ring: their beginning,
             and their end on the link inside the node and on that between nodes.
         calls: `[D]` int64, all-to-alls of each rank so far.
@@ -62,7 +62,7 @@ def idle_links(num_ranks, num_layers):  # type: ignore[no-untyped-def]
 
 @numba.njit(cache=True, nogil=True)
 def occupy(links, rank, start, near_s, far_s):  # type: ignore[no-untyped-def]
-    """An all-to-all of a rank begins, and takes so long inside the node and between nodes."""
+    """Record the start of a rank's all-to-all, with its times inside the node and between nodes."""
     h = links.calls[rank] % len(links.starts)
     links.starts[h, rank] = start
     links.near_ends[h, rank] = start + near_s
@@ -72,7 +72,7 @@ def occupy(links, rank, start, near_s, far_s):  # type: ignore[no-untyped-def]
 
 @numba.njit(cache=True, nogil=True)
 def serve(links, lane, rank, release, work, spare):  # type: ignore[no-untyped-def]
-    """The time when a lane has served `work` seconds more, which it may not begin before `release`.
+    """The time when a lane has completed `work` more seconds, which start at `release` or later.
 
     Args:
         spare: the part of the rate that an all-to-all leaves.

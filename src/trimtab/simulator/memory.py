@@ -1,4 +1,4 @@
-"""What does a rank have to hold? Parameters, replicas and activations under a plan."""
+"""Memory of a rank under a plan: parameters, replicas and activations."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ def memory_bytes(
     ring_layers: int,
     ranks: int,
 ) -> dict[str, int]:
-    """Bytes of the rank that needs most, by what they are for.
+    """Bytes of the rank that needs most, by purpose.
 
-    Activations are those of one micro-step without checkpointing. Optimizer state of dense parameters is shared out.
+    Activations are those of one micro-step without checkpointing. Optimizer state of dense parameters is sharded.
 
     Args:
         loads_MLR: `[M, L, R]` rows that each rank computes.
         tokens_MR: `[M, R]` tokens of each rank.
-        ring_layers: layers that shared slots are kept for at a time.
+        ring_layers: layers with replicas in shared slots at the same time.
         ranks: data ranks of all expert-parallel groups.
     """
     per_parameter = model.weight_bytes + GRADIENT_BYTES
@@ -53,7 +53,7 @@ def memory_bytes(
 
 
 def replica_pool_bytes(plan: StepPlan, model: ModelSpec, traits: Traits, ring_layers: int) -> int:
-    """Bytes of a rank for replicas and for their gradients, there or on the way home."""
+    """Bytes of a rank for replicas and their gradients, including gradients in transfer."""
     gradient_bytes = GRADIENT_BYTES * model.expert_parameters
     layer_P, rank_P = layers_of_replicas(plan.replica_starts, plan.num_layers), plan.replica_ranks.astype(np.int64)
     if traits.copies == "none" or not plan.num_replicas:

@@ -1,4 +1,4 @@
-"""How long does a step take under a plan, and where does the time go? Work, transfers and meetings put together."""
+"""Simulation of a step under a plan: its time and the parts of it, from work, transfers and synchronisation."""
 
 from __future__ import annotations
 
@@ -34,20 +34,20 @@ from trimtab.trace.routing import Array
 
 STORES = {"none": NONE, "shared slots": SHARED, "layer slots": KEPT, "unbounded": UNBOUNDED}
 STARTS = {"never": AT_STEP, "step": AT_STEP, "micro-step": AT_MICRO_STEP, "layer": AT_LAYER}
-# Operations that a rank does at most in a layer, forward and backward, and outside of layers.
+# Most operations of a rank in a layer, forward and backward, and outside of layers.
 NOTES_PER_LAYER, NOTES_OUTSIDE = 20, 4
 
 
 @dataclass(frozen=True)
 class StepSettings:
-    """How a step is run, whatever the balancer.
+    """Execution settings of a step, independent of the balancer.
 
     Attributes:
-        groups: expert-parallel groups that share the homes. They take turns with the micro-steps of a mini-batch.
-        meet: do groups wait for each other in every `layer`, as when dense parameters are gathered there, or only at
-            the end of a mini-batch (`step`)?
-        ring_layers: layers that shared slots are kept for at a time, one in use and the others ahead of it.
-        recompute: are log-probabilities recomputed before the update?
+        groups: expert-parallel groups that share the homes. Micro-steps of a mini-batch alternate between them.
+        meet: groups synchronise in every `layer`, as when dense parameters are gathered there, or only at the end of a
+            mini-batch (`step`).
+        ring_layers: layers with replicas in shared slots at the same time, one in use and the others prefetched.
+        recompute: true: log-probabilities are recomputed before the update.
     """
 
     groups: int = 1
@@ -58,13 +58,13 @@ class StepSettings:
 
 @dataclass(frozen=True, eq=False)
 class SimulatedStep:
-    """A step as it would go.
+    """Result of a simulated step.
 
     Attributes:
-        step_time_s: seconds of recompute and update, with what a plan adds before them.
+        step_time_s: seconds of recompute and update, including planning and moves before them.
         parts_s: seconds on the critical path, by the names of `PARTS`; they add up to `step_time_s`.
         work: of every rank and instance.
-        events: of the micro-step that was to be shown, from the beginning of its update on.
+        events: of the shown micro-step, from the start of its update.
     """
 
     step_time_s: float
@@ -85,14 +85,14 @@ def simulate_step(
     settings: StepSettings | None = None,
     show: int | None = None,
 ) -> SimulatedStep:
-    """Run a plan on a cluster.
+    """Simulate a plan on a cluster.
 
     Args:
-        workload: the load that the plan is for.
+        workload: the load of the plan.
         lengths: `[S]` tokens of each sequence.
-        traits: when the balancer plans, and when and how its transfers go.
-        before: homes as the step begins; the plan's own by default.
-        show: the micro-step whose operations are written down, if any.
+        traits: when the balancer plans and transfers.
+        before: homes when the step begins; those of the plan by default.
+        show: the micro-step whose operations are recorded, if any.
     """
     chosen = settings or StepSettings()
     work = rank_work(plan, workload, costs, hops=traits.hops, even=traits.ideal)
@@ -139,9 +139,9 @@ def simulate_step(
 
 
 def planning_seconds(traits: Traits, cluster: ClusterSpec, instances: int) -> float:
-    """Seconds that planning holds up ranks: of one layer for a balancer that plans there, else of the whole step.
+    """Seconds for which ranks wait for planning: per layer for live planning, else for the whole step.
 
-    Who plans from the past does it while the last step runs.
+    Planning from past loads runs during the last step and costs nothing.
     """
     one_s = (traits.published_us or traits.planning_us_per_rank * cluster.ranks) * 1e-6
     if traits.known_at == "layer":
@@ -153,7 +153,7 @@ def planning_seconds(traits: Traits, cluster: ClusterSpec, instances: int) -> fl
 
 
 def _rounds(plan: StepPlan, groups: int) -> Rounds:
-    """Groups take turns with the micro-steps of each mini-batch."""
+    """Micro-steps of each mini-batch alternate between groups."""
     order, mini_batch, closes = [], [], []
     for batch in range(int(plan.mini_batch_of_micro_step.max(initial=0)) + 1):
         mine = plan.schedule.micro_steps_of(batch)
@@ -169,7 +169,7 @@ def _rounds(plan: StepPlan, groups: int) -> Rounds:
 
 
 def _dense_seconds(plan: StepPlan, lengths: Array, costs: OperationCosts) -> tuple[Array, Array]:
-    """Forward of a layer's dense parts, and of all that is outside MoE layers, both `[M, R]` float64."""
+    """Forward of a layer's dense parts, and of everything outside MoE layers, both `[M, R]` float64."""
     tokens_MR, squares_MR = (np.zeros((plan.num_micro_steps, plan.num_ranks)) for _ in range(2))
     place = (plan.micro_step, plan.rank)
     np.add.at(tokens_MR, place, lengths)
@@ -179,7 +179,7 @@ def _dense_seconds(plan: StepPlan, lengths: Array, costs: OperationCosts) -> tup
 
 
 def _paths(plan: StepPlan, cluster: ClusterSpec, traits: Traits) -> Array:
-    """`[P]` uint8: without a mirror of its own a balancer brings everything from the homes, where ranks have links."""
+    """`[P]` uint8: without a mirror, a balancer transfers all weights from the homes, if ranks have links."""
     if traits.host_path or not (cluster.node_bytes_per_s and cluster.network_bytes_per_s):
         return plan.replica_paths
     return np.full_like(plan.replica_paths, PEER)
@@ -194,14 +194,14 @@ def _kept(plan: StepPlan, home_P: Array, paths_P: Array, layer_P: Array) -> Copi
 
 
 def _moving_seconds(before: Placement, plan: StepPlan, costs: OperationCosts) -> float:
-    """Homes that move do so all at once; the busiest link decides."""
+    """Time of all moves of homes at once; the busiest link determines it."""
     moved = before.home != plan.home
     was, is_now = before.home[moved].astype(np.int64), plan.home[moved].astype(np.int64)
     return _busiest(was, is_now, plan, costs.near_state_s, costs.far_state_s)
 
 
 def _refresh_seconds(plan: StepPlan, paths_P: Array, costs: OperationCosts) -> float:
-    """Home ranks write what the nodes' mirrors hold: into their own node's memory, or over the network to another's."""
+    """Time to write the nodes' mirrors: home ranks copy to their own node's memory, or send to other nodes."""
     if not np.any(paths_P == HOST):
         return 0.0
     written_R, sent_R = np.zeros(plan.num_ranks), np.zeros(plan.num_ranks)

@@ -1,12 +1,12 @@
-"""The event simulation: every rank's operations one after another, the ranks meeting where they do, transfers beside.
+"""Timeline model: operations of every rank in sequence, synchronisation between ranks, and concurrent transfers.
 
-The ranks of an expert-parallel group meet before every all-to-all; each goes on when its own rows are through. Weights
-and gradients of replicas travel over the links meanwhile (`links.py`). Every rank carries the parts of its time so far;
-where ranks meet, all take over those of the last to come. So in the end the parts are those of the critical path, and
-add up to the step.
+The ranks of an expert-parallel group synchronise before every all-to-all; each continues when its own rows are
+complete. Weights and gradients of replicas use the links at the same time (`links.py`). Every rank records its time by
+part; where ranks synchronise, all take over the record of the last rank. The final parts are therefore those of the
+critical path and add up to the step.
 
-Recompute runs all micro-steps forward. Then each mini-batch runs its micro-steps forward and backward, the gradients
-come home, and the optimizer steps.
+Recompute runs all micro-steps forward. Then each mini-batch runs its micro-steps forward and backward, gradients are
+returned to the homes, and the optimizer steps.
 """
 
 from __future__ import annotations
@@ -32,26 +32,26 @@ from trimtab.simulator.links import (
 )
 from trimtab.trace.routing import Array
 
-# What a step's time goes to.
+# Parts of a step's time.
 PARTS = ("attention", "dispatch", "experts", "imbalance", "transfers", "planning", "migration", "optimizer")
 ATTENTION, DISPATCH, EXPERTS, IMBALANCE, TRANSFERS, PLANNING, MIGRATION, OPTIMIZER = range(8)
-# Where copies are kept: nowhere, in places that layers share, for the whole step, or as long as need be.
+# Memory of copies: none, slots shared by layers, slots for the whole step, or unbounded.
 NONE, SHARED, KEPT, UNBOUNDED = range(4)
-# When their weights may start: once weights are new, when the micro-step begins, or after the layer's router.
+# Start of weight transfers: when weights are new, when the micro-step begins, or after the layer's router.
 AT_STEP, AT_MICRO_STEP, AT_LAYER = range(3)
-# Who plans from live routing knows the plan in backward, and brings weights one layer ahead.
+# With live planning, the plan is known in backward, and weights are transferred one layer ahead.
 PLACES_IN_LIVE_BACKWARD = 2
 # `paths` of a replica whose weights come from host memory; see `planner/paths.py`.
 HOST_PATH = 1
 
 
 class Rounds(NamedTuple):
-    """Which micro-step each of G groups runs in each of Q rounds.
+    """The micro-step of each of G groups in each of Q rounds.
 
     Attributes:
         order_QG: `[Q, G]` int64, -1 for none.
-        mini_batch_Q: `[Q]` int64, rising.
-        closes_QG: `[Q, G]` bool, is it the group's last of its mini-batch?
+        mini_batch_Q: `[Q]` int64, ascending.
+        closes_QG: `[Q, G]` bool, true for the group's last of its mini-batch.
     """
 
     order_QG: Array
@@ -60,7 +60,7 @@ class Rounds(NamedTuple):
 
 
 class Work(NamedTuple):
-    """Seconds of one forward: `[M, R]` of a MoE layer's dense parts and of all that is outside; see also `RankWork`."""
+    """Seconds of one forward: `[M, R]` of a MoE layer's dense parts and of everything outside; see also `RankWork`."""
 
     attention_MR: Array
     outer_MR: Array
@@ -99,15 +99,15 @@ class Costs(NamedTuple):
 
 
 class Recipe(NamedTuple):
-    """How a balancer goes about it.
+    """Transfer behaviour of a balancer.
 
     Attributes:
-        store: where copies are kept.
-        start: when their weights may start.
-        places: layers that shared copies are kept for at a time.
-        hops: 2 if moved tokens first travel to the home rank.
-        planning_s: of one layer, where that is planned live; else 0.
-        waits_first: must weights be there before tokens leave?
+        store: memory of copies.
+        start: start of weight transfers.
+        places: layers with shared copies at the same time.
+        hops: 2 if moved tokens are first sent to the home rank.
+        planning_s: of one layer with live planning; else 0.
+        waits_first: true: weights must be present before dispatch.
     """
 
     store: int
@@ -119,7 +119,7 @@ class Recipe(NamedTuple):
 
 
 class Groups(NamedTuple):
-    """Expert-parallel groups: ranks of each, ranks of a node, and whether groups meet in every layer."""
+    """Expert-parallel groups: ranks of each, ranks of a node, and whether groups synchronise in every layer."""
 
     ranks: int
     ranks_per_node: int
@@ -127,18 +127,17 @@ class Groups(NamedTuple):
 
 
 class State(NamedTuple):
-    """What is under way between D ranks of all groups.
+    """Transfers in progress between D ranks of all groups.
 
     Attributes:
-        arrival: `[D]` float64, when the weights that are being brought are all there.
+        arrival: `[D]` float64, when all weights in transfer have arrived.
         begin: `[G]` float64, when the group's pass over the layers began.
         passed: `[G]` int64, instances with replicas in this pass so far.
-        met: `[G, L]` float64, when the ranks met in each of them.
-        home_by: `[D]` float64, when all gradients sent so far are at this home.
-        under_way: `[places, D]` float64, the same for the instances that may be under way at a time.
-        kept_from: `[G, L]` float64, since when copies that stay may be on their way; -1 once it is known when they are
-            there.
-        kept_by: `[G, L, R]` float64, when they are there.
+        met: `[G, L]` float64, when the ranks synchronised in each layer.
+        home_by: `[D]` float64, when all gradients sent so far have arrived at this home.
+        under_way: `[places, D]` float64, the same for the instances that may be in transfer at the same time.
+        kept_from: `[G, L]` float64, earliest start of transfers of kept copies; -1 when their arrival is known.
+        kept_by: `[G, L, R]` float64, when they have arrived.
         done_by: `[G, L, R]` float64, when ranks are done with a layer's experts in the last backward.
     """
 
@@ -154,7 +153,7 @@ class State(NamedTuple):
 
 
 class Run(NamedTuple):
-    """All that a simulation is made of. `replicas` are by instance, `kept` by layer."""
+    """Input of a simulation. `replicas` are by instance, `kept` by layer."""
 
     work: Work
     replicas: Copies
@@ -169,11 +168,11 @@ class Run(NamedTuple):
 
 @numba.njit(cache=True, nogil=True)
 def run_step(rounds, work, replicas, kept, costs, recipe, groups, clock, shown_round, recompute):  # type: ignore[no-untyped-def]
-    """Run a step on a clock that stands at 0.
+    """Simulate a step on a clock at time 0.
 
     Args:
-        shown_round: whose update is noted down; -1 for none.
-        recompute: do all micro-steps first run forward alone?
+        shown_round: whose update is recorded; -1 for none.
+        recompute: true: all micro-steps first run forward only.
     """
     num_rounds, num_groups = rounds.order_QG.shape
     num_layers = work.experts_MLR.shape[1]
@@ -209,7 +208,7 @@ def run_step(rounds, work, replicas, kept, costs, recipe, groups, clock, shown_r
         for d in range(num_ranks):
             _wait(clock, d, state.home_by[d], -1)
         _meet(clock, 0, num_ranks)
-        # Sums of dense gradients run beside the last backward.
+        # Sums of dense gradients overlap with the last backward.
         optimizer_s = max(0.0, costs.reduce_s - (time[0] - before)) + costs.optimizer_s
         refresh_s = 0.0 if is_last else costs.refresh_s
         for d in range(num_ranks):
@@ -220,9 +219,9 @@ def run_step(rounds, work, replicas, kept, costs, recipe, groups, clock, shown_r
 
 @numba.njit(cache=True, nogil=True)
 def _pass(run, rounds, q, backward):  # type: ignore[no-untyped-def]
-    """One round's micro-steps, forward or backward: all layers, and what is outside them.
+    """One round's micro-steps, forward or backward: all layers, and the parts outside them.
 
-    Copies that stay for the step send their gradients home in the last backward of the mini-batch.
+    Copies kept for the step send their gradients to the homes in the last backward of the mini-batch.
     """
     clock, work, ranks = run.clock, run.work, run.groups.ranks
     order_G, closes_G = rounds.order_QG[q], rounds.closes_QG[q]
@@ -271,7 +270,7 @@ def _moe_layer(run, g, m, layer, backward):  # type: ignore[no-untyped-def]
         state.met[g, k] = clock.time[first]
         state.passed[g] += 1
     release = _release(state, recipe, g, k, clock.time[first], backward)
-    # The last instances of forward are still in their places; copies without bounds all are.
+    # The last instances of forward are still in their places; unbounded copies all are.
     is_there = backward and (recipe.store == UNBOUNDED or k < recipe.places)
     waits_first = recipe.waits_first and not backward
     state.arrival[first:last] = 0.0
@@ -282,7 +281,7 @@ def _moe_layer(run, g, m, layer, backward):  # type: ignore[no-untyped-def]
         _meet(clock, first, last)
     _all_to_all(clock, links, first, near_R, far_R, costs.dispatch_s, ev.COMBINE if backward else ev.DISPATCH, layer)
     if recipe.hops == 2 and not backward:
-        # Planned beside the experts that stay.
+        # Planned while experts that do not move compute.
         release = clock.time[first:last].max()
         note(clock, ev.PLANNING, ev.CPU_LANE, first, layer, release, release + recipe.planning_s)
         release += recipe.planning_s
@@ -308,7 +307,7 @@ def _moe_layer(run, g, m, layer, backward):  # type: ignore[no-untyped-def]
 
 @numba.njit(cache=True, nogil=True)
 def _plan(clock, first, last, planning_s, layer):  # type: ignore[no-untyped-def]
-    """The layer's counts are known; all wait for its plan."""
+    """All ranks wait for the layer's plan, which starts when its counts are known."""
     if planning_s > 0.0:
         _meet(clock, first, last)
         for d in range(first, last):
@@ -319,7 +318,7 @@ def _plan(clock, first, last, planning_s, layer):  # type: ignore[no-untyped-def
 
 @numba.njit(cache=True, nogil=True)
 def _release(state, recipe, g, k, now, backward):  # type: ignore[no-untyped-def]
-    """When the weights of a pass's k-th instance with replicas may start: as soon as there is a place for them."""
+    """Earliest transfer start for a pass's k-th instance with replicas: when a place is free."""
     is_live = recipe.start == AT_LAYER
     if is_live and not backward:
         return now
@@ -341,7 +340,7 @@ def _compute(clock, first, seconds_R, factor, part, kind, layer):  # type: ignor
 
 @numba.njit(cache=True, nogil=True)
 def _compute_in_two_hops(clock, first, stay_R, moved_R, hop_R, factor, arrival, release, layer):  # type: ignore[no-untyped-def]
-    """Experts that stay compute while others and their rows move on inside the node; what they yield goes back."""
+    """Experts that do not move compute while others and their rows are sent inside the node; outputs are sent back."""
     mean_s = factor * (stay_R.mean() + moved_R.mean())
     for r in range(len(stay_R)):
         d = first + r
@@ -373,7 +372,7 @@ def _all_to_all(clock, links, first, near_R, far_R, dispatch_s, kind, layer):  #
 
 @numba.njit(cache=True, nogil=True)
 def _meet(clock, first, last):  # type: ignore[no-untyped-def]
-    """All wait for the last to come, and take over its parts."""
+    """All ranks wait for the last one and take over its parts."""
     latest = first
     for d in range(first, last):
         if clock.time[d] > clock.time[latest]:
@@ -396,7 +395,8 @@ def _wait(clock, d, until, layer):  # type: ignore[no-untyped-def]
 
 @numba.njit(cache=True, nogil=True)
 def _bring(clock, links, arrival, copies, chosen, first, groups, costs, release, layer):  # type: ignore[no-untyped-def]
-    """Weights of the copies from `chosen[0]` to `chosen[1]` set out; `arrival` becomes when a rank has all of its."""
+    """Starts weight transfers of the copies `chosen[0]` to `chosen[1]`; sets `arrival`, when a rank has all of its
+    copies."""
     for p in range(chosen[0], chosen[1]):
         home, rank = first + copies.homes[p], first + copies.ranks[p]
         if copies.paths[p] == HOST_PATH:
@@ -416,9 +416,9 @@ def _bring(clock, links, arrival, copies, chosen, first, groups, costs, release,
 
 @numba.njit(cache=True, nogil=True)
 def _bring_kept(run, g, layer):  # type: ignore[no-untyped-def]
-    """Weights of a layer's copies that stay set out with new weights, layer by layer; `arrival` as in `_bring`.
+    """Starts weight transfers of a layer's kept copies after a change of weights; `arrival` as in `_bring`.
 
-    They are served when they are first asked for: only then it is known which all-to-alls ran over their links.
+    Completion is computed when first needed: only then the all-to-alls on their links are known.
     """
     state, first = run.state, g * run.groups.ranks
     last, since = first + run.groups.ranks, state.kept_from[g, layer]
@@ -432,7 +432,8 @@ def _bring_kept(run, g, layer):  # type: ignore[no-untyped-def]
 
 @numba.njit(cache=True, nogil=True)
 def _send_instance_home(run, chosen, first, k, layer):  # type: ignore[no-untyped-def]
-    """Gradients of an instance's replicas set out. Where room is bounded, homes first wait for the oldest under way."""
+    """Starts transfers of the gradients of an instance's replicas. With bounded memory, homes first wait for the
+    oldest."""
     clock, state, copies = run.clock, run.state, run.replicas
     under_way = state.under_way[k % run.recipe.places]
     if run.recipe.store == SHARED and k >= run.recipe.places:
@@ -449,7 +450,7 @@ def _send_instance_home(run, chosen, first, k, layer):  # type: ignore[no-untype
 
 @numba.njit(cache=True, nogil=True)
 def _send_kept_home(run, g):  # type: ignore[no-untyped-def]
-    """Gradients of copies that stay set out as each layer is done, served when the pass's all-to-alls are known."""
+    """Starts transfers of kept copies' gradients after each layer; computed when the pass's all-to-alls are known."""
     kept, state, first = run.kept, run.state, g * run.groups.ranks
     for layer in range(len(kept.starts) - 2, -1, -1):
         for p in range(kept.starts[layer], kept.starts[layer + 1]):
@@ -459,7 +460,7 @@ def _send_kept_home(run, g):  # type: ignore[no-untyped-def]
 
 @numba.njit(cache=True, nogil=True)
 def _send_home(clock, links, home_by, copies, p, first, groups, costs, layer, release):  # type: ignore[no-untyped-def]
-    """One replica's gradient sets out. Returns when it is home."""
+    """Starts the transfer of one replica's gradient. Returns the time of its arrival."""
     home, rank = first + copies.homes[p], first + copies.ranks[p]
     near = copies.homes[p] // groups.ranks_per_node == copies.ranks[p] // groups.ranks_per_node
     lane = GRADIENTS + (NEAR_OUT if near else FAR_OUT)

@@ -1,4 +1,4 @@
-"""What does a plan ask of every rank, in every instance? Rows and copies turned into seconds, before anybody waits."""
+"""Work of every rank in every instance under a plan, in seconds, without waiting."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from trimtab.trace.routing import Array
 
 @dataclass(frozen=True, eq=False)
 class RankWork:
-    """Seconds of every rank in the forward of every instance, each operation by itself.
+    """Seconds of every rank in the forward of every instance, for each operation separately.
 
     Attributes:
         experts_MLR: `[M, L, R]` float64, the copies of experts on this rank; with two hops those that don't move.
         moved_MLR: `[M, L, R]` float64, with two hops the experts that moved here; else 0.
         near_MLR, far_MLR: `[M, L, R]` float64, rows through the rank's all-to-all inside its node and between nodes,
-            the greater of what it sends and receives. Dispatch and combine take as long.
+            the larger of sent and received rows. Dispatch and combine take this time each.
         hop_MLR: `[M, L, R]` float64, with two hops the rows that move on inside the node; else 0.
         loads_MLR: `[M, L, R]` int64 rows that the rank computes.
     """
@@ -39,8 +39,8 @@ def rank_work(
     """The work of every rank under a plan; rows of unknown route are estimated (`Workload.estimated_MLRE`).
 
     Args:
-        hops: 2 if moved tokens first travel to the home rank.
-        even: take the rows and the experts' work as spread evenly over ranks, whatever the plan says: the ideal run.
+        hops: 2 if moved tokens are first sent to the home rank.
+        even: treat rows and the experts' work as spread evenly over ranks, independent of the plan: the ideal run.
     """
     shape = (plan.num_micro_steps, plan.num_layers, plan.num_ranks)
     experts, moved, near, far, hop = (np.zeros(shape) for _ in range(5))
@@ -72,7 +72,7 @@ def _fill(  # type: ignore[no-untyped-def]
 ):  # fmt: skip
     num_micro_steps, num_layers, num_ranks, num_experts = counts_MLRE.shape
     near_row_s, far_row_s, hop_row_s, forwards = row_costs
-    # Rows sent and received: [in its own node or another, out or in, rank]; rows that move on: [out or in, rank].
+    # Rows sent and received: [in its own node or another, out or in, rank]; forwarded rows: [out or in, rank].
     rows = np.zeros((2, 2, num_ranks), np.int64)
     moving = np.zeros((2, num_ranks), np.int64)
     at_home = np.zeros(num_experts, np.int64)
@@ -122,7 +122,7 @@ def _fill(  # type: ignore[no-untyped-def]
 
 @numba.njit(cache=True, nogil=True)
 def _send(rows, source, to, ranks_per_node, forwards, tokens):  # type: ignore[no-untyped-def]
-    """Rows go to another rank: straight, or to the rank of the source's place in that node, and on from there."""
+    """Count rows sent to another rank: directly, or via the rank with the source's local index in that node."""
     if to == source:
         return
     if to // ranks_per_node != source // ranks_per_node:
@@ -142,7 +142,7 @@ def _send(rows, source, to, ranks_per_node, forwards, tokens):  # type: ignore[n
 def _spread_evenly(  # type: ignore[no-untyped-def]
     counts_RE, ranks_per_node, copy, near_row_s, far_row_s, forwards, experts_R, near_R, far_R, loads_R
 ):
-    """Every rank computes its part of the experts' work and of all rows, and gets them evenly from all ranks."""
+    """Spread the experts' work and all rows evenly over ranks, with rows from all ranks."""
     num_ranks, num_experts = counts_RE.shape
     share = -(-counts_RE.sum() // num_ranks)
     near, far = (ranks_per_node - 1) / num_ranks, (num_ranks - ranks_per_node) / num_ranks

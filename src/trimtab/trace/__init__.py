@@ -1,4 +1,4 @@
-"""What did the router choose? Routing of whole sequences, as recorded by a rollout, and its Parquet store."""
+"""Routing traces: routing of whole sequences, as recorded by a rollout, and their Parquet files."""
 
 from trimtab.trace.formats.records import Known
 from trimtab.trace.presets import PRESETS, SkewPreset, synthesize_preset

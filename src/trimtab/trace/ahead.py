@@ -1,4 +1,4 @@
-"""Work one part ahead: the next part is made while the last is used."""
+"""Prefetch: the next part is made while the last is used."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ Part = TypeVar("Part")
 
 
 def ahead(parts: Iterable[Part]) -> Iterator[Part]:
-    """The same parts, each made in a second thread while its predecessor is used. None of them is None."""
+    """Yields the same parts, each made in a second thread while its predecessor is used. Parts must not be None."""
     source = iter(parts)
     with ThreadPoolExecutor(1) as pool:
         coming = pool.submit(next, source, None)

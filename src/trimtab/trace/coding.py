@@ -1,7 +1,7 @@
-"""Expert ids as they lie in a file: each token's sorted, the first as it is, then the differences.
+"""Encoding of expert ids in a file: each token's ids are sorted; the first is stored, then the differences.
 
-The order of ids within top_k means nothing, and small differences compress where ids don't: 8 of 128 experts, evenly
-used, hold 40 bits of the 64 that they take.
+The order of ids within top_k has no meaning, and small differences compress better than ids: 8 of 128 experts, evenly
+used, contain 40 bits of information in 64 bits.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ BLOCK = 64
 
 @numba.njit(cache=True, nogil=True)
 def encode(ids_NK, coded_NK):  # type: ignore[no-untyped-def]
-    """Write the coded rows of `ids_NK` (uint8 or uint16) to `coded_NK`, of the same dtype. Differences wrap."""
+    """Write the encoded rows of `ids_NK` (uint8 or uint16) to `coded_NK`, of the same dtype. Differences wrap."""
     rows, top_k = ids_NK.shape
-    # A block at a time, a place of top_k after the other, so that a comparison is one instruction for many rows.
+    # A block at a time, one position of top_k after the other, so a comparison is one instruction for many rows.
     lanes_KB = np.empty((top_k, BLOCK), ids_NK.dtype)
     for start in range(0, rows, BLOCK):
         size = min(BLOCK, rows - start)
@@ -41,7 +41,7 @@ def encode(ids_NK, coded_NK):  # type: ignore[no-untyped-def]
 
 @numba.njit(cache=True, nogil=True)
 def decode(coded_NK, num_experts, no_route, ids_NK):  # type: ignore[no-untyped-def]
-    """Write the rows that `encode` coded to `ids_NK`, ids rising within a row.
+    """Write the rows that `encode` encoded to `ids_NK`, with ascending ids within a row.
 
     Returns:
         The first row whose ids are neither distinct and below `num_experts` nor all `no_route`; -1 if there is none.

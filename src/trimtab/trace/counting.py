@@ -1,4 +1,4 @@
-"""Count how many tokens choose each expert: the one pass over the ids that everything else is planned from."""
+"""Token counts by expert, the only pass over the ids in planning."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from trimtab.trace.routing import Array, RoutingTrace
 def count_experts(
     trace: RoutingTrace, group_of_sequence: Array, num_groups: int, dtype: npt.DTypeLike = np.int32
 ) -> Array:
-    """Token counts `[G, L, E]` by group of sequences, layer and expert. Unknown routes count nowhere.
+    """Token counts `[G, L, E]` by group of sequences, layer and expert. Unknown routes are not counted.
 
     Args:
         group_of_sequence: `[S]` integers in `[0, G)`, the group (micro-step, rank, ...) that each sequence belongs to.

@@ -1,7 +1,7 @@
-"""Draw experts from popularities: the kernels behind the presets, with random numbers of their own.
+"""Sampling of experts from popularities: kernels of the presets, with their own random numbers.
 
-Every random number is a hash (splitmix64) of a key and a number, so that it depends on nothing else: not on numpy's
-generators, on the order of drawing, or on the number of threads.
+Every random number is a hash (splitmix64) of a key and a number, so it does not depend on numpy's generators, the order
+of sampling, or the number of threads.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ NEIGHBOURHOODS = 8
 
 @numba.njit(cache=True, nogil=True)
 def derive(key, part):  # type: ignore[no-untyped-def]
-    """The key of part 0, 1, 2, ... of what a key stands for. Distinct parts of a key have distinct keys.
+    """Derives the key of part 0, 1, 2, ... of a key. Different parts of a key have different keys.
 
     Both are uint64, and so is the result; either or both may be arrays, which then broadcast.
     """
@@ -65,8 +65,8 @@ def _fill_noise(key, clustering, noise_E):  # type: ignore[no-untyped-def]
 def draw_experts(log_popularity_PLE, profile_S, key_S, starts, clustering, deviation, ids_TLK):  # type: ignore[no-untyped-def]
     """Write the experts of every token: top_k successive draws, without replacement, from its sequence's popularity.
 
-    A draw is one look into an alias table, made once for each sequence and layer, and is repeated if the token has the
-    expert already.
+    A draw is one lookup in an alias table, built once for each sequence and layer. It is repeated if the token already
+    has the expert.
 
     Args:
         log_popularity_PLE: `[P, L, E]` float64, natural logarithms of P profiles of popularity, up to a constant.
@@ -99,7 +99,7 @@ def _draw_sequence(key, weight_E, limit_E, alias_E, ids_TK):  # type: ignore[no-
     picks = np.uint64(0)
     for t in range(ids_TK.shape[0]):
         for k in range(ids_TK.shape[1]):
-            # Where a few experts hold nearly all the weight, misses would cost more than a scan of the others.
+            # If a few experts have nearly all the weight, misses cost more than a scan of the others.
             for _ in range(num_experts):
                 pick = derive(key, picks)
                 picks += np.uint64(1)
@@ -117,7 +117,7 @@ def _draw_sequence(key, weight_E, limit_E, alias_E, ids_TK):  # type: ignore[no-
 
 @numba.njit(cache=True, nogil=True)
 def _scan(pick, weight_E, taken_by_E, t):  # type: ignore[no-untyped-def]
-    """The same draw without misses: an expert that token t hasn't taken, by walking along the weights that are left."""
+    """The same draw without misses: a scan over the weights of the experts that token t does not have."""
     left = 0.0
     for e in range(len(weight_E)):
         if taken_by_E[e] != t:
@@ -138,7 +138,7 @@ def _fill_alias_table(weight_E, limit_E, alias_E):  # type: ignore[no-untyped-de
     """Vose's alias method: place e keeps a draw below limit_E[e] (of 2**32) and passes the others to alias_E[e]."""
     num_experts = len(weight_E)
     height_E = weight_E * (num_experts / weight_E.sum())
-    order_E = np.empty(num_experts, np.int64)  # The short from the front, the tall from the back.
+    order_E = np.empty(num_experts, np.int64)  # Entries below the mean from the front, others from the back.
     short, tall = 0, num_experts
     for e in range(num_experts):
         alias_E[e] = e

@@ -1,4 +1,4 @@
-"""Synthetic routing that is skewed as published figures say: by layer, domain and sequence, and with spikes."""
+"""Synthetic routing with the skew of published figures: by layer, domain and sequence, and with spikes."""
 
 from __future__ import annotations
 
@@ -23,24 +23,24 @@ LENGTH, DOMAIN, ROUTING = np.uint64(0), np.uint64(1), np.uint64(2)
 
 @dataclass(frozen=True)
 class SkewPreset:
-    """How a synthetic model and its prompts skew the use of experts.
+    """Skew of the experts used by a synthetic model and its prompts.
 
     In every layer and domain the r-th hottest expert has popularity r**-z. Which expert is r-th follows from normal
     numbers that domains of a layer, and experts near each other, partly share. Layers differ in z, sequences of a
     domain in a random factor for each expert. Tokens of a sequence draw their experts independently.
 
     Attributes:
-        name: what the trace's `model` calls it.
+        name: the trace's `model`.
         zipf: least and greatest z. The layers cover the range evenly, in random order.
-        domains: how many kinds of prompts there are. Each sequence belongs to one, all equally likely.
+        domains: number of kinds of prompts. Each sequence belongs to one, all equally likely.
         closeness: correlation of two domains in what is hot, 0 to 1.
         clustering: correlation within an eighth of the expert ids in what is hot, 0 to 1. Without it the experts of
             a rank average out: with z of 0.30 to 0.95 the busiest of 8 ranks has 1.5 times the mean load at most,
             averaged over layers.
         deviation: standard deviation of the logarithm of a sequence's factors.
         drift: standard deviation of what a step adds to a domain's normal numbers, whose own deviation is 1.
-        spikes: for each of as many equal blocks as there are entries, consecutive in a step's sequences: how many hot
-            experts take nearly all that they can of the block's tokens; 0 for none. They differ by layer and step.
+        spikes: for each of as many equal blocks as there are entries, consecutive in a step's sequences: the number of
+            hot experts that get nearly all of the block's tokens; 0 for none. They differ by layer and step.
     """
 
     name: str
@@ -192,7 +192,7 @@ def _domain_popularity(preset: SkewPreset, layer_key_L: Array, num_experts: int,
 
 
 def _ranks(values: Array) -> Array:
-    """How many values of the last axis come before each, in rising order."""
+    """Rank of each value along the last axis, in ascending order."""
     return np.argsort(np.argsort(values, axis=-1), axis=-1)
 
 

@@ -1,4 +1,4 @@
-"""`RoutingTrace`: which experts every token of every sequence used, in every MoE layer."""
+"""`RoutingTrace`: the experts that every token of every sequence used, in every MoE layer."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ def id_dtype(num_experts: int) -> np.dtype[Any]:
 
 
 def no_route(num_experts: int) -> int:
-    """The id that stands for "this token's experts are not known": the largest value of `id_dtype`."""
+    """The id of an unknown route: the largest value of `id_dtype`."""
     return int(np.iinfo(id_dtype(num_experts)).max)
 
 
 def hash_tokens(token_ids: npt.ArrayLike) -> int:
-    """A 64-bit hash of a sequence's token ids, by which a planned batch is recognised again. 0 means unknown."""
+    """A 64-bit hash of a sequence's token ids, which identifies the sequences of a planned batch. 0 means unknown."""
     tokens = np.ascontiguousarray(token_ids, dtype="<i8")
     return int.from_bytes(hashlib.blake2b(tokens.tobytes(), digest_size=8).digest(), "little") or 1
 
@@ -42,21 +42,21 @@ class RoutingTrace:
     """Routing of S sequences with T routed tokens in all, through L MoE layers with top-K routing over E experts.
 
     A sequence has one row per token *fed* to the model. The last token that a rollout generates is never fed, has no
-    route and no row. The set of ids of a token counts, not their order.
+    route and no row. Only the set of a token's ids matters, not their order.
 
     Attributes:
         expert_ids: `[T, L, K]`, uint8 (E <= 255) or uint16; logical ids, `no_route(E)` in all K places if unknown.
         sequence_starts: `[S + 1]` int64; sequence s owns rows `sequence_starts[s]:sequence_starts[s + 1]`.
-        prompt_lengths: `[S]` int32; how many of those rows belong to the prompt.
+        prompt_lengths: `[S]` int32; number of rows that belong to the prompt.
         steps: `[S]` int32; the RL step that the sequence was generated for.
         sequence_hashes: `[S]` uint64; `hash_tokens` of the sequence's token ids, 0 where unknown.
-        domains: `[S]` str; what kind of prompt it is, such as its data set's name, "" where unknown.
+        domains: `[S]` str; kind of prompt, such as its data set's name, "" where unknown.
         layer_indices: `[L]` int32; the decoder layer behind each MoE layer.
         num_experts: E.
         model: the model's name or type, for people.
 
     Raises:
-        InputError: if shapes or dtypes don't fit together. `check` looks at the ids themselves.
+        InputError: if shapes or dtypes don't fit together. `check` checks the ids.
     """
 
     expert_ids: Array
@@ -264,7 +264,7 @@ class RoutingTrace:
         return f"{self.num_layers} MoE layers, {self.num_experts} experts, top-{self.top_k}"
 
     def check(self) -> None:
-        """Look at every id.
+        """Check every id.
 
         Raises:
             InputError: naming the first bad token, if an id is out of range, twice in a row of top_k, or unknown in

@@ -1,6 +1,6 @@
-"""Row groups of a trace's file: one row a sequence, its expert ids coded as bytes, the model's shape as metadata.
+"""Row groups of a trace's file: one row per sequence, its expert ids encoded as bytes, the model's shape as metadata.
 
-Nothing that a file claims is trusted: sizes are held against each other before memory is asked for, ids are checked.
+Files are untrusted: sizes are checked against each other before memory is allocated, and all ids are checked.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ _FACTS = [field.name for field in _SCHEMA if field.name != IDS]
 
 @dataclass(frozen=True, eq=False)
 class SequenceFacts:
-    """What a trace says of its S sequences, but for their routes; see `RoutingTrace`.
+    """Facts of the S sequences of a trace except their routes; see `RoutingTrace`.
 
     Attributes:
         lengths: `[S]` int64, routed tokens.

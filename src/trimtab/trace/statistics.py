@@ -1,4 +1,4 @@
-"""How skewed is a trace? Figures of the whole trace, before any cluster comes into it."""
+"""Skew of a whole trace, independent of a cluster."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ class LayerSkew:
 
 
 def layer_skew(reader: TraceReader) -> tuple[LayerSkew, int]:
-    """Count a trace's experts, and say how unevenly they are used.
+    """Count a trace's experts, and return their skew.
 
     Returns:
-        The skew, and how many (token, layer) pairs have no recorded route.
+        The skew, and the number of (token, layer) pairs without a recorded route.
     """
     counts_LE = np.zeros((reader.empty.num_layers, reader.empty.num_experts), np.int64)
     unknown = 0

@@ -1,7 +1,7 @@
 """Trace files: writing them, and reading one or several as one trace.
 
 Several files, a folder of them, or a pattern such as `run/*.parquet` are one trace, in the order of their names. Row
-groups are small, and readers and writers hold one at a time beside what they were asked for.
+groups are small; readers and writers keep one in memory in addition to their result.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ ROW_GROUP_BYTES = 16 << 20
 
 
 def write_trace(trace: RoutingTrace | Iterable[RoutingTrace], path: str | os.PathLike[str]) -> None:
-    """Write a trace, or the parts of one as they come, to a Parquet file, zstd-compressed.
+    """Write a trace, or an iterable of its parts, to a Parquet file, zstd-compressed.
 
-    The file appears whole or not at all. Of parts, memory holds two at a time; all must be of one model.
+    Writes are atomic. Two parts are in memory at a time; all must be of one model.
 
     Raises:
         InputError: if there is no part, or parts are of different models.
@@ -54,7 +54,7 @@ def write_trace(trace: RoutingTrace | Iterable[RoutingTrace], path: str | os.Pat
 
 
 def read_trace(source: Source, *, step: int | None = None) -> RoutingTrace:
-    """Read a trace, checking every id. Ids within top_k come back in rising order.
+    """Read a trace, checking every id. Ids within top_k are returned in ascending order.
 
     Args:
         source: a file, a folder, a pattern, or several of these.
@@ -92,7 +92,7 @@ class TraceReader:
         self.facts: SequenceFacts = facts[0].joined(*facts[1:])
 
     def chunks(self) -> Iterator[RoutingTrace]:
-        """The trace in parts of some 16 MB of ids, every id checked."""
+        """Yields the trace in parts of about 16 MB of ids; every id is checked."""
         for file in self.files:
             with _naming(file), pq.ParquetFile(file) as parquet:
                 for group in range(parquet.num_row_groups):
@@ -119,7 +119,7 @@ class TraceReader:
 
 
 def named_files(source: Source, pattern: str) -> list[Path]:
-    """The files that a source names: itself, those of a folder or a pattern, or several of these; none twice.
+    """The files of a source: a file, a folder, a pattern, or several of these; without duplicates.
 
     Args:
         pattern: which files of a folder.
@@ -144,7 +144,7 @@ def named_files(source: Source, pattern: str) -> list[Path]:
 
 @contextmanager
 def _naming(file: Path) -> Iterator[None]:
-    """Whatever is wrong with a file is an InputError of one line that names it."""
+    """Converts errors into a one-line InputError that names the file."""
     try:
         yield
     except InputError as error:

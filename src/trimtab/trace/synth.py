@@ -1,4 +1,4 @@
-"""Synthetic routing: skewed or perfectly even, for benchmarks and for trying Trimtab without a trace of one's own."""
+"""Synthetic routing: skewed or perfectly even, for benchmarks, and for trials without a recorded trace."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def synthesize(
             exactly even: over any `num_experts` tokens in a row each expert is used `top_k` times.
     """
     rng = np.random.default_rng(seed)
-    # Drawn before anything else, so that which experts are hot depends on the seed and not on the trace's length.
+    # Sampled first, so the hot experts depend on the seed and not on the trace's length.
     experts_LE = np.stack([rng.permutation(num_experts) for _ in range(num_layers)])
     tokens = num_sequences * sequence_length
     ids_TLK = np.empty((tokens, num_layers, top_k), id_dtype(num_experts))

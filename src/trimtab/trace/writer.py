@@ -1,4 +1,4 @@
-"""`TraceWriter`: a trace on disk that grows while a rollout runs, and outlives a crash."""
+"""`TraceWriter`: appends to a trace on disk during a rollout; readable after a crash."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from trimtab.trace.store import ROW_GROUP_BYTES, TraceReader, write_trace
 class TraceWriter:
     """Appends sequences to a folder of trace files, which is read as one trace at any time.
 
-    Sequences are kept until they are worth a row group (16 MB of ids), and then become a file, whole at once. After a
-    crash every file that is there can be read; what was not yet written, at most a row group, is lost. A folder that
-    has files already is continued.
+    Sequences are buffered up to a row group (16 MB of ids) and then written to a new file, atomically. After a crash
+    all files are readable; buffered sequences, at most a row group, are lost. New files are added to an existing
+    folder.
 
-    Several processes may write to one folder, each under a name of its own.
+    Several processes may write to one folder, each with its own name.
 
     Args:
-        folder: where; made if need be.
+        folder: created if missing.
         name: what file names begin with, such as "rank-3".
 
     Raises:
@@ -35,7 +35,7 @@ class TraceWriter:
             raise InputError(f"{self.folder}: a file; a trace that grows is a folder")
         self.folder.mkdir(parents=True, exist_ok=True)
         self._name = name
-        # Not those of a name that only begins like ours: "rank" and "rank-3" are two writers.
+        # Not those of a longer name with the same prefix: "rank" and "rank-3" are two writers.
         ours = (re.fullmatch(rf"{re.escape(name)}-(\d+)\.parquet", file.name) for file in self.folder.iterdir())
         before = {int(match[1]): self.folder / match[0] for match in ours if match}
         self._next = max(before, default=-1) + 1
@@ -43,7 +43,7 @@ class TraceWriter:
         self._waiting: list[RoutingTrace] = []
 
     def append(self, sequences: RoutingTrace) -> None:
-        """Add sequences; a file is written as soon as there is enough for one."""
+        """Add sequences; a file is written when there is enough data for one."""
         self._model = self._model or sequences.part(0, 0)
         self._model.check_same_model(sequences)
         self._waiting.append(sequences)
@@ -51,7 +51,7 @@ class TraceWriter:
             self.flush()
 
     def flush(self) -> None:
-        """Write what waits, however little."""
+        """Write all buffered sequences."""
         if any(part.num_sequences for part in self._waiting):
             write_trace(RoutingTrace.concatenate(self._waiting), self.folder / f"{self._name}-{self._next:06d}.parquet")
             self._next += 1

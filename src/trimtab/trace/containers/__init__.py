@@ -1,4 +1,4 @@
-"""How do bytes become arrays and plain values? JSON, `.npy` and `.npz`, safetensors, pickles, torch files.
+"""Readers of arrays and plain values: JSON, `.npy` and `.npz`, safetensors, pickles, torch files.
 
-No byte of a file is trusted: sizes are held against what there is before memory is asked for, and nothing is run.
+Files are untrusted: sizes are checked against the file before memory is allocated, and no code is run.
 """

@@ -1,6 +1,6 @@
-"""Where in a zip file are its entries? Torch files and `.npz` are zips; this finds an entry's bytes in the mapped file.
+"""Entries of zip files (torch files and `.npz`) as views of the mapped file.
 
-Nothing is copied: an entry that is stored as it is, as `torch.save` and `np.savez` do, is a view of the file.
+Uncompressed entries, as written by `torch.save` and `np.savez`, are views of the file and are not copied.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from trimtab.errors import InputError
 MAGIC = b"PK\x03\x04"
 STORED, DEFLATED = 0, 8
 MOST_ENTRIES = 1 << 19
-# An entry that is compressed, as `np.savez_compressed` does, is held in memory.
+# A compressed entry, as written by `np.savez_compressed`, is kept in memory.
 MOST_INFLATED_BYTES = 1 << 30
 
 _END = struct.Struct("<4s4H2LH")
@@ -43,7 +43,7 @@ class Archive:
     """The entries of a zip file, by name.
 
     Raises:
-        InputError: if the list of entries is damaged, or `view` is asked for an entry that is.
+        InputError: if the list of entries, or an entry passed to `view`, is damaged.
     """
 
     def __init__(self, file: memoryview) -> None:
@@ -55,7 +55,7 @@ class Archive:
             raise InputError("a damaged zip file: its list of entries can't be read") from None
 
     def view(self, name: str) -> memoryview:
-        """The content of an entry; of a stored one a view of the file, whose checksum was compared once."""
+        """The content of an entry; a view of the file if it is stored. Its checksum is compared once."""
         entry = self.entries.get(name)
         if entry is None:
             raise InputError(f"a damaged file: its entry {name[:80]!r} is missing")
@@ -85,7 +85,7 @@ class Archive:
 
 
 def let_go(view: memoryview) -> None:
-    """Give the file's pages back to the system, which counts them as our memory. They are read again if need be."""
+    """Release the file's pages, which count as this process's memory. They are read again when needed."""
     if isinstance(view.obj, mmap.mmap) and hasattr(mmap, "MADV_DONTNEED"):
         view.obj.madvise(mmap.MADV_DONTNEED)
 
@@ -147,7 +147,7 @@ def _read_entry(file: memoryview, at: int) -> tuple[Entry, int]:
     name = bytes(file[at : at + name_size]).decode()
     at += name_size
     extra = bytes(file[at : at + extra_size])
-    # Sizes that do not fit stand in a field of their own, in this order.
+    # Sizes that do not fit are in a separate field, in this order.
     wide = iter(_wide_sizes(extra))
     size, packed, offset = (next(wide, field) if field == 0xFFFFFFFF else field for field in (size, packed, offset))
     return Entry(name, method, checksum, packed, size, offset), at + extra_size + comment_size

@@ -1,4 +1,4 @@
-"""`.npy`, `.npz` and safetensors files, opened without trust and read a few rows at a time."""
+"""Safe reader of untrusted `.npy`, `.npz` and safetensors files, a few rows at a time."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ from trimtab.trace.containers.npy import NPY_MAGIC, read_npy_header
 from trimtab.trace.routing import Array
 
 _ZIP_MAGIC = b"PK"
-# Of rows read at once, and of an array of facts about sequences. Only a zipped array can claim more than its file.
+# Limit of rows read at once, and of arrays of sequence facts. Only a zipped array can claim more than its file.
 _MOST_BYTES = 1 << 30
-# What zipfile and numpy raise over damaged files.
+# Exceptions of zipfile and numpy for damaged files.
 _DAMAGE = (
     EOFError,
     KeyError,
@@ -55,7 +55,7 @@ class Arrays:
 
     Attributes:
         shapes: of every array.
-        rows: gives for a name what reads on from the first row: so many rows, as an array.
+        rows: for a name, a function that returns the next rows as an array, from the first row on.
         texts: a safetensors file's metadata.
     """
 
@@ -64,10 +64,10 @@ class Arrays:
     texts: dict[str, str] = field(default_factory=dict)
 
     def small(self, name: str) -> Array:
-        """An array of whole numbers `[N]`, or of texts, all at once.
+        """A whole array of integers `[N]`, or of texts.
 
         Raises:
-            InputError: if it has another shape or holds something else.
+            InputError: if it has another shape or dtype.
         """
         shape = self.shapes[name]
         if len(shape) != 1:
@@ -77,14 +77,14 @@ class Arrays:
             raise InputError(f"{name} is {values.dtype}; it should be whole numbers")
         if values.dtype.kind == "U" and values.nbytes:
             letters = np.ascontiguousarray(values).view(values.dtype.byteorder + "u4")
-            # Beyond Unicode, Python makes no text of it; and none can be printed that holds half a letter.
+            # Values outside Unicode are not text in Python, and lone surrogates can't be printed.
             if letters.max() > 0x10FFFF or ((letters >= 0xD800) & (letters < 0xE000)).any():
                 raise InputError(f"{name} holds what is no Unicode text")
         return values
 
 
 def array_names(path: Path) -> list[str] | None:
-    """Names of a file's arrays, [""] for `.npy`; None if it is no array file. Never raises."""
+    """Names of a file's arrays, [""] for `.npy`; None if it is not an array file. Never raises."""
     try:
         with path.open("rb") as file:
             magic = file.read(len(NPY_MAGIC))
@@ -96,7 +96,7 @@ def array_names(path: Path) -> list[str] | None:
             return names or None
         with path.open("rb") as file:
             return list(_safetensors_header(file, path.stat().st_size)[0])
-    except Exception:  # a question; whatever is wrong with the file is said when it is read
+    except Exception:  # only a test; errors are reported when the file is read
         return None
 
 
@@ -105,7 +105,7 @@ def open_arrays(path: Path) -> Iterator[Arrays]:
     """The arrays of a file.
 
     Raises:
-        InputError: here or while reading, if the file is not what it claims to be.
+        InputError: here or while reading, if the file is damaged.
     """
     try:
         with path.open("rb") as file:

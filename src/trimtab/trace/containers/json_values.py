@@ -1,4 +1,4 @@
-"""JSON of any size, a value at a time: JSON lines, one array of values, or one value over many lines."""
+"""Reader of JSON of any size, one value at a time: JSON lines, one array of values, or one value over many lines."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from trimtab.errors import InputError
 
 _READ_AT_ONCE = 8 << 20
 _LARGEST_VALUE = 1 << 30
-# In Python a number or a list takes many times its text; so many parts are 2 GB at most.
+# In Python a number or a list takes many times its text; this number of parts is at most 2 GB.
 _MOST_PARTS = 1 << 25
 _HEAD = 1 << 20
 _GZIP = b"\x1f\x8b"
@@ -30,23 +30,23 @@ _KINDS = {
     type(None): "null",
 }
 _BLANK = re.compile(r"\s*")
-# What the decoder says of text that may only be cut off: it got to the end, or is inside a string.
+# Decoder errors of text that may only be incomplete: at the end, or inside a string.
 _NEAR_END = 16
 
 
 def kind_of(value: Any) -> str:
-    """What people call a value: "a number", "a list"."""
+    """The kind of a value in words: "a number", "a list"."""
     return _KINDS.get(type(value), f"a {type(value).__name__}")
 
 
 def reason(error: Exception) -> str:
-    """What an exception says, short enough for one line."""
+    """The message of an exception, shortened to one line."""
     text = next(iter(str(error).splitlines()), "") or type(error).__name__
     return text if len(text) <= 120 else text[:117] + "..."
 
 
 def json_head(path: Path) -> bytes:
-    """The first megabyte of a JSON file, unzipped if need be; empty if it is something else. Never raises."""
+    """The first megabyte of a JSON file, unzipped if compressed; empty for other files. Never raises."""
     try:
         with path.open("rb") as file:
             head = file.read(_HEAD)
@@ -58,9 +58,9 @@ def json_head(path: Path) -> bytes:
 
 
 def json_values(path: Path) -> Iterator[tuple[str, Any]]:
-    """Where a value is ("line 3", or "item 5" of an array), and the value. Memory holds one of them, and 8 MB.
+    """Yields the place ("line 3", or "item 5" of an array) and the value. Memory: one value, and 8 MB.
 
-    Values follow one another with nothing but blanks between. An array outside all others is taken apart.
+    Values are separated by whitespace only. The items of a top-level array are yielded one by one.
 
     Raises:
         InputError: if the file isn't JSON, is cut off, or holds a value of more than 1 GB or 33 million parts.
@@ -93,7 +93,7 @@ def json_values(path: Path) -> Iterator[tuple[str, Any]]:
 
 
 class _Text:
-    """The part of a file's text that is being looked at."""
+    """The current part of a file's text."""
 
     def __init__(self, file: io.TextIOBase) -> None:
         self._file = file
@@ -104,7 +104,7 @@ class _Text:
         self.line = 1
 
     def next_sign(self) -> str:
-        """The next character that is not blank, left where it is; "" at the end."""
+        """The next non-blank character, without consuming it; "" at the end."""
         while True:
             end = _BLANK.match(self._text, self._at).end()  # type: ignore[union-attr]
             self._go(end)
@@ -117,7 +117,7 @@ class _Text:
         self._at += 1
 
     def value(self, where: str = "") -> Any:
-        """The value that begins here."""
+        """Returns the value that begins here."""
         where = where or f"line {self.line}"
         while True:
             if len(self._text) - self._at > _MOST_PARTS and self._text.count(",", self._at) > _MOST_PARTS:
@@ -137,7 +137,7 @@ class _Text:
             except ValueError:
                 raise InputError(f"{where}: a number of thousands of digits") from None
             if end == len(self._text) and not self._ended and not isinstance(value, dict | list | str):
-                self._more()  # a number may go on
+                self._more()  # a number may continue
                 continue
             self._go(end)
             return value
@@ -147,7 +147,7 @@ class _Text:
         self._at = end
 
     def _more(self) -> bool:
-        """Read on, each time as much again as there is; False at the end of the file."""
+        """Read more, doubling the text each time; False at the end of the file."""
         if self._ended:
             return False
         left = self._text[self._at :]
@@ -159,7 +159,7 @@ class _Text:
 
 
 def json_lines(path: Path) -> Iterator[bytes]:
-    """Lines of a file, unzipped if need be, each with its end.
+    """Lines of a file, unzipped if compressed, with line ends.
 
     Raises:
         InputError: if it can't be read, or a line is longer than 1 GB.

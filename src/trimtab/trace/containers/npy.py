@@ -1,6 +1,6 @@
-"""Arrays out of what carries them: `.npy` bytes, base64, nested lists.
+"""Arrays from `.npy` bytes, base64 and nested lists.
 
-What a header claims is compared with the bytes that are there before anything is allocated, and nothing is unpickled.
+Sizes in a header are compared with the existing bytes before allocation, and nothing is unpickled.
 """
 
 from __future__ import annotations
@@ -29,19 +29,19 @@ def decode_base64(text: str) -> bytes:
 
 
 def read_npy_header(file: BinaryIO, size: int, what: str = "the array") -> tuple[tuple[int, ...], np.dtype[Any], bool]:
-    """Shape, dtype and whether the first axis runs fastest, of `.npy` bytes whose numbers come next in `file`.
+    """Shape, dtype and whether the first axis runs fastest, of `.npy` bytes; `file` is then at the data.
 
     Args:
-        size: all bytes that there are, header included.
+        size: number of bytes, header included.
 
     Raises:
-        InputError: if it is no `.npy` header, of objects, or of a size that isn't that of the bytes.
+        InputError: if it is not a `.npy` header, has dtype object, or does not match the number of bytes.
     """
     try:
         version = np.lib.format.read_magic(file)
         read = {(1, 0): np.lib.format.read_array_header_1_0, (2, 0): np.lib.format.read_array_header_2_0}[version]
         shape, fortran, dtype = read(file)
-    except Exception as error:  # numpy's parser of a hostile header raises whatever Python's own does
+    except Exception as error:  # for a hostile header numpy's parser raises any exception of Python's parser
         raise InputError(f"{what} has no valid .npy header ({reason(error)})") from None
     there = size - file.tell()
     if dtype.hasobject or dtype.kind not in "iufbU" or not dtype.itemsize:
@@ -52,7 +52,7 @@ def read_npy_header(file: BinaryIO, size: int, what: str = "the array") -> tuple
 
 
 def array_of_npy(data: bytes, what: str = "routed_experts") -> Array:
-    """The array that `.npy` bytes hold, over the same memory."""
+    """The array in `.npy` bytes, a view of the same memory."""
     file = io.BytesIO(data)
     shape, dtype, fortran = read_npy_header(file, len(data), what)
     flat = np.frombuffer(data, dtype, offset=file.tell()) if math.prod(shape) else np.empty(0, dtype)
@@ -63,10 +63,10 @@ def array_of_npy(data: bytes, what: str = "routed_experts") -> Array:
 
 
 def array_of_lists(value: Sequence[Any], depth: int) -> Array:
-    """An integer array out of lists `depth` deep, in the narrowest type.
+    """An integer array from lists `depth` deep, in the narrowest dtype.
 
     Raises:
-        InputError: if the lists are ragged, or hold anything but whole numbers that fit 64 bits.
+        InputError: if the lists are ragged, or contain anything but integers of 64 bits.
     """
     shape = [len(value)]
     flat: Sequence[Any] = value

@@ -1,12 +1,11 @@
-"""What is in a pickle? A reader of protocols 2 to 5 that makes plain values and runs nothing.
+"""Safe pickle reader for protocols 2 to 5: returns plain values and runs no code.
 
-Python's own unpickler calls whatever the file names, and believes the sizes it claims. This one hands every name to
+Python's unpickler calls any function that the file names, and trusts its sizes. This one passes every name to
 `find`, which answers with one of our own `Maker`s or refuses, and it holds:
 
-* no size is believed: what a pickle claims must be in the file;
-* large strings and bytes stay in the file (`LargeText`, `memoryview`) until somebody wants them;
-* the number of objects is limited, dictionary keys are plain, and sets become lists, so that neither memory nor time
-  can run away.
+* sizes are checked: claimed bytes must be in the file;
+* large strings and bytes stay in the file (`LargeText`, `memoryview`) until they are used;
+* the number of objects is limited, dictionary keys are plain, and sets become lists, which bounds memory and time.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ from typing import Any
 
 from trimtab.errors import InputError
 
-# Up to these, a pickle takes some 2 GB of memory at the very worst. A million tokens, with loss mask and log-probs as
+# With these limits a pickle takes at most about 2 GB of memory. A million tokens, with loss mask and log-probs as
 # lists, take 16 MB of program.
 MOST_OBJECTS = 4_000_000
 MOST_PROGRAM_BYTES = 128 << 20
@@ -31,7 +30,7 @@ _FLOAT64 = struct.Struct(">d").unpack_from
 
 
 def clip(name: str) -> str:
-    """A name from a file, fit for a message of one line."""
+    """A name from a file, shortened for a one-line message."""
     shown = "".join(letter if letter.isprintable() else "?" for letter in name[:80])
     return shown + ("..." if len(name) > 80 else "")
 
@@ -45,7 +44,7 @@ class LargeText:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Maker:
-    """What stands for a class or function that a pickle names: `make` is ours, and all that is ever called."""
+    """Replacement of a class or function that a pickle names: only `make`, our own function, is ever called."""
 
     name: str
     make: Callable[..., Any]
@@ -53,7 +52,7 @@ class Maker:
 
 @dataclass(slots=True, eq=False)
 class Foreign:
-    """An object of a class that we know to be data, as the bare values that it was pickled with.
+    """An object of a known data class, as the values that it was pickled with.
 
     `state["x"]` reads as the attribute `x`, if state is a dictionary; `items` and `entries` are what a class derived
     from dict or list holds.
@@ -74,7 +73,7 @@ class Foreign:
 
 @dataclass(slots=True, eq=False)
 class Budget:
-    """What may still be read, over all the pickles within one file."""
+    """Remaining read limit, shared by all pickles in one file."""
 
     objects: int = MOST_OBJECTS
     program_bytes: int = MOST_PROGRAM_BYTES
@@ -94,8 +93,8 @@ class Unpickler:
 
     Args:
         code: the buffer; `at` is where the next pickle starts.
-        find: from module and name to what stands for it; raises InputError for what is not data.
-        load_storage: from a persistent id to what stands for it.
+        find: maps module and name to their replacement; raises InputError for anything but data.
+        load_storage: maps a persistent id to its storage.
         budget: shared with the pickles around and within.
     """
 
@@ -360,7 +359,7 @@ class Unpickler:
 
 
 def is_plain_key(key: Any) -> bool:
-    """Is this a key whose hash takes no time, and can't be made to collide with others?"""
+    """True for keys with a fast hash that can't be made to collide."""
     if type(key) is tuple:
         return len(key) <= 16 and all(type(part) is str for part in key)
     if type(key) is int:

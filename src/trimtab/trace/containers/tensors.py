@@ -1,6 +1,6 @@
-"""Tensors and numpy arrays of a dump, left in the file until somebody asks for `numpy()`.
+"""Tensors and numpy arrays of a dump, which stay in the file until `numpy()` is called.
 
-Each says which bytes it is made of and how; `numpy()` compares that with the bytes that are there.
+Each describes its bytes; `numpy()` checks the description against the existing bytes.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ DTYPES = {
     "float64": "f8",
     "complex64": "c8",
     "complex128": "c16",
-    # A byte each; what they mean is nobody's business here.
+    # One byte each; their meaning is not needed here.
     "float8_e4m3fn": "u1",
     "float8_e5m2": "u1",
     "float8_e4m3fnuz": "u1",
@@ -75,10 +75,10 @@ class LatinBytes:
 
 
 def buffer_of(data: Any) -> memoryview:
-    """The bytes of whatever holds bytes in a dump.
+    """The bytes of any value of a dump that has bytes.
 
     Raises:
-        InputError: if it holds none.
+        InputError: if it has none.
     """
     if isinstance(data, LatinBytes):
         try:
@@ -111,7 +111,7 @@ class Tensor:
     strides: tuple[int, ...]
 
     def numpy(self) -> Array:
-        """The tensor, as a view of the file that can't be written to.
+        """The tensor as a read-only view of the file.
 
         Raises:
             InputError: if it does not fit its storage.
@@ -152,7 +152,7 @@ class Jagged:
         """Its rows.
 
         Raises:
-            InputError: if the offsets do not rise within the values.
+            InputError: if the offsets are not ascending within the values.
         """
         values, offsets = self.values.numpy(), self.offsets.numpy()
         if offsets.ndim != 1 or offsets.dtype.kind not in "iu" or not len(offsets) or not values.ndim:
@@ -185,7 +185,7 @@ class DType:
 class NumpyArray:
     """A numpy array: shape, dtype and bytes, or the list of its objects. `order` is "C" or "F".
 
-    Where memory is laid out in another order of axes, `shape` is that of memory and `axes` brings them back.
+    Where memory is laid out in another order of axes, `shape` is that of memory and `axes` restores the order.
     """
 
     shape: Any = ()
@@ -199,7 +199,7 @@ class NumpyArray:
         self.order = "F" if fortran else "C"
 
     def numpy(self) -> Array:
-        """The array; a view of the file where its bytes lie there as they are.
+        """The array; a view of the file if its bytes are stored directly.
 
         Raises:
             InputError: if shape, dtype and bytes do not fit together.

@@ -1,10 +1,10 @@
-"""Reads what `torch.save`, `pickle.dump`, `np.save` and `np.savez` wrote, without torch and without running anything.
+"""Reader of `torch.save`, `pickle.dump`, `np.save` and `np.savez` files, without torch and without running code.
 
 Tensors and arrays stay in the file and come as `Tensor` and `NumpyArray`, which have `numpy()`. Classes of the
 frameworks whose dumps we read come as `Foreign` values. Any other class or function is refused by name.
 
-Formats: torch's zip (`torch/serialization.py`, `_save`), the one before torch 1.6 (`_legacy_save`), which is still what
-`pickle.dumps` of a tensor holds, plain pickles, and numpy's `.npy` (`numpy.lib.format`) and `.npz`.
+Formats: torch's zip (`torch/serialization.py`, `_save`), the one before torch 1.6 (`_legacy_save`), which
+`pickle.dumps` of a tensor still uses, plain pickles, and numpy's `.npy` (`numpy.lib.format`) and `.npz`.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ NPY_MAGIC = b"\x93NUMPY"
 # The first pickle of the format before torch 1.6 is this number.
 _LEGACY_MAGIC = 0x1950A86A20F9469CFC6C
 _LEGACY_START = b"\x80\x02\x8a\x0al\xfc\x9cF\xf9 j\xa8P\x19."
-# A torch file within a `DataProto` within a torch file; nobody nests deeper.
+# A torch file within a `DataProto` within a torch file; no framework nests deeper.
 _DEEPEST = 4
 _SNIFFED_BYTES = 64 << 20
 
@@ -62,11 +62,11 @@ _NUMPY_SCALARS = {"bool_", "bool", *(f"{kind}{bits}" for kind in ("int", "uint",
 
 
 def load(path: Path) -> Any:
-    """What a file holds. Its arrays are views of the file, which must stay as it is while they are in use.
+    """The content of a file. Its arrays are views of the file, which must not change while they are in use.
 
     Raises:
-        InputError: one line (without the path), if the file is none of these formats, is damaged, claims what it does
-            not hold, or holds anything but data.
+        InputError: one line (without the path), if the file has none of these formats, is damaged, or contains anything
+            but data.
     """
     try:
         with path.open("rb") as file:
@@ -99,9 +99,9 @@ def looks_loadable(path: Path) -> bool:
 
 
 def mentions(path: Path, *keys: str) -> set[str]:
-    """Which of these dictionary keys stand in the dump's pickle, or which arrays of that name in its `.npz`?
+    """Returns those of the keys that occur in the dump's pickle, or as array names in its `.npz`.
 
-    Looks at bytes, at most at the first 64 MiB of the pickle, and never raises: a file that can't be read has none.
+    Searches the bytes of at most the first 64 MiB of the pickle. Never raises: an unreadable file has none.
     """
     if not looks_loadable(path):
         return set()
@@ -132,7 +132,7 @@ def _is_main(name: str) -> bool:
 
 
 class _Loader:
-    """One file, with the files within it: they share the budget of objects."""
+    """One file and the files inside it, which share the budget of objects."""
 
     def __init__(self) -> None:
         self._budget = Budget()
@@ -219,7 +219,7 @@ class _Loader:
             shape, fortran, dtype = read(header)
         except (
             Exception
-        ) as error:  # numpy hands the header to Python's tokenizer and parser, which raise what they like
+        ) as error:  # numpy passes the header to Python's tokenizer and parser, which can raise any exception
             raise InputError(f"a damaged .npy array ({clip(str(error))})") from None
         data: Any = content[header.tell() :]
         if dtype.hasobject and dtype.kind == "O":
@@ -230,7 +230,7 @@ class _Loader:
         return NumpyArray(shape, DType(dtype.str), data, "F" if fortran else "C")
 
     def _find(self, module: str, name: str) -> Any:
-        """What stands for a class or function that a pickle names: the only way in for code, so nothing gets in."""
+        """The replacement of a class or function that a pickle names. All other names are refused, so no code runs."""
         top = module.split(".")[0]
         module = {"__builtin__": "builtins", "copy_reg": "copyreg"}.get(module, module)
         module = module.replace("numpy._core", "numpy.core")
@@ -256,7 +256,7 @@ class _Loader:
             ("builtins", "bytearray"): lambda data=b"": data,
             ("builtins", "complex"): complex,
             ("builtins", "getattr"): _nested_class,
-            # Sets come as lists: what they hold is of no interest, and hashing it can take forever.
+            # Sets become lists: their content is not used, and hashing it can take very long.
             ("builtins", "set"): _list,
             ("builtins", "frozenset"): _list,
             ("collections", "deque"): lambda items=None, _=None: [] if items is None else items,
@@ -356,7 +356,7 @@ def _list(items: Any = None) -> Any:
 def _from_buffer(data: Any, dtype: Any, shape: Any, order: Any, axes: Any = None) -> NumpyArray:
     if order != "K" or axes is None:
         return NumpyArray(shape, dtype, data, "F" if order == "F" else "C")
-    # The buffer is in memory's order; `axes` says how the axes are to stand.
+    # The buffer is in memory order; `axes` is the order of axes.
     if sorted(axes) != list(range(len(shape))):
         raise ValueError("an array whose axes are none")
     return NumpyArray(shape, dtype, data, "C", tuple(axes))

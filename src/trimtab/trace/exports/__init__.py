@@ -1,1 +1,1 @@
-"""Who else can read our traces? One file a form; `trimtab.trace.formats` reads all of them back."""
+"""Exports of traces to other formats, one file per format; `trimtab.trace.formats` reads all of them."""

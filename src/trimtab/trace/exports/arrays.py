@@ -1,4 +1,4 @@
-"""A trace as plain arrays, for whatever reads numpy or safetensors: the fields of `RoutingTrace` by their names."""
+"""A trace as plain numpy or safetensors arrays: the fields of `RoutingTrace` by name."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _SAFETENSORS_NAMES = {"u1": "U8", "u2": "U16", "i4": "I32", "i8": "I64", "u8": "
 def write_npz(trace: RoutingTrace, path: str | os.PathLike[str]) -> None:
     """Write `.npz`, not compressed: `expert_ids`, `sequence_starts` and so on, `num_experts` and `model`.
 
-    Texts are numpy's Unicode strings, so that nothing needs pickling.
+    Texts are numpy Unicode strings, so pickling is not needed.
     """
     arrays: dict[str, Any] = {
         **_fields(trace),
@@ -57,12 +57,12 @@ def write_safetensors(trace: RoutingTrace, path: str | os.PathLike[str]) -> None
 
 
 def _texts(texts: Array) -> Array:
-    """Texts at least one letter wide; numpy has trouble with those of none."""
+    """Texts at least one character wide; numpy has problems with width 0."""
     return np.append(texts.astype(np.str_), "-")[:-1]
 
 
 def _fields(trace: RoutingTrace) -> dict[str, Array]:
-    # Widest numbers first: safetensors wants its tensors aligned.
+    # Widest numbers first: safetensors requires aligned tensors.
     return {
         "sequence_starts": trace.sequence_starts,
         "sequence_hashes": trace.sequence_hashes,

@@ -1,4 +1,4 @@
-"""A trace as Megatron-core's `--moe-routing-trace-path` writes it, for its routing analysis tools."""
+"""A trace in the format of Megatron-core's `--moe-routing-trace-path`, for its routing analysis tools."""
 
 from __future__ import annotations
 
@@ -14,10 +14,11 @@ from trimtab.trace.routing import Array, RoutingTrace
 def write_megatron(trace: RoutingTrace, path: str | os.PathLike[str]) -> None:
     """Write JSON lines of one rank, a row for each sequence and layer; see `trimtab.trace.formats.megatron`.
 
-    Unknown routes become -1. Beside Megatron's keys stand the index of the sequence, its `prompt_length` and `domain`.
+    Unknown routes become -1. In addition to Megatron's keys a row has the index of the sequence, its `prompt_length`
+    and `domain`.
     Hashes of sequences are lost.
     """
-    # An id's text, and that of one at the end of a token; -1 takes the last.
+    # Text of an id, and of an id at the end of a token; -1 uses the last.
     names = [*map(str, range(trace.num_experts)), "-1"]
     ending = np.array([f"{name}], [".encode() for name in names])
     inside = np.array([f"{name}, ".encode() for name in names], ending.dtype)
@@ -43,7 +44,7 @@ def write_megatron(trace: RoutingTrace, path: str | os.PathLike[str]) -> None:
 
 
 def _ids_text(ids_TK: Array, inside: Array, ending: Array) -> bytes:
-    """`[[1, 2], [3, 4]]`; some six times as fast as `json.dumps`."""
+    """`[[1, 2], [3, 4]]`; about six times as fast as `json.dumps`."""
     if not len(ids_TK):
         return b"[]"
     words_TK = inside[ids_TK]

@@ -1,4 +1,4 @@
-"""What did other frameworks write down? One file a framework, and what brings their records into our form.
+"""Readers of other frameworks' routing dumps, one file per framework, and the conversion of their records.
 
-A reader takes a file and what is known of the model, and yields `Record`s as it goes along the file.
+A reader takes a file and model facts, and yields `Record`s while reading.
 """

@@ -1,7 +1,8 @@
-"""Our own plain arrays: the fields of a `RoutingTrace` by their names, in `.npz` or safetensors.
+"""Trimtab's plain arrays: the fields of a `RoutingTrace` by name, in `.npz` or safetensors.
 
 `expert_ids [T, L, K]` is needed; `sequence_starts`, `prompt_lengths`, `steps`, `sequence_hashes`, `domains` and
-`layer_indices` may lack. Number of experts and model stand beside them: as arrays of one value in `.npz`, as texts
+`layer_indices` are optional. Number of experts and model are stored with them: as arrays of one value in `.npz`, as
+texts
 (with `domains` as a JSON list) in a safetensors file's metadata. `trimtab.trace.exports.arrays` writes them.
 """
 
@@ -28,17 +29,17 @@ def recognise(path: Path) -> bool:
 
 
 def said(path: Path) -> Known:
-    """What the file itself says of the model.
+    """Model facts stored in the file.
 
     Raises:
-        InputError: if it is no such file.
+        InputError: if it is not such a file.
     """
     with open_arrays(path) as arrays:
         return _said(arrays)
 
 
 def read(path: Path, known: Known) -> Iterator[Record]:
-    """Records of the file, a sequence at a time.
+    """Yields the records of the file, one per sequence.
 
     Raises:
         InputError: if arrays are missing or don't fit together.
@@ -80,7 +81,7 @@ def read(path: Path, known: Known) -> Iterator[Record]:
 
 
 def _gap(ids: Array, num_experts: int | None) -> int | None:
-    """Our own mark of unknown routes in ids of our own type; what is usual in those of others."""
+    """The id of unknown routes: `no_route` for Trimtab's id dtype, else the usual values."""
     if num_experts is not None and ids.dtype.kind == "u" and ids.dtype.itemsize <= 2:
         return no_route(num_experts)
     return sign_of_gaps(ids)
@@ -100,7 +101,7 @@ def _said(arrays: Arrays) -> Known:
 
 
 def _single(arrays: Arrays, name: str) -> Any:
-    """The value of an array of one value, None if it is not there."""
+    """The value of an array of one value, None if it is missing."""
     if name not in arrays.shapes:
         return None
     if arrays.shapes[name] != (1,):

@@ -1,4 +1,4 @@
-"""Which framework wrote this file? And: its records as parts of a trace."""
+"""Detection of a file's format, and conversion of its records to parts of a trace."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ LONGEST_REASON = 500  # characters
 
 
 class Format(Protocol):
-    """What each framework's module has."""
+    """Interface of each framework's module."""
 
     def recognise(self, path: Path) -> bool:
-        """Whether a file looks like this format. Looks at little of it, and raises nothing."""
+        """True if a file looks like this format. Reads little of it, and never raises."""
 
     def read(self, path: Path, known: Known) -> Iterator[Record]:
-        """The records of a file, as they are asked for.
+        """Yields the records of a file.
 
         Raises:
-            InputError: saying what is wrong and where in the file, without the file's name.
+            InputError: naming the problem and the place in the file, without the file's name.
         """
 
 
@@ -79,7 +79,7 @@ def common_format(files: Sequence[Path]) -> str:
 
 
 def import_files(files: Sequence[Path], form: str, known: Known, summary: Summary) -> Iterator[RoutingTrace]:
-    """Files of one dump, one after another, as parts of a trace; memory holds a part at a time.
+    """Yields the files of one dump, in order, as parts of a trace; one part in memory at a time.
 
     Raises:
         InputError: one line that names the file and the place in it.
@@ -91,7 +91,7 @@ def import_files(files: Sequence[Path], form: str, known: Known, summary: Summar
 
 
 def trace_of(records: Iterable[Record], known: Known) -> RoutingTrace:
-    """Records that are in memory as one trace."""
+    """Returns one trace of records in memory."""
     return RoutingTrace.concatenate(list(normalise(records, known, Summary())))
 
 
@@ -104,7 +104,7 @@ def _records(files: Sequence[Path], form: Format, known: Known) -> Iterator[Reco
 
 @contextmanager
 def _naming(file: Path) -> Iterator[None]:
-    """Whatever is wrong with a file is an InputError of one line that names it, however odd what it quotes."""
+    """Converts every error into a one-line InputError that names the file."""
     try:
         yield
     except InputError as error:

@@ -109,9 +109,10 @@ def _micro_batches(rows: list[_Row]) -> Iterator[Record]:
 
 
 def _values(path: Path) -> Iterator[tuple[str, Any, Array | None]]:
-    """Where a row is, the row, and its ids if they were read already.
+    """Yields the place of a row, the row, and its ids if they were already parsed.
 
-    Nearly all of the text is ids. Where they stand at the end of a line, as Megatron writes them, they are read apart.
+    Nearly all of the text is ids. If they are at the end of a line, as Megatron writes them, they are parsed
+    separately.
     """
     if json_head(path).removeprefix(b"\xef\xbb\xbf").lstrip()[:1] == b"[":
         for where, value in json_values(path):
@@ -138,7 +139,8 @@ def _ids_at_end(text: bytes) -> Array | None:
 
 @numba.njit(cache=True, nogil=True)
 def _parse(text, ids_N):  # type: ignore[no-untyped-def]
-    """Rows and ids a row; 0 rows if there is anything unusual. The text ends with a line end, which nothing takes."""
+    """Numbers of rows and of ids per row; 0 rows for unusual text. The text ends with a line end, which is not
+    parsed."""
     count = rows = top_k = 0
     at = _blank(text, 0)
     if text[at] != 91:  # [
@@ -195,7 +197,7 @@ def _row(value: Any, where: str, ids: Array | None) -> _Row | None:
     """One row, None for one of multi-token prediction.
 
     Args:
-        ids: those that stand in the place of `top_indices`, if they were read apart.
+        ids: the ids of `top_indices`, if they were parsed separately.
     """
     try:
         if not isinstance(value, Mapping):

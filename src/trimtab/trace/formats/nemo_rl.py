@@ -26,13 +26,13 @@ _LENGTHS = ("input_lengths", "unpadded_sequence_lengths")
 
 
 def recognise(path: Path) -> bool:
-    """A dictionary with `routed_experts` and lengths or a message log."""
+    """True for a dictionary with `routed_experts` and lengths or a message log."""
     found = torch_files.mentions(path, KEY, "message_log", *_LENGTHS)
     return KEY in found and len(found) > 1
 
 
 def read(path: Path, known: Known) -> Iterator[Record]:
-    """The records of a dump, one a row of the batch.
+    """The records of a dump, one per row of the batch.
 
     Raises:
         InputError: one line, if it is damaged, or holds no `routed_experts` or no lengths.
@@ -44,7 +44,7 @@ def read(path: Path, known: Known) -> Iterator[Record]:
 def records_of_batch(batch: Any) -> Iterator[Record]:
     """The records of a `BatchedDataDict` or dictionary, or of a list of samples with a `message_log`.
 
-    Used are `routed_experts`, `input_lengths` or `unpadded_sequence_lengths`, `generation_lengths`, `input_ids` or
+    Reads `routed_experts`, `input_lengths` or `unpadded_sequence_lengths`, `generation_lengths`, `input_ids` or
     `output_ids`, and `task_name`; or `message_log`.
 
     Raises:
@@ -124,7 +124,7 @@ def _logged(log: Any, allowance: Allowance) -> Iterator[Record | None]:
 
 
 def _joined(messages: list[Any], where: str, allowance: Allowance) -> Record | None:
-    """The turns of one sample, one after another; a turn without routes has rows of -1."""
+    """The concatenated turns of one sample; a turn without routes has rows of -1."""
     tokens = []
     for message in messages:
         tokens.append(integers(field(message, "token_ids"), f"{where}: token_ids", 1))
@@ -141,7 +141,7 @@ def _joined(messages: list[Any], where: str, allowance: Allowance) -> Record | N
     rows = []
     for turn, (each, turn_tokens) in enumerate(zip(ids, tokens, strict=True)):
         missing = len(turn_tokens) - (0 if each is None else len(each))
-        # The last token of all has no route; a turn before it would shift all that follow.
+        # Only the last token of all has no route; a missing row in an earlier turn would shift all following rows.
         if missing < 0:
             raise InputError(f"{where}, turn {turn}: {-missing} more rows of {KEY} than tokens")
         rows += [] if each is None else [each.astype(np.int32)]

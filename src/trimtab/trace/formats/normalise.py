@@ -1,8 +1,8 @@
-"""Bring records into our form: which layers have experts, which rows are routes, and every id in range.
+"""Conversion of records to trace parts: finds MoE layers and rows with routes, and checks every id.
 
-Layers of a record are absolute decoder layers, those without experts filled with the id that stands for nothing, or MoE
-layers alone. Which, the model's config says, or the first record that has routes: with two experts or more a token, a
-row of equal ids is no route.
+Layers of a record are absolute decoder layers, with a fill id in layers without experts, or MoE layers only. The
+model's config decides which, or else the first record with routes: with two or more experts per token, a row of equal
+ids is not a route.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from trimtab.trace.routing import Array, RoutingTrace, hash_tokens, id_dtype, no
 from trimtab.trace.store import ROW_GROUP_BYTES
 
 NOTHING = np.int64(np.iinfo(np.int64).min)
-# No id is as large; what is, or is more negative than any padding, is out of range either way.
+# Larger than any id; larger values, and values below any padding, are out of range.
 BEYOND = 1 << 20
-# Tokens without a row are only a claim. No context is as long.
+# Tokens without a row are only a claim of the file. Longer than any context.
 MOST_LACKING = 1 << 20
 LONGEST_LABEL = 80
-# Many times what any model has; sorting and comparing grow with its square.
+# Many times that of any model; the cost of sorting and comparing grows with its square.
 MOST_TOP_K = 256
 
 FINE, OUT_OF_RANGE, TWICE, IN_DENSE_LAYER = range(4)
@@ -33,13 +33,13 @@ FINE, OUT_OF_RANGE, TWICE, IN_DENSE_LAYER = range(4)
 
 @dataclass
 class Summary:
-    """What an import took and what it left, counted as it goes.
+    """Counts of imported and left-out data, updated during an import.
 
     Attributes:
-        sequences, tokens: taken; tokens are routed ones.
-        unknown_rows: tokens, of those taken, that have no route in any layer.
+        sequences, tokens: imported; tokens with rows.
+        unknown_rows: imported tokens without a route in any layer.
         unknown_routes: (token, layer) pairs without a route, those of `unknown_rows` included.
-        dropped: what the source has and the trace does not, by what it was.
+        dropped: what the source has and the trace does not, by kind.
     """
 
     sequences: int = 0
@@ -50,10 +50,10 @@ class Summary:
 
 
 def normalise(records: Iterable[Record], known: Known, summary: Summary) -> Iterator[RoutingTrace]:
-    """The records as parts of one trace, each worth a row group or the rest.
+    """Yields the records as parts of one trace, each of the size of a row group, and the rest.
 
     Args:
-        known: of the model; `num_experts` is needed.
+        known: facts of the model; `num_experts` is required.
         summary: counted up.
 
     Raises:
@@ -91,12 +91,12 @@ def normalise(records: Iterable[Record], known: Known, summary: Summary) -> Iter
 
 @dataclass(frozen=True)
 class _Shape:
-    """The form of a dump's records, and the model's.
+    """The layout of a dump's records, and of the model.
 
     Attributes:
         axis: layers of a record.
-        columns: `[L]` int64, the MoE layers' places among them.
-        dense: places of the others.
+        columns: `[L]` int64, indices of the MoE layers among them.
+        dense: indices of the others.
         layer_indices: `[L]` decoder layers.
     """
 
@@ -132,7 +132,7 @@ def _check_form(record: Record) -> None:
 
 
 def _shape_of(record: Record, known: Known) -> _Shape | None:
-    """The form that this record shows; None if it has no routes to tell from."""
+    """The layout of this record; None if it has no routes."""
     axis, top_k = record.ids.shape[1:]
     if known.top_k not in (None, top_k):
         raise InputError(f"{record.where}: it has top-{top_k} routing; it should be top-{known.top_k}, as was said")
@@ -163,13 +163,13 @@ def _shape_of(record: Record, known: Known) -> _Shape | None:
 
 
 def _has_routes(ids: Array) -> Array:
-    """`[layers]` bool: in which layers any row could be a route."""
+    """`[layers]` bool: layers in which a row may be a route."""
     could_be = ids != ids[:, :, :1] if ids.shape[2] > 1 else ids >= 0
     return np.asarray(could_be.any(axis=(0, 2)))
 
 
 def _moe_layers(record: Record, routes: Array, known: Known) -> tuple[Array, Array]:
-    """The MoE layers' places in the record, and which decoder layers they are."""
+    """Indices of the MoE layers in the record, and their decoder layers."""
     axis = len(routes)
     if record.layers is not None:
         return np.arange(axis), np.array(record.layers)
@@ -236,7 +236,7 @@ def _reason(fault: int, row: Array, shape: _Shape) -> str:
 
 
 def _narrowed(ids: Array) -> Array:
-    """The same ids as contiguous int32; what does not fit is out of any range."""
+    """The same ids as contiguous int32; values that do not fit become out of range."""
     if ids.dtype.itemsize > 4 or ids.dtype == np.uint32:
         ids = np.minimum(ids, np.array(BEYOND, ids.dtype))
         if ids.dtype.kind == "i":
@@ -262,13 +262,13 @@ def _join(waiting: list[tuple[Record, Array]], shape: _Shape) -> RoutingTrace:
 
 
 def _label(name: str) -> str:
-    """A domain's or model's name for tables: one short line."""
+    """A domain or model name for tables, as one short line."""
     return "".join(letter if letter.isprintable() else " " for letter in name[:LONGEST_LABEL]).strip()
 
 
 @numba.njit(cache=True, nogil=True)
 def _convert(ids_TAK, columns_L, dense_D, missing, num_experts, routes_TLK):  # type: ignore[no-untyped-def]
-    """Write the routes of the MoE layers, and leave rows alone that have none.
+    """Write the routes of the MoE layers; rows without a route are not changed.
 
     Args:
         ids_TAK: `[T, layers, K]` int32.
@@ -281,7 +281,7 @@ def _convert(ids_TAK, columns_L, dense_D, missing, num_experts, routes_TLK):  # 
     """
     top_k = ids_TAK.shape[2]
     unknown_routes = unknown_rows = 0
-    # In which row an expert was seen last, rows of all layers counted.
+    # The row in which an expert was last seen, counted over all layers.
     row = 0
     seen_in_E = np.zeros(num_experts, np.int64)
     for t in range(ids_TAK.shape[0]):

@@ -1,4 +1,4 @@
-"""`Record`: one sequence's routing as a framework wrote it, before it is brought into our form."""
+"""`Record`: one sequence's routing as a framework wrote it, before conversion."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from trimtab.trace.routing import Array
 
 @dataclass(frozen=True)
 class Known:
-    """What the caller says of a dump that it does not say itself; None for what nobody said.
+    """Model facts supplied by the caller; None if unknown.
 
     Attributes:
         num_experts: E.
         num_layers: layers in the dump, whether they have experts or not.
         top_k: K.
-        moe_layers: the decoder layers that have experts, rising.
+        moe_layers: the decoder layers that have experts, ascending.
         model: the model's name, for people.
-        step: of records that say none, or 0.
-        domain: of records that have none.
+        step: of records without one, or 0.
+        domain: of records without one.
     """
 
     num_experts: int | None = None
@@ -31,7 +31,7 @@ class Known:
     domain: str = ""
 
     def with_default(self, other: Known) -> Known:
-        """What this says, and the other where this says nothing."""
+        """These facts, and those of `other` where these are unknown."""
         return Known(*(getattr(self, name) or getattr(other, name) for name in self.__dataclass_fields__))
 
 
@@ -40,20 +40,20 @@ class Record:
     """One sequence as it was recorded.
 
     Attributes:
-        ids: `[t, layers, K]`, any integer dtype: a row for each token that the record knows, one after another. Padding
+        ids: `[t, layers, K]`, any integer dtype: a row for each consecutive token of the record. Padding
             at either end of a batch is not part of it.
         where: the place in the source, for messages: "line 3, choice 1".
-        missing: what all K ids are where there is no route (0 or -1); None if the format leaves no gaps.
-        first: how many tokens of the sequence come before the first row, served from a cache.
+        missing: what all K ids are where there is no route (0 or -1); None if the format has no gaps.
+        first: number of tokens before the first row, served from a cache.
         num_tokens: tokens of the sequence, the last of which is never fed to the model; None for `first + t + 1`.
-            Rows from `num_tokens - 1` on are dropped, rows that lack are unknown routes.
+            Rows from `num_tokens - 1` on are dropped, missing rows are unknown routes.
         prompt_length: tokens of the prompt; 0 if unknown.
         token_ids: `[num_tokens]`, or None.
-        sequence_hash: what `hash_tokens` gives for the token ids, where the source has only that; 0 if unknown.
+        sequence_hash: `hash_tokens` of the token ids, if the source has only the hash; 0 if unknown.
         step: the RL step; 0 if unknown.
-        domain: what kind of prompt it is; "" if unknown.
-        layers: the decoder layer of each layer of `ids`, if the record says so.
-        dropped: how much of the source the reader has left out on the way to this record, by what it was:
+        domain: kind of prompt; "" if unknown.
+        layers: the decoder layer of each layer of `ids`, if known.
+        dropped: counts of what the reader left out before this record, by kind:
             {"padding rows": 12}.
     """
 

@@ -1,4 +1,4 @@
-"""What responses of vLLM and SGLang have in common: wrappers around them, labels beside them, token counts."""
+"""Shared by responses of vLLM and SGLang: wrappers, labels, token counts."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ from trimtab.trace.formats.records import Record
 from trimtab.trace.routing import Array
 
 WITHOUT_ROUTES = "responses without routed_experts"
-# Keys under which clients keep a server's answer beside what they know of the request, outermost first.
+# Keys under which clients store a server's response with data of the request, outermost first.
 _WRAPPERS = ("response", "body", "result")
 
 
 @dataclass(frozen=True)
 class Response:
-    """A server's answer, and what stands beside it.
+    """A server's response, and the data stored with it.
 
     Attributes:
-        content: the answer itself.
-        domain, step: from the answer or what is wrapped around it.
-        prompt_ids: of the request, if it is there.
+        content: the response itself.
+        domain, step: from the response or its wrapper.
+        prompt_ids: of the request, if present.
     """
 
     content: Mapping[str, Any]
@@ -67,10 +67,10 @@ def unwrap(value: Any) -> Response:
 
 
 def count(value: Any, name: str) -> int | None:
-    """A number of tokens, None if it is not said.
+    """A number of tokens, None if missing.
 
     Raises:
-        InputError: if it is no such number.
+        InputError: if it is not a valid number.
     """
     if value is None:
         return None
@@ -81,7 +81,7 @@ def count(value: Any, name: str) -> int | None:
 
 
 def tokens(value: Any) -> Array | None:
-    """Token ids `[n]` int64, None if there are none of that kind."""
+    """Token ids `[n]` int64, None if missing."""
     if value is None or isinstance(value, str | bytes | Mapping):
         return None
     try:
@@ -123,7 +123,7 @@ def _all_of(value: Any, records: Callable[[Response], Iterable[Record | str]]) -
 
 
 def placed(place: str, found: Iterable[Record | str]) -> Iterator[Record | str]:
-    """The same, with a place put before that of each record, and of what is wrong."""
+    """Yields the same records, with a prefix for the places of records and errors."""
     try:
         for each in found:
             if isinstance(each, Record):
@@ -142,11 +142,11 @@ NO_ROUTES_AT_ALL = (
 
 
 def report_dropped(found: Iterable[Record | str], *, nothing: str = NO_ROUTES_AT_ALL) -> Iterator[Record]:
-    """The records, each with what was left out since the one before; the last also with what was after it.
+    """Yields the records, each with the data left out since the one before; the last also with data left out after it.
 
     Args:
-        found: records, and names of what was left out.
-        nothing: what is wrong if there is no record.
+        found: records, and kinds of data left out.
+        nothing: the error if there is no record.
 
     Raises:
         InputError: if there is no record at all.

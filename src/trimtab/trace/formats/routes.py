@@ -1,4 +1,4 @@
-"""Routes as a response carries them, and which of their rows are none."""
+"""Decoding of the routes in a response, and detection of rows without a route."""
 
 from __future__ import annotations
 
@@ -15,21 +15,21 @@ from trimtab.trace.formats.records import Known
 from trimtab.trace.routing import Array
 
 _RAW_DTYPES = ("int8", "uint8", "int16", "uint16", "int32", "uint32", "int64", "uint64")
-# Where a sender gives a shape but no dtype, the size of a number tells. Signed, so that -1 stays -1.
+# With a shape but no dtype, the size of a number gives the dtype. Signed, so -1 stays -1.
 _DTYPE_OF_SIZE = {1: np.uint8, 2: np.int16, 4: np.int32, 8: np.int64}
 
 
 def decode_routes(value: Any, known: Known, dtype: str = "int32") -> Array:
-    """Ids `[t, layers, K]` as a response carries them.
+    """Decodes ids `[t, layers, K]` of a response.
 
     Args:
         value: base64 of `.npy` bytes (vLLM); base64 of raw numbers (SGLang), whose shape comes from `known`;
             `{"data": base64, "shape": [t, layers, K], "dtype": ...}`; nested lists (vLLM 0.21); or an array.
-        known: for raw numbers, how many layers and top_k.
+        known: for raw numbers, number of layers and top_k.
         dtype: of raw numbers.
 
     Raises:
-        InputError: if it is none of these, or sizes don't fit.
+        InputError: if it is none of these formats, or sizes don't fit.
     """
     if isinstance(value, str):
         data = decode_base64(value)
@@ -53,9 +53,9 @@ def check_ids(ids: Array) -> Array:
 
 
 def sign_of_gaps(ids: Array) -> int | None:
-    """What all K ids are where a framework that fills its buffers beforehand has no route; see `Record.missing`.
+    """The value of all K ids without a route, for frameworks that pre-fill their buffers; see `Record.missing`.
 
-    -1 if there is any. Else 0, but not for top-1, where a lone 0 is an expert.
+    -1 if it occurs. Else 0, except for top-1, where 0 is an expert.
     """
     if ids.dtype.kind == "i" and ids.size and int(ids.min()) < 0:
         return -1
@@ -63,7 +63,7 @@ def sign_of_gaps(ids: Array) -> int | None:
 
 
 def trim_padding(ids: Array) -> tuple[Array, int]:
-    """Ids `[t, L, K]` without the rows at both ends that are all 0 or all -1, and how many those were.
+    """Ids `[t, L, K]` without the rows at both ends that are all 0 or all -1, and their number.
 
     With one layer and top-1 zeros stay: they may be routes.
     """
@@ -77,7 +77,7 @@ def trim_padding(ids: Array) -> tuple[Array, int]:
 
 
 def raw_dtype(name: Any) -> str:
-    """The dtype that a sender declares. Raises InputError if ids don't come in it."""
+    """The declared dtype. Raises InputError if it is not a dtype of ids."""
     if not isinstance(name, str) or name.strip().lower() not in _RAW_DTYPES:
         raise InputError(f"routed_experts_dtype is {short(name)}; it should be one of {', '.join(_RAW_DTYPES)}")
     return name.strip().lower()

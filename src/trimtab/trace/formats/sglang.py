@@ -29,13 +29,13 @@ from trimtab.trace.routing import Array
 
 
 def recognise(path: Path) -> bool:
-    """Do SGLang's own keys come early in the file?"""
+    """True if SGLang's own keys are near the start of the file."""
     head = json_head(path)
     return b'"meta_info"' in head or b'"sglext"' in head
 
 
 def read(path: Path, known: Known) -> Iterator[Record]:
-    """Records of a file of responses: JSON lines, a list, or one; as they are, or inside a client's own wrapper.
+    """Records of a file of responses: JSON lines, a list, or one; plain, or inside a client's wrapper.
 
     Raises:
         InputError: if it isn't that, or `known` has no layers and top_k for ids without a shape.
@@ -44,7 +44,7 @@ def read(path: Path, known: Known) -> Iterator[Record]:
 
 
 def records_of_responses(responses: Iterable[Any] | Mapping[str, Any], known: Known) -> Iterator[Record]:
-    """Records of what the engine's `generate` returned, or of decoded responses.
+    """Records of the engine's `generate` output, or of decoded responses.
 
     Args:
         responses: one response or several, or a list for each request.
@@ -68,7 +68,7 @@ def _records(response: Response, known: Known) -> Iterator[Record | str]:
         if not isinstance(choice, Mapping):
             raise InputError(f"choice {index}: {kind_of(choice)}; expected an object")
         meta: dict[str, Any] = dict(counts)
-        # Where the routes of several choices stand beside them, they are those of the first.
+        # Routes stored next to several choices are those of the first.
         for key, source in (("sglext", content if index == 0 else {}), ("sglext", choice), ("meta_info", choice)):
             extra = source.get(key)
             meta |= extra if isinstance(extra, Mapping) else {}

@@ -9,7 +9,7 @@ From `sglang/srt/eplb/expert_distribution.py`:
 * `stat`: `{"rank", "logical_count": [passes, layers, experts], ...}`.
 
 The last two hold counts only. From them come tokens whose counts are those, by pass and layer; *which* experts one
-token used together is made up. A pass is then one sequence.
+token used together is not known and chosen arbitrarily. A pass is then one sequence.
 
 Of `per_token` dumps, tokens of a request form one sequence if requests are named (`rids`). Otherwise, what a request
 fed in one pass of prefill is a sequence, and the tokens of a pass of decoding are one.
@@ -38,7 +38,7 @@ IDS, COUNTS, PASS_COUNTS, MAP = (
     "global_physical_count",
     "last_physical_to_logical_map",
 )
-# A few counts stand for many tokens; these many ids, by pass and in all, are more than any recording holds.
+# Limits of ids per pass and in total, above those of any recording, because a few counts can represent many tokens.
 _MOST_IDS_A_PASS = 1 << 28
 _MOST_IDS = 1 << 33
 _MADE_UP = "tokens whose experts are made up to fit recorded counts"
@@ -213,8 +213,8 @@ def _from_physical_counts(dump: Mapping[Any, Any], passes: Any, known: Known, al
 def _from_counts(counts: list[Array], names: Any, known: Known) -> Iterator[Record]:
     """One record a pass, whose tokens by layer and expert are the counts.
 
-    A layer's experts, each as often as it was counted, stand in a row that is dealt out to the T tokens in turn. As no
-    expert was counted more than T times, no token gets one twice.
+    A layer's experts, each repeated by its count, are listed in order and assigned to the T tokens in turn. No expert
+    was counted more than T times, so no token gets one twice.
     """
     if not known.top_k:
         raise InputError(

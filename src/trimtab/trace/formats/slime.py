@@ -23,12 +23,12 @@ _DEEPEST_GROUP = 4
 
 
 def recognise(path: Path) -> bool:
-    """A torch file or pickle in which something is called `rollout_routed_experts`."""
+    """True for a torch file or pickle with the name `rollout_routed_experts`."""
     return bool(torch_files.mentions(path, KEY))
 
 
 def read(path: Path, known: Known) -> Iterator[Record]:
-    """The records of a dump, one a sample that has routes.
+    """The records of a dump, one per sample with routes.
 
     Raises:
         InputError: one line, if it is damaged, or none of its samples has routes.
@@ -52,8 +52,8 @@ def read(path: Path, known: Known) -> Iterator[Record]:
 def records_of_samples(samples: Iterable[Any], *, step: int = 0, known: Known | None = None) -> Iterator[Record]:
     """The records of `Sample` objects or their dictionaries, in groups or not.
 
-    Used are `rollout_routed_experts`, `tokens`, `response_length`, and of `metadata` what names the source of the
-    prompt (data_source, domain, dataset, rm_type). Flat ids are shaped by `known.num_layers` and `known.top_k`.
+    Reads `rollout_routed_experts`, `tokens`, `response_length`, and the source of the prompt in `metadata`
+    (data_source, domain, dataset, rm_type). Flat ids are shaped by `known.num_layers` and `known.top_k`.
 
     Raises:
         InputError: one line, if no sample has routes, or a sample has them in another shape.
@@ -96,7 +96,7 @@ def _record(sample: Any, ids: Any, tokens: Any, where: str, step: int, skipped: 
 
 
 def _shaped(ids: Array, where: str, known: Known) -> Array:
-    """`[t, layers, K]`, also of ids that came flat or as `[t, layers * K]`."""
+    """`[t, layers, K]`, also from flat ids or `[t, layers * K]`."""
     if ids.dtype.kind not in "iu":
         raise InputError(f"{where}: {KEY} is {ids.dtype}; it should hold integers")
     if ids.ndim in (1, 2):

@@ -61,7 +61,7 @@ def recognise(path: Path) -> bool:
 
 
 def read(path: Path, known: Known) -> Iterator[Record]:
-    """The records of a dump, one a row of the batch.
+    """The records of a dump, one per row of the batch.
 
     Raises:
         InputError: one line, if it is damaged or holds no `routed_experts`.
@@ -76,7 +76,7 @@ def read(path: Path, known: Known) -> Iterator[Record]:
 def records_of_batch(batch: Any) -> Iterator[Record]:
     """The records of a `DataProto`, a TensorDict, or a dictionary of tensors or arrays.
 
-    Used are `routed_experts` and, where there, `attention_mask`, `input_ids`, `prompts`, `response_mask`, the label
+    Reads `routed_experts` and, if present, `attention_mask`, `input_ids`, `prompts`, `response_mask`, the label
     `data_source` and `meta_info["global_steps"]`. Without `attention_mask`, rows of zeros at both ends are padding.
 
     Raises:
@@ -122,7 +122,7 @@ def _rows(tensors: Any) -> Iterator[tuple[Record, int]]:
             padding += width
             continue
         start, end = int(places[0]), int(places[-1]) + 1
-        # Tokens in the midst that the mask leaves out were not fed to the model either.
+        # Masked tokens in the middle were not fed to the model either.
         whole = mask_BT is None or len(places) == end - start
         chosen: Any = slice(start, end) if whole else places
         length = end - start if whole else len(places)
@@ -180,7 +180,7 @@ def _jagged_rows(tensors: Any) -> Iterator[tuple[Record, int]]:
 
 
 def _parts(batch: Any) -> tuple[Any, Any, Any]:
-    """A batch's tensors, its labels and what is known of it, each something to take fields from."""
+    """A batch's tensors, labels and metadata, each with readable fields."""
     if isinstance(batch, Foreign):
         batch = _unwrap(batch)
     elif not isinstance(batch, Mapping) and hasattr(batch, "non_tensor_batch"):
@@ -236,11 +236,11 @@ def _decoded(value: Any) -> Any:
 
 
 def _from_consolidated(metadata: Any, storage: Any) -> dict[str, Any]:
-    """`tensordict/_reductions.py`: every leaf is a stretch of bytes of one storage."""
+    """`tensordict/_reductions.py`: every leaf is a range of bytes of one storage."""
     content: memoryview = as_array(storage, "the storage of a TensorDict").view("u1").reshape(-1).data
     found: dict[str, Any] = {}
     for key, leaf in metadata["leaves"].items():
-        # dtype, shape, (device,) start, stop, (padding); what stands between depends on the version.
+        # dtype, shape, (device,) start, stop, (padding); the fields between depend on the version.
         shape = next((each for each in leaf if isinstance(each, list | tuple)), ())
         start, stop, *_ = (each for each in leaf if type(each) is int)
         dtype = str(leaf[0]).removeprefix("torch.")

@@ -1,13 +1,13 @@
-"""What vLLM returns with `enable_return_routed_experts`: responses of its server, its outputs in memory, arrays.
+"""Output of vLLM with `enable_return_routed_experts`: responses of its server, its outputs in memory, arrays.
 
 `routed_experts` of a completion is `[num_tokens - 1, num_hidden_layers, top_k]`, uint8 or uint16, prompt included; over
 HTTP base64 of the `.npy` bytes. Layers without experts are filled with zeros. vLLM 0.21 gave int16, of MoE layers only,
-and the prompt apart: `prompt_routed_experts` of the request, `routed_experts` of each completion; over HTTP nested
+and the prompt separately: `prompt_routed_experts` of the request, `routed_experts` of each completion; over HTTP nested
 lists.
 
-Arrays are what users save of these: `.npy` of one sequence `[t, L, K]` or of a padded batch `[S, t, L, K]`; `.npz` with
+Arrays saved by users: `.npy` of one sequence `[t, L, K]` or of a padded batch `[S, t, L, K]`; `.npz` with
 `routed_experts` of either shape, and if several sequences follow one another in one, `sequence_starts` or `lengths`.
-In a batch `lengths` says how long each is, else rows of zeros or -1 at both ends are padding. `prompt_lengths` and
+In a batch `lengths` gives their lengths; without it, rows of zeros or -1 at both ends are padding. `prompt_lengths` and
 `steps` are read too.
 """
 
@@ -41,7 +41,7 @@ ROUTES = "routed_experts"
 
 
 def recognise(path: Path) -> bool:
-    """An array file with `routed_experts`, or JSON with that key early on and none of SGLang's."""
+    """True for an array file with `routed_experts`, or JSON with that key near its start and none of SGLang's keys."""
     names = array_names(path)
     if names is not None:
         return names == [""] or ROUTES in names
@@ -51,7 +51,7 @@ def recognise(path: Path) -> bool:
 
 
 def read(path: Path, known: Known) -> Iterator[Record]:
-    """Records of a file of responses (JSON lines, a list, or one; as they are or in a client's wrapper) or of arrays.
+    """Records of a file of responses (JSON lines, a list, or one; plain or in a client's wrapper) or of arrays.
 
     Raises:
         InputError: if it isn't that.
@@ -62,14 +62,14 @@ def read(path: Path, known: Known) -> Iterator[Record]:
 
 
 def records_of_outputs(outputs: Iterable[Any], known: Known | None = None) -> Iterator[Record]:
-    """Records of what `LLM.generate` returned.
+    """Records of the output of `LLM.generate`.
 
     Args:
         outputs: `RequestOutput`s, or anything with its attributes or keys: `prompt_token_ids`, `outputs` with
             `token_ids` and `routed_experts`; in vLLM 0.21 also `prompt_routed_experts`.
 
     Raises:
-        InputError: if routed_experts are not what vLLM gives, or nowhere.
+        InputError: if routed_experts are missing or not in vLLM's form.
     """
     model = known or Known()
 
@@ -140,7 +140,7 @@ def _one(
 
 
 def _fields(thing: Any) -> Mapping[str, Any]:
-    """The attributes of an object that are read here."""
+    """The attributes that are read here, as a dictionary."""
     names = (
         "prompt_token_ids",
         "prompt_routed_experts",
@@ -155,7 +155,7 @@ def _fields(thing: Any) -> Mapping[str, Any]:
 
 
 def _no_rows(routes: Any) -> bool:
-    """Nested lists without any row have no shape either."""
+    """True for nested lists without rows, which have no shape."""
     return isinstance(routes, list | tuple) and len(routes) == 0
 
 
@@ -175,7 +175,7 @@ def _read_arrays(path: Path) -> Iterator[Record]:
 
 
 def _row(arrays: Arrays, name: str) -> Iterator[Record]:
-    """Sequences one after another."""
+    """Concatenated sequences."""
     total = arrays.shapes[name][0]
     lengths = _lengths(arrays, total)
     prompts, steps = _facts(arrays, len(lengths))
@@ -196,7 +196,7 @@ def _row(arrays: Arrays, name: str) -> Iterator[Record]:
 
 
 def _batch(arrays: Arrays, name: str) -> Iterator[Record]:
-    """Sequences side by side, padded to one length."""
+    """Sequences in a batch, padded to one length."""
     sequences, padded, *_ = shape = arrays.shapes[name]
     if 0 in shape[1:]:
         raise InputError(f"routed_experts has shape {list(shape)}; it should be [sequences, tokens, layers, top_k]")
@@ -224,7 +224,7 @@ def _batch(arrays: Arrays, name: str) -> Iterator[Record]:
 
 
 def _lengths(arrays: Arrays, total: int) -> Array:
-    """`[S]` tokens of each sequence of the `total` that follow one another."""
+    """`[S]` tokens of each of the concatenated sequences, `total` together."""
     if "sequence_starts" in arrays.shapes:
         starts = arrays.small("sequence_starts").astype(np.int64)
         if len(starts) and starts[0] == 0 and starts[-1] != total:
@@ -241,7 +241,7 @@ def _lengths(arrays: Arrays, total: int) -> Array:
 
 
 def _facts(arrays: Arrays, sequences: int) -> tuple[Array, Array]:
-    """Prompt lengths and steps `[S]`, zeros where they aren't given."""
+    """Prompt lengths and steps `[S]`, zeros if not given."""
     found = []
     for name in ("prompt_lengths", "steps"):
         values = arrays.small(name) if name in arrays.shapes else np.zeros(sequences, np.int64)
