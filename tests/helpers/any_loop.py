@@ -45,6 +45,7 @@ class Pending:
     expected: torch.Tensor
     plan: int
     weights: int
+    steps: int
     is_planned: bool
 
 
@@ -53,7 +54,7 @@ class Loop:
     """The state of one rank.
 
     Attributes:
-        plan, weights: how many plans were applied and how often the weights changed.
+        plan, weights, steps: how many plans were applied, how often the weights changed and optimizers stepped.
         writes: how often `write` changed them.
         pending: forwards whose backward has not run, by number.
         is_finished: whether gradients are complete.
@@ -72,6 +73,7 @@ class Loop:
     labels: torch.Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.int64))
     plan: int = 0
     weights: int = 0
+    steps: int = 0
     writes: int = 0
     pending: dict[int, Pending] = field(default_factory=dict)
     is_finished: bool = False
@@ -193,7 +195,7 @@ def forward(
             loss, logits = loop.loss(loop.model, mine)
             if number is not None:
                 carried_out = loop.session.mode in ("plan", "static")
-                loop.pending[number] = Pending(loss, expected, loop.plan, loop.weights, carried_out)
+                loop.pending[number] = Pending(loss, expected, loop.plan, loop.weights, loop.steps, carried_out)
                 if at_once:
                     _backward(loop, number)
     places = torch.searchsorted(rows, mine)
@@ -217,7 +219,7 @@ def live(state: dict[str, Any], seed: int, run: str, number: int | None) -> None
         loss, logits = loop.loss(loop.model, mine)
     assert relative_error(logits, expected_logits[mine]) < TOLERANCE, "live logits"
     if number is not None:
-        loop.pending[number] = Pending(loss, expected, loop.plan, loop.weights, is_planned=False)
+        loop.pending[number] = Pending(loss, expected, loop.plan, loop.weights, loop.steps, is_planned=False)
     compare(loop)
 
 
@@ -235,8 +237,9 @@ def backward(state: dict[str, Any], number: int) -> None:
             loop.pending.pop(number).loss.backward()
         # As a loop would have to: what the failed backward has done so far is dropped.
         _zero(loop, True)
-    elif pending.plan != loop.plan:
-        # It runs unless experts have moved, or a checkpointed layer would run again.
+    elif pending.plan != loop.plan or pending.steps != loop.steps:
+        # It runs unless experts have moved, a checkpointed layer would run again, or an optimizer stepped, if only with
+        # nothing to do.
         try:
             _backward(loop, number)
         except RuntimeError as error:
@@ -329,9 +332,11 @@ def step(state: dict[str, Any], zero: bool | None) -> None:
         _zero(loop, True)
     if not loop.is_finished:
         finish(state)
+    loop.steps += 1
+    # An optimizer leaves parameters without gradients as they are.
+    loop.weights += any(p.grad is not None for p in loop.reference.parameters())
     for optimizer in loop.optimizers:
         optimizer.step()
-    loop.weights += 1
     if zero is not None:
         _zero(loop, zero)
     compare(loop)
