@@ -1,6 +1,26 @@
-"""What all tests have in common."""
+"""Settings and fixtures of all tests."""
+
+from __future__ import annotations
 
 import os
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+import pytest
+
+if TYPE_CHECKING:
+    from helpers.rank_pool import RankPool
 
 # Sessions check sampled weights as each micro-step begins; ranks inherit it.
 os.environ.setdefault("TRIMTAB_VERIFY_WEIGHTS", "1")
+
+
+@pytest.fixture(scope="module")
+def pool() -> Iterator[RankPool]:
+    """Two ranks that the tests of one file share."""
+    # Most tests do without torch.
+    from helpers.rank_pool import RankPool
+
+    pool = RankPool(2)
+    yield pool
+    pool.close()

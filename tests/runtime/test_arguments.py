@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from datetime import timedelta
 from typing import Any, cast
 
@@ -17,13 +16,6 @@ from trimtab.errors import InputError
 from trimtab.runtime import Session, gated_experts
 
 State = dict[str, Any]
-
-
-@pytest.fixture(scope="module")
-def pool() -> Iterator[RankPool]:
-    pool = RankPool(2)
-    yield pool
-    pool.close()
 
 
 def misuse_layers(state: State) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any, cast
 
 import pytest
@@ -15,13 +15,6 @@ from trimtab.errors import InputError
 
 State = dict[str, Any]
 SUMMED = "summed over ranks already"
-
-
-@pytest.fixture(scope="module")
-def pool() -> Iterator[RankPool]:
-    pool = RankPool(2)
-    yield pool
-    pool.close()
 
 
 def start(state: State) -> Loop:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -24,13 +24,6 @@ SHAPE = Shape(layers=2, experts=8, top_k=2, hidden=16, width=8, lists=ALL_LISTS)
 HOME = SHAPE.experts // 2
 
 State = dict[str, Any]
-
-
-@pytest.fixture(scope="module")
-def pool() -> Iterator[RankPool]:
-    pool = RankPool(2)
-    yield pool
-    pool.close()
 
 
 class Allocations(TorchDispatchMode):

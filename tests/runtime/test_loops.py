@@ -6,7 +6,7 @@ import copy
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, cast
 
@@ -27,13 +27,6 @@ from trimtab.runtime import ExpertWeight, RowGroups, Session, gated_experts
 
 NOTHING_SKIPPED: frozenset[int] = frozenset()
 State = dict[str, Any]
-
-
-@pytest.fixture(scope="module")
-def pool() -> Iterator[RankPool]:
-    pool = RankPool(2)
-    yield pool
-    pool.close()
 
 
 def both(pool: RankPool, *calls: tuple[Any, ...]) -> None:

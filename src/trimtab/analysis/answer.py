@@ -99,41 +99,41 @@ def cost(analysis: Analysis) -> str:
 def notes(analysis: Analysis) -> list[str]:
     """Returns the assumptions and limits behind the figures."""
     counted, found = analysis.counted, analysis.foresight
-    said = [
+    texts = [
         "Homes are contiguous (static), and sequences are packed as in trimtab plan; max_vio is max/mean - 1 of rank "
         "loads, balancedness mean/max.",
     ]
     if found.history == "half":
-        said.append("The trace has one step, so the first half of its micro-steps is used as the past of the second.")
+        texts.append("The trace has one step, so the first half of its micro-steps is used as the past of the second.")
     if counted.skipped_steps:
-        said.append(f"The first {counted.skipped_steps} steps were left out, to keep memory small; see --step.")
+        texts.append(f"The first {counted.skipped_steps} steps were left out, to keep memory small; see --step.")
     if counted.unknown_routes:
         pairs = counted.num_tokens * counted.num_layers
-        said.append(
+        texts.append(
             f"{counted.unknown_routes / pairs:.1%} of (token, layer) pairs have no recorded route and are not counted."
         )
     per_expert = counted.num_tokens * counted.top_k / counted.num_micro_steps / counted.num_experts
     if per_expert < 16:
-        said.append(
+        texts.append(
             f"A micro-step has {per_expert:.0f} tokens for the mean expert: much of the imbalance is random, as in a "
             "real run with so few tokens."
         )
     if analysis.price:
-        said.append(
+        texts.append(
             "Seconds are an estimate of recompute and update: the sum of the busiest ranks' work, without overlap. "
             "trimtab simulate models the step."
         )
     elif analysis.ranks > 1:
-        said.append("No preset model has these numbers of experts and top-k; name yours with --model to get seconds.")
+        texts.append("No preset model has these numbers of experts and top-k; name yours with --model to get seconds.")
     least = PlanSettings().smallest_share
     if HOT * per_expert < least:
-        said.append(
+        texts.append(
             f"Replicas that trimtab plans compute at least {least} tokens; with {per_expert:.0f} for the mean expert "
             "it makes few, and reaches max/mean 1.00 only with larger micro-steps."
         )
     else:
-        said.append(
+        texts.append(
             "A plan for every micro-step has a max/mean of about 1.00; trimtab plan and trimtab simulate give "
             "the exact figure."
         )
-    return said
+    return texts

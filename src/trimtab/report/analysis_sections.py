@@ -64,7 +64,7 @@ def shape_text(analysis: Analysis) -> str:
 def stability_facts(analysis: Analysis) -> list[tuple[str, str]]:
     """Facts on stability of steps and change between micro-steps."""
     found = analysis.stability
-    said = [
+    entries = [
         ("max/mean of a step's sum", f"{found.step_max_over_mean:.3f}, mean over layers"),
         ("max/mean of a micro-step", f"{found.micro_step_max_over_mean:.3f}, mean over instances"),
         ("busiest rank", f"another than the step's busiest in {found.busiest_rank_changes:.0%} of instances"),
@@ -75,14 +75,14 @@ def stability_facts(analysis: Analysis) -> list[tuple[str, str]]:
         ("next step", found.overlap_steps),
     ):
         if value is not None:
-            said.append((name, f"{value:.1%} of expert load in common"))
-    return said
+            entries.append((name, f"{value:.1%} of expert load in common"))
+    return entries
 
 
 def hot_facts(analysis: Analysis) -> list[tuple[str, str]]:
     """Facts on hot experts: number, tokens, duration."""
     hot = analysis.hot
-    said = [
+    entries = [
         (
             "hot",
             f"{hot.per_instance:.1f} of {analysis.counted.num_experts} experts an instance; they compute "
@@ -90,14 +90,14 @@ def hot_facts(analysis: Analysis) -> list[tuple[str, str]]:
         ),
     ]
     if hot.stay is not None:
-        said.append(("in the next micro-step", f"{hot.stay:.0%} are still hot; any expert is with {hot.chance:.1%}"))
+        entries.append(("in the next micro-step", f"{hot.stay:.0%} are still hot; any expert is with {hot.chance:.1%}"))
     if hot.mean_run:
-        said.append(("a run", f"{hot.mean_run:.1f} micro-steps on average"))
+        entries.append(("a run", f"{hot.mean_run:.1f} micro-steps on average"))
     if hot.alike_halves is not None:
-        said.append(("a step's halves", f"{hot.alike_halves:.0%} of hot experts in common"))
+        entries.append(("a step's halves", f"{hot.alike_halves:.0%} of hot experts in common"))
     if hot.alike_steps is not None:
-        said.append(("step to step", f"{hot.alike_steps:.0%} of hot experts in common"))
-    return said
+        entries.append(("step to step", f"{hot.alike_steps:.0%} of hot experts in common"))
+    return entries
 
 
 def run_bars(analysis: Analysis) -> list[tuple[str, int]]:

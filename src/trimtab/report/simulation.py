@@ -70,22 +70,22 @@ def answer(situation: Situation, outcomes: Mapping[str, Outcome]) -> str:
 def notes(trace: RoutingTrace, situation: Situation) -> tuple[str, ...]:
     """Assumptions and limits of the figures."""
     layers, all_layers = trace.num_layers, situation.model.moe_layers
-    said = ["Step time is recompute and update, predicted by a timeline model of the cluster, without the rollout."]
+    texts = ["Step time is recompute and update, predicted by a timeline model of the cluster, without the rollout."]
     if layers != all_layers:
-        said.append(
+        texts.append(
             f"The trace has {layers} of the model's {all_layers} MoE layers; everything else is scaled in proportion."
         )
     if not situation.earlier:
-        said.append(
+        texts.append(
             "The trace has no earlier step: balancers that use past loads have none, and all homes move at once."
         )
     unknown = int(situation.sequences.unknown_SL.sum(dtype=np.int64))
     if unknown:
         rows = trace.num_tokens * trace.top_k * layers
-        said.append(
+        texts.append(
             f"The experts of {unknown / rows:.1%} of rows are not recorded; the figures include estimates for them."
         )
-    return tuple(said)
+    return tuple(texts)
 
 
 def policy_result(outcome: Outcome, outcomes: Mapping[str, Outcome]) -> PolicyResult:

@@ -53,7 +53,7 @@ class Counters:
     lockstep: Lockstep | None = None
 
     def noted(self, activity: int) -> AbstractContextManager[None]:
-        """What is done within is this activity, if somebody wants to know."""
+        """A context that records this activity, if a Recorder is active."""
         return nullcontext() if self.recorder is None else self.recorder.during(activity)
 
     def wait(self, waits: Sequence[Wait], device: torch.device) -> None:

@@ -150,7 +150,7 @@ class PhysicalExperts:
 
 @dataclass(frozen=True, eq=False)
 class PlannedRows:
-    """What a plan says of one rank's rows of an instance, as far as their experts are known.
+    """Physical experts and counts of one rank's rows of an instance, for rows with known experts.
 
     Attributes:
         physical_NK: `[n, K]` uint16, the physical expert of each of the rank's rows, or `UNKNOWN`.

@@ -29,7 +29,7 @@ class BoundRoutes:
         recorded_LNK: recorded ids `[L, n, K]` int64, or None if the batch is not the one that was planned.
         known_L: for each layer `[n]` bool, tokens whose route is known; None if all are.
         layouts: one a layer if the micro-step is planned, else empty; None where rows are unknown on some rank.
-        partial: what the plan says of those layers.
+        partial: the planned rows of layers with unknown routes.
         transfers: what brings the plan's replicas; None where no plan is carried out.
         plan_number: which of the session's plans it belongs to.
         routed: for each layer, address and version of the ids that its `route` returned last.

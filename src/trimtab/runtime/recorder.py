@@ -1,4 +1,4 @@
-"""`Recorder`: what a rank was doing when, for a step that somebody wants to look at. Without one, nothing is noted.
+"""`Recorder`: the activities of a rank over time, for a step that is examined. Nothing is recorded without one.
 
 A rank does one thing at a time, so that it is enough to note when it turns to something else. On CUDA the moments are
 events on the stream that computes; that part has not run on a GPU yet.
@@ -79,7 +79,7 @@ class Recorder:
 
     @contextmanager
     def micro_step(self, index: int) -> Iterator[None]:
-        """What is done within belongs to this micro-step."""
+        """A context that assigns what is recorded to this micro-step."""
         first = len(self._kinds)
         self.turn_to(OTHER)
         try:
