@@ -12,7 +12,7 @@ demo: .venv/.ready  ## post-train a small MoE on two local ranks, balanced by Tr
 	$(BIN)/trimtab train --out $(OUT)
 
 # These start ranks, which share their files' processes; a file at a time on each core.
-WIDE := tests/runtime tests/rl tests/integrations tests/benchmarks tests/test_examples.py tests/cli/test_doctor.py
+WIDE := tests/runtime tests/rl tests/integrations tests/benchmarks tests/test_examples.py tests/doctor/test_doctor.py
 
 test: .venv/.ready  ## run the tests (about 20 minutes)
 	$(BIN)/python -m pytest -n 2 $(addprefix --ignore=,$(WIDE))
@@ -29,8 +29,8 @@ bench: .venv/.ready  ## reproduce the figures that README and docs quote (about 
 	$(BIN)/trimtab bench step --json out/bench-step.json
 	$(BIN)/trimtab bench traces --json out/bench-traces.json
 	$(BIN)/trimtab bench capture --json out/bench-capture.json
-	$(BIN)/trimtab bench simulator --json out/bench-simulator.json
-	$(BIN)/trimtab bench papers --json out/bench-papers.json
+	$(BIN)/python -m experiments.simulator_validation --json out/bench-simulator.json
+	$(BIN)/python -m experiments.papers --json out/bench-papers.json
 
 clean:  ## remove what the other targets made
 	rm -rf .venv out

@@ -15,8 +15,8 @@ import torch.nn.functional as F
 from torch import nn
 
 from trimtab import RoutingTrace
+from trimtab.launch.launcher import launch
 from trimtab.runtime import ExpertWeight, RowGroups, Session, grouped_linear
-from trimtab.runtime.launch import launch
 
 LAYERS, EXPERTS, TOP_K, HIDDEN, WIDTH, VOCAB = 2, 8, 2, 32, 64, 50
 SEQUENCES = 12  # of a rank in a step

@@ -13,8 +13,8 @@ from transformers import AutoModelForCausalLM, Qwen3MoeConfig
 
 from trimtab import Schedule
 from trimtab.integrations.transformers import record_routing, share_experts
+from trimtab.launch.launcher import launch
 from trimtab.runtime import Session
-from trimtab.runtime.launch import launch
 
 EXPERTS = 8
 MICRO_STEPS, MINI_BATCHES = 4, 2  # of an RL step; the optimizer steps after every mini-batch

@@ -16,13 +16,13 @@ if TYPE_CHECKING:
     from trimtab.cluster import ClusterSpec, ModelSpec
     from trimtab.errors import InputError
     from trimtab.planner import Placement, Schedule, StepPlan, Workload
-    from trimtab.trace import Known, RoutingTrace, TraceReader, TraceWriter, read_trace, write_trace
+    from trimtab.trace import ImportOptions, RoutingTrace, TraceReader, TraceWriter, read_trace, write_trace
 
 __all__ = [
     "AnalysisResult",
     "ClusterSpec",
+    "ImportOptions",
     "InputError",
-    "Known",
     "ModelSpec",
     "Placement",
     "PlanResult",
@@ -48,7 +48,7 @@ _MODULES = {
     "cluster": ("ClusterSpec", "ModelSpec"),
     "errors": ("InputError",),
     "planner": ("Placement", "Schedule", "StepPlan", "Workload"),
-    "trace": ("Known", "RoutingTrace", "TraceReader", "TraceWriter", "read_trace", "write_trace"),
+    "trace": ("ImportOptions", "RoutingTrace", "TraceReader", "TraceWriter", "read_trace", "write_trace"),
 }
 
 

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 
 @contextmanager
@@ -34,3 +35,8 @@ def write_whole(path: str | os.PathLike[str], content: str | bytes) -> None:
     """Write a file, text as UTF-8, so that nobody ever sees a part of it. Folders above it are made."""
     with whole_file(path) as file:
         file.write(content.encode() if isinstance(content, str) else content)
+
+
+def write_json(path: Path, content: dict[str, Any]) -> None:
+    """Write a JSON file, atomically."""
+    write_whole(path, json.dumps(content, indent=2) + "\n")

@@ -117,7 +117,7 @@ def test_the_planner_bench_compares_balancers(tmp_path: Path, capsys: pytest.Cap
 def test_the_capture_bench_times_forward_and_generation(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from trimtab.benchmarks import capture
+    from trimtab.benchmarks import bench_capture as capture
     from trimtab.integrations.transformers import RoutingRecord
 
     smaller = partial(capture.CaptureBenchmark, layers=2, experts=8, hidden=64, length=32)

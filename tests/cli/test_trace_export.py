@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 
 from trimtab.cli.main import main
-from trimtab.policies.lasting import count_parts, slot_loads
+from trimtab.planner.placement.serving_placement import count_parts, slot_loads
 from trimtab.trace import PRESETS, RoutingTrace, TraceReader, read_trace, synthesize_preset, write_trace
 from trimtab.trace.formats import arrays, megatron
-from trimtab.trace.formats.records import Known
+from trimtab.trace.formats.records import ImportOptions
 
 
 @pytest.fixture
@@ -37,7 +37,7 @@ def export(folder: Path, form: str, *options: str, name: str = "out.json") -> in
 def test_traces(tmp_path: Path, trace: RoutingTrace, form: str) -> None:
     assert export(tmp_path, form, "--step", "1") == 0
     reader = megatron if form == "megatron" else arrays
-    records = list(reader.read(tmp_path / "out.json", Known()))
+    records = list(reader.read(tmp_path / "out.json", ImportOptions()))
     second = trace.select(np.flatnonzero(trace.steps == 1))
     assert 0 < len(records) < trace.num_sequences
     np.testing.assert_array_equal(np.concatenate([record.ids for record in records]), second.expert_ids)

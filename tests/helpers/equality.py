@@ -17,7 +17,7 @@ from helpers.moe_model import ALL_LISTS, Shape, TinyMoE, matches
 from helpers.random_plans import random_placement, random_plan, random_schedule, random_trace
 from trimtab.planner import Workload
 from trimtab.runtime import Session
-from trimtab.runtime.symmetric import PeerMemory
+from trimtab.runtime.transfer.peer_memory import PeerMemory
 
 CHECKPOINTING = ("plain", "checkpoint", "checkpoint without early stop", "reentrant checkpoint")
 

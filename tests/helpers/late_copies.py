@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-from trimtab.runtime.copies import Wait
+from trimtab.runtime.transfer.copy_engine import Wait
 
 
 class LateCopies:

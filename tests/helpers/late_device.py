@@ -26,9 +26,9 @@ import torch
 import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from trimtab.runtime import streams
-from trimtab.runtime.symmetric import PeerMemory
-from trimtab.trace.routing import Array
+from trimtab.array_type import Array
+from trimtab.runtime.transfer import streams
+from trimtab.runtime.transfer.peer_memory import PeerMemory
 
 MODES = ("late", "serial")
 # Tags of messages and of their acknowledgements in `serial`.

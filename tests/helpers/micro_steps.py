@@ -16,9 +16,9 @@ from helpers.equality import relative_error, scattered_groups
 from helpers.moe_model import WITHOUT_CHECKPOINTS, Shape, TinyMoE
 from helpers.plain_dispatch import PlainDispatcher
 from helpers.random_plans import random_placement, random_plan
+from trimtab.array_type import Array
 from trimtab.planner import Placement, Schedule, StepPlan, Workload
 from trimtab.runtime import MicroStep, Session, planning
-from trimtab.trace.routing import Array
 
 TOLERANCE = 1e-12
 ORDERS = ("one by one", "1F1B", "interleaved", "backwards last")

@@ -11,9 +11,9 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from trimtab.array_type import Array
 from trimtab.runtime import ExpertLayer, Session, gated_experts
-from trimtab.runtime.dispatch import Dispatcher
-from trimtab.trace.routing import Array
+from trimtab.runtime.layer.dispatch import Dispatcher
 
 
 @dataclass(frozen=True)

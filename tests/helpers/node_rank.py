@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from trimtab.errors import InputError
-from trimtab.runtime.launch import launch
+from trimtab.launch.launcher import launch
 
 MEBIBYTE = 1 << 20
 

@@ -10,8 +10,8 @@ import torch.distributed as dist
 from torch.autograd.function import once_differentiable
 
 from trimtab.runtime import RowGroups
-from trimtab.runtime.dispatch import Dispatched
-from trimtab.runtime.instance import Instance
+from trimtab.runtime.layer.dispatch import Dispatched
+from trimtab.runtime.layer.instance import Instance
 
 
 class PlainDispatcher:

@@ -10,11 +10,11 @@ from hypothesis import strategies as st
 
 from helpers import planner_twins as twins
 from trimtab import ClusterSpec, Placement, Schedule, StepPlan, Workload
+from trimtab.array_type import Array
 from trimtab.cluster import QWEN3_30B, CostModel
 from trimtab.planner import Planner, PlanSettings, SequenceCounts, plan_sequences
-from trimtab.planner.replicas import place_replicas
+from trimtab.planner.replicas.replicas import place_replicas
 from trimtab.trace import RoutingTrace
-from trimtab.trace.routing import Array
 
 
 def random_homes(rng: np.random.Generator, layers: int, experts: int, ranks: int) -> Placement:

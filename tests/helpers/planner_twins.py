@@ -9,10 +9,10 @@ from itertools import pairwise, product
 import numpy as np
 
 from trimtab import Placement, Schedule, StepPlan, Workload
+from trimtab.array_type import Array
 from trimtab.planner import SequenceCounts
-from trimtab.planner.replicas import JITTER, MOST_RESTARTS, RESTART_WORK
+from trimtab.planner.replicas.replicas import JITTER, MOST_RESTARTS, RESTART_WORK
 from trimtab.trace import RoutingTrace
-from trimtab.trace.routing import Array
 
 Replica = tuple[int, int, int]
 """Expert, rank, tokens."""

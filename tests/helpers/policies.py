@@ -12,9 +12,9 @@ import numpy as np
 from hypothesis import strategies as st
 
 from trimtab import ClusterSpec, Placement, Schedule, StepPlan, Workload
+from trimtab.array_type import Array
 from trimtab.planner import SequenceCounts
 from trimtab.policies import Policy, View, look
-from trimtab.trace.routing import Array
 
 
 @dataclass(frozen=True)

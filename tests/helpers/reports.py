@@ -6,8 +6,8 @@ from dataclasses import replace
 
 import numpy as np
 
-from trimtab.report.content import LANES, LoadMap, PolicyResult, Report, Timeline
-from trimtab.trace.routing import Array
+from trimtab.array_type import Array
+from trimtab.report.model import LANES, LoadMap, PolicyResult, Report, Timeline
 
 KINDS = (
     "attention", "dispatch", "experts", "combine", "waiting for other ranks", "replica weights",

@@ -13,9 +13,9 @@ from typing import Any
 
 import numpy as np
 
+from trimtab.array_type import Array
 from trimtab.errors import InputError
 from trimtab.trace.formats.records import Record
-from trimtab.trace.routing import Array
 
 
 def routes(tokens: int, layers: int, top_k: int, experts: int, dtype: str, *, seed: int = 0) -> Array:

@@ -10,10 +10,10 @@ import numpy as np
 import torch
 
 from helpers.late_copies import LateCopies
-from trimtab.planner.paths import HOST, PEER
-from trimtab.runtime.counters import Counters
-from trimtab.runtime.layout import InstanceReplicas, PlanReplicas
-from trimtab.runtime.ring import ReplicaRing
+from trimtab.planner.replicas.paths import HOST, PEER
+from trimtab.runtime.rows.layout import InstanceReplicas, PlanReplicas
+from trimtab.runtime.transfer.counters import Counters
+from trimtab.runtime.transfer.ring import ReplicaRing
 
 
 class Harness:

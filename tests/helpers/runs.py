@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM, Qwen3MoeConfig
 
-from trimtab.rl.model import save_checkpoint
+from trimtab.rl.demo_model import save_checkpoint
 from trimtab.rl.task import build_tokenizer
 
 

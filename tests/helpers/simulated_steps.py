@@ -11,10 +11,10 @@ from hypothesis import strategies as st
 from helpers.random_plans import random_placement, random_plan, random_trace
 from helpers.simulator_twin import TwinStep, simulate_twin
 from trimtab import ClusterSpec, Placement, Schedule, StepPlan, Workload
+from trimtab.array_type import Array
 from trimtab.cluster.operations import OperationCosts
 from trimtab.policies import Traits
 from trimtab.simulator.step import SimulatedStep, StepSettings, simulate_step
-from trimtab.trace.routing import Array
 
 # Fields of `OperationCosts` that are no seconds.
 RATIOS = ("dense_backward", "expert_backward", "near_spare", "far_spare")

@@ -16,10 +16,10 @@ import numpy as np
 
 from helpers import planner_twins as twins
 from trimtab import ClusterSpec, Placement, StepPlan, Workload
+from trimtab.array_type import Array
 from trimtab.cluster.operations import OperationCosts
 from trimtab.policies import Traits
 from trimtab.simulator.step import StepSettings
-from trimtab.trace.routing import Array
 
 PARTS = ("attention", "dispatch", "experts", "imbalance", "transfers", "planning", "migration", "optimizer")
 # Times that are nearer than this, relatively, may come out either way round.

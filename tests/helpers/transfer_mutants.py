@@ -12,11 +12,11 @@ import torch
 import torch.distributed as dist
 
 from helpers import late_device
-from trimtab.runtime import mirror, returns, ring, symmetric
-from trimtab.runtime.copies import BackgroundCopies
-from trimtab.runtime.instance import PlannedInstance
-from trimtab.runtime.ring import ReplicaRing
-from trimtab.runtime.visits import Instance, Visits
+from trimtab.runtime.layer.instance import PlannedInstance
+from trimtab.runtime.transfer import mirror, peer_memory, returns, ring
+from trimtab.runtime.transfer.copy_engine import BackgroundCopies
+from trimtab.runtime.transfer.ring import ReplicaRing
+from trimtab.runtime.transfer.visits import Instance, Visits
 
 Mutant = Callable[[pytest.MonkeyPatch], None]
 
@@ -149,7 +149,7 @@ def _no_barrier_before_rewriting(patch: pytest.MonkeyPatch) -> None:
 
 
 def _no_barrier_after_rewriting(patch: pytest.MonkeyPatch) -> None:
-    for module in (mirror, symmetric):
+    for module in (mirror, peer_memory):
         _replace_dist(patch, module, barrier=lambda group: None)
 
 

@@ -36,13 +36,13 @@ from trimtab.integrations.transformers import (
     router_weights,
     share_experts,
 )
+from trimtab.launch.launcher import launch
 from trimtab.rl.batches import collate
+from trimtab.rl.demo_model import save_checkpoint
 from trimtab.rl.losses import token_log_probs
-from trimtab.rl.model import save_checkpoint
 from trimtab.rl.sequences import Sequence, routing_of
 from trimtab.rl.task import build_tokenizer
 from trimtab.runtime import Session
-from trimtab.runtime.launch import launch
 
 
 @dataclass(frozen=True)

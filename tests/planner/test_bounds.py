@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from helpers.planner_steps import Instance, instances, random_homes, random_instance
 from helpers.random_plans import random_plan, random_schedule
 from trimtab import Workload
-from trimtab.planner.bounds import fewest_replicas, load_bound
-from trimtab.trace.routing import Array
+from trimtab.array_type import Array
+from trimtab.planner.plan.bounds import fewest_replicas, load_bound
 
 
 def bound(instance: Instance) -> float:

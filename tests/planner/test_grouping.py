@@ -12,9 +12,10 @@ from hypothesis import strategies as st
 from helpers import planner_twins as twins
 from helpers.planner_steps import random_homes
 from trimtab import Placement, Schedule
-from trimtab.planner import SequenceCounts, grouping, pack_by_length
-from trimtab.planner.grouping import group_by_routing
-from trimtab.trace.routing import Array
+from trimtab.array_type import Array
+from trimtab.planner import SequenceCounts, pack_by_length
+from trimtab.planner.schedule import grouping
+from trimtab.planner.schedule.grouping import group_by_routing
 
 
 @dataclass(frozen=True, eq=False)

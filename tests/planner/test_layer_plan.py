@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from helpers import planner_twins as twins
 from helpers.planner_steps import Instance, per_nodes, random_instance
-from trimtab.planner.layer_plan import PARTS_PER_WHOLE, LayerPlan, plan_layer
+from trimtab.planner.replicas.layer_plan import PARTS_PER_WHOLE, LayerPlan, plan_layer
 
 THRESHOLD = 1.01
 

@@ -14,7 +14,7 @@ from helpers import planner_twins as twins
 from helpers.planner_steps import per_nodes, random_homes
 from trimtab import ClusterSpec, InputError, Placement, Schedule, StepPlan
 from trimtab.cluster import QWEN3_30B, CostModel
-from trimtab.planner.paths import HOST, PEER
+from trimtab.planner.replicas.paths import HOST, PEER
 
 RATES = [0.0, 25e9, 50e9, 55e9, 450e9]
 Ends = list[tuple[int, int]]

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from helpers import planner_twins as twins
 from helpers.planner_steps import per_nodes, random_homes
 from trimtab import Placement
-from trimtab.planner.placement import place_experts
-from trimtab.trace.routing import Array
+from trimtab.array_type import Array
+from trimtab.planner.placement.placement import place_experts
 
 
 @dataclass(frozen=True, eq=False)

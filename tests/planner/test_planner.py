@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 from helpers import planner_twins as twins
 from helpers.random_plans import random_plan, random_schedule, random_trace
 from trimtab import ClusterSpec, InputError, Placement, Schedule, StepPlan, Workload
+from trimtab.array_type import Array
 from trimtab.planner import PlanSettings, plan_step
-from trimtab.planner.workload import max_over_mean
-from trimtab.trace.routing import Array
+from trimtab.planner.plan.workload import max_over_mean
 
 
 def contiguous_plan(workload: Workload, schedule: Schedule, cluster: ClusterSpec) -> StepPlan:

@@ -11,7 +11,7 @@ from helpers.planner_steps import per_nodes
 from helpers.random_plans import random_plan, random_schedule
 from trimtab import ClusterSpec, StepPlan, Workload
 from trimtab.cluster import QWEN3_30B, CostModel
-from trimtab.planner.prediction import cross_node_rows, predict
+from trimtab.planner.plan.prediction import cross_node_rows, predict
 
 
 @st.composite

@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 
 from helpers import planner_twins as twins
 from helpers.planner_steps import Instance, instances
-from trimtab.planner.split import split_tokens
-from trimtab.trace.routing import Array
+from trimtab.array_type import Array
+from trimtab.planner.replicas.split import split_tokens
 
 Replicas = list[tuple[int, int, int]]
 

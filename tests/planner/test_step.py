@@ -12,12 +12,12 @@ from hypothesis import given, settings
 from helpers import planner_twins as twins
 from helpers.planner_steps import Step, free_replicas, skewed_trace, steady_step, steps
 from trimtab import ClusterSpec, Placement, RoutingTrace
+from trimtab.array_type import Array
 from trimtab.cluster import QWEN3_30B, CostModel
 from trimtab.planner import Planner, PlanSettings, SequenceCounts, pack_by_length, plan_sequences, plan_step
 from trimtab.planner import planner as planner_module
+from trimtab.planner.plan.prediction import cross_node_rows, predict
 from trimtab.planner.planner import STEPS_TO_PAY
-from trimtab.planner.prediction import cross_node_rows, predict
-from trimtab.trace.routing import Array
 
 
 @settings(max_examples=80, deadline=None)

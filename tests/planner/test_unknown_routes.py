@@ -13,8 +13,8 @@ from helpers import planner_twins as twins
 from helpers.random_plans import random_placement, random_schedule, random_trace
 from trimtab import ClusterSpec, Placement, Schedule, StepPlan, Workload
 from trimtab.planner import PlanSettings, plan_step
-from trimtab.planner.bounds import gap_to_bound, load_bound
-from trimtab.planner.prediction import cross_node_rows
+from trimtab.planner.plan.bounds import gap_to_bound, load_bound
+from trimtab.planner.plan.prediction import cross_node_rows
 
 SHARES = st.sampled_from([0.01, 0.1, 0.5, 0.9, 0.99, 1.0])
 

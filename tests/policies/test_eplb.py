@@ -19,10 +19,11 @@ from helpers.policies import (
     random_steps,
 )
 from trimtab import InputError
-from trimtab.policies import eplb
-from trimtab.policies.copies import count_copies, split_equally, spread_copies
-from trimtab.policies.eplb import Eplb, EplbOracle, rebalance
-from trimtab.trace.routing import Array
+from trimtab.array_type import Array
+from trimtab.planner.placement import packing
+from trimtab.planner.placement.packing import rebalance
+from trimtab.policies.rivals.eplb import Eplb, EplbOracle
+from trimtab.policies.rivals.expert_copies import count_copies, split_equally, spread_copies
 
 GOLDEN = golden("eplb")
 
@@ -53,9 +54,9 @@ def test_golden_to_the_last_index(monkeypatch: pytest.MonkeyPatch) -> None:
         order: Array = torch.from_numpy(weight_N)[None].sort(descending=True).indices[0].numpy()
         return order
 
-    monkeypatch.setattr(eplb, "_heaviest_first", heaviest_first)
-    monkeypatch.setattr(eplb, "pack_evenly", eplb.pack_evenly.py_func)
-    monkeypatch.setattr(eplb, "_rebalance", eplb._rebalance.py_func)
+    monkeypatch.setattr(packing, "_heaviest_first", heaviest_first)
+    monkeypatch.setattr(packing, "pack_evenly", packing.pack_evenly.py_func)
+    monkeypatch.setattr(packing, "_rebalance", packing._rebalance.py_func)
     for case in GOLDEN:
         assert run_golden(case)[0].tolist() == case["physical_to_logical"]
 

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from helpers.policies import Step, check_future_is_unseen, check_policy, random_step, random_steps
 from trimtab.cluster import QWEN3_30B
-from trimtab.policies.fastermoe import FasterMoe, rows_by_shadows
+from trimtab.policies.rivals.fastermoe import FasterMoe, rows_by_shadows
 
 
 @settings(max_examples=100, deadline=None)

@@ -9,8 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from helpers.policies import Step, check_future_is_unseen, check_policy, random_step, random_steps
-from trimtab.policies.feplb import Feplb, move_experts
-from trimtab.trace.routing import Array
+from trimtab.array_type import Array
+from trimtab.policies.rivals.feplb import Feplb, move_experts
 
 
 def moves(

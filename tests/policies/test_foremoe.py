@@ -8,8 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from helpers.policies import Step, check_policy, random_step, random_steps
-from trimtab.planner.workload import max_over_mean
-from trimtab.policies.foremoe import ForeMoe
+from trimtab.planner.plan.workload import max_over_mean
+from trimtab.policies.rivals.foremoe import ForeMoe
 
 
 @pytest.mark.parametrize(("ranks", "experts"), [(8, 128), (16, 128), (32, 256)])

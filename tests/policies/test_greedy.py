@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from trimtab.policies.greedy import add_replicas, replicate
-from trimtab.trace.routing import Array
+from trimtab.array_type import Array
+from trimtab.policies.rivals.greedy import add_replicas, replicate
 
 
 def apply(counts_E: Array, home_E: Array, ranks: int, replicas_3P: Array) -> Array:

@@ -19,8 +19,8 @@ from helpers.policies import (
     random_step,
     random_steps,
 )
-from trimtab.policies.laer import Laer, layout
-from trimtab.trace.routing import Array
+from trimtab.array_type import Array
+from trimtab.policies.rivals.laer import Laer, layout
 
 
 def equal_split(load_E: Array, copies_RE: Array) -> Array:

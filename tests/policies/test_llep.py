@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from helpers.policies import Step, check_future_is_unseen, check_policy, golden, random_step, random_steps
-from trimtab.planner.workload import max_over_mean
-from trimtab.policies.llep import Llep, assign
+from trimtab.planner.plan.workload import max_over_mean
+from trimtab.policies.rivals.llep import Llep, assign
 
 
 @pytest.mark.parametrize("case", golden("llep"))

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from helpers.policies import Step, check_future_is_unseen, check_policy, random_step
-from trimtab.planner.paths import HOST, PEER
+from trimtab.planner.replicas.paths import HOST, PEER
 from trimtab.policies import POLICIES
 
 

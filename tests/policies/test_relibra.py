@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 
 from helpers.policies import Step, check_policy, random_step, random_steps
 from trimtab import StepPlan, Workload
-from trimtab.planner.workload import max_over_mean
-from trimtab.policies.relibra import ReLibra, anneal_homes
-from trimtab.trace.routing import Array
+from trimtab.array_type import Array
+from trimtab.planner.plan.workload import max_over_mean
+from trimtab.policies.rivals.relibra import ReLibra, anneal_homes
 
 
 def objective(

@@ -11,11 +11,11 @@ from hypothesis import strategies as st
 
 from helpers.policies import Step, check_policy, random_step, random_steps
 from trimtab import Placement
+from trimtab.array_type import Array
 from trimtab.planner import Schedule, SequenceCounts, Workload, pack_by_length
 from trimtab.policies import View
-from trimtab.policies.routepack import RoutePack, anneal_schedule
+from trimtab.policies.rivals.routepack import RoutePack, anneal_schedule
 from trimtab.policies.static import Static
-from trimtab.trace.routing import Array
 
 QUICK = RoutePack(evaluations=2000, population=3, temperatures=4)
 

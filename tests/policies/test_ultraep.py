@@ -13,10 +13,10 @@ from hypothesis import strategies as st
 
 from helpers.policies import Step, check_future_is_unseen, check_policy, random_step, random_steps
 from trimtab import StepPlan
-from trimtab.planner.workload import max_over_mean
+from trimtab.array_type import Array
+from trimtab.planner.plan.workload import max_over_mean
 from trimtab.policies import Traits
-from trimtab.policies.ultraep import UltraEp, solve_quotas
-from trimtab.trace.routing import Array
+from trimtab.policies.rivals.ultraep import UltraEp, solve_quotas
 
 Replica = tuple[int, int, int]
 

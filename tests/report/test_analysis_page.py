@@ -15,8 +15,8 @@ import pytest
 from helpers.browser import chromium, open_page
 from helpers.reports import EVIL
 from trimtab.analysis import CountedTrace, analyze
-from trimtab.report.content import AnalysisReport
 from trimtab.report.html import page_of, write_html
+from trimtab.report.model import AnalysisReport
 
 SECTIONS = ("balance", "foresight", "layers", "load", "sizes", "steps", "hot", "domains", "setting", "notes")
 

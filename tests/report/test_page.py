@@ -14,10 +14,10 @@ import numpy as np
 import pytest
 
 from helpers.reports import EVIL, edge_reports, some_report, some_timeline
-from trimtab.report.content import LoadMap
-from trimtab.report.elements import bytes_text, seconds
-from trimtab.report.embed import busiest_ranks
 from trimtab.report.html import page_of, write_html
+from trimtab.report.model import LoadMap
+from trimtab.report.payload import busiest_ranks
+from trimtab.report.widgets import bytes_text, seconds
 
 VOID = {"meta", "link", "input", "br", "img"}
 

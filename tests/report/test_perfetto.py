@@ -15,7 +15,7 @@ import pytest
 
 from helpers.reports import KINDS, some_report
 from trimtab.errors import InputError
-from trimtab.report.content import LANES, Timeline
+from trimtab.report.model import LANES, Timeline
 from trimtab.report.perfetto import write_perfetto
 
 

@@ -21,12 +21,12 @@ from helpers.equality import relative_error
 from helpers.runs import metrics_of, processes_under, save_tiny_model, train_command
 from trimtab.cli.main import main
 from trimtab.errors import InputError
+from trimtab.launch.launcher import launch
 from trimtab.rl.checkpoint import last_checkpoint
 from trimtab.rl.config import resumed
 from trimtab.rl.run import _sole_run
 from trimtab.rl.sequences import Sequence
 from trimtab.rl.trainer import Trainer
-from trimtab.runtime.launch import launch
 
 STEPS = 5
 SETTINGS = ["--warm-start-steps", "40", "--held-out", "8", "--problems", "8", "--samples", "16"]

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from helpers.equality import CHECKPOINTING, Case, compare_cases
-from trimtab.runtime.launch import launch
+from trimtab.launch.launcher import launch
 
 
 @pytest.mark.parametrize(

@@ -17,8 +17,8 @@ from helpers.moe_model import Shape, TinyMoE
 from helpers.random_plans import random_schedule, random_trace
 from helpers.rank_pool import RankPool
 from trimtab.errors import InputError, RanksDisagreeError
+from trimtab.launch.launcher import launch
 from trimtab.runtime import Session
-from trimtab.runtime.launch import launch
 
 State = dict[str, Any]
 Ranks = tuple[tuple[int, ...], ...]

@@ -26,12 +26,12 @@ from helpers.ring_harness import Harness
 from helpers.transfer_mutants import mutated
 from trimtab.cluster import ClusterSpec
 from trimtab.errors import RankFailedError
+from trimtab.launch.launcher import launch
 from trimtab.planner import Placement, Schedule, StepPlan, Workload
-from trimtab.planner.paths import HOST, PEER
+from trimtab.planner.replicas.paths import HOST, PEER
 from trimtab.runtime import Session, gated_experts
-from trimtab.runtime.home_experts import HomeExperts
-from trimtab.runtime.launch import launch
-from trimtab.runtime.ring import ReplicaRing
+from trimtab.runtime.state.home_experts import HomeExperts
+from trimtab.runtime.transfer.ring import ReplicaRing
 from trimtab.trace import synthesize
 
 NIGHTLY = os.environ.get("TRIMTAB_NIGHTLY") == "1"

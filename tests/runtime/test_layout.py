@@ -9,9 +9,16 @@ import numpy as np
 import torch
 
 from helpers.random_plans import random_placement, random_plan, random_schedule, random_trace
+from trimtab.array_type import Array
 from trimtab.planner import Workload
-from trimtab.runtime.layout import InstanceReplicas, Layout, PhysicalExperts, PlannedRows, place_rows, upload_layouts
-from trimtab.trace.routing import Array
+from trimtab.runtime.rows.layout import (
+    InstanceReplicas,
+    Layout,
+    PhysicalExperts,
+    PlannedRows,
+    place_rows,
+    upload_layouts,
+)
 
 Row = tuple[int, int, int]  # source rank, token, expert
 

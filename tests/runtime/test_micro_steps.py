@@ -15,9 +15,9 @@ from helpers.micro_steps import ORDERS, MicroStepCase, compare_micro_steps
 from helpers.moe_model import Shape, TinyMoE
 from helpers.random_plans import random_trace
 from trimtab.errors import InputError
+from trimtab.launch.launcher import launch
 from trimtab.planner import Schedule
 from trimtab.runtime import Session
-from trimtab.runtime.launch import launch
 
 UNKNOWN = (0.0, 0.05, 0.5, 1.0)
 RUNS = ("plain", "checkpoint", "reentrant checkpoint", "nested checkpoint")

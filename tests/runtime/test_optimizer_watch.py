@@ -6,7 +6,7 @@ import gc
 
 import torch
 
-from trimtab.runtime.optimizer_watch import OptimizerWatch
+from trimtab.runtime.state.optimizer_watch import OptimizerWatch
 
 
 def test_a_session_may_be_collected_in_the_middle_of_an_optimizer_step() -> None:

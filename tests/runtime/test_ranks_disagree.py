@@ -15,8 +15,8 @@ from helpers import any_loop
 from helpers.any_loop import Loop
 from helpers.random_plans import random_schedule
 from trimtab.errors import InputError, RankFailedError
+from trimtab.launch.launcher import launch
 from trimtab.runtime import Session, gated_experts
-from trimtab.runtime.launch import launch
 
 State = dict[str, Any]
 

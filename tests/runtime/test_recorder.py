@@ -11,10 +11,10 @@ import torch.distributed as dist
 
 from helpers.moe_model import Shape, TinyMoE
 from helpers.random_plans import random_plan, random_schedule, random_trace
+from trimtab.launch.launcher import launch
 from trimtab.planner import Placement, Workload
 from trimtab.runtime import Session
-from trimtab.runtime.launch import launch
-from trimtab.runtime.recorder import ACTIVITIES, EXPERTS, OTHER, REFRESHING, SUMMING, WAITING, Recorder
+from trimtab.runtime.ranks.recorder import ACTIVITIES, EXPERTS, OTHER, REFRESHING, SUMMING, WAITING, Recorder
 
 SHAPE = Shape(layers=3, experts=8, top_k=2, hidden=16, width=8)
 

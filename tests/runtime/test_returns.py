@@ -10,11 +10,11 @@ import numpy as np
 import pytest
 import torch
 
-from trimtab.runtime import returns
-from trimtab.runtime.counters import Counters
-from trimtab.runtime.home_experts import HomeExperts
-from trimtab.runtime.layout import InstanceReplicas
-from trimtab.runtime.returns import GradientReturns
+from trimtab.runtime.rows.layout import InstanceReplicas
+from trimtab.runtime.state.home_experts import HomeExperts
+from trimtab.runtime.transfer import returns
+from trimtab.runtime.transfer.counters import Counters
+from trimtab.runtime.transfer.returns import GradientReturns
 
 
 class Peers:

@@ -12,12 +12,12 @@ import torch.nn.functional as F
 from helpers.equality import relative_error
 from helpers.moe_model import Shape, TinyMoE
 from helpers.random_plans import random_schedule, random_trace
+from trimtab.array_type import Array
 from trimtab.errors import InputError, RankFailedError
+from trimtab.launch.launcher import launch
 from trimtab.planner import Schedule
 from trimtab.runtime import Session
-from trimtab.runtime.launch import launch
 from trimtab.trace import RoutingTrace
-from trimtab.trace.routing import Array
 
 SHAPE = Shape(layers=2, experts=8, top_k=2, hidden=8, width=6)
 

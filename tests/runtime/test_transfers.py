@@ -15,10 +15,10 @@ from helpers.moe_model import ALL_LISTS, Shape, matches
 from helpers.planned_steps import SHAPE, Step, make
 from helpers.random_plans import random_schedule, random_trace
 from trimtab.errors import InputError, RanksDisagreeError
+from trimtab.launch.launcher import launch
 from trimtab.planner import Placement
-from trimtab.planner.paths import HOST, PEER
-from trimtab.runtime.launch import launch
-from trimtab.runtime.mirror import SHARED_MEMORY
+from trimtab.planner.replicas.paths import HOST, PEER
+from trimtab.runtime.transfer.mirror import SHARED_MEMORY
 
 LISTED = replace(SHAPE, lists=ALL_LISTS)
 

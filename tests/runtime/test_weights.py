@@ -13,10 +13,10 @@ from helpers.equality import relative_error
 from helpers.late_copies import LateCopies
 from helpers.moe_model import Shape, TinyMoE
 from helpers.random_plans import random_plan, random_schedule, random_trace
+from trimtab.launch.launcher import launch
 from trimtab.planner import Schedule, Workload
-from trimtab.planner.paths import HOST
+from trimtab.planner.replicas.paths import HOST
 from trimtab.runtime import PlanReport, Session
-from trimtab.runtime.launch import launch
 from trimtab.trace import RoutingTrace
 
 # Deeper than the ring, so that backward fetches again what forward dropped.

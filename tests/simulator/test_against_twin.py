@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from helpers import planner_twins as twins
 from helpers.simulated_steps import Case, cases
 from helpers.simulator_twin import Shown, needs_of
-from trimtab.report.content import LANES
+from trimtab.report.model import LANES
 from trimtab.simulator.events import KINDS, Events
 from trimtab.simulator.work import rank_work
 

@@ -11,6 +11,7 @@ import pytest
 
 from helpers.simulator_twin import flows_of
 from trimtab import ClusterSpec, InputError, Placement, RoutingTrace, StepPlan
+from trimtab.array_type import Array
 from trimtab.cluster import ModelSpec
 from trimtab.cluster.operations import OperationCosts
 from trimtab.planner import SequenceCounts
@@ -27,7 +28,6 @@ from trimtab.simulator.comparison import (
 )
 from trimtab.simulator.memory import memory_bytes
 from trimtab.simulator.step import StepSettings, simulate_step
-from trimtab.trace.routing import Array
 
 # As DESIGN has them.
 KEYS = {

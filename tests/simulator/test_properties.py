@@ -11,11 +11,11 @@ from hypothesis import strategies as st
 
 from helpers.simulated_steps import GRADIENTS, MOVES, ROWS, SECONDS, WEIGHTS, Case, cases, free_costs
 from trimtab import ClusterSpec, Placement, Schedule, StepPlan, Workload
+from trimtab.array_type import Array
 from trimtab.policies import Traits
-from trimtab.report.content import LANES, PARTS
+from trimtab.report.model import LANES, PARTS
 from trimtab.simulator.events import KINDS, WAITING
 from trimtab.simulator.step import StepSettings
-from trimtab.trace.routing import Array
 
 LITTLE = 1 + 1e-12
 TRANSFERS = (*WEIGHTS, *GRADIENTS, *MOVES)

@@ -7,10 +7,10 @@ import pytest
 
 from trimtab import InputError, RoutingTrace
 from trimtab.planner import pack_by_length
-from trimtab.planner.workload import max_over_mean
+from trimtab.planner.plan.workload import max_over_mean
 from trimtab.trace import PRESETS, SkewPreset, synthesize_preset
 from trimtab.trace.counting import count_experts
-from trimtab.trace.drawing import derive, draw_experts
+from trimtab.trace.sampling import derive, draw_experts
 
 MICRO_STEPS = 8
 

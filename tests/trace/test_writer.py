@@ -17,7 +17,7 @@ import pytest
 
 from trimtab import InputError, RoutingTrace, TraceReader, TraceWriter, read_trace, write_trace
 from trimtab.trace import store, writer
-from trimtab.trace.ahead import ahead
+from trimtab.trace.prefetch import ahead
 
 SHAPE = (3, 2)
 

@@ -23,9 +23,9 @@ from trimtab.analysis.domains import DomainSkew, alikeness, domain_skew
 from trimtab.analysis.foresight import Foresight, foresight
 from trimtab.analysis.hot import HOT, Hot, hot_experts
 from trimtab.analysis.price import Price, price
+from trimtab.array_type import Array
 from trimtab.cluster import ClusterSpec, ModelSpec
 from trimtab.errors import InputError
-from trimtab.trace.routing import Array
 
 
 @dataclass(frozen=True, eq=False)

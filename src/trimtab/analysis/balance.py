@@ -14,7 +14,7 @@ from itertools import pairwise
 import numpy as np
 
 from trimtab.analysis.counted import CountedTrace, summed
-from trimtab.trace.routing import Array
+from trimtab.array_type import Array
 
 # Other sizes of micro-steps; smaller ones need parts, larger ones enough micro-steps in a step.
 FACTORS = (Fraction(1, 4), Fraction(1, 2), Fraction(1), Fraction(2), Fraction(4), Fraction(8))

@@ -13,11 +13,11 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from trimtab.array_type import Array
 from trimtab.errors import InputError
 from trimtab.planner import pack_by_length
 from trimtab.trace import TraceReader
 from trimtab.trace.counting import count_experts
-from trimtab.trace.routing import Array
 
 DEFAULT_BUDGET = 8192
 # Parts of a micro-step, if sequences are short enough.

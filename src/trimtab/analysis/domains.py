@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from trimtab.analysis.balance import home_loads, overlap, ratios
-from trimtab.trace.routing import Array
+from trimtab.array_type import Array
 
 
 @dataclass(frozen=True)

@@ -17,8 +17,8 @@ from itertools import pairwise
 import numpy as np
 
 from trimtab.analysis.balance import home_loads, lost_part, ratios
-from trimtab.policies.eplb import rebalance
-from trimtab.trace.routing import Array
+from trimtab.array_type import Array
+from trimtab.planner.placement.packing import rebalance
 
 # Replicas per rank, the default of `trimtab plan` and `trimtab simulate`.
 SLOTS = 2

@@ -14,7 +14,7 @@ import numpy as np
 
 from trimtab.analysis.balance import halves
 from trimtab.analysis.counted import summed
-from trimtab.trace.routing import Array
+from trimtab.array_type import Array
 
 HOT = 2
 # Longest run of each line of the distribution; a last one holds the rest.

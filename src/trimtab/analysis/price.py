@@ -13,9 +13,9 @@ from dataclasses import dataclass
 import numpy as np
 
 from trimtab.analysis.balance import home_loads
+from trimtab.array_type import Array
 from trimtab.cluster import ClusterSpec, ModelSpec
 from trimtab.cluster.operations import OperationCosts
-from trimtab.trace.routing import Array
 
 
 @dataclass(frozen=True)

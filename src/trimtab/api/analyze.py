@@ -16,12 +16,12 @@ from trimtab.api.arguments import ModelSource, check_model, check_one_size, chec
 from trimtab.cluster import ModelSpec, load_cluster, model_like
 from trimtab.errors import InputError
 from trimtab.report.analysis_sections import setting_facts
-from trimtab.report.content import AnalysisReport
-from trimtab.report.elements import number
 from trimtab.report.html import write_html
+from trimtab.report.model import AnalysisReport
 from trimtab.report.notebook import notebook_html, notebook_table
+from trimtab.report.widgets import number
 from trimtab.trace import RoutingTrace
-from trimtab.trace.memory import open_trace
+from trimtab.trace.in_memory import open_trace
 from trimtab.trace.store import Source
 
 USUAL_RANKS = 8

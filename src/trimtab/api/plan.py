@@ -9,18 +9,18 @@ from typing import Any
 import numpy as np
 
 from trimtab.api.arguments import ModelSource, check_choice, check_model, check_optional, check_whole, counted, model_of
+from trimtab.array_type import Array
 from trimtab.cluster import ClusterSpec
 from trimtab.errors import InputError
 from trimtab.planner import Placement, SequenceCounts, StepPlan, Workload, pack_by_length
-from trimtab.planner.bounds import gap_to_bound
-from trimtab.planner.paths import HOST
-from trimtab.planner.prediction import cross_node_rows
+from trimtab.planner.plan.bounds import gap_to_bound
+from trimtab.planner.plan.prediction import cross_node_rows
+from trimtab.planner.replicas.paths import HOST
 from trimtab.policies import POLICIES, Policy, View, look
 from trimtab.report.notebook import notebook_html, notebook_table
 from trimtab.simulator import Balance, expert_time, summarise_balance
 from trimtab.trace import RoutingTrace, TraceReader
-from trimtab.trace.memory import open_trace
-from trimtab.trace.routing import Array
+from trimtab.trace.in_memory import open_trace
 from trimtab.trace.store import Source
 
 # Instances whose bound is solved.

@@ -36,7 +36,7 @@ from trimtab.simulator.comparison import (
 )
 from trimtab.simulator.step import StepSettings
 from trimtab.trace import RoutingTrace
-from trimtab.trace.memory import open_trace
+from trimtab.trace.in_memory import open_trace
 from trimtab.trace.store import Source
 
 # The baseline, one of each kind of rival, ours, and the ideal; `trimtab.policies.POLICIES` has all.

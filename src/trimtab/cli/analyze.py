@@ -10,7 +10,8 @@ from rich.console import Console
 from rich.progress import BarColumn, TextColumn, TimeElapsedColumn
 
 from trimtab.api.analyze import USUAL_RANKS, AnalysisResult, analyze
-from trimtab.cli.options import add_trace, check_outputs, positive, progress_bar, whole, write_json
+from trimtab.cli.options import add_trace, check_outputs, positive, progress_bar, whole
+from trimtab.files import write_json
 from trimtab.report.analysis_tables import analysis_tables
 
 

@@ -11,15 +11,14 @@ from typing import Any
 
 from rich.console import Console
 
-from trimtab.benchmarks.papers.published import ROWS
-from trimtab.cli.options import check_outputs, need_extra, positive, whole, write_json
+from trimtab.cli.options import check_outputs, need_extra, positive, whole
 from trimtab.errors import InputError
+from trimtab.files import write_json
 from trimtab.planner import Placement
 from trimtab.policies import POLICIES
 from trimtab.trace import PRESETS
 
 PRESET_NAMES = tuple(PRESETS)
-PAPERS = tuple(row.name for row in ROWS)
 
 
 def add(commands: Any) -> None:
@@ -82,28 +81,6 @@ def add(commands: Any) -> None:
     step.add_argument("--seed", type=whole, default=0, metavar="N", help="of the routing (default: 0)")
     step.add_argument("--json", type=Path, metavar="FILE", help="also write the figures to FILE")
     step.set_defaults(run=run_step)
-    papers = benches.add_parser(
-        "papers",
-        help="published figures of papers, and those of the simulator in similar set-ups",
-        description="Simulate the set-ups of several papers on synthetic routing, and print their figures and ours: "
-        "the range over presets and seeds, and the median.",
-        epilog="example: trimtab bench papers --rows relibra --json out/relibra.json",
-    )
-    what = papers.add_mutually_exclusive_group()
-    what.add_argument("--rows", nargs="+", choices=PAPERS, default=PAPERS, metavar="NAME", help=f"{', '.join(PAPERS)}")
-    what.add_argument("--read", type=Path, metavar="FILE", help="read the figures written by --json, and run nothing")
-    papers.add_argument(
-        "--presets",
-        nargs="+",
-        choices=PRESET_NAMES,
-        default=["rl-math", "rl-mixed"],
-        metavar="NAME",
-        help="skew of the routing (rl-math rl-mixed)",
-    )
-    papers.add_argument("--seeds", type=whole, nargs="+", default=[0, 1, 2], metavar="N", help="of the routing (0 1 2)")
-    papers.add_argument("--json", type=Path, metavar="FILE", help="also write the figures to FILE")
-    papers.add_argument("--page", type=Path, metavar="FILE", help="also put the tables into docs/reproduction.md")
-    papers.set_defaults(run=run_papers)
     transfer = benches.add_parser(
         "transfer",
         help="cost of weight transfers, and expert compute saved by a plan, on one device",
@@ -134,23 +111,13 @@ def add(commands: Any) -> None:
     capture.add_argument("--rounds", type=positive, default=60, metavar="N", help="alternating pairs (default: 60)")
     capture.add_argument("--json", type=Path, metavar="FILE", help="also write the figures to FILE")
     capture.set_defaults(run=run_capture)
-    simulator = benches.add_parser(
-        "simulator",
-        help="compare simulated and measured step times",
-        description="Calibrate this machine, run the static, trimtab and balanced variants of bench runtime on it, and "
-        "hold their step times against what the simulator predicts for the same routing and plans.",
-        epilog="example: trimtab bench simulator --json out/bench-simulator.json",
-    )
-    simulator.add_argument("--rounds", type=positive, default=20, metavar="N", help="rounds of both (default: 20)")
-    simulator.add_argument("--json", type=Path, metavar="FILE", help="also write the figures to FILE")
-    simulator.set_defaults(run=run_simulator)
 
 
 def run_runtime(options: argparse.Namespace) -> None:
     need_extra("torch", "transformers")
-    from trimtab.benchmarks.runtime import RuntimeBenchmark, run_benchmark
-    from trimtab.runtime.launch import launch, torchrun_ranks
-    from trimtab.runtime.namespaces import run_on_nodes
+    from trimtab.benchmarks.bench_runtime import RuntimeBenchmark, run_benchmark
+    from trimtab.launch.launcher import launch, torchrun_ranks
+    from trimtab.launch.namespaces import run_on_nodes
 
     nodes, link_mbit = options.nodes, options.link_mbit
     ranks = torchrun_ranks() or options.ranks or 2 * nodes
@@ -169,7 +136,7 @@ def run_runtime(options: argparse.Namespace) -> None:
 
 
 def run_planner(options: argparse.Namespace) -> None:
-    from trimtab.benchmarks.planner import PlannerBenchmark, print_figures, run_benchmark
+    from trimtab.benchmarks.bench_planner import PlannerBenchmark, print_figures, run_benchmark
 
     if options.frontier:
         need_extra("matplotlib", extra="dev")
@@ -180,7 +147,7 @@ def run_planner(options: argparse.Namespace) -> None:
     figures = run_benchmark(settings, frontier=options.frontier is not None)
     print_figures(figures, Console(highlight=False))
     if options.frontier:
-        from trimtab.benchmarks.frontier import draw_frontier
+        from trimtab.benchmarks.planner_frontier import draw_frontier
 
         draw_frontier(figures["frontier"], options.frontier)
     if options.json:
@@ -188,7 +155,7 @@ def run_planner(options: argparse.Namespace) -> None:
 
 
 def run_traces(options: argparse.Namespace) -> None:
-    from trimtab.benchmarks.traces import print_figures, run_benchmark
+    from trimtab.benchmarks.bench_traces import print_figures, run_benchmark
 
     check_outputs(options.json)
     figures = run_benchmark(options.tokens, options.rounds)
@@ -198,7 +165,7 @@ def run_traces(options: argparse.Namespace) -> None:
 
 
 def run_step(options: argparse.Namespace) -> None:
-    from trimtab.benchmarks.step import SIZES, print_figures, run_benchmark
+    from trimtab.benchmarks.bench_step import SIZES, print_figures, run_benchmark
 
     sizes = tuple(size for size in SIZES if size.ranks <= options.largest)
     if not sizes:
@@ -209,27 +176,9 @@ def run_step(options: argparse.Namespace) -> None:
         write_json(options.json, {"schema": "trimtab-bench-step-1", "seed": options.seed, "sizes": rows})
 
 
-def run_papers(options: argparse.Namespace) -> None:
-    from trimtab.benchmarks.papers import run_benchmark
-    from trimtab.benchmarks.papers.page import print_figures, read_figures, read_page, write_page
-
-    if options.page:
-        read_page(options.page)  # before minutes of work
-    if options.read:
-        figures = read_figures(options.read)
-    else:
-        rows = [row for row in ROWS if row.name in options.rows]
-        figures = run_benchmark(rows, options.presets, options.seeds)
-    print_figures(figures, Console(highlight=False))
-    if options.json:
-        write_json(options.json, figures)
-    if options.page:
-        write_page(figures, options.page)
-
-
 def run_transfer(options: argparse.Namespace) -> None:
     need_extra("torch")
-    from trimtab.benchmarks.transfer import print_figures, run_benchmark
+    from trimtab.benchmarks.bench_transfer import print_figures, run_benchmark
 
     figures = run_benchmark(options.rounds)
     print_figures(figures, Console(highlight=False))
@@ -239,28 +188,12 @@ def run_transfer(options: argparse.Namespace) -> None:
 
 def run_capture(options: argparse.Namespace) -> None:
     need_extra("torch", "transformers")
-    from trimtab.benchmarks.capture import CaptureBenchmark, print_figures, run_benchmark
+    from trimtab.benchmarks.bench_capture import CaptureBenchmark, print_figures, run_benchmark
 
     figures = run_benchmark(CaptureBenchmark(options.rounds))
     print_figures(figures, Console(highlight=False))
     if options.json:
         write_json(options.json, figures)
-
-
-def run_simulator(options: argparse.Namespace) -> None:
-    need_extra("torch", "transformers")
-    from trimtab.benchmarks.calibration import settings_for
-    from trimtab.benchmarks.calibration.tables import figures_table
-    from trimtab.benchmarks.runtime import RuntimeBenchmark
-    from trimtab.benchmarks.validation import print_comparison, run_validation
-
-    calibration = settings_for(None, ranks=None, rounds=options.rounds, name="this machine")
-    calibrated, result = run_validation(calibration, RuntimeBenchmark(rounds=options.rounds))
-    console = Console(highlight=False)
-    console.print(figures_table(calibrated))
-    print_comparison(result, console)
-    if options.json:
-        write_json(options.json, {"schema": "trimtab-bench-simulator-1", **result, "calibrated": calibrated.to_json()})
 
 
 def _size(text: str) -> tuple[int, int]:

@@ -8,8 +8,9 @@ from typing import Any
 
 from rich.console import Console
 
-from trimtab.cli.options import check_outputs, need_extra, positive, write_json
+from trimtab.cli.options import check_outputs, need_extra, positive
 from trimtab.cluster import write_cluster
+from trimtab.files import write_json
 
 
 def add(commands: Any) -> None:
@@ -35,8 +36,8 @@ def add(commands: Any) -> None:
 def run(options: argparse.Namespace) -> None:
     check_outputs(options.out, options.json)
     need_extra("torch", "transformers")
-    from trimtab.benchmarks.calibration import calibrate, settings_for
-    from trimtab.benchmarks.calibration.tables import figures_table
+    from trimtab.calibration import calibrate, settings_for
+    from trimtab.calibration.figures_table import figures_table
 
     name = options.out.stem or "this machine"
     result = calibrate(settings_for(options.model, ranks=options.ranks, rounds=options.rounds, name=name))

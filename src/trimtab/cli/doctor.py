@@ -14,9 +14,10 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from trimtab.cli.options import positive, whole, write_json
+from trimtab.cli.options import positive, whole
 from trimtab.cluster import ModelSpec
 from trimtab.errors import InputError
+from trimtab.files import write_json
 
 COLOURS = {"ok": "green", "warning": "yellow", "problem": "red"}
 
@@ -44,7 +45,7 @@ def add(commands: Any) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Returns the exit status."""
-    from trimtab.doctor import examine
+    from trimtab.doctor.checks import examine
 
     ranks = int(os.environ.get("WORLD_SIZE", options.ranks))
     if ranks < 2:

@@ -6,6 +6,7 @@ import argparse
 import errno
 import os
 import sys
+from collections.abc import Callable
 from importlib import import_module
 from typing import NoReturn
 
@@ -26,11 +27,16 @@ COMMANDS = {
 }
 
 
-# Full or read-only disk, quota, or shell limit.
-UNWRITABLE = (errno.EDQUOT, errno.EFBIG, errno.ENOSPC, errno.EROFS)
+# No rights, a folder instead of a file or a file instead of a folder; full or read-only disk, quota, or shell limit.
+UNWRITABLE = (
+    errno.EACCES, errno.EPERM, errno.EEXIST, errno.EISDIR, errno.ENOTDIR,
+    errno.EDQUOT, errno.EFBIG, errno.ENOSPC, errno.EROFS,
+)  # fmt: skip
 
 
-class _Parser(argparse.ArgumentParser):
+class Parser(argparse.ArgumentParser):
+    """An ArgumentParser whose errors are one line."""
+
     def error(self, message: str) -> NoReturn:
         self.exit(2, f"{self.prog}: {message} (see {self.prog} --help)\n")
 
@@ -39,40 +45,43 @@ def main(arguments: list[str] | None = None) -> int:
     """Run a command. Returns the exit status."""
     arguments = sys.argv[1:] if arguments is None else arguments
     asked = next((word for word in arguments if word in COMMANDS), "")
+    return run(f"trimtab {asked}", lambda: _parse(arguments, asked))
+
+
+def run(name: str, parse: Callable[[], argparse.Namespace]) -> int:
+    """Parse options and call `options.run(options)`. Prints errors after the command's name; returns the status."""
     try:
-        options = _parse(arguments, asked)
+        options = parse()
         return options.run(options) or 0
     except InputError as error:
-        print(f"trimtab {asked}: {error}", file=sys.stderr)
-        return 2
+        return _failed(name, error, 2)
     except BrokenPipeError:
         # The reader (such as head) has closed the pipe; also avoid an error when the interpreter flushes.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
-    except (FileExistsError, IsADirectoryError, NotADirectoryError, PermissionError) as error:
-        print(f"trimtab {asked}: {error.filename}: {error.strerror}", file=sys.stderr)
-        return 2
     except OSError as error:
         if error.errno not in UNWRITABLE:
             raise
-        print(f"trimtab {asked}: {error.filename}: {error.strerror}", file=sys.stderr)
-        return 2
+        return _failed(name, f"{error.filename}: {error.strerror}", 2)
     except RankFailedError as error:
-        print(f"trimtab {asked}: {error}", file=sys.stderr)
-        return 1
+        return _failed(name, error, 1)
     except KeyboardInterrupt:
-        print(f"trimtab {asked}: interrupted", file=sys.stderr)
-        return 130
+        return _failed(name, "interrupted", 130)
+
+
+def _failed(name: str, reason: object, status: int) -> int:
+    print(f"{name}: {reason}", file=sys.stderr)
+    return status
 
 
 def _parse(arguments: list[str], asked: str) -> argparse.Namespace:
-    parser = _Parser(
+    parser = Parser(
         prog="trimtab",
         description="Load balancing for Mixture-of-Experts models in RL post-training, planned from known routing.",
         epilog="example: trimtab trace synth rl-mixed -o out/mixed.parquet && trimtab analyze out/mixed.parquet",
     )
     parser.add_argument("--version", action="version", version=f"trimtab {__version__}")
-    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND", parser_class=_Parser)
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND", parser_class=Parser)
     for command, about in COMMANDS.items():
         if command == asked:
             import_module(f"trimtab.cli.{command}").add(commands)

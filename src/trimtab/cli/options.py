@@ -4,17 +4,14 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
-import json
 import os
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from rich.console import Console
 from rich.progress import Progress, ProgressColumn
 
 from trimtab.errors import InputError
-from trimtab.files import write_whole
 
 
 def positive(text: str) -> int:
@@ -73,8 +70,3 @@ def check_outputs(*paths: Path | None, sources: Sequence[Path] = ()) -> None:
         folder = next(parent for parent in path.absolute().parents if parent.exists())
         if not folder.is_dir() or not os.access(folder, os.W_OK):
             raise InputError(f"{path}: {folder} is not a folder that can be written to")
-
-
-def write_json(path: Path, content: dict[str, Any]) -> None:
-    """Write a JSON file, atomically."""
-    write_whole(path, json.dumps(content, indent=2) + "\n")

@@ -9,7 +9,8 @@ from typing import Any
 from rich.console import Console
 
 from trimtab.api.plan import plan
-from trimtab.cli.options import add_trace, check_outputs, positive, whole, write_json
+from trimtab.cli.options import add_trace, check_outputs, positive, whole
+from trimtab.files import write_json
 from trimtab.policies import POLICIES
 from trimtab.report.tables import balance_tables, facts
 

@@ -10,7 +10,8 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn
 
 from trimtab.api.simulate import DEFAULT_POLICIES, GROUPS_MEET, SimulationResult, simulate
-from trimtab.cli.options import add_trace, check_outputs, positive, progress_bar, whole, write_json
+from trimtab.cli.options import add_trace, check_outputs, positive, progress_bar, whole
+from trimtab.files import write_json
 from trimtab.policies import POLICIES
 from trimtab.report.perfetto import check_name, write_perfetto
 from trimtab.report.simulation import timelines

@@ -11,8 +11,9 @@ import numpy as np
 from rich.console import Console
 
 from trimtab.cli import trace_export, trace_import
-from trimtab.cli.options import add_trace, check_outputs, positive, whole, write_json
+from trimtab.cli.options import add_trace, check_outputs, positive, whole
 from trimtab.errors import InputError
+from trimtab.files import write_json
 from trimtab.report.tables import skew_table, trace_facts
 from trimtab.trace import PRESETS, TraceReader, id_dtype, synthesize_preset, write_trace
 from trimtab.trace.statistics import layer_skew

@@ -10,16 +10,16 @@ from typing import Any
 import numpy as np
 from rich.console import Console
 
+from trimtab.array_type import Array
 from trimtab.cli.options import add_trace, check_outputs, positive, whole
 from trimtab.errors import InputError
 from trimtab.files import write_whole
-from trimtab.planner.workload import max_over_mean
-from trimtab.policies.lasting import count_parts, fill_slots, slot_loads
+from trimtab.planner.placement.serving_placement import count_parts, fill_slots, slot_loads
+from trimtab.planner.plan.workload import max_over_mean
 from trimtab.report.tables import facts
 from trimtab.trace import TraceReader
 from trimtab.trace.exports.arrays import write_npz, write_safetensors
 from trimtab.trace.exports.megatron import write_megatron
-from trimtab.trace.routing import Array
 
 TRACES = {"megatron": write_megatron, "numpy": write_npz, "safetensors": write_safetensors}
 PLACEMENTS = ("sglang-placement", "vllm-placement")

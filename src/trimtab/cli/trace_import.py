@@ -19,7 +19,7 @@ from trimtab.report.tables import facts, trace_facts
 from trimtab.trace import RoutingTrace, TraceReader, write_trace
 from trimtab.trace.formats.importing import FORMATS, common_format, import_files
 from trimtab.trace.formats.normalise import Summary
-from trimtab.trace.formats.records import Known
+from trimtab.trace.formats.records import ImportOptions
 from trimtab.trace.store import named_files
 
 
@@ -76,9 +76,11 @@ def _rows(summary: Summary, form: str, seconds: float) -> list[tuple[str, str]]:
     return rows + [("left out", f"{count:,} {what}") for what, count in summary.dropped.items()]
 
 
-def _known(options: argparse.Namespace) -> Known:
+def _known(options: argparse.Namespace) -> ImportOptions:
     """Model facts from the options."""
-    said = Known(options.num_experts, options.num_layers, options.top_k, step=options.step, domain=options.domain)
+    said = ImportOptions(
+        options.num_experts, options.num_layers, options.top_k, step=options.step, domain=options.domain
+    )
     if options.model is None:
         return said
     model = load_model(options.model)

@@ -65,12 +65,12 @@ def add(commands: Any) -> None:
 def run(options: argparse.Namespace) -> None:
     need_extra("torch", "transformers", "tensorboard")
     from trimtab.integrations.transformers import num_experts
+    from trimtab.launch.launcher import launch, torchrun_ranks
     from trimtab.planner import Placement
     from trimtab.rl.checkpoint import last_checkpoint
     from trimtab.rl.config import TrainConfig, resumed
-    from trimtab.rl.model import load_config, load_tokenizer
+    from trimtab.rl.demo_model import load_config, load_tokenizer
     from trimtab.rl.run import run_training
-    from trimtab.runtime.launch import launch, torchrun_ranks
 
     out: Path = options.out
     asked = {field.name: getattr(options, field.name, None) for field in fields(TrainConfig)}

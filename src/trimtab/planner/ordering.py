@@ -10,9 +10,9 @@ from dataclasses import replace
 
 import numpy as np
 
-from trimtab.planner.schedule import Schedule
-from trimtab.planner.step_plan import StepPlan
-from trimtab.trace.routing import Array
+from trimtab.array_type import Array
+from trimtab.planner.plan.step_plan import StepPlan
+from trimtab.planner.schedule.schedule import Schedule
 
 
 def order_for_reuse(plan: StepPlan) -> Array:

@@ -8,19 +8,20 @@ from dataclasses import asdict, replace
 
 import numpy as np
 
+from trimtab.array_type import Array
 from trimtab.cluster import QWEN3_30B, ClusterSpec, CostModel
 from trimtab.errors import InputError
-from trimtab.planner.grouping import group_by_routing
-from trimtab.planner.instances import PlanSettings, map_layers, plan_step
 from trimtab.planner.ordering import order_for_reuse, reordered
-from trimtab.planner.placement import Placement, place_experts
-from trimtab.planner.prediction import predict
-from trimtab.planner.schedule import Schedule, pack_by_length
-from trimtab.planner.seating import rows_by_node, seat_by_locality
-from trimtab.planner.sequences import SequenceCounts
-from trimtab.planner.step_plan import StepPlan
-from trimtab.planner.workload import Workload
-from trimtab.trace.routing import Array, RoutingTrace
+from trimtab.planner.placement.placement import Placement, place_experts
+from trimtab.planner.plan.instances import PlanSettings, map_layers, plan_step
+from trimtab.planner.plan.prediction import predict
+from trimtab.planner.plan.step_plan import StepPlan
+from trimtab.planner.plan.workload import Workload
+from trimtab.planner.schedule.grouping import group_by_routing
+from trimtab.planner.schedule.rank_assignment import rows_by_node, seat_by_locality
+from trimtab.planner.schedule.schedule import Schedule, pack_by_length
+from trimtab.planner.schedule.sequence_counts import SequenceCounts
+from trimtab.trace.routing import RoutingTrace
 
 # Move penalties, in parts of a layer's imbalance per expert; see `place_experts`.
 RELUCTANCES = (0.0, 0.25, 1.0)

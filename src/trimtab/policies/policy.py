@@ -8,9 +8,9 @@ from typing import Literal, Protocol
 
 import numpy as np
 
+from trimtab.array_type import Array
 from trimtab.cluster import ClusterSpec, CostModel
 from trimtab.planner import Placement, Schedule, SequenceCounts, StepPlan, Workload
-from trimtab.trace.routing import Array
 
 KnownAt = Literal["past", "step", "micro-step", "layer"]
 

@@ -8,9 +8,9 @@ import numpy as np
 
 from trimtab.analysis import Analysis
 from trimtab.analysis.analysis import worst_layers
-from trimtab.report.content import LoadMap
-from trimtab.report.embed import Blobs, load_spread, map_data
-from trimtab.trace.routing import Array
+from trimtab.array_type import Array
+from trimtab.report.model import LoadMap
+from trimtab.report.payload import Blobs, load_spread, map_data
 
 # Limit of bytes of a figure's values, before base64; micro-steps are left out or joined to stay below.
 MOST_BYTES = 800_000

@@ -14,8 +14,8 @@ from trimtab.analysis.balance import Balance, SizeBalance, Spread
 from trimtab.analysis.hot import HOT
 from trimtab.report.analysis_data import alike_span, hot_columns, load_map, vio_columns, vio_span
 from trimtab.report.charts import Line, bar_chart, line_chart
-from trimtab.report.content import AnalysisReport
-from trimtab.report.elements import NONE, Section, facts, heat_map, notes_section, number, table
+from trimtab.report.model import AnalysisReport
+from trimtab.report.widgets import NONE, Section, facts, heat_map, notes_section, number, table
 
 SHOWN_LAYERS = 10
 BINS = 24

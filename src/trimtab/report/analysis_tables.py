@@ -13,7 +13,7 @@ from trimtab.analysis.answer import answer, cost, notes, where
 from trimtab.analysis.balance import Spread
 from trimtab.analysis.hot import HOT
 from trimtab.report.analysis_sections import hot_facts, same_tokens_a_rank, setting_facts, size_name, stability_facts
-from trimtab.report.content import AnalysisReport
+from trimtab.report.model import AnalysisReport
 from trimtab.report.tables import facts
 
 SHOWN_LAYERS = 5

@@ -11,8 +11,8 @@ from importlib.resources import files
 from trimtab.files import write_whole
 from trimtab.report.analysis_data import analysis_data
 from trimtab.report.analysis_sections import analysis_sections
-from trimtab.report.content import AnalysisReport, Report
-from trimtab.report.embed import Blobs, in_script, simulation_data
+from trimtab.report.model import AnalysisReport, Report
+from trimtab.report.payload import Blobs, in_script, simulation_data
 from trimtab.report.sections import sections
 
 SCRIPTS = ("common.js", "bars.js", "heatmap.js", "grid.js", "timeline.js", "page.js")

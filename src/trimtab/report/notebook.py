@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from html import escape
 
-from trimtab.report.elements import table
+from trimtab.report.widgets import table
 
 
 def notebook_html(title: str, text: str, *tables: str) -> str:

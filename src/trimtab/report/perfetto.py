@@ -17,8 +17,8 @@ from pathlib import Path
 
 from trimtab.errors import InputError
 from trimtab.files import write_whole
-from trimtab.report.content import LANES, Timeline
-from trimtab.report.rows import rows_of
+from trimtab.report.model import LANES, Timeline
+from trimtab.report.table_rows import rows_of
 
 NANOSECOND = 1e-9
 

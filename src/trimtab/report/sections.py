@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from html import escape
 
-from trimtab.planner.workload import max_over_mean
-from trimtab.report.content import PARTS, PolicyResult, Report, Timeline
-from trimtab.report.elements import NONE, Section, bytes_text, facts, heat_map, notes_section, number, seconds, table
-from trimtab.report.embed import load_maps, worst_layers
+from trimtab.planner.plan.workload import max_over_mean
+from trimtab.report.model import PARTS, PolicyResult, Report, Timeline
+from trimtab.report.payload import load_maps, worst_layers
+from trimtab.report.widgets import NONE, Section, bytes_text, facts, heat_map, notes_section, number, seconds, table
 
 OURS = "trimtab"
 SHOWN_LAYERS = 10

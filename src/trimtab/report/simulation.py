@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 import numpy as np
 
-from trimtab.report.content import LoadMap, PolicyResult, Report, Timeline
+from trimtab.report.model import LoadMap, PolicyResult, Report, Timeline
 from trimtab.simulator.comparison import Outcome, Situation, operations
 from trimtab.simulator.events import KINDS
 from trimtab.trace import RoutingTrace

@@ -9,13 +9,13 @@ from rich.console import Group, RenderableType
 from rich.markup import escape
 from rich.table import Table
 
-from trimtab.planner.workload import max_over_mean
-from trimtab.report.content import PARTS
+from trimtab.array_type import Array
+from trimtab.planner.plan.workload import max_over_mean
+from trimtab.report.model import PARTS
 from trimtab.report.simulation import answer, notes, policy_result
 from trimtab.simulator import summarise_balance
 from trimtab.simulator.comparison import Outcome, Situation
 from trimtab.trace import RoutingTrace, TraceReader
-from trimtab.trace.routing import Array
 from trimtab.trace.statistics import LayerSkew
 
 SHOWN_LAYERS = 5

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from trimtab.array_type import Array
 from trimtab.rl.sequences import Sequence
 from trimtab.trace import hash_tokens
-from trimtab.trace.routing import Array
 
 
 @dataclass(frozen=True, eq=False)

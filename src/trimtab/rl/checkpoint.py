@@ -20,8 +20,8 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
 from trimtab.errors import InputError
-from trimtab.rl.model import save_checkpoint
-from trimtab.runtime.logical import StateValue
+from trimtab.rl.demo_model import save_checkpoint
+from trimtab.runtime.state.logical_state import StateValue
 
 FORMAT = "trimtab-checkpoint-1"
 FILE_BYTES = 2 << 30

@@ -9,10 +9,10 @@ from dataclasses import replace
 import numpy as np
 import torch
 
-from trimtab.report.content import LANES, PARTS, LoadMap, PolicyResult, Report, Timeline
-from trimtab.rl.comparison import MeasuredPolicy, speedup
+from trimtab.report.model import LANES, PARTS, LoadMap, PolicyResult, Report, Timeline
+from trimtab.rl.paired_comparison import MeasuredPolicy, speedup
 from trimtab.rl.trainer import Trainer
-from trimtab.runtime.recorder import (
+from trimtab.runtime.ranks.recorder import (
     ACTIVITIES,
     BACKWARD,
     COMBINE,

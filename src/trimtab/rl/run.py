@@ -17,8 +17,8 @@ from trimtab.files import write_whole
 from trimtab.report.html import write_html
 from trimtab.report.perfetto import write_perfetto
 from trimtab.rl.checkpoint import Checkpoint, last_checkpoint
-from trimtab.rl.comparison import MeasuredPolicy, compare_policies, speedup
 from trimtab.rl.config import TrainConfig
+from trimtab.rl.paired_comparison import MeasuredPolicy, compare_policies, speedup
 from trimtab.rl.report import report_of
 from trimtab.rl.trainer import Trainer
 

@@ -10,8 +10,8 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from trimtab.array_type import Array
 from trimtab.trace import RoutingTrace, hash_tokens
-from trimtab.trace.routing import Array
 
 
 @dataclass(frozen=True, eq=False)

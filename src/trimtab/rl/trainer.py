@@ -19,8 +19,8 @@ from trimtab.planner import Placement
 from trimtab.rl.batches import MicroBatch, collate
 from trimtab.rl.checkpoint import Checkpoint, remove_unfinished, write_checkpoint
 from trimtab.rl.config import TrainConfig
+from trimtab.rl.demo_model import load_config, load_model, load_tokenizer
 from trimtab.rl.losses import CLIP, clipped_policy_loss, token_log_probs
-from trimtab.rl.model import load_config, load_model, load_tokenizer
 from trimtab.rl.rollout import count_correct, held_out_problems, sample_groups
 from trimtab.rl.run_log import RunLog
 from trimtab.rl.sequences import Sequence, exchange_sequences, gather_lengths, routing_of

@@ -3,10 +3,10 @@
 Needs torch. Knows stacked expert tensors and a function that applies them; knows nothing of transformers or of RL.
 """
 
-from trimtab.runtime.experts import ExpertWeight, RowGroups, gated_experts, grouped_bias, grouped_linear
-from trimtab.runtime.layer import ExpertLayer
-from trimtab.runtime.micro_step import MicroStep
+from trimtab.runtime.layer.layer import ExpertLayer
+from trimtab.runtime.layer.micro_step import MicroStep
 from trimtab.runtime.planning import PlannedStep, PlanReport
+from trimtab.runtime.rows.expert_compute import ExpertWeight, RowGroups, gated_experts, grouped_bias, grouped_linear
 from trimtab.runtime.session import Session
 
 __all__ = [

@@ -10,10 +10,10 @@ import torch.distributed as dist
 from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
 
 from trimtab.errors import InputError
-from trimtab.runtime.instance import LayerCalls
-from trimtab.runtime.lockstep import CLIP, FINISH, digest
+from trimtab.runtime.layer.instance import LayerCalls
 from trimtab.runtime.rank_experts import RankExperts
-from trimtab.runtime.recorder import SUMMING
+from trimtab.runtime.ranks.lockstep import CLIP, FINISH, digest
+from trimtab.runtime.ranks.recorder import SUMMING
 
 BUCKET_BYTES = 64 << 20
 

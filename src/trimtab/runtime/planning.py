@@ -12,6 +12,7 @@ import numpy.typing as npt
 import torch
 import torch.distributed as dist
 
+from trimtab.array_type import Array
 from trimtab.cluster import ClusterSpec, CostModel, ModelSpec, load_cluster
 from trimtab.errors import InputError
 from trimtab.planner import (
@@ -26,14 +27,14 @@ from trimtab.planner import (
     plan_sequences,
     plan_step,
 )
+from trimtab.planner.plan.prediction import predict
+from trimtab.planner.plan.workload import max_over_mean
 from trimtab.planner.planner import STEPS_TO_PAY
-from trimtab.planner.prediction import predict
-from trimtab.planner.workload import max_over_mean
-from trimtab.runtime.home_experts import HomeExperts
-from trimtab.runtime.topology import Topology
+from trimtab.runtime.ranks.topology import Topology
+from trimtab.runtime.state.home_experts import HomeExperts
 from trimtab.trace import RoutingTrace
 from trimtab.trace.counting import count_experts
-from trimtab.trace.routing import Array, no_route
+from trimtab.trace.routing import no_route
 
 Mode = Literal["plan", "static", "shadow", "off"]
 Paths = Literal["both", "peer", "host"]

@@ -10,17 +10,17 @@ import torch
 
 from trimtab.errors import InputError
 from trimtab.planner import Placement
-from trimtab.runtime.accumulation import Accumulation
-from trimtab.runtime.backward import Backward
-from trimtab.runtime.counters import Counters
-from trimtab.runtime.home_experts import HomeExperts
-from trimtab.runtime.lockstep import STEP, Lockstep
-from trimtab.runtime.moving import check_movable, move_experts, state_to_move
-from trimtab.runtime.optimizer_watch import OptimizerWatch
-from trimtab.runtime.recorder import REFRESHING
+from trimtab.runtime.autograd.accumulation import Accumulation
+from trimtab.runtime.layer.backward import Backward
+from trimtab.runtime.ranks.lockstep import STEP, Lockstep
+from trimtab.runtime.ranks.recorder import REFRESHING
+from trimtab.runtime.ranks.topology import Topology
 from trimtab.runtime.settings import Settings
-from trimtab.runtime.topology import Topology
-from trimtab.runtime.transfers import Transfers
+from trimtab.runtime.state.home_experts import HomeExperts
+from trimtab.runtime.state.moving import check_movable, move_experts, state_to_move
+from trimtab.runtime.state.optimizer_watch import OptimizerWatch
+from trimtab.runtime.transfer.counters import Counters
+from trimtab.runtime.transfer.transfers import Transfers
 
 
 class RankExperts:

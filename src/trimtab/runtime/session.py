@@ -12,29 +12,29 @@ import numpy.typing as npt
 import torch
 import torch.distributed as dist
 
+from trimtab.array_type import Array
 from trimtab.cluster import ClusterSpec
 from trimtab.errors import InputError
 from trimtab.planner import Placement, Schedule, StepPlan
-from trimtab.runtime.checks import at_least
-from trimtab.runtime.counters import Counters
-from trimtab.runtime.dispatch import Dispatcher, RowDispatcher
-from trimtab.runtime.experts import ApplyExperts
+from trimtab.runtime.argument_checks import at_least
 from trimtab.runtime.gradients import Gradients
-from trimtab.runtime.home_experts import ExpertTensor, HomeExperts, ReadParameters, check_parameters, read_tensors
-from trimtab.runtime.instance import LayerCalls
-from trimtab.runtime.layer import ExpertLayer, HomeWeights
-from trimtab.runtime.lockstep import LOGICAL, Lockstep
-from trimtab.runtime.logical import LogicalState
-from trimtab.runtime.micro_step import MicroStep
+from trimtab.runtime.layer.dispatch import Dispatcher, RowDispatcher
+from trimtab.runtime.layer.instance import LayerCalls
+from trimtab.runtime.layer.layer import ExpertLayer, HomeWeights
+from trimtab.runtime.layer.micro_step import MicroStep
 from trimtab.runtime.planning import Mode, Paths, PlannedStep, PlanReport
 from trimtab.runtime.rank_experts import RankExperts
-from trimtab.runtime.recorder import Recorder
+from trimtab.runtime.ranks.lockstep import LOGICAL, Lockstep
+from trimtab.runtime.ranks.recorder import Recorder
+from trimtab.runtime.ranks.topology import Topology
+from trimtab.runtime.rows.expert_compute import ApplyExperts
 from trimtab.runtime.settings import Settings
+from trimtab.runtime.state.home_experts import ExpertTensor, HomeExperts, ReadParameters, check_parameters, read_tensors
+from trimtab.runtime.state.logical_state import LogicalState
 from trimtab.runtime.steps import Steps
-from trimtab.runtime.topology import Topology
-from trimtab.runtime.transfers import Transfers
+from trimtab.runtime.transfer.counters import Counters
+from trimtab.runtime.transfer.transfers import Transfers
 from trimtab.trace import RoutingTrace
-from trimtab.trace.routing import Array
 
 
 class Session:

@@ -6,7 +6,7 @@ import os
 from typing import cast, get_args
 
 from trimtab.cluster import ClusterSpec
-from trimtab.runtime.checks import at_least, finite, one_of
+from trimtab.runtime.argument_checks import at_least, finite, one_of
 from trimtab.runtime.planning import Mode, Paths
 
 # Environment variable: 1 turns on `verify_weights` where a session isn't told.

@@ -14,20 +14,12 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from trimtab.array_type import Array
 from trimtab.errors import InputError
 from trimtab.planner import Placement, Schedule, StepPlan, Workload
-from trimtab.planner.workload import max_over_mean
-from trimtab.runtime.instance import LayerCalls
-from trimtab.runtime.lockstep import (
-    ADOPT,
-    LIVE_MICRO_STEP,
-    MICRO_STEP,
-    MOVE,
-    PLAN,
-    PLAN_SEQUENCES,
-    digest,
-)
-from trimtab.runtime.micro_step import BoundRoutes, MicroStep, RunningStep
+from trimtab.planner.plan.workload import max_over_mean
+from trimtab.runtime.layer.instance import LayerCalls
+from trimtab.runtime.layer.micro_step import BoundRoutes, MicroStep, RunningStep
 from trimtab.runtime.planning import (
     PlannedStep,
     PlanReport,
@@ -37,9 +29,17 @@ from trimtab.runtime.planning import (
     trace_of_micro_steps,
 )
 from trimtab.runtime.rank_experts import RankExperts
+from trimtab.runtime.ranks.lockstep import (
+    ADOPT,
+    LIVE_MICRO_STEP,
+    MICRO_STEP,
+    MOVE,
+    PLAN,
+    PLAN_SEQUENCES,
+    digest,
+)
 from trimtab.runtime.settings import Settings
 from trimtab.trace import RoutingTrace
-from trimtab.trace.routing import Array
 
 
 class Steps:

@@ -11,19 +11,19 @@ from typing import Any
 
 import numpy as np
 
+from trimtab.array_type import Array
 from trimtab.cluster import ClusterSpec, CostModel, ModelSpec
 from trimtab.cluster.cost import STATE_BYTES
 from trimtab.cluster.operations import OperationCosts
 from trimtab.errors import InputError
 from trimtab.planner import Placement, Schedule, SequenceCounts, StepPlan, Workload, pack_by_length
-from trimtab.planner.prediction import cross_node_rows
+from trimtab.planner.plan.prediction import cross_node_rows
 from trimtab.policies import POLICIES, Policy, look
 from trimtab.simulator.events import Events
 from trimtab.simulator.expert_time import Balance, summarise_balance
 from trimtab.simulator.memory import memory_bytes
 from trimtab.simulator.step import SimulatedStep, StepSettings, simulate_step
 from trimtab.trace import RoutingTrace
-from trimtab.trace.routing import Array
 
 # Headroom above the mean tokens of a micro-step, so that packing needs no more micro-steps than requested.
 SLACK = 0.1

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import numba
 import numpy as np
 
-from trimtab.trace.routing import Array
+from trimtab.array_type import Array
 
 # Indices into `KINDS`.
 ATTENTION, HEAD, DISPATCH, EXPERTS, COMBINE, WEIGHTS, GRADIENTS, WAITING, PLANNING = range(9)

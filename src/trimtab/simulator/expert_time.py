@@ -6,8 +6,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from trimtab.planner.workload import max_over_mean
-from trimtab.trace.routing import Array
+from trimtab.array_type import Array
+from trimtab.planner.plan.workload import max_over_mean
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ from typing import NamedTuple
 import numba
 import numpy as np
 
-from trimtab.trace.routing import Array
+from trimtab.array_type import Array
 
 # Lanes of weights, and of gradients in the other direction: out of the replica's rank, into the home's.
 NEAR_OUT, NEAR_IN, FAR_OUT, FAR_IN, HOST_IN = range(5)

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import numpy as np
 
+from trimtab.array_type import Array
 from trimtab.cluster import ModelSpec
 from trimtab.cluster.cost import GRADIENT_BYTES, STATE_BYTES
 from trimtab.planner import StepPlan
-from trimtab.planner.paths import layers_of_replicas
+from trimtab.planner.replicas.paths import layers_of_replicas
 from trimtab.policies.policy import Traits
-from trimtab.trace.routing import Array
 
 # Values kept for backward: of a token in a layer's dense parts, in token widths; of a row, in token and expert widths.
 TOKEN_WIDTHS = 8

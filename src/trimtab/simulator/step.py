@@ -6,10 +6,11 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from trimtab.array_type import Array
 from trimtab.cluster import ClusterSpec
 from trimtab.cluster.operations import OperationCosts
 from trimtab.planner import Placement, StepPlan, Workload
-from trimtab.planner.paths import HOST, PEER, layers_of_replicas
+from trimtab.planner.replicas.paths import HOST, PEER, layers_of_replicas
 from trimtab.policies.policy import Traits
 from trimtab.simulator.events import Clock, Events
 from trimtab.simulator.timeline import (
@@ -30,7 +31,6 @@ from trimtab.simulator.timeline import (
     run_step,
 )
 from trimtab.simulator.work import RankWork, rank_work
-from trimtab.trace.routing import Array
 
 STORES = {"none": NONE, "shared slots": SHARED, "layer slots": KEPT, "unbounded": UNBOUNDED}
 STARTS = {"never": AT_STEP, "step": AT_STEP, "micro-step": AT_MICRO_STEP, "layer": AT_LAYER}

@@ -16,6 +16,7 @@ from typing import NamedTuple
 import numba
 import numpy as np
 
+from trimtab.array_type import Array
 from trimtab.simulator import events as ev
 from trimtab.simulator.events import Clock, note
 from trimtab.simulator.links import (
@@ -30,7 +31,6 @@ from trimtab.simulator.links import (
     occupy,
     serve,
 )
-from trimtab.trace.routing import Array
 
 # Parts of a step's time.
 PARTS = ("attention", "dispatch", "experts", "imbalance", "transfers", "planning", "migration", "optimizer")
@@ -41,7 +41,7 @@ NONE, SHARED, KEPT, UNBOUNDED = range(4)
 AT_STEP, AT_MICRO_STEP, AT_LAYER = range(3)
 # With live planning, the plan is known in backward, and weights are transferred one layer ahead.
 PLACES_IN_LIVE_BACKWARD = 2
-# `paths` of a replica whose weights come from host memory; see `planner/paths.py`.
+# `paths` of a replica whose weights come from host memory; see `planner/replicas/paths.py`.
 HOST_PATH = 1
 
 

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 import numba
 import numpy as np
 
+from trimtab.array_type import Array
 from trimtab.cluster.operations import OperationCosts
 from trimtab.planner import StepPlan, Workload
-from trimtab.trace.routing import Array
 
 
 @dataclass(frozen=True, eq=False)

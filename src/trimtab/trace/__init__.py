@@ -1,6 +1,6 @@
 """Routing traces: routing of whole sequences, as recorded by a rollout, and their Parquet files."""
 
-from trimtab.trace.formats.records import Known
+from trimtab.trace.formats.records import ImportOptions
 from trimtab.trace.presets import PRESETS, SkewPreset, synthesize_preset
 from trimtab.trace.routing import RoutingTrace, hash_tokens, id_dtype, no_route
 from trimtab.trace.row_groups import SequenceFacts
@@ -10,7 +10,7 @@ from trimtab.trace.writer import TraceWriter
 
 __all__ = [
     "PRESETS",
-    "Known",
+    "ImportOptions",
     "RoutingTrace",
     "SequenceFacts",
     "SkewPreset",

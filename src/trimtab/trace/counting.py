@@ -6,7 +6,8 @@ import numba
 import numpy as np
 import numpy.typing as npt
 
-from trimtab.trace.routing import Array, RoutingTrace
+from trimtab.array_type import Array
+from trimtab.trace.routing import RoutingTrace
 
 
 def count_experts(

@@ -6,9 +6,10 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from trimtab.array_type import Array
 from trimtab.errors import InputError
-from trimtab.trace.drawing import derive, draw_experts, expert_noise, normal
-from trimtab.trace.routing import Array, RoutingTrace, id_dtype
+from trimtab.trace.routing import RoutingTrace, id_dtype
+from trimtab.trace.sampling import derive, draw_experts, expert_noise, normal
 
 SHORTEST = 16  # tokens
 LENGTH_SPREAD = 0.4  # standard deviation of a length's logarithm

@@ -3,20 +3,16 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numba
 import numpy as np
 import numpy.typing as npt
 
+from trimtab.array_type import Array
 from trimtab.errors import InputError
-
-if TYPE_CHECKING:
-    from trimtab.trace.formats.records import Known
-
-Array = npt.NDArray[Any]
 
 
 def id_dtype(num_experts: int) -> np.dtype[Any]:
@@ -128,50 +124,6 @@ class RoutingTrace:
             num_experts=num_experts,
             model=model,
         )
-
-    @classmethod
-    def from_vllm(cls, outputs: Iterable[Any], known: Known) -> RoutingTrace:
-        """Routing of vLLM's `RequestOutput`s, or of its responses as dicts.
-
-        Raises (as its siblings do):
-            InputError: naming the place, if a record is not of this model, or has a bad id.
-        """
-        from trimtab.trace.formats import vllm
-        from trimtab.trace.formats.importing import trace_of
-
-        return trace_of(vllm.records_of_outputs(outputs, known), known)
-
-    @classmethod
-    def from_sglang(cls, responses: Iterable[Any], known: Known) -> RoutingTrace:
-        """Routing of SGLang's responses, dicts with `meta_info`."""
-        from trimtab.trace.formats import sglang
-        from trimtab.trace.formats.importing import trace_of
-
-        return trace_of(sglang.records_of_responses(responses, known), known)
-
-    @classmethod
-    def from_verl(cls, batch: Any, known: Known) -> RoutingTrace:
-        """Routing of a verl `DataProto`, or of a dict of its tensors or arrays, with `routed_experts`."""
-        from trimtab.trace.formats import verl
-        from trimtab.trace.formats.importing import trace_of
-
-        return trace_of(verl.records_of_batch(batch), known)
-
-    @classmethod
-    def from_slime(cls, samples: Iterable[Any], known: Known) -> RoutingTrace:
-        """Routing of slime's (or miles') `Sample`s, or of dicts of the same fields, with `rollout_routed_experts`."""
-        from trimtab.trace.formats import slime
-        from trimtab.trace.formats.importing import trace_of
-
-        return trace_of(slime.records_of_samples(samples, known=known), known)
-
-    @classmethod
-    def from_nemo_rl(cls, batch: Any, known: Known) -> RoutingTrace:
-        """Routing of a NeMo-RL batch, a dict of tensors or arrays with `routed_experts`."""
-        from trimtab.trace.formats import nemo_rl
-        from trimtab.trace.formats.importing import trace_of
-
-        return trace_of(nemo_rl.records_of_batch(batch), known)
 
     @property
     def num_tokens(self) -> int:

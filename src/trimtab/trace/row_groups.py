@@ -15,9 +15,10 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from trimtab.array_type import Array
 from trimtab.errors import InputError
 from trimtab.trace.coding import decode, encode
-from trimtab.trace.routing import Array, RoutingTrace, id_dtype, no_route
+from trimtab.trace.routing import RoutingTrace, id_dtype, no_route
 
 FORMAT = "trimtab-routing-2"
 IDS = "expert_ids"

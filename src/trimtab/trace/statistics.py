@@ -6,8 +6,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from trimtab.array_type import Array
 from trimtab.trace.counting import count_experts
-from trimtab.trace.routing import Array
 from trimtab.trace.store import TraceReader
 
 

@@ -19,7 +19,7 @@ import pyarrow.parquet as pq
 
 from trimtab.errors import InputError
 from trimtab.files import whole_file
-from trimtab.trace.ahead import ahead
+from trimtab.trace.prefetch import ahead
 from trimtab.trace.routing import RoutingTrace
 from trimtab.trace.row_groups import SequenceFacts, read_facts, read_group, schema_of, table_of
 

@@ -20,13 +20,13 @@ from trimtab import InputError, RoutingTrace, read_trace, write_trace
 from trimtab.cli.main import main
 from trimtab.cli.trace_import import _known
 from trimtab.cluster import load_model
-from trimtab.trace import Known
+from trimtab.trace import ImportOptions
 from trimtab.trace.formats import importing
 from trimtab.trace.formats.importing import FORMATS, format_of, import_files
 from trimtab.trace.formats.normalise import Summary
 
 DUMPS = all_dumps()
-KNOWN = Known(NUM_EXPERTS, LAYERS, TOP_K)
+KNOWN = ImportOptions(NUM_EXPERTS, LAYERS, TOP_K)
 OPTIONS = ["--num-experts", str(NUM_EXPERTS), "--num-layers", str(LAYERS), "--top-k", str(TOP_K)]
 DAMAGED = 20_000
 # A file of 2 KB is read in a millisecond.
@@ -79,24 +79,24 @@ def test_several_files_of_several_steps_become_one_trace(tmp_path: Path) -> None
 
 
 def test_what_is_quoted_is_short_and_one_line(tmp_path: Path) -> None:
-    def records(path: Path, known: Known) -> Any:
+    def records(path: Path, known: ImportOptions) -> Any:
         raise InputError("odd\n\x1b[31m" + "x" * 5000)
 
     files, form = [tmp_path / "a"], types.SimpleNamespace(read=records)
     with pytest.raises(InputError) as caught:
-        next(importing._records(files, form, Known()))  # type: ignore[arg-type]
+        next(importing._records(files, form, ImportOptions()))  # type: ignore[arg-type]
     assert str(caught.value) == f"{files[0]}: odd??[31m{'x' * 491}"
 
 
 def test_what_is_said_of_a_model_comes_before_what_arrays_say(tmp_path: Path) -> None:
     (tmp_path / "a.npz").write_bytes(DUMPS["arrays:npz"].content)
-    for said, experts in ((Known(), NUM_EXPERTS), (Known(200), 200)):
+    for said, experts in ((ImportOptions(), NUM_EXPERTS), (ImportOptions(200), 200)):
         (part,) = import_files([tmp_path / "a.npz"], "arrays", said, Summary())
         assert part.num_experts == experts
 
 
 def test_a_model_says_what_options_do_not(tmp_path: Path) -> None:
-    def known(**options: Any) -> Known:
+    def known(**options: Any) -> ImportOptions:
         every = {"num_experts": None, "num_layers": None, "top_k": None, "step": 2, "domain": "maths", "model": None}
         return _known(argparse.Namespace(**{**every, **options}))
 
@@ -111,7 +111,7 @@ def test_a_model_says_what_options_do_not(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps({**config, "num_hidden_layers": None, "first_k_dense_replace": 0}))
     found = known(model=str(tmp_path / "config.json"))
     assert (found.num_experts, found.num_layers, found.moe_layers) == (16, None, None)
-    assert known(top_k=3) == Known(top_k=3, step=2, domain="maths")
+    assert known(top_k=3) == ImportOptions(top_k=3, step=2, domain="maths")
 
 
 @pytest.mark.parametrize(

@@ -11,9 +11,9 @@ import pytest
 
 from helpers.response_dumps import json_lines, mutants, only_input_errors, routes
 from trimtab import InputError
+from trimtab.array_type import Array
 from trimtab.trace.formats import megatron, sglang, vllm
-from trimtab.trace.formats.records import Known, Record
-from trimtab.trace.routing import Array
+from trimtab.trace.formats.records import ImportOptions, Record
 
 
 def row(ids: Array, layer: int, step: int = 0, **more: Any) -> dict[str, Any]:
@@ -35,7 +35,7 @@ def read(path: Path) -> list[Record]:
     assert megatron.recognise(path)
     assert not vllm.recognise(path)
     assert not sglang.recognise(path)
-    return list(megatron.read(path, Known()))
+    return list(megatron.read(path, ImportOptions()))
 
 
 @pytest.mark.parametrize(("experts", "top_k"), [(255, 8), (256, 8), (257, 8), (384, 22), (16, 1)])
@@ -91,7 +91,7 @@ def test_refused(tmp_path: Path) -> None:
     def message(*rows: Any) -> str:
         path = json_lines(tmp_path / "a.jsonl", rows)
         with pytest.raises(InputError) as caught:
-            list(megatron.read(path, Known()))
+            list(megatron.read(path, ImportOptions()))
         return str(caught.value)
 
     twice = message(row(ids, 0), row(ids, 1), row(ids, 0))
@@ -155,4 +155,4 @@ def test_mutants(tmp_path: Path) -> None:
     ids = routes(4, 2, 2, 8, "int32")
     rows = [row(ids[:, layer], layer, step) for step in (0, 0, 1) for layer in (0, 1)]
     content = json_lines(tmp_path / "a.jsonl", rows).read_bytes()
-    assert only_input_errors(tmp_path / "mutant", content, lambda path: megatron.read(path, Known()), 400) > 100
+    assert only_input_errors(tmp_path / "mutant", content, lambda path: megatron.read(path, ImportOptions()), 400) > 100

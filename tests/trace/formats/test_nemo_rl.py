@@ -15,7 +15,7 @@ import torch
 from helpers.pickled_dumps import claim, pretend, routes, survives
 from trimtab import InputError
 from trimtab.trace.formats import nemo_rl, sglang_recorder, slime, values, verl
-from trimtab.trace.formats.records import Known
+from trimtab.trace.formats.records import ImportOptions
 
 LENGTHS, ANSWERS, LAYERS, TOP_K = [7, 12, 1], [3, 5, 1], 4, 3
 
@@ -65,7 +65,7 @@ def test_batches(tmp_path: Path, num_experts: int, dtype: torch.dtype) -> None:
     for name in ("a.pt", "b.pt", "c.pkl"):
         assert nemo_rl.recognise(tmp_path / name), name
         assert not any(other.recognise(tmp_path / name) for other in (slime, verl, sglang_recorder))
-        check(list(nemo_rl.read(tmp_path / name, Known())), tensors)
+        check(list(nemo_rl.read(tmp_path / name, ImportOptions())), tensors)
     check(list(nemo_rl.records_of_batch(BatchedDataDict(tensors))), tensors)
 
 
@@ -82,7 +82,7 @@ def test_message_logs(tmp_path: Path) -> None:
     torch.save({"message_log": [log, log[:1]], "task_name": ["maths", "code"]}, tmp_path / "a.pt")
     assert nemo_rl.recognise(tmp_path / "a.pt")
     for records in (
-        list(nemo_rl.read(tmp_path / "a.pt", Known())),
+        list(nemo_rl.read(tmp_path / "a.pt", ImportOptions())),
         list(nemo_rl.records_of_batch([{"message_log": log, "task_name": "maths"}])),
     ):
         (record,) = records
@@ -137,11 +137,11 @@ def test_messages_that_repeat_one_array_are_stopped(tmp_path: Path, monkeypatch:
     message = {"role": "user", "token_ids": torch.zeros(1 << 12, dtype=torch.int32), "routed_experts": ids}
     torch.save({"message_log": [[message] * 1000]}, tmp_path / "a.pt")
     with pytest.raises(InputError, match="the same arrays over and over"):
-        list(nemo_rl.read(tmp_path / "a.pt", Known()))
+        list(nemo_rl.read(tmp_path / "a.pt", ImportOptions()))
 
 
 def test_damaged_dumps_are_read_or_refused(tmp_path: Path) -> None:
     content = io.BytesIO()
     torch.save(batch(64, torch.int16), content)
     for dump in (content.getvalue(), pickle.dumps(batch(64, torch.int8))):
-        survives(dump, tmp_path / "a", lambda: nemo_rl.read(tmp_path / "a", Known()), 300)
+        survives(dump, tmp_path / "a", lambda: nemo_rl.read(tmp_path / "a", ImportOptions()), 300)

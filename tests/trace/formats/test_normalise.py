@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from trimtab import InputError, RoutingTrace
 from trimtab.trace import hash_tokens, id_dtype, no_route
 from trimtab.trace.formats.normalise import Summary, normalise
-from trimtab.trace.formats.records import Known, Record
+from trimtab.trace.formats.records import ImportOptions, Record
 
 Array = np.ndarray[Any, Any]
 
@@ -22,7 +22,7 @@ def random_ids(rng: np.random.Generator, tokens: int, layers: int, num_experts: 
     return np.argsort(rng.random((tokens, layers, num_experts)), axis=-1)[:, :, :top_k]
 
 
-def joined(records: list[Record], known: Known, summary: Summary | None = None) -> RoutingTrace:
+def joined(records: list[Record], known: ImportOptions, summary: Summary | None = None) -> RoutingTrace:
     return RoutingTrace.concatenate(list(normalise(records, known, summary or Summary())))
 
 
@@ -94,7 +94,7 @@ def test_records_equal_plain_loops(
     # The first record decides which layers have experts: it should have a route in each.
     ids = records[0].ids
     ids[0, moe] = np.arange(1, top_k + 1) % num_experts
-    known = Known(num_experts, step=7, domain="maths")
+    known = ImportOptions(num_experts, step=7, domain="maths")
     if axis == "from the config":
         known = replace(known, num_layers=4, moe_layers=(1, 3))
     summary = Summary()
@@ -126,7 +126,7 @@ def test_what_was_left_out_is_counted() -> None:
         Record(ids, "a", num_tokens=6, dropped={"padding rows": 5}),
         Record(ids, "b", dropped={"padding rows": 2}),
     ]
-    joined(records, Known(8), summary)
+    joined(records, ImportOptions(8), summary)
     assert summary.dropped == {
         "padding rows": 7,
         "rows of last tokens, which are never fed": 1,
@@ -137,14 +137,14 @@ def test_what_was_left_out_is_counted() -> None:
 def test_sequences_without_any_route_wait_for_one_that_shows_the_layers() -> None:
     rng = np.random.default_rng(0)
     ids = random_ids(rng, 3, 2, 8, 2)
-    trace = joined([Record(np.zeros_like(ids), "a", missing=0), Record(ids, "b", missing=0)], Known(8))
+    trace = joined([Record(np.zeros_like(ids), "a", missing=0), Record(ids, "b", missing=0)], ImportOptions(8))
     assert np.array_equal(trace.sequence(0), np.full((3, 2, 2), 255))
     assert np.array_equal(trace.sequence(1), ids)
 
 
 def test_prompts_and_labels_are_made_fit() -> None:
     records = [Record(GOOD, "a", prompt_length=-3, domain=" one\nline" + "x" * 100), Record(GOOD, "b", prompt_length=9)]
-    trace = joined(records, Known(8, model="red \x1b[31m"))
+    trace = joined(records, ImportOptions(8, model="red \x1b[31m"))
     assert trace.model == "red  [31m"
     assert trace.prompt_lengths.tolist() == [0, 2]
     assert trace.domains.tolist() == ["one line" + "x" * 71, ""]
@@ -153,19 +153,19 @@ def test_prompts_and_labels_are_made_fit() -> None:
 def test_expert_0_alone_is_a_route_in_top_1() -> None:
     """Whatever mark of gaps a format has: a lone 0 is an expert, where the layer is known to have some."""
     ids = np.array([[[0], [0]], [[3], [0]]])
-    trace = joined([Record(ids, "a", missing=0)], Known(8, moe_layers=(1, 2)))
+    trace = joined([Record(ids, "a", missing=0)], ImportOptions(8, moe_layers=(1, 2)))
     assert trace.expert_ids.tolist() == ids.tolist()
     with pytest.raises(InputError, match="layer 1, which may have no experts"):
-        joined([Record(ids, "a", missing=0)], Known(8))
+        joined([Record(ids, "a", missing=0)], ImportOptions(8))
     # Layers whose ids are -1 have none.
     gaps = np.concatenate([ids * 0 - 1, ids + 1], axis=1)
-    assert joined([Record(gaps, "a", missing=-1)], Known(8, num_layers=4, moe_layers=(2, 3))).num_layers == 2
+    assert joined([Record(gaps, "a", missing=-1)], ImportOptions(8, num_layers=4, moe_layers=(2, 3))).num_layers == 2
 
 
 def test_parts_are_worth_a_row_group(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("trimtab.trace.formats.normalise.ROW_GROUP_BYTES", 100)
     ids = random_ids(np.random.default_rng(0), 4, 2, 8, 2)
-    parts = list(normalise([Record(ids, str(index)) for index in range(20)], Known(8), Summary()))
+    parts = list(normalise([Record(ids, str(index)) for index in range(20)], ImportOptions(8), Summary()))
     assert [part.num_sequences for part in parts] == [7, 7, 6]
 
 
@@ -181,37 +181,49 @@ def changed(token: int, layer: int, row: list[int]) -> Array:
 @pytest.mark.parametrize(
     ("record", "known", "message"),
     [
-        (Record(changed(1, 0, [5, 5]), "line 3"), Known(8), "line 3, token 1, layer 0: .*twice"),
-        (Record(changed(1, 1, [5, 8]), "line 3", first=4), Known(8), r"token 5, layer 1: expert ids \[5, 8\].*0 to 7"),
-        (Record(changed(1, 1, [5, 8]), "x", layers=(3, 9)), Known(8), "token 1, layer 9: expert ids"),
-        (Record(changed(0, 1, [-(1 << 32) + 1, 0]), "x"), Known(8), "0 to 7"),
-        (Record(changed(0, 1, [-1, -1]).astype(np.uint32), "x", missing=-1), Known(8), "0 to 7"),
-        (Record(GOOD, "x", step=1 << 31), Known(8), "step 2147483648; it should be 0 to"),
-        (Record(GOOD, "x"), Known(8, num_layers=5, moe_layers=(1,)), "2 layers; the model has 5, 1 of them"),
-        (Record(GOOD, "x"), Known(8, moe_layers=(2,)), "2 layers; the model has None, 1 of them"),
-        (Record(np.zeros((1, 1, 257), np.int32), "x"), Known(300), "top-257 routing; it should be top-256 at most"),
-        (Record(changed(0, 1, [-1, 8]), "x", missing=-1), Known(8), r"layer 1: expert ids \[-1, 8\]"),
-        (Record(changed(0, 1, [1 << 40, 0]), "x"), Known(8), "0 to 7"),
-        (Record(changed(0, 1, [0, 0]), "x"), Known(8), "twice"),
-        (Record(GOOD.astype(float), "x"), Known(8), "integers"),
-        (Record(GOOD.astype(bool), "x"), Known(8), "integers"),
-        (Record(GOOD[0], "x"), Known(8), "shape"),
-        (Record(GOOD[:, :, :0], "x"), Known(8), "shape"),
-        (Record(GOOD, "x"), Known(), r"largest id here is 7.*--num-experts"),
-        (Record(GOOD, "x"), Known(8, top_k=4), "top-2 routing; it should be top-4"),
-        (Record(GOOD, "x"), Known(8, num_layers=3), "2 layers; it should have 3"),
-        (Record(GOOD, "x"), Known(8, num_layers=6, moe_layers=(0, 1, 5)), "2 layers; the model has 6, 3 of them"),
-        (Record(GOOD, "x"), Known(1), "top-2 routing; there are 1 experts"),
-        (Record(GOOD[:, :, :1] * 0, "x"), Known(8), "layer 0, which may have no experts at all; give --model"),
-        (Record(GOOD, "x", num_tokens=1), Known(8), "2 rows of expert ids for 1 tokens"),
-        (Record(GOOD, "x", first=-1), Known(8), "tokens count from 0"),
-        (Record(GOOD, "x", num_tokens=1 << 40), Known(8), "2 rows of expert ids for 1099511627776 tokens"),
-        (Record(GOOD, "x", first=1 << 40), Known(8), "2 rows"),
-        (Record(GOOD, "x", step=1 << 40), Known(8), "step"),
-        (Record(GOOD * 0, "x", missing=0), Known(8), "no sequence has a route"),
+        (Record(changed(1, 0, [5, 5]), "line 3"), ImportOptions(8), "line 3, token 1, layer 0: .*twice"),
+        (
+            Record(changed(1, 1, [5, 8]), "line 3", first=4),
+            ImportOptions(8),
+            r"token 5, layer 1: expert ids \[5, 8\].*0 to 7",
+        ),
+        (Record(changed(1, 1, [5, 8]), "x", layers=(3, 9)), ImportOptions(8), "token 1, layer 9: expert ids"),
+        (Record(changed(0, 1, [-(1 << 32) + 1, 0]), "x"), ImportOptions(8), "0 to 7"),
+        (Record(changed(0, 1, [-1, -1]).astype(np.uint32), "x", missing=-1), ImportOptions(8), "0 to 7"),
+        (Record(GOOD, "x", step=1 << 31), ImportOptions(8), "step 2147483648; it should be 0 to"),
+        (Record(GOOD, "x"), ImportOptions(8, num_layers=5, moe_layers=(1,)), "2 layers; the model has 5, 1 of them"),
+        (Record(GOOD, "x"), ImportOptions(8, moe_layers=(2,)), "2 layers; the model has None, 1 of them"),
+        (
+            Record(np.zeros((1, 1, 257), np.int32), "x"),
+            ImportOptions(300),
+            "top-257 routing; it should be top-256 at most",
+        ),
+        (Record(changed(0, 1, [-1, 8]), "x", missing=-1), ImportOptions(8), r"layer 1: expert ids \[-1, 8\]"),
+        (Record(changed(0, 1, [1 << 40, 0]), "x"), ImportOptions(8), "0 to 7"),
+        (Record(changed(0, 1, [0, 0]), "x"), ImportOptions(8), "twice"),
+        (Record(GOOD.astype(float), "x"), ImportOptions(8), "integers"),
+        (Record(GOOD.astype(bool), "x"), ImportOptions(8), "integers"),
+        (Record(GOOD[0], "x"), ImportOptions(8), "shape"),
+        (Record(GOOD[:, :, :0], "x"), ImportOptions(8), "shape"),
+        (Record(GOOD, "x"), ImportOptions(), r"largest id here is 7.*--num-experts"),
+        (Record(GOOD, "x"), ImportOptions(8, top_k=4), "top-2 routing; it should be top-4"),
+        (Record(GOOD, "x"), ImportOptions(8, num_layers=3), "2 layers; it should have 3"),
+        (
+            Record(GOOD, "x"),
+            ImportOptions(8, num_layers=6, moe_layers=(0, 1, 5)),
+            "2 layers; the model has 6, 3 of them",
+        ),
+        (Record(GOOD, "x"), ImportOptions(1), "top-2 routing; there are 1 experts"),
+        (Record(GOOD[:, :, :1] * 0, "x"), ImportOptions(8), "layer 0, which may have no experts at all; give --model"),
+        (Record(GOOD, "x", num_tokens=1), ImportOptions(8), "2 rows of expert ids for 1 tokens"),
+        (Record(GOOD, "x", first=-1), ImportOptions(8), "tokens count from 0"),
+        (Record(GOOD, "x", num_tokens=1 << 40), ImportOptions(8), "2 rows of expert ids for 1099511627776 tokens"),
+        (Record(GOOD, "x", first=1 << 40), ImportOptions(8), "2 rows"),
+        (Record(GOOD, "x", step=1 << 40), ImportOptions(8), "step"),
+        (Record(GOOD * 0, "x", missing=0), ImportOptions(8), "no sequence has a route"),
     ],
 )
-def test_bad_records_are_refused(record: Record, known: Known, message: str) -> None:
+def test_bad_records_are_refused(record: Record, known: ImportOptions, message: str) -> None:
     with pytest.raises(InputError, match=message) as caught:
         joined([record], known)
     assert "\n" not in str(caught.value)
@@ -219,9 +231,9 @@ def test_bad_records_are_refused(record: Record, known: Known, message: str) -> 
 
 def test_records_of_different_models_are_refused() -> None:
     with pytest.raises(InputError, match=r"b: .*different models"):
-        joined([Record(GOOD, "a"), Record(GOOD[:, :1], "b")], Known(8))
+        joined([Record(GOOD, "a"), Record(GOOD[:, :1], "b")], ImportOptions(8))
     with pytest.raises(InputError, match="different models"):
-        joined([Record(GOOD, "a", layers=(1, 2)), Record(GOOD, "b", layers=(1, 3))], Known(8))
+        joined([Record(GOOD, "a", layers=(1, 2)), Record(GOOD, "b", layers=(1, 3))], ImportOptions(8))
 
 
 def test_a_route_in_a_layer_without_experts_is_refused() -> None:
@@ -229,11 +241,11 @@ def test_a_route_in_a_layer_without_experts_is_refused() -> None:
     again = dense.copy()
     again[1, 1] = [3, 1]
     with pytest.raises(InputError, match=r"b, token 1, layer 1: expert ids \[3, 1\]; this layer has no experts"):
-        joined([Record(dense, "a"), Record(again, "b")], Known(8))
+        joined([Record(dense, "a"), Record(again, "b")], ImportOptions(8))
     with pytest.raises(InputError, match=r"layer 0.*no experts"):
-        joined([Record(GOOD[:, :, :1], "a")], Known(8, num_layers=2, moe_layers=(1,)))
+        joined([Record(GOOD[:, :, :1], "a")], ImportOptions(8, num_layers=2, moe_layers=(1,)))
 
 
 def test_no_record_at_all_is_refused() -> None:
     with pytest.raises(InputError, match="no sequences"):
-        joined([], Known(8))
+        joined([], ImportOptions(8))

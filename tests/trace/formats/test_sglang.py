@@ -11,11 +11,11 @@ import pytest
 
 from helpers.response_dumps import json_lines, only_input_errors, raw_text, routes
 from trimtab import InputError
+from trimtab.array_type import Array
 from trimtab.trace.formats import sglang, vllm
-from trimtab.trace.formats.records import Known, Record
-from trimtab.trace.routing import Array
+from trimtab.trace.formats.records import ImportOptions, Record
 
-MODEL = Known(num_layers=3, top_k=2)
+MODEL = ImportOptions(num_layers=3, top_k=2)
 
 
 def response(ids: Array, prompt: int, output: int, **meta: Any) -> dict[str, Any]:
@@ -34,7 +34,7 @@ def response(ids: Array, prompt: int, output: int, **meta: Any) -> dict[str, Any
     }
 
 
-def read(path: Path, known: Known = MODEL) -> list[Record]:
+def read(path: Path, known: ImportOptions = MODEL) -> list[Record]:
     assert sglang.recognise(path)
     assert not vllm.recognise(path)
     return list(sglang.read(path, known))
@@ -49,7 +49,7 @@ def test_generate_response(tmp_path: Path, experts: int, dtype: str, top_k: int)
     ids[:, 0] = 0  # a dense layer
     meta = {} if dtype == "int32" else {"routed_experts_dtype": dtype}
     path = json_lines(tmp_path / "a.jsonl", [response(ids, 5, 3, **meta)])
-    (record,) = read(path, Known(num_layers=3, top_k=top_k))
+    (record,) = read(path, ImportOptions(num_layers=3, top_k=top_k))
     np.testing.assert_array_equal(record.ids, ids)
     assert (record.where, record.num_tokens, record.prompt_length, record.first) == ("line 1", 8, 5, 0)
     assert record.token_ids is None  # the prompt's are not there
@@ -147,18 +147,18 @@ def test_empty_answers() -> None:
 def test_refused(tmp_path: Path) -> None:
     ids = routes(7, 3, 2, 8, "int32")
 
-    def message(known: Known = MODEL, **meta: Any) -> str:
+    def message(known: ImportOptions = MODEL, **meta: Any) -> str:
         path = json_lines(tmp_path / "a.jsonl", [response(ids, 5, 3, **meta)])
         with pytest.raises(InputError) as caught:
             list(sglang.read(path, known))
         return str(caught.value)
 
     or_model = "or --model with a config.json or a model's name"
-    assert message(Known(top_k=2)) == f"line 1: routed_experts has no shape; give --num-layers, {or_model}"
-    assert message(Known(num_layers=2)) == f"line 1: routed_experts has no shape; give --top-k, {or_model}"
-    assert message(Known()) == f"line 1: routed_experts has no shape; give --num-layers and --top-k, {or_model}"
+    assert message(ImportOptions(top_k=2)) == f"line 1: routed_experts has no shape; give --num-layers, {or_model}"
+    assert message(ImportOptions(num_layers=2)) == f"line 1: routed_experts has no shape; give --top-k, {or_model}"
+    assert message(ImportOptions()) == f"line 1: routed_experts has no shape; give --num-layers and --top-k, {or_model}"
     wrong = "line 1: routed_experts holds 42 ids of int32, which 5 layers x top-2 don't divide"
-    assert message(Known(num_layers=5, top_k=2)) == wrong
+    assert message(ImportOptions(num_layers=5, top_k=2)) == wrong
     assert "168 bytes" not in message(routed_experts_dtype="float16")
     assert message(routed_experts_dtype="float16").startswith("line 1: routed_experts_dtype is 'float16'; it should be")
     assert "no whole number of int32" in message(routed_experts="AAAAAAA=")

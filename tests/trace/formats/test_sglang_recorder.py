@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from helpers.pickled_dumps import routes, survives
 from trimtab import InputError
 from trimtab.trace.formats import nemo_rl, sglang_recorder, slime, values, verl
-from trimtab.trace.formats.records import Known
+from trimtab.trace.formats.records import ImportOptions
 
 LAYERS, TOP_K, EXPERTS, PHYSICAL = 5, 4, 16, 20
 MOE_LAYERS = (1, 2, 3, 4)
@@ -80,7 +80,7 @@ def test_tokens_by_request(tmp_path: Path, named: bool) -> None:
     torch.save(dump, tmp_path / "a.pt")
     assert sglang_recorder.recognise(tmp_path / "a.pt")
     assert not any(other.recognise(tmp_path / "a.pt") for other in (slime, nemo_rl, verl))
-    records = list(sglang_recorder.read(tmp_path / "a.pt", Known()))
+    records = list(sglang_recorder.read(tmp_path / "a.pt", ImportOptions()))
     assert [(record.where, record.domain) for record in records] == [(name, domain) for name, _, domain in expected]
     for record, (_, ids, domain) in zip(records, expected, strict=True):
         assert np.array_equal(record.ids, ids)
@@ -125,7 +125,7 @@ def test_tokens_made_up_from_counts_have_these_counts(tokens: int, top_k: int, e
     counts = np.stack([counts_of(ids, experts) for ids in passes])
     counts[:, 1] = 0  # a dense layer
     dump = {"rank": 0, "logical_count": torch.from_numpy(counts).int(), "average_utilization_rate_over_window": None}
-    records = list(sglang_recorder.records_of_dump(dump, Known(top_k=top_k)))
+    records = list(sglang_recorder.records_of_dump(dump, ImportOptions(top_k=top_k)))
     assert [record.where for record in records] == ["forward pass 0", "forward pass 2"]
     for record, place in zip(records, (0, 2), strict=True):
         assert record.ids.shape == (len(passes[place]), 2, top_k)
@@ -140,7 +140,7 @@ def test_tokens_made_up_from_counts_have_these_counts(tokens: int, top_k: int, e
 
 def test_layers_that_counted_fewer_tokens_lack_rows() -> None:
     counts = torch.tensor([[[2, 2, 0], [1, 0, 1]]])
-    (record,) = sglang_recorder.records_of_dump({"logical_count": counts}, Known(top_k=2))
+    (record,) = sglang_recorder.records_of_dump({"logical_count": counts}, ImportOptions(top_k=2))
     assert np.array_equal(record.ids[:, 0], [[0, 1], [0, 1]])
     assert np.array_equal(record.ids[:, 1], [[0, 2], [-1, -1]])
 
@@ -151,7 +151,7 @@ def test_physical_counts_by_pass(tmp_path: Path) -> None:
     dump = {"records": records, "last_physical_to_logical_map": torch.tensor([[0, 1, 2, 0], [1, 2, 0, 0]])}
     torch.save(dump, tmp_path / "a.pt")
     assert sglang_recorder.recognise(tmp_path / "a.pt")
-    (record,) = sglang_recorder.read(tmp_path / "a.pt", Known(top_k=2))
+    (record,) = sglang_recorder.read(tmp_path / "a.pt", ImportOptions(top_k=2))
     assert record.where == "forward pass 7"
     assert np.array_equal(counts_of(record.ids, 3), [[2, 2, 2], [3, 0, 3]])
 
@@ -173,7 +173,7 @@ def test_physical_counts_by_pass(tmp_path: Path) -> None:
 )
 def test_what_counts_cannot_be_is_explained(dump: Any, top_k: int | None, message: str) -> None:
     with pytest.raises(InputError, match=message):
-        list(sglang_recorder.records_of_dump(dump, Known(top_k=top_k)))
+        list(sglang_recorder.records_of_dump(dump, ImportOptions(top_k=top_k)))
 
 
 def test_passes_that_repeat_one_array_are_stopped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -181,7 +181,7 @@ def test_passes_that_repeat_one_array_are_stopped(tmp_path: Path, monkeypatch: p
     ids = torch.zeros(1, dtype=torch.int32).expand(64, 1 << 14, 8)
     torch.save({"records": [{"forward_pass_id": 1, "topk_ids_of_layer": ids}] * 200_000}, tmp_path / "a.pt")
     with pytest.raises(InputError, match="the same arrays over and over"):
-        next(sglang_recorder.read(tmp_path / "a.pt", Known()))
+        next(sglang_recorder.read(tmp_path / "a.pt", ImportOptions()))
 
 
 def test_experts_outside_of_the_map_are_refused() -> None:
@@ -204,4 +204,6 @@ def test_damaged_dumps_are_read_or_refused(tmp_path: Path) -> None:
     torch.save(per_token()[0], tokens)
     torch.save({"rank": 0, "logical_count": torch.ones((2, 3, 8), dtype=torch.int32)}, counts)
     for dump in (tokens, counts):
-        survives(dump.getvalue(), tmp_path / "a", lambda: sglang_recorder.read(tmp_path / "a", Known(top_k=2)), 300)
+        survives(
+            dump.getvalue(), tmp_path / "a", lambda: sglang_recorder.read(tmp_path / "a", ImportOptions(top_k=2)), 300
+        )

@@ -15,7 +15,7 @@ import torch
 from helpers.pickled_dumps import claim, pretend, routes, survives
 from trimtab import InputError
 from trimtab.trace.formats import nemo_rl, sglang_recorder, slime, values, verl
-from trimtab.trace.formats.records import Known
+from trimtab.trace.formats.records import ImportOptions
 
 LAYERS, TOP_K = 5, 4
 
@@ -82,13 +82,13 @@ def test_debug_rollout_data(tmp_path: Path, num_experts: int) -> None:
     torch.save({"rollout_id": 17, "samples": expected}, tmp_path / "17.pt")
     assert slime.recognise(tmp_path / "17.pt")
     assert not any(other.recognise(tmp_path / "17.pt") for other in (verl, nemo_rl, sglang_recorder))
-    check(list(slime.read(tmp_path / "17.pt", Known())), expected, 17)
+    check(list(slime.read(tmp_path / "17.pt", ImportOptions())), expected, 17)
 
 
 def test_top_1(tmp_path: Path) -> None:
     expected = samples(top_k=1)
     torch.save({"rollout_id": 0, "samples": expected, "metadata": {"x": 1}}, tmp_path / "a.pt")
-    assert next(slime.read(tmp_path / "a.pt", Known())).ids.shape[1:] == (LAYERS, 1)
+    assert next(slime.read(tmp_path / "a.pt", ImportOptions())).ids.shape[1:] == (LAYERS, 1)
 
 
 @pytest.mark.parametrize("protocol", [2, 4, 5])
@@ -100,7 +100,7 @@ def test_pickled_sample_objects_without_their_class(tmp_path: Path, protocol: in
         objects = [Sample(**{**sample, "status": Sample.Status.COMPLETED}) for sample in expected]
         (tmp_path / "a.pkl").write_bytes(pickle.dumps([objects[:2], objects[2:]], protocol))
     assert slime.recognise(tmp_path / "a.pkl")
-    check(list(slime.read(tmp_path / "a.pkl", Known())), expected, 0)
+    check(list(slime.read(tmp_path / "a.pkl", ImportOptions())), expected, 0)
 
 
 def test_training_data_in_columns(tmp_path: Path) -> None:
@@ -112,7 +112,7 @@ def test_training_data_in_columns(tmp_path: Path) -> None:
         "loss_masks": [torch.ones(3, dtype=torch.bfloat16)] * 3,
     }
     torch.save({"rollout_id": 3, "rank": 0, "rollout_data": columns}, tmp_path / "a.pt")
-    records = list(slime.read(tmp_path / "a.pt", Known()))
+    records = list(slime.read(tmp_path / "a.pt", ImportOptions()))
     assert [record.prompt_length for record in records] == [7, 7, 7]
     assert all(np.array_equal(r.ids, s["rollout_routed_experts"]) for r, s in zip(records, expected, strict=True))
 
@@ -129,7 +129,7 @@ def test_objects_in_memory_lists_and_flat_ids() -> None:
         }
         for s in expected
     ]
-    check(list(slime.records_of_samples(flat, known=Known(num_layers=LAYERS, top_k=TOP_K))), expected, 0)
+    check(list(slime.records_of_samples(flat, known=ImportOptions(num_layers=LAYERS, top_k=TOP_K))), expected, 0)
     with pytest.raises(InputError, match="number of layers and top_k must be given"):
         list(slime.records_of_samples(flat))
     lists = [{**expected[0], "rollout_routed_experts": expected[0]["rollout_routed_experts"].tolist()}]
@@ -182,9 +182,9 @@ def test_wrong_samples_are_named(change: dict[str, Any], message: str) -> None:
 def test_dumps_without_routes_say_what_to_do(tmp_path: Path) -> None:
     torch.save({"rollout_id": 1, "samples": [{**s, "rollout_routed_experts": None} for s in samples()]}, tmp_path / "a")
     with pytest.raises(InputError, match=r"none of its 4 samples.*--use-rollout-routing-replay"):
-        list(slime.read(tmp_path / "a", Known()))
+        list(slime.read(tmp_path / "a", ImportOptions()))
     torch.save({"rollout_id": 1, "samples": []}, tmp_path / "a")
-    assert list(slime.read(tmp_path / "a", Known())) == []
+    assert list(slime.read(tmp_path / "a", ImportOptions())) == []
 
 
 def test_samples_that_repeat_one_array_are_stopped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -192,7 +192,7 @@ def test_samples_that_repeat_one_array_are_stopped(tmp_path: Path, monkeypatch: 
     monkeypatch.setattr(values, "SMALLEST_ALLOWANCE", 1 << 26)
     one = {**samples()[0], "rollout_routed_experts": torch.zeros(1, dtype=torch.int32).expand(1 << 12, 64, 62)}
     torch.save({"rollout_id": 0, "samples": [one] * 10_000}, tmp_path / "a.pt")
-    records = slime.read(tmp_path / "a.pt", Known())
+    records = slime.read(tmp_path / "a.pt", ImportOptions())
     assert [next(records).num_tokens for _ in range(4)]
     with pytest.raises(InputError, match="the same arrays over and over"):
         next(records)
@@ -201,5 +201,7 @@ def test_samples_that_repeat_one_array_are_stopped(tmp_path: Path, monkeypatch: 
 def test_damaged_dumps_are_read_or_refused(tmp_path: Path) -> None:
     content = io.BytesIO()
     torch.save({"rollout_id": 17, "samples": samples()}, content)
-    assert survives(content.getvalue(), tmp_path / "a", lambda: slime.read(tmp_path / "a", Known()), 400) > 100
-    assert survives(pickle.dumps(samples()), tmp_path / "a", lambda: slime.read(tmp_path / "a", Known()), 200) > 50
+    assert survives(content.getvalue(), tmp_path / "a", lambda: slime.read(tmp_path / "a", ImportOptions()), 400) > 100
+    assert (
+        survives(pickle.dumps(samples()), tmp_path / "a", lambda: slime.read(tmp_path / "a", ImportOptions()), 200) > 50
+    )

@@ -14,7 +14,7 @@ import torch
 from helpers.pickled_dumps import claim, pretend, routes, survives
 from trimtab import InputError
 from trimtab.trace.formats import nemo_rl, sglang_recorder, slime, verl
-from trimtab.trace.formats.records import Known
+from trimtab.trace.formats.records import ImportOptions
 
 PROMPT, RESPONSE, LAYERS, TOP_K = 6, 10, 4, 3
 SOURCES = ["maths", "maths", "code", "", "chat"]
@@ -163,7 +163,7 @@ def test_data_protos(tmp_path: Path, num_experts: int, kind: type[DataProto], te
         (tmp_path / "a.pkl").write_bytes(pickle.dumps(content))
         torch.save(content, tmp_path / "b.pt")
     for name in ("a.pkl", "b.pt"):
-        check(list(verl.read(tmp_path / name, Known())), tensors)
+        check(list(verl.read(tmp_path / name, ImportOptions())), tensors)
         assert verl.recognise(tmp_path / name)
         assert not any(other.recognise(tmp_path / name) for other in (slime, nemo_rl, sglang_recorder))
 
@@ -182,7 +182,7 @@ def test_dictionaries_and_arrays(tmp_path: Path, dtype: torch.dtype, top_k: int)
     for name in ("a.pt", "b.pt", "c.pt", "d.npz", "e.npz"):
         assert verl.recognise(tmp_path / name), name
         assert not any(other.recognise(tmp_path / name) for other in (slime, nemo_rl, sglang_recorder))
-        check(list(verl.read(tmp_path / name, Known())), tensors, labelled=name == "b.pt")
+        check(list(verl.read(tmp_path / name, ImportOptions())), tensors, labelled=name == "b.pt")
     check(list(verl.records_of_batch(DataProto(tensors, LABELS, FACTS))), tensors)
 
 
@@ -191,7 +191,7 @@ def test_bare_arrays_lose_rows_of_zeros_at_both_ends(tmp_path: Path) -> None:
     np.save(tmp_path / "a.npy", tensors["routed_experts"].numpy())
     assert verl.recognise(tmp_path / "a.npy")
     for path in (tmp_path / "a.npy",):
-        records = list(verl.read(path, Known()))
+        records = list(verl.read(path, ImportOptions()))
         # The last token of a row has no route, so it is not seen, and neither is the row of a single token.
         lengths = tensors["attention_mask"].sum(dim=1).tolist()
         assert [len(record.ids) for record in records] == [length - 1 for length in lengths if length > 1]
@@ -209,7 +209,7 @@ def test_tensors_that_are_not_contiguous(tmp_path: Path) -> None:
     tensors["routed_experts"] = view
     tensors["attention_mask"] = tensors["attention_mask"].bool()
     torch.save(tensors, tmp_path / "a.pt")
-    check(list(verl.read(tmp_path / "a.pt", Known())), tensors, labelled=False)
+    check(list(verl.read(tmp_path / "a.pt", ImportOptions())), tensors, labelled=False)
 
 
 def test_rows_without_padding(tmp_path: Path) -> None:
@@ -220,7 +220,7 @@ def test_rows_without_padding(tmp_path: Path) -> None:
         for key in ("routed_experts", "input_ids")
     }
     torch.save(nested, tmp_path / "a.pt")
-    for records in (list(verl.read(tmp_path / "a.pt", Known())), list(verl.records_of_batch(nested))):
+    for records in (list(verl.read(tmp_path / "a.pt", ImportOptions())), list(verl.records_of_batch(nested))):
         for row, record in enumerate(records):
             assert np.array_equal(record.ids, tensors["routed_experts"][row][rows[row]].numpy())
             assert record.token_ids is not None
@@ -259,7 +259,7 @@ def test_rows_of_padding_are_counted_once() -> None:
 
 def test_an_empty_batch(tmp_path: Path) -> None:
     torch.save({key: value[:0] for key, value in batch().items()}, tmp_path / "a.pt")
-    assert list(verl.read(tmp_path / "a.pt", Known())) == []
+    assert list(verl.read(tmp_path / "a.pt", ImportOptions())) == []
 
 
 @pytest.mark.parametrize(
@@ -292,4 +292,4 @@ def test_damaged_dumps_are_read_or_refused(tmp_path: Path) -> None:
     arrays = io.BytesIO()
     np.savez(arrays, routed_experts=batch()["routed_experts"].numpy(), attention_mask=batch()["attention_mask"].numpy())
     for dump in (proto, encoded, content.getvalue(), arrays.getvalue()):
-        survives(dump, tmp_path / "a", lambda: verl.read(tmp_path / "a", Known()), 200)
+        survives(dump, tmp_path / "a", lambda: verl.read(tmp_path / "a", ImportOptions()), 200)

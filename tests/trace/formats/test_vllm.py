@@ -15,10 +15,10 @@ import pytest
 from helpers.response_dumps import json_lines, npy_bytes, npy_text, only_input_errors, routes
 from trimtab import InputError
 from trimtab.trace.formats import sglang, vllm
-from trimtab.trace.formats.records import Known, Record
+from trimtab.trace.formats.records import ImportOptions, Record
 from trimtab.trace.formats.routes import trim_padding
 
-NOTHING = Known()
+NOTHING = ImportOptions()
 
 
 def completion(*choices: dict[str, Any], **beside: Any) -> dict[str, Any]:

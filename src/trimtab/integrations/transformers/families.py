@@ -16,7 +16,7 @@ from torch import nn
 
 from trimtab.errors import InputError
 from trimtab.runtime import ExpertWeight, RowGroups, gated_experts, grouped_bias, grouped_linear
-from trimtab.runtime.experts import ApplyExperts
+from trimtab.runtime.rows.expert_compute import ApplyExperts
 
 
 @dataclass(frozen=True)

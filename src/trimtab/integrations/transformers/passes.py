@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from trimtab.trace.routing import Array
+from trimtab.array_type import Array
 
 
 @dataclass(eq=False)

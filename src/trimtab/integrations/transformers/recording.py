@@ -18,11 +18,11 @@ import torch
 from torch import nn
 from transformers import Cache
 
+from trimtab.array_type import Array
 from trimtab.errors import InputError
 from trimtab.integrations.transformers.families import decoder_of, moe_blocks, num_experts
 from trimtab.integrations.transformers.passes import Call, Pass, bring_home
 from trimtab.trace import RoutingTrace, hash_tokens, id_dtype
-from trimtab.trace.routing import Array
 
 # Of ids that wait on a device: those of 170,000 tokens through 48 layers with top-8.
 BLOCK_BYTES = 64 << 20

@@ -12,11 +12,11 @@ import numpy as np
 import torch
 from torch import nn
 
+from trimtab.array_type import Array
 from trimtab.errors import InputError
 from trimtab.integrations.transformers.families import decoder_of, family_of, moe_blocks, num_experts, reroute
 from trimtab.integrations.transformers.sharing import in_session
 from trimtab.trace import RoutingTrace
-from trimtab.trace.routing import Array
 
 
 @dataclass(eq=False)

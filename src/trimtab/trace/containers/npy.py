@@ -14,9 +14,9 @@ from typing import Any, BinaryIO
 
 import numpy as np
 
+from trimtab.array_type import Array
 from trimtab.errors import InputError
 from trimtab.trace.containers.json_values import kind_of, reason
-from trimtab.trace.routing import Array
 
 NPY_MAGIC = b"\x93NUMPY"
 

@@ -13,10 +13,10 @@ from typing import Any
 
 import numpy as np
 
+from trimtab.array_type import Array
 from trimtab.errors import InputError
 from trimtab.trace.containers.archives import let_go
 from trimtab.trace.containers.pickles import LargeText, clip
-from trimtab.trace.routing import Array
 
 # Torch's names of storages and dtypes, and numpy's. bfloat16 is not numpy's; `widen` makes float32 of it.
 DTYPES = {

@@ -9,8 +9,9 @@ from typing import Any
 
 import numpy as np
 
+from trimtab.array_type import Array
 from trimtab.files import whole_file
-from trimtab.trace.routing import Array, RoutingTrace
+from trimtab.trace.routing import RoutingTrace
 
 _SAFETENSORS_NAMES = {"u1": "U8", "u2": "U16", "i4": "I32", "i8": "I64", "u8": "U64"}
 

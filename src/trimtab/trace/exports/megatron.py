@@ -7,8 +7,9 @@ import os
 
 import numpy as np
 
+from trimtab.array_type import Array
 from trimtab.files import whole_file
-from trimtab.trace.routing import Array, RoutingTrace
+from trimtab.trace.routing import RoutingTrace
 
 
 def write_megatron(trace: RoutingTrace, path: str | os.PathLike[str]) -> None:

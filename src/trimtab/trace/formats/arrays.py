@@ -15,11 +15,12 @@ from typing import Any
 
 import numpy as np
 
+from trimtab.array_type import Array
 from trimtab.errors import InputError
 from trimtab.trace.containers.array_files import Arrays, array_names, open_arrays
-from trimtab.trace.formats.records import Known, Record
+from trimtab.trace.formats.records import ImportOptions, Record
 from trimtab.trace.formats.routes import check_ids, sign_of_gaps
-from trimtab.trace.routing import Array, no_route
+from trimtab.trace.routing import no_route
 
 IDS = "expert_ids"
 
@@ -28,7 +29,7 @@ def recognise(path: Path) -> bool:
     return IDS in (array_names(path) or ())
 
 
-def said(path: Path) -> Known:
+def said(path: Path) -> ImportOptions:
     """Model facts stored in the file.
 
     Raises:
@@ -38,7 +39,7 @@ def said(path: Path) -> Known:
         return _said(arrays)
 
 
-def read(path: Path, known: Known) -> Iterator[Record]:
+def read(path: Path, known: ImportOptions) -> Iterator[Record]:
     """Yields the records of the file, one per sequence.
 
     Raises:
@@ -87,17 +88,17 @@ def _gap(ids: Array, num_experts: int | None) -> int | None:
     return sign_of_gaps(ids)
 
 
-def _said(arrays: Arrays) -> Known:
+def _said(arrays: Arrays) -> ImportOptions:
     if arrays.texts:
         experts: Any = arrays.texts.get("num_experts")
         model = arrays.texts.get("model", "")
     else:
         experts, model = _single(arrays, "num_experts"), _single(arrays, "model") or ""
     if experts is None:
-        return Known(model=str(model))
+        return ImportOptions(model=str(model))
     if not str(experts).isdecimal() or not 1 <= int(str(experts)[:9]) <= 65535:
         raise InputError("num_experts should be a number of 1 to 65535")
-    return Known(num_experts=int(experts), model=str(model))
+    return ImportOptions(num_experts=int(experts), model=str(model))
 
 
 def _single(arrays: Arrays, name: str) -> Any:

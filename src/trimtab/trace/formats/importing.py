@@ -11,7 +11,7 @@ from typing import Protocol
 from trimtab.errors import InputError
 from trimtab.trace.formats import arrays, megatron, nemo_rl, sglang, sglang_recorder, slime, verl, vllm
 from trimtab.trace.formats.normalise import Summary, normalise
-from trimtab.trace.formats.records import Known, Record
+from trimtab.trace.formats.records import ImportOptions, Record
 from trimtab.trace.routing import RoutingTrace
 
 LONGEST_REASON = 500  # characters
@@ -23,7 +23,7 @@ class Format(Protocol):
     def recognise(self, path: Path) -> bool:
         """True if a file looks like this format. Reads little of it, and never raises."""
 
-    def read(self, path: Path, known: Known) -> Iterator[Record]:
+    def read(self, path: Path, known: ImportOptions) -> Iterator[Record]:
         """Yields the records of a file.
 
         Raises:
@@ -78,7 +78,7 @@ def common_format(files: Sequence[Path]) -> str:
     return first
 
 
-def import_files(files: Sequence[Path], form: str, known: Known, summary: Summary) -> Iterator[RoutingTrace]:
+def import_files(files: Sequence[Path], form: str, known: ImportOptions, summary: Summary) -> Iterator[RoutingTrace]:
     """Yields the files of one dump, in order, as parts of a trace; one part in memory at a time.
 
     Raises:
@@ -90,12 +90,12 @@ def import_files(files: Sequence[Path], form: str, known: Known, summary: Summar
     return normalise(_records(files, FORMATS[form], known), known, summary)
 
 
-def trace_of(records: Iterable[Record], known: Known) -> RoutingTrace:
+def trace_of(records: Iterable[Record], known: ImportOptions) -> RoutingTrace:
     """Returns one trace of records in memory."""
     return RoutingTrace.concatenate(list(normalise(records, known, Summary())))
 
 
-def _records(files: Sequence[Path], form: Format, known: Known) -> Iterator[Record]:
+def _records(files: Sequence[Path], form: Format, known: ImportOptions) -> Iterator[Record]:
     for file in files:
         with _naming(file):
             for record in form.read(file, known):

@@ -21,12 +21,12 @@ from typing import Any
 import numba
 import numpy as np
 
+from trimtab.array_type import Array
 from trimtab.errors import InputError
 from trimtab.trace.containers.json_values import json_head, json_lines, json_values, kind_of, one_value
 from trimtab.trace.containers.npy import array_of_lists
-from trimtab.trace.formats.records import Known, Record
+from trimtab.trace.formats.records import ImportOptions, Record
 from trimtab.trace.formats.responses import report_dropped
-from trimtab.trace.routing import Array
 
 _IDS = b'"top_indices":'
 MTP_ROWS = "rows of multi-token prediction"
@@ -48,7 +48,7 @@ class _Row:
     domain: str
 
 
-def read(path: Path, known: Known) -> Iterator[Record]:
+def read(path: Path, known: ImportOptions) -> Iterator[Record]:
     """Records of one rank's file. Memory holds one step, or one sequence of our own export.
 
     Raises:

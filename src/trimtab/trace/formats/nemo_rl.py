@@ -18,7 +18,7 @@ import numpy as np
 from trimtab.errors import InputError
 from trimtab.trace.containers import torch_files
 from trimtab.trace.containers.pickles import Foreign
-from trimtab.trace.formats.records import Known, Record
+from trimtab.trace.formats.records import ImportOptions, Record
 from trimtab.trace.formats.values import Allowance, damaged_values, field, integers, rows_of, text
 
 KEY = "routed_experts"
@@ -31,7 +31,7 @@ def recognise(path: Path) -> bool:
     return KEY in found and len(found) > 1
 
 
-def read(path: Path, known: Known) -> Iterator[Record]:
+def read(path: Path, known: ImportOptions) -> Iterator[Record]:
     """The records of a dump, one per row of the batch.
 
     Raises:

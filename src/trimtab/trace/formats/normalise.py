@@ -14,9 +14,10 @@ from dataclasses import dataclass, field
 import numba
 import numpy as np
 
+from trimtab.array_type import Array
 from trimtab.errors import InputError
-from trimtab.trace.formats.records import Known, Record
-from trimtab.trace.routing import Array, RoutingTrace, hash_tokens, id_dtype, no_route
+from trimtab.trace.formats.records import ImportOptions, Record
+from trimtab.trace.routing import RoutingTrace, hash_tokens, id_dtype, no_route
 from trimtab.trace.store import ROW_GROUP_BYTES
 
 NOTHING = np.int64(np.iinfo(np.int64).min)
@@ -49,7 +50,7 @@ class Summary:
     dropped: Counter[str] = field(default_factory=Counter)
 
 
-def normalise(records: Iterable[Record], known: Known, summary: Summary) -> Iterator[RoutingTrace]:
+def normalise(records: Iterable[Record], known: ImportOptions, summary: Summary) -> Iterator[RoutingTrace]:
     """Yields the records as parts of one trace, each of the size of a row group, and the rest.
 
     Args:
@@ -131,7 +132,7 @@ def _check_form(record: Record) -> None:
         raise InputError(f"{record.where}: step {record.step}; it should be 0 to 2**31 - 1")
 
 
-def _shape_of(record: Record, known: Known) -> _Shape | None:
+def _shape_of(record: Record, known: ImportOptions) -> _Shape | None:
     """The layout of this record; None if it has no routes."""
     axis, top_k = record.ids.shape[1:]
     if known.top_k not in (None, top_k):
@@ -168,7 +169,7 @@ def _has_routes(ids: Array) -> Array:
     return np.asarray(could_be.any(axis=(0, 2)))
 
 
-def _moe_layers(record: Record, routes: Array, known: Known) -> tuple[Array, Array]:
+def _moe_layers(record: Record, routes: Array, known: ImportOptions) -> tuple[Array, Array]:
     """Indices of the MoE layers in the record, and their decoder layers."""
     axis = len(routes)
     if record.layers is not None:

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from trimtab.trace.routing import Array
+from trimtab.array_type import Array
 
 
 @dataclass(frozen=True)
-class Known:
+class ImportOptions:
     """Model facts supplied by the caller; None if unknown.
 
     Attributes:
@@ -30,9 +30,9 @@ class Known:
     step: int = 0
     domain: str = ""
 
-    def with_default(self, other: Known) -> Known:
+    def with_default(self, other: ImportOptions) -> ImportOptions:
         """These facts, and those of `other` where these are unknown."""
-        return Known(*(getattr(self, name) or getattr(other, name) for name in self.__dataclass_fields__))
+        return ImportOptions(*(getattr(self, name) or getattr(other, name) for name in self.__dataclass_fields__))
 
 
 @dataclass(frozen=True, eq=False)

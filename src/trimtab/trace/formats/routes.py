@@ -8,18 +8,18 @@ from typing import Any
 
 import numpy as np
 
+from trimtab.array_type import Array
 from trimtab.errors import InputError
 from trimtab.trace.containers.json_values import reason
 from trimtab.trace.containers.npy import NPY_MAGIC, array_of_lists, array_of_npy, decode_base64, short
-from trimtab.trace.formats.records import Known
-from trimtab.trace.routing import Array
+from trimtab.trace.formats.records import ImportOptions
 
 _RAW_DTYPES = ("int8", "uint8", "int16", "uint16", "int32", "uint32", "int64", "uint64")
 # With a shape but no dtype, the size of a number gives the dtype. Signed, so -1 stays -1.
 _DTYPE_OF_SIZE = {1: np.uint8, 2: np.int16, 4: np.int32, 8: np.int64}
 
 
-def decode_routes(value: Any, known: Known, dtype: str = "int32") -> Array:
+def decode_routes(value: Any, known: ImportOptions, dtype: str = "int32") -> Array:
     """Decodes ids `[t, layers, K]` of a response.
 
     Args:
@@ -83,7 +83,7 @@ def raw_dtype(name: Any) -> str:
     return name.strip().lower()
 
 
-def _shape_raw(data: bytes, known: Known, dtype: str) -> Array:
+def _shape_raw(data: bytes, known: ImportOptions, dtype: str) -> Array:
     flat = _raw(data, dtype)
     if known.num_layers is None or known.top_k is None:
         said = (("--num-layers", known.num_layers), ("--top-k", known.top_k))

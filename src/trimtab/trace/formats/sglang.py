@@ -11,9 +11,10 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from trimtab.array_type import Array
 from trimtab.errors import InputError
 from trimtab.trace.containers.json_values import json_head, kind_of
-from trimtab.trace.formats.records import Known, Record
+from trimtab.trace.formats.records import ImportOptions, Record
 from trimtab.trace.formats.responses import (
     WITHOUT_ROUTES,
     Response,
@@ -25,7 +26,6 @@ from trimtab.trace.formats.responses import (
     tokens,
 )
 from trimtab.trace.formats.routes import decode_routes, raw_dtype, sign_of_gaps
-from trimtab.trace.routing import Array
 
 
 def recognise(path: Path) -> bool:
@@ -34,7 +34,7 @@ def recognise(path: Path) -> bool:
     return b'"meta_info"' in head or b'"sglext"' in head
 
 
-def read(path: Path, known: Known) -> Iterator[Record]:
+def read(path: Path, known: ImportOptions) -> Iterator[Record]:
     """Records of a file of responses: JSON lines, a list, or one; plain, or inside a client's wrapper.
 
     Raises:
@@ -43,7 +43,7 @@ def read(path: Path, known: Known) -> Iterator[Record]:
     return read_responses(path, lambda response: _records(response, known))
 
 
-def records_of_responses(responses: Iterable[Any] | Mapping[str, Any], known: Known) -> Iterator[Record]:
+def records_of_responses(responses: Iterable[Any] | Mapping[str, Any], known: ImportOptions) -> Iterator[Record]:
     """Records of the engine's `generate` output, or of decoded responses.
 
     Args:
@@ -54,7 +54,7 @@ def records_of_responses(responses: Iterable[Any] | Mapping[str, Any], known: Kn
     return records_in(values, lambda response: _records(response, known))
 
 
-def _records(response: Response, known: Known) -> Iterator[Record | str]:
+def _records(response: Response, known: ImportOptions) -> Iterator[Record | str]:
     content = response.content
     choices = content.get("choices")
     if not isinstance(choices, list):
@@ -75,7 +75,7 @@ def _records(response: Response, known: Known) -> Iterator[Record | str]:
         yield from placed(f"choice {index}", _one(meta, choice.get("token_ids"), response, known))
 
 
-def _one(meta: Any, output_ids: Any, response: Response, known: Known) -> Iterator[Record | str]:
+def _one(meta: Any, output_ids: Any, response: Response, known: ImportOptions) -> Iterator[Record | str]:
     routes = meta.get("routed_experts") if isinstance(meta, Mapping) else None
     if routes is None:
         yield WITHOUT_ROUTES

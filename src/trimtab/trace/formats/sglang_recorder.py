@@ -26,11 +26,11 @@ from typing import Any
 
 import numpy as np
 
+from trimtab.array_type import Array
 from trimtab.errors import InputError
 from trimtab.trace.containers import torch_files
-from trimtab.trace.formats.records import Known, Record
+from trimtab.trace.formats.records import ImportOptions, Record
 from trimtab.trace.formats.values import Allowance, damaged_values, field, integers, text, whole_number
-from trimtab.trace.routing import Array
 
 IDS, COUNTS, PASS_COUNTS, MAP = (
     "topk_ids_of_layer",
@@ -50,7 +50,7 @@ def recognise(path: Path) -> bool:
     return bool(found & {IDS, COUNTS}) or found >= {PASS_COUNTS, MAP}
 
 
-def read(path: Path, known: Known) -> Iterator[Record]:
+def read(path: Path, known: ImportOptions) -> Iterator[Record]:
     """The records of a dump, in any of the recorder's modes.
 
     Raises:
@@ -60,16 +60,16 @@ def read(path: Path, known: Known) -> Iterator[Record]:
         yield from _records(torch_files.load(path), known, Allowance(path))
 
 
-def records_of_dump(dump: Any, known: Known | None = None) -> Iterator[Record]:
+def records_of_dump(dump: Any, known: ImportOptions | None = None) -> Iterator[Record]:
     """The records of what `torch.load` returns for a dump; `known.top_k` is needed for counts.
 
     Raises:
         InputError: as `read`.
     """
-    yield from _records(dump, known or Known(), Allowance())
+    yield from _records(dump, known or ImportOptions(), Allowance())
 
 
-def _records(dump: Any, known: Known, allowance: Allowance) -> Iterator[Record]:
+def _records(dump: Any, known: ImportOptions, allowance: Allowance) -> Iterator[Record]:
     with damaged_values():
         if not isinstance(dump, Mapping):
             raise InputError("not a dump of SGLang's recorder: it should be a dictionary")
@@ -191,7 +191,9 @@ def _logical_ids(each: Any, piece: _Piece, layers: Array, top_k: int, logical: A
     return np.where(ids_TLK >= 0, mapped, -1)
 
 
-def _from_physical_counts(dump: Mapping[Any, Any], passes: Any, known: Known, allowance: Allowance) -> Iterator[Record]:
+def _from_physical_counts(
+    dump: Mapping[Any, Any], passes: Any, known: ImportOptions, allowance: Allowance
+) -> Iterator[Record]:
     logical = _logical_map(dump)
     counts = []
     for each in passes:
@@ -210,7 +212,7 @@ def _from_physical_counts(dump: Mapping[Any, Any], passes: Any, known: Known, al
     yield from _from_counts(counts, names, known)
 
 
-def _from_counts(counts: list[Array], names: Any, known: Known) -> Iterator[Record]:
+def _from_counts(counts: list[Array], names: Any, known: ImportOptions) -> Iterator[Record]:
     """One record a pass, whose tokens by layer and expert are the counts.
 
     A layer's experts, each repeated by its count, are listed in order and assigned to the T tokens in turn. No expert

@@ -11,11 +11,11 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from trimtab.array_type import Array
 from trimtab.errors import InputError
 from trimtab.trace.containers import torch_files
-from trimtab.trace.formats.records import Known, Record
+from trimtab.trace.formats.records import ImportOptions, Record
 from trimtab.trace.formats.values import Allowance, as_array, damaged_values, field, integers, text, whole_number
-from trimtab.trace.routing import Array
 
 KEY = "rollout_routed_experts"
 _DOMAIN_KEYS = ("data_source", "domain", "dataset", "dataset_name", "rm_type")
@@ -27,7 +27,7 @@ def recognise(path: Path) -> bool:
     return bool(torch_files.mentions(path, KEY))
 
 
-def read(path: Path, known: Known) -> Iterator[Record]:
+def read(path: Path, known: ImportOptions) -> Iterator[Record]:
     """The records of a dump, one per sample with routes.
 
     Raises:
@@ -49,7 +49,9 @@ def read(path: Path, known: Known) -> Iterator[Record]:
         yield from Allowance(path).watch(records_of_samples(samples, step=step, known=known))
 
 
-def records_of_samples(samples: Iterable[Any], *, step: int = 0, known: Known | None = None) -> Iterator[Record]:
+def records_of_samples(
+    samples: Iterable[Any], *, step: int = 0, known: ImportOptions | None = None
+) -> Iterator[Record]:
     """The records of `Sample` objects or their dictionaries, in groups or not.
 
     Reads `rollout_routed_experts`, `tokens`, `response_length`, and the source of the prompt in `metadata`
@@ -68,7 +70,7 @@ def records_of_samples(samples: Iterable[Any], *, step: int = 0, known: Known | 
             if ids is None or tokens is None:
                 skipped += 1
                 continue
-            yield _record(sample, ids, tokens, f"sample {count - 1}", step, skipped, known or Known())
+            yield _record(sample, ids, tokens, f"sample {count - 1}", step, skipped, known or ImportOptions())
             skipped, some = 0, True
         if count and not some:
             raise InputError(
@@ -76,7 +78,7 @@ def records_of_samples(samples: Iterable[Any], *, step: int = 0, known: Known | 
             )
 
 
-def _record(sample: Any, ids: Any, tokens: Any, where: str, step: int, skipped: int, known: Known) -> Record:
+def _record(sample: Any, ids: Any, tokens: Any, where: str, step: int, skipped: int, known: ImportOptions) -> Record:
     token_ids = integers(tokens, f"{where}: tokens", 1)
     ids_TLK = _shaped(as_array(ids, f"{where}: {KEY}"), where, known)
     length = whole_number(field(sample, "response_length"), len(token_ids))
@@ -95,7 +97,7 @@ def _record(sample: Any, ids: Any, tokens: Any, where: str, step: int, skipped: 
     )
 
 
-def _shaped(ids: Array, where: str, known: Known) -> Array:
+def _shaped(ids: Array, where: str, known: ImportOptions) -> Array:
     """`[t, layers, K]`, also from flat ids or `[t, layers * K]`."""
     if ids.dtype.kind not in "iu":
         raise InputError(f"{where}: {KEY} is {ids.dtype}; it should hold integers")

@@ -11,11 +11,11 @@ from typing import Any
 
 import numpy as np
 
+from trimtab.array_type import Array
 from trimtab.errors import InputError
 from trimtab.trace.containers.pickles import Foreign, clip
 from trimtab.trace.containers.tensors import Jagged, NumpyArray, Tensor
 from trimtab.trace.formats.records import Record
-from trimtab.trace.routing import Array
 
 _MOST_LISTED = 1 << 26
 SMALLEST_ALLOWANCE = 1 << 30

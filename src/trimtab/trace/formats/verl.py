@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 
+from trimtab.array_type import Array
 from trimtab.errors import InputError
 from trimtab.trace.containers import torch_files
 from trimtab.trace.containers.pickles import Foreign
@@ -28,7 +29,7 @@ from trimtab.trace.containers.tensors import (
     Tensor,
     buffer_of,
 )
-from trimtab.trace.formats.records import Known, Record
+from trimtab.trace.formats.records import ImportOptions, Record
 from trimtab.trace.formats.values import (
     Allowance,
     as_array,
@@ -39,7 +40,6 @@ from trimtab.trace.formats.values import (
     text,
     whole_number,
 )
-from trimtab.trace.routing import Array
 
 KEY = "routed_experts"
 _NEMO_RL_KEYS = ("input_lengths", "unpadded_sequence_lengths", "message_log")
@@ -60,7 +60,7 @@ def recognise(path: Path) -> bool:
     return bool(found) and found <= {KEY, f"<NJT_VALUES>{KEY}"}
 
 
-def read(path: Path, known: Known) -> Iterator[Record]:
+def read(path: Path, known: ImportOptions) -> Iterator[Record]:
     """The records of a dump, one per row of the batch.
 
     Raises:

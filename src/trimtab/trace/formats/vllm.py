@@ -19,10 +19,11 @@ from typing import Any
 
 import numpy as np
 
+from trimtab.array_type import Array
 from trimtab.errors import InputError
 from trimtab.trace.containers.array_files import Arrays, array_names, open_arrays
 from trimtab.trace.containers.json_values import json_head, kind_of
-from trimtab.trace.formats.records import Known, Record
+from trimtab.trace.formats.records import ImportOptions, Record
 from trimtab.trace.formats.responses import (
     WITHOUT_ROUTES,
     Response,
@@ -35,7 +36,6 @@ from trimtab.trace.formats.responses import (
     unwrap,
 )
 from trimtab.trace.formats.routes import check_ids, decode_routes, sign_of_gaps, trim_padding
-from trimtab.trace.routing import Array
 
 ROUTES = "routed_experts"
 
@@ -50,7 +50,7 @@ def recognise(path: Path) -> bool:
     return named and b'"meta_info"' not in head and b'"sglext"' not in head
 
 
-def read(path: Path, known: Known) -> Iterator[Record]:
+def read(path: Path, known: ImportOptions) -> Iterator[Record]:
     """Records of a file of responses (JSON lines, a list, or one; plain or in a client's wrapper) or of arrays.
 
     Raises:
@@ -61,7 +61,7 @@ def read(path: Path, known: Known) -> Iterator[Record]:
     return read_responses(path, lambda response: _records(response, known))
 
 
-def records_of_outputs(outputs: Iterable[Any], known: Known | None = None) -> Iterator[Record]:
+def records_of_outputs(outputs: Iterable[Any], known: ImportOptions | None = None) -> Iterator[Record]:
     """Records of the output of `LLM.generate`.
 
     Args:
@@ -71,7 +71,7 @@ def records_of_outputs(outputs: Iterable[Any], known: Known | None = None) -> It
     Raises:
         InputError: if routed_experts are missing or not in vLLM's form.
     """
-    model = known or Known()
+    model = known or ImportOptions()
 
     def found() -> Iterator[Record | str]:
         for index, output in enumerate(outputs):
@@ -81,7 +81,7 @@ def records_of_outputs(outputs: Iterable[Any], known: Known | None = None) -> It
     return report_dropped(found())
 
 
-def _records(response: Response, known: Known) -> Iterator[Record | str]:
+def _records(response: Response, known: ImportOptions) -> Iterator[Record | str]:
     content = response.content
     choices = next((content[key] for key in ("choices", "outputs") if content.get(key) is not None), None)
     if choices is None:
@@ -97,7 +97,7 @@ def _records(response: Response, known: Known) -> Iterator[Record | str]:
 
 
 def _one(
-    choice: Mapping[str, Any], content: Mapping[str, Any], response: Response, usage: Any, known: Known
+    choice: Mapping[str, Any], content: Mapping[str, Any], response: Response, usage: Any, known: ImportOptions
 ) -> Iterator[Record | str]:
     """The record of one completion.
 

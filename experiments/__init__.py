@@ -1,0 +1,1 @@
+"""Published figures reproduced, and the simulator compared with measured steps. Not part of the package."""

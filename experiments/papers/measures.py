@@ -1,0 +1,98 @@
+"""What papers report of a balancer, computed from simulated steps."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import numpy as np
+
+from trimtab.array_type import Array
+from trimtab.simulator.comparison import Outcome, Situation
+
+
+@dataclass(frozen=True, eq=False)
+class Case:
+    """One step, and what every balancer gave."""
+
+    situation: Situation
+    outcomes: Mapping[str, Outcome]
+
+
+Measure = Callable[[Case], float]
+
+
+def speedup(name: str, over: str, *, planning: bool = True) -> Measure:
+    """Step time of `over` divided by that of `name`, with the planning that holds ranks up, or both without it."""
+
+    def seconds(outcome: Outcome) -> float:
+        hidden_s = 0.0 if planning else outcome.simulated.parts_s["planning"]
+        return outcome.simulated.step_time_s - hidden_s
+
+    return lambda case: seconds(case.outcomes[over]) / seconds(case.outcomes[name])
+
+
+def gain(name: str, over: str) -> Measure:
+    """Steps a second that `name` adds, as a part of those of `over`."""
+    ratio = speedup(name, over)
+    return lambda case: ratio(case) - 1
+
+
+def of_balanced(name: str, *, planning: bool = True) -> Measure:
+    """Step time of the ideally balanced run divided by that of `name`."""
+    return speedup(name, "balanced", planning=planning)
+
+
+def max_over_mean(name: str) -> Measure:
+    """Of the rows that ranks compute, the mean over instances."""
+    return lambda case: case.outcomes[name].balance.mean
+
+
+def share(name: str, part: str) -> Measure:
+    """One of `PARTS`, as a part of the step."""
+    return lambda case: case.outcomes[name].simulated.parts_s[part] / case.outcomes[name].simulated.step_time_s
+
+
+def straggler(load_MLR: Array) -> float:
+    """What the busiest rank has more than the mean one, summed over instances."""
+    return float((load_MLR.max(axis=-1) - load_MLR.mean(axis=-1)).sum())
+
+
+def rows(outcome: Outcome) -> Array:
+    """`[M, L, R]` rows that every rank computes."""
+    return outcome.simulated.work.loads_MLR
+
+
+def product_seconds(outcome: Outcome) -> Array:
+    """`[M, L, R]` forward seconds of every rank in its experts' matrix products."""
+    work = outcome.simulated.work
+    return work.experts_MLR + work.moved_MLR
+
+
+def straggler_cut(name: str, of: Callable[[Outcome], Array], over: str = "static") -> Measure:
+    """The part of `over`'s straggler that `name` does away with; below 0 if it adds to it."""
+    return lambda case: 1 - straggler(of(case.outcomes[name])) / straggler(of(case.outcomes[over]))
+
+
+def lost_in_layers(name: str) -> Measure:
+    """Part of the MoE layers' forward time (dispatch, experts, combine) in which the mean rank waits for the busiest's
+    matrix products.
+    """
+
+    def lost(case: Case) -> float:
+        outcome = case.outcomes[name]
+        work, seconds_MLR = outcome.simulated.work, product_seconds(outcome)
+        exchange_ML = case.situation.cluster.dispatch_s + np.maximum(work.near_MLR, work.far_MLR).max(axis=-1)
+        return straggler(seconds_MLR) / float((seconds_MLR.max(axis=-1) + 2 * exchange_ML).sum())
+
+    return lost
+
+
+def best_layer(name: str, over: str) -> Measure:
+    """The busiest rank's matrix products under `over` divided by those under `name`, in the instance where most."""
+
+    def ratio(case: Case) -> float:
+        before_ML, after_ML = (product_seconds(case.outcomes[each]).max(axis=-1) for each in (over, name))
+        return float((before_ML / after_ML).max())
+
+    return ratio

@@ -1,0 +1,131 @@
+"""Tables of the figures, for the terminal and for `docs/reproduction.md`, from figures that were stored."""
+
+from __future__ import annotations
+
+import json
+import re
+import statistics
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from trimtab.errors import InputError
+from trimtab.files import write_whole
+
+SCHEMA = "trimtab-bench-papers-1"
+SET_UPS = "set-ups"
+_BLOCK = re.compile(r"<!-- figures: (?P<name>[a-z-]+) -->\n(?P<body>.*?)<!-- end -->", re.DOTALL)
+
+
+def read_figures(path: Path) -> dict[str, Any]:
+    """Figures that `experiments.papers --json` wrote. Raises InputError if the file is missing or something else."""
+    if not path.is_file():
+        raise InputError(f"{path}: no such file; expected figures of python -m experiments.papers (.json)")
+    try:
+        figures = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError:
+        figures = None
+    if not isinstance(figures, dict) or figures.get("schema") != SCHEMA:
+        raise InputError(f"{path}: not figures of python -m experiments.papers, which begin with the schema {SCHEMA}")
+    return figures
+
+
+def read_page(path: Path) -> str:
+    """A page that tables go into. Raises InputError if there is none."""
+    if not path.is_file():
+        raise InputError(f"{path}: no such file; the page should be there, with a place for each table")
+    return path.read_text(encoding="utf-8")
+
+
+def write_page(figures: dict[str, Any], path: Path) -> None:
+    """Put new tables into a page, between `<!-- figures: ROW -->` and `<!-- end -->`.
+
+    Raises:
+        InputError: if there is no such page, or it has no place for a row.
+    """
+    page, tables = read_page(path), blocks(figures)
+    missing = tables.keys() - {match["name"] for match in _BLOCK.finditer(page)}
+    if missing:
+        raise InputError(f"{path}: there is no '<!-- figures: {min(missing)} -->', with '<!-- end -->' after it")
+    write_whole(path, _BLOCK.sub(lambda match: _filled(match, tables), page))
+
+
+def _filled(match: re.Match[str], tables: dict[str, str]) -> str:
+    name = match["name"]
+    return f"<!-- figures: {name} -->\n{tables[name]}\n<!-- end -->" if name in tables else match[0]
+
+
+def blocks_of_page(page: str) -> dict[str, str]:
+    """The tables that a page holds, by row."""
+    return {match["name"]: match["body"].strip() for match in _BLOCK.finditer(page)}
+
+
+def blocks(figures: dict[str, Any]) -> dict[str, str]:
+    """The page's tables in Markdown, by row, and that of all set-ups."""
+    rows = figures["rows"]
+    return {SET_UPS: _markdown(*_set_ups(rows))} | {name: _markdown(*_figures(row)) for name, row in rows.items()}
+
+
+def print_figures(figures: dict[str, Any], console: Console) -> None:
+    """Tables for people."""
+    for row in figures["rows"].values():
+        header, body = _figures(row)
+        table = Table(title=f"{row['paper']} ({row['seconds']:.0f} s)", title_justify="left", title_style="bold")
+        for column in header:
+            table.add_column(column)
+        for cells in body:
+            table.add_row(*cells)
+        console.print(table)
+
+
+def _figures(row: dict[str, Any]) -> tuple[list[str], list[list[str]]]:
+    """A line a figure: the paper's, then ours by set-up."""
+    by_figure = zip(*(set_up["figures"] for set_up in row["set_ups"]), strict=True)
+    body = [[each[0]["title"], each[0]["published"], *map(_range, each)] for each in by_figure]
+    return ["", "published", *(set_up["title"] for set_up in row["set_ups"])], body
+
+
+def _range(figure: dict[str, Any]) -> str:
+    """Least and greatest over presets and seeds, and the median."""
+    values = [value for by_seed in figure["values"].values() for value in by_seed]
+    low, high, middle = (
+        _written(value, figure["style"]) for value in (min(values), max(values), statistics.median(values))
+    )
+    unit = figure["style"]
+    return f"{middle}{unit}" if low == high else f"{low} to {high}{unit} ({middle})"
+
+
+def _written(value: float, style: str) -> str:
+    return f"{100 * value:.1f}" if style == "%" else f"{value:.2f}"
+
+
+def _set_ups(rows: dict[str, Any]) -> tuple[list[str], list[list[str]]]:
+    header = [
+        "row", "model, ranks", "nodes of", "cluster", "micro-steps x tokens a rank", "sequences (mean, longest)",
+        "layers", "slots", "row takes",
+    ]  # fmt: skip
+    body = []
+    for name, row in rows.items():
+        for index, each in enumerate(row["set_ups"]):
+            body.append(
+                [
+                    f"`{name}`" if index == 0 else "",
+                    each["title"],
+                    str(each["ranks_per_node"]),
+                    f"`{each['cluster']}`",
+                    f"{each['micro_steps']} x {each['tokens']:,}",
+                    f"{each['sequences']:,} ({each['mean_length']:,}, {each['longest']:,})",
+                    str(each["layers"]),
+                    str(each["slots"]),
+                    f"{row['seconds']:.0f} s" if index == 0 else "",
+                ]
+            )
+    return header, body
+
+
+def _markdown(header: Sequence[str], body: Sequence[Sequence[str]]) -> str:
+    lines = [header, ["---", *["---:"] * (len(header) - 1)], *body]
+    return "\n".join("| " + " | ".join(cells) + " |" for cells in lines)

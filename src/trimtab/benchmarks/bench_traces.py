@@ -1,0 +1,135 @@
+"""`trimtab bench traces`: a large dump imported and analyzed: in what time and memory, and how small it gets."""
+
+from __future__ import annotations
+
+import base64
+import io
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from rich.console import Console
+from rich.progress import track
+from rich.table import Table
+
+from trimtab.array_type import Array
+from trimtab.trace import PRESETS, RoutingTrace, synthesize_preset
+
+PRESET, LAYERS, EXPERTS, TOP_K = "rl-mixed", 48, 128, 8
+MEAN_LENGTH, LONGEST, STEPS = 1024, 4096, 4
+
+
+def run_benchmark(tokens: int, rounds: int, seed: int = 0) -> dict[str, Any]:
+    """Write a dump as vLLM's server would, then import and analyze it in processes of their own.
+
+    Args:
+        tokens: of the dump, roughly.
+        rounds: how often each command runs. One before is not counted, for kernels may have to be compiled.
+    """
+    trace = synthesize_preset(
+        PRESETS[PRESET],
+        num_sequences=max(1, tokens // (MEAN_LENGTH * STEPS)),
+        mean_length=MEAN_LENGTH,
+        max_length=LONGEST,
+        num_layers=LAYERS,
+        num_experts=EXPERTS,
+        top_k=TOP_K,
+        num_steps=STEPS,
+        seed=seed,
+    )
+    with tempfile.TemporaryDirectory() as folder:
+        dump, imported = Path(folder) / "rollout.jsonl", Path(folder) / "rollout.parquet"
+        _write_dump(trace, dump, seed)
+        commands = {
+            "import": ["trace", "import", str(dump), "-o", str(imported), "--num-experts", str(EXPERTS)],
+            "analyze": ["analyze", str(imported), "--ranks", "16", "--html", str(Path(folder) / "analysis.html")],
+        }
+        runs: dict[str, list[tuple[float, int]]] = {name: [] for name in commands}
+        for _ in track(range(rounds + 1), "bench traces", transient=True):
+            for name, command in commands.items():
+                runs[name].append(_run(command))
+        return {
+            "tokens": trace.num_tokens,
+            "layers": LAYERS,
+            "experts": EXPERTS,
+            "top_k": TOP_K,
+            "preset": PRESET,
+            "cores": len(os.sched_getaffinity(0)),
+            "raw_bytes": trace.expert_ids.nbytes,
+            "dump_bytes": dump.stat().st_size,
+            "file_bytes": imported.stat().st_size,
+            "file_over_raw": imported.stat().st_size / trace.expert_ids.nbytes,
+            "commands": {
+                name: {
+                    "first_s": times[0][0],
+                    "s": [seconds for seconds, _ in times[1:]],
+                    "median_s": statistics.median(seconds for seconds, _ in times[1:]),
+                    "peak_bytes": max(peak for _, peak in times),
+                }
+                for name, times in runs.items()
+            },
+        }
+
+
+def _write_dump(trace: RoutingTrace, path: Path, seed: int) -> None:
+    """JSON lines of completions. Ids of a token come in no order, as from a router."""
+    rng = np.random.default_rng(seed)
+    with path.open("w") as file:
+        for index in range(trace.num_sequences):
+            ids = trace.sequence(index)
+            ids = np.take_along_axis(ids, np.argsort(rng.random(ids.shape), axis=-1), axis=-1)
+            words = rng.integers(0, 150_000, len(ids) + 1).tolist()
+            prompt = int(trace.prompt_lengths[index])
+            choice = {
+                "index": 0,
+                "text": "",
+                "prompt_token_ids": words[:prompt],
+                "token_ids": words[prompt:],
+                "routed_experts": base64.b64encode(_npy(ids)).decode(),
+            }
+            file.write(json.dumps({"object": "text_completion", "choices": [choice]}) + "\n")
+
+
+def _npy(array: Array) -> bytes:
+    file = io.BytesIO()
+    np.save(file, array)
+    return file.getvalue()
+
+
+# Of a process of its own: what a child ever held includes what its parent held when it was started.
+_MEASURE = """
+import resource, subprocess, sys, time
+start = time.perf_counter()
+status = subprocess.run(sys.argv[1:], stdout=subprocess.DEVNULL).returncode
+print(time.perf_counter() - start, resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss * 1024)
+sys.exit(status)
+"""
+
+
+def _run(arguments: list[str]) -> tuple[float, int]:
+    """Seconds and peak memory of a command."""
+    command = [sys.executable, "-c", _MEASURE, sys.executable, "-m", "trimtab.cli.main", *arguments]
+    result = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
+    seconds, peak = result.stdout.split()
+    return float(seconds), int(peak)
+
+
+def print_figures(figures: dict[str, Any], console: Console) -> None:
+    """The table for people."""
+    title = (
+        f"{figures['tokens'] / 1e6:.2f} M tokens x {figures['layers']} layers x top-{figures['top_k']}: "
+        f"{figures['raw_bytes'] / 1e6:,.0f} MB of ids, {figures['dump_bytes'] / 1e6:,.0f} MB from vLLM, "
+        f"{figures['file_bytes'] / 1e6:,.0f} MB as a trace ({figures['file_over_raw']:.1%})"
+    )
+    table = Table(title=title, title_justify="left", title_style="bold")
+    for column in ("command", "median", "first run", "peak memory"):
+        table.add_column(column, justify="right")
+    for name, row in figures["commands"].items():
+        table.add_row(name, f"{row['median_s']:.1f} s", f"{row['first_s']:.1f} s", f"{row['peak_bytes'] / 1e6:,.0f} MB")
+    console.print(table)

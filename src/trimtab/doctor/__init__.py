@@ -1,0 +1,1 @@
+"""Checks of `trimtab doctor`."""

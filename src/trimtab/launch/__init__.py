@@ -1,0 +1,1 @@
+"""Start ranks on this machine, or join a job that torchrun started."""

@@ -1,0 +1,183 @@
+"""Nodes on one machine: network namespaces whose ranks talk fast inside a node and over limited links between nodes.
+
+Each node has one interface and one address. Ranks of a node reach each other over loopback, for the kernel keeps
+packets to an own address inside. Other nodes are behind a switch, itself a namespace, through a link whose rate is
+limited both ways. Nodes share the machine's cores evenly, and each has shared memory (`/dev/shm`) of its own.
+
+Nothing has a name outside: a namespace ends with the last process in it, and a keeper in each kills the others when the
+process that made it is gone, however it went.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+
+from trimtab.errors import InputError
+from trimtab.launch.launcher import ALLOCATOR, GRACE_S, raise_cause, read_error_file
+
+TOOLS = {"ip": "iproute2", "tc": "iproute2", "nsenter": "util-linux", "taskset": "util-linux", "unshare": "util-linux"}
+INTERFACE = "eth0"
+# No name service knows the addresses; torch would warn of that for every connection.
+QUIET = {"TORCH_CPP_LOG_LEVEL": "ERROR"}
+PORT = 29500
+POLL_S = 0.05
+# What a link may send at once after a pause, in seconds of its rate: enough to bridge a late timer of the kernel.
+BURST_S = 0.004
+LEAST_BURST = 1 << 16
+# Says that it is inside, and waits for the end of its input. Then it kills all that share its namespace.
+KEEPER = """
+[ /proc/self -ef /proc/$$ ] || { echo '/proc shows other process ids than ours' >&2; exit 1; }
+mount -t tmpfs tmpfs /dev/shm || exit 1
+echo inside
+cat
+alone=
+until [ "$alone" ]; do
+    alone=yes
+    for process in /proc/[0-9]*; do
+        if [ $process/ns/net -ef /proc/self/ns/net ] && [ $process != /proc/$$ ]; then
+            kill -KILL ${process#/proc/} 2>/dev/null && alone=
+        fi
+    done
+    [ "$alone" ] || sleep 0.1
+done
+"""
+
+
+def run_on_nodes(command: Sequence[str], *, nodes: int, ranks_per_node: int, link_mbit: float) -> None:
+    """Run a command once for every rank, with the environment that torchrun would give it. Linux, as root.
+
+    The ranks' output goes where ours goes. If one fails, the others are stopped; however this process ends, they are,
+    with all that they started. They reach each other, and nothing else.
+
+    Args:
+        command: program and arguments.
+        nodes: namespaces.
+        ranks_per_node: processes in each.
+        link_mbit: of the link between a node and all others, each way, in 10^6 bits a second.
+
+    Raises:
+        InputError: if namespaces can't be had here, there is no such program, or a rank raised it.
+        RankFailedError: naming the rank that failed first and why.
+    """
+    _check_tools()
+    if shutil.which(command[0]) is None:
+        raise InputError(f"{command[0]}: no such program; name a command to run on the nodes")
+    cores = sorted(os.sched_getaffinity(0))
+    ranks: list[subprocess.Popen[bytes]] = []
+    try:
+        with ExitStack() as stack:
+            keepers = stack.enter_context(_linked_nodes(nodes, link_mbit))
+            # Files without a name end with us.
+            files = [stack.enter_context(tempfile.TemporaryFile()) for _ in range(nodes * ranks_per_node)]
+            error_files = [Path(f"/proc/{os.getpid()}/fd/{file.fileno()}") for file in files]
+            for rank, error_file in enumerate(error_files):
+                node, local_rank = divmod(rank, ranks_per_node)
+                environment = {
+                    **ALLOCATOR,
+                    **QUIET,
+                    **os.environ,
+                    "RANK": str(rank),
+                    "WORLD_SIZE": str(nodes * ranks_per_node),
+                    "LOCAL_RANK": str(local_rank),
+                    "LOCAL_WORLD_SIZE": str(ranks_per_node),
+                    "GROUP_RANK": str(node),
+                    "MASTER_ADDR": _address(0),
+                    "MASTER_PORT": str(PORT),
+                    "GLOO_SOCKET_IFNAME": INTERFACE,
+                    "TORCHELASTIC_ERROR_FILE": str(error_file),
+                }
+                # With a core for each node, they don't take each other's.
+                share = cores[node::nodes] or cores
+                line = ["taskset", "--cpu-list", ",".join(map(str, share)), *_enter(keepers[node])]
+                # Entering leads to another folder. In a group of its own, Ctrl-C reaches only us.
+                line += ["env", f"--chdir={os.getcwd()}", *command]
+                ranks.append(subprocess.Popen(line, env=environment, stdin=subprocess.DEVNULL, process_group=0))
+            _watch(ranks, error_files)
+    finally:
+        for process in ranks:
+            process.kill()
+            process.wait()
+
+
+def _check_tools() -> None:
+    if os.geteuid() != 0:
+        raise InputError("nodes on one machine are network namespaces, which only root can make; run this as root")
+    missing = {package for tool, package in TOOLS.items() if shutil.which(tool) is None}
+    if missing:
+        raise InputError(f"nodes on one machine need {', '.join(TOOLS)}; install {' and '.join(sorted(missing))}")
+
+
+@contextmanager
+def _linked_nodes(count: int, link_mbit: float) -> Iterator[list[int]]:
+    """Namespaces around a switch; gives the process id that holds each."""
+    burst = max(LEAST_BURST, round(link_mbit * 1e6 / 8 * BURST_S))
+    limit = f"root tbf rate {round(link_mbit * 1e6)}bit burst {burst} latency 100ms"
+    with ExitStack() as stack:
+        switch, *nodes = [stack.enter_context(_namespace()) for _ in range(count + 1)]
+        _configure(switch, "ip link add switch type bridge", "ip link set switch up")
+        for node, keeper in enumerate(nodes):
+            _configure(
+                switch,
+                f"ip link add node{node} type veth peer name {INTERFACE} netns {keeper}",
+                f"ip link set node{node} master switch up",
+                f"tc qdisc add dev node{node} {limit}",
+            )
+            _configure(
+                keeper,
+                "ip link set lo up",
+                f"ip address add {_address(node)}/16 dev {INTERFACE}",
+                f"ip link set {INTERFACE} up",
+                f"tc qdisc add dev {INTERFACE} {limit}",
+            )
+        yield nodes
+
+
+def _address(node: int) -> str:
+    return f"10.77.{node // 250}.{node % 250 + 1}"
+
+
+@contextmanager
+def _namespace() -> Iterator[int]:
+    """A network and a mount namespace, until the block ends or we do; gives the id of a process in them."""
+    line, pipe = ["unshare", "--net", "--mount", "sh", "-c", KEEPER], subprocess.PIPE
+    with subprocess.Popen(line, stdin=pipe, stdout=pipe, stderr=pipe, process_group=0) as keeper:
+        assert keeper.stdout is not None
+        assert keeper.stderr is not None
+        if not keeper.stdout.readline():
+            raise InputError(f"no network namespaces here: {' '.join(keeper.stderr.read().decode().split())}")
+        yield keeper.pid
+
+
+def _enter(keeper: int) -> list[str]:
+    return ["nsenter", f"--net=/proc/{keeper}/ns/net", f"--mount=/proc/{keeper}/ns/mnt"]
+
+
+def _configure(keeper: int, *commands: str) -> None:
+    for command in commands:
+        done = subprocess.run([*_enter(keeper), *command.split()], capture_output=True, text=True, check=False)
+        if done.returncode:
+            raise InputError(f"nodes can't be linked here: `{command}` says {' '.join(done.stderr.split())}")
+
+
+def _watch(ranks: list[subprocess.Popen[bytes]], error_files: list[Path]) -> None:
+    """Return when all ranks are done; raise when one has failed."""
+    exits: dict[int, tuple[int, int | None]] = {}
+    deadline = float("inf")
+    while len(exits) < len(ranks) and time.monotonic() < deadline:
+        time.sleep(POLL_S)
+        for rank, process in enumerate(ranks):
+            if rank not in exits and (status := process.poll()) is not None:
+                exits[rank] = process.pid, status
+                if status:
+                    # Ranks that only lost their peer fail right after it. Give them the time to.
+                    deadline = min(deadline, time.monotonic() + GRACE_S)
+    if deadline < float("inf"):
+        failures = {rank: failure for rank, file in enumerate(error_files) if (failure := read_error_file(file))}
+        raise_cause(exits, failures)

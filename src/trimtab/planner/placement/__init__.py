@@ -1,0 +1,1 @@
+"""The home rank of every expert, and copies in fixed slots."""

@@ -1,0 +1,73 @@
+"""Serving placement: experts and copies in fixed slots, made once from a trace.
+
+For rollout engines, which load a placement at startup and keep it. EPLB chooses the number of copies of each expert and
+places them by the load of the whole trace (`rebalance`). Then copies are swapped as in `place_experts`, while that
+makes ranks and nodes more even in every part of the trace, not only on average.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from trimtab.array_type import Array
+from trimtab.errors import InputError
+from trimtab.planner.placement.packing import rebalance
+from trimtab.planner.placement.placement import place_experts
+from trimtab.trace.counting import count_experts
+from trimtab.trace.store import TraceReader
+
+PARTS = 32
+
+
+def count_parts(trace: TraceReader, num_parts: int = PARTS) -> Array:
+    """Token counts `[M, L, E]` int64 of M parts of a trace with about equal numbers of tokens; reads a chunk at a
+    time."""
+    lengths = trace.facts.lengths
+    middle = np.cumsum(lengths) - (lengths + 1) // 2
+    part_S = np.minimum(middle * num_parts // max(1, int(lengths.sum())), num_parts - 1)
+    counts_MLE = np.zeros((num_parts, trace.empty.num_layers, trace.empty.num_experts), np.int64)
+    done = 0
+    for chunk in trace.chunks():
+        counts_MLE += count_experts(chunk, part_S[done : done + chunk.num_sequences], num_parts, np.int64)
+        done += chunk.num_sequences
+    return counts_MLE
+
+
+def fill_slots(counts_MLE: Array, num_slots: int, num_ranks: int, ranks_per_node: int) -> Array:
+    """The expert in each slot, `[L, num_slots]` int64, slots of rank 0 first.
+
+    Args:
+        counts_MLE: `[M, L, E]` tokens by part of the trace, layer and expert.
+        num_slots: experts and their copies; the same number on every rank.
+
+    Raises:
+        InputError: if the ranks don't divide the slots, or the nodes the ranks.
+    """
+    num_experts = counts_MLE.shape[2]
+    if num_slots % num_ranks or num_slots < num_experts:
+        spare = next(n for n in range(num_ranks) if (num_experts + n) % num_ranks == 0)
+        raise InputError(
+            f"{num_ranks} ranks don't divide {num_experts} experts and {num_slots - num_experts} redundant ones; "
+            f"use {spare} redundant experts, or {spare + num_ranks}"
+        )
+    if num_ranks % ranks_per_node:
+        raise InputError(f"{ranks_per_node} ranks a node don't divide {num_ranks} ranks")
+    rank_P = np.arange(num_slots) // (num_slots // num_ranks)
+    slots_LP = np.empty((counts_MLE.shape[1], num_slots), np.int64)
+    for layer in range(len(slots_LP)):
+        expert_P, copies_E = rebalance(counts_MLE[:, layer].sum(axis=0), num_slots, 1, 1, num_ranks)
+        counts_MP = counts_MLE[:, layer, expert_P] // copies_E[expert_P]
+        moved_P = place_experts(counts_MP, rank_P, num_ranks, ranks_per_node)
+        slots_LP[layer] = expert_P[np.argsort(moved_P, kind="stable")]
+    return slots_LP
+
+
+def slot_loads(counts_MLE: Array, slots_LP: Array, num_ranks: int) -> Array:
+    """Tokens `[M, L, R]` float64 of every rank, if copies share their expert's tokens equally."""
+    num_parts, num_layers, num_experts = counts_MLE.shape
+    loads_MLR = np.empty((num_parts, num_layers, num_ranks))
+    for layer, expert_P in enumerate(slots_LP):
+        copies_E = np.bincount(expert_P, minlength=num_experts)
+        shares_MP = counts_MLE[:, layer, expert_P] / copies_E[expert_P]
+        loads_MLR[:, layer] = shares_MP.reshape(num_parts, num_ranks, -1).sum(axis=2)
+    return loads_MLR

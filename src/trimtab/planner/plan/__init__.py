@@ -1,0 +1,1 @@
+"""The load of a step, its plan, and the predicted time of the plan."""

@@ -1,0 +1,364 @@
+"""`StepPlan`: the plan of one step as plain arrays, equal on all ranks."""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import os
+import zipfile
+import zlib
+from collections.abc import Sequence
+from dataclasses import dataclass, fields, replace
+from functools import cached_property
+from pathlib import Path
+
+import numpy as np
+
+from trimtab.array_type import Array
+from trimtab.cluster import ClusterSpec
+from trimtab.errors import InputError
+from trimtab.files import write_whole
+from trimtab.planner.placement.placement import Placement
+from trimtab.planner.plan.row_counts import empty_rows, tally
+from trimtab.planner.plan.workload import Workload
+from trimtab.planner.replicas.layer_plan import LayerPlan
+from trimtab.planner.replicas.paths import HOST, choose_paths, layers_of_replicas
+from trimtab.planner.schedule.schedule import Schedule
+
+
+@dataclass(frozen=True, eq=False)
+class StepPlan:
+    """Schedule, placement, and for every instance the replicas and the quotas that leave home.
+
+    Instance i is micro-step i // L, layer i % L. Replica p of instance i (`replica_starts[i] <= p <
+    replica_starts[i + 1]`) is a copy of `replica_experts[p]` on `replica_ranks[p]`; a rank's replicas take its slots in
+    plan order. Quota q of replica p (`quota_starts[p] <= q < quota_starts[p + 1]`) sends it `quota_tokens[q]` tokens of
+    `quota_sources[q]`. Of the known tokens that one source has for one expert, taken in token order, the replicas get
+    their quotas first, in plan order; the rest stays at home, as do tokens of unknown route. A plan therefore
+    determines where every known token is computed.
+
+    Attributes:
+        micro_step, rank: `[S]` int32, the schedule.
+        mini_batch_of_micro_step: `[M]` int32, the schedule.
+        home: `[L, E]` int16, the placement.
+        mixed_ML: `[M, L]` bool, instances with rows of unknown route, which replicas and quotas do not include.
+        replica_starts: `[M * L + 1]` int64.
+        replica_experts, replica_ranks: `[P]` int16.
+        replica_paths: `[P]` uint8, source of the weights: `PEER`, the home rank, or `HOST`, the mirror of the
+            replica's own node; see `planner/replicas/paths.py`.
+        quota_starts: `[P + 1]` int64.
+        quota_sources: `[Q]` int16.
+        quota_tokens: `[Q]` int32, at least 1.
+        num_ranks, ranks_per_node, slots_per_rank: the cluster's.
+        settings: the planner's settings as text; part of the hash.
+    """
+
+    micro_step: Array
+    rank: Array
+    mini_batch_of_micro_step: Array
+    home: Array
+    mixed_ML: Array
+    replica_starts: Array
+    replica_experts: Array
+    replica_ranks: Array
+    replica_paths: Array
+    quota_starts: Array
+    quota_sources: Array
+    quota_tokens: Array
+    num_ranks: int
+    ranks_per_node: int
+    slots_per_rank: int
+    settings: str = ""
+
+    @classmethod
+    def from_instances(
+        cls,
+        schedule: Schedule,
+        placement: Placement,
+        replicas: Sequence[Array],
+        quotas: Sequence[Array],
+        *,
+        mixed_ML: Array,
+        cluster: ClusterSpec,
+        settings: str = "",
+    ) -> StepPlan:
+        """Join per-instance replicas `[P, 2]` (expert, rank) and quotas `[P, R]`, both integer, into one plan."""
+        replicas_P2 = np.concatenate([np.empty((0, 2), np.int64), *replicas])
+        used = [np.nonzero(quotas_PR) for quotas_PR in quotas]
+        per_replica = [np.count_nonzero(quotas_PR, axis=1) for quotas_PR in quotas]
+        none = [np.empty(0, np.int64)]
+        return cls._joined(
+            schedule,
+            placement,
+            mixed_ML,
+            cluster,
+            settings,
+            replicas_I=np.array([len(instance) for instance in replicas], np.int64),
+            experts=replicas_P2[:, 0].astype(np.int16),
+            ranks=replicas_P2[:, 1].astype(np.int16),
+            quotas_P=np.concatenate(none + per_replica),
+            sources=np.concatenate(none + [sources for _, sources in used]).astype(np.int16),
+            tokens=np.concatenate(none + [q[at] for q, at in zip(quotas, used, strict=True)]).astype(np.int32),
+        )
+
+    @classmethod
+    def from_layers(
+        cls,
+        schedule: Schedule,
+        placement: Placement,
+        layers: Sequence[LayerPlan],
+        *,
+        mixed_ML: Array,
+        cluster: ClusterSpec,
+        settings: str = "",
+    ) -> StepPlan:
+        """Join the plans of all layers, in their order, into one plan."""
+        replicas_ML = np.stack([layer.replicas_M for layer in layers], axis=1)
+        quotas_P = np.concatenate([layer.quotas_P for layer in layers])
+        per_layer = [_sums_of_rows(layer.replicas_M, layer.quotas_P) for layer in layers]
+        replica_order = _by_micro_step(replicas_ML)
+        quota_order = _by_micro_step(np.stack(per_layer, axis=1))
+        return cls._joined(
+            schedule,
+            placement,
+            mixed_ML,
+            cluster,
+            settings,
+            replicas_I=replicas_ML.reshape(-1),
+            experts=np.concatenate([layer.experts for layer in layers])[replica_order],
+            ranks=np.concatenate([layer.ranks for layer in layers])[replica_order],
+            quotas_P=quotas_P[replica_order],
+            sources=np.concatenate([layer.sources for layer in layers])[quota_order],
+            tokens=np.concatenate([layer.tokens for layer in layers])[quota_order],
+        )
+
+    @classmethod
+    def _joined(
+        cls,
+        schedule: Schedule,
+        placement: Placement,
+        mixed_ML: Array,
+        cluster: ClusterSpec,
+        settings: str,
+        *,
+        replicas_I: Array,
+        experts: Array,
+        ranks: Array,
+        quotas_P: Array,
+        sources: Array,
+        tokens: Array,
+    ) -> StepPlan:
+        replica_starts = _starts(replicas_I)
+        return cls(
+            micro_step=schedule.micro_step,
+            rank=schedule.rank,
+            mini_batch_of_micro_step=schedule.mini_batch_of_micro_step,
+            home=placement.home,
+            mixed_ML=mixed_ML,
+            replica_starts=replica_starts,
+            replica_experts=experts,
+            replica_ranks=ranks,
+            replica_paths=choose_paths(placement.home, replica_starts, experts, ranks, cluster),
+            quota_starts=_starts(quotas_P),
+            quota_sources=sources,
+            quota_tokens=tokens,
+            num_ranks=schedule.num_ranks,
+            ranks_per_node=cluster.ranks_per_node,
+            slots_per_rank=cluster.slots_per_rank,
+            settings=settings,
+        )
+
+    def without_replicas(self) -> StepPlan:
+        """Returns the same schedule and homes without replicas."""
+        nothing = np.zeros(0, np.int64)
+        return replace(
+            self,
+            replica_starts=np.zeros_like(self.replica_starts),
+            replica_experts=nothing.astype(np.int16),
+            replica_ranks=nothing.astype(np.int16),
+            replica_paths=nothing.astype(np.uint8),
+            quota_starts=np.zeros(1, np.int64),
+            quota_sources=nothing.astype(np.int16),
+            quota_tokens=nothing.astype(np.int32),
+        )
+
+    @property
+    def schedule(self) -> Schedule:
+        return Schedule(self.micro_step, self.rank, self.mini_batch_of_micro_step, self.num_ranks)
+
+    @property
+    def placement(self) -> Placement:
+        return Placement(self.home)
+
+    @property
+    def num_micro_steps(self) -> int:
+        return len(self.mixed_ML)
+
+    @property
+    def num_layers(self) -> int:
+        return int(self.home.shape[0])
+
+    @property
+    def num_replicas(self) -> int:
+        return len(self.replica_experts)
+
+    @cached_property
+    def hash(self) -> str:
+        """A digest of all fields. Ranks compare it before they execute a plan."""
+        return hashlib.blake2b(self.to_bytes(), digest_size=16).hexdigest()
+
+    def replicas_of(self, micro_step: int, layer: int) -> range:
+        """Indices of the replicas of one instance."""
+        instance = micro_step * self.num_layers + layer
+        return range(int(self.replica_starts[instance]), int(self.replica_starts[instance + 1]))
+
+    @property
+    def far_replicas(self) -> Array:
+        """`[P]` bool, replicas on another node than their home."""
+        home_P = self.home[layers_of_replicas(self.replica_starts, self.num_layers), self.replica_experts]
+        return np.asarray(home_P // self.ranks_per_node != self.replica_ranks // self.ranks_per_node)
+
+    def mirror_entries(self, node: int) -> Array:
+        """Entries of a node's mirror for this plan: `[N, 2]` int64, layer and expert, ascending and unique."""
+        mine = (self.replica_paths == HOST) & (self.replica_ranks // self.ranks_per_node == node)
+        layers = layers_of_replicas(self.replica_starts, self.num_layers)
+        return np.unique(np.stack([layers[mine], self.replica_experts[mine]], axis=1), axis=0)
+
+    def rank_loads(self, workload: Workload) -> Array:
+        """Rows `[M, L, R]` int64 that each rank computes under this plan; estimated where routes are unknown."""
+        return self.rows(workload)[0]
+
+    def rows(self, workload: Workload) -> tuple[Array, Array]:
+        """Rows that each rank computes `[M, L, R]`, and rows from node to node `[M, L, N, N]`, both int64.
+
+        Exact where all routes are known. Unknown rows are included as `Workload.estimated_MLRE`, computed at the homes.
+        """
+        loads_MLR, between_MLNN = empty_rows(self.num_micro_steps, self.num_layers, self.num_ranks, self.ranks_per_node)
+        tally(
+            workload.estimated_MLRE, self.home, self.replica_starts, self.replica_experts, self.replica_ranks,
+            self.quota_starts, self.quota_sources, self.quota_tokens, self.ranks_per_node, loads_MLR, between_MLNN,
+        )  # fmt: skip
+        return loads_MLR, between_MLNN
+
+    def check(self, workload: Workload) -> None:
+        """Check the plan against its workload.
+
+        Raises:
+            InputError: naming the first broken invariant: shapes, homes that exist, replicas away from home, no
+                expert twice on a rank, no more copies on a rank than its share of homes and its slots, tokens
+                conserved, quotas of known rows only.
+        """
+        shape = (workload.num_micro_steps, workload.num_layers, workload.num_ranks, workload.num_experts)
+        mine = (self.num_micro_steps, self.num_layers, self.num_ranks, self.home.shape[1])
+        _require(mine == shape, f"it is for [micro-steps, layers, ranks, experts] {mine}, the workload has {shape}")
+        _require(np.array_equal(self.mixed_ML, workload.mixed_ML), "it has other instances with unknown routes")
+        places = self.num_micro_steps, self.num_ranks
+        for place_S, most in zip((self.micro_step, self.rank), places, strict=True):
+            fits = bool(np.all((place_S >= 0) & (place_S < most)))
+            _require(fits, "a sequence has no place among its micro-steps and ranks")
+        batches = self.mini_batch_of_micro_step
+        _require(len(self.micro_step) == len(self.rank), "its schedule's arrays differ in length")
+        _require(self.ranks_per_node > 0 and self.num_ranks % self.ranks_per_node == 0, "its nodes are not whole")
+        _require(len(batches) == self.num_micro_steps, "its micro-steps and their mini-batches differ in number")
+        _require(bool(np.all(np.diff(batches, prepend=0) >= 0)), "its mini-batches don't rise from 0")
+        _require(bool(np.all((self.home >= 0) & (self.home < self.num_ranks))), "an expert's home doesn't exist")
+        for starts, end, of in (
+            (self.replica_starts, self.num_replicas, self.num_micro_steps * self.num_layers),
+            (self.quota_starts, len(self.quota_tokens), self.num_replicas),
+        ):
+            fits = len(starts) == of + 1 and starts[0] == 0 and starts[-1] == end
+            _require(fits and bool(np.all(np.diff(starts) >= 0)), "its row starts don't rise from 0 to the end")
+        lengths = {len(self.replica_experts), len(self.replica_ranks), len(self.replica_paths)}
+        _require(len(lengths) == 1, "its replica arrays differ in length")
+        _require(bool(np.all(self.replica_paths <= HOST)), "a replica's path is neither peer nor host")
+        _require(len(self.quota_sources) == len(self.quota_tokens), "its quota arrays differ in length")
+        self._check_replicas(workload)
+        self._check_quotas(workload)
+
+    def _check_replicas(self, workload: Workload) -> None:
+        experts, ranks = self.replica_experts.astype(np.int64), self.replica_ranks.astype(np.int64)
+        _require(bool(np.all((experts >= 0) & (experts < workload.num_experts))), "a replica's expert doesn't exist")
+        _require(bool(np.all((ranks >= 0) & (ranks < self.num_ranks))), "a replica's rank doesn't exist")
+        instance = np.repeat(np.arange(len(self.replica_starts) - 1), np.diff(self.replica_starts))
+        _require(
+            bool(np.all(self.home[instance % self.num_layers, experts] != ranks)), "a replica sits on its own home"
+        )
+        copies = (instance * self.num_ranks + ranks) * workload.num_experts + experts
+        _require(len(np.unique(copies)) == len(copies), "an expert has two replicas on one rank")
+        layers = np.arange(self.num_layers)[:, None]
+        copies_LR = np.zeros((self.num_layers, self.num_ranks), np.int64)
+        np.add.at(copies_LR, (np.broadcast_to(layers, self.home.shape), self.home), 1)
+        copies_IR = np.tile(copies_LR, (self.num_micro_steps, 1))
+        np.add.at(copies_IR, (instance, ranks), 1)
+        room = -(-workload.num_experts // self.num_ranks) + self.slots_per_rank
+        _require(copies_IR.max(initial=0) <= room, "a rank holds more copies than its share of homes and its slots")
+
+    def _check_quotas(self, workload: Workload) -> None:
+        sources = self.quota_sources.astype(np.int64)
+        _require(bool(np.all(self.quota_tokens >= 1)), "a quota is below one token")
+        _require(bool(np.all((sources >= 0) & (sources < self.num_ranks))), "a quota's source rank doesn't exist")
+        replica = np.repeat(np.arange(self.num_replicas), np.diff(self.quota_starts))
+        pairs = replica * self.num_ranks + sources
+        _require(len(np.unique(pairs)) == len(pairs), "a replica has two quotas from one source")
+        instance = np.repeat(np.arange(len(self.replica_starts) - 1), np.diff(self.replica_starts))[replica]
+        left_IRE = workload.token_counts_MLRE.reshape(-1, self.num_ranks, workload.num_experts).astype(np.int64)
+        np.subtract.at(left_IRE, (instance, sources, self.replica_experts[replica]), self.quota_tokens)
+        _require(left_IRE.min(initial=0) >= 0, "a source sends replicas more tokens than it has for the expert")
+
+    def to_bytes(self) -> bytes:
+        """All fields in a fixed order as an uncompressed `.npz`, the same on every machine."""
+        buffer = io.BytesIO()
+        with zipfile.ZipFile(buffer, "w") as archive:
+            for field in fields(self):
+                array = np.asarray(getattr(self, field.name))
+                member = io.BytesIO()
+                np.save(member, np.asarray(array, array.dtype.newbyteorder("<"), order="C"))
+                archive.writestr(zipfile.ZipInfo(f"{field.name}.npy"), member.getvalue())
+        return buffer.getvalue()
+
+    @classmethod
+    def from_bytes(cls, data: bytes, source: str = "plan") -> StepPlan:
+        """Read `to_bytes` back. Raises InputError, naming `source`, if the data is not a plan."""
+        try:
+            with np.load(io.BytesIO(data), allow_pickle=False) as arrays:
+                values = {field.name: arrays[field.name] for field in fields(cls)}
+            values |= {name: int(values[name]) for name in ("num_ranks", "ranks_per_node", "slots_per_rank")}
+            values["settings"] = str(values["settings"])
+        except (KeyError, OSError, TypeError, ValueError, EOFError, RuntimeError, zipfile.BadZipFile, zlib.error):
+            raise InputError(f"{source}: not a step plan written by Trimtab") from None
+        return cls(**values)
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write the plan to a file, atomically."""
+        write_whole(path, self.to_bytes())
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str]) -> StepPlan:
+        """Read a plan written by `save`. Raises InputError if the file is missing or not a plan."""
+        path = Path(path)
+        if not path.is_file():
+            raise InputError(f"{path}: no such file; expected a step plan (.npz)")
+        return cls.from_bytes(path.read_bytes(), str(path))
+
+
+def _starts(lengths: Array) -> Array:
+    return np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64)
+
+
+def _sums_of_rows(rows: Array, values: Array) -> Array:
+    """Sums `[N]` of neighbouring values, `rows[n]` of them for each n."""
+    totals = np.concatenate([[0], np.cumsum(values)])
+    return np.diff(totals[np.concatenate([[0], np.cumsum(rows)])])
+
+
+def _by_micro_step(sizes_ML: Array) -> Array:
+    """Indices in (layer, micro-step) order of the entries in (micro-step, layer) order."""
+    starts_LM = np.cumsum(sizes_ML.T).reshape(sizes_ML.T.shape) - sizes_ML.T
+    sizes = sizes_ML.reshape(-1)
+    shift = starts_LM.T.reshape(-1) - (np.cumsum(sizes) - sizes)
+    return np.arange(int(sizes.sum())) + np.repeat(shift, sizes)
+
+
+def _require(holds: bool, problem: str) -> None:
+    if not holds:
+        raise InputError(f"invalid plan: {problem}")

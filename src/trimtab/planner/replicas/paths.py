@@ -1,0 +1,109 @@
+"""Paths of replica weights: from the home rank, or from the mirror in the node's host memory.
+
+An instance fetches all its replicas at once, so the busy time of a link is the sum of its transfers. A peer
+transfer occupies two links, out of the home and into the replica's rank: the node's if they share one, else the
+network's. A host transfer occupies the rank's link from host memory, for any home, so no expert waits for its home's
+link.
+
+Each replica takes the path on which it completes first, given the replicas before it, and in a second pass given all
+others. No link is busy for longer than if every rank fetched all its replicas through host memory, and the result is
+close to the optimum. (Our own: list scheduling, then best responses.)
+"""
+
+from __future__ import annotations
+
+import numba
+import numpy as np
+
+from trimtab.array_type import Array
+from trimtab.cluster import ClusterSpec
+
+PEER, HOST = 0, 1
+SWEEPS = 2
+FEMTOSECONDS = 1e15
+# The cost of a disabled path: more than any link is ever busy, and far from the int64 limit.
+NEVER = 1 << 62
+
+
+def choose_paths(
+    home_LE: Array, replica_starts: Array, experts_P: Array, ranks_P: Array, cluster: ClusterSpec
+) -> Array:
+    """Returns the path of every replica of a plan; the arguments are arrays of `StepPlan`.
+
+    Args:
+        home_LE: `[L, E]` int16.
+        replica_starts: `[M * L + 1]` int64.
+        experts_P, ranks_P: `[P]` int16.
+
+    Returns:
+        `[P]` uint8, `PEER` or `HOST`; with at most as many host experts on a node as its mirror holds.
+    """
+    layer_P = layers_of_replicas(replica_starts, len(home_LE))
+    paths_P = np.zeros(len(ranks_P), np.uint8)
+    _choose(
+        replica_starts, home_LE[layer_P, experts_P], ranks_P, cluster.ranks, cluster.ranks_per_node,
+        _cost(cluster.node_bytes_per_s), _cost(cluster.network_bytes_per_s), _cost(cluster.host_bytes_per_s), paths_P,
+    )  # fmt: skip
+    if cluster.mirror_experts is not None:
+        host = np.flatnonzero(paths_P == HOST)
+        node_H = ranks_P[host].astype(np.int64) // cluster.ranks_per_node
+        entry_H = layer_P[host] * home_LE.shape[1] + experts_P[host]
+        paths_P[host[_beyond_mirror(node_H * home_LE.size + entry_H, home_LE.size, cluster.mirror_experts)]] = PEER
+    return paths_P
+
+
+def layers_of_replicas(replica_starts: Array, num_layers: int) -> Array:
+    """The layer `[P]` int64 of every replica."""
+    return np.repeat(np.arange(len(replica_starts) - 1), np.diff(replica_starts)) % num_layers
+
+
+def _cost(bytes_per_s: float) -> int:
+    """Femtoseconds per byte as an integer: decisions in integers are the same on every machine."""
+    return round(FEMTOSECONDS / bytes_per_s) if bytes_per_s else NEVER
+
+
+@numba.njit(cache=True, nogil=True)
+def _choose(  # type: ignore[no-untyped-def]
+    replica_starts, home_P, ranks_P, num_ranks, ranks_per_node, node_cost, network_cost, host_cost, paths_P
+):
+    # Femtoseconds that links are busy, for each byte of an expert: [inside the node or between nodes, rank].
+    out = np.zeros((2, num_ranks), np.int64)
+    into = np.zeros((2, num_ranks), np.int64)
+    from_host = np.zeros(num_ranks, np.int64)
+    for i in range(len(replica_starts) - 1):
+        first, end = replica_starts[i], replica_starts[i + 1]
+        for sweep in range(SWEEPS):
+            for p in range(first, end):
+                home, rank = home_P[p], ranks_P[p]
+                far = int(home // ranks_per_node != rank // ranks_per_node)
+                peer_cost = network_cost if far else node_cost
+                if sweep > 0:
+                    if paths_P[p] == HOST:
+                        from_host[rank] -= host_cost
+                    else:
+                        out[far, home] -= peer_cost
+                        into[far, rank] -= peer_cost
+                if max(out[far, home], into[far, rank]) + peer_cost <= from_host[rank] + host_cost:
+                    paths_P[p] = PEER
+                    out[far, home] += peer_cost
+                    into[far, rank] += peer_cost
+                else:
+                    paths_P[p] = HOST
+                    from_host[rank] += host_cost
+        for p in range(first, end):
+            out[:, home_P[p]] = 0
+            into[:, ranks_P[p]] = 0
+            from_host[ranks_P[p]] = 0
+
+
+def _beyond_mirror(entry_H: Array, entries_per_node: int, room: int) -> Array:
+    """`[H]` bool, host replicas whose entry (one expert of one layer on one node) does not fit in the mirror.
+
+    The entries that serve most replicas of their node are kept; among equals the lowest.
+    """
+    entry_N, number_H, served_N = np.unique(entry_H, return_inverse=True, return_counts=True)
+    node_N = entry_N // entries_per_node
+    order = np.lexsort((entry_N, -served_N, node_N))
+    place_N = np.empty(len(order), np.int64)
+    place_N[order] = np.arange(len(order)) - np.searchsorted(node_N, node_N[order])
+    return np.asarray(place_N[number_H] >= room)

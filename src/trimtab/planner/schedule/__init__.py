@@ -1,0 +1,1 @@
+"""Which sequences share a micro-step and a rank."""

@@ -1,0 +1,1 @@
+"""Balancers of other projects and papers, reimplemented for comparison."""

@@ -1,0 +1,56 @@
+"""ForeMoE: homes for the step and replicas for every micro-step, from the routing that the rollout recorded."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import numpy as np
+
+from trimtab.planner import Placement, StepPlan
+from trimtab.policies.policy import Traits, View
+from trimtab.policies.rivals.greedy import plan_greedily
+from trimtab.policies.rivals.lpt_homes import level_homes
+
+
+@dataclass(frozen=True)
+class ForeMoe:
+    """ForeMoE (arXiv 2606.11867; no public code), from the paper's abstract and introduction.
+
+    Published: routing known from the rollout is used to balance every micro-step of recompute and update. A
+        hierarchical planner
+    splits the NP-hard problem into tractable parts. Experts travel on two paths, through host memory and from GPU to
+    GPU, both overlapped with compute, so that a replica may go to any node. Up to 1.45x on 64 GPUs.
+
+    Unpublished details and our choices: the parts of the planner. Ours are the homes of the step, from the step's
+        loads, longest first
+    over nodes and then over their ranks, and for every micro-step and layer an incremental greedy that adds replicas
+    on any rank, near ones first, and splits tokens over them. A layer keeps its homes if new ones gain little. Sources
+    send to their own rank first, then to their own node.
+
+    On equal terms, homes are given.
+
+    Attributes:
+        threshold: target max/mean load of every instance.
+        smallest_share: fewest tokens of a replica.
+        smallest_gain: fall of max/mean (over nodes plus over ranks) for which a layer's homes are moved.
+    """
+
+    traits: ClassVar[Traits] = Traits(
+        known_at="step", planning_us_per_rank=6.0, transfers_start="micro-step", host_path=True, relocates=True
+    )
+    threshold: float = 1.01
+    smallest_share: int = 128
+    smallest_gain: float = 0.02
+
+    def plan(self, view: View) -> StepPlan:
+        cluster = view.cluster
+        placement = view.placement
+        if not view.equal_terms:
+            loads_LE = view.workload.token_counts_MLRE.sum(axis=(0, 2), dtype=np.int64)
+            home_LE = level_homes(loads_LE, placement.home, cluster.ranks, cluster.ranks_per_node, self.smallest_gain)
+            placement = Placement(home_LE)
+
+        return plan_greedily(
+            view, placement, within_node=False, threshold=self.threshold, smallest_share=self.smallest_share
+        )

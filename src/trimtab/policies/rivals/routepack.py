@@ -1,0 +1,254 @@
+"""RoutePack: homes at step edges and sequences packed into micro-steps, both from replayed routing; no replicas."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import ClassVar
+
+import numba
+import numpy as np
+
+from trimtab.array_type import Array
+from trimtab.planner import Placement, Schedule, StepPlan, Workload, plan_step
+from trimtab.policies.policy import Traits, View
+from trimtab.policies.rivals.lpt_homes import level_homes
+from trimtab.policies.static import Static
+
+
+@dataclass(frozen=True)
+class RoutePack:
+    """RoutePack (arXiv 2608.12146; no public code), from a detailed second-hand reading of the paper.
+
+    Published: once a step's batch is sealed, every MoE layer gets new homes by LPT over the step's replayed loads.
+    The busiest rank of these bounds packing, so placement comes first. Then whole sequences are packed into
+    as few micro-steps as hold them, by population annealing: chains of one temperature, cooled and resampled
+    together, from diverse starts, and the best plan found is kept. A micro-step costs its busiest rank's rows in
+    every layer and the busiest data rank's attention, `a * sum(t) + b * sum(t^2)`. +8.85% and +14.89% trainer
+    throughput. No replicas.
+
+    Unpublished details and our choices: the moves; ours swap two sequences of a mini-batch between places (micro-step
+        and
+    data rank), or take one to another place, within the token budget. The starts; ours are the given schedule, and
+    the same at random. The temperatures; ours fall from the size of a random move to 1e-5 of a micro-step's cost. How
+    few micro-steps: as many as the given schedule has. A layer keeps its homes where LPT gains little, and LPT's ranks
+    are permuted so that few experts move, both to save transfers. Several EP groups, and the tie-breaks between them,
+    are not included. Rows of unknown route are not counted.
+
+    On equal terms, homes and schedule are given, so it equals `static`.
+
+    Attributes:
+        attention_per_token, attention_per_pair: a and b, in expert rows a layer. Those of Qwen3-30B-A3B by forward
+            operations: 37.7 M in projections a token and 8,192 a causal pair, over 9.4 M an expert row.
+        evaluations: moves tried in all.
+        population: chains.
+        temperatures: stages of cooling.
+        smallest_gain: least reduction of max/mean over ranks for which a layer's homes are moved.
+        seed: of the annealing.
+    """
+
+    traits: ClassVar[Traits] = Traits(known_at="step", transfers_start="never", copies="none", relocates=True)
+    attention_per_token: float = 4.0
+    attention_per_pair: float = 0.00087
+    evaluations: int = 2_000_000
+    population: int = 8
+    temperatures: int = 24
+    smallest_gain: float = 0.01
+    seed: int = 0
+
+    def plan(self, view: View) -> StepPlan:
+        if view.equal_terms:
+            return Static().plan(view)
+        loads_LE = view.workload.token_counts_MLRE.sum(axis=(0, 2), dtype=np.int64)
+        ranks = view.cluster.ranks
+        placement = Placement(level_homes(loads_LE, view.placement.home, ranks, ranks, self.smallest_gain))
+        schedule = self.pack(view, placement)
+        workload = Workload.from_sequences(view.sequences, schedule)
+        return plan_step(workload, schedule, placement, replace(view.cluster, slots_per_rank=0))
+
+    def pack(self, view: View, placement: Placement) -> Schedule:
+        """A schedule that costs no more than the given one, with as many micro-steps and the same mini-batches."""
+        schedule = view.schedule
+        micro_step_S, rank_S = anneal_schedule(
+            view.sequences.rows_by_place(placement.home, schedule.num_ranks, np.arange(view.num_layers)),
+            self.attention(view),
+            view.sequences.lengths,
+            schedule.micro_step.astype(np.int64),
+            schedule.rank.astype(np.int64),
+            schedule.mini_batch_of_micro_step.astype(np.int64),
+            schedule.num_ranks,
+            view.token_budget,
+            self.evaluations,
+            self.population,
+            self.temperatures,
+            np.random.default_rng(self.seed),
+        )
+        return Schedule(
+            micro_step_S.astype(np.int32),
+            rank_S.astype(np.int32),
+            schedule.mini_batch_of_micro_step,
+            schedule.num_ranks,
+        )
+
+    def attention(self, view: View) -> Array:
+        """`[S]` float64, attention of each sequence over all layers, in expert rows."""
+        lengths_S = view.sequences.lengths
+        return view.num_layers * (self.attention_per_token * lengths_S + self.attention_per_pair * lengths_S**2.0)
+
+
+@numba.njit(cache=True, nogil=True)
+def anneal_schedule(  # type: ignore[no-untyped-def]
+    rows_SLR, attention_S, lengths_S, micro_step_S, rank_S, mini_batch_M, num_ranks, token_budget, evaluations,
+    population, temperatures, rng,
+):  # fmt: skip
+    """Population annealing of places (micro-step, data rank) for sequences.
+
+    Args:
+        rows_SLR: `[S, L, R]` int32 expert rows by sequence, layer and home rank.
+        attention_S: `[S]` float64, in rows.
+        lengths_S: `[S]` int64 tokens.
+        micro_step_S, rank_S: `[S]` int64, the places to start from.
+        mini_batch_M: `[M]` int64, mini-batch of each micro-step; sequences keep theirs.
+        token_budget: most tokens of a place after a move.
+        rng: a NumPy random generator.
+
+    Returns:
+        Micro-steps and ranks `[S]`, int64, of the cheapest schedule found, which may be the first.
+    """
+    num_sequences, num_layers, num_homes = rows_SLR.shape
+    num_micro_steps = len(mini_batch_M)
+    steps_PS = np.empty((population, num_sequences), np.int64)
+    ranks_PS = np.empty((population, num_sequences), np.int64)
+    loads_PMLR = np.zeros((population, num_micro_steps, num_layers, num_homes), np.int64)
+    attention_PMR = np.zeros((population, num_micro_steps, num_ranks))
+    tokens_PMR = np.zeros((population, num_micro_steps, num_ranks), np.int64)
+    cost_PM = np.zeros((population, num_micro_steps))
+    for p in range(population):
+        steps_PS[p] = micro_step_S
+        ranks_PS[p] = rank_S
+        for s in range(num_sequences):
+            loads_PMLR[p, micro_step_S[s]] += rows_SLR[s]
+            attention_PMR[p, micro_step_S[s], rank_S[s]] += attention_S[s]
+            tokens_PMR[p, micro_step_S[s], rank_S[s]] += lengths_S[s]
+        for m in range(num_micro_steps):
+            for layer in range(num_layers):
+                cost_PM[p, m] += loads_PMLR[p, m, layer].max()
+            cost_PM[p, m] += attention_PMR[p, m].max()
+    best_steps, best_ranks, best_cost = micro_step_S.copy(), rank_S.copy(), cost_PM[0].sum()
+    if num_sequences == 0 or num_micro_steps * num_ranks == 1:
+        return best_steps, best_ranks
+    data = (rows_SLR, attention_S, lengths_S, mini_batch_M, token_budget)
+    moved = 0.0
+    for i in range(64):
+        p = i % population
+        state = (steps_PS[p], ranks_PS[p], loads_PMLR[p], attention_PMR[p], tokens_PMR[p], cost_PM[p])
+        moved += abs(_try_move(data, state, 0.0, rng)[1]) / 64
+    coldest = 1e-5 * best_cost / num_micro_steps
+    hottest = max(moved, 2 * coldest)
+    tries = max(1, evaluations // (population * temperatures))
+    temperature = np.inf
+    for stage in range(temperatures):
+        cooler = hottest * (coldest / hottest) ** (stage / max(1, temperatures - 1))
+        if stage > 0:
+            chosen = _resample(cost_PM.sum(axis=1), 1 / cooler - 1 / temperature, rng)
+            steps_PS, ranks_PS, loads_PMLR = steps_PS[chosen], ranks_PS[chosen], loads_PMLR[chosen]
+            attention_PMR, tokens_PMR, cost_PM = attention_PMR[chosen], tokens_PMR[chosen], cost_PM[chosen]
+        temperature = cooler
+        for p in range(population):
+            state = (steps_PS[p], ranks_PS[p], loads_PMLR[p], attention_PMR[p], tokens_PMR[p], cost_PM[p])
+            cost = cost_PM[p].sum()
+            chain_temperature = temperature
+            if stage == 0:
+                chain_temperature = np.inf if p > 0 else coldest
+            for _ in range(tries):
+                accepted, delta = _try_move(data, state, chain_temperature, rng)
+                if accepted:
+                    cost += delta
+                    if cost < best_cost - 1e-6:
+                        best_cost = cost
+                        best_steps[:] = steps_PS[p]
+                        best_ranks[:] = ranks_PS[p]
+    return best_steps, best_ranks
+
+
+@numba.njit(cache=True, nogil=True)
+def _try_move(data, state, temperature, rng):  # type: ignore[no-untyped-def]
+    """Swap two sequences, or move one, if the temperature accepts it. Returns whether it was done, and its cost.
+
+    At temperature 0 nothing is done.
+    """
+    rows_SLR, attention_S, lengths_S, mini_batch_M, token_budget = data
+    steps_S, ranks_S, loads_MLR, attention_MR, tokens_MR, cost_M = state
+    s = int(rng.random() * len(lengths_S))
+    from_m, from_r = steps_S[s], ranks_S[s]
+    t = -1
+    if rng.random() < 0.75:
+        t = int(rng.random() * len(lengths_S))
+        to_m, to_r = steps_S[t], ranks_S[t]
+    else:
+        to_m, to_r = int(rng.random() * len(mini_batch_M)), int(rng.random() * tokens_MR.shape[1])
+    if mini_batch_M[from_m] != mini_batch_M[to_m] or (from_m == to_m and from_r == to_r):
+        return False, 0.0
+    tokens = lengths_S[s] - (lengths_S[t] if t >= 0 else 0)
+    if tokens > 0 and tokens_MR[to_m, to_r] + tokens > token_budget:
+        return False, 0.0
+    if tokens < 0 and tokens_MR[from_m, from_r] - tokens > token_budget:
+        return False, 0.0
+    attention = attention_S[s] - (attention_S[t] if t >= 0 else 0.0)
+    from_cost, to_cost = 0.0, 0.0
+    if from_m != to_m:
+        for layer in range(rows_SLR.shape[1]):
+            from_most, to_most = np.int64(0), np.int64(0)
+            for r in range(rows_SLR.shape[2]):
+                rows = rows_SLR[s, layer, r] - (rows_SLR[t, layer, r] if t >= 0 else 0)
+                from_most = max(from_most, loads_MLR[from_m, layer, r] - rows)
+                to_most = max(to_most, loads_MLR[to_m, layer, r] + rows)
+            from_cost += from_most
+            to_cost += to_most
+    else:
+        from_cost = cost_M[from_m] - attention_MR[from_m].max()
+    from_attention, to_attention = 0.0, 0.0
+    for r in range(attention_MR.shape[1]):
+        gone = attention if r == from_r else 0.0
+        come = attention if r == to_r else 0.0
+        if from_m == to_m:
+            gone -= come
+        from_attention = max(from_attention, attention_MR[from_m, r] - gone)
+        to_attention = max(to_attention, attention_MR[to_m, r] + come)
+    from_cost += from_attention
+    delta = from_cost - cost_M[from_m]
+    if from_m != to_m:
+        to_cost += to_attention
+        delta += to_cost - cost_M[to_m]
+    if temperature == 0.0 or (delta > 0 and rng.random() >= np.exp(-delta / temperature)):
+        return False, delta
+    if from_m != to_m:
+        for layer in range(rows_SLR.shape[1]):
+            for r in range(rows_SLR.shape[2]):
+                rows = rows_SLR[s, layer, r] - (rows_SLR[t, layer, r] if t >= 0 else 0)
+                loads_MLR[from_m, layer, r] -= rows
+                loads_MLR[to_m, layer, r] += rows
+        cost_M[to_m] = to_cost
+    cost_M[from_m] = from_cost
+    attention_MR[from_m, from_r] -= attention
+    attention_MR[to_m, to_r] += attention
+    tokens_MR[from_m, from_r] -= tokens
+    tokens_MR[to_m, to_r] += tokens
+    steps_S[s], ranks_S[s] = to_m, to_r
+    if t >= 0:
+        steps_S[t], ranks_S[t] = from_m, from_r
+    return True, delta
+
+
+@numba.njit(cache=True, nogil=True)
+def _resample(cost_P, colder, rng):  # type: ignore[no-untyped-def]
+    """Chains to continue, `[P]`: each in proportion to its Boltzmann weight, by systematic resampling."""
+    weights = np.exp(-(cost_P - cost_P.min()) * colder)
+    edges = np.cumsum(weights) / weights.sum() * len(cost_P)
+    offset = rng.random()
+    chosen = np.empty(len(cost_P), np.int64)
+    at = 0
+    for p in range(len(cost_P)):
+        while at < len(cost_P) - 1 and edges[at] < p + offset:
+            at += 1
+        chosen[p] = at
+    return chosen

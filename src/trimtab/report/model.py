@@ -1,0 +1,134 @@
+"""Content of a report, independent of its layout: the values of the page and the timeline file."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from trimtab.analysis import Analysis
+from trimtab.analysis.answer import answer
+from trimtab.array_type import Array
+
+LANES = ("compute", "node link", "network", "host link", "CPU")
+# Parts of a step's time, in the order in which bars are stacked.
+PARTS = {
+    "attention": "attention and other dense parts",
+    "dispatch": "dispatch and combine",
+    "experts": "experts, if all ranks had the same load",
+    "imbalance": "waiting for the busiest rank",
+    "transfers": "waiting for replicas and their gradients",
+    "planning": "waiting for a plan",
+    "migration": "moving homes and refreshing mirrors",
+    "optimizer": "optimizer and gradient sums",
+}
+
+
+@dataclass(frozen=True)
+class PolicyResult:
+    """One balancer's row and bar.
+
+    Attributes:
+        name: as in `POLICIES`.
+        about: a short description, and when it knows the routing.
+        step_time_s: seconds of recompute and update.
+        speedup: over `static`.
+        fraction_of_balanced: the ideal run's time over this one's; None without an ideal run.
+        max_over_mean: mean over instances.
+        parts_s: seconds on the critical path by part, keys of `PARTS`; they add up to `step_time_s`. Empty if unknown.
+        memory_bytes: of a rank, by name, such as "replica pool"; the busiest rank's.
+        replicas_per_instance: copies away from home.
+    """
+
+    name: str
+    about: str
+    step_time_s: float
+    speedup: float
+    fraction_of_balanced: float | None
+    max_over_mean: float
+    parts_s: dict[str, float]
+    memory_bytes: dict[str, float]
+    replicas_per_instance: float
+
+
+@dataclass(frozen=True, eq=False)
+class LoadMap:
+    """Rank loads of a step under one plan.
+
+    Attributes:
+        loads_MLR: `[M, L, R]` int64 tokens.
+    """
+
+    title: str
+    loads_MLR: Array
+
+
+@dataclass(frozen=True, eq=False)
+class Timeline:
+    """Operations of every lane of every rank in one micro-step.
+
+    Attributes:
+        title: policy and micro-step.
+        names: kinds of operations, such as "experts" or "dispatch".
+        kind_N: `[N]` uint8, index into `names`.
+        lane_N: `[N]` uint8, index into `LANES`.
+        rank_N: `[N]` int16.
+        layer_N: `[N]` int16, -1 for none.
+        start_N, end_N: `[N]` float64 seconds from the beginning.
+    """
+
+    title: str
+    names: tuple[str, ...]
+    kind_N: Array
+    lane_N: Array
+    rank_N: Array
+    layer_N: Array
+    start_N: Array
+    end_N: Array
+
+
+@dataclass(frozen=True, eq=False)
+class Report:
+    """One page.
+
+    Attributes:
+        title: of the page.
+        answer: the result in one sentence.
+        facts: names and values of the setting: trace, model, cluster, command.
+        policies: in the order in which they are shown; `static` first.
+        layer_names: `[L]` of the heat map's layers.
+        before, after: loads without a plan and under the plan of the answer.
+        timelines: of one micro-step each; the first is shown first.
+        notes: assumptions and limits of the figures.
+    """
+
+    title: str
+    answer: str
+    facts: tuple[tuple[str, str], ...]
+    policies: tuple[PolicyResult, ...]
+    layer_names: tuple[str, ...]
+    before: LoadMap
+    after: LoadMap
+    timelines: tuple[Timeline, ...]
+    notes: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, eq=False)
+class AnalysisReport:
+    """A page on a trace.
+
+    Attributes:
+        source: the trace's file or files, as text.
+    """
+
+    source: str
+    analysis: Analysis
+
+    @property
+    def title(self) -> str:
+        model = self.analysis.counted.model or "a trace"
+        ranks = self.analysis.ranks
+        return f"Expert load of {model} on {ranks} rank{'s' if ranks > 1 else ''}"
+
+    @property
+    def answer(self) -> str:
+        """Returns the result in one or two sentences."""
+        return answer(self.analysis)

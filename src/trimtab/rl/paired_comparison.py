@@ -1,0 +1,101 @@
+"""Static against trimtab in one run: the same responses, planned, recomputed and updated under each in turn."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from dataclasses import dataclass
+
+import torch.distributed as dist
+
+from trimtab.array_type import Array
+from trimtab.rl.trainer import PreparedStep, Trainer
+from trimtab.runtime import PlanReport
+from trimtab.runtime.planning import Mode
+from trimtab.runtime.ranks.recorder import Recording
+
+COMPARED: dict[str, Mode] = {"static": "static", "trimtab": "plan"}
+
+
+@dataclass(frozen=True, eq=False)
+class MeasuredPolicy:
+    """Times and balance of one policy.
+
+    Attributes:
+        step_s: seconds of recompute and update (forward, backward, complete gradients) of each repetition.
+        plan: what planning the step came to.
+        loads_MLR: tokens `[M, L, R]` int64 that each rank computed.
+        recordings: what each rank did in one more repetition, in rank order; on rank 0 alone.
+    """
+
+    step_s: list[float]
+    plan: PlanReport
+    loads_MLR: Array
+    recordings: tuple[Recording, ...]
+
+    @property
+    def median_s(self) -> float:
+        return statistics.median(self.step_s)
+
+    @property
+    def max_vio(self) -> float:
+        """max/mean - 1 of rank loads, mean over instances."""
+        return self.plan.max_vio_after
+
+
+def speedup(static: MeasuredPolicy, other: MeasuredPolicy) -> float:
+    """How many times as fast the other is, median over the pairs."""
+    return statistics.median(s / o for s, o in zip(static.step_s, other.step_s, strict=True))
+
+
+def compare_policies(trainer: Trainer, step: int, pairs: int) -> dict[str, MeasuredPolicy]:
+    """Time `pairs` alternating repetitions on a fresh batch of responses. The weights stay as they are."""
+    session = trainer.session
+    own_mode = session.mode
+    sequences = trainer.rollout(step)
+    prepared = {}
+    for name, mode in COMPARED.items():
+        session.mode = mode
+        prepared[name] = trainer.prepare(sequences, step)
+    times: dict[str, list[float]] = {name: [] for name in COMPARED}
+    with trainer.log.progress("static against trimtab", pairs) as advance:
+        for repetition in range(pairs + 1):
+            for name, mode in COMPARED.items():
+                session.mode = mode
+                session.apply_plan(prepared[name].planned, prepared[name].trace)
+                taken = _run(trainer, prepared[name])
+                if repetition:  # the first one warms up
+                    times[name].append(taken)
+            if repetition:
+                advance("")
+    results = {}
+    for name, mode in COMPARED.items():
+        session.mode = mode
+        plan = session.apply_plan(prepared[name].planned, prepared[name].trace)
+        recordings = _record(trainer, prepared[name])
+        results[name] = MeasuredPolicy(times[name], plan, session.rank_loads, recordings)
+    session.mode = own_mode
+    return results
+
+
+def _run(trainer: Trainer, prepared: PreparedStep) -> float:
+    """Recompute and update, all ranks from the same moment on; seconds until the last one is done."""
+    dist.barrier()
+    start = time.perf_counter()
+    old = trainer.recompute(prepared)
+    for mini_batch in range(trainer.config.mini_batches):
+        trainer.accumulate(prepared, old, mini_batch)
+        trainer.optimizer.zero_grad()
+    dist.barrier()
+    return time.perf_counter() - start
+
+
+def _record(trainer: Trainer, prepared: PreparedStep) -> tuple[Recording, ...]:
+    """What every rank does in one repetition; nothing on ranks other than 0."""
+    dist.barrier()
+    with trainer.session.recording() as recorder:
+        _run(trainer, prepared)
+        recording = recorder.finish()
+    gathered: list[Recording] | None = [recording] * trainer.num_ranks if trainer.rank == 0 else None
+    dist.gather_object(recording, gathered)
+    return tuple(gathered or ())

@@ -1,0 +1,1 @@
+"""What the runtime needs to know of torch's autograd."""

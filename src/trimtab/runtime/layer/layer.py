@@ -1,0 +1,274 @@
+"""`ExpertLayer`: the expert half of a MoE layer, spread over ranks. Takes the place of the layer's local experts."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch.autograd.function import once_differentiable
+
+from trimtab.array_type import Array
+from trimtab.errors import InputError
+from trimtab.runtime.autograd.torch_engine import running_backward
+from trimtab.runtime.layer.dispatch import Dispatcher
+from trimtab.runtime.layer.instance import Instance, LayerCalls, PlannedInstance
+from trimtab.runtime.ranks.recorder import BACKWARD, COMBINE, OTHER
+from trimtab.runtime.rows.expert_compute import ApplyExperts, ExpertWeight
+from trimtab.runtime.state.home_experts import HomeExperts, parameters_of
+
+HomeWeights = Callable[[], Sequence[torch.Tensor]]
+
+
+class ExpertLayer:
+    """One MoE layer's experts, as the model calls them. Made by `Session.add_layer`.
+
+    Attributes:
+        homes: this rank's experts of the layer.
+    """
+
+    def __init__(
+        self,
+        calls: LayerCalls,
+        homes: HomeExperts,
+        apply: ApplyExperts,
+        weights: HomeWeights | None,
+        dispatcher: Dispatcher,
+    ) -> None:
+        self.homes = homes
+        self._calls = calls
+        self._apply = apply
+        self._weights = weights
+        self._dispatcher = dispatcher
+
+    def __deepcopy__(self, _memo: object) -> ExpertLayer:
+        raise InputError("a model whose experts are in a session can't be copied; copy it before share_experts()")
+
+    @property
+    def index(self) -> int:
+        """The layer's number among the session's layers, 0 .. L-1."""
+        return self.homes.index
+
+    @property
+    def replays(self) -> bool:
+        """Whether a call of this layer now uses recorded routing."""
+        routes = self._calls.routes()
+        return routes is not None and routes.replays
+
+    @property
+    def parameters(self) -> Sequence[torch.nn.Parameter]:
+        """The Parameters of this rank's home experts as they are now, one after another if tensors are lists."""
+        return self.homes.parameters
+
+    @property
+    def home_experts(self) -> Array:
+        """Logical ids `[E / R]` of this rank's home experts, ascending: the order of rows in the tensors."""
+        return self.homes.home_experts
+
+    def route(self, live_ids: torch.Tensor) -> torch.Tensor:
+        """The expert ids to use: the recorded ones where the micro-step has them, else `live_ids`.
+
+        Call it between the router's choice and its weights, since replay keeps the ids and recomputes the weights.
+
+        Args:
+            live_ids: `[T, K]` integers, what the router would choose.
+
+        Returns:
+            `[T, K]` int64, for computing the weights and for calling the layer.
+        """
+        if live_ids.ndim != 2:
+            raise InputError(f"MoE layer {self.index}: route() was given ids {list(live_ids.shape)}, not [T, K]")
+        routes, ids = self._calls.routes(), live_ids.to(torch.int64)
+        if routes is None:
+            return ids
+        ids = routes.replay(self.index, ids)
+        routes.routed[self.index] = _mark(ids)
+        return ids
+
+    def __call__(self, hidden: torch.Tensor, expert_ids: torch.Tensor, expert_weights: torch.Tensor) -> torch.Tensor:
+        """Weighted sum of each token's experts. A collective: every rank of the group calls it.
+
+        Args:
+            hidden: `[T, H]`.
+            expert_ids: `[T, K]` int64, as `route` returned them.
+            expert_weights: `[T, K]`.
+
+        Returns:
+            `[T, H]`, in the dtype of `hidden`; zero for tokens that the micro-step's `positions` leave out.
+
+        Raises:
+            InputError: if the shapes don't fit together.
+            RuntimeError: in a planned micro-step, if `expert_ids` is not what `route` returned.
+            RanksDisagreeError: if other ranks called something else.
+        """
+        self._check_shapes(hidden, expert_ids, expert_weights)
+        routes = self._calls.routes()
+        if (
+            routes is not None
+            and routes.replays
+            # What runs again in a backward has passed this check, and may be given copies.
+            and running_backward() is None
+            and routes.routed.get(self.index) != _mark(expert_ids)
+        ):
+            raise RuntimeError(
+                f"MoE layer {self.index} was called with other expert ids than its route() returned; "
+                "in a planned micro-step the recorded routing must be used"
+            )
+        instance = self._calls.bind(self.homes, expert_ids, routes)
+        instance.begin_forward()
+        if torch.is_grad_enabled() and not hidden.requires_grad:
+            # Replica gradients go home from inside the backward, which autograd would otherwise leave out.
+            hidden = hidden.detach().requires_grad_()
+        positions, tokens = instance.positions, hidden
+        if positions is not None:
+            tokens, expert_weights = hidden.index_select(0, positions), expert_weights.index_select(0, positions)
+        with torch.autocast(hidden.device.type, enabled=False):
+            combined = self._run(tokens.to(self.homes.dtype), instance, expert_weights).to(hidden.dtype)
+        instance.end_forward()
+        return combined if positions is None else torch.zeros_like(hidden).index_copy(0, positions, combined)
+
+    def _check_shapes(self, hidden: torch.Tensor, expert_ids: torch.Tensor, expert_weights: torch.Tensor) -> None:
+        if hidden.ndim != 2 or expert_ids.ndim != 2 or expert_ids.shape != expert_weights.shape:
+            fits = False
+        else:
+            fits = len(hidden) == len(expert_ids)
+        if not fits:
+            raise InputError(
+                f"MoE layer {self.index} was given hidden {list(hidden.shape)}, ids {list(expert_ids.shape)} and "
+                f"weights {list(expert_weights.shape)}; they should be [T, H], [T, K] and [T, K]"
+            )
+
+    def _run(self, hidden: torch.Tensor, instance: Instance, expert_weights: torch.Tensor) -> torch.Tensor:
+        homes = self._home_weights(in_micro_step=instance.routes is not None)
+        # With those that are joined in backward, all of them are stacks.
+        entered = _Enter.apply(hidden, instance, *(homes if self.homes.joins_in_backward else ()))
+        if self.homes.joins_in_backward:
+            hidden, *homes = entered
+        else:
+            hidden = entered
+        physical_ids = instance.layout.physical_ids
+        arrived = self._dispatcher.dispatch(hidden, physical_ids, expert_weights, instance)
+        outputs = [self._apply([ExpertWeight(home) for home in homes], arrived.home_rows, arrived.home_groups)]
+        if isinstance(instance, PlannedInstance) and instance.replicas.count:
+            # After the home experts' compute, so that the transfer has as long as it can.
+            replica_rows, *slots = _UseReplicas.apply(arrived.replica_rows, instance)
+            weights = [ExpertWeight(slot, partial(_again, instance, t)) for t, slot in enumerate(slots)]
+            outputs.append(self._apply(weights, replica_rows, arrived.replica_groups))
+        combined = self._dispatcher.combine(outputs, arrived)
+        left: torch.Tensor = _Leave.apply(combined, instance)
+        return left
+
+    def _home_weights(self, *, in_micro_step: bool) -> list[torch.Tensor | list[torch.Tensor]]:
+        """One stack or list for each tensor of the home experts, in the dtype that is computed in."""
+        dtype = self.homes.dtype
+        if self._weights is not None:
+            return [weight.to(dtype) for weight in self._weights()]
+        weights: list[torch.Tensor | list[torch.Tensor]] = []
+        for t, (tensor, (_, own_dtype)) in enumerate(zip(self.homes.tensors, self.homes.likes, strict=True)):
+            parameters = parameters_of(tensor)
+            is_list = not isinstance(tensor, torch.Tensor)
+            if own_dtype != dtype and in_micro_step:
+                weights.append(_Staged.apply(self.homes.staged(t), is_list, *parameters))
+            else:
+                values = [parameter.to(dtype) for parameter in parameters]
+                weights.append(values if is_list else values[0])
+        return weights
+
+
+def _mark(ids: torch.Tensor) -> tuple[int, int]:
+    """The ids' address and version."""
+    return ids.data_ptr(), -1 if ids.is_inference() else ids._version
+
+
+def _again(instance: PlannedInstance, tensor: int) -> torch.Tensor:
+    return instance.replica_weights()[tensor]
+
+
+class _Enter(torch.autograd.Function):
+    """Identity before the dispatch. Its backward runs last in the layer's backward.
+
+    Home weights pass through where replica gradients are joined to theirs: all gradients of the layer are there when
+    autograd comes back here, on every rank alike.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, hidden: torch.Tensor, instance: Instance, *homes: torch.Tensor) -> Any:
+        ctx.instance = instance
+        passed = [home.view_as(home) for home in homes]
+        frozen = [p for p, trained in zip(passed, ctx.needs_input_grad[2:], strict=True) if not trained]
+        ctx.mark_non_differentiable(*frozen)
+        return (hidden.view_as(hidden), *passed) if passed else hidden.view_as(hidden)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: torch.Tensor) -> Any:
+        instance: Instance = ctx.instance
+        grad_hidden, *grad_homes = grads
+        # After the dispatch, so that they have as long as they can.
+        if any(ctx.needs_input_grad[2:]):
+            grad_homes = [*instance.join_gradients(grad_homes)]
+        instance.mark(OTHER + BACKWARD, outside=True)
+        instance.end_backward()
+        return grad_hidden, None, *grad_homes
+
+
+class _Leave(torch.autograd.Function):
+    """Identity after the combine. Its backward runs first in the layer's backward."""
+
+    @staticmethod
+    def forward(ctx: Any, combined: torch.Tensor, instance: Instance) -> torch.Tensor:
+        instance.mark(OTHER, outside=True)
+        ctx.instance = instance
+        return combined.view_as(combined)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None]:
+        ctx.instance.mark(COMBINE + BACKWARD)
+        # Before anything else, so that what backward needs is on its way.
+        ctx.instance.begin_backward()
+        return grads[0], None
+
+
+class _UseReplicas(torch.autograd.Function):
+    """Replica weights into the graph, beside the rows that use them.
+
+    Autograd runs the backward once the gradients of all its outputs are there. So this is the moment at which a
+    replica's gradient is complete, on every rank alike, whether or not it holds one, also when a checkpointed layer
+    runs again.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, rows: torch.Tensor, instance: PlannedInstance) -> Any:
+        ctx.instance = instance
+        instance.replica_node = weakref.ref(ctx)
+        slots = [slot.detach() for slot in instance.replica_weights()]
+        frozen = [slot for slot, is_trained in zip(slots, instance.homes.are_trained, strict=True) if not is_trained]
+        ctx.mark_non_differentiable(*frozen)
+        return rows.view_as(rows), *slots
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None]:
+        grad_rows, *grad_slots = grads
+        instance: PlannedInstance = ctx.instance
+        if instance.homes.trained:
+            instance.return_gradients(grad_slots)
+        return grad_rows, None
+
+
+class _Staged(torch.autograd.Function):
+    """A tensor's values in another dtype, from staging memory; gradients go to its Parameters."""
+
+    @staticmethod
+    def forward(ctx: Any, staging: torch.Tensor, is_list: bool, *parameters: torch.Tensor) -> torch.Tensor:
+        ctx.is_list, ctx.dtype = is_list, parameters[0].dtype
+        return staging.detach()
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        parts = grads[0].unbind() if ctx.is_list else [grads[0]]
+        return None, None, *(part.to(ctx.dtype) for part in parts)

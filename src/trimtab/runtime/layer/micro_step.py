@@ -1,0 +1,224 @@
+"""`MicroStep`: one micro-step, entered by the training loop; `RunningStep`: the step that it belongs to."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+import torch
+
+from trimtab.array_type import Array
+from trimtab.planner import Schedule, StepPlan, Workload
+from trimtab.runtime.ranks.topology import Topology
+from trimtab.runtime.rows.layout import Layout, PhysicalExperts, PlannedRows, PlanReplicas, place_rows, upload_layouts
+from trimtab.runtime.state.flat_memory import upload
+from trimtab.runtime.state.home_experts import HomeExperts
+from trimtab.runtime.transfer.transfers import Transfers
+from trimtab.trace import RoutingTrace
+
+
+@dataclass(eq=False)
+class BoundRoutes:
+    """Routes and layouts of a micro-step, for its layers. Kept while the micro-step is open or a backward may follow.
+
+    Attributes:
+        micro_step: whose routes they are.
+        recorded_LNK: recorded ids `[L, n, K]` int64, or None if the batch is not the one that was planned.
+        known_L: for each layer `[n]` bool, tokens whose route is known; None if all are.
+        layouts: one a layer if the micro-step is planned, else empty; None where rows are unknown on some rank.
+        partial: the planned rows of layers with unknown routes.
+        transfers: what brings the plan's replicas; None where no plan is carried out.
+        plan_number: which of the session's plans it belongs to.
+        routed: for each layer, address and version of the ids that its `route` returned last.
+        record: takes a layer, tokens `[U]` and the experts `[U, K]` that the router chose for them.
+    """
+
+    micro_step: MicroStep
+    recorded_LNK: torch.Tensor | None = None
+    known_L: Sequence[torch.Tensor | None] = ()
+    layouts: Sequence[Layout | None] = ()
+    partial: dict[int, PlannedRows] = field(default_factory=dict)
+    transfers: Transfers | None = None
+    plan_number: int = 0
+    routed: dict[int, tuple[int, int]] = field(default_factory=dict)
+    record: Callable[[int, Array, Array], None] | None = None
+
+    @property
+    def index(self) -> int:
+        """The micro-step's number in the step; -1 if nothing is known of it."""
+        return self.micro_step.index
+
+    @property
+    def positions(self) -> torch.Tensor | None:
+        """`[n]` where the tokens stand in the forward's rows, or None."""
+        return self.micro_step.positions
+
+    @property
+    def replays(self) -> bool:
+        """Whether routing was recorded."""
+        return self.recorded_LNK is not None
+
+    def replay(self, layer: int, live_ids: torch.Tensor) -> torch.Tensor:
+        """Put the recorded ids into `live_ids [T, K]` int64; see `ExpertLayer.route`."""
+        if self.recorded_LNK is None:
+            return live_ids
+        recorded = self.recorded_LNK[layer]
+        chosen = live_ids if self.positions is None else live_ids.index_select(0, self.positions)
+        if chosen.shape != recorded.shape:
+            raise RuntimeError(
+                f"MoE layer {layer} got {len(chosen)} tokens with {chosen.shape[1]} experts each; the micro-step was "
+                f"planned with {len(recorded)} tokens with {recorded.shape[1]}"
+            )
+        known_N = self.known_L[layer]
+        if known_N is not None:
+            recorded = torch.where(known_N[:, None], recorded, chosen)
+        return recorded.clone() if self.positions is None else live_ids.index_copy(0, self.positions, recorded)
+
+
+class MicroStep:
+    """One micro-step. Enter it around every forward of its tokens.
+
+    Forwards without gradients, those of several pipeline chunks, and of other micro-steps may come in any order before
+    its backward, which needs no context. Its routes are on the device while it is open or a backward may come.
+
+    Attributes:
+        index: its number in the step; -1 if nothing is known of it.
+        positions: `[n]` int64, where this rank's tokens stand among the rows that layers are given; None if they are
+            all.
+    """
+
+    def __init__(
+        self,
+        index: int,
+        positions: torch.Tensor | None,
+        bind: Callable[[MicroStep, bool], BoundRoutes],
+        run: Callable[[MicroStep], AbstractContextManager[None]],
+    ) -> None:
+        self.index = index
+        self.positions = positions
+        self._bind, self._run = bind, run
+        self._bound: weakref.WeakValueDictionary[bool, BoundRoutes] = weakref.WeakValueDictionary()
+        self._open: AbstractContextManager[None] | None = None
+
+    def __enter__(self) -> MicroStep:
+        running = self._run(self)
+        running.__enter__()
+        self._open = running
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        running, self._open = self._open, None
+        assert running is not None
+        running.__exit__(*error)  # type: ignore[arg-type]
+
+    def routes(self, is_known: bool) -> BoundRoutes:
+        """Routes and layouts, computed again if nothing has kept them. Not a collective.
+
+        Args:
+            is_known: whether all ranks have the tokens that were planned, as they found when it was entered.
+        """
+        bound = self._bound.get(is_known)
+        if bound is None:
+            bound = self._bound[is_known] = self._bind(self, is_known)
+        return bound
+
+
+@dataclass(eq=False)
+class RunningStep:
+    """A step that this rank can run.
+
+    Attributes:
+        plan, workload: of the expert-parallel group.
+        trace: this rank's own sequences, ordered by micro-step.
+        schedule: of all data ranks, if the session has planned the step.
+        transfers: what brings its replicas; None if micro-steps only replay their routing.
+        number: which of the session's plans it is.
+        num_slots: replicas that a rank has room for.
+        micro_steps: those in use, by number.
+        has_moved: whether experts have moved to other homes since.
+    """
+
+    plan: StepPlan
+    workload: Workload
+    trace: RoutingTrace
+    schedule: Schedule | None
+    transfers: Transfers | None
+    number: int
+    num_slots: int
+    micro_steps: weakref.WeakValueDictionary[int, MicroStep] = field(default_factory=weakref.WeakValueDictionary)
+    has_moved: bool = False
+    _completed: Array | None = None
+
+    def __post_init__(self) -> None:
+        self.replicas = PlanReplicas(self.plan)
+
+    def problem(self, index: int) -> Exception | None:
+        """What is wrong with entering a micro-step of this number."""
+        if self.transfers is not None and self.has_moved:
+            return RuntimeError("experts have moved since the plan was applied; plan the step again")
+        if 0 <= index < self.plan.num_micro_steps:
+            return None
+        return IndexError(f"micro-step {index} of {self.plan.num_micro_steps}")
+
+    def knows(self, index: int, sequence_hashes: Array | None, rank: int) -> bool:
+        """Whether these are the sequences that were planned for a rank."""
+        if sequence_hashes is None:
+            return True
+        return np.array_equal(sequence_hashes, self.trace.sequence_hashes[self._sequences_of(index, rank)])
+
+    def bind(self, micro_step: MicroStep, layers: Sequence[HomeExperts], topology: Topology) -> BoundRoutes:
+        """One micro-step, of which all ranks have the sequences that were planned. Not a collective."""
+        index, device = micro_step.index, layers[0].device
+        ids_NLK = self.trace.expert_ids[self._tokens_of(index, topology.rank)]
+        is_known_NL = ids_NLK[:, :, 0] != self.trace.no_route
+        (recorded_LNK,) = upload([ids_NLK.transpose(1, 0, 2).astype(np.int64)], device)
+        incomplete = np.flatnonzero(~is_known_NL.all(axis=0)).tolist()
+        known_L: list[torch.Tensor | None] = [None] * len(layers)
+        for layer, known_N in zip(
+            incomplete, upload([np.ascontiguousarray(is_known_NL[:, i]) for i in incomplete], device), strict=True
+        ):
+            known_L[layer] = known_N
+        bound = BoundRoutes(micro_step, recorded_LNK, known_L, plan_number=self.number)
+        if self.transfers is None:
+            return bound
+        bound.transfers = self.transfers
+        planned = [
+            PlannedRows.of(
+                np.ascontiguousarray(ids_NLK[:, layer.index]),
+                self.workload.token_counts_MLRE[index, layer.index],
+                PhysicalExperts.of(layer, topology.rank, topology.positions, self.num_slots),
+                self.replicas.of(index, layer.index),
+            )
+            for layer in layers
+        ]
+        is_mixed_L = self.plan.mixed_ML[index]
+        whole = [place_rows(rows) for rows, mixed in zip(planned, is_mixed_L, strict=True) if not mixed]
+        uploaded = iter(upload_layouts(whole, device))
+        bound.layouts = [None if mixed else next(uploaded) for mixed in is_mixed_L]
+        bound.partial = {layer: planned[layer] for layer in np.flatnonzero(is_mixed_L).tolist()}
+        first_token = self._tokens_of(index, topology.rank).start
+        bound.record = lambda layer, tokens_U, ids_UK: self._record(first_token + tokens_U, layer, ids_UK)
+        return bound
+
+    @property
+    def completed_trace(self) -> RoutingTrace:
+        """The trace with the routes that unknown tokens have taken since the plan was applied."""
+        return self.trace if self._completed is None else replace(self.trace, expert_ids=self._completed)
+
+    def _record(self, tokens_U: Array, layer: int, ids_UK: Array) -> None:
+        if self._completed is None:
+            self._completed = self.trace.expert_ids.copy()
+        self._completed[tokens_U, layer] = ids_UK
+
+    def _sequences_of(self, index: int, rank: int) -> Array:
+        return np.flatnonzero(self.plan.schedule.of_rank(rank) == index)
+
+    def _tokens_of(self, index: int, rank: int) -> slice:
+        """Sequences are ordered by micro-step, and so their tokens are together."""
+        mine = self._sequences_of(index, rank)
+        if not len(mine):
+            return slice(0, 0)
+        return slice(int(self.trace.sequence_starts[mine[0]]), int(self.trace.sequence_starts[mine[-1] + 1]))

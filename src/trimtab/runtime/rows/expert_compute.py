@@ -1,0 +1,238 @@
+"""Expert compute: one matrix product per copy over the rows that belong to it, for any number of rows.
+
+Tests without a GPU reach torch's grouped product and the loop, but not how they are chosen on CUDA.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch.autograd.function import once_differentiable
+
+from trimtab.errors import InputError
+from trimtab.runtime.autograd.torch_engine import running_backward
+from trimtab.runtime.state.flat_memory import upload
+
+# Hopper and the data-centre Blackwell, as of torch 2.13.
+GROUPED_KERNEL_CAPABILITIES = (9, 10)
+
+
+class ExpertWeight:
+    """One tensor of G experts, as an expert function gets it. Hand it on to `grouped_linear` or `grouped_bias`.
+
+    Args:
+        values: in the graph: a stack `[G, ...]`, or a list of G tensors `[...]`, which is never stacked.
+        again: the same values during backward, if a stack does not keep them until then, as a replica's slot does not.
+    """
+
+    def __init__(
+        self, values: torch.Tensor | Sequence[torch.Tensor], again: Callable[[], torch.Tensor] | None = None
+    ) -> None:
+        self._values = values
+        self.again = again
+
+    @property
+    def is_list(self) -> bool:
+        """Whether there is a tensor for each expert instead of a stack."""
+        return not isinstance(self._values, torch.Tensor)
+
+    @property
+    def tensor(self) -> torch.Tensor:
+        """`[G, ...]`, in the graph. Where a checkpoint runs the function again in backward, with the same values.
+
+        Raises:
+            InputError: for a list.
+        """
+        if not isinstance(self._values, torch.Tensor):
+            raise InputError(
+                "these experts are a list of tensors, and a stack of them would be a copy; use `tensors`, or "
+                "grouped_linear() and grouped_bias()"
+            )
+        if self.again is None or running_backward() is None:
+            return self._values
+        values: torch.Tensor = _Again.apply(self._values, self.again)
+        return values
+
+    @property
+    def tensors(self) -> Sequence[torch.Tensor]:
+        """G tensors `[...]`, in the graph: those of a list, or the rows of `tensor`."""
+        return self.tensor.unbind() if isinstance(self._values, torch.Tensor) else self._values
+
+
+ApplyExperts = Callable[[Sequence[ExpertWeight], torch.Tensor, "RowGroups"], torch.Tensor]
+"""`apply(weights, rows, groups)`: rows `[N, H]` grouped by expert to outputs `[N, H]`. N and G may be 0."""
+
+
+@dataclass(frozen=True, eq=False)
+class RowGroups:
+    """How consecutive rows belong to G experts.
+
+    Attributes:
+        counts: rows of each group, on the host.
+        ends: `[G]` int32 on the device, where each group ends.
+    """
+
+    counts: list[int]
+    ends: torch.Tensor
+
+    @classmethod
+    def of(cls, counts: list[int], device: torch.device) -> RowGroups:
+        """Groups of the given sizes; the host does not wait for the device."""
+        (ends,) = upload([np.cumsum(counts, dtype=np.int32)], device)
+        return cls(counts, ends)
+
+
+def gated_experts(activation: Callable[[torch.Tensor], torch.Tensor] = F.silu) -> ApplyExperts:
+    """Experts with a gate, as in Qwen3-MoE and Mixtral: `down(activation(gate(x)) * up(x))`.
+
+    The returned function takes `gate_up [G, 2 * I, H]` and `down [G, H, I]`, stacks or lists.
+    """
+
+    def apply(weights: Sequence[ExpertWeight], rows: torch.Tensor, groups: RowGroups) -> torch.Tensor:
+        gate_up, down = weights
+        gate, up = grouped_linear(rows, gate_up, groups).chunk(2, dim=-1)
+        return grouped_linear(activation(gate) * up, down, groups)
+
+    return apply
+
+
+def grouped_linear(
+    rows: torch.Tensor, weight: ExpertWeight, groups: RowGroups, *, transposed: bool = False
+) -> torch.Tensor:
+    """`rows [N, in]` times each group's own `weight [G, out, in]`, to `[N, out]`. Differentiable.
+
+    Args:
+        transposed: the weights are `[G, in, out]`.
+    """
+    weights = weight.tensors if weight.is_list else [weight.tensor]
+    result: torch.Tensor = _GroupedLinear.apply(rows, weight.is_list, weight.again, groups, transposed, *weights)
+    return result
+
+
+def grouped_bias(rows: torch.Tensor, bias: ExpertWeight, groups: RowGroups) -> torch.Tensor:
+    """`rows [N, out]` plus each group's own `bias [G, out]`. Differentiable."""
+    if bias.is_list:
+        return rows + torch.cat([b.expand(count, -1) for b, count in zip(bias.tensors, groups.counts, strict=True)])
+    repeats = groups.ends.diff(prepend=groups.ends.new_zeros(1))
+    return rows + bias.tensor.repeat_interleave(repeats, dim=0, output_size=len(rows))
+
+
+class _Again(torch.autograd.Function):
+    """The values that a tensor had, for its gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: torch.Tensor, again: Callable[[], torch.Tensor]) -> torch.Tensor:
+        return again().detach()
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return grads[0], None
+
+
+class _GroupedLinear(torch.autograd.Function):
+    """Of a list of weights every one gets its gradient by itself, zeros if it has no rows."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        rows: torch.Tensor,
+        is_list: bool,
+        again: Callable[[], torch.Tensor] | None,
+        groups: RowGroups,
+        transposed: bool,
+        *weights: torch.Tensor,
+    ) -> torch.Tensor:
+        ctx.save_for_backward(rows, *(weights if again is None else []))
+        ctx.is_list, ctx.again, ctx.groups, ctx.transposed = is_list, again, groups, transposed
+        return _rows_by_weight(rows, _oriented(weights if is_list else weights[0], not transposed), groups)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        grad = grads[0].contiguous()
+        rows, *kept = ctx.saved_tensors
+        grad_rows = None
+        grad_weights: Sequence[torch.Tensor | None] = [None] * (len(ctx.needs_input_grad) - 5)
+        if ctx.needs_input_grad[0]:
+            values = kept if ctx.is_list else kept[0] if ctx.again is None else ctx.again()
+            grad_rows = _rows_by_weight(grad, _oriented(values, ctx.transposed), ctx.groups)
+        if any(ctx.needs_input_grad[5:]):
+            outer, inner = (rows, grad) if ctx.transposed else (grad, rows)
+            if ctx.is_list:
+                grad_weights = _weight_gradients(outer, inner, ctx.groups)
+            else:
+                grad_weights = [_weight_gradient(outer, inner, ctx.groups)]
+        return grad_rows, None, None, None, None, *grad_weights
+
+
+def _oriented(weight: torch.Tensor | Sequence[torch.Tensor], transposed: bool) -> torch.Tensor | Sequence[torch.Tensor]:
+    """The weights themselves, or their transposes."""
+    if not transposed:
+        return weight
+    return weight.transpose(-2, -1) if isinstance(weight, torch.Tensor) else [one.t() for one in weight]
+
+
+def _rows_by_weight(
+    rows: torch.Tensor, weight: torch.Tensor | Sequence[torch.Tensor], groups: RowGroups
+) -> torch.Tensor:
+    """`rows [N, a]` times `weight [G, a, b]` group by group."""
+    if isinstance(weight, torch.Tensor) and len(rows) and _has_grouped_kernel(rows, weight):
+        return F.grouped_mm(rows, weight, offs=groups.ends)
+    width = weight.shape[-1] if isinstance(weight, torch.Tensor) else weight[0].shape[-1]
+    out = rows.new_empty(len(rows), width)
+    if len(rows) == 0:
+        return out
+    for index, (part, out_part) in enumerate(zip(rows.split(groups.counts), out.split(groups.counts), strict=True)):
+        torch.mm(part, weight[index], out=out_part)
+    return out
+
+
+def _weight_gradients(outer: torch.Tensor, inner: torch.Tensor, groups: RowGroups) -> list[torch.Tensor]:
+    """`outer [N, a]` and `inner [N, b]` to G tensors `[a, b]` in memory of their own."""
+    parts = zip(outer.split(groups.counts), inner.split(groups.counts), strict=True)
+    return [
+        torch.mm(left.t(), right) if len(left) else outer.new_zeros(left.shape[1], right.shape[1])
+        for left, right in parts
+    ]
+
+
+def _weight_gradient(outer: torch.Tensor, inner: torch.Tensor, groups: RowGroups) -> torch.Tensor:
+    """`outer [N, a]` and `inner [N, b]` to `[G, a, b]`."""
+    if len(outer) == 0:
+        return outer.new_zeros(len(groups.counts), outer.shape[-1], inner.shape[-1])
+    if _has_grouped_kernel(outer, inner):
+        gradient = F.grouped_mm(outer.t(), inner, offs=groups.ends)
+        if gradient.is_cuda:
+            # Some GPUs' kernels leave the products of no rows as they find them.
+            for index, count in enumerate(groups.counts):
+                if count == 0:
+                    gradient[index].zero_()
+        return gradient
+    out = outer.new_empty(len(groups.counts), outer.shape[-1], inner.shape[-1])
+    for index, (left, right) in enumerate(zip(outer.split(groups.counts), inner.split(groups.counts), strict=True)):
+        torch.mm(left.t(), right, out=out[index])
+    return out
+
+
+def _has_grouped_kernel(*operands: torch.Tensor) -> bool:
+    """`grouped_mm` takes neither float64 nor rows that are not whole multiples of 16 bytes.
+
+    On CUDA it has a kernel for bfloat16 on some GPUs; elsewhere it would wait for the device to learn the counts, which
+    the host knows.
+    """
+    if operands[0].is_cuda and (
+        operands[0].dtype is not torch.bfloat16
+        or torch.cuda.get_device_capability(operands[0].device)[0] not in GROUPED_KERNEL_CAPABILITIES
+    ):
+        return False
+    return all(
+        operand.dtype is not torch.float64
+        and all(size * operand.element_size() % 16 == 0 for size in operand.shape[1:])
+        for operand in operands
+    )

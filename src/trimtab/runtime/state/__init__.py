@@ -1,0 +1,1 @@
+"""Home experts, their optimizer state, and the logical order of both."""

@@ -1,0 +1,141 @@
+"""`WeightWatch`: did the experts' parameters change since copies of them were made?
+
+Copies are staging memory in another dtype, mirrors in host memory, and replicas in slots. Most changes show in a
+parameter's address or version. Writes through `.data`, to a flat buffer behind it, and fused optimizers show in
+neither: the session expects them after `finish_gradients` and after an optimizer step, and `verify` finds the rest.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from trimtab.errors import InputError
+from trimtab.runtime.state.home_experts import HomeExperts, check_alike, names_of, parameters_of
+
+# Elements of each tensor of an expert that `verify` compares.
+SAMPLES = 16
+
+Mark = tuple[int, int, int, bool]
+"""Of a parameter its storage, address and version, and whether it is trained."""
+
+
+class WeightWatch:
+    """Remembers the parameters as they were when copies were made.
+
+    Args:
+        layers: all of the session's.
+        verify: compare sampled elements of every expert, too.
+
+    Attributes:
+        steps: of optimizers that hold the parameters.
+    """
+
+    def __init__(self, layers: Sequence[HomeExperts], *, verify: bool) -> None:
+        self._layers = layers
+        self._verify = verify
+        self._marks: list[list[Mark]] = []
+        # So that no other storage gets the same mark.
+        self._storages: list[StorageWeakRef] = []
+        self._steps = 0
+        self.steps = 0
+        self._samples: list[list[torch.Tensor]] = []
+
+    def compare(self, announced: bool) -> tuple[bool, list[bool], Exception | None]:
+        """Compare the parameters with what they were.
+
+        Args:
+            announced: they are known to have changed.
+
+        Returns:
+            Whether they changed visibly, are known to have, or were never copied; which are trained; and what is wrong
+            with them.
+        """
+        marks = [_marks(layer) for layer in self._layers]
+        trained = [mark[3] for of_layer in marks for mark in of_layer]
+        changed = announced or marks != self._marks
+        try:
+            if changed:
+                for layer in self._layers:
+                    _check_parameters(layer)
+            elif self._verify:
+                self._compare_samples()
+        except (InputError, RuntimeError) as error:
+            return changed, trained, error
+        return changed, trained, None
+
+    def remember(self) -> None:
+        """Copies were made: from here on they are held against the present parameters."""
+        self._marks = [_marks(layer) for layer in self._layers]
+        self._storages = [StorageWeakRef(p.untyped_storage()) for layer in self._layers for p in layer.parameters]
+        self._steps = self.steps
+        if self._verify:
+            self._samples = [_samples(layer) for layer in self._layers]
+
+    def check_unchanged(self, layer: HomeExperts) -> None:
+        """Raises RuntimeError if a layer's parameters changed since copies of them were made."""
+        same = [mark[:3] for mark in _marks(layer)] == [mark[:3] for mark in self._marks[layer.index]]
+        if not same or self.steps != self._steps:
+            raise RuntimeError(
+                f"the expert parameters of MoE layer {layer.index} changed within a micro-step, or between its forward "
+                "and its backward; step optimizers, load and offload weights before or after"
+            )
+
+    def _compare_samples(self) -> None:
+        for layer, before in zip(self._layers, self._samples, strict=True):
+            for tensor, (then, now) in enumerate(zip(before, _samples(layer), strict=True)):
+                # As bytes, since NaN is not NaN.
+                differs_H = (then.view(torch.uint8) != now.view(torch.uint8)).flatten(1).any(dim=1)
+                if differs_H.any():
+                    row = int(differs_H.nonzero()[0])
+                    raise RuntimeError(
+                        f"MoE layer {layer.index}: tensor {tensor} of expert {layer.home_experts[row]} changed without "
+                        "an optimizer step, a new address or a new version; call session.weights_changed() after "
+                        "writing to parameters through .data or a flat buffer"
+                    )
+
+
+def _marks(layer: HomeExperts) -> list[Mark]:
+    return [
+        (p.untyped_storage()._cdata, p.data_ptr(), -1 if p.is_inference() else p._version, p.requires_grad)
+        for p in layer.parameters
+    ]
+
+
+def _samples(layer: HomeExperts) -> list[torch.Tensor]:
+    """`[H, S]` for each tensor."""
+    samples = []
+    for tensor, (shape, _) in zip(layer.tensors, layer.likes, strict=True):
+        size = shape[1:].numel()
+        places = torch.linspace(0, size - 1, min(SAMPLES, size), device=layer.device).long()
+        if isinstance(tensor, torch.Tensor):
+            samples.append(tensor.detach().flatten(1)[:, places])
+        else:
+            samples.append(torch.stack([parameter.detach().flatten()[places] for parameter in tensor]))
+    return samples
+
+
+def _check_parameters(layer: HomeExperts) -> None:
+    """Raises InputError if parameters are not what the layer was made for."""
+    home = layer.home_experts
+    for t, (tensor, (shape, dtype)) in enumerate(zip(layer.tensors, layer.likes, strict=True)):
+        is_stack = isinstance(tensor, torch.Tensor)
+        if not is_stack and len(tensor) != shape[0]:
+            raise InputError(
+                f"MoE layer {layer.index}: expert tensor {t} was added as a list of {shape[0]} tensors and has "
+                f"{len(tensor)} now"
+            )
+        like = shape if is_stack else shape[1:]
+        for parameter, name in zip(parameters_of(tensor), names_of(t, tensor, home), strict=True):
+            where = f"MoE layer {layer.index}: {name}"
+            if (parameter.shape, parameter.dtype) != (like, dtype):
+                raise InputError(
+                    f"{where} was added as {list(like)} {dtype} and is {list(parameter.shape)} {parameter.dtype} now; "
+                    "convert the model before its experts are added to the session"
+                )
+            if parameter.is_meta or (parameter.numel() and parameter.untyped_storage().nbytes() == 0):
+                raise InputError(f"{where} has no memory now; load or onload the experts before a micro-step")
+        if not isinstance(tensor, torch.Tensor):
+            check_alike(layer.index, t, tensor, home)

@@ -1,0 +1,1 @@
+"""Replica transfers: weights to slots, gradients to home ranks."""

@@ -1,0 +1,70 @@
+"""Copies that run beside the compute: on a thread where memory is the host's, on a side stream where it is CUDA's.
+
+On CUDA the order is kept by streams: a copy begins after the compute that was queued before it, which may still read
+the target, and who uses the target waits for the copy's event. Tests without a GPU check this order on simulated
+streams (`tests/helpers/late_device.py`).
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
+import torch
+
+from trimtab.runtime.transfer import streams
+
+Wait = Callable[[], object]
+
+
+class BackgroundCopies:
+    """Copies tensors in the order asked for, while the caller goes on."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._cpu_s = 0.0
+        self._stream = torch.cuda.Stream(device) if streams.has_streams(device) else None
+        # One worker, so that copies keep their order.
+        self._pool = ThreadPoolExecutor(1, "trimtab-copies") if self._stream is None else None
+
+    def start(self, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> Wait:
+        """Copy (target, source) pairs of equal shape and dtype, once what was queued before this call is done.
+
+        Returns:
+            What to call before the targets are used: on CUDA it lets the current stream wait, not the host.
+        """
+        if self._stream is not None:
+            return self._on_stream(self._stream, pairs)
+        assert self._pool is not None
+        return self._pool.submit(self._copy, [(_bytes(target), _bytes(source)) for target, source in pairs]).result
+
+    def take_cpu_s(self) -> float:
+        """Seconds of CPU time that the copying thread has spent since this was last asked."""
+        spent, self._cpu_s = self._cpu_s, 0.0
+        return spent
+
+    def close(self) -> None:
+        if self._pool is not None:
+            self._pool.shutdown()
+
+    def _copy(self, pairs: Sequence[tuple[np.ndarray, np.ndarray]]) -> None:
+        # numpy copies without the interpreter's lock, on this thread alone.
+        start = time.thread_time()
+        for target, source in pairs:
+            np.copyto(target, source)
+        self._cpu_s += time.thread_time() - start
+
+    @staticmethod
+    def _on_stream(stream: torch.cuda.Stream, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> Wait:
+        # The targets may still be read by compute that was queued earlier.
+        stream.wait_stream(torch.cuda.current_stream(stream.device))
+        with torch.cuda.stream(stream):
+            for target, source in pairs:
+                target.copy_(source, non_blocking=True)
+        done = stream.record_event()
+        return lambda: torch.cuda.current_stream(stream.device).wait_event(done)
+
+
+def _bytes(tensor: torch.Tensor) -> np.ndarray:
+    return tensor.detach().view(-1).view(torch.uint8).numpy()

@@ -1,0 +1,118 @@
+"""`Counters`: what transfers moved, and for how long they held up the compute."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+from functools import partial
+
+import torch
+
+from trimtab.runtime.ranks.lockstep import Lockstep
+from trimtab.runtime.ranks.recorder import WAITING, Recorder
+from trimtab.runtime.transfer import streams
+from trimtab.runtime.transfer.copy_engine import Wait
+
+
+@dataclass(eq=False)
+class Counters:
+    """What transfers came to, since it was last taken.
+
+    Attributes:
+        peer_bytes: replica weights that this rank sent to others, or pulled from its neighbours' memory.
+        host_bytes: replica weights that it copied from its node's mirror.
+        mirror_bytes: weights that this rank sent to the mirrors of other nodes.
+        gradient_bytes: replica gradients that this rank sent home.
+        moved_bytes: rows of experts that this rank sent to their new homes.
+        refresh_s: seconds that bringing changed weights into staging memory and mirrors took.
+        waited_s: seconds on the host that compute waited for transfers.
+        waits: (start, end) events of waits on the device that it had not come to yet.
+        unplanned_micro_steps: those that ran without a plan.
+        live_calls: calls of layers on live routing, outside of any micro-step, while there was a plan.
+        mixed_instances: planned ones whose unknown rows the ranks had to count.
+        abandoned_backwards: that failed, so that gradients of replicas under way were dropped.
+        recorder: takes notes while somebody wants them.
+        lockstep: looks whether the ranks agree while this one waits on the host.
+    """
+
+    peer_bytes: int = 0
+    host_bytes: int = 0
+    mirror_bytes: int = 0
+    gradient_bytes: int = 0
+    moved_bytes: int = 0
+    refresh_s: float = 0.0
+    waited_s: float = 0.0
+    waits: list[tuple[torch.cuda.Event, torch.cuda.Event]] = field(default_factory=list)
+    unplanned_micro_steps: int = 0
+    live_calls: int = 0
+    mixed_instances: int = 0
+    abandoned_backwards: int = 0
+    recorder: Recorder | None = None
+    lockstep: Lockstep | None = None
+
+    def noted(self, activity: int) -> AbstractContextManager[None]:
+        """A context that records this activity, if a Recorder is active."""
+        return nullcontext() if self.recorder is None else self.recorder.during(activity)
+
+    def wait(self, waits: Sequence[Wait], device: torch.device) -> None:
+        """Wait for transfers, and remember for how long that held up what comes next."""
+        with self.noted(WAITING):
+            self._wait(waits, device)
+
+    def _wait(self, waits: Sequence[Wait], device: torch.device) -> None:
+        if not streams.has_streams(device):
+            start = time.perf_counter()
+            if self.lockstep is None:
+                _all(waits)
+            else:
+                self.lockstep.wait(partial(_all, waits))
+            self.waited_s += time.perf_counter() - start
+            return
+        before, after = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        before.record()
+        for wait in waits:
+            wait()
+        after.record()
+        self.waits.append((before, after))
+        # What the device has come to need not be kept.
+        while self.waits[0][1].query() and len(self.waits) > 1:
+            self._take_first()
+
+    @property
+    def exposed_s(self) -> float:
+        """Seconds that transfers held up the compute. On CUDA it waits for the device."""
+        while self.waits:
+            self.waits[0][1].synchronize()
+            self._take_first()
+        return self.waited_s
+
+    def _take_first(self) -> None:
+        start, end = self.waits.pop(0)
+        self.waited_s += start.elapsed_time(end) / 1e3
+
+    def metrics(self) -> dict[str, float]:
+        """All of them by the names of `Session.take_metrics`."""
+        return {
+            "transfer/exposed_s": self.exposed_s,
+            "transfer/refresh_s": self.refresh_s,
+            "transfer/peer_bytes": self.peer_bytes,
+            "transfer/host_bytes": self.host_bytes,
+            "transfer/mirror_bytes": self.mirror_bytes,
+            "transfer/gradient_bytes": self.gradient_bytes,
+            "transfer/moved_bytes": self.moved_bytes,
+            "moe/unplanned_micro_steps": self.unplanned_micro_steps,
+            "moe/live_layer_calls": self.live_calls,
+            "moe/mixed_instances": self.mixed_instances,
+            "moe/abandoned_backwards": self.abandoned_backwards,
+        }
+
+    def clear(self) -> None:
+        """Start anew, but for the recorder."""
+        vars(self).update(vars(Counters(recorder=self.recorder, lockstep=self.lockstep)))
+
+
+def _all(waits: Sequence[Wait]) -> None:
+    for wait in waits:
+        wait()

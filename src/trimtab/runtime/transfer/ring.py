@@ -1,0 +1,239 @@
+"""`ReplicaRing`: brings replicas' weights to where they are needed, a few layers ahead, and drops them behind.
+
+All layers and micro-steps share the ring's places, so that memory does not grow with depth; what was dropped comes
+again in backward. What comes next is known from what the loop did before; see `visits.py`.
+Every rank starts the same instances in the same order, whether or not it holds a replica of them: home ranks and slots
+know of each other from the plan alone, and messages between two ranks match in the order in which they are posted.
+
+Weights come from the node's mirror, out of a neighbour's memory where that can be reached, else as a message. On a GPU
+messages and copies are ordered by streams. Tests without one check this order on simulated streams
+(`tests/helpers/late_device.py`); NCCL itself is not tested.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+
+from trimtab.planner.replicas.paths import HOST
+from trimtab.runtime.ranks.topology import Topology
+from trimtab.runtime.rows.layout import InstanceReplicas, PlanReplicas
+from trimtab.runtime.state.home_experts import HomeExperts
+from trimtab.runtime.transfer import streams
+from trimtab.runtime.transfer.copy_engine import BackgroundCopies, Wait
+from trimtab.runtime.transfer.counters import Counters
+from trimtab.runtime.transfer.mirror import NodeMirror
+from trimtab.runtime.transfer.peer_memory import PeerMemory
+from trimtab.runtime.transfer.visits import Instance, Visits
+
+
+@dataclass(eq=False)
+class _Arrival:
+    """The replicas of an instance on this rank: a place of the ring, how many, and what to wait for."""
+
+    place: int
+    count: int
+    waits: list[Wait]
+
+
+class ReplicaRing:
+    """The places, and the transfers into them.
+
+    Attributes:
+        mirror: what host-path replicas are copied from.
+        peers: what peer-path replicas with a home on this node are copied from; messages bring them if it is None.
+
+    Args:
+        homes: this rank's home experts of all layers.
+        slots: replicas of one layer that a place has room for.
+        places: for an instance each. One is in use, the others are filled meanwhile; at least 2.
+    """
+
+    def __init__(
+        self,
+        topology: Topology,
+        homes: Sequence[HomeExperts],
+        *,
+        slots: int,
+        places: int,
+        mirror: NodeMirror,
+        counters: Counters,
+    ) -> None:
+        self.counters = counters
+        self.mirror = mirror
+        self.peers: PeerMemory | None = None
+        self._topology = topology
+        self._homes = homes
+        self._device = homes[0].device
+        shapes, dtype = homes[0].expert_shapes, homes[0].dtype
+        self._places = [
+            [torch.zeros(slots, *shape, dtype=dtype, device=self._device) for shape in shapes] for _ in range(places)
+        ]
+        # Of their own each, so that neither path waits for the other's link.
+        self.host_copies, self.peer_copies = BackgroundCopies(self._device), BackgroundCopies(self._device)
+        self._visits = Visits()
+        self._plan_number = 0
+        self._replicas: PlanReplicas | None = None
+        self._held: dict[Instance, _Arrival] = {}
+        self._sends: list[tuple[Instance, dist.Work]] = []
+
+    @property
+    def nbytes(self) -> int:
+        """Memory of all places."""
+        return sum(tensor.nbytes for place in self._places for tensor in place)
+
+    def prepare(self, replicas: PlanReplicas, plan_number: int) -> None:
+        """Take over a plan. Nothing is held.
+
+        Args:
+            replicas: of all its instances.
+            plan_number: which of the session's plans it is.
+        """
+        self._replicas, self._plan_number = replicas, plan_number
+
+    def begin(self, micro_step: int) -> None:
+        """At the start of a micro-step's forward: start the transfers of its first layers."""
+        self._visits.enter(micro_step)
+        self._fetch([])
+
+    def prefetch(self, micro_step: int, layer: int) -> None:
+        """Before a layer runs, forward or backward: start its transfers and those expected next, if places are free."""
+        self._visits.visit(micro_step, layer)
+        self._fetch([(micro_step, layer)])
+
+    def replicas(self, micro_step: int, layer: int) -> list[torch.Tensor]:
+        """This rank's replicas of an instance that was approached, `[count, ...]` each. Waits until they are there."""
+        arrival = self._held[micro_step, layer]
+        if arrival.waits:
+            self.counters.wait(arrival.waits, self._device)
+            arrival.waits = []
+        return [tensor[: arrival.count] for tensor in self._places[arrival.place]]
+
+    def complete(self) -> None:
+        """Wait for all transfers under way: the weights are about to change."""
+        for arrival in self._held.values():
+            for wait in arrival.waits:
+                wait()
+            arrival.waits = []
+        self._wait_for_sends(lambda _: True)
+
+    def end(self, micro_step: int) -> None:
+        """At the end of a micro-step's forward: wait for its sends, so that nothing keeps the weights' memory."""
+        self._wait_for_sends(lambda instance: instance[0] == micro_step)
+
+    def drain(self) -> None:
+        """Wait for all transfers and drop all replicas."""
+        self.complete()
+        self._held.clear()
+
+    def quiesce(self) -> None:
+        """Barrier: no transfer is reading weights on any rank. Collective."""
+        self.drain()
+        self._visits.refresh()
+        if self.peers is not None or self.mirror.is_used:
+            streams.synchronize(self._device)
+            dist.barrier(group=self._topology.expert_control)
+
+    def refresh(self) -> None:
+        """Bring the present weights to where replicas are copied from. Collective, after `quiesce`."""
+        if self.peers is not None:
+            self.peers.fill(self._homes)
+        self.counters.mirror_bytes += self.mirror.refresh(self._homes)
+
+    def take_cpu_s(self) -> float:
+        """Seconds of CPU time that copying threads have spent since this was last asked."""
+        return self.host_copies.take_cpu_s() + self.peer_copies.take_cpu_s()
+
+    def close(self) -> None:
+        """Give up threads and shared memory."""
+        self.drain()
+        for copies in (self.host_copies, self.peer_copies):
+            copies.close()
+        self.peers = None
+        self.mirror.close()
+
+    def _wait_for_sends(self, chosen: Callable[[Instance], bool]) -> None:
+        for instance, work in self._sends:
+            if chosen(instance):
+                work.wait()
+        self._sends = [(instance, work) for instance, work in self._sends if not chosen(instance)]
+
+    def _fetch(self, now: Sequence[Instance]) -> None:
+        """Start missing transfers of the next instances that have replicas, one for each place."""
+        assert self._replicas is not None
+        window: list[Instance] = []
+        coming = self._visits.coming(len(self._homes), len(self._homes))
+        for instance in itertools.chain(now, coming):
+            if self._replicas.count(*instance) and instance not in window:
+                window.append(instance)
+                if len(window) == len(self._places):
+                    break
+        for instance in window:
+            if instance not in self._held:
+                self._start(instance, self._replicas.of(*instance), window)
+
+    def _start(self, instance: Instance, replicas: InstanceReplicas, needed: Sequence[Instance]) -> None:
+        layer = self._homes[instance[1]]
+        arrival = _Arrival(self._free_place(needed), 0, [])
+        self._held[instance] = arrival
+        place = self._places[arrival.place]
+        for tensor in place:
+            # So that autograd notices if it kept a slot that now gets other weights.
+            torch.autograd.graph.increment_version(tensor)
+        from_host: list[tuple[torch.Tensor, torch.Tensor]] = []
+        from_peers: list[tuple[torch.Tensor, torch.Tensor]] = []
+        operations: list[dist.P2POp] = []
+        group, rank, per_node = self._topology.weights, self._topology.rank, self._topology.ranks_per_node
+        # A message of another instance does not match, should ranks ever come to different ones.
+        tag = hash((self._plan_number, *instance)) & 0x7FFFFFFF
+        for p in range(replicas.count):
+            expert, to = int(replicas.experts[p]), int(replicas.ranks[p])
+            home, row, slot = int(layer.home_E[expert]), int(layer.rows_E[expert]), int(replicas.slots[p])
+            arrival.count += to == rank
+            if replicas.paths[p] == HOST:
+                if to == rank:
+                    sources = self.mirror.row(layer.index, expert)
+                    from_host += [(t[slot], source) for t, source in zip(place, sources, strict=True)]
+            elif self.peers is not None and home // per_node == to // per_node:
+                if to == rank:
+                    sources = self.peers.row(layer.index, home, row)
+                    from_peers += [(t[slot], source) for t, source in zip(place, sources, strict=True)]
+                    self.counters.peer_bytes += layer.expert_bytes
+            elif home == rank:
+                operations += [
+                    dist.P2POp(dist.isend, t[row], group=group, group_peer=to, tag=tag) for t in layer.sources
+                ]
+                self.counters.peer_bytes += layer.expert_bytes
+            elif to == rank:
+                operations += [dist.P2POp(dist.irecv, t[slot], group=group, group_peer=home, tag=tag) for t in place]
+        if from_host:
+            arrival.waits.append(self.host_copies.start(from_host))
+            self.counters.host_bytes += sum(source.nbytes for _, source in from_host)
+        if from_peers:
+            arrival.waits.append(self.peer_copies.start(from_peers))
+        works = dist.batch_isend_irecv(operations) if operations else []
+        if streams.has_streams(self._device):
+            arrival.waits += [work.wait for work in works]
+        else:
+            for operation, work in zip(operations, works, strict=True):
+                if operation.op is dist.irecv:
+                    arrival.waits.append(work.wait)
+                else:
+                    self._sends.append((instance, work))
+        self._sends = [(of, work) for of, work in self._sends if not work.is_completed()]
+
+    def _free_place(self, needed: Sequence[Instance]) -> int:
+        """A place that is empty, or whose instance was not needed for longest."""
+        taken = {arrival.place for arrival in self._held.values()}
+        for place in range(len(self._places)):
+            if place not in taken:
+                return place
+        oldest = next(key for key in self._held if key not in needed)
+        arrival = self._held.pop(oldest)
+        for wait in arrival.waits:
+            wait()
+        return arrival.place

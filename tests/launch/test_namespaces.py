@@ -1,0 +1,171 @@
+"""Nodes on one machine: ranks are where they should be, links limit what they should, and nothing stays behind."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+
+import pytest
+
+from trimtab.cli.main import main
+from trimtab.errors import InputError, RankFailedError
+from trimtab.launch import namespaces
+from trimtab.launch.namespaces import run_on_nodes
+
+JOB = [sys.executable, str(Path(__file__).parents[1] / "helpers" / "node_rank.py")]
+# What namespaces need of a machine, said in another way than the code under test does.
+PROBE = """
+set -e
+mount -t tmpfs tmpfs /dev/shm
+ip link add name port0 type veth peer name port1
+ip link add name port2 type bridge
+tc qdisc add dev port0 root tbf rate 1mbit burst 9kb latency 9ms
+"""
+
+
+def why_no_nodes() -> str:
+    if os.geteuid() != 0:
+        return "only root can make network namespaces"
+    if missing := [tool for tool in ("unshare", "nsenter", "taskset", "ip", "tc") if shutil.which(tool) is None]:
+        return f"not installed: {', '.join(missing)}"
+    probe = subprocess.run(
+        ["unshare", "--net", "--mount", "sh", "-c", PROBE], capture_output=True, text=True, check=False
+    )
+    return f"this kernel or container refuses: {probe.stderr.strip()}" if probe.returncode else ""
+
+
+NO_NODES = why_no_nodes()
+needs_nodes = pytest.mark.skipif(bool(NO_NODES), reason=NO_NODES)
+
+
+def run_job(*command: str, link_mbit: float = 1000) -> None:
+    run_on_nodes(command, nodes=2, ranks_per_node=2, link_mbit=link_mbit)
+
+
+def namespaces_in_use() -> set[str]:
+    found = set()
+    for process in Path("/proc").glob("[0-9]*"):
+        try:
+            found.add(os.readlink(process / "ns" / "net"))
+        except OSError:
+            continue
+    return found
+
+
+def wait_for(condition: Callable[[], bool], seconds: float, what: str) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, what
+        time.sleep(0.05)
+
+
+@needs_nodes
+def test_only_links_between_nodes_are_limited(tmp_path: Path) -> None:
+    run_job(*JOB, "all_is_well", str(tmp_path / "seen.json"), link_mbit=100)
+    seen = json.loads((tmp_path / "seen.json").read_text())
+    assert seen["sum"] == 15
+    places = [[int(of[name]) for name in ("RANK", "GROUP_RANK", "LOCAL_RANK")] for of in seen["ranks"]]
+    assert places == [[0, 0, 0], [1, 0, 1], [2, 1, 0], [3, 1, 1]]
+    assert all(of["WORLD_SIZE"] == "4" and of["LOCAL_WORLD_SIZE"] == "2" for of in seen["ranks"])
+    assert [of["sees_mark"] for of in seen["ranks"]] == [True, True, False, False]
+    assert {of["folder"] for of in seen["ranks"]} == {os.getcwd()}
+    assert not Path("/dev/shm/trimtab-test-mark").exists()
+    first, second, third, fourth = (of["namespace"] for of in seen["ranks"])
+    assert first == second != third == fourth
+    assert {first, third}.isdisjoint(namespaces_in_use())
+    first, second, third, fourth = (set(of["cores"]) for of in seen["ranks"])
+    assert first == second
+    assert third == fourth
+    assert first.isdisjoint(third) or len(os.sched_getaffinity(0)) == 1
+    # A loaded machine is slower, never faster than the link.
+    for across in (seen["mbit"]["0-2"], seen["mbit"]["3-1"], seen["all_to_all_mbit"]):
+        assert 30 < across < 110
+    for inside in (seen["mbit"]["0-1"], seen["mbit"]["2-3"]):
+        assert inside > 300
+
+
+@needs_nodes
+@pytest.mark.parametrize(
+    ("script", "message"),
+    [
+        ("test $RANK = 2 && kill -KILL $$; sleep 60", r"rank 2 \(process \d+\) was killed by SIGKILL"),
+        ("test $RANK = 1 && exit 7; sleep 60", r"rank 1 \(process \d+\) ended with exit status 7"),
+        ("test $RANK = 3 && exit 7; sleep 1; exit 1", r"rank 3 \(process \d+\) ended with exit status 7"),
+    ],
+)
+def test_a_rank_that_ends_without_a_word_ends_the_job(script: str, message: str) -> None:
+    start = time.monotonic()
+    with pytest.raises(RankFailedError, match=message):
+        run_job("sh", "-c", script)
+    assert time.monotonic() - start < 20
+
+
+@needs_nodes
+def test_a_rank_that_raises_ends_the_job() -> None:
+    start = time.monotonic()
+    with pytest.raises(RankFailedError, match="rank 3 failed: ArithmeticError: broken on purpose; the run was stopped"):
+        run_job(*JOB, "one_raises", "")
+    with pytest.raises(InputError, match="sizes is 3; it should be 2"):
+        run_job(*JOB, "one_dislikes_its_input", "")
+    assert time.monotonic() - start < 120
+
+
+@needs_nodes
+def test_the_runtime_bench_compares_with_node_blind_planning(tmp_path: Path) -> None:
+    file = tmp_path / "bench.json"
+    sizes = ["--nodes", "2", "--link-mbit", "1000", "--tokens", "128", "--rounds", "1", "--json", str(file)]
+    assert main(["bench", "runtime", *sizes]) == 0
+    figures = json.loads(file.read_text())
+    assert figures["ranks"] == 4
+    assert (figures["settings"]["ranks_per_node"], figures["settings"]["link_mbit"]) == (2, 1000)
+    assert set(figures["policies"]) == {"static", "trimtab", "node-blind", "balanced", "native"}
+    assert figures["speedup_vs_node_blind"] > 0
+
+
+@needs_nodes
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
+def test_nothing_outlives_the_launcher(number: signal.Signals, tmp_path: Path) -> None:
+    before = namespaces_in_use()
+    script = f"readlink /proc/self/ns/net > {tmp_path}/$RANK.part; mv {tmp_path}/$RANK.part {tmp_path}/$RANK; sleep 600"
+    command = [sys.executable, "-m", "trimtab.cli.main", "nodes", "--", "sh", "-c", script]
+    # What is started in the background ignores interrupts, and so would all that it starts.
+    heed = partial(signal.signal, signal.SIGINT, signal.SIG_DFL)
+    with subprocess.Popen(command, stderr=subprocess.PIPE, preexec_fn=heed) as launcher:
+        try:
+            wait_for(lambda: all((tmp_path / str(rank)).exists() for rank in range(4)), 60, "the ranks didn't start")
+            made = {(tmp_path / str(rank)).read_text().strip() for rank in range(4)}
+            assert len(made) == 2
+            assert made <= namespaces_in_use() - before
+            launcher.send_signal(number)
+            launcher.wait(20)
+        finally:
+            launcher.kill()
+    assert launcher.returncode == (130 if number == signal.SIGINT else -number)
+    wait_for(lambda: made.isdisjoint(namespaces_in_use()), 20, "a process stayed behind")
+
+
+def test_nodes_are_refused_in_one_line(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    bench = ["bench", "runtime", "--nodes", "2", "--link-mbit", "500"]
+    monkeypatch.setattr(os, "geteuid", lambda: 1000)
+    for arguments in (["nodes", "--", "true"], bench):
+        assert main(arguments) == 2
+        error = capsys.readouterr().err
+        assert error.endswith("which only root can make; run this as root\n")
+        assert error.count("\n") == 1
+    monkeypatch.setattr(os, "geteuid", lambda: 0)
+    monkeypatch.setattr(namespaces, "TOOLS", {})
+    assert main(["nodes", "--", "no-such-program"]) == 2
+    assert "no-such-program: no such program" in capsys.readouterr().err
+    monkeypatch.undo()
+    monkeypatch.setattr(os, "geteuid", lambda: 0)
+    monkeypatch.setenv("PATH", "/nowhere")
+    assert main(["nodes", "--", "true"]) == 2
+    assert capsys.readouterr().err.endswith("install iproute2 and util-linux\n")

@@ -1,0 +1,175 @@
+"""Weights and optimizer state leave in logical expert order and come back under any homes, on any number of ranks."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+
+from helpers.equality import relative_error
+from helpers.moe_model import ALL_LISTS, Shape, TinyMoE
+from helpers.random_plans import random_placement
+from trimtab.errors import InputError
+from trimtab.launch.launcher import launch
+from trimtab.planner import Placement
+from trimtab.runtime import Session
+from trimtab.runtime.state.optimizer_rows import rows_of_state
+
+SHAPE = Shape(layers=2, experts=8, top_k=2, hidden=8, width=6)
+LISTED, MIXED = replace(SHAPE, lists=ALL_LISTS), replace(SHAPE, lists=("down",))
+OPTIMIZERS: dict[str, Any] = {
+    "AdamW": lambda parameters: torch.optim.AdamW(parameters, lr=0.01),
+    "SGD": lambda parameters: torch.optim.SGD(parameters, lr=0.05, momentum=0.9),
+    "Adafactor": lambda parameters: torch.optim.Adafactor(parameters, lr=0.01),
+}
+
+
+def build(name: str, seed: int, shape: Shape = SHAPE) -> tuple[Session, TinyMoE, torch.optim.Optimizer]:
+    torch.set_num_threads(1)
+    torch.manual_seed(seed)
+    session = Session(num_experts=shape.experts)
+    model = TinyMoE(shape, torch.float64)
+    model.share(session)
+    return session, model, OPTIMIZERS[name](model.parameters())
+
+
+def step(session: Session, model: TinyMoE, optimizer: torch.optim.Optimizer, seed: int) -> None:
+    """One optimizer step on the same tokens, however many ranks share them."""
+    rng = np.random.default_rng(seed)
+    tokens, labels = torch.from_numpy(rng.integers(0, SHAPE.vocab, (2, 60)))
+    mine = slice(session.rank, None, session.num_ranks)
+    loss = F.cross_entropy(model(tokens[mine]), labels[mine], reduction="sum") / len(tokens)
+    loss.backward()
+    session.finish_gradients(model.replicated())
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def whole(session: Session, model: TinyMoE, optimizer: torch.optim.Optimizer) -> tuple[Any, Any]:
+    """Copies on rank 0; elsewhere nothing."""
+    weights = {name: value.clone() for name, value in session.logical.weights(model)}
+    state = {
+        name: {key: value.clone() if isinstance(value, torch.Tensor) else value for key, value in values.items()}
+        for name, values in session.logical.optimizer_state(model, optimizer)
+    }
+    return weights, state
+
+
+def train_and_save(folder: Path, shape: Shape) -> None:
+    for name in OPTIMIZERS:
+        session, model, optimizer = build(name, 3, shape)
+        assert dict(session.logical.optimizer_state(model, optimizer)) == {}
+        step(session, model, optimizer, seed=0)
+        saved = whole(session, model, optimizer)
+        step(session, model, optimizer, seed=1)
+        after = whole(session, model, optimizer)
+        if session.rank == 0:
+            torch.save((saved, after), folder / f"{name}.pt")
+        else:
+            assert saved == after == ({}, {})
+
+
+def load_and_go_on(folder: Path, shape: Shape) -> None:
+    for name in OPTIMIZERS:
+        session, model, optimizer = build(name, 4, shape)
+        (weights, state), (weights_after, state_after) = torch.load(folder / f"{name}.pt")
+        session.logical.load_weights(model, weights)
+        session.logical.load_optimizer_state(model, optimizer, state)
+        assert_alike(whole(session, model, optimizer), (weights, state), 0.0)
+        step(session, model, optimizer, seed=1)
+        # Adafactor scales by norms of whole tensors, which are not those of their parts.
+        if name != "Adafactor" or shape.lists == ALL_LISTS:
+            assert_alike(whole(session, model, optimizer), (weights_after, state_after), 1e-9)
+
+
+def assert_alike(actual: tuple[Any, Any], expected: tuple[Any, Any], tolerance: float) -> None:
+    if dist.get_rank() != 0:
+        return
+    assert actual[0].keys() == expected[0].keys()
+    for name, value in expected[0].items():
+        assert relative_error(actual[0][name], value) <= tolerance, name
+    assert {name: values.keys() for name, values in actual[1].items()} == {n: v.keys() for n, v in expected[1].items()}
+    for name, values in expected[1].items():
+        for key, value in values.items():
+            assert relative_error(actual[1][name][key], value) <= tolerance, (name, key)
+
+
+@pytest.mark.parametrize(
+    ("shape", "ranks_before", "ranks_after"), [(SHAPE, 2, 4), (LISTED, 2, 1), (LISTED, 1, 2), (MIXED, 8, 2)]
+)
+def test_another_number_of_ranks_goes_on_alike(
+    tmp_path: Path, shape: Shape, ranks_before: int, ranks_after: int
+) -> None:
+    launch(train_and_save, (tmp_path, shape), ranks=ranks_before)
+    launch(load_and_go_on, (tmp_path, shape), ranks=ranks_after)
+
+
+def place_anywhere() -> None:
+    """Homes that differ by layer, in no order: every rank gets its rows, and they come back in place."""
+    session, model, optimizer = build("AdamW", seed=5)
+    rng = np.random.default_rng(6)
+    session.register_optimizers(optimizer)
+    homes_LE = random_placement(rng, SHAPE.layers, SHAPE.experts, session.num_ranks).home
+    session.move(Placement(homes_LE))
+    torch.manual_seed(7)
+    weights = TinyMoE(SHAPE, torch.float64).state_dict()
+    state = {
+        name: {"step": torch.tensor(5.0), "exp_avg": torch.rand_like(value), "exp_avg_sq": torch.rand_like(value)}
+        for name, value in weights.items()
+    }
+    session.logical.load_weights(model, weights)
+    session.logical.load_optimizer_state(model, optimizer, state)
+    for index, block in enumerate(model.moe_blocks()):
+        mine = np.flatnonzero(homes_LE[index] == session.rank)
+        assert isinstance(block.down, torch.nn.Parameter)
+        assert torch.equal(block.down.detach(), weights[f"blocks.{index}.down"][mine])
+        rows = rows_of_state(optimizer, block.down)
+        assert rows.keys() == {"exp_avg", "exp_avg_sq"}
+        assert torch.equal(rows["exp_avg"], state[f"blocks.{index}.down"]["exp_avg"][mine])
+    assert_alike(whole(session, model, optimizer), (weights, state), 0.0)
+    session.move(random_placement(rng, SHAPE.layers, SHAPE.experts, session.num_ranks))
+    assert_alike(whole(session, model, optimizer), (weights, state), 0.0)
+
+    with pytest.raises(InputError, match=r"there is optimizer state of 'head.scale'; this model has no such parameter"):
+        session.logical.load_optimizer_state(model, optimizer, {"head.scale": {}})
+    with pytest.raises(
+        InputError, match=r"a tensor of 'blocks.0.down' has shape \[9, 8, 6\]; this model has 8 experts"
+    ):
+        session.logical.load_weights(model, weights | {"blocks.0.down": torch.zeros(9, 8, 6)})
+    with pytest.raises(InputError, match=r"tensor 'head.bias' has shape \[2\]; this model has \[11\]"):
+        session.logical.load_weights(model, weights | {"head.bias": torch.zeros(2)})
+    with pytest.raises(InputError, match=r"tensor 'head.bias' is missing"):
+        session.logical.load_weights(model, {name: value for name, value in weights.items() if name != "head.bias"})
+    with pytest.raises(InputError, match="there is a tensor 'extra'; this model has none"):
+        session.logical.load_weights(model, weights | {"extra": torch.zeros(2)})
+
+    optimizer.state[model.get_parameter("blocks.1.down")]["step"] = torch.tensor(float(session.rank))
+    with pytest.raises(
+        InputError, match=r"AdamW: the state of 'blocks.1.down' is .*'step': 1.0.* on rank 1 and .* alike"
+    ):
+        list(session.logical.optimizer_state(model, optimizer))
+
+
+def test_any_homes_in_any_layer() -> None:
+    launch(place_anywhere, (), ranks=2)
+
+
+@pytest.mark.parametrize(
+    ("value", "found"),
+    [(torch.zeros(3), r"shape \[3\]"), (torch.zeros(5, 4), r"shape \[5, 4\]"), ([1, 2, 3, 4], "type list")],
+)
+def test_state_that_is_not_by_expert_is_refused_by_name(value: object, found: str) -> None:
+    parameter = torch.nn.Parameter(torch.zeros(4, 5))
+    optimizer = torch.optim.SGD([parameter])
+    optimizer.state[parameter] = {"step": 3, "rate": torch.tensor(0.5), "rows": torch.zeros(4), "basis": value}
+    message = rf"SGD keeps 'basis' of {found} for an expert tensor \[4, 5\]; it should be .* have 4 rows"
+    with pytest.raises(InputError, match=message):
+        rows_of_state(optimizer, parameter)
+    del optimizer.state[parameter]["basis"]
+    assert rows_of_state(optimizer, parameter).keys() == {"rows"}
