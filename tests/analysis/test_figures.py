@@ -22,7 +22,7 @@ from trimtab.analysis.price import copy_seconds, price
 from trimtab.cluster import ClusterSpec, ModelSpec, load_cluster, load_model
 from trimtab.cluster.operations import OperationCosts
 from trimtab.planner import Placement, Schedule, SequenceCounts, Workload
-from trimtab.policies import POLICIES, look
+from trimtab.policies import POLICIES, make_view
 from trimtab.simulator.comparison import Situation, simulate_policy
 from trimtab.simulator.work import rank_work
 from trimtab.trace import PRESETS, TraceReader, synthesize_preset
@@ -146,7 +146,7 @@ def test_placed_loads_are_what_the_eplb_policy_plans(seed: int, ranks: int, slot
     cluster = load_cluster("h100x8", ranks=ranks, slots_per_rank=slots, ranks_per_node=ranks)
     homes = Placement.contiguous(3, 8, ranks)
     policy = POLICIES["eplb_oracle"]
-    plan = policy.plan(look(policy, sequences, schedule, homes, cluster, token_budget=10**6))
+    plan = policy.plan(make_view(policy, sequences, schedule, homes, cluster, token_budget=10**6))
     planned = plan.rank_loads(Workload.from_sequences(sequences, schedule))
     # The policy deals out whole tokens, each expert's within one of even.
     assert np.abs(planned - loads).max() <= counts.shape[-1]
@@ -310,7 +310,7 @@ def test_prices_of_experts_are_the_simulators() -> None:
     sequences = SequenceCounts(counts.astype(np.uint16), counts[:, 0].sum(axis=1), np.zeros(counts.shape[:2], np.int32))
     schedule = Schedule(np.arange(6, dtype=np.int32), np.zeros(6, np.int32), np.zeros(6, np.int32), 4)
     policy = POLICIES["static"]
-    view = look(policy, sequences, schedule, Placement.contiguous(3, 8, 4), cluster, token_budget=10**6)
+    view = make_view(policy, sequences, schedule, Placement.contiguous(3, 8, 4), cluster, token_budget=10**6)
     work = rank_work(policy.plan(view), Workload.from_sequences(sequences, schedule), costs)
     assert copy_seconds(counts, costs).reshape(6, 3, 4, 2).sum(axis=-1) == pytest.approx(work.experts_MLR)
     even = np.full((2, 3, 8), 1024)

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from trimtab import ClusterSpec, Placement, Schedule, StepPlan, Workload
 from trimtab.array_type import Array
 from trimtab.planner import SequenceCounts
-from trimtab.policies import Policy, View, look
+from trimtab.policies import Policy, View, make_view
 
 
 @dataclass(frozen=True)
@@ -28,7 +28,7 @@ class Step:
     past_counts_PLE: Array
 
     def view(self, policy: Policy, *, equal_terms: bool) -> View:
-        return look(
+        return make_view(
             policy,
             self.sequences,
             self.schedule,

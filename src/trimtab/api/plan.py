@@ -16,7 +16,7 @@ from trimtab.planner import Placement, SequenceCounts, StepPlan, Workload, pack_
 from trimtab.planner.plan.bounds import gap_to_bound
 from trimtab.planner.plan.prediction import cross_node_rows
 from trimtab.planner.replicas.paths import HOST
-from trimtab.policies import POLICIES, Policy, View, look
+from trimtab.policies import POLICIES, Policy, View, make_view
 from trimtab.report.notebook import notebook_html, notebook_table
 from trimtab.simulator import Balance, expert_time, summarise_balance
 from trimtab.trace import RoutingTrace, TraceReader
@@ -277,7 +277,7 @@ def _plan(
     policy: Policy, sequences: SequenceCounts, homes: Placement, cluster: ClusterSpec, token_budget: int
 ) -> tuple[View, StepPlan]:
     schedule = pack_by_length(sequences.lengths, num_ranks=cluster.ranks, token_budget=token_budget)
-    view = look(policy, sequences, schedule, homes, cluster, token_budget=token_budget)
+    view = make_view(policy, sequences, schedule, homes, cluster, token_budget=token_budget)
     return view, policy.plan(view)
 
 

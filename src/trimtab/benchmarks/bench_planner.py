@@ -22,7 +22,7 @@ from trimtab.planner.plan.prediction import predict
 from trimtab.planner.plan.workload import max_over_mean
 from trimtab.planner.replicas.layer_plan import plan_layer
 from trimtab.planner.schedule.grouping import group_by_routing
-from trimtab.policies import POLICIES, Policy, look
+from trimtab.policies import POLICIES, Policy, make_view
 from trimtab.policies.rivals.llep import Llep
 from trimtab.policies.rivals.ultraep import UltraEp
 from trimtab.policies.trimtab import Trimtab
@@ -98,7 +98,7 @@ def run_benchmark(settings: PlannerBenchmark, *, frontier: bool) -> dict[str, An
 def _case(situation: PlannerCase, name: str, slots: int, equal_terms: bool, sampled: int) -> dict[str, Any]:
     policy = EQUAL_TERMS.get(name, POLICIES[name]) if equal_terms else POLICIES[name]
     cluster = situation.cluster(slots)
-    view = look(
+    view = make_view(
         policy,
         situation.sequences,
         situation.schedule,
@@ -252,7 +252,7 @@ def _frontier(situation: PlannerCase) -> list[dict[str, Any]]:
     for name, policies in curves.items():
         equal_terms = name != OWN
         for threshold, policy in zip(SWEEP, policies, strict=True):
-            view = look(
+            view = make_view(
                 policy,
                 situation.sequences,
                 situation.schedule,

@@ -1,7 +1,7 @@
 """All balancers with one protocol: a `View` of the permitted data in, a `StepPlan` out."""
 
 from trimtab.policies.balanced import Balanced
-from trimtab.policies.policy import Policy, Traits, View, look
+from trimtab.policies.policy import Policy, Traits, View, make_view
 from trimtab.policies.rivals.eplb import Eplb, EplbOracle
 from trimtab.policies.rivals.fastermoe import FasterMoe
 from trimtab.policies.rivals.feplb import Feplb
@@ -32,4 +32,4 @@ POLICIES: dict[str, Policy] = {
     "balanced": Balanced(),
 }
 
-__all__ = ["POLICIES", "Policy", "Traits", "View", "look"]
+__all__ = ["POLICIES", "Policy", "Traits", "View", "make_view"]

@@ -146,7 +146,7 @@ class Policy(Protocol):
         ...
 
 
-def look(
+def make_view(
     policy: Policy,
     sequences: SequenceCounts,
     schedule: Schedule,

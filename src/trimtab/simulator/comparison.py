@@ -18,7 +18,7 @@ from trimtab.cluster.operations import OperationCosts
 from trimtab.errors import InputError
 from trimtab.planner import Placement, Schedule, SequenceCounts, StepPlan, Workload, pack_by_length
 from trimtab.planner.plan.prediction import cross_node_rows
-from trimtab.policies import POLICIES, Policy, look
+from trimtab.policies import POLICIES, Policy, make_view
 from trimtab.simulator.events import Events
 from trimtab.simulator.expert_time import Balance, summarise_balance
 from trimtab.simulator.memory import memory_bytes
@@ -106,7 +106,7 @@ def simulate_policy(situation: Situation, name: str, variant: Policy | None = No
     placement = Placement.contiguous(sequences.num_layers, sequences.num_experts, cluster.ranks)
 
     def plan_one(part: SequenceCounts, seen: list[Array], homes: Placement) -> tuple[StepPlan, float]:
-        view = look(
+        view = make_view(
             policy, part, _packed(part, situation), homes, cluster,
             token_budget=situation.token_budget,
             mini_batch=_mini_batch(part, situation.mini_batches),
