@@ -10,8 +10,8 @@ from pathlib import Path
 SOURCE = Path(__file__).parents[1] / "src" / "trimtab"
 # From low to high. A folder imports those before it.
 ORDER = (
-    "array_type", "errors", "files", "trace", "cluster", "planner", "policies", "simulator", "analysis", "report",
-    "api", "launch", "runtime", "integrations", "rl", "calibration", "benchmarks", "doctor", "cli",
+    "array_type", "errors", "files", "kernels", "trace", "cluster", "planner", "policies", "simulator", "analysis",
+    "report", "api", "launch", "runtime", "integrations", "rl", "calibration", "benchmarks", "doctor", "cli",
 )  # fmt: skip
 # Folders whose files are named after those of another: a command after its function, a writer after its reader.
 MIRRORS = ("cli", "trace/exports")

@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import NamedTuple
 
-import numba
 import numpy as np
 
 from trimtab.array_type import Array
+from trimtab.kernels import kernel
 
 # Indices into `KINDS`.
 ATTENTION, HEAD, DISPATCH, EXPERTS, COMBINE, WEIGHTS, GRADIENTS, WAITING, PLANNING = range(9)
@@ -62,7 +62,7 @@ class Events:
         return cls(kind_N, lane_N, rank_N, layer_N, notes_N6[:, 4:] - clock.page[ORIGIN])
 
 
-@numba.njit(cache=True, nogil=True)
+@kernel
 def note(clock, kind, lane, rank, layer, start, end):  # type: ignore[no-untyped-def]
     """Record an operation if its round is shown, its time is not 0, and memory is left."""
     n = int(clock.page[NOTED])

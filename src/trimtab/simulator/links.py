@@ -13,10 +13,10 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-import numba
 import numpy as np
 
 from trimtab.array_type import Array
+from trimtab.kernels import kernel
 
 # Lanes of weights, and of gradients in the other direction: out of the replica's rank, into the home's.
 NEAR_OUT, NEAR_IN, FAR_OUT, FAR_IN, HOST_IN = range(5)
@@ -46,7 +46,7 @@ class Links(NamedTuple):
     calls: Array
 
 
-@numba.njit(cache=True, nogil=True)
+@kernel
 def idle_links(num_ranks, num_layers):  # type: ignore[no-untyped-def]
     """The lanes of `num_ranks` ranks before a step."""
     remembered = REMEMBERED_PASSES * ALL_TO_ALLS * num_layers
@@ -60,7 +60,7 @@ def idle_links(num_ranks, num_layers):  # type: ignore[no-untyped-def]
     )
 
 
-@numba.njit(cache=True, nogil=True)
+@kernel
 def occupy(links, rank, start, near_s, far_s):  # type: ignore[no-untyped-def]
     """Record the start of a rank's all-to-all, with its times inside the node and between nodes."""
     h = links.calls[rank] % len(links.starts)
@@ -70,7 +70,7 @@ def occupy(links, rank, start, near_s, far_s):  # type: ignore[no-untyped-def]
     links.calls[rank] += 1
 
 
-@numba.njit(cache=True, nogil=True)
+@kernel
 def serve(links, lane, rank, release, work, spare):  # type: ignore[no-untyped-def]
     """The time when a lane has completed `work` more seconds, which start at `release` or later.
 

@@ -13,10 +13,10 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-import numba
 import numpy as np
 
 from trimtab.array_type import Array
+from trimtab.kernels import kernel
 from trimtab.simulator import events as ev
 from trimtab.simulator.events import Clock, note
 from trimtab.simulator.links import (
@@ -166,7 +166,7 @@ class Run(NamedTuple):
     links: Links
 
 
-@numba.njit(cache=True, nogil=True)
+@kernel
 def run_step(rounds, work, replicas, kept, costs, recipe, groups, clock, shown_round, recompute):  # type: ignore[no-untyped-def]
     """Simulate a step on a clock at time 0.
 
@@ -217,7 +217,7 @@ def run_step(rounds, work, replicas, kept, costs, recipe, groups, clock, shown_r
             clock.parts[d, MIGRATION] += refresh_s
 
 
-@numba.njit(cache=True, nogil=True)
+@kernel
 def _pass(run, rounds, q, backward):  # type: ignore[no-untyped-def]
     """One round's micro-steps, forward or backward: all layers, and the parts outside them.
 
@@ -253,7 +253,7 @@ def _pass(run, rounds, q, backward):  # type: ignore[no-untyped-def]
             _send_kept_home(run, g)
 
 
-@numba.njit(cache=True, nogil=True)
+@kernel
 def _moe_layer(run, g, m, layer, backward):  # type: ignore[no-untyped-def]
     """Dispatch, experts and combine of one instance, or their backward."""
     clock, links, work, recipe, state, costs = run.clock, run.links, run.work, run.recipe, run.state, run.costs
@@ -305,7 +305,7 @@ def _moe_layer(run, g, m, layer, backward):  # type: ignore[no-untyped-def]
     _all_to_all(clock, links, first, near_R, far_R, costs.dispatch_s, ev.DISPATCH if backward else ev.COMBINE, layer)
 
 
-@numba.njit(cache=True, nogil=True)
+@kernel
 def _plan(clock, first, last, planning_s, layer):  # type: ignore[no-untyped-def]
     """All ranks wait for the layer's plan, which starts when its counts are known."""
     if planning_s > 0.0:
@@ -316,7 +316,7 @@ def _plan(clock, first, last, planning_s, layer):  # type: ignore[no-untyped-def
             clock.parts[d, PLANNING] += planning_s
 
 
-@numba.njit(cache=True, nogil=True)
+@kernel
 def _release(state, recipe, g, k, now, backward):  # type: ignore[no-untyped-def]
     """Earliest transfer start for a pass's k-th instance with replicas: when a place is free."""
     is_live = recipe.start == AT_LAYER
@@ -326,7 +326,7 @@ def _release(state, recipe, g, k, now, backward):  # type: ignore[no-untyped-def
     return state.begin[g] if k < places else state.met[g, k - (places - 1)]
 
 
-@numba.njit(cache=True, nogil=True)
+@kernel
 def _compute(clock, first, seconds_R, factor, part, kind, layer):  # type: ignore[no-untyped-def]
     """Every rank of a group computes. What exceeds the mean is imbalance."""
     mean_s = factor * seconds_R.mean()
@@ -338,7 +338,7 @@ def _compute(clock, first, seconds_R, factor, part, kind, layer):  # type: ignor
         clock.parts[d, IMBALANCE] += own_s - mean_s
 
 
-@numba.njit(cache=True, nogil=True)
+@kernel
 def _compute_in_two_hops(clock, first, stay_R, moved_R, hop_R, factor, arrival, release, layer):  # type: ignore[no-untyped-def]
     """Experts that do not move compute while others and their rows are sent inside the node; outputs are sent back."""
     mean_s = factor * (stay_R.mean() + moved_R.mean())
@@ -357,7 +357,7 @@ def _compute_in_two_hops(clock, first, stay_R, moved_R, hop_R, factor, arrival, 
         clock.parts[d, DISPATCH] += hop_s
 
 
-@numba.njit(cache=True, nogil=True)
+@kernel
 def _all_to_all(clock, links, first, near_R, far_R, dispatch_s, kind, layer):  # type: ignore[no-untyped-def]
     for r in range(len(near_R)):
         d = first + r
@@ -370,7 +370,7 @@ def _all_to_all(clock, links, first, near_R, far_R, dispatch_s, kind, layer):  #
         clock.parts[d, DISPATCH] += taken_s
 
 
-@numba.njit(cache=True, nogil=True)
+@kernel
 def _meet(clock, first, last):  # type: ignore[no-untyped-def]
     """All ranks wait for the last one and take over its parts."""
     latest = first
@@ -383,7 +383,7 @@ def _meet(clock, first, last):  # type: ignore[no-untyped-def]
             clock.parts[d] = clock.parts[latest]
 
 
-@numba.njit(cache=True, nogil=True)
+@kernel
 def _wait(clock, d, until, layer):  # type: ignore[no-untyped-def]
     """A rank waits for replicas or gradients."""
     time = clock.time[d]
@@ -393,7 +393,7 @@ def _wait(clock, d, until, layer):  # type: ignore[no-untyped-def]
         clock.time[d] = until
 
 
-@numba.njit(cache=True, nogil=True)
+@kernel
 def _bring(clock, links, arrival, copies, chosen, first, groups, costs, release, layer):  # type: ignore[no-untyped-def]
     """Starts weight transfers of the copies `chosen[0]` to `chosen[1]`; sets `arrival`, when a rank has all of its
     copies."""
@@ -414,7 +414,7 @@ def _bring(clock, links, arrival, copies, chosen, first, groups, costs, release,
         arrival[rank] = max(arrival[rank], there)
 
 
-@numba.njit(cache=True, nogil=True)
+@kernel
 def _bring_kept(run, g, layer):  # type: ignore[no-untyped-def]
     """Starts weight transfers of a layer's kept copies after a change of weights; `arrival` as in `_bring`.
 
@@ -430,7 +430,7 @@ def _bring_kept(run, g, layer):  # type: ignore[no-untyped-def]
     state.arrival[first:last] = state.kept_by[g, layer]
 
 
-@numba.njit(cache=True, nogil=True)
+@kernel
 def _send_instance_home(run, chosen, first, k, layer):  # type: ignore[no-untyped-def]
     """Starts transfers of the gradients of an instance's replicas. With bounded memory, homes first wait for the
     oldest."""
@@ -448,7 +448,7 @@ def _send_instance_home(run, chosen, first, k, layer):  # type: ignore[no-untype
         under_way[home] = max(under_way[home], there)
 
 
-@numba.njit(cache=True, nogil=True)
+@kernel
 def _send_kept_home(run, g):  # type: ignore[no-untyped-def]
     """Starts transfers of kept copies' gradients after each layer; computed when the pass's all-to-alls are known."""
     kept, state, first = run.kept, run.state, g * run.groups.ranks
@@ -458,7 +458,7 @@ def _send_kept_home(run, g):  # type: ignore[no-untyped-def]
             _send_home(run.clock, run.links, state.home_by, kept, p, first, run.groups, run.costs, layer, left)
 
 
-@numba.njit(cache=True, nogil=True)
+@kernel
 def _send_home(clock, links, home_by, copies, p, first, groups, costs, layer, release):  # type: ignore[no-untyped-def]
     """Starts the transfer of one replica's gradient. Returns the time of its arrival."""
     home, rank = first + copies.homes[p], first + copies.ranks[p]

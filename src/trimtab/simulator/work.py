@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import numba
 import numpy as np
 
 from trimtab.array_type import Array
 from trimtab.cluster.operations import OperationCosts
+from trimtab.kernels import kernel
 from trimtab.planner import StepPlan, Workload
 
 
@@ -55,7 +55,7 @@ def rank_work(
     return RankWork(experts, moved, near, far, hop, loads)
 
 
-@numba.njit(cache=True, nogil=True)
+@kernel
 def _copy_seconds(rows, copy):  # type: ignore[no-untyped-def]
     """Forward through one copy of an expert."""
     tile_rows, tile_s, copy_s, weights_s, row_s = copy
@@ -65,7 +65,7 @@ def _copy_seconds(rows, copy):  # type: ignore[no-untyped-def]
     return copy_s + max(tiles * tile_s, weights_s) + rows * row_s
 
 
-@numba.njit(cache=True, nogil=True)
+@kernel
 def _fill(  # type: ignore[no-untyped-def]
     counts_MLRE, home_LE, replica_starts, replica_experts, replica_ranks, quota_starts, quota_sources, quota_tokens,
     ranks_per_node, hops, even, copy, row_costs, experts_MLR, moved_MLR, near_MLR, far_MLR, hop_MLR, loads_MLR,
@@ -120,7 +120,7 @@ def _fill(  # type: ignore[no-untyped-def]
                 hop_MLR[m, layer, r] = max(moving[0, r], moving[1, r]) * hop_row_s
 
 
-@numba.njit(cache=True, nogil=True)
+@kernel
 def _send(rows, source, to, ranks_per_node, forwards, tokens):  # type: ignore[no-untyped-def]
     """Count rows sent to another rank: directly, or via the rank with the source's local index in that node."""
     if to == source:
@@ -138,7 +138,7 @@ def _send(rows, source, to, ranks_per_node, forwards, tokens):  # type: ignore[n
     rows[0, 1, to] += tokens
 
 
-@numba.njit(cache=True, nogil=True)
+@kernel
 def _spread_evenly(  # type: ignore[no-untyped-def]
     counts_RE, ranks_per_node, copy, near_row_s, far_row_s, forwards, experts_R, near_R, far_R, loads_R
 ):

@@ -6,13 +6,14 @@ used, contain 40 bits of information in 64 bits.
 
 from __future__ import annotations
 
-import numba
 import numpy as np
+
+from trimtab.kernels import kernel
 
 BLOCK = 64
 
 
-@numba.njit(cache=True, nogil=True)
+@kernel
 def encode(ids_NK, coded_NK):  # type: ignore[no-untyped-def]
     """Write the encoded rows of `ids_NK` (uint8 or uint16) to `coded_NK`, of the same dtype. Differences wrap."""
     rows, top_k = ids_NK.shape
@@ -39,7 +40,7 @@ def encode(ids_NK, coded_NK):  # type: ignore[no-untyped-def]
                 coded_NK[start + b, k] = lanes_KB[k, b]
 
 
-@numba.njit(cache=True, nogil=True)
+@kernel
 def decode(coded_NK, num_experts, no_route, ids_NK):  # type: ignore[no-untyped-def]
     """Write the rows that `encode` encoded to `ids_NK`, with ascending ids within a row.
 

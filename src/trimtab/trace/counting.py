@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import numba
 import numpy as np
 import numpy.typing as npt
 
 from trimtab.array_type import Array
+from trimtab.kernels import kernel
 from trimtab.trace.routing import RoutingTrace
 
 
@@ -25,7 +25,7 @@ def count_experts(
     return counts_GLE
 
 
-@numba.njit(cache=True, nogil=True)
+@kernel
 def _count(ids_TLK, starts, group_of_sequence, counts_GLE):  # type: ignore[no-untyped-def]
     num_layers, top_k = ids_TLK.shape[1], ids_TLK.shape[2]
     num_experts = counts_GLE.shape[2]

@@ -7,12 +7,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-import numba
 import numpy as np
 import numpy.typing as npt
 
 from trimtab.array_type import Array
 from trimtab.errors import InputError
+from trimtab.kernels import kernel
 
 
 def id_dtype(num_experts: int) -> np.dtype[Any]:
@@ -236,7 +236,7 @@ class RoutingTrace:
             )
 
 
-@numba.njit(cache=True, nogil=True)
+@kernel
 def _first_bad_row(ids_NK, num_experts, no_route):  # type: ignore[no-untyped-def]
     for n in range(ids_NK.shape[0]):
         unknown = 0

@@ -6,13 +6,14 @@ of sampling, or the number of threads.
 
 from __future__ import annotations
 
-import numba
 import numpy as np
+
+from trimtab.kernels import kernel
 
 NEIGHBOURHOODS = 8
 
 
-@numba.njit(cache=True, nogil=True)
+@kernel
 def derive(key, part):  # type: ignore[no-untyped-def]
     """Derives the key of part 0, 1, 2, ... of a key. Different parts of a key have different keys.
 
@@ -24,20 +25,20 @@ def derive(key, part):  # type: ignore[no-untyped-def]
     return x ^ (x >> np.uint64(31))
 
 
-@numba.njit(cache=True, nogil=True)
+@kernel
 def fraction(key):  # type: ignore[no-untyped-def]
     """The number in [0, 1) of a key, or of each key of an array; 53 bits of it."""
     return (key >> np.uint64(11)) * 2.0**-53
 
 
-@numba.njit(cache=True, nogil=True)
+@kernel
 def normal(key):  # type: ignore[no-untyped-def]
     """The standard normal number of a key, or of each key of an array (Box-Muller)."""
     radius = np.sqrt(-2.0 * np.log(1.0 - fraction(derive(key, np.uint64(0)))))
     return radius * np.cos(2.0 * np.pi * fraction(derive(key, np.uint64(1))))
 
 
-@numba.njit(cache=True, nogil=True)
+@kernel
 def expert_noise(key_N, num_experts, clustering):  # type: ignore[no-untyped-def]
     """Standard normal numbers `[N, E]` float64 for the experts of each key.
 
@@ -49,7 +50,7 @@ def expert_noise(key_N, num_experts, clustering):  # type: ignore[no-untyped-def
     return noise_NE
 
 
-@numba.njit(cache=True, nogil=True)
+@kernel
 def _fill_noise(key, clustering, noise_E):  # type: ignore[no-untyped-def]
     num_experts = len(noise_E)
     shared, own = np.sqrt(clustering), np.sqrt(1.0 - clustering)
@@ -61,7 +62,7 @@ def _fill_noise(key, clustering, noise_E):  # type: ignore[no-untyped-def]
         noise_E[e] = own * normal(derive(key, np.uint64(e))) + shared * of_neighbourhood
 
 
-@numba.njit(cache=True, nogil=True)
+@kernel
 def draw_experts(log_popularity_PLE, profile_S, key_S, starts, clustering, deviation, ids_TLK):  # type: ignore[no-untyped-def]
     """Write the experts of every token: top_k successive draws, without replacement, from its sequence's popularity.
 
@@ -92,7 +93,7 @@ def draw_experts(log_popularity_PLE, profile_S, key_S, starts, clustering, devia
             _draw_sequence(derive(key, np.uint64(1)), weight_E, limit_E, alias_E, ids_TK)
 
 
-@numba.njit(cache=True, nogil=True)
+@kernel
 def _draw_sequence(key, weight_E, limit_E, alias_E, ids_TK):  # type: ignore[no-untyped-def]
     num_experts = len(weight_E)
     taken_by_E = np.full(num_experts, -1)
@@ -115,7 +116,7 @@ def _draw_sequence(key, weight_E, limit_E, alias_E, ids_TK):  # type: ignore[no-
             ids_TK[t, k] = expert
 
 
-@numba.njit(cache=True, nogil=True)
+@kernel
 def _scan(pick, weight_E, taken_by_E, t):  # type: ignore[no-untyped-def]
     """The same draw without misses: a scan over the weights of the experts that token t does not have."""
     left = 0.0
@@ -133,7 +134,7 @@ def _scan(pick, weight_E, taken_by_E, t):  # type: ignore[no-untyped-def]
     return expert
 
 
-@numba.njit(cache=True, nogil=True)
+@kernel
 def _fill_alias_table(weight_E, limit_E, alias_E):  # type: ignore[no-untyped-def]
     """Vose's alias method: place e keeps a draw below limit_E[e] (of 2**32) and passes the others to alias_E[e]."""
     num_experts = len(weight_E)

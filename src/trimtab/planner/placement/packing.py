@@ -7,11 +7,11 @@ index.
 
 from __future__ import annotations
 
-import numba
 import numpy as np
 
 from trimtab.array_type import Array
 from trimtab.errors import InputError
+from trimtab.kernels import kernel
 
 
 def rebalance(load_E: Array, num_slots: int, num_groups: int, num_nodes: int, num_ranks: int) -> tuple[Array, Array]:
@@ -40,7 +40,7 @@ def rebalance(load_E: Array, num_slots: int, num_groups: int, num_nodes: int, nu
     return _rebalance(np.asarray(load_E).astype(np.float32), num_slots, num_groups, num_nodes, num_ranks)
 
 
-@numba.njit(cache=True, nogil=True)
+@kernel
 def _rebalance(load_E, num_slots, num_groups, num_nodes, num_ranks):  # type: ignore[no-untyped-def]
     num_experts = len(load_E)
     group_size = num_experts // num_groups
@@ -80,7 +80,7 @@ def _rebalance(load_E, num_slots, num_groups, num_nodes, num_ranks):  # type: ig
     return expert_of_slot, copies_E
 
 
-@numba.njit(cache=True, nogil=True)
+@kernel
 def pack_evenly(weight_N, num_packs):  # type: ignore[no-untyped-def]
     """Packs items, heaviest first, into the lightest pack with room; all packs get the same number.
 
@@ -109,11 +109,11 @@ def pack_evenly(weight_N, num_packs):  # type: ignore[no-untyped-def]
     return pack_N, place_N
 
 
-@numba.njit(cache=True, nogil=True)
+@kernel
 def _heaviest_first(weight_N):  # type: ignore[no-untyped-def]
     return np.argsort(-weight_N, kind="mergesort")
 
 
-@numba.njit(cache=True, nogil=True)
+@kernel
 def _share(load, copies):  # type: ignore[no-untyped-def]
     return np.float32(load) / np.float32(copies)

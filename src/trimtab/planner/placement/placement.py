@@ -14,11 +14,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import numba
 import numpy as np
 
 from trimtab.array_type import Array
 from trimtab.errors import InputError
+from trimtab.kernels import kernel
 
 # Limit of int16, the dtype of experts in plans.
 MOST_EXPERTS = 32767
@@ -101,7 +101,7 @@ def place_experts(
     return home.astype(np.int16)
 
 
-@numba.njit(cache=True, nogil=True)
+@kernel
 def _swap_homes(products_EE, products_ER, products_EN, home_E, old_home_E, ranks_per_node, price):  # type: ignore[no-untyped-def]
     """Swaps while that reduces the objective; changes `home_E`.
 

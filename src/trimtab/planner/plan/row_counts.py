@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import numba
 import numpy as np
 
 from trimtab.array_type import Array
+from trimtab.kernels import kernel
 
 
-@numba.njit(cache=True, nogil=True)
+@kernel
 def tally(  # type: ignore[no-untyped-def]
     counts_MLRE, home_LE, replica_starts, experts_P, ranks_P, quota_starts, sources_Q, tokens_Q, ranks_per_node,
     loads_MLR, between_MLNN,

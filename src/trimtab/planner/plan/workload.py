@@ -10,11 +10,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cached_property
 
-import numba
 import numpy as np
 
 from trimtab.array_type import Array
 from trimtab.errors import InputError
+from trimtab.kernels import kernel
 from trimtab.planner.schedule.schedule import Schedule
 from trimtab.planner.schedule.sequence_counts import SequenceCounts
 from trimtab.trace.routing import RoutingTrace
@@ -139,7 +139,7 @@ def max_over_mean(loads: Array) -> Array:
     return np.where(totals > 0, loads.max(axis=-1) * loads.shape[-1] / np.maximum(totals, 1), 1.0)
 
 
-@numba.njit(cache=True, nogil=True)
+@kernel
 def _add_sequences(counts_SLE, micro_step_S, rank_S, counts_MLRE):  # type: ignore[no-untyped-def]
     for s in range(len(micro_step_S)):
         for layer in range(counts_SLE.shape[1]):
@@ -147,7 +147,7 @@ def _add_sequences(counts_SLE, micro_step_S, rank_S, counts_MLRE):  # type: igno
                 counts_MLRE[micro_step_S[s], layer, rank_S[s], e] += counts_SLE[s, layer, e]
 
 
-@numba.njit(cache=True, nogil=True)
+@kernel
 def _add_expected(expected_MLE, unknown_MLR, counts_MLRE):  # type: ignore[no-untyped-def]
     """Add every source rank's unknown rows to its counts, in proportion to the rows that its instance has left.
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import numba
 import numpy as np
 
 from trimtab.array_type import Array
+from trimtab.kernels import kernel
 from trimtab.planner.replicas.replicas import place_replicas
 from trimtab.planner.replicas.split import split_tokens
 
@@ -67,7 +67,7 @@ def plan_layer(
     return LayerPlan(*arrays)
 
 
-@numba.njit(cache=True, nogil=True)
+@kernel
 def _plan_layer(  # type: ignore[no-untyped-def]
     counts_MLRE, fixed_MR, layer, wanted_M, home_E, experts_by_home, home_starts, ranks_per_node, slots,
     threshold_parts, smallest_share,
@@ -124,7 +124,7 @@ def _plan_layer(  # type: ignore[no-untyped-def]
     )
 
 
-@numba.njit(cache=True, nogil=True)
+@kernel
 def _sum_sources(counts_RE, counts_E):  # type: ignore[no-untyped-def]
     counts_E[:] = 0
     for r in range(counts_RE.shape[0]):
@@ -132,7 +132,7 @@ def _sum_sources(counts_RE, counts_E):  # type: ignore[no-untyped-def]
             counts_E[e] += counts_RE[r, e]
 
 
-@numba.njit(cache=True, nogil=True)
+@kernel
 def _grown(values):  # type: ignore[no-untyped-def]
     larger = np.empty(2 * len(values), values.dtype)
     larger[: len(values)] = values

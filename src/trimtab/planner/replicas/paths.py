@@ -12,11 +12,11 @@ close to the optimum. (Our own: list scheduling, then best responses.)
 
 from __future__ import annotations
 
-import numba
 import numpy as np
 
 from trimtab.array_type import Array
 from trimtab.cluster import ClusterSpec
+from trimtab.kernels import kernel
 
 PEER, HOST = 0, 1
 SWEEPS = 2
@@ -62,7 +62,7 @@ def _cost(bytes_per_s: float) -> int:
     return round(FEMTOSECONDS / bytes_per_s) if bytes_per_s else NEVER
 
 
-@numba.njit(cache=True, nogil=True)
+@kernel
 def _choose(  # type: ignore[no-untyped-def]
     replica_starts, home_P, ranks_P, num_ranks, ranks_per_node, node_cost, network_cost, host_cost, paths_P
 ):

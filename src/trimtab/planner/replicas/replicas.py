@@ -22,8 +22,9 @@ two ranks, which costs nothing. (Our own; LLEP and UltraEP move excess tokens in
 
 from __future__ import annotations
 
-import numba
 import numpy as np
+
+from trimtab.kernels import kernel
 
 SEARCH_STEPS = 6
 LEVEL_SWEEPS = 4
@@ -36,7 +37,7 @@ PLAIN_WAYS = 4
 JITTER = 8
 
 
-@numba.njit(cache=True, nogil=True)
+@kernel
 def place_replicas(  # type: ignore[no-untyped-def]
     counts_E, fixed_R, home_E, experts_by_home, home_starts, ranks_per_node, slots, threshold_load, smallest_share,
     replicas_3P,
@@ -106,7 +107,7 @@ def place_replicas(  # type: ignore[no-untyped-def]
     return count
 
 
-@numba.njit(cache=True, nogil=True)
+@kernel
 def _fewest(counts_E, experts_by_home, home_starts, loads_R, threshold_load):  # type: ignore[no-untyped-def]
     """Lower bound of the number of replicas: for every rank, its largest experts that together exceed its excess."""
     needed = 0
@@ -132,7 +133,7 @@ def _fewest(counts_E, experts_by_home, home_starts, loads_R, threshold_load):  #
     return needed
 
 
-@numba.njit(cache=True, nogil=True)
+@kernel
 def _shuffle(jitter, number, target):  # type: ignore[no-untyped-def]
     """Tokens added to the sizes of ranks and experts in attempt `number`; none below 0."""
     if number < 0:
@@ -146,7 +147,7 @@ def _shuffle(jitter, number, target):  # type: ignore[no-untyped-def]
         jitter[i] = np.int64(random >> np.uint64(33)) % (target // JITTER + 1)
 
 
-@numba.njit(cache=True, nogil=True)
+@kernel
 def _count_far(home_E, ranks_per_node, replicas_3P, count):  # type: ignore[no-untyped-def]
     far = 0
     for p in range(count):
@@ -154,7 +155,7 @@ def _count_far(home_E, ranks_per_node, replicas_3P, count):  # type: ignore[no-u
     return far
 
 
-@numba.njit(cache=True, nogil=True)
+@kernel
 def _attempt(  # type: ignore[no-untyped-def]
     counts_E, home_E, experts_by_home, home_starts, loads_R, ranks_per_node, slots, target, smallest_share, fill,
     near, jitter, replicas_3P,
@@ -237,7 +238,7 @@ def _attempt(  # type: ignore[no-untyped-def]
         node_loads[node_R[taker]] += wanted
 
 
-@numba.njit(cache=True, nogil=True)
+@kernel
 def _level(counts_E, home_E, loads_R, smallest_share, replicas_3P, num_replicas):  # type: ignore[no-untyped-def]
     """Shift tokens between each replica and its home to reduce the difference of their ranks' loads."""
     loads = loads_R.copy()
@@ -263,7 +264,7 @@ def _level(counts_E, home_E, loads_R, smallest_share, replicas_3P, num_replicas)
             loads[rank] += tokens
 
 
-@numba.njit(cache=True, nogil=True)
+@kernel
 def _whole_share(wanted, tokens, smallest_share):  # type: ignore[no-untyped-def]
     """At least `wanted` of `tokens`, or all of them; neither the moved nor the remaining part is smaller than
     allowed."""
@@ -271,7 +272,7 @@ def _whole_share(wanted, tokens, smallest_share):  # type: ignore[no-untyped-def
     return tokens if tokens - share < smallest_share else share
 
 
-@numba.njit(cache=True, nogil=True)
+@kernel
 def _part_share(room, tokens, smallest_share):  # type: ignore[no-untyped-def]
     """At most `room` of `tokens`; the remaining part is 0 or no smaller than allowed."""
     if room >= tokens:
@@ -279,7 +280,7 @@ def _part_share(room, tokens, smallest_share):  # type: ignore[no-untyped-def]
     return min(room, tokens - smallest_share)
 
 
-@numba.njit(cache=True, nogil=True)
+@kernel
 def _tightest(loads, jitter, free_slots, has_copy, highest_load, giver, first, last):  # type: ignore[no-untyped-def]
     """The fullest of ranks first to last - 1 with at most `highest_load`, a free slot and no copy; -1 for none."""
     best = -1
@@ -290,7 +291,7 @@ def _tightest(loads, jitter, free_slots, has_copy, highest_load, giver, first, l
     return best
 
 
-@numba.njit(cache=True, nogil=True)
+@kernel
 def _roomiest(loads, jitter, free_slots, has_copy, highest_load, giver, first, last):  # type: ignore[no-untyped-def]
     """The emptiest of ranks first to last - 1 with at most `highest_load`, a free slot and no copy; -1 for none."""
     best = -1

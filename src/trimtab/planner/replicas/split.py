@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import numba
 import numpy as np
 
+from trimtab.kernels import kernel
 
-@numba.njit(cache=True, nogil=True)
+
+@kernel
 def split_tokens(  # type: ignore[no-untyped-def]
     counts_RE, home_E, ranks_per_node, replicas_3P, num_replicas, quotas_PR
 ):
@@ -56,7 +57,7 @@ def split_tokens(  # type: ignore[no-untyped-def]
                 p = next_P[p]
 
 
-@numba.njit(cache=True, nogil=True)
+@kernel
 def _take(left_R, room, rank, ranks_per_node, distance, quotas_R, write):  # type: ignore[no-untyped-def]
     """Give `rank` up to `room` tokens from the sources at a distance; returns how many it took."""
     if room == 0:

@@ -9,10 +9,10 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-import numba
 import numpy as np
 
 from trimtab.array_type import Array
+from trimtab.kernels import kernel
 from trimtab.planner.placement.placement import Placement
 from trimtab.planner.schedule.schedule import Schedule
 from trimtab.planner.schedule.sequence_counts import SequenceCounts
@@ -87,7 +87,7 @@ def _least(rows_SLR: Array, work_S: Array, mini_batch_S: Array, num_ranks: int) 
     return least
 
 
-@numba.njit(cache=True, nogil=True)
+@kernel
 def _swap(  # type: ignore[no-untyped-def]
     rows_SLR, lengths_S, work_S, place_S, num_places, num_ranks, token_budget, order, first_S, last_S, tries, least
 ):
@@ -169,6 +169,6 @@ def _swap(  # type: ignore[no-untyped-def]
     return place_S if cost < first_cost else first_place_S
 
 
-@numba.njit(cache=True, nogil=True)
+@kernel
 def _peak(work, own, num_ranks):  # type: ignore[no-untyped-def]
     return work[own * num_ranks : (own + 1) * num_ranks].max()

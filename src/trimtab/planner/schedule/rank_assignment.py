@@ -9,11 +9,11 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-import numba
 import numpy as np
 
 from trimtab.array_type import Array
 from trimtab.cluster import ClusterSpec
+from trimtab.kernels import kernel
 from trimtab.planner.placement.placement import Placement
 from trimtab.planner.schedule.schedule import Schedule
 from trimtab.planner.schedule.sequence_counts import SequenceCounts
@@ -72,7 +72,7 @@ def rows_by_node(sequences: SequenceCounts, placement: Placement, cluster: Clust
     return rows_SN
 
 
-@numba.njit(cache=True, nogil=True)
+@kernel
 def _seat(lengths_S, work_S, rows_SN, rank_S, num_ranks, ranks_per_node, token_budget):  # type: ignore[no-untyped-def]
     num_sequences = len(rank_S)
     filled = np.zeros(num_ranks, np.int64)

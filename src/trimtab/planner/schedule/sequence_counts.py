@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import numba
 import numpy as np
 
 from trimtab.array_type import Array
+from trimtab.kernels import kernel
 from trimtab.trace.counting import count_experts
 from trimtab.trace.routing import RoutingTrace
 
@@ -74,7 +74,7 @@ class SequenceCounts:
         return int(self.counts_SLE.shape[2])
 
 
-@numba.njit(cache=True, nogil=True)
+@kernel
 def _add_rows(counts_SLE, layers, place_LE, rows_SLP):  # type: ignore[no-untyped-def]
     for s in range(counts_SLE.shape[0]):
         for i, layer in enumerate(layers):

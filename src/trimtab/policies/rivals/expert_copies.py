@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import numba
 import numpy as np
 
+from trimtab.kernels import kernel
 
-@numba.njit(cache=True, nogil=True)
+
+@kernel
 def count_copies(load_E, total, num_nodes, most):  # type: ignore[no-untyped-def]
     """Assigns copies one by one to the expert with the highest load per copy.
 
@@ -40,7 +41,7 @@ def count_copies(load_E, total, num_nodes, most):  # type: ignore[no-untyped-def
     return copies_E
 
 
-@numba.njit(cache=True, nogil=True)
+@kernel
 def spread_copies(load_E, copies_E, home_E, room_R, ranks_per_node):  # type: ignore[no-untyped-def]
     """Heaviest copy first, each to a node with the fewest copies of its expert and there to the emptiest rank.
 
@@ -84,7 +85,7 @@ def spread_copies(load_E, copies_E, home_E, room_R, ranks_per_node):  # type: ig
     return held_RE
 
 
-@numba.njit(cache=True, nogil=True)
+@kernel
 def split_equally(counts_RE, home_E, copies_RE, ranks_per_node):  # type: ignore[no-untyped-def]
     """Every source spreads its tokens over the copies in its own node, or over all copies if its node has none.
 

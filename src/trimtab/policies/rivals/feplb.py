@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-import numba
 import numpy as np
 
 from trimtab.array_type import Array
+from trimtab.kernels import kernel
 from trimtab.planner import StepPlan
 from trimtab.policies.policy import Traits, View
 
@@ -72,7 +72,7 @@ class Feplb:
         return dynamic_LE
 
 
-@numba.njit(cache=True, nogil=True)
+@kernel
 def move_experts(  # type: ignore[no-untyped-def]
     counts_E, home_E, dynamic_E, num_ranks, ranks_per_node, slots, smallest_move, moves_P2
 ):

@@ -7,10 +7,10 @@ from __future__ import annotations
 
 import math
 
-import numba
 import numpy as np
 
 from trimtab.array_type import Array
+from trimtab.kernels import kernel
 from trimtab.planner import Placement, StepPlan
 from trimtab.policies.policy import View
 from trimtab.policies.rivals.shares import split_shares
@@ -70,7 +70,7 @@ def replicate(
     return split_shares(counts_RE, home_E, ranks_per_node, used_3P[:, used_3P[2] > 0].copy())
 
 
-@numba.njit(cache=True, nogil=True)
+@kernel
 def add_replicas(  # type: ignore[no-untyped-def]
     counts_E, home_E, num_ranks, ranks_per_node, ranks_per_domain, slots, target, smallest_share, replicas_3P
 ):
@@ -115,7 +115,7 @@ def add_replicas(  # type: ignore[no-untyped-def]
     return count
 
 
-@numba.njit(cache=True, nogil=True)
+@kernel
 def _shift(giver, target, state, count):  # type: ignore[no-untyped-def]
     """Move tokens to a copy on the emptiest rank below the target that has one of the experts. False if there is
     none."""
@@ -156,7 +156,7 @@ def _shift(giver, target, state, count):  # type: ignore[no-untyped-def]
     return True
 
 
-@numba.njit(cache=True, nogil=True)
+@kernel
 def _add(giver, target, ranks_per_node, ranks_per_domain, state, count):  # type: ignore[no-untyped-def]
     """A new replica of one of the giver's experts, written at `count`. False if no rank can take one."""
     _, home_E, at_home_E, loads, free, smallest_share, replicas_3P = state
@@ -198,7 +198,7 @@ def _add(giver, target, ranks_per_node, ranks_per_domain, state, count):  # type
     return True
 
 
-@numba.njit(cache=True, nogil=True)
+@kernel
 def _make_room(giver, target, ranks_per_domain, state, count):  # type: ignore[no-untyped-def]
     """On a rank with a free slot, move tokens of its own experts to a copy on a rank below the target, as many as the
     giver's excess. False if no rank can free a smallest share."""
@@ -222,7 +222,7 @@ def _make_room(giver, target, ranks_per_domain, state, count):  # type: ignore[n
     return True
 
 
-@numba.njit(cache=True, nogil=True)
+@kernel
 def _has_copy(expert, rank, replicas_3P, count):  # type: ignore[no-untyped-def]
     for p in range(count):  # noqa: SIM110 (numba has no generators in `any`)
         if replicas_3P[0, p] == expert and replicas_3P[1, p] == rank:

@@ -26,10 +26,10 @@ from collections import deque
 from dataclasses import dataclass
 from typing import ClassVar
 
-import numba
 import numpy as np
 
 from trimtab.array_type import Array
+from trimtab.kernels import kernel
 from trimtab.planner import StepPlan
 from trimtab.policies.policy import Traits, View
 from trimtab.policies.rivals.expert_copies import count_copies, split_equally, spread_copies
@@ -102,7 +102,7 @@ def layout(counts_RE: Array, capacity: int, ranks_per_node: int, *, home_E: Arra
     return best_RE
 
 
-@numba.njit(cache=True, nogil=True)
+@kernel
 def _busiest(counts_RE, held_RE, ranks_per_node):  # type: ignore[no-untyped-def]
     """Tokens of the busiest rank if every source splits equally over the copies of its node, or over all."""
     num_ranks, num_experts = counts_RE.shape

@@ -19,10 +19,10 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
-import numba
 import numpy as np
 
 from trimtab.array_type import Array
+from trimtab.kernels import kernel
 from trimtab.planner import StepPlan
 from trimtab.policies.policy import Traits, View
 
@@ -100,7 +100,7 @@ def assign(
     return shares_S4[:count]
 
 
-@numba.njit(cache=True, nogil=True)
+@kernel
 def _assign(load_E, home_E, limit, min_tokens, free_R, shares_S4):  # type: ignore[no-untyped-def]
     num_ranks = len(free_R)
     load_R = np.zeros(num_ranks, np.int64)
@@ -157,14 +157,14 @@ def _assign(load_E, home_E, limit, min_tokens, free_R, shares_S4):  # type: igno
     return count
 
 
-@numba.njit(cache=True, nogil=True)
+@kernel
 def _add_share(shares_S4, count, expert, rank, first, end, load_R):  # type: ignore[no-untyped-def]
     shares_S4[count] = expert, rank, first, end
     load_R[rank] += end - first
     return count + 1
 
 
-@numba.njit(cache=True, nogil=True)
+@kernel
 def _split_ranges(counts_RE, home_E, shares_S4):  # type: ignore[no-untyped-def]
     """Replicas `[P, 2]` and quotas `[P, R]` of `[S, 4]` shares; those of an expert on one rank are one replica."""
     num_ranks = len(counts_RE)

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import numba
 import numpy as np
 
 from trimtab.array_type import Array
+from trimtab.kernels import kernel
 
 
 def level_homes(loads_LE: Array, home_LE: Array, num_ranks: int, ranks_per_node: int, smallest_gain: float) -> Array:
@@ -41,7 +41,7 @@ def imbalance(loads_E: Array, home_E: Array, num_ranks: int, ranks_per_node: int
     return float(loads_N.max() / loads_N.mean() + loads_R.max() / loads_R.mean())
 
 
-@numba.njit(cache=True, nogil=True)
+@kernel
 def place_longest_first(loads_E, home_E, num_ranks, ranks_per_node, leveled_E):  # type: ignore[no-untyped-def]
     """LPT over nodes and, inside them, over ranks, where every rank gets as many experts as it has in `home_E`.
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-import numba
 import numpy as np
 
+from trimtab.kernels import kernel
 from trimtab.planner import Placement, StepPlan
 from trimtab.policies.policy import Traits, View
 from trimtab.policies.rivals.greedy import plan_greedily
@@ -75,7 +75,7 @@ class ReLibra:
         return Placement(home_LE)
 
 
-@numba.njit(cache=True, nogil=True)
+@kernel
 def anneal_homes(  # type: ignore[no-untyped-def]
     counts_EM, home_E, num_ranks, ranks_per_node, rank_weight, move_cost, tries, rng
 ):

@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
-import numba
 import numpy as np
 
 from trimtab.array_type import Array
+from trimtab.kernels import kernel
 from trimtab.planner import Placement, Schedule, StepPlan, Workload, plan_step
 from trimtab.policies.policy import Traits, View
 from trimtab.policies.rivals.lpt_homes import level_homes
@@ -95,7 +95,7 @@ class RoutePack:
         return view.num_layers * (self.attention_per_token * lengths_S + self.attention_per_pair * lengths_S**2.0)
 
 
-@numba.njit(cache=True, nogil=True)
+@kernel
 def anneal_schedule(  # type: ignore[no-untyped-def]
     rows_SLR, attention_S, lengths_S, micro_step_S, rank_S, mini_batch_M, num_ranks, token_budget, evaluations,
     population, temperatures, rng,
@@ -170,7 +170,7 @@ def anneal_schedule(  # type: ignore[no-untyped-def]
     return best_steps, best_ranks
 
 
-@numba.njit(cache=True, nogil=True)
+@kernel
 def _try_move(data, state, temperature, rng):  # type: ignore[no-untyped-def]
     """Swap two sequences, or move one, if the temperature accepts it. Returns whether it was done, and its cost.
 
@@ -239,7 +239,7 @@ def _try_move(data, state, temperature, rng):  # type: ignore[no-untyped-def]
     return True, delta
 
 
-@numba.njit(cache=True, nogil=True)
+@kernel
 def _resample(cost_P, colder, rng):  # type: ignore[no-untyped-def]
     """Chains to continue, `[P]`: each in proportion to its Boltzmann weight, by systematic resampling."""
     weights = np.exp(-(cost_P - cost_P.min()) * colder)

@@ -6,10 +6,10 @@ import math
 from dataclasses import dataclass
 from typing import ClassVar
 
-import numba
 import numpy as np
 
 from trimtab.array_type import Array
+from trimtab.kernels import kernel
 from trimtab.planner import StepPlan
 from trimtab.policies.policy import Traits, View
 from trimtab.policies.rivals.shares import split_shares
@@ -73,7 +73,7 @@ class UltraEp:
         return view.plan_instances(plan_one, placement=view.placement, slots=cluster.slots_per_rank)
 
 
-@numba.njit(cache=True, nogil=True)
+@kernel
 def solve_quotas(  # type: ignore[no-untyped-def]
     counts_E,
     home_E,
@@ -128,7 +128,7 @@ def solve_quotas(  # type: ignore[no-untyped-def]
     return count
 
 
-@numba.njit(cache=True, nogil=True)
+@kernel
 def _heaviest_first(counts_E, home_E, num_ranks):  # type: ignore[no-untyped-def]
     """Loads `[R]`, and the experts of each rank, heaviest first: those of r from `starts[r]` to `starts[r + 1]`."""
     loads = np.zeros(num_ranks, np.int64)
@@ -145,7 +145,7 @@ def _heaviest_first(counts_E, home_E, num_ranks):  # type: ignore[no-untyped-def
     return loads, experts, starts
 
 
-@numba.njit(cache=True, nogil=True)
+@kernel
 def _reach(target, smallest_quota, domain, count, replicas_3P):  # type: ignore[no-untyped-def]
     """Reduce the domain's ranks to `target`, writing replicas from `count` on. Returns their new number, or -1.
 
@@ -159,7 +159,7 @@ def _reach(target, smallest_quota, domain, count, replicas_3P):  # type: ignore[
     return reached
 
 
-@numba.njit(cache=True, nogil=True)
+@kernel
 def _give(target, smallest_quota, domain, node_first, count, replicas_3P):  # type: ignore[no-untyped-def]
     loads, counts_E, experts, starts, givers, first, last, ranks_per_node, slots = domain
     room = np.maximum(target - loads, 0)

@@ -15,12 +15,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
-import numba
 import numpy as np
 import torch
 
 from trimtab.array_type import Array
 from trimtab.errors import InputError
+from trimtab.kernels import kernel
 from trimtab.planner import StepPlan
 from trimtab.runtime.rows.expert_compute import RowGroups
 from trimtab.runtime.state.flat_memory import upload
@@ -323,7 +323,7 @@ def place_rows(planned: PlannedRows) -> RowPlaces:
     )
 
 
-@numba.njit(cache=True, nogil=True)
+@kernel
 def _choose_copies(  # type: ignore[no-untyped-def]
     ids_NK, home_ids_E, replica_experts, quotas_P, replica_ids_P, physical_NK, rows_P
 ):
@@ -351,7 +351,7 @@ def _choose_copies(  # type: ignore[no-untyped-def]
             rows_P[physical] += 1
 
 
-@numba.njit(cache=True, nogil=True)
+@kernel
 def _place_rows(physical_NK, starts_P, row_tokens, row_places_NK):  # type: ignore[no-untyped-def]
     """Give each row the next place of its physical expert."""
     for n in range(physical_NK.shape[0]):
@@ -362,7 +362,7 @@ def _place_rows(physical_NK, starts_P, row_tokens, row_places_NK):  # type: igno
             row_tokens[place] = n
 
 
-@numba.njit(cache=True, nogil=True)
+@kernel
 def _group_arrivals(arriving_RG, arrivals):  # type: ignore[no-untyped-def]
     """Indices that bring rows ordered by (source, group) into the order (group, source)."""
     num_ranks, num_groups = arriving_RG.shape

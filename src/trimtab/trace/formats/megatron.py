@@ -18,11 +18,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numba
 import numpy as np
 
 from trimtab.array_type import Array
 from trimtab.errors import InputError
+from trimtab.kernels import kernel
 from trimtab.trace.containers.json_values import json_head, json_lines, json_values, kind_of, one_value
 from trimtab.trace.containers.npy import array_of_lists
 from trimtab.trace.formats.records import ImportOptions, Record
@@ -137,7 +137,7 @@ def _ids_at_end(text: bytes) -> Array | None:
     return ids.astype(np.int16) if narrow else ids.copy()
 
 
-@numba.njit(cache=True, nogil=True)
+@kernel
 def _parse(text, ids_N):  # type: ignore[no-untyped-def]
     """Numbers of rows and of ids per row; 0 rows for unusual text. The text ends with a line end, which is not
     parsed."""
@@ -186,7 +186,7 @@ def _parse(text, ids_N):  # type: ignore[no-untyped-def]
     return (rows, top_k) if at == len(text) - 1 or (text[at] == 13 and at == len(text) - 2) else (0, 0)
 
 
-@numba.njit(cache=True, nogil=True, inline="always")
+@kernel
 def _blank(text, at):  # type: ignore[no-untyped-def]
     while text[at] == 32:
         at += 1

@@ -11,11 +11,11 @@ from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
-import numba
 import numpy as np
 
 from trimtab.array_type import Array
 from trimtab.errors import InputError
+from trimtab.kernels import kernel
 from trimtab.trace.formats.records import ImportOptions, Record
 from trimtab.trace.routing import RoutingTrace, hash_tokens, id_dtype, no_route
 from trimtab.trace.store import ROW_GROUP_BYTES
@@ -267,7 +267,7 @@ def _label(name: str) -> str:
     return "".join(letter if letter.isprintable() else " " for letter in name[:LONGEST_LABEL]).strip()
 
 
-@numba.njit(cache=True, nogil=True)
+@kernel
 def _convert(ids_TAK, columns_L, dense_D, missing, num_experts, routes_TLK):  # type: ignore[no-untyped-def]
     """Write the routes of the MoE layers; rows without a route are not changed.
 
