@@ -14,11 +14,11 @@ import pytest
 
 from helpers.browser import chromium, open_page
 from helpers.reports import EVIL
-from trimtab.analysis import CountedTrace, analyze
+from trimtab.analysis import TraceCounts, analyze
 from trimtab.report.html import page_of, write_html
 from trimtab.report.model import AnalysisReport
 
-SECTIONS = ("balance", "foresight", "layers", "load", "sizes", "steps", "hot", "domains", "setting", "notes")
+SECTIONS = ("balance", "placements", "layers", "load", "sizes", "steps", "hot", "domains", "setting", "notes")
 
 
 def some_analysis(
@@ -36,7 +36,7 @@ def some_analysis(
     shares = rng.dirichlet(np.full(experts, 1.0), size=layers)
     counts = np.stack([rng.multinomial(4096, shares) for _ in range(micro_steps)]).astype(np.int32)
     counts[:without_load] = 0
-    counted = CountedTrace(
+    counted = TraceCounts(
         counts_FLE=counts, parts=1, step_M=np.arange(micro_steps) * steps // micro_steps,
         counts_DLE=rng.integers(0, 100, (len(domains), layers, experts)), domains=domains,
         layer_indices=np.arange(layers) + 1, token_budget=512, num_tokens=2048 * micro_steps, num_sequences=100,
@@ -68,12 +68,13 @@ def test_sections_figures_and_grids_are_there() -> None:
     assert found == sorted(found)
     ids = re.findall(r'\sid="([^"]+)"', page)
     assert len(ids) == len(set(ids))
-    for value in (analysis.total.max_vio.mean, analysis.foresight.ways[0].p99, analysis.layers[0].max_vio.worst):
+    static = analysis.placements.strategies[0]
+    for value in (analysis.total.max_vio.mean, static.max_over_mean_p99, analysis.layers[0].max_vio.worst):
         assert f">{value:.3f}<" in page
     assert grid_of(page, "vio")[0] == pytest.approx(analysis.max_over_mean_ML.T - 1, abs=6e-4)
-    over = analysis.counted.counts_MLE / analysis.counted.counts_MLE.mean(axis=-1, keepdims=True)
+    over = analysis.counts.counts_MLE / analysis.counts.counts_MLE.mean(axis=-1, keepdims=True)
     assert grid_of(page, "hot") == pytest.approx(np.minimum(over.transpose(1, 2, 0), 254 / 16), abs=0.032)
-    assert grid_of(page, "alike")[0] == pytest.approx(analysis.alike_DD, abs=6e-4)
+    assert grid_of(page, "overlap")[0] == pytest.approx(analysis.overlap_DD, abs=6e-4)
 
 
 @pytest.mark.parametrize(
@@ -134,8 +135,8 @@ def test_the_page_draws_and_answers_in_a_browser(browser: Any, tmp_path: Path) -
         page.focus('[data-grid="hot"] canvas')
         page.keyboard.press("PageDown")
         assert page.input_value("#grid-hot") == "2"
-        page.hover('[data-grid="alike"] canvas', position={"x": 60, "y": 30})
-        assert opened.text("#grid-alike-readout").startswith("maths and maths · 100%")
+        page.hover('[data-grid="overlap"] canvas', position={"x": 60, "y": 30})
+        assert opened.text("#grid-overlap-readout").startswith("maths and maths · 100%")
         page.click("#layers tbody tr:nth-child(2) button")
         chosen = page.get_attribute("#layers tbody tr:nth-child(2) button", "data-layer")
         assert page.input_value("#layer") == chosen

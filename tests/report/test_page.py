@@ -16,8 +16,8 @@ import pytest
 from helpers.reports import EVIL, edge_reports, some_report, some_timeline
 from trimtab.report.html import page_of, write_html
 from trimtab.report.model import LoadMap
+from trimtab.report.number_text import bytes_text, seconds
 from trimtab.report.payload import busiest_ranks
-from trimtab.report.widgets import bytes_text, seconds
 
 VOID = {"meta", "link", "input", "br", "img"}
 
@@ -72,7 +72,7 @@ def test_the_answer_and_every_figure_can_be_read_without_a_script() -> None:
     report = some_report()
     page = page_of(report)
     assert report.answer in Parsed(page).texts["h1"]
-    for text in ("6.93 s", "1.70×", "97.3%", "1.006", "40.7", "23.1%", "h100x8, 8 ranks", "The trace is synthetic."):
+    for text in ("6.93 s", "1.70x", "97.3%", "1.006", "40.7", "23.1%", "h100x8, 8 ranks", "The trace is synthetic."):
         assert text in page
     order = [page.index(f'<section id="{name}"') for name in
              ("policies", "time", "load", "step-timeline", "layers", "memory", "setting", "notes")]  # fmt: skip

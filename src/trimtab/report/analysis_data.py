@@ -30,13 +30,13 @@ def load_map(analysis: Analysis) -> tuple[LoadMap, Array]:
 
 def hot_columns(analysis: Analysis) -> Array:
     """Micro-steps of the hot-expert strips."""
-    counted = analysis.counted
-    return _evenly(counted.num_micro_steps, _columns(counted.num_layers * counted.num_experts))
+    counts = analysis.counts
+    return _evenly(counts.num_micro_steps, _columns(counts.num_layers * counts.num_experts))
 
 
 def vio_columns(analysis: Analysis) -> Array:
     """First micro-step of each column of the map of layers by micro-step."""
-    count = analysis.counted.num_micro_steps
+    count = analysis.counts.num_micro_steps
     size = -(-count // MOST_COLUMNS)
     return np.arange(0, count, size)
 
@@ -47,17 +47,17 @@ def vio_span(analysis: Analysis) -> tuple[float, float]:
     return 0.0, max(0.1, float(np.ceil(np.quantile(known, 0.995) * 20) / 20)) if len(known) else 0.1
 
 
-def alike_span(analysis: Analysis) -> tuple[float, float]:
+def overlap_span(analysis: Analysis) -> tuple[float, float]:
     """Colour range of the overlap of two domains, without the diagonal."""
-    others = analysis.alike_DD[~np.eye(len(analysis.alike_DD), dtype=bool)]
+    others = analysis.overlap_DD[~np.eye(len(analysis.overlap_DD), dtype=bool)]
     low = float(np.floor(others.min() * 20) / 20)
     return min(low, 0.95), max(float(np.ceil(others.max() * 20) / 20), min(low, 0.95) + 0.05)
 
 
 def analysis_data(analysis: Analysis, blob: Blobs) -> dict[str, Any]:
     """Returns the page's values."""
-    counted = analysis.counted
-    layers = [str(index) for index in counted.layer_indices]
+    counts = analysis.counts
+    layers = [str(index) for index in counts.layer_indices]
     loads, chosen = load_map(analysis)
     return {
         "layers": layers,
@@ -69,7 +69,7 @@ def analysis_data(analysis: Analysis, blob: Blobs) -> dict[str, Any]:
         "grids": [
             _vio(analysis, layers, blob),
             _hot(analysis, layers, blob),
-            *([_alike(analysis, blob)] if len(analysis.domains) > 1 else []),
+            *([_overlap(analysis, blob)] if len(analysis.domains) > 1 else []),
         ],
     }
 
@@ -85,19 +85,19 @@ def _vio(analysis: Analysis, layers: list[str], blob: Blobs) -> dict[str, Any]:
 
 def _hot(analysis: Analysis, layers: list[str], blob: Blobs) -> dict[str, Any]:
     chosen = hot_columns(analysis)
-    counted = analysis.counted
-    over = np.empty((counted.num_layers, counted.num_experts, len(chosen)), np.uint8)
+    counts = analysis.counts
+    over = np.empty((counts.num_layers, counts.num_experts, len(chosen)), np.uint8)
     for column, m in enumerate(chosen.tolist()):
-        counts_LE = counted.counts_FLE[m * counted.parts : (m + 1) * counted.parts].sum(axis=0, dtype=np.int64)
+        counts_LE = counts.counts_FLE[m * counts.parts : (m + 1) * counts.parts].sum(axis=0, dtype=np.int64)
         totals_L1 = counts_LE.sum(axis=1, keepdims=True)
         parts = np.minimum(
-            NO_SMALL_VALUE - 1, np.rint(counts_LE * counted.num_experts / COARSE / np.maximum(1, totals_L1))
+            NO_SMALL_VALUE - 1, np.rint(counts_LE * counts.num_experts / COARSE / np.maximum(1, totals_L1))
         )
         over[:, :, column] = np.where(totals_L1 > 0, parts, NO_SMALL_VALUE)
     return {
         "name": "hot",
         "words": ("expert", "micro-step"),
-        "rows": [str(expert) for expert in range(counted.num_experts)],
+        "rows": [str(expert) for expert in range(counts.num_experts)],
         "columns": [str(m) for m in chosen.tolist()],
         "planes": [f"layer {name}" for name in layers],
         "start": worst_layers(analysis)[0],
@@ -111,10 +111,10 @@ def _hot(analysis: Analysis, layers: list[str], blob: Blobs) -> dict[str, Any]:
     }
 
 
-def _alike(analysis: Analysis, blob: Blobs) -> dict[str, Any]:
-    names = [name or "(no label)" for name in analysis.counted.domains]
-    alike_DD = analysis.alike_DD
-    values = _grid("alike", ("", "and"), names, names, alike_DD[None], blob, alike_span(analysis))
+def _overlap(analysis: Analysis, blob: Blobs) -> dict[str, Any]:
+    names = [name or "(no label)" for name in analysis.counts.domains]
+    overlap_DD = analysis.overlap_DD
+    values = _grid("overlap", ("", "and"), names, names, overlap_DD[None], blob, overlap_span(analysis))
     return values | {"says": "of their load in common", "percent": True}
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from trimtab.analysis import Analysis
-from trimtab.analysis.answer import answer
+from trimtab.analysis.summary import answer
 from trimtab.array_type import Array
 
 LANES = ("compute", "node link", "network", "host link", "CPU")
@@ -31,11 +31,13 @@ class PolicyResult:
         about: a short description, and when it knows the routing.
         step_time_s: seconds of recompute and update.
         speedup: over `static`.
-        fraction_of_balanced: the ideal run's time over this one's; None without an ideal run.
+        fraction_of_balanced: step time with even routing divided by this one's; None without an ideal run.
         max_over_mean: mean over instances.
         parts_s: seconds on the critical path by part, keys of `PARTS`; they add up to `step_time_s`. Empty if unknown.
         memory_bytes: of a rank, by name, such as "replica pool"; the busiest rank's.
         replicas_per_instance: copies away from home.
+        max_over_mean_p99: 99th percentile over instances; None if unknown.
+        cross_node_fraction: part of the rows that are computed on another node than their token's; None if unknown.
     """
 
     name: str
@@ -47,6 +49,8 @@ class PolicyResult:
     parts_s: dict[str, float]
     memory_bytes: dict[str, float]
     replicas_per_instance: float
+    max_over_mean_p99: float | None = None
+    cross_node_fraction: float | None = None
 
 
 @dataclass(frozen=True, eq=False)
@@ -124,7 +128,7 @@ class AnalysisReport:
 
     @property
     def title(self) -> str:
-        model = self.analysis.counted.model or "a trace"
+        model = self.analysis.counts.model or "a trace"
         ranks = self.analysis.ranks
         return f"Expert load of {model} on {ranks} rank{'s' if ranks > 1 else ''}"
 

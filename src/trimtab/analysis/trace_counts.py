@@ -32,7 +32,7 @@ SLACK = 0.1
 
 
 @dataclass(frozen=True, eq=False)
-class CountedTrace:
+class TraceCounts:
     """Token counts of a trace, in the micro-steps of its packed sequences.
 
     Attributes:
@@ -102,7 +102,7 @@ def count_trace(
     micro_steps: int | None = None,
     step: int | None = None,
     progress: Callable[[int, int], None] = lambda done, total: None,
-) -> CountedTrace:
+) -> TraceCounts:
     """Pack every step of a trace as `trimtab plan` does, and count it. Memory: one chunk and the counts.
 
     Args:
@@ -155,7 +155,7 @@ def count_trace(
     known = int(counts_DLE.sum()) // shape.top_k
     if not known:
         raise InputError(f"{reader.name}: no token has a recorded route; there is nothing to analyze")
-    return CountedTrace(
+    return TraceCounts(
         counts_FLE=counts_FLE,
         parts=parts,
         step_M=np.repeat(steps, [count for _, _, count in packed]),

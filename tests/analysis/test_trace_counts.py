@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from helpers.traces import odd_trace
 from trimtab import RoutingTrace, write_trace
 from trimtab.analysis import count_trace
-from trimtab.analysis import counted as module
+from trimtab.analysis import trace_counts as module
 from trimtab.analysis.balance import by_size
 from trimtab.errors import InputError
 from trimtab.planner import pack_by_length
