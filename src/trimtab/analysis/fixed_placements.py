@@ -94,14 +94,14 @@ def compare_placements(counts_MLE: Array, step_starts: Array, ranks: int) -> Pla
     for based_on, shift, source in (("past", 1, before), ("step", 0, itself)):
         if based_on == "past" and history is None:
             continue
-        for name, slots, what in (("homes", 0, "homes"), ("replicas", SLOTS, f"homes, {SLOTS} replicas")):
+        for name, slots, what in (("homes", 0, "homes"), ("replicas", SLOTS, f"homes + {SLOTS} replicas")):
             loads = np.concatenate(
                 [
                     placed_loads(counts_MLE[edges[p] : edges[p + 1]], sums_PLE[p - shift], ranks, slots)
                     for p in range(first, len(sums_PLE))
                 ]
             )
-            about = f"{what} by {source}"
+            about = f"{what} from {source}"
             strategies.append(_strategy(f"{name}_from_{based_on}", about, based_on, loads, static, starts))
     return PlacementComparison(tuple(strategies), history, int(np.count_nonzero(compared.sum(axis=-1))))
 

@@ -12,7 +12,7 @@ from trimtab.analysis import Analysis, count_trace
 from trimtab.analysis import analyze as analyze_counts
 from trimtab.analysis.analysis import figures
 from trimtab.analysis.summary import answer, cost_summary, layers_summary
-from trimtab.api.arguments import ModelSource, check_model, check_one_size, check_optional, model_of, plural
+from trimtab.api.arguments import ModelSource, check_model, check_one_size, check_optional, model_of
 from trimtab.api.result_summary import Summarised, Summary
 from trimtab.cluster import ModelSpec, load_cluster, model_like
 from trimtab.errors import InputError
@@ -20,6 +20,7 @@ from trimtab.report.analysis_tables import balance_table, placements_table, sett
 from trimtab.report.html import write_html
 from trimtab.report.model import AnalysisReport
 from trimtab.report.notebook import facts_table
+from trimtab.report.number_text import plural
 from trimtab.trace import RoutingTrace
 from trimtab.trace.in_memory import open_trace
 from trimtab.trace.store import Source

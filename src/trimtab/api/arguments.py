@@ -44,11 +44,6 @@ def numbers(value: int | Sequence[int]) -> list[int]:
     return list(value) if isinstance(value, Sequence) else [value]
 
 
-def plural(count: int, noun: str) -> str:
-    """A number with its noun, such as "1 micro-step" or "8 micro-steps"."""
-    return f"{count:,} {noun}{'' if count == 1 else 's'}"
-
-
 def model_of(model: ModelSource) -> ModelSpec:
     """The `ModelSpec` of a preset's name, a config.json or a checkpoint; a `ModelSpec` is returned as given."""
     return model if isinstance(model, ModelSpec) else load_model(os.fspath(model))

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from trimtab.api.arguments import ModelSource, check_choice, check_model, check_optional, check_whole, model_of, plural
+from trimtab.api.arguments import ModelSource, check_choice, check_model, check_optional, check_whole, model_of
 from trimtab.api.result_summary import Summarised, Summary
 from trimtab.array_type import Array
 from trimtab.cluster import ClusterSpec
@@ -19,6 +19,7 @@ from trimtab.planner.plan.prediction import cross_node_rows
 from trimtab.planner.replicas.paths import HOST
 from trimtab.policies import POLICIES, Policy, View, make_view
 from trimtab.report.notebook import facts_table
+from trimtab.report.number_text import plural
 from trimtab.report.tables import plan_balance_table
 from trimtab.simulator import Balance, expert_time, summarise_balance
 from trimtab.trace import RoutingTrace, TraceReader

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from html import escape
-
 import numpy as np
 
 from trimtab.analysis import Analysis
@@ -28,7 +26,7 @@ from trimtab.report.analysis_tables import (
 )
 from trimtab.report.charts import bar_chart, line_chart
 from trimtab.report.model import AnalysisReport
-from trimtab.report.widgets import Section, facts, grid, heat_map, lead, notes_section, scale, table
+from trimtab.report.widgets import Section, facts, grid, heat_map, lead, notes_section, scale, summary, table
 
 SHOWN_LAYERS = 10
 BINS = 24
@@ -60,13 +58,9 @@ def _balance(analysis: Analysis) -> str:
             f"Over {total.instances:,} instances, each one layer of one micro-step. An instance lasts as long as its "
             f"busiest rank, so on average a rank is idle for {total.lost:.1%} of expert time."
         )
-        + _summary(cost_summary(analysis))
+        + summary(cost_summary(analysis))
         + f'<div class="pair"><div>{table(balance_table(analysis))}</div>{_histogram(analysis)}</div>'
     )
-
-
-def _summary(text: str) -> str:
-    return f'<p class="summary">{escape(text)}</p>' if text else ""
 
 
 def _histogram(analysis: Analysis) -> str:
@@ -87,10 +81,10 @@ def _histogram(analysis: Analysis) -> str:
 
 def _placements(analysis: Analysis) -> str:
     return lead(
-        "The expert time that is lost if experts are placed once for a whole step, computed on "
-        f"{analysis.placements.instances:,} instances. What is lost even with a placement based on the step itself "
-        "varies between micro-steps, or is due to single experts that can't be divided evenly. Only a plan for each "
-        "micro-step removes it."
+        "Expert time lost if experts are placed once for a whole step, over "
+        f"{analysis.placements.instances:,} instances. The loss that remains with a placement based on the step itself "
+        "varies between micro-steps, or is due to experts that can't be divided evenly. Only a plan for each "
+        "micro-step removes the part that varies."
     ) + table(placements_table(analysis))
 
 
@@ -101,7 +95,7 @@ def _layers(analysis: Analysis) -> str:
     caption = scale("0", f"{vio_span(analysis)[1]:.2f}", f"max_vio: max/mean - 1 over ranks.{joined}")
     layers = layers_table(analysis, SHOWN_LAYERS)
     return (
-        _summary(layers_summary(analysis))
+        summary(layers_summary(analysis))
         + grid("vio", "max_vio of every layer and micro-step", caption)
         + f"<h3>{layers.title}</h3>"
         + table(layers)
@@ -155,7 +149,7 @@ def _hot(analysis: Analysis) -> str:
 
 def _domains(analysis: Analysis) -> str:
     low, high = overlap_span(analysis)
-    caption = scale(f"{low:.0%}", f"{high:.0%}", "mean over layers")
+    caption = scale(f"{low:.0%}", f"{high:.0%}", "mean over layers; columns are in the order of the rows")
     return (
         lead(
             "Each domain is analyzed as if the trace had no other sequences; figures are means over layers. The skew "

@@ -12,7 +12,7 @@ from trimtab.analysis.hot_experts import HOT_FACTOR
 from trimtab.analysis.summary import answer, cost_summary, layers_summary, notes
 from trimtab.report.charts import Line, LineChart
 from trimtab.report.model import AnalysisReport
-from trimtab.report.number_text import number
+from trimtab.report.number_text import number, plural
 from trimtab.report.table_data import Row, TableData
 from trimtab.report.tables import facts, terminal_table
 
@@ -102,7 +102,7 @@ def placements_table(analysis: Analysis) -> TableData:
             is_ours=True,
         )
     )
-    columns = ("placement", "expert time lost", "recovered", "max/mean", "p99")
+    columns = ("placement", "time lost", "recovered", "max/mean", "p99")
     return TableData("Does known routing help?", columns, tuple(rows))
 
 
@@ -114,7 +114,7 @@ def layers_table(analysis: Analysis, most: int) -> TableData:
         time = (f"{estimate.lost_s_by_layer[layer] * 1e3:,.1f} ms",) if estimate else ()
         cells = (f"{analysis.lost_share_L[layer]:.1%}", *time, *_spread(analysis.layers[layer].max_vio))
         rows.append(Row(f"layer {names[layer]}", cells, layer=layer))
-    columns = ("layer", "of lost time", *(("per step",) if estimate else ()), "max_vio", *SPREAD[1:])
+    columns = ("layer", "of lost time", *(("lost per step",) if estimate else ()), "max_vio", *SPREAD[1:])
     return TableData("Layers that lose most", columns, tuple(rows))
 
 
@@ -164,7 +164,7 @@ def sizes_by_ranks_table(analysis: Analysis) -> TableData:
         Row(
             size_name(size),
             tuple(f"{balance.max_vio.mean:.3f}" for balance in size.by_ranks.values()),
-            about=f"{size.tokens:,.0f} tokens, {size.micro_steps:,} micro-steps",
+            about=f"{size.tokens:,.0f} tokens, {plural(size.micro_steps, 'micro-step')}",
         )
         for size in analysis.sizes
     )
@@ -237,7 +237,7 @@ def hottest_table(analysis: Analysis) -> TableData:
         )
         for expert in analysis.hot_experts.hottest
     )
-    columns = ("expert", "tokens / mean", "hot in micro-steps", "longest run")
+    columns = ("expert", "tokens / mean", "hot in", "longest run")
     return TableData("Hottest experts", columns, rows)
 
 
@@ -255,7 +255,7 @@ def domains_table(analysis: Analysis, most: int | None = None) -> TableData:
         )
         for domain in analysis.domains[:most]
     )
-    columns = ("domain", "of all tokens", "max/mean", "busier half of experts", "hottest expert / mean")
+    columns = ("domain", "of all tokens", "max/mean", "busier half's tokens", "hottest / mean")
     return TableData("Domains, each analyzed alone", columns, rows)
 
 

@@ -11,11 +11,11 @@ from trimtab.simulator.comparison import Outcome, Situation, operations
 from trimtab.simulator.events import KINDS
 from trimtab.trace import RoutingTrace
 
-KNOWN = {
-    "past": "earlier routing",
-    "step": "the whole step, beforehand",
-    "micro-step": "each micro-step, beforehand",
-    "layer": "each layer, after its router",
+ABOUT = {
+    "past": "plans from past steps",
+    "step": "plans from the step's routing",
+    "micro-step": "plans from each micro-step's routing",
+    "layer": "plans in each layer, after its router",
 }
 
 
@@ -96,7 +96,7 @@ def policy_results(outcomes: Mapping[str, Outcome]) -> tuple[PolicyResult, ...]:
     return tuple(
         PolicyResult(
             name=outcome.name,
-            about="the ideal" if outcome.policy.traits.ideal else f"knows {KNOWN[outcome.policy.traits.known_at]}",
+            about=_about(outcome),
             step_time_s=outcome.simulated.step_time_s,
             speedup=static_s / outcome.simulated.step_time_s,
             fraction_of_balanced=balanced_s / outcome.simulated.step_time_s,
@@ -109,6 +109,12 @@ def policy_results(outcomes: Mapping[str, Outcome]) -> tuple[PolicyResult, ...]:
         )
         for outcome in outcomes.values()
     )
+
+
+def _about(outcome: Outcome) -> str:
+    if outcome.name == "static":
+        return "contiguous homes, no replicas"
+    return "perfectly even routing" if outcome.policy.traits.ideal else ABOUT[outcome.policy.traits.known_at]
 
 
 def _bars(parts_s: Mapping[str, float]) -> dict[str, float]:

@@ -37,7 +37,7 @@ def terminal_table(data: TableData) -> Table:
     """A table with its title; numbers are aligned to the right."""
     table = _table(data.title)
     for index, column in enumerate(data.columns):
-        table.add_column(escape(column), justify="right" if index else "left", no_wrap=True)
+        table.add_column(escape(column), justify="right" if index else "left", no_wrap=bool(index))
     for row in data.rows:
         table.add_row(*map(escape, (row.name, *row.cells)))
     return table

@@ -74,8 +74,8 @@ def heat_map(maps: Sequence[LoadMap], layer_names: Sequence[str], worst: int) ->
         f'<span style="left:{at:.1f}%">{text}</span>'
         for at, text in ((0.0, f"{low:.2f}×"), (one, "1×"), (100.0, f"{high:.2f}×"))
     )
-    return f"""<p class="lead">Tokens that a rank computes, over the mean of its instance: blue is less than
-the mean, orange more.</p>
+    text = "Tokens that each rank computes, divided by the mean over ranks: blue is below the mean, orange above."
+    return f"""{lead(text)}
 <div class="controls">
 <span class="field"><label for="layer">Layer</label><select id="layer">{layer_options}</select></span>
 <button type="button" id="layer-previous" aria-label="Previous layer">←</button>
@@ -85,7 +85,7 @@ the mean, orange more.</p>
 <div class="pair">{figures}</div>
 <output class="readout" id="heat-readout" aria-live="polite">{POINT_AT_CELL}</output>
 <div class="scale"><i style="background-size:{whole:.1f}% 100%"></i><div>{marks}</div>
-<span>load over the mean of the ranks</span></div>"""
+<span>load / mean load of the ranks</span></div>"""
 
 
 def facts(facts: Sequence[tuple[str, str]]) -> str:
@@ -101,6 +101,11 @@ def notes_section(notes: Sequence[str]) -> Section:
 def lead(text: str) -> str:
     """The introduction of a section."""
     return f'<p class="lead">{escape(text)}</p>'
+
+
+def summary(text: str) -> str:
+    """A sentence with a result; "" without text."""
+    return f'<p class="summary">{escape(text)}</p>' if text else ""
 
 
 def grid(name: str, title: str, caption: str, planes: Sequence[str] = (), shown: int = 0) -> str:

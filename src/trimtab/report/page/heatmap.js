@@ -121,7 +121,7 @@ function startHeatMap() {
         context.strokeRect(plot.x + cursor.m * column - 1, plot.y + cursor.r * cell - 1, column + 2, cell + 2);
         context.lineWidth = 1;
       }
-      say(captions[index], ` · max/mean ${ratioText(mean)}, at worst ${ratioText(worst)}`);
+      say(captions[index], ` · max/mean ${ratioText(mean)} on average, ${ratioText(worst)} at most`);
       return { map, plot, cell, column, tokens, ratios };
     });
   }
