@@ -99,23 +99,23 @@ def test_foresight_by_hand() -> None:
     # Experts 0 and 1 of rank 0 are hot in both steps: other homes fix it for good.
     hot = np.array([[[4, 4, 0, 0]]] * 4)
     found = {each.name: each for each in compare_placements(hot, np.array([0, 2, 4]), 2).strategies}
-    assert found["static"].lost == pytest.approx(0.5)
-    assert (found["homes_from_past"].lost, found["homes_from_past"].recovered_fraction) == (0.0, 1.0)
-    assert found["homes_from_step"].max_over_mean == 1.0
+    assert found["static"].expert_time_lost == pytest.approx(0.5)
+    assert (found["homes_from_past"].expert_time_lost, found["homes_from_past"].recovered_fraction) == (0.0, 1.0)
+    assert found["homes_from_step"].max_over_mean_mean == 1.0
     # What was hot is not any more: homes by the past put 0 and 2 together.
     drift = np.array([[[4, 4, 3, 3]], [[4, 0, 4, 0]]])
     found = {each.name: each for each in compare_placements(drift, np.array([0, 1, 2]), 2).strategies}
-    assert found["homes_from_past"].lost == pytest.approx(0.5)
-    assert found["homes_from_step"].lost == 0.0
-    assert found["static"].lost == 0.0
+    assert found["homes_from_past"].expert_time_lost == pytest.approx(0.5)
+    assert found["homes_from_step"].expert_time_lost == 0.0
+    assert found["static"].expert_time_lost == 0.0
     assert found["static"].recovered_fraction is None
     # One step: its first half is the past of the second. Within the second, 0 and 1 take turns with 2 and 3.
     turns = np.array([[[8, 8, 0, 0]], [[8, 8, 0, 0]], [[8, 8, 0, 0]], [[0, 0, 8, 8]]])
     compared = compare_placements(turns, np.array([0, 4]), 2)
     assert (compared.history, compared.instances) == ("half", 2)
     found = {each.name: each for each in compared.strategies}
-    assert found["static"].lost == pytest.approx(0.5)
-    assert found["static"].lost_whole_step == 0.0
+    assert found["static"].expert_time_lost == pytest.approx(0.5)
+    assert found["static"].expert_time_lost_whole_step == 0.0
     assert found["homes_from_past"].recovered_fraction == 1.0
     lone = compare_placements(turns[:1], np.array([0, 1]), 2)
     assert (lone.history, lone.best("past")) == (None, None)
@@ -125,13 +125,17 @@ def test_ways_by_hand() -> None:
     counts = np.array([[[100 + i, 100 - i]] for i in range(101)])
     found = {each.name: each for each in compare_placements(counts, np.array([0, 50, 101]), 2).strategies}
     assert found["static"].max_over_mean_p99 == pytest.approx(1.995)
-    assert (found["static"].max_over_mean, found["static"].lost_whole_step) == pytest.approx((1.75, 1 - 1 / 1.75))
+    assert (found["static"].max_over_mean_mean, found["static"].expert_time_lost_whole_step) == pytest.approx(
+        (1.75, 1 - 1 / 1.75)
+    )
     for name, source in (("replicas_from_past", counts[:50]), ("replicas_from_step", counts[50:])):
-        assert found[name].lost == lost_part(placed_loads(counts[50:], source.sum(axis=0), 2, 2))
-    # `lost_whole_step` is of steps, not of all of them together.
+        assert found[name].expert_time_lost == lost_part(placed_loads(counts[50:], source.sum(axis=0), 2, 2))
+    # `expert_time_lost_whole_step` is of steps, not of all of them together.
     turns = np.array([[[4, 0]], [[4, 0]], [[0, 4]]])
-    assert compare_placements(turns, np.array([0, 1, 2, 3]), 2).strategies[0].lost_whole_step == 0.5
-    first, second = (replace(found["static"], lost=lost, lost_whole_step=0.3 - lost) for lost in (0.2, 0.1))
+    assert compare_placements(turns, np.array([0, 1, 2, 3]), 2).strategies[0].expert_time_lost_whole_step == 0.5
+    first, second = (
+        replace(found["static"], expert_time_lost=lost, expert_time_lost_whole_step=0.3 - lost) for lost in (0.2, 0.1)
+    )
     assert PlacementComparison((first, second), "step", 1).best("nothing") == second
 
 

@@ -169,14 +169,7 @@ def figures(analysis: Analysis) -> dict[str, Any]:
             "history": analysis.placements.history,
             "instances": analysis.placements.instances,
             "strategies": {
-                strategy.name: {
-                    "based_on": strategy.based_on,
-                    "max_over_mean_mean": strategy.max_over_mean,
-                    "max_over_mean_p99": strategy.max_over_mean_p99,
-                    "expert_time_lost": strategy.lost,
-                    "expert_time_lost_whole_step": strategy.lost_whole_step,
-                    "recovered_fraction": strategy.recovered_fraction,
-                }
+                strategy.name: {key: value for key, value in asdict(strategy).items() if key not in ("name", "about")}
                 for strategy in analysis.placements.strategies
             },
         },

@@ -27,16 +27,16 @@ LEAST_LOST = 1e-3
 
 @dataclass(frozen=True)
 class PlacementStrategy:
-    """A way to place experts for a step, and the imbalance that remains.
+    """A way to place experts for a step, and the imbalance that remains. The names of figures are keys of the JSON.
 
     Attributes:
-        name: key in the JSON.
+        name: its key in the JSON.
         about: description for tables.
         based_on: loads that the placement is computed from: "nothing", "past" or "step".
-        max_over_mean, max_over_mean_p99: mean and 99th percentile over instances.
-        lost: part of expert time for which a rank is idle on average.
-        lost_whole_step: the same if each step were one micro-step: due to experts that can't be divided evenly, or to
-            loads of another step. The rest of `lost` is change between micro-steps.
+        max_over_mean_mean, max_over_mean_p99: mean and 99th percentile over instances.
+        expert_time_lost: part of expert time for which a rank is idle on average.
+        expert_time_lost_whole_step: the same if each step were one micro-step: due to experts that can't be divided
+            evenly, or to loads of another step. The rest of `expert_time_lost` is change between micro-steps.
         recovered_fraction: part of the idle time of contiguous homes that it removes; negative if it adds. None without
             idle time.
     """
@@ -44,10 +44,10 @@ class PlacementStrategy:
     name: str
     about: str
     based_on: str
-    max_over_mean: float
+    max_over_mean_mean: float
     max_over_mean_p99: float
-    lost: float
-    lost_whole_step: float
+    expert_time_lost: float
+    expert_time_lost_whole_step: float
     recovered_fraction: float | None
 
 
@@ -68,7 +68,7 @@ class PlacementComparison:
     def best(self, based_on: str) -> PlacementStrategy | None:
         """The strategy based on these loads with the least loss, the first of equals; None if there is none."""
         found = [strategy for strategy in self.strategies if strategy.based_on == based_on]
-        return min(found, key=lambda strategy: strategy.lost, default=None)
+        return min(found, key=lambda strategy: strategy.expert_time_lost, default=None)
 
 
 def compare_placements(counts_MLE: Array, step_starts: Array, ranks: int) -> PlacementComparison:
@@ -134,9 +134,9 @@ def _strategy(
         name=name,
         about=about,
         based_on=based_on,
-        max_over_mean=balanced.max_over_mean.mean,
+        max_over_mean_mean=balanced.max_over_mean.mean,
         max_over_mean_p99=balanced.max_over_mean.p99,
-        lost=balanced.lost,
-        lost_whole_step=lost_part(np.add.reduceat(loads_MLR, starts, axis=0)),
+        expert_time_lost=balanced.lost,
+        expert_time_lost_whole_step=lost_part(np.add.reduceat(loads_MLR, starts, axis=0)),
         recovered_fraction=removed / idle if lost_part(static_MLR) > LEAST_LOST else None,
     )

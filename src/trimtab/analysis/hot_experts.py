@@ -12,7 +12,7 @@ from itertools import pairwise
 
 import numpy as np
 
-from trimtab.analysis.balance import halves
+from trimtab.analysis.balance import half_sums
 from trimtab.analysis.trace_counts import summed
 from trimtab.array_type import Array
 
@@ -98,7 +98,7 @@ def hot_experts(counts_MLE: Array, step_starts: Array) -> HotExperts:
         RunCount(high, int(np.count_nonzero((lengths > low) & (lengths <= high)))) for low, high in pairwise((0, *RUNS))
     ]
     runs.append(RunCount(None, int(np.count_nonzero(lengths > RUNS[-1]))))
-    steps_PLE = summed(counts_MLE, step_starts[:-1])
+    steps_PLE = summed(counts_MLE, step_starts[:-1], step_starts[1:])
     return HotExperts(
         per_instance=int(np.count_nonzero(hot_MLE)) / instances,
         token_part=int(counts_MLE[hot_MLE].sum()) / total if total else 0.0,
@@ -107,7 +107,7 @@ def hot_experts(counts_MLE: Array, step_starts: Array) -> HotExperts:
         runs=tuple(runs),
         mean_run=float(lengths.mean()) if len(lengths) else 0.0,
         overlap_steps=_overlap(hot_mask(steps_PLE[:-1]), hot_mask(steps_PLE[1:])),
-        overlap_halves=_halves_overlap(counts_MLE, step_starts),
+        overlap_halves=_overlap(*map(hot_mask, half_sums(counts_MLE, step_starts))),
         hottest=_hottest(counts_MLE.sum(axis=0), hot_MLE, longest_LE),
     )
 
@@ -128,15 +128,8 @@ def _runs(hot_MLE: Array, step_starts: Array) -> tuple[Array, Array]:
     return np.concatenate(found), longest_LE
 
 
-def _halves_overlap(counts_MLE: Array, step_starts: Array) -> float | None:
-    masks = [
-        (hot_mask(counts_MLE[first:middle].sum(axis=0)), hot_mask(counts_MLE[middle:end].sum(axis=0)))
-        for first, middle, end in halves(step_starts)
-    ]
-    return _overlap(*(np.array(side) for side in zip(*masks, strict=True))) if masks else None
-
-
 def _overlap(one: Array, other: Array) -> float | None:
+    """Size of the intersection over that of the union of two masks `[..., E]`, mean where the union is not empty."""
     either = np.count_nonzero(one | other, axis=-1)
     both = np.count_nonzero(one & other, axis=-1)
     return float((both[either > 0] / either[either > 0]).mean()) if either.any() else None

@@ -41,7 +41,7 @@ def _placement_answer(analysis: Analysis) -> str:
         return "This trace can't tell what would help."
     last = "the step before" if found.history == "step" else "the first half of the step"
     # A placement by the step's own loads may by chance be worse than one by the step before.
-    best = min(step, past, key=lambda strategy: strategy.lost)
+    best = min(step, past, key=lambda strategy: strategy.expert_time_lost)
     recovered = best.recovered_fraction or 0.0
     if recovered - past.recovered_fraction < 2 * NEGLIGIBLE_GAIN:
         best = past
@@ -51,16 +51,16 @@ def _placement_answer(analysis: Analysis) -> str:
             f"A fixed placement would recover {_percent(recovered)} of that if based on the step itself, and "
             f"{_percent(past.recovered_fraction)} if based on {last}"
         )
-    if past.lost < NEGLIGIBLE_LOSS:
+    if past.expert_time_lost < NEGLIGIBLE_LOSS:
         return f"{fixed}, so a balancer that uses past loads is enough."
-    if best.lost < NEGLIGIBLE_LOSS:
+    if best.expert_time_lost < NEGLIGIBLE_LOSS:
         return f"{fixed}, so known routing helps, and one plan per step is nearly enough."
-    remaining = f"{best.lost:.0%} of expert time would still be lost"
-    if step.lost_whole_step > best.lost / 2:
+    remaining = f"{best.expert_time_lost:.0%} of expert time would still be lost"
+    if step.expert_time_lost_whole_step > best.expert_time_lost / 2:
         return f"{fixed}; {remaining}, since some experts are too hot for {SLOTS} replicas per rank in equal shares."
     verdict = (
         "Planning from known routing is worth it."
-        if best.lost >= LARGE_LOSS
+        if best.expert_time_lost >= LARGE_LOSS
         else "Only known routing can balance that."
     )
     return f"{fixed}; {remaining}, since loads change from micro-step to micro-step. {verdict}"

@@ -86,7 +86,8 @@ class TraceCounts:
     @property
     def counts_MLE(self) -> Array:
         """`[M, L, E]` int64, tokens by micro-step, layer and expert."""
-        return summed(self.counts_FLE, np.arange(0, len(self.counts_FLE), self.parts))
+        starts = np.arange(0, len(self.counts_FLE), self.parts)
+        return summed(self.counts_FLE, starts, starts + self.parts)
 
     @property
     def step_starts(self) -> Array:
@@ -173,9 +174,8 @@ def count_trace(
     )
 
 
-def summed(counts: Array, starts: Array) -> Array:
-    """Sums `[G, ...]` int64 of neighbours of the first axis, from each of `starts` up to the next."""
-    ends = np.append(starts[1:], len(counts))
+def summed(counts: Array, starts: Array, ends: Array) -> Array:
+    """Sums `[G, ...]` int64 of `counts[start:end]` for each of G starts and ends."""
     sums = np.empty((len(starts), *counts.shape[1:]), np.int64)
     # One by one: `reduceat` to another type is several times slower.
     for index, (start, end) in enumerate(zip(starts.tolist(), ends.tolist(), strict=True)):

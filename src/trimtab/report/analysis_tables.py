@@ -77,18 +77,18 @@ def balance_table(analysis: Analysis) -> TableData:
 def placements_table(analysis: Analysis) -> TableData:
     """Loss of fixed placements, and of a plan for each micro-step."""
     strategies = analysis.placements.strategies
-    largest = max([strategy.lost for strategy in strategies] + [1e-9])
+    largest = max([strategy.expert_time_lost for strategy in strategies] + [1e-9])
     rows = [
         Row(
             strategy.about,
             (
-                f"{strategy.lost:.1%}",
+                f"{strategy.expert_time_lost:.1%}",
                 number(strategy.recovered_fraction, ".0%"),
-                f"{strategy.max_over_mean:.3f}",
+                f"{strategy.max_over_mean_mean:.3f}",
                 f"{strategy.max_over_mean_p99:.3f}",
             ),
             about=BASED_ON[strategy.based_on],
-            bar=strategy.lost / largest,
+            bar=strategy.expert_time_lost / largest,
         )
         for strategy in strategies
     ]

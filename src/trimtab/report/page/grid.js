@@ -68,7 +68,7 @@ function startGrid(figure) {
     const value = valueAt(cursor.r, cursor.c);
     const place = `${rowWord} ${grid.rows[cursor.r]}${grid.percent ? "" : ","} ${columnWord} ${grid.columns[cursor.c]}`;
     const text = !Number.isFinite(value) ? "no load" : grid.percent ? `${Math.round(value * 100)}%` : ratioText(value);
-    say(readout, [place.trim()], " · ", [text], Number.isFinite(value) ? ` ${grid.says}` : "");
+    say(readout, [place.trim()], " · ", [text], Number.isFinite(value) ? ` ${grid.label}` : "");
   }
 
   function pick(next) {
