@@ -1,4 +1,4 @@
-"""Figures against sums by hand and plain loops."""
+"""Figures of an analysis equal values worked out by hand, and plain loops."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from trimtab.simulator.work import rank_work
 from trimtab.trace import PRESETS, TraceReader, synthesize_preset
 
 
-def test_balance_by_hand() -> None:
+def test_balance_of_given_loads() -> None:
     found = balance(np.array([[2, 2], [3, 1], [0, 0], [6, 2]]))
     assert found.instances == 3
     assert found.max_over_mean.mean == pytest.approx((1 + 1.5 + 1.5) / 3)
@@ -40,7 +40,7 @@ def test_balance_by_hand() -> None:
     assert np.isnan(max_over_mean_or_nan(np.zeros((1, 2)))).all()
 
 
-def test_spreads_by_hand() -> None:
+def test_mean_p50_p99_and_worst_of_given_loads() -> None:
     """101 instances, busiest over mean from 1 to 2."""
     found = balance(np.array([[100 + i, 100 - i] for i in range(101)]))
     assert [found.max_over_mean.p50, found.max_over_mean.p99, found.max_over_mean.worst] == [1.5, 1.99, 2]
@@ -49,7 +49,7 @@ def test_spreads_by_hand() -> None:
     assert [even.p50, even.p99, even.worst] == pytest.approx([1 / 1.5, 1 / 1.99, 0.5])
 
 
-def test_sizes_that_are_whole_steps_are_said_once() -> None:
+def test_a_size_equal_to_whole_steps_is_listed_once() -> None:
     turns = trace_counts_of([[[0, 0], [3, 1]]] * 4)
     assert [size.factor for size in by_size(turns, [2])] == [1, 2, None]
     assert [size.factor for size in by_size(trace_counts_of([[[3, 1]]]), [2])] == [1, None]
@@ -58,7 +58,7 @@ def test_sizes_that_are_whole_steps_are_said_once() -> None:
     assert [size.tokens for size in by_size(turns, [2])] == [4, 8, 16]
 
 
-def test_numbers_of_ranks_are_powers_of_two_that_divide_and_the_given_one() -> None:
+def test_rank_numbers_are_powers_of_two_that_divide_the_experts_and_the_given_number() -> None:
     assert rank_numbers(128, 16) == [2, 4, 8, 16, 32, 64, 128]
     assert rank_numbers(256, 8) == rank_numbers(256, 2) == [2, 4, 8, 16, 32, 64]
     assert rank_numbers(160, 10) == [2, 4, 8, 10, 16, 32]
@@ -66,21 +66,21 @@ def test_numbers_of_ranks_are_powers_of_two_that_divide_and_the_given_one() -> N
     assert rank_numbers(1, 1) == [1]
 
 
-def test_overlap_by_hand() -> None:
+def test_overlap_of_given_distributions() -> None:
     assert overlap(np.array([3, 1, 0]), np.array([30, 10, 0])) == 1
     assert overlap(np.array([1, 0]), np.array([0, 1])) == 0
     assert overlap(np.array([3, 1]), np.array([1, 3])) == 0.5
     assert np.isnan(overlap(np.array([0, 0]), np.array([1, 3])))
 
 
-def test_a_step_may_be_stable_where_its_micro_steps_are_not() -> None:
+def test_stability_of_given_steps() -> None:
     # Ranks 0 and 1 take turns; over two micro-steps they are even.
     turns = np.array([[[3, 1]], [[1, 3]], [[3, 1]], [[1, 3]]])
     found = stability(turns, np.array([0, 2, 4]), 2)
     assert (found.step_max_over_mean, found.micro_step_max_over_mean) == (1.0, 1.5)
     assert (found.busiest_rank_changes, found.overlap_micro_steps) == (0.5, 0.5)
     assert (found.overlap_steps, found.overlap_halves) == (1.0, 0.5)
-    # What changes with the step; layers without load say nothing.
+    # Loads change between steps; layers without load do not count.
     drift = np.array([[[3, 1], [0, 0]]] * 2 + [[[1, 1], [0, 0]]] * 2)
     found = stability(drift, np.array([0, 2, 4]), 2)
     assert (found.step_max_over_mean, found.micro_step_max_over_mean, found.overlap_micro_steps) == (1.25, 1.25, 1.0)
@@ -95,8 +95,8 @@ def test_a_step_may_be_stable_where_its_micro_steps_are_not() -> None:
     assert (lone.overlap_micro_steps, lone.overlap_steps, lone.overlap_halves) == (None, None, None)
 
 
-def test_foresight_by_hand() -> None:
-    # Experts 0 and 1 of rank 0 are hot in both steps: other homes fix it for good.
+def test_placements_of_given_counts() -> None:
+    # Experts 0 and 1 of rank 0 are hot in both steps: other homes balance all micro-steps.
     hot = np.array([[[4, 4, 0, 0]]] * 4)
     found = {each.name: each for each in compare_placements(hot, np.array([0, 2, 4]), 2).strategies}
     assert found["static"].expert_time_lost == pytest.approx(0.5)
@@ -121,7 +121,7 @@ def test_foresight_by_hand() -> None:
     assert (lone.history, lone.best("past")) == (None, None)
 
 
-def test_ways_by_hand() -> None:
+def test_figures_of_placement_strategies() -> None:
     counts = np.array([[[100 + i, 100 - i]] for i in range(101)])
     found = {each.name: each for each in compare_placements(counts, np.array([0, 50, 101]), 2).strategies}
     assert found["static"].max_over_mean_p99 == pytest.approx(1.995)
@@ -130,7 +130,7 @@ def test_ways_by_hand() -> None:
     )
     for name, source in (("replicas_from_past", counts[:50]), ("replicas_from_step", counts[50:])):
         assert found[name].expert_time_lost == lost_part(placed_loads(counts[50:], source.sum(axis=0), 2, 2))
-    # `expert_time_lost_whole_step` is of steps, not of all of them together.
+    # `expert_time_lost_whole_step` sums each step, not all of them together.
     turns = np.array([[[4, 0]], [[4, 0]], [[0, 4]]])
     assert compare_placements(turns, np.array([0, 1, 2, 3]), 2).strategies[0].expert_time_lost_whole_step == 0.5
     first, second = (
@@ -141,7 +141,7 @@ def test_ways_by_hand() -> None:
 
 @settings(max_examples=12, deadline=None)
 @given(seed=st.integers(0, 10**6), ranks=st.sampled_from([1, 2, 4, 8]), slots=st.integers(0, 2))
-def test_placed_loads_are_what_the_eplb_policy_plans(seed: int, ranks: int, slots: int) -> None:
+def test_placed_loads_equal_the_eplb_policys_plan(seed: int, ranks: int, slots: int) -> None:
     counts = random_counts(seed)
     loads = placed_loads(counts, counts.sum(axis=0), ranks, slots)
     assert loads.sum(axis=-1) == pytest.approx(counts.sum(axis=-1))
@@ -157,7 +157,7 @@ def test_placed_loads_are_what_the_eplb_policy_plans(seed: int, ranks: int, slot
 
 
 def plain_hot(counts: np.ndarray, starts: list[int]) -> tuple[float, list[int], float | None]:
-    """Hot experts an instance, lengths of runs, and how many of the hot stay so."""
+    """Hot experts per instance, lengths of runs, and persistence."""
     runs: list[int] = []
     hot, stays, could = 0, 0, 0
     instances = sum(bool(counts[m, layer].any()) for m in range(len(counts)) for layer in range(counts.shape[1]))
@@ -185,15 +185,15 @@ def plain_hot(counts: np.ndarray, starts: list[int]) -> tuple[float, list[int], 
 
 @settings(max_examples=60, deadline=None)
 @given(seed=st.integers(0, 10**6), micro_steps=st.integers(1, 12), cut=st.integers(0, 12))
-def test_hot_experts_against_a_loop(seed: int, micro_steps: int, cut: int) -> None:
+def test_hot_experts_equal_those_of_a_plain_loop(seed: int, micro_steps: int, cut: int) -> None:
     counts = random_counts(seed, micro_steps)
     if not counts.any():
         return
     starts = sorted({0, min(cut, micro_steps - 1)})
     found = hot_experts(counts, np.array([*starts, micro_steps]))
-    per_instance, runs, stay = plain_hot(counts, starts)
+    per_instance, runs, persistence = plain_hot(counts, starts)
     assert found.per_instance == pytest.approx(per_instance)
-    assert found.persistence == (pytest.approx(stay) if stay is not None else None)
+    assert found.persistence == (pytest.approx(persistence) if persistence is not None else None)
     low = 0
     for longest, count in ((run.up_to, run.count) for run in found.runs):
         assert count == sum(low < run <= (longest or 10**9) for run in runs)
@@ -202,7 +202,7 @@ def test_hot_experts_against_a_loop(seed: int, micro_steps: int, cut: int) -> No
     assert max((expert.longest_run for expert in found.hottest), default=0) <= max(runs, default=0)
 
 
-def test_hot_means_more_than_twice_the_mean() -> None:
+def test_an_expert_is_hot_above_twice_the_mean() -> None:
     assert hot_mask(np.array([4, 0, 0, 4])).tolist() == [False] * 4
     assert hot_mask(np.array([5, 0, 0, 3])).tolist() == [True, False, False, False]
     assert not hot_mask(np.zeros(4, int)).any()
@@ -235,7 +235,7 @@ def test_hot_experts_of_several_layers() -> None:
     assert [each["layer"] for each in named["hot_experts"]["hottest"][:2]] == [3, 7]
 
 
-def test_domains_by_hand() -> None:
+def test_skew_and_overlap_of_given_domains() -> None:
     counts = np.array([[[6, 2, 0, 0]], [[2, 2, 2, 2]], [[0, 0, 0, 0]]])
     first, second = domain_skew(counts, ("maths", "code", "none"), 2)
     assert (first.token_part, first.busier_half_share, first.hottest_over_mean, first.max_over_mean) == (0.5, 1, 3, 2)
@@ -243,7 +243,7 @@ def test_domains_by_hand() -> None:
     assert domain_overlap(counts) == pytest.approx(np.array([[1, 0.5, 0], [0.5, 1, 0], [0, 0, 0]]))
 
 
-def test_domains_with_layers_that_are_not_known() -> None:
+def test_layers_without_known_routes_do_not_count_for_domains() -> None:
     counts = np.array([[[2, 2, 0], [0, 0, 0]], [[2, 2, 0], [4, 0, 0]]])
     first, second = domain_skew(counts, ("maths", "code"), 1)
     assert (first.token_part, second.token_part) == pytest.approx((4 / 12, 8 / 12))
@@ -252,7 +252,7 @@ def test_domains_with_layers_that_are_not_known() -> None:
     assert domain_overlap(counts).tolist() == [[1, 1], [1, 1]]
 
 
-def test_nodes_and_lost_shares_by_hand() -> None:
+def test_node_balance_and_lost_shares_of_given_counts() -> None:
     counts = np.array([[np.arange(1, 9), [3] + [2] * 6 + [1]], [np.full(8, 2)] * 2, [np.full(8, 2), [9] + [1] * 7]])
     analysis = analyze(trace_counts_of(counts), ranks=8, ranks_per_node=4)
     # Mean ranks wait 8 - 4.5 in layer 0, and 1 and 7 in layer 1.
@@ -265,7 +265,7 @@ def test_nodes_and_lost_shares_by_hand() -> None:
 
 
 def plain_price(counts: np.ndarray, cluster: ClusterSpec, model: ModelSpec, **of: int) -> tuple[float, float]:
-    """Seconds of a step and those lost, one rank and instance after another."""
+    """Seconds of a step and seconds lost, summed instance by instance."""
     costs = OperationCosts.of(cluster, model, moe_layers=counts.shape[1])
     ranks, per_node = cluster.ranks, cluster.ranks_per_node
     # Of a rank's rows, what comes from its own node and from others; forwarded rows pass the node once more.
@@ -296,7 +296,7 @@ def plain_price(counts: np.ndarray, cluster: ClusterSpec, model: ModelSpec, **of
 
 
 @pytest.mark.parametrize(("ranks", "per_node"), [(1, 1), (4, 4), (8, 2), (8, 1), (16, 8)])
-def test_prices_against_plain_sums(ranks: int, per_node: int) -> None:
+def test_estimated_cost_equals_a_plain_loop(ranks: int, per_node: int) -> None:
     counts, model = random_counts(7, experts=16) * 50, load_model("qwen3-30b-a3b")
     # One rank of a node alone is busy: with 8 of them, links inside the node then take longest.
     counts[:, :, 1:8] //= 50
@@ -306,7 +306,7 @@ def test_prices_against_plain_sums(ranks: int, per_node: int) -> None:
     assert (found.step_s, found.lost_s) == pytest.approx(plain_price(counts, cluster, model, **sizes))
 
 
-def test_prices_of_experts_are_the_simulators() -> None:
+def test_expert_seconds_equal_the_simulators() -> None:
     counts = random_counts(1)
     cluster = load_cluster("h100x8", ranks=4, slots_per_rank=0, ranks_per_node=2)
     model = load_model("qwen3-30b-a3b")
@@ -332,7 +332,7 @@ def test_prices_of_experts_are_the_simulators() -> None:
     assert twice.lost_s_by_layer == pytest.approx(found.lost_s_by_layer)
 
 
-def test_the_estimate_is_near_what_the_simulator_says(tmp_path: Path) -> None:
+def test_the_estimate_is_within_5_percent_of_the_simulator(tmp_path: Path) -> None:
     trace = synthesize_preset(
         PRESETS["rl-mixed"], num_sequences=128, mean_length=256, max_length=512, num_layers=2, num_experts=128, top_k=8
     )

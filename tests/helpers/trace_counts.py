@@ -1,4 +1,4 @@
-"""Counts of a trace, as an analysis takes them: given by hand, or random."""
+"""`TraceCounts` for tests: from given counts, or random."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The analysis page: whole, small, readable without a script, and alive in a browser."""
+"""The analysis page: complete, small, readable without scripts, interactive in a browser."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def grid_of(page: str, name: str) -> np.ndarray:
     return found.reshape(len(grid["planes"]), len(grid["rows"]), len(grid["columns"]))
 
 
-def test_sections_figures_and_grids_are_there() -> None:
+def test_the_page_has_all_sections_figures_and_grids() -> None:
     report = some_analysis()
     page, analysis = page_of(report), report.analysis
     found = [page.index(f'<section id="{name}"') for name in SECTIONS]
@@ -88,20 +88,20 @@ def test_sections_figures_and_grids_are_there() -> None:
         {"without_load": 11},
     ],
 )
-def test_odd_traces_make_whole_pages(odd: dict[str, Any]) -> None:
+def test_pages_of_small_and_unusual_traces_are_complete(odd: dict[str, Any]) -> None:
     page = page_of(some_analysis(**odd))
     assert ("domains" in re.findall(r'<section id="(\w+)"', page)) == (odd.get("domains") != ("",))
     assert not re.search(r"\bnan\b|\binf\b", page.split("<script>")[0])
 
 
-def test_what_a_trace_says_is_never_markup() -> None:
+def test_texts_of_a_trace_are_escaped() -> None:
     report = some_analysis(domains=(EVIL, "code"), model=EVIL)
     page = page_of(AnalysisReport(EVIL, report.analysis))
     assert EVIL not in page
     assert "<img" not in page
 
 
-def test_a_large_trace_makes_a_small_page(tmp_path: Path) -> None:
+def test_the_page_of_a_large_trace_is_below_4_mb(tmp_path: Path) -> None:
     report = some_analysis(micro_steps=500, layers=48, experts=128, ranks=64)
     write_html(report, tmp_path / "page.html")
     assert (tmp_path / "page.html").stat().st_size < 4e6
@@ -114,7 +114,7 @@ def browser() -> Iterator[Any]:
         yield running
 
 
-def test_the_page_draws_and_answers_in_a_browser(browser: Any, tmp_path: Path) -> None:
+def test_grids_react_to_keys_pointer_and_lists(browser: Any, tmp_path: Path) -> None:
     report = some_analysis()
     path = tmp_path / "page.html"
     write_html(report, path)
@@ -144,7 +144,7 @@ def test_the_page_draws_and_answers_in_a_browser(browser: Any, tmp_path: Path) -
         assert opened.requests == []
 
 
-def test_a_phone_needs_no_sideways_scrolling_and_dark_is_another_look(browser: Any, tmp_path: Path) -> None:
+def test_the_page_fits_a_phone_and_has_a_dark_scheme(browser: Any, tmp_path: Path) -> None:
     path = tmp_path / "page.html"
     write_html(some_analysis(domains=("a domain of a very long name indeed", "code")), path)
     looks = []
