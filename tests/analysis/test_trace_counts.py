@@ -112,9 +112,7 @@ def test_the_default_budget_fits_the_longest_sequence(tmp_path: Path) -> None:
         count_trace(reader, ranks=1, token_budget=8192)
 
 
-def test_only_the_last_steps_are_kept_if_counts_exceed_the_limit(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_only_the_last_steps_are_kept_above_the_memory_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     trace = odd_trace(5, sequences=60, steps=4, unknown=0.0)
     write_trace(trace, tmp_path / "t.parquet")
     reader = TraceReader(tmp_path / "t.parquet")

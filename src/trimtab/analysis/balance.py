@@ -1,7 +1,7 @@
 """Imbalance of ranks: over all instances, by layer, micro-step size and number of ranks, and of whole steps.
 
 `max_vio` is max/mean - 1 of rank loads (verl, VeOmni, prime-rl), `balancedness` mean/max (vLLM, SGLang). Instances
-without any known route are not counts.
+without any known route are not counted.
 """
 
 from __future__ import annotations

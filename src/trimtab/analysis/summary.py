@@ -112,7 +112,7 @@ def notes(analysis: Analysis) -> list[str]:
     if counts.unknown_routes:
         pairs = counts.num_tokens * counts.num_layers
         texts.append(
-            f"{counts.unknown_routes / pairs:.1%} of (token, layer) pairs have no recorded route and are not counts."
+            f"{counts.unknown_routes / pairs:.1%} of (token, layer) pairs have no recorded route and are not counted."
         )
     per_expert = counts.num_tokens * counts.top_k / counts.num_micro_steps / counts.num_experts
     if per_expert < 16:
