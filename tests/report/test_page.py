@@ -156,7 +156,7 @@ def test_a_policy_without_parts_is_shown_as_not_broken_down() -> None:
     report = some_report()
     policies = (report.policies[0], replace(report.policies[6], parts_s={}, fraction_of_balanced=None))
     page = page_of(replace(report, policies=policies))
-    assert "trimtab: 4.08 s. not broken down" in page
+    assert "trimtab: 4.08 s. all parts 4.08 s, not broken down" in page
     assert "<td>–</td>" in page
 
 

@@ -90,7 +90,7 @@ def hot_experts(counts_MLE: Array, step_starts: Array) -> HotExperts:
     """Hot experts of every instance, of whole steps and of their halves."""
     hot_MLE = hot_mask(counts_MLE)
     instances = max(1, int(np.count_nonzero(counts_MLE.sum(axis=-1))))
-    total = int(counts_MLE.sum())
+    total, num_hot = int(counts_MLE.sum()), int(np.count_nonzero(hot_MLE))
     inside = np.setdiff1d(np.arange(len(counts_MLE) - 1), step_starts[1:-1] - 1)
     was = int(np.count_nonzero(hot_MLE[inside]))
     lengths, longest_LE = _runs(hot_MLE, step_starts)
@@ -100,10 +100,10 @@ def hot_experts(counts_MLE: Array, step_starts: Array) -> HotExperts:
     runs.append(RunCount(None, int(np.count_nonzero(lengths > RUNS[-1]))))
     steps_PLE = summed(counts_MLE, step_starts[:-1], step_starts[1:])
     return HotExperts(
-        per_instance=int(np.count_nonzero(hot_MLE)) / instances,
+        per_instance=num_hot / instances,
         token_part=int(counts_MLE[hot_MLE].sum()) / total if total else 0.0,
         persistence=int(np.count_nonzero(hot_MLE[inside] & hot_MLE[inside + 1])) / was if was else None,
-        chance=int(np.count_nonzero(hot_MLE)) / (instances * counts_MLE.shape[-1]),
+        chance=num_hot / (instances * counts_MLE.shape[-1]),
         runs=tuple(runs),
         mean_run=float(lengths.mean()) if len(lengths) else 0.0,
         overlap_steps=_overlap(hot_mask(steps_PLE[:-1]), hot_mask(steps_PLE[1:])),
@@ -140,7 +140,6 @@ def _hottest(counts_LE: Array, hot_MLE: Array, longest_LE: Array) -> tuple[HotEx
     part_LE = hot_MLE.mean(axis=0)
     order = np.argsort(-over_LE, axis=None, kind="stable")[:SHOWN]
     return tuple(
-        HotExpert(layer, expert, float(over_LE[layer, expert]), float(part_LE[layer, expert]), int(longest))
+        HotExpert(layer, expert, *(array[layer, expert].item() for array in (over_LE, part_LE, longest_LE)))
         for layer, expert in (divmod(int(index), counts_LE.shape[1]) for index in order)
-        for longest in [longest_LE[layer, expert]]
     )

@@ -20,6 +20,7 @@ from trimtab.planner.replicas.paths import HOST
 from trimtab.policies import POLICIES, Policy, View, make_view
 from trimtab.report.notebook import facts_table
 from trimtab.report.number_text import plural
+from trimtab.report.table_data import Facts
 from trimtab.report.tables import plan_balance_table
 from trimtab.simulator import Balance, expert_time, summarise_balance
 from trimtab.trace import RoutingTrace, TraceReader
@@ -101,7 +102,7 @@ class PlanResult(Summarised):
         return self.planning_s / self.num_instances * 1e6
 
     @property
-    def facts(self) -> list[tuple[str, str]]:
+    def facts(self) -> Facts:
         """Names and values, as `trimtab plan` prints them."""
         trace, cluster, plan = self.trace, self.cluster, self.plan
         rows = [

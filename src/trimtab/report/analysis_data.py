@@ -39,13 +39,13 @@ def vio_columns(analysis: Analysis) -> Array:
     return np.arange(0, count, size)
 
 
-def vio_span(analysis: Analysis) -> tuple[float, float]:
+def _vio_span(analysis: Analysis) -> tuple[float, float]:
     """Colour range of max_vio; the highest half percent has one colour."""
     known = analysis.max_over_mean_ML[~np.isnan(analysis.max_over_mean_ML)] - 1
     return 0.0, max(0.1, float(np.ceil(np.quantile(known, 0.995) * 20) / 20)) if len(known) else 0.1
 
 
-def overlap_span(analysis: Analysis) -> tuple[float, float]:
+def _overlap_span(analysis: Analysis) -> tuple[float, float]:
     """Colour range of the overlap of two domains, without the diagonal."""
     others = analysis.overlap_DD[~np.eye(len(analysis.overlap_DD), dtype=bool)]
     low = float(np.floor(others.min() * 20) / 20)
@@ -76,7 +76,7 @@ def _vio_grid(analysis: Analysis, layers: list[str], blob: Blobs) -> dict[str, A
     numbers = np.add.reduceat(known_ML.astype(np.int64), starts, axis=0)
     vio_CL = np.divide(sums, numbers, out=np.full(sums.shape, np.nan), where=numbers > 0)
     return _grid(
-        "vio", ("layer", "micro-step"), layers, starts.tolist(), vio_CL.T[None], blob, vio_span(analysis), "max_vio"
+        "vio", ("layer", "micro-step"), layers, starts.tolist(), vio_CL.T[None], blob, _vio_span(analysis), "max_vio"
     )
 
 
@@ -93,13 +93,14 @@ def _expert_grid(analysis: Analysis, layers: list[str], blob: Blobs) -> dict[str
         "hot", ("expert", "micro-step"), experts, chosen.tolist(), over_LEC, blob, (1.0, 4.0), "times the mean expert",
         dtype="u1", unit=COARSE,
     )  # fmt: skip
-    return grid | {"planes": [f"layer {name}" for name in layers], "start": worst_layers(analysis)[0]}
+    planes = [f"layer {name}" for name in layers]
+    return grid | {"planes": planes, "start": worst_layers(analysis)[0], "unit_sign": "×"}
 
 
 def _overlap_grid(analysis: Analysis, blob: Blobs) -> dict[str, Any]:
     names = [name or "(no label)" for name in analysis.counts.domains]
     grid = _grid(
-        "overlap", ("", "and"), names, names, analysis.overlap_DD[None], blob, overlap_span(analysis),
+        "overlap", ("", "and"), names, names, analysis.overlap_DD[None], blob, _overlap_span(analysis),
         "of their load in common",
     )  # fmt: skip
     return grid | {"percent": True}
@@ -143,6 +144,7 @@ def _grid(
         "high": span[1],
         "label": label,
         "percent": False,
+        "unit_sign": "",
     }
 
 

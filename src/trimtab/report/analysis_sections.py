@@ -9,7 +9,7 @@ from trimtab.analysis.analysis import worst_layers
 from trimtab.analysis.hot_experts import HOT_FACTOR
 from trimtab.analysis.summary import cost_summary, layers_summary, notes
 from trimtab.array_type import Array
-from trimtab.report.analysis_data import hot_columns, load_map, overlap_span, vio_columns, vio_span
+from trimtab.report.analysis_data import hot_columns, load_map, vio_columns
 from trimtab.report.analysis_tables import (
     balance_table,
     domains_table,
@@ -26,7 +26,7 @@ from trimtab.report.analysis_tables import (
 )
 from trimtab.report.charts import bar_chart, line_chart
 from trimtab.report.model import AnalysisReport
-from trimtab.report.widgets import Section, facts, grid, heat_map, lead, notes_section, scale, summary, table
+from trimtab.report.widgets import Section, facts, grid, heat_map, lead, notes_section, summary, table
 
 SHOWN_LAYERS = 10
 BINS = 24
@@ -92,7 +92,7 @@ def _layers(analysis: Analysis) -> str:
     columns = vio_columns(analysis)
     step = int(columns[1] - columns[0]) if len(columns) > 1 else 1
     joined = f" Each column is the mean of {step} micro-steps." if step > 1 else ""
-    caption = scale("0", f"{vio_span(analysis)[1]:.2f}", f"max_vio: max/mean - 1 over ranks.{joined}")
+    caption = f"max_vio: max/mean - 1 over ranks.{joined}"
     layers = layers_table(analysis, SHOWN_LAYERS)
     return (
         summary(layers_summary(analysis))
@@ -135,7 +135,7 @@ def _steps(analysis: Analysis) -> str:
 
 def _hot(analysis: Analysis) -> str:
     names = [f"layer {index}" for index in analysis.counts.layer_indices]
-    caption = scale("1×", "4×", "tokens over those of the mean expert; below 1× is blank")
+    caption = "tokens divided by those of the mean expert; below 1× is blank"
     bars = bar_chart("Runs of hot experts, by length", run_bars(analysis), "consecutive micro-steps")
     return (
         lead(f"An expert is hot in an instance if it has more than {HOT_FACTOR} times the mean expert's tokens.")
@@ -148,8 +148,7 @@ def _hot(analysis: Analysis) -> str:
 
 
 def _domains(analysis: Analysis) -> str:
-    low, high = overlap_span(analysis)
-    caption = scale(f"{low:.0%}", f"{high:.0%}", "mean over layers; columns are in the order of the rows")
+    caption = "mean over layers; columns are in the order of the rows"
     return (
         lead(
             "Each domain is analyzed as if the trace had no other sequences; figures are means over layers. The skew "

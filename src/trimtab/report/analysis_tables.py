@@ -13,10 +13,8 @@ from trimtab.analysis.summary import answer, cost_summary, layers_summary, notes
 from trimtab.report.charts import Line, LineChart
 from trimtab.report.model import AnalysisReport
 from trimtab.report.number_text import number, plural
-from trimtab.report.table_data import Row, TableData
+from trimtab.report.table_data import Facts, Row, TableData
 from trimtab.report.tables import facts, terminal_table
-
-Facts = list[tuple[str, str]]
 
 SPREAD = ("mean", "p50", "p99", "worst")
 SHOWN_LAYERS = 5

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from trimtab.analysis import Analysis
 from trimtab.analysis.summary import answer
 from trimtab.array_type import Array
+from trimtab.report.table_data import Facts
 
 LANES = ("compute", "node link", "network", "host link", "CPU")
 # Parts of a step's time, in the order in which bars are stacked.
@@ -106,7 +107,7 @@ class Report:
 
     title: str
     answer: str
-    facts: tuple[tuple[str, str], ...]
+    facts: Facts
     policies: tuple[PolicyResult, ...]
     layer_names: tuple[str, ...]
     before: LoadMap

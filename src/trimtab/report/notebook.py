@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from html import escape
 
-from trimtab.report.table_data import Row, TableData
+from trimtab.report.table_data import Facts, Row, TableData
 from trimtab.report.widgets import table
 
 
@@ -21,6 +21,6 @@ def _plain(data: TableData) -> TableData:
     return replace(data, rows=tuple(Row(row.name, row.cells) for row in data.rows))
 
 
-def facts_table(title: str, facts: Sequence[tuple[str, str]]) -> TableData:
+def facts_table(title: str, facts: Facts) -> TableData:
     """Names and values as a table."""
     return TableData(title, ("name", "value"), tuple(Row(name, (value,)) for name, value in facts))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from html import escape
+from itertools import cycle
 
 from trimtab.planner.plan.workload import max_over_mean
 from trimtab.report.model import PARTS, PolicyResult, Report, Timeline
@@ -14,6 +15,7 @@ from trimtab.report.table_data import Row, TableData
 from trimtab.report.widgets import Section, facts, heat_map, lead, notes_section, options, table
 
 SHOWN_LAYERS = 10
+NEW_LINE = "\n"
 SPARE_COLOURS = ("spare", "attention", "dispatch", "experts", "imbalance", "transfers", "planning", "migration")
 # Words in an operation's name, and the part with its colour; the first match is used.
 COLOUR_WORDS = (
@@ -90,10 +92,10 @@ def _bars(
         titles: of parts, in the order in which they are stacked; others follow under their own names.
         text_of: text of an amount, given the largest total.
     """
-    used = [part for part in titles if any(amounts.get(part) for _, amounts, _ in rows)]
-    used += list(dict.fromkeys(part for _, amounts, _ in rows for part in amounts if part not in titles))
-    spare = iter(range(len(used)))
-    colours = {part: part if part in PARTS else SPARE_COLOURS[next(spare) % len(SPARE_COLOURS)] for part in used}
+    used = {part: title for part, title in titles.items() if any(amounts.get(part) for _, amounts, _ in rows)}
+    used |= {part: part for _, amounts, _ in rows for part in amounts if part not in titles}
+    spare = cycle(SPARE_COLOURS)
+    colours = {part: part if part in PARTS else next(spare) for part in used}
     longest = max([max(total, sum(amounts.values())) for _, amounts, total in rows], default=0.0) or 1.0
 
     def show(value: float) -> str:
@@ -102,32 +104,30 @@ def _bars(
     lines = []
     for name, amounts, total in rows:
         whole = sum(amounts.values())
-        parts, spoken = [], []
-        for part in used:
-            amount = amounts.get(part, 0.0)
-            if amount <= 0:
-                continue
-            share = f"{amount / whole:.1%}"
-            spoken.append(f"{titles.get(part, part)} {show(amount)}, {share}")
-            said = escape(f"{name}, {titles.get(part, part)}\n{show(amount)}\n{share}")
-            width = 100 * amount / longest
-            parts.append(f'<span style="width:{width:.3f}%;--c:var(--{colours[part]})" data-say="{said}"></span>')
-        if not parts and total > 0:
-            spoken.append("not broken down")
-            said = escape(f"{name}\n{show(total)}\nnot broken down")
-            parts.append(f'<span class="unknown" style="width:{100 * total / longest:.3f}%" data-say="{said}"></span>')
-        label = escape(f"{name}: {show(total)}. {'; '.join(spoken)}")
+        pieces = [
+            (f'style="--c:var(--{colours[part]});', amounts[part], title, f"{amounts[part] / whole:.1%}")
+            for part, title in used.items()
+            if amounts.get(part, 0.0) > 0
+        ]
+        if not pieces and total > 0:
+            pieces = [('class="unknown" style="', total, "all parts", "not broken down")]
+        spans = "".join(
+            f'<span {style}width:{100 * amount / longest:.3f}%" '
+            f'data-figures="{escape(NEW_LINE.join((f"{name}, {title}", show(amount), share)))}"></span>'
+            for style, amount, title, share in pieces
+        )
+        spoken = "; ".join(f"{title} {show(amount)}, {share}" for _, amount, title, share in pieces)
         lines.append(
             f'<div class="bar-row{" ours" if name == OURS else ""}"><span class="bar-name">{escape(name)}</span>'
-            f'<div class="bar" tabindex="0" role="img" aria-label="{label}">{"".join(parts)}</div>'
-            f'<span class="bar-total">{show(total)}</span></div>'
+            f'<div class="bar" tabindex="0" role="img" aria-label="{escape(f"{name}: {show(total)}. {spoken}")}">'
+            f'{spans}</div><span class="bar-total">{show(total)}</span></div>'
         )
-    legend = "".join(f'<li><i style="--c:var(--{colours[p]})"></i>{escape(titles.get(p, p))}</li>' for p in used)
+    legend = "".join(f'<li><i style="--c:var(--{colours[p]})"></i>{escape(title)}</li>' for p, title in used.items())
     cells = tuple(
         Row(name, (*(show(amounts[part]) if part in amounts else NONE for part in used), show(total)))
         for name, amounts, total in rows
     )
-    data = TableData(what, ("policy", *(titles.get(part, part) for part in used), "total"), cells)
+    data = TableData(what, ("policy", *used.values(), "total"), cells)
     return (
         f'<figure data-bars aria-label="{escape(what)}"><ul class="legend">{legend}</ul>{"".join(lines)}'
         '<output class="readout" aria-live="polite"></output>'

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 import numpy as np
 
 from trimtab.report.model import LoadMap, PolicyResult, Report, Timeline
+from trimtab.report.table_data import Facts
 from trimtab.simulator.comparison import Outcome, Situation, operations
 from trimtab.simulator.events import KINDS
 from trimtab.trace import RoutingTrace
@@ -37,9 +38,7 @@ def simulation_report(
     )
 
 
-def setting_facts(
-    source: str, trace: RoutingTrace, situation: Situation, outcomes: Mapping[str, Outcome]
-) -> tuple[tuple[str, str], ...]:
+def setting_facts(source: str, trace: RoutingTrace, situation: Situation, outcomes: Mapping[str, Outcome]) -> Facts:
     """Trace, model, cluster and options."""
     cluster = situation.cluster
     micro_steps = outcomes["static"].plan.num_micro_steps

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+
+Facts = Sequence[tuple[str, str]]
+"""Names and values, such as the settings of a run."""
 
 
 @dataclass(frozen=True)

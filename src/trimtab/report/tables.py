@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 from rich.console import Group, RenderableType
@@ -14,7 +14,7 @@ from trimtab.planner.plan.workload import max_over_mean
 from trimtab.report.model import PARTS
 from trimtab.report.policies_table import policies_table
 from trimtab.report.simulation import answer, notes, policy_results, setting_facts
-from trimtab.report.table_data import Row, TableData
+from trimtab.report.table_data import Facts, Row, TableData
 from trimtab.simulator import Balance, summarise_balance
 from trimtab.simulator.comparison import Outcome, Situation
 from trimtab.trace import RoutingTrace, TraceReader
@@ -25,7 +25,7 @@ SHOWN_LAYERS = 5
 SHORT_PARTS = ("dense", "dispatch", "experts", "imbal.", "copies", "plan", "moves", "optim.")
 
 
-def facts(rows: Iterable[tuple[str, str]], title: str) -> Table:
+def facts(rows: Facts, title: str) -> Table:
     """Names and values below a title."""
     table = _table(title, show_header=False)
     for name, value in rows:

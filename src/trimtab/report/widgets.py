@@ -8,7 +8,7 @@ from html import escape
 
 from trimtab.report.model import LoadMap
 from trimtab.report.payload import load_spread
-from trimtab.report.table_data import Row, TableData
+from trimtab.report.table_data import Facts, Row, TableData
 
 POINT_AT_CELL = "Point at a cell, or use Tab and the arrow keys."
 
@@ -88,7 +88,8 @@ def heat_map(maps: Sequence[LoadMap], layer_names: Sequence[str], worst: int) ->
 <span>load / mean load of the ranks</span></div>"""
 
 
-def facts(facts: Sequence[tuple[str, str]]) -> str:
+def facts(facts: Facts) -> str:
+    """A list of names and values."""
     return "<dl>" + "".join(f"<dt>{escape(name)}</dt><dd>{escape(value)}</dd>" for name, value in facts) + "</dl>"
 
 
@@ -112,7 +113,7 @@ def grid(name: str, title: str, caption: str, planes: Sequence[str] = (), shown:
     """A colour grid, drawn by `grid.js` from the data of this name.
 
     Args:
-        caption: HTML below the grid, see `scale`.
+        caption: description of the colour scale. Its ends are written by the script.
         planes: names of layers to choose from; with less than two there is no choice.
         shown: the plane that is shown first.
     """
@@ -128,15 +129,8 @@ def grid(name: str, title: str, caption: str, planes: Sequence[str] = (), shown:
         f'<div><canvas tabindex="0" role="application" aria-roledescription="heat map" '
         f'aria-describedby="grid-{name}-readout" aria-label="{escape(title)}. Arrow keys move.{keys}"></canvas></div>'
         f'<output class="readout" id="grid-{name}-readout" aria-live="polite">{POINT_AT_CELL}</output>'
-        f"{caption}</figure>"
-    )
-
-
-def scale(low: str, high: str, text: str) -> str:
-    """The colour scale of a grid, with its ends and a description."""
-    return (
-        f'<div class="scale from-mean"><i></i><div><span style="left:0">{low}</span>'
-        f'<span style="left:100%">{high}</span></div><span>{escape(text)}</span></div>'
+        '<div class="scale from-mean"><i></i><div><span data-low style="left:0"></span>'
+        f'<span data-high style="left:100%"></span></div><span>{escape(caption)}</span></div></figure>'
     )
 
 

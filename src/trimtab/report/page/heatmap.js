@@ -1,4 +1,4 @@
-// Load of every rank in every micro-step over the mean of its instance, before and after, layer by layer.
+// Load of every rank in every micro-step, divided by the mean of its instance, for one layer or all.
 const GUTTER = { left: 34, top: 20, bottom: 32 };
 
 function toOklab([r, g, b]) {
