@@ -110,7 +110,7 @@ def placed_loads(counts_MLE: Array, placed_on_LE: Array, ranks: int, slots: int)
     """Rank loads `[M, L, R]` float64 under EPLB's placement for the loads `placed_on_LE`, kept for all micro-steps.
 
     An expert's tokens are split equally over its copies. Without slots this is LPT: the largest experts first, each to
-    the emptiest rank with room, the same number on every rank.
+    the least loaded rank with a free place, the same number on every rank.
     """
     num_experts = counts_MLE.shape[-1]
     per_rank = num_experts // ranks + slots

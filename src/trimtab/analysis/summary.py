@@ -28,7 +28,7 @@ def answer(analysis: Analysis) -> str:
         return f"{opening}: there is almost nothing to gain."
     if analysis.counts.num_micro_steps == 1:
         return (
-            f"{opening}. All tokens fit one micro-step, so this trace can't tell whether the load changes between "
+            f"{opening}. All tokens fit one micro-step, so this trace does not show whether the load changes between "
             "micro-steps."
         )
     return f"{opening}. {_placement_answer(analysis)}"
@@ -38,7 +38,7 @@ def _placement_answer(analysis: Analysis) -> str:
     found = analysis.placements
     past, step = found.best("past"), found.best("step")
     if past is None or step is None or step.recovered_fraction is None or past.recovered_fraction is None:
-        return "This trace can't tell what would help."
+        return "This trace does not show which placement would help."
     last = "the step before" if found.history == "step" else "the first half of the step"
     # A placement by the step's own loads may by chance be worse than one by the step before.
     best = min(step, past, key=lambda strategy: strategy.expert_time_lost)

@@ -117,27 +117,27 @@ def analyze(
     return AnalysisResult(reader.name, tuple(reader.files), analysis)
 
 
-def _ranks(empty: RoutingTrace, asked: int | None, name: str) -> int:
+def _ranks(empty: RoutingTrace, given: int | None, name: str) -> int:
     """The given number, or else the largest up to 8 that divides the experts."""
-    if asked is None:
+    if given is None:
         return max(ranks for ranks in range(1, USUAL_RANKS + 1) if empty.num_experts % ranks == 0)
-    if empty.num_experts % asked:
+    if empty.num_experts % given:
         divisors = [str(ranks) for ranks in range(1, empty.num_experts + 1) if empty.num_experts % ranks == 0]
         raise InputError(
-            f"--ranks {asked} doesn't divide the {empty.num_experts} experts of {name}; "
+            f"--ranks {given} doesn't divide the {empty.num_experts} experts of {name}; "
             f"use one of {', '.join(divisors)}"
         )
-    return asked
+    return given
 
 
-def _model(empty: RoutingTrace, asked: ModelSource | None, name: str) -> ModelSpec | None:
+def _model(empty: RoutingTrace, given: ModelSource | None, name: str) -> ModelSpec | None:
     """The model for the estimate in seconds: the given one, which must fit, or a preset that fits; None without one."""
-    if asked is None:
+    if given is None:
         try:
             model = model_like(empty.num_experts, empty.top_k, empty.num_layers)
         except InputError:
             return None
         return model if empty.num_layers <= model.moe_layers else None
-    model = model_of(asked)
+    model = model_of(given)
     check_model(name, empty, model)
     return model

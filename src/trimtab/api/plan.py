@@ -42,7 +42,7 @@ class PlanResult(Summarised):
         source: name of the trace's file or files.
         trace: the step's sequences; `plan.schedule` refers to them by index.
         policy: the balancer's name, of `POLICIES`.
-        cluster: what was planned for.
+        cluster: ranks, nodes and slots of the plan.
         token_budget: most tokens of a rank in a micro-step.
         plan: schedule, placement, replicas and token split; `plan.save(path)` writes it.
         loads_before_MLR: `[M, L, R]` int64 tokens with contiguous homes and no replicas. The policy's plan may have
@@ -122,7 +122,7 @@ class PlanResult(Summarised):
                 f"{plan.num_replicas:,}, {plan.num_replicas / self.num_instances:.2f} per instance, "
                 f"{self.far_replicas:,} on other nodes, {self.host_replicas:,} from host memory",
             ),
-            ("homes moved", f"{self.moves_inside_nodes:,} inside a node, {self.moves_between_nodes:,} to another"),
+            ("homes moved", f"{self.moves_inside_nodes:,} within a node, {self.moves_between_nodes:,} to another node"),
             ("rows between nodes", f"{self.cross_node_before:.1%} before, {self.cross_node_after:.1%} planned"),
             ("counting", f"{self.counting_s:.3f} s"),
             ("planning", f"{self.planning_s:.3f} s, {self.us_per_instance:.0f} us per instance"),
@@ -205,7 +205,7 @@ def plan(
         trace: a `RoutingTrace`, a path (file, folder or pattern), or a list of paths.
         ranks: ranks of the expert-parallel group.
         ranks_per_node: ranks that share a node; by default all.
-        slots: replicas that a rank has room for in every layer.
+        slots: replica slots per rank in every layer.
         token_budget: most tokens of a rank in a micro-step.
         step: RL step to plan; by default the first in the trace.
         policy: the balancer, a name of `trimtab.policies.POLICIES`.

@@ -42,7 +42,7 @@ from trimtab.trace.store import Source
 
 # The baseline, one of each kind of rival, ours, and the ideal; `trimtab.policies.POLICIES` has all.
 DEFAULT_POLICIES = ("static", "eplb_oracle", "llep", "ultraep", "feplb", "relibra", "trimtab", "balanced")
-# What is compared with everything: in every run, asked for or not.
+# References for speed-up and the ideal: in every run.
 NEEDED = ("static", "balanced")
 DEFAULT_MICRO_STEPS = 8
 GROUPS_MEET = ("layer", "step")
@@ -54,7 +54,7 @@ class SimulatedCase:
 
     Attributes:
         ranks: of the expert-parallel group.
-        slots: replicas that a rank has room for.
+        slots: replica slots per rank.
         micro_steps: that the step was to take; None if a token budget was given.
         situation: cluster, model, routing and settings.
         outcomes: plan, simulated step and memory by balancer, in the order of `POLICIES`.
@@ -180,12 +180,12 @@ def simulate(
         model: a `ModelSpec`, a preset's name, a config.json or a checkpoint; by default a preset like the trace.
         ranks: ranks of a group; several for a sweep.
         ranks_per_node: ranks of a node; by default the cluster's.
-        slots: replicas that a rank has room for; several for a sweep.
+        slots: replica slots per rank; several for a sweep.
         micro_steps: micro-steps of the step; several for a sweep. By default 8.
         token_budget: most tokens of a rank in a micro-step, instead of `micro_steps`.
         mini_batches: optimizer steps.
         groups: expert-parallel groups.
-        groups_meet: where groups wait for each other, `layer` or `step`.
+        groups_meet: where groups synchronise, `layer` or `step`.
         equal_terms: same homes, schedule and slots for all balancers, instead of their own recipes.
         recompute: False simulates the update alone, with the rollout's log-probabilities.
         step: RL step of the trace; by default the last.
@@ -267,7 +267,7 @@ def _combinations(
 
 def _names(policies: str | Sequence[str]) -> list[str]:
     """The balancers to run, in the order of `POLICIES`."""
-    asked = [policies] if isinstance(policies, str) else policies
-    for name in asked:
+    given = [policies] if isinstance(policies, str) else policies
+    for name in given:
         check_choice("policies", name, POLICIES)
-    return [name for name in POLICIES if name in (*asked, *NEEDED)]
+    return [name for name in POLICIES if name in (*given, *NEEDED)]

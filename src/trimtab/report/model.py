@@ -29,7 +29,7 @@ class PolicyResult:
 
     Attributes:
         name: as in `POLICIES`.
-        about: a short description, and when it knows the routing.
+        about: a short description, such as what it plans from.
         step_time_s: seconds of recompute and update.
         speedup: over `static`.
         fraction_of_balanced: step time with even routing divided by this one's; None without an ideal run.
