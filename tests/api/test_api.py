@@ -74,7 +74,7 @@ def without(found: Any, *names: str) -> Any:
 
 
 @pytest.mark.parametrize("name", FUNCTIONS)
-def test_figures_are_those_of_the_command(name: str, folder: Path) -> None:
+def test_figures_equal_the_commands_json(name: str, folder: Path) -> None:
     arguments = FUNCTIONS[name] | {"model": str(folder / "config.json"), "step": 1}
     source, written = folder / "trace.parquet", folder / "out.json"
     assert main([name, str(source), *words(arguments), "--json", str(written)]) == 0
@@ -84,7 +84,7 @@ def test_figures_are_those_of_the_command(name: str, folder: Path) -> None:
     assert without(found, *TIMES) == without(expected, *TIMES)
 
 
-def test_defaults_are_those_of_the_command(folder: Path) -> None:
+def test_defaults_equal_the_commands(folder: Path) -> None:
     source, config = str(folder / "trace.parquet"), str(folder / "config.json")
     for name, arguments in (("plan", {"ranks": 4}), ("simulate", {"model": config}), ("analyze", {})):
         assert main([name, source, *words(arguments), "--json", str(folder / "out.json")]) == 0
@@ -114,7 +114,7 @@ def test_a_sweep_has_a_case_for_every_combination(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("name", FUNCTIONS)
-def test_a_trace_is_a_file_or_files_or_in_memory(name: str, folder: Path) -> None:
+def test_a_trace_may_be_a_file_files_or_in_memory(name: str, folder: Path) -> None:
     run = folder / "run"
     sources = [
         folder / "trace.parquet",
@@ -131,7 +131,7 @@ def test_a_trace_is_a_file_or_files_or_in_memory(name: str, folder: Path) -> Non
     assert "trace in memory" in repr(call(name, made(), folder))
 
 
-def test_results_hold_what_they_say(folder: Path) -> None:
+def test_results_have_their_documented_content(folder: Path) -> None:
     trace = read_trace(folder / "trace.parquet")
     planned = call("plan", trace, folder, step=1)
     assert planned.trace.steps.tolist() == [1] * 12
@@ -153,7 +153,7 @@ def test_results_hold_what_they_say(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("name", FUNCTIONS)
-def test_texts_are_short_and_html_is_escaped(name: str, folder: Path) -> None:
+def test_repr_is_short_and_notebook_html_is_escaped(name: str, folder: Path) -> None:
     odd = folder / "<b onclick=x>&.parquet"
     (folder / "trace.parquet").rename(odd)
     result = call(name, odd, folder)
@@ -175,7 +175,7 @@ def test_texts_are_short_and_html_is_escaped(name: str, folder: Path) -> None:
     assert not any(attribute.startswith("on") for _, attributes in tags for attribute in attributes)
 
 
-def test_a_sweep_is_short_too(folder: Path) -> None:
+def test_repr_and_notebook_html_of_a_sweep(folder: Path) -> None:
     result = call("simulate", folder / "run", folder, ranks=(2, 4), policies=())
     assert len(repr(result).splitlines()) <= 5
     assert "1 more in cases[1:]" in repr(result)
@@ -183,7 +183,7 @@ def test_a_sweep_is_short_too(folder: Path) -> None:
     assert repr(result.cases[1]) == "SimulatedCase: 4 ranks, 2 slots, 2 micro-steps; static, balanced"
 
 
-def test_dir_and_help_list_them() -> None:
+def test_dir_and_help_list_the_functions() -> None:
     assert {*trimtab.__all__} <= {*dir(trimtab)}
     text = pydoc.plain(pydoc.render_doc(trimtab))
     for name in FUNCTIONS:
@@ -193,7 +193,7 @@ def test_dir_and_help_list_them() -> None:
         assert isinstance(getattr(trimtab, name), ModuleType)
 
 
-def test_the_import_loads_nothing_and_never_torch(folder: Path) -> None:
+def test_importing_trimtab_loads_no_library(folder: Path) -> None:
     program = f"""
 import sys
 sys.modules['torch'] = None
@@ -238,7 +238,7 @@ print(trimtab.plan({str(folder / "trace.parquet")!r}, ranks=4))
         ("analyze", {"model": "qwen3-30b-a3b"}, "is not of model qwen3-30b-a3b"),
     ],
 )
-def test_wrong_arguments_are_one_line(name: str, changed: dict[str, Any], message: str, folder: Path) -> None:
+def test_wrong_arguments_give_one_line(name: str, changed: dict[str, Any], message: str, folder: Path) -> None:
     for trace in (folder / "trace.parquet", made()):
         with pytest.raises(InputError) as error:
             call(name, trace, folder, **changed)
@@ -247,7 +247,7 @@ def test_wrong_arguments_are_one_line(name: str, changed: dict[str, Any], messag
 
 
 @pytest.mark.parametrize("name", FUNCTIONS)
-def test_wrong_traces_are_one_line(name: str, folder: Path) -> None:
+def test_wrong_traces_give_one_line(name: str, folder: Path) -> None:
     twice = made()
     twice.expert_ids[5, 1] = 3
     wrong: list[tuple[Callable[[], Any], str]] = [

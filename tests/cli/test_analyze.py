@@ -40,19 +40,19 @@ def test_it_answers_first_and_writes_what_it_is_asked_to(folder: Path, capsys: p
     assert main(["analyze", str(folder / "run" / "*.parquet"), *size, *outputs]) == 0
     printed = capsys.readouterr().out
     content = json.loads((folder / "out" / "a.json").read_text())
-    assert content["schema"] == "trimtab-analyze-1"
+    assert content["schema"] == "trimtab-analyze-2"
     ratio, lost = content["max_vio"]["mean"] + 1, content["expert_time_lost"]
     opening = (
         f"On 4 ranks the busiest computes {ratio:.2f} times the mean, and on average a rank is idle for {lost:.0%}"
     )
     assert " ".join(printed.split()).startswith(opening)
-    for words in ("[code]", "Would foresight help?", "max_vio of nodes", "3 steps, 0 to 2", "page: "):
+    for words in ("[code]", "Does known routing help?", "max_vio of nodes", "3 steps, 0 to 2", "page: "):
         assert words in printed
     assert [content[key] for key in ("steps", "sequences", "tokens", "unknown_routes")] == [[0, 1, 2], 48, 48 * 32, 0]
     assert len(content["by_micro_step"]) == content["micro_steps"] == 6
     assert [each["layer"] for each in content["by_layer"]] == content["layers"] == [0, 1]
     assert {each["name"] for each in content["domains"]} == {"maths", "[code]"}
-    assert content["foresight"]["history"] == "step"
+    assert content["placements"]["history"] == "step"
     assert content["estimate"] is None
     page = (folder / "out" / "a.html").read_text()
     assert " ".join(page.split("<h1>")[1].split("</h1>")[0].split()).startswith(opening)

@@ -288,7 +288,7 @@ def test_a_reader_that_leaves_early_is_no_error(trace_file: Path, tmp_path: Path
     process.stdout.close()
     assert process.stderr.read() == ""
     assert process.wait() == 1
-    assert json.loads((tmp_path / "a.json").read_text())["schema"] == "trimtab-analyze-1"
+    assert json.loads((tmp_path / "a.json").read_text())["schema"] == "trimtab-analyze-2"
 
 
 def test_a_full_disk_is_one_line_and_leaves_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

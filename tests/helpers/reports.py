@@ -1,4 +1,4 @@
-"""Made-up reports of any size: plausible loads, and timelines in which ranks meet in every layer."""
+"""Made-up reports of any size: plausible loads, and timelines in which ranks synchronise in every layer."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ KINDS = (
     "attention, backward", "dispatch, backward", "experts, backward", "combine, backward", "replica gradients",
 )  # fmt: skip
 EVIL = "</script><img src=x onerror=alert(1)>{{css}}\u2028\"'&"
-"""What a report may say, since names come from users' files."""
+"""A name from a user's file that must be escaped."""
 COMPUTE, NODE_LINK, NETWORK, HOST_LINK, _ = range(len(LANES))
 
 
@@ -26,7 +26,7 @@ def some_loads(rng: np.random.Generator, micro_steps: int, layers: int, ranks: i
 
 
 def some_timeline(title: str, loads_LR: Array, *, second: float = 2e-7, replicas: bool = True) -> Timeline:
-    """Forward and backward of one micro-step: each layer's ranks wait for the busiest one."""
+    """Forward and backward of one micro-step: in each layer all ranks wait for the busiest."""
     layers, ranks = loads_LR.shape
     names = {name: kind for kind, name in enumerate(KINDS)}
     found: list[tuple[int, int, int, int, float, float]] = []
@@ -68,8 +68,8 @@ def some_policies() -> tuple[PolicyResult, ...]:
         ("llep", "spills the excess in chunks, after gating", 5.02, 1.16, 31.7, 0.55),
         ("ultraep", "quotas inside the node, after gating", 4.71, 1.12, 39.3, 0.42),
         ("relibra", "reorders between batches, replicates in the node", 4.32, 1.03, 35.1, 0.14),
-        ("foremoe", "foresight from the rollout", 4.25, 1.02, 35.0, 0.09),
-        ("trimtab", "foresight; schedule, homes, replicas and split", 4.08, 1.006, 40.7, 0.03),
+        ("foremoe", "plans from the rollout's routing", 4.25, 1.02, 35.0, 0.09),
+        ("trimtab", "schedule, homes, replicas and split from known routing", 4.08, 1.006, 40.7, 0.03),
         ("balanced", "tokens spread evenly, no transfers", 3.97, 1.0, 0.0, 0.0),
     )
     policies = []
@@ -90,7 +90,7 @@ def some_policies() -> tuple[PolicyResult, ...]:
 def some_report(
     *, ranks: int = 8, layers: int = 4, micro_steps: int = 6, timelines: int = 2, title: str = "Qwen3-30B-A3B, 64 ranks"
 ) -> Report:
-    """A whole page's worth, the same every time."""
+    """A complete report, the same in every call."""
     rng = np.random.default_rng(0)
     before = some_loads(rng, micro_steps, layers, ranks, 0.35)
     after = some_loads(rng, micro_steps, layers, ranks, 0.006)
@@ -108,12 +108,12 @@ def some_report(
             some_timeline(f"{name}, micro-step 0", loads[0], replicas=name != "static")
             for name, loads in runs[:timelines]
         ),
-        notes=("The trace is synthetic.", "Rivals are our reading of their papers."),
+        notes=("The trace is synthetic.", "Rivals are our reimplementations of their papers."),
     )
 
 
 def edge_reports() -> dict[str, Report]:
-    """Small and odd ones."""
+    """Small and unusual reports."""
     usual = some_report()
     zero = np.zeros((1, 1, 1), np.int64)
     one = PolicyResult("static", "", 0.0, 1.0, None, 1.0, {}, {}, 0.0)

@@ -1,4 +1,4 @@
-"""The analysis page: whole, small, readable without a script, and alive in a browser."""
+"""The analysis page: complete, small, readable without scripts, interactive in a browser."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ import pytest
 
 from helpers.browser import chromium, open_page
 from helpers.reports import EVIL
-from trimtab.analysis import CountedTrace, analyze
+from trimtab.analysis import TraceCounts, analyze
 from trimtab.report.html import page_of, write_html
 from trimtab.report.model import AnalysisReport
 
-SECTIONS = ("balance", "foresight", "layers", "load", "sizes", "steps", "hot", "domains", "setting", "notes")
+SECTIONS = ("balance", "placements", "layers", "load", "sizes", "steps", "hot", "domains", "setting", "notes")
 
 
 def some_analysis(
@@ -36,7 +36,7 @@ def some_analysis(
     shares = rng.dirichlet(np.full(experts, 1.0), size=layers)
     counts = np.stack([rng.multinomial(4096, shares) for _ in range(micro_steps)]).astype(np.int32)
     counts[:without_load] = 0
-    counted = CountedTrace(
+    counted = TraceCounts(
         counts_FLE=counts, parts=1, step_M=np.arange(micro_steps) * steps // micro_steps,
         counts_DLE=rng.integers(0, 100, (len(domains), layers, experts)), domains=domains,
         layer_indices=np.arange(layers) + 1, token_budget=512, num_tokens=2048 * micro_steps, num_sequences=100,
@@ -61,19 +61,20 @@ def grid_of(page: str, name: str) -> np.ndarray:
     return found.reshape(len(grid["planes"]), len(grid["rows"]), len(grid["columns"]))
 
 
-def test_sections_figures_and_grids_are_there() -> None:
+def test_the_page_has_all_sections_figures_and_grids() -> None:
     report = some_analysis()
     page, analysis = page_of(report), report.analysis
     found = [page.index(f'<section id="{name}"') for name in SECTIONS]
     assert found == sorted(found)
     ids = re.findall(r'\sid="([^"]+)"', page)
     assert len(ids) == len(set(ids))
-    for value in (analysis.total.max_vio.mean, analysis.foresight.ways[0].p99, analysis.layers[0].max_vio.worst):
+    static = analysis.placements.strategies[0]
+    for value in (analysis.total.max_vio.mean, static.max_over_mean_p99, analysis.layers[0].max_vio.worst):
         assert f">{value:.3f}<" in page
     assert grid_of(page, "vio")[0] == pytest.approx(analysis.max_over_mean_ML.T - 1, abs=6e-4)
-    over = analysis.counted.counts_MLE / analysis.counted.counts_MLE.mean(axis=-1, keepdims=True)
+    over = analysis.counts.counts_MLE / analysis.counts.counts_MLE.mean(axis=-1, keepdims=True)
     assert grid_of(page, "hot") == pytest.approx(np.minimum(over.transpose(1, 2, 0), 254 / 16), abs=0.032)
-    assert grid_of(page, "alike")[0] == pytest.approx(analysis.alike_DD, abs=6e-4)
+    assert grid_of(page, "overlap")[0] == pytest.approx(analysis.overlap_DD, abs=6e-4)
 
 
 @pytest.mark.parametrize(
@@ -87,20 +88,20 @@ def test_sections_figures_and_grids_are_there() -> None:
         {"without_load": 11},
     ],
 )
-def test_odd_traces_make_whole_pages(odd: dict[str, Any]) -> None:
+def test_pages_of_small_and_unusual_traces_are_complete(odd: dict[str, Any]) -> None:
     page = page_of(some_analysis(**odd))
     assert ("domains" in re.findall(r'<section id="(\w+)"', page)) == (odd.get("domains") != ("",))
     assert not re.search(r"\bnan\b|\binf\b", page.split("<script>")[0])
 
 
-def test_what_a_trace_says_is_never_markup() -> None:
+def test_texts_of_a_trace_are_escaped() -> None:
     report = some_analysis(domains=(EVIL, "code"), model=EVIL)
     page = page_of(AnalysisReport(EVIL, report.analysis))
     assert EVIL not in page
     assert "<img" not in page
 
 
-def test_a_large_trace_makes_a_small_page(tmp_path: Path) -> None:
+def test_the_page_of_a_large_trace_is_below_4_mb(tmp_path: Path) -> None:
     report = some_analysis(micro_steps=500, layers=48, experts=128, ranks=64)
     write_html(report, tmp_path / "page.html")
     assert (tmp_path / "page.html").stat().st_size < 4e6
@@ -113,7 +114,7 @@ def browser() -> Iterator[Any]:
         yield running
 
 
-def test_the_page_draws_and_answers_in_a_browser(browser: Any, tmp_path: Path) -> None:
+def test_grids_react_to_keys_pointer_and_lists(browser: Any, tmp_path: Path) -> None:
     report = some_analysis()
     path = tmp_path / "page.html"
     write_html(report, path)
@@ -134,8 +135,8 @@ def test_the_page_draws_and_answers_in_a_browser(browser: Any, tmp_path: Path) -
         page.focus('[data-grid="hot"] canvas')
         page.keyboard.press("PageDown")
         assert page.input_value("#grid-hot") == "2"
-        page.hover('[data-grid="alike"] canvas', position={"x": 60, "y": 30})
-        assert opened.text("#grid-alike-readout").startswith("maths and maths · 100%")
+        page.hover('[data-grid="overlap"] canvas', position={"x": 60, "y": 30})
+        assert opened.text("#grid-overlap-readout").startswith("maths and maths · 100%")
         page.click("#layers tbody tr:nth-child(2) button")
         chosen = page.get_attribute("#layers tbody tr:nth-child(2) button", "data-layer")
         assert page.input_value("#layer") == chosen
@@ -143,7 +144,7 @@ def test_the_page_draws_and_answers_in_a_browser(browser: Any, tmp_path: Path) -
         assert opened.requests == []
 
 
-def test_a_phone_needs_no_sideways_scrolling_and_dark_is_another_look(browser: Any, tmp_path: Path) -> None:
+def test_the_page_fits_a_phone_and_has_a_dark_scheme(browser: Any, tmp_path: Path) -> None:
     path = tmp_path / "page.html"
     write_html(some_analysis(domains=("a domain of a very long name indeed", "code")), path)
     looks = []

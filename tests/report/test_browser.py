@@ -1,4 +1,4 @@
-"""The page in a headless Chromium: it draws, answers to pointer and keyboard, and asks nothing of a network."""
+"""The page in a headless Chromium: it draws, reacts to pointer and keyboard, and makes no network request."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def scroll_to_timeline(page: Any) -> None:
     page.wait_for_selector("[data-drawn]")
 
 
-def test_everything_is_there_and_nothing_is_asked_for(browser: Any, usual: Path) -> None:
+def test_all_sections_are_drawn_without_network_requests(browser: Any, usual: Path) -> None:
     with open_page(browser, usual) as opened:
         scroll_to_timeline(opened.page)
         for section in ("policies", "time", "load", "step-timeline", "layers", "memory", "setting", "notes"):
@@ -48,7 +48,7 @@ def test_everything_is_there_and_nothing_is_asked_for(browser: Any, usual: Path)
         assert opened.requests == []
 
 
-def test_layers_are_picked_by_list_slider_buttons_and_table(browser: Any, usual: Path) -> None:
+def test_list_slider_buttons_and_table_choose_the_layer(browser: Any, usual: Path) -> None:
     with open_page(browser, usual) as opened:
         page, shown = opened.page, MAPS.format(1)
         pictures = {}
@@ -69,7 +69,7 @@ def test_layers_are_picked_by_list_slider_buttons_and_table(browser: Any, usual:
         assert opened.complaints == []
 
 
-def test_a_cell_tells_its_figures_to_pointer_and_keyboard(browser: Any, usual: Path) -> None:
+def test_pointer_and_keys_show_the_figures_of_a_cell(browser: Any, usual: Path) -> None:
     report = some_report()
     with open_page(browser, usual) as opened:
         page = opened.page
@@ -90,7 +90,7 @@ def test_a_cell_tells_its_figures_to_pointer_and_keyboard(browser: Any, usual: P
         assert page.input_value("#layer") == "3"
 
 
-def test_the_timeline_answers_to_keys_wheel_drag_and_lists(browser: Any, usual: Path) -> None:
+def test_the_timeline_reacts_to_keys_wheel_drag_and_lists(browser: Any, usual: Path) -> None:
     with open_page(browser, usual) as opened:
         page = opened.page
         scroll_to_timeline(page)
@@ -129,7 +129,7 @@ def test_the_timeline_answers_to_keys_wheel_drag_and_lists(browser: Any, usual: 
         assert opened.complaints == []
 
 
-def test_bars_tell_their_parts(browser: Any, usual: Path) -> None:
+def test_bars_show_the_figures_of_a_part(browser: Any, usual: Path) -> None:
     with open_page(browser, usual) as opened:
         page = opened.page
         page.hover("#time .bar-row:nth-of-type(1) .bar span:nth-child(3)")
@@ -142,7 +142,7 @@ def test_bars_tell_their_parts(browser: Any, usual: Path) -> None:
         assert opened.text("#time .readout") == expected
 
 
-def test_tab_reaches_every_control_and_shows_where_it_is(browser: Any, usual: Path) -> None:
+def test_tab_reaches_every_control_with_a_visible_focus(browser: Any, usual: Path) -> None:
     with open_page(browser, usual) as opened:
         page = opened.page
         scroll_to_timeline(page)
@@ -163,7 +163,7 @@ def test_tab_reaches_every_control_and_shows_where_it_is(browser: Any, usual: Pa
         assert reached[0] == "skip"
 
 
-def test_light_dark_and_phone_are_looks_of_their_own(browser: Any, usual: Path) -> None:
+def test_light_dark_and_phone_layouts_differ_and_fit(browser: Any, usual: Path) -> None:
     looks: dict[str, bytes] = {}
     for name, scheme, width in (("light", "light", 1280), ("dark", "dark", 1280), ("phone", "light", 390)):
         with open_page(browser, usual, scheme=scheme, width=width) as opened:
@@ -187,7 +187,7 @@ def test_light_dark_and_phone_are_looks_of_their_own(browser: Any, usual: Path) 
     assert len(set(looks.values())) == 3
 
 
-def test_names_of_a_user_run_nothing(browser: Any, tmp_path: Path) -> None:
+def test_scripts_in_names_do_not_run(browser: Any, tmp_path: Path) -> None:
     report = some_report(title=EVIL)
     report = replace(
         report,
@@ -216,7 +216,7 @@ def test_names_of_a_user_run_nothing(browser: Any, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", edge_reports())
-def test_small_and_odd_reports_are_shown(browser: Any, tmp_path: Path, name: str) -> None:
+def test_small_and_unusual_reports_are_shown(browser: Any, tmp_path: Path, name: str) -> None:
     write_html(edge_reports()[name], tmp_path / "odd.html")
     with open_page(browser, tmp_path / "odd.html", width=390) as opened:
         page = opened.page
@@ -234,7 +234,7 @@ def test_small_and_odd_reports_are_shown(browser: Any, tmp_path: Path, name: str
         assert opened.complaints == []
 
 
-def test_a_large_step_can_be_used_at_once(browser: Any, tmp_path: Path) -> None:
+def test_a_large_step_loads_in_seconds(browser: Any, tmp_path: Path) -> None:
     write_html(some_report(ranks=64, layers=72, micro_steps=32), tmp_path / "large.html")
     with open_page(browser, tmp_path / "large.html") as opened:
         # 2 s on a quiet machine; tests share theirs with others.

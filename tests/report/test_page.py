@@ -1,4 +1,4 @@
-"""The page as text: one file that needs nothing else, in which nothing of a user's is taken for markup."""
+"""The page as text: one self-contained file in which all texts of users are escaped."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ import pytest
 from helpers.reports import EVIL, edge_reports, some_report, some_timeline
 from trimtab.report.html import page_of, write_html
 from trimtab.report.model import LoadMap
+from trimtab.report.number_text import bytes_text, seconds
 from trimtab.report.payload import busiest_ranks
-from trimtab.report.widgets import bytes_text, seconds
 
 VOID = {"meta", "link", "input", "br", "img"}
 
 
 class Parsed(HTMLParser):
-    """What a browser would make of it: elements with attributes, text by element, and whether tags match."""
+    """A parsed page: elements with attributes, and text by element. Checks that tags match."""
 
     def __init__(self, text: str) -> None:
         super().__init__()
@@ -68,18 +68,18 @@ def test_tags_match_ids_are_unique_and_nothing_is_fetched() -> None:
     assert "default-src 'none'" in page
 
 
-def test_the_answer_and_every_figure_can_be_read_without_a_script() -> None:
+def test_answer_and_figures_are_in_the_html_without_scripts() -> None:
     report = some_report()
     page = page_of(report)
     assert report.answer in Parsed(page).texts["h1"]
-    for text in ("6.93 s", "1.70×", "97.3%", "1.006", "40.7", "23.1%", "h100x8, 8 ranks", "The trace is synthetic."):
+    for text in ("6.93 s", "1.70x", "97.3%", "1.006", "40.7", "23.1%", "h100x8, 8 ranks", "The trace is synthetic."):
         assert text in page
     order = [page.index(f'<section id="{name}"') for name in
              ("policies", "time", "load", "step-timeline", "layers", "memory", "setting", "notes")]  # fmt: skip
     assert order == sorted(order)
 
 
-def test_what_a_report_says_is_never_markup() -> None:
+def test_texts_of_a_report_are_escaped() -> None:
     report = some_report(title=EVIL)
     policy = replace(report.policies[0], name=EVIL, about=EVIL, memory_bytes={EVIL: 1e9})
     report = replace(
@@ -103,7 +103,7 @@ def test_what_a_report_says_is_never_markup() -> None:
     assert values["timelines"][0]["names"][0] == EVIL
 
 
-def test_loads_come_out_as_they_went_in() -> None:
+def test_loads_survive_encoding() -> None:
     for largest, size in ((255, 1), (256, 2), (65535, 2), (65536, 4), (2**32 - 1, 4), (2**32, 8)):
         report = some_report()
         loads = report.before.loads_MLR.copy()
@@ -117,7 +117,7 @@ def test_loads_come_out_as_they_went_in() -> None:
         assert np.array_equal(found, loads)
 
 
-def test_timelines_come_out_as_they_went_in() -> None:
+def test_timelines_survive_encoding() -> None:
     report = some_report()
     timeline = report.timelines[1]
     values, blobs = data_of(page_of(report))
@@ -140,7 +140,7 @@ def test_timelines_come_out_as_they_went_in() -> None:
     assert ends.max() * part["tick"] == pytest.approx(long.end_N.max(), rel=1e-8)
 
 
-def test_the_busiest_ranks_are_those_that_compute_most() -> None:
+def test_busiest_ranks_have_most_compute_time() -> None:
     loads_LR = np.full((3, 20), 1000)
     loads_LR[:, [4, 9, 17]] = 9000
     loads_LR[:, 11] = 10
@@ -152,29 +152,29 @@ def test_the_busiest_ranks_are_those_that_compute_most() -> None:
     assert busiest == sorted(busiest)
 
 
-def test_a_measured_policy_without_parts_is_said_to_have_none() -> None:
+def test_a_policy_without_parts_is_shown_as_not_broken_down() -> None:
     report = some_report()
     policies = (report.policies[0], replace(report.policies[6], parts_s={}, fraction_of_balanced=None))
     page = page_of(replace(report, policies=policies))
-    assert "trimtab: 4.08 s. not broken down" in page
+    assert "trimtab: 4.08 s. all parts 4.08 s, not broken down" in page
     assert "<td>–</td>" in page
 
 
 @pytest.mark.parametrize("name", edge_reports())
-def test_small_and_odd_reports_make_whole_pages(name: str) -> None:
+def test_pages_of_small_and_unusual_reports_are_complete(name: str) -> None:
     page = page_of(edge_reports()[name])
     assert Parsed(page).open == []
     data_of(page)
 
 
-def test_a_large_step_is_small_enough(tmp_path: Path) -> None:
+def test_the_page_of_a_large_step_is_below_8_mb(tmp_path: Path) -> None:
     report = some_report(ranks=64, layers=72, micro_steps=32)
     assert min(len(t.kind_N) for t in report.timelines) > 55_000
     write_html(report, tmp_path / "report.html")
     assert (tmp_path / "report.html").stat().st_size < 8e6
 
 
-def test_a_page_is_written_whole_or_not_at_all(tmp_path: Path) -> None:
+def test_a_failed_write_keeps_the_old_page(tmp_path: Path) -> None:
     write_html(some_report(), tmp_path / "deep" / "report.html")
     broken = replace(some_report(), layer_names=())
     with pytest.raises(IndexError):
@@ -183,7 +183,7 @@ def test_a_page_is_written_whole_or_not_at_all(tmp_path: Path) -> None:
     assert [path.name for path in (tmp_path / "deep").iterdir()] == ["report.html"]
 
 
-def test_figures_have_three_digits_or_so_and_a_unit() -> None:
+def test_numbers_have_about_three_digits_and_a_unit() -> None:
     assert [seconds(s) for s in (0, 4.0781, 12.34, 0.4567, 0.0000021)] == [
         "0.00 s",
         "4.08 s",

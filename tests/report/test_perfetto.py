@@ -1,4 +1,4 @@
-"""The trace-event file, read back: what Perfetto's importer asks of it, and that nothing is lost."""
+"""The trace-event file meets the requirements of Perfetto's importer, and contains every operation."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def names_of(events: list[dict[str, Any]], kind: str) -> dict[tuple[int, int], A
     return {(e["pid"], e["tid"]): e["args"][key] for e in events if e["ph"] == "M" and e["name"] == kind}
 
 
-def test_operations_are_all_there_with_their_times_ranks_and_lanes(tmp_path: Path) -> None:
+def test_all_operations_are_written_with_times_ranks_and_lanes(tmp_path: Path) -> None:
     timelines = some_report(ranks=3).timelines
     write_perfetto(timelines, tmp_path / "t.json")
     events = read(tmp_path / "t.json")
@@ -50,7 +50,7 @@ def test_operations_are_all_there_with_their_times_ranks_and_lanes(tmp_path: Pat
     assert found == sorted(expected)
 
 
-def test_no_thread_does_two_things_at_a_time_and_numbers_are_used_once(tmp_path: Path) -> None:
+def test_operations_of_a_thread_do_not_overlap_and_numbers_are_unique(tmp_path: Path) -> None:
     # One lane with overlapping and nested operations, besides ordinary ones.
     start = np.array([0.0, 1.0, 1.5, 3.0, 0.1])
     end = np.array([2.0, 3.0, 1.6, 4.0, 0.9])
@@ -76,7 +76,7 @@ def test_no_thread_does_two_things_at_a_time_and_numbers_are_used_once(tmp_path:
     assert len(mine) == 5
 
 
-def test_ranks_and_lanes_are_shown_in_their_own_order(tmp_path: Path) -> None:
+def test_ranks_and_lanes_are_sorted(tmp_path: Path) -> None:
     write_perfetto(some_report(ranks=12).timelines, tmp_path / "t.json")
     events = read(tmp_path / "t.json")
     order, names = names_of(events, "process_sort_index"), names_of(events, "process_name")
@@ -88,7 +88,7 @@ def test_ranks_and_lanes_are_shown_in_their_own_order(tmp_path: Path) -> None:
     assert [lane_names[key] for key in lanes] == ["compute", "node link", "network", "host link"]
 
 
-def test_one_timeline_needs_no_prefix_and_none_no_events(tmp_path: Path) -> None:
+def test_one_timeline_has_no_prefix_and_none_has_no_events(tmp_path: Path) -> None:
     write_perfetto(some_report(timelines=1).timelines, tmp_path / "one.json")
     assert set(names_of(read(tmp_path / "one.json"), "process_name").values()) == {f"rank {r}" for r in range(8)}
     write_perfetto([], tmp_path / "none.json")
@@ -101,7 +101,7 @@ def test_two_runs_write_the_same_bytes(tmp_path: Path) -> None:
     assert (tmp_path / "a.json.gz").read_bytes() == (tmp_path / "b.json.gz").read_bytes()
 
 
-def test_another_ending_is_refused_and_nothing_half_written_stays(tmp_path: Path) -> None:
+def test_another_suffix_raises_and_writes_nothing(tmp_path: Path) -> None:
     with pytest.raises(InputError, match=r"should end in \.json or \.json\.gz"):
         write_perfetto([], tmp_path / "t.perfetto")
     (tmp_path / "taken.json").mkdir()

@@ -1,4 +1,4 @@
-"""All figures of a trace on given ranks, together."""
+"""`Analysis`: all figures of a trace on given ranks, and their JSON."""
 
 from __future__ import annotations
 
@@ -14,15 +14,16 @@ from trimtab.analysis.balance import (
     balance,
     by_size,
     home_loads,
+    known_mean,
+    max_over_mean_or_nan,
     rank_numbers,
-    ratios,
     stability,
 )
-from trimtab.analysis.counted import CountedTrace
-from trimtab.analysis.domains import DomainSkew, alikeness, domain_skew
-from trimtab.analysis.foresight import Foresight, foresight
-from trimtab.analysis.hot import HOT, Hot, hot_experts
-from trimtab.analysis.price import Price, price
+from trimtab.analysis.cost_estimate import CostEstimate, estimate_cost
+from trimtab.analysis.domains import DomainSkew, domain_overlap, domain_skew
+from trimtab.analysis.fixed_placements import PlacementComparison, compare_placements
+from trimtab.analysis.hot_experts import HOT_FACTOR, HotExperts, hot_experts
+from trimtab.analysis.trace_counts import TraceCounts
 from trimtab.array_type import Array
 from trimtab.cluster import ClusterSpec, ModelSpec
 from trimtab.errors import InputError
@@ -33,7 +34,7 @@ class Analysis:
     """Imbalance of a trace on R ranks with contiguous homes, and gains of other placements.
 
     Attributes:
-        counted: the trace.
+        counts: of the trace.
         ranks, ranks_per_node: as given.
         loads_MLR: `[M, L, R]` int64 tokens.
         max_over_mean_ML: `[M, L]` float64, NaN where an instance has no load.
@@ -42,11 +43,11 @@ class Analysis:
         layers: `[L]` of each layer.
         lost_share_L: `[L]` each layer's part of the expert time that is lost.
         sizes: with other micro-steps and numbers of ranks.
-        alike_DD: `[D, D]`, overlap of the loads of two domains.
-        price: in seconds; None where no model fits.
+        overlap_DD: `[D, D]`, overlap of the loads of two domains.
+        estimate: cost in seconds; None where no model fits.
     """
 
-    counted: CountedTrace
+    counts: TraceCounts
     ranks: int
     ranks_per_node: int
     loads_MLR: Array
@@ -57,63 +58,63 @@ class Analysis:
     lost_share_L: Array
     sizes: tuple[SizeBalance, ...]
     stability: Stability
-    foresight: Foresight
-    hot: Hot
+    placements: PlacementComparison
+    hot_experts: HotExperts
     domains: tuple[DomainSkew, ...]
-    alike_DD: Array
-    price: Price | None
+    overlap_DD: Array
+    estimate: CostEstimate | None
 
 
 def analyze(
-    counted: CountedTrace,
+    counts: TraceCounts,
     *,
     ranks: int,
     ranks_per_node: int | None = None,
     cluster: ClusterSpec | None = None,
     model: ModelSpec | None = None,
 ) -> Analysis:
-    """All figures that need no plan.
+    """Figures of a trace that need no plan.
 
     Args:
-        ranks_per_node: by default all.
+        ranks_per_node: ranks that share a node; by default all.
         cluster, model: to estimate seconds; the cluster has `ranks` ranks. Both or none.
 
     Raises:
         InputError: if the ranks don't divide the experts, or nodes the ranks.
     """
     per_node = ranks_per_node or ranks
-    if counted.num_experts % ranks:
-        raise InputError(f"{ranks} ranks don't divide {counted.num_experts} experts")
+    if counts.num_experts % ranks:
+        raise InputError(f"{ranks} ranks don't divide {counts.num_experts} experts")
     if ranks % per_node:
         raise InputError(f"{ranks} ranks with {per_node} a node don't make whole nodes")
-    counts_MLE, step_starts = counted.counts_MLE, counted.step_starts
+    counts_MLE, step_starts = counts.counts_MLE, counts.step_starts
     loads_MLR = home_loads(counts_MLE, ranks)
     excess_L = (loads_MLR.max(axis=-1) - loads_MLR.mean(axis=-1)).sum(axis=0)
-    priced = None
+    estimate = None
     if cluster and model:
-        priced = price(
+        estimate = estimate_cost(
             counts_MLE, cluster, model,
             num_steps=len(step_starts) - 1,
-            num_tokens=counted.num_tokens,
-            length_squares=counted.length_squares,
+            num_tokens=counts.num_tokens,
+            length_squares=counts.length_squares,
         )  # fmt: skip
     return Analysis(
-        counted=counted,
+        counts=counts,
         ranks=ranks,
         ranks_per_node=per_node,
         loads_MLR=loads_MLR,
-        max_over_mean_ML=ratios(loads_MLR),
+        max_over_mean_ML=max_over_mean_or_nan(loads_MLR),
         total=balance(loads_MLR),
         nodes=balance(loads_MLR.reshape(*loads_MLR.shape[:2], -1, per_node).sum(-1)) if ranks > per_node else None,
-        layers=tuple(balance(loads_MLR[:, layer]) for layer in range(counted.num_layers)),
-        lost_share_L=excess_L / excess_L.sum() if excess_L.any() else np.zeros(counted.num_layers),
-        sizes=tuple(by_size(counted, rank_numbers(counted.num_experts, ranks))),
+        layers=tuple(balance(loads_MLR[:, layer]) for layer in range(counts.num_layers)),
+        lost_share_L=excess_L / excess_L.sum() if excess_L.any() else np.zeros(counts.num_layers),
+        sizes=tuple(by_size(counts, rank_numbers(counts.num_experts, ranks))),
         stability=stability(counts_MLE, step_starts, ranks),
-        foresight=foresight(counts_MLE, step_starts, ranks),
-        hot=hot_experts(counts_MLE, step_starts),
-        domains=tuple(domain_skew(counted.counts_DLE, counted.domains, ranks)),
-        alike_DD=alikeness(counted.counts_DLE),
-        price=priced,
+        placements=compare_placements(counts_MLE, step_starts, ranks),
+        hot_experts=hot_experts(counts_MLE, step_starts),
+        domains=tuple(domain_skew(counts.counts_DLE, counts.domains, ranks)),
+        overlap_DD=domain_overlap(counts.counts_DLE),
+        estimate=estimate,
     )
 
 
@@ -124,23 +125,22 @@ def worst_layers(analysis: Analysis) -> list[int]:
 
 def figures(analysis: Analysis) -> dict[str, Any]:
     """The JSON of `trimtab analyze`; `docs/analysis.md` explains every key."""
-    counted, hot = analysis.counted, analysis.hot
-    names = counted.layer_indices.tolist()
+    counts, estimate = analysis.counts, analysis.estimate
+    names = counts.layer_indices.tolist()
     vio_ML = analysis.max_over_mean_ML - 1
-    priced = analysis.price
     return {
         "ranks": analysis.ranks,
         "ranks_per_node": analysis.ranks_per_node,
-        "token_budget": counted.token_budget,
-        "steps": counted.steps,
-        "skipped_steps": counted.skipped_steps,
-        "micro_steps": counted.num_micro_steps,
+        "token_budget": counts.token_budget,
+        "steps": counts.steps,
+        "skipped_steps": counts.skipped_steps,
+        "micro_steps": counts.num_micro_steps,
         "layers": names,
-        "experts": counted.num_experts,
-        "top_k": counted.top_k,
-        "sequences": counted.num_sequences,
-        "tokens": counted.num_tokens,
-        "unknown_routes": counted.unknown_routes,
+        "experts": counts.num_experts,
+        "top_k": counts.top_k,
+        "sequences": counts.num_sequences,
+        "tokens": counts.num_tokens,
+        "unknown_routes": counts.unknown_routes,
         **_balance(analysis.total),
         "nodes": _balance(analysis.nodes) if analysis.nodes else None,
         "by_layer": [
@@ -148,8 +148,12 @@ def figures(analysis: Analysis) -> dict[str, Any]:
             for name, each, share in zip(names, analysis.layers, analysis.lost_share_L.tolist(), strict=True)
         ],
         "by_micro_step": [
-            {"step": step, "max_vio_mean": _mean(row), "max_vio_worst": _worst(row)}
-            for step, row in zip(counted.step_M.tolist(), vio_ML, strict=True)
+            {
+                "step": step,
+                "max_vio_mean": known_mean(row),
+                "max_vio_worst": max(row[~np.isnan(row)].tolist(), default=None),
+            }
+            for step, row in zip(counts.step_M.tolist(), vio_ML, strict=True)
         ],
         "by_size": [
             {
@@ -161,45 +165,22 @@ def figures(analysis: Analysis) -> dict[str, Any]:
             for size in analysis.sizes
         ],
         "stability": asdict(analysis.stability),
-        "foresight": {
-            "history": analysis.foresight.history,
-            "instances": analysis.foresight.instances,
-            "ways": {
-                way.name: {
-                    "knows": way.knows,
-                    "max_over_mean_mean": way.max_over_mean,
-                    "max_over_mean_p99": way.p99,
-                    "expert_time_lost": way.lost,
-                    "expert_time_lost_in_sum": way.lost_in_sum,
-                    "won_back": way.won_back,
-                }
-                for way in analysis.foresight.ways
+        "placements": {
+            "history": analysis.placements.history,
+            "instances": analysis.placements.instances,
+            "strategies": {
+                strategy.name: {key: value for key, value in asdict(strategy).items() if key not in ("name", "about")}
+                for strategy in analysis.placements.strategies
             },
         },
         "hot_experts": {
-            "threshold": HOT,
-            "per_instance": hot.per_instance,
-            "token_part": hot.token_part,
-            "stay": hot.stay,
-            "chance": hot.chance,
-            "runs": [{"up_to": longest, "count": count} for longest, count in hot.runs],
-            "mean_run": hot.mean_run,
-            "alike_steps": hot.alike_steps,
-            "alike_halves": hot.alike_halves,
-            "hottest": [asdict(expert) | {"layer": names[expert.layer]} for expert in hot.hottest],
+            "threshold": HOT_FACTOR,
+            **asdict(analysis.hot_experts),
+            "hottest": [asdict(expert) | {"layer": names[expert.layer]} for expert in analysis.hot_experts.hottest],
         },
         "domains": [asdict(domain) for domain in analysis.domains],
-        "domains_alike": analysis.alike_DD.tolist(),
-        "estimate": {
-            "cluster": priced.cluster,
-            "model": priced.model,
-            "step_s": priced.step_s,
-            "lost_s": priced.lost_s,
-            "lost_part": priced.lost_part,
-            "lost_s_by_layer": list(priced.lost_L),
-        }
-        if priced
-        else None,
+        "domain_overlap": analysis.overlap_DD.tolist(),
+        "estimate": asdict(estimate) | {"lost_part": estimate.lost_part} if estimate else None,
     }
 
 
@@ -210,13 +191,3 @@ def _balance(found: Balance) -> dict[str, Any]:
         "balancedness": asdict(found.balancedness),
         "expert_time_lost": found.lost,
     }
-
-
-def _mean(values: Array) -> float | None:
-    known = values[~np.isnan(values)]
-    return float(known.mean()) if len(known) else None
-
-
-def _worst(values: Array) -> float | None:
-    known = values[~np.isnan(values)]
-    return float(known.max()) if len(known) else None

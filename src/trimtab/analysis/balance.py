@@ -13,7 +13,7 @@ from itertools import pairwise
 
 import numpy as np
 
-from trimtab.analysis.counted import CountedTrace, summed
+from trimtab.analysis.trace_counts import TraceCounts, summed
 from trimtab.array_type import Array
 
 # Other sizes of micro-steps; smaller ones need parts, larger ones enough micro-steps in a step.
@@ -30,6 +30,9 @@ class Spread:
     p50: float
     p99: float
     worst: float
+
+
+EVEN = Spread(1.0, 1.0, 1.0, 1.0)
 
 
 @dataclass(frozen=True)
@@ -93,8 +96,8 @@ class Stability:
     overlap_halves: float | None
 
 
-def ratios(loads: Array) -> Array:
-    """Busiest rank divided by mean, `[..., R]` to `[...]` float64; NaN where there is no load."""
+def max_over_mean_or_nan(loads: Array) -> Array:
+    """Load of the busiest rank divided by the mean load, `[..., R]` to `[...]` float64; NaN without any load."""
     totals = loads.sum(axis=-1)
     with np.errstate(divide="ignore", invalid="ignore"):
         return np.where(totals > 0, loads.max(axis=-1) * loads.shape[-1] / totals, np.nan)
@@ -102,19 +105,22 @@ def ratios(loads: Array) -> Array:
 
 def balance(loads: Array) -> Balance:
     """`Balance` of rank loads `[..., R]`, integers or floats."""
-    found = ratios(loads).ravel()
+    found = max_over_mean_or_nan(loads).ravel()
     found = found[~np.isnan(found)]
     if not len(found):
-        return Balance(0, Spread(1.0, 1.0, 1.0, 1.0), Spread(1.0, 1.0, 1.0, 1.0), 0.0)
-    p50, p99 = (float(each) for each in np.percentile(found, (50, 99)))
+        return Balance(0, EVEN, EVEN, 0.0)
     even = 1 / found
-    low, middle = (float(each) for each in np.percentile(even, (1, 50)))
     return Balance(
         len(found),
-        Spread(float(found.mean()), p50, p99, float(found.max())),
-        Spread(float(even.mean()), middle, low, float(even.min())),
+        _spread(found, 99, found.max()),
+        _spread(even, 1, even.min()),
         lost_part(loads),
     )
+
+
+def _spread(values: Array, p99_percentile: int, worst: float) -> Spread:
+    p50, p99 = np.percentile(values, (50, p99_percentile)).tolist()
+    return Spread(float(values.mean()), p50, p99, float(worst))
 
 
 def lost_part(loads: Array) -> float:
@@ -136,67 +142,56 @@ def rank_numbers(num_experts: int, ranks: int) -> list[int]:
     return sorted(powers | {ranks})
 
 
-def by_size(counted: CountedTrace, ranks: Sequence[int]) -> list[SizeBalance]:
+def by_size(counts: TraceCounts, ranks: Sequence[int]) -> list[SizeBalance]:
     """Balance of micro-steps from a quarter to eight times the given size, if the data allow it, and of whole steps."""
     found = []
-    steps = counted.step_starts * counted.parts
+    steps = counts.step_starts * counts.parts
     for factor in FACTORS:
-        starts, ends = _groups(counted, factor)
+        starts, ends = _groups(counts, factor)
         whole_steps = np.array_equal(starts, steps[:-1]) and np.array_equal(ends, steps[1:])
         if len(starts) and (factor <= 1 or not whole_steps):
-            found.append(_at_size(counted, float(factor), starts, ends, ranks))
-    found.append(_at_size(counted, None, steps[:-1], steps[1:], ranks))
+            found.append(_at_size(counts, float(factor), starts, ends, ranks))
+    found.append(_at_size(counts, None, steps[:-1], steps[1:], ranks))
     return found
 
 
-def _groups(counted: CountedTrace, factor: Fraction) -> tuple[Array, Array]:
+def _groups(counts: TraceCounts, factor: Fraction) -> tuple[Array, Array]:
     """First and last + 1 part of each micro-step of another size. Micro-steps do not span steps."""
-    size = factor * counted.parts
+    size = factor * counts.parts
     if size.denominator > 1:
         return np.empty(0, np.int64), np.empty(0, np.int64)
-    steps = counted.step_starts * counted.parts
+    steps = counts.step_starts * counts.parts
     starts = [np.arange(first, end - int(size) + 1, int(size)) for first, end in pairwise(steps)]
     together = np.concatenate(starts)
     return together, together + int(size)
 
 
 def _at_size(
-    counted: CountedTrace, factor: float | None, starts: Array, ends: Array, ranks: Sequence[int]
+    counts: TraceCounts, factor: float | None, starts: Array, ends: Array, ranks: Sequence[int]
 ) -> SizeBalance:
-    # Every other sum covers the gap between two groups; there may be no gap after the last.
-    edges = np.stack([starts, ends], axis=1).ravel()
-    edges = edges[:-1] if edges[-1] == len(counted.counts_FLE) else edges
-    keep = np.ones(len(edges), bool)
-    keep[1::2] = False
-    repeated = np.flatnonzero(edges[:-1] == edges[1:])
-    keep, edges = np.delete(keep, repeated), np.delete(edges, repeated)
-    counts_GLE = summed(counted.counts_FLE, edges)[keep]
+    counts_GLE = summed(counts.counts_FLE, starts, ends)
     # Of the layer with most tokens: routes may be unknown in others.
-    tokens = counts_GLE.sum(axis=(0, 2)).max() / counted.top_k / len(counts_GLE)
-    loads = {number: home_loads(counts_GLE, number) for number in ranks}
-    return SizeBalance(factor, float(tokens), len(counts_GLE), {number: balance(loads[number]) for number in ranks})
+    tokens = counts_GLE.sum(axis=(0, 2)).max() / counts.top_k / len(counts_GLE)
+    by_ranks = {number: balance(home_loads(counts_GLE, number)) for number in ranks}
+    return SizeBalance(factor, float(tokens), len(counts_GLE), by_ranks)
 
 
 def stability(counts_MLE: Array, step_starts: Array, ranks: int) -> Stability:
     """Changes inside steps and between them."""
     loads_MLR = home_loads(counts_MLE, ranks)
-    sums_PLE = summed(counts_MLE, step_starts[:-1])
+    sums_PLE = summed(counts_MLE, step_starts[:-1], step_starts[1:])
     sums_PLR = home_loads(sums_PLE, ranks)
     step_M = np.repeat(np.arange(len(step_starts) - 1), np.diff(step_starts))
     has_load_ML = loads_MLR.sum(axis=-1) > 0
     busiest_ML, usual_ML = loads_MLR.argmax(axis=-1), sums_PLR.argmax(axis=-1)[step_M]
     inside = np.flatnonzero(np.diff(step_M) == 0)
-    shared = [
-        overlap(counts_MLE[first:middle].sum(axis=0), counts_MLE[middle:end].sum(axis=0))
-        for first, middle, end in halves(step_starts)
-    ]
     return Stability(
-        step_max_over_mean=float(np.nanmean(ratios(sums_PLR))),
-        micro_step_max_over_mean=float(np.nanmean(ratios(loads_MLR))),
+        step_max_over_mean=float(np.nanmean(max_over_mean_or_nan(sums_PLR))),
+        micro_step_max_over_mean=float(np.nanmean(max_over_mean_or_nan(loads_MLR))),
         busiest_rank_changes=float((busiest_ML != usual_ML)[has_load_ML].mean()),
-        overlap_micro_steps=_mean(np.array([overlap(counts_MLE[m], counts_MLE[m + 1]) for m in inside.tolist()])),
-        overlap_steps=_mean(overlap(sums_PLE[:-1], sums_PLE[1:])),
-        overlap_halves=_mean(np.array(shared)),
+        overlap_micro_steps=known_mean(np.array([overlap(counts_MLE[m], counts_MLE[m + 1]) for m in inside.tolist()])),
+        overlap_steps=known_mean(overlap(sums_PLE[:-1], sums_PLE[1:])),
+        overlap_halves=known_mean(overlap(*half_sums(counts_MLE, step_starts))),
     )
 
 
@@ -207,11 +202,15 @@ def overlap(one: Array, other: Array) -> Array:
     return np.minimum(*shares).sum(axis=-1)
 
 
-def halves(step_starts: Array) -> list[tuple[int, int, int]]:
-    """First micro-step, middle and end of every step that has two."""
-    return [(first, (first + end) // 2, end) for first, end in pairwise(step_starts.tolist()) if end - first > 1]
+def half_sums(counts_MLE: Array, step_starts: Array) -> tuple[Array, Array]:
+    """Counts of the first and the second half of each step that has two micro-steps, `[P, L, E]` int64 each."""
+    whole = np.diff(step_starts) > 1
+    starts, ends = step_starts[:-1][whole], step_starts[1:][whole]
+    middles = (starts + ends) // 2
+    return summed(counts_MLE, starts, middles), summed(counts_MLE, middles, ends)
 
 
-def _mean(values: Array) -> float | None:
+def known_mean(values: Array) -> float | None:
+    """Mean of the values that are not NaN; None if there is none."""
     known = values[~np.isnan(values)]
     return float(known.mean()) if len(known) else None

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from trimtab.analysis.balance import home_loads, overlap, ratios
+from trimtab.analysis.balance import home_loads, max_over_mean_or_nan, overlap
 from trimtab.array_type import Array
 
 
@@ -16,7 +16,7 @@ class DomainSkew:
     """Skew of the sequences of one domain.
 
     Attributes:
-        name: the trace's label, "" where it has none.
+        name: label in the trace, "" without one.
         token_part: of all tokens with a known route.
         busier_half_share: part of the tokens that the busier half of the experts gets, mean over layers; 0.5 is even.
         hottest_over_mean: the busiest expert over the mean one, mean over layers.
@@ -45,14 +45,14 @@ def domain_skew(counts_DLE: Array, names: Sequence[str], ranks: int) -> list[Dom
                 name,
                 float(counts_LE.sum() / total),
                 float((busier_L[known] / tokens_L[known]).mean()),
-                float(np.nanmean(ratios(counts_LE))),
-                float(np.nanmean(ratios(home_loads(counts_LE, ranks)))),
+                float(np.nanmean(max_over_mean_or_nan(counts_LE))),
+                float(np.nanmean(max_over_mean_or_nan(home_loads(counts_LE, ranks)))),
             )
         )
     return found
 
 
-def alikeness(counts_DLE: Array) -> Array:
+def domain_overlap(counts_DLE: Array) -> Array:
     """`[D, D]`: overlap of the expert loads of two domains (see `overlap`), mean over layers. 0 without load."""
     shared = np.zeros((len(counts_DLE), len(counts_DLE)))
     for index, counts_LE in enumerate(counts_DLE):

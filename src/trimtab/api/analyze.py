@@ -11,15 +11,16 @@ from typing import Any
 from trimtab.analysis import Analysis, count_trace
 from trimtab.analysis import analyze as analyze_counts
 from trimtab.analysis.analysis import figures
-from trimtab.analysis.answer import answer, cost, where
-from trimtab.api.arguments import ModelSource, check_model, check_one_size, check_optional, counted, model_of
+from trimtab.analysis.summary import answer, cost_summary, layers_summary
+from trimtab.api.arguments import ModelSource, check_model, check_one_size, check_optional, model_of
+from trimtab.api.result_summary import Summarised, Summary
 from trimtab.cluster import ModelSpec, load_cluster, model_like
 from trimtab.errors import InputError
-from trimtab.report.analysis_sections import setting_facts
+from trimtab.report.analysis_tables import balance_table, placements_table, setting_facts
 from trimtab.report.html import write_html
 from trimtab.report.model import AnalysisReport
-from trimtab.report.notebook import notebook_html, notebook_table
-from trimtab.report.widgets import number
+from trimtab.report.notebook import facts_table
+from trimtab.report.number_text import plural
 from trimtab.trace import RoutingTrace
 from trimtab.trace.in_memory import open_trace
 from trimtab.trace.store import Source
@@ -29,11 +30,11 @@ USUAL_RANKS_PER_NODE = 8
 
 
 @dataclass(frozen=True, eq=False, repr=False)
-class AnalysisResult:
+class AnalysisResult(Summarised):
     """Figures of a trace on given ranks with contiguous homes.
 
     Attributes:
-        source: the trace's file or files, for people.
+        source: name of the trace's file or files.
         files: the trace's files, in their order; none if it was in memory.
         analysis: all figures; `Analysis` documents them.
     """
@@ -49,48 +50,24 @@ class AnalysisResult:
 
     def figures(self) -> dict[str, Any]:
         """What `trimtab analyze --json` writes."""
-        return {"schema": "trimtab-analyze-1", "trace": [str(file) for file in self.files]} | figures(self.analysis)
+        return {"schema": "trimtab-analyze-2", "trace": [str(file) for file in self.files]} | figures(self.analysis)
 
     def write_html(self, path: str | os.PathLike[str]) -> None:
         """Write the page of `trimtab analyze --html`. Writes are atomic."""
         write_html(self.report, path)
 
-    def __repr__(self) -> str:
-        size = counted(self.analysis.counted.num_micro_steps, "micro-step")
-        lines = [
-            f"AnalysisResult: {self.source}, {size} on {counted(self.analysis.ranks, 'rank')}",
-            answer(self.analysis),
-            cost(self.analysis),
-        ]
-        return "\n  ".join(filter(None, lines))
-
-    def _repr_html_(self) -> str:
+    def summary(self) -> Summary:
         analysis = self.analysis
-        spreads = [("ranks", analysis.total.max_vio)]
-        if analysis.nodes:
-            spreads.append(("nodes", analysis.nodes.max_vio))
-        return notebook_html(
-            self.report.title,
-            " ".join(filter(None, (answer(analysis), cost(analysis), where(analysis)))),
-            notebook_table(
-                "max_vio, max/mean - 1 of loads, over instances",
-                ("max_vio of", "mean", "p50", "p99", "worst"),
-                [
-                    (name, *(f"{value:.3f}" for value in (each.mean, each.p50, each.p99, each.worst)))
-                    for name, each in spreads
-                ],
+        size = plural(analysis.counts.num_micro_steps, "micro-step")
+        return Summary(
+            f"{self.source}, {size} on {plural(analysis.ranks, 'rank')}",
+            (answer(analysis), cost_summary(analysis), layers_summary(analysis)),
+            (
+                balance_table(analysis),
+                placements_table(analysis),
+                facts_table("Setting", setting_facts(self.report)),
             ),
-            notebook_table(
-                "Would known routing help?",
-                ("placement", "expert time lost", "won back", "max/mean", "p99"),
-                [
-                    (way.about, f"{way.lost:.1%}", number(way.won_back, ".0%"), f"{way.max_over_mean:.3f}",
-                     f"{way.p99:.3f}")
-                    for way in analysis.foresight.ways
-                ],
-            ),
-            notebook_table("Setting", ("setting", "value"), setting_facts(self.report)),
-        )  # fmt: skip
+        )
 
 
 def analyze(
@@ -130,37 +107,37 @@ def analyze(
     ranks = _ranks(reader.empty, ranks, reader.name)
     per_node = ranks_per_node or (USUAL_RANKS_PER_NODE if ranks % USUAL_RANKS_PER_NODE == 0 else ranks)
     spec = load_cluster(cluster, ranks=ranks, slots_per_rank=0, ranks_per_node=per_node)
-    priced = _model(reader.empty, model, reader.name)
+    fitting = _model(reader.empty, model, reader.name)
     counts = count_trace(
         reader, ranks=ranks, token_budget=token_budget, micro_steps=micro_steps, step=step, progress=progress
     )
     analysis = analyze_counts(
-        counts, ranks=ranks, ranks_per_node=per_node, cluster=spec if priced else None, model=priced
+        counts, ranks=ranks, ranks_per_node=per_node, cluster=spec if fitting else None, model=fitting
     )
     return AnalysisResult(reader.name, tuple(reader.files), analysis)
 
 
-def _ranks(empty: RoutingTrace, asked: int | None, name: str) -> int:
-    """As asked, or the usual number, or the largest below that divides the experts."""
-    if asked is None:
+def _ranks(empty: RoutingTrace, given: int | None, name: str) -> int:
+    """The given number, or else the largest up to 8 that divides the experts."""
+    if given is None:
         return max(ranks for ranks in range(1, USUAL_RANKS + 1) if empty.num_experts % ranks == 0)
-    if empty.num_experts % asked:
+    if empty.num_experts % given:
         divisors = [str(ranks) for ranks in range(1, empty.num_experts + 1) if empty.num_experts % ranks == 0]
         raise InputError(
-            f"--ranks {asked} doesn't divide the {empty.num_experts} experts of {name}; "
+            f"--ranks {given} doesn't divide the {empty.num_experts} experts of {name}; "
             f"use one of {', '.join(divisors)}"
         )
-    return asked
+    return given
 
 
-def _model(empty: RoutingTrace, asked: ModelSource | None, name: str) -> ModelSpec | None:
-    """The model to price with. One that is asked for must fit; one that is guessed may be none."""
-    if asked is None:
+def _model(empty: RoutingTrace, given: ModelSource | None, name: str) -> ModelSpec | None:
+    """The model for the estimate in seconds: the given one, which must fit, or a preset that fits; None without one."""
+    if given is None:
         try:
             model = model_like(empty.num_experts, empty.top_k, empty.num_layers)
         except InputError:
             return None
         return model if empty.num_layers <= model.moe_layers else None
-    model = model_of(asked)
+    model = model_of(given)
     check_model(name, empty, model)
     return model

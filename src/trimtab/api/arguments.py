@@ -1,4 +1,4 @@
-"""Checks of arguments that several functions take, in the words of the command line."""
+"""Checks of arguments that several functions take; their messages use the names of the command line."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def check_whole(least: int, **values: object) -> None:
 
 
 def check_optional(least: int, **values: object) -> None:
-    """The same of values that may be None."""
+    """Raise InputError unless every value is None or an integer of at least `least`."""
     check_whole(least, **{name: value for name, value in values.items() if value is not None})
 
 
@@ -44,18 +44,13 @@ def numbers(value: int | Sequence[int]) -> list[int]:
     return list(value) if isinstance(value, Sequence) else [value]
 
 
-def counted(count: int, noun: str) -> str:
-    """A number with its noun, such as "1 micro-step" or "8 micro-steps"."""
-    return f"{count:,} {noun}{'' if count == 1 else 's'}"
-
-
 def model_of(model: ModelSource) -> ModelSpec:
-    """A `ModelSpec` as given, or the one that a preset's name, a config.json or a checkpoint stands for."""
+    """The `ModelSpec` of a preset's name, a config.json or a checkpoint; a `ModelSpec` is returned as given."""
     return model if isinstance(model, ModelSpec) else load_model(os.fspath(model))
 
 
 def check_model(name: str, trace: RoutingTrace, model: ModelSpec) -> None:
-    """Raise InputError unless the trace, which `name` stands for, can be of the model; it may lack layers."""
+    """Raise InputError unless the trace, called `name`, can be of the model; it may lack layers."""
     if (model.num_experts, model.top_k) != (trace.num_experts, trace.top_k) or trace.num_layers > model.moe_layers:
         raise InputError(
             f"{name} is not of model {model.name}: the trace has {trace.shape_text}, the model {model.moe_layers} MoE "

@@ -8,7 +8,8 @@ from typing import Any
 
 import numpy as np
 
-from trimtab.api.arguments import ModelSource, check_choice, check_model, check_optional, check_whole, counted, model_of
+from trimtab.api.arguments import ModelSource, check_choice, check_model, check_optional, check_whole, model_of
+from trimtab.api.result_summary import Summarised, Summary
 from trimtab.array_type import Array
 from trimtab.cluster import ClusterSpec
 from trimtab.errors import InputError
@@ -17,7 +18,10 @@ from trimtab.planner.plan.bounds import gap_to_bound
 from trimtab.planner.plan.prediction import cross_node_rows
 from trimtab.planner.replicas.paths import HOST
 from trimtab.policies import POLICIES, Policy, View, make_view
-from trimtab.report.notebook import notebook_html, notebook_table
+from trimtab.report.notebook import facts_table
+from trimtab.report.number_text import plural
+from trimtab.report.table_data import Facts
+from trimtab.report.tables import plan_balance_table
 from trimtab.simulator import Balance, expert_time, summarise_balance
 from trimtab.trace import RoutingTrace, TraceReader
 from trimtab.trace.in_memory import open_trace
@@ -28,17 +32,17 @@ SAMPLED = 16
 
 
 @dataclass(frozen=True, eq=False, repr=False)
-class PlanResult:
+class PlanResult(Summarised):
     """A plan of one step, and the balance of rank loads without and with it.
 
     An instance is one layer of one micro-step: M micro-steps, L layers, R ranks. Balances are max/mean of rank loads,
     over instances.
 
     Attributes:
-        source: the trace's file or files, for people.
+        source: name of the trace's file or files.
         trace: the step's sequences; `plan.schedule` refers to them by index.
         policy: the balancer's name, of `POLICIES`.
-        cluster: what was planned for.
+        cluster: ranks, nodes and slots of the plan.
         token_budget: most tokens of a rank in a micro-step.
         plan: schedule, placement, replicas and token split; `plan.save(path)` writes it.
         loads_before_MLR: `[M, L, R]` int64 tokens with contiguous homes and no replicas. The policy's plan may have
@@ -89,6 +93,7 @@ class PlanResult:
 
     @property
     def num_instances(self) -> int:
+        """Micro-steps times layers."""
         return self.plan.num_micro_steps * self.plan.num_layers
 
     @property
@@ -97,35 +102,35 @@ class PlanResult:
         return self.planning_s / self.num_instances * 1e6
 
     @property
-    def facts(self) -> list[tuple[str, str]]:
+    def facts(self) -> Facts:
         """Names and values, as `trimtab plan` prints them."""
         trace, cluster, plan = self.trace, self.cluster, self.plan
         rows = [
             ("trace", f"{trace.num_tokens:,} tokens in {trace.num_sequences:,} sequences; {trace.shape_text}"),
             (
                 "cluster",
-                f"{cluster.ranks} ranks, {cluster.ranks_per_node} a node, {cluster.slots_per_rank} slots a rank",
+                f"{cluster.ranks} ranks, {cluster.ranks_per_node} per node, {cluster.slots_per_rank} slots per rank",
             ),
-            ("schedule", f"{plan.num_micro_steps} micro-steps of up to {self.token_budget:,} tokens a rank"),
+            ("schedule", f"{plan.num_micro_steps} micro-steps, each of up to {self.token_budget:,} tokens per rank"),
             ("expert time saved", f"{self.expert_time_saved:.1%} (tokens of the busiest rank, summed over instances)"),
             (
                 "gap to the bound",
-                f"{self.gap_to_bound:.2%} (busiest rank over the least for these homes and slots, {SAMPLED} instances)",
+                f"{self.gap_to_bound:.2%} (busiest rank over a bound for these homes and slots, {SAMPLED} instances)",
             ),
             (
                 "replicas",
-                f"{plan.num_replicas:,}, {plan.num_replicas / self.num_instances:.2f} an instance, "
+                f"{plan.num_replicas:,}, {plan.num_replicas / self.num_instances:.2f} per instance, "
                 f"{self.far_replicas:,} on other nodes, {self.host_replicas:,} from host memory",
             ),
-            ("homes moved", f"{self.moves_inside_nodes:,} inside a node, {self.moves_between_nodes:,} to another"),
+            ("homes moved", f"{self.moves_inside_nodes:,} within a node, {self.moves_between_nodes:,} to another node"),
             ("rows between nodes", f"{self.cross_node_before:.1%} before, {self.cross_node_after:.1%} planned"),
             ("counting", f"{self.counting_s:.3f} s"),
-            ("planning", f"{self.planning_s:.3f} s, {self.us_per_instance:.0f} us an instance"),
+            ("planning", f"{self.planning_s:.3f} s, {self.us_per_instance:.0f} us per instance"),
             ("plan", plan.hash),
         ]
         moved = self.weight_bytes_per_micro_step
         if moved is not None:
-            rows.insert(6, ("weights moved", f"{moved / 1e6:,.1f} MB a micro-step, all ranks together"))
+            rows.insert(6, ("weights moved", f"{moved / 1e6:,.1f} MB per micro-step, all ranks together"))
         if self.mixed_instances:
             rows.append(
                 (
@@ -166,32 +171,20 @@ class PlanResult:
             "plan_hash": plan.hash,
         }
 
-    def __repr__(self) -> str:
+    def summary(self) -> Summary:
+        before, after = self.balance_before, self.balance_after
         moves = self.moves_inside_nodes + self.moves_between_nodes
-        return (
-            f"PlanResult: {self.title}, {counted(self.cluster.ranks, 'rank')}\n"
-            f"  {self._answer}\n"
-            f"  {counted(self.plan.num_micro_steps, 'micro-step')}, {counted(self.plan.num_replicas, 'replica')}, "
-            f"{counted(moves, 'home')} moved"
-        )
-
-    def _repr_html_(self) -> str:
-        balances = [
-            (name, *(f"{value:.3f}" for value in (balance.mean, balance.p50, balance.p99, balance.max)))
-            for name, balance in (("static", self.balance_before), ("planned", self.balance_after))
-        ]
-        return notebook_html(
-            self.title,
-            self._answer,
-            notebook_table("Rank load, max / mean", ("max/mean of rank loads", "mean", "p50", "p99", "max"), balances),
-            notebook_table("Figures of the plan", ("figure", "value"), self.facts),
-        )
-
-    @property
-    def _answer(self) -> str:
-        return (
-            f"max/mean of rank loads, mean over instances: {self.balance_before.mean:.3f} before, "
-            f"{self.balance_after.mean:.3f} planned; expert time saved {self.expert_time_saved:.1%}"
+        return Summary(
+            f"{self.title}, {plural(self.cluster.ranks, 'rank')}",
+            (
+                f"max/mean of rank loads, mean over instances: {before.mean:.3f} before, {after.mean:.3f} planned; "
+                f"expert time saved {self.expert_time_saved:.1%}",
+            ),
+            (plan_balance_table(before, after), facts_table("Figures of the plan", self.facts)),
+            details=(
+                f"{plural(self.plan.num_micro_steps, 'micro-step')}, {plural(self.plan.num_replicas, 'replica')}, "
+                f"{plural(moves, 'home')} moved",
+            ),
         )
 
 
@@ -212,7 +205,7 @@ def plan(
         trace: a `RoutingTrace`, a path (file, folder or pattern), or a list of paths.
         ranks: ranks of the expert-parallel group.
         ranks_per_node: ranks that share a node; by default all.
-        slots: replicas that a rank has room for in every layer.
+        slots: replica slots per rank in every layer.
         token_budget: most tokens of a rank in a micro-step.
         step: RL step to plan; by default the first in the trace.
         policy: the balancer, a name of `trimtab.policies.POLICIES`.

@@ -18,13 +18,14 @@ from trimtab.api.arguments import (
     model_of,
     numbers,
 )
+from trimtab.api.result_summary import Summarised, Summary
 from trimtab.cluster import load_cluster, model_like
 from trimtab.errors import InputError
 from trimtab.planner import SequenceCounts
 from trimtab.policies import POLICIES
 from trimtab.report.html import write_html
-from trimtab.report.notebook import notebook_html, notebook_table
-from trimtab.report.simulation import answer, policy_result, simulation_report
+from trimtab.report.policies_table import policies_table
+from trimtab.report.simulation import answer, policy_results, simulation_report
 from trimtab.simulator.comparison import (
     Outcome,
     Situation,
@@ -41,7 +42,7 @@ from trimtab.trace.store import Source
 
 # The baseline, one of each kind of rival, ours, and the ideal; `trimtab.policies.POLICIES` has all.
 DEFAULT_POLICIES = ("static", "eplb_oracle", "llep", "ultraep", "feplb", "relibra", "trimtab", "balanced")
-# What is compared with everything: in every run, asked for or not.
+# References for speed-up and the ideal: in every run.
 NEEDED = ("static", "balanced")
 DEFAULT_MICRO_STEPS = 8
 GROUPS_MEET = ("layer", "step")
@@ -53,7 +54,7 @@ class SimulatedCase:
 
     Attributes:
         ranks: of the expert-parallel group.
-        slots: replicas that a rank has room for.
+        slots: replica slots per rank.
         micro_steps: that the step was to take; None if a token budget was given.
         situation: cluster, model, routing and settings.
         outcomes: plan, simulated step and memory by balancer, in the order of `POLICIES`.
@@ -67,7 +68,7 @@ class SimulatedCase:
 
     @property
     def text(self) -> str:
-        """The case in words."""
+        """Ranks, slots and micro-steps of the case."""
         size = f", {self.micro_steps} micro-steps" if self.micro_steps else ""
         return f"{self.ranks} ranks, {self.slots} slots{size}"
 
@@ -86,11 +87,11 @@ class SimulatedCase:
 
 
 @dataclass(frozen=True, eq=False, repr=False)
-class SimulationResult:
+class SimulationResult(Summarised):
     """Step times of balancers, in one case or in every case of a sweep.
 
     Attributes:
-        source: the trace's file or files, for people.
+        source: name of the trace's file or files.
         trace: the simulated step's sequences; the schedules of plans refer to them by index.
         cases: one for every combination of ranks, slots and micro-steps; the first is the one that is reported on.
     """
@@ -137,34 +138,18 @@ class SimulationResult:
         """Write the page of `trimtab simulate --html`, of the first case. Writes are atomic."""
         write_html(simulation_report(self.source, self.trace, self.situation, self.outcomes), path)
 
-    def __repr__(self) -> str:
+    def summary(self) -> Summary:
         times = ", ".join(f"{name} {outcome.simulated.step_time_s:.3f}" for name, outcome in self.outcomes.items())
-        lines = [
-            f"SimulationResult: {self.source}, step {self.trace.steps[0]}, {self.cases[0].text}",
-            answer(self.situation, self.outcomes),
-            f"seconds of a step: {times}",
-        ]
-        if len(self.cases) > 1:
-            lines.append(f"{len(self.cases) - 1} more in cases[1:]")
-        return "\n  ".join(lines)
-
-    def _repr_html_(self) -> str:
-        tables = []
-        for case in self.cases:
-            rows = [policy_result(outcome, case.outcomes) for outcome in case.outcomes.values()]
-            tables.append(
-                notebook_table(
-                    f"Step times, {case.text}",
-                    (f"{case.text}, {case.situation.cluster.name}", "seconds", "speed-up", "of ideal", "max/mean"),
-                    [
-                        (row.name, f"{row.step_time_s:.3f}", f"{row.speedup:.2f}x", f"{row.fraction_of_balanced:.1%}",
-                         f"{row.max_over_mean:.3f}")
-                        for row in rows
-                    ],
-                )
-            )  # fmt: skip
-        title = f"{self.source}, step {self.trace.steps[0]}, {self.situation.model.name}"
-        return notebook_html(title, answer(self.situation, self.outcomes), *tables)
+        more = len(self.cases) - 1
+        return Summary(
+            f"{self.source}, step {self.trace.steps[0]}, {self.situation.model.name}, {self.cases[0].text}",
+            (answer(self.situation, self.outcomes),),
+            [
+                policies_table(policy_results(case.outcomes), f"Step times, {case.text}, {case.situation.cluster.name}")
+                for case in self.cases
+            ],
+            details=(f"seconds of a step: {times}", f"{more} more in cases[1:]" if more else ""),
+        )
 
 
 def simulate(
@@ -195,12 +180,12 @@ def simulate(
         model: a `ModelSpec`, a preset's name, a config.json or a checkpoint; by default a preset like the trace.
         ranks: ranks of a group; several for a sweep.
         ranks_per_node: ranks of a node; by default the cluster's.
-        slots: replicas that a rank has room for; several for a sweep.
+        slots: replica slots per rank; several for a sweep.
         micro_steps: micro-steps of the step; several for a sweep. By default 8.
         token_budget: most tokens of a rank in a micro-step, instead of `micro_steps`.
         mini_batches: optimizer steps.
         groups: expert-parallel groups.
-        groups_meet: where groups wait for each other, `layer` or `step`.
+        groups_meet: where groups synchronise, `layer` or `step`.
         equal_terms: same homes, schedule and slots for all balancers, instead of their own recipes.
         recompute: False simulates the update alone, with the rollout's log-probabilities.
         step: RL step of the trace; by default the last.
@@ -282,7 +267,7 @@ def _combinations(
 
 def _names(policies: str | Sequence[str]) -> list[str]:
     """The balancers to run, in the order of `POLICIES`."""
-    asked = [policies] if isinstance(policies, str) else policies
-    for name in asked:
+    given = [policies] if isinstance(policies, str) else policies
+    for name in given:
         check_choice("policies", name, POLICIES)
-    return [name for name in POLICIES if name in (*asked, *NEEDED)]
+    return [name for name in POLICIES if name in (*given, *NEEDED)]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from html import escape
 
@@ -19,12 +19,24 @@ class Line:
     values: Sequence[float | None]
 
 
-def line_chart(title: str, places: Sequence[str], lines: Sequence[Line], across: str) -> str:
-    """Lines over named positions, from 0 up, with a tooltip for every point.
+@dataclass(frozen=True)
+class LineChart:
+    """Lines over named positions.
 
-    Args:
-        across: label of the positions.
+    Attributes:
+        x_label: label of the positions.
+        places: names of the positions.
     """
+
+    title: str
+    x_label: str
+    places: Sequence[str]
+    lines: Sequence[Line]
+
+
+def line_chart(chart: LineChart) -> str:
+    """SVG of a chart, from 0 up, with a tooltip for every point."""
+    places, lines = chart.places, chart.lines
     top = _rounded_up(max((value for line in lines for value in line.values if value is not None), default=0.0))
     x = [_across((index + 0.5) / len(places)) for index in range(len(places))]
     drawn = []
@@ -38,27 +50,25 @@ def line_chart(title: str, places: Sequence[str], lines: Sequence[Line], across:
             for at, y, value, place in points
         )
         drawn.append(f'<g style="--c:var(--{colour})"><polyline points="{path}"/>{dots}</g>')
-    names = "".join(
-        f'<text x="{at:.1f}" y="{HEIGHT - BOTTOM + 16}" text-anchor="middle">{escape(place)}</text>'
-        for at, place in zip(x, places, strict=True)
-    )
     legend = "".join(
         f'<li><i style="--c:var(--{colour})"></i>{escape(line.name)}</li>'
         for colour, line in zip(COLOURS, lines, strict=False)
     )
     shown = f'<ul class="legend">{legend}</ul>' if len(lines) > 1 else ""
-    return _figure(title, _levels(top) + names + "".join(drawn), across, shown)
+    return _figure(
+        chart.title, _levels(top) + _axis(zip(x, places, strict=True)) + "".join(drawn), chart.x_label, shown
+    )
 
 
 def bar_chart(
     title: str,
     bars: Sequence[tuple[str, int]],
-    across: str,
+    x_label: str,
     *,
     edges: Sequence[str] = (),
     marks: Sequence[tuple[float, str]] = (),
 ) -> str:
-    """Bars of counts.
+    """SVG of bars of counts.
 
     Args:
         bars: name and count.
@@ -75,13 +85,9 @@ def bar_chart(
             f'height="{height:.1f}"><title>{escape(f"{name}: {count:,}")}</title></rect>'
         )
     places = (
-        [(index / (len(edges) - 1), text) for index, text in enumerate(edges)]
+        [(_across(index / (len(edges) - 1)), text) for index, text in enumerate(edges)]
         if edges
-        else [((index + 0.5) / len(bars), name) for index, (name, _) in enumerate(bars)]
-    )
-    names = "".join(
-        f'<text x="{_across(at):.1f}" y="{HEIGHT - BOTTOM + 16}" text-anchor="middle">{escape(text)}</text>'
-        for at, text in places
+        else [(_across((index + 0.5) / len(bars)), name) for index, (name, _) in enumerate(bars)]
     )
     lines = ""
     for index, (at, text) in enumerate(marks):
@@ -91,14 +97,21 @@ def bar_chart(
             f'<g class="mark"><line x1="{x:.1f}" x2="{x:.1f}" y1="{TOP}" y2="{HEIGHT - BOTTOM}"/>'
             f'<text x="{x + (-5 if side == "end" else 5):.1f}" y="{y}" text-anchor="{side}">{escape(text)}</text></g>'
         )
-    return _figure(title, f"{_levels(top)}{names}<g>{''.join(drawn)}</g>{lines}", across, "")
+    return _figure(title, f"{_levels(top)}{_axis(places)}<g>{''.join(drawn)}</g>{lines}", x_label, "")
 
 
-def _figure(title: str, drawn: str, across: str, legend: str) -> str:
-    below = f'<text x="{LEFT}" y="{HEIGHT - 8}">{escape(across)}</text>'
+def _figure(title: str, drawn: str, x_label: str, legend: str) -> str:
+    below = f'<text x="{LEFT}" y="{HEIGHT - 8}">{escape(x_label)}</text>'
     return (
         f'<figure class="chart"><figcaption><b>{escape(title)}</b></figcaption>{legend}'
         f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-label="{escape(title)}">{drawn}{below}</svg></figure>'
+    )
+
+
+def _axis(places: Iterable[tuple[float, str]]) -> str:
+    """Names below the chart, centred at given x."""
+    return "".join(
+        f'<text x="{x:.1f}" y="{HEIGHT - BOTTOM + 16}" text-anchor="middle">{escape(name)}</text>' for x, name in places
     )
 
 

@@ -14,6 +14,7 @@ from trimtab.report.analysis_sections import analysis_sections
 from trimtab.report.model import AnalysisReport, Report
 from trimtab.report.payload import Blobs, in_script, simulation_data
 from trimtab.report.sections import sections
+from trimtab.report.widgets import summary
 
 SCRIPTS = ("common.js", "bars.js", "heatmap.js", "grid.js", "timeline.js", "page.js")
 
@@ -30,9 +31,11 @@ def page_of(report: Report | AnalysisReport) -> str:
         data, parts = analysis_data(report.analysis, blobs), analysis_sections(report)
     else:
         data, parts = simulation_data(report, blobs), sections(report)
+    headline, _, rest = report.answer.partition(". ")
     values = {
         "title": escape(report.title),
-        "answer": escape(report.answer),
+        "headline": escape(f"{headline}." if rest else headline),
+        "answer": summary(rest),
         "nav": "".join(f'<a href="#{part.name}">{part.word}</a>' for part in parts),
         "sections": "\n".join(part.html for part in parts),
         "data": in_script(json.dumps(data, allow_nan=False)),

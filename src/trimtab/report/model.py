@@ -5,8 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from trimtab.analysis import Analysis
-from trimtab.analysis.answer import answer
+from trimtab.analysis.summary import answer
 from trimtab.array_type import Array
+from trimtab.report.table_data import Facts
 
 LANES = ("compute", "node link", "network", "host link", "CPU")
 # Parts of a step's time, in the order in which bars are stacked.
@@ -28,14 +29,16 @@ class PolicyResult:
 
     Attributes:
         name: as in `POLICIES`.
-        about: a short description, and when it knows the routing.
+        about: a short description, such as what it plans from.
         step_time_s: seconds of recompute and update.
         speedup: over `static`.
-        fraction_of_balanced: the ideal run's time over this one's; None without an ideal run.
+        fraction_of_balanced: step time with even routing divided by this one's; None without an ideal run.
         max_over_mean: mean over instances.
         parts_s: seconds on the critical path by part, keys of `PARTS`; they add up to `step_time_s`. Empty if unknown.
         memory_bytes: of a rank, by name, such as "replica pool"; the busiest rank's.
         replicas_per_instance: copies away from home.
+        max_over_mean_p99: 99th percentile over instances; None if unknown.
+        cross_node_fraction: part of the rows that are computed on another node than their token's; None if unknown.
     """
 
     name: str
@@ -47,6 +50,8 @@ class PolicyResult:
     parts_s: dict[str, float]
     memory_bytes: dict[str, float]
     replicas_per_instance: float
+    max_over_mean_p99: float | None = None
+    cross_node_fraction: float | None = None
 
 
 @dataclass(frozen=True, eq=False)
@@ -102,7 +107,7 @@ class Report:
 
     title: str
     answer: str
-    facts: tuple[tuple[str, str], ...]
+    facts: Facts
     policies: tuple[PolicyResult, ...]
     layer_names: tuple[str, ...]
     before: LoadMap
@@ -124,7 +129,7 @@ class AnalysisReport:
 
     @property
     def title(self) -> str:
-        model = self.analysis.counted.model or "a trace"
+        model = self.analysis.counts.model or "a trace"
         ranks = self.analysis.ranks
         return f"Expert load of {model} on {ranks} rank{'s' if ranks > 1 else ''}"
 

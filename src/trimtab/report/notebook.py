@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
+from dataclasses import replace
 from html import escape
 
+from trimtab.report.table_data import Facts, Row, TableData
 from trimtab.report.widgets import table
 
 
-def notebook_html(title: str, text: str, *tables: str) -> str:
-    """A title and a sentence over tables of `notebook_table`."""
-    return f"<div><p><b>{escape(title)}</b><br>{escape(text)}</p>{''.join(tables)}</div>"
+def notebook_html(title: str, text: str, tables: Sequence[TableData]) -> str:
+    """A title and a sentence over tables with their titles."""
+    shown = "".join(f"<p><b>{escape(each.title)}</b></p>{table(_plain(each))}" for each in tables)
+    return f"<div><p><b>{escape(title)}</b><br>{escape(text)}</p>{shown}</div>"
 
 
-def notebook_table(label: str, columns: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """A table whose rows begin with a name. `label` describes it to screen readers."""
-    lines = [
-        f'<tr><th scope="row">{escape(name)}</th>{"".join(f"<td>{escape(value)}</td>" for value in values)}</tr>'
-        for name, *values in rows
-    ]
-    return table(columns, lines, label)
+def _plain(data: TableData) -> TableData:
+    """The table without bars and descriptions, which need the page's styles."""
+    return replace(data, rows=tuple(Row(row.name, row.cells) for row in data.rows))
+
+
+def facts_table(title: str, facts: Facts) -> TableData:
+    """Names and values as a table."""
+    return TableData(title, ("name", "value"), tuple(Row(name, (value,)) for name, value in facts))

@@ -11,7 +11,7 @@ import numpy as np
 from trimtab.array_type import Array
 from trimtab.planner.plan.workload import max_over_mean
 from trimtab.report.model import LANES, LoadMap, Report, Timeline
-from trimtab.report.table_rows import Rows, rows_of
+from trimtab.report.timeline_rows import TimelineRows, rows_of
 
 NO_LAYER = 65535
 BUSIEST_RANKS = 8
@@ -35,17 +35,37 @@ class Blobs:
 
 
 def simulation_data(report: Report, blob: Blobs) -> dict[str, Any]:
-    """Data of a simulated step for the page's scripts."""
+    """Values of a step for the page's scripts."""
     maps = load_maps(report)
+    return page_data(
+        report.layer_names,
+        [map_data(part, blob) for part in maps],
+        load_spread(maps),
+        start_layer=int(worst_layers(report.before)[0]) if maps else -1,
+        timelines=[_timeline(timeline, blob) for timeline in report.timelines],
+    )
+
+
+def page_data(
+    layers: Sequence[str],
+    maps: Sequence[dict[str, Any]],
+    spread: float,
+    *,
+    start_layer: int,
+    timelines: Sequence[dict[str, Any]] = (),
+    grids: Sequence[dict[str, Any]] = (),
+) -> dict[str, Any]:
+    """Values that `common.js` reads as `report`.
+
+    Args:
+        layers: names of MoE layers.
+        maps: see `map_data`; `spread` is the distance from 1 to the ends of their colour scale.
+        start_layer: index of the layer that is shown first; -1 for the mean of all.
+    """
     return {
-        "layers": report.layer_names,
-        "lanes": LANES,
-        "maps": [map_data(part, blob) for part in maps],
-        "spread": load_spread(maps),
-        "start_layer": int(worst_layers(report.before)[0]) if maps else -1,
-        "timelines": [_timeline(timeline, blob) for timeline in report.timelines],
-        "grids": [],
-    }
+        "layers": layers, "lanes": LANES, "maps": maps, "spread": spread, "start_layer": start_layer,
+        "timelines": timelines, "grids": grids,
+    }  # fmt: skip
 
 
 def in_script(text: str) -> str:
@@ -120,6 +140,6 @@ def _timeline(timeline: Timeline, blob: Blobs) -> dict[str, Any]:
     }
 
 
-def _row_list(rows: Rows) -> list[list[int]]:
+def _row_list(rows: TimelineRows) -> list[list[int]]:
     """Rank, lane, first operation and number of operations of each row."""
     return np.stack([rows.rank_W, rows.lane_W, rows.starts_W1[:-1], np.diff(rows.starts_W1)], axis=1).tolist()

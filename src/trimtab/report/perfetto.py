@@ -18,7 +18,7 @@ from pathlib import Path
 from trimtab.errors import InputError
 from trimtab.files import write_whole
 from trimtab.report.model import LANES, Timeline
-from trimtab.report.table_rows import rows_of
+from trimtab.report.timeline_rows import rows_of
 
 NANOSECOND = 1e-9
 

@@ -1,17 +1,21 @@
-"""The sections of the page as HTML. All texts of a report are escaped with `escape`."""
+"""The sections of the page of a simulated or measured step."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from html import escape
+from itertools import cycle
 
 from trimtab.planner.plan.workload import max_over_mean
 from trimtab.report.model import PARTS, PolicyResult, Report, Timeline
+from trimtab.report.number_text import NONE, bytes_text, seconds
 from trimtab.report.payload import load_maps, worst_layers
-from trimtab.report.widgets import NONE, Section, bytes_text, facts, heat_map, notes_section, number, seconds, table
+from trimtab.report.policies_table import FAR_COLUMN, IDEAL_COLUMN, OURS, policies_table
+from trimtab.report.table_data import Row, TableData
+from trimtab.report.widgets import Section, facts, heat_map, lead, notes_section, options, table
 
-OURS = "trimtab"
 SHOWN_LAYERS = 10
+NEW_LINE = "\n"
 SPARE_COLOURS = ("spare", "attention", "dispatch", "experts", "imbalance", "transfers", "planning", "migration")
 # Words in an operation's name, and the part with its colour; the first match is used.
 COLOUR_WORDS = (
@@ -25,7 +29,7 @@ SHADES = (None, "var(--ink) 28%", "var(--ground) 40%", "var(--ink) 50%", "var(--
 
 
 def sections(report: Report) -> list[Section]:
-    """Returns the sections for which the report has data, in order."""
+    """The sections for which the report has data, in order."""
     found = []
     if report.policies:
         found.append(Section("policies", "Policies", "Policies compared", _policies(report.policies)))
@@ -46,105 +50,88 @@ def sections(report: Report) -> list[Section]:
     return found
 
 
-def _row_class(name: str) -> str:
-    return " ours" if name == OURS else ""
-
-
 def _policies(policies: Sequence[PolicyResult]) -> str:
-    longest = max(policy.step_time_s for policy in policies)
-    has_fraction = any(policy.fraction_of_balanced is not None for policy in policies)
-    rows = []
-    for policy in policies:
-        width = 100 * policy.step_time_s / longest if longest > 0 else 0.0
-        time = f'<i style="width:{width:.2f}%"></i><span>{seconds(policy.step_time_s, longest)}</span>'
-        about = f'<span class="about">{escape(policy.about)}</span>' if policy.about else ""
-        cells = [
-            f'<td class="with-bar"><span class="amount">{time}</span></td>',
-            f"<td>{number(policy.speedup, '.2f')}×</td>",
-            f"<td>{number(policy.fraction_of_balanced, '.1%')}</td>" if has_fraction else "",
-            f"<td>{number(policy.max_over_mean, '.3f')}</td>",
-            f"<td>{number(policy.replicas_per_instance, '.1f')}</td>",
-        ]
-        head = f'<th scope="row">{escape(policy.name)}{about}</th>'
-        rows.append(f'<tr class="{_row_class(policy.name).strip()}">{head}{"".join(cells)}</tr>')
-    columns = ["policy", "step time", "speed-up", "of balanced" if has_fraction else "", "max/mean", "replicas"]
-    return (
-        '<p class="lead">Recompute and update of one step. Speed-up is over <b>static</b>; max/mean is the busiest '
-        "rank's load over the mean, averaged over instances (one layer of one micro-step); replicas are per instance."
-        f"{' “Of balanced” is the time of an ideally even run over this one.' if has_fraction else ''}</p>"
-        f"{table(columns, rows, 'Policies compared')}"
-    )
+    data = policies_table(policies)
+    texts = [
+        "Speed-up is over static. max/mean is the busiest rank's load divided by the mean load, averaged over "
+        "instances (an instance is one layer of one micro-step). Replicas are per instance.",
+    ]
+    if IDEAL_COLUMN in data.columns:
+        texts.append("Of ideal: step time with perfectly even routing, divided by this policy's step time.")
+    if FAR_COLUMN in data.columns:
+        texts.append("Far rows are computed on another node than the token's.")
+    return lead(f"{data.title}. {' '.join(texts)}") + table(data)
 
 
 def _times(policies: Sequence[PolicyResult]) -> str:
     rows = [(policy.name, policy.parts_s, policy.step_time_s) for policy in policies]
-    names = dict(PARTS)
     return (
-        '<p class="lead">Seconds on the critical path, all policies on one scale. Point at a part, or use '
-        "<kbd>Tab</kbd> and the arrow keys.</p>" + _bars(rows, names, "time by part", is_time=True)
+        '<p class="lead">Time on the critical path, all policies on one scale. Point at a part, or use '
+        "<kbd>Tab</kbd> and the arrow keys.</p>" + _bars(rows, dict(PARTS), "time by part", seconds)
     )
 
 
 def _memory(policies: Sequence[PolicyResult]) -> str:
     rows = [(policy.name, policy.memory_bytes, sum(policy.memory_bytes.values())) for policy in policies]
-    return '<p class="lead">Bytes of the busiest rank.</p>' + _bars(
-        [row for row in rows if row[1]], {}, "memory by use", is_time=False
+    shown = [row for row in rows if row[1]]
+    return lead("Bytes of the rank that needs most.") + _bars(
+        shown, {}, "memory by use", lambda value, _: bytes_text(value)
     )
 
 
 def _bars(
-    rows: Sequence[tuple[str, dict[str, float], float]], titles: dict[str, str], what: str, *, is_time: bool
+    rows: Sequence[tuple[str, dict[str, float], float]],
+    titles: dict[str, str],
+    what: str,
+    text_of: Callable[[float, float], str],
 ) -> str:
     """Stacked bars on one scale, with their figures as a table.
 
     Args:
         rows: name, amounts by part, and their total; a row without parts is one bar.
         titles: of parts, in the order in which they are stacked; others follow under their own names.
+        text_of: text of an amount, given the largest total.
     """
-    used = [part for part in titles if any(amounts.get(part) for _, amounts, _ in rows)]
-    used += list(dict.fromkeys(part for _, amounts, _ in rows for part in amounts if part not in titles))
-    spare = iter(range(len(used)))
-    colours = {part: part if part in PARTS else SPARE_COLOURS[next(spare) % len(SPARE_COLOURS)] for part in used}
+    used = {part: title for part, title in titles.items() if any(amounts.get(part) for _, amounts, _ in rows)}
+    used |= {part: part for _, amounts, _ in rows for part in amounts if part not in titles}
+    spare = cycle(SPARE_COLOURS)
+    colours = {part: part if part in PARTS else next(spare) for part in used}
     longest = max([max(total, sum(amounts.values())) for _, amounts, total in rows], default=0.0) or 1.0
 
     def show(value: float) -> str:
-        return seconds(value, longest) if is_time else bytes_text(value)
+        return text_of(value, longest)
 
     lines = []
     for name, amounts, total in rows:
         whole = sum(amounts.values())
-        parts, spoken = [], []
-        for part in used:
-            amount = amounts.get(part, 0.0)
-            if amount <= 0:
-                continue
-            share = f"{amount / whole:.1%}"
-            spoken.append(f"{titles.get(part, part)} {show(amount)}, {share}")
-            said = escape(f"{name}, {titles.get(part, part)}\n{show(amount)}\n{share}")
-            width = 100 * amount / longest
-            parts.append(f'<span style="width:{width:.3f}%;--c:var(--{colours[part]})" data-say="{said}"></span>')
-        if not parts and total > 0:
-            spoken.append("not broken down")
-            said = escape(f"{name}\n{show(total)}\nnot broken down")
-            parts.append(f'<span class="unknown" style="width:{100 * total / longest:.3f}%" data-say="{said}"></span>')
-        label = escape(f"{name}: {show(total)}. {'; '.join(spoken)}")
-        lines.append(
-            f'<div class="bar-row{_row_class(name)}"><span class="bar-name">{escape(name)}</span>'
-            f'<div class="bar" tabindex="0" role="img" aria-label="{label}">{"".join(parts)}</div>'
-            f'<span class="bar-total">{show(total)}</span></div>'
+        pieces = [
+            (f'style="--c:var(--{colours[part]});', amounts[part], title, f"{amounts[part] / whole:.1%}")
+            for part, title in used.items()
+            if amounts.get(part, 0.0) > 0
+        ]
+        if not pieces and total > 0:
+            pieces = [('class="unknown" style="', total, "all parts", "not broken down")]
+        spans = "".join(
+            f'<span {style}width:{100 * amount / longest:.3f}%" '
+            f'data-figures="{escape(NEW_LINE.join((f"{name}, {title}", show(amount), share)))}"></span>'
+            for style, amount, title, share in pieces
         )
-    legend = "".join(f'<li><i style="--c:var(--{colours[p]})"></i>{escape(titles.get(p, p))}</li>' for p in used)
-    cells = [
-        f'<tr><th scope="row">{escape(name)}</th>'
-        + "".join(f"<td>{show(amounts[part]) if part in amounts else NONE}</td>" for part in used)
-        + f"<td>{show(total)}</td></tr>"
+        spoken = "; ".join(f"{title} {show(amount)}, {share}" for _, amount, title, share in pieces)
+        lines.append(
+            f'<div class="bar-row{" ours" if name == OURS else ""}"><span class="bar-name">{escape(name)}</span>'
+            f'<div class="bar" tabindex="0" role="img" aria-label="{escape(f"{name}: {show(total)}. {spoken}")}">'
+            f'{spans}</div><span class="bar-total">{show(total)}</span></div>'
+        )
+    legend = "".join(f'<li><i style="--c:var(--{colours[p]})"></i>{escape(title)}</li>' for p, title in used.items())
+    cells = tuple(
+        Row(name, (*(show(amounts[part]) if part in amounts else NONE for part in used), show(total)))
         for name, amounts, total in rows
-    ]
-    columns = ["policy", *(titles.get(part, part) for part in used), "total"]
+    )
+    data = TableData(what, ("policy", *used.values(), "total"), cells)
     return (
         f'<figure data-bars aria-label="{escape(what)}"><ul class="legend">{legend}</ul>{"".join(lines)}'
         '<output class="readout" aria-live="polite"></output>'
-        f"<details><summary>As a table</summary>{table(columns, cells, what)}</details></figure>"
+        f"<details><summary>As a table</summary>{table(data)}</details></figure>"
     )
 
 
@@ -155,15 +142,15 @@ def _loads(report: Report) -> str:
 def _timeline(report: Report) -> str:
     picker = ""
     if len(report.timelines) > 1:
-        options = "".join(f'<option value="{i}">{escape(t.title)}</option>' for i, t in enumerate(report.timelines))
-        picker = f'<span class="field"><label for="timeline">Run</label><select id="timeline">{options}</select></span>'
+        titles = options(enumerate(timeline.title for timeline in report.timelines), 0)
+        picker = f'<span class="field"><label for="timeline">Run</label><select id="timeline">{titles}</select></span>'
     legends = "".join(
         f'<ul class="legend" data-legend{"" if index == 0 else " hidden"}>{_kinds(timeline)}</ul>'
         for index, timeline in enumerate(report.timelines)
     )
     title = "" if picker else f" Shown: {escape(report.timelines[0].title)}."
-    return f"""<p class="lead">What every rank does, lane by lane. In each layer ranks meet twice: to send tokens to
-their experts, and to bring the results back.{title}</p>
+    return f"""<p class="lead">Operations of every rank, lane by lane. In each layer all ranks synchronise twice: to
+dispatch tokens to their experts, and to combine the results.{title}</p>
 <div class="controls">{picker}
 <span class="field"><label for="timeline-ranks">Ranks</label><select id="timeline-ranks"></select></span>
 <span class="gap"></span><button type="button" id="zoom-out" aria-label="Zoom out">−</button>
@@ -174,8 +161,8 @@ aria-describedby="lane-readout lane-hint" aria-label="Timeline of one micro-step
 <div id="lanes-filler"></div></div>
 <output class="readout" id="lane-readout" aria-live="polite">Point at an operation.</output>
 <p class="hint" id="lane-hint">Drag or <kbd>←</kbd> <kbd>→</kbd> to move, <kbd>Ctrl</kbd> and wheel, or <kbd>+</kbd>
-<kbd>−</kbd>, to zoom, <kbd>0</kbd> for all of it; <kbd>↑</kbd> <kbd>↓</kbd> choose a lane, <kbd>n</kbd> <kbd>p</kbd>
-the next and previous operation in it.</p>"""
+<kbd>−</kbd>, to zoom, <kbd>0</kbd> to show all; <kbd>↑</kbd> <kbd>↓</kbd> choose a lane, <kbd>n</kbd> <kbd>p</kbd>
+its next and previous operation.</p>"""
 
 
 def _kinds(timeline: Timeline) -> str:
@@ -202,14 +189,16 @@ def _colour(name: str) -> str:
 def _worst_layers(report: Report) -> str:
     before_L = max_over_mean(report.before.loads_MLR).mean(axis=0)
     after_L = max_over_mean(report.after.loads_MLR).mean(axis=0)
-    rows = [
-        f'<tr><th scope="row"><button type="button" class="link" data-layer="{layer}">layer '
-        f"{escape(report.layer_names[layer])}</button></th><td>{before_L[layer]:.3f}</td><td>{after_L[layer]:.3f}</td>"
-        f"<td>{before_L[layer] / after_L[layer]:.2f}×</td></tr>"
+    rows = tuple(
+        Row(
+            f"layer {report.layer_names[layer]}",
+            (f"{before_L[layer]:.3f}", f"{after_L[layer]:.3f}", f"{before_L[layer] / after_L[layer]:.2f}×"),
+            layer=layer,
+        )
         for layer in worst_layers(report.before)[:SHOWN_LAYERS].tolist()
-    ]
-    columns = ["layer", f"{report.before.title}, max/mean", f"{report.after.title}, max/mean", "gain"]
-    return (
-        '<p class="lead">By max/mean before, averaged over micro-steps. A layer takes as long as its busiest rank. '
-        f"Choose one to see it above.</p>{table(columns, rows, 'Worst layers')}"
     )
+    columns = ("layer", f"{report.before.title}, max/mean", f"{report.after.title}, max/mean", "gain")
+    return lead(
+        f"By max/mean under {report.before.title}, averaged over micro-steps. A layer takes as long as its busiest "
+        "rank. Choose a layer to show it in the heat map."
+    ) + table(TableData("Worst layers", columns, rows))

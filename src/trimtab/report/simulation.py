@@ -1,4 +1,4 @@
-"""Content of a report from simulated steps."""
+"""Texts and values of a simulated step: answer, setting, results of balancers, and the page."""
 
 from __future__ import annotations
 
@@ -7,15 +7,16 @@ from collections.abc import Mapping
 import numpy as np
 
 from trimtab.report.model import LoadMap, PolicyResult, Report, Timeline
+from trimtab.report.table_data import Facts
 from trimtab.simulator.comparison import Outcome, Situation, operations
 from trimtab.simulator.events import KINDS
 from trimtab.trace import RoutingTrace
 
-KNOWN = {
-    "past": "earlier routing",
-    "step": "the whole step, beforehand",
-    "micro-step": "each micro-step, beforehand",
-    "layer": "each layer, after its router",
+ABOUT = {
+    "past": "plans from past steps",
+    "step": "plans from the step's routing",
+    "micro-step": "plans from each micro-step's routing",
+    "layer": "plans in each layer, after its router",
 }
 
 
@@ -24,27 +25,11 @@ def simulation_report(
 ) -> Report:
     """The page of one case. `outcomes` has `static` and `balanced`."""
     best = _best(outcomes)
-    cluster, model = situation.cluster, situation.model
     return Report(
-        title=f"Expert load of {model.name} on {cluster.ranks} ranks",
+        title=f"Expert load of {situation.model.name} on {situation.cluster.ranks} ranks",
         answer=answer(situation, outcomes),
-        facts=(
-            (
-                "trace",
-                f"{source}, step {trace.steps[0]}: {trace.num_tokens:,} tokens, {trace.num_sequences:,} sequences",
-            ),
-            ("model", f"{model.name}; {trace.shape_text}"),
-            ("cluster", f"{cluster.ranks} ranks, {cluster.ranks_per_node} a node, of kind {cluster.name}"),
-            ("slots", f"{cluster.slots_per_rank} replicas a rank"),
-            (
-                "micro-steps",
-                f"{outcomes['static'].plan.num_micro_steps} of up to {situation.token_budget:,} tokens a rank",
-            ),
-            ("optimizer steps", f"{situation.mini_batches}"),
-            ("expert-parallel groups", f"{situation.settings.groups}"),
-            ("terms", "equal: same homes, schedule and slots" if situation.equal_terms else "each on its own recipe"),
-        ),
-        policies=tuple(policy_result(outcome, outcomes) for outcome in outcomes.values()),
+        facts=setting_facts(source, trace, situation, outcomes),
+        policies=policy_results(outcomes),
         layer_names=tuple(str(index) for index in trace.layer_indices),
         before=LoadMap("static", outcomes["static"].simulated.work.loads_MLR),
         after=LoadMap(best, outcomes[best].simulated.work.loads_MLR),
@@ -53,8 +38,24 @@ def simulation_report(
     )
 
 
+def setting_facts(source: str, trace: RoutingTrace, situation: Situation, outcomes: Mapping[str, Outcome]) -> Facts:
+    """Trace, model, cluster and options."""
+    cluster = situation.cluster
+    micro_steps = outcomes["static"].plan.num_micro_steps
+    return (
+        ("trace", f"{source}, step {trace.steps[0]}: {trace.num_tokens:,} tokens, {trace.num_sequences:,} sequences"),
+        ("model", f"{situation.model.name}; the trace has {trace.shape_text}"),
+        ("cluster", f"{cluster.ranks} ranks, {cluster.ranks_per_node} per node, {cluster.name}"),
+        ("slots", f"{cluster.slots_per_rank} replicas per rank"),
+        ("micro-steps", f"{micro_steps}, each of up to {situation.token_budget:,} tokens per rank"),
+        ("optimizer steps", f"{situation.mini_batches}"),
+        ("expert-parallel groups", f"{situation.settings.groups}"),
+        ("terms", "equal: same homes, schedule and slots" if situation.equal_terms else "own recipe of each policy"),
+    )
+
+
 def answer(situation: Situation, outcomes: Mapping[str, Outcome]) -> str:
-    """Returns the result in one sentence."""
+    """The result in one sentence."""
     best = _best(outcomes)
     static_s = outcomes["static"].simulated.step_time_s
     ideal, gained = (static_s / outcomes[name].simulated.step_time_s for name in ("balanced", best))
@@ -62,8 +63,8 @@ def answer(situation: Situation, outcomes: Mapping[str, Outcome]) -> str:
     if best == "static":
         return f"Imbalance costs {1 - 1 / ideal:.0%} of each step {where}; none of these balancers reduces it."
     return (
-        f"Imbalance costs {1 - 1 / ideal:.0%} of each step {where}; {best} makes the step {gained:.2f} times as fast, "
-        f"{gained / ideal:.0%} of what perfect balance would give."
+        f"Imbalance costs {1 - 1 / ideal:.0%} of each step {where}; {best} makes the step {gained:.2f} times as fast "
+        f"as static. Perfectly even routing would make it {ideal:.2f} times as fast."
     )
 
 
@@ -88,21 +89,31 @@ def notes(trace: RoutingTrace, situation: Situation) -> tuple[str, ...]:
     return tuple(texts)
 
 
-def policy_result(outcome: Outcome, outcomes: Mapping[str, Outcome]) -> PolicyResult:
-    """A balancer's row."""
-    seconds = outcome.simulated.step_time_s
-    instances = outcome.plan.num_micro_steps * outcome.plan.num_layers
-    return PolicyResult(
-        name=outcome.name,
-        about="the ideal" if outcome.policy.traits.ideal else f"knows {KNOWN[outcome.policy.traits.known_at]}",
-        step_time_s=seconds,
-        speedup=outcomes["static"].simulated.step_time_s / seconds,
-        fraction_of_balanced=outcomes["balanced"].simulated.step_time_s / seconds,
-        max_over_mean=outcome.balance.mean,
-        parts_s=_bars(outcome.simulated.parts_s),
-        memory_bytes={name: float(value) for name, value in outcome.memory.items()},
-        replicas_per_instance=outcome.plan.num_replicas / instances,
+def policy_results(outcomes: Mapping[str, Outcome]) -> tuple[PolicyResult, ...]:
+    """Figures of each balancer. `outcomes` has `static` and `balanced`."""
+    static_s, balanced_s = (outcomes[name].simulated.step_time_s for name in ("static", "balanced"))
+    return tuple(
+        PolicyResult(
+            name=outcome.name,
+            about=_about(outcome),
+            step_time_s=outcome.simulated.step_time_s,
+            speedup=static_s / outcome.simulated.step_time_s,
+            fraction_of_balanced=balanced_s / outcome.simulated.step_time_s,
+            max_over_mean=outcome.balance.mean,
+            parts_s=_bars(outcome.simulated.parts_s),
+            memory_bytes={name: float(value) for name, value in outcome.memory.items()},
+            replicas_per_instance=outcome.plan.num_replicas / (outcome.plan.num_micro_steps * outcome.plan.num_layers),
+            max_over_mean_p99=outcome.balance.p99,
+            cross_node_fraction=outcome.cross_node_fraction,
+        )
+        for outcome in outcomes.values()
     )
+
+
+def _about(outcome: Outcome) -> str:
+    if outcome.name == "static":
+        return "contiguous homes, no replicas"
+    return "perfectly even routing" if outcome.policy.traits.ideal else ABOUT[outcome.policy.traits.known_at]
 
 
 def _bars(parts_s: Mapping[str, float]) -> dict[str, float]:

@@ -1,16 +1,16 @@
-"""Elements of page sections: tables, facts, the heat map of rank loads. Texts are escaped with `escape`."""
+"""HTML of parts of a page: tables, facts, heat maps. All texts are escaped with `escape`."""
 
 from __future__ import annotations
 
-import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from html import escape
 
 from trimtab.report.model import LoadMap
 from trimtab.report.payload import load_spread
+from trimtab.report.table_data import Facts, Row, TableData
 
-NONE = "–"
+POINT_AT_CELL = "Point at a cell, or use Tab and the arrow keys."
 
 
 @dataclass(frozen=True)
@@ -30,51 +30,35 @@ class Section:
         )
 
 
-def seconds(value: float, span: float | None = None) -> str:
-    """About three digits, in a unit that suits `span` or the value."""
-    size = abs(value if span is None else span)
-    factor, unit = (1.0, "s") if size >= 1 or size == 0 else (1e3, "ms") if size >= 1e-3 else (1e6, "µs")
-    return f"{digits(value * factor)} {unit}"
-
-
-def bytes_text(value: float) -> str:
-    """About three digits, in decimal units."""
-    for factor, unit in ((1e9, "GB"), (1e6, "MB"), (1e3, "kB")):
-        if value >= factor:
-            return f"{digits(value / factor)} {unit}"
-    return f"{value:.0f} B"
-
-
-def digits(value: float) -> str:
-    """About three digits."""
-    if not math.isfinite(value):
-        return NONE
-    size = abs(value)
-    return f"{value:,.0f}" if size >= 100 else f"{value:.1f}" if size >= 10 else f"{value:.2f}"
-
-
-def number(value: float | None, shape: str) -> str:
-    """Formatted number, or a dash if it is not a number."""
-    return NONE if value is None or not math.isfinite(value) else format(value, shape)
-
-
-def table(columns: Sequence[str], rows: Sequence[str], label: str) -> str:
-    """A table in its own box, which scrolls on a narrow page. Columns without a name are left out."""
-    head = "".join(f'<th scope="col">{escape(column)}</th>' for column in columns if column)
+def table(data: TableData) -> str:
+    """A table in a box of its own, which scrolls on a narrow page."""
+    head = "".join(f'<th scope="col">{escape(column)}</th>' for column in data.columns)
     return (
-        f'<div class="scroll" tabindex="0" role="region" aria-label="{escape(label)}"><table><thead><tr>{head}</tr>'
-        f"</thead><tbody>{''.join(rows)}</tbody></table></div>"
+        f'<div class="scroll" tabindex="0" role="region" aria-label="{escape(data.title)}"><table>'
+        f"<thead><tr>{head}</tr></thead><tbody>{''.join(map(_row, data.rows))}</tbody></table></div>"
     )
+
+
+def _row(row: Row) -> str:
+    name = escape(row.name)
+    if row.layer is not None:
+        name = f'<button type="button" class="link" data-layer="{row.layer}">{name}</button>'
+    about = f'<span class="about">{escape(row.about)}</span>' if row.about else ""
+    cells = [f"<td>{escape(cell)}</td>" for cell in row.cells]
+    if row.bar is not None:
+        bar = f'<i style="width:{100 * row.bar:.2f}%"></i><span>{escape(row.cells[0])}</span>'
+        cells[0] = f'<td class="with-bar"><span class="amount">{bar}</span></td>'
+    ours = ' class="ours"' if row.is_ours else ""
+    return f'<tr{ours}><th scope="row">{name}{about}</th>{"".join(cells)}</tr>'
 
 
 def heat_map(maps: Sequence[LoadMap], layer_names: Sequence[str], worst: int) -> str:
     """Load of every rank in every micro-step, one map or two side by side, one layer at a time; `worst` is shown
     first."""
-    options = ['<option value="-1">all layers (mean)</option>']
-    for index, name in enumerate(layer_names):
-        note = ", the worst" if index == worst else ""
-        chosen = " selected" if index == worst else ""
-        options.append(f'<option value="{index}"{chosen}>layer {escape(name)}{note}</option>')
+    layers = enumerate(
+        f"layer {name}{', the worst' if index == worst else ''}" for index, name in enumerate(layer_names)
+    )
+    layer_options = options([(-1, "all layers (mean)"), *layers], worst)
     figures = "".join(
         f"<figure><figcaption><b>{escape(part.title)}</b><span data-map-caption></span></figcaption>"
         f'<div><canvas data-map tabindex="0" role="application" aria-roledescription="heat map" '
@@ -90,21 +74,22 @@ def heat_map(maps: Sequence[LoadMap], layer_names: Sequence[str], worst: int) ->
         f'<span style="left:{at:.1f}%">{text}</span>'
         for at, text in ((0.0, f"{low:.2f}×"), (one, "1×"), (100.0, f"{high:.2f}×"))
     )
-    return f"""<p class="lead">Tokens that a rank computes, over the mean of its instance: blue is less than
-the mean, orange more.</p>
+    text = "Tokens that each rank computes, divided by the mean over ranks: blue is below the mean, orange above."
+    return f"""{lead(text)}
 <div class="controls">
-<span class="field"><label for="layer">Layer</label><select id="layer">{"".join(options)}</select></span>
+<span class="field"><label for="layer">Layer</label><select id="layer">{layer_options}</select></span>
 <button type="button" id="layer-previous" aria-label="Previous layer">←</button>
 <input type="range" id="layer-slider" min="-1" max="{len(layer_names) - 1}" value="{worst}" aria-label="Layer">
 <button type="button" id="layer-next" aria-label="Next layer">→</button>
 </div>
 <div class="pair">{figures}</div>
-<output class="readout" id="heat-readout" aria-live="polite">Point at a cell, or use Tab and the arrow keys.</output>
+<output class="readout" id="heat-readout" aria-live="polite">{POINT_AT_CELL}</output>
 <div class="scale"><i style="background-size:{whole:.1f}% 100%"></i><div>{marks}</div>
-<span>load over the mean of the ranks</span></div>"""
+<span>load / mean load of the ranks</span></div>"""
 
 
-def facts(facts: Sequence[tuple[str, str]]) -> str:
+def facts(facts: Facts) -> str:
+    """A list of names and values."""
     return "<dl>" + "".join(f"<dt>{escape(name)}</dt><dd>{escape(value)}</dd>" for name, value in facts) + "</dl>"
 
 
@@ -112,3 +97,46 @@ def notes_section(notes: Sequence[str]) -> Section:
     """The notes on assumptions and limits."""
     items = "".join(f"<li>{escape(note)}</li>" for note in notes)
     return Section("notes", "Notes", "Assumptions and limits", f'<ul class="notes">{items}</ul>')
+
+
+def lead(text: str) -> str:
+    """The introduction of a section."""
+    return f'<p class="lead">{escape(text)}</p>'
+
+
+def summary(text: str) -> str:
+    """A sentence with a result; "" without text."""
+    return f'<p class="summary">{escape(text)}</p>' if text else ""
+
+
+def grid(name: str, title: str, caption: str, planes: Sequence[str] = (), shown: int = 0) -> str:
+    """A colour grid, drawn by `grid.js` from the data of this name.
+
+    Args:
+        caption: description of the colour scale. Its ends are written by the script.
+        planes: names of layers to choose from; with less than two there is no choice.
+        shown: the plane that is shown first.
+    """
+    picker = ""
+    if len(planes) > 1:
+        picker = (
+            f'<div class="controls"><span class="field"><label for="grid-{name}">Layer</label>'
+            f'<select id="grid-{name}">{options(enumerate(planes), shown)}</select></span></div>'
+        )
+    keys = " Page Up and Page Down change the layer." if picker else ""
+    return (
+        f'<figure data-grid="{name}"><figcaption><b>{escape(title)}</b></figcaption>{picker}'
+        f'<div><canvas tabindex="0" role="application" aria-roledescription="heat map" '
+        f'aria-describedby="grid-{name}-readout" aria-label="{escape(title)}. Arrow keys move.{keys}"></canvas></div>'
+        f'<output class="readout" id="grid-{name}-readout" aria-live="polite">{POINT_AT_CELL}</output>'
+        '<div class="scale from-mean"><i></i><div><span data-low style="left:0"></span>'
+        f'<span data-high style="left:100%"></span></div><span>{escape(caption)}</span></div></figure>'
+    )
+
+
+def options(names: Iterable[tuple[int, str]], shown: int) -> str:
+    """Options of a list: value and name of each."""
+    return "".join(
+        f'<option value="{value}"{" selected" if value == shown else ""}>{escape(name)}</option>'
+        for value, name in names
+    )

@@ -1,4 +1,4 @@
-// Stacked bars: pointing at a part, or walking over them with the arrow keys, tells its figures.
+// Stacked bars: the pointer or the arrow keys choose a part, whose figures are shown.
 for (const figure of document.querySelectorAll("[data-bars]")) {
   const readout = figure.querySelector(".readout");
   let shown = null;
@@ -7,7 +7,7 @@ for (const figure of document.querySelectorAll("[data-bars]")) {
     shown = part;
     if (!part) return;
     part.classList.add("on");
-    const [name, ...figures] = part.dataset.say.split("\n");
+    const [name, ...figures] = part.dataset.figures.split("\n");
     say(readout, [name], ` · ${figures.join(", ")}`);
   };
   for (const bar of figure.querySelectorAll(".bar")) {

@@ -1,4 +1,4 @@
-// What all parts of the page share: the report's values, colours as the scheme has them, numbers for people.
+// Shared by all scripts: the report's values, colours of the current scheme, numbers as text.
 const report = JSON.parse(document.getElementById("report").textContent);
 const byId = (id) => document.getElementById(id);
 const clamp = (value, low, high) => Math.min(high, Math.max(low, value));
@@ -36,7 +36,7 @@ function secondsText(seconds, span = seconds) {
   return `${value.toFixed(Math.abs(value) >= 100 ? 0 : Math.abs(value) >= 10 ? 1 : 2)} ${unit}`;
 }
 
-// A line of words of which some are bold. Text only: names come from users' files.
+// A line of text; parts in brackets are bold. Text only: names come from users' files.
 function say(element, ...parts) {
   element.replaceChildren(
     ...parts.map((part) => {
@@ -67,8 +67,8 @@ function tickStep(count, pixels, apart) {
   return step;
 }
 
-/* Cells that pointer and arrow keys choose. `at` gives the plot, the width of a column and height of a cell, how many
-   there are, and the chosen one; `turn` goes to another page, where there are pages. */
+/* Choose cells by pointer and arrow keys. `at` returns the plot, width of a column, height of a cell, their numbers and
+   the chosen cell; `turn`, if given, changes the layer. */
 function chooseCells(canvas, at, choose, turn) {
   const point = (event) => {
     const { plot, column, cell, columns, rows, cursor } = at(), box = canvas.getBoundingClientRect();

@@ -1,9 +1,12 @@
-// Grids of colour: one value for each row and column, from neutral to hot. Some have several planes to choose from;
-// those in percent compare rows with one another, and need no names of columns.
+// Colour grids: one value for each row and column, from neutral to hot. Some have several planes to choose from.
+// Those in percent compare rows with each other, and have no names of columns.
 function startGrid(figure) {
   const grid = report.grids.find(({ name }) => name === figure.dataset.grid);
   const canvas = figure.querySelector("canvas"), readout = figure.querySelector(".readout");
   const select = figure.querySelector("select");
+  const endText = (value) => (grid.percent ? `${Math.round(value * 100)}%` : `${Number(value.toFixed(2))}${grid.unit_sign}`);
+  figure.querySelector("[data-low]").textContent = endText(grid.low);
+  figure.querySelector("[data-high]").textContent = endText(grid.high);
   const [rowWord, columnWord] = grid.words, rows = grid.rows.length, columns = grid.columns.length;
   let plane = grid.start, cursor = null, plot = null;
 
@@ -68,7 +71,7 @@ function startGrid(figure) {
     const value = valueAt(cursor.r, cursor.c);
     const place = `${rowWord} ${grid.rows[cursor.r]}${grid.percent ? "" : ","} ${columnWord} ${grid.columns[cursor.c]}`;
     const text = !Number.isFinite(value) ? "no load" : grid.percent ? `${Math.round(value * 100)}%` : ratioText(value);
-    say(readout, [place.trim()], " · ", [text], Number.isFinite(value) ? ` ${grid.says}` : "");
+    say(readout, [place.trim()], " · ", [text], Number.isFinite(value) ? ` ${grid.label}` : "");
   }
 
   function pick(next) {

@@ -1,4 +1,4 @@
-// Load of every rank in every micro-step over the mean of its instance, before and after, layer by layer.
+// Load of every rank in every micro-step, divided by the mean of its instance, for one layer or all.
 const GUTTER = { left: 34, top: 20, bottom: 32 };
 
 function toOklab([r, g, b]) {
@@ -121,7 +121,7 @@ function startHeatMap() {
         context.strokeRect(plot.x + cursor.m * column - 1, plot.y + cursor.r * cell - 1, column + 2, cell + 2);
         context.lineWidth = 1;
       }
-      say(captions[index], ` · max/mean ${ratioText(mean)}, at worst ${ratioText(worst)}`);
+      say(captions[index], ` · max/mean ${ratioText(mean)} on average, ${ratioText(worst)} at most`);
       return { map, plot, cell, column, tokens, ratios };
     });
   }

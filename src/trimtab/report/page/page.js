@@ -1,9 +1,9 @@
-// Colour scheme, and drawing anew when it or the width changes.
+// Colour scheme; redraws when it or the width changes.
 const root = document.documentElement, toggle = byId("theme");
 const SCHEMES = { auto: ["Auto", "as the system"], light: ["Light", "light"], dark: ["Dark", "dark"] };
 const redraw = () => redraws.forEach((draw) => draw());
 
-function wear(scheme) {
+function setScheme(scheme) {
   if (scheme === "auto") delete root.dataset.theme;
   else root.dataset.theme = scheme;
   const [text, spoken] = SCHEMES[scheme];
@@ -13,7 +13,7 @@ function wear(scheme) {
 toggle.addEventListener("click", () => {
   const names = Object.keys(SCHEMES);
   const next = names[(names.indexOf(root.dataset.theme ?? "auto") + 1) % names.length];
-  wear(next);
+  setScheme(next);
   redraw();
 });
 matchMedia("(prefers-color-scheme: dark)").addEventListener("change", redraw);
@@ -21,11 +21,11 @@ matchMedia("(prefers-color-scheme: dark)").addEventListener("change", redraw);
 let schemeBefore = "auto";
 addEventListener("beforeprint", () => {
   schemeBefore = root.dataset.theme ?? "auto";
-  wear("light");
+  setScheme("light");
   redraw();
 });
 addEventListener("afterprint", () => {
-  wear(schemeBefore);
+  setScheme(schemeBefore);
   redraw();
 });
 

@@ -1,4 +1,4 @@
-// What every lane of every rank does in one micro-step. Rows hold operations that don't overlap, sorted by start.
+// Operations of every lane of every rank in one micro-step. Operations of a row do not overlap, and are sorted by start.
 const RANK_GAP = 9, AXIS = 24;
 
 function startTimeline() {
@@ -126,7 +126,7 @@ function startTimeline() {
     for (const [at, text] of marks) if (at < width - 22) context.fillText(text, at, AXIS / 2);
   }
 
-  // Ticks of time: lines behind the rows, words above them.
+  // Ticks of time: lines behind the rows, labels above them.
   function ticks(plotWidth, x) {
     const rough = (to - from) / Math.max(1, plotWidth / 90);
     const unit = 10 ** Math.floor(Math.log10(rough));
@@ -276,7 +276,7 @@ function startTimeline() {
 }
 
 if (report.timelines.length) {
-  // A large timeline is decoded when somebody comes near it.
+  // A large timeline is decoded when it is about to be visible.
   const watch = new IntersectionObserver((entries) => {
     if (!entries.some((entry) => entry.isIntersecting)) return;
     watch.disconnect();

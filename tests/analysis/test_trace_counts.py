@@ -1,4 +1,4 @@
-"""One pass over a trace in chunks against counting it whole, token by token."""
+"""Counting a trace in chunks equals counting it token by token."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from helpers.traces import odd_trace
 from trimtab import RoutingTrace, write_trace
 from trimtab.analysis import count_trace
-from trimtab.analysis import counted as module
+from trimtab.analysis import trace_counts as module
 from trimtab.analysis.balance import by_size
 from trimtab.errors import InputError
 from trimtab.planner import pack_by_length
@@ -48,7 +48,7 @@ def plain_micro_steps(trace: RoutingTrace, ranks: int, budget: int) -> tuple[np.
 @given(
     seed=st.integers(0, 10**6), ranks=st.sampled_from([1, 2, 4]), budget=st.integers(12, 60), files=st.integers(1, 3)
 )
-def test_chunks_of_several_files_count_as_the_whole(
+def test_counting_in_chunks_equals_counting_at_once(
     seed: int, ranks: int, budget: int, files: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(store, "ROW_GROUP_BYTES", 64)
@@ -70,7 +70,7 @@ def test_chunks_of_several_files_count_as_the_whole(
     assert counted.step_starts.tolist() == [*np.flatnonzero(np.diff(steps, prepend=-1)), len(steps)]
 
 
-def test_parts_of_micro_steps_are_even_and_sum_to_them(tmp_path: Path) -> None:
+def test_parts_are_even_and_sum_to_their_micro_steps(tmp_path: Path) -> None:
     trace = synthesize(num_sequences=128, sequence_length=8, num_layers=2, num_experts=8, top_k=2, zipf=0.5)
     write_trace(trace, tmp_path / "t.parquet")
     counted = count_trace(TraceReader(tmp_path / "t.parquet"), ranks=2, token_budget=64)
@@ -80,7 +80,7 @@ def test_parts_of_micro_steps_are_even_and_sum_to_them(tmp_path: Path) -> None:
     assert np.array_equal(counted.counts_MLE, plain_counts(trace, micro_step_S, len(steps)))
 
 
-def test_sums_of_parts_are_other_sizes_counted_directly(tmp_path: Path) -> None:
+def test_other_sizes_equal_direct_counts(tmp_path: Path) -> None:
     trace = synthesize(num_sequences=88, sequence_length=8, num_layers=2, num_experts=8, top_k=2, zipf=0.9)
     write_trace(trace, tmp_path / "t.parquet")
     counted = count_trace(TraceReader(tmp_path / "t.parquet"), ranks=2, token_budget=32)
@@ -102,7 +102,7 @@ def test_sums_of_parts_are_other_sizes_counted_directly(tmp_path: Path) -> None:
             assert balance.max_over_mean.worst == pytest.approx(max(ratios))
 
 
-def test_the_budget_follows_the_longest_sequence_unless_it_is_given(tmp_path: Path) -> None:
+def test_the_default_budget_fits_the_longest_sequence(tmp_path: Path) -> None:
     trace = synthesize(num_sequences=2, sequence_length=9000, num_layers=1, num_experts=4, top_k=1, zipf=0.0)
     write_trace(trace, tmp_path / "t.parquet")
     reader = TraceReader(tmp_path / "t.parquet")
@@ -112,7 +112,7 @@ def test_the_budget_follows_the_longest_sequence_unless_it_is_given(tmp_path: Pa
         count_trace(reader, ranks=1, token_budget=8192)
 
 
-def test_the_last_steps_are_kept_if_counts_would_not_fit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_the_last_steps_are_kept_above_the_memory_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     trace = odd_trace(5, sequences=60, steps=4, unknown=0.0)
     write_trace(trace, tmp_path / "t.parquet")
     reader = TraceReader(tmp_path / "t.parquet")
@@ -125,8 +125,8 @@ def test_the_last_steps_are_kept_if_counts_would_not_fit(tmp_path: Path, monkeyp
     assert part.num_tokens == trace.sequence_lengths[trace.steps >= 2].sum()
 
 
-def test_one_step_is_counted_by_itself(tmp_path: Path) -> None:
-    """Neither its budget nor its domains know of the others."""
+def test_one_chosen_step_ignores_the_others(tmp_path: Path) -> None:
+    """Budget and domains depend only on the chosen step."""
     lengths, names = [50, 5, 5, 3, 3, 40], ["code", "maths", "maths", "code", "code", "chat"]
     ids = [np.tile([[[0, 1]]], (length, 1, 1)) for length in lengths]
     write_trace(
@@ -140,7 +140,7 @@ def test_one_step_is_counted_by_itself(tmp_path: Path) -> None:
     assert counted.counts_DLE.tolist() == [[[10, 10, 0, 0]], [[6, 6, 0, 0]]]
 
 
-def test_parts_could_run_by_themselves() -> None:
+def test_every_part_could_run_alone() -> None:
     """32 sequences of 4 tokens in two micro-steps."""
     packed = [(np.arange(32), np.arange(32) % 2, 2)]
 
@@ -152,12 +152,12 @@ def test_parts_could_run_by_themselves() -> None:
     assert [parts(2, 16, most) for most in (8, 7, 4, 3)] == [4, 2, 2, 1]
 
 
-def test_the_longest_are_dealt_out_first() -> None:
+def test_the_longest_sequences_are_divided_first() -> None:
     lengths = np.array([1, 2, 3, 4, 9])
     assert module._divide(np.array([0, 0, 0, 0, 1]), lengths, 2).tolist() == [0, 1, 1, 0, 0]
 
 
-def test_small_domains_share_a_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_small_domains_are_joined(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "MOST_DOMAINS", 2)
     trace = odd_trace(3, sequences=40)
     write_trace(trace, tmp_path / "t.parquet")
@@ -168,7 +168,7 @@ def test_small_domains_share_a_line(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert np.array_equal(counted.counts_DLE, plain_counts(trace, group, 2))
 
 
-def test_nothing_to_count_is_said_in_words(tmp_path: Path) -> None:
+def test_errors_for_empty_traces_unknown_routes_and_missing_steps(tmp_path: Path) -> None:
     empty = RoutingTrace.from_sequences([np.zeros((0, 1, 1), np.int64)], num_experts=4)
     unknown = RoutingTrace.from_sequences([np.full((3, 1, 1), 255)], num_experts=4)
     for trace, words in ((empty, "is empty"), (unknown, "no token has a recorded route")):

@@ -32,7 +32,7 @@ SLACK = 0.1
 
 
 @dataclass(frozen=True, eq=False)
-class CountedTrace:
+class TraceCounts:
     """Token counts of a trace, in the micro-steps of its packed sequences.
 
     Attributes:
@@ -86,7 +86,8 @@ class CountedTrace:
     @property
     def counts_MLE(self) -> Array:
         """`[M, L, E]` int64, tokens by micro-step, layer and expert."""
-        return summed(self.counts_FLE, np.arange(0, len(self.counts_FLE), self.parts))
+        starts = np.arange(0, len(self.counts_FLE), self.parts)
+        return summed(self.counts_FLE, starts, starts + self.parts)
 
     @property
     def step_starts(self) -> Array:
@@ -102,7 +103,7 @@ def count_trace(
     micro_steps: int | None = None,
     step: int | None = None,
     progress: Callable[[int, int], None] = lambda done, total: None,
-) -> CountedTrace:
+) -> TraceCounts:
     """Pack every step of a trace as `trimtab plan` does, and count it. Memory: one chunk and the counts.
 
     Args:
@@ -155,7 +156,7 @@ def count_trace(
     known = int(counts_DLE.sum()) // shape.top_k
     if not known:
         raise InputError(f"{reader.name}: no token has a recorded route; there is nothing to analyze")
-    return CountedTrace(
+    return TraceCounts(
         counts_FLE=counts_FLE,
         parts=parts,
         step_M=np.repeat(steps, [count for _, _, count in packed]),
@@ -173,9 +174,8 @@ def count_trace(
     )
 
 
-def summed(counts: Array, starts: Array) -> Array:
-    """Sums `[G, ...]` int64 of neighbours of the first axis, from each of `starts` up to the next."""
-    ends = np.append(starts[1:], len(counts))
+def summed(counts: Array, starts: Array, ends: Array) -> Array:
+    """Sums `[G, ...]` int64 of `counts[start:end]` for each of G starts and ends."""
     sums = np.empty((len(starts), *counts.shape[1:]), np.int64)
     # One by one: `reduceat` to another type is several times slower.
     for index, (start, end) in enumerate(zip(starts.tolist(), ends.tolist(), strict=True)):

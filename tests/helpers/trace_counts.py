@@ -1,4 +1,4 @@
-"""Counts of a trace, as an analysis takes them: given by hand, or random."""
+"""`TraceCounts` for tests: from given counts, or random."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ from typing import Any
 
 import numpy as np
 
-from trimtab.analysis import CountedTrace
+from trimtab.analysis import TraceCounts
 
 
-def counted_of(counts_MLE: Any, steps: Any = None, **changes: Any) -> CountedTrace:
+def trace_counts_of(counts_MLE: Any, steps: Any = None, **changes: Any) -> TraceCounts:
     counts = np.asarray(counts_MLE, np.int32)
     tokens = int(counts[:, 0].sum())
-    trace = CountedTrace(
+    trace = TraceCounts(
         counts_FLE=counts, parts=1, step_M=np.zeros(len(counts), int) if steps is None else np.asarray(steps),
         counts_DLE=counts.sum(axis=0, dtype=np.int64)[None], domains=("",), layer_indices=np.arange(counts.shape[1]),
         token_budget=tokens, num_tokens=tokens, num_sequences=len(counts), unknown_routes=0,

@@ -1,4 +1,4 @@
-"""Timelines in rows: nothing lost, nothing in one row at the same time."""
+"""Rows of a timeline: every operation is there, and operations of a row do not overlap."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from trimtab.report.model import Timeline
-from trimtab.report.table_rows import rows_of
+from trimtab.report.timeline_rows import rows_of
 
 OPERATIONS = st.lists(
     st.tuples(st.integers(0, 2), st.integers(0, 2), st.integers(0, 40), st.integers(0, 15)), min_size=0, max_size=40
@@ -26,7 +26,7 @@ def timeline_of(operations: list[tuple[int, int, int, int]]) -> Timeline:
 
 
 @given(OPERATIONS)
-def test_every_operation_has_one_place_and_no_row_two_at_a_time(operations: list[tuple[int, int, int, int]]) -> None:
+def test_every_operation_has_one_place_and_rows_do_not_overlap(operations: list[tuple[int, int, int, int]]) -> None:
     rows = rows_of(timeline_of(operations), 1e-9)
     assert sorted(rows.order_N.tolist()) == list(range(len(operations)))
     seen = set()
@@ -46,7 +46,7 @@ def test_every_operation_has_one_place_and_no_row_two_at_a_time(operations: list
 
 
 @given(OPERATIONS)
-def test_no_more_rows_than_operations_at_the_same_time(operations: list[tuple[int, int, int, int]]) -> None:
+def test_rows_are_as_few_as_concurrent_operations(operations: list[tuple[int, int, int, int]]) -> None:
     operations = [operation for operation in operations if operation[3] > 0]
     rows = rows_of(timeline_of(operations), 1e-9)
     for rank in range(3):

@@ -12,7 +12,7 @@ from trimtab.report.model import Timeline
 
 
 @dataclass(frozen=True, eq=False)
-class Rows:
+class TimelineRows:
     """Operations of a timeline, ordered by rank, lane, row and start.
 
     Attributes:
@@ -32,7 +32,7 @@ class Rows:
     row_W: Array
 
 
-def rows_of(timeline: Timeline, tick_s: float) -> Rows:
+def rows_of(timeline: Timeline, tick_s: float) -> TimelineRows:
     """Arrange a timeline in rows, in integer ticks of `tick_s` seconds.
 
     Starts and ends are rounded in the same way, so adjacent operations stay adjacent.
@@ -55,7 +55,7 @@ def rows_of(timeline: Timeline, tick_s: float) -> Rows:
     first_W = np.flatnonzero(begins)
     rank_W, lane_W, row_W = keys_N3[first_W].T
     starts_W1 = np.append(first_W, len(order))
-    return Rows(order, start_N[order], end_N[order], starts_W1, rank_W, lane_W, row_W)
+    return TimelineRows(order, start_N[order], end_N[order], starts_W1, rank_W, lane_W, row_W)
 
 
 def _first_free_row(start_N: Array, end_N: Array) -> Array:

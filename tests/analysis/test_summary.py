@@ -11,11 +11,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from helpers.counted import counted_of, random_counts
+from helpers.trace_counts import random_counts, trace_counts_of
 from trimtab.analysis import analyze
 from trimtab.analysis.analysis import figures
-from trimtab.analysis.answer import answer, cost, notes, where
-from trimtab.analysis.foresight import Foresight, Way
+from trimtab.analysis.fixed_placements import PlacementComparison, PlacementStrategy
+from trimtab.analysis.summary import answer, cost_summary, layers_summary, notes
 
 
 @pytest.mark.parametrize(
@@ -32,17 +32,17 @@ from trimtab.analysis.foresight import Foresight, Way
         ([[[9, 1, 1, 1]], [[1, 9, 1, 1]], [[1, 1, 9, 1]], [[1, 1, 1, 9]]] * 2, None, "known routing is worth it"),
     ],
 )
-def test_the_answer_is_honest(counts: Any, steps: Any, words: str) -> None:
-    analysis = analyze(counted_of(counts, steps), ranks=2)
+def test_the_answer_for_given_counts(counts: Any, steps: Any, words: str) -> None:
+    analysis = analyze(trace_counts_of(counts, steps), ranks=2)
     assert words in answer(analysis)
-    assert cost(analysis) == ""
-    assert where(analysis) == ""
+    assert cost_summary(analysis) == ""
+    assert layers_summary(analysis) == ""
     assert "nan" not in " ".join((answer(analysis), *notes(analysis)))
 
 
 @pytest.mark.parametrize(("tokens", "words"), [(63, "with 63 for the mean expert it makes few"), (64, "of about 1.00")])
-def test_a_plan_is_not_said_to_level_what_no_copy_is_worth(tokens: int, words: str) -> None:
-    analysis = analyze(counted_of([[[tokens] * 4]] * 2), ranks=2)
+def test_the_last_note_depends_on_tokens_per_expert(tokens: int, words: str) -> None:
+    analysis = analyze(trace_counts_of([[[tokens] * 4]] * 2), ranks=2)
     assert words in notes(analysis)[-1]
 
 
@@ -55,58 +55,60 @@ def test_a_plan_is_not_said_to_level_what_no_copy_is_worth(tokens: int, words: s
             0.2,
             0.02,
             0.0,
-            "95% of that if it knew the step, and 50% if based on the step before, so known routing helps",
+            "95% of that if based on the step itself, and 50% if based on the step before, so known routing helps",
         ),
         (0.05, 0.05, 0.01, "since loads change from micro-step to micro-step. Only known routing can balance that."),
         (0.3, 0.2, 0.09, "20% of expert time would still be lost, since loads change from"),
         (0.3, 0.2, 0.09, "Planning from known routing is worth it."),
-        (0.3, 0.2, 0.11, "more than equal shares over 2 replicas per rank can balance."),
+        (0.3, 0.2, 0.11, "since some experts are too hot for 2 replicas per rank in equal shares."),
         (0.1, 0.2, 0.0, "A placement based on the step before would recover 75% of that; 10% of"),
     ],
 )
-def test_what_would_help(past: float, step: float, in_sum: float, words: str) -> None:
-    analysis = analyze(counted_of([[[9, 1, 1, 1]], [[1, 9, 1, 1]]], [0, 1]), ranks=2)
+def test_the_answer_depends_on_what_placements_recover(past: float, step: float, in_sum: float, words: str) -> None:
+    analysis = analyze(trace_counts_of([[[9, 1, 1, 1]], [[1, 9, 1, 1]]], [0, 1]), ranks=2)
     ways = tuple(
-        Way(knows, "", knows, 1.0, 1.0, lost, in_sum, 1 - lost / 0.4)
+        PlacementStrategy(knows, "", knows, 1.0, 1.0, lost, in_sum, 1 - lost / 0.4)
         for knows, lost in (("past", past), ("step", step))
     )
-    assert words in answer(replace(analysis, foresight=Foresight(ways, "step", 2)))
+    assert words in answer(replace(analysis, placements=PlacementComparison(ways, "step", 2)))
 
 
-def test_a_little_loss_is_not_nothing() -> None:
-    """A loss between LITTLE and MUCH."""
-    said = answer(analyze(counted_of([[[53, 47]], [[47, 53]]]), ranks=2))
+def test_a_loss_of_6_percent_is_not_negligible() -> None:
+    """A loss between NEGLIGIBLE_LOSS and LARGE_LOSS."""
+    said = answer(analyze(trace_counts_of([[[53, 47]], [[47, 53]]]), ranks=2))
     assert "idle for 6% of" in said
     assert "almost nothing" not in said
 
 
-def test_notes_say_what_is_missing_and_how_few_tokens_there_are() -> None:
-    few = analyze(counted_of([[[24, 0], [12, 12]]], top_k=1, unknown_routes=12), ranks=2)
+def test_notes_report_unknown_routes_and_few_tokens() -> None:
+    few = analyze(trace_counts_of([[[24, 0], [12, 12]]], top_k=1, unknown_routes=12), ranks=2)
     said = " ".join(notes(few))
     assert "25.0% of (token, layer) pairs have no recorded route" in said
     assert "12 tokens for the mean expert" in said
-    assert "tokens for the mean expert" not in " ".join(notes(analyze(counted_of([[[24, 8]]]), ranks=2)))
+    assert "tokens for the mean expert" not in " ".join(notes(analyze(trace_counts_of([[[24, 8]]]), ranks=2)))
 
 
-def test_layers_that_lose_alike_are_named_by_the_model() -> None:
+def test_layers_have_the_models_numbers() -> None:
     counts = np.full((4, 4, 4), 10)
     counts[:, :, 0] = [20, 21, 22, 21]
     names = np.array([3, 4, 7, 9])
-    assert where(analyze(counted_of(counts, layer_indices=names), ranks=4)).startswith("Layer 7 loses most of all: 2")
-    alike = np.concatenate([counts, counts], axis=1)
-    said = where(analyze(counted_of(alike, layer_indices=np.arange(8) + 10), ranks=4))
+    assert layers_summary(analyze(trace_counts_of(counts, layer_indices=names), ranks=4)).startswith(
+        "Layer 7 loses most of all: 2"
+    )
+    equal = np.concatenate([counts, counts], axis=1)
+    said = layers_summary(analyze(trace_counts_of(equal, layer_indices=np.arange(8) + 10), ranks=4))
     assert said.startswith("All layers lose about the same: the worst quarter (12, 16) has 2")
-    alike[:, :, 0] = [19, 15, 15, 15, 15, 15, 15, 19]
-    assert where(analyze(counted_of(alike), ranks=4)).startswith(
+    equal[:, :, 0] = [19, 15, 15, 15, 15, 15, 15, 19]
+    assert layers_summary(analyze(trace_counts_of(equal), ranks=4)).startswith(
         "Some layers lose more than others: the worst quarter (0, 7) has 38%"
     )
 
 
-def test_layers_that_lose_are_named() -> None:
+def test_the_worst_layers_are_named() -> None:
     counts = np.full((4, 8, 4), 10)
     counts[:, 5, 0] = 100
-    analysis = analyze(counted_of(counts), ranks=4)
-    assert where(analysis).startswith("Some layers lose more than others: the worst quarter (5, ")
+    analysis = analyze(trace_counts_of(counts), ranks=4)
+    assert layers_summary(analysis).startswith("Some layers lose more than others: the worst quarter (5, ")
     assert analysis.lost_share_L.tolist() == [0, 0, 0, 0, 0, 1, 0, 0]
 
 
@@ -118,15 +120,13 @@ def test_layers_that_lose_are_named() -> None:
     ranks=st.sampled_from([1, 2, 8]),
     steps=st.integers(1, 3),
 )
-def test_figures_are_numbers_whatever_the_trace(
-    seed: int, micro_steps: int, layers: int, ranks: int, steps: int
-) -> None:
+def test_figures_are_finite_for_random_traces(seed: int, micro_steps: int, layers: int, ranks: int, steps: int) -> None:
     counts = random_counts(seed, micro_steps, layers)
     if not counts.any():
         return
-    analysis = analyze(counted_of(counts, np.arange(micro_steps) * steps // micro_steps), ranks=ranks)
+    analysis = analyze(trace_counts_of(counts, np.arange(micro_steps) * steps // micro_steps), ranks=ranks)
     content = json.dumps(figures(analysis), allow_nan=False)
     assert json.loads(content)["micro_steps"] == micro_steps
-    said = " ".join((answer(analysis), where(analysis), *notes(analysis)))
+    said = " ".join((answer(analysis), layers_summary(analysis), *notes(analysis)))
     assert "nan" not in said
     assert said.startswith("On " if ranks > 1 else "One rank")

@@ -19,28 +19,29 @@ from trimtab.cluster.operations import OperationCosts
 
 
 @dataclass(frozen=True)
-class Price:
+class CostEstimate:
     """Seconds of recompute and update, mean over steps.
 
     Attributes:
         cluster, model: names.
         step_s: with contiguous homes.
         lost_s: the part that even loads would save: experts, and rows through the busiest rank's all-to-all.
-        lost_L: `[L]` the same by layer.
+        lost_s_by_layer: the same by MoE layer.
     """
 
     cluster: str
     model: str
     step_s: float
     lost_s: float
-    lost_L: tuple[float, ...]
+    lost_s_by_layer: tuple[float, ...]
 
     @property
     def lost_part(self) -> float:
+        """Part of the step's time that imbalance costs, 0 to 1."""
         return self.lost_s / self.step_s if self.step_s else 0.0
 
 
-def price(
+def estimate_cost(
     counts_MLE: Array,
     cluster: ClusterSpec,
     model: ModelSpec,
@@ -48,8 +49,8 @@ def price(
     num_steps: int,
     num_tokens: int,
     length_squares: int,
-) -> Price:
-    """Price all steps, recompute and update.
+) -> CostEstimate:
+    """Estimated seconds of recompute and update, and the part of them that imbalance costs.
 
     Args:
         counts_MLE: `[M, L, E]` integers, tokens by micro-step, layer and expert.
@@ -82,7 +83,7 @@ def price(
         + num_micro_steps * costs.outer_s
     )
     lost_L = (busiest_L - even_L) / num_steps
-    return Price(
+    return CostEstimate(
         cluster.name,
         model.name,
         (float(busiest_L.sum()) + fixed_s + dense_s) / num_steps + costs.optimizer_s,

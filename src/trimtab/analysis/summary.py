@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 from trimtab.analysis.analysis import Analysis, worst_layers
-from trimtab.analysis.foresight import SLOTS
-from trimtab.analysis.hot import HOT
+from trimtab.analysis.fixed_placements import SLOTS
+from trimtab.analysis.hot_experts import HOT_FACTOR
 from trimtab.planner.plan.instances import PlanSettings
 
 # Below this part of expert time lost, balancing is not worth it.
-LITTLE = 0.03
+NEGLIGIBLE_LOSS = 0.03
 # From this part on, planning from known routing is worth it.
-MUCH = 0.1
+LARGE_LOSS = 0.1
 # Differences below this part are reported as none.
-SLIGHT = 0.02
+NEGLIGIBLE_GAIN = 0.02
 
 
 def answer(analysis: Analysis) -> str:
@@ -24,58 +24,60 @@ def answer(analysis: Analysis) -> str:
         f"On {analysis.ranks} ranks the busiest computes {ratio:.2f} times the mean, and on average a rank is idle for "
         f"{lost:.0%} of expert time"
     )
-    if lost < LITTLE:
+    if lost < NEGLIGIBLE_LOSS:
         return f"{opening}: there is almost nothing to gain."
-    if analysis.counted.num_micro_steps == 1:
+    if analysis.counts.num_micro_steps == 1:
         return (
-            f"{opening}. All tokens fit one micro-step, so this trace can't tell whether the load changes between "
+            f"{opening}. All tokens fit one micro-step, so this trace does not show whether the load changes between "
             "micro-steps."
         )
-    return f"{opening}. {_helps(analysis)}"
+    return f"{opening}. {_placement_answer(analysis)}"
 
 
-def _helps(analysis: Analysis) -> str:
-    found = analysis.foresight
+def _placement_answer(analysis: Analysis) -> str:
+    found = analysis.placements
     past, step = found.best("past"), found.best("step")
-    if past is None or step is None or step.won_back is None or past.won_back is None:
-        return "This trace can't tell what would help."
+    if past is None or step is None or step.recovered_fraction is None or past.recovered_fraction is None:
+        return "This trace does not show which placement would help."
     last = "the step before" if found.history == "step" else "the first half of the step"
     # A placement by the step's own loads may by chance be worse than one by the step before.
-    best = min(step, past, key=lambda way: way.lost)
-    wins = best.won_back or 0.0
-    if wins - past.won_back < 2 * SLIGHT:
+    best = min(step, past, key=lambda strategy: strategy.expert_time_lost)
+    recovered = best.recovered_fraction or 0.0
+    if recovered - past.recovered_fraction < 2 * NEGLIGIBLE_GAIN:
         best = past
-        fixed = f"A placement based on {last} would recover {_percent(past.won_back)} of that"
+        fixed = f"A placement based on {last} would recover {_percent(past.recovered_fraction)} of that"
     else:
         fixed = (
-            f"A fixed placement would recover {_percent(wins)} of that if it knew the step, and "
-            f"{_percent(past.won_back)} if based on {last}"
+            f"A fixed placement would recover {_percent(recovered)} of that if based on the step itself, and "
+            f"{_percent(past.recovered_fraction)} if based on {last}"
         )
-    if past.lost < LITTLE:
+    if past.expert_time_lost < NEGLIGIBLE_LOSS:
         return f"{fixed}, so a balancer that uses past loads is enough."
-    if best.lost < LITTLE:
+    if best.expert_time_lost < NEGLIGIBLE_LOSS:
         return f"{fixed}, so known routing helps, and one plan per step is nearly enough."
-    still = f"{best.lost:.0%} of expert time would still be lost"
-    if step.lost_in_sum > best.lost / 2:
-        return f"{fixed}; {still}, more than equal shares over {SLOTS} replicas per rank can balance."
+    remaining = f"{best.expert_time_lost:.0%} of expert time would still be lost"
+    if step.expert_time_lost_whole_step > best.expert_time_lost / 2:
+        return f"{fixed}; {remaining}, since some experts are too hot for {SLOTS} replicas per rank in equal shares."
     verdict = (
-        "Planning from known routing is worth it." if best.lost >= MUCH else "Only known routing can balance that."
+        "Planning from known routing is worth it."
+        if best.expert_time_lost >= LARGE_LOSS
+        else "Only known routing can balance that."
     )
-    return f"{fixed}; {still}, since loads change from micro-step to micro-step. {verdict}"
+    return f"{fixed}; {remaining}, since loads change from micro-step to micro-step. {verdict}"
 
 
 def _percent(part: float) -> str:
-    return f"{part:.0%}" if part >= SLIGHT else "nothing"
+    return f"{part:.0%}" if part >= NEGLIGIBLE_GAIN else "nothing"
 
 
-def where(analysis: Analysis) -> str:
+def layers_summary(analysis: Analysis) -> str:
     """Returns a sentence on the layers that lose most time; "" with little loss or one layer."""
     layers = len(analysis.layers)
-    if layers < 2 or analysis.total.lost < LITTLE:
+    if layers < 2 or analysis.total.lost < NEGLIGIBLE_LOSS:
         return ""
     worst = worst_layers(analysis)[: max(1, layers // 4)]
     share = analysis.lost_share_L[worst].sum()
-    names = ", ".join(str(analysis.counted.layer_indices[layer]) for layer in worst[:3])
+    names = ", ".join(str(analysis.counts.layer_indices[layer]) for layer in worst[:3])
     if len(worst) == 1:
         return (
             f"Layer {names} loses most of all: {share:.0%} of the lost time ({1 / layers:.0%} would be its even share)."
@@ -85,40 +87,40 @@ def where(analysis: Analysis) -> str:
     return f"{spread}: the worst quarter ({names}{', ...' if len(worst) > 3 else ''}) has {share:.0%} of the lost time."
 
 
-def cost(analysis: Analysis) -> str:
+def cost_summary(analysis: Analysis) -> str:
     """Returns the cost in seconds as a sentence; "" without an estimate."""
-    found = analysis.price
+    found = analysis.estimate
     if found is None or analysis.ranks == 1:
         return ""
     return (
-        f"By estimate imbalance costs {found.lost_s:.3g} s of a step of {found.step_s:.3g} s, {found.lost_part:.0%}, "
+        f"Estimate: imbalance costs {found.lost_s:.3g} s of a step of {found.step_s:.3g} s ({found.lost_part:.0%}) "
         f"on {found.cluster} with {found.model}."
     )
 
 
 def notes(analysis: Analysis) -> list[str]:
     """Returns the assumptions and limits behind the figures."""
-    counted, found = analysis.counted, analysis.foresight
+    counts, estimate = analysis.counts, analysis.estimate
     texts = [
-        "Homes are contiguous (static), and sequences are packed as in trimtab plan; max_vio is max/mean - 1 of rank "
-        "loads, balancedness mean/max.",
+        "Homes are contiguous (static), and sequences are packed into micro-steps as in trimtab plan. max_vio is "
+        "max/mean - 1 of rank loads, balancedness is mean/max.",
     ]
-    if found.history == "half":
+    if analysis.placements.history == "half":
         texts.append("The trace has one step, so the first half of its micro-steps is used as the past of the second.")
-    if counted.skipped_steps:
-        texts.append(f"The first {counted.skipped_steps} steps were left out, to keep memory small; see --step.")
-    if counted.unknown_routes:
-        pairs = counted.num_tokens * counted.num_layers
+    if counts.skipped_steps:
+        texts.append(f"The first {counts.skipped_steps} steps were left out, to keep memory small; see --step.")
+    if counts.unknown_routes:
+        pairs = counts.num_tokens * counts.num_layers
         texts.append(
-            f"{counted.unknown_routes / pairs:.1%} of (token, layer) pairs have no recorded route and are not counted."
+            f"{counts.unknown_routes / pairs:.1%} of (token, layer) pairs have no recorded route and are not counted."
         )
-    per_expert = counted.num_tokens * counted.top_k / counted.num_micro_steps / counted.num_experts
+    per_expert = counts.num_tokens * counts.top_k / counts.num_micro_steps / counts.num_experts
     if per_expert < 16:
         texts.append(
             f"A micro-step has {per_expert:.0f} tokens for the mean expert: much of the imbalance is random, as in a "
             "real run with so few tokens."
         )
-    if analysis.price:
+    if estimate:
         texts.append(
             "Seconds are an estimate of recompute and update: the sum of the busiest ranks' work, without overlap. "
             "trimtab simulate models the step."
@@ -126,7 +128,7 @@ def notes(analysis: Analysis) -> list[str]:
     elif analysis.ranks > 1:
         texts.append("No preset model has these numbers of experts and top-k; name yours with --model to get seconds.")
     least = PlanSettings().smallest_share
-    if HOT * per_expert < least:
+    if HOT_FACTOR * per_expert < least:
         texts.append(
             f"Replicas that trimtab plans compute at least {least} tokens; with {per_expert:.0f} for the mean expert "
             "it makes few, and reaches max/mean 1.00 only with larger micro-steps."

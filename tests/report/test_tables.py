@@ -1,0 +1,55 @@
+"""Tables as data: terminal, page and notebook show the same texts, escaped."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from html import escape
+from io import StringIO
+
+from rich.console import Console
+
+from helpers.reports import EVIL, some_policies
+from trimtab.report.notebook import notebook_html
+from trimtab.report.number_text import plural
+from trimtab.report.policies_table import policies_table
+from trimtab.report.table_data import Row, TableData
+from trimtab.report.tables import facts, terminal_table
+from trimtab.report.widgets import table
+
+
+def printed(*parts: object) -> str:
+    stream = StringIO()
+    Console(width=200, file=stream).print(*parts)
+    return stream.getvalue()
+
+
+def test_terminal_page_and_notebook_show_the_same_cells() -> None:
+    data = policies_table(some_policies())
+    texts = (printed(terminal_table(data)), table(data), notebook_html("t", "a", [data]))
+    for text in texts:
+        assert [cell for row in data.rows for cell in (row.name, *row.cells) if cell not in text] == []
+    assert 'class="ours"' in texts[1]
+    abouts = [escape(row.about) for row in data.rows]
+    assert all(about in texts[1] and about not in texts[2] for about in abouts)
+
+
+def test_columns_without_figures_are_left_out() -> None:
+    first, *others = some_policies()
+    assert "p99" not in policies_table([first]).columns
+    assert policies_table([first, *others]).columns == policies_table(others).columns
+    some = policies_table([replace(first, max_over_mean_p99=3.25), *others])
+    assert [row.cells[some.columns.index("p99") - 1] for row in some.rows[:2]] == ["3.250", "–"]
+    bare = policies_table([replace(first, fraction_of_balanced=None)])
+    assert bare.columns == ("policy", "step time", "speed-up", "max/mean", "replicas")
+
+
+def test_markup_in_names_is_shown_as_text() -> None:
+    data = TableData(EVIL, ("[red]", EVIL), (Row("[bold]name[/bold]", (EVIL,), layer=3),))
+    text = printed(terminal_table(data), facts([("[i]", "[b]")], "[u]"))
+    assert all(name in text for name in ("[red]", "[bold]name[/bold]", "[i]", "[b]", "[u]"))
+    assert "<img" not in table(data)
+    assert 'data-layer="3"' in table(data)
+
+
+def test_nouns_follow_their_number() -> None:
+    assert [plural(count, "rank") for count in (0, 1, 2000)] == ["0 ranks", "1 rank", "2,000 ranks"]
