@@ -10,7 +10,7 @@ from trimtab.planner import pack_by_length
 from trimtab.planner.plan.workload import max_over_mean
 from trimtab.trace import PRESETS, SkewPreset, synthesize_preset
 from trimtab.trace.counting import count_experts
-from trimtab.trace.sampling import derive, draw_experts
+from trimtab.trace.sampling import derive, sample_experts
 
 MICRO_STEPS = 8
 
@@ -164,7 +164,9 @@ def test_drawing_equals_gumbel_top_k(steepness: float) -> None:
     log_popularity_E = -steepness * np.arange(experts)
     ids_TLK = np.empty((tokens, 1, top_k), np.uint8)
     starts = np.array([0, tokens])
-    draw_experts(log_popularity_E[None, None], np.zeros(1, np.int64), np.ones(1, np.uint64), starts, 0.0, 0.0, ids_TLK)
+    sample_experts(
+        log_popularity_E[None, None], np.zeros(1, np.int64), np.ones(1, np.uint64), starts, 0.0, 0.0, ids_TLK
+    )
     noisy_TE = np.random.default_rng(0).gumbel(size=(tokens, experts)) + log_popularity_E
     expected_TK = np.argsort(-noisy_TE, axis=1)[:, :top_k]
     for place in range(top_k):

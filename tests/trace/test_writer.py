@@ -17,7 +17,7 @@ import pytest
 
 from trimtab import InputError, RoutingTrace, TraceReader, TraceWriter, read_trace, write_trace
 from trimtab.trace import store, writer
-from trimtab.trace.prefetch import ahead
+from trimtab.trace.prefetch import prefetch
 
 SHAPE = (3, 2)
 
@@ -203,7 +203,7 @@ def test_the_next_part_is_made_while_the_last_is_used() -> None:
         made.set()
         yield 1
 
-    coming = ahead(parts())
+    coming = prefetch(parts())
     assert next(coming) == 0
     assert made.wait(10)
     assert list(coming) == [1]

@@ -9,7 +9,7 @@ import numpy as np
 from trimtab.array_type import Array
 from trimtab.errors import InputError
 from trimtab.trace.routing import RoutingTrace, id_dtype
-from trimtab.trace.sampling import derive, draw_experts, expert_noise, normal
+from trimtab.trace.sampling import derive, sample_experts, expert_noise, normal
 
 SHORTEST = 16  # tokens
 LENGTH_SPREAD = 0.4  # standard deviation of a length's logarithm
@@ -137,7 +137,7 @@ def synthesize_preset(
         popularity_DLE = _domain_popularity(preset, layer_key_L, num_experts, step)
         popularity_BLE = _spike_popularity(preset, layer_key_L, popularity_DLE.mean(axis=0), step)
         profile_S[first:end] = _profiles(preset, derive(key_S[first:end], DOMAIN))
-        draw_experts(
+        sample_experts(
             np.log(np.concatenate([popularity_DLE, popularity_BLE])),
             profile_S[first:end],
             derive(key_S[first:end], ROUTING),

@@ -63,7 +63,7 @@ def _fill_noise(key, clustering, noise_E):  # type: ignore[no-untyped-def]
 
 
 @kernel
-def draw_experts(log_popularity_PLE, profile_S, key_S, starts, clustering, deviation, ids_TLK):  # type: ignore[no-untyped-def]
+def sample_experts(log_popularity_PLE, profile_S, key_S, starts, clustering, deviation, ids_TLK):  # type: ignore[no-untyped-def]
     """Write the experts of every token: top_k successive draws, without replacement, from its sequence's popularity.
 
     A draw is one lookup in an alias table, built once for each sequence and layer. It is repeated if the token already
@@ -90,11 +90,11 @@ def draw_experts(log_popularity_PLE, profile_S, key_S, starts, clustering, devia
             weight_E = np.exp(log_popularity_PLE[profile_S[s], layer] + deviation * noise_E)
             _fill_alias_table(weight_E, limit_E, alias_E)
             ids_TK = ids_TLK[starts[s] : starts[s + 1], layer]
-            _draw_sequence(derive(key, np.uint64(1)), weight_E, limit_E, alias_E, ids_TK)
+            _sample_sequence(derive(key, np.uint64(1)), weight_E, limit_E, alias_E, ids_TK)
 
 
 @kernel
-def _draw_sequence(key, weight_E, limit_E, alias_E, ids_TK):  # type: ignore[no-untyped-def]
+def _sample_sequence(key, weight_E, limit_E, alias_E, ids_TK):  # type: ignore[no-untyped-def]
     num_experts = len(weight_E)
     taken_by_E = np.full(num_experts, -1)
     picks = np.uint64(0)

@@ -293,7 +293,12 @@ def test_floods_of_numbers_are_stopped() -> None:
 
 def random_program(rng: np.random.Generator) -> bytes:
     """Opcodes that are right one by one, with the names that the reader knows, in no sensible order."""
-    names = [*torch_files._Loader()._makers, ("torch", "LongStorage"), ("slime.types", "Sample"), ("torch", "int16")]
+    names = [
+        *torch_files._Loader()._allowed_globals,
+        ("torch", "LongStorage"),
+        ("slime.types", "Sample"),
+        ("torch", "int16"),
+    ]
     values = [
         b"N",
         b"K\x03",

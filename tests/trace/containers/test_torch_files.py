@@ -20,7 +20,7 @@ import torch
 from helpers.pickled_dumps import load, saved
 from trimtab import InputError
 from trimtab.trace.containers import torch_files
-from trimtab.trace.containers.pickles import Foreign, LargeText
+from trimtab.trace.containers.pickles import OpaqueObject, LargeText
 from trimtab.trace.containers.tensors import Jagged, NumpyArray, Tensor
 
 DTYPES = [
@@ -174,7 +174,7 @@ def test_npy_and_npz(tmp_path: Path) -> None:
 def test_data_classes_come_as_their_values() -> None:
     path, when, name = Path("a/b"), datetime.datetime(2026, 1, 2), uuid.uuid4()
     again = load(pickle.dumps([path, when, name]))
-    assert all(isinstance(each, Foreign) for each in again)
+    assert all(isinstance(each, OpaqueObject) for each in again)
     assert again[0].args == ("a", "b")
 
 

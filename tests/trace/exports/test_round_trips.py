@@ -92,7 +92,7 @@ def test_round_trip(tmp_path: Path, form: str, experts: int, lengths: tuple[int,
     path = tmp_path / "export"
     write(trace, path)
     assert [each.recognise(path) for each in (reader, vllm)] == [True, False]
-    known = arrays.said(path) if reader is arrays else ImportOptions()
+    known = arrays.read_metadata(path) if reader is arrays else ImportOptions()
     if reader is arrays:
         assert (known.num_experts, known.model) == (experts, "some-moe")
     same(trace, back(list(reader.read(path, known)), experts), ("sequence_hashes",) if form == "megatron" else ())
@@ -166,7 +166,7 @@ def test_only_the_ids_are_needed(tmp_path: Path) -> None:
     path.write_bytes(safetensors_bytes({"expert_ids": ("I32", [4, 2, 3], ids.tobytes())}, {}))
     (record,) = arrays.read(path, ImportOptions())
     np.testing.assert_array_equal(record.ids, ids)
-    assert (record.layers, record.missing, record.step, arrays.said(path)) == (None, 0, 0, ImportOptions())
+    assert (record.layers, record.missing, record.step, arrays.read_metadata(path)) == (None, 0, 0, ImportOptions())
 
 
 @pytest.mark.parametrize(

@@ -132,7 +132,7 @@ def test_wrong_batches_are_explained(change: dict[str, Any], message: str) -> No
 
 
 def test_messages_that_repeat_one_array_are_stopped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(values, "SMALLEST_ALLOWANCE", 1 << 26)
+    monkeypatch.setattr(values, "MIN_READ_LIMIT", 1 << 26)
     ids = torch.zeros(1, dtype=torch.int8).expand(1 << 12, 64, 62)
     message = {"role": "user", "token_ids": torch.zeros(1 << 12, dtype=torch.int32), "routed_experts": ids}
     torch.save({"message_log": [[message] * 1000]}, tmp_path / "a.pt")

@@ -84,7 +84,7 @@ class Archive:
         return self._file[start : start + entry.packed_size]
 
 
-def let_go(view: memoryview) -> None:
+def release_pages(view: memoryview) -> None:
     """Release the file's pages, which count as this process's memory. They are read again when needed."""
     if isinstance(view.obj, mmap.mmap) and hasattr(mmap, "MADV_DONTNEED"):
         view.obj.madvise(mmap.MADV_DONTNEED)
@@ -95,7 +95,7 @@ def _checksum(content: memoryview) -> int:
     for start in range(0, len(content), _CHECKED_AT_ONCE):
         checksum = zlib.crc32(content[start : start + _CHECKED_AT_ONCE], checksum)
         if start:
-            let_go(content)
+            release_pages(content)
     return checksum
 
 

@@ -1,7 +1,7 @@
 """Safe pickle reader for protocols 2 to 5: returns plain values and runs no code.
 
 Python's unpickler calls any function that the file names, and trusts its sizes. This one passes every name to
-`find`, which answers with one of our own `Maker`s or refuses, and it holds:
+`find`, which answers with one of our own `AllowedGlobal`s or refuses, and it holds:
 
 * sizes are checked: claimed bytes must be in the file;
 * large strings and bytes stay in the file (`LargeText`, `memoryview`) until they are used;
@@ -43,7 +43,7 @@ class LargeText:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Maker:
+class AllowedGlobal:
     """Replacement of a class or function that a pickle names: only `make`, our own function, is ever called."""
 
     name: str
@@ -51,7 +51,7 @@ class Maker:
 
 
 @dataclass(slots=True, eq=False)
-class Foreign:
+class OpaqueObject:
     """An object of a known data class, as the values that it was pickled with.
 
     `state["x"]` reads as the attribute `x`, if state is a dictionary; `items` and `entries` are what a class derived
@@ -260,7 +260,7 @@ class Unpickler:
         return at
 
     def _extend(self, target: Any, items: list[Any]) -> None:
-        if type(target) is Foreign:
+        if type(target) is OpaqueObject:
             target = target.entries
         if type(target) is not list:
             raise TypeError("items for what is no list")
@@ -277,7 +277,7 @@ class Unpickler:
         return at
 
     def _set(self, target: Any, items: list[Any]) -> None:
-        if type(target) is Foreign:
+        if type(target) is OpaqueObject:
             target = target.items
         if type(target) is not dict or len(items) % 2:
             raise TypeError("items for what is no dictionary")
@@ -310,26 +310,26 @@ class Unpickler:
         return self._names[module, name]
 
     def _call(self, at: int) -> int:
-        args, maker = self._stack.pop(), self._stack.pop()
-        return self._make(maker, args, at)
+        args, allowed = self._stack.pop(), self._stack.pop()
+        return self._make(allowed, args, at)
 
     def _call_with_keywords(self, at: int) -> int:
-        _, args, maker = self._stack.pop(), self._stack.pop(), self._stack.pop()
-        return self._make(maker, args, at)
+        _, args, allowed = self._stack.pop(), self._stack.pop(), self._stack.pop()
+        return self._make(allowed, args, at)
 
-    def _make(self, maker: Any, args: Any, at: int) -> int:
-        if type(maker) is not Maker or type(args) is not tuple:
+    def _make(self, allowed: Any, args: Any, at: int) -> int:
+        if type(allowed) is not AllowedGlobal or type(args) is not tuple:
             raise TypeError("calls what is no class")
         try:
-            made = maker.make(*args)
+            made = allowed.make(*args)
         except TypeError:
-            raise TypeError(f"{maker.name} of what it is not made of") from None
+            raise TypeError(f"{allowed.name} of what it is not made of") from None
         self._stack.append(made)
         return at
 
     def _build(self, at: int) -> int:
         state, target = self._stack.pop(), self._stack[-1]
-        if type(target) is Foreign:
+        if type(target) is OpaqueObject:
             # Slots come beside the dictionary.
             if type(state) is tuple and len(state) == 2 and type(state[1]) is dict:
                 state = {**(state[0] or {}), **state[1]}

@@ -15,7 +15,7 @@ import numpy as np
 
 from trimtab.array_type import Array
 from trimtab.errors import InputError
-from trimtab.trace.containers.archives import let_go
+from trimtab.trace.containers.archives import release_pages
 from trimtab.trace.containers.pickles import LargeText, clip
 
 # Torch's names of storages and dtypes, and numpy's. bfloat16 is not numpy's; `widen` makes float32 of it.
@@ -70,7 +70,7 @@ class LatinBytes:
 
     def decode(self) -> bytes:
         content = str(self.text.utf8, "utf-8").encode("latin-1")
-        let_go(self.text.utf8)
+        release_pages(self.text.utf8)
         return content
 
 

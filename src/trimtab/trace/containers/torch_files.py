@@ -1,7 +1,7 @@
 """Reader of `torch.save`, `pickle.dump`, `np.save` and `np.savez` files, without torch and without running code.
 
 Tensors and arrays stay in the file and come as `Tensor` and `NumpyArray`, which have `numpy()`. Classes of the
-frameworks whose dumps we read come as `Foreign` values. Any other class or function is refused by name.
+frameworks whose dumps we read come as `OpaqueObject` values. Any other class or function is refused by name.
 
 Formats: torch's zip (`torch/serialization.py`, `_save`), the one before torch 1.6 (`_legacy_save`), which
 `pickle.dumps` of a tensor still uses, plain pickles, and numpy's `.npy` (`numpy.lib.format`) and `.npz`.
@@ -20,7 +20,7 @@ import numpy as np
 from trimtab.errors import InputError
 from trimtab.trace.containers import archives
 from trimtab.trace.containers.archives import Archive
-from trimtab.trace.containers.pickles import Budget, Foreign, LargeText, Maker, Unpickler, clip
+from trimtab.trace.containers.pickles import Budget, OpaqueObject, LargeText, AllowedGlobal, Unpickler, clip
 from trimtab.trace.containers.tensors import (
     DTYPES,
     STORAGES,
@@ -137,7 +137,7 @@ class _Loader:
     def __init__(self) -> None:
         self._budget = Budget()
         self._depth = 0
-        self._makers = self._list_makers()
+        self._allowed_globals = self._list_allowed_globals()
 
     def load(self, content: memoryview) -> Any:
         if self._depth == _DEEPEST:
@@ -234,8 +234,8 @@ class _Loader:
         top = module.split(".")[0]
         module = {"__builtin__": "builtins", "copy_reg": "copyreg"}.get(module, module)
         module = module.replace("numpy._core", "numpy.core")
-        if (module, name) in self._makers:
-            return Maker(name, self._makers[module, name])
+        if (module, name) in self._allowed_globals:
+            return AllowedGlobal(name, self._allowed_globals[module, name])
         if module == "torch" and name in DTYPES:
             return name
         if module in ("torch", "torch.storage") and name in STORAGES:
@@ -249,7 +249,7 @@ class _Loader:
             "Save tensors, arrays, numbers and strings only"
         )
 
-    def _list_makers(self) -> dict[tuple[str, str], Any]:
+    def _list_allowed_globals(self) -> dict[tuple[str, str], Any]:
         return {
             ("_codecs", "encode"): self._encode,
             ("builtins", "bytes"): lambda: b"",
@@ -327,13 +327,13 @@ def _storage_facts(persistent_id: Any) -> tuple[str, str, int]:
     return dtype, key, count
 
 
-def _class(module: str, name: str) -> Maker:
+def _class(module: str, name: str) -> AllowedGlobal:
     full = f"{module}.{name}"
-    return Maker(full, lambda *args: Foreign(full, args))
+    return AllowedGlobal(full, lambda *args: OpaqueObject(full, args))
 
 
-def _nested_class(outer: Any, name: Any) -> Maker:
-    if type(outer) is not Maker or type(name) is not str:
+def _nested_class(outer: Any, name: Any) -> AllowedGlobal:
+    if type(outer) is not AllowedGlobal or type(name) is not str:
         raise InputError("holds a call of 'builtins.getattr', which is not data; nothing of it was run")
     module, _, outer_name = outer.name.rpartition(".")
     if module.split(".")[0] not in _FRAMEWORKS:
@@ -341,8 +341,8 @@ def _nested_class(outer: Any, name: Any) -> Maker:
     return _class(module, f"{outer_name}.{name}")
 
 
-def _reconstructed(cls: Any, _base: Any, state: Any) -> Foreign:
-    return Foreign(cls.name, (state,))
+def _reconstructed(cls: Any, _base: Any, state: Any) -> OpaqueObject:
+    return OpaqueObject(cls.name, (state,))
 
 
 def _dictionary() -> dict[Any, Any]:
@@ -377,7 +377,7 @@ def _typed_tensor(
 
 
 def _rebuilt(function: Any, _cls: Any, args: Any, _state: Any) -> Any:
-    if type(function) is not Maker or type(args) is not tuple:
+    if type(function) is not AllowedGlobal or type(args) is not tuple:
         raise TypeError("a tensor that is made of none")
     return function.make(*args)
 

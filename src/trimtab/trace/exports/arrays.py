@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from trimtab.array_type import Array
-from trimtab.files import whole_file
+from trimtab.files import atomic_file
 from trimtab.trace.routing import RoutingTrace
 
 _SAFETENSORS_NAMES = {"u1": "U8", "u2": "U16", "i4": "I32", "i8": "I64", "u8": "U64"}
@@ -27,7 +27,7 @@ def write_npz(trace: RoutingTrace, path: str | os.PathLike[str]) -> None:
         "num_experts": np.array([trace.num_experts], np.int32),
         "model": _texts(np.array([trace.model])),
     }
-    with whole_file(path) as file:
+    with atomic_file(path) as file:
         np.savez(file, **arrays)
 
 
@@ -51,7 +51,7 @@ def write_safetensors(trace: RoutingTrace, path: str | os.PathLike[str]) -> None
         end += array.nbytes
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % 8)
-    with whole_file(path) as file:
+    with atomic_file(path) as file:
         file.write(struct.pack("<Q", len(text)) + text)
         for array in arrays.values():
             file.write(array.reshape(-1).view(np.uint8).data)

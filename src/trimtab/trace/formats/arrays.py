@@ -19,7 +19,7 @@ from trimtab.array_type import Array
 from trimtab.errors import InputError
 from trimtab.trace.containers.array_files import Arrays, array_names, open_arrays
 from trimtab.trace.formats.records import ImportOptions, Record
-from trimtab.trace.formats.routes import check_ids, sign_of_gaps
+from trimtab.trace.formats.routes import check_ids, missing_id
 from trimtab.trace.routing import no_route
 
 IDS = "expert_ids"
@@ -29,17 +29,17 @@ def recognise(path: Path) -> bool:
     return IDS in (array_names(path) or ())
 
 
-def said(path: Path) -> ImportOptions:
+def read_metadata(path: Path) -> ImportOptions:
     """Model facts stored in the file.
 
     Raises:
         InputError: if it is not such a file.
     """
     with open_arrays(path) as arrays:
-        return _said(arrays)
+        return _metadata(arrays)
 
 
-def read(path: Path, known: ImportOptions) -> Iterator[Record]:
+def read(path: Path, options: ImportOptions) -> Iterator[Record]:
     """Yields the records of the file, one per sequence.
 
     Raises:
@@ -65,14 +65,14 @@ def read(path: Path, known: ImportOptions) -> Iterator[Record]:
         layers = _facts(arrays, "layer_indices", shape[1], np.arange(shape[1]))
         if (np.diff(layers) <= 0).any() or layers.min() < 0 or layers.max() >= 1 << 31:
             raise InputError("layer_indices should rise")
-        said = _said(arrays)
+        metadata = _metadata(arrays)
         rows = arrays.rows(IDS)
         for index, length in enumerate(np.diff(starts).tolist()):
             ids = check_ids(rows(length))
             yield Record(
                 ids=ids,
                 where=f"sequence {index}",
-                missing=_gap(ids, said.num_experts),
+                missing=_gap(ids, metadata.num_experts),
                 prompt_length=int(prompts[index]),
                 sequence_hash=int(hashes[index]),
                 step=int(steps[index]),
@@ -85,10 +85,10 @@ def _gap(ids: Array, num_experts: int | None) -> int | None:
     """The id of unknown routes: `no_route` for Trimtab's id dtype, else the usual values."""
     if num_experts is not None and ids.dtype.kind == "u" and ids.dtype.itemsize <= 2:
         return no_route(num_experts)
-    return sign_of_gaps(ids)
+    return missing_id(ids)
 
 
-def _said(arrays: Arrays) -> ImportOptions:
+def _metadata(arrays: Arrays) -> ImportOptions:
     if arrays.texts:
         experts: Any = arrays.texts.get("num_experts")
         model = arrays.texts.get("model", "")

@@ -23,7 +23,7 @@ class Format(Protocol):
     def recognise(self, path: Path) -> bool:
         """True if a file looks like this format. Reads little of it, and never raises."""
 
-    def read(self, path: Path, known: ImportOptions) -> Iterator[Record]:
+    def read(self, path: Path, options: ImportOptions) -> Iterator[Record]:
         """Yields the records of a file.
 
         Raises:
@@ -78,7 +78,7 @@ def common_format(files: Sequence[Path]) -> str:
     return first
 
 
-def import_files(files: Sequence[Path], form: str, known: ImportOptions, summary: Summary) -> Iterator[RoutingTrace]:
+def import_files(files: Sequence[Path], form: str, options: ImportOptions, summary: Summary) -> Iterator[RoutingTrace]:
     """Yields the files of one dump, in order, as parts of a trace; one part in memory at a time.
 
     Raises:
@@ -86,19 +86,19 @@ def import_files(files: Sequence[Path], form: str, known: ImportOptions, summary
     """
     if form == "arrays":
         with _naming(files[0]):
-            known = known.with_default(arrays.said(files[0]))
-    return normalise(_records(files, FORMATS[form], known), known, summary)
+            options = options.with_default(arrays.read_metadata(files[0]))
+    return normalise(_records(files, FORMATS[form], options), options, summary)
 
 
-def trace_of(records: Iterable[Record], known: ImportOptions) -> RoutingTrace:
+def trace_of(records: Iterable[Record], options: ImportOptions) -> RoutingTrace:
     """Returns one trace of records in memory."""
-    return RoutingTrace.concatenate(list(normalise(records, known, Summary())))
+    return RoutingTrace.concatenate(list(normalise(records, options, Summary())))
 
 
-def _records(files: Sequence[Path], form: Format, known: ImportOptions) -> Iterator[Record]:
+def _records(files: Sequence[Path], form: Format, options: ImportOptions) -> Iterator[Record]:
     for file in files:
         with _naming(file):
-            for record in form.read(file, known):
+            for record in form.read(file, options):
                 yield replace(record, where=f"{file}: {record.where}")
 
 

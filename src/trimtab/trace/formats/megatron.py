@@ -48,7 +48,7 @@ class _Row:
     domain: str
 
 
-def read(path: Path, known: ImportOptions) -> Iterator[Record]:
+def read(path: Path, options: ImportOptions) -> Iterator[Record]:
     """Records of one rank's file. Memory holds one step, or one sequence of our own export.
 
     Raises:

@@ -17,9 +17,9 @@ import numpy as np
 
 from trimtab.errors import InputError
 from trimtab.trace.containers import torch_files
-from trimtab.trace.containers.pickles import Foreign
+from trimtab.trace.containers.pickles import OpaqueObject
 from trimtab.trace.formats.records import ImportOptions, Record
-from trimtab.trace.formats.values import Allowance, damaged_values, field, integers, rows_of, text
+from trimtab.trace.formats.values import ReadLimit, damaged_values, field, integers, rows_of, text
 
 KEY = "routed_experts"
 _LENGTHS = ("input_lengths", "unpadded_sequence_lengths")
@@ -31,14 +31,14 @@ def recognise(path: Path) -> bool:
     return KEY in found and len(found) > 1
 
 
-def read(path: Path, known: ImportOptions) -> Iterator[Record]:
+def read(path: Path, options: ImportOptions) -> Iterator[Record]:
     """The records of a dump, one per row of the batch.
 
     Raises:
         InputError: one line, if it is damaged, or holds no `routed_experts` or no lengths.
     """
     with damaged_values():
-        yield from _records(torch_files.load(path), Allowance(path))
+        yield from _records(torch_files.load(path), ReadLimit(path))
 
 
 def records_of_batch(batch: Any) -> Iterator[Record]:
@@ -50,12 +50,12 @@ def records_of_batch(batch: Any) -> Iterator[Record]:
     Raises:
         InputError: one line, if there are no routes or no lengths, or shapes do not fit together.
     """
-    yield from _records(batch, Allowance())
+    yield from _records(batch, ReadLimit())
 
 
-def _records(batch: Any, allowance: Allowance) -> Iterator[Record]:
+def _records(batch: Any, limit: ReadLimit) -> Iterator[Record]:
     with damaged_values():
-        if isinstance(batch, Foreign):
+        if isinstance(batch, OpaqueObject):
             # A UserDict keeps its items in an attribute.
             batch = batch.items or field(batch, "data")
         if isinstance(batch, list | tuple):
@@ -69,7 +69,7 @@ def _records(batch: Any, allowance: Allowance) -> Iterator[Record]:
         if field(batch, KEY) is not None:
             records = _padded(batch)
         elif field(batch, "message_log") is not None:
-            records = _logged(field(batch, "message_log"), allowance)
+            records = _logged(field(batch, "message_log"), limit)
         else:
             raise InputError(f"no {KEY!r} in this batch; NeMo-RL writes it with policy.router_replay.enabled=true")
         for row, record in enumerate(records):
@@ -111,24 +111,24 @@ def _padded(batch: Any) -> Iterator[Record | None]:
         )
 
 
-def _logged(log: Any, allowance: Allowance) -> Iterator[Record | None]:
+def _logged(log: Any, limit: ReadLimit) -> Iterator[Record | None]:
     if not isinstance(log, list | tuple):
         raise InputError(f"message_log is a {type(log).__name__}; it should be a list, one entry a sample")
     some = False
     for row, messages in enumerate(log):
-        record = _joined(rows_of(messages, "message_log"), f"sample {row}", allowance)
+        record = _joined(rows_of(messages, "message_log"), f"sample {row}", limit)
         some = some or record is not None
         yield record
     if len(log) and not some:
         raise InputError(f"no message has {KEY!r}; NeMo-RL writes it with policy.router_replay.enabled=true")
 
 
-def _joined(messages: list[Any], where: str, allowance: Allowance) -> Record | None:
+def _joined(messages: list[Any], where: str, limit: ReadLimit) -> Record | None:
     """The concatenated turns of one sample; a turn without routes has rows of -1."""
     tokens = []
     for message in messages:
         tokens.append(integers(field(message, "token_ids"), f"{where}: token_ids", 1))
-        allowance.take(len(tokens[-1]))
+        limit.take(len(tokens[-1]))
     routes = [field(message, KEY) for message in messages]
     ids = [None if each is None else integers(each, f"{where}: {KEY}", 3) for each in routes]
     shapes = {each.shape[1:] for each in ids if each is not None}
@@ -137,7 +137,7 @@ def _joined(messages: list[Any], where: str, allowance: Allowance) -> Record | N
     if len(shapes) > 1:
         raise InputError(f"{where}: its messages have {KEY} of different shapes")
     shape = shapes.pop()
-    allowance.take(sum(map(len, tokens)) * shape[0] * shape[1])
+    limit.take(sum(map(len, tokens)) * shape[0] * shape[1])
     rows = []
     for turn, (each, turn_tokens) in enumerate(zip(ids, tokens, strict=True)):
         missing = len(turn_tokens) - (0 if each is None else len(each))

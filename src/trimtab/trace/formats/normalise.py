@@ -50,11 +50,11 @@ class Summary:
     dropped: Counter[str] = field(default_factory=Counter)
 
 
-def normalise(records: Iterable[Record], known: ImportOptions, summary: Summary) -> Iterator[RoutingTrace]:
+def normalise(records: Iterable[Record], options: ImportOptions, summary: Summary) -> Iterator[RoutingTrace]:
     """Yields the records as parts of one trace, each of the size of a row group, and the rest.
 
     Args:
-        known: facts of the model; `num_experts` is required.
+        options: facts of the model; `num_experts` is required.
         summary: counted up.
 
     Raises:
@@ -72,7 +72,7 @@ def normalise(records: Iterable[Record], known: ImportOptions, summary: Summary)
         _check_form(record)
         if shape is None:
             early.append(record)
-            shape = _shape_of(record, known)
+            shape = _shape_of(record, options)
             if shape is None:
                 continue
             ready, early = early, []
@@ -132,34 +132,34 @@ def _check_form(record: Record) -> None:
         raise InputError(f"{record.where}: step {record.step}; it should be 0 to 2**31 - 1")
 
 
-def _shape_of(record: Record, known: ImportOptions) -> _Shape | None:
+def _shape_of(record: Record, options: ImportOptions) -> _Shape | None:
     """The layout of this record; None if it has no routes."""
     axis, top_k = record.ids.shape[1:]
-    if known.top_k not in (None, top_k):
-        raise InputError(f"{record.where}: it has top-{top_k} routing; it should be top-{known.top_k}, as was said")
-    if record.layers is None and known.moe_layers is None and known.num_layers not in (None, axis):
-        raise InputError(f"{record.where}: it has {axis} layers; it should have {known.num_layers}, as was said")
+    if options.top_k not in (None, top_k):
+        raise InputError(f"{record.where}: it has top-{top_k} routing; it should be top-{options.top_k}, as was said")
+    if record.layers is None and options.moe_layers is None and options.num_layers not in (None, axis):
+        raise InputError(f"{record.where}: it has {axis} layers; it should have {options.num_layers}, as was said")
     routes = _has_routes(record.ids)
     if not routes.any():
         return None
-    columns, layers = _moe_layers(record, routes, known)
-    if known.num_experts is None:
+    columns, layers = _moe_layers(record, routes, options)
+    if options.num_experts is None:
         raise InputError(
             f"{record.where}: nothing says how many experts a layer has (the largest id here is "
             f"{int(record.ids.max())}); give --num-experts, or --model with a config.json or a model's name"
         )
-    if top_k > known.num_experts:
-        raise InputError(f"{record.where}: it has top-{top_k} routing; there are {known.num_experts} experts")
+    if top_k > options.num_experts:
+        raise InputError(f"{record.where}: it has top-{top_k} routing; there are {options.num_experts} experts")
     return _Shape(
         axis=axis,
         columns=columns,
         dense=np.setdiff1d(np.arange(axis), columns),
         layer_indices=layers.astype(np.int32),
-        num_experts=known.num_experts,
+        num_experts=options.num_experts,
         top_k=top_k,
-        model=_label(known.model),
-        step=known.step,
-        domain=known.domain,
+        model=_label(options.model),
+        step=options.step,
+        domain=options.domain,
     )
 
 
@@ -169,25 +169,25 @@ def _has_routes(ids: Array) -> Array:
     return np.asarray(could_be.any(axis=(0, 2)))
 
 
-def _moe_layers(record: Record, routes: Array, known: ImportOptions) -> tuple[Array, Array]:
+def _moe_layers(record: Record, routes: Array, options: ImportOptions) -> tuple[Array, Array]:
     """Indices of the MoE layers in the record, and their decoder layers."""
     axis = len(routes)
     if record.layers is not None:
         return np.arange(axis), np.array(record.layers)
-    if known.moe_layers is None:
+    if options.moe_layers is None:
         if record.ids.shape[2] == 1 and not (ones := (record.ids > 0).any(axis=(0, 2))).all():
             raise InputError(
                 f"{record.where}: every token has expert 0 in layer {int(ones.argmin())}, which may have no experts at "
                 "all; give --model with a config.json or a model's name"
             )
         return np.flatnonzero(routes), np.flatnonzero(routes)
-    moe = np.array(known.moe_layers)
+    moe = np.array(options.moe_layers)
     if axis == len(moe):
         return np.arange(axis), moe
-    if known.num_layers in (None, axis) and axis > moe.max():
+    if options.num_layers in (None, axis) and axis > moe.max():
         return moe, moe
     raise InputError(
-        f"{record.where}: it has {axis} layers; the model has {known.num_layers}, {len(moe)} of them with experts"
+        f"{record.where}: it has {axis} layers; the model has {options.num_layers}, {len(moe)} of them with experts"
     )
 
 

@@ -52,7 +52,7 @@ class Record:
         sequence_hash: `hash_tokens` of the token ids, if the source has only the hash; 0 if unknown.
         step: the RL step; 0 if unknown.
         domain: kind of prompt; "" if unknown.
-        layers: the decoder layer of each layer of `ids`, if known.
+        layers: the decoder layer of each layer of `ids`, if options.
         dropped: counts of what the reader left out before this record, by kind:
             {"padding rows": 12}.
     """

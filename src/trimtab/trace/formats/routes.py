@@ -19,13 +19,13 @@ _RAW_DTYPES = ("int8", "uint8", "int16", "uint16", "int32", "uint32", "int64", "
 _DTYPE_OF_SIZE = {1: np.uint8, 2: np.int16, 4: np.int32, 8: np.int64}
 
 
-def decode_routes(value: Any, known: ImportOptions, dtype: str = "int32") -> Array:
+def decode_routes(value: Any, options: ImportOptions, dtype: str = "int32") -> Array:
     """Decodes ids `[t, layers, K]` of a response.
 
     Args:
-        value: base64 of `.npy` bytes (vLLM); base64 of raw numbers (SGLang), whose shape comes from `known`;
+        value: base64 of `.npy` bytes (vLLM); base64 of raw numbers (SGLang), whose shape comes from `options`;
             `{"data": base64, "shape": [t, layers, K], "dtype": ...}`; nested lists (vLLM 0.21); or an array.
-        known: for raw numbers, number of layers and top_k.
+        options: for raw numbers, number of layers and top_k.
         dtype: of raw numbers.
 
     Raises:
@@ -33,7 +33,7 @@ def decode_routes(value: Any, known: ImportOptions, dtype: str = "int32") -> Arr
     """
     if isinstance(value, str):
         data = decode_base64(value)
-        ids = array_of_npy(data) if data.startswith(NPY_MAGIC) else _shape_raw(data, known, dtype)
+        ids = array_of_npy(data) if data.startswith(NPY_MAGIC) else _shape_raw(data, options, dtype)
     elif isinstance(value, Mapping):
         ids = _array_of_mapping(value, dtype)
     elif isinstance(value, list | tuple):
@@ -52,7 +52,7 @@ def check_ids(ids: Array) -> Array:
     return ids if ids.dtype.isnative else ids.astype(ids.dtype.newbyteorder("="))
 
 
-def sign_of_gaps(ids: Array) -> int | None:
+def missing_id(ids: Array) -> int | None:
     """The value of all K ids without a route, for frameworks that pre-fill their buffers; see `Record.missing`.
 
     -1 if it occurs. Else 0, except for top-1, where 0 is an expert.
@@ -83,21 +83,21 @@ def raw_dtype(name: Any) -> str:
     return name.strip().lower()
 
 
-def _shape_raw(data: bytes, known: ImportOptions, dtype: str) -> Array:
+def _shape_raw(data: bytes, options: ImportOptions, dtype: str) -> Array:
     flat = _raw(data, dtype)
-    if known.num_layers is None or known.top_k is None:
-        said = (("--num-layers", known.num_layers), ("--top-k", known.top_k))
+    if options.num_layers is None or options.top_k is None:
+        said = (("--num-layers", options.num_layers), ("--top-k", options.top_k))
         lacking = " and ".join(option for option, value in said if value is None)
         raise InputError(
             f"routed_experts has no shape; give {lacking}, or --model with a config.json or a model's name"
         )
-    row = known.num_layers * known.top_k
+    row = options.num_layers * options.top_k
     if row < 1 or len(flat) % row:
         raise InputError(
-            f"routed_experts holds {len(flat)} ids of {dtype}, which {known.num_layers} layers x top-{known.top_k} "
+            f"routed_experts holds {len(flat)} ids of {dtype}, which {options.num_layers} layers x top-{options.top_k} "
             "don't divide"
         )
-    return flat.reshape(-1, known.num_layers, known.top_k)
+    return flat.reshape(-1, options.num_layers, options.top_k)
 
 
 def _raw(data: bytes, dtype: str) -> Array:

@@ -25,7 +25,7 @@ from trimtab.trace.formats.responses import (
     records_in,
     tokens,
 )
-from trimtab.trace.formats.routes import decode_routes, raw_dtype, sign_of_gaps
+from trimtab.trace.formats.routes import decode_routes, raw_dtype, missing_id
 
 
 def recognise(path: Path) -> bool:
@@ -34,31 +34,31 @@ def recognise(path: Path) -> bool:
     return b'"meta_info"' in head or b'"sglext"' in head
 
 
-def read(path: Path, known: ImportOptions) -> Iterator[Record]:
+def read(path: Path, options: ImportOptions) -> Iterator[Record]:
     """Records of a file of responses: JSON lines, a list, or one; plain, or inside a client's wrapper.
 
     Raises:
-        InputError: if it isn't that, or `known` has no layers and top_k for ids without a shape.
+        InputError: if it isn't that, or `options` has no layers and top_k for ids without a shape.
     """
-    return read_responses(path, lambda response: _records(response, known))
+    return read_responses(path, lambda response: _records(response, options))
 
 
-def records_of_responses(responses: Iterable[Any] | Mapping[str, Any], known: ImportOptions) -> Iterator[Record]:
+def records_of_responses(responses: Iterable[Any] | Mapping[str, Any], options: ImportOptions) -> Iterator[Record]:
     """Records of the engine's `generate` output, or of decoded responses.
 
     Args:
         responses: one response or several, or a list for each request.
-        known: layers and top_k.
+        options: layers and top_k.
     """
     values = [responses] if isinstance(responses, Mapping) else responses
-    return records_in(values, lambda response: _records(response, known))
+    return records_in(values, lambda response: _records(response, options))
 
 
-def _records(response: Response, known: ImportOptions) -> Iterator[Record | str]:
+def _records(response: Response, options: ImportOptions) -> Iterator[Record | str]:
     content = response.content
     choices = content.get("choices")
     if not isinstance(choices, list):
-        yield from _one(content.get("meta_info"), content.get("output_ids"), response, known)
+        yield from _one(content.get("meta_info"), content.get("output_ids"), response, options)
         return
     usage = content.get("usage")
     counts = dict(usage) if isinstance(usage, Mapping) else {}
@@ -72,15 +72,15 @@ def _records(response: Response, known: ImportOptions) -> Iterator[Record | str]
         for key, source in (("sglext", content if index == 0 else {}), ("sglext", choice), ("meta_info", choice)):
             extra = source.get(key)
             meta |= extra if isinstance(extra, Mapping) else {}
-        yield from placed(f"choice {index}", _one(meta, choice.get("token_ids"), response, known))
+        yield from placed(f"choice {index}", _one(meta, choice.get("token_ids"), response, options))
 
 
-def _one(meta: Any, output_ids: Any, response: Response, known: ImportOptions) -> Iterator[Record | str]:
+def _one(meta: Any, output_ids: Any, response: Response, options: ImportOptions) -> Iterator[Record | str]:
     routes = meta.get("routed_experts") if isinstance(meta, Mapping) else None
     if routes is None:
         yield WITHOUT_ROUTES
         return
-    ids = decode_routes(routes, known, raw_dtype(meta.get("routed_experts_dtype") or "int32"))
+    ids = decode_routes(routes, options, raw_dtype(meta.get("routed_experts_dtype") or "int32"))
     prompt, output = tokens(response.prompt_ids), _output_ids(meta, output_ids)
     prompt_length = count(meta.get("prompt_tokens"), "prompt_tokens")
     if prompt_length is None and prompt is not None:
@@ -93,7 +93,7 @@ def _one(meta: Any, output_ids: Any, response: Response, known: ImportOptions) -
     yield Record(
         ids=ids,
         where="",
-        missing=sign_of_gaps(ids),
+        missing=missing_id(ids),
         first=count(meta.get("routed_experts_start_len"), "routed_experts_start_len") or 0,
         num_tokens=num_tokens,
         prompt_length=prompt_length or 0,

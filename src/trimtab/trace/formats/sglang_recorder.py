@@ -30,7 +30,7 @@ from trimtab.array_type import Array
 from trimtab.errors import InputError
 from trimtab.trace.containers import torch_files
 from trimtab.trace.formats.records import ImportOptions, Record
-from trimtab.trace.formats.values import Allowance, damaged_values, field, integers, text, whole_number
+from trimtab.trace.formats.values import ReadLimit, damaged_values, field, integers, text, whole_number
 
 IDS, COUNTS, PASS_COUNTS, MAP = (
     "topk_ids_of_layer",
@@ -50,40 +50,40 @@ def recognise(path: Path) -> bool:
     return bool(found & {IDS, COUNTS}) or found >= {PASS_COUNTS, MAP}
 
 
-def read(path: Path, known: ImportOptions) -> Iterator[Record]:
+def read(path: Path, options: ImportOptions) -> Iterator[Record]:
     """The records of a dump, in any of the recorder's modes.
 
     Raises:
         InputError: one line, if it is damaged, or holds counts only and top_k is not known or does not fit them.
     """
     with damaged_values():
-        yield from _records(torch_files.load(path), known, Allowance(path))
+        yield from _records(torch_files.load(path), options, ReadLimit(path))
 
 
-def records_of_dump(dump: Any, known: ImportOptions | None = None) -> Iterator[Record]:
-    """The records of what `torch.load` returns for a dump; `known.top_k` is needed for counts.
+def records_of_dump(dump: Any, options: ImportOptions | None = None) -> Iterator[Record]:
+    """The records of what `torch.load` returns for a dump; `options.top_k` is needed for counts.
 
     Raises:
         InputError: as `read`.
     """
-    yield from _records(dump, known or ImportOptions(), Allowance())
+    yield from _records(dump, options or ImportOptions(), ReadLimit())
 
 
-def _records(dump: Any, known: ImportOptions, allowance: Allowance) -> Iterator[Record]:
+def _records(dump: Any, options: ImportOptions, limit: ReadLimit) -> Iterator[Record]:
     with damaged_values():
         if not isinstance(dump, Mapping):
             raise InputError("not a dump of SGLang's recorder: it should be a dictionary")
         if COUNTS in dump:
             counts = integers(dump[COUNTS], COUNTS, 3)
-            yield from _from_counts(list(counts), range(len(counts)), known)
+            yield from _from_counts(list(counts), range(len(counts)), options)
             return
         passes = dump.get("records")
         if not isinstance(passes, list | tuple):
             raise InputError(f"not a dump of SGLang's recorder: neither {COUNTS!r} nor 'records'")
         if passes and all(field(each, IDS) is None for each in passes):
-            yield from _from_physical_counts(dump, passes, known, allowance)
+            yield from _from_physical_counts(dump, passes, options, limit)
         else:
-            yield from _from_tokens(dump, passes, allowance)
+            yield from _from_tokens(dump, passes, limit)
 
 
 @dataclass(frozen=True)
@@ -95,12 +95,12 @@ class _Piece:
     end: int
 
 
-def _from_tokens(dump: Mapping[Any, Any], passes: Any, allowance: Allowance) -> Iterator[Record]:
+def _from_tokens(dump: Mapping[Any, Any], passes: Any, limit: ReadLimit) -> Iterator[Record]:
     logical = _logical_map(dump)
     used_LK: Array | None = None
     for each in passes:
         lengths = field(each, "extend_seq_lens")
-        allowance.take(_ids(each).size + (len(lengths) if isinstance(lengths, list | tuple) else 0))
+        limit.take(_ids(each).size + (len(lengths) if isinstance(lengths, list | tuple) else 0))
         there_LK: Array = np.any(_ids(each) >= 0, axis=1)
         if used_LK is not None and there_LK.shape != used_LK.shape:
             raise InputError(f"{_name(each)}: {IDS} has another shape than those before")
@@ -192,13 +192,13 @@ def _logical_ids(each: Any, piece: _Piece, layers: Array, top_k: int, logical: A
 
 
 def _from_physical_counts(
-    dump: Mapping[Any, Any], passes: Any, known: ImportOptions, allowance: Allowance
+    dump: Mapping[Any, Any], passes: Any, options: ImportOptions, limit: ReadLimit
 ) -> Iterator[Record]:
     logical = _logical_map(dump)
     counts = []
     for each in passes:
         physical = integers(field(each, PASS_COUNTS), f"{_name(each)}: {PASS_COUNTS}", 2)
-        allowance.take(physical.size)
+        limit.take(physical.size)
         if logical is None or logical.shape != physical.shape or logical.min(initial=0) < 0:
             raise InputError(f"{_name(each)}: {PASS_COUNTS} and {MAP} do not fit together")
         experts = int(logical.max(initial=0)) + 1
@@ -209,16 +209,16 @@ def _from_physical_counts(
             np.add.at(counts_LE[layer], logical[layer], row)
         counts.append(counts_LE)
     names = [whole_number(field(each, "forward_pass_id")) for each in passes]
-    yield from _from_counts(counts, names, known)
+    yield from _from_counts(counts, names, options)
 
 
-def _from_counts(counts: list[Array], names: Any, known: ImportOptions) -> Iterator[Record]:
+def _from_counts(counts: list[Array], names: Any, options: ImportOptions) -> Iterator[Record]:
     """One record a pass, whose tokens by layer and expert are the counts.
 
     A layer's experts, each repeated by its count, are listed in order and assigned to the T tokens in turn. No expert
     was counted more than T times, so no token gets one twice.
     """
-    if not known.top_k:
+    if not options.top_k:
         raise InputError(
             "holds counts of tokens by expert only: give the model's top_k (--top-k) for tokens that fit these counts, "
             "or record with --expert-distribution-recorder-mode per_token"
@@ -234,12 +234,12 @@ def _from_counts(counts: list[Array], names: Any, known: ImportOptions) -> Itera
             empty += 1
             continue
         where = f"forward pass {name}"
-        num_tokens = -(-int(assigned_L.max()) // known.top_k)
-        ids_in_all = num_tokens * len(layers) * known.top_k
+        num_tokens = -(-int(assigned_L.max()) // options.top_k)
+        ids_in_all = num_tokens * len(layers) * options.top_k
         total += ids_in_all
         if counts_LE.min() < 0 or num_tokens < 0 or ids_in_all > _MOST_IDS_A_PASS or total > _MOST_IDS:
             raise InputError(f"{where}: damaged, it counts {int(assigned_L.max())} tokens in a layer")
-        ids_TLK = np.full((num_tokens, len(layers), known.top_k), -1, np.int32)
+        ids_TLK = np.full((num_tokens, len(layers), options.top_k), -1, np.int32)
         for place, layer in enumerate(layers.tolist()):
             _deal(counts_LE[layer], ids_TLK[:, place], f"{where}, layer {layer}")
         dropped = {_MADE_UP: num_tokens} | ({"empty forward passes": empty} if empty else {})

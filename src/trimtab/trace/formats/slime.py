@@ -15,7 +15,7 @@ from trimtab.array_type import Array
 from trimtab.errors import InputError
 from trimtab.trace.containers import torch_files
 from trimtab.trace.formats.records import ImportOptions, Record
-from trimtab.trace.formats.values import Allowance, as_array, damaged_values, field, integers, text, whole_number
+from trimtab.trace.formats.values import ReadLimit, as_array, damaged_values, field, integers, text, whole_number
 
 KEY = "rollout_routed_experts"
 _DOMAIN_KEYS = ("data_source", "domain", "dataset", "dataset_name", "rm_type")
@@ -27,7 +27,7 @@ def recognise(path: Path) -> bool:
     return bool(torch_files.mentions(path, KEY))
 
 
-def read(path: Path, known: ImportOptions) -> Iterator[Record]:
+def read(path: Path, options: ImportOptions) -> Iterator[Record]:
     """The records of a dump, one per sample with routes.
 
     Raises:
@@ -46,16 +46,16 @@ def read(path: Path, known: ImportOptions) -> Iterator[Record]:
             samples = dump
         if not isinstance(samples, list | tuple):
             raise InputError("not a dump of slime or miles: it should hold a list of 'samples'")
-        yield from Allowance(path).watch(records_of_samples(samples, step=step, known=known))
+        yield from ReadLimit(path).watch(records_of_samples(samples, step=step, options=options))
 
 
 def records_of_samples(
-    samples: Iterable[Any], *, step: int = 0, known: ImportOptions | None = None
+    samples: Iterable[Any], *, step: int = 0, options: ImportOptions | None = None
 ) -> Iterator[Record]:
     """The records of `Sample` objects or their dictionaries, in groups or not.
 
     Reads `rollout_routed_experts`, `tokens`, `response_length`, and the source of the prompt in `metadata`
-    (data_source, domain, dataset, rm_type). Flat ids are shaped by `known.num_layers` and `known.top_k`.
+    (data_source, domain, dataset, rm_type). Flat ids are shaped by `options.num_layers` and `options.top_k`.
 
     Raises:
         InputError: one line, if no sample has routes, or a sample has them in another shape.
@@ -70,7 +70,7 @@ def records_of_samples(
             if ids is None or tokens is None:
                 skipped += 1
                 continue
-            yield _record(sample, ids, tokens, f"sample {count - 1}", step, skipped, known or ImportOptions())
+            yield _record(sample, ids, tokens, f"sample {count - 1}", step, skipped, options or ImportOptions())
             skipped, some = 0, True
         if count and not some:
             raise InputError(
@@ -78,9 +78,9 @@ def records_of_samples(
             )
 
 
-def _record(sample: Any, ids: Any, tokens: Any, where: str, step: int, skipped: int, known: ImportOptions) -> Record:
+def _record(sample: Any, ids: Any, tokens: Any, where: str, step: int, skipped: int, options: ImportOptions) -> Record:
     token_ids = integers(tokens, f"{where}: tokens", 1)
-    ids_TLK = _shaped(as_array(ids, f"{where}: {KEY}"), where, known)
+    ids_TLK = _shaped(as_array(ids, f"{where}: {KEY}"), where, options)
     length = whole_number(field(sample, "response_length"), len(token_ids))
     metadata = field(sample, "metadata")
     labels = [text(metadata.get(key)) for key in _DOMAIN_KEYS] if isinstance(metadata, Mapping) else []
@@ -97,20 +97,20 @@ def _record(sample: Any, ids: Any, tokens: Any, where: str, step: int, skipped: 
     )
 
 
-def _shaped(ids: Array, where: str, known: ImportOptions) -> Array:
+def _shaped(ids: Array, where: str, options: ImportOptions) -> Array:
     """`[t, layers, K]`, also from flat ids or `[t, layers * K]`."""
     if ids.dtype.kind not in "iu":
         raise InputError(f"{where}: {KEY} is {ids.dtype}; it should hold integers")
     if ids.ndim in (1, 2):
-        if not known.num_layers or not known.top_k:
+        if not options.num_layers or not options.top_k:
             raise InputError(
                 f"{where}: {KEY} has shape {list(ids.shape)}; the number of layers and top_k must be given to read it"
             )
-        if ids.size % (known.num_layers * known.top_k):
+        if ids.size % (options.num_layers * options.top_k):
             raise InputError(
-                f"{where}: {KEY} has {ids.size} ids; {known.num_layers} layers x top-{known.top_k} do not divide them"
+                f"{where}: {KEY} has {ids.size} ids; {options.num_layers} layers x top-{options.top_k} do not divide them"
             )
-        return ids.reshape(-1, known.num_layers, known.top_k)
+        return ids.reshape(-1, options.num_layers, options.top_k)
     if ids.ndim != 3:
         raise InputError(f"{where}: {KEY} has shape {list(ids.shape)}; it should be [tokens - 1, layers, top_k]")
     return ids

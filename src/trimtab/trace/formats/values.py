@@ -13,22 +13,22 @@ import numpy as np
 
 from trimtab.array_type import Array
 from trimtab.errors import InputError
-from trimtab.trace.containers.pickles import Foreign, clip
+from trimtab.trace.containers.pickles import OpaqueObject, clip
 from trimtab.trace.containers.tensors import Jagged, NumpyArray, Tensor
 from trimtab.trace.formats.records import Record
 
 _MOST_LISTED = 1 << 26
-SMALLEST_ALLOWANCE = 1 << 30
+MIN_READ_LIMIT = 1 << 30
 
 
-class Allowance:
+class ReadLimit:
     """How many numbers may be read from a file: several times what it can hold, unless it repeats the same arrays.
 
     A list of a million references to one array costs a few bytes each, and would keep us busy for days.
     """
 
     def __init__(self, path: Path | None = None) -> None:
-        self._left = math.inf if path is None else SMALLEST_ALLOWANCE + 4 * path.stat().st_size
+        self._left = math.inf if path is None else MIN_READ_LIMIT + 4 * path.stat().st_size
 
     def take(self, count: int) -> None:
         self._left -= count
@@ -56,7 +56,7 @@ def damaged_values() -> Iterator[None]:
 
 def field(source: Any, name: str, default: Any = None) -> Any:
     """`source[name]` of a dictionary, `source.name` of anything else."""
-    if isinstance(source, Foreign):
+    if isinstance(source, OpaqueObject):
         if name in source.items:
             return source.items[name]
         return getattr(source, name, default)
@@ -80,7 +80,7 @@ def as_array(value: Any, what: str) -> Array:
         return value.numpy()
     if isinstance(value, list | tuple):
         return _from_lists(value, what)
-    if not isinstance(value, Foreign):
+    if not isinstance(value, OpaqueObject):
         if hasattr(value, "detach"):
             value = value.detach().cpu()
         if hasattr(value, "numpy"):
@@ -150,4 +150,4 @@ def _from_lists(value: Any, what: str) -> Array:
 
 
 def _kind(value: Any) -> str:
-    return clip(value.name) if isinstance(value, Foreign) else type(value).__name__
+    return clip(value.name) if isinstance(value, OpaqueObject) else type(value).__name__

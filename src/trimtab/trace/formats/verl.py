@@ -18,7 +18,7 @@ import numpy as np
 from trimtab.array_type import Array
 from trimtab.errors import InputError
 from trimtab.trace.containers import torch_files
-from trimtab.trace.containers.pickles import Foreign
+from trimtab.trace.containers.pickles import OpaqueObject
 from trimtab.trace.containers.tensors import (
     DTYPES,
     DType,
@@ -31,7 +31,7 @@ from trimtab.trace.containers.tensors import (
 )
 from trimtab.trace.formats.records import ImportOptions, Record
 from trimtab.trace.formats.values import (
-    Allowance,
+    ReadLimit,
     as_array,
     damaged_values,
     field,
@@ -60,7 +60,7 @@ def recognise(path: Path) -> bool:
     return bool(found) and found <= {KEY, f"<NJT_VALUES>{KEY}"}
 
 
-def read(path: Path, known: ImportOptions) -> Iterator[Record]:
+def read(path: Path, options: ImportOptions) -> Iterator[Record]:
     """The records of a dump, one per row of the batch.
 
     Raises:
@@ -70,7 +70,7 @@ def read(path: Path, known: ImportOptions) -> Iterator[Record]:
         dump = torch_files.load(path)
         if isinstance(dump, NumpyArray | Tensor):
             dump = {KEY: dump}
-        yield from Allowance(path).watch(records_of_batch(dump))
+        yield from ReadLimit(path).watch(records_of_batch(dump))
 
 
 def records_of_batch(batch: Any) -> Iterator[Record]:
@@ -181,7 +181,7 @@ def _jagged_rows(tensors: Any) -> Iterator[tuple[Record, int]]:
 
 def _parts(batch: Any) -> tuple[Any, Any, Any]:
     """A batch's tensors, labels and metadata, each with readable fields."""
-    if isinstance(batch, Foreign):
+    if isinstance(batch, OpaqueObject):
         batch = _unwrap(batch)
     elif not isinstance(batch, Mapping) and hasattr(batch, "non_tensor_batch"):
         batch = {"batch": batch.batch, "non_tensor_batch": batch.non_tensor_batch, "meta_info": batch.meta_info}
@@ -191,13 +191,13 @@ def _parts(batch: Any) -> tuple[Any, Any, Any]:
         return batch, field(batch, "non_tensor_batch"), field(batch, "meta_info")
     tensors = field(batch, "batch")
     return (
-        _unwrap(tensors) if isinstance(tensors, Foreign) else tensors,
+        _unwrap(tensors) if isinstance(tensors, OpaqueObject) else tensors,
         field(batch, "non_tensor_batch"),
         field(batch, "meta_info"),
     )
 
 
-def _unwrap(value: Foreign) -> Any:
+def _unwrap(value: OpaqueObject) -> Any:
     """A DataProto or TensorDict of a dump as dictionaries."""
     kind = value.name.rpartition(".")[2]
     if kind.startswith("_rebuild_tensordict_files_consolidated"):
@@ -206,7 +206,7 @@ def _unwrap(value: Foreign) -> Any:
         return dict(value.args[1]["_tensordict"])
     if isinstance(value.state, dict) and "_tensordict" in value.state:
         inner = value.state["_tensordict"]
-        return dict(inner.items if isinstance(inner, Foreign) else inner)
+        return dict(inner.items if isinstance(inner, OpaqueObject) else inner)
     if kind in ("DataProto", "DataProtoItem"):
         if isinstance(value.state, tuple) and len(value.state) == 3:
             tensors, labels, facts = value.state

@@ -35,7 +35,7 @@ from trimtab.trace.formats.responses import (
     tokens,
     unwrap,
 )
-from trimtab.trace.formats.routes import check_ids, decode_routes, sign_of_gaps, trim_padding
+from trimtab.trace.formats.routes import check_ids, decode_routes, missing_id, trim_padding
 
 ROUTES = "routed_experts"
 
@@ -50,7 +50,7 @@ def recognise(path: Path) -> bool:
     return named and b'"meta_info"' not in head and b'"sglext"' not in head
 
 
-def read(path: Path, known: ImportOptions) -> Iterator[Record]:
+def read(path: Path, options: ImportOptions) -> Iterator[Record]:
     """Records of a file of responses (JSON lines, a list, or one; plain or in a client's wrapper) or of arrays.
 
     Raises:
@@ -58,10 +58,10 @@ def read(path: Path, known: ImportOptions) -> Iterator[Record]:
     """
     if array_names(path) is not None:
         return _read_arrays(path)
-    return read_responses(path, lambda response: _records(response, known))
+    return read_responses(path, lambda response: _records(response, options))
 
 
-def records_of_outputs(outputs: Iterable[Any], known: ImportOptions | None = None) -> Iterator[Record]:
+def records_of_outputs(outputs: Iterable[Any], options: ImportOptions | None = None) -> Iterator[Record]:
     """Records of the output of `LLM.generate`.
 
     Args:
@@ -71,7 +71,7 @@ def records_of_outputs(outputs: Iterable[Any], known: ImportOptions | None = Non
     Raises:
         InputError: if routed_experts are missing or not in vLLM's form.
     """
-    model = known or ImportOptions()
+    model = options or ImportOptions()
 
     def found() -> Iterator[Record | str]:
         for index, output in enumerate(outputs):
@@ -81,11 +81,11 @@ def records_of_outputs(outputs: Iterable[Any], known: ImportOptions | None = Non
     return report_dropped(found())
 
 
-def _records(response: Response, known: ImportOptions) -> Iterator[Record | str]:
+def _records(response: Response, options: ImportOptions) -> Iterator[Record | str]:
     content = response.content
     choices = next((content[key] for key in ("choices", "outputs") if content.get(key) is not None), None)
     if choices is None:
-        yield from _one(content, content, response, {}, known)
+        yield from _one(content, content, response, {}, options)
         return
     if not isinstance(choices, list | tuple):
         raise InputError(f"choices are {kind_of(choices)}; expected a list")
@@ -93,11 +93,11 @@ def _records(response: Response, known: ImportOptions) -> Iterator[Record | str]
     alone = len(choices) == 1 and isinstance(usage, Mapping)
     for index, choice in enumerate(choices):
         fields = choice if isinstance(choice, Mapping) else _fields(choice)
-        yield from placed(f"choice {index}", _one(fields, content, response, usage if alone else {}, known))
+        yield from placed(f"choice {index}", _one(fields, content, response, usage if alone else {}, options))
 
 
 def _one(
-    choice: Mapping[str, Any], content: Mapping[str, Any], response: Response, usage: Any, known: ImportOptions
+    choice: Mapping[str, Any], content: Mapping[str, Any], response: Response, usage: Any, options: ImportOptions
 ) -> Iterator[Record | str]:
     """The record of one completion.
 
@@ -111,7 +111,7 @@ def _one(
     if before is None and after is None:
         yield WITHOUT_ROUTES
         return
-    parts = [decode_routes(part, known) for part in (before, after) if part is not None and not _no_rows(part)]
+    parts = [decode_routes(part, options) for part in (before, after) if part is not None and not _no_rows(part)]
     if not parts:
         yield WITHOUT_ROUTES
         return
@@ -129,7 +129,7 @@ def _one(
     yield Record(
         ids=ids,
         where="",
-        missing=sign_of_gaps(ids),
+        missing=missing_id(ids),
         first=prompt_length or 0 if of_completion else 0,
         num_tokens=None if prompt_length is None or completion is None else prompt_length + completion,
         prompt_length=prompt_length or 0,
@@ -189,7 +189,7 @@ def _row(arrays: Arrays, name: str) -> Iterator[Record]:
         yield Record(
             ids=ids,
             where=f"sequence {index}",
-            missing=sign_of_gaps(ids),
+            missing=missing_id(ids),
             prompt_length=int(prompts[index]),
             step=int(steps[index]),
         )
@@ -216,7 +216,7 @@ def _batch(arrays: Arrays, name: str) -> Iterator[Record]:
         yield Record(
             ids=ids,
             where=f"sequence {index}",
-            missing=sign_of_gaps(ids),
+            missing=missing_id(ids),
             prompt_length=int(prompts[index]),
             step=int(steps[index]),
             dropped={"padding rows": dropped} if dropped else {},
