@@ -9,7 +9,7 @@ import numpy as np
 from trimtab.array_type import Array
 from trimtab.errors import InputError
 from trimtab.trace.routing import RoutingTrace, id_dtype
-from trimtab.trace.sampling import derive, sample_experts, expert_noise, normal
+from trimtab.trace.sampling import derive, expert_noise, normal, sample_experts
 
 SHORTEST = 16  # tokens
 LENGTH_SPREAD = 0.4  # standard deviation of a length's logarithm

@@ -20,7 +20,7 @@ import torch
 from helpers.pickled_dumps import load, saved
 from trimtab import InputError
 from trimtab.trace.containers import torch_files
-from trimtab.trace.containers.pickles import OpaqueObject, LargeText
+from trimtab.trace.containers.pickles import LargeText, OpaqueObject
 from trimtab.trace.containers.tensors import Jagged, NumpyArray, Tensor
 
 DTYPES = [

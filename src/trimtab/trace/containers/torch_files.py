@@ -12,15 +12,15 @@ from __future__ import annotations
 import io
 import mmap
 import struct
+import zipfile
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from trimtab.errors import InputError
-from trimtab.trace.containers import archives
-from trimtab.trace.containers.archives import Archive
-from trimtab.trace.containers.pickles import Budget, OpaqueObject, LargeText, AllowedGlobal, Unpickler, clip
+from trimtab.trace.containers.archives import ZIP_MAGIC, Archive
+from trimtab.trace.containers.pickles import AllowedGlobal, Budget, LargeText, OpaqueObject, Unpickler, clip
 from trimtab.trace.containers.tensors import (
     DTYPES,
     STORAGES,
@@ -95,7 +95,7 @@ def looks_loadable(path: Path) -> bool:
             start = file.read(8)
     except OSError:
         return False
-    return start.startswith((archives.MAGIC, NPY_MAGIC)) or (start[:1] == b"\x80" and start[1:2] in b"\x02\x03\x04\x05")
+    return start.startswith((ZIP_MAGIC, NPY_MAGIC)) or (start[:1] == b"\x80" and start[1:2] in b"\x02\x03\x04\x05")
 
 
 def mentions(path: Path, *keys: str) -> set[str]:
@@ -109,13 +109,13 @@ def mentions(path: Path, *keys: str) -> set[str]:
         with path.open("rb") as file:
             content = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
         start, end = 0, len(content)
-        if content[:4] == archives.MAGIC:
+        if content[:4] == ZIP_MAGIC:
             entries = Archive(memoryview(content)).entries
             pickled = [entry for name, entry in entries.items() if _is_main(name)]
             if not pickled:
                 return {key for key in keys if f"{key}.npy" in entries}
-            start = pickled[0].offset
-            end = start + pickled[0].packed_size + (1 << 16)
+            start = pickled[0].header_offset
+            end = start + pickled[0].compress_size + (1 << 16)
         end = min(end, start + _SNIFFED_BYTES, len(content))
         return {key for key in keys if any(content.find(text, start, end) >= 0 for text in _pickled_texts(key))}
     except (InputError, OSError, ValueError):
@@ -145,7 +145,7 @@ class _Loader:
         self._depth += 1
         try:
             start = bytes(content[:16])
-            if start.startswith(archives.MAGIC):
+            if start.startswith(ZIP_MAGIC):
                 return self._load_zip(Archive(content))
             if start.startswith(NPY_MAGIC):
                 return self._load_npy(content)
@@ -175,7 +175,7 @@ class _Loader:
             dtype, key, count = _storage_facts(persistent_id)
             return Storage(dtype, count, lambda: archive.view(f"{folder}data/{key}"), big_endian)
 
-        if archive.entries[main[0]].method != archives.STORED:
+        if archive.entries[main[0]].compress_type != zipfile.ZIP_STORED:
             raise InputError("a torch file that was compressed since; torch.save does not compress")
         return self._unpickler(archive.view(main[0]), load_storage).load()
 

@@ -25,7 +25,7 @@ from trimtab.trace.formats.responses import (
     records_in,
     tokens,
 )
-from trimtab.trace.formats.routes import decode_routes, raw_dtype, missing_id
+from trimtab.trace.formats.routes import decode_routes, missing_id, raw_dtype
 
 
 def recognise(path: Path) -> bool:
