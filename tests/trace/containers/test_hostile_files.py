@@ -289,7 +289,6 @@ def test_floods_of_numbers_are_stopped() -> None:
     unpickler = Unpickler(program, lambda module, name: None, lambda _: None, Budget(program_bytes=1 << 20))
     with pytest.raises(InputError, match="holds more than"):
         unpickler.load()
-    assert unpickler.at == 0
     assert len(unpickler._stack) < 400_000
 
 
