@@ -14,7 +14,7 @@ import torch
 
 from helpers.pickled_dumps import claim, pretend, routes, survives
 from trimtab import InputError
-from trimtab.trace.formats import nemo_rl, sglang_recorder, slime, values, verl
+from trimtab.trace.formats import dump_fields, nemo_rl, sglang_recorder, slime, verl
 from trimtab.trace.formats.records import ImportOptions
 
 LENGTHS, ANSWERS, LAYERS, TOP_K = [7, 12, 1], [3, 5, 1], 4, 3
@@ -132,7 +132,7 @@ def test_wrong_batches_are_explained(change: dict[str, Any], message: str) -> No
 
 
 def test_messages_that_repeat_one_array_are_stopped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(values, "MIN_READ_LIMIT", 1 << 26)
+    monkeypatch.setattr(dump_fields, "MIN_READ_LIMIT", 1 << 26)
     ids = torch.zeros(1, dtype=torch.int8).expand(1 << 12, 64, 62)
     message = {"role": "user", "token_ids": torch.zeros(1 << 12, dtype=torch.int32), "routed_experts": ids}
     torch.save({"message_log": [[message] * 1000]}, tmp_path / "a.pt")

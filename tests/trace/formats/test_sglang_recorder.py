@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from helpers.pickled_dumps import routes, survives
 from trimtab import InputError
-from trimtab.trace.formats import nemo_rl, sglang_recorder, slime, values, verl
+from trimtab.trace.formats import dump_fields, nemo_rl, sglang_recorder, slime, verl
 from trimtab.trace.formats.records import ImportOptions
 
 LAYERS, TOP_K, EXPERTS, PHYSICAL = 5, 4, 16, 20
@@ -177,7 +177,7 @@ def test_what_counts_cannot_be_is_explained(dump: Any, top_k: int | None, messag
 
 
 def test_passes_that_repeat_one_array_are_stopped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(values, "MIN_READ_LIMIT", 1 << 26)
+    monkeypatch.setattr(dump_fields, "MIN_READ_LIMIT", 1 << 26)
     ids = torch.zeros(1, dtype=torch.int32).expand(64, 1 << 14, 8)
     torch.save({"records": [{"forward_pass_id": 1, "topk_ids_of_layer": ids}] * 200_000}, tmp_path / "a.pt")
     with pytest.raises(InputError, match="the same arrays over and over"):

@@ -14,7 +14,7 @@ import torch
 
 from helpers.pickled_dumps import claim, pretend, routes, survives
 from trimtab import InputError
-from trimtab.trace.formats import nemo_rl, sglang_recorder, slime, values, verl
+from trimtab.trace.formats import dump_fields, nemo_rl, sglang_recorder, slime, verl
 from trimtab.trace.formats.records import ImportOptions
 
 LAYERS, TOP_K = 5, 4
@@ -189,7 +189,7 @@ def test_dumps_without_routes_say_what_to_do(tmp_path: Path) -> None:
 
 def test_samples_that_repeat_one_array_are_stopped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A few bytes a sample, each of which would be millions of numbers."""
-    monkeypatch.setattr(values, "MIN_READ_LIMIT", 1 << 26)
+    monkeypatch.setattr(dump_fields, "MIN_READ_LIMIT", 1 << 26)
     one = {**samples()[0], "rollout_routed_experts": torch.zeros(1, dtype=torch.int32).expand(1 << 12, 64, 62)}
     torch.save({"rollout_id": 0, "samples": [one] * 10_000}, tmp_path / "a.pt")
     records = slime.read(tmp_path / "a.pt", ImportOptions())

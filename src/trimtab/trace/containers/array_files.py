@@ -17,8 +17,8 @@ import numpy as np
 
 from trimtab.array_type import Array
 from trimtab.errors import InputError
-from trimtab.trace.containers.json_values import reason
 from trimtab.trace.containers.npy import NPY_MAGIC, read_npy_header
+from trimtab.trace.message_text import reason
 
 _ZIP_MAGIC = b"PK"
 # Limit of rows read at once, and of arrays of sequence facts. Only a zipped array can claim more than its file.

@@ -16,7 +16,7 @@ import numpy as np
 
 from trimtab.array_type import Array
 from trimtab.errors import InputError
-from trimtab.trace.containers.json_values import kind_of, reason
+from trimtab.trace.message_text import kind_of, reason, short
 
 NPY_MAGIC = b"\x93NUMPY"
 
@@ -91,11 +91,3 @@ def array_of_lists(value: Sequence[Any], depth: int) -> Array:
     narrow = next((t for t in (np.int16, np.int32) if np.iinfo(t).min <= low and high <= np.iinfo(t).max), np.int64)
     return ids.astype(narrow).reshape(shape)
 
-
-def short(value: Any) -> str:
-    """A value for a message, in a few words."""
-    try:
-        text = repr(list(value) if isinstance(value, tuple) else value)
-    except ValueError:  # a whole number too long to print
-        return "a number of thousands of digits"
-    return text if len(text) <= 60 else text[:57] + "..."

@@ -17,6 +17,7 @@ from functools import cache
 from typing import Any
 
 from trimtab.errors import InputError
+from trimtab.trace.message_text import clip
 
 # With these limits a pickle takes at most about 2 GB of memory. A million tokens, with loss mask and log-probs as
 # lists, take 16 MB of program.
@@ -28,12 +29,6 @@ _LONGEST_INTEGER = 32
 _CHUNK = 1 << 16
 _INT32 = struct.Struct("<i").unpack_from
 _FLOAT64 = struct.Struct(">d").unpack_from
-
-
-def clip(name: str) -> str:
-    """A name from a file, shortened for a one-line message."""
-    shown = "".join(letter if letter.isprintable() else "?" for letter in name[:80])
-    return shown + ("..." if len(name) > 80 else "")
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -16,7 +16,8 @@ import numpy as np
 from trimtab.array_type import Array
 from trimtab.errors import InputError
 from trimtab.trace.containers.archives import release_pages
-from trimtab.trace.containers.pickles import LargeText, clip
+from trimtab.trace.containers.pickles import LargeText
+from trimtab.trace.message_text import clip
 
 # Torch's names of storages and dtypes, and numpy's. bfloat16 is not numpy's; `widen` makes float32 of it.
 DTYPES = {

@@ -20,7 +20,7 @@ import numpy as np
 
 from trimtab.errors import InputError
 from trimtab.trace.containers.archives import ZIP_MAGIC, Archive
-from trimtab.trace.containers.pickles import AllowedGlobal, Budget, LargeText, OpaqueObject, Unpickler, clip
+from trimtab.trace.containers.pickles import AllowedGlobal, Budget, LargeText, OpaqueObject, Unpickler
 from trimtab.trace.containers.tensors import (
     DTYPES,
     STORAGES,
@@ -32,6 +32,7 @@ from trimtab.trace.containers.tensors import (
     Tensor,
     buffer_of,
 )
+from trimtab.trace.message_text import clip
 
 NPY_MAGIC = b"\x93NUMPY"
 # The first pickle of the format before torch 1.6 is this number.

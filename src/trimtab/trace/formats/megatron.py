@@ -23,10 +23,11 @@ import numpy as np
 from trimtab.array_type import Array
 from trimtab.errors import InputError
 from trimtab.kernels import kernel
-from trimtab.trace.containers.json_values import json_head, json_lines, json_values, kind_of, one_value
+from trimtab.trace.containers.json_values import json_head, json_lines, json_values, one_value
 from trimtab.trace.containers.npy import array_of_lists
 from trimtab.trace.formats.records import ImportOptions, Record
 from trimtab.trace.formats.responses import report_dropped
+from trimtab.trace.message_text import kind_of
 
 _IDS = b'"top_indices":'
 MTP_ROWS = "rows of multi-token prediction"

@@ -18,8 +18,8 @@ import numpy as np
 from trimtab.errors import InputError
 from trimtab.trace.containers import torch_files
 from trimtab.trace.containers.pickles import OpaqueObject
+from trimtab.trace.formats.dump_fields import ReadLimit, damaged_values, field, integers, rows_of, text
 from trimtab.trace.formats.records import ImportOptions, Record
-from trimtab.trace.formats.values import ReadLimit, damaged_values, field, integers, rows_of, text
 
 KEY = "routed_experts"
 _LENGTHS = ("input_lengths", "unpadded_sequence_lengths")

@@ -11,8 +11,9 @@ import numpy as np
 
 from trimtab.array_type import Array
 from trimtab.errors import InputError
-from trimtab.trace.containers.json_values import json_values, kind_of
+from trimtab.trace.containers.json_values import json_values
 from trimtab.trace.formats.records import Record
+from trimtab.trace.message_text import kind_of
 
 WITHOUT_ROUTES = "responses without routed_experts"
 # Keys under which clients store a server's response with data of the request, outermost first.

@@ -10,9 +10,9 @@ import numpy as np
 
 from trimtab.array_type import Array
 from trimtab.errors import InputError
-from trimtab.trace.containers.json_values import reason
-from trimtab.trace.containers.npy import NPY_MAGIC, array_of_lists, array_of_npy, decode_base64, short
+from trimtab.trace.containers.npy import NPY_MAGIC, array_of_lists, array_of_npy, decode_base64
 from trimtab.trace.formats.records import ImportOptions
+from trimtab.trace.message_text import reason, short
 
 _RAW_DTYPES = ("int8", "uint8", "int16", "uint16", "int32", "uint32", "int64", "uint64")
 # With a shape but no dtype, the size of a number gives the dtype. Signed, so -1 stays -1.

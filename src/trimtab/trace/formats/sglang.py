@@ -13,7 +13,7 @@ from typing import Any
 
 from trimtab.array_type import Array
 from trimtab.errors import InputError
-from trimtab.trace.containers.json_values import json_head, kind_of
+from trimtab.trace.containers.json_values import json_head
 from trimtab.trace.formats.records import ImportOptions, Record
 from trimtab.trace.formats.responses import (
     WITHOUT_ROUTES,
@@ -26,6 +26,7 @@ from trimtab.trace.formats.responses import (
     tokens,
 )
 from trimtab.trace.formats.routes import decode_routes, missing_id, raw_dtype
+from trimtab.trace.message_text import kind_of
 
 
 def recognise(path: Path) -> bool:

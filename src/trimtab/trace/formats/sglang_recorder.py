@@ -29,8 +29,8 @@ import numpy as np
 from trimtab.array_type import Array
 from trimtab.errors import InputError
 from trimtab.trace.containers import torch_files
+from trimtab.trace.formats.dump_fields import ReadLimit, damaged_values, field, integers, text, whole_number
 from trimtab.trace.formats.records import ImportOptions, Record
-from trimtab.trace.formats.values import ReadLimit, damaged_values, field, integers, text, whole_number
 
 IDS, COUNTS, PASS_COUNTS, MAP = (
     "topk_ids_of_layer",

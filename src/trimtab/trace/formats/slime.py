@@ -14,8 +14,8 @@ from typing import Any
 from trimtab.array_type import Array
 from trimtab.errors import InputError
 from trimtab.trace.containers import torch_files
+from trimtab.trace.formats.dump_fields import ReadLimit, as_array, damaged_values, field, integers, text, whole_number
 from trimtab.trace.formats.records import ImportOptions, Record
-from trimtab.trace.formats.values import ReadLimit, as_array, damaged_values, field, integers, text, whole_number
 
 KEY = "rollout_routed_experts"
 _DOMAIN_KEYS = ("data_source", "domain", "dataset", "dataset_name", "rm_type")

@@ -29,8 +29,7 @@ from trimtab.trace.containers.tensors import (
     Tensor,
     buffer_of,
 )
-from trimtab.trace.formats.records import ImportOptions, Record
-from trimtab.trace.formats.values import (
+from trimtab.trace.formats.dump_fields import (
     ReadLimit,
     as_array,
     damaged_values,
@@ -40,6 +39,7 @@ from trimtab.trace.formats.values import (
     text,
     whole_number,
 )
+from trimtab.trace.formats.records import ImportOptions, Record
 
 KEY = "routed_experts"
 _NEMO_RL_KEYS = ("input_lengths", "unpadded_sequence_lengths", "message_log")

@@ -22,7 +22,7 @@ import numpy as np
 from trimtab.array_type import Array
 from trimtab.errors import InputError
 from trimtab.trace.containers.array_files import Arrays, array_names, open_arrays
-from trimtab.trace.containers.json_values import json_head, kind_of
+from trimtab.trace.containers.json_values import json_head
 from trimtab.trace.formats.records import ImportOptions, Record
 from trimtab.trace.formats.responses import (
     WITHOUT_ROUTES,
@@ -36,6 +36,7 @@ from trimtab.trace.formats.responses import (
     unwrap,
 )
 from trimtab.trace.formats.routes import check_ids, decode_routes, missing_id, trim_padding
+from trimtab.trace.message_text import kind_of
 
 ROUTES = "routed_experts"
 

@@ -13,9 +13,10 @@ import numpy as np
 
 from trimtab.array_type import Array
 from trimtab.errors import InputError
-from trimtab.trace.containers.pickles import OpaqueObject, clip
+from trimtab.trace.containers.pickles import OpaqueObject
 from trimtab.trace.containers.tensors import Jagged, NumpyArray, Tensor
 from trimtab.trace.formats.records import Record
+from trimtab.trace.message_text import clip
 
 _MOST_LISTED = 1 << 26
 MIN_READ_LIMIT = 1 << 30
