@@ -90,4 +90,3 @@ def array_of_lists(value: Sequence[Any], depth: int) -> Array:
     low, high = (int(ids.min()), int(ids.max())) if len(ids) else (0, 0)
     narrow = next((t for t in (np.int16, np.int32) if np.iinfo(t).min <= low and high <= np.iinfo(t).max), np.int64)
     return ids.astype(narrow).reshape(shape)
-

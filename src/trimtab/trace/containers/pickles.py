@@ -329,7 +329,7 @@ def _is_plain_key(key: Any) -> bool:
     return key is None or type(key) in (str, bool)
 
 
-_Operation = Callable[[Unpickler], None]
+_Operation = Callable[[Unpickler], Any]
 
 
 def _constant(value: Any) -> _Operation:

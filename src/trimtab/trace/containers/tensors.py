@@ -101,6 +101,11 @@ class Storage:
     big_endian: bool = False
 
 
+def stored(content: memoryview) -> Callable[[], memoryview]:
+    """The `fetch` of a storage whose content is at hand."""
+    return lambda: content
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Tensor:
     """A torch tensor: a strided view of a storage. `offset` and `strides` count elements of `dtype`."""

@@ -31,6 +31,7 @@ from trimtab.trace.containers.tensors import (
     Storage,
     Tensor,
     buffer_of,
+    stored,
 )
 from trimtab.trace.message_text import clip
 
@@ -208,7 +209,7 @@ class _Loader:
             start, at = at + 8, at + 8 + storage.count * item_size
             if at > len(content):
                 raise InputError("a truncated torch file: a storage lies beyond its end")
-            storage.fetch = _constant(content[start:at])
+            storage.fetch = stored(content[start:at])
             storage.big_endian = big_endian
         return value
 
@@ -313,10 +314,6 @@ def _no_storage(_: Any) -> Storage:
 
 def _nothing() -> memoryview:
     raise InputError("a damaged torch file: a storage is missing")
-
-
-def _constant(content: memoryview) -> Any:
-    return lambda: content
 
 
 def _storage_facts(persistent_id: Any) -> tuple[str, str, int]:

@@ -1,4 +1,4 @@
-"""Takes what a framework hands over, whether its own objects or those of `torch_files`: arrays, numbers, attributes."""
+"""Fields of a dump as arrays, numbers and texts; the dump holds a framework's objects or those of `torch_files`."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from trimtab.array_type import Array
 from trimtab.errors import InputError
 from trimtab.trace.containers.pickles import OpaqueObject
 from trimtab.trace.containers.tensors import Jagged, NumpyArray, Tensor
-from trimtab.trace.formats.records import Record
+from trimtab.trace.formats.records import Dropped, Record
 from trimtab.trace.message_text import clip
 
 _MOST_LISTED = 1 << 26
@@ -23,28 +23,30 @@ MIN_READ_LIMIT = 1 << 30
 
 
 class ReadLimit:
-    """How many numbers may be read from a file: several times what it can hold, unless it repeats the same arrays.
+    """Limit of numbers read from a file: several times what it can hold unless it repeats the same arrays.
 
-    A list of a million references to one array costs a few bytes each, and would keep us busy for days.
+    A list of a million references to one array takes a few bytes each, and days to read.
     """
 
     def __init__(self, path: Path | None = None) -> None:
         self._left = math.inf if path is None else MIN_READ_LIMIT + 4 * path.stat().st_size
 
-    def take(self, count: int) -> None:
+    def spend(self, count: int) -> None:
         self._left -= count
         if self._left < 0:
             raise InputError("refers to the same arrays over and over")
 
-    def watch(self, records: Iterator[Record]) -> Iterator[Record]:
-        for record in records:
-            self.take(record.ids.size + (0 if record.token_ids is None else record.token_ids.size))
-            yield record
+    def applied_to(self, items: Iterator[Record | Dropped]) -> Iterator[Record | Dropped]:
+        """Yields the same items, and counts their numbers."""
+        for item in items:
+            if isinstance(item, Record):
+                self.spend(item.ids.size + (0 if item.token_ids is None else item.token_ids.size))
+            yield item
 
 
 @contextmanager
 def damaged_values() -> Iterator[None]:
-    """What Python says of values that are not what they should be becomes an InputError."""
+    """A context that turns the exceptions of unexpected values into an InputError."""
     try:
         yield
     except InputError:
@@ -67,6 +69,11 @@ def field(source: Any, name: str, default: Any = None) -> Any:
     if hasattr(source, "keys") and hasattr(source, "__getitem__"):
         return source[name] if name in source.keys() else default  # noqa: SIM118
     return getattr(source, name, default)
+
+
+def first_field(source: Any, *names: str) -> Any:
+    """The first of several fields that is there and not None."""
+    return next((value for name in names if (value := field(source, name)) is not None), None)
 
 
 def as_array(value: Any, what: str) -> Array:
@@ -101,6 +108,12 @@ def integers(value: Any, what: str, ndim: int) -> Array:
     return array
 
 
+def optional_integers(source: Any, name: str, ndim: int) -> Array | None:
+    """The field as `integers`, None if it is missing."""
+    value = field(source, name)
+    return None if value is None else integers(value, name, ndim)
+
+
 def rows_of(value: Any, what: str) -> list[Any]:
     """The rows of a nested (jagged) tensor, or of any array along its first axis, one view each."""
     if isinstance(value, Jagged):
@@ -120,6 +133,13 @@ def text(value: Any) -> str:
     if isinstance(value, np.ndarray) and value.ndim == 0:
         value = value.item()
     return clip(value) if isinstance(value, str) else ""
+
+
+def label_of(labels: Any, row: int) -> str:
+    """The label of a row as a short string; "" if there is none."""
+    labels = labels.numpy() if isinstance(labels, NumpyArray) else labels
+    listed = isinstance(labels, list | tuple) or (isinstance(labels, np.ndarray) and labels.ndim == 1)
+    return text(labels[row]) if listed and row < len(labels) else ""
 
 
 def whole_number(value: Any, default: int = 0) -> int:

@@ -16,7 +16,7 @@ import numpy as np
 from trimtab.array_type import Array
 from trimtab.errors import InputError
 from trimtab.kernels import kernel
-from trimtab.trace.formats.records import ImportOptions, Record
+from trimtab.trace.formats.records import Dropped, ImportOptions, Record
 from trimtab.trace.routing import RoutingTrace, hash_tokens, id_dtype, no_route
 from trimtab.trace.store import ROW_GROUP_BYTES
 
@@ -50,7 +50,7 @@ class Summary:
     dropped: Counter[str] = field(default_factory=Counter)
 
 
-def normalise(records: Iterable[Record], options: ImportOptions, summary: Summary) -> Iterator[RoutingTrace]:
+def normalise(records: Iterable[Record | Dropped], options: ImportOptions, summary: Summary) -> Iterator[RoutingTrace]:
     """Yields the records as parts of one trace, each of the size of a row group, and the rest.
 
     Args:
@@ -66,9 +66,10 @@ def normalise(records: Iterable[Record], options: ImportOptions, summary: Summar
     waiting: list[tuple[Record, Array]] = []
     size = 0
     for record in records:
-        for what, count in record.dropped.items():
-            if count:
-                summary.dropped[what] += count
+        if isinstance(record, Dropped):
+            if record.count:
+                summary.dropped[record.kind] += record.count
+            continue
         _check_form(record)
         if shape is None:
             early.append(record)

@@ -29,8 +29,16 @@ import numpy as np
 from trimtab.array_type import Array
 from trimtab.errors import InputError
 from trimtab.trace.containers import torch_files
-from trimtab.trace.formats.dump_fields import ReadLimit, damaged_values, field, integers, text, whole_number
-from trimtab.trace.formats.records import ImportOptions, Record
+from trimtab.trace.formats.dump_fields import (
+    ReadLimit,
+    damaged_values,
+    field,
+    integers,
+    optional_integers,
+    text,
+    whole_number,
+)
+from trimtab.trace.formats.records import Dropped, ImportOptions, Record
 
 IDS, COUNTS, PASS_COUNTS, MAP = (
     "topk_ids_of_layer",
@@ -41,6 +49,7 @@ IDS, COUNTS, PASS_COUNTS, MAP = (
 # Limits of ids per pass and in total, above those of any recording, because a few counts can represent many tokens.
 _MOST_IDS_A_PASS = 1 << 28
 _MOST_IDS = 1 << 33
+EMPTY_PASSES = "empty forward passes"
 _MADE_UP = "tokens whose experts are made up to fit recorded counts"
 
 
@@ -50,26 +59,22 @@ def recognise(path: Path) -> bool:
     return bool(found & {IDS, COUNTS}) or found >= {PASS_COUNTS, MAP}
 
 
-def read(path: Path, options: ImportOptions) -> Iterator[Record]:
+def read(path: Path, options: ImportOptions) -> Iterator[Record | Dropped]:
     """The records of a dump, in any of the recorder's modes.
 
     Raises:
         InputError: one line, if it is damaged, or holds counts only and top_k is not known or does not fit them.
     """
     with damaged_values():
-        yield from _records(torch_files.load(path), options, ReadLimit(path))
+        yield from records_of_dump(torch_files.load(path), options, ReadLimit(path))
 
 
-def records_of_dump(dump: Any, options: ImportOptions | None = None) -> Iterator[Record]:
+def records_of_dump(dump: Any, options: ImportOptions, limit: ReadLimit) -> Iterator[Record | Dropped]:
     """The records of what `torch.load` returns for a dump; `options.top_k` is needed for counts.
 
     Raises:
         InputError: as `read`.
     """
-    yield from _records(dump, options or ImportOptions(), ReadLimit())
-
-
-def _records(dump: Any, options: ImportOptions, limit: ReadLimit) -> Iterator[Record]:
     with damaged_values():
         if not isinstance(dump, Mapping):
             raise InputError("not a dump of SGLang's recorder: it should be a dictionary")
@@ -95,23 +100,23 @@ class _Piece:
     end: int
 
 
-def _from_tokens(dump: Mapping[Any, Any], passes: Any, limit: ReadLimit) -> Iterator[Record]:
-    logical = _logical_map(dump)
+def _from_tokens(dump: Mapping[Any, Any], passes: Any, limit: ReadLimit) -> Iterator[Record | Dropped]:
+    logical = optional_integers(dump, MAP, 2)
     used_LK: Array | None = None
     for each in passes:
         lengths = field(each, "extend_seq_lens")
-        limit.take(_ids(each).size + (len(lengths) if isinstance(lengths, list | tuple) else 0))
-        there_LK: Array = np.any(_ids(each) >= 0, axis=1)
-        if used_LK is not None and there_LK.shape != used_LK.shape:
+        limit.spend(_ids(each).size + (len(lengths) if isinstance(lengths, list | tuple) else 0))
+        used_in_pass_LK: Array = np.any(_ids(each) >= 0, axis=1)
+        if used_LK is not None and used_in_pass_LK.shape != used_LK.shape:
             raise InputError(f"{_name(each)}: {IDS} has another shape than those before")
-        used_LK = there_LK if used_LK is None else used_LK | there_LK
+        used_LK = used_in_pass_LK if used_LK is None else used_LK | used_in_pass_LK
     if used_LK is None or not used_LK.any():
         raise InputError("its records hold no token")
     layers = np.flatnonzero(used_LK.any(axis=1))
     # The recorder has room for top-8, whatever the model's is.
     top_k = int(np.flatnonzero(used_LK.any(axis=0))[-1]) + 1
     groups, prompts = _requests(passes)
-    empty = sum(_ids(each).shape[1] == 0 for each in passes)
+    yield Dropped(EMPTY_PASSES, sum(_ids(each).shape[1] == 0 for each in passes))
     for name, pieces in groups.items():
         ids = [_logical_ids(passes[piece.place], piece, layers, top_k, logical) for piece in pieces]
         mode = _mode(passes[pieces[0].place])
@@ -122,9 +127,7 @@ def _from_tokens(dump: Mapping[Any, Any], passes: Any, limit: ReadLimit) -> Iter
             prompt_length=prompts[name],
             domain="" if name.startswith("request") else mode,
             layers=tuple(layers.tolist()),
-            dropped={"empty forward passes": empty} if empty else {},
         )
-        empty = 0
 
 
 def _ids(each: Any) -> Array:
@@ -176,11 +179,6 @@ def _piece_lengths(each: Any, tokens: int) -> list[int]:
     return [tokens]
 
 
-def _logical_map(dump: Mapping[Any, Any]) -> Array | None:
-    value = dump.get(MAP)
-    return None if value is None else integers(value, MAP, 2)
-
-
 def _logical_ids(each: Any, piece: _Piece, layers: Array, top_k: int, logical: Array | None) -> Array:
     ids_TLK = _ids(each)[layers, piece.start : piece.end, :top_k].transpose(1, 0, 2)
     if logical is None:
@@ -193,26 +191,25 @@ def _logical_ids(each: Any, piece: _Piece, layers: Array, top_k: int, logical: A
 
 def _from_physical_counts(
     dump: Mapping[Any, Any], passes: Any, options: ImportOptions, limit: ReadLimit
-) -> Iterator[Record]:
-    logical = _logical_map(dump)
+) -> Iterator[Record | Dropped]:
+    logical = optional_integers(dump, MAP, 2)
     counts = []
     for each in passes:
         physical = integers(field(each, PASS_COUNTS), f"{_name(each)}: {PASS_COUNTS}", 2)
-        limit.take(physical.size)
+        limit.spend(physical.size)
         if logical is None or logical.shape != physical.shape or logical.min(initial=0) < 0:
             raise InputError(f"{_name(each)}: {PASS_COUNTS} and {MAP} do not fit together")
         experts = int(logical.max(initial=0)) + 1
         if experts > physical.shape[1]:
             raise InputError(f"{MAP} names expert {experts - 1}; there are {physical.shape[1]} physical ones")
         counts_LE = np.zeros((len(physical), experts), np.int64)
-        for layer, row in enumerate(physical):
-            np.add.at(counts_LE[layer], logical[layer], row)
+        np.add.at(counts_LE, (np.arange(len(physical))[:, None], logical), physical)
         counts.append(counts_LE)
     names = [whole_number(field(each, "forward_pass_id")) for each in passes]
     yield from _from_counts(counts, names, options)
 
 
-def _from_counts(counts: list[Array], names: Any, options: ImportOptions) -> Iterator[Record]:
+def _from_counts(counts: list[Array], names: Any, options: ImportOptions) -> Iterator[Record | Dropped]:
     """One record a pass, whose tokens by layer and expert are the counts.
 
     A layer's experts, each repeated by its count, are listed in order and assigned to the T tokens in turn. No expert
@@ -227,11 +224,11 @@ def _from_counts(counts: list[Array], names: Any, options: ImportOptions) -> Ite
     if not used or not np.any(used):
         raise InputError("its counts are all zero")
     layers = np.flatnonzero(np.any(used, axis=0))
-    empty = total = 0
+    total = 0
     for name, counts_LE in zip(names, counts, strict=True):
         assigned_L = counts_LE.sum(axis=1, dtype=np.int64)[layers]
         if not assigned_L.any():
-            empty += 1
+            yield Dropped(EMPTY_PASSES)
             continue
         where = f"forward pass {name}"
         num_tokens = -(-int(assigned_L.max()) // options.top_k)
@@ -241,13 +238,12 @@ def _from_counts(counts: list[Array], names: Any, options: ImportOptions) -> Ite
             raise InputError(f"{where}: damaged, it counts {int(assigned_L.max())} tokens in a layer")
         ids_TLK = np.full((num_tokens, len(layers), options.top_k), -1, np.int32)
         for place, layer in enumerate(layers.tolist()):
-            _deal(counts_LE[layer], ids_TLK[:, place], f"{where}, layer {layer}")
-        dropped = {_MADE_UP: num_tokens} | ({"empty forward passes": empty} if empty else {})
-        yield Record(ids=ids_TLK, where=where, missing=-1, layers=tuple(layers.tolist()), dropped=dropped)
-        empty = 0
+            _assign_experts(counts_LE[layer], ids_TLK[:, place], f"{where}, layer {layer}")
+        yield Record(ids=ids_TLK, where=where, missing=-1, layers=tuple(layers.tolist()))
+        yield Dropped(_MADE_UP, num_tokens)
 
 
-def _deal(counts_E: Array, ids_TK: Array, where: str) -> None:
+def _assign_experts(counts_E: Array, ids_TK: Array, where: str) -> None:
     top_k = ids_TK.shape[1]
     assigned = int(counts_E.sum(dtype=np.int64))
     num_tokens = assigned // top_k

@@ -22,23 +22,23 @@ import numpy as np
 from trimtab.array_type import Array
 from trimtab.errors import InputError
 from trimtab.trace.containers.array_files import Arrays, array_names, open_arrays
-from trimtab.trace.containers.json_values import json_head
-from trimtab.trace.formats.records import ImportOptions, Record
+from trimtab.trace.containers.json_values import json_head, json_values
+from trimtab.trace.formats.records import Dropped, ImportOptions, Record
 from trimtab.trace.formats.responses import (
     WITHOUT_ROUTES,
     Response,
-    count,
-    joined,
-    placed,
-    read_responses,
-    report_dropped,
+    first_given,
+    record_of,
+    require_routes,
+    responses_in,
+    token_count,
     tokens,
-    unwrap,
 )
 from trimtab.trace.formats.routes import check_ids, decode_routes, missing_id, trim_padding
-from trimtab.trace.message_text import kind_of
+from trimtab.trace.message_text import at_place, kind_of
 
 ROUTES = "routed_experts"
+PROMPT_ROUTES = "prompt_routed_experts"
 
 
 def recognise(path: Path) -> bool:
@@ -51,7 +51,7 @@ def recognise(path: Path) -> bool:
     return named and b'"meta_info"' not in head and b'"sglext"' not in head
 
 
-def read(path: Path, options: ImportOptions) -> Iterator[Record]:
+def read(path: Path, options: ImportOptions) -> Iterator[Record | Dropped]:
     """Records of a file of responses (JSON lines, a list, or one; plain or in a client's wrapper) or of arrays.
 
     Raises:
@@ -59,10 +59,10 @@ def read(path: Path, options: ImportOptions) -> Iterator[Record]:
     """
     if array_names(path) is not None:
         return _read_arrays(path)
-    return read_responses(path, lambda response: _records(response, options))
+    return require_routes(_records(json_values(path), options))
 
 
-def records_of_outputs(outputs: Iterable[Any], options: ImportOptions | None = None) -> Iterator[Record]:
+def records_of_outputs(outputs: Iterable[Any], options: ImportOptions | None = None) -> Iterator[Record | Dropped]:
     """Records of the output of `LLM.generate`.
 
     Args:
@@ -72,95 +72,70 @@ def records_of_outputs(outputs: Iterable[Any], options: ImportOptions | None = N
     Raises:
         InputError: if routed_experts are missing or not in vLLM's form.
     """
-    model = options or ImportOptions()
-
-    def found() -> Iterator[Record | str]:
-        for index, output in enumerate(outputs):
-            response = unwrap(output) if isinstance(output, Mapping) else unwrap(_fields(output))
-            yield from placed(f"output {index}", _records(response, model))
-
-    return report_dropped(found())
+    values = ((f"output {index}", _fields(output)) for index, output in enumerate(outputs))
+    return require_routes(_records(values, options or ImportOptions()))
 
 
-def _records(response: Response, options: ImportOptions) -> Iterator[Record | str]:
-    content = response.content
-    choices = next((content[key] for key in ("choices", "outputs") if content.get(key) is not None), None)
-    if choices is None:
-        yield from _one(content, content, response, {}, options)
-        return
-    if not isinstance(choices, list | tuple):
-        raise InputError(f"choices are {kind_of(choices)}; expected a list")
-    usage = content.get("usage")
-    alone = len(choices) == 1 and isinstance(usage, Mapping)
-    for index, choice in enumerate(choices):
-        fields = choice if isinstance(choice, Mapping) else _fields(choice)
-        yield from placed(f"choice {index}", _one(fields, content, response, usage if alone else {}, options))
+def _records(values: Iterable[tuple[str, Any]], options: ImportOptions) -> Iterator[Record | Dropped]:
+    for response in responses_in(values):
+        content = response.content
+        choices = first_given(content, "choices", "outputs")
+        if choices is None:
+            yield _completion(content, {}, response, response.where, options)
+            continue
+        if not isinstance(choices, list | tuple):
+            raise InputError(f"{response.where}: choices are {kind_of(choices)}; expected a list")
+        usage = content.get("usage")
+        counts = usage if len(choices) == 1 and isinstance(usage, Mapping) else {}
+        for index, choice in enumerate(choices):
+            yield _completion(_fields(choice), counts, response, f"{response.where}, choice {index}", options)
 
 
-def _one(
-    choice: Mapping[str, Any], content: Mapping[str, Any], response: Response, usage: Any, options: ImportOptions
-) -> Iterator[Record | str]:
+def _completion(
+    choice: Mapping[str, Any], usage: Mapping[str, Any], response: Response, where: str, options: ImportOptions
+) -> Record | Dropped:
     """The record of one completion.
 
     Args:
         usage: token counts, if they are those of this completion alone.
     """
-    before = next(
-        (c["prompt_routed_experts"] for c in (choice, content) if c.get("prompt_routed_experts") is not None), None
-    )
-    after = choice.get(ROUTES)
-    if before is None and after is None:
-        yield WITHOUT_ROUTES
-        return
-    parts = [decode_routes(part, options) for part in (before, after) if part is not None and not _no_rows(part)]
-    if not parts:
-        yield WITHOUT_ROUTES
-        return
-    if len({part.shape[1:] for part in parts}) > 1:
-        raise InputError(f"the prompt's routes are {parts[0].shape[1:]} a token, the completion's {parts[1].shape[1:]}")
-    ids = parts[0] if len(parts) == 1 else np.concatenate(parts)
-    prompt = tokens(choice["prompt_token_ids"] if choice.get("prompt_token_ids") is not None else response.prompt_ids)
-    output = tokens(choice.get("token_ids"))
-    prompt_length = count(usage.get("prompt_tokens"), "prompt_tokens") if prompt is None else len(prompt)
-    if prompt_length is None and before is not None:
-        prompt_length = len(parts[0]) if not _no_rows(before) else 0
-    completion = count(usage.get("completion_tokens"), "completion_tokens") if output is None else len(output)
-    apart = any("prompt_routed_experts" in each for each in (choice, content))
-    of_completion = apart and before is None and completion is not None and len(ids) == completion - 1
-    yield Record(
-        ids=ids,
-        where="",
-        missing=missing_id(ids),
-        first=prompt_length or 0 if of_completion else 0,
-        num_tokens=None if prompt_length is None or completion is None else prompt_length + completion,
-        prompt_length=prompt_length or 0,
-        token_ids=joined(prompt, output),
-        step=response.step,
-        domain=response.domain,
-    )
+    split = any(PROMPT_ROUTES in source for source in (choice, response.content))
+    before = first_given(choice, PROMPT_ROUTES, default=response.content.get(PROMPT_ROUTES))
+    with at_place(where):
+        # Nested lists without rows have no shape.
+        found = [routes for routes in (before, choice.get(ROUTES)) if routes is not None]
+        parts = [decode_routes(routes, options) for routes in found if not _is_empty_list(routes)]
+        if not parts:
+            return WITHOUT_ROUTES
+        if len({part.shape[1:] for part in parts}) > 1:
+            raise InputError(
+                f"the prompt's routes are {parts[0].shape[1:]} a token, the completion's {parts[1].shape[1:]}"
+            )
+        ids = parts[0] if len(parts) == 1 else np.concatenate(parts)
+        prompt = tokens(first_given(choice, "prompt_token_ids", default=response.prompt_ids))
+        output = tokens(choice.get("token_ids"))
+        prompt_length = token_count(usage, "prompt_tokens") if prompt is None else len(prompt)
+        if prompt_length is None and before is not None:
+            prompt_length = 0 if _is_empty_list(before) else len(parts[0])
+        output_length = token_count(usage, "completion_tokens") if output is None else len(output)
+        of_output = split and before is None and output_length is not None and len(ids) == output_length - 1
+        first = prompt_length or 0 if of_output else 0
+        return record_of(ids, response, where, prompt, output, prompt_length, output_length, first)
 
 
-def _fields(thing: Any) -> Mapping[str, Any]:
-    """The attributes that are read here, as a dictionary."""
-    names = (
-        "prompt_token_ids",
-        "prompt_routed_experts",
-        "outputs",
-        "token_ids",
-        ROUTES,
-        "domain",
-        "data_source",
-        "step",
-    )
-    return {name: getattr(thing, name) for name in names if hasattr(thing, name)}
+def _is_empty_list(routes: Any) -> bool:
+    return isinstance(routes, list | tuple) and not routes
 
 
-def _no_rows(routes: Any) -> bool:
-    """True for nested lists without rows, which have no shape."""
-    return isinstance(routes, list | tuple) and len(routes) == 0
+def _fields(value: Any) -> Mapping[str, Any]:
+    """A mapping as it is, the attributes of anything else that are read here as a dictionary."""
+    if isinstance(value, Mapping):
+        return value
+    names = ("prompt_token_ids", PROMPT_ROUTES, "outputs", "token_ids", ROUTES, "domain", "data_source", "step")
+    return {name: getattr(value, name) for name in names if hasattr(value, name)}
 
 
-def _read_arrays(path: Path) -> Iterator[Record]:
+def _read_arrays(path: Path) -> Iterator[Record | Dropped]:
     with open_arrays(path) as arrays:
         name = ROUTES if ROUTES in arrays.shapes else ""
         shape = arrays.shapes.get(name, ())
@@ -175,7 +150,7 @@ def _read_arrays(path: Path) -> Iterator[Record]:
             )
 
 
-def _row(arrays: Arrays, name: str) -> Iterator[Record]:
+def _row(arrays: Arrays, name: str) -> Iterator[Record | Dropped]:
     """Concatenated sequences."""
     total = arrays.shapes[name][0]
     lengths = _lengths(arrays, total)
@@ -196,7 +171,7 @@ def _row(arrays: Arrays, name: str) -> Iterator[Record]:
         )
 
 
-def _batch(arrays: Arrays, name: str) -> Iterator[Record]:
+def _batch(arrays: Arrays, name: str) -> Iterator[Record | Dropped]:
     """Sequences in a batch, padded to one length."""
     sequences, padded, *_ = shape = arrays.shapes[name]
     if 0 in shape[1:]:
@@ -220,8 +195,8 @@ def _batch(arrays: Arrays, name: str) -> Iterator[Record]:
             missing=missing_id(ids),
             prompt_length=int(prompts[index]),
             step=int(steps[index]),
-            dropped={"padding rows": dropped} if dropped else {},
         )
+        yield Dropped("padding rows", dropped)
 
 
 def _lengths(arrays: Arrays, total: int) -> Array:
