@@ -12,7 +12,7 @@ from typing import Any, BinaryIO
 
 @contextmanager
 def atomic_file(path: str | os.PathLike[str]) -> Iterator[BinaryIO]:
-    """A context with a new binary file, renamed to `path` at the end and deleted on an error. Creates missing folders."""
+    """A context with a new binary file: renamed to `path` at the end, deleted on an error. Creates missing folders."""
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_name(f".{path.name}.{os.getpid()}.partial")

@@ -21,7 +21,8 @@ from trimtab.errors import InputError
 from trimtab.files import atomic_file
 from trimtab.trace.prefetch import prefetch
 from trimtab.trace.routing import RoutingTrace
-from trimtab.trace.row_groups import SequenceFacts, read_facts, read_group, schema_of, table_of
+from trimtab.trace.row_groups import read_facts, read_group, schema_of, table_of
+from trimtab.trace.sequence_facts import SequenceFacts
 
 Source = str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
 
@@ -115,7 +116,7 @@ class TraceReader:
             ids_TLK[token : token + wanted.num_tokens] = wanted.expert_ids
             row += chunk.num_sequences
             token += wanted.num_tokens
-        return facts.trace(ids_TLK, self.empty)
+        return self.empty.with_sequences(facts, ids_TLK)
 
 
 def named_files(source: Source, pattern: str) -> list[Path]:

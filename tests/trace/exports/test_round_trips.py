@@ -13,6 +13,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from helpers.import_items import kept
 from helpers.response_dumps import only_input_errors, routes, safetensors_bytes
 from trimtab import InputError, RoutingTrace
 from trimtab.trace.exports.arrays import write_npz, write_safetensors
@@ -95,7 +96,7 @@ def test_round_trip(tmp_path: Path, form: str, experts: int, lengths: tuple[int,
     known = arrays.read_metadata(path) if reader is arrays else ImportOptions()
     if reader is arrays:
         assert (known.num_experts, known.model) == (experts, "some-moe")
-    same(trace, back(list(reader.read(path, known)), experts), ("sequence_hashes",) if form == "megatron" else ())
+    same(trace, back(kept(reader.read(path, known)), experts), ("sequence_hashes",) if form == "megatron" else ())
 
 
 def test_megatron_rows(tmp_path: Path) -> None:
@@ -142,21 +143,24 @@ def test_tensors_are_aligned_and_little_endian(tmp_path: Path) -> None:
         for name, tensor in json.loads(content[8 : 8 + size]).items():
             if name != "__metadata__":
                 assert tensor["data_offsets"][0] % (int(tensor["dtype"][1:]) // 8) == 0
-        assert [record.step for record in arrays.read(tmp_path / "a.safetensors", ImportOptions())] == [3, 3, 4]
+        assert [record.step for record in kept(arrays.read(tmp_path / "a.safetensors", ImportOptions()))] == [3, 3, 4]
 
 
 def test_texts_in_either_byte_order(tmp_path: Path) -> None:
     for order in "<>":
         domains = np.array(["é", "\U0010ffff"]).astype(f"{order}U1")
         np.savez(tmp_path / "a.npz", expert_ids=np.ones((2, 1, 1), int), sequence_starts=[0, 1, 2], domains=domains)
-        assert [record.domain for record in arrays.read(tmp_path / "a.npz", ImportOptions())] == ["é", "\U0010ffff"]
+        assert [record.domain for record in kept(arrays.read(tmp_path / "a.npz", ImportOptions()))] == [
+            "é",
+            "\U0010ffff",
+        ]
 
 
 def test_marks_of_gaps_in_types_of_others(tmp_path: Path) -> None:
     """65535 in uint32 is no mark of ours, as 0 is not in uint16."""
     for dtype, missing in (("uint16", 65535), ("uint32", 0), ("int16", 0)):
         np.savez(tmp_path / "a.npz", expert_ids=routes(4, 2, 3, 300, dtype), num_experts=[300])
-        (record,) = arrays.read(tmp_path / "a.npz", ImportOptions())
+        (record,) = kept(arrays.read(tmp_path / "a.npz", ImportOptions()))
         assert record.missing == missing
 
 
@@ -164,7 +168,7 @@ def test_only_the_ids_are_needed(tmp_path: Path) -> None:
     ids = routes(4, 2, 3, 16, "int32")
     path = tmp_path / "a.safetensors"
     path.write_bytes(safetensors_bytes({"expert_ids": ("I32", [4, 2, 3], ids.tobytes())}, {}))
-    (record,) = arrays.read(path, ImportOptions())
+    (record,) = kept(arrays.read(path, ImportOptions()))
     np.testing.assert_array_equal(record.ids, ids)
     assert (record.layers, record.missing, record.step, arrays.read_metadata(path)) == (None, 0, 0, ImportOptions())
 
@@ -200,7 +204,7 @@ def test_refused(tmp_path: Path, change: dict[str, Any], expected: str) -> None:
         content = dict(found)
     np.savez(path, **{**content, **change})
     with pytest.raises(InputError, match=f"^{expected.replace('[', chr(92) + '[').replace('^', chr(92) + '^')}"):
-        list(arrays.read(path, ImportOptions()))
+        kept(arrays.read(path, ImportOptions()))
 
 
 def test_mutants(tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from helpers.import_items import dropped, kept
 from helpers.response_dumps import json_lines, mutants, only_input_errors, routes
 from trimtab import InputError
 from trimtab.array_type import Array
@@ -35,7 +36,7 @@ def read(path: Path) -> list[Record]:
     assert megatron.recognise(path)
     assert not vllm.recognise(path)
     assert not sglang.recognise(path)
-    return list(megatron.read(path, ImportOptions()))
+    return kept(megatron.read(path, ImportOptions()))
 
 
 @pytest.mark.parametrize(("experts", "top_k"), [(255, 8), (256, 8), (257, 8), (384, 22), (16, 1)])
@@ -65,7 +66,7 @@ def test_micro_batches_of_an_iteration(tmp_path: Path, order: str) -> None:
     for record, batch in zip(records, [*batches, batches[0]], strict=True):
         np.testing.assert_array_equal(record.ids, batch)
     assert [record.step for record in records] == [0, 0, 1]
-    assert sum(record.dropped.get(megatron.MTP_ROWS, 0) for record in records) == 2
+    assert dropped(megatron.read(tmp_path / "a.jsonl", ImportOptions())) == {megatron.MTP_ROWS.kind: 2}
 
 
 def test_layers_in_any_order(tmp_path: Path) -> None:
@@ -91,7 +92,7 @@ def test_refused(tmp_path: Path) -> None:
     def message(*rows: Any) -> str:
         path = json_lines(tmp_path / "a.jsonl", rows)
         with pytest.raises(InputError) as caught:
-            list(megatron.read(path, ImportOptions()))
+            kept(megatron.read(path, ImportOptions()))
         return str(caught.value)
 
     twice = message(row(ids, 0), row(ids, 1), row(ids, 0))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -13,7 +14,7 @@ from hypothesis import strategies as st
 from trimtab import InputError, RoutingTrace
 from trimtab.trace import hash_tokens, id_dtype, no_route
 from trimtab.trace.formats.normalise import Summary, normalise
-from trimtab.trace.formats.records import ImportOptions, Record
+from trimtab.trace.formats.records import Dropped, ImportOptions, Record
 
 Array = np.ndarray[Any, Any]
 
@@ -22,7 +23,7 @@ def random_ids(rng: np.random.Generator, tokens: int, layers: int, num_experts: 
     return np.argsort(rng.random((tokens, layers, num_experts)), axis=-1)[:, :, :top_k]
 
 
-def joined(records: list[Record], known: ImportOptions, summary: Summary | None = None) -> RoutingTrace:
+def joined(records: Sequence[Record | Dropped], known: ImportOptions, summary: Summary | None = None) -> RoutingTrace:
     return RoutingTrace.concatenate(list(normalise(records, known, summary or Summary())))
 
 
@@ -122,11 +123,8 @@ def test_what_was_left_out_is_counted() -> None:
     ids = random_ids(rng, 6, 3, 8, 2)
     ids[:, 0] = 0
     summary = Summary()
-    records = [
-        Record(ids, "a", num_tokens=6, dropped={"padding rows": 5}),
-        Record(ids, "b", dropped={"padding rows": 2}),
-    ]
-    joined(records, ImportOptions(8), summary)
+    padding = [Dropped("padding rows", count) for count in (5, 0, 2)]
+    joined([padding[0], Record(ids, "a", num_tokens=6), *padding[1:], Record(ids, "b")], ImportOptions(8), summary)
     assert summary.dropped == {
         "padding rows": 7,
         "rows of last tokens, which are never fed": 1,

@@ -97,7 +97,8 @@ class _Text:
         self._at += 1
 
     def value(self, where: str = "") -> Any:
-        """Returns the value that begins here."""
+        """Returns the next value."""
+        self.next_sign()
         where = where or f"line {self.line}"
         while True:
             if len(self._text) - self._at > _MOST_PARTS and self._text.count(",", self._at) > _MOST_PARTS:
