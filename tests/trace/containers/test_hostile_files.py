@@ -22,6 +22,7 @@ import torch
 from helpers.pickled_dumps import load, saved
 from trimtab import InputError
 from trimtab.trace.containers import torch_files
+from trimtab.trace.containers.allowed_globals import AllowedGlobals
 from trimtab.trace.containers.pickles import Budget, Unpickler
 from trimtab.trace.containers.tensors import Jagged, NumpyArray, Tensor
 
@@ -295,7 +296,7 @@ def test_floods_of_numbers_are_stopped() -> None:
 def random_program(rng: np.random.Generator) -> bytes:
     """Opcodes that are right one by one, with the names that the reader knows, in no sensible order."""
     names = [
-        *torch_files._Loader()._allowed_globals,
+        *AllowedGlobals(Budget(), torch_files.loads).table,
         ("torch", "LongStorage"),
         ("slime.types", "Sample"),
         ("torch", "int16"),

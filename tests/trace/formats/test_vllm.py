@@ -272,8 +272,8 @@ def test_padded_batch(tmp_path: Path, gap: int, dtype: str) -> None:
 def test_rows_that_only_look_like_padding() -> None:
     """Of one layer and top-1, 0 is an expert; and a row that is -1 in part is no padding."""
     assert trim_padding(np.array([[[0]], [[3]], [[0]]]))[1] == 0
-    assert trim_padding(np.array([[[-1]], [[3]], [[-1]]]))[0].tolist() == [[[3]]]
-    assert trim_padding(np.array([[[-1, 2]], [[0, 3]], [[-1, -1]]]))[0].tolist() == [[[-1, 2]], [[0, 3]]]
+    assert trim_padding(np.array([[[-1]], [[3]], [[-1]]])).tolist() == [[[3]]]
+    assert trim_padding(np.array([[[-1, 2]], [[0, 3]], [[-1, -1]]])).tolist() == [[[-1, 2]], [[0, 3]]]
 
 
 def test_numbers_without_a_type_are_told_by_their_size() -> None:
@@ -305,11 +305,11 @@ def test_sequences_in_one_array(tmp_path: Path, compressed: bool) -> None:
 @pytest.mark.parametrize(
     ("facts", "expected"),
     [
-        ({"sequence_starts": [0, 6, 4, 9]}, "sequence_starts should rise from 0 to the number of tokens, 9"),
-        ({"sequence_starts": [1, 4, 9]}, "sequence_starts should rise"),
+        ({"sequence_starts": [0, 6, 4, 9]}, "sequence_starts should be ascending from 0 to the number of tokens, 9"),
+        ({"sequence_starts": [1, 4, 9]}, "sequence_starts should be ascending"),
         ({"lengths": [4, -1, 6]}, "lengths should add up to the number of tokens, 9"),
         ({"lengths": [4, 6]}, "lengths should add up"),
-        ({"lengths": [4, 5], "steps": [1, 2, 3]}, "steps should be 2 whole numbers, one a sequence"),
+        ({"lengths": [4, 5], "steps": [1, 2, 3]}, "steps should be 2 whole numbers of 0 to 2147483647, one a sequence"),
         ({"lengths": [4, 5], "prompt_lengths": [1, 1 << 31]}, "prompt_lengths should be 2 whole numbers"),
     ],
 )

@@ -6,7 +6,6 @@ import json
 import math
 import struct
 import zipfile
-import zlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -17,35 +16,15 @@ import numpy as np
 
 from trimtab.array_type import Array
 from trimtab.errors import InputError
+from trimtab.trace.containers.archives import ZIP_ERRORS
 from trimtab.trace.containers.npy import NPY_MAGIC, read_npy_header
 from trimtab.trace.message_text import reason
 
-_ZIP_MAGIC = b"PK"
 # Limit of rows read at once, and of arrays of sequence facts. Only a zipped array can claim more than its file.
 _MOST_BYTES = 1 << 30
-# Exceptions of zipfile and numpy for damaged files.
-_DAMAGE = (
-    EOFError,
-    KeyError,
-    NotImplementedError,
-    OSError,
-    OverflowError,
-    RuntimeError,
-    ValueError,
-    struct.error,
-    zipfile.BadZipFile,
-    zlib.error,
-)
 _LARGEST_HEADER = 100 << 20
 SAFETENSORS_DTYPES: dict[str, np.dtype[Any]] = {
-    "U8": np.dtype("<u1"),
-    "I8": np.dtype("<i1"),
-    "U16": np.dtype("<u2"),
-    "I16": np.dtype("<i2"),
-    "U32": np.dtype("<u4"),
-    "I32": np.dtype("<i4"),
-    "U64": np.dtype("<u8"),
-    "I64": np.dtype("<i8"),
+    f"{kind.upper()}{8 * size}": np.dtype(f"<{kind}{size}") for kind in "ui" for size in (1, 2, 4, 8)
 }
 
 
@@ -63,8 +42,19 @@ class Arrays:
     rows: Callable[[str], Callable[[int], Array]]
     texts: dict[str, str] = field(default_factory=dict)
 
-    def small(self, name: str) -> Array:
-        """A whole array of integers `[N]`, or of texts.
+    def integers(self, name: str) -> Array:
+        """A whole array of integers `[N]`.
+
+        Raises:
+            InputError: if it has another shape or dtype.
+        """
+        values = self.values(name)
+        if values.dtype.kind == "U":
+            raise InputError(f"{name} should be whole numbers")
+        return values
+
+    def values(self, name: str) -> Array:
+        """A whole array of integers or texts `[N]`.
 
         Raises:
             InputError: if it has another shape or dtype.
@@ -90,7 +80,7 @@ def array_names(path: Path) -> list[str] | None:
             magic = file.read(len(NPY_MAGIC))
         if magic == NPY_MAGIC:
             return [""]
-        if magic.startswith(_ZIP_MAGIC):
+        if magic.startswith(b"PK"):
             with zipfile.ZipFile(path) as archive:
                 names = [name.removesuffix(".npy") for name in archive.namelist() if name.endswith(".npy")]
             return names or None
@@ -115,7 +105,7 @@ def open_arrays(path: Path) -> Iterator[Arrays]:
             if magic == NPY_MAGIC:
                 shape, dtype, fortran = read_npy_header(file, size)
                 yield _mapped(path, {"": (shape, dtype, file.tell())}, {}, fortran)
-            elif magic.startswith(_ZIP_MAGIC):
+            elif magic.startswith(b"PK"):
                 with zipfile.ZipFile(file) as archive:
                     yield _zipped(archive)
             else:
@@ -125,7 +115,7 @@ def open_arrays(path: Path) -> Iterator[Arrays]:
                 )
     except InputError:
         raise
-    except _DAMAGE as error:
+    except (KeyError, *ZIP_ERRORS) as error:
         raise InputError(f"can't be read ({reason(error)})") from None
 
 

@@ -28,6 +28,17 @@ def decode_base64(text: str) -> bytes:
         raise InputError(f"routed_experts is not valid base64 ({reason(error)})") from None
 
 
+def npy_header(file: BinaryIO, what: str) -> tuple[tuple[int, ...], np.dtype[Any], bool]:
+    """As `read_npy_header`, but shape and dtype are not checked."""
+    try:
+        version = np.lib.format.read_magic(file)
+        read = {(1, 0): np.lib.format.read_array_header_1_0, (2, 0): np.lib.format.read_array_header_2_0}[version]
+        shape, fortran, dtype = read(file)
+    except Exception as error:  # for a hostile header numpy's parser raises any exception of Python's parser
+        raise InputError(f"{what} has no valid .npy header ({reason(error)})") from None
+    return shape, dtype, bool(fortran)
+
+
 def read_npy_header(file: BinaryIO, size: int, what: str = "the array") -> tuple[tuple[int, ...], np.dtype[Any], bool]:
     """Shape, dtype and whether the first axis runs fastest, of `.npy` bytes; `file` is then at the data.
 
@@ -37,18 +48,13 @@ def read_npy_header(file: BinaryIO, size: int, what: str = "the array") -> tuple
     Raises:
         InputError: if it is not a `.npy` header, has dtype object, or does not match the number of bytes.
     """
-    try:
-        version = np.lib.format.read_magic(file)
-        read = {(1, 0): np.lib.format.read_array_header_1_0, (2, 0): np.lib.format.read_array_header_2_0}[version]
-        shape, fortran, dtype = read(file)
-    except Exception as error:  # for a hostile header numpy's parser raises any exception of Python's parser
-        raise InputError(f"{what} has no valid .npy header ({reason(error)})") from None
+    shape, dtype, fortran = npy_header(file, what)
     there = size - file.tell()
     if dtype.hasobject or dtype.kind not in "iufbU" or not dtype.itemsize:
         raise InputError(f"{what} holds {str(dtype)[:40]}; only plain numbers are read")
     if any(length < 0 for length in shape) or math.prod(shape) * dtype.itemsize != there:
         raise InputError(f"{what} claims shape {short(shape)} of {dtype}; there are {there} bytes of data")
-    return shape, dtype, bool(fortran)
+    return shape, dtype, fortran
 
 
 def array_of_npy(data: bytes, what: str = "routed_experts") -> Array:

@@ -11,9 +11,10 @@ import numpy as np
 
 from trimtab.array_type import Array
 from trimtab.files import atomic_file
+from trimtab.trace.containers.array_files import SAFETENSORS_DTYPES
 from trimtab.trace.routing import RoutingTrace
 
-_SAFETENSORS_NAMES = {"u1": "U8", "u2": "U16", "i4": "I32", "i8": "I64", "u8": "U64"}
+_SAFETENSORS_NAMES = {dtype: name for name, dtype in SAFETENSORS_DTYPES.items()}
 
 
 def write_npz(trace: RoutingTrace, path: str | os.PathLike[str]) -> None:
@@ -46,7 +47,7 @@ def write_safetensors(trace: RoutingTrace, path: str | os.PathLike[str]) -> None
     }
     end = 0
     for name, array in arrays.items():
-        dtype = _SAFETENSORS_NAMES[f"{array.dtype.kind}{array.dtype.itemsize}"]
+        dtype = _SAFETENSORS_NAMES[array.dtype]
         header[name] = {"dtype": dtype, "shape": list(array.shape), "data_offsets": [end, end + array.nbytes]}
         end += array.nbytes
     text = json.dumps(header).encode()

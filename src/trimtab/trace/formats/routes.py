@@ -62,8 +62,8 @@ def missing_id(ids: Array) -> int | None:
     return 0 if ids.shape[-1] > 1 else None
 
 
-def trim_padding(ids: Array) -> tuple[Array, int]:
-    """Ids `[t, L, K]` without the rows at both ends that are all 0 or all -1, and their number.
+def trim_padding(ids: Array) -> Array:
+    """Ids `[t, L, K]` without the rows at both ends that are all 0 or all -1.
 
     With one layer and top-1 zeros stay: they may be routes.
     """
@@ -72,8 +72,7 @@ def trim_padding(ids: Array) -> tuple[Array, int]:
     if flat.shape[1] > 1:
         padded |= ~flat.any(axis=1)
     kept = np.flatnonzero(~padded)
-    first, end = (int(kept[0]), int(kept[-1]) + 1) if len(kept) else (0, 0)
-    return ids[first:end], len(ids) - (end - first)
+    return ids[kept[0] : kept[-1] + 1] if len(kept) else ids[:0]
 
 
 def raw_dtype(name: Any) -> str:

@@ -19,6 +19,7 @@ import numpy as np
 from trimtab.array_type import Array
 from trimtab.errors import InputError
 from trimtab.trace.containers import torch_files
+from trimtab.trace.containers.npy import NPY_MAGIC
 from trimtab.trace.containers.pickles import OpaqueObject
 from trimtab.trace.containers.tensors import (
     DTYPES,
@@ -55,7 +56,7 @@ def recognise(path: Path) -> bool:
             start = file.read(256)
     except OSError:
         return False
-    if start.startswith(torch_files.NPY_MAGIC):
+    if start.startswith(NPY_MAGIC):
         return start.count(b",", start.find(b"'shape'"), start.find(b")")) == 3 and b"'descr': '" in start
     if torch_files.looks_loadable(path) and b"verl.protocol" in start and b"DataProto" in start:
         return True

@@ -35,6 +35,7 @@ from trimtab.trace.formats.responses import (
     tokens,
 )
 from trimtab.trace.formats.routes import check_ids, decode_routes, missing_id, trim_padding
+from trimtab.trace.formats.sequence_arrays import lengths_of_starts, sequence_numbers
 from trimtab.trace.message_text import at_place, kind_of
 
 ROUTES = "routed_experts"
@@ -139,89 +140,47 @@ def _read_arrays(path: Path) -> Iterator[Record | Dropped]:
     with open_arrays(path) as arrays:
         name = ROUTES if ROUTES in arrays.shapes else ""
         shape = arrays.shapes.get(name, ())
-        if len(shape) == 4:
-            yield from _batch(arrays, name)
-        elif len(shape) == 3:
-            yield from _row(arrays, name)
-        else:
+        if len(shape) not in (3, 4) or 0 in shape[-2:] or (len(shape) == 4 and not shape[1]):
             raise InputError(
                 f"routed_experts has shape {list(shape)}; it should be [tokens, layers, top_k] or [sequences, tokens, "
                 "layers, top_k]"
             )
-
-
-def _row(arrays: Arrays, name: str) -> Iterator[Record | Dropped]:
-    """Concatenated sequences."""
-    total = arrays.shapes[name][0]
-    lengths = _lengths(arrays, total)
-    prompts, steps = _facts(arrays, len(lengths))
-    rows = arrays.rows(name)
-    for index, length in enumerate(lengths.tolist()):
-        ids = check_ids(rows(length))
-        if ids.size == 0 and 0 in ids.shape[1:]:
-            raise InputError(
-                f"routed_experts has shape {list(arrays.shapes[name])}; it should be [tokens, layers, top_k]"
+        padded = len(shape) == 4
+        lengths = _padded_lengths(arrays, *shape[:2]) if padded else _lengths(arrays, shape[0])
+        count = shape[0] if lengths is None else len(lengths)
+        prompts, steps = (sequence_numbers(arrays, key, count) for key in ("prompt_lengths", "steps"))
+        rows = arrays.rows(name)
+        for index in range(count):
+            # Sequences of a padded batch without lengths are cut to the rows that may be routes.
+            length = None if lengths is None else int(lengths[index])
+            ids = check_ids(rows(1)[0] if padded else rows(length or 0))
+            kept = trim_padding(ids) if length is None else ids[:length]
+            yield Record(
+                ids=kept,
+                where=f"sequence {index}",
+                missing=missing_id(kept),
+                prompt_length=int(prompts[index]),
+                step=int(steps[index]),
             )
-        yield Record(
-            ids=ids,
-            where=f"sequence {index}",
-            missing=missing_id(ids),
-            prompt_length=int(prompts[index]),
-            step=int(steps[index]),
-        )
+            yield Dropped("padding rows", len(ids) - len(kept))
 
 
-def _batch(arrays: Arrays, name: str) -> Iterator[Record | Dropped]:
-    """Sequences in a batch, padded to one length."""
-    sequences, padded, *_ = shape = arrays.shapes[name]
-    if 0 in shape[1:]:
-        raise InputError(f"routed_experts has shape {list(shape)}; it should be [sequences, tokens, layers, top_k]")
-    lengths = arrays.small("lengths") if "lengths" in arrays.shapes else None
-    if lengths is not None and (
-        len(lengths) != sequences or lengths.min(initial=0) < 0 or lengths.max(initial=0) > padded
-    ):
-        raise InputError(f"lengths should be {sequences} numbers of 0 to {padded}")
-    prompts, steps = _facts(arrays, sequences)
-    rows = arrays.rows(name)
-    for index in range(sequences):
-        ids = check_ids(rows(1)[0])
-        if lengths is None:
-            ids, dropped = trim_padding(ids)
-        else:
-            ids, dropped = ids[: lengths[index]], padded - int(lengths[index])
-        yield Record(
-            ids=ids,
-            where=f"sequence {index}",
-            missing=missing_id(ids),
-            prompt_length=int(prompts[index]),
-            step=int(steps[index]),
-        )
-        yield Dropped("padding rows", dropped)
+def _padded_lengths(arrays: Arrays, count: int, width: int) -> Array | None:
+    """`[S]` tokens of each sequence of a padded batch, None if not given."""
+    if "lengths" not in arrays.shapes:
+        return None
+    return sequence_numbers(arrays, "lengths", count, width + 1)
 
 
 def _lengths(arrays: Arrays, total: int) -> Array:
     """`[S]` tokens of each of the concatenated sequences, `total` together."""
     if "sequence_starts" in arrays.shapes:
-        starts = arrays.small("sequence_starts").astype(np.int64)
-        if len(starts) and starts[0] == 0 and starts[-1] != total:
-            starts = np.append(starts, total)  # without the end
-        if len(starts) < 1 or starts[0] != 0 or starts[-1] != total or (np.diff(starts) < 0).any():
-            raise InputError(f"sequence_starts should rise from 0 to the number of tokens, {total}")
-        return np.diff(starts)
+        starts = arrays.integers("sequence_starts")
+        without_end = len(starts) > 0 and starts[0] == 0 and starts[-1] != total
+        return lengths_of_starts(np.append(starts, total) if without_end else starts, total)
     if "lengths" in arrays.shapes:
-        lengths = arrays.small("lengths").astype(np.int64)
+        lengths = arrays.integers("lengths").astype(np.int64)
         if lengths.min(initial=0) < 0 or lengths.max(initial=0) > total or lengths.sum() != total:
             raise InputError(f"lengths should add up to the number of tokens, {total}")
         return lengths
     return np.array([total])
-
-
-def _facts(arrays: Arrays, sequences: int) -> tuple[Array, Array]:
-    """Prompt lengths and steps `[S]`, zeros if not given."""
-    found = []
-    for name in ("prompt_lengths", "steps"):
-        values = arrays.small(name) if name in arrays.shapes else np.zeros(sequences, np.int64)
-        if len(values) != sequences or values.min(initial=0) < 0 or values.max(initial=0) >= 1 << 31:
-            raise InputError(f"{name} should be {sequences} whole numbers, one a sequence")
-        found.append(values)
-    return found[0], found[1]

@@ -1,0 +1,199 @@
+"""Classes and functions that a pickle may name, each replaced by a function of ours.
+
+Those of the frameworks whose dumps we read become `OpaqueObject`s. All others are refused by name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from trimtab.errors import InputError
+from trimtab.trace.containers.pickles import AllowedGlobal, Budget, LargeText, OpaqueObject
+from trimtab.trace.containers.tensors import (
+    DTYPES,
+    STORAGES,
+    DType,
+    Jagged,
+    LatinBytes,
+    NumpyArray,
+    Storage,
+    Tensor,
+    buffer_of,
+)
+from trimtab.trace.message_text import clip
+
+# Data classes: a pickle of one is read as the bare values that it holds.
+_FRAMEWORKS = ("slime", "miles", "verl", "recipe", "nemo_rl", "sglang", "tensordict", "omegaconf")
+_PLAIN_CLASSES = {
+    "argparse": {"Namespace"},
+    "builtins": {"bool", "float", "int", "str"},
+    "datetime": {"date", "datetime", "time", "timedelta", "timezone"},
+    "decimal": {"Decimal"},
+    "fractions": {"Fraction"},
+    "pathlib": {"Path", "PosixPath", "PurePath", "PurePosixPath", "PureWindowsPath", "WindowsPath"},
+    "types": {"SimpleNamespace"},
+    "uuid": {"UUID", "SafeUUID"},
+    "torch._dynamo.decorators": {"_DimRange"},
+    "torch.nested._internal.nested_tensor": {"NestedTensor"},
+    "torch": {"Tensor"},
+    "torch._C": {"TensorBase"},
+    "torch.nn.parameter": {"Parameter"},
+}
+_NUMPY_SCALARS = {"bool_", "bool", *(f"{kind}{bits}" for kind in ("int", "uint", "float") for bits in (8, 16, 32, 64))}
+
+
+class AllowedGlobals:
+    """The replacements, for the pickles of one file.
+
+    Args:
+        budget: shared with the pickles.
+        load: reads a file within the file.
+    """
+
+    def __init__(self, budget: Budget, load: Callable[[memoryview], Any]) -> None:
+        self._budget = budget
+        self._load = load
+        self.table = self._list()
+
+    def find(self, module: str, name: str) -> Any:
+        """The replacement of a class or function that a pickle names.
+
+        Raises:
+            InputError: for all other names, so no code runs.
+        """
+        top = module.split(".")[0]
+        module = {"__builtin__": "builtins", "copy_reg": "copyreg"}.get(module, module)
+        module = module.replace("numpy._core", "numpy.core")
+        if (module, name) in self.table:
+            return AllowedGlobal(name, self.table[module, name])
+        if module == "torch" and name in DTYPES:
+            return name
+        if module in ("torch", "torch.storage") and name in STORAGES:
+            return STORAGES[name]
+        if top in _FRAMEWORKS:
+            return _class(module, name)
+        if name in _PLAIN_CLASSES.get(module, ()) or (module == "numpy" and name in _NUMPY_SCALARS):
+            return _class(module, name)
+        raise InputError(
+            f"holds an object of class {clip(f'{module}.{name}')!r}, which is not data; nothing of it was run. "
+            "Save tensors, arrays, numbers and strings only"
+        )
+
+    def _list(self) -> dict[tuple[str, str], Any]:
+        return {
+            ("_codecs", "encode"): self._encode,
+            ("builtins", "bytes"): lambda: b"",
+            ("builtins", "bytearray"): lambda data=b"": data,
+            ("builtins", "complex"): complex,
+            ("builtins", "getattr"): _nested_class,
+            # Sets become lists: their content is not used, and hashing it can take very long.
+            ("builtins", "set"): _list,
+            ("builtins", "frozenset"): _list,
+            ("collections", "deque"): lambda items=None, _=None: [] if items is None else items,
+            ("builtins", "list"): _list,
+            ("builtins", "dict"): _dictionary,
+            ("builtins", "slice"): lambda *_: None,
+            ("builtins", "range"): lambda *_: None,
+            ("builtins", "object"): lambda: None,
+            ("collections", "OrderedDict"): _dictionary,
+            ("collections", "defaultdict"): lambda _=None: {},
+            ("collections", "Counter"): lambda items=None: {} if items is None else items,
+            ("copyreg", "_reconstructor"): _reconstructed,
+            ("numpy.core.multiarray", "_reconstruct"): lambda *_: NumpyArray(),
+            ("numpy.core.multiarray", "scalar"): self._scalar,
+            ("numpy.core.numeric", "_frombuffer"): _from_buffer,
+            ("numpy", "ndarray"): NumpyArray,
+            ("numpy", "dtype"): lambda code, *_: DType(code if type(code) is str else "?unknown"),
+            ("torch", "Size"): lambda size=(): size,
+            ("torch", "device"): lambda kind, index=None: kind,
+            ("torch.serialization", "_get_layout"): lambda name: name,
+            ("torch._utils", "_rebuild_tensor"): _tensor,
+            ("torch._utils", "_rebuild_tensor_v2"): _tensor,
+            ("torch._utils", "_rebuild_tensor_v3"): _typed_tensor,
+            ("torch._utils", "_rebuild_parameter"): lambda tensor, *_: tensor,
+            ("torch._tensor", "_rebuild_from_type_v2"): _rebuilt,
+            ("torch.nested._internal.nested_tensor", "_rebuild_njt"): _jagged,
+            ("torch.storage", "_load_from_bytes"): self._storage_from_bytes,
+        }
+
+    def _encode(self, text: Any, coding: Any) -> Any:
+        if coding not in ("latin1", "latin-1"):
+            raise InputError(f"a damaged pickle: bytes as {clip(str(coding))}")
+        if type(text) is LargeText:
+            return LatinBytes(text)
+        self._budget.spend(0, len(text))
+        return text.encode("latin-1")
+
+    def _scalar(self, dtype: Any, data: Any = b"") -> Any:
+        if type(dtype) is not DType or type(data) is not bytes:
+            raise TypeError("a number without dtype")
+        self._budget.spend(0, len(data))
+        return NumpyArray((), dtype, data).numpy().item()
+
+    def _storage_from_bytes(self, data: Any) -> Any:
+        if isinstance(data, LatinBytes):
+            self._budget.spend(0, len(data.text.utf8))
+        return self._load(buffer_of(data))
+
+
+def _class(module: str, name: str) -> AllowedGlobal:
+    full = f"{module}.{name}"
+    return AllowedGlobal(full, lambda *args: OpaqueObject(full, args))
+
+
+def _nested_class(outer: Any, name: Any) -> AllowedGlobal:
+    if type(outer) is not AllowedGlobal or type(name) is not str:
+        raise InputError("holds a call of 'builtins.getattr', which is not data; nothing of it was run")
+    module, _, outer_name = outer.name.rpartition(".")
+    if module.split(".")[0] not in _FRAMEWORKS:
+        raise InputError("holds a call of 'builtins.getattr', which is not data; nothing of it was run")
+    return _class(module, f"{outer_name}.{name}")
+
+
+def _reconstructed(cls: Any, _base: Any, state: Any) -> OpaqueObject:
+    return OpaqueObject(cls.name, (state,))
+
+
+def _dictionary() -> dict[Any, Any]:
+    return {}
+
+
+def _list(items: Any = None) -> Any:
+    return [] if items is None else items
+
+
+def _from_buffer(data: Any, dtype: Any, shape: Any, order: Any, axes: Any = None) -> NumpyArray:
+    if order != "K" or axes is None:
+        return NumpyArray(shape, dtype, data, "F" if order == "F" else "C")
+    # The buffer is in memory order; `axes` is the order of axes.
+    if sorted(axes) != list(range(len(shape))):
+        raise ValueError("an array whose axes are none")
+    return NumpyArray(shape, dtype, data, "C", tuple(axes))
+
+
+def _tensor(storage: Any, offset: Any, shape: Any, strides: Any, *_: Any) -> Tensor:
+    if type(storage) is not Storage or type(offset) is not int or type(shape) is not tuple:
+        raise TypeError("a tensor without storage")
+    return Tensor(storage, storage.dtype, offset, shape, strides if type(strides) is tuple else ())
+
+
+def _typed_tensor(
+    storage: Any, offset: Any, shape: Any, strides: Any, _grad: Any, _hooks: Any, dtype: Any, *_: Any
+) -> Tensor:
+    if type(storage) is not Storage or type(offset) is not int or type(shape) is not tuple or type(dtype) is not str:
+        raise TypeError("a tensor without storage")
+    return Tensor(storage, dtype, offset, shape, strides if type(strides) is tuple else ())
+
+
+def _rebuilt(function: Any, _cls: Any, args: Any, _state: Any) -> Any:
+    if type(function) is not AllowedGlobal or type(args) is not tuple:
+        raise TypeError("a tensor that is made of none")
+    return function.make(*args)
+
+
+def _jagged(facts: Any) -> Jagged:
+    values, offsets, lengths = facts["values"], facts["offsets"], facts.get("lengths")
+    if not all(isinstance(each, Tensor) for each in (values, offsets, *([] if lengths is None else [lengths]))):
+        raise TypeError("a nested tensor that is made of none")
+    return Jagged(values, offsets, lengths)
