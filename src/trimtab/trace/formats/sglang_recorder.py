@@ -49,6 +49,7 @@ IDS, COUNTS, PASS_COUNTS, MAP = (
 # Limits of ids per pass and in total, above those of any recording, because a few counts can represent many tokens.
 _MOST_IDS_A_PASS = 1 << 28
 _MOST_IDS = 1 << 33
+PREFILL = ("prefill", "mixed")
 EMPTY_PASSES = "empty forward passes"
 _MADE_UP = "tokens whose experts are made up to fit recorded counts"
 
@@ -92,46 +93,79 @@ def records_of_dump(dump: Any, options: ImportOptions, limit: ReadLimit) -> Iter
 
 
 @dataclass(frozen=True)
-class _Piece:
-    """The tokens of one request in one forward pass: `records[place]`, rows `start` to `end`."""
+class _Pass:
+    """One forward pass.
 
-    place: int
+    Attributes:
+        mode: "prefill", "decode", "mixed" or "".
+        ids: `[layers, T, 8]`.
+        lengths: tokens of each request in this pass, T together.
+        requests: a name for each of these requests; None if unknown.
+    """
+
+    name: str
+    mode: str
+    ids: Array
+    lengths: list[int]
+    requests: list[str] | None
+
+
+@dataclass(frozen=True)
+class _Piece:
+    """The tokens of one request in one forward pass: rows `start` to `end - 1`."""
+
+    of: _Pass
     start: int
     end: int
 
 
-def _from_tokens(dump: Mapping[Any, Any], passes: Any, limit: ReadLimit) -> Iterator[Record | Dropped]:
+def _from_tokens(dump: Mapping[Any, Any], dumped: Any, limit: ReadLimit) -> Iterator[Record | Dropped]:
     logical = optional_integers(dump, MAP, 2)
-    used_LK: Array | None = None
-    for each in passes:
-        lengths = field(each, "extend_seq_lens")
-        limit.spend(_ids(each).size + (len(lengths) if isinstance(lengths, list | tuple) else 0))
-        used_in_pass_LK: Array = np.any(_ids(each) >= 0, axis=1)
-        if used_LK is not None and used_in_pass_LK.shape != used_LK.shape:
-            raise InputError(f"{_name(each)}: {IDS} has another shape than those before")
-        used_LK = used_in_pass_LK if used_LK is None else used_LK | used_in_pass_LK
-    if used_LK is None or not used_LK.any():
+    passes: list[_Pass] = []
+    for each in dumped:
+        passes.append(_pass_of(each, limit))
+        if passes[-1].ids.shape[::2] != passes[0].ids.shape[::2]:
+            raise InputError(f"{passes[-1].name}: {IDS} has another shape than those before")
+    used_LK = np.any([(each.ids >= 0).any(axis=1) for each in passes], axis=0)
+    if not np.any(used_LK):
         raise InputError("its records hold no token")
     layers = np.flatnonzero(used_LK.any(axis=1))
     # The recorder has room for top-8, whatever the model's is.
     top_k = int(np.flatnonzero(used_LK.any(axis=0))[-1]) + 1
-    groups, prompts = _requests(passes)
-    yield Dropped(EMPTY_PASSES, sum(_ids(each).shape[1] == 0 for each in passes))
-    for name, pieces in groups.items():
-        ids = [_logical_ids(passes[piece.place], piece, layers, top_k, logical) for piece in pieces]
-        mode = _mode(passes[pieces[0].place])
+    yield Dropped(EMPTY_PASSES, sum(each.ids.shape[1] == 0 for each in passes))
+    for name, pieces in _requests(passes).items():
+        ids = [_logical_ids(piece, layers, top_k, logical) for piece in pieces]
         yield Record(
             ids=np.concatenate(ids) if len(ids) > 1 else ids[0],
             where=name,
             missing=-1,
-            prompt_length=prompts[name],
-            domain="" if name.startswith("request") else mode,
+            prompt_length=sum(len(each) for each, piece in zip(ids, pieces, strict=True) if piece.of.mode in PREFILL),
+            domain="" if name.startswith("request") else pieces[0].of.mode,
             layers=tuple(layers.tolist()),
         )
 
 
-def _ids(each: Any) -> Array:
-    return integers(field(each, IDS), f"{_name(each)}: {IDS}", 3)
+def _pass_of(each: Any, limit: ReadLimit) -> _Pass:
+    name = _name(each)
+    ids = integers(field(each, IDS), f"{name}: {IDS}", 3)
+    tokens = ids.shape[1]
+    lengths, requests = field(each, "extend_seq_lens"), field(each, "rids")
+    limit.spend(ids.size + (len(lengths) if isinstance(lengths, list | tuple) else 0))
+    if not (
+        isinstance(lengths, list | tuple)
+        and all(type(length) is int and length >= 0 for length in lengths)
+        and sum(lengths) == tokens
+    ):
+        lengths = [1] * tokens if isinstance(requests, list | tuple) and len(requests) == tokens else [tokens]
+    named = isinstance(requests, list | tuple) and len(requests) == len(lengths) and all(map(text, requests))
+    return _Pass(
+        name=name,
+        # `ForwardMode`: 1 is prefill, 2 decoding, 3 both in one pass.
+        mode={1: "prefill", 2: "decode", 3: "mixed"}.get(whole_number(field(each, "forward_mode")), ""),
+        ids=ids,
+        lengths=list(lengths),
+        requests=list(map(text, requests)) if named else None,
+    )
 
 
 def _name(each: Any) -> str:
@@ -141,50 +175,28 @@ def _name(each: Any) -> str:
     )
 
 
-def _mode(each: Any) -> str:
-    """`ForwardMode`: 1 is prefill, 2 decoding, 3 both in one pass."""
-    return {1: "prefill", 2: "decode", 3: "mixed"}.get(whole_number(field(each, "forward_mode")), "")
-
-
-def _requests(passes: Any) -> tuple[dict[str, list[_Piece]], dict[str, int]]:
-    """The pieces of every sequence, and how many of its tokens belong to a prompt."""
+def _requests(passes: list[_Pass]) -> dict[str, list[_Piece]]:
+    """The pieces of every sequence."""
     groups: dict[str, list[_Piece]] = {}
-    prompts: dict[str, int] = {}
-    for place, each in enumerate(passes):
-        tokens = _ids(each).shape[1]
-        lengths = _piece_lengths(each, tokens)
-        prefill = _mode(each) in ("prefill", "mixed")
-        names = field(each, "rids")
-        named = isinstance(names, list | tuple) and len(names) == len(lengths) and all(map(text, names))
-        start = 0
-        for number, length in enumerate(lengths):
-            name = f"request {text(names[number])}" if named and names else f"{_name(each)}, piece {number}"
-            if length:
-                # Passes of several ranks or recordings may have the same number.
-                while not named and name in groups:
-                    name += "'"
-                groups.setdefault(name, []).append(_Piece(place, start, start + length))
-                prompts[name] = prompts.get(name, 0) + (length if prefill else 0)
-            start += length
-    return groups, prompts
+    for each in passes:
+        ends = np.cumsum(each.lengths).tolist()
+        for number, (length, end) in enumerate(zip(each.lengths, ends, strict=True)):
+            if not length:
+                continue
+            name = f"request {each.requests[number]}" if each.requests else f"{each.name}, piece {number}"
+            # Passes of several ranks or recordings may have the same number.
+            while not each.requests and name in groups:
+                name += "'"
+            groups.setdefault(name, []).append(_Piece(each, end - length, end))
+    return groups
 
 
-def _piece_lengths(each: Any, tokens: int) -> list[int]:
-    lengths = field(each, "extend_seq_lens")
-    if isinstance(lengths, list | tuple) and all(type(n) is int and n >= 0 for n in lengths) and sum(lengths) == tokens:
-        return list(lengths)
-    names = field(each, "rids")
-    if isinstance(names, list | tuple) and len(names) == tokens:
-        return [1] * tokens
-    return [tokens]
-
-
-def _logical_ids(each: Any, piece: _Piece, layers: Array, top_k: int, logical: Array | None) -> Array:
-    ids_TLK = _ids(each)[layers, piece.start : piece.end, :top_k].transpose(1, 0, 2)
+def _logical_ids(piece: _Piece, layers: Array, top_k: int, logical: Array | None) -> Array:
+    ids_TLK = piece.of.ids[layers, piece.start : piece.end, :top_k].transpose(1, 0, 2)
     if logical is None:
         return ids_TLK
     if layers[-1] >= len(logical) or ids_TLK.max(initial=-1) >= logical.shape[1]:
-        raise InputError(f"{_name(each)}: a physical expert that is not in {MAP} of shape {list(logical.shape)}")
+        raise InputError(f"{piece.of.name}: a physical expert that is not in {MAP} of shape {list(logical.shape)}")
     mapped = logical[layers[None, :, None], np.maximum(ids_TLK, 0)]
     return np.where(ids_TLK >= 0, mapped, -1)
 
