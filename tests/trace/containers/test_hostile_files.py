@@ -295,12 +295,8 @@ def test_floods_of_numbers_are_stopped() -> None:
 
 def random_program(rng: np.random.Generator) -> bytes:
     """Opcodes that are right one by one, with the names that the reader knows, in no sensible order."""
-    names = [
-        *AllowedGlobals(Budget(), torch_files.loads).table,
-        ("torch", "LongStorage"),
-        ("slime.types", "Sample"),
-        ("torch", "int16"),
-    ]
+    allowed = AllowedGlobals(Budget(), torch_files.loads).table
+    names = [*allowed, "torch.LongStorage", "slime.types.Sample", "torch.int16"]
     values = [
         b"N",
         b"K\x03",
@@ -336,7 +332,7 @@ def random_program(rng: np.random.Generator) -> bytes:
     for _ in range(int(rng.integers(3, 25))):
         kind = rng.integers(0, 10)
         if kind < 2:
-            module, name = names[rng.integers(0, len(names))]
+            module, _, name = names[rng.integers(0, len(names))].rpartition(".")
             parts.append(f"c{module}\n{name}\n".encode())
         elif kind < 5:
             parts.append(values[rng.integers(0, len(values))])

@@ -134,7 +134,7 @@ def test_objects_in_memory_lists_and_flat_ids() -> None:
         for s in expected
     ]
     check(list(slime.records_of_samples(flat, options=ImportOptions(num_layers=LAYERS, top_k=TOP_K))), expected, 0)
-    with pytest.raises(InputError, match="number of layers and top_k must be given"):
+    with pytest.raises(InputError, match=r"sample 0: .* has no shape; give --num-layers and --top-k"):
         kept(slime.records_of_samples(flat))
     lists = [{**expected[0], "rollout_routed_experts": expected[0]["rollout_routed_experts"].tolist()}]
     assert np.array_equal(kept(slime.records_of_samples(lists))[0].ids, expected[0]["rollout_routed_experts"])
@@ -175,7 +175,7 @@ def test_groups_of_groups_and_samples_without_tokens() -> None:
         ({"rollout_routed_experts": np.zeros((3, 2, 2))}, "float64; it should hold integers"),
         ({"rollout_routed_experts": "abc"}, "a str; it should be an array"),
         ({"rollout_routed_experts": [[[1], [2, 3]]]}, "different lengths"),
-        ({"tokens": [1.5]}, "something else than whole numbers"),
+        ({"tokens": [1.5]}, "sample 0: tokens should be whole numbers; there is a number"),
         ({"tokens": {"a": 1}}, "should be an array"),
     ],
 )

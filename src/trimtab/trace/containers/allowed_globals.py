@@ -23,24 +23,18 @@ from trimtab.trace.containers.tensors import (
 )
 from trimtab.trace.message_text import clip
 
+_RENAMED_MODULES = (("__builtin__", "builtins"), ("copy_reg", "copyreg"), ("numpy._core", "numpy.core"))
 # Data classes: a pickle of one is read as the bare values that it holds.
 _FRAMEWORKS = ("slime", "miles", "verl", "recipe", "nemo_rl", "sglang", "tensordict", "omegaconf")
 _PLAIN_CLASSES = {
-    "argparse": {"Namespace"},
-    "builtins": {"bool", "float", "int", "str"},
-    "datetime": {"date", "datetime", "time", "timedelta", "timezone"},
-    "decimal": {"Decimal"},
-    "fractions": {"Fraction"},
-    "pathlib": {"Path", "PosixPath", "PurePath", "PurePosixPath", "PureWindowsPath", "WindowsPath"},
-    "types": {"SimpleNamespace"},
-    "uuid": {"UUID", "SafeUUID"},
-    "torch._dynamo.decorators": {"_DimRange"},
-    "torch.nested._internal.nested_tensor": {"NestedTensor"},
-    "torch": {"Tensor"},
-    "torch._C": {"TensorBase"},
-    "torch.nn.parameter": {"Parameter"},
-}
-_NUMPY_SCALARS = {"bool_", "bool", *(f"{kind}{bits}" for kind in ("int", "uint", "float") for bits in (8, 16, 32, 64))}
+    "argparse.Namespace", "types.SimpleNamespace", "decimal.Decimal", "fractions.Fraction", "uuid.UUID",
+    "uuid.SafeUUID", "builtins.bool", "builtins.float", "builtins.int", "builtins.str", "datetime.date",
+    "datetime.datetime", "datetime.time", "datetime.timedelta", "datetime.timezone", "pathlib.Path",
+    "pathlib.PosixPath", "pathlib.WindowsPath", "pathlib.PurePath", "pathlib.PurePosixPath",
+    "pathlib.PureWindowsPath", "torch.Tensor", "torch._C.TensorBase", "torch.nn.parameter.Parameter",
+    "torch._dynamo.decorators._DimRange", "torch.nested._internal.nested_tensor.NestedTensor", "numpy.bool",
+    "numpy.bool_", *(f"numpy.{kind}{bits}" for kind in ("int", "uint", "float") for bits in (8, 16, 32, 64)),
+}  # fmt: skip
 
 
 class AllowedGlobals:
@@ -62,59 +56,57 @@ class AllowedGlobals:
         Raises:
             InputError: for all other names, so no code runs.
         """
-        top = module.split(".")[0]
-        module = {"__builtin__": "builtins", "copy_reg": "copyreg"}.get(module, module)
-        module = module.replace("numpy._core", "numpy.core")
-        if (module, name) in self.table:
-            return AllowedGlobal(name, self.table[module, name])
+        for old, new in _RENAMED_MODULES:
+            module = module.replace(old, new)
+        full_name = f"{module}.{name}"
+        if full_name in self.table:
+            return AllowedGlobal(name, self.table[full_name])
         if module == "torch" and name in DTYPES:
             return name
         if module in ("torch", "torch.storage") and name in STORAGES:
             return STORAGES[name]
-        if top in _FRAMEWORKS:
-            return _class(module, name)
-        if name in _PLAIN_CLASSES.get(module, ()) or (module == "numpy" and name in _NUMPY_SCALARS):
-            return _class(module, name)
+        if full_name in _PLAIN_CLASSES or module.split(".")[0] in _FRAMEWORKS:
+            return _class(full_name)
         raise InputError(
-            f"holds an object of class {clip(f'{module}.{name}')!r}, which is not data; nothing of it was run. "
+            f"holds an object of class {clip(full_name)!r}, which is not data; nothing of it was run. "
             "Save tensors, arrays, numbers and strings only"
         )
 
-    def _list(self) -> dict[tuple[str, str], Any]:
+    def _list(self) -> dict[str, Any]:
         return {
-            ("_codecs", "encode"): self._encode,
-            ("builtins", "bytes"): lambda: b"",
-            ("builtins", "bytearray"): lambda data=b"": data,
-            ("builtins", "complex"): complex,
-            ("builtins", "getattr"): _nested_class,
+            "_codecs.encode": self._encode,
+            "builtins.bytes": lambda: b"",
+            "builtins.bytearray": lambda data=b"": data,
+            "builtins.complex": complex,
+            "builtins.getattr": _nested_class,
             # Sets become lists: their content is not used, and hashing it can take very long.
-            ("builtins", "set"): _list,
-            ("builtins", "frozenset"): _list,
-            ("collections", "deque"): lambda items=None, _=None: [] if items is None else items,
-            ("builtins", "list"): _list,
-            ("builtins", "dict"): _dictionary,
-            ("builtins", "slice"): lambda *_: None,
-            ("builtins", "range"): lambda *_: None,
-            ("builtins", "object"): lambda: None,
-            ("collections", "OrderedDict"): _dictionary,
-            ("collections", "defaultdict"): lambda _=None: {},
-            ("collections", "Counter"): lambda items=None: {} if items is None else items,
-            ("copyreg", "_reconstructor"): _reconstructed,
-            ("numpy.core.multiarray", "_reconstruct"): lambda *_: NumpyArray(),
-            ("numpy.core.multiarray", "scalar"): self._scalar,
-            ("numpy.core.numeric", "_frombuffer"): _from_buffer,
-            ("numpy", "ndarray"): NumpyArray,
-            ("numpy", "dtype"): lambda code, *_: DType(code if type(code) is str else "?unknown"),
-            ("torch", "Size"): lambda size=(): size,
-            ("torch", "device"): lambda kind, index=None: kind,
-            ("torch.serialization", "_get_layout"): lambda name: name,
-            ("torch._utils", "_rebuild_tensor"): _tensor,
-            ("torch._utils", "_rebuild_tensor_v2"): _tensor,
-            ("torch._utils", "_rebuild_tensor_v3"): _typed_tensor,
-            ("torch._utils", "_rebuild_parameter"): lambda tensor, *_: tensor,
-            ("torch._tensor", "_rebuild_from_type_v2"): _rebuilt,
-            ("torch.nested._internal.nested_tensor", "_rebuild_njt"): _jagged,
-            ("torch.storage", "_load_from_bytes"): self._storage_from_bytes,
+            "builtins.set": _list,
+            "builtins.frozenset": _list,
+            "collections.deque": lambda items=None, _=None: [] if items is None else items,
+            "builtins.list": _list,
+            "builtins.dict": _dictionary,
+            "builtins.slice": lambda *_: None,
+            "builtins.range": lambda *_: None,
+            "builtins.object": lambda: None,
+            "collections.OrderedDict": _dictionary,
+            "collections.defaultdict": lambda _=None: {},
+            "collections.Counter": lambda items=None: {} if items is None else items,
+            "copyreg._reconstructor": _reconstructed,
+            "numpy.core.multiarray._reconstruct": lambda *_: NumpyArray(),
+            "numpy.core.multiarray.scalar": self._scalar,
+            "numpy.core.numeric._frombuffer": _from_buffer,
+            "numpy.ndarray": NumpyArray,
+            "numpy.dtype": lambda code, *_: DType(code if type(code) is str else "?unknown"),
+            "torch.Size": lambda size=(): size,
+            "torch.device": lambda kind, index=None: kind,
+            "torch.serialization._get_layout": lambda name: name,
+            "torch._utils._rebuild_tensor": _tensor,
+            "torch._utils._rebuild_tensor_v2": _tensor,
+            "torch._utils._rebuild_tensor_v3": _typed_tensor,
+            "torch._utils._rebuild_parameter": lambda tensor, *_: tensor,
+            "torch._tensor._rebuild_from_type_v2": _rebuilt,
+            "torch.nested._internal.nested_tensor._rebuild_njt": _jagged,
+            "torch.storage._load_from_bytes": self._storage_from_bytes,
         }
 
     def _encode(self, text: Any, coding: Any) -> Any:
@@ -137,18 +129,14 @@ class AllowedGlobals:
         return self._load(buffer_of(data))
 
 
-def _class(module: str, name: str) -> AllowedGlobal:
-    full = f"{module}.{name}"
-    return AllowedGlobal(full, lambda *args: OpaqueObject(full, args))
+def _class(full_name: str) -> AllowedGlobal:
+    return AllowedGlobal(full_name, lambda *args: OpaqueObject(full_name, args))
 
 
 def _nested_class(outer: Any, name: Any) -> AllowedGlobal:
-    if type(outer) is not AllowedGlobal or type(name) is not str:
-        raise InputError("holds a call of 'builtins.getattr', which is not data; nothing of it was run")
-    module, _, outer_name = outer.name.rpartition(".")
-    if module.split(".")[0] not in _FRAMEWORKS:
-        raise InputError("holds a call of 'builtins.getattr', which is not data; nothing of it was run")
-    return _class(module, f"{outer_name}.{name}")
+    if type(outer) is AllowedGlobal and type(name) is str and outer.name.split(".")[0] in _FRAMEWORKS:
+        return _class(f"{outer.name}.{name}")
+    raise InputError("holds a call of 'builtins.getattr', which is not data; nothing of it was run")
 
 
 def _reconstructed(cls: Any, _base: Any, state: Any) -> OpaqueObject:
@@ -173,9 +161,7 @@ def _from_buffer(data: Any, dtype: Any, shape: Any, order: Any, axes: Any = None
 
 
 def _tensor(storage: Any, offset: Any, shape: Any, strides: Any, *_: Any) -> Tensor:
-    if type(storage) is not Storage or type(offset) is not int or type(shape) is not tuple:
-        raise TypeError("a tensor without storage")
-    return Tensor(storage, storage.dtype, offset, shape, strides if type(strides) is tuple else ())
+    return _typed_tensor(storage, offset, shape, strides, None, None, getattr(storage, "dtype", None))
 
 
 def _typed_tensor(

@@ -22,6 +22,8 @@ from trimtab.trace.message_text import reason
 
 # Limit of rows read at once, and of arrays of sequence facts. Only a zipped array can claim more than its file.
 _MOST_BYTES = 1 << 30
+# Shape, dtype and offset in the file.
+_Place = tuple[tuple[int, ...], np.dtype[Any], int]
 _LARGEST_HEADER = 100 << 20
 SAFETENSORS_DTYPES: dict[str, np.dtype[Any]] = {
     f"{kind.upper()}{8 * size}": np.dtype(f"<{kind}{size}") for kind in "ui" for size in (1, 2, 4, 8)
@@ -109,22 +111,14 @@ def open_arrays(path: Path) -> Iterator[Arrays]:
                 with zipfile.ZipFile(file) as archive:
                     yield _zipped(archive)
             else:
-                tensors, texts, start = _safetensors_header(file, size)
-                yield _mapped(
-                    path, {name: (shape, dtype, start + at) for name, (shape, dtype, at) in tensors.items()}, texts
-                )
+                yield _mapped(path, *_safetensors_header(file, size))
     except InputError:
         raise
     except (KeyError, *ZIP_ERRORS) as error:
         raise InputError(f"can't be read ({reason(error)})") from None
 
 
-def _mapped(
-    path: Path,
-    places: dict[str, tuple[tuple[int, ...], np.dtype[Any], int]],
-    texts: dict[str, str],
-    fortran: bool = False,
-) -> Arrays:
+def _mapped(path: Path, places: dict[str, _Place], texts: dict[str, str], fortran: bool = False) -> Arrays:
     def rows(name: str) -> Callable[[int], Array]:
         shape, dtype, offset = places[name]
         if not math.prod(shape):
@@ -181,10 +175,8 @@ def _zipped(archive: zipfile.ZipFile) -> Arrays:
     return Arrays({name: shape_of(name) for name in names}, rows)
 
 
-def _safetensors_header(
-    file: BinaryIO, size: int
-) -> tuple[dict[str, tuple[tuple[int, ...], np.dtype[Any], int]], dict[str, str], int]:
-    """Shape, dtype and offset of every tensor, the metadata, and where the data starts."""
+def _safetensors_header(file: BinaryIO, size: int) -> tuple[dict[str, _Place], dict[str, str]]:
+    """Every tensor's place, and the metadata."""
     length_bytes = file.read(8)
     (length,) = struct.unpack("<Q", length_bytes) if len(length_bytes) == 8 else (0,)
     if not 2 <= length <= min(size - 8, _LARGEST_HEADER):
@@ -192,7 +184,7 @@ def _safetensors_header(
     try:
         header = json.loads(file.read(length))
         texts = header.pop("__metadata__", {})
-        tensors: dict[str, tuple[tuple[int, ...], np.dtype[Any], int]] = {}
+        tensors: dict[str, _Place] = {}
         for name, entry in header.items():
             shape, (begin, end) = tuple(entry["shape"]), entry["data_offsets"]
             dtype = SAFETENSORS_DTYPES.get(entry["dtype"])
@@ -201,11 +193,11 @@ def _safetensors_header(
             whole = all(type(number) is int and number >= 0 for number in (*shape, begin, end))
             if not whole or end > size - 8 - length or end - begin != math.prod(shape) * dtype.itemsize:
                 raise InputError(f"{name[:40]} claims bytes that don't fit its shape or the file")
-            tensors[name] = (shape, dtype, begin)
+            tensors[name] = (shape, dtype, 8 + length + begin)
         if not isinstance(texts, dict) or not all(isinstance(text, str) for text in texts.values()):
             raise TypeError
     except InputError:
         raise
     except (AttributeError, KeyError, RecursionError, TypeError, ValueError):
         raise InputError("no valid safetensors header") from None
-    return tensors, texts, 8 + length
+    return tensors, texts

@@ -47,17 +47,21 @@ def load(path: Path) -> Any:
             but data.
     """
     try:
-        with path.open("rb") as file:
-            if not path.stat().st_size:
-                raise InputError("an empty file")
-            content = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+        content = _map(path)
     except OSError as error:
         raise InputError(f"can't be read ({error.strerror})") from None
+    except ValueError:  # mmap refuses empty files
+        raise InputError("an empty file") from None
     return loads(memoryview(content))
 
 
+def _map(path: Path) -> mmap.mmap:
+    with path.open("rb") as file:
+        return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+
+
 def loads(content: memoryview) -> Any:
-    """As `load`, from memory."""
+    """As `load`, of bytes in memory."""
     try:
         return _Loader().load(content)
     except RecursionError:
@@ -67,7 +71,7 @@ def loads(content: memoryview) -> Any:
 
 
 def looks_loadable(path: Path) -> bool:
-    """Does the file start as one of the formats? Never raises."""
+    """True if the file starts as one of the formats. Never raises."""
     try:
         with path.open("rb") as file:
             start = file.read(8)
@@ -84,8 +88,7 @@ def mentions(path: Path, *keys: str) -> set[str]:
     if not looks_loadable(path):
         return set()
     try:
-        with path.open("rb") as file:
-            content = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+        content = _map(path)
         start, end = 0, len(content)
         if content[:4] == ZIP_MAGIC:
             entries = Archive(memoryview(content)).entries
@@ -210,9 +213,7 @@ def _nothing() -> memoryview:
 
 
 def _storage_facts(persistent_id: Any) -> tuple[str, str, int]:
-    if type(persistent_id) is not tuple or len(persistent_id) < 5 or persistent_id[0] != "storage":
-        raise InputError("a damaged torch file: a storage without description")
-    _, dtype, key, _, count = persistent_id[:5]
-    if type(dtype) is not str or type(key) is not str or type(count) is not int or count < 0 or dtype not in DTYPES:
-        raise InputError("a damaged torch file: a storage without description")
-    return dtype, key, count
+    match persistent_id:
+        case ("storage", str(dtype), str(key), _, int(count), *_) if count >= 0 and dtype in DTYPES:
+            return dtype, key, count
+    raise InputError("a damaged torch file: a storage without description")

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -13,12 +12,12 @@ import numpy as np
 
 from trimtab.array_type import Array
 from trimtab.errors import InputError
+from trimtab.trace.containers.npy import array_of_lists
 from trimtab.trace.containers.pickles import OpaqueObject
 from trimtab.trace.containers.tensors import Jagged, NumpyArray, Tensor
 from trimtab.trace.formats.records import Dropped, Record
 from trimtab.trace.message_text import clip
 
-_MOST_LISTED = 1 << 26
 MIN_READ_LIMIT = 1 << 30
 
 
@@ -87,7 +86,7 @@ def as_array(value: Any, what: str) -> Array:
     if isinstance(value, Tensor | NumpyArray):
         return value.numpy()
     if isinstance(value, list | tuple):
-        return _from_lists(value, what)
+        return array_of_lists(value, _depth(value), what, scalars=True)
     if not isinstance(value, OpaqueObject):
         if hasattr(value, "detach"):
             value = value.detach().cpu()
@@ -150,24 +149,13 @@ def whole_number(value: Any, default: int = 0) -> int:
     return value if isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 1 << 31 else default
 
 
-def _from_lists(value: Any, what: str) -> Array:
-    """Level by level, so that lists that are shared many times over are noticed by their number."""
-    shape = [len(value)]
-    flat = value
-    while len(flat) and isinstance(flat[0], list | tuple) and len(shape) <= 4:
-        length = len(flat[0])
-        if len(flat) * length > _MOST_LISTED:
-            raise InputError(f"{what} is a list of more than {_MOST_LISTED} numbers; it should be an array")
-        if not all(isinstance(each, list | tuple) and len(each) == length for each in flat):
-            raise InputError(f"{what} holds lists of different lengths")
-        flat = list(chain.from_iterable(flat))
-        shape.append(length)
-    if not all(type(number) is int for number in flat):
-        # Lists of numpy or torch numbers.
-        flat = [number.item() if hasattr(number, "item") else number for number in flat]
-        if not all(isinstance(number, int) for number in flat):
-            raise InputError(f"{what} holds something else than whole numbers")
-    return np.array(flat, np.int64).reshape(shape)
+def _depth(value: Any) -> int:
+    """How deep lists are nested, by their first items; at most 5."""
+    depth = 0
+    while isinstance(value, list | tuple) and depth < 5:
+        value = value[0] if value else None
+        depth += 1
+    return depth
 
 
 def _kind(value: Any) -> str:

@@ -33,7 +33,7 @@ def decode_routes(value: Any, options: ImportOptions, dtype: str = "int32") -> A
     """
     if isinstance(value, str):
         data = decode_base64(value)
-        ids = array_of_npy(data) if data.startswith(NPY_MAGIC) else _shape_raw(data, options, dtype)
+        ids = array_of_npy(data) if data.startswith(NPY_MAGIC) else shape_flat(_raw(data, dtype), options)
     elif isinstance(value, Mapping):
         ids = _array_of_mapping(value, dtype)
     elif isinstance(value, list | tuple):
@@ -82,21 +82,21 @@ def raw_dtype(name: Any) -> str:
     return name.strip().lower()
 
 
-def _shape_raw(data: bytes, options: ImportOptions, dtype: str) -> Array:
-    flat = _raw(data, dtype)
-    if options.num_layers is None or options.top_k is None:
-        said = (("--num-layers", options.num_layers), ("--top-k", options.top_k))
-        lacking = " and ".join(option for option, value in said if value is None)
+def shape_flat(flat: Array, options: ImportOptions, what: str = "routed_experts") -> Array:
+    """`[t, layers, K]` of ids one after another, with the caller's numbers of layers and top_k.
+
+    Raises:
+        InputError: if one is unknown, or they don't divide the number of ids.
+    """
+    layers, top_k = options.num_layers, options.top_k
+    if not layers or not top_k:
+        missing = " and ".join(name for name, value in (("--num-layers", layers), ("--top-k", top_k)) if not value)
+        raise InputError(f"{what} has no shape; give {missing}, or --model with a config.json or a model's name")
+    if flat.size % (layers * top_k):
         raise InputError(
-            f"routed_experts has no shape; give {lacking}, or --model with a config.json or a model's name"
+            f"{what} holds {flat.size} ids of {flat.dtype}, which {layers} layers x top-{top_k} don't divide"
         )
-    row = options.num_layers * options.top_k
-    if row < 1 or len(flat) % row:
-        raise InputError(
-            f"routed_experts holds {len(flat)} ids of {dtype}, which {options.num_layers} layers x top-{options.top_k} "
-            "don't divide"
-        )
-    return flat.reshape(-1, options.num_layers, options.top_k)
+    return flat.reshape(-1, layers, top_k)
 
 
 def _raw(data: bytes, dtype: str) -> Array:

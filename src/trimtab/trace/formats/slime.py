@@ -16,6 +16,7 @@ from trimtab.errors import InputError
 from trimtab.trace.containers import torch_files
 from trimtab.trace.formats.dump_fields import ReadLimit, as_array, damaged_values, field, integers, text, whole_number
 from trimtab.trace.formats.records import Dropped, ImportOptions, Record
+from trimtab.trace.formats.routes import shape_flat
 
 KEY = "rollout_routed_experts"
 WITHOUT_ROUTES = Dropped("samples without routes")
@@ -99,14 +100,7 @@ def _shaped(ids: Array, where: str, options: ImportOptions) -> Array:
     if ids.dtype.kind not in "iu":
         raise InputError(f"{where}: {KEY} is {ids.dtype}; it should hold integers")
     if ids.ndim in (1, 2):
-        layers, top_k = options.num_layers, options.top_k
-        if not layers or not top_k:
-            raise InputError(
-                f"{where}: {KEY} has shape {list(ids.shape)}; the number of layers and top_k must be given to read it"
-            )
-        if ids.size % (layers * top_k):
-            raise InputError(f"{where}: {KEY} has {ids.size} ids; {layers} layers x top-{top_k} do not divide them")
-        return ids.reshape(-1, layers, top_k)
+        return shape_flat(ids, options, f"{where}: {KEY}")
     if ids.ndim != 3:
         raise InputError(f"{where}: {KEY} has shape {list(ids.shape)}; it should be [tokens - 1, layers, top_k]")
     return ids
