@@ -1,4 +1,4 @@
-"""What a reader yields, apart: records, and data that is not imported."""
+"""Records, and counts of dropped data, among the items that a reader yields."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Dumps of frameworks that are not installed: classes with their names, and files damaged on purpose."""
+"""Dumps of frameworks that are not installed: stand-ins of their classes, and damaged files."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Dumps of other frameworks, byte for byte as documented, built without the libraries that read them here."""
+"""Dumps of other frameworks, byte for byte as documented, built without Trimtab's readers."""
 
 from __future__ import annotations
 

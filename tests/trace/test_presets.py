@@ -1,4 +1,4 @@
-"""Presets of synthetic routing: skewed as promised, valid in any shape, the same from the same seed."""
+"""Presets of synthetic routing: their skew, validity in any shape, and reproducibility by seed."""
 
 from __future__ import annotations
 
@@ -116,7 +116,7 @@ def test_the_seed_fixes_everything() -> None:
     assert not np.array_equal(trace.sequence_lengths, other.sequence_lengths)
 
 
-def test_random_numbers_are_our_own() -> None:
+def test_random_numbers_do_not_change() -> None:
     """A new version of numpy or numba must not change what a seed gives. The keys are splitmix64's published ones."""
     key = np.array([0], np.uint64)
     assert derive(key, np.array([0, 1], np.uint64)).tolist() == [0xE220A8397B1DCDAF, 0x6E789E6AA1B965F4]
@@ -155,7 +155,7 @@ def test_a_seventh_of_a_sequence_is_prompt() -> None:
 
 
 @pytest.mark.parametrize("steepness", [0.0, 1.0, 8.0])
-def test_drawing_equals_gumbel_top_k(steepness: float) -> None:
+def test_sampling_equals_gumbel_top_k(steepness: float) -> None:
     """The kernel and a draw without replacement in plain numpy pick every expert equally often.
 
     At the greatest steepness most picks are misses, so that tokens finish with scans.

@@ -64,9 +64,9 @@ def _fill_noise(key, clustering, noise_E):  # type: ignore[no-untyped-def]
 
 @kernel
 def sample_experts(log_popularity_PLE, profile_S, key_S, starts, clustering, deviation, ids_TLK):  # type: ignore[no-untyped-def]
-    """Write the experts of every token: top_k successive draws, without replacement, from its sequence's popularity.
+    """Write the experts of every token: top_k samples without replacement, from its sequence's popularity.
 
-    A draw is one lookup in an alias table, built once for each sequence and layer. It is repeated if the token already
+    A sample is one lookup in an alias table, built once for each sequence and layer. It is repeated if the token already
     has the expert.
 
     Args:
@@ -118,7 +118,7 @@ def _sample_sequence(key, weight_E, limit_E, alias_E, ids_TK):  # type: ignore[n
 
 @kernel
 def _scan(pick, weight_E, taken_by_E, t):  # type: ignore[no-untyped-def]
-    """The same draw without misses: a scan over the weights of the experts that token t does not have."""
+    """The same sample without misses: a scan over the weights of the experts that token t does not have."""
     left = 0.0
     for e in range(len(weight_E)):
         if taken_by_E[e] != t:
@@ -136,7 +136,7 @@ def _scan(pick, weight_E, taken_by_E, t):  # type: ignore[no-untyped-def]
 
 @kernel
 def _fill_alias_table(weight_E, limit_E, alias_E):  # type: ignore[no-untyped-def]
-    """Vose's alias method: place e keeps a draw below limit_E[e] (of 2**32) and passes the others to alias_E[e]."""
+    """Vose's alias method: place e gives expert e for numbers below limit_E[e] (of 2**32), else expert alias_E[e]."""
     num_experts = len(weight_E)
     height_E = weight_E * (num_experts / weight_E.sum())
     order_E = np.empty(num_experts, np.int64)  # Entries below the mean from the front, others from the back.

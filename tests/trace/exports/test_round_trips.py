@@ -1,4 +1,4 @@
-"""What is exported comes back the same, and is what others expect."""
+"""Exported traces are imported unchanged, and have the format that other tools expect."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def some_trace(experts: int = 300, lengths: tuple[int, ...] = (5, 1, 7), top_k: 
 
 
 def back(records: list[Record], experts: int) -> RoutingTrace:
-    """A trace of records that need no normalising but for the mark of unknown routes."""
+    """A trace of records whose only conversion is that of unknown routes."""
     unknown = np.iinfo(np.uint8 if experts <= 255 else np.uint16).max
     ids = []
     for record in records:
@@ -119,7 +119,7 @@ def test_megatron_rows(tmp_path: Path) -> None:
     assert rows[4]["top_indices"] == trace.sequence(2)[:, 0].tolist()
 
 
-def test_libraries_read_it(tmp_path: Path) -> None:
+def test_numpy_and_safetensors_read_the_files(tmp_path: Path) -> None:
     trace = some_trace()
     write_npz(trace, tmp_path / "a.npz")
     with np.load(tmp_path / "a.npz", allow_pickle=False) as found:
@@ -156,8 +156,8 @@ def test_texts_in_either_byte_order(tmp_path: Path) -> None:
         ]
 
 
-def test_marks_of_gaps_in_types_of_others(tmp_path: Path) -> None:
-    """65535 in uint32 is no mark of ours, as 0 is not in uint16."""
+def test_ids_of_unknown_routes_in_other_dtypes(tmp_path: Path) -> None:
+    """65535 in uint32 and 0 in uint16 are not Trimtab's id of unknown routes."""
     for dtype, missing in (("uint16", 65535), ("uint32", 0), ("int16", 0)):
         np.savez(tmp_path / "a.npz", expert_ids=routes(4, 2, 3, 300, dtype), num_experts=[300])
         (record,) = kept(arrays.read(tmp_path / "a.npz", ImportOptions()))
@@ -200,7 +200,7 @@ def test_only_the_ids_are_needed(tmp_path: Path) -> None:
         ({"expert_ids": np.zeros((13, 2, 3))}, "ids are float64; they should be integers"),
     ],
 )
-def test_refused(tmp_path: Path, change: dict[str, Any], expected: str) -> None:
+def test_invalid_files_are_refused(tmp_path: Path, change: dict[str, Any], expected: str) -> None:
     path = tmp_path / "a.npz"
     write_npz(some_trace(), path)
     with np.load(path) as found:
@@ -210,7 +210,7 @@ def test_refused(tmp_path: Path, change: dict[str, Any], expected: str) -> None:
         kept(arrays.read(path, ImportOptions()))
 
 
-def test_mutants(tmp_path: Path) -> None:
+def test_damaged_files_are_read_or_refused(tmp_path: Path) -> None:
     trace = some_trace()
     for form in ("npz", "safetensors"):
         WRITERS[form][0](trace, tmp_path / form)

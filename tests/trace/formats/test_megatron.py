@@ -1,4 +1,4 @@
-"""Megatron-core's router trace: rows of layers, put together to micro-batches."""
+"""Megatron-core's router trace: rows of layers are combined to micro-batches."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ def test_multi_token_prediction_is_told_by_either_key(tmp_path: Path) -> None:
     assert [record.step for record in read(json_lines(tmp_path / "a.jsonl", rows))] == [0, 1]
 
 
-def test_refused(tmp_path: Path) -> None:
+def test_invalid_files_are_refused(tmp_path: Path) -> None:
     ids = routes(4, 1, 2, 8, "int32")[:, 0]
 
     def message(*rows: Any) -> str:
@@ -118,8 +118,8 @@ def test_refused(tmp_path: Path) -> None:
     assert message(row(ids, 0, block="mtp")) == "no row of a decoder layer"
 
 
-def test_ids_read_apart_are_those_that_json_gives() -> None:
-    """Of any text: the same ids, or none, and then JSON is asked."""
+def test_ids_parsed_separately_equal_those_of_json() -> None:
+    """For any text the fast parser returns the ids of JSON, or none."""
     texts = [b"[[1, 2], [30, 4]]}\n", b"[[-1,7],[0,32768]]} \r\n", b"[[123456789]]}\n"]
     taken = 0
     for seed, text in enumerate(texts):
@@ -142,7 +142,7 @@ def test_ids_read_apart_are_those_that_json_gives() -> None:
 
 
 def test_keys_in_another_order(tmp_path: Path) -> None:
-    """Then all of a line is JSON."""
+    """If ids are not at the end of a line, the whole line is parsed as JSON."""
     ids = routes(4, 2, 2, 8, "int32")
     rows = [dict(reversed(row(ids[:, layer], layer).items())) for layer in range(2)]
     (record,) = read(json_lines(tmp_path / "a.jsonl", rows))
@@ -152,7 +152,7 @@ def test_keys_in_another_order(tmp_path: Path) -> None:
     np.testing.assert_array_equal(record.ids, ids)
 
 
-def test_mutants(tmp_path: Path) -> None:
+def test_damaged_files_are_read_or_refused(tmp_path: Path) -> None:
     ids = routes(4, 2, 2, 8, "int32")
     rows = [row(ids[:, layer], layer, step) for step in (0, 0, 1) for layer in (0, 1)]
     content = json_lines(tmp_path / "a.jsonl", rows).read_bytes()

@@ -1,4 +1,4 @@
-"""NeMo-RL's batches and message logs: routes up to each sequence's length, rows of -1 where there is none."""
+"""NeMo-RL's batches and message logs: routes of each sequence's tokens, -1 for unknown routes."""
 
 from __future__ import annotations
 
@@ -108,7 +108,7 @@ def test_routes_one_row_short_of_the_longest() -> None:
     assert dropped(items) == {"padding rows": 4 + 10}
 
 
-def test_rows_of_no_tokens_are_left_out_and_labels_stay_with_theirs() -> None:
+def test_rows_without_tokens_are_dropped_with_their_labels() -> None:
     tensors = batch(64, torch.int16) | {"input_lengths": torch.tensor([0, 12, 1])}
     records = kept(nemo_rl.records_of_batch(tensors))
     assert [(record.where, record.domain) for record in records] == [("row 1", "code"), ("row 2", "")]
@@ -130,12 +130,12 @@ def test_messages_without_an_answer_are_all_prompt() -> None:
         ({"routed_experts": torch.zeros(3, 12)}, "float32; it should hold integers"),
     ],
 )
-def test_wrong_batches_are_explained(change: dict[str, Any], message: str) -> None:
+def test_invalid_batches_are_refused(change: dict[str, Any], message: str) -> None:
     with pytest.raises(InputError, match=message):
         kept(nemo_rl.records_of_batch(batch(64, torch.int8) | change))
 
 
-def test_messages_that_repeat_one_array_are_stopped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_messages_that_repeat_one_array_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(dump_fields, "MIN_READ_LIMIT", 1 << 26)
     ids = torch.zeros(1, dtype=torch.int8).expand(1 << 12, 64, 62)
     message = {"role": "user", "token_ids": torch.zeros(1 << 12, dtype=torch.int32), "routed_experts": ids}

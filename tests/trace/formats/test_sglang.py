@@ -1,4 +1,4 @@
-"""What SGLang returns: `/generate`, its engine, and OpenAI-compatible responses."""
+"""SGLang's responses: `/generate`, its engine, and OpenAI-compatible ones."""
 
 from __future__ import annotations
 
@@ -128,13 +128,13 @@ def test_routes_beside_several_choices_are_those_of_the_first() -> None:
     assert len(record.ids) == 2
 
 
-def test_token_ids_that_do_not_fit_the_counts_are_left_alone() -> None:
+def test_token_ids_that_differ_from_the_counts_are_ignored() -> None:
     each = response(routes(7, 3, 2, 8, "int32"), 5, 3) | {"input_ids": [1, 2]}
     (record,) = kept(sglang.records_of_responses([each], MODEL))
     assert (record.num_tokens, record.token_ids) == (8, None)
 
 
-def test_empty_answers() -> None:
+def test_completions_without_tokens() -> None:
     """Aborted before any forward pass, or only a prompt."""
     none = response(routes(0, 3, 2, 8, "int32"), 4, 0, routed_experts=None)
     prompt_only = response(routes(3, 3, 2, 8, "int32"), 4, 0)
@@ -143,7 +143,7 @@ def test_empty_answers() -> None:
     assert [(len(record.ids), record.first, record.num_tokens) for record in records] == [(3, 0, 4), (0, 3, 4)]
 
 
-def test_refused(tmp_path: Path) -> None:
+def test_invalid_files_are_refused(tmp_path: Path) -> None:
     ids = routes(7, 3, 2, 8, "int32")
 
     def message(known: ImportOptions = MODEL, **meta: Any) -> str:
@@ -167,7 +167,7 @@ def test_refused(tmp_path: Path) -> None:
     assert "no response holds routed_experts" in message(routed_experts=None)
 
 
-def test_mutants(tmp_path: Path) -> None:
+def test_damaged_files_are_read_or_refused(tmp_path: Path) -> None:
     ids = routes(5, 3, 2, 8, "int32")
     values = [response(ids, 4, 2), response(ids[3:], 4, 2, routed_experts_start_len=3, routed_experts_dtype="int32")]
     for content in (json.dumps(values, indent=1).encode(), json_lines(tmp_path / "a", values).read_bytes()):

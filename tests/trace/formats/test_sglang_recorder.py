@@ -1,4 +1,4 @@
-"""Dumps of SGLang's recorder in its modes: ids become logical, counts stay what they are."""
+"""Dumps of SGLang's recorder in its modes: logical ids, and tokens with the recorded counts."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ Expected = list[tuple[str, Any, str]]
 
 
 def per_token(named: bool = False) -> tuple[dict[str, Any], Expected]:
-    """Two requests: prefill of both, a pass with nobody, two passes of decoding the second of which is padded.
+    """Two requests: prefill of both, an empty pass, two passes of decoding the second of which is padded.
 
     Returns the dump, and by sequence its name, its logical ids, and its domain.
     """
@@ -95,7 +95,7 @@ def test_tokens_by_request(tmp_path: Path, named: bool) -> None:
     assert dropped(sglang_recorder.read(tmp_path / "a.pt", ImportOptions())) == {"empty forward passes": 1}
 
 
-def test_lengths_that_do_not_add_up_are_not_believed() -> None:
+def test_inconsistent_lengths_are_ignored() -> None:
     """Then a pass is one piece, and those of passes with the same number are told apart."""
     dump, _ = per_token()
     first = dump["records"][0] | {"extend_seq_lens": [5, 3]}
@@ -125,7 +125,7 @@ def counts_of(ids_TLK: Any, experts: int) -> Any:
 
 @settings(max_examples=60, deadline=None)
 @given(st.integers(1, 30), st.integers(1, 8), st.integers(8, 20), st.integers(0, 1 << 30))
-def test_tokens_made_up_from_counts_have_these_counts(tokens: int, top_k: int, experts: int, seed: int) -> None:
+def test_tokens_generated_from_counts_have_these_counts(tokens: int, top_k: int, experts: int, seed: int) -> None:
     rng = np.random.default_rng(seed)
     passes = [routes(rng, n, 3, top_k, experts) for n in (tokens, 0, 1)]
     counts = np.stack([counts_of(ids, experts) for ids in passes])
@@ -145,7 +145,7 @@ def test_tokens_made_up_from_counts_have_these_counts(tokens: int, top_k: int, e
     }
 
 
-def test_layers_that_counted_fewer_tokens_lack_rows() -> None:
+def test_layers_with_fewer_counted_tokens_have_unknown_routes() -> None:
     counts = torch.tensor([[[2, 2, 0], [1, 0, 1]]])
     (record,) = records_of({"logical_count": counts}, 2)
     assert np.array_equal(record.ids[:, 0], [[0, 1], [0, 1]])
@@ -178,12 +178,12 @@ def test_physical_counts_by_pass(tmp_path: Path) -> None:
         ([1], 2, "should be a dictionary"),
     ],
 )
-def test_what_counts_cannot_be_is_explained(dump: Any, top_k: int | None, message: str) -> None:
+def test_impossible_counts_are_refused(dump: Any, top_k: int | None, message: str) -> None:
     with pytest.raises(InputError, match=message):
         records_of(dump, top_k)
 
 
-def test_passes_that_repeat_one_array_are_stopped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_passes_that_repeat_one_array_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(dump_fields, "MIN_READ_LIMIT", 1 << 26)
     ids = torch.zeros(1, dtype=torch.int32).expand(64, 1 << 14, 8)
     torch.save({"records": [{"forward_pass_id": 1, "topk_ids_of_layer": ids}] * 200_000}, tmp_path / "a.pt")

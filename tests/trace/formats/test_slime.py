@@ -1,4 +1,4 @@
-"""Dumps of slime and miles: every sample's routes, tokens, prompt and label come back."""
+"""Dumps of slime and miles: routes, tokens, prompt length and label of every sample."""
 
 from __future__ import annotations
 
@@ -140,7 +140,7 @@ def test_objects_in_memory_lists_and_flat_ids() -> None:
     assert np.array_equal(kept(slime.records_of_samples(lists))[0].ids, expected[0]["rollout_routed_experts"])
 
 
-def test_labels_and_lengths_that_samples_may_lack() -> None:
+def test_labels_and_lengths_are_optional() -> None:
     one = samples()[0]
     del one["response_length"]
     labels: list[tuple[Any, str]] = [
@@ -179,12 +179,12 @@ def test_groups_of_groups_and_samples_without_tokens() -> None:
         ({"tokens": {"a": 1}}, "should be an array"),
     ],
 )
-def test_wrong_samples_are_named(change: dict[str, Any], message: str) -> None:
+def test_errors_name_the_sample(change: dict[str, Any], message: str) -> None:
     with pytest.raises(InputError, match=message):
         kept(slime.records_of_samples([{**samples()[0], **change}]))
 
 
-def test_dumps_without_routes_say_what_to_do(tmp_path: Path) -> None:
+def test_dumps_without_routes_are_refused_with_a_hint(tmp_path: Path) -> None:
     torch.save({"rollout_id": 1, "samples": [{**s, "rollout_routed_experts": None} for s in samples()]}, tmp_path / "a")
     with pytest.raises(InputError, match=r"none of its 4 samples.*--use-rollout-routing-replay"):
         kept(slime.read(tmp_path / "a", ImportOptions()))
@@ -192,7 +192,7 @@ def test_dumps_without_routes_say_what_to_do(tmp_path: Path) -> None:
     assert kept(slime.read(tmp_path / "a", ImportOptions())) == []
 
 
-def test_samples_that_repeat_one_array_are_stopped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_samples_that_repeat_one_array_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A few bytes a sample, each of which would be millions of numbers."""
     monkeypatch.setattr(dump_fields, "MIN_READ_LIMIT", 1 << 26)
     one = {**samples()[0], "rollout_routed_experts": torch.zeros(1, dtype=torch.int32).expand(1 << 12, 64, 62)}

@@ -1,4 +1,4 @@
-"""verl's batches, in every way they are written: what stands behind the padding comes back, row by row."""
+"""verl's batches in every layout: the rows without padding are imported, in order."""
 
 from __future__ import annotations
 
@@ -188,7 +188,7 @@ def test_dictionaries_and_arrays(tmp_path: Path, dtype: torch.dtype, top_k: int)
     check(list(verl.records_of_batch(DataProto(tensors, LABELS, FACTS))), tensors)
 
 
-def test_bare_arrays_lose_rows_of_zeros_at_both_ends(tmp_path: Path) -> None:
+def test_rows_of_zeros_at_both_ends_of_bare_arrays_are_dropped(tmp_path: Path) -> None:
     tensors = batch()
     np.save(tmp_path / "a.npy", tensors["routed_experts"].numpy())
     assert verl.recognise(tmp_path / "a.npy")
@@ -239,14 +239,14 @@ def test_rows_whose_last_token_has_no_route() -> None:
 
 
 def test_prompts_without_their_tokens() -> None:
-    """How wide they are, responses say; and a row may end within its prompt."""
+    """The width of prompts follows from that of responses, and a row may end within its prompt."""
     tensors: dict[str, Any] = {key: batch()[key] for key in ("responses", "attention_mask", "routed_experts")}
     assert [record.prompt_length for record in kept(verl.records_of_batch(tensors))] == [4, 4, 6, 1]
     tensors["attention_mask"][0, 4:] = 0
     assert [record.prompt_length for record in kept(verl.records_of_batch(tensors))] == [2, 4, 6, 1]
 
 
-def test_masks_with_holes_leave_these_tokens_out() -> None:
+def test_masked_tokens_inside_a_sequence_are_dropped() -> None:
     tensors = batch()
     tensors["attention_mask"][2, 8:10] = 0
     tensors["attention_mask"][2, 3] = 0
@@ -277,7 +277,7 @@ def test_an_empty_batch(tmp_path: Path) -> None:
         ({"input_ids": "text"}, "input_ids is a str; it should be an array"),
     ],
 )
-def test_wrong_batches_are_explained(change: dict[str, Any], message: str) -> None:
+def test_invalid_batches_are_refused(change: dict[str, Any], message: str) -> None:
     with pytest.raises(InputError, match=message):
         kept(verl.records_of_batch(batch() | change))
     with pytest.raises(InputError, match="where a batch should be"):

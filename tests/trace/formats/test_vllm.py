@@ -1,4 +1,4 @@
-"""What vLLM writes: server responses, outputs in memory, saved arrays, and the layout of 0.21."""
+"""vLLM's server responses, outputs in memory, saved arrays, and the layout of 0.21."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def test_completion_response(tmp_path: Path, experts: int, dtype: str, top_k: in
     assert record.layers is None
 
 
-def test_known_bytes() -> None:
+def test_hand_written_bytes_are_read() -> None:
     """The `.npy` bytes of np.array([[[1, 2]], [[3, 4]]], np.uint8), written out."""
     header = b"{'descr': '|u1', 'fortran_order': False, 'shape': (2, 1, 2), }"
     data = b"\x93NUMPY\x01\x00\x76\x00" + header + b" " * (0x76 - len(header) - 1) + b"\n" + b"\x01\x02\x03\x04"
@@ -167,7 +167,7 @@ def test_layout_of_0_21(tmp_path: Path, form: str) -> None:
 
 
 def test_only_the_completion_in_0_21() -> None:
-    """The prompt's routes were not asked for: its place is null, and rows are those of the completion."""
+    """The prompt's routes were not requested: they are null, and rows are those of the completion."""
     response = {
         "choices": [{"token_ids": [4, 5, 6], "routed_experts": routes(2, 2, 2, 8, "int16").tolist()}],
         "prompt_token_ids": [1, 2, 3],
@@ -178,13 +178,13 @@ def test_only_the_completion_in_0_21() -> None:
 
 
 def test_no_row_for_the_prompt_in_0_21() -> None:
-    """All of it was in a cache, say; nothing says how long it is."""
+    """The prompt was cached, and its length is unknown."""
     response = {"choices": [{"routed_experts": [[[1, 2]], [[3, 4]]]}], "prompt_routed_experts": []}
     (record,) = kept(vllm.records_of_outputs([response]))
     assert (len(record.ids), record.prompt_length, record.num_tokens) == (2, 0, None)
 
 
-def test_the_answers_own_labels_come_before_those_around_it() -> None:
+def test_labels_of_a_response_override_those_of_its_wrapper() -> None:
     own = completion(choice(npy_text(routes(4, 2, 2, 8, "uint8")), 3, 2), domain="own", step=3)
     around = {"custom_id": "a", "domain": "around", "step": 1}
     for value in ({**around, "response": {"body": own}}, {**around, "response": own}):
@@ -198,7 +198,7 @@ def test_the_answers_own_labels_come_before_those_around_it() -> None:
     assert record.domain == ""
 
 
-def test_large_token_ids_stay_what_they_are() -> None:
+def test_large_token_ids_are_kept() -> None:
     own = {"prompt_token_ids": [1 << 40], "outputs": [{"token_ids": [5], "routed_experts": [[[1, 2]]]}]}
     (record,) = kept(vllm.records_of_outputs([own]))
     assert record.token_ids is not None
@@ -248,7 +248,7 @@ def test_one_array(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("gap", "dtype"), [(0, "uint8"), (-1, "int16")])
 def test_padded_batch(tmp_path: Path, gap: int, dtype: str) -> None:
-    """Padding at both ends goes; rows without a route in between stay, and say so."""
+    """Padding at both ends is dropped; rows without a route in between have the id of unknown routes."""
     batch = np.full((3, 8, 2, 2), gap, dtype)
     ids = routes(8, 2, 2, 8, dtype)
     batch[0, :5], batch[1, 2:8] = ids[:5], ids[:6]
@@ -269,14 +269,14 @@ def test_padded_batch(tmp_path: Path, gap: int, dtype: str) -> None:
     assert dropped(vllm.read(named, NOTHING)) == {"padding rows": 3 + 8}
 
 
-def test_rows_that_only_look_like_padding() -> None:
+def test_rows_that_may_be_routes_are_not_padding() -> None:
     """Of one layer and top-1, 0 is an expert; and a row that is -1 in part is no padding."""
     assert len(trim_padding(np.array([[[0]], [[3]], [[0]]]))) == 3
     assert trim_padding(np.array([[[-1]], [[3]], [[-1]]])).tolist() == [[[3]]]
     assert trim_padding(np.array([[[-1, 2]], [[0, 3]], [[-1, -1]]])).tolist() == [[[-1, 2]], [[0, 3]]]
 
 
-def test_numbers_without_a_type_are_told_by_their_size() -> None:
+def test_the_size_of_raw_numbers_decides_their_dtype() -> None:
     for dtype, expected in (("uint8", "uint8"), ("int16", "int16"), ("int32", "int32"), ("int64", "int64")):
         ids = routes(4, 2, 2, 200, dtype)
         value = {"data": base64.b64encode(ids.tobytes()).decode(), "shape": [4, 2, 2]}
@@ -313,7 +313,7 @@ def test_sequences_in_one_array(tmp_path: Path, compressed: bool) -> None:
         ({"lengths": [4, 5], "prompt_lengths": [1, 1 << 31]}, "prompt_lengths should be 2 whole numbers"),
     ],
 )
-def test_bad_facts_of_arrays(tmp_path: Path, facts: dict[str, Any], expected: str) -> None:
+def test_invalid_sequence_facts_are_refused(tmp_path: Path, facts: dict[str, Any], expected: str) -> None:
     np.savez(tmp_path / "a.npz", routed_experts=routes(9, 2, 2, 8, "uint8"), **facts)
     assert expected in refused(tmp_path / "a.npz")
 
@@ -325,7 +325,7 @@ def refused(path: Path, reader: Any = vllm) -> str:
     return str(caught.value)
 
 
-def test_bad_responses(tmp_path: Path) -> None:
+def test_invalid_responses_are_refused(tmp_path: Path) -> None:
     good = npy_text(routes(4, 2, 2, 8, "uint8"))
 
     def message(routed: Any, **beside: Any) -> str:
@@ -352,7 +352,7 @@ def test_bad_responses(tmp_path: Path) -> None:
     assert message(None, choices=7) == "line 2: choices are a whole number; expected a list"
 
 
-def test_bad_files(tmp_path: Path) -> None:
+def test_invalid_files_are_refused(tmp_path: Path) -> None:
     path = tmp_path / "a.jsonl"
     line = json.dumps(completion(choice(npy_text(routes(4, 2, 2, 8, "uint8")), 3, 2)))
     for text, expected in (
@@ -374,8 +374,8 @@ def test_bad_files(tmp_path: Path) -> None:
     assert "can't be read" in refused(path)
 
 
-def test_values_across_reads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """However small the pieces that are read, values and line numbers are the same."""
+def test_values_longer_than_one_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Values and line numbers do not depend on the size of reads."""
     responses = [completion(choice(npy_text(routes(4, 2, 2, 8, "uint8", seed=s)), 3, 2), n=12.5) for s in range(3)]
     lines = json_lines(tmp_path / "a.jsonl", [*responses, [], *responses])
     with lines.open("a") as file:
@@ -387,7 +387,7 @@ def test_values_across_reads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
         assert [(record.where, record.ids.tolist()) for record in read(lines)] == whole
 
 
-def test_huge_values(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_too_large_values_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("trimtab.trace.containers.json_values._READ_AT_ONCE", 100)
     monkeypatch.setattr("trimtab.trace.containers.json_values._MOST_PARTS", 50)
     path = json_lines(tmp_path / "a.jsonl", [{"routed_experts": [[[1]]] * 100}])
@@ -397,7 +397,7 @@ def test_huge_values(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert refused(path) == "line 1: more than 0 GB of JSON in one value"
 
 
-def test_mutants(tmp_path: Path) -> None:
+def test_damaged_files_are_read_or_refused(tmp_path: Path) -> None:
     ids = routes(5, 2, 2, 8, "uint8")
     old = {"choices": [{"routed_experts": ids[3:].tolist()}], "prompt_routed_experts": ids[:3].tolist(), "usage": {}}
     lines = json_lines(tmp_path / "a.jsonl", [completion(choice(npy_text(ids), 4, 2)), old])

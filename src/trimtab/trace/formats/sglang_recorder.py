@@ -14,7 +14,7 @@ token used together is not known and chosen arbitrarily. A pass is then one sequ
 Of `per_token` dumps, tokens of a request form one sequence if requests are named (`rids`). Otherwise, what a request
 fed in one pass of prefill is a sequence, and the tokens of a pass of decoding are one.
 
-Every rank writes a file. With data-parallel attention each holds its own tokens; otherwise they are alike: import one.
+Every rank writes a file. With data-parallel attention each holds its own tokens; otherwise all are the same: import one.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ _MOST_IDS_A_PASS = 1 << 28
 _MOST_IDS = 1 << 33
 PREFILL = ("prefill", "mixed")
 EMPTY_PASSES = "empty forward passes"
-_MADE_UP = "tokens whose experts are made up to fit recorded counts"
+_GENERATED = "tokens whose experts are made up to fit recorded counts"
 
 
 def recognise(path: Path) -> bool:
@@ -252,7 +252,7 @@ def _from_counts(counts: list[Array], names: Any, options: ImportOptions) -> Ite
         for place, layer in enumerate(layers.tolist()):
             _assign_experts(counts_LE[layer], ids_TLK[:, place], f"{where}, layer {layer}")
         yield Record(ids=ids_TLK, where=where, missing=-1, layers=tuple(layers.tolist()))
-        yield Dropped(_MADE_UP, num_tokens)
+        yield Dropped(_GENERATED, num_tokens)
 
 
 def _assign_experts(counts_E: Array, ids_TK: Array, where: str) -> None:
