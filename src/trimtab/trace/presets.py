@@ -78,8 +78,8 @@ and 8 micro-steps of about 4,096 tokens (8 sequences) a rank, packed by length:
 
 Published figures close to those of rl-math:
 
-* Zipf exponents of 0.30 to 0.95 by layer: these are the preset's values. Since sequences and domains differ, a whole trace shows
-  less, 0.25 to 0.77 (fitted to the busier half of its experts).
+* Zipf exponents of 0.30 to 0.95 by layer: the preset has these values. Since sequences and domains differ, a whole
+  trace shows less, 0.25 to 0.77 (fitted to the busier half of its experts).
 * At 8 ranks one rank holds 30 to 35% of the rows (gpt-oss-20b on maths): here 17 to 39%, by layer.
 * Instances of 1.30 to 4.01 before balancing (UltraEP, 40 and 64 ranks): here 70% of them at 64 ranks; the rest, in the
   steepest layers, are beyond.

@@ -66,8 +66,8 @@ def _fill_noise(key, clustering, noise_E):  # type: ignore[no-untyped-def]
 def sample_experts(log_popularity_PLE, profile_S, key_S, starts, clustering, deviation, ids_TLK):  # type: ignore[no-untyped-def]
     """Write the experts of every token: top_k samples without replacement, from its sequence's popularity.
 
-    A sample is one lookup in an alias table, built once for each sequence and layer. It is repeated if the token already
-    has the expert.
+    A sample is one lookup in an alias table, built once for each sequence and layer. It is repeated if the token
+    already has the expert.
 
     Args:
         log_popularity_PLE: `[P, L, E]` float64, natural logarithms of P profiles of popularity, up to a constant.
@@ -136,7 +136,7 @@ def _scan(pick, weight_E, taken_by_E, t):  # type: ignore[no-untyped-def]
 
 @kernel
 def _fill_alias_table(weight_E, limit_E, alias_E):  # type: ignore[no-untyped-def]
-    """Vose's alias method: place e gives expert e for numbers below limit_E[e] (of 2**32), else expert alias_E[e]."""
+    """Vose's alias method: place e gives expert e below limit_E[e] (of 2**32), else expert alias_E[e]."""
     num_experts = len(weight_E)
     height_E = weight_E * (num_experts / weight_E.sum())
     order_E = np.empty(num_experts, np.int64)  # Entries below the mean from the front, others from the back.

@@ -65,11 +65,5 @@ def _texts(texts: Array) -> Array:
 
 def _fields(trace: RoutingTrace) -> dict[str, Array]:
     # Widest numbers first: safetensors requires aligned tensors.
-    return {
-        "sequence_starts": trace.sequence_starts,
-        "sequence_hashes": trace.sequence_hashes,
-        "prompt_lengths": trace.prompt_lengths,
-        "steps": trace.steps,
-        "layer_indices": trace.layer_indices,
-        "expert_ids": trace.expert_ids,
-    }
+    names = ("sequence_starts", "sequence_hashes", "prompt_lengths", "steps", "layer_indices", "expert_ids")
+    return {name: getattr(trace, name) for name in names}

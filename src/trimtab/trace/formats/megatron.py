@@ -4,7 +4,7 @@
      "top_indices": [[12, 45, ...], ...]}
 
 `step` is a training iteration, or a forward pass of inference. `block` is "decoder", or "mtp" for layers of multi-token
-prediction, which have layer numbers of their own and are not imported. Tokens belong to no sequence, so the tokens that went
+prediction, which are numbered separately and not imported. Tokens belong to no sequence, so the tokens that went
 through the layers together, a micro-batch, are one record. In a training iteration every layer is there once for each
 micro-batch: a layer's n-th row is that of the n-th micro-batch, whatever the order of the pipeline.
 

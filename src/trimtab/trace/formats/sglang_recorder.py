@@ -14,7 +14,7 @@ token used together is not known and chosen arbitrarily. A pass is then one sequ
 Of `per_token` dumps, tokens of a request form one sequence if requests are named (`rids`). Otherwise, what a request
 fed in one pass of prefill is a sequence, and the tokens of a pass of decoding are one.
 
-Every rank writes a file. With data-parallel attention each holds its own tokens; otherwise all are the same: import one.
+Every rank writes a file. With data-parallel attention each holds its own tokens; otherwise files are equal: import one.
 """
 
 from __future__ import annotations

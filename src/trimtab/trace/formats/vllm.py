@@ -146,7 +146,11 @@ def _read_arrays(path: Path) -> Iterator[Record | Dropped]:
                 "layers, top_k]"
             )
         padded = len(shape) == 4
-        lengths = _padded_lengths(arrays, *shape[:2]) if padded else _lengths(arrays, shape[0])
+        lengths: Array | None = None
+        if not padded:
+            lengths = _lengths(arrays, shape[0])
+        elif "lengths" in arrays.shapes:
+            lengths = sequence_numbers(arrays, "lengths", shape[0], shape[1] + 1)
         count = shape[0] if lengths is None else len(lengths)
         prompts, steps = (sequence_numbers(arrays, key, count) for key in ("prompt_lengths", "steps"))
         rows = arrays.rows(name)
@@ -163,13 +167,6 @@ def _read_arrays(path: Path) -> Iterator[Record | Dropped]:
                 step=int(steps[index]),
             )
             yield Dropped("padding rows", len(ids) - len(kept))
-
-
-def _padded_lengths(arrays: Arrays, count: int, width: int) -> Array | None:
-    """`[S]` tokens of each sequence of a padded batch, None if not given."""
-    if "lengths" not in arrays.shapes:
-        return None
-    return sequence_numbers(arrays, "lengths", count, width + 1)
 
 
 def _lengths(arrays: Arrays, total: int) -> Array:
