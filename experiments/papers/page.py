@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.table import Table
 
 from trimtab.errors import InputError
-from trimtab.files import write_whole
+from trimtab.files import write_atomically
 
 SCHEMA = "trimtab-bench-papers-1"
 SET_UPS = "set-ups"
@@ -50,7 +50,7 @@ def write_page(figures: dict[str, Any], path: Path) -> None:
     missing = tables.keys() - {match["name"] for match in _BLOCK.finditer(page)}
     if missing:
         raise InputError(f"{path}: there is no '<!-- figures: {min(missing)} -->', with '<!-- end -->' after it")
-    write_whole(path, _BLOCK.sub(lambda match: _filled(match, tables), page))
+    write_atomically(path, _BLOCK.sub(lambda match: _filled(match, tables), page))
 
 
 def _filled(match: re.Match[str], tables: dict[str, str]) -> str:

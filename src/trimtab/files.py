@@ -1,4 +1,4 @@
-"""Files that are there whole or not at all."""
+"""Atomic writes of files: another process sees the old file or the complete new one."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from typing import Any, BinaryIO
 
 
 @contextmanager
-def whole_file(path: str | os.PathLike[str]) -> Iterator[BinaryIO]:
-    """A new file to write, which takes its name at the end, and goes if anything fails. Folders above it are made."""
+def atomic_file(path: str | os.PathLike[str]) -> Iterator[BinaryIO]:
+    """A context with a new binary file: renamed to `path` at the end, deleted on an error. Creates missing folders."""
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
@@ -23,7 +23,7 @@ def whole_file(path: str | os.PathLike[str]) -> Iterator[BinaryIO]:
             os.fsync(file.fileno())
         os.replace(partial, path)
     except OSError as error:
-        # A full disk does not say whose bytes there was no room for.
+        # On a full disk the error of `write` has no file name.
         if error.errno is not None and error.filename is None:
             error.filename = str(path)
         raise
@@ -31,12 +31,12 @@ def whole_file(path: str | os.PathLike[str]) -> Iterator[BinaryIO]:
         partial.unlink(missing_ok=True)
 
 
-def write_whole(path: str | os.PathLike[str], content: str | bytes) -> None:
-    """Write a file, text as UTF-8, so that nobody ever sees a part of it. Folders above it are made."""
-    with whole_file(path) as file:
+def write_atomically(path: str | os.PathLike[str], content: str | bytes) -> None:
+    """Write a file atomically, text as UTF-8. Creates missing folders."""
+    with atomic_file(path) as file:
         file.write(content.encode() if isinstance(content, str) else content)
 
 
 def write_json(path: Path, content: dict[str, Any]) -> None:
-    """Write a JSON file, atomically."""
-    write_whole(path, json.dumps(content, indent=2) + "\n")
+    """Write a JSON file atomically."""
+    write_atomically(path, json.dumps(content, indent=2) + "\n")

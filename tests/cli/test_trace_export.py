@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from helpers.import_items import kept
 from trimtab.cli.main import main
 from trimtab.planner.placement.serving_placement import count_parts, slot_loads
 from trimtab.trace import PRESETS, RoutingTrace, TraceReader, read_trace, synthesize_preset, write_trace
@@ -37,7 +38,7 @@ def export(folder: Path, form: str, *options: str, name: str = "out.json") -> in
 def test_traces(tmp_path: Path, trace: RoutingTrace, form: str) -> None:
     assert export(tmp_path, form, "--step", "1") == 0
     reader = megatron if form == "megatron" else arrays
-    records = list(reader.read(tmp_path / "out.json", ImportOptions()))
+    records = kept(reader.read(tmp_path / "out.json", ImportOptions()))
     second = trace.select(np.flatnonzero(trace.steps == 1))
     assert 0 < len(records) < trace.num_sequences
     np.testing.assert_array_equal(np.concatenate([record.ids for record in records]), second.expert_ids)

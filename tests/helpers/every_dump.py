@@ -1,4 +1,4 @@
-"""A small valid dump of every format that is imported. 3 sequences of a model with 4 MoE layers, top-2 of 16."""
+"""A small valid dump of every imported format: 3 sequences of a model with 4 MoE layers, top-2 of 16."""
 
 from __future__ import annotations
 

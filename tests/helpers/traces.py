@@ -1,4 +1,4 @@
-"""Small random traces with everything odd in them."""
+"""Small random traces with every special case."""
 
 from __future__ import annotations
 

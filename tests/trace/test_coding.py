@@ -1,4 +1,4 @@
-"""Coded ids come back sorted, and rows that can't be routes are found."""
+"""Encoded ids are decoded in ascending order, and invalid rows are found."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def test_ids_come_back_sorted(rows: int, num_experts: int, top_k: int, seed: int
 @pytest.mark.parametrize(
     "row", [[3, 3], [7, 8], [9, 1], [255, 7], [254, 255]], ids=["twice", "beyond", "first beyond", "half known", "odd"]
 )
-def test_rows_that_are_no_routes_are_found(row: list[int]) -> None:
+def test_invalid_rows_are_found(row: list[int]) -> None:
     ids = np.array([[1, 2], [255, 255], row, [9, 9]], np.uint8)
     coded, again = np.empty_like(ids), np.empty_like(ids)
     encode(ids, coded)
@@ -43,13 +43,13 @@ def test_rows_that_are_no_routes_are_found(row: list[int]) -> None:
 @pytest.mark.parametrize(
     "row", [[8, 0], [255, 3], [255, 255], [1, 0], [1, 7], [1, 255]], ids=lambda row: "+".join(map(str, row))
 )
-def test_coded_rows_that_nobody_writes_are_found(row: list[int]) -> None:
+def test_invalid_encoded_rows_are_found(row: list[int]) -> None:
     """Differences as a damaged file may hold them: of 8 experts, the first beyond, more after none, too far on."""
     coded = np.array([[1, 6], [255, 0], row], np.uint8)
     assert decode(coded, 8, 255, np.empty_like(coded)) == 2
     assert decode(coded[:2], 8, 255, np.empty_like(coded[:2])) == -1
 
 
-def test_an_id_just_beyond_is_found_in_top_1() -> None:
+def test_an_id_out_of_range_is_found_in_top_1() -> None:
     coded = np.array([[8]], np.uint8)
     assert [decode(coded, experts, 255, np.empty_like(coded)) for experts in (8, 9)] == [0, -1]

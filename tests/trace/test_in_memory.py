@@ -1,4 +1,4 @@
-"""A trace in memory is read as its file is."""
+"""A trace in memory gives the same results as its file."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def same(one: RoutingTrace, other: RoutingTrace) -> bool:
     return all(np.array_equal(getattr(one, field.name), getattr(other, field.name)) for field in fields(RoutingTrace))
 
 
-def test_it_reads_as_a_file_does(tmp_path: Path) -> None:
+def test_a_trace_in_memory_reads_like_its_file(tmp_path: Path) -> None:
     trace = odd_trace(3)
     write_trace(trace, tmp_path / "t.parquet")
     file, memory = TraceReader(tmp_path / "t.parquet"), open_trace(trace)

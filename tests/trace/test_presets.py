@@ -1,4 +1,4 @@
-"""Presets of synthetic routing: skewed as promised, valid in any shape, the same from the same seed."""
+"""Presets of synthetic routing: their skew, validity in any shape, and reproducibility by seed."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from trimtab.planner import pack_by_length
 from trimtab.planner.plan.workload import max_over_mean
 from trimtab.trace import PRESETS, SkewPreset, synthesize_preset
 from trimtab.trace.counting import count_experts
-from trimtab.trace.sampling import derive, draw_experts
+from trimtab.trace.sampling import derive, sample_experts
 
 MICRO_STEPS = 8
 
@@ -116,7 +116,7 @@ def test_the_seed_fixes_everything() -> None:
     assert not np.array_equal(trace.sequence_lengths, other.sequence_lengths)
 
 
-def test_random_numbers_are_our_own() -> None:
+def test_random_numbers_do_not_change() -> None:
     """A new version of numpy or numba must not change what a seed gives. The keys are splitmix64's published ones."""
     key = np.array([0], np.uint64)
     assert derive(key, np.array([0, 1], np.uint64)).tolist() == [0xE220A8397B1DCDAF, 0x6E789E6AA1B965F4]
@@ -155,7 +155,7 @@ def test_a_seventh_of_a_sequence_is_prompt() -> None:
 
 
 @pytest.mark.parametrize("steepness", [0.0, 1.0, 8.0])
-def test_drawing_equals_gumbel_top_k(steepness: float) -> None:
+def test_sampling_equals_gumbel_top_k(steepness: float) -> None:
     """The kernel and a draw without replacement in plain numpy pick every expert equally often.
 
     At the greatest steepness most picks are misses, so that tokens finish with scans.
@@ -164,7 +164,9 @@ def test_drawing_equals_gumbel_top_k(steepness: float) -> None:
     log_popularity_E = -steepness * np.arange(experts)
     ids_TLK = np.empty((tokens, 1, top_k), np.uint8)
     starts = np.array([0, tokens])
-    draw_experts(log_popularity_E[None, None], np.zeros(1, np.int64), np.ones(1, np.uint64), starts, 0.0, 0.0, ids_TLK)
+    sample_experts(
+        log_popularity_E[None, None], np.zeros(1, np.int64), np.ones(1, np.uint64), starts, 0.0, 0.0, ids_TLK
+    )
     noisy_TE = np.random.default_rng(0).gumbel(size=(tokens, experts)) + log_popularity_E
     expected_TK = np.argsort(-noisy_TE, axis=1)[:, :top_k]
     for place in range(top_k):

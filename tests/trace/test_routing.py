@@ -1,4 +1,4 @@
-"""`RoutingTrace`: shapes, ids, and putting traces together."""
+"""`RoutingTrace`: shapes, ids, selection and concatenation."""
 
 from __future__ import annotations
 
@@ -34,14 +34,14 @@ def test_sequences_are_views_and_selections_keep_their_order() -> None:
     assert trace.select([]).num_sequences == 0
 
 
-def test_concatenation_is_selection_reversed() -> None:
+def test_concatenation_reverses_selection() -> None:
     trace = small_trace()
     joined = RoutingTrace.concatenate([trace.select([0]), trace.select([1])])
     assert np.array_equal(joined.expert_ids, trace.expert_ids)
     assert np.array_equal(joined.sequence_starts, trace.sequence_starts)
 
 
-def test_traces_of_different_models_do_not_join() -> None:
+def test_traces_of_different_models_cant_be_joined() -> None:
     with pytest.raises(InputError, match="different models"):
         RoutingTrace.concatenate([small_trace(8), small_trace(9)])
 
@@ -54,13 +54,13 @@ def test_traces_of_different_models_do_not_join() -> None:
         pytest.param([3, 255], id="half unknown"),
     ],
 )
-def test_bad_ids_are_named(row: list[int]) -> None:
+def test_errors_name_invalid_ids(row: list[int]) -> None:
     trace = RoutingTrace.from_sequences([np.array([[[0, 1]], [row]])], num_experts=8)
     with pytest.raises(InputError, match=r"token 1 in MoE layer 0 has expert ids \[3"):
         trace.check()
 
 
-def test_unknown_routes_are_fine() -> None:
+def test_unknown_routes_are_valid() -> None:
     RoutingTrace.from_sequences([np.array([[[0, 1]], [[255, 255]]])], num_experts=8).check()
 
 
@@ -84,7 +84,7 @@ def test_counting_equals_plain_numpy(tokens: int, layers: int, num_experts: int,
             assert np.array_equal(counts_GLE[g, layer], expected)
 
 
-def test_token_hashes_tell_sequences_apart() -> None:
+def test_token_hashes_differ_between_sequences() -> None:
     assert hash_tokens([1, 2, 3]) == hash_tokens(np.array([1, 2, 3], np.int32))
     assert hash_tokens([1, 2, 3]) != hash_tokens([1, 2, 4])
     assert hash_tokens([]) != 0

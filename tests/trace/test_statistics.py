@@ -1,4 +1,4 @@
-"""Skew of a whole trace by hand, over several chunks."""
+"""Skew of a trace, computed by hand and from several chunks."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from trimtab.trace import TraceReader, store
 from trimtab.trace.statistics import layer_skew
 
 
-def test_by_hand(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_skew_equals_a_computation_by_hand(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(store, "ROW_GROUP_BYTES", 1)
     nothing = [255, 255]
     sequences = [

@@ -1,4 +1,4 @@
-"""The Parquet store: what is written comes back, and damaged files are refused in one line."""
+"""The Parquet store: traces round-trip, and damaged files are refused in one line."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def test_round_trip(tmp_path: Path, num_experts: int) -> None:
     assert list((tmp_path / "deep").iterdir()) == [tmp_path / "deep" / "trace.parquet"]
 
 
-def test_a_trace_without_sequences_survives(tmp_path: Path) -> None:
+def test_a_trace_without_sequences_round_trips(tmp_path: Path) -> None:
     write_trace(random_trace(8).select([]), tmp_path / "empty.parquet")
     assert read_trace(tmp_path / "empty.parquet").num_sequences == 0
 
@@ -93,7 +93,7 @@ TOKEN = bytes([0, 1, 1, 1] * 3)  # experts 0 to 3 in each of three layers
         ({"expert_ids": [TOKEN * 5, b"", TOKEN * 17, bytes(1 << 18)]}, r"row group 0 claims 26\d+ bytes; .* 276 bytes"),
     ],
 )
-def test_files_that_contradict_themselves_are_refused(tmp_path: Path, change: dict[str, Any], message: str) -> None:
+def test_inconsistent_files_are_refused(tmp_path: Path, change: dict[str, Any], message: str) -> None:
     write_trace(random_trace(8), tmp_path / "trace.parquet")
     rewritten(tmp_path / "trace.parquet")
     read_trace(tmp_path / "trace.parquet")
@@ -102,7 +102,7 @@ def test_files_that_contradict_themselves_are_refused(tmp_path: Path, change: di
         read_trace(tmp_path / "trace.parquet")
 
 
-def test_hidden_files_of_a_folder_are_not_its_trace(tmp_path: Path) -> None:
+def test_hidden_files_in_a_folder_are_ignored(tmp_path: Path) -> None:
     """Such as what another process is still writing."""
     for name in ("b", "a", ".half"):
         (tmp_path / name).touch()

@@ -1,4 +1,4 @@
-"""A trace that grows on disk: whole parts at any moment, also after a crash; several files are one trace."""
+"""Appending to a trace on disk: complete files at any time, also after a crash; several files are one trace."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ import pytest
 
 from trimtab import InputError, RoutingTrace, TraceReader, TraceWriter, read_trace, write_trace
 from trimtab.trace import store, writer
-from trimtab.trace.prefetch import ahead
+from trimtab.trace.prefetch import prefetch
 
 SHAPE = (3, 2)
 
@@ -75,9 +75,7 @@ def test_a_writer_continues_its_own_files_only(tmp_path: Path) -> None:
     assert_same(read_trace(tmp_path / "ran-000000.parquet"), parts[4])
 
 
-def test_a_file_is_written_once_a_row_group_waits_and_not_for_nothing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_file_is_written_for_each_full_row_group_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     part = some_sequences(0)
     monkeypatch.setattr(writer, "ROW_GROUP_BYTES", 2 * part.expert_ids.nbytes)
     with TraceWriter(tmp_path) as growing:
@@ -90,7 +88,7 @@ def test_a_file_is_written_once_a_row_group_waits_and_not_for_nothing(
     assert len(list(tmp_path.iterdir())) == 1
 
 
-def test_what_another_model_routed_is_refused(tmp_path: Path) -> None:
+def test_sequences_of_another_model_are_refused(tmp_path: Path) -> None:
     with TraceWriter(tmp_path) as growing:
         growing.append(some_sequences(0))
         with pytest.raises(InputError, match="different models"):
@@ -114,7 +112,7 @@ with TraceWriter({folder!r}) as growing:
 """
 
 
-def test_a_killed_writer_leaves_what_can_be_read(tmp_path: Path) -> None:
+def test_files_of_a_killed_writer_are_readable(tmp_path: Path) -> None:
     program = PROGRAM.format(tests=str(Path(__file__).parent), folder=str(tmp_path))
     process = subprocess.Popen([sys.executable, "-c", program])
     try:
@@ -169,7 +167,7 @@ def test_a_reader_holds_one_chunk(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert np.array_equal(reader.facts.lengths, trace.sequence_lengths)
 
 
-def test_row_groups_are_filled_to_the_brim(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_row_groups_hold_as_many_sequences_as_fit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(store, "ROW_GROUP_BYTES", 4)
     sequences = [np.zeros((length, 1, 1), int) for length in (2, 2, 0, 3, 2, 9, 0, 1)]
     write_trace(RoutingTrace.from_sequences(sequences, num_experts=2), tmp_path / "trace.parquet")
@@ -177,7 +175,7 @@ def test_row_groups_are_filled_to_the_brim(tmp_path: Path, monkeypatch: pytest.M
     assert lengths == [[2, 2, 0], [3], [2], [9], [0, 1]]
 
 
-def test_parts_are_written_as_they_come(tmp_path: Path) -> None:
+def test_parts_are_written_one_at_a_time(tmp_path: Path) -> None:
     parts = [some_sequences(seed) for seed in range(3)]
     write_trace(iter(parts), tmp_path / "trace.parquet")
     assert_same(read_trace(tmp_path / "trace.parquet"), RoutingTrace.concatenate(parts))
@@ -195,7 +193,7 @@ def test_parts_are_written_as_they_come(tmp_path: Path) -> None:
         write_trace(iter([parts[0], some_sequences(1, num_experts=9)]), tmp_path / "other.parquet")
 
 
-def test_the_next_part_is_made_while_the_last_is_used() -> None:
+def test_the_next_part_is_computed_while_the_last_is_used() -> None:
     made = threading.Event()
 
     def parts() -> Iterator[int]:
@@ -203,7 +201,7 @@ def test_the_next_part_is_made_while_the_last_is_used() -> None:
         made.set()
         yield 1
 
-    coming = ahead(parts())
+    coming = prefetch(parts())
     assert next(coming) == 0
     assert made.wait(10)
     assert list(coming) == [1]

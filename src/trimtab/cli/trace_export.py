@@ -13,7 +13,7 @@ from rich.console import Console
 from trimtab.array_type import Array
 from trimtab.cli.options import add_trace, check_outputs, positive, whole
 from trimtab.errors import InputError
-from trimtab.files import write_whole
+from trimtab.files import write_atomically
 from trimtab.planner.placement.serving_placement import count_parts, fill_slots, slot_loads
 from trimtab.planner.plan.workload import max_over_mean
 from trimtab.report.tables import facts
@@ -100,7 +100,7 @@ def _place(options: argparse.Namespace, trace: TraceReader) -> list[tuple[str, s
         content: Any = slots_LP.tolist()
     else:
         content = {"physical_to_logical_map": with_dense_layers(slots_LP, layers, num_layers, experts).tolist()}
-    write_whole(options.output, json.dumps(content) + "\n")
+    write_atomically(options.output, json.dumps(content) + "\n")
     usual_LP = np.broadcast_to(np.arange(experts + redundant) % experts, slots_LP.shape)
     before, after = (float(max_over_mean(slot_loads(counts_MLE, each, ranks)).mean()) for each in (usual_LP, slots_LP))
     return [

@@ -13,7 +13,7 @@ from typing import Any
 from trimtab.cluster.presets import preset_names, read_preset
 from trimtab.cluster.specs import ClusterSpec
 from trimtab.errors import InputError
-from trimtab.files import write_whole
+from trimtab.files import write_atomically
 
 FORMAT = "trimtab-cluster-1"
 # What belongs to a run and not to a kind of node: how many ranks there are, and what they have room for.
@@ -67,7 +67,7 @@ def write_cluster(path: str | os.PathLike[str], spec: ClusterSpec, sources: Mapp
     lines = [f"format = {_quoted(FORMAT)}", f"name = {_quoted(spec.name)}"]
     for key, kind in _FIGURES.items():
         lines += ["", f"[{key}]", f"value = {_number(getattr(spec, key), kind)}", f"source = {_quoted(sources[key])}"]
-    write_whole(path, "\n".join(lines) + "\n")
+    write_atomically(path, "\n".join(lines) + "\n")
 
 
 def _text(path: Path) -> str:

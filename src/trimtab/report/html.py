@@ -8,7 +8,7 @@ import re
 from html import escape
 from importlib.resources import files
 
-from trimtab.files import write_whole
+from trimtab.files import write_atomically
 from trimtab.report.analysis_data import analysis_data
 from trimtab.report.analysis_sections import analysis_sections
 from trimtab.report.model import AnalysisReport, Report
@@ -21,7 +21,7 @@ SCRIPTS = ("common.js", "bars.js", "heatmap.js", "grid.js", "timeline.js", "page
 
 def write_html(report: Report | AnalysisReport, path: str | os.PathLike[str]) -> None:
     """Write the page, atomically."""
-    write_whole(path, page_of(report))
+    write_atomically(path, page_of(report))
 
 
 def page_of(report: Report | AnalysisReport) -> str:

@@ -16,7 +16,7 @@ from itertools import count
 from pathlib import Path
 
 from trimtab.errors import InputError
-from trimtab.files import write_whole
+from trimtab.files import write_atomically
 from trimtab.report.model import LANES, Timeline
 from trimtab.report.timeline_rows import rows_of
 
@@ -34,7 +34,7 @@ def write_perfetto(timelines: Sequence[Timeline], path: str | os.PathLike[str]) 
     events = ",\n".join(_events(timelines))
     content = f'{{"displayTimeUnit":"ns","traceEvents":[\n{events}\n]}}\n'.encode()
     # Without a timestamp, so two runs give the same bytes.
-    write_whole(path, gzip.compress(content, 6, mtime=0) if path.suffix == ".gz" else content)
+    write_atomically(path, gzip.compress(content, 6, mtime=0) if path.suffix == ".gz" else content)
 
 
 def check_name(path: Path) -> None:

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from rich.table import Column, Table
 
 from trimtab.errors import InputError
-from trimtab.files import write_whole
+from trimtab.files import write_atomically
 from trimtab.report.html import write_html
 from trimtab.report.perfetto import write_perfetto
 from trimtab.rl.checkpoint import Checkpoint, last_checkpoint
@@ -99,5 +99,5 @@ def _summarise(trainer: Trainer, results: dict[str, MeasuredPolicy]) -> None:
             write_html(report, config.out / "report.html")
             write_perfetto(report.timelines, config.out / "timeline.json.gz")
             found = ["report.html", "timeline.json.gz", *found]
-        write_whole(config.out / "summary.json", json.dumps(summary, indent=2) + "\n")
+        write_atomically(config.out / "summary.json", json.dumps(summary, indent=2) + "\n")
         log.console.print(f"Everything is in {config.out}: {', '.join(found)}")

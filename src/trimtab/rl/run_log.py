@@ -14,7 +14,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from torch.utils.tensorboard.writer import SummaryWriter
 
-from trimtab.files import write_whole
+from trimtab.files import write_atomically
 
 COLUMNS = {
     "step": lambda m: f"{m['step']:>4}",
@@ -89,7 +89,7 @@ def cut_back(out: Path, step: int) -> None:
     if metrics.exists():
         # A run may have been stopped in the middle of its last line.
         lines = [line for line in metrics.read_text().splitlines(keepends=True) if line.endswith("\n")]
-        write_whole(metrics, "".join(line for line in lines if json.loads(line)["step"] < step))
+        write_atomically(metrics, "".join(line for line in lines if json.loads(line)["step"] < step))
 
 
 _SAMPLE = {

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from trimtab.files import write_whole
+from trimtab.files import write_atomically
 from trimtab.integrations.transformers import moe_blocks, num_experts, share_experts
 from trimtab.planner import Placement
 from trimtab.rl.batches import MicroBatch, collate
@@ -98,7 +98,7 @@ class Trainer:
                 self.session.move(Placement(home))
             self.sync_rollout()
         if self.rank == 0:
-            write_whole(config.out / "settings.json", config.to_json(self.num_ranks))
+            write_atomically(config.out / "settings.json", config.to_json(self.num_ranks))
             remove_unfinished(config.out)
         self.log = RunLog(config.out, first_step=self.first_step, is_writer=self.rank == 0)
 

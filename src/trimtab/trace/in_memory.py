@@ -10,7 +10,6 @@ import numpy as np
 
 from trimtab.errors import InputError
 from trimtab.trace.routing import RoutingTrace
-from trimtab.trace.row_groups import SequenceFacts
 from trimtab.trace.store import Source, TraceReader
 
 
@@ -32,13 +31,7 @@ class MemoryReader(TraceReader):
         self.files = []
         self.name = "trace in memory"
         self.empty = trace.part(0, 0)
-        self.facts = SequenceFacts(
-            lengths=trace.sequence_lengths,
-            prompt_lengths=trace.prompt_lengths,
-            steps=trace.steps,
-            sequence_hashes=trace.sequence_hashes,
-            domains=trace.domains,
-        )
+        self.facts = trace.facts
 
     def chunks(self) -> Iterator[RoutingTrace]:
         """The whole trace."""

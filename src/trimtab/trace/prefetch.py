@@ -1,4 +1,4 @@
-"""Prefetch: the next part is made while the last is used."""
+"""Prefetch of an iterator's next item in a second thread."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from typing import TypeVar
 Part = TypeVar("Part")
 
 
-def ahead(parts: Iterable[Part]) -> Iterator[Part]:
-    """Yields the same parts, each made in a second thread while its predecessor is used. Parts must not be None."""
+def prefetch(parts: Iterable[Part]) -> Iterator[Part]:
+    """Yields the same parts; a second thread computes each while its predecessor is used. Parts must not be None."""
     source = iter(parts)
     with ThreadPoolExecutor(1) as pool:
-        coming = pool.submit(next, source, None)
-        while (part := coming.result()) is not None:
-            coming = pool.submit(next, source, None)
+        next_part = pool.submit(next, source, None)
+        while (part := next_part.result()) is not None:
+            next_part = pool.submit(next, source, None)
             yield part

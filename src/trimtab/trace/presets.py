@@ -9,7 +9,7 @@ import numpy as np
 from trimtab.array_type import Array
 from trimtab.errors import InputError
 from trimtab.trace.routing import RoutingTrace, id_dtype
-from trimtab.trace.sampling import derive, draw_experts, expert_noise, normal
+from trimtab.trace.sampling import derive, expert_noise, normal, sample_experts
 
 SHORTEST = 16  # tokens
 LENGTH_SPREAD = 0.4  # standard deviation of a length's logarithm
@@ -76,16 +76,16 @@ and 8 micro-steps of about 4,096 tokens (8 sequences) a rank, packed by length:
 | rl-mixed | 1.53 to 1.74, 1.12 to 2.93              | 2.37 to 2.69, 1.46 to 5.77               |
 | uniform  | 1.01, 1.00 to 1.02                      | 1.01, 1.01 to 1.03                       |
 
-Published figures that rl-math is near:
+Published figures close to those of rl-math:
 
-* Zipf exponents of 0.30 to 0.95 by layer: so they are set. Since sequences and domains differ, a whole trace shows
-  less, 0.25 to 0.77 (fitted to the busier half of its experts).
+* Zipf exponents of 0.30 to 0.95 by layer: the preset has these values. Since sequences and domains differ, a whole
+  trace shows less, 0.25 to 0.77 (fitted to the busier half of its experts).
 * At 8 ranks one rank holds 30 to 35% of the rows (gpt-oss-20b on maths): here 17 to 39%, by layer.
 * Instances of 1.30 to 4.01 before balancing (UltraEP, 40 and 64 ranks): here 70% of them at 64 ranks; the rest, in the
   steepest layers, are beyond.
 * Data of one domain stays skewed however many sequences are averaged: here a step is as skewed as its micro-steps.
 
-One that can't hold at the same time: the busier half of the experts getting 53 to 56% of the tokens in the average
+A published figure that contradicts these: the busier half of the experts getting 53 to 56% of the tokens in the average
 layer, 60 to 65% in the worst (Qwen3-30B-A3B). Under a Zipf popularity that half gets about 0.5 ** (1 - z), so the
 average layer would have a z of 0.09 to 0.16. Even if the 16 hottest of 128 experts shared a rank, it would have no more
 than 1.4 times the mean load. Here the busier half gets 60% in the flattest layer, 70% on average and 80% in the
@@ -137,7 +137,7 @@ def synthesize_preset(
         popularity_DLE = _domain_popularity(preset, layer_key_L, num_experts, step)
         popularity_BLE = _spike_popularity(preset, layer_key_L, popularity_DLE.mean(axis=0), step)
         profile_S[first:end] = _profiles(preset, derive(key_S[first:end], DOMAIN))
-        draw_experts(
+        sample_experts(
             np.log(np.concatenate([popularity_DLE, popularity_BLE])),
             profile_S[first:end],
             derive(key_S[first:end], ROUTING),
@@ -183,13 +183,13 @@ def _domain_popularity(preset: SkewPreset, layer_key_L: Array, num_experts: int,
     def noise(key: Array) -> Array:
         return expert_noise(key.ravel(), num_experts, preset.clustering).reshape(*key.shape, num_experts)
 
-    heat_DLE = np.sqrt(1 - preset.closeness) * noise(derive(domain_key_DL, np.uint64(0)))
-    heat_DLE += np.sqrt(preset.closeness) * noise(derive(layer_key_L, COMMON))
+    noise_DLE = np.sqrt(1 - preset.closeness) * noise(derive(domain_key_DL, np.uint64(0)))
+    noise_DLE += np.sqrt(preset.closeness) * noise(derive(layer_key_L, COMMON))
     for drifted in range(1, step + 1):
-        heat_DLE += preset.drift * noise(derive(domain_key_DL, np.uint64(drifted)))
+        noise_DLE += preset.drift * noise(derive(domain_key_DL, np.uint64(drifted)))
     low, high = preset.zipf
     zipf_L = low + (high - low) * (_ranks(layer_key_L) + 0.5) / num_layers
-    return (1.0 + _ranks(-heat_DLE)) ** -zipf_L[:, None]
+    return (1.0 + _ranks(-noise_DLE)) ** -zipf_L[:, None]
 
 
 def _ranks(values: Array) -> Array:
@@ -203,8 +203,8 @@ def _spike_popularity(preset: SkewPreset, layer_key_L: Array, popularity_LE: Arr
     block_key_BL = derive(
         derive(layer_key_L, SPIKES)[None], _parts(len(preset.spikes), step * len(preset.spikes))[:, None]
     )
-    lot_BLE = _ranks(derive(block_key_BL[:, :, None], _parts(popularity_LE.shape[1])))
-    hot_BLE = lot_BLE < np.array(preset.spikes, np.int64)[:, None, None]
+    order_BLE = _ranks(derive(block_key_BL[:, :, None], _parts(popularity_LE.shape[1])))
+    hot_BLE = order_BLE < np.array(preset.spikes, np.int64)[:, None, None]
     return np.where(hot_BLE, SPIKE_WEIGHT, share_LE)
 
 

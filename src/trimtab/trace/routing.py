@@ -13,6 +13,7 @@ import numpy.typing as npt
 from trimtab.array_type import Array
 from trimtab.errors import InputError
 from trimtab.kernels import kernel
+from trimtab.trace.sequence_facts import SequenceFacts
 
 
 def id_dtype(num_experts: int) -> np.dtype[Any]:
@@ -158,28 +159,28 @@ class RoutingTrace:
         """The trace of the given sequences, `[N]` indices, in the given order."""
         chosen = np.asarray(sequences, np.int64)
         rows = [self.sequence(int(index)) for index in chosen]
-        empty = self.expert_ids[:0]
-        return replace(
-            self,
-            expert_ids=np.concatenate(rows) if rows else empty,
-            sequence_starts=np.concatenate([[0], np.cumsum(self.sequence_lengths[chosen])]).astype(np.int64),
-            prompt_lengths=self.prompt_lengths[chosen],
-            steps=self.steps[chosen],
-            sequence_hashes=self.sequence_hashes[chosen],
-            domains=self.domains[chosen],
-        )
+        return self.with_sequences(self.facts.select(chosen), np.concatenate([self.expert_ids[:0], *rows]))
 
     def part(self, first: int, end: int) -> RoutingTrace:
         """The trace of sequences `first` to `end - 1`. Its arrays are views."""
-        starts = self.sequence_starts[first : end + 1]
+        ids_TLK = self.expert_ids[self.sequence_starts[first] : self.sequence_starts[end]]
+        return self.with_sequences(self.facts.select(slice(first, end)), ids_TLK)
+
+    @property
+    def facts(self) -> SequenceFacts:
+        """What is known of each sequence except its routes."""
+        return SequenceFacts(self.sequence_lengths, self.prompt_lengths, self.steps, self.sequence_hashes, self.domains)
+
+    def with_sequences(self, facts: SequenceFacts, ids_TLK: Array) -> RoutingTrace:
+        """The trace of other sequences of the same model, with these facts and ids `[T, L, K]`."""
         return replace(
             self,
-            expert_ids=self.expert_ids[starts[0] : starts[-1]],
-            sequence_starts=starts - starts[0],
-            prompt_lengths=self.prompt_lengths[first:end],
-            steps=self.steps[first:end],
-            sequence_hashes=self.sequence_hashes[first:end],
-            domains=self.domains[first:end],
+            expert_ids=ids_TLK,
+            sequence_starts=np.concatenate([[0], np.cumsum(facts.lengths)]).astype(np.int64),
+            prompt_lengths=facts.prompt_lengths,
+            steps=facts.steps,
+            sequence_hashes=facts.sequence_hashes,
+            domains=facts.domains,
         )
 
     def check_same_model(self, other: RoutingTrace) -> None:
@@ -199,17 +200,8 @@ class RoutingTrace:
         first = traces[0]
         for other in traces[1:]:
             first.check_same_model(other)
-        offsets = np.cumsum([0] + [trace.num_tokens for trace in traces])
-        starts = [trace.sequence_starts[:-1] + offset for trace, offset in zip(traces, offsets, strict=False)]
-        return replace(
-            first,
-            expert_ids=np.concatenate([trace.expert_ids for trace in traces]),
-            sequence_starts=np.concatenate([*starts, offsets[-1:]]).astype(np.int64),
-            prompt_lengths=np.concatenate([trace.prompt_lengths for trace in traces]),
-            steps=np.concatenate([trace.steps for trace in traces]),
-            sequence_hashes=np.concatenate([trace.sequence_hashes for trace in traces]),
-            domains=np.concatenate([trace.domains for trace in traces]),
-        )
+        facts = first.facts.joined(*(trace.facts for trace in traces[1:]))
+        return first.with_sequences(facts, np.concatenate([trace.expert_ids for trace in traces]))
 
     @property
     def shape_text(self) -> str:
@@ -222,11 +214,8 @@ class RoutingTrace:
             InputError: naming the first bad token, if an id is out of range, twice in a row of top_k, or unknown in
                 only part of a row.
         """
-        row = int(
-            _first_bad_row(self.expert_ids.reshape(-1, self.top_k), self.num_experts, np.int64(self.no_route))
-            if self.num_tokens
-            else -1
-        )
+        rows_NK = self.expert_ids.reshape(-1, self.top_k)
+        row = int(_first_bad_row(rows_NK, self.num_experts, np.int64(self.no_route)))
         if row >= 0:
             token, layer = divmod(row, self.num_layers)
             raise InputError(

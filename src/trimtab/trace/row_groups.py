@@ -6,19 +6,18 @@ Files are untrusted: sizes are checked against each other before memory is alloc
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
-from dataclasses import dataclass, fields, replace
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from trimtab.array_type import Array
 from trimtab.errors import InputError
 from trimtab.trace.coding import decode, encode
+from trimtab.trace.message_text import at_place
 from trimtab.trace.routing import RoutingTrace, id_dtype, no_route
+from trimtab.trace.sequence_facts import SequenceFacts
 
 FORMAT = "trimtab-routing-2"
 IDS = "expert_ids"
@@ -38,59 +37,16 @@ _SCHEMA = pa.schema(
 _FACTS = [field.name for field in _SCHEMA if field.name != IDS]
 
 
-@dataclass(frozen=True, eq=False)
-class SequenceFacts:
-    """Facts of the S sequences of a trace except their routes; see `RoutingTrace`.
-
-    Attributes:
-        lengths: `[S]` int64, routed tokens.
-        prompt_lengths: `[S]` int32.
-        steps: `[S]` int32.
-        sequence_hashes: `[S]` uint64.
-        domains: `[S]` str.
-    """
-
-    lengths: Array
-    prompt_lengths: Array
-    steps: Array
-    sequence_hashes: Array
-    domains: Array
-
-    def select(self, chosen: Array) -> SequenceFacts:
-        """Of the sequences that `chosen` says, `[S]` bool or indices."""
-        return SequenceFacts(*(getattr(self, field.name)[chosen] for field in fields(self)))
-
-    def joined(self, *others: SequenceFacts) -> SequenceFacts:
-        """Of these sequences, and of the others'."""
-        parts = (self, *others)
-        return SequenceFacts(*(np.concatenate([getattr(part, field.name) for part in parts]) for field in fields(self)))
-
-    def trace(self, ids_TLK: Array, empty: RoutingTrace) -> RoutingTrace:
-        """The trace of these sequences with these ids. `empty` is one of the same model."""
-        return replace(
-            empty,
-            expert_ids=ids_TLK,
-            sequence_starts=np.concatenate([[0], np.cumsum(self.lengths)]),
-            prompt_lengths=self.prompt_lengths,
-            steps=self.steps,
-            sequence_hashes=self.sequence_hashes,
-            domains=self.domains,
-        )
-
-
 def schema_of(trace: RoutingTrace) -> pa.Schema:
     """The columns, with the model's shape as metadata."""
-    return _SCHEMA.with_metadata({"trimtab": json.dumps(_header_of(trace))})
-
-
-def _header_of(trace: RoutingTrace) -> dict[str, Any]:
-    return {
+    header = {
         "format": FORMAT,
         "num_experts": trace.num_experts,
         "top_k": trace.top_k,
         "layer_indices": trace.layer_indices.tolist(),
         "model": trace.model,
     }
+    return _SCHEMA.with_metadata({"trimtab": json.dumps(header)})
 
 
 def table_of(trace: RoutingTrace, schema: pa.Schema) -> pa.Table:
@@ -178,19 +134,11 @@ def read_group(parquet: pq.ParquetFile, group: int, empty: RoutingTrace) -> Rout
     coded_NK = coded.view(dtype.newbyteorder("<")).astype(dtype, copy=False).reshape(-1, empty.top_k)
     ids_NK = np.empty_like(coded_NK)
     bad = decode(coded_NK, empty.num_experts, no_route(empty.num_experts), ids_NK)
-    chunk = facts.trace(ids_NK.reshape(-1, *empty.expert_ids.shape[1:]), empty)
+    chunk = empty.with_sequences(facts, ids_NK.reshape(-1, *empty.expert_ids.shape[1:]))
     if bad >= 0:
-        with _in_row_group(group):
+        with at_place(f"row group {group}"):
             chunk.check()
     return chunk
-
-
-@contextmanager
-def _in_row_group(group: int) -> Iterator[None]:
-    try:
-        yield
-    except InputError as error:
-        raise InputError(f"row group {group}: {error}") from None
 
 
 def _columns(table: pa.Table) -> pa.Table:

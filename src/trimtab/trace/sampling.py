@@ -63,11 +63,11 @@ def _fill_noise(key, clustering, noise_E):  # type: ignore[no-untyped-def]
 
 
 @kernel
-def draw_experts(log_popularity_PLE, profile_S, key_S, starts, clustering, deviation, ids_TLK):  # type: ignore[no-untyped-def]
-    """Write the experts of every token: top_k successive draws, without replacement, from its sequence's popularity.
+def sample_experts(log_popularity_PLE, profile_S, key_S, starts, clustering, deviation, ids_TLK):  # type: ignore[no-untyped-def]
+    """Write the experts of every token: top_k samples without replacement, from its sequence's popularity.
 
-    A draw is one lookup in an alias table, built once for each sequence and layer. It is repeated if the token already
-    has the expert.
+    A sample is one lookup in an alias table, built once for each sequence and layer. It is repeated if the token
+    already has the expert.
 
     Args:
         log_popularity_PLE: `[P, L, E]` float64, natural logarithms of P profiles of popularity, up to a constant.
@@ -90,11 +90,11 @@ def draw_experts(log_popularity_PLE, profile_S, key_S, starts, clustering, devia
             weight_E = np.exp(log_popularity_PLE[profile_S[s], layer] + deviation * noise_E)
             _fill_alias_table(weight_E, limit_E, alias_E)
             ids_TK = ids_TLK[starts[s] : starts[s + 1], layer]
-            _draw_sequence(derive(key, np.uint64(1)), weight_E, limit_E, alias_E, ids_TK)
+            _sample_sequence(derive(key, np.uint64(1)), weight_E, limit_E, alias_E, ids_TK)
 
 
 @kernel
-def _draw_sequence(key, weight_E, limit_E, alias_E, ids_TK):  # type: ignore[no-untyped-def]
+def _sample_sequence(key, weight_E, limit_E, alias_E, ids_TK):  # type: ignore[no-untyped-def]
     num_experts = len(weight_E)
     taken_by_E = np.full(num_experts, -1)
     picks = np.uint64(0)
@@ -118,7 +118,7 @@ def _draw_sequence(key, weight_E, limit_E, alias_E, ids_TK):  # type: ignore[no-
 
 @kernel
 def _scan(pick, weight_E, taken_by_E, t):  # type: ignore[no-untyped-def]
-    """The same draw without misses: a scan over the weights of the experts that token t does not have."""
+    """The same sample without misses: a scan over the weights of the experts that token t does not have."""
     left = 0.0
     for e in range(len(weight_E)):
         if taken_by_E[e] != t:
@@ -136,7 +136,7 @@ def _scan(pick, weight_E, taken_by_E, t):  # type: ignore[no-untyped-def]
 
 @kernel
 def _fill_alias_table(weight_E, limit_E, alias_E):  # type: ignore[no-untyped-def]
-    """Vose's alias method: place e keeps a draw below limit_E[e] (of 2**32) and passes the others to alias_E[e]."""
+    """Vose's alias method: place e gives expert e below limit_E[e] (of 2**32), else expert alias_E[e]."""
     num_experts = len(weight_E)
     height_E = weight_E * (num_experts / weight_E.sum())
     order_E = np.empty(num_experts, np.int64)  # Entries below the mean from the front, others from the back.

@@ -18,10 +18,11 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from trimtab.errors import InputError
-from trimtab.files import whole_file
-from trimtab.trace.prefetch import ahead
+from trimtab.files import atomic_file
+from trimtab.trace.prefetch import prefetch
 from trimtab.trace.routing import RoutingTrace
-from trimtab.trace.row_groups import SequenceFacts, read_facts, read_group, schema_of, table_of
+from trimtab.trace.row_groups import read_facts, read_group, schema_of, table_of
+from trimtab.trace.sequence_facts import SequenceFacts
 
 Source = str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
 
@@ -36,13 +37,13 @@ def write_trace(trace: RoutingTrace | Iterable[RoutingTrace], path: str | os.Pat
     Raises:
         InputError: if there is no part, or parts are of different models.
     """
-    parts = iter([trace]) if isinstance(trace, RoutingTrace) else ahead(trace)
+    parts = iter([trace]) if isinstance(trace, RoutingTrace) else prefetch(trace)
     first = next(parts, None)
     if first is None:
         raise InputError(f"{path}: no sequences to write")
     schema = schema_of(first)
     with (
-        whole_file(path) as file,
+        atomic_file(path) as file,
         pq.ParquetWriter(
             file, schema, compression="zstd", compression_level=1, use_dictionary=["step", "domain"]
         ) as writer,
@@ -115,7 +116,7 @@ class TraceReader:
             ids_TLK[token : token + wanted.num_tokens] = wanted.expert_ids
             row += chunk.num_sequences
             token += wanted.num_tokens
-        return facts.trace(ids_TLK, self.empty)
+        return self.empty.with_sequences(facts, ids_TLK)
 
 
 def named_files(source: Source, pattern: str) -> list[Path]:

@@ -1,4 +1,4 @@
-"""Files of torch, pickle and numpy: what torch and pickle read is what we read."""
+"""Files of torch, pickle and numpy are read with the values that torch and pickle read."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ import torch
 from helpers.pickled_dumps import load, saved
 from trimtab import InputError
 from trimtab.trace.containers import torch_files
-from trimtab.trace.containers.pickles import Foreign, LargeText
+from trimtab.trace.containers.pickles import LargeText, OpaqueObject
 from trimtab.trace.containers.tensors import Jagged, NumpyArray, Tensor
 
 DTYPES = [
@@ -123,7 +123,7 @@ def _rename(content: bytes) -> bytes:
     return content
 
 
-def test_pickled_tensors_outside_of_torch_save() -> None:
+def test_tensors_in_plain_pickles_are_read() -> None:
     """`pickle.dumps` of a tensor holds a torch file of the old format within."""
     tensor = torch.arange(1000, dtype=torch.int32).reshape(10, 100)
     for protocol in (2, 5):
@@ -171,14 +171,14 @@ def test_npy_and_npz(tmp_path: Path) -> None:
         assert np.array_equal(torch_files.load(tmp_path / "c.npy").numpy(), array)
 
 
-def test_data_classes_come_as_their_values() -> None:
+def test_data_classes_are_read_as_opaque_objects() -> None:
     path, when, name = Path("a/b"), datetime.datetime(2026, 1, 2), uuid.uuid4()
     again = load(pickle.dumps([path, when, name]))
-    assert all(isinstance(each, Foreign) for each in again)
+    assert all(isinstance(each, OpaqueObject) for each in again)
     assert again[0].args == ("a", "b")
 
 
-def test_other_files_are_refused(tmp_path: Path) -> None:
+def test_files_of_other_formats_are_refused(tmp_path: Path) -> None:
     for content, message in [
         (b"", "empty"),
         (b"PAR1....", "not a file of"),
@@ -217,7 +217,6 @@ def test_mentions_finds_keys_not_parts_of_them(tmp_path: Path) -> None:
         }
 
 
-# Each flood in a process of its own, which reports how much its memory has grown.
-def test_tensor_type_is_ours() -> None:
+def test_parameters_are_read_as_tensors() -> None:
     assert isinstance(load(saved(torch.arange(3))), Tensor)
     assert isinstance(load(saved(torch.nn.Parameter(torch.zeros(3)))), Tensor)

@@ -1,4 +1,4 @@
-"""What is exported comes back the same, and is what others expect."""
+"""Exported traces are imported unchanged, and have the format that other tools expect."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from helpers.import_items import kept
 from helpers.response_dumps import only_input_errors, routes, safetensors_bytes
 from trimtab import InputError, RoutingTrace
 from trimtab.trace.exports.arrays import write_npz, write_safetensors
@@ -46,7 +47,7 @@ def some_trace(experts: int = 300, lengths: tuple[int, ...] = (5, 1, 7), top_k: 
 
 
 def back(records: list[Record], experts: int) -> RoutingTrace:
-    """A trace of records that need no normalising but for the mark of unknown routes."""
+    """A trace of records whose only conversion is that of unknown routes."""
     unknown = np.iinfo(np.uint8 if experts <= 255 else np.uint16).max
     ids = []
     for record in records:
@@ -92,10 +93,10 @@ def test_round_trip(tmp_path: Path, form: str, experts: int, lengths: tuple[int,
     path = tmp_path / "export"
     write(trace, path)
     assert [each.recognise(path) for each in (reader, vllm)] == [True, False]
-    known = arrays.said(path) if reader is arrays else ImportOptions()
+    known = arrays.read_metadata(path) if reader is arrays else ImportOptions()
     if reader is arrays:
         assert (known.num_experts, known.model) == (experts, "some-moe")
-    same(trace, back(list(reader.read(path, known)), experts), ("sequence_hashes",) if form == "megatron" else ())
+    same(trace, back(kept(reader.read(path, known)), experts), ("sequence_hashes",) if form == "megatron" else ())
 
 
 def test_megatron_rows(tmp_path: Path) -> None:
@@ -118,7 +119,7 @@ def test_megatron_rows(tmp_path: Path) -> None:
     assert rows[4]["top_indices"] == trace.sequence(2)[:, 0].tolist()
 
 
-def test_libraries_read_it(tmp_path: Path) -> None:
+def test_numpy_and_safetensors_read_the_files(tmp_path: Path) -> None:
     trace = some_trace()
     write_npz(trace, tmp_path / "a.npz")
     with np.load(tmp_path / "a.npz", allow_pickle=False) as found:
@@ -142,21 +143,24 @@ def test_tensors_are_aligned_and_little_endian(tmp_path: Path) -> None:
         for name, tensor in json.loads(content[8 : 8 + size]).items():
             if name != "__metadata__":
                 assert tensor["data_offsets"][0] % (int(tensor["dtype"][1:]) // 8) == 0
-        assert [record.step for record in arrays.read(tmp_path / "a.safetensors", ImportOptions())] == [3, 3, 4]
+        assert [record.step for record in kept(arrays.read(tmp_path / "a.safetensors", ImportOptions()))] == [3, 3, 4]
 
 
 def test_texts_in_either_byte_order(tmp_path: Path) -> None:
     for order in "<>":
         domains = np.array(["é", "\U0010ffff"]).astype(f"{order}U1")
         np.savez(tmp_path / "a.npz", expert_ids=np.ones((2, 1, 1), int), sequence_starts=[0, 1, 2], domains=domains)
-        assert [record.domain for record in arrays.read(tmp_path / "a.npz", ImportOptions())] == ["é", "\U0010ffff"]
+        assert [record.domain for record in kept(arrays.read(tmp_path / "a.npz", ImportOptions()))] == [
+            "é",
+            "\U0010ffff",
+        ]
 
 
-def test_marks_of_gaps_in_types_of_others(tmp_path: Path) -> None:
-    """65535 in uint32 is no mark of ours, as 0 is not in uint16."""
+def test_ids_of_unknown_routes_in_other_dtypes(tmp_path: Path) -> None:
+    """65535 in uint32 and 0 in uint16 are not Trimtab's id of unknown routes."""
     for dtype, missing in (("uint16", 65535), ("uint32", 0), ("int16", 0)):
         np.savez(tmp_path / "a.npz", expert_ids=routes(4, 2, 3, 300, dtype), num_experts=[300])
-        (record,) = arrays.read(tmp_path / "a.npz", ImportOptions())
+        (record,) = kept(arrays.read(tmp_path / "a.npz", ImportOptions()))
         assert record.missing == missing
 
 
@@ -164,28 +168,31 @@ def test_only_the_ids_are_needed(tmp_path: Path) -> None:
     ids = routes(4, 2, 3, 16, "int32")
     path = tmp_path / "a.safetensors"
     path.write_bytes(safetensors_bytes({"expert_ids": ("I32", [4, 2, 3], ids.tobytes())}, {}))
-    (record,) = arrays.read(path, ImportOptions())
+    (record,) = kept(arrays.read(path, ImportOptions()))
     np.testing.assert_array_equal(record.ids, ids)
-    assert (record.layers, record.missing, record.step, arrays.said(path)) == (None, 0, 0, ImportOptions())
+    assert (record.layers, record.missing, record.step, arrays.read_metadata(path)) == (None, 0, 0, ImportOptions())
 
 
 @pytest.mark.parametrize(
     ("change", "expected"),
     [
-        ({"sequence_starts": [0, 5, 4, 13]}, "sequence_starts should rise"),
-        ({"sequence_starts": [0, 5, 6, 14]}, "sequence_starts should rise from 0 to the number of tokens, 13"),
+        ({"sequence_starts": [0, 5, 4, 13]}, "sequence_starts should be ascending"),
+        ({"sequence_starts": [0, 5, 6, 14]}, "sequence_starts should be ascending from 0 to the number of tokens, 13"),
         ({"steps": [1, 2]}, "steps should be 3 whole numbers"),
         ({"steps": [1, 2, 3, 4]}, "steps should be 3 whole numbers"),
-        ({"sequence_hashes": np.array([1, -2, 3])}, "sequence_hashes should not be negative"),
-        ({"layer_indices": [4, 4]}, "layer_indices should rise"),
+        (
+            {"sequence_hashes": np.array([1, -2, 3])},
+            "sequence_hashes should be 3 whole numbers of 0 to 18446",
+        ),
+        ({"layer_indices": [4, 4]}, "layer_indices should be 2 ascending"),
         ({"num_experts": [65536]}, "num_experts should be a number of 1 to 65535"),
-        ({"steps": [1, -2, 3]}, "steps should be numbers of 0 to 2^31 - 1"),
+        ({"steps": [1, -2, 3]}, "steps should be 3 whole numbers of 0 to 2147483647"),
         ({"prompt_lengths": [1.0, 2.0, 3.0]}, "prompt_lengths is float64; it should be whole numbers"),
         ({"domains": ["a"]}, "domains should be 3 texts"),
         ({"domains": np.full(3, 0x110000, np.uint32).view("<U1")}, "domains holds what is no Unicode text"),
         ({"domains": np.full(3, 0xDFFF, ">u4").view(">U1")}, "domains holds what is no Unicode text"),
         ({"model": np.full(1, 0xFFFFFFFF, np.uint32).view("<U1")}, "model holds what is no Unicode text"),
-        ({"layer_indices": [4, 1]}, "layer_indices should rise"),
+        ({"layer_indices": [4, 1]}, "layer_indices should be 2 ascending"),
         ({"num_experts": [0]}, "num_experts should be a number of 1 to 65535"),
         ({"num_experts": 300}, "num_experts should be an array of one value"),
         ({"expert_ids": np.zeros((13, 2))}, "expert_ids has shape [13, 2]; it should be [tokens, layers, top_k]"),
@@ -193,17 +200,17 @@ def test_only_the_ids_are_needed(tmp_path: Path) -> None:
         ({"expert_ids": np.zeros((13, 2, 3))}, "ids are float64; they should be integers"),
     ],
 )
-def test_refused(tmp_path: Path, change: dict[str, Any], expected: str) -> None:
+def test_invalid_files_are_refused(tmp_path: Path, change: dict[str, Any], expected: str) -> None:
     path = tmp_path / "a.npz"
     write_npz(some_trace(), path)
     with np.load(path) as found:
         content = dict(found)
     np.savez(path, **{**content, **change})
     with pytest.raises(InputError, match=f"^{expected.replace('[', chr(92) + '[').replace('^', chr(92) + '^')}"):
-        list(arrays.read(path, ImportOptions()))
+        kept(arrays.read(path, ImportOptions()))
 
 
-def test_mutants(tmp_path: Path) -> None:
+def test_damaged_files_are_read_or_refused(tmp_path: Path) -> None:
     trace = some_trace()
     for form in ("npz", "safetensors"):
         WRITERS[form][0](trace, tmp_path / form)

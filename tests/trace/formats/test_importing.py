@@ -1,4 +1,4 @@
-"""Every format through one command: read as the same routing; and 20,000 damaged files, of which none hurts."""
+"""Every format is imported as the same routing, and 20,000 damaged files are refused or read whole."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def test_several_files_of_several_steps_become_one_trace(tmp_path: Path) -> None
     assert set(trace.steps) == {4}
 
 
-def test_what_is_quoted_is_short_and_one_line(tmp_path: Path) -> None:
+def test_quoted_text_is_short_and_one_line(tmp_path: Path) -> None:
     def records(path: Path, known: ImportOptions) -> Any:
         raise InputError("odd\n\x1b[31m" + "x" * 5000)
 
@@ -88,14 +88,14 @@ def test_what_is_quoted_is_short_and_one_line(tmp_path: Path) -> None:
     assert str(caught.value) == f"{files[0]}: odd??[31m{'x' * 491}"
 
 
-def test_what_is_said_of_a_model_comes_before_what_arrays_say(tmp_path: Path) -> None:
+def test_options_override_the_metadata_of_arrays(tmp_path: Path) -> None:
     (tmp_path / "a.npz").write_bytes(DUMPS["arrays:npz"].content)
     for said, experts in ((ImportOptions(), NUM_EXPERTS), (ImportOptions(200), 200)):
         (part,) = import_files([tmp_path / "a.npz"], "arrays", said, Summary())
         assert part.num_experts == experts
 
 
-def test_a_model_says_what_options_do_not(tmp_path: Path) -> None:
+def test_a_model_supplies_facts_that_options_lack(tmp_path: Path) -> None:
     def known(**options: Any) -> ImportOptions:
         every = {"num_experts": None, "num_layers": None, "top_k": None, "step": 2, "domain": "maths", "model": None}
         return _known(argparse.Namespace(**{**every, **options}))
@@ -134,7 +134,7 @@ def test_a_model_says_what_options_do_not(tmp_path: Path) -> None:
         (["{vllm}", "{sglang}"], "vllm.jsonl looks like vllm, .*sglang.jsonl like sglang"),
     ],
 )
-def test_mistakes_get_one_line(
+def test_invalid_arguments_give_one_line_errors(
     arguments: list[str], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "nothing.bin").write_bytes(b"\x00\x01\x02 nothing")
@@ -155,7 +155,7 @@ def test_mistakes_get_one_line(
     assert not list(tmp_path.glob("out/*"))
 
 
-def test_a_dump_is_never_written_over(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_dump_is_never_overwritten(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     dump = tmp_path / "dump.jsonl"
     dump.write_bytes(DUMPS["vllm:jsonl"].content)
     (tmp_path / "link.parquet").symlink_to(dump)

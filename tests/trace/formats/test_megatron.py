@@ -1,4 +1,4 @@
-"""Megatron-core's router trace: rows of layers, put together to micro-batches."""
+"""Megatron-core's router trace: rows of layers are combined to micro-batches."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from helpers.import_items import dropped, kept
 from helpers.response_dumps import json_lines, mutants, only_input_errors, routes
 from trimtab import InputError
 from trimtab.array_type import Array
@@ -35,7 +36,7 @@ def read(path: Path) -> list[Record]:
     assert megatron.recognise(path)
     assert not vllm.recognise(path)
     assert not sglang.recognise(path)
-    return list(megatron.read(path, ImportOptions()))
+    return kept(megatron.read(path, ImportOptions()))
 
 
 @pytest.mark.parametrize(("experts", "top_k"), [(255, 8), (256, 8), (257, 8), (384, 22), (16, 1)])
@@ -65,7 +66,7 @@ def test_micro_batches_of_an_iteration(tmp_path: Path, order: str) -> None:
     for record, batch in zip(records, [*batches, batches[0]], strict=True):
         np.testing.assert_array_equal(record.ids, batch)
     assert [record.step for record in records] == [0, 0, 1]
-    assert sum(record.dropped.get(megatron.MTP_ROWS, 0) for record in records) == 2
+    assert dropped(megatron.read(tmp_path / "a.jsonl", ImportOptions())) == {megatron.MTP_ROWS.kind: 2}
 
 
 def test_layers_in_any_order(tmp_path: Path) -> None:
@@ -85,13 +86,13 @@ def test_multi_token_prediction_is_told_by_either_key(tmp_path: Path) -> None:
     assert [record.step for record in read(json_lines(tmp_path / "a.jsonl", rows))] == [0, 1]
 
 
-def test_refused(tmp_path: Path) -> None:
+def test_invalid_files_are_refused(tmp_path: Path) -> None:
     ids = routes(4, 1, 2, 8, "int32")[:, 0]
 
     def message(*rows: Any) -> str:
         path = json_lines(tmp_path / "a.jsonl", rows)
         with pytest.raises(InputError) as caught:
-            list(megatron.read(path, ImportOptions()))
+            kept(megatron.read(path, ImportOptions()))
         return str(caught.value)
 
     twice = message(row(ids, 0), row(ids, 1), row(ids, 0))
@@ -117,8 +118,8 @@ def test_refused(tmp_path: Path) -> None:
     assert message(row(ids, 0, block="mtp")) == "no row of a decoder layer"
 
 
-def test_ids_read_apart_are_those_that_json_gives() -> None:
-    """Of any text: the same ids, or none, and then JSON is asked."""
+def test_ids_parsed_separately_equal_those_of_json() -> None:
+    """For any text the fast parser returns the ids of JSON, or none."""
     texts = [b"[[1, 2], [30, 4]]}\n", b"[[-1,7],[0,32768]]} \r\n", b"[[123456789]]}\n"]
     taken = 0
     for seed, text in enumerate(texts):
@@ -141,7 +142,7 @@ def test_ids_read_apart_are_those_that_json_gives() -> None:
 
 
 def test_keys_in_another_order(tmp_path: Path) -> None:
-    """Then all of a line is JSON."""
+    """If ids are not at the end of a line, the whole line is parsed as JSON."""
     ids = routes(4, 2, 2, 8, "int32")
     rows = [dict(reversed(row(ids[:, layer], layer).items())) for layer in range(2)]
     (record,) = read(json_lines(tmp_path / "a.jsonl", rows))
@@ -151,7 +152,7 @@ def test_keys_in_another_order(tmp_path: Path) -> None:
     np.testing.assert_array_equal(record.ids, ids)
 
 
-def test_mutants(tmp_path: Path) -> None:
+def test_damaged_files_are_read_or_refused(tmp_path: Path) -> None:
     ids = routes(4, 2, 2, 8, "int32")
     rows = [row(ids[:, layer], layer, step) for step in (0, 0, 1) for layer in (0, 1)]
     content = json_lines(tmp_path / "a.jsonl", rows).read_bytes()

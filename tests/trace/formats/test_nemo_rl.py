@@ -1,4 +1,4 @@
-"""NeMo-RL's batches and message logs: routes up to each sequence's length, rows of -1 where there is none."""
+"""NeMo-RL's batches and message logs: routes of each sequence's tokens, -1 for unknown routes."""
 
 from __future__ import annotations
 
@@ -12,10 +12,11 @@ import numpy as np
 import pytest
 import torch
 
+from helpers.import_items import dropped, kept
 from helpers.pickled_dumps import claim, pretend, routes, survives
 from trimtab import InputError
-from trimtab.trace.formats import nemo_rl, sglang_recorder, slime, values, verl
-from trimtab.trace.formats.records import ImportOptions
+from trimtab.trace.formats import dump_fields, nemo_rl, sglang_recorder, slime, verl
+from trimtab.trace.formats.records import Dropped, ImportOptions, Record
 
 LENGTHS, ANSWERS, LAYERS, TOP_K = [7, 12, 1], [3, 5, 1], 4, 3
 
@@ -43,14 +44,16 @@ def batch(num_experts: int, dtype: torch.dtype) -> dict[str, Any]:
     }
 
 
-def check(records: list[Any], tensors: dict[str, Any]) -> None:
+def check(items: list[Record | Dropped], tensors: dict[str, Any]) -> None:
+    records = kept(items)
     assert [record.domain for record in records] == ["maths", "code", ""]
     for row, record in enumerate(records):
         length = LENGTHS[row]
         assert np.array_equal(record.ids, tensors["routed_experts"][row, :length].numpy())
+        assert record.token_ids is not None
         assert record.token_ids.tolist() == tensors["input_ids"][row, :length].tolist()
         assert (record.num_tokens, record.prompt_length, record.missing) == (length, length - ANSWERS[row], -1)
-        assert record.dropped == {"padding rows": max(LENGTHS) - length}
+    assert dropped(items) == {"padding rows": sum(max(LENGTHS) - length for length in LENGTHS)}
 
 
 @pytest.mark.parametrize(
@@ -82,8 +85,8 @@ def test_message_logs(tmp_path: Path) -> None:
     torch.save({"message_log": [log, log[:1]], "task_name": ["maths", "code"]}, tmp_path / "a.pt")
     assert nemo_rl.recognise(tmp_path / "a.pt")
     for records in (
-        list(nemo_rl.read(tmp_path / "a.pt", ImportOptions())),
-        list(nemo_rl.records_of_batch([{"message_log": log, "task_name": "maths"}])),
+        kept(nemo_rl.read(tmp_path / "a.pt", ImportOptions())),
+        kept(nemo_rl.records_of_batch([{"message_log": log, "task_name": "maths"}])),
     ):
         (record,) = records
         assert record.ids.shape == (18, LAYERS, TOP_K)
@@ -99,20 +102,21 @@ def test_message_logs(tmp_path: Path) -> None:
 def test_routes_one_row_short_of_the_longest() -> None:
     """The last token has none."""
     tensors = batch(64, torch.int16)
-    records = list(nemo_rl.records_of_batch(tensors | {"routed_experts": tensors["routed_experts"][:, :-1]}))
+    items = list(nemo_rl.records_of_batch(tensors | {"routed_experts": tensors["routed_experts"][:, :-1]}))
+    records = kept(items)
     assert [(len(record.ids), record.num_tokens) for record in records] == [(7, 7), (11, 12), (1, 1)]
-    assert [record.dropped for record in records] == [{"padding rows": n} for n in (4, 0, 10)]
+    assert dropped(items) == {"padding rows": 4 + 10}
 
 
-def test_rows_of_no_tokens_are_left_out_and_labels_stay_with_theirs() -> None:
+def test_rows_without_tokens_are_dropped_with_their_labels() -> None:
     tensors = batch(64, torch.int16) | {"input_lengths": torch.tensor([0, 12, 1])}
-    records = list(nemo_rl.records_of_batch(tensors))
+    records = kept(nemo_rl.records_of_batch(tensors))
     assert [(record.where, record.domain) for record in records] == [("row 1", "code"), ("row 2", "")]
 
 
 def test_messages_without_an_answer_are_all_prompt() -> None:
     log = [{"role": "user", "token_ids": [1, 2, 3], "routed_experts": np.zeros((3, 1, 2), np.int8)}] * 2
-    (record,) = nemo_rl.records_of_batch([{"message_log": log}])
+    (record,) = kept(nemo_rl.records_of_batch([{"message_log": log}]))
     assert (record.num_tokens, record.prompt_length) == (6, 6)
 
 
@@ -126,18 +130,18 @@ def test_messages_without_an_answer_are_all_prompt() -> None:
         ({"routed_experts": torch.zeros(3, 12)}, "float32; it should hold integers"),
     ],
 )
-def test_wrong_batches_are_explained(change: dict[str, Any], message: str) -> None:
+def test_invalid_batches_are_refused(change: dict[str, Any], message: str) -> None:
     with pytest.raises(InputError, match=message):
-        list(nemo_rl.records_of_batch(batch(64, torch.int8) | change))
+        kept(nemo_rl.records_of_batch(batch(64, torch.int8) | change))
 
 
-def test_messages_that_repeat_one_array_are_stopped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(values, "SMALLEST_ALLOWANCE", 1 << 26)
+def test_messages_that_repeat_one_array_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dump_fields, "MIN_READ_LIMIT", 1 << 26)
     ids = torch.zeros(1, dtype=torch.int8).expand(1 << 12, 64, 62)
     message = {"role": "user", "token_ids": torch.zeros(1 << 12, dtype=torch.int32), "routed_experts": ids}
     torch.save({"message_log": [[message] * 1000]}, tmp_path / "a.pt")
     with pytest.raises(InputError, match="the same arrays over and over"):
-        list(nemo_rl.read(tmp_path / "a.pt", ImportOptions()))
+        kept(nemo_rl.read(tmp_path / "a.pt", ImportOptions()))
 
 
 def test_damaged_dumps_are_read_or_refused(tmp_path: Path) -> None:

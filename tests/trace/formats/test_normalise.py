@@ -1,7 +1,8 @@
-"""Records become rows of our form: for every layer axis and padding, what a plain loop makes of them."""
+"""Conversion of records equals a plain loop, for every layout of layers and padding."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -13,7 +14,7 @@ from hypothesis import strategies as st
 from trimtab import InputError, RoutingTrace
 from trimtab.trace import hash_tokens, id_dtype, no_route
 from trimtab.trace.formats.normalise import Summary, normalise
-from trimtab.trace.formats.records import ImportOptions, Record
+from trimtab.trace.formats.records import Dropped, ImportOptions, Record
 
 Array = np.ndarray[Any, Any]
 
@@ -22,7 +23,7 @@ def random_ids(rng: np.random.Generator, tokens: int, layers: int, num_experts: 
     return np.argsort(rng.random((tokens, layers, num_experts)), axis=-1)[:, :, :top_k]
 
 
-def joined(records: list[Record], known: ImportOptions, summary: Summary | None = None) -> RoutingTrace:
+def joined(records: Sequence[Record | Dropped], known: ImportOptions, summary: Summary | None = None) -> RoutingTrace:
     return RoutingTrace.concatenate(list(normalise(records, known, summary or Summary())))
 
 
@@ -54,7 +55,7 @@ def plain_rows(record: Record, moe: list[int], num_experts: int) -> list[list[li
     dtype=st.sampled_from([np.int16, np.int32, np.int64, np.uint16, np.uint64]),
     seed=st.integers(0, 999),
 )
-def test_records_equal_plain_loops(
+def test_conversion_equals_plain_loops(
     num_experts: int, top_k: int, missing: int | None, axis: str, dtype: type, seed: int
 ) -> None:
     rng = np.random.default_rng(seed)
@@ -117,16 +118,13 @@ def test_records_equal_plain_loops(
     trace.check()
 
 
-def test_what_was_left_out_is_counted() -> None:
+def test_dropped_data_is_counted() -> None:
     rng = np.random.default_rng(0)
     ids = random_ids(rng, 6, 3, 8, 2)
     ids[:, 0] = 0
     summary = Summary()
-    records = [
-        Record(ids, "a", num_tokens=6, dropped={"padding rows": 5}),
-        Record(ids, "b", dropped={"padding rows": 2}),
-    ]
-    joined(records, ImportOptions(8), summary)
+    padding = [Dropped("padding rows", count) for count in (5, 0, 2)]
+    joined([padding[0], Record(ids, "a", num_tokens=6), *padding[1:], Record(ids, "b")], ImportOptions(8), summary)
     assert summary.dropped == {
         "padding rows": 7,
         "rows of last tokens, which are never fed": 1,
@@ -134,7 +132,7 @@ def test_what_was_left_out_is_counted() -> None:
     }
 
 
-def test_sequences_without_any_route_wait_for_one_that_shows_the_layers() -> None:
+def test_the_first_record_with_routes_decides_the_layers() -> None:
     rng = np.random.default_rng(0)
     ids = random_ids(rng, 3, 2, 8, 2)
     trace = joined([Record(np.zeros_like(ids), "a", missing=0), Record(ids, "b", missing=0)], ImportOptions(8))
@@ -142,7 +140,7 @@ def test_sequences_without_any_route_wait_for_one_that_shows_the_layers() -> Non
     assert np.array_equal(trace.sequence(1), ids)
 
 
-def test_prompts_and_labels_are_made_fit() -> None:
+def test_prompt_lengths_and_labels_are_limited() -> None:
     records = [Record(GOOD, "a", prompt_length=-3, domain=" one\nline" + "x" * 100), Record(GOOD, "b", prompt_length=9)]
     trace = joined(records, ImportOptions(8, model="red \x1b[31m"))
     assert trace.model == "red  [31m"
@@ -162,7 +160,7 @@ def test_expert_0_alone_is_a_route_in_top_1() -> None:
     assert joined([Record(gaps, "a", missing=-1)], ImportOptions(8, num_layers=4, moe_layers=(2, 3))).num_layers == 2
 
 
-def test_parts_are_worth_a_row_group(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_parts_have_the_size_of_a_row_group(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("trimtab.trace.formats.normalise.ROW_GROUP_BYTES", 100)
     ids = random_ids(np.random.default_rng(0), 4, 2, 8, 2)
     parts = list(normalise([Record(ids, str(index)) for index in range(20)], ImportOptions(8), Summary()))
@@ -246,6 +244,6 @@ def test_a_route_in_a_layer_without_experts_is_refused() -> None:
         joined([Record(GOOD[:, :, :1], "a")], ImportOptions(8, num_layers=2, moe_layers=(1,)))
 
 
-def test_no_record_at_all_is_refused() -> None:
+def test_a_dump_without_records_is_refused() -> None:
     with pytest.raises(InputError, match="no sequences"):
         joined([], ImportOptions(8))

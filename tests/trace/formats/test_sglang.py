@@ -1,4 +1,4 @@
-"""What SGLang returns: `/generate`, its engine, and OpenAI-compatible responses."""
+"""SGLang's responses: `/generate`, its engine, and OpenAI-compatible ones."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from helpers.import_items import dropped, kept
 from helpers.response_dumps import json_lines, only_input_errors, raw_text, routes
 from trimtab import InputError
 from trimtab.array_type import Array
@@ -37,7 +38,7 @@ def response(ids: Array, prompt: int, output: int, **meta: Any) -> dict[str, Any
 def read(path: Path, known: ImportOptions = MODEL) -> list[Record]:
     assert sglang.recognise(path)
     assert not vllm.recognise(path)
-    return list(sglang.read(path, known))
+    return kept(sglang.read(path, known))
 
 
 @pytest.mark.parametrize(
@@ -74,15 +75,15 @@ def test_shared_prompts_and_lists(tmp_path: Path) -> None:
             assert record.token_ids.tolist() == [*range(6), 50, 51, 52, 53]
             assert (record.domain, record.step) == ("gsm8k", 3)
     assert [record.where for record in read(tmp_path / "a.jsonl")] == ["item 1", "item 2", "item 3"]
-    memory = list(sglang.records_of_responses([group[0], group[1:]], MODEL))
+    memory = kept(sglang.records_of_responses([group[0], group[1:]], MODEL))
     assert [record.where for record in memory] == ["response 0", "response 1, response 0", "response 1, response 1"]
-    assert [record.first for record in sglang.records_of_responses(group[1], MODEL)] == [6]
+    assert [record.first for record in kept(sglang.records_of_responses(group[1], MODEL))] == [6]
 
 
 def test_ids_of_generated_tokens_from_logprobs() -> None:
     each = response(routes(4, 3, 2, 8, "int32"), 3, 2, output_token_logprobs=[[-0.1, 70, None], [-0.2, 71, None]])
     del each["output_ids"]
-    (record,) = sglang.records_of_responses([{"prompt_token_ids": [1, 2, 3], "response": each}], MODEL)
+    (record,) = kept(sglang.records_of_responses([{"prompt_token_ids": [1, 2, 3], "response": each}], MODEL))
     assert record.token_ids is not None
     assert record.token_ids.tolist() == [1, 2, 3, 70, 71]
 
@@ -110,7 +111,7 @@ def test_openai_compatible(tmp_path: Path) -> None:
         "line 2, choice 0",
         "line 2, choice 2",
     ]
-    assert dict(third.dropped) == {"responses without routed_experts": 1}
+    assert dropped(sglang.read(tmp_path / "a.jsonl", MODEL)) == {"responses without routed_experts": 1}
     np.testing.assert_array_equal(first.ids, ids)
     np.testing.assert_array_equal(third.ids, ids[:6])
 
@@ -118,39 +119,37 @@ def test_openai_compatible(tmp_path: Path) -> None:
 def test_routes_beside_several_choices_are_those_of_the_first() -> None:
     ids = routes(7, 3, 2, 8, "int32")
     beside = {"choices": [{"index": 0}, {"index": 1}], "sglext": {"routed_experts": raw_text(ids)}}
-    (record,) = sglang.records_of_responses([beside], MODEL)
-    assert (record.where, dict(record.dropped)) == (
-        "response 0, choice 0",
-        {"responses without routed_experts": 1},
-    )
+    (record,) = kept(sglang.records_of_responses([beside], MODEL))
+    assert record.where == "response 0, choice 0"
+    assert dropped(sglang.records_of_responses([beside], MODEL)) == {"responses without routed_experts": 1}
     # What a choice itself says comes first.
     beside["choices"][0]["sglext"] = {"routed_experts": raw_text(ids[:2])}  # type: ignore[index]
-    (record,) = sglang.records_of_responses([beside], MODEL)
+    (record,) = kept(sglang.records_of_responses([beside], MODEL))
     assert len(record.ids) == 2
 
 
-def test_token_ids_that_do_not_fit_the_counts_are_left_alone() -> None:
+def test_token_ids_that_differ_from_the_counts_are_ignored() -> None:
     each = response(routes(7, 3, 2, 8, "int32"), 5, 3) | {"input_ids": [1, 2]}
-    (record,) = sglang.records_of_responses([each], MODEL)
+    (record,) = kept(sglang.records_of_responses([each], MODEL))
     assert (record.num_tokens, record.token_ids) == (8, None)
 
 
-def test_empty_answers() -> None:
+def test_completions_without_tokens() -> None:
     """Aborted before any forward pass, or only a prompt."""
     none = response(routes(0, 3, 2, 8, "int32"), 4, 0, routed_experts=None)
     prompt_only = response(routes(3, 3, 2, 8, "int32"), 4, 0)
     nothing_new = response(routes(0, 3, 2, 8, "int32"), 4, 0, routed_experts_start_len=3)
-    records = list(sglang.records_of_responses([none, prompt_only, nothing_new], MODEL))
+    records = kept(sglang.records_of_responses([none, prompt_only, nothing_new], MODEL))
     assert [(len(record.ids), record.first, record.num_tokens) for record in records] == [(3, 0, 4), (0, 3, 4)]
 
 
-def test_refused(tmp_path: Path) -> None:
+def test_invalid_files_are_refused(tmp_path: Path) -> None:
     ids = routes(7, 3, 2, 8, "int32")
 
     def message(known: ImportOptions = MODEL, **meta: Any) -> str:
         path = json_lines(tmp_path / "a.jsonl", [response(ids, 5, 3, **meta)])
         with pytest.raises(InputError) as caught:
-            list(sglang.read(path, known))
+            kept(sglang.read(path, known))
         return str(caught.value)
 
     or_model = "or --model with a config.json or a model's name"
@@ -168,7 +167,7 @@ def test_refused(tmp_path: Path) -> None:
     assert "no response holds routed_experts" in message(routed_experts=None)
 
 
-def test_mutants(tmp_path: Path) -> None:
+def test_damaged_files_are_read_or_refused(tmp_path: Path) -> None:
     ids = routes(5, 3, 2, 8, "int32")
     values = [response(ids, 4, 2), response(ids[3:], 4, 2, routed_experts_start_len=3, routed_experts_dtype="int32")]
     for content in (json.dumps(values, indent=1).encode(), json_lines(tmp_path / "a", values).read_bytes()):

@@ -1,4 +1,4 @@
-"""Dumps of SGLang's recorder in its modes: ids become logical, counts stay what they are."""
+"""Dumps of SGLang's recorder in its modes: logical ids, and tokens with the recorded counts."""
 
 from __future__ import annotations
 
@@ -12,10 +12,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from helpers.import_items import dropped, kept
 from helpers.pickled_dumps import routes, survives
 from trimtab import InputError
-from trimtab.trace.formats import nemo_rl, sglang_recorder, slime, values, verl
-from trimtab.trace.formats.records import ImportOptions
+from trimtab.trace.formats import dump_fields, nemo_rl, sglang_recorder, slime, verl
+from trimtab.trace.formats.dump_fields import ReadLimit
+from trimtab.trace.formats.records import ImportOptions, Record
 
 LAYERS, TOP_K, EXPERTS, PHYSICAL = 5, 4, 16, 20
 MOE_LAYERS = (1, 2, 3, 4)
@@ -24,7 +26,7 @@ Expected = list[tuple[str, Any, str]]
 
 
 def per_token(named: bool = False) -> tuple[dict[str, Any], Expected]:
-    """Two requests: prefill of both, a pass with nobody, two passes of decoding the second of which is padded.
+    """Two requests: prefill of both, an empty pass, two passes of decoding the second of which is padded.
 
     Returns the dump, and by sequence its name, its logical ids, and its domain.
     """
@@ -74,26 +76,30 @@ def per_token(named: bool = False) -> tuple[dict[str, Any], Expected]:
     return dump, expected
 
 
+def records_of(dump: Any, top_k: int | None = None) -> list[Record]:
+    return kept(sglang_recorder.records_of_dump(dump, ImportOptions(top_k=top_k), ReadLimit()))
+
+
 @pytest.mark.parametrize("named", [False, True])
 def test_tokens_by_request(tmp_path: Path, named: bool) -> None:
     dump, expected = per_token(named)
     torch.save(dump, tmp_path / "a.pt")
     assert sglang_recorder.recognise(tmp_path / "a.pt")
     assert not any(other.recognise(tmp_path / "a.pt") for other in (slime, nemo_rl, verl))
-    records = list(sglang_recorder.read(tmp_path / "a.pt", ImportOptions()))
+    records = kept(sglang_recorder.read(tmp_path / "a.pt", ImportOptions()))
     assert [(record.where, record.domain) for record in records] == [(name, domain) for name, _, domain in expected]
     for record, (_, ids, domain) in zip(records, expected, strict=True):
         assert np.array_equal(record.ids, ids)
         assert (record.layers, record.missing) == (MOE_LAYERS, -1)
         assert record.prompt_length == (len(ids) if domain == "prefill" else 0 if domain else len(ids) - 2)
-    assert records[0].dropped == {"empty forward passes": 1}
+    assert dropped(sglang_recorder.read(tmp_path / "a.pt", ImportOptions())) == {"empty forward passes": 1}
 
 
-def test_lengths_that_do_not_add_up_are_not_believed() -> None:
+def test_inconsistent_lengths_are_ignored() -> None:
     """Then a pass is one piece, and those of passes with the same number are told apart."""
     dump, _ = per_token()
     first = dump["records"][0] | {"extend_seq_lens": [5, 3]}
-    records = list(sglang_recorder.records_of_dump(dump | {"records": [first, first]}))
+    records = records_of(dump | {"records": [first, first]})
     assert [(record.where, len(record.ids), record.prompt_length) for record in records] == [
         ("forward pass 10, piece 0", 7, 7),
         ("forward pass 10, piece 0'", 7, 7),
@@ -103,7 +109,7 @@ def test_lengths_that_do_not_add_up_are_not_believed() -> None:
 def test_ids_without_a_map_are_logical(tmp_path: Path) -> None:
     dump, _ = per_token()
     del dump["last_physical_to_logical_map"]
-    record = next(sglang_recorder.records_of_dump(dump))
+    record = records_of(dump)[0]
     assert np.array_equal(record.ids, dump["records"][0]["topk_ids_of_layer"][1:, :5, :TOP_K].permute(1, 0, 2))
 
 
@@ -119,28 +125,29 @@ def counts_of(ids_TLK: Any, experts: int) -> Any:
 
 @settings(max_examples=60, deadline=None)
 @given(st.integers(1, 30), st.integers(1, 8), st.integers(8, 20), st.integers(0, 1 << 30))
-def test_tokens_made_up_from_counts_have_these_counts(tokens: int, top_k: int, experts: int, seed: int) -> None:
+def test_tokens_generated_from_counts_have_these_counts(tokens: int, top_k: int, experts: int, seed: int) -> None:
     rng = np.random.default_rng(seed)
     passes = [routes(rng, n, 3, top_k, experts) for n in (tokens, 0, 1)]
     counts = np.stack([counts_of(ids, experts) for ids in passes])
     counts[:, 1] = 0  # a dense layer
     dump = {"rank": 0, "logical_count": torch.from_numpy(counts).int(), "average_utilization_rate_over_window": None}
-    records = list(sglang_recorder.records_of_dump(dump, ImportOptions(top_k=top_k)))
+    items = list(sglang_recorder.records_of_dump(dump, ImportOptions(top_k=top_k), ReadLimit()))
+    records = kept(items)
     assert [record.where for record in records] == ["forward pass 0", "forward pass 2"]
     for record, place in zip(records, (0, 2), strict=True):
         assert record.ids.shape == (len(passes[place]), 2, top_k)
         assert record.layers == (0, 2)
         assert np.array_equal(counts_of(record.ids, experts), counts[place][[0, 2]])
         assert all(len(set(row)) == top_k for row in record.ids.reshape(-1, top_k).tolist())
-    assert records[1].dropped == {
-        "tokens whose experts are made up to fit recorded counts": 1,
+    assert dropped(items) == {
+        "tokens whose experts are made up to fit recorded counts": tokens + 1,
         "empty forward passes": 1,
     }
 
 
-def test_layers_that_counted_fewer_tokens_lack_rows() -> None:
+def test_layers_with_fewer_counted_tokens_have_unknown_routes() -> None:
     counts = torch.tensor([[[2, 2, 0], [1, 0, 1]]])
-    (record,) = sglang_recorder.records_of_dump({"logical_count": counts}, ImportOptions(top_k=2))
+    (record,) = records_of({"logical_count": counts}, 2)
     assert np.array_equal(record.ids[:, 0], [[0, 1], [0, 1]])
     assert np.array_equal(record.ids[:, 1], [[0, 2], [-1, -1]])
 
@@ -151,7 +158,7 @@ def test_physical_counts_by_pass(tmp_path: Path) -> None:
     dump = {"records": records, "last_physical_to_logical_map": torch.tensor([[0, 1, 2, 0], [1, 2, 0, 0]])}
     torch.save(dump, tmp_path / "a.pt")
     assert sglang_recorder.recognise(tmp_path / "a.pt")
-    (record,) = sglang_recorder.read(tmp_path / "a.pt", ImportOptions(top_k=2))
+    (record,) = kept(sglang_recorder.read(tmp_path / "a.pt", ImportOptions(top_k=2)))
     assert record.where == "forward pass 7"
     assert np.array_equal(counts_of(record.ids, 3), [[2, 2, 2], [3, 0, 3]])
 
@@ -171,32 +178,32 @@ def test_physical_counts_by_pass(tmp_path: Path) -> None:
         ([1], 2, "should be a dictionary"),
     ],
 )
-def test_what_counts_cannot_be_is_explained(dump: Any, top_k: int | None, message: str) -> None:
+def test_impossible_counts_are_refused(dump: Any, top_k: int | None, message: str) -> None:
     with pytest.raises(InputError, match=message):
-        list(sglang_recorder.records_of_dump(dump, ImportOptions(top_k=top_k)))
+        records_of(dump, top_k)
 
 
-def test_passes_that_repeat_one_array_are_stopped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(values, "SMALLEST_ALLOWANCE", 1 << 26)
+def test_passes_that_repeat_one_array_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dump_fields, "MIN_READ_LIMIT", 1 << 26)
     ids = torch.zeros(1, dtype=torch.int32).expand(64, 1 << 14, 8)
     torch.save({"records": [{"forward_pass_id": 1, "topk_ids_of_layer": ids}] * 200_000}, tmp_path / "a.pt")
     with pytest.raises(InputError, match="the same arrays over and over"):
-        next(sglang_recorder.read(tmp_path / "a.pt", ImportOptions()))
+        kept(sglang_recorder.read(tmp_path / "a.pt", ImportOptions()))[0]
 
 
 def test_experts_outside_of_the_map_are_refused() -> None:
     dump, _ = per_token()
     dump["last_physical_to_logical_map"] = dump["last_physical_to_logical_map"][:, :10]
     with pytest.raises(InputError, match=r"forward pass 10: a physical expert that is not in .* \[5, 10\]"):
-        list(sglang_recorder.records_of_dump(dump))
+        records_of(dump)
     largest = int(dump["records"][0]["topk_ids_of_layer"].max())
     for count in (largest, largest + 1):
         each = {"records": dump["records"][:1], "last_physical_to_logical_map": np.zeros((LAYERS, count), int)}
         if count == largest:
             with pytest.raises(InputError, match="a physical expert that is not in"):
-                list(sglang_recorder.records_of_dump(each))
+                records_of(each)
         else:
-            assert len(list(sglang_recorder.records_of_dump(each))) == 2
+            assert len(records_of(each)) == 2
 
 
 def test_damaged_dumps_are_read_or_refused(tmp_path: Path) -> None:

@@ -1,10 +1,11 @@
-"""Dumps of slime and miles: every sample's routes, tokens, prompt and label come back."""
+"""Dumps of slime and miles: routes, tokens, prompt length and label of every sample."""
 
 from __future__ import annotations
 
 import enum
 import io
 import pickle
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -12,10 +13,11 @@ import numpy as np
 import pytest
 import torch
 
+from helpers.import_items import dropped, kept
 from helpers.pickled_dumps import claim, pretend, routes, survives
 from trimtab import InputError
-from trimtab.trace.formats import nemo_rl, sglang_recorder, slime, values, verl
-from trimtab.trace.formats.records import ImportOptions
+from trimtab.trace.formats import dump_fields, nemo_rl, sglang_recorder, slime, verl
+from trimtab.trace.formats.records import Dropped, ImportOptions, Record
 
 LAYERS, TOP_K = 5, 4
 
@@ -63,17 +65,19 @@ def samples(num_experts: int = 128, top_k: int = TOP_K, seed: int = 0) -> list[d
     return made
 
 
-def check(records: list[Any], expected: list[dict[str, Any]], step: int) -> None:
+def check(items: list[Record | Dropped], expected: list[dict[str, Any]], step: int) -> None:
     whole = [sample for sample in expected if sample["rollout_routed_experts"] is not None]
+    records = kept(items)
     assert len(records) == len(whole)
     for record, sample in zip(records, whole, strict=True):
         assert np.array_equal(record.ids, sample["rollout_routed_experts"])
         assert record.num_tokens == len(sample["tokens"])
         assert record.prompt_length == len(sample["tokens"]) - sample["response_length"]
+        assert record.token_ids is not None
         assert record.token_ids.tolist() == sample["tokens"]
         assert (record.step, record.missing, record.first) == (step, -1, 0)
         assert record.domain == (sample["metadata"] or {}).get("data_source", "")
-    assert [record.dropped for record in records] == [{}, {"samples without routes": 1}, {}]
+    assert dropped(items) == {"samples without routes": 1}
 
 
 @pytest.mark.parametrize("num_experts", [8, 128, 255, 256, 257, 384])
@@ -88,7 +92,7 @@ def test_debug_rollout_data(tmp_path: Path, num_experts: int) -> None:
 def test_top_1(tmp_path: Path) -> None:
     expected = samples(top_k=1)
     torch.save({"rollout_id": 0, "samples": expected, "metadata": {"x": 1}}, tmp_path / "a.pt")
-    assert next(slime.read(tmp_path / "a.pt", ImportOptions())).ids.shape[1:] == (LAYERS, 1)
+    assert kept(slime.read(tmp_path / "a.pt", ImportOptions()))[0].ids.shape[1:] == (LAYERS, 1)
 
 
 @pytest.mark.parametrize("protocol", [2, 4, 5])
@@ -112,7 +116,7 @@ def test_training_data_in_columns(tmp_path: Path) -> None:
         "loss_masks": [torch.ones(3, dtype=torch.bfloat16)] * 3,
     }
     torch.save({"rollout_id": 3, "rank": 0, "rollout_data": columns}, tmp_path / "a.pt")
-    records = list(slime.read(tmp_path / "a.pt", ImportOptions()))
+    records = kept(slime.read(tmp_path / "a.pt", ImportOptions()))
     assert [record.prompt_length for record in records] == [7, 7, 7]
     assert all(np.array_equal(r.ids, s["rollout_routed_experts"]) for r, s in zip(records, expected, strict=True))
 
@@ -129,14 +133,14 @@ def test_objects_in_memory_lists_and_flat_ids() -> None:
         }
         for s in expected
     ]
-    check(list(slime.records_of_samples(flat, known=ImportOptions(num_layers=LAYERS, top_k=TOP_K))), expected, 0)
-    with pytest.raises(InputError, match="number of layers and top_k must be given"):
-        list(slime.records_of_samples(flat))
+    check(list(slime.records_of_samples(flat, options=ImportOptions(num_layers=LAYERS, top_k=TOP_K))), expected, 0)
+    with pytest.raises(InputError, match=r"sample 0: .* has no shape; give --num-layers and --top-k"):
+        kept(slime.records_of_samples(flat))
     lists = [{**expected[0], "rollout_routed_experts": expected[0]["rollout_routed_experts"].tolist()}]
-    assert np.array_equal(next(slime.records_of_samples(lists)).ids, expected[0]["rollout_routed_experts"])
+    assert np.array_equal(kept(slime.records_of_samples(lists))[0].ids, expected[0]["rollout_routed_experts"])
 
 
-def test_labels_and_lengths_that_samples_may_lack() -> None:
+def test_labels_and_lengths_are_optional() -> None:
     one = samples()[0]
     del one["response_length"]
     labels: list[tuple[Any, str]] = [
@@ -146,21 +150,22 @@ def test_labels_and_lengths_that_samples_may_lack() -> None:
         (None, ""),
     ]
     for metadata, label in labels:
-        (record,) = slime.records_of_samples([{**one, "metadata": metadata}])
+        (record,) = kept(slime.records_of_samples([{**one, "metadata": metadata}]))
         assert (record.domain, record.prompt_length) == (label, 0)
 
 
 def test_groups_of_groups_and_samples_without_tokens() -> None:
     one, _, two, three = samples()
     nested = [[[one], [{**two, "tokens": None}]], three]
-    records = list(slime.records_of_samples(nested))
+    items = list(slime.records_of_samples(nested))
+    records = kept(items)
     assert [record.where for record in records] == ["sample 0", "sample 2"]
-    assert [record.dropped for record in records] == [{}, {"samples without routes": 1}]
+    assert dropped(items) == {"samples without routes": 1}
     deep: Any = one
     for _ in range(6):
         deep = [deep]
     with pytest.raises(InputError, match="nested too deeply"):
-        list(slime.records_of_samples(deep))
+        kept(slime.records_of_samples(deep))
 
 
 @pytest.mark.parametrize(
@@ -170,30 +175,30 @@ def test_groups_of_groups_and_samples_without_tokens() -> None:
         ({"rollout_routed_experts": np.zeros((3, 2, 2))}, "float64; it should hold integers"),
         ({"rollout_routed_experts": "abc"}, "a str; it should be an array"),
         ({"rollout_routed_experts": [[[1], [2, 3]]]}, "different lengths"),
-        ({"tokens": [1.5]}, "something else than whole numbers"),
+        ({"tokens": [1.5]}, "sample 0: tokens should be whole numbers; there is a number"),
         ({"tokens": {"a": 1}}, "should be an array"),
     ],
 )
-def test_wrong_samples_are_named(change: dict[str, Any], message: str) -> None:
+def test_errors_name_the_sample(change: dict[str, Any], message: str) -> None:
     with pytest.raises(InputError, match=message):
-        list(slime.records_of_samples([{**samples()[0], **change}]))
+        kept(slime.records_of_samples([{**samples()[0], **change}]))
 
 
-def test_dumps_without_routes_say_what_to_do(tmp_path: Path) -> None:
+def test_dumps_without_routes_are_refused_with_a_hint(tmp_path: Path) -> None:
     torch.save({"rollout_id": 1, "samples": [{**s, "rollout_routed_experts": None} for s in samples()]}, tmp_path / "a")
     with pytest.raises(InputError, match=r"none of its 4 samples.*--use-rollout-routing-replay"):
-        list(slime.read(tmp_path / "a", ImportOptions()))
+        kept(slime.read(tmp_path / "a", ImportOptions()))
     torch.save({"rollout_id": 1, "samples": []}, tmp_path / "a")
-    assert list(slime.read(tmp_path / "a", ImportOptions())) == []
+    assert kept(slime.read(tmp_path / "a", ImportOptions())) == []
 
 
-def test_samples_that_repeat_one_array_are_stopped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_samples_that_repeat_one_array_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A few bytes a sample, each of which would be millions of numbers."""
-    monkeypatch.setattr(values, "SMALLEST_ALLOWANCE", 1 << 26)
+    monkeypatch.setattr(dump_fields, "MIN_READ_LIMIT", 1 << 26)
     one = {**samples()[0], "rollout_routed_experts": torch.zeros(1, dtype=torch.int32).expand(1 << 12, 64, 62)}
     torch.save({"rollout_id": 0, "samples": [one] * 10_000}, tmp_path / "a.pt")
     records = slime.read(tmp_path / "a.pt", ImportOptions())
-    assert [next(records).num_tokens for _ in range(4)]
+    assert len(list(islice(records, 4))) == 4
     with pytest.raises(InputError, match="the same arrays over and over"):
         next(records)
 

@@ -1,4 +1,4 @@
-"""verl's batches, in every way they are written: what stands behind the padding comes back, row by row."""
+"""verl's batches in every layout: the rows without padding are imported, in order."""
 
 from __future__ import annotations
 
@@ -11,10 +11,11 @@ import numpy as np
 import pytest
 import torch
 
+from helpers.import_items import dropped, kept
 from helpers.pickled_dumps import claim, pretend, routes, survives
 from trimtab import InputError
 from trimtab.trace.formats import nemo_rl, sglang_recorder, slime, verl
-from trimtab.trace.formats.records import ImportOptions
+from trimtab.trace.formats.records import Dropped, ImportOptions, Record
 
 PROMPT, RESPONSE, LAYERS, TOP_K = 6, 10, 4, 3
 SOURCES = ["maths", "maths", "code", "", "chat"]
@@ -136,21 +137,22 @@ LABELS = {"data_source": np.array(SOURCES, object), "extra": np.array([{"a": 1},
 FACTS = {"global_steps": 12, "temperature": 1.0}
 
 
-def check(records: list[Any], tensors: dict[str, torch.Tensor], labelled: bool = True) -> None:
+def check(items: list[Record | Dropped], tensors: dict[str, torch.Tensor], labelled: bool = True) -> None:
     """Against the mask, one token after another."""
     whole = [row for row in range(len(SOURCES)) if tensors["attention_mask"][row].any()]
+    records = kept(items)
     assert [record.where for record in records] == [f"row {row}" for row in whole]
     for record, row in zip(records, whole, strict=True):
         places = [place for place in range(PROMPT + RESPONSE) if tensors["attention_mask"][row, place]]
         assert np.array_equal(record.ids, tensors["routed_experts"][row, places].numpy())
+        assert record.token_ids is not None
         assert record.token_ids.tolist() == tensors["input_ids"][row, places].tolist()
         assert record.num_tokens == len(places)
         assert record.prompt_length == sum(place < PROMPT for place in places)
         assert (record.missing, record.first) == (0, 0)
         assert (record.step, record.domain) == ((12, SOURCES[row]) if labelled else (0, ""))
-    lost = sum(record.dropped.get("padding rows", 0) for record in records)
-    assert lost == int((tensors["attention_mask"] == 0).sum())
-    assert sum(record.dropped.get("empty sequences", 0) for record in records) == 1
+    padding = int((tensors["attention_mask"] == 0).sum())
+    assert dropped(items) == {"padding rows": padding, "empty sequences": 1}
 
 
 @pytest.mark.parametrize("num_experts", [8, 255, 256, 257, 384])
@@ -186,12 +188,12 @@ def test_dictionaries_and_arrays(tmp_path: Path, dtype: torch.dtype, top_k: int)
     check(list(verl.records_of_batch(DataProto(tensors, LABELS, FACTS))), tensors)
 
 
-def test_bare_arrays_lose_rows_of_zeros_at_both_ends(tmp_path: Path) -> None:
+def test_rows_of_zeros_at_both_ends_of_bare_arrays_are_dropped(tmp_path: Path) -> None:
     tensors = batch()
     np.save(tmp_path / "a.npy", tensors["routed_experts"].numpy())
     assert verl.recognise(tmp_path / "a.npy")
     for path in (tmp_path / "a.npy",):
-        records = list(verl.read(path, ImportOptions()))
+        records = kept(verl.read(path, ImportOptions()))
         # The last token of a row has no route, so it is not seen, and neither is the row of a single token.
         lengths = tensors["attention_mask"].sum(dim=1).tolist()
         assert [len(record.ids) for record in records] == [length - 1 for length in lengths if length > 1]
@@ -220,7 +222,7 @@ def test_rows_without_padding(tmp_path: Path) -> None:
         for key in ("routed_experts", "input_ids")
     }
     torch.save(nested, tmp_path / "a.pt")
-    for records in (list(verl.read(tmp_path / "a.pt", ImportOptions())), list(verl.records_of_batch(nested))):
+    for records in (kept(verl.read(tmp_path / "a.pt", ImportOptions())), kept(verl.records_of_batch(nested))):
         for row, record in enumerate(records):
             assert np.array_equal(record.ids, tensors["routed_experts"][row][rows[row]].numpy())
             assert record.token_ids is not None
@@ -230,36 +232,36 @@ def test_rows_without_padding(tmp_path: Path) -> None:
 
 def test_rows_whose_last_token_has_no_route() -> None:
     ids, tokens = np.arange(12).reshape(1, 3, 2, 2), np.arange(4)
-    (record,) = verl.records_of_batch({"routed_experts": list(ids), "input_ids": [tokens], "prompts": [tokens[:2]]})
+    (record,) = kept(
+        verl.records_of_batch({"routed_experts": list(ids), "input_ids": [tokens], "prompts": [tokens[:2]]})
+    )
     assert (len(record.ids), record.num_tokens, record.prompt_length) == (3, 4, 2)
 
 
 def test_prompts_without_their_tokens() -> None:
-    """How wide they are, responses say; and a row may end within its prompt."""
+    """The width of prompts follows from that of responses, and a row may end within its prompt."""
     tensors: dict[str, Any] = {key: batch()[key] for key in ("responses", "attention_mask", "routed_experts")}
-    assert [record.prompt_length for record in verl.records_of_batch(tensors)] == [4, 4, 6, 1]
+    assert [record.prompt_length for record in kept(verl.records_of_batch(tensors))] == [4, 4, 6, 1]
     tensors["attention_mask"][0, 4:] = 0
-    assert [record.prompt_length for record in verl.records_of_batch(tensors)] == [2, 4, 6, 1]
+    assert [record.prompt_length for record in kept(verl.records_of_batch(tensors))] == [2, 4, 6, 1]
 
 
-def test_masks_with_holes_leave_these_tokens_out() -> None:
+def test_masked_tokens_inside_a_sequence_are_dropped() -> None:
     tensors = batch()
     tensors["attention_mask"][2, 8:10] = 0
     tensors["attention_mask"][2, 3] = 0
     check(list(verl.records_of_batch({"batch": tensors, "non_tensor_batch": LABELS, "meta_info": FACTS})), tensors)
 
 
-def test_rows_of_padding_are_counted_once() -> None:
+def test_rows_of_padding_are_counted() -> None:
     tensors = {key: value[[3, 3, 0, 1]] for key, value in batch().items()}
-    assert [record.dropped for record in verl.records_of_batch(tensors)] == [
-        {"padding rows": 2 * (PROMPT + RESPONSE) + 9, "empty sequences": 2},
-        {"padding rows": 5},
-    ]
+    items = list(verl.records_of_batch(tensors))
+    assert dropped(items) == {"padding rows": 2 * (PROMPT + RESPONSE) + 9 + 5, "empty sequences": 2}
 
 
 def test_an_empty_batch(tmp_path: Path) -> None:
     torch.save({key: value[:0] for key, value in batch().items()}, tmp_path / "a.pt")
-    assert list(verl.read(tmp_path / "a.pt", ImportOptions())) == []
+    assert kept(verl.read(tmp_path / "a.pt", ImportOptions())) == []
 
 
 @pytest.mark.parametrize(
@@ -275,11 +277,11 @@ def test_an_empty_batch(tmp_path: Path) -> None:
         ({"input_ids": "text"}, "input_ids is a str; it should be an array"),
     ],
 )
-def test_wrong_batches_are_explained(change: dict[str, Any], message: str) -> None:
+def test_invalid_batches_are_refused(change: dict[str, Any], message: str) -> None:
     with pytest.raises(InputError, match=message):
-        list(verl.records_of_batch(batch() | change))
+        kept(verl.records_of_batch(batch() | change))
     with pytest.raises(InputError, match="where a batch should be"):
-        list(verl.records_of_batch([1]))
+        kept(verl.records_of_batch([1]))
 
 
 def test_damaged_dumps_are_read_or_refused(tmp_path: Path) -> None:

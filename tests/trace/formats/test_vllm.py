@@ -1,4 +1,4 @@
-"""What vLLM writes: server responses, outputs in memory, saved arrays, and the layout of 0.21."""
+"""vLLM's server responses, outputs in memory, saved arrays, and the layout of 0.21."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from helpers.import_items import dropped, kept
 from helpers.response_dumps import json_lines, npy_bytes, npy_text, only_input_errors, routes
 from trimtab import InputError
 from trimtab.trace.formats import sglang, vllm
@@ -38,7 +39,7 @@ def choice(ids: Any, prompt: int, output: int, index: int = 0) -> dict[str, Any]
 def read(path: Path) -> list[Record]:
     assert vllm.recognise(path)
     assert not sglang.recognise(path)
-    return list(vllm.read(path, NOTHING))
+    return kept(vllm.read(path, NOTHING))
 
 
 @pytest.mark.parametrize(
@@ -59,12 +60,12 @@ def test_completion_response(tmp_path: Path, experts: int, dtype: str, top_k: in
     assert record.layers is None
 
 
-def test_known_bytes() -> None:
+def test_hand_written_bytes_are_read() -> None:
     """The `.npy` bytes of np.array([[[1, 2]], [[3, 4]]], np.uint8), written out."""
     header = b"{'descr': '|u1', 'fortran_order': False, 'shape': (2, 1, 2), }"
     data = b"\x93NUMPY\x01\x00\x76\x00" + header + b" " * (0x76 - len(header) - 1) + b"\n" + b"\x01\x02\x03\x04"
     routed = base64.b64encode(data).decode()
-    (record,) = vllm.records_of_outputs([{"outputs": [{"routed_experts": routed}]}])
+    (record,) = kept(vllm.records_of_outputs([{"outputs": [{"routed_experts": routed}]}]))
     assert record.ids.tolist() == [[[1, 2]], [[3, 4]]]
 
 
@@ -85,7 +86,7 @@ def test_chat_response_with_several_choices(tmp_path: Path) -> None:
     assert [record.where for record in records] == ["line 1, choice 0", "line 1, choice 1"]
     assert [record.num_tokens for record in records] == [6, None]  # usage is of all choices together
     assert [record.prompt_length for record in records] == [4, 4]
-    assert [dict(record.dropped) for record in records] == [{}, {"responses without routed_experts": 1}]
+    assert dropped(vllm.read(tmp_path / "a.jsonl", NOTHING)) == {"responses without routed_experts": 1}
     np.testing.assert_array_equal(records[1].ids, second)
 
 
@@ -166,40 +167,40 @@ def test_layout_of_0_21(tmp_path: Path, form: str) -> None:
 
 
 def test_only_the_completion_in_0_21() -> None:
-    """The prompt's routes were not asked for: its place is null, and rows are those of the completion."""
+    """The prompt's routes were not requested: they are null, and rows are those of the completion."""
     response = {
         "choices": [{"token_ids": [4, 5, 6], "routed_experts": routes(2, 2, 2, 8, "int16").tolist()}],
         "prompt_token_ids": [1, 2, 3],
         "prompt_routed_experts": None,
     }
-    (record,) = vllm.records_of_outputs([response])
+    (record,) = kept(vllm.records_of_outputs([response]))
     assert (record.first, len(record.ids), record.num_tokens) == (3, 2, 6)
 
 
 def test_no_row_for_the_prompt_in_0_21() -> None:
-    """All of it was in a cache, say; nothing says how long it is."""
+    """The prompt was cached, and its length is unknown."""
     response = {"choices": [{"routed_experts": [[[1, 2]], [[3, 4]]]}], "prompt_routed_experts": []}
-    (record,) = vllm.records_of_outputs([response])
+    (record,) = kept(vllm.records_of_outputs([response]))
     assert (len(record.ids), record.prompt_length, record.num_tokens) == (2, 0, None)
 
 
-def test_the_answers_own_labels_come_before_those_around_it() -> None:
+def test_labels_of_a_response_override_those_of_its_wrapper() -> None:
     own = completion(choice(npy_text(routes(4, 2, 2, 8, "uint8")), 3, 2), domain="own", step=3)
     around = {"custom_id": "a", "domain": "around", "step": 1}
     for value in ({**around, "response": {"body": own}}, {**around, "response": own}):
-        (record,) = vllm.records_of_outputs([value])
+        (record,) = kept(vllm.records_of_outputs([value]))
         assert (record.domain, record.step) == ("own", 3)
     del own["domain"], own["step"]
-    (record,) = vllm.records_of_outputs([{**around, "response": {"body": own}}])
+    (record,) = kept(vllm.records_of_outputs([{**around, "response": {"body": own}}]))
     assert (record.domain, record.step) == ("around", 1)
     # A response's own text may be called anything; it is no wrapper.
-    (record,) = vllm.records_of_outputs([own | {"result": {"routed_experts": None}}])
+    (record,) = kept(vllm.records_of_outputs([own | {"result": {"routed_experts": None}}]))
     assert record.domain == ""
 
 
-def test_large_token_ids_stay_what_they_are() -> None:
+def test_large_token_ids_are_kept() -> None:
     own = {"prompt_token_ids": [1 << 40], "outputs": [{"token_ids": [5], "routed_experts": [[[1, 2]]]}]}
-    (record,) = vllm.records_of_outputs([own])
+    (record,) = kept(vllm.records_of_outputs([own]))
     assert record.token_ids is not None
     assert record.token_ids.tolist() == [1 << 40, 5]
 
@@ -218,20 +219,19 @@ def test_outputs_in_memory() -> None:
         prompt_routed_experts=ids[:3].astype(np.int16),
         outputs=[SimpleNamespace(token_ids=[4, 5], routed_experts=ids[3:4].astype(np.int16))],
     )
-    records = list(vllm.records_of_outputs([new, old]))
+    records = kept(vllm.records_of_outputs([new, old]))
     assert [record.where for record in records] == ["output 0, choice 0", "output 1, choice 0"]
     assert [record.num_tokens for record in records] == [7, 5]
     np.testing.assert_array_equal(records[0].ids, ids)
     np.testing.assert_array_equal(records[1].ids, ids[:4])
-    assert dict(records[1].dropped) == {"responses without routed_experts": 1}
-    assert dict(records[0].dropped) == {}
+    assert dropped(vllm.records_of_outputs([new, old])) == {"responses without routed_experts": 1}
 
 
-def test_what_follows_the_last_record_is_counted_too() -> None:
+def test_completions_without_routes_are_counted() -> None:
     ids = routes(6, 2, 2, 8, "uint8")
     none = {"outputs": [{"routed_experts": None}, {"routed_experts": None}]}
-    records = list(vllm.records_of_outputs([none, {"outputs": [{"routed_experts": ids}]}, none]))
-    assert [dict(record.dropped) for record in records] == [{"responses without routed_experts": 4}]
+    items = list(vllm.records_of_outputs([none, {"outputs": [{"routed_experts": ids}]}, none]))
+    assert (len(kept(items)), dropped(items)) == (1, {"responses without routed_experts": 4})
 
 
 def test_one_array(tmp_path: Path) -> None:
@@ -248,7 +248,7 @@ def test_one_array(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("gap", "dtype"), [(0, "uint8"), (-1, "int16")])
 def test_padded_batch(tmp_path: Path, gap: int, dtype: str) -> None:
-    """Padding at both ends goes; rows without a route in between stay, and say so."""
+    """Padding at both ends is dropped; rows without a route in between have the id of unknown routes."""
     batch = np.full((3, 8, 2, 2), gap, dtype)
     ids = routes(8, 2, 2, 8, dtype)
     batch[0, :5], batch[1, 2:8] = ids[:5], ids[:6]
@@ -259,31 +259,33 @@ def test_padded_batch(tmp_path: Path, gap: int, dtype: str) -> None:
     np.testing.assert_array_equal(first.ids, ids[:5])
     np.testing.assert_array_equal(second.ids, batch[1, 2:])
     assert (second.missing, len(third.ids)) == (gap, 0)
-    assert [dict(record.dropped) for record in (first, second, third)] == [{"padding rows": n} for n in (3, 2, 8)]
+    assert dropped(vllm.read(path, NOTHING)) == {"padding rows": 3 + 2 + 8}
     named = tmp_path / "b.npz"
     np.savez(named, routed_experts=batch, lengths=np.array([5, 8, 0]), prompt_lengths=[2, 3, 0], steps=[4, 4, 5])
     first, second, third = read(named)
     assert [len(record.ids) for record in (first, second, third)] == [5, 8, 0]
     assert [record.prompt_length for record in (first, second, third)] == [2, 3, 0]
     assert third.step == 5
-    assert [dict(record.dropped) for record in (first, second, third)] == [{"padding rows": 3}, {}, {"padding rows": 8}]
+    assert dropped(vllm.read(named, NOTHING)) == {"padding rows": 3 + 8}
 
 
-def test_rows_that_only_look_like_padding() -> None:
+def test_rows_that_may_be_routes_are_not_padding() -> None:
     """Of one layer and top-1, 0 is an expert; and a row that is -1 in part is no padding."""
-    assert trim_padding(np.array([[[0]], [[3]], [[0]]]))[1] == 0
-    assert trim_padding(np.array([[[-1]], [[3]], [[-1]]]))[0].tolist() == [[[3]]]
-    assert trim_padding(np.array([[[-1, 2]], [[0, 3]], [[-1, -1]]]))[0].tolist() == [[[-1, 2]], [[0, 3]]]
+    assert len(trim_padding(np.array([[[0]], [[3]], [[0]]]))) == 3
+    assert trim_padding(np.array([[[-1]], [[3]], [[-1]]])).tolist() == [[[3]]]
+    assert trim_padding(np.array([[[-1, 2]], [[0, 3]], [[-1, -1]]])).tolist() == [[[-1, 2]], [[0, 3]]]
 
 
-def test_numbers_without_a_type_are_told_by_their_size() -> None:
+def test_the_size_of_raw_numbers_decides_their_dtype() -> None:
     for dtype, expected in (("uint8", "uint8"), ("int16", "int16"), ("int32", "int32"), ("int64", "int64")):
         ids = routes(4, 2, 2, 200, dtype)
         value = {"data": base64.b64encode(ids.tobytes()).decode(), "shape": [4, 2, 2]}
-        (record,) = vllm.records_of_outputs([{"outputs": [{"routed_experts": value}]}])
+        (record,) = kept(vllm.records_of_outputs([{"outputs": [{"routed_experts": value}]}]))
         np.testing.assert_array_equal(record.ids, ids)
         assert record.ids.dtype == expected
-        (record,) = vllm.records_of_outputs([{"outputs": [{"routed_experts": value | {"dtype": f" {dtype.upper()}"}}]}])
+        (record,) = kept(
+            vllm.records_of_outputs([{"outputs": [{"routed_experts": value | {"dtype": f" {dtype.upper()}"}}]}])
+        )
         np.testing.assert_array_equal(record.ids, ids)
 
 
@@ -303,27 +305,27 @@ def test_sequences_in_one_array(tmp_path: Path, compressed: bool) -> None:
 @pytest.mark.parametrize(
     ("facts", "expected"),
     [
-        ({"sequence_starts": [0, 6, 4, 9]}, "sequence_starts should rise from 0 to the number of tokens, 9"),
-        ({"sequence_starts": [1, 4, 9]}, "sequence_starts should rise"),
+        ({"sequence_starts": [0, 6, 4, 9]}, "sequence_starts should be ascending from 0 to the number of tokens, 9"),
+        ({"sequence_starts": [1, 4, 9]}, "sequence_starts should be ascending"),
         ({"lengths": [4, -1, 6]}, "lengths should add up to the number of tokens, 9"),
         ({"lengths": [4, 6]}, "lengths should add up"),
-        ({"lengths": [4, 5], "steps": [1, 2, 3]}, "steps should be 2 whole numbers, one a sequence"),
+        ({"lengths": [4, 5], "steps": [1, 2, 3]}, "steps should be 2 whole numbers of 0 to 2147483647, one a sequence"),
         ({"lengths": [4, 5], "prompt_lengths": [1, 1 << 31]}, "prompt_lengths should be 2 whole numbers"),
     ],
 )
-def test_bad_facts_of_arrays(tmp_path: Path, facts: dict[str, Any], expected: str) -> None:
+def test_invalid_sequence_facts_are_refused(tmp_path: Path, facts: dict[str, Any], expected: str) -> None:
     np.savez(tmp_path / "a.npz", routed_experts=routes(9, 2, 2, 8, "uint8"), **facts)
     assert expected in refused(tmp_path / "a.npz")
 
 
 def refused(path: Path, reader: Any = vllm) -> str:
     with pytest.raises(InputError) as caught:
-        list(reader.read(path, NOTHING))
+        kept(reader.read(path, NOTHING))
     assert str(path) not in str(caught.value)
     return str(caught.value)
 
 
-def test_bad_responses(tmp_path: Path) -> None:
+def test_invalid_responses_are_refused(tmp_path: Path) -> None:
     good = npy_text(routes(4, 2, 2, 8, "uint8"))
 
     def message(routed: Any, **beside: Any) -> str:
@@ -350,7 +352,7 @@ def test_bad_responses(tmp_path: Path) -> None:
     assert message(None, choices=7) == "line 2: choices are a whole number; expected a list"
 
 
-def test_bad_files(tmp_path: Path) -> None:
+def test_invalid_files_are_refused(tmp_path: Path) -> None:
     path = tmp_path / "a.jsonl"
     line = json.dumps(completion(choice(npy_text(routes(4, 2, 2, 8, "uint8")), 3, 2)))
     for text, expected in (
@@ -372,8 +374,8 @@ def test_bad_files(tmp_path: Path) -> None:
     assert "can't be read" in refused(path)
 
 
-def test_values_across_reads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """However small the pieces that are read, values and line numbers are the same."""
+def test_values_longer_than_one_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Values and line numbers do not depend on the size of reads."""
     responses = [completion(choice(npy_text(routes(4, 2, 2, 8, "uint8", seed=s)), 3, 2), n=12.5) for s in range(3)]
     lines = json_lines(tmp_path / "a.jsonl", [*responses, [], *responses])
     with lines.open("a") as file:
@@ -385,7 +387,7 @@ def test_values_across_reads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
         assert [(record.where, record.ids.tolist()) for record in read(lines)] == whole
 
 
-def test_huge_values(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_too_large_values_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("trimtab.trace.containers.json_values._READ_AT_ONCE", 100)
     monkeypatch.setattr("trimtab.trace.containers.json_values._MOST_PARTS", 50)
     path = json_lines(tmp_path / "a.jsonl", [{"routed_experts": [[[1]]] * 100}])
@@ -395,7 +397,7 @@ def test_huge_values(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert refused(path) == "line 1: more than 0 GB of JSON in one value"
 
 
-def test_mutants(tmp_path: Path) -> None:
+def test_damaged_files_are_read_or_refused(tmp_path: Path) -> None:
     ids = routes(5, 2, 2, 8, "uint8")
     old = {"choices": [{"routed_experts": ids[3:].tolist()}], "prompt_routed_experts": ids[:3].tolist(), "usage": {}}
     lines = json_lines(tmp_path / "a.jsonl", [completion(choice(npy_text(ids), 4, 2)), old])

@@ -17,7 +17,7 @@ import numpy as np
 from trimtab.array_type import Array
 from trimtab.cluster import ClusterSpec
 from trimtab.errors import InputError
-from trimtab.files import write_whole
+from trimtab.files import write_atomically
 from trimtab.planner.placement.placement import Placement
 from trimtab.planner.plan.row_counts import empty_rows, tally
 from trimtab.planner.plan.workload import Workload
@@ -330,7 +330,7 @@ class StepPlan:
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the plan to a file, atomically."""
-        write_whole(path, self.to_bytes())
+        write_atomically(path, self.to_bytes())
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> StepPlan:

@@ -7,36 +7,22 @@ from __future__ import annotations
 
 import mmap
 import struct
+import zipfile
 import zlib
-from dataclasses import dataclass
+
+import pyarrow as pa
 
 from trimtab.errors import InputError
 
-MAGIC = b"PK\x03\x04"
-STORED, DEFLATED = 0, 8
-MOST_ENTRIES = 1 << 19
+ZIP_MAGIC = b"PK\x03\x04"
+# Exceptions of zipfile and zlib for damaged files.
+ZIP_ERRORS = (EOFError, NotImplementedError, OSError, OverflowError, RuntimeError, ValueError, struct.error,
+              zipfile.BadZipFile, zlib.error)  # fmt: skip
+# The list of entries takes many times its size in memory. Half a million entries fit.
+MAX_LIST_BYTES = 32 << 20
 # A compressed entry, as written by `np.savez_compressed`, is kept in memory.
-MOST_INFLATED_BYTES = 1 << 30
-
-_END = struct.Struct("<4s4H2LH")
-_END_64 = struct.Struct("<4sQ2H2L4Q")
-_LOCATOR_64 = struct.Struct("<4sLQL")
-_ENTRY = struct.Struct("<4s6H3L5H2L")
-_LOCAL = struct.Struct("<4s5H3L2H")
-_LONGEST_COMMENT = 1 << 16
-_CHECKED_AT_ONCE = 64 << 20
-
-
-@dataclass(frozen=True)
-class Entry:
-    """One entry: `method` (stored or deflated), sizes in bytes, CRC-32 of the content, offset of its local header."""
-
-    name: str
-    method: int
-    checksum: int
-    packed_size: int
-    size: int
-    offset: int
+MAX_INFLATED_BYTES = 1 << 30
+_CHECKSUM_CHUNK = 64 << 20
 
 
 class Archive:
@@ -50,22 +36,24 @@ class Archive:
         self._file = file
         self._checked: set[str] = set()
         try:
-            self.entries = {entry.name: entry for entry in _list_entries(file)}
-        except (struct.error, UnicodeDecodeError):
-            raise InputError("a damaged zip file: its list of entries can't be read") from None
+            self.entries = zipfile.ZipFile(_EntryList(pa.py_buffer(file))).NameToInfo
+        except InputError:
+            raise
+        except ZIP_ERRORS:
+            raise InputError("a damaged or truncated zip file: its list of entries can't be read") from None
 
     def view(self, name: str) -> memoryview:
-        """The content of an entry; a view of the file if it is stored. Its checksum is compared once."""
+        """The content of an entry; a view of the file if it is not compressed. Its checksum is compared once."""
         entry = self.entries.get(name)
         if entry is None:
             raise InputError(f"a damaged file: its entry {name[:80]!r} is missing")
-        content = self._packed(entry)
-        if entry.method == DEFLATED:
+        content = self._stored(entry)
+        if entry.compress_type == zipfile.ZIP_DEFLATED:
             content = _inflate(entry, content)
-        elif entry.method != STORED or entry.packed_size != entry.size:
+        elif entry.compress_type != zipfile.ZIP_STORED or len(content) != entry.file_size or entry.flag_bits & 1:
             raise InputError(f"its entry {name[:80]!r} is packed in a way that torch and numpy don't use")
         if name not in self._checked:
-            if _checksum(content) != entry.checksum:
+            if _checksum(content) != entry.CRC:
                 raise InputError(
                     f"a damaged file: the checksum of its entry {name[:80]!r} does not match (files that were saved "
                     "with torch.serialization.set_crc32_options(False) must be saved again)"
@@ -73,18 +61,26 @@ class Archive:
             self._checked.add(name)
         return content
 
-    def _packed(self, entry: Entry) -> memoryview:
-        try:
-            header = _LOCAL.unpack_from(self._file, entry.offset)
-        except struct.error:
-            header = (b"",)
-        start = entry.offset + _LOCAL.size + sum(header[-2:]) if header[0] == MAGIC else len(self._file) + 1
-        if start + entry.packed_size > len(self._file):
-            raise InputError(f"a damaged or truncated file: its entry {entry.name[:80]!r} lies beyond its end")
-        return self._file[start : start + entry.packed_size]
+    def _stored(self, entry: zipfile.ZipInfo) -> memoryview:
+        """The bytes of an entry in the file, which follow its local header, name and extra field."""
+        header = self._file[max(entry.header_offset, 0) :][:30]
+        if len(header) == 30 and header[:4] == ZIP_MAGIC:
+            start = entry.header_offset + 30 + sum(struct.unpack_from("<2H", header, 26))
+            if start + entry.compress_size <= len(self._file):
+                return self._file[start : start + entry.compress_size]
+        raise InputError(f"a damaged or truncated file: its entry {entry.filename[:80]!r} lies beyond its end")
 
 
-def let_go(view: memoryview) -> None:
+class _EntryList(pa.BufferReader):  # type: ignore[misc]
+    """The file for `zipfile`, which reads nothing but the list of entries from it."""
+
+    def read(self, nbytes: int | None = None) -> bytes:
+        if nbytes is not None and nbytes > MAX_LIST_BYTES:
+            raise InputError(f"a damaged zip file: its list of entries claims {nbytes} bytes")
+        return bytes(super().read(nbytes))
+
+
+def release_pages(view: memoryview) -> None:
     """Release the file's pages, which count as this process's memory. They are read again when needed."""
     if isinstance(view.obj, mmap.mmap) and hasattr(mmap, "MADV_DONTNEED"):
         view.obj.madvise(mmap.MADV_DONTNEED)
@@ -92,73 +88,24 @@ def let_go(view: memoryview) -> None:
 
 def _checksum(content: memoryview) -> int:
     checksum = 0
-    for start in range(0, len(content), _CHECKED_AT_ONCE):
-        checksum = zlib.crc32(content[start : start + _CHECKED_AT_ONCE], checksum)
+    for start in range(0, len(content), _CHECKSUM_CHUNK):
+        checksum = zlib.crc32(content[start : start + _CHECKSUM_CHUNK], checksum)
         if start:
-            let_go(content)
+            release_pages(content)
     return checksum
 
 
-def _inflate(entry: Entry, packed: memoryview) -> memoryview:
-    if entry.size > MOST_INFLATED_BYTES:
+def _inflate(entry: zipfile.ZipInfo, packed: memoryview) -> memoryview:
+    name, size = entry.filename[:80], entry.file_size
+    if size > MAX_INFLATED_BYTES:
         raise InputError(
-            f"its entry {entry.name[:80]!r} is compressed and claims {entry.size} bytes; compressed arrays may have "
-            f"{MOST_INFLATED_BYTES >> 20} MiB: save it with np.savez"
+            f"its entry {name!r} is compressed and claims {size} bytes; compressed arrays may have "
+            f"{MAX_INFLATED_BYTES >> 20} MiB: save it with np.savez"
         )
     try:
-        content = zlib.decompressobj(-15).decompress(packed, entry.size + 1)
+        content = zlib.decompressobj(-15).decompress(packed, size + 1)
     except zlib.error:
         content = b""
-    if len(content) != entry.size:
-        raise InputError(f"a damaged file: its entry {entry.name[:80]!r} can't be unpacked")
+    if len(content) != size:
+        raise InputError(f"a damaged file: its entry {name!r} can't be unpacked")
     return memoryview(content)
-
-
-def _list_entries(file: memoryview) -> list[Entry]:
-    tail_start = max(0, len(file) - _END.size - _LONGEST_COMMENT)
-    end = bytes(file[tail_start:]).rfind(b"PK\x05\x06")
-    if end < 0:
-        raise InputError("a truncated file: the list of entries at its end is missing")
-    end += tail_start
-    *_, count, size, start, _ = _END.unpack_from(file, end)
-    locator = end - _LOCATOR_64.size
-    if locator >= 0 and bytes(file[locator : locator + 4]) == b"PK\x06\x07":
-        fields = _END_64.unpack_from(file, _LOCATOR_64.unpack_from(file, locator)[2])
-        if fields[0] != b"PK\x06\x06":
-            raise InputError("a damaged zip file: its list of entries can't be read")
-        count, size, start = fields[-3:]
-    if count > MOST_ENTRIES or start + size > len(file) or count * _ENTRY.size > size:
-        raise InputError(f"a damaged zip file: it claims {count} entries")
-    entries = []
-    at = start
-    for _ in range(count):
-        entry, at = _read_entry(file, at)
-        entries.append(entry)
-    return entries
-
-
-def _read_entry(file: memoryview, at: int) -> tuple[Entry, int]:
-    sign, _, _, flags, method, _, _, checksum, packed, size, name_size, extra_size, comment_size, _, _, _, offset = (
-        _ENTRY.unpack_from(file, at)
-    )
-    if sign != b"PK\x01\x02" or flags & 1:
-        raise InputError("a damaged or encrypted zip file: its list of entries can't be read")
-    at += _ENTRY.size
-    name = bytes(file[at : at + name_size]).decode()
-    at += name_size
-    extra = bytes(file[at : at + extra_size])
-    # Sizes that do not fit are in a separate field, in this order.
-    wide = iter(_wide_sizes(extra))
-    size, packed, offset = (next(wide, field) if field == 0xFFFFFFFF else field for field in (size, packed, offset))
-    return Entry(name, method, checksum, packed, size, offset), at + extra_size + comment_size
-
-
-def _wide_sizes(extra: bytes) -> list[int]:
-    at = 0
-    while at + 4 <= len(extra):
-        kind, size = struct.unpack_from("<2H", extra, at)
-        if kind == 1:
-            fields = extra[at + 4 : at + 4 + size]
-            return [number for (number,) in struct.iter_unpack("<Q", fields[: len(fields) // 8 * 8])]
-        at += 4 + size
-    return []

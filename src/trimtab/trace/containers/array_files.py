@@ -6,7 +6,6 @@ import json
 import math
 import struct
 import zipfile
-import zlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -17,35 +16,17 @@ import numpy as np
 
 from trimtab.array_type import Array
 from trimtab.errors import InputError
-from trimtab.trace.containers.json_values import reason
+from trimtab.trace.containers.archives import ZIP_ERRORS
 from trimtab.trace.containers.npy import NPY_MAGIC, read_npy_header
+from trimtab.trace.message_text import reason
 
-_ZIP_MAGIC = b"PK"
 # Limit of rows read at once, and of arrays of sequence facts. Only a zipped array can claim more than its file.
 _MOST_BYTES = 1 << 30
-# Exceptions of zipfile and numpy for damaged files.
-_DAMAGE = (
-    EOFError,
-    KeyError,
-    NotImplementedError,
-    OSError,
-    OverflowError,
-    RuntimeError,
-    ValueError,
-    struct.error,
-    zipfile.BadZipFile,
-    zlib.error,
-)
+# Shape, dtype and offset in the file.
+_Place = tuple[tuple[int, ...], np.dtype[Any], int]
 _LARGEST_HEADER = 100 << 20
 SAFETENSORS_DTYPES: dict[str, np.dtype[Any]] = {
-    "U8": np.dtype("<u1"),
-    "I8": np.dtype("<i1"),
-    "U16": np.dtype("<u2"),
-    "I16": np.dtype("<i2"),
-    "U32": np.dtype("<u4"),
-    "I32": np.dtype("<i4"),
-    "U64": np.dtype("<u8"),
-    "I64": np.dtype("<i8"),
+    f"{kind.upper()}{8 * size}": np.dtype(f"<{kind}{size}") for kind in "ui" for size in (1, 2, 4, 8)
 }
 
 
@@ -63,8 +44,19 @@ class Arrays:
     rows: Callable[[str], Callable[[int], Array]]
     texts: dict[str, str] = field(default_factory=dict)
 
-    def small(self, name: str) -> Array:
-        """A whole array of integers `[N]`, or of texts.
+    def integers(self, name: str) -> Array:
+        """A whole array of integers `[N]`.
+
+        Raises:
+            InputError: if it has another shape or dtype.
+        """
+        values = self.values(name)
+        if values.dtype.kind == "U":
+            raise InputError(f"{name} should be whole numbers")
+        return values
+
+    def values(self, name: str) -> Array:
+        """A whole array of integers or texts `[N]`.
 
         Raises:
             InputError: if it has another shape or dtype.
@@ -90,7 +82,7 @@ def array_names(path: Path) -> list[str] | None:
             magic = file.read(len(NPY_MAGIC))
         if magic == NPY_MAGIC:
             return [""]
-        if magic.startswith(_ZIP_MAGIC):
+        if magic.startswith(b"PK"):
             with zipfile.ZipFile(path) as archive:
                 names = [name.removesuffix(".npy") for name in archive.namelist() if name.endswith(".npy")]
             return names or None
@@ -115,26 +107,18 @@ def open_arrays(path: Path) -> Iterator[Arrays]:
             if magic == NPY_MAGIC:
                 shape, dtype, fortran = read_npy_header(file, size)
                 yield _mapped(path, {"": (shape, dtype, file.tell())}, {}, fortran)
-            elif magic.startswith(_ZIP_MAGIC):
+            elif magic.startswith(b"PK"):
                 with zipfile.ZipFile(file) as archive:
                     yield _zipped(archive)
             else:
-                tensors, texts, start = _safetensors_header(file, size)
-                yield _mapped(
-                    path, {name: (shape, dtype, start + at) for name, (shape, dtype, at) in tensors.items()}, texts
-                )
+                yield _mapped(path, *_safetensors_header(file, size))
     except InputError:
         raise
-    except _DAMAGE as error:
+    except (KeyError, *ZIP_ERRORS) as error:
         raise InputError(f"can't be read ({reason(error)})") from None
 
 
-def _mapped(
-    path: Path,
-    places: dict[str, tuple[tuple[int, ...], np.dtype[Any], int]],
-    texts: dict[str, str],
-    fortran: bool = False,
-) -> Arrays:
+def _mapped(path: Path, places: dict[str, _Place], texts: dict[str, str], fortran: bool = False) -> Arrays:
     def rows(name: str) -> Callable[[int], Array]:
         shape, dtype, offset = places[name]
         if not math.prod(shape):
@@ -191,10 +175,8 @@ def _zipped(archive: zipfile.ZipFile) -> Arrays:
     return Arrays({name: shape_of(name) for name in names}, rows)
 
 
-def _safetensors_header(
-    file: BinaryIO, size: int
-) -> tuple[dict[str, tuple[tuple[int, ...], np.dtype[Any], int]], dict[str, str], int]:
-    """Shape, dtype and offset of every tensor, the metadata, and where the data starts."""
+def _safetensors_header(file: BinaryIO, size: int) -> tuple[dict[str, _Place], dict[str, str]]:
+    """Every tensor's place, and the metadata."""
     length_bytes = file.read(8)
     (length,) = struct.unpack("<Q", length_bytes) if len(length_bytes) == 8 else (0,)
     if not 2 <= length <= min(size - 8, _LARGEST_HEADER):
@@ -202,7 +184,7 @@ def _safetensors_header(
     try:
         header = json.loads(file.read(length))
         texts = header.pop("__metadata__", {})
-        tensors: dict[str, tuple[tuple[int, ...], np.dtype[Any], int]] = {}
+        tensors: dict[str, _Place] = {}
         for name, entry in header.items():
             shape, (begin, end) = tuple(entry["shape"]), entry["data_offsets"]
             dtype = SAFETENSORS_DTYPES.get(entry["dtype"])
@@ -211,11 +193,11 @@ def _safetensors_header(
             whole = all(type(number) is int and number >= 0 for number in (*shape, begin, end))
             if not whole or end > size - 8 - length or end - begin != math.prod(shape) * dtype.itemsize:
                 raise InputError(f"{name[:40]} claims bytes that don't fit its shape or the file")
-            tensors[name] = (shape, dtype, begin)
+            tensors[name] = (shape, dtype, 8 + length + begin)
         if not isinstance(texts, dict) or not all(isinstance(text, str) for text in texts.values()):
             raise TypeError
     except InputError:
         raise
     except (AttributeError, KeyError, RecursionError, TypeError, ValueError):
         raise InputError("no valid safetensors header") from None
-    return tensors, texts, 8 + length
+    return tensors, texts

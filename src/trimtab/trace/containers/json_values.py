@@ -9,10 +9,12 @@ import re
 import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
+from itertools import count
 from pathlib import Path
 from typing import Any, BinaryIO, cast
 
 from trimtab.errors import InputError
+from trimtab.trace.message_text import reason
 
 _READ_AT_ONCE = 8 << 20
 _LARGEST_VALUE = 1 << 30
@@ -20,29 +22,9 @@ _LARGEST_VALUE = 1 << 30
 _MOST_PARTS = 1 << 25
 _HEAD = 1 << 20
 _GZIP = b"\x1f\x8b"
-_KINDS = {
-    bool: "true or false",
-    dict: "an object",
-    float: "a number",
-    int: "a whole number",
-    list: "a list",
-    str: "a text",
-    type(None): "null",
-}
 _BLANK = re.compile(r"\s*")
 # Decoder errors of text that may only be incomplete: at the end, or inside a string.
 _NEAR_END = 16
-
-
-def kind_of(value: Any) -> str:
-    """The kind of a value in words: "a number", "a list"."""
-    return _KINDS.get(type(value), f"a {type(value).__name__}")
-
-
-def reason(error: Exception) -> str:
-    """The message of an exception, shortened to one line."""
-    text = next(iter(str(error).splitlines()), "") or type(error).__name__
-    return text if len(text) <= 120 else text[:117] + "..."
 
 
 def json_head(path: Path) -> bytes:
@@ -67,29 +49,27 @@ def json_values(path: Path) -> Iterator[tuple[str, Any]]:
     """
     with _naming_damage(), io.TextIOWrapper(_open(path), "utf-8-sig", newline="\n") as file:
         text = _Text(file)
-        item = -1
-        while True:
-            next_sign = text.next_sign()
-            if item < 0:
-                if not next_sign:
-                    return
-                if next_sign == "[":
-                    text.skip()
-                    item = 0
-                    if text.next_sign() == "]":
-                        text.skip()
-                        item = -1
-                    continue
+        while sign := text.next_sign():
+            if sign == "[":
+                yield from _items(text)
+            else:
                 yield f"line {text.line}", text.value()
-                continue
-            item += 1
-            where = f"item {item}"
-            yield where, text.value(where)
-            sign = text.next_sign()
-            if sign not in (",", "]"):
-                raise InputError(f"{where}: the array is cut off" if not sign else f"{where}: no comma after it")
-            text.skip()
-            item = -1 if sign == "]" else item
+
+
+def _items(text: _Text) -> Iterator[tuple[str, Any]]:
+    text.skip()
+    if text.next_sign() == "]":
+        text.skip()
+        return
+    for item in count(1):
+        where = f"item {item}"
+        yield where, text.value(where)
+        sign = text.next_sign()
+        if sign not in (",", "]"):
+            raise InputError(f"{where}: the array is cut off" if not sign else f"{where}: no comma after it")
+        text.skip()
+        if sign == "]":
+            return
 
 
 class _Text:
@@ -107,17 +87,18 @@ class _Text:
         """The next non-blank character, without consuming it; "" at the end."""
         while True:
             end = _BLANK.match(self._text, self._at).end()  # type: ignore[union-attr]
-            self._go(end)
+            self._advance(end)
             if end < len(self._text):
                 return self._text[end]
-            if not self._more():
+            if not self._read_more():
                 return ""
 
     def skip(self) -> None:
         self._at += 1
 
     def value(self, where: str = "") -> Any:
-        """Returns the value that begins here."""
+        """Returns the next value."""
+        self.next_sign()
         where = where or f"line {self.line}"
         while True:
             if len(self._text) - self._at > _MOST_PARTS and self._text.count(",", self._at) > _MOST_PARTS:
@@ -128,25 +109,25 @@ class _Text:
                 cut_off = error.msg.startswith("Unterminated string") or error.pos >= len(self._text) - _NEAR_END
                 if cut_off and len(self._text) - self._at > _LARGEST_VALUE:
                     raise InputError(f"{where}: more than {_LARGEST_VALUE >> 30} GB of JSON in one value") from None
-                if cut_off and self._more():
+                if cut_off and self._read_more():
                     continue
-                reason = "cut off" if cut_off else f"{error.msg[0].lower()}{error.msg[1:]}"
-                raise InputError(f"{where}: not valid JSON ({reason})") from None
+                problem = "cut off" if cut_off else f"{error.msg[0].lower()}{error.msg[1:]}"
+                raise InputError(f"{where}: not valid JSON ({problem})") from None
             except RecursionError:
                 raise InputError(f"{where}: JSON nested too deep") from None
             except ValueError:
                 raise InputError(f"{where}: a number of thousands of digits") from None
             if end == len(self._text) and not self._ended and not isinstance(value, dict | list | str):
-                self._more()  # a number may continue
+                self._read_more()  # a number may continue
                 continue
-            self._go(end)
+            self._advance(end)
             return value
 
-    def _go(self, end: int) -> None:
+    def _advance(self, end: int) -> None:
         self.line += self._text.count("\n", self._at, end)
         self._at = end
 
-    def _more(self) -> bool:
+    def _read_more(self) -> bool:
         """Read more, doubling the text each time; False at the end of the file."""
         if self._ended:
             return False

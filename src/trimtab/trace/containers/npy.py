@@ -16,9 +16,11 @@ import numpy as np
 
 from trimtab.array_type import Array
 from trimtab.errors import InputError
-from trimtab.trace.containers.json_values import kind_of, reason
+from trimtab.trace.message_text import kind_of, reason, short
 
 NPY_MAGIC = b"\x93NUMPY"
+# Limit of numbers in nested lists. A pickle may hold the same list any number of times.
+MOST_LISTED = 1 << 26
 
 
 def decode_base64(text: str) -> bytes:
@@ -26,6 +28,17 @@ def decode_base64(text: str) -> bytes:
         return binascii.a2b_base64(text, strict_mode=True)
     except ValueError as error:
         raise InputError(f"routed_experts is not valid base64 ({reason(error)})") from None
+
+
+def npy_header(file: BinaryIO, what: str) -> tuple[tuple[int, ...], np.dtype[Any], bool]:
+    """As `read_npy_header`, but shape and dtype are not checked."""
+    try:
+        version = np.lib.format.read_magic(file)
+        read = {(1, 0): np.lib.format.read_array_header_1_0, (2, 0): np.lib.format.read_array_header_2_0}[version]
+        shape, fortran, dtype = read(file)
+    except Exception as error:  # for a hostile header numpy's parser raises any exception of Python's parser
+        raise InputError(f"{what} has no valid .npy header ({reason(error)})") from None
+    return shape, dtype, bool(fortran)
 
 
 def read_npy_header(file: BinaryIO, size: int, what: str = "the array") -> tuple[tuple[int, ...], np.dtype[Any], bool]:
@@ -37,18 +50,13 @@ def read_npy_header(file: BinaryIO, size: int, what: str = "the array") -> tuple
     Raises:
         InputError: if it is not a `.npy` header, has dtype object, or does not match the number of bytes.
     """
-    try:
-        version = np.lib.format.read_magic(file)
-        read = {(1, 0): np.lib.format.read_array_header_1_0, (2, 0): np.lib.format.read_array_header_2_0}[version]
-        shape, fortran, dtype = read(file)
-    except Exception as error:  # for a hostile header numpy's parser raises any exception of Python's parser
-        raise InputError(f"{what} has no valid .npy header ({reason(error)})") from None
+    shape, dtype, fortran = npy_header(file, what)
     there = size - file.tell()
     if dtype.hasobject or dtype.kind not in "iufbU" or not dtype.itemsize:
         raise InputError(f"{what} holds {str(dtype)[:40]}; only plain numbers are read")
     if any(length < 0 for length in shape) or math.prod(shape) * dtype.itemsize != there:
         raise InputError(f"{what} claims shape {short(shape)} of {dtype}; there are {there} bytes of data")
-    return shape, dtype, bool(fortran)
+    return shape, dtype, fortran
 
 
 def array_of_npy(data: bytes, what: str = "routed_experts") -> Array:
@@ -62,40 +70,37 @@ def array_of_npy(data: bytes, what: str = "routed_experts") -> Array:
         raise InputError(f"{what} claims shape {short(shape)}") from None
 
 
-def array_of_lists(value: Sequence[Any], depth: int) -> Array:
+def array_of_lists(value: Sequence[Any], depth: int, what: str = "ids", *, scalars: bool = False) -> Array:
     """An integer array from lists `depth` deep, in the narrowest dtype.
 
+    Args:
+        scalars: whether booleans, and numbers of numpy and torch, are integers too.
+
     Raises:
-        InputError: if the lists are ragged, or contain anything but integers of 64 bits.
+        InputError: if the lists are ragged, too many, or contain anything but integers of 64 bits.
     """
     shape = [len(value)]
     flat: Sequence[Any] = value
     for _ in range(depth - 1):
         if not all(isinstance(part, list | tuple) for part in flat):
-            raise InputError(f"ids should be lists {depth} deep")
+            raise InputError(f"{what} should be lists {depth} deep")
         lengths = set(map(len, flat))
         if len(lengths) > 1:
-            raise InputError(f"lists of ids have different lengths, {min(lengths)} and {max(lengths)}")
+            raise InputError(f"lists of {what} have different lengths, {min(lengths)} and {max(lengths)}")
         shape.append(lengths.pop() if lengths else 0)
+        if math.prod(shape) > MOST_LISTED:
+            raise InputError(f"{what} is a list of more than {MOST_LISTED} numbers; it should be an array")
         flat = list(chain.from_iterable(flat))
-    wrong = set(map(type, flat)) - {int}
-    if wrong:
-        raise InputError(
-            f"ids should be whole numbers; there is {kind_of(next(each for each in flat if type(each) is not int))}"
-        )
+    if scalars and set(map(type, flat)) != {int}:
+        flat = [each.item() if hasattr(each, "item") else each for each in flat]
+        flat = [int(each) if type(each) is bool else each for each in flat]
+    if set(map(type, flat)) - {int}:
+        kind = kind_of(next(each for each in flat if type(each) is not int))
+        raise InputError(f"{what} should be whole numbers; there is {kind}")
     try:
         ids = np.array(flat, np.int64)
     except OverflowError:
-        raise InputError(f"an id is {short(max(flat, key=abs))}; that is no expert") from None
+        raise InputError(f"{what} hold {short(max(flat, key=abs))}; that is no expert") from None
     low, high = (int(ids.min()), int(ids.max())) if len(ids) else (0, 0)
     narrow = next((t for t in (np.int16, np.int32) if np.iinfo(t).min <= low and high <= np.iinfo(t).max), np.int64)
     return ids.astype(narrow).reshape(shape)
-
-
-def short(value: Any) -> str:
-    """A value for a message, in a few words."""
-    try:
-        text = repr(list(value) if isinstance(value, tuple) else value)
-    except ValueError:  # a whole number too long to print
-        return "a number of thousands of digits"
-    return text if len(text) <= 60 else text[:57] + "..."

@@ -1,7 +1,7 @@
 """Safe pickle reader for protocols 2 to 5: returns plain values and runs no code.
 
 Python's unpickler calls any function that the file names, and trusts its sizes. This one passes every name to
-`find`, which answers with one of our own `Maker`s or refuses, and it holds:
+`find`, which returns one of our own `AllowedGlobal`s or raises an error. In addition:
 
 * sizes are checked: claimed bytes must be in the file;
 * large strings and bytes stay in the file (`LargeText`, `memoryview`) until they are used;
@@ -13,9 +13,11 @@ from __future__ import annotations
 import struct
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import cache
 from typing import Any
 
 from trimtab.errors import InputError
+from trimtab.trace.message_text import clip
 
 # With these limits a pickle takes at most about 2 GB of memory. A million tokens, with loss mask and log-probs as
 # lists, take 16 MB of program.
@@ -24,15 +26,9 @@ MOST_PROGRAM_BYTES = 128 << 20
 LARGE = 1 << 16
 _LONGEST_NAME = 512
 _LONGEST_INTEGER = 32
-_STRETCH = 1 << 16
+_CHUNK = 1 << 16
 _INT32 = struct.Struct("<i").unpack_from
 _FLOAT64 = struct.Struct(">d").unpack_from
-
-
-def clip(name: str) -> str:
-    """A name from a file, shortened for a one-line message."""
-    shown = "".join(letter if letter.isprintable() else "?" for letter in name[:80])
-    return shown + ("..." if len(name) > 80 else "")
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -43,7 +39,7 @@ class LargeText:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Maker:
+class AllowedGlobal:
     """Replacement of a class or function that a pickle names: only `make`, our own function, is ever called."""
 
     name: str
@@ -51,7 +47,7 @@ class Maker:
 
 
 @dataclass(slots=True, eq=False)
-class Foreign:
+class OpaqueObject:
     """An object of a known data class, as the values that it was pickled with.
 
     `state["x"]` reads as the attribute `x`, if state is a dictionary; `items` and `entries` are what a class derived
@@ -104,18 +100,16 @@ class Unpickler:
         find: Callable[[str, str], Any],
         load_storage: Callable[[Any], Any],
         budget: Budget,
-        at: int = 0,
     ) -> None:
-        self.at = at
+        self.at = 0
         self._code = code
-        self._find = find
+        self._find = cache(find)
         self._load_storage = load_storage
         self._budget = budget
         self._stack: list[Any] = []
         self._marks: list[int] = []
         self._memo: dict[int, Any] = {}
-        self._names: dict[tuple[str, str], Any] = {}
-        self._in_file = 0
+        self._bytes_in_file = 0
 
     def load(self) -> Any:
         """The next pickle's value.
@@ -138,11 +132,11 @@ class Unpickler:
         code, stack, at = self._code, self._stack, self.at
         append = stack.append
         size = len(code)
-        others = _OTHERS
+        operations = _OPERATIONS
         while True:
-            limit = min(at + _STRETCH, size)
-            start, objects, self._in_file = at, 0, 0
-            # Numbers are nearly all of a long program, and small: their bytes are counted, once a stretch.
+            limit = min(at + _CHUNK, size)
+            start, objects, self._bytes_in_file = at, 0, 0
+            # Numbers are nearly all of a long program, and small: their bytes are counted, once a chunk.
             while at < limit:
                 op = code[at]
                 at += 1
@@ -159,177 +153,150 @@ class Unpickler:
                     append(_FLOAT64(code, at)[0])
                     at += 8
                 elif op == 0x2E:  # STOP
-                    self._budget.spend(objects, at - start - self._in_file)
+                    self._budget.spend(objects, at - start - self._bytes_in_file)
                     self.at = at
                     return stack.pop()
                 else:
                     objects += 1
-                    at = others[op](self, at)
+                    self.at = at
+                    operations[op](self)
+                    at = self.at
             if at >= size:
                 raise IndexError
-            self._budget.spend(objects, at - start - self._in_file)
+            self._budget.spend(objects, at - start - self._bytes_in_file)
 
-    def _take(self, at: int, count: int) -> memoryview:
-        taken = self._code[at : at + count]
+    def _read(self, count: int) -> memoryview:
+        """The next bytes of the program."""
+        taken = self._code[self.at : self.at + count]
         if len(taken) != count:
             raise InputError(f"not a readable pickle: truncated, or it claims {count} bytes that are not there")
+        self.at += count
         return taken
 
-    def _number(self, at: int, count: int) -> int:
-        return int.from_bytes(self._take(at, count), "little")
+    def _number(self, width: int) -> int:
+        return int.from_bytes(self._read(width), "little")
 
-    def _since_mark(self) -> list[Any]:
+    def _pop_items(self) -> list[Any]:
+        """The items since the last mark."""
         mark = self._marks.pop()
         items = self._stack[mark:]
         del self._stack[mark:]
         return items
 
-    # Each takes the place after the opcode and returns the place of the next one.
+    # Operations, each of one opcode or of several that differ in the width of their operand.
 
-    def _protocol(self, at: int) -> int:
-        if not 2 <= self._code[at] <= 5:
-            raise InputError(f"a pickle of protocol {self._code[at]}; protocols 2 to 5 are read")
-        return at + 1
+    def _protocol(self) -> None:
+        if not 2 <= (protocol := self._number(1)) <= 5:
+            raise InputError(f"a pickle of protocol {protocol}; protocols 2 to 5 are read")
 
-    def _frame(self, at: int) -> int:
-        self._take(at, 8)
-        return at + 8
+    def _frame(self) -> None:
+        self._read(8)
 
-    def _mark(self, at: int) -> int:
+    def _mark(self) -> None:
         self._marks.append(len(self._stack))
-        return at
 
-    def _text(self, at: int, width: int) -> int:
-        count = self._number(at, width)
-        at += width
-        utf8 = self._take(at, count)
-        if count > LARGE:
-            self._in_file += count
+    def _text(self, width: int) -> None:
+        utf8 = self._read(self._number(width))
+        if len(utf8) > LARGE:
+            self._bytes_in_file += len(utf8)
             self._stack.append(LargeText(utf8))
         else:
             self._stack.append(str(utf8, "utf-8", "surrogatepass"))
-        return at + count
 
-    def _bytes(self, at: int, width: int) -> int:
-        count = self._number(at, width)
-        at += width
-        data = self._take(at, count)
-        if count > LARGE:
-            self._in_file += count
-        self._stack.append(data.toreadonly() if count > LARGE else bytes(data))
-        return at + count
+    def _bytes(self, width: int) -> None:
+        data = self._read(self._number(width))
+        if len(data) > LARGE:
+            self._bytes_in_file += len(data)
+        self._stack.append(data.toreadonly() if len(data) > LARGE else bytes(data))
 
-    def _integer(self, at: int, width: int) -> int:
-        count = self._number(at, width)
-        at += width
-        if count > _LONGEST_INTEGER:
-            raise InputError(f"not a readable pickle: it holds an integer of {count} bytes")
-        self._stack.append(int.from_bytes(self._take(at, count), "little", signed=True))
-        return at + count
+    def _integer(self, width: int) -> None:
+        size = self._number(width)
+        if size > _LONGEST_INTEGER:
+            raise InputError(f"not a readable pickle: it holds an integer of {size} bytes")
+        self._stack.append(int.from_bytes(self._read(size), "little", signed=True))
 
-    def _put(self, at: int, width: int) -> int:
-        self._memo[self._number(at, width)] = self._stack[-1]
-        return at + width
+    def _put(self, width: int) -> None:
+        self._memo[self._number(width)] = self._stack[-1]
 
-    def _get(self, at: int, width: int) -> int:
-        self._stack.append(self._memo[self._number(at, width)])
-        return at + width
+    def _get(self, width: int) -> None:
+        self._stack.append(self._memo[self._number(width)])
 
-    def _memoize(self, at: int) -> int:
+    def _memoize(self) -> None:
         self._memo[len(self._memo)] = self._stack[-1]
-        return at
 
-    def _tuple(self, at: int) -> int:
-        self._stack.append(tuple(self._since_mark()))
-        return at
+    def _tuple(self) -> None:
+        self._stack.append(tuple(self._pop_items()))
 
-    def _short_tuple(self, at: int, count: int) -> int:
+    def _short_tuple(self, count: int) -> None:
         stack = self._stack
         if len(stack) < count:
             raise IndexError
         stack[-count:] = [tuple(stack[-count:])]
-        return at
 
-    def _append_one(self, at: int) -> int:
-        self._extend(self._stack[-2], [self._stack.pop()])
-        return at
+    def _append_one(self) -> None:
+        self._extend([self._stack.pop()])
 
-    def _append_many(self, at: int) -> int:
-        items = self._since_mark()
-        self._extend(self._stack[-1], items)
-        return at
+    def _append_many(self) -> None:
+        self._extend(self._pop_items())
 
-    def _extend(self, target: Any, items: list[Any]) -> None:
-        if type(target) is Foreign:
+    def _extend(self, items: list[Any]) -> None:
+        target = self._stack[-1]
+        if type(target) is OpaqueObject:
             target = target.entries
         if type(target) is not list:
             raise TypeError("items for what is no list")
         target.extend(items)
 
-    def _set_one(self, at: int) -> int:
+    def _set_one(self) -> None:
         value, key = self._stack.pop(), self._stack.pop()
-        self._set(self._stack[-1], [key, value])
-        return at
+        self._set([key, value])
 
-    def _set_many(self, at: int) -> int:
-        items = self._since_mark()
-        self._set(self._stack[-1], items)
-        return at
+    def _set_many(self) -> None:
+        self._set(self._pop_items())
 
-    def _set(self, target: Any, items: list[Any]) -> None:
-        if type(target) is Foreign:
+    def _set(self, items: list[Any]) -> None:
+        target = self._stack[-1]
+        if type(target) is OpaqueObject:
             target = target.items
         if type(target) is not dict or len(items) % 2:
             raise TypeError("items for what is no dictionary")
         self._budget.spend(len(items), 0)
         for key, value in zip(items[::2], items[1::2], strict=True):
-            if is_plain_key(key):
+            if _is_plain_key(key):
                 target[key] = value
 
-    def _frozen_set(self, at: int) -> int:
-        self._stack.append(self._since_mark())
-        return at
+    def _frozen_set(self) -> None:
+        self._stack.append(self._pop_items())
 
-    def _global(self, at: int) -> int:
-        names = bytes(self._code[at : at + 2 * _LONGEST_NAME]).split(b"\n", 2)
+    def _global(self) -> None:
+        names = bytes(self._code[self.at : self.at + 2 * _LONGEST_NAME]).split(b"\n", 2)
         if len(names) < 3:
             raise InputError("not a readable pickle: it is truncated, or names a class of endless length")
-        self._stack.append(self._named(str(names[0], "utf-8"), str(names[1], "utf-8")))
-        return at + len(names[0]) + len(names[1]) + 2
+        self.at += len(names[0]) + len(names[1]) + 2
+        self._stack.append(self._find(str(names[0], "utf-8"), str(names[1], "utf-8")))
 
-    def _stack_global(self, at: int) -> int:
+    def _stack_global(self) -> None:
         name, module = self._stack.pop(), self._stack.pop()
         if type(name) is not str or type(module) is not str:
             raise TypeError("a class whose name is no string")
-        self._stack.append(self._named(module, name))
-        return at
+        self._stack.append(self._find(module, name))
 
-    def _named(self, module: str, name: str) -> Any:
-        if (module, name) not in self._names:
-            self._names[module, name] = self._find(module, name)
-        return self._names[module, name]
-
-    def _call(self, at: int) -> int:
-        args, maker = self._stack.pop(), self._stack.pop()
-        return self._make(maker, args, at)
-
-    def _call_with_keywords(self, at: int) -> int:
-        _, args, maker = self._stack.pop(), self._stack.pop(), self._stack.pop()
-        return self._make(maker, args, at)
-
-    def _make(self, maker: Any, args: Any, at: int) -> int:
-        if type(maker) is not Maker or type(args) is not tuple:
+    def _call(self) -> None:
+        args, function = self._stack.pop(), self._stack.pop()
+        if type(function) is not AllowedGlobal or type(args) is not tuple:
             raise TypeError("calls what is no class")
         try:
-            made = maker.make(*args)
+            self._stack.append(function.make(*args))
         except TypeError:
-            raise TypeError(f"{maker.name} of what it is not made of") from None
-        self._stack.append(made)
-        return at
+            raise TypeError(f"{function.name} of what it is not made of") from None
 
-    def _build(self, at: int) -> int:
+    def _call_with_keywords(self) -> None:
+        self._pop()
+        self._call()
+
+    def _build(self) -> None:
         state, target = self._stack.pop(), self._stack[-1]
-        if type(target) is Foreign:
+        if type(target) is OpaqueObject:
             # Slots come beside the dictionary.
             if type(state) is tuple and len(state) == 2 and type(state[1]) is dict:
                 state = {**(state[0] or {}), **state[1]}
@@ -339,26 +306,21 @@ class Unpickler:
             target.set_state(state)
         elif type(target) not in (dict, list):
             raise TypeError(f"state for a {type(target).__name__}")
-        return at
 
-    def _persistent(self, at: int) -> int:
+    def _persistent(self) -> None:
         self._stack.append(self._load_storage(self._stack.pop()))
-        return at
 
-    def _pop(self, at: int) -> int:
+    def _pop(self) -> None:
         self._stack.pop()
-        return at
 
-    def _pop_mark(self, at: int) -> int:
-        self._since_mark()
-        return at
-
-    def _duplicate(self, at: int) -> int:
+    def _duplicate(self) -> None:
         self._stack.append(self._stack[-1])
-        return at
+
+    def _unknown(self) -> None:
+        raise InputError(f"not a readable pickle: opcode {self._code[self.at - 1]:#04x} is none of protocols 2 to 5")
 
 
-def is_plain_key(key: Any) -> bool:
+def _is_plain_key(key: Any) -> bool:
     """True for keys with a fast hash that can't be made to collide."""
     if type(key) is tuple:
         return len(key) <= 16 and all(type(part) is str for part in key)
@@ -367,74 +329,65 @@ def is_plain_key(key: Any) -> bool:
     return key is None or type(key) in (str, bool)
 
 
-_Step = Callable[[Unpickler, int], int]
+_Operation = Callable[[Unpickler], Any]
 
 
-def _constant(make: Callable[[], Any]) -> _Step:
-    def push(self: Unpickler, at: int) -> int:
-        self._stack.append(make())
-        return at
-
-    return push
+def _constant(value: Any) -> _Operation:
+    return lambda self: self._stack.append(value)
 
 
-def _sized(method: Callable[[Unpickler, int, int], int], number: int) -> _Step:
-    return lambda self, at: method(self, at, number)
+def _new(kind: type) -> _Operation:
+    return lambda self: self._stack.append(kind())
 
 
-def _unknown(self: Unpickler, at: int) -> int:
-    raise InputError(f"not a readable pickle: opcode {self._code[at - 1]:#04x} is none of protocols 2 to 5")
+def _sized(method: Callable[[Unpickler, int], None], number: int) -> _Operation:
+    return lambda self: method(self, number)
 
 
-def _table() -> list[_Step]:
-    vm = Unpickler
-    steps: dict[int, _Step] = {
-        0x80: vm._protocol,
-        0x95: vm._frame,
-        0x28: vm._mark,
-        0x7D: _constant(lambda: {}),  # noqa: PIE807
-        0x5D: _constant(lambda: []),  # noqa: PIE807
-        0x8F: _constant(lambda: []),  # noqa: PIE807
-        0x29: _constant(lambda: ()),
-        0x4E: _constant(lambda: None),
-        0x88: _constant(lambda: True),
-        0x89: _constant(lambda: False),
-        0x8C: _sized(vm._text, 1),
-        0x58: _sized(vm._text, 4),
-        0x8D: _sized(vm._text, 8),
-        0x43: _sized(vm._bytes, 1),
-        0x42: _sized(vm._bytes, 4),
-        0x8E: _sized(vm._bytes, 8),
-        0x96: _sized(vm._bytes, 8),
-        0x8A: _sized(vm._integer, 1),
-        0x8B: _sized(vm._integer, 4),
-        0x71: _sized(vm._put, 1),
-        0x72: _sized(vm._put, 4),
-        0x68: _sized(vm._get, 1),
-        0x6A: _sized(vm._get, 4),
-        0x85: _sized(vm._short_tuple, 1),
-        0x86: _sized(vm._short_tuple, 2),
-        0x87: _sized(vm._short_tuple, 3),
-        0x94: vm._memoize,
-        0x74: vm._tuple,
-        0x61: vm._append_one,
-        0x65: vm._append_many,
-        0x90: vm._append_many,
-        0x91: vm._frozen_set,
-        0x73: vm._set_one,
-        0x75: vm._set_many,
-        0x63: vm._global,
-        0x93: vm._stack_global,
-        0x52: vm._call,
-        0x81: vm._call,
-        0x92: vm._call_with_keywords,
-        0x62: vm._build,
-        0x51: vm._persistent,
-        0x30: vm._pop,
-        0x31: vm._pop_mark,
-        0x32: vm._duplicate,
-    }
-    return [steps.get(op, _unknown) for op in range(256)]
-
-
-_OTHERS = _table()
+_BY_OPCODE: dict[int, _Operation] = {
+    0x80: Unpickler._protocol,  # PROTO
+    0x95: Unpickler._frame,  # FRAME
+    0x28: Unpickler._mark,  # MARK
+    0x7D: _new(dict),  # EMPTY_DICT
+    0x5D: _new(list),  # EMPTY_LIST
+    0x8F: _new(list),  # EMPTY_SET
+    0x29: _constant(()),  # EMPTY_TUPLE
+    0x4E: _constant(None),  # NONE
+    0x88: _constant(True),  # NEWTRUE
+    0x89: _constant(False),  # NEWFALSE
+    0x8C: _sized(Unpickler._text, 1),  # SHORT_BINUNICODE
+    0x58: _sized(Unpickler._text, 4),  # BINUNICODE
+    0x8D: _sized(Unpickler._text, 8),  # BINUNICODE8
+    0x43: _sized(Unpickler._bytes, 1),  # SHORT_BINBYTES
+    0x42: _sized(Unpickler._bytes, 4),  # BINBYTES
+    0x8E: _sized(Unpickler._bytes, 8),  # BINBYTES8
+    0x96: _sized(Unpickler._bytes, 8),  # BYTEARRAY8
+    0x8A: _sized(Unpickler._integer, 1),  # LONG1
+    0x8B: _sized(Unpickler._integer, 4),  # LONG4
+    0x71: _sized(Unpickler._put, 1),  # BINPUT
+    0x72: _sized(Unpickler._put, 4),  # LONG_BINPUT
+    0x68: _sized(Unpickler._get, 1),  # BINGET
+    0x6A: _sized(Unpickler._get, 4),  # LONG_BINGET
+    0x85: _sized(Unpickler._short_tuple, 1),  # TUPLE1
+    0x86: _sized(Unpickler._short_tuple, 2),  # TUPLE2
+    0x87: _sized(Unpickler._short_tuple, 3),  # TUPLE3
+    0x94: Unpickler._memoize,  # MEMOIZE
+    0x74: Unpickler._tuple,  # TUPLE
+    0x61: Unpickler._append_one,  # APPEND
+    0x65: Unpickler._append_many,  # APPENDS
+    0x90: Unpickler._append_many,  # ADDITEMS
+    0x91: Unpickler._frozen_set,  # FROZENSET
+    0x73: Unpickler._set_one,  # SETITEM
+    0x75: Unpickler._set_many,  # SETITEMS
+    0x63: Unpickler._global,  # GLOBAL
+    0x93: Unpickler._stack_global,  # STACK_GLOBAL
+    0x52: Unpickler._call,  # REDUCE
+    0x81: Unpickler._call,  # NEWOBJ
+    0x92: Unpickler._call_with_keywords,  # NEWOBJ_EX
+    0x62: Unpickler._build,  # BUILD
+    0x51: Unpickler._persistent,  # BINPERSID
+    0x30: Unpickler._pop,  # POP
+    0x31: Unpickler._pop_items,  # POP_MARK
+    0x32: Unpickler._duplicate,  # DUP
+}
+_OPERATIONS = [_BY_OPCODE.get(op, Unpickler._unknown) for op in range(256)]

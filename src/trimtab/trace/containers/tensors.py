@@ -15,8 +15,9 @@ import numpy as np
 
 from trimtab.array_type import Array
 from trimtab.errors import InputError
-from trimtab.trace.containers.archives import let_go
-from trimtab.trace.containers.pickles import LargeText, clip
+from trimtab.trace.containers.archives import release_pages
+from trimtab.trace.containers.pickles import LargeText
+from trimtab.trace.message_text import clip
 
 # Torch's names of storages and dtypes, and numpy's. bfloat16 is not numpy's; `widen` makes float32 of it.
 DTYPES = {
@@ -70,7 +71,7 @@ class LatinBytes:
 
     def decode(self) -> bytes:
         content = str(self.text.utf8, "utf-8").encode("latin-1")
-        let_go(self.text.utf8)
+        release_pages(self.text.utf8)
         return content
 
 
@@ -98,6 +99,11 @@ class Storage:
     count: int
     fetch: Callable[[], memoryview]
     big_endian: bool = False
+
+
+def stored(content: memoryview) -> Callable[[], memoryview]:
+    """The `fetch` of a storage whose content is at hand."""
+    return lambda: content
 
 
 @dataclass(frozen=True, slots=True, eq=False)

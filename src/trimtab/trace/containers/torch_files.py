@@ -1,7 +1,7 @@
 """Reader of `torch.save`, `pickle.dump`, `np.save` and `np.savez` files, without torch and without running code.
 
-Tensors and arrays stay in the file and come as `Tensor` and `NumpyArray`, which have `numpy()`. Classes of the
-frameworks whose dumps we read come as `Foreign` values. Any other class or function is refused by name.
+Tensors and arrays stay in the file and come as `Tensor` and `NumpyArray`, which have `numpy()`. Which
+classes and functions a pickle may name is in `allowed_globals.py`.
 
 Formats: torch's zip (`torch/serialization.py`, `_save`), the one before torch 1.6 (`_legacy_save`), which
 `pickle.dumps` of a tensor still uses, plain pickles, and numpy's `.npy` (`numpy.lib.format`) and `.npz`.
@@ -12,53 +12,31 @@ from __future__ import annotations
 import io
 import mmap
 import struct
+import zipfile
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from trimtab.errors import InputError
-from trimtab.trace.containers import archives
-from trimtab.trace.containers.archives import Archive
-from trimtab.trace.containers.pickles import Budget, Foreign, LargeText, Maker, Unpickler, clip
+from trimtab.trace.containers.allowed_globals import AllowedGlobals
+from trimtab.trace.containers.archives import ZIP_MAGIC, Archive
+from trimtab.trace.containers.npy import NPY_MAGIC, npy_header
+from trimtab.trace.containers.pickles import Budget, Unpickler
 from trimtab.trace.containers.tensors import (
     DTYPES,
-    STORAGES,
     DType,
-    Jagged,
-    LatinBytes,
     NumpyArray,
     Storage,
-    Tensor,
-    buffer_of,
+    stored,
 )
 
-NPY_MAGIC = b"\x93NUMPY"
 # The first pickle of the format before torch 1.6 is this number.
 _LEGACY_MAGIC = 0x1950A86A20F9469CFC6C
 _LEGACY_START = b"\x80\x02\x8a\x0al\xfc\x9cF\xf9 j\xa8P\x19."
 # A torch file within a `DataProto` within a torch file; no framework nests deeper.
 _DEEPEST = 4
 _SNIFFED_BYTES = 64 << 20
-
-# Data classes: a pickle of one is read as the bare values that it holds.
-_FRAMEWORKS = ("slime", "miles", "verl", "recipe", "nemo_rl", "sglang", "tensordict", "omegaconf")
-_PLAIN_CLASSES = {
-    "argparse": {"Namespace"},
-    "builtins": {"bool", "float", "int", "str"},
-    "datetime": {"date", "datetime", "time", "timedelta", "timezone"},
-    "decimal": {"Decimal"},
-    "fractions": {"Fraction"},
-    "pathlib": {"Path", "PosixPath", "PurePath", "PurePosixPath", "PureWindowsPath", "WindowsPath"},
-    "types": {"SimpleNamespace"},
-    "uuid": {"UUID", "SafeUUID"},
-    "torch._dynamo.decorators": {"_DimRange"},
-    "torch.nested._internal.nested_tensor": {"NestedTensor"},
-    "torch": {"Tensor"},
-    "torch._C": {"TensorBase"},
-    "torch.nn.parameter": {"Parameter"},
-}
-_NUMPY_SCALARS = {"bool_", "bool", *(f"{kind}{bits}" for kind in ("int", "uint", "float") for bits in (8, 16, 32, 64))}
 
 
 def load(path: Path) -> Any:
@@ -69,17 +47,21 @@ def load(path: Path) -> Any:
             but data.
     """
     try:
-        with path.open("rb") as file:
-            if not path.stat().st_size:
-                raise InputError("an empty file")
-            content = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+        content = _map(path)
     except OSError as error:
         raise InputError(f"can't be read ({error.strerror})") from None
+    except ValueError:  # mmap refuses empty files
+        raise InputError("an empty file") from None
     return loads(memoryview(content))
 
 
+def _map(path: Path) -> mmap.mmap:
+    with path.open("rb") as file:
+        return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+
+
 def loads(content: memoryview) -> Any:
-    """As `load`, from memory."""
+    """As `load`, of bytes in memory."""
     try:
         return _Loader().load(content)
     except RecursionError:
@@ -89,13 +71,13 @@ def loads(content: memoryview) -> Any:
 
 
 def looks_loadable(path: Path) -> bool:
-    """Does the file start as one of the formats? Never raises."""
+    """True if the file starts as one of the formats. Never raises."""
     try:
         with path.open("rb") as file:
             start = file.read(8)
     except OSError:
         return False
-    return start.startswith((archives.MAGIC, NPY_MAGIC)) or (start[:1] == b"\x80" and start[1:2] in b"\x02\x03\x04\x05")
+    return start.startswith((ZIP_MAGIC, NPY_MAGIC)) or (start[:1] == b"\x80" and start[1:2] in b"\x02\x03\x04\x05")
 
 
 def mentions(path: Path, *keys: str) -> set[str]:
@@ -106,16 +88,15 @@ def mentions(path: Path, *keys: str) -> set[str]:
     if not looks_loadable(path):
         return set()
     try:
-        with path.open("rb") as file:
-            content = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+        content = _map(path)
         start, end = 0, len(content)
-        if content[:4] == archives.MAGIC:
+        if content[:4] == ZIP_MAGIC:
             entries = Archive(memoryview(content)).entries
             pickled = [entry for name, entry in entries.items() if _is_main(name)]
             if not pickled:
                 return {key for key in keys if f"{key}.npy" in entries}
-            start = pickled[0].offset
-            end = start + pickled[0].packed_size + (1 << 16)
+            start = pickled[0].header_offset
+            end = start + pickled[0].compress_size + (1 << 16)
         end = min(end, start + _SNIFFED_BYTES, len(content))
         return {key for key in keys if any(content.find(text, start, end) >= 0 for text in _pickled_texts(key))}
     except (InputError, OSError, ValueError):
@@ -137,7 +118,7 @@ class _Loader:
     def __init__(self) -> None:
         self._budget = Budget()
         self._depth = 0
-        self._makers = self._list_makers()
+        self._globals = AllowedGlobals(self._budget, self.load)
 
     def load(self, content: memoryview) -> Any:
         if self._depth == _DEEPEST:
@@ -145,7 +126,7 @@ class _Loader:
         self._depth += 1
         try:
             start = bytes(content[:16])
-            if start.startswith(archives.MAGIC):
+            if start.startswith(ZIP_MAGIC):
                 return self._load_zip(Archive(content))
             if start.startswith(NPY_MAGIC):
                 return self._load_npy(content)
@@ -158,7 +139,7 @@ class _Loader:
         raise InputError("not a file of torch.save, pickle (protocols 2 to 5), np.save or np.savez")
 
     def _unpickler(self, content: memoryview, load_storage: Any) -> Unpickler:
-        return Unpickler(content, self._find, load_storage, self._budget)
+        return Unpickler(content, self._globals.find, load_storage, self._budget)
 
     def _load_zip(self, archive: Archive) -> Any:
         main = [name for name in archive.entries if _is_main(name)]
@@ -175,7 +156,7 @@ class _Loader:
             dtype, key, count = _storage_facts(persistent_id)
             return Storage(dtype, count, lambda: archive.view(f"{folder}data/{key}"), big_endian)
 
-        if archive.entries[main[0]].method != archives.STORED:
+        if archive.entries[main[0]].compress_type != zipfile.ZIP_STORED:
             raise InputError("a torch file that was compressed since; torch.save does not compress")
         return self._unpickler(archive.view(main[0]), load_storage).load()
 
@@ -207,20 +188,13 @@ class _Loader:
             start, at = at + 8, at + 8 + storage.count * item_size
             if at > len(content):
                 raise InputError("a truncated torch file: a storage lies beyond its end")
-            storage.fetch = _constant(content[start:at])
+            storage.fetch = stored(content[start:at])
             storage.big_endian = big_endian
         return value
 
     def _load_npy(self, content: memoryview) -> NumpyArray:
         header = io.BytesIO(bytes(content[: 1 << 14]))
-        try:
-            version = np.lib.format.read_magic(header)
-            read = {1: np.lib.format.read_array_header_1_0, 2: np.lib.format.read_array_header_2_0}[version[0]]
-            shape, fortran, dtype = read(header)
-        except (
-            Exception
-        ) as error:  # numpy passes the header to Python's tokenizer and parser, which can raise any exception
-            raise InputError(f"a damaged .npy array ({clip(str(error))})") from None
+        shape, dtype, fortran = npy_header(header, "an array")
         data: Any = content[header.tell() :]
         if dtype.hasobject and dtype.kind == "O":
             pickled = self._unpickler(data, _no_storage).load()
@@ -228,82 +202,6 @@ class _Loader:
                 raise InputError("a damaged .npy array of objects")
             return pickled
         return NumpyArray(shape, DType(dtype.str), data, "F" if fortran else "C")
-
-    def _find(self, module: str, name: str) -> Any:
-        """The replacement of a class or function that a pickle names. All other names are refused, so no code runs."""
-        top = module.split(".")[0]
-        module = {"__builtin__": "builtins", "copy_reg": "copyreg"}.get(module, module)
-        module = module.replace("numpy._core", "numpy.core")
-        if (module, name) in self._makers:
-            return Maker(name, self._makers[module, name])
-        if module == "torch" and name in DTYPES:
-            return name
-        if module in ("torch", "torch.storage") and name in STORAGES:
-            return STORAGES[name]
-        if top in _FRAMEWORKS:
-            return _class(module, name)
-        if name in _PLAIN_CLASSES.get(module, ()) or (module == "numpy" and name in _NUMPY_SCALARS):
-            return _class(module, name)
-        raise InputError(
-            f"holds an object of class {clip(f'{module}.{name}')!r}, which is not data; nothing of it was run. "
-            "Save tensors, arrays, numbers and strings only"
-        )
-
-    def _list_makers(self) -> dict[tuple[str, str], Any]:
-        return {
-            ("_codecs", "encode"): self._encode,
-            ("builtins", "bytes"): lambda: b"",
-            ("builtins", "bytearray"): lambda data=b"": data,
-            ("builtins", "complex"): complex,
-            ("builtins", "getattr"): _nested_class,
-            # Sets become lists: their content is not used, and hashing it can take very long.
-            ("builtins", "set"): _list,
-            ("builtins", "frozenset"): _list,
-            ("collections", "deque"): lambda items=None, _=None: [] if items is None else items,
-            ("builtins", "list"): _list,
-            ("builtins", "dict"): _dictionary,
-            ("builtins", "slice"): lambda *_: None,
-            ("builtins", "range"): lambda *_: None,
-            ("builtins", "object"): lambda: None,
-            ("collections", "OrderedDict"): _dictionary,
-            ("collections", "defaultdict"): lambda _=None: {},
-            ("collections", "Counter"): lambda items=None: {} if items is None else items,
-            ("copyreg", "_reconstructor"): _reconstructed,
-            ("numpy.core.multiarray", "_reconstruct"): lambda *_: NumpyArray(),
-            ("numpy.core.multiarray", "scalar"): self._scalar,
-            ("numpy.core.numeric", "_frombuffer"): _from_buffer,
-            ("numpy", "ndarray"): NumpyArray,
-            ("numpy", "dtype"): lambda code, *_: DType(code if type(code) is str else "?unknown"),
-            ("torch", "Size"): lambda size=(): size,
-            ("torch", "device"): lambda kind, index=None: kind,
-            ("torch.serialization", "_get_layout"): lambda name: name,
-            ("torch._utils", "_rebuild_tensor"): _tensor,
-            ("torch._utils", "_rebuild_tensor_v2"): _tensor,
-            ("torch._utils", "_rebuild_tensor_v3"): _typed_tensor,
-            ("torch._utils", "_rebuild_parameter"): lambda tensor, *_: tensor,
-            ("torch._tensor", "_rebuild_from_type_v2"): _rebuilt,
-            ("torch.nested._internal.nested_tensor", "_rebuild_njt"): _jagged,
-            ("torch.storage", "_load_from_bytes"): self._storage_from_bytes,
-        }
-
-    def _encode(self, text: Any, coding: Any) -> Any:
-        if coding not in ("latin1", "latin-1"):
-            raise InputError(f"a damaged pickle: bytes as {clip(str(coding))}")
-        if type(text) is LargeText:
-            return LatinBytes(text)
-        self._budget.spend(0, len(text))
-        return text.encode("latin-1")
-
-    def _scalar(self, dtype: Any, data: Any = b"") -> Any:
-        if type(dtype) is not DType or type(data) is not bytes:
-            raise TypeError("a number without dtype")
-        self._budget.spend(0, len(data))
-        return NumpyArray((), dtype, data).numpy().item()
-
-    def _storage_from_bytes(self, data: Any) -> Any:
-        if isinstance(data, LatinBytes):
-            self._budget.spend(0, len(data.text.utf8))
-        return self.load(buffer_of(data))
 
 
 def _no_storage(_: Any) -> Storage:
@@ -314,76 +212,8 @@ def _nothing() -> memoryview:
     raise InputError("a damaged torch file: a storage is missing")
 
 
-def _constant(content: memoryview) -> Any:
-    return lambda: content
-
-
 def _storage_facts(persistent_id: Any) -> tuple[str, str, int]:
-    if type(persistent_id) is not tuple or len(persistent_id) < 5 or persistent_id[0] != "storage":
-        raise InputError("a damaged torch file: a storage without description")
-    _, dtype, key, _, count = persistent_id[:5]
-    if type(dtype) is not str or type(key) is not str or type(count) is not int or count < 0 or dtype not in DTYPES:
-        raise InputError("a damaged torch file: a storage without description")
-    return dtype, key, count
-
-
-def _class(module: str, name: str) -> Maker:
-    full = f"{module}.{name}"
-    return Maker(full, lambda *args: Foreign(full, args))
-
-
-def _nested_class(outer: Any, name: Any) -> Maker:
-    if type(outer) is not Maker or type(name) is not str:
-        raise InputError("holds a call of 'builtins.getattr', which is not data; nothing of it was run")
-    module, _, outer_name = outer.name.rpartition(".")
-    if module.split(".")[0] not in _FRAMEWORKS:
-        raise InputError("holds a call of 'builtins.getattr', which is not data; nothing of it was run")
-    return _class(module, f"{outer_name}.{name}")
-
-
-def _reconstructed(cls: Any, _base: Any, state: Any) -> Foreign:
-    return Foreign(cls.name, (state,))
-
-
-def _dictionary() -> dict[Any, Any]:
-    return {}
-
-
-def _list(items: Any = None) -> Any:
-    return [] if items is None else items
-
-
-def _from_buffer(data: Any, dtype: Any, shape: Any, order: Any, axes: Any = None) -> NumpyArray:
-    if order != "K" or axes is None:
-        return NumpyArray(shape, dtype, data, "F" if order == "F" else "C")
-    # The buffer is in memory order; `axes` is the order of axes.
-    if sorted(axes) != list(range(len(shape))):
-        raise ValueError("an array whose axes are none")
-    return NumpyArray(shape, dtype, data, "C", tuple(axes))
-
-
-def _tensor(storage: Any, offset: Any, shape: Any, strides: Any, *_: Any) -> Tensor:
-    if type(storage) is not Storage or type(offset) is not int or type(shape) is not tuple:
-        raise TypeError("a tensor without storage")
-    return Tensor(storage, storage.dtype, offset, shape, strides if type(strides) is tuple else ())
-
-
-def _typed_tensor(
-    storage: Any, offset: Any, shape: Any, strides: Any, _grad: Any, _hooks: Any, dtype: Any, *_: Any
-) -> Tensor:
-    if type(storage) is not Storage or type(offset) is not int or type(shape) is not tuple or type(dtype) is not str:
-        raise TypeError("a tensor without storage")
-    return Tensor(storage, dtype, offset, shape, strides if type(strides) is tuple else ())
-
-
-def _rebuilt(function: Any, _cls: Any, args: Any, _state: Any) -> Any:
-    if type(function) is not Maker or type(args) is not tuple:
-        raise TypeError("a tensor that is made of none")
-    return function.make(*args)
-
-
-def _jagged(facts: Any) -> Jagged:
-    values, offsets, lengths = facts["values"], facts["offsets"], facts.get("lengths")
-    if not all(isinstance(each, Tensor) for each in (values, offsets, *([] if lengths is None else [lengths]))):
-        raise TypeError("a nested tensor that is made of none")
-    return Jagged(values, offsets, lengths)
+    match persistent_id:
+        case ("storage", str(dtype), str(key), _, int(count), *_) if count >= 0 and dtype in DTYPES:
+            return dtype, key, count
+    raise InputError("a damaged torch file: a storage without description")

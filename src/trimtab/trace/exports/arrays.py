@@ -10,10 +10,11 @@ from typing import Any
 import numpy as np
 
 from trimtab.array_type import Array
-from trimtab.files import whole_file
+from trimtab.files import atomic_file
+from trimtab.trace.containers.array_files import SAFETENSORS_DTYPES
 from trimtab.trace.routing import RoutingTrace
 
-_SAFETENSORS_NAMES = {"u1": "U8", "u2": "U16", "i4": "I32", "i8": "I64", "u8": "U64"}
+_SAFETENSORS_NAMES = {dtype: name for name, dtype in SAFETENSORS_DTYPES.items()}
 
 
 def write_npz(trace: RoutingTrace, path: str | os.PathLike[str]) -> None:
@@ -27,7 +28,7 @@ def write_npz(trace: RoutingTrace, path: str | os.PathLike[str]) -> None:
         "num_experts": np.array([trace.num_experts], np.int32),
         "model": _texts(np.array([trace.model])),
     }
-    with whole_file(path) as file:
+    with atomic_file(path) as file:
         np.savez(file, **arrays)
 
 
@@ -46,12 +47,12 @@ def write_safetensors(trace: RoutingTrace, path: str | os.PathLike[str]) -> None
     }
     end = 0
     for name, array in arrays.items():
-        dtype = _SAFETENSORS_NAMES[f"{array.dtype.kind}{array.dtype.itemsize}"]
+        dtype = _SAFETENSORS_NAMES[array.dtype]
         header[name] = {"dtype": dtype, "shape": list(array.shape), "data_offsets": [end, end + array.nbytes]}
         end += array.nbytes
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % 8)
-    with whole_file(path) as file:
+    with atomic_file(path) as file:
         file.write(struct.pack("<Q", len(text)) + text)
         for array in arrays.values():
             file.write(array.reshape(-1).view(np.uint8).data)
@@ -64,11 +65,5 @@ def _texts(texts: Array) -> Array:
 
 def _fields(trace: RoutingTrace) -> dict[str, Array]:
     # Widest numbers first: safetensors requires aligned tensors.
-    return {
-        "sequence_starts": trace.sequence_starts,
-        "sequence_hashes": trace.sequence_hashes,
-        "prompt_lengths": trace.prompt_lengths,
-        "steps": trace.steps,
-        "layer_indices": trace.layer_indices,
-        "expert_ids": trace.expert_ids,
-    }
+    names = ("sequence_starts", "sequence_hashes", "prompt_lengths", "steps", "layer_indices", "expert_ids")
+    return {name: getattr(trace, name) for name in names}

@@ -8,7 +8,7 @@ import os
 import numpy as np
 
 from trimtab.array_type import Array
-from trimtab.files import whole_file
+from trimtab.files import atomic_file
 from trimtab.trace.routing import RoutingTrace
 
 
@@ -23,7 +23,7 @@ def write_megatron(trace: RoutingTrace, path: str | os.PathLike[str]) -> None:
     names = [*map(str, range(trace.num_experts)), "-1"]
     ending = np.array([f"{name}], [".encode() for name in names])
     inside = np.array([f"{name}, ".encode() for name in names], ending.dtype)
-    with whole_file(path) as file:
+    with atomic_file(path) as file:
         for sequence in range(trace.num_sequences):
             ids_TLK = trace.sequence(sequence)
             ids_TLK = np.where(ids_TLK == trace.no_route, -1, ids_TLK.astype(np.int32))

@@ -31,7 +31,7 @@ def from_verl(batch: Any, options: ImportOptions) -> RoutingTrace:
 
 def from_slime(samples: Iterable[Any], options: ImportOptions) -> RoutingTrace:
     """Routing of slime's (or miles') `Sample`s, or of dicts of the same fields, with `rollout_routed_experts`."""
-    return trace_of(slime.records_of_samples(samples, known=options), options)
+    return trace_of(slime.records_of_samples(samples, options=options), options)
 
 
 def from_nemo_rl(batch: Any, options: ImportOptions) -> RoutingTrace:

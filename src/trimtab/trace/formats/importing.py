@@ -11,7 +11,8 @@ from typing import Protocol
 from trimtab.errors import InputError
 from trimtab.trace.formats import arrays, megatron, nemo_rl, sglang, sglang_recorder, slime, verl, vllm
 from trimtab.trace.formats.normalise import Summary, normalise
-from trimtab.trace.formats.records import ImportOptions, Record
+from trimtab.trace.formats.records import Dropped, ImportOptions, Record
+from trimtab.trace.message_text import printable, reason
 from trimtab.trace.routing import RoutingTrace
 
 LONGEST_REASON = 500  # characters
@@ -23,7 +24,7 @@ class Format(Protocol):
     def recognise(self, path: Path) -> bool:
         """True if a file looks like this format. Reads little of it, and never raises."""
 
-    def read(self, path: Path, known: ImportOptions) -> Iterator[Record]:
+    def read(self, path: Path, options: ImportOptions) -> Iterator[Record | Dropped]:
         """Yields the records of a file.
 
         Raises:
@@ -78,7 +79,7 @@ def common_format(files: Sequence[Path]) -> str:
     return first
 
 
-def import_files(files: Sequence[Path], form: str, known: ImportOptions, summary: Summary) -> Iterator[RoutingTrace]:
+def import_files(files: Sequence[Path], form: str, options: ImportOptions, summary: Summary) -> Iterator[RoutingTrace]:
     """Yields the files of one dump, in order, as parts of a trace; one part in memory at a time.
 
     Raises:
@@ -86,20 +87,20 @@ def import_files(files: Sequence[Path], form: str, known: ImportOptions, summary
     """
     if form == "arrays":
         with _naming(files[0]):
-            known = known.with_default(arrays.said(files[0]))
-    return normalise(_records(files, FORMATS[form], known), known, summary)
+            options = options.with_default(arrays.read_metadata(files[0]))
+    return normalise(_records(files, FORMATS[form], options), options, summary)
 
 
-def trace_of(records: Iterable[Record], known: ImportOptions) -> RoutingTrace:
+def trace_of(records: Iterable[Record | Dropped], options: ImportOptions) -> RoutingTrace:
     """Returns one trace of records in memory."""
-    return RoutingTrace.concatenate(list(normalise(records, known, Summary())))
+    return RoutingTrace.concatenate(list(normalise(records, options, Summary())))
 
 
-def _records(files: Sequence[Path], form: Format, known: ImportOptions) -> Iterator[Record]:
+def _records(files: Sequence[Path], form: Format, options: ImportOptions) -> Iterator[Record | Dropped]:
     for file in files:
         with _naming(file):
-            for record in form.read(file, known):
-                yield replace(record, where=f"{file}: {record.where}")
+            for record in form.read(file, options):
+                yield replace(record, where=f"{file}: {record.where}") if isinstance(record, Record) else record
 
 
 @contextmanager
@@ -108,10 +109,6 @@ def _naming(file: Path) -> Iterator[None]:
     try:
         yield
     except InputError as error:
-        raise InputError(f"{file}: {_one_line(str(error))}") from None
+        raise InputError(f"{file}: {printable(str(error)[:LONGEST_REASON])}") from None
     except (MemoryError, OSError) as error:
-        raise InputError(f"{file}: can't be read ({_one_line(str(error) or type(error).__name__)})") from None
-
-
-def _one_line(text: str) -> str:
-    return "".join(letter if letter.isprintable() else "?" for letter in text[:LONGEST_REASON])
+        raise InputError(f"{file}: can't be read ({reason(error)})") from None

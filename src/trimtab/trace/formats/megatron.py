@@ -4,7 +4,7 @@
      "top_indices": [[12, 45, ...], ...]}
 
 `step` is a training iteration, or a forward pass of inference. `block` is "decoder", or "mtp" for layers of multi-token
-prediction, which number their layers anew and are left out. Tokens belong to no sequence, so the tokens that went
+prediction, which are numbered separately and not imported. Tokens belong to no sequence, so the tokens that went
 through the layers together, a micro-batch, are one record. In a training iteration every layer is there once for each
 micro-batch: a layer's n-th row is that of the n-th micro-batch, whatever the order of the pipeline.
 
@@ -23,13 +23,13 @@ import numpy as np
 from trimtab.array_type import Array
 from trimtab.errors import InputError
 from trimtab.kernels import kernel
-from trimtab.trace.containers.json_values import json_head, json_lines, json_values, kind_of, one_value
+from trimtab.trace.containers.json_values import json_head, json_lines, json_values, one_value
 from trimtab.trace.containers.npy import array_of_lists
-from trimtab.trace.formats.records import ImportOptions, Record
-from trimtab.trace.formats.responses import report_dropped
+from trimtab.trace.formats.records import Dropped, ImportOptions, Record, require_records
+from trimtab.trace.message_text import at_place, kind_of
 
 _IDS = b'"top_indices":'
-MTP_ROWS = "rows of multi-token prediction"
+MTP_ROWS = Dropped("rows of multi-token prediction")
 
 
 def recognise(path: Path) -> bool:
@@ -48,7 +48,7 @@ class _Row:
     domain: str
 
 
-def read(path: Path, known: ImportOptions) -> Iterator[Record]:
+def read(path: Path, options: ImportOptions) -> Iterator[Record | Dropped]:
     """Records of one rank's file. Memory holds one step, or one sequence of our own export.
 
     Raises:
@@ -56,23 +56,25 @@ def read(path: Path, known: ImportOptions) -> Iterator[Record]:
             they are there or how many tokens they have.
     """
 
-    def found() -> Iterator[Record | str]:
-        waiting: list[_Row] = []
-        for where, value, ids in _values(path):
+    return require_records(_records(path), "no row of a decoder layer")
+
+
+def _records(path: Path) -> Iterator[Record | Dropped]:
+    waiting: list[_Row] = []
+    for where, value, ids in _values(path):
+        with at_place(where):
             row = _row(value, where, ids)
             if row is None:
                 yield MTP_ROWS
                 continue
-            if waiting and (row.step, row.sequence) != (waiting[0].step, waiting[0].sequence):
-                if row.step < waiting[0].step:
-                    raise InputError(f"{where}: step {row.step} comes after step {waiting[0].step}")
-                yield from _micro_batches(waiting)
-                waiting = []
-            waiting.append(row)
-        if waiting:
+            if waiting and row.step < waiting[0].step:
+                raise InputError(f"step {row.step} comes after step {waiting[0].step}")
+        if waiting and (row.step, row.sequence) != (waiting[0].step, waiting[0].sequence):
             yield from _micro_batches(waiting)
-
-    return report_dropped(found(), nothing="no row of a decoder layer")
+            waiting = []
+        waiting.append(row)
+    if waiting:
+        yield from _micro_batches(waiting)
 
 
 def _micro_batches(rows: list[_Row]) -> Iterator[Record]:
@@ -199,43 +201,40 @@ def _row(value: Any, where: str, ids: Array | None) -> _Row | None:
     Args:
         ids: the ids of `top_indices`, if they were parsed separately.
     """
-    try:
-        if not isinstance(value, Mapping):
-            raise InputError(f"{kind_of(value)}; expected an object with top_indices")
-        if value.get("block", "decoder") != "decoder" or value.get("mtp_idx") is not None:
-            return None
-        indices = value.get("top_indices")
-        if not isinstance(indices, list):
-            raise InputError("no top_indices")
-        top_k = _whole(value, "topk", None)
-        if ids is None:
-            ids = array_of_lists(indices, 2) if indices else np.empty((0, top_k or 0), np.int16)
-        num_tokens = _whole(value, "num_tokens", len(ids))
-        if ids.shape != (num_tokens, ids.shape[1] if top_k is None else top_k):
-            raise InputError(f"num_tokens is {num_tokens} and topk {top_k}; top_indices is {list(ids.shape)}")
-        if not ids.shape[1]:
-            raise InputError("topk is 0")
-        domain = value.get("domain")
-        return _Row(
-            where=where,
-            step=_whole(value, "step", 0) or 0,
-            layer=_whole(value, "layer"),
-            ids=ids,
-            sequence=_whole(value, "sequence", None),
-            prompt_length=_whole(value, "prompt_length", 0) or 0,
-            domain=domain if isinstance(domain, str) else "",
-        )
-    except InputError as error:
-        raise InputError(f"{where}: {error}") from None
+    if not isinstance(value, Mapping):
+        raise InputError(f"{kind_of(value)}; expected an object with top_indices")
+    if value.get("block", "decoder") != "decoder" or value.get("mtp_idx") is not None:
+        return None
+    indices = value.get("top_indices")
+    if not isinstance(indices, list):
+        raise InputError("no top_indices")
+    top_k = _whole(value, "topk", None)
+    if ids is None:
+        ids = array_of_lists(indices, 2) if indices else np.empty((0, top_k or 0), np.int16)
+    num_tokens = _whole(value, "num_tokens", len(ids))
+    if ids.shape != (num_tokens, ids.shape[1] if top_k is None else top_k):
+        raise InputError(f"num_tokens is {num_tokens} and topk {top_k}; top_indices is {list(ids.shape)}")
+    if not ids.shape[1]:
+        raise InputError("topk is 0")
+    domain = value.get("domain")
+    return _Row(
+        where=where,
+        step=_whole(value, "step", 0) or 0,
+        layer=_whole(value, "layer"),
+        ids=ids,
+        sequence=_whole(value, "sequence", None),
+        prompt_length=_whole(value, "prompt_length", 0) or 0,
+        domain=domain if isinstance(domain, str) else "",
+    )
 
 
-_NEEDED: Any = object()
+_REQUIRED: Any = object()
 
 
-def _whole(value: Mapping[str, Any], key: str, default: Any = _NEEDED) -> Any:
+def _whole(value: Mapping[str, Any], key: str, default: Any = _REQUIRED) -> Any:
     """A whole number of 31 bits."""
     number = value.get(key, default)
-    if number is _NEEDED:
+    if number is _REQUIRED:
         raise InputError(f"no {key}")
     if number is not default and (type(number) is not int or not 0 <= number < 1 << 31):
         raise InputError(f"{key} should be a whole number of 0 or more")

@@ -17,9 +17,18 @@ import numpy as np
 
 from trimtab.errors import InputError
 from trimtab.trace.containers import torch_files
-from trimtab.trace.containers.pickles import Foreign
-from trimtab.trace.formats.records import ImportOptions, Record
-from trimtab.trace.formats.values import Allowance, damaged_values, field, integers, rows_of, text
+from trimtab.trace.containers.pickles import OpaqueObject
+from trimtab.trace.formats.dump_fields import (
+    ReadLimit,
+    damaged_values,
+    field,
+    first_field,
+    integers,
+    label_of,
+    optional_integers,
+    rows_of,
+)
+from trimtab.trace.formats.records import Dropped, ImportOptions, Record
 
 KEY = "routed_experts"
 _LENGTHS = ("input_lengths", "unpadded_sequence_lengths")
@@ -31,17 +40,17 @@ def recognise(path: Path) -> bool:
     return KEY in found and len(found) > 1
 
 
-def read(path: Path, known: ImportOptions) -> Iterator[Record]:
+def read(path: Path, options: ImportOptions) -> Iterator[Record | Dropped]:
     """The records of a dump, one per row of the batch.
 
     Raises:
         InputError: one line, if it is damaged, or holds no `routed_experts` or no lengths.
     """
     with damaged_values():
-        yield from _records(torch_files.load(path), Allowance(path))
+        yield from _records(torch_files.load(path), ReadLimit(path))
 
 
-def records_of_batch(batch: Any) -> Iterator[Record]:
+def records_of_batch(batch: Any) -> Iterator[Record | Dropped]:
     """The records of a `BatchedDataDict` or dictionary, or of a list of samples with a `message_log`.
 
     Reads `routed_experts`, `input_lengths` or `unpadded_sequence_lengths`, `generation_lengths`, `input_ids` or
@@ -50,12 +59,12 @@ def records_of_batch(batch: Any) -> Iterator[Record]:
     Raises:
         InputError: one line, if there are no routes or no lengths, or shapes do not fit together.
     """
-    yield from _records(batch, Allowance())
+    yield from _records(batch, ReadLimit())
 
 
-def _records(batch: Any, allowance: Allowance) -> Iterator[Record]:
+def _records(batch: Any, limit: ReadLimit) -> Iterator[Record | Dropped]:
     with damaged_values():
-        if isinstance(batch, Foreign):
+        if isinstance(batch, OpaqueObject):
             # A UserDict keeps its items in an attribute.
             batch = batch.items or field(batch, "data")
         if isinstance(batch, list | tuple):
@@ -65,30 +74,24 @@ def _records(batch: Any, allowance: Allowance) -> Iterator[Record]:
             }
         if batch is None or (not isinstance(batch, Mapping) and not hasattr(batch, "keys")):
             raise InputError(f"a {type(batch).__name__} where a batch should be: a dictionary with {KEY!r}")
-        tasks = field(batch, "task_name")
         if field(batch, KEY) is not None:
-            records = _padded(batch)
+            yield from _padded(batch)
         elif field(batch, "message_log") is not None:
-            records = _logged(field(batch, "message_log"), allowance)
+            yield from _logged(batch, limit)
         else:
             raise InputError(f"no {KEY!r} in this batch; NeMo-RL writes it with policy.router_replay.enabled=true")
-        for row, record in enumerate(records):
-            if record is not None:
-                task = tasks[row] if isinstance(tasks, list | tuple) and row < len(tasks) else None
-                yield replace(record, domain=text(task))
 
 
-def _padded(batch: Any) -> Iterator[Record | None]:
+def _padded(batch: Any) -> Iterator[Record | Dropped]:
     ids_BTLK = integers(field(batch, KEY), KEY, 4)
     count, width = ids_BTLK.shape[:2]
-    found = [field(batch, name) for name in _LENGTHS if field(batch, name) is not None]
-    if not found:
+    found = first_field(batch, *_LENGTHS)
+    if found is None:
         raise InputError(f"its rows are padded and their lengths ({' or '.join(_LENGTHS)}) are missing")
-    lengths = integers(found[0], _LENGTHS[0], 1)
-    tokens = next((field(batch, name) for name in ("input_ids", "output_ids") if field(batch, name) is not None), None)
+    lengths = integers(found, _LENGTHS[0], 1)
+    tokens = first_field(batch, "input_ids", "output_ids")
     tokens_BT = None if tokens is None else integers(tokens, "input_ids", 2)
-    generated = field(batch, "generation_lengths")
-    generated_B = None if generated is None else integers(generated, "generation_lengths", 1)
+    generated_B = optional_integers(batch, "generation_lengths", 1)
     for name, array in (("lengths", lengths), ("input_ids", tokens_BT), ("generation_lengths", generated_B)):
         if array is not None and len(array) != count:
             raise InputError(f"{name} has {len(array)} rows; {KEY} has {count}")
@@ -97,7 +100,6 @@ def _padded(batch: Any) -> Iterator[Record | None]:
         if not 0 <= length <= width + 1 or (tokens_BT is not None and length > tokens_BT.shape[1]):
             raise InputError(f"row {row}: a length of {length} tokens; {KEY} has {width} rows")
         if not length:
-            yield None
             continue
         answer = length if generated_B is None else int(generated_B[row])
         yield Record(
@@ -107,28 +109,31 @@ def _padded(batch: Any) -> Iterator[Record | None]:
             num_tokens=length,
             prompt_length=max(0, length - answer),
             token_ids=None if tokens_BT is None else tokens_BT[row, :length],
-            dropped={"padding rows": max(0, width - length)},
+            domain=label_of(field(batch, "task_name"), row),
         )
+        yield Dropped("padding rows", max(0, width - length))
 
 
-def _logged(log: Any, allowance: Allowance) -> Iterator[Record | None]:
+def _logged(batch: Any, limit: ReadLimit) -> Iterator[Record]:
+    log = field(batch, "message_log")
     if not isinstance(log, list | tuple):
         raise InputError(f"message_log is a {type(log).__name__}; it should be a list, one entry a sample")
-    some = False
+    found = False
     for row, messages in enumerate(log):
-        record = _joined(rows_of(messages, "message_log"), f"sample {row}", allowance)
-        some = some or record is not None
-        yield record
-    if len(log) and not some:
+        record = _joined(rows_of(messages, "message_log"), f"sample {row}", limit)
+        if record is not None:
+            found = True
+            yield replace(record, domain=label_of(field(batch, "task_name"), row))
+    if len(log) and not found:
         raise InputError(f"no message has {KEY!r}; NeMo-RL writes it with policy.router_replay.enabled=true")
 
 
-def _joined(messages: list[Any], where: str, allowance: Allowance) -> Record | None:
+def _joined(messages: list[Any], where: str, limit: ReadLimit) -> Record | None:
     """The concatenated turns of one sample; a turn without routes has rows of -1."""
     tokens = []
     for message in messages:
         tokens.append(integers(field(message, "token_ids"), f"{where}: token_ids", 1))
-        allowance.take(len(tokens[-1]))
+        limit.spend(len(tokens[-1]))
     routes = [field(message, KEY) for message in messages]
     ids = [None if each is None else integers(each, f"{where}: {KEY}", 3) for each in routes]
     shapes = {each.shape[1:] for each in ids if each is not None}
@@ -137,7 +142,7 @@ def _joined(messages: list[Any], where: str, allowance: Allowance) -> Record | N
     if len(shapes) > 1:
         raise InputError(f"{where}: its messages have {KEY} of different shapes")
     shape = shapes.pop()
-    allowance.take(sum(map(len, tokens)) * shape[0] * shape[1])
+    limit.spend(sum(map(len, tokens)) * shape[0] * shape[1])
     rows = []
     for turn, (each, turn_tokens) in enumerate(zip(ids, tokens, strict=True)):
         missing = len(turn_tokens) - (0 if each is None else len(each))

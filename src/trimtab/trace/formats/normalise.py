@@ -16,15 +16,16 @@ import numpy as np
 from trimtab.array_type import Array
 from trimtab.errors import InputError
 from trimtab.kernels import kernel
-from trimtab.trace.formats.records import ImportOptions, Record
+from trimtab.trace.formats.records import Dropped, ImportOptions, Record
+from trimtab.trace.message_text import at_place, printable
 from trimtab.trace.routing import RoutingTrace, hash_tokens, id_dtype, no_route
 from trimtab.trace.store import ROW_GROUP_BYTES
 
-NOTHING = np.int64(np.iinfo(np.int64).min)
+NO_ID = np.int64(np.iinfo(np.int64).min)
 # Larger than any id; larger values, and values below any padding, are out of range.
-BEYOND = 1 << 20
+TOO_LARGE = 1 << 20
 # Tokens without a row are only a claim of the file. Longer than any context.
-MOST_LACKING = 1 << 20
+MAX_MISSING_ROWS = 1 << 20
 LONGEST_LABEL = 80
 # Many times that of any model; the cost of sorting and comparing grows with its square.
 MOST_TOP_K = 256
@@ -50,48 +51,47 @@ class Summary:
     dropped: Counter[str] = field(default_factory=Counter)
 
 
-def normalise(records: Iterable[Record], known: ImportOptions, summary: Summary) -> Iterator[RoutingTrace]:
-    """Yields the records as parts of one trace, each of the size of a row group, and the rest.
+def normalise(items: Iterable[Record | Dropped], options: ImportOptions, summary: Summary) -> Iterator[RoutingTrace]:
+    """Yields the records among the items as parts of one trace, each of the size of a row group, and the rest.
 
     Args:
-        known: facts of the model; `num_experts` is required.
+        options: facts of the model; `num_experts` is required.
         summary: counted up.
 
     Raises:
         InputError: naming the record's place, if it can't be of the same model, or an id is out of range or twice in a
             row; or if there is no record with a route.
     """
-    shape: _Shape | None = None
+    layout: _Layout | None = None
     early: list[Record] = []
     waiting: list[tuple[Record, Array]] = []
     size = 0
-    for record in records:
-        for what, count in record.dropped.items():
-            if count:
-                summary.dropped[what] += count
-        _check_form(record)
-        if shape is None:
-            early.append(record)
-            shape = _shape_of(record, known)
-            if shape is None:
-                continue
-            ready, early = early, []
-        else:
-            ready = [record]
-        for each in ready:
-            waiting.append((each, _routes(each, shape, summary)))
+    for item in items:
+        if isinstance(item, Dropped):
+            if item.count:
+                summary.dropped[item.kind] += item.count
+            continue
+        with at_place(item.where):
+            _check_form(item)
+            layout = layout or _layout_of(item, options)
+        early.append(item)
+        if layout is None:
+            continue
+        for record in early:
+            waiting.append((record, _routes(record, layout, summary)))
             size += waiting[-1][1].nbytes
+        early.clear()
         if size >= ROW_GROUP_BYTES:
-            yield _join(waiting, shape)
+            yield _join(waiting, layout, options)
             waiting, size = [], 0
-    if shape is None:
+    if layout is None:
         raise InputError("no sequence has a route" if early else "there are no sequences in it")
     if waiting:
-        yield _join(waiting, shape)
+        yield _join(waiting, layout, options)
 
 
 @dataclass(frozen=True)
-class _Shape:
+class _Layout:
     """The layout of a dump's records, and of the model.
 
     Attributes:
@@ -107,164 +107,156 @@ class _Shape:
     layer_indices: Array
     num_experts: int
     top_k: int
-    model: str
-    step: int
-    domain: str
 
 
 def _check_form(record: Record) -> None:
     ids = record.ids
     if ids.dtype.kind not in "iu":
-        raise InputError(f"{record.where}: expert ids are {ids.dtype}; they should be integers")
+        raise InputError(f"expert ids are {ids.dtype}; they should be integers")
     if ids.ndim != 3 or 0 in ids.shape[1:]:
-        raise InputError(f"{record.where}: expert ids have shape {ids.shape}; it should be [tokens, layers, top_k]")
+        raise InputError(f"expert ids have shape {ids.shape}; it should be [tokens, layers, top_k]")
     if record.first < 0:
-        raise InputError(f"{record.where}: its first row is that of token {record.first}; tokens count from 0")
+        raise InputError(f"its first row is that of token {record.first}; tokens count from 0")
     if ids.shape[2] > MOST_TOP_K:
-        raise InputError(f"{record.where}: top-{ids.shape[2]} routing; it should be top-{MOST_TOP_K} at most")
+        raise InputError(f"top-{ids.shape[2]} routing; it should be top-{MOST_TOP_K} at most")
     rows = record.first + len(ids)
     tokens = rows + 1 if record.num_tokens is None else record.num_tokens
     if rows > tokens:
-        raise InputError(f"{record.where}: {rows} rows of expert ids for {tokens} tokens; there should be one less")
-    if max(record.first, tokens - len(ids)) > MOST_LACKING:
-        raise InputError(f"{record.where}: {len(ids)} rows of expert ids for {tokens} tokens")
+        raise InputError(f"{rows} rows of expert ids for {tokens} tokens; there should be one less")
+    if max(record.first, tokens - len(ids)) > MAX_MISSING_ROWS:
+        raise InputError(f"{len(ids)} rows of expert ids for {tokens} tokens")
     if not 0 <= record.step < 1 << 31:
-        raise InputError(f"{record.where}: step {record.step}; it should be 0 to 2**31 - 1")
+        raise InputError(f"step {record.step}; it should be 0 to 2**31 - 1")
 
 
-def _shape_of(record: Record, known: ImportOptions) -> _Shape | None:
+def _layout_of(record: Record, options: ImportOptions) -> _Layout | None:
     """The layout of this record; None if it has no routes."""
     axis, top_k = record.ids.shape[1:]
-    if known.top_k not in (None, top_k):
-        raise InputError(f"{record.where}: it has top-{top_k} routing; it should be top-{known.top_k}, as was said")
-    if record.layers is None and known.moe_layers is None and known.num_layers not in (None, axis):
-        raise InputError(f"{record.where}: it has {axis} layers; it should have {known.num_layers}, as was said")
+    if options.top_k not in (None, top_k):
+        raise InputError(f"it has top-{top_k} routing; it should be top-{options.top_k}, as given")
+    if record.layers is None and options.moe_layers is None and options.num_layers not in (None, axis):
+        raise InputError(f"it has {axis} layers; it should have {options.num_layers}, as given")
     routes = _has_routes(record.ids)
     if not routes.any():
         return None
-    columns, layers = _moe_layers(record, routes, known)
-    if known.num_experts is None:
+    columns, layers = _moe_layers(record, routes, options)
+    if options.num_experts is None:
         raise InputError(
-            f"{record.where}: nothing says how many experts a layer has (the largest id here is "
+            f"nothing says how many experts a layer has (the largest id here is "
             f"{int(record.ids.max())}); give --num-experts, or --model with a config.json or a model's name"
         )
-    if top_k > known.num_experts:
-        raise InputError(f"{record.where}: it has top-{top_k} routing; there are {known.num_experts} experts")
-    return _Shape(
+    if top_k > options.num_experts:
+        raise InputError(f"it has top-{top_k} routing; there are {options.num_experts} experts")
+    return _Layout(
         axis=axis,
         columns=columns,
         dense=np.setdiff1d(np.arange(axis), columns),
         layer_indices=layers.astype(np.int32),
-        num_experts=known.num_experts,
+        num_experts=options.num_experts,
         top_k=top_k,
-        model=_label(known.model),
-        step=known.step,
-        domain=known.domain,
     )
 
 
 def _has_routes(ids: Array) -> Array:
     """`[layers]` bool: layers in which a row may be a route."""
-    could_be = ids != ids[:, :, :1] if ids.shape[2] > 1 else ids >= 0
-    return np.asarray(could_be.any(axis=(0, 2)))
+    distinct = ids != ids[:, :, :1] if ids.shape[2] > 1 else ids >= 0
+    return np.asarray(distinct.any(axis=(0, 2)))
 
 
-def _moe_layers(record: Record, routes: Array, known: ImportOptions) -> tuple[Array, Array]:
+def _moe_layers(record: Record, routes: Array, options: ImportOptions) -> tuple[Array, Array]:
     """Indices of the MoE layers in the record, and their decoder layers."""
     axis = len(routes)
     if record.layers is not None:
         return np.arange(axis), np.array(record.layers)
-    if known.moe_layers is None:
+    if options.moe_layers is None:
         if record.ids.shape[2] == 1 and not (ones := (record.ids > 0).any(axis=(0, 2))).all():
             raise InputError(
-                f"{record.where}: every token has expert 0 in layer {int(ones.argmin())}, which may have no experts at "
+                f"every token has expert 0 in layer {int(ones.argmin())}, which may have no experts at "
                 "all; give --model with a config.json or a model's name"
             )
         return np.flatnonzero(routes), np.flatnonzero(routes)
-    moe = np.array(known.moe_layers)
+    moe = np.array(options.moe_layers)
     if axis == len(moe):
         return np.arange(axis), moe
-    if known.num_layers in (None, axis) and axis > moe.max():
+    if options.num_layers in (None, axis) and axis > moe.max():
         return moe, moe
-    raise InputError(
-        f"{record.where}: it has {axis} layers; the model has {known.num_layers}, {len(moe)} of them with experts"
-    )
+    raise InputError(f"it has {axis} layers; the model has {options.num_layers}, {len(moe)} of them with experts")
 
 
-def _routes(record: Record, shape: _Shape, summary: Summary) -> Array:
+def _routes(record: Record, layout: _Layout, summary: Summary) -> Array:
     """`[T, L, K]`, one row for each token that was fed to the model, unknown routes as `no_route`."""
-    if record.ids.shape[1:] != (shape.axis, shape.top_k) or (
-        record.layers is not None and not np.array_equal(record.layers, shape.layer_indices)
+    if record.ids.shape[1:] != (layout.axis, layout.top_k) or (
+        record.layers is not None and not np.array_equal(record.layers, layout.layer_indices)
     ):
         raise InputError(
             f"{record.where}: it has {record.ids.shape[1]} layers, top-{record.ids.shape[2]}; sequences before it have "
-            f"{shape.axis}, top-{shape.top_k}: they are of different models"
+            f"{layout.axis}, top-{layout.top_k}: they are of different models"
         )
     rows = len(record.ids)
     tokens = record.first + rows if record.num_tokens is None else max(record.num_tokens - 1, 0)
     ids = _narrowed(record.ids[: max(tokens - record.first, 0)])
     if len(ids) < rows:
         summary.dropped["rows of last tokens, which are never fed"] += rows - len(ids)
-    if len(shape.dense):
-        summary.dropped["layers without experts"] = len(shape.dense)
+    if len(layout.dense):
+        summary.dropped["layers without experts"] = len(layout.dense)
     routes = np.full(
-        (tokens, len(shape.columns), shape.top_k), no_route(shape.num_experts), id_dtype(shape.num_experts)
+        (tokens, len(layout.columns), layout.top_k), no_route(layout.num_experts), id_dtype(layout.num_experts)
     )
-    missing = NOTHING if record.missing is None or (record.missing == 0 and shape.top_k == 1) else record.missing
+    missing = NO_ID if record.missing is None or (record.missing == 0 and layout.top_k == 1) else record.missing
     fault, token, layer, unknown_routes, unknown_rows = _convert(
-        ids, shape.columns, shape.dense, missing, shape.num_experts, routes[record.first :]
+        ids, layout.columns, layout.dense, missing, layout.num_experts, routes[record.first :]
     )
     if fault != FINE:
         place = (
             f"{record.where}, token {record.first + token}, layer {record.layers[layer] if record.layers else layer}"
         )
-        raise InputError(f"{place}: {_reason(fault, ids[token, layer], shape)}")
-    lacking = tokens - len(ids)
+        raise InputError(f"{place}: {_reason(fault, ids[token, layer], layout)}")
+    missing_rows = tokens - len(ids)
     summary.sequences += 1
     summary.tokens += tokens
-    summary.unknown_rows += unknown_rows + lacking
-    summary.unknown_routes += unknown_routes + lacking * len(shape.columns)
+    summary.unknown_rows += unknown_rows + missing_rows
+    summary.unknown_routes += unknown_routes + missing_rows * len(layout.columns)
     return routes
 
 
-def _reason(fault: int, row: Array, shape: _Shape) -> str:
+def _reason(fault: int, row: Array, layout: _Layout) -> str:
     ids = f"expert ids {row.tolist()}"
     if fault == IN_DENSE_LAYER:
         return f"{ids}; this layer has no experts"
     if fault == TWICE:
         return f"{ids} have one twice; they should be distinct"
-    return f"{ids}; they should be 0 to {shape.num_experts - 1}"
+    return f"{ids}; they should be 0 to {layout.num_experts - 1}"
 
 
 def _narrowed(ids: Array) -> Array:
     """The same ids as contiguous int32; values that do not fit become out of range."""
     if ids.dtype.itemsize > 4 or ids.dtype == np.uint32:
-        ids = np.minimum(ids, np.array(BEYOND, ids.dtype))
+        ids = np.minimum(ids, np.array(TOO_LARGE, ids.dtype))
         if ids.dtype.kind == "i":
-            ids = np.maximum(ids, -BEYOND)
+            ids = np.maximum(ids, -TOO_LARGE)
     return np.ascontiguousarray(ids, np.int32)
 
 
-def _join(waiting: list[tuple[Record, Array]], shape: _Shape) -> RoutingTrace:
+def _join(waiting: list[tuple[Record, Array]], layout: _Layout, options: ImportOptions) -> RoutingTrace:
     records = [record for record, _ in waiting]
     return RoutingTrace.from_sequences(
         [routes for _, routes in waiting],
-        num_experts=shape.num_experts,
-        layer_indices=shape.layer_indices,
+        num_experts=layout.num_experts,
+        layer_indices=layout.layer_indices,
         prompt_lengths=[min(max(record.prompt_length, 0), len(routes)) for record, routes in waiting],
-        steps=[record.step or shape.step for record in records],
+        steps=[record.step or options.step for record in records],
         sequence_hashes=np.array(
             [record.sequence_hash if record.token_ids is None else hash_tokens(record.token_ids) for record in records],
             np.uint64,
         ),
-        domains=[_label(record.domain or shape.domain) for record in records],
-        model=shape.model,
+        domains=[_label(record.domain or options.domain) for record in records],
+        model=_label(options.model),
     )
 
 
 def _label(name: str) -> str:
     """A domain or model name for tables, as one short line."""
-    return "".join(letter if letter.isprintable() else " " for letter in name[:LONGEST_LABEL]).strip()
+    return printable(name[:LONGEST_LABEL], " ").strip()
 
 
 @kernel
@@ -274,7 +266,7 @@ def _convert(ids_TAK, columns_L, dense_D, missing, num_experts, routes_TLK):  # 
     Args:
         ids_TAK: `[T, layers, K]` int32.
         columns_L: `[L]` int64, places of MoE layers. dense_D: of the others.
-        missing: what all K ids are where there is no route, or `NOTHING`.
+        missing: what all K ids are where there is no route, or `NO_ID`.
         routes_TLK: `[T, L, K]` uint8 or uint16, written to; it holds `no_route`.
 
     Returns:

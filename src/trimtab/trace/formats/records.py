@@ -1,11 +1,12 @@
-"""`Record`: one sequence's routing as a framework wrote it, before conversion."""
+"""What readers of formats take and yield: `ImportOptions`, and `Record`s and `Dropped` data before conversion."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 
 from trimtab.array_type import Array
+from trimtab.errors import InputError
 
 
 @dataclass(frozen=True)
@@ -52,9 +53,7 @@ class Record:
         sequence_hash: `hash_tokens` of the token ids, if the source has only the hash; 0 if unknown.
         step: the RL step; 0 if unknown.
         domain: kind of prompt; "" if unknown.
-        layers: the decoder layer of each layer of `ids`, if known.
-        dropped: counts of what the reader left out before this record, by kind:
-            {"padding rows": 12}.
+        layers: the decoder layer of each layer of `ids`, if options.
     """
 
     ids: Array
@@ -68,4 +67,25 @@ class Record:
     step: int = 0
     domain: str = ""
     layers: tuple[int, ...] | None = None
-    dropped: Mapping[str, int] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Dropped:
+    """Data of the source that is not imported: `count` of a kind, such as "padding rows"."""
+
+    kind: str
+    count: int = 1
+
+
+def require_records(items: Iterable[Record | Dropped], message: str) -> Iterator[Record | Dropped]:
+    """Yields the same items.
+
+    Raises:
+        InputError: with this message, at the end, if there is no record among them.
+    """
+    found = False
+    for item in items:
+        found = found or isinstance(item, Record)
+        yield item
+    if not found:
+        raise InputError(message)

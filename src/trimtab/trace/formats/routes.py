@@ -10,22 +10,22 @@ import numpy as np
 
 from trimtab.array_type import Array
 from trimtab.errors import InputError
-from trimtab.trace.containers.json_values import reason
-from trimtab.trace.containers.npy import NPY_MAGIC, array_of_lists, array_of_npy, decode_base64, short
+from trimtab.trace.containers.npy import NPY_MAGIC, array_of_lists, array_of_npy, decode_base64
 from trimtab.trace.formats.records import ImportOptions
+from trimtab.trace.message_text import reason, short
 
 _RAW_DTYPES = ("int8", "uint8", "int16", "uint16", "int32", "uint32", "int64", "uint64")
 # With a shape but no dtype, the size of a number gives the dtype. Signed, so -1 stays -1.
 _DTYPE_OF_SIZE = {1: np.uint8, 2: np.int16, 4: np.int32, 8: np.int64}
 
 
-def decode_routes(value: Any, known: ImportOptions, dtype: str = "int32") -> Array:
+def decode_routes(value: Any, options: ImportOptions, dtype: str = "int32") -> Array:
     """Decodes ids `[t, layers, K]` of a response.
 
     Args:
-        value: base64 of `.npy` bytes (vLLM); base64 of raw numbers (SGLang), whose shape comes from `known`;
+        value: base64 of `.npy` bytes (vLLM); base64 of raw numbers (SGLang), whose shape comes from `options`;
             `{"data": base64, "shape": [t, layers, K], "dtype": ...}`; nested lists (vLLM 0.21); or an array.
-        known: for raw numbers, number of layers and top_k.
+        options: for raw numbers, number of layers and top_k.
         dtype: of raw numbers.
 
     Raises:
@@ -33,7 +33,7 @@ def decode_routes(value: Any, known: ImportOptions, dtype: str = "int32") -> Arr
     """
     if isinstance(value, str):
         data = decode_base64(value)
-        ids = array_of_npy(data) if data.startswith(NPY_MAGIC) else _shape_raw(data, known, dtype)
+        ids = array_of_npy(data) if data.startswith(NPY_MAGIC) else shape_flat(_raw(data, dtype), options)
     elif isinstance(value, Mapping):
         ids = _array_of_mapping(value, dtype)
     elif isinstance(value, list | tuple):
@@ -52,7 +52,7 @@ def check_ids(ids: Array) -> Array:
     return ids if ids.dtype.isnative else ids.astype(ids.dtype.newbyteorder("="))
 
 
-def sign_of_gaps(ids: Array) -> int | None:
+def missing_id(ids: Array) -> int | None:
     """The value of all K ids without a route, for frameworks that pre-fill their buffers; see `Record.missing`.
 
     -1 if it occurs. Else 0, except for top-1, where 0 is an expert.
@@ -62,8 +62,8 @@ def sign_of_gaps(ids: Array) -> int | None:
     return 0 if ids.shape[-1] > 1 else None
 
 
-def trim_padding(ids: Array) -> tuple[Array, int]:
-    """Ids `[t, L, K]` without the rows at both ends that are all 0 or all -1, and their number.
+def trim_padding(ids: Array) -> Array:
+    """Ids `[t, L, K]` without the rows at both ends that are all 0 or all -1.
 
     With one layer and top-1 zeros stay: they may be routes.
     """
@@ -72,8 +72,7 @@ def trim_padding(ids: Array) -> tuple[Array, int]:
     if flat.shape[1] > 1:
         padded |= ~flat.any(axis=1)
     kept = np.flatnonzero(~padded)
-    first, end = (int(kept[0]), int(kept[-1]) + 1) if len(kept) else (0, 0)
-    return ids[first:end], len(ids) - (end - first)
+    return ids[kept[0] : kept[-1] + 1] if len(kept) else ids[:0]
 
 
 def raw_dtype(name: Any) -> str:
@@ -83,21 +82,21 @@ def raw_dtype(name: Any) -> str:
     return name.strip().lower()
 
 
-def _shape_raw(data: bytes, known: ImportOptions, dtype: str) -> Array:
-    flat = _raw(data, dtype)
-    if known.num_layers is None or known.top_k is None:
-        said = (("--num-layers", known.num_layers), ("--top-k", known.top_k))
-        lacking = " and ".join(option for option, value in said if value is None)
+def shape_flat(flat: Array, options: ImportOptions, what: str = "routed_experts") -> Array:
+    """`[t, layers, K]` of ids one after another, with the caller's numbers of layers and top_k.
+
+    Raises:
+        InputError: if one is unknown, or they don't divide the number of ids.
+    """
+    layers, top_k = options.num_layers, options.top_k
+    if not layers or not top_k:
+        missing = " and ".join(name for name, value in (("--num-layers", layers), ("--top-k", top_k)) if not value)
+        raise InputError(f"{what} has no shape; give {missing}, or --model with a config.json or a model's name")
+    if flat.size % (layers * top_k):
         raise InputError(
-            f"routed_experts has no shape; give {lacking}, or --model with a config.json or a model's name"
+            f"{what} holds {flat.size} ids of {flat.dtype}, which {layers} layers x top-{top_k} don't divide"
         )
-    row = known.num_layers * known.top_k
-    if row < 1 or len(flat) % row:
-        raise InputError(
-            f"routed_experts holds {len(flat)} ids of {dtype}, which {known.num_layers} layers x top-{known.top_k} "
-            "don't divide"
-        )
-    return flat.reshape(-1, known.num_layers, known.top_k)
+    return flat.reshape(-1, layers, top_k)
 
 
 def _raw(data: bytes, dtype: str) -> Array:

@@ -13,19 +13,19 @@ from typing import Any
 
 from trimtab.array_type import Array
 from trimtab.errors import InputError
-from trimtab.trace.containers.json_values import json_head, kind_of
-from trimtab.trace.formats.records import ImportOptions, Record
+from trimtab.trace.containers.json_values import json_head, json_values
+from trimtab.trace.formats.records import Dropped, ImportOptions, Record
 from trimtab.trace.formats.responses import (
     WITHOUT_ROUTES,
     Response,
-    count,
-    joined,
-    placed,
-    read_responses,
-    records_in,
+    record_of,
+    require_routes,
+    responses_in,
+    token_count,
     tokens,
 )
-from trimtab.trace.formats.routes import decode_routes, raw_dtype, sign_of_gaps
+from trimtab.trace.formats.routes import decode_routes, raw_dtype
+from trimtab.trace.message_text import at_place, kind_of
 
 
 def recognise(path: Path) -> bool:
@@ -34,73 +34,66 @@ def recognise(path: Path) -> bool:
     return b'"meta_info"' in head or b'"sglext"' in head
 
 
-def read(path: Path, known: ImportOptions) -> Iterator[Record]:
+def read(path: Path, options: ImportOptions) -> Iterator[Record | Dropped]:
     """Records of a file of responses: JSON lines, a list, or one; plain, or inside a client's wrapper.
 
     Raises:
-        InputError: if it isn't that, or `known` has no layers and top_k for ids without a shape.
+        InputError: if it isn't that, or `options` has no layers and top_k for ids without a shape.
     """
-    return read_responses(path, lambda response: _records(response, known))
+    return require_routes(_records(json_values(path), options))
 
 
-def records_of_responses(responses: Iterable[Any] | Mapping[str, Any], known: ImportOptions) -> Iterator[Record]:
+def records_of_responses(
+    responses: Iterable[Any] | Mapping[str, Any], options: ImportOptions
+) -> Iterator[Record | Dropped]:
     """Records of the engine's `generate` output, or of decoded responses.
 
     Args:
         responses: one response or several, or a list for each request.
-        known: layers and top_k.
+        options: layers and top_k.
     """
     values = [responses] if isinstance(responses, Mapping) else responses
-    return records_in(values, lambda response: _records(response, known))
+    return require_routes(_records(((f"response {index}", value) for index, value in enumerate(values)), options))
 
 
-def _records(response: Response, known: ImportOptions) -> Iterator[Record | str]:
-    content = response.content
-    choices = content.get("choices")
-    if not isinstance(choices, list):
-        yield from _one(content.get("meta_info"), content.get("output_ids"), response, known)
-        return
-    usage = content.get("usage")
-    counts = dict(usage) if isinstance(usage, Mapping) else {}
-    if len(choices) != 1:
-        counts.pop("completion_tokens", None)  # of all choices together
-    for index, choice in enumerate(choices):
-        if not isinstance(choice, Mapping):
-            raise InputError(f"choice {index}: {kind_of(choice)}; expected an object")
-        meta: dict[str, Any] = dict(counts)
-        # Routes stored next to several choices are those of the first.
-        for key, source in (("sglext", content if index == 0 else {}), ("sglext", choice), ("meta_info", choice)):
-            extra = source.get(key)
-            meta |= extra if isinstance(extra, Mapping) else {}
-        yield from placed(f"choice {index}", _one(meta, choice.get("token_ids"), response, known))
+def _records(values: Iterable[tuple[str, Any]], options: ImportOptions) -> Iterator[Record | Dropped]:
+    for response in responses_in(values):
+        content = response.content
+        choices = content.get("choices")
+        if not isinstance(choices, list):
+            yield _completion(content.get("meta_info"), content.get("output_ids"), response, response.where, options)
+            continue
+        usage = content.get("usage")
+        counts = dict(usage) if isinstance(usage, Mapping) else {}
+        if len(choices) != 1:
+            counts.pop("completion_tokens", None)  # of all choices together
+        for index, choice in enumerate(choices):
+            where = f"{response.where}, choice {index}"
+            if not isinstance(choice, Mapping):
+                raise InputError(f"{where}: {kind_of(choice)}; expected an object")
+            meta: dict[str, Any] = dict(counts)
+            # Routes stored next to several choices are those of the first.
+            beside = content.get("sglext") if index == 0 else None
+            for extra in (beside, choice.get("sglext"), choice.get("meta_info")):
+                meta |= extra if isinstance(extra, Mapping) else {}
+            yield _completion(meta, choice.get("token_ids"), response, where, options)
 
 
-def _one(meta: Any, output_ids: Any, response: Response, known: ImportOptions) -> Iterator[Record | str]:
+def _completion(meta: Any, output_ids: Any, response: Response, where: str, options: ImportOptions) -> Record | Dropped:
     routes = meta.get("routed_experts") if isinstance(meta, Mapping) else None
     if routes is None:
-        yield WITHOUT_ROUTES
-        return
-    ids = decode_routes(routes, known, raw_dtype(meta.get("routed_experts_dtype") or "int32"))
-    prompt, output = tokens(response.prompt_ids), _output_ids(meta, output_ids)
-    prompt_length = count(meta.get("prompt_tokens"), "prompt_tokens")
-    if prompt_length is None and prompt is not None:
-        prompt_length = len(prompt)
-    completion = count(meta.get("completion_tokens"), "completion_tokens")
-    if completion is None and output is not None:
-        completion = len(output)
-    num_tokens = None if prompt_length is None or completion is None else prompt_length + completion
-    both = joined(prompt, output)
-    yield Record(
-        ids=ids,
-        where="",
-        missing=sign_of_gaps(ids),
-        first=count(meta.get("routed_experts_start_len"), "routed_experts_start_len") or 0,
-        num_tokens=num_tokens,
-        prompt_length=prompt_length or 0,
-        token_ids=both if both is not None and len(both) == num_tokens else None,
-        step=response.step,
-        domain=response.domain,
-    )
+        return WITHOUT_ROUTES
+    with at_place(where):
+        ids = decode_routes(routes, options, raw_dtype(meta.get("routed_experts_dtype") or "int32"))
+        prompt, output = tokens(response.prompt_ids), _output_ids(meta, output_ids)
+        prompt_length = token_count(meta, "prompt_tokens")
+        if prompt_length is None and prompt is not None:
+            prompt_length = len(prompt)
+        output_length = token_count(meta, "completion_tokens")
+        if output_length is None and output is not None:
+            output_length = len(output)
+        first = token_count(meta, "routed_experts_start_len") or 0
+        return record_of(ids, response, where, prompt, output, prompt_length, output_length, first)
 
 
 def _output_ids(meta: Mapping[str, Any], output_ids: Any) -> Array | None:

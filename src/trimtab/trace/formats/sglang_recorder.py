@@ -14,7 +14,7 @@ token used together is not known and chosen arbitrarily. A pass is then one sequ
 Of `per_token` dumps, tokens of a request form one sequence if requests are named (`rids`). Otherwise, what a request
 fed in one pass of prefill is a sequence, and the tokens of a pass of decoding are one.
 
-Every rank writes a file. With data-parallel attention each holds its own tokens; otherwise they are alike: import one.
+Every rank writes a file. With data-parallel attention each holds its own tokens; otherwise files are equal: import one.
 """
 
 from __future__ import annotations
@@ -29,8 +29,16 @@ import numpy as np
 from trimtab.array_type import Array
 from trimtab.errors import InputError
 from trimtab.trace.containers import torch_files
-from trimtab.trace.formats.records import ImportOptions, Record
-from trimtab.trace.formats.values import Allowance, damaged_values, field, integers, text, whole_number
+from trimtab.trace.formats.dump_fields import (
+    ReadLimit,
+    damaged_values,
+    field,
+    integers,
+    optional_integers,
+    text,
+    whole_number,
+)
+from trimtab.trace.formats.records import Dropped, ImportOptions, Record
 
 IDS, COUNTS, PASS_COUNTS, MAP = (
     "topk_ids_of_layer",
@@ -41,7 +49,9 @@ IDS, COUNTS, PASS_COUNTS, MAP = (
 # Limits of ids per pass and in total, above those of any recording, because a few counts can represent many tokens.
 _MOST_IDS_A_PASS = 1 << 28
 _MOST_IDS = 1 << 33
-_MADE_UP = "tokens whose experts are made up to fit recorded counts"
+PREFILL = ("prefill", "mixed")
+EMPTY_PASSES = "empty forward passes"
+_GENERATED = "tokens whose experts are made up to fit recorded counts"
 
 
 def recognise(path: Path) -> bool:
@@ -50,85 +60,112 @@ def recognise(path: Path) -> bool:
     return bool(found & {IDS, COUNTS}) or found >= {PASS_COUNTS, MAP}
 
 
-def read(path: Path, known: ImportOptions) -> Iterator[Record]:
+def read(path: Path, options: ImportOptions) -> Iterator[Record | Dropped]:
     """The records of a dump, in any of the recorder's modes.
 
     Raises:
         InputError: one line, if it is damaged, or holds counts only and top_k is not known or does not fit them.
     """
     with damaged_values():
-        yield from _records(torch_files.load(path), known, Allowance(path))
+        yield from records_of_dump(torch_files.load(path), options, ReadLimit(path))
 
 
-def records_of_dump(dump: Any, known: ImportOptions | None = None) -> Iterator[Record]:
-    """The records of what `torch.load` returns for a dump; `known.top_k` is needed for counts.
+def records_of_dump(dump: Any, options: ImportOptions, limit: ReadLimit) -> Iterator[Record | Dropped]:
+    """The records of what `torch.load` returns for a dump; `options.top_k` is needed for counts.
 
     Raises:
         InputError: as `read`.
     """
-    yield from _records(dump, known or ImportOptions(), Allowance())
-
-
-def _records(dump: Any, known: ImportOptions, allowance: Allowance) -> Iterator[Record]:
     with damaged_values():
         if not isinstance(dump, Mapping):
             raise InputError("not a dump of SGLang's recorder: it should be a dictionary")
         if COUNTS in dump:
             counts = integers(dump[COUNTS], COUNTS, 3)
-            yield from _from_counts(list(counts), range(len(counts)), known)
+            yield from _from_counts(list(counts), range(len(counts)), options)
             return
         passes = dump.get("records")
         if not isinstance(passes, list | tuple):
             raise InputError(f"not a dump of SGLang's recorder: neither {COUNTS!r} nor 'records'")
         if passes and all(field(each, IDS) is None for each in passes):
-            yield from _from_physical_counts(dump, passes, known, allowance)
+            yield from _from_physical_counts(dump, passes, options, limit)
         else:
-            yield from _from_tokens(dump, passes, allowance)
+            yield from _from_tokens(dump, passes, limit)
+
+
+@dataclass(frozen=True)
+class _Pass:
+    """One forward pass.
+
+    Attributes:
+        mode: "prefill", "decode", "mixed" or "".
+        ids: `[layers, T, 8]`.
+        lengths: tokens of each request in this pass, T together.
+        requests: a name for each of these requests; None if unknown.
+    """
+
+    name: str
+    mode: str
+    ids: Array
+    lengths: list[int]
+    requests: list[str] | None
 
 
 @dataclass(frozen=True)
 class _Piece:
-    """The tokens of one request in one forward pass: `records[place]`, rows `start` to `end`."""
+    """The tokens of one request in one forward pass: rows `start` to `end - 1`."""
 
-    place: int
+    of: _Pass
     start: int
     end: int
 
 
-def _from_tokens(dump: Mapping[Any, Any], passes: Any, allowance: Allowance) -> Iterator[Record]:
-    logical = _logical_map(dump)
-    used_LK: Array | None = None
-    for each in passes:
-        lengths = field(each, "extend_seq_lens")
-        allowance.take(_ids(each).size + (len(lengths) if isinstance(lengths, list | tuple) else 0))
-        there_LK: Array = np.any(_ids(each) >= 0, axis=1)
-        if used_LK is not None and there_LK.shape != used_LK.shape:
-            raise InputError(f"{_name(each)}: {IDS} has another shape than those before")
-        used_LK = there_LK if used_LK is None else used_LK | there_LK
-    if used_LK is None or not used_LK.any():
+def _from_tokens(dump: Mapping[Any, Any], dumped: Any, limit: ReadLimit) -> Iterator[Record | Dropped]:
+    logical = optional_integers(dump, MAP, 2)
+    passes: list[_Pass] = []
+    for each in dumped:
+        passes.append(_pass_of(each, limit))
+        if passes[-1].ids.shape[::2] != passes[0].ids.shape[::2]:
+            raise InputError(f"{passes[-1].name}: {IDS} has another shape than those before")
+    used_LK = np.any([(each.ids >= 0).any(axis=1) for each in passes], axis=0)
+    if not np.any(used_LK):
         raise InputError("its records hold no token")
     layers = np.flatnonzero(used_LK.any(axis=1))
     # The recorder has room for top-8, whatever the model's is.
     top_k = int(np.flatnonzero(used_LK.any(axis=0))[-1]) + 1
-    groups, prompts = _requests(passes)
-    empty = sum(_ids(each).shape[1] == 0 for each in passes)
-    for name, pieces in groups.items():
-        ids = [_logical_ids(passes[piece.place], piece, layers, top_k, logical) for piece in pieces]
-        mode = _mode(passes[pieces[0].place])
+    yield Dropped(EMPTY_PASSES, sum(each.ids.shape[1] == 0 for each in passes))
+    for name, pieces in _requests(passes).items():
+        ids = [_logical_ids(piece, layers, top_k, logical) for piece in pieces]
         yield Record(
             ids=np.concatenate(ids) if len(ids) > 1 else ids[0],
             where=name,
             missing=-1,
-            prompt_length=prompts[name],
-            domain="" if name.startswith("request") else mode,
+            prompt_length=sum(len(each) for each, piece in zip(ids, pieces, strict=True) if piece.of.mode in PREFILL),
+            domain="" if name.startswith("request") else pieces[0].of.mode,
             layers=tuple(layers.tolist()),
-            dropped={"empty forward passes": empty} if empty else {},
         )
-        empty = 0
 
 
-def _ids(each: Any) -> Array:
-    return integers(field(each, IDS), f"{_name(each)}: {IDS}", 3)
+def _pass_of(each: Any, limit: ReadLimit) -> _Pass:
+    name = _name(each)
+    ids = integers(field(each, IDS), f"{name}: {IDS}", 3)
+    tokens = ids.shape[1]
+    lengths, requests = field(each, "extend_seq_lens"), field(each, "rids")
+    limit.spend(ids.size + (len(lengths) if isinstance(lengths, list | tuple) else 0))
+    if not (
+        isinstance(lengths, list | tuple)
+        and all(type(length) is int and length >= 0 for length in lengths)
+        and sum(lengths) == tokens
+    ):
+        lengths = [1] * tokens if isinstance(requests, list | tuple) and len(requests) == tokens else [tokens]
+    named = isinstance(requests, list | tuple) and len(requests) == len(lengths) and all(map(text, requests))
+    return _Pass(
+        name=name,
+        # `ForwardMode`: 1 is prefill, 2 decoding, 3 both in one pass.
+        mode={1: "prefill", 2: "decode", 3: "mixed"}.get(whole_number(field(each, "forward_mode")), ""),
+        ids=ids,
+        lengths=list(lengths),
+        requests=list(map(text, requests)) if named else None,
+    )
 
 
 def _name(each: Any) -> str:
@@ -138,87 +175,59 @@ def _name(each: Any) -> str:
     )
 
 
-def _mode(each: Any) -> str:
-    """`ForwardMode`: 1 is prefill, 2 decoding, 3 both in one pass."""
-    return {1: "prefill", 2: "decode", 3: "mixed"}.get(whole_number(field(each, "forward_mode")), "")
-
-
-def _requests(passes: Any) -> tuple[dict[str, list[_Piece]], dict[str, int]]:
-    """The pieces of every sequence, and how many of its tokens belong to a prompt."""
+def _requests(passes: list[_Pass]) -> dict[str, list[_Piece]]:
+    """The pieces of every sequence."""
     groups: dict[str, list[_Piece]] = {}
-    prompts: dict[str, int] = {}
-    for place, each in enumerate(passes):
-        tokens = _ids(each).shape[1]
-        lengths = _piece_lengths(each, tokens)
-        prefill = _mode(each) in ("prefill", "mixed")
-        names = field(each, "rids")
-        named = isinstance(names, list | tuple) and len(names) == len(lengths) and all(map(text, names))
-        start = 0
-        for number, length in enumerate(lengths):
-            name = f"request {text(names[number])}" if named and names else f"{_name(each)}, piece {number}"
-            if length:
-                # Passes of several ranks or recordings may have the same number.
-                while not named and name in groups:
-                    name += "'"
-                groups.setdefault(name, []).append(_Piece(place, start, start + length))
-                prompts[name] = prompts.get(name, 0) + (length if prefill else 0)
-            start += length
-    return groups, prompts
+    for each in passes:
+        ends = np.cumsum(each.lengths).tolist()
+        for number, (length, end) in enumerate(zip(each.lengths, ends, strict=True)):
+            if not length:
+                continue
+            name = f"request {each.requests[number]}" if each.requests else f"{each.name}, piece {number}"
+            # Passes of several ranks or recordings may have the same number.
+            while not each.requests and name in groups:
+                name += "'"
+            groups.setdefault(name, []).append(_Piece(each, end - length, end))
+    return groups
 
 
-def _piece_lengths(each: Any, tokens: int) -> list[int]:
-    lengths = field(each, "extend_seq_lens")
-    if isinstance(lengths, list | tuple) and all(type(n) is int and n >= 0 for n in lengths) and sum(lengths) == tokens:
-        return list(lengths)
-    names = field(each, "rids")
-    if isinstance(names, list | tuple) and len(names) == tokens:
-        return [1] * tokens
-    return [tokens]
-
-
-def _logical_map(dump: Mapping[Any, Any]) -> Array | None:
-    value = dump.get(MAP)
-    return None if value is None else integers(value, MAP, 2)
-
-
-def _logical_ids(each: Any, piece: _Piece, layers: Array, top_k: int, logical: Array | None) -> Array:
-    ids_TLK = _ids(each)[layers, piece.start : piece.end, :top_k].transpose(1, 0, 2)
+def _logical_ids(piece: _Piece, layers: Array, top_k: int, logical: Array | None) -> Array:
+    ids_TLK = piece.of.ids[layers, piece.start : piece.end, :top_k].transpose(1, 0, 2)
     if logical is None:
         return ids_TLK
     if layers[-1] >= len(logical) or ids_TLK.max(initial=-1) >= logical.shape[1]:
-        raise InputError(f"{_name(each)}: a physical expert that is not in {MAP} of shape {list(logical.shape)}")
+        raise InputError(f"{piece.of.name}: a physical expert that is not in {MAP} of shape {list(logical.shape)}")
     mapped = logical[layers[None, :, None], np.maximum(ids_TLK, 0)]
     return np.where(ids_TLK >= 0, mapped, -1)
 
 
 def _from_physical_counts(
-    dump: Mapping[Any, Any], passes: Any, known: ImportOptions, allowance: Allowance
-) -> Iterator[Record]:
-    logical = _logical_map(dump)
+    dump: Mapping[Any, Any], passes: Any, options: ImportOptions, limit: ReadLimit
+) -> Iterator[Record | Dropped]:
+    logical = optional_integers(dump, MAP, 2)
     counts = []
     for each in passes:
         physical = integers(field(each, PASS_COUNTS), f"{_name(each)}: {PASS_COUNTS}", 2)
-        allowance.take(physical.size)
+        limit.spend(physical.size)
         if logical is None or logical.shape != physical.shape or logical.min(initial=0) < 0:
             raise InputError(f"{_name(each)}: {PASS_COUNTS} and {MAP} do not fit together")
         experts = int(logical.max(initial=0)) + 1
         if experts > physical.shape[1]:
             raise InputError(f"{MAP} names expert {experts - 1}; there are {physical.shape[1]} physical ones")
         counts_LE = np.zeros((len(physical), experts), np.int64)
-        for layer, row in enumerate(physical):
-            np.add.at(counts_LE[layer], logical[layer], row)
+        np.add.at(counts_LE, (np.arange(len(physical))[:, None], logical), physical)
         counts.append(counts_LE)
     names = [whole_number(field(each, "forward_pass_id")) for each in passes]
-    yield from _from_counts(counts, names, known)
+    yield from _from_counts(counts, names, options)
 
 
-def _from_counts(counts: list[Array], names: Any, known: ImportOptions) -> Iterator[Record]:
+def _from_counts(counts: list[Array], names: Any, options: ImportOptions) -> Iterator[Record | Dropped]:
     """One record a pass, whose tokens by layer and expert are the counts.
 
     A layer's experts, each repeated by its count, are listed in order and assigned to the T tokens in turn. No expert
     was counted more than T times, so no token gets one twice.
     """
-    if not known.top_k:
+    if not options.top_k:
         raise InputError(
             "holds counts of tokens by expert only: give the model's top_k (--top-k) for tokens that fit these counts, "
             "or record with --expert-distribution-recorder-mode per_token"
@@ -227,27 +236,26 @@ def _from_counts(counts: list[Array], names: Any, known: ImportOptions) -> Itera
     if not used or not np.any(used):
         raise InputError("its counts are all zero")
     layers = np.flatnonzero(np.any(used, axis=0))
-    empty = total = 0
+    total = 0
     for name, counts_LE in zip(names, counts, strict=True):
         assigned_L = counts_LE.sum(axis=1, dtype=np.int64)[layers]
         if not assigned_L.any():
-            empty += 1
+            yield Dropped(EMPTY_PASSES)
             continue
         where = f"forward pass {name}"
-        num_tokens = -(-int(assigned_L.max()) // known.top_k)
-        ids_in_all = num_tokens * len(layers) * known.top_k
+        num_tokens = -(-int(assigned_L.max()) // options.top_k)
+        ids_in_all = num_tokens * len(layers) * options.top_k
         total += ids_in_all
         if counts_LE.min() < 0 or num_tokens < 0 or ids_in_all > _MOST_IDS_A_PASS or total > _MOST_IDS:
             raise InputError(f"{where}: damaged, it counts {int(assigned_L.max())} tokens in a layer")
-        ids_TLK = np.full((num_tokens, len(layers), known.top_k), -1, np.int32)
+        ids_TLK = np.full((num_tokens, len(layers), options.top_k), -1, np.int32)
         for place, layer in enumerate(layers.tolist()):
-            _deal(counts_LE[layer], ids_TLK[:, place], f"{where}, layer {layer}")
-        dropped = {_MADE_UP: num_tokens} | ({"empty forward passes": empty} if empty else {})
-        yield Record(ids=ids_TLK, where=where, missing=-1, layers=tuple(layers.tolist()), dropped=dropped)
-        empty = 0
+            _assign_experts(counts_LE[layer], ids_TLK[:, place], f"{where}, layer {layer}")
+        yield Record(ids=ids_TLK, where=where, missing=-1, layers=tuple(layers.tolist()))
+        yield Dropped(_GENERATED, num_tokens)
 
 
-def _deal(counts_E: Array, ids_TK: Array, where: str) -> None:
+def _assign_experts(counts_E: Array, ids_TK: Array, where: str) -> None:
     top_k = ids_TK.shape[1]
     assigned = int(counts_E.sum(dtype=np.int64))
     num_tokens = assigned // top_k

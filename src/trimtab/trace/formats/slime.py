@@ -14,10 +14,12 @@ from typing import Any
 from trimtab.array_type import Array
 from trimtab.errors import InputError
 from trimtab.trace.containers import torch_files
-from trimtab.trace.formats.records import ImportOptions, Record
-from trimtab.trace.formats.values import Allowance, as_array, damaged_values, field, integers, text, whole_number
+from trimtab.trace.formats.dump_fields import ReadLimit, as_array, damaged_values, field, integers, text, whole_number
+from trimtab.trace.formats.records import Dropped, ImportOptions, Record
+from trimtab.trace.formats.routes import shape_flat
 
 KEY = "rollout_routed_experts"
+WITHOUT_ROUTES = Dropped("samples without routes")
 _DOMAIN_KEYS = ("data_source", "domain", "dataset", "dataset_name", "rm_type")
 _DEEPEST_GROUP = 4
 
@@ -27,7 +29,7 @@ def recognise(path: Path) -> bool:
     return bool(torch_files.mentions(path, KEY))
 
 
-def read(path: Path, known: ImportOptions) -> Iterator[Record]:
+def read(path: Path, options: ImportOptions) -> Iterator[Record | Dropped]:
     """The records of a dump, one per sample with routes.
 
     Raises:
@@ -36,51 +38,48 @@ def read(path: Path, known: ImportOptions) -> Iterator[Record]:
     with damaged_values():
         dump = torch_files.load(path)
         step = whole_number(field(dump, "rollout_id")) if isinstance(dump, Mapping) else 0
+        samples = dump
         if isinstance(dump, Mapping):
-            columns = field(dump, "rollout_data")
-            columns = columns if columns is not None else dump
             samples = field(dump, "samples")
+            columns = field(dump, "rollout_data", dump)
             if samples is None and field(columns, KEY) is not None:
                 samples = _from_columns(columns)
-        else:
-            samples = dump
         if not isinstance(samples, list | tuple):
             raise InputError("not a dump of slime or miles: it should hold a list of 'samples'")
-        yield from Allowance(path).watch(records_of_samples(samples, step=step, known=known))
+        yield from ReadLimit(path).applied_to(records_of_samples(samples, step=step, options=options))
 
 
 def records_of_samples(
-    samples: Iterable[Any], *, step: int = 0, known: ImportOptions | None = None
-) -> Iterator[Record]:
+    samples: Iterable[Any], *, step: int = 0, options: ImportOptions | None = None
+) -> Iterator[Record | Dropped]:
     """The records of `Sample` objects or their dictionaries, in groups or not.
 
     Reads `rollout_routed_experts`, `tokens`, `response_length`, and the source of the prompt in `metadata`
-    (data_source, domain, dataset, rm_type). Flat ids are shaped by `known.num_layers` and `known.top_k`.
+    (data_source, domain, dataset, rm_type). Flat ids are shaped by `options.num_layers` and `options.top_k`.
 
     Raises:
         InputError: one line, if no sample has routes, or a sample has them in another shape.
     """
     with damaged_values():
-        skipped = count = 0
-        some = False
+        count = with_routes = 0
         for sample in _flat(samples, 0):
-            count += 1
             ids = field(sample, KEY)
             tokens = field(sample, "tokens")
             if ids is None or tokens is None:
-                skipped += 1
-                continue
-            yield _record(sample, ids, tokens, f"sample {count - 1}", step, skipped, known or ImportOptions())
-            skipped, some = 0, True
-        if count and not some:
+                yield WITHOUT_ROUTES
+            else:
+                yield _record(sample, ids, tokens, f"sample {count}", step, options or ImportOptions())
+                with_routes += 1
+            count += 1
+        if count and not with_routes:
             raise InputError(
                 f"none of its {count} samples has {KEY!r}; run slime or miles with --use-rollout-routing-replay"
             )
 
 
-def _record(sample: Any, ids: Any, tokens: Any, where: str, step: int, skipped: int, known: ImportOptions) -> Record:
+def _record(sample: Any, ids: Any, tokens: Any, where: str, step: int, options: ImportOptions) -> Record:
     token_ids = integers(tokens, f"{where}: tokens", 1)
-    ids_TLK = _shaped(as_array(ids, f"{where}: {KEY}"), where, known)
+    ids_TLK = _shaped(as_array(ids, f"{where}: {KEY}"), where, options)
     length = whole_number(field(sample, "response_length"), len(token_ids))
     metadata = field(sample, "metadata")
     labels = [text(metadata.get(key)) for key in _DOMAIN_KEYS] if isinstance(metadata, Mapping) else []
@@ -93,24 +92,15 @@ def _record(sample: Any, ids: Any, tokens: Any, where: str, step: int, skipped: 
         token_ids=token_ids,
         step=step,
         domain=next((label for label in labels if label), ""),
-        dropped={"samples without routes": skipped} if skipped else {},
     )
 
 
-def _shaped(ids: Array, where: str, known: ImportOptions) -> Array:
+def _shaped(ids: Array, where: str, options: ImportOptions) -> Array:
     """`[t, layers, K]`, also from flat ids or `[t, layers * K]`."""
     if ids.dtype.kind not in "iu":
         raise InputError(f"{where}: {KEY} is {ids.dtype}; it should hold integers")
     if ids.ndim in (1, 2):
-        if not known.num_layers or not known.top_k:
-            raise InputError(
-                f"{where}: {KEY} has shape {list(ids.shape)}; the number of layers and top_k must be given to read it"
-            )
-        if ids.size % (known.num_layers * known.top_k):
-            raise InputError(
-                f"{where}: {KEY} has {ids.size} ids; {known.num_layers} layers x top-{known.top_k} do not divide them"
-            )
-        return ids.reshape(-1, known.num_layers, known.top_k)
+        return shape_flat(ids, options, f"{where}: {KEY}")
     if ids.ndim != 3:
         raise InputError(f"{where}: {KEY} has shape {list(ids.shape)}; it should be [tokens - 1, layers, top_k]")
     return ids

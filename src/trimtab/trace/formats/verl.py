@@ -18,28 +18,26 @@ import numpy as np
 from trimtab.array_type import Array
 from trimtab.errors import InputError
 from trimtab.trace.containers import torch_files
-from trimtab.trace.containers.pickles import Foreign
+from trimtab.trace.containers.npy import NPY_MAGIC
+from trimtab.trace.containers.pickles import OpaqueObject
 from trimtab.trace.containers.tensors import (
-    DTYPES,
-    DType,
     Jagged,
-    LatinBytes,
     NumpyArray,
-    Storage,
     Tensor,
-    buffer_of,
 )
-from trimtab.trace.formats.records import ImportOptions, Record
-from trimtab.trace.formats.values import (
-    Allowance,
+from trimtab.trace.formats.dump_fields import (
+    ReadLimit,
     as_array,
     damaged_values,
     field,
     integers,
+    label_of,
+    optional_integers,
     rows_of,
-    text,
     whole_number,
 )
+from trimtab.trace.formats.records import Dropped, ImportOptions, Record
+from trimtab.trace.formats.tensor_dicts import unwrap
 
 KEY = "routed_experts"
 _NEMO_RL_KEYS = ("input_lengths", "unpadded_sequence_lengths", "message_log")
@@ -52,7 +50,7 @@ def recognise(path: Path) -> bool:
             start = file.read(256)
     except OSError:
         return False
-    if start.startswith(torch_files.NPY_MAGIC):
+    if start.startswith(NPY_MAGIC):
         return start.count(b",", start.find(b"'shape'"), start.find(b")")) == 3 and b"'descr': '" in start
     if torch_files.looks_loadable(path) and b"verl.protocol" in start and b"DataProto" in start:
         return True
@@ -60,7 +58,7 @@ def recognise(path: Path) -> bool:
     return bool(found) and found <= {KEY, f"<NJT_VALUES>{KEY}"}
 
 
-def read(path: Path, known: ImportOptions) -> Iterator[Record]:
+def read(path: Path, options: ImportOptions) -> Iterator[Record | Dropped]:
     """The records of a dump, one per row of the batch.
 
     Raises:
@@ -70,10 +68,10 @@ def read(path: Path, known: ImportOptions) -> Iterator[Record]:
         dump = torch_files.load(path)
         if isinstance(dump, NumpyArray | Tensor):
             dump = {KEY: dump}
-        yield from Allowance(path).watch(records_of_batch(dump))
+        yield from ReadLimit(path).applied_to(records_of_batch(dump))
 
 
-def records_of_batch(batch: Any) -> Iterator[Record]:
+def records_of_batch(batch: Any) -> Iterator[Record | Dropped]:
     """The records of a `DataProto`, a TensorDict, or a dictionary of tensors or arrays.
 
     Reads `routed_experts` and, if present, `attention_mask`, `input_ids`, `prompts`, `response_mask`, the label
@@ -90,99 +88,84 @@ def records_of_batch(batch: Any) -> Iterator[Record]:
             )
         step = whole_number(field(facts, "global_steps"))
         sources = field(labels, "data_source")
-        if sources is None:
-            sources = field(tensors, "data_source")
-        sources = sources.numpy() if isinstance(sources, NumpyArray) else sources
-        labelled = isinstance(sources, list | tuple) or (isinstance(sources, np.ndarray) and sources.ndim == 1)
-        for record, row in _rows(tensors):
-            yield replace(record, step=step, domain=text(sources[row]) if labelled and row < len(sources) else "")
+        sources = field(tensors, "data_source") if sources is None else sources
+        for row, item in _rows(tensors):
+            yield replace(item, step=step, domain=label_of(sources, row)) if isinstance(item, Record) else item
 
 
-def _rows(tensors: Any) -> Iterator[tuple[Record, int]]:
+def _rows(tensors: Any) -> Iterator[tuple[int, Record | Dropped]]:
+    """Yields row numbers, and their records or what is dropped of them."""
     routes = field(tensors, KEY)
     if isinstance(routes, Jagged) or getattr(routes, "is_nested", False) or isinstance(routes, list):
-        yield from _jagged_rows(tensors)
+        yield from enumerate(_jagged_rows(tensors))
         return
     ids_BTLK = integers(routes, KEY, 4)
     batch, width = ids_BTLK.shape[:2]
-    mask_BT = _matching(tensors, "attention_mask", batch, width)
-    tokens_BT = _matching(tensors, "input_ids", batch, width)
-    prompts = field(tensors, "prompts")
-    prompt_width = 0 if prompts is None else min(width, integers(prompts, "prompts", 2).shape[1])
-    responses = field(tensors, "responses")
-    if prompts is None and responses is not None:
+    mask_BT, tokens_BT = optional_integers(tensors, "attention_mask", 2), optional_integers(tensors, "input_ids", 2)
+    for name, array in (("attention_mask", mask_BT), ("input_ids", tokens_BT)):
+        if array is not None and array.shape != (batch, width):
+            raise InputError(f"{name} has shape {list(array.shape)}; {KEY} has [{batch}, {width}, ...]")
+    prompts, responses = field(tensors, "prompts"), field(tensors, "responses")
+    prompt_width = 0
+    if prompts is not None:
+        prompt_width = min(width, integers(prompts, "prompts", 2).shape[1])
+    elif responses is not None:
         prompt_width = max(0, width - integers(responses, "responses", 2).shape[1])
-    empty = padding = 0
     for row in range(batch):
         ids_TLK = ids_BTLK[row]
-        there_T: Array = mask_BT[row] != 0 if mask_BT is not None else np.any(ids_TLK, axis=(1, 2))
-        places = np.flatnonzero(there_T)
+        fed_T: Array = mask_BT[row] != 0 if mask_BT is not None else np.any(ids_TLK, axis=(1, 2))
+        places = np.flatnonzero(fed_T)
         if not len(places):
-            empty += 1
-            padding += width
+            yield row, Dropped("empty sequences")
+            yield row, Dropped("padding rows", width)
             continue
         start, end = int(places[0]), int(places[-1]) + 1
         # Masked tokens in the middle were not fed to the model either.
         whole = mask_BT is None or len(places) == end - start
         chosen: Any = slice(start, end) if whole else places
         length = end - start if whole else len(places)
-        dropped = {"padding rows": padding + width - length}
-        if empty:
-            dropped["empty sequences"] = empty
-        yield (
-            Record(
-                ids=ids_TLK[chosen],
-                where=f"row {row}",
-                missing=0,
-                num_tokens=None if mask_BT is None else length,
-                prompt_length=max(0, min(prompt_width, end) - start) if whole else int(there_T[:prompt_width].sum()),
-                token_ids=None if mask_BT is None or tokens_BT is None else tokens_BT[row][chosen],
-                dropped=dropped,
-            ),
-            row,
+        record = Record(
+            ids=ids_TLK[chosen],
+            where=f"row {row}",
+            missing=0,
+            num_tokens=None if mask_BT is None else length,
+            prompt_length=max(0, min(prompt_width, end) - start) if whole else int(fed_T[:prompt_width].sum()),
+            token_ids=None if mask_BT is None or tokens_BT is None else tokens_BT[row][chosen],
         )
-        empty = padding = 0
+        yield row, record
+        yield row, Dropped("padding rows", width - length)
 
 
-def _matching(tensors: Any, name: str, batch: int, width: int) -> Array | None:
+def _jagged_rows(tensors: Any) -> Iterator[Record]:
+    routes = rows_of(field(tensors, KEY), KEY)
+    tokens_of, prompts = (_rows_of_field(tensors, name, len(routes)) for name in ("input_ids", "prompts"))
+    for row, value in enumerate(routes):
+        ids_TLK = integers(value, KEY, 3)
+        tokens = None if tokens_of is None else integers(tokens_of[row], "input_ids", 1)
+        yield Record(
+            ids=ids_TLK,
+            where=f"row {row}",
+            missing=0,
+            num_tokens=len(ids_TLK) if tokens is None else len(tokens),
+            prompt_length=0 if prompts is None else len(as_array(prompts[row], "prompts")),
+            token_ids=tokens,
+        )
+
+
+def _rows_of_field(tensors: Any, name: str, count: int) -> list[Any] | None:
     value = field(tensors, name)
     if value is None:
         return None
-    array = integers(value, name, 2)
-    if array.shape != (batch, width):
-        raise InputError(f"{name} has shape {list(array.shape)}; {KEY} has [{batch}, {width}, ...]")
-    return array
-
-
-def _jagged_rows(tensors: Any) -> Iterator[tuple[Record, int]]:
-    routes = rows_of(field(tensors, KEY), KEY)
-    columns = {}
-    for name in ("input_ids", "prompts"):
-        value = field(tensors, name)
-        columns[name] = None if value is None else rows_of(value, name)
-        if value is not None and len(columns[name] or []) != len(routes):
-            raise InputError(f"{name} has {len(columns[name] or [])} rows; {KEY} has {len(routes)}")
-    for row, value in enumerate(routes):
-        ids_TLK = integers(value, KEY, 3)
-        tokens = None if columns["input_ids"] is None else integers(columns["input_ids"][row], "input_ids", 1)
-        prompt = 0 if columns["prompts"] is None else len(as_array(columns["prompts"][row], "prompts"))
-        yield (
-            Record(
-                ids=ids_TLK,
-                where=f"row {row}",
-                missing=0,
-                num_tokens=len(ids_TLK) if tokens is None else len(tokens),
-                prompt_length=prompt,
-                token_ids=tokens,
-            ),
-            row,
-        )
+    rows = rows_of(value, name)
+    if len(rows) != count:
+        raise InputError(f"{name} has {len(rows)} rows; {KEY} has {count}")
+    return rows
 
 
 def _parts(batch: Any) -> tuple[Any, Any, Any]:
     """A batch's tensors, labels and metadata, each with readable fields."""
-    if isinstance(batch, Foreign):
-        batch = _unwrap(batch)
+    if isinstance(batch, OpaqueObject):
+        batch = unwrap(batch, KEY)
     elif not isinstance(batch, Mapping) and hasattr(batch, "non_tensor_batch"):
         batch = {"batch": batch.batch, "non_tensor_batch": batch.non_tensor_batch, "meta_info": batch.meta_info}
     if not isinstance(batch, Mapping) and not hasattr(batch, "keys"):
@@ -190,76 +173,5 @@ def _parts(batch: Any) -> tuple[Any, Any, Any]:
     if field(batch, KEY) is not None or field(batch, "batch") is None:
         return batch, field(batch, "non_tensor_batch"), field(batch, "meta_info")
     tensors = field(batch, "batch")
-    return (
-        _unwrap(tensors) if isinstance(tensors, Foreign) else tensors,
-        field(batch, "non_tensor_batch"),
-        field(batch, "meta_info"),
-    )
-
-
-def _unwrap(value: Foreign) -> Any:
-    """A DataProto or TensorDict of a dump as dictionaries."""
-    kind = value.name.rpartition(".")[2]
-    if kind.startswith("_rebuild_tensordict_files_consolidated"):
-        return _from_consolidated(*value.args[:2])
-    if kind == "_make_td":
-        return dict(value.args[1]["_tensordict"])
-    if isinstance(value.state, dict) and "_tensordict" in value.state:
-        inner = value.state["_tensordict"]
-        return dict(inner.items if isinstance(inner, Foreign) else inner)
-    if kind in ("DataProto", "DataProtoItem"):
-        if isinstance(value.state, tuple) and len(value.state) == 3:
-            tensors, labels, facts = value.state
-            return {"batch": _deserialised(tensors), "non_tensor_batch": labels, "meta_info": facts}
-        if isinstance(value.state, dict):
-            return value.state
-    if value.items:
-        return value.items
-    raise InputError(f"holds a {kind} where a batch should be: a dictionary with {KEY!r}")
-
-
-def _deserialised(tensors: Any) -> Any:
-    """`DataProto.__getstate__`: bytes of a torch file or of a pickle, or the encoded fields of a TensorDict."""
-    if isinstance(tensors, bytes | memoryview | LatinBytes):
-        tensors = torch_files.loads(buffer_of(tensors))
-    if isinstance(tensors, tuple) and len(tensors) == 3 and isinstance(tensors[2], dict):
-        return {key: _decoded(value) for key, value in tensors[2].items() if isinstance(value, tuple)}
-    return tensors
-
-
-def _decoded(value: Any) -> Any:
-    if len(value) == 2:
-        return [_decoded(each) for each in value[1]]
-    dtype, shape, content = value
-    content = content.data if isinstance(content, NumpyArray) else content
-    return NumpyArray(tuple(shape), DType(DTYPES.get(dtype, "?unknown")), content)
-
-
-def _from_consolidated(metadata: Any, storage: Any) -> dict[str, Any]:
-    """`tensordict/_reductions.py`: every leaf is a range of bytes of one storage."""
-    content: memoryview = as_array(storage, "the storage of a TensorDict").view("u1").reshape(-1).data
-    found: dict[str, Any] = {}
-    for key, leaf in metadata["leaves"].items():
-        # dtype, shape, (device,) start, stop, (padding); the fields between depend on the version.
-        shape = next((each for each in leaf if isinstance(each, list | tuple)), ())
-        start, stop, *_ = (each for each in leaf if type(each) is int)
-        dtype = str(leaf[0]).removeprefix("torch.")
-        if not 0 <= start <= stop <= len(content):
-            raise InputError(f"a damaged TensorDict: {key[:80]!r} lies outside its storage")
-        strides = [1]
-        for length in reversed(shape[1:]):
-            strides.insert(0, strides[0] * length)
-        part = content[start:stop]
-        found[key] = Tensor(Storage(dtype, 0, _constant(part)), dtype, 0, tuple(shape), tuple(strides[: len(shape)]))
-    for key in [key for key in found if key.startswith("<NJT_VALUES>")]:
-        name = key.removeprefix("<NJT_VALUES>")
-        offsets, lengths = found.get(f"<NJT_OFFSETS>{name}"), found.get(f"<NJT_LENGTHS>{name}")
-        if offsets is not None:
-            found[name] = Jagged(found[key], offsets, lengths)
-    for key, value in metadata["non_tensors"].items():
-        found.setdefault(key, value[0] if isinstance(value, tuple) else value)
-    return found
-
-
-def _constant(content: memoryview) -> Any:
-    return lambda: content
+    tensors = unwrap(tensors, KEY) if isinstance(tensors, OpaqueObject) else tensors
+    return tensors, field(batch, "non_tensor_batch"), field(batch, "meta_info")

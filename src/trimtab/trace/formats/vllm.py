@@ -22,22 +22,24 @@ import numpy as np
 from trimtab.array_type import Array
 from trimtab.errors import InputError
 from trimtab.trace.containers.array_files import Arrays, array_names, open_arrays
-from trimtab.trace.containers.json_values import json_head, kind_of
-from trimtab.trace.formats.records import ImportOptions, Record
+from trimtab.trace.containers.json_values import json_head, json_values
+from trimtab.trace.formats.records import Dropped, ImportOptions, Record
 from trimtab.trace.formats.responses import (
     WITHOUT_ROUTES,
     Response,
-    count,
-    joined,
-    placed,
-    read_responses,
-    report_dropped,
+    first_given,
+    record_of,
+    require_routes,
+    responses_in,
+    token_count,
     tokens,
-    unwrap,
 )
-from trimtab.trace.formats.routes import check_ids, decode_routes, sign_of_gaps, trim_padding
+from trimtab.trace.formats.routes import check_ids, decode_routes, missing_id, trim_padding
+from trimtab.trace.formats.sequence_arrays import lengths_of_starts, sequence_numbers
+from trimtab.trace.message_text import at_place, kind_of
 
 ROUTES = "routed_experts"
+PROMPT_ROUTES = "prompt_routed_experts"
 
 
 def recognise(path: Path) -> bool:
@@ -50,7 +52,7 @@ def recognise(path: Path) -> bool:
     return named and b'"meta_info"' not in head and b'"sglext"' not in head
 
 
-def read(path: Path, known: ImportOptions) -> Iterator[Record]:
+def read(path: Path, options: ImportOptions) -> Iterator[Record | Dropped]:
     """Records of a file of responses (JSON lines, a list, or one; plain or in a client's wrapper) or of arrays.
 
     Raises:
@@ -58,10 +60,10 @@ def read(path: Path, known: ImportOptions) -> Iterator[Record]:
     """
     if array_names(path) is not None:
         return _read_arrays(path)
-    return read_responses(path, lambda response: _records(response, known))
+    return require_routes(_records(json_values(path), options))
 
 
-def records_of_outputs(outputs: Iterable[Any], known: ImportOptions | None = None) -> Iterator[Record]:
+def records_of_outputs(outputs: Iterable[Any], options: ImportOptions | None = None) -> Iterator[Record | Dropped]:
     """Records of the output of `LLM.generate`.
 
     Args:
@@ -71,181 +73,111 @@ def records_of_outputs(outputs: Iterable[Any], known: ImportOptions | None = Non
     Raises:
         InputError: if routed_experts are missing or not in vLLM's form.
     """
-    model = known or ImportOptions()
-
-    def found() -> Iterator[Record | str]:
-        for index, output in enumerate(outputs):
-            response = unwrap(output) if isinstance(output, Mapping) else unwrap(_fields(output))
-            yield from placed(f"output {index}", _records(response, model))
-
-    return report_dropped(found())
+    values = ((f"output {index}", _fields(output)) for index, output in enumerate(outputs))
+    return require_routes(_records(values, options or ImportOptions()))
 
 
-def _records(response: Response, known: ImportOptions) -> Iterator[Record | str]:
-    content = response.content
-    choices = next((content[key] for key in ("choices", "outputs") if content.get(key) is not None), None)
-    if choices is None:
-        yield from _one(content, content, response, {}, known)
-        return
-    if not isinstance(choices, list | tuple):
-        raise InputError(f"choices are {kind_of(choices)}; expected a list")
-    usage = content.get("usage")
-    alone = len(choices) == 1 and isinstance(usage, Mapping)
-    for index, choice in enumerate(choices):
-        fields = choice if isinstance(choice, Mapping) else _fields(choice)
-        yield from placed(f"choice {index}", _one(fields, content, response, usage if alone else {}, known))
+def _records(values: Iterable[tuple[str, Any]], options: ImportOptions) -> Iterator[Record | Dropped]:
+    for response in responses_in(values):
+        content = response.content
+        choices = first_given(content, "choices", "outputs")
+        if choices is None:
+            yield _completion(content, {}, response, response.where, options)
+            continue
+        if not isinstance(choices, list | tuple):
+            raise InputError(f"{response.where}: choices are {kind_of(choices)}; expected a list")
+        usage = content.get("usage")
+        counts = usage if len(choices) == 1 and isinstance(usage, Mapping) else {}
+        for index, choice in enumerate(choices):
+            yield _completion(_fields(choice), counts, response, f"{response.where}, choice {index}", options)
 
 
-def _one(
-    choice: Mapping[str, Any], content: Mapping[str, Any], response: Response, usage: Any, known: ImportOptions
-) -> Iterator[Record | str]:
+def _completion(
+    choice: Mapping[str, Any], usage: Mapping[str, Any], response: Response, where: str, options: ImportOptions
+) -> Record | Dropped:
     """The record of one completion.
 
     Args:
         usage: token counts, if they are those of this completion alone.
     """
-    before = next(
-        (c["prompt_routed_experts"] for c in (choice, content) if c.get("prompt_routed_experts") is not None), None
-    )
-    after = choice.get(ROUTES)
-    if before is None and after is None:
-        yield WITHOUT_ROUTES
-        return
-    parts = [decode_routes(part, known) for part in (before, after) if part is not None and not _no_rows(part)]
-    if not parts:
-        yield WITHOUT_ROUTES
-        return
-    if len({part.shape[1:] for part in parts}) > 1:
-        raise InputError(f"the prompt's routes are {parts[0].shape[1:]} a token, the completion's {parts[1].shape[1:]}")
-    ids = parts[0] if len(parts) == 1 else np.concatenate(parts)
-    prompt = tokens(choice["prompt_token_ids"] if choice.get("prompt_token_ids") is not None else response.prompt_ids)
-    output = tokens(choice.get("token_ids"))
-    prompt_length = count(usage.get("prompt_tokens"), "prompt_tokens") if prompt is None else len(prompt)
-    if prompt_length is None and before is not None:
-        prompt_length = len(parts[0]) if not _no_rows(before) else 0
-    completion = count(usage.get("completion_tokens"), "completion_tokens") if output is None else len(output)
-    apart = any("prompt_routed_experts" in each for each in (choice, content))
-    of_completion = apart and before is None and completion is not None and len(ids) == completion - 1
-    yield Record(
-        ids=ids,
-        where="",
-        missing=sign_of_gaps(ids),
-        first=prompt_length or 0 if of_completion else 0,
-        num_tokens=None if prompt_length is None or completion is None else prompt_length + completion,
-        prompt_length=prompt_length or 0,
-        token_ids=joined(prompt, output),
-        step=response.step,
-        domain=response.domain,
-    )
+    split = any(PROMPT_ROUTES in source for source in (choice, response.content))
+    before = first_given(choice, PROMPT_ROUTES, default=response.content.get(PROMPT_ROUTES))
+    with at_place(where):
+        # Nested lists without rows have no shape.
+        found = [routes for routes in (before, choice.get(ROUTES)) if routes is not None]
+        parts = [decode_routes(routes, options) for routes in found if not _is_empty_list(routes)]
+        if not parts:
+            return WITHOUT_ROUTES
+        if len({part.shape[1:] for part in parts}) > 1:
+            raise InputError(
+                f"the prompt's routes are {parts[0].shape[1:]} a token, the completion's {parts[1].shape[1:]}"
+            )
+        ids = parts[0] if len(parts) == 1 else np.concatenate(parts)
+        prompt = tokens(first_given(choice, "prompt_token_ids", default=response.prompt_ids))
+        output = tokens(choice.get("token_ids"))
+        prompt_length = token_count(usage, "prompt_tokens") if prompt is None else len(prompt)
+        if prompt_length is None and before is not None:
+            prompt_length = 0 if _is_empty_list(before) else len(parts[0])
+        output_length = token_count(usage, "completion_tokens") if output is None else len(output)
+        of_output = split and before is None and output_length is not None and len(ids) == output_length - 1
+        first = prompt_length or 0 if of_output else 0
+        return record_of(ids, response, where, prompt, output, prompt_length, output_length, first)
 
 
-def _fields(thing: Any) -> Mapping[str, Any]:
-    """The attributes that are read here, as a dictionary."""
-    names = (
-        "prompt_token_ids",
-        "prompt_routed_experts",
-        "outputs",
-        "token_ids",
-        ROUTES,
-        "domain",
-        "data_source",
-        "step",
-    )
-    return {name: getattr(thing, name) for name in names if hasattr(thing, name)}
+def _is_empty_list(routes: Any) -> bool:
+    return isinstance(routes, list | tuple) and not routes
 
 
-def _no_rows(routes: Any) -> bool:
-    """True for nested lists without rows, which have no shape."""
-    return isinstance(routes, list | tuple) and len(routes) == 0
+def _fields(value: Any) -> Mapping[str, Any]:
+    """A mapping as it is, the attributes of anything else that are read here as a dictionary."""
+    if isinstance(value, Mapping):
+        return value
+    names = ("prompt_token_ids", PROMPT_ROUTES, "outputs", "token_ids", ROUTES, "domain", "data_source", "step")
+    return {name: getattr(value, name) for name in names if hasattr(value, name)}
 
 
-def _read_arrays(path: Path) -> Iterator[Record]:
+def _read_arrays(path: Path) -> Iterator[Record | Dropped]:
     with open_arrays(path) as arrays:
         name = ROUTES if ROUTES in arrays.shapes else ""
         shape = arrays.shapes.get(name, ())
-        if len(shape) == 4:
-            yield from _batch(arrays, name)
-        elif len(shape) == 3:
-            yield from _row(arrays, name)
-        else:
+        if len(shape) not in (3, 4) or 0 in shape[-2:] or (len(shape) == 4 and not shape[1]):
             raise InputError(
                 f"routed_experts has shape {list(shape)}; it should be [tokens, layers, top_k] or [sequences, tokens, "
                 "layers, top_k]"
             )
-
-
-def _row(arrays: Arrays, name: str) -> Iterator[Record]:
-    """Concatenated sequences."""
-    total = arrays.shapes[name][0]
-    lengths = _lengths(arrays, total)
-    prompts, steps = _facts(arrays, len(lengths))
-    rows = arrays.rows(name)
-    for index, length in enumerate(lengths.tolist()):
-        ids = check_ids(rows(length))
-        if ids.size == 0 and 0 in ids.shape[1:]:
-            raise InputError(
-                f"routed_experts has shape {list(arrays.shapes[name])}; it should be [tokens, layers, top_k]"
+        padded = len(shape) == 4
+        lengths: Array | None = None
+        if not padded:
+            lengths = _lengths(arrays, shape[0])
+        elif "lengths" in arrays.shapes:
+            lengths = sequence_numbers(arrays, "lengths", shape[0], shape[1] + 1)
+        count = shape[0] if lengths is None else len(lengths)
+        prompts, steps = (sequence_numbers(arrays, key, count) for key in ("prompt_lengths", "steps"))
+        rows = arrays.rows(name)
+        for index in range(count):
+            # Sequences of a padded batch without lengths are cut to the rows that may be routes.
+            length = None if lengths is None else int(lengths[index])
+            ids = check_ids(rows(1)[0] if padded else rows(length or 0))
+            kept = trim_padding(ids) if length is None else ids[:length]
+            yield Record(
+                ids=kept,
+                where=f"sequence {index}",
+                missing=missing_id(kept),
+                prompt_length=int(prompts[index]),
+                step=int(steps[index]),
             )
-        yield Record(
-            ids=ids,
-            where=f"sequence {index}",
-            missing=sign_of_gaps(ids),
-            prompt_length=int(prompts[index]),
-            step=int(steps[index]),
-        )
-
-
-def _batch(arrays: Arrays, name: str) -> Iterator[Record]:
-    """Sequences in a batch, padded to one length."""
-    sequences, padded, *_ = shape = arrays.shapes[name]
-    if 0 in shape[1:]:
-        raise InputError(f"routed_experts has shape {list(shape)}; it should be [sequences, tokens, layers, top_k]")
-    lengths = arrays.small("lengths") if "lengths" in arrays.shapes else None
-    if lengths is not None and (
-        len(lengths) != sequences or lengths.min(initial=0) < 0 or lengths.max(initial=0) > padded
-    ):
-        raise InputError(f"lengths should be {sequences} numbers of 0 to {padded}")
-    prompts, steps = _facts(arrays, sequences)
-    rows = arrays.rows(name)
-    for index in range(sequences):
-        ids = check_ids(rows(1)[0])
-        if lengths is None:
-            ids, dropped = trim_padding(ids)
-        else:
-            ids, dropped = ids[: lengths[index]], padded - int(lengths[index])
-        yield Record(
-            ids=ids,
-            where=f"sequence {index}",
-            missing=sign_of_gaps(ids),
-            prompt_length=int(prompts[index]),
-            step=int(steps[index]),
-            dropped={"padding rows": dropped} if dropped else {},
-        )
+            yield Dropped("padding rows", len(ids) - len(kept))
 
 
 def _lengths(arrays: Arrays, total: int) -> Array:
     """`[S]` tokens of each of the concatenated sequences, `total` together."""
     if "sequence_starts" in arrays.shapes:
-        starts = arrays.small("sequence_starts").astype(np.int64)
-        if len(starts) and starts[0] == 0 and starts[-1] != total:
-            starts = np.append(starts, total)  # without the end
-        if len(starts) < 1 or starts[0] != 0 or starts[-1] != total or (np.diff(starts) < 0).any():
-            raise InputError(f"sequence_starts should rise from 0 to the number of tokens, {total}")
-        return np.diff(starts)
+        starts = arrays.integers("sequence_starts")
+        without_end = len(starts) > 0 and starts[0] == 0 and starts[-1] != total
+        return lengths_of_starts(np.append(starts, total) if without_end else starts, total)
     if "lengths" in arrays.shapes:
-        lengths = arrays.small("lengths").astype(np.int64)
+        lengths = arrays.integers("lengths").astype(np.int64)
         if lengths.min(initial=0) < 0 or lengths.max(initial=0) > total or lengths.sum() != total:
             raise InputError(f"lengths should add up to the number of tokens, {total}")
         return lengths
     return np.array([total])
-
-
-def _facts(arrays: Arrays, sequences: int) -> tuple[Array, Array]:
-    """Prompt lengths and steps `[S]`, zeros if not given."""
-    found = []
-    for name in ("prompt_lengths", "steps"):
-        values = arrays.small(name) if name in arrays.shapes else np.zeros(sequences, np.int64)
-        if len(values) != sequences or values.min(initial=0) < 0 or values.max(initial=0) >= 1 << 31:
-            raise InputError(f"{name} should be {sequences} whole numbers, one a sequence")
-        found.append(values)
-    return found[0], found[1]

@@ -1,11 +1,10 @@
-"""Takes what a framework hands over, whether its own objects or those of `torch_files`: arrays, numbers, attributes."""
+"""Fields of a dump as arrays, numbers and texts; the dump holds a framework's objects or those of `torch_files`."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -13,37 +12,40 @@ import numpy as np
 
 from trimtab.array_type import Array
 from trimtab.errors import InputError
-from trimtab.trace.containers.pickles import Foreign, clip
+from trimtab.trace.containers.npy import array_of_lists
+from trimtab.trace.containers.pickles import OpaqueObject
 from trimtab.trace.containers.tensors import Jagged, NumpyArray, Tensor
-from trimtab.trace.formats.records import Record
+from trimtab.trace.formats.records import Dropped, Record
+from trimtab.trace.message_text import clip
 
-_MOST_LISTED = 1 << 26
-SMALLEST_ALLOWANCE = 1 << 30
+MIN_READ_LIMIT = 1 << 30
 
 
-class Allowance:
-    """How many numbers may be read from a file: several times what it can hold, unless it repeats the same arrays.
+class ReadLimit:
+    """Limit of numbers read from a file: several times what it can hold unless it repeats the same arrays.
 
-    A list of a million references to one array costs a few bytes each, and would keep us busy for days.
+    A list of a million references to one array takes a few bytes each, and days to read.
     """
 
     def __init__(self, path: Path | None = None) -> None:
-        self._left = math.inf if path is None else SMALLEST_ALLOWANCE + 4 * path.stat().st_size
+        self._left = math.inf if path is None else MIN_READ_LIMIT + 4 * path.stat().st_size
 
-    def take(self, count: int) -> None:
+    def spend(self, count: int) -> None:
         self._left -= count
         if self._left < 0:
             raise InputError("refers to the same arrays over and over")
 
-    def watch(self, records: Iterator[Record]) -> Iterator[Record]:
-        for record in records:
-            self.take(record.ids.size + (0 if record.token_ids is None else record.token_ids.size))
-            yield record
+    def applied_to(self, items: Iterator[Record | Dropped]) -> Iterator[Record | Dropped]:
+        """Yields the same items, and counts their numbers."""
+        for item in items:
+            if isinstance(item, Record):
+                self.spend(item.ids.size + (0 if item.token_ids is None else item.token_ids.size))
+            yield item
 
 
 @contextmanager
 def damaged_values() -> Iterator[None]:
-    """What Python says of values that are not what they should be becomes an InputError."""
+    """A context that turns the exceptions of unexpected values into an InputError."""
     try:
         yield
     except InputError:
@@ -56,7 +58,7 @@ def damaged_values() -> Iterator[None]:
 
 def field(source: Any, name: str, default: Any = None) -> Any:
     """`source[name]` of a dictionary, `source.name` of anything else."""
-    if isinstance(source, Foreign):
+    if isinstance(source, OpaqueObject):
         if name in source.items:
             return source.items[name]
         return getattr(source, name, default)
@@ -66,6 +68,11 @@ def field(source: Any, name: str, default: Any = None) -> Any:
     if hasattr(source, "keys") and hasattr(source, "__getitem__"):
         return source[name] if name in source.keys() else default  # noqa: SIM118
     return getattr(source, name, default)
+
+
+def first_field(source: Any, *names: str) -> Any:
+    """The first of several fields that is there and not None."""
+    return next((value for name in names if (value := field(source, name)) is not None), None)
 
 
 def as_array(value: Any, what: str) -> Array:
@@ -79,8 +86,8 @@ def as_array(value: Any, what: str) -> Array:
     if isinstance(value, Tensor | NumpyArray):
         return value.numpy()
     if isinstance(value, list | tuple):
-        return _from_lists(value, what)
-    if not isinstance(value, Foreign):
+        return array_of_lists(value, _depth(value), what, scalars=True)
+    if not isinstance(value, OpaqueObject):
         if hasattr(value, "detach"):
             value = value.detach().cpu()
         if hasattr(value, "numpy"):
@@ -98,6 +105,12 @@ def integers(value: Any, what: str, ndim: int) -> Array:
     if array.ndim != ndim:
         raise InputError(f"{what} has shape {list(array.shape)}; it should have {ndim} axes")
     return array
+
+
+def optional_integers(source: Any, name: str, ndim: int) -> Array | None:
+    """The field as `integers`, None if it is missing."""
+    value = field(source, name)
+    return None if value is None else integers(value, name, ndim)
 
 
 def rows_of(value: Any, what: str) -> list[Any]:
@@ -121,6 +134,13 @@ def text(value: Any) -> str:
     return clip(value) if isinstance(value, str) else ""
 
 
+def label_of(labels: Any, row: int) -> str:
+    """The label of a row as a short string; "" if there is none."""
+    labels = labels.numpy() if isinstance(labels, NumpyArray) else labels
+    listed = isinstance(labels, list | tuple) or (isinstance(labels, np.ndarray) and labels.ndim == 1)
+    return text(labels[row]) if listed and row < len(labels) else ""
+
+
 def whole_number(value: Any, default: int = 0) -> int:
     """A count or a step number; `default` for what is none."""
     if isinstance(value, np.ndarray | Tensor | NumpyArray) or hasattr(value, "item"):
@@ -129,25 +149,14 @@ def whole_number(value: Any, default: int = 0) -> int:
     return value if isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 1 << 31 else default
 
 
-def _from_lists(value: Any, what: str) -> Array:
-    """Level by level, so that lists that are shared many times over are noticed by their number."""
-    shape = [len(value)]
-    flat = value
-    while len(flat) and isinstance(flat[0], list | tuple) and len(shape) <= 4:
-        length = len(flat[0])
-        if len(flat) * length > _MOST_LISTED:
-            raise InputError(f"{what} is a list of more than {_MOST_LISTED} numbers; it should be an array")
-        if not all(isinstance(each, list | tuple) and len(each) == length for each in flat):
-            raise InputError(f"{what} holds lists of different lengths")
-        flat = list(chain.from_iterable(flat))
-        shape.append(length)
-    if not all(type(number) is int for number in flat):
-        # Lists of numpy or torch numbers.
-        flat = [number.item() if hasattr(number, "item") else number for number in flat]
-        if not all(isinstance(number, int) for number in flat):
-            raise InputError(f"{what} holds something else than whole numbers")
-    return np.array(flat, np.int64).reshape(shape)
+def _depth(value: Any) -> int:
+    """How deep lists are nested, by their first items; at most 5."""
+    depth = 0
+    while isinstance(value, list | tuple) and depth < 5:
+        value = value[0] if value else None
+        depth += 1
+    return depth
 
 
 def _kind(value: Any) -> str:
-    return clip(value.name) if isinstance(value, Foreign) else type(value).__name__
+    return clip(value.name) if isinstance(value, OpaqueObject) else type(value).__name__

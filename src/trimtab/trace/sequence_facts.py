@@ -1,0 +1,37 @@
+"""`SequenceFacts`: what a trace holds of each sequence except its routes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+
+import numpy as np
+
+from trimtab.array_type import Array
+
+
+@dataclass(frozen=True, eq=False)
+class SequenceFacts:
+    """Facts of the S sequences of a trace except their routes; see `RoutingTrace`.
+
+    Attributes:
+        lengths: `[S]` int64, routed tokens.
+        prompt_lengths: `[S]` int32.
+        steps: `[S]` int32.
+        sequence_hashes: `[S]` uint64.
+        domains: `[S]` str.
+    """
+
+    lengths: Array
+    prompt_lengths: Array
+    steps: Array
+    sequence_hashes: Array
+    domains: Array
+
+    def select(self, chosen: Array | slice) -> SequenceFacts:
+        """The facts of some sequences: `[S]` bool, indices, or a slice."""
+        return SequenceFacts(*(getattr(self, field.name)[chosen] for field in fields(self)))
+
+    def joined(self, *others: SequenceFacts) -> SequenceFacts:
+        """The facts of these sequences, followed by those of the others."""
+        parts = (self, *others)
+        return SequenceFacts(*(np.concatenate([getattr(part, field.name) for part in parts]) for field in fields(self)))
