@@ -6,14 +6,13 @@ import argparse
 import sys
 from pathlib import Path
 
-from rich.console import Console
-
 from experiments.papers import run_benchmark
 from experiments.papers.page import print_figures, read_figures, read_page, write_page
 from experiments.papers.published import ROWS
-from trimtab.cli.main import Parser, run
-from trimtab.cli.options import whole
-from trimtab.files import write_json
+from trimtab.cli.main import run
+from trimtab.cli.options import add_option
+from trimtab.cli.output import write_figures
+from trimtab.cli.parser import Parser
 from trimtab.trace import PRESETS
 
 NAME = "python -m experiments.papers"
@@ -26,23 +25,15 @@ def main(arguments: list[str] | None = None) -> int:
         prog=NAME,
         description="Simulate the set-ups of several papers on synthetic routing, and print their figures and ours: "
         "the range over presets and seeds, and the median.",
-        epilog=f"example: {NAME} --rows relibra --json out/relibra.json",
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+        examples=[f"{NAME} --rows relibra --json out/relibra.json"],
     )
     figures = parser.add_mutually_exclusive_group()
-    figures.add_argument("--rows", nargs="+", choices=PAPERS, default=PAPERS, metavar="NAME", help="papers")
-    figures.add_argument("--read", type=Path, metavar="FILE", help="read figures written by --json; nothing is run")
-    parser.add_argument(
-        "--presets",
-        nargs="+",
-        choices=PRESETS,
-        default=["rl-math", "rl-mixed"],
-        metavar="NAME",
-        help="skew of the routing",
-    )
-    parser.add_argument("--seeds", type=whole, nargs="+", default=[0, 1, 2], metavar="N", help="of the routing")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="also write the figures to FILE")
-    parser.add_argument("--page", type=Path, metavar="FILE", help="also put the tables into docs/reproduction.md")
+    add_option(figures, "--rows", nargs="+", choices=PAPERS, default=PAPERS, help="papers")
+    add_option(figures, "--read", type=Path, help="read figures written by --json from FILE; nothing is run")
+    add_option(parser, "--preset", nargs="+", dest="presets", choices=tuple(PRESETS), default=["rl-math", "rl-mixed"])
+    add_option(parser, "--seed", nargs="+", dest="seeds", default=[0, 1, 2])
+    add_option(parser, "--json")
+    add_option(parser, "--page", type=Path, help="put the tables into FILE, a copy of docs/reproduction.md")
     parser.set_defaults(run=_run)
     return run(NAME, lambda: parser.parse_args(arguments))
 
@@ -54,9 +45,7 @@ def _run(options: argparse.Namespace) -> None:
         figures = read_figures(options.read)
     else:
         figures = run_benchmark([row for row in ROWS if row.name in options.rows], options.presets, options.seeds)
-    print_figures(figures, Console(highlight=False))
-    if options.json:
-        write_json(options.json, figures)
+    print_figures(figures, write_figures(options, figures))
     if options.page:
         write_page(figures, options.page)
 

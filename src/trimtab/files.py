@@ -1,18 +1,22 @@
-"""Files that are there whole or not at all."""
+"""Atomic writes: a file is complete, or it is not there."""
 
 from __future__ import annotations
 
 import json
 import os
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, BinaryIO
 
+# A path that stands for standard output, where figures may be written to.
+STDOUT = Path("-")
+
 
 @contextmanager
 def whole_file(path: str | os.PathLike[str]) -> Iterator[BinaryIO]:
-    """A new file to write, which takes its name at the end, and goes if anything fails. Folders above it are made."""
+    """A new file, renamed to `path` at the end and removed if anything fails. Creates the folders above it."""
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
@@ -23,7 +27,7 @@ def whole_file(path: str | os.PathLike[str]) -> Iterator[BinaryIO]:
             os.fsync(file.fileno())
         os.replace(partial, path)
     except OSError as error:
-        # A full disk does not say whose bytes there was no room for.
+        # The error of a full disk names no file.
         if error.errno is not None and error.filename is None:
             error.filename = str(path)
         raise
@@ -32,11 +36,15 @@ def whole_file(path: str | os.PathLike[str]) -> Iterator[BinaryIO]:
 
 
 def write_whole(path: str | os.PathLike[str], content: str | bytes) -> None:
-    """Write a file, text as UTF-8, so that nobody ever sees a part of it. Folders above it are made."""
+    """Write a file atomically, text as UTF-8. Creates the folders above it."""
     with whole_file(path) as file:
         file.write(content.encode() if isinstance(content, str) else content)
 
 
 def write_json(path: Path, content: dict[str, Any]) -> None:
-    """Write a JSON file, atomically."""
-    write_whole(path, json.dumps(content, indent=2) + "\n")
+    """Write a JSON file atomically, or to standard output if the path is `STDOUT`."""
+    text = json.dumps(content, indent=2) + "\n"
+    if path == STDOUT:
+        sys.stdout.write(text)
+    else:
+        write_whole(path, text)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
-from trimtab.cli.options import need_extra, positive
+from trimtab.cli.options import add_option, need_extra
 
 
 def add(commands: Any) -> None:
@@ -13,13 +13,11 @@ def add(commands: Any) -> None:
         "nodes",
         description="Run a command once for every rank, as torchrun would, on nodes that are network namespaces of "
         "this machine, joined by links of limited rate. Needs Linux and root.",
-        epilog="example: trimtab nodes --link-mbit 500 -- trimtab train --out out/nodes",
+        examples=["trimtab nodes --link-mbit 500 -- trimtab train -o out/nodes"],
     )
-    parser.add_argument("--nodes", type=positive, default=2, metavar="N", help="nodes (default: 2)")
-    parser.add_argument("--ranks-per-node", type=positive, default=2, metavar="N", help="ranks of a node (default: 2)")
-    parser.add_argument(
-        "--link-mbit", type=positive, default=500, metavar="N", help="Mbit/s into and out of a node (default: 500)"
-    )
+    add_option(parser, "--nodes", default=2)
+    add_option(parser, "--ranks-per-node", default=2)
+    add_option(parser, "--link-mbit", default=500)
     parser.add_argument("line", nargs="+", metavar="WORD", help="the command, after --")
     parser.set_defaults(run=run)
 

@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from rich.console import Console
-from rich.progress import SpinnerColumn, TextColumn, TimeElapsedColumn
+from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
-from trimtab.cli.options import check_outputs, positive, progress_bar, whole
+from trimtab.cli.options import add_option, add_output, positive
 from trimtab.cluster import load_model
 from trimtab.errors import InputError
 from trimtab.report.tables import facts, trace_facts
@@ -29,34 +29,31 @@ def add(actions: Any) -> None:
         help="convert routing that a framework recorded",
         description="Convert routing that an RL or serving framework recorded into a routing trace. "
         f"Formats: {', '.join(FORMATS)}.",
-        epilog="example: trimtab trace import rollout.jsonl -o out/rollout.parquet --model qwen3-30b-a3b",
+        examples=["trimtab trace import rollout.jsonl -o out/rollout.parquet --model qwen3-30b-a3b"],
     )
     parser.add_argument(
-        "source", type=Path, nargs="+", metavar="SRC", help="files, folders or patterns of one dump, in order"
+        "source", type=Path, nargs="+", metavar="SOURCE", help="files, folders or patterns of one dump, in order"
     )
-    parser.add_argument("-o", "--output", type=Path, required=True, metavar="FILE", help="trace to write (.parquet)")
-    parser.add_argument("--format", choices=tuple(FORMATS), metavar="NAME", help="default: detected")
-    parser.add_argument("--model", metavar="NAME", help="a preset, config.json or checkpoint: experts, layers, top-k")
-    parser.add_argument("--num-experts", type=positive, metavar="N", help="experts of a layer, instead of --model")
-    parser.add_argument("--num-layers", type=positive, metavar="N", help="layers in the dump, dense ones included")
-    parser.add_argument("--top-k", type=positive, metavar="N", help="experts of a token")
-    parser.add_argument(
-        "--step", type=whole, default=0, metavar="N", help="RL step of sequences without one (default: 0)"
-    )
-    parser.add_argument("--domain", default="", metavar="NAME", help="label of sequences without one")
+    add_output(parser, "the trace (.parquet)")
+    add_option(parser, "--format", choices=tuple(FORMATS), unset="detected", help="format of the dump")
+    add_option(parser, "--model", unset="none; experts, layers and top-k as options or in the dump")
+    add_option(parser, "--num-experts", type=positive, unset="the model's", help="experts of a layer")
+    add_option(parser, "--num-layers", unset="the model's")
+    add_option(parser, "--top-k", unset="the model's")
+    add_option(parser, "--step", default=0, unset="0, for sequences without one")
+    add_option(parser, "--domain", default="", unset="none", help="label of sequences without one")
     parser.set_defaults(run=run)
 
 
 def run(options: argparse.Namespace) -> None:
     files = named_files(options.source, "*")
-    check_outputs(options.output, sources=files)
     form = options.format or common_format(files)
     summary = Summary()
     console = Console(highlight=False)
     columns = (SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
     start = time.perf_counter()
-    with progress_bar(*columns) as progress:
-        task = progress.add_task(f"{form}")
+    with Progress(*columns, transient=True) as progress:
+        task = progress.add_task(form)
 
         def watched(parts: Iterable[RoutingTrace]) -> Iterator[RoutingTrace]:
             for part in parts:
