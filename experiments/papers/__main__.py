@@ -4,19 +4,19 @@ from __future__ import annotations
 
 import argparse
 import sys
+from functools import partial
 from pathlib import Path
 
 from experiments.papers import run_benchmark
 from experiments.papers.page import print_figures, read_figures, read_page, write_page
 from experiments.papers.published import ROWS
 from trimtab.cli.main import run
-from trimtab.cli.options import add_option
+from trimtab.cli.options import add_option, given
 from trimtab.cli.output import write_figures
 from trimtab.cli.parser import Parser
 from trimtab.trace import PRESETS
 
 NAME = "python -m experiments.papers"
-PAPERS = [row.name for row in ROWS]
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -28,10 +28,11 @@ def main(arguments: list[str] | None = None) -> int:
         examples=[f"{NAME} --rows relibra --json out/relibra.json"],
     )
     figures = parser.add_mutually_exclusive_group()
-    add_option(figures, "--rows", nargs="+", choices=PAPERS, default=PAPERS, help="papers")
+    option = partial(add_option, parser, of=run_benchmark)
+    add_option(figures, "--rows", nargs="+", choices=[row.name for row in ROWS], unset="all", help="papers")
     add_option(figures, "--read", type=Path, help="read figures written by --json from FILE; nothing is run")
-    add_option(parser, "--preset", nargs="+", dest="presets", choices=tuple(PRESETS), default=["rl-math", "rl-mixed"])
-    add_option(parser, "--seed", nargs="+", dest="seeds", default=[0, 1, 2])
+    option("--preset", nargs="+", dest="presets", choices=tuple(PRESETS))
+    option("--seed", nargs="+", dest="seeds")
     add_option(parser, "--json")
     add_option(parser, "--page", type=Path, help="put the tables into FILE, a copy of docs/reproduction.md")
     parser.set_defaults(run=_run)
@@ -44,7 +45,8 @@ def _run(options: argparse.Namespace) -> None:
     if options.read:
         figures = read_figures(options.read)
     else:
-        figures = run_benchmark([row for row in ROWS if row.name in options.rows], options.presets, options.seeds)
+        options.rows = [row for row in ROWS if not options.rows or row.name in options.rows]
+        figures = run_benchmark(**given(options, run_benchmark))
     print_figures(figures, write_figures(options, figures))
     if options.page:
         write_page(figures, options.page)

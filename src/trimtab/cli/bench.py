@@ -6,12 +6,13 @@ import argparse
 import os
 import sys
 from functools import partial
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 from trimtab.benchmarks.bench_planner import PlannerBenchmark
 from trimtab.calibration.small_model import TOKENS
-from trimtab.cli.options import add_option, given_settings, need_extra, positive
+from trimtab.cli.options import add_option, given, need_extra, positive
 from trimtab.cli.output import write_figures
 from trimtab.errors import InputError
 from trimtab.planner import Placement
@@ -41,7 +42,7 @@ def add(commands: Any) -> None:
     add_option(runtime, "--link-mbit", unset="not limited")
     add_option(runtime, "--tokens", type=positive, default=TOKENS, help="tokens of a rank")
     add_option(runtime, "--rounds", default=40)
-    runtime.set_defaults(run=run_runtime)
+    runtime.set_defaults(run=run_runtime, needs=("torch", "transformers"))
     planner = benches.add_parser(
         "planner",
         help="balance, bytes, gap to the bound and planning time of every balancer",
@@ -80,7 +81,7 @@ def add(commands: Any) -> None:
         examples=["trimtab bench transfer --json out/bench-transfer.json"],
     )
     add_option(transfer, "--rounds", default=20)
-    transfer.set_defaults(run=run_transfer)
+    transfer.set_defaults(run=run_function, needs=("torch",))
     traces = benches.add_parser(
         "traces",
         help="time, memory and size of importing and analyzing a large dump",
@@ -89,7 +90,7 @@ def add(commands: Any) -> None:
     )
     add_option(traces, "--tokens", type=positive, default=1_000_000, help="tokens of the dump")
     add_option(traces, "--rounds", default=5)
-    traces.set_defaults(run=run_traces)
+    traces.set_defaults(run=run_function)
     capture = benches.add_parser(
         "capture",
         help="cost of recording the routing of a forward and a generation in transformers",
@@ -97,13 +98,12 @@ def add(commands: Any) -> None:
         examples=["trimtab bench capture --json out/bench-capture.json"],
     )
     add_option(capture, "--rounds", default=60)
-    capture.set_defaults(run=run_capture)
+    capture.set_defaults(run=run_capture, needs=("torch", "transformers"))
     for bench in benches.choices.values():
         add_option(bench, "--json")
 
 
 def run_runtime(options: argparse.Namespace) -> None:
-    need_extra("torch", "transformers")
     from trimtab.benchmarks.bench_runtime import RuntimeBenchmark, run_benchmark
     from trimtab.launch.launcher import launch, torchrun_ranks
     from trimtab.launch.namespaces import run_on_nodes
@@ -129,7 +129,7 @@ def run_planner(options: argparse.Namespace) -> None:
 
     if options.frontier:
         need_extra("matplotlib", extra="dev")
-    settings = PlannerBenchmark(**given_settings(options, PlannerBenchmark))
+    settings = PlannerBenchmark(**given(options, PlannerBenchmark))
     for ranks, experts in settings.sizes:
         Placement.contiguous(1, experts, ranks)
     figures = run_benchmark(settings, frontier=options.frontier is not None)
@@ -138,13 +138,6 @@ def run_planner(options: argparse.Namespace) -> None:
 
         draw_frontier(figures["frontier"], options.frontier)
     print_figures(figures, write_figures(options, figures))
-
-
-def run_traces(options: argparse.Namespace) -> None:
-    from trimtab.benchmarks.bench_traces import print_figures, run_benchmark
-
-    figures = run_benchmark(options.tokens, options.rounds)
-    print_figures(figures, write_figures(options, {"schema": "trimtab-bench-traces-1"} | figures))
 
 
 def run_step(options: argparse.Namespace) -> None:
@@ -158,16 +151,14 @@ def run_step(options: argparse.Namespace) -> None:
     print_figures(rows, write_figures(options, figures))
 
 
-def run_transfer(options: argparse.Namespace) -> None:
-    need_extra("torch")
-    from trimtab.benchmarks.bench_transfer import print_figures, run_benchmark
-
-    figures = run_benchmark(options.rounds)
-    print_figures(figures, write_figures(options, figures))
+def run_function(options: argparse.Namespace) -> None:
+    """Run a benchmark whose options are the arguments of its function."""
+    module = import_module(f"trimtab.benchmarks.bench_{options.bench}")
+    figures = module.run_benchmark(**given(options, module.run_benchmark))
+    module.print_figures(figures, write_figures(options, figures))
 
 
 def run_capture(options: argparse.Namespace) -> None:
-    need_extra("torch", "transformers")
     from trimtab.benchmarks.bench_capture import CaptureBenchmark, print_figures, run_benchmark
 
     figures = run_benchmark(CaptureBenchmark(options.rounds))

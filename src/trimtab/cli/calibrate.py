@@ -6,7 +6,7 @@ import argparse
 import logging
 from typing import Any
 
-from trimtab.cli.options import add_option, add_output, need_extra
+from trimtab.cli.options import add_option, add_output
 from trimtab.cli.output import write_figures
 from trimtab.cluster import write_cluster
 
@@ -25,11 +25,10 @@ def add(commands: Any) -> None:
     add_option(parser, "--ranks", unset="all GPUs, or 2 on a CPU")
     add_option(parser, "--rounds", default=15)
     add_option(parser, "--json")
-    parser.set_defaults(run=run)
+    parser.set_defaults(run=run, needs=("torch", "transformers"))
 
 
 def run(options: argparse.Namespace) -> None:
-    need_extra("torch", "transformers")
     from trimtab.calibration import calibrate, settings_for
     from trimtab.calibration.figures_table import figures_table
 

@@ -6,7 +6,6 @@ import argparse
 import errno
 import logging
 import os
-import platform
 import sys
 import time
 from collections.abc import Callable
@@ -52,14 +51,16 @@ def run(name: str, parse: Callable[[], argparse.Namespace]) -> int:
     try:
         options = parse()
         show_messages(getattr(options, "log_level", logging.INFO))
-        log.debug("trimtab %s, Python %s, %s", __version__, platform.python_version(), platform.platform())
+        # Not at the top: these take as long as the help may take.
+        from trimtab.cli.options import need_extra
         from trimtab.cli.output import check_outputs
 
+        need_extra(*getattr(options, "needs", ()))
         check_outputs(options)
         start = time.perf_counter()
         status = options.run(options) or 0
         sys.stdout.flush()
-        log.debug("%s took %.1f s", name, time.perf_counter() - start)
+        log.debug("trimtab %s: %.1f s", __version__, time.perf_counter() - start)
         return status
     except InputError as error:
         return _failed(name, error, 2)

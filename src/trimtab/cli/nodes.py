@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
-from trimtab.cli.options import add_option, need_extra
+from trimtab.cli.options import add_option
 
 
 def add(commands: Any) -> None:
@@ -19,11 +19,10 @@ def add(commands: Any) -> None:
     add_option(parser, "--ranks-per-node", default=2)
     add_option(parser, "--link-mbit", default=500)
     parser.add_argument("line", nargs="+", metavar="WORD", help="the command, after --")
-    parser.set_defaults(run=run)
+    parser.set_defaults(run=run, needs=("torch",))
 
 
 def run(options: argparse.Namespace) -> None:
-    need_extra("torch")
     from trimtab.launch.namespaces import run_on_nodes
 
     run_on_nodes(options.line, nodes=options.nodes, ranks_per_node=options.ranks_per_node, link_mbit=options.link_mbit)

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import argparse
-import difflib
 import importlib.util
+from collections.abc import Callable
 from functools import partial
+from inspect import signature
 from pathlib import Path
 from typing import Any
 
+from trimtab.cli.parser import closest
 from trimtab.errors import InputError
 
 
@@ -37,70 +39,77 @@ def _preset_or_path(kind: Any, text: str) -> str:
     from trimtab.cluster.presets import preset_names
 
     names = preset_names(kind)
-    if text not in names and not Path(text).exists():
-        for name in difflib.get_close_matches(text, names, 1):
-            raise argparse.ArgumentTypeError(f"no {kind} or file {text}; did you mean {name}?")
+    hint = closest(text, names)
+    if hint and text not in names and not Path(text).exists():
+        raise argparse.ArgumentTypeError(f"unknown {kind} {text}{hint}")
     return text
 
 
-# Settings of an option in all commands that have it, for `add_option`.
-SHARED: dict[str, dict[str, Any]] = {
-    "--ranks": {"type": positive, "help": "ranks of the expert-parallel group"},
-    "--ranks-per-node": {"type": positive, "help": "ranks of a node"},
-    "--nodes": {"type": positive, "help": "nodes of the ranks"},
-    "--link-mbit": {"type": positive, "help": "rate of the link of each node, in Mbit/s (Linux, root)"},
-    "--slots": {"type": whole, "help": "slots of a rank: the replicas that it has memory for in every layer"},
-    "--token-budget": {"type": positive, "help": "most tokens of a rank in a micro-step"},
-    "--micro-steps": {"type": positive, "help": "micro-steps of a step, instead of a token budget"},
-    "--mini-batches": {"type": positive, "help": "optimizer steps in an RL step"},
-    "--step": {"type": whole, "help": "RL step"},
-    "--steps": {"type": whole, "help": "RL steps"},
-    "--layers": {"type": positive, "help": "MoE layers"},
-    "--num-layers": {"type": positive, "help": "decoder layers, with and without experts"},
-    "--top-k": {"type": positive, "help": "experts of a token"},
-    "--policy": {"help": "balancer"},
-    "--preset": {"help": "skew of the synthetic routing"},
-    "--cluster": {"type": partial(_preset_or_path, "cluster"), "help": "kind of nodes: a preset or a TOML file"},
-    "--model": {"type": partial(_preset_or_path, "model"), "help": "a preset, a config.json or a checkpoint folder"},
-    "--seed": {"type": whole, "help": "random seed"},
-    "--rounds": {"type": positive, "help": "timed repetitions"},
-    "--json": {"type": Path, "help": "write the figures to FILE; - is standard output, without tables"},
-    "--html": {"type": Path, "help": "write a page of the results to FILE"},
+# Type and help of an option in all commands that have it.
+SHARED: dict[str, tuple[Callable[[str], object], str]] = {
+    "--ranks": (positive, "ranks of the expert-parallel group"),
+    "--ranks-per-node": (positive, "ranks of a node"),
+    "--nodes": (positive, "nodes of the ranks"),
+    "--link-mbit": (positive, "rate of the link of each node, in Mbit/s (Linux, root)"),
+    "--slots": (whole, "slots of a rank: the replicas that it has memory for in every layer"),
+    "--token-budget": (positive, "most tokens of a rank in a micro-step"),
+    "--micro-steps": (positive, "micro-steps of a step, instead of a token budget"),
+    "--mini-batches": (positive, "optimizer steps in an RL step"),
+    "--step": (whole, "RL step"),
+    "--steps": (whole, "RL steps"),
+    "--layers": (positive, "MoE layers"),
+    "--num-layers": (positive, "decoder layers, with and without experts"),
+    "--top-k": (positive, "experts of a token"),
+    "--policy": (str, "balancer"),
+    "--preset": (str, "skew of the synthetic routing"),
+    "--cluster": (partial(_preset_or_path, "cluster"), "kind of nodes: a preset or a TOML file"),
+    "--model": (partial(_preset_or_path, "model"), "a preset, a config.json or a checkpoint folder"),
+    "--seed": (whole, "random seed"),
+    "--rounds": (positive, "timed repetitions"),
+    "--json": (Path, "write the figures to FILE; - is standard output, without tables"),
+    "--html": (Path, "write a page of the results to FILE"),
 }
 METAVARS = {positive: "N", whole: "N", float: "X", Path: "FILE"}
 
 
 def add_option(
-    parser: argparse._ActionsContainer, *names: str, of: type | None = None, unset: object = None, **settings: Any
+    parser: argparse._ActionsContainer,
+    *names: str,
+    of: Callable[..., object] | None = None,
+    unset: object = None,
+    **settings: Any,
 ) -> None:
     """Add an option with the shared settings of its name. The help ends with its choices and its default.
 
     Args:
         names: the long one last.
-        of: dataclass with a field of the option's name. The field's default is in the help; an option that is not
-            given has no attribute in the namespace.
+        of: the function or dataclass that takes the option; its default is in the help. If the option is not given,
+            the namespace lacks it, for `given`.
         unset: what holds without the option, for the help, if that is no fixed value.
         settings: of `add_argument`, in addition to the shared ones or instead.
     """
-    settings = SHARED.get(names[-1], {}) | settings
-    if "action" not in settings:
-        settings.setdefault("metavar", METAVARS.get(settings.get("type"), "NAME"))
+    if names[-1] in SHARED:
+        settings = dict(zip(("type", "help"), SHARED[names[-1]], strict=True)) | settings
+    shown = unset or settings.get("default")
     if of is not None:
-        field = settings.get("dest", names[-1].lstrip("-").replace("-", "_"))
-        unset, settings["default"] = unset or getattr(of, field), argparse.SUPPRESS
-    shown = settings.get("default") if unset is None else unset
+        name = settings.get("dest", names[-1].lstrip("-").replace("-", "_"))
+        shown, settings["default"] = unset or signature(of).parameters[name].default, argparse.SUPPRESS
     if "choices" in settings:
         settings["help"] += f": {', '.join(settings['choices'])}"
-    if shown is not None and shown is not False:
+    if "action" not in settings:
+        # Repeated options of several values add up.
+        settings = {
+            "metavar": METAVARS.get(settings.get("type"), "NAME"),
+            "action": "extend" if "nargs" in settings else "store",
+        } | settings
         text = " ".join(map(str, shown)) if isinstance(shown, list | tuple) else shown
-        settings["help"] += f" (default: {text})"
+        settings["help"] += "" if shown is None else f" (default: {text})"
     parser.add_argument(*names, **settings)
 
 
-def add_output(parser: argparse.ArgumentParser, content: str, **settings: Any) -> None:
-    """Add `-o/--output`, the file that the command makes; required unless the settings say otherwise."""
-    settings = {"type": Path, "required": True, "help": f"file to write: {content}"} | settings
-    add_option(parser, "-o", "--output", **settings)
+def add_output(parser: argparse._ActionsContainer, content: str, *, required: bool = True) -> None:
+    """Add `-o/--output`, the file that the command makes."""
+    add_option(parser, "-o", "--output", type=Path, required=required, help=f"file to write: {content}")
 
 
 def add_trace(parser: argparse.ArgumentParser) -> None:
@@ -114,10 +123,11 @@ def add_trace(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def given_settings(options: argparse.Namespace, names: type) -> dict[str, Any]:
-    """The given options that are fields of a dataclass; lists as tuples."""
-    given = ((name, value) for name, value in vars(options).items() if name in names.__dataclass_fields__)
-    return {name: tuple(value) if isinstance(value, list) else value for name, value in given}
+def given(options: argparse.Namespace, function: Callable[..., object]) -> dict[str, Any]:
+    """The given options that a function or a dataclass takes; lists as tuples."""
+    names = signature(function).parameters.keys() & vars(options).keys()
+    found = {name: getattr(options, name) for name in names}
+    return {name: tuple(value) if isinstance(value, list) else value for name, value in found.items()}
 
 
 def need_extra(*modules: str, extra: str = "train") -> None:

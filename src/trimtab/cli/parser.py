@@ -5,8 +5,10 @@ from __future__ import annotations
 import argparse
 import difflib
 import logging
+import re
 import sys
 from collections.abc import Iterable, Sequence
+from functools import partial
 from typing import Any, NoReturn
 
 # Earlier spellings of options, still accepted.
@@ -25,47 +27,35 @@ class Parser(argparse.ArgumentParser):
     def __init__(self, *, examples: Sequence[str] = (), **settings: Any) -> None:
         epilog = EXAMPLES + "\n  ".join(examples)
         super().__init__(epilog=epilog, formatter_class=_HelpFormatter, allow_abbrev=False, **settings)
-        messages = self.add_mutually_exclusive_group()
-        for flags, level, text in (
-            (("-q", "--quiet"), logging.WARNING, "no notes and no progress bars"),
-            (("-v", "--verbose"), logging.DEBUG, "more notes"),
-        ):
-            messages.add_argument(
-                *flags, action="store_const", dest="log_level", const=level, default=argparse.SUPPRESS, help=text
-            )
+        level = partial(
+            self.add_mutually_exclusive_group().add_argument,
+            dest="log_level",
+            action="store_const",
+            default=argparse.SUPPRESS,
+        )
+        level("-q", "--quiet", const=logging.WARNING, help="no notes and no progress bars")
+        level("-v", "--verbose", const=logging.DEBUG, help="more notes")
 
     def error(self, message: str) -> NoReturn:
         self.exit(2, f"{self.prog}: {message} (see {self.prog} --help)\n")
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> tuple[Any, list[str]]:
-        return super().parse_known_args(self._check_options(sys.argv[1:] if args is None else args), namespace)
-
-    def _check_options(self, words: Iterable[str]) -> list[str]:
-        """The words with today's spellings. Ends with an error for an unknown option.
-
-        argparse itself would complain about missing arguments first.
-        """
-        words, known, lists = list(words), self._option_string_actions, set()
+        """Replaces earlier spellings; ends with an error for an unknown option, before one for a missing argument."""
+        words, known = list(sys.argv[1:] if args is None else args), self._option_string_actions
         for place, word in enumerate(words):
             if word == "--" or (self._subparsers and not word.startswith("-")):
                 break
-            name, *value = word.split("=", 1)
+            name, equals, value = word.partition("=")
             if name not in known and ALIASES.get(name) in known:
-                name = ALIASES[name]
-                words[place] = "=".join([name, *value])
-            if name in known:
-                if known[name].nargs == "+" and known[name].dest in lists:
-                    self.error(f"{name} is given twice; give all its values after one {name}")
-                lists.add(known[name].dest)
-            elif name.startswith("--") or (name[:1] == "-" < name and not name[1].isdigit() and name[:2] not in known):
-                self.error(f"unknown option {name}{_closest(name, known)}")
-        return words
+                words[place] = ALIASES[name] + equals + value
+            elif re.match("--?[a-zA-Z]", name) and known.keys().isdisjoint((name, name[:2])):
+                self.error(f"unknown option {name}{closest(name, known)}")
+        return super().parse_known_args(words, namespace)
 
     def _check_value(self, action: argparse.Action, value: Any) -> None:
         if action.choices is not None and value not in action.choices:
             name = "/".join(action.option_strings) or str(action.metavar).lower()
-            choices = list(map(str, action.choices))
-            hint = _closest(value, choices) or f"; use one of {', '.join(choices)}"
+            hint = closest(value, action.choices) or f"; use one of {', '.join(action.choices)}"
             self.error(f"unknown {name} {value}{hint}")
 
 
@@ -76,6 +66,6 @@ class _HelpFormatter(argparse.HelpFormatter):
         return text if text.startswith(EXAMPLES) else super()._fill_text(text, width, indent)
 
 
-def _closest(word: str, names: Iterable[str]) -> str:
+def closest(word: str, names: Iterable[str]) -> str:
     """The name that was probably meant, as a clause; empty if there is none."""
     return "".join(f"; did you mean {name}?" for name in difflib.get_close_matches(word, names, 1))

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import argparse
+from functools import partial
 from typing import Any
 
 from trimtab.api.plan import plan
-from trimtab.cli.options import add_option, add_output, add_trace
+from trimtab.cli.options import add_option, add_output, add_trace, given
 from trimtab.cli.output import write_figures
 from trimtab.policies import POLICIES
 from trimtab.report.tables import balance_tables, facts
@@ -19,29 +20,21 @@ def add(commands: Any) -> None:
         examples=["trimtab plan out/demo/routing/step-00000.parquet --ranks 8 --slots 2"],
     )
     add_trace(parser)
-    add_option(parser, "--ranks", required=True)
-    add_option(parser, "--ranks-per-node", unset="all")
-    add_option(parser, "--slots", default=2)
-    add_option(parser, "--token-budget", default=8192)
-    add_option(parser, "--step", unset="the first of the trace")
-    add_option(parser, "--policy", choices=tuple(POLICIES), default="trimtab")
-    add_option(parser, "--model", unset="none; transferred bytes are not counted")
+    option = partial(add_option, parser, of=plan)
+    option("--ranks", required=True)
+    option("--ranks-per-node", unset="all")
+    option("--slots")
+    option("--token-budget")
+    option("--step", unset="the first of the trace")
+    option("--policy", choices=tuple(POLICIES))
+    option("--model", unset="none; transferred bytes are not counted")
     add_output(parser, "the plan (.npz)", required=False)
     add_option(parser, "--json")
     parser.set_defaults(run=run)
 
 
 def run(options: argparse.Namespace) -> None:
-    result = plan(
-        options.trace,
-        ranks=options.ranks,
-        ranks_per_node=options.ranks_per_node,
-        slots=options.slots,
-        token_budget=options.token_budget,
-        step=options.step,
-        policy=options.policy,
-        model=options.model,
-    )
+    result = plan(**given(options, plan))
     if options.output:
         result.plan.save(options.output)
     console = write_figures(options, result.figures())

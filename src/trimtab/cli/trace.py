@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import argparse
 import os
+from functools import partial
 from typing import Any
 
 import numpy as np
 from rich.console import Console
 
 from trimtab.cli import trace_export, trace_import
-from trimtab.cli.options import add_option, add_output, add_trace, positive
+from trimtab.cli.options import add_option, add_output, add_trace, given, positive
 from trimtab.cli.output import write_figures
 from trimtab.errors import InputError
 from trimtab.report.tables import skew_table, trace_facts
@@ -43,14 +44,15 @@ def add(commands: Any) -> None:
     )
     synth.add_argument("preset", choices=tuple(PRESETS), metavar="PRESET", help=", ".join(PRESETS))
     add_output(synth, "the trace (.parquet)")
-    add_option(synth, "--sequences", type=positive, default=256, help="sequences of each step")
-    add_option(synth, "--mean-length", type=positive, default=512, help="mean tokens of a sequence")
-    add_option(synth, "--max-length", type=positive, unset="twice the mean", help="most tokens of a sequence")
-    add_option(synth, "--layers", default=8)
-    add_option(synth, "--experts", type=positive, default=128, help="experts of a layer")
-    add_option(synth, "--top-k", default=8)
-    add_option(synth, "--steps", type=positive, default=1)
-    add_option(synth, "--seed", default=0)
+    option = partial(add_option, synth)
+    option("--sequences", dest="num_sequences", type=positive, default=256, help="sequences of each step")
+    option("--mean-length", type=positive, default=512, help="mean tokens of a sequence")
+    option("--max-length", type=positive, unset="twice the mean", help="most tokens of a sequence")
+    option("--layers", dest="num_layers", default=8)
+    option("--experts", dest="num_experts", type=positive, default=128, help="experts of a layer")
+    option("--top-k", default=8)
+    option("--steps", dest="num_steps", type=positive, default=1)
+    option("--seed", default=0)
     synth.set_defaults(run=run_synth)
     trace_import.add(actions)
     trace_export.add(actions)
@@ -79,27 +81,15 @@ def run_info(options: argparse.Namespace) -> None:
 
 
 def run_synth(options: argparse.Namespace) -> None:
-    _check_size(options)
-    trace = synthesize_preset(
-        PRESETS[options.preset],
-        num_sequences=options.sequences,
-        mean_length=options.mean_length,
-        max_length=options.max_length or 2 * options.mean_length,
-        num_layers=options.layers,
-        num_experts=options.experts,
-        top_k=options.top_k,
-        num_steps=options.steps,
-        seed=options.seed,
-    )
-    write_trace(trace, options.output)
-    Console(highlight=False).print(trace_facts(TraceReader(options.output)))
-
-
-def _check_size(options: argparse.Namespace) -> None:
-    tokens = options.sequences * options.steps * options.mean_length
-    needed = tokens * options.layers * options.top_k * id_dtype(options.experts).itemsize
+    if options.max_length is None:
+        options.max_length = 2 * options.mean_length
+    tokens = options.num_sequences * options.num_steps * options.mean_length
+    needed = tokens * options.num_layers * options.top_k * id_dtype(options.num_experts).itemsize
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     if needed > memory:
         raise InputError(
             f"{tokens:,} tokens need {needed / 1e9:,.0f} GB of expert ids; this machine has {memory / 1e9:,.0f} GB"
         )
+    options.preset = PRESETS[options.preset]
+    write_trace(synthesize_preset(**given(options, synthesize_preset)), options.output)
+    Console(highlight=False).print(trace_facts(TraceReader(options.output)))

@@ -6,13 +6,14 @@ import argparse
 import time
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
-from trimtab.cli.options import add_option, add_output, positive
+from trimtab.cli.options import add_option, add_output, given, positive
 from trimtab.cluster import load_model
 from trimtab.errors import InputError
 from trimtab.report.tables import facts, trace_facts
@@ -35,13 +36,14 @@ def add(actions: Any) -> None:
         "source", type=Path, nargs="+", metavar="SOURCE", help="files, folders or patterns of one dump, in order"
     )
     add_output(parser, "the trace (.parquet)")
+    option = partial(add_option, parser, of=ImportOptions)
     add_option(parser, "--format", choices=tuple(FORMATS), unset="detected", help="format of the dump")
-    add_option(parser, "--model", unset="none; experts, layers and top-k as options or in the dump")
-    add_option(parser, "--num-experts", type=positive, unset="the model's", help="experts of a layer")
-    add_option(parser, "--num-layers", unset="the model's")
-    add_option(parser, "--top-k", unset="the model's")
-    add_option(parser, "--step", default=0, unset="0, for sequences without one")
-    add_option(parser, "--domain", default="", unset="none", help="label of sequences without one")
+    option("--model", unset="none; experts, layers and top-k as options or in the dump")
+    option("--num-experts", type=positive, unset="the model's", help="experts of a layer")
+    option("--num-layers", unset="the model's")
+    option("--top-k", unset="the model's")
+    option("--step", unset="0, for sequences without one")
+    option("--domain", unset="none", help="label of sequences without one")
     parser.set_defaults(run=run)
 
 
@@ -75,19 +77,17 @@ def _rows(summary: Summary, form: str, seconds: float) -> list[tuple[str, str]]:
 
 def _known(options: argparse.Namespace) -> ImportOptions:
     """Model facts from the options."""
-    said = ImportOptions(
-        options.num_experts, options.num_layers, options.top_k, step=options.step, domain=options.domain
-    )
-    if options.model is None:
+    said = ImportOptions(**given(options, ImportOptions))
+    if not said.model:
         return said
-    model = load_model(options.model)
+    model = load_model(said.model)
     layers = model.moe_layers + model.dense_layers if model.moe_layer_indices else None
     for option, value, of_model in (
         ("--num-experts", said.num_experts, model.num_experts),
         ("--top-k", said.top_k, model.top_k),
     ):
         if value not in (None, of_model):
-            raise InputError(f"{option} is {value}; {options.model} has {of_model}")
+            raise InputError(f"{option} is {value}; {said.model} has {of_model}")
     return replace(
         said,
         num_experts=model.num_experts,

@@ -8,7 +8,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from trimtab.cli.options import add_option, given_settings, need_extra, positive, whole
+from trimtab.cli.options import add_option, given, positive, whole
 from trimtab.errors import InputError
 from trimtab.rl.config import TrainConfig, resumed
 
@@ -56,11 +56,10 @@ def add(commands: Any) -> None:
     option("--compare-pairs", type=whole, help="timed pairs of static and trimtab at the end, for the report")
     option("--seed")
     option("--gradient-checkpointing", action="store_true", help="save activation memory")
-    parser.set_defaults(run=run)
+    parser.set_defaults(run=run, needs=("torch", "transformers", "tensorboard"))
 
 
 def run(options: argparse.Namespace) -> None:
-    need_extra("torch", "transformers", "tensorboard")
     from trimtab.integrations.transformers import num_experts
     from trimtab.launch.launcher import launch, torchrun_ranks
     from trimtab.planner import Placement
@@ -69,16 +68,16 @@ def run(options: argparse.Namespace) -> None:
     from trimtab.rl.run import run_training
 
     out: Path = options.out
-    given = given_settings(options, TrainConfig)
+    asked = given(options, TrainConfig)
     is_new = not out.exists() or (out.is_dir() and all(path.suffix == ".partial" for path in out.iterdir()))
     is_writer = os.environ.get("RANK", "0") == "0"
     if options.resume and not is_new:
-        config, ranks_before = resumed(out, given)
+        config, ranks_before = resumed(out, asked)
         checkpoint = last_checkpoint(out)
     elif is_writer and not is_new:
         raise InputError(f"--output {out} is there already and not empty; name a new folder, or --resume the run in it")
     else:
-        config, ranks_before, checkpoint = TrainConfig(**given), 2, None
+        config, ranks_before, checkpoint = TrainConfig(**asked), 2, None
     if checkpoint is not None and checkpoint.step > config.steps:
         raise InputError(f"--steps is {config.steps}; the run in {out} has done {checkpoint.step} already")
     ranks = torchrun_ranks() or options.ranks or ranks_before
