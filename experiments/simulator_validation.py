@@ -22,7 +22,7 @@ from trimtab.benchmarks.bench_runtime import RuntimeBenchmark, ratio_with_interv
 from trimtab.calibration import Calibrated, Calibration, calibrate, settings_for
 from trimtab.calibration.figures_table import figures_table
 from trimtab.cli.main import run
-from trimtab.cli.options import add_option
+from trimtab.cli.options import add_options
 from trimtab.cli.output import write_figures
 from trimtab.cli.parser import Parser
 from trimtab.cluster import ClusterSpec, ModelSpec
@@ -168,8 +168,8 @@ def main(arguments: list[str] | None = None) -> int:
         "on it, and compare their step times with the simulator's predictions for the same routing and plans.",
         examples=[f"{NAME} --json out/simulator.json"],
     )
-    add_option(parser, "--rounds", default=20)
-    add_option(parser, "--json")
+    add_options(parser, "--rounds", default=20)
+    add_options(parser, "--json")
     parser.set_defaults(run=_run)
     return run(NAME, lambda: parser.parse_args(arguments))
 

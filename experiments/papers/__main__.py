@@ -11,7 +11,7 @@ from experiments.papers import run_benchmark
 from experiments.papers.page import print_figures, read_figures, read_page, write_page
 from experiments.papers.published import ROWS
 from trimtab.cli.main import run
-from trimtab.cli.options import add_option, given
+from trimtab.cli.options import add_options, given
 from trimtab.cli.output import write_figures
 from trimtab.cli.parser import Parser
 from trimtab.trace import PRESETS
@@ -28,13 +28,13 @@ def main(arguments: list[str] | None = None) -> int:
         examples=[f"{NAME} --rows relibra --json out/relibra.json"],
     )
     figures = parser.add_mutually_exclusive_group()
-    option = partial(add_option, parser, of=run_benchmark)
-    add_option(figures, "--rows", nargs="+", choices=[row.name for row in ROWS], unset="all", help="papers")
-    add_option(figures, "--read", type=Path, help="read figures written by --json from FILE; nothing is run")
+    option = partial(add_options, parser, of=run_benchmark)
+    add_options(figures, "--rows", nargs="+", choices=[row.name for row in ROWS], unset="all", help="papers")
+    add_options(figures, "--read", type=Path, help="read figures written by --json from FILE; nothing is run")
     option("--preset", nargs="+", dest="presets", choices=tuple(PRESETS))
     option("--seed", nargs="+", dest="seeds")
-    add_option(parser, "--json")
-    add_option(parser, "--page", type=Path, help="put the tables into FILE, a copy of docs/reproduction.md")
+    add_options(parser, "--json")
+    add_options(parser, "--page", type=Path, help="put the tables into FILE, a copy of docs/reproduction.md")
     parser.set_defaults(run=_run)
     return run(NAME, lambda: parser.parse_args(arguments))
 

@@ -10,7 +10,7 @@ from typing import Any
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
 from trimtab.api.analyze import USUAL_RANKS, USUAL_RANKS_PER_NODE, analyze
-from trimtab.cli.options import add_option, add_trace, given
+from trimtab.cli.options import add_options, add_trace, given
 from trimtab.cli.output import write_figures
 from trimtab.report.analysis_tables import analysis_tables
 
@@ -25,7 +25,7 @@ def add(commands: Any) -> None:
         examples=["trimtab analyze out/mixed.parquet --ranks 16 --html out/analysis.html"],
     )
     add_trace(parser)
-    option = partial(add_option, parser, of=analyze)
+    option = partial(add_options, parser, of=analyze)
     option("--ranks", unset=f"{USUAL_RANKS}, or the next number below that divides the experts")
     option("--ranks-per-node", unset=f"{USUAL_RANKS_PER_NODE}, or all")
     option("--token-budget", unset="8192, or the longest sequence if that is more")
@@ -33,8 +33,7 @@ def add(commands: Any) -> None:
     option("--step", unset="all of the trace")
     option("--cluster")
     option("--model", unset="a preset like the trace")
-    add_option(parser, "--json")
-    add_option(parser, "--html")
+    add_options(parser, "--json", "--html")
     parser.set_defaults(run=run)
 
 

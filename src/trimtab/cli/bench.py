@@ -12,7 +12,7 @@ from typing import Any
 
 from trimtab.benchmarks.bench_planner import PlannerBenchmark
 from trimtab.calibration.small_model import TOKENS
-from trimtab.cli.options import add_option, given, need_extra, positive
+from trimtab.cli.options import add_options, given, need_extra, positive
 from trimtab.cli.output import write_figures
 from trimtab.errors import InputError
 from trimtab.planner import Placement
@@ -37,11 +37,11 @@ def add(commands: Any) -> None:
             "trimtab bench runtime --nodes 2 --link-mbit 500 --json out/nodes.json",
         ],
     )
-    add_option(runtime, "--ranks", unset="2 on each node")
-    add_option(runtime, "--nodes", default=1)
-    add_option(runtime, "--link-mbit", unset="not limited")
-    add_option(runtime, "--tokens", type=positive, default=TOKENS, help="tokens of a rank")
-    add_option(runtime, "--rounds", default=40)
+    add_options(runtime, "--ranks", unset="2 on each node")
+    add_options(runtime, "--nodes", default=1)
+    add_options(runtime, "--link-mbit", unset="not limited")
+    add_options(runtime, "--tokens", type=positive, default=TOKENS, help="tokens of a rank")
+    add_options(runtime, "--rounds", default=40)
     runtime.set_defaults(run=run_runtime, needs=("torch", "transformers"))
     planner = benches.add_parser(
         "planner",
@@ -50,15 +50,14 @@ def add(commands: Any) -> None:
         "schedule and slots), and compare the plans with LP bounds.",
         examples=["trimtab bench planner --sizes 8/128 --preset rl-mixed --json out/bench-planner.json"],
     )
-    option = partial(add_option, planner, of=PlannerBenchmark)
+    option = partial(add_options, planner, of=PlannerBenchmark)
     sizes = [f"{ranks}/{experts}" for ranks, experts in PlannerBenchmark.sizes]
-    option("--sizes", type=_size, nargs="+", metavar="SIZE", unset=sizes, help="cases, as ranks/experts")
+    option("--sizes", type=_size, nargs="+", metavar="SIZE", unset=" ".join(sizes), help="cases, as ranks/experts")
     option("--preset", nargs="+", dest="presets", choices=tuple(PRESETS))
     option("--slots", type=positive, nargs="+")
     option("--policy", nargs="+", dest="policies", choices=tuple(POLICIES), unset="all")
-    option("--layers")
-    option("--seed")
-    add_option(planner, "--frontier", type=Path, help="draw balance against bytes to FILE (.svg)")
+    option("--layers", "--seed")
+    add_options(planner, "--frontier", type=Path, help="draw balance against bytes to FILE (.svg)")
     planner.set_defaults(run=run_planner)
     step = benches.add_parser(
         "step",
@@ -67,10 +66,10 @@ def add(commands: Any) -> None:
         "experts, and 1,024 of both, with fewer layers.",
         examples=["trimtab bench step --json out/bench-step.json"],
     )
-    add_option(step, "--preset", choices=tuple(PRESETS), default="rl-mixed")
-    add_option(step, "--largest", type=positive, default=1024, help="ranks of the largest size to run")
-    add_option(step, "--threads", type=positive, default=1, help="layers planned at a time")
-    add_option(step, "--seed", default=0)
+    add_options(step, "--preset", choices=tuple(PRESETS), default="rl-mixed")
+    add_options(step, "--largest", type=positive, default=1024, help="ranks of the largest size to run")
+    add_options(step, "--threads", type=positive, default=1, help="layers planned at a time")
+    add_options(step, "--seed", default=0)
     step.set_defaults(run=run_step)
     transfer = benches.add_parser(
         "transfer",
@@ -80,7 +79,7 @@ def add(commands: Any) -> None:
         "slowest rank's compute with and without a plan.",
         examples=["trimtab bench transfer --json out/bench-transfer.json"],
     )
-    add_option(transfer, "--rounds", default=20)
+    add_options(transfer, "--rounds", default=20)
     transfer.set_defaults(run=run_function, needs=("torch",))
     traces = benches.add_parser(
         "traces",
@@ -88,8 +87,8 @@ def add(commands: Any) -> None:
         description="Write a dump as vLLM's server would (48 layers, top-8 of 128 experts), import it and analyze it.",
         examples=["trimtab bench traces --json out/bench-traces.json"],
     )
-    add_option(traces, "--tokens", type=positive, default=1_000_000, help="tokens of the dump")
-    add_option(traces, "--rounds", default=5)
+    add_options(traces, "--tokens", type=positive, default=1_000_000, help="tokens of the dump")
+    add_options(traces, "--rounds", default=5)
     traces.set_defaults(run=run_function)
     capture = benches.add_parser(
         "capture",
@@ -97,10 +96,10 @@ def add(commands: Any) -> None:
         description="Time forward and generation of a 16-layer MoE, plain and recorded in turns.",
         examples=["trimtab bench capture --json out/bench-capture.json"],
     )
-    add_option(capture, "--rounds", default=60)
+    add_options(capture, "--rounds", default=60)
     capture.set_defaults(run=run_capture, needs=("torch", "transformers"))
     for bench in benches.choices.values():
-        add_option(bench, "--json")
+        add_options(bench, "--json")
 
 
 def run_runtime(options: argparse.Namespace) -> None:

@@ -6,7 +6,7 @@ import argparse
 import logging
 from typing import Any
 
-from trimtab.cli.options import add_option, add_output
+from trimtab.cli.options import add_options, add_output
 from trimtab.cli.output import write_figures
 from trimtab.cluster import write_cluster
 
@@ -21,10 +21,10 @@ def add(commands: Any) -> None:
         examples=["trimtab calibrate -o local.toml"],
     )
     add_output(parser, "the cluster (.toml)")
-    add_option(parser, "--model", unset="that of bench runtime on a CPU, qwen3-30b-a3b on GPUs")
-    add_option(parser, "--ranks", unset="all GPUs, or 2 on a CPU")
-    add_option(parser, "--rounds", default=15)
-    add_option(parser, "--json")
+    add_options(parser, "--model", unset="that of bench runtime on a CPU, qwen3-30b-a3b on GPUs")
+    add_options(parser, "--ranks", unset="all GPUs, or 2 on a CPU")
+    add_options(parser, "--rounds", default=15)
+    add_options(parser, "--json")
     parser.set_defaults(run=run, needs=("torch", "transformers"))
 
 

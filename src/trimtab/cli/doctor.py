@@ -13,7 +13,7 @@ from typing import Any
 from rich.markup import escape
 from rich.table import Table
 
-from trimtab.cli.options import add_option
+from trimtab.cli.options import add_options
 from trimtab.cli.output import write_figures
 from trimtab.cluster import ModelSpec
 from trimtab.errors import InputError
@@ -34,12 +34,11 @@ def add(commands: Any) -> None:
             "torchrun --nnodes 2 --nproc-per-node 8 -m trimtab.cli.main doctor --model path/to/qwen3-moe",
         ],
     )
-    add_option(
+    add_options(
         parser, "--model", type=Path, unset="none", help="a config.json or a checkpoint folder, to check as well"
     )
-    add_option(parser, "--ranks", default=2)
-    add_option(parser, "--slots", default=2)
-    add_option(parser, "--json")
+    add_options(parser, "--ranks", "--slots", default=2)
+    add_options(parser, "--json")
     parser.set_defaults(run=run)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
-from trimtab.cli.options import add_option
+from trimtab.cli.options import add_options
 
 
 def add(commands: Any) -> None:
@@ -15,9 +15,8 @@ def add(commands: Any) -> None:
         "this machine, joined by links of limited rate. Needs Linux and root.",
         examples=["trimtab nodes --link-mbit 500 -- trimtab train -o out/nodes"],
     )
-    add_option(parser, "--nodes", default=2)
-    add_option(parser, "--ranks-per-node", default=2)
-    add_option(parser, "--link-mbit", default=500)
+    add_options(parser, "--nodes", "--ranks-per-node", default=2)
+    add_options(parser, "--link-mbit", default=500)
     parser.add_argument("line", nargs="+", metavar="WORD", help="the command, after --")
     parser.set_defaults(run=run, needs=("torch",))
 

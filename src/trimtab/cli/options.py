@@ -69,47 +69,45 @@ SHARED: dict[str, tuple[Callable[[str], object], str]] = {
     "--json": (Path, "write the figures to FILE; - is standard output, without tables"),
     "--html": (Path, "write a page of the results to FILE"),
 }
+SHORT = {"--output": ["-o"]}
 METAVARS = {positive: "N", whole: "N", float: "X", Path: "FILE"}
 
 
-def add_option(
+def add_options(
     parser: argparse._ActionsContainer,
     *names: str,
     of: Callable[..., object] | None = None,
-    unset: object = None,
+    unset: str = "",
     **settings: Any,
 ) -> None:
-    """Add an option with the shared settings of its name. The help ends with its choices and its default.
+    """Add options with the shared settings of their names. Their help ends with choices and default.
 
     Args:
-        names: the long one last.
-        of: the function or dataclass that takes the option; its default is in the help. If the option is not given,
-            the namespace lacks it, for `given`.
+        of: the function or dataclass that takes the options; its defaults are in the help. Options that are not given
+            are missing in the namespace, for `given`.
         unset: what holds without the option, for the help, if that is no fixed value.
         settings: of `add_argument`, in addition to the shared ones or instead.
     """
-    if names[-1] in SHARED:
-        settings = dict(zip(("type", "help"), SHARED[names[-1]], strict=True)) | settings
-    shown = unset or settings.get("default")
-    if of is not None:
-        name = settings.get("dest", names[-1].lstrip("-").replace("-", "_"))
-        shown, settings["default"] = unset or signature(of).parameters[name].default, argparse.SUPPRESS
-    if "choices" in settings:
-        settings["help"] += f": {', '.join(settings['choices'])}"
-    if "action" not in settings:
-        # Repeated options of several values add up.
-        settings = {
-            "metavar": METAVARS.get(settings.get("type"), "NAME"),
-            "action": "extend" if "nargs" in settings else "store",
-        } | settings
-        text = " ".join(map(str, shown)) if isinstance(shown, list | tuple) else shown
-        settings["help"] += "" if shown is None else f" (default: {text})"
-    parser.add_argument(*names, **settings)
+    for name in names:
+        option = dict(zip(("type", "help"), SHARED.get(name, ()), strict=False)) | settings
+        shown = unset or option.get("default")
+        if of is not None:
+            parameter = option.get("dest", name.lstrip("-").replace("-", "_"))
+            shown, option["default"] = unset or signature(of).parameters[parameter].default, argparse.SUPPRESS
+        if "choices" in option:
+            option["help"] += f": {', '.join(option['choices'])}"
+        if "action" not in option:
+            option.setdefault("metavar", METAVARS.get(option.get("type"), "NAME"))
+            # Values of a repeated option add up.
+            option["action"] = "extend" if "nargs" in option else "store"
+            text = " ".join(map(str, shown)) if isinstance(shown, list | tuple) else shown
+            option["help"] += "" if shown is None else f" (default: {text})"
+        parser.add_argument(*SHORT.get(name, ()), name, **option)
 
 
 def add_output(parser: argparse._ActionsContainer, content: str, *, required: bool = True) -> None:
     """Add `-o/--output`, the file that the command makes."""
-    add_option(parser, "-o", "--output", type=Path, required=required, help=f"file to write: {content}")
+    add_options(parser, "--output", type=Path, required=required, help=f"file to write: {content}")
 
 
 def add_trace(parser: argparse.ArgumentParser) -> None:

@@ -7,7 +7,7 @@ from functools import partial
 from typing import Any
 
 from trimtab.api.plan import plan
-from trimtab.cli.options import add_option, add_output, add_trace, given
+from trimtab.cli.options import add_options, add_output, add_trace, given
 from trimtab.cli.output import write_figures
 from trimtab.policies import POLICIES
 from trimtab.report.tables import balance_tables, facts
@@ -20,16 +20,15 @@ def add(commands: Any) -> None:
         examples=["trimtab plan out/demo/routing/step-00000.parquet --ranks 8 --slots 2"],
     )
     add_trace(parser)
-    option = partial(add_option, parser, of=plan)
-    option("--ranks", required=True)
+    option = partial(add_options, parser, of=plan)
+    add_options(parser, "--ranks", required=True)
     option("--ranks-per-node", unset="all")
-    option("--slots")
-    option("--token-budget")
+    option("--slots", "--token-budget")
     option("--step", unset="the first of the trace")
     option("--policy", choices=tuple(POLICIES))
     option("--model", unset="none; transferred bytes are not counted")
     add_output(parser, "the plan (.npz)", required=False)
-    add_option(parser, "--json")
+    add_options(parser, "--json")
     parser.set_defaults(run=run)
 
 

@@ -11,7 +11,7 @@ from typing import Any
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from trimtab.api.simulate import DEFAULT_MICRO_STEPS, GROUPS_MEET, simulate
-from trimtab.cli.options import add_option, add_trace, given, positive
+from trimtab.cli.options import add_options, add_trace, given, positive
 from trimtab.cli.output import write_figures
 from trimtab.policies import POLICIES
 from trimtab.report.perfetto import check_name, write_perfetto
@@ -30,14 +30,13 @@ def add(commands: Any) -> None:
         examples=["trimtab simulate out/mixed.parquet --cluster h100x8 --ranks 16 --html out/report.html"],
     )
     add_trace(parser)
-    option = partial(add_option, parser, of=simulate)
+    option = partial(add_options, parser, of=simulate)
     option("--policy", nargs="+", dest="policies", choices=tuple(POLICIES))
     option("--cluster")
     option("--model", unset="a preset like the trace")
-    option("--ranks", nargs="+")
     option("--ranks-per-node", unset="the cluster's")
-    option("--slots", nargs="+")
-    option("--micro-steps", nargs="+", unset=DEFAULT_MICRO_STEPS)
+    option("--ranks", "--slots", nargs="+")
+    option("--micro-steps", nargs="+", unset=str(DEFAULT_MICRO_STEPS))
     option("--token-budget", unset="as the micro-steps give")
     option("--mini-batches")
     option("--groups", type=positive, help="expert-parallel groups")
@@ -50,9 +49,8 @@ def add(commands: Any) -> None:
         help="update alone, with the rollout's log-probabilities",
     )
     option("--step", unset="the last of the trace")
-    add_option(parser, "--json")
-    add_option(parser, "--html")
-    add_option(parser, "--perfetto", type=Path, help="write the timeline of a micro-step to FILE (.json, .json.gz)")
+    add_options(parser, "--json", "--html")
+    add_options(parser, "--perfetto", type=Path, help="write the timeline of a micro-step to FILE (.json, .json.gz)")
     parser.set_defaults(run=run)
 
 

@@ -11,7 +11,7 @@ import numpy as np
 from rich.console import Console
 
 from trimtab.cli import trace_export, trace_import
-from trimtab.cli.options import add_option, add_output, add_trace, given, positive
+from trimtab.cli.options import add_options, add_output, add_trace, given, positive
 from trimtab.cli.output import write_figures
 from trimtab.errors import InputError
 from trimtab.report.tables import skew_table, trace_facts
@@ -33,7 +33,7 @@ def add(commands: Any) -> None:
         examples=["trimtab trace info out/demo/routing/step-00000.parquet"],
     )
     add_trace(info)
-    add_option(info, "--json")
+    add_options(info, "--json")
     info.set_defaults(run=run_info)
     synth = actions.add_parser(
         "synth",
@@ -44,7 +44,7 @@ def add(commands: Any) -> None:
     )
     synth.add_argument("preset", choices=tuple(PRESETS), metavar="PRESET", help=", ".join(PRESETS))
     add_output(synth, "the trace (.parquet)")
-    option = partial(add_option, synth)
+    option = partial(add_options, synth)
     option("--sequences", dest="num_sequences", type=positive, default=256, help="sequences of each step")
     option("--mean-length", type=positive, default=512, help="mean tokens of a sequence")
     option("--max-length", type=positive, unset="twice the mean", help="most tokens of a sequence")

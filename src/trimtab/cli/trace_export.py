@@ -10,7 +10,7 @@ import numpy as np
 from rich.console import Console
 
 from trimtab.array_type import Array
-from trimtab.cli.options import add_option, add_output, add_trace, whole
+from trimtab.cli.options import add_options, add_output, add_trace, whole
 from trimtab.errors import InputError
 from trimtab.files import write_whole
 from trimtab.planner.placement.serving_placement import count_parts, fill_slots, slot_loads
@@ -37,15 +37,15 @@ def add(actions: Any) -> None:
         ],
     )
     add_trace(parser)
-    add_option(parser, "--to", choices=(*TRACES, *PLACEMENTS), required=True, help="format to write")
+    add_options(parser, "--to", choices=(*TRACES, *PLACEMENTS), required=True, help="format to write")
     add_output(parser, "the trace or placement")
-    add_option(parser, "--step", unset="all; placements take all")
-    add_option(parser, "--ranks", unset="none; required for placements")
-    add_option(parser, "--ranks-per-node", unset="all")
-    add_option(
-        parser, "--redundant", type=whole, unset=0, help="placement: redundant experts of a layer, over all ranks"
+    add_options(parser, "--step", unset="all; placements take all")
+    add_options(parser, "--ranks", unset="none; required for placements")
+    add_options(parser, "--ranks-per-node", unset="all")
+    add_options(
+        parser, "--redundant", type=whole, unset="0", help="placement: redundant experts of a layer, over all ranks"
     )
-    add_option(parser, "--num-layers", unset="up to the last of the trace; only for sglang-placement")
+    add_options(parser, "--num-layers", unset="up to the last of the trace; only for sglang-placement")
     parser.set_defaults(run=run)
 
 

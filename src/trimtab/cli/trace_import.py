@@ -13,7 +13,7 @@ from typing import Any
 from rich.console import Console
 from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
-from trimtab.cli.options import add_option, add_output, given, positive
+from trimtab.cli.options import add_options, add_output, given, positive
 from trimtab.cluster import load_model
 from trimtab.errors import InputError
 from trimtab.report.tables import facts, trace_facts
@@ -36,12 +36,11 @@ def add(actions: Any) -> None:
         "source", type=Path, nargs="+", metavar="SOURCE", help="files, folders or patterns of one dump, in order"
     )
     add_output(parser, "the trace (.parquet)")
-    option = partial(add_option, parser, of=ImportOptions)
-    add_option(parser, "--format", choices=tuple(FORMATS), unset="detected", help="format of the dump")
+    option = partial(add_options, parser, of=ImportOptions)
+    add_options(parser, "--format", choices=tuple(FORMATS), unset="detected", help="format of the dump")
     option("--model", unset="none; experts, layers and top-k as options or in the dump")
     option("--num-experts", type=positive, unset="the model's", help="experts of a layer")
-    option("--num-layers", unset="the model's")
-    option("--top-k", unset="the model's")
+    option("--num-layers", "--top-k", unset="the model's")
     option("--step", unset="0, for sequences without one")
     option("--domain", unset="none", help="label of sequences without one")
     parser.set_defaults(run=run)

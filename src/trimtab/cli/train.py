@@ -8,7 +8,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from trimtab.cli.options import add_option, given, positive, whole
+from trimtab.cli.options import add_options, given, positive, whole
 from trimtab.errors import InputError
 from trimtab.rl.config import TrainConfig, resumed
 
@@ -28,26 +28,24 @@ def add(commands: Any) -> None:
             "torchrun --nnodes 2 --nproc-per-node 8 -m trimtab.cli.main train -o /shared/run",
         ],
     )
-    add_option(
-        parser, "-o", "--output", type=Path, dest="out", required=True, metavar="FOLDER",
+    add_options(
+        parser, "--output", type=Path, dest="out", required=True, metavar="FOLDER",
         help="folder to write; new or empty, except with --resume",
     )  # fmt: skip
-    add_option(
+    add_options(
         parser,
         "--resume",
         action="store_true",
         help="continue from the last checkpoint in the folder with the settings of that run; start anew if it is empty",
     )
-    option = partial(add_option, parser, of=TrainConfig)
+    option = partial(add_options, parser, of=TrainConfig)
     option("--model", type=Path, metavar="FOLDER", unset="a small model", help="local Hugging Face checkpoint")
     option("--mode", choices=MODES, help="how experts are balanced")
-    add_option(parser, "--ranks", unset=2)
-    option("--slots")
-    option("--steps")
+    add_options(parser, "--ranks", unset="2")
+    option("--slots", "--steps")
     option("--problems", type=positive, help="problems of a step")
     option("--samples", type=positive, help="responses to each problem")
-    option("--mini-batches")
-    option("--token-budget")
+    option("--mini-batches", "--token-budget")
     option("--max-new-tokens", type=positive, help="longest response")
     option("--learning-rate", type=float, help="learning rate of GRPO")
     option("--warm-start-steps", type=whole, help="supervised steps before RL")
