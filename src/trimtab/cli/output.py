@@ -19,8 +19,8 @@ SOURCES = {"trace": "*.parquet", "source": "*"}
 
 def check_outputs(options: argparse.Namespace) -> None:
     """Raise InputError if a file to write can't be written, is also read, or is written twice."""
-    given = [getattr(options, name, None) for name in FILES]
-    paths = [path for path in given if path not in (None, STDOUT)]
+    given = {name: getattr(options, name, None) for name in FILES}
+    paths = [path for name, path in given.items() if path and (name, path) != ("json", STDOUT)]
     sources = []
     for name in SOURCES.keys() & vars(options).keys() if paths else ():
         from trimtab.trace.store import named_files
@@ -29,8 +29,8 @@ def check_outputs(options: argparse.Namespace) -> None:
     for place, path in enumerate(paths):
         if path.is_dir():
             raise InputError(f"{path}: a folder; name the file to write")
-        if path.parent == Path("/dev") or (path.exists() and not path.is_file()):
-            raise InputError(f"{path}: not a file; --json - writes to standard output")
+        if path == STDOUT or path.parent == Path("/dev") or (path.exists() and not path.is_file()):
+            raise InputError(f"{path}: not a file; only --json - writes to standard output")
         if path in paths[:place]:
             raise InputError(f"{path}: to be written twice; name another file")
         if path.exists() and any(source.samefile(path) for source in sources):
