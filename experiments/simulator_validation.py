@@ -162,6 +162,10 @@ def print_comparison(result: Mapping[str, Any], console: Console) -> None:
 
 def main(arguments: list[str] | None = None) -> int:
     """Run the command. Returns the exit status."""
+    return run(NAME, lambda: make_parser().parse_args(arguments))
+
+
+def make_parser() -> Parser:
     parser = Parser(
         prog=NAME,
         description="Calibrate this machine, run the static, trimtab and balanced variants of `trimtab bench runtime` "
@@ -171,7 +175,7 @@ def main(arguments: list[str] | None = None) -> int:
     add_options(parser, "--rounds", default=20)
     add_options(parser, "--json")
     parser.set_defaults(run=_run)
-    return run(NAME, lambda: parser.parse_args(arguments))
+    return parser
 
 
 def _run(options: argparse.Namespace) -> None:

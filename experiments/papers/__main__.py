@@ -21,6 +21,10 @@ NAME = "python -m experiments.papers"
 
 def main(arguments: list[str] | None = None) -> int:
     """Run the command. Returns the exit status."""
+    return run(NAME, lambda: make_parser().parse_args(arguments))
+
+
+def make_parser() -> Parser:
     parser = Parser(
         prog=NAME,
         description="Simulate the set-ups of several papers on synthetic routing, and print their figures and ours: "
@@ -36,7 +40,7 @@ def main(arguments: list[str] | None = None) -> int:
     add_options(parser, "--json")
     add_options(parser, "--page", type=Path, help="put the tables into FILE, a copy of docs/reproduction.md")
     parser.set_defaults(run=_run)
-    return run(NAME, lambda: parser.parse_args(arguments))
+    return parser
 
 
 def _run(options: argparse.Namespace) -> None:

@@ -42,16 +42,7 @@ def all_parsers() -> dict[str, argparse.ArgumentParser]:
                     walk(child)
 
     walk(top)
-    with pytest.MonkeyPatch.context() as patch:
-        for module in (papers, simulator_validation):
-            patch.setattr(module, "run", lambda name, parse: found.setdefault(name, parse.__closure__))
-            created: list[argparse.ArgumentParser] = []
-            patch.setattr(
-                module, "Parser", lambda created=created, **settings: created.append(Parser(**settings)) or created[0]
-            )
-            module.main([])
-            found[module.NAME] = created[0]
-    return found
+    return found | {module.NAME: module.make_parser() for module in (papers, simulator_validation)}
 
 
 PARSERS = all_parsers()
@@ -81,10 +72,7 @@ def test_shared_options_are_the_same_in_all_commands() -> None:
         for option, action in options_of(parser).items():
             if option in SHARED and not (option == "--model" and name in ("trimtab train", "trimtab doctor")):
                 used.add(option)
-                _, text = SHARED[option]
-                assert re.split(r": [a-z]+,| \(default", action.help or "")[0] == text.split(": ")[0] or (
-                    action.help or ""
-                ).startswith(text), (name, option)
+                assert (action.help or "").startswith(SHARED[option][1]), (name, option)
                 assert action.metavar in ("N", "NAME", "FILE")
     assert used == SHARED.keys()
     outputs = [options_of(parser).get("--output") for parser in PARSERS.values()]
@@ -185,7 +173,7 @@ def test_earlier_spellings_are_accepted(tmp_path: Path, trace: str) -> None:
     for old, new in ALIASES.items():
         users = [parser for parser in PARSERS.values() if new in options_of(parser)]
         assert users
-        assert all(old not in parser.format_help() for parser in users)
+        assert not any(re.search(rf"{old}\b", parser.format_help()) for parser in users)
     sizes = ["--ranks", "4", "--micro-steps", "1"]
     for number, words in enumerate(
         (["--policies", "llep"], ["--policy", "llep"], ["--policies=llep", "--policy", "llep"])

@@ -89,7 +89,7 @@ def add_options(
         settings: of `add_argument`, in addition to the shared ones or instead.
     """
     for name in names:
-        option = dict(zip(("type", "help"), SHARED.get(name, ()), strict=False)) | settings
+        option: dict[str, Any] = dict(zip(("type", "help"), SHARED.get(name, ()), strict=False)) | settings
         shown = unset or option.get("default")
         if of is not None:
             parameter = option.get("dest", name.lstrip("-").replace("-", "_"))
