@@ -202,7 +202,7 @@ def expect_input_error(arguments: list[str], message: str, capsys: pytest.Captur
         (["bench", "runtime", "--link-mbit", "500"], "--nodes should be 2 or more"),
         (["nodes"], "the following arguments are required: WORD"),
         (["train"], "the following arguments are required: -o/--output"),
-        (["dance"], "unknown command dance; use one of train,"),
+        (["waltz"], "unknown command waltz; use one of train,"),
     ],
 )
 def test_input_errors_are_one_line_with_status_2(

@@ -7,7 +7,7 @@ import logging
 from functools import partial
 from typing import Any
 
-from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.progress import Progress
 
 from trimtab.api.analyze import USUAL_RANKS, USUAL_RANKS_PER_NODE, analyze
 from trimtab.cli.options import add_options, add_trace, given
@@ -39,7 +39,7 @@ def add(commands: Any) -> None:
 
 
 def run(options: argparse.Namespace) -> None:
-    with Progress(TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn(), transient=True) as progress:
+    with Progress(transient=True) as progress:
         update = partial(progress.update, progress.add_task("counting", total=None))
         result = analyze(**given(options, analyze), progress=lambda done, total: update(completed=done, total=total))
     console = write_figures(options, result.figures())

@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 from trimtab.benchmarks.bench_planner import PlannerBenchmark
-from trimtab.calibration.small_model import TOKENS
 from trimtab.cli.options import add_options, given, need_extra, positive
 from trimtab.cli.output import write_figures
 from trimtab.errors import InputError
@@ -40,7 +39,7 @@ def add(commands: Any) -> None:
     add_options(runtime, "--ranks", unset="2 on each node")
     add_options(runtime, "--nodes", default=1)
     add_options(runtime, "--link-mbit", unset="not limited")
-    add_options(runtime, "--tokens", type=positive, default=TOKENS, help="tokens of a rank")
+    add_options(runtime, "--tokens", type=positive, default=2048, help="tokens of a rank")
     add_options(runtime, "--rounds", default=40)
     runtime.set_defaults(run=run_runtime, needs=("torch", "transformers"))
     planner = benches.add_parser(

@@ -14,17 +14,7 @@ from trimtab.cli.parser import closest
 from trimtab.errors import InputError
 
 
-def positive(text: str) -> int:
-    """An integer of at least 1."""
-    return _integer(text, 1)
-
-
-def whole(text: str) -> int:
-    """An integer of at least 0."""
-    return _integer(text, 0)
-
-
-def _integer(text: str, least: int) -> int:
+def _integer(least: int, text: str) -> int:
     try:
         value = int(text)
     except ValueError:
@@ -32,6 +22,10 @@ def _integer(text: str, least: int) -> int:
     if value < least:
         raise argparse.ArgumentTypeError(f"{text!r} should be a whole number of at least {least}")
     return value
+
+
+positive, whole = partial(_integer, 1), partial(_integer, 0)
+"""Types of options: integers of at least 1, and of at least 0."""
 
 
 def _preset_or_path(kind: Any, text: str) -> str:

@@ -13,7 +13,6 @@ from typing import Any, NoReturn
 
 # Earlier spellings of options, still accepted.
 ALIASES = {"--out": "--output", "--policies": "--policy", "--presets": "--preset", "--seeds": "--seed"}
-EXAMPLES = "examples:\n  "
 
 
 class Parser(argparse.ArgumentParser):
@@ -25,8 +24,8 @@ class Parser(argparse.ArgumentParser):
     """
 
     def __init__(self, *, examples: Sequence[str] = (), **settings: Any) -> None:
-        epilog = EXAMPLES + "\n  ".join(examples)
-        super().__init__(epilog=epilog, formatter_class=_HelpFormatter, allow_abbrev=False, **settings)
+        super().__init__(allow_abbrev=False, **settings)
+        self.examples = examples
         level = partial(
             self.add_mutually_exclusive_group().add_argument,
             dest="log_level",
@@ -35,6 +34,9 @@ class Parser(argparse.ArgumentParser):
         )
         level("-q", "--quiet", const=logging.WARNING, help="no notes and no progress bars")
         level("-v", "--verbose", const=logging.DEBUG, help="more notes")
+
+    def format_help(self) -> str:
+        return f"{super().format_help()}\nexamples:\n" + "".join(f"  {line}\n" for line in self.examples)
 
     def error(self, message: str) -> NoReturn:
         self.exit(2, f"{self.prog}: {message} (see {self.prog} --help)\n")
@@ -57,13 +59,6 @@ class Parser(argparse.ArgumentParser):
             name = "/".join(action.option_strings) or str(action.metavar).lower()
             hint = closest(value, action.choices) or f"; use one of {', '.join(action.choices)}"
             self.error(f"unknown {name} {value}{hint}")
-
-
-class _HelpFormatter(argparse.HelpFormatter):
-    """Keeps the lines of the examples."""
-
-    def _fill_text(self, text: str, width: int, indent: str) -> str:
-        return text if text.startswith(EXAMPLES) else super()._fill_text(text, width, indent)
 
 
 def closest(word: str, names: Iterable[str]) -> str:

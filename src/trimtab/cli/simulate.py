@@ -8,7 +8,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.progress import Progress
 
 from trimtab.api.simulate import DEFAULT_MICRO_STEPS, GROUPS_MEET, simulate
 from trimtab.cli.options import add_options, add_trace, given, positive
@@ -58,8 +58,7 @@ def add(commands: Any) -> None:
 def run(options: argparse.Namespace) -> None:
     if options.perfetto:
         check_name(options.perfetto)
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    with Progress(*columns, transient=True) as progress:
+    with Progress(transient=True) as progress:
         update = partial(progress.update, progress.add_task("counting", total=None))
         result = simulate(
             **given(options, simulate),

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from rich.console import Console
-from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+from rich.progress import Progress
 
 from trimtab.cli.options import add_options, add_output, given, positive
 from trimtab.cluster import load_model
@@ -51,10 +51,9 @@ def run(options: argparse.Namespace) -> None:
     form = options.format or common_format(files)
     summary = Summary()
     console = Console(highlight=False)
-    columns = (SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
     start = time.perf_counter()
-    with Progress(*columns, transient=True) as progress:
-        task = progress.add_task(form)
+    with Progress(transient=True) as progress:
+        task = progress.add_task(form, total=None)
 
         def watched(parts: Iterable[RoutingTrace]) -> Iterator[RoutingTrace]:
             for part in parts:
