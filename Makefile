@@ -9,7 +9,7 @@ help:  ## list the targets
 	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
 
 demo: .venv/.ready  ## post-train a small MoE on two local ranks, balanced by Trimtab (about 4 minutes)
-	$(BIN)/trimtab train --out $(OUT)
+	$(BIN)/trimtab train -o $(OUT)
 
 # These start ranks, which share their files' processes; a file at a time on each core.
 WIDE := tests/runtime tests/rl tests/integrations tests/benchmarks tests/test_examples.py tests/doctor/test_doctor.py

@@ -21,11 +21,12 @@ from rich.table import Table
 from trimtab.benchmarks.bench_runtime import RuntimeBenchmark, ratio_with_interval, run_benchmark
 from trimtab.calibration import Calibrated, Calibration, calibrate, settings_for
 from trimtab.calibration.figures_table import figures_table
-from trimtab.cli.main import Parser, run
-from trimtab.cli.options import positive
+from trimtab.cli.main import run
+from trimtab.cli.options import add_options
+from trimtab.cli.output import write_figures
+from trimtab.cli.parser import Parser
 from trimtab.cluster import ClusterSpec, ModelSpec
 from trimtab.cluster.operations import OperationCosts
-from trimtab.files import write_json
 from trimtab.launch.launcher import launch
 from trimtab.planner import Schedule, SequenceCounts, StepPlan, Workload
 from trimtab.policies import POLICIES
@@ -161,27 +162,29 @@ def print_comparison(result: Mapping[str, Any], console: Console) -> None:
 
 def main(arguments: list[str] | None = None) -> int:
     """Run the command. Returns the exit status."""
+    return run(NAME, lambda: make_parser().parse_args(arguments))
+
+
+def make_parser() -> Parser:
     parser = Parser(
         prog=NAME,
         description="Calibrate this machine, run the static, trimtab and balanced variants of `trimtab bench runtime` "
         "on it, and compare their step times with the simulator's predictions for the same routing and plans.",
-        epilog=f"example: {NAME} --json out/simulator.json",
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+        examples=[f"{NAME} --json out/simulator.json"],
     )
-    parser.add_argument("--rounds", type=positive, default=20, metavar="N", help="rounds of both")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="also write the figures to FILE")
+    add_options(parser, "--rounds", default=20)
+    add_options(parser, "--json")
     parser.set_defaults(run=_run)
-    return run(NAME, lambda: parser.parse_args(arguments))
+    return parser
 
 
 def _run(options: argparse.Namespace) -> None:
     calibration = settings_for(None, ranks=None, rounds=options.rounds, name="this machine")
     calibrated, result = run_validation(calibration, RuntimeBenchmark(rounds=options.rounds))
-    console = Console(highlight=False)
+    figures = {"schema": "trimtab-bench-simulator-1", **result, "calibrated": calibrated.to_json()}
+    console = write_figures(options, figures)
     console.print(figures_table(calibrated))
     print_comparison(result, console)
-    if options.json:
-        write_json(options.json, {"schema": "trimtab-bench-simulator-1", **result, "calibrated": calibrated.to_json()})
 
 
 if __name__ == "__main__":

@@ -27,7 +27,9 @@ from trimtab.trace import PRESETS, synthesize_preset
 STEPS = 3
 
 
-def run_benchmark(rows: Sequence[Row], presets: Sequence[str], seeds: Sequence[int]) -> dict[str, Any]:
+def run_benchmark(
+    rows: Sequence[Row], presets: Sequence[str] = ("rl-math", "rl-mixed"), seeds: Sequence[int] = (0, 1, 2)
+) -> dict[str, Any]:
     """All figures of some rows, by set-up, preset and seed."""
     with Progress(transient=True) as progress:
         task = progress.add_task("papers", total=len(presets) * len(seeds) * sum(len(r.set_ups) for r in rows))

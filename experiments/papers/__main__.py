@@ -4,47 +4,43 @@ from __future__ import annotations
 
 import argparse
 import sys
+from functools import partial
 from pathlib import Path
-
-from rich.console import Console
 
 from experiments.papers import run_benchmark
 from experiments.papers.page import print_figures, read_figures, read_page, write_page
 from experiments.papers.published import ROWS
-from trimtab.cli.main import Parser, run
-from trimtab.cli.options import whole
-from trimtab.files import write_json
+from trimtab.cli.main import run
+from trimtab.cli.options import add_options, given
+from trimtab.cli.output import write_figures
+from trimtab.cli.parser import Parser
 from trimtab.trace import PRESETS
 
 NAME = "python -m experiments.papers"
-PAPERS = [row.name for row in ROWS]
 
 
 def main(arguments: list[str] | None = None) -> int:
     """Run the command. Returns the exit status."""
+    return run(NAME, lambda: make_parser().parse_args(arguments))
+
+
+def make_parser() -> Parser:
     parser = Parser(
         prog=NAME,
         description="Simulate the set-ups of several papers on synthetic routing, and print their figures and ours: "
         "the range over presets and seeds, and the median.",
-        epilog=f"example: {NAME} --rows relibra --json out/relibra.json",
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+        examples=[f"{NAME} --rows relibra --json out/relibra.json"],
     )
     figures = parser.add_mutually_exclusive_group()
-    figures.add_argument("--rows", nargs="+", choices=PAPERS, default=PAPERS, metavar="NAME", help="papers")
-    figures.add_argument("--read", type=Path, metavar="FILE", help="read figures written by --json; nothing is run")
-    parser.add_argument(
-        "--presets",
-        nargs="+",
-        choices=PRESETS,
-        default=["rl-math", "rl-mixed"],
-        metavar="NAME",
-        help="skew of the routing",
-    )
-    parser.add_argument("--seeds", type=whole, nargs="+", default=[0, 1, 2], metavar="N", help="of the routing")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="also write the figures to FILE")
-    parser.add_argument("--page", type=Path, metavar="FILE", help="also put the tables into docs/reproduction.md")
+    option = partial(add_options, parser, of=run_benchmark)
+    add_options(figures, "--rows", nargs="+", choices=[row.name for row in ROWS], unset="all", help="papers")
+    add_options(figures, "--read", type=Path, help="read figures written by --json from FILE; nothing is run")
+    option("--preset", nargs="+", dest="presets", choices=tuple(PRESETS))
+    option("--seed", nargs="+", dest="seeds")
+    add_options(parser, "--json")
+    add_options(parser, "--page", type=Path, help="put the tables into FILE, a copy of docs/reproduction.md")
     parser.set_defaults(run=_run)
-    return run(NAME, lambda: parser.parse_args(arguments))
+    return parser
 
 
 def _run(options: argparse.Namespace) -> None:
@@ -53,10 +49,9 @@ def _run(options: argparse.Namespace) -> None:
     if options.read:
         figures = read_figures(options.read)
     else:
-        figures = run_benchmark([row for row in ROWS if row.name in options.rows], options.presets, options.seeds)
-    print_figures(figures, Console(highlight=False))
-    if options.json:
-        write_json(options.json, figures)
+        options.rows = [row for row in ROWS if not options.rows or row.name in options.rows]
+        figures = run_benchmark(**given(options, run_benchmark))
+    print_figures(figures, write_figures(options, figures))
     if options.page:
         write_page(figures, options.page)
 

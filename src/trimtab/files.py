@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import json
 import os
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, BinaryIO
+
+# A path that stands for standard output, where figures may be written to.
+STDOUT = Path("-")
 
 
 @contextmanager
@@ -38,5 +42,9 @@ def write_atomically(path: str | os.PathLike[str], content: str | bytes) -> None
 
 
 def write_json(path: Path, content: dict[str, Any]) -> None:
-    """Write a JSON file atomically."""
-    write_atomically(path, json.dumps(content, indent=2) + "\n")
+    """Write a JSON file atomically, or to standard output if the path is `STDOUT`."""
+    text = json.dumps(content, indent=2) + "\n"
+    if path == STDOUT:
+        sys.stdout.write(text)
+    else:
+        write_atomically(path, text)

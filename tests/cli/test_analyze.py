@@ -1,4 +1,4 @@
-"""`trimtab analyze` as a user runs it: the answer, the files, and one clear line for every mistake."""
+"""`trimtab analyze`: its output, its files, and one line for every mistake."""
 
 from __future__ import annotations
 
@@ -34,11 +34,11 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_it_answers_first_and_writes_what_it_is_asked_to(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_analyze_prints_the_answer_and_writes_json_and_html(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     outputs = ["--json", str(folder / "out" / "a.json"), "--html", str(folder / "out" / "a.html")]
     size = ["--ranks", "4", "--ranks-per-node", "2", "--token-budget", "64"]
     assert main(["analyze", str(folder / "run" / "*.parquet"), *size, *outputs]) == 0
-    printed = capsys.readouterr().out
+    printed, notes = capsys.readouterr()
     content = json.loads((folder / "out" / "a.json").read_text())
     assert content["schema"] == "trimtab-analyze-2"
     ratio, lost = content["max_vio"]["mean"] + 1, content["expert_time_lost"]
@@ -46,8 +46,9 @@ def test_it_answers_first_and_writes_what_it_is_asked_to(folder: Path, capsys: p
         f"On 4 ranks the busiest computes {ratio:.2f} times the mean, and on average a rank is idle for {lost:.0%}"
     )
     assert " ".join(printed.split()).startswith(opening)
-    for words in ("[code]", "Does known routing help?", "max_vio of nodes", "3 steps, 0 to 2", "page: "):
+    for words in ("[code]", "Does known routing help?", "max_vio of nodes", "3 steps, 0 to 2"):
         assert words in printed
+    assert f"page: {folder / 'out' / 'a.html'}\n" in notes
     assert [content[key] for key in ("steps", "sequences", "tokens", "unknown_routes")] == [[0, 1, 2], 48, 48 * 32, 0]
     assert len(content["by_micro_step"]) == content["micro_steps"] == 6
     assert [each["layer"] for each in content["by_layer"]] == content["layers"] == [0, 1]
@@ -59,7 +60,7 @@ def test_it_answers_first_and_writes_what_it_is_asked_to(folder: Path, capsys: p
     assert {path.name for path in (folder / "out").iterdir()} == {"a.json", "a.html"}
 
 
-def test_a_newcomer_gives_a_file_and_gets_an_answer(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_analyze_needs_only_a_file(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["analyze", str(folder / "odd.parquet")]) == 0
     printed = capsys.readouterr().out
     assert "For 8 ranks, since --ranks is not given." in printed
@@ -69,7 +70,7 @@ def test_a_newcomer_gives_a_file_and_gets_an_answer(folder: Path, capsys: pytest
     assert "One rank computes all experts" in capsys.readouterr().out
 
 
-def test_seconds_are_for_a_model_that_fits(folder: Path, tmp_path: Path) -> None:
+def test_estimate_in_seconds_for_a_preset_like_the_trace(folder: Path, tmp_path: Path) -> None:
     trace = synthesize(num_sequences=16, sequence_length=64, num_layers=2, num_experts=128, top_k=8, zipf=0.9)
     write_trace(trace, tmp_path / "t.parquet")
     assert main(["analyze", str(tmp_path / "t.parquet"), "--json", str(tmp_path / "a.json"), "--micro-steps", "2"]) == 0
@@ -81,7 +82,7 @@ def test_seconds_are_for_a_model_that_fits(folder: Path, tmp_path: Path) -> None
     assert 0 < estimate["lost_part"] < 1
 
 
-def test_a_trace_of_more_layers_than_a_model_is_not_priced_by_it(tmp_path: Path) -> None:
+def test_no_estimate_for_a_model_with_fewer_layers_than_the_trace(tmp_path: Path) -> None:
     many = RoutingTrace.from_sequences([], num_experts=128, shape=(61, 8))
     assert _model(many, None, "t.parquet") is None
     with pytest.raises(InputError, match=r"t\.parquet is not of model qwen3-30b-a3b: the trace has 61 MoE layers"):
@@ -89,7 +90,7 @@ def test_a_trace_of_more_layers_than_a_model_is_not_priced_by_it(tmp_path: Path)
 
 
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("words", "message"),
     [
         (["run", "--ranks", "3"], "--ranks 3 doesn't divide the 16 experts of"),
         (["run", "--ranks", "4", "--ranks-per-node", "3"], "4 ranks with 3 a node"),
@@ -103,19 +104,19 @@ def test_a_trace_of_more_layers_than_a_model_is_not_priced_by_it(tmp_path: Path)
         (["run", "--html", "{folder}"], "a folder; name the file to write"),
     ],
 )
-def test_mistakes_are_one_line(
-    words: list[str], said: str, folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+def test_input_errors_are_one_line(
+    words: list[str], message: str, folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(folder)
     json_file = folder / "out.json"
-    assert main(["analyze", *(word.format(folder=folder) for word in words), "--json", str(json_file)]) == 2
+    assert main(["analyze", "-q", *(word.format(folder=folder) for word in words), "--json", str(json_file)]) == 2
     error = capsys.readouterr().err
-    assert said in error
+    assert message in error
     assert error.count("\n") == 1
     assert not json_file.exists()
 
 
-def test_it_needs_no_torch(folder: Path) -> None:
+def test_analyze_runs_without_torch(folder: Path) -> None:
     code = (
         "import sys; sys.modules['torch'] = None; from trimtab.cli.main import main; "
         f"sys.exit(main(['analyze', {str(folder / 'odd.parquet')!r}]))"

@@ -1,4 +1,4 @@
-"""Commands as a user runs them: output, exit status, and one clear line for every mistake."""
+"""Commands: output, exit status, and one line for every mistake."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from trimtab import RoutingTrace, StepPlan, read_trace, write_trace
-from trimtab.cli.main import COMMANDS, main
+from trimtab.cli.main import main
 from trimtab.trace import synthesize
 
 
@@ -38,7 +38,7 @@ def config_file(tmp_path: Path) -> Path:
     return tmp_path / "config.json"
 
 
-def test_info_says_what_is_in_a_trace(trace_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_trace_info(trace_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["trace", "info", str(trace_file), "--json", str(tmp_path / "info.json")]) == 0
     printed = capsys.readouterr().out
     assert "2 MoE layers, 32 experts, top-4" in printed
@@ -48,7 +48,7 @@ def test_info_says_what_is_in_a_trace(trace_file: Path, tmp_path: Path, capsys: 
     assert all(ratio > 1.5 for ratio in figures["hottest_over_mean"])
 
 
-def test_synth_writes_a_trace_that_other_commands_read(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_trace_synth_writes_a_readable_trace(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "new" / "math.parquet"
     sizes = ["--sequences", "40", "--mean-length", "100", "--layers", "2", "--experts", "64", "--steps", "2"]
     assert main(["trace", "synth", "rl-math", "-o", str(path), *sizes]) == 0
@@ -62,7 +62,7 @@ def test_synth_writes_a_trace_that_other_commands_read(tmp_path: Path, capsys: p
     assert main(["plan", str(path), "--ranks", "4", "--token-budget", "512", "--step", "1"]) == 0
 
 
-def test_plan_shows_the_balance_before_and_after(
+def test_plan_prints_balance_and_writes_the_plan(
     trace_file: Path, config_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     out = ["--json", str(tmp_path / "plan.json"), "-o", str(tmp_path / "plan.npz"), "--model", str(config_file)]
@@ -91,17 +91,17 @@ def test_plan_reports_unknown_routes(tmp_path: Path, capsys: pytest.CaptureFixtu
     assert np.count_nonzero(StepPlan.load(tmp_path / "mixed.npz").mixed_ML[:, 1]) == 1
 
 
-def test_even_routing_needs_no_replicas(tmp_path: Path) -> None:
+def test_plan_of_even_routing_has_no_replicas(tmp_path: Path) -> None:
     even = synthesize(num_sequences=8, sequence_length=64, num_layers=1, num_experts=32, top_k=4, zipf=0.0)
     write_trace(even, tmp_path / "even.parquet")
     assert main(["plan", str(tmp_path / "even.parquet"), "--ranks", "2", "--json", str(tmp_path / "p.json")]) == 0
     assert json.loads((tmp_path / "p.json").read_text())["replicas"] == 0
 
 
-def test_the_planner_bench_compares_balancers(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_bench_planner(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = ["--json", str(tmp_path / "bench.json"), "--frontier", str(tmp_path / "frontier.svg")]
-    size = ["--sizes", "4/32", "--presets", "rl-math", "--slots", "1", "--layers", "1"]
-    assert main(["bench", "planner", *size, "--policies", "static", "llep", "trimtab", "balanced", *out]) == 0
+    size = ["--sizes", "4/32", "--preset", "rl-math", "--slots", "1", "--layers", "1"]
+    assert main(["bench", "planner", *size, "--policy", "static", "llep", "trimtab", "balanced", *out]) == 0
     assert "equal terms" in capsys.readouterr().out
     figures = json.loads((tmp_path / "bench.json").read_text())
     cases = {(case["policy"], case["terms"]): case for case in figures["cases"]}
@@ -114,9 +114,7 @@ def test_the_planner_bench_compares_balancers(tmp_path: Path, capsys: pytest.Cap
     assert "<svg" in (tmp_path / "frontier.svg").read_text()
 
 
-def test_the_capture_bench_times_forward_and_generation(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_bench_capture(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     from trimtab.benchmarks import bench_capture as capture
     from trimtab.integrations.transformers import RoutingRecord
 
@@ -133,7 +131,7 @@ def test_the_capture_bench_times_forward_and_generation(
     assert RoutingRecord.begin.__qualname__ == "RoutingRecord.begin"
 
 
-def test_the_transfer_bench_measures_what_this_machine_has(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_bench_transfer(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["bench", "transfer", "--rounds", "1", "--json", str(tmp_path / "bench.json")]) == 0
     printed = capsys.readouterr().out
     for title in ("forward", "Host path", "Planned layer", "Slowest rank", "Peer path"):
@@ -158,9 +156,9 @@ def test_the_transfer_bench_measures_what_this_machine_has(tmp_path: Path, capsy
         assert row["speedup"] == row["static_ms"] / row["planned_ms"]
 
 
-def run_and_expect_refusal(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+def expect_input_error(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
     try:
-        status = main(arguments)
+        status = main(["-q", *arguments])
     except SystemExit as stop:
         status = int(stop.code or 0)
     error = capsys.readouterr().err
@@ -174,7 +172,7 @@ def run_and_expect_refusal(arguments: list[str], message: str, capsys: pytest.Ca
     ("arguments", "message"),
     [
         (["trace", "info", "absent.parquet"], "absent.parquet: no such file"),
-        (["trace", "synth", "magic", "-o", "{folder}/new"], "invalid choice: 'magic'"),
+        (["trace", "synth", "magic", "-o", "{folder}/new"], "unknown preset magic; use one of rl-math,"),
         (["trace", "synth", "spike"], "the following arguments are required: -o"),
         (["trace", "synth", "spike", "-o", "{folder}"], ": a folder; name the file to write"),
         (["trace", "synth", "spike", "-o", "{trace}/new"], "trace.parquet is not a folder that can be written to"),
@@ -191,23 +189,23 @@ def run_and_expect_refusal(arguments: list[str], message: str, capsys: pytest.Ca
         (["plan", "{config}", "--ranks", "2"], "config.json: not a Parquet file; what a framework recorded"),
         (["plan", "{trace}", "--ranks", "2", "--model", "{trace}"], "not a readable JSON file"),
         (["plan", "{trace}", "--ranks", "2", "-o", "{trace}/plan.npz"], "trace.parquet"),
-        (["train", "--out", "{folder}"], "is there already and not empty; name a new folder"),
-        (["train", "--out", "{folder}/new", "--model", "absent"], "absent"),
-        (["train", "--out", "{folder}/new", "--ranks", "3"], "3 ranks don't divide 32 experts"),
-        (["train", "--out", "{folder}/new", "--problems", "1"], "each of the 2 ranks needs at least one"),
-        (["train", "--out", "{folder}/new", "--mode", "magic"], "invalid choice: 'magic'"),
+        (["train", "--output", "{folder}"], "is there already and not empty; name a new folder"),
+        (["train", "--output", "{folder}/new", "--model", "absent"], "absent"),
+        (["train", "--output", "{folder}/new", "--ranks", "3"], "3 ranks don't divide 32 experts"),
+        (["train", "--output", "{folder}/new", "--problems", "1"], "each of the 2 ranks needs at least one"),
+        (["train", "--output", "{folder}/new", "--mode", "magic"], "unknown --mode magic; use one of plan,"),
         (["bench", "planner", "--sizes", "8"], "'8' should be ranks/experts, such as 8/128"),
         (["bench", "planner", "--sizes", "3/128"], "3 ranks don't divide 128 experts"),
-        (["bench", "planner", "--policies", "magic"], "invalid choice: 'magic'"),
+        (["bench", "planner", "--policy", "magic"], "unknown --policy magic; use one of static,"),
         (["bench", "step", "--largest", "8"], "the smallest step has 32 ranks"),
         (["bench", "runtime", "--nodes", "2", "--ranks", "3"], "--nodes is 2; it should divide the 3 ranks"),
         (["bench", "runtime", "--link-mbit", "500"], "--nodes should be 2 or more"),
         (["nodes"], "the following arguments are required: WORD"),
-        (["train"], "the following arguments are required: --out"),
-        (["dance"], "invalid choice: 'dance'"),
+        (["train"], "the following arguments are required: -o/--output"),
+        (["waltz"], "unknown command waltz; use one of train,"),
     ],
 )
-def test_mistakes_get_one_line_and_status_2(
+def test_input_errors_are_one_line_with_status_2(
     arguments: list[str],
     message: str,
     trace_file: Path,
@@ -217,22 +215,22 @@ def test_mistakes_get_one_line_and_status_2(
 ) -> None:
     places = {"trace": trace_file, "config": config_file, "folder": tmp_path}
     before = sorted(tmp_path.rglob("*"))
-    run_and_expect_refusal([argument.format(**places) for argument in arguments], message, capsys)
+    expect_input_error([argument.format(**places) for argument in arguments], message, capsys)
     assert sorted(tmp_path.rglob("*")) == before
 
 
-def test_a_trace_of_another_model_is_refused(
+def test_trace_of_another_model_is_an_input_error(
     config_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     other = RoutingTrace.from_sequences([np.array([[[0, 1]]])], num_experts=64)
     write_trace(other, tmp_path / "other.parquet")
     arguments = ["plan", str(tmp_path / "other.parquet"), "--ranks", "2", "--model", str(config_file)]
-    run_and_expect_refusal(arguments, "MoE layers, 64 experts, top-2, the model", capsys)
+    expect_input_error(arguments, "MoE layers, 64 experts, top-2, the model", capsys)
 
 
-def test_the_laptop_half_never_imports_torch(trace_file: Path, config_file: Path, tmp_path: Path) -> None:
+def test_commands_without_ranks_never_import_torch(trace_file: Path, config_file: Path, tmp_path: Path) -> None:
     """With torch and transformers blocked, everything but training works."""
-    simulate = ["simulate", str(trace_file), "--model", str(config_file), "--ranks", "4", "--policies", "trimtab"]
+    simulate = ["simulate", str(trace_file), "--model", str(config_file), "--ranks", "4", "--policy", "trimtab"]
     simulate += ["--html", str(tmp_path / "page.html"), "--perfetto", str(tmp_path / "timeline.json")]
     exported = tmp_path / "trace.safetensors"
     program = f"""
@@ -257,7 +255,7 @@ assert 'torch' not in sys.modules
     assert result.returncode == 0, result.stderr
 
 
-def test_help_comes_without_loading_anything() -> None:
+def test_help_imports_no_large_package() -> None:
     program = """
 import sys
 from trimtab.cli.main import main
@@ -272,15 +270,7 @@ print(sorted({'numpy', 'numba', 'pyarrow', 'rich'} & set(sys.modules)))
     assert "analyze" in result.stdout
 
 
-def test_every_command_has_help(capsys: pytest.CaptureFixture[str]) -> None:
-    for command in COMMANDS:
-        with pytest.raises(SystemExit) as stop:
-            main([command, "--help"])
-        assert stop.value.code == 0
-        assert f"usage: trimtab {command}" in capsys.readouterr().out
-
-
-def test_a_reader_that_leaves_early_is_no_error(trace_file: Path, tmp_path: Path) -> None:
+def test_closed_pipe_is_not_an_error(trace_file: Path, tmp_path: Path) -> None:
     command = [sys.executable, "-m", "trimtab.cli.main", "analyze", str(trace_file), "--json", str(tmp_path / "a.json")]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     assert process.stdout is not None
@@ -291,7 +281,7 @@ def test_a_reader_that_leaves_early_is_no_error(trace_file: Path, tmp_path: Path
     assert json.loads((tmp_path / "a.json").read_text())["schema"] == "trimtab-analyze-2"
 
 
-def test_a_full_disk_is_one_line_and_leaves_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_full_disk_is_one_line_and_leaves_no_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (1000, hard))
     try:

@@ -1,4 +1,4 @@
-"""`trimtab simulate` as a user runs it: the table, the files, sweeps, and one clear line for every mistake."""
+"""`trimtab simulate`: its tables, its files, sweeps, and one line for every mistake."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ CONFIG = {
 
 @pytest.fixture
 def places(tmp_path: Path) -> dict[str, Path]:
-    """A trace of two steps, its model, and what is wrong with others."""
+    """A trace of two steps and its model; other traces, models and clusters that don't fit."""
     trace = synthesize(num_sequences=24, sequence_length=32, num_layers=2, num_experts=16, top_k=4, zipf=0.9)
     trace = replace(trace, steps=np.repeat([0, 1], 12).astype(trace.steps.dtype))
     write_trace(trace, tmp_path / "trace.parquet")
@@ -46,11 +46,11 @@ def places(tmp_path: Path) -> dict[str, Path]:
 
 
 def simulate(places: dict[str, Path], *arguments: str, policies: tuple[str, ...] = ("llep", "trimtab")) -> int:
-    words = ["simulate", "{trace}", "--model", "{config}", "--ranks", "4", "--ranks-per-node", "2", "--policies"]
+    words = ["simulate", "{trace}", "--model", "{config}", "--ranks", "4", "--ranks-per-node", "2", "--policy"]
     return main([word.format(**places) for word in (*words, *policies, *arguments)])
 
 
-def test_it_prints_the_answer_and_writes_what_it_is_asked_to(
+def test_simulate_prints_tables_and_writes_json_html_and_perfetto(
     places: dict[str, Path], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("COLUMNS", "140")
@@ -74,7 +74,7 @@ def test_it_prints_the_answer_and_writes_what_it_is_asked_to(
     assert {"experts", "dispatch", "attention"} <= {event["name"] for event in events}
 
 
-def test_unknown_routes_are_noted(places: dict[str, Path], capsys: pytest.CaptureFixture[str]) -> None:
+def test_unknown_routes_are_reported(places: dict[str, Path], capsys: pytest.CaptureFixture[str]) -> None:
     trace = read_trace(places["trace"])
     trace.expert_ids[trace.sequence_starts[12] : trace.sequence_starts[15], 0] = trace.no_route
     write_trace(trace, places["folder"] / "unknown.parquet")
@@ -83,7 +83,7 @@ def test_unknown_routes_are_noted(places: dict[str, Path], capsys: pytest.Captur
         assert ("experts of 12.5% of rows are not recorded" in " ".join(capsys.readouterr().out.split())) == noted
 
 
-def test_balancers_keep_their_names_on_a_narrow_terminal(
+def test_names_of_balancers_are_not_cut_on_a_narrow_terminal(
     places: dict[str, Path], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("COLUMNS", "80")
@@ -100,7 +100,7 @@ def without_times(path: Path) -> dict[str, Any]:
     return found
 
 
-def test_two_runs_are_the_same_but_for_times_of_planning(places: dict[str, Path]) -> None:
+def test_results_are_deterministic_except_planning_times(places: dict[str, Path]) -> None:
     for run in ("1", "2"):
         assert simulate(places, "--json", f"{{folder}}/{run}.json", "--perfetto", f"{{folder}}/{run}.t.json") == 0
     folder = places["folder"]
@@ -108,7 +108,7 @@ def test_two_runs_are_the_same_but_for_times_of_planning(places: dict[str, Path]
     assert (folder / "1.t.json").read_bytes() == (folder / "2.t.json").read_bytes()
 
 
-def test_sweeps_run_every_case(places: dict[str, Path], capsys: pytest.CaptureFixture[str]) -> None:
+def test_sweep_runs_every_combination(places: dict[str, Path], capsys: pytest.CaptureFixture[str]) -> None:
     sweep = ("--slots", "0", "2", "--micro-steps", "1", "3", "--json", "{folder}/s.json")
     assert simulate(places, *sweep, policies=("foremoe",)) == 0
     printed = capsys.readouterr().out
@@ -126,7 +126,7 @@ def test_sweeps_run_every_case(places: dict[str, Path], capsys: pytest.CaptureFi
     assert without_times(places["folder"] / "alone.json")["policies"] == found["sweep"][3]["policies"]
 
 
-def test_settings_reach_the_simulation(places: dict[str, Path]) -> None:
+def test_options_reach_the_simulation(places: dict[str, Path]) -> None:
     settings = ("--groups", "2", "--groups-meet", "layer", "--mini-batches", "2", "--equal-terms", "--step", "0")
     size = ("--token-budget", "64", "--cluster", "{cluster}")
     assert simulate(places, *settings, *size, "--json", "{folder}/s.json", policies=("trimtab",)) == 0
@@ -164,19 +164,19 @@ def test_settings_reach_the_simulation(places: dict[str, Path]) -> None:
         (["{trace}", "--model", "{config}", "--cluster", "{no_links}"], "some replicas have no path"),
         (["{trace}", "--model", "{config}", "--token-budget", "31"], "a sequence of 32 tokens doesn't fit"),
         (["{trace}", "--token-budget", "99", "--micro-steps", "2"], "not allowed with argument"),
-        (["{trace}", "--policies", "magic"], "invalid choice: 'magic'"),
+        (["{trace}", "--policy", "magic"], "unknown --policy magic; use one of static, eplb,"),
         (["{trace}", "--slots", "-1"], "should be a whole number of at least 0"),
-        (["{trace}", "--groups-meet", "never"], "invalid choice: 'never'"),
+        (["{trace}", "--groups-meet", "never"], "unknown --groups-meet never; use one of layer, step"),
         (["{trace}", "--model", "{config}", "--perfetto", "{folder}/t.txt"], "should end in .json or .json.gz"),
         (["{trace}", "--model", "{config}", "--html", "{trace}/page.html"], "{trace} is not a folder"),
         (["{trace}", "--model", "{config}", "--html", "{folder}"], "{folder}: a folder; name the file to write"),
     ],
 )
-def test_mistakes_get_one_line_and_write_nothing(
+def test_input_errors_are_one_line_and_write_nothing(
     arguments: list[str], message: str, places: dict[str, Path], capsys: pytest.CaptureFixture[str]
 ) -> None:
     before = {path: path.stat().st_mtime_ns for path in places["folder"].rglob("*")}
-    words = ["--ranks", "4", "--policies", "static"]
+    words = ["-q", "--ranks", "4", "--policy", "static"]
     words = ["simulate", arguments[0], *words, *arguments[1:], "--json", "{folder}/new/s.json"]
     try:
         status = main([word.format(**places) for word in words])

@@ -35,7 +35,7 @@ def export(folder: Path, form: str, *options: str, name: str = "out.json") -> in
 
 
 @pytest.mark.parametrize("form", ["megatron", "numpy", "safetensors"])
-def test_traces(tmp_path: Path, trace: RoutingTrace, form: str) -> None:
+def test_trace_formats(tmp_path: Path, trace: RoutingTrace, form: str) -> None:
     assert export(tmp_path, form, "--step", "1") == 0
     reader = megatron if form == "megatron" else arrays
     records = kept(reader.read(tmp_path / "out.json", ImportOptions()))
@@ -74,7 +74,7 @@ def test_placement_for_vllm(tmp_path: Path, trace: RoutingTrace, capsys: pytest.
     assert f"{after:.3f}; in the engine's own order {before:.3f}" in " ".join(capsys.readouterr().out.split())
 
 
-def test_sglangs_placement_goes_up_to_the_last_layer_of_the_trace(tmp_path: Path, trace: RoutingTrace) -> None:
+def test_sglang_placement_has_layers_up_to_the_last_of_the_trace(tmp_path: Path, trace: RoutingTrace) -> None:
     assert export(tmp_path, "sglang-placement", "--ranks", "4") == 0
     assert len(json.loads((tmp_path / "out.json").read_text())["physical_to_logical_map"]) == 5
 
@@ -92,7 +92,7 @@ def test_sglangs_placement_goes_up_to_the_last_layer_of_the_trace(tmp_path: Path
         ("megatron", ["--step", "9"], "no step 9"),
     ],
 )
-def test_refused(
+def test_input_errors(
     tmp_path: Path,
     trace: RoutingTrace,
     capsys: pytest.CaptureFixture[str],
@@ -105,7 +105,9 @@ def test_refused(
     assert not (tmp_path / "out.json").exists()
 
 
-def test_a_trace_is_never_written_over(tmp_path: Path, trace: RoutingTrace, capsys: pytest.CaptureFixture[str]) -> None:
+def test_output_that_is_also_the_input_is_rejected(
+    tmp_path: Path, trace: RoutingTrace, capsys: pytest.CaptureFixture[str]
+) -> None:
     file = next(tmp_path.glob("*.parquet"))
     before = file.read_bytes()
     assert main(["trace", "export", str(tmp_path), "--to", "numpy", "-o", str(file)]) == 2
@@ -113,6 +115,8 @@ def test_a_trace_is_never_written_over(tmp_path: Path, trace: RoutingTrace, caps
     assert file.read_bytes() == before
 
 
-def test_name_of_sglangs_file(tmp_path: Path, trace: RoutingTrace, capsys: pytest.CaptureFixture[str]) -> None:
+def test_sglang_placement_must_be_named_json(
+    tmp_path: Path, trace: RoutingTrace, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert export(tmp_path, "sglang-placement", "--ranks", "4", name="out.pt") == 2
     assert "named *.json" in capsys.readouterr().err

@@ -33,7 +33,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.distributed.expert_parallel import AllToAllEP
 
 from trimtab.calibration.small_model import EXPERTS, HIDDEN, LAYERS, SEQUENCE_LENGTH, TOKENS, TOP_K, WIDTH, small_config
-from trimtab.files import write_json
+from trimtab.files import STDOUT, write_json
 from trimtab.integrations.transformers import moe_blocks, share_experts
 from trimtab.integrations.transformers.families import reroute
 from trimtab.planner import Schedule, Workload, pack_by_length
@@ -58,12 +58,12 @@ class RuntimeBenchmark:
     Attributes:
         tokens: of a rank.
         rounds: timed repetitions of every variant.
-        json: where to write the figures, if anywhere.
+        json: where to write the figures, if anywhere; `STDOUT` prints no tables.
         ranks_per_node: neighbouring ranks that share a node.
         link_mbit: of the links between nodes, if they are limited; only for the record.
         zipf: exponent of the skewed routing.
         seed: of weights and routing; with two ranks this one gives every layer a static max/mean of 1.3 to 1.6.
-        plans: folder for the plan of every variant of ours as it runs, if anywhere.
+        plans: folder for the plan of every variant of ours as it runs, if anywhere; then no tables are printed.
     """
 
     tokens: int = TOKENS
@@ -347,7 +347,7 @@ def _report(
             f"{figures_of['host_bytes'] / 1e6:.1f} MB",
         )
     skew = f"{min(static_ratios):.2f} to {max(static_ratios):.2f}"
-    console = Console(highlight=False)
+    console = Console(highlight=False, quiet=settings.json == STDOUT or settings.plans is not None)
     console.print(
         f"One micro-step, {len(rounds)} alternating rounds; static max/mean by layer {skew}",
         table,

@@ -55,6 +55,7 @@ def run_benchmark(tokens: int, rounds: int, seed: int = 0) -> dict[str, Any]:
             for name, command in commands.items():
                 runs[name].append(_run(command))
         return {
+            "schema": "trimtab-bench-traces-1",
             "tokens": trace.num_tokens,
             "layers": LAYERS,
             "experts": EXPERTS,

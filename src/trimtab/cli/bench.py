@@ -5,81 +5,70 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-from dataclasses import fields
+from functools import partial
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
-
-from trimtab.cli.options import check_outputs, need_extra, positive, whole
+from trimtab.benchmarks.bench_planner import PlannerBenchmark
+from trimtab.cli.options import add_options, given, need_extra, positive
+from trimtab.cli.output import write_figures
 from trimtab.errors import InputError
-from trimtab.files import write_json
 from trimtab.planner import Placement
 from trimtab.policies import POLICIES
 from trimtab.trace import PRESETS
 
-PRESET_NAMES = tuple(PRESETS)
-
 
 def add(commands: Any) -> None:
-    parser = commands.add_parser("bench", description="Measure Trimtab.")
-    benches = parser.add_subparsers(dest="bench", required=True, metavar="WHAT")
+    parser = commands.add_parser(
+        "bench", description="Measure Trimtab.", examples=["trimtab bench planner --json out/bench-planner.json"]
+    )
+    benches = parser.add_subparsers(dest="bench", required=True, metavar="BENCHMARK")
     runtime = benches.add_parser(
         "runtime",
         help="step time of the runtime: static, trimtab, balanced, and transformers' own expert parallelism",
         description="Time one micro-step (forward, backward, complete gradients) of a 4-layer MoE on local ranks: "
         "static and trimtab on skewed routing; trimtab and transformers' own all-to-all on even routing. On several "
-        "nodes also node-blind: trimtab, planning as if all ranks were on one.",
-        epilog="example: trimtab bench runtime --json out/bench-runtime.json",
+        "nodes also node-blind: trimtab with a plan that ignores node boundaries. With --link-mbit the nodes are "
+        "network namespaces; without it they exist only in planning.",
+        examples=[
+            "trimtab bench runtime --json out/bench-runtime.json",
+            "trimtab bench runtime --nodes 2 --link-mbit 500 --json out/nodes.json",
+        ],
     )
-    runtime.add_argument("--ranks", type=positive, metavar="N", help="local ranks in all (default: 2 on each node)")
-    runtime.add_argument("--nodes", type=positive, default=1, metavar="N", help="nodes of the ranks (default: 1)")
-    runtime.add_argument(
-        "--link-mbit",
-        type=positive,
-        metavar="N",
-        help="make the nodes network namespaces on links of N Mbit/s (Linux, root; default: nodes only in planning)",
-    )
-    runtime.add_argument("--tokens", type=positive, default=2048, metavar="N", help="tokens of a rank (default: 2048)")
-    runtime.add_argument("--rounds", type=positive, default=40, metavar="N", help="alternating rounds (default: 40)")
-    runtime.add_argument("--json", type=Path, metavar="FILE", help="also write the figures to FILE")
-    runtime.set_defaults(run=run_runtime)
+    add_options(runtime, "--ranks", unset="2 on each node")
+    add_options(runtime, "--nodes", default=1)
+    add_options(runtime, "--link-mbit", unset="not limited")
+    add_options(runtime, "--tokens", type=positive, default=2048, help="tokens of a rank")
+    add_options(runtime, "--rounds", default=40)
+    runtime.set_defaults(run=run_runtime, needs=("torch", "transformers"))
     planner = benches.add_parser(
         "planner",
         help="balance, bytes, gap to the bound and planning time of every balancer",
         description="Plan synthetic steps with every balancer, on its own recipe and on equal terms (same homes, "
         "schedule and slots), and compare the plans with LP bounds.",
-        epilog="example: trimtab bench planner --sizes 8/128 --presets rl-mixed --json out/bench-planner.json",
+        examples=["trimtab bench planner --sizes 8/128 --preset rl-mixed --json out/bench-planner.json"],
     )
-    planner.add_argument(
-        "--sizes", type=_size, nargs="+", metavar="RANKS/EXPERTS", help="cases (8/128 16/128 32/128 64/256)"
-    )
-    planner.add_argument(
-        "--presets",
-        nargs="+",
-        choices=PRESET_NAMES,
-        metavar="NAME",
-        help="uniform, spike, ... (default: rl-math rl-mixed)",
-    )
-    planner.add_argument("--slots", type=positive, nargs="+", metavar="N", help="slots a rank (default: 1 2)")
-    planner.add_argument("--policies", nargs="+", choices=sorted(POLICIES), metavar="NAME", help="balancers (all)")
-    planner.add_argument("--layers", type=positive, metavar="N", help="layers (default: 8)")
-    planner.add_argument("--seed", type=whole, metavar="N", help="of the routing (default: 0)")
-    planner.add_argument("--frontier", type=Path, metavar="SVG", help="draw balance against bytes as a picture")
-    planner.add_argument("--json", type=Path, metavar="FILE", help="also write the figures to FILE")
+    option = partial(add_options, planner, of=PlannerBenchmark)
+    sizes = [f"{ranks}/{experts}" for ranks, experts in PlannerBenchmark.sizes]
+    option("--sizes", type=_size, nargs="+", metavar="SIZE", unset=" ".join(sizes), help="cases, as ranks/experts")
+    option("--preset", nargs="+", dest="presets", choices=tuple(PRESETS))
+    option("--slots", type=positive, nargs="+")
+    option("--policy", nargs="+", dest="policies", choices=tuple(POLICIES), unset="all")
+    option("--layers", "--seed")
+    add_options(planner, "--frontier", type=Path, help="draw balance against bytes to FILE (.svg)")
     planner.set_defaults(run=run_planner)
     step = benches.add_parser(
         "step",
         help="time and memory of planning a whole step, and how they grow",
         description="Plan whole steps of 32 micro-steps: 32 ranks, 128 experts and 48 layers; then 256 ranks and 512 "
         "experts, and 1,024 of both, with fewer layers.",
-        epilog="example: trimtab bench step --json out/bench-step.json",
+        examples=["trimtab bench step --json out/bench-step.json"],
     )
-    step.add_argument("--preset", choices=PRESET_NAMES, default="rl-mixed", help="routing (default: rl-mixed)")
-    step.add_argument("--largest", type=positive, default=1024, metavar="RANKS", help="largest size to run (1024)")
-    step.add_argument("--threads", type=positive, default=1, metavar="N", help="layers planned at a time (default: 1)")
-    step.add_argument("--seed", type=whole, default=0, metavar="N", help="of the routing (default: 0)")
-    step.add_argument("--json", type=Path, metavar="FILE", help="also write the figures to FILE")
+    add_options(step, "--preset", choices=tuple(PRESETS), default="rl-mixed")
+    add_options(step, "--largest", type=positive, default=1024, help="ranks of the largest size to run")
+    add_options(step, "--threads", type=positive, default=1, help="layers planned at a time")
+    add_options(step, "--seed", default=0)
     step.set_defaults(run=run_step)
     transfer = benches.add_parser(
         "transfer",
@@ -87,34 +76,32 @@ def add(commands: Any) -> None:
         description="On one GPU (on the CPU with smaller sizes): experts' compute against tokens an expert, host-path "
         "copies beside it, peer pulls between processes, a planned layer that must not wait for the GPU, and the "
         "slowest rank's compute with and without a plan.",
-        epilog="example: trimtab bench transfer --json out/bench-transfer.json",
+        examples=["trimtab bench transfer --json out/bench-transfer.json"],
     )
-    transfer.add_argument("--rounds", type=positive, default=20, metavar="N", help="alternating rounds (default: 20)")
-    transfer.add_argument("--json", type=Path, metavar="FILE", help="also write the figures to FILE")
-    transfer.set_defaults(run=run_transfer)
+    add_options(transfer, "--rounds", default=20)
+    transfer.set_defaults(run=run_function, needs=("torch",))
     traces = benches.add_parser(
         "traces",
         help="time, memory and size of importing and analyzing a large dump",
         description="Write a dump as vLLM's server would (48 layers, top-8 of 128 experts), import it and analyze it.",
-        epilog="example: trimtab bench traces --json out/bench-traces.json",
+        examples=["trimtab bench traces --json out/bench-traces.json"],
     )
-    traces.add_argument("--tokens", type=positive, default=1_000_000, metavar="N", help="of the dump (1000000)")
-    traces.add_argument("--rounds", type=positive, default=5, metavar="N", help="runs of each command (default: 5)")
-    traces.add_argument("--json", type=Path, metavar="FILE", help="also write the figures to FILE")
-    traces.set_defaults(run=run_traces)
+    add_options(traces, "--tokens", type=positive, default=1_000_000, help="tokens of the dump")
+    add_options(traces, "--rounds", default=5)
+    traces.set_defaults(run=run_function)
     capture = benches.add_parser(
         "capture",
         help="cost of recording the routing of a forward and a generation in transformers",
         description="Time forward and generation of a 16-layer MoE, plain and recorded in turns.",
-        epilog="example: trimtab bench capture --json out/bench-capture.json",
+        examples=["trimtab bench capture --json out/bench-capture.json"],
     )
-    capture.add_argument("--rounds", type=positive, default=60, metavar="N", help="alternating pairs (default: 60)")
-    capture.add_argument("--json", type=Path, metavar="FILE", help="also write the figures to FILE")
-    capture.set_defaults(run=run_capture)
+    add_options(capture, "--rounds", default=60)
+    capture.set_defaults(run=run_capture, needs=("torch", "transformers"))
+    for bench in benches.choices.values():
+        add_options(bench, "--json")
 
 
 def run_runtime(options: argparse.Namespace) -> None:
-    need_extra("torch", "transformers")
     from trimtab.benchmarks.bench_runtime import RuntimeBenchmark, run_benchmark
     from trimtab.launch.launcher import launch, torchrun_ranks
     from trimtab.launch.namespaces import run_on_nodes
@@ -136,32 +123,19 @@ def run_runtime(options: argparse.Namespace) -> None:
 
 
 def run_planner(options: argparse.Namespace) -> None:
-    from trimtab.benchmarks.bench_planner import PlannerBenchmark, print_figures, run_benchmark
+    from trimtab.benchmarks.bench_planner import print_figures, run_benchmark
 
     if options.frontier:
         need_extra("matplotlib", extra="dev")
-    given = {field.name: getattr(options, field.name, None) for field in fields(PlannerBenchmark)}
-    settings = PlannerBenchmark(**{name: _tuple(value) for name, value in given.items() if value is not None})
+    settings = PlannerBenchmark(**given(options, PlannerBenchmark))
     for ranks, experts in settings.sizes:
         Placement.contiguous(1, experts, ranks)
     figures = run_benchmark(settings, frontier=options.frontier is not None)
-    print_figures(figures, Console(highlight=False))
     if options.frontier:
         from trimtab.benchmarks.planner_frontier import draw_frontier
 
         draw_frontier(figures["frontier"], options.frontier)
-    if options.json:
-        write_json(options.json, figures)
-
-
-def run_traces(options: argparse.Namespace) -> None:
-    from trimtab.benchmarks.bench_traces import print_figures, run_benchmark
-
-    check_outputs(options.json)
-    figures = run_benchmark(options.tokens, options.rounds)
-    if options.json:
-        write_json(options.json, {"schema": "trimtab-bench-traces-1"} | figures)
-    print_figures(figures, Console(highlight=False))
+    print_figures(figures, write_figures(options, figures))
 
 
 def run_step(options: argparse.Namespace) -> None:
@@ -171,29 +145,22 @@ def run_step(options: argparse.Namespace) -> None:
     if not sizes:
         raise InputError(f"--largest is {options.largest}; the smallest step has {SIZES[0].ranks} ranks")
     rows = run_benchmark(sizes, options.preset, threads=options.threads, seed=options.seed)
-    print_figures(rows, Console(highlight=False))
-    if options.json:
-        write_json(options.json, {"schema": "trimtab-bench-step-1", "seed": options.seed, "sizes": rows})
+    figures = {"schema": "trimtab-bench-step-1", "seed": options.seed, "sizes": rows}
+    print_figures(rows, write_figures(options, figures))
 
 
-def run_transfer(options: argparse.Namespace) -> None:
-    need_extra("torch")
-    from trimtab.benchmarks.bench_transfer import print_figures, run_benchmark
-
-    figures = run_benchmark(options.rounds)
-    print_figures(figures, Console(highlight=False))
-    if options.json:
-        write_json(options.json, figures)
+def run_function(options: argparse.Namespace) -> None:
+    """Run a benchmark whose options are the arguments of its function."""
+    module = import_module(f"trimtab.benchmarks.bench_{options.bench}")
+    figures = module.run_benchmark(**given(options, module.run_benchmark))
+    module.print_figures(figures, write_figures(options, figures))
 
 
 def run_capture(options: argparse.Namespace) -> None:
-    need_extra("torch", "transformers")
     from trimtab.benchmarks.bench_capture import CaptureBenchmark, print_figures, run_benchmark
 
     figures = run_benchmark(CaptureBenchmark(options.rounds))
-    print_figures(figures, Console(highlight=False))
-    if options.json:
-        write_json(options.json, figures)
+    print_figures(figures, write_figures(options, figures))
 
 
 def _size(text: str) -> tuple[int, int]:
@@ -202,7 +169,3 @@ def _size(text: str) -> tuple[int, int]:
         return positive(ranks), positive(experts)
     except argparse.ArgumentTypeError:
         raise argparse.ArgumentTypeError(f"{text!r} should be ranks/experts, such as 8/128") from None
-
-
-def _tuple(value: Any) -> Any:
-    return tuple(value) if isinstance(value, list) else value

@@ -3,47 +3,39 @@
 from __future__ import annotations
 
 import argparse
-from pathlib import Path
+import logging
 from typing import Any
 
-from rich.console import Console
-
-from trimtab.cli.options import check_outputs, need_extra, positive
+from trimtab.cli.options import add_options, add_output
+from trimtab.cli.output import write_figures
 from trimtab.cluster import write_cluster
-from trimtab.files import write_json
+
+log = logging.getLogger("trimtab")
 
 
 def add(commands: Any) -> None:
     parser = commands.add_parser(
         "calibrate",
-        description="Measure how fast this machine's ranks and links are in a training step of a model, all ranks at "
-        "once, and write a cluster's TOML file, with a source for every figure.",
-        epilog="example: trimtab calibrate -o local.toml",
+        description="Measure the compute and link rates of this machine in a training step of a model, on all ranks at "
+        "once, and write a cluster's TOML file with a source for every figure.",
+        examples=["trimtab calibrate -o local.toml"],
     )
-    parser.add_argument("-o", "--out", type=Path, required=True, metavar="TOML", help="file to write")
-    parser.add_argument(
-        "--model",
-        metavar="NAME|PATH",
-        help="whose sizes to measure at: a model that comes with Trimtab, a config.json or a checkpoint directory "
-        "(default: that of bench runtime on a CPU, qwen3-30b-a3b on GPUs)",
-    )
-    parser.add_argument("--ranks", type=positive, metavar="N", help="local ranks (default: all GPUs, or 2 on a CPU)")
-    parser.add_argument("--rounds", type=positive, default=15, metavar="N", help="repetitions (default: 15)")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="also write the figures to FILE")
-    parser.set_defaults(run=run)
+    add_output(parser, "the cluster (.toml)")
+    add_options(parser, "--model", unset="that of bench runtime on a CPU, qwen3-30b-a3b on GPUs")
+    add_options(parser, "--ranks", unset="all GPUs, or 2 on a CPU")
+    add_options(parser, "--rounds", default=15)
+    add_options(parser, "--json")
+    parser.set_defaults(run=run, needs=("torch", "transformers"))
 
 
 def run(options: argparse.Namespace) -> None:
-    check_outputs(options.out, options.json)
-    need_extra("torch", "transformers")
     from trimtab.calibration import calibrate, settings_for
     from trimtab.calibration.figures_table import figures_table
 
-    name = options.out.stem or "this machine"
+    name = options.output.stem or "this machine"
     result = calibrate(settings_for(options.model, ranks=options.ranks, rounds=options.rounds, name=name))
     if result is None:
         return
-    write_cluster(options.out, result.cluster, result.sources)
-    if options.json:
-        write_json(options.json, result.to_json())
-    Console(highlight=False).print(figures_table(result), f"Written to {options.out}", sep="\n")
+    write_cluster(options.output, result.cluster, result.sources)
+    write_figures(options, result.to_json()).print(figures_table(result))
+    log.info("cluster: %s", options.output)

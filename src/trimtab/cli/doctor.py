@@ -4,28 +4,23 @@ from __future__ import annotations
 
 import argparse
 import json
+import logging
 import os
-import sys
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from trimtab.cli.options import positive, whole
+from trimtab.cli.options import add_options
+from trimtab.cli.output import write_figures
 from trimtab.cluster import ModelSpec
 from trimtab.errors import InputError
-from trimtab.files import write_json
 
 COLOURS = {"ok": "green", "warning": "yellow", "problem": "red"}
 
-EPILOG = """examples:
-  trimtab doctor
-  trimtab doctor --model path/to/qwen3-moe --ranks 8
-  torchrun --nnodes 2 --nproc-per-node 8 -m trimtab.cli.main doctor --model path/to/qwen3-moe
-"""
+log = logging.getLogger("trimtab")
 
 
 def add(commands: Any) -> None:
@@ -33,13 +28,17 @@ def add(commands: Any) -> None:
         "doctor",
         description="Check the installation, the machine, a model's config, and one micro-step with replicas against a "
         "single process. Exit status 1 if there is a problem; warnings don't count.",
-        epilog=EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        examples=[
+            "trimtab doctor",
+            "trimtab doctor --model path/to/qwen3-moe --ranks 8",
+            "torchrun --nnodes 2 --nproc-per-node 8 -m trimtab.cli.main doctor --model path/to/qwen3-moe",
+        ],
     )
-    parser.add_argument("--model", type=Path, metavar="PATH", help="config.json or checkpoint to look at as well")
-    parser.add_argument("--ranks", type=positive, default=2, metavar="N", help="local ranks (default: 2)")
-    parser.add_argument("--slots", type=whole, default=2, metavar="N", help="replicas a rank has room for (default: 2)")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="also write the findings to FILE")
+    add_options(
+        parser, "--model", type=Path, unset="none", help="a config.json or a checkpoint folder, to check as well"
+    )
+    add_options(parser, "--ranks", "--slots", default=2)
+    add_options(parser, "--json")
     parser.set_defaults(run=run)
 
 
@@ -63,15 +62,11 @@ def run(options: argparse.Namespace) -> int:
     table.add_column("finding", overflow="fold")
     for finding in findings:
         table.add_row(finding.name, f"[{COLOURS[finding.status]}]{finding.status}", escape(finding.text))
-    Console(highlight=False).print(table)
     problems = [finding for finding in findings if finding.status == "problem"]
-    if options.json:
-        content = {"schema": "trimtab-doctor-1", "ranks": ranks, "problems": len(problems)}
-        write_json(options.json, content | {"findings": [asdict(finding) for finding in findings]})
+    figures = {"schema": "trimtab-doctor-1", "ranks": ranks, "problems": len(problems)}
+    write_figures(options, figures | {"findings": [asdict(finding) for finding in findings]}).print(table)
     if not problems:
         return 0
     first = problems[0]
-    print(
-        f"trimtab doctor: {len(problems)} of {len(findings)} checks failed; {first.name}: {first.text}", file=sys.stderr
-    )
+    log.error("trimtab doctor: %d of %d checks failed; %s: %s", len(problems), len(findings), first.name, first.text)
     return 1

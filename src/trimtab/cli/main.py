@@ -4,14 +4,19 @@ from __future__ import annotations
 
 import argparse
 import errno
+import logging
 import os
 import sys
+import time
 from collections.abc import Callable
 from importlib import import_module
-from typing import NoReturn
 
 from trimtab import __version__
+from trimtab.cli.parser import Parser
 from trimtab.errors import InputError, RankFailedError
+from trimtab.launch.messages import show_messages
+
+log = logging.getLogger("trimtab")
 
 # Only the requested command is imported, so help is fast.
 COMMANDS = {
@@ -27,18 +32,11 @@ COMMANDS = {
 }
 
 
-# No rights, a folder instead of a file or a file instead of a folder; full or read-only disk, quota, or shell limit.
+# No rights, a folder instead of a file or the reverse, no folder; full or read-only disk, quota, or shell limit.
 UNWRITABLE = (
-    errno.EACCES, errno.EPERM, errno.EEXIST, errno.EISDIR, errno.ENOTDIR,
+    errno.EACCES, errno.EPERM, errno.EEXIST, errno.EISDIR, errno.ENOENT, errno.ENOTDIR,
     errno.EDQUOT, errno.EFBIG, errno.ENOSPC, errno.EROFS,
 )  # fmt: skip
-
-
-class Parser(argparse.ArgumentParser):
-    """An ArgumentParser whose errors are one line."""
-
-    def error(self, message: str) -> NoReturn:
-        self.exit(2, f"{self.prog}: {message} (see {self.prog} --help)\n")
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -52,7 +50,18 @@ def run(name: str, parse: Callable[[], argparse.Namespace]) -> int:
     """Parse options and call `options.run(options)`. Prints errors after the command's name; returns the status."""
     try:
         options = parse()
-        return options.run(options) or 0
+        show_messages(getattr(options, "log_level", logging.INFO))
+        # Not at the top: these take as long as the help may take.
+        from trimtab.cli.options import need_extra
+        from trimtab.cli.output import check_outputs
+
+        need_extra(*getattr(options, "needs", ()))
+        check_outputs(options)
+        start = time.perf_counter()
+        status = options.run(options) or 0
+        sys.stdout.flush()
+        log.debug("trimtab %s: %.1f s", __version__, time.perf_counter() - start)
+        return status
     except InputError as error:
         return _failed(name, error, 2)
     except BrokenPipeError:
@@ -62,7 +71,7 @@ def run(name: str, parse: Callable[[], argparse.Namespace]) -> int:
     except OSError as error:
         if error.errno not in UNWRITABLE:
             raise
-        return _failed(name, f"{error.filename}: {error.strerror}", 2)
+        return _failed(name, f"{error.filename or 'standard output'}: {error.strerror}", 2)
     except RankFailedError as error:
         return _failed(name, error, 1)
     except KeyboardInterrupt:
@@ -78,10 +87,10 @@ def _parse(arguments: list[str], asked: str) -> argparse.Namespace:
     parser = Parser(
         prog="trimtab",
         description="Load balancing for Mixture-of-Experts models in RL post-training, planned from known routing.",
-        epilog="example: trimtab trace synth rl-mixed -o out/mixed.parquet && trimtab analyze out/mixed.parquet",
+        examples=["trimtab trace synth rl-mixed -o out/mixed.parquet", "trimtab analyze out/mixed.parquet --ranks 16"],
     )
     parser.add_argument("--version", action="version", version=f"trimtab {__version__}")
-    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND", parser_class=Parser)
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     for command, about in COMMANDS.items():
         if command == asked:
             import_module(f"trimtab.cli.{command}").add(commands)

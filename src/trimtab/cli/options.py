@@ -1,30 +1,20 @@
-"""Shared by commands: option types, JSON output, and an error when an extra is not installed."""
+"""Options that several commands share, their types, and an error when an extra is not installed."""
 
 from __future__ import annotations
 
 import argparse
 import importlib.util
-import os
-from collections.abc import Sequence
+from collections.abc import Callable
+from functools import partial
+from inspect import signature
 from pathlib import Path
+from typing import Any
 
-from rich.console import Console
-from rich.progress import Progress, ProgressColumn
-
+from trimtab.cli.parser import closest
 from trimtab.errors import InputError
 
 
-def positive(text: str) -> int:
-    """An integer of at least 1."""
-    return _integer(text, 1)
-
-
-def whole(text: str) -> int:
-    """An integer of at least 0."""
-    return _integer(text, 0)
-
-
-def _integer(text: str, least: int) -> int:
+def _integer(least: int, text: str) -> int:
     try:
         value = int(text)
     except ValueError:
@@ -32,6 +22,86 @@ def _integer(text: str, least: int) -> int:
     if value < least:
         raise argparse.ArgumentTypeError(f"{text!r} should be a whole number of at least {least}")
     return value
+
+
+positive, whole = partial(_integer, 1), partial(_integer, 0)
+"""Types of options: integers of at least 1, and of at least 0."""
+
+
+def _preset_or_path(kind: Any, text: str) -> str:
+    """The text, unless it is no file and a preset of the kind has nearly this name."""
+    from trimtab.cluster.presets import preset_names
+
+    names = preset_names(kind)
+    hint = closest(text, names)
+    if hint and text not in names and not Path(text).exists():
+        raise argparse.ArgumentTypeError(f"unknown {kind} {text}{hint}")
+    return text
+
+
+# Type and help of an option in all commands that have it.
+SHARED: dict[str, tuple[Callable[[str], object], str]] = {
+    "--ranks": (positive, "ranks of the expert-parallel group"),
+    "--ranks-per-node": (positive, "ranks of a node"),
+    "--nodes": (positive, "nodes of the ranks"),
+    "--link-mbit": (positive, "rate of the link of each node, in Mbit/s (Linux, root)"),
+    "--slots": (whole, "slots of a rank: the replicas that it has memory for in every layer"),
+    "--token-budget": (positive, "most tokens of a rank in a micro-step"),
+    "--micro-steps": (positive, "micro-steps of a step, instead of a token budget"),
+    "--mini-batches": (positive, "optimizer steps in an RL step"),
+    "--step": (whole, "RL step"),
+    "--steps": (whole, "RL steps"),
+    "--layers": (positive, "MoE layers"),
+    "--num-layers": (positive, "decoder layers, with and without experts"),
+    "--top-k": (positive, "experts of a token"),
+    "--policy": (str, "balancer"),
+    "--preset": (str, "skew of the synthetic routing"),
+    "--cluster": (partial(_preset_or_path, "cluster"), "kind of nodes: a preset or a TOML file"),
+    "--model": (partial(_preset_or_path, "model"), "a preset, a config.json or a checkpoint folder"),
+    "--seed": (whole, "random seed"),
+    "--rounds": (positive, "timed repetitions"),
+    "--json": (Path, "write the figures to FILE; - is standard output, without tables"),
+    "--html": (Path, "write a page of the results to FILE"),
+}
+SHORT = {"--output": ["-o"]}
+METAVARS = {positive: "N", whole: "N", float: "X", Path: "FILE"}
+
+
+def add_options(
+    parser: argparse._ActionsContainer,
+    *names: str,
+    of: Callable[..., object] | None = None,
+    unset: str = "",
+    **settings: Any,
+) -> None:
+    """Add options with the shared settings of their names. Their help ends with choices and default.
+
+    Args:
+        of: the function or dataclass that takes the options; its defaults are in the help. Options that are not given
+            are missing in the namespace, for `given`.
+        unset: what holds without the option, for the help, if that is no fixed value.
+        settings: of `add_argument`, in addition to the shared ones or instead.
+    """
+    for name in names:
+        option: dict[str, Any] = dict(zip(("type", "help"), SHARED.get(name, ()), strict=False)) | settings
+        shown = unset or option.get("default")
+        if of is not None:
+            parameter = option.get("dest", name.lstrip("-").replace("-", "_"))
+            shown, option["default"] = unset or signature(of).parameters[parameter].default, argparse.SUPPRESS
+        if "choices" in option:
+            option["help"] += f": {', '.join(option['choices'])}"
+        if "action" not in option:
+            option.setdefault("metavar", METAVARS.get(option.get("type"), "NAME"))
+            # Values of a repeated option add up.
+            option["action"] = "extend" if "nargs" in option else "store"
+            text = " ".join(map(str, shown)) if isinstance(shown, list | tuple) else shown
+            option["help"] += "" if shown is None else f" (default: {text})"
+        parser.add_argument(*SHORT.get(name, ()), name, **option)
+
+
+def add_output(parser: argparse._ActionsContainer, content: str, *, required: bool = True) -> None:
+    """Add `-o/--output`, the file that the command makes."""
+    add_options(parser, "--output", type=Path, required=required, help=f"file to write: {content}")
 
 
 def add_trace(parser: argparse.ArgumentParser) -> None:
@@ -45,28 +115,15 @@ def add_trace(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def given(options: argparse.Namespace, function: Callable[..., object]) -> dict[str, Any]:
+    """The given options that a function or a dataclass takes; lists as tuples."""
+    names = signature(function).parameters.keys() & vars(options).keys()
+    found = {name: getattr(options, name) for name in names}
+    return {name: tuple(value) if isinstance(value, list) else value for name, value in found.items()}
+
+
 def need_extra(*modules: str, extra: str = "train") -> None:
     """Raise InputError unless the modules of an extra are installed."""
     missing = [module for module in modules if importlib.util.find_spec(module) is None]
     if missing:
         raise InputError(f"this command needs {', '.join(missing)}; install it with: pip install 'trimtab[{extra}]'")
-
-
-def progress_bar(*columns: ProgressColumn) -> Progress:
-    """Progress bar on stderr, hidden when not a terminal; stdout has only the result."""
-    console = Console(stderr=True)
-    return Progress(*columns, console=console, transient=True, disable=not console.is_terminal)
-
-
-def check_outputs(*paths: Path | None, sources: Sequence[Path] = ()) -> None:
-    """Raise InputError, before computing anything, if an output can't be written or is also an input."""
-    for path in paths:
-        if path is None:
-            continue
-        if path.is_dir():
-            raise InputError(f"{path}: a folder; name the file to write")
-        if path.exists() and any(source.samefile(path) for source in sources):
-            raise InputError(f"{path}: to be read and written; give another --output")
-        folder = next(parent for parent in path.absolute().parents if parent.exists())
-        if not folder.is_dir() or not os.access(folder, os.W_OK):
-            raise InputError(f"{path}: {folder} is not a folder that can be written to")

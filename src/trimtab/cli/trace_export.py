@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import argparse
 import json
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 from rich.console import Console
 
 from trimtab.array_type import Array
-from trimtab.cli.options import add_trace, check_outputs, positive, whole
+from trimtab.cli.options import add_options, add_output, add_trace, whole
 from trimtab.errors import InputError
 from trimtab.files import write_atomically
 from trimtab.planner.placement.serving_placement import count_parts, fill_slots, slot_loads
@@ -32,34 +31,21 @@ def add(actions: Any) -> None:
         description="Write a routing trace as Megatron's JSON lines, numpy's .npz or safetensors; or make an expert "
         "placement from it. sglang-placement is read by SGLang's --init-expert-location. vllm-placement is a list of "
         "physical experts for each MoE layer, as proposed for vLLM (pull request 49572); no release of vLLM reads it.",
-        epilog="example: trimtab trace export rollout.parquet --to sglang-placement --ranks 8 --redundant 16 "
-        "-o placement.json",
+        examples=[
+            "trimtab trace export rollout.parquet --to sglang-placement --ranks 8 --redundant 16 -o placement.json",
+            "trimtab trace export rollout.parquet --to megatron -o trace.jsonl",
+        ],
     )
     add_trace(parser)
-    parser.add_argument(
-        "--to", choices=(*TRACES, *PLACEMENTS), required=True, metavar="FORM", help=", ".join((*TRACES, *PLACEMENTS))
+    add_options(parser, "--to", choices=(*TRACES, *PLACEMENTS), required=True, help="format to write")
+    add_output(parser, "the trace or placement")
+    add_options(parser, "--step", unset="all; placements take all")
+    add_options(parser, "--ranks", unset="none; required for placements")
+    add_options(parser, "--ranks-per-node", unset="all")
+    add_options(
+        parser, "--redundant", type=whole, unset="0", help="placement: redundant experts of a layer, over all ranks"
     )
-    parser.add_argument("-o", "--output", type=Path, required=True, metavar="FILE", help="the file to write")
-    parser.add_argument("--step", type=whole, metavar="N", help="only sequences of this RL step (not for placements)")
-    parser.add_argument(
-        "--ranks", type=positive, metavar="N", help="placement: ranks of the engine's expert parallelism"
-    )
-    parser.add_argument(
-        "--ranks-per-node", type=positive, metavar="N", help="placement: ranks of a node (default: all)"
-    )
-    parser.add_argument(
-        "--redundant",
-        type=whole,
-        metavar="N",
-        help="placement: redundant experts of a layer, over all ranks (default: 0)",
-    )
-    parser.add_argument(
-        "--num-layers",
-        type=positive,
-        metavar="N",
-        help="sglang-placement: decoder layers of the model, with and without experts (default: up to the last in the "
-        "trace)",
-    )
+    add_options(parser, "--num-layers", unset="up to the last of the trace; only for sglang-placement")
     parser.set_defaults(run=run)
 
 
@@ -69,7 +55,6 @@ def run(options: argparse.Namespace) -> None:
         if not placing and getattr(options, name) is not None:
             raise InputError(f"--{name.replace('_', '-')} is for placements; --to {options.to} writes the trace itself")
     trace = TraceReader(options.trace)
-    check_outputs(options.output, sources=trace.files)
     if not placing:
         TRACES[options.to](trace.read(options.step), options.output)
         shown = []

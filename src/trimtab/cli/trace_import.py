@@ -6,13 +6,14 @@ import argparse
 import time
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
-from rich.progress import SpinnerColumn, TextColumn, TimeElapsedColumn
+from rich.progress import Progress
 
-from trimtab.cli.options import check_outputs, positive, progress_bar, whole
+from trimtab.cli.options import add_options, add_output, given, positive
 from trimtab.cluster import load_model
 from trimtab.errors import InputError
 from trimtab.report.tables import facts, trace_facts
@@ -29,34 +30,30 @@ def add(actions: Any) -> None:
         help="convert routing that a framework recorded",
         description="Convert routing that an RL or serving framework recorded into a routing trace. "
         f"Formats: {', '.join(FORMATS)}.",
-        epilog="example: trimtab trace import rollout.jsonl -o out/rollout.parquet --model qwen3-30b-a3b",
+        examples=["trimtab trace import rollout.jsonl -o out/rollout.parquet --model qwen3-30b-a3b"],
     )
     parser.add_argument(
-        "source", type=Path, nargs="+", metavar="SRC", help="files, folders or patterns of one dump, in order"
+        "source", type=Path, nargs="+", metavar="SOURCE", help="files, folders or patterns of one dump, in order"
     )
-    parser.add_argument("-o", "--output", type=Path, required=True, metavar="FILE", help="trace to write (.parquet)")
-    parser.add_argument("--format", choices=tuple(FORMATS), metavar="NAME", help="default: detected")
-    parser.add_argument("--model", metavar="NAME", help="a preset, config.json or checkpoint: experts, layers, top-k")
-    parser.add_argument("--num-experts", type=positive, metavar="N", help="experts of a layer, instead of --model")
-    parser.add_argument("--num-layers", type=positive, metavar="N", help="layers in the dump, dense ones included")
-    parser.add_argument("--top-k", type=positive, metavar="N", help="experts of a token")
-    parser.add_argument(
-        "--step", type=whole, default=0, metavar="N", help="RL step of sequences without one (default: 0)"
-    )
-    parser.add_argument("--domain", default="", metavar="NAME", help="label of sequences without one")
+    add_output(parser, "the trace (.parquet)")
+    option = partial(add_options, parser, of=ImportOptions)
+    add_options(parser, "--format", choices=tuple(FORMATS), unset="detected", help="format of the dump")
+    option("--model", unset="none; experts, layers and top-k as options or in the dump")
+    option("--num-experts", type=positive, unset="the model's", help="experts of a layer")
+    option("--num-layers", "--top-k", unset="the model's")
+    option("--step", unset="0, for sequences without one")
+    option("--domain", unset="none", help="label of sequences without one")
     parser.set_defaults(run=run)
 
 
 def run(options: argparse.Namespace) -> None:
     files = named_files(options.source, "*")
-    check_outputs(options.output, sources=files)
     form = options.format or common_format(files)
     summary = Summary()
     console = Console(highlight=False)
-    columns = (SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
     start = time.perf_counter()
-    with progress_bar(*columns) as progress:
-        task = progress.add_task(f"{form}")
+    with Progress(transient=True) as progress:
+        task = progress.add_task(form, total=None)
 
         def watched(parts: Iterable[RoutingTrace]) -> Iterator[RoutingTrace]:
             for part in parts:
@@ -78,19 +75,17 @@ def _rows(summary: Summary, form: str, seconds: float) -> list[tuple[str, str]]:
 
 def _known(options: argparse.Namespace) -> ImportOptions:
     """Model facts from the options."""
-    said = ImportOptions(
-        options.num_experts, options.num_layers, options.top_k, step=options.step, domain=options.domain
-    )
-    if options.model is None:
+    said = ImportOptions(**given(options, ImportOptions))
+    if not said.model:
         return said
-    model = load_model(options.model)
+    model = load_model(said.model)
     layers = model.moe_layers + model.dense_layers if model.moe_layer_indices else None
     for option, value, of_model in (
         ("--num-experts", said.num_experts, model.num_experts),
         ("--top-k", said.top_k, model.top_k),
     ):
         if value not in (None, of_model):
-            raise InputError(f"{option} is {value}; {options.model} has {of_model}")
+            raise InputError(f"{option} is {value}; {said.model} has {of_model}")
     return replace(
         said,
         num_experts=model.num_experts,

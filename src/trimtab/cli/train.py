@@ -4,20 +4,13 @@ from __future__ import annotations
 
 import argparse
 import os
-from dataclasses import fields
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from trimtab.cli.options import need_extra, positive, whole
+from trimtab.cli.options import add_options, given, positive, whole
 from trimtab.errors import InputError
-
-EPILOG = """examples:
-  trimtab train --out out/demo
-  trimtab train --out out/demo --resume --steps 60
-  trimtab train --model path/to/qwen3-moe --warm-start-steps 0 --ranks 8 --out out/run
-  torchrun --nnodes 2 --nproc-per-node 8 -m trimtab.cli.main train --out /shared/run
-"""
-
+from trimtab.rl.config import TrainConfig, resumed
 
 MODES = ("plan", "static", "shadow", "off")
 
@@ -27,63 +20,62 @@ def add(commands: Any) -> None:
         "train",
         description="Warm start, then GRPO on generated arithmetic. Recompute and update replay the rollout's routing "
         "under the plan. Writes metrics.jsonl, summary.json, settings.json, routing/, checkpoints/ and tensorboard/ "
-        "to --out; report.html and timeline.json.gz too, if there are --compare-pairs.",
-        epilog=EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        "to the output folder; report.html and timeline.json.gz too, if there are --compare-pairs.",
+        examples=[
+            "trimtab train -o out/demo",
+            "trimtab train -o out/demo --resume --steps 60",
+            "trimtab train --model path/to/qwen3-moe --warm-start-steps 0 --ranks 8 -o out/run",
+            "torchrun --nnodes 2 --nproc-per-node 8 -m trimtab.cli.main train -o /shared/run",
+        ],
     )
-    parser.add_argument(
-        "--out", type=Path, required=True, help="folder for all output; new or empty, except with --resume"
-    )
-    parser.add_argument(
+    add_options(
+        parser, "--output", type=Path, dest="out", required=True, metavar="FOLDER",
+        help="folder to write; new or empty, except with --resume",
+    )  # fmt: skip
+    add_options(
+        parser,
         "--resume",
         action="store_true",
-        help="continue from the last checkpoint in --out with the settings of that run; start anew if --out is empty",
+        help="continue from the last checkpoint in the folder with the settings of that run; start anew if it is empty",
     )
-    parser.add_argument("--model", type=Path, help="local Hugging Face checkpoint directory (default: a small model)")
-    parser.add_argument("--mode", choices=MODES, help="how experts are balanced (default: plan)")
-    parser.add_argument("--ranks", type=positive, help="local ranks to start (default: 2)")
-    for name, kind, text in (
-        ("slots", whole, "replicas a rank has room for in every layer"),
-        ("steps", whole, "RL steps"),
-        ("problems", positive, "problems of a step"),
-        ("samples", positive, "responses to each problem"),
-        ("mini-batches", positive, "optimizer steps in an RL step"),
-        ("token-budget", positive, "most tokens of a rank in a micro-step"),
-        ("max-new-tokens", positive, "longest response"),
-        ("learning-rate", float, "of GRPO"),
-        ("warm-start-steps", whole, "supervised steps before RL"),
-        ("held-out", positive, "problems that accuracy is measured on"),
-        ("save-every", positive, "RL steps between checkpoints"),
-        ("compare-pairs", whole, "timed pairs of static and trimtab at the end, which the report is made of"),
-        ("seed", whole, "of model, problems and sampling"),
-    ):
-        parser.add_argument(f"--{name}", type=kind, metavar="N", help=text)
-    parser.add_argument("--gradient-checkpointing", action="store_true", default=None, help="save activation memory")
-    parser.set_defaults(run=run)
+    option = partial(add_options, parser, of=TrainConfig)
+    option("--model", type=Path, metavar="FOLDER", unset="a small model", help="local Hugging Face checkpoint")
+    option("--mode", choices=MODES, help="how experts are balanced")
+    add_options(parser, "--ranks", unset="2")
+    option("--slots", "--steps")
+    option("--problems", type=positive, help="problems of a step")
+    option("--samples", type=positive, help="responses to each problem")
+    option("--mini-batches", "--token-budget")
+    option("--max-new-tokens", type=positive, help="longest response")
+    option("--learning-rate", type=float, help="learning rate of GRPO")
+    option("--warm-start-steps", type=whole, help="supervised steps before RL")
+    option("--held-out", type=positive, help="problems that accuracy is measured on")
+    option("--save-every", type=positive, help="RL steps between checkpoints")
+    option("--compare-pairs", type=whole, help="timed pairs of static and trimtab at the end, for the report")
+    option("--seed")
+    option("--gradient-checkpointing", action="store_true", help="save activation memory")
+    parser.set_defaults(run=run, needs=("torch", "transformers", "tensorboard"))
 
 
 def run(options: argparse.Namespace) -> None:
-    need_extra("torch", "transformers", "tensorboard")
     from trimtab.integrations.transformers import num_experts
     from trimtab.launch.launcher import launch, torchrun_ranks
     from trimtab.planner import Placement
     from trimtab.rl.checkpoint import last_checkpoint
-    from trimtab.rl.config import TrainConfig, resumed
     from trimtab.rl.demo_model import load_config, load_tokenizer
     from trimtab.rl.run import run_training
 
     out: Path = options.out
-    asked = {field.name: getattr(options, field.name, None) for field in fields(TrainConfig)}
-    given: dict[str, Any] = {name: value for name, value in asked.items() if value is not None}
+    asked = given(options, TrainConfig)
     is_new = not out.exists() or (out.is_dir() and all(path.suffix == ".partial" for path in out.iterdir()))
     is_writer = os.environ.get("RANK", "0") == "0"
     if options.resume and not is_new:
-        config, ranks_before = resumed(out, given)
+        config, ranks_before = resumed(out, asked)
         checkpoint = last_checkpoint(out)
     elif is_writer and not is_new:
-        raise InputError(f"--out {out} is there already and not empty; name a new folder, or --resume the run in it")
+        raise InputError(f"--output {out} is there already and not empty; name a new folder, or --resume the run in it")
     else:
-        config, ranks_before, checkpoint = TrainConfig(**given), 2, None
+        config, ranks_before, checkpoint = TrainConfig(**asked), 2, None
     if checkpoint is not None and checkpoint.step > config.steps:
         raise InputError(f"--steps is {config.steps}; the run in {out} has done {checkpoint.step} already")
     ranks = torchrun_ranks() or options.ranks or ranks_before

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import json
+import logging
 import multiprocessing
 import os
 import signal
@@ -25,7 +26,9 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import Store, TCPStore
 
 from trimtab.errors import InputError, RankFailedError
+from trimtab.launch.messages import show_messages
 
+log = logging.getLogger("trimtab")
 TIMEOUT = timedelta(minutes=10)
 GRACE_S = 3.0
 # Let glibc keep and reuse the memory of freed tensors, in huge pages: page faults can cost more than the arithmetic.
@@ -82,7 +85,9 @@ def launch(worker: Callable[..., None], args: tuple[Any, ...], *, ranks: int) ->
     launcher = os.getpid()
     pipes = [context.Pipe() for _ in range(ranks)]
     processes: list[BaseProcess] = [
-        context.Process(target=_run_rank, args=(launcher, rank, ranks, store.port, pipe, worker, args), daemon=True)
+        context.Process(
+            target=_run_rank, args=(launcher, rank, ranks, store.port, pipe, worker, args, log.level), daemon=True
+        )
         for rank, (_, pipe) in enumerate(pipes)
     ]
     try:
@@ -186,7 +191,10 @@ def _run_rank(
     pipe: Connection,
     worker: Callable[..., None],
     args: tuple[Any, ...],
+    log_level: int,
 ) -> None:
+    if log_level:
+        show_messages(log_level)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     threading.Thread(target=_end_with_launcher, args=(launcher,), daemon=True).start()
     try:

@@ -5,10 +5,12 @@ from __future__ import annotations
 import json
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from trimtab.errors import InputError
-from trimtab.runtime.planning import Mode
+
+if TYPE_CHECKING:
+    from trimtab.runtime.planning import Mode
 
 # How far a run goes, and how its work is laid out. Any other setting would make another run of it.
 MAY_CHANGE = frozenset(
@@ -82,7 +84,7 @@ def resumed(out: Path, given: dict[str, Any]) -> tuple[TrainConfig, int]:
         settings["model"] = settings["model"] and Path(settings["model"])
         config = TrainConfig(**settings | {"out": out})
     except FileNotFoundError:
-        raise InputError(f"--out {out}: no run to resume there (no settings.json)") from None
+        raise InputError(f"--output {out}: no run to resume there (no settings.json)") from None
     except (KeyError, TypeError, ValueError):
         raise InputError(f"{path}: expected the settings of a run, as this version writes them") from None
     for field in fields(TrainConfig):

@@ -59,7 +59,7 @@ def _sole_run(out: Path) -> Iterator[None]:
         try:
             fcntl.flock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            raise InputError(f"--out {out}: another run is writing there; wait for its end, or stop it") from None
+            raise InputError(f"--output {out}: another run is writing there; wait for its end, or stop it") from None
         yield
     finally:
         os.close(folder)

@@ -47,7 +47,7 @@ class RunLog:
     def progress(self, title: str, total: int) -> Iterator[Callable[[str], None]]:
         """A bar over `total` steps; call what it yields after each, with a few words on how it goes."""
         columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-        with Progress(*columns, TextColumn("{task.fields[note]}"), console=self.console) as progress:
+        with Progress(*columns, TextColumn("{task.fields[note]}"), disable=self._file is None) as progress:
             task = progress.add_task(title, total=total, note="")
             yield lambda note: progress.update(task, advance=1, note=note)
 

@@ -1,0 +1,47 @@
+"""What commands write: checks before anything is computed, and figures with their tables."""
+
+from __future__ import annotations
+
+import argparse
+import os
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from trimtab.errors import InputError
+from trimtab.files import STDOUT, write_json
+
+FILES = ("output", "json", "html", "perfetto", "frontier", "page")
+# Options that name files to read, with the pattern of files in a folder.
+SOURCES = {"trace": "*.parquet", "source": "*"}
+
+
+def check_outputs(options: argparse.Namespace) -> None:
+    """Raise InputError if a file to write can't be written, is also read, or is written twice."""
+    given = {name: getattr(options, name, None) for name in FILES}
+    paths = [path for name, path in given.items() if path and (name, path) != ("json", STDOUT)]
+    sources = []
+    for name in SOURCES.keys() & vars(options).keys() if paths else ():
+        from trimtab.trace.store import named_files
+
+        sources = named_files(getattr(options, name), SOURCES[name])
+    for place, path in enumerate(paths):
+        if path.is_dir():
+            raise InputError(f"{path}: a folder; name the file to write")
+        if path == STDOUT or path.parent == Path("/dev") or (path.exists() and not path.is_file()):
+            raise InputError(f"{path}: not a file; only --json - writes to standard output")
+        if path in paths[:place]:
+            raise InputError(f"{path}: to be written twice; name another file")
+        if path.exists() and any(source.samefile(path) for source in sources):
+            raise InputError(f"{path}: to be read and written; name another file")
+        folder = next(parent for parent in path.absolute().parents if parent.exists())
+        if not folder.is_dir() or not os.access(folder, os.W_OK):
+            raise InputError(f"{path}: {folder} is not a folder that can be written to")
+
+
+def write_figures(options: argparse.Namespace, figures: dict[str, Any]) -> Console:
+    """Write the figures to `--json`, if given. Returns the console for tables, silent if they went to stdout."""
+    if options.json is not None:
+        write_json(options.json, figures)
+    return Console(highlight=False, quiet=options.json == STDOUT)

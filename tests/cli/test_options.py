@@ -1,0 +1,236 @@
+"""All commands: the form of their help, options that they share, closest matches, `--json -`, `-q` and `-v`."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import logging
+import re
+import subprocess
+import sys
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from experiments import simulator_validation
+from experiments.papers import __main__ as papers
+from trimtab.cli.main import COMMANDS, main
+from trimtab.cli.options import SHARED
+from trimtab.cli.parser import ALIASES, Parser
+from trimtab.trace import synthesize, write_trace
+
+FIGURES = Path(__file__).parents[2] / "docs" / "benchmarks" / "papers.json"
+# Options without a value when not given: files to write or read.
+FILES = {"--output", "--json", "--html", "--perfetto", "--frontier", "--page", "--read"}
+
+
+def all_parsers() -> dict[str, argparse.ArgumentParser]:
+    """The parsers of all commands and of their parts, by program name."""
+    top = Parser(prog="trimtab")
+    commands = top.add_subparsers()
+    for command in COMMANDS:
+        import_module(f"trimtab.cli.{command}").add(commands)
+    found: dict[str, argparse.ArgumentParser] = {}
+
+    def walk(parser: argparse.ArgumentParser) -> None:
+        for action in parser._actions:
+            if isinstance(action, argparse._SubParsersAction):
+                for child in action.choices.values():
+                    found[child.prog] = child
+                    walk(child)
+
+    walk(top)
+    return found | {module.NAME: module.make_parser() for module in (papers, simulator_validation)}
+
+
+PARSERS = all_parsers()
+
+
+def options_of(parser: argparse.ArgumentParser) -> dict[str, argparse.Action]:
+    return {action.option_strings[-1]: action for action in parser._actions if action.option_strings}
+
+
+@pytest.mark.parametrize("name", PARSERS)
+def test_help_has_examples_and_defaults(name: str) -> None:
+    parser = PARSERS[name]
+    text = parser.format_help()
+    example = text.split("\nexamples:\n")[1].splitlines()[0]
+    assert re.match(r"  (trimtab|python -m experiments\.)", example)
+    for option, action in options_of(parser).items():
+        if action.nargs == 0:
+            continue
+        assert action.metavar in ("N", "X", "NAME", "FILE", "FOLDER", "SIZE"), option
+        if not action.required and option not in FILES:
+            assert re.search(r" \(default: .+\)$", action.help or ""), option
+
+
+def test_shared_options_are_the_same_in_all_commands() -> None:
+    used = set()
+    for name, parser in PARSERS.items():
+        for option, action in options_of(parser).items():
+            if option in SHARED and not (option == "--model" and name in ("trimtab train", "trimtab doctor")):
+                used.add(option)
+                assert (action.help or "").startswith(SHARED[option][1]), (name, option)
+                assert action.metavar in ("N", "NAME", "FILE")
+    assert used == SHARED.keys()
+    outputs = [options_of(parser).get("--output") for parser in PARSERS.values()]
+    assert {action.option_strings[0] for action in outputs if action} == {"-o"}
+
+
+def test_defaults_of_help_are_those_of_the_settings() -> None:
+    pytest.importorskip("torch")
+    from trimtab.benchmarks.bench_capture import CaptureBenchmark
+    from trimtab.benchmarks.bench_runtime import RuntimeBenchmark
+
+    runtime = options_of(PARSERS["trimtab bench runtime"])
+    assert (runtime["--tokens"].default, runtime["--rounds"].default) == (
+        RuntimeBenchmark.tokens,
+        RuntimeBenchmark.rounds,
+    )
+    assert options_of(PARSERS["trimtab bench capture"])["--rounds"].default == CaptureBenchmark.rounds
+
+
+@pytest.fixture
+def trace(tmp_path: Path) -> str:
+    made = synthesize(num_sequences=32, sequence_length=64, num_layers=2, num_experts=128, top_k=8, zipf=0.9)
+    write_trace(made, tmp_path / "trace.parquet")
+    return str(tmp_path / "trace.parquet")
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["trace", "info", "{trace}"],
+        ["analyze", "{trace}", "--html", "{folder}/page.html"],
+        ["plan", "{trace}", "--ranks", "4"],
+        ["simulate", "{trace}", "--ranks", "4", "--policy", "trimtab", "--micro-steps", "1"],
+        [
+            "bench",
+            "planner",
+            "--sizes",
+            "2/16",
+            "--layers",
+            "1",
+            "--slots",
+            "1",
+            "--policy",
+            "static",
+            "--preset",
+            "spike",
+        ],
+    ],
+)
+def test_json_to_stdout_is_pure_json(words: list[str], trace: str, tmp_path: Path) -> None:
+    words = [word.format(trace=trace, folder=tmp_path) for word in words]
+    command = [sys.executable, "-m", "trimtab.cli.main", *words, "--json", "-"]
+    result = subprocess.run(command, capture_output=True, text=True, check=True, cwd=tmp_path)
+    assert json.loads(result.stdout)["schema"].startswith("trimtab-")
+    assert not (tmp_path / "-").exists()
+
+
+def test_json_to_stdout_of_an_experiment(capsys: pytest.CaptureFixture[str]) -> None:
+    assert papers.main(["--read", str(FIGURES), "--json", "-"]) == 0
+    assert json.loads(capsys.readouterr().out) == json.loads(FIGURES.read_text())
+
+
+def error_of(words: list[str], capsys: pytest.CaptureFixture[str]) -> str:
+    try:
+        status = main(words)
+    except SystemExit as stop:
+        status = int(stop.code or 0)
+    out, error = capsys.readouterr()
+    assert (status, out, error.count("\n")) == (2, "", 1)
+    return error
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["simulat"], "trimtab: unknown command simulat; did you mean simulate? (see trimtab --help)"),
+        (["trace", "inf"], "trimtab trace: unknown action inf; did you mean info? (see trimtab trace --help)"),
+        (["plan", "t", "--rank", "8"], "unknown option --rank; did you mean --ranks? (see trimtab plan --help)"),
+        (["plan", "--step=3", "-rank=8"], "unknown option -rank; did you mean --ranks? (see trimtab plan --help)"),
+        (["plan", "t", "--ranks", "8", "--policy", "trimtb"], "unknown --policy trimtb; did you mean trimtab?"),
+        (["bench", "planner", "--presets", "rl-mxed"], "unknown --preset rl-mxed; did you mean rl-mixed?"),
+        (["simulate", "t", "--cluster", "h100x9"], "unknown cluster h100x9; did you mean h100x8?"),
+        (["analyze", "t", "--model", "kimi-k3"], "unknown model kimi-k3; did you mean kimi-k2?"),
+        (["--jsn", "plan"], "trimtab: unknown option --jsn (see trimtab --help)"),
+    ],
+)
+def test_mistyped_names_get_the_closest_match(
+    words: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert message in error_of(words, capsys)
+
+
+def test_options_are_not_abbreviated(trace: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert "did you mean --token-budget?" in error_of(["plan", trace, "--ranks", "4", "--token", "512"], capsys)
+
+
+def test_earlier_spellings_are_accepted(tmp_path: Path, trace: str) -> None:
+    for old, new in ALIASES.items():
+        users = [parser for parser in PARSERS.values() if new in options_of(parser)]
+        assert users
+        assert not any(re.search(rf"{old}\b", parser.format_help()) for parser in users)
+    sizes = ["--ranks", "4", "--micro-steps", "1"]
+    for number, words in enumerate(
+        (["--policies", "llep"], ["--policy", "llep"], ["--policies=llep", "--policy", "llep"])
+    ):
+        assert main(["-q", "simulate", trace, *sizes, *words, "--json", str(tmp_path / f"{number}.json")]) == 0
+        figures = json.loads((tmp_path / f"{number}.json").read_text())
+        assert list(figures["policies"]) == ["static", "llep", "balanced"]
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["-o", "-"], "-: not a file; only --json - writes to standard output"),
+        (["--json", "/dev/stdout"], "/dev/stdout: not a file; only --json - writes to standard output"),
+        (["--json", "{trace}"], "{trace}: to be read and written"),
+        (["--json", "{trace}.x", "-o", "{trace}.x"], "{trace}.x: to be written twice"),
+        (["--json", "{trace}/x"], "is not a folder that can be written to"),
+    ],
+)
+def test_bad_outputs_are_found_before_planning(
+    words: list[str], message: str, trace: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = [word.format(trace=trace) for word in words]
+    assert message.format(trace=trace) in error_of(["plan", trace, "--ranks", "4", *words], capsys)
+    assert [path.name for path in tmp_path.iterdir()] == ["trace.parquet"]
+
+
+def test_full_stdout_is_one_line(trace: str) -> None:
+    command = [sys.executable, "-m", "trimtab.cli.main", "trace", "info", trace, "--json", "-"]
+    with Path("/dev/full").open("w") as full:
+        result = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, check=False)
+    assert (result.returncode, result.stderr) == (2, "trimtab trace: standard output: No space left on device\n")
+
+
+@pytest.mark.parametrize(
+    ("flags", "level", "notes"),
+    [([], logging.INFO, ["page: "]), (["-q"], logging.WARNING, []), (["-v"], logging.DEBUG, ["page: ", "trimtab 0."])],
+)
+def test_message_levels(
+    flags: list[str], level: int, notes: list[str], trace: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for place in ("before", "after"):
+        words: list[Any] = ["trace", "info", trace]
+        if place == "before":
+            words = [*flags, "analyze", trace, "--html", str(tmp_path / "page.html")]
+        else:
+            words = ["analyze", trace, "--html", str(tmp_path / "page.html"), *flags]
+        assert main(words) == 0
+        out, error = capsys.readouterr()
+        assert logging.getLogger("trimtab").level == level
+        assert "Would foresight help?" in out
+        lines = [line for line in error.splitlines() if not line.startswith("compiling kernels")]
+        assert len(lines) == len(notes)
+        assert all(line.startswith(note) for line, note in zip(lines, notes, strict=True))
+
+
+def test_the_library_configures_no_logging() -> None:
+    code = "import logging, trimtab.api.plan; print(logging.getLogger('trimtab').handlers, logging.root.handlers)"
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert result.stdout == "[] []\n"
