@@ -5,7 +5,7 @@ from __future__ import annotations
 from trimtab.analysis.analysis import Analysis, worst_layers
 from trimtab.analysis.foresight import SLOTS
 from trimtab.analysis.hot import HOT
-from trimtab.planner.plan.instances import PlanSettings
+from trimtab.planner import PlanSettings
 
 # Below this part of expert time lost, balancing is not worth it.
 LITTLE = 0.03
