@@ -15,7 +15,7 @@ from trimtab.cluster import QWEN3_30B, CostModel
 from trimtab.planner import Planner, PlanSettings, SequenceCounts, plan_sequences
 from trimtab.planner.planner import GroupPlans
 from trimtab.planner.replicas import kernel_values
-from trimtab.planner.replicas.kernel_values import Homes, Limits, Shares
+from trimtab.planner.replicas.kernel_values import Homes, Limits
 from trimtab.planner.replicas.replica_search import place_replicas
 from trimtab.trace import RoutingTrace
 
@@ -54,9 +54,8 @@ class Instance:
     def replicas(self) -> list[tuple[int, int, int]]:
         """Expert, rank and tokens of every replica that the kernel places."""
         instance = kernel_values.Instance(self.counts_E, self.fixed_R, Homes.of(self.home_E, self.ranks))
-        found = Shares.empty(self.ranks * self.slots)
         limits = Limits(self.per_node, self.slots, 0, self.smallest_share)
-        count = place_replicas(instance, limits, self.threshold_load, found)
+        found, count = place_replicas(instance, limits, self.threshold_load)
         return [(int(e), int(r), int(t)) for e, r, t in np.stack(found)[:, :count].T]
 
     def loads(self, replicas: list[tuple[int, int, int]]) -> Array:

@@ -21,14 +21,17 @@ from trimtab.kernels import kernel
 
 
 class LoadProducts(NamedTuple):
-    """Sums over micro-steps of an expert's tokens times another load; float64, exact below 2^53."""
+    """Sums over micro-steps of an expert's tokens times another load; float64, exact below 2^53.
+
+    Attributes:
+        expert_EE: `[E, E]`, times the tokens of each expert.
+        rank_ER: `[E, R]`, times the load of each rank.
+        node_EN: `[E, N]`, times the load of each node.
+    """
 
     expert_EE: Array
-    """`[E, E]`, times the tokens of each expert."""
     rank_ER: Array
-    """`[E, R]`, times the load of each rank."""
     node_EN: Array
-    """`[E, N]`, times the load of each node."""
 
 
 def place_experts(

@@ -12,12 +12,15 @@ from trimtab.planner.replicas.replica_table import ReplicaTable
 
 
 class RowCounts(NamedTuple):
-    """Rows of every instance of M micro-steps and L layers."""
+    """Rows of every instance of M micro-steps and L layers.
+
+    Attributes:
+        loads_MLR: `[M, L, R]` int64, by the rank that computes them.
+        between_MLNN: `[M, L, N, N]` int64, by the nodes that they come from and go to.
+    """
 
     loads_MLR: Array
-    """`[M, L, R]` int64, by the rank that computes them."""
     between_MLNN: Array
-    """`[M, L, N, N]` int64, by the nodes that they come from and go to."""
 
 
 def count_rows(

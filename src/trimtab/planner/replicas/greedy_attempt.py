@@ -22,36 +22,47 @@ from trimtab.array_type import Array
 from trimtab.kernels import kernel
 from trimtab.planner.replicas.kernel_values import PlacementStrategy
 
+# Orders of `_pick_rank`. All integers that kernels pass to each other are int64: numba compiles a kernel once more for
+# every literal.
+FULLEST, EMPTIEST = np.int64(1), np.int64(-1)
+
 
 class Attempt(NamedTuple):
-    """What distinguishes one attempt from another."""
+    """What distinguishes one attempt from another.
+
+    Attributes:
+        target: load that no rank should exceed, rows.
+        strategy: how takers and shares are chosen.
+        jitter: `[max(R, experts of a rank)]` int64, added to loads and shares when ranks and experts are compared.
+    """
 
     target: int
-    """Load that no rank should exceed, rows."""
     strategy: PlacementStrategy
     jitter: Array
-    """`[max(R, experts of a rank)]` int64, added to loads and shares when ranks and experts are compared."""
 
 
 class AttemptState(NamedTuple):
-    """Loads and slots while replicas are added one by one."""
+    """Loads and slots while replicas are added one by one.
+
+    Attributes:
+        loads_R: `[R]` int64 rows.
+        node_loads_N: `[N]` int64 rows.
+        jitter: as in `Attempt`.
+        at_home_E: `[E]` int64 tokens that are still at home.
+        free_slots_R: `[R]` int64.
+        given_up_R: `[R]` bool, ranks that can't give more tokens away.
+        excluded_R: `[R]` bool, ranks with a copy of the expert that is to be replicated, its home included.
+        node_R: `[R]` int64, node of each rank. Looked up rather than divided: this is the innermost part of planning.
+    """
 
     loads_R: Array
-    """`[R]` int64 rows."""
     node_loads_N: Array
-    """`[N]` int64 rows."""
     jitter: Array
-    """As in `Attempt`."""
     at_home_E: Array
-    """`[E]` int64 tokens that are still at home."""
     free_slots_R: Array
-    """`[R]` int64."""
     given_up_R: Array
-    """`[R]` bool, ranks that can't give more tokens away."""
     excluded_R: Array
-    """`[R]` bool, ranks with a copy of the expert that is to be replicated, its home included."""
     node_R: Array
-    """`[R]` int64, node of each rank. Looked up rather than divided: this is the innermost part of planning."""
 
 
 @kernel
@@ -72,7 +83,7 @@ def greedy_attempt(instance, loads_R, limits, attempt, found):  # type: ignore[n
     state = _start(instance, loads_R, limits, jitter)
     count = 0
     while True:
-        giver = -1
+        giver = np.int64(-1)
         highest = np.int64(0)
         for r in range(len(loads_R)):
             if state.loads_R[r] > target and state.loads_R[r] + jitter[r] > highest and not state.given_up_R[r]:
@@ -84,8 +95,7 @@ def greedy_attempt(instance, loads_R, limits, attempt, found):  # type: ignore[n
                 busiest = max(busiest, state.loads_R[r])
             return count, busiest
         expert = _largest_expert(instance.homes, state, giver, limits.smallest_share)
-        taker = -1
-        tokens = np.int64(0)
+        taker, tokens = np.int64(-1), np.int64(0)
         if expert >= 0:
             state.excluded_R[giver] = True
             for p in range(count):
@@ -129,7 +139,7 @@ def _start(instance, loads_R, limits, jitter):  # type: ignore[no-untyped-def]
 @kernel
 def _largest_expert(homes, state, giver, smallest_share):  # type: ignore[no-untyped-def]
     """The giver's expert with most tokens at home; -1 if none has `smallest_share`."""
-    expert = -1
+    expert = np.int64(-1)
     largest = np.int64(-1)
     first = homes.starts_R[giver]
     for i in range(first, homes.starts_R[giver + 1]):
@@ -147,7 +157,7 @@ def _taker_and_share(state, limits, attempt, giver, tokens):  # type: ignore[no-
 
     Neither the share nor the tokens that remain at home are smaller than allowed, unless all tokens move.
     """
-    target, strategy = attempt.target, attempt.strategy
+    target, strategy, num_ranks = attempt.target, attempt.strategy, len(state.loads_R)
     excess = state.loads_R[giver] - target
     share = max(min(excess, tokens), limits.smallest_share)
     if tokens - share < limits.smallest_share:
@@ -157,15 +167,15 @@ def _taker_and_share(state, limits, attempt, giver, tokens):  # type: ignore[no-
     near_last = near_first + limits.ranks_per_node
     most_for_whole = target - share
     most_for_part = target - limits.smallest_share
-    taker = _pick_rank(state, most_for_whole, near_first, near_last, 1)
+    taker = _pick_rank(state, most_for_whole, near_first, near_last, FULLEST)
     whole = taker >= 0
     if not whole and strategy.near and state.node_loads_N[node] <= target * limits.ranks_per_node:
-        taker = _pick_rank(state, most_for_part, near_first, near_last, -1)
+        taker = _pick_rank(state, most_for_part, near_first, near_last, EMPTIEST)
     if taker < 0:
-        taker = _pick_rank(state, most_for_whole, 0, len(state.loads_R), 1)
+        taker = _pick_rank(state, most_for_whole, np.int64(0), num_ranks, FULLEST)
         whole = taker >= 0
     if taker < 0:
-        taker = _pick_rank(state, most_for_part, 0, len(state.loads_R), -1)
+        taker = _pick_rank(state, most_for_part, np.int64(0), num_ranks, EMPTIEST)
     if taker >= 0 and (strategy.fill or not whole):
         part = target - state.loads_R[taker]
         if not whole:
@@ -176,16 +186,16 @@ def _taker_and_share(state, limits, attempt, giver, tokens):  # type: ignore[no-
 
 
 @kernel
-def _pick_rank(state, most, first, last, sign):  # type: ignore[no-untyped-def]
-    """The fullest (`sign` 1) or emptiest (-1) rank in [first, last) with a free slot, at most `most` rows and no copy.
+def _pick_rank(state, most, first, last, order):  # type: ignore[no-untyped-def]
+    """The fullest or emptiest rank in [first, last) with a free slot, at most `most` rows and no copy.
 
     -1 if there is none.
     """
-    picked = -1
+    picked = np.int64(-1)
     best = np.int64(0)
     for r in range(first, last):
         if state.loads_R[r] <= most and state.free_slots_R[r] > 0 and not state.excluded_R[r]:
-            size = sign * (state.loads_R[r] + state.jitter[r])
+            size = order * (state.loads_R[r] + state.jitter[r])
             if picked < 0 or size > best:
                 picked = r
                 best = size

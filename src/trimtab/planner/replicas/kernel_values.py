@@ -12,14 +12,17 @@ PARTS_PER_WHOLE = 1_000_000
 
 
 class Homes(NamedTuple):
-    """Homes of one layer's experts, by expert and by rank."""
+    """Homes of one layer's experts, by expert and by rank.
+
+    Attributes:
+        home_E: `[E]` int16, home of each expert.
+        experts_by_home: `[E]` int64, experts ordered by home, then by index.
+        starts_R: `[R + 1]` int64, rank r is home to `experts_by_home[starts_R[r]:starts_R[r + 1]]`.
+    """
 
     home_E: Array
-    """`[E]` int16, home of each expert."""
     experts_by_home: Array
-    """`[E]` int64, experts ordered by home, then by index."""
     starts_R: Array
-    """`[R + 1]` int64, rank r is home to `experts_by_home[starts_R[r]:starts_R[r + 1]]`."""
 
     @classmethod
     def of(cls, home_E: Array, num_ranks: int) -> Homes:
@@ -30,48 +33,57 @@ class Homes(NamedTuple):
 
 
 class Instance(NamedTuple):
-    """Load of one instance, summed over source ranks."""
+    """Load of one instance, summed over source ranks.
+
+    Attributes:
+        counts_E: `[E]` int64, tokens of every expert, which replicas may take.
+        fixed_R: `[R]` int64, rows that stay at each rank, the expected ones of unknown routes.
+        homes: of the layer.
+    """
 
     counts_E: Array
-    """`[E]` int64, tokens of every expert, which replicas may take."""
     fixed_R: Array
-    """`[R]` int64, rows that stay at each rank, the expected ones of unknown routes."""
     homes: Homes
 
 
 class Limits(NamedTuple):
-    """Cluster and settings, all int64."""
+    """Cluster and settings, all int64.
+
+    Attributes:
+        ranks_per_node: of the cluster.
+        slots: replicas of a rank.
+        threshold_parts: max/mean load up to which an instance is not changed, in parts per million: decisions in
+            integers are the same on every machine.
+        smallest_share: fewest tokens of a copy, and fewest tokens that stay at home if any do.
+    """
 
     ranks_per_node: int
     slots: int
-    """Replicas of a rank."""
     threshold_parts: int
-    """Max/mean load up to which an instance is not changed, in parts per million: decisions in integers are the same on
-    every machine."""
     smallest_share: int
-    """Fewest tokens of a copy, and fewest tokens that stay at home if any do."""
 
 
 class Shares(NamedTuple):
-    """Replicas and their tokens, before the split over source ranks."""
+    """Replicas and their tokens, before the split over source ranks.
+
+    Attributes:
+        experts: `[P]` int64.
+        ranks: `[P]` int64.
+        tokens: `[P]` int64, tokens of the expert that the replica computes.
+    """
 
     experts: Array
-    """`[P]` int64."""
     ranks: Array
-    """`[P]` int64."""
     tokens: Array
-    """`[P]` int64, tokens of the expert that the replica computes."""
-
-    @classmethod
-    def empty(cls, most: int) -> Shares:
-        """Uninitialised arrays for up to `most` replicas."""
-        return cls(np.empty(most, np.int64), np.empty(most, np.int64), np.empty(most, np.int64))
 
 
 class PlacementStrategy(NamedTuple):
-    """How the greedy attempt chooses a rank for a replica, and its tokens."""
+    """How the greedy attempt chooses a rank for a replica, and its tokens.
+
+    Attributes:
+        fill: fill the taker to the target; otherwise it takes only the giver's excess.
+        near: prefer a part of the excess in the giver's node to the whole excess on another node.
+    """
 
     fill: bool
-    """Fill the taker to the target; otherwise it takes only the giver's excess."""
     near: bool
-    """Prefer a part of the excess in the giver's node to the whole excess on another node."""

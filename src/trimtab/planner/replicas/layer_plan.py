@@ -52,7 +52,6 @@ def _split(
 def _place_layer(counts_MLRE, fixed_MR, layer, homes, limits):  # type: ignore[no-untyped-def]
     num_micro_steps, _, num_ranks, num_experts = counts_MLRE.shape
     most = num_ranks * limits.slots
-    found = Shares(np.empty(most, np.int64), np.empty(most, np.int64), np.empty(most, np.int64))
     counts_E = np.empty(num_experts, np.int64)
     starts = np.zeros(num_micro_steps + 1, np.int64)
     experts = np.empty(num_micro_steps * most, np.int64)
@@ -70,7 +69,7 @@ def _place_layer(counts_MLRE, fixed_MR, layer, homes, limits):  # type: ignore[n
         for e in range(num_experts):
             rows += counts_E[e]
         threshold_load = rows * limits.threshold_parts // (num_ranks * PARTS_PER_WHOLE)
-        count = place_replicas(Instance(counts_E, fixed_MR[m], homes), limits, threshold_load, found)
+        found, count = place_replicas(Instance(counts_E, fixed_MR[m], homes), limits, threshold_load)
         for p in range(count):
             experts[replica] = found.experts[p]
             ranks[replica] = found.ranks[p]

@@ -35,17 +35,16 @@ JITTER = 8
 
 
 @kernel
-def place_replicas(instance, limits, threshold_load, found):  # type: ignore[no-untyped-def]
+def place_replicas(instance, limits, threshold_load):  # type: ignore[no-untyped-def]
     """Reduce the busiest rank's load in one instance to the threshold with few replicas, near ones first.
 
     Args:
         instance: an `Instance`.
         limits: `Limits`; their `threshold_parts` are not used.
         threshold_load: load up to which a rank is not changed, rows.
-        found: `Shares` of at least `R * slots` replicas, filled.
 
     Returns:
-        The number of replicas.
+        `Shares` of at least `R * slots` replicas, and the number of replicas that are found.
     """
     homes = instance.homes
     num_ranks = len(instance.fixed_R)
@@ -59,9 +58,10 @@ def place_replicas(instance, limits, threshold_load, found):  # type: ignore[no-
         most_experts = max(most_experts, homes.starts_R[r + 1] - homes.starts_R[r])
         # The largest of `fixed_R` is a lower bound of the busiest rank's load.
         threshold_load = max(threshold_load, instance.fixed_R[r])
+    found = _empty_shares(num_ranks * limits.slots)
     if most <= threshold_load or limits.slots == 0:
-        return 0
-    tried = Shares(np.empty_like(found.experts), np.empty_like(found.ranks), np.empty_like(found.tokens))
+        return found, 0
+    tried = _empty_shares(num_ranks * limits.slots)
     jitter = np.zeros(max(num_ranks, most_experts), np.int64)
     fewest = fewest_replicas_bound(instance, loads_R, threshold_load)
     num_plain = len(STRATEGIES)
@@ -90,10 +90,7 @@ def place_replicas(instance, limits, threshold_load, found):  # type: ignore[no-
                 best = max(reached, target)
                 cheapest = cost
                 count = num_tried
-                for p in range(count):
-                    found.experts[p] = tried.experts[p]
-                    found.ranks[p] = tried.ranks[p]
-                    found.tokens[p] = tried.tokens[p]
+                found, tried = tried, found
             if best <= target and (count <= fewest or step > 0):
                 break
         if best > target:
@@ -102,7 +99,12 @@ def place_replicas(instance, limits, threshold_load, found):  # type: ignore[no-
             break
         target = (low + best) // 2
     level_shares(instance, loads_R, limits.smallest_share, found, count)
-    return count
+    return found, count
+
+
+@kernel
+def _empty_shares(most):  # type: ignore[no-untyped-def]
+    return Shares(np.empty(most, np.int64), np.empty(most, np.int64), np.empty(most, np.int64))
 
 
 @kernel

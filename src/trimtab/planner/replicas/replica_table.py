@@ -12,20 +12,23 @@ from trimtab.planner.replicas.kernel_values import Shares
 
 
 class ReplicaTable(NamedTuple):
-    """Replicas and quotas of I instances, as in `StepPlan`: of all instances of a step, or of one layer's."""
+    """Replicas and quotas of I instances, as in `StepPlan`: of all instances of a step, or of one layer's.
+
+    Attributes:
+        replica_starts: `[I + 1]` int64, replicas of instance i are `replica_starts[i]:replica_starts[i + 1]`.
+        experts: `[P]` int16.
+        ranks: `[P]` int16.
+        quota_starts: `[P + 1]` int64, quotas of replica p are `quota_starts[p]:quota_starts[p + 1]`.
+        sources: `[Q]` int16.
+        tokens: `[Q]` int32.
+    """
 
     replica_starts: Array
-    """`[I + 1]` int64, replicas of instance i are `replica_starts[i]:replica_starts[i + 1]`."""
     experts: Array
-    """`[P]` int16."""
     ranks: Array
-    """`[P]` int16."""
     quota_starts: Array
-    """`[P + 1]` int64, quotas of replica p are `quota_starts[p]:quota_starts[p + 1]`."""
     sources: Array
-    """`[Q]` int16."""
     tokens: Array
-    """`[Q]` int32."""
 
     @property
     def instances_P(self) -> Array:

@@ -29,44 +29,55 @@ NEAR_ENOUGH = 1000
 
 
 class SwapPool(NamedTuple):
-    """Sequences, and the order in which partners for swaps are drawn."""
+    """Sequences, and the order in which partners for swaps are drawn.
+
+    Attributes:
+        rows_SLR: `[S, L, R]` int32 rows by layer and home rank.
+        lengths_S: `[S]` int64 tokens.
+        work_S: `[S]` int64 attention in all layers, in rows.
+        order: `[S]` int64 sequences by mini-batch and length.
+        first_S: `[S]` int64, the first position in `order` of the mini-batch at each position.
+        last_S: `[S]` int64, the last position plus one.
+    """
 
     rows_SLR: Array
-    """`[S, L, R]` int32 rows by layer and home rank."""
     lengths_S: Array
-    """`[S]` int64 tokens."""
     work_S: Array
-    """`[S]` int64 attention in all layers, in rows."""
     order: Array
-    """`[S]` int64 sequences by mini-batch and length."""
     first_S: Array
-    """`[S]` int64, the first position in `order` of the mini-batch at each position."""
     last_S: Array
-    """`[S]` int64, the last position plus one."""
 
 
 class SwapLimits(NamedTuple):
-    """Limits of the search, all int64."""
+    """Limits of the search, all int64.
+
+    Attributes:
+        num_places: micro-steps times data ranks.
+        token_budget: most tokens of a place.
+        tries: swaps that are tried.
+        least_cost: lower bound of any grouping.
+    """
 
     num_places: int
-    """Micro-steps times data ranks."""
     token_budget: int
     tries: int
     least_cost: int
-    """Lower bound of any grouping."""
 
 
 class GroupLoads(NamedTuple):
-    """Loads of all places, and of the bins that they form: the R places of a micro-step and expert-parallel group."""
+    """Loads of all places, and of the bins that they form: the R places of a micro-step and expert-parallel group.
+
+    Attributes:
+        tokens_P: `[P]` int64 tokens of each place.
+        work_P: `[P]` int64 attention of each place.
+        rows_BLR: `[B, L, R]` int32 rows of each bin.
+        peaks_BL: `[B, L]` int64 rows of the bin's busiest rank.
+    """
 
     tokens_P: Array
-    """`[P]` int64 tokens of each place."""
     work_P: Array
-    """`[P]` int64 attention of each place."""
     rows_BLR: Array
-    """`[B, L, R]` int32 rows of each bin."""
     peaks_BL: Array
-    """`[B, L]` int64 rows of the bin's busiest rank."""
 
 
 def group_by_routing(

@@ -24,16 +24,19 @@ SWEEPS = 4
 
 
 class RankAssignment(NamedTuple):
-    """Sequences of one micro-step and expert-parallel group, and the ranks that they run on."""
+    """Sequences of one micro-step and expert-parallel group, and the ranks that they run on.
+
+    Attributes:
+        lengths_S: `[S]` int64 tokens.
+        work_S: `[S]` int64 attention.
+        rows_SN: `[S, N]` int64 rows for the homes on each node.
+        rank_S: `[S]` int64; changed.
+    """
 
     lengths_S: Array
-    """`[S]` int64 tokens."""
     work_S: Array
-    """`[S]` int64 attention."""
     rows_SN: Array
-    """`[S, N]` int64 rows for the homes on each node."""
     rank_S: Array
-    """`[S]` int64; changed."""
 
 
 def assign_ranks(
