@@ -9,7 +9,7 @@ import numpy as np
 from hypothesis import strategies as st
 
 from helpers import planner_twins as twins
-from trimtab import ClusterSpec, Placement, Schedule, StepPlan, Workload
+from trimtab import ClusterSpec, Placement, Schedule, Workload
 from trimtab.array_type import Array
 from trimtab.cluster import QWEN3_30B, CostModel
 from trimtab.planner import Planner, PlanSettings, SequenceCounts, plan_sequences

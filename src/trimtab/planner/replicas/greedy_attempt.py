@@ -14,7 +14,7 @@ only a part of the excess, unless the whole node is overloaded, because then tok
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -22,8 +22,9 @@ from trimtab.array_type import Array
 from trimtab.kernels import kernel
 from trimtab.planner.replicas.kernel_values import PlacementStrategy
 
-# Orders of `_pick_rank`. All integers that kernels pass to each other are int64: numba compiles a kernel once more for
-# every literal.
+# Also constants that kernels pass to each other are int64: numba compiles a kernel once more for each literal.
+NONE: Any = np.int64(-1)
+# Orders of `_pick_rank`.
 FULLEST, EMPTIEST = np.int64(1), np.int64(-1)
 
 
@@ -83,7 +84,7 @@ def greedy_attempt(instance, loads_R, limits, attempt, found):  # type: ignore[n
     state = _start(instance, loads_R, limits, jitter)
     count = 0
     while True:
-        giver = np.int64(-1)
+        giver = NONE
         highest = np.int64(0)
         for r in range(len(loads_R)):
             if state.loads_R[r] > target and state.loads_R[r] + jitter[r] > highest and not state.given_up_R[r]:
@@ -95,7 +96,7 @@ def greedy_attempt(instance, loads_R, limits, attempt, found):  # type: ignore[n
                 busiest = max(busiest, state.loads_R[r])
             return count, busiest
         expert = _largest_expert(instance.homes, state, giver, limits.smallest_share)
-        taker, tokens = np.int64(-1), np.int64(0)
+        taker, tokens = NONE, np.int64(0)
         if expert >= 0:
             state.excluded_R[giver] = True
             for p in range(count):
@@ -139,7 +140,7 @@ def _start(instance, loads_R, limits, jitter):  # type: ignore[no-untyped-def]
 @kernel
 def _largest_expert(homes, state, giver, smallest_share):  # type: ignore[no-untyped-def]
     """The giver's expert with most tokens at home; -1 if none has `smallest_share`."""
-    expert = np.int64(-1)
+    expert = NONE
     largest = np.int64(-1)
     first = homes.starts_R[giver]
     for i in range(first, homes.starts_R[giver + 1]):
@@ -191,7 +192,7 @@ def _pick_rank(state, most, first, last, order):  # type: ignore[no-untyped-def]
 
     -1 if there is none.
     """
-    picked = np.int64(-1)
+    picked = NONE
     best = np.int64(0)
     for r in range(first, last):
         if state.loads_R[r] <= most and state.free_slots_R[r] > 0 and not state.excluded_R[r]:

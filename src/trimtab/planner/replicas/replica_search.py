@@ -52,17 +52,17 @@ def place_replicas(instance, limits, threshold_load):  # type: ignore[no-untyped
     for e in range(len(instance.counts_E)):
         loads_R[homes.home_E[e]] += instance.counts_E[e]
     most = np.int64(0)
-    most_experts = np.int64(0)
+    longest = num_ranks
     for r in range(num_ranks):
         most = max(most, loads_R[r])
-        most_experts = max(most_experts, homes.starts_R[r + 1] - homes.starts_R[r])
+        longest = max(longest, homes.starts_R[r + 1] - homes.starts_R[r])
         # The largest of `fixed_R` is a lower bound of the busiest rank's load.
         threshold_load = max(threshold_load, instance.fixed_R[r])
     found = _empty_shares(num_ranks * limits.slots)
     if most <= threshold_load or limits.slots == 0:
         return found, 0
     tried = _empty_shares(num_ranks * limits.slots)
-    jitter = np.zeros(max(num_ranks, most_experts), np.int64)
+    jitter = np.zeros(longest, np.int64)
     fewest = fewest_replicas_bound(instance, loads_R, threshold_load)
     num_plain = len(STRATEGIES)
     restarts = min(MOST_RESTARTS, RESTART_WORK // (num_ranks * num_ranks))
