@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import ast
 import importlib
 import pkgutil
 import subprocess
 import sys
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +19,9 @@ from numba.core.registry import CPUDispatcher
 import trimtab.planner
 from helpers.planner_steps import steady_step
 from trimtab.array_type import Array
-from trimtab.planner import plan_schedule
+from trimtab.planner import Workload, plan_schedule
 from trimtab.planner.plan import home_choice
+from trimtab.planner.replicas.layer_plan import plan_layer
 
 # These count sequences, whose counts are uint16, or int32 if one is longer than 65,535 tokens.
 BY_SEQUENCE = {"_add_rows", "_add_sequences"}
@@ -32,7 +35,6 @@ def test_every_instance_is_planned_once(groups: int, given: bool, monkeypatch: p
     """Of several candidates with the same homes of a layer, too."""
     step = steady_step(3, groups=groups, ranks=4, per_node=2)
     planned = Counter[tuple[bytes, int, bytes]]()
-    plan_layer = home_choice.plan_layer
 
     def counted(counts_MLRE: Array, fixed_MR: Array, layer: int, home_E: Array, limits: Any) -> Any:
         planned[counts_MLRE.tobytes(), layer, home_E.tobytes()] += 1
@@ -64,21 +66,19 @@ def signatures() -> dict[str, int]:
 
 def plan_all_kinds() -> None:
     """Steps of different shapes, with and without unknown routes, with short and long sequences; prints signatures."""
-    for seed, (ranks, per_node, groups, experts) in enumerate(
-        [(4, 2, 1, 8), (4, 4, 2, 12), (6, 1, 1, 6), (1, 1, 1, 3)]
-    ):
+    sizes = [(4, 2, 1, 8), (4, 4, 2, 12), (6, 1, 1, 6), (1, 1, 1, 3)]
+    for seed, (ranks, per_node, groups, experts) in enumerate(sizes):
         step = steady_step(seed, ranks=ranks, per_node=per_node, groups=groups, experts=experts)
         if seed % 2:
             step.trace.expert_ids[::7, 0] = step.trace.no_route
         for dtype in (np.uint16, np.int32):
-            sequences = step.sequences
-            sequences = type(sequences)(sequences.counts_SLE.astype(dtype), sequences.lengths, sequences.unknown_SL)
-            planned = step.plan(sequences=sequences)
+            counts = replace(step.sequences, counts_SLE=step.sequences.counts_SLE.astype(dtype))
+            schedule = step.plan(sequences=counts).schedule
             loads = [
-                type(load)(load.token_counts_MLRE.astype(np.int32), load.unknown_MLR.astype(np.int32))
-                for load in step.workloads(planned.schedule)
+                Workload(load.token_counts_MLRE.astype(np.int32), load.unknown_MLR.astype(np.int32))
+                for load in step.workloads(schedule)
             ]
-            plan_schedule(loads, planned.schedule, step.placement, step.cluster, settings=step.settings)
+            plan_schedule(loads, schedule, step.placement, step.cluster, settings=step.settings)
     print(signatures())
 
 
@@ -90,7 +90,7 @@ def test_every_kernel_is_compiled_once(tmp_path: Path) -> None:
         [sys.executable, "-c", f"import sys; sys.path[:0] = {paths!r}; {code}"],
         env={"NUMBA_CACHE_DIR": str(tmp_path), "PATH": ""}, capture_output=True, text=True, check=True,
     )  # fmt: skip
-    found = eval(done.stdout)
+    found = ast.literal_eval(done.stdout)
     assert {"_pick_rank", "split_tokens", "_swap_homes", "_swap_ranks", "_swap", "_choose", "_count_rows"} <= set(found)
     assert {name for name, count in found.items() if count != 1} <= BY_SEQUENCE | BY_ROUTES
     assert all(found[name] <= 2 for name in BY_SEQUENCE & set(found))
