@@ -42,10 +42,12 @@ def count_rows(
 
 @kernel
 def _count_rows(counts_MLRE, first_layer, home_LE, replicas, ranks_per_node, rows):  # type: ignore[no-untyped-def]
-    num_micro_steps, num_layers, num_ranks = rows.loads_MLR.shape
+    replica_starts, experts_P, ranks_P, quota_starts, sources_Q, tokens_Q = replicas
+    loads_MLR, between_MLNN = rows
+    num_micro_steps, num_layers, num_ranks = loads_MLR.shape
     for m in range(num_micro_steps):
         for i in range(num_layers):
-            home_E, loads_R, between_NN = home_LE[i], rows.loads_MLR[m, i], rows.between_MLNN[m, i]
+            home_E, loads_R, between_NN = home_LE[i], loads_MLR[m, i], between_MLNN[m, i]
             for source in range(num_ranks):
                 node = source // ranks_per_node
                 for e in range(len(home_E)):
@@ -53,10 +55,10 @@ def _count_rows(counts_MLRE, first_layer, home_LE, replicas, ranks_per_node, row
                     loads_R[home_E[e]] += tokens
                     between_NN[node, home_E[e] // ranks_per_node] += tokens
             instance = m * num_layers + i
-            for p in range(replicas.replica_starts[instance], replicas.replica_starts[instance + 1]):
-                home, rank = home_E[replicas.experts[p]], replicas.ranks[p]
-                for q in range(replicas.quota_starts[p], replicas.quota_starts[p + 1]):
-                    tokens, node = replicas.tokens[q], replicas.sources[q] // ranks_per_node
+            for p in range(replica_starts[instance], replica_starts[instance + 1]):
+                home, rank = home_E[experts_P[p]], ranks_P[p]
+                for q in range(quota_starts[p], quota_starts[p + 1]):
+                    tokens, node = tokens_Q[q], sources_Q[q] // ranks_per_node
                     loads_R[home] -= tokens
                     loads_R[rank] += tokens
                     between_NN[node, home // ranks_per_node] -= tokens

@@ -82,42 +82,46 @@ def greedy_attempt(instance, loads_R, limits, attempt, found):  # type: ignore[n
     """
     target, jitter = attempt.target, attempt.jitter
     state = _start(instance, loads_R, limits, jitter)
+    # Arrays are taken out of named tuples before loops: numba counts references whenever it reads a field.
+    loads_R, node_loads_N, node_R, at_home_E = state.loads_R, state.node_loads_N, state.node_R, state.at_home_E
+    free_slots_R, given_up_R, excluded_R = state.free_slots_R, state.given_up_R, state.excluded_R
+    experts_P, ranks_P, tokens_P = found
     count = 0
     while True:
         giver = NONE
         highest = np.int64(0)
         for r in range(len(loads_R)):
-            if state.loads_R[r] > target and state.loads_R[r] + jitter[r] > highest and not state.given_up_R[r]:
+            if loads_R[r] > target and loads_R[r] + jitter[r] > highest and not given_up_R[r]:
                 giver = r
-                highest = state.loads_R[r] + jitter[r]
+                highest = loads_R[r] + jitter[r]
         if giver < 0:
             busiest = np.int64(0)
             for r in range(len(loads_R)):
-                busiest = max(busiest, state.loads_R[r])
+                busiest = max(busiest, loads_R[r])
             return count, busiest
         expert = _largest_expert(instance.homes, state, giver, limits.smallest_share)
         taker, tokens = NONE, np.int64(0)
         if expert >= 0:
-            state.excluded_R[giver] = True
+            excluded_R[giver] = True
             for p in range(count):
-                if found.experts[p] == expert:
-                    state.excluded_R[found.ranks[p]] = True
-            taker, tokens = _taker_and_share(state, limits, attempt, giver, state.at_home_E[expert])
+                if experts_P[p] == expert:
+                    excluded_R[ranks_P[p]] = True
+            taker, tokens = _taker_and_share(state, limits, attempt, giver, at_home_E[expert])
             for r in range(len(loads_R)):
-                state.excluded_R[r] = False
+                excluded_R[r] = False
         if taker < 0 or tokens < limits.smallest_share:
-            state.given_up_R[giver] = True
+            given_up_R[giver] = True
             continue
-        found.experts[count] = expert
-        found.ranks[count] = taker
-        found.tokens[count] = tokens
+        experts_P[count] = expert
+        ranks_P[count] = taker
+        tokens_P[count] = tokens
         count += 1
-        state.free_slots_R[taker] -= 1
-        state.at_home_E[expert] -= tokens
-        state.loads_R[giver] -= tokens
-        state.loads_R[taker] += tokens
-        state.node_loads_N[state.node_R[giver]] -= tokens
-        state.node_loads_N[state.node_R[taker]] += tokens
+        free_slots_R[taker] -= 1
+        at_home_E[expert] -= tokens
+        loads_R[giver] -= tokens
+        loads_R[taker] += tokens
+        node_loads_N[node_R[giver]] -= tokens
+        node_loads_N[node_R[taker]] += tokens
 
 
 @kernel
@@ -140,15 +144,15 @@ def _start(instance, loads_R, limits, jitter):  # type: ignore[no-untyped-def]
 @kernel
 def _largest_expert(homes, state, giver, smallest_share):  # type: ignore[no-untyped-def]
     """The giver's expert with most tokens at home; -1 if none has `smallest_share`."""
+    experts_by_home, at_home_E, jitter = homes.experts_by_home, state.at_home_E, state.jitter
     expert = NONE
     largest = np.int64(-1)
     first = homes.starts_R[giver]
     for i in range(first, homes.starts_R[giver + 1]):
-        e = homes.experts_by_home[i]
-        tokens = state.at_home_E[e]
-        if tokens >= smallest_share and tokens + state.jitter[i - first] > largest:
-            expert = e
-            largest = tokens + state.jitter[i - first]
+        tokens = at_home_E[experts_by_home[i]]
+        if tokens >= smallest_share and tokens + jitter[i - first] > largest:
+            expert = experts_by_home[i]
+            largest = tokens + jitter[i - first]
     return expert
 
 
@@ -192,11 +196,12 @@ def _pick_rank(state, most, first, last, order):  # type: ignore[no-untyped-def]
 
     -1 if there is none.
     """
+    loads_R, jitter, free_slots_R, excluded_R = state.loads_R, state.jitter, state.free_slots_R, state.excluded_R
     picked = NONE
     best = np.int64(0)
     for r in range(first, last):
-        if state.loads_R[r] <= most and state.free_slots_R[r] > 0 and not state.excluded_R[r]:
-            size = order * (state.loads_R[r] + state.jitter[r])
+        if loads_R[r] <= most and free_slots_R[r] > 0 and not excluded_R[r]:
+            size = order * (loads_R[r] + jitter[r])
             if picked < 0 or size > best:
                 picked = r
                 best = size

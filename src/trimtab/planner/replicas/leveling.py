@@ -18,23 +18,24 @@ def level_shares(instance, loads_R, smallest_share, shares, count):  # type: ign
         shares: `Shares`, whose first `count` replicas are changed.
     """
     home_E = instance.homes.home_E
+    experts_P, ranks_P, tokens_P = shares
     at_home_E = instance.counts_E.copy()
     for p in range(count):
-        expert, tokens = shares.experts[p], shares.tokens[p]
+        expert, tokens = experts_P[p], tokens_P[p]
         at_home_E[expert] -= tokens
         loads_R[home_E[expert]] -= tokens
-        loads_R[shares.ranks[p]] += tokens
+        loads_R[ranks_P[p]] += tokens
     for _ in range(LEVEL_SWEEPS):
         for p in range(count):
-            expert, rank = shares.experts[p], shares.ranks[p]
+            expert, rank = experts_P[p], ranks_P[p]
             if at_home_E[expert] == 0:
                 continue
             home = home_E[expert]
             # Positive: from the home to the replica.
             tokens = (loads_R[home] - loads_R[rank]) // 2
             tokens = min(tokens, at_home_E[expert] - smallest_share)
-            tokens = max(tokens, smallest_share - shares.tokens[p])
-            shares.tokens[p] += tokens
+            tokens = max(tokens, smallest_share - tokens_P[p])
+            tokens_P[p] += tokens
             at_home_E[expert] -= tokens
             loads_R[home] -= tokens
             loads_R[rank] += tokens

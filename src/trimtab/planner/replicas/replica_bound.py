@@ -16,6 +16,7 @@ def fewest_replicas_bound(instance, loads_R, threshold_load):  # type: ignore[no
         loads_R: `[R]` int64 rows of every rank without replicas.
         threshold_load: load that no rank should exceed, rows.
     """
+    counts_E, starts_R, experts_by_home = instance.counts_E, instance.homes.starts_R, instance.homes.experts_by_home
     needed = 0
     for r in range(len(loads_R)):
         excess = loads_R[r] - threshold_load
@@ -23,8 +24,8 @@ def fewest_replicas_bound(instance, loads_R, threshold_load):  # type: ignore[no
         while excess > 0:
             largest = np.int64(0)
             equal = 0
-            for i in range(instance.homes.starts_R[r], instance.homes.starts_R[r + 1]):
-                tokens = instance.counts_E[instance.homes.experts_by_home[i]]
+            for i in range(starts_R[r], starts_R[r + 1]):
+                tokens = counts_E[experts_by_home[i]]
                 if tokens < smaller_than and tokens > largest:
                     largest = tokens
                     equal = 1

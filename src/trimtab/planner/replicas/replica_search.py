@@ -46,18 +46,18 @@ def place_replicas(instance, limits, threshold_load):  # type: ignore[no-untyped
     Returns:
         `Shares` of at least `R * slots` replicas, and the number of replicas that are found.
     """
-    homes = instance.homes
-    num_ranks = len(instance.fixed_R)
-    loads_R = instance.fixed_R.copy()
-    for e in range(len(instance.counts_E)):
-        loads_R[homes.home_E[e]] += instance.counts_E[e]
+    counts_E, fixed_R, (home_E, _, starts_R) = instance
+    num_ranks = len(fixed_R)
+    loads_R = fixed_R.copy()
+    for e in range(len(counts_E)):
+        loads_R[home_E[e]] += counts_E[e]
     most = np.int64(0)
     longest = num_ranks
     for r in range(num_ranks):
         most = max(most, loads_R[r])
-        longest = max(longest, homes.starts_R[r + 1] - homes.starts_R[r])
+        longest = max(longest, starts_R[r + 1] - starts_R[r])
         # The largest of `fixed_R` is a lower bound of the busiest rank's load.
-        threshold_load = max(threshold_load, instance.fixed_R[r])
+        threshold_load = max(threshold_load, fixed_R[r])
     found = _empty_shares(num_ranks * limits.slots)
     if most <= threshold_load or limits.slots == 0:
         return found, 0
@@ -81,7 +81,7 @@ def place_replicas(instance, limits, threshold_load):  # type: ignore[no-untyped
                 continue
             _shuffle(jitter, number - num_plain, target // JITTER + 1)
             num_tried, reached = greedy_attempt(instance, loads_R, limits, Attempt(target, strategy, jitter), tried)
-            cost = _cost(homes.home_E, limits.ranks_per_node, tried, num_tried)
+            cost = _cost(home_E, limits.ranks_per_node, tried, num_tried)
             if reached <= target:
                 better = best > target or cost < cheapest
             else:
@@ -121,7 +121,8 @@ def _shuffle(jitter, number, limit):  # type: ignore[no-untyped-def]
 @kernel
 def _cost(home_E, ranks_per_node, shares, count):  # type: ignore[no-untyped-def]
     """Cost of transfers: 2 for a replica on its home's node, 3 on another."""
+    experts_P, ranks_P, _ = shares
     cost = 2 * count
     for p in range(count):
-        cost += home_E[shares.experts[p]] // ranks_per_node != shares.ranks[p] // ranks_per_node
+        cost += home_E[experts_P[p]] // ranks_per_node != ranks_P[p] // ranks_per_node
     return cost

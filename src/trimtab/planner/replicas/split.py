@@ -21,10 +21,11 @@ def split_tokens(counts_RE, home_E, ranks_per_node, shares, quotas_PR):  # type:
         quotas_PR: `[>= P, R]` int64, overwritten with the tokens that each replica gets from each source rank.
     """
     num_ranks = len(counts_RE)
-    num_replicas = len(shares.experts)
+    experts_P, ranks_P, tokens_P = shares
+    num_replicas = len(experts_P)
     left_R = np.empty(num_ranks, np.int64)
     at_home_R = np.zeros(num_ranks, np.int64)
-    room_P = shares.tokens.copy()
+    room_P = tokens_P.copy()
     # Replicas of one expert form a chain, in plan order.
     next_P = np.empty(num_replicas, np.int64)
     is_first_P = np.ones(num_replicas, np.bool_)
@@ -33,14 +34,14 @@ def split_tokens(counts_RE, home_E, ranks_per_node, shares, quotas_PR):  # type:
             quotas_PR[p, r] = 0
         next_P[p] = -1
         for later in range(p + 1, num_replicas):
-            if shares.experts[later] == shares.experts[p]:
+            if experts_P[later] == experts_P[p]:
                 next_P[p] = later
                 is_first_P[later] = False
                 break
     for first in range(num_replicas):
         if not is_first_P[first]:
             continue
-        expert = shares.experts[first]
+        expert = experts_P[first]
         home = np.int64(home_E[expert])
         home_room = np.int64(0)
         for r in range(num_ranks):
@@ -55,7 +56,7 @@ def split_tokens(counts_RE, home_E, ranks_per_node, shares, quotas_PR):  # type:
             home_room -= _take(left_R, home_room, home_first, home_last, at_home_R)
             p = first
             while p >= 0:
-                source, last = _sources(shares.ranks[p], distance, ranks_per_node, num_ranks)
+                source, last = _sources(ranks_P[p], distance, ranks_per_node, num_ranks)
                 room_P[p] -= _take(left_R, room_P[p], source, last, quotas_PR[p])
                 p = next_P[p]
 

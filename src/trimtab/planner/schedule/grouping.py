@@ -144,10 +144,11 @@ def _swap(pool, first_place_S, limits):  # type: ignore[no-untyped-def]
 
     Threshold accepting: a swap is accepted if it costs less than a tolerance, which decreases to 0.
     """
-    num_sequences, num_layers, num_ranks = pool.rows_SLR.shape
+    rows_SLR, lengths_S, work_S, order, first_S, last_S = pool
+    num_sequences, num_layers, num_ranks = rows_SLR.shape
     place_S = first_place_S.copy()
     loads = _count_loads(pool, place_S, limits.num_places)
-    tokens_P, work_P, peaks_BL = loads.tokens_P, loads.work_P, loads.peaks_BL
+    tokens_P, work_P, rows_BLR, peaks_BL = loads
     new_peaks_2L = np.empty((2, num_layers), np.int64)
     peaks = np.int64(0)
     attention = np.int64(0)
@@ -170,34 +171,34 @@ def _swap(pool, first_place_S, limits):  # type: ignore[no-untyped-def]
         at = np.int64((random >> np.uint64(33)) % np.uint64(num_sequences))
         step = np.int64((random & np.uint64(0xFFFF)) % np.uint64(2 * NEIGHBOURS)) - NEIGHBOURS
         other = at + step + (step >= 0)
-        if other < pool.first_S[at] or other >= pool.last_S[at]:
+        if other < first_S[at] or other >= last_S[at]:
             continue
-        i, j = pool.order[at], pool.order[other]
+        i, j = order[at], order[other]
         a, b = place_S[i], place_S[j]
-        longer = pool.lengths_S[j] - pool.lengths_S[i]
+        longer = lengths_S[j] - lengths_S[i]
         if (
             a // num_ranks == b // num_ranks
             or tokens_P[a] + longer > limits.token_budget
             or tokens_P[b] - longer > limits.token_budget
         ):
             continue
-        heavier = pool.work_S[j] - pool.work_S[i]
+        heavier = work_S[j] - work_S[i]
         change = np.int64(0)
         if heavier != 0:
             change -= _busiest(work_P, a // num_ranks, num_ranks) + _busiest(work_P, b // num_ranks, num_ranks)
             work_P[a] += heavier
             work_P[b] -= heavier
             change += _busiest(work_P, a // num_ranks, num_ranks) + _busiest(work_P, b // num_ranks, num_ranks)
-        change += _find_peaks(pool.rows_SLR[i], pool.rows_SLR[j], loads, (a // num_ranks, b // num_ranks), new_peaks_2L)
+        change += _find_peaks(rows_SLR[i], rows_SLR[j], loads, (a // num_ranks, b // num_ranks), new_peaks_2L)
         if change > 0 and (t >= steps_down or change > tolerance - tolerance * t // steps_down):
             work_P[a] -= heavier
             work_P[b] += heavier
             continue
         for layer in range(num_layers):
             for r in range(num_ranks):
-                moved = pool.rows_SLR[j, layer, r] - pool.rows_SLR[i, layer, r]
-                loads.rows_BLR[a // num_ranks, layer, r] += moved
-                loads.rows_BLR[b // num_ranks, layer, r] -= moved
+                moved = rows_SLR[j, layer, r] - rows_SLR[i, layer, r]
+                rows_BLR[a // num_ranks, layer, r] += moved
+                rows_BLR[b // num_ranks, layer, r] -= moved
             peaks_BL[a // num_ranks, layer] = new_peaks_2L[0, layer]
             peaks_BL[b // num_ranks, layer] = new_peaks_2L[1, layer]
         tokens_P[a] += longer
@@ -210,18 +211,19 @@ def _swap(pool, first_place_S, limits):  # type: ignore[no-untyped-def]
 @kernel
 def _count_loads(pool, place_S, num_places):  # type: ignore[no-untyped-def]
     """`GroupLoads` of the sequences at their places."""
-    num_sequences, num_layers, num_ranks = pool.rows_SLR.shape
+    rows_SLR, lengths_S, work_S, _, _, _ = pool
+    num_sequences, num_layers, num_ranks = rows_SLR.shape
     num_bins = num_places // num_ranks
     tokens_P, work_P = np.zeros(num_places, np.int64), np.zeros(num_places, np.int64)
     rows_BLR = np.zeros((num_bins, num_layers, num_ranks), np.int32)
     peaks_BL = np.zeros((num_bins, num_layers), np.int64)
     for s in range(num_sequences):
         b = place_S[s] // num_ranks
-        tokens_P[place_S[s]] += pool.lengths_S[s]
-        work_P[place_S[s]] += pool.work_S[s]
+        tokens_P[place_S[s]] += lengths_S[s]
+        work_P[place_S[s]] += work_S[s]
         for layer in range(num_layers):
             for r in range(num_ranks):
-                rows_BLR[b, layer, r] += pool.rows_SLR[s, layer, r]
+                rows_BLR[b, layer, r] += rows_SLR[s, layer, r]
     for b in range(num_bins):
         for layer in range(num_layers):
             for r in range(num_ranks):
@@ -233,17 +235,18 @@ def _count_loads(pool, place_S, num_places):  # type: ignore[no-untyped-def]
 def _find_peaks(rows_i_LR, rows_j_LR, loads, bins, new_peaks_2L):  # type: ignore[no-untyped-def]
     """Peaks of two bins if sequence i of the first and j of the second are swapped; returns the change of their sum."""
     bin_i, bin_j = bins
+    rows_BLR, peaks_BL = loads.rows_BLR, loads.peaks_BL
     change = np.int64(0)
     for layer in range(rows_i_LR.shape[0]):
         peak_i = np.int32(0)
         peak_j = np.int32(0)
         for r in range(rows_i_LR.shape[1]):
             moved = rows_j_LR[layer, r] - rows_i_LR[layer, r]
-            peak_i = max(peak_i, loads.rows_BLR[bin_i, layer, r] + moved)
-            peak_j = max(peak_j, loads.rows_BLR[bin_j, layer, r] - moved)
+            peak_i = max(peak_i, rows_BLR[bin_i, layer, r] + moved)
+            peak_j = max(peak_j, rows_BLR[bin_j, layer, r] - moved)
         new_peaks_2L[0, layer] = peak_i
         new_peaks_2L[1, layer] = peak_j
-        change += peak_i + peak_j - loads.peaks_BL[bin_i, layer] - loads.peaks_BL[bin_j, layer]
+        change += peak_i + peak_j - peaks_BL[bin_i, layer] - peaks_BL[bin_j, layer]
     return change
 
 
