@@ -95,19 +95,19 @@ def test_budgets_mini_batches_and_the_number_of_micro_steps_are_those_of_packing
 @settings(max_examples=40, deadline=None)
 @given(steps(one_node=True))
 def test_new_homes_and_their_moves_take_no_more_predicted_time_than_the_old(step: Step) -> None:
-    """Inside one node seats don't matter, so that this is a promise."""
+    """Inside one node the ranks of sequences don't matter, so new homes are never slower."""
     check_that_moving_pays(step)
 
 
-def test_between_nodes_homes_are_weighed_before_seats(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Seats follow the new homes; without that last step it is a promise between nodes, too."""
+def test_between_nodes_homes_are_chosen_before_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ranks follow the new homes; without that last step new homes are never slower between nodes, too."""
     monkeypatch.setattr(planner_module, "assign_ranks", lambda lengths, schedule, *_, **__: schedule)
     for seed in range(12):
         check_that_moving_pays(steady_step(seed, experts=12, ranks=6, groups=2))
 
 
 def test_sequences_sit_near_the_homes_of_their_experts(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of the plans with and without seats, those with have more rows computed on their own node."""
+    """Plans with rank assignment have more rows computed on their own node."""
     steps_of = [steady_step(seed, ranks=8, experts=16, groups=2, slots=0) for seed in range(4)]
     far = []
     for _ in range(2):

@@ -238,7 +238,7 @@ class StepPlan:
         experts, ranks = self.replica_experts.astype(np.int64), self.replica_ranks.astype(np.int64)
         _require(bool(np.all((experts >= 0) & (experts < workload.num_experts))), "a replica's expert doesn't exist")
         _require(bool(np.all((ranks >= 0) & (ranks < self.num_ranks))), "a replica's rank doesn't exist")
-        instance = np.repeat(np.arange(len(self.replica_starts) - 1), np.diff(self.replica_starts))
+        instance = self.replicas.instances_P
         _require(
             bool(np.all(self.home[instance % self.num_layers, experts] != ranks)), "a replica sits on its own home"
         )
@@ -259,7 +259,7 @@ class StepPlan:
         replica = np.repeat(np.arange(self.num_replicas), np.diff(self.quota_starts))
         pairs = replica * self.num_ranks + sources
         _require(len(np.unique(pairs)) == len(pairs), "a replica has two quotas from one source")
-        instance = np.repeat(np.arange(len(self.replica_starts) - 1), np.diff(self.replica_starts))[replica]
+        instance = self.replicas.instances_P[replica]
         left_IRE = workload.token_counts_MLRE.reshape(-1, self.num_ranks, workload.num_experts).astype(np.int64)
         np.subtract.at(left_IRE, (instance, sources, self.replica_experts[replica]), self.quota_tokens)
         _require(left_IRE.min(initial=0) >= 0, "a source sends replicas more tokens than it has for the expert")

@@ -42,37 +42,30 @@ class Attempt(NamedTuple):
     jitter: Array
 
 
-class AttemptState(NamedTuple):
-    """Loads and slots while replicas are added one by one.
+class Takers(NamedTuple):
+    """The ranks that could take a replica.
 
     Attributes:
         loads_R: `[R]` int64 rows.
-        node_loads_N: `[N]` int64 rows.
         jitter: as in `Attempt`.
-        at_home_E: `[E]` int64 tokens that are still at home.
         free_slots_R: `[R]` int64.
-        given_up_R: `[R]` bool, ranks that can't give more tokens away.
         excluded_R: `[R]` bool, ranks with a copy of the expert that is to be replicated, its home included.
-        node_R: `[R]` int64, node of each rank. Looked up rather than divided: this is the innermost part of planning.
     """
 
     loads_R: Array
-    node_loads_N: Array
     jitter: Array
-    at_home_E: Array
     free_slots_R: Array
-    given_up_R: Array
     excluded_R: Array
-    node_R: Array
 
 
+# One kernel, since numba counts a reference for every array that is passed to another: the innermost part of planning.
 @kernel
-def greedy_attempt(instance, loads_R, limits, attempt, found):  # type: ignore[no-untyped-def]
+def greedy_attempt(instance, start_loads_R, limits, attempt, found):  # type: ignore[no-untyped-def]
     """Place replicas until no rank is above the target or no rank can give more.
 
     Args:
         instance: an `Instance`.
-        loads_R: `[R]` int64 rows of every rank without replicas.
+        start_loads_R: `[R]` int64 rows of every rank without replicas.
         limits: `Limits`.
         attempt: an `Attempt`.
         found: `Shares`, filled.
@@ -80,123 +73,97 @@ def greedy_attempt(instance, loads_R, limits, attempt, found):  # type: ignore[n
     Returns:
         The number of replicas and the load of the busiest rank.
     """
-    target, jitter = attempt.target, attempt.jitter
-    state = _start(instance, loads_R, limits, jitter)
-    # Arrays are taken out of named tuples before loops: numba counts references whenever it reads a field.
-    loads_R, node_loads_N, node_R, at_home_E = state.loads_R, state.node_loads_N, state.node_R, state.at_home_E
-    free_slots_R, given_up_R, excluded_R = state.free_slots_R, state.given_up_R, state.excluded_R
+    counts_E, _, (_, experts_by_home, starts_R) = instance
+    ranks_per_node, slots, _, smallest_share = limits
+    target, strategy, jitter = attempt
     experts_P, ranks_P, tokens_P = found
+    num_ranks = len(start_loads_R)
+    loads_R = start_loads_R.copy()
+    at_home_E = counts_E.copy()
+    free_slots_R = np.empty(num_ranks, np.int64)
+    given_up_R, excluded_R = np.zeros(num_ranks, np.bool_), np.zeros(num_ranks, np.bool_)
+    # Looked up rather than divided.
+    node_R = np.empty(num_ranks, np.int64)
+    node_loads_N = np.zeros(num_ranks // ranks_per_node, np.int64)
+    for r in range(num_ranks):
+        free_slots_R[r] = slots
+        node_R[r] = r // ranks_per_node
+        node_loads_N[node_R[r]] += loads_R[r]
+    takers = Takers(loads_R, jitter, free_slots_R, excluded_R)
     count = 0
     while True:
         giver = NONE
         highest = np.int64(0)
-        for r in range(len(loads_R)):
+        for r in range(num_ranks):
             if loads_R[r] > target and loads_R[r] + jitter[r] > highest and not given_up_R[r]:
                 giver = r
                 highest = loads_R[r] + jitter[r]
         if giver < 0:
             busiest = np.int64(0)
-            for r in range(len(loads_R)):
+            for r in range(num_ranks):
                 busiest = max(busiest, loads_R[r])
             return count, busiest
-        expert = _largest_expert(instance.homes, state, giver, limits.smallest_share)
-        taker, tokens = NONE, np.int64(0)
-        if expert >= 0:
-            excluded_R[giver] = True
-            for p in range(count):
-                if experts_P[p] == expert:
-                    excluded_R[ranks_P[p]] = True
-            taker, tokens = _taker_and_share(state, limits, attempt, giver, at_home_E[expert])
-            for r in range(len(loads_R)):
-                excluded_R[r] = False
-        if taker < 0 or tokens < limits.smallest_share:
+        expert = NONE
+        largest = np.int64(-1)
+        for i in range(starts_R[giver], starts_R[giver + 1]):
+            tokens = at_home_E[experts_by_home[i]]
+            if tokens >= smallest_share and tokens + jitter[i - starts_R[giver]] > largest:
+                expert = experts_by_home[i]
+                largest = tokens + jitter[i - starts_R[giver]]
+        if expert < 0:
+            given_up_R[giver] = True
+            continue
+        tokens = at_home_E[expert]
+        excess = loads_R[giver] - target
+        # Neither the share nor the tokens that remain at home are smaller than allowed, unless all tokens move.
+        share = max(min(excess, tokens), smallest_share)
+        if tokens - share < smallest_share:
+            share = tokens
+        excluded_R[giver] = True
+        for p in range(count):
+            if experts_P[p] == expert:
+                excluded_R[ranks_P[p]] = True
+        node = node_R[giver]
+        near_first, near_last = node * ranks_per_node, (node + 1) * ranks_per_node
+        taker = _pick_rank(takers, target - share, near_first, near_last, FULLEST)
+        whole = taker >= 0
+        if not whole and strategy.near and node_loads_N[node] <= target * ranks_per_node:
+            taker = _pick_rank(takers, target - smallest_share, near_first, near_last, EMPTIEST)
+        if taker < 0:
+            taker = _pick_rank(takers, target - share, np.int64(0), num_ranks, FULLEST)
+            whole = taker >= 0
+        if taker < 0:
+            taker = _pick_rank(takers, target - smallest_share, np.int64(0), num_ranks, EMPTIEST)
+        for r in range(num_ranks):
+            excluded_R[r] = False
+        if taker >= 0 and (strategy.fill or not whole):
+            part = target - loads_R[taker]
+            if not whole:
+                part = min(part, excess)
+            part = tokens if part >= tokens else min(part, tokens - smallest_share)
+            share = max(share, part) if whole else part
+        if taker < 0 or share < smallest_share:
             given_up_R[giver] = True
             continue
         experts_P[count] = expert
         ranks_P[count] = taker
-        tokens_P[count] = tokens
+        tokens_P[count] = share
         count += 1
         free_slots_R[taker] -= 1
-        at_home_E[expert] -= tokens
-        loads_R[giver] -= tokens
-        loads_R[taker] += tokens
-        node_loads_N[node_R[giver]] -= tokens
-        node_loads_N[node_R[taker]] += tokens
+        at_home_E[expert] -= share
+        loads_R[giver] -= share
+        loads_R[taker] += share
+        node_loads_N[node] -= share
+        node_loads_N[node_R[taker]] += share
 
 
 @kernel
-def _start(instance, loads_R, limits, jitter):  # type: ignore[no-untyped-def]
-    """The state without replicas."""
-    num_ranks = len(loads_R)
-    node_loads_N = np.zeros(num_ranks // limits.ranks_per_node, np.int64)
-    free_slots_R = np.empty(num_ranks, np.int64)
-    node_R = np.empty(num_ranks, np.int64)
-    for r in range(num_ranks):
-        free_slots_R[r] = limits.slots
-        node_R[r] = r // limits.ranks_per_node
-        node_loads_N[node_R[r]] += loads_R[r]
-    given_up_R, excluded_R = np.zeros(num_ranks, np.bool_), np.zeros(num_ranks, np.bool_)
-    return AttemptState(
-        loads_R.copy(), node_loads_N, jitter, instance.counts_E.copy(), free_slots_R, given_up_R, excluded_R, node_R
-    )
-
-
-@kernel
-def _largest_expert(homes, state, giver, smallest_share):  # type: ignore[no-untyped-def]
-    """The giver's expert with most tokens at home; -1 if none has `smallest_share`."""
-    experts_by_home, at_home_E, jitter = homes.experts_by_home, state.at_home_E, state.jitter
-    expert = NONE
-    largest = np.int64(-1)
-    first = homes.starts_R[giver]
-    for i in range(first, homes.starts_R[giver + 1]):
-        tokens = at_home_E[experts_by_home[i]]
-        if tokens >= smallest_share and tokens + jitter[i - first] > largest:
-            expert = experts_by_home[i]
-            largest = tokens + jitter[i - first]
-    return expert
-
-
-@kernel
-def _taker_and_share(state, limits, attempt, giver, tokens):  # type: ignore[no-untyped-def]
-    """The rank that takes a replica of an expert with `tokens` at home, -1 for none, and the tokens that it takes.
-
-    Neither the share nor the tokens that remain at home are smaller than allowed, unless all tokens move.
-    """
-    target, strategy, num_ranks = attempt.target, attempt.strategy, len(state.loads_R)
-    excess = state.loads_R[giver] - target
-    share = max(min(excess, tokens), limits.smallest_share)
-    if tokens - share < limits.smallest_share:
-        share = tokens
-    node = state.node_R[giver]
-    near_first = node * limits.ranks_per_node
-    near_last = near_first + limits.ranks_per_node
-    most_for_whole = target - share
-    most_for_part = target - limits.smallest_share
-    taker = _pick_rank(state, most_for_whole, near_first, near_last, FULLEST)
-    whole = taker >= 0
-    if not whole and strategy.near and state.node_loads_N[node] <= target * limits.ranks_per_node:
-        taker = _pick_rank(state, most_for_part, near_first, near_last, EMPTIEST)
-    if taker < 0:
-        taker = _pick_rank(state, most_for_whole, np.int64(0), num_ranks, FULLEST)
-        whole = taker >= 0
-    if taker < 0:
-        taker = _pick_rank(state, most_for_part, np.int64(0), num_ranks, EMPTIEST)
-    if taker >= 0 and (strategy.fill or not whole):
-        part = target - state.loads_R[taker]
-        if not whole:
-            part = min(part, excess)
-        part = tokens if part >= tokens else min(part, tokens - limits.smallest_share)
-        share = max(share, part) if whole else part
-    return taker, share
-
-
-@kernel
-def _pick_rank(state, most, first, last, order):  # type: ignore[no-untyped-def]
+def _pick_rank(takers, most, first, last, order):  # type: ignore[no-untyped-def]
     """The fullest or emptiest rank in [first, last) with a free slot, at most `most` rows and no copy.
 
     -1 if there is none.
     """
-    loads_R, jitter, free_slots_R, excluded_R = state.loads_R, state.jitter, state.free_slots_R, state.excluded_R
+    loads_R, jitter, free_slots_R, excluded_R = takers
     picked = NONE
     best = np.int64(0)
     for r in range(first, last):
