@@ -17,7 +17,7 @@ from helpers.moe_model import WITHOUT_CHECKPOINTS, Shape, TinyMoE
 from helpers.plain_dispatch import PlainDispatcher
 from helpers.random_plans import random_placement, random_plan
 from trimtab.array_type import Array
-from trimtab.planner import Placement, Schedule, StepPlan, Workload
+from trimtab.planner import GroupPlans, Placement, Schedule, Workload
 from trimtab.runtime import MicroStep, Session, planning
 
 TOLERANCE = 1e-12
@@ -215,7 +215,7 @@ class _Comparison:
 
     def random_plans(
         self, loads: Sequence[Workload], schedule: Schedule, placement: Placement, _cluster: Any, **chosen: Any
-    ) -> tuple[Placement, tuple[StepPlan, ...]]:
+    ) -> GroupPlans:
         """In place of the planner, on the rank that plans."""
         ranks, topology = loads[0].num_ranks, self.session.topology
         if chosen["may_move"]:
@@ -227,7 +227,7 @@ class _Comparison:
             )
             for group, load in enumerate(loads)
         )  # fmt: skip
-        return placement, plans
+        return GroupPlans(schedule, placement, plans)
 
     def _mixed(self, ids_TLK: Array, micro_step_T: Array, rank_T: Array, num_micro_steps: int) -> Array:
         """`[M, L]` instances of this rank's group that have unknown rows."""

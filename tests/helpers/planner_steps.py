@@ -9,11 +9,14 @@ import numpy as np
 from hypothesis import strategies as st
 
 from helpers import planner_twins as twins
-from trimtab import ClusterSpec, Placement, Schedule, StepPlan, Workload
+from trimtab import ClusterSpec, Placement, Schedule, Workload
 from trimtab.array_type import Array
 from trimtab.cluster import QWEN3_30B, CostModel
 from trimtab.planner import Planner, PlanSettings, SequenceCounts, plan_sequences
-from trimtab.planner.replicas.replicas import place_replicas
+from trimtab.planner.planner import GroupPlans
+from trimtab.planner.replicas import kernel_values
+from trimtab.planner.replicas.kernel_values import Homes, Limits
+from trimtab.planner.replicas.replica_search import place_replicas
 from trimtab.trace import RoutingTrace
 
 
@@ -50,14 +53,10 @@ class Instance:
 
     def replicas(self) -> list[tuple[int, int, int]]:
         """Expert, rank and tokens of every replica that the kernel places."""
-        by_home = np.argsort(self.home_E, kind="stable")
-        starts = np.searchsorted(self.home_E[by_home], np.arange(self.ranks + 1))
-        replicas_3P = np.empty((3, self.ranks * self.slots), np.int64)
-        count = place_replicas(
-            self.counts_E, self.fixed_R, self.home_E, by_home, starts, self.per_node, self.slots,
-            self.threshold_load, self.smallest_share, replicas_3P,
-        )  # fmt: skip
-        return [(int(e), int(r), int(t)) for e, r, t in replicas_3P[:, :count].T]
+        instance = kernel_values.Instance(self.counts_E, self.fixed_R, Homes.of(self.home_E, self.ranks))
+        limits = Limits(self.per_node, self.slots, 0, self.smallest_share)
+        found, count = place_replicas(instance, limits, self.threshold_load)
+        return [(int(e), int(r), int(t)) for e, r, t in np.stack(found)[:, :count].T]
 
     def loads(self, replicas: list[tuple[int, int, int]]) -> Array:
         """Rows `[R]` that each rank computes."""
@@ -119,7 +118,7 @@ class Step:
     def sequences(self) -> SequenceCounts:
         return SequenceCounts.from_trace(self.trace)
 
-    def plan(self, **changes: Any) -> tuple[Schedule, Placement, tuple[StepPlan, ...]]:
+    def plan(self, **changes: Any) -> GroupPlans:
         """Plan it, with some arguments of `plan_sequences` changed."""
         values: dict[str, Any] = {
             "sequences": self.sequences,

@@ -11,7 +11,7 @@ import numpy as np
 from trimtab import Placement, Schedule, StepPlan, Workload
 from trimtab.array_type import Array
 from trimtab.planner import SequenceCounts
-from trimtab.planner.replicas.replicas import JITTER, MOST_RESTARTS, RESTART_WORK
+from trimtab.planner.replicas.replica_search import JITTER, MOST_RESTARTS, RESTART_WORK
 from trimtab.trace import RoutingTrace
 
 Replica = tuple[int, int, int]
@@ -271,11 +271,11 @@ def imbalance(counts_ME: Array, home_E: Array, num_ranks: int, per_node: int) ->
     return total
 
 
-def price_of_a_move(counts_ME: Array, home_E: Array, num_ranks: int, per_node: int, reluctance: float) -> int:
-    """The part `reluctance` of what the imbalance is above its least."""
+def price_of_a_move(counts_ME: Array, home_E: Array, num_ranks: int, per_node: int, move_penalty: float) -> int:
+    """The part `move_penalty` of what the imbalance is above its least."""
     even = sum(int(counts_E.sum()) ** 2 for counts_E in counts_ME)
     least = Fraction(even, num_ranks) + Fraction(even * per_node, num_ranks)
-    return round(Fraction(reluctance) * (imbalance(counts_ME, home_E, num_ranks, per_node) - least))
+    return round(Fraction(move_penalty) * (imbalance(counts_ME, home_E, num_ranks, per_node) - least))
 
 
 def placement_cost(
@@ -293,9 +293,9 @@ def swapped(values: Array, i: int, j: int) -> Array:
     return values
 
 
-def place_experts(counts_ME: Array, home_E: Array, num_ranks: int, per_node: int, reluctance: float) -> Array:
+def place_experts(counts_ME: Array, home_E: Array, num_ranks: int, per_node: int, move_penalty: float) -> Array:
     """Every expert in turn takes its best swap, its cost counted anew, until no expert has one."""
-    price = price_of_a_move(counts_ME, home_E, num_ranks, per_node, reluctance)
+    price = price_of_a_move(counts_ME, home_E, num_ranks, per_node, move_penalty)
     old_home_E, home_E = home_E, home_E.copy()
 
     def cost(homes: Array) -> int:

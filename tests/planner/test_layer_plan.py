@@ -10,7 +10,10 @@ from hypothesis import strategies as st
 
 from helpers import planner_twins as twins
 from helpers.planner_steps import Instance, per_nodes, random_instance
-from trimtab.planner.replicas.layer_plan import PARTS_PER_WHOLE, LayerPlan, plan_layer
+from trimtab.array_type import Array
+from trimtab.planner.replicas.kernel_values import PARTS_PER_WHOLE, Limits
+from trimtab.planner.replicas.layer_plan import plan_layer, split_layer
+from trimtab.planner.replicas.replica_table import ReplicaTable
 
 THRESHOLD = 1.01
 
@@ -35,23 +38,46 @@ def layers(draw: st.DrawFn) -> tuple[list[Instance], list[bool]]:
     return chosen, [draw(st.booleans()) for _ in chosen]
 
 
-def plan(instances: list[Instance], wanted: list[bool], *, layer: int = 1) -> LayerPlan:
-    """Plan the instances as layer 1 of three; the others are full of other tokens."""
-    one = instances[0]
-    counts_MLRE = np.full((len(instances), 3, *one.counts_RE.shape), 99, np.int32)
+def stacked(instances: list[Instance], *, layer: int = 1) -> Array:
+    """Counts `[M, 3, R, E]` of the instances in one layer; the others are full of other tokens."""
+    counts_MLRE = np.full((len(instances), 3, *instances[0].counts_RE.shape), 99, np.int32)
     counts_MLRE[:, layer] = np.stack([instance.counts_RE for instance in instances])
+    return counts_MLRE
+
+
+def plan(instances: list[Instance], *, layer: int = 1) -> ReplicaTable:
+    """Plan the instances as layer 1 of three."""
+    one = instances[0]
+    limits = Limits(one.per_node, one.slots, round(THRESHOLD * PARTS_PER_WHOLE), one.smallest_share)
     fixed_LMR = np.full((3, len(instances), one.ranks), 99)
     fixed_LMR[1] = np.stack([instance.fixed_R for instance in instances])
-    return plan_layer(
-        counts_MLRE, fixed_LMR.transpose(1, 0, 2)[:, 1], layer, np.array(wanted), one.home_E,
-        ranks_per_node=one.per_node, slots=one.slots, threshold=THRESHOLD, smallest_share=one.smallest_share,
-    )  # fmt: skip
+    return plan_layer(stacked(instances), fixed_LMR.transpose(1, 0, 2)[:, 1], layer, one.home_E, limits)
 
 
 @settings(max_examples=60, deadline=None)
 @given(layers())
-def test_a_layer_is_its_instances_one_after_another(case: tuple[list[Instance], list[bool]]) -> None:
+def test_a_layer_without_unwanted_replicas_is_the_wanted_instances_planned_alone(
+    case: tuple[list[Instance], list[bool]],
+) -> None:
     check(*case)
+
+
+@settings(max_examples=40, deadline=None)
+@given(layers(), st.integers(0, 99))
+def test_a_split_for_other_sources_is_the_plan_of_them(case: tuple[list[Instance], list[bool]], seed: int) -> None:
+    """The tokens of each expert come from other ranks, and the micro-steps in another order."""
+    instances, wanted = case
+    rng = np.random.default_rng(seed)
+    order = rng.permutation(len(instances))
+    one, every = instances[0], np.arange(len(instances))
+    moved = [
+        replace(instances[m], counts_RE=rng.permuted(instances[m].counts_RE, axis=0), home_E=one.home_E) for m in order
+    ]
+    kept = plan(instances).select(every, np.array(wanted)).select(order)
+    again = split_layer(stacked(moved), 1, one.home_E, one.per_node, kept)
+    for actual, expected in zip(again, plan(moved).select(every, np.array(wanted)[order]), strict=True):
+        assert np.array_equal(actual, expected)
+        assert actual.dtype == expected.dtype
 
 
 def check(instances: list[Instance], wanted: list[bool]) -> None:
@@ -62,19 +88,18 @@ def check(instances: list[Instance], wanted: list[bool]) -> None:
         alone = replace(instance, home_E=home_E, threshold_load=parts // (instance.ranks * PARTS_PER_WHOLE))
         listed.append(alone.replicas() if may else [])
         quotas += list(twins.split_tokens(instance.counts_RE, home_E, instance.per_node, listed[-1]))
-    actual = plan(instances, wanted)
-    assert actual.replicas_M.tolist() == [len(replicas) for replicas in listed]
+    actual = plan(instances).select(np.arange(len(instances)), np.array(wanted))
+    assert np.diff(actual.replica_starts).tolist() == [len(replicas) for replicas in listed]
     assert actual.experts.tolist() == [expert for replicas in listed for expert, _, _ in replicas]
     assert actual.ranks.tolist() == [rank for replicas in listed for _, rank, _ in replicas]
-    assert actual.quotas_P.tolist() == [np.count_nonzero(quotas_R) for quotas_R in quotas]
+    assert np.diff(actual.quota_starts).tolist() == [np.count_nonzero(quotas_R) for quotas_R in quotas]
     assert actual.sources.tolist() == [r for quotas_R in quotas for r in np.flatnonzero(quotas_R)]
     assert actual.tokens.tolist() == [t for quotas_R in quotas for t in quotas_R if t]
     dtypes = [values.dtype for values in (actual.experts, actual.ranks, actual.sources, actual.tokens)]
     assert dtypes == [np.int16, np.int16, np.int16, np.int32]
 
 
-def test_room_for_quotas_grows_as_often_as_needed() -> None:
-    """The first room is enough for the quotas of one micro-step; here are those of forty."""
+def test_many_micro_steps_with_many_quotas() -> None:
     ranks = 5
     counts_RE = np.zeros((ranks, ranks), np.int32)
     counts_RE[:, 0] = 1000 + np.arange(ranks)
@@ -88,4 +113,3 @@ def test_room_for_quotas_grows_as_often_as_needed() -> None:
         for _ in range(40)
     ]
     check(many, [True] * 40)
-    assert len(plan(many, [True] * 40).tokens) > 6 * 3 * 6

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
-
 import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -11,7 +9,7 @@ from hypothesis import strategies as st
 from helpers import planner_twins as twins
 from helpers.random_plans import random_plan
 from trimtab import ClusterSpec, Schedule, StepPlan, Workload
-from trimtab.planner.ordering import order_for_reuse, reordered, reused_replicas, shared_replicas
+from trimtab.planner.schedule.ordering import order_for_reuse, reordered, shared_replicas
 
 
 @st.composite
@@ -35,17 +33,16 @@ def plans(draw: st.DrawFn) -> StepPlan:
 @given(plans())
 def test_shared_replicas_are_those_that_two_sets_have(plan: StepPlan) -> None:
     sets = twins.replica_sets(plan)
-    shared_MM = shared_replicas(plan)
+    shared_MM = shared_replicas(plan.replicas, plan.num_micro_steps)
     for m, other in np.ndindex(shared_MM.shape):
         assert shared_MM[m, other] == (len(sets[m] & sets[other]) if m != other else 0)
-    assert reused_replicas(plan) == sum(len(a & b) for a, b in itertools.pairwise(sets))
 
 
 @settings(max_examples=80, deadline=None)
 @given(plans())
 def test_the_next_micro_step_shares_most_with_the_last(plan: StepPlan) -> None:
     sets, batches = twins.replica_sets(plan), plan.mini_batch_of_micro_step
-    order = order_for_reuse(plan).tolist()
+    order = order_for_reuse(plan.replicas, plan.mini_batch_of_micro_step).tolist()
     assert sorted(order) == list(range(plan.num_micro_steps))
     assert np.array_equal(batches[order], batches)
     for i, m in enumerate(order[1:], start=1):
@@ -66,7 +63,7 @@ def test_reordering_keeps_sequences_together(plan: StepPlan, seed: int) -> None:
 
 
 def test_equal_micro_steps_stand_together() -> None:
-    """Hot experts 0, 2, 0, 2: after ordering 0, 0, 2, 2, and two replicas stay where they are."""
+    """Hot experts 0, 2, 0, 2: after ordering 0, 0, 2, 2."""
     replicas = [np.array([[expert, 1 - expert // 2]]) for expert in (0, 2, 0, 2)]
     counts = np.full((4, 1, 2, 4), 5, np.int32)
     workload = Workload.known(counts)
@@ -76,5 +73,4 @@ def test_equal_micro_steps_stand_together() -> None:
         schedule, home, replicas, [np.array([[3, 3]])] * 4, mixed_ML=workload.mixed_ML, cluster=ClusterSpec(2, 2, 1)
     )
     plan.check(workload)
-    assert order_for_reuse(plan).tolist() == [0, 2, 1, 3]
-    assert reused_replicas(plan) == 0
+    assert order_for_reuse(plan.replicas, plan.mini_batch_of_micro_step).tolist() == [0, 2, 1, 3]

@@ -13,7 +13,7 @@ from helpers import planner_twins as twins
 from helpers.planner_steps import per_nodes, random_homes
 from trimtab import Placement
 from trimtab.array_type import Array
-from trimtab.planner.placement.placement import place_experts
+from trimtab.planner.placement.home_swaps import place_experts
 
 
 @dataclass(frozen=True, eq=False)
@@ -24,33 +24,33 @@ class Case:
     home_E: Array
     ranks: int
     per_node: int
-    reluctance: float
+    move_penalty: float
 
     def place(self) -> Array:
-        return place_experts(self.counts_ME, self.home_E, self.ranks, self.per_node, reluctance=self.reluctance)
+        return place_experts(self.counts_ME, self.home_E, self.ranks, self.per_node, move_penalty=self.move_penalty)
 
     def cost(self, home_E: Array) -> int:
-        price = twins.price_of_a_move(self.counts_ME, self.home_E, self.ranks, self.per_node, self.reluctance)
+        price = twins.price_of_a_move(self.counts_ME, self.home_E, self.ranks, self.per_node, self.move_penalty)
         return twins.placement_cost(self.counts_ME, home_E, self.home_E, self.ranks, self.per_node, price)
 
 
 @st.composite
 def cases(draw: st.DrawFn) -> Case:
     # The price of a move is rounded; imbalances are whole, and the same in any arithmetic, if ranks are powers of two.
-    reluctance = draw(st.sampled_from([0.0, 0.0, 0.01, 0.1]))
-    ranks = draw(st.sampled_from([1, 2, 4] if reluctance else [1, 2, 3, 4, 5, 6]))
+    move_penalty = draw(st.sampled_from([0.0, 0.0, 0.01, 0.1]))
+    ranks = draw(st.sampled_from([1, 2, 4] if move_penalty else [1, 2, 3, 4, 5, 6]))
     experts = ranks * draw(st.integers(1, 3))
     rng = np.random.default_rng(draw(st.integers(0, 2**32)))
     skew_E = np.exp(rng.gumbel(size=experts) * 2)
     counts_ME = rng.poisson(skew_E * rng.uniform(0, 50, (draw(st.integers(1, 3)), experts)))
-    return Case(counts_ME, random_homes(rng, 1, experts, ranks).home[0], ranks, draw(per_nodes(ranks)), reluctance)
+    return Case(counts_ME, random_homes(rng, 1, experts, ranks).home[0], ranks, draw(per_nodes(ranks)), move_penalty)
 
 
 @settings(max_examples=40, deadline=None)
 @given(cases())
 def test_homes_are_those_of_the_twin(case: Case) -> None:
     assert np.array_equal(
-        case.place(), twins.place_experts(case.counts_ME, case.home_E, case.ranks, case.per_node, case.reluctance)
+        case.place(), twins.place_experts(case.counts_ME, case.home_E, case.ranks, case.per_node, case.move_penalty)
     )
 
 
@@ -63,7 +63,7 @@ def test_no_swap_of_two_experts_is_better(case: Case) -> None:
     for e, f in np.ndindex(len(home_E), len(home_E)):
         assert case.cost(twins.swapped(home_E, e, f)) >= cost
     # So no second search finds anything.
-    if case.reluctance == 0:
+    if case.move_penalty == 0:
         assert np.array_equal(place_experts(case.counts_ME, home_E, case.ranks, case.per_node), home_E)
 
 
@@ -77,17 +77,17 @@ def test_every_rank_keeps_its_number_of_experts(case: Case) -> None:
 
 @settings(max_examples=30, deadline=None)
 @given(cases(), st.sampled_from([0.5, 1.0, 1e6]))
-def test_the_whole_imbalance_as_a_price_moves_nothing(case: Case, reluctance: float) -> None:
+def test_the_whole_imbalance_as_a_price_moves_nothing(case: Case, move_penalty: float) -> None:
     """A swap moves two experts and can't take off more than all there is."""
-    home_E = place_experts(case.counts_ME, case.home_E, case.ranks, case.per_node, reluctance=reluctance)
+    home_E = place_experts(case.counts_ME, case.home_E, case.ranks, case.per_node, move_penalty=move_penalty)
     assert np.array_equal(home_E, case.home_E)
 
 
 def test_a_move_is_made_if_it_takes_off_more_than_its_price() -> None:
     """Two equal experts on one rank, two empty ones on the other: one swap, of two experts, takes off everything."""
     counts_ME, home_E = np.array([[10, 10, 0, 0]]), np.array([0, 0, 1, 1])
-    for reluctance, moved in ((0.49, 2), (0.5, 0)):
-        placed = place_experts(counts_ME, home_E, 2, 2, reluctance=reluctance)
+    for move_penalty, moved in ((0.49, 2), (0.5, 0)):
+        placed = place_experts(counts_ME, home_E, 2, 2, move_penalty=move_penalty)
         assert np.count_nonzero(placed != home_E) == moved
 
 

@@ -1,4 +1,4 @@
-"""Seats: never fewer rows on their own node, and nothing else changes."""
+"""Rank assignment: never fewer rows on their own node, and nothing else changes."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from helpers.random_plans import random_schedule
 from trimtab import ClusterSpec, Placement, Schedule
 from trimtab.array_type import Array
 from trimtab.planner import SequenceCounts
-from trimtab.planner.schedule.rank_assignment import rows_by_node, seat_by_locality
+from trimtab.planner.schedule.rank_assignment import assign_ranks, rows_by_node
 
 
 @dataclass(frozen=True, eq=False)
 class Case:
-    """What `seat_by_locality` is given."""
+    """What `assign_ranks` is given."""
 
     lengths: Array
     schedule: Schedule
@@ -28,8 +28,8 @@ class Case:
     groups: int
     work: Array | None
 
-    def seat(self) -> Schedule:
-        return seat_by_locality(
+    def assign(self) -> Schedule:
+        return assign_ranks(
             self.lengths, self.schedule, self.rows_SN, self.token_budget, num_groups=self.groups, work=self.work
         )
 
@@ -60,27 +60,27 @@ def cases(draw: st.DrawFn) -> Case:
 @settings(max_examples=80, deadline=None)
 @given(cases())
 def test_no_fewer_rows_are_local(case: Case) -> None:
-    before, after = (twins.local_rows(s, case.rows_SN, case.groups) for s in (case.schedule, case.seat()))
+    before, after = (twins.local_rows(s, case.rows_SN, case.groups) for s in (case.schedule, case.assign()))
     assert after >= before
 
 
 @settings(max_examples=80, deadline=None)
 @given(cases())
 def test_sequences_stay_in_their_micro_step_and_group_one_for_one(case: Case) -> None:
-    seated, ones = case.seat(), np.ones_like(case.lengths)
-    assert np.array_equal(seated.micro_step, case.schedule.micro_step)
-    assert np.array_equal(case.bins(seated), case.bins(case.schedule))
-    assert np.array_equal(twins.by_place(seated, ones), twins.by_place(case.schedule, ones))
+    assigned, ones = case.assign(), np.ones_like(case.lengths)
+    assert np.array_equal(assigned.micro_step, case.schedule.micro_step)
+    assert np.array_equal(case.bins(assigned), case.bins(case.schedule))
+    assert np.array_equal(twins.by_place(assigned, ones), twins.by_place(case.schedule, ones))
 
 
 @settings(max_examples=80, deadline=None)
 @given(cases())
 def test_budgets_and_the_busiest_attention_are_kept(case: Case) -> None:
-    seated = case.seat()
+    assigned = case.assign()
     work = case.lengths if case.work is None else case.work
-    assert twins.by_place(seated, case.lengths).max() <= case.token_budget
-    shape = (seated.num_micro_steps, case.groups, -1)
-    after, before = (twins.by_place(s, work).reshape(shape).max(axis=2) for s in (seated, case.schedule))
+    assert twins.by_place(assigned, case.lengths).max() <= case.token_budget
+    shape = (assigned.num_micro_steps, case.groups, -1)
+    after, before = (twins.by_place(s, work).reshape(shape).max(axis=2) for s in (assigned, case.schedule))
     assert np.all(after <= before)
 
 
@@ -97,8 +97,8 @@ def crossed(**changes: object) -> Case:
     return replace(case, **changes)  # type: ignore[arg-type]
 
 
-def test_crossed_sequences_change_seats_unless_something_forbids_it() -> None:
-    assert crossed().seat().rank.tolist() == [1, 0]
+def test_crossed_sequences_change_ranks_unless_something_forbids_it() -> None:
+    assert crossed().assign().rank.tolist() == [1, 0]
     two_groups = Schedule(np.zeros(2, np.int32), np.array([0, 3], np.int32), np.zeros(1, np.int32), 4)
     two_micro_steps = replace(crossed().schedule, micro_step=np.array([0, 1]), mini_batch_of_micro_step=np.zeros(2))
     three = replace(crossed().schedule, micro_step=np.zeros(3, np.int32), rank=np.array([0, 1, 1], np.int32))
@@ -109,8 +109,8 @@ def test_crossed_sequences_change_seats_unless_something_forbids_it() -> None:
         crossed(token_budget=6, work=np.array([5, 3, 2]), **company),
         crossed(token_budget=9, work=np.array([5, 3, 1]), **company),
     ):
-        assert np.array_equal(forbidden.seat().rank, forbidden.schedule.rank)
-    assert crossed(token_budget=7, work=np.array([5, 5, 1]), **company).seat().rank.tolist() == [1, 0, 1]
+        assert np.array_equal(forbidden.assign().rank, forbidden.schedule.rank)
+    assert crossed(token_budget=7, work=np.array([5, 5, 1]), **company).assign().rank.tolist() == [1, 0, 1]
 
 
 @settings(max_examples=40, deadline=None)
@@ -125,7 +125,7 @@ def test_rows_by_node_are_those_of_a_plain_count(step: Step) -> None:
         assert np.array_equal(rows_SN, expected)
 
 
-def test_many_sequences_find_better_seats() -> None:
+def test_many_sequences_find_better_ranks() -> None:
     """Four nodes, 200 sequences that each love one: most of the way from a quarter to all rows is made."""
     rng = np.random.default_rng(0)
     sequences = SequenceCounts(np.zeros((200, 1, 8), np.int32), np.full(200, 10), np.zeros((200, 1), np.int32))
@@ -134,6 +134,6 @@ def test_many_sequences_find_better_seats() -> None:
     cluster = ClusterSpec(8, 2)
     rows_SN = rows_by_node(sequences, Placement.contiguous(1, 8, 8), cluster)
     schedule = Schedule(np.zeros(200, np.int32), (np.arange(200) % 8).astype(np.int32), np.zeros(1, np.int32), 8)
-    seated = seat_by_locality(sequences.lengths, schedule, rows_SN, 250)
+    assigned = assign_ranks(sequences.lengths, schedule, rows_SN, 250)
     assert twins.local_rows(schedule, rows_SN, 1) < 0.4 * rows_SN.sum()
-    assert twins.local_rows(seated, rows_SN, 1) > 0.9 * rows_SN.sum()
+    assert twins.local_rows(assigned, rows_SN, 1) > 0.9 * rows_SN.sum()

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from helpers import planner_twins as twins
 from helpers.planner_steps import Instance, instances
 from trimtab.array_type import Array
+from trimtab.planner.replicas.kernel_values import Shares
 from trimtab.planner.replicas.split import split_tokens
 
 Replicas = list[tuple[int, int, int]]
@@ -34,11 +35,10 @@ def shares(draw: st.DrawFn) -> tuple[Instance, Replicas]:
 
 def split(instance: Instance, replicas: Replicas) -> Array:
     """Quotas `[P, R]` of the kernel."""
+    shares = Shares(*np.array(replicas, np.int64).reshape(-1, 3).T.copy())
     # Longer than needed, and full of what must not be read.
-    replicas_3P = np.full((3, len(replicas) + 2), -7, np.int64)
-    replicas_3P[:, : len(replicas)] = np.array(replicas, np.int64).reshape(-1, 3).T
     quotas_PR = np.full((len(replicas) + 2, instance.ranks), -7, np.int64)
-    split_tokens(instance.counts_RE, instance.home_E, instance.per_node, replicas_3P, len(replicas), quotas_PR)
+    split_tokens(instance.counts_RE, instance.home_E, instance.per_node, shares, quotas_PR)
     return quotas_PR[: len(replicas)]
 
 

@@ -16,8 +16,8 @@ from trimtab.array_type import Array
 from trimtab.cluster import QWEN3_30B, CostModel
 from trimtab.planner import Planner, PlanSettings, SequenceCounts, pack_by_length, plan_sequences, plan_step
 from trimtab.planner import planner as planner_module
+from trimtab.planner.plan.home_choice import STEPS_TO_PAY
 from trimtab.planner.plan.prediction import cross_node_rows, predict
-from trimtab.planner.planner import STEPS_TO_PAY
 
 
 @settings(max_examples=80, deadline=None)
@@ -55,7 +55,7 @@ def test_every_token_is_computed_once_and_no_rank_is_busier_than_without_replica
 @settings(max_examples=60, deadline=None)
 @given(steps())
 def test_slots_and_smallest_shares_are_kept(step: Step) -> None:
-    for plan in step.plan()[2]:
+    for plan in step.plan().plans:
         instance = np.repeat(np.arange(len(plan.replica_starts) - 1), np.diff(plan.replica_starts))
         slots_used = np.zeros((len(plan.replica_starts) - 1, plan.num_ranks), np.int64)
         np.add.at(slots_used, (instance, plan.replica_ranks), 1)
@@ -95,19 +95,19 @@ def test_budgets_mini_batches_and_the_number_of_micro_steps_are_those_of_packing
 @settings(max_examples=40, deadline=None)
 @given(steps(one_node=True))
 def test_new_homes_and_their_moves_take_no_more_predicted_time_than_the_old(step: Step) -> None:
-    """Inside one node seats don't matter, so that this is a promise."""
+    """Inside one node the ranks of sequences don't matter, so new homes are never slower."""
     check_that_moving_pays(step)
 
 
-def test_between_nodes_homes_are_weighed_before_seats(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Seats follow the new homes; without that last step it is a promise between nodes, too."""
-    monkeypatch.setattr(planner_module, "seat_by_locality", lambda lengths, schedule, *_, **__: schedule)
+def test_between_nodes_homes_are_chosen_before_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ranks follow the new homes; without that last step new homes are never slower between nodes, too."""
+    monkeypatch.setattr(planner_module, "assign_ranks", lambda lengths, schedule, *_, **__: schedule)
     for seed in range(12):
         check_that_moving_pays(steady_step(seed, experts=12, ranks=6, groups=2))
 
 
 def test_sequences_sit_near_the_homes_of_their_experts(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of the plans with and without seats, those with have more rows computed on their own node."""
+    """Plans with rank assignment have more rows computed on their own node."""
     steps_of = [steady_step(seed, ranks=8, experts=16, groups=2, slots=0) for seed in range(4)]
     far = []
     for _ in range(2):
@@ -116,7 +116,7 @@ def test_sequences_sit_near_the_homes_of_their_experts(monkeypatch: pytest.Monke
             schedule, _, plans = step.plan()
             for plan, workload in zip(plans, step.workloads(schedule), strict=True):
                 far[-1] += int(cross_node_rows(plan, workload).sum())
-        monkeypatch.setattr(planner_module, "seat_by_locality", lambda lengths, schedule, *_, **__: schedule)
+        monkeypatch.setattr(planner_module, "assign_ranks", lambda lengths, schedule, *_, **__: schedule)
     assert far[0] < 0.95 * far[1]
 
 
@@ -208,7 +208,7 @@ def test_homes_stay_where_moving_costs_more_than_it_saves() -> None:
     step = replace(steady_step(0, slots=0), settings=PlanSettings())
     free = replace(CostModel.of(step.cluster, QWEN3_30B), near_move_s=0.0, far_move_s=0.0, row_s=1.0)
     dear = replace(free, near_move_s=1e9, far_move_s=1e9)
-    homes = [step.plan(cost=cost)[1].home for cost in (free, dear)]
+    homes = [step.plan(cost=cost).placement.home for cost in (free, dear)]
     assert not np.array_equal(homes[0], step.placement.home)
     assert np.array_equal(homes[1], step.placement.home)
 
@@ -217,7 +217,7 @@ def test_micro_steps_stand_in_the_order_of_reuse() -> None:
     """In each mini-batch, the one that shares most replicas comes next."""
     for seed in range(6):
         step = steady_step(seed, ranks=2, per_node=2, sequences=40)
-        plan = replace(step, token_budget=int(step.trace.sequence_lengths.max())).plan()[2][0]
+        plan = replace(step, token_budget=int(step.trace.sequence_lengths.max())).plan().plans[0]
         sets, batches = twins.replica_sets(plan), plan.mini_batch_of_micro_step
         assert len(sets) > 10
         for m in range(1, len(sets)):
@@ -259,7 +259,7 @@ def test_replicas_that_are_not_worth_their_bytes_are_left_out() -> None:
     dear = replace(free, near_replica_s=1.0, far_replica_s=1.0)
     counts = []
     for cost in (free, dear):
-        _, _, (plan,) = plan_sequences(sequences, placement, cluster, token_budget=256, settings=chosen, cost=cost)
+        (plan,) = plan_sequences(sequences, placement, cluster, token_budget=256, settings=chosen, cost=cost).plans
         counts.append(plan.num_replicas)
     assert counts[0] > 10
     assert counts[1] == 0

@@ -5,7 +5,7 @@ from __future__ import annotations
 from trimtab.analysis.analysis import Analysis, worst_layers
 from trimtab.analysis.fixed_placements import SLOTS
 from trimtab.analysis.hot_experts import HOT_FACTOR
-from trimtab.planner.plan.instances import PlanSettings
+from trimtab.planner import PlanSettings
 
 # Below this part of expert time lost, balancing is not worth it.
 NEGLIGIBLE_LOSS = 0.03

@@ -14,9 +14,9 @@ from rich.table import Table
 
 from trimtab.array_type import Array
 from trimtab.benchmarks.planner_cases import LONGEST, MICRO_STEPS, SLACK, TOKENS_PER_RANK, PlannerCase, build_case
-from trimtab.cluster import QWEN3_30B, CostModel
+from trimtab.cluster import QWEN3_30B, ClusterSpec, CostModel
 from trimtab.planner import Placement, PlanSettings, Schedule, StepPlan, Workload, plan_step
-from trimtab.planner.placement.placement import place_experts
+from trimtab.planner.placement.home_swaps import place_experts
 from trimtab.planner.plan.bounds import evenly_spread, fewest_replicas, gap_to_bound
 from trimtab.planner.plan.prediction import predict
 from trimtab.planner.plan.workload import max_over_mean
@@ -149,20 +149,11 @@ def kernel_us(plan: StepPlan, workload: Workload, settings: PlanSettings) -> flo
     """Microseconds an instance of replicas and split, source sums and CSR rows included: the median over layers."""
     per_layer: list[float] = []
     expected_MLR = workload.expected_loads(plan.home)
+    limits = settings.limits(ClusterSpec(plan.num_ranks, plan.ranks_per_node, plan.slots_per_rank))
     for _ in range(TIMED_ROUNDS):
         for layer in range(plan.num_layers):
             start = time.perf_counter()
-            plan_layer(
-                workload.token_counts_MLRE,
-                expected_MLR[:, layer],
-                layer,
-                np.ones(plan.num_micro_steps, bool),
-                plan.home[layer],
-                ranks_per_node=plan.ranks_per_node,
-                slots=plan.slots_per_rank,
-                threshold=settings.threshold,
-                smallest_share=settings.smallest_share,
-            )
+            plan_layer(workload.token_counts_MLRE, expected_MLR[:, layer], layer, plan.home[layer], limits)
             per_layer.append((time.perf_counter() - start) / plan.num_micro_steps)
     return statistics.median(per_layer) * 1e6
 

@@ -79,13 +79,13 @@ def build_case(ranks: int, experts: int, preset: str, *, layers: int, seed: int)
         mini_batch = np.arange(per_step) * MICRO_STEPS // per_step
         token_budget = math.ceil(token_budget * (1 + SLACK))
     contiguous = Placement.contiguous(layers, experts, ranks)
-    _, warm, _ = plan_sequences(
+    warm = plan_sequences(
         before,
         contiguous,
         ClusterSpec(ranks, min(ranks, RANKS_PER_NODE)),
         token_budget=token_budget,
         mini_batch=mini_batch,
-    )
+    ).placement
     return PlannerCase(
         ranks=ranks,
         experts=experts,

@@ -2,35 +2,44 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
-from dataclasses import asdict, replace
+from typing import NamedTuple
 
 import numpy as np
 
 from trimtab.array_type import Array
 from trimtab.cluster import QWEN3_30B, ClusterSpec, CostModel
 from trimtab.errors import InputError
-from trimtab.planner.ordering import order_for_reuse, reordered
-from trimtab.planner.placement.placement import Placement, place_experts
-from trimtab.planner.plan.instances import PlanSettings, map_layers, plan_step
-from trimtab.planner.plan.prediction import predict
+from trimtab.planner.placement.home_swaps import place_experts
+from trimtab.planner.placement.placement import Placement
+from trimtab.planner.plan.home_choice import HomeChoice, choose_homes, drop_costly_replicas, split_again
+from trimtab.planner.plan.instances import map_layers
+from trimtab.planner.plan.plan_settings import PlanSettings
 from trimtab.planner.plan.step_plan import StepPlan
 from trimtab.planner.plan.workload import Workload
 from trimtab.planner.schedule.grouping import group_by_routing
-from trimtab.planner.schedule.rank_assignment import rows_by_node, seat_by_locality
+from trimtab.planner.schedule.ordering import order_for_reuse, reordered
+from trimtab.planner.schedule.rank_assignment import assign_ranks, rows_by_node
 from trimtab.planner.schedule.schedule import Schedule, pack_by_length
 from trimtab.planner.schedule.sequence_counts import SequenceCounts
 from trimtab.trace.routing import RoutingTrace
 
-# Move penalties, in parts of a layer's imbalance per expert; see `place_experts`.
-RELUCTANCES = (0.0, 0.25, 1.0)
-# Steps over which the cost of a move is spread. The load of a step changes slowly, so good homes stay good; but moves
-# load links unevenly, and some are undone soon.
-STEPS_TO_PAY = 4
-# The part of a replica's transfer that is assumed not to overlap with compute, when deciding on replicas for an
-# instance.
-EXPOSED = 0.1
+# In parts of a layer's imbalance per expert; see `place_experts`.
+MOVE_PENALTIES = (0.0, 0.25, 1.0)
+
+
+class GroupPlans(NamedTuple):
+    """Plans of one step for all expert-parallel groups.
+
+    Attributes:
+        schedule: on the data ranks of all groups.
+        placement: the homes, the same in all groups.
+        plans: one for each group.
+    """
+
+    schedule: Schedule
+    placement: Placement
+    plans: tuple[StepPlan, ...]
 
 
 class Planner:
@@ -97,7 +106,7 @@ class Planner:
         sequences = SequenceCounts.concatenate(self._counted)
         if keep is not None:
             sequences = sequences.select(keep)
-        self.schedule, self.placement, plans = plan_sequences(
+        planned = plan_sequences(
             sequences,
             self.placement,
             self.cluster,
@@ -108,8 +117,9 @@ class Planner:
             cost=self.cost,
             threads=self.threads,
         )
+        self.schedule, self.placement = planned.schedule, planned.placement
         self._counted.clear()
-        return plans
+        return planned.plans
 
 
 def plan_sequences(
@@ -124,15 +134,12 @@ def plan_sequences(
     cost: CostModel | None = None,
     may_move: bool = True,
     threads: int = 1,
-) -> tuple[Schedule, Placement, tuple[StepPlan, ...]]:
+) -> GroupPlans:
     """All four levels of one step; the arguments are those of `Planner`, and `may_move`: whether homes may change.
 
     Sequences are packed by length and homes placed for that; then sequences are grouped by routing on those homes,
     homes placed again, now including the cost of moves, micro-steps ordered, and sequences assigned to ranks near their
     experts. Replicas and split follow for every instance in which they reduce the predicted time.
-
-    Returns:
-        The schedule on the data ranks of all groups, the homes, and one plan for each group.
 
     Raises:
         InputError: if the homes are not even or not for this step, a sequence exceeds the budget, or mini-batches don't
@@ -143,12 +150,12 @@ def plan_sequences(
         raise InputError(f"there are {groups} expert-parallel groups; there should be 1 or more")
     chosen = settings or PlanSettings()
     weights = cost or CostModel.of(cluster, QWEN3_30B)
-    num_data_ranks = cluster.ranks * groups
     packed = pack_by_length(
-        sequences.lengths, num_ranks=num_data_ranks, token_budget=token_budget, mini_batch=mini_batch
+        sequences.lengths, num_ranks=cluster.ranks * groups, token_budget=token_budget, mini_batch=mini_batch
     )
-    loads = _workloads(sequences, packed, cluster.ranks, groups)
-    balanced = _placed(loads, placement, cluster, 0.0, threads) if may_move else placement
+    balanced = placement
+    if may_move:
+        balanced = _place(_workloads(sequences, packed, cluster.ranks, groups), placement, cluster, 0.0, threads)
     lengths = sequences.lengths.astype(np.float64)
     attention = np.rint(lengths * (weights.attention_token_rows + weights.attention_square_rows * lengths))
     attention_S = attention.astype(np.int64)
@@ -156,18 +163,18 @@ def plan_sequences(
         sequences, packed, balanced, token_budget, num_groups=groups, attention_rows=attention_S
     )
     workloads = _workloads(sequences, schedule, cluster.ranks, groups)
-    homes, first = _place(workloads, schedule, placement, cluster, chosen, weights, may_move=may_move, threads=threads)
-    # Replicas don't depend on the ranks of sequences, so the order can be chosen first.
-    order = order_for_reuse(first[0])
-    worth = [_worth(each, load, weights)[order] for each, load in zip(first, workloads, strict=True)]
+    candidates = _candidates(workloads, placement, cluster, threads) if may_move else [placement]
+    choice = choose_homes(workloads, candidates, cluster, chosen, weights, threads)
+    order = order_for_reuse(choice.group(0), schedule.mini_batch_of_micro_step)
+    choice = drop_costly_replicas(choice, workloads, cluster, weights, threads)
+    # Replicas depend on counts by micro-step and expert, which the order and the ranks of sequences don't change.
     schedule = reordered(schedule, order)
-    rows_SN = rows_by_node(sequences, homes, cluster)
-    schedule = seat_by_locality(sequences.lengths, schedule, rows_SN, token_budget, num_groups=groups, work=attention_S)
+    rows_SN = rows_by_node(sequences, choice.placement, cluster)
+    schedule = assign_ranks(sequences.lengths, schedule, rows_SN, token_budget, num_groups=groups, work=attention_S)
     workloads = _workloads(sequences, schedule, cluster.ranks, groups)
-    costs = {name: float(f"{value:.9g}") for name, value in asdict(weights).items()}
-    described = json.dumps({"groups": groups, "token_budget": int(token_budget), "cost": costs})
-    plans = _plan_groups(workloads, schedule, homes, cluster, chosen, worth, threads=threads)
-    return schedule, homes, tuple(replace(each, settings=f"{each.settings} {described}") for each in plans)
+    choice = split_again(choice, order, workloads, cluster, threads)
+    text = chosen.to_json(weights, groups=groups, token_budget=token_budget)
+    return _join(choice, workloads, schedule, cluster, text)
 
 
 def plan_schedule(
@@ -180,70 +187,19 @@ def plan_schedule(
     cost: CostModel | None = None,
     may_move: bool = True,
     threads: int = 1,
-) -> tuple[Placement, tuple[StepPlan, ...]]:
+) -> GroupPlans:
     """All levels below a given schedule. Other arguments are those of `Planner`.
 
     Args:
         workloads: of each expert-parallel group.
         schedule: on the data ranks of all groups.
         may_move: whether homes may change.
-
-    Returns:
-        The homes, and one plan for each group.
     """
     chosen, weights = settings or PlanSettings(), cost or CostModel.of(cluster, QWEN3_30B)
-    homes, plans = _place(workloads, schedule, placement, cluster, chosen, weights, may_move=may_move, threads=threads)
-    worth = [_worth(each, load, weights) for each, load in zip(plans, workloads, strict=True)]
-    return homes, _plan_groups(workloads, schedule, homes, cluster, chosen, worth, threads=threads)
-
-
-def _place(
-    workloads: Sequence[Workload],
-    schedule: Schedule,
-    placement: Placement,
-    cluster: ClusterSpec,
-    settings: PlanSettings,
-    cost: CostModel,
-    *,
-    may_move: bool,
-    threads: int,
-) -> tuple[Placement, tuple[StepPlan, ...]]:
-    """Returns the homes with the least predicted time, and plans on them with all replicas that balance."""
-    if not may_move:
-        return placement, _plan_groups(workloads, schedule, placement, cluster, settings, threads=threads)
-    candidates = [placement] + [
-        _placed(workloads, placement, cluster, reluctance, threads) for reluctance in RELUCTANCES
-    ]
-    tried = [
-        _plan_groups(workloads, schedule, candidate, cluster, settings, threads=threads) for candidate in candidates
-    ]
-    homes = _cheapest(candidates, tried, workloads, cluster, cost)
-    return homes, _plan_groups(workloads, schedule, homes, cluster, settings, threads=threads)
-
-
-def _plan_groups(
-    workloads: Sequence[Workload],
-    schedule: Schedule,
-    placement: Placement,
-    cluster: ClusterSpec,
-    settings: PlanSettings,
-    worth: Sequence[Array] | None = None,
-    *,
-    threads: int,
-) -> tuple[StepPlan, ...]:
-    """Replicas and split of every group on given homes."""
-    return tuple(
-        plan_step(
-            workload,
-            schedule.of_group(group, cluster.ranks)[1],
-            placement,
-            cluster,
-            settings,
-            worth_ML=worth[group] if worth else None,
-            threads=threads,
-        )
-        for group, workload in enumerate(workloads)
-    )
+    candidates = _candidates(workloads, placement, cluster, threads) if may_move else [placement]
+    choice = choose_homes(workloads, candidates, cluster, chosen, weights, threads)
+    choice = drop_costly_replicas(choice, workloads, cluster, weights, threads)
+    return _join(choice, workloads, schedule, cluster, chosen.to_json(weights, groups=len(workloads)))
 
 
 def _workloads(sequences: SequenceCounts, schedule: Schedule, ranks: int, groups: int) -> list[Workload]:
@@ -255,12 +211,18 @@ def _workloads(sequences: SequenceCounts, schedule: Schedule, ranks: int, groups
     return loads
 
 
-def _placed(
-    workloads: Sequence[Workload], placement: Placement, cluster: ClusterSpec, reluctance: float, threads: int
+def _candidates(
+    workloads: Sequence[Workload], placement: Placement, cluster: ClusterSpec, threads: int
+) -> list[Placement]:
+    """The present homes, and improved ones with every move penalty."""
+    return [placement] + [_place(workloads, placement, cluster, penalty, threads) for penalty in MOVE_PENALTIES]
+
+
+def _place(
+    workloads: Sequence[Workload], placement: Placement, cluster: ClusterSpec, move_penalty: float, threads: int
 ) -> Placement:
     """Homes for the micro-steps of all groups, layer by layer."""
     counts_MLE = np.concatenate([workload.token_counts_MLRE.sum(axis=2) for workload in workloads])
-    num_experts = counts_MLE.shape[2]
 
     def place_one(layer: int) -> Array:
         return place_experts(
@@ -268,34 +230,25 @@ def _placed(
             placement.home[layer],
             cluster.ranks,
             cluster.ranks_per_node,
-            reluctance=reluctance / num_experts,
+            move_penalty=move_penalty / counts_MLE.shape[2],
         )
 
     return Placement(np.stack(map_layers(place_one, len(placement.home), threads)))
 
 
-def _worth(plan: StepPlan, workload: Workload, cost: CostModel) -> Array:
-    """`[M, L]` bool, instances that are predicted to be no slower with replicas, most of whose transfer is hidden."""
-    exposed = replace(cost, near_replica_s=EXPOSED * cost.near_replica_s, far_replica_s=EXPOSED * cost.far_replica_s)
-    with_replicas = predict(plan, workload, exposed).seconds_ML
-    without = predict(plan.without_replicas(), workload, cost).seconds_ML
-    return np.rint(with_replicas * 1e9) <= np.rint(without * 1e9)
-
-
-def _cheapest(
-    candidates: list[Placement],
-    plans: list[tuple[StepPlan, ...]],
-    workloads: Sequence[Workload],
-    cluster: ClusterSpec,
-    cost: CostModel,
-) -> Placement:
-    """For every layer the homes with the least predicted time, including the move from the first candidate."""
-    seconds_CL = np.zeros((len(candidates), len(candidates[0].home)))
-    for seconds_L, candidate, each in zip(seconds_CL, candidates, plans, strict=True):
-        for plan, workload in zip(each, workloads, strict=True):
-            seconds_L += predict(plan, workload, cost).seconds_ML.sum(axis=0)
-        near_L, far_L = candidates[0].moves(candidate, cluster.ranks_per_node)
-        seconds_L += (cost.near_move_s * near_L + cost.far_move_s * far_L) / (cluster.ranks * STEPS_TO_PAY)
-    # Integer nanoseconds, so the choice does not depend on the order of summation.
-    best_L = np.rint(seconds_CL * 1e9).argmin(axis=0)
-    return Placement(np.stack([candidates[best].home[layer] for layer, best in enumerate(best_L)]))
+def _join(
+    choice: HomeChoice, workloads: Sequence[Workload], schedule: Schedule, cluster: ClusterSpec, settings: str
+) -> GroupPlans:
+    """The plans of all groups."""
+    plans = tuple(
+        StepPlan.from_replicas(
+            schedule.of_group(group, cluster.ranks)[1],
+            choice.placement,
+            choice.group(group),
+            mixed_ML=workload.mixed_ML,
+            cluster=cluster,
+            settings=settings,
+        )
+        for group, workload in enumerate(workloads)
+    )
+    return GroupPlans(schedule, choice.placement, plans)

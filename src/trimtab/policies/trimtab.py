@@ -26,7 +26,7 @@ class Trimtab:
     def plan(self, view: View) -> StepPlan:
         if view.equal_terms:
             return plan_step(view.workload, view.schedule, view.placement, view.cluster, self.settings)
-        _, _, (plan,) = plan_sequences(
+        (plan,) = plan_sequences(
             view.sequences,
             view.placement,
             view.cluster,
@@ -34,5 +34,5 @@ class Trimtab:
             mini_batch=view.mini_batch,
             settings=self.settings,
             cost=view.cost,
-        )
+        ).plans
         return plan

@@ -27,9 +27,10 @@ from trimtab.planner import (
     plan_sequences,
     plan_step,
 )
+from trimtab.planner.plan.home_choice import STEPS_TO_PAY
+from trimtab.planner.plan.plan_settings import SESSION_THRESHOLD
 from trimtab.planner.plan.prediction import predict
 from trimtab.planner.plan.workload import max_over_mean
-from trimtab.planner.planner import STEPS_TO_PAY
 from trimtab.runtime.ranks.topology import Topology
 from trimtab.runtime.state.home_experts import HomeExperts
 from trimtab.trace import RoutingTrace
@@ -38,8 +39,6 @@ from trimtab.trace.routing import no_route
 
 Mode = Literal["plan", "static", "shadow", "off"]
 Paths = Literal["both", "peer", "host"]
-# Every replica costs the ranks CPU time or links, so it has to be worth more than the last half percent of balance.
-THRESHOLD = 1.02
 # What one rank of a few on a CPU machine reaches: grouped products in float32, gloo over loopback, copies in memory.
 LOCAL_CPU = load_cluster("local-cpu", ranks=1)
 
@@ -159,7 +158,7 @@ class SessionPlanner:
             cluster = replace(cluster, node_bytes_per_s=0.0, network_bytes_per_s=0.0)
         if mirror_bytes is not None:
             cluster = replace(cluster, mirror_experts=mirror_bytes // first.expert_bytes)
-        return cls(topology, cluster, cost, PlanSettings(THRESHOLD), least_gain)
+        return cls(topology, cluster, cost, PlanSettings(SESSION_THRESHOLD), least_gain)
 
     def for_schedule(
         self, trace: RoutingTrace, schedule: Schedule, placement: Placement, mode: Mode, *, may_move: bool
@@ -263,7 +262,7 @@ class SessionPlanner:
         plans = plan_schedule(
             loads, schedule, placement, self.cluster, settings=self.settings, cost=self.cost, may_move=may_move,
             threads=self.cluster.planning_threads,
-        )[1]  # fmt: skip
+        ).plans  # fmt: skip
         gain = 1 - self._seconds(plans, loads, placement) / max(self._seconds(static, loads, placement), 1e-30)
         return (schedule, plans if gain >= self.least_gain else static, gain, max_vio)
 

@@ -18,7 +18,8 @@ def count_experts(
     Args:
         group_of_sequence: `[S]` integers in `[0, G)`, the group (micro-step, rank, ...) that each sequence belongs to.
         num_groups: G.
-        dtype: integer type of the counts; it must hold the tokens of a group.
+        dtype: integer type of the counts; it must hold the tokens of a group. The kernel is compiled for each dtype of
+            counts and expert ids.
     """
     counts_GLE = np.zeros((num_groups, trace.num_layers, trace.num_experts), dtype)
     _count(trace.expert_ids, trace.sequence_starts, np.asarray(group_of_sequence, np.int64), counts_GLE)

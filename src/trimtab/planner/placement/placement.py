@@ -1,14 +1,4 @@
-"""Level two, placement: the home rank of every expert.
-
-Homes are fixed for a step; replicas can change with every micro-step, and are cheap inside a node. Homes are therefore
-chosen to balance *nodes* in every micro-step, and then ranks as well as possible. Starting from the homes of the last
-step, two experts of different ranks are swapped while this reduces
-
-    sum over micro-steps of (sum over ranks of load^2 + sum over nodes of load^2),
-
-which is smallest for even loads. With Gram matrices of the counts a swap is evaluated in constant time. (Our own;
-ReLibra, arXiv 2605.08639, reorders experts across nodes by swaps and annealing.)
-"""
+"""`Placement`: the home rank of every expert."""
 
 from __future__ import annotations
 
@@ -18,7 +8,6 @@ import numpy as np
 
 from trimtab.array_type import Array
 from trimtab.errors import InputError
-from trimtab.kernels import kernel
 
 # Limit of int16, the dtype of experts in plans.
 MOST_EXPERTS = 32767
@@ -67,82 +56,3 @@ class Placement:
         """Numbers of experts `[L]` whose home in `other` is on another rank of the same node, and on another node."""
         other_node = self.home // ranks_per_node != other.home // ranks_per_node
         return np.count_nonzero((self.home != other.home) & ~other_node, axis=1), np.count_nonzero(other_node, axis=1)
-
-
-def place_experts(
-    counts_ME: Array, home_E: Array, num_ranks: int, ranks_per_node: int, *, reluctance: float = 0.0
-) -> Array:
-    """Returns improved homes `[E]` int16 for one layer. Every rank keeps its number of experts.
-
-    Args:
-        counts_ME: `[M, E]` integer tokens by micro-step and expert. Micro-steps of several expert-parallel groups,
-            which share their homes, follow one another.
-        home_E: `[E]` integer homes to start from.
-        reluctance: the fraction of the imbalance by which moving one expert away from `home_E` must reduce it.
-    """
-    # Sums of products of counts stay below 2^53, so that floats are exact here, in any order.
-    counts = counts_ME.astype(np.float64)
-    at_home_ER = np.zeros((counts.shape[1], num_ranks))
-    at_home_ER[np.arange(counts.shape[1]), home_E] = 1
-    loads_MR = counts @ at_home_ER
-    loads_MN = loads_MR.reshape(len(counts), -1, ranks_per_node).sum(axis=-1)
-    even = len(counts) and (counts.sum(axis=1) ** 2).sum()
-    imbalance = (loads_MR**2).sum() - even / num_ranks + (loads_MN**2).sum() - even * ranks_per_node / num_ranks
-    home = home_E.astype(np.int64)
-    _swap_homes(
-        counts.T @ counts,
-        counts.T @ loads_MR,
-        counts.T @ loads_MN,
-        home,
-        home.copy(),
-        ranks_per_node,
-        float(np.rint(reluctance * imbalance)),
-    )
-    return home.astype(np.int16)
-
-
-@kernel
-def _swap_homes(products_EE, products_ER, products_EN, home_E, old_home_E, ranks_per_node, price):  # type: ignore[no-untyped-def]
-    """Swaps while that reduces the objective; changes `home_E`.
-
-    Args:
-        products_EE, products_ER, products_EN: sums over micro-steps of an expert's tokens times those of an expert, a
-            rank, a node.
-        price: cost of each expert that is not at its old home.
-    """
-    num_experts = len(home_E)
-    improved = True
-    while improved:
-        improved = False
-        for e in range(num_experts):
-            a = home_E[e]
-            best, partner = 0.0, -1
-            for f in range(num_experts):
-                b = home_E[f]
-                if b == a:
-                    continue
-                # Twice the square of the moved load, in both directions.
-                square = 2 * (products_EE[e, e] + products_EE[f, f] - 2 * products_EE[e, f])
-                change = square + 2 * (products_ER[f, a] - products_ER[e, a] - products_ER[f, b] + products_ER[e, b])
-                node_a, node_b = a // ranks_per_node, b // ranks_per_node
-                if node_a != node_b:
-                    across = products_EN[f, node_a] - products_EN[e, node_a]
-                    across -= products_EN[f, node_b] - products_EN[e, node_b]
-                    change += square + 2 * across
-                before = np.int64(a != old_home_E[e]) + np.int64(b != old_home_E[f])
-                after = np.int64(b != old_home_E[e]) + np.int64(a != old_home_E[f])
-                change += price * (after - before)
-                if change < best:
-                    best, partner = change, f
-            if partner < 0:
-                continue
-            improved = True
-            b = home_E[partner]
-            for x in range(num_experts):
-                moved = products_EE[x, partner] - products_EE[x, e]
-                products_ER[x, a] += moved
-                products_ER[x, b] -= moved
-                if a // ranks_per_node != b // ranks_per_node:
-                    products_EN[x, a // ranks_per_node] += moved
-                    products_EN[x, b // ranks_per_node] -= moved
-            home_E[e], home_E[partner] = b, a

@@ -11,8 +11,8 @@ import numpy as np
 
 from trimtab.array_type import Array
 from trimtab.errors import InputError
+from trimtab.planner.placement.home_swaps import place_experts
 from trimtab.planner.placement.packing import rebalance
-from trimtab.planner.placement.placement import place_experts
 from trimtab.trace.counting import count_experts
 from trimtab.trace.store import TraceReader
 

@@ -36,11 +36,9 @@ def load_bound(counts_E: Array, home_E: Array, num_ranks: int, slots: int, fixed
     program.cost[width] = 1.0
     program.upper[:width] = counts_E[pairs.experts]
     for r in range(num_ranks):
-        comes, goes = np.flatnonzero(pairs.ranks == r), np.flatnonzero(pairs.homes == r)
-        columns = np.concatenate([comes, goes, [width]])
-        values = np.concatenate([np.ones(len(comes)), -np.ones(len(goes)), [-1.0]])
-        program.at_most(columns, values, -home_loads[r])
-        program.at_most(comes, 1.0 / counts_E[pairs.experts[comes]], slots)
+        arriving, columns, values = pairs.changes(r)
+        program.at_most(np.append(columns, width), np.append(values, -1.0), -home_loads[r])
+        program.at_most(arriving, 1.0 / counts_E[pairs.experts[arriving]], slots)
     for expert in np.unique(pairs.experts):
         mine = np.flatnonzero(pairs.experts == expert)
         program.at_most(mine, np.ones(len(mine)), counts_E[expert])
@@ -101,10 +99,9 @@ def fewest_replicas(
     program.upper[is_replica] = 1.0
     program.integer[is_replica] = True
     for r in range(num_ranks):
-        comes, goes = np.flatnonzero(pairs.ranks == r), np.flatnonzero(pairs.homes == r)
-        values = np.concatenate([np.ones(len(comes)), -np.ones(len(goes))])
-        program.at_most(np.concatenate([comes, goes]), values, threshold_load - home_loads[r])
-        program.at_most(is_replica[comes], np.ones(len(comes)), slots)
+        arriving, columns, values = pairs.changes(r)
+        program.at_most(columns, values, threshold_load - home_loads[r])
+        program.at_most(is_replica[arriving], np.ones(len(arriving)), slots)
     for expert in np.unique(pairs.experts):
         mine = np.flatnonzero(pairs.experts == expert)
         program.at_most(mine, np.ones(len(mine)), counts_E[expert])
@@ -131,6 +128,12 @@ class _Pairs:
         expert_N, rank_N = np.repeat(experts, num_ranks), np.tile(np.arange(num_ranks), len(experts))
         away = home_E[expert_N] != rank_N
         return cls(expert_N[away], rank_N[away], home_E[expert_N[away]].astype(np.int64))
+
+    def changes(self, rank: int) -> tuple[Array, Array, Array]:
+        """Pairs whose tokens arrive at a rank; pairs that change its load, and whether by 1.0 or -1.0 a token."""
+        arriving, leaving = np.flatnonzero(self.ranks == rank), np.flatnonzero(self.homes == rank)
+        values = np.concatenate([np.ones(len(arriving)), -np.ones(len(leaving))])
+        return arriving, np.concatenate([arriving, leaving]), values
 
 
 class _Program:

@@ -2,47 +2,21 @@
 
 from __future__ import annotations
 
-import json
-import math
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from typing import TypeVar
 
-import numpy as np
-
-from trimtab.array_type import Array
 from trimtab.cluster import ClusterSpec
 from trimtab.errors import InputError
 from trimtab.planner.placement.placement import Placement
+from trimtab.planner.plan.plan_settings import PlanSettings
 from trimtab.planner.plan.step_plan import StepPlan
 from trimtab.planner.plan.workload import Workload
-from trimtab.planner.replicas.layer_plan import LayerPlan, plan_layer
+from trimtab.planner.replicas.layer_plan import plan_layer
+from trimtab.planner.replicas.replica_table import ReplicaTable
 from trimtab.planner.schedule.schedule import Schedule
 
 Result = TypeVar("Result")
-
-
-@dataclass(frozen=True)
-class PlanSettings:
-    """Settings of replicas and split.
-
-    Attributes:
-        threshold: max/mean load up to which an instance is not changed.
-        smallest_share: fewest tokens that a copy computes, for efficient matrix products.
-
-    Raises:
-        InputError: if either is below 1.
-    """
-
-    threshold: float = 1.005
-    smallest_share: int = 128
-
-    def __post_init__(self) -> None:
-        if not 1 <= self.threshold < math.inf:
-            raise InputError(f"the threshold is {self.threshold}; it should be a max/mean load of 1 or more")
-        if self.smallest_share < 1:
-            raise InputError(f"the smallest share is {self.smallest_share}; it should be 1 token or more")
 
 
 def plan_step(
@@ -52,7 +26,6 @@ def plan_step(
     cluster: ClusterSpec,
     settings: PlanSettings | None = None,
     *,
-    worth_ML: Array | None = None,
     threads: int = 1,
 ) -> StepPlan:
     """Replicas and token split for every instance of a workload.
@@ -61,7 +34,6 @@ def plan_step(
     are split so that the sum of both is even.
 
     Args:
-        worth_ML: `[M, L]` bool, instances in which replicas reduce the predicted time; all by default.
         threads: layers planned at the same time. The plan does not depend on it.
 
     Raises:
@@ -70,29 +42,16 @@ def plan_step(
     if workload.num_ranks != cluster.ranks:
         raise InputError(f"the workload is for {workload.num_ranks} ranks; the cluster has {cluster.ranks}")
     chosen = settings or PlanSettings()
-    expected_MLR = workload.expected_loads(placement.home)
-    wanted_ML = np.ones((workload.num_micro_steps, workload.num_layers), bool) if worth_ML is None else worth_ML
+    limits = chosen.limits(cluster)
+    fixed_MLR = workload.expected_loads(placement.home)
 
-    def plan_one(layer: int) -> LayerPlan:
-        return plan_layer(
-            workload.token_counts_MLRE,
-            expected_MLR[:, layer],
-            layer,
-            np.ascontiguousarray(wanted_ML[:, layer]),
-            placement.home[layer],
-            ranks_per_node=cluster.ranks_per_node,
-            slots=cluster.slots_per_rank,
-            threshold=chosen.threshold,
-            smallest_share=chosen.smallest_share,
-        )
+    def plan_one(layer: int) -> ReplicaTable:
+        home_E = placement.home[layer]
+        return plan_layer(workload.token_counts_MLRE, fixed_MLR[:, layer], layer, home_E, limits)
 
-    return StepPlan.from_layers(
-        schedule,
-        placement,
-        map_layers(plan_one, workload.num_layers, threads),
-        mixed_ML=workload.mixed_ML,
-        cluster=cluster,
-        settings=json.dumps({"threshold": float(chosen.threshold), "smallest_share": int(chosen.smallest_share)}),
+    replicas = ReplicaTable.join_layers(map_layers(plan_one, workload.num_layers, threads))
+    return StepPlan.from_replicas(
+        schedule, placement, replicas, mixed_ML=workload.mixed_ML, cluster=cluster, settings=chosen.to_json()
     )
 
 

@@ -19,10 +19,10 @@ from trimtab.cluster import ClusterSpec
 from trimtab.errors import InputError
 from trimtab.files import write_atomically
 from trimtab.planner.placement.placement import Placement
-from trimtab.planner.plan.row_counts import empty_rows, tally
+from trimtab.planner.plan.row_counts import RowCounts, count_rows
 from trimtab.planner.plan.workload import Workload
-from trimtab.planner.replicas.layer_plan import LayerPlan
 from trimtab.planner.replicas.paths import HOST, choose_paths, layers_of_replicas
+from trimtab.planner.replicas.replica_table import ReplicaTable, starts_of
 from trimtab.planner.schedule.schedule import Schedule
 
 
@@ -50,7 +50,8 @@ class StepPlan:
         quota_sources: `[Q]` int16.
         quota_tokens: `[Q]` int32, at least 1.
         num_ranks, ranks_per_node, slots_per_rank: the cluster's.
-        settings: the planner's settings as text; part of the hash.
+        settings: the planner's settings, and groups, token budget and costs where they are known, as one JSON object;
+            "" if another balancer made the plan. Part of the hash.
     """
 
     micro_step: Array
@@ -84,84 +85,43 @@ class StepPlan:
     ) -> StepPlan:
         """Join per-instance replicas `[P, 2]` (expert, rank) and quotas `[P, R]`, both integer, into one plan."""
         replicas_P2 = np.concatenate([np.empty((0, 2), np.int64), *replicas])
-        used = [np.nonzero(quotas_PR) for quotas_PR in quotas]
-        per_replica = [np.count_nonzero(quotas_PR, axis=1) for quotas_PR in quotas]
-        none = [np.empty(0, np.int64)]
-        return cls._joined(
-            schedule,
-            placement,
-            mixed_ML,
-            cluster,
-            settings,
-            replicas_I=np.array([len(instance) for instance in replicas], np.int64),
-            experts=replicas_P2[:, 0].astype(np.int16),
-            ranks=replicas_P2[:, 1].astype(np.int16),
-            quotas_P=np.concatenate(none + per_replica),
-            sources=np.concatenate(none + [sources for _, sources in used]).astype(np.int16),
-            tokens=np.concatenate(none + [q[at] for q, at in zip(quotas, used, strict=True)]).astype(np.int32),
+        quotas_PR = np.concatenate([np.empty((0, schedule.num_ranks), np.int64), *quotas])
+        used = np.nonzero(quotas_PR)
+        table = ReplicaTable(
+            starts_of(np.array([len(instance) for instance in replicas], np.int64)),
+            replicas_P2[:, 0].astype(np.int16),
+            replicas_P2[:, 1].astype(np.int16),
+            starts_of(np.count_nonzero(quotas_PR, axis=1)),
+            used[1].astype(np.int16),
+            quotas_PR[used].astype(np.int32),
         )
+        return cls.from_replicas(schedule, placement, table, mixed_ML=mixed_ML, cluster=cluster, settings=settings)
 
     @classmethod
-    def from_layers(
+    def from_replicas(
         cls,
         schedule: Schedule,
         placement: Placement,
-        layers: Sequence[LayerPlan],
+        replicas: ReplicaTable,
         *,
         mixed_ML: Array,
         cluster: ClusterSpec,
         settings: str = "",
     ) -> StepPlan:
-        """Join the plans of all layers, in their order, into one plan."""
-        replicas_ML = np.stack([layer.replicas_M for layer in layers], axis=1)
-        quotas_P = np.concatenate([layer.quotas_P for layer in layers])
-        per_layer = [_sums_of_rows(layer.replicas_M, layer.quotas_P) for layer in layers]
-        replica_order = _by_micro_step(replicas_ML)
-        quota_order = _by_micro_step(np.stack(per_layer, axis=1))
-        return cls._joined(
-            schedule,
-            placement,
-            mixed_ML,
-            cluster,
-            settings,
-            replicas_I=replicas_ML.reshape(-1),
-            experts=np.concatenate([layer.experts for layer in layers])[replica_order],
-            ranks=np.concatenate([layer.ranks for layer in layers])[replica_order],
-            quotas_P=quotas_P[replica_order],
-            sources=np.concatenate([layer.sources for layer in layers])[quota_order],
-            tokens=np.concatenate([layer.tokens for layer in layers])[quota_order],
-        )
-
-    @classmethod
-    def _joined(
-        cls,
-        schedule: Schedule,
-        placement: Placement,
-        mixed_ML: Array,
-        cluster: ClusterSpec,
-        settings: str,
-        *,
-        replicas_I: Array,
-        experts: Array,
-        ranks: Array,
-        quotas_P: Array,
-        sources: Array,
-        tokens: Array,
-    ) -> StepPlan:
-        replica_starts = _starts(replicas_I)
+        """Add schedule, homes and paths to the replicas of all instances."""
         return cls(
             micro_step=schedule.micro_step,
             rank=schedule.rank,
             mini_batch_of_micro_step=schedule.mini_batch_of_micro_step,
             home=placement.home,
             mixed_ML=mixed_ML,
-            replica_starts=replica_starts,
-            replica_experts=experts,
-            replica_ranks=ranks,
-            replica_paths=choose_paths(placement.home, replica_starts, experts, ranks, cluster),
-            quota_starts=_starts(quotas_P),
-            quota_sources=sources,
-            quota_tokens=tokens,
+            replica_starts=replicas.replica_starts,
+            replica_experts=replicas.experts,
+            replica_ranks=replicas.ranks,
+            replica_paths=choose_paths(placement.home, replicas, cluster),
+            quota_starts=replicas.quota_starts,
+            quota_sources=replicas.sources,
+            quota_tokens=replicas.tokens,
             num_ranks=schedule.num_ranks,
             ranks_per_node=cluster.ranks_per_node,
             slots_per_rank=cluster.slots_per_rank,
@@ -213,10 +173,17 @@ class StepPlan:
         return range(int(self.replica_starts[instance]), int(self.replica_starts[instance + 1]))
 
     @property
+    def replicas(self) -> ReplicaTable:
+        """Replicas and quotas of all instances, without paths."""
+        return ReplicaTable(
+            self.replica_starts, self.replica_experts, self.replica_ranks,
+            self.quota_starts, self.quota_sources, self.quota_tokens,
+        )  # fmt: skip
+
+    @property
     def far_replicas(self) -> Array:
         """`[P]` bool, replicas on another node than their home."""
-        home_P = self.home[layers_of_replicas(self.replica_starts, self.num_layers), self.replica_experts]
-        return np.asarray(home_P // self.ranks_per_node != self.replica_ranks // self.ranks_per_node)
+        return self.replicas.far_P(self.home, self.ranks_per_node)
 
     def mirror_entries(self, node: int) -> Array:
         """Entries of a node's mirror for this plan: `[N, 2]` int64, layer and expert, ascending and unique."""
@@ -226,19 +193,11 @@ class StepPlan:
 
     def rank_loads(self, workload: Workload) -> Array:
         """Rows `[M, L, R]` int64 that each rank computes under this plan; estimated where routes are unknown."""
-        return self.rows(workload)[0]
+        return self.rows(workload).loads_MLR
 
-    def rows(self, workload: Workload) -> tuple[Array, Array]:
-        """Rows that each rank computes `[M, L, R]`, and rows from node to node `[M, L, N, N]`, both int64.
-
-        Exact where all routes are known. Unknown rows are included as `Workload.estimated_MLRE`, computed at the homes.
-        """
-        loads_MLR, between_MLNN = empty_rows(self.num_micro_steps, self.num_layers, self.num_ranks, self.ranks_per_node)
-        tally(
-            workload.estimated_MLRE, self.home, self.replica_starts, self.replica_experts, self.replica_ranks,
-            self.quota_starts, self.quota_sources, self.quota_tokens, self.ranks_per_node, loads_MLR, between_MLNN,
-        )  # fmt: skip
-        return loads_MLR, between_MLNN
+    def rows(self, workload: Workload) -> RowCounts:
+        """Rows by rank and between nodes. Unknown rows are included as `Workload.estimated_MLRE`, at the homes."""
+        return count_rows(workload.estimated_MLRE, 0, self.home, self.replicas, self.ranks_per_node)
 
     def check(self, workload: Workload) -> None:
         """Check the plan against its workload.
@@ -279,7 +238,7 @@ class StepPlan:
         experts, ranks = self.replica_experts.astype(np.int64), self.replica_ranks.astype(np.int64)
         _require(bool(np.all((experts >= 0) & (experts < workload.num_experts))), "a replica's expert doesn't exist")
         _require(bool(np.all((ranks >= 0) & (ranks < self.num_ranks))), "a replica's rank doesn't exist")
-        instance = np.repeat(np.arange(len(self.replica_starts) - 1), np.diff(self.replica_starts))
+        instance = self.replicas.instances_P
         _require(
             bool(np.all(self.home[instance % self.num_layers, experts] != ranks)), "a replica sits on its own home"
         )
@@ -300,7 +259,7 @@ class StepPlan:
         replica = np.repeat(np.arange(self.num_replicas), np.diff(self.quota_starts))
         pairs = replica * self.num_ranks + sources
         _require(len(np.unique(pairs)) == len(pairs), "a replica has two quotas from one source")
-        instance = np.repeat(np.arange(len(self.replica_starts) - 1), np.diff(self.replica_starts))[replica]
+        instance = self.replicas.instances_P[replica]
         left_IRE = workload.token_counts_MLRE.reshape(-1, self.num_ranks, workload.num_experts).astype(np.int64)
         np.subtract.at(left_IRE, (instance, sources, self.replica_experts[replica]), self.quota_tokens)
         _require(left_IRE.min(initial=0) >= 0, "a source sends replicas more tokens than it has for the expert")
@@ -339,24 +298,6 @@ class StepPlan:
         if not path.is_file():
             raise InputError(f"{path}: no such file; expected a step plan (.npz)")
         return cls.from_bytes(path.read_bytes(), str(path))
-
-
-def _starts(lengths: Array) -> Array:
-    return np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64)
-
-
-def _sums_of_rows(rows: Array, values: Array) -> Array:
-    """Sums `[N]` of neighbouring values, `rows[n]` of them for each n."""
-    totals = np.concatenate([[0], np.cumsum(values)])
-    return np.diff(totals[np.concatenate([[0], np.cumsum(rows)])])
-
-
-def _by_micro_step(sizes_ML: Array) -> Array:
-    """Indices in (layer, micro-step) order of the entries in (micro-step, layer) order."""
-    starts_LM = np.cumsum(sizes_ML.T).reshape(sizes_ML.T.shape) - sizes_ML.T
-    sizes = sizes_ML.reshape(-1)
-    shift = starts_LM.T.reshape(-1) - (np.cumsum(sizes) - sizes)
-    return np.arange(int(sizes.sum())) + np.repeat(shift, sizes)
 
 
 def _require(holds: bool, problem: str) -> None:

@@ -12,11 +12,14 @@ close to the optimum. (Our own: list scheduling, then best responses.)
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import numpy as np
 
 from trimtab.array_type import Array
 from trimtab.cluster import ClusterSpec
 from trimtab.kernels import kernel
+from trimtab.planner.replicas.replica_table import ReplicaTable
 
 PEER, HOST = 0, 1
 SWEEPS = 2
@@ -25,25 +28,33 @@ FEMTOSECONDS = 1e15
 NEVER = 1 << 62
 
 
-def choose_paths(
-    home_LE: Array, replica_starts: Array, experts_P: Array, ranks_P: Array, cluster: ClusterSpec
-) -> Array:
-    """Returns the path of every replica of a plan; the arguments are arrays of `StepPlan`.
+class Links(NamedTuple):
+    """Links of the ranks of a cluster. Costs are femtoseconds per byte, `NEVER` if disabled; all int64."""
+
+    num_ranks: int
+    ranks_per_node: int
+    node_cost: int
+    network_cost: int
+    host_cost: int
+
+
+def choose_paths(home_LE: Array, replicas: ReplicaTable, cluster: ClusterSpec) -> Array:
+    """Returns the path of every replica of a plan.
 
     Args:
         home_LE: `[L, E]` int16.
-        replica_starts: `[M * L + 1]` int64.
-        experts_P, ranks_P: `[P]` int16.
+        replicas: of all instances of a step.
 
     Returns:
         `[P]` uint8, `PEER` or `HOST`; with at most as many host experts on a node as its mirror holds.
     """
-    layer_P = layers_of_replicas(replica_starts, len(home_LE))
+    ranks_P, experts_P = replicas.ranks, replicas.experts
+    layer_P = layers_of_replicas(replicas.replica_starts, len(home_LE))
+    home_P = home_LE[layer_P, experts_P]
     paths_P = np.zeros(len(ranks_P), np.uint8)
-    _choose(
-        replica_starts, home_LE[layer_P, experts_P], ranks_P, cluster.ranks, cluster.ranks_per_node,
-        _cost(cluster.node_bytes_per_s), _cost(cluster.network_bytes_per_s), _cost(cluster.host_bytes_per_s), paths_P,
-    )  # fmt: skip
+    rates = cluster.node_bytes_per_s, cluster.network_bytes_per_s, cluster.host_bytes_per_s
+    links = Links(cluster.ranks, cluster.ranks_per_node, *(_cost(rate) for rate in rates))
+    _choose(replicas.replica_starts, home_P, ranks_P, links, paths_P)
     if cluster.mirror_experts is not None:
         host = np.flatnonzero(paths_P == HOST)
         node_H = ranks_P[host].astype(np.int64) // cluster.ranks_per_node
@@ -63,9 +74,8 @@ def _cost(bytes_per_s: float) -> int:
 
 
 @kernel
-def _choose(  # type: ignore[no-untyped-def]
-    replica_starts, home_P, ranks_P, num_ranks, ranks_per_node, node_cost, network_cost, host_cost, paths_P
-):
+def _choose(replica_starts, home_P, ranks_P, links, paths_P):  # type: ignore[no-untyped-def]
+    num_ranks, ranks_per_node = links.num_ranks, links.ranks_per_node
     # Femtoseconds that links are busy, for each byte of an expert: [inside the node or between nodes, rank].
     out = np.zeros((2, num_ranks), np.int64)
     into = np.zeros((2, num_ranks), np.int64)
@@ -76,23 +86,24 @@ def _choose(  # type: ignore[no-untyped-def]
             for p in range(first, end):
                 home, rank = home_P[p], ranks_P[p]
                 far = int(home // ranks_per_node != rank // ranks_per_node)
-                peer_cost = network_cost if far else node_cost
+                peer_cost = links.network_cost if far else links.node_cost
                 if sweep > 0:
                     if paths_P[p] == HOST:
-                        from_host[rank] -= host_cost
+                        from_host[rank] -= links.host_cost
                     else:
                         out[far, home] -= peer_cost
                         into[far, rank] -= peer_cost
-                if max(out[far, home], into[far, rank]) + peer_cost <= from_host[rank] + host_cost:
+                if max(out[far, home], into[far, rank]) + peer_cost <= from_host[rank] + links.host_cost:
                     paths_P[p] = PEER
                     out[far, home] += peer_cost
                     into[far, rank] += peer_cost
                 else:
                     paths_P[p] = HOST
-                    from_host[rank] += host_cost
+                    from_host[rank] += links.host_cost
         for p in range(first, end):
-            out[:, home_P[p]] = 0
-            into[:, ranks_P[p]] = 0
+            for far in range(2):
+                out[far, home_P[p]] = 0
+                into[far, ranks_P[p]] = 0
             from_host[ranks_P[p]] = 0
 
 

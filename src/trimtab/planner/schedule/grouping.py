@@ -8,6 +8,7 @@ included. (The idea is RoutePack's, arXiv 2608.12146; the search is our own: thr
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import NamedTuple
 
 import numpy as np
 
@@ -25,6 +26,58 @@ MOST_LOADS = 1 << 25
 MOST_ROWS = 1 << 26
 # The search ends within this fraction of the lower bound of any grouping.
 NEAR_ENOUGH = 1000
+
+
+class SwapPool(NamedTuple):
+    """Sequences, and the order in which partners for swaps are drawn.
+
+    Attributes:
+        rows_SLR: `[S, L, R]` int32 rows by layer and home rank.
+        lengths_S: `[S]` int64 tokens.
+        work_S: `[S]` int64 attention in all layers, in rows.
+        order: `[S]` int64 sequences by mini-batch and length.
+        first_S: `[S]` int64, the first position in `order` of the mini-batch at each position.
+        last_S: `[S]` int64, the last position plus one.
+    """
+
+    rows_SLR: Array
+    lengths_S: Array
+    work_S: Array
+    order: Array
+    first_S: Array
+    last_S: Array
+
+
+class SwapLimits(NamedTuple):
+    """Limits of the search, all int64.
+
+    Attributes:
+        num_places: micro-steps times data ranks.
+        token_budget: most tokens of a place.
+        tries: swaps that are tried.
+        least_cost: lower bound of any grouping.
+    """
+
+    num_places: int
+    token_budget: int
+    tries: int
+    least_cost: int
+
+
+class GroupLoads(NamedTuple):
+    """Loads of all places, and of the bins that they form: the R places of a micro-step and expert-parallel group.
+
+    Attributes:
+        tokens_P: `[P]` int64 tokens of each place.
+        work_P: `[P]` int64 attention of each place.
+        rows_BLR: `[B, L, R]` int32 rows of each bin.
+        peaks_BL: `[B, L]` int64 rows of the bin's busiest rank.
+    """
+
+    tokens_P: Array
+    work_P: Array
+    rows_BLR: Array
+    peaks_BL: Array
 
 
 def group_by_routing(
@@ -68,10 +121,8 @@ def group_by_routing(
     tries = min(swaps_per_sequence * len(order), MOST_LOADS // (rows_SLR.shape[1] * num_ranks))
     least = _least(rows_SLR, work_S, mini_batch_S, num_ranks)
     num_places = packed.num_micro_steps * packed.num_ranks
-    place_S = _swap(
-        rows_SLR, sequences.lengths, work_S, place_S, num_places, num_ranks, token_budget, order, first_S, last_S,
-        tries, least,
-    )  # fmt: skip
+    pool = SwapPool(rows_SLR, sequences.lengths, work_S, order, first_S, last_S)
+    place_S = _swap(pool, place_S, SwapLimits(num_places, token_budget, tries, least))
     return replace(
         packed,
         micro_step=(place_S // packed.num_ranks).astype(np.int32),
@@ -88,87 +139,121 @@ def _least(rows_SLR: Array, work_S: Array, mini_batch_S: Array, num_ranks: int) 
 
 
 @kernel
-def _swap(  # type: ignore[no-untyped-def]
-    rows_SLR, lengths_S, work_S, place_S, num_places, num_ranks, token_budget, order, first_S, last_S, tries, least
-):
-    """Places `[S]` after the search, or the first ones if they were better.
+def _swap(pool, first_place_S, limits):  # type: ignore[no-untyped-def]
+    """Places `[S]` after the search, or the first ones if they were no worse.
 
     Threshold accepting: a swap is accepted if it costs less than a tolerance, which decreases to 0.
     """
-    num_sequences, num_layers, _ = rows_SLR.shape
-    num_bins = num_places // num_ranks
-    first_place_S = place_S
-    place_S = place_S.copy()
-    filled = np.zeros(num_places, np.int64)
-    work = np.zeros(num_places, np.int64)
-    loads_BLR = np.zeros((num_bins, num_layers, num_ranks), np.int32)
-    for s in range(num_sequences):
-        filled[place_S[s]] += lengths_S[s]
-        work[place_S[s]] += work_S[s]
-        loads_BLR[place_S[s] // num_ranks] += rows_SLR[s]
-    peaks_BL = np.empty((num_bins, num_layers), np.int64)
-    for b in range(num_bins):
-        for layer in range(num_layers):
-            peaks_BL[b, layer] = loads_BLR[b, layer].max()
+    rows_SLR, lengths_S, work_S, order, first_S, last_S = pool
+    num_sequences, num_layers, num_ranks = rows_SLR.shape
+    place_S = first_place_S.copy()
+    loads = _count_loads(pool, place_S, limits.num_places)
+    tokens_P, work_P, rows_BLR, peaks_BL = loads
     new_peaks_2L = np.empty((2, num_layers), np.int64)
-    cost = peaks_BL.sum()
-    for b in range(num_bins):
-        cost += _peak(work, b, num_ranks)
-    first_cost = cost
-    enough = least + least // NEAR_ENOUGH
+    peaks = np.int64(0)
+    attention = np.int64(0)
+    for b in range(len(peaks_BL)):
+        for layer in range(num_layers):
+            peaks += peaks_BL[b, layer]
+        attention += _busiest(work_P, b, num_ranks)
+    cost = first_cost = peaks + attention
+    enough = limits.least_cost + limits.least_cost // NEAR_ENOUGH
     # 1/1000 of a bin's peaks, decreasing to 0 over the first three quarters of the search.
-    tolerance = peaks_BL.sum() // num_bins // 1000
-    steps_down = tries * 3 // 4
+    tolerance = peaks // len(peaks_BL) // 1000
+    steps_down = limits.tries * 3 // 4
     random = np.uint64(0x9E3779B97F4A7C15)
-    for t in range(tries):
+    for t in range(limits.tries):
         if cost <= enough:
-            return place_S
+            break
         random ^= random << np.uint64(13)
         random ^= random >> np.uint64(7)
         random ^= random << np.uint64(17)
         at = np.int64((random >> np.uint64(33)) % np.uint64(num_sequences))
         step = np.int64((random & np.uint64(0xFFFF)) % np.uint64(2 * NEIGHBOURS)) - NEIGHBOURS
-        step += step >= 0
-        other = at + step
+        other = at + step + (step >= 0)
         if other < first_S[at] or other >= last_S[at]:
             continue
         i, j = order[at], order[other]
-        place_i, place_j = place_S[i], place_S[j]
-        bin_i, bin_j = place_i // num_ranks, place_j // num_ranks
+        a, b = place_S[i], place_S[j]
         longer = lengths_S[j] - lengths_S[i]
-        if bin_i == bin_j or filled[place_i] + longer > token_budget or filled[place_j] - longer > token_budget:
+        if (
+            a // num_ranks == b // num_ranks
+            or tokens_P[a] + longer > limits.token_budget
+            or tokens_P[b] - longer > limits.token_budget
+        ):
             continue
+        heavier = work_S[j] - work_S[i]
         change = np.int64(0)
-        if work_S[i] != work_S[j]:
-            change -= _peak(work, bin_i, num_ranks) + _peak(work, bin_j, num_ranks)
-            work[place_i] += work_S[j] - work_S[i]
-            work[place_j] += work_S[i] - work_S[j]
-            change += _peak(work, bin_i, num_ranks) + _peak(work, bin_j, num_ranks)
+        if heavier != 0:
+            change -= _busiest(work_P, a // num_ranks, num_ranks) + _busiest(work_P, b // num_ranks, num_ranks)
+            work_P[a] += heavier
+            work_P[b] -= heavier
+            change += _busiest(work_P, a // num_ranks, num_ranks) + _busiest(work_P, b // num_ranks, num_ranks)
+        change += _find_peaks(rows_SLR[i], rows_SLR[j], loads, (a // num_ranks, b // num_ranks), new_peaks_2L)
+        if change > 0 and (t >= steps_down or change > tolerance - tolerance * t // steps_down):
+            work_P[a] -= heavier
+            work_P[b] += heavier
+            continue
         for layer in range(num_layers):
-            peak_i = np.int32(0)
-            peak_j = np.int32(0)
             for r in range(num_ranks):
                 moved = rows_SLR[j, layer, r] - rows_SLR[i, layer, r]
-                peak_i = max(peak_i, loads_BLR[bin_i, layer, r] + moved)
-                peak_j = max(peak_j, loads_BLR[bin_j, layer, r] - moved)
-            new_peaks_2L[0, layer] = peak_i
-            new_peaks_2L[1, layer] = peak_j
-            change += peak_i + peak_j - peaks_BL[bin_i, layer] - peaks_BL[bin_j, layer]
-        if change > 0 and (t >= steps_down or change > tolerance - tolerance * t // steps_down):
-            work[place_i] -= work_S[j] - work_S[i]
-            work[place_j] -= work_S[i] - work_S[j]
-            continue
-        loads_BLR[bin_i] += rows_SLR[j] - rows_SLR[i]
-        loads_BLR[bin_j] += rows_SLR[i] - rows_SLR[j]
-        peaks_BL[bin_i] = new_peaks_2L[0]
-        peaks_BL[bin_j] = new_peaks_2L[1]
-        filled[place_i] += longer
-        filled[place_j] -= longer
-        place_S[i], place_S[j] = place_j, place_i
+                rows_BLR[a // num_ranks, layer, r] += moved
+                rows_BLR[b // num_ranks, layer, r] -= moved
+            peaks_BL[a // num_ranks, layer] = new_peaks_2L[0, layer]
+            peaks_BL[b // num_ranks, layer] = new_peaks_2L[1, layer]
+        tokens_P[a] += longer
+        tokens_P[b] -= longer
+        place_S[i], place_S[j] = b, a
         cost += change
     return place_S if cost < first_cost else first_place_S
 
 
 @kernel
-def _peak(work, own, num_ranks):  # type: ignore[no-untyped-def]
-    return work[own * num_ranks : (own + 1) * num_ranks].max()
+def _count_loads(pool, place_S, num_places):  # type: ignore[no-untyped-def]
+    """`GroupLoads` of the sequences at their places."""
+    rows_SLR, lengths_S, work_S, _, _, _ = pool
+    num_sequences, num_layers, num_ranks = rows_SLR.shape
+    num_bins = num_places // num_ranks
+    tokens_P, work_P = np.zeros(num_places, np.int64), np.zeros(num_places, np.int64)
+    rows_BLR = np.zeros((num_bins, num_layers, num_ranks), np.int32)
+    peaks_BL = np.zeros((num_bins, num_layers), np.int64)
+    for s in range(num_sequences):
+        b = place_S[s] // num_ranks
+        tokens_P[place_S[s]] += lengths_S[s]
+        work_P[place_S[s]] += work_S[s]
+        for layer in range(num_layers):
+            for r in range(num_ranks):
+                rows_BLR[b, layer, r] += rows_SLR[s, layer, r]
+    for b in range(num_bins):
+        for layer in range(num_layers):
+            for r in range(num_ranks):
+                peaks_BL[b, layer] = max(peaks_BL[b, layer], rows_BLR[b, layer, r])
+    return GroupLoads(tokens_P, work_P, rows_BLR, peaks_BL)
+
+
+@kernel
+def _find_peaks(rows_i_LR, rows_j_LR, loads, bins, new_peaks_2L):  # type: ignore[no-untyped-def]
+    """Peaks of two bins if sequence i of the first and j of the second are swapped; returns the change of their sum."""
+    bin_i, bin_j = bins
+    rows_BLR, peaks_BL = loads.rows_BLR, loads.peaks_BL
+    change = np.int64(0)
+    for layer in range(rows_i_LR.shape[0]):
+        peak_i = np.int32(0)
+        peak_j = np.int32(0)
+        for r in range(rows_i_LR.shape[1]):
+            moved = rows_j_LR[layer, r] - rows_i_LR[layer, r]
+            peak_i = max(peak_i, rows_BLR[bin_i, layer, r] + moved)
+            peak_j = max(peak_j, rows_BLR[bin_j, layer, r] - moved)
+        new_peaks_2L[0, layer] = peak_i
+        new_peaks_2L[1, layer] = peak_j
+        change += peak_i + peak_j - peaks_BL[bin_i, layer] - peaks_BL[bin_j, layer]
+    return change
+
+
+@kernel
+def _busiest(work_P, group, num_ranks):  # type: ignore[no-untyped-def]
+    """The largest work of the places of a bin."""
+    most = np.int64(0)
+    for place in range(group * num_ranks, (group + 1) * num_ranks):
+        most = max(most, work_P[place])
+    return most

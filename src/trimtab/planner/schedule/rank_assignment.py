@@ -8,6 +8,7 @@ micro-step.
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import NamedTuple
 
 import numpy as np
 
@@ -22,7 +23,23 @@ PARTNERS = 64
 SWEEPS = 4
 
 
-def seat_by_locality(
+class RankAssignment(NamedTuple):
+    """Sequences of one micro-step and expert-parallel group, and the ranks that they run on.
+
+    Attributes:
+        lengths_S: `[S]` int64 tokens.
+        work_S: `[S]` int64 attention.
+        rows_SN: `[S, N]` int64 rows for the homes on each node.
+        rank_S: `[S]` int64; changed.
+    """
+
+    lengths_S: Array
+    work_S: Array
+    rows_SN: Array
+    rank_S: Array
+
+
+def assign_ranks(
     lengths: Array,
     schedule: Schedule,
     rows_SN: Array,
@@ -48,17 +65,12 @@ def seat_by_locality(
     order = np.argsort(bin_S, kind="stable")
     starts = np.searchsorted(bin_S[order], np.arange(schedule.num_micro_steps * num_groups + 1))
     rank_S = (schedule.rank % ranks_per_group).astype(np.int64)
+    work_S = lengths if work is None else work
     for b in range(len(starts) - 1):
         members = order[starts[b] : starts[b + 1]]
-        rank_S[members] = _seat(
-            lengths[members],
-            (lengths if work is None else work)[members],
-            rows_SN[members],
-            rank_S[members],
-            ranks_per_group,
-            ranks_per_node,
-            token_budget,
-        )
+        assignment = RankAssignment(lengths[members], work_S[members], rows_SN[members], rank_S[members])
+        _swap_ranks(assignment, ranks_per_group, ranks_per_node, token_budget)
+        rank_S[members] = assignment.rank_S
     group_S = schedule.rank // ranks_per_group
     return replace(schedule, rank=(group_S * ranks_per_group + rank_S).astype(np.int32))
 
@@ -73,14 +85,17 @@ def rows_by_node(sequences: SequenceCounts, placement: Placement, cluster: Clust
 
 
 @kernel
-def _seat(lengths_S, work_S, rows_SN, rank_S, num_ranks, ranks_per_node, token_budget):  # type: ignore[no-untyped-def]
+def _swap_ranks(assignment, num_ranks, ranks_per_node, token_budget):  # type: ignore[no-untyped-def]
+    lengths_S, work_S, rows_SN, rank_S = assignment
     num_sequences = len(rank_S)
     filled = np.zeros(num_ranks, np.int64)
     work = np.zeros(num_ranks, np.int64)
     for s in range(num_sequences):
         filled[rank_S[s]] += lengths_S[s]
         work[rank_S[s]] += work_S[s]
-    most_work = work.max() if num_ranks else 0
+    most_work = np.int64(0)
+    for r in range(num_ranks):
+        most_work = max(most_work, work[r])
     stride = max(1, num_sequences // PARTNERS)
     for sweep in range(SWEEPS):
         improved = False
@@ -109,4 +124,3 @@ def _seat(lengths_S, work_S, rows_SN, rank_S, num_ranks, ranks_per_node, token_b
                 improved = True
         if not improved:
             break
-    return rank_S

@@ -1,0 +1,96 @@
+"""Work is done once: each instance is planned once a step, and each kernel compiled once a process."""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import pkgutil
+import subprocess
+import sys
+from collections import Counter
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from numba.core.registry import CPUDispatcher
+
+import trimtab.planner
+from helpers.planner_steps import steady_step
+from trimtab.array_type import Array
+from trimtab.planner import Workload, plan_schedule
+from trimtab.planner.plan import home_choice
+from trimtab.planner.replicas.layer_plan import plan_layer
+
+# These count sequences, whose counts are uint16, or int32 if one is longer than 65,535 tokens.
+BY_SEQUENCE = {"_add_rows", "_add_sequences"}
+# Routes are uint8, uint16 or more, by the number of experts.
+BY_ROUTES = {"_count"}
+
+
+@pytest.mark.parametrize("groups", [1, 2])
+@pytest.mark.parametrize("given", [False, True])
+def test_every_instance_is_planned_once(groups: int, given: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of several candidates with the same homes of a layer, too."""
+    step = steady_step(3, groups=groups, ranks=4, per_node=2)
+    planned = Counter[tuple[bytes, int, bytes]]()
+
+    def counted(counts_MLRE: Array, fixed_MR: Array, layer: int, home_E: Array, limits: Any) -> Any:
+        planned[counts_MLRE.tobytes(), layer, home_E.tobytes()] += 1
+        return plan_layer(counts_MLRE, fixed_MR, layer, home_E, limits)
+
+    schedule = step.plan().schedule
+    monkeypatch.setattr(home_choice, "plan_layer", counted)
+    if given:
+        plan_schedule(step.workloads(schedule), schedule, step.placement, step.cluster, settings=step.settings)
+    else:
+        step.plan()
+    assert set(planned.values()) == {1}
+    layers = step.trace.num_layers
+    assert len(planned) <= groups * layers * 4
+    assert len({key[0] for key in planned}) == groups
+    monkeypatch.setattr(home_choice, "plan_layer", counted)
+    planned.clear()
+    step.plan(may_move=False)
+    assert len(planned) == groups * layers
+
+
+def signatures() -> dict[str, int]:
+    """Signatures of every kernel of the planner that has any."""
+    names = [module.name for module in pkgutil.walk_packages(trimtab.planner.__path__, "trimtab.planner.")]
+    modules = [importlib.import_module(name) for name in [*names, "trimtab.trace.counting"]]
+    kernels = {value for module in modules for value in vars(module).values() if isinstance(value, CPUDispatcher)}
+    return {kernel.py_func.__name__: len(kernel.signatures) for kernel in kernels if kernel.signatures}
+
+
+def plan_all_kinds() -> None:
+    """Steps of different shapes, with and without unknown routes, with short and long sequences; prints signatures."""
+    sizes = [(4, 2, 1, 8), (4, 4, 2, 12), (6, 1, 1, 6), (1, 1, 1, 3)]
+    for seed, (ranks, per_node, groups, experts) in enumerate(sizes):
+        step = steady_step(seed, ranks=ranks, per_node=per_node, groups=groups, experts=experts)
+        if seed % 2:
+            step.trace.expert_ids[::7, 0] = step.trace.no_route
+        for dtype in (np.uint16, np.int32):
+            counts = replace(step.sequences, counts_SLE=step.sequences.counts_SLE.astype(dtype))
+            schedule = step.plan(sequences=counts).schedule
+            loads = [
+                Workload(load.token_counts_MLRE.astype(np.int32), load.unknown_MLR.astype(np.int32))
+                for load in step.workloads(schedule)
+            ]
+            plan_schedule(loads, schedule, step.placement, step.cluster, settings=step.settings)
+    print(signatures())
+
+
+def test_every_kernel_is_compiled_once(tmp_path: Path) -> None:
+    """In a new process with an empty cache, so that kernels inside others are compiled, too."""
+    code = "from planner.test_plan_once import plan_all_kinds; plan_all_kinds()"
+    paths = [str(Path(__file__).parents[1]), str(Path(trimtab.__file__).parents[1])]
+    done = subprocess.run(
+        [sys.executable, "-c", f"import sys; sys.path[:0] = {paths!r}; {code}"],
+        env={"NUMBA_CACHE_DIR": str(tmp_path), "PATH": ""}, capture_output=True, text=True, check=True,
+    )  # fmt: skip
+    found = ast.literal_eval(done.stdout)
+    assert {"_pick_rank", "split_tokens", "_swap_homes", "_swap_ranks", "_swap", "_choose", "_count_rows"} <= set(found)
+    assert {name for name, count in found.items() if count != 1} <= BY_SEQUENCE | BY_ROUTES
+    assert all(found[name] <= 2 for name in BY_SEQUENCE & set(found))
