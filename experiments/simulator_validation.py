@@ -26,7 +26,7 @@ from trimtab.cli.options import positive
 from trimtab.cluster import ClusterSpec, ModelSpec
 from trimtab.cluster.operations import OperationCosts
 from trimtab.files import write_json
-from trimtab.launch.launcher import launch
+from trimtab.launch import launch
 from trimtab.planner import Schedule, SequenceCounts, StepPlan, Workload
 from trimtab.policies import POLICIES
 from trimtab.simulator.step import StepSettings, simulate_step

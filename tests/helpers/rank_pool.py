@@ -11,7 +11,7 @@ from multiprocessing.connection import Client, Connection, Listener
 from typing import Any
 
 from trimtab.errors import RankFailedError
-from trimtab.launch.launcher import launch
+from trimtab.launch import launch
 
 TIMEOUT_S = 90
 

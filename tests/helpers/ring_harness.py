@@ -11,7 +11,7 @@ import torch
 
 from helpers.late_copies import LateCopies
 from trimtab.planner.replicas.paths import HOST, PEER
-from trimtab.runtime.rows.layout import InstanceReplicas, PlanReplicas
+from trimtab.runtime.rows.instance_replicas import InstanceReplicas, PlanReplicas
 from trimtab.runtime.transfer.counters import Counters
 from trimtab.runtime.transfer.ring import ReplicaRing
 

@@ -17,7 +17,7 @@ from helpers.moe_model import Shape, TinyMoE
 from helpers.random_plans import random_schedule, random_trace
 from helpers.rank_pool import RankPool
 from trimtab.errors import InputError, RanksDisagreeError
-from trimtab.launch.launcher import launch
+from trimtab.launch import launch
 from trimtab.runtime import Session
 
 State = dict[str, Any]

@@ -26,7 +26,7 @@ from helpers.ring_harness import Harness
 from helpers.transfer_mutants import mutated
 from trimtab.cluster import ClusterSpec
 from trimtab.errors import RankFailedError
-from trimtab.launch.launcher import launch
+from trimtab.launch import launch
 from trimtab.planner import Placement, Schedule, StepPlan, Workload
 from trimtab.planner.replicas.paths import HOST, PEER
 from trimtab.runtime import Session, gated_experts

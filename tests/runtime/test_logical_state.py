@@ -16,7 +16,7 @@ from helpers.equality import relative_error
 from helpers.moe_model import ALL_LISTS, Shape, TinyMoE
 from helpers.random_plans import random_placement
 from trimtab.errors import InputError
-from trimtab.launch.launcher import launch
+from trimtab.launch import launch
 from trimtab.planner import Placement
 from trimtab.runtime import Session
 from trimtab.runtime.state.optimizer_rows import rows_of_state

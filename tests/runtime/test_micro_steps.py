@@ -15,7 +15,7 @@ from helpers.micro_steps import ORDERS, MicroStepCase, compare_micro_steps
 from helpers.moe_model import Shape, TinyMoE
 from helpers.random_plans import random_trace
 from trimtab.errors import InputError
-from trimtab.launch.launcher import launch
+from trimtab.launch import launch
 from trimtab.planner import Schedule
 from trimtab.runtime import Session
 

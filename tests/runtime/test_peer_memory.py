@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from helpers.equality import CHECKPOINTING, Case, CountingPeers, compare_cases
 from helpers.moe_model import Shape, TinyMoE
 from helpers.random_plans import random_placement, random_plan, random_schedule, random_trace
-from trimtab.launch.launcher import launch
+from trimtab.launch import launch
 from trimtab.planner import Workload
 from trimtab.runtime import Session
 from trimtab.runtime.transfer.peer_memory import PeerMemory

@@ -15,7 +15,7 @@ from helpers import any_loop
 from helpers.any_loop import Loop
 from helpers.random_plans import random_schedule
 from trimtab.errors import InputError, RankFailedError
-from trimtab.launch.launcher import launch
+from trimtab.launch import launch
 from trimtab.runtime import Session, gated_experts
 
 State = dict[str, Any]

@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from helpers.moe_model import Shape, TinyMoE
 from helpers.random_plans import random_plan, random_schedule, random_trace
-from trimtab.launch.launcher import launch
+from trimtab.launch import launch
 from trimtab.planner import Placement, Workload
 from trimtab.runtime import Session
 from trimtab.runtime.ranks.recorder import ACTIVITIES, EXPERTS, OTHER, REFRESHING, SUMMING, WAITING, Recorder

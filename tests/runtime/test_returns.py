@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from trimtab.runtime.rows.layout import InstanceReplicas
+from trimtab.runtime.rows.instance_replicas import InstanceReplicas
 from trimtab.runtime.state.home_experts import HomeExperts
 from trimtab.runtime.transfer import returns
 from trimtab.runtime.transfer.counters import Counters

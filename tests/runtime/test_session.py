@@ -14,7 +14,7 @@ from helpers.moe_model import Shape, TinyMoE
 from helpers.random_plans import random_schedule, random_trace
 from trimtab.array_type import Array
 from trimtab.errors import InputError, RankFailedError
-from trimtab.launch.launcher import launch
+from trimtab.launch import launch
 from trimtab.planner import Schedule
 from trimtab.runtime import Session
 from trimtab.trace import RoutingTrace

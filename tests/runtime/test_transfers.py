@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -15,10 +14,10 @@ from helpers.moe_model import ALL_LISTS, Shape, matches
 from helpers.planned_steps import SHAPE, Step, make
 from helpers.random_plans import random_schedule, random_trace
 from trimtab.errors import InputError, RanksDisagreeError
-from trimtab.launch.launcher import launch
+from trimtab.launch import launch
+from trimtab.launch.shared_files import SHARED_MEMORY
 from trimtab.planner import Placement
 from trimtab.planner.replicas.paths import HOST, PEER
-from trimtab.runtime.transfer.mirror import SHARED_MEMORY
 
 LISTED = replace(SHAPE, lists=ALL_LISTS)
 
@@ -239,4 +238,4 @@ def test_own_schedules_train_as_the_plain_model(ranks: int, groups: int) -> None
 
 
 def test_no_shared_memory_is_left_behind() -> None:
-    assert not list(Path(SHARED_MEMORY).glob("trimtab-*"))
+    assert not list(SHARED_MEMORY.glob("trimtab-*"))

@@ -13,7 +13,7 @@ from helpers.equality import relative_error
 from helpers.late_copies import LateCopies
 from helpers.moe_model import Shape, TinyMoE
 from helpers.random_plans import random_plan, random_schedule, random_trace
-from trimtab.launch.launcher import launch
+from trimtab.launch import launch
 from trimtab.planner import Schedule, Workload
 from trimtab.planner.replicas.paths import HOST
 from trimtab.runtime import PlanReport, Session

@@ -14,6 +14,7 @@ import torch.distributed as dist
 
 from trimtab.array_type import Array
 from trimtab.cluster import ClusterSpec
+from trimtab.cluster.specs import RING_LAYERS
 from trimtab.errors import InputError
 from trimtab.planner import Placement, Schedule, StepPlan
 from trimtab.runtime.argument_checks import at_least
@@ -87,7 +88,7 @@ class Session:
         nodes: Sequence[int] | None = None,
         mode: Mode = "plan",
         slots_per_rank: int = 2,
-        ring_layers: int = 3,
+        ring_layers: int = RING_LAYERS,
         ranks_per_node: int | None = None,
         paths: Paths = "both",
         mirror_bytes: int | None = None,

@@ -22,7 +22,8 @@ from trimtab.runtime.layer.micro_step import BoundRoutes
 from trimtab.runtime.ranks.lockstep import COUNTS, RETURNS, Lockstep
 from trimtab.runtime.ranks.topology import Topology
 from trimtab.runtime.rows.exchange import exchange_rows
-from trimtab.runtime.rows.layout import Layout, PhysicalExperts, PlannedRows, place_rows, upload_layouts
+from trimtab.runtime.rows.layout import Layout, place_rows, upload_layouts
+from trimtab.runtime.rows.physical_experts import PhysicalExperts, PlannedRows
 from trimtab.runtime.state.home_experts import HomeExperts
 from trimtab.runtime.transfer.counters import Counters
 from trimtab.runtime.transfer.returns import accumulates

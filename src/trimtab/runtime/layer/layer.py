@@ -12,6 +12,7 @@ from torch.autograd.function import once_differentiable
 
 from trimtab.array_type import Array
 from trimtab.errors import InputError
+from trimtab.runtime.autograd.substituted_values import SubstitutedValues
 from trimtab.runtime.autograd.torch_engine import running_backward
 from trimtab.runtime.layer.dispatch import Dispatcher
 from trimtab.runtime.layer.instance import Instance, LayerCalls, PlannedInstance
@@ -170,7 +171,7 @@ class ExpertLayer:
             parameters = parameters_of(tensor)
             is_list = not isinstance(tensor, torch.Tensor)
             if own_dtype != dtype and in_micro_step:
-                weights.append(_Staged.apply(self.homes.staged(t), is_list, *parameters))
+                weights.append(SubstitutedValues.apply(self.homes.staged(t), is_list, *parameters))
             else:
                 values = [parameter.to(dtype) for parameter in parameters]
                 weights.append(values if is_list else values[0])
@@ -257,18 +258,3 @@ class _UseReplicas(torch.autograd.Function):
         if instance.homes.trained:
             instance.return_gradients(grad_slots)
         return grad_rows, None
-
-
-class _Staged(torch.autograd.Function):
-    """A tensor's values in another dtype, from staging memory; gradients go to its Parameters."""
-
-    @staticmethod
-    def forward(ctx: Any, staging: torch.Tensor, is_list: bool, *parameters: torch.Tensor) -> torch.Tensor:
-        ctx.is_list, ctx.dtype = is_list, parameters[0].dtype
-        return staging.detach()
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        parts = grads[0].unbind() if ctx.is_list else [grads[0]]
-        return None, None, *(part.to(ctx.dtype) for part in parts)

@@ -13,7 +13,9 @@ import torch
 from trimtab.array_type import Array
 from trimtab.planner import Schedule, StepPlan, Workload
 from trimtab.runtime.ranks.topology import Topology
-from trimtab.runtime.rows.layout import Layout, PhysicalExperts, PlannedRows, PlanReplicas, place_rows, upload_layouts
+from trimtab.runtime.rows.instance_replicas import PlanReplicas
+from trimtab.runtime.rows.layout import Layout, place_rows, upload_layouts
+from trimtab.runtime.rows.physical_experts import PhysicalExperts, PlannedRows
 from trimtab.runtime.state.flat_memory import upload
 from trimtab.runtime.state.home_experts import HomeExperts
 from trimtab.runtime.transfer.transfers import Transfers

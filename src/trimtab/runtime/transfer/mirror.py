@@ -7,23 +7,16 @@ here.
 
 from __future__ import annotations
 
-import itertools
-import os
 from collections.abc import Sequence
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
 
 from trimtab.array_type import Array
-from trimtab.errors import InputError
 from trimtab.runtime.ranks.topology import Topology
 from trimtab.runtime.state.flat_memory import Like, carve, packed_bytes
 from trimtab.runtime.state.home_experts import HomeExperts
-
-SHARED_MEMORY = Path("/dev/shm")
-
-_numbers = itertools.count()
+from trimtab.runtime.transfer.shared_memory import share_memory
 
 
 class NodeMirror:
@@ -136,53 +129,3 @@ class NodeMirror:
             torch.cuda.synchronize()
             torch.cuda.cudart().cudaHostUnregister(self._memory.data_ptr())
         self._rows, self._memory = {}, None
-
-
-def share_memory(nbytes: int, topology: Topology) -> torch.Tensor:
-    """Host memory `[nbytes]` uint8 that this node's ranks share. Collective over them.
-
-    Its file is gone as soon as all have it, so that nothing can be left.
-
-    Raises:
-        InputError: if there is not enough room, or the ranks are not on one machine.
-    """
-    group = topology.node_control
-    leads = dist.get_rank(group) == 0
-    message: list[tuple[str, str] | None] = [None]
-    if leads:
-        message = [_create(nbytes)]
-    dist.broadcast_object_list(message, group=group, group_src=0)
-    assert message[0] is not None
-    name, problem = message[0]
-    if problem:
-        raise InputError(problem)
-    try:
-        return torch.from_file(name, shared=True, size=nbytes, dtype=torch.uint8)
-    except RuntimeError:
-        raise InputError(
-            f"rank {topology.rank} can't open {name}, which another rank of its node made; ranks of a node "
-            "should share memory: check ranks_per_node"
-        ) from None
-    finally:
-        dist.barrier(group=group)
-        if leads:
-            Path(name).unlink(missing_ok=True)
-
-
-def _create(nbytes: int) -> tuple[str, str]:
-    """A new file of shared memory; its name, and what went wrong, if anything."""
-    path = SHARED_MEMORY / f"trimtab-{os.getpid()}-{next(_numbers)}"
-    descriptor = os.open(path, os.O_CREAT | os.O_EXCL | os.O_RDWR, 0o600)
-    try:
-        # Reserved now: writing to memory that isn't there would kill the process.
-        os.posix_fallocate(descriptor, 0, nbytes)
-    except OSError:
-        path.unlink()
-        free = os.statvfs(SHARED_MEMORY)
-        return "", (
-            f"the host mirror needs {nbytes / 1e6:.0f} MB of {SHARED_MEMORY}, which has "
-            f"{free.f_bavail * free.f_frsize / 1e6:.0f} MB left; lower mirror_bytes or make it larger"
-        )
-    finally:
-        os.close(descriptor)
-    return str(path), ""

@@ -21,7 +21,7 @@ from trimtab.runtime.ranks.topology import Topology
 from trimtab.runtime.state.flat_memory import carve, packed_bytes
 from trimtab.runtime.state.home_experts import HomeExperts
 from trimtab.runtime.transfer import streams
-from trimtab.runtime.transfer.mirror import share_memory
+from trimtab.runtime.transfer.shared_memory import share_memory
 
 # torch's word for letting several processes of one GPU share symmetric memory.
 OVERLAPPING = "TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"

@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from trimtab.runtime.autograd.torch_engine import will_run
 from trimtab.runtime.ranks.topology import Topology
-from trimtab.runtime.rows.layout import InstanceReplicas
+from trimtab.runtime.rows.instance_replicas import InstanceReplicas
 from trimtab.runtime.state.home_experts import ExpertTensor, HomeExperts
 from trimtab.runtime.transfer.counters import Counters
 

@@ -21,7 +21,7 @@ import torch.distributed as dist
 
 from trimtab.planner.replicas.paths import HOST
 from trimtab.runtime.ranks.topology import Topology
-from trimtab.runtime.rows.layout import InstanceReplicas, PlanReplicas
+from trimtab.runtime.rows.instance_replicas import InstanceReplicas, PlanReplicas
 from trimtab.runtime.state.home_experts import HomeExperts
 from trimtab.runtime.transfer import streams
 from trimtab.runtime.transfer.copy_engine import BackgroundCopies, Wait

@@ -9,7 +9,7 @@ import numpy as np
 from trimtab.planner import StepPlan
 from trimtab.planner.replicas.paths import PEER
 from trimtab.runtime.ranks.topology import Topology
-from trimtab.runtime.rows.layout import PlanReplicas
+from trimtab.runtime.rows.instance_replicas import PlanReplicas
 from trimtab.runtime.state.home_experts import HomeExperts
 from trimtab.runtime.state.weight_watch import WeightWatch
 from trimtab.runtime.transfer import streams
