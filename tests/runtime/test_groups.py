@@ -305,4 +305,4 @@ def test_groups_of_other_ranks(pool: RankPool, name: str) -> None:
     pool.call(make_groups, ((0, 2), (1, 3)))
     found = pool.call(not_mine, name)
     for rank in (0, 2):
-        assert found[rank].startswith(f"{name} is no process group that rank {rank} is in")
+        assert found[rank].startswith(f"{name} is not a process group of rank {rank}")

@@ -19,7 +19,7 @@ from trimtab.errors import InputError
 from trimtab.launch import launch
 from trimtab.planner import Placement
 from trimtab.runtime import Session
-from trimtab.runtime.state.optimizer_rows import rows_of_state
+from trimtab.runtime.state.optimizer_rows import expert_state
 
 SHAPE = Shape(layers=2, experts=8, top_k=2, hidden=8, width=6)
 LISTED, MIXED = replace(SHAPE, lists=ALL_LISTS), replace(SHAPE, lists=("down",))
@@ -129,7 +129,7 @@ def place_anywhere() -> None:
         mine = np.flatnonzero(homes_LE[index] == session.rank)
         assert isinstance(block.down, torch.nn.Parameter)
         assert torch.equal(block.down.detach(), weights[f"blocks.{index}.down"][mine])
-        rows = rows_of_state(optimizer, block.down)
+        rows = expert_state(optimizer, block.down, is_stack=True)
         assert rows.keys() == {"exp_avg", "exp_avg_sq"}
         assert torch.equal(rows["exp_avg"], state[f"blocks.{index}.down"]["exp_avg"][mine])
     assert_alike(whole(session, model, optimizer), (weights, state), 0.0)
@@ -151,7 +151,7 @@ def place_anywhere() -> None:
 
     optimizer.state[model.get_parameter("blocks.1.down")]["step"] = torch.tensor(float(session.rank))
     with pytest.raises(
-        InputError, match=r"AdamW: the state of 'blocks.1.down' is .*'step': 1.0.* on rank 1 and .* alike"
+        InputError, match=r"AdamW: the state of 'blocks.1.down' is .*'step': 1.0.* on rank 1 and .* equal"
     ):
         list(session.logical.optimizer_state(model, optimizer))
 
@@ -170,6 +170,6 @@ def test_state_that_is_not_by_expert_is_refused_by_name(value: object, found: st
     optimizer.state[parameter] = {"step": 3, "rate": torch.tensor(0.5), "rows": torch.zeros(4), "basis": value}
     message = rf"SGD keeps 'basis' of {found} for an expert tensor \[4, 5\]; it should be .* have 4 rows"
     with pytest.raises(InputError, match=message):
-        rows_of_state(optimizer, parameter)
+        expert_state(optimizer, parameter, is_stack=True)
     del optimizer.state[parameter]["basis"]
-    assert rows_of_state(optimizer, parameter).keys() == {"rows"}
+    assert expert_state(optimizer, parameter, is_stack=True).keys() == {"rows"}

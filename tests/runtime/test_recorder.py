@@ -22,7 +22,7 @@ SHAPE = Shape(layers=3, experts=8, top_k=2, hidden=16, width=8)
 def test_what_is_in_between_ends_and_what_was_before_goes_on() -> None:
     recorder = Recorder(torch.device("cpu"))
     with recorder.micro_step(7):
-        recorder.turn_to(EXPERTS, 2)
+        recorder.mark(EXPERTS, 2)
         time.sleep(0.01)
         with recorder.during(WAITING):
             time.sleep(0.03)

@@ -1,4 +1,4 @@
-"""Who plans: each rank counts its own sequences, the first one plans from all counts, every rank gets the plan."""
+"""`SessionPlanner`: each rank counts its sequences, rank 0 plans from all counts, and the plan is broadcast."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 import numpy as np
-import numpy.typing as npt
 import torch
 import torch.distributed as dist
 
@@ -34,32 +33,31 @@ from trimtab.runtime.ranks.topology import Topology
 from trimtab.runtime.state.home_experts import HomeExperts
 from trimtab.trace import RoutingTrace
 from trimtab.trace.counting import count_experts
-from trimtab.trace.routing import no_route
 
 Mode = Literal["plan", "static", "shadow", "off"]
 Paths = Literal["both", "peer", "host"]
 # Every replica costs the ranks CPU time or links, so it has to be worth more than the last half percent of balance.
 THRESHOLD = 1.02
-# What one rank of a few on a CPU machine reaches: grouped products in float32, gloo over loopback, copies in memory.
+# Rates of one of a few ranks on a CPU machine: grouped products in float32, gloo over loopback, copies in memory.
 LOCAL_CPU = load_cluster("local-cpu", ranks=1)
 
 
-# A schedule, the plan of every group, the predicted gain, and max_vio of the run that it is held against.
-_Made = tuple[Schedule, tuple[StepPlan, ...], float, float]
+# A schedule, the plan of every group, the predicted gain, and max_vio without a plan.
+_Plans = tuple[Schedule, tuple[StepPlan, ...], float, float]
 
 
 @dataclass(frozen=True, eq=False)
 class PlannedStep:
-    """A step as it was planned, before its sequences are where it wants them.
+    """A planned step, before its sequences are sent to their ranks.
 
     Attributes:
-        schedule: of all data ranks.
-        plan: of this rank's expert-parallel group.
-        predicted_gain: the part of the expert time that the plan is predicted to save.
-        max_vio_before: max/mean - 1 of rank loads, mean over instances, without a plan: at the present homes, packed by
-            length if the schedule is planned, too.
-        planning_s: seconds from counting to the plan being on every rank.
-        workload: of this rank's expert-parallel group, if it was gathered for planning.
+        schedule: the schedule of all data ranks.
+        plan: the plan of this rank's expert-parallel group.
+        predicted_gain: predicted saving, as a fraction of expert time.
+        max_vio_before: max/mean - 1 of rank loads, mean over instances, without a plan: at the present homes; packed by
+            length if the schedule is planned as well.
+        planning_s: seconds from counting to the end of the plan's broadcast.
+        workload: workload of this rank's expert-parallel group; None if it was not gathered for planning.
     """
 
     schedule: Schedule
@@ -72,22 +70,23 @@ class PlannedStep:
 
 @dataclass(frozen=True)
 class PlanReport:
-    """What planning a step came to.
+    """Figures of a planned step.
 
     Attributes:
-        planning_s: seconds from counting to the plan being on every rank.
-        moving_s: seconds that bringing experts to their new homes took.
-        predicted_gain: the part of the expert time that the plan is predicted to save.
+        planning_s: seconds from counting to the end of the plan's broadcast.
+        moving_s: seconds of moving experts to new homes.
+        predicted_gain: predicted saving, as a fraction of expert time.
         max_vio_before, max_vio_after: max/mean - 1 of rank loads, mean over instances, at the present homes and under
             the plan.
-        replicas: in all instances together.
-        homes_moved: experts that changed rank, over all layers.
-        micro_steps, unplanned_micro_steps: of the step, and those that run without a plan.
-        mixed_instances: with unknown routes, whose counts the ranks will exchange.
-        peak_rows_before, peak_rows_after: rows of the busiest rank in its busiest instance, at home and under the plan.
-        pool_bytes: of a rank, for replicas and for arriving gradients, whatever the number of layers.
-        mirror_bytes: host memory of this rank's node.
-        free_bytes: what is left of the device's memory.
+        replicas: replicas in all instances.
+        homes_moved: experts that change rank, over all layers.
+        micro_steps, unplanned_micro_steps: micro-steps of the step, and those that run without a plan.
+        mixed_instances: instances with unknown routes, whose counts the ranks exchange.
+        peak_rows_before, peak_rows_after: rows of the busiest rank in its busiest instance, at the present homes and
+            under the plan.
+        pool_bytes: bytes on a rank for replicas and arriving gradients, independent of the number of layers.
+        mirror_bytes: bytes of the mirror of this rank's node.
+        free_bytes: free memory of the device.
     """
 
     planning_s: float
@@ -109,13 +108,13 @@ class PlanReport:
 
 @dataclass(frozen=True, eq=False)
 class SessionPlanner:
-    """Plans for the ranks of a session. All methods are collective over its data ranks.
+    """Plans for the ranks of a session. Public methods are collective over its data ranks.
 
     Attributes:
-        cluster: the ranks of one expert-parallel group, and on how many cores the first rank plans.
-        cost: what plans are weighed by.
-        settings: how hard to balance.
-        least_gain: a plan that is predicted to save less of the expert time is not worth it.
+        cluster: the ranks of one expert-parallel group, and the number of cores that rank 0 plans with.
+        cost: costs that the planner minimises.
+        settings: settings of the planner.
+        least_gain: a plan with a smaller predicted saving is replaced by a static one.
     """
 
     topology: Topology
@@ -137,7 +136,7 @@ class SessionPlanner:
         least_gain: float = 0.0,
         rates: ClusterSpec | None = None,
     ) -> SessionPlanner:
-        """A planner for these layers; see `Session`."""
+        """A planner for these layers; arguments as those of `Session`."""
         first, device = layers[0], layers[0].device
         hidden_size = first.expert_shapes[0][-1]
         rates = rates or (LOCAL_CPU if device.type == "cpu" else ClusterSpec(1, 1))
@@ -147,7 +146,7 @@ class SessionPlanner:
             "session",
             num_experts=len(first.home_E),
             top_k=top_k,
-            # Of the usual experts. It only weighs the dense half of a layer, which is guessed from it.
+            # As of experts with a gate. It only affects the estimated cost of the dense part of a layer.
             hidden_size=hidden_size,
             expert_width=max(1, parameters // (3 * hidden_size)),
             weight_bytes=first.dtype.itemsize,
@@ -164,7 +163,7 @@ class SessionPlanner:
     def for_schedule(
         self, trace: RoutingTrace, schedule: Schedule, placement: Placement, mode: Mode, *, may_move: bool
     ) -> PlannedStep:
-        """Plan a step whose schedule is given; `trace` is of this rank's part of it."""
+        """Plan a step with a given schedule; `trace` has this rank's sequences of it."""
         start = time.perf_counter()
         loads = self.gather_workloads(trace, schedule)
 
@@ -183,14 +182,14 @@ class SessionPlanner:
         token_budget: int,
         mini_batch: Array | None,
     ) -> PlannedStep:
-        """Plan a step and its schedule; `trace` is of the sequences that this rank happens to have."""
+        """Plan a step and its schedule; `trace` has any of the sequences on each rank."""
         start = time.perf_counter()
         gathered: list[SequenceCounts | None] | None = None
         if self.topology.data_rank == 0:
             gathered = [None] * self.topology.num_data_ranks
         dist.gather_object(SequenceCounts.from_trace(trace), gathered, group=self.topology.control, group_dst=0)
 
-        def make() -> _Made:
+        def make() -> _Plans:
             assert gathered is not None
             sequences = SequenceCounts.concatenate([part for part in gathered if part is not None])
             packed = pack_by_length(
@@ -216,7 +215,7 @@ class SessionPlanner:
         return self._on_first_rank(make, start)
 
     def gather_workloads(self, trace: RoutingTrace, schedule: Schedule) -> list[Workload]:
-        """The load of every expert-parallel group; `trace` is in the order of `schedule.sequences_of`."""
+        """The workload of every expert-parallel group; `trace` has the order of `schedule.sequences_of`."""
         micro_step, num_micro_steps = schedule.of_rank(self.topology.data_rank), schedule.num_micro_steps
         counts_MLE = count_experts(trace, micro_step, num_micro_steps)
         rows_M = np.bincount(micro_step, trace.sequence_lengths * trace.top_k, num_micro_steps).astype(np.int64)
@@ -233,7 +232,7 @@ class SessionPlanner:
             loads.append(Workload(torch.stack(counts_D[ranks], dim=2).numpy(), unknown_MLR))
         return loads
 
-    def _on_first_rank(self, make: Callable[[], _Made], start: float) -> PlannedStep:
+    def _on_first_rank(self, make: Callable[[], _Plans], start: float) -> PlannedStep:
         message: list[tuple[Schedule, list[bytes], float, float] | InputError | None] = [None]
         if self.topology.data_rank == 0:
             try:
@@ -252,7 +251,7 @@ class SessionPlanner:
 
     def _given_schedule(
         self, loads: list[Workload], schedule: Schedule, placement: Placement, mode: Mode, *, may_move: bool
-    ) -> _Made:
+    ) -> _Plans:
         if mode == "static":
             num_layers, num_experts = placement.home.shape
             placement = self.topology.initial_placement(num_layers, num_experts)
@@ -279,7 +278,7 @@ class SessionPlanner:
         return [Workload.from_sequences(sequences.select(mine), part) for mine, part in parts]
 
     def _seconds(self, plans: tuple[StepPlan, ...], loads: list[Workload], placement: Placement) -> float:
-        """Predicted time of a step in which all groups wait for the slowest, and experts come from `placement`."""
+        """Predicted seconds of a step of the slowest group, including moves of experts from `placement`."""
         slowest_ML = np.max(
             [predict(p, load, self.cost).seconds_ML for p, load in zip(plans, loads, strict=True)], axis=0
         )
@@ -291,60 +290,3 @@ class SessionPlanner:
 def _max_vio(plans: Sequence[StepPlan], loads: Sequence[Workload]) -> float:
     ratios = [max_over_mean(plan.rank_loads(load)) for plan, load in zip(plans, loads, strict=True)]
     return float(np.mean(ratios) - 1)
-
-
-def check_model(trace: RoutingTrace, shape: tuple[int, int]) -> None:
-    """Raises InputError if a trace is not of a model with this many layers and experts, or has ids of no expert."""
-    if (trace.num_layers, trace.num_experts) != shape:
-        num_layers, num_experts = shape
-        raise InputError(
-            f"the trace has {trace.shape_text}; the model has {num_layers} MoE layers, {num_experts} experts"
-        )
-    # Unknown routes are above all ids, so that most traces need one pass.
-    if trace.num_tokens and trace.expert_ids.max() >= trace.num_experts:
-        trace.check()
-
-
-def trace_of_micro_steps(rows: Sequence[npt.ArrayLike], num_layers: int, num_experts: int) -> RoutingTrace:
-    """A rank's micro-steps as a trace, in which each is one sequence.
-
-    Args:
-        rows: integer ids `[n, L, K]` of each micro-step; negative where the route is unknown.
-
-    Raises:
-        InputError: if they are no such ids.
-    """
-    arrays = [np.asarray(ids) for ids in rows]
-    if not arrays:
-        raise InputError("there are no micro-steps to plan; give the ids [tokens, layers, top_k] of at least one")
-    for index, ids in enumerate(arrays):
-        if ids.ndim != 3 or not np.issubdtype(ids.dtype, np.integer) or ids.shape[1:] != arrays[0].shape[1:]:
-            raise InputError(
-                f"micro-step {index} has ids {list(ids.shape)} of {ids.dtype}; they should be integers "
-                f"[tokens, layers, top_k], with as many layers and experts a token as micro-step 0, "
-                f"{list(arrays[0].shape)}"
-            )
-    unknown = no_route(num_experts)
-    wide = [np.where(ids < 0, unknown, ids) if ids.dtype.kind == "i" else ids for ids in arrays]
-    for index, ids in enumerate(wide):
-        wrong = (ids >= num_experts) & (ids != unknown)
-        if wrong.any():
-            raise InputError(f"micro-step {index} has expert id {ids[wrong][0]}; ids should be below {num_experts}")
-    trace = RoutingTrace.from_sequences(wide, num_experts=num_experts)
-    check_model(trace, (num_layers, num_experts))
-    return trace
-
-
-def check_fits(trace: RoutingTrace, schedule: Schedule, rank: int, num_ranks: int, shape: tuple[int, int]) -> None:
-    """Raises InputError if a trace is not of the model, or not of a rank's sequences.
-
-    Args:
-        shape: layers and experts of the model.
-    """
-    check_model(trace, shape)
-    mine = len(schedule.sequences_of(rank))
-    if schedule.num_ranks != num_ranks or mine != trace.num_sequences:
-        raise InputError(
-            f"the schedule gives rank {rank} of {schedule.num_ranks} {mine} sequences; the session has "
-            f"{num_ranks} ranks and this rank's trace {trace.num_sequences} sequences"
-        )

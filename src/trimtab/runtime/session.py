@@ -30,8 +30,9 @@ from trimtab.runtime.ranks.recorder import Recorder
 from trimtab.runtime.ranks.topology import Topology
 from trimtab.runtime.rows.expert_compute import ApplyExperts
 from trimtab.runtime.settings import Settings
-from trimtab.runtime.state.home_experts import ExpertTensor, HomeExperts, ReadParameters, check_parameters, read_tensors
+from trimtab.runtime.state.home_experts import ExpertTensor, HomeExperts, ReadParameters, read_tensors
 from trimtab.runtime.state.logical_state import LogicalState
+from trimtab.runtime.state.parameter_checks import check_new_parameters
 from trimtab.runtime.steps import Steps
 from trimtab.runtime.transfer.counters import Counters
 from trimtab.runtime.transfer.transfers import Transfers
@@ -99,7 +100,7 @@ class Session:
     ) -> None:
         self.settings = Settings(
             num_experts=num_experts, mode=mode, slots_per_rank=slots_per_rank, ring_layers=ring_layers, paths=paths,
-            mirror_bytes=mirror_bytes, least_gain=least_gain, rates=rates, verify_weights=verify_weights,
+            mirror_bytes=mirror_bytes, least_gain=least_gain, rates=rates, verify=verify_weights,
         )  # fmt: skip
         if expert_group is None:
             if expert_dp_group is not None or nodes is not None:
@@ -216,7 +217,7 @@ class Session:
         index = len(self.layers)
         read: ReadParameters = parameters if callable(parameters) else partial(_same, parameters)
         tensors = read_tensors(read)
-        check_parameters(index, tensors, self.homes, self.home_experts)
+        check_new_parameters(index, tensors, self.homes, self.home_experts)
         if weights is not None and not all(isinstance(tensor, torch.Tensor) for tensor in tensors):
             raise InputError(f"MoE layer {index}: experts that others train (`weights`) should be stacked tensors")
         homes = HomeExperts(

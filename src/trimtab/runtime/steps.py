@@ -1,4 +1,4 @@
-"""`Steps`: plans a step with the other ranks, and runs its micro-steps."""
+"""`Steps`: plans steps with the other ranks, applies plans, runs micro-steps."""
 
 from __future__ import annotations
 
@@ -20,17 +20,10 @@ from trimtab.planner import Placement, Schedule, StepPlan, Workload
 from trimtab.planner.plan.workload import max_over_mean
 from trimtab.runtime.layer.instance import LayerCalls
 from trimtab.runtime.layer.micro_step import BoundRoutes, MicroStep, RunningStep
-from trimtab.runtime.planning import (
-    PlannedStep,
-    PlanReport,
-    SessionPlanner,
-    check_fits,
-    check_model,
-    trace_of_micro_steps,
-)
+from trimtab.runtime.planning import PlannedStep, PlanReport, SessionPlanner
 from trimtab.runtime.rank_experts import RankExperts
 from trimtab.runtime.ranks.lockstep import (
-    ADOPT,
+    APPLY_PLAN,
     LIVE_MICRO_STEP,
     MICRO_STEP,
     MOVE,
@@ -39,14 +32,15 @@ from trimtab.runtime.ranks.lockstep import (
     digest,
 )
 from trimtab.runtime.settings import Settings
+from trimtab.runtime.trace_checks import check_fits, check_model, trace_of_micro_steps
 from trimtab.trace import RoutingTrace
 
 
 class Steps:
-    """One planned step after another. Its methods are those of `Session` with the same names; see there.
+    """The steps of a session. Its methods implement those of `Session` with the same names.
 
     Attributes:
-        running: the step that was planned last.
+        running: the step whose plan was applied last.
     """
 
     def __init__(self, settings: Settings, experts: RankExperts, calls: LayerCalls) -> None:
@@ -77,7 +71,7 @@ class Steps:
         rank, ranks = self._topology.data_rank, self._topology.num_data_ranks
         fits = _problem(check_fits, trace, schedule, rank, ranks, self._experts.shape)
         places = digest(schedule.micro_step, schedule.rank, schedule.mini_batch_of_micro_step)
-        self._meet(PLAN, {"number of micro-steps": schedule.num_micro_steps, "schedule": places}, fits)
+        self._agree(PLAN, {"number of micro-steps": schedule.num_micro_steps, "schedule": places}, fits)
         return self._plan(trace, schedule)
 
     def plan_micro_steps(self, rows: Sequence[npt.ArrayLike]) -> PlanReport:
@@ -88,7 +82,7 @@ class Steps:
             trace = trace_of_micro_steps(rows, *self._experts.shape)
         except InputError as error:
             problem = error
-        self._meet(PLAN, {"number of micro-steps": len(rows), "top_k": trace and trace.top_k}, problem)
+        self._agree(PLAN, {"number of micro-steps": len(rows), "top_k": trace and trace.top_k}, problem)
         assert trace is not None
         ranks = self._topology.num_data_ranks
         schedule = Schedule(
@@ -105,7 +99,7 @@ class Steps:
         step = self.running
         if step is None or step.schedule is None:
             raise RuntimeError("complete_plan() needs a step that this session has planned")
-        self._meet(PLAN, {}, None)
+        self._agree(PLAN, {}, None)
         return self._plan(step.completed_trace, step.schedule, may_move=False)
 
     def plan_sequences(self, trace: RoutingTrace, *, token_budget: int, mini_batch: Array | None) -> PlannedStep:
@@ -113,7 +107,7 @@ class Steps:
         self._calls.require_between_micro_steps("plan_sequences")
         batches = None if mini_batch is None else digest(np.asarray(mini_batch, np.int64))
         same = {"token_budget": token_budget, "mini_batch": batches}
-        self._meet(PLAN_SEQUENCES, same, _problem(check_model, trace, self._experts.shape))
+        self._agree(PLAN_SEQUENCES, same, _problem(check_model, trace, self._experts.shape))
         return self._planner(trace).for_sequences(
             trace, self._experts.placement, self._settings.mode,
             may_move=bool(self._experts.optimizers.registered), token_budget=token_budget, mini_batch=mini_batch,
@@ -121,17 +115,17 @@ class Steps:
 
     def apply_plan(self, planned: PlannedStep, trace: RoutingTrace) -> PlanReport:
         """Apply a plan of `plan_sequences`."""
-        workload = self._meet_over(planned.plan, trace, planned.workload)
-        return self._take_over(
+        workload = self._agree_on_plan(planned.plan, trace, planned.workload)
+        return self._apply(
             planned.plan, workload, trace, planned.schedule, max_vio_before=planned.max_vio_before,
             predicted_gain=planned.predicted_gain, planning_s=planned.planning_s,
         )  # fmt: skip
 
     def apply_step_plan(self, plan: StepPlan, trace: RoutingTrace) -> PlanReport:
         """Apply a plan from elsewhere."""
-        workload = self._meet_over(plan, trace, None)
+        workload = self._agree_on_plan(plan, trace, None)
         before = float(max_over_mean(workload.home_loads(self._experts.placement.home)).mean() - 1)
-        return self._take_over(plan, workload, trace, None, max_vio_before=before)
+        return self._apply(plan, workload, trace, None, max_vio_before=before)
 
     def micro_step(self, index: int, positions: torch.Tensor | None, sequence_hashes: Array | None) -> MicroStep:
         """The micro-step; the existing object if it has the same positions."""
@@ -176,20 +170,20 @@ class Steps:
             "experts": ([tuple(shape) for shape in first.expert_shapes], first.dtype),
         }
 
-    def _meet(self, call: int, same: Mapping[str, object], problem: Exception | None) -> None:
+    def _agree(self, call: int, same: Mapping[str, object], problem: Exception | None) -> None:
         """Agree with all data ranks on a call; see `Lockstep.agree`."""
         self._lockstep.agree(call, same={**same, **self._shared}, problem=problem, everywhere=True)
 
-    def _meet_over(self, plan: StepPlan, trace: RoutingTrace, workload: Workload | None) -> Workload:
+    def _agree_on_plan(self, plan: StepPlan, trace: RoutingTrace, workload: Workload | None) -> Workload:
         """Check that all ranks apply the same plan and that it fits their sequences. Returns the load of the group."""
         self._calls.require_between_micro_steps("apply_plan")
         problem = _problem(self._check_plan, plan, trace)
         same: dict[str, object] = {"the plan": plan.hash, **self._shared}
-        if self._settings.carries_out and not problem and self._experts.num_moved(plan.placement):
+        if self._settings.executes_plans and not problem and self._experts.num_moved(plan.placement):
             same |= self._experts.state_to_move(plan.placement)
-        self._lockstep.agree(ADOPT, same=same, problem=problem)
+        self._lockstep.agree(APPLY_PLAN, same=same, problem=problem)
         if workload is None:
-            # As the ranks of the group count themselves among all data ranks.
+            # The ranks of the group, numbered among all data ranks.
             first = self._topology.group * self._topology.num_ranks
             schedule = replace(plan.schedule, rank=plan.rank + first, num_ranks=self._topology.num_data_ranks)
             workload = self._planner(trace).gather_workloads(trace, schedule)[self._topology.group]
@@ -198,7 +192,7 @@ class Steps:
 
     def _check_plan(self, plan: StepPlan, trace: RoutingTrace) -> None:
         check_fits(trace, plan.schedule, self._topology.rank, self._topology.num_ranks, self._experts.shape)
-        if not self._settings.carries_out:
+        if not self._settings.executes_plans:
             return
         slots = self._settings.slots_per_rank
         if plan.slots_per_rank > slots:
@@ -206,12 +200,12 @@ class Steps:
         moved = self._experts.num_moved(plan.placement)
         if moved and not self._experts.optimizers.registered:
             raise InputError(
-                f"the plan moves {moved} experts to other homes; tell the session which optimizer trains them with "
-                "register_optimizers(), so that its state can move along"
+                f"the plan moves {moved} experts to other homes; register their optimizer with register_optimizers(), so "
+                "that its state moves with them"
             )
         self._experts.check_move(plan.placement)
 
-    def _take_over(
+    def _apply(
         self,
         plan: StepPlan,
         workload: Workload,
@@ -222,12 +216,12 @@ class Steps:
         predicted_gain: float = 0.0,
         planning_s: float = 0.0,
     ) -> PlanReport:
-        """Prepare the micro-steps of a checked plan: move experts, reserve memory."""
-        experts, runs = self._experts, self._settings.carries_out
+        """Apply a checked plan: move experts, allocate memory."""
+        experts, runs = self._experts, self._settings.executes_plans
         before, after = workload.home_loads(experts.placement.home), plan.rank_loads(workload)
         moved = experts.num_moved(plan.placement)
         start = time.perf_counter()
-        self._calls.backward.forget()
+        self._calls.backward.end_plan()
         self._plans += 1
         transfers = experts.transfers if runs else None
         slots = self._settings.slots_per_rank
@@ -261,7 +255,7 @@ class Steps:
         """Agree on the micro-step with the other ranks, and refresh copies of changed weights.
 
         Returns:
-            Whether all ranks have the sequences that were planned.
+            Whether all ranks have the planned sequences.
         """
         self._calls.require_between_micro_steps("a micro-step")
         if torch.is_grad_enabled():
@@ -288,7 +282,7 @@ class Steps:
         index, recorder = micro_step.index, self._counters.recorder
         problem = step.problem(index)
         if step is not self.running:
-            problem = RuntimeError(f"micro-step {index} is of an earlier plan; get it from micro_step() anew")
+            problem = RuntimeError(f"micro-step {index} is of an earlier plan; call micro_step() again")
         is_known = self._begin(MICRO_STEP, index, knows and problem is None, problem)
         with (
             self._opened(micro_step, is_known) as routes,

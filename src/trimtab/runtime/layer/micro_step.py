@@ -1,4 +1,4 @@
-"""`MicroStep`: one micro-step, entered by the training loop; `RunningStep`: the step that it belongs to."""
+"""`MicroStep`: a context for the forwards of one micro-step; `RunningStep`: the planned step that it belongs to."""
 
 from __future__ import annotations
 
@@ -27,15 +27,16 @@ class BoundRoutes:
     """Routes and layouts of a micro-step, for its layers. Kept while the micro-step is open or a backward may follow.
 
     Attributes:
-        micro_step: whose routes they are.
-        recorded_LNK: recorded ids `[L, n, K]` int64, or None if the batch is not the one that was planned.
-        known_L: for each layer `[n]` bool, tokens whose route is known; None if all are.
-        layouts: one a layer if the micro-step is planned, else empty; None where rows are unknown on some rank.
+        micro_step: the micro-step.
+        recorded_LNK: recorded ids `[L, n, K]` int64; None if there are none, or the batch is not the planned one.
+        known_L: for each layer `[n]` bool, tokens whose route is known; None if all are known.
+        layouts: one for each layer if the micro-step is planned, else empty; None for layers with unknown rows on any
+            rank.
         partial: the planned rows of layers with unknown routes.
-        transfers: what brings the plan's replicas; None where no plan is carried out.
-        plan_number: which of the session's plans it belongs to.
+        transfers: replica transfers; None if the plan is not executed.
+        plan_number: the plan's number in the session.
         routed: for each layer, address and version of the ids that its `route` returned last.
-        record: takes a layer, tokens `[U]` and the experts `[U, K]` that the router chose for them.
+        record: stores the experts `[U, K]` that the router chose for tokens `[U]` in a layer.
     """
 
     micro_step: MicroStep
@@ -50,21 +51,21 @@ class BoundRoutes:
 
     @property
     def index(self) -> int:
-        """The micro-step's number in the step; -1 if nothing is known of it."""
+        """The micro-step's number in the step; -1 for a live one."""
         return self.micro_step.index
 
     @property
     def positions(self) -> torch.Tensor | None:
-        """`[n]` where the tokens stand in the forward's rows, or None."""
+        """`[n]`, rows of the tokens in the forward, or None; see `MicroStep`."""
         return self.micro_step.positions
 
     @property
     def replays(self) -> bool:
-        """Whether routing was recorded."""
+        """Whether the micro-step has recorded routing."""
         return self.recorded_LNK is not None
 
     def replay(self, layer: int, live_ids: torch.Tensor) -> torch.Tensor:
-        """Put the recorded ids into `live_ids [T, K]` int64; see `ExpertLayer.route`."""
+        """`live_ids [T, K]` int64 with the recorded ids in their rows; see `ExpertLayer.route`."""
         if self.recorded_LNK is None:
             return live_ids
         recorded = self.recorded_LNK[layer]
@@ -83,13 +84,13 @@ class BoundRoutes:
 class MicroStep:
     """One micro-step. Enter it around every forward of its tokens.
 
-    Forwards without gradients, those of several pipeline chunks, and of other micro-steps may come in any order before
-    its backward, which needs no context. Its routes are on the device while it is open or a backward may come.
+    Before its backward there may be any number of forwards, also without gradients, of pipeline chunks, and of other
+    micro-steps, in any order. The backward needs no context. Routes are in device memory while the micro-step is open
+    or a backward may follow.
 
     Attributes:
-        index: its number in the step; -1 if nothing is known of it.
-        positions: `[n]` int64, where this rank's tokens stand among the rows that layers are given; None if they are
-            all.
+        index: its number in the step; -1 for a live one.
+        positions: `[n]` int64, rows of this rank's tokens among those that layers are given; None for all rows.
     """
 
     def __init__(
@@ -117,10 +118,10 @@ class MicroStep:
         running.__exit__(*error)  # type: ignore[arg-type]
 
     def routes(self, is_known: bool) -> BoundRoutes:
-        """Routes and layouts, computed again if nothing has kept them. Not a collective.
+        """Routes and layouts, computed again unless an earlier result is still in use. Not a collective.
 
         Args:
-            is_known: whether all ranks have the tokens that were planned, as they found when it was entered.
+            is_known: whether all ranks have the planned tokens, as exchanged when the micro-step was entered.
         """
         bound = self._bound.get(is_known)
         if bound is None:
@@ -130,17 +131,17 @@ class MicroStep:
 
 @dataclass(eq=False)
 class RunningStep:
-    """A step that this rank can run.
+    """An applied plan, and what this rank needs to run its micro-steps.
 
     Attributes:
-        plan, workload: of the expert-parallel group.
-        trace: this rank's own sequences, ordered by micro-step.
-        schedule: of all data ranks, if the session has planned the step.
-        transfers: what brings its replicas; None if micro-steps only replay their routing.
-        number: which of the session's plans it is.
-        num_slots: replicas that a rank has room for.
-        micro_steps: those in use, by number.
-        has_moved: whether experts have moved to other homes since.
+        plan, workload: those of the expert-parallel group.
+        trace: this rank's sequences, ordered by micro-step.
+        schedule: the schedule of all data ranks; None if the session has not planned the step.
+        transfers: replica transfers; None if micro-steps only replay their routing.
+        number: the plan's number in the session.
+        num_slots: slots of a rank.
+        micro_steps: micro-steps in use, by number.
+        has_moved: whether experts have moved to other homes since the plan was applied.
     """
 
     plan: StepPlan
@@ -158,7 +159,7 @@ class RunningStep:
         self.replicas = PlanReplicas(self.plan)
 
     def problem(self, index: int) -> Exception | None:
-        """What is wrong with entering a micro-step of this number."""
+        """The error of entering the micro-step of this number, or None."""
         if self.transfers is not None and self.has_moved:
             return RuntimeError("experts have moved since the plan was applied; plan the step again")
         if 0 <= index < self.plan.num_micro_steps:
@@ -166,13 +167,13 @@ class RunningStep:
         return IndexError(f"micro-step {index} of {self.plan.num_micro_steps}")
 
     def knows(self, index: int, sequence_hashes: Array | None, rank: int) -> bool:
-        """Whether these are the sequences that were planned for a rank."""
+        """Whether these are the planned sequences of a rank; True without hashes."""
         if sequence_hashes is None:
             return True
         return np.array_equal(sequence_hashes, self.trace.sequence_hashes[self._sequences_of(index, rank)])
 
     def bind(self, micro_step: MicroStep, layers: Sequence[HomeExperts], topology: Topology) -> BoundRoutes:
-        """One micro-step, of which all ranks have the sequences that were planned. Not a collective."""
+        """Routes and layouts of a micro-step with the planned sequences on all ranks. Not a collective."""
         index, device = micro_step.index, layers[0].device
         ids_NLK = self.trace.expert_ids[self._tokens_of(index, topology.rank)]
         is_known_NL = ids_NLK[:, :, 0] != self.trace.no_route
@@ -207,7 +208,7 @@ class RunningStep:
 
     @property
     def completed_trace(self) -> RoutingTrace:
-        """The trace with the routes that unknown tokens have taken since the plan was applied."""
+        """The trace with the routes that the router has chosen for unknown tokens since the plan was applied."""
         return self.trace if self._completed is None else replace(self.trace, expert_ids=self._completed)
 
     def _record(self, tokens_U: Array, layer: int, ids_UK: Array) -> None:
@@ -219,7 +220,7 @@ class RunningStep:
         return np.flatnonzero(self.plan.schedule.of_rank(rank) == index)
 
     def _tokens_of(self, index: int, rank: int) -> slice:
-        """Sequences are ordered by micro-step, and so their tokens are together."""
+        """The tokens of a micro-step; they are consecutive, since sequences are ordered by micro-step."""
         mine = self._sequences_of(index, rank)
         if not len(mine):
             return slice(0, 0)
