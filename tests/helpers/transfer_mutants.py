@@ -12,10 +12,11 @@ import torch
 import torch.distributed as dist
 
 from helpers import late_device
-from trimtab.runtime.layer.instance import PlannedInstance
+from trimtab.runtime.layer import instance
 from trimtab.runtime.transfer import mirror, peer_memory, returns, ring
 from trimtab.runtime.transfer.copy_engine import BackgroundCopies
 from trimtab.runtime.transfer.ring import ReplicaRing
+from trimtab.runtime.transfer.transfers import Transfers
 from trimtab.runtime.transfer.visits import Instance, Visits
 
 Mutant = Callable[[pytest.MonkeyPatch], None]
@@ -130,18 +131,18 @@ def _fetch_after_exchange(patch: pytest.MonkeyPatch) -> None:
 
     Harmless where messages of different groups do not wait for each other.
     """
-    prefetch, send = PlannedInstance._prefetch, PlannedInstance.send
-    later: list[PlannedInstance] = []
+    prefetch, send = instance.Instance._prefetch, instance.Instance.send
+    later: list[tuple[instance.Instance, Transfers]] = []
 
-    def send_first(self: PlannedInstance, kind: int, rows: torch.Tensor, *, back: bool) -> torch.Tensor:
+    def send_first(self: instance.Instance, kind: int, rows: torch.Tensor, *, back: bool) -> torch.Tensor:
         arrived = send(self, kind, rows, back=back)
         while later:
-            prefetch(later.pop())
+            prefetch(*later.pop())
         return arrived
 
     if dist.get_rank() % 2:
-        patch.setattr(PlannedInstance, "_prefetch", lambda self: later.append(self))
-        patch.setattr(PlannedInstance, "send", send_first)
+        patch.setattr(instance.Instance, "_prefetch", lambda self, transfers: later.append((self, transfers)))
+        patch.setattr(instance.Instance, "send", send_first)
 
 
 def _no_barrier_before_rewriting(patch: pytest.MonkeyPatch) -> None:

@@ -255,6 +255,7 @@ def usable_cores() -> int:
 
 
 def _join_group(rank: int, ranks: int, local_rank: int, store: Store | None) -> None:
+    """Create the default process group; without a store, from the environment variables of torchrun."""
     local_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", ranks))
     if torch.cuda.is_available():
         torch.cuda.set_device(local_rank % torch.cuda.device_count())
@@ -262,7 +263,4 @@ def _join_group(rank: int, ranks: int, local_rank: int, store: Store | None) -> 
     else:
         backend = "gloo"
         torch.set_num_threads(max(1, usable_cores() // local_ranks))
-    if store is None:
-        dist.init_process_group(backend, timeout=TIMEOUT)
-    else:
-        dist.init_process_group(backend, store=store, rank=rank, world_size=ranks, timeout=TIMEOUT)
+    dist.init_process_group(backend, store=store, rank=rank, world_size=ranks, timeout=TIMEOUT)

@@ -118,8 +118,7 @@ def zero_missing(parameters: Sequence[torch.nn.Parameter], control: dist.Process
         parameters: the same number on every rank.
         control: group of all ranks, for host tensors.
     """
-    present = torch.tensor([parameter.grad is not None for parameter in parameters], dtype=torch.uint8)
-    anywhere = present.clone()
+    anywhere = torch.tensor([parameter.grad is not None for parameter in parameters], dtype=torch.uint8)
     dist.all_reduce(anywhere, dist.ReduceOp.MAX, group=control)
     for parameter, wanted in zip(parameters, anywhere.tolist(), strict=True):
         if wanted and parameter.grad is None:

@@ -13,7 +13,6 @@ import torch.distributed as dist
 
 from trimtab.array_type import Array
 from trimtab.cluster import ClusterSpec, CostModel, ModelSpec, load_cluster
-from trimtab.errors import InputError
 from trimtab.planner import (
     Placement,
     PlanSettings,
@@ -29,6 +28,7 @@ from trimtab.planner import (
 from trimtab.planner.plan.prediction import predict
 from trimtab.planner.plan.workload import max_over_mean
 from trimtab.planner.planner import STEPS_TO_PAY
+from trimtab.runtime.ranks.first_rank import on_first_rank
 from trimtab.runtime.ranks.topology import Topology
 from trimtab.runtime.state.home_experts import HomeExperts
 from trimtab.trace import RoutingTrace
@@ -41,7 +41,8 @@ THRESHOLD = 1.02
 # Rates of one of a few ranks on a CPU machine: grouped products in float32, gloo over loopback, copies in memory.
 LOCAL_CPU = load_cluster("local-cpu", ranks=1)
 
-
+# A schedule, the plan of every group, and the workload of every group.
+_Candidate = tuple[Schedule, tuple[StepPlan, ...], list[Workload]]
 # A schedule, the plan of every group, the predicted gain, and max_vio without a plan.
 _Plans = tuple[Schedule, tuple[StepPlan, ...], float, float]
 
@@ -167,7 +168,7 @@ class SessionPlanner:
         start = time.perf_counter()
         loads = self.gather_workloads(trace, schedule)
 
-        planned = self._on_first_rank(
+        planned = self._plan_on_first_rank(
             lambda: self._given_schedule(loads, schedule, placement, mode, may_move=may_move), start
         )
         return replace(planned, workload=loads[self.topology.group])
@@ -201,18 +202,15 @@ class SessionPlanner:
             packed_loads = self._workloads(sequences, packed)
             if mode != "plan":
                 return self._given_schedule(packed_loads, packed, placement, mode, may_move=may_move)
-            static = self._static(packed_loads, packed, placement)
-            max_vio = _max_vio(static, packed_loads)
             schedule, _, plans = plan_sequences(
                 sequences, placement, self.cluster, token_budget=token_budget, mini_batch=mini_batch,
                 groups=self.topology.groups, settings=self.settings, cost=self.cost, may_move=may_move,
                 threads=self.cluster.planning_threads,
             )  # fmt: skip
-            before = self._seconds(static, packed_loads, placement)
-            gain = 1 - self._seconds(plans, self._workloads(sequences, schedule), placement) / max(before, 1e-30)
-            return (schedule, plans, gain, max_vio) if gain >= self.least_gain else (packed, static, gain, max_vio)
+            static = packed, self._static(packed_loads, packed, placement), packed_loads
+            return self._if_faster((schedule, plans, self._workloads(sequences, schedule)), static, placement)
 
-        return self._on_first_rank(make, start)
+        return self._plan_on_first_rank(make, start)
 
     def gather_workloads(self, trace: RoutingTrace, schedule: Schedule) -> list[Workload]:
         """The workload of every expert-parallel group; `trace` has the order of `schedule.sequences_of`."""
@@ -220,33 +218,25 @@ class SessionPlanner:
         counts_MLE = count_experts(trace, micro_step, num_micro_steps)
         rows_M = np.bincount(micro_step, trace.sequence_lengths * trace.top_k, num_micro_steps).astype(np.int64)
         unknown_ML = rows_M[:, None] - counts_MLE.sum(axis=2, dtype=np.int64)
-        counts, unknown = torch.from_numpy(counts_MLE), torch.from_numpy(unknown_ML.astype(np.int32))
-        counts_D = [torch.empty_like(counts) for _ in range(self.topology.num_data_ranks)]
-        unknown_D = [torch.empty_like(unknown) for _ in range(self.topology.num_data_ranks)]
-        dist.all_gather(counts_D, counts, group=self.topology.control)
-        dist.all_gather(unknown_D, unknown, group=self.topology.control)
-        loads = []
-        for group in range(self.topology.groups):
-            ranks = slice(group * self.topology.num_ranks, (group + 1) * self.topology.num_ranks)
-            unknown_MLR = torch.stack(unknown_D[ranks], dim=2).numpy()
-            loads.append(Workload(torch.stack(counts_D[ranks], dim=2).numpy(), unknown_MLR))
-        return loads
+        counts_GMLRE = self._gather_by_group(counts_MLE)
+        unknown_GMLR = self._gather_by_group(unknown_ML.astype(np.int32))
+        return [Workload(counts, unknown) for counts, unknown in zip(counts_GMLRE, unknown_GMLR, strict=True)]
 
-    def _on_first_rank(self, make: Callable[[], _Plans], start: float) -> PlannedStep:
-        message: list[tuple[Schedule, list[bytes], float, float] | InputError | None] = [None]
-        if self.topology.data_rank == 0:
-            try:
-                schedule, plans, gain, max_vio = make()
-                message = [(schedule, [plan.to_bytes() for plan in plans], gain, max_vio)]
-            except InputError as error:
-                message = [error]
-        dist.broadcast_object_list(message, group=self.topology.control, group_src=0)
-        answer = message[0]
-        assert answer is not None
-        if isinstance(answer, InputError):
-            raise answer
-        schedule, parts, gain, max_vio = answer
-        plan = StepPlan.from_bytes(parts[self.topology.group])
+    def _gather_by_group(self, array_ML: Array) -> list[Array]:
+        """All ranks' arrays `[M, L, ...]`, for each expert-parallel group stacked to `[M, L, R, ...]`."""
+        mine, ranks = torch.from_numpy(array_ML), self.topology.num_ranks
+        arrays_D = [torch.empty_like(mine) for _ in range(self.topology.num_data_ranks)]
+        dist.all_gather(arrays_D, mine, group=self.topology.control)
+        starts = range(0, len(arrays_D), ranks)
+        return [torch.stack(arrays_D[start : start + ranks], dim=2).numpy() for start in starts]
+
+    def _plan_on_first_rank(self, make: Callable[[], _Plans], start: float) -> PlannedStep:
+        def packed() -> tuple[Schedule, list[bytes], float, float]:
+            schedule, plans, gain, max_vio = make()
+            return schedule, [plan.to_bytes() for plan in plans], gain, max_vio
+
+        schedule, packed_plans, gain, max_vio = on_first_rank(packed, self.topology.control)
+        plan = StepPlan.from_bytes(packed_plans[self.topology.group])
         return PlannedStep(schedule, plan, gain, max_vio, time.perf_counter() - start)
 
     def _given_schedule(
@@ -256,15 +246,20 @@ class SessionPlanner:
             num_layers, num_experts = placement.home.shape
             placement = self.topology.initial_placement(num_layers, num_experts)
         static = self._static(loads, schedule, placement)
-        max_vio = _max_vio(static, loads)
         if mode in ("static", "off"):
-            return schedule, static, 0.0, max_vio
+            return schedule, static, 0.0, _max_vio(static, loads)
         plans = plan_schedule(
             loads, schedule, placement, self.cluster, settings=self.settings, cost=self.cost, may_move=may_move,
             threads=self.cluster.planning_threads,
         )[1]  # fmt: skip
-        gain = 1 - self._seconds(plans, loads, placement) / max(self._seconds(static, loads, placement), 1e-30)
-        return (schedule, plans if gain >= self.least_gain else static, gain, max_vio)
+        return self._if_faster((schedule, plans, loads), (schedule, static, loads), placement)
+
+    def _if_faster(self, planned: _Candidate, static: _Candidate, placement: Placement) -> _Plans:
+        """The planned candidate if its predicted gain over the static one is large enough, else the static one."""
+        planned_s, static_s = (self._seconds(plans, loads, placement) for _, plans, loads in (planned, static))
+        gain = 1 - planned_s / max(static_s, 1e-30)
+        schedule, plans, _ = planned if gain >= self.least_gain else static
+        return schedule, plans, gain, _max_vio(*static[1:])
 
     def _static(self, loads: list[Workload], schedule: Schedule, placement: Placement) -> tuple[StepPlan, ...]:
         bare = replace(self.cluster, slots_per_rank=0)

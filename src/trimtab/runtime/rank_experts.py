@@ -106,14 +106,6 @@ class RankExperts:
         )
         self.changed = True
 
-    def compare(self) -> tuple[bool, list[bool], Exception | None]:
-        """Compare the weights with those that copies were made of.
-
-        Returns:
-            See `WeightWatch.compare`.
-        """
-        return self.transfers.watch.compare(self.changed)
-
     def refresh(self) -> None:
         """Copy the present weights to staging memory, mirrors and symmetric memory. Collective."""
         start = time.perf_counter()

@@ -224,10 +224,10 @@ class Session:
             index, read, rank=self.rank, home_E=self._initial_E, compute_dtype=compute_dtype,
             joins_in_backward=weights is not None,
         )  # fmt: skip
-        if self.layers and _expert_shapes(homes) != _expert_shapes(self.homes[0]):
+        if self.layers and homes.expert_like != self.homes[0].expert_like:
             raise InputError(
-                f"MoE layer {index} has experts of {_expert_shapes(homes)}, layer 0 {_expert_shapes(self.homes[0])}. "
-                "All layers share the room for replicas, so their experts should be alike"
+                f"MoE layer {index} has experts of {homes.expert_like}, layer 0 {self.homes[0].expert_like}. "
+                "All layers share slots, so their experts should have equal shapes"
             )
         layer = ExpertLayer(self._calls, homes, apply, weights, dispatcher or RowDispatcher())
         self.layers.append(layer)
@@ -487,7 +487,3 @@ class Session:
 
 def _same(parameters: Sequence[ExpertTensor]) -> Sequence[ExpertTensor]:
     return parameters
-
-
-def _expert_shapes(layer: HomeExperts) -> list[tuple[tuple[int, ...], torch.dtype]]:
-    return [(tuple(shape), layer.dtype) for shape in layer.expert_shapes]

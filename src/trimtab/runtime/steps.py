@@ -116,16 +116,13 @@ class Steps:
     def apply_plan(self, planned: PlannedStep, trace: RoutingTrace) -> PlanReport:
         """Apply a plan of `plan_sequences`."""
         workload = self._agree_on_plan(planned.plan, trace, planned.workload)
-        return self._apply(
-            planned.plan, workload, trace, planned.schedule, max_vio_before=planned.max_vio_before,
-            predicted_gain=planned.predicted_gain, planning_s=planned.planning_s,
-        )  # fmt: skip
+        return self._apply(planned, workload, trace, planned.schedule)
 
     def apply_step_plan(self, plan: StepPlan, trace: RoutingTrace) -> PlanReport:
         """Apply a plan from elsewhere."""
         workload = self._agree_on_plan(plan, trace, None)
         before = float(max_over_mean(workload.home_loads(self._experts.placement.home)).mean() - 1)
-        return self._apply(plan, workload, trace, None, max_vio_before=before)
+        return self._apply(PlannedStep(plan.schedule, plan, max_vio_before=before), workload, trace, None)
 
     def micro_step(self, index: int, positions: torch.Tensor | None, sequence_hashes: Array | None) -> MicroStep:
         """The micro-step; the existing object if it has the same positions."""
@@ -141,7 +138,7 @@ class Steps:
 
     def live_micro_step(self, positions: torch.Tensor) -> MicroStep:
         """A micro-step without a plan."""
-        return MicroStep(-1, positions, self._bind_live, self._running_live)
+        return MicroStep(-1, positions, partial(self._bind, None), partial(self._running, None, True))
 
     def _plan(self, trace: RoutingTrace, schedule: Schedule, *, may_move: bool = True) -> PlanReport:
         may_move = may_move and bool(self._experts.optimizers.registered)
@@ -200,24 +197,20 @@ class Steps:
         moved = self._experts.num_moved(plan.placement)
         if moved and not self._experts.optimizers.registered:
             raise InputError(
-                f"the plan moves {moved} experts to other homes; register their optimizer with register_optimizers(), so "
-                "that its state moves with them"
+                f"the plan moves {moved} experts to other homes; register their optimizer with "
+                "register_optimizers(), so that its state moves with them"
             )
         self._experts.check_move(plan.placement)
 
     def _apply(
-        self,
-        plan: StepPlan,
-        workload: Workload,
-        trace: RoutingTrace,
-        schedule: Schedule | None,
-        *,
-        max_vio_before: float,
-        predicted_gain: float = 0.0,
-        planning_s: float = 0.0,
+        self, planned: PlannedStep, workload: Workload, trace: RoutingTrace, schedule: Schedule | None
     ) -> PlanReport:
-        """Apply a checked plan: move experts, allocate memory."""
-        experts, runs = self._experts, self._settings.executes_plans
+        """Apply a checked plan: move experts, allocate memory.
+
+        Args:
+            schedule: the schedule of all data ranks; None if the session has not planned the step.
+        """
+        plan, experts, runs = planned.plan, self._experts, self._settings.executes_plans
         before, after = workload.home_loads(experts.placement.home), plan.rank_loads(workload)
         moved = experts.num_moved(plan.placement)
         start = time.perf_counter()
@@ -234,10 +227,10 @@ class Steps:
         self._calls.is_planned = True
         self.running = step
         return PlanReport(
-            planning_s=planning_s,
+            planning_s=planned.planning_s,
             moving_s=time.perf_counter() - start,
-            predicted_gain=predicted_gain,
-            max_vio_before=max_vio_before,
+            predicted_gain=planned.predicted_gain,
+            max_vio_before=planned.max_vio_before,
             max_vio_after=float(max_over_mean(after).mean() - 1),
             replicas=plan.num_replicas,
             homes_moved=moved,
@@ -251,7 +244,40 @@ class Steps:
             free_bytes=_free_bytes(experts.device),
         )
 
-    def _begin(self, call: int, index: int, knows: bool = True, problem: Exception | None = None) -> bool:
+    def _bind(self, step: RunningStep | None, micro_step: MicroStep, is_known: bool) -> BoundRoutes:
+        if step is None or not is_known:
+            return BoundRoutes(micro_step)
+        return step.bind(micro_step, self._experts.layers, self._topology)
+
+    @contextmanager
+    def _running(self, step: RunningStep | None, knows: bool, micro_step: MicroStep) -> Iterator[None]:
+        """The context of a micro-step: agree with the other ranks, refresh changed copies, bind routes.
+
+        Args:
+            step: the step of the micro-step; None for a live one.
+            knows: whether this rank has the planned sequences.
+        """
+        index, recorder = micro_step.index, self._counters.recorder
+        problem = None if step is None else step.problem(index)
+        if step is not None and step is not self.running:
+            problem = RuntimeError(f"micro-step {index} is of an earlier plan; call micro_step() again")
+        all_know = self._agree_on_micro_step(step is None, index, knows and problem is None, problem)
+        is_known = all_know and step is not None
+        self._calls.backward.open(micro_step, is_known)
+        try:
+            routes = self._calls.current = micro_step.routes(is_known)
+            with nullcontext() if recorder is None or step is None else recorder.micro_step(index):
+                self._counters.unplanned_micro_steps += step is not None and not routes.layouts
+                if routes.transfers is not None:
+                    routes.transfers.ring.begin(index)
+                yield
+                if routes.transfers is not None:
+                    routes.transfers.ring.end(index)
+        finally:
+            self._calls.current = None
+            self._calls.backward.close()
+
+    def _agree_on_micro_step(self, is_live: bool, index: int, knows: bool, problem: Exception | None) -> bool:
         """Agree on the micro-step with the other ranks, and refresh copies of changed weights.
 
         Returns:
@@ -260,56 +286,15 @@ class Steps:
         self._calls.require_between_micro_steps("a micro-step")
         if torch.is_grad_enabled():
             self._calls.accumulation.begin_forward()
-        changed, trained, broken = self._experts.compare()
-        same = {"gradients enabled": torch.is_grad_enabled(), "trained expert tensors": trained}
+        changed, trained, broken = self._experts.transfers.watch.compare(self._experts.changed)
         votes_RV = self._lockstep.agree(
-            call, micro_step=index, same=same, votes=(changed, knows), problem=problem or broken
-        )
+            LIVE_MICRO_STEP if is_live else MICRO_STEP, micro_step=index, votes=(changed, knows),
+            same={"gradients enabled": torch.is_grad_enabled(), "trained expert tensors": trained},
+            problem=problem or broken,
+        )  # fmt: skip
         if votes_RV[:, 0].any():
             self._experts.refresh()
         return bool(votes_RV[:, 1].all())
-
-    def _bind(self, step: RunningStep, micro_step: MicroStep, is_known: bool) -> BoundRoutes:
-        if not is_known:
-            return BoundRoutes(micro_step)
-        return step.bind(micro_step, self._experts.layers, self._topology)
-
-    def _bind_live(self, micro_step: MicroStep, _is_known: bool) -> BoundRoutes:
-        return BoundRoutes(micro_step)
-
-    @contextmanager
-    def _running(self, step: RunningStep, knows: bool, micro_step: MicroStep) -> Iterator[None]:
-        index, recorder = micro_step.index, self._counters.recorder
-        problem = step.problem(index)
-        if step is not self.running:
-            problem = RuntimeError(f"micro-step {index} is of an earlier plan; call micro_step() again")
-        is_known = self._begin(MICRO_STEP, index, knows and problem is None, problem)
-        with (
-            self._opened(micro_step, is_known) as routes,
-            nullcontext() if recorder is None else recorder.micro_step(index),
-        ):
-            self._counters.unplanned_micro_steps += not routes.layouts
-            if routes.transfers is not None:
-                routes.transfers.ring.begin(index)
-            yield
-            if routes.transfers is not None:
-                routes.transfers.ring.end(index)
-
-    @contextmanager
-    def _running_live(self, micro_step: MicroStep) -> Iterator[None]:
-        self._begin(LIVE_MICRO_STEP, -1)
-        with self._opened(micro_step, False):
-            yield
-
-    @contextmanager
-    def _opened(self, micro_step: MicroStep, is_known: bool) -> Iterator[BoundRoutes]:
-        self._calls.backward.open(micro_step, is_known)
-        try:
-            self._calls.current = micro_step.routes(is_known)
-            yield self._calls.current
-        finally:
-            self._calls.current = None
-            self._calls.backward.close()
 
 
 def _problem(check: Callable[..., None], *args: Any) -> Exception | None:

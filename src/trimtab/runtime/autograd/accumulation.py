@@ -42,8 +42,8 @@ class Accumulation:
             self._store_states()
 
     def begin_backward(self, number: int | None) -> None:
-        """Call it when a layer's backward begins, before gradients of its experts accumulate. The host does not wait for
-        CUDA.
+        """Call it when a layer's backward begins, before gradients of its experts accumulate. The host does not wait
+        for CUDA.
 
         Args:
             number: the number of the running backward.

@@ -87,19 +87,17 @@ class LayerCalls:
         Raises:
             InputError: on all ranks, if a rank has an id out of range.
         """
-        has_graph = torch.is_grad_enabled()
-        if routes is None or not routes.layouts:
+        if routes is not None and routes.layouts:
+            layout = routes.layouts[homes.index] or self._mixed_layout(homes, expert_ids, routes)
+        else:
             self.counters.live_calls += routes is None and self.is_planned
-            if has_graph and running_backward() is None:
+            if torch.is_grad_enabled() and running_backward() is None:
                 self.accumulation.begin_forward()
             positions = None if routes is None else routes.positions
             chosen = expert_ids if positions is None else expert_ids.index_select(0, positions)
             experts = PhysicalExperts.of(homes, self.topology.rank, self.topology.positions, self.num_slots)
             layout = self._complete(homes, PlannedRows.unknown(tuple(chosen.shape), experts), chosen.cpu().numpy())
-            return Instance(self, homes, layout, routes, has_graph)
-        assert routes.transfers is not None
-        layout = routes.layouts[homes.index] or self._mixed_layout(homes, expert_ids, routes)
-        return PlannedInstance(self, homes, layout, routes, has_graph, routes.transfers)
+        return Instance(self, homes, layout, routes)
 
     def _mixed_layout(self, homes: HomeExperts, expert_ids: torch.Tensor, routes: BoundRoutes) -> Layout:
         """The layout of an instance with unknown rows. The host waits for the ids that the router chose for them."""
@@ -128,23 +126,22 @@ class LayerCalls:
 
 
 class Instance:
-    """A call without a plan.
+    """One call of a layer. Without a plan it has no replicas.
 
     Args:
         layout: the layout; kept until the forward ends.
         routes: routes of the micro-step; None outside of micro-steps. Kept until the backward ends.
-        has_graph: whether a backward can follow.
 
     Attributes:
+        has_graph: whether a backward can follow.
         replicas: the instance's replicas on all ranks.
         index: the micro-step's number; -1 if it has none.
+        replica_node: the graph node whose backward sends gradients of replicas.
     """
 
-    def __init__(
-        self, calls: LayerCalls, homes: HomeExperts, layout: Layout, routes: BoundRoutes | None, has_graph: bool
-    ) -> None:
+    def __init__(self, calls: LayerCalls, homes: HomeExperts, layout: Layout, routes: BoundRoutes | None) -> None:
         self.homes = homes
-        self.has_graph = has_graph
+        self.has_graph = torch.is_grad_enabled()
         self.routes = routes
         self.replicas = layout.replicas
         self.index = -1 if routes is None else routes.index
@@ -155,6 +152,11 @@ class Instance:
         # Identifies the forward in logs, if a micro-step has several. Equal on all ranks.
         self._forward = calls.lockstep.count
         self._recorder = calls.counters.recorder
+        self.replica_node: weakref.ref[Any] | None = None
+        self._transfers = None if routes is None else routes.transfers
+        self._plan_number = 0 if routes is None else routes.plan_number
+        # If so, a reentrant checkpoint runs the layer again, and its backward is nested in a followed backward.
+        self._made_in_backward = running_backward() is not None
 
     @property
     def layout(self) -> Layout:
@@ -193,25 +195,33 @@ class Instance:
         return exchange_rows(rows, send, receive, group, tag=tag, wait=wait)
 
     def begin_forward(self) -> None:
-        """Call it when the layer's forward begins."""
+        """Call it when the layer's forward begins: prefetches replicas."""
+        if self._transfers is not None:
+            self._prefetch(self._transfers)
 
     def end_forward(self) -> None:
         """Call it when the layer's forward ends. Tensors of the layout that backward needs are saved in the graph."""
         self._layout = None
 
     def begin_backward(self) -> None:
-        """Call it when the layer's backward begins.
+        """Call it when the layer's backward begins: prefetches replicas.
 
         Raises:
             RuntimeError: if experts have moved since the forward, or another plan was applied.
         """
-        if self._is_out_of_date():
+        transfers = self._transfers
+        if self._home_E is not self.homes.home_E or (transfers and transfers.plan_number != self._plan_number):
             which = "a forward" if self.index < 0 else f"the forward of micro-step {self.index}"
             raise RuntimeError(
                 f"MoE layer {self.homes.index}: another plan was applied between {which} and its backward; call "
                 "backward() before plan(), apply_plan() or move()"
             )
         self._calls.accumulation.begin_backward(running_backward())
+        replica_node = None if self.replica_node is None else self.replica_node()
+        if replica_node is not None and not will_run(replica_node):
+            self._check_excluded()
+        if transfers is not None:
+            self._prefetch(transfers)
 
     def end_backward(self) -> None:
         """Call it when the layer's backward ends."""
@@ -219,79 +229,29 @@ class Instance:
 
     def join_gradients(self, gradients: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
         """Add gradients of replicas to those of the home experts, `[E / R, ...]` for each stacked tensor."""
-        return gradients
-
-    def _is_out_of_date(self) -> bool:
-        return self._home_E is not self.homes.home_E
-
-    def _log(self, kind: int) -> int:
-        return self._calls.lockstep.log(kind, self.homes.index, self.index, self._forward)
-
-
-class PlannedInstance(Instance):
-    """A call in a planned micro-step, which may have replicas.
-
-    Args:
-        transfers: transfers of replicas' weights and gradients.
-
-    Attributes:
-        replica_node: the graph node whose backward sends gradients of replicas.
-    """
-
-    def __init__(
-        self,
-        calls: LayerCalls,
-        homes: HomeExperts,
-        layout: Layout,
-        routes: BoundRoutes,
-        has_graph: bool,
-        transfers: Transfers,
-    ) -> None:
-        super().__init__(calls, homes, layout, routes, has_graph)
-        self.replica_node: weakref.ref[Any] | None = None
-        self._plan_number = routes.plan_number
-        self._transfers = transfers
-        # If so, a reentrant checkpoint runs the layer again, and its backward is nested in a followed backward.
-        self._made_in_backward = running_backward() is not None
-
-    def begin_forward(self) -> None:
-        """Call it when the layer's forward begins: prefetches replicas."""
-        self._prefetch()
-
-    def begin_backward(self) -> None:
-        """Call it when the layer's backward begins: prefetches replicas."""
-        super().begin_backward()
-        replica_node = None if self.replica_node is None else self.replica_node()
-        if replica_node is not None and not will_run(replica_node):
-            self._check_excluded()
-        self._prefetch()
+        if self._transfers is None or not self.replicas.count:
+            return gradients
+        return self._transfers.returns.join(self.homes, gradients)
 
     def replica_weights(self) -> list[torch.Tensor]:
         """This rank's replicas, `[count, ...]` for each stacked tensor. Waits for their transfers."""
+        assert self._transfers is not None
         return self._transfers.ring.replicas(self.index, self.homes.index)
 
     def return_gradients(self, gradients: Sequence[torch.Tensor | None]) -> None:
         """Start sending the gradients of `replica_weights` to home ranks."""
+        assert self._transfers is not None
         if not self._made_in_backward:
             self._calls.backward.follow()
         self._log(RETURNS)
         tag = message_tag((self._plan_number, self.index, self.homes.index))
         self._transfers.returns.start(self.homes, gradients, self.replicas, tag)
 
-    def join_gradients(self, gradients: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
-        """See `Instance`."""
-        if not self.replicas.count:
-            return gradients
-        return self._transfers.returns.join(self.homes, gradients)
-
-    def _prefetch(self) -> None:
+    def _prefetch(self, transfers: Transfers) -> None:
         # Copies have the weights of the start of the micro-step.
         if self.replicas.count or self.homes.is_staged:
-            self._transfers.watch.check_unchanged(self.homes)
-        self._transfers.ring.prefetch(self.index, self.homes.index)
-
-    def _is_out_of_date(self) -> bool:
-        return super()._is_out_of_date() or self._plan_number != self._transfers.plan_number
+            transfers.watch.check_unchanged(self.homes)
+        transfers.ring.prefetch(self.index, self.homes.index)
 
     def _check_excluded(self) -> None:
         """Raises RuntimeError if the running backward accumulates gradients of experts but not of their replicas."""
@@ -300,3 +260,6 @@ class PlannedInstance(Instance):
                 f"MoE layer {self.homes.index}: backward(inputs=...) with expert tensors alone would miss gradients "
                 "of replicas; call backward() without inputs"
             )
+
+    def _log(self, kind: int) -> int:
+        return self._calls.lockstep.log(kind, self.homes.index, self.index, self._forward)

@@ -15,7 +15,7 @@ from trimtab.errors import InputError
 from trimtab.runtime.autograd.substituted_values import SubstitutedValues
 from trimtab.runtime.autograd.torch_engine import running_backward
 from trimtab.runtime.layer.dispatch import Dispatcher
-from trimtab.runtime.layer.instance import Instance, LayerCalls, PlannedInstance
+from trimtab.runtime.layer.instance import Instance, LayerCalls
 from trimtab.runtime.ranks.recorder import BACKWARD, COMBINE, OTHER
 from trimtab.runtime.rows.expert_compute import ApplyExperts, ExpertWeight
 from trimtab.runtime.state.home_experts import HomeExperts, parameters_of
@@ -149,7 +149,7 @@ class ExpertLayer:
         physical_ids = instance.layout.physical_ids
         arrived = self._dispatcher.dispatch(hidden, physical_ids, expert_weights, instance)
         outputs = [self._apply([ExpertWeight(home) for home in homes], arrived.home_rows, arrived.home_groups)]
-        if isinstance(instance, PlannedInstance) and instance.replicas.count:
+        if instance.replicas.count:
             # After the compute of home experts, which overlaps the transfer.
             replica_rows, *slots = _UseReplicas.apply(arrived.replica_rows, instance)
             weights = [ExpertWeight(slot, partial(_fetch_again, instance, t)) for t, slot in enumerate(slots)]
@@ -180,7 +180,7 @@ def _mark(ids: torch.Tensor) -> tuple[int, int]:
     return ids.data_ptr(), -1 if ids.is_inference() else ids._version
 
 
-def _fetch_again(instance: PlannedInstance, tensor: int) -> torch.Tensor:
+def _fetch_again(instance: Instance, tensor: int) -> torch.Tensor:
     """One tensor of the replicas, during backward."""
     return instance.replica_weights()[tensor]
 
@@ -240,7 +240,7 @@ class _UseReplicas(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, rows: torch.Tensor, instance: PlannedInstance) -> Any:
+    def forward(ctx: Any, rows: torch.Tensor, instance: Instance) -> Any:
         ctx.instance = instance
         instance.replica_node = weakref.ref(ctx)
         slots = [slot.detach() for slot in instance.replica_weights()]
@@ -252,7 +252,7 @@ class _UseReplicas(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None]:
         grad_rows, *grad_slots = grads
-        instance: PlannedInstance = ctx.instance
+        instance: Instance = ctx.instance
         if instance.homes.trained:
             instance.return_gradients(grad_slots)
         return grad_rows, None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 
@@ -29,7 +29,7 @@ class BoundRoutes:
     Attributes:
         micro_step: the micro-step.
         recorded_LNK: recorded ids `[L, n, K]` int64; None if there are none, or the batch is not the planned one.
-        known_L: for each layer `[n]` bool, tokens whose route is known; None if all are known.
+        known: for each layer with unknown routes `[n]` bool, whether the route of each token is known.
         layouts: one for each layer if the micro-step is planned, else empty; None for layers with unknown rows on any
             rank.
         partial: the planned rows of layers with unknown routes.
@@ -41,7 +41,7 @@ class BoundRoutes:
 
     micro_step: MicroStep
     recorded_LNK: torch.Tensor | None = None
-    known_L: Sequence[torch.Tensor | None] = ()
+    known: Mapping[int, torch.Tensor] = field(default_factory=dict)
     layouts: Sequence[Layout | None] = ()
     partial: dict[int, PlannedRows] = field(default_factory=dict)
     transfers: Transfers | None = None
@@ -75,9 +75,8 @@ class BoundRoutes:
                 f"MoE layer {layer} got {len(chosen)} tokens with {chosen.shape[1]} experts each; the micro-step was "
                 f"planned with {len(recorded)} tokens with {recorded.shape[1]}"
             )
-        known_N = self.known_L[layer]
-        if known_N is not None:
-            recorded = torch.where(known_N[:, None], recorded, chosen)
+        if layer in self.known:
+            recorded = torch.where(self.known[layer][:, None], recorded, chosen)
         return recorded.clone() if self.positions is None else live_ids.index_copy(0, self.positions, recorded)
 
 
@@ -179,15 +178,13 @@ class RunningStep:
         is_known_NL = ids_NLK[:, :, 0] != self.trace.no_route
         (recorded_LNK,) = upload([ids_NLK.transpose(1, 0, 2).astype(np.int64)], device)
         incomplete = np.flatnonzero(~is_known_NL.all(axis=0)).tolist()
-        known_L: list[torch.Tensor | None] = [None] * len(layers)
-        for layer, known_N in zip(
-            incomplete, upload([np.ascontiguousarray(is_known_NL[:, i]) for i in incomplete], device), strict=True
-        ):
-            known_L[layer] = known_N
-        bound = BoundRoutes(micro_step, recorded_LNK, known_L, plan_number=self.number)
+        known = upload([np.ascontiguousarray(is_known_NL[:, layer]) for layer in incomplete], device)
+        bound = BoundRoutes(
+            micro_step, recorded_LNK, dict(zip(incomplete, known, strict=True)), transfers=self.transfers,
+            plan_number=self.number,
+        )  # fmt: skip
         if self.transfers is None:
             return bound
-        bound.transfers = self.transfers
         planned = [
             PlannedRows.of(
                 np.ascontiguousarray(ids_NLK[:, layer.index]),

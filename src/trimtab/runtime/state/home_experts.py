@@ -132,7 +132,7 @@ class HomeExperts:
     @property
     def expert_like(self) -> list[Like]:
         """Shapes and dtype of one expert's tensors in transfers."""
-        return [(shape, self.dtype) for shape in self.expert_shapes]
+        return [(tuple(shape), self.dtype) for shape in self.expert_shapes]
 
     @property
     def expert_bytes(self) -> int:

@@ -14,6 +14,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from trimtab.array_type import Array
 from trimtab.errors import InputError
 from trimtab.runtime.ranks.topology import Topology
 from trimtab.runtime.state.home_experts import HomeExperts
@@ -39,10 +40,16 @@ class _Place:
     name: NumberedName | None = None
 
     @property
-    def expert(self) -> int:
-        """Logical id of the expert that is in this row now."""
+    def homes(self) -> list[Array]:
+        """Logical ids of the home experts of each rank now, ascending."""
+        home_E = self.layer.home_E
+        return [np.flatnonzero(home_E == rank) for rank in np.unique(home_E)]
+
+    def name_of(self, home: Array) -> str:
+        """The name in the logical state of the expert in this row of a rank's home experts."""
+        assert self.name is not None
         assert self.row is not None
-        return int(self.layer.home_experts[self.row])
+        return self.name.with_number(int(home[self.row]))
 
 
 class LogicalState:
@@ -215,18 +222,16 @@ class LogicalState:
         parts = self._exchange(rows, everywhere=everywhere)
         if parts is None:
             return {}
-        home_E = place.layer.home_E
-        homes = [np.flatnonzero(home_E == rank) for rank in range(len(parts))]
         if place.row is not None:
-            assert place.name is not None
             return {
-                place.name.with_number(int(home[place.row])): part.view(value.dtype).reshape(value.shape)
-                for home, part in zip(homes, parts, strict=True)
+                place.name_of(home): part.view(value.dtype).reshape(value.shape)
+                for home, part in zip(place.homes, parts, strict=True)
             }
-        whole = parts[0].new_empty(len(home_E), parts[0].shape[1])
-        for home, part in zip(homes, parts, strict=True):
+        num_experts = len(place.layer.home_E)
+        whole = parts[0].new_empty(num_experts, parts[0].shape[1])
+        for home, part in zip(place.homes, parts, strict=True):
             whole[torch.from_numpy(home).to(whole.device)] = part
-        return {name: whole.view(value.dtype).reshape(len(home_E), *value.shape[1:])}
+        return {name: whole.view(value.dtype).reshape(num_experts, *value.shape[1:])}
 
     def _exchange(self, rows: torch.Tensor, *, everywhere: bool) -> list[torch.Tensor] | None:
         """All ranks' `rows [n, ...]` as bytes `[n, b]`, everywhere or on rank 0."""
@@ -283,17 +288,12 @@ class LogicalState:
 
 def _whole_names(place: _Place | None, name: str) -> list[str]:
     """The names in the logical state of all ranks' experts in a place."""
-    if place is None or place.name is None:
-        return [name]
-    assert place.row is not None
-    home_E = place.layer.home_E
-    homes = [np.flatnonzero(home_E == rank) for rank in np.unique(home_E)]
-    return [place.name.with_number(int(home[place.row])) for home in homes]
+    return [name] if place is None or place.name is None else [place.name_of(home) for home in place.homes]
 
 
 def _own_name(place: _Place | None, name: str) -> str:
     """The name in the logical state of this rank's expert in a place."""
-    return name if place is None or place.name is None else place.name.with_number(place.expert)
+    return name if place is None or place.name is None else place.name_of(place.layer.home_experts)
 
 
 def _shape(tensor: torch.Tensor) -> list[int]:

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from trimtab.runtime.autograd.torch_engine import will_run
 from trimtab.runtime.ranks.topology import Topology
 from trimtab.runtime.rows.instance_replicas import InstanceReplicas
-from trimtab.runtime.state.home_experts import ExpertTensor, HomeExperts
+from trimtab.runtime.state.home_experts import HomeExperts, parameters_of
 from trimtab.runtime.transfer.counters import Counters
 
 
@@ -21,8 +21,8 @@ class _Return:
     """The gradients of one instance in transfer.
 
     Attributes:
-        targets: for each trained tensor the Parameter whose `.grad` they are added to, or a list of Parameters by home
-            row; None for Parameters whose gradients the backward does not accumulate.
+        targets: for each trained tensor the Parameters whose `.grad` they are added to: one for a stack, one for each
+            home row for a list; None for Parameters whose gradients the backward does not accumulate.
         rows: home row of each gradient that arrives here.
         buffers: memory for each of these gradients, one for each trained tensor.
         sent: gradients that this rank sends.
@@ -30,7 +30,7 @@ class _Return:
     """
 
     layer: HomeExperts
-    targets: list[torch.nn.Parameter | list[torch.nn.Parameter | None] | None]
+    targets: list[list[torch.nn.Parameter | None]]
     rows: list[int] = field(default_factory=list)
     buffers: list[list[torch.Tensor]] = field(default_factory=list)
     sent: list[torch.Tensor] = field(default_factory=list)
@@ -83,7 +83,10 @@ class GradientReturns:
             self._add(self._in_transfer.pop(0))
         trained = _trained(layer)
         tensors = layer.tensors
-        targets = [None if layer.joins_in_backward else _accumulated(layer, tensors[t]) for t in trained]
+        targets = [
+            [p if not layer.joins_in_backward and accumulates(layer, p) else None for p in parameters_of(tensors[t])]
+            for t in trained
+        ]
         pending = _Return(layer, targets)
         operations: list[dist.P2POp] = []
         rank = self._topology.rank
@@ -152,13 +155,14 @@ class GradientReturns:
 
     def _add(self, pending: _Return) -> None:
         for row, totals in self._arrived(pending):
-            for target, total in zip(pending.targets, totals, strict=True):
-                parameter = target[row] if isinstance(target, list) else target
+            for parameters, total in zip(pending.targets, totals, strict=True):
+                # A stack is one Parameter for all rows.
+                parameter = parameters[row % len(parameters)]
                 if parameter is None:
                     continue
                 if parameter.grad is None:
                     parameter.grad = torch.zeros_like(parameter)
-                gradient = parameter.grad if isinstance(target, list) else parameter.grad[row]
+                gradient = parameter.grad if parameter.ndim == total.ndim else parameter.grad[row]
                 gradient += total
 
     def _arrived(self, pending: _Return) -> Iterator[tuple[int, list[torch.Tensor]]]:
@@ -184,15 +188,6 @@ def _given(gradient: torch.Tensor | None) -> torch.Tensor:
 def _trained(layer: HomeExperts) -> list[int]:
     """Numbers of the tensors that are not frozen."""
     return [t for t, is_trained in enumerate(layer.are_trained) if is_trained]
-
-
-def _accumulated(
-    layer: HomeExperts, tensor: ExpertTensor
-) -> torch.nn.Parameter | list[torch.nn.Parameter | None] | None:
-    """The tensor's Parameters, None in place of those whose gradients the running backward does not accumulate."""
-    if isinstance(tensor, torch.Tensor):
-        return tensor if accumulates(layer, tensor) else None
-    return [parameter if accumulates(layer, parameter) else None for parameter in tensor]
 
 
 def accumulates(layer: HomeExperts, parameter: torch.nn.Parameter) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -10,6 +11,7 @@ import torch.distributed as dist
 
 from trimtab.errors import InputError
 from trimtab.launch.shared_files import free_shared_memory, new_shared_file
+from trimtab.runtime.ranks.first_rank import on_first_rank
 from trimtab.runtime.ranks.topology import Topology
 
 
@@ -22,15 +24,7 @@ def share_memory(nbytes: int, topology: Topology) -> torch.Tensor:
         InputError: if shared memory is too small, or the ranks are not on one machine.
     """
     group = topology.node_control
-    is_first = dist.get_rank(group) == 0
-    message: list[tuple[str, str] | None] = [None]
-    if is_first:
-        message = [_create(nbytes)]
-    dist.broadcast_object_list(message, group=group, group_src=0)
-    assert message[0] is not None
-    name, problem = message[0]
-    if problem:
-        raise InputError(problem)
+    name = on_first_rank(partial(_create, nbytes), group)
     try:
         return torch.from_file(name, shared=True, size=nbytes, dtype=torch.uint8)
     except RuntimeError:
@@ -40,12 +34,12 @@ def share_memory(nbytes: int, topology: Topology) -> torch.Tensor:
         ) from None
     finally:
         dist.barrier(group=group)
-        if is_first:
+        if dist.get_rank(group) == 0:
             Path(name).unlink(missing_ok=True)
 
 
-def _create(nbytes: int) -> tuple[str, str]:
-    """Create a file in shared memory. Returns its name and the error; one of them is empty."""
+def _create(nbytes: int) -> str:
+    """Create a file in shared memory. Returns its name. Raises InputError if there is not enough room."""
     path = new_shared_file()
     descriptor = os.open(path, os.O_CREAT | os.O_EXCL | os.O_RDWR, 0o600)
     try:
@@ -53,10 +47,10 @@ def _create(nbytes: int) -> tuple[str, str]:
         os.posix_fallocate(descriptor, 0, nbytes)
     except OSError:
         path.unlink()
-        return "", (
+        raise InputError(
             f"the host mirror needs {nbytes / 1e6:.0f} MB of {path.parent}, which has "
             f"{free_shared_memory() / 1e6:.0f} MB left; lower mirror_bytes or make it larger"
-        )
+        ) from None
     finally:
         os.close(descriptor)
-    return str(path), ""
+    return str(path)
