@@ -21,7 +21,7 @@ Row = tuple[int, int, int]  # source rank, token, expert
 def rows_by_copy(
     ids_R: list[Array], home_E: Array, replicas: InstanceReplicas
 ) -> dict[tuple[int, str, int], list[Row]]:
-    """Of a source's tokens for an expert, replicas get their quotas first, in plan order, the home the rest."""
+    """The rows of each copy: of a source's tokens for an expert, replicas get their quotas first, the home the rest."""
     copies: dict[tuple[int, str, int], list[Row]] = {}
     for source, ids_NK in enumerate(ids_R):
         for expert in range(len(home_E)):

@@ -1,4 +1,4 @@
-"""Ranks that do not make the same calls get an error that names the ranks and the calls: no hang, abort or number."""
+"""Ranks with different calls raise an error that names ranks and calls; they do not hang, abort or return results."""
 
 from __future__ import annotations
 
@@ -101,7 +101,7 @@ def make_other_calls(what: str) -> None:
         update(0)
         session.finish_gradients(loop.model.replicated()[: 3 if first else None])
     else:
-        # Which never comes to the session again.
+        # Rank 1 makes no further call.
         short = Session(num_experts=4, timeout=timedelta(seconds=7))
         short.add_layer(
             [torch.nn.Parameter(torch.ones(2, 8, 4)), torch.nn.Parameter(torch.ones(2, 4, 4))], gated_experts()
@@ -133,8 +133,8 @@ CALLS = {
 
 
 @pytest.mark.parametrize("what", CALLS)
-def test_other_calls_are_named(what: str, capfd: pytest.CaptureFixture[str]) -> None:
-    """Neither a hang, nor gloo's abort, nor a number: both ranks and what they called."""
+def test_different_calls_are_named(what: str, capfd: pytest.CaptureFixture[str]) -> None:
+    """The error names both ranks and their calls, without a hang or an abort of gloo."""
     with pytest.raises((RankFailedError, InputError), match=CALLS[what]):
         launch(make_other_calls, (what,), ranks=2)
 
@@ -205,7 +205,7 @@ GRADIENT_CALLS = {
 
 
 @pytest.mark.parametrize("what", GRADIENT_CALLS)
-def test_other_calls_with_gradients_are_named(what: str) -> None:
+def test_different_calls_with_gradients_are_named(what: str) -> None:
     ranks = 4 if what == "a step without finished gradients" else 2
     with pytest.raises((RankFailedError, InputError), match=GRADIENT_CALLS[what]):
         launch(make_other_gradient_calls, (what,), ranks=ranks)
