@@ -251,8 +251,8 @@ def refused(state: State, expert_ranks: Ranks, dp_ranks: Ranks | None, nodes: li
         (((0, 1, 2, 3),), None, [[0, 1]] * 4, "nodes has 2 node numbers; expert_group has 4 ranks"),
         (((0, 1, 2, 3),), None, [["a", 0, 1, 1]] * 4, "it should be the node number of every rank"),
         (((0, 1, 2, 3),), None, [None, None, [0, 0, 1], None], "nodes has 3 node numbers"),
-        (((0, 1, 2, 3),), None, [None, None, None, [0, 1, 0, 1]], "laid out alike in all expert-parallel groups"),
-        (((0, 2), (1, 3)), ((0, 1), (2, 3)), [[0, 1], [0, 0]] * 2, "nodes should be laid out alike"),
+        (((0, 1, 2, 3),), None, [None, None, None, [0, 1, 0, 1]], "the same layout in all expert-parallel groups"),
+        (((0, 2), (1, 3)), ((0, 1), (2, 3)), [[0, 1], [0, 0]] * 2, "nodes should have the same layout"),
         (((0, 2), (1, 3)), ((0, 1), (2, 3)), [[0, 1], [0]] * 2, "nodes has 1 node numbers"),
         (((0, 1), (2, 3)), ((0, 1), (2, 3)), None, "don't line up"),
         # The second group has the opposite order.

@@ -58,7 +58,14 @@ class Gradients:
             CLIP, same={"max_norm": max_norm, "replicated parameters": len(dense)},
             problem=problem if self._experts.accumulation.is_open else None, everywhere=True,
         )  # fmt: skip
-        return float(clip_gradients(dense, experts, max_norm, self._topology.experts))
+        dense_square, expert_square = _square_sum(dense), _square_sum(experts)
+        dist.all_reduce(expert_square, group=self._topology.experts)
+        norm = (dense_square + expert_square).sqrt()
+        scale = (max_norm / (norm + 1e-6)).clamp(max=1.0)
+        for parameter in (*dense, *experts):
+            if parameter.grad is not None:
+                parameter.grad.mul_(scale.to(parameter.grad.dtype))
+        return float(norm)
 
 
 def describe(parameters: Sequence[torch.nn.Parameter], *, with_values: bool) -> str:
@@ -130,31 +137,6 @@ def _sum_bucket(bucket: list[torch.Tensor], group: dist.ProcessGroup) -> None:
     dist.all_reduce(flat, group=group)
     for gradient, total in zip(bucket, _unflatten_dense_tensors(flat, bucket), strict=True):
         gradient.copy_(total)
-
-
-def clip_gradients(
-    replicated: Sequence[torch.nn.Parameter],
-    sharded: Sequence[torch.nn.Parameter],
-    max_norm: float,
-    group: dist.ProcessGroup,
-) -> torch.Tensor:
-    """Scale all gradients so that their joint norm is at most `max_norm`.
-
-    Args:
-        replicated: parameters with equal gradients on all ranks.
-        sharded: this rank's part of the sharded parameters.
-
-    Returns:
-        The norm before clipping, the same on every rank.
-    """
-    replicated_square, sharded_square = _square_sum(replicated), _square_sum(sharded)
-    dist.all_reduce(sharded_square, group=group)
-    norm = (replicated_square + sharded_square).sqrt()
-    scale = (max_norm / (norm + 1e-6)).clamp(max=1.0)
-    for parameter in (*replicated, *sharded):
-        if parameter.grad is not None:
-            parameter.grad.mul_(scale.to(parameter.grad.dtype))
-    return norm
 
 
 def _square_sum(parameters: Sequence[torch.nn.Parameter]) -> torch.Tensor:

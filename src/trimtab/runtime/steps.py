@@ -127,12 +127,12 @@ class Steps:
     def micro_step(self, index: int, positions: torch.Tensor | None, sequence_hashes: Array | None) -> MicroStep:
         """The micro-step; the existing object if it has the same positions."""
         step = self.need("micro_step()")
-        knows = step.problem(index) is None and step.knows(index, sequence_hashes, self._topology.rank)
+        matches = step.problem(index) is None and step.matches_plan(index, sequence_hashes, self._topology.rank)
         known = step.micro_steps.get(index)
-        if known is not None and knows and known.positions is positions:
+        if known is not None and matches and known.positions is positions:
             return known
-        made = MicroStep(index, positions, partial(self._bind, step), partial(self._running, step, knows))
-        if knows:
+        made = MicroStep(index, positions, partial(self._bind, step), partial(self._running, step, matches))
+        if matches:
             step.micro_steps[index] = made
         return made
 
@@ -244,28 +244,28 @@ class Steps:
             free_bytes=_free_bytes(experts.device),
         )
 
-    def _bind(self, step: RunningStep | None, micro_step: MicroStep, is_known: bool) -> BoundRoutes:
-        if step is None or not is_known:
+    def _bind(self, step: RunningStep | None, micro_step: MicroStep, matches_plan: bool) -> BoundRoutes:
+        if step is None or not matches_plan:
             return BoundRoutes(micro_step)
         return step.bind(micro_step, self._experts.layers, self._topology)
 
     @contextmanager
-    def _running(self, step: RunningStep | None, knows: bool, micro_step: MicroStep) -> Iterator[None]:
+    def _running(self, step: RunningStep | None, matches: bool, micro_step: MicroStep) -> Iterator[None]:
         """The context of a micro-step: agree with the other ranks, refresh changed copies, bind routes.
 
         Args:
             step: the step of the micro-step; None for a live one.
-            knows: whether this rank has the planned sequences.
+            matches: whether this rank has the planned sequences.
         """
         index, recorder = micro_step.index, self._counters.recorder
         problem = None if step is None else step.problem(index)
         if step is not None and step is not self.running:
             problem = RuntimeError(f"micro-step {index} is of an earlier plan; call micro_step() again")
-        all_know = self._agree_on_micro_step(step is None, index, knows and problem is None, problem)
-        is_known = all_know and step is not None
-        self._calls.backward.open(micro_step, is_known)
+        all_match = self._agree_on_micro_step(step is None, index, matches and problem is None, problem)
+        matches_plan = all_match and step is not None
+        self._calls.backward.open(micro_step, matches_plan)
         try:
-            routes = self._calls.current = micro_step.routes(is_known)
+            routes = self._calls.current = micro_step.routes(matches_plan)
             with nullcontext() if recorder is None or step is None else recorder.micro_step(index):
                 self._counters.unplanned_micro_steps += step is not None and not routes.layouts
                 if routes.transfers is not None:
@@ -277,7 +277,7 @@ class Steps:
             self._calls.current = None
             self._calls.backward.close()
 
-    def _agree_on_micro_step(self, is_live: bool, index: int, knows: bool, problem: Exception | None) -> bool:
+    def _agree_on_micro_step(self, is_live: bool, index: int, matches: bool, problem: Exception | None) -> bool:
         """Agree on the micro-step with the other ranks, and refresh copies of changed weights.
 
         Returns:
@@ -288,7 +288,7 @@ class Steps:
             self._calls.accumulation.begin_forward()
         changed, trained, broken = self._experts.transfers.watch.compare(self._experts.changed)
         votes_RV = self._lockstep.agree(
-            LIVE_MICRO_STEP if is_live else MICRO_STEP, micro_step=index, votes=(changed, knows),
+            LIVE_MICRO_STEP if is_live else MICRO_STEP, micro_step=index, votes=(changed, matches),
             same={"gradients enabled": torch.is_grad_enabled(), "trained expert tensors": trained},
             problem=problem or broken,
         )  # fmt: skip

@@ -37,7 +37,7 @@ def trace_of_micro_steps(rows: Sequence[npt.ArrayLike], num_layers: int, num_exp
     Raises:
         InputError: if there are none, or shapes, dtypes or ids are wrong.
     """
-    arrays = [np.asarray(ids) for ids in rows]
+    arrays, unknown = [np.asarray(ids) for ids in rows], no_route(num_experts)
     if not arrays:
         raise InputError("there are no micro-steps to plan; give the ids [tokens, layers, top_k] of at least one")
     for index, ids in enumerate(arrays):
@@ -47,13 +47,11 @@ def trace_of_micro_steps(rows: Sequence[npt.ArrayLike], num_layers: int, num_exp
                 f"[tokens, layers, top_k], with as many layers and experts a token as micro-step 0, "
                 f"{list(arrays[0].shape)}"
             )
-    unknown = no_route(num_experts)
-    wide = [np.where(ids < 0, unknown, ids) if ids.dtype.kind == "i" else ids for ids in arrays]
-    for index, ids in enumerate(wide):
-        wrong = (ids >= num_experts) & (ids != unknown)
+        arrays[index] = np.where(ids < 0, unknown, ids) if ids.dtype.kind == "i" else ids
+        wrong = (arrays[index] >= num_experts) & (arrays[index] != unknown)
         if wrong.any():
             raise InputError(f"micro-step {index} has expert id {ids[wrong][0]}; ids should be below {num_experts}")
-    trace = RoutingTrace.from_sequences(wide, num_experts=num_experts)
+    trace = RoutingTrace.from_sequences(arrays, num_experts=num_experts)
     check_model(trace, (num_layers, num_experts))
     return trace
 

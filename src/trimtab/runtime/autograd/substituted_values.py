@@ -1,4 +1,4 @@
-"""`SubstitutedValues`: values from other memory in the graph, with gradients to the tensors that they stand for."""
+"""`SubstitutedValues`: values from other memory in the graph in place of tensors, which get the gradients."""
 
 from __future__ import annotations
 

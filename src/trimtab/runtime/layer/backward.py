@@ -35,14 +35,14 @@ class _Forward:
     Attributes:
         start, end: the range, without `end`; infinite while the micro-step is open.
         index: the micro-step's number.
-        is_known: see `MicroStep.routes`.
+        matches_plan: see `MicroStep.routes`.
         micro_step: the micro-step; None after another plan was applied.
     """
 
     start: int
     end: float
     index: int
-    is_known: bool
+    matches_plan: bool
     micro_step: MicroStep | None
 
 
@@ -68,7 +68,7 @@ class Backward:
         # The last backward in which a layer ran again, and the routes of its micro-step.
         self._rerun: tuple[int | None, BoundRoutes | None] | None = None
 
-    def open(self, micro_step: MicroStep, is_known: bool) -> None:
+    def open(self, micro_step: MicroStep, matches_plan: bool) -> None:
         """Call it when a micro-step begins; see `MicroStep.routes`.
 
         Raises:
@@ -82,7 +82,7 @@ class Backward:
         self.leave_backward()
         if len(self._forwards) == KEPT_FORWARDS:
             self._dropped = int(self._forwards.pop(0).end)
-        self._forwards.append(_Forward(next_node(), math.inf, micro_step.index, is_known, micro_step))
+        self._forwards.append(_Forward(next_node(), math.inf, micro_step.index, matches_plan, micro_step))
         self._is_open = True
 
     def close(self) -> None:
@@ -170,7 +170,7 @@ class Backward:
                 f"a checkpointed MoE layer of micro-step {forward.index} runs again after another plan was applied; "
                 "call backward() for all micro-steps of a plan before the next one"
             )
-        return forward.micro_step.routes(forward.is_known)
+        return forward.micro_step.routes(forward.matches_plan)
 
     def _check_other_threads(self, number: int) -> None:
         """Raises RuntimeError if the node may be of a micro-step of an earlier plan that another thread began."""

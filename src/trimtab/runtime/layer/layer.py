@@ -141,11 +141,8 @@ class ExpertLayer:
     def _run(self, hidden: torch.Tensor, instance: Instance, expert_weights: torch.Tensor) -> torch.Tensor:
         homes = self._home_weights(in_micro_step=instance.routes is not None)
         # If gradients are joined in backward, all tensors are stacks.
-        entered = _Enter.apply(hidden, instance, *(homes if self.homes.joins_in_backward else ()))
-        if self.homes.joins_in_backward:
-            hidden, *homes = entered
-        else:
-            hidden = entered
+        hidden, *passed = _Enter.apply(hidden, instance, *(homes if self.homes.joins_in_backward else ()))
+        homes = passed or homes
         physical_ids = instance.layout.physical_ids
         arrived = self._dispatcher.dispatch(hidden, physical_ids, expert_weights, instance)
         outputs = [self._apply([ExpertWeight(home) for home in homes], arrived.home_rows, arrived.home_groups)]
@@ -198,7 +195,7 @@ class _Enter(torch.autograd.Function):
         passed = [home.view_as(home) for home in homes]
         frozen = [p for p, trained in zip(passed, ctx.needs_input_grad[2:], strict=True) if not trained]
         ctx.mark_non_differentiable(*frozen)
-        return (hidden.view_as(hidden), *passed) if passed else hidden.view_as(hidden)
+        return hidden.view_as(hidden), *passed
 
     @staticmethod
     @once_differentiable

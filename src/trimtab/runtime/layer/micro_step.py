@@ -116,15 +116,15 @@ class MicroStep:
         assert running is not None
         running.__exit__(*error)  # type: ignore[arg-type]
 
-    def routes(self, is_known: bool) -> BoundRoutes:
+    def routes(self, matches_plan: bool) -> BoundRoutes:
         """Routes and layouts, computed again unless an earlier result is still in use. Not a collective.
 
         Args:
-            is_known: whether all ranks have the planned tokens, as exchanged when the micro-step was entered.
+            matches_plan: whether all ranks have the planned tokens, as exchanged when the micro-step was entered.
         """
-        bound = self._bound.get(is_known)
+        bound = self._bound.get(matches_plan)
         if bound is None:
-            bound = self._bound[is_known] = self._bind(self, is_known)
+            bound = self._bound[matches_plan] = self._bind(self, matches_plan)
         return bound
 
 
@@ -165,7 +165,7 @@ class RunningStep:
             return None
         return IndexError(f"micro-step {index} of {self.plan.num_micro_steps}")
 
-    def knows(self, index: int, sequence_hashes: Array | None, rank: int) -> bool:
+    def matches_plan(self, index: int, sequence_hashes: Array | None, rank: int) -> bool:
         """Whether these are the planned sequences of a rank; True without hashes."""
         if sequence_hashes is None:
             return True

@@ -79,7 +79,7 @@ class Recorder:
 
     @contextmanager
     def micro_step(self, index: int) -> Iterator[None]:
-        """A context that assigns what is recorded to this micro-step."""
+        """A context for the activities of a micro-step."""
         first = len(self._kinds)
         self.mark(OTHER)
         try:

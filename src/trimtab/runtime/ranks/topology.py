@@ -278,8 +278,8 @@ def _line_up(known: Mapping[int, _Membership]) -> list[tuple[int, ...]]:
     for rank, each in sorted(known.items()):
         if each.nodes != known[me].nodes:
             raise InputError(
-                "nodes should be laid out alike in all expert-parallel groups; numbered in order of first appearance, "
-                f"they are {list(known[me].nodes)} on rank {me} and {list(each.nodes)} on rank {rank}"
+                "nodes should have the same layout in all expert-parallel groups; numbered in order of first "
+                f"appearance, they are {list(known[me].nodes)} on rank {me} and {list(each.nodes)} on rank {rank}"
             )
     return rows
 

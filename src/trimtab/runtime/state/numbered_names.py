@@ -51,8 +51,8 @@ def find_number(names: Sequence[str], others: Iterable[str]) -> NumberedName:
         and all(part[:place] == first[:place] and part[place + 1 :] == first[place + 1 :] for part in parts)
     ]
     if len(names) == 1:
-        alike = [part for part in map(_NUMBER.split, others) if part[::2] == first[::2]]
-        places = [place for place in places if all(part[place] == "0" for part in alike)]
+        same_form = [part for part in map(_NUMBER.split, others) if part[::2] == first[::2]]
+        places = [place for place in places if all(part[place] == "0" for part in same_form)]
     if not places:
         raise InputError(
             f"the experts of one layer are named {', '.join(map(repr, names[:3]))}{', ...' if len(names) > 3 else ''}; "

@@ -67,7 +67,7 @@ class WeightWatch:
             return changed, trained, error
         return changed, trained, None
 
-    def remember(self) -> None:
+    def store(self) -> None:
         """Store the present state of the parameters, of which copies were just made."""
         self._marks = [_marks(layer) for layer in self._layers]
         self._storages = [StorageWeakRef(p.untyped_storage()) for layer in self._layers for p in layer.parameters]

@@ -96,4 +96,4 @@ class Transfers:
         for layer in self.layers:
             layer.stage()
         self.ring.refresh()
-        self.watch.remember()
+        self.watch.store()
