@@ -70,7 +70,7 @@ def _eviction_without_wait(patch: pytest.MonkeyPatch) -> None:
 
 
 def _place_in_use(patch: pytest.MonkeyPatch) -> None:
-    """When all places are taken, another instance gets the place of the newest one, which is still needed."""
+    """If all places are used, another instance gets the place of the newest one, which is still needed."""
     free_place = ReplicaRing._free_place
 
     def in_use(self: ReplicaRing, needed: Sequence[Instance]) -> int:
@@ -93,7 +93,7 @@ def _complete_without_wait(patch: pytest.MonkeyPatch) -> None:
 
 
 def _sends_without_wait(patch: pytest.MonkeyPatch) -> None:
-    """Before weights change, a home rank waits for its own replicas alone."""
+    """Before weights change, a home rank waits for its own replicas only."""
     complete = ReplicaRing.complete
 
     def without_sends(self: ReplicaRing) -> None:
@@ -116,7 +116,7 @@ def _returns_without_wait(patch: pytest.MonkeyPatch) -> None:
 
 
 def _order_of_rank(patch: pytest.MonkeyPatch) -> None:
-    """Odd ranks expect layers in the opposite order."""
+    """Odd ranks predict layers in the opposite order."""
     coming = Visits.coming
 
     def opposite(self: Visits, most: int, num_layers: int) -> Iterator[Instance]:
@@ -155,7 +155,7 @@ def _no_barrier_after_rewriting(patch: pytest.MonkeyPatch) -> None:
 
 
 def _replace_dist(patch: pytest.MonkeyPatch, module: ModuleType, **others: object) -> None:
-    """Give one module other functions of `torch.distributed`."""
+    """Replace functions of `torch.distributed` in one module."""
     patch.setattr(module, "dist", SimpleNamespace(**{**vars(dist), **others}))
 
 
