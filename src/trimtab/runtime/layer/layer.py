@@ -161,10 +161,10 @@ class ExpertLayer:
         if self._weights is not None:
             return [weight.to(dtype) for weight in self._weights()]
         weights: list[torch.Tensor | list[torch.Tensor]] = []
-        for t, (tensor, (_, own_dtype)) in enumerate(zip(self.homes.tensors, self.homes.likes, strict=True)):
+        for t, tensor in enumerate(self.homes.tensors):
             parameters = parameters_of(tensor)
             is_list = not isinstance(tensor, torch.Tensor)
-            if own_dtype != dtype and in_micro_step:
+            if self.homes.are_staged[t] and in_micro_step:
                 weights.append(SubstitutedValues.apply(self.homes.staged(t), is_list, *parameters))
             else:
                 values = [parameter.to(dtype) for parameter in parameters]

@@ -58,7 +58,8 @@ class HomeExperts:
         index: the layer's number among the session's layers, 0 .. L-1.
         dtype: the compute dtype.
         likes: shape `[E / R, ...]` and dtype of the tensors as they were added, stacks and lists alike.
-        is_staged: whether a parameter has another dtype than the compute dtype.
+        are_staged: for each tensor, whether it has another dtype than the compute dtype.
+        is_staged: whether any tensor has.
         joins_in_backward: whether replica gradients are added to those of the home experts before the layer's backward
             ends, because they don't accumulate in `parameters`; see `weights` of `Session.add_layer`.
         home_E: `[E]` int16, the home rank of every expert.
@@ -81,7 +82,8 @@ class HomeExperts:
         self.likes = [_like(tensor) for tensor in self.tensors]
         self.joins_in_backward = joins_in_backward
         self.dtype = compute_dtype or self.likes[0][1]
-        self.is_staged = any(dtype != self.dtype for _, dtype in self.likes)
+        self.are_staged = [dtype != self.dtype for _, dtype in self.likes]
+        self.is_staged = any(self.are_staged)
         self._staging: list[torch.Tensor | None] = [None] * len(self.likes)
         self.home_E = self.rows_E = np.empty(0, np.int64)
         self.set_homes(home_E)
@@ -114,10 +116,7 @@ class HomeExperts:
     @property
     def sources(self) -> list[Rows]:
         """The values in the compute dtype: the parameters' own memory, or staging memory."""
-        return [
-            self.staged(t) if dtype != self.dtype else _detached(tensor)
-            for t, (tensor, (_, dtype)) in enumerate(zip(self.tensors, self.likes, strict=True))
-        ]
+        return [self.staged(t) if self.are_staged[t] else _detached(tensor) for t, tensor in enumerate(self.tensors)]
 
     @property
     def home_experts(self) -> Array:
@@ -152,8 +151,8 @@ class HomeExperts:
 
     def stage(self) -> None:
         """Copy the parameters to staging memory."""
-        for t, (tensor, (_, dtype)) in enumerate(zip(self.tensors, self.likes, strict=True)):
-            if dtype != self.dtype:
+        for t, tensor in enumerate(self.tensors):
+            if self.are_staged[t]:
                 _copy_rows(self.staged(t), _detached(tensor))
 
     def copy_to(self, stacks: Sequence[torch.Tensor]) -> None:

@@ -94,13 +94,12 @@ class _Route:
 
     def __init__(self, old_E: Array, new_E: Array, topology: Topology) -> None:
         self._group, self._rank = topology.experts, topology.rank
-        ranks = np.arange(topology.num_ranks)
         mine = np.flatnonzero(old_E == self._rank)
         # Rows leave ordered by rank, there by expert; they arrive ordered by source, there by expert.
         self._leaving = torch.from_numpy(np.argsort(new_E[mine], kind="stable"))
-        self._send = [int(np.count_nonzero(new_E[mine] == rank)) for rank in ranks]
+        self._send = np.bincount(new_E[mine], minlength=topology.num_ranks).tolist()
         arriving = np.flatnonzero(new_E == self._rank)
-        self._receive = [int(np.count_nonzero(old_E[arriving] == rank)) for rank in ranks]
+        self._receive = np.bincount(old_E[arriving], minlength=topology.num_ranks).tolist()
         order = np.argsort(old_E[arriving], kind="stable")
         self._arriving = torch.from_numpy(np.argsort(order, kind="stable"))
 

@@ -95,12 +95,12 @@ def _within_reach(topology: Topology, device: torch.device) -> bool:
     host = socket.gethostname()
     places: list[tuple[str, int]] = [("", 0)] * topology.ranks_per_node
     dist.all_gather_object(places, (host, device.index), group=topology.node_control)
-    reached = len(set(places)) == len(places) or os.environ.get(OVERLAPPING) == "1"
-    for there, index in places:
-        is_peer = index < torch.cuda.device_count() and (
-            index == device.index or torch.cuda.can_device_access_peer(device, index)
-        )
-        reached = reached and there == host and is_peer
-    verdict = torch.tensor(int(reached))
+    is_reached = (len(set(places)) == len(places) or os.environ.get(OVERLAPPING) == "1") and all(
+        there == host
+        and index < torch.cuda.device_count()
+        and (index == device.index or torch.cuda.can_device_access_peer(device, index))
+        for there, index in places
+    )
+    verdict = torch.tensor(int(is_reached))
     dist.all_reduce(verdict, dist.ReduceOp.MIN, group=topology.expert_control)
     return bool(verdict)
