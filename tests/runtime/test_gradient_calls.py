@@ -39,9 +39,9 @@ def parameters_of_any_kind(state: State) -> None:
         expected = torch.nn.utils.clip_grad_norm_(loop.reference.parameters(), 1e-3)
         assert abs(norm - expected) < 1e-12 * expected
         any_loop.compare(loop)
-    with pytest.raises(InputError, match="some are experts of the session"):
+    with pytest.raises(InputError, match="include experts of the session"):
         loop.session.finish_gradients(loop.model.parameters())
-    with pytest.raises(InputError, match="some are experts of the session"):
+    with pytest.raises(InputError, match="include experts of the session"):
         loop.session.clip_gradients(loop.model.parameters(), 1.0)
 
 

@@ -104,7 +104,7 @@ def add_bad_lists(state: State) -> None:
     refused(shared, [good[0], good[0]], down)
     refused(shared, [good[0], torch.nn.Parameter(good[0].data)], down)
     refused("expert tensor 0 of expert 0 is of type list" if rank == 0 else "is of type list", [[1], [2]], down)
-    refused(r"trained? \(`weights`\) should be stacked|should be stacked", good, down, weights=list)
+    refused(r"trained? \(`weights`\) should be stacks|should be stacks", good, down, weights=list)
     session.add_layer([good, down], gated_experts())
     refused("layer 1 was added with an expert tensor of MoE layer 0", parameters((8, 4), (8, 4)), [down[1], down[0]])
 
