@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from trimtab import RoutingTrace
-from trimtab.launch.launcher import launch
+from trimtab.launch import launch
 from trimtab.runtime import ExpertWeight, RowGroups, Session, grouped_linear
 
 LAYERS, EXPERTS, TOP_K, HIDDEN, WIDTH, VOCAB = 2, 8, 2, 32, 64, 50

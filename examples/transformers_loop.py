@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM, Qwen3MoeConfig
 
 from trimtab import Schedule
 from trimtab.integrations.transformers import record_routing, share_experts
-from trimtab.launch.launcher import launch
+from trimtab.launch import launch
 from trimtab.runtime import Session
 
 EXPERTS = 8

@@ -27,7 +27,7 @@ from trimtab.cli.output import write_figures
 from trimtab.cli.parser import Parser
 from trimtab.cluster import ClusterSpec, ModelSpec
 from trimtab.cluster.operations import OperationCosts
-from trimtab.launch.launcher import launch
+from trimtab.launch import launch
 from trimtab.planner import Schedule, SequenceCounts, StepPlan, Workload
 from trimtab.policies import POLICIES
 from trimtab.simulator.step import StepSettings, simulate_step

@@ -1,9 +1,8 @@
-"""`trimtab doctor`: a sound machine gets no problem, and everything that can be wrong is found."""
+"""`trimtab doctor`: no problem on a working machine, and a finding for every problem that it checks for."""
 
 from __future__ import annotations
 
 import importlib.metadata
-import inspect
 import json
 import subprocess
 import sys
@@ -15,13 +14,15 @@ import pytest
 
 from trimtab import ModelSpec
 from trimtab.cli.main import main
-from trimtab.doctor import checks as doctor
 from trimtab.doctor import self_check
+from trimtab.doctor.installation import check_packages, find_torch
+from trimtab.doctor.machine import check_allocator, check_backend, check_processors, check_shared_memory
+from trimtab.doctor.model_check import check_model
+from trimtab.doctor.replica_check import check_replicas
 from trimtab.doctor.self_check import PathCheck
 from trimtab.errors import RankFailedError
-from trimtab.launch.launcher import ALLOCATOR, launch
-from trimtab.runtime import Session
-from trimtab.runtime.transfer import mirror
+from trimtab.launch import launch, shared_files
+from trimtab.launch.launcher import ALLOCATOR
 from trimtab.runtime.transfer.mirror import NodeMirror
 from trimtab.runtime.transfer.returns import GradientReturns
 
@@ -42,11 +43,11 @@ def config_file(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def no_micro_step(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(self_check, "check_micro_step", lambda ranks: [PathCheck("peer", 4, 1e-16)])
+def skip_micro_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(self_check, "check_paths", lambda ranks: [PathCheck("peer", 4, 1e-16)])
 
 
-def test_a_sound_machine_has_no_problem(config_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_working_machine_has_no_problem(config_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["doctor", "--model", str(config_file), "--json", str(tmp_path / "doctor.json")]) == 0
     printed = capsys.readouterr()
     assert printed.err == ""
@@ -61,7 +62,7 @@ def test_a_sound_machine_has_no_problem(config_file: Path, tmp_path: Path, capsy
     assert found["replica memory"]["text"].startswith("0.2 MB a rank for 2 slots in 3 layers; mirror at most 9.6 MB")
 
 
-def test_without_torch_only_planning_is_looked_at(config_file: Path) -> None:
+def test_without_torch_only_planning_is_checked(config_file: Path) -> None:
     program = f"""
 import sys
 class Absent:
@@ -92,7 +93,7 @@ def test_a_problem_gets_one_line_and_status_1(
     changes: dict[str, Any],
     arguments: list[str],
     message: str,
-    no_micro_step: None,
+    skip_micro_step: None,
     config_file: Path,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
@@ -121,31 +122,29 @@ def lose_gradients() -> None:
     assert self_check._check_path("peer").error > 1e-3
 
 
-def mix_up_mirrored_experts() -> None:
+def read_a_wrong_expert_from_the_mirror() -> None:
     NodeMirror.row = lambda self, layer, expert: next(iter(self._rows.values()))  # type: ignore[method-assign]
     assert self_check._check_path("host").error > 1e-3
     assert self_check._check_path("peer").error < 1e-12
 
 
-def test_the_micro_step_notices_a_broken_path() -> None:
+def test_the_micro_step_detects_a_broken_path() -> None:
     launch(lose_gradients, (), ranks=2)
-    launch(mix_up_mirrored_experts, (), ranks=2)
+    launch(read_a_wrong_expert_from_the_mirror, (), ranks=2)
 
 
 def test_a_wrong_or_failed_micro_step_is_a_problem(monkeypatch: pytest.MonkeyPatch) -> None:
-    torch = doctor.find_torch()[0]
-    monkeypatch.setattr(
-        self_check, "check_micro_step", lambda ranks: [PathCheck("peer", 4, 1e-3), PathCheck("host", 4, 0)]
-    )
-    wrong, right = doctor.check_micro_step(torch, 2, 2)
+    torch = find_torch()[0]
+    monkeypatch.setattr(self_check, "check_paths", lambda ranks: [PathCheck("peer", 4, 1e-3), PathCheck("host", 4, 0)])
+    wrong, right = check_replicas(torch, 2, 2)
     assert (wrong.status, right.status) == ("problem", "ok")
     assert "4 replicas over the peer path on 2 ranks: loss and gradients are off by 1e-03" in wrong.text
 
     def fail(ranks: int) -> list[PathCheck]:
         raise RankFailedError("rank 1 (process 7) was killed by SIGKILL; the run was stopped")
 
-    monkeypatch.setattr(self_check, "check_micro_step", fail)
-    (failed,) = doctor.check_micro_step(torch, 2, 2)
+    monkeypatch.setattr(self_check, "check_paths", fail)
+    (failed,) = check_replicas(torch, 2, 2)
     assert failed.status == "problem"
     assert "killed by SIGKILL" in failed.text
 
@@ -159,62 +158,58 @@ def test_old_and_missing_packages_are_named(monkeypatch: pytest.MonkeyPatch) -> 
         return versions.get(package, "99.0")
 
     monkeypatch.setattr(importlib.metadata, "version", version)
-    planning = doctor.check_packages("planning packages", None)
+    planning = check_packages("planning packages", None)
     assert planning.status == "problem"
     assert planning.text.startswith("numpy 1.26.4 is older than ")
     assert planning.text.endswith("; pip install --upgrade 'trimtab'")
-    training = doctor.check_packages("training packages", "train")
+    training = check_packages("training packages", "train")
     assert training.status == "problem"
     assert "transformers 5.3 is older than 5." in training.text
     assert "safetensors is missing" in training.text
     assert "torch" not in training.text
 
 
-def test_shared_memory_is_tried_out(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(mirror, "SHARED_MEMORY", tmp_path / "absent")
-    assert doctor.check_shared_memory().status == "problem"
-    monkeypatch.setattr(mirror, "SHARED_MEMORY", tmp_path)
-    monkeypatch.setattr(doctor, "_free_shared_memory", lambda: 64 << 20)
-    little = doctor.check_shared_memory()
-    assert little.status == "warning"
-    assert "has 67.1 MB free" in little.text
-    monkeypatch.setattr(doctor, "_free_shared_memory", lambda: 64 << 30)
-    assert doctor.check_shared_memory().status == "ok"
+def test_shared_memory_is_written_and_read(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(shared_files, "SHARED_MEMORY", tmp_path / "absent")
+    assert check_shared_memory().status == "problem"
+    monkeypatch.setattr(shared_files, "SHARED_MEMORY", tmp_path)
+    monkeypatch.setattr(shared_files, "free_shared_memory", lambda: 64 << 20)
+    warning = check_shared_memory()
+    assert warning.status == "warning"
+    assert "has 67.1 MB free" in warning.text
+    monkeypatch.setattr(shared_files, "free_shared_memory", lambda: 64 << 30)
+    assert check_shared_memory().status == "ok"
     assert list(tmp_path.iterdir()) == []
 
 
 def test_a_mirror_that_may_not_fit_is_a_warning(monkeypatch: pytest.MonkeyPatch) -> None:
     model = ModelSpec("qwen3_moe", 32, 4, 100, 50)
-    monkeypatch.setattr(doctor, "_free_shared_memory", lambda: 9_599_999)
-    assert doctor.check_model(model, 10, ranks=2, slots=2, trains=True)[-1].status == "warning"
-    monkeypatch.setattr(doctor, "_free_shared_memory", lambda: 9_600_000)
-    assert doctor.check_model(model, 10, ranks=2, slots=2, trains=True)[-1].status == "ok"
+    monkeypatch.setattr(shared_files, "free_shared_memory", lambda: 9_599_999)
+    assert check_model(model, 10, ranks=2, slots=2, trains=True)[-1].status == "warning"
+    monkeypatch.setattr(shared_files, "free_shared_memory", lambda: 9_600_000)
+    assert check_model(model, 10, ranks=2, slots=2, trains=True)[-1].status == "ok"
 
 
-def test_torchrun_has_to_be_told_of_the_allocator(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_under_torchrun_the_allocator_settings_are_required(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("RANK", "WORLD_SIZE", *ALLOCATOR):
         monkeypatch.delenv(name, raising=False)
-    assert doctor.check_allocator().status == "ok"
+    assert check_allocator().status == "ok"
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("WORLD_SIZE", "2")
-    assert "torchrun wants GLIBC_TUNABLES=glibc" in doctor.check_allocator().text
+    assert "with torchrun, set GLIBC_TUNABLES=glibc" in check_allocator().text
     for name, value in ALLOCATOR.items():
         monkeypatch.setenv(name, f"glibc.malloc.perturb=1:{value}")
-    assert doctor.check_allocator().status == "ok"
+    assert check_allocator().status == "ok"
 
 
 def test_too_few_devices_or_cores_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
     cuda = SimpleNamespace(is_available=lambda: True, device_count=lambda: 1, get_device_name=lambda _: "GPU")
     yes = SimpleNamespace(is_available=lambda: True, is_gloo_available=lambda: True, is_nccl_available=lambda: True)
     torch = SimpleNamespace(cuda=cuda, distributed=yes)
-    assert doctor.check_backend(torch, 2).status == "problem"
-    assert doctor.check_backend(torch, 1).status == "ok"
-    (skipped,) = doctor.check_micro_step(torch, 2, 2)
+    assert check_backend(torch, 2).status == "problem"
+    assert check_backend(torch, 1).status == "ok"
+    (skipped,) = check_replicas(torch, 2, 2)
     assert skipped.status == "warning"
     monkeypatch.setattr("os.sched_getaffinity", lambda _: {0, 1})
-    assert doctor.check_processors(3).status == "warning"
-    assert doctor.check_processors(2).status == "ok"
-
-
-def test_the_pool_is_reckoned_with_the_sessions_own_ring() -> None:
-    assert inspect.signature(Session).parameters["ring_layers"].default == doctor.RING_LAYERS
+    assert check_processors(3).status == "warning"
+    assert check_processors(2).status == "ok"

@@ -1,4 +1,4 @@
-"""A training loop in which anything may come next, beside one process that holds the whole model.
+"""A training loop with random actions, compared with one process that holds the whole model.
 
 Functions take the state of a rank, for `RankPool.call`. All of them do the same on the model in the session and on the
 reference, and end by comparing gradients, weights and optimizer state.
@@ -25,7 +25,7 @@ from trimtab.runtime import Session
 from trimtab.trace import RoutingTrace
 
 MICRO_STEPS = 3
-# How blocks run, see `TinyMoE`.
+# Ways to run a block, see `TinyMoE`.
 RUNS = (
     "plain", "checkpoint", "checkpoint without early stop", "reentrant checkpoint", "nested checkpoint",
     "nested reentrant checkpoint", "checkpointed experts", "reentrantly checkpointed experts",
@@ -96,7 +96,7 @@ class Loop:
         return F.cross_entropy(logits, self.labels[rows], reduction="sum") / len(self.tokens), logits
 
     def expect(self, rows: torch.Tensor, run: str, skipped: frozenset[int], live: bool) -> tuple[torch.Tensor, Any]:
-        """The same of the whole model."""
+        """The same for the whole model."""
         assert self.trace is not None
         self.reference.run_block, self.reference.skipped = WITHOUT_CHECKPOINTS.get(run, "plain"), skipped
         for layer, block in enumerate(self.reference.moe_blocks()):
@@ -235,11 +235,11 @@ def backward(state: dict[str, Any], number: int) -> None:
     if pending.weights != loop.weights or (pending.is_planned and pending.plan != loop.plan):
         with pytest.raises(RuntimeError, match=STALE):
             loop.pending.pop(number).loss.backward()
-        # As a loop would have to: what the failed backward has done so far is dropped.
+        # As a loop must do after a failed backward.
         _zero(loop, True)
     elif pending.plan != loop.plan or pending.steps != loop.steps:
-        # It runs unless experts have moved, a checkpointed layer would run again, or an optimizer stepped, if only with
-        # nothing to do.
+        # It runs unless experts have moved, a checkpointed layer would run again, or an optimizer stepped, even without
+        # gradients.
         try:
             _backward(loop, number)
         except RuntimeError as error:
@@ -254,7 +254,7 @@ def _backward(loop: Loop, number: int) -> None:
     pending = loop.pending.pop(number)
     pending.loss.backward()
     if loop.is_finished and not _has_gradients(loop.reference):
-        loop.is_finished = False  # Zeros may be added to.
+        loop.is_finished = False  # Adding to zeros is allowed.
     pending.expected.backward()
     loop.is_spoiled |= loop.is_finished
 
@@ -333,7 +333,7 @@ def step(state: dict[str, Any], zero: bool | None) -> None:
     if not loop.is_finished:
         finish(state)
     loop.steps += 1
-    # An optimizer leaves parameters without gradients as they are.
+    # An optimizer skips parameters without gradients.
     loop.weights += any(p.grad is not None for p in loop.reference.parameters())
     for optimizer in loop.optimizers:
         optimizer.step()
@@ -343,7 +343,7 @@ def step(state: dict[str, Any], zero: bool | None) -> None:
 
 
 def zero(state: dict[str, Any], to_none: bool) -> None:
-    """Gradients are zeroed, whatever they were."""
+    """Gradients are zeroed."""
     loop: Loop = state["loop"]
     _zero(loop, to_none)
     compare(loop)
@@ -356,7 +356,7 @@ def _zero(loop: Loop, to_none: bool) -> None:
 
 
 def move(state: dict[str, Any], seed: int) -> None:
-    """Experts to random homes, between steps."""
+    """Experts move to random homes, between steps."""
     loop: Loop = state["loop"]
     session = loop.session
     if loop.kept is not None:
@@ -380,7 +380,7 @@ def move(state: dict[str, Any], seed: int) -> None:
 
 
 def _would_move_gradients(loop: Loop, placement: Placement) -> bool:
-    """Do experts with gradients live elsewhere under a placement?"""
+    """Whether experts with gradients have another home under a placement."""
     moved_L = (placement.home != loop.session.placement.home).any(axis=1)
     return any(
         moved and parameter.grad is not None and bool(parameter.grad.any())
@@ -395,13 +395,13 @@ def repoint(state: dict[str, Any]) -> None:
     if loop.kept is None:
         for parameter in loop.model.parameters():
             parameter.data = parameter.data.clone()
-        # Whether autograd notices is its own matter.
+        # Hidden from autograd's version check, which is not tested here.
         loop.pending.clear()
     compare(loop)
 
 
 def offload(state: dict[str, Any]) -> None:
-    """The parameters' memory goes away."""
+    """The parameters' memory is freed."""
     loop: Loop = state["loop"]
     if loop.kept is None:
         loop.pending.clear()
@@ -411,7 +411,7 @@ def offload(state: dict[str, Any]) -> None:
 
 
 def onload(state: dict[str, Any]) -> None:
-    """The parameters get memory again, elsewhere."""
+    """The parameters get new memory."""
     loop: Loop = state["loop"]
     if loop.kept is not None:
         for parameter, kept in zip(loop.model.parameters(), loop.kept, strict=True):
@@ -421,12 +421,12 @@ def onload(state: dict[str, Any]) -> None:
 
 
 def write(state: dict[str, Any], way: str) -> None:
-    """Weights from elsewhere: by tensor operations, announced writes through `.data`, or unannounced ones."""
+    """New weights: by tensor operations, announced writes through `.data`, or unannounced ones."""
     loop: Loop = state["loop"]
     if loop.kept is not None:
         return
     if way == "unnoticed":
-        # So that the session has made its copies.
+        # The session has made its copies.
         forward(state, 0, "plain", frozenset(), None, False)
         for parameter in loop.model.parameters():
             parameter.data.mul_(2)
@@ -435,7 +435,7 @@ def write(state: dict[str, Any], way: str) -> None:
         for parameter in loop.model.parameters():
             parameter.data.div_(2)
         return
-    # In turn, since large weights would make rounding large.
+    # Alternately, since large weights would have large rounding errors.
     loop.writes += 1
     factor = 1.25 if loop.writes % 2 else 0.8
     for parameter in (*loop.model.parameters(), *loop.reference.parameters()):
@@ -452,12 +452,12 @@ def write(state: dict[str, Any], way: str) -> None:
 
 
 def pending(state: dict[str, Any]) -> list[int]:
-    """Numbers of the forwards whose backward may come."""
+    """Numbers of the forwards whose backward may follow."""
     return sorted(state["loop"].pending)
 
 
 def compare(loop: Loop) -> None:
-    """Gradients, weights and optimizer state are those of the reference."""
+    """Asserts that gradients, weights and optimizer state equal those of the reference."""
     if loop.kept is not None:
         return
     session = loop.session

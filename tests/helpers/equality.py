@@ -1,4 +1,4 @@
-"""What a rank does to compare the runtime with one process that holds the whole model."""
+"""Comparison of the runtime with one process that holds the whole model."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ class Case:
 
 
 class CountingPeers(PeerMemory):
-    """Counts the replicas that this process pulled from other ranks."""
+    """Counts the replicas that this process copied from other ranks' memory."""
 
     pulled = 0
 
@@ -64,7 +64,7 @@ class CountingPeers(PeerMemory):
 
 
 def relative_error(actual: torch.Tensor, expected: torch.Tensor) -> float:
-    """By the norm of the tensor; by absolute value where the expectation is zero."""
+    """The error relative to the norm of the tensor; absolute if the expected tensor is zero."""
     scale = float(expected.detach().norm()) or 1.0
     return float((actual - expected).detach().norm()) / scale
 
@@ -198,7 +198,7 @@ def _compare(case: Case) -> None:
 
 
 def _optimizer(seed: int, model: torch.nn.Module) -> torch.optim.Optimizer:
-    """One that keeps state in rows. Adam divides by what may be tiny, so that it is given an epsilon that isn't."""
+    """An optimizer with rows of state. Its epsilon is large, since Adam divides by values that may be tiny."""
     if seed % 2:
         return torch.optim.AdamW(model.parameters(), lr=0.01, eps=0.1)
     return torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)

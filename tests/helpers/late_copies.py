@@ -1,4 +1,4 @@
-"""What stands for the copying thread where a missing wait should be noticed every time."""
+"""`LateCopies`: replaces the copying thread, so that a missing wait is always detected."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from trimtab.runtime.transfer.copy_engine import Wait
 
 
 class LateCopies:
-    """Copies at the last moment that is allowed: when the target is waited for."""
+    """Copies when the target is waited for, which is the last allowed moment."""
 
     def __init__(self) -> None:
         self._late: dict[int, list[tuple[torch.Tensor, torch.Tensor]]] = {}
@@ -25,7 +25,7 @@ class LateCopies:
 
         def wait() -> None:
             for target, source in self._late.pop(number):
-                # As the copying thread does it, without autograd's knowledge.
+                # Like the copying thread, without a new version of the target.
                 np.copyto(target.view(torch.uint8).numpy(), source.detach().view(torch.uint8).numpy())
 
         return wait

@@ -36,7 +36,7 @@ MESSAGE, ACKNOWLEDGEMENT = 0, 1
 
 
 class TransferRaceError(RuntimeError):
-    """Work that is not ordered used the same memory."""
+    """Unordered work has used the same memory."""
 
 
 class Stream:
@@ -54,7 +54,7 @@ class Stream:
 
     @property
     def length(self) -> int:
-        """Pieces of work that were queued so far."""
+        """Number of pieces of work that were queued so far."""
         return self._done + len(self._queue)
 
     def push(self, work: Callable[[], object], target: range = range(0)) -> None:
@@ -62,7 +62,7 @@ class Stream:
         self._queue.append((work, target))
 
     def run(self, until: int) -> None:
-        """Run the first `until` pieces of work of all that were ever queued."""
+        """Run the first `until` pieces of work, counted from the start of the queue."""
         while self._done < until:
             work, _ = self._queue.popleft()
             self._done += 1
@@ -94,7 +94,7 @@ class Stream:
 
 
 class Compute(Stream):
-    """The stream that computes: everything in it runs at once."""
+    """The compute stream: its work runs when it is queued."""
 
     def push(self, work: Callable[[], object], target: range = range(0)) -> None:
         work()
@@ -123,7 +123,7 @@ class Event:
 
 
 class Work:
-    """A batch of messages, as `torch.distributed.Work` of NCCL: waiting for it holds up the current stream."""
+    """A batch of messages, like `torch.distributed.Work` of NCCL: `wait` makes the current stream wait."""
 
     def __init__(self, event: Event, device: LateDevice) -> None:
         self._event, self._device = event, device
@@ -162,7 +162,7 @@ class LateDevice:
 
     @contextmanager
     def enter(self, stream: Stream) -> Iterator[None]:
-        """Make a side stream current. Nothing but copies may be queued there."""
+        """Make a side stream current, for copies only."""
         self._entered.append(stream)
         try:
             with _Copies(self, stream):
@@ -248,7 +248,7 @@ class _Unchanged:
 
 
 def _send_aside(operation: dist.P2POp) -> Callable[[], object]:
-    """Send what the tensor holds now. Returns what ends the send."""
+    """Send the present bytes of the tensor. Returns a function that ends the send."""
     source = _Unchanged(operation.tensor, "a message")
     work = _post(dist.isend, operation.tensor.detach().clone(), operation, MESSAGE)
 
@@ -260,7 +260,7 @@ def _send_aside(operation: dist.P2POp) -> Callable[[], object]:
 
 
 def _receive_aside(operation: dist.P2POp) -> Callable[[], Array]:
-    """Receive into other memory. Returns what waits for the bytes."""
+    """Receive into other memory. Returns a function that waits for the bytes."""
     buffer = torch.empty_like(operation.tensor)
     work = _post(dist.irecv, buffer, operation, MESSAGE)
 
@@ -272,7 +272,7 @@ def _receive_aside(operation: dist.P2POp) -> Callable[[], Array]:
 
 
 def _post(kind: Any, tensor: torch.Tensor, like: dist.P2POp, tag: int) -> dist.Work:
-    """Post a message to or from the peer of an operation. Its own tag is left out, since NCCL has none."""
+    """Post a message to or from the peer of an operation. Its tag is ignored, since NCCL has none."""
     peer = {"group_dst" if kind is dist.isend else "group_src": like.group_peer}
     work = kind(tensor, group=like.group, tag=tag, **peer)
     assert isinstance(work, dist.Work)
@@ -285,7 +285,7 @@ def _bytes(tensor: torch.Tensor) -> Array:
 
 @contextmanager
 def install(mode: str, *, peers: bool = False) -> Iterator[LateDevice]:
-    """Let this process take CPU tensors for those of a device with streams. At its end all queued work runs.
+    """A context in which CPU tensors are treated as those of a device with streams. At its end all queued work runs.
 
     Args:
         mode: one of `MODES`.

@@ -1,4 +1,4 @@
-"""What a rank does to compare `plan_micro_steps` with one process: slices, unknown routes, orders of pipelines."""
+"""Comparison of `plan_micro_steps` with one process: slices, unknown routes, orders of pipelines."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class MicroStepCase:
 
 
 def events(order: str, num_micro_steps: int, num_chunks: int, warm_up: int) -> Iterator[tuple[str, int, int]]:
-    """Forwards and backwards as (kind, micro-step, chunk), each backward behind its forward and the chunks above."""
+    """Forwards and backwards as (kind, micro-step, chunk), each backward after its forward and the chunks above."""
     forwards = [("forward", m, chunk) for m in range(num_micro_steps) for chunk in range(num_chunks)]
     backwards = [("backward", m, chunk) for m in range(num_micro_steps) for chunk in reversed(range(num_chunks))]
     if order == "one by one":
@@ -60,7 +60,7 @@ def events(order: str, num_micro_steps: int, num_chunks: int, warm_up: int) -> I
         yield from forwards + backwards
     else:
         if order == "interleaved":
-            # As pipelines with several chunks: two micro-steps go through a chunk before the next chunk.
+            # Pipeline with several chunks: two micro-steps run through a chunk before the next chunk.
             forwards.sort(key=lambda event: (event[1] // 2, event[2], event[1]))
             backwards.sort(key=lambda event: (event[1] // 2, -event[2], event[1]))
         warm_up = min(warm_up * num_chunks, len(forwards))
@@ -105,7 +105,7 @@ class _Comparison:
         self.reference = TinyMoE(shape, torch.float64, WITHOUT_CHECKPOINTS.get(case.run_block, "plain"))
         self.model = TinyMoE(shape, torch.float64, case.run_block)
         self.model.load_state_dict(self.reference.state_dict())
-        # The framework's own group, if it gave one.
+        # The framework's group, if there is one.
         experts = groups.get("expert_group", self.session.topology.experts)
         dispatcher = PlainDispatcher(experts, shape.experts // ranks, slots) if case.plain else None
         self.model.share(self.session, dispatcher)
@@ -125,7 +125,7 @@ class _Comparison:
         ids_TLK = np.argsort(-scores, axis=-1)[:, :, : shape.top_k]
         ids_TLK[rng.random((num_tokens, shape.layers)) < case.unknown] = -1
         tokens, labels = (torch.from_numpy(rng.integers(0, shape.vocab, num_tokens)) for _ in range(2))
-        # Slices of sequences: tokens may be anywhere.
+        # Slices of sequences: tokens in any order.
         micro_step_T = rng.integers(0, num_micro_steps, num_tokens)
         rank_T = rng.integers(0, self.num_data_ranks, num_tokens)
         mine = rank_T == session.topology.data_rank
@@ -216,7 +216,7 @@ class _Comparison:
     def random_plans(
         self, loads: Sequence[Workload], schedule: Schedule, placement: Placement, _cluster: Any, **chosen: Any
     ) -> GroupPlans:
-        """In place of the planner, on the rank that plans."""
+        """Replaces the planner on rank 0."""
         ranks, topology = loads[0].num_ranks, self.session.topology
         if chosen["may_move"]:
             placement = random_placement(self.plan_rng, self.shape.layers, self.shape.experts, ranks)

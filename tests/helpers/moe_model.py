@@ -38,7 +38,7 @@ Experts = nn.Parameter | nn.ParameterList
 
 
 class MoEBlock(nn.Module):
-    """A router and its experts, whose compute is whatever `run_experts` is set to."""
+    """A router and its experts, which are computed by `run_experts`."""
 
     def __init__(self, shape: Shape, dtype: torch.dtype) -> None:
         super().__init__()
@@ -89,7 +89,7 @@ class MoEBlock(nn.Module):
 
 
 class TinyMoE(nn.Module):
-    """Embedding, MoE blocks with a residual and a dense mix, head. Tokens don't see each other.
+    """Embedding, MoE blocks with a residual and a dense mix, head. Tokens are independent.
 
     Attributes:
         run_block: how blocks run, see `_RUN`.
@@ -172,10 +172,10 @@ def _nested(function: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor, r
     return torch.sin(checkpoint(function, torch.cos(x), use_reentrant=reentrant))
 
 
-# Checkpoints around the experts alone, without the router.
+# Checkpoints around the experts only, without the router.
 _CHECKPOINTED_EXPERTS = {"checkpointed experts": "plain", "reentrantly checkpointed experts": "reentrant"}
 
-# What a block computes, whichever way it runs.
+# Functions that run a block, with equal results.
 WITHOUT_CHECKPOINTS = {"nested checkpoint": "nested", "nested reentrant checkpoint": "nested"}
 
 _RUN: dict[str, Callable[[Callable[[torch.Tensor], torch.Tensor], torch.Tensor], torch.Tensor]] = {

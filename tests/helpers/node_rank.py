@@ -1,4 +1,4 @@
-"""One rank of a small job on several nodes: `node_rank.py all_is_well FILE`, or the name of a mishap."""
+"""One rank of a small job on several nodes: `node_rank.py report FILE`, or one of the functions that raise."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ import torch
 import torch.distributed as dist
 
 from trimtab.errors import InputError
-from trimtab.launch.launcher import launch
+from trimtab.launch import launch
 
 MEBIBYTE = 1 << 20
 
 
-def all_is_well(file: str) -> None:
-    """Sum over all ranks, measure links, and write what ranks saw."""
+def report(file: str) -> None:
+    """Sum over all ranks, measure links, and write environment and rates of all ranks to a file."""
     total = torch.tensor([2.0 ** dist.get_rank()])
     dist.all_reduce(total)
     seen: list[dict[str, object]] = [{}] * dist.get_world_size()
@@ -73,7 +73,7 @@ def one_raises(_: str) -> None:
     dist.all_reduce(torch.ones(1))
 
 
-def one_dislikes_its_input(_: str) -> None:
+def one_raises_input_error(_: str) -> None:
     if dist.get_rank() == 1:
         raise InputError("sizes is 3; it should be 2")
     dist.all_reduce(torch.ones(1))

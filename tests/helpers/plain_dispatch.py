@@ -1,4 +1,4 @@
-"""A dispatcher that knows ids alone: every rank gets all tokens, and takes those of its physical experts."""
+"""A dispatcher that uses ids only: every rank gathers all tokens, and selects those of its physical experts."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from trimtab.runtime.layer.instance import Instance
 
 
 class PlainDispatcher:
-    """Nothing but ids, an all-gather and an all-reduce.
+    """Dispatch by all-gather, combine by all-reduce.
 
     Args:
         group: the ranks that share experts.
@@ -65,7 +65,7 @@ def _padded(tensor: torch.Tensor, length: int) -> torch.Tensor:
 
 
 def _part(whole: torch.Tensor, length: int, group: dist.ProcessGroup) -> torch.Tensor:
-    """This rank's."""
+    """This rank's part."""
     first = dist.get_rank(group) * length
     return whole[first : first + length]
 

@@ -35,7 +35,7 @@ def random_trace(
 
 
 def random_schedule(rng: np.random.Generator, num_sequences: int, *, num_ranks: int, num_micro_steps: int) -> Schedule:
-    """Every sequence anywhere, so that some ranks have nothing to do in some micro-steps."""
+    """A random schedule, in which some ranks are idle in some micro-steps."""
     return Schedule(
         micro_step=rng.integers(0, num_micro_steps, num_sequences).astype(np.int32),
         rank=rng.integers(0, num_ranks, num_sequences).astype(np.int32),
@@ -45,7 +45,7 @@ def random_schedule(rng: np.random.Generator, num_sequences: int, *, num_ranks: 
 
 
 def random_placement(rng: np.random.Generator, num_layers: int, num_experts: int, num_ranks: int) -> Placement:
-    """Every expert anywhere, as many on every rank."""
+    """Random homes, with equally many experts on every rank."""
     contiguous = Placement.contiguous(num_layers, num_experts, num_ranks)
     return Placement(rng.permuted(contiguous.home, axis=1))
 
@@ -59,7 +59,7 @@ def random_plan(
     placement: Placement | None = None,
     ranks_per_node: int | None = None,
 ) -> StepPlan:
-    """Random replicas away from home, on random paths, with random quotas, some nothing and some all."""
+    """Random replicas away from home, on random paths, with random quotas, some 0 and some all tokens."""
     if placement is None:
         placement = Placement.contiguous(workload.num_layers, workload.num_experts, workload.num_ranks)
     replicas, quotas = [], []

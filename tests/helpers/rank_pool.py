@@ -1,4 +1,4 @@
-"""Ranks that stay alive between calls, so that a test can decide call by call what they do next."""
+"""Ranks that stay alive between calls of a test."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from multiprocessing.connection import Client, Connection, Listener
 from typing import Any
 
 from trimtab.errors import RankFailedError
-from trimtab.launch.launcher import launch
+from trimtab.launch import launch
 
 TIMEOUT_S = 90
 
@@ -25,7 +25,7 @@ class RankPool:
         self._thread: threading.Thread | None = None
 
     def call(self, function: Callable[..., Any], *args: Any) -> list[Any]:
-        """What `function(state, *args)` returns on every rank.
+        """Results of `function(state, *args)` on all ranks.
 
         Raises:
             AssertionError: with the tracebacks of ranks that raised, or did not answer.
@@ -39,7 +39,7 @@ class RankPool:
         problems: list[str] = []
         for rank, connection in enumerate(self._connections):
             try:
-                # Ranks that wait for one that failed will not answer.
+                # Ranks that wait for a failed rank do not answer.
                 if connection.poll(2 if problems else max(0.0, deadline - time.monotonic())):
                     value, problem = connection.recv()
                 else:
@@ -55,7 +55,7 @@ class RankPool:
         return values
 
     def close(self) -> None:
-        """End the ranks, whatever they are doing."""
+        """Kill the ranks."""
         for connection in self._connections:
             connection.close()
         self._connections = []
@@ -75,7 +75,7 @@ class RankPool:
 
 
 def _launch(address: Any, ranks: int) -> None:
-    with suppress(RankFailedError):  # They all end so.
+    with suppress(RankFailedError):  # The normal end of ranks.
         launch(_serve, (address,), ranks=ranks)
 
 
@@ -86,7 +86,7 @@ def _serve(address: Any) -> None:
     connection.send(dist.get_rank())
     state: dict[str, Any] = {}
     while True:
-        # The end of the connection ends this rank, and the launcher then ends those that hang.
+        # This rank ends with the connection, and the launcher then kills ranks that hang.
         function, args = connection.recv()
         try:
             connection.send((function(state, *args), ""))

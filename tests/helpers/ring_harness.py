@@ -11,7 +11,7 @@ import torch
 
 from helpers.late_copies import LateCopies
 from trimtab.planner.replicas.paths import HOST, PEER
-from trimtab.runtime.rows.layout import InstanceReplicas, PlanReplicas
+from trimtab.runtime.rows.instance_replicas import InstanceReplicas, PlanReplicas
 from trimtab.runtime.transfer.counters import Counters
 from trimtab.runtime.transfer.ring import ReplicaRing
 
@@ -53,17 +53,17 @@ class Harness:
         self.plan(experts_MLP)
 
     def plan(self, experts_MLP: Sequence[Sequence[Sequence[int]]]) -> None:
-        """Other replicas."""
+        """Set the replicas of another plan."""
         self.ring.drain()
         self.experts_MLP = experts_MLP
         self.ring.prepare(cast(PlanReplicas, SimpleNamespace(of=self._of, count=self._count)), 0)
 
     def begin(self, micro_step: int) -> None:
-        self._noting(self.ring.begin, micro_step)
+        self._recorded(self.ring.begin, micro_step)
 
     def visit(self, micro_step: int, layer: int) -> torch.Tensor | None:
-        """Come to a layer as its forward or backward does, and check that the right weights are there."""
-        self._noting(self.ring.prefetch, micro_step, layer)
+        """Run a layer, forward or backward, and check the weights of its replicas."""
+        self._recorded(self.ring.prefetch, micro_step, layer)
         experts = self.experts_MLP[micro_step][layer]
         if not experts:
             return None
@@ -81,11 +81,11 @@ class Harness:
             self.visit(micro_step, layer)
 
     def step(self) -> None:
-        """The optimizer's."""
+        """An optimizer step."""
         self.ring.quiesce()
         self.weights += 1
 
-    def _noting(self, call: Any, *args: int) -> None:
+    def _recorded(self, call: Any, *args: int) -> None:
         before = set(self.ring._held)
         call(*args)
         self.fetched += [instance for instance in self.ring._held if instance not in before]

@@ -12,10 +12,11 @@ import torch
 import torch.distributed as dist
 
 from helpers import late_device
-from trimtab.runtime.layer.instance import PlannedInstance
+from trimtab.runtime.layer import instance
 from trimtab.runtime.transfer import mirror, peer_memory, returns, ring
 from trimtab.runtime.transfer.copy_engine import BackgroundCopies
 from trimtab.runtime.transfer.ring import ReplicaRing
+from trimtab.runtime.transfer.transfers import Transfers
 from trimtab.runtime.transfer.visits import Instance, Visits
 
 Mutant = Callable[[pytest.MonkeyPatch], None]
@@ -69,7 +70,7 @@ def _eviction_without_wait(patch: pytest.MonkeyPatch) -> None:
 
 
 def _place_in_use(patch: pytest.MonkeyPatch) -> None:
-    """When all places are taken, another instance gets the place of the newest one, which is still needed."""
+    """If all places are used, another instance gets the place of the newest one, which is still needed."""
     free_place = ReplicaRing._free_place
 
     def in_use(self: ReplicaRing, needed: Sequence[Instance]) -> int:
@@ -92,7 +93,7 @@ def _complete_without_wait(patch: pytest.MonkeyPatch) -> None:
 
 
 def _sends_without_wait(patch: pytest.MonkeyPatch) -> None:
-    """Before weights change, a home rank waits for its own replicas alone."""
+    """Before weights change, a home rank waits for its own replicas only."""
     complete = ReplicaRing.complete
 
     def without_sends(self: ReplicaRing) -> None:
@@ -115,7 +116,7 @@ def _returns_without_wait(patch: pytest.MonkeyPatch) -> None:
 
 
 def _order_of_rank(patch: pytest.MonkeyPatch) -> None:
-    """Odd ranks expect layers in the opposite order."""
+    """Odd ranks predict layers in the opposite order."""
     coming = Visits.coming
 
     def opposite(self: Visits, most: int, num_layers: int) -> Iterator[Instance]:
@@ -130,18 +131,18 @@ def _fetch_after_exchange(patch: pytest.MonkeyPatch) -> None:
 
     Harmless where messages of different groups do not wait for each other.
     """
-    prefetch, send = PlannedInstance._prefetch, PlannedInstance.send
-    later: list[PlannedInstance] = []
+    prefetch, send = instance.Instance._prefetch, instance.Instance.send
+    later: list[tuple[instance.Instance, Transfers]] = []
 
-    def send_first(self: PlannedInstance, kind: int, rows: torch.Tensor, *, back: bool) -> torch.Tensor:
+    def send_first(self: instance.Instance, kind: int, rows: torch.Tensor, *, back: bool) -> torch.Tensor:
         arrived = send(self, kind, rows, back=back)
         while later:
-            prefetch(later.pop())
+            prefetch(*later.pop())
         return arrived
 
     if dist.get_rank() % 2:
-        patch.setattr(PlannedInstance, "_prefetch", lambda self: later.append(self))
-        patch.setattr(PlannedInstance, "send", send_first)
+        patch.setattr(instance.Instance, "_prefetch", lambda self, transfers: later.append((self, transfers)))
+        patch.setattr(instance.Instance, "send", send_first)
 
 
 def _no_barrier_before_rewriting(patch: pytest.MonkeyPatch) -> None:
@@ -154,7 +155,7 @@ def _no_barrier_after_rewriting(patch: pytest.MonkeyPatch) -> None:
 
 
 def _replace_dist(patch: pytest.MonkeyPatch, module: ModuleType, **others: object) -> None:
-    """Give one module other functions of `torch.distributed`."""
+    """Replace functions of `torch.distributed` in one module."""
     patch.setattr(module, "dist", SimpleNamespace(**{**vars(dist), **others}))
 
 

@@ -25,7 +25,7 @@ from trimtab import InputError, RoutingTrace, Workload
 from trimtab.integrations.expert_parallel import register, use_session
 from trimtab.integrations.transformers import moe_blocks, router_weights
 from trimtab.integrations.transformers.families import family_of
-from trimtab.launch.launcher import launch
+from trimtab.launch import launch
 from trimtab.planner import Placement, Schedule
 from trimtab.runtime import Session
 

@@ -36,7 +36,7 @@ from trimtab.integrations.transformers import (
     router_weights,
     share_experts,
 )
-from trimtab.launch.launcher import launch
+from trimtab.launch import launch
 from trimtab.rl.batches import collate
 from trimtab.rl.demo_model import save_checkpoint
 from trimtab.rl.losses import token_log_probs

@@ -1,4 +1,4 @@
-"""However a run ends, nothing of it stays: no processes, no shared memory; and the cause is named."""
+"""A failed run leaves no processes and no shared memory, and the error names the cause."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import pytest
 import torch.distributed as dist
 
 from trimtab.errors import RankFailedError
-from trimtab.launch.launcher import launch
+from trimtab.launch import launch
 
 SHARED_MEMORY = Path("/dev/shm")
 
@@ -23,7 +23,7 @@ def leave_segment(name: str) -> None:
     (SHARED_MEMORY / f"trimtab-{os.getpid()}-{name}").write_bytes(b"left")
 
 
-def die_while_others_wait(name: str) -> None:
+def kill_rank_1_in_a_collective(name: str) -> None:
     leave_segment(name)
     dist.barrier()
     if dist.get_rank() == 1:
@@ -31,36 +31,36 @@ def die_while_others_wait(name: str) -> None:
     dist.barrier()
 
 
-def test_a_rank_that_dies_in_a_collective_is_named_and_leaves_nothing() -> None:
+def test_rank_killed_in_a_collective_is_named_and_its_files_are_removed() -> None:
     name = f"test-{os.getpid()}"
     start = time.monotonic()
     with pytest.raises(RankFailedError, match=r"rank 1 \(process \d+\) was killed by SIGKILL; the run was stopped"):
-        launch(die_while_others_wait, (name,), ranks=2)
+        launch(kill_rank_1_in_a_collective, (name,), ranks=2)
     assert time.monotonic() - start < 30
     assert not list(SHARED_MEMORY.glob(f"trimtab-*-{name}"))
 
 
-def wait_for_ever(name: str) -> None:
+def block_forever(name: str) -> None:
     leave_segment(name)
     if dist.get_rank() == 0:
         time.sleep(1000)
     dist.barrier()
 
 
-def arrive_late(name: str) -> str:
+def slow_read(name: str) -> str:
     leave_segment(name)
     time.sleep(3)
     return name
 
 
-class Late:
-    """An argument that takes a rank seconds to read, as one does whose class imports torch."""
+class SlowArgument:
+    """An argument that takes seconds to unpickle."""
 
     def __init__(self, name: str) -> None:
         self.name = name
 
     def __reduce__(self) -> tuple[Callable[[str], str], tuple[str]]:
-        return arrive_late, (self.name,)
+        return slow_read, (self.name,)
 
 
 @pytest.mark.parametrize("when", ["it starts", "it runs"])
@@ -68,8 +68,8 @@ def test_ranks_end_with_a_launcher_that_is_killed(when: str, tmp_path: Path) -> 
     name = f"test-{os.getpid()}"
     program = tmp_path / "program.py"
     source = Path(__file__).read_text()
-    argument = f"Late({name!r})" if when == "it starts" else repr(name)
-    program.write_text(f"{source}\nif __name__ == '__main__':\n    launch(wait_for_ever, ({argument},), ranks=2)\n")
+    argument = f"SlowArgument({name!r})" if when == "it starts" else repr(name)
+    program.write_text(f"{source}\nif __name__ == '__main__':\n    launch(block_forever, ({argument},), ranks=2)\n")
     launcher = subprocess.Popen([sys.executable, str(program)], start_new_session=True)
     try:
         ranks = wait_for(lambda: [int(p.name.split("-")[1]) for p in SHARED_MEMORY.glob(f"trimtab-*-{name}")], 2)

@@ -1,4 +1,4 @@
-"""Nodes on one machine: ranks are where they should be, links limit what they should, and nothing stays behind."""
+"""Nodes on one machine: placement of ranks, limits of links, removal of all resources."""
 
 from __future__ import annotations
 
@@ -17,11 +17,10 @@ import pytest
 
 from trimtab.cli.main import main
 from trimtab.errors import InputError, RankFailedError
-from trimtab.launch import namespaces
-from trimtab.launch.namespaces import run_on_nodes
+from trimtab.launch import namespaces, run_on_nodes
 
 JOB = [sys.executable, str(Path(__file__).parents[1] / "helpers" / "node_rank.py")]
-# What namespaces need of a machine, said in another way than the code under test does.
+# Requirements of namespaces, tested without the code under test.
 PROBE = """
 set -e
 mount -t tmpfs tmpfs /dev/shm
@@ -69,7 +68,7 @@ def wait_for(condition: Callable[[], bool], seconds: float, what: str) -> None:
 
 @needs_nodes
 def test_only_links_between_nodes_are_limited(tmp_path: Path) -> None:
-    run_job(*JOB, "all_is_well", str(tmp_path / "seen.json"), link_mbit=100)
+    run_job(*JOB, "report", str(tmp_path / "seen.json"), link_mbit=100)
     seen = json.loads((tmp_path / "seen.json").read_text())
     assert seen["sum"] == 15
     places = [[int(of[name]) for name in ("RANK", "GROUP_RANK", "LOCAL_RANK")] for of in seen["ranks"]]
@@ -101,7 +100,7 @@ def test_only_links_between_nodes_are_limited(tmp_path: Path) -> None:
         ("test $RANK = 3 && exit 7; sleep 1; exit 1", r"rank 3 \(process \d+\) ended with exit status 7"),
     ],
 )
-def test_a_rank_that_ends_without_a_word_ends_the_job(script: str, message: str) -> None:
+def test_rank_that_ends_without_a_report_ends_the_job(script: str, message: str) -> None:
     start = time.monotonic()
     with pytest.raises(RankFailedError, match=message):
         run_job("sh", "-c", script)
@@ -114,7 +113,7 @@ def test_a_rank_that_raises_ends_the_job() -> None:
     with pytest.raises(RankFailedError, match="rank 3 failed: ArithmeticError: broken on purpose; the run was stopped"):
         run_job(*JOB, "one_raises", "")
     with pytest.raises(InputError, match="sizes is 3; it should be 2"):
-        run_job(*JOB, "one_dislikes_its_input", "")
+        run_job(*JOB, "one_raises_input_error", "")
     assert time.monotonic() - start < 120
 
 
@@ -132,11 +131,11 @@ def test_the_runtime_bench_compares_with_node_blind_planning(tmp_path: Path) -> 
 
 @needs_nodes
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
-def test_nothing_outlives_the_launcher(number: signal.Signals, tmp_path: Path) -> None:
+def test_all_processes_end_with_the_launcher(number: signal.Signals, tmp_path: Path) -> None:
     before = namespaces_in_use()
     script = f"readlink /proc/self/ns/net > {tmp_path}/$RANK.part; mv {tmp_path}/$RANK.part {tmp_path}/$RANK; sleep 600"
     command = [sys.executable, "-m", "trimtab.cli.main", "nodes", "--", "sh", "-c", script]
-    # What is started in the background ignores interrupts, and so would all that it starts.
+    # Background processes ignore SIGINT, and so do their children.
     heed = partial(signal.signal, signal.SIGINT, signal.SIG_DFL)
     with subprocess.Popen(command, stderr=subprocess.PIPE, preexec_fn=heed) as launcher:
         try:
@@ -149,16 +148,16 @@ def test_nothing_outlives_the_launcher(number: signal.Signals, tmp_path: Path) -
         finally:
             launcher.kill()
     assert launcher.returncode == (130 if number == signal.SIGINT else -number)
-    wait_for(lambda: made.isdisjoint(namespaces_in_use()), 20, "a process stayed behind")
+    wait_for(lambda: made.isdisjoint(namespaces_in_use()), 20, "a process still runs")
 
 
-def test_nodes_are_refused_in_one_line(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_error_messages_are_one_line(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     bench = ["bench", "runtime", "--nodes", "2", "--link-mbit", "500"]
     monkeypatch.setattr(os, "geteuid", lambda: 1000)
     for arguments in (["nodes", "--", "true"], bench):
         assert main(arguments) == 2
         error = capsys.readouterr().err
-        assert error.endswith("which only root can make; run this as root\n")
+        assert error.endswith("which only root can create; run this as root\n")
         assert error.count("\n") == 1
     monkeypatch.setattr(os, "geteuid", lambda: 0)
     monkeypatch.setattr(namespaces, "TOOLS", {})

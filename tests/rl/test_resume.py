@@ -21,7 +21,7 @@ from helpers.equality import relative_error
 from helpers.runs import metrics_of, processes_under, save_tiny_model, train_command
 from trimtab.cli.main import main
 from trimtab.errors import InputError
-from trimtab.launch.launcher import launch
+from trimtab.launch import launch
 from trimtab.rl.checkpoint import last_checkpoint
 from trimtab.rl.config import resumed
 from trimtab.rl.run import _sole_run

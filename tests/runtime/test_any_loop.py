@@ -1,4 +1,4 @@
-"""Whatever a training loop does next, its numbers are those of one process, or an error names the cause.
+"""Random training loops give the results of one process, or an error that names the cause.
 
 Hypothesis draws what comes next. `TRIMTAB_NIGHTLY=1` also runs 3 and 4 ranks, and more and longer loops.
 """
@@ -24,7 +24,7 @@ micro_steps = st.integers(0, any_loop.MICRO_STEPS - 1)
 
 
 class AnyLoop(RuleBasedStateMachine):
-    """Decides what all ranks do next."""
+    """Draws the next action of all ranks."""
 
     pool: RankPool
 

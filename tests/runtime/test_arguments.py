@@ -1,4 +1,4 @@
-"""Sessions and layers that are given what does not fit."""
+"""Invalid arguments of sessions and layers."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def misuse_layers(state: State) -> None:
         session.micro_step(1).__enter__()
 
 
-def test_layers_are_given_what_fits(pool: RankPool) -> None:
+def test_invalid_tensors_of_layers_are_refused(pool: RankPool) -> None:
     pool.call(misuse_layers)
 
 
@@ -74,7 +74,7 @@ def test_layers_are_given_what_fits(pool: RankPool) -> None:
         ({"mirror_bytes": -1}, "mirror_bytes is -1; it should be a whole number of 0 or more"),
     ],
 )  # fmt: skip
-def test_sessions_are_made_with_what_makes_sense(pool: RankPool, arguments: dict[str, Any], message: str) -> None:
+def test_invalid_arguments_of_sessions_are_refused(pool: RankPool, arguments: dict[str, Any], message: str) -> None:
     pool.call(refuse_session, arguments, message)
 
 

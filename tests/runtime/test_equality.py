@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from helpers.equality import CHECKPOINTING, Case, compare_cases
-from trimtab.launch.launcher import launch
+from trimtab.launch import launch
 
 
 @pytest.mark.parametrize(

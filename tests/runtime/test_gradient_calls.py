@@ -1,4 +1,4 @@
-"""`finish_gradients`, `clip_gradients` and optimizer steps in loops that give or do something else than expected."""
+"""`finish_gradients`, `clip_gradients` and optimizer steps in unusual loops."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def update(state: State, index: int = 0) -> None:
 
 
 def parameters_of_any_kind(state: State) -> None:
-    """Generators and duplicates are what they stand for; experts are refused."""
+    """Generators and duplicates are accepted; experts are refused."""
     for given in (lambda ps: (p for p in ps), lambda ps: [*ps, *ps]):
         loop = start(state)
         update(state)
@@ -39,13 +39,13 @@ def parameters_of_any_kind(state: State) -> None:
         expected = torch.nn.utils.clip_grad_norm_(loop.reference.parameters(), 1e-3)
         assert abs(norm - expected) < 1e-12 * expected
         any_loop.compare(loop)
-    with pytest.raises(InputError, match="some are experts of the session"):
+    with pytest.raises(InputError, match="include experts of the session"):
         loop.session.finish_gradients(loop.model.parameters())
-    with pytest.raises(InputError, match="some are experts of the session"):
+    with pytest.raises(InputError, match="include experts of the session"):
         loop.session.clip_gradients(loop.model.parameters(), 1.0)
 
 
-def test_parameters_may_be_given_in_any_way_but_without_experts(pool: RankPool) -> None:
+def test_replicated_parameters_in_any_form_but_without_experts(pool: RankPool) -> None:
     pool.call(parameters_of_any_kind)
 
 
@@ -56,12 +56,12 @@ def clip_too_early(state: State) -> None:
         loop.session.clip_gradients(loop.model.replicated(), 1.0)
 
 
-def test_gradients_are_clipped_when_they_are_complete(pool: RankPool) -> None:
+def test_clipping_needs_finished_gradients(pool: RankPool) -> None:
     pool.call(clip_too_early)
 
 
 def add_to_finished(state: State, between: str) -> None:
-    """Gradients that were summed are added to, after something that hides it."""
+    """Summed gradients are added to, after an action that could hide it."""
     loop = start(state)
     dense = loop.model.replicated()
     if between == "clip, with frozen experts":
@@ -95,7 +95,7 @@ def add_to_finished(state: State, between: str) -> None:
 
 
 @pytest.mark.parametrize("between", ["other tensors", "zeroed experts", "clip by hand", "clip, with frozen experts"])
-def test_gradients_that_were_summed_are_not_added_to(pool: RankPool, between: str) -> None:
+def test_adding_to_summed_gradients_is_refused(pool: RankPool, between: str) -> None:
     pool.call(add_to_finished, between)
 
 
@@ -117,7 +117,7 @@ def test_gradients_may_be_zeroed_between_forward_and_backward(pool: RankPool) ->
 
 
 def leave_out_the_head(state: State) -> None:
-    """Optimizers skip what has no gradient; so they should here."""
+    """Optimizers skip parameters without gradient."""
     loop = start(state)
     update(state)
     any_loop.step(state, True)
@@ -135,7 +135,7 @@ def leave_out_the_head(state: State) -> None:
     assert torch.equal(before, loop.model.head.weight)
 
 
-def test_a_gradient_that_no_rank_has_stays_none(pool: RankPool) -> None:
+def test_gradient_that_no_rank_has_stays_none(pool: RankPool) -> None:
     pool.call(leave_out_the_head)
 
 
@@ -176,7 +176,7 @@ def call_within_micro_step(state: State, what: str) -> None:
 
 
 @pytest.mark.parametrize("what", ["micro_step", "plan", "move"])
-def test_micro_steps_end_before_what_changes_them(pool: RankPool, what: str) -> None:
+def test_plans_and_moves_within_a_micro_step_are_refused(pool: RankPool, what: str) -> None:
     pool.call(call_within_micro_step, what)
 
 

@@ -17,7 +17,7 @@ from helpers.moe_model import Shape, TinyMoE
 from helpers.random_plans import random_schedule, random_trace
 from helpers.rank_pool import RankPool
 from trimtab.errors import InputError, RanksDisagreeError
-from trimtab.launch.launcher import launch
+from trimtab.launch import launch
 from trimtab.runtime import Session
 
 State = dict[str, Any]
@@ -56,7 +56,7 @@ def make_groups(state: State, ranks: Ranks) -> None:
 
 
 def groups_of(state: State, ranks: Ranks) -> dist.ProcessGroup:
-    """This rank's group, of those that all ranks make in this order."""
+    """This rank's group, of the groups that all ranks create in this order."""
     if repr(ranks) not in state:
         made = [dist.new_group(list(each), sort_ranks=False) for each in ranks]
         state[repr(ranks)] = next(group for group, each in zip(made, ranks, strict=True) if dist.get_rank() in each)
@@ -64,7 +64,7 @@ def groups_of(state: State, ranks: Ranks) -> dist.ProcessGroup:
 
 
 def places(state: State, expert_ranks: Ranks, dp_ranks: Ranks | None, nodes: list[int] | None) -> dict[str, Any]:
-    """Where a session puts this rank, and the orders of its groups."""
+    """This rank's numbers in a session, and the orders of its groups."""
     session = Session(
         num_experts=8,
         expert_group=groups_of(state, expert_ranks),
@@ -104,7 +104,7 @@ def test_groups_of_ranks_that_are_not_neighbours(pool: RankPool) -> None:
 
 
 def test_nodes_of_ranks_that_are_not_neighbours(pool: RankPool) -> None:
-    """Ranks are numbered by node; the framework's group says who has which experts."""
+    """Ranks are numbered by node; homes at the start follow the framework's group."""
     found = pool.call(places, ((0, 1, 2, 3),), None, [7, 5, 7, 5])
     assert [place["rank"] for place in found] == [0, 2, 1, 3]
     for rank, place in enumerate(found):
@@ -130,7 +130,7 @@ def test_a_group_in_another_order_than_the_ranks(pool: RankPool) -> None:
     assert all(place["is_given"] for place in found)
 
 
-def test_one_node_may_be_said_or_not(pool: RankPool) -> None:
+def test_nodes_may_be_omitted_for_one_node(pool: RankPool) -> None:
     assert pool.call(places, ((0, 1, 2, 3),), None, [4] * 4) == pool.call(places, ((0, 1, 2, 3),), None, None)
 
 
@@ -138,13 +138,13 @@ SHAPE = Shape(layers=2, experts=4, top_k=2, hidden=8, width=6)
 
 
 def train_stage(state: State, stages: Ranks, chosen: int, mode: str = "plan") -> list[float] | None:
-    """Losses of three planned steps on the ranks of one pipeline stage; other ranks do nothing meanwhile."""
+    """Losses of three planned steps on the ranks of one pipeline stage, while other ranks are idle."""
     group = groups_of(state, stages)
     if dist.get_rank() not in stages[chosen]:
         return None
     torch.set_num_threads(1)
     torch.manual_seed(0)
-    # Ranks may have made different numbers of groups.
+    # Ranks may have created different numbers of groups.
     if dist.get_rank() == stages[chosen][0]:
         dist.new_group([dist.get_rank()], use_local_synchronization=True)
     session = Session(num_experts=4, expert_group=group, mode=mode)  # type: ignore[arg-type]
@@ -179,8 +179,8 @@ def train_stage(state: State, stages: Ranks, chosen: int, mode: str = "plan") ->
     return [*losses, float(sum(value.double().sum() for value in weights.values()))]
 
 
-def test_pipeline_stages_have_sessions_at_times_of_their_own(pool: RankPool) -> None:
-    """Neither stage waits for the other, whatever sessions and groups the ranks of a stage have been in before."""
+def test_pipeline_stages_create_sessions_independently(pool: RankPool) -> None:
+    """No stage waits for the other, also if its ranks were in other sessions and groups before."""
     second = pool.call(train_stage, ((0, 1), (2, 3)), 1)
     assert second[:2] == [None, None]
     assert second[2] is not None
@@ -216,7 +216,7 @@ def test_static_plans_keep_the_homes_of_the_group(pool: RankPool) -> None:
 
 
 def disagree(state: State) -> str:
-    """What a session of scattered ranks says of ranks that make different calls."""
+    """The error of a session of scattered ranks that make different calls."""
     group = groups_of(state, ((0, 2), (3, 1)))
     session = Session(num_experts=2, expert_group=group, timeout=timedelta(seconds=20))
     try:
@@ -251,23 +251,23 @@ def refused(state: State, expert_ranks: Ranks, dp_ranks: Ranks | None, nodes: li
         (((0, 1, 2, 3),), None, [[0, 1]] * 4, "nodes has 2 node numbers; expert_group has 4 ranks"),
         (((0, 1, 2, 3),), None, [["a", 0, 1, 1]] * 4, "it should be the node number of every rank"),
         (((0, 1, 2, 3),), None, [None, None, [0, 0, 1], None], "nodes has 3 node numbers"),
-        (((0, 1, 2, 3),), None, [None, None, None, [0, 1, 0, 1]], "laid out alike in all expert-parallel groups"),
-        (((0, 2), (1, 3)), ((0, 1), (2, 3)), [[0, 1], [0, 0]] * 2, "nodes should be laid out alike"),
+        (((0, 1, 2, 3),), None, [None, None, None, [0, 1, 0, 1]], "the same layout in all expert-parallel groups"),
+        (((0, 2), (1, 3)), ((0, 1), (2, 3)), [[0, 1], [0, 0]] * 2, "nodes should have the same layout"),
         (((0, 2), (1, 3)), ((0, 1), (2, 3)), [[0, 1], [0]] * 2, "nodes has 1 node numbers"),
         (((0, 1), (2, 3)), ((0, 1), (2, 3)), None, "don't line up"),
-        # The second group has them the other way round.
+        # The second group has the opposite order.
         (((0, 2), (1, 3)), ((0, 3), (1, 2)), None, "don't line up"),
         (((0, 2), (3, 1)), ((0, 1), (2, 3)), None, "[0, 2], [3, 1], expert-data-parallel groups [0, 1], [2, 3]"),
-        # Ranks don't agree on the number of their group.
+        # Ranks have different numbers of their group.
         (((0, 2), (1, 3)), ((0, 1), (3, 2)), None, "don't line up"),
         (((0, 1), (2, 3)), ((0, 2), (1,), (3,)), None, "don't line up"),
         (((0, 1, 2), (3,)), ((0, 3), (1,), (2,)), None, "don't line up"),
     ],
 )
-def test_groups_and_nodes_that_do_not_fit(
+def test_inconsistent_groups_and_nodes(
     pool: RankPool, expert_ranks: Ranks, dp_ranks: Ranks | None, nodes: list[Any] | None, message: str
 ) -> None:
-    """All ranks raise, soon."""
+    """All ranks raise within seconds."""
     found = pool.call(refused, expert_ranks, dp_ranks, nodes)
     assert "accepted" not in found, found
     assert message in found[0], found
@@ -281,12 +281,12 @@ def misuse(state: State) -> None:
         with pytest.raises(InputError, match="use expert_dp_group for several expert-parallel groups and nodes"):
             Session(num_experts=4, expert_group=whole, **arguments)
     for arguments in frameworks:
-        with pytest.raises(InputError, match="go with expert_group; for groups that the session makes, use groups"):
+        with pytest.raises(InputError, match="go with expert_group; for groups that the session creates, use groups"):
             Session(num_experts=4, **arguments)
 
 
 def not_mine(state: State, name: str) -> str:
-    """What ranks 0 and 2 are told that give a group of ranks 1 and 3."""
+    """The errors of ranks 0 and 2 that pass a group of ranks 1 and 3."""
     pair = dist.new_group([1, 3])
     if dist.get_rank() in (1, 3):
         return ""
@@ -305,4 +305,4 @@ def test_groups_of_other_ranks(pool: RankPool, name: str) -> None:
     pool.call(make_groups, ((0, 2), (1, 3)))
     found = pool.call(not_mine, name)
     for rank in (0, 2):
-        assert found[rank].startswith(f"{name} is no process group that rank {rank} is in")
+        assert found[rank].startswith(f"{name} is not a process group of rank {rank}")

@@ -26,7 +26,7 @@ from helpers.ring_harness import Harness
 from helpers.transfer_mutants import mutated
 from trimtab.cluster import ClusterSpec
 from trimtab.errors import RankFailedError
-from trimtab.launch.launcher import launch
+from trimtab.launch import launch
 from trimtab.planner import Placement, Schedule, StepPlan, Workload
 from trimtab.planner.replicas.paths import HOST, PEER
 from trimtab.runtime import Session, gated_experts
@@ -52,7 +52,7 @@ def random_experts(rng: np.random.Generator, micro_steps: int, layers: int) -> l
 
 
 def try_ring(rng: np.random.Generator) -> int:
-    """Visit instances in random orders, which the ring often guesses wrong. Returns the copies that were made."""
+    """Visit instances in random orders, which the ring often predicts wrongly. Returns the number of copies."""
     layers, micro_steps = int(rng.integers(1, 8)), int(rng.integers(1, 4))
     with late_device.install("late") as device:
         experts_MLP = random_experts(rng, micro_steps, layers)
@@ -63,13 +63,13 @@ def try_ring(rng: np.random.Generator) -> int:
                     harness.forward(micro_step)
                     harness.backward(micro_step)
             else:
-                # In part without a forward, and left in the middle.
+                # Partly without a forward, and not run to the end.
                 instances = rng.integers(0, (micro_steps, layers), (rng.integers(1, 16), 2)).tolist()
                 harness.begin(instances[0][0])
                 for micro_step, layer in instances:
                     harness.visit(micro_step, layer)
             if rng.integers(2):
-                # `finish_gradients` and an optimizer step, or the latter alone.
+                # `finish_gradients` and an optimizer step, or the step only.
                 if rng.integers(2):
                     harness.ring.drain()
                 harness.ring.complete()
@@ -121,7 +121,7 @@ def make_case(seed: int, *, groups: int = 1, timeout: timedelta | None = None) -
 
 
 def compare_in_all_modes(cases: list[Case]) -> None:
-    """The cases are spread over modes, with and without peers."""
+    """The cases alternate between modes, with and without peers."""
     ways = [(mode, peers) for mode in late_device.MODES for peers in (False, True)]
     copies = messages = 0
     for number, (mode, peers) in enumerate(ways):
@@ -136,7 +136,7 @@ def compare_in_all_modes(cases: list[Case]) -> None:
 
 @pytest.mark.parametrize(("ranks", "count"), [(2, 32), (3, 8), (4, 8)])
 def test_random_plans_equal_the_single_process(ranks: int, count: int) -> None:
-    """In every second case of 4 ranks they are two expert-parallel groups."""
+    """Every second case of 4 ranks has two expert-parallel groups."""
     seeds = range(count * 10 if NIGHTLY else count)
     cases = [make_case(seed, groups=2 if ranks == 4 and seed % 2 else 1) for seed in seeds]
     launch(compare_in_all_modes, (cases,), ranks=ranks)
@@ -175,7 +175,7 @@ def fetch_after_exchange() -> None:
 
 
 def test_serial_messages_find_another_order_of_groups() -> None:
-    """Messages of two groups that ranks post in opposite orders block each other only where they run one at a time."""
+    """Messages of two groups that ranks post in opposite orders block each other only if they run one at a time."""
     with pytest.raises(RankFailedError, match=r"RuntimeError: .*Timed out|RanksDisagreeError"):
         launch(fetch_after_exchange, (), ranks=2)
 
@@ -217,7 +217,7 @@ def rewrite_weights(path: int, late: str, mutant: str = "") -> str:
 
         def stage_late(layer: HomeExperts) -> None:
             if mutant:
-                # Until rank 1 has read.
+                # Rank 1 has read.
                 read = dist.irecv(torch.zeros(1), 1)
                 assert read is not None
                 read.wait(timedelta(seconds=patience_s))
@@ -267,5 +267,5 @@ def compare_rewriting() -> None:
 
 
 def test_weights_are_rewritten_between_barriers() -> None:
-    """Without one of them, a copy reads weights that are being rewritten, or those before."""
+    """Without a barrier, a copy reads weights that are being rewritten, or old ones."""
     launch(compare_rewriting, (), ranks=2)

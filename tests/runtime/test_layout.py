@@ -1,4 +1,4 @@
-"""The plan fixes where every row goes: layouts of all ranks against plain loops."""
+"""Layouts of all ranks compared with plain loops over a plan."""
 
 from __future__ import annotations
 
@@ -11,14 +11,9 @@ import torch
 from helpers.random_plans import random_placement, random_plan, random_schedule, random_trace
 from trimtab.array_type import Array
 from trimtab.planner import Workload
-from trimtab.runtime.rows.layout import (
-    InstanceReplicas,
-    Layout,
-    PhysicalExperts,
-    PlannedRows,
-    place_rows,
-    upload_layouts,
-)
+from trimtab.runtime.rows.instance_replicas import InstanceReplicas
+from trimtab.runtime.rows.layout import Layout, place_rows, upload_layouts
+from trimtab.runtime.rows.physical_experts import PhysicalExperts, PlannedRows
 
 Row = tuple[int, int, int]  # source rank, token, expert
 
@@ -26,7 +21,7 @@ Row = tuple[int, int, int]  # source rank, token, expert
 def rows_by_copy(
     ids_R: list[Array], home_E: Array, replicas: InstanceReplicas
 ) -> dict[tuple[int, str, int], list[Row]]:
-    """Of a source's tokens for an expert, replicas get their quotas first, in plan order, the home the rest."""
+    """The rows of each copy: of a source's tokens for an expert, replicas get their quotas first, the home the rest."""
     copies: dict[tuple[int, str, int], list[Row]] = {}
     for source, ids_NK in enumerate(ids_R):
         for expert in range(len(home_E)):
@@ -42,7 +37,7 @@ def rows_by_copy(
 
 
 def arrived_at(rank: int, layouts: list[Layout], ids_R: list[Array]) -> list[Row]:
-    """What the exchange brings, in rank order of the sources."""
+    """The rows that a rank receives, in rank order of the sources."""
     rows: list[Row] = []
     for source, (layout, ids_NK) in enumerate(zip(layouts, ids_R, strict=True)):
         sent: list[Row] = [(-1, -1, -1)] * ids_NK.size
@@ -56,7 +51,7 @@ def arrived_at(rank: int, layouts: list[Layout], ids_R: list[Array]) -> list[Row
     return rows
 
 
-def test_every_copy_computes_the_tokens_that_the_plan_gives_it() -> None:
+def test_every_copy_computes_its_planned_tokens() -> None:
     for seed in range(30):
         rng = np.random.default_rng(seed)
         num_ranks = int(rng.integers(1, 5))

@@ -1,4 +1,4 @@
-"""Experts that are lists of tensors, one Parameter for each: what `tests/runtime/test_equality.py` does not see."""
+"""Experts as lists of tensors, one Parameter for each; complements `tests/runtime/test_equality.py`."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ State = dict[str, Any]
 
 
 class Allocations(TorchDispatchMode):
-    """Operations whose results hold as much as a stack of the home experts."""
+    """Records operations whose results are as large as a stack of the home experts."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -53,12 +53,12 @@ def run_without_stacks(state: State, lists: tuple[str, ...]) -> list[str]:
 
 def test_lists_are_never_stacked(pool: RankPool) -> None:
     assert pool.call(run_without_stacks, ALL_LISTS) == [[], []]
-    # The other kind is seen.
+    # The recorder detects stacks.
     assert all(pool.call(run_without_stacks, ()))
 
 
 def gradients_of_idle_experts(state: State) -> None:
-    """Zeros on every rank, also where the layer has no rows at all."""
+    """Zeros on every rank, also in a layer without rows."""
     session = Session(num_experts=4)
     tensors = [[torch.nn.Parameter(torch.randn(*size)) for _ in range(2)] for size in ((8, 4), (4, 4))]
     layer = session.add_layer(tensors, gated_experts())
@@ -104,7 +104,7 @@ def add_bad_lists(state: State) -> None:
     refused(shared, [good[0], good[0]], down)
     refused(shared, [good[0], torch.nn.Parameter(good[0].data)], down)
     refused("expert tensor 0 of expert 0 is of type list" if rank == 0 else "is of type list", [[1], [2]], down)
-    refused(r"trained? \(`weights`\) should be stacked|should be stacked", good, down, weights=list)
+    refused(r"trained? \(`weights`\) should be stacks|should be stacks", good, down, weights=list)
     session.add_layer([good, down], gated_experts())
     refused("layer 1 was added with an expert tensor of MoE layer 0", parameters((8, 4), (8, 4)), [down[1], down[0]])
 
@@ -117,7 +117,7 @@ def add_bad_lists(state: State) -> None:
         session.live_micro_step(positions=torch.arange(3)).__enter__()
 
 
-def test_bad_lists_are_refused_by_name(pool: RankPool) -> None:
+def test_invalid_lists_are_refused_with_their_name(pool: RankPool) -> None:
     pool.call(add_bad_lists)
 
 
@@ -135,7 +135,7 @@ def write_to_one_expert(state: State) -> None:
         session.live_micro_step(positions=torch.arange(3)).__enter__()
 
 
-def test_an_unnoticed_write_names_the_expert(pool: RankPool) -> None:
+def test_undetected_write_is_reported_with_the_expert(pool: RankPool) -> None:
     pool.call(write_to_one_expert)
 
 
@@ -212,7 +212,7 @@ def load_names(state: State) -> None:
             session.logical_state_dict(model)
 
 
-def test_lists_leave_under_the_names_of_all_experts(pool: RankPool) -> None:
+def test_logical_state_of_lists_has_the_names_of_all_experts(pool: RankPool) -> None:
     pool.call(load_names)
 
 
@@ -243,7 +243,7 @@ def test_the_number_of_an_expert_is_found_in_names(names: list[str], others: lis
 
 @pytest.mark.parametrize("counts", [[3, 0, 2], [0, 0, 0], [0, 4, 0]])
 @pytest.mark.parametrize("transposed", [False, True])
-def test_lists_compute_what_stacks_compute(counts: list[int], transposed: bool) -> None:
+def test_lists_and_stacks_give_equal_results(counts: list[int], transposed: bool) -> None:
     torch.manual_seed(0)
     rows, groups = torch.randn(sum(counts), 5, dtype=torch.float64), RowGroups.of(counts, torch.device("cpu"))
     weight = torch.randn(3, *((5, 4) if transposed else (4, 5)), dtype=torch.float64)

@@ -1,4 +1,4 @@
-"""Weights and optimizer state leave in logical expert order and come back under any homes, on any number of ranks."""
+"""Weights and optimizer state in logical order are saved and loaded under any homes, on any number of ranks."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from helpers.equality import relative_error
 from helpers.moe_model import ALL_LISTS, Shape, TinyMoE
 from helpers.random_plans import random_placement
 from trimtab.errors import InputError
-from trimtab.launch.launcher import launch
+from trimtab.launch import launch
 from trimtab.planner import Placement
 from trimtab.runtime import Session
-from trimtab.runtime.state.optimizer_rows import rows_of_state
+from trimtab.runtime.state.optimizer_rows import expert_state
 
 SHAPE = Shape(layers=2, experts=8, top_k=2, hidden=8, width=6)
 LISTED, MIXED = replace(SHAPE, lists=ALL_LISTS), replace(SHAPE, lists=("down",))
@@ -40,7 +40,7 @@ def build(name: str, seed: int, shape: Shape = SHAPE) -> tuple[Session, TinyMoE,
 
 
 def step(session: Session, model: TinyMoE, optimizer: torch.optim.Optimizer, seed: int) -> None:
-    """One optimizer step on the same tokens, however many ranks share them."""
+    """One optimizer step on the same tokens, on any number of ranks."""
     rng = np.random.default_rng(seed)
     tokens, labels = torch.from_numpy(rng.integers(0, SHAPE.vocab, (2, 60)))
     mine = slice(session.rank, None, session.num_ranks)
@@ -52,7 +52,7 @@ def step(session: Session, model: TinyMoE, optimizer: torch.optim.Optimizer, see
 
 
 def whole(session: Session, model: TinyMoE, optimizer: torch.optim.Optimizer) -> tuple[Any, Any]:
-    """Copies on rank 0; elsewhere nothing."""
+    """Copies on rank 0; empty on other ranks."""
     weights = {name: value.clone() for name, value in session.logical.weights(model)}
     state = {
         name: {key: value.clone() if isinstance(value, torch.Tensor) else value for key, value in values.items()}
@@ -81,14 +81,14 @@ def load_and_go_on(folder: Path, shape: Shape) -> None:
         (weights, state), (weights_after, state_after) = torch.load(folder / f"{name}.pt")
         session.logical.load_weights(model, weights)
         session.logical.load_optimizer_state(model, optimizer, state)
-        assert_alike(whole(session, model, optimizer), (weights, state), 0.0)
+        assert_equal(whole(session, model, optimizer), (weights, state), 0.0)
         step(session, model, optimizer, seed=1)
         # Adafactor scales by norms of whole tensors, which are not those of their parts.
         if name != "Adafactor" or shape.lists == ALL_LISTS:
-            assert_alike(whole(session, model, optimizer), (weights_after, state_after), 1e-9)
+            assert_equal(whole(session, model, optimizer), (weights_after, state_after), 1e-9)
 
 
-def assert_alike(actual: tuple[Any, Any], expected: tuple[Any, Any], tolerance: float) -> None:
+def assert_equal(actual: tuple[Any, Any], expected: tuple[Any, Any], tolerance: float) -> None:
     if dist.get_rank() != 0:
         return
     assert actual[0].keys() == expected[0].keys()
@@ -103,15 +103,15 @@ def assert_alike(actual: tuple[Any, Any], expected: tuple[Any, Any], tolerance: 
 @pytest.mark.parametrize(
     ("shape", "ranks_before", "ranks_after"), [(SHAPE, 2, 4), (LISTED, 2, 1), (LISTED, 1, 2), (MIXED, 8, 2)]
 )
-def test_another_number_of_ranks_goes_on_alike(
+def test_training_continues_equally_on_another_number_of_ranks(
     tmp_path: Path, shape: Shape, ranks_before: int, ranks_after: int
 ) -> None:
     launch(train_and_save, (tmp_path, shape), ranks=ranks_before)
     launch(load_and_go_on, (tmp_path, shape), ranks=ranks_after)
 
 
-def place_anywhere() -> None:
-    """Homes that differ by layer, in no order: every rank gets its rows, and they come back in place."""
+def move_to_random_homes() -> None:
+    """Random homes for each layer: every rank loads its rows, and saving gives the same state."""
     session, model, optimizer = build("AdamW", seed=5)
     rng = np.random.default_rng(6)
     session.register_optimizers(optimizer)
@@ -129,12 +129,12 @@ def place_anywhere() -> None:
         mine = np.flatnonzero(homes_LE[index] == session.rank)
         assert isinstance(block.down, torch.nn.Parameter)
         assert torch.equal(block.down.detach(), weights[f"blocks.{index}.down"][mine])
-        rows = rows_of_state(optimizer, block.down)
+        rows = expert_state(optimizer, block.down, is_stack=True)
         assert rows.keys() == {"exp_avg", "exp_avg_sq"}
         assert torch.equal(rows["exp_avg"], state[f"blocks.{index}.down"]["exp_avg"][mine])
-    assert_alike(whole(session, model, optimizer), (weights, state), 0.0)
+    assert_equal(whole(session, model, optimizer), (weights, state), 0.0)
     session.move(random_placement(rng, SHAPE.layers, SHAPE.experts, session.num_ranks))
-    assert_alike(whole(session, model, optimizer), (weights, state), 0.0)
+    assert_equal(whole(session, model, optimizer), (weights, state), 0.0)
 
     with pytest.raises(InputError, match=r"there is optimizer state of 'head.scale'; this model has no such parameter"):
         session.logical.load_optimizer_state(model, optimizer, {"head.scale": {}})
@@ -151,25 +151,25 @@ def place_anywhere() -> None:
 
     optimizer.state[model.get_parameter("blocks.1.down")]["step"] = torch.tensor(float(session.rank))
     with pytest.raises(
-        InputError, match=r"AdamW: the state of 'blocks.1.down' is .*'step': 1.0.* on rank 1 and .* alike"
+        InputError, match=r"AdamW: the state of 'blocks.1.down' is .*'step': 1.0.* on rank 1 and .* equal"
     ):
         list(session.logical.optimizer_state(model, optimizer))
 
 
 def test_any_homes_in_any_layer() -> None:
-    launch(place_anywhere, (), ranks=2)
+    launch(move_to_random_homes, (), ranks=2)
 
 
 @pytest.mark.parametrize(
     ("value", "found"),
     [(torch.zeros(3), r"shape \[3\]"), (torch.zeros(5, 4), r"shape \[5, 4\]"), ([1, 2, 3, 4], "type list")],
 )
-def test_state_that_is_not_by_expert_is_refused_by_name(value: object, found: str) -> None:
+def test_state_without_expert_rows_is_refused_with_its_name(value: object, found: str) -> None:
     parameter = torch.nn.Parameter(torch.zeros(4, 5))
     optimizer = torch.optim.SGD([parameter])
     optimizer.state[parameter] = {"step": 3, "rate": torch.tensor(0.5), "rows": torch.zeros(4), "basis": value}
     message = rf"SGD keeps 'basis' of {found} for an expert tensor \[4, 5\]; it should be .* have 4 rows"
     with pytest.raises(InputError, match=message):
-        rows_of_state(optimizer, parameter)
+        expert_state(optimizer, parameter, is_stack=True)
     del optimizer.state[parameter]["basis"]
-    assert rows_of_state(optimizer, parameter).keys() == {"rows"}
+    assert expert_state(optimizer, parameter, is_stack=True).keys() == {"rows"}

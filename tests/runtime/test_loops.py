@@ -1,4 +1,4 @@
-"""Loops other than our own: what works in them, and the errors that name what does not."""
+"""Supported actions of training loops, and the errors of unsupported ones."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ State = dict[str, Any]
 
 
 def both(pool: RankPool, *calls: tuple[Any, ...]) -> None:
-    """A new model and plan, and then these calls on both ranks."""
+    """Runs calls on both ranks, with a new model and plan."""
     pool.call(any_loop.start, 3, False)
     for function, *args in calls:
         pool.call(function, *args)
@@ -38,7 +38,7 @@ def both(pool: RankPool, *calls: tuple[Any, ...]) -> None:
 
 @pytest.mark.parametrize("run", RUNS[1:])
 def test_a_checkpointed_layer_runs_again_in_the_micro_step_of_its_first_run(pool: RankPool, run: str) -> None:
-    """Backward outside of any micro-step, in an order as pipelines have it, with live forwards in between."""
+    """Backward outside micro-steps, in an order of pipelines, with live forwards in between."""
     forward, live, backward = any_loop.forward, any_loop.live, any_loop.backward
     both(
         pool,
@@ -49,7 +49,7 @@ def test_a_checkpointed_layer_runs_again_in_the_micro_step_of_its_first_run(pool
 
 
 @pytest.mark.parametrize("change", [any_loop.repoint, any_loop.offload])
-def test_parameters_may_get_other_memory(pool: RankPool, change: Callable[[State], None]) -> None:
+def test_memory_of_parameters_may_be_replaced(pool: RankPool, change: Callable[[State], None]) -> None:
     update = (any_loop.forward, 0, "plain", NOTHING_SKIPPED, 0, True)
     step = (any_loop.step, True)
     both(
@@ -75,7 +75,7 @@ def test_micro_steps_between_finished_gradients_and_the_optimizer_step(pool: Ran
 
 
 @pytest.mark.parametrize("after", [any_loop.plan, any_loop.move, any_loop.forward, any_loop.live])
-def test_what_a_failed_backward_left_is_dropped(pool: RankPool, after: Callable[..., None]) -> None:
+def test_replica_gradients_of_a_failed_backward_are_dropped(pool: RankPool, after: Callable[..., None]) -> None:
     args = {
         any_loop.plan: (5, True, "plan"), any_loop.move: (5,), any_loop.live: (5, "plain", 0),
         any_loop.forward: (1, "plain", NOTHING_SKIPPED, 0, True),
@@ -88,7 +88,7 @@ def test_what_a_failed_backward_left_is_dropped(pool: RankPool, after: Callable[
 
 
 def test_another_backward_may_follow_a_failed_one(pool: RankPool) -> None:
-    """Of a forward that ran before it, with no layer in between."""
+    """The backward of a forward that ran before the failure, with no layer in between."""
     pending = (any_loop.forward, 1, "plain", NOTHING_SKIPPED, 1, False)
     for run in ("plain", "reentrant checkpoint"):
         fail = (any_loop.fail_backward, 0, run, 0, False)
@@ -99,14 +99,14 @@ def count_abandoned(state: State) -> float:
     return cast(Loop, state["loop"]).session.take_metrics()["moe/abandoned_backwards"]
 
 
-def test_gradients_that_are_zeroed_before_they_are_finished_leave_nothing(pool: RankPool) -> None:
+def test_gradients_zeroed_before_they_are_finished_stay_zero(pool: RankPool) -> None:
     update = (any_loop.forward, 0, "plain", NOTHING_SKIPPED, 1, True)
     for to_none in (True, False):
         both(pool, update, (any_loop.zero, to_none), update, (any_loop.finish,), (any_loop.step, True))
 
 
 def test_gradients_are_summed_once(pool: RankPool) -> None:
-    """`finish` expects the error where there has to be one."""
+    """`finish` asserts the error for gradients that were already summed."""
     update = (any_loop.forward, 0, "plain", NOTHING_SKIPPED, 1, True)
     finish = (any_loop.finish,)
     both(pool, update, finish, finish, update, finish, (any_loop.zero, False), update, finish, finish)
@@ -114,7 +114,7 @@ def test_gradients_are_summed_once(pool: RankPool) -> None:
 
 
 def train_dense_layers_alone(state: State) -> None:
-    """A loss that does not come through MoE layers, between two zeroings in place."""
+    """A loss without MoE layers, between two zeroings in place."""
     loop: Loop = state["loop"]
     dense = loop.model.head
     parameters = list(dense.parameters())
@@ -130,12 +130,12 @@ def train_dense_layers_alone(state: State) -> None:
     any_loop.zero(state, True)
 
 
-def test_an_accumulation_may_leave_out_the_layers(pool: RankPool) -> None:
+def test_an_accumulation_without_moe_layers(pool: RankPool) -> None:
     both(pool, (train_dense_layers_alone,))
 
 
 def checkpoint_inside_experts(state: State, reentrant: bool) -> None:
-    """An expert function that runs again in backward, when its slots hold other experts."""
+    """An expert function that runs again in backward, after its slots were reused."""
     inner = gated_experts()
 
     def apply(weights: Sequence[ExpertWeight], rows: torch.Tensor, groups: RowGroups) -> torch.Tensor:
@@ -173,7 +173,7 @@ def run_on_other_threads(state: State) -> None:
             call.result()
     any_loop.zero(state, True)
     any_loop.plan(state, 6, True, "plan")
-    # The next plan may be another thread's.
+    # Another thread may run the next plan.
     with ThreadPoolExecutor(1) as executor:
         executor.submit(any_loop.forward, state, 0, "reentrant checkpoint", NOTHING_SKIPPED, 2, False).result()
         executor.submit(any_loop.backward, state, 2).result()
@@ -184,7 +184,7 @@ def test_backward_may_run_on_another_thread(pool: RankPool) -> None:
 
 
 def load_to_the_same_address(state: State) -> None:
-    """What an allocator may do: other values, in other memory that stands where the first one stood."""
+    """Other values in new memory at the same address, as an allocator may return it."""
     loop: Loop = state["loop"]
     buffers = [parameter.data.numpy().copy() for parameter in loop.model.parameters()]
     for parameter, buffer in zip(loop.model.parameters(), buffers, strict=True):
@@ -202,7 +202,7 @@ def load_to_the_same_address(state: State) -> None:
     any_loop.forward(state, 0, "plain", NOTHING_SKIPPED, None, False)
 
 
-def test_other_memory_at_the_same_address_is_noticed(pool: RankPool) -> None:
+def test_new_memory_at_the_same_address_is_detected(pool: RankPool) -> None:
     both(pool, (load_to_the_same_address,))
 
 
@@ -220,7 +220,7 @@ def test_experts_that_were_replaced_or_copied_are_refused(pool: RankPool) -> Non
 
 
 def run_in_inference_mode(state: State) -> None:
-    """Memory that is made there serves training, too."""
+    """Memory that is allocated in inference mode is used in training, too."""
     loop: Loop = state["loop"]
     with torch.inference_mode():
         any_loop.plan(state, 5, True, "plan")
@@ -251,7 +251,7 @@ def test_ids_are_those_that_route_returned(pool: RankPool) -> None:
 
 
 def interrupt_a_wait(state: State) -> None:
-    """What was waited for is not taken for what is waited for next."""
+    """The result of an interrupted wait is not taken for that of the next one."""
     lockstep = cast(Loop, state["loop"]).session._lockstep
     gate = threading.Event()
     done: list[bool] = []
@@ -296,7 +296,7 @@ def count_layers(state: State) -> int:
 
 
 def differentiate_in_other_ways(state: State) -> None:
-    """Replica gradients go to `.grad`, so that a backward which leaves that out has to be refused."""
+    """Replica gradients are added to `.grad`; a backward without accumulation into it is refused."""
     loop: Loop = state["loop"]
     replicas = [len(loop.session.step_plan.replicas_of(0, layer)) for layer in range(len(loop.session.layers))]
     layer = int(np.argmax(replicas))
@@ -322,7 +322,7 @@ def differentiate_in_other_ways(state: State) -> None:
     handle.remove()
     any_loop.zero(state, True)
 
-    # Only the head's gradient: nothing is added to experts.
+    # Only the head's gradient: no gradients of experts.
     head = loop.model.head.weight
     forward().backward(inputs=[head])
     assert head.grad is not None
@@ -360,12 +360,12 @@ def offload_for_memory(state: State) -> None:
     assert all(ref.expired() for ref in memory)
 
 
-def test_nothing_keeps_the_memory_of_parameters(pool: RankPool) -> None:
+def test_memory_of_parameters_is_not_kept(pool: RankPool) -> None:
     both(pool, (offload_for_memory,))
 
 
 def replace_parameters(state: State) -> None:
-    """New parameters in the module, read again by a layer that was added with a function."""
+    """New parameters in the module, in a layer that was added with a function."""
     session = Session(num_experts=4, verify_weights=False)
     torch.manual_seed(0)
     holder = torch.nn.Module()
@@ -390,7 +390,7 @@ def test_parameters_may_be_replaced_by_others(pool: RankPool) -> None:
 
 
 def compute_in_lower_precision(state: State, mode: str, way: str) -> None:
-    """Staging memory follows weights that were loaded before a plan, or changed after a micro-step."""
+    """Staging memory is refreshed for weights that were loaded before a plan, or changed after a micro-step."""
     session = Session(num_experts=4, mode=cast(Any, mode), least_gain=-1.0, verify_weights=False)
     torch.manual_seed(0)
     shape = Shape(layers=2, experts=4, top_k=2, hidden=8, width=8)
@@ -435,7 +435,7 @@ def compute_in_lower_precision(state: State, mode: str, way: str) -> None:
 
 @pytest.mark.parametrize("mode", ["plan", "static", "shadow", "off"])
 @pytest.mark.parametrize("way", ["before a plan", "copied", "repointed"])
-def test_copies_in_another_precision_follow_the_weights(pool: RankPool, mode: str, way: str) -> None:
+def test_copies_in_another_precision_are_refreshed(pool: RankPool, mode: str, way: str) -> None:
     pool.call(compute_in_lower_precision, mode, way)
 
 
@@ -452,7 +452,7 @@ def see_what_nobody_announces(state: State) -> None:
     assert loop.session.settings.verify_weights
     any_loop.write(state, "unnoticed")
     any_loop.forward(state, 0, "plain", NOTHING_SKIPPED, None, False)
-    # One element of one expert, on one rank; a sampled one.
+    # One sampled element of one expert, on one rank.
     if loop.session.rank == 1:
         loop.session.layers[1].parameters[1].data[1].view(-1)[0] += 1
     with pytest.raises(RuntimeError, match=r"MoE layer 1: tensor 1 of expert \d changed") as caught:
@@ -460,6 +460,6 @@ def see_what_nobody_announces(state: State) -> None:
     assert str(caught.value).startswith("rank 1: " if loop.session.rank == 0 else "MoE layer 1")
 
 
-def test_weights_that_change_unnoticed_are_found_by_samples(pool: RankPool) -> None:
+def test_verify_weights_detects_hidden_changes(pool: RankPool) -> None:
     pool.call(any_loop.start, 3, True)
     pool.call(see_what_nobody_announces)

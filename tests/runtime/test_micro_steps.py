@@ -1,4 +1,4 @@
-"""Micro-steps of any rows, entered as pipelines do, equal the unbalanced model on one process."""
+"""Micro-steps with any rows, entered in pipeline orders, equal the unbalanced model on one process."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from helpers.micro_steps import ORDERS, MicroStepCase, compare_micro_steps
 from helpers.moe_model import Shape, TinyMoE
 from helpers.random_plans import random_trace
 from trimtab.errors import InputError
-from trimtab.launch.launcher import launch
+from trimtab.launch import launch
 from trimtab.planner import Schedule
 from trimtab.runtime import Session
 
@@ -27,7 +27,7 @@ TIMES = 10 if os.environ.get("TRIMTAB_NIGHTLY") == "1" else 1
 
 @pytest.mark.parametrize(("ranks", "groups", "count"), [(2, 1, 64), (3, 1, 16), (4, 1, 16), (4, 2, 16)])
 def test_rows_of_any_micro_steps_in_any_order(ranks: int, groups: int, count: int) -> None:
-    """Slices of sequences, unknown routes, several micro-steps alive at once, chunks, both dispatchers."""
+    """Slices of sequences, unknown routes, several active micro-steps, chunks, both dispatchers."""
     rng = np.random.default_rng(ranks + groups)
     cases = [
         MicroStepCase(
@@ -53,7 +53,7 @@ def random_rows(rng: np.random.Generator, tokens: int, layers: int = 3) -> np.nd
 
 
 def run_many_micro_steps() -> None:
-    """Losses and handles are kept, as careless loops do; what layers needed is not."""
+    """Memory of layers is freed, also if the loop keeps losses and micro-steps."""
     torch.set_num_threads(1)
     session, model = make_session()
     rng = np.random.default_rng(torch.distributed.get_rank())
@@ -102,7 +102,7 @@ def test_a_micro_step_is_bound_once_for_all_its_forwards() -> None:
 
 
 def enter_with_other_batches() -> None:
-    """Rank 1 has another batch in the second forward, while the first one's backward is still to come."""
+    """Rank 1 has another batch in the second forward, before the first one's backward."""
     rng = np.random.default_rng(0)
     trace = random_trace(rng, num_sequences=4, max_length=6, num_layers=3, num_experts=4, top_k=2)
     schedule = Schedule(np.zeros(4, np.int32), np.array([0, 1, 0, 1], np.int32), np.zeros(1, np.int32), 2)
@@ -145,7 +145,7 @@ def plan_bad_rows() -> None:
         ([rows, rows[:, :, :1]], "micro-step 1 has ids"),
         ([rows, bad], "micro-step 1 has expert id 4"),
     ):
-        # One rank's mistake is every rank's error.
+        # An error on one rank is raised on all ranks.
         with pytest.raises((InputError, RuntimeError), match=message):
             session.plan_micro_steps(given if rank == 1 or len(given) != 2 else [rows, rows])
     with pytest.raises(RuntimeError, match="needs a step that this session has planned"):
@@ -159,5 +159,5 @@ def plan_bad_rows() -> None:
         pass
 
 
-def test_bad_rows_are_named() -> None:
+def test_errors_name_invalid_rows() -> None:
     launch(plan_bad_rows, (), ranks=2)

@@ -1,4 +1,4 @@
-"""Optimizer steps are seen, whichever sessions come and go meanwhile."""
+"""Hooks of optimizer steps while sessions are created and collected."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def test_a_session_may_be_collected_in_the_middle_of_an_optimizer_step() -> None
     watch = OptimizerWatch(lambda: [parameter], collect, collect)
     for _ in range(3):
         other = OptimizerWatch(list, lambda _: None, lambda _: None)
-        # As sessions, which garbage collection alone gets rid of.
+        # A reference cycle, as in sessions.
         other.registered.append(other)  # type: ignore[arg-type]
         del other
         torch.optim.SGD([parameter], lr=0.1).step()

@@ -1,4 +1,4 @@
-"""Replicas pulled out of a neighbour's memory, as on CUDA: the twin in host memory, on real ranks and random plans."""
+"""Replicas copied from another rank's memory, as on CUDA, but in host memory: on real ranks and random plans."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from helpers.equality import CHECKPOINTING, Case, CountingPeers, compare_cases
 from helpers.moe_model import Shape, TinyMoE
 from helpers.random_plans import random_placement, random_plan, random_schedule, random_trace
-from trimtab.launch.launcher import launch
+from trimtab.launch import launch
 from trimtab.planner import Workload
 from trimtab.runtime import Session
 from trimtab.runtime.transfer.peer_memory import PeerMemory
@@ -26,8 +26,8 @@ def compare_and_count(cases: list[Case]) -> None:
 
 
 @pytest.mark.parametrize(("ranks", "cases_each"), [(2, 3), (4, 2)])
-def test_pulled_replicas_equal_the_single_process(ranks: int, cases_each: int) -> None:
-    """Inside nodes of random sizes; what crosses them is sent as ever."""
+def test_copied_replicas_equal_the_single_process(ranks: int, cases_each: int) -> None:
+    """In nodes of random sizes; replicas from other nodes are sent as messages."""
     cases = [
         Case(seed, torch.float64, None, run_block, steps=3, padded=False, one_sided=True, listed=seed % 2 == 1)
         for seed, (run_block, _) in enumerate(itertools.product(CHECKPOINTING, range(cases_each)))
@@ -36,7 +36,7 @@ def test_pulled_replicas_equal_the_single_process(ranks: int, cases_each: int) -
 
 
 def train(*, one_sided: bool) -> tuple[Session, list[torch.Tensor]]:
-    """Two steps in mixed precision on random plans: everything that this rank computed, and its weights."""
+    """Results and weights of this rank after two steps in mixed precision on random plans."""
     torch.manual_seed(1)
     rng = np.random.default_rng(1)
     session = Session(num_experts=SHAPE.experts, ranks_per_node=2, slots_per_rank=2)
@@ -80,7 +80,7 @@ def compare_ways() -> None:
     peers = session.transfers.ring.peers
     assert peers is not None
     for layer in session.layers:
-        # Staged where the neighbours read, not copied there.
+        # Staging memory is the memory that other ranks read.
         own = peers.row(layer.index, session.rank, 1)
         assert [t.data_ptr() for t in own] == [t[1].data_ptr() for t in layer.homes.sources]
     neighbour = session.rank ^ 1
@@ -88,7 +88,7 @@ def compare_ways() -> None:
     theirs = [torch.empty_like(shown[0]) for _ in range(4)]
     torch.distributed.all_gather(theirs, shown[0])
     assert torch.equal(theirs[neighbour], shown[1])
-    # Both count what travelled, the sender or the one that pulled.
+    # The sender or the copying rank counts the bytes.
     totals = torch.tensor([s.take_metrics()["transfer/peer_bytes"] for s in (sent_session, session)])
     torch.distributed.all_reduce(totals)
     assert totals[0] == totals[1] > 0
@@ -96,5 +96,5 @@ def compare_ways() -> None:
         each.close()
 
 
-def test_pulling_and_sending_give_the_same_numbers() -> None:
+def test_copies_and_messages_give_the_same_results() -> None:
     launch(compare_ways, (), ranks=4)

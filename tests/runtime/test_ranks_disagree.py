@@ -1,4 +1,4 @@
-"""Ranks that do not make the same calls get an error that names the ranks and the calls: no hang, abort or number."""
+"""Ranks with different calls raise an error that names ranks and calls; they do not hang, abort or return results."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from helpers import any_loop
 from helpers.any_loop import Loop
 from helpers.random_plans import random_schedule
 from trimtab.errors import InputError, RankFailedError
-from trimtab.launch.launcher import launch
+from trimtab.launch import launch
 from trimtab.runtime import Session, gated_experts
 
 State = dict[str, Any]
@@ -101,7 +101,7 @@ def make_other_calls(what: str) -> None:
         update(0)
         session.finish_gradients(loop.model.replicated()[: 3 if first else None])
     else:
-        # Which never comes to the session again.
+        # Rank 1 makes no further call.
         short = Session(num_experts=4, timeout=timedelta(seconds=7))
         short.add_layer(
             [torch.nn.Parameter(torch.ones(2, 8, 4)), torch.nn.Parameter(torch.ones(2, 4, 4))], gated_experts()
@@ -128,13 +128,13 @@ CALLS = {
     "other schedules": r"in plan\(\): schedule is '\w+' on rank 0 and '\w+' on rank 1",
     "other modes": r"in plan\(\): mode is 'plan' on rank 0 and 'static' on rank 1",
     "other replicated parameters": r"in finish_gradients\(\): replicated parameters is",
-    "a rank that never comes": r"rank 0 has waited 7 s in finish_gradients\(\); rank 1 waits for nothing that",
+    "a missing rank": r"rank 0 has waited 7 s in finish_gradients\(\); rank 1 waits in no call",
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("what", CALLS)
-def test_other_calls_are_named(what: str, capfd: pytest.CaptureFixture[str]) -> None:
-    """Neither a hang, nor gloo's abort, nor a number: both ranks and what they called."""
+def test_different_calls_are_named(what: str, capfd: pytest.CaptureFixture[str]) -> None:
+    """The error names both ranks and their calls, without a hang or an abort of gloo."""
     with pytest.raises((RankFailedError, InputError), match=CALLS[what]):
         launch(make_other_calls, (what,), ranks=2)
 
@@ -205,7 +205,7 @@ GRADIENT_CALLS = {
 
 
 @pytest.mark.parametrize("what", GRADIENT_CALLS)
-def test_other_calls_with_gradients_are_named(what: str) -> None:
+def test_different_calls_with_gradients_are_named(what: str) -> None:
     ranks = 4 if what == "a step without finished gradients" else 2
     with pytest.raises((RankFailedError, InputError), match=GRADIENT_CALLS[what]):
         launch(make_other_gradient_calls, (what,), ranks=ranks)

@@ -1,4 +1,4 @@
-"""What a recorder notes of real micro-steps, and that it notes nothing and changes nothing otherwise."""
+"""Recordings of real micro-steps, which do not change results."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from helpers.moe_model import Shape, TinyMoE
 from helpers.random_plans import random_plan, random_schedule, random_trace
-from trimtab.launch.launcher import launch
+from trimtab.launch import launch
 from trimtab.planner import Placement, Workload
 from trimtab.runtime import Session
 from trimtab.runtime.ranks.recorder import ACTIVITIES, EXPERTS, OTHER, REFRESHING, SUMMING, WAITING, Recorder
@@ -19,10 +19,10 @@ from trimtab.runtime.ranks.recorder import ACTIVITIES, EXPERTS, OTHER, REFRESHIN
 SHAPE = Shape(layers=3, experts=8, top_k=2, hidden=16, width=8)
 
 
-def test_what_is_in_between_ends_and_what_was_before_goes_on() -> None:
+def test_activity_continues_after_a_nested_one() -> None:
     recorder = Recorder(torch.device("cpu"))
     with recorder.micro_step(7):
-        recorder.turn_to(EXPERTS, 2)
+        recorder.mark(EXPERTS, 2)
         time.sleep(0.01)
         with recorder.during(WAITING):
             time.sleep(0.03)
@@ -92,5 +92,5 @@ def record_steps() -> None:
         assert [entry for entry, _ in groupby(names)] == expected
 
 
-def test_layers_are_noted_forward_and_backward_without_another_result() -> None:
+def test_layers_are_recorded_without_changing_results() -> None:
     launch(record_steps, (), ranks=2)

@@ -1,4 +1,4 @@
-"""Gradients on their way home, on one process: what arrives is there only once it was waited for."""
+"""Returns of replica gradients on one process, with messages that arrive only when they are waited for."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from trimtab.runtime.rows.layout import InstanceReplicas
+from trimtab.runtime.rows.instance_replicas import InstanceReplicas
 from trimtab.runtime.state.home_experts import HomeExperts
 from trimtab.runtime.transfer import returns
 from trimtab.runtime.transfer.counters import Counters
@@ -18,7 +18,7 @@ from trimtab.runtime.transfer.returns import GradientReturns
 
 
 class Peers:
-    """Stands for `torch.distributed`: receives get the next of `values`, late, and nothing before."""
+    """Replaces `torch.distributed`: a receive gets the next of `values` when it is waited for."""
 
     isend, irecv = "send", "receive"
 
@@ -52,7 +52,7 @@ class Peers:
 def peers(monkeypatch: pytest.MonkeyPatch) -> Peers:
     peers = Peers()
     monkeypatch.setattr(returns, "dist", peers)
-    # Outside of a backward.
+    # The test runs outside of a backward.
     monkeypatch.setattr(returns, "accumulates", lambda layer, parameter: True)
     return peers
 
@@ -64,7 +64,7 @@ def make_layer(dtype: torch.dtype = torch.float32) -> HomeExperts:
 
 
 def first_column(layer: HomeExperts) -> list[float] | None:
-    """Of the gradient, row by row."""
+    """The gradient, row by row."""
     grad = layer.parameters[0].grad
     return None if grad is None else grad[:, 0].tolist()
 
@@ -100,7 +100,7 @@ def test_replicas_of_one_expert_are_summed_in_float32(peers: Peers) -> None:
     assert peers.sent[0].dtype == torch.float32
 
 
-def test_the_oldest_comes_first_and_no_more_memory_is_taken_than_reserved(peers: Peers) -> None:
+def test_oldest_is_added_first_and_reserved_memory_is_enough(peers: Peers) -> None:
     under_way, layer = make_returns(layers=2), make_layer()
     under_way.reserve(layer, arriving=2)
     reserved = under_way.nbytes

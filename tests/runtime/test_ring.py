@@ -1,4 +1,4 @@
-"""The ring alone, on one process, with copies that are not made before somebody waits for them."""
+"""The ring on one process, with copies that run only when they are waited for."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def one_each(num_micro_steps: int, num_layers: int) -> list[list[list[int]]]:
     return [[[(m + layer) % 5] for layer in range(num_layers)] for m in range(num_micro_steps)]
 
 
-def test_every_instance_finds_its_own_replicas_in_whatever_order_they_run() -> None:
+def test_instances_in_any_order_get_their_own_replicas() -> None:
     rng = np.random.default_rng(0)
     for _ in range(40):
         num_layers, num_micro_steps = int(rng.integers(1, 8)), int(rng.integers(1, 4))
@@ -43,21 +43,21 @@ def test_every_instance_finds_its_own_replicas_in_whatever_order_they_run() -> N
                 harness.plan(random_experts())
 
 
-def test_weights_come_ahead_of_their_layer_and_no_oftener_than_needed() -> None:
+def test_weights_are_prefetched_and_not_transferred_needlessly() -> None:
     harness = Harness(one_each(1, 5), places=3)
     ahead = {0: [0, 1, 2], 1: [0, 1, 2, 3], 2: [0, 1, 2, 3, 4]}
     harness.begin(0)
     for layer in range(5):
         harness.visit(0, layer)
         assert harness.fetched == [(0, there) for there in ahead.get(layer, [0, 1, 2, 3, 4])]
-    # Three layers are still there when backward begins.
+    # Three layers are still held when backward begins.
     again = {4: [], 3: [1]}
     for layer in (4, 3, 2, 1, 0):
         harness.visit(0, layer)
         assert harness.fetched[5:] == [(0, there) for there in again.get(layer, [1, 0])]
 
 
-def test_the_first_layers_are_fetched_as_the_micro_step_begins() -> None:
+def test_first_layers_are_fetched_when_the_micro_step_begins() -> None:
     harness = Harness([[[], [1], [2], [], [4]]], places=3)
     harness.begin(0)
     assert harness.fetched == [(0, 1), (0, 2), (0, 4)]
@@ -66,7 +66,7 @@ def test_the_first_layers_are_fetched_as_the_micro_step_begins() -> None:
     assert harness.fetched == [(0, 1), (0, 2), (0, 4)]
 
 
-def test_a_micro_step_begins_as_the_last_one_did() -> None:
+def test_start_of_a_micro_step_is_predicted_from_the_last_one() -> None:
     harness = Harness(one_each(2, 4), places=2)
     harness.begin(0)
     for layer in (3, 1, 2, 0):
@@ -87,8 +87,8 @@ def one_forward_one_backward(harness: Harness, num_micro_steps: int, warm_up: in
 
 
 @pytest.mark.parametrize("warm_up", [0, 1, 3])
-def test_the_order_of_a_whole_schedule_is_learned(warm_up: int) -> None:
-    """From the second step on, what a layer needs is there before the layer is, but for the step's first."""
+def test_order_of_a_schedule_is_predicted(warm_up: int) -> None:
+    """From the second step on, replicas are prefetched for all layers except the step's first."""
     harness = Harness(one_each(6, 4), places=3)
     one_forward_one_backward(harness, 6, warm_up)
     late: list[tuple[int, int]] = []
@@ -108,17 +108,17 @@ def test_the_order_of_a_whole_schedule_is_learned(warm_up: int) -> None:
     assert late == []
 
 
-def test_another_number_of_micro_steps_is_soon_followed() -> None:
+def test_another_number_of_micro_steps_is_soon_predicted() -> None:
     harness = Harness(one_each(9, 4), places=3)
     one_forward_one_backward(harness, 4, warm_up=1)
     harness.step()
     harness.fetched.clear()
     one_forward_one_backward(harness, 9, warm_up=1)
-    # Each instance twice, less those that are still there as their backward begins; and a few wrong guesses.
+    # Each instance twice, except those still held when their backward begins, and a few wrong predictions.
     assert len(harness.fetched) <= 2 * 9 * 4 + 3
 
 
-def test_nothing_is_fetched_for_after_the_optimizer_step() -> None:
+def test_nothing_is_prefetched_across_the_optimizer_step() -> None:
     harness = Harness(one_each(2, 3), places=3)
     for _ in range(2):
         harness.forward(0)
@@ -130,7 +130,7 @@ def test_nothing_is_fetched_for_after_the_optimizer_step() -> None:
     assert {micro_step for micro_step, _ in harness.fetched} == {0}
 
 
-def test_drained_replicas_are_fetched_anew() -> None:
+def test_drained_replicas_are_fetched_again() -> None:
     harness = Harness([[[1], [2]]], places=2)
     harness.visit(0, 0)
     harness.ring.drain()
@@ -139,7 +139,7 @@ def test_drained_replicas_are_fetched_anew() -> None:
     harness.visit(0, 1)
 
 
-def test_autograd_notices_a_slot_that_got_other_weights() -> None:
+def test_autograd_detects_a_reused_slot() -> None:
     harness = Harness(one_each(1, 3), places=2)
     weights = harness.visit(0, 0)
     assert weights is not None

@@ -1,4 +1,4 @@
-"""The session beyond equality: two schedules agree, unknown batches run unplanned, misuse is named."""
+"""Sessions: equal gradients of two schedules, unknown batches, errors of wrong use."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from helpers.moe_model import Shape, TinyMoE
 from helpers.random_plans import random_schedule, random_trace
 from trimtab.array_type import Array
 from trimtab.errors import InputError, RankFailedError
-from trimtab.launch.launcher import launch
+from trimtab.launch import launch
 from trimtab.planner import Schedule
 from trimtab.runtime import Session
 from trimtab.trace import RoutingTrace
@@ -101,7 +101,7 @@ def run_unknown_batches() -> None:
     assert session.counters.unplanned_micro_steps == 1
     assert relative_error(changed, expected) > 1e-9
 
-    # In layers that have tokens of unknown route the ranks exchange counts; the other routes are still replayed.
+    # In layers with unknown routes the ranks exchange counts; known routes are replayed.
     ids = trace.expert_ids.copy()
     ids[3] = trace.no_route
     partly = replace(trace, expert_ids=ids)
@@ -114,7 +114,7 @@ def run_unknown_batches() -> None:
     assert (metrics["moe/unplanned_micro_steps"], metrics["moe/mixed_instances"]) == (0, 2)
     assert relative_error(nearly, expected) < 0.05
 
-    # Where nothing is recorded, all is live, as outside any micro-step.
+    # Without recorded routes everything is live, as outside micro-steps.
     nothing = replace(trace, expert_ids=np.full_like(ids, trace.no_route))
     session.plan(nothing.select(schedule.sequences_of(session.rank)), schedule)
     live, _ = run_step(session, model, nothing, schedule)
@@ -147,7 +147,7 @@ def misuse() -> None:
             block.layer.route(torch.zeros(1, 2, dtype=torch.int64))
 
 
-def test_misuse_is_named() -> None:
+def test_errors_name_wrong_use() -> None:
     launch(misuse, (), ranks=2)
 
 

@@ -1,9 +1,8 @@
-"""Around the transfers: what they cost in memory, which dtypes travel, what is refused before any work."""
+"""Transfers: memory, dtypes, paths, and plans that are refused before any work."""
 
 from __future__ import annotations
 
 from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -15,16 +14,16 @@ from helpers.moe_model import ALL_LISTS, Shape, matches
 from helpers.planned_steps import SHAPE, Step, make
 from helpers.random_plans import random_schedule, random_trace
 from trimtab.errors import InputError, RanksDisagreeError
-from trimtab.launch.launcher import launch
+from trimtab.launch import launch
+from trimtab.launch.shared_files import SHARED_MEMORY
 from trimtab.planner import Placement
 from trimtab.planner.replicas.paths import HOST, PEER
-from trimtab.runtime.transfer.mirror import SHARED_MEMORY
 
 LISTED = replace(SHAPE, lists=ALL_LISTS)
 
 
 def compare_low_precision(shape: Shape) -> None:
-    """bf16 parameters, and float32 parameters computed in bf16: near float32, over optimizer steps and moves."""
+    """bf16 parameters, and float32 parameters with bf16 compute, are near float32 over optimizer steps and moves."""
     for dtype, compute_dtype in ((torch.bfloat16, None), (torch.float32, torch.bfloat16)):
         session, model, reference = make(dtype, compute_dtype, shape)
         optimizers = [torch.optim.SGD(m.parameters(), lr=0.5, momentum=0.9) for m in (reference, model)]
@@ -47,7 +46,7 @@ def compare_low_precision(shape: Shape) -> None:
             for optimizer in optimizers:
                 optimizer.step()
                 optimizer.zero_grad()
-        # Outside a micro-step the parameters themselves count, staged or not.
+        # Outside micro-steps layers use the parameters, not staging memory.
         tokens = torch.arange(SHAPE.vocab)
         for block in reference.moe_blocks():
             block.recorded_ids = None
@@ -64,7 +63,7 @@ def test_low_precision_stays_near_float32(shape: Shape) -> None:
 
 
 def run_frozen_experts(shape: Shape) -> None:
-    """Some or all expert tensors frozen: they get no gradient, everything else its usual one."""
+    """With some or all expert tensors frozen, the other gradients do not change."""
     for frozen in (("gate_up",), ("down",), ("gate_up", "down")):
         session, model, reference = make(shape=shape)
         for m in (model, reference):
@@ -91,7 +90,7 @@ def test_frozen_experts_are_replicated_without_gradients(shape: Shape) -> None:
 
 
 def measure_memory() -> None:
-    """The pool does not grow with depth; host memory is bounded; nothing of it is left in the file system."""
+    """The pool does not grow with depth, host memory is limited, and its file is unlinked."""
     pools = []
     for layers in (4, 16):
         shape = replace(SHAPE, layers=layers)
@@ -118,7 +117,7 @@ def test_memory_does_not_grow_with_depth() -> None:
 
 
 def measure_paths() -> None:
-    """Each path alone carries all replicas, both carry some each; the figures say so."""
+    """With one path all replicas use it; with both each path is used, as the metrics show."""
     trace = random_trace(
         np.random.default_rng(1), num_sequences=16, max_length=1500, num_layers=4, num_experts=8, top_k=2
     )
@@ -139,7 +138,7 @@ def measure_paths() -> None:
 
 
 def plan_for_too_little() -> None:
-    """A plan that saves less than asked for is not carried out: no replicas, no moves, and it says so."""
+    """A plan with a smaller saving than `least_gain` is not executed: no replicas and no moves."""
     trace = random_trace(
         np.random.default_rng(1), num_sequences=16, max_length=1500, num_layers=4, num_experts=8, top_k=2
     )
@@ -158,7 +157,7 @@ def plan_for_too_little() -> None:
     assert 0 < gains[0.0] == gains[0.9] < 0.9
 
 
-def test_a_plan_that_saves_too_little_is_not_carried_out() -> None:
+def test_plan_that_saves_too_little_is_not_executed() -> None:
     launch(plan_for_too_little, (), ranks=2)
 
 
@@ -185,12 +184,12 @@ def refuse_plans() -> None:
         Step(1, slots=3).apply(session)
 
 
-def test_plans_that_do_not_fit_are_refused_before_any_work() -> None:
+def test_invalid_plans_are_refused_before_any_work() -> None:
     launch(refuse_plans, (), ranks=2)
 
 
 def plan_own_schedules(groups: int) -> None:
-    """The planner's own schedule, homes and replicas, for one and several groups: the gradient of the plain model."""
+    """Planned schedules, homes and replicas give the plain model's gradient, with one and several groups."""
     session, model, reference = make(groups=groups)
     optimizers = [torch.optim.AdamW(m.parameters(), lr=0.01, eps=0.1) for m in (reference, model)]
     session.register_optimizers(optimizers[1])
@@ -213,7 +212,7 @@ def plan_own_schedules(groups: int) -> None:
         step.trace = trace
         step.tokens, step.labels = (torch.from_numpy(rng.integers(0, 11, trace.num_tokens)) for _ in range(2))
         for batch in range(2):
-            # Several optimizer steps within one RL step: the weights change, the plan goes on.
+            # Several optimizer steps with one plan.
             rows = [np.arange(trace.sequence_starts[s], trace.sequence_starts[s + 1]) for s in range(24)]
             for index in schedule.micro_steps_of(batch):
                 mine = np.flatnonzero((schedule.rank == data_rank) & (schedule.micro_step == index))
@@ -234,9 +233,9 @@ def plan_own_schedules(groups: int) -> None:
 
 
 @pytest.mark.parametrize(("ranks", "groups"), [(2, 1), (4, 2)])
-def test_own_schedules_train_as_the_plain_model(ranks: int, groups: int) -> None:
+def test_planned_schedules_train_as_the_plain_model(ranks: int, groups: int) -> None:
     launch(plan_own_schedules, (groups,), ranks=ranks)
 
 
-def test_no_shared_memory_is_left_behind() -> None:
-    assert not list(Path(SHARED_MEMORY).glob("trimtab-*"))
+def test_shared_memory_files_are_removed() -> None:
+    assert not list(SHARED_MEMORY.glob("trimtab-*"))

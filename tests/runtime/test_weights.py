@@ -1,4 +1,4 @@
-"""Beyond equality under random plans: weights that change under a plan, depth, precision, frozen experts."""
+"""Weights that change during a plan, lower precision, frozen experts."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from helpers.equality import relative_error
 from helpers.late_copies import LateCopies
 from helpers.moe_model import Shape, TinyMoE
 from helpers.random_plans import random_plan, random_schedule, random_trace
-from trimtab.launch.launcher import launch
+from trimtab.launch import launch
 from trimtab.planner import Schedule, Workload
 from trimtab.planner.replicas.paths import HOST
 from trimtab.runtime import PlanReport, Session
@@ -59,7 +59,7 @@ class Run:
         plan = random_plan(
             np.random.default_rng(3), Workload.from_trace(trace, schedule), schedule, slots=2 if with_replicas else 0
         )
-        # Most of them from host memory, whose copies have to follow the weights.
+        # Most replicas come from host memory, which must be refreshed.
         paths = np.where(np.arange(plan.num_replicas) % 3, HOST, plan.replica_paths).astype(np.uint8)
         plan = replace(plan, replica_paths=paths)
         assert (plan.num_replicas > 10) == with_replicas
@@ -87,7 +87,7 @@ class Run:
 
 
 def step_of(session: Session) -> tuple[RoutingTrace, Schedule]:
-    """The sequences of all ranks, and where they train."""
+    """The sequences of all ranks, and their ranks."""
     rng = np.random.default_rng(2)
     trace = random_trace(
         rng, num_sequences=8, max_length=30, num_layers=SHAPE.layers, num_experts=SHAPE.experts, top_k=SHAPE.top_k
@@ -95,32 +95,32 @@ def step_of(session: Session) -> tuple[RoutingTrace, Schedule]:
     return trace, random_schedule(rng, 8, num_ranks=session.num_ranks, num_micro_steps=MICRO_STEPS)
 
 
-def assert_alike(tolerance: float, one: Result, other: Result) -> None:
+def assert_equal(tolerance: float, one: Result, other: Result) -> None:
     assert relative_error(one[0], other[0]) < tolerance
     for mine, theirs in zip(one[1], other[1], strict=True):
         assert relative_error(mine, theirs) < tolerance
 
 
 def step_under_one_plan() -> None:
-    """Several optimizer steps, then weights from elsewhere: mirrors follow, and no more memory is taken."""
+    """Optimizer steps, then loaded weights: mirrors are refreshed without more memory."""
     runs = [Run.start(with_replicas=True), Run.start(with_replicas=False)]
     optimizers = [torch.optim.SGD(run.model.parameters(), lr=0.5) for run in runs]
     losses = []
     for _ in range(3):
         results = [run.step() for run in runs]
-        assert_alike(1e-12, *results)
+        assert_equal(1e-12, *results)
         losses.append(float(results[0][0]))
         for optimizer in optimizers:
             optimizer.step()
     assert losses[2] < losses[1] < losses[0]
     for run in runs:
         with run.session.micro_step(0):
-            pass  # The mirrors are up to date from here on, as far as the session knows.
+            pass  # Refreshes the mirrors.
         with torch.no_grad():
             for parameter in run.model.parameters():
                 parameter.mul_(0.7)
         run.session.weights_changed()
-    assert_alike(1e-12, *(run.step() for run in runs))
+    assert_equal(1e-12, *(run.step() for run in runs))
     transfers, report = runs[0].session.transfers, runs[0].report
     assert report.mirror_bytes > 0
     assert transfers.ring.nbytes + transfers.returns.nbytes == report.pool_bytes
@@ -133,7 +133,7 @@ def test_weights_may_change_under_a_plan() -> None:
 
 def step_with_frozen_tensors() -> None:
     runs = [Run.start(with_replicas=True, frozen=True), Run.start(with_replicas=False, frozen=True)]
-    assert_alike(1e-12, *(run.step() for run in runs))
+    assert_equal(1e-12, *(run.step() for run in runs))
     assert all(block.gate_up.grad is None for block in runs[0].model.moe_blocks())
     everything_frozen = Run.start(with_replicas=True, frozen=True)
     for block in everything_frozen.model.moe_blocks():
@@ -142,25 +142,25 @@ def step_with_frozen_tensors() -> None:
     assert relative_error(loss, runs[0].step()[0]) < 1e-12
 
 
-def test_a_frozen_tensor_has_replicas_without_gradients() -> None:
+def test_frozen_tensor_has_replicas_without_gradients() -> None:
     launch(step_with_frozen_tensors, (), ranks=2)
 
 
 def step_in_lower_precision() -> None:
-    """Experts computed in bfloat16 from float32 parameters: staging memory follows the optimizer."""
+    """Experts with float32 parameters and bfloat16 compute: staging memory is refreshed after optimizer steps."""
     runs = [Run.start(with_replicas=flag, compute_dtype=torch.bfloat16) for flag in (True, False)]
     optimizers = [torch.optim.SGD(run.model.parameters(), lr=0.5) for run in runs]
     first = [run.step() for run in runs]
-    assert_alike(0.02, *first)
+    assert_equal(0.02, *first)
     for optimizer in optimizers:
         optimizer.step()
     again = [run.step() for run in runs]
-    assert_alike(0.05, *again)
-    # A session that starts from these weights gets the same.
+    assert_equal(0.05, *again)
+    # A new session with these weights gives the same results.
     state = runs[0].session.logical_state_dict(runs[0].model)
-    anew = Run.start(with_replicas=True, state=state, compute_dtype=torch.bfloat16)
-    assert anew.session.homes[0].sources[0][0].dtype is torch.bfloat16
-    assert_alike(1e-6, anew.step(), again[0])
+    fresh = Run.start(with_replicas=True, state=state, compute_dtype=torch.bfloat16)
+    assert fresh.session.homes[0].sources[0][0].dtype is torch.bfloat16
+    assert_equal(1e-6, fresh.step(), again[0])
     assert relative_error(again[0][0], first[0][0]) > 1e-3
 
 

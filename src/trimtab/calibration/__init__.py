@@ -40,7 +40,7 @@ from trimtab.calibration.site import Site
 from trimtab.calibration.timing import Clock
 from trimtab.cluster import load_cluster
 from trimtab.files import write_json
-from trimtab.launch.launcher import launch
+from trimtab.launch import launch
 from trimtab.runtime.ranks.topology import Topology
 
 __all__ = ["Calibrated", "Calibration", "calibrate", "settings_for"]

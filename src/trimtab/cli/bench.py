@@ -103,8 +103,7 @@ def add(commands: Any) -> None:
 
 def run_runtime(options: argparse.Namespace) -> None:
     from trimtab.benchmarks.bench_runtime import RuntimeBenchmark, run_benchmark
-    from trimtab.launch.launcher import launch, torchrun_ranks
-    from trimtab.launch.namespaces import run_on_nodes
+    from trimtab.launch import launch, run_on_nodes, torchrun_ranks
 
     nodes, link_mbit = options.nodes, options.link_mbit
     ranks = torchrun_ranks() or options.ranks or 2 * nodes

@@ -44,7 +44,7 @@ def add(commands: Any) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Returns the exit status."""
-    from trimtab.doctor.checks import examine
+    from trimtab.doctor import examine
 
     ranks = int(os.environ.get("WORLD_SIZE", options.ranks))
     if ranks < 2:

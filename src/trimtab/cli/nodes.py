@@ -22,6 +22,6 @@ def add(commands: Any) -> None:
 
 
 def run(options: argparse.Namespace) -> None:
-    from trimtab.launch.namespaces import run_on_nodes
+    from trimtab.launch import run_on_nodes
 
     run_on_nodes(options.line, nodes=options.nodes, ranks_per_node=options.ranks_per_node, link_mbit=options.link_mbit)

@@ -59,7 +59,7 @@ def add(commands: Any) -> None:
 
 def run(options: argparse.Namespace) -> None:
     from trimtab.integrations.transformers import num_experts
-    from trimtab.launch.launcher import launch, torchrun_ranks
+    from trimtab.launch import launch, torchrun_ranks
     from trimtab.planner import Placement
     from trimtab.rl.checkpoint import last_checkpoint
     from trimtab.rl.demo_model import load_config, load_tokenizer

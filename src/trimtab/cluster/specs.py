@@ -18,6 +18,8 @@ RATES = (
 SECONDS = ("copy_s", "layer_s", "dispatch_s")
 RATIOS = ("dense_backward", "expert_backward")
 COUNTS = ("tile_rows", "planning_threads")
+# Layers with replicas in shared slots at the same time: one in use and two prefetched.
+RING_LAYERS = 3
 
 
 @dataclass(frozen=True)

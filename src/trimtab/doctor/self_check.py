@@ -1,4 +1,4 @@
-"""One micro-step with replicas, on every path that their weights can take, held against a process that has it all."""
+"""`check_paths`: one micro-step with replicas on each path, compared with one process that has all experts."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 
 from trimtab.cluster import ClusterSpec
-from trimtab.launch.launcher import launch
+from trimtab.launch import launch
 from trimtab.planner import Placement, Schedule, StepPlan, Workload
 from trimtab.planner.replicas.paths import HOST, PEER
 from trimtab.runtime.rows.expert_compute import gated_experts
@@ -23,18 +23,18 @@ from trimtab.runtime.session import Session
 from trimtab.trace import RoutingTrace, synthesize
 
 PATHS = {"peer": PEER, "host": HOST}
-# More layers than a session keeps replicas for, so that backward has to fetch them again.
+# More layers than the ring has places, so that backward has to fetch replicas again.
 LAYERS, EXPERTS_PER_RANK, TOP_K, HIDDEN, WIDTH, TOKENS_PER_RANK = 4, 4, 2, 16, 8, 64
 
 
 @dataclass(frozen=True)
 class PathCheck:
-    """What a micro-step came to with all replicas on one path.
+    """Result of a micro-step with all replicas on one path.
 
     Attributes:
         path: `peer` or `host`.
         replicas: in all layers, on all ranks.
-        error: the largest of loss and gradients, relative to the norm of what one process gets, in float64.
+        error: the largest error of loss and gradients, relative to the norm of the single process's, in float64.
     """
 
     path: str
@@ -42,20 +42,20 @@ class PathCheck:
     error: float
 
 
-def check_micro_step(ranks: int) -> list[PathCheck]:
-    """Run the comparison on so many local ranks, or on those of torchrun, where only rank 0 gets the result.
+def check_paths(ranks: int) -> list[PathCheck]:
+    """Compare both paths on local ranks, or on those of torchrun, where only rank 0 gets the result.
 
     Raises:
-        InputError: if the host path has not enough shared memory.
+        InputError: if shared memory is too small for the host path.
         RankFailedError: if a rank failed.
     """
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "checks.json"
-        launch(_check_paths, (file,), ranks=ranks)
+        launch(_check_on_rank, (file,), ranks=ranks)
         return [PathCheck(**check) for check in json.loads(file.read_text())] if file.exists() else []
 
 
-def _check_paths(file: Path) -> None:
+def _check_on_rank(file: Path) -> None:
     checks = [_check_path(path) for path in PATHS]
     if dist.get_rank() == 0:
         file.write_text(json.dumps([asdict(check) for check in checks]))
@@ -125,7 +125,7 @@ def _in_session(
     hidden: torch.Tensor,
     target: torch.Tensor,
 ) -> tuple[torch.Tensor, list[list[torch.Tensor]], int]:
-    """The same of this rank's tokens and home experts, summed over ranks; and the number of replicas."""
+    """Loss summed over ranks, gradients of this rank's home experts, and the number of replicas of the plan."""
     parameters = [[torch.nn.Parameter(tensor.clone()) for tensor in layer] for layer in shared]
     layers = [session.add_layer([gate_up, down], gated_experts()) for _, gate_up, down in parameters]
     ranks = session.num_ranks
@@ -146,7 +146,7 @@ def _in_session(
 
 
 def _plan(trace: RoutingTrace, schedule: Schedule, path: int, ranks_per_node: int) -> StepPlan:
-    """Every rank gives half of its busiest expert's tokens, in every layer, to the next rank."""
+    """A plan with a replica of each rank's busiest expert on the next rank, for half of its tokens, in every layer."""
     ranks = schedule.num_ranks
     placement = Placement.contiguous(trace.num_layers, trace.num_experts, ranks)
     workload = Workload.from_trace(trace, schedule)

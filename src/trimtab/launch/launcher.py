@@ -1,4 +1,4 @@
-"""Run a function on several local ranks, or as one rank of a job started elsewhere, and name the rank that failed."""
+"""`launch`: runs a function on local ranks, or as one rank of a job started elsewhere; errors name the failed rank."""
 
 from __future__ import annotations
 
@@ -27,9 +27,12 @@ from torch._C._distributed_c10d import Store, TCPStore
 
 from trimtab.errors import InputError, RankFailedError
 from trimtab.launch.messages import show_messages
+from trimtab.launch.shared_files import remove_shared_files
 
 log = logging.getLogger("trimtab")
+# Of process groups.
 TIMEOUT = timedelta(minutes=10)
+# After the first rank has failed: time for ranks that lost their peer to fail as well, before the cause is determined.
 GRACE_S = 3.0
 # Let glibc keep and reuse the memory of freed tensors, in huge pages: page faults can cost more than the arithmetic.
 ALLOCATOR = {
@@ -45,9 +48,9 @@ class Failure:
 
     Attributes:
         message: the exception, in one line.
-        traceback: what the rank has not printed itself.
-        is_input: a user's mistake.
-        time: when, in seconds since 1970, to tell cause from consequence.
+        traceback: the traceback; empty if the rank has printed it.
+        is_input: whether the exception is an InputError.
+        time: of the exception, in seconds since 1970.
     """
 
     message: str
@@ -57,7 +60,7 @@ class Failure:
 
 
 def torchrun_ranks() -> int | None:
-    """How many ranks there are, if torchrun (or anything that sets its variables) started this process as one."""
+    """The number of ranks if torchrun, or a program that sets its variables, started this process; else None."""
     return int(os.environ["WORLD_SIZE"]) if "RANK" in os.environ and "WORLD_SIZE" in os.environ else None
 
 
@@ -65,8 +68,8 @@ def launch(worker: Callable[..., None], args: tuple[Any, ...], *, ranks: int) ->
     """Call `worker(*args)` on every rank, with the default process group ready: gloo on CPU, NCCL on CUDA.
 
     Under torchrun (or `run_on_nodes`) this process is one of the ranks and `ranks` is ignored; if the worker raises,
-    the process writes down why, as torchrun asks, and ends at once. Otherwise `ranks` processes are started here; if
-    one fails or dies, the others are stopped at once. Ranks that have to share a GPU have gloo alone.
+    the process writes the reason to torchrun's error file and ends at once. Otherwise `ranks` processes are started
+    here; if one fails or is killed, the others are stopped. Ranks that share a GPU use gloo only.
 
     Raises:
         InputError: as a rank raised it.
@@ -103,7 +106,7 @@ def launch(worker: Callable[..., None], args: tuple[Any, ...], *, ranks: int) ->
 
 @contextmanager
 def _environment(defaults: dict[str, str]) -> Iterator[None]:
-    """Environment variables for processes started meanwhile, where they are not set already."""
+    """Sets environment variables that are not set yet, for processes that are started in this context."""
     added = {name: value for name, value in defaults.items() if name not in os.environ}
     os.environ.update(added)
     try:
@@ -114,7 +117,7 @@ def _environment(defaults: dict[str, str]) -> Iterator[None]:
 
 
 def _watch(processes: list[BaseProcess], pipes: list[Connection]) -> None:
-    """Return when all ranks are done; raise when one has failed."""
+    """Return when all ranks have ended; raise if one has failed."""
     running = dict(enumerate(processes))
     while running:
         wait([process.sentinel for process in running.values()])
@@ -123,7 +126,6 @@ def _watch(processes: list[BaseProcess], pipes: list[Connection]) -> None:
             break
     else:
         return
-    # Ranks that only lost their peer fail right after it. Give them the time to, then look for the cause.
     deadline = time.monotonic() + GRACE_S
     while any(process.is_alive() for process in processes) and time.monotonic() < deadline:
         time.sleep(0.05)
@@ -133,17 +135,17 @@ def _watch(processes: list[BaseProcess], pipes: list[Connection]) -> None:
 
 
 def raise_cause(exits: dict[int, tuple[int, int | None]], failures: dict[int, Failure]) -> NoReturn:
-    """Raise what ended a run of which a rank has failed.
+    """Raise the error that ended a run.
 
     Args:
-        exits: process id and exit status by rank, minus the signal for a killed one, None for one that still ran. Of
-            several ranks that ended without saying why, the first in this order is named.
-        failures: what ranks said.
+        exits: process id and exit status by rank; the status is minus the signal for a killed rank, and None for a
+            rank that still ran. Of several ranks that ended without a report, the first in this order is named.
+        failures: reports by rank.
 
     Raises:
-        InputError: if a rank did.
-        RankFailedError: naming the rank. One that ended without saying why goes before those that raised, for they
-            may only have lost their peer; of those, the first.
+        InputError: if a rank reported one.
+        RankFailedError: naming the rank. A rank that ended without a report is preferred to ranks that raised, which
+            may only have lost their peer; of these, the one that raised first.
     """
     inputs = [failure for failure in failures.values() if failure.is_input]
     if inputs:
@@ -160,7 +162,7 @@ def raise_cause(exits: dict[int, tuple[int, int | None]], failures: dict[int, Fa
 
 
 def _report(pipe: Connection) -> Failure | None:
-    """What a rank said before it ended, if anything."""
+    """The report that a rank sent before it ended, if any."""
     try:
         return pipe.recv() if pipe.poll() else None
     except (EOFError, OSError):
@@ -174,13 +176,7 @@ def _stop(processes: list[BaseProcess]) -> None:
     for process in processes:
         if process.pid is not None:
             process.join()
-            _remove_shared_memory(process.pid)
-
-
-def _remove_shared_memory(pid: int) -> None:
-    """Remove segments that a process made and had no time to unlink. Those that map them keep them."""
-    for path in Path("/dev/shm").glob(f"trimtab-{pid}-*"):
-        path.unlink(missing_ok=True)
+            remove_shared_files(process.pid)
 
 
 def _run_rank(
@@ -205,23 +201,23 @@ def _run_rank(
         is_input = isinstance(error, InputError)
         trace = traceback.format_exc()
         message = str(error) if is_input else trace.strip().splitlines()[-1]
-        # The launcher may be gone, too.
+        # The launcher may have ended.
         with suppress(BrokenPipeError):
             pipe.send(Failure(message, trace, is_input, time.time()))
-        # Leaving through the interpreter would wait for peers that wait for this rank.
+        # A normal interpreter exit would block on peers that wait for this rank.
         _leave(1)
     _leave(0)
 
 
 def _leave_groups() -> None:
-    """End all process groups, with the threads that they have, before the interpreter does."""
-    # Sessions and their layers know each other, and hold on to their groups until they are collected.
+    """Destroy all process groups and their threads before the interpreter exits."""
+    # Sessions and their layers are reference cycles that keep groups alive until they are collected.
     gc.collect()
     dist.destroy_process_group()
 
 
 def _end_with(error: Exception) -> NoReturn:
-    """End this rank of a job that was started elsewhere. `TORCHELASTIC_ERROR_FILE` says where the reason goes."""
+    """End this rank of a job that was started elsewhere, with the reason in `TORCHELASTIC_ERROR_FILE`."""
     from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
     get_error_handler().record_exception(error)
@@ -233,7 +229,7 @@ def _end_with(error: Exception) -> NoReturn:
 
 
 def read_error_file(file: Path) -> Failure | None:
-    """What a rank wrote to its `TORCHELASTIC_ERROR_FILE`, if anything; its traceback was printed."""
+    """The report in a rank's `TORCHELASTIC_ERROR_FILE`, if any; the rank has printed its traceback."""
     try:
         message = json.loads(file.read_text())["message"]
     except (FileNotFoundError, ValueError):
@@ -245,36 +241,34 @@ def read_error_file(file: Path) -> Failure | None:
 
 
 def _end_with_launcher(launcher: int) -> None:
-    # It may be gone before this process asks for its parent.
+    # The parent is another process once the launcher has ended, also if that was before this line ran.
     while os.getppid() == launcher:
         time.sleep(1.0)
     _leave(1)
 
 
 def _leave(status: int) -> NoReturn:
-    """End this rank at once, whatever threads it still has."""
-    _remove_shared_memory(os.getpid())
+    """End this rank at once, without waiting for its threads."""
+    remove_shared_files(os.getpid())
     for stream in (sys.stdout, sys.stderr):
-        # Whoever read it may be gone.
+        # The reader of the pipe may have ended.
         with suppress(OSError, ValueError):
             stream.flush()
     os._exit(status)
 
 
-def _cores() -> int:
+def usable_cores() -> int:
     """Cores that this process may run on."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def _join_group(rank: int, ranks: int, local_rank: int, store: Store | None) -> None:
+    """Create the default process group; without a store, from the environment variables of torchrun."""
     local_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", ranks))
     if torch.cuda.is_available():
         torch.cuda.set_device(local_rank % torch.cuda.device_count())
         backend = "cpu:gloo,cuda:nccl" if local_ranks <= torch.cuda.device_count() else "gloo"
     else:
         backend = "gloo"
-        torch.set_num_threads(max(1, _cores() // local_ranks))
-    if store is None:
-        dist.init_process_group(backend, timeout=TIMEOUT)
-    else:
-        dist.init_process_group(backend, store=store, rank=rank, world_size=ranks, timeout=TIMEOUT)
+        torch.set_num_threads(max(1, usable_cores() // local_ranks))
+    dist.init_process_group(backend, store=store, rank=rank, world_size=ranks, timeout=TIMEOUT)

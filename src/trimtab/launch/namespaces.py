@@ -1,11 +1,11 @@
-"""Nodes on one machine: network namespaces whose ranks talk fast inside a node and over limited links between nodes.
+"""`run_on_nodes`: emulated nodes on one machine, as network namespaces that are connected by links of limited rate.
 
-Each node has one interface and one address. Ranks of a node reach each other over loopback, for the kernel keeps
-packets to an own address inside. Other nodes are behind a switch, itself a namespace, through a link whose rate is
-limited both ways. Nodes share the machine's cores evenly, and each has shared memory (`/dev/shm`) of its own.
+Each node has one interface and one address. Ranks of a node communicate over loopback, since the kernel does not send
+packets to a local address over the interface. Other nodes are behind a switch, itself a namespace, through a link
+whose rate is limited both ways. Nodes share the machine's cores evenly. Each has its own shared memory (`/dev/shm`).
 
-Nothing has a name outside: a namespace ends with the last process in it, and a keeper in each kills the others when the
-process that made it is gone, however it went.
+Namespaces have no names: a namespace is removed when its last process has ended. A keeper process in each namespace
+kills all others in it when the process that created the namespace has ended for any reason.
 """
 
 from __future__ import annotations
@@ -24,14 +24,15 @@ from trimtab.launch.launcher import ALLOCATOR, GRACE_S, raise_cause, read_error_
 
 TOOLS = {"ip": "iproute2", "tc": "iproute2", "nsenter": "util-linux", "taskset": "util-linux", "unshare": "util-linux"}
 INTERFACE = "eth0"
-# No name service knows the addresses; torch would warn of that for every connection.
+# The addresses have no host names; torch would warn of that for every connection.
 QUIET = {"TORCH_CPP_LOG_LEVEL": "ERROR"}
 PORT = 29500
 POLL_S = 0.05
-# What a link may send at once after a pause, in seconds of its rate: enough to bridge a late timer of the kernel.
+# Traffic that a link passes at once after a pause, in seconds of its rate: covers a late timer of the kernel.
 BURST_S = 0.004
 LEAST_BURST = 1 << 16
-# Says that it is inside, and waits for the end of its input. Then it kills all that share its namespace.
+# Prints a line when it is in the namespace, and waits for the end of its input. Then it kills all other processes in
+# the namespace.
 KEEPER = """
 [ /proc/self -ef /proc/$$ ] || { echo '/proc shows other process ids than ours' >&2; exit 1; }
 mount -t tmpfs tmpfs /dev/shm || exit 1
@@ -51,19 +52,19 @@ done
 
 
 def run_on_nodes(command: Sequence[str], *, nodes: int, ranks_per_node: int, link_mbit: float) -> None:
-    """Run a command once for every rank, with the environment that torchrun would give it. Linux, as root.
+    """Run a command once for every rank, with the environment variables of torchrun. Needs Linux and root.
 
-    The ranks' output goes where ours goes. If one fails, the others are stopped; however this process ends, they are,
-    with all that they started. They reach each other, and nothing else.
+    Ranks inherit stdout and stderr. If one fails, the others are stopped. When this process ends, for any reason, all
+    ranks and their child processes are killed. Ranks have no other network access.
 
     Args:
         command: program and arguments.
         nodes: namespaces.
         ranks_per_node: processes in each.
-        link_mbit: of the link between a node and all others, each way, in 10^6 bits a second.
+        link_mbit: rate of the link between a node and all others, each way, in 10^6 bits a second.
 
     Raises:
-        InputError: if namespaces can't be had here, there is no such program, or a rank raised it.
+        InputError: if namespaces can't be created, there is no such program, or a rank raised it.
         RankFailedError: naming the rank that failed first and why.
     """
     _check_tools()
@@ -74,7 +75,7 @@ def run_on_nodes(command: Sequence[str], *, nodes: int, ranks_per_node: int, lin
     try:
         with ExitStack() as stack:
             keepers = stack.enter_context(_linked_nodes(nodes, link_mbit))
-            # Files without a name end with us.
+            # Unlinked files, which are removed when this process ends.
             files = [stack.enter_context(tempfile.TemporaryFile()) for _ in range(nodes * ranks_per_node)]
             error_files = [Path(f"/proc/{os.getpid()}/fd/{file.fileno()}") for file in files]
             for rank, error_file in enumerate(error_files):
@@ -93,10 +94,10 @@ def run_on_nodes(command: Sequence[str], *, nodes: int, ranks_per_node: int, lin
                     "GLOO_SOCKET_IFNAME": INTERFACE,
                     "TORCHELASTIC_ERROR_FILE": str(error_file),
                 }
-                # With a core for each node, they don't take each other's.
+                # Nodes use disjoint cores if there is a core for each.
                 share = cores[node::nodes] or cores
                 line = ["taskset", "--cpu-list", ",".join(map(str, share)), *_enter(keepers[node])]
-                # Entering leads to another folder. In a group of its own, Ctrl-C reaches only us.
+                # nsenter changes the folder. In a process group of its own, a rank gets no Ctrl-C.
                 line += ["env", f"--chdir={os.getcwd()}", *command]
                 ranks.append(subprocess.Popen(line, env=environment, stdin=subprocess.DEVNULL, process_group=0))
             _watch(ranks, error_files)
@@ -108,7 +109,7 @@ def run_on_nodes(command: Sequence[str], *, nodes: int, ranks_per_node: int, lin
 
 def _check_tools() -> None:
     if os.geteuid() != 0:
-        raise InputError("nodes on one machine are network namespaces, which only root can make; run this as root")
+        raise InputError("nodes on one machine are network namespaces, which only root can create; run this as root")
     missing = {package for tool, package in TOOLS.items() if shutil.which(tool) is None}
     if missing:
         raise InputError(f"nodes on one machine need {', '.join(TOOLS)}; install {' and '.join(sorted(missing))}")
@@ -116,7 +117,7 @@ def _check_tools() -> None:
 
 @contextmanager
 def _linked_nodes(count: int, link_mbit: float) -> Iterator[list[int]]:
-    """Namespaces around a switch; gives the process id that holds each."""
+    """Namespaces connected to a switch. Yields the process id of the keeper of each."""
     burst = max(LEAST_BURST, round(link_mbit * 1e6 / 8 * BURST_S))
     limit = f"root tbf rate {round(link_mbit * 1e6)}bit burst {burst} latency 100ms"
     with ExitStack() as stack:
@@ -145,13 +146,13 @@ def _address(node: int) -> str:
 
 @contextmanager
 def _namespace() -> Iterator[int]:
-    """A network and a mount namespace, until the block ends or we do; gives the id of a process in them."""
+    """A network and a mount namespace for the duration of the context. Yields the process id of its keeper."""
     line, pipe = ["unshare", "--net", "--mount", "sh", "-c", KEEPER], subprocess.PIPE
     with subprocess.Popen(line, stdin=pipe, stdout=pipe, stderr=pipe, process_group=0) as keeper:
         assert keeper.stdout is not None
         assert keeper.stderr is not None
         if not keeper.stdout.readline():
-            raise InputError(f"no network namespaces here: {' '.join(keeper.stderr.read().decode().split())}")
+            raise InputError(f"network namespaces can't be created: {' '.join(keeper.stderr.read().decode().split())}")
         yield keeper.pid
 
 
@@ -163,11 +164,11 @@ def _configure(keeper: int, *commands: str) -> None:
     for command in commands:
         done = subprocess.run([*_enter(keeper), *command.split()], capture_output=True, text=True, check=False)
         if done.returncode:
-            raise InputError(f"nodes can't be linked here: `{command}` says {' '.join(done.stderr.split())}")
+            raise InputError(f"nodes can't be linked: `{command}` printed {' '.join(done.stderr.split())}")
 
 
 def _watch(ranks: list[subprocess.Popen[bytes]], error_files: list[Path]) -> None:
-    """Return when all ranks are done; raise when one has failed."""
+    """Return when all ranks have ended; raise if one has failed."""
     exits: dict[int, tuple[int, int | None]] = {}
     deadline = float("inf")
     while len(exits) < len(ranks) and time.monotonic() < deadline:
@@ -176,7 +177,6 @@ def _watch(ranks: list[subprocess.Popen[bytes]], error_files: list[Path]) -> Non
             if rank not in exits and (status := process.poll()) is not None:
                 exits[rank] = process.pid, status
                 if status:
-                    # Ranks that only lost their peer fail right after it. Give them the time to.
                     deadline = min(deadline, time.monotonic() + GRACE_S)
     if deadline < float("inf"):
         failures = {rank: failure for rank, file in enumerate(error_files) if (failure := read_error_file(file))}

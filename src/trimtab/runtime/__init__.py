@@ -1,6 +1,6 @@
-"""Carry a plan out on real ranks: dispatch, expert compute, replica transfers, gradients brought home.
+"""Executes plans on `torch.distributed`: dispatch, expert compute, transfers of replica weights and gradients.
 
-Needs torch. Knows stacked expert tensors and a function that applies them; knows nothing of transformers or of RL.
+It needs expert tensors and a function that applies them, and is independent of transformers and of RL.
 """
 
 from trimtab.runtime.layer.layer import ExpertLayer

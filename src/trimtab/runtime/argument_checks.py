@@ -1,4 +1,4 @@
-"""Checks of what a session is made with."""
+"""Checks of a session's arguments."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def finite(name: str, value: float) -> float:
 
 
 def one_of(name: str, value: str, allowed: Sequence[str]) -> str:
-    """The value. Raises InputError if it is not one of those allowed."""
+    """The value. Raises InputError if it is not an allowed one."""
     if value not in allowed:
         raise InputError(f"{name} is {value!r}; it should be one of {', '.join(allowed)}")
     return value

@@ -1,4 +1,4 @@
-"""Gradients before the optimizer step: sum the data-parallel ones, and clip all by one norm."""
+"""Gradients before the optimizer step: sums over data-parallel ranks, and clipping by one joint norm."""
 
 from __future__ import annotations
 
@@ -15,14 +15,15 @@ from trimtab.runtime.rank_experts import RankExperts
 from trimtab.runtime.ranks.lockstep import CLIP, FINISH, digest
 from trimtab.runtime.ranks.recorder import SUMMING
 
+# Gradients are summed in flat buckets of about this size.
 BUCKET_BYTES = 64 << 20
 
 
 class Gradients:
-    """From the gradients of micro-steps to what an optimizer steps with. Methods are collective over all data ranks.
+    """Sums and clipping of gradients before an optimizer step. Methods are collective over all data ranks.
 
     Args:
-        with_values: compare values of replicated parameters over the ranks, too.
+        with_values: also compare sampled values of replicated parameters over the ranks.
     """
 
     def __init__(self, calls: LayerCalls, experts: RankExperts, *, with_values: bool) -> None:
@@ -38,7 +39,7 @@ class Gradients:
         summed = [*dense, *(experts if topology.expert_dp_group is not None else ())]
         same = {"replicated parameters": (len(dense), describe(dense, with_values=self._with_values))}
         self._calls.lockstep.agree(FINISH, same=same, problem=accumulation.problem(summed), everywhere=True)
-        with self._calls.counters.noted(SUMMING):
+        with self._calls.counters.recorded(SUMMING):
             self._experts.drain()
             zero_missing([*dense, *experts], topology.control)
             if topology.expert_dp_group is not None:
@@ -57,17 +58,24 @@ class Gradients:
             CLIP, same={"max_norm": max_norm, "replicated parameters": len(dense)},
             problem=problem if self._experts.accumulation.is_open else None, everywhere=True,
         )  # fmt: skip
-        return float(clip_gradients(dense, experts, max_norm, self._topology.experts))
+        dense_square, expert_square = _square_sum(dense), _square_sum(experts)
+        dist.all_reduce(expert_square, group=self._topology.experts)
+        norm = (dense_square + expert_square).sqrt()
+        scale = (max_norm / (norm + 1e-6)).clamp(max=1.0)
+        for parameter in (*dense, *experts):
+            if parameter.grad is not None:
+                parameter.grad.mul_(scale.to(parameter.grad.dtype))
+        return float(norm)
 
 
 def describe(parameters: Sequence[torch.nn.Parameter], *, with_values: bool) -> str:
-    """A digest of parameters that every rank should hold alike, in this order.
+    """A digest of the shapes and dtypes of parameters, in order.
 
     Args:
-        with_values: of one element of each, too.
+        with_values: include one element of each parameter.
     """
     shapes = np.frombuffer(repr([(tuple(p.shape), p.dtype) for p in parameters]).encode(), np.uint8)
-    # Those that are offloaded have no memory.
+    # Offloaded parameters have no memory.
     present = [p.detach().reshape(-1) for p in parameters if p.numel() and p.untyped_storage().nbytes()]
     if not with_values or not present:
         return digest(shapes)
@@ -75,7 +83,7 @@ def describe(parameters: Sequence[torch.nn.Parameter], *, with_values: bool) -> 
 
 
 def sum_gradients(parameters: Iterable[torch.nn.Parameter], group: dist.ProcessGroup) -> None:
-    """Sum the gradients of parameters that the ranks hold alike, in place. Those without one are left out."""
+    """Sum the gradients of parameters over the ranks of a group, in place. Parameters without gradient are skipped."""
     bucket: list[torch.Tensor] = []
     for parameter in parameters:
         if not parameter.requires_grad or parameter.grad is None:
@@ -91,10 +99,10 @@ def sum_gradients(parameters: Iterable[torch.nn.Parameter], group: dist.ProcessG
 def dense_parameters(
     replicated: Iterable[torch.nn.Parameter], experts: Iterable[torch.nn.Parameter]
 ) -> list[torch.nn.Parameter]:
-    """The trained ones of replicated parameters, each once.
+    """The replicated parameters that are trained, without duplicates.
 
     Args:
-        experts: of the session.
+        experts: the session's experts.
 
     Raises:
         InputError: if there are experts among them.
@@ -103,23 +111,21 @@ def dense_parameters(
     chosen = list({id(p): p for p in replicated if p.requires_grad}.values())
     if any(id(parameter) in ids for parameter in chosen):
         raise InputError(
-            "replicated parameters should be those that every rank holds, and some are experts of the session; use "
-            "session.replicated_parameters(model)"
+            "replicated parameters include experts of the session; use session.replicated_parameters(model)"
         )
     return chosen
 
 
 def zero_missing(parameters: Sequence[torch.nn.Parameter], control: dist.ProcessGroup) -> None:
-    """Give parameters without a gradient zeros, if some rank has a gradient of them. Collective.
+    """Set the gradients of parameters to zeros where only other ranks have one. Collective.
 
-    Those that no rank has a gradient of keep None, which optimizers skip.
+    Gradients that no rank has stay None, and optimizers skip them.
 
     Args:
-        parameters: as many on every rank.
-        control: all ranks, on the host.
+        parameters: the same number on every rank.
+        control: group of all ranks, for host tensors.
     """
-    present = torch.tensor([parameter.grad is not None for parameter in parameters], dtype=torch.uint8)
-    anywhere = present.clone()
+    anywhere = torch.tensor([parameter.grad is not None for parameter in parameters], dtype=torch.uint8)
     dist.all_reduce(anywhere, dist.ReduceOp.MAX, group=control)
     for parameter, wanted in zip(parameters, anywhere.tolist(), strict=True):
         if wanted and parameter.grad is None:
@@ -131,31 +137,6 @@ def _sum_bucket(bucket: list[torch.Tensor], group: dist.ProcessGroup) -> None:
     dist.all_reduce(flat, group=group)
     for gradient, total in zip(bucket, _unflatten_dense_tensors(flat, bucket), strict=True):
         gradient.copy_(total)
-
-
-def clip_gradients(
-    replicated: Sequence[torch.nn.Parameter],
-    sharded: Sequence[torch.nn.Parameter],
-    max_norm: float,
-    group: dist.ProcessGroup,
-) -> torch.Tensor:
-    """Scale all gradients so that their joint norm is at most `max_norm`.
-
-    Args:
-        replicated: parameters that every rank holds, with equal gradients.
-        sharded: parameters of which each rank holds its own part.
-
-    Returns:
-        The norm before clipping, the same on every rank.
-    """
-    replicated_square, sharded_square = _square_sum(replicated), _square_sum(sharded)
-    dist.all_reduce(sharded_square, group=group)
-    norm = (replicated_square + sharded_square).sqrt()
-    scale = (max_norm / (norm + 1e-6)).clamp(max=1.0)
-    for parameter in (*replicated, *sharded):
-        if parameter.grad is not None:
-            parameter.grad.mul_(scale.to(parameter.grad.dtype))
-    return norm
 
 
 def _square_sum(parameters: Sequence[torch.nn.Parameter]) -> torch.Tensor:

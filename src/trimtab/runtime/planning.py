@@ -1,4 +1,4 @@
-"""Who plans: each rank counts its own sequences, the first one plans from all counts, every rank gets the plan."""
+"""`SessionPlanner`: each rank counts its sequences, rank 0 plans from all counts, and the plan is broadcast."""
 
 from __future__ import annotations
 
@@ -8,13 +8,11 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 import numpy as np
-import numpy.typing as npt
 import torch
 import torch.distributed as dist
 
 from trimtab.array_type import Array
 from trimtab.cluster import ClusterSpec, CostModel, ModelSpec, load_cluster
-from trimtab.errors import InputError
 from trimtab.planner import (
     Placement,
     PlanSettings,
@@ -31,34 +29,35 @@ from trimtab.planner.plan.home_choice import STEPS_TO_PAY
 from trimtab.planner.plan.plan_settings import SESSION_THRESHOLD
 from trimtab.planner.plan.prediction import predict
 from trimtab.planner.plan.workload import max_over_mean
+from trimtab.runtime.ranks.first_rank import on_first_rank
 from trimtab.runtime.ranks.topology import Topology
 from trimtab.runtime.state.home_experts import HomeExperts
 from trimtab.trace import RoutingTrace
 from trimtab.trace.counting import count_experts
-from trimtab.trace.routing import no_route
 
 Mode = Literal["plan", "static", "shadow", "off"]
 Paths = Literal["both", "peer", "host"]
-# What one rank of a few on a CPU machine reaches: grouped products in float32, gloo over loopback, copies in memory.
+# Rates of one of a few ranks on a CPU machine: grouped products in float32, gloo over loopback, copies in memory.
 LOCAL_CPU = load_cluster("local-cpu", ranks=1)
 
-
-# A schedule, the plan of every group, the predicted gain, and max_vio of the run that it is held against.
-_Made = tuple[Schedule, tuple[StepPlan, ...], float, float]
+# A schedule, the plan of every group, and the workload of every group.
+_Candidate = tuple[Schedule, tuple[StepPlan, ...], list[Workload]]
+# A schedule, the plan of every group, the predicted gain, and max_vio without a plan.
+_Plans = tuple[Schedule, tuple[StepPlan, ...], float, float]
 
 
 @dataclass(frozen=True, eq=False)
 class PlannedStep:
-    """A step as it was planned, before its sequences are where it wants them.
+    """A planned step, before its sequences are sent to their ranks.
 
     Attributes:
-        schedule: of all data ranks.
-        plan: of this rank's expert-parallel group.
-        predicted_gain: the part of the expert time that the plan is predicted to save.
-        max_vio_before: max/mean - 1 of rank loads, mean over instances, without a plan: at the present homes, packed by
-            length if the schedule is planned, too.
-        planning_s: seconds from counting to the plan being on every rank.
-        workload: of this rank's expert-parallel group, if it was gathered for planning.
+        schedule: the schedule of all data ranks.
+        plan: the plan of this rank's expert-parallel group.
+        predicted_gain: predicted saving, as a fraction of expert time.
+        max_vio_before: max/mean - 1 of rank loads, mean over instances, without a plan: at the present homes; packed by
+            length if the schedule is planned as well.
+        planning_s: seconds from counting to the end of the plan's broadcast.
+        workload: workload of this rank's expert-parallel group; None if it was not gathered for planning.
     """
 
     schedule: Schedule
@@ -71,22 +70,23 @@ class PlannedStep:
 
 @dataclass(frozen=True)
 class PlanReport:
-    """What planning a step came to.
+    """Figures of a planned step.
 
     Attributes:
-        planning_s: seconds from counting to the plan being on every rank.
-        moving_s: seconds that bringing experts to their new homes took.
-        predicted_gain: the part of the expert time that the plan is predicted to save.
+        planning_s: seconds from counting to the end of the plan's broadcast.
+        moving_s: seconds of moving experts to new homes.
+        predicted_gain: predicted saving, as a fraction of expert time.
         max_vio_before, max_vio_after: max/mean - 1 of rank loads, mean over instances, at the present homes and under
             the plan.
-        replicas: in all instances together.
-        homes_moved: experts that changed rank, over all layers.
-        micro_steps, unplanned_micro_steps: of the step, and those that run without a plan.
-        mixed_instances: with unknown routes, whose counts the ranks will exchange.
-        peak_rows_before, peak_rows_after: rows of the busiest rank in its busiest instance, at home and under the plan.
-        pool_bytes: of a rank, for replicas and for arriving gradients, whatever the number of layers.
-        mirror_bytes: host memory of this rank's node.
-        free_bytes: what is left of the device's memory.
+        replicas: replicas in all instances.
+        homes_moved: experts that change rank, over all layers.
+        micro_steps, unplanned_micro_steps: micro-steps of the step, and those that run without a plan.
+        mixed_instances: instances with unknown routes, whose counts the ranks exchange.
+        peak_rows_before, peak_rows_after: rows of the busiest rank in its busiest instance, at the present homes and
+            under the plan.
+        pool_bytes: bytes on a rank for replicas and arriving gradients, independent of the number of layers.
+        mirror_bytes: bytes of the mirror of this rank's node.
+        free_bytes: free memory of the device.
     """
 
     planning_s: float
@@ -108,13 +108,13 @@ class PlanReport:
 
 @dataclass(frozen=True, eq=False)
 class SessionPlanner:
-    """Plans for the ranks of a session. All methods are collective over its data ranks.
+    """Plans for the ranks of a session. Public methods are collective over its data ranks.
 
     Attributes:
-        cluster: the ranks of one expert-parallel group, and on how many cores the first rank plans.
-        cost: what plans are weighed by.
-        settings: how hard to balance.
-        least_gain: a plan that is predicted to save less of the expert time is not worth it.
+        cluster: the ranks of one expert-parallel group, and the number of cores that rank 0 plans with.
+        cost: costs that the planner minimises.
+        settings: settings of the planner.
+        least_gain: a plan with a smaller predicted saving is replaced by a static one.
     """
 
     topology: Topology
@@ -136,7 +136,7 @@ class SessionPlanner:
         least_gain: float = 0.0,
         rates: ClusterSpec | None = None,
     ) -> SessionPlanner:
-        """A planner for these layers; see `Session`."""
+        """A planner for these layers; arguments as those of `Session`."""
         first, device = layers[0], layers[0].device
         hidden_size = first.expert_shapes[0][-1]
         rates = rates or (LOCAL_CPU if device.type == "cpu" else ClusterSpec(1, 1))
@@ -146,7 +146,7 @@ class SessionPlanner:
             "session",
             num_experts=len(first.home_E),
             top_k=top_k,
-            # Of the usual experts. It only weighs the dense half of a layer, which is guessed from it.
+            # As of experts with a gate. It only affects the estimated cost of the dense part of a layer.
             hidden_size=hidden_size,
             expert_width=max(1, parameters // (3 * hidden_size)),
             weight_bytes=first.dtype.itemsize,
@@ -163,11 +163,11 @@ class SessionPlanner:
     def for_schedule(
         self, trace: RoutingTrace, schedule: Schedule, placement: Placement, mode: Mode, *, may_move: bool
     ) -> PlannedStep:
-        """Plan a step whose schedule is given; `trace` is of this rank's part of it."""
+        """Plan a step with a given schedule; `trace` has this rank's sequences of it."""
         start = time.perf_counter()
         loads = self.gather_workloads(trace, schedule)
 
-        planned = self._on_first_rank(
+        planned = self._plan_on_first_rank(
             lambda: self._given_schedule(loads, schedule, placement, mode, may_move=may_move), start
         )
         return replace(planned, workload=loads[self.topology.group])
@@ -182,14 +182,14 @@ class SessionPlanner:
         token_budget: int,
         mini_batch: Array | None,
     ) -> PlannedStep:
-        """Plan a step and its schedule; `trace` is of the sequences that this rank happens to have."""
+        """Plan a step and its schedule; `trace` has any of the sequences on each rank."""
         start = time.perf_counter()
         gathered: list[SequenceCounts | None] | None = None
         if self.topology.data_rank == 0:
             gathered = [None] * self.topology.num_data_ranks
         dist.gather_object(SequenceCounts.from_trace(trace), gathered, group=self.topology.control, group_dst=0)
 
-        def make() -> _Made:
+        def make() -> _Plans:
             assert gathered is not None
             sequences = SequenceCounts.concatenate([part for part in gathered if part is not None])
             packed = pack_by_length(
@@ -201,70 +201,64 @@ class SessionPlanner:
             packed_loads = self._workloads(sequences, packed)
             if mode != "plan":
                 return self._given_schedule(packed_loads, packed, placement, mode, may_move=may_move)
-            static = self._static(packed_loads, packed, placement)
-            max_vio = _max_vio(static, packed_loads)
             schedule, _, plans = plan_sequences(
                 sequences, placement, self.cluster, token_budget=token_budget, mini_batch=mini_batch,
                 groups=self.topology.groups, settings=self.settings, cost=self.cost, may_move=may_move,
                 threads=self.cluster.planning_threads,
             )  # fmt: skip
-            before = self._seconds(static, packed_loads, placement)
-            gain = 1 - self._seconds(plans, self._workloads(sequences, schedule), placement) / max(before, 1e-30)
-            return (schedule, plans, gain, max_vio) if gain >= self.least_gain else (packed, static, gain, max_vio)
+            static = packed, self._static(packed_loads, packed, placement), packed_loads
+            return self._if_faster((schedule, plans, self._workloads(sequences, schedule)), static, placement)
 
-        return self._on_first_rank(make, start)
+        return self._plan_on_first_rank(make, start)
 
     def gather_workloads(self, trace: RoutingTrace, schedule: Schedule) -> list[Workload]:
-        """The load of every expert-parallel group; `trace` is in the order of `schedule.sequences_of`."""
+        """The workload of every expert-parallel group; `trace` has the order of `schedule.sequences_of`."""
         micro_step, num_micro_steps = schedule.of_rank(self.topology.data_rank), schedule.num_micro_steps
         counts_MLE = count_experts(trace, micro_step, num_micro_steps)
         rows_M = np.bincount(micro_step, trace.sequence_lengths * trace.top_k, num_micro_steps).astype(np.int64)
         unknown_ML = rows_M[:, None] - counts_MLE.sum(axis=2, dtype=np.int64)
-        counts, unknown = torch.from_numpy(counts_MLE), torch.from_numpy(unknown_ML.astype(np.int32))
-        counts_D = [torch.empty_like(counts) for _ in range(self.topology.num_data_ranks)]
-        unknown_D = [torch.empty_like(unknown) for _ in range(self.topology.num_data_ranks)]
-        dist.all_gather(counts_D, counts, group=self.topology.control)
-        dist.all_gather(unknown_D, unknown, group=self.topology.control)
-        loads = []
-        for group in range(self.topology.groups):
-            ranks = slice(group * self.topology.num_ranks, (group + 1) * self.topology.num_ranks)
-            unknown_MLR = torch.stack(unknown_D[ranks], dim=2).numpy()
-            loads.append(Workload(torch.stack(counts_D[ranks], dim=2).numpy(), unknown_MLR))
-        return loads
+        counts_GMLRE = self._gather_by_group(counts_MLE)
+        unknown_GMLR = self._gather_by_group(unknown_ML.astype(np.int32))
+        return [Workload(counts, unknown) for counts, unknown in zip(counts_GMLRE, unknown_GMLR, strict=True)]
 
-    def _on_first_rank(self, make: Callable[[], _Made], start: float) -> PlannedStep:
-        message: list[tuple[Schedule, list[bytes], float, float] | InputError | None] = [None]
-        if self.topology.data_rank == 0:
-            try:
-                schedule, plans, gain, max_vio = make()
-                message = [(schedule, [plan.to_bytes() for plan in plans], gain, max_vio)]
-            except InputError as error:
-                message = [error]
-        dist.broadcast_object_list(message, group=self.topology.control, group_src=0)
-        answer = message[0]
-        assert answer is not None
-        if isinstance(answer, InputError):
-            raise answer
-        schedule, parts, gain, max_vio = answer
-        plan = StepPlan.from_bytes(parts[self.topology.group])
+    def _gather_by_group(self, array_ML: Array) -> list[Array]:
+        """All ranks' arrays `[M, L, ...]`, for each expert-parallel group stacked to `[M, L, R, ...]`."""
+        mine, ranks = torch.from_numpy(array_ML), self.topology.num_ranks
+        arrays_D = [torch.empty_like(mine) for _ in range(self.topology.num_data_ranks)]
+        dist.all_gather(arrays_D, mine, group=self.topology.control)
+        starts = range(0, len(arrays_D), ranks)
+        return [torch.stack(arrays_D[start : start + ranks], dim=2).numpy() for start in starts]
+
+    def _plan_on_first_rank(self, make: Callable[[], _Plans], start: float) -> PlannedStep:
+        def packed() -> tuple[Schedule, list[bytes], float, float]:
+            schedule, plans, gain, max_vio = make()
+            return schedule, [plan.to_bytes() for plan in plans], gain, max_vio
+
+        schedule, packed_plans, gain, max_vio = on_first_rank(packed, self.topology.control)
+        plan = StepPlan.from_bytes(packed_plans[self.topology.group])
         return PlannedStep(schedule, plan, gain, max_vio, time.perf_counter() - start)
 
     def _given_schedule(
         self, loads: list[Workload], schedule: Schedule, placement: Placement, mode: Mode, *, may_move: bool
-    ) -> _Made:
+    ) -> _Plans:
         if mode == "static":
             num_layers, num_experts = placement.home.shape
             placement = self.topology.initial_placement(num_layers, num_experts)
         static = self._static(loads, schedule, placement)
-        max_vio = _max_vio(static, loads)
         if mode in ("static", "off"):
-            return schedule, static, 0.0, max_vio
+            return schedule, static, 0.0, _max_vio(static, loads)
         plans = plan_schedule(
             loads, schedule, placement, self.cluster, settings=self.settings, cost=self.cost, may_move=may_move,
             threads=self.cluster.planning_threads,
         ).plans  # fmt: skip
-        gain = 1 - self._seconds(plans, loads, placement) / max(self._seconds(static, loads, placement), 1e-30)
-        return (schedule, plans if gain >= self.least_gain else static, gain, max_vio)
+        return self._if_faster((schedule, plans, loads), (schedule, static, loads), placement)
+
+    def _if_faster(self, planned: _Candidate, static: _Candidate, placement: Placement) -> _Plans:
+        """The planned candidate if its predicted gain over the static one is large enough, else the static one."""
+        planned_s, static_s = (self._seconds(plans, loads, placement) for _, plans, loads in (planned, static))
+        gain = 1 - planned_s / max(static_s, 1e-30)
+        schedule, plans, _ = planned if gain >= self.least_gain else static
+        return schedule, plans, gain, _max_vio(*static[1:])
 
     def _static(self, loads: list[Workload], schedule: Schedule, placement: Placement) -> tuple[StepPlan, ...]:
         bare = replace(self.cluster, slots_per_rank=0)
@@ -278,7 +272,7 @@ class SessionPlanner:
         return [Workload.from_sequences(sequences.select(mine), part) for mine, part in parts]
 
     def _seconds(self, plans: tuple[StepPlan, ...], loads: list[Workload], placement: Placement) -> float:
-        """Predicted time of a step in which all groups wait for the slowest, and experts come from `placement`."""
+        """Predicted seconds of a step of the slowest group, including moves of experts from `placement`."""
         slowest_ML = np.max(
             [predict(p, load, self.cost).seconds_ML for p, load in zip(plans, loads, strict=True)], axis=0
         )
@@ -290,60 +284,3 @@ class SessionPlanner:
 def _max_vio(plans: Sequence[StepPlan], loads: Sequence[Workload]) -> float:
     ratios = [max_over_mean(plan.rank_loads(load)) for plan, load in zip(plans, loads, strict=True)]
     return float(np.mean(ratios) - 1)
-
-
-def check_model(trace: RoutingTrace, shape: tuple[int, int]) -> None:
-    """Raises InputError if a trace is not of a model with this many layers and experts, or has ids of no expert."""
-    if (trace.num_layers, trace.num_experts) != shape:
-        num_layers, num_experts = shape
-        raise InputError(
-            f"the trace has {trace.shape_text}; the model has {num_layers} MoE layers, {num_experts} experts"
-        )
-    # Unknown routes are above all ids, so that most traces need one pass.
-    if trace.num_tokens and trace.expert_ids.max() >= trace.num_experts:
-        trace.check()
-
-
-def trace_of_micro_steps(rows: Sequence[npt.ArrayLike], num_layers: int, num_experts: int) -> RoutingTrace:
-    """A rank's micro-steps as a trace, in which each is one sequence.
-
-    Args:
-        rows: integer ids `[n, L, K]` of each micro-step; negative where the route is unknown.
-
-    Raises:
-        InputError: if they are no such ids.
-    """
-    arrays = [np.asarray(ids) for ids in rows]
-    if not arrays:
-        raise InputError("there are no micro-steps to plan; give the ids [tokens, layers, top_k] of at least one")
-    for index, ids in enumerate(arrays):
-        if ids.ndim != 3 or not np.issubdtype(ids.dtype, np.integer) or ids.shape[1:] != arrays[0].shape[1:]:
-            raise InputError(
-                f"micro-step {index} has ids {list(ids.shape)} of {ids.dtype}; they should be integers "
-                f"[tokens, layers, top_k], with as many layers and experts a token as micro-step 0, "
-                f"{list(arrays[0].shape)}"
-            )
-    unknown = no_route(num_experts)
-    wide = [np.where(ids < 0, unknown, ids) if ids.dtype.kind == "i" else ids for ids in arrays]
-    for index, ids in enumerate(wide):
-        wrong = (ids >= num_experts) & (ids != unknown)
-        if wrong.any():
-            raise InputError(f"micro-step {index} has expert id {ids[wrong][0]}; ids should be below {num_experts}")
-    trace = RoutingTrace.from_sequences(wide, num_experts=num_experts)
-    check_model(trace, (num_layers, num_experts))
-    return trace
-
-
-def check_fits(trace: RoutingTrace, schedule: Schedule, rank: int, num_ranks: int, shape: tuple[int, int]) -> None:
-    """Raises InputError if a trace is not of the model, or not of a rank's sequences.
-
-    Args:
-        shape: layers and experts of the model.
-    """
-    check_model(trace, shape)
-    mine = len(schedule.sequences_of(rank))
-    if schedule.num_ranks != num_ranks or mine != trace.num_sequences:
-        raise InputError(
-            f"the schedule gives rank {rank} of {schedule.num_ranks} {mine} sequences; the session has "
-            f"{num_ranks} ranks and this rank's trace {trace.num_sequences} sequences"
-        )

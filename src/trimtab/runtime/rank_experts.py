@@ -1,4 +1,4 @@
-"""`RankExperts`: the home experts of all layers on this rank, their optimizers, and the copies made of them."""
+"""`RankExperts`: the home experts of all layers on this rank, their optimizers, and their copies."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ from trimtab.runtime.transfer.transfers import Transfers
 
 
 class RankExperts:
-    """Home experts of all layers, the optimizers that train them, and the copies that are made of them.
+    """Home experts of all layers, the optimizers that train them, and the copies of the experts.
 
     Attributes:
         layers: the home experts of each layer.
-        backward: follows backwards, to complete gradients as they end.
-        accumulation: whether gradients were summed already.
-        optimizers: tells of optimizer steps.
+        backward: follows backwards, to complete gradients when they end.
+        accumulation: detects gradients that were already summed.
+        optimizers: hooks of optimizer steps.
         changed: whether weights are known to have changed since copies were made.
     """
 
@@ -56,6 +56,7 @@ class RankExperts:
 
     @property
     def device(self) -> torch.device:
+        """The device of the experts."""
         return self.layers[0].device
 
     @property
@@ -74,11 +75,11 @@ class RankExperts:
         return [p for layer in self.layers if not layer.joins_in_backward for p in layer.parameters]
 
     def need_own(self, purpose: str) -> None:
-        """Raises InputError if a layer was added with `weights`, since others then train its experts."""
+        """Raises InputError if a layer was added with `weights`, since the framework then trains its experts."""
         if any(layer.joins_in_backward for layer in self.layers):
             raise InputError(
                 f"the session can't {purpose}: its experts belong to the framework that shards and trains them "
-                "(FSDP), which has its own ways to do that"
+                "(FSDP); use the framework's functions"
             )
 
     def num_moved(self, placement: Placement) -> int:
@@ -87,7 +88,7 @@ class RankExperts:
         return int(np.count_nonzero(placement.home != self.placement.home)) if fits else 0
 
     def check_move(self, placement: Placement) -> None:
-        """Raises what is wrong with moving to these homes: InputError, or RuntimeError if gradients would be lost."""
+        """Check a move to these homes. Raises InputError, or RuntimeError if gradients would be lost."""
         if self.num_moved(placement):
             self.need_own("move experts")
         placement.check(*self.shape, self._topology.num_ranks)
@@ -98,25 +99,17 @@ class RankExperts:
         return state_to_move(self.layers, placement.home, self.optimizers.registered)
 
     def move(self, placement: Placement) -> None:
-        """Bring experts to these homes, with their optimizer state. Collective, once `check_move` found nothing."""
+        """Move experts to these homes, with their optimizer state. Collective, after `check_move` on all ranks."""
         self.transfers.ring.drain()
         self._counters.moved_bytes += move_experts(
             self.layers, placement.home, self.optimizers.registered, self._topology
         )
         self.changed = True
 
-    def compare(self) -> tuple[bool, list[bool], Exception | None]:
-        """Compare the weights with those that copies were made of.
-
-        Returns:
-            Whether they changed, which tensors are trained, and an error if they are unusable.
-        """
-        return self.transfers.watch.compare(self.changed)
-
     def refresh(self) -> None:
-        """Copy the present weights to staging memory and mirrors. Collective."""
+        """Copy the present weights to staging memory, mirrors and symmetric memory. Collective."""
         start = time.perf_counter()
-        with self._counters.noted(REFRESHING), torch.inference_mode(False):
+        with self._counters.recorded(REFRESHING), torch.inference_mode(False):
             self.transfers.refresh()
         self._counters.refresh_s += time.perf_counter() - start
         self.changed = False
@@ -126,11 +119,11 @@ class RankExperts:
         self._if_made(lambda transfers: transfers.ring.drain())
 
     def take_cpu_s(self) -> float:
-        """Seconds of CPU time that copying threads have spent since this was last asked."""
+        """Seconds of CPU time of the copying threads since the last call."""
         return 0.0 if self._transfers is None else self._transfers.ring.take_cpu_s()
 
     def close(self) -> None:
-        """Give up threads and shared memory."""
+        """Release threads and shared memory."""
         self._if_made(lambda transfers: transfers.ring.close())
 
     def _if_made(self, call: Callable[[Transfers], None]) -> None:
@@ -146,8 +139,8 @@ class RankExperts:
                 "an optimizer steps while gradients of experts are not summed over expert-parallel groups; call "
                 "finish_gradients() first"
             )
-        # A rank that skips a step, as a gradient scaler may, is found when the ranks meet again.
-        self._lockstep.note(STEP)
+        # A rank that skips a step, as a gradient scaler may, is detected at the next comparison of logs.
+        self._lockstep.log(STEP)
 
     def _after_step(self, holds_experts: bool) -> None:
         self.changed = True
@@ -155,11 +148,11 @@ class RankExperts:
             self._transfers.watch.steps += holds_experts
 
     def _complete_gradients(self) -> None:
-        """At the end of a backward: add the replica gradients that are still in transit."""
-        with self._lockstep.explaining():
+        """At the end of a backward: add the replica gradients that are in transfer."""
+        with self._lockstep.comparing_on_error():
             self._if_made(lambda transfers: transfers.returns.finish())
 
     def _drop_gradients(self) -> None:
-        """After a failed backward: drop the replica gradients that are still in transit."""
+        """After a failed backward: drop the replica gradients that are in transfer."""
         self._counters.abandoned_backwards += 1
         self._if_made(lambda transfers: transfers.returns.abandon())

@@ -1,4 +1,4 @@
-"""`Session`: the public face of the runtime. It plans a step, binds micro-steps, and brings gradients home."""
+"""`Session`: the public interface of the runtime: plans of steps, micro-steps, gradients, weights in logical order."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ import torch.distributed as dist
 
 from trimtab.array_type import Array
 from trimtab.cluster import ClusterSpec
+from trimtab.cluster.specs import RING_LAYERS
 from trimtab.errors import InputError
 from trimtab.planner import Placement, Schedule, StepPlan
 from trimtab.runtime.argument_checks import at_least
@@ -29,8 +30,9 @@ from trimtab.runtime.ranks.recorder import Recorder
 from trimtab.runtime.ranks.topology import Topology
 from trimtab.runtime.rows.expert_compute import ApplyExperts
 from trimtab.runtime.settings import Settings
-from trimtab.runtime.state.home_experts import ExpertTensor, HomeExperts, ReadParameters, check_parameters, read_tensors
+from trimtab.runtime.state.home_experts import ExpertTensor, HomeExperts, ReadParameters, read_tensors
 from trimtab.runtime.state.logical_state import LogicalState
+from trimtab.runtime.state.parameter_checks import check_new_parameters
 from trimtab.runtime.steps import Steps
 from trimtab.runtime.transfer.counters import Counters
 from trimtab.runtime.transfer.transfers import Transfers
@@ -40,40 +42,40 @@ from trimtab.trace import RoutingTrace
 class Session:
     """Balanced expert parallelism over the ranks of a process group.
 
-    Add every MoE layer once, and say which optimizers train them. Then, for every step: `plan`, and around forward and
-    backward of each micro-step `micro_step`; before the optimizer steps, `finish_gradients`. Outside a micro-step the
-    layers work as ordinary expert parallelism on the router's live choice. All methods are collective unless they say
-    otherwise.
+    Add every MoE layer once, and register the optimizers that train the experts. In every step, call `plan`, enter
+    `micro_step` around forward and backward of each micro-step, and call `finish_gradients` before the optimizer steps.
+    Outside micro-steps the layers are ordinary expert parallelism on the router's live choice. All methods are
+    collective unless their docstring says otherwise.
 
     Args:
         num_experts: experts of a layer, E.
         group: the data ranks; all ranks by default.
-        groups: expert-parallel groups among them, each of neighbouring ranks that hold all experts together.
-        expert_group: the ranks that hold all experts together, as a framework's own process group of any ranks; in
-            place of `group`, `groups` and `ranks_per_node`. The rank at position i of R in it is home to experts
-            i * E / R up to (i + 1) * E / R at the start. Making the session is a collective over the data ranks, which
-            are the ranks of all the expert-parallel groups that `expert_dp_group` joins.
-        expert_dp_group: with `expert_group`, the process group of the ranks that hold the same experts as this one,
-            each at the place of its expert-parallel group; None for one expert-parallel group.
-        nodes: with `expert_group`, the node number of each of its ranks, in its order; all on one node by default.
+        groups: number of expert-parallel groups, each of neighbouring data ranks that together hold all experts.
+        expert_group: a framework's process group of any ranks that together hold all experts; instead of `group`,
+            `groups` and `ranks_per_node`. The rank at position i of R in it is home to experts i * E / R up to
+            (i + 1) * E / R at the start. Creating the session is then a collective over the ranks of all
+            expert-parallel groups that `expert_dp_group` joins: the data ranks.
+        expert_dp_group: with `expert_group`, the process group of the ranks that hold the same experts as this one. A
+            rank's position in it is the number of its expert-parallel group. None for one expert-parallel group.
+        nodes: with `expert_group`, the node number of each of its ranks, in its order; one node by default.
         mode: `plan` balances; `static` is expert parallelism on contiguous homes without replicas, on the planned path;
             `shadow` plans and reports, but runs as `off`; `off` replays routing in ordinary expert parallelism.
-        slots_per_rank: replicas of one layer that a rank has room for.
-        ring_layers: layers that replicas are kept for at a time, one in use and the others ahead of it.
-        ranks_per_node: neighbouring ranks that share a node; all of a group by default.
-        paths: how replicas' weights may come: from their homes (`peer`), from host memory (`host`), or both.
-        mirror_bytes: most host memory of a node that mirrors experts; no bound by default.
-        least_gain: a plan that is predicted to save a smaller part of the expert time is not carried out.
-        rates: how fast ranks compute and links are, which plans weigh; an H100 cluster, or a CPU machine, by default.
-            Its sizes don't count.
-        verify_weights: check as each micro-step begins, on sampled elements of every expert, that no weight changed
-            in a way that the session does not notice. By default in mode `shadow`, and where the environment has
-            `TRIMTAB_VERIFY_WEIGHTS=1`. On CUDA the host then waits for the device.
-        timeout: after which a rank that waits for others gives up; that of `group` by default.
+        slots_per_rank: most replicas of one layer on a rank.
+        ring_layers: layers that replicas are kept for at the same time, one in use and the others prefetched.
+        ranks_per_node: neighbouring ranks that share a node; all ranks of a group by default.
+        paths: sources of replicas' weights: home ranks (`peer`), host memory (`host`), or both.
+        mirror_bytes: most host memory of a node for mirrored experts; unlimited by default.
+        least_gain: a plan with a smaller predicted saving, as a fraction of expert time, is not executed.
+        rates: rates of compute and links, from which the planner computes costs; by default those of an H100 cluster,
+            or of a CPU machine. Its numbers of ranks and slots are ignored.
+        verify_weights: compare sampled elements of every expert when a micro-step begins, to detect weight changes that
+            address and version do not show. By default on in mode `shadow` and if `TRIMTAB_VERIFY_WEIGHTS=1` is set. On
+            CUDA the host then waits for the device.
+        timeout: most time for which a rank waits for others; that of `group` by default.
 
     Raises:
         InputError: if the ranks don't divide the experts, the groups the ranks, or the nodes a group; if the groups of
-            a framework don't line up, or this rank is not in them; or an argument is out of its range.
+            a framework don't line up or don't include this rank; if an argument is out of its range.
     """
 
     def __init__(
@@ -87,7 +89,7 @@ class Session:
         nodes: Sequence[int] | None = None,
         mode: Mode = "plan",
         slots_per_rank: int = 2,
-        ring_layers: int = 3,
+        ring_layers: int = RING_LAYERS,
         ranks_per_node: int | None = None,
         paths: Paths = "both",
         mirror_bytes: int | None = None,
@@ -98,19 +100,19 @@ class Session:
     ) -> None:
         self.settings = Settings(
             num_experts=num_experts, mode=mode, slots_per_rank=slots_per_rank, ring_layers=ring_layers, paths=paths,
-            mirror_bytes=mirror_bytes, least_gain=least_gain, rates=rates, verify_weights=verify_weights,
+            mirror_bytes=mirror_bytes, least_gain=least_gain, rates=rates, verify=verify_weights,
         )  # fmt: skip
         if expert_group is None:
             if expert_dp_group is not None or nodes is not None:
                 raise InputError(
-                    "expert_dp_group and nodes go with expert_group; for groups that the session makes, use groups and "
-                    "ranks_per_node"
+                    "expert_dp_group and nodes go with expert_group; for groups that the session creates, use groups "
+                    "and ranks_per_node"
                 )
             self.topology = Topology.build(group, at_least("groups", groups, 1), ranks_per_node, timeout)
         else:
             if group is not None or groups != 1 or ranks_per_node is not None:
                 raise InputError(
-                    "group, groups and ranks_per_node are for groups that the session makes; with expert_group, use "
+                    "group, groups and ranks_per_node are for groups that the session creates; with expert_group, use "
                     "expert_dp_group for several expert-parallel groups and nodes for several nodes"
                 )
             self.topology = Topology.given(expert_group, expert_dp_group, nodes, timeout)
@@ -128,7 +130,7 @@ class Session:
 
     @property
     def mode(self) -> Mode:
-        """What is done with a plan; see `Session`."""
+        """The mode; see `Session`. It can be changed between steps."""
         return self.settings.mode
 
     @mode.setter
@@ -137,7 +139,7 @@ class Session:
 
     @property
     def paths(self) -> Paths:
-        """How replicas' weights may come; see `Session`."""
+        """Sources of replicas' weights; see `Session`. It can be changed between steps."""
         return self.settings.paths
 
     @paths.setter
@@ -151,7 +153,7 @@ class Session:
 
     @property
     def slots_per_rank(self) -> int:
-        """Replicas of one layer that a rank has room for."""
+        """Most replicas of one layer on a rank."""
         return self.settings.slots_per_rank
 
     @property
@@ -161,7 +163,7 @@ class Session:
 
     @property
     def optimizers(self) -> list[torch.optim.Optimizer]:
-        """Those that train the experts; see `register_optimizers`."""
+        """The registered optimizers; see `register_optimizers`."""
         return self._experts.optimizers.registered
 
     @property
@@ -176,12 +178,12 @@ class Session:
 
     @property
     def placement(self) -> Placement:
-        """The homes of all experts now."""
+        """The present homes of all experts."""
         return self._experts.placement
 
     @property
     def home_experts(self) -> Array:
-        """Logical ids `[E / R]` of the experts that this rank is home to as a layer is added, ascending."""
+        """Logical ids `[E / R]` of this rank's home experts when a layer is added, ascending."""
         return np.flatnonzero(self._initial_E == self.rank)
 
     def add_layer(
@@ -198,34 +200,33 @@ class Session:
         Args:
             parameters: the tensors of this rank's `home_experts`, each a stacked Parameter `[E / R, ...]` or a sequence
                 of E / R Parameters `[...]` in the order of `home_experts`; or a function that returns them, which is
-                called whenever they are needed. They stay the caller's: train them with an elementwise optimizer, and
-                keep them out of FSDP. Their memory may be replaced at any time outside micro-steps. Sequences are
-                computed on as they are: nothing stacks them.
+                called whenever they are needed. Train them with an elementwise optimizer, and keep them out of FSDP.
+                Their memory may be replaced at any time outside micro-steps. Sequences are never stacked.
             apply: computes experts on grouped rows; see `gated_experts`.
-            compute_dtype: what to compute in, if not in the parameters' own dtype (float32 masters, bfloat16 compute).
-            weights: gives the same experts `[E / R, ...]`, in the graph, each time that the layer runs, if somebody
-                else gathers their gradients and trains them, as FSDP does. Those gradients are then complete,
-                replicas' included, when the layer's backward ends; `parameters` are only read, and homes stay.
-            dispatcher: brings rows to physical experts and back; our own by default.
+            compute_dtype: compute dtype; that of the parameters by default (float32 masters, bfloat16 compute).
+            weights: returns the same experts `[E / R, ...]`, in the graph, each time that the layer runs, for experts
+                that a framework trains, such as FSDP. Their gradients, including those of replicas, are complete when
+                the layer's backward ends. `parameters` are then only read, and experts do not move.
+            dispatcher: sends rows to physical experts and back; `RowDispatcher` by default.
 
         Raises:
-            InputError: if a tensor does not hold E / R experts, they differ in shape from other layers' or within a
-                sequence, another layer has one of them, too, or there are sequences together with `weights`.
+            InputError: if a tensor does not hold E / R experts, experts differ in shape from other layers' or within a
+                sequence, another layer has one of the tensors, or `weights` is given with sequences.
         """
         index = len(self.layers)
         read: ReadParameters = parameters if callable(parameters) else partial(_same, parameters)
         tensors = read_tensors(read)
-        check_parameters(index, tensors, self.homes, self.home_experts)
+        check_new_parameters(index, tensors, self.homes, self.home_experts)
         if weights is not None and not all(isinstance(tensor, torch.Tensor) for tensor in tensors):
-            raise InputError(f"MoE layer {index}: experts that others train (`weights`) should be stacked tensors")
+            raise InputError(f"MoE layer {index}: experts that a framework trains (`weights`) should be stacks")
         homes = HomeExperts(
             index, read, rank=self.rank, home_E=self._initial_E, compute_dtype=compute_dtype,
             joins_in_backward=weights is not None,
         )  # fmt: skip
-        if self.layers and _expert_shapes(homes) != _expert_shapes(self.homes[0]):
+        if self.layers and homes.expert_like != self.homes[0].expert_like:
             raise InputError(
-                f"MoE layer {index} has experts of {_expert_shapes(homes)}, layer 0 {_expert_shapes(self.homes[0])}. "
-                "All layers share the room for replicas, so their experts should be alike"
+                f"MoE layer {index} has experts of {homes.expert_like}, layer 0 {self.homes[0].expert_like}. "
+                "All layers share slots, so their experts should have equal shapes"
             )
         layer = ExpertLayer(self._calls, homes, apply, weights, dispatcher or RowDispatcher())
         self.layers.append(layer)
@@ -243,16 +244,16 @@ class Session:
         found = len(list(model.parameters())) - len(others)
         if 0 < found < len(experts) or (not found and any(not layer.joins_in_backward for layer in self.homes)):
             raise InputError(
-                f"the model has {found} of the session's {len(experts)} expert tensors; if others have taken their "
-                "place, as load_state_dict(assign=True) does, add layers with a function that reads them"
+                f"the model has {found} of the session's {len(experts)} expert tensors; if they were replaced, as by "
+                "load_state_dict(assign=True), add layers with a function that returns them"
             )
         return others
 
     def register_optimizers(self, *optimizers: torch.optim.Optimizer) -> None:
-        """Say which optimizers train the experts. Not a collective.
+        """Register the optimizers that train the experts. Not a collective.
 
-        Experts then move between steps, with their rows of optimizer state, where a plan wants them. Without this,
-        homes stay where they are.
+        Plans then move experts to other homes between steps, with their rows of optimizer state. Without it homes don't
+        change.
 
         Raises:
             InputError: if a layer was added with `weights`.
@@ -261,73 +262,74 @@ class Session:
         self._experts.optimizers.registered = list(optimizers)
 
     def move(self, placement: Placement) -> None:
-        """Bring all experts to given homes, with their rows of optimizer state; between steps. Plans do it themselves.
+        """Move all experts to given homes, with their rows of optimizer state, between steps. Plans include moves.
 
         Raises:
-            InputError: if the homes are not even, an optimizer keeps state that can't move, or a layer was added with
-                `weights`.
-            RuntimeError: if gradients wait for an optimizer step.
+            InputError: if ranks have different numbers of experts, an optimizer has state that can't move, or a layer
+                was added with `weights`.
+            RuntimeError: if gradients are not zero.
         """
         self._steps.move(placement)
 
     def plan(self, trace: RoutingTrace, schedule: Schedule) -> PlanReport:
-        """Plan a step whose schedule is given, and take the plan over.
+        """Plan a step with a given schedule, and apply the plan.
 
         Args:
-            trace: this rank's sequences, as `schedule.sequences_of(rank)` orders them.
-            schedule: the step's, on all data ranks, the same on every rank.
+            trace: this rank's sequences, in the order of `schedule.sequences_of(rank)`.
+            schedule: the schedule of all data ranks, the same on every rank.
 
         Raises:
-            InputError: if trace, schedule and layers don't fit together.
+            InputError: if trace, schedule and layers are inconsistent.
         """
         return self._steps.plan(trace, schedule)
 
     def plan_micro_steps(self, rows: Sequence[npt.ArrayLike]) -> PlanReport:
-        """Plan a step of micro-steps that are made already, and take the plan over.
+        """Plan a step with given micro-steps, and apply the plan.
 
         Args:
             rows: for every micro-step the integer ids `[n, L, K]` that were recorded for this rank's n tokens in the
-                session's L layers, whatever the tokens are: packed batches, slices of sequences, one pipeline stage's
-                layers. Negative where a token's route in a layer is unknown, all K of them. All ranks have as many
-                micro-steps, each with any number of tokens.
+                session's L layers. The tokens may be packed batches, slices of sequences, or those of one pipeline
+                stage. If a token's route in a layer is unknown, all its K ids are negative. All ranks have the same
+                number of micro-steps, each with any number of tokens.
 
         Raises:
-            InputError: if ids and layers don't fit together, or ranks differ in the number of micro-steps.
+            InputError: if ids and layers are inconsistent, or ranks differ in the number of micro-steps.
         """
         return self._steps.plan_micro_steps(rows)
 
     def complete_plan(self) -> PlanReport:
-        """Plan the step again where it has unknown routes, with those that its tokens took since.
+        """Plan the step again, with routes in place of the unknown ones.
 
-        The routes are those of micro-steps that ran without gradients, as the recompute of log-probabilities does. The
-        update then needs no exchange of counts for them. Homes stay as they are.
+        These are the routes of micro-steps that ran without gradients, as in the recompute of log-probabilities. The
+        update then needs no exchange of counts for them. Homes do not change.
 
         Raises:
-            RuntimeError: if there is no step that was planned here.
+            RuntimeError: if the session has not planned the step.
         """
         return self._steps.complete_plan()
 
     def plan_sequences(self, trace: RoutingTrace, *, token_budget: int, mini_batch: Array | None = None) -> PlannedStep:
-        """Plan a step with its schedule, from the sequences that each rank happens to have.
+        """Plan a step and its schedule, from any distribution of sequences over ranks.
 
-        Bring every sequence to the rank that `schedule` of the result gives it, then `apply_plan` the result.
+        Then send every sequence to its rank in the `schedule` of the result, and call `apply_plan`.
 
         Args:
-            trace: this rank's sequences. In the schedule, those of all ranks follow one another in rank order.
+            trace: this rank's sequences. The schedule numbers the sequences of all ranks in rank order.
             token_budget: most tokens of a rank in a micro-step.
-            mini_batch: `[S]` mini-batch of every rank's sequences, the same on every rank; all in one by default.
+            mini_batch: `[S]` mini-batch of the sequences of all ranks, the same on every rank; one mini-batch by
+                default.
 
         Raises:
-            InputError: if the trace is not of this model, or a sequence exceeds the budget.
+            InputError: if the trace does not fit the model, or a sequence exceeds the budget.
         """
         return self._steps.plan_sequences(trace, token_budget=token_budget, mini_batch=mini_batch)
 
     def apply_plan(self, planned: PlannedStep, trace: RoutingTrace) -> PlanReport:
-        """Take over a plan that `plan_sequences` made. Experts move to the homes that it wants.
+        """Apply a plan of `plan_sequences`. Experts move to the plan's homes.
 
         Args:
             planned: the plan.
-            trace: this rank's sequences, as `planned.schedule.sequences_of(rank)` orders them.
+            trace: this rank's sequences, in the order of `planned.schedule.sequences_of(rank)`.
 
         Raises:
             InputError: as `apply_step_plan`.
@@ -335,15 +337,16 @@ class Session:
         return self._steps.apply_plan(planned, trace)
 
     def apply_step_plan(self, plan: StepPlan, trace: RoutingTrace) -> PlanReport:
-        """Take over a plan that was made elsewhere. Experts move to the homes that it wants.
+        """Apply any plan. Experts move to the plan's homes.
 
         Args:
-            plan: for this rank's expert-parallel group.
-            trace: this rank's sequences, as `plan.schedule.sequences_of(rank)` orders them.
+            plan: the plan of this rank's expert-parallel group.
+            trace: this rank's sequences, in the order of `plan.schedule.sequences_of(rank)`.
 
         Raises:
-            InputError: if the ranks hold different plans, a plan breaks one of its invariants (see `StepPlan.check`),
-                has more slots than this session, or moves homes although no optimizer is known.
+            InputError: if the plan is invalid (see `StepPlan.check`), has more slots than this session, or moves homes
+                although no optimizer is registered.
+            RanksDisagreeError: if the ranks have different plans.
         """
         return self._steps.apply_step_plan(plan, trace)
 
@@ -354,27 +357,27 @@ class Session:
         positions: torch.Tensor | None = None,
         sequence_hashes: Array | None = None,
     ) -> MicroStep:
-        """A micro-step of the planned step, to be entered around every forward of its tokens: `with` it.
+        """A micro-step of the planned step: a context for every forward of its tokens.
 
         Not a collective, but entering it is. Micro-steps may be entered in any order, any number of times (recompute,
-        then update; each pipeline chunk), one at a time; their backwards need no context. Enter the same object again,
-        or leave `positions` out, and what its layers need is made once.
+        then update; each pipeline chunk), one at a time; their backwards need no context. Layouts are computed once if
+        the same object is entered again, or `positions` is None.
 
         Args:
             index: the micro-step, 0 .. M-1.
-            positions: `[n]` int64, where this rank's n planned tokens stand among the rows that the layers are given,
-                if those hold more (padding). The others get zero from the experts.
-            sequence_hashes: `hash_tokens` of this rank's sequences in the batch, in plan order. If they are not those
-                that were planned, on any rank, the micro-step runs unplanned on live routing on all ranks.
+            positions: `[n]` int64, rows of this rank's n planned tokens among the rows that the layers are given, if
+                there are more (padding). The output of the other rows is zero.
+            sequence_hashes: `hash_tokens` of this rank's sequences in the batch, in plan order. If they differ from the
+                planned ones on any rank, the micro-step runs on live routing on all ranks.
 
         Raises:
-            RuntimeError: if there is no plan; as it is entered, if another micro-step is open.
+            RuntimeError: if there is no plan; when it is entered, if another micro-step is open.
         """
         return self._steps.micro_step(index, positions, sequence_hashes)
 
     @contextmanager
     def recording(self) -> Iterator[Recorder]:
-        """Note what this rank does, and when, as long as this is open. To compare ranks, let them begin together."""
+        """A context that records this rank's activities over time. Ranks that are compared should enter it together."""
         recorder = self.counters.recorder = Recorder(self._experts.device)
         try:
             yield recorder
@@ -383,7 +386,7 @@ class Session:
 
     @property
     def step_plan(self) -> StepPlan:
-        """The plan of this rank's expert-parallel group that was applied last.
+        """The last applied plan of this rank's expert-parallel group.
 
         Raises:
             RuntimeError: if there is no plan.
@@ -392,7 +395,7 @@ class Session:
 
     @property
     def rank_loads(self) -> Array:
-        """Tokens `[M, L, R]` int64 that each rank computes in the planned step, if the plan is carried out.
+        """Tokens `[M, L, R]` int64 that each rank computes in the planned step, if the plan is executed.
 
         Raises:
             RuntimeError: if there is no plan.
@@ -401,26 +404,24 @@ class Session:
         return step.plan.rank_loads(step.workload)
 
     def live_micro_step(self, *, positions: torch.Tensor) -> MicroStep:
-        """A micro-step that nothing is known of, to leave padding out of the experts. Needs no plan.
+        """A micro-step without plan or recorded routing, to keep padding out of the experts.
 
         Args:
-            positions: `[n]` int64, where this rank's tokens stand among the rows that the layers are given.
+            positions: `[n]` int64, rows of this rank's tokens among the rows that the layers are given.
         """
         return self._steps.live_micro_step(positions)
 
     def finish_gradients(self, replicated: Iterable[torch.nn.Parameter] = ()) -> None:
-        """Complete the gradients of all micro-steps so far; call it before clipping and the optimizer step.
+        """Complete the gradients of all micro-steps since the last call; call it before clipping and optimizer steps.
 
-        Replica gradients still under way are added to their home experts. Gradients of experts are summed over the
-        expert-parallel groups, those of `replicated` parameters, which every rank holds, over all ranks. Those of
-        layers that were added with `weights` are left to whoever trains them.
-
-        A gradient that no rank has stays None.
+        Gradients of experts are summed over expert-parallel groups, those of `replicated` parameters, which every rank
+        has, over all ranks. Gradients of layers that were added with `weights` are not touched. A gradient that no rank
+        has stays None.
 
         Raises:
             InputError: if `replicated` has experts of the session.
             RuntimeError: if it has summed these gradients already, and they were not zeroed since; within a backward.
-            RanksDisagreeError: if the ranks are at different places in their step, or give different parameters.
+            RanksDisagreeError: if the ranks made different calls before, or pass different parameters.
         """
         self._gradients.finish(replicated)
 
@@ -429,33 +430,36 @@ class Session:
 
         Raises:
             InputError: if a layer was added with `weights`, or `replicated` has experts of the session.
-            RuntimeError: if gradients are not finished.
+            RuntimeError: if `finish_gradients` was not called.
         """
         return self._gradients.clip(replicated, max_norm)
 
     def weights_changed(self) -> None:
-        """Say that parameters were changed other than by an optimizer step after `finish_gradients`, or by loading them
-        before `plan`. Not a collective, but every rank should say it."""
+        """Announce writes to parameters that address and version do not show: through `.data`, or to a flat buffer.
+
+        Not a collective. Optimizer steps need no call.
+        """
         self._experts.changed = True
 
     def take_metrics(self) -> dict[str, float]:
-        """This rank's counters since they were last taken. Not a collective.
+        """This rank's counters since the last call. Not a collective.
 
-        `transfer/exposed_s` are seconds that compute waited for replicas or their gradients, `transfer/cpu_s` CPU time
-        of the thread that copies, `transfer/refresh_s` what bringing changed weights into mirrors took,
-        `transfer/*_bytes` what this rank sent or copied, `moe/unplanned_micro_steps` those that ran without a plan,
-        `moe/mixed_instances` calls in planned micro-steps that had unknown rows, whose numbers the ranks exchanged,
-        `moe/live_layer_calls` calls of layers outside any micro-step while there was a plan, which follow the router's
-        choice, `moe/abandoned_backwards` those that failed while gradients of replicas were under way.
+        Returns:
+            `transfer/exposed_s`: seconds for which compute waited for replicas or their gradients; `transfer/cpu_s`:
+            CPU seconds of copying threads; `transfer/refresh_s`: seconds of copying changed weights;
+            `transfer/*_bytes`: bytes that this rank sent or copied; `moe/unplanned_micro_steps`: micro-steps that ran
+            without a plan;
+            `moe/mixed_instances`: planned instances with unknown rows; `moe/live_layer_calls`: calls of layers outside
+            micro-steps while there was a plan; `moe/abandoned_backwards`: failed backwards with replica gradients in
+            transfer.
         """
         metrics = self.counters.metrics() | {"transfer/cpu_s": self._experts.take_cpu_s()}
         self.counters.clear()
         return metrics
 
     def logical_state_dict(self, model: torch.nn.Module) -> dict[str, torch.Tensor]:
-        """The model's state with the experts of all ranks, in logical order, on every rank.
-
-        This is what leaves the runtime: for checkpoints, and for the weights of a rollout engine.
+        """The model's state with the experts of all ranks in logical order, on every rank: for checkpoints, and for the
+        weights of a rollout engine.
 
         Raises:
             InputError: if a layer was added with `weights`.
@@ -465,7 +469,7 @@ class Session:
 
     @property
     def logical(self) -> LogicalState:
-        """Weights and optimizer state in logical expert order, tensor by tensor, and the way back.
+        """Weights and optimizer state in logical expert order, tensor by tensor, and loading of them.
 
         Raises:
             InputError: if a layer was added with `weights`.
@@ -474,7 +478,7 @@ class Session:
         return LogicalState(self.homes, self.topology)
 
     def close(self) -> None:
-        """Give up threads and shared memory. Not needed before a process ends."""
+        """Release threads and shared memory. Not needed before a process ends."""
         self._experts.close()
 
     @property
@@ -485,7 +489,3 @@ class Session:
 
 def _same(parameters: Sequence[ExpertTensor]) -> Sequence[ExpertTensor]:
     return parameters
-
-
-def _expert_shapes(layer: HomeExperts) -> list[tuple[tuple[int, ...], torch.dtype]]:
-    return [(tuple(shape), layer.dtype) for shape in layer.expert_shapes]

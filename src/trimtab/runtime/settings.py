@@ -3,69 +3,63 @@
 from __future__ import annotations
 
 import os
-from typing import cast, get_args
+from collections.abc import Callable
+from dataclasses import InitVar, dataclass, field
+from functools import partial
+from typing import Any, get_args
 
 from trimtab.cluster import ClusterSpec
 from trimtab.runtime.argument_checks import at_least, finite, one_of
 from trimtab.runtime.planning import Mode, Paths
 
-# Environment variable: 1 turns on `verify_weights` where a session isn't told.
+# Environment variable: 1 turns on `verify_weights` unless the argument is given.
 VERIFY_WEIGHTS = "TRIMTAB_VERIFY_WEIGHTS"
 
+_CHECKS: dict[str, Callable[[str, Any], object]] = {
+    "num_experts": partial(at_least, least=1),
+    "mode": partial(one_of, allowed=get_args(Mode)),
+    "paths": partial(one_of, allowed=get_args(Paths)),
+    "slots_per_rank": partial(at_least, least=0),
+    "ring_layers": partial(at_least, least=2),
+    "mirror_bytes": partial(at_least, least=0),
+    "least_gain": finite,
+}
 
+
+@dataclass(eq=False)
 class Settings:
-    """The arguments of `Session` that are not process groups; see there.
+    """The arguments of `Session` that are not process groups; see there. Assignments are checked.
+
+    Args:
+        verify: the argument `verify_weights`.
 
     Raises:
-        InputError: if an argument is out of its range.
+        InputError: if a value is out of its range.
     """
 
-    def __init__(
-        self,
-        *,
-        num_experts: int,
-        mode: Mode,
-        slots_per_rank: int,
-        ring_layers: int,
-        paths: Paths,
-        mirror_bytes: int | None,
-        least_gain: float,
-        rates: ClusterSpec | None,
-        verify_weights: bool | None,
-    ) -> None:
-        self.num_experts = at_least("num_experts", num_experts, 1)
-        self.mode = mode
-        self.paths = paths
-        self.slots_per_rank = at_least("slots_per_rank", slots_per_rank, 0)
-        self.ring_layers = at_least("ring_layers", ring_layers, 2)
-        self.mirror_bytes = None if mirror_bytes is None else at_least("mirror_bytes", mirror_bytes, 0)
-        self.least_gain = finite("least_gain", least_gain)
-        self.rates = rates
-        if verify_weights is None:
-            verify_weights = mode == "shadow" or os.environ.get(VERIFY_WEIGHTS) == "1"
-        self.verify_weights = verify_weights
+    num_experts: int
+    mode: Mode
+    slots_per_rank: int
+    ring_layers: int
+    paths: Paths
+    mirror_bytes: int | None
+    least_gain: float
+    rates: ClusterSpec | None
+    verify: InitVar[bool | None]
+    verify_weights: bool = field(init=False)
+
+    def __post_init__(self, verify: bool | None) -> None:
+        by_default = self.mode == "shadow" or os.environ.get(VERIFY_WEIGHTS) == "1"
+        self.verify_weights = by_default if verify is None else verify
+
+    def __setattr__(self, name: str, value: object) -> None:
+        if name in _CHECKS and not (name == "mirror_bytes" and value is None):
+            _CHECKS[name](name, value)
+        super().__setattr__(name, value)
 
     @property
-    def mode(self) -> Mode:
-        """What is done with a plan."""
-        return self._mode
-
-    @mode.setter
-    def mode(self, mode: Mode) -> None:
-        self._mode = cast(Mode, one_of("mode", mode, get_args(Mode)))
-
-    @property
-    def paths(self) -> Paths:
-        """How replicas' weights may come."""
-        return self._paths
-
-    @paths.setter
-    def paths(self, paths: Paths) -> None:
-        self._paths = cast(Paths, one_of("paths", paths, get_args(Paths)))
-
-    @property
-    def carries_out(self) -> bool:
-        """Whether plans are carried out, not only reported."""
+    def executes_plans(self) -> bool:
+        """Whether plans are executed, not only reported."""
         return self.mode in ("plan", "static")
 
     @property

@@ -1,4 +1,4 @@
-"""`Steps`: plans a step with the other ranks, and runs its micro-steps."""
+"""`Steps`: plans steps with the other ranks, applies plans, runs micro-steps."""
 
 from __future__ import annotations
 
@@ -20,17 +20,10 @@ from trimtab.planner import Placement, Schedule, StepPlan, Workload
 from trimtab.planner.plan.workload import max_over_mean
 from trimtab.runtime.layer.instance import LayerCalls
 from trimtab.runtime.layer.micro_step import BoundRoutes, MicroStep, RunningStep
-from trimtab.runtime.planning import (
-    PlannedStep,
-    PlanReport,
-    SessionPlanner,
-    check_fits,
-    check_model,
-    trace_of_micro_steps,
-)
+from trimtab.runtime.planning import PlannedStep, PlanReport, SessionPlanner
 from trimtab.runtime.rank_experts import RankExperts
 from trimtab.runtime.ranks.lockstep import (
-    ADOPT,
+    APPLY_PLAN,
     LIVE_MICRO_STEP,
     MICRO_STEP,
     MOVE,
@@ -39,14 +32,15 @@ from trimtab.runtime.ranks.lockstep import (
     digest,
 )
 from trimtab.runtime.settings import Settings
+from trimtab.runtime.trace_checks import check_fits, check_model, trace_of_micro_steps
 from trimtab.trace import RoutingTrace
 
 
 class Steps:
-    """One planned step after another. Its methods are those of `Session` with the same names; see there.
+    """The steps of a session. Its methods implement those of `Session` with the same names.
 
     Attributes:
-        running: the step that was planned last.
+        running: the step whose plan was applied last.
     """
 
     def __init__(self, settings: Settings, experts: RankExperts, calls: LayerCalls) -> None:
@@ -77,7 +71,7 @@ class Steps:
         rank, ranks = self._topology.data_rank, self._topology.num_data_ranks
         fits = _problem(check_fits, trace, schedule, rank, ranks, self._experts.shape)
         places = digest(schedule.micro_step, schedule.rank, schedule.mini_batch_of_micro_step)
-        self._meet(PLAN, {"number of micro-steps": schedule.num_micro_steps, "schedule": places}, fits)
+        self._agree(PLAN, {"number of micro-steps": schedule.num_micro_steps, "schedule": places}, fits)
         return self._plan(trace, schedule)
 
     def plan_micro_steps(self, rows: Sequence[npt.ArrayLike]) -> PlanReport:
@@ -88,7 +82,7 @@ class Steps:
             trace = trace_of_micro_steps(rows, *self._experts.shape)
         except InputError as error:
             problem = error
-        self._meet(PLAN, {"number of micro-steps": len(rows), "top_k": trace and trace.top_k}, problem)
+        self._agree(PLAN, {"number of micro-steps": len(rows), "top_k": trace and trace.top_k}, problem)
         assert trace is not None
         ranks = self._topology.num_data_ranks
         schedule = Schedule(
@@ -105,7 +99,7 @@ class Steps:
         step = self.running
         if step is None or step.schedule is None:
             raise RuntimeError("complete_plan() needs a step that this session has planned")
-        self._meet(PLAN, {}, None)
+        self._agree(PLAN, {}, None)
         return self._plan(step.completed_trace, step.schedule, may_move=False)
 
     def plan_sequences(self, trace: RoutingTrace, *, token_budget: int, mini_batch: Array | None) -> PlannedStep:
@@ -113,7 +107,7 @@ class Steps:
         self._calls.require_between_micro_steps("plan_sequences")
         batches = None if mini_batch is None else digest(np.asarray(mini_batch, np.int64))
         same = {"token_budget": token_budget, "mini_batch": batches}
-        self._meet(PLAN_SEQUENCES, same, _problem(check_model, trace, self._experts.shape))
+        self._agree(PLAN_SEQUENCES, same, _problem(check_model, trace, self._experts.shape))
         return self._planner(trace).for_sequences(
             trace, self._experts.placement, self._settings.mode,
             may_move=bool(self._experts.optimizers.registered), token_budget=token_budget, mini_batch=mini_batch,
@@ -121,33 +115,30 @@ class Steps:
 
     def apply_plan(self, planned: PlannedStep, trace: RoutingTrace) -> PlanReport:
         """Apply a plan of `plan_sequences`."""
-        workload = self._meet_over(planned.plan, trace, planned.workload)
-        return self._take_over(
-            planned.plan, workload, trace, planned.schedule, max_vio_before=planned.max_vio_before,
-            predicted_gain=planned.predicted_gain, planning_s=planned.planning_s,
-        )  # fmt: skip
+        workload = self._agree_on_plan(planned.plan, trace, planned.workload)
+        return self._apply(planned, workload, trace, planned.schedule)
 
     def apply_step_plan(self, plan: StepPlan, trace: RoutingTrace) -> PlanReport:
         """Apply a plan from elsewhere."""
-        workload = self._meet_over(plan, trace, None)
+        workload = self._agree_on_plan(plan, trace, None)
         before = float(max_over_mean(workload.home_loads(self._experts.placement.home)).mean() - 1)
-        return self._take_over(plan, workload, trace, None, max_vio_before=before)
+        return self._apply(PlannedStep(plan.schedule, plan, max_vio_before=before), workload, trace, None)
 
     def micro_step(self, index: int, positions: torch.Tensor | None, sequence_hashes: Array | None) -> MicroStep:
         """The micro-step; the existing object if it has the same positions."""
         step = self.need("micro_step()")
-        knows = step.problem(index) is None and step.knows(index, sequence_hashes, self._topology.rank)
+        matches = step.problem(index) is None and step.matches_plan(index, sequence_hashes, self._topology.rank)
         known = step.micro_steps.get(index)
-        if known is not None and knows and known.positions is positions:
+        if known is not None and matches and known.positions is positions:
             return known
-        made = MicroStep(index, positions, partial(self._bind, step), partial(self._running, step, knows))
-        if knows:
+        made = MicroStep(index, positions, partial(self._bind, step), partial(self._running, step, matches))
+        if matches:
             step.micro_steps[index] = made
         return made
 
     def live_micro_step(self, positions: torch.Tensor) -> MicroStep:
         """A micro-step without a plan."""
-        return MicroStep(-1, positions, self._bind_live, self._running_live)
+        return MicroStep(-1, positions, partial(self._bind, None), partial(self._running, None, True))
 
     def _plan(self, trace: RoutingTrace, schedule: Schedule, *, may_move: bool = True) -> PlanReport:
         may_move = may_move and bool(self._experts.optimizers.registered)
@@ -176,20 +167,20 @@ class Steps:
             "experts": ([tuple(shape) for shape in first.expert_shapes], first.dtype),
         }
 
-    def _meet(self, call: int, same: Mapping[str, object], problem: Exception | None) -> None:
+    def _agree(self, call: int, same: Mapping[str, object], problem: Exception | None) -> None:
         """Agree with all data ranks on a call; see `Lockstep.agree`."""
         self._lockstep.agree(call, same={**same, **self._shared}, problem=problem, everywhere=True)
 
-    def _meet_over(self, plan: StepPlan, trace: RoutingTrace, workload: Workload | None) -> Workload:
+    def _agree_on_plan(self, plan: StepPlan, trace: RoutingTrace, workload: Workload | None) -> Workload:
         """Check that all ranks apply the same plan and that it fits their sequences. Returns the load of the group."""
         self._calls.require_between_micro_steps("apply_plan")
         problem = _problem(self._check_plan, plan, trace)
         same: dict[str, object] = {"the plan": plan.hash, **self._shared}
-        if self._settings.carries_out and not problem and self._experts.num_moved(plan.placement):
+        if self._settings.executes_plans and not problem and self._experts.num_moved(plan.placement):
             same |= self._experts.state_to_move(plan.placement)
-        self._lockstep.agree(ADOPT, same=same, problem=problem)
+        self._lockstep.agree(APPLY_PLAN, same=same, problem=problem)
         if workload is None:
-            # As the ranks of the group count themselves among all data ranks.
+            # The ranks of the group, numbered among all data ranks.
             first = self._topology.group * self._topology.num_ranks
             schedule = replace(plan.schedule, rank=plan.rank + first, num_ranks=self._topology.num_data_ranks)
             workload = self._planner(trace).gather_workloads(trace, schedule)[self._topology.group]
@@ -198,7 +189,7 @@ class Steps:
 
     def _check_plan(self, plan: StepPlan, trace: RoutingTrace) -> None:
         check_fits(trace, plan.schedule, self._topology.rank, self._topology.num_ranks, self._experts.shape)
-        if not self._settings.carries_out:
+        if not self._settings.executes_plans:
             return
         slots = self._settings.slots_per_rank
         if plan.slots_per_rank > slots:
@@ -206,28 +197,24 @@ class Steps:
         moved = self._experts.num_moved(plan.placement)
         if moved and not self._experts.optimizers.registered:
             raise InputError(
-                f"the plan moves {moved} experts to other homes; tell the session which optimizer trains them with "
-                "register_optimizers(), so that its state can move along"
+                f"the plan moves {moved} experts to other homes; register their optimizer with "
+                "register_optimizers(), so that its state moves with them"
             )
         self._experts.check_move(plan.placement)
 
-    def _take_over(
-        self,
-        plan: StepPlan,
-        workload: Workload,
-        trace: RoutingTrace,
-        schedule: Schedule | None,
-        *,
-        max_vio_before: float,
-        predicted_gain: float = 0.0,
-        planning_s: float = 0.0,
+    def _apply(
+        self, planned: PlannedStep, workload: Workload, trace: RoutingTrace, schedule: Schedule | None
     ) -> PlanReport:
-        """Prepare the micro-steps of a checked plan: move experts, reserve memory."""
-        experts, runs = self._experts, self._settings.carries_out
+        """Apply a checked plan: move experts, allocate memory.
+
+        Args:
+            schedule: the schedule of all data ranks; None if the session has not planned the step.
+        """
+        plan, experts, runs = planned.plan, self._experts, self._settings.executes_plans
         before, after = workload.home_loads(experts.placement.home), plan.rank_loads(workload)
         moved = experts.num_moved(plan.placement)
         start = time.perf_counter()
-        self._calls.backward.forget()
+        self._calls.backward.end_plan()
         self._plans += 1
         transfers = experts.transfers if runs else None
         slots = self._settings.slots_per_rank
@@ -240,10 +227,10 @@ class Steps:
         self._calls.is_planned = True
         self.running = step
         return PlanReport(
-            planning_s=planning_s,
+            planning_s=planned.planning_s,
             moving_s=time.perf_counter() - start,
-            predicted_gain=predicted_gain,
-            max_vio_before=max_vio_before,
+            predicted_gain=planned.predicted_gain,
+            max_vio_before=planned.max_vio_before,
             max_vio_after=float(max_over_mean(after).mean() - 1),
             replicas=plan.num_replicas,
             homes_moved=moved,
@@ -257,65 +244,57 @@ class Steps:
             free_bytes=_free_bytes(experts.device),
         )
 
-    def _begin(self, call: int, index: int, knows: bool = True, problem: Exception | None = None) -> bool:
+    def _bind(self, step: RunningStep | None, micro_step: MicroStep, matches_plan: bool) -> BoundRoutes:
+        if step is None or not matches_plan:
+            return BoundRoutes(micro_step)
+        return step.bind(micro_step, self._experts.layers, self._topology)
+
+    @contextmanager
+    def _running(self, step: RunningStep | None, matches: bool, micro_step: MicroStep) -> Iterator[None]:
+        """The context of a micro-step: agree with the other ranks, refresh changed copies, bind routes.
+
+        Args:
+            step: the step of the micro-step; None for a live one.
+            matches: whether this rank has the planned sequences.
+        """
+        index, recorder = micro_step.index, self._counters.recorder
+        problem = None if step is None else step.problem(index)
+        if step is not None and step is not self.running:
+            problem = RuntimeError(f"micro-step {index} is of an earlier plan; call micro_step() again")
+        all_match = self._agree_on_micro_step(step is None, index, matches and problem is None, problem)
+        matches_plan = all_match and step is not None
+        self._calls.backward.open(micro_step, matches_plan)
+        try:
+            routes = self._calls.current = micro_step.routes(matches_plan)
+            with nullcontext() if recorder is None or step is None else recorder.micro_step(index):
+                self._counters.unplanned_micro_steps += step is not None and not routes.layouts
+                if routes.transfers is not None:
+                    routes.transfers.ring.begin(index)
+                yield
+                if routes.transfers is not None:
+                    routes.transfers.ring.end(index)
+        finally:
+            self._calls.current = None
+            self._calls.backward.close()
+
+    def _agree_on_micro_step(self, is_live: bool, index: int, matches: bool, problem: Exception | None) -> bool:
         """Agree on the micro-step with the other ranks, and refresh copies of changed weights.
 
         Returns:
-            Whether all ranks have the sequences that were planned.
+            Whether all ranks have the planned sequences.
         """
         self._calls.require_between_micro_steps("a micro-step")
         if torch.is_grad_enabled():
             self._calls.accumulation.begin_forward()
-        changed, trained, broken = self._experts.compare()
-        same = {"gradients enabled": torch.is_grad_enabled(), "trained expert tensors": trained}
+        changed, trained, broken = self._experts.transfers.watch.compare(self._experts.changed)
         votes_RV = self._lockstep.agree(
-            call, micro_step=index, same=same, votes=(changed, knows), problem=problem or broken
-        )
+            LIVE_MICRO_STEP if is_live else MICRO_STEP, micro_step=index, votes=(changed, matches),
+            same={"gradients enabled": torch.is_grad_enabled(), "trained expert tensors": trained},
+            problem=problem or broken,
+        )  # fmt: skip
         if votes_RV[:, 0].any():
             self._experts.refresh()
         return bool(votes_RV[:, 1].all())
-
-    def _bind(self, step: RunningStep, micro_step: MicroStep, is_known: bool) -> BoundRoutes:
-        if not is_known:
-            return BoundRoutes(micro_step)
-        return step.bind(micro_step, self._experts.layers, self._topology)
-
-    def _bind_live(self, micro_step: MicroStep, _is_known: bool) -> BoundRoutes:
-        return BoundRoutes(micro_step)
-
-    @contextmanager
-    def _running(self, step: RunningStep, knows: bool, micro_step: MicroStep) -> Iterator[None]:
-        index, recorder = micro_step.index, self._counters.recorder
-        problem = step.problem(index)
-        if step is not self.running:
-            problem = RuntimeError(f"micro-step {index} is of an earlier plan; get it from micro_step() anew")
-        is_known = self._begin(MICRO_STEP, index, knows and problem is None, problem)
-        with (
-            self._opened(micro_step, is_known) as routes,
-            nullcontext() if recorder is None else recorder.micro_step(index),
-        ):
-            self._counters.unplanned_micro_steps += not routes.layouts
-            if routes.transfers is not None:
-                routes.transfers.ring.begin(index)
-            yield
-            if routes.transfers is not None:
-                routes.transfers.ring.end(index)
-
-    @contextmanager
-    def _running_live(self, micro_step: MicroStep) -> Iterator[None]:
-        self._begin(LIVE_MICRO_STEP, -1)
-        with self._opened(micro_step, False):
-            yield
-
-    @contextmanager
-    def _opened(self, micro_step: MicroStep, is_known: bool) -> Iterator[BoundRoutes]:
-        self._calls.backward.open(micro_step, is_known)
-        try:
-            self._calls.current = micro_step.routes(is_known)
-            yield self._calls.current
-        finally:
-            self._calls.current = None
-            self._calls.backward.close()
 
 
 def _problem(check: Callable[..., None], *args: Any) -> Exception | None:

@@ -9,6 +9,7 @@ import numpy as np
 from trimtab.array_type import Array
 from trimtab.cluster import ClusterSpec
 from trimtab.cluster.operations import OperationCosts
+from trimtab.cluster.specs import RING_LAYERS
 from trimtab.planner import Placement, StepPlan, Workload
 from trimtab.planner.replicas.paths import HOST, PEER, layers_of_replicas
 from trimtab.policies.policy import Traits
@@ -52,7 +53,7 @@ class StepSettings:
 
     groups: int = 1
     meet: str = "step"
-    ring_layers: int = 3
+    ring_layers: int = RING_LAYERS
     recompute: bool = True
 
 

@@ -31,7 +31,7 @@ from trimtab.calibration.random_experts import CPU, GPU, Sizes, this_device
 from trimtab.calibration.timing import Clock
 from trimtab.errors import RankFailedError
 from trimtab.files import write_json
-from trimtab.launch.launcher import launch
+from trimtab.launch import launch
 
 __all__ = ["print_figures", "run_benchmark"]
 

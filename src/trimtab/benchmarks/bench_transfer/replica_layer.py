@@ -18,7 +18,7 @@ from trimtab.planner import Placement, StepPlan, Workload, pack_by_length, plan_
 from trimtab.planner.plan.workload import max_over_mean
 from trimtab.planner.replicas.paths import HOST
 from trimtab.runtime import RowGroups, Session, gated_experts
-from trimtab.runtime.rows.layout import InstanceReplicas
+from trimtab.runtime.rows.instance_replicas import InstanceReplicas
 from trimtab.trace import PRESETS, synthesize, synthesize_preset
 
 PRESET = "rl-math"

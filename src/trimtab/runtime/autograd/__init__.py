@@ -1,1 +1,1 @@
-"""What the runtime needs to know of torch's autograd."""
+"""Uses of torch's autograd: state of the engine, substituted values, gradient accumulation."""

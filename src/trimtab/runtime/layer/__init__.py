@@ -1,1 +1,1 @@
-"""One MoE layer in the training loop: its micro-steps, instances, dispatch and autograd nodes."""
+"""MoE layers in the training loop: calls of a layer, micro-steps, dispatch, autograd nodes, backwards."""

@@ -1,7 +1,7 @@
-"""Rows to the ranks of their physical experts and back: the protocol of a dispatcher, and our own.
+"""`Dispatcher`: the protocol for sending rows to their physical experts and back; `RowDispatcher`: the default.
 
-Whatever routes tokens by expert id can be a dispatcher, built for R x (H + S) experts; see `layout.py`. Ours needs no
-word between the ranks before the rows, since the plan says how many there are.
+Any dispatcher that routes tokens by expert id can be used, configured for R x (H + S) experts; see
+`physical_experts.py`. The default exchanges no sizes before the rows, since they follow from the plan.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from trimtab.runtime.rows.expert_compute import RowGroups
 
 @dataclass(frozen=True, eq=False)
 class Dispatched:
-    """What has arrived at a rank of one instance.
+    """The rows of one instance that a rank has received.
 
     Attributes:
         home_rows: `[A, H]` rows for this rank's home experts, in the order of `home_groups`.
-        replica_rows: `[B, H]` those for its replicas.
-        home_groups, replica_groups: how many rows each home expert and each replica slot in use has.
-        state: what the dispatcher needs to combine.
+        replica_rows: `[B, H]` rows for its replicas, in the order of `replica_groups`.
+        home_groups, replica_groups: number of rows of each home expert and of each replica slot in use.
+        state: data of the dispatcher for `combine`.
     """
 
     home_rows: torch.Tensor
@@ -39,7 +39,7 @@ class Dispatched:
 
 
 class Dispatcher(Protocol):
-    """Brings rows to experts and their outputs back, both in the graph. Its methods are collective."""
+    """Sends rows to experts and their outputs back, both in the graph. Its methods are collective."""
 
     def dispatch(
         self, hidden: torch.Tensor, physical_ids: torch.Tensor, weights: torch.Tensor, instance: Instance
@@ -49,16 +49,16 @@ class Dispatcher(Protocol):
         Args:
             hidden: `[n, H]`.
             physical_ids: `[n, K]` uint16, 0 .. R * (H + S) - 1.
-            weights: `[n, K]`, of each token's experts.
-            instance: the call that it is for; its `layout` has the numbers of rows.
+            weights: `[n, K]`, the router's weights.
+            instance: the call; its `layout` has the numbers of rows.
         """
         ...
 
     def combine(self, outputs: Sequence[torch.Tensor], dispatched: Dispatched) -> torch.Tensor:
-        """Bring outputs back.
+        """Send outputs back and sum them.
 
         Args:
-            outputs: of `home_rows`, and of `replica_rows` if any rank has a replica in this instance.
+            outputs: outputs of `home_rows`, and of `replica_rows` if any rank has a replica in this instance.
 
         Returns:
             `[n, H]`, the weighted sum of each token's experts.
@@ -67,7 +67,7 @@ class Dispatcher(Protocol):
 
 
 class RowDispatcher:
-    """Rows as single messages or one all-to-all, of sizes that all ranks know; see `exchange.py`."""
+    """Exchanges rows by `exchange_rows`, with sizes from the layout."""
 
     def dispatch(
         self, hidden: torch.Tensor, physical_ids: torch.Tensor, weights: torch.Tensor, instance: Instance
@@ -85,14 +85,14 @@ class RowDispatcher:
 
 
 class _Dispatch(torch.autograd.Function):
-    """Tokens to the ranks of their experts: rows for home experts, and rows for replicas."""
+    """Sends tokens to the ranks of their experts. Returns rows for home experts and rows for replicas."""
 
     @staticmethod
     def forward(ctx: Any, hidden: torch.Tensor, instance: Instance) -> tuple[torch.Tensor, torch.Tensor]:
         instance.mark(DISPATCH)
         layout = instance.layout
         ctx.instance, ctx.num_arrived = instance, sum(layout.recv_splits)
-        # As what autograd frees after the backward.
+        # Saved, so that autograd frees them after the backward.
         ctx.save_for_backward(layout.row_places, layout.home_rows, layout.replica_rows)
         kind = lockstep.DISPATCH if instance.has_graph else lockstep.DISPATCH_WITHOUT_GRADIENTS
         arrived = instance.send(kind, hidden.index_select(0, layout.row_tokens), back=False)
@@ -114,7 +114,7 @@ class _Dispatch(torch.autograd.Function):
 
 
 class _Combine(torch.autograd.Function):
-    """Expert outputs back to the ranks of their tokens, weighted and summed over each token's experts."""
+    """Sends expert outputs back to the ranks of their tokens, and sums them with the router's weights."""
 
     @staticmethod
     def forward(ctx: Any, weights: torch.Tensor, instance: Instance, *outputs: torch.Tensor) -> torch.Tensor:

@@ -1,6 +1,6 @@
 """`Instance`: one call of a layer on one rank, from its forward to the end of its backward.
 
-`LayerCalls` makes them: from the plan where it knows all routes, else with an exchange of counts.
+`LayerCalls` creates them, from the plan if it has all routes, else after an exchange of counts.
 """
 
 from __future__ import annotations
@@ -19,10 +19,11 @@ from trimtab.runtime.autograd.accumulation import Accumulation
 from trimtab.runtime.autograd.torch_engine import running_backward, will_run
 from trimtab.runtime.layer.backward import Backward
 from trimtab.runtime.layer.micro_step import BoundRoutes
-from trimtab.runtime.ranks.lockstep import COUNTS, RETURNS, Lockstep
+from trimtab.runtime.ranks.lockstep import COUNTS, RETURNS, Lockstep, message_tag
 from trimtab.runtime.ranks.topology import Topology
 from trimtab.runtime.rows.exchange import exchange_rows
-from trimtab.runtime.rows.layout import Layout, PhysicalExperts, PlannedRows, place_rows, upload_layouts
+from trimtab.runtime.rows.layout import Layout, place_rows, upload_layouts
+from trimtab.runtime.rows.physical_experts import PhysicalExperts, PlannedRows
 from trimtab.runtime.state.home_experts import HomeExperts
 from trimtab.runtime.transfer.counters import Counters
 from trimtab.runtime.transfer.returns import accumulates
@@ -31,15 +32,15 @@ from trimtab.runtime.transfer.transfers import Transfers
 
 @dataclass(eq=False)
 class LayerCalls:
-    """What calls of layers have in common in a session.
+    """State of a session that all calls of its layers share.
 
     Attributes:
-        lockstep: the journal of this rank.
-        backward: follows backwards, to complete gradients as they end.
-        accumulation: whether gradients were summed already.
-        num_slots: replicas of one layer that a rank has room for.
+        lockstep: the log of this rank.
+        backward: follows backwards, to complete gradients when they end.
+        accumulation: detects gradients that were already summed.
+        num_slots: slots of a rank.
         current: the routes of the open micro-step.
-        is_planned: whether there is a plan, so that calls outside of micro-steps are counted.
+        is_planned: whether a plan was applied; calls outside of micro-steps are then counted.
     """
 
     topology: Topology
@@ -57,7 +58,7 @@ class LayerCalls:
             raise RuntimeError(
                 f"{what} can't begin within a backward; keep it out of hooks, and of functions that are checkpointed"
             )
-        self.backward.forward()
+        self.backward.leave_backward()
 
     def require_between_micro_steps(self, what: str) -> None:
         """Raises RuntimeError within a backward or a micro-step."""
@@ -70,40 +71,36 @@ class LayerCalls:
             )
 
     def routes(self) -> BoundRoutes | None:
-        """Those of the micro-step that a layer belongs to which is called now.
-
-        It is the open one; within a backward, where a checkpointed layer runs again, that of its first run.
-        """
+        """The routes for a layer that is called now: of the open micro-step; or within a backward, where a checkpoint
+        runs a layer again, of the micro-step of its first run."""
         if running_backward() is not None:
-            return self.backward.runs_again()
-        self.backward.forward()
+            return self.backward.routes_of_rerun()
+        self.backward.leave_backward()
         return self.current
 
     def bind(self, homes: HomeExperts, expert_ids: torch.Tensor, routes: BoundRoutes | None) -> Instance:
-        """Everything that a call needs. Collective if rows are not known.
+        """Create the instance of a call. Collective if rows are unknown on any rank.
 
         Args:
-            expert_ids: `[T, K]` of this rank's rows.
+            expert_ids: `[T, K]`, expert ids of this rank's rows.
 
         Raises:
-            InputError: on all ranks, if one of them has an id that no expert has.
+            InputError: on all ranks, if a rank has an id out of range.
         """
-        has_graph = torch.is_grad_enabled()
-        if routes is None or not routes.layouts:
+        if routes is not None and routes.layouts:
+            layout = routes.layouts[homes.index] or self._mixed_layout(homes, expert_ids, routes)
+        else:
             self.counters.live_calls += routes is None and self.is_planned
-            if has_graph and running_backward() is None:
+            if torch.is_grad_enabled() and running_backward() is None:
                 self.accumulation.begin_forward()
             positions = None if routes is None else routes.positions
             chosen = expert_ids if positions is None else expert_ids.index_select(0, positions)
             experts = PhysicalExperts.of(homes, self.topology.rank, self.topology.positions, self.num_slots)
             layout = self._complete(homes, PlannedRows.unknown(tuple(chosen.shape), experts), chosen.cpu().numpy())
-            return Instance(self, homes, layout, routes, has_graph)
-        assert routes.transfers is not None
-        layout = routes.layouts[homes.index] or self._mixed_layout(homes, expert_ids, routes)
-        return PlannedInstance(self, homes, layout, routes, has_graph, routes.transfers)
+        return Instance(self, homes, layout, routes)
 
     def _mixed_layout(self, homes: HomeExperts, expert_ids: torch.Tensor, routes: BoundRoutes) -> Layout:
-        """Of an instance with unknown rows. The host waits for the router's choice of them."""
+        """The layout of an instance with unknown rows. The host waits for the ids that the router chose for them."""
         planned = routes.partial[homes.index]
         tokens_U = torch.from_numpy(planned.unknown_tokens).to(expert_ids.device)
         if routes.positions is not None:
@@ -116,7 +113,7 @@ class LayerCalls:
         return layout
 
     def _complete(self, homes: HomeExperts, planned: PlannedRows, ids_UK: Array) -> Layout:
-        """The layout with the unknown rows, whose numbers the ranks tell each other. Collective."""
+        """The layout with the unknown rows, whose counts the ranks exchange. Collective."""
         num_experts, problem = len(homes.home_E), None
         if ids_UK.size and not 0 <= ids_UK.min() <= ids_UK.max() < num_experts:
             wrong = ids_UK.min() if ids_UK.min() < 0 else ids_UK.max()
@@ -129,23 +126,22 @@ class LayerCalls:
 
 
 class Instance:
-    """A call whose layout all ranks have agreed on as it was made.
+    """One call of a layer. Without a plan it has no replicas.
 
     Args:
-        layout: where rows go; kept until the forward is over.
-        routes: of the micro-step; None outside of any. Kept until the backward is over.
-        has_graph: whether a backward can follow.
+        layout: the layout; kept until the forward ends.
+        routes: routes of the micro-step; None outside of micro-steps. Kept until the backward ends.
 
     Attributes:
-        replicas: on all ranks.
+        has_graph: whether a backward can follow.
+        replicas: the instance's replicas on all ranks.
         index: the micro-step's number; -1 if it has none.
+        replica_node: the graph node whose backward sends gradients of replicas.
     """
 
-    def __init__(
-        self, calls: LayerCalls, homes: HomeExperts, layout: Layout, routes: BoundRoutes | None, has_graph: bool
-    ) -> None:
+    def __init__(self, calls: LayerCalls, homes: HomeExperts, layout: Layout, routes: BoundRoutes | None) -> None:
         self.homes = homes
-        self.has_graph = has_graph
+        self.has_graph = torch.is_grad_enabled()
         self.routes = routes
         self.replicas = layout.replicas
         self.index = -1 if routes is None else routes.index
@@ -153,152 +149,117 @@ class Instance:
         self._layout: Layout | None = layout
         self._splits = layout.send_splits, layout.recv_splits
         self._home_E = homes.home_E
-        # Tells backwards of several forwards of one micro-step apart, on all ranks alike.
+        # Identifies the forward in logs, if a micro-step has several. Equal on all ranks.
         self._forward = calls.lockstep.count
         self._recorder = calls.counters.recorder
+        self.replica_node: weakref.ref[Any] | None = None
+        self._transfers = None if routes is None else routes.transfers
+        self._plan_number = 0 if routes is None else routes.plan_number
+        # If so, a reentrant checkpoint runs the layer again, and its backward is nested in a followed backward.
+        self._made_in_backward = running_backward() is not None
 
     @property
     def layout(self) -> Layout:
-        """Where rows go, while the forward runs."""
+        """The layout, while the forward runs."""
         assert self._layout is not None
         return self._layout
 
     @property
     def positions(self) -> torch.Tensor | None:
-        """`[n]` int64, where the micro-step's tokens stand among the rows of `hidden`; None if they are all."""
+        """`[n]` int64, rows of the micro-step's tokens in `hidden`; None for all rows."""
         return None if self.routes is None else self.routes.positions
 
     @property
     def num_replicas_here(self) -> int:
-        """On this rank."""
+        """Number of replicas on this rank."""
         return len(self.layout.replica_groups.counts)
 
     def mark(self, activity: int, *, outside: bool = False) -> None:
-        """From here on the rank does something else; recorded if a Recorder is active.
+        """Mark the start of an activity of this layer; recorded if a Recorder is active.
 
         Args:
-            outside: it belongs to no layer.
+            outside: the activity belongs to no layer.
         """
         if self._recorder is not None:
-            self._recorder.turn_to(activity, -1 if outside else self.homes.index)
+            self._recorder.mark(activity, -1 if outside else self.homes.index)
 
     def send(self, kind: int, rows: torch.Tensor, *, back: bool) -> torch.Tensor:
         """Exchange rows with the other ranks: from tokens to experts, or back.
 
         Args:
-            kind: which of the layer's exchanges it is; see `lockstep.CALLS`.
+            kind: the exchange, as an index into `lockstep.CALLS`.
         """
-        tag = self._note(kind)
+        tag = self._log(kind)
         send, receive = reversed(self._splits) if back else self._splits
         group, wait = self._calls.topology.experts, self._calls.lockstep.wait
         return exchange_rows(rows, send, receive, group, tag=tag, wait=wait)
 
     def begin_forward(self) -> None:
-        """The layer's forward begins."""
+        """Call it when the layer's forward begins: prefetches replicas."""
+        if self._transfers is not None:
+            self._prefetch(self._transfers)
 
     def end_forward(self) -> None:
-        """The layer's forward is over. What backward needs of the layout is where autograd frees it."""
+        """Call it when the layer's forward ends. Tensors of the layout that backward needs are saved in the graph."""
         self._layout = None
 
     def begin_backward(self) -> None:
-        """The layer's backward begins.
+        """Call it when the layer's backward begins: prefetches replicas.
 
         Raises:
-            RuntimeError: if what the forward used is gone: experts have moved, or another plan was applied.
+            RuntimeError: if experts have moved since the forward, or another plan was applied.
         """
-        if self._is_out_of_date():
+        transfers = self._transfers
+        if self._home_E is not self.homes.home_E or (transfers and transfers.plan_number != self._plan_number):
             which = "a forward" if self.index < 0 else f"the forward of micro-step {self.index}"
             raise RuntimeError(
                 f"MoE layer {self.homes.index}: another plan was applied between {which} and its backward; call "
                 "backward() before plan(), apply_plan() or move()"
             )
         self._calls.accumulation.begin_backward(running_backward())
+        replica_node = None if self.replica_node is None else self.replica_node()
+        if replica_node is not None and not will_run(replica_node):
+            self._check_excluded()
+        if transfers is not None:
+            self._prefetch(transfers)
 
     def end_backward(self) -> None:
-        """The layer's backward is over."""
+        """Call it when the layer's backward ends."""
         self.routes = None
 
     def join_gradients(self, gradients: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
-        """Gradients of the home experts, `[E / R, ...]` for each stacked tensor, with those of all their replicas."""
-        return gradients
-
-    def _is_out_of_date(self) -> bool:
-        return self._home_E is not self.homes.home_E
-
-    def _note(self, kind: int) -> int:
-        return self._calls.lockstep.note(kind, self.homes.index, self.index, self._forward)
-
-
-class PlannedInstance(Instance):
-    """A call in a planned micro-step, which may have replicas.
-
-    Args:
-        transfers: bring the replicas' weights and return their gradients.
-
-    Attributes:
-        replica_node: the node of the graph that returns gradients of replicas.
-    """
-
-    def __init__(
-        self,
-        calls: LayerCalls,
-        homes: HomeExperts,
-        layout: Layout,
-        routes: BoundRoutes,
-        has_graph: bool,
-        transfers: Transfers,
-    ) -> None:
-        super().__init__(calls, homes, layout, routes, has_graph)
-        self.replica_node: weakref.ref[Any] | None = None
-        self._plan_number = routes.plan_number
-        self._transfers = transfers
-        # A reentrant checkpoint's own backward lies within the one in which the layer runs again.
-        self._made_in_backward = running_backward() is not None
-
-    def begin_forward(self) -> None:
-        """The layer's forward begins: bring what comes next."""
-        self._prefetch()
-
-    def begin_backward(self) -> None:
-        """The layer's backward begins: bring what comes next."""
-        super().begin_backward()
-        replica_node = None if self.replica_node is None else self.replica_node()
-        if replica_node is not None and not will_run(replica_node):
-            self._check_left_out()
-        self._prefetch()
-
-    def replica_weights(self) -> list[torch.Tensor]:
-        """This rank's replicas, `[count, ...]` for each stacked tensor. Waits until they are there."""
-        return self._transfers.ring.replicas(self.index, self.homes.index)
-
-    def return_gradients(self, gradients: Sequence[torch.Tensor | None]) -> None:
-        """Start sending the gradients of `replica_weights` to their home ranks."""
-        if not self._made_in_backward:
-            self._calls.backward.follow()
-        self._note(RETURNS)
-        # A message of another instance does not match, should ranks ever come to different ones.
-        tag = hash((self._plan_number, self.index, self.homes.index)) & 0x7FFFFFFF
-        self._transfers.returns.start(self.homes, gradients, self.replicas, tag)
-
-    def join_gradients(self, gradients: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
-        """Gradients of the home experts, `[E / R, ...]` for each stacked tensor, with those of all their replicas."""
-        if not self.replicas.count:
+        """Add gradients of replicas to those of the home experts, `[E / R, ...]` for each stacked tensor."""
+        if self._transfers is None or not self.replicas.count:
             return gradients
         return self._transfers.returns.join(self.homes, gradients)
 
-    def _prefetch(self) -> None:
-        # Copies are made of the weights as they were when the micro-step began.
+    def replica_weights(self) -> list[torch.Tensor]:
+        """This rank's replicas, `[count, ...]` for each stacked tensor. Waits for their transfers."""
+        assert self._transfers is not None
+        return self._transfers.ring.replicas(self.index, self.homes.index)
+
+    def return_gradients(self, gradients: Sequence[torch.Tensor | None]) -> None:
+        """Start sending the gradients of `replica_weights` to home ranks."""
+        assert self._transfers is not None
+        if not self._made_in_backward:
+            self._calls.backward.follow()
+        self._log(RETURNS)
+        tag = message_tag((self._plan_number, self.index, self.homes.index))
+        self._transfers.returns.start(self.homes, gradients, self.replicas, tag)
+
+    def _prefetch(self, transfers: Transfers) -> None:
+        # Copies have the weights of the start of the micro-step.
         if self.replicas.count or self.homes.is_staged:
-            self._transfers.watch.check_unchanged(self.homes)
-        self._transfers.ring.prefetch(self.index, self.homes.index)
+            transfers.watch.check_unchanged(self.homes)
+        transfers.ring.prefetch(self.index, self.homes.index)
 
-    def _is_out_of_date(self) -> bool:
-        return super()._is_out_of_date() or self._plan_number != self._transfers.plan_number
-
-    def _check_left_out(self) -> None:
-        """Raises RuntimeError if the running backward leaves out gradients of replicas of experts that it is for."""
+    def _check_excluded(self) -> None:
+        """Raises RuntimeError if the running backward accumulates gradients of experts but not of their replicas."""
         if any(accumulates(self.homes, parameter) for parameter in self.homes.trained):
             raise RuntimeError(
                 f"MoE layer {self.homes.index}: backward(inputs=...) with expert tensors alone would miss gradients "
                 "of replicas; call backward() without inputs"
             )
+
+    def _log(self, kind: int) -> int:
+        return self._calls.lockstep.log(kind, self.homes.index, self.index, self._forward)

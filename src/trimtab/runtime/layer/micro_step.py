@@ -1,9 +1,9 @@
-"""`MicroStep`: one micro-step, entered by the training loop; `RunningStep`: the step that it belongs to."""
+"""`MicroStep`: a context for the forwards of one micro-step; `RunningStep`: the planned step that it belongs to."""
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 
@@ -13,7 +13,9 @@ import torch
 from trimtab.array_type import Array
 from trimtab.planner import Schedule, StepPlan, Workload
 from trimtab.runtime.ranks.topology import Topology
-from trimtab.runtime.rows.layout import Layout, PhysicalExperts, PlannedRows, PlanReplicas, place_rows, upload_layouts
+from trimtab.runtime.rows.instance_replicas import PlanReplicas
+from trimtab.runtime.rows.layout import Layout, place_rows, upload_layouts
+from trimtab.runtime.rows.physical_experts import PhysicalExperts, PlannedRows
 from trimtab.runtime.state.flat_memory import upload
 from trimtab.runtime.state.home_experts import HomeExperts
 from trimtab.runtime.transfer.transfers import Transfers
@@ -25,20 +27,21 @@ class BoundRoutes:
     """Routes and layouts of a micro-step, for its layers. Kept while the micro-step is open or a backward may follow.
 
     Attributes:
-        micro_step: whose routes they are.
-        recorded_LNK: recorded ids `[L, n, K]` int64, or None if the batch is not the one that was planned.
-        known_L: for each layer `[n]` bool, tokens whose route is known; None if all are.
-        layouts: one a layer if the micro-step is planned, else empty; None where rows are unknown on some rank.
+        micro_step: the micro-step.
+        recorded_LNK: recorded ids `[L, n, K]` int64; None if there are none, or the batch is not the planned one.
+        known: for each layer with unknown routes `[n]` bool, whether the route of each token is known.
+        layouts: one for each layer if the micro-step is planned, else empty; None for layers with unknown rows on any
+            rank.
         partial: the planned rows of layers with unknown routes.
-        transfers: what brings the plan's replicas; None where no plan is carried out.
-        plan_number: which of the session's plans it belongs to.
+        transfers: replica transfers; None if the plan is not executed.
+        plan_number: the plan's number in the session.
         routed: for each layer, address and version of the ids that its `route` returned last.
-        record: takes a layer, tokens `[U]` and the experts `[U, K]` that the router chose for them.
+        record: stores the experts `[U, K]` that the router chose for tokens `[U]` in a layer.
     """
 
     micro_step: MicroStep
     recorded_LNK: torch.Tensor | None = None
-    known_L: Sequence[torch.Tensor | None] = ()
+    known: Mapping[int, torch.Tensor] = field(default_factory=dict)
     layouts: Sequence[Layout | None] = ()
     partial: dict[int, PlannedRows] = field(default_factory=dict)
     transfers: Transfers | None = None
@@ -48,21 +51,21 @@ class BoundRoutes:
 
     @property
     def index(self) -> int:
-        """The micro-step's number in the step; -1 if nothing is known of it."""
+        """The micro-step's number in the step; -1 for a live one."""
         return self.micro_step.index
 
     @property
     def positions(self) -> torch.Tensor | None:
-        """`[n]` where the tokens stand in the forward's rows, or None."""
+        """`[n]`, rows of the tokens in the forward, or None; see `MicroStep`."""
         return self.micro_step.positions
 
     @property
     def replays(self) -> bool:
-        """Whether routing was recorded."""
+        """Whether the micro-step has recorded routing."""
         return self.recorded_LNK is not None
 
     def replay(self, layer: int, live_ids: torch.Tensor) -> torch.Tensor:
-        """Put the recorded ids into `live_ids [T, K]` int64; see `ExpertLayer.route`."""
+        """`live_ids [T, K]` int64 with the recorded ids in their rows; see `ExpertLayer.route`."""
         if self.recorded_LNK is None:
             return live_ids
         recorded = self.recorded_LNK[layer]
@@ -72,22 +75,21 @@ class BoundRoutes:
                 f"MoE layer {layer} got {len(chosen)} tokens with {chosen.shape[1]} experts each; the micro-step was "
                 f"planned with {len(recorded)} tokens with {recorded.shape[1]}"
             )
-        known_N = self.known_L[layer]
-        if known_N is not None:
-            recorded = torch.where(known_N[:, None], recorded, chosen)
+        if layer in self.known:
+            recorded = torch.where(self.known[layer][:, None], recorded, chosen)
         return recorded.clone() if self.positions is None else live_ids.index_copy(0, self.positions, recorded)
 
 
 class MicroStep:
     """One micro-step. Enter it around every forward of its tokens.
 
-    Forwards without gradients, those of several pipeline chunks, and of other micro-steps may come in any order before
-    its backward, which needs no context. Its routes are on the device while it is open or a backward may come.
+    Before its backward there may be any number of forwards, also without gradients, of pipeline chunks, and of other
+    micro-steps, in any order. The backward needs no context. Routes are in device memory while the micro-step is open
+    or a backward may follow.
 
     Attributes:
-        index: its number in the step; -1 if nothing is known of it.
-        positions: `[n]` int64, where this rank's tokens stand among the rows that layers are given; None if they are
-            all.
+        index: its number in the step; -1 for a live one.
+        positions: `[n]` int64, rows of this rank's tokens among those that layers are given; None for all rows.
     """
 
     def __init__(
@@ -114,31 +116,31 @@ class MicroStep:
         assert running is not None
         running.__exit__(*error)  # type: ignore[arg-type]
 
-    def routes(self, is_known: bool) -> BoundRoutes:
-        """Routes and layouts, computed again if nothing has kept them. Not a collective.
+    def routes(self, matches_plan: bool) -> BoundRoutes:
+        """Routes and layouts, computed again unless an earlier result is still in use. Not a collective.
 
         Args:
-            is_known: whether all ranks have the tokens that were planned, as they found when it was entered.
+            matches_plan: whether all ranks have the planned tokens, as exchanged when the micro-step was entered.
         """
-        bound = self._bound.get(is_known)
+        bound = self._bound.get(matches_plan)
         if bound is None:
-            bound = self._bound[is_known] = self._bind(self, is_known)
+            bound = self._bound[matches_plan] = self._bind(self, matches_plan)
         return bound
 
 
 @dataclass(eq=False)
 class RunningStep:
-    """A step that this rank can run.
+    """An applied plan, and what this rank needs to run its micro-steps.
 
     Attributes:
-        plan, workload: of the expert-parallel group.
-        trace: this rank's own sequences, ordered by micro-step.
-        schedule: of all data ranks, if the session has planned the step.
-        transfers: what brings its replicas; None if micro-steps only replay their routing.
-        number: which of the session's plans it is.
-        num_slots: replicas that a rank has room for.
-        micro_steps: those in use, by number.
-        has_moved: whether experts have moved to other homes since.
+        plan, workload: those of the expert-parallel group.
+        trace: this rank's sequences, ordered by micro-step.
+        schedule: the schedule of all data ranks; None if the session has not planned the step.
+        transfers: replica transfers; None if micro-steps only replay their routing.
+        number: the plan's number in the session.
+        num_slots: slots of a rank.
+        micro_steps: micro-steps in use, by number.
+        has_moved: whether experts have moved to other homes since the plan was applied.
     """
 
     plan: StepPlan
@@ -156,35 +158,33 @@ class RunningStep:
         self.replicas = PlanReplicas(self.plan)
 
     def problem(self, index: int) -> Exception | None:
-        """What is wrong with entering a micro-step of this number."""
+        """The error of entering the micro-step of this number, or None."""
         if self.transfers is not None and self.has_moved:
             return RuntimeError("experts have moved since the plan was applied; plan the step again")
         if 0 <= index < self.plan.num_micro_steps:
             return None
         return IndexError(f"micro-step {index} of {self.plan.num_micro_steps}")
 
-    def knows(self, index: int, sequence_hashes: Array | None, rank: int) -> bool:
-        """Whether these are the sequences that were planned for a rank."""
+    def matches_plan(self, index: int, sequence_hashes: Array | None, rank: int) -> bool:
+        """Whether these are the planned sequences of a rank; True without hashes."""
         if sequence_hashes is None:
             return True
         return np.array_equal(sequence_hashes, self.trace.sequence_hashes[self._sequences_of(index, rank)])
 
     def bind(self, micro_step: MicroStep, layers: Sequence[HomeExperts], topology: Topology) -> BoundRoutes:
-        """One micro-step, of which all ranks have the sequences that were planned. Not a collective."""
+        """Routes and layouts of a micro-step with the planned sequences on all ranks. Not a collective."""
         index, device = micro_step.index, layers[0].device
         ids_NLK = self.trace.expert_ids[self._tokens_of(index, topology.rank)]
         is_known_NL = ids_NLK[:, :, 0] != self.trace.no_route
         (recorded_LNK,) = upload([ids_NLK.transpose(1, 0, 2).astype(np.int64)], device)
         incomplete = np.flatnonzero(~is_known_NL.all(axis=0)).tolist()
-        known_L: list[torch.Tensor | None] = [None] * len(layers)
-        for layer, known_N in zip(
-            incomplete, upload([np.ascontiguousarray(is_known_NL[:, i]) for i in incomplete], device), strict=True
-        ):
-            known_L[layer] = known_N
-        bound = BoundRoutes(micro_step, recorded_LNK, known_L, plan_number=self.number)
+        known = upload([np.ascontiguousarray(is_known_NL[:, layer]) for layer in incomplete], device)
+        bound = BoundRoutes(
+            micro_step, recorded_LNK, dict(zip(incomplete, known, strict=True)), transfers=self.transfers,
+            plan_number=self.number,
+        )  # fmt: skip
         if self.transfers is None:
             return bound
-        bound.transfers = self.transfers
         planned = [
             PlannedRows.of(
                 np.ascontiguousarray(ids_NLK[:, layer.index]),
@@ -205,7 +205,7 @@ class RunningStep:
 
     @property
     def completed_trace(self) -> RoutingTrace:
-        """The trace with the routes that unknown tokens have taken since the plan was applied."""
+        """The trace with the routes that the router has chosen for unknown tokens since the plan was applied."""
         return self.trace if self._completed is None else replace(self.trace, expert_ids=self._completed)
 
     def _record(self, tokens_U: Array, layer: int, ids_UK: Array) -> None:
@@ -217,7 +217,7 @@ class RunningStep:
         return np.flatnonzero(self.plan.schedule.of_rank(rank) == index)
 
     def _tokens_of(self, index: int, rank: int) -> slice:
-        """Sequences are ordered by micro-step, and so their tokens are together."""
+        """The tokens of a micro-step; they are consecutive, since sequences are ordered by micro-step."""
         mine = self._sequences_of(index, rank)
         if not len(mine):
             return slice(0, 0)

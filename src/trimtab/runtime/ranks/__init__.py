@@ -1,1 +1,1 @@
-"""The ranks of a session: process groups, checks that they make the same calls, recordings of activities."""
+"""The ranks of a session: process groups, checks that they make the same calls, recordings of their activities."""

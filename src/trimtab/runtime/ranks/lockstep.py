@@ -1,9 +1,9 @@
 """`Lockstep`: checks that all ranks make the same calls in the same order; an error names the ranks and their calls.
 
-Each rank keeps a journal of its calls of the session and of every exchange of every layer. The ranks compare digests
-of their journals when a micro-step begins, when gradients are finished and when a step is planned. A rank that waits
-longer than `PATIENCE_S` publishes the end of its journal in the store of the process group, and compares it with what
-the other ranks published there. This finds ranks that wait for each other in different calls.
+Each rank keeps a log of its calls of the session and of every exchange of every layer. The ranks compare digests of
+their logs when a micro-step begins, when gradients are finished and when a step is planned. A rank that waits longer
+than `COMPARE_AFTER_S` publishes the end of its log in the store of the process group, and compares it with the logs
+that other ranks published there. This detects ranks that block each other in different calls.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ from trimtab.array_type import Array
 from trimtab.errors import InputError, RanksDisagreeError
 from trimtab.runtime.ranks.topology import Topology
 
-# Seconds after which a rank that waits looks at what the others do.
-PATIENCE_S = 5.0
-# Seconds that a rank whose exchange failed waits for the others to publish what they did.
-GRACE_S = 2.0
-# Calls that a rank remembers.
-REMEMBERED = 512
+# Seconds of waiting after which a rank compares logs, and between further comparisons.
+COMPARE_AFTER_S = 5.0
+# Seconds that a rank whose exchange failed waits for the others to publish their logs.
+PUBLISHING_S = 2.0
+# Calls of the log that are kept to name a difference.
+KEPT_CALLS = 512
 
 CALLS = (
     "micro_step({step})", "live_micro_step()", "finish_gradients()", "plan()", "plan_sequences()", "apply_plan()",
@@ -45,27 +45,28 @@ CALLS = (
     "gradients of replicas of MoE layer {layer} {where}{of}", "clip_gradients()", "logical_state_dict()",
     "optimizer.step()",
 )  # fmt: skip
-MICRO_STEP, LIVE_MICRO_STEP, FINISH, PLAN, PLAN_SEQUENCES, ADOPT, MOVE = range(7)
+MICRO_STEP, LIVE_MICRO_STEP, FINISH, PLAN, PLAN_SEQUENCES, APPLY_PLAN, MOVE = range(7)
 DISPATCH, COMBINE, COMBINE_BACKWARD, DISPATCH_BACKWARD, DISPATCH_WITHOUT_GRADIENTS, COUNTS, RETURNS = range(7, 14)
 CLIP, LOGICAL, STEP = range(14, 17)
 
 Call = tuple[int, int, int, int]
-"""Index into `CALLS`, layer, micro-step, and how many calls came before the forward that it belongs to; -1 for none."""
+"""Index into `CALLS`, layer, micro-step, and length of the log at the forward that it belongs to; -1 for none."""
 
-# Of sessions, by the name of their control group: ranks may be in sessions that others are not in.
+# Numbers of sessions by their control group: a rank may be in sessions that other ranks are not in.
 _numbers: defaultdict[str, Iterator[int]] = defaultdict(itertools.count)
+# Integers before the votes in an exchange of `agree`: digests of log and `same`, and whether there is a problem.
 _HEADER = 3
 
 
 class Lockstep:
-    """The journal of one rank, and its comparison with those of the other ranks that share experts.
-
-    Attributes:
-        count: calls so far.
+    """The log of one rank, and its comparison with the logs of the other ranks that share experts.
 
     Args:
-        topology: whose `expert_control` and `control` groups the ranks meet in.
-        most_votes: integers that `agree` can exchange.
+        topology: process groups; comparisons use `expert_control` and `control`.
+        most_votes: most integers that `agree` can exchange.
+
+    Attributes:
+        count: number of calls so far.
     """
 
     def __init__(self, topology: Topology, *, most_votes: int) -> None:
@@ -73,24 +74,23 @@ class Lockstep:
         self._names = [f"rank {rank}" for rank in dist.get_process_group_ranks(topology.control)]
         self._timeout_s = topology.timeout.total_seconds()
         self._width = _HEADER + most_votes
-        # The digest covers all calls; the last ones are kept to name a difference.
         self._digest, self.count = 0, 0
-        self._last: deque[Call] = deque(maxlen=REMEMBERED)
+        self._last: deque[Call] = deque(maxlen=KEPT_CALLS)
         control = topology.control.group_name
         self._store_key = f"trimtab/lockstep/{control}/{next(_numbers[control])}"
-        self._waiter = _Waiter()
+        self._thread = _CallThread()
 
-    def note(self, kind: int, layer: int = -1, micro_step: int = -1, forward: int = -1) -> int:
-        """Add a call to the journal.
+    def log(self, kind: int, layer: int = -1, micro_step: int = -1, forward: int = -1) -> int:
+        """Add a call to the log.
 
         Returns:
-            A tag for messages of this call, the same on all ranks that are in lockstep: they match no other call's.
+            A message tag, equal on all ranks with equal logs. Messages of other calls have other tags.
         """
         call = (kind, layer, micro_step, forward)
         self._last.append(call)
         self.count += 1
         self._digest = hash((self._digest, call))
-        return self._digest & 0x7FFFFFFF
+        return message_tag(self._digest)
 
     def agree(
         self,
@@ -103,13 +103,14 @@ class Lockstep:
         problem: Exception | None = None,
         everywhere: bool = False,
     ) -> Array:
-        """Meet the other ranks in a call, and exchange integers. Collective.
+        """Log a call, compare it with the other ranks' calls, and exchange integers. Collective.
 
         Args:
-            everywhere: meet all data ranks, not only those that share experts.
-            same: what should be the same on all ranks, by name; compared by its `repr`.
+            kind, layer, micro_step: the call; see `Call`.
+            same: values that must be equal on all ranks, by name; compared by their `repr`.
             votes: integers of this rank.
-            problem: what keeps this rank from going on, if anything does. It is then raised on all ranks.
+            problem: an error of this rank, which is raised on all ranks.
+            everywhere: compare all data ranks, not only those that share experts.
 
         Returns:
             `[R, V]` int64, the votes of all ranks.
@@ -118,7 +119,7 @@ class Lockstep:
             RanksDisagreeError: if the ranks made different calls, or `same` differs.
             InputError, RuntimeError: as `problem`, on every rank; the message names the rank if it is another one.
         """
-        self.note(kind, layer, micro_step)
+        self.log(kind, layer, micro_step)
         row = np.zeros(self._width, np.int64)
         digest = hashlib.blake2b(repr(same).encode(), digest_size=8).digest() if same else bytes(8)
         row[:_HEADER] = self._digest, int.from_bytes(digest, "little", signed=True), problem is not None
@@ -127,47 +128,44 @@ class Lockstep:
         rows = [torch.empty(self._width, dtype=torch.int64) for _ in range(dist.get_world_size(group))]
         self.wait(dist.all_gather(rows, torch.from_numpy(row), group=group, async_op=True).wait)
         rows_RW = torch.stack(rows).numpy()
-        # Groups of experts may have been through other calls than each other.
+        # Logs of different expert-parallel groups may differ.
         digests = rows_RW[:, 0].reshape(-1, self._topology.num_ranks)
         if rows_RW[:, 2].any() or (rows_RW[:, 1] != row[1]).any() or (digests != digests[:, :1]).any():
-            self._raise(group, same or {}, problem)
+            self._raise_difference(group, same or {}, problem)
         return rows_RW[:, _HEADER : _HEADER + len(votes)]
 
     def wait(self, work: Callable[[], object]) -> None:
-        """Wait until `work()` returns, on another thread; meanwhile look now and then whether the ranks still agree.
+        """Run `work()` on another thread and wait for it; compare logs while it takes long.
 
         Raises:
-            RanksDisagreeError: if what this rank waits for can't come, since others made other calls.
-            RuntimeError: what `work` raised, or after the timeout.
+            RanksDisagreeError: if other ranks made other calls, or after the timeout.
+            RuntimeError: raised by `work`.
         """
         try:
-            self._wait(work)
+            self._thread.start(work)
+            start = time.monotonic()
+            while not self._thread.is_done(min(COMPARE_AFTER_S, self._timeout_s)):
+                self._publish()
+                _raise_first_difference(self._published())
+                if time.monotonic() - start > self._timeout_s:
+                    raise RanksDisagreeError(self._timeout_text())
+            with self.comparing_on_error():
+                self._thread.result()
         except BaseException:
-            # It may still be at this call.
-            self._waiter = _Waiter()
+            # The thread may still run this call.
+            self._thread = _CallThread()
             raise
 
-    def _wait(self, work: Callable[[], object]) -> None:
-        self._waiter.start(work)
-        start = time.monotonic()
-        while not self._waiter.is_done(min(PATIENCE_S, self._timeout_s)):
-            self._publish()
-            _raise_first_difference(self._published())
-            if time.monotonic() - start > self._timeout_s:
-                raise RanksDisagreeError(self._whereabouts())
-        with self.explaining():
-            self._waiter.result()
-
     @contextmanager
-    def explaining(self) -> Iterator[None]:
-        """An exchange within that fails because ranks made different calls raises RanksDisagreeError."""
+    def comparing_on_error(self) -> Iterator[None]:
+        """A context in which a failed exchange raises RanksDisagreeError if ranks made different calls."""
         try:
             yield
         except RanksDisagreeError:
             raise
         except RuntimeError as error:
             self._publish()
-            deadline = time.monotonic() + GRACE_S
+            deadline = time.monotonic() + PUBLISHING_S
             while time.monotonic() < deadline and len(self._published()) < self._topology.num_ranks:
                 time.sleep(0.05)
             try:
@@ -175,34 +173,34 @@ class Lockstep:
             except RanksDisagreeError as found:
                 raise found from error
             if "timed out" in str(error).lower():
-                raise RanksDisagreeError(self._whereabouts()) from error
+                raise RanksDisagreeError(self._timeout_text()) from error
             raise
 
-    def _raise(self, group: dist.ProcessGroup, same: Mapping[str, Any], problem: Exception | None) -> None:
-        """Raise what is wrong, the same on all ranks of the group; all of them come here."""
+    def _raise_difference(self, group: dist.ProcessGroup, same: Mapping[str, Any], problem: Exception | None) -> None:
+        """Raise a problem or the first difference, the same on all ranks of the group. Collective over the group."""
         mine = (self.count, tuple(self._last), {k: repr(v) for k, v in same.items()}, _describe(problem))
-        everyones: list[Any] = [None] * dist.get_world_size(group)
-        dist.all_gather_object(everyones, mine, group=group)
+        gathered: list[Any] = [None] * dist.get_world_size(group)
+        dist.all_gather_object(gathered, mine, group=group)
         ranks = self._topology.num_ranks
-        names = self._names if len(everyones) == len(self._names) else self._peers
-        for name, (_, _, _, described) in zip(names, everyones, strict=True):
+        names = self._names if len(gathered) == len(self._names) else self._peers
+        for name, (_, _, _, described) in zip(names, gathered, strict=True):
             if described is not None:
                 if problem is not None and described == _describe(problem):
                     raise problem
                 kind = InputError if described[0] else RuntimeError
                 raise kind(f"{name}: {described[1]}")
-        for start in range(0, len(everyones), ranks):
-            journals = zip(names[start : start + ranks], everyones[start : start + ranks], strict=True)
-            _raise_first_difference({name: (count, last) for name, (count, last, _, _) in journals})
+        for start in range(0, len(gathered), ranks):
+            logs = zip(names[start : start + ranks], gathered[start : start + ranks], strict=True)
+            _raise_first_difference({name: (count, last) for name, (count, last, _, _) in logs})
         for key in same:
-            values = [everyone[2].get(key) for everyone in everyones]
+            values = [other[2].get(key) for other in gathered]
             for name, value in zip(names, values, strict=True):
                 if value != values[0]:
                     raise RanksDisagreeError(
                         f"ranks disagree in {_text(self._last[-1])}: {key} is {values[0]} on {names[0]} and "
                         f"{value} on {name}"
                     )
-        raise RanksDisagreeError(f"ranks disagree before {_text(self._last[-1])}, more than {REMEMBERED} calls ago")
+        raise RanksDisagreeError(f"ranks disagree before {_text(self._last[-1])}, more than {KEPT_CALLS} calls ago")
 
     @property
     def _peers(self) -> list[str]:
@@ -215,28 +213,33 @@ class Lockstep:
         _store().set(f"{self._store_key}/{self._peers[self._topology.rank]}", value)
 
     def _published(self) -> dict[str, tuple[int, tuple[Call, ...]]]:
-        """What ranks have published, by their names. An old entry is the beginning of what a rank would say now."""
+        """Length and end of the published logs, by names of ranks. They may be older than the logs, which only grow."""
         found = {}
         for name in self._peers:
             if _store().check([f"{self._store_key}/{name}"]):
                 found[name] = json.loads(_store().get(f"{self._store_key}/{name}"))
         return found
 
-    def _whereabouts(self) -> str:
+    def _timeout_text(self) -> str:
         published = self._published()
         own = self._peers[self._topology.rank]
         parts = [
             f"{name} waited last in {_text(published[name][1][-1])}"
             if name in published
-            else f"{name} waits for nothing that the session knows of"
+            else f"{name} waits in no call of the session"
             for name in self._peers
             if name != own
         ]
         return f"{own} has waited {self._timeout_s:.0f} s in {_text(self._last[-1])}; {'; '.join(parts)}"
 
 
+def message_tag(key: int | tuple[int, ...]) -> int:
+    """A tag for messages, 0 .. 2^31 - 1. Different keys have different tags, except for rare collisions."""
+    return hash(key) & 0x7FFFFFFF
+
+
 def digest(*arrays: Array) -> str:
-    """A few letters that differ if arrays do."""
+    """A digest of arrays in hexadecimal digits."""
     whole = hashlib.blake2b(digest_size=6)
     for array in arrays:
         whole.update(f"{array.dtype} {array.shape}".encode() + np.ascontiguousarray(array).tobytes())
@@ -247,19 +250,19 @@ def _store() -> Store:
     return dist.distributed_c10d._get_default_store()
 
 
-def _raise_first_difference(journals: Mapping[str, tuple[int, Sequence[Call]]]) -> None:
+def _raise_first_difference(logs: Mapping[str, tuple[int, Sequence[Call]]]) -> None:
     """Raise RanksDisagreeError for the first call that differs, if any does.
 
     Args:
-        journals: by name of the rank, how many calls it made and the last of them. One that is shorter than another
-            is not different: that rank may come to it yet.
+        logs: by name of the rank, the number of its calls and the last of them. A log that ends earlier than another
+            is not a difference: the rank may make the call later.
     """
-    starts = {name: count - len(last) for name, (count, last) in journals.items()}
+    starts = {name: count - len(last) for name, (count, last) in logs.items()}
     first = max(starts.values(), default=0)
-    ends = max((count for count, _ in journals.values()), default=0)
+    ends = max((count for count, _ in logs.values()), default=0)
     for place in range(first, ends):
         ranks_of: dict[Call, list[str]] = {}
-        for name, (count, last) in journals.items():
+        for name, (count, last) in logs.items():
             if place < count:
                 ranks_of.setdefault(tuple(last[place - starts[name]]), []).append(name)  # type: ignore[arg-type]
         if len(ranks_of) > 1:
@@ -284,8 +287,8 @@ def _describe(problem: Exception | None) -> tuple[bool, str] | None:
     return None if problem is None else (isinstance(problem, InputError), str(problem))
 
 
-class _Waiter:
-    """Runs one blocking call at a time on a thread of its own, so that the caller can give up waiting.
+class _CallThread:
+    """A thread that runs one blocking call at a time. The caller can stop waiting for it.
 
     A timeout of the call itself would close gloo's connections.
     """
@@ -294,9 +297,9 @@ class _Waiter:
         self._calls: queue.SimpleQueue[Callable[[], object] | None] = queue.SimpleQueue()
         self._errors: list[BaseException] = []
         self._done = threading.Semaphore(0)
-        # A daemon thread: a call that was given up may never return.
+        # A daemon thread, since a call may never return.
         arguments = (self._calls, self._errors, self._done)
-        threading.Thread(target=_run_calls, args=arguments, name="trimtab-waiter", daemon=True).start()
+        threading.Thread(target=_run_calls, args=arguments, name="trimtab-calls", daemon=True).start()
         weakref.finalize(self, self._calls.put, None)
 
     def start(self, call: Callable[[], object]) -> None:
@@ -306,7 +309,7 @@ class _Waiter:
         return self._done.acquire(timeout=timeout_s)
 
     def result(self) -> None:
-        """Raise what the call raised, once it is done."""
+        """Raise the error of the call that is done, if any."""
         if self._errors:
             raise self._errors.pop()
 
@@ -319,6 +322,6 @@ def _run_calls(
             call()
         except BaseException as error:
             errors.append(error)
-        # What it refers to should not live until the next call.
+        # Frees the objects that the call refers to.
         del call
         done.release()

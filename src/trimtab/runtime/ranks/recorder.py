@@ -1,7 +1,7 @@
-"""`Recorder`: the activities of a rank over time, for a step that is examined. Nothing is recorded without one.
+"""`Recorder`: a recording of a rank's activities over time.
 
-A rank does one thing at a time, so that it is enough to note when it turns to something else. On CUDA the moments are
-events on the stream that computes; that part has not run on a GPU yet.
+A rank has one activity at a time, so that the start of each activity is also the end of the one before. On CUDA these
+times are events on the compute stream; that part has not run on a GPU yet.
 """
 
 from __future__ import annotations
@@ -22,20 +22,20 @@ ACTIVITIES = (
     "waiting for replicas or their gradients", "refreshing mirrors", "gradient sums",
 )  # fmt: skip
 OTHER, DISPATCH, EXPERTS, COMBINE = range(4)
-# What a forward activity is in backward.
+# Added to a forward activity, gives the same activity in backward.
 BACKWARD = 4
 WAITING, REFRESHING, SUMMING = range(8, 11)
 
 
 @dataclass(frozen=True, eq=False)
 class Recording:
-    """What one rank did, one thing after the other.
+    """The activities of one rank in order of time.
 
     Attributes:
         kind_N: `[N]` uint8, index into `ACTIVITIES`.
-        layer_N: `[N]` int16, -1 for none.
-        start_N, end_N: `[N]` float64, seconds since the recorder was made.
-        micro_steps: which ran, and when each began and ended; recompute and update of one are two.
+        layer_N: `[N]` int16, the layer; -1 for none.
+        start_N, end_N: `[N]` float64, seconds since the recorder was created.
+        micro_steps: number, start and end of every micro-step that was entered; recompute and update are two entries.
     """
 
     kind_N: Array
@@ -46,7 +46,7 @@ class Recording:
 
 
 class Recorder:
-    """Takes notes from now on, until `finish`."""
+    """Records from its creation until `finish`."""
 
     def __init__(self, device: torch.device) -> None:
         self._on_cuda = device.type == "cuda"
@@ -55,10 +55,10 @@ class Recorder:
         self._kinds: list[int] = []
         self._layers: list[int] = []
         self._micro_steps: list[tuple[int, int, int]] = []
-        self.turn_to(OTHER)
+        self.mark(OTHER)
 
-    def turn_to(self, kind: int, layer: int = -1) -> None:
-        """From here on this rank does something else."""
+    def mark(self, kind: int, layer: int = -1) -> None:
+        """Record that an activity starts now, and the previous one ends."""
         if self._on_cuda:
             self._events.append(torch.cuda.Event(enable_timing=True))
             self._events[-1].record()
@@ -69,28 +69,28 @@ class Recorder:
 
     @contextmanager
     def during(self, kind: int) -> Iterator[None]:
-        """Something in between, after which what was done before goes on."""
+        """A context for an activity within the present one, which continues afterwards."""
         before = self._kinds[-1], self._layers[-1]
-        self.turn_to(kind)
+        self.mark(kind)
         try:
             yield
         finally:
-            self.turn_to(*before)
+            self.mark(*before)
 
     @contextmanager
     def micro_step(self, index: int) -> Iterator[None]:
-        """A context that assigns what is recorded to this micro-step."""
+        """A context for the activities of a micro-step."""
         first = len(self._kinds)
-        self.turn_to(OTHER)
+        self.mark(OTHER)
         try:
             yield
         finally:
             self._micro_steps.append((index, first, len(self._kinds)))
-            self.turn_to(OTHER)
+            self.mark(OTHER)
 
     def finish(self) -> Recording:
-        """Everything so far. On CUDA it waits for the device."""
-        self.turn_to(OTHER)
+        """The recording so far. On CUDA it waits for the device."""
+        self.mark(OTHER)
         times = self._seconds()
         return Recording(
             np.array(self._kinds[:-1], np.uint8),

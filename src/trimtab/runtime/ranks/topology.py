@@ -1,8 +1,8 @@
-"""`Topology`: the process groups of a session. Which ranks share experts, a node, or the same homes.
+"""`Topology`: the process groups of a session: ranks that share experts, a node, or the same homes.
 
-Expert-parallel groups are made here of neighbouring ranks (`build`), or a framework gives them, of any ranks (`given`).
+Expert-parallel groups are created from neighbouring ranks (`build`), or given by a framework, of any ranks (`given`).
 Within an expert-parallel group ranks are numbered so that those of a node are neighbours, whatever the order of the
-framework's group. All groups that are made here have that order.
+framework's group. All groups that are created here have that order.
 """
 
 from __future__ import annotations
@@ -34,17 +34,17 @@ class Topology:
     Attributes:
         data: all data ranks.
         experts: the ranks that share one set of experts; dispatch runs here.
-        expert_dp_group: the ranks of all groups that are home to the same experts, in any order; None if there is one
+        expert_dp_group: the ranks of all expert-parallel groups with the same home experts, in any order; None for one
             group.
-        weights, gradients: the ranks of `experts` once more, for point-to-point traffic beside the dispatch.
-        control: all data ranks, on the host.
-        expert_control, node_control: the ranks of `experts`, and those of them on this node, on the host.
-        rank, num_ranks: in `experts`.
-        ranks_per_node: of `experts`.
-        group, groups: which expert-parallel group this is, of how many.
-        positions: of every rank of `experts`, its position in the group that the framework gave. The rank at position
-            i holds the i-th part of the experts at the start.
-        timeout: of all groups that are made here.
+        weights, gradients: further groups of the ranks of `experts`, for point-to-point messages beside the dispatch.
+        control: all data ranks, for host tensors.
+        expert_control, node_control: the ranks of `experts`, and those of them on this node, for host tensors.
+        rank, num_ranks: this rank's number in `experts`, and their number R.
+        ranks_per_node: ranks of `experts` on each node.
+        group, groups: number of this expert-parallel group, and number of groups.
+        positions: position of every rank of `experts` in the framework's group. The rank at position i is home to the
+            i-th part of the experts at the start.
+        timeout: timeout of all groups that are created here.
     """
 
     data: dist.ProcessGroup
@@ -67,10 +67,10 @@ class Topology:
     def build(
         cls, data: dist.ProcessGroup | None, groups: int, ranks_per_node: int | None, timeout: timedelta | None = None
     ) -> Topology:
-        """Make all groups. A collective over `data`, all ranks by default.
+        """Create all groups. A collective over `data`, all ranks by default.
 
         Args:
-            timeout: of the groups; that of `data` by default.
+            timeout: timeout of the groups; that of `data` by default.
 
         Raises:
             InputError: if the groups don't divide the ranks, or the nodes a group.
@@ -108,8 +108,8 @@ class Topology:
             expert_group: the ranks that share one set of experts. The rank at position i holds the i-th part of them.
             expert_dp_group: the ranks that hold the same experts as this one. A rank's position in it is the number of
                 its expert-parallel group. None for one expert-parallel group.
-            nodes: the node of every rank of `expert_group`, in its order, numbered in any way; one node by default.
-            timeout: of the groups that are made; that of `expert_group` by default.
+            nodes: the node of every rank of `expert_group`, in its order, with any numbers; one node by default.
+            timeout: timeout of the created groups; that of `expert_group` by default.
 
         Raises:
             InputError: if this rank is not in its groups. On all ranks: if nodes have different numbers of ranks, or
@@ -152,11 +152,11 @@ class Topology:
         experts: dist.ProcessGroup | None = None,
         expert_dp_group: dist.ProcessGroup | None = None,
     ) -> Topology:
-        """Make the groups that are not there yet. Collective over all ranks of all expert-parallel groups.
+        """Create the groups that are not given. Collective over all ranks of all expert-parallel groups.
 
         Args:
             ranks_GR: the global ranks of all expert-parallel groups, those of a node next to each other.
-            like: the group whose backend groups for tensors have.
+            like: a group whose backend is used for tensors.
         """
         members = [rank for ranks_R in ranks_GR for rank in ranks_R]
         groups, num_ranks = len(ranks_GR), len(positions)
@@ -222,11 +222,11 @@ class Topology:
 
 @dataclass(frozen=True)
 class _Membership:
-    """What one rank was given, as global ranks in the order of the groups.
+    """The groups given to one rank, as global ranks in the order of the groups.
 
     Attributes:
-        nodes: of every rank of the expert-parallel group, numbered in order of first appearance.
-        problem: what is wrong with it, if anything is.
+        nodes: node of every rank of the expert-parallel group, numbered in order of first appearance.
+        problem: the error of these arguments, if any.
     """
 
     expert_ranks: tuple[int, ...]
@@ -236,18 +236,18 @@ class _Membership:
 
 
 def _exchange(mine: _Membership, timeout: timedelta) -> dict[int, _Membership]:
-    """What the ranks of this rank's expert-parallel group were given, and those of the groups of its `dp_ranks`.
+    """The memberships of the ranks of this expert-parallel group, and of the expert-parallel groups of its `dp_ranks`.
 
-    If groups line up, these are all data ranks. If they don't, no rank of theirs finds that they do: groups that line
-    up for one rank are complete, and look the same to all their ranks. So ranks agree without another exchange.
+    If groups line up, these are all data ranks. Whether groups line up has the same answer on all of their ranks,
+    because groups that line up for one rank are complete. No further exchange is needed.
     """
     known = {dist.get_rank(): mine}
     for ranks in (mine.expert_ranks, mine.dp_ranks):
         if len(ranks) > 1:
-            everyones: list[dict[int, _Membership]] = [{}] * len(ranks)
+            gathered: list[dict[int, _Membership]] = [{}] * len(ranks)
             control = _group(ranks, "control", timeout=timeout, backend="gloo")
-            dist.all_gather_object(everyones, known, group=control)
-            known = {rank: membership for each in everyones for rank, membership in each.items()}
+            dist.all_gather_object(gathered, known, group=control)
+            known = {rank: membership for each in gathered for rank, membership in each.items()}
     return known
 
 
@@ -255,7 +255,7 @@ def _line_up(known: Mapping[int, _Membership]) -> list[tuple[int, ...]]:
     """Global ranks `[G][R]` by number of the expert-parallel group and position in it.
 
     Raises:
-        InputError: on all ranks of the groups, if something is wrong with any of them.
+        InputError: on all ranks of the groups, if a rank has a problem or the groups don't line up.
     """
     me = dist.get_rank()
     for rank in (me, *sorted(known)):
@@ -278,8 +278,8 @@ def _line_up(known: Mapping[int, _Membership]) -> list[tuple[int, ...]]:
     for rank, each in sorted(known.items()):
         if each.nodes != known[me].nodes:
             raise InputError(
-                "nodes should be laid out alike in all expert-parallel groups; numbered in order of first appearance, "
-                f"they are {list(known[me].nodes)} on rank {me} and {list(each.nodes)} on rank {rank}"
+                "nodes should have the same layout in all expert-parallel groups; numbered in order of first "
+                f"appearance, they are {list(known[me].nodes)} on rank {me} and {list(each.nodes)} on rank {rank}"
             )
     return rows
 
@@ -311,20 +311,20 @@ def _list(groups: set[tuple[int, ...]]) -> str:
 
 def _ranks_of(name: str, group: dist.ProcessGroup) -> list[int]:
     """Global ranks of a group, in its order. Raises InputError if this rank is not one of them."""
-    # torch gives ranks that are not in a group a number in its place.
+    # On ranks that are not in a group, torch has a number in place of the group.
     if not isinstance(group, dist.ProcessGroup) or group not in distributed_c10d._world.pg_group_ranks:
         raise InputError(
-            f"{name} is no process group that rank {dist.get_rank()} is in; make the session on the group's ranks only"
+            f"{name} is not a process group of rank {dist.get_rank()}; create the session on the group's ranks only"
         )
     return dist.get_process_group_ranks(group)
 
 
 @dataclass
-class _Made:
-    """Groups by ranks, use, backend and timeout, and how many were made of the same ranks for the same use.
+class _CreatedGroups:
+    """Created groups by ranks, use, backend and timeout, and how many were created for the same ranks and use.
 
-    Sessions of one process share groups, since a process can't make them without limit. torch keeps them until they
-    are destroyed; their threads should not outlive that.
+    Sessions of one process share groups, since their number in a process is limited. References are weak, so that the
+    threads of a group end when it is destroyed.
     """
 
     groups: WeakValueDictionary[tuple[tuple[int, ...], str, str, timedelta], dist.ProcessGroup] = field(
@@ -333,35 +333,35 @@ class _Made:
     numbers: Counter[tuple[tuple[int, ...], str]] = field(default_factory=Counter)
 
 
-# By default group: groups end with the one that was there when they were made.
-_made: WeakKeyDictionary[dist.ProcessGroup, _Made] = WeakKeyDictionary()
+# By default group, since groups are destroyed with the default group in which they were created.
+_created: WeakKeyDictionary[dist.ProcessGroup, _CreatedGroups] = WeakKeyDictionary()
 
 
 def _group(ranks: Sequence[int], use: str, *, backend: str, timeout: timedelta) -> dist.ProcessGroup:
-    """The group of these ranks in this order. Collective over them, and no others, if they don't have it yet."""
+    """The group of these ranks in this order. Collective over these ranks only, if it does not exist yet."""
     world = dist.group.WORLD
     assert world is not None
-    made = _made.setdefault(world, _Made())
+    created = _created.setdefault(world, _CreatedGroups())
     key = (tuple(ranks), use, backend, timeout)
-    group = made.groups.get(key)
+    group = created.groups.get(key)
     if group is None:
-        group = _new_group(ranks, use, made.numbers[tuple(ranks), use], backend=backend, timeout=timeout)
-        made.numbers[tuple(ranks), use] += 1
-        # NCCL wants every rank of a group in its first call. A barrier would be gloo's, if the group has that too.
+        group = _new_group(ranks, use, created.numbers[tuple(ranks), use], backend=backend, timeout=timeout)
+        created.numbers[tuple(ranks), use] += 1
+        # The first call of an NCCL group must include all ranks. A barrier would use gloo, if the group also has gloo.
         if "nccl" in dist.get_backend_config(group):
             dist.all_reduce(torch.zeros(1, device="cuda"), group=group)
         else:
             dist.barrier(group=group)
-        made.groups[key] = group
+        created.groups[key] = group
     return group
 
 
 def _new_group(ranks: Sequence[int], use: str, number: int, *, backend: str, timeout: timedelta) -> dist.ProcessGroup:
-    """`new_group(use_local_synchronization=True)` with another name, and ranks in the order given.
+    """`new_group(use_local_synchronization=True)` with another name, and ranks in the given order.
 
-    torch derives the name from how many groups the process has. If some ranks have made groups that others have not,
-    such as one that sends weights to rollout engines, the names differ and the ranks wait for each other. Older torch
-    also sorts the ranks.
+    torch derives the name from the number of groups in the process. If some ranks have created groups that others have
+    not, such as a group that sends weights to rollout engines, the names differ and the ranks block. Older torch also
+    sorts the ranks.
     """
     digest = hashlib.sha1(repr(list(ranks)).encode(), usedforsecurity=False).hexdigest()
     group, _ = distributed_c10d._new_process_group_helper(
@@ -379,6 +379,6 @@ def _new_group(ranks: Sequence[int], use: str, number: int, *, backend: str, tim
 
 
 def _timeout_of(group: dist.ProcessGroup) -> timedelta:
-    """The shortest of a group's backends."""
+    """The shortest timeout of a group's backends."""
     timeouts = [group._get_backend(device).options._timeout for device in group._device_types]
     return min(timeouts)

@@ -1,1 +1,1 @@
-"""Rows of one instance: where each goes, their exchange, and the expert compute over them."""
+"""Rows of one instance: physical experts, layout, exchange, expert compute."""

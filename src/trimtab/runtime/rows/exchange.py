@@ -1,4 +1,4 @@
-"""The one collective of a MoE layer: rows from every rank to every rank, in known numbers."""
+"""`exchange_rows`: sends rows from every rank to every rank, with known split sizes."""
 
 from __future__ import annotations
 
@@ -6,12 +6,6 @@ from collections.abc import Callable
 
 import torch
 import torch.distributed as dist
-
-Wait = Callable[[Callable[[], object]], None]
-
-
-def _wait_here(work: Callable[[], object]) -> None:
-    work()
 
 
 def exchange_rows(
@@ -21,20 +15,20 @@ def exchange_rows(
     group: dist.ProcessGroup,
     *,
     tag: int = 0,
-    wait: Wait = _wait_here,
+    wait: Callable[[Callable[[], object]], object] = lambda work: work(),
 ) -> torch.Tensor:
     """Send consecutive parts of `rows [N, H]` to the ranks of the group, and return what arrives, `[A, H]`.
 
     Args:
         send_splits, recv_splits: rows to and from each rank, in rank order.
-        tag: of the messages, the same on all ranks; not on CUDA. Ranks in exchanges with other tags wait for ever.
-        wait: calls what waits for the messages; not on CUDA.
+        tag: tag of the messages, equal on all ranks; unused on CUDA. Messages with different tags never match.
+        wait: calls a function that waits for the messages; unused on CUDA.
     """
     arrived = rows.new_empty(sum(recv_splits), *rows.shape[1:])
     if rows.is_cuda:
         dist.all_to_all_single(arrived, rows.contiguous(), recv_splits, send_splits, group=group)
         return arrived
-    # Messages with tags: gloo ends the process, or fills a part of the rows, where an all-to-all's sizes differ.
+    # Messages with tags, since gloo's all-to-all ends the process or fills only a part if sizes differ between ranks.
     rank, ranks = dist.get_rank(group), len(send_splits)
     targets, sources = arrived.split(recv_splits), rows.contiguous().split(send_splits)
     works = []

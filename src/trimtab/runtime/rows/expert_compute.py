@@ -1,6 +1,6 @@
-"""Expert compute: one matrix product per copy over the rows that belong to it, for any number of rows.
+"""Expert compute: one matrix product per copy over its rows, for any number of rows.
 
-Tests without a GPU reach torch's grouped product and the loop, but not how they are chosen on CUDA.
+Tests without a GPU cover torch's grouped product and the loop, but not the choice between them on CUDA.
 """
 
 from __future__ import annotations
@@ -15,19 +15,21 @@ import torch.nn.functional as F
 from torch.autograd.function import once_differentiable
 
 from trimtab.errors import InputError
+from trimtab.runtime.autograd.substituted_values import SubstitutedValues
 from trimtab.runtime.autograd.torch_engine import running_backward
 from trimtab.runtime.state.flat_memory import upload
 
-# Hopper and the data-centre Blackwell, as of torch 2.13.
+# Major compute capabilities with a kernel of `grouped_mm`, as of torch 2.13: Hopper and data-centre Blackwell.
 GROUPED_KERNEL_CAPABILITIES = (9, 10)
 
 
 class ExpertWeight:
-    """One tensor of G experts, as an expert function gets it. Hand it on to `grouped_linear` or `grouped_bias`.
+    """One tensor of G experts, as an expert function gets it; the argument of `grouped_linear` and `grouped_bias`.
 
     Args:
         values: in the graph: a stack `[G, ...]`, or a list of G tensors `[...]`, which is never stacked.
-        again: the same values during backward, if a stack does not keep them until then, as a replica's slot does not.
+        again: returns the same values during backward, for a stack whose memory may be overwritten before that, such as
+            a replica's slot.
     """
 
     def __init__(
@@ -38,12 +40,12 @@ class ExpertWeight:
 
     @property
     def is_list(self) -> bool:
-        """Whether there is a tensor for each expert instead of a stack."""
+        """Whether the values are a list instead of a stack."""
         return not isinstance(self._values, torch.Tensor)
 
     @property
     def tensor(self) -> torch.Tensor:
-        """`[G, ...]`, in the graph. Where a checkpoint runs the function again in backward, with the same values.
+        """`[G, ...]`, in the graph; with the same values when a checkpoint runs the function again in backward.
 
         Raises:
             InputError: for a list.
@@ -55,12 +57,12 @@ class ExpertWeight:
             )
         if self.again is None or running_backward() is None:
             return self._values
-        values: torch.Tensor = _Again.apply(self._values, self.again)
+        values: torch.Tensor = SubstitutedValues.apply(self.again(), False, self._values)
         return values
 
     @property
     def tensors(self) -> Sequence[torch.Tensor]:
-        """G tensors `[...]`, in the graph: those of a list, or the rows of `tensor`."""
+        """G tensors `[...]`, in the graph: the list, or the rows of `tensor`."""
         return self.tensor.unbind() if isinstance(self._values, torch.Tensor) else self._values
 
 
@@ -70,11 +72,11 @@ ApplyExperts = Callable[[Sequence[ExpertWeight], torch.Tensor, "RowGroups"], tor
 
 @dataclass(frozen=True, eq=False)
 class RowGroups:
-    """How consecutive rows belong to G experts.
+    """Groups of consecutive rows, one for each of G experts.
 
     Attributes:
-        counts: rows of each group, on the host.
-        ends: `[G]` int32 on the device, where each group ends.
+        counts: number of rows of each group, on the host.
+        ends: `[G]` int32 on the device, the end of each group.
     """
 
     counts: list[int]
@@ -104,7 +106,7 @@ def gated_experts(activation: Callable[[torch.Tensor], torch.Tensor] = F.silu) -
 def grouped_linear(
     rows: torch.Tensor, weight: ExpertWeight, groups: RowGroups, *, transposed: bool = False
 ) -> torch.Tensor:
-    """`rows [N, in]` times each group's own `weight [G, out, in]`, to `[N, out]`. Differentiable.
+    """`rows [N, in]` times the `weight [G, out, in]` of each group, `[N, out]`. Differentiable.
 
     Args:
         transposed: the weights are `[G, in, out]`.
@@ -115,28 +117,15 @@ def grouped_linear(
 
 
 def grouped_bias(rows: torch.Tensor, bias: ExpertWeight, groups: RowGroups) -> torch.Tensor:
-    """`rows [N, out]` plus each group's own `bias [G, out]`. Differentiable."""
+    """`rows [N, out]` plus the `bias [G, out]` of each group. Differentiable."""
     if bias.is_list:
         return rows + torch.cat([b.expand(count, -1) for b, count in zip(bias.tensors, groups.counts, strict=True)])
     repeats = groups.ends.diff(prepend=groups.ends.new_zeros(1))
     return rows + bias.tensor.repeat_interleave(repeats, dim=0, output_size=len(rows))
 
 
-class _Again(torch.autograd.Function):
-    """The values that a tensor had, for its gradient."""
-
-    @staticmethod
-    def forward(ctx: Any, tensor: torch.Tensor, again: Callable[[], torch.Tensor]) -> torch.Tensor:
-        return again().detach()
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None]:
-        return grads[0], None
-
-
 class _GroupedLinear(torch.autograd.Function):
-    """Of a list of weights every one gets its gradient by itself, zeros if it has no rows."""
+    """`grouped_linear`. Each weight of a list gets its own gradient, zeros if it has no rows."""
 
     @staticmethod
     def forward(
@@ -164,15 +153,12 @@ class _GroupedLinear(torch.autograd.Function):
             grad_rows = _rows_by_weight(grad, _oriented(values, ctx.transposed), ctx.groups)
         if any(ctx.needs_input_grad[5:]):
             outer, inner = (rows, grad) if ctx.transposed else (grad, rows)
-            if ctx.is_list:
-                grad_weights = _weight_gradients(outer, inner, ctx.groups)
-            else:
-                grad_weights = [_weight_gradient(outer, inner, ctx.groups)]
+            grad_weights = _weight_gradients(outer, inner, ctx.groups, is_list=ctx.is_list)
         return grad_rows, None, None, None, None, *grad_weights
 
 
 def _oriented(weight: torch.Tensor | Sequence[torch.Tensor], transposed: bool) -> torch.Tensor | Sequence[torch.Tensor]:
-    """The weights themselves, or their transposes."""
+    """The weights or their transposes."""
     if not transposed:
         return weight
     return weight.transpose(-2, -1) if isinstance(weight, torch.Tensor) else [one.t() for one in weight]
@@ -186,45 +172,36 @@ def _rows_by_weight(
         return F.grouped_mm(rows, weight, offs=groups.ends)
     width = weight.shape[-1] if isinstance(weight, torch.Tensor) else weight[0].shape[-1]
     out = rows.new_empty(len(rows), width)
-    if len(rows) == 0:
-        return out
     for index, (part, out_part) in enumerate(zip(rows.split(groups.counts), out.split(groups.counts), strict=True)):
         torch.mm(part, weight[index], out=out_part)
     return out
 
 
-def _weight_gradients(outer: torch.Tensor, inner: torch.Tensor, groups: RowGroups) -> list[torch.Tensor]:
-    """`outer [N, a]` and `inner [N, b]` to G tensors `[a, b]` in memory of their own."""
-    parts = zip(outer.split(groups.counts), inner.split(groups.counts), strict=True)
-    return [
-        torch.mm(left.t(), right) if len(left) else outer.new_zeros(left.shape[1], right.shape[1])
-        for left, right in parts
-    ]
-
-
-def _weight_gradient(outer: torch.Tensor, inner: torch.Tensor, groups: RowGroups) -> torch.Tensor:
-    """`outer [N, a]` and `inner [N, b]` to `[G, a, b]`."""
-    if len(outer) == 0:
-        return outer.new_zeros(len(groups.counts), outer.shape[-1], inner.shape[-1])
-    if _has_grouped_kernel(outer, inner):
+def _weight_gradients(
+    outer: torch.Tensor, inner: torch.Tensor, groups: RowGroups, *, is_list: bool
+) -> Sequence[torch.Tensor]:
+    """`outer [N, a]` and `inner [N, b]` to G tensors `[a, b]` in memory of their own, or to one `[G, a, b]`."""
+    if not is_list and len(outer) and _has_grouped_kernel(outer, inner):
         gradient = F.grouped_mm(outer.t(), inner, offs=groups.ends)
         if gradient.is_cuda:
-            # Some GPUs' kernels leave the products of no rows as they find them.
+            # Some kernels do not write the products of groups without rows.
             for index, count in enumerate(groups.counts):
                 if count == 0:
                     gradient[index].zero_()
-        return gradient
-    out = outer.new_empty(len(groups.counts), outer.shape[-1], inner.shape[-1])
-    for index, (left, right) in enumerate(zip(outer.split(groups.counts), inner.split(groups.counts), strict=True)):
-        torch.mm(left.t(), right, out=out[index])
-    return out
+        return [gradient]
+    shape = outer.shape[1], inner.shape[1]
+    stack = [] if is_list else [outer.new_empty(len(groups.counts), *shape)]
+    targets = [outer.new_empty(shape) for _ in groups.counts] if is_list else stack[0].unbind()
+    for target, left, right in zip(targets, outer.split(groups.counts), inner.split(groups.counts), strict=True):
+        torch.mm(left.t(), right, out=target)
+    return stack or targets
 
 
 def _has_grouped_kernel(*operands: torch.Tensor) -> bool:
-    """`grouped_mm` takes neither float64 nor rows that are not whole multiples of 16 bytes.
+    """Whether `grouped_mm` supports the operands: not float64, and rows that are multiples of 16 bytes.
 
-    On CUDA it has a kernel for bfloat16 on some GPUs; elsewhere it would wait for the device to learn the counts, which
-    the host knows.
+    On CUDA it has a kernel for bfloat16 on some GPUs. Elsewhere it would wait for the device to read the counts, which
+    are known on the host.
     """
     if operands[0].is_cuda and (
         operands[0].dtype is not torch.bfloat16

@@ -1,1 +1,1 @@
-"""Home experts, their optimizer state, and the logical order of both."""
+"""Home experts: parameters, optimizer state, moves, logical order, checks for changes."""

@@ -1,4 +1,4 @@
-"""Several tensors in one piece of memory, so that one copy, or one mapping, brings them all."""
+"""Several tensors in one piece of memory, for one copy or one mapping of all of them."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 
 from trimtab.array_type import Array
 
-# Tensors start on cache lines.
+# Bytes; tensors start on cache lines.
 ALIGNMENT = 64
 
 Like = tuple[Sequence[int], torch.dtype]
@@ -17,7 +17,7 @@ Like = tuple[Sequence[int], torch.dtype]
 
 
 def packed_bytes(like: Sequence[Like]) -> int:
-    """Bytes that tensors take, one after the other."""
+    """Bytes of memory for tensors, one after the other."""
     return sum(_aligned(shape, dtype) for shape, dtype in like)
 
 
@@ -31,11 +31,11 @@ def carve(memory: torch.Tensor, like: Sequence[Like]) -> list[torch.Tensor]:
     return tensors
 
 
-def upload(arrays: Sequence[Array], device: torch.device) -> list[torch.Tensor]:
-    """Bring host arrays to a device in one copy, for which the host does not wait on CUDA."""
-    hosts = [torch.from_numpy(array) for array in arrays]
+def upload(arrays: Sequence[Array | torch.Tensor], device: torch.device) -> list[torch.Tensor]:
+    """Copy arrays from the host to a device in one copy; on CUDA the host does not wait for it."""
+    hosts = [torch.as_tensor(array) for array in arrays]
     like = [(host.shape, host.dtype) for host in hosts]
-    # torch keeps pinned memory from being used again before the copy is done.
+    # torch does not reuse pinned memory before the copy is complete.
     packed = torch.empty(packed_bytes(like), dtype=torch.uint8, pin_memory=device.type == "cuda")
     for target, host in zip(carve(packed, like), hosts, strict=True):
         target.copy_(host)

@@ -1,7 +1,7 @@
-"""Weights and optimizer state in logical expert order: whole tensors to leave the runtime with, and the way back.
+"""`LogicalState`: weights and optimizer state with the experts of all ranks in logical order.
 
-Knows which rows of an expert tensor are whose; knows nothing of files. A stack of experts becomes one tensor `[E, ...]`
-of the same name. A list becomes E tensors `[...]`, whose names have the logical expert id in place of the row.
+A stack of experts becomes one tensor `[E, ...]` of the same name. A list becomes E tensors `[...]`, with the logical
+expert id in place of the row in their names.
 """
 
 from __future__ import annotations
@@ -14,11 +14,12 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from trimtab.array_type import Array
 from trimtab.errors import InputError
 from trimtab.runtime.ranks.topology import Topology
 from trimtab.runtime.state.home_experts import HomeExperts
 from trimtab.runtime.state.numbered_names import NumberedName, find_number
-from trimtab.runtime.state.optimizer_rows import describe_state, rows_of_state, tensors_of_state
+from trimtab.runtime.state.optimizer_rows import describe_state, expert_state
 
 StateValue = torch.Tensor | int | float
 """One entry of an optimizer's state for one parameter."""
@@ -26,11 +27,12 @@ StateValue = torch.Tensor | int | float
 
 @dataclass(frozen=True)
 class _Place:
-    """What a name of the model's state stands for.
+    """The expert tensor that a name of the model's state refers to.
 
     Attributes:
-        row: of the expert among its layer's home experts; None for a stack of them.
-        name: by expert; None for a stack.
+        layer: its layer.
+        row: the expert's row among the layer's home experts; None for a stack.
+        name: the name with a variable expert id; None for a stack.
     """
 
     layer: HomeExperts
@@ -38,10 +40,16 @@ class _Place:
     name: NumberedName | None = None
 
     @property
-    def expert(self) -> int:
-        """Logical id of the expert that is in this place now."""
+    def homes(self) -> list[Array]:
+        """Logical ids of the home experts of each rank now, ascending."""
+        home_E = self.layer.home_E
+        return [np.flatnonzero(home_E == rank) for rank in np.unique(home_E)]
+
+    def name_of(self, home: Array) -> str:
+        """The name in the logical state of the expert in this row of a rank's home experts."""
+        assert self.name is not None
         assert self.row is not None
-        return int(self.layer.home_experts[self.row])
+        return self.name.with_number(int(home[self.row]))
 
 
 class LogicalState:
@@ -60,17 +68,16 @@ class LogicalState:
     def weights(self, model: torch.nn.Module, *, everywhere: bool = False) -> Iterator[tuple[str, torch.Tensor]]:
         """The model's state, name by name, with the experts of all ranks in logical order.
 
-        Iterate to the end on every rank. A rank holds one gathered stack, or one expert of each rank, at a time, unless
-        it keeps more.
+        Every rank must iterate to the end. At a time, one gathered stack, or one expert of each rank, is in memory.
 
         Args:
-            everywhere: give it to every rank; else only the group's rank 0 is given anything.
+            everywhere: yield on every rank; else only on the group's rank 0.
 
         Yields:
             Names and tensors that may share memory with the model.
 
         Raises:
-            InputError: if the names of a list's Parameters do not tell the expert; see `find_number`.
+            InputError: if the names of a list's Parameters have no expert number; see `find_number`.
         """
         places = self._places(model)
         for name, value in model.state_dict().items():
@@ -78,10 +85,10 @@ class LogicalState:
                 yield whole_name, whole if everywhere else whole.cpu()
 
     def load_weights(self, model: torch.nn.Module, state: Mapping[str, torch.Tensor]) -> None:
-        """Give this rank its rows of whole tensors, under its present homes. Not a collective.
+        """Load this rank's rows of whole tensors, under the present homes. Not a collective.
 
         Args:
-            state: as `weights` yields it, from any number of ranks; on every rank.
+            state: as `weights` yields it, from a run with any number of ranks; the same on every rank.
 
         Raises:
             InputError: naming a tensor that is missing, unknown, or of another shape; as `weights`.
@@ -105,15 +112,15 @@ class LogicalState:
     ) -> Iterator[tuple[str, dict[str, StateValue]]]:
         """The optimizer's state, parameter by parameter, with the experts of all ranks in logical order.
 
-        Iterate to the end on every rank; only the group's rank 0 is given anything.
+        Every rank must iterate to the end; only the group's rank 0 yields.
 
         Yields:
-            Parameter names, and their state by key: tensors on the host, that may share memory with the optimizer, and
+            Parameter names, and their state by key: tensors on the host, which may share memory with the optimizer, and
             numbers. Parameters without state are left out.
 
         Raises:
-            InputError: as `rows_of_state` and `weights`; if the ranks' states don't go together, or a parameter is not
-                the model's.
+            InputError: as `expert_state` and `weights`; if the ranks' states differ in structure, or a parameter is not
+                in the model.
         """
         places = self._places(model)
         parameters = dict(model.named_parameters())
@@ -121,7 +128,7 @@ class LogicalState:
         for parameter in (parameter for group in optimizer.param_groups for parameter in group["params"]):
             if parameter not in named:
                 raise InputError(
-                    f"{type(optimizer).__name__} trains a tensor {_shape(parameter)} that is not the model's"
+                    f"{type(optimizer).__name__} trains a tensor {_shape(parameter)} that is not in the model"
                 )
         self._check_ranks_agree(optimizer, {name: parameters[name] for name in places if name in parameters}, places)
         for name, parameter in parameters.items():
@@ -132,7 +139,7 @@ class LogicalState:
                 whole_name: dict(values) for whole_name in _whole_names(place, name)
             }
             if place is not None:
-                rows = (rows_of_state if place.row is None else tensors_of_state)(optimizer, parameter)
+                rows = expert_state(optimizer, parameter, is_stack=place.row is None)
                 for key in sorted(rows):
                     for whole_name, value in self._gather(place, name, rows[key]).items():
                         whole[whole_name][key] = value
@@ -149,12 +156,12 @@ class LogicalState:
         optimizer: torch.optim.Optimizer,
         state: Mapping[str, Mapping[str, StateValue]],
     ) -> None:
-        """Put whole state in place of the optimizer's, with this rank's rows under its present homes. Not a collective.
+        """Replace the optimizer's state by this rank's rows of whole state, under the present homes. Not a collective.
 
-        Learning rates and other settings of the optimizer stay as they are.
+        Learning rates and other settings of the optimizer do not change.
 
         Args:
-            state: as `optimizer_state` yields it, from any number of ranks; on every rank.
+            state: as `optimizer_state` yields it, from a run with any number of ranks; the same on every rank.
 
         Raises:
             InputError: naming a parameter that the model does not have, or state that does not fit it.
@@ -176,14 +183,14 @@ class LogicalState:
         trained = [parameter for group in optimizer.param_groups for parameter in group["params"]]
         packed["state"] = {index: mine[parameter] for index, parameter in enumerate(trained) if parameter in mine}
         optimizer.load_state_dict(packed)
-        # It brings everything to where the optimizer wants it, but rounds what is wider than its parameter.
+        # load_state_dict moves tensors to the device, but also casts them to the dtype of the parameter.
         for parameter, values in mine.items():
             for key, value in values.items():
                 if isinstance(value, torch.Tensor) and value.ndim > 0:
                     optimizer.state[parameter][key] = value.to(parameter.device)
 
     def _places(self, model: torch.nn.Module) -> dict[str, _Place]:
-        """What the names of expert parameters stand for."""
+        """The expert tensors, by name."""
         names: dict[int, list[str]] = {}
         for name, parameter in model.named_parameters(remove_duplicate=False):
             names.setdefault(id(parameter), []).append(name)
@@ -208,29 +215,27 @@ class LogicalState:
     def _gather(
         self, place: _Place | None, name: str, value: torch.Tensor, *, everywhere: bool = False
     ) -> dict[str, torch.Tensor]:
-        """What all ranks have in one place, by name; nothing but on rank 0 unless `everywhere`."""
+        """The tensors of all ranks in one place, by name; empty on ranks other than 0 unless `everywhere`."""
         if place is None:
             return {name: value} if everywhere or self._topology.rank == 0 else {}
         rows = value if place.row is None else value[None]
         parts = self._exchange(rows, everywhere=everywhere)
         if parts is None:
             return {}
-        home_E = place.layer.home_E
-        homes = [np.flatnonzero(home_E == rank) for rank in range(len(parts))]
         if place.row is not None:
-            assert place.name is not None
             return {
-                place.name.with_number(int(home[place.row])): part.view(value.dtype).reshape(value.shape)
-                for home, part in zip(homes, parts, strict=True)
+                place.name_of(home): part.view(value.dtype).reshape(value.shape)
+                for home, part in zip(place.homes, parts, strict=True)
             }
-        whole = parts[0].new_empty(len(home_E), parts[0].shape[1])
-        for home, part in zip(homes, parts, strict=True):
+        num_experts = len(place.layer.home_E)
+        whole = parts[0].new_empty(num_experts, parts[0].shape[1])
+        for home, part in zip(place.homes, parts, strict=True):
             whole[torch.from_numpy(home).to(whole.device)] = part
-        return {name: whole.view(value.dtype).reshape(len(home_E), *value.shape[1:])}
+        return {name: whole.view(value.dtype).reshape(num_experts, *value.shape[1:])}
 
     def _exchange(self, rows: torch.Tensor, *, everywhere: bool) -> list[torch.Tensor] | None:
         """All ranks' `rows [n, ...]` as bytes `[n, b]`, everywhere or on rank 0."""
-        # As bytes, since not every type of optimizer state can travel.
+        # As bytes, since backends do not support all dtypes of optimizer state.
         data = rows.detach().reshape(len(rows), -1).contiguous().view(torch.uint8)
         group = self._topology.experts
         parts = (
@@ -245,7 +250,7 @@ class LogicalState:
         return parts
 
     def _own(self, place: _Place | None, name: str, whole: torch.Tensor) -> torch.Tensor:
-        """What this rank has of a whole tensor: its rows `[H, ...]` of a stack, else all of it."""
+        """This rank's part of a whole tensor: its rows `[H, ...]` of a stack, else all of it."""
         if place is None or place.row is not None:
             return whole
         home_E = place.layer.home_E
@@ -254,7 +259,7 @@ class LogicalState:
         return whole[torch.from_numpy(place.layer.home_experts).to(whole.device)]
 
     def _own_value(self, place: _Place | None, name: str, value: StateValue) -> StateValue:
-        """The same of a value of optimizer state, where single numbers belong to all experts; copied."""
+        """A copy of this rank's part of a value of optimizer state; single numbers are shared by all experts."""
         if not isinstance(value, torch.Tensor):
             return value
         return (self._own(place, name, value) if value.ndim else value).clone()
@@ -277,23 +282,18 @@ class LogicalState:
                 if other[name] != of_first:
                     raise InputError(
                         f"{type(optimizer).__name__}: the state of {name!r} is {other[name]} on rank {rank} and "
-                        f"{of_first} on rank 0; it should be alike"
+                        f"{of_first} on rank 0; it should be equal"
                     )
 
 
 def _whole_names(place: _Place | None, name: str) -> list[str]:
-    """The names under which all ranks' experts in a place leave."""
-    if place is None or place.name is None:
-        return [name]
-    assert place.row is not None
-    home_E = place.layer.home_E
-    homes = [np.flatnonzero(home_E == rank) for rank in np.unique(home_E)]
-    return [place.name.with_number(int(home[place.row])) for home in homes]
+    """The names in the logical state of all ranks' experts in a place."""
+    return [name] if place is None or place.name is None else [place.name_of(home) for home in place.homes]
 
 
 def _own_name(place: _Place | None, name: str) -> str:
-    """The name under which this rank's expert in a place leaves."""
-    return name if place is None or place.name is None else place.name.with_number(place.expert)
+    """The name in the logical state of this rank's expert in a place."""
+    return name if place is None or place.name is None else place.name_of(place.layer.home_experts)
 
 
 def _shape(tensor: torch.Tensor) -> list[int]:

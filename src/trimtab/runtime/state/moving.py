@@ -1,4 +1,4 @@
-"""Experts to new homes between steps: their rows of weights and of optimizer state change ranks together."""
+"""`move_experts`: moves experts to new homes between steps, with their rows of weights and of optimizer state."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from trimtab.runtime.state.optimizer_rows import describe_state, state_by_row
 def move_experts(
     layers: Sequence[HomeExperts], home_LE: Array, optimizers: Sequence[torch.optim.Optimizer], topology: Topology
 ) -> int:
-    """Bring all experts to new homes, once `check_movable` found nothing on any rank. Collective over the ranks of an
+    """Move experts to new homes, after `check_movable` has passed on all ranks. Collective over the ranks of an
     expert-parallel group.
 
     Args:
-        home_LE: `[L, E]` int16, as many experts on every rank as now.
-        optimizers: whose state moves along.
+        home_LE: `[L, E]` int16, the new homes; every rank keeps its number of experts.
+        optimizers: optimizers whose state moves with the experts.
 
     Returns:
         Bytes that this rank sent to others.
@@ -39,11 +39,11 @@ def move_experts(
 
 
 def check_movable(layers: Sequence[HomeExperts], home_LE: Array, optimizers: Sequence[torch.optim.Optimizer]) -> None:
-    """Look at everything that `move_experts` would move. Not a collective; no rank may move if another one can't.
+    """Check everything that `move_experts` would move. Not a collective.
 
     Raises:
         InputError: if an optimizer keeps state of an expert that can't move; see `state_by_row`.
-        RuntimeError: if gradients wait for an optimizer step.
+        RuntimeError: if a gradient that no optimizer has used would be lost.
     """
     for layer in _moved(layers, home_LE):
         for parameter in layer.parameters:
@@ -58,7 +58,7 @@ def check_movable(layers: Sequence[HomeExperts], home_LE: Array, optimizers: Seq
 def state_to_move(
     layers: Sequence[HomeExperts], home_LE: Array, optimizers: Sequence[torch.optim.Optimizer]
 ) -> dict[str, object]:
-    """What should be the same on all ranks for `move_experts`, by name, once `check_movable` found nothing."""
+    """Optimizer state that must be equal on all ranks before `move_experts`, by name. Call `check_movable` first."""
     return {
         f"optimizer state of {_where(layer, t)}": [
             describe_state(optimizer, parameters_of(tensor)[0], is_stack=isinstance(tensor, torch.Tensor))
@@ -76,7 +76,7 @@ def _moved(layers: Sequence[HomeExperts], home_LE: Array) -> list[HomeExperts]:
 def _rows_of(
     layer: HomeExperts, optimizers: Sequence[torch.optim.Optimizer]
 ) -> list[torch.Tensor | list[torch.Tensor]]:
-    """All stacks and lists whose rows are the layer's home experts, in an order that all ranks share."""
+    """All stacks and lists whose rows are the layer's home experts, in the same order on all ranks."""
     found: list[torch.Tensor | list[torch.Tensor]] = []
     for t, tensor in enumerate(layer.tensors):
         found.append(tensor.detach() if isinstance(tensor, torch.Tensor) else [p.detach() for p in tensor])
@@ -90,17 +90,16 @@ def _where(layer: HomeExperts, t: int) -> str:
 
 
 class _Route:
-    """Which rows of one layer go where, and in which order they then stand."""
+    """The exchange of one layer's rows between ranks: rows sent and received, and their order."""
 
     def __init__(self, old_E: Array, new_E: Array, topology: Topology) -> None:
         self._group, self._rank = topology.experts, topology.rank
-        ranks = np.arange(topology.num_ranks)
         mine = np.flatnonzero(old_E == self._rank)
         # Rows leave ordered by rank, there by expert; they arrive ordered by source, there by expert.
         self._leaving = torch.from_numpy(np.argsort(new_E[mine], kind="stable"))
-        self._send = [int(np.count_nonzero(new_E[mine] == rank)) for rank in ranks]
+        self._send = np.bincount(new_E[mine], minlength=topology.num_ranks).tolist()
         arriving = np.flatnonzero(new_E == self._rank)
-        self._receive = [int(np.count_nonzero(old_E[arriving] == rank)) for rank in ranks]
+        self._receive = np.bincount(old_E[arriving], minlength=topology.num_ranks).tolist()
         order = np.argsort(old_E[arriving], kind="stable")
         self._arriving = torch.from_numpy(np.argsort(order, kind="stable"))
 

@@ -1,4 +1,4 @@
-"""Names of an expert's tensors: which number in them is the expert's."""
+"""`find_number`: the number in Parameter names that counts the experts."""
 
 from __future__ import annotations
 
@@ -8,16 +8,16 @@ from dataclasses import dataclass
 
 from trimtab.errors import InputError
 
-# `re.split` then gives texts and numbers in turn.
+# With this pattern `re.split` returns texts and numbers alternately.
 _NUMBER = re.compile(r"(\d+)")
 
 
 @dataclass(frozen=True)
 class NumberedName:
-    """A name with room for a number.
+    """A name with a variable number.
 
     Attributes:
-        head, tail: what comes before and after the number.
+        head, tail: the text before and after the number.
     """
 
     head: str
@@ -28,7 +28,7 @@ class NumberedName:
 
 
 def find_number(names: Sequence[str], others: Iterable[str]) -> NumberedName:
-    """The one number in which names differ, as in `experts.0.w1.weight`, `experts.1.w1.weight`.
+    """Find the number in which names differ, as in `experts.0.w1.weight`, `experts.1.w1.weight`.
 
     A single name may have several zeros. Then a zero counts if it is one in all other names of the same form too, and
     the last of these is taken.
@@ -51,8 +51,8 @@ def find_number(names: Sequence[str], others: Iterable[str]) -> NumberedName:
         and all(part[:place] == first[:place] and part[place + 1 :] == first[place + 1 :] for part in parts)
     ]
     if len(names) == 1:
-        alike = [part for part in map(_NUMBER.split, others) if part[::2] == first[::2]]
-        places = [place for place in places if all(part[place] == "0" for part in alike)]
+        same_form = [part for part in map(_NUMBER.split, others) if part[::2] == first[::2]]
+        places = [place for place in places if all(part[place] == "0" for part in same_form)]
     if not places:
         raise InputError(
             f"the experts of one layer are named {', '.join(map(repr, names[:3]))}{', ...' if len(names) > 3 else ''}; "

@@ -1,6 +1,6 @@
-"""`OptimizerWatch`: tells a session of all optimizer steps in the process, since any of them may change its weights.
+"""`OptimizerWatch`: hooks before and after all optimizer steps of the process, since any of them may change weights.
 
-An optimizer may hold other tensors that it copies to the parameters: masters of another precision, flat buffers.
+An optimizer may hold tensors that it copies to the parameters later: masters of another precision, flat buffers.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ _handles: list[RemovableHandle] = []
 
 
 def _watch(watch: OptimizerWatch) -> None:
-    """Let all optimizer steps call it, for as long as it exists.
+    """Call the watch at all optimizer steps until it is garbage-collected.
 
-    The hooks are registered once and stay: a hook that is removed by garbage collection in the middle of an optimizer
-    step would change torch's dictionary of hooks while torch iterates over it.
+    The hooks are registered once and never removed: removal by garbage collection in the middle of an optimizer step
+    would change torch's dictionary of hooks while torch iterates over it.
     """
     _watches.add(watch)
     if not _handles:
@@ -47,10 +47,10 @@ class OptimizerWatch:
 
     Args:
         experts: reads the session's expert parameters.
-        before, after: told whether the optimizer holds experts of the session.
+        before, after: called with whether the optimizer holds experts of the session.
 
     Attributes:
-        registered: optimizers that train the experts, whatever tensors they hold.
+        registered: optimizers that train the experts; they may hold other tensors than the parameters.
     """
 
     def __init__(self, experts: Callable[[], Sequence[torch.nn.Parameter]], before: Step, after: Step) -> None:
@@ -60,11 +60,11 @@ class OptimizerWatch:
         _watch(self)
 
     def before(self, optimizer: torch.optim.Optimizer) -> None:
-        """An optimizer is about to step."""
+        """Called before an optimizer step."""
         self._before(self._holds_experts(optimizer))
 
     def after(self, optimizer: torch.optim.Optimizer) -> None:
-        """An optimizer has stepped."""
+        """Called after an optimizer step."""
         self._after(self._holds_experts(optimizer))
 
     def _holds_experts(self, optimizer: torch.optim.Optimizer) -> bool:

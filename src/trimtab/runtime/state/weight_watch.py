@@ -1,8 +1,8 @@
-"""`WeightWatch`: did the experts' parameters change since copies of them were made?
+"""`WeightWatch`: detects changes of the experts' parameters since copies of them were made.
 
 Copies are staging memory in another dtype, mirrors in host memory, and replicas in slots. Most changes show in a
-parameter's address or version. Writes through `.data`, to a flat buffer behind it, and fused optimizers show in
-neither: the session expects them after `finish_gradients` and after an optimizer step, and `verify` finds the rest.
+parameter's address or version. Writes through `.data`, to a flat buffer behind it, and by fused optimizers show in
+neither: the session assumes them after `finish_gradients` and after an optimizer step; `verify` detects the rest.
 """
 
 from __future__ import annotations
@@ -13,45 +13,46 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from trimtab.errors import InputError
-from trimtab.runtime.state.home_experts import HomeExperts, check_alike, names_of, parameters_of
+from trimtab.runtime.state.home_experts import HomeExperts
+from trimtab.runtime.state.parameter_checks import check_current_parameters
 
 # Elements of each tensor of an expert that `verify` compares.
 SAMPLES = 16
 
 Mark = tuple[int, int, int, bool]
-"""Of a parameter its storage, address and version, and whether it is trained."""
+"""Storage, address and version of a parameter, and whether it is trained."""
 
 
 class WeightWatch:
-    """Remembers the parameters as they were when copies were made.
+    """The state of the parameters when copies were made.
 
     Args:
-        layers: all of the session's.
-        verify: compare sampled elements of every expert, too.
+        layers: all layers of the session.
+        verify: also compare sampled elements of every expert.
 
     Attributes:
-        steps: of optimizers that hold the parameters.
+        steps: number of steps of optimizers that hold the parameters.
     """
 
     def __init__(self, layers: Sequence[HomeExperts], *, verify: bool) -> None:
         self._layers = layers
         self._verify = verify
         self._marks: list[list[Mark]] = []
-        # So that no other storage gets the same mark.
+        # Keeps storages from being reused, so that marks are unique.
         self._storages: list[StorageWeakRef] = []
         self._steps = 0
         self.steps = 0
         self._samples: list[list[torch.Tensor]] = []
 
     def compare(self, announced: bool) -> tuple[bool, list[bool], Exception | None]:
-        """Compare the parameters with what they were.
+        """Compare the parameters with their state when copies were made.
 
         Args:
-            announced: they are known to have changed.
+            announced: the parameters are known to have changed.
 
         Returns:
-            Whether they changed visibly, are known to have, or were never copied; which are trained; and what is wrong
-            with them.
+            Whether they changed, are announced to have changed, or were never copied; which of them are trained; the
+            error if they are unusable.
         """
         marks = [_marks(layer) for layer in self._layers]
         trained = [mark[3] for of_layer in marks for mark in of_layer]
@@ -59,15 +60,15 @@ class WeightWatch:
         try:
             if changed:
                 for layer in self._layers:
-                    _check_parameters(layer)
+                    check_current_parameters(layer)
             elif self._verify:
                 self._compare_samples()
         except (InputError, RuntimeError) as error:
             return changed, trained, error
         return changed, trained, None
 
-    def remember(self) -> None:
-        """Copies were made: from here on they are held against the present parameters."""
+    def store(self) -> None:
+        """Store the present state of the parameters, of which copies were just made."""
         self._marks = [_marks(layer) for layer in self._layers]
         self._storages = [StorageWeakRef(p.untyped_storage()) for layer in self._layers for p in layer.parameters]
         self._steps = self.steps
@@ -86,7 +87,7 @@ class WeightWatch:
     def _compare_samples(self) -> None:
         for layer, before in zip(self._layers, self._samples, strict=True):
             for tensor, (then, now) in enumerate(zip(before, _samples(layer), strict=True)):
-                # As bytes, since NaN is not NaN.
+                # As bytes, since NaN differs from NaN.
                 differs_H = (then.view(torch.uint8) != now.view(torch.uint8)).flatten(1).any(dim=1)
                 if differs_H.any():
                     row = int(differs_H.nonzero()[0])
@@ -105,7 +106,7 @@ def _marks(layer: HomeExperts) -> list[Mark]:
 
 
 def _samples(layer: HomeExperts) -> list[torch.Tensor]:
-    """`[H, S]` for each tensor."""
+    """Sampled elements of each tensor, `[H, S]`."""
     samples = []
     for tensor, (shape, _) in zip(layer.tensors, layer.likes, strict=True):
         size = shape[1:].numel()
@@ -115,27 +116,3 @@ def _samples(layer: HomeExperts) -> list[torch.Tensor]:
         else:
             samples.append(torch.stack([parameter.detach().flatten()[places] for parameter in tensor]))
     return samples
-
-
-def _check_parameters(layer: HomeExperts) -> None:
-    """Raises InputError if parameters are not what the layer was made for."""
-    home = layer.home_experts
-    for t, (tensor, (shape, dtype)) in enumerate(zip(layer.tensors, layer.likes, strict=True)):
-        is_stack = isinstance(tensor, torch.Tensor)
-        if not is_stack and len(tensor) != shape[0]:
-            raise InputError(
-                f"MoE layer {layer.index}: expert tensor {t} was added as a list of {shape[0]} tensors and has "
-                f"{len(tensor)} now"
-            )
-        like = shape if is_stack else shape[1:]
-        for parameter, name in zip(parameters_of(tensor), names_of(t, tensor, home), strict=True):
-            where = f"MoE layer {layer.index}: {name}"
-            if (parameter.shape, parameter.dtype) != (like, dtype):
-                raise InputError(
-                    f"{where} was added as {list(like)} {dtype} and is {list(parameter.shape)} {parameter.dtype} now; "
-                    "convert the model before its experts are added to the session"
-                )
-            if parameter.is_meta or (parameter.numel() and parameter.untyped_storage().nbytes() == 0):
-                raise InputError(f"{where} has no memory now; load or onload the experts before a micro-step")
-        if not isinstance(tensor, torch.Tensor):
-            check_alike(layer.index, t, tensor, home)

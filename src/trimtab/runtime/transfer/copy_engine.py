@@ -1,8 +1,8 @@
-"""Copies that run beside the compute: on a thread where memory is the host's, on a side stream where it is CUDA's.
+"""`BackgroundCopies`: copies during compute, on a thread for host memory, on a side stream for CUDA memory.
 
-On CUDA the order is kept by streams: a copy begins after the compute that was queued before it, which may still read
-the target, and who uses the target waits for the copy's event. Tests without a GPU check this order on simulated
-streams (`tests/helpers/late_device.py`).
+On CUDA streams keep the order: a copy starts after compute that was queued before it, which may still read the target,
+and users of the target wait for the copy's event. Tests without a GPU check this order on simulated streams
+(`tests/helpers/late_device.py`).
 """
 
 from __future__ import annotations
@@ -17,10 +17,11 @@ import torch
 from trimtab.runtime.transfer import streams
 
 Wait = Callable[[], object]
+"""Waits for a transfer: on the host, or on the current CUDA stream."""
 
 
 class BackgroundCopies:
-    """Copies tensors in the order asked for, while the caller goes on."""
+    """Copies tensors in the order of the calls, without blocking the caller."""
 
     def __init__(self, device: torch.device) -> None:
         self._cpu_s = 0.0
@@ -29,10 +30,10 @@ class BackgroundCopies:
         self._pool = ThreadPoolExecutor(1, "trimtab-copies") if self._stream is None else None
 
     def start(self, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> Wait:
-        """Copy (target, source) pairs of equal shape and dtype, once what was queued before this call is done.
+        """Copy (target, source) pairs of equal shape and dtype, after compute that was queued before this call.
 
         Returns:
-            What to call before the targets are used: on CUDA it lets the current stream wait, not the host.
+            A function to call before the targets are used. On CUDA the current stream waits, not the host.
         """
         if self._stream is not None:
             return self._on_stream(self._stream, pairs)
@@ -40,7 +41,7 @@ class BackgroundCopies:
         return self._pool.submit(self._copy, [(_bytes(target), _bytes(source)) for target, source in pairs]).result
 
     def take_cpu_s(self) -> float:
-        """Seconds of CPU time that the copying thread has spent since this was last asked."""
+        """Seconds of CPU time of the copying thread since the last call."""
         spent, self._cpu_s = self._cpu_s, 0.0
         return spent
 
@@ -49,7 +50,7 @@ class BackgroundCopies:
             self._pool.shutdown()
 
     def _copy(self, pairs: Sequence[tuple[np.ndarray, np.ndarray]]) -> None:
-        # numpy copies without the interpreter's lock, on this thread alone.
+        # numpy copies without the interpreter's lock, on this thread only.
         start = time.thread_time()
         for target, source in pairs:
             np.copyto(target, source)

@@ -1,4 +1,4 @@
-"""`Counters`: what transfers moved, and for how long they held up the compute."""
+"""`Counters`: bytes of transfers, the time for which compute waited for them, and counts of special cases."""
 
 from __future__ import annotations
 
@@ -18,23 +18,23 @@ from trimtab.runtime.transfer.copy_engine import Wait
 
 @dataclass(eq=False)
 class Counters:
-    """What transfers came to, since it was last taken.
+    """Counters of a rank since they were last cleared.
 
     Attributes:
-        peer_bytes: replica weights that this rank sent to others, or pulled from its neighbours' memory.
-        host_bytes: replica weights that it copied from its node's mirror.
+        peer_bytes: replica weights that this rank sent to others, or copied from other ranks' memory.
+        host_bytes: replica weights that this rank copied from its node's mirror.
         mirror_bytes: weights that this rank sent to the mirrors of other nodes.
-        gradient_bytes: replica gradients that this rank sent home.
-        moved_bytes: rows of experts that this rank sent to their new homes.
-        refresh_s: seconds that bringing changed weights into staging memory and mirrors took.
-        waited_s: seconds on the host that compute waited for transfers.
-        waits: (start, end) events of waits on the device that it had not come to yet.
-        unplanned_micro_steps: those that ran without a plan.
+        gradient_bytes: replica gradients that this rank sent to home ranks.
+        moved_bytes: rows of experts that this rank sent to new homes.
+        refresh_s: seconds of copying changed weights to staging memory and mirrors.
+        waited_s: seconds for which compute waited for transfers.
+        waits: (start, end) events of waits on the device that are not in `waited_s` yet.
+        unplanned_micro_steps: micro-steps that ran without a plan.
         live_calls: calls of layers on live routing, outside of any micro-step, while there was a plan.
-        mixed_instances: planned ones whose unknown rows the ranks had to count.
-        abandoned_backwards: that failed, so that gradients of replicas under way were dropped.
-        recorder: takes notes while somebody wants them.
-        lockstep: looks whether the ranks agree while this one waits on the host.
+        mixed_instances: planned instances with unknown rows, whose counts the ranks exchanged.
+        abandoned_backwards: failed backwards whose replica gradients in transfer were dropped.
+        recorder: the active Recorder, or None.
+        lockstep: compares the ranks' logs while this rank waits on the host.
     """
 
     peer_bytes: int = 0
@@ -52,37 +52,36 @@ class Counters:
     recorder: Recorder | None = None
     lockstep: Lockstep | None = None
 
-    def noted(self, activity: int) -> AbstractContextManager[None]:
+    def recorded(self, activity: int) -> AbstractContextManager[None]:
         """A context that records this activity, if a Recorder is active."""
         return nullcontext() if self.recorder is None else self.recorder.during(activity)
 
     def wait(self, waits: Sequence[Wait], device: torch.device) -> None:
-        """Wait for transfers, and remember for how long that held up what comes next."""
-        with self.noted(WAITING):
-            self._wait(waits, device)
-
-    def _wait(self, waits: Sequence[Wait], device: torch.device) -> None:
-        if not streams.has_streams(device):
+        """Wait for transfers, and add the waiting time to the counters."""
+        with self.recorded(WAITING):
+            if streams.has_streams(device):
+                self._wait_on_device(waits)
+                return
             start = time.perf_counter()
             if self.lockstep is None:
                 _all(waits)
             else:
                 self.lockstep.wait(partial(_all, waits))
             self.waited_s += time.perf_counter() - start
-            return
+
+    def _wait_on_device(self, waits: Sequence[Wait]) -> None:
         before, after = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
         before.record()
-        for wait in waits:
-            wait()
+        _all(waits)
         after.record()
         self.waits.append((before, after))
-        # What the device has come to need not be kept.
+        # Events that have completed are added up now, so that their number is bounded.
         while self.waits[0][1].query() and len(self.waits) > 1:
             self._take_first()
 
     @property
     def exposed_s(self) -> float:
-        """Seconds that transfers held up the compute. On CUDA it waits for the device."""
+        """Seconds for which compute waited for transfers. On CUDA it waits for the device."""
         while self.waits:
             self.waits[0][1].synchronize()
             self._take_first()
@@ -93,7 +92,7 @@ class Counters:
         self.waited_s += start.elapsed_time(end) / 1e3
 
     def metrics(self) -> dict[str, float]:
-        """All of them by the names of `Session.take_metrics`."""
+        """All counters, by the names of `Session.take_metrics`."""
         return {
             "transfer/exposed_s": self.exposed_s,
             "transfer/refresh_s": self.refresh_s,
@@ -109,7 +108,7 @@ class Counters:
         }
 
     def clear(self) -> None:
-        """Start anew, but for the recorder."""
+        """Reset all counters."""
         vars(self).update(vars(Counters(recorder=self.recorder, lockstep=self.lockstep)))
 
 

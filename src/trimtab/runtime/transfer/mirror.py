@@ -1,37 +1,29 @@
 """`NodeMirror`: expert weights in host memory that the ranks of a node share.
 
-It holds what the plan's host-path replicas on this node need, so that any expert can get a copy on any node without
-the network during the step. Home ranks write it after every optimizer step; those of other nodes send theirs to a rank
-here.
+It holds the experts of the plan's host-path replicas on this node. Home ranks on the node write their experts after
+every optimizer step; home ranks on other nodes send them to a rank of this node.
 """
 
 from __future__ import annotations
 
-import itertools
-import os
 from collections.abc import Sequence
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
 
 from trimtab.array_type import Array
-from trimtab.errors import InputError
 from trimtab.runtime.ranks.topology import Topology
 from trimtab.runtime.state.flat_memory import Like, carve, packed_bytes
 from trimtab.runtime.state.home_experts import HomeExperts
-
-SHARED_MEMORY = Path("/dev/shm")
-
-_numbers = itertools.count()
+from trimtab.runtime.transfer.shared_memory import share_memory
 
 
 class NodeMirror:
-    """Host memory of one node. All methods that say so are collective over the ranks of the expert-parallel group.
+    """Mirror of one node. Collective methods are collective over the ranks of the expert-parallel group.
 
     Args:
-        like: the tensors of one expert: shapes and dtypes to hold.
-        pinned: lock the memory for copies to CUDA.
+        like: shapes and dtypes of one expert's tensors.
+        pinned: pin the memory for copies to CUDA.
     """
 
     def __init__(self, topology: Topology, like: Sequence[Like], *, pinned: bool) -> None:
@@ -45,7 +37,7 @@ class NodeMirror:
 
     @property
     def nbytes(self) -> int:
-        """Host memory in use on this node."""
+        """Bytes of host memory in use on this node."""
         return 0 if self._memory is None else self._memory.nbytes
 
     @property
@@ -54,19 +46,19 @@ class NodeMirror:
         return any(len(entries) for entries in self._entries_N)
 
     def hold(self, entries_N: Sequence[Array]) -> None:
-        """Make room for what a plan needs. Collective. What was held before is forgotten.
+        """Allocate memory for the experts of a plan, in place of those held before. Collective.
 
         Args:
             entries_N: for every node the `[N, 2]` (layer, expert) pairs of its host-path replicas, each once.
 
         Raises:
-            InputError: if the node's shared memory has not enough room.
+            InputError: if the node's shared memory is too small.
         """
         self._entries_N = list(entries_N)
         mine = self._entries_N[self._topology.node]
         needed = len(mine) * self._expert_bytes
         if needed > self.nbytes:
-            self._release()
+            self.close()
             self._memory = share_memory(needed, self._topology)
             if self._pinned:
                 status = torch.cuda.cudart().cudaHostRegister(self._memory.data_ptr(), needed, 0)
@@ -78,11 +70,11 @@ class NodeMirror:
             self._rows[layer, expert] = carve(self._memory[place * self._expert_bytes :], self._like)
 
     def row(self, layer: int, expert: int) -> list[torch.Tensor]:
-        """The tensors of an expert that the plan wanted here."""
+        """The tensors of an expert that the plan has in this mirror."""
         return self._rows[layer, expert]
 
     def refresh(self, layers: Sequence[HomeExperts]) -> int:
-        """Bring the present weights into all nodes' mirrors. Collective; no rank may still be reading.
+        """Copy the present weights to all nodes' mirrors. Collective; no rank may still be reading.
 
         Args:
             layers: this rank's home experts of all layers.
@@ -100,15 +92,16 @@ class NodeMirror:
         for node, entries in enumerate(self._entries_N):
             for place, (layer, expert) in enumerate(entries.tolist()):
                 home, row = int(layers[layer].home_E[expert]), int(layers[layer].rows_E[expert])
-                porter = node * per_node + place % per_node
+                receiver = node * per_node + place % per_node
                 if home // per_node == node:
                     if home == here.rank:
-                        self._write(layer, expert, [t[row] for t in sources[layer]])
+                        for target, tensor in zip(self._rows[layer, expert], sources[layer], strict=True):
+                            target.copy_(tensor[row], non_blocking=True)
                 elif home == here.rank:
                     for tensor in sources[layer]:
-                        operations.append(dist.P2POp(dist.isend, tensor[row], group=here.weights, group_peer=porter))
+                        operations.append(dist.P2POp(dist.isend, tensor[row], group=here.weights, group_peer=receiver))
                         sent += tensor[row].nbytes
-                elif porter == here.rank:
+                elif receiver == here.rank:
                     for target, source in zip(self._rows[layer, expert], sources[layer], strict=True):
                         buffer = target if source[0].device == target.device else torch.empty_like(source[0])
                         arrivals.append((target, buffer))
@@ -124,65 +117,9 @@ class NodeMirror:
         return sent
 
     def close(self) -> None:
-        self._release()
-
-    def _write(self, layer: int, expert: int, tensors: Sequence[torch.Tensor]) -> None:
-        for target, tensor in zip(self._rows[layer, expert], tensors, strict=True):
-            target.copy_(tensor, non_blocking=True)
-
-    def _release(self) -> None:
+        """Release the memory."""
         if self._memory is not None and self._pinned:
-            # Copies from here may still be under way.
+            # Copies from the mirror may still run.
             torch.cuda.synchronize()
             torch.cuda.cudart().cudaHostUnregister(self._memory.data_ptr())
         self._rows, self._memory = {}, None
-
-
-def share_memory(nbytes: int, topology: Topology) -> torch.Tensor:
-    """Host memory `[nbytes]` uint8 that this node's ranks share. Collective over them.
-
-    Its file is gone as soon as all have it, so that nothing can be left.
-
-    Raises:
-        InputError: if there is not enough room, or the ranks are not on one machine.
-    """
-    group = topology.node_control
-    leads = dist.get_rank(group) == 0
-    message: list[tuple[str, str] | None] = [None]
-    if leads:
-        message = [_create(nbytes)]
-    dist.broadcast_object_list(message, group=group, group_src=0)
-    assert message[0] is not None
-    name, problem = message[0]
-    if problem:
-        raise InputError(problem)
-    try:
-        return torch.from_file(name, shared=True, size=nbytes, dtype=torch.uint8)
-    except RuntimeError:
-        raise InputError(
-            f"rank {topology.rank} can't open {name}, which another rank of its node made; ranks of a node "
-            "should share memory: check ranks_per_node"
-        ) from None
-    finally:
-        dist.barrier(group=group)
-        if leads:
-            Path(name).unlink(missing_ok=True)
-
-
-def _create(nbytes: int) -> tuple[str, str]:
-    """A new file of shared memory; its name, and what went wrong, if anything."""
-    path = SHARED_MEMORY / f"trimtab-{os.getpid()}-{next(_numbers)}"
-    descriptor = os.open(path, os.O_CREAT | os.O_EXCL | os.O_RDWR, 0o600)
-    try:
-        # Reserved now: writing to memory that isn't there would kill the process.
-        os.posix_fallocate(descriptor, 0, nbytes)
-    except OSError:
-        path.unlink()
-        free = os.statvfs(SHARED_MEMORY)
-        return "", (
-            f"the host mirror needs {nbytes / 1e6:.0f} MB of {SHARED_MEMORY}, which has "
-            f"{free.f_bavail * free.f_frsize / 1e6:.0f} MB left; lower mirror_bytes or make it larger"
-        )
-    finally:
-        os.close(descriptor)
-    return str(path), ""

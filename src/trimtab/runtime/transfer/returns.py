@@ -1,60 +1,65 @@
-"""`GradientReturns`: replica gradients on their way home, beside the backward of the layers below."""
+"""`GradientReturns`: transfers of replica gradients to home ranks, during the backward of the layers below."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import partial
 
 import torch
 import torch.distributed as dist
 
 from trimtab.runtime.autograd.torch_engine import will_run
 from trimtab.runtime.ranks.topology import Topology
-from trimtab.runtime.rows.layout import InstanceReplicas
-from trimtab.runtime.state.home_experts import ExpertTensor, HomeExperts
+from trimtab.runtime.rows.instance_replicas import InstanceReplicas
+from trimtab.runtime.state.home_experts import HomeExperts, parameters_of
 from trimtab.runtime.transfer.counters import Counters
 
 
 @dataclass(eq=False)
 class _Return:
-    """One instance's gradients under way: those that arrive here, by home row, and those that leave.
+    """The gradients of one instance in transfer.
 
     Attributes:
-        added: for each trained tensor the Parameter to whose gradient they are added, or a list of them by home row;
-            None for those whose gradients the backward leaves out.
+        targets: for each trained tensor the Parameters whose `.grad` they are added to: one for a stack, one for each
+            home row for a list; None for Parameters whose gradients the backward does not accumulate.
+        rows: home row of each gradient that arrives here.
+        buffers: memory for each of these gradients, one for each trained tensor.
+        sent: gradients that this rank sends.
+        works: the messages.
     """
 
     layer: HomeExperts
-    added: list[torch.nn.Parameter | list[torch.nn.Parameter | None] | None]
-    rows: list[int]
-    buffers: list[list[torch.Tensor]]
-    leaving: list[torch.Tensor]
-    works: list[dist.Work]
+    targets: list[list[torch.nn.Parameter | None]]
+    rows: list[int] = field(default_factory=list)
+    buffers: list[list[torch.Tensor]] = field(default_factory=list)
+    sent: list[torch.Tensor] = field(default_factory=list)
+    works: list[dist.Work] = field(default_factory=list)
 
 
 class GradientReturns:
-    """Sends gradients home in at least float32, and adds them there in plan order.
+    """Sends gradients to home ranks in at least float32, and adds them there in plan order.
 
-    At most `layers` instances are under way: when another one comes, the oldest is waited for and added. All are added
-    when a backward ends. So memory does not grow with depth, gradients are added at the same points in every run, and
-    `.grad` is complete between backwards.
+    At most `layers` instances are in transfer: before another one starts, the oldest is waited for and added. All are
+    added when a backward ends. Memory therefore does not grow with depth, gradients are added at the same points in
+    every run, and `.grad` is complete between backwards.
     """
 
     def __init__(self, topology: Topology, *, layers: int, counters: Counters) -> None:
         self._topology = topology
         self._layers = layers
         self._counters = counters
-        self._under_way: list[_Return] = []
+        self._in_transfer: list[_Return] = []
         self._spare: list[list[torch.Tensor]] = []
 
     @property
     def nbytes(self) -> int:
-        """Memory that this rank keeps for arriving gradients."""
-        used = [buffers for pending in self._under_way for buffers in pending.buffers]
+        """Bytes of memory for arriving gradients on this rank."""
+        used = [buffers for pending in self._in_transfer for buffers in pending.buffers]
         return sum(tensor.nbytes for buffers in used + self._spare for tensor in buffers)
 
     def reserve(self, layer: HomeExperts, arriving: int) -> None:
-        """Have buffers for instances with up to `arriving` replicas of this rank's experts. Nothing is under way."""
+        """Allocate buffers for up to `arriving` replicas of this rank's experts in an instance, between transfers."""
         trained = _trained(layer)
         self._spare = [self._buffers(layer, trained) for _ in range(arriving * self._layers)]
 
@@ -65,73 +70,71 @@ class GradientReturns:
         replicas: InstanceReplicas,
         tag: int,
     ) -> None:
-        """Start sending an instance's replica gradients home. Called in a backward.
+        """Start sending an instance's replica gradients to their home ranks. Call it in a backward.
 
         Args:
-            gradients: of this rank's replicas, `[count, ...]` for each tensor; None where it is frozen.
-            tag: of the messages.
+            gradients: gradients of this rank's replicas, `[count, ...]` for each tensor; None for a frozen one.
+            tag: tag of the messages.
 
         Raises:
             RuntimeError: if the backward is `torch.autograd.grad`, or an expert tensor has a hook on its gradient.
         """
-        if len(self._under_way) == self._layers:
-            self._add(self._under_way.pop(0))
+        if len(self._in_transfer) == self._layers:
+            self._add(self._in_transfer.pop(0))
         trained = _trained(layer)
         tensors = layer.tensors
-        added = [None if layer.joins_in_backward else _accumulated(layer, tensors[t]) for t in trained]
-        pending = _Return(layer, added, [], [], [], [])
+        targets = [
+            [p if not layer.joins_in_backward and accumulates(layer, p) else None for p in parameters_of(tensors[t])]
+            for t in trained
+        ]
+        pending = _Return(layer, targets)
         operations: list[dist.P2POp] = []
-        group, rank = self._topology.gradients, self._topology.rank
-        for p in range(replicas.count):
-            expert, to = int(replicas.experts[p]), int(replicas.ranks[p])
-            home = int(layer.home_E[expert])
-            if home == rank:
+        rank = self._topology.rank
+        message = partial(dist.P2POp, group=self._topology.gradients, tag=tag)
+        for replica in replicas.located(layer):
+            own = [_given(gradients[t])[replica.slot] for t in trained] if replica.rank == rank else []
+            if replica.home == rank:
                 buffers = self._buffers(layer, trained)
-                pending.rows.append(int(layer.rows_E[expert]))
+                pending.rows.append(replica.row)
                 pending.buffers.append(buffers)
-                if to == rank:
-                    for buffer, t in zip(buffers, trained, strict=True):
-                        buffer.copy_(_given(gradients[t])[int(replicas.slots[p])])
-                    continue
-                operations += [
-                    dist.P2POp(dist.irecv, buffer, group=group, group_peer=to, tag=tag) for buffer in buffers
-                ]
-            elif to == rank:
-                for t in trained:
-                    row = _given(gradients[t])[int(replicas.slots[p])]
-                    pending.leaving.append(row.to(accumulation_dtype(row.dtype)).contiguous())
-                    operations.append(
-                        dist.P2POp(dist.isend, pending.leaving[-1], group=group, group_peer=home, tag=tag)
-                    )
-                    self._counters.gradient_bytes += pending.leaving[-1].nbytes
+                if replica.rank == rank:
+                    for buffer, gradient in zip(buffers, own, strict=True):
+                        buffer.copy_(gradient)
+                else:
+                    operations += [message(dist.irecv, buffer, group_peer=replica.rank) for buffer in buffers]
+                continue
+            for gradient in own:
+                pending.sent.append(gradient.to(accumulation_dtype(gradient.dtype)).contiguous())
+                operations.append(message(dist.isend, pending.sent[-1], group_peer=replica.home))
+                self._counters.gradient_bytes += pending.sent[-1].nbytes
         pending.works = dist.batch_isend_irecv(operations) if operations else []
-        self._under_way.append(pending)
+        self._in_transfer.append(pending)
 
     def finish(self) -> None:
-        """Wait for all gradients under way, and add them."""
-        while self._under_way:
-            self._add(self._under_way.pop(0))
+        """Wait for all gradients in transfer, and add them."""
+        while self._in_transfer:
+            self._add(self._in_transfer.pop(0))
 
     def abandon(self) -> None:
-        """Drop what a backward that failed has left under way. All ranks have started the same."""
-        left, self._under_way = self._under_way, []
-        for pending in left:
+        """Drop the gradients of a failed backward after their transfer. All ranks have started the same transfers."""
+        abandoned, self._in_transfer = self._in_transfer, []
+        for pending in abandoned:
             self._wait(pending)
             self._spare += pending.buffers
 
     def join(self, layer: HomeExperts, gradients: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Wait for the gradients that `start` sent on their way last, of the same layer, and add them.
+        """Wait for the gradients of the last `start`, which must be of the same layer, and add them.
 
         Args:
-            gradients: of the home experts, `[E / R, ...]` for each stacked tensor; they stay as they are.
+            gradients: gradients of the home experts, `[E / R, ...]` for each stacked tensor; they are not changed.
 
         Returns:
             The sums, in the dtypes of `gradients`.
         """
-        pending = self._under_way.pop()
+        pending = self._in_transfer.pop()
         assert pending.layer is layer
         trained = _trained(layer)
-        # Copies, since autograd may have handed the same tensor to others.
+        # Copies, since autograd may use the same tensors elsewhere.
         joined = [g.clone() if t in trained and pending.rows else g for t, g in enumerate(gradients)]
         for row, totals in self._arrived(pending):
             for t, total in zip(trained, totals, strict=True):
@@ -139,7 +142,7 @@ class GradientReturns:
         return joined
 
     def _buffers(self, layer: HomeExperts, trained: Sequence[int]) -> list[torch.Tensor]:
-        """For the gradients of one expert's trained tensors."""
+        """Buffers for the gradients of one expert's trained tensors, spare or new."""
         like = [(layer.expert_shapes[t], accumulation_dtype(layer.likes[t][1])) for t in trained]
         for index, buffers in enumerate(self._spare):
             if [(buffer.shape, buffer.dtype) for buffer in buffers] == like:
@@ -152,18 +155,19 @@ class GradientReturns:
 
     def _add(self, pending: _Return) -> None:
         for row, totals in self._arrived(pending):
-            for added, total in zip(pending.added, totals, strict=True):
-                parameter = added[row] if isinstance(added, list) else added
+            for parameters, total in zip(pending.targets, totals, strict=True):
+                # A stack is one Parameter for all rows.
+                parameter = parameters[row % len(parameters)]
                 if parameter is None:
                     continue
                 if parameter.grad is None:
                     parameter.grad = torch.zeros_like(parameter)
-                gradient = parameter.grad if isinstance(added, list) else parameter.grad[row]
+                gradient = parameter.grad if parameter.ndim == total.ndim else parameter.grad[row]
                 gradient += total
 
     def _arrived(self, pending: _Return) -> Iterator[tuple[int, list[torch.Tensor]]]:
-        """Wait for what arrives here. Gives rows of home experts, and the sum of the gradients of each one's replicas
-        for every trained tensor."""
+        """Wait for gradients that arrive here. Yields home rows, each with the sum of its replicas' gradients for every
+        trained tensor."""
         self._wait(pending)
         for place, row in enumerate(pending.rows):
             if row in pending.rows[:place]:
@@ -186,20 +190,11 @@ def _trained(layer: HomeExperts) -> list[int]:
     return [t for t, is_trained in enumerate(layer.are_trained) if is_trained]
 
 
-def _accumulated(
-    layer: HomeExperts, tensor: ExpertTensor
-) -> torch.nn.Parameter | list[torch.nn.Parameter | None] | None:
-    """The tensor's Parameters, None in place of those whose gradients the running backward leaves out."""
-    if isinstance(tensor, torch.Tensor):
-        return tensor if accumulates(layer, tensor) else None
-    return [parameter if accumulates(layer, parameter) else None for parameter in tensor]
-
-
 def accumulates(layer: HomeExperts, parameter: torch.nn.Parameter) -> bool:
     """Whether the running backward adds to a parameter's gradient; `backward(inputs=...)` may exclude it.
 
     Raises:
-        RuntimeError: if the backward is `torch.autograd.grad` of it, or it has a hook on its gradient.
+        RuntimeError: if `torch.autograd.grad` differentiates by it, or it has a hook on its gradient.
     """
     if parameter._backward_hooks or parameter._post_accumulate_grad_hooks:
         raise RuntimeError(
@@ -217,5 +212,5 @@ def accumulates(layer: HomeExperts, parameter: torch.nn.Parameter) -> bool:
 
 
 def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
-    """What gradients are sent and added in."""
+    """The dtype in which gradients are sent and added."""
     return torch.float64 if dtype is torch.float64 else torch.float32

@@ -1,12 +1,12 @@
-"""`ReplicaRing`: brings replicas' weights to where they are needed, a few layers ahead, and drops them behind.
+"""`ReplicaRing`: transfers of replicas' weights to slots, a few layers before they are used.
 
-All layers and micro-steps share the ring's places, so that memory does not grow with depth; what was dropped comes
-again in backward. What comes next is known from what the loop did before; see `visits.py`.
-Every rank starts the same instances in the same order, whether or not it holds a replica of them: home ranks and slots
-know of each other from the plan alone, and messages between two ranks match in the order in which they are posted.
+All layers and micro-steps share the ring's places, so that memory does not grow with depth. A replica whose place was
+reused is transferred again in backward. The next instances are predicted from the order of earlier ones; see
+`visits.py`. Every rank starts the transfers of the same instances in the same order, whether or not it holds a replica
+of them. Messages between two ranks therefore match in the order in which they are posted.
 
-Weights come from the node's mirror, out of a neighbour's memory where that can be reached, else as a message. On a GPU
-messages and copies are ordered by streams. Tests without one check this order on simulated streams
+Weights are copied from the node's mirror, from the symmetric memory of a rank of the node if there is any, or sent as
+messages. On a GPU messages and copies are ordered by streams. Tests without a GPU check this order on simulated streams
 (`tests/helpers/late_device.py`); NCCL itself is not tested.
 """
 
@@ -15,13 +15,15 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 import torch.distributed as dist
 
 from trimtab.planner.replicas.paths import HOST
+from trimtab.runtime.ranks.lockstep import message_tag
 from trimtab.runtime.ranks.topology import Topology
-from trimtab.runtime.rows.layout import InstanceReplicas, PlanReplicas
+from trimtab.runtime.rows.instance_replicas import InstanceReplicas, PlanReplicas
 from trimtab.runtime.state.home_experts import HomeExperts
 from trimtab.runtime.transfer import streams
 from trimtab.runtime.transfer.copy_engine import BackgroundCopies, Wait
@@ -33,7 +35,7 @@ from trimtab.runtime.transfer.visits import Instance, Visits
 
 @dataclass(eq=False)
 class _Arrival:
-    """The replicas of an instance on this rank: a place of the ring, how many, and what to wait for."""
+    """The replicas of an instance on this rank: place in the ring, number, and waits for their transfers."""
 
     place: int
     count: int
@@ -41,16 +43,16 @@ class _Arrival:
 
 
 class ReplicaRing:
-    """The places, and the transfers into them.
-
-    Attributes:
-        mirror: what host-path replicas are copied from.
-        peers: what peer-path replicas with a home on this node are copied from; messages bring them if it is None.
+    """The places of the ring, and the transfers into them.
 
     Args:
         homes: this rank's home experts of all layers.
-        slots: replicas of one layer that a place has room for.
-        places: for an instance each. One is in use, the others are filled meanwhile; at least 2.
+        slots: most replicas of one instance on a rank.
+        places: number of places, at least 2. Each holds one instance; one is in use while the others are filled.
+
+    Attributes:
+        mirror: source of host-path replicas.
+        peers: source of peer-path replicas with a home on this node; None if these are sent as messages.
     """
 
     def __init__(
@@ -73,7 +75,7 @@ class ReplicaRing:
         self._places = [
             [torch.zeros(slots, *shape, dtype=dtype, device=self._device) for shape in shapes] for _ in range(places)
         ]
-        # Of their own each, so that neither path waits for the other's link.
+        # Separate, so that copies of one path do not wait for those of the other.
         self.host_copies, self.peer_copies = BackgroundCopies(self._device), BackgroundCopies(self._device)
         self._visits = Visits()
         self._plan_number = 0
@@ -87,26 +89,26 @@ class ReplicaRing:
         return sum(tensor.nbytes for place in self._places for tensor in place)
 
     def prepare(self, replicas: PlanReplicas, plan_number: int) -> None:
-        """Take over a plan. Nothing is held.
+        """Set the plan. The ring must be drained.
 
         Args:
-            replicas: of all its instances.
-            plan_number: which of the session's plans it is.
+            replicas: the plan's replicas.
+            plan_number: the plan's number in the session.
         """
         self._replicas, self._plan_number = replicas, plan_number
 
     def begin(self, micro_step: int) -> None:
-        """At the start of a micro-step's forward: start the transfers of its first layers."""
+        """Call it at the start of a micro-step's forward: starts the transfers of its first layers."""
         self._visits.enter(micro_step)
         self._fetch([])
 
     def prefetch(self, micro_step: int, layer: int) -> None:
-        """Before a layer runs, forward or backward: start its transfers and those expected next, if places are free."""
+        """Call it before a layer runs, forward or backward: starts its transfers and those of predicted instances."""
         self._visits.visit(micro_step, layer)
         self._fetch([(micro_step, layer)])
 
     def replicas(self, micro_step: int, layer: int) -> list[torch.Tensor]:
-        """This rank's replicas of an instance that was approached, `[count, ...]` each. Waits until they are there."""
+        """This rank's replicas of a prefetched instance, `[count, ...]` for each tensor. Waits for their transfers."""
         arrival = self._held[micro_step, layer]
         if arrival.waits:
             self.counters.wait(arrival.waits, self._device)
@@ -114,7 +116,7 @@ class ReplicaRing:
         return [tensor[: arrival.count] for tensor in self._places[arrival.place]]
 
     def complete(self) -> None:
-        """Wait for all transfers under way: the weights are about to change."""
+        """Wait for all transfers in progress, before weights change."""
         for arrival in self._held.values():
             for wait in arrival.waits:
                 wait()
@@ -139,17 +141,17 @@ class ReplicaRing:
             dist.barrier(group=self._topology.expert_control)
 
     def refresh(self) -> None:
-        """Bring the present weights to where replicas are copied from. Collective, after `quiesce`."""
+        """Copy the present weights to mirrors and symmetric memory. Collective, after `quiesce`."""
         if self.peers is not None:
             self.peers.fill(self._homes)
         self.counters.mirror_bytes += self.mirror.refresh(self._homes)
 
     def take_cpu_s(self) -> float:
-        """Seconds of CPU time that copying threads have spent since this was last asked."""
+        """Seconds of CPU time of the copying threads since the last call."""
         return self.host_copies.take_cpu_s() + self.peer_copies.take_cpu_s()
 
     def close(self) -> None:
-        """Give up threads and shared memory."""
+        """Release threads and shared memory."""
         self.drain()
         for copies in (self.host_copies, self.peer_copies):
             copies.close()
@@ -182,34 +184,31 @@ class ReplicaRing:
         self._held[instance] = arrival
         place = self._places[arrival.place]
         for tensor in place:
-            # So that autograd notices if it kept a slot that now gets other weights.
+            # Autograd then raises if it saved the slot.
             torch.autograd.graph.increment_version(tensor)
         from_host: list[tuple[torch.Tensor, torch.Tensor]] = []
         from_peers: list[tuple[torch.Tensor, torch.Tensor]] = []
         operations: list[dist.P2POp] = []
-        group, rank, per_node = self._topology.weights, self._topology.rank, self._topology.ranks_per_node
-        # A message of another instance does not match, should ranks ever come to different ones.
-        tag = hash((self._plan_number, *instance)) & 0x7FFFFFFF
-        for p in range(replicas.count):
-            expert, to = int(replicas.experts[p]), int(replicas.ranks[p])
-            home, row, slot = int(layer.home_E[expert]), int(layer.rows_E[expert]), int(replicas.slots[p])
-            arrival.count += to == rank
-            if replicas.paths[p] == HOST:
-                if to == rank:
-                    sources = self.mirror.row(layer.index, expert)
-                    from_host += [(t[slot], source) for t, source in zip(place, sources, strict=True)]
-            elif self.peers is not None and home // per_node == to // per_node:
-                if to == rank:
-                    sources = self.peers.row(layer.index, home, row)
-                    from_peers += [(t[slot], source) for t, source in zip(place, sources, strict=True)]
+        rank, per_node = self._topology.rank, self._topology.ranks_per_node
+        # Messages of different instances never match.
+        tag = message_tag((self._plan_number, *instance))
+        message = partial(dist.P2POp, group=self._topology.weights, tag=tag)
+        for replica in replicas.located(layer):
+            is_here = replica.rank == rank
+            slots = [tensor[replica.slot] for tensor in place] if is_here else []
+            arrival.count += is_here
+            if replica.path == HOST:
+                if is_here:
+                    from_host += zip(slots, self.mirror.row(layer.index, replica.expert), strict=True)
+            elif self.peers is not None and replica.home // per_node == replica.rank // per_node:
+                if is_here:
+                    from_peers += zip(slots, self.peers.row(layer.index, replica.home, replica.row), strict=True)
                     self.counters.peer_bytes += layer.expert_bytes
-            elif home == rank:
-                operations += [
-                    dist.P2POp(dist.isend, t[row], group=group, group_peer=to, tag=tag) for t in layer.sources
-                ]
+            elif replica.home == rank:
+                operations += [message(dist.isend, t[replica.row], group_peer=replica.rank) for t in layer.sources]
                 self.counters.peer_bytes += layer.expert_bytes
-            elif to == rank:
-                operations += [dist.P2POp(dist.irecv, t[slot], group=group, group_peer=home, tag=tag) for t in place]
+            else:
+                operations += [message(dist.irecv, slot, group_peer=replica.home) for slot in slots]
         if from_host:
             arrival.waits.append(self.host_copies.start(from_host))
             self.counters.host_bytes += sum(source.nbytes for _, source in from_host)
@@ -227,7 +226,7 @@ class ReplicaRing:
         self._sends = [(of, work) for of, work in self._sends if not work.is_completed()]
 
     def _free_place(self, needed: Sequence[Instance]) -> int:
-        """A place that is empty, or whose instance was not needed for longest."""
+        """A free place, else that of the oldest instance that is not in `needed`."""
         taken = {arrival.place for arrival in self._held.values()}
         for place in range(len(self._places)):
             if place not in taken:

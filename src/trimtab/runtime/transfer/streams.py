@@ -1,4 +1,4 @@
-"""Whether a device has streams. Tests replace `has_streams` to run the CUDA branches of transfers on CPU tensors."""
+"""Streams of a device. Tests replace `has_streams` to run the CUDA branches of transfers on CPU tensors."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`Transfers`: what moves replicas between the ranks of a session, made ready for one plan after another."""
+"""`Transfers`: replica transfers of a session, and their preparation for each plan."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import numpy as np
 from trimtab.planner import StepPlan
 from trimtab.planner.replicas.paths import PEER
 from trimtab.runtime.ranks.topology import Topology
-from trimtab.runtime.rows.layout import PlanReplicas
+from trimtab.runtime.rows.instance_replicas import PlanReplicas
 from trimtab.runtime.state.home_experts import HomeExperts
 from trimtab.runtime.state.weight_watch import WeightWatch
 from trimtab.runtime.transfer import streams
@@ -24,14 +24,14 @@ class Transfers:
     """Replica transfers: weights to slots, gradients to home ranks. Methods are collective.
 
     Args:
-        layers: all of the session's.
-        slots: replicas of one layer that a rank has room for.
-        ring_layers: layers that replicas are kept for at a time.
-        verify_weights: compare sampled elements of experts where nothing else says that they changed.
+        layers: all layers of the session.
+        slots: most replicas of one layer on a rank.
+        ring_layers: layers that replicas are kept for at the same time.
+        verify_weights: see `Session`.
 
     Attributes:
-        plan_number: of the plan that this is ready for.
-        watch: tells whether weights changed since copies were made.
+        plan_number: number of the plan that transfers are prepared for.
+        watch: detects changes of weights since copies were made.
     """
 
     def __init__(
@@ -57,26 +57,26 @@ class Transfers:
             mirror=NodeMirror(topology, layers[0].expert_like, pinned=self._has_streams),
             counters=counters,
         )
-        # What is joined in backward is under way within one layer alone.
-        under_way = 1 if layers[0].joins_in_backward else ring_layers
-        self.returns = GradientReturns(topology, layers=under_way, counters=counters)
+        # Gradients that are joined in backward are in transfer within one layer only.
+        in_transfer = 1 if layers[0].joins_in_backward else ring_layers
+        self.returns = GradientReturns(topology, layers=in_transfer, counters=counters)
 
     @property
     def pool_bytes(self) -> int:
-        """Memory of this rank for replicas and arriving gradients."""
+        """Bytes of memory for replicas and arriving gradients on this rank."""
         return self.ring.nbytes + self.returns.nbytes
 
     @property
     def mirror_bytes(self) -> int:
-        """Host memory of this rank's node."""
+        """Bytes of the mirror of this rank's node."""
         return self.ring.mirror.nbytes
 
     def prepare(self, plan: StepPlan, replicas: PlanReplicas, number: int) -> None:
-        """Make room for what a plan needs. Nothing is under way.
+        """Allocate memory for a plan. Nothing may be in transfer.
 
         Args:
-            replicas: the plan's.
-            number: which of the session's plans it is.
+            replicas: the plan's replicas.
+            number: the plan's number in the session.
         """
         self.plan_number = number
         self.ring.prepare(replicas, number)
@@ -91,9 +91,9 @@ class Transfers:
         self.returns.reserve(self.layers[0], most)
 
     def refresh(self) -> None:
-        """Bring changed weights into staging memory and to where replicas are copied from."""
+        """Copy changed weights to staging memory, mirrors and symmetric memory."""
         self.ring.quiesce()
         for layer in self.layers:
             layer.stage()
         self.ring.refresh()
-        self.watch.remember()
+        self.watch.store()

@@ -1,0 +1,193 @@
+"""Physical experts: the copy of an expert that computes each row.
+
+A row is one (token, expert) pair. Every rank has H = E / R home experts and S slots for replicas. Together these are
+R x (H + S) *physical experts*: those of rank r are r * (H + S) to (r + 1) * (H + S) - 1, its home experts in ascending
+order first. A plan assigns a physical expert to each row. Dispatchers get ids with ranks in the framework's order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from trimtab.array_type import Array
+from trimtab.errors import InputError
+from trimtab.kernels import kernel
+from trimtab.runtime.rows.instance_replicas import InstanceReplicas
+from trimtab.runtime.state.home_experts import HomeExperts
+
+# The physical expert of a row whose route is unknown.
+UNKNOWN = 0xFFFF
+
+
+@dataclass(frozen=True, eq=False)
+class PhysicalExperts:
+    """The numbers of one layer's physical experts.
+
+    Attributes:
+        rank, num_ranks: this rank, and R.
+        num_homes, num_slots: home experts and slots of a rank, H and S.
+        home_ids_E: `[E]` int64, the physical expert of each expert at its home.
+        outer_ids_P: `[R * (H + S)]` uint16, numbers of the physical experts in the framework's order of ranks; None if
+            the session has the same order.
+    """
+
+    rank: int
+    num_ranks: int
+    num_homes: int
+    num_slots: int
+    home_ids_E: Array
+    outer_ids_P: Array | None = None
+
+    @classmethod
+    def of(cls, homes: HomeExperts, rank: int, positions: Sequence[int], num_slots: int) -> PhysicalExperts:
+        """The physical experts of a layer under its present homes.
+
+        Args:
+            positions: the position of every rank in the framework's group.
+
+        Raises:
+            InputError: if their numbers don't fit into 16 bits.
+        """
+        num_ranks = len(positions)
+        num_homes = len(homes.home_E) // num_ranks
+        num_local, outer_ids_P = num_homes + num_slots, None
+        if num_ranks * num_local >= UNKNOWN:
+            raise InputError(
+                f"{num_ranks} ranks with {num_homes} experts and {num_slots} slots each are more than {UNKNOWN - 1} "
+                "physical experts; use fewer slots_per_rank"
+            )
+        if list(positions) != list(range(num_ranks)):
+            outer_ids_RG = np.array(positions)[:, None] * num_local + np.arange(num_local)
+            outer_ids_P = outer_ids_RG.reshape(-1).astype(np.uint16)
+        home_ids_E = homes.home_E * np.int64(num_local) + homes.rows_E
+        return cls(rank, num_ranks, num_homes, num_slots, home_ids_E, outer_ids_P)
+
+    @property
+    def num_local(self) -> int:
+        """Physical experts of one rank, H + S."""
+        return self.num_homes + self.num_slots
+
+    @property
+    def count(self) -> int:
+        """Physical experts of all ranks, R * (H + S)."""
+        return self.num_ranks * self.num_local
+
+    @property
+    def is_here_E(self) -> Array:
+        """`[E]` bool, whether this rank is the home of each expert."""
+        return self.home_ids_E // self.num_local == self.rank
+
+    def replica_ids(self, replicas: InstanceReplicas) -> Array:
+        """The physical experts of replicas, `[P]` int64."""
+        return replicas.ranks * self.num_local + self.num_homes + replicas.slots
+
+
+@dataclass(frozen=True, eq=False)
+class PlannedRows:
+    """Physical experts and counts of one rank's rows of an instance, for rows with known experts.
+
+    Attributes:
+        physical_NK: `[n, K]` uint16, the physical expert of each of the rank's rows, or `UNKNOWN`.
+        sent_P: `[R * (H + S)]` int64, number of known rows that the rank sends to each physical expert.
+        arriving_RG: `[R, H + S]` int64, number of known rows from each rank to each of its own physical experts.
+        replicas: replicas of the instance on all ranks.
+        experts: the physical experts.
+    """
+
+    physical_NK: Array
+    sent_P: Array
+    arriving_RG: Array
+    replicas: InstanceReplicas
+    experts: PhysicalExperts
+
+    @classmethod
+    def of(cls, ids_NK: Array, counts_RE: Array, experts: PhysicalExperts, replicas: InstanceReplicas) -> PlannedRows:
+        """Assign each row to a copy: of a source's rows for an expert, in token order, replicas get their quotas
+        first, in plan order, and the home gets the rest.
+
+        Args:
+            ids_NK: `[n, K]` integer expert ids of this rank's tokens; E and more are unknown.
+            counts_RE: `[R, E]` integer known rows by source rank and expert, of all ranks.
+
+        Raises:
+            ValueError: if the counts of this rank's ids differ from `counts_RE`.
+        """
+        rank, home_ids_E, quotas_PR = experts.rank, experts.home_ids_E, replicas.quotas_PR
+        replica_ids = experts.replica_ids(replicas)
+        sent_P = np.zeros(experts.count, np.int64)
+        sent_P[home_ids_E] = counts_RE[rank]
+        np.subtract.at(sent_P, home_ids_E[replicas.experts], quotas_PR[:, rank])
+        sent_P[replica_ids] = quotas_PR[:, rank]
+
+        is_here_E = experts.is_here_E
+        arriving_RG = np.zeros((experts.num_ranks, experts.num_local), np.int64)
+        arriving_RG[:, home_ids_E[is_here_E] % experts.num_local] = counts_RE[:, is_here_E]
+        left = is_here_E[replicas.experts]
+        np.subtract.at(arriving_RG.T, home_ids_E[replicas.experts[left]] % experts.num_local, quotas_PR[left])
+        came = replicas.ranks == rank
+        arriving_RG[:, experts.num_homes + replicas.slots[came]] = quotas_PR[came].T
+
+        physical_NK = np.empty(ids_NK.shape, np.uint16)
+        found_P = np.zeros(experts.count, np.int64)
+        quotas_P = quotas_PR[:, rank].copy()
+        _choose_copies(ids_NK, home_ids_E, replicas.experts, quotas_P, replica_ids, physical_NK, found_P)
+        if not np.array_equal(found_P, sent_P):
+            raise ValueError(f"rank {rank}: the tokens of this micro-step are not those that were planned")
+        return cls(physical_NK, sent_P, arriving_RG, replicas, experts)
+
+    @classmethod
+    def unknown(cls, shape: tuple[int, ...], experts: PhysicalExperts) -> PlannedRows:
+        """`[n, K]` rows whose experts are all unknown, in an instance without replicas."""
+        nothing_RG = np.zeros((experts.num_ranks, experts.num_local), np.int64)
+        replicas = InstanceReplicas.none(experts.num_ranks)
+        return cls(np.full(shape, UNKNOWN, np.uint16), nothing_RG.reshape(-1), nothing_RG, replicas, experts)
+
+    @property
+    def unknown_tokens(self) -> Array:
+        """`[U]` int64, this rank's tokens whose route is unknown."""
+        return np.flatnonzero((self.physical_NK == UNKNOWN).any(axis=1))
+
+    def complete(self, ids_UK: Array, counts_RE: Array) -> PlannedRows:
+        """The same rows with those that were unknown, which go to their experts' homes.
+
+        Args:
+            ids_UK: `[U, K]` integer experts of `unknown_tokens`.
+            counts_RE: `[R, E]` number of unknown rows that each source rank has for each expert.
+        """
+        experts, is_here_E = self.experts, self.experts.is_here_E
+        physical_NK, sent_P, arriving_RG = self.physical_NK.copy(), self.sent_P.copy(), self.arriving_RG.copy()
+        physical_NK[self.unknown_tokens] = experts.home_ids_E[ids_UK]
+        sent_P[experts.home_ids_E] += counts_RE[experts.rank]
+        arriving_RG[:, experts.home_ids_E[is_here_E] % experts.num_local] += counts_RE[:, is_here_E]
+        return replace(self, physical_NK=physical_NK, sent_P=sent_P, arriving_RG=arriving_RG)
+
+
+@kernel
+def _choose_copies(  # type: ignore[no-untyped-def]
+    ids_NK, home_ids_E, replica_experts, quotas_P, replica_ids_P, physical_NK, rows_P
+):
+    """Assign each row the first replica of its expert with quota left, else the home; count rows by physical expert."""
+    first_replica_E = np.full(len(home_ids_E), -1, np.int64)
+    next_replica_P = np.full(len(replica_experts), -1, np.int64)
+    for p in range(len(replica_experts) - 1, -1, -1):
+        next_replica_P[p] = first_replica_E[replica_experts[p]]
+        first_replica_E[replica_experts[p]] = p
+    for n in range(ids_NK.shape[0]):
+        for k in range(ids_NK.shape[1]):
+            expert = ids_NK[n, k]
+            if expert >= len(home_ids_E):
+                physical_NK[n, k] = UNKNOWN
+                continue
+            p = first_replica_E[expert]
+            while p >= 0 and quotas_P[p] == 0:
+                p = next_replica_P[p]
+                first_replica_E[expert] = p
+            physical = home_ids_E[expert]
+            if p >= 0:
+                quotas_P[p] -= 1
+                physical = replica_ids_P[p]
+            physical_NK[n, k] = physical
+            rows_P[physical] += 1

@@ -1,0 +1,117 @@
+"""Checks of a layer's expert parameters: when the layer is added, and when a micro-step begins."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Sequence
+
+import torch
+
+from trimtab.array_type import Array
+from trimtab.errors import InputError
+from trimtab.runtime.state.home_experts import ExpertTensor, HomeExperts
+
+
+def check_new_parameters(
+    index: int, tensors: Sequence[ExpertTensor], layers: Sequence[HomeExperts], home: Array
+) -> None:
+    """Check the tensors of a new layer.
+
+    Args:
+        index: the layer's number.
+        layers: the session's layers before it.
+        home: logical ids `[E / R]` of this rank's experts.
+
+    Raises:
+        InputError: if a tensor does not hold the rank's experts, has no memory, or shares memory with another one; if
+            the Parameters of a list differ in shape, dtype or whether they are trained.
+    """
+    if not tensors:
+        raise InputError(f"MoE layer {index} was added without expert tensors")
+    for t, tensor in enumerate(tensors):
+        if len(tensor) != len(home):
+            kind, unit = ("tensor", "rows") if isinstance(tensor, torch.Tensor) else ("list", "tensors")
+            raise InputError(
+                f"MoE layer {index}: expert {kind} {t} has {len(tensor)} {unit}; this rank is home to {len(home)} "
+                "experts"
+            )
+    for _, parameter, name in _named(tensors, home):
+        if not isinstance(parameter, torch.Tensor):
+            raise InputError(f"MoE layer {index}: {name} is of type {type(parameter).__name__}, not a Parameter")
+        if parameter.is_meta:
+            raise InputError(f"MoE layer {index}: {name} has no memory; load it before it is added")
+    _check_lists(index, tensors, home)
+    _check_memory(index, tensors, layers, home)
+
+
+def check_current_parameters(layer: HomeExperts) -> None:
+    """Raises InputError if the parameters of a layer differ in shape or dtype from those that were added, or have no
+    memory."""
+    home, tensors = layer.home_experts, layer.tensors
+    for t, (tensor, (shape, _)) in enumerate(zip(tensors, layer.likes, strict=True)):
+        if len(tensor) != shape[0] and not isinstance(tensor, torch.Tensor):
+            raise InputError(
+                f"MoE layer {layer.index}: expert tensor {t} was added as a list of {shape[0]} tensors and has "
+                f"{len(tensor)} now"
+            )
+    for t, parameter, name in _named(tensors, home):
+        shape, dtype = layer.likes[t]
+        like = shape if parameter is tensors[t] else shape[1:]
+        if (parameter.shape, parameter.dtype) != (like, dtype):
+            raise InputError(
+                f"MoE layer {layer.index}: {name} was added as {list(like)} {dtype} and is {list(parameter.shape)} "
+                f"{parameter.dtype} now; convert the model before its experts are added to the session"
+            )
+        if parameter.is_meta or (parameter.numel() and parameter.untyped_storage().nbytes() == 0):
+            raise InputError(
+                f"MoE layer {layer.index}: {name} has no memory now; load or onload the experts before a micro-step"
+            )
+    _check_lists(layer.index, tensors, home)
+
+
+def _named(tensors: Sequence[ExpertTensor], home: Array) -> Iterator[tuple[int, torch.nn.Parameter, str]]:
+    """All Parameters, each with the number of its tensor and its name in errors."""
+    for t, tensor in enumerate(tensors):
+        if isinstance(tensor, torch.Tensor):
+            yield t, tensor, f"expert tensor {t}"
+        else:
+            for expert, parameter in zip(home, tensor, strict=True):
+                yield t, parameter, f"expert tensor {t} of expert {expert}"
+
+
+def _check_lists(index: int, tensors: Sequence[ExpertTensor], home: Array) -> None:
+    """Raises InputError if the Parameters of a list differ in shape, dtype or whether they are trained."""
+    first: dict[int, str] = {}
+    for t, parameter, name in _named(tensors, home):
+        state = "trained" if parameter.requires_grad else "frozen"
+        form = f"{list(parameter.shape)} {parameter.dtype}, {state}"
+        if form != first.setdefault(t, form):
+            raise InputError(
+                f"MoE layer {index}: {name} is {form}, and {first[t]} of expert {home[0]}; the tensors of a list "
+                "should be equal in these"
+            )
+
+
+def _check_memory(index: int, tensors: Sequence[ExpertTensor], layers: Sequence[HomeExperts], home: Array) -> None:
+    """Raises InputError if tensors of a new layer are in another layer, too, or overlap with others in memory."""
+    spans = [(*_span(parameter), layer.index, "") for layer in layers for parameter in layer.parameters]
+    spans += [(*_span(parameter), index, name) for _, parameter, name in _named(tensors, home)]
+    spans.sort()
+    # If any spans overlap, so do two neighbours in this order.
+    for (place, _, end, one, name), (other_place, start, _, other, other_name) in itertools.pairwise(spans):
+        if place != other_place or start >= end or index not in (one, other):
+            continue
+        if one != other:
+            raise InputError(
+                f"MoE layer {index} was added with an expert tensor of MoE layer {min(one, other)}; layers can't share "
+                "experts, since each places its own"
+            )
+        raise InputError(f"MoE layer {index}: {name} and {other_name} share memory; every expert needs its own")
+
+
+def _span(parameter: torch.Tensor) -> tuple[str, int, int]:
+    """Device, start and end of a contiguous tensor in memory. A tensor without memory gets a unique span."""
+    start = parameter.data_ptr()
+    if start == 0:
+        return "none", id(parameter), id(parameter) + 1
+    return str(parameter.device), start, start + parameter.nbytes

@@ -1,0 +1,71 @@
+"""Checks that a trace fits the session's model and a schedule, and conversion of micro-steps to a trace."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+from trimtab.errors import InputError
+from trimtab.planner import Schedule
+from trimtab.trace import RoutingTrace, no_route
+
+
+def check_model(trace: RoutingTrace, shape: tuple[int, int]) -> None:
+    """Raises InputError if a trace has other numbers of layers and experts, or ids out of range.
+
+    Args:
+        shape: layers and experts of the model.
+    """
+    if (trace.num_layers, trace.num_experts) != shape:
+        num_layers, num_experts = shape
+        raise InputError(
+            f"the trace has {trace.shape_text}; the model has {num_layers} MoE layers, {num_experts} experts"
+        )
+    # The id of unknown routes is above all others, so that traces without any need one pass.
+    if trace.num_tokens and trace.expert_ids.max() >= trace.num_experts:
+        trace.check()
+
+
+def trace_of_micro_steps(rows: Sequence[npt.ArrayLike], num_layers: int, num_experts: int) -> RoutingTrace:
+    """A trace in which each micro-step of a rank is one sequence.
+
+    Args:
+        rows: integer ids `[n, L, K]` of each micro-step; negative for unknown routes.
+
+    Raises:
+        InputError: if there are none, or shapes, dtypes or ids are wrong.
+    """
+    arrays, unknown = [np.asarray(ids) for ids in rows], no_route(num_experts)
+    if not arrays:
+        raise InputError("there are no micro-steps to plan; give the ids [tokens, layers, top_k] of at least one")
+    for index, ids in enumerate(arrays):
+        if ids.ndim != 3 or not np.issubdtype(ids.dtype, np.integer) or ids.shape[1:] != arrays[0].shape[1:]:
+            raise InputError(
+                f"micro-step {index} has ids {list(ids.shape)} of {ids.dtype}; they should be integers "
+                f"[tokens, layers, top_k], with as many layers and experts a token as micro-step 0, "
+                f"{list(arrays[0].shape)}"
+            )
+        arrays[index] = np.where(ids < 0, unknown, ids) if ids.dtype.kind == "i" else ids
+        wrong = (arrays[index] >= num_experts) & (arrays[index] != unknown)
+        if wrong.any():
+            raise InputError(f"micro-step {index} has expert id {ids[wrong][0]}; ids should be below {num_experts}")
+    trace = RoutingTrace.from_sequences(arrays, num_experts=num_experts)
+    check_model(trace, (num_layers, num_experts))
+    return trace
+
+
+def check_fits(trace: RoutingTrace, schedule: Schedule, rank: int, num_ranks: int, shape: tuple[int, int]) -> None:
+    """Raises InputError if a trace does not fit the model, or the schedule's sequences of a rank.
+
+    Args:
+        shape: layers and experts of the model.
+    """
+    check_model(trace, shape)
+    mine = len(schedule.sequences_of(rank))
+    if schedule.num_ranks != num_ranks or mine != trace.num_sequences:
+        raise InputError(
+            f"the schedule gives rank {rank} of {schedule.num_ranks} {mine} sequences; the session has "
+            f"{num_ranks} ranks and this rank's trace {trace.num_sequences} sequences"
+        )
