@@ -17,10 +17,10 @@ from typing import Any
 
 from rich.console import Console
 from rich.table import Table
+from trimtab.calibration.figures_table import figures_table
 
 from trimtab.benchmarks.bench_runtime import RuntimeBenchmark, ratio_with_interval, run_benchmark
 from trimtab.calibration import Calibrated, Calibration, calibrate, settings_for
-from trimtab.calibration.figures_table import figures_table
 from trimtab.cli.main import Parser, run
 from trimtab.cli.options import positive
 from trimtab.cluster import ClusterSpec, ModelSpec

@@ -37,7 +37,7 @@ def run(options: argparse.Namespace) -> None:
     check_outputs(options.out, options.json)
     need_extra("torch", "transformers")
     from trimtab.calibration import calibrate, settings_for
-    from trimtab.calibration.figures_table import figures_table
+    from trimtab.calibration.calibration_table import calibration_table
 
     name = options.out.stem or "this machine"
     result = calibrate(settings_for(options.model, ranks=options.ranks, rounds=options.rounds, name=name))
@@ -46,4 +46,4 @@ def run(options: argparse.Namespace) -> None:
     write_cluster(options.out, result.cluster, result.sources)
     if options.json:
         write_json(options.json, result.to_json())
-    Console(highlight=False).print(figures_table(result), f"Written to {options.out}", sep="\n")
+    Console(highlight=False).print(calibration_table(result), f"Written to {options.out}", sep="\n")
