@@ -8,9 +8,9 @@ from pathlib import Path
 
 from rich.console import Console
 
-from experiments.papers import run_benchmark
 from experiments.papers.page import print_figures, read_figures, read_page, write_page
 from experiments.papers.published import ROWS
+from experiments.papers.reproduce import run_papers
 from trimtab.cli.main import Parser, run
 from trimtab.cli.options import whole
 from trimtab.files import write_json
@@ -49,11 +49,11 @@ def main(arguments: list[str] | None = None) -> int:
 
 def _run(options: argparse.Namespace) -> None:
     if options.page:
-        read_page(options.page)  # before minutes of work
+        read_page(options.page)  # fails before minutes of work
     if options.read:
         figures = read_figures(options.read)
     else:
-        figures = run_benchmark([row for row in ROWS if row.name in options.rows], options.presets, options.seeds)
+        figures = run_papers([row for row in ROWS if row.name in options.rows], options.presets, options.seeds)
     print_figures(figures, Console(highlight=False))
     if options.json:
         write_json(options.json, figures)

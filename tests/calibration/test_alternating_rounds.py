@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import statistics
+from functools import partial
 
 import pytest
 
@@ -16,7 +17,7 @@ def test_variants_alternate_in_a_rotating_order_after_a_warm_up() -> None:
         calls.append(name)
         return len(calls)
 
-    results = alternate({name: lambda name=name: call(name) for name in "abc"}, 2, warm_up=1)
+    results = alternate({name: partial(call, name) for name in "abc"}, 2, warm_up=1)
     assert "".join(calls) == "abc" + "bca" + "cab"
     assert results == {"a": [6, 8], "b": [4, 9], "c": [5, 7]}
 
@@ -24,7 +25,7 @@ def test_variants_alternate_in_a_rotating_order_after_a_warm_up() -> None:
 def test_medians_are_taken_per_figure() -> None:
     warm_up = [{"s": 9.0, "bytes": 9.0}] * WARM_UP_ROUNDS
     figures = iter([*warm_up, {"s": 3.0, "bytes": 1.0}, {"s": 1.0, "bytes": 1.0}, {"s": 2.0, "bytes": 7.0}])
-    assert medians({"a": lambda: next(figures)}, 3) == {"a": {"s": 2.0, "bytes": 1.0}}
+    assert medians({"a": partial(next, figures)}, 3) == {"a": {"s": 2.0, "bytes": 1.0}}
 
 
 def test_the_interval_contains_the_median_and_narrows_with_more_values() -> None:

@@ -19,7 +19,7 @@ import torch
 from rich.console import Console
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from trimtab.benchmarks.figure_table import Row, figure_table
+from trimtab.benchmarks.figure_table import Columns, figure_table, named_rows, with_interval
 from trimtab.calibration.alternating_rounds import alternate, median_with_interval
 from trimtab.calibration.random_experts import this_device
 from trimtab.calibration.small_model import small_config
@@ -94,14 +94,14 @@ def run_benchmark(settings: CaptureBenchmark) -> dict[str, Any]:
 
 def print_figures(figures: dict[str, Any], console: Console) -> None:
     """Print one line for the forward and one for the generation."""
-    columns: dict[str, Callable[[Row], str]] = {
-        "work": lambda row: row["name"],
+    columns: Columns = {
+        "work": "{name}",
         "plain": lambda row: f"{row['plain']['median_s'] * 1e3:.1f} ms",
         "recorded": lambda row: f"{row['recorded']['median_s'] * 1e3:.1f} ms",
-        "cost": lambda row: "{:+.2%} [{:+.2%}, {:+.2%}]".format(row["overhead"], *row["overhead_interval"]),
-        "recording work": lambda row: f"{row['work_fraction']:.2%}",
+        "cost": with_interval("overhead", "{:+.2%}"),
+        "recording work": "{work_fraction:.2%}",
     }
-    rows = [figures[name] | {"name": name} for name in ("forward", "generate")]
+    rows = named_rows({name: figures[name] for name in ("forward", "generate")})
     pairs = len(figures["forward"]["plain"]["s"])
     console.print(figure_table(f"Recording of routing, {pairs} alternating pairs", columns, rows))
 

@@ -6,7 +6,6 @@ import multiprocessing
 import resource
 import tempfile
 import time
-from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -14,7 +13,7 @@ from typing import Any
 from rich.console import Console
 from rich.progress import track
 
-from trimtab.benchmarks.figure_table import Row, figure_table
+from trimtab.benchmarks.figure_table import Columns, figure_table, scaled
 from trimtab.cluster import ClusterSpec
 from trimtab.planner import Placement, Planner, StepPlan
 from trimtab.trace import PRESETS, RoutingTrace, read_trace, synthesize_preset, write_trace
@@ -110,12 +109,12 @@ def _peak_bytes() -> int:
 
 def print_figures(rows: list[dict[str, Any]], console: Console) -> None:
     """Print one line per size."""
-    columns: dict[str, str | Callable[[Row], str]] = {
+    columns: Columns = {
         "ranks / experts": "{ranks} / {experts}",
         "layers x micro-steps": "{layers} x {micro_steps}",
-        "tokens": lambda row: f"{row['tokens'] / 1e6:.1f} M",
+        "tokens": scaled("tokens", 1e-6, "{:.1f} M"),
         "counting": "{counting_s:.2f} s",
         "planning": "{planning_s:.2f} s",
-        "peak memory": lambda row: f"{row['peak_bytes'] / 1e9:.2f} GB",
+        "peak memory": scaled("peak_bytes", 1e-9, "{:.2f} GB"),
     }
     console.print(figure_table("From expert ids to finished plan", columns, rows))

@@ -10,7 +10,6 @@ import statistics
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +18,7 @@ from rich.console import Console
 from rich.progress import track
 
 from trimtab.array_type import Array
-from trimtab.benchmarks.figure_table import Row, figure_table
+from trimtab.benchmarks.figure_table import Columns, figure_table, named_rows, scaled
 from trimtab.trace import PRESETS, RoutingTrace, synthesize_preset
 
 PRESET, LAYERS, EXPERTS, TOP_K = "rl-mixed", 48, 128, 8
@@ -130,11 +129,10 @@ def print_figures(figures: dict[str, Any], console: Console) -> None:
         f"{figures['raw_bytes'] / 1e6:,.0f} MB of ids, {figures['dump_bytes'] / 1e6:,.0f} MB from vLLM, "
         f"{figures['file_bytes'] / 1e6:,.0f} MB as a trace ({figures['file_over_raw']:.1%})"
     )
-    columns: dict[str, str | Callable[[Row], str]] = {
+    columns: Columns = {
         "command": "{name}",
         "median": "{median_s:.1f} s",
         "first run": "{first_s:.1f} s",
-        "peak memory": lambda row: f"{row['peak_bytes'] / 1e6:,.0f} MB",
+        "peak memory": scaled("peak_bytes", 1e-6, "{:,.0f} MB"),
     }
-    rows = [{"name": name} | row for name, row in figures["commands"].items()]
-    console.print(figure_table(title, columns, rows))
+    console.print(figure_table(title, columns, named_rows(figures["commands"])))

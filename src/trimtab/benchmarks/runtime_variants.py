@@ -124,6 +124,6 @@ def build_variants(settings: RuntimeBenchmark) -> RuntimeVariants:
     }
     if per_node != num_ranks:
         compared["node-blind"] = Variant(prepare_node_blind, step, blocks)
-    by_paths = {paths: Variant(partial(prepare, skewed, "plan", paths), step, blocks) for paths in PATHS}
+    by_paths = {str(paths): Variant(partial(prepare, skewed, "plan", paths), step, blocks) for paths in PATHS}
     home_loads = Workload.from_trace(skewed, schedule).home_loads(session.placement.home)
     return RuntimeVariants(session, compared, by_paths, max_over_mean(home_loads).mean(axis=0).tolist())

@@ -6,7 +6,7 @@ from typing import Any
 
 from rich.console import Console
 
-from trimtab.benchmarks.figure_table import Row, figure_table
+from trimtab.benchmarks.figure_table import Columns, Row, figure_table
 
 
 def print_figures(figures: dict[str, Any], console: Console) -> None:
@@ -33,7 +33,7 @@ def print_figures(figures: dict[str, Any], console: Console) -> None:
         "slower": "{slowdown:.1%}",
     }
     console.print(figure_table(f"Host path ({on})", host_path, figures["host_path"]))
-    planned_layer = {
+    planned_layer: Columns = {
         "model": "{model}",
         "replicas": "{replicas}",
         "waits for the GPU": "{waits_for_device}",
