@@ -103,27 +103,25 @@ def _formatted(value: float, style: str) -> str:
 
 
 def _set_ups(rows: dict[str, Any]) -> tuple[list[str], list[list[str]]]:
-    header = [
-        "row", "model, ranks", "nodes of", "cluster", "micro-steps x tokens a rank", "sequences (mean, longest)",
-        "layers", "slots", "row takes",
-    ]  # fmt: skip
+    """Header and lines of the table of set-ups. Name and time of a row are in its first line."""
+    columns = {
+        "row": "{name}",
+        "model, ranks": "{title}",
+        "nodes of": "{ranks_per_node}",
+        "cluster": "`{cluster}`",
+        "micro-steps x tokens a rank": "{micro_steps} x {tokens:,}",
+        "sequences (mean, longest)": "{sequences:,} ({mean_length:,}, {longest:,})",
+        "layers": "{layers}",
+        "slots": "{slots}",
+        "row takes": "{takes}",
+    }
     body = []
     for name, row in rows.items():
-        for index, each in enumerate(row["set_ups"]):
-            body.append(
-                [
-                    f"`{name}`" if index == 0 else "",
-                    each["title"],
-                    str(each["ranks_per_node"]),
-                    f"`{each['cluster']}`",
-                    f"{each['micro_steps']} x {each['tokens']:,}",
-                    f"{each['sequences']:,} ({each['mean_length']:,}, {each['longest']:,})",
-                    str(each["layers"]),
-                    str(each["slots"]),
-                    f"{row['seconds']:.0f} s" if index == 0 else "",
-                ]
-            )
-    return header, body
+        first = {"name": f"`{name}`", "takes": f"{row['seconds']:.0f} s"}
+        for set_up in row["set_ups"]:
+            body.append([text.format_map(set_up | first) for text in columns.values()])
+            first = {"name": "", "takes": ""}
+    return list(columns), body
 
 
 def _markdown(header: Sequence[str], body: Sequence[Sequence[str]]) -> str:

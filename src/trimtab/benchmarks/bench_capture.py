@@ -138,7 +138,7 @@ class _RecordingTimer:
 
     def __init__(self) -> None:
         self.seconds = 0.0
-        self._untimed = {name: getattr(RoutingRecord, name) for name in ("begin", "note", "end", "trace")}
+        self._untimed = {name: getattr(RoutingRecord, name) for name in ("begin", "add_ids", "end", "trace")}
 
     def __enter__(self) -> _RecordingTimer:
         for name, method in self._untimed.items():

@@ -1,4 +1,4 @@
-"""Static against trimtab in one run: the same responses, planned, recomputed and updated under each in turn."""
+"""Comparison of static and trimtab in one run: recompute and update of the same responses, alternating."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ class MeasuredPolicy:
 
     Attributes:
         step_s: seconds of recompute and update (forward, backward, complete gradients) of each repetition.
-        plan: what planning the step came to.
-        loads_MLR: tokens `[M, L, R]` int64 that each rank computed.
-        recordings: what each rank did in one more repetition, in rank order; on rank 0 alone.
+        plan: report of the step's plan.
+        loads_MLR: tokens `[M, L, R]` int64 that each rank computes.
+        recordings: activities of each rank in one more repetition, in rank order; empty on ranks other than 0.
     """
 
     step_s: list[float]
@@ -35,6 +35,7 @@ class MeasuredPolicy:
 
     @property
     def median_s(self) -> float:
+        """Median of `step_s`."""
         return statistics.median(self.step_s)
 
     @property
@@ -44,12 +45,12 @@ class MeasuredPolicy:
 
 
 def speedup(static: MeasuredPolicy, other: MeasuredPolicy) -> float:
-    """How many times as fast the other is, median over the pairs."""
+    """Step time of static divided by that of the other, median over the pairs."""
     return statistics.median(s / o for s, o in zip(static.step_s, other.step_s, strict=True))
 
 
 def compare_policies(trainer: Trainer, step: int, pairs: int) -> dict[str, MeasuredPolicy]:
-    """Time `pairs` alternating repetitions on a fresh batch of responses. The weights stay as they are."""
+    """Time `pairs` alternating repetitions on new responses. Weights are not changed. Collective."""
     session = trainer.session
     own_mode = session.mode
     sequences = trainer.rollout(step)
@@ -79,7 +80,7 @@ def compare_policies(trainer: Trainer, step: int, pairs: int) -> dict[str, Measu
 
 
 def _run(trainer: Trainer, prepared: PreparedStep) -> float:
-    """Recompute and update, all ranks from the same moment on; seconds until the last one is done."""
+    """Seconds of recompute and update, from a common start until the last rank is done."""
     dist.barrier()
     start = time.perf_counter()
     old = trainer.recompute(prepared)
@@ -91,7 +92,7 @@ def _run(trainer: Trainer, prepared: PreparedStep) -> float:
 
 
 def _record(trainer: Trainer, prepared: PreparedStep) -> tuple[Recording, ...]:
-    """What every rank does in one repetition; nothing on ranks other than 0."""
+    """Recordings of all ranks in one repetition; empty on ranks other than 0."""
     dist.barrier()
     with trainer.session.recording() as recorder:
         _run(trainer, prepared)
