@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import torch.distributed as dist
 
 from trimtab.array_type import Array
+from trimtab.rl.collectives import gather
 from trimtab.rl.trainer import PreparedStep, Trainer
 from trimtab.runtime import PlanReport
 from trimtab.runtime.planning import Mode
@@ -58,21 +59,24 @@ def compare_policies(trainer: Trainer, step: int, pairs: int) -> dict[str, Measu
     for name, mode in COMPARED.items():
         session.mode = mode
         prepared[name] = trainer.prepare(sequences, step)
+
+    def apply_plan(name: str) -> PlanReport:
+        session.mode = COMPARED[name]
+        return session.apply_plan(prepared[name].planned, prepared[name].trace)
+
     times: dict[str, list[float]] = {name: [] for name in COMPARED}
     with trainer.log.progress("static against trimtab", pairs) as advance:
         for repetition in range(pairs + 1):
-            for name, mode in COMPARED.items():
-                session.mode = mode
-                session.apply_plan(prepared[name].planned, prepared[name].trace)
-                taken = _run(trainer, prepared[name])
+            for name in COMPARED:
+                apply_plan(name)
+                seconds = _run(trainer, prepared[name])
                 if repetition:  # the first one warms up
-                    times[name].append(taken)
+                    times[name].append(seconds)
             if repetition:
                 advance("")
     results = {}
-    for name, mode in COMPARED.items():
-        session.mode = mode
-        plan = session.apply_plan(prepared[name].planned, prepared[name].trace)
+    for name in COMPARED:
+        plan = apply_plan(name)
         recordings = _record(trainer, prepared[name])
         results[name] = MeasuredPolicy(times[name], plan, session.rank_loads, recordings)
     session.mode = own_mode
@@ -96,7 +100,4 @@ def _record(trainer: Trainer, prepared: PreparedStep) -> tuple[Recording, ...]:
     dist.barrier()
     with trainer.session.recording() as recorder:
         _run(trainer, prepared)
-        recording = recorder.finish()
-    gathered: list[Recording] | None = [recording] * trainer.num_ranks if trainer.rank == 0 else None
-    dist.gather_object(recording, gathered)
-    return tuple(gathered or ())
+        return tuple(gather(recorder.finish()))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import random
-import time
 from dataclasses import dataclass
 from itertools import chain
 from typing import Any
@@ -18,15 +17,17 @@ from trimtab.integrations.transformers import moe_blocks, num_experts, share_exp
 from trimtab.planner import Placement
 from trimtab.rl.batches import MicroBatch, collate
 from trimtab.rl.checkpoint import Checkpoint, remove_unfinished, write_checkpoint
+from trimtab.rl.collectives import gather, reduce
 from trimtab.rl.config import TrainConfig
 from trimtab.rl.demo_model import load_config, load_model, load_tokenizer
 from trimtab.rl.losses import CLIP, clipped_policy_loss, token_log_probs
 from trimtab.rl.rollout import count_correct, held_out_problems, sample_groups
 from trimtab.rl.run_log import RunLog
 from trimtab.rl.sequences import Sequence, exchange_sequences, gather_lengths, routing_of
+from trimtab.rl.step_metrics import StepClock, plan_metrics
 from trimtab.rl.task import draw_problem
 from trimtab.rl.warm_start import warm_start
-from trimtab.runtime import MicroStep, PlannedStep, PlanReport, Session
+from trimtab.runtime import MicroStep, PlannedStep, Session
 from trimtab.trace import RoutingTrace, write_trace
 
 WARM_UP_STEPS = 3
@@ -232,18 +233,19 @@ class Trainer:
             self.optimizer.zero_grad()
             clipped += sums["clipped"]
             if mini_batch == 0:
-                metrics["ppo/first_ratio_error"] = self._total(sums["ratio_error"], dist.ReduceOp.MAX)
+                metrics["ppo/first_ratio_error"] = reduce(sums["ratio_error"], self.device, dist.ReduceOp.MAX)
                 metrics |= {"loss": self._total(sums["loss"]), "grad_norm": norm}
         metrics["ppo/clip_fraction"] = self._total(clipped) / sum(prepared.loss_constants)
         return metrics
 
     def step(self, step: int) -> dict[str, Any]:
         """Run one RL step. Returns its metrics; all but times are equal on all ranks. Collective."""
-        clock = _Clock()
+        clock = StepClock()
         sequences = self.rollout(step)
         clock.lap("rollout_s")
-        rewards = self._mean([s.reward for s in sequences])
-        lengths = self._mean([s.response_length for s in sequences])
+        count = max(1.0, self._total(len(sequences)))
+        rewards = self._total(sum(s.reward for s in sequences)) / count
+        lengths = self._total(sum(s.response_length for s in sequences)) / count
         # A group whose responses all have the same reward has no gradient.
         trained = [s for s in sequences if s.advantage != 0]
         metrics: dict[str, Any] = {"step": step, "reward": rewards, "response_length": lengths}
@@ -270,9 +272,8 @@ class Trainer:
 
     def write_routing(self, prepared: PreparedStep, step: int) -> None:
         """Write the routing of all ranks to `routing/step-*.parquet`. Collective."""
-        traces: list[RoutingTrace] | None = [prepared.trace] * self.num_ranks if self.rank == 0 else None
-        dist.gather_object(prepared.trace, traces)
-        if traces is not None:
+        traces = gather(prepared.trace)
+        if traces:
             whole = [trace for trace in traces if trace.num_sequences] or traces[:1]
             write_trace(RoutingTrace.concatenate(whole), self.config.out / "routing" / f"step-{step:05d}.parquet")
 
@@ -288,42 +289,6 @@ class Trainer:
             for _ in chain(weights, optimizer_state):
                 pass  # gathering is collective; only rank 0 receives tensors
 
-    def _total(self, value: float, operation: Any = dist.ReduceOp.SUM) -> float:
-        """A value reduced over all ranks."""
-        total = torch.tensor(value, dtype=torch.float64, device=self.device)
-        dist.all_reduce(total, operation)
-        return float(total)
-
-    def _mean(self, values: list[float] | list[int]) -> float:
-        return self._total(float(sum(values))) / max(1.0, self._total(len(values)))
-
-
-def plan_metrics(report: PlanReport) -> dict[str, float]:
-    """Metrics of a plan, by their names in `metrics.jsonl`."""
-    return {
-        "moe/max_vio_before": report.max_vio_before,
-        "moe/max_vio_after": report.max_vio_after,
-        "moe/replicas": report.replicas,
-        "moe/homes_moved": report.homes_moved,
-        "moe/predicted_gain": report.predicted_gain,
-        "moe/peak_rows_before": report.peak_rows_before,
-        "moe/peak_rows_after": report.peak_rows_after,
-        "memory/pool_bytes": report.pool_bytes,
-        "memory/mirror_bytes": report.mirror_bytes,
-        "memory/free_bytes": report.free_bytes,
-        "moving_s": report.moving_s,
-        "planning_s": report.planning_s,
-    }
-
-
-class _Clock:
-    """Seconds of consecutive parts, by name."""
-
-    def __init__(self) -> None:
-        self.laps: dict[str, float] = {}
-        self._last = time.perf_counter()
-
-    def lap(self, name: str) -> None:
-        now = time.perf_counter()
-        self.laps[name] = now - self._last
-        self._last = now
+    def _total(self, value: float) -> float:
+        """The sum over all ranks."""
+        return reduce(value, self.device)
