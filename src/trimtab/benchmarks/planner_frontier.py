@@ -41,7 +41,7 @@ def draw_frontier(points: list[dict[str, Any]], path: Path) -> None:
         axis.set_xlim(left=0)
         axis.grid(alpha=0.3)
     for axis in axes[-1]:
-        axis.set_xlabel("replica weights moved, MB an instance")
+        axis.set_xlabel("replica weights moved, MB per instance")
     for axis in axes[:, 0]:
         axis.set_ylabel("max/mean rank load")
     for axis in list(axes.flat)[len(panels) :]:

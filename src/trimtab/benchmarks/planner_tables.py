@@ -55,17 +55,17 @@ def print_figures(figures: dict[str, Any], console: Console) -> None:
         groups.setdefault(key, []).append(case)
     for (ranks, experts, trace, slots, terms), cases in groups.items():
         recipe = "each on its own recipe" if terms == "own" else "equal terms: same homes, schedule and slots"
-        title = f"{ranks} ranks, {experts} experts, {trace}, slots a rank: {slots}; {recipe}"
+        title = f"{ranks} ranks, {experts} experts, {trace}, slots per rank: {slots}; {recipe}"
         table = figure_table(title, BALANCERS, cases, bold="trimtab")
         table.caption = (
             "gap: over the LP bound; far: replicas on other nodes; crossing: rows between nodes; "
-            "ms: predicted; us: planning; all of an instance"
+            "ms: predicted; us: planning; all per instance"
         )
         console.print(table)
     title = "Sequences grouped by routing against packed by length, at the same homes"
     console.print(figure_table(title, SCHEDULES, figures["schedule"]))
     if figures["frontier_compared"]:
-        title = f"Replica weights for max/mean {COMPARED_BALANCE}, MB an instance; two slots a rank"
+        title = f"Replica weights for max/mean {COMPARED_BALANCE}, MB per instance; two slots per rank"
         table = figure_table(title, FRONTIER, figures["frontier_compared"])
         table.caption = "above: the largest excess of trimtab's max/mean over the rival's at the same bytes"
         console.print(table)

@@ -12,7 +12,7 @@ STEPS: Columns = {
     "variant": "{name}",
     "median step": scaled("median_s", 1e3, "{:.1f} ms"),
     "of it in MoE": scaled("moe_s", 1e3, "{:.1f} ms"),
-    "CPU a rank": scaled("cpu_s_per_rank", 1e3, "{:.1f} ms"),
+    "CPU per rank": scaled("cpu_s_per_rank", 1e3, "{:.1f} ms"),
 }
 TRANSFERS: Columns = {
     "paths": "{name}",

@@ -17,7 +17,7 @@ def print_figures(figures: dict[str, Any], console: Console) -> None:
     grouped = {
         "model": "{model}",
         "experts": "{experts}",
-        "tokens an expert": "{tokens}",
+        "tokens per expert": "{tokens}",
         "time": "{ms:.3f} ms",
         "TFLOP/s": "{tflops:.3g}",
     }
@@ -27,7 +27,7 @@ def print_figures(figures: dict[str, Any], console: Console) -> None:
         "model": "{model}",
         "copies": "{gb_per_s:.1f} GB/s",
         "beside compute": "{gb_per_s_beside_compute:.1f} GB/s",
-        "an expert": "{expert_ms:.3f} ms",
+        "per expert": "{expert_ms:.3f} ms",
         "compute": "{compute_ms:.3f} ms",
         "beside copies": "{compute_ms_beside_copies:.3f} ms",
         "slower": "{slowdown:.1%}",
