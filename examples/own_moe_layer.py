@@ -1,7 +1,8 @@
-"""A hand-written MoE layer in a Trimtab session, and the loop around it, without transformers.
+"""A hand-written MoE layer in a Trimtab session, and its training loop, without transformers.
 
-`python examples/own_moe_layer.py` starts two ranks here; under torchrun it is one of them. The model learns to name the
-token after each, in sequences of all lengths, which Trimtab also spreads over micro-steps and ranks.
+`python examples/own_moe_layer.py` starts two local ranks; under torchrun the process is one rank. The model learns to
+predict the successor of each token, in sequences of different lengths. Trimtab also assigns sequences to micro-steps
+and ranks.
 """
 
 from __future__ import annotations
@@ -24,28 +25,31 @@ TOKEN_BUDGET = 1024  # most tokens of a rank in a micro-step
 
 
 def squared_relu_experts(weights: Sequence[ExpertWeight], rows: torch.Tensor, groups: RowGroups) -> torch.Tensor:
-    """Experts of any kind: rows `[N, HIDDEN]`, grouped by expert, through each one's own matrices."""
+    """Outputs `[N, HIDDEN]` of rows that are grouped by expert. Any function of this form can be used."""
     up, down = weights
     return grouped_linear(F.relu(grouped_linear(rows, up, groups)).square(), down, groups)
 
 
 class MoELayer(nn.Module):
+    """A router, and experts that the session runs."""
+
     def __init__(self, session: Session) -> None:
         super().__init__()
         self.router = nn.Linear(HIDDEN, EXPERTS, bias=False)
-        up, down = torch.randn(EXPERTS, WIDTH, HIDDEN), torch.randn(EXPERTS, HIDDEN, WIDTH)  # alike on every rank
+        up, down = torch.randn(EXPERTS, WIDTH, HIDDEN), torch.randn(EXPERTS, HIDDEN, WIDTH)  # equal on every rank
         home = torch.from_numpy(session.home_experts)
-        self.up, self.down = nn.Parameter(up[home] * 0.1), nn.Parameter(down[home] * 0.1)  # what this rank keeps
+        self.up, self.down = nn.Parameter(up[home] * 0.1), nn.Parameter(down[home] * 0.1)  # of this rank
         self.experts = session.add_layer([self.up, self.down], squared_relu_experts)
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
         logits = self.router(hidden)
-        self.ids = self.experts.route(logits.topk(TOP_K).indices)  # the recorded ones, in a micro-step of a plan
+        self.ids = self.experts.route(logits.topk(TOP_K).indices)  # in a planned micro-step: the recorded ids
         weights = logits.softmax(-1).gather(1, self.ids)
         return hidden + self.experts(hidden, self.ids, weights)
 
 
 def train(steps: int = 4) -> None:
+    """Train on every rank."""
     torch.manual_seed(0)
     rank, ranks = dist.get_rank(), dist.get_world_size()
     session = Session(num_experts=EXPERTS)
@@ -65,7 +69,7 @@ def train(steps: int = 4) -> None:
                 model(tokens)
             sequences.append((tokens, torch.stack([layer.ids for layer in layers], dim=1).numpy()))
 
-        # Plan, and bring every sequence to the rank that is to train on it.
+        # Plan, and select the sequences that this rank trains on.
         planned = session.plan_sequences(trace_of(sequences), token_budget=TOKEN_BUDGET)
         schedule = planned.schedule
         everyones: list[list[tuple[torch.Tensor, np.ndarray]]] = [[] for _ in range(ranks)]
@@ -74,7 +78,7 @@ def train(steps: int = 4) -> None:
         mine = [in_rank_order[index] for index in schedule.sequences_of(rank)]
         report = session.apply_plan(planned, trace_of(mine))
 
-        # Train. The loss is a sum over tokens, divided by those of all ranks and micro-steps.
+        # Train. The loss is a sum over tokens, divided by the tokens of all ranks and micro-steps.
         constant = sum(len(tokens) for tokens, _ in in_rank_order)
         total = torch.zeros(())
         for index in range(schedule.num_micro_steps):
@@ -84,7 +88,7 @@ def train(steps: int = 4) -> None:
                 loss = F.cross_entropy(model(tokens), (tokens + 1) % VOCAB, reduction="sum") / constant
                 loss.backward()
             total += loss.detach()
-        session.finish_gradients(replicated)  # replicas' gradients come home, the others are summed over ranks
+        session.finish_gradients(replicated)  # sends replica gradients home, sums the others over ranks
         session.clip_gradients(replicated, max_norm=1.0)
         optimizer.step()
         optimizer.zero_grad()
@@ -99,6 +103,7 @@ def train(steps: int = 4) -> None:
 
 
 def trace_of(sequences: list[tuple[torch.Tensor, np.ndarray]]) -> RoutingTrace:
+    """Routing of sequences."""
     return RoutingTrace.from_sequences([ids for _, ids in sequences], num_experts=EXPERTS, shape=(LAYERS, TOP_K))
 
 

@@ -1,7 +1,7 @@
-"""A training loop of your own around a Hugging Face model, balanced by Trimtab.
+"""A user's training loop with a Hugging Face model, balanced by Trimtab.
 
-`python examples/transformers_loop.py` starts two ranks here; under torchrun it is one of them. The model is small and
-random, and its reward is the share of even tokens. What a real run keeps is which call to `session` stands where.
+`python examples/transformers_loop.py` starts two local ranks; under torchrun the process is one rank. The model is
+small and random, and the reward is the fraction of even tokens. A real loop calls `session` at the same points.
 """
 
 from __future__ import annotations
@@ -18,10 +18,11 @@ from trimtab.runtime import Session
 
 EXPERTS = 8
 MICRO_STEPS, MINI_BATCHES = 4, 2  # of an RL step; the optimizer steps after every mini-batch
-SAMPLES, PROMPT, RESPONSE = 16, 16, 16  # responses to a prompt, which make up a micro-batch; and tokens of both
+SAMPLES, PROMPT, RESPONSE = 16, 16, 16  # responses to a prompt (one micro-batch); tokens of each
 
 
 def train(rl_steps: int = 2) -> None:
+    """Train on every rank."""
     torch.manual_seed(0)
     config = Qwen3MoeConfig(
         vocab_size=64, hidden_size=64, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=1, head_dim=32,
@@ -30,14 +31,14 @@ def train(rl_steps: int = 2) -> None:
     rollout_model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).eval()
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)  # whole, and the same on every rank
 
-    # Once: this rank's experts go into the session, all others away; then comes the optimizer.
+    # Once: keep this rank's experts in the session and drop all others. Then create the optimizer.
     session = Session(num_experts=EXPERTS)
     share_experts(model, session)
     replicated = session.replicated_parameters(model)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    session.register_optimizers(optimizer)  # so that experts may move, with their state
+    session.register_optimizers(optimizer)  # so that experts can move with their state
 
-    # Where every sequence trains. Here a rank keeps what it generated, in the order in which it did.
+    # The rank and micro-step of every sequence. Here each rank trains on the sequences that it generated, in order.
     ranks = dist.get_world_size()
     schedule = Schedule(
         micro_step=np.tile(np.repeat(np.arange(MICRO_STEPS, dtype=np.int32), SAMPLES), ranks),
@@ -47,14 +48,14 @@ def train(rl_steps: int = 2) -> None:
     )
     torch.manual_seed(1 + dist.get_rank())
     for step in range(rl_steps):
-        # Rollout, under the present weights: sequences, and the experts of every token that was fed.
+        # Rollout with the current weights: sequences, and the experts of every fed token.
         rollout_model.load_state_dict(session.logical_state_dict(model))
         prompts = torch.randint(1, 64, (MICRO_STEPS, PROMPT)).repeat_interleave(SAMPLES, dim=0)
         with record_routing(rollout_model) as record:
             tokens = rollout_model.generate(
                 prompts, do_sample=True, max_new_tokens=RESPONSE, min_new_tokens=RESPONSE, eos_token_id=None
             )
-        routing = record.trace(tokens, torch.ones_like(prompts))  # of all tokens that were fed; the last ones were not
+        routing = record.trace(tokens, torch.ones_like(prompts))  # last tokens are not fed and have no row
         rewards = (tokens[:, PROMPT:] % 2 == 0).float().mean(dim=1)
         groups = rewards.split(SAMPLES)
         batches = [(t, g - g.mean()) for t, g in zip(tokens.split(SAMPLES), groups, strict=True)]
@@ -62,7 +63,7 @@ def train(rl_steps: int = 2) -> None:
         # Plan: the routing of all ranks is known, so the whole step is balanced before it runs.
         report = session.plan(routing, schedule)
 
-        # Recompute: log-probabilities before the step. Every rank runs every micro-step, with the experts recorded.
+        # Recompute: log-probabilities before the step. Every rank runs every micro-step, with the recorded experts.
         old = []
         for index, (batch, _) in enumerate(batches):
             with torch.no_grad(), session.micro_step(index):
@@ -80,7 +81,7 @@ def train(rl_steps: int = 2) -> None:
                     loss = loss.sum() / constant
                     loss.backward()
                 total += loss.detach()
-            session.finish_gradients(replicated)  # replicas' gradients come home, the others are summed over ranks
+            session.finish_gradients(replicated)  # sends replica gradients home, sums the others over ranks
             session.clip_gradients(replicated, max_norm=1.0)
             optimizer.step()
             optimizer.zero_grad()
@@ -97,7 +98,7 @@ def train(rl_steps: int = 2) -> None:
 
 
 def log_probs(model: torch.nn.Module, tokens: torch.Tensor) -> torch.Tensor:
-    """Of the response's tokens, `[B, RESPONSE]`. The last token is not fed: it has no route."""
+    """Log-probabilities `[B, RESPONSE]` of the response's tokens. The last token is not fed, so it has no route."""
     logits = model(input_ids=tokens[:, :-1], use_cache=False).logits[:, PROMPT - 1 :]
     return logits.log_softmax(-1).gather(2, tokens[:, PROMPT:, None])[:, :, 0]
 

@@ -1,12 +1,13 @@
-"""Does the simulator predict what the runtime takes? One step, measured on this machine and simulated as calibrated.
+"""Comparison of simulated with measured step times, for a step on this machine.
 
-What is simulated is what ran: the same routing, schedule and plans, `static`, `trimtab` and `balanced` of
-`trimtab bench runtime`.
+The machine is calibrated. The variants `static`, `trimtab` and `balanced` of `trimtab bench runtime` are measured, and
+simulated with the same routing, schedule and plans.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import sys
 import tempfile
@@ -16,11 +17,12 @@ from pathlib import Path
 from typing import Any
 
 from rich.console import Console
-from rich.table import Table
 
-from trimtab.benchmarks.bench_runtime import RuntimeBenchmark, ratio_with_interval, run_benchmark
-from trimtab.calibration import Calibrated, Calibration, calibrate, settings_for
-from trimtab.calibration.figures_table import figures_table
+from trimtab.benchmarks.bench_runtime import RuntimeBenchmark, run_benchmark
+from trimtab.benchmarks.figure_table import Columns, figure_table, named_rows, scaled
+from trimtab.calibration import CalibrationResult, CalibrationSettings, calibrate, settings_for
+from trimtab.calibration.alternating_rounds import median_with_interval
+from trimtab.calibration.calibration_table import calibration_table
 from trimtab.cli.main import run
 from trimtab.cli.options import add_options
 from trimtab.cli.output import write_figures
@@ -35,20 +37,20 @@ from trimtab.trace import RoutingTrace
 
 NAME = "python -m experiments.simulator_validation"
 VARIANTS = ("static", "trimtab", "balanced")
-# How far a prediction may be from the median.
+# Largest relative error of a prediction.
 TOLERANCE = 0.1
 
 
 @dataclass(frozen=True, eq=False)
 class MeasuredStep:
-    """One variant of the benchmark, as it ran: a micro-step's forward, backward and complete gradients.
+    """One measured variant: a micro-step's forward, backward and complete gradients.
 
     Attributes:
         seconds: median of its rounds.
         interval: 95% bootstrap interval of the median, low and high.
         trace: routing of all ranks' sequences.
-        schedule: which rank had which.
-        plan: what was carried out.
+        schedule: of these sequences.
+        plan: that was executed.
     """
 
     seconds: float
@@ -58,11 +60,17 @@ class MeasuredStep:
     plan: StepPlan
 
 
-def run_validation(calibration: Calibration, benchmark: RuntimeBenchmark) -> tuple[Calibrated, dict[str, Any]]:
-    """Calibrate this machine, run the benchmark on the same ranks, and hold it against what is simulated.
+def run_validation(
+    calibration: CalibrationSettings, benchmark: RuntimeBenchmark
+) -> tuple[CalibrationResult, dict[str, Any]]:
+    """Calibrate this machine, run the benchmark on the same ranks, and compare it with the simulation.
 
     Args:
         calibration: of the benchmark's model, on ranks that are all started here.
+        benchmark: sizes of the benchmark.
+
+    Returns:
+        The calibration, and what `compare` returns.
 
     Raises:
         RankFailedError: naming a rank that failed.
@@ -70,7 +78,7 @@ def run_validation(calibration: Calibration, benchmark: RuntimeBenchmark) -> tup
     calibrated = calibrate(calibration)
     assert calibrated is not None
     measured = measure_steps(benchmark, calibration.ranks)
-    # As it ran: in float32 on a CPU.
+    # The benchmark runs in float32 on a CPU.
     model = replace(calibration.model, weight_bytes=4)
     cluster = replace(calibrated.cluster, slots_per_rank=benchmark.slots)
     predicted = {name: simulated_seconds(cluster, model, step) for name, step in measured.items()}
@@ -78,7 +86,7 @@ def run_validation(calibration: Calibration, benchmark: RuntimeBenchmark) -> tup
 
 
 def simulated_seconds(cluster: ClusterSpec, model: ModelSpec, step: MeasuredStep) -> float:
-    """What the simulator says to the step: its update alone, planned before and without the optimizer."""
+    """Simulated seconds of the step's update, without planning and optimizer, which the benchmark does not time."""
     sequences = SequenceCounts.from_trace(step.trace)
     workload = Workload.from_sequences(sequences, step.schedule)
     costs = OperationCosts.of(cluster, model, moe_layers=sequences.num_layers)
@@ -91,12 +99,12 @@ def simulated_seconds(cluster: ClusterSpec, model: ModelSpec, step: MeasuredStep
         replace(POLICIES["trimtab"].traits, planning_us_per_rank=0.0),
         settings=StepSettings(recompute=False),
     )
-    # The bench brings new weights to the mirrors before its clock runs.
+    # The benchmark writes weights to the mirrors before it starts the clock.
     return simulated.step_time_s - simulated.parts_s["migration"]
 
 
 def measure_steps(benchmark: RuntimeBenchmark, ranks: int) -> dict[str, MeasuredStep]:
-    """Run the benchmark on local ranks of one node; its variants by name."""
+    """Run the benchmark on local ranks of one node, and return its variants by name."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         settings = replace(benchmark, ranks_per_node=ranks, json=folder / "bench.json", plans=folder)
@@ -106,55 +114,47 @@ def measure_steps(benchmark: RuntimeBenchmark, ranks: int) -> dict[str, Measured
     skewed, even, schedule = benchmark.draw(ranks)
     steps = {}
     for variant in VARIANTS:
-        median, (low, high) = ratio_with_interval(taken[variant]["step_s"])
+        median, (low, high) = median_with_interval(taken[variant]["step_s"])
         trace = even if variant == "balanced" else skewed
         steps[variant] = MeasuredStep(median, (low, high), trace, schedule, plans[variant])
     return steps
 
 
 def compare(measured: Mapping[str, MeasuredStep], predicted: Mapping[str, float]) -> dict[str, Any]:
-    """How far predictions are off, and whether they put the variants in the right order.
+    """Errors of the predictions, and whether they put the variants in the measured order.
 
-    Two variants whose intervals overlap are in no order that a measurement knows of.
+    The order of two variants whose measured intervals overlap is not known, so it is not compared.
     """
-    errors = {name: predicted[name] / step.seconds - 1 for name, step in measured.items()}
-    rows = {
+    rows: dict[str, dict[str, Any]] = {
         name: {
             "measured_s": step.seconds,
             "interval": list(step.interval),
             "predicted_s": predicted[name],
-            "error": errors[name],
+            "error": predicted[name] / step.seconds - 1,
         }
         for name, step in measured.items()
     }
-    known = [
-        (slow, fast)
-        for slow in measured
-        for fast in measured
-        if measured[slow].interval[0] > measured[fast].interval[1]
-    ]
     return {
         "variants": rows,
-        "within_tolerance": all(abs(error) <= TOLERANCE for error in errors.values()),
-        "order_is_right": all(predicted[slow] > predicted[fast] for slow, fast in known),
+        "within_tolerance": all(abs(row["error"]) <= TOLERANCE for row in rows.values()),
+        "order_is_right": all(
+            predicted[slow] > predicted[fast]
+            for slow, fast in itertools.permutations(measured, 2)
+            if measured[slow].interval[0] > measured[fast].interval[1]
+        ),
     }
 
 
 def print_comparison(result: Mapping[str, Any], console: Console) -> None:
-    """The table for people."""
-    table = Table(title="One step, measured and simulated", title_justify="left", title_style="bold")
-    for column in ("variant", "measured", "95% interval", "simulated", "error"):
-        table.add_column(column, justify="left" if column == "variant" else "right")
-    for name, row in result["variants"].items():
-        low, high = row["interval"]
-        table.add_row(
-            name,
-            f"{row['measured_s'] * 1e3:.0f} ms",
-            f"{low * 1e3:.0f} to {high * 1e3:.0f}",
-            f"{row['predicted_s'] * 1e3:.0f} ms",
-            f"{row['error']:+.1%}",
-        )
-    console.print(table)
+    """Print one line per variant, and the verdict."""
+    columns: Columns = {
+        "variant": "{name}",
+        "measured": scaled("measured_s", 1e3, "{:.0f} ms"),
+        "95% interval": lambda row: "{:.0f} to {:.0f}".format(*(1e3 * end for end in row["interval"])),
+        "simulated": scaled("predicted_s", 1e3, "{:.0f} ms"),
+        "error": "{error:+.1%}",
+    }
+    console.print(figure_table("One step, measured and simulated", columns, named_rows(result["variants"])))
     within = "all" if result["within_tolerance"] else "not all"
     order = "right" if result["order_is_right"] else "wrong"
     console.print(f"{within} within {TOLERANCE:.0%}; the order of the variants is {order}")
@@ -166,6 +166,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def make_parser() -> Parser:
+    """The command's options."""
     parser = Parser(
         prog=NAME,
         description="Calibrate this machine, run the static, trimtab and balanced variants of `trimtab bench runtime` "
@@ -179,11 +180,11 @@ def make_parser() -> Parser:
 
 
 def _run(options: argparse.Namespace) -> None:
-    calibration = settings_for(None, ranks=None, rounds=options.rounds, name="this machine")
-    calibrated, result = run_validation(calibration, RuntimeBenchmark(rounds=options.rounds))
+    settings = settings_for(None, ranks=None, rounds=options.rounds, name="this machine")
+    calibrated, result = run_validation(settings, RuntimeBenchmark(rounds=options.rounds))
     figures = {"schema": "trimtab-bench-simulator-1", **result, "calibrated": calibrated.to_json()}
     console = write_figures(options, figures)
-    console.print(figures_table(calibrated))
+    console.print(calibration_table(calibrated))
     print_comparison(result, console)
 
 

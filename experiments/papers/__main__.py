@@ -7,9 +7,9 @@ import sys
 from functools import partial
 from pathlib import Path
 
-from experiments.papers import run_benchmark
 from experiments.papers.page import print_figures, read_figures, read_page, write_page
 from experiments.papers.published import ROWS
+from experiments.papers.reproduce import run_papers
 from trimtab.cli.main import run
 from trimtab.cli.options import add_options, given
 from trimtab.cli.output import write_figures
@@ -32,7 +32,7 @@ def make_parser() -> Parser:
         examples=[f"{NAME} --rows relibra --json out/relibra.json"],
     )
     figures = parser.add_mutually_exclusive_group()
-    option = partial(add_options, parser, of=run_benchmark)
+    option = partial(add_options, parser, of=run_papers)
     add_options(figures, "--rows", nargs="+", choices=[row.name for row in ROWS], unset="all", help="papers")
     add_options(figures, "--read", type=Path, help="read figures written by --json from FILE; nothing is run")
     option("--preset", nargs="+", dest="presets", choices=tuple(PRESETS))
@@ -50,7 +50,7 @@ def _run(options: argparse.Namespace) -> None:
         figures = read_figures(options.read)
     else:
         options.rows = [row for row in ROWS if not options.rows or row.name in options.rows]
-        figures = run_benchmark(**given(options, run_benchmark))
+        figures = run_papers(**given(options, run_papers))
     print_figures(figures, write_figures(options, figures))
     if options.page:
         write_page(figures, options.page)

@@ -1,4 +1,4 @@
-"""What papers report of a balancer, computed from simulated steps."""
+"""Measures that papers report of a balancer, computed from simulated steps."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from trimtab.simulator.comparison import Outcome, Situation
 
 @dataclass(frozen=True, eq=False)
 class Case:
-    """One step, and what every balancer gave."""
+    """One step, and its simulation under every balancer."""
 
     situation: Situation
     outcomes: Mapping[str, Outcome]
@@ -23,7 +23,7 @@ Measure = Callable[[Case], float]
 
 
 def speedup(name: str, over: str, *, planning: bool = True) -> Measure:
-    """Step time of `over` divided by that of `name`, with the planning that holds ranks up, or both without it."""
+    """Step time of `over` divided by that of `name`; `planning=False` excludes planning time from both."""
 
     def seconds(outcome: Outcome) -> float:
         hidden_s = 0.0 if planning else outcome.simulated.parts_s["planning"]
@@ -33,7 +33,7 @@ def speedup(name: str, over: str, *, planning: bool = True) -> Measure:
 
 
 def gain(name: str, over: str) -> Measure:
-    """Steps a second that `name` adds, as a part of those of `over`."""
+    """Relative gain of `name` over `over` in steps per second."""
     ratio = speedup(name, over)
     return lambda case: ratio(case) - 1
 
@@ -44,39 +44,39 @@ def of_balanced(name: str, *, planning: bool = True) -> Measure:
 
 
 def max_over_mean(name: str) -> Measure:
-    """Of the rows that ranks compute, the mean over instances."""
+    """max/mean of the rows that ranks compute, mean over instances."""
     return lambda case: case.outcomes[name].balance.mean
 
 
 def share(name: str, part: str) -> Measure:
-    """One of `PARTS`, as a part of the step."""
+    """Fraction of the step time that one of `PARTS` takes."""
     return lambda case: case.outcomes[name].simulated.parts_s[part] / case.outcomes[name].simulated.step_time_s
 
 
 def straggler(load_MLR: Array) -> float:
-    """What the busiest rank has more than the mean one, summed over instances."""
+    """Excess of the busiest rank over the mean, summed over instances."""
     return float((load_MLR.max(axis=-1) - load_MLR.mean(axis=-1)).sum())
 
 
 def rows(outcome: Outcome) -> Array:
-    """`[M, L, R]` rows that every rank computes."""
+    """Rows `[M, L, R]` that every rank computes."""
     return outcome.simulated.work.loads_MLR
 
 
 def product_seconds(outcome: Outcome) -> Array:
-    """`[M, L, R]` forward seconds of every rank in its experts' matrix products."""
+    """Forward seconds `[M, L, R]` of every rank in its experts' matrix products."""
     work = outcome.simulated.work
     return work.experts_MLR + work.moved_MLR
 
 
 def straggler_cut(name: str, of: Callable[[Outcome], Array], over: str = "static") -> Measure:
-    """The part of `over`'s straggler that `name` does away with; below 0 if it adds to it."""
+    """Fraction of `over`'s straggler that `name` removes; negative if it adds to it."""
     return lambda case: 1 - straggler(of(case.outcomes[name])) / straggler(of(case.outcomes[over]))
 
 
 def lost_in_layers(name: str) -> Measure:
-    """Part of the MoE layers' forward time (dispatch, experts, combine) in which the mean rank waits for the busiest's
-    matrix products.
+    """Fraction of the MoE layers' forward time (dispatch, experts, combine) in which the mean rank waits for the matrix
+    products of the busiest.
     """
 
     def lost(case: Case) -> float:
@@ -89,7 +89,7 @@ def lost_in_layers(name: str) -> Measure:
 
 
 def best_layer(name: str, over: str) -> Measure:
-    """The busiest rank's matrix products under `over` divided by those under `name`, in the instance where most."""
+    """Largest ratio over instances of the busiest rank's matrix products under `over` and under `name`."""
 
     def ratio(case: Case) -> float:
         before_ML, after_ML = (product_seconds(case.outcomes[each]).max(axis=-1) for each in (over, name))

@@ -1,4 +1,4 @@
-"""Tables of the figures, for the terminal and for `docs/reproduction.md`, from figures that were stored."""
+"""Tables of stored figures, for the terminal and for `docs/reproduction.md`."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _BLOCK = re.compile(r"<!-- figures: (?P<name>[a-z-]+) -->\n(?P<body>.*?)<!-- end
 
 
 def read_figures(path: Path) -> dict[str, Any]:
-    """Figures that `experiments.papers --json` wrote. Raises InputError if the file is missing or something else."""
+    """Read figures that `experiments.papers --json` wrote. Raises InputError if the file is missing or has others."""
     if not path.is_file():
         raise InputError(f"{path}: no such file; expected figures of python -m experiments.papers (.json)")
     try:
@@ -34,43 +34,43 @@ def read_figures(path: Path) -> dict[str, Any]:
 
 
 def read_page(path: Path) -> str:
-    """A page that tables go into. Raises InputError if there is none."""
+    """Text of a page with places for tables. Raises InputError if there is no such file."""
     if not path.is_file():
         raise InputError(f"{path}: no such file; the page should be there, with a place for each table")
     return path.read_text(encoding="utf-8")
 
 
 def write_page(figures: dict[str, Any], path: Path) -> None:
-    """Put new tables into a page, between `<!-- figures: ROW -->` and `<!-- end -->`.
+    """Replace the tables of a page, each between `<!-- figures: ROW -->` and `<!-- end -->`.
 
     Raises:
         InputError: if there is no such page, or it has no place for a row.
     """
     page, tables = read_page(path), blocks(figures)
-    missing = tables.keys() - {match["name"] for match in _BLOCK.finditer(page)}
+    missing = tables.keys() - blocks_of_page(page).keys()
     if missing:
         raise InputError(f"{path}: there is no '<!-- figures: {min(missing)} -->', with '<!-- end -->' after it")
-    write_atomically(path, _BLOCK.sub(lambda match: _filled(match, tables), page))
 
+    def replaced(match: re.Match[str]) -> str:
+        name = match["name"]
+        return f"<!-- figures: {name} -->\n{tables[name]}\n<!-- end -->" if name in tables else match[0]
 
-def _filled(match: re.Match[str], tables: dict[str, str]) -> str:
-    name = match["name"]
-    return f"<!-- figures: {name} -->\n{tables[name]}\n<!-- end -->" if name in tables else match[0]
+    write_atomically(path, _BLOCK.sub(replaced, page))
 
 
 def blocks_of_page(page: str) -> dict[str, str]:
-    """The tables that a page holds, by row."""
+    """The tables of a page, by row."""
     return {match["name"]: match["body"].strip() for match in _BLOCK.finditer(page)}
 
 
 def blocks(figures: dict[str, Any]) -> dict[str, str]:
-    """The page's tables in Markdown, by row, and that of all set-ups."""
+    """Tables in Markdown, by row, and one of all set-ups."""
     rows = figures["rows"]
     return {SET_UPS: _markdown(*_set_ups(rows))} | {name: _markdown(*_figures(row)) for name, row in rows.items()}
 
 
 def print_figures(figures: dict[str, Any], console: Console) -> None:
-    """Tables for people."""
+    """Print one table per row."""
     for row in figures["rows"].values():
         header, body = _figures(row)
         table = Table(title=f"{row['paper']} ({row['seconds']:.0f} s)", title_justify="left", title_style="bold")
@@ -82,48 +82,46 @@ def print_figures(figures: dict[str, Any], console: Console) -> None:
 
 
 def _figures(row: dict[str, Any]) -> tuple[list[str], list[list[str]]]:
-    """A line a figure: the paper's, then ours by set-up."""
+    """Header and lines of a row: for each figure the published value, then ours by set-up."""
     by_figure = zip(*(set_up["figures"] for set_up in row["set_ups"]), strict=True)
     body = [[each[0]["title"], each[0]["published"], *map(_range, each)] for each in by_figure]
     return ["", "published", *(set_up["title"] for set_up in row["set_ups"])], body
 
 
 def _range(figure: dict[str, Any]) -> str:
-    """Least and greatest over presets and seeds, and the median."""
+    """Smallest and largest value over presets and seeds, and the median."""
     values = [value for by_seed in figure["values"].values() for value in by_seed]
     low, high, middle = (
-        _written(value, figure["style"]) for value in (min(values), max(values), statistics.median(values))
+        _formatted(value, figure["style"]) for value in (min(values), max(values), statistics.median(values))
     )
     unit = figure["style"]
     return f"{middle}{unit}" if low == high else f"{low} to {high}{unit} ({middle})"
 
 
-def _written(value: float, style: str) -> str:
+def _formatted(value: float, style: str) -> str:
     return f"{100 * value:.1f}" if style == "%" else f"{value:.2f}"
 
 
 def _set_ups(rows: dict[str, Any]) -> tuple[list[str], list[list[str]]]:
-    header = [
-        "row", "model, ranks", "nodes of", "cluster", "micro-steps x tokens a rank", "sequences (mean, longest)",
-        "layers", "slots", "row takes",
-    ]  # fmt: skip
+    """Header and lines of the table of set-ups. Name and time of a row are in its first line."""
+    columns = {
+        "row": "{name}",
+        "model, ranks": "{title}",
+        "nodes of": "{ranks_per_node}",
+        "cluster": "`{cluster}`",
+        "micro-steps x tokens a rank": "{micro_steps} x {tokens:,}",
+        "sequences (mean, longest)": "{sequences:,} ({mean_length:,}, {longest:,})",
+        "layers": "{layers}",
+        "slots": "{slots}",
+        "row takes": "{takes}",
+    }
     body = []
     for name, row in rows.items():
-        for index, each in enumerate(row["set_ups"]):
-            body.append(
-                [
-                    f"`{name}`" if index == 0 else "",
-                    each["title"],
-                    str(each["ranks_per_node"]),
-                    f"`{each['cluster']}`",
-                    f"{each['micro_steps']} x {each['tokens']:,}",
-                    f"{each['sequences']:,} ({each['mean_length']:,}, {each['longest']:,})",
-                    str(each["layers"]),
-                    str(each["slots"]),
-                    f"{row['seconds']:.0f} s" if index == 0 else "",
-                ]
-            )
-    return header, body
+        first = {"name": f"`{name}`", "takes": f"{row['seconds']:.0f} s"}
+        for set_up in row["set_ups"]:
+            body.append([text.format_map(set_up | first) for text in columns.values()])
+            first = {"name": "", "takes": ""}
+    return list(columns), body
 
 
 def _markdown(header: Sequence[str], body: Sequence[Sequence[str]]) -> str:

@@ -1,4 +1,4 @@
-"""What papers published, and the set-ups in which we compute the same figures."""
+"""Published figures of papers, and the set-ups in which the same figures are simulated."""
 
 from __future__ import annotations
 
@@ -28,14 +28,15 @@ class SetUp:
     """A model on one expert-parallel group, and the steps that it trains.
 
     Attributes:
-        model, cluster: presets.
+        model, cluster: names of presets.
         ranks: of the group.
         ranks_per_node: the cluster's by default; `ranks` for a rack in which all ranks have NVLink.
-        layers: MoE layers simulated. The rest of the model counts in proportion.
-        micro_steps, tokens: of a step, and mean tokens of a rank in each of them.
-        mean_length, longest: tokens of a sequence.
-        slots: replicas that a rank has room for.
-        equal_terms: same homes, schedule and slots for all; else each balancer is run as its authors do.
+        layers: simulated MoE layers. The rest of the model is scaled in proportion.
+        micro_steps: of a step.
+        tokens: mean tokens per rank in a micro-step.
+        mean_length, longest: mean and largest tokens of a sequence.
+        slots: slots per rank.
+        equal_terms: same homes, schedule and slots for all balancers; else each uses its authors' settings.
     """
 
     model: str
@@ -64,8 +65,10 @@ class Figure:
     """A figure that is computed in every set-up of a row.
 
     Attributes:
-        published: the paper's, in words; empty where it has none.
-        style: how it is written: `x` for a ratio of step times, `%` for a part, `` for a plain number.
+        title: first cell of its line.
+        measure: computes it.
+        style: unit: `x` for a ratio of step times, `%` for a fraction, `` for a plain number.
+        published: the paper's value as text; empty if it has none.
     """
 
     title: str
@@ -74,12 +77,33 @@ class Figure:
     published: str = ""
 
 
+def over(name: str, other: str, published: str = "", *, planning: bool = True) -> Figure:
+    """Step time of `other` divided by that of `name`."""
+    title = f"{name} over {other}{'' if planning else ', planning aside'}"
+    return Figure(title, speedup(name, other, planning=planning), published=published)
+
+
+def of_ideal(name: str, published: str = "", *, planning: bool = True) -> Figure:
+    """Step time of the ideally balanced run divided by that of `name`."""
+    title = f"{name} of balanced{'' if planning else ', planning aside'}"
+    return Figure(title, of_balanced(name, planning=planning), "%", published)
+
+
+def imbalance(name: str, published: str = "") -> Figure:
+    """max/mean of rank loads."""
+    return Figure(f"max/mean, {name}", max_over_mean(name), "", published)
+
+
 @dataclass(frozen=True)
 class Row:
     """One paper.
 
     Attributes:
-        policies: balancers that its figures need.
+        name: of the row in options and JSON.
+        paper: its title.
+        policies: names of the balancers that its figures need.
+        figures: lines of its table.
+        set_ups: columns of its table.
     """
 
     name: str
@@ -91,7 +115,7 @@ class Row:
 
 @dataclass(frozen=True)
 class ReorderingAlone(ReLibra):
-    """ReLibra's homes without its replicas, for its ablation."""
+    """ReLibra's homes without its replicas, as in the paper's ablation."""
 
     def plan(self, view: View) -> StepPlan:
         return super().plan(view).without_replicas()
@@ -99,7 +123,7 @@ class ReorderingAlone(ReLibra):
 
 @dataclass(frozen=True)
 class PlacementAlone(RoutePack):
-    """RoutePack's homes without its packing: the first of its two steps."""
+    """RoutePack's homes without its packing."""
 
     def pack(self, view: View, placement: Placement) -> Schedule:
         return view.schedule
@@ -121,20 +145,18 @@ ROWS = (
         "ReLibra (arXiv 2605.08639)",
         ("static", "eplb_oracle", "relibra", "relibra, reordering", "trimtab", "balanced"),
         (
-            Figure(
-                "relibra over static", speedup("relibra", "static"), published="1.21 to 1.58x; 1.39x in its ablation"
-            ),
-            Figure("relibra over eplb_oracle", speedup("relibra", "eplb_oracle"), published="1.06 to 1.21x"),
-            Figure("relibra of balanced", of_balanced("relibra"), "%", "90 to 94%"),
+            over("relibra", "static", "1.21 to 1.58x; 1.39x in its ablation"),
+            over("relibra", "eplb_oracle", "1.06 to 1.21x"),
+            of_ideal("relibra", "90 to 94%"),
             Figure("reordering alone over static", speedup("relibra, reordering", "static"), published="1.15x"),
             Figure("relibra's reordering, of the step", share("relibra", "migration"), "%", "1.4 to 2.1%"),
-            Figure("max/mean, static", max_over_mean("static"), "", "above 2.0"),
-            Figure("max/mean, relibra", max_over_mean("relibra"), "", "1.00 to 1.08"),
-            Figure("trimtab over static", speedup("trimtab", "static")),
-            Figure("trimtab of balanced", of_balanced("trimtab"), "%"),
-            Figure("trimtab of balanced, planning aside", of_balanced("trimtab", planning=False), "%"),
-            Figure("trimtab over relibra", speedup("trimtab", "relibra")),
-            Figure("trimtab over relibra, planning aside", speedup("trimtab", "relibra", planning=False)),
+            imbalance("static", "above 2.0"),
+            imbalance("relibra", "1.00 to 1.08"),
+            over("trimtab", "static"),
+            of_ideal("trimtab"),
+            of_ideal("trimtab", planning=False),
+            over("trimtab", "relibra"),
+            over("trimtab", "relibra", planning=False),
         ),
         tuple(
             replace(_RELIBRA, model=model, ranks=ranks)
@@ -156,9 +178,9 @@ ROWS = (
                 "50% at EP 8",
             ),
             Figure("lost in MoE layers, static", lost_in_layers("static"), "%", "18.6% at EP 8"),
-            Figure("feplb over static", speedup("feplb", "static")),
+            over("feplb", "static"),
             Figure("token straggler cut, trimtab", straggler_cut("trimtab", rows), "%"),
-            Figure("trimtab over static", speedup("trimtab", "static")),
+            over("trimtab", "static"),
         ),
         tuple(replace(_FEPLB, ranks=ranks) for ranks in (2, 4, 8)),
     ),
@@ -167,15 +189,15 @@ ROWS = (
         "ForeMoE (arXiv 2606.11867)",
         ("static", "eplb", "foremoe", "trimtab", "balanced"),
         (
-            Figure("foremoe over static", speedup("foremoe", "static"), published="up to 1.45x"),
-            Figure("foremoe over eplb", speedup("foremoe", "eplb")),
-            Figure("foremoe of balanced", of_balanced("foremoe"), "%"),
-            Figure("trimtab over static", speedup("trimtab", "static")),
-            Figure("trimtab over eplb", speedup("trimtab", "eplb")),
-            Figure("trimtab of balanced", of_balanced("trimtab"), "%"),
-            Figure("trimtab of balanced, planning aside", of_balanced("trimtab", planning=False), "%"),
-            Figure("trimtab over foremoe", speedup("trimtab", "foremoe")),
-            Figure("trimtab over foremoe, planning aside", speedup("trimtab", "foremoe", planning=False)),
+            over("foremoe", "static", "up to 1.45x"),
+            over("foremoe", "eplb"),
+            of_ideal("foremoe"),
+            over("trimtab", "static"),
+            over("trimtab", "eplb"),
+            of_ideal("trimtab"),
+            of_ideal("trimtab", planning=False),
+            over("trimtab", "foremoe"),
+            over("trimtab", "foremoe", planning=False),
         ),
         (_FOREMOE, replace(_FOREMOE, model="qwen3-235b-a22b")),
     ),
@@ -184,13 +206,13 @@ ROWS = (
         "UltraEP (arXiv 2606.04101)",
         ("static", "ultraep", "trimtab", "balanced"),
         (
-            Figure("max/mean, static", max_over_mean("static"), "", "1.30 to 4.01"),
-            Figure("max/mean, ultraep", max_over_mean("ultraep"), "", "1.01 to 1.04"),
-            Figure("ultraep of balanced", of_balanced("ultraep"), "%", "94.3%"),
-            Figure("ultraep over static", speedup("ultraep", "static")),
-            Figure("max/mean, trimtab", max_over_mean("trimtab"), ""),
-            Figure("trimtab of balanced", of_balanced("trimtab"), "%"),
-            Figure("trimtab over ultraep", speedup("trimtab", "ultraep")),
+            imbalance("static", "1.30 to 4.01"),
+            imbalance("ultraep", "1.01 to 1.04"),
+            of_ideal("ultraep", "94.3%"),
+            over("ultraep", "static"),
+            imbalance("trimtab"),
+            of_ideal("trimtab"),
+            over("trimtab", "ultraep"),
         ),
         tuple(replace(each, equal_terms=equal) for each in (_ULTRAEP_40, _ULTRAEP) for equal in (False, True)),
     ),
@@ -201,9 +223,9 @@ ROWS = (
         (
             Figure("placement over static", gain("routepack, placement", "static"), "%", "+8.85%"),
             Figure("placement and packing over static", gain("routepack", "static"), "%", "+14.89%"),
-            Figure("routepack of balanced", of_balanced("routepack"), "%"),
+            of_ideal("routepack"),
             Figure("trimtab over static", gain("trimtab", "static"), "%"),
-            Figure("trimtab of balanced", of_balanced("trimtab"), "%"),
+            of_ideal("trimtab"),
         ),
         (_ROUTEPACK, replace(_ROUTEPACK, ranks=16)),
     ),
@@ -212,10 +234,10 @@ ROWS = (
         "LAER-MoE (arXiv 2602.11686)",
         ("static", "laer", "trimtab", "balanced"),
         (
-            Figure("laer over static", speedup("laer", "static"), published="1.11 to 1.69x"),
-            Figure("laer of balanced", of_balanced("laer"), "%"),
-            Figure("trimtab over static", speedup("trimtab", "static")),
-            Figure("trimtab of balanced", of_balanced("trimtab"), "%"),
+            over("laer", "static", "1.11 to 1.69x"),
+            of_ideal("laer"),
+            over("trimtab", "static"),
+            of_ideal("trimtab"),
         ),
         (SetUp("mixtral-8x7b", 8, "a100x8"),),
     ),
@@ -225,10 +247,10 @@ ROWS = (
         ("static", "llep", "trimtab", "balanced"),
         (
             Figure("experts of a layer, llep over static, best", best_layer("llep", "static"), "x", "up to 5 to 6x"),
-            Figure("llep over static", speedup("llep", "static")),
-            Figure("llep of balanced", of_balanced("llep"), "%"),
-            Figure("trimtab over static", speedup("trimtab", "static")),
-            Figure("trimtab of balanced", of_balanced("trimtab"), "%"),
+            over("llep", "static"),
+            of_ideal("llep"),
+            over("trimtab", "static"),
+            of_ideal("trimtab"),
         ),
         (SetUp("gpt-oss-20b", 8), SetUp("gpt-oss-120b", 8)),
     ),

@@ -1,4 +1,4 @@
-"""`trimtab calibrate`: a real, tiny calibration, and what becomes of its figures."""
+"""`trimtab calibrate`: a tiny calibration, and the cluster made of its figures."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from trimtab.calibration.figures import Calibrated, Figure, of_links
+from trimtab.calibration.calibration_result import CalibrationResult, Figure, link_figures
 from trimtab.cli.main import main
 from trimtab.cluster import ClusterSpec, load_cluster, write_cluster
 
@@ -34,7 +34,7 @@ def config_file(tmp_path: Path) -> Path:
     return tmp_path / "config.json"
 
 
-def test_two_ranks_are_measured_and_read_back(
+def test_a_calibration_of_two_ranks_is_written_and_read_back(
     config_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     out, figures = tmp_path / "new" / "tiny.toml", tmp_path / "tiny.json"
@@ -44,7 +44,7 @@ def test_two_ranks_are_measured_and_read_back(
     assert [file.name for file in out.parent.iterdir()] == ["tiny.toml"]
     cluster = load_cluster(out, ranks=2)
     assert (cluster.name, cluster.ranks, cluster.ranks_per_node, cluster.tile_rows) == ("tiny", 2, 2, 1)
-    # Anything from a toaster to a large server.
+    # Wide bounds: any machine from a small board to a large server.
     assert 1e7 < cluster.expert_flops < 1e14
     assert 1e7 < cluster.dense_flops < 1e14
     assert 1e8 < cluster.memory_bytes_per_s < 1e13
@@ -61,18 +61,18 @@ def test_two_ranks_are_measured_and_read_back(
     assert taken["figures"]["copy_s"]["preset"] == load_cluster("local-cpu", ranks=2).copy_s
 
 
-def made_up() -> dict[str, Figure]:
-    guess = ClusterSpec(1, 1)
-    return {name: Figure(value * 1.2345) for name, value in asdict(guess).items() if name not in NOT_MEASURED}
+def example_figures() -> dict[str, Figure]:
+    preset = ClusterSpec(1, 1)
+    return {name: Figure(value * 1.2345) for name, value in asdict(preset).items() if name not in NOT_MEASURED}
 
 
 def test_figures_become_a_cluster_with_sources(tmp_path: Path) -> None:
-    figures = made_up() | {
+    figures = example_figures() | {
         "copy_s": Figure(0.0, "lost in noise"),
         "dispatch_s": Figure(3e-5, "one rank", measured=False),
     }
-    guess = ClusterSpec(8, 4, name="guessed")
-    result = Calibrated.of(figures, {}, name="ours", guess=guess, machine="abacus, 8 ranks, torch 3")
+    preset = ClusterSpec(8, 4, name="guessed")
+    result = CalibrationResult.of(figures, {}, name="ours", preset=preset, machine="abacus, 8 ranks, torch 3")
     assert (result.cluster.ranks, result.cluster.ranks_per_node, result.cluster.name) == (8, 4, "ours")
     assert result.cluster.expert_flops == 4.94e14
     assert result.cluster.tile_rows == 158
@@ -85,16 +85,16 @@ def test_figures_become_a_cluster_with_sources(tmp_path: Path) -> None:
     assert load_cluster(tmp_path / "ours.toml", ranks=8) == replace(result.cluster, slots_per_rank=2)
 
 
-def test_links_that_are_not_there_are_taken_from_those_that_are() -> None:
-    guess = ClusterSpec(1, 1, node_bytes_per_s=7e9, network_bytes_per_s=5e9)
+def test_missing_links_get_the_figures_of_existing_ones() -> None:
+    preset = ClusterSpec(1, 1, node_bytes_per_s=7e9, network_bytes_per_s=5e9)
     names = ("node_bytes_per_s", "network_bytes_per_s")
     near, far = Figure(2e9, "noted"), Figure(1e9)
-    assert of_links(names, near, far, guess) == {names[0]: near, names[1]: far}
-    one_node = of_links(names, near, None, guess)
+    assert link_figures(names, near, far, preset) == {names[0]: near, names[1]: far}
+    one_node = link_figures(names, near, None, preset)
     assert one_node[names[0]] == near
     assert (one_node[names[1]].value, one_node[names[1]].note) == (2e9, "there was one node: that inside it; noted")
-    assert of_links(names, None, far, guess)[names[0]].value == 1e9
-    alone = of_links(names, None, None, guess)
+    assert link_figures(names, None, far, preset)[names[0]].value == 1e9
+    alone = link_figures(names, None, None, preset)
     assert [alone[name].value for name in names] == [7e9, 5e9]
     assert not any(figure.measured for figure in alone.values())
 

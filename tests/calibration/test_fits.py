@@ -1,4 +1,4 @@
-"""Rates from timings: made-up machines come out as they were made, and noise never gives a rate that can't be."""
+"""Rates fitted to timings: rates of synthetic machines are recovered, and noise never gives an impossible rate."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ RATES = st.floats(1e8, 1e15)
 
 @settings(max_examples=50, deadline=None)
 @given(RATES, st.floats(0.05, 20), st.floats(0, 1), st.floats(0, 0.5))
-def test_two_rates_and_a_fixed_cost_come_out(rate: float, ratio: float, fixed: float, known: float) -> None:
-    """Fixed and known seconds are parts of the first timing's work."""
+def test_two_rates_and_a_fixed_cost_are_recovered(rate: float, ratio: float, fixed: float, known: float) -> None:
+    """Fixed and known seconds are fractions of the first timing's work."""
     work = np.array([[4.0, 1.0], [2.0, 0.5], [1.0, 0.25], [4.0, 4.0], [1.0, 3.0]]) * 1e9
     unit = work[0, 0] / rate
     known_P = known * unit * np.arange(5)
@@ -38,24 +38,23 @@ def test_any_timings_give_rates_above_zero(seconds: list[float], known: list[flo
     assert all(0 <= cost < math.inf for cost in fit.fixed_s)
 
 
-def test_work_that_seems_to_save_time_gets_the_rate_of_the_other() -> None:
-    """More of the second kind took less: its own rate would be negative."""
+def test_work_with_a_negative_coefficient_gets_the_common_rate() -> None:
+    """More work of the second kind took less time, so its own rate would be negative."""
     work = np.array([[1e9, 0.0], [1e9, 1e8], [2e9, 0.0], [2e9, 2e8]])
     fit = fit_rates(work, np.ones((4, 1)), np.zeros(4), np.array([1.0, 0.9, 2.0, 1.8]))
     assert fit.rates[0] == fit.rates[1] > 0
     assert fit.note == "kinds of work not told apart"
 
 
-def test_timings_without_any_sense_give_work_over_time() -> None:
-    """The more there is to do, the less it takes."""
+def test_timings_that_fall_with_more_work_give_work_over_time() -> None:
     fit = fit_rates(np.array([[1e9], [2e9]]), np.ones((2, 1)), np.zeros(2), np.array([2.0, 1.0]))
     assert fit.rates == (1e9,)
     assert fit.fixed_s == (0.0,)
     assert "no fit was possible" in fit.note
 
 
-def test_fits_weigh_timings_by_their_own_length() -> None:
-    """One short timing that is off by 10% counts as much as a long one: neither is fitted alone."""
+def test_fits_use_relative_errors() -> None:
+    """A short timing with 10% error has as much weight as a long one."""
     work = np.array([[1e6], [1e12]])
     fit = fit_rates(work, np.zeros((2, 0)), np.zeros(2), np.array([1.1e-6, 1.0]))
     assert 1e12 / 1.1 < fit.rates[0] < 1e12
@@ -72,7 +71,7 @@ def grouped_seconds(
     copy_s: float,
     own_s: float,
 ) -> float:
-    """The formula of the issue, one copy after the other."""
+    """Seconds of a pass, computed copy by copy."""
     seconds = own_s
     for n in rows:
         if n > 0:
@@ -83,8 +82,10 @@ def grouped_seconds(
 
 @settings(max_examples=40, deadline=None)
 @given(st.sampled_from([1, 64, 128]), st.floats(1e10, 1e15), st.floats(0, 5), st.floats(0, 2), st.floats(0, 20))
-def test_grouped_products_come_out(tile: int, rate: float, copies: float, own: float, read: float) -> None:
-    """Costs are in parts of a tile's time (of 16 rows where there are no tiles); reading weights may be longer."""
+def test_costs_of_grouped_products_are_recovered(
+    tile: int, rate: float, copies: float, own: float, read: float
+) -> None:
+    """Costs are multiples of a tile's time, or of 16 rows if there are no tiles. Reading weights may take longer."""
     row_flops = 1e7
     unit = max(tile, 16) * row_flops / rate
     costs = {"copy_s": copies * unit, "own_s": own * unit, "row_s": 0.1 * unit / 64, "read_s": read * unit}

@@ -1,4 +1,4 @@
-"""`experiments.papers`: its measures on hand-made loads, a tiny run, and the page against the stored figures."""
+"""`experiments.papers`: measures of hand-made loads, a tiny run, and the page compared with the stored figures."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from experiments.papers import run_benchmark
 from experiments.papers.__main__ import main
 from experiments.papers.measures import Case, lost_in_layers, of_balanced, rows, speedup, straggler_cut
 from experiments.papers.page import blocks, blocks_of_page, read_figures, write_page
 from experiments.papers.published import ROWS, VARIANTS, Figure, Row, SetUp
+from experiments.papers.reproduce import run_papers
 from trimtab.errors import InputError
 from trimtab.policies import POLICIES
 
@@ -52,16 +52,16 @@ def test_measures_of_hand_made_steps() -> None:
     assert speedup("trimtab", "static", planning=False)(case) == 2.0
     assert of_balanced("trimtab")(case) == 0.75
     assert of_balanced("trimtab", planning=False)(case) == 1.0
-    # The busiest rank is 6 rows above the mean, then 1.
+    # The busiest rank has 6 rows more than the mean, then 1.
     assert straggler_cut("trimtab", rows)(case) == pytest.approx(5 / 6)
-    # 6 of 9 seconds are waited for, and two exchanges take 1.5 seconds each.
+    # The mean rank waits 6 of 9 seconds, and two exchanges take 1.5 seconds each.
     assert lost_in_layers("static")(case) == pytest.approx(6 / 12)
 
 
-def test_a_tiny_run_says_the_same_twice() -> None:
+def test_a_tiny_run_gives_the_same_figures_twice() -> None:
     row = next(row for row in ROWS if row.name == "relibra")
     tiny = replace(row, set_ups=(TINY, replace(TINY, equal_terms=True)))
-    figures, again = (run_benchmark([tiny], ["rl-math"], [0, 1]) for _ in range(2))
+    figures, again = (run_papers([tiny], ["rl-math"], [0, 1]) for _ in range(2))
     for each in (figures, again):
         each["rows"]["relibra"].pop("seconds")
     assert json.dumps(figures) == json.dumps(again)
@@ -70,21 +70,21 @@ def test_a_tiny_run_says_the_same_twice() -> None:
     assert all(len(by_seed) == 2 for by_seed in values.values())
     assert all(0.5 < value <= 1.01 for value in values["relibra of balanced"])
     assert all(1.0 <= value < 4.0 for value in values["max/mean, static"])
-    # On equal terms homes are given, and reordering alone is plain expert parallelism with some planning.
+    # On equal terms homes are given: reordering alone is static expert parallelism with some planning time.
     (alone,) = (f["values"] for f in equal["figures"] if f["title"] == "reordering alone over static")
     assert all(0.99 < value <= 1.0 for value in alone["rl-math"])
 
 
-def test_packing_is_what_routepack_adds_to_placement() -> None:
+def test_packing_does_not_make_routepack_slower_than_placement_alone() -> None:
     figures = (Figure("of placement", speedup("routepack", "routepack, placement")),)
     names = ("routepack, placement", "routepack")
-    tiny = run_benchmark([Row("routepack", "", names, figures, (TINY,))], ["rl-math"], [0])
+    tiny = run_papers([Row("routepack", "", names, figures, (TINY,))], ["rl-math"], [0])
     ((figure,),) = (set_up["figures"] for set_up in tiny["rows"]["routepack"]["set_ups"])
     assert figure["values"]["rl-math"][0] > 0.99
 
 
-def test_rows_can_be_run() -> None:
-    """Every figure asks for balancers of its row, and each balancer exists."""
+def test_every_row_can_be_computed() -> None:
+    """Every figure uses only balancers of its row, and each balancer exists."""
     for row in ROWS:
         assert set(row.policies) <= POLICIES.keys() | VARIANTS.keys()
         outcomes = {name: _outcome(1.0, 0.0, [2, 1, 1, 0]) for name in row.policies}
@@ -107,7 +107,7 @@ def test_the_page_shows_the_stored_figures() -> None:
         assert f"python -m experiments.papers --rows {row.name}\n" in page
 
 
-def test_stored_figures_are_of_todays_set_ups() -> None:
+def test_stored_figures_have_the_present_set_ups() -> None:
     stored = read_figures(DOCS / "benchmarks" / "papers.json")["rows"]
     for row in ROWS:
         assert [each["title"] for each in stored[row.name]["set_ups"]] == [each.title for each in row.set_ups]
@@ -125,7 +125,7 @@ def _figures(value: float) -> dict[str, Any]:
     return {"schema": "trimtab-bench-papers-1", "rows": {"some": {"paper": "P", "seconds": 1.0, "set_ups": [set_up]}}}
 
 
-def test_tables_go_where_the_page_has_a_place(tmp_path: Path) -> None:
+def test_tables_replace_those_of_the_page(tmp_path: Path) -> None:
     page, json_file = tmp_path / "page.md", tmp_path / "figures.json"
     place = "<!-- figures: {} -->\nold\n<!-- end -->\n"
     page.write_text(f"before\n{place.format('set-ups')}between\n{place.format('some')}{place.format('other')}after\n")
@@ -138,7 +138,7 @@ def test_tables_go_where_the_page_has_a_place(tmp_path: Path) -> None:
     assert text.endswith("after\n")
 
 
-def test_bad_input_is_one_clear_line(tmp_path: Path) -> None:
+def test_wrong_files_are_refused(tmp_path: Path) -> None:
     page = tmp_path / "page.md"
     with pytest.raises(InputError, match="no such file"):
         write_page(_figures(1.0), page)

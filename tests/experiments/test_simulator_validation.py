@@ -1,4 +1,4 @@
-"""What is simulated is what ran, and the verdict on predictions."""
+"""Plans and routing of measured steps, and the comparison with predictions."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from trimtab.planner import Workload
 TINY = RuntimeBenchmark(tokens=1024, rounds=1, layers=2, hidden=64, width=128, experts=16, sequence_length=64)
 
 
-def test_plans_are_those_that_ran() -> None:
+def test_measured_steps_have_the_plans_and_routing_that_ran() -> None:
     steps = measure_steps(TINY, ranks=2)
     assert set(steps) == {"static", "trimtab", "balanced"}
     skewed, even, _ = TINY.draw(2)
@@ -31,11 +31,11 @@ def step(seconds: float, spread: float) -> MeasuredStep:
     return MeasuredStep(seconds, (seconds - spread, seconds + spread), trace, schedule, plan)  # type: ignore[arg-type]
 
 
-def test_the_verdict_on_predictions() -> None:
+def test_predictions_are_compared_by_error_and_order() -> None:
     measured = {"static": step(1.4, 0.05), "trimtab": step(1.03, 0.05), "balanced": step(1.0, 0.05)}
     good = compare(measured, {"static": 1.5, "trimtab": 0.98, "balanced": 1.0})
     assert good["variants"]["static"]["error"] == pytest.approx(1.5 / 1.4 - 1)
-    # trimtab and balanced are not told apart by the measurement, so either may be first.
+    # The intervals of trimtab and balanced overlap, so either may be first.
     assert (good["within_tolerance"], good["order_is_right"]) == (True, True)
     off = compare(measured, {"static": 1.6, "trimtab": 1.0, "balanced": 1.0})
     assert (off["within_tolerance"], off["order_is_right"]) == (False, True)

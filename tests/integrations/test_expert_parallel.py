@@ -34,7 +34,7 @@ VOCAB = 16
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A random model of every family, as `from_pretrained` wants it."""
+    """Saved random models of every family, for `from_pretrained`."""
     path = tmp_path_factory.mktemp("models")
     for seed, family in enumerate(MODEL_TYPES):
         torch.manual_seed(seed)
@@ -66,7 +66,7 @@ def load(
 
 @dataclass(frozen=True, eq=False)
 class Step:
-    """Sequences of all ranks, where they run, and the routing that is replayed."""
+    """Sequences of all ranks, their schedule, and the routing that is replayed."""
 
     trace: RoutingTrace
     tokens: torch.Tensor
@@ -151,7 +151,7 @@ def replayed(model: Any, batch: Batch) -> Iterator[None]:
 
 
 def check_gradients(actual: Any, expected: Any, tolerance: float, case: object) -> None:
-    """Both sharded alike, or the expectation whole, of the ranks' losses summed and not averaged."""
+    """Compare gradients, sharded in the same way or expected ones whole; expected losses are summed over ranks."""
     for (name, one), (_, other) in zip(actual.named_parameters(), expected.named_parameters(), strict=True):
         if hasattr(other.grad, "to_local"):
             error = relative_error(one.grad.to_local(), other.grad.to_local())
@@ -170,7 +170,7 @@ class Case:
 
 
 def make_pair(saved: Path, rng: np.random.Generator, ranks_per_node: int, **sizes: Any) -> tuple[Any, Any, Session]:
-    """The model with "all_to_all", and in a session."""
+    """The model with "all_to_all", and the same model in a session."""
     register()
     torch.set_num_threads(1)
     expected, actual = load(saved, "all_to_all", **sizes), load(saved, **sizes)
@@ -185,7 +185,7 @@ def optimizer_of(model: Any) -> torch.optim.Optimizer:
 
 
 def train_both(saved: Path, cases: list[Case]) -> None:
-    """Losses, gradients and weights over optimizer steps with random plans."""
+    """Compare losses, gradients and weights over optimizer steps with random plans."""
     for case in cases:
         rng = np.random.default_rng(case.seed)
         plain: Any = AutoModelForCausalLM.from_pretrained(
@@ -237,7 +237,7 @@ def train_both(saved: Path, cases: list[Case]) -> None:
 
 
 def test_random_plans_equal_all_to_all(saved: Path) -> None:
-    """In recompute and update, over optimizer steps, with gradients that are reduced every time or once."""
+    """In recompute and update, over optimizer steps, with gradients reduced after every micro-step or once."""
     cases = [Case(0, True, "none"), Case(1, False, "none"), Case(2, False, "plain"), Case(3, True, "reentrant")]
     # In float32, rounding can push activations over a limit that GPT-OSS has for them.
     families = [Case(4 + seed, False, "none", family, torch.float64) for seed, family in enumerate(MODEL_TYPES[1:])]
@@ -268,12 +268,12 @@ def train_in_mixed_precision(saved: Path) -> None:
     assert session.take_metrics()["transfer/gradient_bytes"] > 0
 
 
-def test_bfloat16_compute_with_float32_weights(saved: Path) -> None:
+def test_bfloat16_compute_with_float32_weights_equals_all_to_all(saved: Path) -> None:
     launch(train_in_mixed_precision, (saved,), ranks=2)
 
 
 def run_without_a_plan(saved: Path) -> None:
-    """Before there is a session, outside of micro-steps, and with other sequences than were planned."""
+    """Run before there is a session, outside of micro-steps, and with other sequences than the planned ones."""
     rng = np.random.default_rng(5)
     register()
     step = Step.random(rng, micro_steps=1)
@@ -298,7 +298,7 @@ def run_without_a_plan(saved: Path) -> None:
     assert session.take_metrics()["transfer/gradient_bytes"] == 0
 
 
-def test_without_a_plan_it_is_all_to_all(saved: Path) -> None:
+def test_without_a_plan_results_are_those_of_all_to_all(saved: Path) -> None:
     launch(run_without_a_plan, (saved,), ranks=2)
 
 
@@ -329,7 +329,7 @@ def freeze_and_save(saved: Path, out: Path) -> None:
     actual.save_pretrained(out / "checkpoint")
 
 
-def test_frozen_experts_and_the_frameworks_checkpoints(saved: Path, tmp_path: Path) -> None:
+def test_frozen_experts_stay_frozen_and_the_frameworks_checkpoints_load(saved: Path, tmp_path: Path) -> None:
     launch(freeze_and_save, (saved, tmp_path), ranks=2)
     state = AutoModelForCausalLM.from_pretrained(tmp_path / "checkpoint", dtype=torch.float32).state_dict()
     for name, tensor in torch.load(tmp_path / "whole.pt").items():
@@ -379,7 +379,7 @@ def refuse(saved: Path) -> None:
         session.logical_state_dict(model)
 
 
-def test_what_it_cannot_do_is_refused(saved: Path) -> None:
+def test_unsupported_configurations_are_refused(saved: Path) -> None:
     launch(refuse, (saved,), ranks=2)
 
 

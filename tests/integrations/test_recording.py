@@ -1,4 +1,4 @@
-"""Recording of routing while a model runs, in every family, against routers that are called by hand."""
+"""Recorded routing of every model family, compared with routers that are called directly."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ END = 15
 
 @pytest.fixture(autouse=True)
 def _one_thread() -> Iterator[None]:
-    """Models this small only wait for more."""
+    """Models this small are slower with several threads."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
@@ -56,7 +56,7 @@ def ending(model: Any, rows: list[int], place: int) -> Iterator[None]:
 
 
 @pytest.mark.parametrize("model_type", MODEL_TYPES)
-def test_generation_leaves_with_left_padding_and_finished_rows_cut_off(model_type: str) -> None:
+def test_a_generation_is_recorded_without_left_padding_and_without_tokens_after_eos(model_type: str) -> None:
     model = model_of(model_type)
     prompts, mask = left_padded()
     for how in ({"do_sample": False}, {"do_sample": True}, {"prefill_chunk_size": 2}, {"use_cache": False}):
@@ -89,7 +89,7 @@ def test_generation_leaves_with_left_padding_and_finished_rows_cut_off(model_typ
     assert Cache.reorder_cache.__qualname__ == "Cache.reorder_cache"
 
 
-def test_several_generations_are_told_apart_by_their_tokens() -> None:
+def test_several_generations_are_distinguished_by_their_tokens() -> None:
     model = model_of("qwen3_moe")
     prompts, mask = left_padded()
     with record_routing(model) as record:
@@ -106,7 +106,7 @@ def test_several_generations_are_told_apart_by_their_tokens() -> None:
         record.expert_ids(first)
 
 
-def test_the_latest_of_equal_sequences_counts() -> None:
+def test_of_equal_sequences_the_latest_is_used() -> None:
     model = model_of("mixtral")
     tokens = torch.randint(1, 15, (2, 9))
     with record_routing(model) as record, torch.no_grad():
@@ -122,7 +122,7 @@ def test_the_latest_of_equal_sequences_counts() -> None:
     assert np.array_equal(after, joined(seen, 2)[:, :-1])
 
 
-def test_a_cache_that_goes_on_over_several_calls() -> None:
+def test_a_cache_that_grows_over_several_calls_is_one_sequence() -> None:
     model = model_of("gpt_oss")
     tokens = torch.randint(1, 15, (2, 12))
     with record_routing(model) as record, choices(model) as seen, torch.no_grad():
@@ -139,7 +139,7 @@ def test_a_cache_that_goes_on_over_several_calls() -> None:
 
 
 @pytest.mark.parametrize("model_type", ["qwen3_moe", "gpt_oss"])
-def test_tokens_that_speculation_takes_back_are_not_recorded(model_type: str) -> None:
+def test_tokens_rejected_by_speculation_are_not_recorded(model_type: str) -> None:
     model = model_of(model_type)
     prompt = torch.tensor([[3, 1, 4, 1, 5, 9, 3, 1, 4]])
     with record_routing(model) as record, choices(model) as seen:
@@ -150,7 +150,7 @@ def test_tokens_that_speculation_takes_back_are_not_recorded(model_type: str) ->
     assert np.array_equal(np.sort(record.expert_ids(tokens)), np.sort(joined(plain, 1)))
 
 
-def test_a_static_cache_counts_on_its_device() -> None:
+def test_a_static_cache_with_its_length_on_the_device_is_recorded() -> None:
     model = model_of("qwen3_moe")
     prompts, mask = left_padded()
     how = {"max_new_tokens": 5, "do_sample": False, "attention_mask": mask, "disable_compile": True}
@@ -159,7 +159,7 @@ def test_a_static_cache_counts_on_its_device() -> None:
     assert np.array_equal(record.expert_ids(tokens), joined(seen, 3))
 
 
-def test_what_cant_be_told_is_refused_in_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rows_that_cant_be_identified_are_refused_in_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
     model = model_of("qwen3_moe")
     prompts, mask = left_padded()
 
@@ -171,7 +171,7 @@ def test_what_cant_be_told_is_refused_in_one_line(monkeypatch: pytest.MonkeyPatc
     beams = {"num_beams": 3, "num_return_sequences": 3, "do_sample": False, "max_new_tokens": 4}
     with record_routing(model) as record:
         tokens = model.generate(prompts, attention_mask=mask, **beams)
-        refused(record, tokens, "since beam search shuffles the rows of its cache. Give tokens")
+        refused(record, tokens, "identified: beam search reorders the rows of its cache. Give tokens")
         tokens = model.generate(prompts, attention_mask=mask, use_cache=False, **beams)
         record.trace(tokens, mask.repeat_interleave(3, dim=0), eos_token_id=END).check()
 
@@ -180,19 +180,19 @@ def test_what_cant_be_told_is_refused_in_one_line(monkeypatch: pytest.MonkeyPatc
         cache = model(input_ids=tokens[:, :4], use_cache=True).past_key_values
         with record_routing(model) as record:
             model(input_ids=tokens[:, 4:], past_key_values=cache)
-        refused(record, tokens, "since 4 tokens were in the cache before recording began")
+        refused(record, tokens, "identified: 4 tokens were in the cache before recording began")
         with record_routing(model) as record:
             cache = model(input_ids=tokens[:, :4], use_cache=True).past_key_values
             cache.batch_select_indices(torch.tensor([1]))
             model(input_ids=tokens[1:, 4:], past_key_values=cache)
-        refused(record, tokens, "since a batch went from 2 to 1 rows in mid-sequence")
+        refused(record, tokens, "identified: a batch went from 2 to 1 rows during a sequence")
         with record_routing(model) as record:
             model(inputs_embeds=model.model.embed_tokens(tokens))
-        refused(record, tokens, "since the model was fed embeddings instead of token ids")
+        refused(record, tokens, "identified: the model was fed embeddings instead of token ids")
         with record_routing(model) as record, monkeypatch.context() as patch:
             patch.setattr(model.config, "num_hidden_layers", 1)
             model(input_ids=tokens)
-        refused(record, tokens, "since only 1 of 2 MoE layers ran")
+        refused(record, tokens, "identified: only 1 of 2 MoE layers ran")
         with record_routing(model) as record:
             model(input_ids=tokens)
         refused(record, tokens.flip(1), "sequence 0 was not recorded: no forward was fed its 8 tokens. Give tokens")
@@ -207,7 +207,7 @@ def test_what_cant_be_told_is_refused_in_one_line(monkeypatch: pytest.MonkeyPatc
             record.trace(tokens, bad)
 
 
-def test_a_failed_forward_leaves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failed_forward_is_not_recorded(monkeypatch: pytest.MonkeyPatch) -> None:
     model = model_of("qwen3_moe")
     tokens = torch.randint(1, 15, (2, 6))
     with record_routing(model) as record, torch.no_grad():
@@ -222,7 +222,7 @@ def test_a_failed_forward_leaves_nothing(monkeypatch: pytest.MonkeyPatch) -> Non
     assert record.expert_ids(tokens).shape == (2, 5, 2, TOP_K)
 
 
-def test_blocks_of_calls_leave_the_device_while_it_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_blocks_of_ids_are_copied_to_the_host_during_recording(monkeypatch: pytest.MonkeyPatch) -> None:
     model = model_of("glm4_moe")
     prompts, mask = left_padded()
     monkeypatch.setattr(recording, "BLOCK_BYTES", 50)  # three decode calls
@@ -232,7 +232,7 @@ def test_blocks_of_calls_leave_the_device_while_it_runs(monkeypatch: pytest.Monk
     assert np.array_equal(record.expert_ids(tokens), joined(seen, 3))
 
 
-def test_more_experts_than_a_byte_holds() -> None:
+def test_ids_of_more_than_256_experts_are_recorded() -> None:
     model = model_of("qwen3_moe", num_experts=300, num_experts_per_tok=4)
     with torch.no_grad():
         for router in routers(model):
@@ -249,7 +249,7 @@ def test_more_experts_than_a_byte_holds() -> None:
 
 @given(st.lists(st.tuples(st.integers(0, 6), st.integers(1, 4)), min_size=1, max_size=6), st.integers(0, 2**31))
 @settings(max_examples=100, deadline=None)
-def test_a_pass_keeps_the_last_thing_fed_at_every_place(calls: list[tuple[int, int]], seed: int) -> None:
+def test_a_pass_keeps_the_last_token_fed_at_every_position(calls: list[tuple[int, int]], seed: int) -> None:
     rng = np.random.default_rng(seed)
     grown = Pass()
     tokens, ids = np.zeros((2, 0), np.int32), np.zeros((2, 0, 1, 2), np.uint8)

@@ -1,4 +1,4 @@
-"""Replay of routing without a session, in every family, against routers that are called by hand."""
+"""Replay of routing without a session in every model family, compared with routers that are called directly."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from trimtab.integrations.transformers import record_routing, replay_routing
 
 @pytest.fixture(autouse=True)
 def _one_thread() -> Iterator[None]:
-    """Models this small only wait for more."""
+    """Models this small are slower with several threads."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
@@ -33,7 +33,7 @@ def _one_thread() -> Iterator[None]:
 
 
 def sequences_of(model: Any, seed: int = 0) -> tuple[torch.Tensor, torch.Tensor, RoutingTrace]:
-    """Right-padded sequences, their mask, and what a bfloat16 copy of the model chooses for them."""
+    """Right-padded sequences, their mask, and the routing that a bfloat16 copy of the model chooses for them."""
     rng = np.random.default_rng(seed)
     lengths = [9, 4, 7]
     tokens, mask = torch.full((3, 9), PAD), torch.zeros(3, 9, dtype=torch.int64)
@@ -140,7 +140,7 @@ def test_checkpointed_layers_run_again_on_the_same_routing(model_type: str, use_
     assert len(record._calls) == 1
 
 
-def test_a_whole_model_that_is_checkpointed() -> None:
+def test_a_checkpointed_whole_model_replays_in_backward() -> None:
     model = model_of("deepseek_v3")
     tokens, mask, trace = sequences_of(model)
     with replay_routing(model, trace, mask):
@@ -156,7 +156,7 @@ def test_a_whole_model_that_is_checkpointed() -> None:
     assert np.array_equal(record.trace(tokens, mask).expert_ids, trace.expert_ids)
 
 
-def test_the_innermost_replay_counts() -> None:
+def test_the_innermost_replay_applies() -> None:
     model = model_of("mixtral")
     tokens, mask, trace = sequences_of(model)
     other = RoutingTrace.from_sequences(

@@ -1,4 +1,4 @@
-"""A model in a session equals the plain one, in every family; what it saves, vanilla transformers loads."""
+"""A model of every family in a session equals the plain one; vanilla transformers loads its checkpoints."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def without_norm(model_type: str) -> dict[str, Any]:
 
 
 def copy_of(model: Any, dtype: torch.dtype) -> Any:
-    """The same values, trainable and frozen alike."""
+    """A copy with the same values and the same frozen parameters."""
     copy: Any = AutoModelForCausalLM.from_config(model.config, dtype=dtype)
     copy.load_state_dict(model.state_dict())
     for theirs, ours in zip(copy.parameters(), model.parameters(), strict=True):
@@ -84,7 +84,7 @@ def copy_of(model: Any, dtype: torch.dtype) -> Any:
 
 
 def roll_out(model: Any, rng: np.random.Generator, count: int) -> list[Sequence]:
-    """Random sequences of different lengths with the routing that a bfloat16 copy of the model chooses for them."""
+    """Random sequences of different lengths, with the routing that a bfloat16 copy of the model chooses."""
     copy = copy_of(model, torch.bfloat16).eval()
     sequences = []
     for _ in range(count):
@@ -262,7 +262,7 @@ def test_vanilla_transformers_loads_a_checkpoint(tmp_path: Path) -> None:
 
 
 class Wrapper(nn.Module):
-    """A model inside another module that passes its config on, as libraries of adapters have it."""
+    """A module around a model with the model's config, as in adapter libraries."""
 
     def __init__(self, model: Any) -> None:
         super().__init__()
@@ -279,7 +279,7 @@ def test_blocks_are_found_in_whole_models_decoders_and_wrappers(model_type: str)
     assert SUPPORTED_MODEL_TYPES == MODEL_TYPES
 
 
-def test_other_models_are_refused_by_name() -> None:
+def test_other_model_types_are_refused_by_name() -> None:
     config = LlamaConfig(hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=16, vocab_size=8)
     with pytest.raises(InputError, match="model type 'llama' is not supported; use one of qwen3_moe, mixtral"):
         moe_blocks(LlamaForCausalLM(config))
@@ -301,7 +301,7 @@ class LowRank(nn.Module):
 
 
 class AdaptedExperts(nn.Module):
-    """Experts inside a module that adds its own to what they give."""
+    """A module that adds its own output to that of experts."""
 
     def __init__(self, experts: nn.Module) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""The clipped objective against its definition, and micro-batches against their sequences."""
+"""The clipped loss compared with its definition, and micro-batches with their sequences."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from trimtab.rl.losses import clipped_policy_loss, token_log_probs
 from trimtab.rl.sequences import Sequence
 
 
-def test_the_clipped_loss_is_ppos() -> None:
+def test_the_clipped_loss_equals_ppos_definition() -> None:
     ratio = torch.tensor([[0.5, 0.9, 1.0, 1.1, 2.0]], dtype=torch.float64)
     gain = clipped_policy_loss(ratio.log(), torch.tensor([[2.0]], dtype=torch.float64))
     assert torch.allclose(gain, -torch.tensor([[1.0, 1.8, 2.0, 2.2, 2.4]], dtype=torch.float64))
@@ -18,7 +18,7 @@ def test_the_clipped_loss_is_ppos() -> None:
     assert torch.allclose(penalty, torch.tensor([[1.6, 1.8, 2.0, 2.2, 4.0]], dtype=torch.float64))
 
 
-def test_log_probs_pick_the_target() -> None:
+def test_log_probs_are_those_of_the_targets() -> None:
     logits = torch.randn(2, 3, 5)
     targets = torch.randint(0, 5, (2, 3))
     expected = torch.log_softmax(logits, -1)

@@ -1,4 +1,4 @@
-"""From what ranks noted to bars and a timeline, against figures worked out by hand."""
+"""Parts and timelines of recordings, compared with figures computed by hand."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from trimtab.runtime.ranks.recorder import BACKWARD, COMBINE, DISPATCH, EXPERTS,
 
 
 def recording(*done: tuple[int, int, float], micro_steps: tuple[tuple[int, float, float], ...] = ()) -> Recording:
-    """From kind, layer and seconds of each thing that a rank did."""
+    """A recording of consecutive activities: kind, layer and seconds of each."""
     kinds, layers, seconds = zip(*done, strict=True)
     ends = np.cumsum(seconds)
     starts = ends - seconds
@@ -31,7 +31,7 @@ def as_rows(done: Recording) -> list[tuple[str, float, float]]:
     return [(NAMES[kind], start, end) for kind, start, end in zip(*columns, strict=True) if end > start]
 
 
-def test_a_meeting_begins_when_the_last_rank_has_come() -> None:
+def test_a_collective_starts_when_the_last_rank_reaches_it() -> None:
     fast, slow = with_waiting(two_ranks())
     assert as_rows(fast) == [
         ("attention and other", 0, 1), ("waiting for other ranks", 1, 3), ("dispatch", 3, 4), ("experts", 4, 6),
@@ -40,7 +40,7 @@ def test_a_meeting_begins_when_the_last_rank_has_come() -> None:
     assert as_rows(slow) == as_rows(two_ranks()[1])
 
 
-def test_ranks_that_met_otherwise_are_left_as_they_are() -> None:
+def test_recordings_with_different_collectives_stay_unchanged() -> None:
     odd = [recording((OTHER, -1, 1), (DISPATCH, 0, 1)), recording((OTHER, -1, 1), (COMBINE, 0, 1))]
     assert [as_rows(r) for r in with_waiting(odd)] == [as_rows(r) for r in odd]
 
@@ -48,7 +48,7 @@ def test_ranks_that_met_otherwise_are_left_as_they_are() -> None:
 def test_parts_are_means_over_ranks_and_add_up_to_the_step() -> None:
     parts = parts_of(with_waiting(two_ranks()), 24.0)
     assert sum(parts.values()) == pytest.approx(24.0)
-    # Twice the 12 seconds that were recorded.
+    # Scaled by 2: 12 seconds were recorded.
     expected = {"attention": 4, "dispatch": 4, "experts": 7, "imbalance": 6, "transfers": 1, "optimizer": 2}
     assert parts == pytest.approx(expected)
 

@@ -1,4 +1,4 @@
-"""A run that was stopped goes on as if nothing had happened: same steps, same weights, nothing twice, nothing left."""
+"""A resumed run equals an uninterrupted one: same steps, same weights, no duplicates, no leftover files."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from trimtab.errors import InputError
 from trimtab.launch import launch
 from trimtab.rl.checkpoint import last_checkpoint
 from trimtab.rl.config import resumed
-from trimtab.rl.run import _sole_run
+from trimtab.rl.run import _lock
 from trimtab.rl.sequences import Sequence
 from trimtab.rl.trainer import Trainer
 
@@ -50,7 +50,7 @@ def run(command: list[str]) -> str:
 
 
 def stopped_after(straight: Path, step: int, out: Path) -> Path:
-    """What a run leaves that once went to the end, and now was killed while it wrote the checkpoint after `step`."""
+    """A copy of a complete run, cut back to a run that was killed while writing the checkpoint after `step`."""
     shutil.copytree(straight, out)
     for path in (out / "checkpoints").glob("step-*"):
         if int(path.name[-5:]) > step:
@@ -77,16 +77,16 @@ def assert_same_run(out: Path, straight: Path) -> None:
         assert json.loads((out / file).read_text()) == json.loads((straight / file).read_text())
 
 
-def test_a_resumed_run_is_the_straight_one_bit_for_bit(straight: Path, tmp_path: Path) -> None:
+def test_a_resumed_run_equals_an_uninterrupted_one_bit_for_bit(straight: Path, tmp_path: Path) -> None:
     out = stopped_after(straight, 2, tmp_path / "out")
     printed = run(train_command(out, "--resume"))
-    assert "going on after 2 of 5 steps" in printed
+    assert "continuing after 2 of 5 steps" in printed
     assert "warm start ━" not in printed
     assert_same_run(out, straight)
 
 
 def save_again_and_update(out: Path) -> None:
-    """Load on any number of ranks, save as it is, and once more after one update on given sequences."""
+    """Load on any number of ranks; save unchanged, and again after one update on given sequences."""
     ranks = dist.get_world_size()
     config, _ = resumed(out, {})
     trainer = Trainer(replace(config, out=out / f"{ranks} ranks", mini_batches=1), last_checkpoint(out))
@@ -109,7 +109,7 @@ def save_again_and_update(out: Path) -> None:
     trainer.log.close()
 
 
-def test_another_number_of_ranks_goes_on_from_the_same_weights_and_optimizer(straight: Path, tmp_path: Path) -> None:
+def test_another_number_of_ranks_continues_from_the_same_weights_and_optimizer(straight: Path, tmp_path: Path) -> None:
     out = stopped_after(straight, 3, tmp_path / "out")
     for ranks in (1, 2):
         (out / f"{ranks} ranks").mkdir()
@@ -126,8 +126,8 @@ def test_another_number_of_ranks_goes_on_from_the_same_weights_and_optimizer(str
             assert relative_error(actual[name], value) < 1e-4, name
 
 
-def test_a_run_killed_at_random_moments_ends_as_the_straight_one(straight: Path, tmp_path: Path) -> None:
-    """The whole run, its launcher, or one rank; while it starts, trains, or writes."""
+def test_a_run_killed_at_random_moments_ends_like_an_uninterrupted_one(straight: Path, tmp_path: Path) -> None:
+    """Kills the whole run, its launcher, or one rank, while it starts, trains, or writes."""
     seed = time.time_ns() % 1_000_000
     rng = random.Random(seed)
     out, model = tmp_path / "out", straight.parent / "model"
@@ -178,13 +178,13 @@ def count_steps(out: Path) -> int:
 
 def test_two_runs_never_write_to_one_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(dist, "get_rank", lambda: 0)
-    with _sole_run(tmp_path), pytest.raises(InputError, match="another run is writing there"), _sole_run(tmp_path):
+    with _lock(tmp_path), pytest.raises(InputError, match="another run is writing there"), _lock(tmp_path):
         pass
-    with _sole_run(tmp_path):
+    with _lock(tmp_path):
         pass
 
 
-def test_what_can_not_be_resumed_is_refused_in_one_line(
+def test_runs_that_can_not_be_resumed_are_refused_in_one_line(
     straight: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     out = tmp_path / "out"

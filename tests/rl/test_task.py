@@ -7,7 +7,7 @@ import random
 from trimtab.rl.task import Problem, build_tokenizer, draw_demonstration, draw_problem
 
 
-def test_only_the_right_sum_at_the_end_earns_a_reward() -> None:
+def test_only_responses_that_end_with_the_right_sum_earn_a_reward() -> None:
     problem = Problem((3, 8, 5))
     assert problem.prompt == "3+8+5="
     for response in (problem.running_sums, "16.", "99,16."):
@@ -32,7 +32,7 @@ def test_held_out_problems_are_never_trained_on() -> None:
     assert not held_out & trained
 
 
-def test_the_tokenizer_is_one_token_a_character_both_ways() -> None:
+def test_the_tokenizer_has_one_token_per_character_and_round_trips() -> None:
     tokenizer = build_tokenizer()
     text = "3+8+5=11,16."
     ids = tokenizer(text)["input_ids"]

@@ -1,4 +1,4 @@
-"""`trimtab train` as a whole, small: everything it should leave behind, and what happens when a rank dies."""
+"""Small runs of `trimtab train`: the files that they write, and the failure of a rank."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
     return out, result.stdout
 
 
-def test_replay_is_exact_and_every_micro_step_planned(run: tuple[Path, str]) -> None:
+def test_replay_is_exact_and_every_micro_step_is_planned(run: tuple[Path, str]) -> None:
     out, _ = run
     metrics = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
     assert [m["step"] for m in metrics] == [0, 1]
@@ -82,7 +82,7 @@ def test_the_summary_compares_policies_and_accuracies(run: tuple[Path, str]) -> 
     assert "trimtab" in printed
 
 
-def test_the_report_shows_what_was_measured(run: tuple[Path, str]) -> None:
+def test_the_report_shows_the_measured_figures(run: tuple[Path, str]) -> None:
     out, printed = run
     assert "report.html" in printed
     page = (out / "report.html").read_text()
@@ -97,7 +97,7 @@ def test_the_report_shows_what_was_measured(run: tuple[Path, str]) -> None:
         f"{name}, update of micro-step N, rank {rank}" for name in ("static", "trimtab") for rank in (0, 1)
     ]
     for process in processes:
-        # Every layer's experts once forward and once backward, in order.
+        # Experts of every layer run once forward and once backward, in order.
         work = [e for e in events if e["ph"] == "X" and e["pid"] == process]
         for kind, layers in (("experts", [0, 1, 2, 3]), ("experts, backward", [3, 2, 1, 0])):
             mine = sorted((e["ts"], e["args"]["layer"]) for e in work if e["name"] == kind)
@@ -144,7 +144,7 @@ def test_a_killed_rank_stops_the_run_and_is_named(tmp_path: Path) -> None:
 
 
 def _rank_process(parent: int, *, rank: int, timeout: float) -> int:
-    """The process of a rank: the launcher starts its ranks in order."""
+    """Process id of a rank. The launcher starts its ranks in order."""
     deadline = time.monotonic() + timeout
     while time.monotonic() < deadline:
         children = []

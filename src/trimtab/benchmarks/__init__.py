@@ -1,1 +1,1 @@
-"""The figures that the README quotes. Each is a command under `trimtab bench`."""
+"""Benchmarks of Trimtab. Each `bench_*.py` is a command under `trimtab bench`."""

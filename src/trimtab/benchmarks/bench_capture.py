@@ -1,9 +1,9 @@
-"""`trimtab bench capture`: what recording the routing costs a forward and a generation.
+"""`trimtab bench capture`: cost of recording the routing of a forward and of a generation.
 
-Both run plain and recorded in turns, in an order that alternates; what is recorded includes making the `RoutingTrace`.
-Since machines are less steady than the difference, runs after that time what is done for the record by itself.
-The model is random, with the depth and number of experts of a small real one, and narrow so that a CPU will do: the
-narrower the model, the larger the part that recording takes.
+Both run plain and recorded in alternating rounds; the recorded run includes making the `RoutingTrace`. The difference
+is smaller than the noise of most machines, so further runs time the recording work separately. The model is random,
+with the depth and number of experts of a small real model, and narrow, so that a CPU can run it. Recording takes a
+larger part of the time in a narrow model than in a wide one.
 """
 
 from __future__ import annotations
@@ -12,20 +12,21 @@ import statistics
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from rich.console import Console
-from rich.progress import track
-from rich.table import Column, Table
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from trimtab.benchmarks.bench_runtime import ratio_with_interval
+from trimtab.benchmarks.figure_table import Columns, figure_table, named_rows, with_interval
+from trimtab.calibration.alternating_rounds import alternate, median_with_interval
+from trimtab.calibration.random_experts import this_device
 from trimtab.calibration.small_model import small_config
-from trimtab.calibration.timing import WARM_UP_ROUNDS, Clock
+from trimtab.calibration.timing import Clock
 from trimtab.integrations.transformers import RoutingRecord, record_routing
 
-# What it ran on: sequences `[B, n]` and the mask of their prompts.
+# Runs the model, and returns its sequences `[B, n]` and the mask of their prompts.
 Work = Callable[[], tuple[torch.Tensor, torch.Tensor]]
 
 
@@ -34,9 +35,11 @@ class CaptureBenchmark:
     """Sizes of the benchmark.
 
     Attributes:
-        rounds: timed pairs.
-        sequences: in a batch, B.
-        length: tokens of a sequence in the forward; in the generation a quarter is prompt, a quarter generated.
+        rounds: timed pairs of a plain and a recorded run.
+        sequences: sequences in a batch, B.
+        length: tokens of a sequence in the forward. In the generation a quarter of it is prompt, a quarter generated.
+        layers, experts, top_k, hidden, width: sizes of the model; `width` is that of an expert.
+        seed: of weights and tokens.
     """
 
     rounds: int = 60
@@ -51,17 +54,17 @@ class CaptureBenchmark:
 
     @property
     def model_config(self) -> dict[str, Any]:
-        """Of the model, as a `config.json` would have it."""
+        """The model's config, as in a `config.json`."""
         return small_config(
             layers=self.layers, hidden=self.hidden, width=self.width, experts=self.experts, top_k=self.top_k
         )
 
 
 def run_benchmark(settings: CaptureBenchmark) -> dict[str, Any]:
-    """The figures, as they are written to a file."""
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    """All figures, as `trimtab bench capture --json` writes them."""
+    device = this_device()
     torch.manual_seed(settings.seed)
-    torch.set_num_threads(1)  # which others on the machine disturb least
+    torch.set_num_threads(1)  # least disturbed by other processes on the machine
     config = AutoConfig.for_model(**settings.model_config)
     model: Any = AutoModelForCausalLM.from_config(config, dtype=torch.float32).to(device).eval()
     tokens = torch.randint(1, config.vocab_size, (settings.sequences, settings.length), device=device)
@@ -90,42 +93,39 @@ def run_benchmark(settings: CaptureBenchmark) -> dict[str, Any]:
 
 
 def print_figures(figures: dict[str, Any], console: Console) -> None:
-    """One row for the forward, one for the generation."""
-    columns = (Column(name, justify="right") for name in ("plain", "recorded", "cost", "work for it"))
-    table = Table("work", *columns)
-    for name in ("forward", "generate"):
-        taken = figures[name]
-        low, high = taken["overhead_interval"]
-        plain, recorded = (f"{taken[way]['median_s'] * 1e3:.1f} ms" for way in ("plain", "recorded"))
-        cost = f"{taken['overhead']:+.2%} [{low:+.2%}, {high:+.2%}]"
-        table.add_row(name, plain, recorded, cost, f"{taken['work_fraction']:.2%}")
-    console.print(f"Recording of routing, {len(figures['forward']['plain']['s'])} alternating pairs", table, sep="\n")
+    """Print one line for the forward and one for the generation."""
+    columns: Columns = {
+        "work": "{name}",
+        "plain": lambda row: f"{row['plain']['median_s'] * 1e3:.1f} ms",
+        "recorded": lambda row: f"{row['recorded']['median_s'] * 1e3:.1f} ms",
+        "cost": with_interval("overhead", "{:+.2%}"),
+        "recording work": "{work_fraction:.2%}",
+    }
+    rows = named_rows({name: figures[name] for name in ("forward", "generate")})
+    pairs = len(figures["forward"]["plain"]["s"])
+    console.print(figure_table(f"Recording of routing, {pairs} alternating pairs", columns, rows))
 
 
 def _compare(name: str, model: Any, work: Work, clock: Clock, rounds: int) -> dict[str, Any]:
+    """Times of plain and recorded runs, and the part of a recorded run that is recording work."""
+
     def recorded() -> None:
         with record_routing(model) as record:
             tokens, mask = work()
         record.trace(tokens, mask)
 
-    ways: dict[str, Callable[[], object]] = {"plain": work, "recorded": recorded}
-    taken: dict[str, list[float]] = {way: [] for way in ways}
-    for number in track(range(WARM_UP_ROUNDS + rounds), f"bench capture: {name}"):
-        for way in list(ways)[:: 1 if number % 2 else -1]:
-            seconds = clock.time(ways[way])
-            if number >= WARM_UP_ROUNDS:
-                taken[way].append(seconds)
-    overhead, interval = ratio_with_interval(
-        [recorded / plain - 1 for plain, recorded in zip(taken["plain"], taken["recorded"], strict=True)]
-    )
+    variants = {"plain": partial(clock.time, work), "recorded": partial(clock.time, recorded)}
+    taken = alternate(variants, rounds, progress=f"bench capture: {name}")
+    ratios = [recorded / plain - 1 for plain, recorded in zip(taken["plain"], taken["recorded"], strict=True)]
+    overhead, interval = median_with_interval(ratios)
     fractions = []
     for _ in range(max(1, rounds // 6)):
-        with _WorkTimer() as timer:
+        with _RecordingTimer() as timer:
             seconds = clock.time(recorded)
         fractions.append(timer.seconds / (seconds - timer.seconds))
-    fraction, fraction_interval = ratio_with_interval(fractions)
+    fraction, fraction_interval = median_with_interval(fractions)
     return {
-        **{way: {"s": seconds, "median_s": statistics.median(seconds)} for way, seconds in taken.items()},
+        **{variant: {"s": seconds, "median_s": statistics.median(seconds)} for variant, seconds in taken.items()},
         "overhead": overhead,
         "overhead_interval": interval,
         "work_fraction": fraction,
@@ -133,14 +133,14 @@ def _compare(name: str, model: Any, work: Work, clock: Clock, rounds: int) -> di
     }
 
 
-class _WorkTimer:
-    """Seconds of the host spent in what a record does."""
+class _RecordingTimer:
+    """Host seconds spent in the methods of `RoutingRecord`."""
 
     def __init__(self) -> None:
         self.seconds = 0.0
-        self._untimed = {name: getattr(RoutingRecord, name) for name in ("begin", "note", "end", "trace")}
+        self._untimed = {name: getattr(RoutingRecord, name) for name in ("begin", "add_ids", "end", "trace")}
 
-    def __enter__(self) -> _WorkTimer:
+    def __enter__(self) -> _RecordingTimer:
         for name, method in self._untimed.items():
             setattr(RoutingRecord, name, self._timed(method))
         return self

@@ -1,4 +1,4 @@
-"""`trimtab bench step`: a whole step from expert ids to finished plan, its time and memory, and how both grow."""
+"""`trimtab bench step`: time and memory of planning a whole step, from expert ids to finished plan, at three sizes."""
 
 from __future__ import annotations
 
@@ -6,16 +6,16 @@ import multiprocessing
 import resource
 import tempfile
 import time
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 from rich.progress import track
-from rich.table import Table
 
+from trimtab.benchmarks.figure_table import Columns, figure_table, scaled
 from trimtab.cluster import ClusterSpec
-from trimtab.planner import Placement, Planner
+from trimtab.planner import Placement, Planner, StepPlan
 from trimtab.trace import PRESETS, RoutingTrace, read_trace, synthesize_preset, write_trace
 
 MICRO_STEPS = 32
@@ -29,7 +29,7 @@ TOKEN_BUDGET = 1152
 
 @dataclass(frozen=True)
 class StepSize:
-    """One step: 32 micro-steps of 1,024 tokens a rank on average."""
+    """Sizes of a step of 32 micro-steps with 1,024 tokens per rank on average."""
 
     ranks: int
     experts: int
@@ -37,15 +37,16 @@ class StepSize:
 
     @property
     def tokens(self) -> int:
+        """Tokens of the step."""
         return self.ranks * MICRO_STEPS * TOKENS_PER_RANK
 
 
-# The larger ones have fewer layers, so that their ids fit in memory; layers are planned one by one in any case.
+# The larger ones have fewer layers, so that their ids fit in memory. Layers are planned one by one anyway.
 SIZES = (StepSize(32, 128, 48), StepSize(256, 512, 4), StepSize(1024, 1024, 1))
 
 
 def run_benchmark(sizes: tuple[StepSize, ...], preset: str, *, threads: int, seed: int) -> list[dict[str, Any]]:
-    """Plan one step of each size in a process of its own, so that its peak memory is its own too."""
+    """Plan one step of each size, each in its own process, so that peak memory is measured per size."""
     rows = []
     with tempfile.TemporaryDirectory() as folder:
         for size in track(sizes, "bench step", transient=True):
@@ -70,18 +71,14 @@ def _draw(size: StepSize, preset: str, seed: int, *, share: float = 1.0) -> Rout
 
 
 def _plan(path: Path, size: StepSize, threads: int) -> dict[str, Any]:
-    cluster = ClusterSpec(size.ranks, RANKS_PER_NODE)
-    placement = Placement.contiguous(size.layers, size.experts, size.ranks)
     small = StepSize(16, size.experts, size.layers)
-    _time(_draw(small, "rl-mixed", 0, share=0.1), ClusterSpec(16, RANKS_PER_NODE), threads)
+    _time(_draw(small, "rl-mixed", 0, share=0.1), small, threads)  # compiles kernels
     trace = read_trace(path)
     before = _peak_bytes()
-    counting_s, planning_s, plan = _time(trace, cluster, threads, placement)
+    counting_s, planning_s, plan = _time(trace, size, threads)
     instances = plan.num_micro_steps * plan.num_layers
     return {
-        "ranks": size.ranks,
-        "experts": size.experts,
-        "layers": size.layers,
+        **asdict(size),
         "micro_steps": plan.num_micro_steps,
         "tokens": trace.num_tokens,
         "counting_s": counting_s,
@@ -95,12 +92,10 @@ def _plan(path: Path, size: StepSize, threads: int) -> dict[str, Any]:
     }
 
 
-def _time(trace: RoutingTrace, cluster: ClusterSpec, threads: int, placement: Placement | None = None) -> Any:
-    planner = Planner(
-        cluster,
-        placement or Placement.contiguous(trace.num_layers, trace.num_experts, cluster.ranks),
-        threads=threads,
-    )
+def _time(trace: RoutingTrace, size: StepSize, threads: int) -> tuple[float, float, StepPlan]:
+    """Seconds of counting and of planning, and the plan."""
+    placement = Placement.contiguous(size.layers, size.experts, size.ranks)
+    planner = Planner(ClusterSpec(size.ranks, RANKS_PER_NODE), placement, threads=threads)
     start = time.perf_counter()
     planner.add(trace)
     counted = time.perf_counter()
@@ -113,17 +108,13 @@ def _peak_bytes() -> int:
 
 
 def print_figures(rows: list[dict[str, Any]], console: Console) -> None:
-    """The table for people."""
-    table = Table(title="From expert ids to finished plan", title_justify="left", title_style="bold")
-    for column in ("ranks / experts", "layers x micro-steps", "tokens", "counting", "planning", "peak memory"):
-        table.add_column(column, justify="right")
-    for row in rows:
-        table.add_row(
-            f"{row['ranks']} / {row['experts']}",
-            f"{row['layers']} x {row['micro_steps']}",
-            f"{row['tokens'] / 1e6:.1f} M",
-            f"{row['counting_s']:.2f} s",
-            f"{row['planning_s']:.2f} s",
-            f"{row['peak_bytes'] / 1e9:.2f} GB",
-        )
-    console.print(table)
+    """Print one line per size."""
+    columns: Columns = {
+        "ranks / experts": "{ranks} / {experts}",
+        "layers x micro-steps": "{layers} x {micro_steps}",
+        "tokens": scaled("tokens", 1e-6, "{:.1f} M"),
+        "counting": "{counting_s:.2f} s",
+        "planning": "{planning_s:.2f} s",
+        "peak memory": scaled("peak_bytes", 1e-9, "{:.2f} GB"),
+    }
+    console.print(figure_table("From expert ids to finished plan", columns, rows))

@@ -1,4 +1,4 @@
-"""`trimtab bench traces`: a large dump imported and analyzed: in what time and memory, and how small it gets."""
+"""`trimtab bench traces`: time and memory of importing and analyzing a large dump, and the size of the trace file."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from typing import Any
 import numpy as np
 from rich.console import Console
 from rich.progress import track
-from rich.table import Table
 
 from trimtab.array_type import Array
+from trimtab.benchmarks.figure_table import Columns, figure_table, named_rows, scaled
 from trimtab.trace import PRESETS, RoutingTrace, synthesize_preset
 
 PRESET, LAYERS, EXPERTS, TOP_K = "rl-mixed", 48, 128, 8
@@ -26,11 +26,13 @@ MEAN_LENGTH, LONGEST, STEPS = 1024, 4096, 4
 
 
 def run_benchmark(tokens: int, rounds: int, seed: int = 0) -> dict[str, Any]:
-    """Write a dump as vLLM's server would, then import and analyze it in processes of their own.
+    """Write a dump in the format of vLLM's server; import and analyze it, each in its own process.
 
     Args:
-        tokens: of the dump, roughly.
-        rounds: how often each command runs. One before is not counted, for kernels may have to be compiled.
+        tokens: approximate number of tokens of the dump.
+        rounds: counted runs of each command. They follow one that is not counted, because kernels may have to be
+            compiled.
+        seed: of routing and token ids.
     """
     trace = synthesize_preset(
         PRESETS[PRESET],
@@ -79,7 +81,7 @@ def run_benchmark(tokens: int, rounds: int, seed: int = 0) -> dict[str, Any]:
 
 
 def _write_dump(trace: RoutingTrace, path: Path, seed: int) -> None:
-    """JSON lines of completions. Ids of a token come in no order, as from a router."""
+    """Write completions as JSON lines. The expert ids of a token are in random order, as a router may return them."""
     rng = np.random.default_rng(seed)
     with path.open("w") as file:
         for index in range(trace.num_sequences):
@@ -103,7 +105,7 @@ def _npy(array: Array) -> bytes:
     return file.getvalue()
 
 
-# Of a process of its own: what a child ever held includes what its parent held when it was started.
+# Measured in a process between: the peak memory of a child process includes that of its parent when it was started.
 _MEASURE = """
 import resource, subprocess, sys, time
 start = time.perf_counter()
@@ -114,7 +116,7 @@ sys.exit(status)
 
 
 def _run(arguments: list[str]) -> tuple[float, int]:
-    """Seconds and peak memory of a command."""
+    """Seconds and peak memory in bytes of a command."""
     command = [sys.executable, "-c", _MEASURE, sys.executable, "-m", "trimtab.cli.main", *arguments]
     result = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
     seconds, peak = result.stdout.split()
@@ -122,15 +124,16 @@ def _run(arguments: list[str]) -> tuple[float, int]:
 
 
 def print_figures(figures: dict[str, Any], console: Console) -> None:
-    """The table for people."""
+    """Print the sizes, and one line per command."""
     title = (
         f"{figures['tokens'] / 1e6:.2f} M tokens x {figures['layers']} layers x top-{figures['top_k']}: "
         f"{figures['raw_bytes'] / 1e6:,.0f} MB of ids, {figures['dump_bytes'] / 1e6:,.0f} MB from vLLM, "
         f"{figures['file_bytes'] / 1e6:,.0f} MB as a trace ({figures['file_over_raw']:.1%})"
     )
-    table = Table(title=title, title_justify="left", title_style="bold")
-    for column in ("command", "median", "first run", "peak memory"):
-        table.add_column(column, justify="right")
-    for name, row in figures["commands"].items():
-        table.add_row(name, f"{row['median_s']:.1f} s", f"{row['first_s']:.1f} s", f"{row['peak_bytes'] / 1e6:,.0f} MB")
-    console.print(table)
+    columns: Columns = {
+        "command": "{name}",
+        "median": "{median_s:.1f} s",
+        "first run": "{first_s:.1f} s",
+        "peak memory": scaled("peak_bytes", 1e-6, "{:,.0f} MB"),
+    }
+    console.print(figure_table(title, columns, named_rows(figures["commands"])))

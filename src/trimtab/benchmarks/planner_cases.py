@@ -1,15 +1,17 @@
-"""The situations that planners are compared in: a step of synthetic routing, the step before it, and a cluster."""
+"""`PlannerCase`: a step of synthetic routing, the step before it, and a cluster, for all balancers to plan."""
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
 from trimtab.array_type import Array
 from trimtab.cluster import ClusterSpec
 from trimtab.planner import Placement, Schedule, SequenceCounts, Workload, pack_by_length, plan_sequences
+from trimtab.policies import Policy, View, make_view
 from trimtab.trace import PRESETS, synthesize_preset
 
 RANKS_PER_NODE = 8
@@ -19,8 +21,9 @@ TOKENS_PER_RANK = 4096
 LONGEST = TOKENS_PER_RANK // 4
 MEAN_LENGTH = 512
 TOP_K = 8
-# Room over the average that packing gets, as a part of it.
+# Token budget over the mean tokens per rank, as a fraction.
 SLACK = 0.1
+SMALLEST_SHARE = 128
 
 
 @dataclass(frozen=True, eq=False)
@@ -28,9 +31,13 @@ class PlannerCase:
     """One case of the benchmark.
 
     Attributes:
+        ranks, experts: sizes.
+        preset: of the routing.
         sequences: of the step to plan.
-        schedule: packed by length.
-        contiguous, warm: the usual homes, and those that Trimtab's plan of the last step leaves behind.
+        schedule: of the step, packed by length.
+        contiguous: contiguous homes.
+        warm: the homes that Trimtab's plan of the last step leaves.
+        token_budget: most tokens of a rank in a micro-step.
         mini_batch: `[S]` mini-batch of each sequence.
         past_counts_PLE: `[1, L, E]` int64, the last step's tokens by layer and expert.
     """
@@ -46,17 +53,38 @@ class PlannerCase:
     mini_batch: Array
     past_counts_PLE: Array
 
+    @property
+    def key(self) -> dict[str, Any]:
+        """What identifies the case in figures."""
+        return {"ranks": self.ranks, "experts": self.experts, "trace": self.preset}
+
     def cluster(self, slots: int) -> ClusterSpec:
+        """The cluster with `slots` slots per rank."""
         return ClusterSpec(self.ranks, min(self.ranks, RANKS_PER_NODE), slots)
 
     def workload(self, schedule: Schedule) -> Workload:
+        """The step's workload under a schedule."""
         return Workload.from_sequences(self.sequences, schedule)
+
+    def view(self, policy: Policy, placement: Placement, slots: int, *, equal_terms: bool) -> View:
+        """The input of a policy that starts from `placement`."""
+        return make_view(
+            policy,
+            self.sequences,
+            self.schedule,
+            placement,
+            self.cluster(slots),
+            token_budget=self.token_budget,
+            mini_batch=self.mini_batch,
+            equal_terms=equal_terms,
+            past_counts_PLE=self.past_counts_PLE,
+        )
 
 
 def build_case(ranks: int, experts: int, preset: str, *, layers: int, seed: int) -> PlannerCase:
-    """Draw two steps of a preset: 8 micro-steps of 4,096 tokens a rank on average, at least 4 sequences each.
+    """Draw two steps of a preset: 8 micro-steps of 4,096 tokens per rank on average, at least 4 sequences each.
 
-    The blocks of the spike preset are mini-batches of their own, so that every micro-step is one block.
+    In the spike preset every block of sequences is a mini-batch, so that every micro-step is one block.
     """
     per_step = ranks * MICRO_STEPS * TOKENS_PER_RANK // MEAN_LENGTH
     trace = synthesize_preset(
@@ -79,13 +107,8 @@ def build_case(ranks: int, experts: int, preset: str, *, layers: int, seed: int)
         mini_batch = np.arange(per_step) * MICRO_STEPS // per_step
         token_budget = math.ceil(token_budget * (1 + SLACK))
     contiguous = Placement.contiguous(layers, experts, ranks)
-    warm = plan_sequences(
-        before,
-        contiguous,
-        ClusterSpec(ranks, min(ranks, RANKS_PER_NODE)),
-        token_budget=token_budget,
-        mini_batch=mini_batch,
-    ).placement
+    cluster = ClusterSpec(ranks, min(ranks, RANKS_PER_NODE))
+    planned = plan_sequences(before, contiguous, cluster, token_budget=token_budget, mini_batch=mini_batch)
     return PlannerCase(
         ranks=ranks,
         experts=experts,
@@ -93,7 +116,7 @@ def build_case(ranks: int, experts: int, preset: str, *, layers: int, seed: int)
         sequences=sequences,
         schedule=pack_by_length(sequences.lengths, num_ranks=ranks, token_budget=token_budget, mini_batch=mini_batch),
         contiguous=contiguous,
-        warm=warm,
+        warm=planned.placement,
         token_budget=token_budget,
         mini_batch=mini_batch,
         past_counts_PLE=before.counts_SLE.sum(axis=0, dtype=np.int64)[None],

@@ -1,4 +1,4 @@
-"""A picture of balance against replica bytes: one panel a case, one curve a balancer."""
+"""The picture of balance against replica bytes: one panel per case, one curve per balancer."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ STYLES: dict[str, dict[str, Any]] = {
 
 
 def draw_frontier(points: list[dict[str, Any]], path: Path) -> None:
-    """Write the picture as SVG. Nearer to the lower left is better."""
+    """Write the picture as SVG. Lower left is better."""
     panels = list(dict.fromkeys((point["ranks"], point["experts"], point["trace"]) for point in points))
     columns = min(2, len(panels))
     rows = -(-len(panels) // columns)
-    # The same ids in every run, so that the file only changes with its figures.
+    # The same ids in every run, so that the file changes only when its figures do.
     plt.rcParams["svg.hashsalt"] = "trimtab"
     figure, axes = plt.subplots(rows, columns, figsize=(5.5 * columns, 3.4 * rows), squeeze=False)
     for axis, panel in zip(axes.flat, panels, strict=False):
@@ -41,7 +41,7 @@ def draw_frontier(points: list[dict[str, Any]], path: Path) -> None:
         axis.set_xlim(left=0)
         axis.grid(alpha=0.3)
     for axis in axes[-1]:
-        axis.set_xlabel("replica weights moved, MB an instance")
+        axis.set_xlabel("replica weights moved, MB per instance")
     for axis in axes[:, 0]:
         axis.set_ylabel("max/mean rank load")
     for axis in list(axes.flat)[len(panels) :]:

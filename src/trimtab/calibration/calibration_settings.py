@@ -1,4 +1,4 @@
-"""`Calibration`: what to measure, and what is measured where nothing is asked for."""
+"""`CalibrationSettings`: model and sizes to measure, and their defaults."""
 
 from __future__ import annotations
 
@@ -24,17 +24,17 @@ CPU_RANKS = 2
 
 
 @dataclass(frozen=True)
-class Calibration:
-    """What to measure.
+class CalibrationSettings:
+    """Model and sizes to measure.
 
     Attributes:
-        config: of the model, as its `config.json` has it.
+        config: content of the model's `config.json`.
         model: the same model's sizes.
-        ranks: local ranks, unless torchrun says.
-        tokens: of a rank in a micro-step.
-        sequence_length: of most of them.
-        name: what to call the kind of node.
-        rounds: timed repetitions of everything.
+        ranks: local ranks; ignored under torchrun.
+        tokens: tokens per rank in a micro-step.
+        sequence_length: usual tokens of a sequence.
+        name: name of the measured cluster.
+        rounds: timed repetitions of each measurement.
     """
 
     config: dict[str, Any]
@@ -46,15 +46,18 @@ class Calibration:
     rounds: int
 
 
-def settings_for(model: str | None, *, ranks: int | None, rounds: int, name: str) -> Calibration:
+def settings_for(model: str | None, *, ranks: int | None, rounds: int, name: str) -> CalibrationSettings:
     """Settings for this machine.
 
     Args:
-        model: a name or a path, as `load_model` takes it; what `trimtab bench runtime` runs on a CPU by default.
-        ranks: default all GPUs, or 2 on a CPU.
+        model: a name or a path, as for `load_model`; by default the model of `trimtab bench runtime` on a CPU, and
+            Qwen3-30B-A3B on GPUs.
+        ranks: all GPUs by default, or 2 on a CPU.
+        rounds: timed repetitions of each measurement.
+        name: name of the measured cluster.
 
     Raises:
-        InputError: if there is no such model, or it can't be run.
+        InputError: if there is no such model, or its type is not supported.
     """
     on_cuda = torch.cuda.is_available()
     chosen = model or (GPU_MODEL if on_cuda else None)
@@ -64,9 +67,9 @@ def settings_for(model: str | None, *, ranks: int | None, rounds: int, name: str
             f"{chosen}: model type {given.get('model_type')!r} can't be run; use one of "
             f"{', '.join(SUPPORTED_MODEL_TYPES)}"
         )
-    # With what transformers takes for granted, so that what runs is what is counted.
+    # With transformers' defaults, so that the sizes are those of the model that runs.
     config = AutoConfig.for_model(**given).to_dict()
-    return Calibration(
+    return CalibrationSettings(
         config=config,
         model=_sizes_of(config),
         ranks=ranks or (torch.cuda.device_count() if on_cuda else CPU_RANKS),
@@ -84,7 +87,7 @@ def _sizes_of(config: dict[str, Any]) -> ModelSpec:
 
 
 def _config_of(chosen: str) -> dict[str, Any]:
-    """Raises InputError unless it is the config of a MoE model."""
+    """Content of a model's `config.json`. Raises InputError unless it is the config of an MoE model."""
     load_model(chosen)
     text = read_preset("model", chosen)
     if text is None:

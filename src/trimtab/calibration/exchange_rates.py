@@ -1,61 +1,55 @@
-"""How fast is the all-to-all? The runtime's own exchange of rows, inside the node and between nodes."""
+"""Rates of the runtime's all-to-all of rows, between the ranks of a node and between nodes."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 
 from trimtab.calibration.fits import Fit, fit_rates
-from trimtab.calibration.site import Site
+from trimtab.calibration.measurement_context import MeasurementContext
 from trimtab.runtime.rows.exchange import exchange_rows
 
-# Parts of the rows that a rank sends in a layer, all tokens to all their experts.
+# Rows sent by a rank, as fractions of the rows that a layer dispatches.
 LOADS = (1.0, 0.5, 0.125, 1 / 64)
 
 
 @dataclass(frozen=True)
-class ExchangeFigures:
-    """What an all-to-all costs.
+class ExchangeFits:
+    """Fits of all-to-all times: `rates[0]` bytes per second to and from other ranks, `fixed_s[0]` per all-to-all.
 
     Attributes:
-        near, far: `rates[0]` bytes a second to and from other ranks, `fixed_s[0]` of an all-to-all; inside the node and
-            between nodes, None where there are no such ranks.
+        near: between ranks of a node; None if a node has one rank.
+        far: between nodes; None if there is one node.
     """
 
     near: Fit | None
     far: Fit | None
 
 
-def measure_exchange(site: Site) -> ExchangeFigures:
+def measure_exchange(context: MeasurementContext) -> ExchangeFits:
     """Time all-to-alls with even splits over the ranks of the node, and over those of other nodes. Collective."""
-    ranks, per_node, rank = site.topology.num_ranks, site.topology.ranks_per_node, site.topology.rank
-    here = np.arange(ranks) // per_node == rank // per_node
-    return ExchangeFigures(
-        near=_measure(site, here.tolist()) if per_node > 1 else None,
-        far=_measure(site, (~here).tolist()) if per_node < ranks else None,
+    ranks, per_node, rank = context.topology.num_ranks, context.topology.ranks_per_node, context.topology.rank
+    on_node = np.arange(ranks) // per_node == rank // per_node
+    return ExchangeFits(
+        near=_measure(context, on_node.tolist()) if per_node > 1 else None,
+        far=_measure(context, (~on_node).tolist()) if per_node < ranks else None,
     )
 
 
-def _measure(site: Site, takes_part: list[bool]) -> Fit:
-    """All-to-alls in which this rank has rows for some ranks."""
-    most = site.tokens * site.model.top_k
-    each = [max(1, round(part * most / sum(takes_part))) for part in LOADS]
-    taken = site.medians({f"{rows} rows": _variant(site, rows, takes_part) for rows in each})
-    others = sum(takes_part) - takes_part[site.topology.rank]
-    nbytes = [rows * others * site.model.hidden_size * site.dtype.itemsize for rows in each]
-    seconds_P = np.array([figures["s"] for figures in taken.values()])
-    return fit_rates(np.array(nbytes)[:, None], np.ones((len(each), 1)), np.zeros(len(each)), seconds_P)
+def _measure(context: MeasurementContext, is_destination: list[bool]) -> Fit:
+    """Fit all-to-alls in which this rank sends rows to some ranks only."""
+    most = context.tokens * context.model.top_k
+    each = [max(1, round(fraction * most / sum(is_destination))) for fraction in LOADS]
+    taken_s = context.seconds({f"{rows} rows": _exchange(context, rows, is_destination) for rows in each})
+    others = sum(is_destination) - is_destination[context.topology.rank]
+    nbytes = np.array(each)[:, None] * others * context.model.hidden_size * context.dtype.itemsize
+    return fit_rates(nbytes, np.ones((len(each), 1)), np.zeros(len(each)), np.array(list(taken_s.values())))
 
 
-def _variant(site: Site, rows_each: int, takes_part: list[bool]) -> Callable[[], dict[str, float]]:
-    splits = [rows_each * takes for takes in takes_part]
-    rows = site.random(sum(splits), site.model.hidden_size)
-
-    def run() -> dict[str, float]:
-        start = site.begin()
-        exchange_rows(rows, splits, splits, site.topology.experts)
-        return {"s": site.clock.seconds(start, site.clock.now())}
-
-    return run
+def _exchange(context: MeasurementContext, rows_each: int, is_destination: list[bool]) -> Callable[[], object]:
+    splits = [rows_each * sends for sends in is_destination]
+    rows = context.random(sum(splits), context.model.hidden_size)
+    return partial(exchange_rows, rows, splits, splits, context.topology.experts)

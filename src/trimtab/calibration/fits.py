@@ -1,4 +1,4 @@
-"""Rates and fixed costs from timings: least squares in which nothing comes out negative. Needs no torch."""
+"""Rates and fixed costs fitted to timings, by least squares without negative coefficients. Needs no torch."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from trimtab.array_type import Array
 
 @dataclass(frozen=True)
 class Fit:
-    """What timings come to.
+    """Rates and fixed costs that explain timings.
 
     Attributes:
-        rates: units of each kind of work a second.
+        rates: units per second of each kind of work.
         fixed_s: seconds of each kind of fixed cost; 0 where least squares would have it negative.
-        error: how far the fit is from a timing, as a part of it: root mean square.
-        note: what is to be said about it, for a source; empty for an ordinary fit.
+        error: root mean square of (predicted - measured) / measured.
+        note: a remark for the figure's source, if the fit is not an ordinary one.
     """
 
     rates: tuple[float, ...]
@@ -31,13 +31,13 @@ class Fit:
 def fit_rates(work_PW: Array, fixed_PF: Array, known_P: Array, seconds_P: Array) -> Fit:
     """Solve `seconds = known + sum of work / rate + sum of fixed * fixed_s`, in relative errors.
 
-    A rate is never guessed from a coefficient that isn't above 0: kinds of work that timings can't tell apart get one
-    rate, and if even that fails it is all work over all time.
+    Kinds of work whose coefficients are not all positive get one common rate. If that fails too, the rate is all work
+    divided by all time.
 
     Args:
-        work_PW: `[P, W]` units of each kind of work in each of P timings; kinds are in one unit.
-        fixed_PF: `[P, F]` how often each fixed cost is in it.
-        known_P: `[P]` seconds of it that are accounted for by other figures.
+        work_PW: `[P, W]` units of each kind of work in each of P timings; all kinds have the same unit.
+        fixed_PF: `[P, F]` how often each fixed cost occurs in each timing.
+        known_P: `[P]` seconds of each timing that other figures explain.
         seconds_P: `[P]` seconds, all above 0.
     """
     rest_P = seconds_P - known_P
@@ -62,11 +62,11 @@ def fit_rates(work_PW: Array, fixed_PF: Array, known_P: Array, seconds_P: Array)
 
 @dataclass(frozen=True)
 class GroupedTiming:
-    """One pass of grouped products.
+    """One timed pass of grouped matrix products.
 
     Attributes:
-        rows: of each copy.
-        seconds: it took.
+        rows: rows of each copy of an expert.
+        seconds: of the pass.
     """
 
     rows: tuple[int, ...]
@@ -81,14 +81,14 @@ def fit_grouped(
     weights_s: float,
     tile_rows: int,
 ) -> Fit:
-    """`rates[0]`: operations a second of grouped products; `fixed_s`: of a copy, and of a pass.
+    """Fit grouped products: `rates[0]` operations per second; `fixed_s` seconds per copy with rows, and per pass.
 
-    A pass takes, for each copy with rows, its fixed seconds and the longer of its tiles and of reading its weights;
-    for every row some memory traffic; and its own fixed seconds.
+    Time of a pass = its fixed seconds + row traffic + for each copy with rows: fixed seconds + max(time of its tiles,
+    time of reading its weights).
 
     Args:
-        row_flops: operations of a row.
-        row_memory_s: seconds of a row's traffic.
+        row_flops: operations per row.
+        row_memory_s: seconds of memory traffic per row.
         weights_s: seconds of reading a copy's weights.
         tile_rows: rows of a tile.
     """
@@ -99,27 +99,27 @@ def fit_grouped(
     tiled = [-(-n // tile_rows) * tile_rows * row_flops for n in rows]
 
     def fit_from(least: float) -> Fit:
-        """Copies of fewer operations are taken to be as long as reading their weights."""
+        """The fit if copies with fewer operations than `least` take as long as reading their weights."""
         work_P1 = np.array([[flops[flops >= least].sum()] for flops in tiled])
         reading_P = weights_s * np.array([np.count_nonzero(flops < least) for flops in tiled])
         fit = fit_rates(work_P1, fixed_PF, memory_P + reading_P, seconds_P)
         longer_P = np.array([np.maximum(flops / fit.rates[0], weights_s).sum() for flops in tiled])
         return replace(fit, error=_error(memory_P + longer_P + fixed_PF @ fit.fixed_s, seconds_P))
 
-    # Which copies those are depends on the rate, and the other way round. There are few sizes, so all are tried.
+    # Which copies those are depends on the rate, which is not known yet. There are few sizes, so all are tried.
     fits = [fit_from(least) for least in np.unique(np.concatenate(tiled))]
     return min(fits, key=lambda fit: (bool(fit.note), fit.error))
 
 
 def _least_squares(columns_PC: Array, values_P: Array, weights_P: Array) -> Array:
-    """`[C]` coefficients, none negative, with the smallest sum of squared relative errors.
+    """`[C]` coefficients >= 0 with the smallest sum of squared relative errors.
 
-    There are few columns, so every choice of those that are not 0 is tried.
+    There are few columns, so every subset of nonzero coefficients is tried.
     """
     scaled_PC, scaled_P = columns_PC / weights_P[:, None], values_P / weights_P
     count = columns_PC.shape[1]
     best, least = np.zeros(count), float(scaled_P @ scaled_P)
-    # Columns differ by twelve orders of magnitude.
+    # Columns differ by twelve orders of magnitude, so they are scaled first.
     norms_C = np.linalg.norm(scaled_PC, axis=0)
     norms_C[norms_C == 0] = 1.0
     for chosen in itertools.product((False, True), repeat=count):

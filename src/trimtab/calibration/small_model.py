@@ -1,10 +1,9 @@
-"""The small Qwen3-MoE that is measured on a CPU, and its tokens."""
+"""The small Qwen3-MoE that calibration and the runtime's benchmark measure on a CPU by default."""
 
 from __future__ import annotations
 
 from typing import Any
 
-# By default, for calibration and for the runtime's benchmark: they measure the same model.
 LAYERS, HIDDEN, WIDTH, EXPERTS, TOP_K = 4, 256, 512, 32, 4
 TOKENS, SEQUENCE_LENGTH = 2048, 128
 
@@ -12,7 +11,7 @@ TOKENS, SEQUENCE_LENGTH = 2048, 128
 def small_config(
     *, layers: int = LAYERS, hidden: int = HIDDEN, width: int = WIDTH, experts: int = EXPERTS, top_k: int = TOP_K
 ) -> dict[str, Any]:
-    """The content of the model's `config.json`; `width` is the intermediate size of an expert."""
+    """The model's config, as in a `config.json`. `width` is the intermediate size of an expert."""
     return {
         "model_type": "qwen3_moe",
         "vocab_size": 1024,

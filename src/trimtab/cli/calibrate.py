@@ -30,12 +30,12 @@ def add(commands: Any) -> None:
 
 def run(options: argparse.Namespace) -> None:
     from trimtab.calibration import calibrate, settings_for
-    from trimtab.calibration.figures_table import figures_table
+    from trimtab.calibration.calibration_table import calibration_table
 
     name = options.output.stem or "this machine"
     result = calibrate(settings_for(options.model, ranks=options.ranks, rounds=options.rounds, name=name))
     if result is None:
         return
     write_cluster(options.output, result.cluster, result.sources)
-    write_figures(options, result.to_json()).print(figures_table(result))
+    write_figures(options, result.to_json()).print(calibration_table(result))
     log.info("cluster: %s", options.output)

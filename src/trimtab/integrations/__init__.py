@@ -1,1 +1,1 @@
-"""One file or folder a framework: where its experts and routers are, how its routing is recorded and replayed."""
+"""Integrations with frameworks: finding experts and routers, recording and replaying routing. One per framework."""

@@ -1,8 +1,8 @@
 """transformers' own expert parallelism, with the experts of a model in a `Session`.
 
-For models that `from_pretrained` shards: experts over the ranks, each rank's share once more wrapped in FSDP2, which
-owns the parameters, their gradients and their optimizer state. The session reads the shards to make replicas, and
-joins replica gradients to those that FSDP takes. Call `register` before loading, `use_session` after it.
+`from_pretrained` shards such models: experts over the ranks, and each rank's experts wrapped in FSDP2, which owns the
+parameters, their gradients and their optimizer state. The session reads the shards to make replicas, and adds replica
+gradients to those that FSDP receives. Call `register` before loading and `use_session` after it.
 """
 
 from __future__ import annotations
@@ -26,23 +26,22 @@ NAME = "trimtab"
 
 
 def register() -> None:
-    """Make `DistributedConfig(ep_implementation="trimtab")` known to transformers."""
+    """Register `ep_implementation="trimtab"` of `DistributedConfig` with transformers."""
     EPImplementationInterface.register(NAME, SessionExperts)
 
 
 def use_session(model: Any, session: Session) -> None:
-    """Run the experts of a loaded model in a session, with routing replay. Until then they run as "all_to_all".
+    """Run the experts of a loaded model in a session, with routing replay. Before this call they run as "all_to_all".
 
-    Training goes on as FSDP2 does it: gradients, clipping, optimizer and checkpoints are the framework's, and
-    `session.finish_gradients()` comes before every optimizer step. Not a collective.
+    Gradients, clipping, optimizer and checkpoints remain those of FSDP2; `session.finish_gradients()` must be called
+    before every optimizer step. Not a collective.
 
     Args:
         model: from `from_pretrained`, with a `DistributedConfig` of `ep_implementation="trimtab"`.
-        session: with no layers yet, one expert-parallel group of all ranks.
+        session: without layers; one expert-parallel group of all ranks.
 
     Raises:
-        InputError: if the model's family is not known, or model and session don't fit together. The model stays as it
-            was.
+        InputError: if the model's type is not supported, or model and session don't match. The model is then unchanged.
     """
     family = family_of(model.config)
     blocks = moe_blocks(model)
@@ -71,10 +70,10 @@ def use_session(model: Any, session: Session) -> None:
 
 
 class SessionExperts(AllToAllEP):
-    """One MoE layer's way to its experts: the session's once there is one, until then transformers' all-to-all.
+    """Runs the experts of one MoE layer: in the session once there is one, before that by transformers' all-to-all.
 
     Raises:
-        InputError: if anything but data parallelism of the same ranks goes beside expert parallelism.
+        InputError: if the run has tensor parallelism, or expert parallelism is not over all ranks.
     """
 
     def __init__(self, experts: nn.Module, ep_mesh: Any, tp_mesh: Any) -> None:
@@ -111,14 +110,14 @@ def _check_place(experts: nn.Module, where: str, session: Session) -> None:
 
 
 def _local(parameter: nn.Parameter) -> nn.Parameter:
-    """This rank's experts of a parameter that FSDP has sharded, in the same memory."""
+    """This rank's experts of a parameter sharded by FSDP, in the same memory."""
     assert isinstance(parameter, DTensor)
     local: torch.Tensor = parameter.detach().to_local()  # type: ignore[attr-defined]
     return nn.Parameter(local, requires_grad=parameter.requires_grad)
 
 
 def _read(sharded: Sequence[DTensor], masters: Sequence[nn.Parameter]) -> Sequence[nn.Parameter]:
-    """What `_local` returned, in the memory that FSDP has the parameters in now."""
+    """The parameters of `_local`, updated to the memory that FSDP uses now."""
     for parameter, master in zip(sharded, masters, strict=True):
         if master.data_ptr() != parameter._local_tensor.data_ptr():
             master.data = parameter._local_tensor.detach()
@@ -126,7 +125,7 @@ def _read(sharded: Sequence[DTensor], masters: Sequence[nn.Parameter]) -> Sequen
 
 
 def _weights(experts: nn.Module, names: Sequence[str], masters: Sequence[nn.Parameter]) -> list[torch.Tensor]:
-    """The tensors that FSDP has put into the module while it runs, in the graph; what is trained follows theirs."""
+    """The tensors that FSDP puts into the module while it runs, in the graph. Masters get their `requires_grad`."""
     weights: list[torch.Tensor] = [getattr(experts, name) for name in names]
     if torch.is_grad_enabled():
         for master, weight in zip(masters, weights, strict=True):

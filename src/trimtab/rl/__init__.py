@@ -1,1 +1,1 @@
-"""RL post-training around the runtime: rollout, reward, recompute, update. The main job, `trimtab train`."""
+"""RL post-training with the runtime: rollout, reward, recompute, update. `trimtab train` runs it."""

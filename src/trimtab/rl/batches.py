@@ -1,4 +1,4 @@
-"""Micro-batches: right-padded tensors of a rank's sequences, and where their tokens stand in them."""
+"""Micro-batches: right-padded tensors of a rank's sequences, and the positions of their tokens."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from trimtab.trace import hash_tokens
 
 @dataclass(frozen=True, eq=False)
 class MicroBatch:
-    """B sequences padded to T fed tokens. A rank without sequences still has one row of padding, to stay in step.
+    """B sequences padded to T fed tokens. A rank without sequences has one row of padding, so that it runs every layer.
 
     Attributes:
         input_ids: `[B, T]` int64; the last token of a sequence is a target only.
         targets: `[B, T]` int64, the token after each.
         response_mask: `[B, T]` float32, 1 where the target belongs to the response.
         advantages: `[B, 1]` float32.
-        positions: `[n]` int64, where the sequences' tokens stand among the B * T rows.
-        sequence_hashes: `[S]` uint64.
+        positions: `[n]` int64, the rows of the sequences' tokens among all B * T rows.
+        sequence_hashes: `[S]` uint64, of the sequences' tokens.
     """
 
     input_ids: torch.Tensor
@@ -35,7 +35,10 @@ class MicroBatch:
 
 
 def collate(sequences: Sequence_[Sequence], *, pad_token_id: int, device: torch.device) -> MicroBatch:
-    """Pad on the right. Under causal attention no token sees the padding, so that no mask is needed."""
+    """A micro-batch of sequences, padded on the right.
+
+    Under causal attention no token attends to the padding, so there is no mask.
+    """
     rows, width = max(1, len(sequences)), max([1, *(s.num_fed for s in sequences)])
     tokens = np.full((rows, width + 1), pad_token_id, np.int64)
     response_mask = np.zeros((rows, width), np.float32)

@@ -1,6 +1,6 @@
-"""Checkpoints of a run: the plain Hugging Face layout, and in `trainer/` what a run needs to go on from there.
+"""Checkpoints of a run: the Hugging Face layout, and in `trainer/` the state that a resumed run needs.
 
-Knows files and when they are complete; knows nothing of ranks.
+It reads and writes files on one rank, without communication.
 """
 
 from __future__ import annotations
@@ -32,11 +32,12 @@ class Checkpoint:
     """A complete checkpoint.
 
     Attributes:
-        directory: loads in vanilla transformers.
-        step: RL steps that were done.
-        held_out_accuracy: measured so far, by when.
-        optimizer_files: how many files hold the optimizer's state.
-        homes: `[L][E]` the rank that every expert was at. It only matters to go on bit for bit.
+        directory: of the checkpoint; vanilla transformers loads it.
+        step: RL steps done.
+        held_out_accuracy: measured so far, by the time of measurement.
+        optimizer_files: number of files with the optimizer's state.
+        homes: `[L][E]` home rank of every expert. A run with the same number of ranks needs them to continue bit for
+            bit.
     """
 
     directory: Path
@@ -46,7 +47,7 @@ class Checkpoint:
     homes: list[list[int]]
 
     def optimizer_state(self) -> Mapping[str, Mapping[str, StateValue]]:
-        """For `LogicalState.load_optimizer_state`. Read parameter by parameter, as it is asked for.
+        """Optimizer state by parameter name, for `LogicalState.load_optimizer_state`. Each entry is read when accessed.
 
         Raises:
             InputError: naming a file that is missing or damaged.
@@ -58,7 +59,7 @@ def last_checkpoint(out: Path) -> Checkpoint | None:
     """The last complete checkpoint of a run, if there is one.
 
     Raises:
-        InputError: if its `trainer/state.json` is not what this version writes.
+        InputError: if its `trainer/state.json` does not have the format of this version.
     """
     steps = (re.fullmatch(r"step-(\d{5,})", path.name) for path in out.glob("checkpoints/step-*/"))
     for step in sorted((int(match[1]) for match in steps if match), reverse=True):
@@ -69,13 +70,8 @@ def last_checkpoint(out: Path) -> Checkpoint | None:
                 state = json.loads(file.read_text())
                 if (state["format"], state["step"]) != (FORMAT, step):
                     raise ValueError
-                return Checkpoint(
-                    directory,
-                    step,
-                    dict(state["held_out_accuracy"]),
-                    int(state["optimizer_files"]),
-                    list(state["homes"]),
-                )
+                accuracy, files = dict(state["held_out_accuracy"]), int(state["optimizer_files"])
+                return Checkpoint(directory, step, accuracy, files, list(state["homes"]))
             except (KeyError, TypeError, ValueError):
                 raise InputError(f"{file}: expected the state of a run after {step} steps, as {FORMAT!r}") from None
     return None
@@ -91,15 +87,15 @@ def write_checkpoint(
     weights: Iterable[tuple[str, torch.Tensor]],
     optimizer_state: Iterable[tuple[str, Mapping[str, StateValue]]],
 ) -> None:
-    """Write a checkpoint to `out/checkpoints`. It appears whole or not at all, even if the machine fails.
+    """Write a checkpoint to `out/checkpoints`. Writes are atomic, even if the machine fails.
 
     Args:
         out, step, held_out_accuracy, homes: as in `Checkpoint`.
-        config: of the model.
-        weights, optimizer_state: in logical expert order. The optimizer's state is written as it comes, so that memory
-            holds no more than one file of it.
+        config, tokenizer: of the model.
+        weights, optimizer_state: in logical expert order. The optimizer's state is written while it is iterated, so
+            memory holds at most one file of it.
     """
-    with _whole(_directory(out, step)) as partial:
+    with _atomic_directory(_directory(out, step)) as partial:
         save_checkpoint(config, dict(weights), tokenizer, partial)
         (partial / "trainer").mkdir()
         state = {
@@ -113,7 +109,7 @@ def write_checkpoint(
 
 
 def remove_unfinished(out: Path) -> None:
-    """Remove what a run left that was stopped while it wrote a checkpoint."""
+    """Remove incomplete checkpoints, which a stopped run may have left."""
     for path in out.glob("checkpoints/.*.partial"):
         shutil.rmtree(path)
 
@@ -127,23 +123,23 @@ def _optimizer_file(directory: Path, number: int) -> Path:
 
 
 @contextmanager
-def _whole(directory: Path) -> Iterator[Path]:
-    """A folder to fill that then takes its place as `directory`, for good."""
+def _atomic_directory(directory: Path) -> Iterator[Path]:
+    """A hidden folder to fill, which is synced to disk and renamed to `directory` at the end."""
     partial = directory.with_name(f".{directory.name}.partial")
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)
     try:
         yield partial
         for path in (*partial.rglob("*"), partial):
-            _to_disk(path)
+            _sync(path)
         shutil.rmtree(directory, ignore_errors=True)
         os.replace(partial, directory)
-        _to_disk(directory.parent)
+        _sync(directory.parent)
     finally:
         shutil.rmtree(partial, ignore_errors=True)
 
 
-def _to_disk(path: Path) -> None:
+def _sync(path: Path) -> None:
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -154,7 +150,7 @@ def _to_disk(path: Path) -> None:
 def _write_optimizer(state: Iterable[tuple[str, Mapping[str, StateValue]]], directory: Path) -> int:
     """Write files of at most `FILE_BYTES` or one parameter, and return how many.
 
-    A tensor is called by its key in the state, a slash, and its parameter.
+    A tensor's name is its key in the state, a slash, and its parameter's name.
     """
     files = 0
     waiting: dict[str, torch.Tensor] = {}
@@ -169,28 +165,28 @@ def _write_optimizer(state: Iterable[tuple[str, Mapping[str, StateValue]]], dire
 
 
 class _OptimizerFiles(Mapping[str, Mapping[str, StateValue]]):
-    """The state by parameter name and key, in files as `_write_optimizer` leaves them."""
+    """Optimizer state by parameter name and key, read from the files that `_write_optimizer` wrote."""
 
     def __init__(self, paths: list[Path]) -> None:
-        self._places: dict[str, dict[str, Path]] = {}
+        self._files: dict[str, dict[str, Path]] = {}
         for path in paths:
             with _opened(path) as file:
                 for stored in file.keys():  # noqa: SIM118
                     key, name = stored.split("/", 1)
-                    self._places.setdefault(name, {})[key] = path
+                    self._files.setdefault(name, {})[key] = path
 
     def __getitem__(self, name: str) -> Mapping[str, StateValue]:
         values = {}
-        for key, path in self._places[name].items():
+        for key, path in self._files[name].items():
             with _opened(path) as file:
                 values[key] = file.get_tensor(f"{key}/{name}")
         return values
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self._places)
+        return iter(self._files)
 
     def __len__(self) -> int:
-        return len(self._places)
+        return len(self._files)
 
 
 @contextmanager

@@ -1,4 +1,4 @@
-"""`TrainConfig`: everything that a training run can be asked to do differently, at its start or when it is resumed."""
+"""`TrainConfig`: settings of a training run, and the settings of a run that is resumed."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from trimtab.errors import InputError
 if TYPE_CHECKING:
     from trimtab.runtime.planning import Mode
 
-# How far a run goes, and how its work is laid out. Any other setting would make another run of it.
+# Settings that a resumed run may change: its length and how its work is distributed. Others would change its results.
 MAY_CHANGE = frozenset(
     ("out", "mode", "slots", "steps", "token_budget", "gradient_checkpointing", "save_every", "compare_pairs")
 )
@@ -23,21 +23,23 @@ class TrainConfig:
     """Settings of `trimtab train`.
 
     Attributes:
-        out: folder for everything that the run writes.
-        model: a local Hugging Face checkpoint directory; a small model is built if None.
+        out: folder of all files that the run writes.
+        model: a local Hugging Face checkpoint directory; None for a small random model.
         mode: how recompute and update are balanced, see `Session`.
-        slots: replicas that a rank has room for in every layer.
+        slots: slots per rank and layer.
         steps: RL steps.
-        problems, samples: problems of a step over all ranks, and responses to each.
+        problems: problems of an RL step, over all ranks.
+        samples: responses to each problem.
         mini_batches: optimizer steps in an RL step.
         token_budget: most tokens of a rank in a micro-step.
-        max_new_tokens: longest response.
+        max_new_tokens: most tokens of a response.
         learning_rate: of GRPO; warmed up over the first steps.
-        warm_start_steps, warm_start_batch, warm_start_learning_rate: supervised steps before RL, sequences in each over
-            all ranks, and peak learning rate.
+        warm_start_steps: supervised steps before RL.
+        warm_start_batch: sequences of a supervised step, over all ranks.
+        warm_start_learning_rate: peak learning rate of the supervised steps.
         max_norm: gradient norm to clip to.
         gradient_checkpointing: recompute activations in backward.
-        held_out: problems that accuracy is measured on.
+        held_out: number of problems that accuracy is measured on.
         save_every: RL steps between checkpoints; the last step is always saved.
         compare_pairs: timed pairs of static and trimtab at the end; 0 for none.
         seed: of model, problems and sampling.
@@ -65,17 +67,17 @@ class TrainConfig:
     seed: int = 0
 
     def to_json(self, ranks: int) -> str:
-        """For `out/settings.json`, from which `resumed` takes what isn't given."""
+        """Content of `out/settings.json`, which `resumed` reads."""
         settings = asdict(self) | {"model": self.model and str(self.model.absolute()), "ranks": ranks}
         del settings["out"]
         return json.dumps(settings, indent=2) + "\n"
 
 
 def resumed(out: Path, given: dict[str, Any]) -> tuple[TrainConfig, int]:
-    """The settings of the run in `out`, but for those that are given now, and how many ranks it had.
+    """Settings of the run in `out`, replaced by those given now, and its number of ranks.
 
     Raises:
-        InputError: if there is no run in `out`, or a given setting would make another run of it.
+        InputError: if there is no run in `out`, or a given setting must not change.
     """
     path = out / "settings.json"
     try:

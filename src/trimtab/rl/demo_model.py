@@ -1,7 +1,9 @@
-"""The model to train: a small Qwen3-MoE of our own, or a local Hugging Face checkpoint."""
+"""The model to train: a small random Qwen3-MoE, or a local Hugging Face checkpoint."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -15,14 +17,11 @@ from trimtab.rl.task import build_tokenizer
 
 
 def load_tokenizer(directory: Path | None) -> Any:
-    """The task's own tokenizer, or the checkpoint's. Raises InputError if the checkpoint has none."""
+    """The task's tokenizer, or that of a checkpoint. Raises InputError if the checkpoint has none."""
     if directory is None:
         return build_tokenizer()
-    _need_checkpoint(directory)
-    try:
+    with _reading(directory, "no usable tokenizer"):
         return AutoTokenizer.from_pretrained(directory, local_files_only=True)
-    except (OSError, ValueError) as error:
-        raise InputError(f"{directory}: no usable tokenizer ({_first_line(error)})") from None
 
 
 def load_config(directory: Path | None, tokenizer: Any) -> Any:
@@ -49,11 +48,8 @@ def load_config(directory: Path | None, tokenizer: Any) -> Any:
             pad_token_id=tokenizer.pad_token_id,
             eos_token_id=tokenizer.eos_token_id,
         )
-    _need_checkpoint(directory)
-    try:
+    with _reading(directory, "not a usable model config"):
         config = AutoConfig.from_pretrained(directory)
-    except (OSError, ValueError) as error:
-        raise InputError(f"{directory}: not a usable model config ({_first_line(error)})") from None
     if config.model_type not in SUPPORTED_MODEL_TYPES:
         raise InputError(
             f"{directory}: model type {config.model_type!r} is not supported; use one of "
@@ -67,17 +63,17 @@ def load_model(directory: Path | None, config: Any, dtype: torch.dtype) -> Any:
     if directory is None:
         return AutoModelForCausalLM.from_config(config, dtype=dtype)
     disable_progress_bar()
-    try:
+    with _reading(directory, "its weights can't be loaded"):
         return AutoModelForCausalLM.from_pretrained(directory, dtype=dtype)
-    except (OSError, ValueError, RuntimeError) as error:
-        raise InputError(f"{directory}: its weights can't be loaded ({_first_line(error)})") from None
 
 
 def save_checkpoint(config: Any, state: dict[str, torch.Tensor], tokenizer: Any, directory: Path) -> None:
     """Write model and tokenizer in the layout that vanilla transformers loads.
 
     Args:
-        state: in logical expert order. It is written as it is, without another copy in memory.
+        config, tokenizer: of the model.
+        state: weights in logical expert order. They are not copied in memory.
+        directory: to write to.
     """
     disable_progress_bar()
     with torch.device("meta"):
@@ -88,10 +84,13 @@ def save_checkpoint(config: Any, state: dict[str, torch.Tensor], tokenizer: Any,
     tokenizer.save_pretrained(directory)
 
 
-def _need_checkpoint(directory: Path) -> None:
+@contextmanager
+def _reading(directory: Path, problem: str) -> Iterator[None]:
+    """Raise InputError, with the first line of the reason, if the checkpoint is missing or reading it fails."""
     if not (directory / "config.json").is_file():
         raise InputError(f"{directory}: no config.json there; --model should be a Hugging Face checkpoint directory")
-
-
-def _first_line(error: Exception) -> str:
-    return str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+    try:
+        yield
+    except (OSError, ValueError, RuntimeError) as error:
+        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+        raise InputError(f"{directory}: {problem} ({reason})") from None

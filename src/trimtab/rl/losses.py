@@ -1,4 +1,4 @@
-"""Log-probabilities and the clipped policy objective, both token by token."""
+"""Log-probabilities and the clipped policy loss, per token."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ def token_log_probs(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor
 
 
 def clipped_policy_loss(log_ratio: torch.Tensor, advantages: torch.Tensor) -> torch.Tensor:
-    """PPO's loss of every token, `[B, T]`: minus the smaller of the plain and the clipped, advantage-weighted ratio.
+    """PPO's loss of every token, `[B, T]`: minus the smaller of ratio * advantage and clipped ratio * advantage.
 
     Args:
-        log_ratio: `[B, T]`, log-probability now less log-probability before the step.
+        log_ratio: `[B, T]`, log-probability now minus log-probability before the step.
         advantages: `[B, 1]`.
     """
     ratio = log_ratio.exp()

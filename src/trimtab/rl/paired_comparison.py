@@ -1,4 +1,4 @@
-"""Static against trimtab in one run: the same responses, planned, recomputed and updated under each in turn."""
+"""Comparison of static and trimtab in one run: recompute and update of the same responses, alternating."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import torch.distributed as dist
 
 from trimtab.array_type import Array
+from trimtab.rl.collectives import gather
 from trimtab.rl.trainer import PreparedStep, Trainer
 from trimtab.runtime import PlanReport
 from trimtab.runtime.planning import Mode
@@ -23,9 +24,9 @@ class MeasuredPolicy:
 
     Attributes:
         step_s: seconds of recompute and update (forward, backward, complete gradients) of each repetition.
-        plan: what planning the step came to.
-        loads_MLR: tokens `[M, L, R]` int64 that each rank computed.
-        recordings: what each rank did in one more repetition, in rank order; on rank 0 alone.
+        plan: report of the step's plan.
+        loads_MLR: tokens `[M, L, R]` int64 that each rank computes.
+        recordings: activities of each rank in one more repetition, in rank order; empty on ranks other than 0.
     """
 
     step_s: list[float]
@@ -35,6 +36,7 @@ class MeasuredPolicy:
 
     @property
     def median_s(self) -> float:
+        """Median of `step_s`."""
         return statistics.median(self.step_s)
 
     @property
@@ -44,12 +46,12 @@ class MeasuredPolicy:
 
 
 def speedup(static: MeasuredPolicy, other: MeasuredPolicy) -> float:
-    """How many times as fast the other is, median over the pairs."""
+    """Step time of static divided by that of the other, median over the pairs."""
     return statistics.median(s / o for s, o in zip(static.step_s, other.step_s, strict=True))
 
 
 def compare_policies(trainer: Trainer, step: int, pairs: int) -> dict[str, MeasuredPolicy]:
-    """Time `pairs` alternating repetitions on a fresh batch of responses. The weights stay as they are."""
+    """Time `pairs` alternating repetitions on new responses. Weights are not changed. Collective."""
     session = trainer.session
     own_mode = session.mode
     sequences = trainer.rollout(step)
@@ -57,21 +59,24 @@ def compare_policies(trainer: Trainer, step: int, pairs: int) -> dict[str, Measu
     for name, mode in COMPARED.items():
         session.mode = mode
         prepared[name] = trainer.prepare(sequences, step)
+
+    def apply_plan(name: str) -> PlanReport:
+        session.mode = COMPARED[name]
+        return session.apply_plan(prepared[name].planned, prepared[name].trace)
+
     times: dict[str, list[float]] = {name: [] for name in COMPARED}
     with trainer.log.progress("static against trimtab", pairs) as advance:
         for repetition in range(pairs + 1):
-            for name, mode in COMPARED.items():
-                session.mode = mode
-                session.apply_plan(prepared[name].planned, prepared[name].trace)
-                taken = _run(trainer, prepared[name])
+            for name in COMPARED:
+                apply_plan(name)
+                seconds = _run(trainer, prepared[name])
                 if repetition:  # the first one warms up
-                    times[name].append(taken)
+                    times[name].append(seconds)
             if repetition:
                 advance("")
     results = {}
-    for name, mode in COMPARED.items():
-        session.mode = mode
-        plan = session.apply_plan(prepared[name].planned, prepared[name].trace)
+    for name in COMPARED:
+        plan = apply_plan(name)
         recordings = _record(trainer, prepared[name])
         results[name] = MeasuredPolicy(times[name], plan, session.rank_loads, recordings)
     session.mode = own_mode
@@ -79,7 +84,7 @@ def compare_policies(trainer: Trainer, step: int, pairs: int) -> dict[str, Measu
 
 
 def _run(trainer: Trainer, prepared: PreparedStep) -> float:
-    """Recompute and update, all ranks from the same moment on; seconds until the last one is done."""
+    """Seconds of recompute and update, from a common start until the last rank is done."""
     dist.barrier()
     start = time.perf_counter()
     old = trainer.recompute(prepared)
@@ -91,11 +96,8 @@ def _run(trainer: Trainer, prepared: PreparedStep) -> float:
 
 
 def _record(trainer: Trainer, prepared: PreparedStep) -> tuple[Recording, ...]:
-    """What every rank does in one repetition; nothing on ranks other than 0."""
+    """Recordings of all ranks in one repetition; empty on ranks other than 0."""
     dist.barrier()
     with trainer.session.recording() as recorder:
         _run(trainer, prepared)
-        recording = recorder.finish()
-    gathered: list[Recording] | None = [recording] * trainer.num_ranks if trainer.rank == 0 else None
-    dist.gather_object(recording, gathered)
-    return tuple(gathered or ())
+        return tuple(gather(recorder.finish()))

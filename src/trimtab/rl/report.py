@@ -1,4 +1,4 @@
-"""The report of a training run: the same page as of a simulated step, from what was measured."""
+"""The report of a training run: the page of a simulated step, with measured times."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ from trimtab.runtime.ranks.recorder import (
     Recording,
 )
 
-# What ranks do together, so that none goes on before the last one has come.
-MEETINGS = (DISPATCH, COMBINE, DISPATCH + BACKWARD, COMBINE + BACKWARD)
+# Collectives: no rank continues before the last one has started.
+COLLECTIVES = (DISPATCH, COMBINE, DISPATCH + BACKWARD, COMBINE + BACKWARD)
 WAITING_FOR_RANKS = len(ACTIVITIES)
 NAMES = (*ACTIVITIES, "waiting for other ranks")
 PART_OF = {
     OTHER: "attention", OTHER + BACKWARD: "attention", EXPERTS: "experts", EXPERTS + BACKWARD: "experts",
-    **dict.fromkeys(MEETINGS, "dispatch"), WAITING: "transfers", REFRESHING: "migration", SUMMING: "optimizer",
+    **dict.fromkeys(COLLECTIVES, "dispatch"), WAITING: "transfers", REFRESHING: "migration", SUMMING: "optimizer",
     WAITING_FOR_RANKS: "imbalance",
 }  # fmt: skip
 ABOUT = {
@@ -42,22 +42,22 @@ NOTES = (
     "Measured, not simulated. Times are medians of alternating repetitions on the same responses; parts and timelines "
     "are of one more repetition each, the parts scaled to the median.",
     "Attention and other is everything outside the expert layers, such as the loss.",
-    "A rank that comes to a dispatch or combine before the others waits for them; what follows when all have come "
-    "counts as dispatch or combine. Besides uneven experts, uneven attention and whatever else the machine does make "
-    "ranks wait.",
-    "Planning is not in the step time here: plans are made before, beside the rollout.",
+    "A rank that reaches a dispatch or combine before the others waits for them; the time after the last rank has "
+    "reached it counts as dispatch or combine. Ranks also wait because of uneven attention and other processes on the "
+    "machine.",
+    "Planning is not part of the step time here: plans are made before the step, during the rollout.",
 )
 
 
 def report_of(trainer: Trainer, results: dict[str, MeasuredPolicy]) -> Report:
-    """The page of a comparison. Rank 0 alone can make it."""
+    """The page of a comparison. Only rank 0 has the recordings for it."""
     static, trimtab = results["static"], results["trimtab"]
     split = {name: with_waiting(result.recordings) for name, result in results.items()}
     memory = memory_of(trainer)
     policies = []
     for name, result in results.items():
         M, L, _ = result.loads_MLR.shape
-        # The pool and the mirror are there for the other policy's sake in a run that has no replicas.
+        # Pool and mirror exist in the whole run, but only a policy with replicas needs them.
         pool = {
             "replica pool": float(result.plan.pool_bytes),
             "host mirror of the node": float(result.plan.mirror_bytes),
@@ -107,11 +107,11 @@ def _facts(trainer: Trainer, results: dict[str, MeasuredPolicy]) -> tuple[tuple[
             "model",
             f"{trainer.model_config.model_type}, {L} MoE layers, {trainer.session.num_experts} experts, top-{top_k}",
         ),
-        ("ranks", f"{R}, {trainer.session.topology.ranks_per_node} a node"),
+        ("ranks", f"{R}, {trainer.session.topology.ranks_per_node} per node"),
         ("device", device),
         ("step", f"{tokens:,} tokens, {len(static.loads_MLR)} micro-steps under static, {M} under trimtab"),
-        ("token budget", f"{config.token_budget:,} of a rank in a micro-step"),
-        ("slots", f"{config.slots} a rank"),
+        ("token budget", f"{config.token_budget:,} per rank and micro-step"),
+        ("slots", f"{config.slots} per rank"),
         ("homes moved", f"{trimtab.plan.homes_moved} of {L * trainer.session.num_experts} experts"),
         ("planning", f"{1e3 * trimtab.plan.planning_s:.1f} ms"),
         ("pairs", str(len(static.step_s))),
@@ -120,7 +120,7 @@ def _facts(trainer: Trainer, results: dict[str, MeasuredPolicy]) -> tuple[tuple[
 
 
 def memory_of(trainer: Trainer) -> dict[str, float]:
-    """Bytes of what training keeps on this rank, by use."""
+    """Bytes of training state on this rank, by use."""
     state = [value for values in trainer.optimizer.state.values() for value in values.values()]
     parameters = float(sum(parameter.nbytes for parameter in trainer.model.parameters()))
     return {
@@ -131,12 +131,12 @@ def memory_of(trainer: Trainer) -> dict[str, float]:
 
 
 def with_waiting(recordings: Sequence[Recording]) -> tuple[Recording, ...]:
-    """Recordings of all ranks in which dispatch and combine begin when the last rank has come.
+    """Recordings in which dispatch and combine start when the last rank has reached them.
 
-    What was recorded of them before counts as waiting for other ranks. Ranks meet in the same order everywhere, so the
-    n-th meeting of one rank is that of all others.
+    The time before counts as waiting for other ranks. The n-th collective of a rank is the n-th of all ranks. If
+    the recordings differ in the order of collectives, they are returned unchanged.
     """
-    places = [np.flatnonzero(np.isin(recording.kind_N, MEETINGS)) for recording in recordings]
+    places = [np.flatnonzero(np.isin(recording.kind_N, COLLECTIVES)) for recording in recordings]
     kinds = [recording.kind_N[place].tolist() for recording, place in zip(recordings, places, strict=True)]
     if any(other != kinds[0] for other in kinds):
         return tuple(recordings)
@@ -160,7 +160,7 @@ def with_waiting(recordings: Sequence[Recording]) -> tuple[Recording, ...]:
 
 
 def parts_of(recordings: Sequence[Recording], step_time_s: float) -> dict[str, float]:
-    """Seconds by part, mean over ranks, so scaled that they add up to the step's time. Every rank is busy or waits."""
+    """Seconds by part, mean over ranks, scaled so that their sum is the step time."""
     seconds = dict.fromkeys(PARTS, 0.0)
     for recording in recordings:
         by_kind = np.bincount(recording.kind_N, recording.end_N - recording.start_N, minlength=len(NAMES))
@@ -170,15 +170,17 @@ def parts_of(recordings: Sequence[Recording], step_time_s: float) -> dict[str, f
     return {part: step_time_s * value / total for part, value in seconds.items() if value > 0}
 
 
-def timeline_of(name: str, recordings: Sequence[Recording], meeting_lane: int) -> Timeline:
-    """The update of the micro-step whose time is the median one.
+def timeline_of(name: str, recordings: Sequence[Recording], link_lane: int) -> Timeline:
+    """Timeline of the update of the micro-step with the median time.
 
     Args:
-        meeting_lane: index into `LANES` of what dispatch and combine go over.
+        name: of the policy.
+        recordings: of all ranks.
+        link_lane: index into `LANES` of the link that dispatch and combine use.
     """
     begins = np.array([[begin for _, begin, _ in r.micro_steps] for r in recordings]).min(axis=0)
     ends = np.array([[end for _, _, end in r.micro_steps] for r in recordings]).max(axis=0)
-    # The first half of all passes are recompute, the others updates.
+    # The first half of all passes is recompute, the second half is the update.
     updates = np.arange(len(begins) // 2, len(begins))
     chosen = int(updates[np.argsort((ends - begins)[updates], kind="stable")[(len(updates) - 1) // 2]])
     columns = []
@@ -186,7 +188,7 @@ def timeline_of(name: str, recordings: Sequence[Recording], meeting_lane: int) -
         index, begin, end = recording.micro_steps[chosen]
         inside = (recording.start_N >= begin) & (recording.end_N <= end) & (recording.end_N > recording.start_N)
         kind_N = recording.kind_N[inside]
-        lane_N = np.where(np.isin(kind_N, MEETINGS), meeting_lane, LANES.index("compute"))
+        lane_N = np.where(np.isin(kind_N, COLLECTIVES), link_lane, LANES.index("compute"))
         times = (recording.start_N[inside] - begins[chosen], recording.end_N[inside] - begins[chosen])
         columns.append((kind_N, lane_N, np.full(len(kind_N), rank), recording.layer_N[inside], *times))
     kind_N, lane_N, rank_N, layer_N, start_N, end_N = (np.concatenate(column) for column in zip(*columns, strict=True))

@@ -1,4 +1,4 @@
-"""Rollout: sample responses with the whole model, in bfloat16, and record which experts every token used."""
+"""Rollout: sample responses with the whole model in bfloat16, and record the experts of every token."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from trimtab.rl.task import Problem, draw_problem
 def sample_groups(
     model: nn.Module, tokenizer: Any, problems: Sequence_[Problem], *, samples: int, max_new_tokens: int
 ) -> list[Sequence]:
-    """`samples` responses to every problem, with rewards and group-relative advantages (reward less group mean)."""
+    """`samples` responses to every problem, with rewards and group-relative advantages (reward minus group mean)."""
     repeated = [problem for problem in problems for _ in range(samples)]
     prompts = _encode(model, tokenizer, repeated)
     with record_routing(model) as record:
@@ -46,7 +46,7 @@ def sample_groups(
 
 
 def count_correct(model: nn.Module, tokenizer: Any, problems: Sequence_[Problem], *, max_new_tokens: int) -> int:
-    """How many problems the model solves when it always takes the likeliest token."""
+    """Number of problems that the model solves by greedy decoding."""
     if not problems:
         return 0
     prompts = _encode(model, tokenizer, problems)
@@ -82,6 +82,6 @@ def _generate(model: Any, tokenizer: Any, prompts: dict[str, torch.Tensor], max_
 
 
 def _until_end(tokens: Any, end: int) -> Any:
-    """A response up to its end token; all of it if it never ended."""
+    """A response up to its end token; all of it if it has none."""
     ends = np.flatnonzero(tokens == end)
     return tokens[: ends[0] + 1] if len(ends) else tokens

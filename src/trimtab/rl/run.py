@@ -1,4 +1,4 @@
-"""A whole training run, as every rank executes it: warm start, RL steps, evaluation, comparison, summary."""
+"""A whole training run on every rank: warm start, RL steps, evaluation, comparison, summary."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ from trimtab.rl.trainer import Trainer
 
 
 def run_training(config: TrainConfig) -> None:
-    """Train from the last checkpoint in `config.out`, or from the start, and leave everything there."""
-    with _sole_run(config.out):
+    """Train from the last checkpoint in `config.out`, or from the start. All files are written there. Collective."""
+    with _lock(config.out):
         checkpoint = _agreed_checkpoint(config.out)
         trainer = Trainer(config, checkpoint)
         if checkpoint:
-            trainer.log.console.print(f"going on after {checkpoint.step} of {config.steps} steps")
+            trainer.log.console.print(f"continuing after {checkpoint.step} of {config.steps} steps")
         else:
             trainer.warm_start()
             trainer.measure_accuracy("after warm start")
@@ -49,8 +49,8 @@ def run_training(config: TrainConfig) -> None:
 
 
 @contextmanager
-def _sole_run(out: Path) -> Iterator[None]:
-    """Keep two runs from writing to one folder. The lock goes with the process, however it ends."""
+def _lock(out: Path) -> Iterator[None]:
+    """Prevent two runs from writing to one folder. The lock is released when the process ends, for any reason."""
     if dist.get_rank() != 0:
         yield
         return
@@ -59,20 +59,21 @@ def _sole_run(out: Path) -> Iterator[None]:
         try:
             fcntl.flock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            raise InputError(f"--output {out}: another run is writing there; wait for its end, or stop it") from None
+            raise InputError(f"--output {out}: another run is writing there; wait until it ends, or stop it") from None
         yield
     finally:
         os.close(folder)
 
 
 def _agreed_checkpoint(out: Path) -> Checkpoint | None:
-    """What rank 0 finds, on every rank."""
+    """The last checkpoint that rank 0 finds, on every rank."""
     found = [last_checkpoint(out) if dist.get_rank() == 0 else None]
     dist.broadcast_object_list(found)
     return found[0]
 
 
 def _summarise(trainer: Trainer, results: dict[str, MeasuredPolicy]) -> None:
+    """Print accuracies and the comparison; rank 0 writes summary, report and timeline."""
     log, config, accuracies = trainer.log, trainer.config, trainer.held_out_accuracy
     accuracy_table = Table("model", Column("accuracy", justify="right"))
     for name, accuracy in accuracies.items():
@@ -80,24 +81,24 @@ def _summarise(trainer: Trainer, results: dict[str, MeasuredPolicy]) -> None:
     log.console.print(f"\nHeld-out accuracy, {config.held_out} problems, greedy", accuracy_table, sep="\n")
     summary: dict[str, object] = {"held_out_accuracy": accuracies}
     if results:
-        static, trimtab = results["static"], results["trimtab"]
-        ratio = speedup(static, trimtab)
+        static = results["static"]
         columns = (Column(name, justify="right") for name in ("step time", "speed-up", "max_vio"))
         policy_table = Table("policy", *columns)
-        policy_table.add_row("static", f"{static.median_s:.3f} s", "1.00x", f"{static.max_vio:.3f}")
-        policy_table.add_row("trimtab", f"{trimtab.median_s:.3f} s", f"{ratio:.2f}x", f"{trimtab.max_vio:.3f}")
+        for name, result in results.items():
+            ratio = speedup(static, result)
+            policy_table.add_row(name, f"{result.median_s:.3f} s", f"{ratio:.2f}x", f"{result.max_vio:.3f}")
         title = f"Recompute and update of one step, medians of {len(static.step_s)} alternating pairs"
         log.console.print(title, policy_table, sep="\n")
         summary["policies"] = {
             name: {"median_s": result.median_s, "step_s": result.step_s, "max_vio": result.max_vio}
             for name, result in results.items()
-        } | {"speedup": ratio}
+        } | {"speedup": speedup(static, results["trimtab"])}
     if trainer.rank == 0:
-        found = ["metrics.jsonl", "routing/", "checkpoints/", "tensorboard/"]
+        files = ["metrics.jsonl", "routing/", "checkpoints/", "tensorboard/"]
         if results:
             report = report_of(trainer, results)
             write_html(report, config.out / "report.html")
             write_perfetto(report.timelines, config.out / "timeline.json.gz")
-            found = ["report.html", "timeline.json.gz", *found]
+            files = ["report.html", "timeline.json.gz", *files]
         write_atomically(config.out / "summary.json", json.dumps(summary, indent=2) + "\n")
-        log.console.print(f"Everything is in {config.out}: {', '.join(found)}")
+        log.console.print(f"Everything is in {config.out}: {', '.join(files)}")

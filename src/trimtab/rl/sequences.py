@@ -1,4 +1,4 @@
-"""`Sequence`: one response with its prompt, routing and advantage; and their way to the rank that trains on them."""
+"""`Sequence`: one response with prompt, routing and advantage. Exchange of sequences between ranks."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Sequence:
         prompt_length: tokens of the prompt.
         expert_ids: `[n - 1, L, K]`, the routing that the rollout recorded. The last token was never fed.
         reward: of the response.
-        advantage: reward less the mean of its group.
+        advantage: reward minus the mean of its group.
     """
 
     token_ids: Array
@@ -39,6 +39,7 @@ class Sequence:
 
     @property
     def response_length(self) -> int:
+        """Tokens of the response."""
         return len(self.token_ids) - self.prompt_length
 
 
@@ -65,7 +66,7 @@ def routing_of(
 
 
 def gather_lengths(sequences: Sequence_[Sequence]) -> list[Array]:
-    """Fed and response tokens `[S_r, 2]` of every rank's sequences, in rank order."""
+    """Fed and response tokens `[S_r, 2]` of every rank's sequences, in rank order. Collective."""
     mine = np.array([(s.num_fed, s.response_length) for s in sequences], np.int64).reshape(-1, 2)
     parts: list[Array | None] = [None] * dist.get_world_size()
     dist.all_gather_object(parts, mine)
@@ -73,10 +74,12 @@ def gather_lengths(sequences: Sequence_[Sequence]) -> list[Array]:
 
 
 def exchange_sequences(sequences: Sequence_[Sequence], ranks: Array, device: torch.device) -> list[Sequence]:
-    """Send each sequence to its rank, and return what arrives, ordered by source rank, then as sent.
+    """Send each sequence to its rank, and return those received, ordered by source rank, then as sent. Collective.
 
     Args:
-        ranks: `[S]` destination of each of this rank's sequences.
+        sequences: of this rank.
+        ranks: `[S]` destination of each.
+        device: of the communication.
     """
     num_ranks = dist.get_world_size()
     packed = [

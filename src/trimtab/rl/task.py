@@ -1,4 +1,4 @@
-"""The task: add a few digits and show the running sums. Problems, demonstrations, reward, and a tokenizer for them."""
+"""The task: add a few digits and write the running sums. Problems, demonstrations, reward, and a tokenizer."""
 
 from __future__ import annotations
 
@@ -19,36 +19,39 @@ END = "."
 
 @dataclass(frozen=True)
 class Problem:
-    """`3+8+5=` with the answer 16. One problem in eight is held out of all training, by its text."""
+    """A sum such as `3+8+5=`, with the answer 16. One problem in eight, chosen by its text, is never trained on."""
 
     terms: tuple[int, ...]
 
     @property
     def prompt(self) -> str:
+        """The problem as text."""
         return "+".join(map(str, self.terms)) + "="
 
     @property
     def held_out(self) -> bool:
+        """Whether the problem is only used to measure accuracy."""
         return zlib.crc32(self.prompt.encode()) % HELD_OUT_SHARE == 0
 
     @property
     def running_sums(self) -> str:
+        """The right response."""
         return ",".join(map(str, list(accumulate(self.terms))[1:])) + END
 
     @property
     def estimate(self) -> str:
-        """The sum rounded to ten, marked as an estimate: quick to write, and never right."""
+        """A response with the sum rounded to ten, marked as an estimate. It never earns a reward."""
         return f"~{(sum(self.terms) + 5) // 10 * 10}{END}"
 
     def reward(self, response: str) -> float:
-        """1 if the response ends, and its last number is the sum, else 0."""
+        """1 if the response ends with `END` and its last number is the sum, else 0."""
         if not response.endswith(END):
             return 0.0
         return float(response.removesuffix(END).split(",")[-1].strip() == str(sum(self.terms)))
 
 
 def draw_problem(rng: random.Random, *, held_out: bool) -> Problem:
-    """A random problem of 2 to `MAX_TERMS` digits, from the held-out part or from the rest."""
+    """A random problem of 2 to `MAX_TERMS` digits, held out or not."""
     while True:
         problem = Problem(tuple(rng.randint(0, 9) for _ in range(rng.randint(2, MAX_TERMS))))
         if problem.held_out == held_out:
@@ -56,16 +59,16 @@ def draw_problem(rng: random.Random, *, held_out: bool) -> Problem:
 
 
 def draw_demonstration(rng: random.Random) -> tuple[Problem, str]:
-    """A training problem and a response of mixed quality: some write the running sums, more only estimate.
+    """A training problem and a response: the running sums, or only an estimate, with equal probability.
 
-    What is left for RL to find out is that working it out pays.
+    RL then learns that running sums earn a reward.
     """
     problem = draw_problem(rng, held_out=False)
     return problem, problem.estimate if rng.random() < ESTIMATE_SHARE else problem.running_sums
 
 
 def build_tokenizer() -> PreTrainedTokenizerFast:
-    """A character tokenizer for the task, which ends responses with `END`."""
+    """A character tokenizer for the task, with `END` as the end token."""
     alphabet = ["<pad>", *"0123456789", "+", "=", ",", "~", END]
     tokenizer = Tokenizer(models.WordLevel({token: index for index, token in enumerate(alphabet)}, unk_token="<pad>"))
     tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex("."), "isolated")

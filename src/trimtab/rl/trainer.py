@@ -1,10 +1,9 @@
-"""The post-training loop: rollout, plan, recompute, update, weight sync, on every rank."""
+"""`Trainer`: one RL step on every rank: rollout, plan, recompute, update, weight sync."""
 
 from __future__ import annotations
 
 import os
 import random
-import time
 from dataclasses import dataclass
 from itertools import chain
 from typing import Any
@@ -18,15 +17,17 @@ from trimtab.integrations.transformers import moe_blocks, num_experts, share_exp
 from trimtab.planner import Placement
 from trimtab.rl.batches import MicroBatch, collate
 from trimtab.rl.checkpoint import Checkpoint, remove_unfinished, write_checkpoint
+from trimtab.rl.collectives import gather, reduce
 from trimtab.rl.config import TrainConfig
 from trimtab.rl.demo_model import load_config, load_model, load_tokenizer
 from trimtab.rl.losses import CLIP, clipped_policy_loss, token_log_probs
 from trimtab.rl.rollout import count_correct, held_out_problems, sample_groups
 from trimtab.rl.run_log import RunLog
 from trimtab.rl.sequences import Sequence, exchange_sequences, gather_lengths, routing_of
+from trimtab.rl.step_metrics import StepClock, plan_metrics
 from trimtab.rl.task import draw_problem
 from trimtab.rl.warm_start import warm_start
-from trimtab.runtime import MicroStep, PlannedStep, PlanReport, Session
+from trimtab.runtime import MicroStep, PlannedStep, Session
 from trimtab.trace import RoutingTrace, write_trace
 
 WARM_UP_STEPS = 3
@@ -34,13 +35,13 @@ WARM_UP_STEPS = 3
 
 @dataclass(frozen=True, eq=False)
 class PreparedStep:
-    """A step ready for recompute and update on this rank.
+    """A planned step with this rank's micro-batches.
 
     Attributes:
-        planned: the step's plan, and its schedule over all ranks.
+        planned: plan and schedule of the step over all ranks.
         trace: routing of this rank's sequences, in plan order.
-        batches: this rank's micro-batches, one a micro-step.
-        loss_constants: response tokens of each mini-batch over all ranks, which its loss is divided by.
+        batches: this rank's micro-batches, one per micro-step.
+        loss_constants: response tokens of each mini-batch over all ranks; the divisors of its loss.
     """
 
     planned: PlannedStep
@@ -53,11 +54,12 @@ class Trainer:
     """One rank of a training run.
 
     Args:
-        checkpoint: where to go on from; a new run if None.
+        config: settings of the run.
+        checkpoint: to continue from; None for a new run.
 
     Attributes:
-        first_step: the RL step to begin with.
-        held_out_accuracy: measured so far, by when.
+        first_step: index of the first RL step to run.
+        held_out_accuracy: measured so far, by the time of measurement.
     """
 
     def __init__(self, config: TrainConfig, checkpoint: Checkpoint | None = None) -> None:
@@ -103,6 +105,7 @@ class Trainer:
         self.log = RunLog(config.out, first_step=self.first_step, is_writer=self.rank == 0)
 
     def warm_start(self) -> None:
+        """Run the supervised steps, if any, and copy the weights to the rollout model. Collective."""
         steps = self.config.warm_start_steps
         if steps:
             with self.log.progress("warm start", steps) as advance:
@@ -113,11 +116,11 @@ class Trainer:
         self.sync_rollout()
 
     def sync_rollout(self) -> None:
-        """Bring the trained weights, in logical expert order, to the rollout model."""
+        """Copy the trained weights, in logical expert order, to the rollout model. Collective."""
         self.rollout_model.load_state_dict(self.session.logical_state_dict(self.model))
 
     def measure_accuracy(self, when: str) -> None:
-        """Note the share of held-out problems that the rollout model solves greedily."""
+        """Measure the fraction of held-out problems that the rollout model solves greedily. Collective."""
         problems = held_out_problems(self.config.held_out)
         correct = count_correct(
             self.rollout_model,
@@ -128,7 +131,7 @@ class Trainer:
         self.held_out_accuracy[when] = self._total(correct) / len(problems)
 
     def rollout(self, step: int) -> list[Sequence]:
-        """This rank's share of a step's responses."""
+        """Responses to this rank's part of a step's problems."""
         rng = random.Random(f"problems {self.config.seed} {step}")
         problems = [draw_problem(rng, held_out=False) for _ in range(self.config.problems)]
         torch.manual_seed((self.config.seed * 1_000_003 + step) * self.num_ranks + self.rank)
@@ -141,9 +144,9 @@ class Trainer:
         )
 
     def prepare(self, sequences: list[Sequence], step: int) -> PreparedStep:
-        """Plan the step from all ranks' sequences, bring each to its rank, and cut this rank's into micro-batches.
+        """Plan the step of all ranks' sequences, exchange them, and form this rank's micro-batches. Collective.
 
-        Mini-batches take every n-th sequence, so that each has some of most groups.
+        Mini-batches take every n-th sequence, so that each has some sequences of most groups.
         """
         lengths_R = gather_lengths(sequences)
         lengths = np.concatenate(lengths_R)
@@ -154,7 +157,7 @@ class Trainer:
         schedule = planned.schedule
         first = sum(len(part) for part in lengths_R[: self.rank])
         arrived = exchange_sequences(sequences, schedule.rank[first : first + len(sequences)], self.device)
-        # What arrives is ordered by source rank, thus by index in the schedule; plan order is by micro-step first.
+        # Sequences arrive ordered by source rank, thus by index in the schedule; plan order is by micro-step first.
         micro_step = schedule.micro_step[schedule.rank == self.rank]
         mine = [arrived[index] for index in np.argsort(micro_step, kind="stable")]
         micro_step = np.sort(micro_step)
@@ -180,11 +183,11 @@ class Trainer:
         )
 
     def log_probs(self, batch: MicroBatch) -> torch.Tensor:
-        """Log-probabilities `[B, T]` of a micro-batch. Call it inside the micro-step."""
+        """Log-probabilities `[B, T]` of a micro-batch, inside its micro-step."""
         return token_log_probs(self.model(input_ids=batch.input_ids, use_cache=False).logits, batch.targets)
 
     def micro_step(self, batch: MicroBatch, index: int) -> MicroStep:
-        """The session's micro-step of a micro-batch, to be entered around its forwards."""
+        """Context for the forwards and backwards of a micro-batch."""
         return self.session.micro_step(index, positions=batch.positions, sequence_hashes=batch.sequence_hashes)
 
     def recompute(self, prepared: PreparedStep) -> list[torch.Tensor]:
@@ -196,7 +199,7 @@ class Trainer:
         return old
 
     def accumulate(self, prepared: PreparedStep, old: list[torch.Tensor], mini_batch: int) -> dict[str, float]:
-        """Forward and backward of one mini-batch's micro-steps, with complete gradients at the end.
+        """Run forward and backward of one mini-batch's micro-steps, and complete the gradients. Collective.
 
         Returns:
             Sums over this rank's response tokens: `loss` (already divided by the constant), `clipped`, and the largest
@@ -218,7 +221,7 @@ class Trainer:
         return sums
 
     def update(self, prepared: PreparedStep, old: list[torch.Tensor], step: int) -> dict[str, float]:
-        """All optimizer steps of an RL step. Returns metrics, the same on every rank."""
+        """Run all optimizer steps of an RL step. Returns metrics, equal on all ranks. Collective."""
         for group in self.optimizer.param_groups:
             group["lr"] = self.config.learning_rate * min(1.0, (step + 1) / WARM_UP_STEPS)
         metrics: dict[str, float] = {}
@@ -230,19 +233,20 @@ class Trainer:
             self.optimizer.zero_grad()
             clipped += sums["clipped"]
             if mini_batch == 0:
-                metrics["ppo/first_ratio_error"] = self._largest(sums["ratio_error"])
+                metrics["ppo/first_ratio_error"] = reduce(sums["ratio_error"], self.device, dist.ReduceOp.MAX)
                 metrics |= {"loss": self._total(sums["loss"]), "grad_norm": norm}
         metrics["ppo/clip_fraction"] = self._total(clipped) / sum(prepared.loss_constants)
         return metrics
 
     def step(self, step: int) -> dict[str, Any]:
-        """One RL step. Returns its metrics, the same on every rank but for times."""
-        clock = _Clock()
+        """Run one RL step. Returns its metrics; all but times are equal on all ranks. Collective."""
+        clock = StepClock()
         sequences = self.rollout(step)
         clock.lap("rollout_s")
-        rewards = self._mean([s.reward for s in sequences])
-        lengths = self._mean([s.response_length for s in sequences])
-        # A group whose responses all earned the same has no gradient.
+        count = max(1.0, self._total(len(sequences)))
+        rewards = self._total(sum(s.reward for s in sequences)) / count
+        lengths = self._total(sum(s.response_length for s in sequences)) / count
+        # A group whose responses all have the same reward has no gradient.
         trained = [s for s in sequences if s.advantage != 0]
         metrics: dict[str, Any] = {"step": step, "reward": rewards, "response_length": lengths}
         metrics["trained_sequences"] = int(self._total(len(trained)))
@@ -267,15 +271,14 @@ class Trainer:
         return metrics | clock.laps
 
     def write_routing(self, prepared: PreparedStep, step: int) -> None:
-        """Write the step's routing, of all ranks, to `routing/step-*.parquet`."""
-        traces: list[RoutingTrace] | None = [prepared.trace] * self.num_ranks if self.rank == 0 else None
-        dist.gather_object(prepared.trace, traces)
-        if traces is not None:
+        """Write the routing of all ranks to `routing/step-*.parquet`. Collective."""
+        traces = gather(prepared.trace)
+        if traces:
             whole = [trace for trace in traces if trace.num_sequences] or traces[:1]
             write_trace(RoutingTrace.concatenate(whole), self.config.out / "routing" / f"step-{step:05d}.parquet")
 
     def save(self, step: int) -> None:
-        """Write a checkpoint after `step` RL steps."""
+        """Write a checkpoint after `step` RL steps. Collective."""
         weights = self.session.logical.weights(self.model)
         optimizer_state = self.session.logical.optimizer_state(self.model, self.optimizer)
         if self.rank == 0:
@@ -284,47 +287,8 @@ class Trainer:
             write_checkpoint(self.config.out, step, self.held_out_accuracy, homes, *model, weights, optimizer_state)
         else:
             for _ in chain(weights, optimizer_state):
-                pass  # Only rank 0 is given anything; the others take part.
+                pass  # gathering is collective; only rank 0 receives tensors
 
     def _total(self, value: float) -> float:
-        total = torch.tensor(value, dtype=torch.float64, device=self.device)
-        dist.all_reduce(total)
-        return float(total)
-
-    def _largest(self, value: float) -> float:
-        largest = torch.tensor(value, dtype=torch.float64, device=self.device)
-        dist.all_reduce(largest, dist.ReduceOp.MAX)
-        return float(largest)
-
-    def _mean(self, values: list[float] | list[int]) -> float:
-        return self._total(float(sum(values))) / max(1.0, self._total(len(values)))
-
-
-def plan_metrics(report: PlanReport) -> dict[str, float]:
-    return {
-        "moe/max_vio_before": report.max_vio_before,
-        "moe/max_vio_after": report.max_vio_after,
-        "moe/replicas": report.replicas,
-        "moe/homes_moved": report.homes_moved,
-        "moe/predicted_gain": report.predicted_gain,
-        "moe/peak_rows_before": report.peak_rows_before,
-        "moe/peak_rows_after": report.peak_rows_after,
-        "memory/pool_bytes": report.pool_bytes,
-        "memory/mirror_bytes": report.mirror_bytes,
-        "memory/free_bytes": report.free_bytes,
-        "moving_s": report.moving_s,
-        "planning_s": report.planning_s,
-    }
-
-
-class _Clock:
-    """Seconds between laps, by name."""
-
-    def __init__(self) -> None:
-        self.laps: dict[str, float] = {}
-        self._last = time.perf_counter()
-
-    def lap(self, name: str) -> None:
-        now = time.perf_counter()
-        self.laps[name] = now - self._last
-        self._last = now
+        """The sum over all ranks."""
+        return reduce(value, self.device)

@@ -1,4 +1,4 @@
-"""Warm start: a short supervised phase, so that RL begins with a model that knows the format and some of the sums."""
+"""Warm start: a short supervised phase, so that RL starts from a model that solves some problems."""
 
 from __future__ import annotations
 
@@ -22,10 +22,11 @@ def warm_start(
     config: TrainConfig,
     on_step: Callable[[float], None],
 ) -> None:
-    """Train on demonstrations, with the router's live choice and no plan: nothing is known of their routing.
+    """Train on demonstrations, without a plan: their routing is not known, so layers follow the router. Collective.
 
     Args:
-        on_step: told this rank's loss after every step.
+        replicated: the model's parameters outside experts.
+        on_step: called after every step with this rank's loss.
     """
     rng = random.Random(f"warm start {config.seed}")
     optimizer = torch.optim.AdamW(
@@ -42,7 +43,7 @@ def warm_start(
         targets = tokens[:, 1:]
         with session.live_micro_step(positions=fed):
             log_probs = token_log_probs(model(input_ids=tokens[:, :-1], use_cache=False).logits, targets)
-            # Batches of all ranks weigh alike; the constant is known before the step.
+            # All ranks have equal weight; the constant is known before the step.
             loss = -(log_probs * response_mask).sum() / (response_mask.sum() * session.num_ranks)
             loss.backward()
         session.finish_gradients(replicated)
@@ -56,10 +57,10 @@ def warm_start(
 def _encode(
     tokenizer: Any, batch: list[tuple[str, str]], device: torch.device
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """(prompt, response) pairs, padded on the right.
+    """Tensors of (prompt, response) pairs, padded on the right.
 
     Returns:
-        Tokens `[B, T + 1]`; positions `[n]` of fed tokens among the B * T rows; `[B, T]` float32, 1 where the target
+        Tokens `[B, T + 1]`; positions `[n]` of fed tokens among all B * T rows; `[B, T]` float32, 1 where the target
         belongs to the response.
     """
     texts = [prompt + response for prompt, response in batch]
@@ -67,6 +68,6 @@ def _encode(
     prompt_lengths = torch.tensor([len(tokenizer(prompt)["input_ids"]) for prompt, _ in batch])
     present = tokens["attention_mask"].bool()
     response = (torch.arange(present.shape[1]) >= prompt_lengths[:, None]) & present
-    # A token is fed if there is one after it to predict.
+    # A token is fed if another one follows it.
     fed = present[:, 1:].flatten().nonzero().squeeze(1)
     return tokens["input_ids"].to(device), fed.to(device), response[:, 1:].float().to(device)

@@ -1,4 +1,4 @@
-"""Hugging Face transformers: record and replay a model's routing, run its experts in a `Session`."""
+"""Hugging Face transformers: record and replay the routing of a model, and run its experts in a `Session`."""
 
 from trimtab.integrations.transformers.families import SUPPORTED_MODEL_TYPES, moe_blocks, num_experts, router_weights
 from trimtab.integrations.transformers.recording import RoutingRecord, record_routing

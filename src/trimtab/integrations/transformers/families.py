@@ -1,8 +1,8 @@
-"""What sets the model families apart: names of router and expert tensors, expert arithmetic, router weights.
+"""Supported model families: names of router and expert tensors, expert arithmetic, router weights.
 
-The rest they have in common. A MoE layer's `mlp` holds a router, which returns `(logits [T, E], weights [T, K],
-ids [T, K])`, and `experts`, which hold packed tensors `[E, ...]` and are called with hidden states, ids and weights.
-Shared experts and dense layers stand beside that and stay as they are.
+In all families, the `mlp` of an MoE layer has a router, which returns `(logits [T, E], weights [T, K], ids [T, K])`,
+and `experts`, which have packed tensors `[E, ...]` and are called with hidden states, ids and weights. Shared experts
+and dense layers are not changed.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ class Family:
     """One family of models.
 
     Attributes:
-        router: name of the router in a MoE block.
-        num_experts: name of E in the config.
-        parameters: names of the expert tensors, as `apply` takes them.
-        apply: from an experts module to the function that computes experts.
-        router_weights: `(config, logits [T, E], ids [T, K])` to `[T, K]`, as the family's router does it.
+        router: attribute of an MoE block that holds the router.
+        num_experts: attribute of the config that holds E.
+        parameters: names of the expert tensors, in the order that `apply` takes them.
+        apply: returns the function that computes the experts of a module.
+        router_weights: computes `(config, logits [T, E], ids [T, K])` -> `[T, K]` as the family's router does.
     """
 
     router: str
@@ -39,7 +39,7 @@ class Family:
 
 
 def family_of(config: Any) -> Family:
-    """The family of a model with this config. Raises InputError, with those supported, if there is none."""
+    """The family of a model with this config. Raises InputError, which names the supported types, if there is none."""
     model_type = getattr(config, "model_type", type(config).__name__)
     if model_type not in _FAMILIES:
         raise InputError(f"model type {model_type!r} is not supported; use one of {', '.join(SUPPORTED_MODEL_TYPES)}")
@@ -47,14 +47,14 @@ def family_of(config: Any) -> Family:
 
 
 def num_experts(config: Any) -> int:
-    """Routed experts of a MoE layer, E, by whatever name the family's config has for it."""
+    """Number of routed experts of an MoE layer, E."""
     return getattr(config, family_of(config).num_experts)
 
 
 def moe_blocks(model: Any) -> dict[int, Any]:
     """The model's MoE blocks (modules with a router and `experts`), by decoder layer.
 
-    The model may be the whole one, its decoder, or a wrapper with a `config` around either.
+    `model` may be a whole model, its decoder, or a wrapper of either with a `config`.
 
     Raises:
         InputError: if the model's type is not supported, or no layer of it is a MoE layer.
@@ -67,7 +67,7 @@ def moe_blocks(model: Any) -> dict[int, Any]:
 
 
 def decoder_of(model: Any) -> Any:
-    """The module that holds the decoder layers, in `layers`, and feeds them: the model itself, or a part of it.
+    """The module that runs the decoder layers, which are its `layers`: the model itself, or a part of it.
 
     Raises:
         InputError: if the model's type is not supported.
@@ -77,22 +77,22 @@ def decoder_of(model: Any) -> Any:
 
 
 def reroute(config: Any, output: Sequence[torch.Tensor], ids: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """What the model's router would have answered, had it chosen these experts.
+    """The output of the model's router with its choice of experts replaced by `ids`.
 
     Args:
-        config: the model's.
-        output: the router's answer, `(logits [T, E], weights [T, K], ids [T, K])`.
+        config: of the model.
+        output: of the router, `(logits [T, E], weights [T, K], ids [T, K])`.
         ids: `[T, K]` int64, the experts to use.
     """
     return output[0], router_weights(config, output[0], ids), ids
 
 
 def router_weights(config: Any, logits: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
-    """The weights `[T, K]` that the model's router would give to these experts.
+    """Router weights `[T, K]` of the given experts, computed as the model's router does.
 
     Args:
-        config: the model's.
-        logits: `[T, E]`, the router's.
+        config: of the model.
+        logits: `[T, E]`, of the router.
         ids: `[T, K]` int64.
     """
     return family_of(config).router_weights(config, logits, ids)
@@ -111,7 +111,7 @@ def _normalised_softmax(_config: Any, logits: torch.Tensor, ids: torch.Tensor) -
 
 
 def _scaled_sigmoid(config: Any, logits: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
-    """Without the correction bias, which takes part in the choice alone."""
+    """Weights without the correction bias, which only affects the choice of experts."""
     weights = logits.sigmoid().gather(1, ids)
     if config.norm_topk_prob:
         weights = weights / (weights.sum(dim=-1, keepdim=True) + 1e-20)
@@ -127,7 +127,7 @@ def _gated(experts: Any) -> ApplyExperts:
 
 
 def _clamped(experts: Any) -> ApplyExperts:
-    """GPT-OSS: biases, weights `[G, in, out]`, gate and up in turn, both clamped, and a sigmoid with a gain."""
+    """Experts of GPT-OSS: biases, weights `[G, in, out]`, interleaved and clamped gate and up, and a scaled sigmoid."""
     gain, limit = experts.alpha, experts.limit
 
     def apply(weights: Sequence[ExpertWeight], rows: torch.Tensor, groups: RowGroups) -> torch.Tensor:

@@ -1,9 +1,10 @@
-"""From forwards of a decoder to whole rows: what was fed at each place of each row, and which experts it used."""
+"""Rows of tokens and their expert ids, assembled from the forwards of a decoder."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -13,14 +14,14 @@ from trimtab.array_type import Array
 
 @dataclass(eq=False)
 class Call:
-    """One forward of a decoder over B rows of t tokens, or something that befell its cache.
+    """One forward of a decoder over B rows of t tokens, or a problem of its cache.
 
     Attributes:
-        cache: number of the key-value cache that keeps what was fed, if one does.
-        past: tokens that the cache held before; a tensor where only the device knows.
-        tokens_BT: `[B, t]` int32, what was fed.
-        ids_LNK: `[L, B * t, K]` narrow ids; numpy once they are on the host.
-        problem: why the cache's rows can't be told from here on, if they can't.
+        cache: number of the key-value cache that the forward extends; None if there is no cache.
+        past: tokens in the cache before the forward; a tensor if the number is on the device.
+        tokens_BT: `[B, t]` int32, the fed tokens.
+        ids_LNK: `[L, B * t, K]` ids in a narrow dtype; numpy once they are on the host.
+        problem: why rows of the cache can't be identified from here on; empty if they can.
     """
 
     cache: int | None
@@ -34,7 +35,7 @@ class Pass:
     """B rows that grow along one key-value cache: a prefill, in one or more calls, and the decode calls after it.
 
     Attributes:
-        problem: why its rows can't be told, if they can't.
+        problem: why its rows can't be identified; empty if they can.
     """
 
     def __init__(self) -> None:
@@ -43,7 +44,7 @@ class Pass:
         self._width = 0
 
     def feed(self, call: Call) -> None:
-        """Add a call. What it feeds at places that were filled takes their place: the cache was cropped."""
+        """Add a call. If the cache was cropped before it, its tokens replace those at the same positions."""
         self.problem = self.problem or call.problem
         tokens, ids, past = call.tokens_BT, call.ids_LNK, int(call.past)
         if self.problem or not isinstance(tokens, np.ndarray) or not isinstance(ids, np.ndarray):
@@ -51,7 +52,7 @@ class Pass:
             return
         rows, width = tokens.shape
         if self._calls and rows != len(self._calls[0][1]):
-            self.problem = f"a batch went from {len(self._calls[0][1])} to {rows} rows in mid-sequence"
+            self.problem = f"a batch went from {len(self._calls[0][1])} to {rows} rows during a sequence"
         if past > self._width:
             self.problem = f"{past - self._width} tokens were in the cache before recording began"
         if self.problem:
@@ -60,7 +61,7 @@ class Pass:
         self._calls.append((past, tokens, ids.reshape(len(ids), rows, width, -1).transpose(1, 2, 0, 3)))
 
     def find(self, wanted_N: Array, row: int) -> Array | None:
-        """Ids `[n, L, K]` of the row, this one if it may be, whose first tokens are these; None if there is none."""
+        """Ids `[n, L, K]` of a row that starts with these tokens, preferably of `row`; None if there is none."""
         fed = len(wanted_N)
         if self.problem or fed > self._width:
             return None
@@ -85,20 +86,18 @@ class Pass:
         return self._calls[0][1:]
 
 
-def bring_home(calls: Sequence[Call], dtype: np.dtype[np.generic]) -> None:
-    """Bring what calls hold to the host, with one transfer of ids and one of tokens. Waits for their devices."""
-    with_ids = [call for call in calls if isinstance(call.ids_LNK, torch.Tensor)]
-    for call, ids in zip(with_ids, _fetch([call.ids_LNK for call in with_ids]), strict=True):
-        call.ids_LNK = ids.view(dtype)
-    with_tokens = [call for call in calls if isinstance(call.tokens_BT, torch.Tensor)]
-    for call, tokens in zip(with_tokens, _fetch([call.tokens_BT for call in with_tokens]), strict=True):
-        call.tokens_BT = tokens
+def fetch_calls(calls: Sequence[Call], dtype: np.dtype[np.generic]) -> None:
+    """Copy ids and tokens of calls to the host, with one transfer each. Waits for their devices."""
+    waiting = [call for call in calls if isinstance(call.ids_LNK, torch.Tensor)]
+    ids = _fetch([call.ids_LNK for call in waiting])
+    tokens = _fetch([call.tokens_BT for call in waiting])
+    for call, ids_LNK, tokens_BT in zip(waiting, ids, tokens, strict=True):
+        call.ids_LNK, call.tokens_BT = ids_LNK.view(dtype), tokens_BT
     for call in calls:
         call.past = int(call.past)
 
 
-def _fetch(tensors: Sequence[torch.Tensor | Array | None]) -> list[Array]:
-    parts = [tensor for tensor in tensors if isinstance(tensor, torch.Tensor)]
+def _fetch(parts: Sequence[Any]) -> list[Array]:
     if not parts:
         return []
     flat = torch.cat([part.reshape(-1) for part in parts]).cpu()

@@ -1,7 +1,7 @@
-"""Record what a model's routers choose while it runs.
+"""Record the experts that a model's routers choose while it runs.
 
-Ids stay on their device as they come, narrow, and come to the host a block at a time: no layer waits for the device.
-Which of them belong to a sequence is found by the token ids that were fed.
+Ids stay on their device in a narrow dtype and are copied to the host in blocks, so no layer waits for the device. The
+ids of a sequence are found by the token ids that were fed.
 """
 
 from __future__ import annotations
@@ -21,17 +21,17 @@ from transformers import Cache
 from trimtab.array_type import Array
 from trimtab.errors import InputError
 from trimtab.integrations.transformers.families import decoder_of, moe_blocks, num_experts
-from trimtab.integrations.transformers.passes import Call, Pass, bring_home
+from trimtab.integrations.transformers.passes import Call, Pass, fetch_calls
 from trimtab.trace import RoutingTrace, hash_tokens, id_dtype
 
-# Of ids that wait on a device: those of 170,000 tokens through 48 layers with top-8.
+# Ids kept on a device before they are copied: those of 170,000 tokens in 48 layers with top-8.
 BLOCK_BYTES = 64 << 20
 
 
 class RoutingRecord:
-    """What the routers of a model chose while it ran. Made by `record_routing`.
+    """The experts that a model's routers chose while it ran. Made by `record_routing`.
 
-    It grows by `layers * top_k` bytes a token that is fed, twice that from 256 experts on, until `clear`.
+    Until `clear` it grows by `layers * top_k` bytes per fed token, twice that from 256 experts on.
     """
 
     def __init__(self, model: Any) -> None:
@@ -48,7 +48,7 @@ class RoutingRecord:
         self.clear()
 
     def clear(self) -> None:
-        """Forget everything so far, such as the rollout of a step that is done."""
+        """Delete all that was recorded so far, such as the rollout of a finished step."""
         self._calls: list[Call] = []
         self._waiting_bytes = 0
         self._passes: list[Pass] = []
@@ -63,21 +63,20 @@ class RoutingRecord:
         eos_token_id: int | Sequence[int] | None = None,
         step: int = 0,
     ) -> RoutingTrace:
-        """The routing of sequences, without padding and without their last tokens, which have no row, fed or not.
+        """The routing of sequences, without padding. Their last tokens have no row, fed or not.
 
-        Sequences are found by the tokens that were fed, in the latest record first. So they may come in another
-        order, or be a selection.
+        Sequences are found by their tokens, latest forwards first. They may therefore be reordered or selected.
 
         Args:
-            tokens: `[S, n]` integers, as `generate` returned them or as they were given to a forward.
-            attention_mask: `[S, P]`, that of the prompts that `generate` was given: left padding is cut off, and
-                all tokens from column P on are the response. With P = n it tells all that is of the sequence.
+            tokens: `[S, n]` integers, as returned by `generate` or fed to a forward.
+            attention_mask: `[S, P]`, of the prompts given to `generate`: left padding is removed, and all tokens from
+                column P on are the response. With P = n it covers the whole sequences.
             prompt_lengths: `[S]` tokens of the prompts; by default all that the mask covers.
-            eos_token_id: ends a response as its last token. What a finished row goes on emitting is cut off.
+            eos_token_id: last token of a response, or several such tokens; padding generated after it is removed.
             step: the RL step.
 
         Raises:
-            InputError: if a sequence was not recorded, or mask and tokens don't fit together.
+            InputError: if a sequence was not recorded, or mask and tokens don't match.
         """
         tokens_SN = _host(tokens)
         starts_S, ends_S, covered_S = _bounds(tokens_SN, _host(attention_mask), eos_token_id)
@@ -96,7 +95,7 @@ class RoutingRecord:
         )
 
     def expert_ids(self, tokens: Any) -> Array:
-        """Ids `[S, n - 1, L, K]` of all tokens but the last of each row of `tokens [S, n]`, padding and all.
+        """Ids `[S, n - 1, L, K]` of all tokens but the last of each row of `tokens [S, n]`, with those of padding.
 
         Raises:
             InputError: if a row was not recorded.
@@ -105,7 +104,7 @@ class RoutingRecord:
         return np.stack(self._find(tokens_SN, np.full(len(tokens_SN), tokens_SN.shape[1] - 1)))
 
     def _find(self, tokens_SN: Array, fed_S: Array) -> list[Array]:
-        """Views `[fed, L, K]` of the ids of each row's first tokens."""
+        """Ids `[fed, L, K]` of each row's first tokens, as views."""
         self._join()
         found = []
         for row, fed in enumerate(fed_S):
@@ -115,14 +114,15 @@ class RoutingRecord:
                 problems = ", ".join(sorted({each.problem for each in self._passes} - {""}))
                 raise InputError(
                     f"sequence {row} was not recorded: no forward was fed its {fed} tokens"
-                    + (f"; of some forwards rows can't be told, since {problems}" if problems else "")
+                    + (f"; rows of some forwards can't be identified: {problems}" if problems else "")
                     + ". Give tokens as `generate` returned them"
                 )
             found.append(ids)
         return found
 
     def _join(self) -> None:
-        bring_home(self._calls, self._dtype)
+        """Copy waiting calls to the host, and append each to the rows of its cache."""
+        fetch_calls(self._calls, self._dtype)
         for call in self._calls:
             grown = None if call.cache is None else self._pass_of_cache.get(call.cache)
             if grown is None or (call.past == 0 and not call.problem):
@@ -134,24 +134,24 @@ class RoutingRecord:
         self._calls.clear()
         self._waiting_bytes = 0
 
-    # What the hooks call.
+    # Hooks.
 
     def begin(self, _decoder: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
-        """The decoder is about to run. Experts that run outside of it recompute what is recorded already."""
+        """Hook before the decoder runs. Experts that run outside of it are recomputation, which is recorded already."""
         cache = kwargs.get("past_key_values")
         past = 0 if cache is None else cache.get_seq_length()
-        # A static cache counts on its device, in place.
+        # A static cache updates its length in place, on its device.
         past = past.clone() if isinstance(past, torch.Tensor) else past
         self._begun = (kwargs.get("input_ids", args[0] if args else None), past)
         self._ids_L = [None] * len(self._layers)
 
-    def note(self, layer: int, _experts: nn.Module, args: Any) -> None:
-        """A layer's experts are given `(hidden, ids [N, K], weights)`."""
+    def add_ids(self, layer: int, _experts: nn.Module, args: Any) -> None:
+        """Hook before a layer's experts run with `(hidden, ids [N, K], weights)`."""
         if self._begun is not None:
             self._ids_L[layer] = args[1]
 
     def end(self, _decoder: nn.Module, _args: Any, kwargs: dict[str, Any], output: Any) -> None:
-        """The decoder has run; it has no output if it failed."""
+        """Hook after the decoder has run. The output is None if it failed."""
         if self._begun is None or output is None:
             self._begun = None
             return
@@ -180,19 +180,19 @@ class RoutingRecord:
         if self._waiting_bytes >= BLOCK_BYTES:
             self._join()
 
-    def reordered(self, cache: Cache) -> None:
-        """Rows of a cache change places."""
+    def mark_reordered(self, cache: Cache) -> None:
+        """Mark a cache whose rows are being reordered."""
         number = self._caches.get(cache)
         if number is not None:
-            self._calls.append(Call(number, problem="beam search shuffles the rows of its cache"))
+            self._calls.append(Call(number, problem="beam search reorders the rows of its cache"))
 
 
 @contextmanager
 def record_routing(model: Any) -> Iterator[RoutingRecord]:
     """Record the routing of a model during `generate` or forward calls, until the context ends.
 
-    What is recorded is what experts are given: under `replay_routing` and in a session the replayed ids. A forward that
-    gradient checkpointing runs again in backward is recorded once. Not for models that `torch.compile` runs.
+    The recorded ids are those that experts receive: under `replay_routing` and in a session the replayed ids. A forward
+    that gradient checkpointing repeats in backward is recorded once. Models under `torch.compile` can't be recorded.
 
     Raises:
         InputError: if the model's type is not supported.
@@ -201,18 +201,18 @@ def record_routing(model: Any) -> Iterator[RoutingRecord]:
     decoder = decoder_of(model)
     reorder = Cache.reorder_cache
 
-    def noticed_reorder(cache: Cache, beam_idx: Any) -> None:
-        record.reordered(cache)
+    def marked_reorder(cache: Cache, beam_idx: Any) -> None:
+        record.mark_reordered(cache)
         reorder(cache, beam_idx)
 
     with ExitStack() as stack:
         stack.callback(setattr, Cache, "reorder_cache", reorder)
-        Cache.reorder_cache = noticed_reorder
+        Cache.reorder_cache = marked_reorder
         handles = [
             decoder.register_forward_pre_hook(record.begin, with_kwargs=True),
             decoder.register_forward_hook(record.end, with_kwargs=True, always_call=True),
             *(
-                block.experts.register_forward_pre_hook(partial(record.note, layer))
+                block.experts.register_forward_pre_hook(partial(record.add_ids, layer))
                 for layer, block in enumerate(moe_blocks(model).values())
             ),
         ]
@@ -226,7 +226,7 @@ def _host(values: Any) -> Array:
 
 
 def _bounds(tokens_SN: Array, mask_SP: Array, eos_token_id: Any) -> tuple[Array, Array, Array]:
-    """First token of each sequence, one past its last, and how many the mask covers; `[S]` each."""
+    """First token of each sequence, end of it, and number of tokens that the mask covers; `[S]` each."""
     mask_SP = mask_SP != 0
     if tokens_SN.ndim != 2 or mask_SP.ndim != 2 or len(mask_SP) != len(tokens_SN):
         raise InputError(

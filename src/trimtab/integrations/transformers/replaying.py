@@ -1,4 +1,4 @@
-"""Run a model with routing that was recorded, without a session: on one rank, or under any data parallelism."""
+"""Run a model with recorded routing, without a session: on one rank, or under any data parallelism."""
 
 from __future__ import annotations
 
@@ -21,7 +21,12 @@ from trimtab.trace import RoutingTrace
 
 @dataclass(eq=False)
 class _Replay:
-    """What a batch replays; closed when its context ends."""
+    """Hooks of a batch's replay.
+
+    Attributes:
+        config: of the model.
+        is_open: until the context ends.
+    """
 
     config: Any
     is_open: bool = True
@@ -29,6 +34,7 @@ class _Replay:
     def route(
         self, ids_NK: torch.Tensor, known_N: torch.Tensor, _router: nn.Module, _args: Any, output: Any
     ) -> tuple[torch.Tensor, ...]:
+        """Hook after a router: its output with the recorded ids where they are known."""
         live_ids = output[2]
         if len(live_ids) != len(ids_NK):
             raise InputError(
@@ -38,7 +44,7 @@ class _Replay:
         return reroute(self.config, output, torch.where(known_N[:, None], ids_NK.to(live_ids.dtype), live_ids))
 
     def checkpoint(self, checkpoint: Any, run: Any, *args: Any) -> Any:
-        """Checkpoint a layer in such a way that it is not run again on live routing."""
+        """Checkpoint a layer so that running it again after the context raises an error."""
         return checkpoint(partial(self._run, run), *args)
 
     def _run(self, run: Any, *args: Any) -> Any:
@@ -51,20 +57,21 @@ class _Replay:
 
 @contextmanager
 def replay_routing(model: Any, trace: RoutingTrace, attention_mask: torch.Tensor) -> Iterator[None]:
-    """Let every forward of a batch use recorded experts, with the router's own weights for them.
+    """Make every forward of a batch use the recorded experts, with the router's own weights for them.
 
-    Gradients reach the router through these weights. Tokens of unknown route, padding, and last tokens if they are fed,
-    follow the router's live choice. With gradient checkpointing call `backward` inside, too. A model in a session
-    replays by itself, in `session.micro_step`.
+    Gradients reach the router through these weights. Tokens of unknown route, padding, and last tokens follow the
+    router's live choice. With gradient checkpointing, call `backward` inside the context, too. A model in a session
+    replays in `session.micro_step` instead.
 
     Args:
-        trace: of the batch's sequences, in its order; see `RoutingTrace.select`.
-        attention_mask: `[B, t]`, ones where the tokens of sequence b are fed: all those that the trace has rows for,
-            and possibly the last token, too. Padding on either side.
+        model: a supported model.
+        trace: of the batch's sequences, in their order; see `RoutingTrace.select`.
+        attention_mask: `[B, t]`, one where tokens of sequence b are fed: all tokens with a row in the trace, with or
+            without the last token. Padding on either side.
 
     Raises:
-        InputError: if trace, mask and model don't fit together, the model's type is not supported, or it is in a
-            session; within, if a forward is given anything but the whole batch.
+        InputError: if trace, mask and model don't match, the model's type is not supported, or it is in a session;
+            inside the context, if a forward is not of the whole batch.
     """
     blocks = moe_blocks(model)
     if any(in_session(block.experts) for block in blocks.values()):
@@ -104,7 +111,7 @@ def _check_model(config: Any, trace: RoutingTrace, layers: list[int]) -> None:
 
 
 def _lay_out(trace: RoutingTrace, attention_mask: torch.Tensor) -> tuple[Array, Array]:
-    """Ids `[L, B * t, K]`, uint8 or int32, and where they are known, `[L, B * t]` bool."""
+    """Ids `[L, B * t, K]`, uint8 or int32, and whether each is known, `[L, B * t]` bool."""
     mask_BT = attention_mask.cpu().numpy() != 0
     rows_B = trace.sequence_lengths
     if mask_BT.ndim != 2 or len(mask_BT) != len(rows_B):

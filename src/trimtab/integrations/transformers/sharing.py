@@ -1,4 +1,4 @@
-"""Put a model's experts into a session, and its recorded routing into its routers."""
+"""Run a model's experts in a session, and make its routers replay the recorded routing."""
 
 from __future__ import annotations
 
@@ -15,17 +15,19 @@ from trimtab.runtime import ExpertLayer, Session
 
 
 def share_experts(model: nn.Module, session: Session, *, compute_dtype: torch.dtype | None = None) -> None:
-    """Keep this rank's home experts of a whole model, and run every MoE block in the session, with routing replay.
+    """Reduce a whole model to this rank's home experts, and run every MoE block in the session, with routing replay.
 
-    Expert parameters stay where they were in the module tree, now `[E / R, ...]`, and frozen if they were. Not a
-    collective.
+    Expert parameters keep their names in the module tree, now with shape `[E / R, ...]`, and stay frozen if they
+    were. Not a collective.
 
     Args:
-        compute_dtype: what experts compute in, if not in their own dtype: bfloat16 for float32 masters under autocast.
+        model: a whole model, equal on all ranks.
+        session: with the model's number of experts.
+        compute_dtype: of expert compute, if not the parameters' dtype: bfloat16 for float32 masters under autocast.
 
     Raises:
-        InputError: if the model is not supported, or its experts are not plain tensors of all the session's experts:
-            adapted, quantized, or sharded already. The model stays as it was.
+        InputError: if the model's type is not supported, or its experts are not plain tensors of all the session's
+            experts (adapted, quantized or sharded). The model is then unchanged.
     """
     config: Any = model.config
     family = family_of(config)
@@ -45,12 +47,12 @@ def share_experts(model: nn.Module, session: Session, *, compute_dtype: torch.dt
 
 
 def follow_layer(router: nn.Module, layer: ExpertLayer, config: Any) -> None:
-    """Let a router answer with the ids that the layer's session replays, and with its own weights for them."""
+    """Make a router return the ids that the layer's session replays, with the router's own weights for them."""
     router.register_forward_hook(partial(_replay, layer, config))
 
 
 def check_experts(family: Family, experts: nn.Module, layer: int, num_experts: int) -> None:
-    """Raises InputError if experts are not the family's plain tensors of `num_experts` experts."""
+    """Raise InputError unless the experts are the family's plain tensors, each of `num_experts` experts."""
     where = f"the experts of decoder layer {layer} ({type(experts).__name__})"
     held = dict(experts.named_parameters())
     if set(held) != set(family.parameters):
@@ -67,13 +69,13 @@ def check_experts(family: Family, experts: nn.Module, layer: int, num_experts: i
 
 
 def in_session(experts: Any) -> bool:
-    """Does a session run these experts, through `share_experts` or through transformers' expert parallelism?"""
-    ways = (experts.forward, getattr(getattr(experts, "ep_implementation", None), "layer", None))
-    return any(isinstance(way, ExpertLayer) for way in ways)
+    """Whether a session runs these experts, through `share_experts` or transformers' expert parallelism."""
+    implementation = getattr(experts, "ep_implementation", None)
+    return isinstance(experts.forward, ExpertLayer) or isinstance(getattr(implementation, "layer", None), ExpertLayer)
 
 
 def _parameters(experts: nn.Module, names: Sequence[str]) -> list[nn.Parameter]:
-    """The module's expert tensors, as they are now."""
+    """The module's current expert tensors."""
     return [getattr(experts, name) for name in names]
 
 

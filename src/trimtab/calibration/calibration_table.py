@@ -1,22 +1,22 @@
-"""The figures of `trimtab calibrate` for people."""
+"""The table that `trimtab calibrate` prints."""
 
 from __future__ import annotations
 
 from rich.console import Group, RenderableType
 from rich.table import Table
 
-from trimtab.calibration.figures import Calibrated
+from trimtab.calibration.calibration_result import CalibrationResult
 
 
-def figures_table(result: Calibrated) -> RenderableType:
-    """Every figure beside the preset's guess, and how well the timings fit it."""
+def calibration_table(result: CalibrationResult) -> RenderableType:
+    """Every figure, the preset's value of it, and the error of its fit."""
     table = Table("figure", title=f"This machine: {result.machine}", title_justify="left", title_style="bold")
-    for name in ("measured", result.guess.name, "fit off by"):
+    for name in ("measured", result.preset.name, "fit off by"):
         table.add_column(name, justify="right", no_wrap=True)
     for name, figure in result.figures.items():
         value = _value(name, getattr(result.cluster, name)) if figure.measured else "-"
         error = "" if figure.error is None else f"{figure.error:.1%}"
-        table.add_row(name, value, _value(name, getattr(result.guess, name)), error)
+        table.add_row(name, value, _value(name, getattr(result.preset, name)), error)
     notes = [f"{name}: {figure.note}" for name, figure in result.figures.items() if figure.note]
     checks = [f"{name}: {_value(name, value)}" for name, value in result.checks.items()]
     return Group(table, *notes, *(f"To compare: {check}" for check in checks))

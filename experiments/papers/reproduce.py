@@ -1,0 +1,116 @@
+"""Simulate the set-ups of `published.py` on synthetic traces, and compute their figures.
+
+`measures.py` computes figures, `page.py` writes tables. Every preset and seed gives one value of each figure.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+from rich.progress import Progress
+
+from experiments.papers.measures import Case
+from experiments.papers.page import SCHEMA
+from experiments.papers.published import VARIANTS, Row, SetUp
+from trimtab.cluster import ClusterSpec, load_cluster, load_model
+from trimtab.planner import SequenceCounts
+from trimtab.simulator.comparison import Situation, budget_for, simulate_policy
+from trimtab.trace import PRESETS, synthesize_preset
+
+# Steps of a trace. The last one is simulated, with the homes that planning the step before it leaves and the history of
+# all earlier ones.
+STEPS = 3
+
+
+def run_papers(
+    rows: Sequence[Row], presets: Sequence[str] = ("rl-math", "rl-mixed"), seeds: Sequence[int] = (0, 1, 2)
+) -> dict[str, Any]:
+    """All figures of some rows, by set-up, preset and seed, as `--json` writes them."""
+    with Progress(transient=True) as progress:
+        task = progress.add_task("papers", total=len(presets) * len(seeds) * sum(len(r.set_ups) for r in rows))
+        return {
+            "schema": SCHEMA,
+            "steps": STEPS,
+            "seeds": list(seeds),
+            "rows": {row.name: _run_row(row, presets, seeds, lambda: progress.advance(task)) for row in rows},
+        }
+
+
+def _run_row(row: Row, presets: Sequence[str], seeds: Sequence[int], advance: Callable[[], None]) -> dict[str, Any]:
+    start = time.perf_counter()
+    values: dict[tuple[int, int], dict[str, list[float]]] = {
+        (s, f): {preset: [] for preset in presets} for s in range(len(row.set_ups)) for f in range(len(row.figures))
+    }
+    for preset in presets:
+        for seed in seeds:
+            # Set-ups of equal size share a trace.
+            draw = lru_cache(_draw)
+            for s, set_up in enumerate(row.set_ups):
+                model = load_model(set_up.model)
+                parts = draw(
+                    preset,
+                    seed,
+                    num_sequences=set_up.sequences,
+                    mean_length=set_up.mean_length,
+                    max_length=set_up.longest,
+                    num_layers=set_up.layers,
+                    num_experts=model.num_experts,
+                    top_k=model.top_k,
+                )
+                case = _case(set_up, parts, row.policies)
+                for f, figure in enumerate(row.figures):
+                    values[s, f][preset].append(round(figure.measure(case), 6))
+                advance()
+    return {
+        "paper": row.paper,
+        "policies": list(row.policies),
+        "seconds": round(time.perf_counter() - start, 1),
+        "set_ups": [
+            {
+                "title": set_up.title,
+                **asdict(set_up),
+                "ranks_per_node": _cluster(set_up).ranks_per_node,
+                "sequences": set_up.sequences,
+                "figures": [
+                    {
+                        "title": figure.title,
+                        "published": figure.published,
+                        "style": figure.style,
+                        "values": values[s, f],
+                    }
+                    for f, figure in enumerate(row.figures)
+                ],
+            }
+            for s, set_up in enumerate(row.set_ups)
+        ],
+    }
+
+
+def _draw(preset: str, seed: int, **sizes: int) -> tuple[SequenceCounts, ...]:
+    """Sequences of every step of a trace, in the order of steps."""
+    trace = synthesize_preset(PRESETS[preset], num_steps=STEPS, seed=seed, **sizes)
+    counted = SequenceCounts.from_trace(trace)
+    return tuple(counted.select(np.flatnonzero(trace.steps == step)) for step in range(STEPS))
+
+
+def _cluster(set_up: SetUp) -> ClusterSpec:
+    return load_cluster(
+        set_up.cluster, ranks=set_up.ranks, slots_per_rank=set_up.slots, ranks_per_node=set_up.ranks_per_node
+    )
+
+
+def _case(set_up: SetUp, parts: Sequence[SequenceCounts], policies: Sequence[str]) -> Case:
+    situation = Situation(
+        cluster=_cluster(set_up),
+        model=load_model(set_up.model),
+        sequences=parts[-1],
+        earlier=tuple(parts[:-1]),
+        token_budget=budget_for(parts, set_up.ranks, set_up.micro_steps),
+        equal_terms=set_up.equal_terms,
+    )
+    return Case(situation, {name: simulate_policy(situation, name, VARIANTS.get(name)) for name in policies})

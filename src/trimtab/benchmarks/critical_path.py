@@ -1,0 +1,96 @@
+"""Expert compute of the slowest rank of an instance, with and without a plan, measured on one device."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+
+from trimtab.array_type import Array
+from trimtab.benchmarks.transfer_sizes import TransferSizes
+from trimtab.calibration.random_experts import random_experts, run_experts
+from trimtab.calibration.timing import Clock
+from trimtab.cluster import ClusterSpec, ModelSpec
+from trimtab.planner import Placement, Workload, pack_by_length, plan_step
+from trimtab.planner.plan.workload import max_over_mean
+from trimtab.runtime import RowGroups
+from trimtab.runtime.rows.instance_replicas import InstanceReplicas
+from trimtab.trace import PRESETS, synthesize_preset
+
+PRESET = "rl-math"
+LAYERS = 4
+SLOTS = 2
+SEED = 0
+
+
+def measure_critical_path(
+    sizes: TransferSizes, model: ModelSpec, clock: Clock, device: torch.device, rounds: int
+) -> dict[str, Any]:
+    """Expert compute, forward and backward, of every rank of one instance: static, planned, and with even routing.
+
+    It is the instance of a synthetic step that has the median imbalance.
+    """
+    ranks, experts = sizes.ranks, model.num_experts
+    per_rank = experts // ranks
+    trace = synthesize_preset(
+        PRESETS[PRESET], num_sequences=16 * ranks, mean_length=sizes.tokens_per_rank // 16,
+        max_length=sizes.tokens_per_rank // 4, num_layers=LAYERS, num_experts=experts, top_k=model.top_k, seed=SEED,
+    )  # fmt: skip
+    budget = -(-trace.num_tokens // ranks) + sizes.tokens_per_rank // 4
+    schedule = pack_by_length(trace.sequence_lengths, num_ranks=ranks, token_budget=budget)
+    workload = Workload.from_trace(trace, schedule)
+    placement = Placement.contiguous(LAYERS, experts, ranks)
+    plan = plan_step(workload, schedule, placement, ClusterSpec(ranks, ranks, SLOTS))
+    before_ML, after_ML = (max_over_mean(x) for x in (workload.home_loads(placement.home), plan.rank_loads(workload)))
+    middle = np.argsort(before_ML.reshape(-1), kind="stable")[before_ML.size // 2]
+    micro_step, layer = divmod(int(middle), LAYERS)
+    replicas = InstanceReplicas.of(plan, micro_step, layer)
+    counts_E = workload.token_counts_MLRE[micro_step, layer].sum(axis=0, dtype=np.int64)
+    quotas_P = replicas.quotas_PR.sum(axis=1)
+    at_home_E = counts_E.copy()
+    np.subtract.at(at_home_E, replicas.experts, quotas_P)
+
+    def home_rows(rank: int, rows_E: Array) -> list[int]:
+        return rows_E[placement.home[layer] == rank].tolist()
+
+    # Rows of each home expert, and of each replica, that a rank computes.
+    loads: dict[str, tuple[list[int], list[int]]] = {"even 0": ([int(counts_E.sum()) // experts] * per_rank, [])}
+    for rank in range(ranks):
+        loads[f"static {rank}"] = (home_rows(rank, counts_E), [])
+        loads[f"planned {rank}"] = (home_rows(rank, at_home_E), quotas_P[replicas.ranks == rank].tolist())
+    homes, slots = (random_experts(model, count, sizes.dtype, device) for count in (per_rank, SLOTS))
+    most = max(sum(part) for load in loads.values() for part in load)
+    rows = torch.randn(most, model.hidden_size, dtype=sizes.dtype, device=device)
+
+    def compute(load: tuple[list[int], list[int]]) -> Callable[[], None]:
+        """A function that runs forward and backward of home experts and replicas."""
+        parts = [
+            (stacks, RowGroups.of(part, device)) for stacks, part in zip((homes, slots), load, strict=True) if part
+        ]
+
+        def run() -> None:
+            for stacks, groups in parts:
+                weights = [stack[: len(groups.counts)].detach().requires_grad_() for stack in stacks]
+                output = run_experts(weights, rows[: sum(groups.counts)].detach().requires_grad_(), groups)
+                output.backward(torch.ones_like(output))
+
+        return run
+
+    taken_s = clock.medians({name: compute(load) for name, load in loads.items()}, rounds)
+    slowest_ms = {
+        kind: max(seconds * 1e3 for name, seconds in taken_s.items() if name.startswith(kind))
+        for kind in ("static", "planned", "even")
+    }
+    return {
+        "preset": PRESET,
+        "ranks": ranks,
+        "rows_per_rank": int(counts_E.sum()) // ranks,
+        "replicas": replicas.count,
+        "max_over_mean_static": float(before_ML[micro_step, layer]),
+        "max_over_mean_planned": float(after_ML[micro_step, layer]),
+        **{f"{kind}_ms": ms for kind, ms in slowest_ms.items()},
+        "speedup": slowest_ms["static"] / slowest_ms["planned"],
+        "fraction_of_even": slowest_ms["even"] / slowest_ms["planned"],
+    }

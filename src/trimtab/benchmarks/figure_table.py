@@ -1,0 +1,43 @@
+"""Tables of benchmark figures for the terminal."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+from rich.table import Table
+
+Row = Mapping[str, Any]
+Cell = Callable[[Row], str]
+Columns = Mapping[str, str | Cell]
+
+
+def figure_table(title: str, columns: Columns, rows: Iterable[Row], *, bold: str = "") -> Table:
+    """A table with one line per row; the first column is aligned left, all others right.
+
+    Args:
+        columns: from header to a format string over the keys of a row, or to a function of the row.
+        bold: rows whose first cell is this text are bold.
+    """
+    table = Table(title=title, title_justify="left", title_style="bold")
+    for header in columns:
+        table.add_column(header, justify="right" if table.columns else "left")
+    for row in rows:
+        cells = [cell.format_map(row) if isinstance(cell, str) else cell(row) for cell in columns.values()]
+        table.add_row(*cells, style="bold" if cells[0] == bold else None)
+    return table
+
+
+def scaled(key: str, factor: float, text: str) -> Cell:
+    """A cell with a figure of the row in another unit: `scaled("median_s", 1e3, "{:.1f} ms")`."""
+    return lambda row: text.format(row[key] * factor)
+
+
+def with_interval(key: str, text: str) -> Cell:
+    """A cell with a figure of the row and its interval: `with_interval("overhead", "{:+.2%}")`."""
+    return lambda row: f"{text} [{text}, {text}]".format(row[key], *row[f"{key}_interval"])
+
+
+def named_rows(figures: Mapping[str, Row]) -> list[Row]:
+    """Rows with their keys as `name`."""
+    return [{"name": name, **row} for name, row in figures.items()]

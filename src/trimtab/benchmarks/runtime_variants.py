@@ -1,0 +1,129 @@
+"""The variants of a micro-step that `trimtab bench runtime` compares.
+
+* `static`, `trimtab`: skewed routing, without and with replicas;
+* `balanced`: the same number of tokens with even routing, planned by Trimtab, which finds nothing to move;
+* `native`: even routing through transformers' `AllToAllEP` on the same model, with the same experts per rank;
+* `node-blind`, on several nodes: as `trimtab`, with a plan that ignores node boundaries.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import nn
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from trimtab.benchmarks.native_experts import use_native_experts
+from trimtab.benchmarks.runtime_settings import RuntimeBenchmark
+from trimtab.integrations.transformers import moe_blocks, share_experts
+from trimtab.planner import Workload
+from trimtab.planner.plan.workload import max_over_mean
+from trimtab.runtime import Session
+from trimtab.runtime.gradients import sum_gradients
+from trimtab.runtime.planning import LOCAL_CPU, Mode, Paths, SessionPlanner
+from trimtab.trace import RoutingTrace
+
+PATHS: tuple[Paths, ...] = ("both", "peer", "host")
+
+
+@dataclass(frozen=True, eq=False)
+class Variant:
+    """One way to run the micro-step.
+
+    Attributes:
+        prepare: plans the step and clears gradients; not timed.
+        step: forward, backward, complete gradients; timed.
+        blocks: the model's MoE blocks.
+    """
+
+    prepare: Callable[[], None]
+    step: Callable[[], None]
+    blocks: list[nn.Module]
+
+
+@dataclass(frozen=True, eq=False)
+class RuntimeVariants:
+    """All variants of a benchmark on this rank.
+
+    Attributes:
+        session: of all variants but `native`.
+        compared: by name.
+        by_paths: `trimtab` with each of `PATHS` for replica weights.
+        static_max_over_mean: of each layer's rank loads at home.
+    """
+
+    session: Session
+    compared: dict[str, Variant]
+    by_paths: dict[str, Variant]
+    static_max_over_mean: list[float]
+
+
+def build_variants(settings: RuntimeBenchmark) -> RuntimeVariants:
+    """Models, session and variants. Collective."""
+    rank, num_ranks = dist.get_rank(), dist.get_world_size()
+    torch.manual_seed(settings.seed)
+    torch.set_flush_denormal(True)
+    config = AutoConfig.for_model(**settings.model_config)
+    native, ours = (AutoModelForCausalLM.from_config(config, dtype=torch.float32) for _ in range(2))
+    ours.load_state_dict(native.state_dict())
+    per_node = settings.ranks_per_node
+    rates = LOCAL_CPU
+    if settings.link_mbit is not None:
+        rates = replace(rates, network_bytes_per_s=settings.link_mbit * 1e6 / 8)
+    session = Session(num_experts=settings.experts, slots_per_rank=settings.slots, ranks_per_node=per_node, rates=rates)
+    share_experts(ours, session)
+    replicated = session.replicated_parameters(ours)
+    skewed, even, schedule = settings.draw(num_ranks)
+    mine = schedule.sequences_of(rank)
+    even_ids = even.select(mine).expert_ids.transpose(1, 0, 2).astype(np.int64)
+    native_replicated = use_native_experts(native, session, torch.from_numpy(even_ids))
+    tokens = torch.randint(0, config.vocab_size, (len(mine), settings.sequence_length + 1))
+
+    def loss(model: Any) -> torch.Tensor:
+        logits = model(input_ids=tokens[:, :-1], use_cache=False).logits
+        total = nn.functional.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten(), reduction="sum")
+        return total / (settings.tokens * num_ranks)
+
+    def prepare(trace: RoutingTrace, mode: Mode, paths: Paths = "both") -> None:
+        ours.zero_grad()
+        session.mode, session.paths = mode, paths
+        session.plan(trace.select(mine), schedule)
+
+    def prepare_node_blind() -> None:
+        ours.zero_grad()
+        session.mode, session.paths = "plan", "both"
+        one_node = replace(session.topology, ranks_per_node=num_ranks)
+        planner = SessionPlanner.of(
+            one_node, session.homes, top_k=settings.top_k, slots=settings.slots, least_gain=session.settings.least_gain
+        )
+        trace = skewed.select(mine)
+        planned = planner.for_schedule(trace, schedule, session.placement, "plan", may_move=False)
+        session.apply_plan(replace(planned, plan=replace(planned.plan, ranks_per_node=per_node)), trace)
+
+    def step() -> None:
+        with session.micro_step(0):
+            loss(ours).backward()
+        session.finish_gradients(replicated)
+
+    def step_native() -> None:
+        loss(native).backward()
+        sum_gradients(native_replicated, session.topology.data)
+
+    blocks = list(moe_blocks(ours).values())
+    compared = {
+        "static": Variant(partial(prepare, skewed, "static"), step, blocks),
+        "trimtab": Variant(partial(prepare, skewed, "plan"), step, blocks),
+        "balanced": Variant(partial(prepare, even, "plan"), step, blocks),
+        "native": Variant(native.zero_grad, step_native, list(moe_blocks(native).values())),
+    }
+    if per_node != num_ranks:
+        compared["node-blind"] = Variant(prepare_node_blind, step, blocks)
+    by_paths = {str(paths): Variant(partial(prepare, skewed, "plan", paths), step, blocks) for paths in PATHS}
+    home_loads = Workload.from_trace(skewed, schedule).home_loads(session.placement.home)
+    return RuntimeVariants(session, compared, by_paths, max_over_mean(home_loads).mean(axis=0).tolist())

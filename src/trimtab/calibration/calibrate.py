@@ -1,0 +1,139 @@
+"""`calibrate`: measure how fast this machine runs a training step, as a `ClusterSpec`.
+
+Rates are those that the runtime reaches at the sizes of a model, on all ranks at once: ranks share cores, memory and
+links as in training. Each `*_rates.py` measures one part of the step; `fits.py` computes rates and fixed costs from
+timings.
+
+Tests run it on the CPU. On CUDA the same code has other sizes, tiles of grouped kernels, and copies from the memory of
+other ranks.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from rich.progress import Progress
+
+from trimtab.calibration.calibration_result import (
+    ONE_RANK,
+    CalibrationResult,
+    Figure,
+    fitted_cost,
+    fitted_rate,
+    link_figures,
+)
+from trimtab.calibration.calibration_settings import CalibrationSettings
+from trimtab.calibration.dense_rates import measure_dense
+from trimtab.calibration.exchange_rates import measure_exchange
+from trimtab.calibration.expert_rates import measure_experts
+from trimtab.calibration.link_rates import measure_links
+from trimtab.calibration.measurement_context import MeasurementContext
+from trimtab.calibration.memory_rates import measure_memory
+from trimtab.calibration.random_experts import this_device
+from trimtab.calibration.rank_figures import measure_on_ranks
+from trimtab.calibration.timing import Clock
+from trimtab.cluster import load_cluster
+from trimtab.runtime.ranks.topology import Topology
+
+SEED = 0
+
+
+def calibrate(settings: CalibrationSettings) -> CalibrationResult | None:
+    """Measure this machine. Under torchrun all ranks but the first get None.
+
+    Raises:
+        InputError: as a rank raised it.
+        RankFailedError: naming a rank that failed.
+    """
+    taken = measure_on_ranks(_measure, (settings,), ranks=settings.ranks)
+    if not taken:
+        return None
+    figures = {name: Figure(**figure) for name, figure in taken["figures"].items()}
+    preset = load_cluster(taken["preset"], ranks=taken["ranks"], ranks_per_node=taken["ranks_per_node"])
+    return CalibrationResult.of(figures, taken["checks"], name=settings.name, preset=preset, machine=taken["machine"])
+
+
+def _measure(settings: CalibrationSettings) -> dict[str, Any]:
+    """Figures and facts of this machine. Collective."""
+    torch.manual_seed(SEED)
+    torch.set_flush_denormal(True)
+    device, rank, ranks = this_device(), dist.get_rank(), dist.get_world_size()
+    on_cuda = device.type == "cuda"
+    per_node = int(os.environ.get("LOCAL_WORLD_SIZE", ranks))
+    dtype = torch.bfloat16 if on_cuda else torch.float32
+    alone = [dist.new_group([one]) for one in range(ranks)][rank]
+    assert alone is not None
+    context = MeasurementContext(
+        topology=Topology.build(None, 1, per_node),
+        alone=alone,
+        device=device,
+        clock=Clock(device),
+        model=replace(settings.model, weight_bytes=dtype.itemsize),
+        dtype=dtype,
+        tokens=settings.tokens,
+        sequence_length=settings.sequence_length,
+        rounds=settings.rounds,
+    )
+    with Progress(transient=True, disable=rank != 0) as progress:
+        task = progress.add_task("calibrate: memory", total=5)
+        memory, optimizer = measure_memory(context)
+        progress.update(task, advance=1, description="calibrate: links")
+        links = measure_links(context)
+        progress.update(task, advance=1, description="calibrate: all-to-all")
+        exchange = measure_exchange(context)
+        progress.update(task, advance=1, description="calibrate: experts")
+        experts = measure_experts(context, memory)
+        progress.update(task, advance=1, description="calibrate: dense parts")
+        dense = measure_dense(context, settings.config, memory)
+    preset_name = "h100x8" if on_cuda else "local-cpu"
+    preset = load_cluster(preset_name, ranks=ranks, ranks_per_node=per_node)
+    near, far = (None if rate is None else Figure(rate) for rate in (links.near, links.far))
+    near_rows, far_rows = (None if fit is None else fitted_rate(fit) for fit in (exchange.near, exchange.far))
+    widest = exchange.far or exchange.near
+    figures = {
+        "expert_flops": fitted_rate(experts.fit),
+        "tile_rows": Figure(experts.tile_rows),
+        "copy_s": fitted_cost(experts.fit),
+        "expert_backward": Figure(experts.backward),
+        "dense_flops": fitted_rate(dense.fit),
+        "attention_flops": fitted_rate(dense.fit, 1),
+        # Small operations of both the dense and the expert part.
+        "layer_s": replace(fitted_cost(dense.fit), value=dense.fit.fixed_s[0] + experts.fit.fixed_s[1]),
+        "dense_backward": Figure(dense.backward),
+        "memory_bytes_per_s": Figure(memory),
+        "host_bytes_per_s": Figure(links.host),
+        **link_figures(("node_bytes_per_s", "network_bytes_per_s"), near, far, preset),
+        **link_figures(("dispatch_node_bytes_per_s", "dispatch_network_bytes_per_s"), near_rows, far_rows, preset),
+        "dispatch_s": fitted_cost(widest) if widest else Figure(preset.dispatch_s, ONE_RANK, measured=False),
+        "device_bytes": Figure(_device_bytes(device, per_node)),
+        "planning_threads": Figure(max(1, (os.cpu_count() or 1) // per_node)),
+    }
+    return {
+        "figures": {name: asdict(figure) for name, figure in figures.items()},
+        "checks": {"optimizer_bytes_per_s": optimizer},
+        "machine": f"{_processor(device)}, {ranks} ranks, torch {torch.__version__}",
+        "preset": preset_name,
+        "ranks": ranks,
+        "ranks_per_node": per_node,
+    }
+
+
+def _processor(device: torch.device) -> str:
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    described = Path("/proc/cpuinfo")
+    lines = described.read_text().splitlines() if described.exists() else []
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.processor() or platform.machine()
+
+
+def _device_bytes(device: torch.device, per_node: int) -> float:
+    if device.type == "cuda":
+        return float(torch.cuda.get_device_properties(device).total_memory)
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / per_node
