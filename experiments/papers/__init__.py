@@ -20,7 +20,7 @@ from experiments.papers.page import SCHEMA
 from experiments.papers.published import VARIANTS, Row, SetUp
 from trimtab.cluster import ClusterSpec, load_cluster, load_model
 from trimtab.planner import SequenceCounts
-from trimtab.simulator.comparison import Situation, budget_for, simulate_policy
+from trimtab.simulator.comparison import ComparisonCase, budget_for, simulate_policy
 from trimtab.trace import PRESETS, synthesize_preset
 
 # Steps of a trace. The last is simulated; the others are history, and homes begin where the one before left them.
@@ -107,7 +107,7 @@ def _cluster(set_up: SetUp) -> ClusterSpec:
 
 
 def _case(set_up: SetUp, parts: Sequence[SequenceCounts], policies: Sequence[str]) -> Case:
-    situation = Situation(
+    situation = ComparisonCase(
         cluster=_cluster(set_up),
         model=load_model(set_up.model),
         sequences=parts[-1],

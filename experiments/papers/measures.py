@@ -8,14 +8,14 @@ from dataclasses import dataclass
 import numpy as np
 
 from trimtab.array_type import Array
-from trimtab.simulator.comparison import Outcome, Situation
+from trimtab.simulator.comparison import ComparisonCase, Outcome
 
 
 @dataclass(frozen=True, eq=False)
 class Case:
     """One step, and what every balancer gave."""
 
-    situation: Situation
+    situation: ComparisonCase
     outcomes: Mapping[str, Outcome]
 
 

@@ -17,8 +17,8 @@ from trimtab.cluster.operations import OperationCosts
 from trimtab.planner import SequenceCounts
 from trimtab.policies import POLICIES, Traits, View
 from trimtab.simulator.comparison import (
+    ComparisonCase,
     Outcome,
-    Situation,
     budget_for,
     figures,
     operations,
@@ -49,7 +49,7 @@ def some_trace(seed: int = 0, steps: tuple[int, ...] = (3, 3, 4, 4, 4, 7, 7), lo
     return replace(trace, steps=np.array(steps, trace.steps.dtype))
 
 
-def some_situation(trace: RoutingTrace | None = None, **changes: Any) -> Situation:
+def some_situation(trace: RoutingTrace | None = None, **changes: Any) -> ComparisonCase:
     step, earlier = step_of(some_trace() if trace is None else trace, None)
     values: dict[str, Any] = {
         "cluster": ClusterSpec(4, 2, 1),
@@ -58,7 +58,7 @@ def some_situation(trace: RoutingTrace | None = None, **changes: Any) -> Situati
         "earlier": tuple(map(SequenceCounts.from_trace, earlier)),
         "token_budget": 20,
     }
-    return Situation(**values | changes)
+    return ComparisonCase(**values | changes)
 
 
 def test_a_step_and_those_before_it() -> None:
@@ -257,9 +257,9 @@ def test_showing_operations_does_not_change_the_step() -> None:
     situation = some_situation()
     outcome = simulate_policy(situation, "static")
     for micro_step in range(outcome.plan.num_micro_steps):
-        events = operations(situation, outcome, micro_step)
-        assert len(events.kind_N) == len(events.kind_N) > 0
-        assert set(events.rank_N.tolist()) == {0, 1, 2, 3}
+        shown = operations(situation, outcome, micro_step)
+        assert len(shown.kind_N) == len(shown.kind_N) > 0
+        assert set(shown.rank_N.tolist()) == {0, 1, 2, 3}
 
 
 def test_a_trace_hash_is_of_the_routing() -> None:

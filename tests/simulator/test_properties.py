@@ -14,7 +14,7 @@ from trimtab import ClusterSpec, Placement, Schedule, StepPlan, Workload
 from trimtab.array_type import Array
 from trimtab.policies import Traits
 from trimtab.report.model import LANES, PARTS
-from trimtab.simulator.events import KINDS, WAITING
+from trimtab.simulator.recording import KINDS, WAITING
 from trimtab.simulator.step import StepSettings
 
 LITTLE = 1 + 1e-12
@@ -38,18 +38,18 @@ def test_parts_add_up_and_every_rank_accounts_for_its_time(case: Case, data: st.
     assert list(step.parts_s) == list(PARTS)
     assert sum(step.parts_s.values()) == pytest.approx(step.step_time_s, rel=1e-9)
     assert all(seconds >= 0 for name, seconds in step.parts_s.items() if name != "imbalance")
-    events, tiny = step.events, 1e-9 * step.step_time_s
-    assert np.all(events.spans_N2[:, 0] >= -tiny)
-    assert np.all(events.kind_N < len(KINDS))
-    assert np.all(events.lane_N < len(LANES))
-    assert np.all((events.layer_N >= -1) & (events.layer_N < case.plan.num_layers))
+    shown, tiny = step.operations, 1e-9 * step.step_time_s
+    assert np.all(shown.spans_N2[:, 0] >= -tiny)
+    assert np.all(shown.kind_N < len(KINDS))
+    assert np.all(shown.lane_N < len(LANES))
+    assert np.all((shown.layer_N >= -1) & (shown.layer_N < case.plan.num_layers))
     busy_D = busy_seconds(case, show)
     for d in range(case.plan.num_ranks * case.settings.groups):
-        mine = (events.rank_N == d) & (events.lane_N == 0)
-        spans_N2 = events.spans_N2[mine][np.argsort(events.spans_N2[mine, 0], kind="stable")]
+        mine = (shown.rank_N == d) & (shown.lane_N == 0)
+        spans_N2 = shown.spans_N2[mine][np.argsort(shown.spans_N2[mine, 0], kind="stable")]
         assert np.all(spans_N2[1:, 0] >= spans_N2[:-1, 1] - tiny), "a rank does two things at once"
         assert spans_N2.max(initial=0) <= step.step_time_s + tiny
-        lasting = np.diff(events.spans_N2[mine & (events.kind_N != WAITING)], axis=1).sum()
+        lasting = np.diff(shown.spans_N2[mine & (shown.kind_N != WAITING)], axis=1).sum()
         assert lasting == pytest.approx(busy_D[d], rel=1e-9, abs=tiny), "the lane doesn't show all that it does"
 
 

@@ -26,8 +26,8 @@ from trimtab.report.html import write_html
 from trimtab.report.notebook import notebook_html, notebook_table
 from trimtab.report.simulation import answer, policy_result, simulation_report
 from trimtab.simulator.comparison import (
+    ComparisonCase,
     Outcome,
-    Situation,
     budget_for,
     figures,
     simulate_policy,
@@ -62,7 +62,7 @@ class SimulatedCase:
     ranks: int
     slots: int
     micro_steps: int | None
-    situation: Situation
+    situation: ComparisonCase
     outcomes: dict[str, Outcome]
 
     @property
@@ -100,7 +100,7 @@ class SimulationResult:
     cases: tuple[SimulatedCase, ...]
 
     @property
-    def situation(self) -> Situation:
+    def situation(self) -> ComparisonCase:
         """Of the first case."""
         return self.cases[0].situation
 
@@ -237,7 +237,7 @@ def simulate(
     for (case_ranks, case_slots, size), nodes in zip(every, clusters, strict=True):
         budget = budget_for((counted, *before), case_ranks * groups, size) if size else token_budget
         assert budget is not None
-        situation = Situation(
+        situation = ComparisonCase(
             cluster=nodes,
             model=spec,
             sequences=counted,

@@ -6,9 +6,10 @@ from collections.abc import Sequence
 from html import escape
 
 from trimtab.planner.plan.workload import max_over_mean
-from trimtab.report.model import PARTS, PolicyResult, Report, Timeline
+from trimtab.report.model import PolicyResult, Report, Timeline
 from trimtab.report.payload import load_maps, worst_layers
 from trimtab.report.widgets import NONE, Section, bytes_text, facts, heat_map, notes_section, number, seconds, table
+from trimtab.simulator.clocks import PARTS
 
 OURS = "trimtab"
 SHOWN_LAYERS = 10

@@ -7,8 +7,8 @@ from collections.abc import Mapping
 import numpy as np
 
 from trimtab.report.model import LoadMap, PolicyResult, Report, Timeline
-from trimtab.simulator.comparison import Outcome, Situation, operations
-from trimtab.simulator.events import KINDS
+from trimtab.simulator.comparison import ComparisonCase, Outcome, operations
+from trimtab.simulator.recording import KINDS
 from trimtab.trace import RoutingTrace
 
 KNOWN = {
@@ -20,7 +20,7 @@ KNOWN = {
 
 
 def simulation_report(
-    source: str, trace: RoutingTrace, situation: Situation, outcomes: Mapping[str, Outcome]
+    source: str, trace: RoutingTrace, situation: ComparisonCase, outcomes: Mapping[str, Outcome]
 ) -> Report:
     """The page of one case. `outcomes` has `static` and `balanced`."""
     best = _best(outcomes)
@@ -53,7 +53,7 @@ def simulation_report(
     )
 
 
-def answer(situation: Situation, outcomes: Mapping[str, Outcome]) -> str:
+def answer(situation: ComparisonCase, outcomes: Mapping[str, Outcome]) -> str:
     """Returns the result in one sentence."""
     best = _best(outcomes)
     static_s = outcomes["static"].simulated.step_time_s
@@ -67,7 +67,7 @@ def answer(situation: Situation, outcomes: Mapping[str, Outcome]) -> str:
     )
 
 
-def notes(trace: RoutingTrace, situation: Situation) -> tuple[str, ...]:
+def notes(trace: RoutingTrace, situation: ComparisonCase) -> tuple[str, ...]:
     """Assumptions and limits of the figures."""
     layers, all_layers = trace.num_layers, situation.model.moe_layers
     texts = ["Step time is recompute and update, predicted by a timeline model of the cluster, without the rollout."]
@@ -111,13 +111,13 @@ def _bars(parts_s: Mapping[str, float]) -> dict[str, float]:
     return dict(parts_s) | {"experts": parts_s["experts"] + below, "imbalance": parts_s["imbalance"] - below}
 
 
-def timelines(situation: Situation, outcomes: Mapping[str, Outcome]) -> tuple[Timeline, ...]:
+def timelines(situation: ComparisonCase, outcomes: Mapping[str, Outcome]) -> tuple[Timeline, ...]:
     """The middle micro-step of the balancer shown on the page, and of `static`."""
     names = dict.fromkeys((_best(outcomes), "static"))
     return tuple(_timeline(situation, outcomes[name]) for name in names)
 
 
-def _timeline(situation: Situation, outcome: Outcome) -> Timeline:
+def _timeline(situation: ComparisonCase, outcome: Outcome) -> Timeline:
     micro_step = outcome.plan.num_micro_steps // 2
     events = operations(situation, outcome, micro_step)
     return Timeline(

@@ -11,10 +11,10 @@ from rich.table import Table
 
 from trimtab.array_type import Array
 from trimtab.planner.plan.workload import max_over_mean
-from trimtab.report.model import PARTS
 from trimtab.report.simulation import answer, notes, policy_result
 from trimtab.simulator import summarise_balance
-from trimtab.simulator.comparison import Outcome, Situation
+from trimtab.simulator.clocks import PARTS
+from trimtab.simulator.comparison import ComparisonCase, Outcome
 from trimtab.trace import RoutingTrace, TraceReader
 from trimtab.trace.statistics import LayerSkew
 
@@ -94,7 +94,7 @@ def balance_tables(trace: RoutingTrace, before_MLR: Array, after_MLR: Array) -> 
 
 
 def simulation_tables(
-    source: str, trace: RoutingTrace, situation: Situation, outcomes: Mapping[str, Outcome]
+    source: str, trace: RoutingTrace, situation: ComparisonCase, outcomes: Mapping[str, Outcome]
 ) -> tuple[RenderableType, ...]:
     """The answer, the step time of every balancer, and its parts."""
     cluster = situation.cluster
