@@ -20,7 +20,7 @@ import pytest
 from helpers.simulated_steps import Case, free_costs
 from trimtab import ClusterSpec, Placement, Schedule, StepPlan, Workload
 from trimtab.policies import Traits
-from trimtab.report.model import PARTS
+from trimtab.simulator.clocks import PARTS
 from trimtab.simulator.step import StepSettings
 
 MICROSECOND = 1e-6

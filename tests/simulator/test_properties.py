@@ -13,8 +13,8 @@ from helpers.simulated_steps import GRADIENTS, MOVES, ROWS, SECONDS, WEIGHTS, Ca
 from trimtab import ClusterSpec, Placement, Schedule, StepPlan, Workload
 from trimtab.array_type import Array
 from trimtab.policies import Traits
-from trimtab.report.model import LANES, PARTS
-from trimtab.simulator.recording import KINDS, WAITING
+from trimtab.simulator.clocks import PARTS
+from trimtab.simulator.recording import KINDS, LANES, WAITING
 from trimtab.simulator.step import StepSettings
 
 LITTLE = 1 + 1e-12

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
+import numpy as np
+
+from trimtab.array_type import Array
 from trimtab.cluster.cost import GRADIENT_BYTES, STATE_BYTES
 from trimtab.cluster.models import ModelSpec
 from trimtab.cluster.specs import ClusterSpec
@@ -19,8 +22,7 @@ LOGIT_BYTES = 12
 OPTIMIZER_BYTES = 30
 
 
-@dataclass(frozen=True)
-class OperationCosts:
+class OperationCosts(NamedTuple):
     """Seconds of operations, forward unless it says otherwise.
 
     Backward takes `dense_backward` or `expert_backward` times as long.
@@ -148,6 +150,12 @@ class OperationCosts:
             optimizer_s=OPTIMIZER_BYTES * (expert_parameters + dense_parameters / ranks) * memory_s,
             reduce_s=(GRADIENT_BYTES + model.weight_bytes) * summed / slowest,
         )
+
+    def copy_seconds(self, rows: Array) -> Array:
+        """Forward seconds of copies of experts with these rows each, any shape."""
+        tiles = -(-rows // self.tile_rows)
+        seconds = self.copy_s + np.maximum(tiles * self.tile_s, self.weights_s) + rows * self.row_s
+        return np.where(rows > 0, seconds, 0.0)
 
 
 def _sharing(places: int, top_k: int) -> float:

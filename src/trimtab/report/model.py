@@ -20,7 +20,8 @@ class PolicyResult:
         speedup: over `static`.
         fraction_of_balanced: the ideal run's time over this one's; None without an ideal run.
         max_over_mean: mean over instances.
-        parts_s: seconds on the critical path by part, keys of `clocks.PARTS`; they add up to `step_time_s`. Empty if unknown.
+        parts_s: seconds on the critical path by part, keys of `clocks.PARTS`; they add up to `step_time_s`. Empty if
+            unknown.
         memory_bytes: of a rank, by name, such as "replica pool"; the busiest rank's.
         replicas_per_instance: copies away from home.
     """

@@ -7,6 +7,7 @@ from typing import NamedTuple
 import numpy as np
 
 from trimtab.array_type import Array
+from trimtab.cluster.operations import OperationCosts
 from trimtab.kernels import kernel
 from trimtab.planner.replicas.paths import HOST
 from trimtab.simulator import recording as rec
@@ -40,18 +41,6 @@ class Copies(NamedTuple):
     paths_P: Array
 
 
-class TransferCosts(NamedTuple):
-    """Seconds, as in `OperationCosts`."""
-
-    near_weights_s: float
-    far_weights_s: float
-    host_weights_s: float
-    near_gradient_s: float
-    far_gradient_s: float
-    near_spare: float
-    far_spare: float
-
-
 class Transfers(NamedTuple):
     """Transfers in progress between D ranks of G groups.
 
@@ -66,7 +55,7 @@ class Transfers(NamedTuple):
     """
 
     copies: Copies
-    costs: TransferCosts
+    costs: OperationCosts
     links: Links
     ranks_per_node: int
     arrival_D: Array
@@ -78,7 +67,7 @@ class Transfers(NamedTuple):
 
     @classmethod
     def none(
-        cls, copies: Copies, costs: TransferCosts, ranks_per_node: int, shape_GLR: tuple[int, int, int], places: int
+        cls, copies: Copies, costs: OperationCosts, ranks_per_node: int, shape_GLR: tuple[int, int, int], places: int
     ) -> Transfers:
         """Returns the state before a step.
 

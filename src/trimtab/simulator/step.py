@@ -14,7 +14,7 @@ from trimtab.planner.replicas.paths import HOST, PEER, layers_of_replicas
 from trimtab.policies.policy import Traits
 from trimtab.simulator.clocks import PARTS, Clocks
 from trimtab.simulator.recording import Operations
-from trimtab.simulator.replica_transfers import Copies, TransferCosts, Transfers
+from trimtab.simulator.replica_transfers import Copies, Transfers
 from trimtab.simulator.timeline import (
     AT_LAYER,
     AT_MICRO_STEP,
@@ -23,7 +23,6 @@ from trimtab.simulator.timeline import (
     NONE,
     SHARED,
     UNBOUNDED,
-    OncePerStep,
     Recipe,
     Rounds,
     Run,
@@ -108,6 +107,7 @@ def simulate_step(
             attention_MR,
             outer_MR,
             work,
+            costs,
             Recipe(
                 store=STORES[traits.copies],
                 start=STARTS[traits.transfers_start],
@@ -116,14 +116,11 @@ def simulate_step(
                 waits_first=traits.waits_for_weights,
                 groups_meet=chosen.meet == "layer",
                 planning_s=planning_s if is_live else 0.0,
-                dispatch_s=costs.dispatch_s,
-                dense_backward=costs.dense_backward,
-                expert_backward=costs.expert_backward,
             ),
             clocks,
             Transfers.none(
                 _copies(plan, paths_P, kept=STORES[traits.copies] == KEPT),
-                TransferCosts(**{name: getattr(costs, name) for name in TransferCosts._fields}),
+                costs,
                 plan.ranks_per_node,
                 shape_GLR,
                 chosen.ring_layers,
@@ -133,7 +130,7 @@ def simulate_step(
             fetch_time_GL=np.zeros(shape_GLR[:2]),
         ),
         rounds,
-        OncePerStep(costs.optimizer_s, costs.reduce_s, refresh_s),
+        refresh_s=refresh_s,
         recompute=chosen.recompute,
         shown_round=-1 if show is None else int(np.argwhere(rounds.order_QG == show)[0, 0]),
         memory=ranks * (plan.num_layers * OPERATIONS_PER_LAYER + OPERATIONS_OUTSIDE)

@@ -16,6 +16,7 @@ from typing import NamedTuple
 import numpy as np
 
 from trimtab.array_type import Array
+from trimtab.cluster.operations import OperationCosts
 from trimtab.kernels import kernel
 from trimtab.simulator import recording as rec
 from trimtab.simulator.clocks import (
@@ -67,7 +68,7 @@ class Rounds(NamedTuple):
 
 
 class Recipe(NamedTuple):
-    """How a balancer plans and transfers, and seconds and factors of operations.
+    """How a balancer plans and transfers.
 
     Attributes:
         store: memory of copies.
@@ -77,7 +78,6 @@ class Recipe(NamedTuple):
         waits_first: true: weights must be present before dispatch.
         groups_meet: true: groups synchronise in every layer.
         planning_s: of one layer with live planning; else 0.
-        dispatch_s, dense_backward, expert_backward: see `OperationCosts`.
     """
 
     store: int
@@ -87,9 +87,6 @@ class Recipe(NamedTuple):
     waits_first: bool
     groups_meet: bool
     planning_s: float
-    dispatch_s: float
-    dense_backward: float
-    expert_backward: float
 
 
 class Run(NamedTuple):
@@ -106,6 +103,7 @@ class Run(NamedTuple):
     attention_MR: Array
     outer_MR: Array
     work: RankWork
+    costs: OperationCosts
     recipe: Recipe
     clocks: Clocks
     transfers: Transfers
@@ -114,20 +112,13 @@ class Run(NamedTuple):
     fetch_time_GL: Array
 
 
-class OncePerStep(NamedTuple):
-    """Seconds after a mini-batch: optimizer step, gradient sums, and refreshing the mirrors."""
-
-    optimizer_s: float
-    reduce_s: float
-    refresh_s: float
-
-
 def run_step(
-    run: Run, rounds: Rounds, once: OncePerStep, *, recompute: bool, shown_round: int, memory: int
+    run: Run, rounds: Rounds, *, refresh_s: float, recompute: bool, shown_round: int, memory: int
 ) -> Operations:
     """Simulate a step on clocks at time 0.
 
     Args:
+        refresh_s: seconds to refresh the mirrors after an optimizer step.
         recompute: true: all micro-steps first run forward only.
         shown_round: whose update is recorded; -1 for none.
         memory: most operations of a round.
@@ -135,7 +126,7 @@ def run_step(
     Returns:
         The operations of the shown round.
     """
-    clocks, transfers = run.clocks, run.transfers
+    clocks, transfers, costs = run.clocks, run.transfers, run.costs
     time_D, parts_DP = clocks.time_D, clocks.parts_DP
     rows_N6, origin_s = np.zeros((0, 6)), 0.0
     last = len(rounds.mini_batch_Q) - 1
@@ -158,11 +149,11 @@ def run_step(
         parts_DP[:] = parts_DP[time_D.argmax()]
         time_D[:] = time_D.max()
         # Sums of dense gradients overlap with the last backward.
-        optimizer_s = max(0.0, once.reduce_s - (time_D[0] - backward_start)) + once.optimizer_s
-        refresh_s = once.refresh_s if q < last else 0.0
-        time_D += optimizer_s + refresh_s
+        optimizer_s = max(0.0, costs.reduce_s - (time_D[0] - backward_start)) + costs.optimizer_s
+        moving_s = refresh_s if q < last else 0.0
+        time_D += optimizer_s + moving_s
         parts_DP[:, OPTIMIZER] += optimizer_s
-        parts_DP[:, MIGRATION] += refresh_s
+        parts_DP[:, MIGRATION] += moving_s
     return Operations.from_rows(rows_N6[: clocks.num_operations[0]], origin_s)
 
 
@@ -177,7 +168,7 @@ def run_pass(run, order_G, closes_G, backward):  # type: ignore[no-untyped-def]
     """
     clocks, recipe = run.clocks, run.recipe
     _, num_layers, ranks = run.work.experts_MLR.shape
-    factor = recipe.dense_backward if backward else 1.0
+    factor = run.costs.dense_backward if backward else 1.0
     for g in range(len(order_G)):
         first, m = g * ranks, order_G[g]
         run.pass_start_G[g] = clocks.time_D[first : first + ranks].min()
@@ -234,7 +225,7 @@ def _moe_layer(run, g, m, layer, backward):  # type: ignore[no-untyped-def]
             wait(clocks, d, transfers.arrival_D[d], layer)
         synchronise(clocks, first, last)
     kind = rec.COMBINE if backward else rec.DISPATCH
-    _all_to_all(clocks, transfers.links, first, (near_R, far_R, recipe.dispatch_s), kind, layer)
+    _all_to_all(clocks, transfers.links, first, (near_R, far_R, run.costs.dispatch_s), kind, layer)
     if recipe.hops == 2 and not backward:
         # Planned while experts that do not move compute.
         release = clocks.time_D[first:last].max()
@@ -244,7 +235,7 @@ def _moe_layer(run, g, m, layer, backward):  # type: ignore[no-untyped-def]
         fetch(transfers, clocks, i, first, release, layer)
     if recipe.store == KEPT:
         fetch_kept(transfers, clocks, g, layer)
-    factor = recipe.expert_backward if backward else 1.0
+    factor = run.costs.expert_backward if backward else 1.0
     if recipe.hops == 2:
         seconds = (work.experts_MLR[m, layer], work.moved_MLR[m, layer], work.hop_MLR[m, layer])
         _compute_in_two_hops(clocks, first, seconds, factor, (release, arrival_R), layer)
@@ -256,7 +247,7 @@ def _moe_layer(run, g, m, layer, backward):  # type: ignore[no-untyped-def]
         return_gradients(transfers, clocks, i, first, k if recipe.store == SHARED else np.int64(-1), layer)
     synchronise(clocks, first, last)
     kind = rec.DISPATCH if backward else rec.COMBINE
-    _all_to_all(clocks, transfers.links, first, (near_R, far_R, recipe.dispatch_s), kind, layer)
+    _all_to_all(clocks, transfers.links, first, (near_R, far_R, run.costs.dispatch_s), kind, layer)
 
 
 @kernel

@@ -46,8 +46,7 @@ def rank_work(
     shape = (plan.num_micro_steps, plan.num_layers, plan.num_ranks)
     work = RankWork(*(np.zeros(shape) for _ in range(5)), np.zeros(shape, np.int64))
     placed = _Placed(**{name: getattr(plan, name) for name in _Placed._fields})
-    rates = _Rates(**{name: getattr(costs, name) for name in _Rates._fields})
-    _fill(workload.estimated_MLRE, placed, rates, hops, work)
+    _fill(workload.estimated_MLRE, placed, costs, hops, work)
     return work
 
 
@@ -64,25 +63,11 @@ class _Placed(NamedTuple):
     ranks_per_node: int
 
 
-class _Rates(NamedTuple):
-    """Fields of `OperationCosts`."""
-
-    tile_rows: int
-    tile_s: float
-    copy_s: float
-    weights_s: float
-    row_s: float
-    near_row_s: float
-    far_row_s: float
-    hop_row_s: float
-    forwards: bool
-
-
 @kernel
-def _fill(counts_MLRE, placed, rates, hops, work):  # type: ignore[no-untyped-def]
+def _fill(counts_MLRE, placed, costs, hops, work):  # type: ignore[no-untyped-def]
     """Adds the work of all instances to `work`, which is 0."""
     num_micro_steps, num_layers, num_ranks, num_experts = counts_MLRE.shape
-    per_node, forwards = placed.ranks_per_node, rates.forwards
+    per_node, forwards = placed.ranks_per_node, costs.forwards
     # Rows sent and received: [in its own node or another, out or in, rank]; forwarded rows: [out or in, rank].
     rows = np.zeros((2, 2, num_ranks), np.int64)
     moving = np.zeros((2, num_ranks), np.int64)
@@ -111,27 +96,27 @@ def _fill(counts_MLRE, placed, rates, hops, work):  # type: ignore[no-untyped-de
                 at_home[expert] -= share
                 work.loads_MLR[m, layer, rank] += share
                 if hops == 1:
-                    work.experts_MLR[m, layer, rank] += _copy_seconds(share, rates)
+                    work.experts_MLR[m, layer, rank] += _copy_seconds(share, costs)
                 else:
-                    work.moved_MLR[m, layer, rank] += _copy_seconds(share, rates)
+                    work.moved_MLR[m, layer, rank] += _copy_seconds(share, costs)
                     moving[0, home_E[expert]] += share
                     moving[1, rank] += share
             for e in range(num_experts):
                 work.loads_MLR[m, layer, home_E[e]] += at_home[e]
-                work.experts_MLR[m, layer, home_E[e]] += _copy_seconds(at_home[e], rates)
+                work.experts_MLR[m, layer, home_E[e]] += _copy_seconds(at_home[e], costs)
             for r in range(num_ranks):
-                work.near_MLR[m, layer, r] = max(rows[0, 0, r], rows[0, 1, r]) * rates.near_row_s
-                work.far_MLR[m, layer, r] = max(rows[1, 0, r], rows[1, 1, r]) * rates.far_row_s
-                work.hop_MLR[m, layer, r] = max(moving[0, r], moving[1, r]) * rates.hop_row_s
+                work.near_MLR[m, layer, r] = max(rows[0, 0, r], rows[0, 1, r]) * costs.near_row_s
+                work.far_MLR[m, layer, r] = max(rows[1, 0, r], rows[1, 1, r]) * costs.far_row_s
+                work.hop_MLR[m, layer, r] = max(moving[0, r], moving[1, r]) * costs.hop_row_s
 
 
 @kernel
-def _copy_seconds(rows, rates):  # type: ignore[no-untyped-def]
+def _copy_seconds(rows, costs):  # type: ignore[no-untyped-def]
     """Forward through one copy of an expert."""
     if rows <= 0:
         return 0.0
-    tiles = -(-rows // rates.tile_rows)
-    return rates.copy_s + max(tiles * rates.tile_s, rates.weights_s) + rows * rates.row_s
+    tiles = -(-rows // costs.tile_rows)
+    return costs.copy_s + max(tiles * costs.tile_s, costs.weights_s) + rows * costs.row_s
 
 
 @kernel
@@ -159,10 +144,8 @@ def _even_work(counts_MLRE: Array, ranks_per_node: int, costs: OperationCosts) -
     if costs.forwards:
         near += far * (ranks_per_node - 1) / ranks_per_node
     rows_MLE = counts_MLRE.sum(axis=2, dtype=np.int64)
-    tiles_MLE = -(-rows_MLE // costs.tile_rows)
-    busy_MLE = costs.copy_s + np.maximum(tiles_MLE * costs.tile_s, costs.weights_s) + rows_MLE * costs.row_s
     # Added up one after another, as the kernel does.
-    seconds_ML1 = np.cumsum(np.where(rows_MLE > 0, busy_MLE, 0.0), axis=2)[:, :, -1:]
+    seconds_ML1 = np.cumsum(costs.copy_seconds(rows_MLE), axis=2)[:, :, -1:]
     rows_MLR = counts_MLRE.sum(axis=3, dtype=np.int64)
     share_ML1 = -(-rows_MLE.sum(axis=2, keepdims=True) // num_ranks)
     sent_MLR = np.maximum(rows_MLR, share_ML1)

@@ -68,31 +68,30 @@ def add_replicas(load: InstanceLoad, target: int, smallest_share: int) -> Array:
         `[3, P]` int64, expert, rank and tokens of every replica, in the order in which they were added. A replica may
         have no tokens.
     """
-    replicas_3P = np.empty((3, len(load.loads_R) * load.slots), np.int64)
-    free_R = np.full(len(load.loads_R), load.slots)
-    split = _Split(load.counts_E.copy(), load.loads_R.copy(), free_R, replicas_3P)
-    return replicas_3P[:, : _add_replicas(load, target, smallest_share, split)]
+    num_experts = len(load.counts_E)
+    copies_3C = np.empty((3, num_experts + len(load.loads_R) * load.slots), np.int64)
+    copies_3C[:, :num_experts] = np.arange(num_experts), load.home_E, load.counts_E
+    split = _Split(copies_3C, load.loads_R.copy(), np.full(len(load.loads_R), load.slots))
+    return copies_3C[:, num_experts : _add_replicas(load, target, smallest_share, split)]
 
 
 class _Split(NamedTuple):
     """The current split of one instance, changed by the kernels.
 
     Attributes:
-        at_home_E: `[E]` int64, tokens that the homes compute.
+        copies_3C: `[3, C]` int64, expert, rank and tokens of every copy. The first E are the homes, in expert order.
         loads_R: `[R]` int64, tokens of every rank.
         free_R: `[R]` int64, slots without a replica.
-        replicas_3P: `[3, R * slots]` int64, expert, rank and tokens of every replica.
     """
 
-    at_home_E: Array
+    copies_3C: Array
     loads_R: Array
     free_R: Array
-    replicas_3P: Array
 
 
 @kernel
 def _add_replicas(load, target, smallest_share, split):  # type: ignore[no-untyped-def]
-    """Returns the number of replicas.
+    """Returns the number of copies.
 
     The busiest rank moves tokens to another copy of one of its experts, on a rank below the target. Without such a
     copy, its largest expert gets a copy on the emptiest rank of the domain, in the same node if a rank there has as
@@ -100,7 +99,7 @@ def _add_replicas(load, target, smallest_share, split):  # type: ignore[no-untyp
     """
     loads_R = split.loads_R
     stuck_R = np.zeros(len(loads_R), np.bool_)
-    count = np.int64(0)
+    count = len(load.counts_E)
     for _ in range(64 * len(loads_R)):
         giver = np.int64(-1)
         for r in range(len(loads_R)):
@@ -119,44 +118,49 @@ def _add_replicas(load, target, smallest_share, split):  # type: ignore[no-untyp
 
 
 @kernel
+def _move(split, source, taker, tokens):  # type: ignore[no-untyped-def]
+    """Move tokens from a copy to another of the same expert."""
+    _, ranks_C, tokens_C = split.copies_3C
+    tokens_C[source] -= tokens
+    tokens_C[taker] += tokens
+    split.loads_R[ranks_C[source]] -= tokens
+    split.loads_R[ranks_C[taker]] += tokens
+
+
+@kernel
+def _part(wanted, tokens, is_replica, smallest_share):  # type: ignore[no-untyped-def]
+    """Tokens to move of a copy that has `tokens`: a replica keeps none or a smallest share."""
+    wanted = min(wanted, tokens)
+    return tokens - smallest_share if is_replica and 0 < tokens - wanted < smallest_share else wanted
+
+
+@kernel
 def _shift(load, limits, split, count):  # type: ignore[no-untyped-def]
     """Move tokens of a rank to a copy on the emptiest rank below the target that has one of its experts. Returns
     whether there is one."""
     giver, target, smallest_share = limits
-    home_E, at_home_E, loads_R, replicas_3P = load.home_E, split.at_home_E, split.loads_R, split.replicas_3P
-    # Of the two copies: -1 is the home, -2 means none found.
-    source, taker, tokens = -2, -2, np.int64(0)
+    experts_C, ranks_C, tokens_C = split.copies_3C
+    loads_R, num_experts = split.loads_R, len(load.home_E)
+    source, taker = np.int64(-1), np.int64(-1)
     lowest = target
-    for p in range(count):
-        e, rank = replicas_3P[0, p], replicas_3P[1, p]
-        if home_E[e] == giver and at_home_E[e] > 0 and loads_R[rank] < lowest:
-            source, taker, tokens, lowest = -1, p, at_home_E[e], loads_R[rank]
-        if rank != giver or replicas_3P[2, p] == 0:
+    for p in range(num_experts, count):
+        home = experts_C[p]
+        if ranks_C[home] == giver and tokens_C[home] > 0 and loads_R[ranks_C[p]] < lowest:
+            source, taker, lowest = home, np.int64(p), loads_R[ranks_C[p]]
+        if ranks_C[p] != giver or tokens_C[p] == 0:
             continue
-        if loads_R[home_E[e]] < lowest:
-            source, taker, tokens, lowest = p, -1, replicas_3P[2, p], loads_R[home_E[e]]
-        for q in range(count):
-            if q != p and replicas_3P[0, q] == e and loads_R[replicas_3P[1, q]] < lowest:
-                source, taker, tokens, lowest = p, q, replicas_3P[2, p], loads_R[replicas_3P[1, q]]
-    if source == -2:
+        if loads_R[ranks_C[home]] < lowest:
+            source, taker, lowest = np.int64(p), home, loads_R[ranks_C[home]]
+        for q in range(num_experts, count):
+            if q != p and experts_C[q] == home and loads_R[ranks_C[q]] < lowest:
+                source, taker, lowest = np.int64(p), np.int64(q), loads_R[ranks_C[q]]
+    if source < 0:
         return False
-    wanted = min(loads_R[giver] - target, target - lowest, tokens)
-    if source >= 0 and 0 < tokens - wanted < smallest_share:
-        wanted = tokens - smallest_share
-    if wanted < (smallest_share if taker >= 0 and replicas_3P[2, taker] == 0 else 1):
+    wanted = min(loads_R[giver] - target, target - lowest)
+    wanted = _part(wanted, tokens_C[source], source >= num_experts, smallest_share)
+    if wanted < (smallest_share if taker >= num_experts and tokens_C[taker] == 0 else 1):
         return False
-    e = replicas_3P[0, max(source, taker)]
-    if source >= 0:
-        replicas_3P[2, source] -= wanted
-    else:
-        at_home_E[e] -= wanted
-    if taker >= 0:
-        replicas_3P[2, taker] += wanted
-        loads_R[replicas_3P[1, taker]] += wanted
-    else:
-        at_home_E[e] += wanted
-        loads_R[home_E[e]] += wanted
-    loads_R[giver] -= wanted
+    _move(split, source, taker, wanted)
     return True
 
 
@@ -164,7 +168,8 @@ def _shift(load, limits, split, count):  # type: ignore[no-untyped-def]
 def _add(load, limits, split, count):  # type: ignore[no-untyped-def]
     """Add a replica of one of a rank's experts, written at `count`. Returns whether a rank can take one."""
     giver, target, smallest_share = limits
-    home_E, at_home_E, loads_R, replicas_3P = load.home_E, split.at_home_E, split.loads_R, split.replicas_3P
+    experts_C, ranks_C, tokens_C = split.copies_3C
+    loads_R = split.loads_R
     first = giver // load.ranks_per_domain * load.ranks_per_domain
     best, near = -1, -1
     for r in range(first, first + load.ranks_per_domain):
@@ -177,31 +182,22 @@ def _add(load, limits, split, count):  # type: ignore[no-untyped-def]
         return False
     excess = loads_R[giver] - target
     taker = near if near >= 0 and target - loads_R[near] >= min(excess, target - loads_R[best]) else best
-    has_copy_E = np.zeros(len(home_E), np.bool_)
-    for e in range(len(home_E)):
-        has_copy_E[e] = home_E[e] == taker
-    for p in range(count):
-        if replicas_3P[1, p] == taker:
-            has_copy_E[replicas_3P[0, p]] = True
-    expert, source, tokens = -1, -1, np.int64(0)
-    for e in range(len(home_E)):
-        if home_E[e] == giver and at_home_E[e] > tokens and not has_copy_E[e]:
-            expert, tokens = e, at_home_E[e]
-    for p in range(count):
-        if replicas_3P[1, p] == giver and replicas_3P[2, p] > tokens and not has_copy_E[replicas_3P[0, p]]:
-            expert, source, tokens = replicas_3P[0, p], p, replicas_3P[2, p]
-    wanted = min(excess, target - loads_R[taker], tokens)
-    if source >= 0 and 0 < tokens - wanted < smallest_share:
-        wanted = tokens - smallest_share
+    has_copy_E = np.zeros(len(load.home_E), np.bool_)
+    for c in range(count):
+        if ranks_C[c] == taker:
+            has_copy_E[experts_C[c]] = True
+    source, tokens = np.int64(-1), np.int64(0)
+    for c in range(count):
+        if ranks_C[c] == giver and tokens_C[c] > tokens and not has_copy_E[experts_C[c]]:
+            source, tokens = np.int64(c), tokens_C[c]
+    if source < 0:
+        return False
+    wanted = min(excess, target - loads_R[taker])
+    wanted = _part(wanted, tokens, source >= len(load.home_E), smallest_share)
     if wanted < max(smallest_share, 1):
         return False
-    if source >= 0:
-        replicas_3P[2, source] -= wanted
-    else:
-        at_home_E[expert] -= wanted
-    replicas_3P[0, count], replicas_3P[1, count], replicas_3P[2, count] = expert, taker, wanted
-    loads_R[giver] -= wanted
-    loads_R[taker] += wanted
+    experts_C[count], ranks_C[count], tokens_C[count] = experts_C[source], taker, 0
+    _move(split, source, count, wanted)
     split.free_R[taker] -= 1
     return True
 
@@ -211,21 +207,17 @@ def _make_room(load, limits, split, count):  # type: ignore[no-untyped-def]
     """On a rank with a free slot, move tokens of its own experts to a copy on a rank below the target, as many as the
     giver's excess. Returns whether a rank can free a smallest share."""
     giver, target, smallest_share = limits
-    home_E, at_home_E, loads_R, replicas_3P = load.home_E, split.at_home_E, split.loads_R, split.replicas_3P
-    domain = giver // load.ranks_per_domain
-    chosen, most = -1, np.int64(0)
-    for p in range(count):
-        e, rank = replicas_3P[0, p], replicas_3P[1, p]
-        if home_E[e] == giver or rank // load.ranks_per_domain != domain or split.free_R[home_E[e]] == 0:
+    experts_C, ranks_C, tokens_C = split.copies_3C
+    loads_R, domain = split.loads_R, giver // load.ranks_per_domain
+    chosen, most = np.int64(-1), np.int64(0)
+    for p in range(len(load.home_E), count):
+        rank, home_rank = ranks_C[p], ranks_C[experts_C[p]]
+        if home_rank == giver or rank // load.ranks_per_domain != domain or split.free_R[home_rank] == 0:
             continue
-        room = min(at_home_E[e], target - loads_R[rank], loads_R[giver] - target)
-        if room > most and loads_R[home_E[e]] - room < target:
-            chosen, most = p, room
+        room = min(tokens_C[experts_C[p]], target - loads_R[rank], loads_R[giver] - target)
+        if room > most and loads_R[home_rank] - room < target:
+            chosen, most = np.int64(p), room
     if most < max(smallest_share, 1):
         return False
-    e = replicas_3P[0, chosen]
-    replicas_3P[2, chosen] += most
-    at_home_E[e] -= most
-    loads_R[replicas_3P[1, chosen]] += most
-    loads_R[home_E[e]] -= most
+    _move(split, experts_C[chosen], chosen, most)
     return True
