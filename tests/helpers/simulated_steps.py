@@ -1,4 +1,4 @@
-"""Random steps to simulate: any plan, any costs, any way for a balancer to go about it; and smaller ones by hand."""
+"""Random steps to simulate, with any plan, costs and traits; and small ones for tests by hand."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""FEPLB's moves against a plain twin, against what the paper says, and as a policy."""
+"""FEPLB: moves equal to a plain twin, published figures, and as a policy."""
 
 from __future__ import annotations
 

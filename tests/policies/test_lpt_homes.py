@@ -1,4 +1,4 @@
-"""Homes by longest processing time: against a plain twin, balanced, and near to where they were."""
+"""Homes by longest processing time: equal to a plain twin, balanced, and with few moves."""
 
 from __future__ import annotations
 

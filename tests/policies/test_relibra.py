@@ -1,4 +1,4 @@
-"""ReLibra: level nodes after reordering, replicas in the node, and as a policy."""
+"""ReLibra: balanced nodes after reordering, replicas in the node, and as a policy."""
 
 from __future__ import annotations
 

@@ -94,7 +94,7 @@ def test_packing_comes_near_the_bound_of_the_homes(seed: int) -> None:
     assert tokens(step, plan.micro_step, plan.rank).max() <= 4000
 
 
-def test_attention_alone_is_packed_too() -> None:
+def test_packing_balances_attention_without_expert_rows() -> None:
     """Without expert rows, long sequences that shared a rank are spread over ranks."""
     lengths_S = np.array([100, 100, 100, 100, 10, 10, 10, 10])
     rank_S = np.array([0, 0, 0, 0, 1, 1, 1, 1])

@@ -1,4 +1,4 @@
-"""UltraEP's quotas against a plain twin, against its figures, and as a policy."""
+"""UltraEP: quotas equal to a plain twin, published figures, and as a policy."""
 
 from __future__ import annotations
 

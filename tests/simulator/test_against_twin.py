@@ -1,4 +1,4 @@
-"""The simulation gives what a plain one gives: rows in seconds, the step's time, its parts and every operation."""
+"""The simulator equals a plain twin: work, step time, its parts and every operation."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ EXACT = 1e-9
 
 @settings(max_examples=60, deadline=None)
 @given(cases(), st.sampled_from([1, 2]), st.booleans())
-def test_rows_become_seconds(case: Case, hops: int, even: bool) -> None:
+def test_work_equals_that_of_a_plain_count(case: Case, hops: int, even: bool) -> None:
     work = rank_work(case.plan, case.workload, case.costs, hops=hops, even=even)
     rows_MLRE = twins.estimated(case.workload)
     for m, layer in np.ndindex(case.plan.num_micro_steps, case.plan.num_layers):
@@ -35,7 +35,7 @@ def test_rows_become_seconds(case: Case, hops: int, even: bool) -> None:
 
 @settings(max_examples=400, deadline=None)
 @given(cases(), st.data())
-def test_steps_take_as_long_and_do_the_same(case: Case, data: st.DataObject) -> None:
+def test_time_parts_and_operations_equal_those_of_the_twin(case: Case, data: st.DataObject) -> None:
     show = data.draw(st.integers(0, case.plan.num_micro_steps - 1))
     found, expected = case.run(show), case.twin(show)
     np.testing.assert_allclose(found.step_time_s, expected.seconds, rtol=EXACT)

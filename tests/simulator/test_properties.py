@@ -1,4 +1,4 @@
-"""What holds of every step, whatever the plan, the costs and the balancer's ways."""
+"""Properties of every simulated step, for any plan, costs and traits."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def busy_seconds(case: Case, show: int) -> Array:
 
 @settings(max_examples=60, deadline=None)
 @given(cases())
-def test_twice_the_costs_take_twice_as_long_and_two_runs_are_the_same(case: Case) -> None:
+def test_time_is_proportional_to_costs_and_deterministic(case: Case) -> None:
     once, again = case.run(0), case.run(0)
     assert once.parts_s == again.parts_s
     assert all(
@@ -93,7 +93,7 @@ def test_twice_the_costs_take_twice_as_long_and_two_runs_are_the_same(case: Case
 
 @settings(max_examples=60, deadline=None)
 @given(cases())
-def test_infinitely_fast_links_hide_everything(case: Case) -> None:
+def test_with_infinitely_fast_links_no_rank_waits_for_transfers(case: Case) -> None:
     free = case.free(*TRANSFERS).but(published_us=None, planning_us_per_rank=0.0)
     if case.traits.hops == 2:
         # Rows that move on have to have come.
@@ -118,7 +118,7 @@ def test_faster_links_and_more_room_never_make_a_step_slower(case: Case, data: s
 
 @settings(max_examples=60, deadline=None)
 @given(cases())
-def test_meeting_more_often_is_not_faster(case: Case) -> None:
+def test_synchronising_groups_more_often_is_not_faster(case: Case) -> None:
     often, seldom = (alone(case).but(meet=meet).run().step_time_s for meet in ("layer", "step"))
     assert seldom <= often * LITTLE
     # One group whose ranks have the same dense parts and exchange nothing has nobody else to wait for.
@@ -170,7 +170,7 @@ def test_as_many_groups_as_micro_steps_take_as_long_as_the_longest(case: Case) -
     assert together.step_time_s == pytest.approx(longest, rel=1e-9)
 
 
-def test_where_all_to_alls_get_in_the_way_sooner_can_be_later() -> None:
+def test_with_all_to_alls_a_faster_link_can_delay_a_step() -> None:
     """Dense parts take half as long, and the step more: a dispatch comes upon a transfer that used to be through."""
     counts_MLRE = np.zeros((1, 1, 3, 3), np.int32)
     counts_MLRE[0, 0, 1, 0], counts_MLRE[0, 0, 2, 0] = 5, 3
