@@ -175,32 +175,30 @@ def _simulated(
 def figures(outcomes: Mapping[str, Outcome], model: ModelSpec) -> dict[str, Any]:
     """All figures of `trimtab simulate`'s JSON, by balancer."""
     static, ideal = outcomes.get("static"), outcomes.get("balanced")
-    return {
-        name: {
-            "known_at": outcome.policy.traits.known_at,
-            "slots_per_rank": outcome.plan.slots_per_rank,
-            "step_time_s": outcome.simulated.step_time_s,
-            "speedup_vs_static": static.simulated.step_time_s / outcome.simulated.step_time_s if static else None,
-            "fraction_of_balanced": ideal.simulated.step_time_s / outcome.simulated.step_time_s if ideal else None,
+    content: dict[str, Any] = {}
+    for name, outcome in outcomes.items():
+        plan, step, traits = outcome.plan, outcome.simulated, outcome.policy.traits
+        content[name] = {
+            "known_at": traits.known_at,
+            "slots_per_rank": plan.slots_per_rank,
+            "step_time_s": step.step_time_s,
+            "speedup_vs_static": static.simulated.step_time_s / step.step_time_s if static else None,
+            "fraction_of_balanced": ideal.simulated.step_time_s / step.step_time_s if ideal else None,
             "max_over_mean": asdict(outcome.balance),
-            "micro_steps": outcome.plan.num_micro_steps,
-            "replicas_per_instance": outcome.plan.num_replicas
-            / (outcome.plan.num_micro_steps * outcome.plan.num_layers),
-            "weight_bytes_per_micro_step": outcome.plan.num_replicas
-            * model.expert_bytes
-            / outcome.plan.num_micro_steps,
+            "micro_steps": plan.num_micro_steps,
+            "replicas_per_instance": plan.num_replicas / (plan.num_micro_steps * plan.num_layers),
+            "weight_bytes_per_micro_step": plan.num_replicas * model.expert_bytes / plan.num_micro_steps,
             "cross_node_token_fraction": outcome.cross_node_fraction,
-            "exposed_transfer_s": outcome.simulated.parts_s["transfers"],
-            "exposed_planning_s": outcome.simulated.parts_s["planning"],
+            "exposed_transfer_s": step.parts_s["transfers"],
+            "exposed_planning_s": step.parts_s["planning"],
             "migration_bytes_per_step": outcome.migration_bytes,
             "plan_us_per_instance": outcome.plan_us,
             "replica_pool_bytes": outcome.memory["replica pool"],
-            "peak_tokens_per_rank": int(outcome.simulated.work.loads_MLR.max(initial=0)),
-            "parts_s": outcome.simulated.parts_s,
+            "peak_tokens_per_rank": int(step.work.loads_MLR.max(initial=0)),
+            "parts_s": step.parts_s,
             "memory_bytes": outcome.memory,
         }
-        for name, outcome in outcomes.items()
-    }
+    return content
 
 
 def trace_hash(trace: RoutingTrace) -> str:
