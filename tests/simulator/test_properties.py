@@ -80,7 +80,8 @@ def test_time_is_proportional_to_costs_and_deterministic(case: Case) -> None:
     once, again = case.run(0), case.run(0)
     assert once.parts_s == again.parts_s
     assert all(
-        np.array_equal(*pair) for pair in zip(vars(once.events).values(), vars(again.events).values(), strict=True)
+        np.array_equal(*pair)
+        for pair in zip(vars(once.operations).values(), vars(again.operations).values(), strict=True)
     )
     twice = case.but(
         **{name: 2 * getattr(case.costs, name) for name in SECONDS},

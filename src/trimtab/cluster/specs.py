@@ -3,21 +3,30 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from trimtab.errors import InputError
 
 # Operations or bytes a second, and bytes; a smaller figure was probably meant in another unit.
 SLOWEST = 1e6
-LINKS = ("node_bytes_per_s", "network_bytes_per_s", "host_bytes_per_s")
-RATES = (
-    "expert_flops", "dense_flops", "attention_flops", "memory_bytes_per_s", "dispatch_node_bytes_per_s",
-    "dispatch_network_bytes_per_s", "device_bytes",
+_RANGES: tuple[tuple[tuple[str, ...], Callable[[float], bool], str], ...] = (
+    (
+        ("node_bytes_per_s", "network_bytes_per_s", "host_bytes_per_s"),
+        lambda rate: rate == 0 or SLOWEST <= rate < math.inf,
+        f"{SLOWEST:,.0f} or more, or 0 for none",
+    ),
+    (
+        ("expert_flops", "dense_flops", "attention_flops", "memory_bytes_per_s", "dispatch_node_bytes_per_s",
+         "dispatch_network_bytes_per_s", "device_bytes"),
+        lambda rate: SLOWEST <= rate < math.inf,
+        f"{SLOWEST:,.0f} or more",
+    ),
+    # Fixed times of a kernel or a collective; a second or more was probably meant in another unit.
+    (("copy_s", "layer_s", "dispatch_s"), lambda seconds: 0 <= seconds < 1, "0 or more seconds, and below 1"),
+    (("dense_backward", "expert_backward"), lambda ratio: 0 < ratio < math.inf, "above 0"),
+    (("tile_rows", "planning_threads"), lambda count: count >= 1, "1 or more"),
 )  # fmt: skip
-# Fixed times of a kernel or a collective; a second or more was probably meant in another unit.
-SECONDS = ("copy_s", "layer_s", "dispatch_s")
-RATIOS = ("dense_backward", "expert_backward")
-COUNTS = ("tile_rows", "planning_threads")
 
 
 @dataclass(frozen=True)
@@ -95,22 +104,10 @@ class ClusterSpec:
             )
         if self.slots_per_rank < 0:
             raise InputError(f"slots per rank is {self.slots_per_rank}; it should be 0 or more")
-        for name in LINKS:
-            rate = getattr(self, name)
-            if rate != 0 and not SLOWEST <= rate < math.inf:
-                raise InputError(f"{name} is {rate}; it should be {SLOWEST:,.0f} or more, or 0 for none")
-        for name in RATES:
-            if not SLOWEST <= getattr(self, name) < math.inf:
-                raise InputError(f"{name} is {getattr(self, name)}; it should be {SLOWEST:,.0f} or more")
-        for name in SECONDS:
-            if not 0 <= getattr(self, name) < 1:
-                raise InputError(f"{name} is {getattr(self, name)}; it should be 0 or more seconds, and below 1")
-        for name in RATIOS:
-            if not 0 < getattr(self, name) < math.inf:
-                raise InputError(f"{name} is {getattr(self, name)}; it should be above 0")
-        for name in COUNTS:
-            if getattr(self, name) < 1:
-                raise InputError(f"{name} is {getattr(self, name)}; it should be 1 or more")
+        for names, is_valid, range_text in _RANGES:
+            for name in names:
+                if not is_valid(getattr(self, name)):
+                    raise InputError(f"{name} is {getattr(self, name)}; it should be {range_text}")
         if self.mirror_experts is not None and self.mirror_experts < 0:
             raise InputError(f"mirror_experts is {self.mirror_experts}; it should be 0 or more, or None for all")
         if (not self.host_bytes_per_s or self.mirror_experts is not None) and not (
