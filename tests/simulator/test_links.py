@@ -13,7 +13,7 @@ from helpers.simulator_twin import Lane
 from trimtab.simulator.links import FAR_IN, FAR_OUT, GRADIENTS, HOST_IN, NEAR_IN, NEAR_OUT, idle_links, occupy, serve
 
 SECONDS = st.one_of(st.just(0.0), st.floats(0.01, 20))
-LANES = (NEAR_OUT, NEAR_IN, FAR_OUT, FAR_IN, HOST_IN, GRADIENTS + NEAR_OUT, GRADIENTS + FAR_IN)
+LANES = [int(n) for n in (NEAR_OUT, NEAR_IN, FAR_OUT, FAR_IN, HOST_IN, GRADIENTS + NEAR_OUT, GRADIENTS + FAR_IN)]
 
 
 @settings(max_examples=200, deadline=None)

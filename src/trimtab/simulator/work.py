@@ -44,7 +44,8 @@ def rank_work(
     if even:
         return _even_work(workload.estimated_MLRE, plan.ranks_per_node, costs)
     shape = (plan.num_micro_steps, plan.num_layers, plan.num_ranks)
-    work = RankWork(*(np.zeros(shape) for _ in range(5)), np.zeros(shape, np.int64))
+    experts, moved, near, far, hop = (np.zeros(shape) for _ in range(5))
+    work = RankWork(experts, moved, near, far, hop, np.zeros(shape, np.int64))
     placed = _Placed(**{name: getattr(plan, name) for name in _Placed._fields})
     _fill(workload.estimated_MLRE, placed, costs, hops, work)
     return work
@@ -78,11 +79,11 @@ def _fill(counts_MLRE, placed, costs, hops, work):  # type: ignore[no-untyped-de
             rows[:] = 0
             moving[:] = 0
             at_home[:] = 0
-            for source in range(num_ranks):
+            for r in range(num_ranks):
                 for e in range(num_experts):
-                    tokens = np.int64(counts_RE[source, e])
+                    tokens = np.int64(counts_RE[r, e])
                     at_home[e] += tokens
-                    _send(rows, np.int64(source), home_E[e], per_node, forwards, tokens)
+                    _send(rows, np.int64(r), home_E[e], per_node, forwards, tokens)
             instance = m * num_layers + layer
             for p in range(placed.replica_starts[instance], placed.replica_starts[instance + 1]):
                 expert, rank = placed.replica_experts[p], placed.replica_ranks[p]
