@@ -8,7 +8,7 @@ import numpy as np
 
 from trimtab.array_type import Array
 from trimtab.report.model import LoadMap, PolicyResult, Report, Timeline
-from trimtab.simulator.recording import LANES
+from trimtab.simulator.recorded_operations import LANES
 
 KINDS = (
     "attention", "dispatch", "experts", "combine", "waiting for other ranks", "replica weights",

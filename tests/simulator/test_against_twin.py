@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from helpers import planner_twins as twins
 from helpers.simulated_steps import Case, cases
 from helpers.simulator_twin import Shown, needs_of
-from trimtab.simulator.recording import KINDS, LANES, Operations
+from trimtab.simulator.recorded_operations import KINDS, LANES, Operations
 from trimtab.simulator.work import rank_work
 
 EXACT = 1e-9

@@ -14,7 +14,7 @@ from trimtab import ClusterSpec, Placement, Schedule, StepPlan, Workload
 from trimtab.array_type import Array
 from trimtab.policies import Traits
 from trimtab.simulator.clocks import PARTS
-from trimtab.simulator.recording import KINDS, LANES, WAITING
+from trimtab.simulator.recorded_operations import KINDS, LANES, WAITING
 from trimtab.simulator.step import StepSettings
 
 LITTLE = 1 + 1e-12

@@ -57,7 +57,7 @@ class Timeline:
         title: policy and micro-step.
         names: kinds of operations, such as "experts" or "dispatch".
         kind_N: `[N]` uint8, index into `names`.
-        lane_N: `[N]` uint8, index into `simulator.recording.LANES`.
+        lane_N: `[N]` uint8, index into `recorded_operations.LANES`.
         rank_N: `[N]` int16.
         layer_N: `[N]` int16, -1 for none.
         start_N, end_N: `[N]` float64 seconds from the beginning.

@@ -12,7 +12,7 @@ from trimtab.array_type import Array
 from trimtab.planner.plan.workload import max_over_mean
 from trimtab.report.model import LoadMap, Report, Timeline
 from trimtab.report.table_rows import Rows, rows_of
-from trimtab.simulator.recording import LANES
+from trimtab.simulator.recorded_operations import LANES
 
 NO_LAYER = 65535
 BUSIEST_RANKS = 8

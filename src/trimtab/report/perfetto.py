@@ -19,7 +19,7 @@ from trimtab.errors import InputError
 from trimtab.files import write_whole
 from trimtab.report.model import Timeline
 from trimtab.report.table_rows import rows_of
-from trimtab.simulator.recording import LANES
+from trimtab.simulator.recorded_operations import LANES
 
 NANOSECOND = 1e-9
 

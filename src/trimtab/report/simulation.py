@@ -8,7 +8,7 @@ import numpy as np
 
 from trimtab.report.model import LoadMap, PolicyResult, Report, Timeline
 from trimtab.simulator.comparison import ComparisonCase, Outcome, operations
-from trimtab.simulator.recording import KINDS
+from trimtab.simulator.recorded_operations import KINDS
 from trimtab.trace import RoutingTrace
 
 KNOWN = {

@@ -25,7 +25,7 @@ from trimtab.runtime.ranks.recorder import (
     Recording,
 )
 from trimtab.simulator.clocks import PARTS
-from trimtab.simulator.recording import LANES
+from trimtab.simulator.recorded_operations import LANES
 
 # What ranks do together, so that none goes on before the last one has come.
 MEETINGS = (DISPATCH, COMBINE, DISPATCH + BACKWARD, COMBINE + BACKWARD)

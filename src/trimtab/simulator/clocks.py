@@ -8,7 +8,7 @@ import numpy as np
 
 from trimtab.array_type import Array
 from trimtab.kernels import kernel
-from trimtab.simulator import recording as rec
+from trimtab.simulator import recorded_operations as rec
 
 # Parts of a step's time, in the order in which bars are stacked.
 PARTS = {

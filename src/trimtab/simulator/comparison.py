@@ -21,7 +21,7 @@ from trimtab.planner.plan.prediction import cross_node_rows
 from trimtab.policies import POLICIES, Policy, make_view
 from trimtab.simulator.expert_time import Balance, summarise_balance
 from trimtab.simulator.memory import memory_bytes
-from trimtab.simulator.recording import Operations
+from trimtab.simulator.recorded_operations import Operations
 from trimtab.simulator.step import SimulatedStep, StepSettings, simulate_step
 from trimtab.trace import RoutingTrace
 

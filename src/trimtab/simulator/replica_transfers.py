@@ -10,7 +10,7 @@ from trimtab.array_type import Array
 from trimtab.cluster.operations import OperationCosts
 from trimtab.kernels import kernel
 from trimtab.planner.replicas.paths import HOST
-from trimtab.simulator import recording as rec
+from trimtab.simulator import recorded_operations as rec
 from trimtab.simulator.clocks import record, wait
 from trimtab.simulator.links import (
     FAR_IN,

@@ -13,7 +13,7 @@ from trimtab.planner import Placement, StepPlan, Workload
 from trimtab.planner.replicas.paths import HOST, PEER, layers_of_replicas
 from trimtab.policies.policy import Traits
 from trimtab.simulator.clocks import PARTS, Clocks
-from trimtab.simulator.recording import Operations
+from trimtab.simulator.recorded_operations import Operations
 from trimtab.simulator.replica_transfers import Copies, Transfers
 from trimtab.simulator.timeline import (
     AT_LAYER,

@@ -18,7 +18,7 @@ import numpy as np
 from trimtab.array_type import Array
 from trimtab.cluster.operations import OperationCosts
 from trimtab.kernels import kernel
-from trimtab.simulator import recording as rec
+from trimtab.simulator import recorded_operations as rec
 from trimtab.simulator.clocks import (
     DISPATCH,
     EXPERTS,
@@ -35,7 +35,7 @@ from trimtab.simulator.clocks import (
     wait,
 )
 from trimtab.simulator.links import occupy
-from trimtab.simulator.recording import Operations
+from trimtab.simulator.recorded_operations import Operations
 from trimtab.simulator.replica_transfers import (
     Transfers,
     fetch,
