@@ -96,8 +96,9 @@ def test_time_is_proportional_to_costs_and_deterministic(case: Case) -> None:
 @given(cases())
 def test_with_infinitely_fast_links_no_rank_waits_for_transfers(case: Case) -> None:
     free = case.free(*TRANSFERS).but(published_us=None, planning_us_per_rank=0.0)
-    if case.traits.hops == 2:
-        # Rows that move on have to have come.
+    if case.traits.hops == 2 or case.traits.copies == "layer slots":
+        # Rows of a second hop wait for the first. Gradients of kept copies leave after their rank's combine, which may
+        # be later than the home's.
         free = free.free(*ROWS)
     parts = free.run().parts_s
     assert (parts["transfers"], parts["planning"], parts["migration"]) == (0.0, 0.0, 0.0)
