@@ -94,7 +94,7 @@ def simulated_seconds(cluster: ClusterSpec, model: ModelSpec, step: MeasuredStep
         step.plan,
         workload,
         sequences.lengths,
-        replace(costs, optimizer_s=0.0),
+        costs._replace(optimizer_s=0.0),
         cluster,
         replace(POLICIES["trimtab"].traits, planning_us_per_rank=0.0),
         settings=StepSettings(recompute=False),

@@ -8,14 +8,14 @@ from dataclasses import dataclass
 import numpy as np
 
 from trimtab.array_type import Array
-from trimtab.simulator.comparison import Outcome, Situation
+from trimtab.simulator.comparison import ComparisonCase, Outcome
 
 
 @dataclass(frozen=True, eq=False)
 class Case:
     """One step, and its simulation under every balancer."""
 
-    situation: Situation
+    case: ComparisonCase
     outcomes: Mapping[str, Outcome]
 
 
@@ -82,7 +82,7 @@ def lost_in_layers(name: str) -> Measure:
     def lost(case: Case) -> float:
         outcome = case.outcomes[name]
         work, seconds_MLR = outcome.simulated.work, product_seconds(outcome)
-        exchange_ML = case.situation.cluster.dispatch_s + np.maximum(work.near_MLR, work.far_MLR).max(axis=-1)
+        exchange_ML = case.case.cluster.dispatch_s + np.maximum(work.near_MLR, work.far_MLR).max(axis=-1)
         return straggler(seconds_MLR) / float((seconds_MLR.max(axis=-1) + 2 * exchange_ML).sum())
 
     return lost

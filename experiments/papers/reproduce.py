@@ -19,7 +19,7 @@ from experiments.papers.page import SCHEMA
 from experiments.papers.published import VARIANTS, Row, SetUp
 from trimtab.cluster import ClusterSpec, load_cluster, load_model
 from trimtab.planner import SequenceCounts
-from trimtab.simulator.comparison import Situation, budget_for, simulate_policy
+from trimtab.simulator.comparison import ComparisonCase, budget_for, simulate_policy
 from trimtab.trace import PRESETS, synthesize_preset
 
 # Steps of a trace. The last one is simulated, with the homes that planning the step before it leaves and the history of
@@ -105,7 +105,7 @@ def _cluster(set_up: SetUp) -> ClusterSpec:
 
 
 def _case(set_up: SetUp, parts: Sequence[SequenceCounts], policies: Sequence[str]) -> Case:
-    situation = Situation(
+    case = ComparisonCase(
         cluster=_cluster(set_up),
         model=load_model(set_up.model),
         sequences=parts[-1],
@@ -113,4 +113,4 @@ def _case(set_up: SetUp, parts: Sequence[SequenceCounts], policies: Sequence[str
         token_budget=budget_for(parts, set_up.ranks, set_up.micro_steps),
         equal_terms=set_up.equal_terms,
     )
-    return Case(situation, {name: simulate_policy(situation, name, VARIANTS.get(name)) for name in policies})
+    return Case(case, {name: simulate_policy(case, name, VARIANTS.get(name)) for name in policies})

@@ -23,7 +23,7 @@ from trimtab.cluster import ClusterSpec, ModelSpec, load_cluster, load_model
 from trimtab.cluster.operations import OperationCosts
 from trimtab.planner import Placement, Schedule, SequenceCounts, Workload
 from trimtab.policies import POLICIES, make_view
-from trimtab.simulator.comparison import Situation, simulate_policy
+from trimtab.simulator.comparison import ComparisonCase, simulate_policy
 from trimtab.simulator.work import rank_work
 from trimtab.trace import PRESETS, TraceReader, synthesize_preset
 
@@ -343,8 +343,8 @@ def test_the_estimate_is_within_5_percent_of_the_simulator(tmp_path: Path) -> No
         counted = count_trace(TraceReader(tmp_path / "t.parquet"), ranks=ranks, token_budget=1024)
         found = analyze(counted, ranks=ranks, ranks_per_node=per_node, cluster=cluster, model=model).estimate
         assert found
-        situation = Situation(cluster, model, SequenceCounts.from_trace(trace), (), 1024)
-        static_s, even_s = (simulate_policy(situation, name).simulated.step_time_s for name in ("static", "balanced"))
+        case = ComparisonCase(cluster, model, SequenceCounts.from_trace(trace), (), 1024)
+        static_s, even_s = (simulate_policy(case, name).simulated.step_time_s for name in ("static", "balanced"))
         assert found.lost_s == pytest.approx(static_s - even_s, rel=0.05)
         if ranks == per_node:
             # Between nodes the sums of gradients stick out of so short a step.

@@ -61,7 +61,7 @@ def test_presets_have_the_published_sizes() -> None:
         assert model.active_parameters + embedding == pytest.approx(active * 1e9, rel=0.07)
 
 
-def test_the_default_model_is_complete() -> None:
+def test_the_default_model_has_every_size() -> None:
     assert ModelSpec(
         "qwen3-30b-a3b", num_experts=128, top_k=8, hidden_size=2048, expert_width=768, weight_bytes=2, moe_layers=48,
         attention_parameters=2048 * 128 * (32 + 4 + 4 + 32), attention_width=32 * (128 + 128), vocab_size=151936,
@@ -69,7 +69,7 @@ def test_the_default_model_is_complete() -> None:
     ) == QWEN3_30B  # fmt: skip
 
 
-def test_latent_attention_by_hand() -> None:
+def test_latent_attention_has_the_parameters_worked_out_by_hand() -> None:
     """DeepSeek-V3: queries through 1536, keys and values through 512, 64 rotary; 128 heads of 128 + 64 and 128."""
     model = ModelSpec.named("deepseek-v3")
     query = 7168 * 1536 + 1536 * 128 * 192
@@ -105,7 +105,7 @@ def test_sizes_are_those_of_the_model_that_transformers_builds(
     assert spec.parameters == sum(tensor.numel() for tensor in matrices)
 
 
-def test_shared_experts_of_a_width_of_their_own(tmp_path: Path) -> None:
+def test_shared_experts_may_have_another_width(tmp_path: Path) -> None:
     assert read(tmp_path, {**QWEN, "shared_expert_intermediate_size": 96}).shared_width == 96
     assert read(tmp_path, {**QWEN, "n_shared_experts": 2}).shared_width == 128
 
@@ -123,7 +123,7 @@ def test_shared_experts_of_a_width_of_their_own(tmp_path: Path) -> None:
         ({"interleave_moe_layer_step": 2, "moe_layers": [1, 5]}, 2),
     ],
 )
-def test_every_way_to_say_which_layers_have_experts(layers: dict[str, Any], moe_layers: int, tmp_path: Path) -> None:
+def test_moe_layers_are_read_from_every_known_key(layers: dict[str, Any], moe_layers: int, tmp_path: Path) -> None:
     model = read(tmp_path, {**QWEN, **layers})
     assert (model.moe_layers, model.dense_layers) == (moe_layers, 6 - moe_layers)
     assert model.dense_width == (512 if moe_layers < 6 else 0)
@@ -133,7 +133,7 @@ def test_every_second_layer_of_llama_4_has_experts(tmp_path: Path) -> None:
     assert read(tmp_path, {**QWEN, "interleave_moe_layer_step": 2}).moe_layer_indices == (1, 3, 5)
 
 
-def test_the_language_model_of_a_multimodal_one(tmp_path: Path) -> None:
+def test_text_config_of_a_multimodal_model_is_read(tmp_path: Path) -> None:
     outer = {"model_type": "kimi_k25", "vision_config": {"hidden_size": 7}, "text_config": QWEN}
     nested = read(tmp_path, outer)
     assert nested.name == "kimi_k25"
@@ -151,11 +151,11 @@ def test_the_language_model_of_a_multimodal_one(tmp_path: Path) -> None:
         ({"torch_dtype": None}, 2),
     ],
 )
-def test_bytes_of_a_weight(dtype: dict[str, Any], weight_bytes: int, tmp_path: Path) -> None:
+def test_weight_bytes_follow_the_dtype(dtype: dict[str, Any], weight_bytes: int, tmp_path: Path) -> None:
     assert read(tmp_path, {**QWEN, **dtype}).weight_bytes == weight_bytes
 
 
-def test_a_config_that_says_little_keeps_what_stands_for_unknown(tmp_path: Path) -> None:
+def test_missing_keys_keep_the_values_for_unknown(tmp_path: Path) -> None:
     little = {"num_local_experts": 8, "num_experts_per_tok": 2, "hidden_size": 16, "intermediate_size": 32}
     assert read(tmp_path, little) == ModelSpec(tmp_path.name, num_experts=8, top_k=2, hidden_size=16, expert_width=32)
 
@@ -176,7 +176,7 @@ def test_a_config_that_says_little_keeps_what_stands_for_unknown(tmp_path: Path)
         ({"kv_lora_rank": 8}, "qk_nope_head_dim"),
     ],
 )
-def test_what_is_wrong_with_a_config_is_one_line(changes: dict[str, Any], says: str, tmp_path: Path) -> None:
+def test_errors_in_a_config_are_one_line(changes: dict[str, Any], says: str, tmp_path: Path) -> None:
     with pytest.raises(InputError, match=says) as caught:
         read(tmp_path, {**QWEN, **changes})
     assert "config.json: " in str(caught.value)
@@ -184,7 +184,7 @@ def test_what_is_wrong_with_a_config_is_one_line(changes: dict[str, Any], says: 
 
 
 @pytest.mark.parametrize("content", [b"", b"[]", b"{", b"\xff\xfe", b"[" * 100_000, b'{"a": ' + b"9" * 5000 + b"}"])
-def test_files_that_are_no_configs(content: bytes, tmp_path: Path) -> None:
+def test_files_that_are_not_configs_are_refused(content: bytes, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_bytes(content)
     with pytest.raises(InputError, match=r"config\.json: "):
         ModelSpec.from_config(tmp_path)
@@ -202,7 +202,7 @@ KEYS = sorted(
 
 @given(changes=st.dictionaries(st.sampled_from(KEYS), anything | st.lists(anything, max_size=6), max_size=4))
 @settings(max_examples=100, deadline=None)
-def test_no_config_ends_in_a_traceback(changes: dict[str, Any], tmp_path_factory: pytest.TempPathFactory) -> None:
+def test_any_config_is_read_or_refused(changes: dict[str, Any], tmp_path_factory: pytest.TempPathFactory) -> None:
     folder = tmp_path_factory.getbasetemp() / "any_config"
     folder.mkdir(exist_ok=True)
     try:
@@ -214,7 +214,7 @@ def test_no_config_ends_in_a_traceback(changes: dict[str, Any], tmp_path_factory
         assert model.moe_layers > 0
 
 
-def test_models_by_name_or_path(tmp_path: Path) -> None:
+def test_models_load_by_name_or_path(tmp_path: Path) -> None:
     assert load_model("kimi-k2") == ModelSpec.named("kimi-k2")
     config = read(tmp_path, QWEN)
     assert load_model(str(tmp_path)) == load_model(str(tmp_path / "config.json")) == config
@@ -240,6 +240,6 @@ def test_attention_in_rows_follows_the_model() -> None:
     assert rows == pytest.approx((projections + products) / row + tokens)
 
 
-def test_attention_of_a_model_that_does_not_say() -> None:
+def test_unknown_attention_sizes_count_as_square_projections() -> None:
     cost = CostModel.of(ClusterSpec(8, 8), ModelSpec("m", 8, 2, hidden_size=64, expert_width=32))
     assert (cost.attention_token_rows, cost.attention_square_rows) == (4 * 64**2 / (3 * 64 * 32), 64 / (3 * 64 * 32))

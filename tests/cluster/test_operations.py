@@ -23,7 +23,7 @@ MODEL = ModelSpec(
 )  # fmt: skip
 
 
-def test_operations_and_bytes_over_rates() -> None:
+def test_costs_are_operations_and_bytes_divided_by_rates() -> None:
     costs = OperationCosts.of(CLUSTER, MODEL)
     attention_s = 2 * 5000 / 2e9 + 20 * 100 * 2 / 1e9
     assert costs.token_s == pytest.approx(attention_s + 2 * (3 * 100 * 30 + 100 * 8) / 2e9)
@@ -67,7 +67,7 @@ def test_the_optimizer_has_its_share_of_parameters() -> None:
     assert OperationCosts.of(replace(CLUSTER, ranks=1, ranks_per_node=1), MODEL).reduce_s == 0
 
 
-def test_fewer_layers_take_their_part_of_all_else() -> None:
+def test_parts_outside_moe_layers_scale_with_the_layers() -> None:
     whole, part = OperationCosts.of(CLUSTER, MODEL), OperationCosts.of(CLUSTER, MODEL, moe_layers=1)
     for name in ("outer_s", "outer_token_s", "outer_square_s", "optimizer_s", "reduce_s"):
         assert getattr(part, name) == pytest.approx(getattr(whole, name) / 3)
@@ -75,14 +75,14 @@ def test_fewer_layers_take_their_part_of_all_else() -> None:
         assert getattr(part, name) == getattr(whole, name)
 
 
-def test_where_dispatch_forwards_rows_of_a_token_share_the_way() -> None:
+def test_with_forwarding_rows_of_a_token_share_a_transfer() -> None:
     # Of two experts one is on the other's rank in a quarter of all cases, and on its node in half of them.
     costs = OperationCosts.of(replace(CLUSTER, dispatch_forwards=True), MODEL)
     assert costs.near_row_s == pytest.approx(200 / 3e8 * (2 - 1 / 4) / 2)
     assert costs.far_row_s == pytest.approx(200 / 9e7 * (2 - 1 / 2) / 2)
 
 
-def test_a_link_that_is_not_there() -> None:
+def test_a_missing_link_has_no_costs() -> None:
     costs = OperationCosts.of(replace(CLUSTER, node_bytes_per_s=0), MODEL)
     assert (costs.near_weights_s, costs.near_spare) == (0, 0)
     # Through host memory instead.
@@ -94,7 +94,7 @@ def test_a_link_that_is_not_there() -> None:
     assert OperationCosts.of(replace(CLUSTER, dispatch_node_bytes_per_s=5e8), MODEL).near_spare == 0
 
 
-def test_sizes_that_are_not_known_are_taken_as_square() -> None:
+def test_unknown_sizes_count_as_square_projections() -> None:
     unknown = replace(MODEL, attention_parameters=0, attention_width=0)
     square = replace(MODEL, attention_parameters=4 * 100**2, attention_width=200)
     assert OperationCosts.of(CLUSTER, unknown) == OperationCosts.of(CLUSTER, square)

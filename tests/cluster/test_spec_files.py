@@ -34,7 +34,7 @@ def test_the_defaults_are_those_of_h100x8() -> None:
     assert load_cluster("h100x8", ranks=16) == ClusterSpec(16, 8)
 
 
-def test_presets_say_where_every_figure_comes_from() -> None:
+def test_every_figure_of_a_preset_has_a_source() -> None:
     assert preset_names("cluster") == PRESETS
     for name in PRESETS:
         assert load_cluster(name, ranks=64, slots_per_rank=3).name == name
@@ -44,7 +44,7 @@ def test_presets_say_where_every_figure_comes_from() -> None:
             assert len(content[figure]["source"]) > 6
 
 
-def test_kinds_of_nodes_differ_where_they_should() -> None:
+def test_presets_differ_in_their_links_and_rates() -> None:
     h100, h800, a100 = (load_cluster(name, ranks=8) for name in ("h100x8", "h800x8", "a100x8"))
     assert replace(h100, name="h800x8", node_bytes_per_s=200e9, dispatch_node_bytes_per_s=136e9) == h800
     assert a100.node_bytes_per_s == 300e9
@@ -63,12 +63,12 @@ def test_fewer_ranks_than_a_node_has_share_one(ranks: int, given_per_node: int |
 
 
 @pytest.mark.parametrize(("ranks", "per_node"), [(12, None), (4, 8), (4, 0), (0, None)])
-def test_ranks_that_make_no_whole_nodes(ranks: int, per_node: int | None) -> None:
+def test_ranks_that_do_not_fill_nodes_are_refused(ranks: int, per_node: int | None) -> None:
     with pytest.raises(InputError, match=f"h100x8: {ranks} ranks with .* should divide the ranks"):
         load_cluster("h100x8", ranks=ranks, ranks_per_node=per_node)
 
 
-def test_a_name_that_is_neither_preset_nor_file(tmp_path: Path) -> None:
+def test_an_unknown_name_is_refused(tmp_path: Path) -> None:
     for text in ("h200x8", str(tmp_path), ""):
         with pytest.raises(InputError, match="a100x8, h100x8, h800x8, local-cpu"):
             load_cluster(text, ranks=8)
@@ -107,7 +107,7 @@ def changed(text: str, old: str, new: str) -> str:
         ("[expert_flops]", "[expert_flops]\n[expert_flops]", "not a TOML file"),
     ],
 )
-def test_what_is_wrong_with_a_file_is_one_line(old: str, new: str, says: str, tmp_path: Path) -> None:
+def test_errors_in_a_cluster_file_are_one_line(old: str, new: str, says: str, tmp_path: Path) -> None:
     file = tmp_path / "mine.toml"
     file.write_text(changed(preset_text("h100x8"), old, new))
     with pytest.raises(InputError, match=says) as caught:
@@ -116,7 +116,7 @@ def test_what_is_wrong_with_a_file_is_one_line(old: str, new: str, says: str, tm
     assert "\n" not in str(caught.value)
 
 
-def test_every_figure_has_to_be_there(tmp_path: Path) -> None:
+def test_every_figure_is_required(tmp_path: Path) -> None:
     file = tmp_path / "mine.toml"
     for figure in FIGURES:
         file.write_text(re.sub(rf"\[{figure}\]\nvalue.*\nsource.*\n", "", preset_text("a100x8")))
@@ -128,7 +128,7 @@ def test_every_figure_has_to_be_there(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("content", [b"\xff\xfe", b"", b"a = " + b"[" * 50_000, b"\x00"])
-def test_files_that_are_no_clusters(content: bytes, tmp_path: Path) -> None:
+def test_files_that_are_not_clusters_are_refused(content: bytes, tmp_path: Path) -> None:
     (tmp_path / "mine.toml").write_bytes(content)
     with pytest.raises(InputError, match=r"mine\.toml: "):
         load_cluster(tmp_path / "mine.toml", ranks=8)
@@ -152,7 +152,7 @@ def mutated(draw: st.DrawFn) -> bytes:
 
 @given(content=mutated() | st.binary(max_size=40))
 @settings(max_examples=300, deadline=None)
-def test_no_file_ends_in_a_traceback(content: bytes, tmp_path_factory: pytest.TempPathFactory) -> None:
+def test_any_file_is_read_or_refused(content: bytes, tmp_path_factory: pytest.TempPathFactory) -> None:
     file = tmp_path_factory.getbasetemp() / "mutated.toml"
     file.write_bytes(content)
     try:
@@ -185,7 +185,7 @@ words = st.text(st.characters(exclude_categories=["Cs"]), min_size=1).filter(str
 
 @given(spec=specs(), sources=st.fixed_dictionaries(dict.fromkeys(FIGURES, words)))
 @settings(max_examples=50, deadline=None)
-def test_what_is_written_is_read(
+def test_a_written_cluster_is_read_back(
     spec: ClusterSpec, sources: dict[str, str], tmp_path_factory: pytest.TempPathFactory
 ) -> None:
     try:

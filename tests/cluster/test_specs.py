@@ -1,4 +1,4 @@
-"""`ClusterSpec`: which figures can be."""
+"""`ClusterSpec`: which figures are allowed."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ FLOPS_AND_BYTES = [
 NAN = float("nan")
 
 
-def test_a_cluster_is_of_whole_nodes() -> None:
+def test_ranks_that_do_not_make_whole_nodes_are_refused() -> None:
     assert ClusterSpec(16, 8).nodes == 2
     for ranks, per_node in ((12, 8), (0, 1), (4, 0), (4, 8)):
         with pytest.raises(InputError, match="don't make whole nodes"):
@@ -33,7 +33,7 @@ def test_a_cluster_is_of_whole_nodes() -> None:
         {"slots_per_rank": -1},
     ],
 )
-def test_figures_that_can_not_be_are_refused(values: dict[str, Any]) -> None:
+def test_figures_out_of_range_are_refused(values: dict[str, Any]) -> None:
     with pytest.raises(InputError, match="should be") as caught:
         ClusterSpec(16, 8, **values)
     (name,) = values
@@ -41,5 +41,5 @@ def test_figures_that_can_not_be_are_refused(values: dict[str, Any]) -> None:
     assert "\n" not in str(caught.value)
 
 
-def test_kernels_may_cost_nothing_beside_their_operations() -> None:
+def test_fixed_times_may_be_zero() -> None:
     assert ClusterSpec(8, 8, copy_s=0, layer_s=0, dispatch_s=0, tile_rows=1).tile_rows == 1

@@ -91,7 +91,7 @@ def test_every_row_can_be_computed() -> None:
         for outcome in outcomes.values():
             outcome.balance = SimpleNamespace(mean=1.0)
             outcome.simulated.parts_s["migration"] = 0.0
-        case = Case(_hand_made().situation, outcomes)
+        case = Case(_hand_made().case, outcomes)
         for figure in row.figures:
             assert np.isfinite(figure.measure(case)), figure.title
         for set_up in row.set_ups:

@@ -1,4 +1,4 @@
-"""Random steps for policies, and what must hold of every policy: valid plans, given terms, no look into the future."""
+"""Random steps for policies, and checks for every policy: valid plans, given terms, no use of later routing."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from trimtab.policies import Policy, View, make_view
 
 @dataclass(frozen=True)
 class Step:
-    """Everything that a policy plans from; `view` hides what the policy may not know."""
+    """Input of a policy; `view` hides routing that the policy does not know."""
 
     sequences: SequenceCounts
     schedule: Schedule
@@ -69,9 +69,9 @@ def random_step(
     """Skewed sequences anywhere in the schedule. Some ranks may have nothing to do, some experts no token.
 
     Args:
-        contiguous: the usual homes, else any with at most ceil(E / R) a rank. Needs ranks that divide the experts.
-        all_known: are all routes known? If not, one sequence in five lacks some, up to all of them, in every layer.
-        least: every sequence gives every expert at least so many tokens.
+        contiguous: contiguous homes, else random ones, at most ceil(E / R) a rank. Ranks must divide the experts.
+        all_known: false: one sequence in five has unknown routes, up to all of them, in every layer.
+        least: fewest tokens of every sequence and expert.
     """
     skew_LE = rng.gumbel(size=(layers, experts)) * rng.uniform(0, 2)
     weights_SLE = np.exp(rng.gumbel(size=(sequences, layers, experts)) * rng.uniform(0, 1) + skew_LE)
@@ -167,13 +167,13 @@ def poisoned(step: Step, rng: np.random.Generator, *, micro_step: int = -1, laye
 
 
 def check_future_is_unseen(policy: Policy, step: Step, rng: np.random.Generator) -> None:
-    """Poison what the policy can't know yet, at every instance of the step; what it decided by then stays the same.
+    """Replace later routing, at every instance of the step; decisions made before stay the same.
 
-    Instances before the poison are the same to the token. If weights move before the step, copies were chosen without
-    it: they fit the slots even when those of both runs are taken together.
+    Earlier instances are equal to the token. If weights move before the step, copies do not depend on its routing:
+    those of both runs together fit the slots.
     """
     known_at = policy.traits.known_at
-    assert known_at != "step", "a policy that knows the step has no future to poison"
+    assert known_at != "step", "a policy that knows the step has no later routing"
     for equal_terms in (False, True):
         plan = policy.plan(step.view(policy, equal_terms=equal_terms))
         layers = plan.num_layers

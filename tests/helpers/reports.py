@@ -7,7 +7,8 @@ from dataclasses import replace
 import numpy as np
 
 from trimtab.array_type import Array
-from trimtab.report.model import LANES, LoadMap, PolicyResult, Report, Timeline
+from trimtab.report.model import LoadMap, PolicyResult, Report, Timeline
+from trimtab.simulator.recorded_operations import LANES
 
 KINDS = (
     "attention", "dispatch", "experts", "combine", "waiting for other ranks", "replica weights",

@@ -1,8 +1,8 @@
-"""Random steps to simulate: any plan, any costs, any way for a balancer to go about it; and smaller ones by hand."""
+"""Random steps to simulate, with any plan, costs and traits; and small ones for tests by hand."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import numpy as np
@@ -19,7 +19,7 @@ from trimtab.simulator.step import SimulatedStep, StepSettings, simulate_step
 # Fields of `OperationCosts` that are no seconds.
 RATIOS = ("dense_backward", "expert_backward", "near_spare", "far_spare")
 OTHERS = ("tile_rows", "forwards")
-SECONDS = tuple(f.name for f in fields(OperationCosts) if f.name not in (*RATIOS, *OTHERS))
+SECONDS = tuple(name for name in OperationCosts._fields if name not in (*RATIOS, *OTHERS))
 # What takes no time with links that are infinitely fast.
 WEIGHTS = ("near_weights_s", "far_weights_s", "host_weights_s")
 GRADIENTS = ("near_gradient_s", "far_gradient_s")
@@ -54,8 +54,9 @@ class Case:
 
     def but(self, **changes: Any) -> Case:
         """With other costs, traits or settings; by the names of their fields."""
-        case = self
-        for part in ("costs", "traits", "settings"):
+        mine = {name: value for name, value in changes.items() if name in OperationCosts._fields}
+        case = replace(self, costs=self.costs._replace(**mine))
+        for part in ("traits", "settings"):
             mine = {name: value for name, value in changes.items() if hasattr(getattr(self, part), name)}
             case = replace(case, **{part: replace(getattr(case, part), **mine)})
         return case

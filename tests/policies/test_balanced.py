@@ -1,4 +1,4 @@
-"""The ideal run is `static`'s plan, under a name that says so."""
+"""The ideal run: `static`'s plan."""
 
 from __future__ import annotations
 

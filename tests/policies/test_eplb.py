@@ -1,4 +1,4 @@
-"""EPLB against its own outputs, and as a policy."""
+"""EPLB: equal to outputs of its source, and as a policy."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def run_golden(case: dict[str, Any]) -> tuple[Array, Array, Array]:
 
 
 @pytest.mark.parametrize("case", GOLDEN)
-def test_golden_but_for_the_order_of_equal_loads(case: dict[str, Any]) -> None:
+def test_packing_equals_the_source_except_for_equal_loads(case: dict[str, Any]) -> None:
     expert_of_slot, copies_E, load_E = run_golden(case)
     assert copies_E.tolist() == case["replica_count"]
     share_E = load_E / copies_E
@@ -44,7 +44,7 @@ def test_golden_but_for_the_order_of_equal_loads(case: dict[str, Any]) -> None:
     assert load_R == pytest.approx(np.array(case["rank_load"]), abs=1e-3)
 
 
-def test_golden_to_the_last_index(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_packing_equals_the_source_with_its_sort(monkeypatch: pytest.MonkeyPatch) -> None:
     """With the sort that made the golden outputs, which orders equal loads as AVX-512 networks happen to."""
     torch = pytest.importorskip("torch")
     if torch.backends.cpu.get_cpu_capability() != "AVX512":
@@ -61,7 +61,7 @@ def test_golden_to_the_last_index(monkeypatch: pytest.MonkeyPatch) -> None:
         assert run_golden(case)[0].tolist() == case["physical_to_logical"]
 
 
-def test_what_does_not_divide_is_refused() -> None:
+def test_slots_that_ranks_do_not_divide_are_refused() -> None:
     with pytest.raises(InputError, match="groups should divide experts, and ranks slots"):
         rebalance(np.ones(8), 9, 1, 1, 2)
 
@@ -77,12 +77,12 @@ def test_plans_are_valid_and_keep_to_the_terms(step: Step) -> None:
 
 @settings(max_examples=30, deadline=None)
 @given(random_steps())
-def test_the_future_is_unseen(step: Step) -> None:
+def test_plans_do_not_depend_on_later_instances(step: Step) -> None:
     check_future_is_unseen(Eplb(), step, np.random.default_rng(0))
 
 
 @pytest.mark.parametrize("equal_terms", [False, True])
-def test_the_steps_routing_changes_the_split_alone(equal_terms: bool) -> None:
+def test_the_routing_of_the_step_changes_only_the_split(equal_terms: bool) -> None:
     step = random_step(np.random.default_rng(3), ranks=8, experts=32, past_steps=2, least=100)
     policy = Eplb()
     plan = policy.plan(step.view(policy, equal_terms=equal_terms))
@@ -100,7 +100,7 @@ def test_without_history_homes_stay_and_nothing_is_copied() -> None:
     assert np.array_equal(plan.home, step.placement.home)
 
 
-def test_experts_stay_at_home_where_a_copy_is() -> None:
+def test_homes_stay_on_ranks_with_a_copy() -> None:
     step = random_step(np.random.default_rng(1), ranks=8, experts=64, past_steps=3, least=8)
     plan = Eplb().plan(step.view(Eplb(), equal_terms=False))
     for p in plan.replicas_of(0, 0):
@@ -109,7 +109,7 @@ def test_experts_stay_at_home_where_a_copy_is() -> None:
         assert plan.replica_ranks[p] != was, "a copy at its old home trains there"
 
 
-def test_the_oracle_beats_history_on_the_step_as_a_whole() -> None:
+def test_the_oracle_balances_the_whole_step_better_than_history() -> None:
     step = random_step(np.random.default_rng(2), ranks=8, experts=64, past_steps=1, micro_steps=4, sequences=256)
     busiest = {}
     for policy in (Eplb(), EplbOracle()):
@@ -118,7 +118,7 @@ def test_the_oracle_beats_history_on_the_step_as_a_whole() -> None:
     assert np.all(busiest[EplbOracle] < busiest[Eplb])
 
 
-def test_copies_go_to_the_highest_load_a_copy() -> None:
+def test_copies_go_to_the_highest_load_per_copy() -> None:
     assert count_copies(np.array([90.0, 50.0, 10.0, 0.0]), 7, 1, 4).tolist() == [3, 2, 1, 1]
     assert count_copies(np.array([90.0, 50.0, 10.0, 0.0]), 7, 1, 2).tolist() == [2, 2, 2, 1], "no more than two each"
     assert count_copies(np.array([90.0, 10.0]), 7, 2, 8).tolist() == [4, 2], "whole nodes only"

@@ -15,7 +15,7 @@ from trimtab.policies.rivals.fastermoe import FasterMoe, rows_by_shadows
 
 @settings(max_examples=100, deadline=None)
 @given(st.integers(0, 2**32), st.integers(1, 6), st.integers(1, 12))
-def test_rows_are_counted_right(seed: int, ranks: int, experts: int) -> None:
+def test_rows_by_shadows_equal_a_plain_count(seed: int, ranks: int, experts: int) -> None:
     rng = np.random.default_rng(seed)
     counts_RE = rng.integers(0, 50, (ranks, experts))
     home_E = rng.integers(0, ranks, experts)
@@ -82,5 +82,5 @@ def test_no_shadow_pays_when_the_load_is_small_or_the_network_slow() -> None:
 
 @settings(max_examples=15, deadline=None)
 @given(random_steps(), st.integers(0, 2**32))
-def test_the_future_is_unseen(step: Step, seed: int) -> None:
+def test_plans_do_not_depend_on_later_instances(step: Step, seed: int) -> None:
     check_future_is_unseen(FasterMoe(network_bytes_per_s=1e15), step, np.random.default_rng(seed))

@@ -1,4 +1,4 @@
-"""FEPLB's moves against a plain twin, against what the paper says, and as a policy."""
+"""FEPLB: moves equal to a plain twin, published figures, and as a policy."""
 
 from __future__ import annotations
 
@@ -9,15 +9,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from helpers.policies import Step, check_future_is_unseen, check_policy, random_step, random_steps
+from trimtab import ClusterSpec
 from trimtab.array_type import Array
 from trimtab.policies.rivals.feplb import Feplb, move_experts
+from trimtab.policies.rivals.instance_load import InstanceLoad
 
 
 def moves(
     counts_E: Array, home_E: Array, dynamic_E: Array, ranks: int, per_node: int, slots: int, smallest: int
 ) -> list[list[int]]:
     moves_P2 = np.zeros((ranks * slots, 2), np.int64)
-    count = move_experts(counts_E, home_E, dynamic_E, ranks, per_node, slots, smallest, moves_P2)
+    load = InstanceLoad.of(counts_E, home_E, ClusterSpec(ranks, per_node, slots), within_node=True)
+    count = move_experts(load, dynamic_E & (counts_E >= smallest), moves_P2)
     listed: list[list[int]] = moves_P2[:count].tolist()
     return listed
 
@@ -28,7 +31,7 @@ def plain_moves(
     """The same in plain Python."""
     loads = [int(counts_E[home_E == r].sum()) for r in range(ranks)]
     free = [slots] * ranks
-    may_move = {e for e in range(len(counts_E)) if dynamic_E[e] and counts_E[e] >= max(1, smallest)}
+    may_move = {e for e in range(len(counts_E)) if dynamic_E[e] and counts_E[e] >= smallest}
     moved = []
     for first in range(0, ranks, per_node):
         members = range(first, first + per_node)
@@ -50,7 +53,7 @@ def plain_moves(
 
 @settings(max_examples=200, deadline=None)
 @given(st.integers(0, 2**32), st.sampled_from([(1, 1), (4, 2), (6, 3), (8, 8)]), st.integers(1, 6), st.integers(0, 4))
-def test_kernel_repeats_the_plain_scheduler(seed: int, sizes: tuple[int, int], per_rank: int, slots: int) -> None:
+def test_moves_equal_those_of_a_plain_scheduler(seed: int, sizes: tuple[int, int], per_rank: int, slots: int) -> None:
     ranks, per_node = sizes
     rng = np.random.default_rng(seed)
     experts = ranks * per_rank
@@ -82,7 +85,7 @@ def test_whole_dynamic_experts_move_and_static_ones_stay(step: Step, dynamic_exp
                 assert plan.quota_tokens[quotas].sum() == workload.token_counts_MLRE[m, layer, :, expert].sum()
 
 
-def test_the_past_says_which_experts_are_dynamic() -> None:
+def test_the_hottest_experts_of_the_past_are_dynamic() -> None:
     step = random_step(np.random.default_rng(0), ranks=2, experts=8, layers=1, past_steps=2, contiguous=True)
     policy = Feplb(dynamic_experts=2)
     no_past = replace(step, past_counts_PLE=step.past_counts_PLE[:0])
@@ -92,7 +95,7 @@ def test_the_past_says_which_experts_are_dynamic() -> None:
     assert np.flatnonzero(policy.dynamic(step.view(policy, equal_terms=False))[0]).tolist() == hottest
 
 
-def test_published_straggler() -> None:
+def test_tokens_above_the_mean_fall_as_published() -> None:
     """At EP 8 with 128 experts, tokens of the busiest rank above the mean fall by 51-70% or more."""
     before, after = 0.0, 0.0
     for seed in range(8):
@@ -115,5 +118,5 @@ def test_published_straggler() -> None:
 
 @settings(max_examples=15, deadline=None)
 @given(random_steps(), st.integers(0, 2**32))
-def test_the_future_is_unseen(step: Step, seed: int) -> None:
+def test_plans_do_not_depend_on_later_instances(step: Step, seed: int) -> None:
     check_future_is_unseen(Feplb(), step, np.random.default_rng(seed))

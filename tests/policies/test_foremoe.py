@@ -1,4 +1,4 @@
-"""ForeMoE: level homes for the step, replicas anywhere for the rest, and as a policy."""
+"""ForeMoE: balanced homes for the step, replicas on any rank, and as a policy."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from trimtab.policies.rivals.foremoe import ForeMoe
 
 
 @pytest.mark.parametrize(("ranks", "experts"), [(8, 128), (16, 128), (32, 256)])
-def test_homes_take_the_step_and_replicas_the_micro_steps(ranks: int, experts: int) -> None:
+def test_homes_balance_the_step_and_replicas_the_micro_steps(ranks: int, experts: int) -> None:
     step = random_step(
         np.random.default_rng(ranks),
         ranks=ranks,
@@ -33,7 +33,7 @@ def test_homes_take_the_step_and_replicas_the_micro_steps(ranks: int, experts: i
     assert own.num_replicas <= 1.1 * equal.num_replicas
 
 
-def test_homes_stay_where_new_ones_gain_little() -> None:
+def test_homes_stay_if_new_ones_gain_little() -> None:
     step = random_step(np.random.default_rng(1), ranks=8, experts=64)
     policy = ForeMoe(smallest_gain=100.0)
     assert np.array_equal(policy.plan(step.view(policy, equal_terms=False)).home, step.placement.home)

@@ -1,4 +1,4 @@
-"""The incremental greedy: what it keeps to, and how level it gets."""
+"""The incremental greedy: limits of its replicas, and the balance that it reaches."""
 
 from __future__ import annotations
 
@@ -7,8 +7,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from trimtab import ClusterSpec
 from trimtab.array_type import Array
 from trimtab.policies.rivals.greedy import add_replicas, replicate
+from trimtab.policies.rivals.instance_load import InstanceLoad
 
 
 def apply(counts_E: Array, home_E: Array, ranks: int, replicas_3P: Array) -> Array:
@@ -26,7 +28,7 @@ def apply(counts_E: Array, home_E: Array, ranks: int, replicas_3P: Array) -> Arr
     st.integers(0, 3),
     st.sampled_from([1, 30, 500]),
 )
-def test_replicas_keep_their_rules(
+def test_replicas_respect_slots_shares_and_domains(
     seed: int, sizes: tuple[int, int, int], per_rank: int, slots: int, smallest: int
 ) -> None:
     ranks, per_node, domain = sizes
@@ -36,9 +38,8 @@ def test_replicas_keep_their_rules(
     home_E = rng.permutation(np.arange(experts) % ranks)
     before = np.bincount(home_E, counts_E, ranks)
     target = int(np.ceil(before.mean() * rng.choice([1.0, 1.1])))
-    replicas_3P = np.zeros((3, ranks * slots), np.int64)
-    count = add_replicas(counts_E, home_E, ranks, per_node, domain, slots, target, smallest, replicas_3P)
-    replicas_3P = replicas_3P[:, :count]
+    load = InstanceLoad.of(counts_E, home_E, ClusterSpec(ranks, per_node, slots), within_node=domain < ranks)
+    replicas_3P = add_replicas(load, target, smallest)
     after = apply(counts_E, home_E, ranks, replicas_3P)
     assert after.max() <= max(before.max(), target)
     assert np.all(after <= np.maximum(before, max(target, before.max())))
@@ -47,13 +48,13 @@ def test_replicas_keep_their_rules(
     assert np.bincount(replicas_3P[1], minlength=ranks).max() <= slots
     assert np.all(home_E[replicas_3P[0]] // domain == replicas_3P[1] // domain)
     assert np.all(home_E[replicas_3P[0]] != replicas_3P[1])
-    assert len(np.unique(replicas_3P[:2], axis=1).T) == count
+    assert len(np.unique(replicas_3P[:2], axis=1).T) == replicas_3P.shape[1]
 
 
 @pytest.mark.parametrize(
     ("ranks", "experts", "slots", "limit"), [(8, 128, 1, 1.06), (8, 128, 2, 1.02), (64, 256, 2, 1.02)]
 )
-def test_ranks_end_level(ranks: int, experts: int, slots: int, limit: float) -> None:
+def test_ranks_end_near_the_mean(ranks: int, experts: int, slots: int, limit: float) -> None:
     ratios = []
     for seed in range(5):
         rng = np.random.default_rng(seed)
@@ -61,7 +62,7 @@ def test_ranks_end_level(ranks: int, experts: int, slots: int, limit: float) -> 
         counts_RE = rng.multinomial(32768, popularity_E / popularity_E.sum(), ranks)
         home_E = np.arange(experts) * ranks // experts
         replicas_P2, quotas_PR = replicate(
-            counts_RE, home_E, ranks_per_node=8, within_node=False, slots=slots, threshold=1.01, smallest_share=128
+            counts_RE, home_E, ClusterSpec(ranks, 8, slots), within_node=False, threshold=1.01, smallest_share=128
         )
         assert np.all(quotas_PR.sum(axis=1) >= 128)
         loads_R = apply(counts_RE.sum(axis=0), home_E, ranks, np.vstack([replicas_P2.T, quotas_PR.sum(axis=1)]))
@@ -69,22 +70,21 @@ def test_ranks_end_level(ranks: int, experts: int, slots: int, limit: float) -> 
     assert np.mean(ratios) <= limit
 
 
-def test_a_rank_with_a_slot_hands_tokens_on_to_make_room() -> None:
+def test_a_rank_with_a_free_slot_moves_its_own_tokens_to_take_others() -> None:
     """Rank 2 has all the room but one slot, which rank 0 takes; rank 1 then uses rank 0's."""
     counts_E = np.array([900, 0, 300, 300, 0, 0])
     home_E = np.array([0, 0, 1, 1, 2, 2])
-    replicas_3P = np.zeros((3, 3), np.int64)
-    count = add_replicas(counts_E, home_E, 3, 3, 3, 1, 500, 1, replicas_3P)
-    assert apply(counts_E, home_E, 3, replicas_3P[:, :count]).max() == 500
+    load = InstanceLoad.of(counts_E, home_E, ClusterSpec(3, 3, 1), within_node=False)
+    assert apply(counts_E, home_E, 3, add_replicas(load, 500, 1)).max() == 500
 
 
-def test_within_a_node_only_the_busiest_node_counts() -> None:
+def test_within_nodes_the_target_is_the_mean_of_the_busiest_node() -> None:
     """Node 0 carries 1600 and can't get below 800 a rank, so node 1 is left as it is up to that."""
     counts_RE = np.zeros((4, 8), np.int64)
     counts_RE[0] = [1000, 200, 200, 200, 700, 0, 100, 0]
     home_E = np.arange(8) // 2
     replicas_P2, quotas_PR = replicate(
-        counts_RE, home_E, ranks_per_node=2, within_node=True, slots=2, threshold=1.0, smallest_share=1
+        counts_RE, home_E, ClusterSpec(4, 2, 2), within_node=True, threshold=1.0, smallest_share=1
     )
     assert replicas_P2.tolist() == [[0, 1]]
     assert quotas_PR.sum() == 400

@@ -1,4 +1,4 @@
-"""LAER-MoE's layouts against its own planner's, and as a policy."""
+"""LAER-MoE: layouts compared with those of its own planner, and as a policy."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def equal_split(load_E: Array, copies_RE: Array) -> Array:
 
 
 @pytest.mark.parametrize("case", golden("laer"))
-def test_no_worse_than_golden(case: dict[str, Any]) -> None:
+def test_layouts_are_no_worse_than_those_of_the_source(case: dict[str, Any]) -> None:
     """Golden loads count some tokens twice, so golden layouts are also counted anew: there 0.01% may be lost."""
     counts_RE = np.array(case["counts"])
     load_E = counts_RE.sum(axis=0)
@@ -54,7 +54,7 @@ def test_plans_are_valid_and_keep_to_the_terms(step: Step, window: int) -> None:
 
 @settings(max_examples=20, deadline=None)
 @given(random_steps())
-def test_the_future_is_unseen(step: Step) -> None:
+def test_plans_do_not_depend_on_later_instances(step: Step) -> None:
     check_future_is_unseen(Laer(), step, np.random.default_rng(0))
 
 
@@ -73,14 +73,14 @@ def test_a_layout_does_not_see_its_own_micro_step(equal_terms: bool) -> None:
     assert places[0][until:] != places[1][until:], "the third micro-step has seen the second"
 
 
-def test_without_a_past_the_first_micro_step_is_at_home() -> None:
+def test_without_history_the_first_micro_step_has_no_replicas() -> None:
     step = random_step(np.random.default_rng(1), ranks=4, experts=16, micro_steps=2, sequences=16, past_steps=0)
     plan = Laer().plan(step.view(Laer(), equal_terms=False))
     assert len(plan.replicas_of(0, 0)) == 0
     assert len(plan.replicas_of(1, 0)) > 0
 
 
-def test_copies_serve_their_own_node() -> None:
+def test_sources_use_copies_of_their_own_node() -> None:
     step = random_step(np.random.default_rng(2), ranks=8, experts=16, ranks_per_node=4, past_steps=1, least=8)
     plan = Laer().plan(step.view(Laer(), equal_terms=False))
     for m, layer in np.ndindex(plan.num_micro_steps, plan.num_layers):
@@ -93,7 +93,7 @@ def test_copies_serve_their_own_node() -> None:
                 assert source // 4 == rank // 4 or source // 4 not in nodes[expert]
 
 
-def test_equal_counts_win_where_they_fit_and_are_better() -> None:
+def test_equal_replica_counts_are_chosen_if_better() -> None:
     """Two ranks, four slots, two experts: one copy of each everywhere beats three copies of one."""
     held_RE = layout(np.array([[50, 50], [50, 50]]), 2, 2)
     assert held_RE.all()

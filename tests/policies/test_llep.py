@@ -1,4 +1,4 @@
-"""LLEP against its own outputs, and as a policy."""
+"""LLEP: equal to outputs of its source, and as a policy."""
 
 from __future__ import annotations
 
@@ -64,11 +64,11 @@ def test_plans_are_valid_and_keep_to_the_terms(step: Step, factor: float, smalle
 
 @settings(max_examples=20, deadline=None)
 @given(random_steps())
-def test_the_future_is_unseen(step: Step) -> None:
+def test_plans_do_not_depend_on_later_instances(step: Step) -> None:
     check_future_is_unseen(Llep(1.0, 1, 1.0), step, np.random.default_rng(0))
 
 
-def test_an_instance_below_the_gate_is_left_alone() -> None:
+def test_an_instance_below_the_gate_is_not_changed() -> None:
     step = random_step(np.random.default_rng(5), ranks=8, experts=64, micro_steps=4, sequences=64, contiguous=True)
     workload = step.workload()
     imbalance_ML = max_over_mean(workload.home_loads(step.placement.home))
@@ -82,7 +82,7 @@ def test_an_instance_below_the_gate_is_left_alone() -> None:
 
 
 @pytest.mark.parametrize("factor", [1.0, 1.05, 1.2])
-def test_without_a_gate_the_factor_is_the_threshold(factor: float) -> None:
+def test_without_a_gate_max_over_mean_stays_below_the_factor(factor: float) -> None:
     step = random_step(np.random.default_rng(6), ranks=8, experts=64, sequences=64)
     policy = Llep(factor, 1, gate=1.0)
     plan = policy.plan(step.view(policy, equal_terms=False))

@@ -18,7 +18,7 @@ Topology = Literal["cube", "torus"]
 
 @settings(max_examples=100, deadline=None)
 @given(st.integers(1, 6), st.sampled_from([1, 2, 3, 4, 8, 16]), st.integers(0, 5), st.sampled_from(["cube", "torus"]))
-def test_every_direction_links_each_rank_once_inside_its_group(
+def test_each_direction_links_every_rank_once_within_its_group(
     nodes: int, per_node: int, slots: int, topology: Topology
 ) -> None:
     ranks = nodes * per_node
@@ -31,7 +31,7 @@ def test_every_direction_links_each_rank_once_inside_its_group(
         assert ranks == 1 or group_size == 1 or not np.any(column == np.arange(ranks))
 
 
-def test_the_graphs_of_the_source() -> None:
+def test_links_equal_the_graphs_of_the_source() -> None:
     _, cube_RK = links(8, 8, 2, topology="cube")
     assert cube_RK.T.tolist() == [[3, 0, 1, 2, 7, 4, 5, 6], [6, 7, 4, 5, 0, 1, 2, 3]]
     group_size, ring_RK = links(16, 8, 1, topology="cube")
@@ -54,29 +54,29 @@ def test_plans_are_valid_and_keep_to_the_terms(step: Step, topology: Topology) -
 
 @settings(max_examples=15, deadline=None)
 @given(random_steps())
-def test_the_future_is_unseen(step: Step) -> None:
+def test_plans_do_not_depend_on_later_instances(step: Step) -> None:
     check_future_is_unseen(Lplb(), step, np.random.default_rng(0))
 
 
-def test_tokens_flow_through_ranks_to_the_emptiest() -> None:
+def test_tokens_reach_the_emptiest_rank_over_several_links() -> None:
     """A ring of three: rank 0 is hot, rank 2 empty, and only rank 1 is linked with both."""
     load_E, home_E = np.array([90, 60, 0]), np.array([0, 1, 2])
     replicas_P2 = np.array([[0, 1], [1, 2], [2, 0]])
     assert _Flow(3, 3).solve(load_E, home_E, replicas_P2).tolist() == [40, 50, 0]
 
 
-def test_a_level_load_moves_nothing() -> None:
+def test_a_balanced_load_moves_no_tokens() -> None:
     replicas_P2 = np.array([[0, 1], [1, 0]])
     assert _Flow(2, 2).solve(np.array([50, 50]), np.array([0, 1]), replicas_P2).tolist() == [0, 0]
 
 
-def test_groups_are_levelled_apart() -> None:
+def test_groups_are_balanced_independently() -> None:
     load_E, home_E = np.array([100, 0, 1000, 0]), np.arange(4)
     replicas_P2 = np.array([[0, 1], [1, 0], [2, 3], [3, 2]])
     assert _Flow(4, 2).solve(load_E, home_E, replicas_P2).tolist() == [50, 0, 500, 0]
 
 
-def test_sources_send_the_same_part() -> None:
+def test_every_source_sends_the_same_fraction() -> None:
     quotas_PR = _split_alike(np.array([[40, 0], [20, 0], [0, 5]]), np.array([0, 1]), np.array([30, 2]))
     assert quotas_PR.tolist() == [[20, 10, 0], [0, 0, 2]]
 
@@ -96,7 +96,7 @@ def test_history_chooses_the_hottest_experts(equal_terms: bool) -> None:
     assert max_over_mean(plan.rank_loads(workload)).mean() < max_over_mean(workload.home_loads(plan.home)).mean()
 
 
-def test_own_recipe_levels_homes_by_history() -> None:
+def test_own_recipe_balances_homes_by_history() -> None:
     step = random_step(np.random.default_rng(4), ranks=8, experts=64, past_steps=1)
     policy = Lplb()
     plan = policy.plan(step.view(policy, equal_terms=False))

@@ -1,4 +1,4 @@
-"""What holds for every balancer in the registry, and the guard that keeps the future from those that can't know it."""
+"""Properties of every policy: valid plans that do not depend on later routing."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def test_the_registry_is_complete() -> None:
 
 
 @pytest.mark.parametrize("name", POLICIES)
-def test_every_policy_says_where_it_comes_from(name: str) -> None:
+def test_every_policy_has_a_docstring(name: str) -> None:
     assert len((type(POLICIES[name]).__doc__ or "").strip()) > 20
 
 
@@ -48,7 +48,7 @@ def test_every_policy_makes_valid_plans_on_both_terms(name: str, seed: int) -> N
 
 
 @pytest.mark.parametrize("name", POLICIES)
-def test_weights_take_the_paths_that_the_cluster_has(name: str) -> None:
+def test_replicas_use_only_paths_that_the_cluster_has(name: str) -> None:
     policy, step = POLICIES[name], small_step(0)
     peer_only = replace(step.cluster, host_bytes_per_s=0.0)
     host_only = replace(step.cluster, node_bytes_per_s=0.0, network_bytes_per_s=0.0)
@@ -64,12 +64,12 @@ WITHOUT_FORESIGHT = [name for name, policy in POLICIES.items() if policy.traits.
 
 
 @pytest.mark.parametrize("name", WITHOUT_FORESIGHT)
-def test_a_poisoned_future_changes_nothing(name: str) -> None:
+def test_plans_do_not_depend_on_later_routing(name: str) -> None:
     check_future_is_unseen(POLICIES[name], small_step(1), np.random.default_rng(2))
 
 
 @pytest.mark.parametrize("name", WITHOUT_FORESIGHT)
-def test_the_step_is_hidden_from_those_that_can_not_know_it(name: str) -> None:
+def test_the_view_hides_the_step_from_policies_that_do_not_know_it(name: str) -> None:
     view = small_step(0).view(POLICIES[name], equal_terms=False)
     with pytest.raises(LookupError, match="can't see the whole step"):
         _ = view.workload

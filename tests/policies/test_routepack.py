@@ -14,7 +14,7 @@ from trimtab import Placement
 from trimtab.array_type import Array
 from trimtab.planner import Schedule, SequenceCounts, Workload, pack_by_length
 from trimtab.policies import View
-from trimtab.policies.rivals.routepack import RoutePack, anneal_schedule
+from trimtab.policies.rivals.routepack import Annealing, Problem, RoutePack, anneal_schedule
 from trimtab.policies.static import Static
 
 QUICK = RoutePack(evaluations=2000, population=3, temperatures=4)
@@ -50,7 +50,9 @@ def cost(view: View, schedule: Schedule, placement: Placement) -> float:
 
 @settings(max_examples=40, deadline=None)
 @given(st.integers(0, 2**32), st.integers(1, 6), st.integers(1, 40), st.booleans())
-def test_a_schedule_never_costs_more_and_keeps_its_bounds(seed: int, ranks: int, sequences: int, known: bool) -> None:
+def test_a_schedule_never_costs_more_and_stays_within_the_budget(
+    seed: int, ranks: int, sequences: int, known: bool
+) -> None:
     """Recounted: the same mini-batches and number of micro-steps, within the budget; unknown rows do not count."""
     budget = 600
     step, mini_batch_S = packed_step(seed, ranks=ranks, experts=2 * ranks, budget=budget, sequences=sequences)
@@ -68,7 +70,7 @@ def test_a_schedule_never_costs_more_and_keeps_its_bounds(seed: int, ranks: int,
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_packing_takes_what_homes_leave(seed: int) -> None:
+def test_packing_comes_near_the_bound_of_the_homes(seed: int) -> None:
     """Sequences of two kinds that shared their micro-steps badly: mixed, they come near the bound of the homes."""
     rng = np.random.default_rng(seed)
     step = random_step(rng, ranks=4, experts=16, layers=2, micro_steps=4, sequences=64, contiguous=True)
@@ -92,21 +94,24 @@ def test_packing_takes_what_homes_leave(seed: int) -> None:
     assert tokens(step, plan.micro_step, plan.rank).max() <= 4000
 
 
-def test_attention_alone_is_packed_too() -> None:
+def test_packing_balances_attention_without_expert_rows() -> None:
     """Without expert rows, long sequences that shared a rank are spread over ranks."""
     lengths_S = np.array([100, 100, 100, 100, 10, 10, 10, 10])
     rank_S = np.array([0, 0, 0, 0, 1, 1, 1, 1])
     step_S, new_rank_S = anneal_schedule(
-        np.zeros((8, 1, 2), np.int32), lengths_S**2.0, lengths_S, np.zeros(8, np.int64), rank_S,
-        np.zeros(1, np.int64), 2, 1000, 5000, 2, 8, np.random.default_rng(0),
-    )  # fmt: skip
+        Problem(np.zeros((8, 1, 2), np.int32), lengths_S**2.0, lengths_S, np.zeros(1, np.int64), 2, 1000),
+        np.zeros(8, np.int64),
+        rank_S,
+        Annealing(5000, 2, 8),
+        np.random.default_rng(0),
+    )
     assert not step_S.any()
     assert np.bincount(new_rank_S, lengths_S).tolist() == [220, 220]
 
 
 @settings(max_examples=50, deadline=None)
 @given(st.integers(0, 2**32))
-def test_rows_follow_the_homes(seed: int) -> None:
+def test_rows_are_counted_at_the_homes(seed: int) -> None:
     rng = np.random.default_rng(seed)
     counts_SLE = rng.integers(0, 9, (3, 2, 6)).astype(np.uint16)
     home_LE = rng.integers(0, 4, (2, 6)).astype(np.int16)
@@ -118,12 +123,12 @@ def test_rows_follow_the_homes(seed: int) -> None:
 
 @settings(max_examples=40, deadline=None)
 @given(random_steps())
-def test_plans_are_valid_and_equal_terms_leave_nothing_to_do(step: Step) -> None:
+def test_on_equal_terms_the_plan_is_that_of_static(step: Step) -> None:
     plans = check_policy(QUICK, step)
     assert plans["equal"].hash == Static().plan(step.view(Static(), equal_terms=True)).hash
 
 
-def test_homes_come_before_packing() -> None:
+def test_new_homes_reduce_the_load_of_a_single_micro_step() -> None:
     """One micro-step leaves nothing to pack: what is gained comes from the homes."""
     step = random_step(np.random.default_rng(2), ranks=4, experts=32, micro_steps=1, contiguous=True)
     plan = QUICK.plan(step.view(QUICK, equal_terms=False))

@@ -1,4 +1,4 @@
-"""UltraEP's quotas against a plain twin, against its figures, and as a policy."""
+"""UltraEP: quotas equal to a plain twin, published figures, and as a policy."""
 
 from __future__ import annotations
 
@@ -12,11 +12,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from helpers.policies import Step, check_future_is_unseen, check_policy, random_step, random_steps
-from trimtab import StepPlan
+from trimtab import ClusterSpec, StepPlan
 from trimtab.array_type import Array
 from trimtab.planner.plan.workload import max_over_mean
 from trimtab.policies import Traits
-from trimtab.policies.rivals.ultraep import UltraEp, solve_quotas
+from trimtab.policies.rivals.instance_load import InstanceLoad
+from trimtab.policies.rivals.ultraep import Search, UltraEp, heaviest_first, solve_quotas
 
 Replica = tuple[int, int, int]
 
@@ -28,10 +29,21 @@ class AnyRank(UltraEp):
 
 
 def solve(
-    counts_E: Array, home_E: Array, ranks: int, per_node: int, domain: int, slots: int, *settings: float
+    counts_E: Array,
+    home_E: Array,
+    ranks: int,
+    per_node: int,
+    domain: int,
+    slots: int,
+    threshold: float,
+    smallest: int,
+    tolerance: float,
+    tries: int,
 ) -> list[Replica]:
     replicas_3P = np.zeros((3, ranks * slots), np.int64)
-    count = solve_quotas(counts_E, home_E, ranks, per_node, domain, slots, *settings, replicas_3P)
+    load = InstanceLoad.of(counts_E, home_E, ClusterSpec(ranks, per_node, slots), within_node=domain < ranks)
+    search = Search(threshold, smallest, tolerance, tries)
+    count = solve_quotas(load, heaviest_first(load), search, replicas_3P)
     return [(int(e), int(r), int(tokens)) for e, r, tokens in replicas_3P[:, :count].T]
 
 
@@ -131,7 +143,7 @@ def skewed(seed: int, ranks: int, experts: int, *, zipf: float, tokens: int) -> 
     st.sampled_from([1, 30, 1024]),
     st.integers(0, 3),
 )
-def test_kernel_repeats_the_plain_solver(
+def test_quotas_equal_those_of_a_plain_solver(
     seed: int, sizes: tuple[int, int, int], per_rank: int, slots: int, threshold: float, smallest: int, tries: int
 ) -> None:
     ranks, per_node, domain = sizes
@@ -145,7 +157,7 @@ def test_kernel_repeats_the_plain_solver(
 
 @settings(max_examples=100, deadline=None)
 @given(st.integers(0, 2**32), st.sampled_from([1, 100, 1024]), st.integers(0, 3))
-def test_quotas_keep_their_rules(seed: int, smallest: int, tries: int) -> None:
+def test_quotas_respect_slots_homes_and_the_smallest_quota(seed: int, smallest: int, tries: int) -> None:
     """No quota below the smallest in the search, a token stays home, ranks take up to their slots, none gets busier."""
     counts_E, home_E = skewed(seed, 8, 64, zipf=1.0, tokens=500)
     replicas = solve(counts_E, home_E, 8, 4, 8, 2, 1.0, smallest, 0.01, tries)
@@ -194,7 +206,7 @@ def off_node(plan: StepPlan) -> Array:
 
 @settings(max_examples=60, deadline=None)
 @given(random_steps(), st.sampled_from([1, 128, 1024]))
-def test_plans_are_valid_and_keep_to_the_terms(step: Step, smallest: int) -> None:
+def test_plans_are_valid_and_no_rank_gets_busier(step: Step, smallest: int) -> None:
     plans = check_policy(AnyRank(smallest_quota=smallest), step)
     assert not off_node(plans["own"]).any()
     assert plans["own"].hash == UltraEp(smallest_quota=smallest).plan(step.view(UltraEp(), equal_terms=False)).hash
@@ -204,7 +216,7 @@ def test_plans_are_valid_and_keep_to_the_terms(step: Step, smallest: int) -> Non
         assert np.all(plan.rank_loads(workload).max(axis=-1) <= before)
 
 
-def test_equal_terms_reach_across_nodes() -> None:
+def test_replicas_may_leave_their_node_only_on_equal_terms() -> None:
     """A node that is busy as a whole: its own recipe can't help, equal terms can."""
     step = random_step(np.random.default_rng(0), ranks=8, experts=32, ranks_per_node=2, contiguous=True)
     step.sequences.counts_SLE[:, :, :8] *= 20
@@ -218,5 +230,5 @@ def test_equal_terms_reach_across_nodes() -> None:
 
 @settings(max_examples=15, deadline=None)
 @given(random_steps(), st.integers(0, 2**32))
-def test_the_future_is_unseen(step: Step, seed: int) -> None:
+def test_plans_do_not_depend_on_later_instances(step: Step, seed: int) -> None:
     check_future_is_unseen(UltraEp(smallest_quota=10), step, np.random.default_rng(seed))

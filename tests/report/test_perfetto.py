@@ -15,8 +15,9 @@ import pytest
 
 from helpers.reports import KINDS, some_report
 from trimtab.errors import InputError
-from trimtab.report.model import LANES, Timeline
+from trimtab.report.model import Timeline
 from trimtab.report.perfetto import write_perfetto
+from trimtab.simulator.recorded_operations import LANES
 
 
 def read(path: Path) -> list[dict[str, Any]]:

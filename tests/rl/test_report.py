@@ -5,9 +5,9 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from trimtab.report.model import LANES
 from trimtab.rl.report import NAMES, parts_of, timeline_of, with_waiting
 from trimtab.runtime.ranks.recorder import BACKWARD, COMBINE, DISPATCH, EXPERTS, OTHER, SUMMING, WAITING, Recording
+from trimtab.simulator.recorded_operations import LANES
 
 
 def recording(*done: tuple[int, int, float], micro_steps: tuple[tuple[int, float, float], ...] = ()) -> Recording:

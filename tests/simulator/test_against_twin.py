@@ -1,4 +1,4 @@
-"""The simulation gives what a plain one gives: rows in seconds, the step's time, its parts and every operation."""
+"""The simulator equals a plain twin: work, step time, its parts and every operation."""
 
 from __future__ import annotations
 
@@ -12,8 +12,7 @@ from hypothesis import strategies as st
 from helpers import planner_twins as twins
 from helpers.simulated_steps import Case, cases
 from helpers.simulator_twin import Shown, needs_of
-from trimtab.report.model import LANES
-from trimtab.simulator.events import KINDS, Events
+from trimtab.simulator.recorded_operations import KINDS, LANES, Operations
 from trimtab.simulator.work import rank_work
 
 EXACT = 1e-9
@@ -21,7 +20,7 @@ EXACT = 1e-9
 
 @settings(max_examples=60, deadline=None)
 @given(cases(), st.sampled_from([1, 2]), st.booleans())
-def test_rows_become_seconds(case: Case, hops: int, even: bool) -> None:
+def test_work_equals_that_of_a_plain_count(case: Case, hops: int, even: bool) -> None:
     work = rank_work(case.plan, case.workload, case.costs, hops=hops, even=even)
     rows_MLRE = twins.estimated(case.workload)
     for m, layer in np.ndindex(case.plan.num_micro_steps, case.plan.num_layers):
@@ -36,7 +35,7 @@ def test_rows_become_seconds(case: Case, hops: int, even: bool) -> None:
 
 @settings(max_examples=400, deadline=None)
 @given(cases(), st.data())
-def test_steps_take_as_long_and_do_the_same(case: Case, data: st.DataObject) -> None:
+def test_time_parts_and_operations_equal_those_of_the_twin(case: Case, data: st.DataObject) -> None:
     show = data.draw(st.integers(0, case.plan.num_micro_steps - 1))
     found, expected = case.run(show), case.twin(show)
     np.testing.assert_allclose(found.step_time_s, expected.seconds, rtol=EXACT)
@@ -44,26 +43,29 @@ def test_steps_take_as_long_and_do_the_same(case: Case, data: st.DataObject) -> 
         assert list(found.parts_s) == list(expected.parts)
         parts = list(found.parts_s.values()), list(expected.parts.values())
         np.testing.assert_allclose(*parts, rtol=EXACT, atol=EXACT * expected.seconds)
-    assert_same_operations(found.events, expected.shown, EXACT * max(1e-3, expected.seconds))
+    assert_same_operations(found.operations, expected.shown, EXACT * max(1e-3, expected.seconds))
     assert case.run().step_time_s == found.step_time_s, "showing a micro-step changes it"
 
 
-def assert_same_operations(events: Events, expected: Iterable[Shown], tolerance: float) -> None:
+def assert_same_operations(found: Operations, expected: Iterable[Shown], tolerance: float) -> None:
     """Of every kind on every lane of every rank in every layer, the same beginnings and ends."""
     places: list[dict[tuple[str, str, int, int], list[tuple[float, float]]]] = [defaultdict(list), defaultdict(list)]
-    columns = events.kind_N, events.lane_N, events.rank_N, events.layer_N, events.spans_N2
+    columns = found.kind_N, found.lane_N, found.rank_N, found.layer_N, found.spans_N2
     for kind, lane, rank, layer, (start, end) in zip(*map(np.ndarray.tolist, columns), strict=True):
         places[0][KINDS[kind], LANES[lane], rank, layer].append((start, end))
     for op in expected:
         places[1][op.kind, op.lane, op.rank, op.layer].append((op.start, op.end))
     for place in places:
-        for key, spans in place.items():
+        for key, every in place.items():
             # What takes no time but for rounding may be there or not.
-            place[key] = sorted(span for span in spans if span[1] - span[0] > 2 * tolerance)
+            place[key] = sorted(span for span in every if span[1] - span[0] > 2 * tolerance)
     for key in places[0].keys() | places[1].keys():
-        found, meant = places[0].get(key, []), places[1].get(key, [])
-        assert len(found) == len(meant), f"{key}: {found} instead of {meant}"
+        spans, meant = places[0].get(key, []), places[1].get(key, [])
+        assert len(spans) == len(meant), f"{key}: {spans} instead of {meant}"
         for side in (0, 1):
             np.testing.assert_allclose(
-                sorted(span[side] for span in found), sorted(span[side] for span in meant), rtol=0, atol=tolerance
+                sorted(span[side] for span in spans),
+                sorted(span[side] for span in meant),
+                rtol=0,
+                atol=tolerance,
             )

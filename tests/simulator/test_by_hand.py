@@ -20,7 +20,7 @@ import pytest
 from helpers.simulated_steps import Case, free_costs
 from trimtab import ClusterSpec, Placement, Schedule, StepPlan, Workload
 from trimtab.policies import Traits
-from trimtab.report.model import PARTS
+from trimtab.simulator.clocks import PARTS
 from trimtab.simulator.step import StepSettings
 
 MICROSECOND = 1e-6
@@ -55,7 +55,7 @@ def check(case: Case, seconds: float, **parts: float) -> None:
     assert step.step_time_s == pytest.approx(seconds)
 
 
-def test_free_weights() -> None:
+def test_without_transfer_costs_replicas_cost_nothing() -> None:
     case = small_case(known_at="past", transfers_start="step").free("near_weights_s", "near_gradient_s")
     # Rank 0 is last everywhere.
     check(case, 9 + 9 + 16, attention=2 + 2 + 4, dispatch=2 + 2 + 2, experts=4 + 4 + 8, imbalance=1 + 1 + 2)
@@ -73,7 +73,7 @@ def test_a_micro_steps_transfers_start_as_those_of_a_step() -> None:
     assert early.parts_s == later.parts_s
 
 
-def test_live_planning() -> None:
+def test_live_planning_delays_each_layer() -> None:
     # Every layer's forward is planned in 1 s. The weights set out at 6, beside dispatch, and come at 14.5. The gradient
     # leaves 3 s after the backward begins and takes 40: it is home at 36 + 40.
     case = small_case(known_at="layer", transfers_start="layer", published_us=1 / MICROSECOND)
@@ -84,7 +84,7 @@ def test_live_planning() -> None:
     check(waiting, 16 + 16 + 3 + 40, **parts, imbalance=-1 - 1 + 2, transfers=7 + 7 + 43 - 16)
 
 
-def test_weights_first() -> None:
+def test_dispatch_waits_for_weights_if_required() -> None:
     # They have the link to themselves, from 6 to 14; then rank 0 is last.
     case = small_case(known_at="layer", published_us=1 / MICROSECOND, waits_for_weights=True)
     parts: dict[str, float] = {"attention": 8, "dispatch": 6, "experts": 16, "planning": 4}
@@ -122,7 +122,7 @@ def test_a_ring_of_one_layer_fetches_again_and_without_bounds_nothing_is() -> No
     check(slow, 15 + 15 + 43, **parts, dispatch=6, imbalance=-1 - 1 + 2, transfers=8 + 8 + 5 + 4 + 18)
 
 
-def test_two_hops() -> None:
+def test_two_hops_overlap_with_experts_that_do_not_move() -> None:
     # All four rows of rank 1 go to the home first, in 2 s; two come back in 0.5 s, and weights and rows wait until the
     # layer is planned, beside the experts that stay. Weights come at 15, rank 1 computes until 16 and sends the rows
     # home until 16.5; combine takes 2. In backward rank 0 is last: 2 + 6 + 0.5 + 2, attention 2, layer 0 takes 6.
@@ -130,7 +130,7 @@ def test_two_hops() -> None:
     check(case, 18.5 + 18.5 + 18.5, attention=8, dispatch=4.5 * 3, experts=16, imbalance=-1 - 1 + 2, transfers=9 + 9)
 
 
-def test_planning_ahead_moves_and_mirrors() -> None:
+def test_planning_moves_and_mirrors_precede_the_step() -> None:
     case = small_case(known_at="step", transfers_start="step", published_us=1 / MICROSECOND, host_path=True)
     case = replace(case.but(host_weights_s=2.0, near_state_s=5.0), cluster=replace(case.cluster, planning_threads=4))
     case = replace(case, plan=replace(case.plan, replica_paths=np.ones(1, np.uint8)))
@@ -145,7 +145,7 @@ def test_planning_ahead_moves_and_mirrors() -> None:
     check(replace(serial, before=before), 34 + planning + 2 + 5, **parts, migration=7)
 
 
-def test_the_sum_of_gradients_hides_behind_the_last_backward() -> None:
+def test_gradient_sums_overlap_with_the_last_backward() -> None:
     case = small_case(known_at="past", transfers_start="never", copies="none").but(optimizer_s=3.0)
     for reduce_s, exposed in ((15.0, 0.0), (20.0, 4.0)):
         step = case.but(reduce_s=reduce_s).run()
@@ -153,7 +153,7 @@ def test_the_sum_of_gradients_hides_behind_the_last_backward() -> None:
         assert step.parts_s["optimizer"] == pytest.approx(3 + exposed)
 
 
-def test_the_ideal_has_even_rows_and_no_transfers() -> None:
+def test_the_ideal_run_has_even_rows_and_no_transfers() -> None:
     # Each rank computes four rows of each layer, and sends half of its own to the other: 1 s. Nothing is moved.
     case = small_case(known_at="step", transfers_start="never", copies="none", ideal=True, published_us=1.0)
     check(case, 2 * (2 + 4 * 1 + 4) + (4 + 4 * 1 + 8), attention=8, dispatch=12, experts=16)

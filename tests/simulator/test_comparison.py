@@ -1,4 +1,4 @@
-"""Balancers compared on one step: what each is given, and what is said of it."""
+"""Comparison of balancers on one step: their input and their figures."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from trimtab.cluster.operations import OperationCosts
 from trimtab.planner import SequenceCounts
 from trimtab.policies import POLICIES, Traits, View
 from trimtab.simulator.comparison import (
+    ComparisonCase,
     Outcome,
-    Situation,
     budget_for,
     figures,
     operations,
@@ -29,7 +29,7 @@ from trimtab.simulator.comparison import (
 from trimtab.simulator.memory import memory_bytes
 from trimtab.simulator.step import StepSettings, simulate_step
 
-# As DESIGN has them.
+# Documented keys.
 KEYS = {
     "known_at", "slots_per_rank", "step_time_s", "speedup_vs_static", "fraction_of_balanced", "max_over_mean",
     "replicas_per_instance", "weight_bytes_per_micro_step", "cross_node_token_fraction", "exposed_transfer_s",
@@ -49,7 +49,7 @@ def some_trace(seed: int = 0, steps: tuple[int, ...] = (3, 3, 4, 4, 4, 7, 7), lo
     return replace(trace, steps=np.array(steps, trace.steps.dtype))
 
 
-def some_situation(trace: RoutingTrace | None = None, **changes: Any) -> Situation:
+def some_case(trace: RoutingTrace | None = None, **changes: Any) -> ComparisonCase:
     step, earlier = step_of(some_trace() if trace is None else trace, None)
     values: dict[str, Any] = {
         "cluster": ClusterSpec(4, 2, 1),
@@ -58,10 +58,10 @@ def some_situation(trace: RoutingTrace | None = None, **changes: Any) -> Situati
         "earlier": tuple(map(SequenceCounts.from_trace, earlier)),
         "token_budget": 20,
     }
-    return Situation(**values | changes)
+    return ComparisonCase(**values | changes)
 
 
-def test_a_step_and_those_before_it() -> None:
+def test_step_of_returns_a_step_and_those_before_it() -> None:
     trace = some_trace()
     step, earlier = step_of(trace, None)
     assert step.steps.tolist() == [7, 7]
@@ -73,7 +73,7 @@ def test_a_step_and_those_before_it() -> None:
         step_of(trace, 5)
 
 
-def test_a_budget_with_which_about_as_many_micro_steps_come_out() -> None:
+def test_the_budget_gives_about_the_requested_micro_steps() -> None:
     def lengths(*tokens: int) -> SequenceCounts:
         return SequenceCounts(
             np.zeros((len(tokens), 1, 2), np.uint16), np.array(tokens, np.int64), np.zeros((len(tokens), 1), np.int32)
@@ -122,19 +122,19 @@ def past_of(*parts: SequenceCounts) -> Array:
 
 
 @pytest.mark.usefixtures("spies")
-def test_the_past_is_handed_on_and_homes_stay_where_they_were() -> None:
-    situation = some_situation()
-    outcome = simulate_policy(situation, "spy")
+def test_policies_get_past_counts_and_the_homes_of_the_step_before() -> None:
+    case = some_case()
+    outcome = simulate_policy(case, "spy")
     contiguous = Placement.contiguous(2, 8, 4)
-    assert np.array_equal(Spy.seen[-1].past_counts_PLE, past_of(*situation.earlier))
+    assert np.array_equal(Spy.seen[-1].past_counts_PLE, past_of(*case.earlier))
     assert np.array_equal(outcome.plan.home, contiguous.home)
     assert outcome.migration_bytes == 0
     # Who moves homes does so in the step before as well, which sees one step less; then only what moves again counts.
-    outcome = simulate_policy(situation, "mover")
+    outcome = simulate_policy(case, "mover")
     before, now = Mover.seen
-    assert np.array_equal(before.past_counts_PLE, past_of(situation.earlier[0]))
+    assert np.array_equal(before.past_counts_PLE, past_of(case.earlier[0]))
     assert np.array_equal(before.placement.home, contiguous.home)
-    assert np.array_equal(now.past_counts_PLE, past_of(*situation.earlier))
+    assert np.array_equal(now.past_counts_PLE, past_of(*case.earlier))
     assert np.array_equal(now.placement.home, (contiguous.home + 1) % 4)
     assert np.array_equal(outcome.plan.home, (contiguous.home + 2) % 4)
     assert outcome.migration_bytes == 2 * 8 * MODEL.expert_parameters * (2 + 12)
@@ -142,44 +142,44 @@ def test_the_past_is_handed_on_and_homes_stay_where_they_were() -> None:
 
 
 @pytest.mark.usefixtures("spies")
-def test_on_equal_terms_all_get_the_same() -> None:
-    situation = some_situation(equal_terms=True)
-    simulate_policy(situation, "mover")
+def test_on_equal_terms_all_policies_get_the_same_input() -> None:
+    case = some_case(equal_terms=True)
+    simulate_policy(case, "mover")
     *_, now = Mover.seen
     assert now.equal_terms
     assert np.array_equal(now.placement.home, Placement.contiguous(2, 8, 4).home)
-    plans = [simulate_policy(situation, name).plan for name in ("static", "trimtab", "llep", "relibra", "eplb_oracle")]
+    plans = [simulate_policy(case, name).plan for name in ("static", "trimtab", "llep", "relibra", "eplb_oracle")]
     for plan in plans:
         assert np.array_equal(plan.home, plans[0].home)
         assert np.array_equal(plan.micro_step, plans[0].micro_step)
         assert np.array_equal(plan.rank, plans[0].rank)
-        assert plan.slots_per_rank <= situation.cluster.slots_per_rank
-    own = simulate_policy(replace(situation, equal_terms=False), "eplb_oracle").plan
+        assert plan.slots_per_rank <= case.cluster.slots_per_rank
+    own = simulate_policy(replace(case, equal_terms=False), "eplb_oracle").plan
     assert not np.array_equal(own.home, plans[0].home)
 
 
 @pytest.mark.usefixtures("spies")
 def test_a_first_step_has_no_past() -> None:
-    situation = some_situation(some_trace(steps=(0,) * 7))
-    outcome = simulate_policy(situation, "mover")
+    case = some_case(some_trace(steps=(0,) * 7))
+    outcome = simulate_policy(case, "mover")
     assert all(view.past_counts_PLE.shape == (0, 2, 8) for view in Mover.seen)
     # All homes move at once, from where they are without a balancer.
     assert outcome.migration_bytes == 2 * 8 * MODEL.expert_parameters * (2 + 12)
 
 
-def test_mini_batches_are_dealt_out_in_order() -> None:
-    situation = some_situation(some_trace(steps=(0,) * 7), mini_batches=3)
-    outcome = simulate_policy(situation, "static")
+def test_sequences_are_assigned_to_mini_batches_in_order() -> None:
+    case = some_case(some_trace(steps=(0,) * 7), mini_batches=3)
+    outcome = simulate_policy(case, "static")
     assert outcome.plan.mini_batch_of_micro_step[outcome.plan.micro_step].tolist() == [0, 0, 0, 1, 1, 2, 2]
     # No more than there are sequences.
-    most = simulate_policy(replace(situation, mini_batches=100), "static").plan
+    most = simulate_policy(replace(case, mini_batches=100), "static").plan
     assert most.mini_batch_of_micro_step[most.micro_step].tolist() == list(range(7))
     assert most.num_micro_steps == 7
 
 
-def test_figures_are_those_of_the_design_and_say_what_came_out() -> None:
-    situation = some_situation()
-    outcomes = {name: simulate_policy(situation, name) for name in ("static", "trimtab", "balanced")}
+def test_figures_have_the_documented_keys_and_values() -> None:
+    case = some_case()
+    outcomes = {name: simulate_policy(case, name) for name in ("static", "trimtab", "balanced")}
     found = figures(outcomes, MODEL)
     assert list(found) == ["static", "trimtab", "balanced"]
     for name, row in found.items():
@@ -220,13 +220,13 @@ def far_part(outcome: Outcome) -> float:
 
 
 @pytest.mark.parametrize("name", ["eplb_oracle", "laer", "foremoe"])
-def test_an_outcome_is_of_the_plan_and_the_part_of_the_model_that_the_trace_has(name: str) -> None:
+def test_an_outcome_covers_the_layers_of_the_trace(name: str) -> None:
     trace = some_trace(steps=(0,) * 7, longer=300)
     model = replace(MODEL, moe_layers=4)
     run_as = StepSettings(groups=2, ring_layers=2)
-    situation = some_situation(trace, model=model, settings=run_as, token_budget=400)
-    outcome = simulate_policy(situation, name)
-    plan, workload, cluster = outcome.plan, outcome.workload, situation.cluster
+    case = some_case(trace, model=model, settings=run_as, token_budget=400)
+    outcome = simulate_policy(case, name)
+    plan, workload, cluster = outcome.plan, outcome.workload, case.cluster
     assert plan.num_micro_steps > 1
     assert plan.num_replicas > 0
     row = figures({name: outcome}, model)[name]
@@ -253,16 +253,16 @@ def test_an_outcome_is_of_the_plan_and_the_part_of_the_model_that_the_trace_has(
     assert outcome.memory == memory_bytes(plan, loads_MLR, tokens_MR, model, traits, ring_layers=2, ranks=8)
 
 
-def test_showing_operations_does_not_change_the_step() -> None:
-    situation = some_situation()
-    outcome = simulate_policy(situation, "static")
+def test_recording_operations_does_not_change_the_step() -> None:
+    case = some_case()
+    outcome = simulate_policy(case, "static")
     for micro_step in range(outcome.plan.num_micro_steps):
-        events = operations(situation, outcome, micro_step)
-        assert len(events.kind_N) == len(events.kind_N) > 0
-        assert set(events.rank_N.tolist()) == {0, 1, 2, 3}
+        shown = operations(case, outcome, micro_step)
+        assert len(shown.kind_N) == len(shown.kind_N) > 0
+        assert set(shown.rank_N.tolist()) == {0, 1, 2, 3}
 
 
-def test_a_trace_hash_is_of_the_routing() -> None:
+def test_the_trace_hash_depends_on_the_routing_only() -> None:
     trace = some_trace()
     own = trace_hash(trace)
     assert trace_hash(some_trace()) == own
@@ -301,13 +301,13 @@ def test_every_balancer_runs_in_odd_settings(name: str) -> None:
     ids[trace.sequence_starts[5], 1] = trace.no_route
     # RoutePack's search takes its time.
     for changes in ODD[:1] if name == "routepack" else ODD:
-        for situation in (some_situation(**changes), some_situation(replace(trace, expert_ids=ids), **changes)):
-            outcome = simulate_policy(situation, name)
+        for case in (some_case(**changes), some_case(replace(trace, expert_ids=ids), **changes)):
+            outcome = simulate_policy(case, name)
             step = outcome.simulated
             assert 0 < step.step_time_s < 1
             assert sum(step.parts_s.values()) == pytest.approx(step.step_time_s)
             assert outcome.memory["replica pool"] >= 0
             assert 0 <= outcome.cross_node_fraction <= 1
-            if situation.cluster.ranks == 1:
+            if case.cluster.ranks == 1:
                 assert outcome.plan.num_replicas == 0
                 assert step.parts_s["imbalance"] == pytest.approx(0.0, abs=1e-12)

@@ -1,4 +1,4 @@
-"""A lane as a fluid that flows at what all-to-alls leave, whatever comes when."""
+"""Lanes of links: completion times next to all-to-alls."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from helpers.simulator_twin import Lane
 from trimtab.simulator.links import FAR_IN, FAR_OUT, GRADIENTS, HOST_IN, NEAR_IN, NEAR_OUT, idle_links, occupy, serve
 
 SECONDS = st.one_of(st.just(0.0), st.floats(0.01, 20))
-LANES = (NEAR_OUT, NEAR_IN, FAR_OUT, FAR_IN, HOST_IN, GRADIENTS + NEAR_OUT, GRADIENTS + FAR_IN)
+LANES = [int(n) for n in (NEAR_OUT, NEAR_IN, FAR_OUT, FAR_IN, HOST_IN, GRADIENTS + NEAR_OUT, GRADIENTS + FAR_IN)]
 
 
 @settings(max_examples=200, deadline=None)
@@ -22,7 +22,7 @@ LANES = (NEAR_OUT, NEAR_IN, FAR_OUT, FAR_IN, HOST_IN, GRADIENTS + NEAR_OUT, GRAD
     st.lists(st.tuples(st.sampled_from(LANES), st.floats(0, 60), SECONDS), max_size=8),
     st.sampled_from([0.0, 0.1, 0.5, 1.0]),
 )
-def test_transfers_are_done_when_the_fluid_has_run_through(
+def test_completion_times_equal_those_of_a_fluid_lane(
     calls: list[tuple[float, float, float]], transfers: list[tuple[int, float, float]], spare: float
 ) -> None:
     links, time = idle_links(2, 2), 0.0
@@ -42,7 +42,7 @@ def test_transfers_are_done_when_the_fluid_has_run_through(
         assert links.free[lane, 1] == pytest.approx(expected, rel=1e-9)
 
 
-def test_an_all_to_all_leaves_a_part_of_the_rate() -> None:
+def test_transfers_get_the_remaining_rate_during_an_all_to_all() -> None:
     links = idle_links(1, 2)
     occupy(links, 0, 10.0, 4.0, 1.0)
     # Three seconds before it, one of the four during it, and then the last.
@@ -57,7 +57,7 @@ def test_an_all_to_all_leaves_a_part_of_the_rate() -> None:
     assert math.isclose(serve(idle_links(2, 1), NEAR_IN, 1, 3.0, 2.0, 0.0), 5.0)
 
 
-def test_two_passes_are_remembered() -> None:
+def test_all_to_alls_of_two_passes_are_remembered() -> None:
     """As far back as any transfer may begin: two passes of two all-to-alls a layer."""
     layers = 3
     links = idle_links(1, layers)

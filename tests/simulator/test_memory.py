@@ -1,4 +1,4 @@
-"""What ranks have to hold, worked out by hand."""
+"""Memory of ranks, worked out by hand."""
 
 from __future__ import annotations
 
@@ -54,13 +54,13 @@ def small_plan() -> tuple[StepPlan, Workload]:
         ("unbounded", 3 * (WEIGHTS + GRADIENT)),
     ],
 )
-def test_the_pool_is_as_large_as_copies_are_kept(copies: Any, expected: int) -> None:
+def test_the_replica_pool_holds_the_copies_kept_at_once(copies: Any, expected: int) -> None:
     plan, _ = small_plan()
     assert replica_pool_bytes(plan, MODEL, Traits("step", copies=copies), 3) == expected
     assert replica_pool_bytes(plan.without_replicas(), MODEL, Traits("step", copies=copies), 3) == 0
 
 
-def test_the_busiest_rank_counts() -> None:
+def test_memory_is_that_of_the_busiest_rank() -> None:
     plan, workload = small_plan()
     loads_MLR = plan.rank_loads(workload)
     tokens_MR = np.array([[11, 2], [3, 30]])
@@ -81,7 +81,7 @@ def test_the_busiest_rank_counts() -> None:
     assert found["activations"] == max(kept) * 2 == (2 * 8 * 20 * 30 + 46 * 70) * 2
 
 
-def test_uneven_homes_count_where_most_are() -> None:
+def test_expert_memory_is_that_of_the_rank_with_most_homes() -> None:
     plan, workload = small_plan()
     plan = replace(plan.without_replicas(), home=np.array([[0, 0, 0, 1], [0, 1, 1, 1]], np.int16))
     loads_MLR, tokens_MR = plan.rank_loads(workload), np.zeros((2, 2), np.int64)

@@ -1,4 +1,4 @@
-"""What holds of every step, whatever the plan, the costs and the balancer's ways."""
+"""Properties of every simulated step, for any plan, costs and traits."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from helpers.simulated_steps import GRADIENTS, MOVES, ROWS, SECONDS, WEIGHTS, Ca
 from trimtab import ClusterSpec, Placement, Schedule, StepPlan, Workload
 from trimtab.array_type import Array
 from trimtab.policies import Traits
-from trimtab.report.model import LANES, PARTS
-from trimtab.simulator.events import KINDS, WAITING
+from trimtab.simulator.clocks import PARTS
+from trimtab.simulator.recorded_operations import KINDS, LANES, WAITING
 from trimtab.simulator.step import StepSettings
 
 LITTLE = 1 + 1e-12
@@ -38,18 +38,18 @@ def test_parts_add_up_and_every_rank_accounts_for_its_time(case: Case, data: st.
     assert list(step.parts_s) == list(PARTS)
     assert sum(step.parts_s.values()) == pytest.approx(step.step_time_s, rel=1e-9)
     assert all(seconds >= 0 for name, seconds in step.parts_s.items() if name != "imbalance")
-    events, tiny = step.events, 1e-9 * step.step_time_s
-    assert np.all(events.spans_N2[:, 0] >= -tiny)
-    assert np.all(events.kind_N < len(KINDS))
-    assert np.all(events.lane_N < len(LANES))
-    assert np.all((events.layer_N >= -1) & (events.layer_N < case.plan.num_layers))
+    shown, tiny = step.operations, 1e-9 * step.step_time_s
+    assert np.all(shown.spans_N2[:, 0] >= -tiny)
+    assert np.all(shown.kind_N < len(KINDS))
+    assert np.all(shown.lane_N < len(LANES))
+    assert np.all((shown.layer_N >= -1) & (shown.layer_N < case.plan.num_layers))
     busy_D = busy_seconds(case, show)
     for d in range(case.plan.num_ranks * case.settings.groups):
-        mine = (events.rank_N == d) & (events.lane_N == 0)
-        spans_N2 = events.spans_N2[mine][np.argsort(events.spans_N2[mine, 0], kind="stable")]
+        mine = (shown.rank_N == d) & (shown.lane_N == 0)
+        spans_N2 = shown.spans_N2[mine][np.argsort(shown.spans_N2[mine, 0], kind="stable")]
         assert np.all(spans_N2[1:, 0] >= spans_N2[:-1, 1] - tiny), "a rank does two things at once"
         assert spans_N2.max(initial=0) <= step.step_time_s + tiny
-        lasting = np.diff(events.spans_N2[mine & (events.kind_N != WAITING)], axis=1).sum()
+        lasting = np.diff(shown.spans_N2[mine & (shown.kind_N != WAITING)], axis=1).sum()
         assert lasting == pytest.approx(busy_D[d], rel=1e-9, abs=tiny), "the lane doesn't show all that it does"
 
 
@@ -76,11 +76,12 @@ def busy_seconds(case: Case, show: int) -> Array:
 
 @settings(max_examples=60, deadline=None)
 @given(cases())
-def test_twice_the_costs_take_twice_as_long_and_two_runs_are_the_same(case: Case) -> None:
+def test_time_is_proportional_to_costs_and_deterministic(case: Case) -> None:
     once, again = case.run(0), case.run(0)
     assert once.parts_s == again.parts_s
     assert all(
-        np.array_equal(*pair) for pair in zip(vars(once.events).values(), vars(again.events).values(), strict=True)
+        np.array_equal(*pair)
+        for pair in zip(vars(once.operations).values(), vars(again.operations).values(), strict=True)
     )
     twice = case.but(
         **{name: 2 * getattr(case.costs, name) for name in SECONDS},
@@ -93,10 +94,11 @@ def test_twice_the_costs_take_twice_as_long_and_two_runs_are_the_same(case: Case
 
 @settings(max_examples=60, deadline=None)
 @given(cases())
-def test_infinitely_fast_links_hide_everything(case: Case) -> None:
+def test_with_infinitely_fast_links_no_rank_waits_for_transfers(case: Case) -> None:
     free = case.free(*TRANSFERS).but(published_us=None, planning_us_per_rank=0.0)
-    if case.traits.hops == 2:
-        # Rows that move on have to have come.
+    if case.traits.hops == 2 or case.traits.copies == "layer slots":
+        # Rows of a second hop wait for the first. Gradients of kept copies leave after their rank's combine, which may
+        # be later than the home's.
         free = free.free(*ROWS)
     parts = free.run().parts_s
     assert (parts["transfers"], parts["planning"], parts["migration"]) == (0.0, 0.0, 0.0)
@@ -118,7 +120,7 @@ def test_faster_links_and_more_room_never_make_a_step_slower(case: Case, data: s
 
 @settings(max_examples=60, deadline=None)
 @given(cases())
-def test_meeting_more_often_is_not_faster(case: Case) -> None:
+def test_synchronising_groups_more_often_is_not_faster(case: Case) -> None:
     often, seldom = (alone(case).but(meet=meet).run().step_time_s for meet in ("layer", "step"))
     assert seldom <= often * LITTLE
     # One group whose ranks have the same dense parts and exchange nothing has nobody else to wait for.
@@ -170,7 +172,7 @@ def test_as_many_groups_as_micro_steps_take_as_long_as_the_longest(case: Case) -
     assert together.step_time_s == pytest.approx(longest, rel=1e-9)
 
 
-def test_where_all_to_alls_get_in_the_way_sooner_can_be_later() -> None:
+def test_with_all_to_alls_a_faster_link_can_delay_a_step() -> None:
     """Dense parts take half as long, and the step more: a dispatch comes upon a transfer that used to be through."""
     counts_MLRE = np.zeros((1, 1, 3, 3), np.int32)
     counts_MLRE[0, 0, 1, 0], counts_MLRE[0, 0, 2, 0] = 5, 3

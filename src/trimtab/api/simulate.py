@@ -27,8 +27,8 @@ from trimtab.report.html import write_html
 from trimtab.report.policies_table import policies_table
 from trimtab.report.simulation import answer, policy_results, simulation_report
 from trimtab.simulator.comparison import (
+    ComparisonCase,
     Outcome,
-    Situation,
     budget_for,
     figures,
     simulate_policy,
@@ -56,14 +56,14 @@ class SimulatedCase:
         ranks: of the expert-parallel group.
         slots: replica slots per rank.
         micro_steps: that the step was to take; None if a token budget was given.
-        situation: cluster, model, routing and settings.
+        case: cluster, model, routing and settings.
         outcomes: plan, simulated step and memory by balancer, in the order of `POLICIES`.
     """
 
     ranks: int
     slots: int
     micro_steps: int | None
-    situation: Situation
+    case: ComparisonCase
     outcomes: dict[str, Outcome]
 
     @property
@@ -78,8 +78,8 @@ class SimulatedCase:
             "ranks": self.ranks,
             "slots": self.slots,
             "micro_steps": self.micro_steps,
-            "token_budget": self.situation.token_budget,
-            "policies": figures(self.outcomes, self.situation.model),
+            "token_budget": self.case.token_budget,
+            "policies": figures(self.outcomes, self.case.model),
         }
 
     def __repr__(self) -> str:
@@ -101,9 +101,9 @@ class SimulationResult(Summarised):
     cases: tuple[SimulatedCase, ...]
 
     @property
-    def situation(self) -> Situation:
+    def case(self) -> ComparisonCase:
         """Of the first case."""
-        return self.cases[0].situation
+        return self.cases[0].case
 
     @property
     def outcomes(self) -> dict[str, Outcome]:
@@ -112,7 +112,7 @@ class SimulationResult(Summarised):
 
     def figures(self) -> dict[str, Any]:
         """What `trimtab simulate --json` writes."""
-        situation = self.situation
+        case = self.case
         content = {
             "schema": "trimtab-simulate-1",
             "trace_hash": trace_hash(self.trace),
@@ -121,14 +121,14 @@ class SimulationResult(Summarised):
             "settings": {
                 "trace": self.source,
                 "step": int(self.trace.steps[0]),
-                "token_budget": situation.token_budget,
-                "mini_batches": situation.mini_batches,
-                "equal_terms": situation.equal_terms,
-                **asdict(situation.settings),
+                "token_budget": case.token_budget,
+                "mini_batches": case.mini_batches,
+                "equal_terms": case.equal_terms,
+                **asdict(case.settings),
             },
-            "cluster": asdict(situation.cluster),
-            "model": asdict(situation.model),
-            "policies": figures(self.outcomes, situation.model),
+            "cluster": asdict(case.cluster),
+            "model": asdict(case.model),
+            "policies": figures(self.outcomes, case.model),
         }
         if len(self.cases) > 1:
             content["sweep"] = [case.figures() for case in self.cases]
@@ -136,16 +136,16 @@ class SimulationResult(Summarised):
 
     def write_html(self, path: str | os.PathLike[str]) -> None:
         """Write the page of `trimtab simulate --html`, of the first case. Writes are atomic."""
-        write_html(simulation_report(self.source, self.trace, self.situation, self.outcomes), path)
+        write_html(simulation_report(self.source, self.trace, self.case, self.outcomes), path)
 
     def summary(self) -> Summary:
         times = ", ".join(f"{name} {outcome.simulated.step_time_s:.3f}" for name, outcome in self.outcomes.items())
         more = len(self.cases) - 1
         return Summary(
-            f"{self.source}, step {self.trace.steps[0]}, {self.situation.model.name}, {self.cases[0].text}",
-            (answer(self.situation, self.outcomes),),
+            f"{self.source}, step {self.trace.steps[0]}, {self.case.model.name}, {self.cases[0].text}",
+            (answer(self.case, self.outcomes),),
             [
-                policies_table(policy_results(case.outcomes), f"Step times, {case.text}, {case.situation.cluster.name}")
+                policies_table(policy_results(case.outcomes), f"Step times, {case.text}, {case.case.cluster.name}")
                 for case in self.cases
             ],
             details=(f"seconds of a step: {times}", f"{more} more in cases[1:]" if more else ""),
@@ -222,7 +222,7 @@ def simulate(
     for (case_ranks, case_slots, size), nodes in zip(every, clusters, strict=True):
         budget = budget_for((counted, *before), case_ranks * groups, size) if size else token_budget
         assert budget is not None
-        situation = Situation(
+        case = ComparisonCase(
             cluster=nodes,
             model=spec,
             sequences=counted,
@@ -235,8 +235,8 @@ def simulate(
         outcomes: dict[str, Outcome] = {}
         for name in names:
             progress(name, len(cases) * len(names) + len(outcomes), total)
-            outcomes[name] = simulate_policy(situation, name)
-        cases.append(SimulatedCase(case_ranks, case_slots, size, situation, outcomes))
+            outcomes[name] = simulate_policy(case, name)
+        cases.append(SimulatedCase(case_ranks, case_slots, size, case, outcomes))
     progress(names[-1], total, total)
     return SimulationResult(reader.name, chosen, tuple(cases))
 

@@ -68,8 +68,8 @@ def run(options: argparse.Namespace) -> None:
     if options.html:
         result.write_html(options.html)
     if options.perfetto:
-        write_perfetto(timelines(result.situation, result.outcomes), options.perfetto)
-    console.print(*simulation_tables(result.source, result.trace, result.situation, result.outcomes))
+        write_perfetto(timelines(result.case, result.outcomes), options.perfetto)
+    console.print(*simulation_tables(result.source, result.trace, result.case, result.outcomes))
     if len(result.cases) > 1:
         console.print(sweep_table([(case.text, case.outcomes) for case in result.cases]))
     if options.html:

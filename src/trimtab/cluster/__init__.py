@@ -1,4 +1,4 @@
-"""What does it run on, and what does it cost? Sizes of model and cluster, and the costs that planning weighs."""
+"""Sizes of model and cluster, and the costs that planning minimises."""
 
 from trimtab.cluster.cost import CostModel
 from trimtab.cluster.models import QWEN3_30B, ModelSpec, load_model, model_like

@@ -1,4 +1,4 @@
-"""`CostModel`: what planning weighs against each other, in seconds. A short form of a training step's time."""
+"""`CostModel`: seconds of rows, replicas and moves, which planning minimises. A short form of a step's time."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from trimtab.cluster.specs import ClusterSpec
 FORWARDS_PER_STEP = 4
 # A row crosses the network to its expert and back in recompute, forward and backward.
 CROSSINGS_PER_STEP = 6
-# A replica's weights come for recompute, forward and backward; its gradient leaves once, in float32.
+# A replica's weights are fetched for recompute, forward and backward; its gradient is sent once, in float32.
 FETCHES_PER_STEP = 3
 GRADIENT_BYTES = 4
-# Moving a home takes the weights with their float32 master copy and two Adam moments.
+# Moving a home transfers the weights with their float32 master copy and two Adam moments.
 STATE_BYTES = 12
 
 
@@ -25,8 +25,8 @@ class CostModel:
     Attributes:
         row_s: one routed row, through one expert, on the rank that computes it.
         near_replica_s, far_replica_s: one replica, over the links inside a node or between nodes.
-        far_row_s: one row that an expert on another node computes. Rows of a token that go to the same node share the
-            way there, as many as do with even routing.
+        far_row_s: one row that an expert on another node computes. Rows of a token to the same node share a transfer;
+            their number is that of even routing.
         near_move_s, far_move_s: moving the home of one expert of one layer, inside a node or between nodes.
         attention_token_rows, attention_square_rows: a sequence of t tokens costs its rank as much in attention and
             other dense parts of a MoE layer as `attention_token_rows * t + attention_square_rows * t * t` rows do, by
@@ -44,7 +44,7 @@ class CostModel:
 
     @classmethod
     def of(cls, cluster: ClusterSpec, model: ModelSpec) -> CostModel:
-        """Costs of a model on a cluster. Nothing is taken to be hidden behind anything else."""
+        """Returns the costs of a model on a cluster, without any overlap."""
         parameters = model.expert_parameters
         projections = model.attention_parameters or 4 * model.hidden_size**2
         nodes = cluster.nodes
@@ -54,7 +54,7 @@ class CostModel:
         row_bytes = model.hidden_size * model.weight_bytes * (nodes_far / rows_far if nodes > 1 else 1.0)
         replica_bytes = FETCHES_PER_STEP * model.expert_bytes + GRADIENT_BYTES * parameters
         state_bytes = model.expert_bytes + STATE_BYTES * parameters
-        # Where ranks have no link to each other, all goes through host memory.
+        # Without links between ranks, all transfers use host memory.
         near_bytes_per_s = cluster.node_bytes_per_s or cluster.host_bytes_per_s
         far_bytes_per_s = cluster.network_bytes_per_s or cluster.host_bytes_per_s
         return cls(
@@ -64,7 +64,7 @@ class CostModel:
             far_row_s=CROSSINGS_PER_STEP * row_bytes / far_bytes_per_s,
             near_move_s=state_bytes / near_bytes_per_s,
             far_move_s=state_bytes / far_bytes_per_s,
-            # Projections and shared experts a token; its query meets keys and values of, on average, half the sequence.
+            # Projections and shared experts per token; a query attends to half of the sequence on average.
             attention_token_rows=(projections + 3 * model.hidden_size * model.shared_width) / parameters,
             attention_square_rows=(model.attention_width or 2 * model.hidden_size) / (2 * parameters),
         )

@@ -1,4 +1,4 @@
-"""`ModelSpec`: the sizes of a model that a plan and a step's time depend on."""
+"""`ModelSpec`: sizes of a model, read from presets or a Hugging Face `config.json`."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from trimtab.errors import InputError
 
 # Weights in float32 and float64 are trained as they are, all others, quantised ones too, in two bytes.
 _WIDE_TYPES = {"float32": 4, "float": 4, "float64": 8, "double": 8}
-# No size of a model comes near, and loops over layers stay short.
+# Upper limit of all sizes: far above any model, and loops over layers stay short.
 _LARGEST = 1 << 20
 
 
@@ -23,15 +23,15 @@ class ModelSpec:
     """A MoE model, as its Hugging Face `config.json` describes it.
 
     Attributes:
-        name: what a preset or the config calls it.
+        name: of the preset or in the config.
         num_experts: routed experts of a layer, E.
         top_k: experts that a token uses.
         hidden_size: width of a token.
         expert_width: inner width of an expert.
         weight_bytes: bytes of one weight, 2 for bf16.
         moe_layers: decoder layers with experts, L.
-        moe_layer_indices: which ones these are, rising; empty if unknown.
-        dense_layers: decoder layers without.
+        moe_layer_indices: their indices, ascending; empty if unknown.
+        dense_layers: decoder layers without experts.
         dense_width: inner width of the dense layers' feed-forward part.
         shared_width: inner width of a MoE layer's shared experts, all together.
         attention_parameters: weights of one layer's attention projections; 0 for four square ones.
@@ -66,7 +66,7 @@ class ModelSpec:
 
     @property
     def parameters(self) -> int:
-        """All weights of the model, biases and norms aside; embedding and output head are counted as two."""
+        """All weights of the model without biases and norms; embedding and output head are counted separately."""
         idle = self.moe_layers * (self.num_experts - self.top_k) * self.expert_parameters
         return self.active_parameters + idle + self.vocab_size * self.hidden_size
 
@@ -77,7 +77,7 @@ class ModelSpec:
 
     @property
     def active_parameters(self) -> int:
-        """Weights that one token is multiplied with; so without the embedding, which it is only looked up in."""
+        """Weights that one token is multiplied with; not the embedding, which is a lookup."""
         attention = self.attention_parameters or 4 * self.hidden_size**2
         moe = self.top_k * self.expert_parameters + (3 * self.shared_width + self.num_experts) * self.hidden_size
         dense = 3 * self.hidden_size * self.dense_width
@@ -90,10 +90,10 @@ class ModelSpec:
 
     @classmethod
     def named(cls, name: str) -> ModelSpec:
-        """A model that comes with Trimtab, such as `qwen3-30b-a3b`.
+        """Returns the preset of this name, such as `qwen3-30b-a3b`.
 
         Raises:
-            InputError: if there is none of that name; it lists them.
+            InputError: if there is none; it lists the names.
         """
         text = read_preset("model", name)
         if text is None:
@@ -105,8 +105,8 @@ class ModelSpec:
         """Read a `config.json`, or the one in a checkpoint directory.
 
         The families that it knows completely are Qwen3-MoE, GLM-4 MoE, DeepSeek-V3, Kimi-K2, GPT-OSS and Mixtral. A
-        `text_config` inside is read for the language model of a multimodal one. What a config doesn't say keeps the
-        value that stands for unknown; with no number of layers it is one MoE layer. Sliding windows are not looked at.
+        `text_config` is read for the language model of a multimodal one. Missing keys keep the value for unknown;
+        without a number of layers there is one MoE layer. Sliding windows are ignored.
 
         Raises:
             InputError: if there is none, or it does not describe a MoE model.
@@ -125,23 +125,23 @@ class ModelSpec:
 
 
 def model_like(num_experts: int, top_k: int, moe_layers: int) -> ModelSpec:
-    """The model that comes with Trimtab and routes like this: of several that with as many MoE layers, or the smallest.
+    """Returns the preset with these experts and top-k: of several the one with as many MoE layers, or the smallest.
 
     Raises:
         InputError: if none does.
     """
     models = [ModelSpec.named(name) for name in preset_names("model")]
-    alike = [model for model in models if (model.num_experts, model.top_k) == (num_experts, top_k)]
-    if not alike:
+    matching = [model for model in models if (model.num_experts, model.top_k) == (num_experts, top_k)]
+    if not matching:
         raise InputError(
             f"no model that comes with Trimtab has {num_experts} experts, top-{top_k}; "
             "say which one it is: --model with a config.json or a checkpoint folder"
         )
-    return min(alike, key=lambda model: (model.moe_layers != moe_layers, model.parameters))
+    return min(matching, key=lambda model: (model.moe_layers != moe_layers, model.parameters))
 
 
 def load_model(text: str) -> ModelSpec:
-    """The model that a user names: one that comes with Trimtab, else a path to a `config.json` or a checkpoint.
+    """Returns the model of a preset's name, or of a path to a `config.json` or a checkpoint.
 
     Raises:
         InputError: if it is neither, or the file does not describe a MoE model.
@@ -202,7 +202,7 @@ def _read(config: dict[str, Any], where: str) -> ModelSpec:
 
 
 def _moe_layers(config: dict[str, Any], where: str, count: Callable[..., int], layers: int) -> tuple[int, ...]:
-    """Which layers have experts. Families say it in seven ways; a layer that any of them makes dense is dense."""
+    """Indices of layers with experts, from seven keys of model families; dense if any of them makes a layer dense."""
     first = count("first_k_dense_replace", default=0, least=0)
     step = count("decoder_sparse_step", default=1)
     every = count("interleave_moe_layer_step", default=1)
@@ -243,7 +243,7 @@ def _listed(
 
 
 def _attention(count: Callable[..., int], hidden_size: int) -> tuple[int, int]:
-    """Weights of a layer's projections, and query heads times widths of a key and a value; zeros if not said."""
+    """Weights of a layer's projections, and query heads times widths of a key and a value; zeros if unknown."""
     heads = count("num_attention_heads", default=0)
     if not heads:
         return 0, 0

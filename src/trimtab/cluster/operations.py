@@ -1,14 +1,17 @@
-"""`OperationCosts`: how long each operation of a training step takes on one rank, and how many bytes it moves."""
+"""`OperationCosts`: seconds of each operation of a training step on one rank."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
+import numpy as np
+
+from trimtab.array_type import Array
 from trimtab.cluster.cost import GRADIENT_BYTES, STATE_BYTES
 from trimtab.cluster.models import ModelSpec
 from trimtab.cluster.specs import ClusterSpec
 
-# Times that values are read or written beside the matrix products. A token of a layer: two norms, two residual sums,
+# Reads and writes of values outside the matrix products. A token of a layer: two norms, two residual sums,
 # query, key and value, rotary embedding. A row, as wide as a token and an expert together: into and out of the dispatch
 # buffers, gate and up, activation, the weighted sum.
 TOKEN_PASSES = 20
@@ -19,34 +22,33 @@ LOGIT_BYTES = 12
 OPTIMIZER_BYTES = 30
 
 
-@dataclass(frozen=True)
-class OperationCosts:
-    """Seconds of operations, forward unless it says otherwise.
+class OperationCosts(NamedTuple):
+    """Seconds of operations; forward, except where noted.
 
     Backward takes `dense_backward` or `expert_backward` times as long.
 
     Attributes:
-        layer_s: a MoE layer's small operations, whatever its tokens.
+        layer_s: a MoE layer's small operations, for any number of tokens.
         token_s: a token in the dense parts of a MoE layer: projections, shared experts, router, norms.
         square_s: attention over a sequence of t tokens, in one layer, for each of t * t.
         outer_s: as `layer_s`, all dense layers together.
         outer_token_s: a token in all dense layers, embedding, output head and loss together.
         outer_square_s: as `square_s`, all dense layers together.
-        tile_rows: rows of a grouped matrix product come in tiles of so many.
+        tile_rows: rows of a tile of a grouped matrix product.
         tile_s: a tile through one expert.
-        copy_s: a copy of an expert that has any rows, whatever their number.
-        weights_s: reading one expert's weights; no copy with rows takes less.
-        row_s: a row, beside the matrix products: gathered, activated, weighed.
-        dispatch_s: an all-to-all, whatever its rows.
-        near_row_s, far_row_s: a row through a rank's all-to-all, inside the node or between nodes. Where it forwards,
-            rows of a token share the way to a node, and to a rank, as many as do with even routing.
+        copy_s: fixed time of a copy of an expert with rows.
+        weights_s: reading one expert's weights, the least time of a copy with rows.
+        row_s: a row outside the matrix products: gathered, activated, weighted.
+        dispatch_s: fixed time of an all-to-all.
+        near_row_s, far_row_s: a row through a rank's all-to-all, inside the node or between nodes. With forwarding,
+            rows of a token to the same node, and to the same rank, share a transfer, as with even routing.
         forwards: see `ClusterSpec.dispatch_forwards`.
         near_weights_s, far_weights_s, host_weights_s: one expert's weights over a rank's link inside the node, between
-            nodes, or from host memory; 0 where there is no such link, which no plan uses.
+            nodes, or from host memory; 0 without such a link, which no plan uses.
         near_gradient_s, far_gradient_s: one expert's gradient in float32 over the same links.
         near_state_s, far_state_s: weights and optimizer state of one expert, for a home that moves.
         near_spare, far_spare: the part of a link's rate that an all-to-all leaves to other transfers.
-        hop_row_s: a row that moves on to another rank of its node by copying.
+        hop_row_s: a row copied to another rank of its node.
         optimizer_s: an optimizer step over this rank's share of the parameters.
         reduce_s: summing gradients, of dense parameters over all ranks and of experts over groups, and spreading their
             new weights, once an optimizer step.
@@ -149,9 +151,15 @@ class OperationCosts:
             reduce_s=(GRADIENT_BYTES + model.weight_bytes) * summed / slowest,
         )
 
+    def copy_seconds(self, rows: Array) -> Array:
+        """Forward seconds of copies of experts with these rows each, any shape."""
+        tiles = -(-rows // self.tile_rows)
+        seconds = self.copy_s + np.maximum(tiles * self.tile_s, self.weights_s) + rows * self.row_s
+        return np.where(rows > 0, seconds, 0.0)
+
 
 def _sharing(places: int, top_k: int) -> float:
-    """The places that a token's experts are at, over the number of its experts, with even routing."""
+    """Distinct places of a token's experts, divided by the number of its experts, with even routing."""
     return places * (1 - (1 - 1 / places) ** top_k) / top_k
 
 

@@ -1,4 +1,4 @@
-"""The TOML file of a `ClusterSpec`: one table a figure, with its value and where it comes from."""
+"""The TOML file of a `ClusterSpec`: one table per figure, with its value and source."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from trimtab.errors import InputError
 from trimtab.files import write_atomically
 
 FORMAT = "trimtab-cluster-1"
-# What belongs to a run and not to a kind of node: how many ranks there are, and what they have room for.
+# Fields of a run, not of a kind of node: the number of ranks and the replicas that they hold.
 _OF_A_RUN = ("ranks", "slots_per_rank", "mirror_experts")
 _HEADER = ("format", "name")
 _FIGURES = {field.name: field.type for field in fields(ClusterSpec) if field.name not in (*_OF_A_RUN, *_HEADER)}
@@ -26,7 +26,7 @@ _LARGEST_COUNT = 1 << 20
 def load_cluster(
     text: str | os.PathLike[str], *, ranks: int, slots_per_rank: int = 2, ranks_per_node: int | None = None
 ) -> ClusterSpec:
-    """The cluster that a user names: nodes of a kind that comes with Trimtab, such as `h100x8`, else of a TOML file.
+    """Returns the cluster of a preset's name, such as `h100x8`, or of a TOML file.
 
     Args:
         text: a preset's name, else a path.
@@ -48,7 +48,7 @@ def load_cluster(
 
 
 def write_cluster(path: str | os.PathLike[str], spec: ClusterSpec, sources: Mapping[str, str]) -> None:
-    """Write the figures of a cluster's nodes to a file that `load_cluster` reads. It appears whole or not at all.
+    """Write the figures of a cluster's nodes to a file that `load_cluster` reads. Writes are atomic.
 
     Args:
         sources: in words, where each figure comes from; one for every field but those of a run.
@@ -135,7 +135,7 @@ def _number(value: float, kind: Any) -> str:
 
 
 def _quoted(text: str) -> str:
-    # What JSON escapes in a string TOML does too, but for one character.
+    # JSON's escapes are valid in TOML; TOML escapes one more character.
     return json.dumps(text, ensure_ascii=False).replace("\x7f", "\\u007f")
 
 

@@ -1,23 +1,32 @@
-"""`ClusterSpec`: the ranks that experts are spread over, and how fast they and the links between them are."""
+"""`ClusterSpec`: ranks of an expert-parallel group, and rates of the ranks and their links."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from trimtab.errors import InputError
 
-# Operations or bytes a second, and bytes; below, a rate or a size was meant in another unit.
+# Operations or bytes a second, and bytes; a smaller figure was probably meant in another unit.
 SLOWEST = 1e6
-LINKS = ("node_bytes_per_s", "network_bytes_per_s", "host_bytes_per_s")
-RATES = (
-    "expert_flops", "dense_flops", "attention_flops", "memory_bytes_per_s", "dispatch_node_bytes_per_s",
-    "dispatch_network_bytes_per_s", "device_bytes",
+_RANGES: tuple[tuple[tuple[str, ...], Callable[[float], bool], str], ...] = (
+    (
+        ("node_bytes_per_s", "network_bytes_per_s", "host_bytes_per_s"),
+        lambda rate: rate == 0 or SLOWEST <= rate < math.inf,
+        f"{SLOWEST:,.0f} or more, or 0 for none",
+    ),
+    (
+        ("expert_flops", "dense_flops", "attention_flops", "memory_bytes_per_s", "dispatch_node_bytes_per_s",
+         "dispatch_network_bytes_per_s", "device_bytes"),
+        lambda rate: SLOWEST <= rate < math.inf,
+        f"{SLOWEST:,.0f} or more",
+    ),
+    # Fixed times of a kernel or a collective; a second or more was probably meant in another unit.
+    (("copy_s", "layer_s", "dispatch_s"), lambda seconds: 0 <= seconds < 1, "0 or more seconds, and below 1"),
+    (("dense_backward", "expert_backward"), lambda ratio: 0 < ratio < math.inf, "above 0"),
+    (("tile_rows", "planning_threads"), lambda count: count >= 1, "1 or more"),
 )  # fmt: skip
-# Fixed times of a kernel or a collective; from a second on, they were meant in another unit.
-SECONDS = ("copy_s", "layer_s", "dispatch_s")
-RATIOS = ("dense_backward", "expert_backward")
-COUNTS = ("tile_rows", "planning_threads")
 # Layers with replicas in shared slots at the same time: one in use and two prefetched.
 RING_LAYERS = 3
 
@@ -26,39 +35,39 @@ RING_LAYERS = 3
 class ClusterSpec:
     """The ranks of one expert-parallel group, and the rates of the kind of node that they are on.
 
-    Unless they are given, figures are those of the preset `h100x8`, whose file says where each comes from.
+    Defaults are those of the preset `h100x8`, whose file gives their sources.
 
     Attributes:
         ranks: ranks in the group, R.
         ranks_per_node: neighbouring ranks that share a node.
-        slots_per_rank: replicas that a rank has room for in every MoE layer.
+        slots_per_rank: replicas that a rank can hold in every MoE layer.
         expert_flops: operations a second of a rank's grouped matrix products.
         node_bytes_per_s: a rank's link inside its node, each way.
         network_bytes_per_s: a rank's link between nodes, each way.
         host_bytes_per_s: a rank's link from its node's host memory.
-        mirror_experts: experts, each of one layer, that the mirror in a node's host memory has room for; None for all.
+        mirror_experts: experts, each of one layer, that the mirror in a node's host memory can hold; None for all.
         name: of the kind of node.
         dense_flops: operations a second of projections and other large matrix products.
         attention_flops: operations a second of attention itself, the products with keys and values.
         memory_bytes_per_s: of a rank's own memory, as kernels reach it.
-        tile_rows: rows of a grouped product come in tiles of so many; part of a tile costs as much as a whole one.
+        tile_rows: rows of a tile of a grouped product; a partial tile costs as much as a full one.
         copy_s: fixed seconds of each copy of an expert in a grouped product.
         layer_s: fixed seconds of a layer's other kernels, launches and small operations together, in one pass.
         dense_backward, expert_backward: time of backward over that of forward, of the dense parts and of experts.
-        dispatch_node_bytes_per_s: what a rank's all-to-all reaches inside its node, each way; rows that stay on the
-            rank not counted.
-        dispatch_network_bytes_per_s: what a rank's all-to-all reaches between nodes, each way; rows that stay on the
-            node not counted.
-        dispatch_forwards: does a token travel once to a node, to the rank of the same place there, and once on to each
-            rank (as with DeepEP), or once for each of its experts, straight to their ranks (a plain all-to-all)?
+        dispatch_node_bytes_per_s: rate of a rank's all-to-all inside its node, each way, without rows that stay on the
+            rank.
+        dispatch_network_bytes_per_s: rate of a rank's all-to-all between nodes, each way, without rows that stay on the
+            node.
+        dispatch_forwards: true: a token is sent once to a node, to the rank with the same local index, and from there
+            once to each rank (as with DeepEP); false: once to the rank of each of its experts (a plain all-to-all).
         dispatch_s: fixed seconds of an all-to-all.
         device_bytes: a rank's own memory.
         planning_threads: cores that plan a step beforehand.
 
-    A link of 0 bytes a second brings no weights. With none from host memory, all come from rank to rank.
+    A link of 0 bytes a second transfers no weights. Without a link from host memory, all are sent from rank to rank.
 
     Raises:
-        InputError: if the nodes don't divide the ranks, a figure can't be, or weights have no way to a replica.
+        InputError: if the nodes don't divide the ranks, a figure is out of range, or some replicas have no path.
     """
 
     ranks: int
@@ -97,22 +106,10 @@ class ClusterSpec:
             )
         if self.slots_per_rank < 0:
             raise InputError(f"slots per rank is {self.slots_per_rank}; it should be 0 or more")
-        for name in LINKS:
-            rate = getattr(self, name)
-            if rate != 0 and not SLOWEST <= rate < math.inf:
-                raise InputError(f"{name} is {rate}; it should be {SLOWEST:,.0f} or more, or 0 for none")
-        for name in RATES:
-            if not SLOWEST <= getattr(self, name) < math.inf:
-                raise InputError(f"{name} is {getattr(self, name)}; it should be {SLOWEST:,.0f} or more")
-        for name in SECONDS:
-            if not 0 <= getattr(self, name) < 1:
-                raise InputError(f"{name} is {getattr(self, name)}; it should be 0 or more seconds, and below 1")
-        for name in RATIOS:
-            if not 0 < getattr(self, name) < math.inf:
-                raise InputError(f"{name} is {getattr(self, name)}; it should be above 0")
-        for name in COUNTS:
-            if getattr(self, name) < 1:
-                raise InputError(f"{name} is {getattr(self, name)}; it should be 1 or more")
+        for names, is_valid, range_text in _RANGES:
+            for name in names:
+                if not is_valid(getattr(self, name)):
+                    raise InputError(f"{name} is {getattr(self, name)}; it should be {range_text}")
         if self.mirror_experts is not None and self.mirror_experts < 0:
             raise InputError(f"mirror_experts is {self.mirror_experts}; it should be 0 or more, or None for all")
         if (not self.host_bytes_per_s or self.mirror_experts is not None) and not (

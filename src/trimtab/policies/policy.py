@@ -85,17 +85,19 @@ class View:
 
     @property
     def sequences(self) -> SequenceCounts:
-        """The step's routing by sequence. Only for policies that know the step."""
-        if self.known_at != "step":
-            raise LookupError(f"a policy that knows at {self.known_at!r} can't see the whole step")
+        """The step's routing by sequence. Only for policies that know the step; LookupError for others."""
+        self._check_known_step()
         return self._sequences
 
     @property
     def workload(self) -> Workload:
-        """The step's load under `schedule`. Only for policies that know the step."""
+        """The step's load under `schedule`. Only for policies that know the step; LookupError for others."""
+        self._check_known_step()
+        return self._workload
+
+    def _check_known_step(self) -> None:
         if self.known_at != "step":
             raise LookupError(f"a policy that knows at {self.known_at!r} can't see the whole step")
-        return self._workload
 
     @property
     def num_layers(self) -> int:

@@ -9,19 +9,6 @@ from trimtab.analysis.summary import answer
 from trimtab.array_type import Array
 from trimtab.report.table_data import Facts
 
-LANES = ("compute", "node link", "network", "host link", "CPU")
-# Parts of a step's time, in the order in which bars are stacked.
-PARTS = {
-    "attention": "attention and other dense parts",
-    "dispatch": "dispatch and combine",
-    "experts": "experts, if all ranks had the same load",
-    "imbalance": "waiting for the busiest rank",
-    "transfers": "waiting for replicas and their gradients",
-    "planning": "waiting for a plan",
-    "migration": "moving homes and refreshing mirrors",
-    "optimizer": "optimizer and gradient sums",
-}
-
 
 @dataclass(frozen=True)
 class PolicyResult:
@@ -34,7 +21,8 @@ class PolicyResult:
         speedup: over `static`.
         fraction_of_balanced: step time with even routing divided by this one's; None without an ideal run.
         max_over_mean: mean over instances.
-        parts_s: seconds on the critical path by part, keys of `PARTS`; they add up to `step_time_s`. Empty if unknown.
+        parts_s: seconds on the critical path by part, keys of `clocks.PARTS`; they add up to `step_time_s`. Empty if
+            unknown.
         memory_bytes: of a rank, by name, such as "replica pool"; the busiest rank's.
         replicas_per_instance: copies away from home.
         max_over_mean_p99: 99th percentile over instances; None if unknown.
@@ -74,7 +62,7 @@ class Timeline:
         title: policy and micro-step.
         names: kinds of operations, such as "experts" or "dispatch".
         kind_N: `[N]` uint8, index into `names`.
-        lane_N: `[N]` uint8, index into `LANES`.
+        lane_N: `[N]` uint8, index into `recorded_operations.LANES`.
         rank_N: `[N]` int16.
         layer_N: `[N]` int16, -1 for none.
         start_N, end_N: `[N]` float64 seconds from the beginning.

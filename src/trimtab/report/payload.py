@@ -10,8 +10,9 @@ import numpy as np
 
 from trimtab.array_type import Array
 from trimtab.planner.plan.workload import max_over_mean
-from trimtab.report.model import LANES, LoadMap, Report, Timeline
+from trimtab.report.model import LoadMap, Report, Timeline
 from trimtab.report.timeline_rows import TimelineRows, rows_of
+from trimtab.simulator.recorded_operations import LANES
 
 NO_LAYER = 65535
 BUSIEST_RANKS = 8

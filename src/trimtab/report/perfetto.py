@@ -17,8 +17,9 @@ from pathlib import Path
 
 from trimtab.errors import InputError
 from trimtab.files import write_atomically
-from trimtab.report.model import LANES, Timeline
+from trimtab.report.model import Timeline
 from trimtab.report.timeline_rows import rows_of
+from trimtab.simulator.recorded_operations import LANES
 
 NANOSECOND = 1e-9
 

@@ -7,12 +7,13 @@ from html import escape
 from itertools import cycle
 
 from trimtab.planner.plan.workload import max_over_mean
-from trimtab.report.model import PARTS, PolicyResult, Report, Timeline
+from trimtab.report.model import PolicyResult, Report, Timeline
 from trimtab.report.number_text import NONE, bytes_text, seconds
 from trimtab.report.payload import load_maps, worst_layers
 from trimtab.report.policies_table import FAR_COLUMN, IDEAL_COLUMN, OURS, policies_table
 from trimtab.report.table_data import Row, TableData
 from trimtab.report.widgets import Section, facts, heat_map, lead, notes_section, options, table
+from trimtab.simulator.clocks import PARTS
 
 SHOWN_LAYERS = 10
 NEW_LINE = "\n"

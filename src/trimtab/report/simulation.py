@@ -8,8 +8,8 @@ import numpy as np
 
 from trimtab.report.model import LoadMap, PolicyResult, Report, Timeline
 from trimtab.report.table_data import Facts
-from trimtab.simulator.comparison import Outcome, Situation, operations
-from trimtab.simulator.events import KINDS
+from trimtab.simulator.comparison import ComparisonCase, Outcome, operations
+from trimtab.simulator.recorded_operations import KINDS
 from trimtab.trace import RoutingTrace
 
 ABOUT = {
@@ -21,45 +21,45 @@ ABOUT = {
 
 
 def simulation_report(
-    source: str, trace: RoutingTrace, situation: Situation, outcomes: Mapping[str, Outcome]
+    source: str, trace: RoutingTrace, case: ComparisonCase, outcomes: Mapping[str, Outcome]
 ) -> Report:
     """The page of one case. `outcomes` has `static` and `balanced`."""
     best = _best(outcomes)
     return Report(
-        title=f"Expert load of {situation.model.name} on {situation.cluster.ranks} ranks",
-        answer=answer(situation, outcomes),
-        facts=setting_facts(source, trace, situation, outcomes),
+        title=f"Expert load of {case.model.name} on {case.cluster.ranks} ranks",
+        answer=answer(case, outcomes),
+        facts=setting_facts(source, trace, case, outcomes),
         policies=policy_results(outcomes),
         layer_names=tuple(str(index) for index in trace.layer_indices),
         before=LoadMap("static", outcomes["static"].simulated.work.loads_MLR),
         after=LoadMap(best, outcomes[best].simulated.work.loads_MLR),
-        timelines=timelines(situation, outcomes),
-        notes=notes(trace, situation),
+        timelines=timelines(case, outcomes),
+        notes=notes(trace, case),
     )
 
 
-def setting_facts(source: str, trace: RoutingTrace, situation: Situation, outcomes: Mapping[str, Outcome]) -> Facts:
+def setting_facts(source: str, trace: RoutingTrace, case: ComparisonCase, outcomes: Mapping[str, Outcome]) -> Facts:
     """Trace, model, cluster and options."""
-    cluster = situation.cluster
+    cluster = case.cluster
     micro_steps = outcomes["static"].plan.num_micro_steps
     return (
         ("trace", f"{source}, step {trace.steps[0]}: {trace.num_tokens:,} tokens, {trace.num_sequences:,} sequences"),
-        ("model", f"{situation.model.name}; the trace has {trace.shape_text}"),
+        ("model", f"{case.model.name}; the trace has {trace.shape_text}"),
         ("cluster", f"{cluster.ranks} ranks, {cluster.ranks_per_node} per node, {cluster.name}"),
         ("slots", f"{cluster.slots_per_rank} replicas per rank"),
-        ("micro-steps", f"{micro_steps}, each of up to {situation.token_budget:,} tokens per rank"),
-        ("optimizer steps", f"{situation.mini_batches}"),
-        ("expert-parallel groups", f"{situation.settings.groups}"),
-        ("terms", "equal: same homes, schedule and slots" if situation.equal_terms else "own recipe of each policy"),
+        ("micro-steps", f"{micro_steps}, each of up to {case.token_budget:,} tokens per rank"),
+        ("optimizer steps", f"{case.mini_batches}"),
+        ("expert-parallel groups", f"{case.settings.groups}"),
+        ("terms", "equal: same homes, schedule and slots" if case.equal_terms else "own recipe of each policy"),
     )
 
 
-def answer(situation: Situation, outcomes: Mapping[str, Outcome]) -> str:
+def answer(case: ComparisonCase, outcomes: Mapping[str, Outcome]) -> str:
     """The result in one sentence."""
     best = _best(outcomes)
     static_s = outcomes["static"].simulated.step_time_s
     ideal, gained = (static_s / outcomes[name].simulated.step_time_s for name in ("balanced", best))
-    where = f"on {situation.cluster.ranks} {situation.cluster.name} ranks"
+    where = f"on {case.cluster.ranks} {case.cluster.name} ranks"
     if best == "static":
         return f"Imbalance costs {1 - 1 / ideal:.0%} of each step {where}; none of these balancers reduces it."
     return (
@@ -68,19 +68,19 @@ def answer(situation: Situation, outcomes: Mapping[str, Outcome]) -> str:
     )
 
 
-def notes(trace: RoutingTrace, situation: Situation) -> tuple[str, ...]:
+def notes(trace: RoutingTrace, case: ComparisonCase) -> tuple[str, ...]:
     """Assumptions and limits of the figures."""
-    layers, all_layers = trace.num_layers, situation.model.moe_layers
+    layers, all_layers = trace.num_layers, case.model.moe_layers
     texts = ["Step time is recompute and update, predicted by a timeline model of the cluster, without the rollout."]
     if layers != all_layers:
         texts.append(
             f"The trace has {layers} of the model's {all_layers} MoE layers; everything else is scaled in proportion."
         )
-    if not situation.earlier:
+    if not case.earlier:
         texts.append(
             "The trace has no earlier step: balancers that use past loads have none, and all homes move at once."
         )
-    unknown = int(situation.sequences.unknown_SL.sum(dtype=np.int64))
+    unknown = int(case.sequences.unknown_SL.sum(dtype=np.int64))
     if unknown:
         rows = trace.num_tokens * trace.top_k * layers
         texts.append(
@@ -122,15 +122,15 @@ def _bars(parts_s: Mapping[str, float]) -> dict[str, float]:
     return dict(parts_s) | {"experts": parts_s["experts"] + below, "imbalance": parts_s["imbalance"] - below}
 
 
-def timelines(situation: Situation, outcomes: Mapping[str, Outcome]) -> tuple[Timeline, ...]:
+def timelines(case: ComparisonCase, outcomes: Mapping[str, Outcome]) -> tuple[Timeline, ...]:
     """The middle micro-step of the balancer shown on the page, and of `static`."""
     names = dict.fromkeys((_best(outcomes), "static"))
-    return tuple(_timeline(situation, outcomes[name]) for name in names)
+    return tuple(_timeline(case, outcomes[name]) for name in names)
 
 
-def _timeline(situation: Situation, outcome: Outcome) -> Timeline:
+def _timeline(case: ComparisonCase, outcome: Outcome) -> Timeline:
     micro_step = outcome.plan.num_micro_steps // 2
-    events = operations(situation, outcome, micro_step)
+    events = operations(case, outcome, micro_step)
     return Timeline(
         title=f"{outcome.name}, update of micro-step {micro_step}",
         names=KINDS,

@@ -11,12 +11,12 @@ from rich.table import Table
 
 from trimtab.array_type import Array
 from trimtab.planner.plan.workload import max_over_mean
-from trimtab.report.model import PARTS
 from trimtab.report.policies_table import policies_table
 from trimtab.report.simulation import answer, notes, policy_results, setting_facts
 from trimtab.report.table_data import Facts, Row, TableData
 from trimtab.simulator import Balance, summarise_balance
-from trimtab.simulator.comparison import Outcome, Situation
+from trimtab.simulator.clocks import PARTS
+from trimtab.simulator.comparison import ComparisonCase, Outcome
 from trimtab.trace import RoutingTrace, TraceReader
 from trimtab.trace.statistics import LayerSkew
 
@@ -112,7 +112,7 @@ def plan_balance_table(before: Balance, after: Balance) -> TableData:
 
 
 def simulation_tables(
-    source: str, trace: RoutingTrace, situation: Situation, outcomes: Mapping[str, Outcome]
+    source: str, trace: RoutingTrace, case: ComparisonCase, outcomes: Mapping[str, Outcome]
 ) -> tuple[RenderableType, ...]:
     """What `trimtab simulate` prints: step time of every balancer, its parts, and the answer."""
     policies = policy_results(outcomes)
@@ -120,10 +120,10 @@ def simulation_tables(
         Row(policy.name, tuple(f"{policy.parts_s[name] * 1e3:,.0f}" for name in PARTS)) for policy in policies
     )
     return (
-        facts(setting_facts(source, trace, situation, outcomes), "Setting"),
+        facts(setting_facts(source, trace, case, outcomes), "Setting"),
         terminal_table(policies_table(policies)),
         terminal_table(TableData("Where the milliseconds go", ("policy", *SHORT_PARTS), parts)),
-        "\n".join((f"[bold]{escape(answer(situation, outcomes))}[/bold]", *map(escape, notes(trace, situation)))),
+        "\n".join((f"[bold]{escape(answer(case, outcomes))}[/bold]", *map(escape, notes(trace, case)))),
     )
 
 

@@ -9,7 +9,7 @@ from dataclasses import replace
 import numpy as np
 import torch
 
-from trimtab.report.model import LANES, PARTS, LoadMap, PolicyResult, Report, Timeline
+from trimtab.report.model import LoadMap, PolicyResult, Report, Timeline
 from trimtab.rl.paired_comparison import MeasuredPolicy, speedup
 from trimtab.rl.trainer import Trainer
 from trimtab.runtime.ranks.recorder import (
@@ -24,6 +24,8 @@ from trimtab.runtime.ranks.recorder import (
     WAITING,
     Recording,
 )
+from trimtab.simulator.clocks import PARTS
+from trimtab.simulator.recorded_operations import LANES
 
 # Collectives: no rank continues before the last one has started.
 COLLECTIVES = (DISPATCH, COMBINE, DISPATCH + BACKWARD, COMBINE + BACKWARD)

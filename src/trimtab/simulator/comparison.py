@@ -19,9 +19,9 @@ from trimtab.errors import InputError
 from trimtab.planner import Placement, Schedule, SequenceCounts, StepPlan, Workload, pack_by_length
 from trimtab.planner.plan.prediction import cross_node_rows
 from trimtab.policies import POLICIES, Policy, make_view
-from trimtab.simulator.events import Events
 from trimtab.simulator.expert_time import Balance, summarise_balance
 from trimtab.simulator.memory import memory_bytes
+from trimtab.simulator.recorded_operations import Operations
 from trimtab.simulator.step import SimulatedStep, StepSettings, simulate_step
 from trimtab.trace import RoutingTrace
 
@@ -30,7 +30,7 @@ SLACK = 0.1
 
 
 @dataclass(frozen=True, eq=False)
-class Situation:
+class ComparisonCase:
     """One step to plan, the input of all balancers.
 
     Attributes:
@@ -97,20 +97,20 @@ def budget_for(sequences: Iterable[SequenceCounts], ranks: int, micro_steps: int
     return max(longest, math.ceil(most / (ranks * micro_steps) * (1 + SLACK)))
 
 
-def simulate_policy(situation: Situation, name: str, variant: Policy | None = None) -> Outcome:
+def simulate_policy(case: ComparisonCase, name: str, variant: Policy | None = None) -> Outcome:
     """Plan the step with a balancer of `POLICIES`, or with a variant named `name`, and simulate it."""
-    policy, model, cluster = variant or POLICIES[name], situation.model, situation.cluster
-    sequences, groups = situation.sequences, situation.settings.groups
+    policy, model, cluster = variant or POLICIES[name], case.model, case.cluster
+    sequences, groups = case.sequences, case.settings.groups
     cost = CostModel.of(cluster, model)
-    past = [part.counts_SLE.sum(axis=0, dtype=np.int64) for part in situation.earlier]
+    past = [part.counts_SLE.sum(axis=0, dtype=np.int64) for part in case.earlier]
     placement = Placement.contiguous(sequences.num_layers, sequences.num_experts, cluster.ranks)
 
     def plan_one(part: SequenceCounts, seen: list[Array], homes: Placement) -> tuple[StepPlan, float]:
         view = make_view(
-            policy, part, _packed(part, situation), homes, cluster,
-            token_budget=situation.token_budget,
-            mini_batch=_mini_batch(part, situation.mini_batches),
-            equal_terms=situation.equal_terms,
+            policy, part, _packed(part, case), homes, cluster,
+            token_budget=case.token_budget,
+            mini_batch=_mini_batch(part, case.mini_batches),
+            equal_terms=case.equal_terms,
             past_counts_PLE=np.stack(seen) if seen else None,
             cost=cost,
         )  # fmt: skip
@@ -118,16 +118,16 @@ def simulate_policy(situation: Situation, name: str, variant: Policy | None = No
         plan = policy.plan(view)
         return plan, time.perf_counter() - start
 
-    if policy.traits.relocates and not situation.equal_terms and situation.earlier:
+    if policy.traits.relocates and not case.equal_terms and case.earlier:
         # Homes as the last step left them.
-        placement = plan_one(situation.earlier[-1], past[:-1], placement)[0].placement
+        placement = plan_one(case.earlier[-1], past[:-1], placement)[0].placement
     else:
         few = np.arange(min(sequences.num_sequences, cluster.ranks))
         plan_one(sequences.select(few), past, placement)  # compiles
     plan, seconds = plan_one(sequences, past, placement)
     workload = Workload.from_sequences(sequences, plan.schedule)
     plan.check(workload)
-    simulated = _simulated(situation, policy, plan, workload, before=placement)
+    simulated = _simulated(case, policy, plan, workload, before=placement)
     loads_MLR = simulated.work.loads_MLR
     tokens_MR = np.zeros((plan.num_micro_steps, plan.num_ranks), np.int64)
     np.add.at(tokens_MR, (plan.micro_step, plan.rank), sequences.lengths)
@@ -145,18 +145,18 @@ def simulate_policy(situation: Situation, name: str, variant: Policy | None = No
         cross_node_fraction=int(cross_node_rows(plan, workload).sum()) / max(1, workload.num_rows),
         memory=memory_bytes(
             plan, loads_MLR, tokens_MR, model, policy.traits,
-            ring_layers=situation.settings.ring_layers, ranks=cluster.ranks * groups,
+            ring_layers=case.settings.ring_layers, ranks=cluster.ranks * groups,
         ),
     )  # fmt: skip
 
 
-def operations(situation: Situation, outcome: Outcome, micro_step: int) -> Events:
+def operations(case: ComparisonCase, outcome: Outcome, micro_step: int) -> Operations:
     """Operations of every rank in the update of one micro-step."""
-    return _simulated(situation, outcome.policy, outcome.plan, outcome.workload, show=micro_step).events
+    return _simulated(case, outcome.policy, outcome.plan, outcome.workload, show=micro_step).operations
 
 
 def _simulated(
-    situation: Situation,
+    case: ComparisonCase,
     policy: Policy,
     plan: StepPlan,
     workload: Workload,
@@ -164,9 +164,9 @@ def _simulated(
     before: Placement | None = None,
     show: int | None = None,
 ) -> SimulatedStep:
-    settings, cluster = situation.settings, situation.cluster
-    costs = OperationCosts.of(cluster, situation.model, moe_layers=plan.num_layers, groups=settings.groups)
-    lengths = situation.sequences.lengths
+    settings, cluster = case.settings, case.cluster
+    costs = OperationCosts.of(cluster, case.model, moe_layers=plan.num_layers, groups=settings.groups)
+    lengths = case.sequences.lengths
     return simulate_step(
         plan, workload, lengths, costs, cluster, policy.traits, before=before, settings=settings, show=show
     )
@@ -175,32 +175,30 @@ def _simulated(
 def figures(outcomes: Mapping[str, Outcome], model: ModelSpec) -> dict[str, Any]:
     """All figures of `trimtab simulate`'s JSON, by balancer."""
     static, ideal = outcomes.get("static"), outcomes.get("balanced")
-    return {
-        name: {
-            "known_at": outcome.policy.traits.known_at,
-            "slots_per_rank": outcome.plan.slots_per_rank,
-            "step_time_s": outcome.simulated.step_time_s,
-            "speedup_vs_static": static.simulated.step_time_s / outcome.simulated.step_time_s if static else None,
-            "fraction_of_balanced": ideal.simulated.step_time_s / outcome.simulated.step_time_s if ideal else None,
+    content: dict[str, Any] = {}
+    for name, outcome in outcomes.items():
+        plan, step, traits = outcome.plan, outcome.simulated, outcome.policy.traits
+        content[name] = {
+            "known_at": traits.known_at,
+            "slots_per_rank": plan.slots_per_rank,
+            "step_time_s": step.step_time_s,
+            "speedup_vs_static": static.simulated.step_time_s / step.step_time_s if static else None,
+            "fraction_of_balanced": ideal.simulated.step_time_s / step.step_time_s if ideal else None,
             "max_over_mean": asdict(outcome.balance),
-            "micro_steps": outcome.plan.num_micro_steps,
-            "replicas_per_instance": outcome.plan.num_replicas
-            / (outcome.plan.num_micro_steps * outcome.plan.num_layers),
-            "weight_bytes_per_micro_step": outcome.plan.num_replicas
-            * model.expert_bytes
-            / outcome.plan.num_micro_steps,
+            "micro_steps": plan.num_micro_steps,
+            "replicas_per_instance": plan.num_replicas / (plan.num_micro_steps * plan.num_layers),
+            "weight_bytes_per_micro_step": plan.num_replicas * model.expert_bytes / plan.num_micro_steps,
             "cross_node_token_fraction": outcome.cross_node_fraction,
-            "exposed_transfer_s": outcome.simulated.parts_s["transfers"],
-            "exposed_planning_s": outcome.simulated.parts_s["planning"],
+            "exposed_transfer_s": step.parts_s["transfers"],
+            "exposed_planning_s": step.parts_s["planning"],
             "migration_bytes_per_step": outcome.migration_bytes,
             "plan_us_per_instance": outcome.plan_us,
             "replica_pool_bytes": outcome.memory["replica pool"],
-            "peak_tokens_per_rank": int(outcome.simulated.work.loads_MLR.max(initial=0)),
-            "parts_s": outcome.simulated.parts_s,
+            "peak_tokens_per_rank": int(step.work.loads_MLR.max(initial=0)),
+            "parts_s": step.parts_s,
             "memory_bytes": outcome.memory,
         }
-        for name, outcome in outcomes.items()
-    }
+    return content
 
 
 def trace_hash(trace: RoutingTrace) -> str:
@@ -218,10 +216,10 @@ def _mini_batch(sequences: SequenceCounts, mini_batches: int) -> Array:
     return np.arange(count) * min(mini_batches, count) // max(1, count)
 
 
-def _packed(sequences: SequenceCounts, situation: Situation) -> Schedule:
+def _packed(sequences: SequenceCounts, case: ComparisonCase) -> Schedule:
     return pack_by_length(
         sequences.lengths,
-        num_ranks=situation.cluster.ranks,
-        token_budget=situation.token_budget,
-        mini_batch=_mini_batch(sequences, situation.mini_batches),
+        num_ranks=case.cluster.ranks,
+        token_budget=case.token_budget,
+        mini_batch=_mini_batch(sequences, case.mini_batches),
     )

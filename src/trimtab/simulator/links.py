@@ -18,10 +18,10 @@ import numpy as np
 from trimtab.array_type import Array
 from trimtab.kernels import kernel
 
-# Lanes of weights, and of gradients in the other direction: out of the replica's rank, into the home's.
-NEAR_OUT, NEAR_IN, FAR_OUT, FAR_IN, HOST_IN = range(5)
-GRADIENTS = 5
-NUM_LANES = 9
+# Lanes of weights, and of gradients in the other direction: out of the replica's rank, into the home's. They are int64,
+# because numba compiles a function once more for every Python int.
+NEAR_OUT, NEAR_IN, FAR_OUT, FAR_IN, HOST_IN, GRADIENTS = np.arange(6)
+NUM_LANES = GRADIENTS + HOST_IN
 # No transfer begins before the last pass over the layers; each layer has two all-to-alls.
 REMEMBERED_PASSES = 2
 ALL_TO_ALLS = 2
@@ -46,17 +46,16 @@ class Links(NamedTuple):
     calls: Array
 
 
-@kernel
-def idle_links(num_ranks, num_layers):  # type: ignore[no-untyped-def]
-    """The lanes of `num_ranks` ranks before a step."""
-    remembered = REMEMBERED_PASSES * ALL_TO_ALLS * num_layers
+def idle_links(num_ranks: int, num_layers: int) -> Links:
+    """Returns the lanes of `num_ranks` ranks before a step."""
+    remembered = (REMEMBERED_PASSES * ALL_TO_ALLS * num_layers, num_ranks)
     return Links(
-        np.zeros((NUM_LANES, num_ranks)),
-        np.zeros((NUM_LANES, num_ranks), np.int64),
-        np.zeros((remembered, num_ranks)),
-        np.zeros((remembered, num_ranks)),
-        np.zeros((remembered, num_ranks)),
-        np.zeros(num_ranks, np.int64),
+        free=np.zeros((NUM_LANES, num_ranks)),
+        seen=np.zeros((NUM_LANES, num_ranks), np.int64),
+        starts=np.zeros(remembered),
+        near_ends=np.zeros(remembered),
+        far_ends=np.zeros(remembered),
+        calls=np.zeros(num_ranks, np.int64),
     )
 
 
@@ -105,3 +104,10 @@ def serve(links, lane, rank, release, work, spare):  # type: ignore[no-untyped-d
     links.free[lane, rank] = time
     links.seen[lane, rank] = k
     return time
+
+
+@kernel
+def transfer(links, lane, ends, release, work, spare):  # type: ignore[no-untyped-def]
+    """The time when a transfer from rank `ends[0]`, on `lane`, to rank `ends[1]`, on the lane after it, is complete."""
+    sent = serve(links, lane, ends[0], release, work, spare)
+    return max(sent, serve(links, lane + 1, ends[1], release, work, spare))

@@ -8,7 +8,6 @@ from trimtab.array_type import Array
 from trimtab.cluster import ModelSpec
 from trimtab.cluster.cost import GRADIENT_BYTES, STATE_BYTES
 from trimtab.planner import StepPlan
-from trimtab.planner.replicas.paths import layers_of_replicas
 from trimtab.policies.policy import Traits
 
 # Values kept for backward: of a token in a layer's dense parts, in token widths; of a row, in token and expert widths.
@@ -55,11 +54,11 @@ def memory_bytes(
 def replica_pool_bytes(plan: StepPlan, model: ModelSpec, traits: Traits, ring_layers: int) -> int:
     """Bytes of a rank for replicas and their gradients, including gradients in transfer."""
     gradient_bytes = GRADIENT_BYTES * model.expert_parameters
-    layer_P, rank_P = layers_of_replicas(plan.replica_starts, plan.num_layers), plan.replica_ranks.astype(np.int64)
     if traits.copies == "none" or not plan.num_replicas:
         return 0
+    instance_P = np.repeat(np.arange(len(plan.replica_starts) - 1), np.diff(plan.replica_starts))
+    layer_P, rank_P = instance_P % plan.num_layers, plan.replica_ranks.astype(np.int64)
     if traits.copies == "shared slots":
-        instance_P = np.repeat(np.arange(len(plan.replica_starts) - 1), np.diff(plan.replica_starts))
         home_P = plan.home[layer_P, plan.replica_experts].astype(np.int64)
         arriving = int(np.bincount(instance_P * plan.num_ranks + home_P).max())
         return ring_layers * (plan.slots_per_rank * model.expert_bytes + arriving * gradient_bytes)
@@ -67,8 +66,5 @@ def replica_pool_bytes(plan: StepPlan, model: ModelSpec, traits: Traits, ring_la
         copies = np.unique(np.stack([layer_P, plan.replica_experts, rank_P]), axis=1)
         most = int(np.bincount(copies[2]).max())
     else:
-        micro_step_P = (
-            np.repeat(np.arange(len(plan.replica_starts) - 1), np.diff(plan.replica_starts)) // plan.num_layers
-        )
-        most = int(np.bincount(micro_step_P * plan.num_ranks + rank_P).max())
+        most = int(np.bincount(instance_P // plan.num_layers * plan.num_ranks + rank_P).max())
     return most * (model.expert_bytes + gradient_bytes)

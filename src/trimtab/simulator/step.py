@@ -1,4 +1,4 @@
-"""Simulation of a step under a plan: its time and the parts of it, from work, transfers and synchronisation."""
+"""Simulation of a step under a plan: its time and the parts of it."""
 
 from __future__ import annotations
 
@@ -13,22 +13,20 @@ from trimtab.cluster.specs import RING_LAYERS
 from trimtab.planner import Placement, StepPlan, Workload
 from trimtab.planner.replicas.paths import HOST, PEER, layers_of_replicas
 from trimtab.policies.policy import Traits
-from trimtab.simulator.events import Clock, Events
+from trimtab.simulator.clocks import PARTS, Clocks
+from trimtab.simulator.recorded_operations import Operations
+from trimtab.simulator.replica_transfers import Copies, Transfers
 from trimtab.simulator.timeline import (
     AT_LAYER,
     AT_MICRO_STEP,
     AT_STEP,
     KEPT,
     NONE,
-    PARTS,
     SHARED,
     UNBOUNDED,
-    Copies,
-    Costs,
-    Groups,
     Recipe,
     Rounds,
-    Work,
+    Run,
     run_step,
 )
 from trimtab.simulator.work import RankWork, rank_work
@@ -36,7 +34,7 @@ from trimtab.simulator.work import RankWork, rank_work
 STORES = {"none": NONE, "shared slots": SHARED, "layer slots": KEPT, "unbounded": UNBOUNDED}
 STARTS = {"never": AT_STEP, "step": AT_STEP, "micro-step": AT_MICRO_STEP, "layer": AT_LAYER}
 # Most operations of a rank in a layer, forward and backward, and outside of layers.
-NOTES_PER_LAYER, NOTES_OUTSIDE = 20, 4
+OPERATIONS_PER_LAYER, OPERATIONS_OUTSIDE = 20, 4
 
 
 @dataclass(frozen=True)
@@ -65,13 +63,13 @@ class SimulatedStep:
         step_time_s: seconds of recompute and update, including planning and moves before them.
         parts_s: seconds on the critical path, by the names of `PARTS`; they add up to `step_time_s`.
         work: of every rank and instance.
-        events: of the shown micro-step, from the start of its update.
+        operations: of the shown micro-step, from the start of its update.
     """
 
     step_time_s: float
     parts_s: dict[str, float]
     work: RankWork
-    events: Events
+    operations: Operations
 
 
 def simulate_step(
@@ -97,46 +95,54 @@ def simulate_step(
     """
     chosen = settings or StepSettings()
     work = rank_work(plan, workload, costs, hops=traits.hops, even=traits.ideal)
-    rounds = _rounds(plan, chosen.groups)
     attention_MR, outer_MR = _dense_seconds(plan, lengths, costs)
     paths_P = _paths(plan, cluster, traits)
-    layer_P = layers_of_replicas(plan.replica_starts, plan.num_layers)
-    home_P = plan.home[layer_P, plan.replica_experts].astype(np.int64)
-    replicas = Copies(plan.replica_starts, home_P, plan.replica_ranks.astype(np.int64), paths_P)
     planning_s = planning_seconds(traits, cluster, plan.num_micro_steps * plan.num_layers)
     is_live = traits.known_at == "layer"
     refresh_s = _refresh_seconds(plan, paths_P, costs)
-    round_shown = -1 if show is None else int(np.argwhere(rounds.order_QG == show)[0, 0])
-    ranks = plan.num_ranks * chosen.groups
-    notes = ranks * (plan.num_layers * NOTES_PER_LAYER + NOTES_OUTSIDE) + 3 * chosen.groups * plan.num_replicas
-    clock = Clock(
-        np.zeros(ranks), np.zeros((ranks, len(PARTS))), np.zeros(3), np.zeros((0 if show is None else notes, 6))
-    )
-    run_step(
-        rounds,
-        Work(attention_MR, outer_MR, work.experts_MLR, work.moved_MLR, work.near_MLR, work.far_MLR, work.hop_MLR),
-        replicas,
-        _kept(plan, home_P, paths_P, layer_P),
-        Costs(**{name: getattr(costs, name) for name in Costs._fields if name != "refresh_s"}, refresh_s=refresh_s),
-        Recipe(
-            STORES[traits.copies],
-            STARTS[traits.transfers_start],
-            chosen.ring_layers,
-            traits.hops,
-            planning_s if is_live else 0.0,
-            traits.waits_for_weights,
+    rounds = _rounds(plan, chosen.groups)
+    ranks, shape_GLR = plan.num_ranks * chosen.groups, (chosen.groups, plan.num_layers, plan.num_ranks)
+    clocks = Clocks(np.zeros(ranks), np.zeros((ranks, len(PARTS))), np.zeros((0, 6)), np.zeros(1, np.int64))
+    operations = run_step(
+        Run(
+            attention_MR,
+            outer_MR,
+            work,
+            costs,
+            Recipe(
+                store=STORES[traits.copies],
+                start=STARTS[traits.transfers_start],
+                places=chosen.ring_layers,
+                hops=traits.hops,
+                waits_first=traits.waits_for_weights,
+                groups_meet=chosen.meet == "layer",
+                planning_s=planning_s if is_live else 0.0,
+            ),
+            clocks,
+            Transfers.none(
+                _copies(plan, paths_P, kept=STORES[traits.copies] == KEPT),
+                costs,
+                plan.ranks_per_node,
+                shape_GLR,
+                chosen.ring_layers,
+            ),
+            pass_start_G=np.zeros(chosen.groups),
+            num_fetched_G=np.zeros(chosen.groups, np.int64),
+            fetch_time_GL=np.zeros(shape_GLR[:2]),
         ),
-        Groups(plan.num_ranks, plan.ranks_per_node, chosen.meet == "layer"),
-        clock,
-        round_shown,
-        chosen.recompute,
+        rounds,
+        refresh_s=refresh_s,
+        recompute=chosen.recompute,
+        shown_round=-1 if show is None else int(np.argwhere(rounds.order_QG == show)[0, 0]),
+        memory=ranks * (plan.num_layers * OPERATIONS_PER_LAYER + OPERATIONS_OUTSIDE)
+        + 3 * chosen.groups * plan.num_replicas,
     )
-    parts_s = dict(zip(PARTS, clock.parts[0].tolist(), strict=True))
-    ahead_s = 0.0 if is_live else planning_s
+    parts_s = dict(zip(PARTS, clocks.parts_DP[0].tolist(), strict=True))
+    before_s = 0.0 if is_live else planning_s
     moving_s = refresh_s + (_moving_seconds(before, plan, costs) if before is not None else 0.0)
-    parts_s["planning"] += ahead_s
+    parts_s["planning"] += before_s
     parts_s["migration"] += moving_s
-    return SimulatedStep(float(clock.time[0]) + ahead_s + moving_s, parts_s, work, Events.noted(clock))
+    return SimulatedStep(float(clocks.time_D[0]) + before_s + moving_s, parts_s, work, operations)
 
 
 def planning_seconds(traits: Traits, cluster: ClusterSpec, instances: int) -> float:
@@ -149,8 +155,8 @@ def planning_seconds(traits: Traits, cluster: ClusterSpec, instances: int) -> fl
         return one_s
     if traits.known_at != "step" or traits.ideal:
         return 0.0
-    alone = traits.planning_serial
-    return one_s * instances * (alone + (1 - alone) / cluster.planning_threads)
+    serial = traits.planning_serial
+    return one_s * instances * (serial + (1 - serial) / cluster.planning_threads)
 
 
 def _rounds(plan: StepPlan, groups: int) -> Rounds:
@@ -186,9 +192,13 @@ def _paths(plan: StepPlan, cluster: ClusterSpec, traits: Traits) -> Array:
     return np.full_like(plan.replica_paths, PEER)
 
 
-def _kept(plan: StepPlan, home_P: Array, paths_P: Array, layer_P: Array) -> Copies:
-    """Every copy that any micro-step uses, once, by layer."""
-    copies = np.stack([layer_P, plan.replica_experts, plan.replica_ranks, home_P, paths_P]).astype(np.int64)
+def _copies(plan: StepPlan, paths_P: Array, *, kept: bool) -> Copies:
+    """Replicas by instance; if they are kept for the step, by layer, and once for all micro-steps that use them."""
+    layer_P = layers_of_replicas(plan.replica_starts, plan.num_layers)
+    home_P, rank_P = plan.home[layer_P, plan.replica_experts].astype(np.int64), plan.replica_ranks.astype(np.int64)
+    if not kept:
+        return Copies(plan.replica_starts, home_P, rank_P, paths_P)
+    copies = np.stack([layer_P, plan.replica_experts, rank_P, home_P, paths_P]).astype(np.int64)
     layer, _, rank, home, path = np.unique(copies, axis=1)
     starts = np.searchsorted(layer, np.arange(plan.num_layers + 1))
     return Copies(starts, np.ascontiguousarray(home), np.ascontiguousarray(rank), path.astype(np.uint8))

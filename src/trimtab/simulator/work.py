@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
@@ -12,8 +12,7 @@ from trimtab.kernels import kernel
 from trimtab.planner import StepPlan, Workload
 
 
-@dataclass(frozen=True, eq=False)
-class RankWork:
+class RankWork(NamedTuple):
     """Seconds of every rank in the forward of every instance, for each operation separately.
 
     Attributes:
@@ -42,82 +41,83 @@ def rank_work(
         hops: 2 if moved tokens are first sent to the home rank.
         even: treat rows and the experts' work as spread evenly over ranks, independent of the plan: the ideal run.
     """
+    if even:
+        return _even_work(workload.estimated_MLRE, plan.ranks_per_node, costs)
     shape = (plan.num_micro_steps, plan.num_layers, plan.num_ranks)
     experts, moved, near, far, hop = (np.zeros(shape) for _ in range(5))
-    loads = np.zeros(shape, np.int64)
-    copy = (costs.tile_rows, costs.tile_s, costs.copy_s, costs.weights_s, costs.row_s)
-    rows = (costs.near_row_s, costs.far_row_s, costs.hop_row_s, costs.forwards)
-    _fill(
-        workload.estimated_MLRE, plan.home, plan.replica_starts, plan.replica_experts, plan.replica_ranks,
-        plan.quota_starts, plan.quota_sources, plan.quota_tokens, plan.ranks_per_node, hops, even, copy, rows,
-        experts, moved, near, far, hop, loads,
-    )  # fmt: skip
-    return RankWork(experts, moved, near, far, hop, loads)
+    work = RankWork(experts, moved, near, far, hop, np.zeros(shape, np.int64))
+    placed = _Placed(**{name: getattr(plan, name) for name in _Placed._fields})
+    _fill(workload.estimated_MLRE, placed, costs, hops, work)
+    return work
+
+
+class _Placed(NamedTuple):
+    """Fields of `StepPlan`."""
+
+    home: Array
+    replica_starts: Array
+    replica_experts: Array
+    replica_ranks: Array
+    quota_starts: Array
+    quota_sources: Array
+    quota_tokens: Array
+    ranks_per_node: int
 
 
 @kernel
-def _copy_seconds(rows, copy):  # type: ignore[no-untyped-def]
-    """Forward through one copy of an expert."""
-    tile_rows, tile_s, copy_s, weights_s, row_s = copy
-    if rows <= 0:
-        return 0.0
-    tiles = -(-rows // tile_rows)
-    return copy_s + max(tiles * tile_s, weights_s) + rows * row_s
-
-
-@kernel
-def _fill(  # type: ignore[no-untyped-def]
-    counts_MLRE, home_LE, replica_starts, replica_experts, replica_ranks, quota_starts, quota_sources, quota_tokens,
-    ranks_per_node, hops, even, copy, row_costs, experts_MLR, moved_MLR, near_MLR, far_MLR, hop_MLR, loads_MLR,
-):  # fmt: skip
+def _fill(counts_MLRE, placed, costs, hops, work):  # type: ignore[no-untyped-def]
+    """Adds the work of all instances to `work`, which is 0."""
     num_micro_steps, num_layers, num_ranks, num_experts = counts_MLRE.shape
-    near_row_s, far_row_s, hop_row_s, forwards = row_costs
+    per_node, forwards = placed.ranks_per_node, costs.forwards
     # Rows sent and received: [in its own node or another, out or in, rank]; forwarded rows: [out or in, rank].
     rows = np.zeros((2, 2, num_ranks), np.int64)
     moving = np.zeros((2, num_ranks), np.int64)
     at_home = np.zeros(num_experts, np.int64)
     for m in range(num_micro_steps):
         for layer in range(num_layers):
-            counts_RE, home_E = counts_MLRE[m, layer], home_LE[layer]
-            if even:
-                _spread_evenly(
-                    counts_RE, ranks_per_node, copy, near_row_s, far_row_s, forwards,
-                    experts_MLR[m, layer], near_MLR[m, layer], far_MLR[m, layer], loads_MLR[m, layer],
-                )  # fmt: skip
-                continue
+            counts_RE, home_E = counts_MLRE[m, layer], placed.home[layer]
             rows[:] = 0
             moving[:] = 0
             at_home[:] = 0
-            for source in range(num_ranks):
+            for r in range(num_ranks):
                 for e in range(num_experts):
-                    tokens = counts_RE[source, e]
+                    tokens = np.int64(counts_RE[r, e])
                     at_home[e] += tokens
-                    _send(rows, source, home_E[e], ranks_per_node, forwards, tokens)
+                    _send(rows, np.int64(r), home_E[e], per_node, forwards, tokens)
             instance = m * num_layers + layer
-            for p in range(replica_starts[instance], replica_starts[instance + 1]):
-                expert, rank = replica_experts[p], replica_ranks[p]
+            for p in range(placed.replica_starts[instance], placed.replica_starts[instance + 1]):
+                expert, rank = placed.replica_experts[p], placed.replica_ranks[p]
                 share = np.int64(0)
-                for q in range(quota_starts[p], quota_starts[p + 1]):
-                    source, tokens = quota_sources[q], np.int64(quota_tokens[q])
+                for q in range(placed.quota_starts[p], placed.quota_starts[p + 1]):
+                    source, tokens = np.int64(placed.quota_sources[q]), np.int64(placed.quota_tokens[q])
                     share += tokens
                     if hops == 1:
-                        _send(rows, source, home_E[expert], ranks_per_node, forwards, -tokens)
-                        _send(rows, source, rank, ranks_per_node, forwards, tokens)
+                        _send(rows, source, home_E[expert], per_node, forwards, -tokens)
+                        _send(rows, source, rank, per_node, forwards, tokens)
                 at_home[expert] -= share
-                loads_MLR[m, layer, rank] += share
+                work.loads_MLR[m, layer, rank] += share
                 if hops == 1:
-                    experts_MLR[m, layer, rank] += _copy_seconds(share, copy)
+                    work.experts_MLR[m, layer, rank] += _copy_seconds(share, costs)
                 else:
-                    moved_MLR[m, layer, rank] += _copy_seconds(share, copy)
+                    work.moved_MLR[m, layer, rank] += _copy_seconds(share, costs)
                     moving[0, home_E[expert]] += share
                     moving[1, rank] += share
             for e in range(num_experts):
-                loads_MLR[m, layer, home_E[e]] += at_home[e]
-                experts_MLR[m, layer, home_E[e]] += _copy_seconds(at_home[e], copy)
+                work.loads_MLR[m, layer, home_E[e]] += at_home[e]
+                work.experts_MLR[m, layer, home_E[e]] += _copy_seconds(at_home[e], costs)
             for r in range(num_ranks):
-                near_MLR[m, layer, r] = max(rows[0, 0, r], rows[0, 1, r]) * near_row_s
-                far_MLR[m, layer, r] = max(rows[1, 0, r], rows[1, 1, r]) * far_row_s
-                hop_MLR[m, layer, r] = max(moving[0, r], moving[1, r]) * hop_row_s
+                work.near_MLR[m, layer, r] = max(rows[0, 0, r], rows[0, 1, r]) * costs.near_row_s
+                work.far_MLR[m, layer, r] = max(rows[1, 0, r], rows[1, 1, r]) * costs.far_row_s
+                work.hop_MLR[m, layer, r] = max(moving[0, r], moving[1, r]) * costs.hop_row_s
+
+
+@kernel
+def _copy_seconds(rows, costs):  # type: ignore[no-untyped-def]
+    """Forward through one copy of an expert."""
+    if rows <= 0:
+        return 0.0
+    tiles = -(-rows // costs.tile_rows)
+    return costs.copy_s + max(tiles * costs.tile_s, costs.weights_s) + rows * costs.row_s
 
 
 @kernel
@@ -138,22 +138,24 @@ def _send(rows, source, to, ranks_per_node, forwards, tokens):  # type: ignore[n
     rows[0, 1, to] += tokens
 
 
-@kernel
-def _spread_evenly(  # type: ignore[no-untyped-def]
-    counts_RE, ranks_per_node, copy, near_row_s, far_row_s, forwards, experts_R, near_R, far_R, loads_R
-):
-    """Spread the experts' work and all rows evenly over ranks, with rows from all ranks."""
-    num_ranks, num_experts = counts_RE.shape
-    share = -(-counts_RE.sum() // num_ranks)
+def _even_work(counts_MLRE: Array, ranks_per_node: int, costs: OperationCosts) -> RankWork:
+    """The experts' work and all rows spread evenly over ranks, with rows from all ranks."""
+    num_ranks = counts_MLRE.shape[2]
     near, far = (ranks_per_node - 1) / num_ranks, (num_ranks - ranks_per_node) / num_ranks
-    if forwards:
+    if costs.forwards:
         near += far * (ranks_per_node - 1) / ranks_per_node
-    seconds = 0.0
-    for e in range(num_experts):
-        seconds += _copy_seconds(counts_RE[:, e].sum(), copy)
-    for r in range(num_ranks):
-        sent = max(counts_RE[r].sum(), share)
-        loads_R[r] = share
-        experts_R[r] = seconds / num_ranks
-        near_R[r] = near * sent * near_row_s
-        far_R[r] = far * sent * far_row_s
+    rows_MLE = counts_MLRE.sum(axis=2, dtype=np.int64)
+    # Added up one after another, as the kernel does.
+    seconds_ML1 = np.cumsum(costs.copy_seconds(rows_MLE), axis=2)[:, :, -1:]
+    rows_MLR = counts_MLRE.sum(axis=3, dtype=np.int64)
+    share_ML1 = -(-rows_MLE.sum(axis=2, keepdims=True) // num_ranks)
+    sent_MLR = np.maximum(rows_MLR, share_ML1)
+    nothing_MLR = np.zeros(sent_MLR.shape)
+    return RankWork(
+        experts_MLR=nothing_MLR + seconds_ML1 / num_ranks,
+        moved_MLR=nothing_MLR,
+        near_MLR=near * sent_MLR * costs.near_row_s,
+        far_MLR=far * sent_MLR * costs.far_row_s,
+        hop_MLR=nothing_MLR,
+        loads_MLR=np.broadcast_to(share_ML1, sent_MLR.shape).copy(),
+    )

@@ -1,4 +1,4 @@
-"""Which models and clusters come with Trimtab? The files beside this one, by name."""
+"""Presets of models and clusters: the files in this folder, by name."""
 
 from __future__ import annotations
 

@@ -103,7 +103,6 @@ def _choose_homes(home_E: Array, copies_RE: Array) -> Array:
 
 def _split_over(view: View, placement: Placement, copies_LRE: Array) -> StepPlan:
     def plan_one(layer: int, counts_RE: Array, home_E: Array) -> tuple[Array, Array]:
-        replicas_P2, quotas_PR = split_equally(counts_RE, home_E, copies_LRE[layer], view.cluster.ranks)
-        return replicas_P2, quotas_PR
+        return split_equally(counts_RE, home_E, copies_LRE[layer], view.cluster.ranks)
 
     return view.plan_instances(plan_one, placement=placement, slots=view.cluster.slots_per_rank)

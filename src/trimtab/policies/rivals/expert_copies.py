@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
+from trimtab.array_type import Array
 from trimtab.kernels import kernel
 
 
@@ -41,40 +42,51 @@ def count_copies(load_E, total, num_nodes, most):  # type: ignore[no-untyped-def
     return copies_E
 
 
-@kernel
-def spread_copies(load_E, copies_E, home_E, room_R, ranks_per_node):  # type: ignore[no-untyped-def]
+def spread_copies(load_E: Array, copies_E: Array, home_E: Array, room_R: Array, ranks_per_node: int) -> Array:
     """Heaviest copy first, each to a node with the fewest copies of its expert and there to the emptiest rank.
 
     Args:
         load_E: `[E]` float64, shared equally by an expert's copies.
-        copies_E: `[E]` integers, the home included where there is one.
-        home_E: `[E]` integers, a rank that has the expert in addition to `room_R`; -1 for none.
+        copies_E: `[E]` int64 copies, the home included where there is one.
+        home_E: `[E]` int64, a rank that has the expert in addition to `room_R`; -1 for none.
         room_R: `[R]` int64, copies of a rank.
 
     Returns:
         `[R, E]` bool, which ranks hold which experts, homes included. A copy without a possible rank is left out.
     """
-    num_ranks = len(room_R)
-    held_RE = np.zeros((num_ranks, len(load_E)), np.bool_)
-    room_R = room_R.copy()
-    rank_load_R = np.zeros(num_ranks)
     share_E = load_E / copies_E
-    for e in range(len(load_E)):
+    held_RE: Array = _spread(
+        share_E, np.argsort(-share_E, kind="stable"), copies_E, home_E, room_R.copy(), ranks_per_node
+    )
+    return held_RE
+
+
+@kernel
+def _spread(share_E, heaviest_first_E, copies_E, home_E, room_R, ranks_per_node):  # type: ignore[no-untyped-def]
+    """See `spread_copies`; `share_E [E]` float64 is the load of a copy, and `room_R` is updated."""
+    num_ranks = len(room_R)
+    held_RE = np.zeros((num_ranks, len(share_E)), np.bool_)
+    rank_load_R = np.zeros(num_ranks)
+    in_node_N = np.zeros((num_ranks - 1) // ranks_per_node + 1, np.int64)
+    for e in range(len(share_E)):
         if home_E[e] >= 0:
             held_RE[home_E[e], e] = True
             rank_load_R[home_E[e]] += share_E[e]
-    for e in np.argsort(-share_E, kind="mergesort"):
-        in_node_N = np.zeros((num_ranks - 1) // ranks_per_node + 1, np.int64)
+    for e in heaviest_first_E:
+        in_node_N[:] = 0
+        missing = copies_E[e]
         for r in range(num_ranks):
             in_node_N[r // ranks_per_node] += held_RE[r, e]
-        for _ in range(copies_E[e] - in_node_N.sum()):
+            missing -= held_RE[r, e]
+        for _ in range(missing):
             best = -1
             for r in range(num_ranks):
                 if room_R[r] == 0 or held_RE[r, e]:
                     continue
-                nearer = best < 0 or in_node_N[r // ranks_per_node] < in_node_N[best // ranks_per_node]
-                level = best >= 0 and in_node_N[r // ranks_per_node] == in_node_N[best // ranks_per_node]
-                if nearer or (level and rank_load_R[r] < rank_load_R[best]):
+                node, best_node = r // ranks_per_node, best // ranks_per_node
+                is_nearer = best < 0 or in_node_N[node] < in_node_N[best_node]
+                is_level = best >= 0 and in_node_N[node] == in_node_N[best_node]
+                if is_nearer or (is_level and rank_load_R[r] < rank_load_R[best]):
                     best = r
             if best < 0:
                 break
@@ -85,58 +97,44 @@ def spread_copies(load_E, copies_E, home_E, room_R, ranks_per_node):  # type: ig
     return held_RE
 
 
-@kernel
-def split_equally(counts_RE, home_E, copies_RE, ranks_per_node):  # type: ignore[no-untyped-def]
+def split_equally(counts_RE: Array, home_E: Array, copies_RE: Array, ranks_per_node: int) -> tuple[Array, Array]:
     """Every source spreads its tokens over the copies in its own node, or over all copies if its node has none.
 
     The remainder is assigned one token per copy, starting at a copy that differs between sources.
 
     Args:
-        counts_RE: `[R, E]` integers, tokens by source and expert.
-        home_E: `[E]` integers. A home without a copy keeps tokens only if there is no copy at all.
+        counts_RE: `[R, E]` int64, tokens by source and expert.
+        home_E: `[E]` int64. A home without a copy keeps tokens only if there is no copy at all.
         copies_RE: `[R, E]` bool or integers. A rank with two copies of an expert gets two shares.
 
     Returns:
         Replicas `[P, 2]` (expert, rank), one for a rank's copies of an expert, and quotas `[P, R]`, int64.
     """
     num_ranks, num_experts = counts_RE.shape
-    num_replicas = 0
-    most_copies = np.int64(0)
-    for e in range(num_experts):
-        copies = np.int64(0)
-        for r in range(num_ranks):
-            num_replicas += copies_RE[r, e] > 0 and r != home_E[e]
-            copies += copies_RE[r, e]
-        most_copies = max(most_copies, copies)
-    replicas_P2 = np.empty((num_replicas, 2), np.int64)
-    quotas_PR = np.zeros((num_replicas, num_ranks), np.int64)
-    rank_of_copy = np.empty(most_copies, np.int64)
-    replica_of_copy = np.empty(most_copies, np.int64)
-    next_replica = 0
-    for e in range(num_experts):
-        copies = np.int64(0)
-        for r in range(num_ranks):
-            for _ in range(np.int64(copies_RE[r, e])):
-                rank_of_copy[copies] = r
-                replica_of_copy[copies] = next_replica if r != home_E[e] else -1
-                copies += 1
-            if copies_RE[r, e] > 0 and r != home_E[e]:
-                replicas_P2[next_replica] = e, r
-                next_replica += 1
-        for source in range(num_ranks):
-            tokens = np.int64(counts_RE[source, e])
-            node = source // ranks_per_node
-            near = 0
-            for c in range(copies):
-                near += rank_of_copy[c] // ranks_per_node == node
-            sharing = near if near > 0 else copies
-            if tokens == 0 or sharing == 0:
-                continue
-            turn = -source % sharing
-            for c in range(copies):
-                if near > 0 and rank_of_copy[c] // ranks_per_node != node:
-                    continue
-                if replica_of_copy[c] >= 0:
-                    quotas_PR[replica_of_copy[c], source] += tokens // sharing + (turn < tokens % sharing)
-                turn = (turn + 1) % sharing
-    return replicas_P2, quotas_PR
+    away_RE = copies_RE > 0
+    away_RE[home_E, np.arange(num_experts)] = False
+    experts_P, ranks_P = np.nonzero(away_RE.T)
+    source_R, node_R = np.arange(num_ranks), np.arange(num_ranks) // ranks_per_node
+
+    until_RE = np.cumsum(copies_RE, axis=0)  # copies of an expert up to and including a rank
+    first_of_node_R = node_R * ranks_per_node
+    before_node_RE = until_RE[first_of_node_R] - copies_RE[first_of_node_R]
+    in_node_RE = until_RE[first_of_node_R + ranks_per_node - 1] - before_node_RE
+    # Of the copies that source s shares over: their number, and the place of the replica's first copy among them.
+    near_PR = in_node_RE[:, experts_P].T
+    sharing_PR = np.where(near_PR > 0, near_PR, until_RE[-1, experts_P][:, None])
+    copies_P = copies_RE[ranks_P, experts_P].astype(np.int64)
+    first_PR = (until_RE[ranks_P, experts_P] - copies_P)[:, None] - np.where(
+        near_PR > 0, before_node_RE[:, experts_P].T, 0
+    )
+    takes_part_PR = (near_PR == 0) | (node_R[ranks_P][:, None] == node_R)
+    each_PR, rest_PR = np.divmod(counts_RE.T[experts_P], sharing_PR)
+
+    def extra_before(copy_PR: Array) -> Array:
+        """Copies before `copy_PR` that get a token of the remainder, plus a constant of the source."""
+        rounds_PR, turn_PR = np.divmod(copy_PR - source_R, sharing_PR)
+        return rounds_PR * rest_PR + np.minimum(turn_PR, rest_PR)
+
+    extra_PR = extra_before(first_PR + copies_P[:, None]) - extra_before(first_PR)
+    quotas_PR = np.where(takes_part_PR, copies_P[:, None] * each_PR + extra_PR, 0)
+    return np.stack([experts_P, ranks_P], axis=1), quotas_PR

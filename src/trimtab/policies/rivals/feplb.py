@@ -1,8 +1,26 @@
-"""FEPLB: whole dynamic experts and their tokens move inside the node while static experts compute."""
+"""`feplb`: whole dynamic experts and their tokens move inside the node while static experts compute.
+
+Source: FEPLB (arXiv 2604.19654); our reimplementation from the paper's abstract and a review of the rest, as it has no
+public code. Every rank has a few dynamic experts, 4 by default, and its other experts are static. Tokens are first
+dispatched to the homes. Then a CPU thread plans in about 50 us from the exact counts, while static experts compute: the
+busiest rank of the node gives its busiest dynamic expert, with all its tokens, to the emptiest rank, until this no
+longer helps or the buffers are full (as many entries as dynamic experts). Experts with few tokens stay. The copy engine
+moves weights and tokens over NVLink: nothing leaves the node, static experts never move.
+
+Not specified by the source, and our choices:
+
+* which experts are dynamic: the hottest of every rank over the past steps, or its first ones without a past;
+* the fewest tokens of a move: an expert moves if the larger of the two loads decreases;
+* a busiest dynamic expert that is too large to help: the next one is tried;
+* buffers: layers share them;
+* a predictor that rearranges homes at checkpoints is not included.
+
+On equal terms, a rank receives no more experts than it has slots.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar
 
 import numpy as np
@@ -11,24 +29,12 @@ from trimtab.array_type import Array
 from trimtab.kernels import kernel
 from trimtab.planner import StepPlan
 from trimtab.policies.policy import Traits, View
+from trimtab.policies.rivals.instance_load import InstanceLoad
 
 
 @dataclass(frozen=True)
 class Feplb:
-    """FEPLB (arXiv 2604.19654; no public code), from the paper's abstract and a review of the rest.
-
-    Published: every rank has a few dynamic experts, 4 by default, and its other experts are static. Tokens are first
-    dispatched to the homes. Then a CPU thread plans in about 50 us from the exact counts, while static experts
-    compute: the busiest rank of the node gives its busiest dynamic expert, with all its tokens, to the emptiest rank,
-    until this no longer helps or the buffers are full (as many entries as dynamic experts). Experts with few tokens
-    stay. The copy engine moves weights and tokens over NVLink: nothing leaves the node, static experts never move.
-
-    Unpublished details and our choices: *which* experts are dynamic: the hottest of every rank over the past steps, or
-    its first ones without a past. The fewest tokens of a move: we move if the larger of the two loads decreases. If the
-    busiest dynamic expert is too large to help, we try the next one. Layers share the buffers. A predictor that
-    rearranges homes at checkpoints is not included.
-
-    On equal terms, a rank receives no more experts than it has slots.
+    """Moves of whole dynamic experts inside the node.
 
     Attributes:
         dynamic_experts: dynamic experts of every rank, and experts that a rank can receive.
@@ -40,22 +46,15 @@ class Feplb:
     smallest_move: int = 1
 
     def plan(self, view: View) -> StepPlan:
-        cluster = view.cluster
-        slots = cluster.slots_per_rank if view.equal_terms else self.dynamic_experts
+        slots = view.cluster.slots_per_rank if view.equal_terms else self.dynamic_experts
+        cluster = replace(view.cluster, slots_per_rank=slots)
         dynamic_LE = self.dynamic(view)
         moves_P2 = np.empty((cluster.ranks * slots, 2), np.int64)
 
         def plan_one(layer: int, counts_RE: Array, home_E: Array) -> tuple[Array, Array]:
-            count = move_experts(
-                counts_RE.sum(axis=0),
-                home_E,
-                dynamic_LE[layer],
-                cluster.ranks,
-                cluster.ranks_per_node,
-                slots,
-                self.smallest_move,
-                moves_P2,
-            )
+            load = InstanceLoad.of(counts_RE.sum(axis=0), home_E, cluster, within_node=True)
+            may_move_E = dynamic_LE[layer] & (load.counts_E >= max(self.smallest_move, 1))
+            count = move_experts(load, may_move_E, moves_P2)
             return moves_P2[:count].copy(), counts_RE.T[moves_P2[:count, 0]].copy()
 
         return view.plan_instances(plan_one, placement=view.placement, slots=slots)
@@ -73,48 +72,40 @@ class Feplb:
 
 
 @kernel
-def move_experts(  # type: ignore[no-untyped-def]
-    counts_E, home_E, dynamic_E, num_ranks, ranks_per_node, slots, smallest_move, moves_P2
-):
+def move_experts(load, may_move_E, moves_P2):  # type: ignore[no-untyped-def]
     """Whole experts to move in one instance, node by node.
 
     Args:
-        counts_E: `[E]` int64 tokens of every expert.
-        home_E: `[E]` int64 home ranks.
-        dynamic_E: `[E]` bool, experts that may move.
-        slots: experts that a rank can receive.
-        smallest_move: fewest tokens of an expert that moves.
+        load: `InstanceLoad`; `loads_R` is updated.
+        may_move_E: `[E]` bool; cleared for experts that move.
         moves_P2: `[R * slots, 2]` int64, filled with expert and new rank.
 
     Returns:
         The number of moves.
     """
-    loads = np.zeros(num_ranks, np.int64)
-    for e in range(len(counts_E)):
-        loads[home_E[e]] += counts_E[e]
-    free = np.full(num_ranks, slots, np.int64)
-    may_move_E = dynamic_E & (counts_E >= max(smallest_move, 1))
+    counts_E, loads_R = load.counts_E, load.loads_R
+    taken_R = np.zeros(len(loads_R), np.int64)
     count = 0
-    for first in range(0, num_ranks, ranks_per_node):
+    for first in range(0, len(loads_R), load.ranks_per_node):
         while True:
             giver, taker = first, -1
-            for r in range(first, first + ranks_per_node):
-                if loads[r] > loads[giver]:
+            for r in range(first, first + load.ranks_per_node):
+                if loads_R[r] > loads_R[giver]:
                     giver = r
-                if free[r] > 0 and (taker < 0 or loads[r] < loads[taker]):
+                if taken_R[r] < load.slots and (taker < 0 or loads_R[r] < loads_R[taker]):
                     taker = r
             chosen = -1
             if taker >= 0:
                 for e in range(len(counts_E)):
-                    helps = may_move_E[e] and home_E[e] == giver and loads[taker] + counts_E[e] < loads[giver]
+                    helps = may_move_E[e] and load.home_E[e] == giver and loads_R[taker] + counts_E[e] < loads_R[giver]
                     if helps and (chosen < 0 or counts_E[e] > counts_E[chosen]):
                         chosen = e
             if chosen < 0:
                 break
             may_move_E[chosen] = False
-            loads[giver] -= counts_E[chosen]
-            loads[taker] += counts_E[chosen]
-            free[taker] -= 1
+            loads_R[giver] -= counts_E[chosen]
+            loads_R[taker] += counts_E[chosen]
+            taken_R[taker] += 1
             moves_P2[count, 0], moves_P2[count, 1] = chosen, taker
             count += 1
     return count

@@ -1,4 +1,20 @@
-"""ForeMoE: homes for the step and replicas for every micro-step, from the routing that the rollout recorded."""
+"""`foremoe`: homes for the step and replicas for every micro-step, from the routing that the rollout recorded.
+
+Source: ForeMoE (arXiv 2606.11867); our reimplementation from the paper's abstract and introduction, as it has no public
+code. Routing known from the rollout is used to balance every micro-step of recompute and update. A hierarchical planner
+splits the NP-hard problem into tractable parts. Experts travel on two paths, through host memory and from GPU to GPU,
+both overlapped with compute, so that a replica may go to any node. Up to 1.45x on 64 GPUs.
+
+Not specified by the source, and our choices:
+
+* the parts of the planner: homes of the step, from the step's loads, longest first over nodes and then over their ranks
+  (`lpt_homes.py`); and for every micro-step and layer an incremental greedy that adds replicas on any rank, near ones
+  first, and splits tokens over them (`greedy.py`);
+* a layer keeps its homes if new ones gain little;
+* sources send to their own rank first, then to their own node.
+
+On equal terms, homes are given.
+"""
 
 from __future__ import annotations
 
@@ -15,20 +31,7 @@ from trimtab.policies.rivals.lpt_homes import level_homes
 
 @dataclass(frozen=True)
 class ForeMoe:
-    """ForeMoE (arXiv 2606.11867; no public code), from the paper's abstract and introduction.
-
-    Published: routing known from the rollout is used to balance every micro-step of recompute and update. A
-        hierarchical planner
-    splits the NP-hard problem into tractable parts. Experts travel on two paths, through host memory and from GPU to
-    GPU, both overlapped with compute, so that a replica may go to any node. Up to 1.45x on 64 GPUs.
-
-    Unpublished details and our choices: the parts of the planner. Ours are the homes of the step, from the step's
-        loads, longest first
-    over nodes and then over their ranks, and for every micro-step and layer an incremental greedy that adds replicas
-    on any rank, near ones first, and splits tokens over them. A layer keeps its homes if new ones gain little. Sources
-    send to their own rank first, then to their own node.
-
-    On equal terms, homes are given.
+    """Homes for the step by LPT, replicas on any rank for every instance.
 
     Attributes:
         threshold: target max/mean load of every instance.
@@ -44,13 +47,12 @@ class ForeMoe:
     smallest_gain: float = 0.02
 
     def plan(self, view: View) -> StepPlan:
-        cluster = view.cluster
-        placement = view.placement
+        placement, cluster = view.placement, view.cluster
         if not view.equal_terms:
             loads_LE = view.workload.token_counts_MLRE.sum(axis=(0, 2), dtype=np.int64)
-            home_LE = level_homes(loads_LE, placement.home, cluster.ranks, cluster.ranks_per_node, self.smallest_gain)
-            placement = Placement(home_LE)
-
+            placement = Placement(
+                level_homes(loads_LE, placement.home, cluster.ranks, cluster.ranks_per_node, self.smallest_gain)
+            )
         return plan_greedily(
             view, placement, within_node=False, threshold=self.threshold, smallest_share=self.smallest_share
         )

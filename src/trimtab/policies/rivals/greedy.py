@@ -1,50 +1,43 @@
 """Replicas by incremental greedy: tokens are shifted between copies, and a copy is added if that is not enough.
 
-Used by ReLibra and ForeMoE, whose own heuristics are not public.
+Used for ReLibra and ForeMoE, whose own heuristics are not public.
 """
 
 from __future__ import annotations
 
 import math
+from typing import NamedTuple
 
 import numpy as np
 
 from trimtab.array_type import Array
+from trimtab.cluster import ClusterSpec
 from trimtab.kernels import kernel
 from trimtab.planner import Placement, StepPlan
 from trimtab.policies.policy import View
-from trimtab.policies.rivals.shares import split_shares
+from trimtab.policies.rivals.instance_load import InstanceLoad, split_shares
 
 
 def plan_greedily(
     view: View, placement: Placement, *, within_node: bool, threshold: float, smallest_share: int
 ) -> StepPlan:
     """Replicas for every instance of a step at given homes; see `replicate`."""
-    cluster = view.cluster
 
     def plan_one(_: int, counts_RE: Array, home_E: Array) -> tuple[Array, Array]:
         return replicate(
             counts_RE,
             home_E,
-            ranks_per_node=cluster.ranks_per_node,
+            view.cluster,
             within_node=within_node,
-            slots=cluster.slots_per_rank,
             threshold=threshold,
             smallest_share=smallest_share,
         )
 
-    return view.plan_instances(plan_one, placement=placement, slots=cluster.slots_per_rank)
+    return view.plan_instances(plan_one, placement=placement, slots=view.cluster.slots_per_rank)
 
 
 def replicate(
-    counts_RE: Array,
-    home_E: Array,
-    *,
-    ranks_per_node: int,
-    within_node: bool,
-    slots: int,
-    threshold: float,
-    smallest_share: int,
+    counts_RE: Array, home_E: Array, cluster: ClusterSpec, *, within_node: bool, threshold: float, smallest_share: int
 ) -> tuple[Array, Array]:
     """Replicas `[P, 2]` (expert, rank) of one instance and their quotas `[P, R]`, both int64.
 
@@ -56,175 +49,175 @@ def replicate(
         threshold: target max/mean load.
         smallest_share: fewest tokens of a replica.
     """
-    num_ranks = len(counts_RE)
-    counts_E = counts_RE.sum(axis=0)
-    domain = ranks_per_node if within_node else num_ranks
-    loads_R = np.bincount(home_E, counts_E, num_ranks)
-    level = loads_R.reshape(-1, domain).sum(axis=1).max() / domain
-    target = math.ceil(max(loads_R.mean() * threshold, level))
-    replicas_3P = np.empty((3, num_ranks * slots), np.int64)
-    count = add_replicas(
-        counts_E, home_E, num_ranks, ranks_per_node, domain, slots, target, smallest_share, replicas_3P
-    )
-    used_3P = replicas_3P[:, :count]
-    return split_shares(counts_RE, home_E, ranks_per_node, used_3P[:, used_3P[2] > 0].copy())
+    load = InstanceLoad.of(counts_RE.sum(axis=0), home_E, cluster, within_node=within_node)
+    busiest_domain = load.loads_R.reshape(-1, load.ranks_per_domain).sum(axis=1).max() / load.ranks_per_domain
+    target = math.ceil(max(load.loads_R.mean() * threshold, busiest_domain))
+    replicas_3P = add_replicas(load, target, smallest_share)
+    return split_shares(counts_RE, load, replicas_3P[:, replicas_3P[2] > 0])
+
+
+def add_replicas(load: InstanceLoad, target: int, smallest_share: int) -> Array:
+    """Reduce the loads of the busiest ranks to `target`, one rank and one move at a time.
+
+    Args:
+        load: tokens with all experts at home.
+        target: load up to which a rank is not changed, tokens.
+        smallest_share: fewest tokens of a replica.
+
+    Returns:
+        `[3, P]` int64, expert, rank and tokens of every replica, in the order in which they were added. A replica may
+        have no tokens.
+    """
+    num_experts = len(load.counts_E)
+    copies_3C = np.empty((3, num_experts + len(load.loads_R) * load.slots), np.int64)
+    copies_3C[:, :num_experts] = np.arange(num_experts), load.home_E, load.counts_E
+    split = _Split(copies_3C, load.loads_R.copy(), np.full(len(load.loads_R), load.slots))
+    return copies_3C[:, num_experts : _add_replicas(load, target, smallest_share, split)]
+
+
+class _Split(NamedTuple):
+    """The current split of one instance, changed by the kernels.
+
+    Attributes:
+        copies_3C: `[3, C]` int64, expert, rank and tokens of every copy. The first E are the homes, in expert order.
+        loads_R: `[R]` int64, tokens of every rank.
+        free_R: `[R]` int64, slots without a replica.
+    """
+
+    copies_3C: Array
+    loads_R: Array
+    free_R: Array
 
 
 @kernel
-def add_replicas(  # type: ignore[no-untyped-def]
-    counts_E, home_E, num_ranks, ranks_per_node, ranks_per_domain, slots, target, smallest_share, replicas_3P
-):
-    """Reduce the loads of the busiest ranks to `target`, one rank and one move at a time.
+def _add_replicas(load, target, smallest_share, split):  # type: ignore[no-untyped-def]
+    """Returns the number of copies.
 
     The busiest rank moves tokens to another copy of one of its experts, on a rank below the target. Without such a
     copy, its largest expert gets a copy on the emptiest rank of the domain, in the same node if a rank there has as
     much capacity. If the ranks with free slots are full, one of them first moves tokens to other ranks.
-
-    Args:
-        counts_E, home_E: `[E]` int64.
-        ranks_per_domain: neighbouring ranks among which replicas go.
-        target: load up to which a rank is not changed, tokens.
-        smallest_share: fewest tokens of a replica.
-        replicas_3P: `[3, R * slots]` int64, filled with expert, rank and tokens of every replica. A replica may end
-            with no tokens.
-
-    Returns:
-        The number of replicas.
     """
-    loads = np.zeros(num_ranks, np.int64)
-    for e in range(len(counts_E)):
-        loads[home_E[e]] += counts_E[e]
-    at_home_E = counts_E.copy()
-    free = np.full(num_ranks, slots, np.int64)
-    stuck = np.zeros(num_ranks, np.bool_)
-    state = (counts_E, home_E, at_home_E, loads, free, smallest_share, replicas_3P)
-    count = 0
-    for _ in range(64 * num_ranks):
-        giver = -1
-        for r in range(num_ranks):
-            if loads[r] > target and not stuck[r] and (giver < 0 or loads[r] > loads[giver]):
-                giver = r
+    loads_R = split.loads_R
+    stuck_R = np.zeros(len(loads_R), np.bool_)
+    count = len(load.counts_E)
+    for _ in range(64 * len(loads_R)):
+        giver = np.int64(-1)
+        for r in range(len(loads_R)):
+            if loads_R[r] > target and not stuck_R[r] and (giver < 0 or loads_R[r] > loads_R[giver]):
+                giver = np.int64(r)
         if giver < 0:
             break
-        if _shift(giver, target, state, count):
+        limits = (giver, target, smallest_share)
+        if _shift(load, limits, split, count):
             continue
-        if _add(giver, target, ranks_per_node, ranks_per_domain, state, count):
+        if _add(load, limits, split, count):
             count += 1
-        elif not _make_room(giver, target, ranks_per_domain, state, count):
-            stuck[giver] = True
+        elif not _make_room(load, limits, split, count):
+            stuck_R[giver] = True
     return count
 
 
 @kernel
-def _shift(giver, target, state, count):  # type: ignore[no-untyped-def]
-    """Move tokens to a copy on the emptiest rank below the target that has one of the experts. False if there is
-    none."""
-    _, home_E, at_home_E, loads, _, smallest_share, replicas_3P = state
-    # Of the two copies: -1 is the home, -2 means none found.
-    source, taker, tokens = -2, -2, np.int64(0)
+def _move(split, source, taker, tokens):  # type: ignore[no-untyped-def]
+    """Move tokens from a copy to another of the same expert."""
+    _, ranks_C, tokens_C = split.copies_3C
+    tokens_C[source] -= tokens
+    tokens_C[taker] += tokens
+    split.loads_R[ranks_C[source]] -= tokens
+    split.loads_R[ranks_C[taker]] += tokens
+
+
+@kernel
+def _part(wanted, tokens, is_replica, smallest_share):  # type: ignore[no-untyped-def]
+    """Tokens to move of a copy that has `tokens`: a replica keeps none or a smallest share."""
+    wanted = min(wanted, tokens)
+    return tokens - smallest_share if is_replica and 0 < tokens - wanted < smallest_share else wanted
+
+
+@kernel
+def _shift(load, limits, split, count):  # type: ignore[no-untyped-def]
+    """Move tokens of a rank to a copy on the emptiest rank below the target that has one of its experts. Returns
+    whether there is one."""
+    giver, target, smallest_share = limits
+    experts_C, ranks_C, tokens_C = split.copies_3C
+    loads_R, num_experts = split.loads_R, len(load.home_E)
+    source, taker = np.int64(-1), np.int64(-1)
     lowest = target
-    for p in range(count):
-        e, rank = replicas_3P[0, p], replicas_3P[1, p]
-        if home_E[e] == giver and at_home_E[e] > 0 and loads[rank] < lowest:
-            source, taker, tokens, lowest = -1, p, at_home_E[e], loads[rank]
-        if rank != giver or replicas_3P[2, p] == 0:
+    for p in range(num_experts, count):
+        home = experts_C[p]
+        if ranks_C[home] == giver and tokens_C[home] > 0 and loads_R[ranks_C[p]] < lowest:
+            source, taker, lowest = home, np.int64(p), loads_R[ranks_C[p]]
+        if ranks_C[p] != giver or tokens_C[p] == 0:
             continue
-        if loads[home_E[e]] < lowest:
-            source, taker, tokens, lowest = p, -1, replicas_3P[2, p], loads[home_E[e]]
-        for q in range(count):
-            if q != p and replicas_3P[0, q] == e and loads[replicas_3P[1, q]] < lowest:
-                source, taker, tokens, lowest = p, q, replicas_3P[2, p], loads[replicas_3P[1, q]]
-    if source == -2:
+        if loads_R[ranks_C[home]] < lowest:
+            source, taker, lowest = np.int64(p), home, loads_R[ranks_C[home]]
+        for q in range(num_experts, count):
+            if q != p and experts_C[q] == home and loads_R[ranks_C[q]] < lowest:
+                source, taker, lowest = np.int64(p), np.int64(q), loads_R[ranks_C[q]]
+    if source < 0:
         return False
-    wanted = min(loads[giver] - target, target - lowest, tokens)
-    if source >= 0 and 0 < tokens - wanted < smallest_share:
-        wanted = tokens - smallest_share
-    if wanted < (smallest_share if taker >= 0 and replicas_3P[2, taker] == 0 else 1):
+    wanted = min(loads_R[giver] - target, target - lowest)
+    wanted = _part(wanted, tokens_C[source], source >= num_experts, smallest_share)
+    if wanted < (smallest_share if taker >= num_experts and tokens_C[taker] == 0 else 1):
         return False
-    e = replicas_3P[0, max(source, taker)]
-    if source >= 0:
-        replicas_3P[2, source] -= wanted
-    else:
-        at_home_E[e] -= wanted
-    if taker >= 0:
-        replicas_3P[2, taker] += wanted
-        loads[replicas_3P[1, taker]] += wanted
-    else:
-        at_home_E[e] += wanted
-        loads[home_E[e]] += wanted
-    loads[giver] -= wanted
+    _move(split, source, taker, wanted)
     return True
 
 
 @kernel
-def _add(giver, target, ranks_per_node, ranks_per_domain, state, count):  # type: ignore[no-untyped-def]
-    """A new replica of one of the giver's experts, written at `count`. False if no rank can take one."""
-    _, home_E, at_home_E, loads, free, smallest_share, replicas_3P = state
-    first = giver // ranks_per_domain * ranks_per_domain
+def _add(load, limits, split, count):  # type: ignore[no-untyped-def]
+    """Add a replica of one of a rank's experts, written at `count`. Returns whether a rank can take one."""
+    giver, target, smallest_share = limits
+    experts_C, ranks_C, tokens_C = split.copies_3C
+    loads_R = split.loads_R
+    first = giver // load.ranks_per_domain * load.ranks_per_domain
     best, near = -1, -1
-    for r in range(first, first + ranks_per_domain):
-        if free[r] > 0 and loads[r] < target:
-            if best < 0 or loads[r] < loads[best]:
+    for r in range(first, first + load.ranks_per_domain):
+        if split.free_R[r] > 0 and loads_R[r] < target:
+            if best < 0 or loads_R[r] < loads_R[best]:
                 best = r
-            if r // ranks_per_node == giver // ranks_per_node and (near < 0 or loads[r] < loads[near]):
+            if r // load.ranks_per_node == giver // load.ranks_per_node and (near < 0 or loads_R[r] < loads_R[near]):
                 near = r
     if best < 0:
         return False
-    excess = loads[giver] - target
-    taker = near if near >= 0 and target - loads[near] >= min(excess, target - loads[best]) else best
-    wanted = min(excess, target - loads[taker])
-    expert, source, tokens = -1, -1, np.int64(0)
-    for e in range(len(home_E)):
-        if home_E[e] == giver and at_home_E[e] > tokens and not _has_copy(e, taker, replicas_3P, count):
-            expert, source, tokens = e, -1, at_home_E[e]
-    for p in range(count):
-        e = replicas_3P[0, p]
-        if replicas_3P[1, p] == giver and replicas_3P[2, p] > tokens and home_E[e] != taker:  # noqa: SIM102
-            if not _has_copy(e, taker, replicas_3P, count):
-                expert, source, tokens = e, p, replicas_3P[2, p]
-    wanted = min(wanted, tokens)
-    if source >= 0 and 0 < tokens - wanted < smallest_share:
-        wanted = tokens - smallest_share
+    excess = loads_R[giver] - target
+    taker = near if near >= 0 and target - loads_R[near] >= min(excess, target - loads_R[best]) else best
+    has_copy_E = np.zeros(len(load.home_E), np.bool_)
+    for c in range(count):
+        if ranks_C[c] == taker:
+            has_copy_E[experts_C[c]] = True
+    source, tokens = np.int64(-1), np.int64(0)
+    for c in range(count):
+        if ranks_C[c] == giver and tokens_C[c] > tokens and not has_copy_E[experts_C[c]]:
+            source, tokens = np.int64(c), tokens_C[c]
+    if source < 0:
+        return False
+    wanted = min(excess, target - loads_R[taker])
+    wanted = _part(wanted, tokens, source >= len(load.home_E), smallest_share)
     if wanted < max(smallest_share, 1):
         return False
-    if source >= 0:
-        replicas_3P[2, source] -= wanted
-    else:
-        at_home_E[expert] -= wanted
-    replicas_3P[0, count], replicas_3P[1, count], replicas_3P[2, count] = expert, taker, wanted
-    loads[giver] -= wanted
-    loads[taker] += wanted
-    free[taker] -= 1
+    experts_C[count], ranks_C[count], tokens_C[count] = experts_C[source], taker, 0
+    _move(split, source, count, wanted)
+    split.free_R[taker] -= 1
     return True
 
 
 @kernel
-def _make_room(giver, target, ranks_per_domain, state, count):  # type: ignore[no-untyped-def]
+def _make_room(load, limits, split, count):  # type: ignore[no-untyped-def]
     """On a rank with a free slot, move tokens of its own experts to a copy on a rank below the target, as many as the
-    giver's excess. False if no rank can free a smallest share."""
-    _, home_E, at_home_E, loads, free, smallest_share, replicas_3P = state
-    first = giver // ranks_per_domain * ranks_per_domain
-    chosen, most = -1, np.int64(0)
-    for p in range(count):
-        e, rank = replicas_3P[0, p], replicas_3P[1, p]
-        if home_E[e] == giver or not first <= rank < first + ranks_per_domain or free[home_E[e]] == 0:
+    giver's excess. Returns whether a rank can free a smallest share."""
+    giver, target, smallest_share = limits
+    experts_C, ranks_C, tokens_C = split.copies_3C
+    loads_R, domain = split.loads_R, giver // load.ranks_per_domain
+    chosen, most = np.int64(-1), np.int64(0)
+    for p in range(len(load.home_E), count):
+        rank, home_rank = ranks_C[p], ranks_C[experts_C[p]]
+        if home_rank == giver or rank // load.ranks_per_domain != domain or split.free_R[home_rank] == 0:
             continue
-        room = min(at_home_E[e], target - loads[rank], loads[giver] - target)
-        if room > most and loads[home_E[e]] - room < target:
-            chosen, most = p, room
+        room = min(tokens_C[experts_C[p]], target - loads_R[rank], loads_R[giver] - target)
+        if room > most and loads_R[home_rank] - room < target:
+            chosen, most = np.int64(p), room
     if most < max(smallest_share, 1):
         return False
-    e = replicas_3P[0, chosen]
-    replicas_3P[2, chosen] += most
-    at_home_E[e] -= most
-    loads[replicas_3P[1, chosen]] += most
-    loads[home_E[e]] -= most
+    _move(split, experts_C[chosen], chosen, most)
     return True
-
-
-@kernel
-def _has_copy(expert, rank, replicas_3P, count):  # type: ignore[no-untyped-def]
-    for p in range(count):  # noqa: SIM110 (numba has no generators in `any`)
-        if replicas_3P[0, p] == expert and replicas_3P[1, p] == rank:
-            return True
-    return False

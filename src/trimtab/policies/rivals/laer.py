@@ -61,8 +61,7 @@ class Laer:
             else:
                 held_RE = np.zeros(counts_RE.shape, bool)
             recent[layer].append(counts_RE.astype(np.float64))
-            replicas_P2, quotas_PR = split_equally(counts_RE, home_E, held_RE, per_node)
-            return replicas_P2, quotas_PR
+            return split_equally(counts_RE, home_E, held_RE, per_node)
 
         return view.plan_instances(plan_one, placement=view.placement, slots=slots if view.equal_terms else capacity)
 
@@ -93,12 +92,12 @@ def layout(counts_RE: Array, capacity: int, ranks_per_node: int, *, home_E: Arra
     load_E = counts_RE.sum(axis=0, dtype=np.float64)
     room_R = np.full(num_ranks, capacity)
     by_load_E = count_copies(load_E, total, num_ranks // ranks_per_node, num_ranks)
-    best_RE: Array = spread_copies(load_E, by_load_E, home_E, room_R, ranks_per_node)
+    best_RE = spread_copies(load_E, by_load_E, home_E, room_R, ranks_per_node)
     if total % num_experts == 0 and total <= num_experts * num_ranks:
-        alike_E = np.full(num_experts, total // num_experts)
-        alike_RE = spread_copies(load_E, alike_E, home_E, room_R, ranks_per_node)
-        if _busiest(counts_RE, alike_RE, ranks_per_node) < _busiest(counts_RE, best_RE, ranks_per_node):
-            best_RE = alike_RE
+        equal_E = np.full(num_experts, total // num_experts)
+        equal_RE = spread_copies(load_E, equal_E, home_E, room_R, ranks_per_node)
+        if _busiest(counts_RE, equal_RE, ranks_per_node) < _busiest(counts_RE, best_RE, ranks_per_node):
+            best_RE = equal_RE
     return best_RE
 
 

@@ -1,7 +1,7 @@
 """`llep`: after gating, excess tokens of overloaded ranks are moved to the least loaded ranks, with their weights.
 
-Source: Least-Loaded Expert Parallelism (arXiv 2601.17111, github.com/SalesforceAIResearch/LeastLoadedEP), whose
-assignments `assign` reproduces for every token.
+Source: Least-Loaded Expert Parallelism (arXiv 2601.17111, github.com/SalesforceAIResearch/LeastLoadedEP); our
+reimplementation. Its assignments equal the source's for every token.
 
 Not specified by the source, and our choices:
 
@@ -17,7 +17,7 @@ at home.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import ClassVar
+from typing import ClassVar, NamedTuple
 
 import numpy as np
 
@@ -54,8 +54,7 @@ class Llep:
             shares_S4 = assign(
                 load_E, ranks, self.max_tokens_factor, self.min_tokens_per_gemm, home_E=home_E, slots=slots
             )
-            replicas_P2, quotas_PR = _split_ranges(counts_RE, home_E, shares_S4)
-            return replicas_P2, quotas_PR
+            return _split_ranges(counts_RE, shares_S4[home_E[shares_S4[:, 0]] != shares_S4[:, 1]])
 
         plan = view.plan_instances(plan_one, placement=view.placement, slots=slots)
         if view.equal_terms:
@@ -94,99 +93,110 @@ def assign(
         home_E = np.arange(num_experts) // (num_experts // num_ranks)
     total = int(load_E.sum())
     limit = max(int(max_tokens_factor * (total // num_ranks)) if total >= num_ranks else total, 1)
+    ranks = _Ranks(
+        load_R=np.bincount(home_E, load_E, num_ranks).astype(np.int64),
+        free_R=np.full(num_ranks, num_experts if slots is None else slots),
+        limit=limit,
+        min_tokens=min_tokens_per_gemm,
+    )
     shares_S4 = np.empty((num_experts * (num_ranks + 2), 4), np.int64)
-    free_R = np.full(num_ranks, num_experts if slots is None else slots)
-    count = _assign(load_E, home_E, limit, min_tokens_per_gemm, free_R, shares_S4)
+    count = _assign(load_E, np.argsort(-load_E, kind="stable"), home_E, ranks, shares_S4)
     return shares_S4[:count]
 
 
+class _Ranks(NamedTuple):
+    """Ranks during an assignment; the kernel changes the arrays.
+
+    Attributes:
+        load_R: `[R]` int64, tokens of every rank.
+        free_R: `[R]` int64, experts that a rank may still help with.
+        limit: most tokens of a rank.
+        min_tokens: fewest tokens of a helper.
+    """
+
+    load_R: Array
+    free_R: Array
+    limit: int
+    min_tokens: int
+
+
 @kernel
-def _assign(load_E, home_E, limit, min_tokens, free_R, shares_S4):  # type: ignore[no-untyped-def]
-    num_ranks = len(free_R)
-    load_R = np.zeros(num_ranks, np.int64)
-    for e in range(len(load_E)):
-        load_R[home_E[e]] += load_E[e]
-    helps = np.zeros(num_ranks, np.bool_)
-    count = 0
-    for e in np.argsort(-load_E, kind="mergesort"):
+def _assign(load_E, heaviest_first_E, home_E, ranks, shares_S4):  # type: ignore[no-untyped-def]
+    """Fills `shares_S4` and returns the number of shares."""
+    load_R, free_R, limit = ranks.load_R, ranks.free_R, ranks.limit
+    helps_R = np.zeros(len(load_R), np.bool_)
+    tried_R = np.zeros(len(load_R), np.bool_)
+    count = np.int64(0)
+    for e in heaviest_first_E:
         left = load_E[e]
         if left == 0:
             break
         home = home_E[e]
         load_R[home] -= left
-        helps[:] = False
+        helps_R[:] = False
         kept = min(max(limit - load_R[home], 0), left)
-        first = 0
+        first = np.int64(0)
         if kept > 0:
-            count = _add_share(shares_S4, count, e, home, first, kept, load_R)
+            count = _add_share(shares_S4, count, (e, home, first, kept), load_R)
             first = kept
             left -= kept
-        spills_at_once = kept == 0
         while left > 0:
-            order = np.argsort(load_R, kind="mergesort")
-            emptiest = -1
+            # Ranks that may help, the least loaded first.
+            tried_R[:] = False
+            emptiest = np.int64(-1)
             moved = np.int64(0)
-            for r in order:
-                if r == home or (free_R[r] == 0 and not helps[r]):
-                    continue
+            while left > 0 and (moved == 0 or kept == 0):
+                rank = np.int64(-1)
+                for r in range(len(load_R)):
+                    may_help = r != home and not tried_R[r] and (free_R[r] > 0 or helps_R[r])
+                    if may_help and (rank < 0 or load_R[r] < load_R[rank]):
+                        rank = np.int64(r)
+                if rank < 0:
+                    break
+                tried_R[rank] = True
                 if emptiest < 0:
-                    emptiest = r
-                share = min(left, limit - load_R[r])
-                if share <= 0 or (share < min_tokens and left > share):
+                    emptiest = rank
+                share = min(left, limit - load_R[rank])
+                if share <= 0 or (share < ranks.min_tokens and left > share):
                     continue
-                if not helps[r]:
-                    helps[r] = True
-                    free_R[r] -= 1
-                count = _add_share(shares_S4, count, e, r, first, first + share, load_R)
+                free_R[rank] -= not helps_R[rank]
+                helps_R[rank] = True
+                count = _add_share(shares_S4, count, (e, rank, first, first + share), load_R)
                 first += share
                 left -= share
                 moved += share
-                if left == 0 or not spills_at_once:
-                    break
-            if left > 0 and (spills_at_once or moved == 0):
-                taker = emptiest if emptiest >= 0 else home
-                if taker != home and not helps[taker]:
-                    helps[taker] = True
-                    free_R[taker] -= 1
-                if taker == home and kept > 0 and first == kept:
+            if left > 0 and (kept == 0 or moved == 0):
+                # No helper is below its limit: the emptiest gets the rest.
+                if emptiest >= 0:
+                    free_R[emptiest] -= not helps_R[emptiest]
+                    helps_R[emptiest] = True
+                    count = _add_share(shares_S4, count, (e, emptiest, first, first + left), load_R)
+                elif kept > 0 and first == kept:
                     shares_S4[count - 1, 3] += left
                     load_R[home] += left
                 else:
-                    count = _add_share(shares_S4, count, e, taker, first, first + left, load_R)
-                left = 0
+                    count = _add_share(shares_S4, count, (e, home, first, first + left), load_R)
+                left = np.int64(0)
     return count
 
 
 @kernel
-def _add_share(shares_S4, count, expert, rank, first, end, load_R):  # type: ignore[no-untyped-def]
+def _add_share(shares_S4, count, share, load_R):  # type: ignore[no-untyped-def]
+    """Appends a share (expert, rank, first token, token after the last); returns the number of shares."""
+    expert, rank, first, end = share
     shares_S4[count] = expert, rank, first, end
     load_R[rank] += end - first
     return count + 1
 
 
-@kernel
-def _split_ranges(counts_RE, home_E, shares_S4):  # type: ignore[no-untyped-def]
+def _split_ranges(counts_RE: Array, shares_S4: Array) -> tuple[Array, Array]:
     """Replicas `[P, 2]` and quotas `[P, R]` of `[S, 4]` shares; those of an expert on one rank are one replica."""
-    num_ranks = len(counts_RE)
-    replicas_P2 = np.empty((len(shares_S4), 2), np.int64)
-    quotas_PR = np.zeros((len(shares_S4), num_ranks), np.int64)
-    num_replicas = 0
-    of_expert = 0
-    for s in range(len(shares_S4)):
-        expert, rank, first, end = shares_S4[s]
-        if s == 0 or expert != shares_S4[s - 1, 0]:
-            of_expert = num_replicas
-        if rank == home_E[expert]:
-            continue
-        p = of_expert
-        while p < num_replicas and replicas_P2[p, 1] != rank:
-            p += 1
-        if p == num_replicas:
-            replicas_P2[p] = expert, rank
-            num_replicas += 1
-        before = np.int64(0)
-        for source in range(num_ranks):
-            after = before + counts_RE[source, expert]
-            quotas_PR[p, source] += max(min(after, end) - max(before, first), 0)
-            before = after
-    return replicas_P2[:num_replicas], quotas_PR[:num_replicas]
+    expert_S, rank_S, first_S, end_S = shares_S4.T
+    counts_SR = counts_RE.T[expert_S]
+    end_SR = np.cumsum(counts_SR, axis=1)
+    tokens_SR = np.minimum(end_SR, end_S[:, None]) - np.maximum(end_SR - counts_SR, first_S[:, None])
+    _, share_P, replica_S = np.unique(expert_S * len(counts_RE) + rank_S, return_index=True, return_inverse=True)
+    quotas_PR = np.zeros((len(share_P), len(counts_RE)), np.int64)
+    np.add.at(quotas_PR, replica_S, np.maximum(tokens_SR, 0))
+    in_order = np.argsort(share_P)
+    return shares_S4[share_P[in_order], :2], quotas_PR[in_order]

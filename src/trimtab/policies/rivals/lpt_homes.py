@@ -22,13 +22,12 @@ def level_homes(loads_LE: Array, home_LE: Array, num_ranks: int, ranks_per_node:
     new_LE = home_LE.astype(np.int16)
     for layer, loads_E in enumerate(loads_LE):
         old_E = home_LE[layer].astype(np.int64)
-        leveled_E = np.empty_like(old_E)
-        place_longest_first(loads_E, old_E, num_ranks, ranks_per_node, leveled_E)
+        leveled_E = place_longest_first(loads_E, old_E, num_ranks, ranks_per_node)
         gain = imbalance(loads_E, old_E, num_ranks, ranks_per_node) - imbalance(
             loads_E, leveled_E, num_ranks, ranks_per_node
         )
         if gain > smallest_gain:
-            new_LE[layer] = _stay(leveled_E, old_E, num_ranks, ranks_per_node)
+            new_LE[layer] = _rename_ranks(leveled_E, old_E, num_ranks, ranks_per_node)
     return new_LE
 
 
@@ -41,36 +40,39 @@ def imbalance(loads_E: Array, home_E: Array, num_ranks: int, ranks_per_node: int
     return float(loads_N.max() / loads_N.mean() + loads_R.max() / loads_R.mean())
 
 
-@kernel
-def place_longest_first(loads_E, home_E, num_ranks, ranks_per_node, leveled_E):  # type: ignore[no-untyped-def]
-    """LPT over nodes and, inside them, over ranks, where every rank gets as many experts as it has in `home_E`.
+def place_longest_first(loads_E: Array, home_E: Array, num_ranks: int, ranks_per_node: int) -> Array:
+    """New homes `[E]` int64 by LPT over nodes and, inside them, over ranks.
 
     Args:
-        loads_E, home_E: `[E]` int64.
-        leveled_E: `[E]` int64, filled with the new homes.
+        loads_E: `[E]` int64 tokens of every expert.
+        home_E: `[E]` int64, current homes; every rank keeps its number.
     """
-    room_R = np.zeros(num_ranks, np.int64)
-    for e in range(len(home_E)):
-        room_R[home_E[e]] += 1
-    loads_R = np.zeros(num_ranks, np.int64)
-    loads_N = np.zeros(num_ranks // ranks_per_node, np.int64)
-    for e in np.argsort(-loads_E, kind="mergesort"):
-        node = -1
-        for n in range(len(loads_N)):
-            has_room = room_R[n * ranks_per_node : (n + 1) * ranks_per_node].sum() > 0
-            if has_room and (node < 0 or loads_N[n] < loads_N[node]):
+    room_NR = np.bincount(home_E, minlength=num_ranks).reshape(-1, ranks_per_node)
+    new_E: Array = _place(loads_E, np.argsort(-loads_E, kind="stable"), room_NR)
+    return new_E
+
+
+@kernel
+def _place(loads_E, heaviest_first_E, room_NR):  # type: ignore[no-untyped-def]
+    """See `place_longest_first`; `room_NR` int64 is by node and rank in the node, and updated."""
+    num_nodes, ranks_per_node = room_NR.shape
+    loads_NR = np.zeros((num_nodes, ranks_per_node), np.int64)
+    new_E = np.empty(len(loads_E), np.int64)
+    for e in heaviest_first_E:
+        node, rank = -1, -1
+        for n in range(num_nodes):
+            if room_NR[n].sum() > 0 and (node < 0 or loads_NR[n].sum() < loads_NR[node].sum()):
                 node = n
-        rank = -1
-        for r in range(node * ranks_per_node, (node + 1) * ranks_per_node):
-            if room_R[r] > 0 and (rank < 0 or loads_R[r] < loads_R[rank]):
+        for r in range(ranks_per_node):
+            if room_NR[node, r] > 0 and (rank < 0 or loads_NR[node, r] < loads_NR[node, rank]):
                 rank = r
-        leveled_E[e] = rank
-        room_R[rank] -= 1
-        loads_R[rank] += loads_E[e]
-        loads_N[node] += loads_E[e]
+        new_E[e] = node * ranks_per_node + rank
+        room_NR[node, rank] -= 1
+        loads_NR[node, rank] += loads_E[e]
+    return new_E
 
 
-def _stay(leveled_E: Array, old_E: Array, num_ranks: int, ranks_per_node: int) -> Array:
+def _rename_ranks(leveled_E: Array, old_E: Array, num_ranks: int, ranks_per_node: int) -> Array:
     """`leveled_E` with nodes, and ranks within them, renamed to keep many experts at their old rank."""
     kept_RR = np.zeros((num_ranks, num_ranks), np.int64)
     np.add.at(kept_RR, (leveled_E, old_E), 1)

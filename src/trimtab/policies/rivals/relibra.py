@@ -1,9 +1,28 @@
-"""ReLibra: experts are reordered across nodes once a step and replicated inside nodes in every micro-step."""
+"""`relibra`: experts are reordered across nodes once a step and replicated inside nodes in every micro-step.
+
+Source: ReLibra (arXiv 2605.08639); our reimplementation from the paper's abstract and summaries of the rest, as it has
+no public code. Replay gives the load before training, and planning is off the critical path. Between batches, a
+swap-based simulated annealing with a smoothed objective and incremental updates reorders experts so that nodes are
+balanced. Within a batch, experts are replicated inside their node in every micro-batch; placing replicas and splitting
+tokens are one MILP, for which an incremental greedy is the heuristic. Layers share one replica buffer; weights and
+gradients are transferred while attention runs. Rank max/mean 1.00-1.08 at EP 8 to 64; reordering takes 1.4-2.1% of the
+batch time.
+
+Not specified by the source, and our choices:
+
+* the smoothed objective: squared node loads, summed over micro-steps, with a smaller term for ranks to reduce replicas,
+  and a cost of moves to keep homes where little is gained;
+* the greedy: it shifts tokens between copies and adds a copy if that is not enough, until ranks are down to the busiest
+  node's mean, a lower bound for in-node replicas (`greedy.py`);
+* token traffic between nodes, which is part of their objective, is not included.
+
+On equal terms, homes are given, and replicas stay in the node.
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import ClassVar, NamedTuple
 
 import numpy as np
 
@@ -15,22 +34,7 @@ from trimtab.policies.rivals.greedy import plan_greedily
 
 @dataclass(frozen=True)
 class ReLibra:
-    """ReLibra (arXiv 2605.08639; no public code), from the paper's abstract and summaries of the rest.
-
-    Published: replay gives the load before training, and planning is off the critical path. Between batches, a
-    swap-based simulated annealing with a smoothed objective and incremental updates reorders experts so that nodes
-    are balanced. Within a batch, experts are replicated inside their node in every micro-batch; placing replicas and
-    splitting tokens are one MILP, for which an incremental greedy is the heuristic. Layers share one replica buffer;
-    weights and gradients are transferred while attention runs. Rank max/mean 1.00-1.08 at EP 8 to 64; reordering takes
-    1.4-2.1% of the batch time.
-
-    Unpublished details and our choices: the smoothed objective, for which we use squared node loads, summed over
-    micro-steps, with a smaller term for ranks to reduce replicas, and a cost of moves to keep homes where little is
-    gained. The greedy: ours shifts tokens between copies and adds a copy if that is not enough,
-    until ranks are down to the busiest node's mean, a lower bound for in-node replicas. Token traffic between nodes,
-    which is part of their objective, is not included.
-
-    On equal terms, homes are given, and replicas stay in the node.
+    """Homes annealed once a step, replicas inside the node in every micro-step.
 
     Attributes:
         threshold: target max/mean load over ranks.
@@ -61,24 +65,37 @@ class ReLibra:
         """Homes of the step, with the same number on every rank as before."""
         counts_MLE = view.workload.token_counts_MLRE.sum(axis=2, dtype=np.int64)
         home_LE = view.placement.home.copy()
+        objective = Objective(
+            view.cluster.ranks, view.cluster.ranks_per_node, float(self.rank_weight), float(self.move_cost)
+        )
         for layer in range(view.num_layers):
             home_LE[layer] = anneal_homes(
                 np.ascontiguousarray(counts_MLE[:, layer].T),
                 home_LE[layer].astype(np.int64),
-                view.cluster.ranks,
-                view.cluster.ranks_per_node,
-                self.rank_weight,
-                self.move_cost,
+                objective,
                 self.sweeps * view.num_experts,
                 np.random.default_rng((self.seed, layer)),
             )
         return Placement(home_LE)
 
 
+class Objective(NamedTuple):
+    """Sizes and weights of the objective that `anneal_homes` minimises.
+
+    Attributes:
+        num_ranks, ranks_per_node: ranks of the group and of a node.
+        rank_weight: weight of the squared rank loads, relative to those of nodes.
+        move_cost: cost of each expert away from its first home.
+    """
+
+    num_ranks: int
+    ranks_per_node: int
+    rank_weight: float
+    move_cost: float
+
+
 @kernel
-def anneal_homes(  # type: ignore[no-untyped-def]
-    counts_EM, home_E, num_ranks, ranks_per_node, rank_weight, move_cost, tries, rng
-):
+def anneal_homes(counts_EM, home_E, objective, tries, rng):  # type: ignore[no-untyped-def]
     """Swap the homes of two experts at a time to even out node loads in every micro-step.
 
     The objective is `sum(node_load^2) + rank_weight * sum(rank_load^2)`, averaged over micro-steps, with loads in parts
@@ -88,6 +105,7 @@ def anneal_homes(  # type: ignore[no-untyped-def]
     Args:
         counts_EM: `[E, M]` int64 tokens by expert and micro-step.
         home_E: `[E]` int64, the first homes.
+        objective: `Objective`.
         tries: swaps tried.
         rng: a NumPy random generator.
 
@@ -95,6 +113,7 @@ def anneal_homes(  # type: ignore[no-untyped-def]
         `[E]` int64, the best homes found, never worse than the first.
     """
     num_experts, num_micro_steps = counts_EM.shape
+    num_ranks, ranks_per_node, rank_weight, move_cost = objective
     node_loads = np.zeros((num_ranks // ranks_per_node, num_micro_steps))
     rank_loads = np.zeros((num_ranks, num_micro_steps))
     # In units of the mean load of an expert, so that the objective does not depend on how many tokens there are.

@@ -1,10 +1,28 @@
-"""UltraEP: quotas from the exact load of a layer, once its router has chosen."""
+"""`ultraep`: quotas of replicas from the exact load of a layer, once its router has chosen.
+
+Source: UltraEP (arXiv 2606.04101, code at Dots-Infra/UltraEP); our reimplementation. In every layer and micro-batch,
+after gating, a CUDA kernel searches for the lowest load threshold that replicas can reach. For a threshold, ranks above
+it give, heaviest rank and heaviest expert first, quotas to the rank with the most room that has a free slot; an
+expert's home keeps at least one token. A few thresholds just above the mean are tried first, with a smallest quota that
+only requires an even use of the ranks with room; if none is reached, a search with `smallest_quota` follows. Slots are
+shared by all layers and replicas stay inside the NVLink domain; domains are independent. 67-78 us at 64 ranks and 256
+experts, max/mean 1.01-1.04 from 1.30-4.01. Planning and weight transfer are on the critical path of the layer.
+
+Not specified by the source, and our choices:
+
+* the domain: a node;
+* sources of a replica's tokens: its own rank first, as published. UltraEP spreads the rest in proportion; ours takes
+  the rest from the own node first, which reduces traffic between nodes;
+* the search: one threshold at a time; theirs tests four at once.
+
+On equal terms a replica may be on any rank; its home's node is preferred.
+"""
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import ClassVar, NamedTuple
 
 import numpy as np
 
@@ -12,26 +30,12 @@ from trimtab.array_type import Array
 from trimtab.kernels import kernel
 from trimtab.planner import StepPlan
 from trimtab.policies.policy import Traits, View
-from trimtab.policies.rivals.shares import split_shares
+from trimtab.policies.rivals.instance_load import InstanceLoad, split_shares
 
 
 @dataclass(frozen=True)
 class UltraEp:
-    """The quota solver of UltraEP (arXiv 2606.04101, code at Dots-Infra/UltraEP), reimplemented.
-
-    Published: in every layer and micro-batch, after gating, a CUDA kernel searches for the lowest load threshold that
-    replicas can reach. For a threshold, ranks above it give, heaviest rank and heaviest expert first, quotas to the
-    rank with the most room that has a free slot; an expert's home keeps at least one token. A few thresholds just above
-    the mean are tried first, with a smallest quota that only asks for an even use of the ranks that have room; if
-    none is reached, a search with `smallest_quota` follows. Slots are shared by all layers and replicas stay
-    inside the NVLink domain, each domain on its own. 67-78 us at 64 ranks and 256 experts, max/mean 1.01-1.04 from
-    1.30-4.01. Planning and weight transfer are on the critical path of the layer.
-
-    Unpublished details and our choices: a domain is a node. Sources send to their own rank first, as published; the
-    rest, which UltraEP spreads in proportion, we send to the own node first, which reduces traffic between nodes. Their
-    search tests four thresholds at a time, ours one.
-
-    On equal terms a replica may be on any rank; its home's node is preferred.
+    """Search for the lowest threshold that every domain can reach.
 
     Attributes:
         threshold: lowest target of max/mean load.
@@ -51,74 +55,84 @@ class UltraEp:
 
     def plan(self, view: View) -> StepPlan:
         cluster = view.cluster
-        domain = cluster.ranks if view.equal_terms else cluster.ranks_per_node
+        search = Search(float(self.threshold), self.smallest_quota, float(self.tolerance), self.first_tries)
         replicas_3P = np.empty((3, cluster.ranks * cluster.slots_per_rank), np.int64)
 
         def plan_one(_: int, counts_RE: Array, home_E: Array) -> tuple[Array, Array]:
-            count = solve_quotas(
-                counts_RE.sum(axis=0),
-                home_E,
-                cluster.ranks,
-                cluster.ranks_per_node,
-                domain,
-                cluster.slots_per_rank,
-                self.threshold,
-                self.smallest_quota,
-                self.tolerance,
-                self.first_tries,
-                replicas_3P,
-            )
-            return split_shares(counts_RE, home_E, cluster.ranks_per_node, replicas_3P[:, :count])
+            load = InstanceLoad.of(counts_RE.sum(axis=0), home_E, cluster, within_node=not view.equal_terms)
+            count = solve_quotas(load, heaviest_first(load), search, replicas_3P)
+            return split_shares(counts_RE, load, replicas_3P[:, :count])
 
         return view.plan_instances(plan_one, placement=view.placement, slots=cluster.slots_per_rank)
 
 
+class Search(NamedTuple):
+    """The settings of `UltraEp`, for kernels."""
+
+    threshold: float
+    smallest_quota: int
+    tolerance: float
+    first_tries: int
+
+
+class Order(NamedTuple):
+    """Ranks and experts in the order in which they give tokens.
+
+    Attributes:
+        ranks_R: `[R]` int64, by domain, the most loaded first.
+        experts_E: `[E]` int64, by home rank, the heaviest first.
+        starts: `[R + 1]` int64; experts of rank r are from `starts[r]` to `starts[r + 1]`.
+    """
+
+    ranks_R: Array
+    experts_E: Array
+    starts: Array
+
+
+def heaviest_first(load: InstanceLoad) -> Order:
+    """Returns the order of an instance; of equal loads the lower index is first."""
+    ranks = np.arange(len(load.loads_R))
+    experts_E = np.lexsort((-load.counts_E, load.home_E))
+    starts = np.searchsorted(load.home_E[experts_E], np.arange(len(ranks) + 1))
+    return Order(np.lexsort((-load.loads_R, ranks // load.ranks_per_domain)), experts_E, starts)
+
+
 @kernel
-def solve_quotas(  # type: ignore[no-untyped-def]
-    counts_E,
-    home_E,
-    num_ranks,
-    ranks_per_node,
-    ranks_per_domain,
-    slots,
-    threshold,
-    smallest_quota,
-    tolerance,
-    first_tries,
-    replicas_3P,
-):
-    """Replicas of one instance, every domain of neighbouring ranks on its own.
+def solve_quotas(load, order, search, replicas_3P):  # type: ignore[no-untyped-def]
+    """Replicas of one instance; every domain is solved independently.
 
     Args:
-        counts_E: `[E]` int64 tokens of every expert.
-        home_E: `[E]` int64 home ranks.
+        load: `InstanceLoad`.
+        order: `Order`.
+        search: `Search`.
         replicas_3P: `[3, R * slots]` int64, filled with expert, rank and tokens of every replica.
 
     Returns:
         The number of replicas.
     """
-    loads, experts, starts = _heaviest_first(counts_E, home_E, num_ranks)
-    count = 0
-    for first in range(0, num_ranks, ranks_per_domain):
-        last = first + ranks_per_domain
-        lowest = math.ceil(loads[first:last].sum() * threshold / ranks_per_domain)
-        busiest = loads[first:last].max()
-        if busiest <= lowest or slots == 0:
+    count = np.int64(0)
+    for first in range(0, len(load.loads_R), load.ranks_per_domain):
+        domain_R = load.loads_R[first : first + load.ranks_per_domain]
+        lowest = np.int64(math.ceil(domain_R.sum() * search.threshold / load.ranks_per_domain))
+        busiest = domain_R.max()
+        if busiest <= lowest or load.slots == 0:
             continue
-        givers = first + np.argsort(-loads[first:last], kind="mergesort")
-        domain = (loads, counts_E, experts, starts, givers, first, last, ranks_per_node, slots)
-        found = -1
-        target = math.ceil(lowest * (1 + tolerance))
-        for _ in range(first_tries):
-            found = _reach(min(target, busiest), 0, domain, count, replicas_3P)
-            if found >= 0:
-                break
-            target += max(1, math.ceil(busiest / 100))
+        found = np.int64(-1)
+        tries = 0
         low, high = lowest, busiest
         while found < 0:
-            target = lowest if low == lowest else (low + high) // 2
-            reached = _reach(target, smallest_quota, domain, count, replicas_3P)
-            if reached < 0:
+            if tries < search.first_tries:
+                above = tries * max(1, math.ceil(busiest / 100))
+                target = np.int64(min(busiest, math.ceil(lowest * (1 + search.tolerance)) + above))
+                smallest_quota = np.int64(0)
+            else:
+                target = lowest if low == lowest else (low + high) // 2
+                smallest_quota = search.smallest_quota
+            reached = _reach(load, order, (first, target, smallest_quota), count, replicas_3P)
+            if tries < search.first_tries:
+                found = reached
+                tries += 1
+            elif reached < 0:
                 low = target + 1
             elif target == low:
                 found = reached
@@ -129,73 +143,63 @@ def solve_quotas(  # type: ignore[no-untyped-def]
 
 
 @kernel
-def _heaviest_first(counts_E, home_E, num_ranks):  # type: ignore[no-untyped-def]
-    """Loads `[R]`, and the experts of each rank, heaviest first: those of r from `starts[r]` to `starts[r + 1]`."""
-    loads = np.zeros(num_ranks, np.int64)
-    starts = np.zeros(num_ranks + 1, np.int64)
-    for e in range(len(counts_E)):
-        loads[home_E[e]] += counts_E[e]
-        starts[home_E[e] + 1] += 1
-    starts = np.cumsum(starts)
-    filled = starts[:-1].copy()
-    experts = np.empty(len(counts_E), np.int64)
-    for e in np.argsort(-counts_E, kind="mergesort"):
-        experts[filled[home_E[e]]] = e
-        filled[home_E[e]] += 1
-    return loads, experts, starts
+def _reach(load, order, attempt, count, replicas_3P):  # type: ignore[no-untyped-def]
+    """Reduce a domain's ranks to a target load; the number of replicas, or -1 if they can't be.
 
+    Ranks in the giver's node are preferred; if that fails, the rank with the most room.
 
-@kernel
-def _reach(target, smallest_quota, domain, count, replicas_3P):  # type: ignore[no-untyped-def]
-    """Reduce the domain's ranks to `target`, writing replicas from `count` on. Returns their new number, or -1.
-
-    Takers in the giver's node are preferred, then the one with the most capacity. Without a `smallest_quota` (0), a
-    taker gets at least an even part of the giver's excess.
+    Args:
+        attempt: first rank of the domain, target, and fewest tokens of a replica; 0 for an even part of what the giver
+            has above the target.
+        count: replicas so far; new ones are written from there on.
     """
-    first, last, ranks_per_node = domain[5], domain[6], domain[7]
-    reached = _give(target, smallest_quota, domain, True, count, replicas_3P)
-    if reached < 0 and last - first > ranks_per_node:
-        reached = _give(target, smallest_quota, domain, False, count, replicas_3P)
+    reached = np.int64(-1)
+    for any_node in range(2 if load.ranks_per_domain > load.ranks_per_node else 1):
+        if reached < 0:
+            reached = _give(load, order, attempt, any_node > 0, count, replicas_3P)
     return reached
 
 
 @kernel
-def _give(target, smallest_quota, domain, node_first, count, replicas_3P):  # type: ignore[no-untyped-def]
-    loads, counts_E, experts, starts, givers, first, last, ranks_per_node, slots = domain
-    room = np.maximum(target - loads, 0)
-    free = np.full(len(loads), slots, np.int64)
-    for giver in givers:
-        need = loads[giver] - target
+def _give(load, order, attempt, any_node, count, replicas_3P):  # type: ignore[no-untyped-def]
+    """One attempt of `_reach`."""
+    first, target, smallest_quota = attempt
+    last = first + load.ranks_per_domain
+    room_R = np.zeros(len(load.loads_R), np.int64)
+    free_R = np.zeros(len(load.loads_R), np.int64)
+    for r in range(first, last):
+        room_R[r] = max(target - load.loads_R[r], 0)
+        free_R[r] = load.slots
+    for giver in order.ranks_R[first:last]:
+        need = load.loads_R[giver] - target
         if need <= 0:
             return count
-        node = giver // ranks_per_node * ranks_per_node
-        for i in range(starts[giver], starts[giver + 1]):
-            expert = experts[i]
-            available = counts_E[expert] - 1
+        node = giver // load.ranks_per_node
+        for expert in order.experts_E[order.starts[giver] : order.starts[giver + 1]]:
+            available = load.counts_E[expert] - 1
             while need > 0 and available > 0:
                 best, near, takers = -1, -1, 0
                 for r in range(first, last):
-                    if room[r] > 0 and free[r] > 0:
+                    if room_R[r] > 0 and free_R[r] > 0:
                         takers += 1
-                        if best < 0 or room[r] > room[best]:
+                        if best < 0 or room_R[r] > room_R[best]:
                             best = r
-                        if node <= r < node + ranks_per_node and (near < 0 or room[r] > room[near]):
+                        if r // load.ranks_per_node == node and (near < 0 or room_R[r] > room_R[near]):
                             near = r
                 if best < 0:
-                    return -1
+                    return np.int64(-1)
                 least = smallest_quota if smallest_quota > 0 else (need + takers - 1) // takers
-                taker = near if node_first and near >= 0 and min(need, available, room[near]) >= least else best
-                tokens = min(need, available, room[taker])
+                use_near = not any_node and near >= 0 and min(need, available, room_R[near]) >= least
+                taker = near if use_near else best
+                tokens = min(need, available, room_R[taker])
                 if tokens < least:
                     break
                 replicas_3P[0, count], replicas_3P[1, count], replicas_3P[2, count] = expert, taker, tokens
                 count += 1
-                room[taker] -= tokens
-                free[taker] -= 1
+                room_R[taker] -= tokens
+                free_R[taker] -= 1
                 need -= tokens
                 available -= tokens
-            if need == 0:
-                break
         if need > 0:
-            return -1
+            return np.int64(-1)
     return count
