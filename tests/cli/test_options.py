@@ -224,7 +224,7 @@ def test_message_levels(
         assert main(words) == 0
         out, error = capsys.readouterr()
         assert logging.getLogger("trimtab").level == level
-        assert "Would foresight help?" in out
+        assert "Does known routing help?" in out
         lines = [line for line in error.splitlines() if not line.startswith("compiling kernels")]
         assert len(lines) == len(notes)
         assert all(line.startswith(note) for line, note in zip(lines, notes, strict=True))

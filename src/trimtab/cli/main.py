@@ -14,7 +14,7 @@ from importlib import import_module
 from trimtab import __version__
 from trimtab.cli.parser import Parser
 from trimtab.errors import InputError, RankFailedError
-from trimtab.launch.messages import show_messages
+from trimtab.messages import show_messages
 
 log = logging.getLogger("trimtab")
 

@@ -60,7 +60,7 @@ def run(options: argparse.Namespace) -> None:
                 progress.update(task, description=f"{form}: {summary.tokens:,} tokens")
                 yield part
 
-        write_trace(watched(import_files(files, form, _known(options), summary)), options.output)
+        write_trace(watched(import_files(files, form, _import_options(options), summary)), options.output)
     seconds = time.perf_counter() - start
     console.print(trace_facts(TraceReader(options.output), summary.unknown_routes))
     console.print(facts(_rows(summary, form, seconds), "Imported"))
@@ -73,23 +73,23 @@ def _rows(summary: Summary, form: str, seconds: float) -> list[tuple[str, str]]:
     return rows + [("left out", f"{count:,} {what}") for what, count in summary.dropped.items()]
 
 
-def _known(options: argparse.Namespace) -> ImportOptions:
-    """Model facts from the options."""
-    said = ImportOptions(**given(options, ImportOptions))
-    if not said.model:
-        return said
-    model = load_model(said.model)
+def _import_options(options: argparse.Namespace) -> ImportOptions:
+    """The options, completed by the facts of the model."""
+    found = ImportOptions(**given(options, ImportOptions))
+    if not found.model:
+        return found
+    model = load_model(found.model)
     layers = model.moe_layers + model.dense_layers if model.moe_layer_indices else None
     for option, value, of_model in (
-        ("--num-experts", said.num_experts, model.num_experts),
-        ("--top-k", said.top_k, model.top_k),
+        ("--num-experts", found.num_experts, model.num_experts),
+        ("--top-k", found.top_k, model.top_k),
     ):
         if value not in (None, of_model):
-            raise InputError(f"{option} is {value}; {said.model} has {of_model}")
+            raise InputError(f"{option} is {value}; {found.model} has {of_model}")
     return replace(
-        said,
+        found,
         num_experts=model.num_experts,
-        num_layers=said.num_layers or layers,
+        num_layers=found.num_layers or layers,
         top_k=model.top_k,
         moe_layers=model.moe_layer_indices or None,
         model=model.name,

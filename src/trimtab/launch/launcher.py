@@ -26,8 +26,8 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import Store, TCPStore
 
 from trimtab.errors import InputError, RankFailedError
-from trimtab.launch.messages import show_messages
 from trimtab.launch.shared_files import remove_shared_files
+from trimtab.messages import show_messages
 
 log = logging.getLogger("trimtab")
 # Of process groups.

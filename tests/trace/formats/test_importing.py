@@ -18,7 +18,7 @@ import pytest
 from helpers.every_dump import LAYERS, NUM_EXPERTS, TOP_K, Dump, all_dumps, parquet_dump, routes
 from trimtab import InputError, RoutingTrace, read_trace, write_trace
 from trimtab.cli.main import main
-from trimtab.cli.trace_import import _known
+from trimtab.cli.trace_import import _import_options
 from trimtab.cluster import load_model
 from trimtab.trace import ImportOptions
 from trimtab.trace.formats import importing
@@ -97,8 +97,7 @@ def test_options_override_the_metadata_of_arrays(tmp_path: Path) -> None:
 
 def test_a_model_supplies_facts_that_options_lack(tmp_path: Path) -> None:
     def known(**options: Any) -> ImportOptions:
-        every = {"num_experts": None, "num_layers": None, "top_k": None, "step": 2, "domain": "maths", "model": None}
-        return _known(argparse.Namespace(**{**every, **options}))
+        return _import_options(argparse.Namespace(step=2, domain="maths", **options))
 
     config = {"model_type": "deepseek_v3", "n_routed_experts": 16, "num_experts_per_tok": 2, "num_hidden_layers": 4}
     config |= {"first_k_dense_replace": 1, "hidden_size": 8, "moe_intermediate_size": 8, "intermediate_size": 8}
