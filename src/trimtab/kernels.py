@@ -26,3 +26,10 @@ class _FirstCompile(event.Listener):
 
 
 event.register("numba:compile", _FirstCompile())
+
+
+@kernel
+def copy_values(source_N, target_N):  # type: ignore[no-untyped-def]
+    """Copy an array to the beginning of another. An assignment of slices takes numba two seconds to compile."""
+    for n in range(len(source_N)):
+        target_N[n] = source_N[n]

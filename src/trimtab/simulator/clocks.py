@@ -7,7 +7,7 @@ from typing import NamedTuple
 import numpy as np
 
 from trimtab.array_type import Array
-from trimtab.kernels import kernel
+from trimtab.kernels import copy_values, kernel
 from trimtab.simulator import recorded_operations as rec
 
 # Parts of a step's time, in the order in which bars are stacked.
@@ -78,7 +78,7 @@ def synchronise(clocks, first, last):  # type: ignore[no-untyped-def]
     for d in range(first, last):
         if d != latest:
             clocks.time_D[d] = clocks.time_D[latest]
-            clocks.parts_DP[d] = clocks.parts_DP[latest]
+            copy_values(clocks.parts_DP[latest], clocks.parts_DP[d])
 
 
 @kernel

@@ -8,7 +8,7 @@ import numpy as np
 
 from trimtab.array_type import Array
 from trimtab.cluster.operations import OperationCosts
-from trimtab.kernels import kernel
+from trimtab.kernels import copy_values, kernel
 from trimtab.planner.replicas.paths import HOST
 from trimtab.simulator import recorded_operations as rec
 from trimtab.simulator.clocks import record, wait
@@ -126,9 +126,9 @@ def fetch_kept(transfers, clocks, g, layer):  # type: ignore[no-untyped-def]
     arrival_R = transfers.arrival_D[first : first + len(kept_by_R)]
     if release >= 0.0:
         fetch(transfers, clocks, layer, first, release, layer)
-        kept_by_R[:] = arrival_R
         transfers.kept_from_GL[g, layer] = -1.0
-    arrival_R[:] = kept_by_R
+        copy_values(arrival_R, kept_by_R)
+    copy_values(kept_by_R, arrival_R)
 
 
 @kernel

@@ -17,7 +17,7 @@ import numpy as np
 
 from trimtab.array_type import Array
 from trimtab.cluster.operations import OperationCosts
-from trimtab.kernels import kernel
+from trimtab.kernels import copy_values, kernel
 from trimtab.simulator import recorded_operations as rec
 from trimtab.simulator.clocks import (
     DISPATCH,
@@ -187,7 +187,7 @@ def run_pass(run, order_G, closes_G, backward):  # type: ignore[no-untyped-def]
                 compute(clocks, first, run.attention_MR[m], factor, rec.ATTENTION, layer)
             _moe_layer(run, g, m, layer, backward)
             if backward:
-                run.transfers.done_by_GLR[g, layer] = clocks.time_D[first : first + ranks]
+                copy_values(clocks.time_D[first : first + ranks], run.transfers.done_by_GLR[g, layer])
                 compute(clocks, first, run.attention_MR[m], factor, rec.ATTENTION, layer)
     for g in range(len(order_G)):
         if not backward and order_G[g] >= 0:

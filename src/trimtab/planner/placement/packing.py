@@ -11,7 +11,7 @@ import numpy as np
 
 from trimtab.array_type import Array
 from trimtab.errors import InputError
-from trimtab.kernels import kernel
+from trimtab.kernels import copy_values, kernel
 
 
 def rebalance(load_E: Array, num_slots: int, num_groups: int, num_nodes: int, num_ranks: int) -> tuple[Array, Array]:
@@ -62,7 +62,7 @@ def _rebalance(load_E, num_slots, num_groups, num_nodes, num_ranks):  # type: ig
     for node in range(num_nodes):
         experts = expert_N[node * experts_per_node : (node + 1) * experts_per_node]
         expert_of_copy = np.empty(slots_per_node, np.int64)
-        expert_of_copy[:experts_per_node] = experts
+        copy_values(experts, expert_of_copy)
         for copy in range(experts_per_node, slots_per_node):
             hottest = experts[0]
             for e in experts:
@@ -111,7 +111,15 @@ def pack_evenly(weight_N, num_packs):  # type: ignore[no-untyped-def]
 
 @kernel
 def _heaviest_first(weight_N):  # type: ignore[no-untyped-def]
-    return np.argsort(-weight_N, kind="mergesort")
+    """Stable order `[N]` int64 by descending weight: an insertion sort, which compiles faster than `np.argsort`."""
+    order = np.arange(len(weight_N))
+    for n in range(1, len(weight_N)):
+        place = n
+        while place > 0 and weight_N[order[place - 1]] < weight_N[n]:
+            order[place] = order[place - 1]
+            place -= 1
+        order[place] = n
+    return order
 
 
 @kernel

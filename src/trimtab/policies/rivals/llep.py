@@ -184,7 +184,8 @@ def _assign(load_E, heaviest_first_E, home_E, ranks, shares_S4):  # type: ignore
 def _add_share(shares_S4, count, share, load_R):  # type: ignore[no-untyped-def]
     """Appends a share (expert, rank, first token, token after the last); returns the number of shares."""
     expert, rank, first, end = share
-    shares_S4[count] = expert, rank, first, end
+    row = shares_S4[count]
+    row[0], row[1], row[2], row[3] = expert, rank, first, end
     load_R[rank] += end - first
     return count + 1
 

@@ -26,7 +26,7 @@ from typing import ClassVar, NamedTuple
 
 import numpy as np
 
-from trimtab.kernels import kernel
+from trimtab.kernels import copy_values, kernel
 from trimtab.planner import Placement, StepPlan
 from trimtab.policies.policy import Traits, View
 from trimtab.policies.rivals.greedy import plan_greedily
@@ -160,5 +160,5 @@ def anneal_homes(counts_EM, home_E, objective, tries, rng):  # type: ignore[no-u
             node_loads[node_b, m] -= more
         if change < lowest - 1e-9:
             lowest = change
-            best_E[:] = now_E
+            copy_values(now_E, best_E)
     return best_E

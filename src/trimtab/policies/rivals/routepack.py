@@ -29,7 +29,7 @@ from typing import ClassVar, NamedTuple
 import numpy as np
 
 from trimtab.array_type import Array
-from trimtab.kernels import kernel
+from trimtab.kernels import copy_values, kernel
 from trimtab.planner import Placement, Schedule, StepPlan, Workload, plan_step
 from trimtab.policies.policy import Traits, View
 from trimtab.policies.rivals.lpt_homes import level_homes
@@ -195,8 +195,8 @@ def anneal_schedule(problem, micro_step_S, rank_S, annealing, rng):  # type: ign
                     cost += delta
                     if cost < best_cost - 1e-6:
                         best_cost = cost
-                        best_steps[:] = chains.steps_PS[p]
-                        best_ranks[:] = chains.ranks_PS[p]
+                        copy_values(chains.steps_PS[p], best_steps)
+                        copy_values(chains.ranks_PS[p], best_ranks)
     return best_steps, best_ranks
 
 
