@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import atexit
 import logging
+import subprocess
+import sys
 
 import numba
 from numba.core import event
@@ -12,20 +15,39 @@ kernel = numba.njit(cache=True, nogil=True)
 
 
 class _FirstCompile(event.Listener):
-    """Logs one line when a process compiles its first kernel; nothing if all are cached."""
+    """Acts when a process compiles its first kernel; does nothing if all are cached.
+
+    Attributes:
+        program: Python code that runs in a second process then.
+    """
+
+    started = False
+    program = ""
 
     def on_start(self, event: event.Event) -> None:
-        if not self._logged:
-            self._logged = True
-            logging.getLogger("trimtab").info("compiling kernels, once per installation (up to 20 s)")
+        if self.started:
+            return
+        self.started = True
+        logging.getLogger("trimtab").info("compiling kernels, once per installation (up to 20 s)")
+        if self.program:
+            beside = subprocess.Popen([sys.executable, "-c", self.program], stderr=subprocess.DEVNULL)
+            atexit.register(beside.kill)
 
     def on_end(self, event: event.Event) -> None:
         """Nothing."""
 
-    _logged = False
+
+_first_compile = _FirstCompile()
+event.register("numba:compile", _first_compile)
 
 
-event.register("numba:compile", _FirstCompile())
+def compile_beside(program: str) -> None:
+    """Run Python code in a second process if this process has to compile, so that two cores compile kernels.
+
+    Args:
+        program: code that uses kernels which this process will need later, and prints nothing.
+    """
+    _first_compile.program = program
 
 
 @kernel

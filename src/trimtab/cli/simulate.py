@@ -13,12 +13,22 @@ from rich.progress import Progress
 from trimtab.api.simulate import DEFAULT_MICRO_STEPS, GROUPS_MEET, simulate
 from trimtab.cli.options import add_options, add_trace, given, positive
 from trimtab.cli.output import write_figures
+from trimtab.kernels import compile_beside
 from trimtab.policies import POLICIES
 from trimtab.report.perfetto import check_name, write_perfetto
 from trimtab.report.simulation import timelines
 from trimtab.report.tables import simulation_tables, sweep_table
 
 log = logging.getLogger("trimtab")
+# Compiles the planner's kernels while this process compiles those of the simulator and of other balancers.
+PLANNING = """
+from trimtab import plan
+from trimtab.trace import synthesize
+
+trace = synthesize(num_sequences=64, sequence_length=32, num_layers=2, num_experts=16, top_k=2, zipf=1.5)
+for policy in ("trimtab", "relibra", "feplb"):
+    plan(trace, ranks=8, ranks_per_node=4, token_budget=128, policy=policy)
+"""
 
 
 def add(commands: Any) -> None:
@@ -58,6 +68,7 @@ def add(commands: Any) -> None:
 def run(options: argparse.Namespace) -> None:
     if options.perfetto:
         check_name(options.perfetto)
+    compile_beside(PLANNING)
     with Progress(transient=True) as progress:
         update = partial(progress.update, progress.add_task("counting", total=None))
         result = simulate(
