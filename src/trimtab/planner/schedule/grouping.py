@@ -97,8 +97,7 @@ def group_by_routing(
     """Returns a schedule with the places of `packed` and sequences swapped within mini-batches.
 
     The objective is the sum over micro-steps, expert-parallel groups and layers of the rows of the busiest rank, all
-    experts at their homes, and of the busiest rank's attention. The result never costs
-    more than `packed`.
+    experts at their homes, and of the busiest rank's attention. The result never costs more than `packed`.
 
     Args:
         packed: places for all sequences of `num_groups * R` data ranks; data rank d is rank d % R of group d // R.

@@ -43,8 +43,8 @@ class RoutePack:
 
     Attributes:
         attention_per_token, attention_per_pair: a and b, in expert rows per layer. The defaults are for Qwen3-30B-A3B:
-            forward operations per token (37.7 M, projections) and per squared token (8,192; half of the pairs are
-            causal), each divided by the 9.4 M operations of an expert row.
+            forward operations per token (37.7 M, projections) and per token pair (8,192; only
+            half of the pairs are causal), each divided by the 9.4 M operations of an expert row.
         evaluations: moves tried in all.
         population: chains.
         temperatures: stages of cooling.

@@ -124,8 +124,7 @@ class ReplicaRing:
         self._wait_for_sends(lambda _: True)
 
     def end(self, micro_step: int) -> None:
-        """At the end of a micro-step's forward: wait for its sends, so that pending sends do not hold the weights'
-        memory."""
+        """Wait for a micro-step's sends at the end of its forward, so that they do not hold the weights' memory."""
         self._wait_for_sends(lambda instance: instance[0] == micro_step)
 
     def drain(self) -> None:
