@@ -43,9 +43,9 @@ class Pending:
 
     loss: torch.Tensor
     expected: torch.Tensor
-    plan: int
-    weights: int
-    steps: int
+    num_plans: int
+    num_weight_changes: int
+    num_steps: int
     is_planned: bool
 
 
@@ -54,12 +54,13 @@ class Loop:
     """The state of one rank.
 
     Attributes:
-        plan, weights, steps: how many plans were applied, how often the weights changed and optimizers stepped.
+        num_plans, num_weight_changes, num_steps: how many plans were applied, how often the weights changed and
+            optimizers stepped.
         writes: how often `write` changed them.
         pending: forwards whose backward has not run, by number.
         is_finished: whether gradients are complete.
-        is_spoiled: whether gradients were added to others that had been summed over ranks.
-        kept: the parameters' memory while they are offloaded.
+        has_mixed_gradients: whether gradients were added to others that had been summed over ranks.
+        offloaded_parameters: the parameters' values while they are offloaded; else None.
     """
 
     session: Session
@@ -71,14 +72,14 @@ class Loop:
     schedule: Schedule | None = None
     tokens: torch.Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.int64))
     labels: torch.Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.int64))
-    plan: int = 0
-    weights: int = 0
-    steps: int = 0
+    num_plans: int = 0
+    num_weight_changes: int = 0
+    num_steps: int = 0
     writes: int = 0
     pending: dict[int, Pending] = field(default_factory=dict)
     is_finished: bool = False
-    is_spoiled: bool = False
-    kept: list[torch.Tensor] | None = None
+    has_mixed_gradients: bool = False
+    offloaded_parameters: list[torch.Tensor] | None = None
 
     def rows(self, index: int, rank: int | None = None) -> torch.Tensor:
         """The tokens of a micro-step, of one rank or all."""
@@ -96,7 +97,7 @@ class Loop:
         return F.cross_entropy(logits, self.labels[rows], reduction="sum") / len(self.tokens), logits
 
     def expect(self, rows: torch.Tensor, run: str, skipped: frozenset[int], live: bool) -> tuple[torch.Tensor, Any]:
-        """The same for the whole model."""
+        """Loss and logits of the reference model for the same rows."""
         assert self.trace is not None
         self.reference.run_block, self.reference.skipped = WITHOUT_CHECKPOINTS.get(run, "plain"), skipped
         for layer, block in enumerate(self.reference.moe_blocks()):
@@ -154,7 +155,7 @@ def plan(state: dict[str, Any], seed: int, moves: bool, mode: str) -> None:
     )  # fmt: skip
     mine = trace.select(schedule.sequences_of(session.rank))
     carried_out = mode in ("plan", "static")
-    if carried_out and loop.kept is not None:
+    if carried_out and loop.offloaded_parameters is not None:
         return
     if carried_out and _would_move_gradients(loop, placement):
         before = session.placement.home
@@ -167,7 +168,7 @@ def plan(state: dict[str, Any], seed: int, moves: bool, mode: str) -> None:
     session.apply_step_plan(chosen, mine)
     loop.trace, loop.schedule = trace, schedule
     loop.tokens, loop.labels = (torch.from_numpy(rng.integers(0, 11, trace.num_tokens)) for _ in range(2))
-    loop.plan += 1
+    loop.num_plans += 1
     compare(loop)
 
 
@@ -182,7 +183,7 @@ def forward(
         at_once: run the backward inside the micro-step.
     """
     loop: Loop = state["loop"]
-    if loop.kept is not None:
+    if loop.offloaded_parameters is not None:
         with pytest.raises(InputError, match="has no memory now"), loop.session.micro_step(index):
             pass
         return
@@ -195,7 +196,9 @@ def forward(
             loss, logits = loop.loss(loop.model, mine)
             if number is not None:
                 carried_out = loop.session.mode in ("plan", "static")
-                loop.pending[number] = Pending(loss, expected, loop.plan, loop.weights, loop.steps, carried_out)
+                loop.pending[number] = Pending(
+                    loss, expected, loop.num_plans, loop.num_weight_changes, loop.num_steps, carried_out
+                )
                 if at_once:
                     _backward(loop, number)
     places = torch.searchsorted(rows, mine)
@@ -207,7 +210,7 @@ def forward(
 def live(state: dict[str, Any], seed: int, run: str, number: int | None) -> None:
     """A forward outside any micro-step, on the router's choice: evaluation, generation, another loss."""
     loop: Loop = state["loop"]
-    if loop.kept is not None:
+    if loop.offloaded_parameters is not None:
         return
     assert loop.trace is not None
     rng = np.random.default_rng(seed)
@@ -219,7 +222,9 @@ def live(state: dict[str, Any], seed: int, run: str, number: int | None) -> None
         loss, logits = loop.loss(loop.model, mine)
     assert relative_error(logits, expected_logits[mine]) < TOLERANCE, "live logits"
     if number is not None:
-        loop.pending[number] = Pending(loss, expected, loop.plan, loop.weights, loop.steps, is_planned=False)
+        loop.pending[number] = Pending(
+            loss, expected, loop.num_plans, loop.num_weight_changes, loop.num_steps, is_planned=False
+        )
     compare(loop)
 
 
@@ -230,14 +235,16 @@ def backward(state: dict[str, Any], number: int) -> None:
     """The backward of a pending forward, outside any micro-step. It fails if the forward is out of date."""
     loop: Loop = state["loop"]
     pending = loop.pending[number]
-    if loop.kept is not None:
+    if loop.offloaded_parameters is not None:
         return
-    if pending.weights != loop.weights or (pending.is_planned and pending.plan != loop.plan):
+    if pending.num_weight_changes != loop.num_weight_changes or (
+        pending.is_planned and pending.num_plans != loop.num_plans
+    ):
         with pytest.raises(RuntimeError, match=STALE):
             loop.pending.pop(number).loss.backward()
         # As a loop must do after a failed backward.
         _zero(loop, True)
-    elif pending.plan != loop.plan or pending.steps != loop.steps:
+    elif pending.num_plans != loop.num_plans or pending.num_steps != loop.num_steps:
         # It runs unless experts have moved, a checkpointed layer would run again, or an optimizer stepped, even without
         # gradients.
         try:
@@ -256,13 +263,13 @@ def _backward(loop: Loop, number: int) -> None:
     if loop.is_finished and not _has_gradients(loop.reference):
         loop.is_finished = False  # Adding to zeros is allowed.
     pending.expected.backward()
-    loop.is_spoiled |= loop.is_finished
+    loop.has_mixed_gradients |= loop.is_finished
 
 
 def fail_forward(state: dict[str, Any], index: int, run: str, block: int) -> None:
     """An exception in a micro-step's forward, on all ranks."""
     loop: Loop = state["loop"]
-    if loop.kept is not None:
+    if loop.offloaded_parameters is not None:
         return
 
     def stop(at: int, x: torch.Tensor) -> torch.Tensor:
@@ -280,7 +287,7 @@ def fail_forward(state: dict[str, Any], index: int, run: str, block: int) -> Non
 def fail_backward(state: dict[str, Any], index: int, run: str, block: int, inside: bool) -> None:
     """An exception in a micro-step's backward, on all ranks; the gradients of the accumulation are then dropped."""
     loop: Loop = state["loop"]
-    if loop.kept is not None:
+    if loop.offloaded_parameters is not None:
         return
 
     def stop(_gradient: torch.Tensor) -> None:
@@ -324,17 +331,21 @@ def _has_gradients(model: TinyMoE) -> bool:
 
 
 def step(state: dict[str, Any], zero: bool | None) -> None:
-    """An optimizer step with complete gradients, after which they are zeroed."""
+    """An optimizer step with complete gradients.
+
+    Args:
+        zero: value of `set_to_none` for the zeroing after it; None: gradients are kept.
+    """
     loop: Loop = state["loop"]
-    if loop.kept is not None:
+    if loop.offloaded_parameters is not None:
         return
-    if loop.is_spoiled:
+    if loop.has_mixed_gradients:
         _zero(loop, True)
     if not loop.is_finished:
         finish(state)
-    loop.steps += 1
+    loop.num_steps += 1
     # An optimizer skips parameters without gradients.
-    loop.weights += any(p.grad is not None for p in loop.reference.parameters())
+    loop.num_weight_changes += any(p.grad is not None for p in loop.reference.parameters())
     for optimizer in loop.optimizers:
         optimizer.step()
     if zero is not None:
@@ -352,14 +363,14 @@ def zero(state: dict[str, Any], to_none: bool) -> None:
 def _zero(loop: Loop, to_none: bool) -> None:
     for optimizer in loop.optimizers:
         optimizer.zero_grad(set_to_none=to_none)
-    loop.is_finished = loop.is_spoiled = False
+    loop.is_finished = loop.has_mixed_gradients = False
 
 
 def move(state: dict[str, Any], seed: int) -> None:
     """Experts move to random homes, between steps."""
     loop: Loop = state["loop"]
     session = loop.session
-    if loop.kept is not None:
+    if loop.offloaded_parameters is not None:
         return
     placement = random_placement(
         np.random.default_rng(seed), len(session.layers), session.num_experts, session.num_ranks
@@ -370,7 +381,7 @@ def move(state: dict[str, Any], seed: int) -> None:
         return
     same = np.array_equal(placement.home, session.placement.home)
     if not same:
-        loop.weights += 1
+        loop.num_weight_changes += 1
         _zero(loop, True)
     session.move(placement)
     if not same and session.mode in ("plan", "static"):
@@ -390,9 +401,9 @@ def _would_move_gradients(loop: Loop, placement: Placement) -> bool:
 
 
 def repoint(state: dict[str, Any]) -> None:
-    """Other memory for all parameters, as loading and averaging weights may give them."""
+    """Replace the memory of all parameters by a clone, as when weights are loaded or averaged."""
     loop: Loop = state["loop"]
-    if loop.kept is None:
+    if loop.offloaded_parameters is None:
         for parameter in loop.model.parameters():
             parameter.data = parameter.data.clone()
         # Hidden from autograd's version check, which is not tested here.
@@ -403,9 +414,9 @@ def repoint(state: dict[str, Any]) -> None:
 def offload(state: dict[str, Any]) -> None:
     """The parameters' memory is freed."""
     loop: Loop = state["loop"]
-    if loop.kept is None:
+    if loop.offloaded_parameters is None:
         loop.pending.clear()
-        loop.kept = [parameter.data.clone() for parameter in loop.model.parameters()]
+        loop.offloaded_parameters = [parameter.data.clone() for parameter in loop.model.parameters()]
         for parameter in loop.model.parameters():
             parameter.data.untyped_storage().resize_(0)
 
@@ -413,20 +424,20 @@ def offload(state: dict[str, Any]) -> None:
 def onload(state: dict[str, Any]) -> None:
     """The parameters get new memory."""
     loop: Loop = state["loop"]
-    if loop.kept is not None:
-        for parameter, kept in zip(loop.model.parameters(), loop.kept, strict=True):
-            parameter.data = kept
-        loop.kept = None
+    if loop.offloaded_parameters is not None:
+        for parameter, values in zip(loop.model.parameters(), loop.offloaded_parameters, strict=True):
+            parameter.data = values
+        loop.offloaded_parameters = None
     compare(loop)
 
 
 def write(state: dict[str, Any], way: str) -> None:
     """New weights: by tensor operations, announced writes through `.data`, or unannounced ones."""
     loop: Loop = state["loop"]
-    if loop.kept is not None:
+    if loop.offloaded_parameters is not None:
         return
     if way == "unnoticed":
-        # The session has made its copies.
+        # Run a forward first, so that the session has copied the current weights.
         forward(state, 0, "plain", frozenset(), None, False)
         for parameter in loop.model.parameters():
             parameter.data.mul_(2)
@@ -447,7 +458,7 @@ def write(state: dict[str, Any], way: str) -> None:
     if way == "data":
         loop.session.weights_changed()
         loop.pending.clear()
-    loop.weights += 1
+    loop.num_weight_changes += 1
     compare(loop)
 
 
@@ -458,7 +469,7 @@ def pending(state: dict[str, Any]) -> list[int]:
 
 def compare(loop: Loop) -> None:
     """Asserts that gradients, weights and optimizer state equal those of the reference."""
-    if loop.kept is not None:
+    if loop.offloaded_parameters is not None:
         return
     session = loop.session
     experts = {id(p) for layer in session.layers for p in layer.parameters}
@@ -466,7 +477,7 @@ def compare(loop: Loop) -> None:
         own, wanted = (torch.zeros_like(p) if p.grad is None else p.grad for p in (actual, expected))
         if id(actual) in experts:
             wanted = wanted[mine]
-        elif loop.is_spoiled:
+        elif loop.has_mixed_gradients:
             continue
         elif not loop.is_finished:
             own = own.clone()

@@ -18,7 +18,7 @@ class PlainDispatcher:
     """Dispatch by all-gather, combine by all-reduce.
 
     Args:
-        group: the ranks that share experts.
+        group: the ranks of the expert-parallel group.
         num_homes, num_slots: of a rank, H and S.
     """
 

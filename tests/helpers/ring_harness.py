@@ -43,7 +43,7 @@ class Harness:
         ]  # fmt: skip
         topology: Any = SimpleNamespace(weights=None, rank=0, ranks_per_node=2, expert_control=None)
         mirror: Any = SimpleNamespace(row=lambda layer, expert: [self.weights[layer, expert]], is_used=False)
-        self.ring = ReplicaRing(topology, homes, slots=2, places=places, mirror=mirror, counters=Counters())
+        self.ring = ReplicaRing(topology, homes, slots=2, buffers=places, mirror=mirror, counters=Counters())
         self._late_device = late_device
         if late_device:
             peers: Any = SimpleNamespace(row=lambda layer, home, row: [self.weights[layer, row]])

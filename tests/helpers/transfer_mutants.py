@@ -59,29 +59,29 @@ def _copies_before_compute(patch: pytest.MonkeyPatch) -> None:
 
 
 def _eviction_without_wait(patch: pytest.MonkeyPatch) -> None:
-    free_place = ReplicaRing._free_place
+    free_buffer = ReplicaRing._free_buffer
 
     def without_wait(self: ReplicaRing, needed: Sequence[Instance]) -> int:
-        if len(self._held) == len(self._places):
+        if len(self._held) == len(self._buffers):
             next(arrival for key, arrival in self._held.items() if key not in needed).waits = []
-        return free_place(self, needed)
+        return free_buffer(self, needed)
 
-    patch.setattr(ReplicaRing, "_free_place", without_wait)
+    patch.setattr(ReplicaRing, "_free_buffer", without_wait)
 
 
-def _place_in_use(patch: pytest.MonkeyPatch) -> None:
-    """If all places are used, another instance gets the place of the newest one, which is still needed."""
-    free_place = ReplicaRing._free_place
+def _buffer_in_use(patch: pytest.MonkeyPatch) -> None:
+    """If all buffers are used, another instance gets the buffer of the newest one, which is still needed."""
+    free_buffer = ReplicaRing._free_buffer
 
     def in_use(self: ReplicaRing, needed: Sequence[Instance]) -> int:
-        if len(self._held) < len(self._places):
-            return free_place(self, needed)
+        if len(self._held) < len(self._buffers):
+            return free_buffer(self, needed)
         newest = [*self._held.values()][-1]
         for wait in newest.waits:
             wait()
-        return newest.place
+        return newest.buffer
 
-    patch.setattr(ReplicaRing, "_free_place", in_use)
+    patch.setattr(ReplicaRing, "_free_buffer", in_use)
 
 
 def _drain_without_wait(patch: pytest.MonkeyPatch) -> None:
@@ -164,7 +164,7 @@ MUTANTS: dict[str, Mutant] = {
     "wait on the copying stream": _wait_on_the_copying_stream,
     "copies before compute": _copies_before_compute,
     "eviction without wait": _eviction_without_wait,
-    "place in use": _place_in_use,
+    "place in use": _buffer_in_use,
     "drain without wait": _drain_without_wait,
     "complete without wait": _complete_without_wait,
     "sends without wait": _sends_without_wait,

@@ -158,7 +158,7 @@ def test_small_searches_end_where_no_swap_is_better() -> None:
                 grouped, micro_step=twins.swapped(grouped.micro_step, i, j), rank=twins.swapped(grouped.rank, i, j)
             )
             # The search ends early within a part of the least that is possible.
-            assert case.cost(other) >= cost - cost // grouping.NEAR_ENOUGH
+            assert case.cost(other) >= cost - cost // grouping.STOP_GAP
 
 
 def test_layers_are_left_out_evenly_where_there_are_too_many(monkeypatch: pytest.MonkeyPatch) -> None:

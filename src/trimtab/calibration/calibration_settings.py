@@ -88,6 +88,7 @@ def _sizes_of(config: dict[str, Any]) -> ModelSpec:
 
 def _config_of(chosen: str) -> dict[str, Any]:
     """Content of a model's `config.json`. Raises InputError unless it is the config of an MoE model."""
+    # Raises InputError if it is not the config of an MoE model.
     load_model(chosen)
     text = read_preset("model", chosen)
     if text is None:

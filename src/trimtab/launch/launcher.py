@@ -30,9 +30,9 @@ from trimtab.launch.shared_files import remove_shared_files
 from trimtab.messages import show_messages
 
 log = logging.getLogger("trimtab")
-# Of process groups.
+# Timeout of the default process group.
 TIMEOUT = timedelta(minutes=10)
-# After the first rank has failed: time for ranks that lost their peer to fail as well, before the cause is determined.
+# Seconds to wait after the first failure, so that ranks that lost a peer also fail; then the cause is determined.
 GRACE_S = 3.0
 # Let glibc keep and reuse the memory of freed tensors, in huge pages: page faults can cost more than the arithmetic.
 ALLOCATOR = {
@@ -80,8 +80,8 @@ def launch(worker: Callable[..., None], args: tuple[Any, ...], *, ranks: int) ->
             _join_group(int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), int(os.environ["LOCAL_RANK"]), None)
             worker(*args)
         except Exception as error:
-            _end_with(error)
-        _leave_groups()
+            _exit_with_error(error)
+        _destroy_groups()
         return
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     context = multiprocessing.get_context("spawn")
@@ -144,8 +144,8 @@ def raise_cause(exits: dict[int, tuple[int, int | None]], failures: dict[int, Fa
 
     Raises:
         InputError: if a rank reported one.
-        RankFailedError: naming the rank. A rank that ended without a report is preferred to ranks that raised, which
-            may only have lost their peer; of these, the one that raised first.
+        RankFailedError: if a rank ended without a report (killed or exited), it is named. Otherwise the rank that
+            raised first is named, since later ones may only have lost their peer.
     """
     inputs = [failure for failure in failures.values() if failure.is_input]
     if inputs:
@@ -192,11 +192,11 @@ def _run_rank(
     if log_level:
         show_messages(log_level)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    threading.Thread(target=_end_with_launcher, args=(launcher,), daemon=True).start()
+    threading.Thread(target=_exit_when_launcher_ends, args=(launcher,), daemon=True).start()
     try:
         _join_group(rank, ranks, rank, TCPStore("127.0.0.1", port, is_master=False))
         worker(*args)
-        _leave_groups()
+        _destroy_groups()
     except BaseException as error:
         is_input = isinstance(error, InputError)
         trace = traceback.format_exc()
@@ -205,18 +205,18 @@ def _run_rank(
         with suppress(BrokenPipeError):
             pipe.send(Failure(message, trace, is_input, time.time()))
         # A normal interpreter exit would block on peers that wait for this rank.
-        _leave(1)
-    _leave(0)
+        _exit_now(1)
+    _exit_now(0)
 
 
-def _leave_groups() -> None:
+def _destroy_groups() -> None:
     """Destroy all process groups and their threads before the interpreter exits."""
     # Sessions and their layers are reference cycles that keep groups alive until they are collected.
     gc.collect()
     dist.destroy_process_group()
 
 
-def _end_with(error: Exception) -> NoReturn:
+def _exit_with_error(error: Exception) -> NoReturn:
     """End this rank of a job that was started elsewhere, with the reason in `TORCHELASTIC_ERROR_FILE`."""
     from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
@@ -225,7 +225,7 @@ def _end_with(error: Exception) -> NoReturn:
         traceback.print_exception(error)
     elif "TORCHELASTIC_ERROR_FILE" not in os.environ:
         print(error, file=sys.stderr)
-    _leave(1)
+    _exit_now(1)
 
 
 def read_error_file(file: Path) -> Failure | None:
@@ -240,14 +240,15 @@ def read_error_file(file: Path) -> Failure | None:
     return Failure(line, "", is_input, file.stat().st_mtime)
 
 
-def _end_with_launcher(launcher: int) -> None:
-    # The parent is another process once the launcher has ended, also if that was before this line ran.
+def _exit_when_launcher_ends(launcher: int) -> None:
+    """End this rank when the launcher ends."""
+    # If the launcher has already ended, `getppid()` differs at once.
     while os.getppid() == launcher:
         time.sleep(1.0)
-    _leave(1)
+    _exit_now(1)
 
 
-def _leave(status: int) -> NoReturn:
+def _exit_now(status: int) -> NoReturn:
     """End this rank at once, without waiting for its threads."""
     remove_shared_files(os.getpid())
     for stream in (sys.stdout, sys.stderr):

@@ -17,6 +17,7 @@ from trimtab.simulator.clocks import PARTS
 
 SHOWN_LAYERS = 10
 NEW_LINE = "\n"
+# Colours of parts that are not in PARTS.
 SPARE_COLOURS = ("spare", "attention", "dispatch", "experts", "imbalance", "transfers", "planning", "migration")
 # Words in an operation's name, and the part with its colour; the first match is used.
 COLOUR_WORDS = (
@@ -26,6 +27,7 @@ COLOUR_WORDS = (
     ("plan", "planning"), ("mirror", "migration"), ("migrat", "migration"), ("move", "migration"),
     ("optim", "optimizer"),
 )  # fmt: skip
+# Mixed into the family's colour to distinguish operations of one family; None: unmixed.
 SHADES = (None, "var(--ink) 28%", "var(--ground) 40%", "var(--ink) 50%", "var(--ground) 62%")
 
 
@@ -60,7 +62,7 @@ def _policies(policies: Sequence[PolicyResult]) -> str:
     if IDEAL_COLUMN in data.columns:
         texts.append("Of ideal: step time with perfectly even routing, divided by this policy's step time.")
     if FAR_COLUMN in data.columns:
-        texts.append("Far rows are computed on another node than the token's.")
+        texts.append("Far rows: rows computed on another node than the one that holds the token.")
     return lead(f"{data.title}. {' '.join(texts)}") + table(data)
 
 

@@ -87,9 +87,9 @@ def _run(trainer: Trainer, prepared: PreparedStep) -> float:
     """Seconds of recompute and update, from a common start until the last rank is done."""
     dist.barrier()
     start = time.perf_counter()
-    old = trainer.recompute(prepared)
+    old_log_probs = trainer.recompute(prepared)
     for mini_batch in range(trainer.config.mini_batches):
-        trainer.accumulate(prepared, old, mini_batch)
+        trainer.accumulate(prepared, old_log_probs, mini_batch)
         trainer.optimizer.zero_grad()
     dist.barrier()
     return time.perf_counter() - start

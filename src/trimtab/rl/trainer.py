@@ -192,13 +192,15 @@ class Trainer:
 
     def recompute(self, prepared: PreparedStep) -> list[torch.Tensor]:
         """Log-probabilities of all micro-batches under the weights before the step."""
-        old = []
+        old_log_probs = []
         for index, batch in enumerate(prepared.batches):
             with torch.no_grad(), self.micro_step(batch, index):
-                old.append(self.log_probs(batch))
-        return old
+                old_log_probs.append(self.log_probs(batch))
+        return old_log_probs
 
-    def accumulate(self, prepared: PreparedStep, old: list[torch.Tensor], mini_batch: int) -> dict[str, float]:
+    def accumulate(
+        self, prepared: PreparedStep, old_log_probs: list[torch.Tensor], mini_batch: int
+    ) -> dict[str, float]:
         """Run forward and backward of one mini-batch's micro-steps, and complete the gradients. Collective.
 
         Returns:
@@ -209,7 +211,7 @@ class Trainer:
         for index in prepared.planned.schedule.micro_steps_of(mini_batch):
             batch = prepared.batches[index]
             with self.micro_step(batch, int(index)):
-                log_ratio = self.log_probs(batch) - old[index]
+                log_ratio = self.log_probs(batch) - old_log_probs[index]
                 loss = clipped_policy_loss(log_ratio, batch.advantages) * batch.response_mask
                 loss = loss.sum() / prepared.loss_constants[mini_batch]
                 loss.backward()
@@ -220,14 +222,14 @@ class Trainer:
         self.session.finish_gradients(self.replicated)
         return sums
 
-    def update(self, prepared: PreparedStep, old: list[torch.Tensor], step: int) -> dict[str, float]:
+    def update(self, prepared: PreparedStep, old_log_probs: list[torch.Tensor], step: int) -> dict[str, float]:
         """Run all optimizer steps of an RL step. Returns metrics, equal on all ranks. Collective."""
         for group in self.optimizer.param_groups:
             group["lr"] = self.config.learning_rate * min(1.0, (step + 1) / WARM_UP_STEPS)
         metrics: dict[str, float] = {}
         clipped = 0.0
         for mini_batch in range(self.config.mini_batches):
-            sums = self.accumulate(prepared, old, mini_batch)
+            sums = self.accumulate(prepared, old_log_probs, mini_batch)
             norm = self.session.clip_gradients(self.replicated, self.config.max_norm)
             self.optimizer.step()
             self.optimizer.zero_grad()
@@ -255,9 +257,9 @@ class Trainer:
         self.session.take_metrics()
         report = self.session.apply_plan(prepared.planned, prepared.trace)
         clock.lap("plan_s")
-        old = self.recompute(prepared)
+        old_log_probs = self.recompute(prepared)
         clock.lap("recompute_s")
-        metrics |= self.update(prepared, old, step)
+        metrics |= self.update(prepared, old_log_probs, step)
         clock.lap("update_s")
         self.sync_rollout()
         clock.lap("sync_s")

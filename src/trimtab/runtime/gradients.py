@@ -38,7 +38,7 @@ class Gradients:
         experts = [parameter for parameter in self._experts.parameters() if parameter.requires_grad]
         summed = [*dense, *(experts if topology.expert_dp_group is not None else ())]
         same = {"replicated parameters": (len(dense), describe(dense, with_values=self._with_values))}
-        self._calls.lockstep.agree(FINISH, same=same, problem=accumulation.problem(summed), everywhere=True)
+        self._calls.lockstep.agree(FINISH, must_match=same, problem=accumulation.problem(summed), all_data_ranks=True)
         with self._calls.counters.recorded(SUMMING):
             self._experts.drain()
             zero_missing([*dense, *experts], topology.control)
@@ -55,8 +55,8 @@ class Gradients:
         dense = dense_parameters(replicated, experts)
         problem = RuntimeError("clip_gradients() needs complete gradients; call finish_gradients() first")
         self._calls.lockstep.agree(
-            CLIP, same={"max_norm": max_norm, "replicated parameters": len(dense)},
-            problem=problem if self._experts.accumulation.is_open else None, everywhere=True,
+            CLIP, must_match={"max_norm": max_norm, "replicated parameters": len(dense)},
+            problem=problem if self._experts.accumulation.is_open else None, all_data_ranks=True,
         )  # fmt: skip
         dense_square, expert_square = _square_sum(dense), _square_sum(experts)
         dist.all_reduce(expert_square, group=self._topology.experts)

@@ -118,7 +118,7 @@ class Session:
             self.topology = Topology.given(expert_group, expert_dp_group, nodes, timeout)
         self.layers: list[ExpertLayer] = []
         self._initial_E: Array = self.topology.initial_placement(1, num_experts).home[0]
-        self._lockstep = Lockstep(self.topology, most_votes=max(num_experts, 2))
+        self._lockstep = Lockstep(self.topology, max_values=max(num_experts, 2))
         self.counters = Counters(lockstep=self._lockstep)
         self._experts = RankExperts(self.settings, self.topology, self._lockstep, self.counters)
         self._calls = LayerCalls(

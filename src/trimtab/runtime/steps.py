@@ -60,7 +60,7 @@ class Steps:
         self._calls.require_between_micro_steps("move")
         problem = _problem(self._experts.check_move, placement)
         same = {"homes": digest(placement.home)} | ({} if problem else self._experts.state_to_move(placement))
-        self._lockstep.agree(MOVE, same=same, problem=problem)
+        self._lockstep.agree(MOVE, must_match=same, problem=problem)
         if self.running is not None and self._experts.num_moved(placement):
             self.running.has_moved = True
         self._experts.move(placement)
@@ -169,7 +169,7 @@ class Steps:
 
     def _agree(self, call: int, same: Mapping[str, object], problem: Exception | None) -> None:
         """Agree with all data ranks on a call; see `Lockstep.agree`."""
-        self._lockstep.agree(call, same={**same, **self._shared}, problem=problem, everywhere=True)
+        self._lockstep.agree(call, must_match={**same, **self._shared}, problem=problem, all_data_ranks=True)
 
     def _agree_on_plan(self, plan: StepPlan, trace: RoutingTrace, workload: Workload | None) -> Workload:
         """Check that all ranks apply the same plan and that it fits their sequences. Returns the load of the group."""
@@ -178,7 +178,7 @@ class Steps:
         same: dict[str, object] = {"the plan": plan.hash, **self._shared}
         if self._settings.executes_plans and not problem and self._experts.num_moved(plan.placement):
             same |= self._experts.state_to_move(plan.placement)
-        self._lockstep.agree(APPLY_PLAN, same=same, problem=problem)
+        self._lockstep.agree(APPLY_PLAN, must_match=same, problem=problem)
         if workload is None:
             # The ranks of the group, numbered among all data ranks.
             first = self._topology.group * self._topology.num_ranks
@@ -287,14 +287,14 @@ class Steps:
         if torch.is_grad_enabled():
             self._calls.accumulation.begin_forward()
         changed, trained, broken = self._experts.transfers.watch.compare(self._experts.changed)
-        votes_RV = self._lockstep.agree(
-            LIVE_MICRO_STEP if is_live else MICRO_STEP, micro_step=index, votes=(changed, matches),
-            same={"gradients enabled": torch.is_grad_enabled(), "trained expert tensors": trained},
+        values_RV = self._lockstep.agree(
+            LIVE_MICRO_STEP if is_live else MICRO_STEP, micro_step=index, values=(changed, matches),
+            must_match={"gradients enabled": torch.is_grad_enabled(), "trained expert tensors": trained},
             problem=problem or broken,
         )  # fmt: skip
-        if votes_RV[:, 0].any():
+        if values_RV[:, 0].any():
             self._experts.refresh()
-        return bool(votes_RV[:, 1].all())
+        return bool(values_RV[:, 1].all())
 
 
 def _problem(check: Callable[..., None], *args: Any) -> Exception | None:

@@ -34,13 +34,14 @@ class ComparisonCase:
     """One step to plan, the input of all balancers.
 
     Attributes:
-        cluster: of one expert-parallel group.
+        cluster: the ranks of one expert-parallel group.
         sequences: the step's routing by sequence.
-        earlier: routing of the steps before, oldest first, for balancers that use past loads or keep homes.
+        earlier: routing of the steps before, oldest first, for balancers that use past loads or start from the
+            previous homes.
         token_budget: most tokens of a rank in one micro-step.
         mini_batches: optimizer steps; sequences are assigned in their order.
-        equal_terms: contiguous homes, the length-packed schedule and the same slots for all, so only replicas and split
-            are compared; otherwise each balancer runs as its authors do.
+        equal_terms: True: all balancers use contiguous homes, the length-packed schedule and the same number of slots,
+            so only replica placement and token split differ. False: each balancer uses its authors' configuration.
         settings: how the step is executed.
     """
 
@@ -59,11 +60,11 @@ class Outcome:
     """Result of a balancer.
 
     Attributes:
-        name: of `POLICIES`, or of a variant.
+        name: key in `POLICIES`, or the variant's name.
         workload: the step's load under the plan's schedule.
         migration_bytes: weights and optimizer state of homes that moved.
-        plan_us: time of its planning here, microseconds per instance, without numba's compilation.
-        cross_node_fraction: part of the rows that are computed on another node.
+        plan_us: planning time measured on this machine, microseconds per instance, without numba compilation.
+        cross_node_fraction: fraction of rows computed on another node than the token's.
         memory: bytes of the rank that needs most, by purpose.
     """
 
@@ -119,11 +120,12 @@ def simulate_policy(case: ComparisonCase, name: str, variant: Policy | None = No
         return plan, time.perf_counter() - start
 
     if policy.traits.relocates and not case.equal_terms and case.earlier:
-        # Homes as the last step left them.
+        # Plan the previous step first: this step starts from its homes.
         placement = plan_one(case.earlier[-1], past[:-1], placement)[0].placement
     else:
+        # Untimed run on a few sequences, so that numba compilation is not timed.
         few = np.arange(min(sequences.num_sequences, cluster.ranks))
-        plan_one(sequences.select(few), past, placement)  # compiles
+        plan_one(sequences.select(few), past, placement)
     plan, seconds = plan_one(sequences, past, placement)
     workload = Workload.from_sequences(sequences, plan.schedule)
     plan.check(workload)

@@ -121,7 +121,7 @@ def test_a_model_supplies_facts_that_options_lack(tmp_path: Path) -> None:
         (["{nothing}"], r"nothing.bin: looks like none of vllm, sglang.*recording of routes turned on"),
         (["{empty}"], "empty.jsonl: an empty file"),
         (["{parquet}"], "a.parquet: a Parquet file; a routing trace needs no import"),
-        (["{vllm}"], r"vllm.jsonl: line 1.*: .*largest id here is 15\).* --num-experts"),
+        (["{vllm}"], r"vllm.jsonl: line 1.*: .*largest id: 15\).* --num-experts"),
         (["{vllm}", "--num-experts", "4"], "vllm.jsonl: line 1, .*they should be 0 to 3"),
         (["{vllm}", "--num-experts", "16", "--top-k", "3"], "top-2 routing; it should be top-3"),
         (["{vllm}", "--num-experts", "16", "--model", "qwen3-30b-a3b"], "--num-experts is 16; qwen3-30b-a3b has 128"),

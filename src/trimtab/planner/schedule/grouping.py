@@ -1,8 +1,9 @@
-"""Level one, grouping by routing: swap sequences between micro-steps to spread hot experts over them.
+"""Grouping by routing, the first level of the planner (docs/planning.md): sequences are swapped between micro-steps.
 
-Which sequences share a micro-step is free within one optimizer step. Packing by length fixes how many micro-steps there
-are and keeps the budget; swaps of sequences then reduce the work of the busiest rank of every instance, attention
-included. (The idea is RoutePack's, arXiv 2608.12146; the search is our own: threshold accepting in integers.)
+Within one optimizer step, sequences may be assigned to any micro-step. The length-packed schedule sets the number of
+micro-steps and respects the token budget. Swapping sequences between its micro-steps then reduces the work of the
+busiest rank of every instance, attention included. (The idea is RoutePack's, arXiv 2608.12146; the search is our own:
+threshold accepting in integers.)
 """
 
 from __future__ import annotations
@@ -20,21 +21,22 @@ from trimtab.planner.schedule.sequence_counts import SequenceCounts
 
 NEIGHBOURS = 48
 SWAPS_PER_SEQUENCE = 800
-# Most loads (of a layer and rank) that all tries read: a tenth of a second, during which training waits.
+# Maximum number of load values, one per try, layer and rank, that the search reads. It limits the search to about
+# 0.1 s, which delays training.
 MOST_LOADS = 1 << 25
 # With more rows by sequence, layer and rank than this, only some layers are used, evenly spaced.
 MOST_ROWS = 1 << 26
-# The search ends within this fraction of the lower bound of any grouping.
-NEAR_ENOUGH = 1000
+# The search stops when the cost is at most lower bound * (1 + 1/STOP_GAP).
+STOP_GAP = 1000
 
 
 class SwapPool(NamedTuple):
-    """Sequences, and the order in which partners for swaps are drawn.
+    """Sequences, sorted so that near neighbours are swap candidates.
 
     Attributes:
         rows_SLR: `[S, L, R]` int32 rows by layer and home rank.
         lengths_S: `[S]` int64 tokens.
-        work_S: `[S]` int64 attention in all layers, in rows.
+        attention_S: `[S]` int64, attention time of each sequence over all layers, in expert rows with the same time.
         order: `[S]` int64 sequences by mini-batch and length.
         first_S: `[S]` int64, the first position in `order` of the mini-batch at each position.
         last_S: `[S]` int64, the last position plus one.
@@ -42,7 +44,7 @@ class SwapPool(NamedTuple):
 
     rows_SLR: Array
     lengths_S: Array
-    work_S: Array
+    attention_S: Array
     order: Array
     first_S: Array
     last_S: Array
@@ -65,17 +67,19 @@ class SwapLimits(NamedTuple):
 
 
 class GroupLoads(NamedTuple):
-    """Loads of all places, and of the bins that they form: the R places of a micro-step and expert-parallel group.
+    """Loads of places and bins.
+
+    A place is one data rank in one micro-step; a bin is the R places of one expert-parallel group in one micro-step.
 
     Attributes:
         tokens_P: `[P]` int64 tokens of each place.
-        work_P: `[P]` int64 attention of each place.
+        attention_P: `[P]` int64, attention time of each place, in expert rows.
         rows_BLR: `[B, L, R]` int32 rows of each bin.
         peaks_BL: `[B, L]` int64 rows of the bin's busiest rank.
     """
 
     tokens_P: Array
-    work_P: Array
+    attention_P: Array
     rows_BLR: Array
     peaks_BL: Array
 
@@ -93,7 +97,7 @@ def group_by_routing(
     """Returns a schedule with the places of `packed` and sequences swapped within mini-batches.
 
     The objective is the sum over micro-steps, expert-parallel groups and layers of the rows of the busiest rank, all
-    experts at their homes, and of the busiest rank's attention. It never gets worse.
+    experts at their homes, and of the busiest rank's attention. The result never costs more than `packed`.
 
     Args:
         packed: places for all sequences of `num_groups * R` data ranks; data rank d is rank d % R of group d // R.
@@ -109,9 +113,9 @@ def group_by_routing(
     stride = -(-sequences.num_layers * sequences.num_sequences * num_ranks // MOST_ROWS)
     layers = np.arange(0, sequences.num_layers, stride)
     rows_SLR = sequences.rows_by_place(placement.home, num_ranks, layers)
-    work_S = np.zeros(sequences.num_sequences, np.int64)
+    attention_S = np.zeros(sequences.num_sequences, np.int64)
     if attention_rows is not None:
-        work_S = (attention_rows * rows_SLR.shape[1]).astype(np.int64)
+        attention_S = (attention_rows * rows_SLR.shape[1]).astype(np.int64)
     place_S = packed.micro_step.astype(np.int64) * packed.num_ranks + packed.rank
     mini_batch_S = packed.mini_batch_of_micro_step[packed.micro_step]
     # Sequences are ordered by mini-batch and length, so a random neighbour is a likely partner.
@@ -119,9 +123,9 @@ def group_by_routing(
     first_S = np.searchsorted(mini_batch_S[order], mini_batch_S[order], side="left")
     last_S = np.searchsorted(mini_batch_S[order], mini_batch_S[order], side="right")
     tries = min(swaps_per_sequence * len(order), MOST_LOADS // (rows_SLR.shape[1] * num_ranks))
-    least = _least(rows_SLR, work_S, mini_batch_S, num_ranks)
+    least = _least(rows_SLR, attention_S, mini_batch_S, num_ranks)
     num_places = packed.num_micro_steps * packed.num_ranks
-    pool = SwapPool(rows_SLR, sequences.lengths, work_S, order, first_S, last_S)
+    pool = SwapPool(rows_SLR, sequences.lengths, attention_S, order, first_S, last_S)
     place_S = _swap(pool, place_S, SwapLimits(num_places, token_budget, tries, least))
     return replace(
         packed,
@@ -130,9 +134,13 @@ def group_by_routing(
     )
 
 
-def _least(rows_SLR: Array, work_S: Array, mini_batch_S: Array, num_ranks: int) -> int:
-    """Lower bound of any grouping: for every mini-batch, the total of each layer's busiest rank, and even attention."""
-    least = int(work_S.sum()) // num_ranks
+def _least(rows_SLR: Array, attention_S: Array, mini_batch_S: Array, num_ranks: int) -> int:
+    """A lower bound of the cost of any grouping.
+
+    The rows of the busiest rank are summed over mini-batches and layers as if each mini-batch were one micro-step of
+    one expert-parallel group; the attention is divided evenly over R ranks.
+    """
+    least = int(attention_S.sum()) // num_ranks
     for batch in np.unique(mini_batch_S):
         least += int(rows_SLR[mini_batch_S == batch].sum(axis=0, dtype=np.int64).max(axis=1).sum())
     return least
@@ -144,20 +152,20 @@ def _swap(pool, first_place_S, limits):  # type: ignore[no-untyped-def]
 
     Threshold accepting: a swap is accepted if it costs less than a tolerance, which decreases to 0.
     """
-    rows_SLR, lengths_S, work_S, order, first_S, last_S = pool
+    rows_SLR, lengths_S, attention_S, order, first_S, last_S = pool
     num_sequences, num_layers, num_ranks = rows_SLR.shape
     place_S = first_place_S.copy()
     loads = _count_loads(pool, place_S, limits.num_places)
-    tokens_P, work_P, rows_BLR, peaks_BL = loads
+    tokens_P, attention_P, rows_BLR, peaks_BL = loads
     new_peaks_2L = np.empty((2, num_layers), np.int64)
     peaks = np.int64(0)
     attention = np.int64(0)
     for b in range(len(peaks_BL)):
         for layer in range(num_layers):
             peaks += peaks_BL[b, layer]
-        attention += _busiest(work_P, b, num_ranks)
+        attention += _busiest(attention_P, b, num_ranks)
     cost = first_cost = peaks + attention
-    enough = limits.least_cost + limits.least_cost // NEAR_ENOUGH
+    enough = limits.least_cost + limits.least_cost // STOP_GAP
     # 1/1000 of a bin's peaks, decreasing to 0 over the first three quarters of the search.
     tolerance = peaks // len(peaks_BL) // 1000
     steps_down = limits.tries * 3 // 4
@@ -182,17 +190,21 @@ def _swap(pool, first_place_S, limits):  # type: ignore[no-untyped-def]
             or tokens_P[b] - longer > limits.token_budget
         ):
             continue
-        heavier = work_S[j] - work_S[i]
+        heavier = attention_S[j] - attention_S[i]
         change = np.int64(0)
         if heavier != 0:
-            change -= _busiest(work_P, a // num_ranks, num_ranks) + _busiest(work_P, b // num_ranks, num_ranks)
-            work_P[a] += heavier
-            work_P[b] -= heavier
-            change += _busiest(work_P, a // num_ranks, num_ranks) + _busiest(work_P, b // num_ranks, num_ranks)
+            change -= _busiest(attention_P, a // num_ranks, num_ranks) + _busiest(
+                attention_P, b // num_ranks, num_ranks
+            )
+            attention_P[a] += heavier
+            attention_P[b] -= heavier
+            change += _busiest(attention_P, a // num_ranks, num_ranks) + _busiest(
+                attention_P, b // num_ranks, num_ranks
+            )
         change += _find_peaks(rows_SLR[i], rows_SLR[j], loads, (a // num_ranks, b // num_ranks), new_peaks_2L)
         if change > 0 and (t >= steps_down or change > tolerance - tolerance * t // steps_down):
-            work_P[a] -= heavier
-            work_P[b] += heavier
+            attention_P[a] -= heavier
+            attention_P[b] += heavier
             continue
         for layer in range(num_layers):
             for r in range(num_ranks):
@@ -211,16 +223,16 @@ def _swap(pool, first_place_S, limits):  # type: ignore[no-untyped-def]
 @kernel
 def _count_loads(pool, place_S, num_places):  # type: ignore[no-untyped-def]
     """`GroupLoads` of the sequences at their places."""
-    rows_SLR, lengths_S, work_S, _, _, _ = pool
+    rows_SLR, lengths_S, attention_S, _, _, _ = pool
     num_sequences, num_layers, num_ranks = rows_SLR.shape
     num_bins = num_places // num_ranks
-    tokens_P, work_P = np.zeros(num_places, np.int64), np.zeros(num_places, np.int64)
+    tokens_P, attention_P = np.zeros(num_places, np.int64), np.zeros(num_places, np.int64)
     rows_BLR = np.zeros((num_bins, num_layers, num_ranks), np.int32)
     peaks_BL = np.zeros((num_bins, num_layers), np.int64)
     for s in range(num_sequences):
         b = place_S[s] // num_ranks
         tokens_P[place_S[s]] += lengths_S[s]
-        work_P[place_S[s]] += work_S[s]
+        attention_P[place_S[s]] += attention_S[s]
         for layer in range(num_layers):
             for r in range(num_ranks):
                 rows_BLR[b, layer, r] += rows_SLR[s, layer, r]
@@ -228,7 +240,7 @@ def _count_loads(pool, place_S, num_places):  # type: ignore[no-untyped-def]
         for layer in range(num_layers):
             for r in range(num_ranks):
                 peaks_BL[b, layer] = max(peaks_BL[b, layer], rows_BLR[b, layer, r])
-    return GroupLoads(tokens_P, work_P, rows_BLR, peaks_BL)
+    return GroupLoads(tokens_P, attention_P, rows_BLR, peaks_BL)
 
 
 @kernel
@@ -251,9 +263,9 @@ def _find_peaks(rows_i_LR, rows_j_LR, loads, bins, new_peaks_2L):  # type: ignor
 
 
 @kernel
-def _busiest(work_P, group, num_ranks):  # type: ignore[no-untyped-def]
-    """The largest work of the places of a bin."""
+def _busiest(attention_P, bin_index, num_ranks):  # type: ignore[no-untyped-def]
+    """The largest attention of the places of a bin."""
     most = np.int64(0)
-    for place in range(group * num_ranks, (group + 1) * num_ranks):
-        most = max(most, work_P[place])
+    for place in range(bin_index * num_ranks, (bin_index + 1) * num_ranks):
+        most = max(most, attention_P[place])
     return most

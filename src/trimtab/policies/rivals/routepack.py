@@ -1,24 +1,25 @@
 """`routepack`: homes once a step and sequences packed into micro-steps, both from replayed routing; no replicas.
 
 Source: RoutePack (arXiv 2608.12146); our reimplementation from a second-hand reading of the paper, as it has no
-public code. Once a step's batch is sealed, every MoE layer gets new homes by LPT over the step's replayed loads. The
-busiest rank of these bounds packing, so placement comes first. Then whole sequences are packed into as few micro-steps
-as hold them, by population annealing: chains of one temperature, cooled and resampled together, from diverse starts,
-and the best plan found is kept. A micro-step costs its busiest rank's rows in every layer and the busiest data rank's
-attention, `a * sum(t) + b * sum(t^2)`. +8.85% and +14.89% trainer throughput.
+public code. After rollout, each layer's homes are set by LPT from the step's replayed loads. Homes come first because
+packing cannot reduce the busiest rank's total below what they give. Then whole sequences are packed into as few
+micro-steps as hold them, by population annealing: P chains run at the same temperature, which decreases in stages;
+chains are resampled at each stage. They start from different schedules, and the best plan found is kept. A micro-step
+costs its busiest rank's rows in every layer and the busiest data rank's attention, `a * sum(t) + b * sum(t^2)`. The
+paper reports +8.85% and +14.89% trainer throughput.
 
 Not specified by the source, and our choices:
 
 * the moves: swap two sequences of a mini-batch between places (micro-step and data rank), or take one to another place,
   within the token budget;
-* the starts: the given schedule, and the same at random;
+* the starts: one chain begins at the given schedule, the others after random moves from it;
 * the temperatures: from the size of a random move to 1e-5 of a micro-step's cost;
 * the number of micro-steps: that of the given schedule;
 * moves of homes: a layer keeps its homes where LPT gains little, and LPT's ranks are permuted so that few experts move,
   both to save transfers;
 * several EP groups, and the tie-breaks between them, are not included. Rows of unknown route are not counted.
 
-On equal terms, homes and schedule are given, so it equals `static`.
+With `View.equal_terms`, homes and schedule are fixed, so the plan is that of `static`.
 """
 
 from __future__ import annotations
@@ -41,8 +42,9 @@ class RoutePack:
     """Homes by LPT, then sequences packed by population annealing.
 
     Attributes:
-        attention_per_token, attention_per_pair: a and b, in expert rows a layer. Those of Qwen3-30B-A3B by forward
-            operations: 37.7 M in projections a token and 8,192 a causal pair, over 9.4 M an expert row.
+        attention_per_token, attention_per_pair: a and b, in expert rows per layer. The defaults are for Qwen3-30B-A3B:
+            forward operations per token (37.7 M, projections) and per token pair (8,192; only
+            half of the pairs are causal), each divided by the 9.4 M operations of an expert row.
         evaluations: moves tried in all.
         population: chains.
         temperatures: stages of cooling.
@@ -229,10 +231,10 @@ def _start(problem, micro_step_S, rank_S, population):  # type: ignore[no-untype
 
 @kernel
 def _try_move(problem, chains, p, temperature, rng):  # type: ignore[no-untyped-def]
-    """Swap two sequences of chain p, or move one, if the temperature accepts it. Returns whether it was done, and its
-    cost.
+    """Swap two sequences of chain p, or move one, if the temperature accepts it.
 
-    At temperature 0 nothing is done.
+    Returns (accepted, change of cost); the change is 0.0 for an invalid move. At temperature 0 the move is only
+    evaluated.
     """
     rows_SLR, attention_S, lengths_S, mini_batch_M, _, token_budget = problem
     steps_S, ranks_S, loads_MLR = chains.steps_PS[p], chains.ranks_PS[p], chains.loads_PMLR[p]

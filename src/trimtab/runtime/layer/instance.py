@@ -121,7 +121,7 @@ class LayerCalls:
                 f"MoE layer {homes.index} was given expert id {wrong}; ids should be from 0 to {num_experts - 1}"
             )
         counts_E = np.zeros(0, np.int64) if problem else np.bincount(ids_UK.reshape(-1), minlength=num_experts)
-        counts_RE = self.lockstep.agree(COUNTS, layer=homes.index, votes=counts_E, problem=problem)
+        counts_RE = self.lockstep.agree(COUNTS, layer=homes.index, values=counts_E, problem=problem)
         return upload_layouts([place_rows(planned.complete(ids_UK, counts_RE))], homes.device)[0]
 
 

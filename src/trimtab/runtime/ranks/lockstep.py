@@ -54,26 +54,26 @@ Call = tuple[int, int, int, int]
 
 # Numbers of sessions by their control group: a rank may be in sessions that other ranks are not in.
 _numbers: defaultdict[str, Iterator[int]] = defaultdict(itertools.count)
-# Integers before the votes in an exchange of `agree`: digests of log and `same`, and whether there is a problem.
+# Integers before the values in an exchange of `agree`: digests of log and `must_match`, and whether there is a problem.
 _HEADER = 3
 
 
 class Lockstep:
-    """The log of one rank, and its comparison with the logs of the other ranks that share experts.
+    """The log of one rank, and its comparison with those of the other ranks of the expert-parallel group.
 
     Args:
         topology: process groups; comparisons use `expert_control` and `control`.
-        most_votes: most integers that `agree` can exchange.
+        max_values: maximum number of integers that `agree` can exchange.
 
     Attributes:
         count: number of calls so far.
     """
 
-    def __init__(self, topology: Topology, *, most_votes: int) -> None:
+    def __init__(self, topology: Topology, *, max_values: int) -> None:
         self._topology = topology
         self._names = [f"rank {rank}" for rank in dist.get_process_group_ranks(topology.control)]
         self._timeout_s = topology.timeout.total_seconds()
-        self._width = _HEADER + most_votes
+        self._width = _HEADER + max_values
         self._digest, self.count = 0, 0
         self._last: deque[Call] = deque(maxlen=KEPT_CALLS)
         control = topology.control.group_name
@@ -98,41 +98,41 @@ class Lockstep:
         *,
         layer: int = -1,
         micro_step: int = -1,
-        same: Mapping[str, Any] | None = None,
-        votes: Sequence[int] | Array = (),
+        must_match: Mapping[str, Any] | None = None,
+        values: Sequence[int] | Array = (),
         problem: Exception | None = None,
-        everywhere: bool = False,
+        all_data_ranks: bool = False,
     ) -> Array:
         """Log a call, compare it with the other ranks' calls, and exchange integers. Collective.
 
         Args:
             kind, layer, micro_step: the call; see `Call`.
-            same: values that must be equal on all ranks, by name; compared by their `repr`.
-            votes: integers of this rank.
+            must_match: values that must be equal on all compared ranks, by name; compared by their `repr`.
+            values: integers of this rank.
             problem: an error of this rank, which is raised on all ranks.
-            everywhere: compare all data ranks, not only those that share experts.
+            all_data_ranks: compare all data ranks, not only the ranks of the expert-parallel group.
 
         Returns:
-            `[R, V]` int64, the votes of all ranks.
+            `[ranks, V]` int64, `values` of every compared rank: those of the expert-parallel group, or all data ranks.
 
         Raises:
-            RanksDisagreeError: if the ranks made different calls, or `same` differs.
+            RanksDisagreeError: if the ranks made different calls, or `must_match` differs.
             InputError, RuntimeError: as `problem`, on every rank; the message names the rank if it is another one.
         """
         self.log(kind, layer, micro_step)
         row = np.zeros(self._width, np.int64)
-        digest = hashlib.blake2b(repr(same).encode(), digest_size=8).digest() if same else bytes(8)
+        digest = hashlib.blake2b(repr(must_match).encode(), digest_size=8).digest() if must_match else bytes(8)
         row[:_HEADER] = self._digest, int.from_bytes(digest, "little", signed=True), problem is not None
-        row[_HEADER : _HEADER + len(votes)] = votes
-        group = self._topology.control if everywhere else self._topology.expert_control
+        row[_HEADER : _HEADER + len(values)] = values
+        group = self._topology.control if all_data_ranks else self._topology.expert_control
         rows = [torch.empty(self._width, dtype=torch.int64) for _ in range(dist.get_world_size(group))]
         self.wait(dist.all_gather(rows, torch.from_numpy(row), group=group, async_op=True).wait)
         rows_RW = torch.stack(rows).numpy()
         # Logs of different expert-parallel groups may differ.
         digests = rows_RW[:, 0].reshape(-1, self._topology.num_ranks)
         if rows_RW[:, 2].any() or (rows_RW[:, 1] != row[1]).any() or (digests != digests[:, :1]).any():
-            self._raise_difference(group, same or {}, problem)
-        return rows_RW[:, _HEADER : _HEADER + len(votes)]
+            self._raise_difference(group, must_match or {}, problem)
+        return rows_RW[:, _HEADER : _HEADER + len(values)]
 
     def wait(self, work: Callable[[], object]) -> None:
         """Run `work()` on another thread and wait for it; compare logs while it takes long.
@@ -176,9 +176,11 @@ class Lockstep:
                 raise RanksDisagreeError(self._timeout_text()) from error
             raise
 
-    def _raise_difference(self, group: dist.ProcessGroup, same: Mapping[str, Any], problem: Exception | None) -> None:
+    def _raise_difference(
+        self, group: dist.ProcessGroup, must_match: Mapping[str, Any], problem: Exception | None
+    ) -> None:
         """Raise a problem or the first difference, the same on all ranks of the group. Collective over the group."""
-        mine = (self.count, tuple(self._last), {k: repr(v) for k, v in same.items()}, _describe(problem))
+        mine = (self.count, tuple(self._last), {k: repr(v) for k, v in must_match.items()}, _describe(problem))
         gathered: list[Any] = [None] * dist.get_world_size(group)
         dist.all_gather_object(gathered, mine, group=group)
         ranks = self._topology.num_ranks
@@ -192,7 +194,7 @@ class Lockstep:
         for start in range(0, len(gathered), ranks):
             logs = zip(names[start : start + ranks], gathered[start : start + ranks], strict=True)
             _raise_first_difference({name: (count, last) for name, (count, last, _, _) in logs})
-        for key in same:
+        for key in must_match:
             values = [other[2].get(key) for other in gathered]
             for name, value in zip(names, values, strict=True):
                 if value != values[0]:
@@ -204,7 +206,7 @@ class Lockstep:
 
     @property
     def _peers(self) -> list[str]:
-        """Names of the ranks that share experts with this one."""
+        """Names of the ranks of this rank's expert-parallel group."""
         first = self._topology.group * self._topology.num_ranks
         return self._names[first : first + self._topology.num_ranks]
 
@@ -213,7 +215,10 @@ class Lockstep:
         _store().set(f"{self._store_key}/{self._peers[self._topology.rank]}", value)
 
     def _published(self) -> dict[str, tuple[int, tuple[Call, ...]]]:
-        """Length and end of the published logs, by names of ranks. They may be older than the logs, which only grow."""
+        """Published logs by rank name: total number of calls and the last `KEPT_CALLS` of them.
+
+        A published log may be a shorter, older version of the rank's log.
+        """
         found = {}
         for name in self._peers:
             if _store().check([f"{self._store_key}/{name}"]):
@@ -226,7 +231,7 @@ class Lockstep:
         parts = [
             f"{name} waited last in {_text(published[name][1][-1])}"
             if name in published
-            else f"{name} waits in no call of the session"
+            else f"{name} has published no log: it is not in a Trimtab call, or has not waited long in one"
             for name in self._peers
             if name != own
         ]
@@ -268,8 +273,8 @@ def _raise_first_difference(logs: Mapping[str, tuple[int, Sequence[Call]]]) -> N
         if len(ranks_of) > 1:
             parts = [f"{_list(names)} called {_text(call)}" for call, names in ranks_of.items()]
             raise RanksDisagreeError(
-                "ranks disagree: " + " where ".join(parts) + "; all ranks that share experts must make the same calls "
-                "of the session and its layers in the same order"
+                "ranks disagree: " + " where ".join(parts) + "; all ranks of the expert-parallel group must make the "
+                "same calls of the session and its layers in the same order"
             )
 
 
@@ -290,7 +295,7 @@ def _describe(problem: Exception | None) -> tuple[bool, str] | None:
 class _CallThread:
     """A thread that runs one blocking call at a time. The caller can stop waiting for it.
 
-    A timeout of the call itself would close gloo's connections.
+    The timeout is not passed to gloo, because a gloo timeout closes its connections.
     """
 
     def __init__(self) -> None:

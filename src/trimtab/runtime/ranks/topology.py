@@ -1,4 +1,4 @@
-"""`Topology`: the process groups of a session: ranks that share experts, a node, or the same homes.
+"""`Topology`: the process groups of a session: ranks of an expert-parallel group, of a node, or with the same homes.
 
 Expert-parallel groups are created from neighbouring ranks (`build`), or given by a framework, of any ranks (`given`).
 Within an expert-parallel group ranks are numbered so that those of a node are neighbours, whatever the order of the

@@ -1,9 +1,9 @@
 """`ReplicaRing`: transfers of replicas' weights to slots, a few layers before they are used.
 
-All layers and micro-steps share the ring's places, so that memory does not grow with depth. A replica whose place was
-reused is transferred again in backward. The next instances are predicted from the order of earlier ones; see
+All layers and micro-steps share the ring's buffers, so that memory does not grow with depth. A replica whose buffer
+was reused is transferred again in backward. The next instances are predicted from the order of earlier ones; see
 `visits.py`. Every rank starts the transfers of the same instances in the same order, whether or not it holds a replica
-of them. Messages between two ranks therefore match in the order in which they are posted.
+of them, so sends and receives between two ranks are posted in the same order.
 
 Weights are copied from the node's mirror, from the symmetric memory of a rank of the node if there is any, or sent as
 messages. On a GPU messages and copies are ordered by streams. Tests without a GPU check this order on simulated streams
@@ -35,20 +35,20 @@ from trimtab.runtime.transfer.visits import Instance, Visits
 
 @dataclass(eq=False)
 class _Arrival:
-    """The replicas of an instance on this rank: place in the ring, number, and waits for their transfers."""
+    """The replicas of an instance on this rank: buffer in the ring, number, and waits for their transfers."""
 
-    place: int
+    buffer: int
     count: int
     waits: list[Wait]
 
 
 class ReplicaRing:
-    """The places of the ring, and the transfers into them.
+    """The buffers of the ring, and the transfers into them.
 
     Args:
         homes: this rank's home experts of all layers.
         slots: most replicas of one instance on a rank.
-        places: number of places, at least 2. Each holds one instance; one is in use while the others are filled.
+        buffers: number of buffers, at least 2. Each holds one instance; one is in use while the others are filled.
 
     Attributes:
         mirror: source of host-path replicas.
@@ -61,7 +61,7 @@ class ReplicaRing:
         homes: Sequence[HomeExperts],
         *,
         slots: int,
-        places: int,
+        buffers: int,
         mirror: NodeMirror,
         counters: Counters,
     ) -> None:
@@ -72,8 +72,8 @@ class ReplicaRing:
         self._homes = homes
         self._device = homes[0].device
         shapes, dtype = homes[0].expert_shapes, homes[0].dtype
-        self._places = [
-            [torch.zeros(slots, *shape, dtype=dtype, device=self._device) for shape in shapes] for _ in range(places)
+        self._buffers = [
+            [torch.zeros(slots, *shape, dtype=dtype, device=self._device) for shape in shapes] for _ in range(buffers)
         ]
         # Separate, so that copies of one path do not wait for those of the other.
         self.host_copies, self.peer_copies = BackgroundCopies(self._device), BackgroundCopies(self._device)
@@ -85,8 +85,8 @@ class ReplicaRing:
 
     @property
     def nbytes(self) -> int:
-        """Memory of all places."""
-        return sum(tensor.nbytes for place in self._places for tensor in place)
+        """Memory of all buffers."""
+        return sum(tensor.nbytes for buffer in self._buffers for tensor in buffer)
 
     def prepare(self, replicas: PlanReplicas, plan_number: int) -> None:
         """Set the plan. The ring must be drained.
@@ -98,12 +98,12 @@ class ReplicaRing:
         self._replicas, self._plan_number = replicas, plan_number
 
     def begin(self, micro_step: int) -> None:
-        """Call it at the start of a micro-step's forward: starts the transfers of its first layers."""
+        """Start the transfers of a micro-step's first layers. Call at the start of its forward."""
         self._visits.enter(micro_step)
         self._fetch([])
 
     def prefetch(self, micro_step: int, layer: int) -> None:
-        """Call it before a layer runs, forward or backward: starts its transfers and those of predicted instances."""
+        """Start a layer's transfers and those of predicted instances. Call before it runs, forward or backward."""
         self._visits.visit(micro_step, layer)
         self._fetch([(micro_step, layer)])
 
@@ -113,7 +113,7 @@ class ReplicaRing:
         if arrival.waits:
             self.counters.wait(arrival.waits, self._device)
             arrival.waits = []
-        return [tensor[: arrival.count] for tensor in self._places[arrival.place]]
+        return [tensor[: arrival.count] for tensor in self._buffers[arrival.buffer]]
 
     def complete(self) -> None:
         """Wait for all transfers in progress, before weights change."""
@@ -124,7 +124,7 @@ class ReplicaRing:
         self._wait_for_sends(lambda _: True)
 
     def end(self, micro_step: int) -> None:
-        """At the end of a micro-step's forward: wait for its sends, so that nothing keeps the weights' memory."""
+        """Wait for a micro-step's sends at the end of its forward, so that they do not hold the weights' memory."""
         self._wait_for_sends(lambda instance: instance[0] == micro_step)
 
     def drain(self) -> None:
@@ -165,14 +165,17 @@ class ReplicaRing:
         self._sends = [(instance, work) for instance, work in self._sends if not chosen(instance)]
 
     def _fetch(self, now: Sequence[Instance]) -> None:
-        """Start missing transfers of the next instances that have replicas, one for each place."""
+        """Start the transfers of `now` and of the next predicted instances with replicas that are not already held.
+
+        At most one instance per buffer.
+        """
         assert self._replicas is not None
         window: list[Instance] = []
         coming = self._visits.coming(len(self._homes), len(self._homes))
         for instance in itertools.chain(now, coming):
             if self._replicas.count(*instance) and instance not in window:
                 window.append(instance)
-                if len(window) == len(self._places):
+                if len(window) == len(self._buffers):
                     break
         for instance in window:
             if instance not in self._held:
@@ -180,22 +183,22 @@ class ReplicaRing:
 
     def _start(self, instance: Instance, replicas: InstanceReplicas, needed: Sequence[Instance]) -> None:
         layer = self._homes[instance[1]]
-        arrival = _Arrival(self._free_place(needed), 0, [])
+        arrival = _Arrival(self._free_buffer(needed), 0, [])
         self._held[instance] = arrival
-        place = self._places[arrival.place]
-        for tensor in place:
-            # Autograd then raises if it saved the slot.
+        buffer = self._buffers[arrival.buffer]
+        for tensor in buffer:
+            # Slots are overwritten outside autograd; increasing the version makes backward raise if autograd saved one.
             torch.autograd.graph.increment_version(tensor)
         from_host: list[tuple[torch.Tensor, torch.Tensor]] = []
         from_peers: list[tuple[torch.Tensor, torch.Tensor]] = []
         operations: list[dist.P2POp] = []
         rank, per_node = self._topology.rank, self._topology.ranks_per_node
-        # Messages of different instances never match.
+        # The tag separates the messages of different instances where the backend supports tags.
         tag = message_tag((self._plan_number, *instance))
         message = partial(dist.P2POp, group=self._topology.weights, tag=tag)
         for replica in replicas.located(layer):
             is_here = replica.rank == rank
-            slots = [tensor[replica.slot] for tensor in place] if is_here else []
+            slots = [tensor[replica.slot] for tensor in buffer] if is_here else []
             arrival.count += is_here
             if replica.path == HOST:
                 if is_here:
@@ -225,14 +228,14 @@ class ReplicaRing:
                     self._sends.append((instance, work))
         self._sends = [(of, work) for of, work in self._sends if not work.is_completed()]
 
-    def _free_place(self, needed: Sequence[Instance]) -> int:
-        """A free place, else that of the oldest instance that is not in `needed`."""
-        taken = {arrival.place for arrival in self._held.values()}
-        for place in range(len(self._places)):
-            if place not in taken:
-                return place
+    def _free_buffer(self, needed: Sequence[Instance]) -> int:
+        """A free buffer, else that of the oldest instance that is not in `needed`."""
+        taken = {arrival.buffer for arrival in self._held.values()}
+        for buffer in range(len(self._buffers)):
+            if buffer not in taken:
+                return buffer
         oldest = next(key for key in self._held if key not in needed)
         arrival = self._held.pop(oldest)
         for wait in arrival.waits:
             wait()
-        return arrival.place
+        return arrival.buffer

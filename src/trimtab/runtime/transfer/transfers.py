@@ -53,7 +53,7 @@ class Transfers:
             topology,
             layers,
             slots=slots,
-            places=ring_layers,
+            buffers=ring_layers,
             mirror=NodeMirror(topology, layers[0].expert_like, pinned=self._has_streams),
             counters=counters,
         )

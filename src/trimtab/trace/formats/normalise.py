@@ -1,8 +1,8 @@
 """Conversion of records to trace parts: finds MoE layers and rows with routes, and checks every id.
 
-Layers of a record are absolute decoder layers, with a fill id in layers without experts, or MoE layers only. The
-model's config decides which, or else the first record with routes: with two or more experts per token, a row of equal
-ids is not a route.
+A record has one layer axis. It lists either all decoder layers, with a fill id in dense layers, or only the MoE layers.
+The record's layer numbers or the model's config tell which. Without these it is inferred from the first record with
+routes: if K >= 2, a layer in which every token has K equal ids is dense.
 """
 
 from __future__ import annotations
@@ -24,7 +24,8 @@ from trimtab.trace.store import ROW_GROUP_BYTES
 NO_ID = np.int64(np.iinfo(np.int64).min)
 # Larger than any id; larger values, and values below any padding, are out of range.
 TOO_LARGE = 1 << 20
-# Tokens without a row are only a claim of the file. Longer than any context.
+# Maximum number of tokens without recorded routes in one sequence. The file only states this number, so it is limited
+# before memory is allocated. Longer than any context.
 MAX_MISSING_ROWS = 1 << 20
 LONGEST_LABEL = 80
 # Many times that of any model; the cost of sorting and comparing grows with its square.
@@ -52,11 +53,13 @@ class Summary:
 
 
 def normalise(items: Iterable[Record | Dropped], options: ImportOptions, summary: Summary) -> Iterator[RoutingTrace]:
-    """Yields the records among the items as parts of one trace, each of the size of a row group, and the rest.
+    """Converts records to trace parts. Each part has at least `ROW_GROUP_BYTES`; the last may be smaller.
+
+    `Dropped` items are only counted.
 
     Args:
         options: facts of the model; `num_experts` is required.
-        summary: counted up.
+        summary: its counts are increased.
 
     Raises:
         InputError: naming the record's place, if it can't be of the same model, or an id is out of range or twice in a
@@ -122,9 +125,11 @@ def _check_form(record: Record) -> None:
     rows = record.first + len(ids)
     tokens = rows + 1 if record.num_tokens is None else record.num_tokens
     if rows > tokens:
-        raise InputError(f"{rows} rows of expert ids for {tokens} tokens; there should be one less")
+        raise InputError(f"{rows} rows of expert ids for {tokens} tokens; at most {tokens} are allowed")
     if max(record.first, tokens - len(ids)) > MAX_MISSING_ROWS:
-        raise InputError(f"{len(ids)} rows of expert ids for {tokens} tokens")
+        raise InputError(
+            f"more than {MAX_MISSING_ROWS} tokens have no expert ids ({len(ids)} rows for {tokens} tokens)"
+        )
     if not 0 <= record.step < 1 << 31:
         raise InputError(f"step {record.step}; it should be 0 to 2**31 - 1")
 
@@ -136,14 +141,14 @@ def _layout_of(record: Record, options: ImportOptions) -> _Layout | None:
         raise InputError(f"it has top-{top_k} routing; it should be top-{options.top_k}, as given")
     if record.layers is None and options.moe_layers is None and options.num_layers not in (None, axis):
         raise InputError(f"it has {axis} layers; it should have {options.num_layers}, as given")
-    routes = _has_routes(record.ids)
+    routes = _layers_with_routes(record.ids)
     if not routes.any():
         return None
     columns, layers = _moe_layers(record, routes, options)
     if options.num_experts is None:
         raise InputError(
-            f"nothing says how many experts a layer has (the largest id here is "
-            f"{int(record.ids.max())}); give --num-experts, or --model with a config.json or a model's name"
+            f"the number of experts per layer is unknown (largest id: {int(record.ids.max())}); give "
+            "--num-experts, or --model with a config.json or a model's name"
         )
     if top_k > options.num_experts:
         raise InputError(f"it has top-{top_k} routing; there are {options.num_experts} experts")
@@ -157,8 +162,11 @@ def _layout_of(record: Record, options: ImportOptions) -> _Layout | None:
     )
 
 
-def _has_routes(ids: Array) -> Array:
-    """`[layers]` bool: layers in which a row may be a route."""
+def _layers_with_routes(ids: Array) -> Array:
+    """`[layers]` bool: True for layers in which at least one row can be a route.
+
+    With K >= 2, a row of K equal ids is none; with K = 1, a negative id.
+    """
     distinct = ids != ids[:, :, :1] if ids.shape[2] > 1 else ids >= 0
     return np.asarray(distinct.any(axis=(0, 2)))
 
@@ -202,6 +210,7 @@ def _routes(record: Record, layout: _Layout, summary: Summary) -> Array:
     routes = np.full(
         (tokens, len(layout.columns), layout.top_k), no_route(layout.num_experts), id_dtype(layout.num_experts)
     )
+    # With K = 1, id 0 is a valid route, so it cannot mark a missing one.
     missing = NO_ID if record.missing is None or (record.missing == 0 and layout.top_k == 1) else record.missing
     fault, token, layer, unknown_routes, unknown_rows = _convert(
         ids, layout.columns, layout.dense, missing, layout.num_experts, routes[record.first :]
