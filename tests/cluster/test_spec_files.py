@@ -57,7 +57,7 @@ def test_presets_differ_in_their_links_and_rates() -> None:
 @pytest.mark.parametrize(
     ("ranks", "given_per_node", "per_node"), [(64, None, 8), (4, None, 4), (12, 4, 4), (64, 16, 16), (8, 8, 8)]
 )
-def test_fewer_ranks_than_a_node_has_share_one(ranks: int, given_per_node: int | None, per_node: int) -> None:
+def test_ranks_per_node_is_at_most_the_number_of_ranks(ranks: int, given_per_node: int | None, per_node: int) -> None:
     spec = load_cluster("h100x8", ranks=ranks, ranks_per_node=given_per_node)
     assert (spec.ranks, spec.ranks_per_node) == (ranks, per_node)
 
@@ -170,13 +170,20 @@ def specs(draw: st.DrawFn) -> ClusterSpec:
     seconds = st.floats(0, 1, exclude_max=True)
     ratios = st.floats(1e-300, 1e300)
     counts = st.integers(1, 1 << 20) | st.just(1_000_000)
-    ways: dict[str, st.SearchStrategy[Any]] = {
+    strategy_by_suffix: dict[str, st.SearchStrategy[Any]] = {
         "_flops": rates, "bytes_per_s": rates, "_bytes": rates, "_s": seconds, "_backward": ratios,
         "_forwards": st.booleans(), "_rows": counts, "_threads": counts, "_per_node": counts,
     }  # fmt: skip
-    values = {name: draw(next(way for end, way in ways.items() if name.endswith(end))) for name in FIGURES}
-    none: list[dict[str, Any]] = [{}, {"host_bytes_per_s": 0.0}, {"node_bytes_per_s": 0, "network_bytes_per_s": 0}]
-    links = draw(st.sampled_from(none))
+    values = {
+        name: draw(next(strategy for suffix, strategy in strategy_by_suffix.items() if name.endswith(suffix)))
+        for name in FIGURES
+    }
+    missing_links: list[dict[str, Any]] = [
+        {},
+        {"host_bytes_per_s": 0.0},
+        {"node_bytes_per_s": 0, "network_bytes_per_s": 0},
+    ]
+    links = draw(st.sampled_from(missing_links))
     return ClusterSpec(values["ranks_per_node"], name=draw(st.text(min_size=1).filter(str.strip)), **(values | links))
 
 
@@ -213,7 +220,7 @@ def test_presets_can_be_written_again(tmp_path: Path) -> None:
     [
         ({**SOURCES, "copy_s": " "}, "copy_s has no source"),
         ({key: text for key, text in SOURCES.items() if key != "layer_s"}, "layer_s has no source"),
-        ({**SOURCES, "ranks": "counted"}, "a source for ranks, which is no figure"),
+        ({**SOURCES, "ranks": "counted"}, "ranks has a source but is not a figure"),
     ],
 )
 def test_nothing_is_written_without_sources(sources: dict[str, str], says: str, tmp_path: Path) -> None:
@@ -238,7 +245,7 @@ def test_a_write_that_fails_leaves_the_old_file(tmp_path: Path, monkeypatch: pyt
     assert list(tmp_path.iterdir()) == [file]
 
 
-def test_the_page_shows_the_figures_of_every_preset() -> None:
+def test_docs_clusters_md_shows_the_figures_of_every_preset() -> None:
     rows = dict(re.findall(r"^\| `(\w+)` \|(.*)\|$", DOCS.read_text(encoding="utf-8"), re.MULTILINE))
     contents = [tomllib.loads(preset_text(name)) for name in ("h100x8", "h800x8", "a100x8", "local-cpu")]
     for figure in FIGURES:

@@ -1,7 +1,8 @@
 """Token counts of micro-steps, from one pass over a trace of any length.
 
-The micro-step of a sequence follows from lengths alone and is known before ids are read. Only token counts of *parts*
-of micro-steps are kept: micro-steps of other sizes are sums of them.
+Packing depends on lengths only, so each sequence's micro-step is known before its expert ids are read. Each micro-step
+is divided into 1, 2 or 4 *parts* of whole sequences. Counts are kept by part and summed for smaller or larger
+micro-steps.
 """
 
 from __future__ import annotations
@@ -36,8 +37,9 @@ class TraceCounts:
     """Token counts of a trace, in the micro-steps of its packed sequences.
 
     Attributes:
-        counts_FLE: `[F, L, E]` int32, tokens by part of a micro-step, layer and expert; F = M * parts, in order.
-        parts: of a micro-step.
+        counts_FLE: `[F, L, E]` int32, tokens by part of a micro-step, layer and expert. F = M * parts; micro-step m has
+            the parts m * parts to (m + 1) * parts - 1.
+        parts: number of parts of each micro-step.
         step_M: `[M]` int32, the RL step of each micro-step, ascending.
         counts_DLE: `[D, L, E]` int64, tokens by domain.
         domains: `[D]` names, most tokens first; one nameless domain where the trace has none.
@@ -104,10 +106,12 @@ def count_trace(
     step: int | None = None,
     progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> TraceCounts:
-    """Pack every step of a trace as `trimtab plan` does, and count it. Memory: one chunk and the counts.
+    """Returns token counts of a trace, with every step packed as `trimtab plan` does.
+
+    Peak memory is one chunk plus the counts.
 
     Args:
-        ranks: of a micro-step.
+        ranks: of the expert-parallel group.
         token_budget: most tokens of a rank in a micro-step; by default 8192, or the longest sequence if that is more.
         micro_steps: alternative to `token_budget`: the budget with which the largest step has about this many.
         step: analyze only this one.
@@ -125,10 +129,10 @@ def count_trace(
             raise InputError(f"{reader.name}: no step {step} with tokens; it has steps {steps[0]} to {steps[-1]}")
         steps = np.array([step])
     budget = token_budget or _budget(reader, steps, ranks, micro_steps)
-    instance_bytes = shape.num_layers * shape.num_experts * 4
+    micro_step_bytes = shape.num_layers * shape.num_experts * 4
     packed = [_pack(reader, each, ranks, budget) for each in steps]
-    parts = _parts(packed, facts.lengths, ranks, budget, COUNT_BYTES // instance_bytes)
-    kept = _kept_steps([count for _, _, count in packed], COUNT_BYTES // (instance_bytes * parts))
+    parts = _parts(packed, facts.lengths, ranks, budget, COUNT_BYTES // micro_step_bytes)
+    kept = _kept_steps([count for _, _, count in packed], COUNT_BYTES // (micro_step_bytes * parts))
     skipped, packed, steps = len(steps) - kept, packed[-kept:], steps[-kept:]
 
     part_S = np.full(len(facts.lengths), -1, np.int64)
@@ -200,7 +204,11 @@ def _pack(reader: TraceReader, step: int, ranks: int, budget: int) -> tuple[Arra
 
 
 def _parts(packed: list[tuple[Array, Array, int]], lengths: Array, ranks: int, budget: int, most_parts: int) -> int:
-    """Number of parts of a micro-step: each part must be able to run alone."""
+    """Number of parts of each micro-step.
+
+    The largest number for which every sequence fits into a part's share of the token budget, there is on average a
+    sequence per rank and part, and counts fit into memory; else 1.
+    """
     micro_steps = sum(count for _, _, count in packed)
     sequences = sum(len(members) for members, _, _ in packed)
     longest = max(int(lengths[members].max()) for members, _, _ in packed)
@@ -226,15 +234,15 @@ def _divide(micro_step: Array, lengths: Array, parts: int) -> Array:
         return part
     filled = [[(0, index) for index in range(parts)] for _ in range(int(micro_step.max(initial=0)) + 1)]
     for sequence in np.argsort(-lengths, kind="stable").tolist():
-        emptiest = filled[micro_step[sequence]]
-        tokens, index = emptiest[0]
+        part_heap = filled[micro_step[sequence]]
+        tokens, index = part_heap[0]
         part[sequence] = index
-        heapq.heapreplace(emptiest, (tokens + int(lengths[sequence]), index))
+        heapq.heapreplace(part_heap, (tokens + int(lengths[sequence]), index))
     return part
 
 
 def _domains(names: Array, lengths: Array, chosen: Array) -> tuple[tuple[str, ...], Array]:
-    """Domains, largest first, and the number of each sequence's."""
+    """Domains, largest first, and the index `[S]` of each sequence's domain."""
     known, domain_S = np.unique(names, return_inverse=True)
     tokens = np.bincount(domain_S, np.where(chosen, lengths, 0), minlength=len(known))
     order = np.argsort(-tokens, kind="stable")[: np.count_nonzero(tokens)]

@@ -35,8 +35,8 @@ SAMPLED = 16
 class PlanResult(Summarised):
     """A plan of one step, and the balance of rank loads without and with it.
 
-    An instance is one layer of one micro-step: M micro-steps, L layers, R ranks. Balances are max/mean of rank loads,
-    over instances.
+    An instance is one layer of one micro-step: M micro-steps, L layers, R ranks. A row is one token for one of its
+    experts. An expert's home is the rank that holds its weights. Balances are max/mean of rank loads, over instances.
 
     Attributes:
         source: name of the trace's file or files.
@@ -49,13 +49,15 @@ class PlanResult(Summarised):
             another number of micro-steps.
         loads_after_MLR: `[M, L, R]` int64 tokens under the plan.
         balance_before, balance_after: max/mean of these loads.
-        expert_time_saved: part of the busiest ranks' tokens that the plan saves, 0 to 1; negative if it costs some.
-        gap_to_bound: the busiest rank's load over the least possible with these homes and slots, minus 1; mean of up
-            to 16 instances.
-        moves_inside_nodes, moves_between_nodes: homes that moved from contiguous ones.
+        expert_time_saved: 1 - (busiest rank's tokens, summed over instances) under the plan / before; negative if the
+            plan is worse.
+        gap_to_bound: the busiest rank's load divided by a lower bound (`load_bound`) for these homes and slots,
+            minus 1; mean of up to 16 instances.
+        moves_inside_nodes, moves_between_nodes: experts, summed over layers, whose home differs from the contiguous
+            placement: on another rank of the same node, and on another node.
         far_replicas: replicas on another node than the home.
         host_replicas: replicas whose weights come from host memory.
-        cross_node_before, cross_node_after: part of all rows that another node than their own computes, 0 to 1.
+        cross_node_before, cross_node_after: fraction of rows computed on another node than the token's.
         weight_bytes_per_micro_step: bytes of replica weights, all ranks together; None without a model.
         counting_s, planning_s: seconds taken, without numba's compilation.
         mixed_instances: instances with unknown routes.
@@ -199,7 +201,7 @@ def plan(
     policy: str = "trimtab",
     model: ModelSource | None = None,
 ) -> PlanResult:
-    """Plan one step of a routing trace for a cluster, as `trimtab plan` does.
+    """Returns a plan of one step of a routing trace for a cluster, as `trimtab plan` does.
 
     Args:
         trace: a `RoutingTrace`, a path (file, folder or pattern), or a list of paths.

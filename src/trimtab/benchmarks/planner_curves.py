@@ -28,7 +28,10 @@ COMPARED_BALANCE = 1.05
 
 
 def frontier_points(case: PlannerCase) -> list[dict[str, Any]]:
-    """Mean max/mean and replica bytes of every curve at every threshold, with two slots per rank."""
+    """Returns one point per curve and threshold: max/mean, averaged over instances, and replica bytes per instance.
+
+    `trimtab` plans only replicas here, as rivals do; `OWN` also plans homes and schedule. Ranks have two slots.
+    """
     points = []
     for curve, threshold in itertools.product(CURVES, THRESHOLDS):
         policy = _policy(curve, threshold)
@@ -56,11 +59,12 @@ def _policy(curve: str, threshold: float) -> Policy:
 
 
 def compare_curves(points: list[dict[str, Any]]) -> dict[str, Any]:
-    """Replica bytes of every curve at `COMPARED_BALANCE`, and how far Trimtab is above rivals at equal bytes.
+    """Returns replica bytes of every curve at `COMPARED_BALANCE`, and Trimtab's max/mean minus rivals' at equal bytes.
 
     Returns:
-        `balance`; `bytes_per_instance` by curve, None if it never reaches that balance; `trimtab_above` by rival, the
-        largest difference of max/mean.
+        `balance`; `bytes_per_instance` by curve, None if it never reaches that balance; `trimtab_above` by rival:
+        largest value of Trimtab's max/mean minus the rival's, at equal bytes; positive means that Trimtab is worse
+        there.
     """
     curves: dict[str, tuple[Array, Array]] = {}
     for name in CURVES:
@@ -69,9 +73,11 @@ def compare_curves(points: list[dict[str, Any]]) -> dict[str, Any]:
 
     def bytes_at(name: str) -> float | None:
         nbytes, balance = curves[name]
-        # From the right: the worse the balance, the fewer bytes are needed.
-        falling, needed = np.minimum.accumulate(balance)[::-1], nbytes[::-1]
-        return float(np.interp(COMPARED_BALANCE, falling, needed)) if falling[0] <= COMPARED_BALANCE else None
+        # np.interp needs ascending x. The minimum falls with more bytes, so both arrays are reversed.
+        ascending_balance, needed = np.minimum.accumulate(balance)[::-1], nbytes[::-1]
+        if ascending_balance[0] > COMPARED_BALANCE:
+            return None
+        return float(np.interp(COMPARED_BALANCE, ascending_balance, needed))
 
     def above(name: str) -> float:
         own_bytes, own_balance = curves["trimtab"]

@@ -34,8 +34,10 @@ class ModelSpec:
         dense_layers: decoder layers without experts.
         dense_width: inner width of the dense layers' feed-forward part.
         shared_width: inner width of a MoE layer's shared experts, all together.
-        attention_parameters: weights of one layer's attention projections; 0 for four square ones.
-        attention_width: query heads of one layer times the widths of a head's key and value; 0 for twice `hidden_size`.
+        attention_parameters: weights of one layer's attention projections. 0: unknown, four `hidden_size` x
+            `hidden_size` projections are assumed.
+        attention_width: query heads of one layer * (key width + value width of a head). 0: unknown, `2 * hidden_size`
+            is assumed.
         vocab_size: rows of the embedding and of the output head.
     """
 
@@ -66,7 +68,7 @@ class ModelSpec:
 
     @property
     def parameters(self) -> int:
-        """All weights of the model without biases and norms; embedding and output head are counted separately."""
+        """All weights without biases and norms. Embedding and output head both count, even if tied."""
         idle = self.moe_layers * (self.num_experts - self.top_k) * self.expert_parameters
         return self.active_parameters + idle + self.vocab_size * self.hidden_size
 
@@ -125,7 +127,9 @@ class ModelSpec:
 
 
 def model_like(num_experts: int, top_k: int, moe_layers: int) -> ModelSpec:
-    """Returns the preset with these experts and top-k: of several the one with as many MoE layers, or the smallest.
+    """Returns the preset with these experts and top-k.
+
+    If several match: one with the same number of MoE layers, else the smallest.
 
     Raises:
         InputError: if none does.
@@ -202,24 +206,24 @@ def _read(config: dict[str, Any], where: str) -> ModelSpec:
 
 
 def _moe_layers(config: dict[str, Any], where: str, count: Callable[..., int], layers: int) -> tuple[int, ...]:
-    """Indices of layers with experts, from seven keys of model families; dense if any of them makes a layer dense."""
+    """Indices of layers with experts, from seven keys of model families. A layer is dense if any key says so."""
     first = count("first_k_dense_replace", default=0, least=0)
     step = count("decoder_sparse_step", default=1)
     every = count("interleave_moe_layer_step", default=1)
-    named = _listed(config, where, "moe_layers", int) or range(every - 1, layers, every)
+    listed_layers = _listed(config, where, "moe_layers", int) or range(every - 1, layers, every)
     dense = set(_listed(config, where, "mlp_only_layers", int))
     kinds = _listed(config, where, "mlp_layer_types", str, length=layers) or ["sparse"] * layers
     if isinstance(config.get("moe_layer_freq"), list):
         marks = _listed(config, where, "moe_layer_freq", int, length=layers)
     else:
-        every = count("moe_layer_freq", default=1)
-        marks = [int(layer % every == 0) for layer in range(layers)]
+        frequency = count("moe_layer_freq", default=1)
+        marks = [int(layer % frequency == 0) for layer in range(layers)]
     moe_layers = tuple(
         layer
         for layer, (mark, kind) in enumerate(zip(marks, kinds, strict=True))
         if layer >= first
         and (layer + 1) % step == 0
-        and layer in named
+        and layer in listed_layers
         and layer not in dense
         and mark != 0
         and kind != "dense"
@@ -243,7 +247,7 @@ def _listed(
 
 
 def _attention(count: Callable[..., int], hidden_size: int) -> tuple[int, int]:
-    """Weights of a layer's projections, and query heads times widths of a key and a value; zeros if unknown."""
+    """Weights of a layer's projections, and query heads * (key width + value width of a head); zeros if unknown."""
     heads = count("num_attention_heads", default=0)
     if not heads:
         return 0, 0

@@ -1,4 +1,4 @@
-"""The TOML file of a `ClusterSpec`: one table per figure, with its value and source."""
+"""The TOML file of a `ClusterSpec`: one table per hardware parameter (a *figure*), with value and source."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from trimtab.files import write_atomically
 
 FORMAT = "trimtab-cluster-1"
 # Fields of a run, not of a kind of node: the number of ranks and the replicas that they hold.
-_OF_A_RUN = ("ranks", "slots_per_rank", "mirror_experts")
+_RUN_FIELDS = ("ranks", "slots_per_rank", "mirror_experts")
 _HEADER = ("format", "name")
-_FIGURES = {field.name: field.type for field in fields(ClusterSpec) if field.name not in (*_OF_A_RUN, *_HEADER)}
+_FIGURES = {field.name: field.type for field in fields(ClusterSpec) if field.name not in (*_RUN_FIELDS, *_HEADER)}
 _LARGEST_COUNT = 1 << 20
 
 
@@ -32,11 +32,11 @@ def load_cluster(
         text: a preset's name, else a path.
         ranks: of the expert-parallel group.
         slots_per_rank: replicas that a rank has room for.
-        ranks_per_node: default as in the file; fewer ranks than that share one node.
+        ranks_per_node: by default the file's value, or `ranks` if that is smaller.
 
     Raises:
-        InputError: one line that names the file and the key, if it is not such a file, or the nodes don't divide the
-            ranks.
+        InputError: if the file is not a valid cluster file, or `ranks_per_node` does not divide `ranks`. The message is
+            one line and names file and key.
     """
     preset = read_preset("cluster", os.fspath(text))
     name, figures = _parse(_text(Path(text)) if preset is None else preset, str(text))
@@ -51,7 +51,7 @@ def write_cluster(path: str | os.PathLike[str], spec: ClusterSpec, sources: Mapp
     """Write the figures of a cluster's nodes to a file that `load_cluster` reads. Writes are atomic.
 
     Args:
-        sources: in words, where each figure comes from; one for every field but those of a run.
+        sources: description of where each figure comes from; required for all figures.
 
     Raises:
         InputError: if the name or a source is missing, or a source belongs to no figure.
@@ -63,7 +63,7 @@ def write_cluster(path: str | os.PathLike[str], spec: ClusterSpec, sources: Mapp
             raise InputError(f"{path}: {key} has no source; it should say where the figure comes from")
     for key in sources:
         if key not in _FIGURES:
-            raise InputError(f"{path}: a source for {key}, which is no figure; they are {', '.join(_FIGURES)}")
+            raise InputError(f"{path}: {key} has a source but is not a figure; the figures are {', '.join(_FIGURES)}")
     lines = [f"format = {_quoted(FORMAT)}", f"name = {_quoted(spec.name)}"]
     for key, kind in _FIGURES.items():
         lines += ["", f"[{key}]", f"value = {_number(getattr(spec, key), kind)}", f"source = {_quoted(sources[key])}"]

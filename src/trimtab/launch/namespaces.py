@@ -4,8 +4,8 @@ Each node has one interface and one address. Ranks of a node communicate over lo
 packets to a local address over the interface. Other nodes are behind a switch, itself a namespace, through a link
 whose rate is limited both ways. Nodes share the machine's cores evenly. Each has its own shared memory (`/dev/shm`).
 
-Namespaces have no names: a namespace is removed when its last process has ended. A keeper process in each namespace
-kills all others in it when the process that created the namespace has ended for any reason.
+Namespaces are not registered with `ip netns`, so the kernel removes each with its last process. A keeper process in
+each namespace kills all others in it when the process that created the namespace has ended for any reason.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ INTERFACE = "eth0"
 QUIET = {"TORCH_CPP_LOG_LEVEL": "ERROR"}
 PORT = 29500
 POLL_S = 0.05
-# Traffic that a link passes at once after a pause, in seconds of its rate: covers a late timer of the kernel.
+# Burst size of the rate limit, in seconds at full rate; compensates late kernel timers.
 BURST_S = 0.004
 LEAST_BURST = 1 << 16
 # Prints a line when it is in the namespace, and waits for the end of its input. Then it kills all other processes in
 # the namespace.
 KEEPER = """
-[ /proc/self -ef /proc/$$ ] || { echo '/proc shows other process ids than ours' >&2; exit 1; }
+[ /proc/self -ef /proc/$$ ] || { echo '/proc belongs to another PID namespace; remount /proc' >&2; exit 1; }
 mount -t tmpfs tmpfs /dev/shm || exit 1
 echo inside
 cat
@@ -59,12 +59,12 @@ def run_on_nodes(command: Sequence[str], *, nodes: int, ranks_per_node: int, lin
 
     Args:
         command: program and arguments.
-        nodes: namespaces.
+        nodes: number of emulated nodes.
         ranks_per_node: processes in each.
         link_mbit: rate of the link between a node and all others, each way, in 10^6 bits a second.
 
     Raises:
-        InputError: if namespaces can't be created, there is no such program, or a rank raised it.
+        InputError: if namespaces can't be created, there is no such program, or a rank failed with an InputError.
         RankFailedError: naming the rank that failed first and why.
     """
     _check_tools()
@@ -96,10 +96,11 @@ def run_on_nodes(command: Sequence[str], *, nodes: int, ranks_per_node: int, lin
                 }
                 # Nodes use disjoint cores if there is a core for each.
                 share = cores[node::nodes] or cores
-                line = ["taskset", "--cpu-list", ",".join(map(str, share)), *_enter(keepers[node])]
-                # nsenter changes the folder. In a process group of its own, a rank gets no Ctrl-C.
-                line += ["env", f"--chdir={os.getcwd()}", *command]
-                ranks.append(subprocess.Popen(line, env=environment, stdin=subprocess.DEVNULL, process_group=0))
+                argv = ["taskset", "--cpu-list", ",".join(map(str, share)), *_enter(keepers[node])]
+                # nsenter changes the folder.
+                argv += ["env", f"--chdir={os.getcwd()}", *command]
+                # Own process group: Ctrl-C in the terminal does not reach the ranks.
+                ranks.append(subprocess.Popen(argv, env=environment, stdin=subprocess.DEVNULL, process_group=0))
             _watch(ranks, error_files)
     finally:
         for process in ranks:
@@ -147,8 +148,8 @@ def _address(node: int) -> str:
 @contextmanager
 def _namespace() -> Iterator[int]:
     """A network and a mount namespace for the duration of the context. Yields the process id of its keeper."""
-    line, pipe = ["unshare", "--net", "--mount", "sh", "-c", KEEPER], subprocess.PIPE
-    with subprocess.Popen(line, stdin=pipe, stdout=pipe, stderr=pipe, process_group=0) as keeper:
+    argv, pipe = ["unshare", "--net", "--mount", "sh", "-c", KEEPER], subprocess.PIPE
+    with subprocess.Popen(argv, stdin=pipe, stdout=pipe, stderr=pipe, process_group=0) as keeper:
         assert keeper.stdout is not None
         assert keeper.stderr is not None
         if not keeper.stdout.readline():

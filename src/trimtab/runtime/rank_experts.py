@@ -28,7 +28,7 @@ class RankExperts:
 
     Attributes:
         layers: the home experts of each layer.
-        backward: follows backwards, to complete gradients when they end.
+        backward: tracks backwards, to complete gradients when they end.
         accumulation: detects gradients that were already summed.
         optimizers: hooks of optimizer steps.
         changed: whether weights are known to have changed since copies were made.

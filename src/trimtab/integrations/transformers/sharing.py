@@ -15,7 +15,7 @@ from trimtab.runtime import ExpertLayer, Session
 
 
 def share_experts(model: nn.Module, session: Session, *, compute_dtype: torch.dtype | None = None) -> None:
-    """Reduce a whole model to this rank's home experts, and run every MoE block in the session, with routing replay.
+    """Keep only this rank's home experts in the model, run every MoE block in the session, and replay recorded routing.
 
     Expert parameters keep their names in the module tree, now with shape `[E / R, ...]`, and stay frozen if they
     were. Not a collective.

@@ -18,14 +18,15 @@ from trimtab.planner.plan.workload import Workload
 def load_bound(counts_E: Array, home_E: Array, num_ranks: int, slots: int, fixed_R: Array | None = None) -> float:
     """Lower bound of the busiest rank's load in an instance, in tokens.
 
-    The linear relaxation: a replica that takes a part of its expert's tokens takes only that part of a slot, and
-    tokens may be split into fractions.
+    Solves the linear relaxation: a replica with 30% of its expert's tokens occupies 0.3 of a slot, and tokens are
+    divisible.
 
     Args:
         counts_E: `[E]` integer tokens of every expert.
         home_E: `[E]` integer home ranks.
-        slots: replicas of a rank.
-        fixed_R: `[R]` integer rows that stay at each rank; none by default.
+        slots: most replicas on a rank.
+        fixed_R: `[R]` integer rows that each rank computes in any case (rows of unknown route, estimated at their
+            homes); none by default.
     """
     home_loads = np.bincount(home_E, counts_E, num_ranks) + (0 if fixed_R is None else fixed_R)
     if slots == 0 or num_ranks == 1 or not counts_E.any():
@@ -76,15 +77,17 @@ def fewest_replicas(
     candidates: int = 5,
     time_limit_s: float = 60.0,
 ) -> int | None:
-    """The fewest replicas that bring every rank to the threshold; None if that is impossible or time runs out.
+    """Smallest number of replicas with which no rank's load exceeds `threshold_load`.
+
+    None if there is no such number or time runs out.
 
     Args:
         counts_E, home_E, slots: as in `load_bound`.
         threshold_load: load that no rank may exceed, tokens.
         smallest_share: fewest tokens of a replica.
-        candidates: only this many of a rank's largest experts may be replicated. A replica of a smaller expert can be
-            exchanged for one of a larger expert, so the result is exact while no rank gives away more experts than
-            that.
+        candidates: only this many of a rank's largest experts may be replicated. The result is exact
+            if an optimal solution replicates at most `candidates` experts of each home rank, since a replica of a
+            smaller expert can be exchanged for one of a larger expert.
     """
     home_loads = np.bincount(home_E, counts_E, num_ranks)
     by_size = np.argsort(-np.asarray(counts_E), kind="stable")
@@ -106,8 +109,9 @@ def fewest_replicas(
         mine = np.flatnonzero(pairs.experts == expert)
         program.at_most(mine, np.ones(len(mine)), counts_E[expert])
     for i in range(width):
-        most = min(int(counts_E[pairs.experts[i]]), max(smallest_share, threshold_load))
-        program.at_most(np.array([i, width + i]), np.array([1.0, -most]), 0.0)
+        # x = 0 without a replica, else smallest_share <= x <= largest_replica.
+        largest_replica = min(int(counts_E[pairs.experts[i]]), max(smallest_share, threshold_load))
+        program.at_most(np.array([i, width + i]), np.array([1.0, -largest_replica]), 0.0)
         program.at_most(np.array([i, width + i]), np.array([-1.0, smallest_share]), 0.0)
     try:
         return round(program.solve(time_limit_s))
@@ -117,7 +121,7 @@ def fewest_replicas(
 
 @dataclass(frozen=True, eq=False)
 class _Pairs:
-    """Every (expert, rank) that may become a replica, and the expert's home."""
+    """All allowed replicas: expert, rank and home rank, one array each."""
 
     experts: Array
     ranks: Array
@@ -130,7 +134,10 @@ class _Pairs:
         return cls(expert_N[away], rank_N[away], home_E[expert_N[away]].astype(np.int64))
 
     def changes(self, rank: int) -> tuple[Array, Array, Array]:
-        """Pairs whose tokens arrive at a rank; pairs that change its load, and whether by 1.0 or -1.0 a token."""
+        """Returns the pairs that add tokens to the rank, all pairs that change its load, and their coefficients.
+
+        A coefficient is 1.0 if tokens are added, -1.0 if removed.
+        """
         arriving, leaving = np.flatnonzero(self.ranks == rank), np.flatnonzero(self.homes == rank)
         values = np.concatenate([np.ones(len(arriving)), -np.ones(len(leaving))])
         return arriving, np.concatenate([arriving, leaving]), values

@@ -1,9 +1,10 @@
-"""`Backward`: the micro-step of a layer that a checkpoint runs again in backward, and the end of that backward.
+"""`Backward`: finds the micro-step of a layer that activation checkpointing recomputes, and calls back when a backward
+pass ends.
 
-A checkpoint runs a layer again while autograd executes a graph node of the checkpointed region, created in its first
-run. Nodes have ascending sequence numbers. The range of numbers that were assigned while a micro-step was open
-therefore identifies the micro-step, wherever backward is called. Nodes that a reentrant checkpoint creates when it runs
-again belong to the same micro-step.
+Activation checkpointing recomputes a layer during backward. Autograd is then executing a node that the forward of the
+checkpointed region created. Each thread numbers its nodes in ascending order. The range of numbers that were assigned
+while a micro-step was open therefore identifies the micro-step, wherever backward is called. Nodes that a reentrant
+checkpoint creates when it recomputes a layer belong to the same micro-step.
 """
 
 from __future__ import annotations
@@ -29,13 +30,13 @@ KEPT_FORWARDS = 4096
 
 
 @dataclass(eq=False)
-class _Forward:
+class _NodeRange:
     """The range of sequence numbers that were assigned while a micro-step was open.
 
     Attributes:
         start, end: the range, without `end`; infinite while the micro-step is open.
         index: the micro-step's number.
-        matches_plan: see `MicroStep.routes`.
+        matches_plan: whether all ranks have the planned tokens.
         micro_step: the micro-step; None after another plan was applied.
     """
 
@@ -47,25 +48,26 @@ class _Forward:
 
 
 class Backward:
-    """The forwards and backwards of a session.
+    """Tracks a session's micro-steps and backward passes.
 
-    A backward is *followed* from the first MoE layer in it until it ends.
+    A backward is *tracked* from the first MoE layer in it until it ends.
 
     Args:
-        at_end: called when a followed backward ends.
-        at_failure: called some time after a followed backward failed.
+        at_end: called when a tracked backward ends.
+        at_failure: called after a tracked backward failed, by the next micro-step, plan, layer call or tracked
+            backward.
     """
 
     def __init__(self, at_end: Callable[[], None], at_failure: Callable[[], None]) -> None:
         self._at_end, self._at_failure = at_end, at_failure
         # By thread, since each thread numbers its nodes from 0.
-        self._forwards_of: dict[int, list[_Forward]] = {}
+        self._forwards_of: dict[int, list[_NodeRange]] = {}
         # The largest sequence number of ranges that are not kept any more.
         self._dropped = -1
         self._thread = threading.get_ident()
         self._is_open = False
-        self._followed: int | None = None
-        # The last backward in which a layer ran again, and the routes of its micro-step.
+        self._tracked: int | None = None
+        # The last backward in which a layer was recomputed, and the routes of its micro-step.
         self._rerun: tuple[int | None, BoundRoutes | None] | None = None
 
     def open(self, micro_step: MicroStep, matches_plan: bool) -> None:
@@ -82,7 +84,7 @@ class Backward:
         self.leave_backward()
         if len(self._forwards) == KEPT_FORWARDS:
             self._dropped = int(self._forwards.pop(0).end)
-        self._forwards.append(_Forward(next_node(), math.inf, micro_step.index, matches_plan, micro_step))
+        self._forwards.append(_NodeRange(next_node(), math.inf, micro_step.index, matches_plan, micro_step))
         self._is_open = True
 
     def close(self) -> None:
@@ -93,12 +95,12 @@ class Backward:
             self._forwards.pop()
 
     def end_plan(self) -> None:
-        """Call it when another plan is applied. Micro-steps of the plan before can't run again."""
+        """Call it when another plan is applied. Micro-steps of the plan before can't be recomputed."""
         for forward in itertools.chain.from_iterable(self._forwards_of.values()):
             forward.micro_step = None
 
     def leave_backward(self) -> None:
-        """Call it outside of any backward. A followed backward that has not ended has failed.
+        """Call it outside of any backward. A tracked backward that has not ended has failed.
 
         Raises:
             RuntimeError: if another thread has a micro-step open.
@@ -106,36 +108,37 @@ class Backward:
         if self._is_open and threading.get_ident() != self._thread:
             raise RuntimeError("a layer was called by another thread than the one that opened the micro-step")
         self._rerun = None
-        if self._followed is not None:
+        if self._tracked is not None:
             self._fail()
 
     def routes_of_rerun(self) -> BoundRoutes | None:
-        """The routes of the micro-step in which a layer first ran that now runs again within a backward; None if it
-        first ran outside of micro-steps.
+        """Routes of the micro-step in which the layer now being recomputed had its forward.
+
+        None if that was outside any micro-step.
 
         Raises:
-            RuntimeError: if that micro-step can't run again.
+            RuntimeError: if that micro-step can't be recomputed.
         """
         running, number = running_backward(), running_node()
         if self._rerun is not None and self._rerun[0] != running and is_nested():
-            # The running node was created by the first run, or when a reentrant checkpoint ran again.
-            first_run = self._find(number) if self._is_of_closed(number) else None
-            return self._rerun[1] if first_run is None else first_run
+            # The running node was created by the forward, or when a reentrant checkpoint recomputed the layer.
+            routes = self._find(number) if self._created_in_closed_micro_step(number) else None
+            return self._rerun[1] if routes is None else routes
         routes = self._find(number)
-        self.follow()
+        self.track()
         self._rerun = running, routes
         return routes
 
-    def follow(self) -> None:
-        """Follow the running backward: call `at_end` when it ends.
+    def track(self) -> None:
+        """Track the running backward: call `at_end` when it ends.
 
         Raises:
-            RuntimeError: if it was called within another followed backward.
+            RuntimeError: if it was called within another tracked backward.
         """
         running = running_backward()
-        if running == self._followed:
+        if running == self._tracked:
             return
-        if self._followed is not None:
+        if self._tracked is not None:
             if is_nested():
                 raise RuntimeError(
                     "backward() through MoE layers was called within another backward through MoE layers; call one "
@@ -143,14 +146,14 @@ class Backward:
                 )
             self._rerun = None
             self._fail()
-        self._followed = running
+        self._tracked = running
         call_after_backward(self._end)
 
     def _fail(self) -> None:
-        self._followed = None
+        self._tracked = None
         self._at_failure()
 
-    def _is_of_closed(self, number: int) -> bool:
+    def _created_in_closed_micro_step(self, number: int) -> bool:
         """Whether a node was created in a micro-step of this thread that is closed now."""
         if threading.get_ident() != self._thread:
             return False
@@ -160,14 +163,14 @@ class Backward:
         """The routes of the micro-step in which a node was created; None if it was outside of micro-steps."""
         place = bisect.bisect_right(self._forwards, number, key=lambda forward: forward.start) - 1
         if number <= self._dropped:
-            raise RuntimeError(f"a layer runs again that first ran more than {KEPT_FORWARDS} micro-steps ago")
+            raise RuntimeError(f"a layer is recomputed that had its forward more than {KEPT_FORWARDS} micro-steps ago")
         if place < 0 or number >= self._forwards[place].end:
             self._check_other_threads(number)
             return None
         forward = self._forwards[place]
         if forward.micro_step is None:
             raise RuntimeError(
-                f"a checkpointed MoE layer of micro-step {forward.index} runs again after another plan was applied; "
+                f"a checkpointed MoE layer of micro-step {forward.index} is recomputed after another plan was applied; "
                 "call backward() for all micro-steps of a plan before the next one"
             )
         return forward.micro_step.routes(forward.matches_plan)
@@ -177,14 +180,14 @@ class Backward:
         for thread, forwards in self._forwards_of.items():
             if thread != self._thread and any(forward.start <= number < forward.end for forward in forwards):
                 raise RuntimeError(
-                    "a checkpointed layer runs again that may be of a micro-step which another thread began under an "
-                    "earlier plan; use one thread for a session"
+                    "a checkpointed layer is recomputed that may be of a micro-step which another thread began under "
+                    "an earlier plan; use one thread for a session"
                 )
 
     @property
-    def _forwards(self) -> list[_Forward]:
+    def _forwards(self) -> list[_NodeRange]:
         return self._forwards_of.get(self._thread, [])
 
     def _end(self) -> None:
-        self._followed = self._rerun = None
+        self._tracked = self._rerun = None
         self._at_end()

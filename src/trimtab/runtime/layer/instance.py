@@ -36,7 +36,7 @@ class LayerCalls:
 
     Attributes:
         lockstep: the log of this rank.
-        backward: follows backwards, to complete gradients when they end.
+        backward: tracks backwards, to complete gradients when they end.
         accumulation: detects gradients that were already summed.
         num_slots: slots of a rank.
         current: the routes of the open micro-step.
@@ -72,7 +72,7 @@ class LayerCalls:
 
     def routes(self) -> BoundRoutes | None:
         """The routes for a layer that is called now: of the open micro-step; or within a backward, where a checkpoint
-        runs a layer again, of the micro-step of its first run."""
+        recomputes a layer, of the micro-step of its forward."""
         if running_backward() is not None:
             return self.backward.routes_of_rerun()
         self.backward.leave_backward()
@@ -155,7 +155,7 @@ class Instance:
         self.replica_node: weakref.ref[Any] | None = None
         self._transfers = None if routes is None else routes.transfers
         self._plan_number = 0 if routes is None else routes.plan_number
-        # If so, a reentrant checkpoint runs the layer again, and its backward is nested in a followed backward.
+        # If so, a reentrant checkpoint recomputes the layer, and its backward is nested in a tracked backward.
         self._made_in_backward = running_backward() is not None
 
     @property
@@ -242,7 +242,7 @@ class Instance:
         """Start sending the gradients of `replica_weights` to home ranks."""
         assert self._transfers is not None
         if not self._made_in_backward:
-            self._calls.backward.follow()
+            self._calls.backward.track()
         self._log(RETURNS)
         tag = message_tag((self._plan_number, self.index, self.homes.index))
         self._transfers.returns.start(self.homes, gradients, self.replicas, tag)

@@ -1,11 +1,13 @@
 """Safe pickle reader for protocols 2 to 5: returns plain values and runs no code.
 
 Python's unpickler calls any function that the file names, and trusts its sizes. This one passes every name to
-`find`, which returns one of our own `AllowedGlobal`s or raises an error. In addition:
+`resolve_global`, which returns one of our own `AllowedGlobal`s or raises an error. In addition:
 
 * sizes are checked: claimed bytes must be in the file;
 * large strings and bytes stay in the file (`LargeText`, `memoryview`) until they are used;
-* the number of objects is limited, dictionary keys are plain, and sets become lists, which bounds memory and time.
+* the number of objects is limited, which bounds memory;
+* dictionary entries are dropped unless the key is None, a boolean, a string, an integer of 32 bits or a tuple of up to
+  16 strings, and sets become lists: keys that are made to collide would take endless time.
 """
 
 from __future__ import annotations
@@ -19,8 +21,8 @@ from typing import Any
 from trimtab.errors import InputError
 from trimtab.trace.message_text import clip
 
-# With these limits a pickle takes at most about 2 GB of memory. A million tokens, with loss mask and log-probs as
-# lists, take 16 MB of program.
+# With these limits a pickle takes at most about 2 GB of memory. The *program* is the pickle's opcodes and operands,
+# without large strings and bytes. A million tokens, with loss mask and log-probs as lists, take 16 MB of program.
 MOST_OBJECTS = 4_000_000
 MOST_PROGRAM_BYTES = 128 << 20
 LARGE = 1 << 16
@@ -79,8 +81,8 @@ class Budget:
         self.program_bytes -= program_bytes
         if self.objects < 0 or self.program_bytes < 0:
             raise InputError(
-                f"holds more than {MOST_OBJECTS} objects or {MOST_PROGRAM_BYTES >> 20} MiB of them; routing dumps hold "
-                "arrays: save fewer steps or samples a file"
+                f"holds more than {MOST_OBJECTS} objects, or {MOST_PROGRAM_BYTES >> 20} MiB of pickle opcodes and "
+                "operands; routing dumps should hold arrays, or fewer steps or samples per file"
             )
 
 
@@ -89,21 +91,21 @@ class Unpickler:
 
     Args:
         code: the buffer; `at` is where the next pickle starts.
-        find: maps module and name to their replacement; raises InputError for anything but data.
+        resolve_global: maps module and name to their replacement; raises InputError for anything but data.
         load_storage: maps a persistent id to its storage.
-        budget: shared with the pickles around and within.
+        budget: shared with enclosing and nested pickles.
     """
 
     def __init__(
         self,
         code: memoryview,
-        find: Callable[[str, str], Any],
+        resolve_global: Callable[[str, str], Any],
         load_storage: Callable[[Any], Any],
         budget: Budget,
     ) -> None:
         self.at = 0
         self._code = code
-        self._find = cache(find)
+        self._resolve_global = cache(resolve_global)
         self._load_storage = load_storage
         self._budget = budget
         self._stack: list[Any] = []
@@ -136,7 +138,8 @@ class Unpickler:
         while True:
             limit = min(at + _CHUNK, size)
             start, objects, self._bytes_in_file = at, 0, 0
-            # Numbers are nearly all of a long program, and small: their bytes are counted, once a chunk.
+            # Most opcodes of a large pickle push numbers. They count against the byte limit only, which is checked once
+            # per chunk.
             while at < limit:
                 op = code[at]
                 at += 1
@@ -244,7 +247,7 @@ class Unpickler:
         if type(target) is OpaqueObject:
             target = target.entries
         if type(target) is not list:
-            raise TypeError("items for what is no list")
+            raise TypeError("appends to an object that is not a list")
         target.extend(items)
 
     def _set_one(self) -> None:
@@ -259,7 +262,7 @@ class Unpickler:
         if type(target) is OpaqueObject:
             target = target.items
         if type(target) is not dict or len(items) % 2:
-            raise TypeError("items for what is no dictionary")
+            raise TypeError("sets items of an object that is not a dictionary, or a key without a value")
         self._budget.spend(len(items), 0)
         for key, value in zip(items[::2], items[1::2], strict=True):
             if _is_plain_key(key):
@@ -273,22 +276,22 @@ class Unpickler:
         if len(names) < 3:
             raise InputError("not a readable pickle: it is truncated, or names a class of endless length")
         self.at += len(names[0]) + len(names[1]) + 2
-        self._stack.append(self._find(str(names[0], "utf-8"), str(names[1], "utf-8")))
+        self._stack.append(self._resolve_global(str(names[0], "utf-8"), str(names[1], "utf-8")))
 
     def _stack_global(self) -> None:
         name, module = self._stack.pop(), self._stack.pop()
         if type(name) is not str or type(module) is not str:
             raise TypeError("a class whose name is no string")
-        self._stack.append(self._find(module, name))
+        self._stack.append(self._resolve_global(module, name))
 
     def _call(self) -> None:
         args, function = self._stack.pop(), self._stack.pop()
         if type(function) is not AllowedGlobal or type(args) is not tuple:
-            raise TypeError("calls what is no class")
+            raise TypeError("calls an object that is not an allowed class")
         try:
             self._stack.append(function.make(*args))
         except TypeError:
-            raise TypeError(f"{function.name} of what it is not made of") from None
+            raise TypeError(f"{function.name} was called with wrong arguments") from None
 
     def _call_with_keywords(self) -> None:
         self._pop()
@@ -297,7 +300,7 @@ class Unpickler:
     def _build(self) -> None:
         state, target = self._stack.pop(), self._stack[-1]
         if type(target) is OpaqueObject:
-            # Slots come beside the dictionary.
+            # A class with __slots__ pickles (dict or None, slots) as its state.
             if type(state) is tuple and len(state) == 2 and type(state[1]) is dict:
                 state = {**(state[0] or {}), **state[1]}
                 self._budget.spend(len(state), 0)
