@@ -36,7 +36,8 @@ def add(commands: Any) -> None:
         parser,
         "--resume",
         action="store_true",
-        help="continue from the last checkpoint in the folder with the settings of that run; start a new run if it is empty",
+        help="continue from the last checkpoint in the folder with the settings of that run; if it is empty, start a "
+        "new run",
     )
     option = partial(add_options, parser, of=TrainConfig)
     option("--model", type=Path, metavar="FOLDER", unset="a small model", help="local Hugging Face checkpoint")
