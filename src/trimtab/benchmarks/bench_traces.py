@@ -117,7 +117,7 @@ sys.exit(status)
 
 def _run(arguments: list[str]) -> tuple[float, int]:
     """Seconds and peak memory in bytes of a command."""
-    command = [sys.executable, "-c", _MEASURE, sys.executable, "-m", "trimtab.cli.main", *arguments]
+    command = [sys.executable, "-c", _MEASURE, sys.executable, "-m", "trimtab.cli.main", "-q", *arguments]
     result = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
     seconds, peak = result.stdout.split()
     return float(seconds), int(peak)
