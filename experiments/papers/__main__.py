@@ -25,6 +25,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def make_parser() -> Parser:
+    """The command's options."""
     parser = Parser(
         prog=NAME,
         description="Simulate the set-ups of several papers on synthetic routing, and print their figures and ours: "

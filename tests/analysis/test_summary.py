@@ -75,16 +75,16 @@ def test_the_answer_depends_on_what_placements_recover(past: float, step: float,
 
 def test_a_loss_of_6_percent_is_not_negligible() -> None:
     """A loss between NEGLIGIBLE_LOSS and LARGE_LOSS."""
-    said = answer(analyze(trace_counts_of([[[53, 47]], [[47, 53]]]), ranks=2))
-    assert "idle for 6% of" in said
-    assert "almost nothing" not in said
+    text = answer(analyze(trace_counts_of([[[53, 47]], [[47, 53]]]), ranks=2))
+    assert "idle for 6% of" in text
+    assert "almost nothing" not in text
 
 
 def test_notes_report_unknown_routes_and_few_tokens() -> None:
     few = analyze(trace_counts_of([[[24, 0], [12, 12]]], top_k=1, unknown_routes=12), ranks=2)
-    said = " ".join(notes(few))
-    assert "25.0% of (token, layer) pairs have no recorded route" in said
-    assert "12 tokens for the mean expert" in said
+    text = " ".join(notes(few))
+    assert "25.0% of (token, layer) pairs have no recorded route" in text
+    assert "12 tokens for the mean expert" in text
     assert "tokens for the mean expert" not in " ".join(notes(analyze(trace_counts_of([[[24, 8]]]), ranks=2)))
 
 
@@ -96,8 +96,8 @@ def test_layers_have_the_models_numbers() -> None:
         "Layer 7 loses most of all: 2"
     )
     equal = np.concatenate([counts, counts], axis=1)
-    said = layers_summary(analyze(trace_counts_of(equal, layer_indices=np.arange(8) + 10), ranks=4))
-    assert said.startswith("All layers lose about the same: the worst quarter (12, 16) has 2")
+    text = layers_summary(analyze(trace_counts_of(equal, layer_indices=np.arange(8) + 10), ranks=4))
+    assert text.startswith("All layers lose about the same: the worst quarter (12, 16) has 2")
     equal[:, :, 0] = [19, 15, 15, 15, 15, 15, 15, 19]
     assert layers_summary(analyze(trace_counts_of(equal), ranks=4)).startswith(
         "Some layers lose more than others: the worst quarter (0, 7) has 38%"
@@ -127,6 +127,6 @@ def test_figures_are_finite_for_random_traces(seed: int, micro_steps: int, layer
     analysis = analyze(trace_counts_of(counts, np.arange(micro_steps) * steps // micro_steps), ranks=ranks)
     content = json.dumps(figures(analysis), allow_nan=False)
     assert json.loads(content)["micro_steps"] == micro_steps
-    said = " ".join((answer(analysis), layers_summary(analysis), *notes(analysis)))
-    assert "nan" not in said
-    assert said.startswith("On " if ranks > 1 else "One rank")
+    text = " ".join((answer(analysis), layers_summary(analysis), *notes(analysis)))
+    assert "nan" not in text
+    assert text.startswith("On " if ranks > 1 else "One rank")

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 from hypothesis import strategies as st
 
-from helpers import planner_twins as twins
+from helpers import planner_reference as reference
 from trimtab import ClusterSpec, Placement, Schedule, Workload
 from trimtab.array_type import Array
 from trimtab.cluster import QWEN3_30B, CostModel
@@ -138,9 +138,9 @@ class Step:
         return Planner(self.cluster, self.placement, groups=self.groups, settings=self.settings, cost=cost)
 
     def workloads(self, schedule: Schedule) -> list[Workload]:
-        """The load of each group, counted by the twin."""
+        """The load of each group, counted by the reference."""
         groups = [schedule.of_group(group, self.cluster.ranks) for group in range(self.groups)]
-        return [twins.workload(self.sequences.select(mine), part) for mine, part in groups]
+        return [reference.workload(self.sequences.select(mine), part) for mine, part in groups]
 
 
 def free_replicas(cluster: ClusterSpec) -> CostModel:

@@ -9,7 +9,7 @@ import numpy as np
 from hypothesis import strategies as st
 
 from helpers.random_plans import random_placement, random_plan, random_trace
-from helpers.simulator_twin import TwinStep, simulate_twin
+from helpers.simulator_reference import ReferenceStep, simulate_reference
 from trimtab import ClusterSpec, Placement, Schedule, StepPlan, Workload
 from trimtab.array_type import Array
 from trimtab.cluster.operations import OperationCosts
@@ -46,8 +46,8 @@ class Case:
             before=self.before, settings=self.settings, show=show,
         )  # fmt: skip
 
-    def twin(self, show: int | None = None) -> TwinStep:
-        return simulate_twin(
+    def reference(self, show: int | None = None) -> ReferenceStep:
+        return simulate_reference(
             self.plan, self.workload, self.lengths, self.costs, self.cluster, self.traits,
             before=self.before, settings=self.settings, show=show,
         )  # fmt: skip
@@ -67,7 +67,7 @@ class Case:
 
 
 def free_costs(**costs: Any) -> OperationCosts:
-    """Nothing takes any time but what is said; all-to-alls leave links alone."""
+    """All costs are 0 except the given ones; all-to-alls do not slow links down."""
     given: dict[str, Any] = dict.fromkeys(SECONDS, 0.0)
     given |= {"tile_rows": 1, "forwards": False, "dense_backward": 2.0, "expert_backward": 2.0}
     given |= {"near_spare": 1.0, "far_spare": 1.0}

@@ -1,4 +1,4 @@
-"""What is wrong with an input is said in one line, and nothing else is raised."""
+"""A wrong input raises an InputError of one line, and nothing else."""
 
 from __future__ import annotations
 

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from helpers import planner_twins as twins
+from helpers import planner_reference as reference
 from helpers.planner_steps import Step, skewed_trace, steps, with_missing_routes
 from helpers.random_plans import random_schedule
 from trimtab import Workload
@@ -21,7 +21,7 @@ from trimtab.trace.counting import count_experts
 def test_counts_are_those_of_a_plain_count(step: Step, num_groups: int, seed: int) -> None:
     group_S = np.random.default_rng(seed).integers(0, num_groups, step.trace.num_sequences)
     counts_GLE = count_experts(step.trace, group_S, num_groups)
-    assert np.array_equal(counts_GLE, twins.count_experts(step.trace, group_S, num_groups))
+    assert np.array_equal(counts_GLE, reference.count_experts(step.trace, group_S, num_groups))
 
 
 @pytest.mark.parametrize("experts", [255, 256, 300])
@@ -41,7 +41,7 @@ def test_the_largest_expert_is_told_from_no_route(experts: int) -> None:
 def test_a_workload_is_the_sum_of_its_sequences(step: Step, micro_steps: int, seed: int) -> None:
     rng = np.random.default_rng(seed)
     schedule = random_schedule(rng, step.trace.num_sequences, num_ranks=3, num_micro_steps=micro_steps)
-    expected = twins.workload(step.sequences, schedule)
+    expected = reference.workload(step.sequences, schedule)
     for actual in (Workload.from_trace(step.trace, schedule), Workload.from_sequences(step.sequences, schedule)):
         assert np.array_equal(actual.token_counts_MLRE, expected.token_counts_MLRE)
         assert np.array_equal(actual.unknown_MLR, expected.unknown_MLR)

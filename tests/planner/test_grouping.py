@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from helpers import planner_twins as twins
+from helpers import planner_reference as reference
 from helpers.planner_steps import random_homes
 from trimtab import Placement, Schedule
 from trimtab.array_type import Array
@@ -41,7 +41,7 @@ class Case:
         )
 
     def cost(self, schedule: Schedule) -> int:
-        return twins.grouping_cost(self.sequences, schedule, self.placement, self.groups, self.attention_rows)
+        return reference.grouping_cost(self.sequences, schedule, self.placement, self.groups, self.attention_rows)
 
 
 def random_case(
@@ -109,7 +109,7 @@ def test_budgets_mini_batches_and_micro_steps_stay(case: Case) -> None:
     batches = grouped.mini_batch_of_micro_step
     assert np.array_equal(batches, case.packed.mini_batch_of_micro_step)
     assert np.array_equal(batches[grouped.micro_step], batches[case.packed.micro_step])
-    assert twins.by_place(grouped, lengths).max() <= case.token_budget
+    assert reference.by_place(grouped, lengths).max() <= case.token_budget
 
 
 @settings(max_examples=50, deadline=None)
@@ -117,7 +117,7 @@ def test_budgets_mini_batches_and_micro_steps_stay(case: Case) -> None:
 def test_sequences_only_change_places(case: Case) -> None:
     """One for one: every place has as many sequences as before."""
     ones = np.ones(case.sequences.num_sequences, np.int64)
-    assert np.array_equal(twins.by_place(case.group(), ones), twins.by_place(case.packed, ones))
+    assert np.array_equal(reference.by_place(case.group(), ones), reference.by_place(case.packed, ones))
 
 
 @pytest.mark.parametrize("groups", [1, 2])
@@ -155,7 +155,9 @@ def test_small_searches_end_where_no_swap_is_better() -> None:
         cost = case.cost(grouped)
         for i, j in np.ndindex(8, 8):
             other = replace(
-                grouped, micro_step=twins.swapped(grouped.micro_step, i, j), rank=twins.swapped(grouped.rank, i, j)
+                grouped,
+                micro_step=reference.swapped(grouped.micro_step, i, j),
+                rank=reference.swapped(grouped.rank, i, j),
             )
             # The search ends early within a part of the least that is possible.
             assert case.cost(other) >= cost - cost // grouping.STOP_GAP

@@ -8,7 +8,7 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from helpers import planner_twins as twins
+from helpers import planner_reference as reference
 from helpers.planner_steps import Instance, per_nodes, random_instance
 from trimtab.array_type import Array
 from trimtab.planner.replicas.kernel_values import PARTS_PER_WHOLE, Limits
@@ -87,7 +87,7 @@ def check(instances: list[Instance], wanted: list[bool]) -> None:
         parts = int(instance.counts_RE.sum() + instance.fixed_R.sum()) * round(THRESHOLD * PARTS_PER_WHOLE)
         alone = replace(instance, home_E=home_E, threshold_load=parts // (instance.ranks * PARTS_PER_WHOLE))
         listed.append(alone.replicas() if may else [])
-        quotas += list(twins.split_tokens(instance.counts_RE, home_E, instance.per_node, listed[-1]))
+        quotas += list(reference.split_tokens(instance.counts_RE, home_E, instance.per_node, listed[-1]))
     actual = plan(instances).select(np.arange(len(instances)), np.array(wanted))
     assert np.diff(actual.replica_starts).tolist() == [len(replicas) for replicas in listed]
     assert actual.experts.tolist() == [expert for replicas in listed for expert, _, _ in replicas]

@@ -6,7 +6,7 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from helpers import planner_twins as twins
+from helpers import planner_reference as reference
 from helpers.random_plans import random_plan
 from trimtab import ClusterSpec, Schedule, StepPlan, Workload
 from trimtab.planner.schedule.ordering import order_for_reuse, reordered, shared_replicas
@@ -32,7 +32,7 @@ def plans(draw: st.DrawFn) -> StepPlan:
 @settings(max_examples=80, deadline=None)
 @given(plans())
 def test_shared_replicas_are_those_that_two_sets_have(plan: StepPlan) -> None:
-    sets = twins.replica_sets(plan)
+    sets = reference.replica_sets(plan)
     shared_MM = shared_replicas(plan.replicas, plan.num_micro_steps)
     for m, other in np.ndindex(shared_MM.shape):
         assert shared_MM[m, other] == (len(sets[m] & sets[other]) if m != other else 0)
@@ -41,7 +41,7 @@ def test_shared_replicas_are_those_that_two_sets_have(plan: StepPlan) -> None:
 @settings(max_examples=80, deadline=None)
 @given(plans())
 def test_the_next_micro_step_shares_most_with_the_last(plan: StepPlan) -> None:
-    sets, batches = twins.replica_sets(plan), plan.mini_batch_of_micro_step
+    sets, batches = reference.replica_sets(plan), plan.mini_batch_of_micro_step
     order = order_for_reuse(plan.replicas, plan.mini_batch_of_micro_step).tolist()
     assert sorted(order) == list(range(plan.num_micro_steps))
     assert np.array_equal(batches[order], batches)

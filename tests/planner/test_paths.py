@@ -1,4 +1,4 @@
-"""Paths of replica weights: those of the plain twin, and nearly as good as the best of all assignments."""
+"""Paths of replica weights: those of the plain reference, and nearly as good as the best of all assignments."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from helpers import planner_twins as twins
+from helpers import planner_reference as reference
 from helpers.planner_steps import per_nodes, random_homes
 from trimtab import ClusterSpec, InputError, Placement, Schedule, StepPlan
 from trimtab.cluster import QWEN3_30B, CostModel
@@ -82,7 +82,7 @@ def plans(
     ), cluster
 
 
-def costs_of(cluster: ClusterSpec) -> twins.Costs:
+def costs_of(cluster: ClusterSpec) -> reference.Costs:
     rates = {"near": cluster.node_bytes_per_s, "far": cluster.network_bytes_per_s, "host": cluster.host_bytes_per_s}
     return {name: round(1e15 / rate) if rate else np.inf for name, rate in rates.items()}
 
@@ -98,13 +98,13 @@ def instances_of(plan: StepPlan) -> list[tuple[Ends, list[int]]]:
 
 
 def busiest(ends: Ends, paths: list[int], cluster: ClusterSpec) -> float:
-    return max(twins.busy(ends, paths, cluster.ranks_per_node, costs_of(cluster)).values(), default=0)
+    return max(reference.busy(ends, paths, cluster.ranks_per_node, costs_of(cluster)).values(), default=0)
 
 
 def least_busiest(ends: Ends, cluster: ClusterSpec) -> float:
     """The shortest that the busiest link can be busy, of all 2^P assignments."""
     costs = costs_of(cluster)
-    works_2P = [[twins.busy([end], [path], cluster.ranks_per_node, costs) for end in ends] for path in (0, 1)]
+    works_2P = [[reference.busy([end], [path], cluster.ranks_per_node, costs) for end in ends] for path in (0, 1)]
     all_links = sorted({link for works_P in works_2P for work in works_P for link in work})
     peer_PL, host_PL = ([[work.get(link, 0) for link in all_links] for work in works_P] for works_P in works_2P)
     host_AP = np.arange(1 << len(ends))[:, None] >> np.arange(len(ends)) & 1
@@ -113,10 +113,10 @@ def least_busiest(ends: Ends, cluster: ClusterSpec) -> float:
 
 @settings(max_examples=150, deadline=None)
 @given(plans())
-def test_paths_are_those_of_the_twin(case: tuple[StepPlan, ClusterSpec]) -> None:
+def test_paths_are_those_of_the_reference(case: tuple[StepPlan, ClusterSpec]) -> None:
     plan, cluster = case
     for ends, paths in instances_of(plan):
-        assert paths == twins.choose_paths(ends, cluster.ranks_per_node, costs_of(cluster))
+        assert paths == reference.choose_paths(ends, cluster.ranks_per_node, costs_of(cluster))
     assert plan.replica_paths.dtype == np.uint8
 
 
@@ -208,7 +208,7 @@ def test_of_equal_paths_the_one_without_a_mirror_is_taken() -> None:
 def test_a_mirror_holds_what_serves_most_replicas(case: tuple[StepPlan, ClusterSpec], room: int) -> None:
     plan, cluster = case
     bounded = make_plan_like(plan, replace(cluster, mirror_experts=room))
-    assert bounded.replica_paths.tolist() == twins.fit_mirrors(plan, room)
+    assert bounded.replica_paths.tolist() == reference.fit_mirrors(plan, room)
     for node in range(cluster.nodes):
         assert len(bounded.mirror_entries(node)) == min(room, len(plan.mirror_entries(node)))
 

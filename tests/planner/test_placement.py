@@ -1,4 +1,4 @@
-"""Homes: those of a twin that counts its objective anew at every swap, and what must hold of any search."""
+"""Homes: those of a reference that recomputes its objective at every swap, and what must hold of any search."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from helpers import planner_twins as twins
+from helpers import planner_reference as reference
 from helpers.planner_steps import per_nodes, random_homes
 from trimtab import Placement
 from trimtab.array_type import Array
@@ -30,8 +30,8 @@ class Case:
         return place_experts(self.counts_ME, self.home_E, self.ranks, self.per_node, move_penalty=self.move_penalty)
 
     def cost(self, home_E: Array) -> int:
-        price = twins.price_of_a_move(self.counts_ME, self.home_E, self.ranks, self.per_node, self.move_penalty)
-        return twins.placement_cost(self.counts_ME, home_E, self.home_E, self.ranks, self.per_node, price)
+        price = reference.price_of_a_move(self.counts_ME, self.home_E, self.ranks, self.per_node, self.move_penalty)
+        return reference.placement_cost(self.counts_ME, home_E, self.home_E, self.ranks, self.per_node, price)
 
 
 @st.composite
@@ -48,9 +48,9 @@ def cases(draw: st.DrawFn) -> Case:
 
 @settings(max_examples=40, deadline=None)
 @given(cases())
-def test_homes_are_those_of_the_twin(case: Case) -> None:
+def test_homes_are_those_of_the_reference(case: Case) -> None:
     assert np.array_equal(
-        case.place(), twins.place_experts(case.counts_ME, case.home_E, case.ranks, case.per_node, case.move_penalty)
+        case.place(), reference.place_experts(case.counts_ME, case.home_E, case.ranks, case.per_node, case.move_penalty)
     )
 
 
@@ -61,7 +61,7 @@ def test_no_swap_of_two_experts_is_better(case: Case) -> None:
     cost = case.cost(home_E)
     assert cost <= case.cost(case.home_E)
     for e, f in np.ndindex(len(home_E), len(home_E)):
-        assert case.cost(twins.swapped(home_E, e, f)) >= cost
+        assert case.cost(reference.swapped(home_E, e, f)) >= cost
     # So no second search finds anything.
     if case.move_penalty == 0:
         assert np.array_equal(place_experts(case.counts_ME, home_E, case.ranks, case.per_node), home_E)
@@ -104,7 +104,7 @@ def test_large_counts_are_exact() -> None:
     rng = np.random.default_rng(0)
     counts_ME = rng.integers(0, 1_000_000, (4, 8))
     home_E = np.repeat(np.arange(4), 2)
-    expected = twins.place_experts(counts_ME, home_E, 4, 2, 0.0)
+    expected = reference.place_experts(counts_ME, home_E, 4, 2, 0.0)
     assert np.array_equal(place_experts(counts_ME, home_E, 4, 2), expected)
 
 

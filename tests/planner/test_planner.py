@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from helpers import planner_twins as twins
+from helpers import planner_reference as reference
 from helpers.random_plans import random_plan, random_schedule, random_trace
 from trimtab import ClusterSpec, InputError, Placement, Schedule, StepPlan, Workload
 from trimtab.array_type import Array
@@ -23,9 +23,9 @@ def contiguous_plan(workload: Workload, schedule: Schedule, cluster: ClusterSpec
 
 
 def recount(plan: StepPlan, workload: Workload) -> Array:
-    """Rank loads `[M, L, R]` by following every quota, one at a time; unknown rows where the twin expects them."""
+    """Rank loads `[M, L, R]` by following every quota, one at a time; unknown rows where the reference expects them."""
     loads = np.zeros((workload.num_micro_steps, workload.num_layers, workload.num_ranks), np.int64)
-    for (m, layer, expert), rows in np.ndenumerate(twins.expected_experts(workload)):
+    for (m, layer, expert), rows in np.ndenumerate(reference.expected_experts(workload)):
         loads[m, layer, plan.home[layer, expert]] += rows
     for m, layer in itertools.product(range(workload.num_micro_steps), range(workload.num_layers)):
         left_RE = workload.token_counts_MLRE[m, layer].astype(np.int64)

@@ -6,7 +6,7 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from helpers import planner_twins as twins
+from helpers import planner_reference as reference
 from helpers.planner_steps import per_nodes
 from helpers.random_plans import random_plan, random_schedule
 from trimtab import ClusterSpec, StepPlan, Workload
@@ -33,7 +33,7 @@ def plans(draw: st.DrawFn) -> tuple[StepPlan, Workload]:
 def test_rows_between_nodes_are_those_of_every_quota(case: tuple[StepPlan, Workload]) -> None:
     plan, workload = case
     expected = np.zeros((plan.num_micro_steps, plan.num_layers), np.int64)
-    for (m, layer, source, rank), rows in twins.rows_by_way(plan, workload).items():
+    for (m, layer, source, rank), rows in reference.rows_by_way(plan, workload).items():
         expected[m, layer] += rows * (source // plan.ranks_per_node != rank // plan.ranks_per_node)
     assert np.array_equal(cross_node_rows(plan, workload), expected)
 
@@ -44,7 +44,7 @@ def test_predictions_are_sums_over_replicas_and_rows(case: tuple[StepPlan, Workl
     plan, workload = case
     cost = CostModel.of(ClusterSpec(plan.num_ranks, plan.ranks_per_node, 2), QWEN3_30B)
     prediction = predict(plan, workload, cost)
-    ways = twins.rows_by_way(plan, workload)
+    ways = reference.rows_by_way(plan, workload)
     for m, layer in np.ndindex(plan.num_micro_steps, plan.num_layers):
         loads = [sum(ways[m, layer, s, r] for s in range(plan.num_ranks)) for r in range(plan.num_ranks)]
         near = far = 0

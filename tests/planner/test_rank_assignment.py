@@ -8,7 +8,7 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from helpers import planner_twins as reference
+from helpers import planner_reference as reference
 from helpers.planner_steps import Step, steps
 from helpers.random_plans import random_schedule
 from trimtab import ClusterSpec, Placement, Schedule

@@ -1,4 +1,4 @@
-"""Replicas of an instance: those of the plain twin, and what must hold however they are found."""
+"""Replicas of an instance: those of the plain reference, and what must hold however they are found."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from dataclasses import replace
 import numpy as np
 from hypothesis import given, settings
 
-from helpers import planner_twins as twins
+from helpers import planner_reference as reference
 from helpers.planner_steps import Instance, instances, random_instance
 
 
-def twin(instance: Instance) -> list[twins.Replica]:
-    return twins.place_replicas(
+def reference_replicas(instance: Instance) -> list[reference.Replica]:
+    return reference.place_replicas(
         instance.counts_E, instance.fixed_R, instance.home_E, instance.ranks, instance.per_node, instance.slots,
         instance.threshold_load, instance.smallest_share,
     )  # fmt: skip
@@ -21,11 +21,11 @@ def twin(instance: Instance) -> list[twins.Replica]:
 
 @settings(max_examples=150, deadline=None)
 @given(instances())
-def test_replicas_are_those_of_the_twin(instance: Instance) -> None:
-    assert instance.replicas() == twin(instance)
+def test_replicas_are_those_of_the_reference(instance: Instance) -> None:
+    assert instance.replicas() == reference_replicas(instance)
 
 
-def test_replicas_are_those_of_the_twin_on_several_nodes() -> None:
+def test_replicas_are_those_of_the_reference_on_several_nodes() -> None:
     """Nodes of two to four ranks, some of them too full, some exactly full."""
     for seed in range(160):
         rng = np.random.default_rng(seed)
@@ -35,10 +35,10 @@ def test_replicas_are_those_of_the_twin_on_several_nodes() -> None:
         instance = random_instance(
             rng, ranks=ranks, per_node=per_node, tokens=tokens, threshold=threshold, smallest_share=1, **sizes
         )
-        assert instance.replicas() == twin(instance)
+        assert instance.replicas() == reference_replicas(instance)
 
 
-def test_replicas_are_those_of_the_twin_where_experts_are_alike() -> None:
+def test_replicas_are_those_of_the_reference_where_experts_are_alike() -> None:
     """Every source sends an expert 0, 10 or 20 tokens, so that ties are everywhere."""
     for seed in range(100):
         rng = np.random.default_rng(seed)
@@ -47,7 +47,7 @@ def test_replicas_are_those_of_the_twin_where_experts_are_alike() -> None:
         )
         counts_RE = np.broadcast_to(10 * rng.integers(0, 3, 24), (6, 24)).astype(np.int32)
         instance = replace(instance, counts_RE=counts_RE, threshold_load=int(counts_RE.sum() * 1.05) // 6)
-        assert instance.replicas() == twin(instance)
+        assert instance.replicas() == reference_replicas(instance)
 
 
 @settings(max_examples=150, deadline=None)

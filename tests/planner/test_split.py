@@ -1,4 +1,4 @@
-"""The split: that of the plain twin, and no other keeps more tokens near."""
+"""The split: that of the plain reference, and no other keeps more tokens near."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from helpers import planner_twins as twins
+from helpers import planner_reference as reference
 from helpers.planner_steps import Instance, instances
 from trimtab.array_type import Array
 from trimtab.planner.replicas.kernel_values import Shares
@@ -44,9 +44,9 @@ def split(instance: Instance, replicas: Replicas) -> Array:
 
 @settings(max_examples=150, deadline=None)
 @given(shares())
-def test_quotas_are_those_of_the_twin(case: tuple[Instance, Replicas]) -> None:
+def test_quotas_are_those_of_the_reference(case: tuple[Instance, Replicas]) -> None:
     instance, replicas = case
-    expected = twins.split_tokens(instance.counts_RE, instance.home_E, instance.per_node, replicas)
+    expected = reference.split_tokens(instance.counts_RE, instance.home_E, instance.per_node, replicas)
     assert np.array_equal(split(instance, replicas), expected)
 
 

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 
-from helpers import planner_twins as twins
+from helpers import planner_reference as reference
 from helpers.planner_steps import Step, free_replicas, skewed_trace, steady_step, steps
 from trimtab import ClusterSpec, Placement, RoutingTrace
 from trimtab.array_type import Array
@@ -41,7 +41,7 @@ def test_every_group_gets_a_valid_plan_for_its_sequences(step: Step) -> None:
 def test_every_token_is_computed_once_and_no_rank_is_busier_than_without_replicas(step: Step) -> None:
     schedule, _, plans = step.plan()
     for plan, workload in zip(plans, step.workloads(schedule), strict=True):
-        ways = twins.rows_by_way(plan, workload)
+        ways = reference.rows_by_way(plan, workload)
         assert min(ways.values()) >= 0
         loads_MLR, sent_MLR = np.zeros((2, *workload.token_counts_MLRE.shape[:3]), np.int64)
         for (m, layer, source, rank), rows in ways.items():
@@ -88,7 +88,7 @@ def test_budgets_mini_batches_and_the_number_of_micro_steps_are_those_of_packing
     )
     assert np.array_equal(schedule.mini_batch_of_micro_step, packed.mini_batch_of_micro_step)
     assert np.array_equal(schedule.mini_batch_of_micro_step[schedule.micro_step], step.mini_batch)
-    assert twins.by_place(schedule, lengths).max() <= step.token_budget
+    assert reference.by_place(schedule, lengths).max() <= step.token_budget
     assert schedule.num_ranks == step.cluster.ranks * step.groups
 
 
@@ -218,7 +218,7 @@ def test_micro_steps_stand_in_the_order_of_reuse() -> None:
     for seed in range(6):
         step = steady_step(seed, ranks=2, per_node=2, sequences=40)
         plan = replace(step, token_budget=int(step.trace.sequence_lengths.max())).plan().plans[0]
-        sets, batches = twins.replica_sets(plan), plan.mini_batch_of_micro_step
+        sets, batches = reference.replica_sets(plan), plan.mini_batch_of_micro_step
         assert len(sets) > 10
         for m in range(1, len(sets)):
             shared = [len(sets[m - 1] & sets[x]) for x in range(m, len(sets)) if batches[x] == batches[m]]
@@ -238,7 +238,7 @@ def test_all_levels_together_leave_little_imbalance() -> None:
         settings=PlanSettings(1.0, 8),
         cost=replace(CostModel.of(ClusterSpec(8, 4, 1), QWEN3_30B), row_s=1e-5),
     )
-    workload = twins.workload(sequences, schedule)
+    workload = reference.workload(sequences, schedule)
 
     def busiest_over_even(loads_MLR: Array) -> float:
         return float((loads_MLR.max(axis=2).sum() * 8) / loads_MLR.sum())

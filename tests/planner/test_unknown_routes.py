@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from helpers import planner_twins as twins
+from helpers import planner_reference as reference
 from helpers.random_plans import random_placement, random_schedule, random_trace
 from trimtab import ClusterSpec, Placement, Schedule, StepPlan, Workload
 from trimtab.planner import PlanSettings, plan_step
@@ -52,10 +52,10 @@ def test_expected_loads_are_in_proportion_and_sum_to_the_unknown_rows(
         exact = Fraction(int(workload.unknown_MLR[m, layer].sum()) * here, sum(weights_E))
         assert rows >= 0
         assert abs(rows - exact) < experts_per_rank
-    twin_MLR = np.zeros_like(expected_MLR)
-    for (m, layer, expert), rows in np.ndenumerate(twins.expected_experts(workload)):
-        twin_MLR[m, layer, placement.home[layer, expert]] += rows
-    assert np.array_equal(expected_MLR, twin_MLR)
+    reference_MLR = np.zeros_like(expected_MLR)
+    for (m, layer, expert), rows in np.ndenumerate(reference.expected_experts(workload)):
+        reference_MLR[m, layer, placement.home[layer, expert]] += rows
+    assert np.array_equal(expected_MLR, reference_MLR)
 
 
 @settings(max_examples=80, deadline=None)
@@ -65,7 +65,7 @@ def test_estimates_keep_every_sum(case: tuple[Workload, Schedule, Placement]) ->
     added_MLRE = workload.estimated_MLRE.astype(np.int64) - workload.token_counts_MLRE
     assert added_MLRE.min() >= 0
     assert np.array_equal(added_MLRE.sum(axis=3), workload.unknown_MLR)
-    assert np.array_equal(workload.estimated_MLRE, twins.estimated(workload))
+    assert np.array_equal(workload.estimated_MLRE, reference.estimated(workload))
     assert np.array_equal(
         Workload.known(added_MLRE).home_loads(placement.home), workload.expected_loads(placement.home)
     )

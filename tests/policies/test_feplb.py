@@ -1,4 +1,4 @@
-"""FEPLB: moves equal to a plain twin, published figures, and as a policy."""
+"""FEPLB: moves equal to a plain reference, published figures, and as a policy."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Homes by longest processing time: equal to a plain twin, balanced, and with few moves."""
+"""Homes by longest processing time: equal to a plain reference, balanced, and with few moves."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""UltraEP: quotas equal to a plain twin, published figures, and as a policy."""
+"""UltraEP: quotas equal to a plain reference, published figures, and as a policy."""
 
 from __future__ import annotations
 

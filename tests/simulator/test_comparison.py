@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 import numpy as np
 import pytest
 
-from helpers.simulator_twin import flows_of
+from helpers.simulator_reference import flows_of
 from trimtab import ClusterSpec, InputError, Placement, RoutingTrace, StepPlan
 from trimtab.array_type import Array
 from trimtab.cluster import ModelSpec

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from helpers.simulator_twin import Lane
+from helpers.simulator_reference import Lane
 from trimtab.simulator.links import FAR_IN, FAR_OUT, GRADIENTS, HOST_IN, NEAR_IN, NEAR_OUT, idle_links, occupy, serve
 
 SECONDS = st.one_of(st.just(0.0), st.floats(0.01, 20))

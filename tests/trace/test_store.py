@@ -71,8 +71,8 @@ def rewritten(file: Path, header: dict[str, Any] | None = None, **columns: list[
         place = table.column_names.index(name)
         field = table.schema.field(name)
         table = table.set_column(place, field, pa.array(values, field.type))
-    said = json.loads(table.schema.metadata[b"trimtab"]) | (header or {})
-    pq.write_table(table.replace_schema_metadata({"trimtab": json.dumps(said)}), file)
+    metadata = json.loads(table.schema.metadata[b"trimtab"]) | (header or {})
+    pq.write_table(table.replace_schema_metadata({"trimtab": json.dumps(metadata)}), file)
 
 
 TOKEN = bytes([0, 1, 1, 1] * 3)  # experts 0 to 3 in each of three layers

@@ -90,8 +90,8 @@ def test_quoted_text_is_short_and_one_line(tmp_path: Path) -> None:
 
 def test_options_override_the_metadata_of_arrays(tmp_path: Path) -> None:
     (tmp_path / "a.npz").write_bytes(DUMPS["arrays:npz"].content)
-    for said, experts in ((ImportOptions(), NUM_EXPERTS), (ImportOptions(200), 200)):
-        (part,) = import_files([tmp_path / "a.npz"], "arrays", said, Summary())
+    for options, experts in ((ImportOptions(), NUM_EXPERTS), (ImportOptions(200), 200)):
+        (part,) = import_files([tmp_path / "a.npz"], "arrays", options, Summary())
         assert part.num_experts == experts
 
 

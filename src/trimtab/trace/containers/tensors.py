@@ -102,7 +102,7 @@ class Storage:
 
 
 def stored(content: memoryview) -> Callable[[], memoryview]:
-    """The `fetch` of a storage whose content is at hand."""
+    """Returns a `fetch` for a storage whose content is in memory."""
     return lambda: content
 
 

@@ -14,7 +14,7 @@ from itertools import pairwise
 
 import numpy as np
 
-from helpers import planner_twins as twins
+from helpers import planner_reference as reference
 from trimtab import ClusterSpec, Placement, StepPlan, Workload
 from trimtab.array_type import Array
 from trimtab.cluster.operations import OperationCosts
@@ -204,7 +204,7 @@ class Shown:
 
 
 @dataclass
-class TwinStep:
+class ReferenceStep:
     """A simulated step. `ambiguous` if two ranks came last in a meeting, with other parts each."""
 
     seconds: float = 0.0
@@ -228,9 +228,9 @@ class Simulation:
         self.lanes: dict[tuple[str, int, int], Lane] = defaultdict(Lane)
         self.calls: dict[tuple[str, int, int], list[tuple[float, float]]] = defaultdict(list)
         self.home_by: dict[tuple[int, int], float] = defaultdict(float)
-        self.result = TwinStep()
+        self.result = ReferenceStep()
         self.is_shown = False
-        rows_MLRE = twins.estimated(workload)
+        rows_MLRE = reference.estimated(workload)
         self.needs = {
             (m, layer): needs_of(plan, rows_MLRE[m, layer], costs, m, layer, hops=traits.hops, even=traits.ideal)
             for m in range(plan.num_micro_steps)
@@ -380,7 +380,7 @@ class Simulation:
             found += [[(batch, g, m, last[g] == m) for g, m in row] for row in mine]
         return found
 
-    def run(self) -> TwinStep:
+    def run(self) -> ReferenceStep:
         costs, traits = self.costs, self.traits
         instances = self.plan.num_micro_steps * self.plan.num_layers
         one = (traits.published_us or traits.planning_us_per_rank * self.cluster.ranks) / 1e6
@@ -595,10 +595,10 @@ class Simulation:
         return max(busy.values(), default=0.0)
 
 
-def simulate_twin(
+def simulate_reference(
     plan: StepPlan, workload: Workload, lengths: Array, costs: OperationCosts, cluster: ClusterSpec, traits: Traits,
     *, before: Placement | None = None, settings: StepSettings | None = None, show: int | None = None,
-) -> TwinStep:  # fmt: skip
+) -> ReferenceStep:  # fmt: skip
     """As `trimtab.simulator.step.simulate_step`."""
     chosen = settings or StepSettings()
     return Simulation(plan, workload, np.asarray(lengths), costs, cluster, traits, chosen, before, show).run()

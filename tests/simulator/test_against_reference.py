@@ -1,4 +1,4 @@
-"""The simulator equals a plain twin: work, step time, its parts and every operation."""
+"""The simulator equals a plain reference: work, step time, its parts and every operation."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from helpers import planner_twins as twins
+from helpers import planner_reference as reference
 from helpers.simulated_steps import Case, cases
-from helpers.simulator_twin import Shown, needs_of
+from helpers.simulator_reference import Shown, needs_of
 from trimtab.simulator.recorded_operations import KINDS, LANES, Operations
 from trimtab.simulator.work import rank_work
 
@@ -22,7 +22,7 @@ EXACT = 1e-9
 @given(cases(), st.sampled_from([1, 2]), st.booleans())
 def test_work_equals_that_of_a_plain_count(case: Case, hops: int, even: bool) -> None:
     work = rank_work(case.plan, case.workload, case.costs, hops=hops, even=even)
-    rows_MLRE = twins.estimated(case.workload)
+    rows_MLRE = reference.estimated(case.workload)
     for m, layer in np.ndindex(case.plan.num_micro_steps, case.plan.num_layers):
         needs = needs_of(case.plan, rows_MLRE[m, layer], case.costs, m, layer, hops=hops, even=even)
         for name in ("experts", "moved", "near", "far", "hop"):
@@ -35,9 +35,9 @@ def test_work_equals_that_of_a_plain_count(case: Case, hops: int, even: bool) ->
 
 @settings(max_examples=400, deadline=None)
 @given(cases(), st.data())
-def test_time_parts_and_operations_equal_those_of_the_twin(case: Case, data: st.DataObject) -> None:
+def test_time_parts_and_operations_equal_those_of_the_reference(case: Case, data: st.DataObject) -> None:
     show = data.draw(st.integers(0, case.plan.num_micro_steps - 1))
-    found, expected = case.run(show), case.twin(show)
+    found, expected = case.run(show), case.reference(show)
     np.testing.assert_allclose(found.step_time_s, expected.seconds, rtol=EXACT)
     if not expected.ambiguous:
         assert list(found.parts_s) == list(expected.parts)
