@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from helpers.policies import (
     Step,
@@ -150,3 +151,10 @@ def test_two_copies_on_a_rank_are_one_replica_with_two_shares() -> None:
     replicas_P2, quotas_PR = split_equally(np.array([[9], [6]]), np.array([0]), np.array([[1], [2]]), 2)
     assert replicas_P2.tolist() == [[0, 1]]
     assert quotas_PR.tolist() == [[6, 4]]
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(st.integers(0, 4), min_size=1, max_size=40))
+def test_items_are_packed_by_descending_weight_and_then_by_index(weights: list[int]) -> None:
+    weight_N = np.array(weights, np.float32)
+    np.testing.assert_array_equal(packing._heaviest_first(weight_N), np.argsort(-weight_N, kind="stable"))
