@@ -190,7 +190,8 @@ def _run_rank(
     log_level: int,
 ) -> None:
     if log_level:
-        show_messages(log_level)
+        # Notes of the first rank stand for all.
+        show_messages(log_level if rank == 0 else max(log_level, logging.WARNING))
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     threading.Thread(target=_exit_when_launcher_ends, args=(launcher,), daemon=True).start()
     try:
