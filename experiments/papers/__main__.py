@@ -7,7 +7,8 @@ import sys
 from functools import partial
 from pathlib import Path
 
-from experiments.papers.page import print_figures, read_figures, read_page, write_page
+from experiments.page_tables import read_page, replace_tables
+from experiments.papers.page import blocks, print_figures, read_figures
 from experiments.papers.published import ROWS
 from experiments.papers.reproduce import run_papers
 from trimtab.cli.main import run
@@ -54,7 +55,7 @@ def _run(options: argparse.Namespace) -> None:
         figures = run_papers(**given(options, run_papers))
     print_figures(figures, write_figures(options, figures))
     if options.page:
-        write_page(figures, options.page)
+        replace_tables(blocks(figures), options.page)
 
 
 if __name__ == "__main__":

@@ -3,21 +3,18 @@
 from __future__ import annotations
 
 import json
-import re
 import statistics
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 
+from experiments.page_tables import markdown_table
 from trimtab.errors import InputError
-from trimtab.files import write_atomically
 
 SCHEMA = "trimtab-bench-papers-1"
 SET_UPS = "set-ups"
-_BLOCK = re.compile(r"<!-- figures: (?P<name>[a-z-]+) -->\n(?P<body>.*?)<!-- end -->", re.DOTALL)
 
 
 def read_figures(path: Path) -> dict[str, Any]:
@@ -33,40 +30,11 @@ def read_figures(path: Path) -> dict[str, Any]:
     return figures
 
 
-def read_page(path: Path) -> str:
-    """Text of a page with places for tables. Raises InputError if there is no such file."""
-    if not path.is_file():
-        raise InputError(f"{path}: no such file; the page should be there, with a place for each table")
-    return path.read_text(encoding="utf-8")
-
-
-def write_page(figures: dict[str, Any], path: Path) -> None:
-    """Replace the tables of a page, each between `<!-- figures: ROW -->` and `<!-- end -->`.
-
-    Raises:
-        InputError: if there is no such page, or it has no place for a row.
-    """
-    page, tables = read_page(path), blocks(figures)
-    missing = tables.keys() - blocks_of_page(page).keys()
-    if missing:
-        raise InputError(f"{path}: there is no '<!-- figures: {min(missing)} -->', with '<!-- end -->' after it")
-
-    def replaced(match: re.Match[str]) -> str:
-        name = match["name"]
-        return f"<!-- figures: {name} -->\n{tables[name]}\n<!-- end -->" if name in tables else match[0]
-
-    write_atomically(path, _BLOCK.sub(replaced, page))
-
-
-def blocks_of_page(page: str) -> dict[str, str]:
-    """The tables of a page, by row."""
-    return {match["name"]: match["body"].strip() for match in _BLOCK.finditer(page)}
-
-
 def blocks(figures: dict[str, Any]) -> dict[str, str]:
     """Tables in Markdown, by row, and one of all set-ups."""
     rows = figures["rows"]
-    return {SET_UPS: _markdown(*_set_ups(rows))} | {name: _markdown(*_figures(row)) for name, row in rows.items()}
+    tables = {name: markdown_table(*_figures(row)) for name, row in rows.items()}
+    return {SET_UPS: markdown_table(*_set_ups(rows))} | tables
 
 
 def print_figures(figures: dict[str, Any], console: Console) -> None:
@@ -122,8 +90,3 @@ def _set_ups(rows: dict[str, Any]) -> tuple[list[str], list[list[str]]]:
             body.append([text.format_map(set_up | first) for text in columns.values()])
             first = {"name": "", "takes": ""}
     return list(columns), body
-
-
-def _markdown(header: Sequence[str], body: Sequence[Sequence[str]]) -> str:
-    lines = [header, ["---", *["---:"] * (len(header) - 1)], *body]
-    return "\n".join("| " + " | ".join(cells) + " |" for cells in lines)

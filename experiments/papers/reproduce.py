@@ -28,7 +28,9 @@ STEPS = 3
 
 
 def run_papers(
-    rows: Sequence[Row], presets: Sequence[str] = ("rl-math", "rl-mixed"), seeds: Sequence[int] = (0, 1, 2)
+    rows: Sequence[Row],
+    presets: Sequence[str] = ("qwen3-30b-math", "qwen3-30b-mixed"),
+    seeds: Sequence[int] = (0, 1, 2),
 ) -> dict[str, Any]:
     """All figures of some rows, by set-up, preset and seed, as `--json` writes them."""
     with Progress(transient=True) as progress:

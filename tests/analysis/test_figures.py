@@ -334,7 +334,13 @@ def test_expert_seconds_equal_the_simulators() -> None:
 
 def test_the_estimate_is_within_5_percent_of_the_simulator(tmp_path: Path) -> None:
     trace = synthesize_preset(
-        PRESETS["rl-mixed"], num_sequences=128, mean_length=256, max_length=512, num_layers=2, num_experts=128, top_k=8
+        PRESETS["qwen3-30b-mixed"],
+        num_sequences=128,
+        mean_length=256,
+        max_length=512,
+        num_layers=2,
+        num_experts=128,
+        top_k=8,
     )
     write_trace(trace, tmp_path / "t.parquet")
     model = load_model("qwen3-30b-a3b")

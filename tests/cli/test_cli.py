@@ -51,9 +51,9 @@ def test_trace_info(trace_file: Path, tmp_path: Path, capsys: pytest.CaptureFixt
 def test_trace_synth_writes_a_readable_trace(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "new" / "math.parquet"
     sizes = ["--sequences", "40", "--mean-length", "100", "--layers", "2", "--experts", "64", "--steps", "2"]
-    assert main(["trace", "synth", "rl-math", "-o", str(path), *sizes]) == 0
+    assert main(["trace", "synth", "qwen3-30b-math", "-o", str(path), *sizes]) == 0
     printed = capsys.readouterr().out
-    assert "synthetic rl-math: 2 MoE layers, 64 experts, top-8" in printed
+    assert "synthetic qwen3-30b-math: 2 MoE layers, 64 experts, top-8" in printed
     assert "80 of " in printed
     trace = read_trace(path)
     assert trace.steps.tolist() == [0] * 40 + [1] * 40
@@ -100,7 +100,7 @@ def test_plan_of_even_routing_has_no_replicas(tmp_path: Path) -> None:
 
 def test_bench_planner(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = ["--json", str(tmp_path / "bench.json"), "--frontier", str(tmp_path / "frontier.svg")]
-    size = ["--sizes", "4/32", "--preset", "rl-math", "--slots", "1", "--layers", "1"]
+    size = ["--sizes", "4/32", "--preset", "qwen3-30b-math", "--slots", "1", "--layers", "1"]
     assert main(["bench", "planner", *size, "--policy", "static", "llep", "trimtab", "balanced", *out]) == 0
     assert "equal terms" in capsys.readouterr().out
     figures = json.loads((tmp_path / "bench.json").read_text())
@@ -172,7 +172,7 @@ def expect_input_error(arguments: list[str], message: str, capsys: pytest.Captur
     ("arguments", "message"),
     [
         (["trace", "info", "absent.parquet"], "absent.parquet: no such file"),
-        (["trace", "synth", "magic", "-o", "{folder}/new"], "unknown preset magic; use one of rl-math,"),
+        (["trace", "synth", "magic", "-o", "{folder}/new"], "unknown preset magic; use one of qwen3-30b-math,"),
         (["trace", "synth", "spike"], "the following arguments are required: -o"),
         (["trace", "synth", "spike", "-o", "{folder}"], ": a folder; name the file to write"),
         (["trace", "synth", "spike", "-o", "{trace}/new"], "trace.parquet is not a folder that can be written to"),
@@ -285,7 +285,7 @@ def test_full_disk_is_one_line_and_leaves_no_file(tmp_path: Path, capsys: pytest
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (1000, hard))
     try:
-        status = main(["trace", "synth", "rl-mixed", "--sequences", "8", "-o", str(tmp_path / "trace.parquet")])
+        status = main(["trace", "synth", "qwen3-30b-mixed", "--sequences", "8", "-o", str(tmp_path / "trace.parquet")])
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     assert status == 2

@@ -153,7 +153,10 @@ def error_of(words: list[str], capsys: pytest.CaptureFixture[str]) -> str:
         (["plan", "t", "--rank", "8"], "unknown option --rank; did you mean --ranks? (see trimtab plan --help)"),
         (["plan", "--step=3", "-rank=8"], "unknown option -rank; did you mean --ranks? (see trimtab plan --help)"),
         (["plan", "t", "--ranks", "8", "--policy", "trimtb"], "unknown --policy trimtb; did you mean trimtab?"),
-        (["bench", "planner", "--presets", "rl-mxed"], "unknown --preset rl-mxed; did you mean rl-mixed?"),
+        (
+            ["bench", "planner", "--presets", "qwen3-30b-mxed"],
+            "unknown --preset qwen3-30b-mxed; did you mean qwen3-30b-mixed?",
+        ),
         (["simulate", "t", "--cluster", "h100x9"], "unknown cluster h100x9; did you mean h100x8?"),
         (["analyze", "t", "--model", "kimi-k3"], "unknown model kimi-k3; did you mean kimi-k2?"),
         (["--jsn", "plan"], "trimtab: unknown option --jsn (see trimtab --help)"),

@@ -19,8 +19,8 @@ from trimtab.trace.formats.records import ImportOptions
 @pytest.fixture
 def trace(tmp_path: Path) -> RoutingTrace:
     made = synthesize_preset(
-        PRESETS["rl-math"], num_sequences=20, mean_length=20, max_length=40, num_layers=3, num_experts=16, top_k=4,
-        num_steps=2, seed=0,
+        PRESETS["qwen3-30b-math"], num_sequences=20, mean_length=20, max_length=40, num_layers=3, num_experts=16,
+        top_k=4, num_steps=2, seed=0,
     )  # fmt: skip
     # MoE layers 1, 2 and 4 of a model with five.
     moved = RoutingTrace.from_sequences(

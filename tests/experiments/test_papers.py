@@ -11,9 +11,10 @@ from typing import Any
 import numpy as np
 import pytest
 
+from experiments.page_tables import replace_tables, tables_of_page
 from experiments.papers.__main__ import main
 from experiments.papers.measures import Case, lost_in_layers, of_balanced, rows, speedup, straggler_cut
-from experiments.papers.page import blocks, blocks_of_page, read_figures, write_page
+from experiments.papers.page import blocks, read_figures
 from experiments.papers.published import ROWS, VARIANTS, Figure, Row, SetUp
 from experiments.papers.reproduce import run_papers
 from trimtab.errors import InputError
@@ -61,26 +62,26 @@ def test_measures_of_hand_made_steps() -> None:
 def test_a_tiny_run_gives_the_same_figures_twice() -> None:
     row = next(row for row in ROWS if row.name == "relibra")
     tiny = replace(row, set_ups=(TINY, replace(TINY, equal_terms=True)))
-    figures, again = (run_papers([tiny], ["rl-math"], [0, 1]) for _ in range(2))
+    figures, again = (run_papers([tiny], ["qwen3-30b-math"], [0, 1]) for _ in range(2))
     for each in (figures, again):
         each["rows"]["relibra"].pop("seconds")
     assert json.dumps(figures) == json.dumps(again)
     own, equal = figures["rows"]["relibra"]["set_ups"]
-    values = {figure["title"]: figure["values"]["rl-math"] for figure in own["figures"]}
+    values = {figure["title"]: figure["values"]["qwen3-30b-math"] for figure in own["figures"]}
     assert all(len(by_seed) == 2 for by_seed in values.values())
     assert all(0.5 < value <= 1.01 for value in values["relibra of balanced"])
     assert all(1.0 <= value < 4.0 for value in values["max/mean, static"])
     # On equal terms homes are given: reordering alone is static expert parallelism with some planning time.
     (alone,) = (f["values"] for f in equal["figures"] if f["title"] == "reordering alone over static")
-    assert all(0.99 < value <= 1.0 for value in alone["rl-math"])
+    assert all(0.99 < value <= 1.0 for value in alone["qwen3-30b-math"])
 
 
 def test_packing_does_not_make_routepack_slower_than_placement_alone() -> None:
     figures = (Figure("of placement", speedup("routepack", "routepack, placement")),)
     names = ("routepack, placement", "routepack")
-    tiny = run_papers([Row("routepack", "", names, figures, (TINY,))], ["rl-math"], [0])
+    tiny = run_papers([Row("routepack", "", names, figures, (TINY,))], ["qwen3-30b-math"], [0])
     ((figure,),) = (set_up["figures"] for set_up in tiny["rows"]["routepack"]["set_ups"])
-    assert figure["values"]["rl-math"][0] > 0.99
+    assert figure["values"]["qwen3-30b-math"][0] > 0.99
 
 
 def test_every_row_can_be_computed() -> None:
@@ -102,7 +103,7 @@ def test_the_page_shows_the_stored_figures() -> None:
     figures = read_figures(DOCS / "benchmarks" / "papers.json")
     assert list(figures["rows"]) == [row.name for row in ROWS]
     page = (DOCS / "reproduction.md").read_text(encoding="utf-8")
-    assert blocks_of_page(page) == blocks(figures)
+    assert tables_of_page(page) == blocks(figures)
     for row in ROWS:
         assert f"python -m experiments.papers --rows {row.name}\n" in page
 
@@ -117,7 +118,7 @@ def test_stored_figures_have_the_present_set_ups() -> None:
 
 
 def _figures(value: float) -> dict[str, Any]:
-    figure = {"title": "a over b", "published": "1.5x", "style": "x", "values": {"rl-math": [value, 2.0]}}
+    figure = {"title": "a over b", "published": "1.5x", "style": "x", "values": {"qwen3-30b-math": [value, 2.0]}}
     set_up = {
         "title": "m, EP 4", "ranks_per_node": 4, "cluster": "h100x8", "micro_steps": 2, "tokens": 4096, "sequences": 8,
         "mean_length": 64, "longest": 128, "layers": 2, "slots": 2, "figures": [figure],
@@ -141,10 +142,10 @@ def test_tables_replace_those_of_the_page(tmp_path: Path) -> None:
 def test_wrong_files_are_refused(tmp_path: Path) -> None:
     page = tmp_path / "page.md"
     with pytest.raises(InputError, match="no such file"):
-        write_page(_figures(1.0), page)
+        replace_tables(blocks(_figures(1.0)), page)
     page.write_text("nothing here")
     with pytest.raises(InputError, match="'<!-- figures: set-ups -->'"):
-        write_page(_figures(1.0), page)
+        replace_tables(blocks(_figures(1.0)), page)
     assert page.read_text() == "nothing here"
     for content in ("{}", "[", "[]"):
         page.write_text(content)

@@ -100,7 +100,7 @@ def some_report(
         title=title,
         answer="Trimtab makes this step 1.70 times as fast as static expert parallelism, and reaches 97.3% of a "
         "perfectly balanced run.",
-        facts=(("trace", "rl-mixed, seed 0"), ("model", "Qwen3-30B-A3B"), ("cluster", f"h100x8, {ranks} ranks")),
+        facts=(("trace", "qwen3-30b-mixed, seed 0"), ("model", "Qwen3-30B-A3B"), ("cluster", f"h100x8, {ranks} ranks")),
         policies=some_policies(),
         layer_names=tuple(str(layer) for layer in range(layers)),
         before=LoadMap("static", before),

@@ -52,8 +52,8 @@ def test_every_expert_is_there(seed: int, ranks: int, nodes: int, redundant: int
 
 def test_parts_of_a_trace(tmp_path: Path) -> None:
     trace = synthesize_preset(
-        PRESETS["rl-math"], num_sequences=40, mean_length=30, max_length=60, num_layers=2, num_experts=16, top_k=4,
-        num_steps=1, seed=0,
+        PRESETS["qwen3-30b-math"], num_sequences=40, mean_length=30, max_length=60, num_layers=2, num_experts=16,
+        top_k=4, num_steps=1, seed=0,
     )  # fmt: skip
     write_trace(trace, tmp_path / "a.parquet")
     counts_MLE = count_parts(TraceReader(tmp_path / "a.parquet"), 4)

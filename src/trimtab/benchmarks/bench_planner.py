@@ -34,7 +34,7 @@ class PlannerBenchmark:
     """
 
     sizes: tuple[tuple[int, int], ...] = ((8, 128), (16, 128), (32, 128), (64, 256))
-    presets: tuple[str, ...] = ("rl-math", "rl-mixed")
+    presets: tuple[str, ...] = ("qwen3-30b-math", "qwen3-30b-mixed")
     slots: tuple[int, ...] = (1, 2)
     policies: tuple[str, ...] = tuple(POLICIES)
     layers: int = 8

@@ -72,7 +72,7 @@ def _draw(size: StepSize, preset: str, seed: int, *, share: float = 1.0) -> Rout
 
 def _plan(path: Path, size: StepSize, threads: int) -> dict[str, Any]:
     small = StepSize(16, size.experts, size.layers)
-    _time(_draw(small, "rl-mixed", 0, share=0.1), small, threads)  # compiles kernels
+    _time(_draw(small, "qwen3-30b-mixed", 0, share=0.1), small, threads)  # compiles kernels
     trace = read_trace(path)
     before = _peak_bytes()
     counting_s, planning_s, plan = _time(trace, size, threads)

@@ -21,7 +21,7 @@ from trimtab.array_type import Array
 from trimtab.benchmarks.figure_table import Columns, figure_table, named_rows, scaled
 from trimtab.trace import PRESETS, RoutingTrace, synthesize_preset
 
-PRESET, LAYERS, EXPERTS, TOP_K = "rl-mixed", 48, 128, 8
+PRESET, LAYERS, EXPERTS, TOP_K = "qwen3-30b-mixed", 48, 128, 8
 MEAN_LENGTH, LONGEST, STEPS = 1024, 4096, 4
 
 

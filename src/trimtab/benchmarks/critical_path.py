@@ -19,7 +19,7 @@ from trimtab.runtime import RowGroups
 from trimtab.runtime.rows.instance_replicas import InstanceReplicas
 from trimtab.trace import PRESETS, synthesize_preset
 
-PRESET = "rl-math"
+PRESET = "qwen3-30b-math"
 LAYERS = 4
 SLOTS = 2
 SEED = 0

@@ -47,7 +47,7 @@ def add(commands: Any) -> None:
         help="balance, bytes, gap to the bound and planning time of every balancer",
         description="Plan synthetic steps with every balancer, on its own recipe and on equal terms (same homes, "
         "schedule and slots), and compare the plans with LP bounds.",
-        examples=["trimtab bench planner --sizes 8/128 --preset rl-mixed --json out/bench-planner.json"],
+        examples=["trimtab bench planner --sizes 8/128 --preset qwen3-30b-mixed --json out/bench-planner.json"],
     )
     option = partial(add_options, planner, of=PlannerBenchmark)
     sizes = [f"{ranks}/{experts}" for ranks, experts in PlannerBenchmark.sizes]
@@ -65,7 +65,7 @@ def add(commands: Any) -> None:
         "experts, and 1,024 of both, with fewer layers.",
         examples=["trimtab bench step --json out/bench-step.json"],
     )
-    add_options(step, "--preset", choices=tuple(PRESETS), default="rl-mixed")
+    add_options(step, "--preset", choices=tuple(PRESETS), default="qwen3-30b-mixed")
     add_options(step, "--largest", type=positive, default=1024, help="ranks of the largest size to run")
     add_options(step, "--threads", type=positive, default=1, help="layers planned at a time")
     add_options(step, "--seed", default=0)

@@ -87,7 +87,10 @@ def _parse(arguments: list[str], asked: str) -> argparse.Namespace:
     parser = Parser(
         prog="trimtab",
         description="Load balancing for Mixture-of-Experts models in RL post-training, planned from known routing.",
-        examples=["trimtab trace synth rl-mixed -o out/mixed.parquet", "trimtab analyze out/mixed.parquet --ranks 16"],
+        examples=[
+            "trimtab trace synth qwen3-30b-mixed -o out/mixed.parquet",
+            "trimtab analyze out/mixed.parquet --ranks 16",
+        ],
     )
     parser.add_argument("--version", action="version", version=f"trimtab {__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")

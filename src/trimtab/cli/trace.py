@@ -38,9 +38,9 @@ def add(commands: Any) -> None:
     synth = actions.add_parser(
         "synth",
         help="make a synthetic trace with realistic skew",
-        description="Make a synthetic routing trace. Presets: rl-math (two close subjects, strong skew), rl-mixed "
-        "(four subjects), spike (rl-mixed, but some blocks of sequences go to 1, 4 or 16 experts), uniform (no skew).",
-        examples=["trimtab trace synth rl-math -o out/rl-math.parquet --sequences 512 --experts 256"],
+        description="Make a synthetic routing trace. Presets are named after the model and the kind of text whose "
+        "published skew they match (docs/presets.md); spike and uniform are test cases: hot spots, and no skew.",
+        examples=["trimtab trace synth qwen3-30b-math -o out/math.parquet --sequences 512"],
     )
     synth.add_argument("preset", choices=tuple(PRESETS), metavar="PRESET", help=", ".join(PRESETS))
     add_output(synth, "the trace (.parquet)")
@@ -49,8 +49,8 @@ def add(commands: Any) -> None:
     option("--mean-length", type=positive, default=512, help="mean tokens of a sequence")
     option("--max-length", type=positive, unset="twice the mean", help="most tokens of a sequence")
     option("--layers", dest="num_layers", default=8)
-    option("--experts", dest="num_experts", type=positive, default=128, help="experts of a layer")
-    option("--top-k", default=8)
+    option("--experts", dest="num_experts", type=positive, unset="those of the model", help="experts of a layer")
+    option("--top-k", unset="that of the model")
     option("--steps", dest="num_steps", type=positive, default=1)
     option("--seed", default=0)
     synth.set_defaults(run=run_synth)
@@ -83,13 +83,14 @@ def run_info(options: argparse.Namespace) -> None:
 def run_synth(options: argparse.Namespace) -> None:
     if options.max_length is None:
         options.max_length = 2 * options.mean_length
+    options.preset = PRESETS[options.preset]
+    num_experts, top_k = options.num_experts or options.preset.num_experts, options.top_k or options.preset.top_k
     tokens = options.num_sequences * options.num_steps * options.mean_length
-    needed = tokens * options.num_layers * options.top_k * id_dtype(options.num_experts).itemsize
+    needed = tokens * options.num_layers * top_k * id_dtype(num_experts).itemsize
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     if needed > memory:
         raise InputError(
             f"{tokens:,} tokens need {needed / 1e9:,.0f} GB of expert ids; this machine has {memory / 1e9:,.0f} GB"
         )
-    options.preset = PRESETS[options.preset]
     write_trace(synthesize_preset(**given(options, synthesize_preset)), options.output)
     Console(highlight=False).print(trace_facts(TraceReader(options.output)))

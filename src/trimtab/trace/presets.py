@@ -32,12 +32,13 @@ class SkewPreset:
 
     Attributes:
         name: the trace's `model`.
+        num_experts: routed experts of a layer, of the model that the preset is named after.
+        top_k: experts that a token uses, of that model.
+        moe_layers: layers with experts, of that model.
         zipf: least and greatest z. The layers cover the range evenly, in random order.
         domains: number of kinds of prompts. Each sequence belongs to one, all equally likely.
         closeness: correlation of two domains in what is hot, 0 to 1.
-        clustering: correlation within an eighth of the expert ids in what is hot, 0 to 1. Without it the experts of
-            a rank average out: with z of 0.30 to 0.95 the busiest of 8 ranks has 1.5 times the mean load at most,
-            averaged over layers.
+        clustering: correlation within an eighth of the expert ids in what is hot, 0 to 1.
         deviation: standard deviation of the logarithm of a sequence's factors.
         drift: standard deviation of what a step adds to a domain's normal numbers, whose own deviation is 1.
         spikes: for each of as many equal blocks as there are entries, consecutive in a step's sequences: the number of
@@ -45,6 +46,9 @@ class SkewPreset:
     """
 
     name: str
+    num_experts: int = 128
+    top_k: int = 8
+    moe_layers: int = 48
     zipf: tuple[float, float] = (0.0, 0.0)
     domains: int = 1
     closeness: float = 1.0
@@ -54,42 +58,37 @@ class SkewPreset:
     spikes: tuple[int, ...] = ()
 
 
-_RL_MATH = SkewPreset(
-    "rl-math", zipf=(0.30, 0.95), domains=2, closeness=0.85, clustering=0.7, deviation=1.2, drift=0.05
+_MATH = SkewPreset(
+    "qwen3-30b-math", zipf=(0.30, 0.85), domains=2, closeness=0.85, clustering=0.1, deviation=0.95, drift=0.1
 )
-_RL_MIXED = replace(_RL_MATH, name="rl-mixed", domains=4, closeness=0.35)
-_SPIKE = replace(_RL_MIXED, name="spike", spikes=(0, 1, 0, 4, 0, 16, 0, 0))
+_MIXED = replace(_MATH, name="qwen3-30b-mixed", domains=8, closeness=0.2)
+_TEXT = replace(_MATH, domains=4, closeness=0.35)
 
-PRESETS = {preset.name: preset for preset in (_RL_MATH, _RL_MIXED, _SPIKE, SkewPreset("uniform"))}
-"""Skew by name.
+_PRESETS = (
+    _MATH,
+    _MIXED,
+    replace(_MATH, name="glm-4.7-flash-math", num_experts=64, top_k=4, moe_layers=46, clustering=0.25),
+    replace(_MATH, name="gpt-oss-20b-reasoning", num_experts=32, top_k=4, moe_layers=24, zipf=(0.95, 1.15)),
+    replace(_TEXT, name="qwen3.5-35b-text", num_experts=256, moe_layers=40, zipf=(0.35, 0.75)),
+    replace(_TEXT, name="nemotron-3-nano-text", top_k=6, moe_layers=23, zipf=(0.15, 0.55)),
+    replace(_TEXT, name="deepseek-moe-16b-text", num_experts=64, top_k=6, moe_layers=27, zipf=(0.1, 0.5)),
+    replace(
+        _MATH, name="mixtral-8x7b-text", num_experts=8, top_k=2, moe_layers=32, zipf=(0.9, 1.4), domains=1, drift=0.6
+    ),
+    replace(_MIXED, name="spike", spikes=(0, 1, 0, 4, 0, 16, 0, 0)),
+    SkewPreset("uniform"),
+)
+PRESETS = {preset.name: preset for preset in _PRESETS}
+"""Skew by name. Presets are named after the model and the kind of text whose published skew they match.
 
-* rl-math: two close subjects. rl-mixed: four subjects of the same model.
-* spike: rl-mixed, but of the eighths of a step's sequences the second, fourth and sixth go to 1, 4 and 16 experts.
+`docs/presets.md` compares each with its published figures; `python -m experiments.presets` measures them again.
+
+* qwen3-30b-math: two close subjects. qwen3-30b-mixed: eight subjects of the same model.
+* glm-4.7-flash-math, gpt-oss-20b-reasoning: steeper models on two close subjects.
+* qwen3.5-35b-text, nemotron-3-nano-text, deepseek-moe-16b-text, mixtral-8x7b-text: general text.
+* spike: qwen3-30b-mixed, but of the eighths of a step's sequences the second, fourth and sixth go to 1, 4 and 16
+  experts. A stress test, not a model.
 * uniform: no skew but chance.
-
-max/mean rank load of instances, over seeds 0 to 4, with 8 layers, top-8, experts at home in the order of their ids,
-and 8 micro-steps of about 4,096 tokens (8 sequences) a rank, packed by length:
-
-| preset   | 8 ranks, 128 experts: mean by seed, all | 64 ranks, 256 experts: mean by seed, all |
-|----------|-----------------------------------------|------------------------------------------|
-| rl-math  | 1.79 to 2.26, 1.24 to 3.53              | 3.28 to 3.86, 1.74 to 7.92               |
-| rl-mixed | 1.53 to 1.74, 1.12 to 2.93              | 2.37 to 2.69, 1.46 to 5.77               |
-| uniform  | 1.01, 1.00 to 1.02                      | 1.01, 1.01 to 1.03                       |
-
-Published figures close to those of rl-math:
-
-* Zipf exponents of 0.30 to 0.95 by layer: the preset has these values. Since sequences and domains differ, a whole
-  trace shows less, 0.25 to 0.77 (fitted to the busier half of its experts).
-* At 8 ranks one rank holds 30 to 35% of the rows (gpt-oss-20b on maths): here 17 to 39%, by layer.
-* Instances of 1.30 to 4.01 before balancing (UltraEP, 40 and 64 ranks): here 70% of them at 64 ranks; the rest, in the
-  steepest layers, are beyond.
-* Data of one domain stays skewed however many sequences are averaged: here a step is as skewed as its micro-steps.
-
-A published figure that contradicts these: the busier half of the experts getting 53 to 56% of the tokens in the average
-layer, 60 to 65% in the worst (Qwen3-30B-A3B). Under a Zipf popularity that half gets about 0.5 ** (1 - z), so the
-average layer would have a z of 0.09 to 0.16. Even if the 16 hottest of 128 experts shared a rank, it would have no more
-than 1.4 times the mean load. Here the busier half gets 60% in the flattest layer, 70% on average and 80% in the
-steepest.
 """
 
 
@@ -100,8 +99,8 @@ def synthesize_preset(
     mean_length: int,
     max_length: int,
     num_layers: int,
-    num_experts: int,
-    top_k: int,
+    num_experts: int | None = None,
+    top_k: int | None = None,
     num_steps: int = 1,
     seed: int = 0,
 ) -> RoutingTrace:
@@ -114,11 +113,14 @@ def synthesize_preset(
         num_sequences: sequences of each step.
         mean_length: mean tokens of a sequence, before clipping. Lengths are lognormal, clipped to 16 tokens (or the
             mean, if that is less) and `max_length`. About 15% of a sequence, but at least one token, is prompt.
+        num_experts, top_k: by default those of the preset's model. With others its published skew is not guaranteed.
         seed: 0 to 2**64 - 1. It fixes which experts are hot, too.
 
     Raises:
         InputError: if the arguments allow no trace.
     """
+    num_experts = preset.num_experts if num_experts is None else num_experts
+    top_k = preset.top_k if top_k is None else top_k
     if not 1 <= top_k <= num_experts:
         raise InputError(f"top_k is {top_k}; it should be 1 to the number of experts, {num_experts}")
     if not 1 <= mean_length <= max_length:

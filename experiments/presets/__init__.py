@@ -1,0 +1,1 @@
+"""Skew of the synthetic presets next to published skew: `python -m experiments.presets`."""

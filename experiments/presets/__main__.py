@@ -1,0 +1,99 @@
+"""`python -m experiments.presets`: skew of the synthetic presets next to published skew."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from rich.table import Table
+
+from experiments.page_tables import markdown_table, read_page, replace_tables
+from experiments.presets.measure import COMPARED, measure_presets
+from experiments.presets.skew_measures import MEASURES
+from trimtab.cli.main import run
+from trimtab.cli.options import add_options, given
+from trimtab.cli.output import write_figures
+from trimtab.cli.parser import Parser
+
+NAME = "python -m experiments.presets"
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run the command. Returns the exit status."""
+    return run(NAME, lambda: make_parser().parse_args(arguments))
+
+
+def make_parser() -> Parser:
+    """The command's options."""
+    parser = Parser(
+        prog=NAME,
+        description="Measure the skew of every synthetic preset next to the published figures that it should match, "
+        "and simulate one example with other values of the assumptions that no publication supports.",
+        examples=[f"{NAME} --json docs/benchmarks/presets.json --page docs/presets.md"],
+    )
+    option = partial(add_options, parser, of=measure_presets)
+    option("--seed", nargs="+", dest="seeds")
+    add_options(parser, "--json")
+    add_options(parser, "--page", type=Path, help="put the tables into FILE, a copy of docs/presets.md")
+    parser.set_defaults(run=_run)
+    return parser
+
+
+def tables(figures: dict[str, Any]) -> dict[str, tuple[list[str], list[list[str]]]]:
+    """Header and lines of each table, by name."""
+    return {"skew": _skew(figures["rows"]), "assumptions": _assumptions(figures["headlines"])}
+
+
+def _skew(rows: list[dict[str, Any]]) -> tuple[list[str], list[list[str]]]:
+    header = ["preset", "figure", "published", "synthetic, median", "range over seeds", "matches", "source"]
+    return header, [
+        [
+            f"`{row['preset']}`",
+            _measure_text(row),
+            row["published"],
+            f"{row['value']:.3f}",
+            f"{min(row['values']):.3f} to {max(row['values']):.3f}",
+            "yes" if row["low"] <= row["value"] <= row["high"] else "no",
+            row["source"],
+        ]
+        for row in rows
+    ]
+
+
+def _measure_text(row: dict[str, Any]) -> str:
+    text = MEASURES[row["measure"]][0]
+    if not row["measure"].startswith(("rank", "step", "persistence")):
+        return text
+    of = f", busiest of {row['groups'] * row['ranks']} ranks" if row["groups"] > 1 else ""
+    return f"{text}, EP {row['ranks']}{of}, {row['tokens_per_rank']:,} tokens a rank"
+
+
+def _assumptions(headlines: list[dict[str, Any]]) -> tuple[list[str], list[list[str]]]:
+    header = ["routing", "static max/mean", "imbalance costs", "`trimtab` over `static`", "`trimtab` over `eplb`"]
+    body = []
+    for each in headlines:
+        static, eplb, ours, ideal = (each["step_time_s"][name] for name in COMPARED)
+        gains = [f"{static / ours:.2f}x", f"{eplb / ours:.2f}x"]
+        body.append([each["assumption"], f"{each['max_over_mean']:.2f}", f"{1 - ideal / static:.0%}", *gains])
+    return header, body
+
+
+def _run(options: argparse.Namespace) -> None:
+    if options.page:
+        read_page(options.page)  # before minutes of work
+    figures = measure_presets(**given(options, measure_presets))
+    console = write_figures(options, figures)
+    for header, body in tables(figures).values():
+        table = Table(*header)
+        for cells in body:
+            table.add_row(*(cell.replace("`", "") for cell in cells))
+        console.print(table)
+    if options.page:
+        replace_tables({name: markdown_table(*table) for name, table in tables(figures).items()}, options.page)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

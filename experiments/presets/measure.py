@@ -1,0 +1,87 @@
+"""Measure presets next to published skew, and how assumptions without a source change the headline."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Sequence
+from dataclasses import asdict, replace
+from typing import Any
+
+from rich.progress import track
+
+import trimtab
+from experiments.presets.published_skew import PUBLISHED, PublishedSkew
+from experiments.presets.skew_measures import MEASURES, Sample
+from trimtab.trace import PRESETS, SkewPreset, synthesize_preset
+
+SCHEMA = "trimtab-presets-1"
+STEPS, MEAN_LENGTH = 2, 512
+# Tokens of a step: four micro-steps of 4,096 tokens a rank at 32 ranks, one of 16,384 at 32.
+TOKENS = 1 << 19
+# The README's example, with other assumptions.
+EXAMPLE = {"num_sequences": 2048, "mean_length": 1024, "max_length": 4096, "num_layers": 8, "num_steps": 2}
+RANKS, MICRO_STEPS = 16, 32
+COMPARED = ("static", "eplb", "trimtab", "balanced")
+BASE = PRESETS["qwen3-30b-math"]
+# The README's preset, then the same with other values of what no publication gives.
+ASSUMPTIONS: tuple[tuple[str, SkewPreset], ...] = (
+    ("as in the preset", BASE),
+    *((f"`clustering` {value:g}", replace(BASE, clustering=value)) for value in (0.0, 0.25, 0.7)),
+    *((f"`drift` {value:g}", replace(BASE, drift=value)) for value in (0.0, 0.6)),
+    *((f"`deviation` {value:g}", replace(BASE, deviation=value)) for value in (0.5, 1.4)),
+    ("eight subjects instead of two (`qwen3-30b-mixed`)", PRESETS["qwen3-30b-mixed"]),
+)
+
+
+def measure_presets(seeds: Sequence[int] = tuple(range(10)), *, assumptions: bool = True) -> dict[str, Any]:
+    """All figures, as `python -m experiments.presets --json` writes them.
+
+    Args:
+        seeds: of the traces; every seed draws another model.
+        assumptions: False leaves out the simulations with other assumptions.
+    """
+    rows = [
+        asdict(row) | {"value": statistics.median(values), "values": values, "as_stated": as_stated(row, values)}
+        for preset in track(dict.fromkeys(row.preset for row in PUBLISHED), "presets", transient=True)
+        for row, values in _measured(preset, seeds)
+    ]
+    sizes = {"seeds": list(seeds), "steps": STEPS, "tokens": TOKENS, "mean_length": MEAN_LENGTH}
+    headlines = [
+        {"assumption": text} | _headline(preset, seeds[0])
+        for text, preset in track(ASSUMPTIONS if assumptions else (), "assumptions", transient=True)
+    ]
+    return {"schema": SCHEMA, "settings": sizes, "rows": rows, "headlines": headlines}
+
+
+def as_stated(row: PublishedSkew, values: Sequence[float]) -> bool:
+    """Whether the median is inside the row's range, or outside where the row says so."""
+    return (row.low <= statistics.median(values) <= row.high) == row.matches
+
+
+def measure(preset: str, seed: int, tokens: int = TOKENS) -> list[tuple[PublishedSkew, float]]:
+    """The figures of one seed of a preset, for each of its published rows."""
+    sample = Sample(
+        synthesize_preset(
+            PRESETS[preset],
+            num_sequences=tokens // MEAN_LENGTH,
+            mean_length=MEAN_LENGTH,
+            max_length=4 * MEAN_LENGTH,
+            num_layers=PRESETS[preset].moe_layers,
+            num_steps=STEPS,
+            seed=seed,
+        )
+    )
+    return [(row, MEASURES[row.measure][1](sample, row)) for row in PUBLISHED if row.preset == preset]
+
+
+def _measured(preset: str, seeds: Sequence[int]) -> list[tuple[PublishedSkew, list[float]]]:
+    by_seed = [measure(preset, seed) for seed in seeds]
+    return [(each[0][0], [value for _, value in each]) for each in zip(*by_seed, strict=True)]
+
+
+def _headline(preset: SkewPreset, seed: int) -> dict[str, Any]:
+    """Step times of the README's example with another preset."""
+    trace = synthesize_preset(preset, seed=seed, **EXAMPLE)
+    result = trimtab.simulate(trace, policies=COMPARED, cluster="h100x8", ranks=RANKS, micro_steps=MICRO_STEPS)
+    seconds = {name: result.outcomes[name].simulated.step_time_s for name in COMPARED}
+    return {"max_over_mean": result.outcomes["static"].balance.mean, "step_time_s": seconds}
