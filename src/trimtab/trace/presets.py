@@ -68,7 +68,7 @@ _PRESETS = (
     _MATH,
     _MIXED,
     replace(_MATH, name="glm-4.7-flash-math", num_experts=64, top_k=4, moe_layers=46, clustering=0.25),
-    replace(_MATH, name="gpt-oss-20b-reasoning", num_experts=32, top_k=4, moe_layers=24, zipf=(0.95, 1.15)),
+    replace(_MATH, name="gpt-oss-20b-reasoning", num_experts=32, top_k=4, moe_layers=24, zipf=(0.9, 1.1)),
     replace(_TEXT, name="qwen3.5-35b-text", num_experts=256, moe_layers=40, zipf=(0.35, 0.75)),
     replace(_TEXT, name="nemotron-3-nano-text", top_k=6, moe_layers=23, zipf=(0.15, 0.55)),
     replace(_TEXT, name="deepseek-moe-16b-text", num_experts=64, top_k=6, moe_layers=27, zipf=(0.1, 0.5)),
