@@ -197,6 +197,31 @@ def test_every_figure_is_required(tmp_path: Path) -> None:
             load_cluster(file, ranks=8)
 
 
+def test_a_file_with_a_base_needs_only_the_figures_that_differ(tmp_path: Path) -> None:
+    file = tmp_path / "mine.toml"
+    header = 'format = "trimtab-cluster-1"\nname = "mine"\n'
+    file.write_text(f'{header}base = "b200x8"\n[expert_flops]\nvalue = 7e14\nsource = "measured"\n')
+    assert load_cluster(file, ranks=16) == replace(load_cluster("b200x8", ranks=16), name="mine", expert_flops=7e14)
+    for wrong in ('"b201x8"', "3", '"mine.toml"'):
+        file.write_text(f"{header}base = {wrong}\n")
+        with pytest.raises(InputError, match=r"mine\.toml: base should be the name of a preset: a100x8, b200x8, "):
+            load_cluster(file, ranks=8)
+
+
+def test_a_written_file_leaves_out_what_the_base_has(tmp_path: Path) -> None:
+    file, base = tmp_path / "mine.toml", load_cluster("h200x8", ranks=8)
+    mine = replace(base, name="mine", expert_flops=3e14)
+    write_cluster(file, mine, {"expert_flops": "measured"}, base="h200x8")
+    assert set(tomllib.loads(file.read_text())) == {"format", "name", "base", "expert_flops"}
+    assert load_cluster(file, ranks=8) == mine
+    # A figure that differs from the base's needs a source.
+    with pytest.raises(InputError, match="copy_s has no source"):
+        write_cluster(file, replace(mine, copy_s=2e-6), {"expert_flops": "measured"}, base="h200x8")
+    with pytest.raises(InputError, match="base should be the name of a preset"):
+        write_cluster(file, mine, {"expert_flops": "measured"}, base="h201x8")
+    assert load_cluster(file, ranks=8) == mine
+
+
 @pytest.mark.parametrize("content", [b"\xff\xfe", b"", b"a = " + b"[" * 50_000, b"\x00"])
 def test_files_that_are_not_clusters_are_refused(content: bytes, tmp_path: Path) -> None:
     (tmp_path / "mine.toml").write_bytes(content)
