@@ -182,7 +182,7 @@ def make_parser() -> Parser:
 
 def _run(options: argparse.Namespace) -> None:
     settings = settings_for(None, ranks=None, rounds=options.rounds, name="this machine")
-    calibrated, result = run_validation(settings, RuntimeBenchmark(rounds=options.rounds))
+    calibrated, result = run_validation(settings, RuntimeBenchmark(rounds=options.rounds, seeds=1))
     figures = {"schema": "trimtab-bench-simulator-1", **result, "calibrated": calibrated.to_json()}
     console = write_figures(options, figures)
     console.print(calibration_table(calibrated))
