@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import statistics
 from typing import Any
 
 from rich.console import Console
@@ -17,18 +18,18 @@ STEPS: Columns = {
 }
 SEEDS: Columns = {
     "seed": "{seed}",
-    "static max/mean": lambda row: "{:.2f} to {:.2f}".format(*_ends(row["static_max_over_mean"])),
+    "max/mean": lambda row: f"{statistics.mean(row['static_max_over_mean']):.2f}",
     "static": lambda row: seconds(row["median_s"]["static"]),
     "trimtab": lambda row: seconds(row["median_s"]["trimtab"]),
     "balanced": lambda row: seconds(row["median_s"]["balanced"]),
     "gain captured": "{gain_captured:.2f}",
-    "fraction of balanced": "{fraction_of_balanced:.2f}",
+    "of balanced": "{fraction_of_balanced:.2f}",
 }
 FIGURES: Columns = {
     "figure": "{name}",
-    "median of seeds": "{median:.3f}",
-    "lowest to highest seed": "{range[0]:.3f} to {range[1]:.3f}",
-    "95% interval": lambda row: "{:.3f} to {:.3f}".format(*row["interval"]) if "interval" in row else "",
+    "median": "{median:.2f}",
+    "of the seeds": "{range[0]:.2f} to {range[1]:.2f}",
+    "95% interval": lambda row: "{:.2f} to {:.2f}".format(*row["interval"]) if "interval" in row else "",
 }
 TRANSFERS: Columns = {
     "paths": "{name}",
@@ -52,9 +53,9 @@ def print_figures(figures: dict[str, Any], console: Console) -> None:
     rounds, seeds = figures["settings"]["rounds"], len(figures["seeds"])
     console.print(f"One micro-step: {rounds} rounds of all variants on the skewed routing of seeds 0 to {seeds - 1}")
     console.print(figure_table("Step time, all seeds", STEPS, named_rows(figures["policies"])))
-    console.print(figure_table("By seed; static max/mean of the layers", SEEDS, figures["seeds"]))
+    console.print(figure_table("By seed; max/mean: mean over layers, under static", SEEDS, figures["seeds"]))
     rows = [_row(figures, key.removesuffix("_range")) for key in figures if key.endswith("_range")]
-    console.print(figure_table("Over seeds", FIGURES, rows))
+    console.print(figure_table("Over seeds: median, lowest and highest", FIGURES, rows))
     console.print(figure_table("Transfers of replica weights", TRANSFERS, named_rows(figures["transfer"])))
     console.print(*NOTES, sep="\n")
 
@@ -64,7 +65,3 @@ def _row(figures: dict[str, Any], name: str) -> dict[str, Any]:
     if f"{name}_interval" in figures:
         row["interval"] = figures[f"{name}_interval"]
     return row
-
-
-def _ends(values: list[float]) -> tuple[float, float]:
-    return min(values), max(values)
