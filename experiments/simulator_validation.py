@@ -19,7 +19,7 @@ from typing import Any
 from rich.console import Console
 
 from trimtab.benchmarks.bench_runtime import RuntimeBenchmark, run_benchmark
-from trimtab.benchmarks.figure_table import Columns, figure_table, named_rows, scaled
+from trimtab.benchmarks.figure_table import Columns, figure_table, named_rows, quantity
 from trimtab.calibration import CalibrationResult, CalibrationSettings, calibrate, settings_for
 from trimtab.calibration.alternating_rounds import median_with_interval
 from trimtab.calibration.calibration_table import calibration_table
@@ -32,6 +32,7 @@ from trimtab.cluster.operations import OperationCosts
 from trimtab.launch import launch
 from trimtab.planner import Schedule, SequenceCounts, StepPlan, Workload
 from trimtab.policies import POLICIES
+from trimtab.report.number_text import seconds
 from trimtab.simulator.step import StepSettings, simulate_step
 from trimtab.trace import RoutingTrace
 
@@ -149,9 +150,9 @@ def print_comparison(result: Mapping[str, Any], console: Console) -> None:
     """Print one line per variant, and the verdict."""
     columns: Columns = {
         "variant": "{name}",
-        "measured": scaled("measured_s", 1e3, "{:.0f} ms"),
-        "95% interval": lambda row: "{:.0f} to {:.0f}".format(*(1e3 * end for end in row["interval"])),
-        "simulated": scaled("predicted_s", 1e3, "{:.0f} ms"),
+        "measured": quantity("measured_s", seconds),
+        "95% interval": lambda row: " to ".join(map(seconds, row["interval"])),
+        "simulated": quantity("predicted_s", seconds),
         "error": "{error:+.1%}",
     }
     console.print(figure_table("One step, measured and simulated", columns, named_rows(result["variants"])))
@@ -181,7 +182,7 @@ def make_parser() -> Parser:
 
 def _run(options: argparse.Namespace) -> None:
     settings = settings_for(None, ranks=None, rounds=options.rounds, name="this machine")
-    calibrated, result = run_validation(settings, RuntimeBenchmark(rounds=options.rounds))
+    calibrated, result = run_validation(settings, RuntimeBenchmark(rounds=options.rounds, seeds=1))
     figures = {"schema": "trimtab-bench-simulator-1", **result, "calibrated": calibrated.to_json()}
     console = write_figures(options, figures)
     console.print(calibration_table(calibrated))

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import json
 import tomllib
-from dataclasses import asdict, fields, replace
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 
-from trimtab.calibration.calibration_result import CalibrationResult, Figure, link_figures
+from trimtab.calibration.calibrate import preset_like
+from trimtab.calibration.calibration_result import MEASURABLE, CalibrationResult, Figure, fitted_cost, fitted_rate
+from trimtab.calibration.calibration_table import calibration_table
+from trimtab.calibration.fits import Fit
 from trimtab.cli.main import main
 from trimtab.cluster import ClusterSpec, load_cluster, write_cluster
 
@@ -25,7 +29,9 @@ CONFIG = {
     "num_experts": 8,
     "num_experts_per_tok": 2,
 }
-NOT_MEASURED = {"ranks", "ranks_per_node", "slots_per_rank", "mirror_experts", "name", "dispatch_forwards"}
+# What one node on a CPU can't measure.
+BETWEEN_NODES = {"network_bytes_per_s", "dispatch_network_bytes_per_s"}
+NOT_MEASURED = {"tile_rows", *BETWEEN_NODES}
 
 
 @pytest.fixture
@@ -40,7 +46,10 @@ def test_a_calibration_of_two_ranks_is_written_and_read_back(
     out, figures = tmp_path / "new" / "tiny.toml", tmp_path / "tiny.json"
     arguments = ["calibrate", "-o", str(out), "--model", str(config_file), "--ranks", "2", "--rounds", "2"]
     assert main([*arguments, "--json", str(figures)]) == 0
-    assert "expert_flops" in capsys.readouterr().out
+    printed = capsys.readouterr()
+    assert "expert_flops" in printed.out
+    assert "not measured, so not written: " in printed.err
+    assert all(name in printed.err for name in NOT_MEASURED)
     assert [file.name for file in out.parent.iterdir()] == ["tiny.toml"]
     cluster = load_cluster(out, ranks=2)
     assert (cluster.name, cluster.ranks, cluster.ranks_per_node, cluster.tile_rows) == ("tiny", 2, 2, 1)
@@ -54,49 +63,97 @@ def test_a_calibration_of_two_ranks_is_written_and_read_back(
     for name in ("expert_flops", "node_bytes_per_s", "host_bytes_per_s", "layer_s"):
         assert content[name]["source"].startswith("measured by trimtab calibrate on ")
         assert ", 2 ranks, torch " in content[name]["source"]
-    assert "there was one node" in content["network_bytes_per_s"]["source"]
+    # The file has nothing that was not measured; it names the preset that has it.
+    assert NOT_MEASURED.isdisjoint(content)
+    assert content["base"] == "local-cpu"
+    assert cluster.network_bytes_per_s == load_cluster("local-cpu", ranks=2).network_bytes_per_s
     taken = json.loads(figures.read_text())
-    assert taken["schema"] == "trimtab-calibrate-1"
-    assert set(taken["figures"]) == {field.name for field in fields(ClusterSpec)} - NOT_MEASURED
+    assert taken["schema"] == "trimtab-calibrate-2"
+    assert set(taken["figures"]) == set(MEASURABLE) - NOT_MEASURED
+    assert set(taken["not_measured"]) == NOT_MEASURED
     assert taken["figures"]["copy_s"]["preset"] == load_cluster("local-cpu", ranks=2).copy_s
 
 
-def example_figures() -> dict[str, Figure]:
-    preset = ClusterSpec(1, 1)
-    return {name: Figure(value * 1.2345) for name, value in asdict(preset).items() if name not in NOT_MEASURED}
+def test_one_rank_measures_no_links_to_others(config_file: Path, tmp_path: Path) -> None:
+    out = tmp_path / "one.toml"
+    assert main(["calibrate", "-o", str(out), "--model", str(config_file), "--ranks", "1", "--rounds", "1"]) == 0
+    content = tomllib.loads(out.read_text())
+    links = {"node_bytes_per_s", "network_bytes_per_s", "dispatch_node_bytes_per_s", "dispatch_network_bytes_per_s"}
+    assert set(MEASURABLE) - set(content) == {"tile_rows", "dispatch_s", *links}
+    assert load_cluster(out, ranks=1).node_bytes_per_s == load_cluster("local-cpu", ranks=1).node_bytes_per_s
+
+
+def example_figures() -> dict[str, Figure | None]:
+    preset = asdict(ClusterSpec(1, 1))
+    return {name: Figure(preset[name] * 1.2345) for name in MEASURABLE}
+
+
+def result_of(changed: dict[str, Figure | None]) -> CalibrationResult:
+    preset = load_cluster("h100x8", ranks=8, ranks_per_node=4)
+    return CalibrationResult.of(
+        example_figures() | changed, {}, name="ours", preset=preset, machine="abacus, 8 ranks, torch 3"
+    )
 
 
 def test_figures_become_a_cluster_with_sources(tmp_path: Path) -> None:
-    figures = example_figures() | {
-        "copy_s": Figure(0.0, "lost in noise"),
-        "dispatch_s": Figure(3e-5, "one rank", measured=False),
-    }
-    preset = ClusterSpec(8, 4, name="guessed")
-    result = CalibrationResult.of(figures, {}, name="ours", preset=preset, machine="abacus, 8 ranks, torch 3")
+    result = result_of({"copy_s": Figure(0.0, "lost in noise"), "dispatch_s": None})
     assert (result.cluster.ranks, result.cluster.ranks_per_node, result.cluster.name) == (8, 4, "ours")
     assert result.cluster.expert_flops == 4.94e14
     assert result.cluster.tile_rows == 158
     assert result.cluster.copy_s == 0
+    assert result.cluster.dispatch_s == load_cluster("h100x8", ranks=8).dispatch_s
     assert not result.cluster.dispatch_forwards
     assert result.sources["expert_flops"] == "measured by trimtab calibrate on abacus, 8 ranks, torch 3"
     assert result.sources["copy_s"].endswith("torch 3; lost in noise")
-    assert "that of guessed" in result.sources["dispatch_s"]
-    write_cluster(tmp_path / "ours.toml", result.cluster, result.sources)
-    assert load_cluster(tmp_path / "ours.toml", ranks=8) == replace(result.cluster, slots_per_rank=2)
+    assert "dispatch_s" not in result.sources
+    assert result.warnings == [
+        'not measured, so not written: dispatch_s; the file has base = "h100x8", whose figures are used'
+    ]
+    write_cluster(tmp_path / "ours.toml", result.cluster, result.sources, base=result.preset.name)
+    assert "[dispatch_s]" not in (tmp_path / "ours.toml").read_text()
+    assert load_cluster(tmp_path / "ours.toml", ranks=8) == result.cluster
 
 
-def test_missing_links_get_the_figures_of_existing_ones() -> None:
-    preset = ClusterSpec(1, 1, node_bytes_per_s=7e9, network_bytes_per_s=5e9)
-    names = ("node_bytes_per_s", "network_bytes_per_s")
-    near, far = Figure(2e9, "noted"), Figure(1e9)
-    assert link_figures(names, near, far, preset) == {names[0]: near, names[1]: far}
-    one_node = link_figures(names, near, None, preset)
-    assert one_node[names[0]] == near
-    assert (one_node[names[1]].value, one_node[names[1]].note) == (2e9, "there was one node: that inside it; noted")
-    assert link_figures(names, None, far, preset)[names[0]].value == 1e9
-    alone = link_figures(names, None, None, preset)
-    assert [alone[name].value for name in names] == [7e9, 5e9]
-    assert not any(figure.measured for figure in alone.values())
+def test_a_fit_that_is_off_by_more_than_10_percent_gets_a_warning(tmp_path: Path) -> None:
+    good, poor = Fit((1e14,), (2e-6,), error=0.1), Fit((2e13,), (0.0,), error=0.137, note="work over time")
+    result = result_of({
+        "expert_flops": fitted_rate(good), "copy_s": fitted_cost(good),
+        "dense_flops": fitted_rate(poor), "layer_s": fitted_cost(poor),
+    })  # fmt: skip
+    (warning,) = result.warnings
+    assert warning.startswith("fits off by more than 10%: dense_flops 14%, layer_s 14%; ")
+    assert result.sources["dense_flops"].endswith("torch 3; work over time; the fit is off by 14%")
+    assert "off by" not in result.sources["expert_flops"] + result.sources["memory_bytes_per_s"]
+    console = Console(width=200, force_terminal=True, color_system="standard")
+    with console.capture() as printed:
+        console.print(calibration_table(result))
+    (line,) = [line for line in printed.get().splitlines() if "dense_flops" in line and "13.7%" in line]
+    assert "20.0 TFLOP/s" in line
+    assert "\x1b[33m" in line
+    assert not result_of({}).warnings
+
+
+def test_a_cost_that_does_not_show_says_so() -> None:
+    assert fitted_cost(Fit((1e9,), (0.0,), error=0.01)).note == "the timings show no such cost"
+    assert fitted_cost(Fit((1e9,), (1e-6,), error=0.01)).note == ""
+
+
+@pytest.mark.parametrize(
+    ("gpu", "preset"),
+    [
+        ("NVIDIA H100 80GB HBM3", "h100x8"),
+        ("NVIDIA H200", "h200x8"),
+        ("NVIDIA H20", "h20x8"),
+        ("NVIDIA H800", "h800x8"),
+        ("NVIDIA A100-SXM4-80GB", "a100x8"),
+        ("NVIDIA B200", "b200x8"),
+        ("NVIDIA GB200", "gb200-nvl72"),
+        ("AMD Instinct MI300X", "mi300x8"),
+        ("NVIDIA L40S", "h100x8"),
+    ],
+)
+def test_the_preset_of_a_gpu_is_found_by_its_name(gpu: str, preset: str) -> None:
+    assert preset_like(gpu) == preset
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from trimtab.calibration.fits import GroupedTiming, fit_grouped, fit_rates
+from trimtab.calibration.fits import GroupedTiming, fit_grouped, fit_rates, fit_ratio
 
 RATES = st.floats(1e8, 1e15)
 
@@ -59,6 +59,15 @@ def test_fits_use_relative_errors() -> None:
     fit = fit_rates(work, np.zeros((2, 0)), np.zeros(2), np.array([1.1e-6, 1.0]))
     assert 1e12 / 1.1 < fit.rates[0] < 1e12
     assert fit.error == pytest.approx(0.05, rel=0.1)
+
+
+def test_a_ratio_is_the_median_and_its_error_shows_the_spread() -> None:
+    forward = np.array([1.0, 2.0, 4.0])
+    assert fit_ratio(2 * forward, forward) == (2.0, 0.0)
+    ratio, error = fit_ratio(np.array([2.0, 4.0, 16.0]), forward)
+    # Ratios 2, 2 and 4: the last time is twice what the median predicts.
+    assert ratio == 2.0
+    assert error == pytest.approx(0.5 / np.sqrt(3))
 
 
 def grouped_seconds(

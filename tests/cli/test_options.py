@@ -85,9 +85,8 @@ def test_defaults_of_help_are_those_of_the_settings() -> None:
     from trimtab.benchmarks.bench_runtime import RuntimeBenchmark
 
     runtime = options_of(PARSERS["trimtab bench runtime"])
-    assert (runtime["--tokens"].default, runtime["--rounds"].default) == (
-        RuntimeBenchmark.tokens,
-        RuntimeBenchmark.rounds,
+    assert all(
+        runtime[f"--{name}"].default == getattr(RuntimeBenchmark, name) for name in ("tokens", "rounds", "seeds")
     )
     assert options_of(PARSERS["trimtab bench capture"])["--rounds"].default == CaptureBenchmark.rounds
 

@@ -18,7 +18,8 @@ from trimtab import ClusterSpec, InputError
 from trimtab.cluster import load_cluster, write_cluster
 from trimtab.cluster.presets import preset_names, read_preset
 
-PRESETS = ["a100x8", "h100x8", "h800x8", "local-cpu"]
+PRESETS = ["a100x8", "b200x8", "gb200-nvl72", "h100x8", "h200x8", "h20x8", "h800x8", "local-cpu", "mi300x8"]
+GPU_PRESETS = [name for name in PRESETS if name != "local-cpu"]
 FIGURES = [f.name for f in fields(ClusterSpec) if f.name not in ("ranks", "slots_per_rank", "mirror_experts", "name")]
 SOURCES = dict.fromkeys(FIGURES, "measured")
 DOCS = Path(__file__).parents[2] / "docs" / "clusters.md"
@@ -37,7 +38,7 @@ def test_the_defaults_are_those_of_h100x8() -> None:
 def test_every_figure_of_a_preset_has_a_source() -> None:
     assert preset_names("cluster") == PRESETS
     for name in PRESETS:
-        assert load_cluster(name, ranks=64, slots_per_rank=3).name == name
+        assert load_cluster(name, ranks=32, slots_per_rank=3).name == name
         content = tomllib.loads(preset_text(name))
         assert set(content) == {"format", "name", *FIGURES}
         for figure in FIGURES:
@@ -49,9 +50,60 @@ def test_presets_differ_in_their_links_and_rates() -> None:
     assert replace(h100, name="h800x8", node_bytes_per_s=200e9, dispatch_node_bytes_per_s=136e9) == h800
     assert a100.node_bytes_per_s == 300e9
     assert a100.network_bytes_per_s == 25e9
-    for spec in (h100, h800, a100):
-        assert spec.dispatch_node_bytes_per_s < spec.node_bytes_per_s
-        assert spec.dispatch_network_bytes_per_s < spec.network_bytes_per_s
+
+
+# GB of each GPU, peak of its bf16 products without sparsity (TFLOP/s), and peak of its memory (TB/s), as its vendor
+# states them; both ways together, GB/s of all its links inside the node.
+PEAKS = {
+    "a100x8": (80, 312, 2.04, 600),
+    "b200x8": (180, 2250, 7.7, 1800),
+    "gb200-nvl72": (186, 2500, 8, 1800),
+    "h100x8": (80, 989, 3.35, 900),
+    "h200x8": (141, 989, 4.8, 900),
+    "h20x8": (96, 148, 4, 900),
+    "h800x8": (80, 989, 3.35, 400),
+    "mi300x8": (192, 1307, 5.3, 896),
+}
+
+
+@pytest.mark.parametrize("name", GPU_PRESETS)
+def test_no_rate_of_a_preset_exceeds_its_peak(name: str) -> None:
+    memory_gb, peak_tflops, memory_tb_per_s, links_gb_per_s = PEAKS[name]
+    spec = load_cluster(name, ranks=8)
+    assert spec.device_bytes == memory_gb * 1e9
+    assert 0.2 * peak_tflops * 1e12 < spec.expert_flops < spec.dense_flops < 0.85 * peak_tflops * 1e12
+    assert 0.2 * peak_tflops * 1e12 < spec.attention_flops < 0.7 * peak_tflops * 1e12
+    assert 0.75 * memory_tb_per_s * 1e12 < spec.memory_bytes_per_s < 0.9 * memory_tb_per_s * 1e12
+    assert spec.dispatch_node_bytes_per_s < links_gb_per_s / 2 * 1e9
+    assert spec.node_bytes_per_s <= links_gb_per_s / 2 * 1e9
+    assert spec.dispatch_network_bytes_per_s < spec.network_bytes_per_s < spec.dispatch_node_bytes_per_s
+    assert spec.network_bytes_per_s == (25e9 if name == "a100x8" else 50e9)
+
+
+def test_presets_are_ordered_as_their_hardware() -> None:
+    spec = {name: load_cluster(name, ranks=8) for name in GPU_PRESETS}
+    h100, h200, h20, b200, gb200 = (spec[name] for name in ("h100x8", "h200x8", "h20x8", "b200x8", "gb200-nvl72"))
+    assert replace(h200, name="h100x8", memory_bytes_per_s=h100.memory_bytes_per_s, device_bytes=80e9) == h100
+    assert h20.expert_flops < spec["a100x8"].expert_flops < spec["mi300x8"].expert_flops < h100.expert_flops
+    assert h100.expert_flops < b200.expert_flops <= gb200.expert_flops
+    assert h20.node_bytes_per_s == h100.node_bytes_per_s < b200.node_bytes_per_s == gb200.node_bytes_per_s
+    # The only one whose host link is not PCIe, and the only one without a switch between its GPUs.
+    assert [name for name in GPU_PRESETS if spec[name].host_bytes_per_s > 63e9] == ["gb200-nvl72"]
+    assert [name for name in GPU_PRESETS if spec[name].node_bytes_per_s < spec[name].dispatch_node_bytes_per_s] == [
+        "mi300x8"
+    ]
+
+
+def test_a_figure_that_was_not_published_says_so() -> None:
+    """A derived rate names the figures that it was derived from."""
+    for name in GPU_PRESETS:
+        content = tomllib.loads(preset_text(name))
+        for figure in ("expert_flops", "dense_flops", "memory_bytes_per_s"):
+            source = content[figure]["source"]
+            if source.startswith("derived"):
+                assert re.search(r"\d", source), (name, figure)
+    h20 = tomllib.loads(preset_text("h20x8"))
+    assert "No rate of grouped products is published" in h20["expert_flops"]["source"]
 
 
 @pytest.mark.parametrize(
@@ -62,6 +114,24 @@ def test_ranks_per_node_is_at_most_the_number_of_ranks(ranks: int, given_per_nod
     assert (spec.ranks, spec.ranks_per_node) == (ranks, per_node)
 
 
+@pytest.mark.parametrize(("ranks", "nodes", "per_node"), [(8, 1, 8), (64, 1, 64), (72, 1, 72), (144, 2, 72)])
+def test_a_node_of_gb200_is_its_nvlink_domain(ranks: int, nodes: int, per_node: int) -> None:
+    spec = load_cluster("gb200-nvl72", ranks=ranks)
+    assert (spec.nodes, spec.ranks_per_node) == (nodes, per_node)
+
+
+@pytest.mark.parametrize(
+    ("name", "ranks", "per_node", "example"),
+    [("gb200-nvl72", 128, None, 64), ("gb200-nvl72", 74, None, 37), ("h100x8", 12, None, 6), ("h100x8", 4, 8, 4)],
+)
+def test_the_message_names_nodes_that_divide_the_ranks(
+    name: str, ranks: int, per_node: int | None, example: int
+) -> None:
+    with pytest.raises(InputError, match=f"should divide the ranks, for example {example}$"):
+        load_cluster(name, ranks=ranks, ranks_per_node=per_node)
+    assert load_cluster(name, ranks=ranks, ranks_per_node=example).nodes == ranks // example
+
+
 @pytest.mark.parametrize(("ranks", "per_node"), [(12, None), (4, 8), (4, 0), (0, None)])
 def test_ranks_that_do_not_fill_nodes_are_refused(ranks: int, per_node: int | None) -> None:
     with pytest.raises(InputError, match=f"h100x8: {ranks} ranks with .* should divide the ranks"):
@@ -69,8 +139,8 @@ def test_ranks_that_do_not_fill_nodes_are_refused(ranks: int, per_node: int | No
 
 
 def test_an_unknown_name_is_refused(tmp_path: Path) -> None:
-    for text in ("h200x8", str(tmp_path), ""):
-        with pytest.raises(InputError, match="a100x8, h100x8, h800x8, local-cpu"):
+    for text in ("h201x8", str(tmp_path), ""):
+        with pytest.raises(InputError, match=", ".join(PRESETS)):
             load_cluster(text, ranks=8)
 
 
@@ -125,6 +195,31 @@ def test_every_figure_is_required(tmp_path: Path) -> None:
         file.write_text(re.sub(rf"\[{figure}\]\nvalue.*\nsource.*\n", "", preset_text("a100x8")) + f"[[{figure}]]\n")
         with pytest.raises(InputError, match=rf"mine\.toml: {figure} is not a table"):
             load_cluster(file, ranks=8)
+
+
+def test_a_file_with_a_base_needs_only_the_figures_that_differ(tmp_path: Path) -> None:
+    file = tmp_path / "mine.toml"
+    header = 'format = "trimtab-cluster-1"\nname = "mine"\n'
+    file.write_text(f'{header}base = "b200x8"\n[expert_flops]\nvalue = 7e14\nsource = "measured"\n')
+    assert load_cluster(file, ranks=16) == replace(load_cluster("b200x8", ranks=16), name="mine", expert_flops=7e14)
+    for wrong in ('"b201x8"', "3", '"mine.toml"'):
+        file.write_text(f"{header}base = {wrong}\n")
+        with pytest.raises(InputError, match=r"mine\.toml: base should be the name of a preset: a100x8, b200x8, "):
+            load_cluster(file, ranks=8)
+
+
+def test_a_written_file_leaves_out_what_the_base_has(tmp_path: Path) -> None:
+    file, base = tmp_path / "mine.toml", load_cluster("h200x8", ranks=8)
+    mine = replace(base, name="mine", expert_flops=3e14)
+    write_cluster(file, mine, {"expert_flops": "measured"}, base="h200x8")
+    assert set(tomllib.loads(file.read_text())) == {"format", "name", "base", "expert_flops"}
+    assert load_cluster(file, ranks=8) == mine
+    # A figure that differs from the base's needs a source.
+    with pytest.raises(InputError, match="copy_s has no source"):
+        write_cluster(file, replace(mine, copy_s=2e-6), {"expert_flops": "measured"}, base="h200x8")
+    with pytest.raises(InputError, match="base should be the name of a preset"):
+        write_cluster(file, mine, {"expert_flops": "measured"}, base="h201x8")
+    assert load_cluster(file, ranks=8) == mine
 
 
 @pytest.mark.parametrize("content", [b"\xff\xfe", b"", b"a = " + b"[" * 50_000, b"\x00"])
@@ -245,9 +340,16 @@ def test_a_write_that_fails_leaves_the_old_file(tmp_path: Path, monkeypatch: pyt
     assert list(tmp_path.iterdir()) == [file]
 
 
+COLUMNS = ["h100x8", "h200x8", "h800x8", "h20x8", "b200x8", "gb200-nvl72", "a100x8", "mi300x8", "local-cpu"]
+
+
 def test_docs_clusters_md_shows_the_figures_of_every_preset() -> None:
-    rows = dict(re.findall(r"^\| `(\w+)` \|(.*)\|$", DOCS.read_text(encoding="utf-8"), re.MULTILINE))
-    contents = [tomllib.loads(preset_text(name)) for name in ("h100x8", "h800x8", "a100x8", "local-cpu")]
+    text = DOCS.read_text(encoding="utf-8")
+    assert sorted(COLUMNS) == PRESETS
+    assert f"| figure | {' | '.join(f'`{name}`' for name in COLUMNS)} |" in text
+    # The table of values comes last, so it replaces the rows of the table of meanings.
+    rows = dict(re.findall(r"^\| `(\w+)` \|(.*)\|$", text, re.MULTILINE))
+    contents = [tomllib.loads(preset_text(name)) for name in COLUMNS]
     for figure in FIGURES:
         cells = [cell.strip() for cell in rows[figure].split("|")]
-        assert [json.loads(cell) for cell in cells[-4:]] == [content[figure]["value"] for content in contents]
+        assert [json.loads(cell) for cell in cells] == [content[figure]["value"] for content in contents]

@@ -57,9 +57,9 @@ def test_working_machine_has_no_problem(config_file: Path, tmp_path: Path, capsy
     found = {finding["name"]: finding for finding in report["findings"]}
     assert found["micro-step"]["status"] == found["model family"]["status"] == "ok"
     assert "torch" in found["training packages"]["text"]
-    assert found["experts"]["text"] == "16 of 32 experts a rank, 0.0 MB each at 2 bytes a weight"
+    assert found["experts"]["text"] == "16 of 32 experts a rank, 30.0 kB each at 2 bytes a weight"
     # 3 layers of 2 slots, 3 x 100 x 50 weights of 2 bytes; 10 layers of 32 experts.
-    assert found["replica memory"]["text"].startswith("0.2 MB a rank for 2 slots in 3 layers; mirror at most 9.6 MB")
+    assert found["replica memory"]["text"].startswith("180 kB a rank for 2 slots in 3 layers; mirror at most 9.60 MB")
 
 
 def test_without_torch_only_planning_is_checked(config_file: Path) -> None:

@@ -19,7 +19,7 @@ from trimtab.planner.plan.prediction import cross_node_rows
 from trimtab.planner.replicas.paths import HOST
 from trimtab.policies import POLICIES, Policy, View, make_view
 from trimtab.report.notebook import facts_table
-from trimtab.report.number_text import plural
+from trimtab.report.number_text import bytes_text, plural, seconds
 from trimtab.report.table_data import Facts
 from trimtab.report.tables import plan_balance_table
 from trimtab.simulator import Balance, expert_time, summarise_balance
@@ -126,13 +126,13 @@ class PlanResult(Summarised):
             ),
             ("homes moved", f"{self.moves_inside_nodes:,} within a node, {self.moves_between_nodes:,} to another node"),
             ("rows between nodes", f"{self.cross_node_before:.1%} before, {self.cross_node_after:.1%} planned"),
-            ("counting", f"{self.counting_s:.3f} s"),
-            ("planning", f"{self.planning_s:.3f} s, {self.us_per_instance:.0f} us per instance"),
+            ("counting", seconds(self.counting_s)),
+            ("planning", f"{seconds(self.planning_s)}, {seconds(self.planning_s / self.num_instances)} per instance"),
             ("plan", plan.hash),
         ]
         moved = self.weight_bytes_per_micro_step
         if moved is not None:
-            rows.insert(6, ("weights moved", f"{moved / 1e6:,.1f} MB per micro-step, all ranks together"))
+            rows.insert(6, ("weights moved", f"{bytes_text(moved)} per micro-step, all ranks together"))
         if self.mixed_instances:
             rows.append(
                 (

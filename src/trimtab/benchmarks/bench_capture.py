@@ -25,6 +25,7 @@ from trimtab.calibration.random_experts import this_device
 from trimtab.calibration.small_model import small_config
 from trimtab.calibration.timing import Clock
 from trimtab.integrations.transformers import RoutingRecord, record_routing
+from trimtab.report.number_text import seconds
 
 # Runs the model, and returns its sequences `[B, n]` and the mask of their prompts.
 Work = Callable[[], tuple[torch.Tensor, torch.Tensor]]
@@ -96,8 +97,8 @@ def print_figures(figures: dict[str, Any], console: Console) -> None:
     """Print one line for the forward and one for the generation."""
     columns: Columns = {
         "work": "{name}",
-        "plain": lambda row: f"{row['plain']['median_s'] * 1e3:.1f} ms",
-        "recorded": lambda row: f"{row['recorded']['median_s'] * 1e3:.1f} ms",
+        "plain": lambda row: seconds(row["plain"]["median_s"]),
+        "recorded": lambda row: seconds(row["recorded"]["median_s"]),
         "cost": with_interval("overhead", "{:+.2%}"),
         "recording work": "{work_fraction:.2%}",
     }
@@ -121,11 +122,11 @@ def _compare(name: str, model: Any, work: Work, clock: Clock, rounds: int) -> di
     fractions = []
     for _ in range(max(1, rounds // 6)):
         with _RecordingTimer() as timer:
-            seconds = clock.time(recorded)
-        fractions.append(timer.seconds / (seconds - timer.seconds))
+            taken_s = clock.time(recorded)
+        fractions.append(timer.seconds / (taken_s - timer.seconds))
     fraction, fraction_interval = median_with_interval(fractions)
     return {
-        **{variant: {"s": seconds, "median_s": statistics.median(seconds)} for variant, seconds in taken.items()},
+        **{variant: {"s": times, "median_s": statistics.median(times)} for variant, times in taken.items()},
         "overhead": overhead,
         "overhead_interval": interval,
         "work_fraction": fraction,

@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -20,6 +20,7 @@ from rich.console import Console
 
 from trimtab.benchmarks.moe_timer import time_blocks
 from trimtab.benchmarks.runtime_settings import RuntimeBenchmark
+from trimtab.benchmarks.runtime_summary import summarise_steps
 from trimtab.benchmarks.runtime_tables import print_figures
 from trimtab.benchmarks.runtime_variants import Variant, build_variants
 from trimtab.calibration.alternating_rounds import alternate, median_with_interval
@@ -28,9 +29,11 @@ from trimtab.runtime import Session
 
 __all__ = ["RuntimeBenchmark", "run_benchmark"]
 
-WARM_UP_ROUNDS = 3
-MOE_ROUNDS = 5
-PATH_ROUNDS = 10
+# Runs of a variant over all seeds: before the timed ones, for its time in MoE blocks, and with each path.
+WARM_UP_RUNS = 3
+MOE_RUNS = 5
+PATH_RUNS = 10
+Result = TypeVar("Result")
 PATH_FIGURES = ("exposed_s", "refresh_s", "cpu_s", "peer_bytes", "host_bytes", "gradient_bytes")
 
 
@@ -40,43 +43,56 @@ def run_benchmark(settings: RuntimeBenchmark) -> None:
     variants = build_variants(settings)
     session, compared = variants.session, variants.compared
     title = "" if rank else "bench runtime"
-    times = {name: partial(_step_times, variant) for name, variant in compared.items()}
-    steps = alternate(times, rounds, warm_up=WARM_UP_ROUNDS, progress=title)
-    in_moe = {name: partial(_moe_seconds, variant) for name, variant in compared.items()}
-    moe_s = alternate(in_moe, min(MOE_ROUNDS, rounds), warm_up=0)
-    transfers = {name: partial(_transfer_figures, variant, session) for name, variant in variants.by_paths.items()}
-    taken = alternate(transfers, min(PATH_ROUNDS, rounds), warm_up=1)
-    cpu_s = _mean_over_ranks([statistics.mean(cpu_s for _, cpu_s in results) for results in steps.values()])
+    times = {key: partial(_step_times, variant) for key, variant in compared.items()}
+    steps = alternate(times, rounds, warm_up=_rounds_of(WARM_UP_RUNS, settings), progress=title)
+    in_moe = {key: partial(_moe_seconds, variant) for key, variant in compared.items()}
+    moe_s = _by_name(alternate(in_moe, min(_rounds_of(MOE_RUNS, settings), rounds), warm_up=0))
+    transfers = {key: partial(_transfer_figures, variant, session) for key, variant in variants.by_paths.items()}
+    taken = _by_name(alternate(transfers, min(_rounds_of(PATH_RUNS, settings), rounds), warm_up=1))
+    step_s = {key: [seconds for seconds, _ in results] for key, results in steps.items()}
+    all_step_s, cpu_results = _by_name(step_s), _by_name(steps).values()
+    cpu_s = _mean_over_ranks([statistics.mean(cpu_s for _, cpu_s in results) for results in cpu_results])
     if settings.plans is not None:
-        for name, variant in compared.items():
+        for (seed, name), variant in compared.items():
             variant.prepare()
-            if rank == 0 and name != "native":
+            if (rank, seed) == (0, 0) and name != "native":
                 session.step_plan.save(settings.plans / f"{name}.npz")
     if rank:
         return
-    step_s = {name: [seconds for seconds, _ in results] for name, results in steps.items()}
     figures = {
-        "schema": "trimtab-bench-runtime-1",
+        "schema": "trimtab-bench-runtime-2",
         "settings": {key: value for key, value in asdict(settings).items() if key not in ("json", "plans")},
         "ranks": dist.get_world_size(),
         "threads_per_rank": torch.get_num_threads(),
-        "static_max_over_mean": variants.static_max_over_mean,
         "policies": {
             name: {
-                "step_s": step_s[name],
-                "median_s": statistics.median(step_s[name]),
+                "step_s": seconds,
+                "median_s": statistics.median(seconds),
                 "moe_s": statistics.median(moe_s[name]),
                 "cpu_s_per_rank": cpu,
             }
-            for name, cpu in zip(compared, cpu_s, strict=True)
+            for (name, seconds), cpu in zip(all_step_s.items(), cpu_s, strict=True)
         },
         "transfer": {name: _summarise_transfers(results) for name, results in taken.items()},
-        **_ratios(step_s),
+        **summarise_steps(step_s, variants.static_max_over_mean),
     }
     quiet = settings.json == STDOUT or settings.plans is not None
     print_figures(figures, Console(highlight=False, quiet=quiet))
     if settings.json is not None:
         write_json(settings.json, figures)
+
+
+def _rounds_of(runs: int, settings: RuntimeBenchmark) -> int:
+    """Rounds in which a variant runs about so often."""
+    return max(1, runs // settings.seeds)
+
+
+def _by_name(results: Mapping[tuple[int, str], list[Result]]) -> dict[str, list[Result]]:
+    """Results of every variant on all seeds, one seed after another."""
+    joined: dict[str, list[Result]] = {}
+    for (_, name), values in results.items():
+        joined.setdefault(name, []).extend(values)
+    return joined
 
 
 def _step_times(variant: Variant) -> tuple[float, float]:
@@ -119,19 +135,3 @@ def _summarise_transfers(rounds: Sequence[list[float]]) -> dict[str, Any]:
     figures: dict[str, Any] = dict(zip(names, map(statistics.median, zip(*rounds, strict=True)), strict=True))
     fraction, interval = median_with_interval([exposed / moe for moe, exposed, *_ in rounds])
     return figures | {"exposed_fraction": fraction, "exposed_fraction_interval": interval}
-
-
-def _ratios(step_s: dict[str, list[float]]) -> dict[str, Any]:
-    """Ratios of step times within each round: medians and intervals."""
-    rounds = [dict(zip(step_s, seconds, strict=True)) for seconds in zip(*step_s.values(), strict=True)]
-    ratios = {
-        "gain_captured": [(s["static"] - s["trimtab"]) / (s["static"] - s["balanced"]) for s in rounds],
-        "fraction_of_balanced": [s["balanced"] / s["trimtab"] for s in rounds],
-        "overhead_when_balanced": [s["balanced"] / s["native"] - 1 for s in rounds],
-    }
-    if "node-blind" in step_s:
-        ratios["speedup_vs_node_blind"] = [s["node-blind"] / s["trimtab"] for s in rounds]
-    summary: dict[str, Any] = {}
-    for name, values in ratios.items():
-        summary[name], summary[f"{name}_interval"] = median_with_interval(values)
-    return summary

@@ -13,9 +13,10 @@ from typing import Any
 from rich.console import Console
 from rich.progress import track
 
-from trimtab.benchmarks.figure_table import Columns, figure_table, scaled
+from trimtab.benchmarks.figure_table import Columns, figure_table, quantity
 from trimtab.cluster import ClusterSpec
 from trimtab.planner import Placement, Planner, StepPlan
+from trimtab.report.number_text import bytes_text, seconds
 from trimtab.trace import PRESETS, RoutingTrace, read_trace, synthesize_preset, write_trace
 
 MICRO_STEPS = 32
@@ -112,9 +113,9 @@ def print_figures(rows: list[dict[str, Any]], console: Console) -> None:
     columns: Columns = {
         "ranks / experts": "{ranks} / {experts}",
         "layers x micro-steps": "{layers} x {micro_steps}",
-        "tokens": scaled("tokens", 1e-6, "{:.1f} M"),
-        "counting": "{counting_s:.2f} s",
-        "planning": "{planning_s:.2f} s",
-        "peak memory": scaled("peak_bytes", 1e-9, "{:.2f} GB"),
+        "tokens": "{tokens:,}",
+        "counting": quantity("counting_s", seconds),
+        "planning": quantity("planning_s", seconds),
+        "peak memory": quantity("peak_bytes", bytes_text),
     }
     console.print(figure_table("From expert ids to finished plan", columns, rows))

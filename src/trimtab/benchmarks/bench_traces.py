@@ -18,7 +18,8 @@ from rich.console import Console
 from rich.progress import track
 
 from trimtab.array_type import Array
-from trimtab.benchmarks.figure_table import Columns, figure_table, named_rows, scaled
+from trimtab.benchmarks.figure_table import Columns, figure_table, named_rows, quantity
+from trimtab.report.number_text import bytes_text, seconds
 from trimtab.trace import PRESETS, RoutingTrace, synthesize_preset
 
 PRESET, LAYERS, EXPERTS, TOP_K = "qwen3-30b-mixed", 48, 128, 8
@@ -127,13 +128,13 @@ def print_figures(figures: dict[str, Any], console: Console) -> None:
     """Print the sizes, and one line per command."""
     title = (
         f"{figures['tokens'] / 1e6:.2f} M tokens x {figures['layers']} layers x top-{figures['top_k']}: "
-        f"{figures['raw_bytes'] / 1e6:,.0f} MB of ids, {figures['dump_bytes'] / 1e6:,.0f} MB from vLLM, "
-        f"{figures['file_bytes'] / 1e6:,.0f} MB as a trace ({figures['file_over_raw']:.1%})"
+        f"{bytes_text(figures['raw_bytes'])} of ids, {bytes_text(figures['dump_bytes'])} from vLLM, "
+        f"{bytes_text(figures['file_bytes'])} as a trace ({figures['file_over_raw']:.1%})"
     )
     columns: Columns = {
         "command": "{name}",
-        "median": "{median_s:.1f} s",
-        "first run": "{first_s:.1f} s",
-        "peak memory": scaled("peak_bytes", 1e-6, "{:,.0f} MB"),
+        "median": quantity("median_s", seconds),
+        "first run": quantity("first_s", seconds),
+        "peak memory": quantity("peak_bytes", bytes_text),
     }
     console.print(figure_table(title, columns, named_rows(figures["commands"])))

@@ -28,9 +28,14 @@ def figure_table(title: str, columns: Columns, rows: Iterable[Row], *, bold: str
     return table
 
 
-def scaled(key: str, factor: float, text: str) -> Cell:
-    """A cell with a figure of the row in another unit: `scaled("median_s", 1e3, "{:.1f} ms")`."""
-    return lambda row: text.format(row[key] * factor)
+def quantity(key: str, text: Callable[[float], str], unit: float = 1.0) -> Cell:
+    """A cell with a figure of the row as text, in a unit that suits its size: `quantity("median_s", seconds)`.
+
+    Args:
+        text: of `report/number_text.py`.
+        unit: of the figure, in the unit that `text` takes: `quantity("ms", seconds, 1e-3)`.
+    """
+    return lambda row: text(row[key] * unit)
 
 
 def with_interval(key: str, text: str) -> Cell:

@@ -6,8 +6,9 @@ from typing import Any
 
 from rich.console import Console
 
-from trimtab.benchmarks.figure_table import Cell, Columns, figure_table
+from trimtab.benchmarks.figure_table import Cell, Columns, figure_table, quantity
 from trimtab.benchmarks.planner_curves import COMPARED_BALANCE, OWN, RIVALS
+from trimtab.report.number_text import bytes_text, seconds
 
 CASE = "{ranks}/{experts} {trace}"
 BALANCERS: Columns = {
@@ -18,8 +19,8 @@ BALANCERS: Columns = {
     "replicas": "{replicas_per_instance:.1f}",
     "far": "{far_replicas_per_instance:.1f}",
     "crossing": "{cross_node_token_fraction:.1%}",
-    "ms": "{predicted_ms_per_instance:.2f}",
-    "us": "{us_per_instance:.0f}",
+    "predicted": quantity("predicted_ms_per_instance", seconds, 1e-3),
+    "planning": quantity("us_per_instance", seconds, 1e-6),
 }
 SCHEDULES: Columns = {
     "case": CASE,
@@ -27,22 +28,22 @@ SCHEDULES: Columns = {
     "threshold": "{threshold}",
     "replicas by length": "{replicas_by_length:.2f}",
     "by routing": "{replicas_by_routing:.2f}",
-    "search": "{seconds:.2f} s",
+    "search": quantity("seconds", seconds),
 }
 
 
-def _megabytes(curve: str) -> Cell:
+def _bytes(curve: str) -> Cell:
     def cell(row: Any) -> str:
         nbytes = row["bytes_per_instance"][curve]
-        return "never" if nbytes is None else f"{nbytes / 1e6:.0f}"
+        return "never" if nbytes is None else bytes_text(nbytes)
 
     return cell
 
 
 FRONTIER: Columns = {
     "case": CASE,
-    "own homes": _megabytes(OWN),
-    **{name: _megabytes(name) for name in ("trimtab", *RIVALS)},
+    "own homes": _bytes(OWN),
+    **{name: _bytes(name) for name in ("trimtab", *RIVALS)},
     **{f"above {name}": f"{{trimtab_above[{name}]:+.4f}}" for name in RIVALS},
 }
 
@@ -59,13 +60,13 @@ def print_figures(figures: dict[str, Any], console: Console) -> None:
         table = figure_table(title, BALANCERS, cases, bold="trimtab")
         table.caption = (
             "gap: over the LP bound; far: replicas on other nodes; crossing: rows between nodes; "
-            "ms: predicted; us: planning; all per instance"
+            "predicted, planning: time of the instance and of its planning; all per instance"
         )
         console.print(table)
     title = "Sequences grouped by routing against packed by length, at the same homes"
     console.print(figure_table(title, SCHEDULES, figures["schedule"]))
     if figures["frontier_compared"]:
-        title = f"Replica weights for max/mean {COMPARED_BALANCE}, MB per instance; two slots per rank"
+        title = f"Replica weights for max/mean {COMPARED_BALANCE}, per instance; two slots per rank"
         table = figure_table(title, FRONTIER, figures["frontier_compared"])
         table.caption = "above: the largest excess of trimtab's max/mean over the rival's at the same bytes"
         console.print(table)

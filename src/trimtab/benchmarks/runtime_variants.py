@@ -4,6 +4,8 @@
 * `balanced`: the same number of tokens with even routing, planned by Trimtab, which finds nothing to move;
 * `native`: even routing through transformers' `AllToAllEP` on the same model, with the same experts per rank;
 * `node-blind`, on several nodes: as `trimtab`, with a plan that ignores node boundaries.
+
+Each seed has skewed routing of its own. Even routing is the same for all seeds.
 """
 
 from __future__ import annotations
@@ -53,21 +55,21 @@ class RuntimeVariants:
 
     Attributes:
         session: of all variants but `native`.
-        compared: by name.
-        by_paths: `trimtab` with each of `PATHS` for replica weights.
-        static_max_over_mean: of each layer's rank loads at home.
+        compared: by seed and name.
+        by_paths: by seed and by one of `PATHS`: `trimtab` with these paths for replica weights.
+        static_max_over_mean: `[seeds, layers]`, of the rank loads at home.
     """
 
     session: Session
-    compared: dict[str, Variant]
-    by_paths: dict[str, Variant]
-    static_max_over_mean: list[float]
+    compared: dict[tuple[int, str], Variant]
+    by_paths: dict[tuple[int, str], Variant]
+    static_max_over_mean: list[list[float]]
 
 
 def build_variants(settings: RuntimeBenchmark) -> RuntimeVariants:
     """Models, session and variants. Collective."""
     rank, num_ranks = dist.get_rank(), dist.get_world_size()
-    torch.manual_seed(settings.seed)
+    torch.manual_seed(0)
     torch.set_flush_denormal(True)
     config = AutoConfig.for_model(**settings.model_config)
     native, ours = (AutoModelForCausalLM.from_config(config, dtype=torch.float32) for _ in range(2))
@@ -79,7 +81,8 @@ def build_variants(settings: RuntimeBenchmark) -> RuntimeVariants:
     session = Session(num_experts=settings.experts, slots_per_rank=settings.slots, ranks_per_node=per_node, rates=rates)
     share_experts(ours, session)
     replicated = session.replicated_parameters(ours)
-    skewed, even, schedule = settings.draw(num_ranks)
+    # All sequences have the same length, so every seed has the same schedule.
+    _, even, schedule = settings.draw(num_ranks)
     mine = schedule.sequences_of(rank)
     even_ids = even.select(mine).expert_ids.transpose(1, 0, 2).astype(np.int64)
     native_replicated = use_native_experts(native, session, torch.from_numpy(even_ids))
@@ -95,7 +98,7 @@ def build_variants(settings: RuntimeBenchmark) -> RuntimeVariants:
         session.mode, session.paths = mode, paths
         session.plan(trace.select(mine), schedule)
 
-    def prepare_node_blind() -> None:
+    def prepare_node_blind(skewed: RoutingTrace) -> None:
         ours.zero_grad()
         session.mode, session.paths = "plan", "both"
         one_node = replace(session.topology, ranks_per_node=num_ranks)
@@ -116,14 +119,19 @@ def build_variants(settings: RuntimeBenchmark) -> RuntimeVariants:
         sum_gradients(native_replicated, session.topology.data)
 
     blocks = list(moe_blocks(ours).values())
-    compared = {
-        "static": Variant(partial(prepare, skewed, "static"), step, blocks),
-        "trimtab": Variant(partial(prepare, skewed, "plan"), step, blocks),
-        "balanced": Variant(partial(prepare, even, "plan"), step, blocks),
-        "native": Variant(native.zero_grad, step_native, list(moe_blocks(native).values())),
-    }
-    if per_node != num_ranks:
-        compared["node-blind"] = Variant(prepare_node_blind, step, blocks)
-    by_paths = {str(paths): Variant(partial(prepare, skewed, "plan", paths), step, blocks) for paths in PATHS}
-    home_loads = Workload.from_trace(skewed, schedule).home_loads(session.placement.home)
-    return RuntimeVariants(session, compared, by_paths, max_over_mean(home_loads).mean(axis=0).tolist())
+    balanced = Variant(partial(prepare, even, "plan"), step, blocks)
+    of_native = Variant(native.zero_grad, step_native, list(moe_blocks(native).values()))
+    compared, by_paths, skew = {}, {}, []
+    for seed in range(settings.seeds):
+        skewed, _, _ = settings.draw(num_ranks, seed)
+        compared[seed, "static"] = Variant(partial(prepare, skewed, "static"), step, blocks)
+        compared[seed, "trimtab"] = Variant(partial(prepare, skewed, "plan"), step, blocks)
+        compared[seed, "balanced"] = balanced
+        compared[seed, "native"] = of_native
+        if per_node != num_ranks:
+            compared[seed, "node-blind"] = Variant(partial(prepare_node_blind, skewed), step, blocks)
+        for paths in PATHS:
+            by_paths[seed, str(paths)] = Variant(partial(prepare, skewed, "plan", paths), step, blocks)
+        home_loads = Workload.from_trace(skewed, schedule).home_loads(session.placement.home)
+        skew.append(max_over_mean(home_loads).mean(axis=0).tolist())
+    return RuntimeVariants(session, compared, by_paths, skew)

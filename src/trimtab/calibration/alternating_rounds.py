@@ -11,12 +11,13 @@ from rich.progress import track
 
 WARM_UP_ROUNDS = 2
 BOOTSTRAP_SAMPLES = 2000
+Name = TypeVar("Name")
 Result = TypeVar("Result")
 
 
 def alternate(
-    variants: Mapping[str, Callable[[], Result]], rounds: int, *, warm_up: int = WARM_UP_ROUNDS, progress: str = ""
-) -> dict[str, list[Result]]:
+    variants: Mapping[Name, Callable[[], Result]], rounds: int, *, warm_up: int = WARM_UP_ROUNDS, progress: str = ""
+) -> dict[Name, list[Result]]:
     """Call every variant once per round, and return the results of each, one per round.
 
     Args:
@@ -26,7 +27,7 @@ def alternate(
         progress: title of a progress bar; none if empty.
     """
     names = list(variants)
-    results: dict[str, list[Result]] = {name: [] for name in names}
+    results: dict[Name, list[Result]] = {name: [] for name in names}
     for number in track(range(warm_up + rounds), progress, disable=not progress, transient=True):
         first = number % len(names)
         for name in names[first:] + names[:first]:

@@ -21,12 +21,10 @@ import torch.distributed as dist
 from rich.progress import Progress
 
 from trimtab.calibration.calibration_result import (
-    ONE_RANK,
     CalibrationResult,
     Figure,
     fitted_cost,
     fitted_rate,
-    link_figures,
 )
 from trimtab.calibration.calibration_settings import CalibrationSettings
 from trimtab.calibration.dense_rates import measure_dense
@@ -39,6 +37,7 @@ from trimtab.calibration.random_experts import this_device
 from trimtab.calibration.rank_figures import measure_on_ranks
 from trimtab.calibration.timing import Clock
 from trimtab.cluster import load_cluster
+from trimtab.cluster.presets import preset_names
 from trimtab.runtime.ranks.topology import Topology
 
 SEED = 0
@@ -54,7 +53,7 @@ def calibrate(settings: CalibrationSettings) -> CalibrationResult | None:
     taken = measure_on_ranks(_measure, (settings,), ranks=settings.ranks)
     if not taken:
         return None
-    figures = {name: Figure(**figure) for name, figure in taken["figures"].items()}
+    figures = {name: Figure(**figure) for name, figure in taken["figures"].items() if figure}
     preset = load_cluster(taken["preset"], ranks=taken["ranks"], ranks_per_node=taken["ranks_per_node"])
     return CalibrationResult.of(figures, taken["checks"], name=settings.name, preset=preset, machine=taken["machine"])
 
@@ -91,37 +90,52 @@ def _measure(settings: CalibrationSettings) -> dict[str, Any]:
         experts = measure_experts(context, memory)
         progress.update(task, advance=1, description="calibrate: dense parts")
         dense = measure_dense(context, settings.config, memory)
-    preset_name = "h100x8" if on_cuda else "local-cpu"
-    preset = load_cluster(preset_name, ranks=ranks, ranks_per_node=per_node)
-    near, far = (None if rate is None else Figure(rate) for rate in (links.near, links.far))
-    near_rows, far_rows = (None if fit is None else fitted_rate(fit) for fit in (exchange.near, exchange.far))
     widest = exchange.far or exchange.near
     figures = {
         "expert_flops": fitted_rate(experts.fit),
-        "tile_rows": Figure(experts.tile_rows),
+        "tile_rows": _measured(experts.tile_rows),
         "copy_s": fitted_cost(experts.fit),
-        "expert_backward": Figure(experts.backward),
+        "expert_backward": Figure(experts.backward, error=experts.backward_error),
         "dense_flops": fitted_rate(dense.fit),
         "attention_flops": fitted_rate(dense.fit, 1),
         # Small operations of both the dense and the expert part.
-        "layer_s": replace(fitted_cost(dense.fit), value=dense.fit.fixed_s[0] + experts.fit.fixed_s[1]),
-        "dense_backward": Figure(dense.backward),
+        "layer_s": replace(
+            fitted_cost(dense.fit),
+            value=dense.fit.fixed_s[0] + experts.fit.fixed_s[1],
+            error=max(dense.fit.error, experts.fit.error),
+        ),
+        "dense_backward": Figure(dense.backward, error=dense.backward_error),
         "memory_bytes_per_s": Figure(memory),
         "host_bytes_per_s": Figure(links.host),
-        **link_figures(("node_bytes_per_s", "network_bytes_per_s"), near, far, preset),
-        **link_figures(("dispatch_node_bytes_per_s", "dispatch_network_bytes_per_s"), near_rows, far_rows, preset),
-        "dispatch_s": fitted_cost(widest) if widest else Figure(preset.dispatch_s, ONE_RANK, measured=False),
-        "device_bytes": Figure(_device_bytes(device, per_node)),
-        "planning_threads": Figure(max(1, (os.cpu_count() or 1) // per_node)),
+        "node_bytes_per_s": _measured(links.near),
+        "network_bytes_per_s": _measured(links.far),
+        "dispatch_node_bytes_per_s": exchange.near and fitted_rate(exchange.near),
+        "dispatch_network_bytes_per_s": exchange.far and fitted_rate(exchange.far),
+        "dispatch_s": widest and fitted_cost(widest),
+        "device_bytes": Figure(_device_bytes(device, per_node), "a rank's memory, as the system reports it"),
+        "planning_threads": Figure(max(1, (os.cpu_count() or 1) // per_node), "a rank's share of the system's cores"),
     }
+    processor = _processor(device)
     return {
-        "figures": {name: asdict(figure) for name, figure in figures.items()},
+        "figures": {name: figure and asdict(figure) for name, figure in figures.items()},
         "checks": {"optimizer_bytes_per_s": optimizer},
-        "machine": f"{_processor(device)}, {ranks} ranks, torch {torch.__version__}",
-        "preset": preset_name,
+        "machine": f"{processor}, {ranks} ranks, torch {torch.__version__}",
+        "preset": preset_like(processor) if on_cuda else "local-cpu",
         "ranks": ranks,
         "ranks_per_node": per_node,
     }
+
+
+def preset_like(gpu: str) -> str:
+    """The preset of nodes with a GPU of this name, or `h100x8` if there is none."""
+    names = {name: name.removesuffix("x8").removesuffix("-nvl72") for name in preset_names("cluster")}
+    fitting = [name for name, model in names.items() if model in gpu.lower()]
+    # "H200" contains "H20", and "GB200" contains "B200".
+    return max(fitting, key=lambda name: len(names[name]), default="h100x8")
+
+
+def _measured(value: float | None) -> Figure | None:
+    return None if value is None else Figure(value)
 
 
 def _processor(device: torch.device) -> str:

@@ -9,25 +9,25 @@ from typing import Any
 from trimtab.calibration.fits import Fit
 from trimtab.cluster import ClusterSpec
 
-ONE_RANK = "there was one rank"
-ONE_NODE = "there was one node: that inside it"
-ONE_PER_NODE = "there was one rank a node: that between nodes"
+# Fields that do not belong to a run and are not known without a measurement.
+_KNOWN = ("ranks", "ranks_per_node", "slots_per_rank", "mirror_experts", "name", "dispatch_forwards")
+MEASURABLE = tuple(field.name for field in fields(ClusterSpec) if field.name not in _KNOWN)
+# A fit with a larger relative error gets a warning.
+LARGEST_ERROR = 0.1
 
 
 @dataclass(frozen=True)
 class Figure:
-    """Value of one `ClusterSpec` field.
+    """Measured value of one `ClusterSpec` field.
 
     Attributes:
         value: in the unit of the `ClusterSpec` field.
         note: a remark for the field's source.
-        measured: False if it is the preset's value.
-        error: relative error of the fit behind it; None if it was not fitted.
+        error: relative error of the fit behind it (root mean square); None if it was not fitted.
     """
 
     value: float
     note: str = ""
-    measured: bool = True
     error: float | None = None
 
 
@@ -36,10 +36,10 @@ class CalibrationResult:
     """A measured machine.
 
     Attributes:
-        cluster: the measured spec, rounded to three digits.
-        sources: source of every field of the spec.
-        preset: the preset of such a machine.
-        figures: unrounded values, by field of `ClusterSpec`.
+        cluster: the measured spec, rounded to three digits, with the preset's values of all that was not measured.
+        sources: source of every measured field of the spec.
+        preset: of such a machine.
+        figures: unrounded values that were measured, by field of `ClusterSpec`.
         checks: other measured figures, only for comparison.
         machine: processor, number of ranks, and version of torch.
     """
@@ -54,7 +54,7 @@ class CalibrationResult:
     @classmethod
     def of(
         cls,
-        figures: Mapping[str, Figure],
+        figures: Mapping[str, Figure | None],
         checks: Mapping[str, float],
         *,
         name: str,
@@ -64,37 +64,65 @@ class CalibrationResult:
         """The result of measured figures.
 
         Args:
-            figures: of every field except those of a run, `ranks_per_node` and `dispatch_forwards`.
+            figures: by field of `ClusterSpec`; None if it could not be measured here.
             checks: other measured figures.
             name: name of the cluster.
             preset: of such a machine, with the ranks that were measured.
             machine: its description.
         """
-        values: dict[str, Any] = {"ranks": preset.ranks, "ranks_per_node": preset.ranks_per_node, "name": name}
-        values["dispatch_forwards"] = False
+        measured = {field: figure for field, figure in figures.items() if figure is not None}
         sources = {
             "ranks_per_node": f"ranks of trimtab calibrate on {machine}",
             "dispatch_forwards": "trimtab's runtime sends every row straight to its rank, in one all-to-all",
         }
         counts = {field.name for field in fields(ClusterSpec) if field.type == "int"}
-        for field, figure in figures.items():
+        values: dict[str, Any] = {"name": name, "dispatch_forwards": False}
+        for field, figure in measured.items():
             values[field] = round(figure.value) if field in counts else _three_digits(figure.value)
-            how = "measured by" if figure.measured else f"not measured but that of {preset.name}, by"
-            sources[field] = "; ".join(filter(None, (f"{how} trimtab calibrate on {machine}", figure.note)))
-        return cls(ClusterSpec(**values), sources, preset, dict(figures), dict(checks), machine)
+            poor = f"the fit is off by {figure.error:.0%}" if is_poor(figure) else ""
+            sources[field] = "; ".join(filter(None, (f"measured by trimtab calibrate on {machine}", figure.note, poor)))
+        return cls(replace(preset, **values), sources, preset, measured, dict(checks), machine)
+
+    @property
+    def not_measured(self) -> list[str]:
+        """Figures that the preset has, and the written file does not."""
+        return [name for name in MEASURABLE if name not in self.figures]
+
+    @property
+    def warnings(self) -> list[str]:
+        """One line on fits that are off by more than `LARGEST_ERROR`, and one on figures that were not measured."""
+        poor = [f"{name} {figure.error:.0%}" for name, figure in self.figures.items() if is_poor(figure)]
+        lines = []
+        if poor:
+            lines.append(
+                f"fits off by more than {LARGEST_ERROR:.0%}: {', '.join(poor)}; measure again on an idle machine, with "
+                "more --rounds"
+            )
+        if self.not_measured:
+            lines.append(
+                f"not measured, so not written: {', '.join(self.not_measured)}; the file has base = "
+                f'"{self.preset.name}", whose figures are used'
+            )
+        return lines
 
     def to_json(self) -> dict[str, Any]:
         """Content of the file that `trimtab calibrate --json` writes."""
         return {
-            "schema": "trimtab-calibrate-1",
+            "schema": "trimtab-calibrate-2",
             "machine": self.machine,
             "cluster": asdict(self.cluster),
             "figures": {
                 name: asdict(figure) | {"preset": getattr(self.preset, name)} for name, figure in self.figures.items()
             },
+            "not_measured": self.not_measured,
             "preset": self.preset.name,
             "checks": self.checks,
         }
+
+
+def is_poor(figure: Figure) -> bool:
+    """Whether a figure's fit is off by more than `LARGEST_ERROR`."""
+    return figure.error is not None and figure.error > LARGEST_ERROR
 
 
 def fitted_rate(fit: Fit, kind: int = 0) -> Figure:
@@ -104,21 +132,8 @@ def fitted_rate(fit: Fit, kind: int = 0) -> Figure:
 
 def fitted_cost(fit: Fit, kind: int = 0) -> Figure:
     """The fitted seconds of one kind of fixed cost."""
-    return Figure(fit.fixed_s[kind], fit.note, error=fit.error)
-
-
-def link_figures(
-    names: tuple[str, str], near: Figure | None, far: Figure | None, preset: ClusterSpec
-) -> dict[str, Figure]:
-    """Figures of links inside a node and between nodes, by field name. If only one kind was measured, both get it."""
-    if near is None and far is None:
-        return {name: Figure(getattr(preset, name), ONE_RANK, measured=False) for name in names}
-    return {names[0]: near or _with_note(far, ONE_PER_NODE), names[1]: far or _with_note(near, ONE_NODE)}
-
-
-def _with_note(figure: Figure | None, note: str) -> Figure:
-    assert figure is not None
-    return replace(figure, note="; ".join(filter(None, (note, figure.note))))
+    seconds = fit.fixed_s[kind]
+    return Figure(seconds, fit.note or ("" if seconds else "the timings show no such cost"), error=fit.error)
 
 
 def _three_digits(value: float) -> float:

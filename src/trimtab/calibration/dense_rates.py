@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import statistics
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -12,7 +11,7 @@ import torch
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from trimtab.calibration.fits import Fit, fit_rates
+from trimtab.calibration.fits import Fit, fit_rates, fit_ratio
 from trimtab.calibration.measurement_context import MeasurementContext
 from trimtab.calibration.operation_counts import head_bytes, head_flops, square_flops, token_bytes, token_flops
 from trimtab.integrations.transformers import moe_blocks
@@ -36,10 +35,12 @@ class DenseFit:
     Attributes:
         fit: `rates` operations per second of projections and of attention; `fixed_s[0]` seconds per layer.
         backward: time of backward divided by time of forward.
+        backward_error: relative error of that ratio over the loads.
     """
 
     fit: Fit
     backward: float
+    backward_error: float
 
 
 def measure_dense(context: MeasurementContext, config: dict[str, Any], memory_bytes_per_s: float) -> DenseFit:
@@ -59,9 +60,9 @@ def measure_dense(context: MeasurementContext, config: dict[str, Any], memory_by
         fixed.append([float(layers)])
         known.append(tokens * (layers * token_bytes(spec) + head_bytes(spec)) / memory_bytes_per_s)
     forward_s = np.array([figures["forward_s"] for figures in taken.values()])
-    backward = statistics.median(figures["backward_s"] / figures["forward_s"] for figures in taken.values())
+    backward_s = np.array([figures["backward_s"] for figures in taken.values()])
     fit = fit_rates(np.array(work), np.array(fixed), np.array(known), forward_s)
-    return DenseFit(fit, backward)
+    return DenseFit(fit, *fit_ratio(backward_s, forward_s))
 
 
 def _variant(

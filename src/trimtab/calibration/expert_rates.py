@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import statistics
 from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
 
-from trimtab.calibration.fits import Fit, GroupedTiming, fit_grouped
+from trimtab.calibration.fits import Fit, GroupedTiming, fit_grouped, fit_ratio
 from trimtab.calibration.measurement_context import MeasurementContext
 from trimtab.calibration.operation_counts import row_bytes, row_flops
 from trimtab.calibration.random_experts import add_random_layer, random_inputs
@@ -34,13 +33,15 @@ class ExpertFit:
 
     Attributes:
         fit: `rates[0]` operations per second; `fixed_s` seconds per copy of an expert with rows, and per layer.
-        tile_rows: rows of a tile of the grouped product.
+        tile_rows: rows of a tile of the grouped product; None on a CPU, whose products have no tiles.
         backward: time of backward divided by time of forward.
+        backward_error: relative error of that ratio over the loads.
     """
 
     fit: Fit
-    tile_rows: int
+    tile_rows: int | None
     backward: float
+    backward_error: float
 
 
 def measure_experts(context: MeasurementContext, memory_bytes_per_s: float) -> ExpertFit:
@@ -72,8 +73,9 @@ def measure_experts(context: MeasurementContext, memory_bytes_per_s: float) -> E
     tile = min(fits, key=lambda size: fits[size].error)
     # Only loads that occur in steps: with few rows, backward is mostly gradients of weights.
     usual = [figures for figures, (fraction, _) in zip(taken.values(), LOADS, strict=False) if fraction > 0.1]
-    backward = statistics.median(figures["backward_s"] / figures["forward_s"] for figures in usual)
-    return ExpertFit(fits[tile], tile, backward)
+    forward_s = np.array([figures["forward_s"] for figures in usual])
+    backward_s = np.array([figures["backward_s"] for figures in usual])
+    return ExpertFit(fits[tile], tile if on_cuda else None, *fit_ratio(backward_s, forward_s))
 
 
 def _route(rows: float, copies: int, experts: int, top_k: int) -> RoutingTrace:

@@ -60,6 +60,12 @@ def fit_rates(work_PW: Array, fixed_PF: Array, known_P: Array, seconds_P: Array)
     )
 
 
+def fit_ratio(measured_P: Array, reference_P: Array) -> tuple[float, float]:
+    """Median of measured / reference over P timings, and its error: root mean square of the relative deviations."""
+    ratio = float(np.median(measured_P / reference_P))
+    return ratio, _error(ratio * reference_P, measured_P)
+
+
 @dataclass(frozen=True)
 class GroupedTiming:
     """One timed pass of grouped matrix products.

@@ -28,9 +28,9 @@ def add(commands: Any) -> None:
         "runtime",
         help="step time of the runtime: static, trimtab, balanced, and transformers' own expert parallelism",
         description="Time one micro-step (forward, backward, complete gradients) of a 4-layer MoE on local ranks: "
-        "static and trimtab on skewed routing; trimtab and transformers' own all-to-all on even routing. On several "
-        "nodes also node-blind: trimtab with a plan that ignores node boundaries. With --link-mbit the nodes are "
-        "network namespaces; without it they exist only in planning.",
+        "static and trimtab on the skewed routing of several seeds; trimtab and transformers' own all-to-all on even "
+        "routing. On several nodes also node-blind: trimtab with a plan that ignores node boundaries. With --link-mbit "
+        "the nodes are network namespaces; without it they exist only in planning.",
         examples=[
             "trimtab bench runtime --json out/bench-runtime.json",
             "trimtab bench runtime --nodes 2 --link-mbit 500 --json out/nodes.json",
@@ -40,7 +40,8 @@ def add(commands: Any) -> None:
     add_options(runtime, "--nodes", default=1)
     add_options(runtime, "--link-mbit", unset="not limited")
     add_options(runtime, "--tokens", type=positive, default=2048, help="tokens of a rank")
-    add_options(runtime, "--rounds", default=40)
+    add_options(runtime, "--seeds", type=positive, default=8, help="skewed routings: those of seeds 0 to N - 1")
+    add_options(runtime, "--rounds", default=5, help="timed repetitions of every variant on every seed's routing")
     runtime.set_defaults(run=run_runtime, needs=("torch", "transformers"))
     planner = benches.add_parser(
         "planner",
@@ -112,7 +113,7 @@ def run_runtime(options: argparse.Namespace) -> None:
     if link_mbit and nodes == 1:
         raise InputError("--link-mbit is for links between nodes; --nodes should be 2 or more")
     ranks_per_node = int(os.environ.get("LOCAL_WORLD_SIZE", ranks // nodes))
-    settings = RuntimeBenchmark(options.tokens, options.rounds, options.json, ranks_per_node, link_mbit)
+    settings = RuntimeBenchmark(options.tokens, options.rounds, options.json, ranks_per_node, link_mbit, options.seeds)
     Placement.contiguous(settings.layers, settings.experts, ranks)
     if link_mbit and not torchrun_ranks():
         command = [sys.executable, "-m", "trimtab.cli.main", *options.arguments]

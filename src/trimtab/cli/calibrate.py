@@ -17,7 +17,8 @@ def add(commands: Any) -> None:
     parser = commands.add_parser(
         "calibrate",
         description="Measure the compute and link rates of this machine in a training step of a model, on all ranks at "
-        "once, and write a cluster's TOML file with a source for every figure.",
+        "once, and write a cluster's TOML file. What can't be measured here is not written; the file names the preset "
+        "that has it.",
         examples=["trimtab calibrate -o local.toml"],
     )
     add_output(parser, "the cluster (.toml)")
@@ -36,6 +37,8 @@ def run(options: argparse.Namespace) -> None:
     result = calibrate(settings_for(options.model, ranks=options.ranks, rounds=options.rounds, name=name))
     if result is None:
         return
-    write_cluster(options.output, result.cluster, result.sources)
+    write_cluster(options.output, result.cluster, result.sources, base=result.preset.name)
     write_figures(options, result.to_json()).print(calibration_table(result))
+    for line in result.warnings:
+        log.warning(line)
     log.info("cluster: %s", options.output)

@@ -15,6 +15,7 @@ from trimtab.errors import InputError
 from trimtab.files import write_atomically
 from trimtab.planner.placement.serving_placement import count_parts, fill_slots, slot_loads
 from trimtab.planner.plan.workload import max_over_mean
+from trimtab.report.number_text import bytes_text
 from trimtab.report.tables import facts
 from trimtab.trace import TraceReader
 from trimtab.trace.exports.arrays import write_npz, write_safetensors
@@ -60,7 +61,7 @@ def run(options: argparse.Namespace) -> None:
         shown = []
     else:
         shown = _place(options, trace)
-    size = ("size", f"{options.output.stat().st_size / 1e6:.3g} MB")
+    size = ("size", bytes_text(options.output.stat().st_size))
     Console(highlight=False).print(facts([("form", options.to), *shown, size], str(options.output)))
 
 

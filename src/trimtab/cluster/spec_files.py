@@ -1,4 +1,7 @@
-"""The TOML file of a `ClusterSpec`: one table per hardware parameter (a *figure*), with value and source."""
+"""The TOML file of a `ClusterSpec`: one table per hardware parameter (a *figure*), with value and source.
+
+A file with `base`, the name of a preset, may leave figures out: they are the preset's.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +21,7 @@ from trimtab.files import write_atomically
 FORMAT = "trimtab-cluster-1"
 # Fields of a run, not of a kind of node: the number of ranks and the replicas that they hold.
 _RUN_FIELDS = ("ranks", "slots_per_rank", "mirror_experts")
-_HEADER = ("format", "name")
+_HEADER = ("format", "name", "base")
 _FIGURES = {field.name: field.type for field in fields(ClusterSpec) if field.name not in (*_RUN_FIELDS, *_HEADER)}
 _LARGEST_COUNT = 1 << 20
 
@@ -47,26 +50,36 @@ def load_cluster(
         raise InputError(f"{text}: {error}") from None
 
 
-def write_cluster(path: str | os.PathLike[str], spec: ClusterSpec, sources: Mapping[str, str]) -> None:
+def write_cluster(
+    path: str | os.PathLike[str], spec: ClusterSpec, sources: Mapping[str, str], *, base: str | None = None
+) -> None:
     """Write the figures of a cluster's nodes to a file that `load_cluster` reads. Writes are atomic.
 
     Args:
-        sources: description of where each figure comes from; required for all figures.
+        sources: description of where each figure comes from. A figure without a source is not written.
+        base: preset with the figures that have no source; None if all have one.
 
     Raises:
-        InputError: if the name or a source is missing, or a source belongs to no figure.
+        InputError: if the name or a source is missing, a source belongs to no figure, or `base` is no preset.
     """
     if not spec.name.strip():
         raise InputError(f"{path}: the cluster has no name; it should have that of a kind of node")
-    for key in _FIGURES:
-        if not sources.get(key, "").strip():
-            raise InputError(f"{path}: {key} has no source; it should say where the figure comes from")
-    for key in sources:
+    based = {} if base is None else _figures_of_base(base, str(path))
+    for key, text in sources.items():
         if key not in _FIGURES:
             raise InputError(f"{path}: {key} has a source but is not a figure; the figures are {', '.join(_FIGURES)}")
+        if not text.strip():
+            raise InputError(f"{path}: {key} has no source; it should say where the figure comes from")
+    for key in _FIGURES:
+        if key not in sources and (key not in based or based[key] != getattr(spec, key)):
+            raise InputError(f"{path}: {key} has no source; it should say where the figure comes from")
     lines = [f"format = {_quoted(FORMAT)}", f"name = {_quoted(spec.name)}"]
+    if base is not None:
+        lines += ["# The preset with all figures that are not below.", f"base = {_quoted(base)}"]
     for key, kind in _FIGURES.items():
-        lines += ["", f"[{key}]", f"value = {_number(getattr(spec, key), kind)}", f"source = {_quoted(sources[key])}"]
+        if key in sources:
+            value, source = _number(getattr(spec, key), kind), _quoted(sources[key])
+            lines += ["", f"[{key}]", f"value = {value}", f"source = {source}"]
     write_atomically(path, "\n".join(lines) + "\n")
 
 
@@ -95,7 +108,18 @@ def _parse(text: str, where: str) -> tuple[str, dict[str, Any]]:
     for key in content:
         if key not in _FIGURES and key not in _HEADER:
             raise InputError(f"{where}: {_one_line(key)} is unknown; the figures are {', '.join(_FIGURES)}")
-    return name, {key: _figure(content.get(key), kind, f"{where}: {key}") for key, kind in _FIGURES.items()}
+    figures = _figures_of_base(content["base"], where) if "base" in content else {}
+    for key, kind in _FIGURES.items():
+        if key in content or key not in figures:
+            figures[key] = _figure(content.get(key), kind, f"{where}: {key}")
+    return name, figures
+
+
+def _figures_of_base(base: Any, where: str) -> dict[str, Any]:
+    text = read_preset("cluster", base) if isinstance(base, str) else None
+    if text is None:
+        raise InputError(f"{where}: base should be the name of a preset: {', '.join(preset_names('cluster'))}")
+    return _parse(text, base)[1]
 
 
 def _figure(table: Any, kind: Any, where: str) -> bool | int | float:

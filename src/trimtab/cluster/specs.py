@@ -102,7 +102,7 @@ class ClusterSpec:
         if self.ranks < 1 or self.ranks_per_node < 1 or self.ranks % self.ranks_per_node:
             raise InputError(
                 f"{self.ranks} ranks with {self.ranks_per_node} a node don't make whole nodes; "
-                "ranks per node should divide the ranks"
+                f"ranks per node should divide the ranks{self._closest_nodes()}"
             )
         if self.slots_per_rank < 0:
             raise InputError(f"slots per rank is {self.slots_per_rank}; it should be 0 or more")
@@ -120,3 +120,10 @@ class ClusterSpec:
                 f"{self.network_bytes_per_s:g}, host_bytes_per_s {self.host_bytes_per_s:g}, mirror_experts "
                 f"{self.mirror_experts}; the first two should be above 0, or the third with mirror_experts None"
             )
+
+    def _closest_nodes(self) -> str:
+        """The largest nodes of at most `ranks_per_node` that divide the ranks, for a message."""
+        if self.ranks < 1 or self.ranks_per_node < 1:
+            return ""
+        most = next(n for n in range(min(self.ranks, self.ranks_per_node), 0, -1) if self.ranks % n == 0)
+        return f", for example {most}"

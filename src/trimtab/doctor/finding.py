@@ -23,11 +23,6 @@ class Finding:
     text: str
 
 
-def size_text(count: float) -> str:
-    """A number of bytes in MB or GB."""
-    return f"{count / 1e9:,.1f} GB" if count >= 1e9 else f"{count / 1e6:,.1f} MB"
-
-
 def first_line(error: Exception) -> str:
     """The first line of an error's message; its type if the message is empty."""
     return str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__

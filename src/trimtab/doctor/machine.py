@@ -9,7 +9,8 @@ import sys
 import tempfile
 from typing import Any
 
-from trimtab.doctor.finding import Finding, first_line, size_text
+from trimtab.doctor.finding import Finding, first_line
+from trimtab.report.number_text import bytes_text
 
 # Less free shared memory than this is a warning, in bytes.
 LITTLE_SHARED_MEMORY = 1 << 30
@@ -79,6 +80,6 @@ def check_shared_memory() -> Finding:
         )
     free = free_shared_memory()
     if free < LITTLE_SHARED_MEMORY:
-        text = f"{SHARED_MEMORY} has {size_text(free)} free for mirrors; enlarge it (--shm-size), or set mirror_bytes"
+        text = f"{SHARED_MEMORY} has {bytes_text(free)} free for mirrors; enlarge it (--shm-size), or set mirror_bytes"
         return Finding(name, "warning", text)
-    return Finding(name, "ok", f"{SHARED_MEMORY} works, {size_text(free)} free")
+    return Finding(name, "ok", f"{SHARED_MEMORY} works, {bytes_text(free)} free")

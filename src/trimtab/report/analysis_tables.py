@@ -12,7 +12,7 @@ from trimtab.analysis.hot_experts import HOT_FACTOR
 from trimtab.analysis.summary import answer, cost_summary, layers_summary, notes
 from trimtab.report.charts import Line, LineChart
 from trimtab.report.model import AnalysisReport
-from trimtab.report.number_text import number, plural
+from trimtab.report.number_text import number, plural, seconds
 from trimtab.report.table_data import Facts, Row, TableData
 from trimtab.report.tables import facts, terminal_table
 
@@ -109,7 +109,7 @@ def layers_table(analysis: Analysis, most: int) -> TableData:
     estimate, names = analysis.estimate, analysis.counts.layer_indices
     rows = []
     for layer in worst_layers(analysis)[:most]:
-        time = (f"{estimate.lost_s_by_layer[layer] * 1e3:,.1f} ms",) if estimate else ()
+        time = (seconds(estimate.lost_s_by_layer[layer]),) if estimate else ()
         cells = (f"{analysis.lost_share_L[layer]:.1%}", *time, *_spread(analysis.layers[layer].max_vio))
         rows.append(Row(f"layer {names[layer]}", cells, layer=layer))
     columns = ("layer", "of lost time", *(("lost per step",) if estimate else ()), "max_vio", *SPREAD[1:])

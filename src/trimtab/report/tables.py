@@ -11,6 +11,7 @@ from rich.table import Table
 
 from trimtab.array_type import Array
 from trimtab.planner.plan.workload import max_over_mean
+from trimtab.report.number_text import bytes_text
 from trimtab.report.policies_table import policies_table
 from trimtab.report.simulation import answer, notes, policy_results, setting_facts
 from trimtab.report.table_data import Facts, Row, TableData
@@ -64,7 +65,7 @@ def trace_facts(reader: TraceReader, unknown_routes: int | None = None) -> Table
         ("prompt tokens", f"{int(reader.facts.prompt_lengths.sum()):,}"),
         ("RL steps", _listed([str(step) for step in steps])),
         ("domains", _listed(domains.tolist()) or "not labelled"),
-        ("size", f"{size / 1e6:.2f} MB; {raw / 1e6:.2f} MB of expert ids"),
+        ("size", f"{bytes_text(size)}; {bytes_text(raw)} of expert ids"),
     ]
     if unknown_routes is not None:
         rows.insert(5, ("unknown routes", f"{unknown_routes:,} of {tokens * shape.num_layers:,} (token, layer) pairs"))

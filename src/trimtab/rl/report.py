@@ -10,6 +10,7 @@ import numpy as np
 import torch
 
 from trimtab.report.model import LoadMap, PolicyResult, Report, Timeline
+from trimtab.report.number_text import seconds
 from trimtab.rl.paired_comparison import MeasuredPolicy, speedup
 from trimtab.rl.trainer import Trainer
 from trimtab.runtime.ranks.recorder import (
@@ -115,7 +116,7 @@ def _facts(trainer: Trainer, results: dict[str, MeasuredPolicy]) -> tuple[tuple[
         ("token budget", f"{config.token_budget:,} per rank and micro-step"),
         ("slots", f"{config.slots} per rank"),
         ("homes moved", f"{trimtab.plan.homes_moved} of {L * trainer.session.num_experts} experts"),
-        ("planning", f"{1e3 * trimtab.plan.planning_s:.1f} ms"),
+        ("planning", seconds(trimtab.plan.planning_s)),
         ("pairs", str(len(static.step_s))),
         ("torch", torch.__version__),
     )
@@ -163,13 +164,13 @@ def with_waiting(recordings: Sequence[Recording]) -> tuple[Recording, ...]:
 
 def parts_of(recordings: Sequence[Recording], step_time_s: float) -> dict[str, float]:
     """Seconds by part, mean over ranks, scaled so that their sum is the step time."""
-    seconds = dict.fromkeys(PARTS, 0.0)
+    parts_s = dict.fromkeys(PARTS, 0.0)
     for recording in recordings:
         by_kind = np.bincount(recording.kind_N, recording.end_N - recording.start_N, minlength=len(NAMES))
         for kind, part in PART_OF.items():
-            seconds[part] += float(by_kind[kind])
-    total = sum(seconds.values())
-    return {part: step_time_s * value / total for part, value in seconds.items() if value > 0}
+            parts_s[part] += float(by_kind[kind])
+    total = sum(parts_s.values())
+    return {part: step_time_s * value / total for part, value in parts_s.items() if value > 0}
 
 
 def timeline_of(name: str, recordings: Sequence[Recording], link_lane: int) -> Timeline:
