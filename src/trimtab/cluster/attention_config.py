@@ -62,8 +62,10 @@ def softmax_attention(keys: ConfigKeys, hidden_size: int, kind: Kind) -> tuple[i
     head = keys.count("head_dim", "attention_head_dim", default=max(1, hidden_size // heads))
     kv_heads = keys.count("num_key_value_heads", "num_attention_groups", "kv_n_heads", default=heads)
     other = keys.get("attention_other_setting")
+    # Step-3.5 and 3.7: windows have heads of their own.
+    window_heads = keys.count("num_sliding_attention_heads", default=heads)
+    heads = window_heads if kind == "window" else heads
     if kind == "window" and isinstance(other, dict):
-        # Step-3.5: windows have heads of their own.
         heads = other.get("num_attention_heads", heads)
         kv_heads = other.get("num_attention_groups", kv_heads)
         head = other.get("head_dim", head)

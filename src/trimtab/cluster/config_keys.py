@@ -19,11 +19,9 @@ _LIKE_A_SIZE = re.compile(
     "|lora|state|conv|width|dim|sparse|dense|block|pattern|types|enum|topk|top_k|ratio"
 )
 _NO_SIZE = re.compile(
-    "rope|rotary|norm|token|dtype|router_|aux|loss|grad|dropout|quant|vision|audio|image|video|mtp|nextn|auto_map|_class"
-    "|^(ep_size|qk_head_dim|head_dim|num_key_value_heads|attn_implementation|architectures|hidden_act|use_.*|tie_.*"
-    "|output_.*|max_.*|layer_types|chunk_size|block_size|num_logits_to_keep|no_rope_.*|scoring_func|topk_method|topk_group"
-    "|n_group|num_expert_group|moe_layer_freq|expand|time_step.*|initializer.*|bos_.*|eos_.*|pad_.*|name_or_path"
-    "|indexer_types|index_topk_freq|dt_rank|d_conv|sliding_window|attention_type|hub_ids|published|id2label|label2id)$"
+    "rope|rotary|norm|scalar|act_fn|projection|token|router_|loss|quant|vision|audio|image|video|mtp|nextn|auto_map|label"
+    "|^(qk_head_dim|head_dim|num_key_value_heads|max_.*|layer_types|chunk_size|block_size|num_logits_to_keep|no_rope_.*"
+    "|topk_group|moe_layer_freq|expand|time_step.*|sliding_window|indexer_types|index_topk_freq|index_topk_pattern)$"
 )
 
 

@@ -17,7 +17,7 @@ FAMILIES = (
     "dbrx", "deepseek_v2", "deepseek_v3", "deepseek_v32", "ernie4_5_moe", "ernie4_5_vl_moe", "glm4_moe",
     "glm4_moe_lite", "glm4v_moe", "glm_moe_dsa", "gpt_oss", "hunyuan_v1_moe", "jamba", "kimi_k2", "kimi_k25", "llama4",
     "longcat_flash", "minimax", "minimax_m1", "minimax_m2", "minimax_text_01", "mixtral", "nemotron_h", "qwen2_moe",
-    "qwen3_moe", "qwen3_next", "qwen3_5_moe", "qwen3_vl_moe", "step3", "step3p5",
+    "qwen3_moe", "qwen3_next", "qwen3_5_moe", "qwen3_vl_moe", "step3", "step3p5", "step3p7",
 )  # fmt: skip
 # Weights in float32 and float64 are trained as they are, all others, quantised ones too, in two bytes.
 _WIDE_TYPES = {"float32": 4, "float": 4, "float64": 8, "double": 8}

@@ -20,6 +20,11 @@ def hub_ids() -> list[str]:
     return [hub_id for ids in _ids_of_presets().values() for hub_id in ids]
 
 
+def known_names() -> list[str]:
+    """Names of presets, then their hub ids."""
+    return [*preset_names("model"), *hub_ids()]
+
+
 def preset_of(text: str) -> str | None:
     """The preset of a name or hub id in any case; None if there is none.
 

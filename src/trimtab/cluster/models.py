@@ -224,9 +224,10 @@ def read_model(
         preset = preset_of(name)
         if preset is None:
             near = difflib.get_close_matches(name.lower(), [known.lower() for known in hub_ids()], 3)
-            names = [known for known in hub_ids() if known.lower() in near] or preset_names("model")
+            nearest = ", ".join(known for known in hub_ids() if known.lower() in near)
+            names = f"nearest: {nearest}" if nearest else ", ".join(preset_names("model"))
             raise InputError(
-                f"{name}: neither a model that comes with Trimtab ({', '.join(names)}) nor a file; "
+                f"{name}: neither a model that comes with Trimtab ({names}) nor a file; "
                 "expected one of these, a Hugging Face config.json or a checkpoint directory"
             )
     return _preset(preset, overrides or {}) if preset else _read_file(name, overrides or {})
