@@ -210,7 +210,11 @@ def test_full_stdout_is_one_line(trace: str) -> None:
 
 @pytest.mark.parametrize(
     ("flags", "level", "notes"),
-    [([], logging.INFO, ["page: "]), (["-q"], logging.WARNING, []), (["-v"], logging.DEBUG, ["page: ", "trimtab 0."])],
+    [
+        ([], logging.INFO, ["model: ", "page: "]),
+        (["-q"], logging.WARNING, []),
+        (["-v"], logging.DEBUG, ["model: ", "page: ", "trimtab 0."]),
+    ],
 )
 def test_message_levels(
     flags: list[str], level: int, notes: list[str], trace: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
