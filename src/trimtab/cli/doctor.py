@@ -14,7 +14,7 @@ from rich.table import Table
 
 from trimtab.cli.options import add_model, add_options
 from trimtab.cli.output import write_figures
-from trimtab.cluster import ModelSpec
+from trimtab.cluster import read_checkpoint
 from trimtab.errors import InputError
 
 COLOURS = {"ok": "green", "warning": "yellow", "problem": "red"}
@@ -42,19 +42,23 @@ def add(commands: Any) -> None:
 def run(options: argparse.Namespace) -> int:
     """Returns the exit status."""
     from trimtab.doctor import examine
+    from trimtab.doctor.finding import Finding
 
     ranks = int(os.environ.get("WORLD_SIZE", options.ranks))
     if ranks < 2:
         raise InputError(f"--ranks is {ranks}; experts are shared by 2 or more")
-    model, num_layers = None, None
+    model, num_layers, unclear = None, None, ""
     overrides = dict(getattr(options, "overrides", ()))
     if options.model is not None:
-        model = ModelSpec.from_config(options.model, overrides)
+        model, reading = read_checkpoint(options.model, overrides)
+        unclear = reading.text
         num_layers = model.moe_layers + model.dense_layers if model.moe_layer_indices else None
     elif overrides:
         raise InputError(f"--set {next(iter(overrides))}: needs --model")
     local_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", ranks))
     findings = examine(ranks=ranks, local_ranks=local_ranks, slots=options.slots, model=model, num_layers=num_layers)
+    if unclear:
+        findings.append(Finding("model sizes", "warning", unclear))
     if os.environ.get("RANK", "0") != "0":
         return 0
     table = Table("check", "", box=None, title="trimtab doctor", title_justify="left", title_style="bold")

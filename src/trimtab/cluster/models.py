@@ -176,7 +176,7 @@ class ModelSpec:
         Raises:
             InputError: if there is none, or it does not describe a MoE model.
         """
-        return _logged(*_read_file(path, overrides or {}))
+        return _logged(*read_checkpoint(path, overrides))
 
 
 def model_like(num_experts: int, top_k: int, moe_layers: int) -> ModelSpec:
@@ -230,7 +230,7 @@ def read_model(
                 f"{name}: neither a model that comes with Trimtab ({names}) nor a file; "
                 "expected one of these, a Hugging Face config.json or a checkpoint directory"
             )
-    return _preset(preset, overrides or {}) if preset else _read_file(name, overrides or {})
+    return _preset(preset, overrides or {}) if preset else read_checkpoint(name, overrides)
 
 
 def _preset(name: str, overrides: Mapping[str, Any]) -> tuple[ModelSpec, ConfigReading]:
@@ -240,7 +240,10 @@ def _preset(name: str, overrides: Mapping[str, Any]) -> tuple[ModelSpec, ConfigR
     return replace(ModelSpec(**sizes), name=name), reading
 
 
-def _read_file(path: str | os.PathLike[str], overrides: Mapping[str, Any]) -> tuple[ModelSpec, ConfigReading]:
+def read_checkpoint(
+    path: str | os.PathLike[str], overrides: Mapping[str, Any] | None = None
+) -> tuple[ModelSpec, ConfigReading]:
+    """As `read_model`, of a `config.json` or a checkpoint directory alone."""
     file = Path(path)
     file = file / "config.json" if file.is_dir() else file
     if not file.is_file():
@@ -251,7 +254,7 @@ def _read_file(path: str | os.PathLike[str], overrides: Mapping[str, Any]) -> tu
         raise InputError(f"{file}: not a readable JSON file ({error})") from None
     if not isinstance(config, dict):
         raise InputError(f"{file}: expected a JSON object with the model's config")
-    sizes, reading = read_sizes(config, str(file), overrides)
+    sizes, reading = read_sizes(config, str(file), overrides or {})
     return ModelSpec(**sizes), reading
 
 
