@@ -60,7 +60,7 @@ def _override(text: str) -> tuple[str, Any]:
         raise argparse.ArgumentTypeError(f"{text!r} should be KEY=VALUE, such as num_hidden_layers=24")
     try:
         return key, json.loads(value)
-    except ValueError:
+    except (ValueError, RecursionError):
         return key, value
 
 
