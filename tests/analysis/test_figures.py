@@ -264,7 +264,9 @@ def test_node_balance_and_lost_shares_of_given_counts() -> None:
     assert analysis.layers[1].lost == pytest.approx(1 - (2 + 2 + 2) / (3 + 2 + 9))
 
 
-def plain_price(counts: np.ndarray, cluster: ClusterSpec, model: ModelSpec, **of: int) -> tuple[float, float]:
+def plain_price(
+    counts: np.ndarray, cluster: ClusterSpec, model: ModelSpec, *, num_steps: int, lengths: np.ndarray
+) -> tuple[float, float]:
     """Seconds of a step and seconds lost, summed instance by instance."""
     costs = OperationCosts.of(cluster, model, moe_layers=counts.shape[1])
     ranks, per_node = cluster.ranks, cluster.ranks_per_node
@@ -288,22 +290,37 @@ def plain_price(counts: np.ndarray, cluster: ClusterSpec, model: ModelSpec, **of
             step += (2 + costs.expert_backward) * experts.max() + 6 * (max(exchange) + costs.dispatch_s)
             step += (2 + costs.dense_backward) * costs.layer_s
         step += (2 + costs.dense_backward) * costs.outer_s
-    tokens, squares, layers = of["num_tokens"] / ranks, of["length_squares"] / ranks, counts.shape[1]
-    dense = tokens * (layers * costs.token_s + costs.outer_token_s)
-    dense += squares * (layers * costs.square_s + costs.outer_square_s)
-    steps = of["num_steps"]
-    return (step + (2 + costs.dense_backward) * dense) / steps + costs.optimizer_s, lost / steps
+    dense, layers = 0.0, counts.shape[1]
+    for tokens in lengths.tolist():
+        dense += tokens / ranks * (layers * costs.token_s + costs.outer_token_s)
+        dense += tokens**2 / ranks * (layers * costs.square_s + costs.outer_square_s)
+        # A query meets `reach` keys at most; t * t counts every pair below the diagonal twice, and the diagonal once.
+        near = sum(min(query, costs.reach) + min(query + 1, costs.reach) for query in range(tokens))
+        dense += near / ranks * (layers * costs.reach_s + costs.outer_reach_s)
+    return (step + (2 + costs.dense_backward) * dense) / num_steps + costs.optimizer_s, lost / num_steps
 
 
-@pytest.mark.parametrize(("ranks", "per_node"), [(1, 1), (4, 4), (8, 2), (8, 1), (16, 8)])
-def test_estimated_cost_equals_a_plain_loop(ranks: int, per_node: int) -> None:
-    counts, model = random_counts(7, experts=16) * 50, load_model("qwen3-30b-a3b")
+@pytest.mark.parametrize(
+    ("ranks", "per_node", "name"),
+    [
+        (1, 1, "qwen3-30b-a3b"),
+        (4, 4, "qwen3-30b-a3b"),
+        (8, 2, "qwen3-30b-a3b"),
+        (8, 1, "qwen3-30b-a3b"),
+        (16, 8, "qwen3-30b-a3b"),
+        (8, 8, "gpt-oss-20b"),
+        (8, 8, "deepseek-v3.2"),
+    ],
+)
+def test_estimated_cost_equals_a_plain_loop(ranks: int, per_node: int, name: str) -> None:
+    counts, model = random_counts(7, experts=16) * 50, load_model(name)
     # One rank of a node alone is busy: with 8 of them, links inside the node then take longest.
     counts[:, :, 1:8] //= 50
     cluster = load_cluster("h100x8", ranks=ranks, slots_per_rank=0, ranks_per_node=per_node)
-    sizes = {"num_steps": 3, "num_tokens": int(counts[:, 0].sum()), "length_squares": 10**9}
-    found = estimate_cost(counts, cluster, model, **sizes)
-    assert (found.step_s, found.lost_s) == pytest.approx(plain_price(counts, cluster, model, **sizes))
+    lengths = np.array([3000, 100_000, 1, 129])
+    found = estimate_cost(counts, cluster, model, num_steps=3, lengths=lengths)
+    expected = plain_price(counts, cluster, model, num_steps=3, lengths=lengths)
+    assert (found.step_s, found.lost_s) == pytest.approx(expected)
 
 
 def test_expert_seconds_equal_the_simulators() -> None:
@@ -318,16 +335,14 @@ def test_expert_seconds_equal_the_simulators() -> None:
     work = rank_work(policy.plan(view), Workload.from_sequences(sequences, schedule), costs)
     assert copy_seconds(counts, costs).reshape(6, 3, 4, 2).sum(axis=-1) == pytest.approx(work.experts_MLR)
     even = np.full((2, 3, 8), 1024)
-    tokens = {"num_steps": 1, "num_tokens": 1024 * 8, "length_squares": 10**6}
-    assert estimate_cost(even, cluster, model, **tokens).lost_s == pytest.approx(0)
+    lengths = np.full(8, 1024)
+    assert estimate_cost(even, cluster, model, num_steps=1, lengths=lengths).lost_s == pytest.approx(0)
     skewed = even.copy()
     skewed[:, 0, :2] *= 4
-    found = estimate_cost(skewed, cluster, model, **tokens)
+    found = estimate_cost(skewed, cluster, model, num_steps=1, lengths=lengths)
     assert 0 < found.lost_s < found.step_s
     assert found.lost_s_by_layer[1:] == pytest.approx((0, 0))
-    twice = estimate_cost(
-        np.concatenate([skewed, skewed]), cluster, model, num_steps=2, num_tokens=2**14, length_squares=2 * 10**6
-    )
+    twice = estimate_cost(np.concatenate([skewed, skewed]), cluster, model, num_steps=2, lengths=np.full(16, 1024))
     assert twice.step_s == pytest.approx(found.step_s)
     assert twice.lost_s_by_layer == pytest.approx(found.lost_s_by_layer)
 

@@ -61,7 +61,7 @@ def test_help_has_examples_and_defaults(name: str) -> None:
     for option, action in options_of(parser).items():
         if action.nargs == 0:
             continue
-        assert action.metavar in ("N", "X", "NAME", "FILE", "FOLDER", "SIZE"), option
+        assert action.metavar in ("N", "X", "NAME", "FILE", "FOLDER", "SIZE", "KEY=VALUE"), option
         if not action.required and option not in FILES:
             assert re.search(r" \(default: .+\)$", action.help or ""), option
 
@@ -73,7 +73,7 @@ def test_shared_options_are_the_same_in_all_commands() -> None:
             if option in SHARED and not (option == "--model" and name in ("trimtab train", "trimtab doctor")):
                 used.add(option)
                 assert (action.help or "").startswith(SHARED[option][1]), (name, option)
-                assert action.metavar in ("N", "NAME", "FILE")
+                assert action.metavar in ("N", "NAME", "FILE", "KEY=VALUE")
     assert used == SHARED.keys()
     outputs = [options_of(parser).get("--output") for parser in PARSERS.values()]
     assert {action.option_strings[0] for action in outputs if action} == {"-o"}
@@ -212,7 +212,11 @@ def test_full_stdout_is_one_line(trace: str) -> None:
 
 @pytest.mark.parametrize(
     ("flags", "level", "notes"),
-    [([], logging.INFO, ["page: "]), (["-q"], logging.WARNING, []), (["-v"], logging.DEBUG, ["page: ", "trimtab 0."])],
+    [
+        ([], logging.INFO, ["model: ", "page: "]),
+        (["-q"], logging.WARNING, []),
+        (["-v"], logging.DEBUG, ["model: ", "page: ", "trimtab 0."]),
+    ],
 )
 def test_message_levels(
     flags: list[str], level: int, notes: list[str], trace: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]

@@ -18,7 +18,7 @@ from trimtab.simulator.step import SimulatedStep, StepSettings, simulate_step
 
 # Fields of `OperationCosts` that are no seconds.
 RATIOS = ("dense_backward", "expert_backward", "near_spare", "far_spare")
-OTHERS = ("tile_rows", "forwards")
+OTHERS = ("tile_rows", "forwards", "reach", "chunked")
 SECONDS = tuple(name for name in OperationCosts._fields if name not in (*RATIOS, *OTHERS))
 # What takes no time with links that are infinitely fast.
 WEIGHTS = ("near_weights_s", "far_weights_s", "host_weights_s")
@@ -77,7 +77,7 @@ def free_costs(**costs: Any) -> OperationCosts:
 def random_costs(rng: np.random.Generator) -> OperationCosts:
     """Seconds of any size, some of them nothing; links from very slow to no wait at all."""
     per = {"token_s": 10, "square_s": 200, "outer_token_s": 10, "outer_square_s": 200, "tile_s": 4, "row_s": 10}
-    per |= {"near_row_s": 10, "far_row_s": 10, "hop_row_s": 10}
+    per |= {"reach_s": 200, "outer_reach_s": 200, "near_row_s": 10, "far_row_s": 10, "hop_row_s": 10}
     costs: dict[str, Any] = {
         name: 0.0 if rng.random() < 0.15 else float(rng.lognormal(0, 1.5)) / per.get(name, 1) for name in SECONDS
     }
@@ -87,6 +87,8 @@ def random_costs(rng: np.random.Generator) -> OperationCosts:
         **costs,
         tile_rows=int(rng.choice([1, 2, 5, 128])),
         forwards=bool(rng.integers(2)),
+        reach=int(rng.choice([0, 1, 7, 40])),
+        chunked=bool(rng.integers(2)),
         dense_backward=float(rng.choice([0.5, 2.0, 3.1])),
         expert_backward=float(rng.choice([0.7, 2.0, 2.9])),
         near_spare=float(rng.choice([0.0, 0.1, 0.6, 1.0])),

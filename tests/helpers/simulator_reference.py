@@ -203,6 +203,15 @@ class Shown:
     end: float
 
 
+def near_pairs(length: int, costs: OperationCosts) -> int:
+    """Keys within reach of every query, twice, less one for the query itself; 0 without limited attention."""
+    if not costs.reach:
+        return 0
+    keys = [query % costs.reach if costs.chunked else min(query, costs.reach) for query in range(length)]
+    with_itself = [min(before + 1, costs.reach) for before in keys]
+    return sum(keys) + sum(with_itself)
+
+
 @dataclass
 class ReferenceStep:
     """A simulated step. `ambiguous` if two ranks came last in a meeting, with other parts each."""
@@ -254,9 +263,11 @@ class Simulation:
         }
         self.tokens: Counter[tuple[int, int]] = Counter()
         self.squares: Counter[tuple[int, int]] = Counter()
+        self.near: Counter[tuple[int, int]] = Counter()
         for s, length in enumerate(lengths.tolist()):
             self.tokens[int(plan.micro_step[s]), int(plan.rank[s])] += length
             self.squares[int(plan.micro_step[s]), int(plan.rank[s])] += length**2
+            self.near[int(plan.micro_step[s]), int(plan.rank[s])] += near_pairs(length, costs)
 
     # Time passes.
 
@@ -430,10 +441,14 @@ class Simulation:
     def dense(self, m: int, factor: float) -> tuple[list[float], list[float]]:
         """Seconds of ranks in a MoE layer's dense parts, and outside of MoE layers."""
         costs = self.costs
-        places = [(self.tokens[m, r], self.squares[m, r]) for r in range(self.plan.num_ranks)]
-        inside = [costs.layer_s + tokens * costs.token_s + squares * costs.square_s for tokens, squares in places]
+        places = [(self.tokens[m, r], self.squares[m, r], self.near[m, r]) for r in range(self.plan.num_ranks)]
+        inside = [
+            costs.layer_s + tokens * costs.token_s + squares * costs.square_s + near * costs.reach_s
+            for tokens, squares, near in places
+        ]
         outside = [
-            costs.outer_s + tokens * costs.outer_token_s + squares * costs.outer_square_s for tokens, squares in places
+            costs.outer_s + tokens * costs.outer_token_s + squares * costs.outer_square_s + near * costs.outer_reach_s
+            for tokens, squares, near in places
         ]
         return [factor * s for s in inside], [factor * s for s in outside]
 

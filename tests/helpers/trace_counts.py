@@ -17,7 +17,7 @@ def trace_counts_of(counts_MLE: Any, steps: Any = None, **changes: Any) -> Trace
         counts_FLE=counts, parts=1, step_M=np.zeros(len(counts), int) if steps is None else np.asarray(steps),
         counts_DLE=counts.sum(axis=0, dtype=np.int64)[None], domains=("",), layer_indices=np.arange(counts.shape[1]),
         token_budget=tokens, num_tokens=tokens, num_sequences=len(counts), unknown_routes=0,
-        length_squares=tokens, top_k=1, model="",
+        lengths=np.ones(tokens, np.int64), top_k=1, model="",
     )  # fmt: skip
     return replace(trace, **changes)
 

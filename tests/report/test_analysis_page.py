@@ -40,7 +40,7 @@ def some_analysis(
         counts_FLE=counts, parts=1, step_M=np.arange(micro_steps) * steps // micro_steps,
         counts_DLE=rng.integers(0, 100, (len(domains), layers, experts)), domains=domains,
         layer_indices=np.arange(layers) + 1, token_budget=512, num_tokens=2048 * micro_steps, num_sequences=100,
-        unknown_routes=3, length_squares=10**6, top_k=2, model=model,
+        unknown_routes=3, lengths=np.array([1000]), top_k=2, model=model,
     )  # fmt: skip
     return AnalysisReport(
         "trace.parquet", analyze(counted, ranks=ranks, ranks_per_node=ranks // 2 if ranks % 2 == 0 else ranks)

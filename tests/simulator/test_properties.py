@@ -62,9 +62,10 @@ def busy_seconds(case: Case, show: int) -> Array:
     for g, m in enumerate(batch[first : first + case.settings.groups]):
         for r in range(plan.num_ranks):
             lengths = case.lengths[(plan.micro_step == m) & (plan.rank == r)].astype(float)
-            tokens, squares = lengths.sum(), (lengths**2).sum()
-            inside = costs.layer_s + costs.token_s * tokens + costs.square_s * squares
+            tokens, squares, near = lengths.sum(), (lengths**2).sum(), costs.pairs_within_reach(lengths).sum()
+            inside = costs.layer_s + costs.token_s * tokens + costs.square_s * squares + costs.reach_s * near
             outside = costs.outer_s + costs.outer_token_s * tokens + costs.outer_square_s * squares
+            outside += costs.outer_reach_s * near
             dense = plan.num_layers * inside + outside
             experts = work.experts_MLR[m, :, r].sum() + work.moved_MLR[m, :, r].sum()
             calls = costs.dispatch_s + np.maximum(work.near_MLR[m, :, r], work.far_MLR[m, :, r])
@@ -124,7 +125,11 @@ def test_synchronising_groups_more_often_is_not_faster(case: Case) -> None:
     often, seldom = (alone(case).but(meet=meet).run().step_time_s for meet in ("layer", "step"))
     assert seldom <= often * LITTLE
     # One group whose ranks have the same dense parts and exchange nothing has nobody else to wait for.
-    even = alone(case).free("token_s", "square_s", "outer_token_s", "outer_square_s", *ROWS).but(groups=1, hops=1)
+    even = (
+        alone(case)
+        .free("token_s", "square_s", "outer_token_s", "outer_square_s", "reach_s", "outer_reach_s", *ROWS)
+        .but(groups=1, hops=1)
+    )
     often, seldom = (even.but(meet=meet).run().step_time_s for meet in ("layer", "step"))
     assert often == pytest.approx(seldom, rel=1e-12)
 

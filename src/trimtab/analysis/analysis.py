@@ -95,8 +95,7 @@ def analyze(
         estimate = estimate_cost(
             counts_MLE, cluster, model,
             num_steps=len(step_starts) - 1,
-            num_tokens=counts.num_tokens,
-            length_squares=counts.length_squares,
+            lengths=counts.lengths,
         )  # fmt: skip
     return Analysis(
         counts=counts,

@@ -47,15 +47,13 @@ def estimate_cost(
     model: ModelSpec,
     *,
     num_steps: int,
-    num_tokens: int,
-    length_squares: int,
+    lengths: Array,
 ) -> CostEstimate:
     """Estimated seconds of recompute and update, and the part of them that imbalance costs.
 
     Args:
         counts_MLE: `[M, L, E]` integers, tokens by micro-step, layer and expert.
-        num_tokens: of all sequences.
-        length_squares: sum of squared lengths, for attention.
+        lengths: tokens of all sequences.
     """
     num_micro_steps, num_layers, _ = counts_MLE.shape
     costs = OperationCosts.of(cluster, model, moe_layers=num_layers)
@@ -75,18 +73,20 @@ def estimate_cost(
         exchange_MR = np.maximum(near_s * loads_MR, far_s * entering_MR)
         busiest_L[layer] = experts * work_MR.max(axis=-1).sum() + 2 * rows * exchange_MR.max(axis=-1).sum()
         even_L[layer] = experts * work_MR.mean(axis=-1).sum() + 2 * rows * max(near_s, far_s) * loads_MR.mean(-1).sum()
-    tokens, squares = num_tokens / cluster.ranks, length_squares / cluster.ranks
+    amounts = (lengths, np.square(lengths), costs.pairs_within_reach(lengths))
+    tokens, squares, near = (amount.sum() / cluster.ranks for amount in amounts)
     fixed_s = num_micro_steps * (num_layers * (dense * costs.layer_s + 2 * rows * costs.dispatch_s))
     dense_s = dense * (
         tokens * (num_layers * costs.token_s + costs.outer_token_s)
         + squares * (num_layers * costs.square_s + costs.outer_square_s)
+        + near * (num_layers * costs.reach_s + costs.outer_reach_s)
         + num_micro_steps * costs.outer_s
     )
     lost_L = (busiest_L - even_L) / num_steps
     return CostEstimate(
         cluster.name,
         model.name,
-        (float(busiest_L.sum()) + fixed_s + dense_s) / num_steps + costs.optimizer_s,
+        float(busiest_L.sum() + fixed_s + dense_s) / num_steps + costs.optimizer_s,
         float(lost_L.sum()),
         tuple(lost_L.tolist()),
     )

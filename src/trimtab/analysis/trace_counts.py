@@ -47,7 +47,7 @@ class TraceCounts:
         token_budget: most tokens of a rank in a micro-step.
         num_tokens, num_sequences: of the steps that were counted.
         unknown_routes: (token, layer) pairs without a recorded route.
-        length_squares: sum of the squares of the sequences' lengths.
+        lengths: tokens of each sequence.
         top_k: experts of a token.
         model: the trace's name of the model.
         skipped_steps: the trace's first steps, left out because counts would not fit.
@@ -63,7 +63,7 @@ class TraceCounts:
     num_tokens: int
     num_sequences: int
     unknown_routes: int
-    length_squares: int
+    lengths: Array
     top_k: int
     model: str
     skipped_steps: int = 0
@@ -171,7 +171,7 @@ def count_trace(
         num_tokens=int(lengths.sum()),
         num_sequences=len(lengths),
         unknown_routes=int(lengths.sum()) * shape.num_layers - known,
-        length_squares=int((lengths**2).sum()),
+        lengths=lengths,
         top_k=shape.top_k,
         model=shape.model,
         skipped_steps=skipped,

@@ -12,9 +12,9 @@ from trimtab.analysis import Analysis, count_trace
 from trimtab.analysis import analyze as analyze_counts
 from trimtab.analysis.analysis import figures
 from trimtab.analysis.summary import answer, cost_summary, layers_summary
-from trimtab.api.arguments import ModelSource, check_model, check_one_size, check_optional, model_of
+from trimtab.api.arguments import ModelSource, Overrides, check_one_size, check_optional, model_of
 from trimtab.api.result_summary import Summarised, Summary
-from trimtab.cluster import ModelSpec, load_cluster, model_like
+from trimtab.cluster import ModelSpec, load_cluster
 from trimtab.errors import InputError
 from trimtab.report.analysis_tables import balance_table, placements_table, setting_facts
 from trimtab.report.html import write_html
@@ -80,6 +80,7 @@ def analyze(
     step: int | None = None,
     cluster: str | os.PathLike[str] = "h100x8",
     model: ModelSource | None = None,
+    overrides: Overrides = (),
     progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> AnalysisResult:
     """Analyze a routing trace without planning it, as `trimtab analyze` does. Files may be larger than memory.
@@ -92,8 +93,9 @@ def analyze(
         micro_steps: micro-steps of a step, instead of a token budget.
         step: RL step of the trace; by default all.
         cluster: kind of nodes, for seconds: a preset's name or a TOML file.
-        model: a `ModelSpec`, a preset's name, a config.json or a checkpoint; by default a preset like the trace, and
-            no figures in seconds if there is none.
+        model: a `ModelSpec`, a preset's name or hub id, a config.json or a checkpoint; by default the model that the
+            trace names, else a preset like the trace, and no figures in seconds if there is none.
+        overrides: keys of the model's config with other values, such as `{"num_hidden_layers": 24}`.
         progress: called with the number of sequences read and of all sequences.
 
     Raises:
@@ -107,7 +109,7 @@ def analyze(
     ranks = _ranks(reader.empty, ranks, reader.name)
     per_node = ranks_per_node or (USUAL_RANKS_PER_NODE if ranks % USUAL_RANKS_PER_NODE == 0 else ranks)
     spec = load_cluster(cluster, ranks=ranks, slots_per_rank=0, ranks_per_node=per_node)
-    fitting = _model(reader.empty, model, reader.name)
+    fitting = _model(reader.empty, model, reader.name, overrides)
     counts = count_trace(
         reader, ranks=ranks, token_budget=token_budget, micro_steps=micro_steps, step=step, progress=progress
     )
@@ -130,14 +132,11 @@ def _ranks(empty: RoutingTrace, given: int | None, name: str) -> int:
     return given
 
 
-def _model(empty: RoutingTrace, given: ModelSource | None, name: str) -> ModelSpec | None:
-    """The model for the estimate in seconds: the given one, which must fit, or a preset that fits; None without one."""
-    if given is None:
-        try:
-            model = model_like(empty.num_experts, empty.top_k, empty.num_layers)
-        except InputError:
-            return None
-        return model if empty.num_layers <= model.moe_layers else None
-    model = model_of(given)
-    check_model(name, empty, model)
-    return model
+def _model(empty: RoutingTrace, given: ModelSource | None, name: str, overrides: Overrides = ()) -> ModelSpec | None:
+    """The model for the estimate in seconds, as `model_of`; None if there is no preset like the trace."""
+    if given is not None or dict(overrides):
+        return model_of(name, empty, given, overrides)
+    try:
+        return model_of(name, empty, None)
+    except InputError:
+        return None

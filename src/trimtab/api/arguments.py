@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import logging
 import operator
 import os
-from collections.abc import Iterable, Sequence
-from typing import SupportsIndex
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, SupportsIndex
 
-from trimtab.cluster import ModelSpec, load_model
+from trimtab.cluster import ModelSpec, load_model, model_like, preset_of_label
 from trimtab.errors import InputError
 from trimtab.trace import RoutingTrace
 
 ModelSource = ModelSpec | str | os.PathLike[str]
+Overrides = Mapping[str, Any] | Iterable[tuple[str, Any]]
+
+log = logging.getLogger("trimtab")
 
 
 def check_whole(least: int, **values: object) -> None:
@@ -44,15 +48,65 @@ def numbers(value: int | Sequence[int]) -> list[int]:
     return list(value) if isinstance(value, Sequence) else [value]
 
 
-def model_of(model: ModelSource) -> ModelSpec:
-    """The `ModelSpec` of a preset's name, a config.json or a checkpoint; a `ModelSpec` is returned as given."""
-    return model if isinstance(model, ModelSpec) else load_model(os.fspath(model))
+def model_of(
+    name: str, trace: RoutingTrace, given: ModelSource | None, overrides: Overrides = (), *, assume: bool = True
+) -> ModelSpec | None:
+    """The model of a trace: the given one, else the one that the trace names, else a preset like it.
+
+    A line is logged if a preset like the trace is assumed.
+
+    Args:
+        name: of the trace, for messages.
+        given: a `ModelSpec` is returned as given.
+        overrides: keys of the given model's config with other values.
+        assume: False: None instead of a preset like the trace.
+
+    Raises:
+        InputError: if the trace can't be of the given model, or there is no preset like it.
+    """
+    changes = dict(overrides)
+    if given is None or isinstance(given, ModelSpec):
+        if changes:
+            raise InputError(f"--set {next(iter(changes))}: needs --model with a name, a config.json or a checkpoint")
+        if given is None:
+            return _unnamed_model(name, trace, assume=assume)
+        model = given
+    else:
+        model = load_model(given, changes)
+    check_model(name, trace, model)
+    return model
 
 
 def check_model(name: str, trace: RoutingTrace, model: ModelSpec) -> None:
     """Raise InputError unless the trace, called `name`, can be of the model; it may lack layers."""
-    if (model.num_experts, model.top_k) != (trace.num_experts, trace.top_k) or trace.num_layers > model.moe_layers:
+    if model.zero_experts and trace.num_experts == model.num_experts + model.zero_experts:
+        raise InputError(
+            f"{name} counts the {model.zero_experts} zero experts of {model.name} as experts; tokens that choose them "
+            "are computed by no rank, which is not supported"
+        )
+    if not _fits(trace, model):
         raise InputError(
             f"{name} is not of model {model.name}: the trace has {trace.shape_text}, the model {model.moe_layers} MoE "
             f"layers, {model.num_experts} experts, top-{model.top_k}"
         )
+
+
+def _fits(trace: RoutingTrace, model: ModelSpec) -> bool:
+    same = (model.num_experts, model.top_k) == (trace.num_experts, trace.top_k)
+    return same and trace.num_layers <= model.moe_layers
+
+
+def _unnamed_model(name: str, trace: RoutingTrace, *, assume: bool) -> ModelSpec | None:
+    """The preset that the trace names if it fits, else one like the trace."""
+    preset = preset_of_label(trace.model)
+    if preset is not None:
+        model = ModelSpec.named(preset)
+        if _fits(trace, model):
+            return model
+    if not assume:
+        return None
+    model = model_like(trace.num_experts, trace.top_k, trace.num_layers)
+    check_model(name, trace, model)
+    named = f"names {trace.model}" if trace.model else "names no model"
+    log.info("model: %s is assumed, by experts and top-k; the trace %s; --model gives another", model.name, named)
+    return model

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from trimtab.api.arguments import ModelSource, check_choice, check_model, check_optional, check_whole, model_of
+from trimtab.api.arguments import ModelSource, Overrides, check_choice, check_optional, check_whole, model_of
 from trimtab.api.result_summary import Summarised, Summary
 from trimtab.array_type import Array
 from trimtab.cluster import ClusterSpec
@@ -200,6 +200,7 @@ def plan(
     step: int | None = None,
     policy: str = "trimtab",
     model: ModelSource | None = None,
+    overrides: Overrides = (),
 ) -> PlanResult:
     """Returns a plan of one step of a routing trace for a cluster, as `trimtab plan` does.
 
@@ -211,7 +212,9 @@ def plan(
         token_budget: most tokens of a rank in a micro-step.
         step: RL step to plan; by default the first in the trace.
         policy: the balancer, a name of `trimtab.policies.POLICIES`.
-        model: to count bytes moved: a `ModelSpec`, a preset's name, a config.json or a checkpoint.
+        model: to count bytes moved: a `ModelSpec`, a preset's name or hub id, a config.json or a checkpoint; by default
+            the model that the trace names, if there is such a preset.
+        overrides: keys of the model's config with other values, such as `{"num_hidden_layers": 24}`.
 
     Raises:
         InputError: one line, if an argument is out of range or the trace can't be read, is empty, has no such step, is
@@ -225,9 +228,7 @@ def plan(
     cluster = ClusterSpec(ranks, ranks_per_node or ranks, slots)
     reader = open_trace(trace)
     chosen = _one_step(reader, step)
-    spec = model_of(model) if model is not None else None
-    if spec:
-        check_model(reader.name, chosen, spec)
+    spec = model_of(reader.name, chosen, model, overrides, assume=False)
     homes = Placement.contiguous(chosen.num_layers, chosen.num_experts, cluster.ranks)
     # Untimed, so that compiling is not timed: a few sequences, in several micro-steps.
     few = chosen.part(0, min(chosen.num_sequences, 4 * cluster.ranks))

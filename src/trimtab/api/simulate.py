@@ -10,8 +10,8 @@ from typing import Any
 
 from trimtab.api.arguments import (
     ModelSource,
+    Overrides,
     check_choice,
-    check_model,
     check_one_size,
     check_optional,
     check_whole,
@@ -19,7 +19,7 @@ from trimtab.api.arguments import (
     numbers,
 )
 from trimtab.api.result_summary import Summarised, Summary
-from trimtab.cluster import load_cluster, model_like
+from trimtab.cluster import load_cluster
 from trimtab.errors import InputError
 from trimtab.planner import SequenceCounts
 from trimtab.policies import POLICIES
@@ -158,6 +158,7 @@ def simulate(
     policies: str | Sequence[str] = DEFAULT_POLICIES,
     cluster: str | os.PathLike[str] = "h100x8",
     model: ModelSource | None = None,
+    overrides: Overrides = (),
     ranks: int | Sequence[int] = 16,
     ranks_per_node: int | None = None,
     slots: int | Sequence[int] = 2,
@@ -177,7 +178,9 @@ def simulate(
         trace: a `RoutingTrace`, a path (file, folder or pattern), or a list of paths.
         policies: a name or names of `trimtab.policies.POLICIES`; `static` and `balanced` always run.
         cluster: kind of nodes: a preset's name or a TOML file.
-        model: a `ModelSpec`, a preset's name, a config.json or a checkpoint; by default a preset like the trace.
+        model: a `ModelSpec`, a preset's name or hub id, a config.json or a checkpoint; by default the model that the
+            trace names, else a preset like the trace.
+        overrides: keys of the model's config with other values, such as `{"num_hidden_layers": 24}`.
         ranks: ranks of a group; several for a sweep.
         ranks_per_node: ranks of a node; by default the cluster's.
         slots: replica slots per rank; several for a sweep.
@@ -206,8 +209,8 @@ def simulate(
     if not reader.facts.lengths.any():
         raise InputError(f"{reader.name}: the trace is empty; there is nothing to simulate")
     chosen, earlier = step_of(reader.read(), step)
-    spec = model_like(chosen.num_experts, chosen.top_k, chosen.num_layers) if model is None else model_of(model)
-    check_model(reader.name, chosen, spec)
+    spec = model_of(reader.name, chosen, model, overrides)
+    assert spec is not None
     for case_ranks, _, _ in every:
         if chosen.num_experts % case_ranks:
             raise InputError(f"--ranks {case_ranks} doesn't divide the {chosen.num_experts} experts of {reader.name}")

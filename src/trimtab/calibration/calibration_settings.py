@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import tempfile
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ from transformers import AutoConfig
 
 from trimtab.calibration.small_model import SEQUENCE_LENGTH, TOKENS, small_config
 from trimtab.cluster import ModelSpec, load_model
+from trimtab.cluster.model_names import preset_of
 from trimtab.cluster.presets import read_preset
 from trimtab.errors import InputError
 from trimtab.integrations.transformers.families import SUPPORTED_MODEL_TYPES
@@ -46,12 +48,15 @@ class CalibrationSettings:
     rounds: int
 
 
-def settings_for(model: str | None, *, ranks: int | None, rounds: int, name: str) -> CalibrationSettings:
+def settings_for(
+    model: str | None, overrides: Mapping[str, Any] | None = None, *, ranks: int | None, rounds: int, name: str
+) -> CalibrationSettings:
     """Settings for this machine.
 
     Args:
-        model: a name or a path, as for `load_model`; by default the model of `trimtab bench runtime` on a CPU, and
-            Qwen3-30B-A3B on GPUs.
+        model: a name, a hub id or a path, as for `load_model`; by default the model of `trimtab bench runtime` on
+            a CPU, and Qwen3-30B-A3B on GPUs.
+        overrides: keys of the given model's config with other values.
         ranks: all GPUs by default, or 2 on a CPU.
         rounds: timed repetitions of each measurement.
         name: name of the measured cluster.
@@ -61,7 +66,10 @@ def settings_for(model: str | None, *, ranks: int | None, rounds: int, name: str
     """
     on_cuda = torch.cuda.is_available()
     chosen = model or (GPU_MODEL if on_cuda else None)
-    given = small_config() if chosen is None else _config_of(chosen)
+    changes = overrides or {}
+    if changes and chosen is None:
+        raise InputError(f"--set {next(iter(changes))}: needs --model")
+    given = small_config() if chosen is None else _config_of(chosen, changes)
     if given.get("model_type") not in SUPPORTED_MODEL_TYPES:
         raise InputError(
             f"{chosen}: model type {given.get('model_type')!r} can't be run; use one of "
@@ -86,13 +94,14 @@ def _sizes_of(config: dict[str, Any]) -> ModelSpec:
         return ModelSpec.from_config(folder)
 
 
-def _config_of(chosen: str) -> dict[str, Any]:
+def _config_of(chosen: str, overrides: Mapping[str, Any]) -> dict[str, Any]:
     """Content of a model's `config.json`. Raises InputError unless it is the config of an MoE model."""
     # Raises InputError if it is not the config of an MoE model.
-    load_model(chosen)
-    text = read_preset("model", chosen)
+    load_model(chosen, overrides)
+    preset = None if Path(chosen).exists() else preset_of(chosen)
+    text = read_preset("model", preset) if preset else None
     if text is None:
         path = Path(chosen)
         text = (path / "config.json" if path.is_dir() else path).read_text(encoding="utf-8")
     config: dict[str, Any] = json.loads(text)
-    return config
+    return {key: value for key, value in (config | dict(overrides)).items() if key not in ("hub_ids", "published")}

@@ -8,9 +8,7 @@ from trimtab.cluster.operations import LOGIT_BYTES, ROW_PASSES, TOKEN_PASSES
 
 def token_flops(model: ModelSpec) -> float:
     """Operations per token in the dense parts of an MoE layer, without attention scores."""
-    hidden = model.hidden_size
-    projections = model.attention_parameters or 4 * hidden**2
-    return 2 * projections + 6 * hidden * model.shared_width + 2 * hidden * model.num_experts
+    return 2 * (model.moe_attention.parameters + model.shared_parameters + model.router_parameters)
 
 
 def token_bytes(model: ModelSpec) -> float:
@@ -19,8 +17,11 @@ def token_bytes(model: ModelSpec) -> float:
 
 
 def square_flops(model: ModelSpec) -> float:
-    """Operations of attention in one layer, per pair of tokens: a sequence of t tokens has t * t."""
-    return model.attention_width or 2 * model.hidden_size
+    """Operations of attention in one layer, per pair of tokens: a sequence of t tokens has t * t.
+
+    Layers of limited attention count in full: transformers computes all pairs and masks them.
+    """
+    return model.moe_attention.square_width + model.moe_attention.reach_width
 
 
 def head_flops(model: ModelSpec) -> float:
@@ -40,4 +41,4 @@ def row_flops(model: ModelSpec) -> float:
 
 def row_bytes(model: ModelSpec) -> float:
     """Bytes read and written per row outside the matrix products."""
-    return ROW_PASSES * (model.hidden_size + model.expert_width) * model.weight_bytes
+    return ROW_PASSES * (model.row_width + model.expert_width) * model.weight_bytes

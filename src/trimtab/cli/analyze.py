@@ -10,7 +10,7 @@ from typing import Any
 from rich.progress import Progress
 
 from trimtab.api.analyze import USUAL_RANKS, USUAL_RANKS_PER_NODE, analyze
-from trimtab.cli.options import add_options, add_trace, given
+from trimtab.cli.options import add_model, add_options, add_trace, given
 from trimtab.cli.output import write_figures
 from trimtab.report.analysis_tables import analysis_tables
 
@@ -33,7 +33,7 @@ def add(commands: Any) -> None:
     size("--micro-steps", unset="as the token budget gives")
     option("--step", unset="all of the trace")
     option("--cluster")
-    option("--model", unset="a preset like the trace")
+    add_model(parser, of=analyze, unset="the trace's, else a preset like the trace")
     add_options(parser, "--json", "--html")
     parser.set_defaults(run=run)
 

@@ -6,7 +6,7 @@ import argparse
 import logging
 from typing import Any
 
-from trimtab.cli.options import add_options, add_output
+from trimtab.cli.options import add_model, add_options, add_output
 from trimtab.cli.output import write_figures
 from trimtab.cluster import write_cluster
 
@@ -22,7 +22,7 @@ def add(commands: Any) -> None:
         examples=["trimtab calibrate -o local.toml"],
     )
     add_output(parser, "the cluster (.toml)")
-    add_options(parser, "--model", unset="that of bench runtime on a CPU, qwen3-30b-a3b on GPUs")
+    add_model(parser, unset="that of bench runtime on a CPU, qwen3-30b-a3b on GPUs")
     add_options(parser, "--ranks", unset="all GPUs, or 2 on a CPU")
     add_options(parser, "--rounds", default=15)
     add_options(parser, "--json")
@@ -34,7 +34,9 @@ def run(options: argparse.Namespace) -> None:
     from trimtab.calibration.calibration_table import calibration_table
 
     name = options.output.stem or "this machine"
-    result = calibrate(settings_for(options.model, ranks=options.ranks, rounds=options.rounds, name=name))
+    overrides = dict(getattr(options, "overrides", ()))
+    settings = settings_for(options.model, overrides, ranks=options.ranks, rounds=options.rounds, name=name)
+    result = calibrate(settings)
     if result is None:
         return
     write_cluster(options.output, result.cluster, result.sources, base=result.preset.name)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 import logging
 import os
 from dataclasses import asdict
@@ -13,9 +12,9 @@ from typing import Any
 from rich.markup import escape
 from rich.table import Table
 
-from trimtab.cli.options import add_options
+from trimtab.cli.options import add_model, add_options
 from trimtab.cli.output import write_figures
-from trimtab.cluster import ModelSpec
+from trimtab.cluster import read_checkpoint
 from trimtab.errors import InputError
 
 COLOURS = {"ok": "green", "warning": "yellow", "problem": "red"}
@@ -34,9 +33,7 @@ def add(commands: Any) -> None:
             "torchrun --nnodes 2 --nproc-per-node 8 -m trimtab.cli.main doctor --model path/to/qwen3-moe",
         ],
     )
-    add_options(
-        parser, "--model", type=Path, unset="none", help="a config.json or a checkpoint folder, to check as well"
-    )
+    add_model(parser, type=Path, unset="none", help="a config.json or a checkpoint folder, to check as well")
     add_options(parser, "--ranks", "--slots", default=2)
     add_options(parser, "--json")
     parser.set_defaults(run=run)
@@ -45,17 +42,23 @@ def add(commands: Any) -> None:
 def run(options: argparse.Namespace) -> int:
     """Returns the exit status."""
     from trimtab.doctor import examine
+    from trimtab.doctor.finding import Finding
 
     ranks = int(os.environ.get("WORLD_SIZE", options.ranks))
     if ranks < 2:
         raise InputError(f"--ranks is {ranks}; experts are shared by 2 or more")
-    model, num_layers = None, None
+    model, num_layers, unclear = None, None, ""
+    overrides = dict(getattr(options, "overrides", ()))
     if options.model is not None:
-        model = ModelSpec.from_config(options.model)
-        file = options.model / "config.json" if options.model.is_dir() else options.model
-        num_layers = json.loads(file.read_text()).get("num_hidden_layers")
+        model, reading = read_checkpoint(options.model, overrides)
+        unclear = reading.text
+        num_layers = model.moe_layers + model.dense_layers if model.moe_layer_indices else None
+    elif overrides:
+        raise InputError(f"--set {next(iter(overrides))}: needs --model")
     local_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", ranks))
     findings = examine(ranks=ranks, local_ranks=local_ranks, slots=options.slots, model=model, num_layers=num_layers)
+    if unclear:
+        findings.append(Finding("model sizes", "warning", unclear))
     if os.environ.get("RANK", "0") != "0":
         return 0
     table = Table("check", "", box=None, title="trimtab doctor", title_justify="left", title_style="bold")

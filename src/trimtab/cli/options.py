@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
+import json
 from collections.abc import Callable
 from functools import partial
 from inspect import signature
@@ -28,15 +29,39 @@ positive, whole = partial(_integer, 1), partial(_integer, 0)
 """Types of options: integers of at least 1, and of at least 0."""
 
 
-def _preset_or_path(kind: Any, text: str) -> str:
-    """The text, unless it is no file and a preset of the kind has nearly this name."""
+def _cluster(text: str) -> str:
+    """The text, unless it is no file and a preset has nearly this name."""
     from trimtab.cluster.presets import preset_names
 
-    names = preset_names(kind)
-    hint = closest(text, names)
+    return _known("cluster", text, preset_names("cluster"))
+
+
+def _model(text: str) -> str:
+    """The text, unless it is no file and a preset or a hub id of one has nearly this name."""
+    from trimtab.cluster.model_names import known_names, preset_of
+
+    return text if preset_of(text) else _known("model", text, known_names())
+
+
+def _known(kind: str, text: str, names: list[str]) -> str:
+    by_lower_case = {name.lower(): name for name in names}
+    hint = closest(text.lower(), by_lower_case)
     if hint and text not in names and not Path(text).exists():
+        for lower, name in by_lower_case.items():
+            hint = hint.replace(f" {lower}?", f" {name}?")
         raise argparse.ArgumentTypeError(f"unknown {kind} {text}{hint}")
     return text
+
+
+def _override(text: str) -> tuple[str, Any]:
+    """Key and value of KEY=VALUE. The value is JSON, or else the text itself."""
+    key, equals, value = text.partition("=")
+    if not key or not equals:
+        raise argparse.ArgumentTypeError(f"{text!r} should be KEY=VALUE, such as num_hidden_layers=24")
+    try:
+        return key, json.loads(value)
+    except (ValueError, RecursionError):
+        return key, value
 
 
 # Type and help of an option in all commands that have it.
@@ -56,8 +81,9 @@ SHARED: dict[str, tuple[Callable[[str], object], str]] = {
     "--top-k": (positive, "experts of a token"),
     "--policy": (str, "balancer"),
     "--preset": (str, "skew of the synthetic routing"),
-    "--cluster": (partial(_preset_or_path, "cluster"), "kind of nodes: a preset or a TOML file"),
-    "--model": (partial(_preset_or_path, "model"), "a preset, a config.json or a checkpoint folder"),
+    "--cluster": (_cluster, "kind of nodes: a preset or a TOML file"),
+    "--model": (_model, "a preset, its hub id, a config.json or a checkpoint folder"),
+    "--set": (_override, "other value of a key of the model's config; may be repeated (default: none)"),
     "--seed": (whole, "random seed"),
     "--rounds": (positive, "timed repetitions"),
     "--json": (Path, "write the figures to FILE; - is standard output, without tables"),
@@ -102,6 +128,12 @@ def add_options(
 def add_output(parser: argparse._ActionsContainer, content: str, *, required: bool = True) -> None:
     """Add `-o/--output`, the file that the command makes."""
     add_options(parser, "--output", type=Path, required=required, help=f"file to write: {content}")
+
+
+def add_model(parser: argparse._ActionsContainer, *, of: Callable[..., object] | None = None, **settings: Any) -> None:
+    """Add `--model`, and `--set` for its config: `options.overrides`, pairs of key and value, missing if not given."""
+    add_options(parser, "--model", of=of, **settings)
+    add_options(parser, "--set", action="append", dest="overrides", metavar="KEY=VALUE", default=argparse.SUPPRESS)
 
 
 def add_trace(parser: argparse.ArgumentParser) -> None:

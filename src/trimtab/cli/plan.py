@@ -7,7 +7,7 @@ from functools import partial
 from typing import Any
 
 from trimtab.api.plan import plan
-from trimtab.cli.options import add_options, add_output, add_trace, given
+from trimtab.cli.options import add_model, add_options, add_output, add_trace, given
 from trimtab.cli.output import write_figures
 from trimtab.policies import POLICIES
 from trimtab.report.tables import balance_tables, facts
@@ -26,7 +26,7 @@ def add(commands: Any) -> None:
     option("--slots", "--token-budget")
     option("--step", unset="the first of the trace")
     option("--policy", choices=tuple(POLICIES))
-    option("--model", unset="none; transferred bytes are not counted")
+    add_model(parser, of=plan, unset="the trace's if it is known, else transferred bytes are not counted")
     add_output(parser, "the plan (.npz)", required=False)
     add_options(parser, "--json")
     parser.set_defaults(run=run)

@@ -11,7 +11,7 @@ from typing import Any
 from rich.progress import Progress
 
 from trimtab.api.simulate import DEFAULT_MICRO_STEPS, GROUPS_MEET, simulate
-from trimtab.cli.options import add_options, add_trace, given, positive
+from trimtab.cli.options import add_model, add_options, add_trace, given, positive
 from trimtab.cli.output import write_figures
 from trimtab.kernels import compile_beside
 from trimtab.policies import POLICIES
@@ -43,7 +43,7 @@ def add(commands: Any) -> None:
     option = partial(add_options, parser, of=simulate)
     option("--policy", nargs="+", dest="policies", choices=tuple(POLICIES))
     option("--cluster")
-    option("--model", unset="a preset like the trace")
+    add_model(parser, of=simulate, unset="the trace's, else a preset like the trace")
     option("--ranks-per-node", unset="the cluster's")
     option("--ranks", "--slots", nargs="+")
     size = partial(add_options, parser.add_mutually_exclusive_group(), of=simulate)

@@ -13,7 +13,7 @@ from typing import Any
 from rich.console import Console
 from rich.progress import Progress
 
-from trimtab.cli.options import add_options, add_output, given, positive
+from trimtab.cli.options import add_model, add_options, add_output, given, positive
 from trimtab.cluster import load_model
 from trimtab.errors import InputError
 from trimtab.report.tables import facts, trace_facts
@@ -38,7 +38,7 @@ def add(actions: Any) -> None:
     add_output(parser, "the trace (.parquet)")
     option = partial(add_options, parser, of=ImportOptions)
     add_options(parser, "--format", choices=tuple(FORMATS), unset="detected", help="format of the dump")
-    option("--model", unset="none; experts, layers and top-k as options or in the dump")
+    add_model(parser, of=ImportOptions, unset="none; experts, layers and top-k as options or in the dump")
     option("--num-experts", type=positive, unset="the model's", help="experts of a layer")
     option("--num-layers", "--top-k", unset="the model's")
     option("--step", unset="0, for sequences without one")
@@ -76,9 +76,17 @@ def _rows(summary: Summary, form: str, seconds: float) -> list[tuple[str, str]]:
 def _import_options(options: argparse.Namespace) -> ImportOptions:
     """The options, completed by the facts of the model."""
     found = ImportOptions(**given(options, ImportOptions))
+    overrides = dict(getattr(options, "overrides", ()))
     if not found.model:
+        if overrides:
+            raise InputError(f"--set {next(iter(overrides))}: needs --model")
         return found
-    model = load_model(found.model)
+    model = load_model(found.model, overrides)
+    if model.zero_experts:
+        raise InputError(
+            f"{model.name}: its router also chooses among {model.zero_experts} zero experts, which no rank computes; "
+            "dumps with such ids are not supported"
+        )
     layers = model.moe_layers + model.dense_layers if model.moe_layer_indices else None
     for option, value, of_model in (
         ("--num-experts", found.num_experts, model.num_experts),

@@ -1,17 +1,24 @@
 """Sizes of model and cluster, and the costs that planning minimises."""
 
+from trimtab.cluster.attention import AttentionLayers
 from trimtab.cluster.cost import CostModel
-from trimtab.cluster.models import QWEN3_30B, ModelSpec, load_model, model_like
+from trimtab.cluster.model_names import preset_of, preset_of_label
+from trimtab.cluster.models import QWEN3_30B, ModelSpec, load_model, model_like, read_checkpoint, read_model
 from trimtab.cluster.spec_files import load_cluster, write_cluster
 from trimtab.cluster.specs import ClusterSpec
 
 __all__ = [
     "QWEN3_30B",
+    "AttentionLayers",
     "ClusterSpec",
     "CostModel",
     "ModelSpec",
     "load_cluster",
     "load_model",
     "model_like",
+    "preset_of",
+    "preset_of_label",
+    "read_checkpoint",
+    "read_model",
     "write_cluster",
 ]

@@ -4,6 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import numpy as np
+
+from trimtab.array_type import Array
+from trimtab.cluster.attention import pairs_within_reach
 from trimtab.cluster.models import ModelSpec
 from trimtab.cluster.specs import ClusterSpec
 
@@ -28,9 +32,10 @@ class CostModel:
         far_row_s: one row that an expert on another node computes. Rows of a token to the same node share a transfer;
             their number is that of even routing.
         near_move_s, far_move_s: moving the home of one expert of one layer, inside a node or between nodes.
-        attention_token_rows, attention_square_rows: a sequence of t tokens costs its rank as much in attention and
-            other dense parts of a MoE layer as `attention_token_rows * t + attention_square_rows * t * t` rows do, by
-            operations.
+        attention_token_rows, attention_square_rows, attention_reach_rows: a sequence of t tokens costs its rank as much
+            in attention and other dense parts of a MoE layer as so many rows do, by operations: for each token, each of
+            t * t pairs, and each pair within reach (`pairs_within_reach`).
+        reach, chunked: see `ModelSpec`.
     """
 
     row_s: float
@@ -41,17 +46,20 @@ class CostModel:
     far_move_s: float
     attention_token_rows: float
     attention_square_rows: float
+    attention_reach_rows: float = 0.0
+    reach: int = 0
+    chunked: bool = False
 
     @classmethod
     def of(cls, cluster: ClusterSpec, model: ModelSpec) -> CostModel:
         """Returns the costs of a model on a cluster, without any overlap."""
         parameters = model.expert_parameters
-        projections = model.attention_parameters or 4 * model.hidden_size**2
+        attention = model.moe_attention
         nodes = cluster.nodes
         rows_far = model.top_k * (nodes - 1) / nodes
         # A token goes once to a node, however many of its experts are there.
         nodes_far = (nodes - 1) * (1 - (1 - 1 / nodes) ** model.top_k)
-        row_bytes = model.hidden_size * model.weight_bytes * (nodes_far / rows_far if nodes > 1 else 1.0)
+        row_bytes = model.row_width * model.weight_bytes * (nodes_far / rows_far if nodes > 1 else 1.0)
         replica_bytes = FETCHES_PER_STEP * model.expert_bytes + GRADIENT_BYTES * parameters
         state_bytes = model.expert_bytes + STATE_BYTES * parameters
         # Without links between ranks, all transfers use host memory.
@@ -65,6 +73,22 @@ class CostModel:
             near_move_s=state_bytes / near_bytes_per_s,
             far_move_s=state_bytes / far_bytes_per_s,
             # Projections and shared experts per token; a query attends to half of the sequence on average.
-            attention_token_rows=(projections + 3 * model.hidden_size * model.shared_width) / parameters,
-            attention_square_rows=(model.attention_width or 2 * model.hidden_size) / (2 * parameters),
+            attention_token_rows=(attention.parameters + model.shared_parameters + attention.state_operations / 2)
+            / parameters,
+            attention_square_rows=attention.square_width / (2 * parameters),
+            attention_reach_rows=attention.reach_width / (2 * parameters),
+            reach=model.reach,
+            chunked=model.chunked,
         )
+
+    def attention_rows(self, lengths: Array) -> Array:
+        """Rows that cost as much as attention and other dense parts of a MoE layer, by sequence, float64.
+
+        Args:
+            lengths: tokens of the sequences, any shape.
+        """
+        lengths = lengths.astype(np.float64)
+        rows = lengths * (self.attention_token_rows + self.attention_square_rows * lengths)
+        if self.reach:
+            rows = rows + self.attention_reach_rows * pairs_within_reach(lengths, self.reach, chunked=self.chunked)
+        return rows

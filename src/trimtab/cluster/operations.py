@@ -7,6 +7,7 @@ from typing import NamedTuple
 import numpy as np
 
 from trimtab.array_type import Array
+from trimtab.cluster.attention import pairs_within_reach
 from trimtab.cluster.cost import GRADIENT_BYTES, STATE_BYTES
 from trimtab.cluster.models import ModelSpec
 from trimtab.cluster.specs import ClusterSpec
@@ -30,10 +31,12 @@ class OperationCosts(NamedTuple):
     Attributes:
         layer_s: a MoE layer's small operations, for any number of tokens.
         token_s: a token in the dense parts of a MoE layer: projections, shared experts, router, norms.
-        square_s: attention over a sequence of t tokens, in one layer, for each of t * t.
+        square_s: attention over a sequence of t tokens, in one layer, for each of t * t. Mean of the MoE layers if they
+            differ.
+        reach_s: the same for each of the pairs within reach, where attention is limited (`pairs_within_reach`).
         outer_s: as `layer_s`, all dense layers together.
         outer_token_s: a token in all dense layers, embedding, output head and loss together.
-        outer_square_s: as `square_s`, all dense layers together.
+        outer_square_s, outer_reach_s: as `square_s` and `reach_s`, all dense layers together.
         tile_rows: rows of a tile of a grouped matrix product.
         tile_s: a tile through one expert.
         copy_s: fixed time of a copy of an expert with rows.
@@ -52,6 +55,7 @@ class OperationCosts(NamedTuple):
         optimizer_s: an optimizer step over this rank's share of the parameters.
         reduce_s: summing gradients, of dense parameters over all ranks and of experts over groups, and spreading their
             new weights, once an optimizer step.
+        reach, chunked: keys that a query attends to at most, where attention is limited; inside a chunk of so many.
     """
 
     layer_s: float
@@ -83,6 +87,10 @@ class OperationCosts(NamedTuple):
     hop_row_s: float
     optimizer_s: float
     reduce_s: float
+    reach_s: float = 0.0
+    outer_reach_s: float = 0.0
+    reach: int = 0
+    chunked: bool = False
 
     @classmethod
     def of(
@@ -97,18 +105,21 @@ class OperationCosts(NamedTuple):
         """
         part = 1.0 if moe_layers is None else moe_layers / model.moe_layers
         hidden = model.hidden_size
-        projections = model.attention_parameters or 4 * hidden**2
-        attention_width = model.attention_width or 2 * hidden
+        attention, outer_attention = model.moe_attention, model.dense_attention
         dense_s, memory_s = 1 / cluster.dense_flops, 1 / cluster.memory_bytes_per_s
-        around_s = 2 * projections * dense_s + TOKEN_PASSES * hidden * model.weight_bytes * memory_s
-        beside_experts_s = 2 * (3 * hidden * model.shared_width + hidden * model.num_experts) * dense_s
-        feed_forward_s = 6 * hidden * model.dense_width * dense_s
+        passes_s = TOKEN_PASSES * hidden * model.weight_bytes * memory_s
+        around_s, outer_around_s = (
+            2 * mean.parameters * dense_s + mean.state_operations / cluster.attention_flops + passes_s
+            for mean in (attention, outer_attention)
+        )
+        beside_experts_s = 2 * (model.shared_parameters + model.router_parameters) * dense_s
+        feed_forward_s = 2 * model.feed_forward_matrices * hidden * model.dense_width * dense_s
         head_s = 2 * hidden * model.vocab_size * dense_s + LOGIT_BYTES * model.vocab_size * memory_s
         near_share = far_share = 1.0
         if cluster.dispatch_forwards:
             near_share = _sharing(cluster.ranks, model.top_k)
             far_share = _sharing(cluster.nodes, model.top_k)
-        row_bytes = hidden * model.weight_bytes
+        row_bytes = model.row_width * model.weight_bytes
         parameters = model.expert_parameters
         state_bytes = model.expert_bytes + STATE_BYTES * parameters
         gradient_bytes = GRADIENT_BYTES * parameters
@@ -122,15 +133,15 @@ class OperationCosts(NamedTuple):
         return cls(
             layer_s=cluster.layer_s,
             token_s=around_s + beside_experts_s,
-            square_s=attention_width / cluster.attention_flops,
+            square_s=attention.square_width / cluster.attention_flops,
             outer_s=part * model.dense_layers * cluster.layer_s,
-            outer_token_s=part * (model.dense_layers * (around_s + feed_forward_s) + head_s),
-            outer_square_s=part * model.dense_layers * attention_width / cluster.attention_flops,
+            outer_token_s=part * (model.dense_layers * (outer_around_s + feed_forward_s) + head_s),
+            outer_square_s=part * model.dense_layers * outer_attention.square_width / cluster.attention_flops,
             tile_rows=cluster.tile_rows,
             tile_s=cluster.tile_rows * 2 * parameters / cluster.expert_flops,
             copy_s=cluster.copy_s,
             weights_s=model.expert_bytes * memory_s,
-            row_s=ROW_PASSES * (hidden + model.expert_width) * model.weight_bytes * memory_s,
+            row_s=ROW_PASSES * (model.row_width + model.expert_width) * model.weight_bytes * memory_s,
             dense_backward=cluster.dense_backward,
             expert_backward=cluster.expert_backward,
             dispatch_s=cluster.dispatch_s,
@@ -149,7 +160,15 @@ class OperationCosts(NamedTuple):
             hop_row_s=_seconds(row_bytes, near or host),
             optimizer_s=OPTIMIZER_BYTES * (expert_parameters + dense_parameters / ranks) * memory_s,
             reduce_s=(GRADIENT_BYTES + model.weight_bytes) * summed / slowest,
+            reach_s=attention.reach_width / cluster.attention_flops,
+            outer_reach_s=part * model.dense_layers * outer_attention.reach_width / cluster.attention_flops,
+            reach=model.reach,
+            chunked=model.chunked,
         )
+
+    def pairs_within_reach(self, lengths: Array) -> Array:
+        """Pairs that `reach_s` prices, by sequence; zeros if no layer's attention is limited."""
+        return pairs_within_reach(lengths, self.reach, chunked=self.chunked) if self.reach else np.zeros(lengths.shape)
 
     def copy_seconds(self, rows: Array) -> Array:
         """Forward seconds of copies of experts with these rows each, any shape."""

@@ -156,9 +156,7 @@ def plan_sequences(
     balanced = placement
     if may_move:
         balanced = _place(_workloads(sequences, packed, cluster.ranks, groups), placement, cluster, 0.0, threads)
-    lengths = sequences.lengths.astype(np.float64)
-    attention = np.rint(lengths * (weights.attention_token_rows + weights.attention_square_rows * lengths))
-    attention_S = attention.astype(np.int64)
+    attention_S = np.rint(weights.attention_rows(sequences.lengths)).astype(np.int64)
     schedule = group_by_routing(
         sequences, packed, balanced, token_budget, num_groups=groups, attention_rows=attention_S
     )

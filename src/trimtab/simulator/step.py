@@ -177,12 +177,18 @@ def _rounds(plan: StepPlan, groups: int) -> Rounds:
 
 def _dense_seconds(plan: StepPlan, lengths: Array, costs: OperationCosts) -> tuple[Array, Array]:
     """Forward of a layer's dense parts, and of everything outside MoE layers, both `[M, R]` float64."""
-    tokens_MR, squares_MR = (np.zeros((plan.num_micro_steps, plan.num_ranks)) for _ in range(2))
     place = (plan.micro_step, plan.rank)
-    np.add.at(tokens_MR, place, lengths)
-    np.add.at(squares_MR, place, np.square(lengths, dtype=np.float64))
-    attention_MR = costs.layer_s + costs.token_s * tokens_MR + costs.square_s * squares_MR
-    return attention_MR, costs.outer_s + costs.outer_token_s * tokens_MR + costs.outer_square_s * squares_MR
+    inside_MR, outside_MR = (np.full((plan.num_micro_steps, plan.num_ranks), s) for s in (costs.layer_s, costs.outer_s))
+    for amounts, in_layer_s, outer_s in (
+        (lengths, costs.token_s, costs.outer_token_s),
+        (np.square(lengths, dtype=np.float64), costs.square_s, costs.outer_square_s),
+        (costs.pairs_within_reach(lengths), costs.reach_s, costs.outer_reach_s),
+    ):
+        sums_MR = np.zeros(inside_MR.shape)
+        np.add.at(sums_MR, place, amounts)
+        inside_MR += in_layer_s * sums_MR
+        outside_MR += outer_s * sums_MR
+    return inside_MR, outside_MR
 
 
 def _paths(plan: StepPlan, cluster: ClusterSpec, traits: Traits) -> Array:

@@ -1,0 +1,151 @@
+"""Sizes of a model from its `config.json`, as fields of `ModelSpec`, and which keys they were read from."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from trimtab.cluster.attention_config import attention_of, softmax_attention
+from trimtab.cluster.config_keys import ConfigKeys
+from trimtab.cluster.decoder_layers import attention_kinds, block_types, moe_layers_of
+from trimtab.errors import InputError
+
+# Model types, without an ending `_text`, whose keys are known completely.
+FAMILIES = (
+    "dbrx", "deepseek_v2", "deepseek_v3", "deepseek_v32", "ernie4_5_moe", "ernie4_5_vl_moe", "glm4_moe",
+    "glm4_moe_lite", "glm4v_moe", "glm_moe_dsa", "gpt_oss", "hunyuan_v1_moe", "jamba", "kimi_k2", "kimi_k25", "llama4",
+    "longcat_flash", "minimax", "minimax_m1", "minimax_m2", "minimax_text_01", "mixtral", "nemotron_h", "qwen2_moe",
+    "qwen3_moe", "qwen3_next", "qwen3_5_moe", "qwen3_vl_moe", "step3", "step3p5", "step3p7",
+)  # fmt: skip
+# Weights in float32 and float64 are trained as they are, all others, quantised ones too, in two bytes.
+_WIDE_TYPES = {"float32": 4, "float": 4, "float64": 8, "double": 8}
+_LAYERS = ("num_hidden_layers", "num_layers", "n_layers")
+_DOUBLE_LAYERS = ("num_layers", "num_hidden_layers")
+_SHARED_WIDTHS = (
+    "shared_expert_intermediate_size", "moe_shared_expert_intermediate_size", "share_expert_dim",
+    "shared_intermediate_size",
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class ConfigReading:
+    """What was read of a config.
+
+    Attributes:
+        where: file or preset.
+        model_type: of the config; empty if it has none.
+        used: keys that sizes follow from.
+        ignored: keys that look like sizes and were not read.
+        notes: what was assumed or left out.
+    """
+
+    where: str
+    model_type: str
+    used: tuple[str, ...]
+    ignored: tuple[str, ...]
+    notes: tuple[str, ...]
+
+    @property
+    def is_known(self) -> bool:
+        """True if the model type is one whose keys Trimtab knows."""
+        return self.model_type.removesuffix("_text") in FAMILIES
+
+    @property
+    def text(self) -> str:
+        """One line about a config that may not be read as meant; empty if there is nothing to say."""
+        parts = list(self.notes)
+        if not self.is_known and self.model_type:
+            parts.insert(
+                0, f"model type {self.model_type} is unknown; its sizes are read by the names of other families"
+            )
+        if self.ignored:
+            parts.append(f"keys that are not read: {', '.join(self.ignored)}")
+        return f"{self.where}: {'; '.join(parts)} (override sizes with --set KEY=VALUE)" if parts else ""
+
+
+def read_sizes(
+    config: dict[str, Any], where: str, overrides: Mapping[str, Any]
+) -> tuple[dict[str, Any], ConfigReading]:
+    """Fields of `ModelSpec` from a config, and what was read.
+
+    Args:
+        overrides: keys of the config with other values.
+
+    Raises:
+        InputError: if it does not describe a MoE model, or an override is of no key that is read.
+    """
+    keys = ConfigKeys(config, where, overrides)
+    if keys.is_of("ernie4_5") and keys.take_first("moe_num_experts", "moe_intermediate_size"):
+        keys.notes.append(
+            "the second values of moe_num_experts and moe_intermediate_size, vision experts, are left out"
+        )
+    num_experts = keys.count("num_experts", "n_routed_experts", "num_local_experts", "moe_num_experts")
+    top_k = keys.count(
+        "num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_top_k", "moe_k", "experts_per_token"
+    )
+    if top_k > num_experts:
+        raise InputError(f"{where}: a token uses {top_k} of {num_experts} experts; it should use as many at most")
+    hidden_size = keys.count("hidden_size", "d_model")
+    expert_width = keys.count("moe_intermediate_size", "expert_ffn_hidden_size", "ffn_hidden_size", "intermediate_size")
+    dense_width = keys.count("intermediate_size_mlp", "ffn_hidden_size", "intermediate_size", default=0, least=0)
+    # A layer of LongCat has two attention blocks and two dense feed-forward parts; transformers counts it twice.
+    is_double = keys.is_of("longcat_flash")
+    blocks = block_types(keys)
+    given_layers = keys.count(*(_DOUBLE_LAYERS if is_double else _LAYERS), default=len(blocks), least=0)
+    if blocks and len(blocks) != given_layers:
+        raise InputError(f"{where}: num_hidden_layers is {given_layers}; the pattern of layers has {len(blocks)}")
+    layers = given_layers or 1
+    moe_layers = moe_layers_of(keys, layers, blocks)
+    dense_layers = layers - len(moe_layers)
+    kinds = attention_kinds(keys, layers, blocks)
+    sizes = {
+        "name": keys.model_types[0] if keys.model_types else Path(where).parent.name,
+        "num_experts": num_experts,
+        "top_k": top_k,
+        "hidden_size": hidden_size,
+        "expert_width": expert_width,
+        "weight_bytes": _weight_bytes(keys),
+        "moe_layers": len(moe_layers),
+        "moe_layer_indices": moe_layers if given_layers else (),
+        "dense_layers": dense_layers,
+        "dense_width": _mean_dense_width(blocks, dense_width, dense_layers),
+        "shared_width": 2 * dense_width if is_double else _shared_width(keys, expert_width),
+        "vocab_size": keys.count("vocab_size", default=0, least=0),
+        "feed_forward_matrices": 2 if keys.get("mlp_hidden_act") == "relu2" else 3,
+        "latent_size": keys.count("moe_latent_size", default=0, least=0),
+        "zero_experts": keys.count("zero_expert_num", default=0, least=0),
+        "tied_embedding": keys.get("tie_word_embeddings") is True,
+    }
+    if set(kinds) != {"full"} or is_double:
+        attention, reach = attention_of(keys, hidden_size, kinds, moe_layers, 2 if is_double else 1)
+        sizes |= {"attention": attention, "reach": reach}
+    elif keys.count("num_attention_heads", "n_heads", default=0):
+        parameters, width = softmax_attention(keys, hidden_size, "full")
+        sizes |= {"attention_parameters": parameters, "attention_width": width}
+    keys.check_overrides()
+    model_type = keys.model_types[-1] if keys.model_types else ""
+    return sizes, ConfigReading(where, model_type, tuple(keys.used), keys.ignored(), tuple(keys.notes))
+
+
+def _shared_width(keys: ConfigKeys, expert_width: int) -> int:
+    """Width of the shared experts of a layer, all together."""
+    # The code of these families has one, which their configs don't name.
+    usual = 1 if keys.is_of("llama4", "hunyuan_v1_moe") else 0
+    number = keys.count(
+        "n_shared_experts", "moe_num_shared_experts", "num_shared_experts", "num_shared_expert", default=usual, least=0
+    )
+    return keys.count(*_SHARED_WIDTHS, default=0, least=0) or number * expert_width
+
+
+def _mean_dense_width(blocks: list[str], width: int, dense_layers: int) -> int:
+    """Width of the feed-forward parts of layers without experts; if attention is a layer of its own, their mean."""
+    if not dense_layers or "moe" not in blocks:
+        return width if dense_layers else 0
+    return round(width * blocks.count("mlp") / dense_layers)
+
+
+def _weight_bytes(keys: ConfigKeys) -> int:
+    dtype = str(keys.get("torch_dtype") or keys.get("dtype")).removeprefix("torch.")
+    return 2 if keys.get("quantization_config") else _WIDE_TYPES.get(dtype, 2)

@@ -1,0 +1,329 @@
+"""Presets and families: published sizes, the models that transformers builds, and layers worked out by hand."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from decimal import Decimal
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+from transformers.models.llama4.modeling_llama4 import Llama4VisionModel
+
+from trimtab import InputError, ModelSpec
+from trimtab.cluster.model_config import FAMILIES, ConfigReading, read_sizes
+from trimtab.cluster.presets import preset_names, read_preset
+
+PRESETS = preset_names("model")
+DOCS = Path(__file__).parents[2] / "docs" / "clusters.md"
+# Published with the vision tower, which is no part of the spec.
+WITH_VISION = ("llama-4-scout", "llama-4-maverick")
+# Model types that transformers has under another name, or not at all.
+TYPES = {"kimi_k2": "deepseek_v3", "minimax_m1": "minimax", "step3_text": None}
+MOE_LAYERS = {
+    "jamba-mini": 16, "jamba-large": 36, "nemotron-3-nano-30b-a3b": 23, "nemotron-3-super-120b-a12b": 40,
+    "llama-4-scout": 48, "llama-4-maverick": 24, "qwen3-next-80b-a3b": 48, "qwen3.5-35b-a3b": 40, "minimax-m1": 80,
+    "minimax-m2": 62, "deepseek-v3": 58, "deepseek-v3.2": 58, "glm-5": 75, "glm-4.7-flash": 46,
+    "ernie-4.5-21b-a3b": 27, "ernie-4.5-300b-a47b": 51, "hunyuan-a13b": 32, "longcat-flash": 28, "step-3": 56,
+    "qwen1.5-moe-a2.7b": 24, "qwen2-57b-a14b": 28, "kimi-k2": 60, "glm-4.5": 89, "glm-4.5-air": 45,
+    "qwen3.5-122b-a10b": 48, "qwen3.5-397b-a17b": 60, "qwen3-30b-a3b": 48, "qwen3-235b-a22b": 94, "gpt-oss-20b": 24,
+    "gpt-oss-120b": 36, "mixtral-8x7b": 32,
+}  # fmt: skip
+
+
+def config_of(name: str) -> dict[str, Any]:
+    content: dict[str, Any] = json.loads(read_preset("model", name) or "")
+    return content
+
+
+def unit_of(billions: float) -> float:
+    """One in the last published digit."""
+    return 10.0 ** int(Decimal(str(billions)).as_tuple().exponent)
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_presets_have_the_published_sizes(name: str) -> None:
+    model, published = ModelSpec.named(name), config_of(name)["published"]
+    assert published["source"]
+    total = (model.parameters + (vision_parameters() if name in WITH_VISION else 0)) / 1e9
+    assert total == pytest.approx(published["total_billions"], rel=0.01)
+    # Authors count neither embedding nor head, or one, or both.
+    embedding = model.vocab_size * model.hidden_size
+    counted = [(model.active_parameters + times * embedding) / 1e9 for times in (-1, 0, 1)]
+    active = published["active_billions"]
+    assert min(abs(value - active) for value in counted) <= max(0.03 * active, unit_of(active))
+    assert model.moe_layers == MOE_LAYERS[name] == len(model.moe_layer_indices)
+
+
+def vision_parameters() -> int:
+    """Of the vision tower of Llama 4, as transformers builds it for the sizes of Scout and Maverick."""
+    sizes = AutoConfig.for_model("llama4").vision_config
+    sizes.update({"hidden_size": 1408, "num_hidden_layers": 34, "num_attention_heads": 16, "intermediate_size": 5632})
+    with torch.device("meta"):
+        return sum(tensor.numel() for tensor in Llama4VisionModel(sizes).parameters())
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_sizes_are_those_of_the_model_that_transformers_builds(name: str) -> None:
+    """At full size: all weights within 0.1%, and the layers with experts."""
+    config = {key: value for key, value in config_of(name).items() if key not in ("hub_ids", "published")}
+    model_type = TYPES.get(config["model_type"], config["model_type"])
+    if model_type is None:
+        pytest.skip("transformers doesn't have this model")
+    config["model_type"] = model_type
+    if "attn_type_list" in config:
+        kinds = config.pop("attn_type_list")
+        config["layer_types"] = ["full_attention" if kind else "linear_attention" for kind in kinds]
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**config), dtype=torch.bfloat16)
+    spec, sizes = ModelSpec.named(name), {path: tensor.numel() for path, tensor in model.named_parameters()}
+    routed = {
+        path: size
+        for path, size in sizes.items()
+        if "experts." in path and "shared" not in path and model.get_parameter(path).ndim > 1 and "bias" not in path
+    }
+    if spec.zero_experts:
+        # transformers also allocates gate and up for experts that have none.
+        for path in routed:
+            first = model.get_parameter(path).shape[0]
+            sizes[path] = routed[path] = sizes[path] * spec.num_experts // first
+    assert spec.parameters == pytest.approx(sum(sizes.values()), rel=1e-3)
+    with_experts = {int(next(part for part in path.split(".") if part.isdigit())) for path in routed}
+    assert with_experts == set(spec.moe_layer_indices)
+    assert spec.moe_layers * spec.num_experts * spec.expert_parameters == sum(routed.values())
+
+
+QWEN: dict[str, Any] = {
+    "model_type": "qwen3_moe", "num_hidden_layers": 6, "num_experts": 32, "num_experts_per_tok": 4, "hidden_size": 128,
+    "intermediate_size": 512, "moe_intermediate_size": 64, "num_attention_heads": 8, "num_key_value_heads": 2,
+    "head_dim": 32, "vocab_size": 1000,
+}  # fmt: skip
+
+
+def read(config: dict[str, Any], **overrides: Any) -> tuple[ModelSpec, ConfigReading]:
+    sizes, reading = read_sizes(config, "config.json", overrides)
+    return ModelSpec(**sizes), reading
+
+
+def kinds_of(model: ModelSpec) -> list[tuple[str, int, int]]:
+    return [(block.kind, block.in_moe_layers, block.in_dense_layers) for block in model.attention]
+
+
+@pytest.mark.parametrize(
+    ("changes", "moe_layers"),
+    [
+        ({"expert_layer_period": 2, "expert_layer_offset": 1}, (1, 3, 5)),
+        ({"expert_layer_period": 3, "expert_layer_offset": 0}, (0, 3)),
+        ({"moe_layers_enum": "1,2,4"}, (1, 2, 4)),
+        ({"moe_layers_enum": [5]}, (5,)),
+        ({"moe_layer_start_index": 2, "moe_layer_end_index": 4}, (2, 3, 4)),
+        ({"moe_layer_start_index": 1, "moe_layer_end_index": -1, "moe_layer_interval": 2}, (1, 3, 5)),
+        ({"moe_layer_start_index": [1, 2], "moe_layer_end_index": [5, 4]}, (1, 2, 3, 4, 5)),
+        ({"num_dense_layers": 4}, (4, 5)),
+        ({"moe_layer_num_skipped": 5}, (5,)),
+        ({"hybrid_override_pattern": "ME*E-M"}, (1, 3)),
+        ({"layers_block_type": ["mamba", "moe", "attention", "moe", "mlp", "moe"]}, (1, 3, 5)),
+    ],
+)
+def test_layers_with_experts_by_family(changes: dict[str, Any], moe_layers: tuple[int, ...]) -> None:
+    model, _ = read(QWEN | {"mamba_num_heads": 4, "mamba_head_dim": 8, "ssm_state_size": 16} | changes)
+    assert model.moe_layer_indices == moe_layers
+    assert (model.moe_layers, model.dense_layers) == (len(moe_layers), 6 - len(moe_layers))
+
+
+LINEAR = {
+    "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 8, "linear_value_head_dim": 16,
+    "linear_conv_kernel_dim": 4,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("changes", "kinds", "reach"),
+    [
+        ({"layer_types": ["sliding_attention", "full_attention"] * 3, "sliding_window": 64}, "wfwfwf", 64),
+        ({"model_type": "gpt_oss", "sliding_window": 32}, "wfwfwf", 32),
+        ({"sliding_window": 64}, "wwwwww", 64),
+        ({"sliding_window": 64, "use_sliding_window": False}, "ffffff", 0),
+        ({"sliding_window": None}, "ffffff", 0),
+        ({"attention_chunk_size": 100, "no_rope_layer_interval": 3}, "ccfccf", 100),
+        ({"attention_chunk_size": 100, "no_rope_layers": [0, 1, 1, 1, 1, 0]}, "fccccf", 100),
+        ({"index_topk": 50, "index_n_heads": 2, "index_head_dim": 8}, "ssssss", 50),
+        ({"full_attention_interval": 3, **LINEAR}, "llfllf", 0),
+        ({"model_type": "qwen3_next", **LINEAR}, "lllfll", 0),
+        ({"model_type": "minimax_m1", "attn_type_list": [0, 0, 1, 0, 0, 1]}, "llfllf", 0),
+        ({"attn_layer_period": 3, "attn_layer_offset": 1}, "lfllfl", 0),
+    ],
+)
+def test_attention_by_layer(changes: dict[str, Any], kinds: str, reach: int) -> None:
+    """Layers 0 and 1 are dense."""
+    model, reading = read(QWEN | {"mlp_only_layers": [0, 1]} | changes)
+    names = {"f": "full", "w": "window", "c": "chunk", "s": "sparse", "l": "linear"}
+    expected = {names[letter]: (kinds[2:].count(letter), kinds[:2].count(letter)) for letter in dict.fromkeys(kinds)}
+    found = {kind: (inside, outside) for kind, inside, outside in kinds_of(model)}
+    assert found == ({} if set(kinds) == {"f"} else expected)
+    assert (model.reach, model.chunked) == (reach, "c" in kinds)
+    assert reading.text == ""
+
+
+def test_nemotron_has_experts_of_two_matrices_and_layers_of_one_part() -> None:
+    model = ModelSpec.named("nemotron-3-nano-30b-a3b")
+    assert kinds_of(model) == [("linear", 0, 23), ("full", 0, 6)]
+    assert (model.expert_parameters, model.dense_width) == (2 * 2688 * 1856, 0)
+    assert model.shared_parameters == 2 * 2688 * 3712
+    with_feed_forward, _ = read(QWEN | {"hybrid_override_pattern": "*E*E--", "mlp_hidden_act": "relu2"})
+    # Two of four layers without experts have a feed-forward part.
+    assert with_feed_forward.dense_width == 256
+    assert with_feed_forward.dense_parameters == 2 * 1000 * 128 + 2 * 20 * 128 * 32 + 2 * (32 * 128 + 2 * 128 * 512)
+
+
+def test_experts_behind_a_narrower_projection() -> None:
+    model = ModelSpec.named("nemotron-3-super-120b-a12b")
+    assert (model.row_width, model.expert_parameters) == (1024, 2 * 1024 * 2688)
+    assert model.shared_parameters == 2 * 4096 * 5376 + 2 * 4096 * 1024
+
+
+def test_a_layer_of_longcat_has_two_attention_blocks_and_two_dense_parts() -> None:
+    model = ModelSpec.named("longcat-flash")
+    assert kinds_of(model) == [("full", 56, 0)]
+    assert (model.num_experts, model.top_k, model.zero_experts, model.shared_width) == (512, 12, 256, 2 * 12288)
+    # A third of the choices are zero experts on average.
+    saved = 28 * 4 * model.expert_parameters
+    assert replace(model, zero_experts=0).active_parameters - model.active_parameters == saved - 28 * 256 * 6144
+
+
+def test_llama_4_has_one_shared_expert_and_wide_dense_layers() -> None:
+    model = ModelSpec.named("llama-4-maverick")
+    assert (model.shared_width, model.dense_width, model.expert_width) == (8192, 16384, 8192)
+    assert kinds_of(model) == [("chunk", 12, 24), ("full", 12, 0)]
+
+
+def test_step_3_has_one_key_and_queries_through_a_low_rank() -> None:
+    model = ModelSpec.named("step-3")
+    query = 7168 * 2048 + 2048 * 64 * 256
+    assert model.attention_parameters == query + 7168 * 2 * 256 + 64 * 256 * 7168
+    assert (model.shared_width, model.attention_width) == (5120, 64 * 512)
+
+
+def test_sizes_in_parts_of_a_config() -> None:
+    """DBRX: 132 billion weights, 36 of them active (its model card)."""
+    model, reading = read({
+        "model_type": "dbrx", "d_model": 6144, "n_layers": 40, "n_heads": 48, "vocab_size": 100352,
+        "attn_config": {"kv_n_heads": 8, "clip_qkv": 8},
+        "ffn_config": {"ffn_hidden_size": 10752, "moe_num_experts": 16, "moe_top_k": 4},
+    })  # fmt: skip
+    assert model.parameters / 1e9 == pytest.approx(132, rel=0.01)
+    assert model.active_parameters / 1e9 == pytest.approx(36, rel=0.01)
+    assert reading.text == ""
+
+
+def test_windows_may_have_heads_of_their_own() -> None:
+    model, _ = read(
+        QWEN | {"num_attention_groups": 2, "sliding_window": 8}
+        | {"layer_types": ["full_attention", "sliding_attention"] * 3}
+        | {"attention_other_setting": {"num_attention_heads": 16, "num_attention_groups": 4}}
+    )  # fmt: skip
+    full, window = model.attention
+    assert (full.parameters, full.width) == (2 * 128 * 10 * 32, 8 * 64)
+    assert (window.parameters, window.width) == (2 * 128 * 20 * 32, 16 * 64)
+
+
+def test_vision_experts_are_left_out_and_named() -> None:
+    config = QWEN | {"model_type": "ernie4_5_vl_moe", "moe_num_experts": [8, 4], "moe_intermediate_size": [32, 16]}
+    del config["num_experts"]
+    model, reading = read(config)
+    assert (model.num_experts, model.expert_width) == (8, 32)
+    assert "vision experts, are left out" in reading.text
+
+
+def test_a_tied_embedding_counts_once() -> None:
+    untied, tied = (read(QWEN | {"tie_word_embeddings": tied})[0] for tied in (False, True))
+    assert untied.parameters - tied.parameters == 1000 * 128
+    assert untied.active_parameters == tied.active_parameters
+
+
+def test_lists_with_one_number_for_all_layers_are_that_number() -> None:
+    model, _ = read(QWEN | {"moe_topk": [4] * 6, "num_experts_per_tok": None, "num_shared_expert": [1] * 6})
+    assert (model.top_k, model.shared_width) == (4, 64)
+    with pytest.raises(InputError, match=r"num_experts_per_tok should be .* the same in all layers; .* --set num_exp"):
+        read(QWEN | {"num_experts_per_tok": [4, 4, 4, 4, 4, 8]})
+
+
+@pytest.mark.parametrize("model_type", [name for name in FAMILIES if name in CONFIG_MAPPING])
+def test_whole_configs_of_known_families_have_no_line(model_type: str) -> None:
+    """With all keys that transformers writes, many more than the presets."""
+    config = AutoConfig.for_model(model_type).to_dict()
+    # The defaults of DeepSeek-V2 have none.
+    _, reading = read(config, **{} if model_type != "deepseek_v2" else {"num_experts_per_tok": 6})
+    assert reading.is_known
+    assert reading.ignored == ()
+    assert reading.text == "" or "vision experts" in reading.text
+
+
+def test_a_line_names_what_is_not_read() -> None:
+    _, reading = read(QWEN | {"kv_share_layers": 3, "rope_theta": 10_000, "moe_hash_dim": 64, "expert_bias": True})
+    assert reading.ignored == ("kv_share_layers", "moe_hash_dim")
+    assert {"num_experts", "hidden_size", "head_dim", "num_hidden_layers"} <= set(reading.used)
+    assert reading.text == (
+        "config.json: keys that are not read: kv_share_layers, moe_hash_dim (override sizes with --set KEY=VALUE)"
+    )
+    _, unknown = read(QWEN | {"model_type": "newmoe"})
+    assert unknown.text.startswith("config.json: model type newmoe is unknown; its sizes are read by the names of")
+    _, odd = read(QWEN | {"layer_types": ["full_attention"] * 5 + ["holographic"]})
+    assert "layers of type holographic count as full attention" in odd.text
+
+
+def test_layers_of_multi_token_prediction_are_no_decoder_layers() -> None:
+    kinds = ["full_attention", "sliding_attention"] * 4
+    model, _ = read(QWEN | {"layer_types": kinds, "num_nextn_predict_layers": 2, "sliding_window": 8})
+    assert kinds_of(model) == [("full", 3, 0), ("window", 3, 0)]
+
+
+def test_overrides_replace_keys() -> None:
+    model, _ = read(QWEN, num_experts_per_tok=2, moe_layers_enum="1,2", num_shared_experts=1)
+    assert (model.top_k, model.moe_layers, model.shared_width) == (2, 2, 64)
+    nested, _ = read({"model_type": "some_vl", "text_config": QWEN}, num_hidden_layers=3)
+    assert nested.moe_layers == 3
+
+
+@pytest.mark.parametrize(
+    ("overrides", "says"),
+    [
+        ({"num_expert": 8}, "--set num_expert: no key that sizes .* did you mean num_experts"),
+        ({"rope_theta": 8}, "--set rope_theta: no key that sizes of this model are read from; used are num_experts, "),
+        ({"num_experts": "many"}, "num_experts should be a whole number"),
+        ({"hybrid_override_pattern": "MEX"}, "should be a word of the letters M"),
+        ({"hybrid_override_pattern": "ME"}, "num_hidden_layers is 6; the pattern of layers has 2"),
+        ({"moe_layers_enum": "a,b"}, "moe_layers_enum should be numbers"),
+        ({"moe_layer_end_index": 10**9}, "should be numbers of layers"),
+        (
+            {"layer_types": ["sliding_attention", "chunked_attention"] * 3, "sliding_window": 8},
+            "sliding_window and attention_chunk_size limit attention",
+        ),
+    ],
+)
+def test_bad_overrides_are_one_line(overrides: dict[str, Any], says: str) -> None:
+    with pytest.raises(InputError, match=says) as caught:
+        read(QWEN, **overrides)
+    assert "\n" not in str(caught.value)
+
+
+def test_docs_clusters_md_shows_every_preset() -> None:
+    rows = {}
+    for line in DOCS.read_text().partition("## Clusters")[0].splitlines():
+        cells = [cell.strip() for cell in line.strip("|").split("|")]
+        if len(cells) == 7 and cells[0].startswith("`"):
+            rows[cells[0].strip("`")] = cells[1:]
+    assert sorted(rows) == PRESETS
+    for name, (experts, layers, widths, attention, weights, active) in rows.items():
+        model = ModelSpec.named(name)
+        assert experts == f"{model.num_experts}, {model.top_k}"
+        assert layers == f"{model.moe_layers} + {model.dense_layers}"
+        assert widths == f"{model.hidden_size}, {model.expert_width}"
+        assert (weights, active) == (f"{model.parameters / 1e9:.1f} B", f"{model.active_parameters / 1e9:.1f} B")
+        numbers = [int(word) for word in attention.replace(",", "").split() if word.isdigit()]
+        blocks = [block.in_moe_layers + block.in_dense_layers for block in model.attention]
+        assert attention == "full" if not blocks else set(blocks) <= set(numbers)
