@@ -124,7 +124,8 @@ def plain_quotas(
             probes = list(range(low, high)) if gap <= 4 else [low + gap * w // 5 for w in (1, 2, 3, 4)]
             high = min((probe for probe in probes if reach(probe, smallest) is not None), default=high)
             low = max([low, *(probe + 1 for probe in probes if probe < high)])
-        found = found if found is not None else reach(high, smallest)
+        found = reach(high, smallest) if found is None else found
+        assert found is not None
         replicas += found
     return replicas
 
