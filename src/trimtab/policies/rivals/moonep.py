@@ -65,13 +65,14 @@ class MoonEp:
 @kernel
 def fill_exactly(load):  # type: ignore[no-untyped-def]
     """Tokens of every expert on every rank, `[E, R]` int64, from an `InstanceLoad`."""
-    num_ranks, num_experts, domain = len(load.loads_R), len(load.counts_E), load.ranks_per_domain
+    counts_E, home_E, loads_R, slots = load.counts_E, load.home_E, load.loads_R, load.slots
+    num_ranks, num_experts, domain = len(loads_R), len(counts_E), load.ranks_per_domain
     tokens_ER = np.zeros((num_experts, num_ranks), np.int64)
     for e in range(num_experts):
-        tokens_ER[e, load.home_E[e]] = load.counts_E[e]
+        tokens_ER[e, home_E[e]] = counts_E[e]
     quotas_RR = np.zeros((num_ranks, num_ranks), np.int64)
     for first in range(0, num_ranks, domain):
-        above_R = load.loads_R[first : first + domain].copy()
+        above_R = loads_R[first : first + domain].copy()
         total = above_R.sum()
         for r in range(domain):
             above_R[r] -= total // domain + (r < total % domain)
@@ -89,12 +90,12 @@ def fill_exactly(load):  # type: ignore[no-untyped-def]
             taker = quotas_R.argmax()
             if quotas_R[taker] <= 0:
                 break
-            if used_R[taker] == load.slots:
+            if used_R[taker] == slots:
                 quotas_R[taker] = 0
                 continue
             expert = np.int64(-1)
             for e in range(num_experts):
-                is_mine = load.home_E[e] == giver
+                is_mine = home_E[e] == giver
                 if is_mine and (expert < 0 or tokens_ER[e, giver] > tokens_ER[expert, giver]):
                     expert = np.int64(e)
             tokens = min(tokens_ER[expert, giver], quotas_R[taker])

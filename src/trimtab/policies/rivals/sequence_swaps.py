@@ -248,11 +248,13 @@ def _propose(problem, loads, places_S2, attempt, rng):  # type: ignore[no-untype
     num_sequences, num_layers, num_homes = rows_SLR.shape
     if attempt % 4 == 3 or problem.num_micro_steps == 1:
         return np.int64(rng.random() * num_sequences), np.int64(rng.random() * num_sequences)
-    below = np.zeros(rows_MLR.size)
-    for i in range(rows_MLR.size):
-        m, layer = i // (num_layers * num_homes), i // num_homes % num_layers
-        below[i] = rows_MLR[m, layer].mean() - rows_MLR[m, layer, i % num_homes]
-    hot = _draw_least(below, np.ones(below.size, np.bool_), 8, rng)
+    below_MLR = np.zeros(rows_MLR.shape)
+    for m in range(problem.num_micro_steps):
+        for layer in range(num_layers):
+            mean = rows_MLR[m, layer].mean()
+            for r in range(num_homes):
+                below_MLR[m, layer, r] = mean - rows_MLR[m, layer, r]
+    hot = _draw_least(below_MLR.ravel(), np.ones(below_MLR.size, np.bool_), 8, rng)
     m, layer, r = hot // (num_layers * num_homes), hot // num_homes % num_layers, hot % num_homes
     is_here_S = places_S2[:, 0] == m
     a = _draw_least(-rows_SLR[:, layer, r].astype(np.float64), is_here_S, 4, rng)

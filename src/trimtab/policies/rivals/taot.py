@@ -12,9 +12,10 @@ Not specified by the source, and our choices:
 * costs: 1 inside a node, `far_cost` between nodes, the ratio of NVLink to a 400 Gb/s network;
 * the entropy and the number of iterations;
 * the matching: pairs of ranks in descending order of flow; the giver's largest expert gets a copy, if the taker has a
-  slot or the copy already, for the pair's flow;
+  slot or the copy already, for as many tokens as the giver is above the mean and the taker below it. With no more than
+  the pair's flow, slots would be used up by small copies;
 * tokens that the hints leave: busiest rank first, to the rank with the least cost and then the most room;
-* `smallest_share`, without which the hints of far pairs would be many copies with few tokens;
+* `smallest_share`: smaller flows and copies are left out;
 * sources of a copy's tokens: its own rank first, its own node next;
 * copies: slots shared by all layers; planning time is that of our implementation.
 
@@ -81,25 +82,25 @@ class Transport(NamedTuple):
 @kernel
 def transport_flow(load, transport):  # type: ignore[no-untyped-def]
     """Tokens from every rank above the mean to every rank below it, `[R, R]` float64; columns are exact."""
-    num_ranks, per_node = len(load.loads_R), load.ranks_per_node
-    mean = load.loads_R.sum() / num_ranks
+    loads_R, num_ranks, per_node = load.loads_R, len(load.loads_R), load.ranks_per_node
+    mean = loads_R.sum() / num_ranks
     near, far = math.exp(-1.0 / transport.entropy), math.exp(-transport.far_cost / transport.entropy)
     give_R, take_R = np.ones(num_ranks), np.ones(num_ranks)
     flow_RR = np.zeros((num_ranks, num_ranks))
+    givers, takers = np.flatnonzero(loads_R > mean), np.flatnonzero(loads_R < mean)
     for _ in range(transport.iterations):
-        for giver in range(num_ranks):
+        for giver in givers:
             scale = 0.0
-            for taker in range(num_ranks):
-                if load.loads_R[taker] < mean:
-                    scale += take_R[taker] * (near if giver // per_node == taker // per_node else far)
-            give_R[giver] = (load.loads_R[giver] - mean) / scale if load.loads_R[giver] > mean else 0.0
-        for taker in range(num_ranks):
+            for taker in takers:
+                scale += take_R[taker] * (near if giver // per_node == taker // per_node else far)
+            give_R[giver] = (loads_R[giver] - mean) / scale
+        for taker in takers:
             scale = 0.0
-            for giver in range(num_ranks):
+            for giver in givers:
                 scale += give_R[giver] * (near if giver // per_node == taker // per_node else far)
-            take_R[taker] = (mean - load.loads_R[taker]) / scale if load.loads_R[taker] < mean else 0.0
-    for giver in range(num_ranks):
-        for taker in range(num_ranks):
+            take_R[taker] = (mean - loads_R[taker]) / scale
+    for giver in givers:
+        for taker in takers:
             cost = near if giver // per_node == taker // per_node else far
             flow_RR[giver, taker] = give_R[giver] * cost * take_R[taker]
     return flow_RR
@@ -148,9 +149,9 @@ def match_replicas(load, flow_RR, pairs_descending, transport, replicas_3P):  # 
     count = np.int64(0)
     for pair in pairs_descending:
         giver, taker = pair // num_ranks, pair % num_ranks
-        tokens = np.int64(math.ceil(flow_RR[giver, taker]))
-        if tokens < transport.smallest_share:
+        if flow_RR[giver, taker] < transport.smallest_share:
             break
+        tokens = ranks.room_R[taker]
         count = _move(load, (giver, taker, tokens), transport.smallest_share, ranks, replicas_3P, count)
     stuck_R = np.zeros(num_ranks, np.bool_)
     while True:
@@ -188,26 +189,27 @@ def _move(load, move, smallest_share, ranks, replicas_3P, count):  # type: ignor
     """
     giver, taker, tokens = move
     tokens = min(tokens, ranks.excess_R[giver], ranks.room_R[taker])
+    home_E, left_E, replica_ER, free_R = load.home_E, ranks.left_E, ranks.replica_ER, ranks.free_R
     while tokens > 0:
         expert = np.int64(-1)
-        for e in range(len(load.counts_E)):
-            may_move = load.home_E[e] == giver and (ranks.free_R[taker] > 0 or ranks.replica_ER[e, taker] >= 0)
-            if may_move and (expert < 0 or ranks.left_E[e] > ranks.left_E[expert]):
+        for e in range(len(home_E)):
+            may_move = home_E[e] == giver and (free_R[taker] > 0 or replica_ER[e, taker] >= 0)
+            if may_move and (expert < 0 or left_E[e] > left_E[expert]):
                 expert = np.int64(e)
-        if expert < 0 or ranks.left_E[expert] == 0:
+        if expert < 0 or left_E[expert] == 0:
             return count
-        share = min(tokens, ranks.left_E[expert])
-        place = ranks.replica_ER[expert, taker]
+        share = min(tokens, left_E[expert])
+        place = replica_ER[expert, taker]
         if place < 0:
             if share < smallest_share:
                 return count
             place = count
             count += 1
-            ranks.replica_ER[expert, taker] = place
-            ranks.free_R[taker] -= 1
+            replica_ER[expert, taker] = place
+            free_R[taker] -= 1
             replicas_3P[0, place], replicas_3P[1, place], replicas_3P[2, place] = expert, taker, 0
         replicas_3P[2, place] += share
-        ranks.left_E[expert] -= share
+        left_E[expert] -= share
         ranks.excess_R[giver] -= share
         ranks.room_R[taker] -= share
         tokens -= share
