@@ -42,7 +42,7 @@ from trimtab.policies.rivals.instance_load import InstanceLoad, split_ranges
 class MoonEp:
     """Exactly even ranks, with as many slots on every rank as it has experts."""
 
-    traits: ClassVar[Traits] = Traits(known_at="layer", plans_on="gpu", planning_us_per_rank=1.0, within_node=True)
+    traits: ClassVar[Traits] = Traits(known_at="layer", plans_on="gpu", planning_us_per_rank=3.0, within_node=True)
 
     def plan(self, view: View) -> StepPlan:
         cluster = view.cluster

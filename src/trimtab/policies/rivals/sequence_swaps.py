@@ -12,6 +12,7 @@ import numpy as np
 from trimtab.array_type import Array
 from trimtab.kernels import copy_values, kernel
 
+_CANDIDATES = 64  # sequences of which the best partner of a swap is estimated
 _ROWS, _TOKENS, _SQUARES, _RATIO, _TOP = range(5)
 
 
@@ -261,10 +262,15 @@ def _propose(problem, loads, places_S2, attempt, rng):  # type: ignore[no-untype
     if a < 0 or is_here_S.all():
         return np.int64(-1), np.int64(-1)
     may_S = ~is_here_S
+    others = np.flatnonzero(may_S)
+    if len(others) > _CANDIDATES:
+        may_S[:] = False
+        for _ in range(_CANDIDATES):
+            may_S[others[int(rng.random() * len(others))]] = True
     if attempt % 2 == 0:
-        distance_S = np.abs(lengths_S - lengths_S[a])
-        shortlist = min(max(8, may_S.sum() // 4), may_S.sum())
-        may_S &= distance_S <= np.sort(distance_S[may_S])[shortlist - 1]
+        distances = np.sort(np.abs(lengths_S[may_S] - lengths_S[a]))
+        shortlist = min(max(8, len(distances) // 4), len(distances))
+        may_S &= np.abs(lengths_S - lengths_S[a]) <= distances[shortlist - 1]
     change_S = np.zeros(num_sequences)
     for s in np.flatnonzero(may_S):
         for layer in range(num_layers):

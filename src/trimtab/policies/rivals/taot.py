@@ -48,7 +48,7 @@ class Taot:
         smallest_share: fewest tokens of a replica.
     """
 
-    traits: ClassVar[Traits] = Traits(known_at="layer", plans_on="gpu", planning_us_per_rank=5.0)
+    traits: ClassVar[Traits] = Traits(known_at="layer", plans_on="gpu", planning_us_per_rank=3.0)
     far_cost: float = 9.0
     entropy: float = 1.0
     iterations: int = 20
