@@ -73,7 +73,7 @@ def _add(problem, loads, s, m, rank, sign):  # type: ignore[no-untyped-def]
 
 @kernel
 def measures(loads):  # type: ignore[no-untyped-def]
-    """Quantities of which none may become worse, `[6]` float64.
+    """Quantities by which schedules are compared, `[6]` float64.
 
     Rows of the busiest rank, over layers and micro-steps; tokens, and squared lengths, of the busiest rank over
     micro-steps; mean and largest max/mean of a micro-step; largest load of a rank in a layer.
@@ -155,7 +155,7 @@ def swap_sequences(problem, start_S2, known, limits, best_S2, rng):  # type: ign
     Args:
         problem: `Packing`.
         start_S2: `[S, 2]` int64 places.
-        known: measures `[6]` of the start, and of the places in `best_S2`, which no result may exceed.
+        known: measures `[6]` of the start, and of the places in `best_S2`, than which no result is worse.
         limits: swaps tried, and swaps without success.
         best_S2: `[S, 2]` int64, the best places so far; overwritten by better ones.
         rng: a NumPy random generator.
@@ -169,8 +169,8 @@ def swap_sequences(problem, start_S2, known, limits, best_S2, rng):  # type: ign
     for m in range(problem.num_micro_steps):
         _measure_step(loads, m, by_step_M5[m])
         smooth_M[m] = _smooth_work(loads, m, unit_6)
-    work, smooth = _work(start_6, unit_6), smooth_M.sum()
-    best_work = _work(guard_6, unit_6)
+    work, smooth = work_of(start_6, unit_6), smooth_M.sum()
+    best_work = work_of(guard_6, unit_6)
     stale = 0
     for attempt in range(proposals):
         if stale == most_stale:
@@ -185,8 +185,8 @@ def swap_sequences(problem, start_S2, known, limits, best_S2, rng):  # type: ign
         old_m, old_n = smooth_M[m], smooth_M[n]
         smooth_M[m], smooth_M[n] = _smooth_work(loads, m, unit_6), _smooth_work(loads, n, unit_6)
         now_6 = _over_steps(by_step_M5)
-        now_work, now_smooth = _work(now_6, unit_6), smooth_M.sum()
-        if now_work < best_work and np.all(now_6 <= guard_6):
+        now_work, now_smooth = work_of(now_6, unit_6), smooth_M.sum()
+        if now_work < best_work and is_no_worse(now_6, guard_6):
             best_work = now_work
             for s in range(len(places_S2)):
                 copy_values(places_S2[s], best_S2[s])
@@ -200,14 +200,20 @@ def swap_sequences(problem, start_S2, known, limits, best_S2, rng):  # type: ign
 
 
 @kernel
-def _work(found_6, unit_6):  # type: ignore[no-untyped-def]
+def is_no_worse(found_6, guard_6):  # type: ignore[no-untyped-def]
+    """Whether no measure of rows is worse. `work_of` decides about tokens and squared lengths."""
+    return found_6[_ROWS] <= guard_6[_ROWS] and np.all(found_6[3:] <= guard_6[3:])
+
+
+@kernel
+def work_of(found_6, unit_6):  # type: ignore[no-untyped-def]
     """The sum that the search reduces: three measures in parts of the start's."""
     return found_6[_ROWS] / unit_6[_ROWS] + found_6[_TOKENS] / unit_6[_TOKENS] + found_6[_SQUARES] / unit_6[_SQUARES]
 
 
 @kernel
 def _smooth_work(loads, m, unit_6):  # type: ignore[no-untyped-def]
-    """A micro-step's part of `_work` with a smooth maximum, which other large loads increase, for each maximum."""
+    """A micro-step's part of `work_of` with a smooth maximum, which other large loads increase, for each maximum."""
     heat = 0.1 / len(loads.rows_MLR)
     smooth = _smooth_max(loads.tokens_MR[m], unit_6[_TOKENS], heat)
     smooth += _smooth_max(loads.squares_MR[m], unit_6[_SQUARES], heat)
