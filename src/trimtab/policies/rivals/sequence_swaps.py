@@ -12,7 +12,9 @@ import numpy as np
 from trimtab.array_type import Array
 from trimtab.kernels import copy_values, kernel
 
-_CANDIDATES = 64  # sequences of which the best partner of a swap is estimated
+# Most overloaded ranks, sequences with most rows there, and best partners of a swap, of which one is drawn.
+_HOT, _HEAVY, _BEST = np.int64(8), np.int64(4), np.int64(8)
+_CANDIDATES = 64  # sequences among which partners are searched
 _ROWS, _TOKENS, _SQUARES, _RATIO, _TOP = range(5)
 
 
@@ -261,10 +263,10 @@ def _propose(problem, loads, places_S2, attempt, rng):  # type: ignore[no-untype
             mean = rows_MLR[m, layer].mean()
             for r in range(num_homes):
                 below_MLR[m, layer, r] = mean - rows_MLR[m, layer, r]
-    hot = _draw_least(below_MLR.ravel(), np.ones(below_MLR.size, np.bool_), 8, rng)
+    hot = _draw_least(below_MLR.ravel(), np.ones(below_MLR.size, np.bool_), _HOT, rng)
     m, layer, r = hot // (num_layers * num_homes), hot // num_homes % num_layers, hot % num_homes
     is_here_S = places_S2[:, 0] == m
-    a = _draw_least(-rows_SLR[:, layer, r].astype(np.float64), is_here_S, 4, rng)
+    a = _draw_least(-rows_SLR[:, layer, r].astype(np.float64), is_here_S, _HEAVY, rng)
     if a < 0 or is_here_S.all():
         return np.int64(-1), np.int64(-1)
     may_S = ~is_here_S
@@ -283,7 +285,7 @@ def _propose(problem, loads, places_S2, attempt, rng):  # type: ignore[no-untype
             for r in range(num_homes):
                 more = float(rows_SLR[s, layer, r] - rows_SLR[a, layer, r])
                 change_S[s] += more * (rows_MLR[m, layer, r] - rows_MLR[places_S2[s, 0], layer, r])
-    return a, _draw_least(change_S, may_S, 8, rng)
+    return a, _draw_least(change_S, may_S, _BEST, rng)
 
 
 @kernel
