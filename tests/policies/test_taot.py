@@ -125,3 +125,12 @@ def test_plans_are_valid_and_no_rank_gets_busier(step: Step, smallest: int) -> N
     workload = step.known_workload()
     before = workload.home_loads(step.placement.home).max(axis=-1)
     assert np.all(plans["own"].rank_loads(workload).max(axis=-1) <= before)
+
+
+def test_what_the_flow_leaves_goes_to_the_near_rank_first() -> None:
+    """Rank 2 is 10 above the mean: rank 3 of its node gets the 4 that it lacks, though rank 0 lacks 8."""
+    load = InstanceLoad.of(np.array([2, 12, 20, 6]), np.arange(4), ClusterSpec(4, 2, 2), within_node=False)
+    replicas_3P = np.zeros((3, 8), np.int64)
+    order = np.arange(16)
+    count = match_replicas(load, np.zeros((4, 4)), order, Transport(9.0, 1.0, 20, 1), replicas_3P)
+    assert replicas_3P[:, :count].T.tolist() == [[2, 3, 4], [2, 0, 6], [1, 0, 2]]
