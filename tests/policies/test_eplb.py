@@ -128,13 +128,15 @@ def test_copies_go_to_the_highest_load_per_copy() -> None:
 
 def test_copies_spread_over_nodes_then_to_the_emptiest_rank() -> None:
     load_E, copies_E = np.array([80.0, 30.0, 20.0, 10.0]), np.array([2, 1, 1, 1])
-    held_RE = spread_copies(load_E, copies_E, np.full(4, -1), np.array([2, 2, 1, 1]), 2)
-    assert held_RE.tolist() == [
-        [True, False, False, False],
-        [False, True, False, True],
-        [True, False, False, False],
-        [False, False, True, False],
-    ]
+    copies_RE = spread_copies(load_E, copies_E, np.full(4, -1), np.array([2, 2, 1, 1]), 2, distinct=True)
+    assert copies_RE.tolist() == [[1, 0, 0, 0], [0, 1, 0, 1], [1, 0, 0, 0], [0, 0, 1, 0]]
+
+
+def test_only_distinct_copies_are_left_out_where_every_rank_has_the_expert() -> None:
+    load_E, copies_E, room_R = np.array([90.0, 10.0]), np.array([3, 1]), np.array([2, 2])
+    for distinct, expected in ((True, [[1, 1], [1, 0]]), (False, [[2, 0], [1, 1]])):
+        copies_RE = spread_copies(load_E, copies_E, np.full(2, -1), room_R, 2, distinct=distinct)
+        assert copies_RE.tolist() == expected
 
 
 def test_every_source_splits_equally_over_the_near_copies() -> None:

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from helpers.policies import Step, check_future_is_unseen, check_policy, random_step
+from trimtab import ClusterSpec
 from trimtab.planner.replicas.paths import HOST, PEER
 from trimtab.policies import POLICIES
 
@@ -27,10 +28,14 @@ def test_the_registry_is_complete() -> None:
         "llep",
         "laer",
         "ultraep",
+        "moonep",
+        "echo",
+        "taot",
         "feplb",
         "relibra",
         "foremoe",
         "routepack",
+        "openinstruct",
         "trimtab",
         "balanced",
     ]
@@ -75,3 +80,17 @@ def test_the_view_hides_the_step_from_policies_that_do_not_know_it(name: str) ->
         _ = view.workload
     with pytest.raises(LookupError, match="can't see the whole step"):
         _ = view.sequences
+
+
+def test_published_planning_times_are_scaled_to_the_ranks_planned_together() -> None:
+    """UltraEP: 78 us at 64 ranks of one domain, 35 us of them at any size; FEPLB: 50 us at 8."""
+
+    def us(name: str, ranks: int, ranks_per_node: int) -> float:
+        return POLICIES[name].traits.planning_us(ClusterSpec(ranks, ranks_per_node, 2))
+
+    assert us("ultraep", 64, 64) == us("ultraep", 128, 64) == 78.0
+    assert us("ultraep", 32, 32) == 35.0 + 43.0 / 2
+    assert us("ultraep", 64, 8) == us("ultraep", 8, 8) == 35.0 + 43.0 / 8
+    assert us("feplb", 8, 8) == us("feplb", 32, 8) == 50.0
+    assert us("feplb", 8, 4) == 25.0
+    assert us("llep", 32, 8) == 4 * us("llep", 8, 8)

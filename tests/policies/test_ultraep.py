@@ -12,12 +12,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from helpers.policies import Step, check_future_is_unseen, check_policy, random_step, random_steps
+from helpers.ultraep_reference import solve_domain
 from trimtab import ClusterSpec, StepPlan
 from trimtab.array_type import Array
 from trimtab.planner.plan.workload import max_over_mean
 from trimtab.policies import Traits
 from trimtab.policies.rivals.instance_load import InstanceLoad
-from trimtab.policies.rivals.ultraep import Search, UltraEp, heaviest_first, solve_quotas
+from trimtab.policies.rivals.ultraep import Search, UltraEp, heaviest_first, reach, solve_quotas
 
 Replica = tuple[int, int, int]
 
@@ -66,7 +67,8 @@ def plain_quotas(
     for first in range(0, ranks, domain):
         members = range(first, first + domain)
         busiest = max(loads[r] for r in members)
-        lowest = ceil(sum(loads[r] for r in members) * threshold / domain)
+        mean = np.float32(sum(loads[r] for r in members)) / np.float32(domain)
+        lowest = int(np.ceil(mean * np.float32(max(threshold, 1.0))))
 
         def reach(target: int, least_quota: int, members: range = members) -> list[Replica] | None:
             for node_first in (True, False):
@@ -109,19 +111,21 @@ def plain_quotas(
         if busiest <= lowest or slots == 0:
             continue
         found = None
-        target = ceil(lowest * (1 + tolerance))
+        target = int(np.ceil(np.float32(lowest) * (np.float32(1.0) + np.float32(tolerance))))
         for _ in range(tries):
             found = found or reach(min(target, busiest), 0)
             target += max(1, ceil(busiest / 100))
         low, high = lowest, busiest
         if found is None:
             found = reach(low, smallest)
-        while found is None:
             low += 1
-            while low < high:
-                middle = (low + high) // 2
-                low, high = (low, middle) if reach(middle, smallest) is not None else (middle + 1, high)
-            found = reach(low, smallest)
+        while found is None and low < high:
+            gap = high - low
+            probes = list(range(low, high)) if gap <= 4 else [low + gap * w // 5 for w in (1, 2, 3, 4)]
+            high = min((probe for probe in probes if reach(probe, smallest) is not None), default=high)
+            low = max([low, *(probe + 1 for probe in probes if probe < high)])
+        found = reach(high, smallest) if found is None else found
+        assert found is not None
         replicas += found
     return replicas
 
@@ -153,6 +157,55 @@ def test_quotas_equal_those_of_a_plain_solver(
     home_E = rng.permutation(np.arange(experts) % ranks)
     case = (counts_E, home_E, ranks, per_node, domain, slots, threshold, smallest, 0.01, tries)
     assert solve(*case) == plain_quotas(*case)
+
+
+def heavy_tailed(rng: np.random.Generator, experts: int, tokens: int) -> Array:
+    """Counts of experts: Zipf, log-normal, or nearly all tokens in a few of them."""
+    kind = rng.integers(3)
+    if kind == 0:
+        popularity_E = rng.permutation(np.arange(1, experts + 1) ** -rng.uniform(0.3, 2.0))
+    elif kind == 1:
+        popularity_E = np.exp(rng.normal(0, rng.uniform(0.5, 2.5), experts))
+    else:
+        popularity_E = np.full(experts, 0.05 / experts)
+        popularity_E[rng.choice(experts, rng.integers(1, 17), replace=False)] += 0.95
+    counts_E: Array = rng.multinomial(tokens, popularity_E / popularity_E.sum())
+    return counts_E
+
+
+@pytest.mark.parametrize("ranks", [8, 16, 32, 64])
+@pytest.mark.parametrize("slots", [1, 2, 3, 4])
+def test_quotas_equal_those_of_the_public_kernel(ranks: int, slots: int) -> None:
+    """Equal replicas, in their order, on heavy tails, some of them after a search."""
+    rng = np.random.default_rng((ranks, slots))
+    searched = 0
+    for _ in range(12):
+        experts = int(rng.choice([e for e in (64, 128, 256) if e >= ranks]))
+        counts_E = heavy_tailed(rng, experts, int(ranks * rng.choice([1024, 8192, 65536])))
+        home_E = np.arange(experts) * ranks // experts
+        expected = solve_domain(counts_E.tolist(), ranks, slots)
+        assert solve(counts_E, home_E, ranks, ranks, ranks, slots, 1.0, 1024, 0.01, 3) == expected.quotas
+        searched += expected.searched
+    assert searched or slots > 1
+
+
+def test_the_search_probes_four_thresholds_at_a_time() -> None:
+    """Feasibility is not monotone: bisection, which tests one at a time, ends elsewhere in some of these instances."""
+    rng = np.random.default_rng(0)
+    differ = 0
+    for _ in range(60):
+        counts_E = heavy_tailed(rng, 64, 16 * 8192)
+        solved = solve_domain(counts_E.tolist(), 16, 1)
+        if not solved.searched:
+            continue
+        low, high = int(np.ceil(counts_E.sum() / 16)), int(counts_E.reshape(16, 4).sum(axis=1).max())
+        while low < high:
+            middle = (low + high) // 2
+            load = InstanceLoad.of(counts_E, np.arange(64) // 4, ClusterSpec(16, 16, 1), within_node=False)
+            reached = reach(load, heaviest_first(load), (0, middle, 1024), 0, np.zeros((3, 16), np.int64)) >= 0
+            low, high = (low, middle) if reached else (middle + 1, high)
+        differ += low != solved.threshold
+    assert differ > 0
 
 
 @settings(max_examples=100, deadline=None)

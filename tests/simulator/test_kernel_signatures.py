@@ -27,7 +27,7 @@ model = ModelSpec("small", num_experts=8, top_k=2, hidden_size=64, expert_width=
 for equal_terms in (False, True):
     simulate(
         trace, policies=tuple(trimtab.policies.POLICIES), model=model, ranks=4, ranks_per_node=2, micro_steps=2,
-        groups=2, equal_terms=equal_terms, recompute=not equal_terms,
+        groups=2, equal_terms=equal_terms, recompute=not equal_terms, slots=1 if equal_terms else 2,
     )
 found = {}
 for package in (trimtab.policies, trimtab.simulator):

@@ -17,6 +17,7 @@ from trimtab.planner.plan.workload import max_over_mean
 from trimtab.planner.replicas.layer_plan import plan_layer
 from trimtab.policies import POLICIES, Policy
 from trimtab.policies.rivals.llep import Llep
+from trimtab.policies.rivals.taot import Taot
 from trimtab.policies.rivals.ultraep import UltraEp
 from trimtab.policies.trimtab import Trimtab
 
@@ -24,6 +25,7 @@ TIMED_ROUNDS = 5
 # On equal terms all balancers have Trimtab's smallest share, and no threshold below which they don't balance.
 EQUAL_TERMS: dict[str, Policy] = {
     "ultraep": UltraEp(smallest_quota=SMALLEST_SHARE),
+    "taot": Taot(smallest_share=SMALLEST_SHARE),
     "llep": Llep(max_tokens_factor=1.0, min_tokens_per_gemm=SMALLEST_SHARE, gate=1.0),
 }
 

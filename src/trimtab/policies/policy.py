@@ -26,6 +26,8 @@ class Traits:
         plans_on: where planning runs: `cpu` planning is timed by us, `gpu` planning is charged
             its published time.
         published_us: published planning time of an instance in microseconds, where there is one.
+        published_ranks: ranks of a domain for which it was published; 0: charged at every size.
+        published_fixed_us: the part of it that does not grow with the ranks.
         planning_us_per_rank: planning time of an instance for each rank of the group, as we measure it on one core of a
             2-core machine; charged where nothing is published.
         planning_serial: the serial part of it.
@@ -43,6 +45,8 @@ class Traits:
     known_at: KnownAt
     plans_on: Literal["cpu", "gpu"] = "cpu"
     published_us: float | None = None
+    published_ranks: int = 0
+    published_fixed_us: float = 0.0
     planning_us_per_rank: float = 0.0
     planning_serial: float = 0.0
     transfers_start: Literal["never", "step", "micro-step", "layer"] = "layer"
@@ -53,6 +57,14 @@ class Traits:
     relocates: bool = False
     within_node: bool = False
     ideal: bool = False
+
+    def planning_us(self, cluster: ClusterSpec) -> float:
+        """Returns microseconds of planning an instance: published, scaled to the ranks of a domain, or measured."""
+        if not self.published_us:
+            return self.planning_us_per_rank * cluster.ranks
+        domain = cluster.ranks_per_node if self.within_node else cluster.ranks
+        size = domain / self.published_ranks if self.published_ranks else 1.0
+        return self.published_fixed_us + (self.published_us - self.published_fixed_us) * size
 
 
 @dataclass(frozen=True, eq=False)

@@ -150,7 +150,7 @@ def planning_seconds(traits: Traits, cluster: ClusterSpec, instances: int) -> fl
 
     Planning from past loads runs during the last step and costs nothing.
     """
-    one_s = (traits.published_us or traits.planning_us_per_rank * cluster.ranks) * 1e-6
+    one_s = traits.planning_us(cluster) * 1e-6
     if traits.known_at == "layer":
         return one_s
     if traits.known_at != "step" or traits.ideal:

@@ -6,7 +6,7 @@ the target. The strategy determines the taker and the number of tokens:
 * **fit**: of the takers with capacity for the giver's whole excess, the one with the least capacity. Large capacities
   remain for large givers, and few experts are copied twice. (Best fit, as in bin packing.)
 * **fill**: the same taker, but filled to the target. The giver may end below it and then becomes a taker with its own
-  slots. No capacity is lost to a used slot, so a single slot per rank is nearly always enough.
+  slots. One slot per rank is enough while givers have an expert with more tokens than the taker has capacity for.
 
 A taker on the giver's node is preferred, since transfers are fast inside a node. With the near strategies it may take
 only a part of the excess, unless the whole node is overloaded, because then tokens must leave the node anyway.

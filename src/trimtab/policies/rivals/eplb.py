@@ -75,7 +75,7 @@ def _plan(view: View, load_LE: Array, num_groups: int) -> StepPlan:
         for layer, home_E in enumerate(view.placement.home.astype(np.int64)):
             load_E = load_LE[layer].astype(np.float64)
             copies_E = count_copies(load_E, view.num_experts + ranks * slots, 1, ranks)
-            copies_LRE[layer] = spread_copies(load_E, copies_E, home_E, np.full(ranks, slots), ranks)
+            copies_LRE[layer] = spread_copies(load_E, copies_E, home_E, np.full(ranks, slots), ranks, distinct=True)
         return _split_over(view, view.placement, copies_LRE)
     copies_per_rank = -(-view.num_experts // ranks) + slots
     rank_of_slot = np.arange(ranks * copies_per_rank) // copies_per_rank

@@ -42,59 +42,67 @@ def count_copies(load_E, total, num_nodes, most):  # type: ignore[no-untyped-def
     return copies_E
 
 
-def spread_copies(load_E: Array, copies_E: Array, home_E: Array, room_R: Array, ranks_per_node: int) -> Array:
+def spread_copies(
+    load_E: Array, copies_E: Array, home_E: Array, room_R: Array, ranks_per_node: int, *, distinct: bool
+) -> Array:
     """Heaviest copy first, each to a node with the fewest copies of its expert and there to the emptiest rank.
+
+    If those nodes are full, the copy goes to the emptiest rank of any node.
 
     Args:
         load_E: `[E]` float64, shared equally by an expert's copies.
         copies_E: `[E]` int64 copies, the home included where there is one.
         home_E: `[E]` int64, a rank that has the expert in addition to `room_R`; -1 for none.
         room_R: `[R]` int64, copies of a rank.
+        distinct: a rank gets no second copy of an expert.
 
     Returns:
-        `[R, E]` bool, which ranks hold which experts, homes included. A copy without a possible rank is left out.
+        `[R, E]` int64 copies, homes included. A copy without a possible rank is left out.
     """
     share_E = load_E / copies_E
-    held_RE: Array = _spread(
-        share_E, np.argsort(-share_E, kind="stable"), copies_E, home_E, room_R.copy(), ranks_per_node
+    copies_RE: Array = _spread(
+        share_E, np.argsort(-share_E, kind="stable"), copies_E, home_E, room_R.copy(), ranks_per_node, distinct
     )
-    return held_RE
+    return copies_RE
 
 
 @kernel
-def _spread(share_E, heaviest_first_E, copies_E, home_E, room_R, ranks_per_node):  # type: ignore[no-untyped-def]
+def _spread(  # type: ignore[no-untyped-def]
+    share_E, heaviest_first_E, copies_E, home_E, room_R, ranks_per_node, distinct
+):
     """See `spread_copies`; `share_E [E]` float64 is the load of a copy, and `room_R` is updated."""
     num_ranks = len(room_R)
-    held_RE = np.zeros((num_ranks, len(share_E)), np.bool_)
+    copies_RE = np.zeros((num_ranks, len(share_E)), np.int64)
     rank_load_R = np.zeros(num_ranks)
     in_node_N = np.zeros((num_ranks - 1) // ranks_per_node + 1, np.int64)
     for e in range(len(share_E)):
         if home_E[e] >= 0:
-            held_RE[home_E[e], e] = True
+            copies_RE[home_E[e], e] = 1
             rank_load_R[home_E[e]] += share_E[e]
     for e in heaviest_first_E:
         in_node_N[:] = 0
         missing = copies_E[e]
         for r in range(num_ranks):
-            in_node_N[r // ranks_per_node] += held_RE[r, e]
-            missing -= held_RE[r, e]
+            in_node_N[r // ranks_per_node] += copies_RE[r, e]
+            missing -= copies_RE[r, e]
         for _ in range(missing):
-            best = -1
+            fewest = in_node_N.min()
+            best, best_is_fewest = -1, False
             for r in range(num_ranks):
-                if room_R[r] == 0 or held_RE[r, e]:
+                if room_R[r] == 0 or (distinct and copies_RE[r, e] > 0):
                     continue
-                node, best_node = r // ranks_per_node, best // ranks_per_node
-                is_nearer = best < 0 or in_node_N[node] < in_node_N[best_node]
-                is_level = best >= 0 and in_node_N[node] == in_node_N[best_node]
-                if is_nearer or (is_level and rank_load_R[r] < rank_load_R[best]):
-                    best = r
+                is_fewest = in_node_N[r // ranks_per_node] == fewest
+                is_better = best < 0 or (is_fewest and not best_is_fewest)
+                is_level = best >= 0 and is_fewest == best_is_fewest
+                if is_better or (is_level and rank_load_R[r] < rank_load_R[best]):
+                    best, best_is_fewest = r, is_fewest
             if best < 0:
                 break
-            held_RE[best, e] = True
+            copies_RE[best, e] += 1
             room_R[best] -= 1
             rank_load_R[best] += share_E[e]
             in_node_N[best // ranks_per_node] += 1
-    return held_RE
+    return copies_RE
 
 
 def split_equally(counts_RE: Array, home_E: Array, copies_RE: Array, ranks_per_node: int) -> tuple[Array, Array]:
@@ -105,7 +113,7 @@ def split_equally(counts_RE: Array, home_E: Array, copies_RE: Array, ranks_per_n
     Args:
         counts_RE: `[R, E]` int64, tokens by source and expert.
         home_E: `[E]` int64. A home without a copy keeps tokens only if there is no copy at all.
-        copies_RE: `[R, E]` bool or integers. A rank with two copies of an expert gets two shares.
+        copies_RE: `[R, E]` integers. A rank with two copies of an expert gets two shares.
 
     Returns:
         Replicas `[P, 2]` (expert, rank), one for a rank's copies of an expert, and quotas `[P, R]`, int64.

@@ -13,6 +13,8 @@ Not specified by the source, and our choices:
 * the fewest tokens of a move: an expert moves if the larger of the two loads decreases;
 * a busiest dynamic expert that is too large to help: the next one is tried;
 * buffers: layers share them;
+* planning time by size: 50 us are charged for nodes of 8 ranks, the largest EP of the evaluation (128 experts), and in
+  proportion to the ranks of other nodes, since every rank adds as many moves;
 * a predictor that rearranges homes at checkpoints is not included.
 
 On equal terms, a rank receives no more experts than it has slots.
@@ -41,7 +43,7 @@ class Feplb:
         smallest_move: fewest tokens of an expert that moves.
     """
 
-    traits: ClassVar[Traits] = Traits(known_at="layer", published_us=50.0, hops=2, within_node=True)
+    traits: ClassVar[Traits] = Traits(known_at="layer", published_us=50.0, published_ranks=8, hops=2, within_node=True)
     dynamic_experts: int = 4
     smallest_move: int = 1
 

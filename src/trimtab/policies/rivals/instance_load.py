@@ -57,3 +57,22 @@ def split_shares(counts_RE: Array, load: InstanceLoad, replicas_3P: Array) -> tu
     counts_RE, home_E = np.ascontiguousarray(counts_RE, np.int32), load.home_E.astype(np.int16)
     split_tokens(counts_RE, home_E, load.ranks_per_node, Shares(*np.ascontiguousarray(replicas_3P)), quotas_PR)
     return replicas_3P[:2].T.copy(), quotas_PR
+
+
+def split_ranges(counts_RE: Array, shares_S4: Array) -> tuple[Array, Array]:
+    """Replicas `[P, 2]` (expert, rank) and quotas `[P, R]` int64 of ranges of an expert's tokens, by source rank.
+
+    Args:
+        counts_RE: `[R, E]` int64 tokens by source rank and expert.
+        shares_S4: `[S, 4]` int64 expert, rank, first token and token after the last. Shares of an expert on one rank
+            are one replica.
+    """
+    expert_S, rank_S, first_S, end_S = shares_S4.T
+    counts_SR = counts_RE.T[expert_S]
+    end_SR = np.cumsum(counts_SR, axis=1)
+    tokens_SR = np.minimum(end_SR, end_S[:, None]) - np.maximum(end_SR - counts_SR, first_S[:, None])
+    _, share_P, replica_S = np.unique(expert_S * len(counts_RE) + rank_S, return_index=True, return_inverse=True)
+    quotas_PR = np.zeros((len(share_P), len(counts_RE)), np.int64)
+    np.add.at(quotas_PR, replica_S, np.maximum(tokens_SR, 0))
+    in_order = np.argsort(share_P)
+    return shares_S4[share_P[in_order], :2], quotas_PR[in_order]

@@ -2,15 +2,15 @@
 
 Source: LAER-MoE (arXiv 2602.11686, github.com/PKU-DAIR/Hetu-Galvatron). Its planner runs on the CPU during training,
 from the routing of the same layer in its last five forward passes: the layout of a micro-step does not use that
-micro-step's routing. Tokens are then split by the live routing, equally over the copies in the source rank's node, or
-over all copies if the node has none.
+micro-step's routing. A rank may have two copies of an expert. Tokens are then split by the live routing, equally over
+the copies in the source rank's node, or over all copies if the node has none; a rank with two copies gets two shares.
+In our plan they are one replica. In all recorded cases every rank has the load that it has with the source; which of
+two experts with equal loads per copy is where may differ.
 
 Not specified by the source, and our choices:
 
 * the first passes of a step: the mean micro-step of the last step replaces missing passes. Without any history every
   expert is only at its home;
-* two copies of an expert on one rank: the source may place them and counts the rank twice; we never do, and leave a
-  slot empty instead;
 * nodes: eight ranks there, the cluster's here;
 * which of its two replica counts (by load, and the same for all where that fits) is better: it compares step times of a
   cost model, we the busiest rank of the passes planned from, and use the first if equal;
@@ -55,13 +55,13 @@ class Laer:
             if recent[layer]:
                 past_RE = np.sum(recent[layer], axis=0)
                 if view.equal_terms:
-                    held_RE = layout(past_RE, slots, per_node, home_E=home_E)
+                    copies_RE = layout(past_RE, slots, per_node, home_E=home_E)
                 else:
-                    held_RE = layout(past_RE, capacity, per_node)
+                    copies_RE = layout(past_RE, capacity, per_node)
             else:
-                held_RE = np.zeros(counts_RE.shape, bool)
+                copies_RE = np.zeros(counts_RE.shape, np.int64)
             recent[layer].append(counts_RE.astype(np.float64))
-            return split_equally(counts_RE, home_E, held_RE, per_node)
+            return split_equally(counts_RE, home_E, copies_RE, per_node)
 
         return view.plan_instances(plan_one, placement=view.placement, slots=slots if view.equal_terms else capacity)
 
@@ -83,7 +83,7 @@ def layout(counts_RE: Array, capacity: int, ranks_per_node: int, *, home_E: Arra
         home_E: `[E]` int64, ranks that have the experts in any case; none by default.
 
     Returns:
-        `[R, E]` bool, which ranks hold which experts.
+        `[R, E]` int64, copies of every expert on every rank.
     """
     num_ranks, num_experts = counts_RE.shape
     total = num_ranks * capacity + (0 if home_E is None else num_experts)
@@ -91,18 +91,18 @@ def layout(counts_RE: Array, capacity: int, ranks_per_node: int, *, home_E: Arra
         home_E = np.full(num_experts, -1)
     load_E = counts_RE.sum(axis=0, dtype=np.float64)
     room_R = np.full(num_ranks, capacity)
-    by_load_E = count_copies(load_E, total, num_ranks // ranks_per_node, num_ranks)
-    best_RE = spread_copies(load_E, by_load_E, home_E, room_R, ranks_per_node)
-    if total % num_experts == 0 and total <= num_experts * num_ranks:
+    by_load_E = count_copies(load_E, total, num_ranks // ranks_per_node, total)
+    best_RE = spread_copies(load_E, by_load_E, home_E, room_R, ranks_per_node, distinct=False)
+    if total % num_experts == 0:
         equal_E = np.full(num_experts, total // num_experts)
-        equal_RE = spread_copies(load_E, equal_E, home_E, room_R, ranks_per_node)
+        equal_RE = spread_copies(load_E, equal_E, home_E, room_R, ranks_per_node, distinct=False)
         if _busiest(counts_RE, equal_RE, ranks_per_node) < _busiest(counts_RE, best_RE, ranks_per_node):
             best_RE = equal_RE
     return best_RE
 
 
 @kernel
-def _busiest(counts_RE, held_RE, ranks_per_node):  # type: ignore[no-untyped-def]
+def _busiest(counts_RE, copies_RE, ranks_per_node):  # type: ignore[no-untyped-def]
     """Tokens of the busiest rank if every source splits equally over the copies of its node, or over all."""
     num_ranks, num_experts = counts_RE.shape
     load_R = np.zeros(num_ranks)
@@ -110,7 +110,7 @@ def _busiest(counts_RE, held_RE, ranks_per_node):  # type: ignore[no-untyped-def
     for e in range(num_experts):
         in_node_N = np.zeros(num_nodes, np.int64)
         for r in range(num_ranks):
-            in_node_N[r // ranks_per_node] += held_RE[r, e]
+            in_node_N[r // ranks_per_node] += copies_RE[r, e]
         copies = in_node_N.sum()
         from_node_N = np.zeros(num_nodes)
         from_far = 0.0
@@ -121,6 +121,5 @@ def _busiest(counts_RE, held_RE, ranks_per_node):  # type: ignore[no-untyped-def
             elif copies > 0:
                 from_far += counts_RE[source, e] / copies
         for r in range(num_ranks):
-            if held_RE[r, e]:
-                load_R[r] += from_node_N[r // ranks_per_node] + from_far
+            load_R[r] += copies_RE[r, e] * (from_node_N[r // ranks_per_node] + from_far)
     return load_R.max()

@@ -25,6 +25,7 @@ from trimtab.array_type import Array
 from trimtab.kernels import kernel
 from trimtab.planner import StepPlan
 from trimtab.policies.policy import Traits, View
+from trimtab.policies.rivals.instance_load import split_ranges
 
 
 @dataclass(frozen=True)
@@ -54,7 +55,7 @@ class Llep:
             shares_S4 = assign(
                 load_E, ranks, self.max_tokens_factor, self.min_tokens_per_gemm, home_E=home_E, slots=slots
             )
-            return _split_ranges(counts_RE, shares_S4[home_E[shares_S4[:, 0]] != shares_S4[:, 1]])
+            return split_ranges(counts_RE, shares_S4[home_E[shares_S4[:, 0]] != shares_S4[:, 1]])
 
         plan = view.plan_instances(plan_one, placement=view.placement, slots=slots)
         if view.equal_terms:
@@ -188,16 +189,3 @@ def _add_share(shares_S4, count, share, load_R):  # type: ignore[no-untyped-def]
     row[0], row[1], row[2], row[3] = expert, rank, first, end
     load_R[rank] += end - first
     return count + 1
-
-
-def _split_ranges(counts_RE: Array, shares_S4: Array) -> tuple[Array, Array]:
-    """Replicas `[P, 2]` and quotas `[P, R]` of `[S, 4]` shares; those of an expert on one rank are one replica."""
-    expert_S, rank_S, first_S, end_S = shares_S4.T
-    counts_SR = counts_RE.T[expert_S]
-    end_SR = np.cumsum(counts_SR, axis=1)
-    tokens_SR = np.minimum(end_SR, end_S[:, None]) - np.maximum(end_SR - counts_SR, first_S[:, None])
-    _, share_P, replica_S = np.unique(expert_S * len(counts_RE) + rank_S, return_index=True, return_inverse=True)
-    quotas_PR = np.zeros((len(share_P), len(counts_RE)), np.int64)
-    np.add.at(quotas_PR, replica_S, np.maximum(tokens_SR, 0))
-    in_order = np.argsort(share_P)
-    return shares_S4[share_P[in_order], :2], quotas_PR[in_order]

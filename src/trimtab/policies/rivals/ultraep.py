@@ -3,17 +3,21 @@
 Source: UltraEP (arXiv 2606.04101, code at Dots-Infra/UltraEP); our reimplementation. In every layer and micro-batch,
 after gating, a CUDA kernel searches for the lowest load threshold that replicas can reach. For a threshold, ranks above
 it give, heaviest rank and heaviest expert first, quotas to the rank with the most room that has a free slot; an
-expert's home keeps at least one token. A few thresholds just above the mean are tried first, with a smallest quota that
-only requires an even use of the ranks with room; if none is reached, a search with `smallest_quota` follows. Slots are
-shared by all layers and replicas stay inside the NVLink domain; domains are independent. 67-78 us at 64 ranks and 256
-experts, max/mean 1.01-1.04 from 1.30-4.01. Planning and weight transfer are on the critical path of the layer.
+expert's home keeps at least one token. A few thresholds just above the mean are tried first, with a smallest quota
+that only requires an even use of the ranks with room. If none is reached, a search with `smallest_quota` follows that
+tests four thresholds per round. Inside one domain, thresholds and quotas equal those of the public kernel. Slots are
+shared by all layers and replicas stay inside the NVLink domain; domains are independent. Max/mean 1.01-1.04 from
+1.30-4.01. Planning and weight transfer are on the critical path of the layer.
+
+Planning time is published for 64 ranks and 256 experts: 67, 72 and 78 us with 38, 46 and 51 replicas (README of the
+code). That is 35 us plus 0.85 us per replica. Replicas grow with the ranks of a domain, so other sizes are charged
+35 us plus 0.67 us per rank of the domain.
 
 Not specified by the source, and our choices:
 
 * the domain: a node;
 * sources of a replica's tokens: its own rank first, as published. UltraEP spreads the rest in proportion; ours takes
-  the rest from the own node first, which reduces traffic between nodes;
-* the search: one threshold at a time; theirs tests four at once.
+  the rest from the own node first, which reduces traffic between nodes.
 
 On equal terms a replica may be on any rank; its home's node is preferred.
 """
@@ -46,7 +50,13 @@ class UltraEp:
     """
 
     traits: ClassVar[Traits] = Traits(
-        known_at="layer", plans_on="gpu", published_us=78.0, waits_for_weights=True, within_node=True
+        known_at="layer",
+        plans_on="gpu",
+        published_us=78.0,
+        published_ranks=64,
+        published_fixed_us=35.0,
+        waits_for_weights=True,
+        within_node=True,
     )
     threshold: float = 1.0
     smallest_quota: int = 1024
@@ -73,6 +83,10 @@ class Search(NamedTuple):
     smallest_quota: int
     tolerance: float
     first_tries: int
+
+
+PROBES = 4
+"""Thresholds that a round of the search tests, as the source's kernel does with one warp each."""
 
 
 class Order(NamedTuple):
@@ -113,37 +127,60 @@ def solve_quotas(load, order, search, replicas_3P):  # type: ignore[no-untyped-d
     count = np.int64(0)
     for first in range(0, len(load.loads_R), load.ranks_per_domain):
         domain_R = load.loads_R[first : first + load.ranks_per_domain]
-        lowest = np.int64(math.ceil(domain_R.sum() * search.threshold / load.ranks_per_domain))
         busiest = domain_R.max()
+        # In float32, as in the source, so that thresholds are equal to the token.
+        mean = np.float32(domain_R.sum()) / np.float32(load.ranks_per_domain)
+        lowest = np.int64(math.ceil(mean * np.float32(max(search.threshold, 1.0))))
         if busiest <= lowest or load.slots == 0:
             continue
-        found = np.int64(-1)
-        tries = 0
-        low, high = lowest, busiest
-        while found < 0:
-            if tries < search.first_tries:
-                above = tries * max(1, math.ceil(busiest / 100))
-                target = np.int64(min(busiest, math.ceil(lowest * (1 + search.tolerance)) + above))
-                smallest_quota = np.int64(0)
-            else:
-                target = lowest if low == lowest else (low + high) // 2
-                smallest_quota = search.smallest_quota
-            reached = _reach(load, order, (first, target, smallest_quota), count, replicas_3P)
-            if tries < search.first_tries:
-                found = reached
-                tries += 1
-            elif reached < 0:
-                low = target + 1
-            elif target == low:
-                found = reached
-            else:
-                high = target
-        count = found
+        reached = np.int64(-1)
+        target = np.int64(math.ceil(np.float32(lowest) * (np.float32(1.0) + np.float32(search.tolerance))))
+        for _ in range(search.first_tries):
+            if reached < 0:
+                target = min(busiest, target)
+                reached = reach(load, order, (first, target, np.int64(0)), count, replicas_3P)
+                target += max(1, (busiest + 99) // 100)
+        if reached < 0:
+            target = _lowest_threshold(load, order, (first, lowest, busiest), search, count, replicas_3P)
+            reached = reach(load, order, (first, target, np.int64(search.smallest_quota)), count, replicas_3P)
+        count = reached
     return count
 
 
 @kernel
-def _reach(load, order, attempt, count, replicas_3P):  # type: ignore[no-untyped-def]
+def _lowest_threshold(load, order, limits, search, count, replicas_3P):  # type: ignore[no-untyped-def]
+    """The threshold that the search of a domain ends with, `PROBES` at a time.
+
+    A threshold above one that can be reached need not be reachable, so the result depends on the probes.
+
+    Args:
+        limits: first rank of the domain, lowest threshold, and load of its busiest rank.
+    """
+    first, low, high = limits
+    total = load.loads_R[first : first + load.ranks_per_domain].sum()
+    low = max(low, (total + load.ranks_per_domain - 1) // load.ranks_per_domain)
+    smallest_quota = np.int64(search.smallest_quota)
+    if reach(load, order, (first, low, smallest_quota), count, replicas_3P) >= 0:
+        return low
+    low += 1
+    while low < high:
+        gap = high - low
+        for probe in range(PROBES):
+            if gap <= PROBES:
+                target = low  # Neighbours, one after another, up to the last that is below `high`.
+            else:
+                target = high - gap + gap * (probe + 1) // (PROBES + 1)
+            if target >= high:
+                break
+            if reach(load, order, (first, target, smallest_quota), count, replicas_3P) >= 0:
+                high = target
+                break
+            low = target + 1
+    return high
+
+
+@kernel
+def reach(load, order, attempt, count, replicas_3P):  # type: ignore[no-untyped-def]
     """Reduce a domain's ranks to a target load; the number of replicas, or -1 if they can't be.
 
     Ranks in the giver's node are preferred; if that fails, the rank with the most room.
@@ -162,7 +199,7 @@ def _reach(load, order, attempt, count, replicas_3P):  # type: ignore[no-untyped
 
 @kernel
 def _give(load, order, attempt, any_node, count, replicas_3P):  # type: ignore[no-untyped-def]
-    """One attempt of `_reach`."""
+    """One attempt of `reach`."""
     first, target, smallest_quota = attempt
     last = first + load.ranks_per_domain
     room_R = np.zeros(len(load.loads_R), np.int64)
