@@ -32,6 +32,7 @@ from trimtab.cluster.operations import OperationCosts
 from trimtab.launch import launch
 from trimtab.planner import Schedule, SequenceCounts, StepPlan, Workload
 from trimtab.policies import POLICIES
+from trimtab.policies.planning_time import NO_PLANNING
 from trimtab.report.number_text import seconds
 from trimtab.simulator.step import StepSettings, simulate_step
 from trimtab.trace import RoutingTrace
@@ -97,7 +98,7 @@ def simulated_seconds(cluster: ClusterSpec, model: ModelSpec, step: MeasuredStep
         sequences.lengths,
         costs._replace(optimizer_s=0.0),
         cluster,
-        replace(POLICIES["trimtab"].traits, planning_us_per_rank=0.0),
+        replace(POLICIES["trimtab"].traits, planning=NO_PLANNING),
         settings=StepSettings(recompute=False),
     )
     # The benchmark writes weights to the mirrors before it starts the clock.

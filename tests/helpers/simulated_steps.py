@@ -14,6 +14,7 @@ from trimtab import ClusterSpec, Placement, Schedule, StepPlan, Workload
 from trimtab.array_type import Array
 from trimtab.cluster.operations import OperationCosts
 from trimtab.policies import Traits
+from trimtab.policies.planning_time import PlanningTime
 from trimtab.simulator.step import SimulatedStep, StepSettings, simulate_step
 
 # Fields of `OperationCosts` that are no seconds.
@@ -96,6 +97,11 @@ def random_costs(rng: np.random.Generator) -> OperationCosts:
     )
 
 
+def planning_time(us: float, *, per_layer_us: float = 0.0, serial: float = 0.0) -> PlanningTime:
+    """The same time for any number of ranks."""
+    return PlanningTime(((1, per_layer_us, us),), serial)
+
+
 def random_traits(rng: np.random.Generator) -> Traits:
     """Any combination, also those that no balancer has."""
     copies: Any = rng.choice(["none", "shared slots", "shared slots", "layer slots", "unbounded"])
@@ -104,9 +110,11 @@ def random_traits(rng: np.random.Generator) -> Traits:
     hops: Literal[1, 2] = 1 if rng.random() < 0.7 else 2
     return Traits(
         known_at=str(known_at),  # type: ignore[arg-type]
-        published_us=float(rng.choice([0.0, 3e5, 1e6])) if rng.random() < 0.7 else None,
-        planning_us_per_rank=float(rng.choice([0.0, 2e5])),
-        planning_serial=float(rng.choice([0.0, 0.3, 1.0])),
+        planning=planning_time(
+            float(rng.choice([0.0, 3e5, 1e6])),
+            per_layer_us=float(rng.choice([0.0, 2e5])),
+            serial=float(rng.choice([0.0, 0.3, 1.0])),
+        ),
         transfers_start=str(start),  # type: ignore[arg-type]
         waits_for_weights=bool(rng.random() < 0.3),
         host_path=bool(rng.random() < 0.6),

@@ -393,13 +393,15 @@ class Simulation:
 
     def run(self) -> ReferenceStep:
         costs, traits = self.costs, self.traits
-        instances = self.plan.num_micro_steps * self.plan.num_layers
-        one = (traits.published_us or traits.planning_us_per_rank * self.cluster.ranks) / 1e6
+        micro_steps, layers = self.plan.num_micro_steps, self.plan.num_layers
+        # Tests charge the same time at every number of ranks.
+        _, per_layer, per_instance = traits.planning.sizes[0] if traits.planning.sizes else (0, 0.0, 0.0)
+        one = 0.0 if traits.ideal else (per_layer / micro_steps + per_instance) / 1e6
         live = traits.known_at == "layer"
         ahead = 0.0
         if traits.known_at == "step" and not traits.ideal:
-            alone, shared = traits.planning_serial * one, (1 - traits.planning_serial) * one
-            ahead = instances * (alone + shared / self.cluster.planning_threads)
+            alone, shared = traits.planning.serial * one, (1 - traits.planning.serial) * one
+            ahead = layers * micro_steps * (alone + shared / self.cluster.planning_threads)
         self.live_planning = one if live else 0.0
         refresh, moving = self.refresh_seconds(), self.moving_seconds()
         self.new_weights(0.0)

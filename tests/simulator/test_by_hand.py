@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from helpers.simulated_steps import Case, free_costs
+from helpers.simulated_steps import Case, free_costs, planning_time
 from trimtab import ClusterSpec, Placement, Schedule, StepPlan, Workload
 from trimtab.policies import Traits
 from trimtab.simulator.clocks import PARTS
@@ -76,7 +76,7 @@ def test_a_micro_steps_transfers_start_as_those_of_a_step() -> None:
 def test_live_planning_delays_each_layer() -> None:
     # Every layer's forward is planned in 1 s. The weights set out at 6, beside dispatch, and come at 14.5. The gradient
     # leaves 3 s after the backward begins and takes 40: it is home at 36 + 40.
-    case = small_case(known_at="layer", transfers_start="layer", published_us=1 / MICROSECOND)
+    case = small_case(known_at="layer", transfers_start="layer", planning=planning_time(1 / MICROSECOND))
     parts: dict[str, float] = {"attention": 8, "dispatch": 6, "experts": 16, "planning": 4}
     check(case, 16.5 + 16.5 + 16, **parts, imbalance=-1 - 1 + 2, transfers=7.5 + 7.5)
     waiting = case.but(near_gradient_s=40.0, near_spare=1.0)
@@ -86,7 +86,7 @@ def test_live_planning_delays_each_layer() -> None:
 
 def test_dispatch_waits_for_weights_if_required() -> None:
     # They have the link to themselves, from 6 to 14; then rank 0 is last.
-    case = small_case(known_at="layer", published_us=1 / MICROSECOND, waits_for_weights=True)
+    case = small_case(known_at="layer", planning=planning_time(1 / MICROSECOND), waits_for_weights=True)
     parts: dict[str, float] = {"attention": 8, "dispatch": 6, "experts": 16, "planning": 4}
     check(case, 19 + 19 + 16, **parts, imbalance=1 + 1 + 2, transfers=8 + 8)
 
@@ -126,19 +126,19 @@ def test_two_hops_overlap_with_experts_that_do_not_move() -> None:
     # All four rows of rank 1 go to the home first, in 2 s; two come back in 0.5 s, and weights and rows wait until the
     # layer is planned, beside the experts that stay. Weights come at 15, rank 1 computes until 16 and sends the rows
     # home until 16.5; combine takes 2. In backward rank 0 is last: 2 + 6 + 0.5 + 2, attention 2, layer 0 takes 6.
-    case = small_case(known_at="layer", published_us=1 / MICROSECOND, hops=2)
+    case = small_case(known_at="layer", planning=planning_time(1 / MICROSECOND), hops=2)
     check(case, 18.5 + 18.5 + 18.5, attention=8, dispatch=4.5 * 3, experts=16, imbalance=-1 - 1 + 2, transfers=9 + 9)
 
 
 def test_planning_moves_and_mirrors_precede_the_step() -> None:
-    case = small_case(known_at="step", transfers_start="step", published_us=1 / MICROSECOND, host_path=True)
+    case = small_case(known_at="step", transfers_start="step", planning=planning_time(1 / MICROSECOND), host_path=True)
     case = replace(case.but(host_weights_s=2.0, near_state_s=5.0), cluster=replace(case.cluster, planning_threads=4))
     case = replace(case, plan=replace(case.plan, replica_paths=np.ones(1, np.uint8)))
     # 2 instances of 1 s, half of it on four cores; one entry of the mirror is written in 2 s. From host memory weights
     # come in time.
     planning = 2 * (0.5 + 0.5 / 4)
     parts: dict[str, float] = {"attention": 8, "dispatch": 6, "experts": 16, "imbalance": 4, "planning": planning}
-    serial = case.but(planning_serial=0.5)
+    serial = case.but(planning=planning_time(1 / MICROSECOND, serial=0.5))
     check(serial, 34 + planning + 2, **parts, migration=2)
     # Both experts of layer 0 changed places: each rank sends one and gets one, at once.
     before = Placement(np.array([[1, 0], [0, 1]], np.int16))
@@ -155,5 +155,5 @@ def test_gradient_sums_overlap_with_the_last_backward() -> None:
 
 def test_the_ideal_run_has_even_rows_and_no_transfers() -> None:
     # Each rank computes four rows of each layer, and sends half of its own to the other: 1 s. Nothing is moved.
-    case = small_case(known_at="step", transfers_start="never", copies="none", ideal=True, published_us=1.0)
+    case = small_case(known_at="step", transfers_start="never", copies="none", ideal=True, planning=planning_time(1.0))
     check(case, 2 * (2 + 4 * 1 + 4) + (4 + 4 * 1 + 8), attention=8, dispatch=12, experts=16)

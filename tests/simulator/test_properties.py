@@ -13,6 +13,7 @@ from helpers.simulated_steps import GRADIENTS, MOVES, ROWS, SECONDS, WEIGHTS, Ca
 from trimtab import ClusterSpec, Placement, Schedule, StepPlan, Workload
 from trimtab.array_type import Array
 from trimtab.policies import Traits
+from trimtab.policies.planning_time import NO_PLANNING
 from trimtab.simulator.clocks import PARTS
 from trimtab.simulator.recorded_operations import KINDS, LANES, WAITING
 from trimtab.simulator.step import StepSettings
@@ -84,10 +85,10 @@ def test_time_is_proportional_to_costs_and_deterministic(case: Case) -> None:
         np.array_equal(*pair)
         for pair in zip(vars(once.operations).values(), vars(again.operations).values(), strict=True)
     )
+    planning = case.traits.planning
     twice = case.but(
         **{name: 2 * getattr(case.costs, name) for name in SECONDS},
-        published_us=2 * case.traits.published_us if case.traits.published_us else None,
-        planning_us_per_rank=2 * case.traits.planning_us_per_rank,
+        planning=replace(planning, sizes=tuple((ranks, 2 * layer, 2 * one) for ranks, layer, one in planning.sizes)),
     ).run()
     assert twice.step_time_s == 2 * once.step_time_s
     assert twice.parts_s == {name: 2 * seconds for name, seconds in once.parts_s.items()}
@@ -96,7 +97,7 @@ def test_time_is_proportional_to_costs_and_deterministic(case: Case) -> None:
 @settings(max_examples=60, deadline=None)
 @given(cases())
 def test_with_infinitely_fast_links_no_rank_waits_for_transfers(case: Case) -> None:
-    free = case.free(*TRANSFERS).but(published_us=None, planning_us_per_rank=0.0)
+    free = case.free(*TRANSFERS).but(planning=NO_PLANNING)
     if case.traits.hops == 2 or case.traits.copies == "layer slots":
         # Rows of a second hop wait for the first. Gradients of kept copies leave after their rank's combine, which may
         # be later than the home's.

@@ -11,6 +11,7 @@ import numpy as np
 from trimtab.array_type import Array
 from trimtab.cluster import ClusterSpec, CostModel
 from trimtab.planner import Placement, Schedule, SequenceCounts, StepPlan, Workload
+from trimtab.policies.planning_time import NO_PLANNING, PlanningTime
 
 KnownAt = Literal["past", "step", "micro-step", "layer"]
 
@@ -23,14 +24,8 @@ class Traits:
         known_at: the latest routing that its decisions see: `past` steps or micro-steps only; the whole `step`
             beforehand; a `micro-step` before it runs; or a `layer` once its router has chosen. Splitting tokens over
             existing copies may always use the live routing.
-        plans_on: where planning runs: `cpu` planning is timed by us, `gpu` planning is charged
-            its published time.
-        published_us: published planning time of an instance in microseconds, where there is one.
-        published_ranks: ranks of a domain for which it was published; 0: charged at every size.
-        published_fixed_us: the part of it that does not grow with the ranks.
-        planning_us_per_rank: planning time of an instance for each rank of the group, as we measure it on one core of a
-            2-core machine; charged where nothing is published.
-        planning_serial: the serial part of it.
+        planning: planning time, published where it is, else measured. Planning from `past` loads is not charged: it
+            runs during earlier steps.
         transfers_start: when its weights may start to move: before the `step`, before the `micro-step`, or in the
             `layer` after its router; `never` if it moves none.
         waits_for_weights: true: weights must be present before tokens are dispatched.
@@ -43,12 +38,7 @@ class Traits:
     """
 
     known_at: KnownAt
-    plans_on: Literal["cpu", "gpu"] = "cpu"
-    published_us: float | None = None
-    published_ranks: int = 0
-    published_fixed_us: float = 0.0
-    planning_us_per_rank: float = 0.0
-    planning_serial: float = 0.0
+    planning: PlanningTime = NO_PLANNING
     transfers_start: Literal["never", "step", "micro-step", "layer"] = "layer"
     waits_for_weights: bool = False
     host_path: bool = False
@@ -58,13 +48,23 @@ class Traits:
     within_node: bool = False
     ideal: bool = False
 
-    def planning_us(self, cluster: ClusterSpec) -> float:
-        """Returns microseconds of planning an instance: published, scaled to the ranks of a domain, or measured."""
-        if not self.published_us:
-            return self.planning_us_per_rank * cluster.ranks
-        domain = cluster.ranks_per_node if self.within_node else cluster.ranks
-        size = domain / self.published_ranks if self.published_ranks else 1.0
-        return self.published_fixed_us + (self.published_us - self.published_fixed_us) * size
+    def planning_us(self, cluster: ClusterSpec, micro_steps: int) -> float:
+        """Returns microseconds of planning an instance that ranks wait for, on one core or on the GPU.
+
+        Nodes of a balancer that stays inside them are planned at the same time.
+        """
+        if self.ideal or self.known_at in ("past", "micro-step"):
+            return 0.0
+        domain = cluster.ranks_per_node if self.known_at == "layer" and self.within_node else cluster.ranks
+        return self.planning.us(domain, micro_steps)
+
+    def planning_seconds(self, cluster: ClusterSpec, layers: int, micro_steps: int) -> float:
+        """Returns seconds for which ranks wait for planning: in every layer if it is live, else before the step."""
+        one_s = self.planning_us(cluster, micro_steps) * 1e-6
+        if self.known_at == "layer":
+            return one_s
+        serial = self.planning.serial
+        return layers * micro_steps * one_s * (serial + (1 - serial) / cluster.planning_threads)
 
 
 @dataclass(frozen=True, eq=False)

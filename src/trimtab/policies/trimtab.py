@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import ClassVar
 
 from trimtab.planner import PlanSettings, StepPlan, plan_sequences, plan_step
+from trimtab.policies.planning_time import PlanningTime
 from trimtab.policies.policy import Traits, View
 
 
@@ -15,8 +16,7 @@ class Trimtab:
 
     traits: ClassVar[Traits] = Traits(
         known_at="step",
-        planning_us_per_rank=35.0,
-        planning_serial=0.2,
+        planning=PlanningTime.measured("trimtab"),
         transfers_start="micro-step",
         host_path=True,
         relocates=True,

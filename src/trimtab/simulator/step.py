@@ -97,7 +97,7 @@ def simulate_step(
     work = rank_work(plan, workload, costs, hops=traits.hops, even=traits.ideal)
     attention_MR, outer_MR = _dense_seconds(plan, lengths, costs)
     paths_P = _paths(plan, cluster, traits)
-    planning_s = planning_seconds(traits, cluster, plan.num_micro_steps * plan.num_layers)
+    planning_s = traits.planning_seconds(cluster, plan.num_layers, plan.num_micro_steps)
     is_live = traits.known_at == "layer"
     refresh_s = _refresh_seconds(plan, paths_P, costs)
     rounds = _rounds(plan, chosen.groups)
@@ -143,20 +143,6 @@ def simulate_step(
     parts_s["planning"] += before_s
     parts_s["migration"] += moving_s
     return SimulatedStep(float(clocks.time_D[0]) + before_s + moving_s, parts_s, work, operations)
-
-
-def planning_seconds(traits: Traits, cluster: ClusterSpec, instances: int) -> float:
-    """Seconds for which ranks wait for planning: per layer for live planning, else for the whole step.
-
-    Planning from past loads runs during the last step and costs nothing.
-    """
-    one_s = traits.planning_us(cluster) * 1e-6
-    if traits.known_at == "layer":
-        return one_s
-    if traits.known_at != "step" or traits.ideal:
-        return 0.0
-    serial = traits.planning_serial
-    return one_s * instances * (serial + (1 - serial) / cluster.planning_threads)
 
 
 def _rounds(plan: StepPlan, groups: int) -> Rounds:

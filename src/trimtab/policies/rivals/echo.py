@@ -29,6 +29,7 @@ import numpy as np
 from trimtab.array_type import Array
 from trimtab.kernels import kernel
 from trimtab.planner import StepPlan
+from trimtab.policies.planning_time import ULTRAEP_SIZES, PlanningTime
 from trimtab.policies.policy import Traits, View
 from trimtab.policies.rivals.instance_load import InstanceLoad
 
@@ -39,7 +40,9 @@ _CLASSES = 8
 class Echo:
     """Spill above the mean, moved to copies on ranks below it."""
 
-    traits: ClassVar[Traits] = Traits(known_at="layer", plans_on="gpu", planning_us_per_rank=6.0)
+    traits: ClassVar[Traits] = Traits(
+        known_at="layer", planning=PlanningTime.published(*ULTRAEP_SIZES, source="UltraEP's")
+    )
 
     def plan(self, view: View) -> StepPlan:
         cluster = view.cluster

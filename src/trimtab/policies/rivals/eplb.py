@@ -26,6 +26,7 @@ import numpy as np
 from trimtab.array_type import Array
 from trimtab.planner import Placement, StepPlan
 from trimtab.planner.placement.packing import rebalance
+from trimtab.policies.planning_time import PlanningTime
 from trimtab.policies.policy import Traits, View
 from trimtab.policies.rivals.expert_copies import count_copies, split_equally, spread_copies
 
@@ -60,7 +61,11 @@ class EplbOracle:
     """
 
     traits: ClassVar[Traits] = Traits(
-        known_at="step", planning_us_per_rank=10.0, transfers_start="step", copies="layer slots", relocates=True
+        known_at="step",
+        planning=PlanningTime.measured("eplb_oracle"),
+        transfers_start="step",
+        copies="layer slots",
+        relocates=True,
     )
     num_groups: int = 1
 

@@ -30,6 +30,7 @@ import numpy as np
 from trimtab.array_type import Array
 from trimtab.kernels import kernel
 from trimtab.planner import StepPlan
+from trimtab.policies.planning_time import PlanningTime
 from trimtab.policies.policy import Traits, View
 from trimtab.policies.rivals.instance_load import InstanceLoad
 
@@ -43,7 +44,12 @@ class Feplb:
         smallest_move: fewest tokens of an expert that moves.
     """
 
-    traits: ClassVar[Traits] = Traits(known_at="layer", published_us=50.0, published_ranks=8, hops=2, within_node=True)
+    traits: ClassVar[Traits] = Traits(
+        known_at="layer",
+        planning=PlanningTime.published((0, 0.0), (8, 50.0), source="the paper"),
+        hops=2,
+        within_node=True,
+    )
     dynamic_experts: int = 4
     smallest_move: int = 1
 

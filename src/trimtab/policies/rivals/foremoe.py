@@ -24,6 +24,7 @@ from typing import ClassVar
 import numpy as np
 
 from trimtab.planner import Placement, StepPlan
+from trimtab.policies.planning_time import PlanningTime
 from trimtab.policies.policy import Traits, View
 from trimtab.policies.rivals.greedy import plan_greedily
 from trimtab.policies.rivals.lpt_homes import level_homes
@@ -40,7 +41,11 @@ class ForeMoe:
     """
 
     traits: ClassVar[Traits] = Traits(
-        known_at="step", planning_us_per_rank=6.0, transfers_start="micro-step", host_path=True, relocates=True
+        known_at="step",
+        planning=PlanningTime.measured("foremoe"),
+        transfers_start="micro-step",
+        host_path=True,
+        relocates=True,
     )
     threshold: float = 1.01
     smallest_share: int = 128

@@ -24,6 +24,7 @@ import numpy as np
 from trimtab.array_type import Array
 from trimtab.kernels import kernel
 from trimtab.planner import StepPlan
+from trimtab.policies.planning_time import PlanningTime
 from trimtab.policies.policy import Traits, View
 from trimtab.policies.rivals.instance_load import split_ranges
 
@@ -38,7 +39,7 @@ class Llep:
         gate: an instance whose max/mean is below is not changed. At 1, `max_tokens_factor` alone decides.
     """
 
-    traits: ClassVar[Traits] = Traits(known_at="layer", planning_us_per_rank=3.0, copies="unbounded")
+    traits: ClassVar[Traits] = Traits(known_at="layer", planning=PlanningTime.measured("llep"), copies="unbounded")
     max_tokens_factor: float = 1.1
     min_tokens_per_gemm: int = 1024
     gate: float = 1.3

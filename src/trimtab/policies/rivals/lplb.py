@@ -27,6 +27,7 @@ import numpy as np
 from trimtab.array_type import Array
 from trimtab.planner import Placement, StepPlan
 from trimtab.planner.placement.packing import pack_evenly
+from trimtab.policies.planning_time import PlanningTime
 from trimtab.policies.policy import Traits, View
 
 _COST_OF_A_MOVE = 1e-4  # of a token, in tokens of the busiest rank: too little to leave a rank busier
@@ -44,8 +45,7 @@ class Lplb:
 
     traits: ClassVar[Traits] = Traits(
         known_at="layer",
-        plans_on="gpu",
-        published_us=100.0,
+        planning=PlanningTime.published((8, 100.0), source="LPLB's README"),
         transfers_start="step",
         copies="layer slots",
         relocates=True,

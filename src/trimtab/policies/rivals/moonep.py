@@ -34,6 +34,7 @@ import numpy as np
 from trimtab.array_type import Array
 from trimtab.kernels import kernel
 from trimtab.planner import StepPlan
+from trimtab.policies.planning_time import ULTRAEP_SIZES, PlanningTime
 from trimtab.policies.policy import Traits, View
 from trimtab.policies.rivals.instance_load import InstanceLoad, split_ranges
 
@@ -42,7 +43,9 @@ from trimtab.policies.rivals.instance_load import InstanceLoad, split_ranges
 class MoonEp:
     """Exactly even ranks, with as many slots on every rank as it has experts."""
 
-    traits: ClassVar[Traits] = Traits(known_at="layer", plans_on="gpu", planning_us_per_rank=3.0, within_node=True)
+    traits: ClassVar[Traits] = Traits(
+        known_at="layer", planning=PlanningTime.published(*ULTRAEP_SIZES, source="UltraEP's"), within_node=True
+    )
 
     def plan(self, view: View) -> StepPlan:
         cluster = view.cluster

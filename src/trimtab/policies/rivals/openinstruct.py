@@ -39,6 +39,7 @@ import numpy as np
 
 from trimtab.array_type import Array
 from trimtab.planner import Schedule, StepPlan, Workload, plan_step
+from trimtab.policies.planning_time import PlanningTime
 from trimtab.policies.policy import Traits, View
 from trimtab.policies.rivals.sequence_swaps import (
     Packing,
@@ -63,7 +64,7 @@ class OpenInstruct:
     """
 
     traits: ClassVar[Traits] = Traits(
-        known_at="step", planning_us_per_rank=15.0, planning_serial=1.0, transfers_start="never", copies="none"
+        known_at="step", planning=PlanningTime.measured("openinstruct"), transfers_start="never", copies="none"
     )
     proposals: int = 1024
     stale: int = 256

@@ -28,6 +28,7 @@ import numpy as np
 
 from trimtab.kernels import copy_values, kernel
 from trimtab.planner import Placement, StepPlan
+from trimtab.policies.planning_time import PlanningTime
 from trimtab.policies.policy import Traits, View
 from trimtab.policies.rivals.greedy import plan_greedily
 
@@ -46,7 +47,11 @@ class ReLibra:
     """
 
     traits: ClassVar[Traits] = Traits(
-        known_at="step", planning_us_per_rank=20.0, transfers_start="micro-step", relocates=True, within_node=True
+        known_at="step",
+        planning=PlanningTime.measured("relibra"),
+        transfers_start="micro-step",
+        relocates=True,
+        within_node=True,
     )
     threshold: float = 1.01
     smallest_share: int = 128

@@ -33,6 +33,7 @@ import numpy as np
 from trimtab.array_type import Array
 from trimtab.kernels import copy_values, kernel
 from trimtab.planner import Placement, Schedule, StepPlan, Workload, plan_step
+from trimtab.policies.planning_time import PlanningTime
 from trimtab.policies.policy import Traits, View
 from trimtab.policies.rivals.lpt_homes import level_homes
 from trimtab.policies.static import Static
@@ -53,7 +54,13 @@ class RoutePack:
         seed: of the annealing.
     """
 
-    traits: ClassVar[Traits] = Traits(known_at="step", transfers_start="never", copies="none", relocates=True)
+    traits: ClassVar[Traits] = Traits(
+        known_at="step",
+        planning=PlanningTime.measured("routepack"),
+        transfers_start="never",
+        copies="none",
+        relocates=True,
+    )
     attention_per_token: float = 4.0
     attention_per_pair: float = 0.00087
     evaluations: int = 2_000_000

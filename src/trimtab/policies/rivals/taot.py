@@ -33,6 +33,7 @@ import numpy as np
 from trimtab.array_type import Array
 from trimtab.kernels import kernel
 from trimtab.planner import StepPlan
+from trimtab.policies.planning_time import ULTRAEP_SIZES, PlanningTime
 from trimtab.policies.policy import Traits, View
 from trimtab.policies.rivals.instance_load import InstanceLoad, split_shares
 
@@ -48,7 +49,9 @@ class Taot:
         smallest_share: fewest tokens of a replica.
     """
 
-    traits: ClassVar[Traits] = Traits(known_at="layer", plans_on="gpu", planning_us_per_rank=3.0)
+    traits: ClassVar[Traits] = Traits(
+        known_at="layer", planning=PlanningTime.published(*ULTRAEP_SIZES, source="UltraEP's")
+    )
     far_cost: float = 9.0
     entropy: float = 1.0
     iterations: int = 20

@@ -33,6 +33,7 @@ import numpy as np
 from trimtab.array_type import Array
 from trimtab.kernels import kernel
 from trimtab.planner import StepPlan
+from trimtab.policies.planning_time import ULTRAEP_SIZES, PlanningTime
 from trimtab.policies.policy import Traits, View
 from trimtab.policies.rivals.instance_load import InstanceLoad, split_shares
 
@@ -51,10 +52,7 @@ class UltraEp:
 
     traits: ClassVar[Traits] = Traits(
         known_at="layer",
-        plans_on="gpu",
-        published_us=78.0,
-        published_ranks=64,
-        published_fixed_us=35.0,
+        planning=PlanningTime.published(*ULTRAEP_SIZES, source="UltraEP's README"),
         waits_for_weights=True,
         within_node=True,
     )
