@@ -10,14 +10,15 @@ from typing import Any
 
 from rich.progress import Progress
 
-from trimtab.api.simulate import DEFAULT_MICRO_STEPS, GROUPS_MEET, simulate
+from trimtab.api.simulate import ALL, DEFAULT_MICRO_STEPS, GROUPS_MEET, simulate
 from trimtab.cli.options import add_options, add_trace, given, positive
 from trimtab.cli.output import write_figures
 from trimtab.kernels import compile_beside
 from trimtab.policies import POLICIES
 from trimtab.report.perfetto import check_name, write_perfetto
 from trimtab.report.simulation import timelines
-from trimtab.report.tables import simulation_tables, sweep_table
+from trimtab.report.tables import simulation_tables
+from trimtab.simulator.memory import SHARDINGS
 
 log = logging.getLogger("trimtab")
 # Compiles the planner's kernels while this process compiles those of the simulator and of other balancers.
@@ -41,7 +42,7 @@ def add(commands: Any) -> None:
     )
     add_trace(parser)
     option = partial(add_options, parser, of=simulate)
-    option("--policy", nargs="+", dest="policies", choices=tuple(POLICIES))
+    option("--policy", nargs="+", dest="policies", choices=(*POLICIES, ALL), unset="all run, the main ones are shown")
     option("--cluster")
     option("--model", unset="a preset like the trace")
     option("--ranks-per-node", unset="the cluster's")
@@ -59,6 +60,8 @@ def add(commands: Any) -> None:
         dest="recompute",
         help="update alone, with the rollout's log-probabilities",
     )
+    option("--sharding", choices=SHARDINGS, help="training state that data ranks share out, for memory")
+    option("--checkpointing", action="store_true", help="checkpoint activations; for memory alone")
     option("--step", unset="the last of the trace")
     add_options(parser, "--json", "--html")
     add_options(parser, "--perfetto", type=Path, help="write the timeline of a micro-step to FILE (.json, .json.gz)")
@@ -79,10 +82,8 @@ def run(options: argparse.Namespace) -> None:
     if options.html:
         result.write_html(options.html)
     if options.perfetto:
-        write_perfetto(timelines(result.case, result.outcomes), options.perfetto)
-    console.print(*simulation_tables(result.source, result.trace, result.case, result.outcomes))
-    if len(result.cases) > 1:
-        console.print(sweep_table([(case.text, case.outcomes) for case in result.cases]))
+        write_perfetto(timelines(result.cases[0]), options.perfetto)
+    console.print(*simulation_tables(result.source, result.trace, result.cases), sep="\n")
     if options.html:
         log.info("page: %s", options.html)
     if options.perfetto:
