@@ -110,7 +110,7 @@ def notes(analysis: Analysis) -> list[str]:
     ]
     if analysis.ranks > 1:
         texts.append(
-            f"Permuted ids: the experts of each layer in random order, mean of {analysis.permuted.permutations} orders. "
+            f"Permuted ids: experts of each layer in random order, mean of {analysis.permuted.permutations} orders. "
             "The difference comes from hot experts with neighbouring ids, which contiguous homes put on one rank."
         )
     if analysis.placements.history == "half":
