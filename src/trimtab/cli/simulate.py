@@ -21,13 +21,15 @@ from trimtab.report.tables import simulation_tables
 from trimtab.simulator.memory import SHARDINGS
 
 log = logging.getLogger("trimtab")
-# Compiles the planner's kernels while this process compiles those of the simulator and of other balancers.
+# Balancers whose kernels take longest to compile. A second process compiles them, while this one compiles those of the
+# simulator and of other balancers.
+COMPILED_BESIDE = ("routepack", "trimtab")
 PLANNING = """
 from trimtab import plan
 from trimtab.trace import synthesize
 
 trace = synthesize(num_sequences=64, sequence_length=32, num_layers=2, num_experts=16, top_k=2, zipf=1.5)
-for policy in ("trimtab", "relibra", "feplb"):
+for policy in {names}:
     plan(trace, ranks=8, ranks_per_node=4, token_budget=128, policy=policy)
 """
 
@@ -36,8 +38,9 @@ def add(commands: Any) -> None:
     parser = commands.add_parser(
         "simulate",
         description="Plan one step of a routing trace with several balancers, estimate the step time of every plan "
-        "with a timeline model of the cluster, and print where the time goes. static and balanced always run. Several "
-        "values of --ranks, --slots or --micro-steps are a sweep.",
+        "with a timeline model of the cluster, and print where the time goes and whether memory is enough. By default "
+        "all balancers run, and tables show static, eplb, eplb_oracle, trimtab, the fastest, and the ideal (balanced). "
+        "Several values of --ranks, --slots or --micro-steps are a sweep.",
         examples=["trimtab simulate out/mixed.parquet --cluster h100x8 --ranks 16 --html out/report.html"],
     )
     add_trace(parser)
@@ -71,7 +74,8 @@ def add(commands: Any) -> None:
 def run(options: argparse.Namespace) -> None:
     if options.perfetto:
         check_name(options.perfetto)
-    compile_beside(PLANNING)
+    given_names = getattr(options, "policies", (ALL,))
+    compile_beside(PLANNING.format(names=[name for name in COMPILED_BESIDE if {name, ALL} & {*given_names}]))
     with Progress(transient=True) as progress:
         update = partial(progress.update, progress.add_task("counting", total=None))
         result = simulate(
