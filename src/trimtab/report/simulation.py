@@ -168,8 +168,8 @@ def notes(trace: RoutingTrace, simulated: SimulatedCase) -> tuple[str, ...]:
             f"The experts of {unknown / rows:.1%} of rows are not recorded; the figures include estimates for them."
         )
     texts.append(
-        f"Permuted ids: the experts of each layer in one random order (seed {PERMUTATION_SEED}), so that hot experts "
-        "have no neighbouring ids."
+        f"Permuted ids: the experts of each layer in one random order (seed {PERMUTATION_SEED}), so hot experts "
+        "are neighbours only by chance."
     )
     texts.append(
         "Memory is an estimate for one micro-step at a time, without CUDA context, workspaces and fragmentation."
