@@ -184,6 +184,18 @@ def test_a_run_that_does_not_fit_says_so_first(
     row = next(line for line in printed.splitlines() if line.startswith(f"{most} "))
     assert row.endswith("no")
     assert row.split()[-2] in bytes_text(needs[most])
+    # Without trimtab: the fastest of those that fit.
+    lines[lines.index("[device_bytes]") + 1] = f"value = {needs['trimtab'] - 1}"
+    (places["folder"] / "small.toml").write_text("\n".join(lines) + "\n")
+    assert simulate(places, *small, policies=("static", "trimtab", "routepack")) == 0
+    printed = capsys.readouterr().out
+    found = json.loads((places["folder"] / "s.json").read_text())["policies"]
+    fitting = [name for name, row in found.items() if row["fits"] and name != "balanced"]
+    assert fitting
+    assert "trimtab" not in fitting
+    fastest = min(fitting, key=lambda name: found[name]["step_time_s"])
+    is_faster = found[fastest]["step_time_s"] < found["trimtab"]["step_time_s"]
+    assert f"; {fastest} {'is faster' if is_faster else 'is the fastest that fits'}: " in printed
 
 
 @pytest.mark.parametrize(
@@ -192,6 +204,8 @@ def test_a_run_that_does_not_fit_says_so_first(
         # 384 tokens on 4 ranks in 12 micro-steps would be 8 tokens.
         (("--micro-steps", "12"), "made 3: the longest sequence has 32 tokens, and 12 micro-steps would be 8 tokens"),
         (("--micro-steps", "3"), ""),
+        # Places of 53 tokens hold one sequence.
+        (("--micro-steps", "2"), "made 3: sequences of up to 32 tokens do not fill the budget of 53 tokens per rank"),
         (
             ("--micro-steps", "1", "--mini-batches", "2"),
             "Asked for 1 micro-step, made 2: each of the 2 optimizer steps",
@@ -207,6 +221,13 @@ def test_micro_steps_that_cannot_be_met_are_explained(
     printed = " ".join(capsys.readouterr().out.split())
     assert note in printed
     assert ("Asked for" in printed) == bool(note)
+
+
+def test_a_sweep_explains_micro_steps_case_by_case(places: dict[str, Path], capsys: pytest.CaptureFixture[str]) -> None:
+    assert simulate(places, "--micro-steps", "3", "12", policies=("static",)) == 0
+    printed = " ".join(capsys.readouterr().out.split())
+    assert "4 ranks, 2 slots, 12 micro-steps: Asked for 12 micro-steps, made 3" in printed
+    assert printed.count("Asked for") == 1
 
 
 @pytest.mark.parametrize("words", ["--policy llep,eplb {trace}", "--policy llep eplb {trace}", "--policy=llep {trace}"])

@@ -37,7 +37,7 @@ def simulation_report(source: str, trace: RoutingTrace, cases: Sequence[Simulate
         before=LoadMap("static", loads["static"]),
         after=LoadMap(first.reported, loads[first.reported]),
         timelines=timelines(first),
-        notes=notes(trace, first),
+        notes=notes(trace, cases),
         table_title=table_title(first),
         cases=sweep_table(cases) if len(cases) > 1 else None,
         device_bytes=first.case.cluster.device_bytes,
@@ -108,8 +108,9 @@ def _speed_answer(simulated: SimulatedCase) -> str:
             text += " (eplb has no earlier step to plan from)"
     if fastest != reported:
         less = 1 - simulated.seconds(fastest) / simulated.seconds(reported)
-        gain = static_s / simulated.seconds(fastest)
-        text += f"; {fastest} is faster: {gain:.2f} times as fast as static, {less:.1%} less time than {reported}"
+        gain = f"{static_s / simulated.seconds(fastest):.2f} times as fast as static"
+        is_faster = f"is faster: {gain}, {less:.1%} less time than {reported}"
+        text += f"; {fastest} {is_faster if less > 0 else f'is the fastest that fits: {gain}'}"
     return text
 
 
@@ -145,9 +146,9 @@ def _memory_answer(simulated: SimulatedCase) -> str:
     return f"Does not fit: {', '.join(over)}; {name} {needs}. {name} {remedy}."
 
 
-def notes(trace: RoutingTrace, simulated: SimulatedCase) -> tuple[str, ...]:
+def notes(trace: RoutingTrace, cases: Sequence[SimulatedCase]) -> tuple[str, ...]:
     """Assumptions and limits of the figures."""
-    case = simulated.case
+    case = cases[0].case
     layers, all_layers = trace.num_layers, case.model.moe_layers
     texts = ["Step time is recompute and update, predicted by a timeline model of the cluster, without the rollout."]
     if layers != all_layers:
@@ -155,7 +156,8 @@ def notes(trace: RoutingTrace, simulated: SimulatedCase) -> tuple[str, ...]:
             f"The trace has {layers} of the model's {all_layers} MoE layers; seconds and bytes are scaled to the whole "
             f"model. Timelines show the {layers} layers."
         )
-    texts += filter(None, (_micro_steps_note(simulated),))
+    by_case = {each.text: _micro_steps_note(each) for each in cases}
+    texts += [text if len(cases) == 1 else f"{name}: {text}" for name, text in by_case.items() if text]
     if not case.earlier:
         texts.append(
             "The trace has no earlier step: balancers that use past loads have none, so eplb is static, and all homes "

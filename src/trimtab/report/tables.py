@@ -139,7 +139,7 @@ def simulation_tables(source: str, trace: RoutingTrace, cases: Sequence[Simulate
             pairs = zip(cases, titles, strict=True)
             shown += [terminal_table(policies_table(policy_results(case), title)) for case, title in pairs]
     shown.append(facts(setting_facts(source, trace, first), "Setting"))
-    shown.append("\n".join(map(escape, notes(trace, first))))
+    shown.append("\n".join(map(escape, notes(trace, cases))))
     return tuple(shown)
 
 
