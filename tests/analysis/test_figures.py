@@ -19,6 +19,8 @@ from trimtab.analysis.cost_estimate import copy_seconds, estimate_cost
 from trimtab.analysis.domains import domain_overlap, domain_skew
 from trimtab.analysis.fixed_placements import PlacementComparison, compare_placements, placed_loads
 from trimtab.analysis.hot_experts import hot_experts, hot_mask
+from trimtab.analysis.permuted_ids import PERMUTATIONS
+from trimtab.analysis.summary import answer, cost_summary
 from trimtab.cluster import ClusterSpec, ModelSpec, load_cluster, load_model
 from trimtab.cluster.operations import OperationCosts
 from trimtab.planner import Placement, Schedule, SequenceCounts, Workload
@@ -26,6 +28,7 @@ from trimtab.policies import POLICIES, make_view
 from trimtab.simulator.comparison import ComparisonCase, simulate_policy
 from trimtab.simulator.work import rank_work
 from trimtab.trace import PRESETS, TraceReader, synthesize_preset
+from trimtab.trace.permuted_experts import permute_experts
 
 
 def test_balance_of_given_loads() -> None:
@@ -267,7 +270,7 @@ def test_node_balance_and_lost_shares_of_given_counts() -> None:
 def plain_price(
     counts: np.ndarray, cluster: ClusterSpec, model: ModelSpec, *, num_steps: int, lengths: np.ndarray
 ) -> tuple[float, float]:
-    """Seconds of a step and seconds lost, summed instance by instance."""
+    """Seconds of a step and seconds lost, summed instance by instance; as many times as the model has such layers."""
     costs = OperationCosts.of(cluster, model, moe_layers=counts.shape[1])
     ranks, per_node = cluster.ranks, cluster.ranks_per_node
     # Of a rank's rows, what comes from its own node and from others; forwarded rows pass the node once more.
@@ -297,7 +300,9 @@ def plain_price(
         # A query meets `reach` keys at most; t * t counts every pair below the diagonal twice, and the diagonal once.
         near = sum(min(query, costs.reach) + min(query + 1, costs.reach) for query in range(tokens))
         dense += near / ranks * (layers * costs.reach_s + costs.outer_reach_s)
-    return (step + (2 + costs.dense_backward) * dense) / num_steps + costs.optimizer_s, lost / num_steps
+    scale = model.moe_layers / layers
+    step += (2 + costs.dense_backward) * dense
+    return scale * (step / num_steps + costs.optimizer_s), scale * lost / num_steps
 
 
 @pytest.mark.parametrize(
@@ -370,3 +375,33 @@ def test_the_estimate_is_within_5_percent_of_the_simulator(tmp_path: Path) -> No
         if ranks == per_node:
             # Between nodes the sums of gradients stick out of so short a step.
             assert found.step_s == pytest.approx(static_s, rel=0.01)
+
+
+def test_permuted_ids_are_means_over_permutations() -> None:
+    counts = random_counts(11, experts=16) * 50
+    # Hot experts lie side by side.
+    counts[:, :, :4] *= 8
+    cluster, model = load_cluster("h100x8", ranks=4, slots_per_rank=0, ranks_per_node=4), load_model("qwen3-30b-a3b")
+    found = analyze(trace_counts_of(counts), ranks=4, cluster=cluster, model=model)
+    lost, prices = [], []
+    for seed in range(PERMUTATIONS):
+        permuted = permute_experts(counts, seed)
+        loads = permuted.reshape(*permuted.shape[:2], 4, 4).sum(axis=-1)
+        lost.append(1 - loads.mean(axis=-1).sum() / loads.max(axis=-1).sum())
+        prices.append(plain_price(permuted, cluster, model, num_steps=1, lengths=found.counts.lengths))
+    assert found.permuted.permutations == PERMUTATIONS >= 3
+    assert found.permuted.expert_time_lost == pytest.approx(np.mean(lost))
+    assert (found.permuted.step_s, found.permuted.lost_s) == pytest.approx(tuple(np.mean(prices, axis=0)))
+    assert found.permuted.expert_time_lost < 0.9 * found.total.lost
+    assert found.estimate
+    assert found.permuted.lost_part
+    assert found.permuted.lost_part < found.estimate.lost_part
+    assert f"({np.mean(lost):.0%} with permuted expert ids)" in answer(found)
+    layers = f"scaled from {counts.shape[1]} to 48 MoE layers"
+    assert f"{found.permuted.lost_part:.0%} with permuted expert ids) on h100x8" in cost_summary(found)
+    assert layers in cost_summary(found)
+    assert figures(found)["ids_permuted"].keys() == {
+        "permutations", "expert_time_lost", "step_s", "lost_s", "lost_part",
+    }  # fmt: skip
+    without = analyze(trace_counts_of(counts), ranks=4).permuted
+    assert (without.step_s, without.lost_s, without.lost_part) == (None, None, None)

@@ -78,7 +78,9 @@ def test_estimate_in_seconds_for_a_preset_like_the_trace(folder: Path, tmp_path:
     estimate = content["estimate"]
     assert content["micro_steps"] == 2
     assert estimate["model"] == "qwen3-30b-a3b"
-    assert estimate["lost_s"] == pytest.approx(sum(estimate["lost_s_by_layer"]))
+    # The model has 24 times the layers of the trace.
+    assert (estimate["layers_traced"], estimate["layers_of_model"]) == (2, 48)
+    assert estimate["lost_s"] == pytest.approx(24 * sum(estimate["lost_s_by_layer"]))
     assert 0 < estimate["lost_part"] < 1
 
 

@@ -14,6 +14,8 @@ import pytest
 from trimtab import ClusterSpec, RoutingTrace, read_trace, write_trace
 from trimtab.cli.main import main
 from trimtab.cluster.presets import read_preset
+from trimtab.policies import POLICIES
+from trimtab.report.number_text import bytes_text, digits
 from trimtab.report.tables import SHORT_PARTS
 from trimtab.trace import synthesize
 
@@ -58,11 +60,17 @@ def test_simulate_prints_tables_and_writes_json_html_and_perfetto(
     files = ("--json", "{folder}/out/s.json", "--html", "{folder}/out/s.html", "--perfetto", "{folder}/out/s.json.gz")
     assert simulate(places, *files) == 0
     printed = capsys.readouterr().out
-    for text in ("Recompute and update of one step", "Where the milliseconds go", *SHORT_PARTS, "Imbalance costs"):
+    # The answer comes first.
+    assert printed.startswith("Imbalance costs")
+    titles = ("Recompute and update of one step, scaled from 2 to 4 MoE layers", "Where the milliseconds go")
+    for text in (*titles, *SHORT_PARTS, "Gigabytes of the rank that needs most", "With expert ids permuted"):
         assert text in printed
     assert sorted(path.name for path in folder.iterdir()) == ["s.html", "s.json", "s.json.gz"]
     found = json.loads((folder / "s.json").read_text())
-    assert found.keys() == {"schema", "trace_hash", "seed", "settings", "cluster", "model", "policies"}
+    assert found.keys() == {
+        "schema", "trace_hash", "seed", "settings", "cluster", "model", "policies", "ids_permuted",
+    }  # fmt: skip
+    assert found["ids_permuted"]["step_time_s"].keys() == {"static", "trimtab", "balanced"}
     assert (found["schema"], found["settings"]["step"]) == ("trimtab-simulate-1", 1)
     assert list(found["policies"]) == ["static", "llep", "trimtab", "balanced"]
     assert ClusterSpec(**found["cluster"]).ranks_per_node == 2
@@ -92,6 +100,144 @@ def test_names_of_balancers_are_not_cut_on_a_narrow_terminal(
     assert words.count("eplb_oracle") >= 2
 
 
+def test_by_default_all_balancers_run_and_the_main_ones_are_shown(
+    places: dict[str, Path], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "160")
+    words = [
+        "simulate",
+        "{trace}",
+        "--model",
+        "{config}",
+        "--ranks",
+        "4",
+        "--ranks-per-node",
+        "2",
+        "--micro-steps",
+        "2",
+    ]
+    assert main([word.format(**places) for word in (*words, "--json", "{folder}/s.json")]) == 0
+    printed = capsys.readouterr().out
+    found = json.loads((places["folder"] / "s.json").read_text())["policies"]
+    assert list(found) == list(POLICIES)
+    seconds = {name: row["step_time_s"] for name, row in found.items()}
+    fastest = min(set(seconds) - {"balanced"}, key=lambda name: seconds[name])
+    shown = sorted({"static", "eplb", "eplb_oracle", "trimtab", fastest}, key=lambda name: seconds[name])
+    table = printed[printed.index("Recompute and update of one step") : printed.index("Balance and replicas")]
+    rows = table.splitlines()[2:]
+    assert [row.split()[0] for row in rows] == [*shown, "balanced"]
+    assert [row.split()[1] for row in rows if "(" in row] == ["(fastest)", "(ideal)"]
+    for row, name in zip(rows, (*shown, "balanced"), strict=True):
+        static, eplb = (f"{seconds[other] / seconds[name]:.2f}x" for other in ("static", "eplb"))
+        assert f"{static} " in row
+        assert f" {eplb} " in row
+        assert row.endswith("yes")
+    text = " ".join(printed.split())
+    eplb = f"{seconds['eplb'] / seconds['trimtab']:.2f} times as fast as eplb"
+    assert f"{seconds['static'] / seconds['trimtab']:.2f} times as fast as static and {eplb}" in text
+    faster = f"{fastest} is faster: {seconds['static'] / seconds[fastest]:.2f} times as fast as static"
+    assert (faster in text) == (fastest != "trimtab")
+    assert main([word.format(**places) for word in (*words, "--policy", "all")]) == 0
+    table = capsys.readouterr().out.partition("Recompute and update of one step")[2].partition("Balance")[0]
+    assert {row.split()[0] for row in table.splitlines()[2:]} == {*POLICIES}
+
+
+def test_a_trace_without_earlier_steps_says_that_eplb_has_no_history(
+    places: dict[str, Path], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "160")
+    assert simulate(places, "--step", "0", policies=("eplb", "trimtab")) == 0
+    printed = capsys.readouterr().out
+    assert "eplb (no history)" in printed
+    assert "over eplb" not in printed
+    assert "static (eplb has no earlier step to plan from)" in printed
+    assert simulate(places, "--step", "1", policies=("eplb", "trimtab")) == 0
+    printed = capsys.readouterr().out
+    assert "no history" not in printed
+    assert "over eplb" in printed
+
+
+def test_a_run_that_does_not_fit_says_so_first(
+    places: dict[str, Path], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "400")
+    lines = places["cluster"].read_text().splitlines()
+    lines[lines.index("[device_bytes]") + 1] = "value = 2e6"
+    (places["folder"] / "small.toml").write_text("\n".join(lines) + "\n")
+    small = ("--cluster", "{folder}/small.toml", "--json", "{folder}/s.json", "--html", "{folder}/s.html")
+    assert simulate(places, *small) == 0
+    printed = capsys.readouterr().out
+    found = json.loads((places["folder"] / "s.json").read_text())["policies"]
+    assert not any(row["fits"] for row in found.values())
+    needed = bytes_text(found["trimtab"]["peak_bytes_per_rank"])
+    assert printed.startswith(f"Does not fit: EP 4 needs {needed} a rank; the device has 2.00 MB. It fits ")
+    assert f"Does not fit: EP 4 needs {needed}" in (places["folder"] / "s.html").read_text(encoding="utf-8")
+    # Enough for trimtab, not for the one that needs most.
+    needs = {name: row["peak_bytes_per_rank"] for name, row in found.items() if name != "balanced"}
+    most = max(needs, key=lambda name: needs[name])
+    assert needs[most] > needs["trimtab"]
+    lines[lines.index("[device_bytes]") + 1] = f"value = {needs[most] - 1}"
+    (places["folder"] / "small.toml").write_text("\n".join(lines) + "\n")
+    assert simulate(places, *small) == 0
+    printed = capsys.readouterr().out
+    assert printed.startswith(f"Does not fit: {most}; {most} needs {bytes_text(needs[most])} a rank; ")
+    row = next(line for line in printed.splitlines() if line.startswith(f"{most} "))
+    assert row.endswith("no")
+    assert row.split()[-2] in bytes_text(needs[most])
+    # Without trimtab: the fastest of those that fit.
+    lines[lines.index("[device_bytes]") + 1] = f"value = {needs['trimtab'] - 1}"
+    (places["folder"] / "small.toml").write_text("\n".join(lines) + "\n")
+    assert simulate(places, *small, policies=("static", "trimtab", "routepack")) == 0
+    printed = capsys.readouterr().out
+    found = json.loads((places["folder"] / "s.json").read_text())["policies"]
+    fitting = [name for name, row in found.items() if row["fits"] and name != "balanced"]
+    assert fitting
+    assert "trimtab" not in fitting
+    fastest = min(fitting, key=lambda name: found[name]["step_time_s"])
+    is_faster = found[fastest]["step_time_s"] < found["trimtab"]["step_time_s"]
+    assert f"; {fastest} {'is faster' if is_faster else 'is the fastest that fits'}: " in printed
+
+
+@pytest.mark.parametrize(
+    ("arguments", "note"),
+    [
+        # 384 tokens on 4 ranks in 12 micro-steps would be 8 tokens.
+        (("--micro-steps", "12"), "made 3: the longest sequence has 32 tokens, and 12 micro-steps would be 8 tokens"),
+        (("--micro-steps", "3"), ""),
+        # Places of 53 tokens hold one sequence.
+        (("--micro-steps", "2"), "made 3: sequences of up to 32 tokens do not fill the budget of 53 tokens per rank"),
+        (
+            ("--micro-steps", "1", "--mini-batches", "2"),
+            "Asked for 1 micro-step, made 2: each of the 2 optimizer steps",
+        ),
+        ((), "Asked for 8 micro-steps, made 3: the longest sequence"),
+        (("--token-budget", "64"), ""),
+    ],
+)
+def test_micro_steps_that_cannot_be_met_are_explained(
+    arguments: tuple[str, ...], note: str, places: dict[str, Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert simulate(places, *arguments, policies=("static",)) == 0
+    printed = " ".join(capsys.readouterr().out.split())
+    assert note in printed
+    assert ("Asked for" in printed) == bool(note)
+
+
+def test_a_sweep_explains_micro_steps_case_by_case(places: dict[str, Path], capsys: pytest.CaptureFixture[str]) -> None:
+    assert simulate(places, "--micro-steps", "3", "12", policies=("static",)) == 0
+    printed = " ".join(capsys.readouterr().out.split())
+    assert "4 ranks, 2 slots, 12 micro-steps: Asked for 12 micro-steps, made 3" in printed
+    assert printed.count("Asked for") == 1
+
+
+@pytest.mark.parametrize("words", ["--policy llep,eplb {trace}", "--policy llep eplb {trace}", "--policy=llep {trace}"])
+def test_a_trace_may_follow_the_names_of_balancers(words: str, places: dict[str, Path]) -> None:
+    more = " --model {config} --ranks 4 --ranks-per-node 2 --micro-steps 2 --json {folder}/s.json"
+    assert main(["simulate", *(words + more).format(**places).split()]) == 0
+    found = json.loads((places["folder"] / "s.json").read_text())["policies"]
+    assert list(found) == ["static", *(["eplb"] if "eplb" in words else []), "llep", "balanced"]
+
+
 def without_times(path: Path) -> dict[str, Any]:
     found: dict[str, Any] = json.loads(path.read_text())
     for part in (found, *found.get("sweep", [])):
@@ -112,28 +258,47 @@ def test_sweep_runs_every_combination(places: dict[str, Path], capsys: pytest.Ca
     sweep = ("--slots", "0", "2", "--micro-steps", "1", "3", "--json", "{folder}/s.json")
     assert simulate(places, *sweep, policies=("foremoe",)) == 0
     printed = capsys.readouterr().out
-    assert "Speed-up over static" in printed
+    assert "Milliseconds of a step in every case" in printed
     found = without_times(places["folder"] / "s.json")
     cases = [(case["ranks"], case["slots"], case["micro_steps"]) for case in found["sweep"]]
     assert cases == [(4, 0, 1), (4, 0, 3), (4, 2, 1), (4, 2, 3)]
     assert found["policies"] == found["sweep"][0]["policies"]
     assert all(case["policies"]["foremoe"]["replicas_per_instance"] == 0 for case in found["sweep"][:2])
-    for case, text in zip(found["sweep"], ("4 ranks, 0 slots, 1 micro-steps",), strict=False):
-        assert text in printed
-        assert case["policies"]["static"]["micro_steps"] == 1
+    # A row of a case: its setting, milliseconds of static, of the fastest and of the ideal, and whether all fit.
+    for ranks, slots, size in cases:
+        case = next(each for each in found["sweep"] if (each["slots"], each["micro_steps"]) == (slots, size))
+        seconds = {name: row["step_time_s"] for name, row in case["policies"].items()}
+        fastest = min(("static", "foremoe"), key=lambda name: seconds[name])
+        row = [str(ranks), str(slots), str(size), digits(1e3 * seconds["static"]), fastest,
+               digits(1e3 * seconds[fastest]), digits(1e3 * seconds["balanced"]), "yes"]  # fmt: skip
+        # eplb and trimtab did not run.
+        row[4:4] = ["–", "–"]
+        assert row in [line.split() for line in printed.splitlines()]
+        assert f"{ranks} ranks, {slots} slots, {size} micro-steps: Recompute and update" in printed
+    assert found["sweep"][0]["policies"]["static"]["micro_steps"] == 1
+    assert found["settings"]["micro_steps"] == 1
+    page = ("--slots", "0", "1", "2", "--micro-steps", "1", "2", "--html", "{folder}/page.html")
+    assert simulate(places, *page, policies=("foremoe",)) == 0
+    text = (places["folder"] / "page.html").read_text(encoding="utf-8")
+    main_table = text[text.index('id="cases"') : text.index('id="policies"')]
+    assert main_table.count("<tr") == 1 + 6
+    # With six cases only the table of all is printed.
+    assert capsys.readouterr().out.count("Recompute and update") == 0
     alone = ("--slots", "2", "--micro-steps", "3", "--json", "{folder}/alone.json")
     assert simulate(places, *alone, policies=("foremoe",)) == 0
     assert without_times(places["folder"] / "alone.json")["policies"] == found["sweep"][3]["policies"]
 
 
 def test_options_reach_the_simulation(places: dict[str, Path]) -> None:
-    settings = ("--groups", "2", "--groups-meet", "layer", "--mini-batches", "2", "--equal-terms", "--step", "0")
+    settings = ("--groups", "2", "--groups-meet", "layer", "--mini-batches", "2", "--equal-terms", "--step", "0",
+                "--sharding", "fsdp", "--checkpointing")  # fmt: skip
     size = ("--token-budget", "64", "--cluster", "{cluster}")
     assert simulate(places, *settings, *size, "--json", "{folder}/s.json", policies=("trimtab",)) == 0
     found = json.loads((places["folder"] / "s.json").read_text())
     assert found["settings"] == {
         "trace": str(places["trace"]), "step": 0, "token_budget": 64, "mini_batches": 2, "equal_terms": True,
-        "groups": 2, "meet": "layer", "ring_layers": 3, "recompute": True,
+        "groups": 2, "meet": "layer", "ring_layers": 3, "recompute": True, "sharding": "fsdp", "checkpointing": True,
+        "earlier_steps": 0, "layers_traced": 2, "layers_of_model": 4, "micro_steps": None,
     }  # fmt: skip
     # 12 sequences of 32 tokens, two in each of 4 places, in two mini-batches.
     assert {row["micro_steps"] for row in found["policies"].values()} == {2}
@@ -165,6 +330,12 @@ def test_options_reach_the_simulation(places: dict[str, Path]) -> None:
         (["{trace}", "--model", "{config}", "--token-budget", "31"], "a sequence of 32 tokens doesn't fit"),
         (["{trace}", "--token-budget", "99", "--micro-steps", "2"], "not allowed with argument"),
         (["{trace}", "--policy", "magic"], "unknown --policy magic; use one of static, eplb,"),
+        (["{trace}", "--policy", "static,magic"], "unknown --policy magic; use one of static, eplb,"),
+        (
+            ["{trace}", "--model", "{config}", "--micro-steps", "13"],
+            "step 1 of {trace} has 12 sequences; every micro-s",
+        ),
+        (["{trace}", "--sharding", "zero"], "unknown --sharding zero; did you mean zero1?"),
         (["{trace}", "--slots", "-1"], "should be a whole number of at least 0"),
         (["{trace}", "--groups-meet", "never"], "unknown --groups-meet never; use one of layer, step"),
         (["{trace}", "--model", "{config}", "--perfetto", "{folder}/t.txt"], "should end in .json or .json.gz"),

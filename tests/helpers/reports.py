@@ -84,7 +84,8 @@ def some_policies() -> tuple[PolicyResult, ...]:
         memory = {"parameters": 11.2e9, "optimizer": 22.4e9, "activations": 9e9 * ratio}
         memory |= {"replica pool": 0.108e9} if replicas else {}
         static = rows[0][2]
-        policies.append(PolicyResult(name, about, time, static / time, 3.97 / time, ratio, parts, memory, replicas))
+        policy = PolicyResult(name, about, time, static / time, 3.97 / time, ratio, parts, memory, replicas)
+        policies.append(replace(policy, is_ideal=name == "balanced"))
     return tuple(policies)
 
 

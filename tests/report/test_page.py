@@ -18,6 +18,7 @@ from trimtab.report.html import page_of, write_html
 from trimtab.report.model import LoadMap
 from trimtab.report.number_text import bytes_text, seconds
 from trimtab.report.payload import busiest_ranks
+from trimtab.report.table_data import Row, TableData
 
 VOID = {"meta", "link", "input", "br", "img"}
 
@@ -77,6 +78,23 @@ def test_answer_and_figures_are_in_the_html_without_scripts() -> None:
     order = [page.index(f'<section id="{name}"') for name in
              ("policies", "time", "load", "step-timeline", "layers", "memory", "setting", "notes")]  # fmt: skip
     assert order == sorted(order)
+
+
+def test_the_table_of_a_sweep_comes_first_and_memory_is_compared_with_the_device() -> None:
+    report = some_report()
+    cases = TableData(
+        "Seconds of a step in every case", ("ranks", "static"), (Row("8", ("6.93",)), Row("16", ("3.41",)))
+    )
+    policies = tuple(replace(policy, fits=policy.name != "llep") for policy in report.policies)
+    page = page_of(replace(report, cases=cases, policies=policies, device_bytes=4e10))
+    sections = re.findall(r'<section id="([\w-]+)"', page)
+    assert sections[:2] == ["cases", "policies"]
+    assert "6.93" in page[page.index('id="cases"') : page.index('id="policies"')]
+    assert "A rank has 40.0 GB; does not fit: llep." in page
+    assert "a rank has 40.0 GB" in page[page.index('id="policies"') : page.index('id="time"')]
+    every = tuple(replace(policy, fits=True) for policy in policies)
+    assert "A rank has 40.0 GB; all policies fit." in page_of(replace(report, policies=every, device_bytes=4e10))
+    assert "cases" not in re.findall(r'<section id="([\w-]+)"', page_of(report))
 
 
 def test_texts_of_a_report_are_escaped() -> None:

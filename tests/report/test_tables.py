@@ -11,7 +11,7 @@ from rich.console import Console
 from helpers.reports import EVIL, some_policies
 from trimtab.report.notebook import notebook_html
 from trimtab.report.number_text import plural
-from trimtab.report.policies_table import policies_table
+from trimtab.report.policies_table import balance_and_replicas, policies_table
 from trimtab.report.table_data import Row, TableData
 from trimtab.report.tables import facts, terminal_table
 from trimtab.report.widgets import table
@@ -35,12 +35,34 @@ def test_terminal_page_and_notebook_show_the_same_cells() -> None:
 
 def test_columns_without_figures_are_left_out() -> None:
     first, *others = some_policies()
-    assert "p99" not in policies_table([first]).columns
-    assert policies_table([first, *others]).columns == policies_table(others).columns
-    some = policies_table([replace(first, max_over_mean_p99=3.25), *others])
-    assert [row.cells[some.columns.index("p99") - 1] for row in some.rows[:2]] == ["3.250", "–"]
-    bare = policies_table([replace(first, fraction_of_balanced=None)])
-    assert bare.columns == ("policy", "step time", "speed-up", "max/mean", "replicas")
+    assert balance_and_replicas([first]).columns == ("policy", "max/mean", "replicas")
+    some = balance_and_replicas([*others, replace(first, max_over_mean_p99=3.25)])
+    cells = {row.name: row.cells[some.columns.index("p99") - 1] for row in some.rows}
+    assert (cells["static"], cells["trimtab"]) == ("3.250", "–")
+    assert policies_table(others).columns == ("policy", "step time", "speed-up", "of ideal")
+    assert policies_table([replace(first, fraction_of_balanced=None)]).columns == ("policy", "step time", "speed-up")
+    every = policies_table([replace(first, speedup_over_eplb=0.8, fits=True), *others])
+    assert every.columns == ("policy", "step time", "speed-up", "over eplb", "of ideal", "memory", "fits")
+
+
+def test_rows_are_sorted_by_time_and_the_fastest_that_fits_is_marked() -> None:
+    policies = list(reversed(some_policies()))
+    names = ["trimtab", "foremoe", "relibra", "ultraep", "llep", "eplb", "static", "balanced"]
+    for table_data in (policies_table(policies), balance_and_replicas(policies)):
+        assert [row.name.split()[0] for row in table_data.rows] == names
+    marks = [row.name for row in policies_table(policies).rows if "(" in row.name]
+    assert marks == ["trimtab (fastest)", "balanced (ideal)"]
+    # The fastest does not fit.
+    policies = [replace(policy, fits=policy.name != "trimtab", mark="no history" * (policy.name == "eplb"))
+                for policy in policies]  # fmt: skip
+    rows = policies_table(policies).rows
+    marks = [row.name for row in rows if "(" in row.name]
+    assert marks == ["foremoe (fastest)", "eplb (no history)", "balanced (ideal)"]
+    assert [row.cells[-1] for row in rows] == ["no", *["yes"] * 7]
+    # None fits, or there is only one besides the ideal.
+    none = policies_table([replace(policy, fits=False) for policy in policies])
+    assert none.rows[0].name == "trimtab (fastest)"
+    assert policies_table(policies[:2]).rows[0].name == "trimtab"
 
 
 def test_markup_in_names_is_shown_as_text() -> None:

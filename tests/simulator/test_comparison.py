@@ -22,19 +22,22 @@ from trimtab.simulator.comparison import (
     budget_for,
     figures,
     operations,
+    permuted_step_times,
     simulate_policy,
     step_of,
     trace_hash,
 )
-from trimtab.simulator.memory import memory_bytes
+from trimtab.simulator.memory import RankLoad, rank_memory, replica_pool_bytes
 from trimtab.simulator.step import StepSettings, simulate_step
+from trimtab.trace.permuted_experts import permute_experts
 
 # Documented keys.
 KEYS = {
     "known_at", "slots_per_rank", "step_time_s", "speedup_vs_static", "fraction_of_balanced", "max_over_mean",
     "replicas_per_instance", "weight_bytes_per_micro_step", "cross_node_token_fraction", "exposed_transfer_s",
     "exposed_planning_s", "migration_bytes_per_step", "plan_us_per_instance", "replica_pool_bytes",
-    "peak_tokens_per_rank",
+    "peak_tokens_per_rank", "peak_bytes_per_rank", "fits", "speedup_vs_eplb", "mirror_bytes_per_node", "memory_bytes",
+    "state_bytes",
 }  # fmt: skip
 MODEL = ModelSpec("small", num_experts=8, top_k=2, hidden_size=64, expert_width=32, moe_layers=2, vocab_size=100)
 
@@ -180,7 +183,7 @@ def test_sequences_are_assigned_to_mini_batches_in_order() -> None:
 def test_figures_have_the_documented_keys_and_values() -> None:
     case = some_case()
     outcomes = {name: simulate_policy(case, name) for name in ("static", "trimtab", "balanced")}
-    found = figures(outcomes, MODEL)
+    found = figures(case, outcomes)
     assert list(found) == ["static", "trimtab", "balanced"]
     for name, row in found.items():
         assert row.keys() >= KEYS
@@ -201,11 +204,25 @@ def test_figures_have_the_documented_keys_and_values() -> None:
         assert row["max_over_mean"]["max"] == pytest.approx(ratios.max())
         assert row["micro_steps"] == plan.num_micro_steps
         assert row["replica_pool_bytes"] == row["memory_bytes"]["replica pool"]
+        assert row["peak_bytes_per_rank"] == sum(row["memory_bytes"].values()) == outcome.peak_bytes
+        assert row["memory_bytes"]["experts"] == sum(row["state_bytes"]["experts"].values())
+        assert row["memory_bytes"]["dense parts"] == sum(row["state_bytes"]["dense parts"].values())
+        assert row["speedup_vs_eplb"] is None
+        assert row["fits"]
     assert found["trimtab"]["exposed_planning_s"] > 0
     assert found["static"]["cross_node_token_fraction"] == far_part(outcomes["static"])
     assert found["balanced"]["max_over_mean"]["max"] == 1.0
-    without = figures({"trimtab": outcomes["trimtab"]}, MODEL)["trimtab"]
+    without = figures(case, {"trimtab": outcomes["trimtab"]})["trimtab"]
     assert (without["speedup_vs_static"], without["fraction_of_balanced"]) == (None, None)
+    outcomes["eplb"] = simulate_policy(case, "eplb")
+    found = figures(case, outcomes)
+    ratio = outcomes["eplb"].simulated.step_time_s / outcomes["trimtab"].simulated.step_time_s
+    assert found["trimtab"]["speedup_vs_eplb"] == ratio
+    # A device with as much memory as is needed, and with a byte less.
+    outcome = replace(outcome, memory=outcome.memory | {"activations": 10**7})
+    for device_bytes, is_enough in ((outcome.peak_bytes, True), (outcome.peak_bytes - 1, False)):
+        cramped = replace(case, cluster=replace(case.cluster, device_bytes=device_bytes))
+        assert figures(cramped, {name: outcome})[name]["fits"] == is_enough
 
 
 def far_part(outcome: Outcome) -> float:
@@ -229,8 +246,11 @@ def test_an_outcome_covers_the_layers_of_the_trace(name: str) -> None:
     plan, workload, cluster = outcome.plan, outcome.workload, case.cluster
     assert plan.num_micro_steps > 1
     assert plan.num_replicas > 0
-    row = figures({name: outcome}, model)[name]
-    assert row["weight_bytes_per_micro_step"] == plan.num_replicas * model.expert_bytes / plan.num_micro_steps
+    row = figures(case, {name: outcome})[name]
+    # Of the whole model, which has twice the layers.
+    assert row["weight_bytes_per_micro_step"] == 2 * plan.num_replicas * model.expert_bytes / plan.num_micro_steps
+    moved = int((plan.home != Placement.contiguous(2, 8, 4).home).sum())
+    assert row["migration_bytes_per_step"] == 2 * moved * model.expert_parameters * (2 + 12)
     instances = np.ndindex(plan.num_micro_steps, plan.num_layers)
     far = sum(
         flow.rows
@@ -245,12 +265,54 @@ def test_an_outcome_covers_the_layers_of_the_trace(name: str) -> None:
         before=Placement.contiguous(2, 8, 4),
         settings=run_as,
     )  # fmt: skip
-    assert outcome.simulated.parts_s == expected.parts_s
+    assert outcome.simulated.parts_s == {part: 2 * seconds for part, seconds in expected.parts_s.items()}
+    assert outcome.simulated.step_time_s == 2 * expected.step_time_s
+    # Timelines show what was simulated.
+    assert operations(case, outcome, 0).spans_N2.max() < expected.step_time_s
     tokens_MR = np.zeros((plan.num_micro_steps, 4), np.int64)
     for s, length in enumerate(trace.sequence_lengths):
         tokens_MR[plan.micro_step[s], plan.rank[s]] += length
-    loads_MLR, traits = expected.work.loads_MLR, outcome.policy.traits
-    assert outcome.memory == memory_bytes(plan, loads_MLR, tokens_MR, model, traits, ring_layers=2, ranks=8)
+    load = RankLoad(
+        layers=2,
+        homes_R=np.array([(plan.home == r).sum() for r in range(4)]),
+        tokens_MR=tokens_MR,
+        rows_MLR=expected.work.loads_MLR,
+        pool_R=replica_pool_bytes(plan, model, outcome.policy.traits, 2),
+    )
+    assert outcome.memory == rank_memory(load, model, groups=2)
+    choices: dict[str, Any] = {"sharding": "fsdp", "checkpointing": True}
+    other = simulate_policy(replace(case, settings=replace(run_as, **choices)), name)
+    assert other.memory == rank_memory(load, model, groups=2, **choices)
+    assert other.simulated.parts_s == outcome.simulated.parts_s
+
+
+def test_seconds_of_a_partial_trace_keep_their_ratios() -> None:
+    """The model's layers like those of the trace: seconds of the whole model are those of a trace of all layers."""
+    trace = some_trace(longer=100)
+    twice = np.tile(trace.expert_ids, (1, 2, 1))
+    doubled = replace(trace, expert_ids=twice, layer_indices=np.arange(4, dtype=trace.layer_indices.dtype))
+    model = replace(MODEL, moe_layers=4)
+    for name in ("static", "eplb_oracle", "trimtab", "balanced"):
+        part = simulate_policy(some_case(trace, model=model, token_budget=220), name)
+        whole = simulate_policy(some_case(doubled, model=model, token_budget=220), name)
+        assert part.simulated.step_time_s == pytest.approx(whole.simulated.step_time_s, rel=0.05)
+        assert part.simulated.parts_s["planning"] == pytest.approx(whole.simulated.parts_s["planning"])
+        assert sum(part.simulated.parts_s.values()) == pytest.approx(part.simulated.step_time_s)
+        assert part.peak_bytes == pytest.approx(whole.peak_bytes, rel=0.02)
+
+
+def test_permuted_experts_change_static_and_not_the_ideal() -> None:
+    case = some_case(some_trace(longer=300), token_budget=400)
+    permuted = case.with_permuted_experts(3)
+    for mine, other in zip((case.sequences, *case.earlier), (permuted.sequences, *permuted.earlier), strict=True):
+        assert np.array_equal(other.counts_SLE, permute_experts(mine.counts_SLE, 3))
+        assert np.array_equal(mine.lengths, other.lengths)
+    found = permuted_step_times(case, ("static", "balanced"), 3)
+    assert list(found) == ["static", "balanced"]
+    static_s, balanced_s = (simulate_policy(case, name).simulated.step_time_s for name in ("static", "balanced"))
+    assert found["balanced"] == pytest.approx(balanced_s)
+    assert found["static"] != static_s
+    assert found["static"] == simulate_policy(permuted, "static").simulated.step_time_s
 
 
 def test_recording_operations_does_not_change_the_step() -> None:

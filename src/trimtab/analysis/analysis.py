@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -23,6 +24,7 @@ from trimtab.analysis.cost_estimate import CostEstimate, estimate_cost
 from trimtab.analysis.domains import DomainSkew, domain_overlap, domain_skew
 from trimtab.analysis.fixed_placements import PlacementComparison, compare_placements
 from trimtab.analysis.hot_experts import HOT_FACTOR, HotExperts, hot_experts
+from trimtab.analysis.permuted_ids import PermutedIds, permuted_ids
 from trimtab.analysis.trace_counts import TraceCounts
 from trimtab.array_type import Array
 from trimtab.cluster import ClusterSpec, ModelSpec
@@ -45,6 +47,7 @@ class Analysis:
         sizes: with other micro-steps and numbers of ranks.
         overlap_DD: `[D, D]`, overlap of the loads of two domains.
         estimate: cost in seconds; None where no model fits.
+        permuted: loss and cost if expert ids were permuted.
     """
 
     counts: TraceCounts
@@ -63,6 +66,7 @@ class Analysis:
     domains: tuple[DomainSkew, ...]
     overlap_DD: Array
     estimate: CostEstimate | None
+    permuted: PermutedIds
 
 
 def analyze(
@@ -92,11 +96,13 @@ def analyze(
     excess_L = (loads_MLR.max(axis=-1) - loads_MLR.mean(axis=-1)).sum(axis=0)
     estimate = None
     if cluster and model:
-        estimate = estimate_cost(
-            counts_MLE, cluster, model,
+        estimate = partial(
+            estimate_cost,
+            cluster=cluster,
+            model=model,
             num_steps=len(step_starts) - 1,
             lengths=counts.lengths,
-        )  # fmt: skip
+        )
     return Analysis(
         counts=counts,
         ranks=ranks,
@@ -113,7 +119,8 @@ def analyze(
         hot_experts=hot_experts(counts_MLE, step_starts),
         domains=tuple(domain_skew(counts.counts_DLE, counts.domains, ranks)),
         overlap_DD=domain_overlap(counts.counts_DLE),
-        estimate=estimate,
+        estimate=estimate(counts_MLE) if estimate else None,
+        permuted=permuted_ids(counts_MLE, ranks, estimate),
     )
 
 
@@ -179,7 +186,12 @@ def figures(analysis: Analysis) -> dict[str, Any]:
         },
         "domains": [asdict(domain) for domain in analysis.domains],
         "domain_overlap": analysis.overlap_DD.tolist(),
-        "estimate": asdict(estimate) | {"lost_part": estimate.lost_part} if estimate else None,
+        "estimate": (
+            asdict(estimate) | {"lost_part": estimate.lost_part, "layers_traced": estimate.layers_traced}
+            if estimate
+            else None
+        ),
+        "ids_permuted": asdict(analysis.permuted) | {"lost_part": analysis.permuted.lost_part},
     }
 
 

@@ -20,13 +20,14 @@ from trimtab.cluster.operations import OperationCosts
 
 @dataclass(frozen=True)
 class CostEstimate:
-    """Seconds of recompute and update, mean over steps.
+    """Seconds of recompute and update, mean over steps; of the whole model, also if the trace has fewer layers.
 
     Attributes:
         cluster, model: names.
         step_s: with contiguous homes.
         lost_s: the part that even loads would save: experts, and rows through the busiest rank's all-to-all.
-        lost_s_by_layer: the same by MoE layer.
+        lost_s_by_layer: the same by MoE layer of the trace, each as it is.
+        layers_of_model: its MoE layers; the trace has those of `lost_s_by_layer`.
     """
 
     cluster: str
@@ -34,6 +35,11 @@ class CostEstimate:
     step_s: float
     lost_s: float
     lost_s_by_layer: tuple[float, ...]
+    layers_of_model: int
+
+    @property
+    def layers_traced(self) -> int:
+        return len(self.lost_s_by_layer)
 
     @property
     def lost_part(self) -> float:
@@ -83,12 +89,15 @@ def estimate_cost(
         + num_micro_steps * costs.outer_s
     )
     lost_L = (busiest_L - even_L) / num_steps
+    step_s = (float(busiest_L.sum()) + fixed_s + dense_s) / num_steps + costs.optimizer_s
+    scale = model.moe_layers / num_layers
     return CostEstimate(
         cluster.name,
         model.name,
-        float(busiest_L.sum() + fixed_s + dense_s) / num_steps + costs.optimizer_s,
-        float(lost_L.sum()),
+        scale * step_s,
+        scale * float(lost_L.sum()),
         tuple(lost_L.tolist()),
+        model.moe_layers,
     )
 
 

@@ -22,7 +22,7 @@ def answer(analysis: Analysis) -> str:
         return "One rank computes all experts, so there is nothing to balance; try --ranks."
     opening = (
         f"On {analysis.ranks} ranks the busiest computes {ratio:.2f} times the mean, and on average a rank is idle for "
-        f"{lost:.0%} of expert time"
+        f"{lost:.0%} of expert time ({analysis.permuted.expert_time_lost:.0%} with permuted expert ids)"
     )
     if lost < NEGLIGIBLE_LOSS:
         return f"{opening}: there is almost nothing to gain."
@@ -92,9 +92,12 @@ def cost_summary(analysis: Analysis) -> str:
     found = analysis.estimate
     if found is None or analysis.ranks == 1:
         return ""
+    permuted = analysis.permuted.lost_part or 0.0
+    scaled = f", scaled from {found.layers_traced} to {found.layers_of_model} MoE layers"
     return (
-        f"Estimate: imbalance costs {found.lost_s:.3g} s of a step of {found.step_s:.3g} s ({found.lost_part:.0%}) "
-        f"on {found.cluster} with {found.model}."
+        f"Estimate: imbalance costs {found.lost_s:.3g} s of a step of {found.step_s:.3g} s ({found.lost_part:.0%}; "
+        f"{permuted:.0%} with permuted expert ids) on {found.cluster} with {found.model}"
+        f"{scaled if found.layers_traced < found.layers_of_model else ''}."
     )
 
 
@@ -105,6 +108,11 @@ def notes(analysis: Analysis) -> list[str]:
         "Homes are contiguous (static), and sequences are packed into micro-steps as in trimtab plan. max_vio is "
         "max/mean - 1 of rank loads, balancedness is mean/max.",
     ]
+    if analysis.ranks > 1:
+        texts.append(
+            f"Permuted ids: experts of each layer in random order, mean of {analysis.permuted.permutations} orders. "
+            "The difference comes from hot experts with neighbouring ids, which contiguous homes put on one rank."
+        )
     if analysis.placements.history == "half":
         texts.append("The trace has one step, so the first half of its micro-steps is used as the past of the second.")
     if counts.skipped_steps:

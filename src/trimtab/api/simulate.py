@@ -24,66 +24,36 @@ from trimtab.errors import InputError
 from trimtab.planner import SequenceCounts
 from trimtab.policies import POLICIES
 from trimtab.report.html import write_html
+from trimtab.report.number_text import plural
 from trimtab.report.policies_table import policies_table
-from trimtab.report.simulation import answer, policy_results, simulation_report
+from trimtab.report.simulation import answer, policy_results, simulation_report, table_title
+from trimtab.report.sweep import sweep_table
 from trimtab.simulator.comparison import (
     ComparisonCase,
     Outcome,
     budget_for,
-    figures,
+    permuted_step_times,
     simulate_policy,
     step_of,
     trace_hash,
 )
+from trimtab.simulator.memory import SHARDINGS, ZERO1
+from trimtab.simulator.simulated_case import PERMUTATION_SEED, SimulatedCase
 from trimtab.simulator.step import StepSettings
 from trimtab.trace import RoutingTrace
 from trimtab.trace.in_memory import open_trace
 from trimtab.trace.store import Source
 
-# The baseline, one of each kind of rival, ours, and the ideal; `trimtab.policies.POLICIES` has all.
-DEFAULT_POLICIES = ("static", "eplb_oracle", "llep", "ultraep", "feplb", "relibra", "trimtab", "balanced")
+# Shown by default, with the fastest of all.
+MAIN_POLICIES = ("static", "eplb", "eplb_oracle", "trimtab", "balanced")
 # References for speed-up and the ideal: in every run.
 NEEDED = ("static", "balanced")
+# Stands for the names of all balancers.
+ALL = "all"
+# Simulated again with permuted expert ids.
+PERMUTED_POLICIES = ("static", "eplb", "trimtab", "balanced")
 DEFAULT_MICRO_STEPS = 8
 GROUPS_MEET = ("layer", "step")
-
-
-@dataclass(frozen=True, eq=False, repr=False)
-class SimulatedCase:
-    """One cluster and micro-step size, with what every balancer gives there.
-
-    Attributes:
-        ranks: of the expert-parallel group.
-        slots: replica slots per rank.
-        micro_steps: that the step was to take; None if a token budget was given.
-        case: cluster, model, routing and settings.
-        outcomes: plan, simulated step and memory by balancer, in the order of `POLICIES`.
-    """
-
-    ranks: int
-    slots: int
-    micro_steps: int | None
-    case: ComparisonCase
-    outcomes: dict[str, Outcome]
-
-    @property
-    def text(self) -> str:
-        """Ranks, slots and micro-steps of the case."""
-        size = f", {self.micro_steps} micro-steps" if self.micro_steps else ""
-        return f"{self.ranks} ranks, {self.slots} slots{size}"
-
-    def figures(self) -> dict[str, Any]:
-        """The case in the `sweep` of `trimtab simulate --json`."""
-        return {
-            "ranks": self.ranks,
-            "slots": self.slots,
-            "micro_steps": self.micro_steps,
-            "token_budget": self.case.token_budget,
-            "policies": figures(self.outcomes, self.case.model),
-        }
-
-    def __repr__(self) -> str:
-        return f"SimulatedCase: {self.text}; {', '.join(self.outcomes)}"
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -116,11 +86,15 @@ class SimulationResult(Summarised):
         content = {
             "schema": "trimtab-simulate-1",
             "trace_hash": trace_hash(self.trace),
-            # Nothing here is random, beyond the searches' own fixed seeds.
-            "seed": 0,
+            # Of permuted expert ids. Nothing else is random, beyond the searches' own fixed seeds.
+            "seed": PERMUTATION_SEED,
             "settings": {
                 "trace": self.source,
                 "step": int(self.trace.steps[0]),
+                "earlier_steps": len(case.earlier),
+                "layers_traced": self.trace.num_layers,
+                "layers_of_model": case.model.moe_layers,
+                "micro_steps": self.cases[0].micro_steps,
                 "token_budget": case.token_budget,
                 "mini_batches": case.mini_batches,
                 "equal_terms": case.equal_terms,
@@ -128,26 +102,34 @@ class SimulationResult(Summarised):
             },
             "cluster": asdict(case.cluster),
             "model": asdict(case.model),
-            "policies": figures(self.outcomes, case.model),
+            **self.cases[0].figures(),
         }
         if len(self.cases) > 1:
-            content["sweep"] = [case.figures() for case in self.cases]
+            content["sweep"] = [
+                {
+                    "ranks": each.ranks,
+                    "slots": each.slots,
+                    "micro_steps": each.micro_steps,
+                    "token_budget": each.case.token_budget,
+                    **each.figures(),
+                }
+                for each in self.cases
+            ]
         return content
 
     def write_html(self, path: str | os.PathLike[str]) -> None:
-        """Write the page of `trimtab simulate --html`, of the first case. Writes are atomic."""
-        write_html(simulation_report(self.source, self.trace, self.case, self.outcomes), path)
+        """Write the page of `trimtab simulate --html`: all cases in a table, then the first one. Writes are atomic."""
+        write_html(simulation_report(self.source, self.trace, self.cases), path)
 
     def summary(self) -> Summary:
-        times = ", ".join(f"{name} {outcome.simulated.step_time_s:.3f}" for name, outcome in self.outcomes.items())
+        first = self.cases[0]
+        times = ", ".join(f"{policy.name} {policy.step_time_s:.3f}" for policy in policy_results(first))
         more = len(self.cases) - 1
+        tables = [policies_table(policy_results(case), f"{table_title(case)}, {case.text}") for case in self.cases]
         return Summary(
-            f"{self.source}, step {self.trace.steps[0]}, {self.case.model.name}, {self.cases[0].text}",
-            (answer(self.case, self.outcomes),),
-            [
-                policies_table(policy_results(case.outcomes), f"Step times, {case.text}, {case.case.cluster.name}")
-                for case in self.cases
-            ],
+            f"{self.source}, step {self.trace.steps[0]}, {self.case.model.name}, {first.text}",
+            (answer(first),),
+            [sweep_table(self.cases), *tables] if more else tables,
             details=(f"seconds of a step: {times}", f"{more} more in cases[1:]" if more else ""),
         )
 
@@ -155,7 +137,7 @@ class SimulationResult(Summarised):
 def simulate(
     trace: RoutingTrace | Source,
     *,
-    policies: str | Sequence[str] = DEFAULT_POLICIES,
+    policies: str | Sequence[str] | None = None,
     cluster: str | os.PathLike[str] = "h100x8",
     model: ModelSource | None = None,
     overrides: Overrides = (),
@@ -169,6 +151,8 @@ def simulate(
     groups_meet: str = "step",
     equal_terms: bool = False,
     recompute: bool = True,
+    sharding: str = ZERO1,
+    checkpointing: bool = False,
     step: int | None = None,
     progress: Callable[[str, int, int], None] = lambda policy, done, total: None,
 ) -> SimulationResult:
@@ -176,7 +160,8 @@ def simulate(
 
     Args:
         trace: a `RoutingTrace`, a path (file, folder or pattern), or a list of paths.
-        policies: a name or names of `trimtab.policies.POLICIES`; `static` and `balanced` always run.
+        policies: names of `trimtab.policies.POLICIES`, or "all"; `static` and `balanced` always run. By default all
+            run, and tables show `static`, `eplb`, `eplb_oracle`, `trimtab`, the fastest, and `balanced`.
         cluster: kind of nodes: a preset's name or a TOML file.
         model: a `ModelSpec`, a preset's name or hub id, a config.json or a checkpoint; by default the model that the
             trace names, else a preset like the trace.
@@ -191,19 +176,22 @@ def simulate(
         groups_meet: where groups synchronise, `layer` or `step`.
         equal_terms: same homes, schedule and slots for all balancers, instead of their own recipes.
         recompute: False simulates the update alone, with the rollout's log-probabilities.
+        sharding: training state that data ranks share out, for memory: `ddp`, `zero1` (optimizer state) or `fsdp`.
+        checkpointing: whether activations are checkpointed, for memory alone.
         step: RL step of the trace; by default the last.
         progress: called before each balancer with its name, the balancers done and all, and once at the end.
 
     Raises:
         InputError: one line, if an argument is out of range or the trace can't be read, is empty, has no such step, is
-            not of the model, or does not fit the ranks or the token budget.
+            not of the model, or does not fit the ranks, the token budget or the micro-steps.
     """
     every = _combinations(ranks, slots, micro_steps, token_budget)
-    names = _names(policies)
+    names, shown = _names(policies)
     check_whole(1, mini_batches=mini_batches, groups=groups)
     check_optional(1, ranks_per_node=ranks_per_node)
     check_optional(0, step=step)
     check_choice("groups_meet", groups_meet, GROUPS_MEET)
+    check_choice("sharding", sharding, SHARDINGS)
 
     reader = open_trace(trace)
     if not reader.facts.lengths.any():
@@ -214,13 +202,19 @@ def simulate(
     for case_ranks, _, _ in every:
         if chosen.num_experts % case_ranks:
             raise InputError(f"--ranks {case_ranks} doesn't divide the {chosen.num_experts} experts of {reader.name}")
+    most = max(numbers(micro_steps or 1))
+    if most > chosen.num_sequences:
+        raise InputError(
+            f"--micro-steps {most}: step {chosen.steps[0]} of {reader.name} has "
+            f"{plural(chosen.num_sequences, 'sequence')}; every micro-step needs one"
+        )
     clusters = [
         load_cluster(cluster, ranks=case_ranks, slots_per_rank=case_slots, ranks_per_node=ranks_per_node)
         for case_ranks, case_slots, _ in every
     ]
 
     counted, before = SequenceCounts.from_trace(chosen), tuple(map(SequenceCounts.from_trace, earlier))
-    total = len(every) * len(names)
+    total = len(every) * (len(names) + 1)
     cases: list[SimulatedCase] = []
     for (case_ranks, case_slots, size), nodes in zip(every, clusters, strict=True):
         budget = budget_for((counted, *before), case_ranks * groups, size) if size else token_budget
@@ -233,13 +227,22 @@ def simulate(
             token_budget=budget,
             mini_batches=mini_batches,
             equal_terms=equal_terms,
-            settings=StepSettings(groups=groups, meet=groups_meet, recompute=recompute),
+            settings=StepSettings(
+                groups=groups,
+                meet=groups_meet,
+                recompute=recompute,
+                sharding=sharding,
+                checkpointing=checkpointing,
+            ),
         )
         outcomes: dict[str, Outcome] = {}
+        done = len(cases) * (len(names) + 1)
         for name in names:
-            progress(name, len(cases) * len(names) + len(outcomes), total)
+            progress(name, done + len(outcomes), total)
             outcomes[name] = simulate_policy(case, name)
-        cases.append(SimulatedCase(case_ranks, case_slots, size, case, outcomes))
+        progress("permuted expert ids", done + len(names), total)
+        permuted_s = permuted_step_times(case, [name for name in PERMUTED_POLICIES if name in names], PERMUTATION_SEED)
+        cases.append(SimulatedCase(case_ranks, case_slots, size, case, outcomes, shown, permuted_s))
     progress(names[-1], total, total)
     return SimulationResult(reader.name, chosen, tuple(cases))
 
@@ -268,9 +271,10 @@ def _combinations(
     return found
 
 
-def _names(policies: str | Sequence[str]) -> list[str]:
-    """The balancers to run, in the order of `POLICIES`."""
-    given = [policies] if isinstance(policies, str) else policies
+def _names(policies: str | Sequence[str] | None) -> tuple[list[str], tuple[str, ...]]:
+    """The balancers to run, in the order of `POLICIES`, and those of the tables."""
+    given = [policies] if isinstance(policies, str) else [ALL] if policies is None else policies
     for name in given:
-        check_choice("policies", name, POLICIES)
-    return [name for name in POLICIES if name in (*given, *NEEDED)]
+        check_choice("policies", name, (*POLICIES, ALL))
+    names = [name for name in POLICIES if ALL in given or name in (*given, *NEEDED)]
+    return names, MAIN_POLICIES if policies is None else tuple(names)

@@ -11,7 +11,7 @@ from inspect import signature
 from pathlib import Path
 from typing import Any
 
-from trimtab.cli.parser import closest
+from trimtab.cli.parser import NameList, closest
 from trimtab.errors import InputError
 
 
@@ -119,7 +119,8 @@ def add_options(
         if "action" not in option:
             option.setdefault("metavar", METAVARS.get(option.get("type"), "NAME"))
             # Values of a repeated option add up.
-            option["action"] = "extend" if "nargs" in option else "store"
+            several = NameList if "choices" in option and option.get("type") is str else "extend"
+            option["action"] = several if "nargs" in option else "store"
             text = " ".join(map(str, shown)) if isinstance(shown, list | tuple) else shown
             option["help"] += "" if shown is None else f" (default: {text})"
         parser.add_argument(*SHORT.get(name, ()), name, **option)

@@ -7,12 +7,21 @@ import difflib
 import logging
 import re
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
+from pathlib import Path
 from typing import Any, NoReturn
 
 # Earlier spellings of options, still accepted.
 ALIASES = {"--out": "--output", "--policies": "--policy", "--presets": "--preset", "--seeds": "--seed"}
+
+
+class NameList(argparse.Action):
+    """Names of an option with several values, separated by spaces or commas. A repeated option adds to them."""
+
+    def __call__(self, parser: Any, namespace: Any, values: Any, option_string: str | None = None) -> None:
+        names = [name for value in values for name in value.split(",")]
+        setattr(namespace, self.dest, [*(getattr(namespace, self.dest, None) or ()), *names])
 
 
 class Parser(argparse.ArgumentParser):
@@ -52,13 +61,37 @@ class Parser(argparse.ArgumentParser):
                 words[place] = ALIASES[name] + equals + value
             elif re.match("--?[a-zA-Z]", name) and known.keys().isdisjoint((name, name[:2])):
                 self.error(f"unknown option {name}{closest(name, known)}")
-        return super().parse_known_args(words, namespace)
+        return super().parse_known_args(list(self._names_apart(words)), namespace)
+
+    def _names_apart(self, words: Sequence[str]) -> Iterator[str]:
+        """Words with one option for each name of a `NameList`, so that a file may follow the names."""
+        option: argparse.Action | None = None
+        for place, word in enumerate(words):
+            if word == "--":
+                yield from words[place:]
+                return
+            if option and _is_name(word, option):
+                yield f"{option.option_strings[-1]}={word}"
+                continue
+            option = self._option_string_actions.get(word)
+            if not isinstance(option, NameList) or not all(_is_name(name, option) for name in words[place + 1 :][:1]):
+                option = None
+            if option is None or place + 1 == len(words):
+                yield word
 
     def _check_value(self, action: argparse.Action, value: Any) -> None:
-        if action.choices is not None and value not in action.choices:
-            name = "/".join(action.option_strings) or str(action.metavar).lower()
-            hint = closest(value, action.choices) or f"; use one of {', '.join(action.choices)}"
-            self.error(f"unknown {name} {value}{hint}")
+        for name in value.split(",") if isinstance(action, NameList) else [value]:
+            if action.choices is not None and name not in action.choices:
+                option = "/".join(action.option_strings) or str(action.metavar).lower()
+                hint = closest(name, action.choices) or f"; use one of {', '.join(action.choices)}"
+                self.error(f"unknown {option} {name}{hint}")
+
+
+def _is_name(word: str, option: argparse.Action) -> bool:
+    """Whether a word after the option is one of its names, or a wrong one, and not a file or another option."""
+    if word.split(",")[0] in (option.choices or ()):
+        return True
+    return not (word.startswith("-") or "/" in word or "." in word or Path(word).exists())
 
 
 def closest(word: str, names: Iterable[str]) -> str:

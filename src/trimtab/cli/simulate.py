@@ -10,23 +10,26 @@ from typing import Any
 
 from rich.progress import Progress
 
-from trimtab.api.simulate import DEFAULT_MICRO_STEPS, GROUPS_MEET, simulate
+from trimtab.api.simulate import ALL, DEFAULT_MICRO_STEPS, GROUPS_MEET, simulate
 from trimtab.cli.options import add_model, add_options, add_trace, given, positive
 from trimtab.cli.output import write_figures
 from trimtab.kernels import compile_beside
 from trimtab.policies import POLICIES
 from trimtab.report.perfetto import check_name, write_perfetto
 from trimtab.report.simulation import timelines
-from trimtab.report.tables import simulation_tables, sweep_table
+from trimtab.report.tables import simulation_tables
+from trimtab.simulator.memory import SHARDINGS
 
 log = logging.getLogger("trimtab")
-# Compiles the planner's kernels while this process compiles those of the simulator and of other balancers.
+# Balancers whose kernels take longest to compile. A second process compiles them, while this one compiles those of the
+# simulator and of other balancers.
+COMPILED_BESIDE = ("routepack", "trimtab")
 PLANNING = """
 from trimtab import plan
 from trimtab.trace import synthesize
 
 trace = synthesize(num_sequences=64, sequence_length=32, num_layers=2, num_experts=16, top_k=2, zipf=1.5)
-for policy in ("trimtab", "relibra", "feplb"):
+for policy in {names}:
     plan(trace, ranks=8, ranks_per_node=4, token_budget=128, policy=policy)
 """
 
@@ -35,13 +38,14 @@ def add(commands: Any) -> None:
     parser = commands.add_parser(
         "simulate",
         description="Plan one step of a routing trace with several balancers, estimate the step time of every plan "
-        "with a timeline model of the cluster, and print where the time goes. static and balanced always run. Several "
-        "values of --ranks, --slots or --micro-steps are a sweep.",
+        "with a timeline model of the cluster, and print where the time goes and whether memory is enough. By default "
+        "all balancers run, and tables show static, eplb, eplb_oracle, trimtab, the fastest, and the ideal (balanced). "
+        "Several values of --ranks, --slots or --micro-steps are a sweep.",
         examples=["trimtab simulate out/mixed.parquet --cluster h100x8 --ranks 16 --html out/report.html"],
     )
     add_trace(parser)
     option = partial(add_options, parser, of=simulate)
-    option("--policy", nargs="+", dest="policies", choices=tuple(POLICIES))
+    option("--policy", nargs="+", dest="policies", choices=(*POLICIES, ALL), unset="all run, the main ones are shown")
     option("--cluster")
     add_model(parser, of=simulate, unset="the trace's, else a preset like the trace")
     option("--ranks-per-node", unset="the cluster's")
@@ -59,6 +63,8 @@ def add(commands: Any) -> None:
         dest="recompute",
         help="update alone, with the rollout's log-probabilities",
     )
+    option("--sharding", choices=SHARDINGS, help="training state that data ranks share out, for memory")
+    option("--checkpointing", action="store_true", help="checkpoint activations; for memory alone")
     option("--step", unset="the last of the trace")
     add_options(parser, "--json", "--html")
     add_options(parser, "--perfetto", type=Path, help="write the timeline of a micro-step to FILE (.json, .json.gz)")
@@ -68,7 +74,8 @@ def add(commands: Any) -> None:
 def run(options: argparse.Namespace) -> None:
     if options.perfetto:
         check_name(options.perfetto)
-    compile_beside(PLANNING)
+    given_names = getattr(options, "policies", (ALL,))
+    compile_beside(PLANNING.format(names=[name for name in COMPILED_BESIDE if {name, ALL} & {*given_names}]))
     with Progress(transient=True) as progress:
         update = partial(progress.update, progress.add_task("counting", total=None))
         result = simulate(
@@ -79,10 +86,8 @@ def run(options: argparse.Namespace) -> None:
     if options.html:
         result.write_html(options.html)
     if options.perfetto:
-        write_perfetto(timelines(result.case, result.outcomes), options.perfetto)
-    console.print(*simulation_tables(result.source, result.trace, result.case, result.outcomes))
-    if len(result.cases) > 1:
-        console.print(sweep_table([(case.text, case.outcomes) for case in result.cases]))
+        write_perfetto(timelines(result.cases[0]), options.perfetto)
+    console.print(*simulation_tables(result.source, result.trace, result.cases), sep="\n")
     if options.html:
         log.info("page: %s", options.html)
     if options.perfetto:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from trimtab.analysis import Analysis
 from trimtab.analysis.summary import answer
 from trimtab.array_type import Array
-from trimtab.report.table_data import Facts
+from trimtab.report.table_data import Facts, TableData
 
 
 @dataclass(frozen=True)
@@ -27,6 +27,10 @@ class PolicyResult:
         replicas_per_instance: copies away from home.
         max_over_mean_p99: 99th percentile over instances; None if unknown.
         cross_node_fraction: part of the rows that are computed on another node than their token's; None if unknown.
+        speedup_over_eplb: over `eplb`; None if it did not run, or had no past loads.
+        fits: whether the memory of the device is enough; None if unknown.
+        is_ideal: whether it is the ideal run, not a balancer.
+        mark: what a reader must know about the row, such as "no history".
     """
 
     name: str
@@ -40,6 +44,10 @@ class PolicyResult:
     replicas_per_instance: float
     max_over_mean_p99: float | None = None
     cross_node_fraction: float | None = None
+    speedup_over_eplb: float | None = None
+    fits: bool | None = None
+    is_ideal: bool = False
+    mark: str = ""
 
 
 @dataclass(frozen=True, eq=False)
@@ -86,11 +94,14 @@ class Report:
         title: of the page.
         answer: the result in one sentence.
         facts: names and values of the setting: trace, model, cluster, command.
-        policies: in the order in which they are shown; `static` first.
+        policies: in any order; they are shown by step time.
         layer_names: `[L]` of the heat map's layers.
         before, after: loads without a plan and under the plan of the answer.
         timelines: of one micro-step each; the first is shown first.
         notes: assumptions and limits of the figures.
+        table_title: of the table of policies.
+        cases: of a sweep; None with one case.
+        device_bytes: memory of a rank; None if unknown.
     """
 
     title: str
@@ -102,6 +113,9 @@ class Report:
     after: LoadMap
     timelines: tuple[Timeline, ...]
     notes: tuple[str, ...] = ()
+    table_title: str = "Recompute and update of one step"
+    cases: TableData | None = None
+    device_bytes: float | None = None
 
 
 @dataclass(frozen=True, eq=False)

@@ -10,7 +10,16 @@ from trimtab.planner.plan.workload import max_over_mean
 from trimtab.report.model import PolicyResult, Report, Timeline
 from trimtab.report.number_text import NONE, bytes_text, seconds
 from trimtab.report.payload import load_maps, worst_layers
-from trimtab.report.policies_table import FAR_COLUMN, IDEAL_COLUMN, OURS, policies_table
+from trimtab.report.policies_table import (
+    EPLB_COLUMN,
+    FAR_COLUMN,
+    FITS_COLUMN,
+    IDEAL_COLUMN,
+    OURS,
+    balance_and_replicas,
+    by_time,
+    policies_table,
+)
 from trimtab.report.table_data import Row, TableData
 from trimtab.report.widgets import Section, facts, heat_map, lead, notes_section, options, table
 from trimtab.simulator.clocks import PARTS
@@ -34,8 +43,10 @@ SHADES = (None, "var(--ink) 28%", "var(--ground) 40%", "var(--ink) 50%", "var(--
 def sections(report: Report) -> list[Section]:
     """The sections for which the report has data, in order."""
     found = []
+    if report.cases:
+        found.append(Section("cases", "Cases", "All cases", _cases(report.cases)))
     if report.policies:
-        found.append(Section("policies", "Policies", "Policies compared", _policies(report.policies)))
+        found.append(Section("policies", "Policies", "Policies compared", _policies(report)))
     if any(policy.parts_s for policy in report.policies):
         found.append(Section("time", "Time", "Where the time goes", _times(report.policies)))
     if load_maps(report):
@@ -45,7 +56,7 @@ def sections(report: Report) -> list[Section]:
     if load_maps(report):
         found.append(Section("layers", "Layers", "Worst layers", _worst_layers(report)))
     if any(policy.memory_bytes for policy in report.policies):
-        found.append(Section("memory", "Memory", "Memory of a rank", _memory(report.policies)))
+        found.append(Section("memory", "Memory", "Memory of a rank", _memory(report)))
     if report.facts:
         found.append(Section("setting", "Setting", "Setting", facts(report.facts)))
     if report.notes:
@@ -53,33 +64,51 @@ def sections(report: Report) -> list[Section]:
     return found
 
 
-def _policies(policies: Sequence[PolicyResult]) -> str:
-    data = policies_table(policies)
-    texts = [
-        "Speed-up is over static. max/mean is the busiest rank's load divided by the mean load, averaged over "
-        "instances (an instance is one layer of one micro-step). Replicas are per instance.",
-    ]
-    if IDEAL_COLUMN in data.columns:
+def _cases(cases: TableData) -> str:
+    texts = (
+        f"{cases.title}: recompute and update.",
+        "The fastest is the fastest policy of all that fit the device. Fits: whether the policies below fit.",
+        "The other sections show the first case.",
+    )
+    return lead(" ".join(texts)) + table(cases)
+
+
+def _policies(report: Report) -> str:
+    times, balance = policies_table(report.policies, report.table_title), balance_and_replicas(report.policies)
+    texts = ["Speed-up is over static."]
+    if EPLB_COLUMN in times.columns:
+        texts.append("Over eplb: speed-up over EPLB with past loads.")
+    if IDEAL_COLUMN in times.columns:
         texts.append("Of ideal: step time with perfectly even routing, divided by this policy's step time.")
-    if FAR_COLUMN in data.columns:
-        texts.append("Far rows: rows computed on another node than the one that holds the token.")
-    return lead(f"{data.title}. {' '.join(texts)}") + table(data)
+    if FITS_COLUMN in times.columns and report.device_bytes:
+        texts.append(f"Memory is that of the rank that needs most; a rank has {bytes_text(report.device_bytes)}.")
+    more = [
+        "max/mean is the busiest rank's load divided by the mean load, averaged over instances (an instance is one "
+        "layer of one micro-step). Replicas are per instance.",
+    ]
+    if FAR_COLUMN in balance.columns:
+        more.append("Far rows: rows computed on another node than the one that holds the token.")
+    return lead(f"{times.title}. {' '.join(texts)}") + table(times) + lead(" ".join(more)) + table(balance)
 
 
 def _times(policies: Sequence[PolicyResult]) -> str:
-    rows = [(policy.name, policy.parts_s, policy.step_time_s) for policy in policies]
+    rows = [(policy.name, policy.parts_s, policy.step_time_s) for policy in by_time(policies)]
     return (
         '<p class="lead">Time on the critical path, all policies on one scale. Point at a part, or use '
         "<kbd>Tab</kbd> and the arrow keys.</p>" + _bars(rows, dict(PARTS), "time by part", seconds)
     )
 
 
-def _memory(policies: Sequence[PolicyResult]) -> str:
+def _memory(report: Report) -> str:
+    policies = by_time(report.policies)
     rows = [(policy.name, policy.memory_bytes, sum(policy.memory_bytes.values())) for policy in policies]
+    text = "Bytes of the rank that needs most."
+    if report.device_bytes:
+        over = ", ".join(policy.name for policy in policies if policy.fits is False)
+        has = bytes_text(report.device_bytes)
+        text += f" A rank has {has}; does not fit: {over}." if over else f" A rank has {has}; all policies fit."
     shown = [row for row in rows if row[1]]
-    return lead("Bytes of the rank that needs most.") + _bars(
-        shown, {}, "memory by use", lambda value, _: bytes_text(value)
-    )
+    return lead(text) + _bars(shown, {}, "memory by use", lambda value, _: bytes_text(value))
 
 
 def _bars(

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 
 from trimtab.report.model import LoadMap, PolicyResult, Report, Timeline
+from trimtab.report.number_text import bytes_text, plural
+from trimtab.report.sweep import sweep_table
 from trimtab.report.table_data import Facts
-from trimtab.simulator.comparison import ComparisonCase, Outcome, operations
+from trimtab.simulator.comparison import SLACK, ComparisonCase, Outcome, fits, operations
 from trimtab.simulator.recorded_operations import KINDS
+from trimtab.simulator.simulated_case import PERMUTATION_SEED, SimulatedCase
+from trimtab.simulator.ways_to_fit import ways_to_fit
 from trimtab.trace import RoutingTrace
 
 ABOUT = {
@@ -20,28 +24,32 @@ ABOUT = {
 }
 
 
-def simulation_report(
-    source: str, trace: RoutingTrace, case: ComparisonCase, outcomes: Mapping[str, Outcome]
-) -> Report:
-    """The page of one case. `outcomes` has `static` and `balanced`."""
-    best = _best(outcomes)
+def simulation_report(source: str, trace: RoutingTrace, cases: Sequence[SimulatedCase]) -> Report:
+    """The page: all cases in a table if there are several, and the first case."""
+    first = cases[0]
+    loads = {name: outcome.simulated.work.loads_MLR for name, outcome in first.outcomes.items()}
     return Report(
-        title=f"Expert load of {case.model.name} on {case.cluster.ranks} ranks",
-        answer=answer(case, outcomes),
-        facts=setting_facts(source, trace, case, outcomes),
-        policies=policy_results(outcomes),
+        title=f"Expert load of {first.case.model.name} on {first.ranks} ranks",
+        answer=answer(first) if len(cases) == 1 else f"{first.text}: {answer(first)}",
+        facts=setting_facts(source, trace, first),
+        policies=policy_results(first),
         layer_names=tuple(str(index) for index in trace.layer_indices),
-        before=LoadMap("static", outcomes["static"].simulated.work.loads_MLR),
-        after=LoadMap(best, outcomes[best].simulated.work.loads_MLR),
-        timelines=timelines(case, outcomes),
-        notes=notes(trace, case),
+        before=LoadMap("static", loads["static"]),
+        after=LoadMap(first.reported, loads[first.reported]),
+        timelines=timelines(first),
+        notes=notes(trace, cases),
+        table_title=table_title(first),
+        cases=sweep_table(cases) if len(cases) > 1 else None,
+        device_bytes=first.case.cluster.device_bytes,
     )
 
 
-def setting_facts(source: str, trace: RoutingTrace, case: ComparisonCase, outcomes: Mapping[str, Outcome]) -> Facts:
+def setting_facts(source: str, trace: RoutingTrace, simulated: SimulatedCase) -> Facts:
     """Trace, model, cluster and options."""
+    case, settings = simulated.case, simulated.case.settings
     cluster = case.cluster
-    micro_steps = outcomes["static"].plan.num_micro_steps
+    micro_steps = simulated.outcomes["static"].plan.num_micro_steps
+    mirror = max(outcome.mirror_bytes for outcome in simulated.rows.values())
     return (
         ("trace", f"{source}, step {trace.steps[0]}: {trace.num_tokens:,} tokens, {trace.num_sequences:,} sequences"),
         ("model", f"{case.model.name}; the trace has {trace.shape_text}"),
@@ -49,36 +57,111 @@ def setting_facts(source: str, trace: RoutingTrace, case: ComparisonCase, outcom
         ("slots", f"{cluster.slots_per_rank} replicas per rank"),
         ("micro-steps", f"{micro_steps}, each of up to {case.token_budget:,} tokens per rank"),
         ("optimizer steps", f"{case.mini_batches}"),
-        ("expert-parallel groups", f"{case.settings.groups}"),
+        ("expert-parallel groups", f"{settings.groups}"),
         ("terms", "equal: same homes, schedule and slots" if case.equal_terms else "own recipe of each policy"),
+        (
+            "memory",
+            f"{bytes_text(cluster.device_bytes)} per rank; {settings.sharding}, "
+            f"{'with' if settings.checkpointing else 'without'} activation checkpointing",
+        ),
+        *([("host memory", f"{bytes_text(mirror)} per node for mirrored experts")] if mirror else []),
     )
 
 
-def answer(case: ComparisonCase, outcomes: Mapping[str, Outcome]) -> str:
-    """The result in one sentence."""
-    best = _best(outcomes)
-    static_s = outcomes["static"].simulated.step_time_s
-    ideal, gained = (static_s / outcomes[name].simulated.step_time_s for name in ("balanced", best))
+def table_title(simulated: SimulatedCase) -> str:
+    """Title of the table of step times."""
+    traced, layers = simulated.case.sequences.num_layers, simulated.case.model.moe_layers
+    scaled = "" if traced == layers else f", scaled from {traced} to {layers} MoE layers"
+    return f"Recompute and update of one step{scaled}"
+
+
+def answer(simulated: SimulatedCase) -> str:
+    """The result in a few sentences: what does not fit, the cost of imbalance, speed-ups, the fastest balancer."""
+    case = simulated.case
+    static_s = simulated.seconds("static")
+    cost = f"Imbalance costs {_cost(static_s, simulated.seconds('balanced'))} of each step"
     where = f"on {case.cluster.ranks} {case.cluster.name} ranks"
-    if best == "static":
-        return f"Imbalance costs {1 - 1 / ideal:.0%} of each step {where}; none of these balancers reduces it."
-    return (
-        f"Imbalance costs {1 - 1 / ideal:.0%} of each step {where}; {best} makes the step {gained:.2f} times as fast "
-        f"as static. Perfectly even routing would make it {ideal:.2f} times as fast."
+    ideal = static_s / simulated.seconds("balanced")
+    return " ".join(
+        filter(
+            None,
+            (
+                _memory_answer(simulated),
+                f"{cost} {where}; {_speed_answer(simulated)}.",
+                f"Perfectly even routing would make it {ideal:.2f} times as fast.",
+                _permuted_answer(simulated.permuted_s),
+            ),
+        )
     )
 
 
-def notes(trace: RoutingTrace, case: ComparisonCase) -> tuple[str, ...]:
+def _speed_answer(simulated: SimulatedCase) -> str:
+    reported, fastest, static_s = simulated.reported, simulated.fastest, simulated.seconds("static")
+    if fastest == reported == "static":
+        return "none of these balancers reduces it"
+    speed = static_s / simulated.seconds(reported)
+    text = f"{reported} makes the step {speed:.2f} times as fast as static"
+    if "eplb" in simulated.outcomes and reported != "eplb":
+        if simulated.case.earlier:
+            text += f" and {simulated.seconds('eplb') / simulated.seconds(reported):.2f} times as fast as eplb"
+        else:
+            text += " (eplb has no earlier step to plan from)"
+    if fastest != reported:
+        less = 1 - simulated.seconds(fastest) / simulated.seconds(reported)
+        gain = f"{static_s / simulated.seconds(fastest):.2f} times as fast as static"
+        is_faster = f"is faster: {gain}, {less:.1%} less time than {reported}"
+        text += f"; {fastest} {is_faster if less > 0 else f'is the fastest that fits: {gain}'}"
+    return text
+
+
+def _permuted_answer(permuted_s: Mapping[str, float]) -> str:
+    static_s, balanced_s, eplb_s = permuted_s["static"], permuted_s["balanced"], permuted_s.get("eplb")
+    text = f"With expert ids permuted, imbalance costs {_cost(static_s, balanced_s)}"
+    if "trimtab" in permuted_s:
+        text += f", and trimtab is {static_s / permuted_s['trimtab']:.2f} times as fast as static"
+        if eplb_s and eplb_s != static_s:
+            text += f" and {eplb_s / permuted_s['trimtab']:.2f} times as fast as eplb"
+    return f"{text}."
+
+
+def _cost(static_s: float, balanced_s: float) -> str:
+    return f"{1 - balanced_s / static_s:.0%}"
+
+
+def _memory_answer(simulated: SimulatedCase) -> str:
+    """What does not fit the device, and what would; empty if all balancers of the tables fit."""
+    case = simulated.case
+    over = {
+        name: outcome for name, outcome in simulated.rows.items() if name in simulated.real and not fits(case, outcome)
+    }
+    if not over:
+        return ""
+    device = bytes_text(case.cluster.device_bytes)
+    name = simulated.reported if simulated.reported in over else max(over, key=lambda each: over[each].peak_bytes)
+    ways = ways_to_fit(over[name].load, case.model, case.settings, case.cluster.device_bytes)
+    remedy = f"fits {', or '.join(ways)}" if ways else "fits with no sharding, checkpointing or expert-parallel size"
+    needs = f"needs {bytes_text(over[name].peak_bytes)} a rank; the device has {device}"
+    if len(over) == len(simulated.real.keys() & simulated.rows.keys()):
+        return f"Does not fit: EP {case.cluster.ranks} {needs}. It {remedy}."
+    return f"Does not fit: {', '.join(over)}; {name} {needs}. {name} {remedy}."
+
+
+def notes(trace: RoutingTrace, cases: Sequence[SimulatedCase]) -> tuple[str, ...]:
     """Assumptions and limits of the figures."""
+    case = cases[0].case
     layers, all_layers = trace.num_layers, case.model.moe_layers
     texts = ["Step time is recompute and update, predicted by a timeline model of the cluster, without the rollout."]
     if layers != all_layers:
         texts.append(
-            f"The trace has {layers} of the model's {all_layers} MoE layers; everything else is scaled in proportion."
+            f"The trace has {layers} of the model's {all_layers} MoE layers; seconds and bytes are scaled to the whole "
+            f"model. Timelines show the {layers} layers."
         )
+    by_case = {each.text: _micro_steps_note(each) for each in cases}
+    texts += [text if len(cases) == 1 else f"{name}: {text}" for name, text in by_case.items() if text]
     if not case.earlier:
         texts.append(
-            "The trace has no earlier step: balancers that use past loads have none, and all homes move at once."
+            "The trace has no earlier step: balancers that use past loads have none, so eplb is static, and all homes "
+            "move at once."
         )
     unknown = int(case.sequences.unknown_SL.sum(dtype=np.int64))
     if unknown:
@@ -86,28 +169,78 @@ def notes(trace: RoutingTrace, case: ComparisonCase) -> tuple[str, ...]:
         texts.append(
             f"The experts of {unknown / rows:.1%} of rows are not recorded; the figures include estimates for them."
         )
+    texts.append(
+        f"Permuted ids: the experts of each layer in one random order (seed {PERMUTATION_SEED}), so hot experts "
+        "are neighbours only by chance."
+    )
+    texts.append(
+        "Memory is an estimate for one micro-step at a time, without CUDA context, workspaces and fragmentation."
+    )
+    if case.settings.checkpointing:
+        texts.append("Seconds do not include the second forward of activation checkpointing.")
     return tuple(texts)
 
 
-def policy_results(outcomes: Mapping[str, Outcome]) -> tuple[PolicyResult, ...]:
-    """Figures of each balancer. `outcomes` has `static` and `balanced`."""
-    static_s, balanced_s = (outcomes[name].simulated.step_time_s for name in ("static", "balanced"))
+def _micro_steps_note(simulated: SimulatedCase) -> str:
+    """Why there are more or fewer micro-steps than requested; empty if there are as many."""
+    case, asked, groups = simulated.case, simulated.micro_steps, simulated.case.settings.groups
+    made = -(-simulated.outcomes["static"].plan.num_micro_steps // groups)
+    if asked is None or made == asked:
+        return ""
+    lengths, places = case.sequences.lengths, case.cluster.ranks * groups
+    mean, longest = int(lengths.sum()) / (places * asked), int(lengths.max())
+    why = (
+        f"the token budget, {case.token_budget:,} per rank, has {SLACK:.0%} of room for packing and is that of the "
+        "trace's largest step"
+    )
+    if longest > mean * (1 + SLACK):
+        why = (
+            f"the longest sequence has {longest:,} tokens, and {asked} micro-steps would be {mean:,.0f} tokens per rank"
+        )
+    elif made > asked and case.mini_batches > 1:
+        why = f"each of the {case.mini_batches} optimizer steps has micro-steps of its own"
+    elif made > asked:
+        why = f"sequences of up to {longest:,} tokens do not fill the budget of {case.token_budget:,} tokens per rank"
+    return f"Asked for {plural(asked, 'micro-step')}, made {made}: {why}."
+
+
+def policy_results(simulated: SimulatedCase) -> tuple[PolicyResult, ...]:
+    """Figures of the balancers of the tables."""
+    has_eplb = "eplb" in simulated.outcomes and bool(simulated.case.earlier)
     return tuple(
         PolicyResult(
             name=outcome.name,
             about=_about(outcome),
             step_time_s=outcome.simulated.step_time_s,
-            speedup=static_s / outcome.simulated.step_time_s,
-            fraction_of_balanced=balanced_s / outcome.simulated.step_time_s,
+            speedup=simulated.seconds("static") / outcome.simulated.step_time_s,
+            fraction_of_balanced=simulated.seconds("balanced") / outcome.simulated.step_time_s,
             max_over_mean=outcome.balance.mean,
             parts_s=_bars(outcome.simulated.parts_s),
-            memory_bytes={name: float(value) for name, value in outcome.memory.items()},
+            memory_bytes=_purposes(outcome.memory),
             replicas_per_instance=outcome.plan.num_replicas / (outcome.plan.num_micro_steps * outcome.plan.num_layers),
             max_over_mean_p99=outcome.balance.p99,
             cross_node_fraction=outcome.cross_node_fraction,
+            speedup_over_eplb=simulated.seconds("eplb") / outcome.simulated.step_time_s if has_eplb else None,
+            fits=fits(simulated.case, outcome),
+            is_ideal=outcome.policy.traits.ideal,
+            mark="no history" if _lacks_history(simulated, outcome) else "",
         )
-        for outcome in outcomes.values()
+        for outcome in simulated.rows.values()
     )
+
+
+def _lacks_history(simulated: SimulatedCase, outcome: Outcome) -> bool:
+    """Whether a balancer plans from past steps, and the trace has none. `static` plans from nothing."""
+    return outcome.policy.traits.known_at == "past" and outcome.name != "static" and not simulated.case.earlier
+
+
+def _purposes(memory: Mapping[str, int]) -> dict[str, float]:
+    """Bytes by purpose, those of experts and of dense parts together."""
+    found: dict[str, float] = {}
+    for purpose, size in memory.items():
+        name = purpose.removeprefix("expert ").removeprefix("dense ")
+        found[name] = found.get(name, 0.0) + size
+    return found
 
 
 def _about(outcome: Outcome) -> str:
@@ -122,17 +255,17 @@ def _bars(parts_s: Mapping[str, float]) -> dict[str, float]:
     return dict(parts_s) | {"experts": parts_s["experts"] + below, "imbalance": parts_s["imbalance"] - below}
 
 
-def timelines(case: ComparisonCase, outcomes: Mapping[str, Outcome]) -> tuple[Timeline, ...]:
+def timelines(simulated: SimulatedCase) -> tuple[Timeline, ...]:
     """The middle micro-step of the balancer shown on the page, and of `static`."""
-    names = dict.fromkeys((_best(outcomes), "static"))
-    return tuple(_timeline(case, outcomes[name]) for name in names)
+    names = dict.fromkeys((simulated.reported, "static"))
+    return tuple(_timeline(simulated.case, simulated.outcomes[name]) for name in names)
 
 
 def _timeline(case: ComparisonCase, outcome: Outcome) -> Timeline:
     micro_step = outcome.plan.num_micro_steps // 2
     events = operations(case, outcome, micro_step)
     return Timeline(
-        title=f"{outcome.name}, update of micro-step {micro_step}",
+        title=f"{outcome.name}, update of micro-step {micro_step}{_layers_text(case)}",
         names=KINDS,
         kind_N=events.kind_N,
         lane_N=events.lane_N,
@@ -143,9 +276,6 @@ def _timeline(case: ComparisonCase, outcome: Outcome) -> Timeline:
     )
 
 
-def _best(outcomes: Mapping[str, Outcome]) -> str:
-    """`trimtab` if it ran, else the fastest except the ideal."""
-    if "trimtab" in outcomes:
-        return "trimtab"
-    real = [outcome for outcome in outcomes.values() if not outcome.policy.traits.ideal]
-    return min(real, key=lambda outcome: outcome.simulated.step_time_s).name
+def _layers_text(case: ComparisonCase) -> str:
+    layers = case.sequences.num_layers
+    return "" if case.scale == 1 else f", {layers} of {case.model.moe_layers} MoE layers"

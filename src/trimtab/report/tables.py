@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 from rich.console import Group, RenderableType
@@ -11,19 +11,27 @@ from rich.table import Table
 
 from trimtab.array_type import Array
 from trimtab.planner.plan.workload import max_over_mean
+from trimtab.report.model import PolicyResult
 from trimtab.report.number_text import bytes_text
-from trimtab.report.policies_table import policies_table
-from trimtab.report.simulation import answer, notes, policy_results, setting_facts
+from trimtab.report.policies_table import balance_and_replicas, by_time, policies_table
+from trimtab.report.simulation import answer, notes, policy_results, setting_facts, table_title
+from trimtab.report.sweep import sweep_table
 from trimtab.report.table_data import Facts, Row, TableData
 from trimtab.simulator import Balance, summarise_balance
 from trimtab.simulator.clocks import PARTS
-from trimtab.simulator.comparison import ComparisonCase, Outcome
+from trimtab.simulator.simulated_case import SimulatedCase
 from trimtab.trace import RoutingTrace, TraceReader
 from trimtab.trace.statistics import LayerSkew
 
 SHOWN_LAYERS = 5
 # Short names of `PARTS`, so a line fits a terminal.
 SHORT_PARTS = ("dense", "dispatch", "experts", "imbal.", "copies", "plan", "moves", "optim.")
+SHORT_PURPOSES = {
+    "parameters": "params", "gradients": "grads", "optimizer state": "optim.", "gathered layers": "gathered",
+    "activations": "activ.", "output head": "head", "dispatch buffers": "buffers", "replica pool": "copies",
+}  # fmt: skip
+# With more cases, a sweep prints only the table of all cases.
+MOST_DETAILED_CASES = 4
 
 
 def facts(rows: Facts, title: str) -> Table:
@@ -112,25 +120,41 @@ def plan_balance_table(before: Balance, after: Balance) -> TableData:
     return TableData("Rank load, max/mean over instances", ("homes", "mean", "p50", "p99", "max"), rows)
 
 
-def simulation_tables(
-    source: str, trace: RoutingTrace, case: ComparisonCase, outcomes: Mapping[str, Outcome]
-) -> tuple[RenderableType, ...]:
-    """What `trimtab simulate` prints: step time of every balancer, its parts, and the answer."""
-    policies = policy_results(outcomes)
-    parts = tuple(
-        Row(policy.name, tuple(f"{policy.parts_s[name] * 1e3:,.0f}" for name in PARTS)) for policy in policies
-    )
-    return (
-        facts(setting_facts(source, trace, case, outcomes), "Setting"),
-        terminal_table(policies_table(policies)),
-        terminal_table(TableData("Where the milliseconds go", ("policy", *SHORT_PARTS), parts)),
-        "\n".join((f"[bold]{escape(answer(case, outcomes))}[/bold]", *map(escape, notes(trace, case)))),
-    )
+def simulation_tables(source: str, trace: RoutingTrace, cases: Sequence[SimulatedCase]) -> tuple[RenderableType, ...]:
+    """What `trimtab simulate` prints: the answer, all cases of a sweep, balancers by step time, memory, setting."""
+    first = cases[0]
+    shown: list[RenderableType]
+    if len(cases) == 1:
+        policies = by_time(policy_results(first))
+        shown = [
+            f"[bold]{escape(answer(first))}[/bold]\n",
+            terminal_table(policies_table(policies, table_title(first))),
+            terminal_table(balance_and_replicas(policies)),
+            terminal_table(_parts_table(policies)),
+            terminal_table(_memory_table(policies)),
+        ]
+    else:
+        shown = [f"[bold]{escape(f'{first.text}: {answer(first)}')}[/bold]\n", terminal_table(sweep_table(cases))]
+        if len(cases) <= MOST_DETAILED_CASES:
+            titles = [f"{case.text}: {table_title(case)}" for case in cases]
+            pairs = zip(cases, titles, strict=True)
+            shown += [terminal_table(policies_table(policy_results(case), title)) for case, title in pairs]
+    shown.append(facts(setting_facts(source, trace, first), "Setting"))
+    shown.append("\n".join(map(escape, notes(trace, cases))))
+    return tuple(shown)
 
 
-def sweep_table(cases: Sequence[tuple[str, Mapping[str, Outcome]]]) -> Table:
-    """Speed-up over `static` of every balancer in every case."""
+def _parts_table(policies: Sequence[PolicyResult]) -> TableData:
+    rows = tuple(Row(policy.name, tuple(f"{policy.parts_s[name] * 1e3:,.0f}" for name in PARTS)) for policy in policies)
+    return TableData("Where the milliseconds go", ("policy", *SHORT_PARTS), rows)
+
+
+def _memory_table(policies: Sequence[PolicyResult]) -> TableData:
+    """Gigabytes of the rank that needs most. Columns have short names, so a line fits a terminal."""
+    purposes = dict.fromkeys(purpose for policy in policies for purpose in policy.memory_bytes)
     rows = tuple(
-        Row(text, tuple(f"{policy.speedup:.2f}x" for policy in policy_results(outcomes))) for text, outcomes in cases
+        Row(policy.name, tuple(f"{policy.memory_bytes[purpose] / 1e9:,.1f}" for purpose in purposes))
+        for policy in policies
     )
-    return terminal_table(TableData("Speed-up over static", ("case", *cases[0][1]), rows))
+    columns = (SHORT_PURPOSES.get(purpose, purpose) for purpose in purposes)
+    return TableData("Gigabytes of the rank that needs most", ("policy", *columns), rows)

@@ -6,7 +6,7 @@ import hashlib
 import math
 import time
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -20,10 +20,11 @@ from trimtab.planner import Placement, Schedule, SequenceCounts, StepPlan, Workl
 from trimtab.planner.plan.prediction import cross_node_rows
 from trimtab.policies import POLICIES, Policy, make_view
 from trimtab.simulator.expert_time import Balance, summarise_balance
-from trimtab.simulator.memory import memory_bytes
+from trimtab.simulator.memory import RankLoad, mirror_bytes, rank_memory, replica_pool_bytes, state_bytes
 from trimtab.simulator.recorded_operations import Operations
 from trimtab.simulator.step import SimulatedStep, StepSettings, simulate_step
 from trimtab.trace import RoutingTrace
+from trimtab.trace.permuted_experts import permute_experts
 
 # Headroom above the mean tokens of a micro-step, so that packing needs no more micro-steps than requested.
 SLACK = 0.1
@@ -54,10 +55,23 @@ class ComparisonCase:
     equal_terms: bool = False
     settings: StepSettings = field(default_factory=StepSettings)
 
+    @property
+    def scale(self) -> float:
+        """MoE layers of the model divided by those of the trace. Seconds and bytes are those of the whole model."""
+        return self.model.moe_layers / self.sequences.num_layers
+
+    def with_permuted_experts(self, seed: int) -> ComparisonCase:
+        """The case with the experts of every layer in random order, the same in all steps (`permute_experts`)."""
+
+        def permuted(part: SequenceCounts) -> SequenceCounts:
+            return replace(part, counts_SLE=permute_experts(part.counts_SLE, seed))
+
+        return replace(self, sequences=permuted(self.sequences), earlier=tuple(map(permuted, self.earlier)))
+
 
 @dataclass(frozen=True, eq=False)
 class Outcome:
-    """Result of a balancer.
+    """Result of a balancer. Seconds and bytes are those of the whole model, also if the trace has fewer layers.
 
     Attributes:
         name: key in `POLICIES`, or the variant's name.
@@ -66,6 +80,8 @@ class Outcome:
         plan_us: planning time measured on this machine, microseconds per instance, without numba compilation.
         cross_node_fraction: fraction of rows computed on another node than the token's.
         memory: bytes of the rank that needs most, by purpose.
+        mirror_bytes: host memory of the node with the largest mirror of expert weights.
+        load: of every rank, for memory with other settings.
     """
 
     name: str
@@ -78,6 +94,13 @@ class Outcome:
     plan_us: float
     cross_node_fraction: float
     memory: dict[str, int]
+    mirror_bytes: int
+    load: RankLoad
+
+    @property
+    def peak_bytes(self) -> int:
+        """Bytes of the rank that needs most."""
+        return sum(self.memory.values())
 
 
 def step_of(trace: RoutingTrace, step: int | None) -> tuple[RoutingTrace, list[RoutingTrace]]:
@@ -101,7 +124,7 @@ def budget_for(sequences: Iterable[SequenceCounts], ranks: int, micro_steps: int
 def simulate_policy(case: ComparisonCase, name: str, variant: Policy | None = None) -> Outcome:
     """Plan the step with a balancer of `POLICIES`, or with a variant named `name`, and simulate it."""
     policy, model, cluster = variant or POLICIES[name], case.model, case.cluster
-    sequences, groups = case.sequences, case.settings.groups
+    sequences, settings = case.sequences, case.settings
     cost = CostModel.of(cluster, model)
     past = [part.counts_SLE.sum(axis=0, dtype=np.int64) for part in case.earlier]
     placement = Placement.contiguous(sequences.num_layers, sequences.num_experts, cluster.ranks)
@@ -134,7 +157,14 @@ def simulate_policy(case: ComparisonCase, name: str, variant: Policy | None = No
     tokens_MR = np.zeros((plan.num_micro_steps, plan.num_ranks), np.int64)
     np.add.at(tokens_MR, (plan.micro_step, plan.rank), sequences.lengths)
     near_L, far_L = placement.moves(plan.placement, cluster.ranks_per_node)
-    state_bytes = model.expert_bytes + STATE_BYTES * model.expert_parameters
+    moved_bytes = model.expert_bytes + STATE_BYTES * model.expert_parameters
+    load = RankLoad(
+        layers=plan.num_layers,
+        homes_R=np.bincount(plan.home.ravel(), minlength=plan.num_ranks),
+        tokens_MR=tokens_MR,
+        rows_MLR=loads_MLR,
+        pool_R=replica_pool_bytes(plan, model, policy.traits, settings.ring_layers),
+    )
     return Outcome(
         name=name,
         policy=policy,
@@ -142,18 +172,23 @@ def simulate_policy(case: ComparisonCase, name: str, variant: Policy | None = No
         workload=workload,
         simulated=simulated,
         balance=summarise_balance(loads_MLR),
-        migration_bytes=int(near_L.sum() + far_L.sum()) * state_bytes,
+        migration_bytes=round(int(near_L.sum() + far_L.sum()) * moved_bytes * case.scale),
         plan_us=seconds / (plan.num_micro_steps * plan.num_layers) * 1e6,
         cross_node_fraction=int(cross_node_rows(plan, workload).sum()) / max(1, workload.num_rows),
-        memory=memory_bytes(
-            plan, loads_MLR, tokens_MR, model, policy.traits,
-            ring_layers=case.settings.ring_layers, ranks=cluster.ranks * groups,
+        memory=rank_memory(
+            load,
+            model,
+            groups=settings.groups,
+            sharding=settings.sharding,
+            checkpointing=settings.checkpointing,
         ),
-    )  # fmt: skip
+        mirror_bytes=mirror_bytes(plan, model, policy.traits),
+        load=load,
+    )
 
 
 def operations(case: ComparisonCase, outcome: Outcome, micro_step: int) -> Operations:
-    """Operations of every rank in the update of one micro-step."""
+    """Operations of every rank in the update of one micro-step, in the layers of the trace."""
     return _simulated(case, outcome.policy, outcome.plan, outcome.workload, show=micro_step).operations
 
 
@@ -169,38 +204,60 @@ def _simulated(
     settings, cluster = case.settings, case.cluster
     costs = OperationCosts.of(cluster, case.model, moe_layers=plan.num_layers, groups=settings.groups)
     lengths = case.sequences.lengths
-    return simulate_step(
+    step = simulate_step(
         plan, workload, lengths, costs, cluster, policy.traits, before=before, settings=settings, show=show
     )
+    parts_s = {part: seconds * case.scale for part, seconds in step.parts_s.items()}
+    return replace(step, step_time_s=step.step_time_s * case.scale, parts_s=parts_s)
 
 
-def figures(outcomes: Mapping[str, Outcome], model: ModelSpec) -> dict[str, Any]:
+def figures(case: ComparisonCase, outcomes: Mapping[str, Outcome]) -> dict[str, Any]:
     """All figures of `trimtab simulate`'s JSON, by balancer."""
-    static, ideal = outcomes.get("static"), outcomes.get("balanced")
+    static, eplb, ideal = (outcomes.get(name) for name in ("static", "eplb", "balanced"))
     content: dict[str, Any] = {}
     for name, outcome in outcomes.items():
-        plan, step, traits = outcome.plan, outcome.simulated, outcome.policy.traits
+        plan, step, traits, model = outcome.plan, outcome.simulated, outcome.policy.traits, case.model
+        states = {name: state_bytes(outcome.memory, name) for name in ("expert", "dense")}
+        others = {purpose: size for purpose, size in outcome.memory.items() if purpose.split()[0] not in states}
         content[name] = {
             "known_at": traits.known_at,
             "slots_per_rank": plan.slots_per_rank,
             "step_time_s": step.step_time_s,
             "speedup_vs_static": static.simulated.step_time_s / step.step_time_s if static else None,
+            "speedup_vs_eplb": eplb.simulated.step_time_s / step.step_time_s if eplb else None,
             "fraction_of_balanced": ideal.simulated.step_time_s / step.step_time_s if ideal else None,
             "max_over_mean": asdict(outcome.balance),
             "micro_steps": plan.num_micro_steps,
             "replicas_per_instance": plan.num_replicas / (plan.num_micro_steps * plan.num_layers),
-            "weight_bytes_per_micro_step": plan.num_replicas * model.expert_bytes / plan.num_micro_steps,
+            "weight_bytes_per_micro_step": plan.num_replicas * model.expert_bytes * case.scale / plan.num_micro_steps,
             "cross_node_token_fraction": outcome.cross_node_fraction,
             "exposed_transfer_s": step.parts_s["transfers"],
             "exposed_planning_s": step.parts_s["planning"],
             "migration_bytes_per_step": outcome.migration_bytes,
             "plan_us_per_instance": outcome.plan_us,
             "replica_pool_bytes": outcome.memory["replica pool"],
+            "mirror_bytes_per_node": outcome.mirror_bytes,
+            "peak_bytes_per_rank": outcome.peak_bytes,
+            "fits": fits(case, outcome),
             "peak_tokens_per_rank": int(step.work.loads_MLR.max(initial=0)),
             "parts_s": step.parts_s,
-            "memory_bytes": outcome.memory,
-        }
+            "memory_bytes": {
+                "experts": sum(states["expert"].values()), "dense parts": sum(states["dense"].values()), **others,
+            },
+            "state_bytes": {"experts": states["expert"], "dense parts": states["dense"]},
+        }  # fmt: skip
     return content
+
+
+def fits(case: ComparisonCase, outcome: Outcome) -> bool:
+    """Whether the rank that needs most memory has it."""
+    return outcome.peak_bytes <= case.cluster.device_bytes
+
+
+def permuted_step_times(case: ComparisonCase, names: Iterable[str], seed: int) -> dict[str, float]:
+    """Step time in seconds of balancers if the experts of every layer had their ids in random order."""
+    permuted = case.with_permuted_experts(seed)
+    return {name: simulate_policy(permuted, name).simulated.step_time_s for name in names}
 
 
 def trace_hash(trace: RoutingTrace) -> str:

@@ -14,6 +14,7 @@ from trimtab.planner import Placement, StepPlan, Workload
 from trimtab.planner.replicas.paths import HOST, PEER, layers_of_replicas
 from trimtab.policies.policy import Traits
 from trimtab.simulator.clocks import PARTS, Clocks
+from trimtab.simulator.memory import ZERO1
 from trimtab.simulator.recorded_operations import Operations
 from trimtab.simulator.replica_transfers import Copies, Transfers
 from trimtab.simulator.timeline import (
@@ -47,12 +48,16 @@ class StepSettings:
             mini-batch (`step`).
         ring_layers: layers with replicas in shared slots at the same time, one in use and the others prefetched.
         recompute: true: log-probabilities are recomputed before the update.
+        sharding: training state that data ranks share out, one of `memory.SHARDINGS`. It changes memory alone.
+        checkpointing: true: activations of a layer are computed again in its backward. It changes memory alone.
     """
 
     groups: int = 1
     meet: str = "step"
     ring_layers: int = RING_LAYERS
     recompute: bool = True
+    sharding: str = ZERO1
+    checkpointing: bool = False
 
 
 @dataclass(frozen=True, eq=False)

@@ -184,7 +184,11 @@ def anneal_schedule(problem, micro_step_S, rank_S, annealing, rng):  # type: ign
     for stage in range(annealing.temperatures):
         cooler = hottest * (coldest / hottest) ** (stage / max(1, annealing.temperatures - 1))
         if stage > 0:
-            chosen = _resample(chains.cost_PM.sum(axis=1), 1 / cooler - 1 / temperature, rng)
+            cost_P = np.zeros(population)
+            for p in range(population):
+                for m in range(num_micro_steps):
+                    cost_P[p] += chains.cost_PM[p, m]
+            chosen = _resample(cost_P, 1 / cooler - 1 / temperature, rng)
             chains = _Chains(
                 chains.steps_PS[chosen],
                 chains.ranks_PS[chosen],
@@ -224,10 +228,12 @@ def _start(problem, micro_step_S, rank_S, population):  # type: ignore[no-untype
         np.zeros((population, num_micro_steps)),
     )
     for p in range(population):
-        chains.steps_PS[p] = micro_step_S
-        chains.ranks_PS[p] = rank_S
+        copy_values(micro_step_S, chains.steps_PS[p])
+        copy_values(rank_S, chains.ranks_PS[p])
         for s in range(num_sequences):
-            chains.loads_PMLR[p, micro_step_S[s]] += problem.rows_SLR[s]
+            for layer in range(num_layers):
+                for r in range(num_homes):
+                    chains.loads_PMLR[p, micro_step_S[s], layer, r] += problem.rows_SLR[s, layer, r]
             chains.attention_PMR[p, micro_step_S[s], rank_S[s]] += problem.attention_S[s]
             chains.tokens_PMR[p, micro_step_S[s], rank_S[s]] += problem.lengths_S[s]
         for m in range(num_micro_steps):

@@ -1,0 +1,44 @@
+"""The table of a sweep: step times of every case, a row each."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from trimtab.report.number_text import NONE, digits
+from trimtab.report.table_data import Row, TableData
+from trimtab.simulator.comparison import fits
+from trimtab.simulator.simulated_case import SimulatedCase
+
+COLUMNS = ("slots", "micro-steps", "static", "eplb", "trimtab", "fastest", "ideal", "fits")
+
+
+def sweep_table(cases: Sequence[SimulatedCase]) -> TableData:
+    """Ranks, slots and micro-steps of every case, and seconds of a step.
+
+    The last column counts the balancers of the tables that fit the device, if not all or none do.
+    """
+    unit, factor = ("Seconds", 1.0) if max(case.seconds("static") for case in cases) >= 1 else ("Milliseconds", 1e3)
+
+    def time(case: SimulatedCase, name: str) -> str:
+        return digits(factor * case.seconds(name)) if name in case.outcomes else NONE
+
+    rows = tuple(
+        Row(
+            str(case.ranks),
+            (
+                str(case.slots),
+                str(case.micro_steps or case.outcomes["static"].plan.num_micro_steps),
+                *(time(case, name) for name in ("static", "eplb", "trimtab")),
+                f"{case.fastest} {time(case, case.fastest)}",
+                time(case, "balanced"),
+                _fits(case),
+            ),
+        )
+        for case in cases
+    )
+    return TableData(f"{unit} of a step in every case", ("ranks", *COLUMNS), rows)
+
+
+def _fits(case: SimulatedCase) -> str:
+    found = [fits(case.case, outcome) for name, outcome in case.rows.items() if name in case.real]
+    return "yes" if all(found) else f"{sum(found)} of {len(found)}" if any(found) else "no"

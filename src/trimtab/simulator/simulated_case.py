@@ -1,0 +1,78 @@
+"""`SimulatedCase`: one cluster and micro-step size with the outcome of every balancer, the fastest, and its JSON."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from trimtab.simulator.comparison import ComparisonCase, Outcome, figures, fits
+
+# Step times with permuted expert ids are those of this order (`permute_experts`).
+PERMUTATION_SEED = 0
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class SimulatedCase:
+    """One cluster and micro-step size, with what every balancer gives there.
+
+    Attributes:
+        ranks: of the expert-parallel group.
+        slots: replica slots per rank.
+        micro_steps: that the step was to take; None if a token budget was given.
+        case: cluster, model, routing and settings.
+        outcomes: plan, simulated step and memory by balancer, in the order of `POLICIES`; `static` and `balanced`
+            among them.
+        shown: balancers of the tables; the fastest of all is added.
+        permuted_s: step time in seconds by balancer if the experts of every layer had their ids in random order.
+    """
+
+    ranks: int
+    slots: int
+    micro_steps: int | None
+    case: ComparisonCase
+    outcomes: dict[str, Outcome]
+    shown: tuple[str, ...]
+    permuted_s: Mapping[str, float]
+
+    @property
+    def text(self) -> str:
+        """Ranks, slots and micro-steps of the case."""
+        size = f", {self.micro_steps} micro-steps" if self.micro_steps else ""
+        return f"{self.ranks} ranks, {self.slots} slots{size}"
+
+    @property
+    def real(self) -> dict[str, Outcome]:
+        """Outcomes without those of the ideal run."""
+        return {name: outcome for name, outcome in self.outcomes.items() if not outcome.policy.traits.ideal}
+
+    @property
+    def fastest(self) -> str:
+        """The fastest balancer of those that fit the device, or of all if none does."""
+        fitting = {name: outcome for name, outcome in self.real.items() if fits(self.case, outcome)} or self.real
+        return min(fitting, key=lambda name: fitting[name].simulated.step_time_s)
+
+    @property
+    def reported(self) -> str:
+        """`trimtab` if it ran, else the fastest."""
+        return "trimtab" if "trimtab" in self.outcomes else self.fastest
+
+    @property
+    def rows(self) -> dict[str, Outcome]:
+        """Outcomes of the tables."""
+        shown = {*self.shown, self.fastest}
+        return {name: outcome for name, outcome in self.outcomes.items() if name in shown}
+
+    def seconds(self, name: str) -> float:
+        """Step time of a balancer that ran."""
+        return self.outcomes[name].simulated.step_time_s
+
+    def figures(self) -> dict[str, Any]:
+        """Figures of all balancers that ran, and step times with permuted expert ids."""
+        return {
+            "policies": figures(self.case, self.outcomes),
+            "ids_permuted": {"seed": PERMUTATION_SEED, "step_time_s": dict(self.permuted_s)},
+        }
+
+    def __repr__(self) -> str:
+        return f"SimulatedCase: {self.text}; {', '.join(self.outcomes)}"
