@@ -12,7 +12,7 @@ from trimtab.array_type import Array
 from trimtab.cluster import ClusterSpec, CostModel
 from trimtab.planner import Placement, Schedule, SequenceCounts, StepPlan, Workload
 
-KnownAt = Literal["past", "step", "micro-step", "layer"]
+KnownAt = Literal["nothing", "past", "step", "micro-step", "layer"]
 
 
 @dataclass(frozen=True)
@@ -20,9 +20,9 @@ class Traits:
     """Properties of a balancer that are not part of its plans.
 
     Attributes:
-        known_at: the latest routing that its decisions see: `past` steps or micro-steps only; the whole `step`
-            beforehand; a `micro-step` before it runs; or a `layer` once its router has chosen. Splitting tokens over
-            existing copies may always use the live routing.
+        known_at: the latest routing that its decisions see: `nothing`, for a policy without decisions; `past` steps or
+            micro-steps only; the whole `step` beforehand; a `micro-step` before it runs; or a `layer` once its router
+            has chosen. Splitting tokens over existing copies may always use the live routing.
         plans_on: where planning runs: `cpu` planning is timed by us, `gpu` planning is charged
             its published time.
         published_us: published planning time of an instance in microseconds, where there is one.

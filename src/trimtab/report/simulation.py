@@ -13,6 +13,7 @@ from trimtab.simulator.recorded_operations import KINDS
 from trimtab.trace import RoutingTrace
 
 ABOUT = {
+    "nothing": "uses no routing: contiguous homes, no replicas",
     "past": "plans from past steps",
     "step": "plans from the step's routing",
     "micro-step": "plans from each micro-step's routing",
@@ -111,8 +112,6 @@ def policy_results(outcomes: Mapping[str, Outcome]) -> tuple[PolicyResult, ...]:
 
 
 def _about(outcome: Outcome) -> str:
-    if outcome.name == "static":
-        return "contiguous homes, no replicas"
     return "perfectly even routing" if outcome.policy.traits.ideal else ABOUT[outcome.policy.traits.known_at]
 
 

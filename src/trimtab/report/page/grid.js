@@ -4,15 +4,12 @@ function startGrid(figure) {
   const grid = report.grids.find(({ name }) => name === figure.dataset.grid);
   const canvas = figure.querySelector("canvas"), readout = figure.querySelector(".readout");
   const select = figure.querySelector("select");
-  const endText = (value) => (grid.percent ? `${Math.round(value * 100)}%` : `${Number(value.toFixed(2))}${grid.unit_sign}`);
-  figure.querySelector("[data-low]").textContent = endText(grid.low);
-  figure.querySelector("[data-high]").textContent = endText(grid.high);
   const [rowWord, columnWord] = grid.words, rows = grid.rows.length, columns = grid.columns.length;
   let plane = grid.start, cursor = null, plot = null;
 
   const valueAt = (row, column) => {
-    const value = array(grid.blob)[(plane * rows + row) * columns + column];
-    return value === grid.none ? NaN : value * grid.unit;
+    const value = array(grid.array)[(plane * rows + row) * columns + column];
+    return value ? (value - 1) * grid.unit : NaN;
   };
 
   function draw() {
@@ -92,4 +89,3 @@ function startGrid(figure) {
   redraws.push(draw);
   pick(plane);
 }
-for (const figure of document.querySelectorAll("[data-grid]")) startGrid(figure);
