@@ -12,38 +12,11 @@ import pytest
 
 from helpers.browser import chromium, open_page
 from helpers.pages import array_of, values_of
-from helpers.reports import EVIL
-from trimtab.analysis import TraceCounts, analyze
+from helpers.reports import EVIL, some_analysis
 from trimtab.report.html import page_of, write_html
 from trimtab.report.model import AnalysisReport
 
 SECTIONS = ("balance", "placements", "layers", "load", "sizes", "steps", "hot", "domains", "setting", "notes")
-
-
-def some_analysis(
-    *,
-    micro_steps: int = 12,
-    layers: int = 4,
-    experts: int = 16,
-    ranks: int = 4,
-    domains: tuple[str, ...] = ("maths", "code"),
-    model: str = "some model",
-    steps: int = 2,
-    without_load: int = 0,
-) -> AnalysisReport:
-    rng = np.random.default_rng(0)
-    shares = rng.dirichlet(np.full(experts, 1.0), size=layers)
-    counts = np.stack([rng.multinomial(4096, shares) for _ in range(micro_steps)]).astype(np.int32)
-    counts[:without_load] = 0
-    counted = TraceCounts(
-        counts_FLE=counts, parts=1, step_M=np.arange(micro_steps) * steps // micro_steps,
-        counts_DLE=rng.integers(0, 100, (len(domains), layers, experts)), domains=domains,
-        layer_indices=np.arange(layers) + 1, token_budget=512, num_tokens=2048 * micro_steps, num_sequences=100,
-        unknown_routes=3, length_squares=10**6, top_k=2, model=model,
-    )  # fmt: skip
-    return AnalysisReport(
-        "trace.parquet", analyze(counted, ranks=ranks, ranks_per_node=ranks // 2 if ranks % 2 == 0 else ranks)
-    )
 
 
 def grid_of(page: str, name: str) -> np.ndarray:

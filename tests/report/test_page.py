@@ -6,6 +6,7 @@ import re
 from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -149,7 +150,8 @@ def test_timelines_survive_encoding() -> None:
 def test_lanes_with_concurrent_operations_have_distinct_names() -> None:
     first = some_report().timelines[0]
     columns = ("kind_N", "lane_N", "rank_N", "layer_N", "start_N", "end_N")
-    crowded = replace(first, **{name: np.tile(getattr(first, name), 2) for name in columns})
+    twice: dict[str, Any] = {name: np.tile(getattr(first, name), 2) for name in columns}
+    crowded = replace(first, **twice)
     lanes = values_of(page_of(replace(some_report(), timelines=(crowded,))))["timelines"][0]["lanes"]
     assert lanes == ["compute", "compute (2)", "node link", "node link (2)"]
 

@@ -13,7 +13,7 @@ from trimtab.simulator.recorded_operations import KINDS
 from trimtab.trace import RoutingTrace
 
 ABOUT = {
-    "nothing": "uses no routing: contiguous homes, no replicas",
+    "nothing": "uses no routing; no replicas",
     "past": "plans from past steps",
     "step": "plans from the step's routing",
     "micro-step": "plans from each micro-step's routing",

@@ -37,7 +37,7 @@ PART_OF = {
     WAITING_FOR_RANKS: "imbalance",
 }  # fmt: skip
 ABOUT = {
-    "static": "uses no routing: contiguous homes, no replicas",
+    "static": "uses no routing; no replicas",
     "trimtab": "schedule, homes, replicas and split, planned from the recorded routing",
 }
 NOTES = (
