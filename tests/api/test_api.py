@@ -143,6 +143,7 @@ def test_results_have_their_documented_content(folder: Path) -> None:
     simulated = call("simulate", trace, folder)
     assert list(simulated.outcomes) == ["static", "llep", "trimtab", "balanced"]
     simulated.write_html(folder / "simulation.html")
+    assert ">uses no routing; no replicas<" in (folder / "simulation.html").read_text()
     analyzed = call("analyze", trace, folder)
     assert analyzed.analysis.ranks == 4
     analyzed.write_html(folder / "analysis.html")

@@ -35,8 +35,8 @@ def table(data: TableData) -> str:
     title = escape(data.title)
     head = "".join(f'<th scope="col">{escape(column)}</th>' for column in data.columns)
     return (
-        f'<div class="scroll" tabindex="0" role="region" aria-label="Table: {title}"><table><caption>{title}</caption>'
-        f"<thead><tr>{head}</tr></thead><tbody>{''.join(map(_row, data.rows))}</tbody></table></div>"
+        f'<div class="scroll" tabindex="0" role="region" aria-label="Table: {title}"><table>'
+        f"<caption><b>{title}</b></caption><thead><tr>{head}</tr></thead><tbody>{''.join(map(_row, data.rows))}</tbody></table></div>"
     )
 
 

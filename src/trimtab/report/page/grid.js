@@ -20,8 +20,8 @@ function startGrid(figure) {
     const shown = canvas.parentElement.clientWidth;
     const longest = Math.max(...grid.rows.map((name) => context.measureText(name).width));
     const left = clamp(Math.ceil(longest) + 10, 34, shown / 3);
-    const { width } = prepared(canvas, 20 + rows * cell + (grid.percent ? 8 : 32));
-    plot = { x: left, y: 20, w: Math.min(width - left - 1, columns * 48), h: rows * cell, cell };
+    const { width } = prepared(canvas, 22 + rows * cell + (grid.percent ? 8 : 32));
+    plot = { x: left, y: 22, w: Math.min(width - left - 1, columns * 48), h: rows * cell, cell };
     plot.column = plot.w / columns;
     const small = document.createElement("canvas");
     small.width = columns;
@@ -53,7 +53,7 @@ function startGrid(figure) {
       }
       context.textAlign = "left";
       context.fillText(columnWord, plot.x, plot.y + plot.h + 25);
-      context.fillText(rowWord, 0, 8);
+      context.fillText(rowWord, 0, 6);
     }
     if (cursor) {
       context.strokeStyle = ink;

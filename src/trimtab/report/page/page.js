@@ -41,6 +41,14 @@ addEventListener("resize", () => {
   redraw();
 });
 
+if (!window.DecompressionStream) {
+  const note = document.createElement("p");
+  note.className = "note";
+  note.textContent = "Heat maps and the timeline need a browser of 2023 or later; all tables are shown without it.";
+  byId("main").prepend(note);
+  root.dataset.ready = "";
+  return;
+}
 await unpackAll([...report.maps, ...report.grids].map((part) => part.array));
 if (report.maps.length) startHeatMap();
 for (const figure of document.querySelectorAll("[data-grid]")) startGrid(figure);
