@@ -34,9 +34,10 @@ def table(data: TableData) -> str:
     """A table with its title as caption, in a box of its own, which scrolls on a narrow page."""
     title = escape(data.title)
     head = "".join(f'<th scope="col">{escape(column)}</th>' for column in data.columns)
+    rows = "".join(map(_row, data.rows))
     return (
         f'<div class="scroll" tabindex="0" role="region" aria-label="Table: {title}"><table>'
-        f"<caption><b>{title}</b></caption><thead><tr>{head}</tr></thead><tbody>{''.join(map(_row, data.rows))}</tbody></table></div>"
+        f"<caption><b>{title}</b></caption><thead><tr>{head}</tr></thead><tbody>{rows}</tbody></table></div>"
     )
 
 
