@@ -18,8 +18,8 @@ from trimtab.report.html import write_html
 from trimtab.report.model import AnalysisReport, Report
 
 PAGES: dict[str, Report | AnalysisReport] = {"simulation": some_report(), "analysis": some_analysis()}
-# Light colours of `page.css`: the bars of step times, moving homes in the bars of parts, experts in the timeline; and the
-# dark background.
+# Light colours of `page.css`: bars of step times, moving homes in bars of parts, experts in the timeline; the dark
+# background.
 QUIET, MIGRATION, EXPERTS, DARK = (0xC3, 0xC7, 0xCC), (0x3F, 0x92, 0x7A), (0x24, 0x58, 0xA8), (0x13, 0x14, 0x16)
 
 
@@ -45,8 +45,6 @@ def printed_colours(pdf: bytes) -> set[tuple[int, ...]]:
 def begin_print(opened: OpenPage, paper: int = 703) -> None:
     """The page as a browser prints it on paper of this width in pixels; by default A4 without its margins."""
     opened.page.evaluate("dispatchEvent(new Event('beforeprint'))")
-    # A browser that prints does not resize its window.
-    opened.page.evaluate("addEventListener('resize', event => event.stopImmediatePropagation(), true)")
     opened.page.emulate_media(media="print")
     opened.page.set_viewport_size({"width": paper, "height": 1032})
 
@@ -67,8 +65,15 @@ def test_bars_keys_and_timeline_are_printed_in_light_colours(browser: Any, tmp_p
 def test_a_print_is_complete_and_undistorted(browser: Any, tmp_path: Path, name: str, width: int, paper: int) -> None:
     write_html(PAGES[name], tmp_path / "page.html")
     with open_page(browser, tmp_path / "page.html", width=width) as opened:
-        opened.wait_until_drawn()
         page = opened.page
+        # A browser that prints does not resize its window.
+        page.add_init_script(
+            "const listen = addEventListener;"
+            "window.addEventListener = (name, ...more) => name === 'resize' || listen.call(window, name, ...more)"
+        )
+        page.reload()
+        page.wait_for_selector("[data-ready]", state="attached")
+        opened.wait_until_drawn()
         details = page.locator("details").count()
         assert page.locator("details[open]").count() == 0
         begin_print(opened, paper)
