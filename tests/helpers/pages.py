@@ -29,7 +29,6 @@ def array_of(page: str, part: dict[str, Any]) -> Array:
     assert len(planes) == count * part["bytes"]
     for i in range(count):
         coded = sum(planes[plane * count + i] << (8 * plane) for plane in range(part["bytes"]))
-        value = -(coded + 1) // 2 if coded % 2 else coded // 2
-        last = last + value if part["differences"] else value
+        last += -(coded + 1) // 2 if coded % 2 else coded // 2
         values.append(last)
     return np.array(values, np.int64)

@@ -14,7 +14,7 @@ from trimtab.report.model import LoadMap
 from trimtab.report.page_arrays import PageArrays
 from trimtab.report.payload import map_data, page_data
 
-# Limit of bytes of a figure's values, before base64; micro-steps are left out or joined to stay below.
+# Limit of bytes of a figure's values, before compression; micro-steps are left out or joined to stay below.
 MOST_BYTES = 800_000
 LEAST_COLUMNS, MOST_COLUMNS = 16, 600
 # Resolution of values: of ratios, and of an expert's tokens over the mean expert's.

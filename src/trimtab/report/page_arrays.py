@@ -17,14 +17,9 @@ class PageArrays:
     def __init__(self) -> None:
         self.elements: list[str] = []
 
-    def __call__(self, array: Array, *, differences: bool = True) -> dict[str, Any]:
-        """Adds an array of integers below 2**52 in size. Returns what `common.js` needs to unpack it.
-
-        Args:
-            differences: store each value minus the one before it, which is smaller if neighbours are alike.
-        """
-        values = array.astype(np.int64).reshape(-1)
-        steps = np.diff(values, prepend=0) if differences else values
+    def __call__(self, array: Array) -> dict[str, Any]:
+        """Adds an array of integers below 2**50 in size. Returns what `common.js` needs to unpack it."""
+        steps = np.diff(array.astype(np.int64).reshape(-1), prepend=0)
         # Signs go to the lowest bit, so that small negative values have few bytes too.
         coded = (steps << 1) ^ (steps >> 63)
         width = max(1, (int(coded.max(initial=0)).bit_length() + 7) // 8)
@@ -33,4 +28,4 @@ class PageArrays:
         text = base64.b64encode(zlib.compress(planes.tobytes(), 9)).decode()
         name = f"array-{len(self.elements)}"
         self.elements.append(f'<script type="text/plain" id="{name}">{text}</script>')
-        return {"id": name, "count": len(values), "bytes": width, "differences": differences}
+        return {"id": name, "count": len(steps), "bytes": width}

@@ -105,7 +105,10 @@ def colour_legend(
         kinds.append("from-mean")
     else:
         span = scale.high - scale.low
-        marks.insert(1, (100 * (middle - scale.low) / span, text_of(middle)))
+        at = 100 * (middle - scale.low) / span
+        # On a wide scale it would cover the text of the low end.
+        if at > 14:
+            marks.insert(1, (at, text_of(middle)))
         # The colours are symmetric around the middle; those below the lowest value are cut off.
         style = f' style="background-size:{100 * 2 * (scale.high - middle) / span:.1f}% 100%"'
     kinds += ["clips-below"] * scale.clips_below + ["clips-above"] * scale.clips_above

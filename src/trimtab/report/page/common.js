@@ -7,7 +7,7 @@ const isPrinting = () => "printing" in document.documentElement.dataset;
 
 // Integer arrays: differences, byte planes, deflate, base64; see `page_arrays.py`.
 const unpacked = new Map();
-async function unpack({ id, count, bytes, differences }) {
+async function unpack({ id, count, bytes }) {
   const element = byId(id);
   const packed = Uint8Array.from(atob(element.textContent), (letter) => letter.charCodeAt(0));
   element.remove();
@@ -18,8 +18,7 @@ async function unpack({ id, count, bytes, differences }) {
   for (let i = 0; i < count; i++) {
     let coded = 0;
     for (let plane = bytes - 1; plane >= 0; plane--) coded = coded * 256 + planes[plane * count + i];
-    const value = coded % 2 ? -(coded + 1) / 2 : coded / 2;
-    last = differences ? last + value : value;
+    last += coded % 2 ? -(coded + 1) / 2 : coded / 2;
     values[i] = last;
   }
   unpacked.set(id, values);
