@@ -121,6 +121,18 @@ def test_deciding_columns_are_in_view_on_a_phone(browser: Any, tmp_path: Path) -
             assert opened.page.evaluate("document.documentElement.scrollWidth") <= 390
 
 
+def test_long_names_do_not_widen_a_phone(browser: Any, tmp_path: Path) -> None:
+    report = some_report()
+    long = "a balancer of a long name, update of micro-step 16, 8 of 48 MoE layers"
+    timelines = tuple(replace(timeline, title=long) for timeline in report.timelines)
+    policies = (replace(report.policies[0], name=long.replace(" ", "_")), *report.policies[1:])
+    names = tuple(f"{long} {layer}" for layer in report.layer_names)
+    write_html(replace(report, timelines=timelines, policies=policies, layer_names=names), tmp_path / "page.html")
+    with open_page(browser, tmp_path / "page.html", width=390) as opened:
+        opened.wait_until_drawn()
+        assert opened.page.evaluate("document.documentElement.scrollWidth") <= 390
+
+
 @pytest.mark.parametrize("width", [1280, 390])
 def test_lanes_of_a_rank_have_distinct_names(browser: Any, tmp_path: Path, width: int) -> None:
     report = some_report(ranks=2, layers=2)
