@@ -32,7 +32,7 @@ ANALYZE: dict[str, Any] = {"ranks": 4, "ranks_per_node": 2, "micro_steps": 2}
 FUNCTIONS = {"plan": PLAN, "simulate": SIMULATE, "analyze": ANALYZE}
 # Measured while planning; every other figure is the same in every run.
 TIMES = ("planning_s", "us_per_instance", "plan_us_per_instance")
-PLAIN_TAGS = {"div", "p", "b", "br", "table", "thead", "tbody", "tr", "th", "td"}
+PLAIN_TAGS = {"div", "p", "b", "br", "caption", "table", "thead", "tbody", "tr", "th", "td"}
 
 
 @pytest.fixture
@@ -144,6 +144,7 @@ def test_results_have_their_documented_content(folder: Path) -> None:
     simulated = call("simulate", trace, folder)
     assert list(simulated.outcomes) == ["static", "llep", "trimtab", "balanced"]
     simulated.write_html(folder / "simulation.html")
+    assert ">uses no routing; no replicas<" in (folder / "simulation.html").read_text()
     analyzed = call("analyze", trace, folder)
     assert analyzed.analysis.ranks == 4
     analyzed.write_html(folder / "analysis.html")

@@ -46,6 +46,11 @@ class OpenPage:
         """What a canvas shows, to compare."""
         return str(self.page.eval_on_selector(selector, "canvas => canvas.toDataURL()"))
 
+    def wait_until_drawn(self) -> None:
+        """Wait for the timeline, if the page has one; it is drawn last."""
+        if self.page.locator("#step-timeline").count():
+            self.page.wait_for_selector("[data-drawn]", state="attached")
+
     def text(self, selector: str) -> str:
         return str(self.page.text_content(selector)).strip()
 

@@ -6,8 +6,9 @@ from dataclasses import replace
 
 import numpy as np
 
+from trimtab.analysis import TraceCounts, analyze
 from trimtab.array_type import Array
-from trimtab.report.model import LoadMap, PolicyResult, Report, Timeline
+from trimtab.report.model import AnalysisReport, LoadMap, PolicyResult, Report, Timeline
 from trimtab.simulator.recorded_operations import LANES
 
 KINDS = (
@@ -136,3 +137,30 @@ def edge_reports() -> dict[str, Report]:
             usual, policies=(replace(usual.policies[0], speedup=float("nan"), max_over_mean=float("inf")),)
         ),
     }
+
+
+def some_analysis(
+    *,
+    micro_steps: int = 12,
+    layers: int = 4,
+    experts: int = 16,
+    ranks: int = 4,
+    domains: tuple[str, ...] = ("maths", "code"),
+    model: str = "some model",
+    steps: int = 2,
+    without_load: int = 0,
+) -> AnalysisReport:
+    """An analysis of made-up counts, the same in every call; the first `without_load` micro-steps have no tokens."""
+    rng = np.random.default_rng(0)
+    shares = rng.dirichlet(np.full(experts, 1.0), size=layers)
+    counts = np.stack([rng.multinomial(4096, shares) for _ in range(micro_steps)]).astype(np.int32)
+    counts[:without_load] = 0
+    counted = TraceCounts(
+        counts_FLE=counts, parts=1, step_M=np.arange(micro_steps) * steps // micro_steps,
+        counts_DLE=rng.integers(0, 100, (len(domains), layers, experts)), domains=domains,
+        layer_indices=np.arange(layers) + 1, token_budget=512, num_tokens=2048 * micro_steps, num_sequences=100,
+        unknown_routes=3, lengths=np.array([1000]), top_k=2, model=model,
+    )  # fmt: skip
+    return AnalysisReport(
+        "trace.parquet", analyze(counted, ranks=ranks, ranks_per_node=ranks // 2 if ranks % 2 == 0 else ranks)
+    )

@@ -105,7 +105,7 @@ def planning_time(us: float, *, per_layer_us: float = 0.0, serial: float = 0.0) 
 def random_traits(rng: np.random.Generator) -> Traits:
     """Any combination, also those that no balancer has."""
     copies: Any = rng.choice(["none", "shared slots", "shared slots", "layer slots", "unbounded"])
-    known_at: Any = rng.choice(["past", "step", "micro-step", "layer"])
+    known_at: Any = rng.choice(["nothing", "past", "step", "micro-step", "layer"])
     start: Any = rng.choice(["never", "step", "micro-step", "layer"])
     hops: Literal[1, 2] = 1 if rng.random() < 0.7 else 2
     return Traits(

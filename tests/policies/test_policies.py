@@ -65,6 +65,10 @@ def test_replicas_use_only_paths_that_the_cluster_has(name: str) -> None:
             assert np.all(plan.replica_paths == path)
 
 
+def test_only_policies_without_decisions_use_no_routing() -> None:
+    assert [name for name, policy in POLICIES.items() if policy.traits.known_at == "nothing"] == ["static", "balanced"]
+
+
 WITHOUT_FORESIGHT = [name for name, policy in POLICIES.items() if policy.traits.known_at != "step"]
 
 

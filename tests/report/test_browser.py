@@ -31,8 +31,8 @@ def usual(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def scroll_to_timeline(page: Any) -> None:
-    page.locator("#step-timeline").scroll_into_view_if_needed()
     page.wait_for_selector("[data-drawn]")
+    page.locator("#step-timeline").scroll_into_view_if_needed()
 
 
 def test_all_sections_are_drawn_without_network_requests(browser: Any, usual: Path) -> None:
@@ -213,6 +213,16 @@ def test_scripts_in_names_do_not_run(browser: Any, tmp_path: Path) -> None:
         assert opened.text("h1") == EVIL
         assert page.locator("img").count() == 0
         assert not page.evaluate("window.ran")
+        assert opened.complaints == []
+
+
+def test_a_browser_that_cannot_unpack_is_told(browser: Any, usual: Path) -> None:
+    with open_page(browser, usual) as opened:
+        opened.page.add_init_script("delete window.DecompressionStream")
+        opened.page.reload()
+        opened.page.wait_for_selector("[data-ready]", state="attached")
+        assert "need a browser of 2023 or later" in opened.text(".note")
+        assert opened.page.locator("#policies tr.ours").first.is_visible()
         assert opened.complaints == []
 
 

@@ -14,7 +14,7 @@ from trimtab.policies.static import Static
 class Balanced:
     """The upper bound for balancers. Its plan is that of `static`; its trait `ideal` makes the load count as even."""
 
-    traits: ClassVar[Traits] = Traits(known_at="step", transfers_start="never", copies="none", ideal=True)
+    traits: ClassVar[Traits] = Traits(known_at="nothing", transfers_start="never", copies="none", ideal=True)
 
     def plan(self, view: View) -> StepPlan:
         return Static().plan(view)

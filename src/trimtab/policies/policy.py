@@ -13,7 +13,7 @@ from trimtab.cluster import ClusterSpec, CostModel
 from trimtab.planner import Placement, Schedule, SequenceCounts, StepPlan, Workload
 from trimtab.policies.planning_time import NO_PLANNING, PlanningTime
 
-KnownAt = Literal["past", "step", "micro-step", "layer"]
+KnownAt = Literal["nothing", "past", "step", "micro-step", "layer"]
 
 
 @dataclass(frozen=True)
@@ -21,9 +21,9 @@ class Traits:
     """Properties of a balancer that are not part of its plans.
 
     Attributes:
-        known_at: the latest routing that its decisions see: `past` steps or micro-steps only; the whole `step`
-            beforehand; a `micro-step` before it runs; or a `layer` once its router has chosen. Splitting tokens over
-            existing copies may always use the live routing.
+        known_at: the latest routing that its decisions see: `nothing`, for a policy without decisions; `past` steps or
+            micro-steps only; the whole `step` beforehand; a `micro-step` before it runs; or a `layer` once its router
+            has chosen. Splitting tokens over existing copies may always use the live routing.
         planning: planning time, published where it is, else measured. Planning from `past` loads is not charged: it
             runs during earlier steps.
         transfers_start: when its weights may start to move: before the `step`, before the `micro-step`, or in the
@@ -53,7 +53,7 @@ class Traits:
 
         Nodes of a balancer that stays inside them are planned at the same time.
         """
-        if self.ideal or self.known_at in ("past", "micro-step"):
+        if self.ideal or self.known_at in ("nothing", "past", "micro-step"):
             return 0.0
         domain = cluster.ranks_per_node if self.known_at == "layer" and self.within_node else cluster.ranks
         return self.planning.us(domain, micro_steps)

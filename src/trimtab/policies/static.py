@@ -15,7 +15,7 @@ from trimtab.policies.policy import Traits, View
 class Static:
     """Every expert at its home, no replicas."""
 
-    traits: ClassVar[Traits] = Traits(known_at="past", transfers_start="never", copies="none")
+    traits: ClassVar[Traits] = Traits(known_at="nothing", transfers_start="never", copies="none")
 
     def plan(self, view: View) -> StepPlan:
         nothing = np.empty((0, 2), np.int64), np.empty((0, view.cluster.ranks), np.int64)

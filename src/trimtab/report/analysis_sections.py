@@ -9,7 +9,7 @@ from trimtab.analysis.analysis import worst_layers
 from trimtab.analysis.hot_experts import HOT_FACTOR
 from trimtab.analysis.summary import cost_summary, layers_summary, notes
 from trimtab.array_type import Array
-from trimtab.report.analysis_data import hot_columns, load_map, vio_columns
+from trimtab.report.analysis_data import hot_columns, hot_values, load_map, vio_columns, vio_values
 from trimtab.report.analysis_tables import (
     balance_table,
     domains_table,
@@ -25,8 +25,20 @@ from trimtab.report.analysis_tables import (
     stability_facts,
 )
 from trimtab.report.charts import bar_chart, line_chart
+from trimtab.report.colour_scale import hot_scale, overlap_scale, vio_scale
 from trimtab.report.model import AnalysisReport
-from trimtab.report.widgets import Section, facts, grid, heat_map, lead, notes_section, summary, table
+from trimtab.report.widgets import (
+    Section,
+    colour_legend,
+    facts,
+    grid,
+    heat_map,
+    lead,
+    notes_section,
+    summary,
+    table,
+    times,
+)
 
 SHOWN_LAYERS = 10
 BINS = 24
@@ -91,12 +103,13 @@ def _placements(analysis: Analysis) -> str:
 def _layers(analysis: Analysis) -> str:
     columns = vio_columns(analysis)
     step = int(columns[1] - columns[0]) if len(columns) > 1 else 1
-    joined = f" Each column is the mean of {step} micro-steps." if step > 1 else ""
-    caption = f"max_vio: max/mean - 1 over ranks.{joined}"
+    joined = f", the mean of {step} micro-steps in each column" if step > 1 else ""
+    caption = f"max_vio: max/mean - 1 over ranks{joined}"
+    legend = colour_legend(vio_scale(vio_values(analysis)), lambda value: f"{round(value, 2):g}", caption)
     layers = layers_table(analysis, SHOWN_LAYERS)
     return (
         summary(layers_summary(analysis))
-        + grid("vio", "max_vio of every layer and micro-step", caption)
+        + grid("vio", "max_vio of every layer and micro-step", legend)
         + f"<h3>{layers.title}</h3>"
         + table(layers)
     )
@@ -135,25 +148,27 @@ def _steps(analysis: Analysis) -> str:
 
 def _hot(analysis: Analysis) -> str:
     names = [f"layer {index}" for index in analysis.counts.layer_indices]
-    caption = "tokens divided by those of the mean expert; below 1× is blank"
+    caption = "tokens divided by those of the mean expert"
+    legend = colour_legend(hot_scale(hot_values(analysis)), times, caption)
     bars = bar_chart("Runs of hot experts, by length", run_bars(analysis), "consecutive micro-steps")
     return (
         lead(f"An expert is hot in an instance if it has more than {HOT_FACTOR} times the mean expert's tokens.")
         + facts(hot_facts(analysis))
         + f'<div class="pair below">{bars}<div>{table(hottest_table(analysis))}</div></div>'
         + f'<div class="below">{_selection_note(hot_columns(analysis), analysis)}'
-        + grid("hot", "Tokens of every expert in every micro-step", caption, names, worst_layers(analysis)[0])
+        + grid("hot", "Tokens of every expert in every micro-step", legend, names, worst_layers(analysis)[0])
         + "</div>"
     )
 
 
 def _domains(analysis: Analysis) -> str:
     caption = "mean over layers; columns are in the order of the rows"
+    legend = colour_legend(overlap_scale(analysis.overlap_DD), lambda value: f"{value:.0%}", caption)
     return (
         lead(
             "Each domain is analyzed as if the trace had no other sequences; figures are means over layers. The skew "
             "of one domain does not decrease with more sequences; a mixture of domains is more even."
         )
         + table(domains_table(analysis))
-        + f'<div class="below">{grid("overlap", "Expert load that two domains have in common", caption)}</div>'
+        + f'<div class="below">{grid("overlap", "Expert load that two domains have in common", legend)}</div>'
     )

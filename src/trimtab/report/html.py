@@ -12,7 +12,8 @@ from trimtab.files import write_atomically
 from trimtab.report.analysis_data import analysis_data
 from trimtab.report.analysis_sections import analysis_sections
 from trimtab.report.model import AnalysisReport, Report
-from trimtab.report.payload import Blobs, in_script, simulation_data
+from trimtab.report.page_arrays import PageArrays
+from trimtab.report.payload import in_script, simulation_data
 from trimtab.report.sections import sections
 from trimtab.report.widgets import summary
 
@@ -26,11 +27,11 @@ def write_html(report: Report | AnalysisReport, path: str | os.PathLike[str]) ->
 
 def page_of(report: Report | AnalysisReport) -> str:
     """The page as text, without external resources."""
-    blobs = Blobs()
+    arrays = PageArrays()
     if isinstance(report, AnalysisReport):
-        data, parts = analysis_data(report.analysis, blobs), analysis_sections(report)
+        data, parts = analysis_data(report.analysis, arrays), analysis_sections(report)
     else:
-        data, parts = simulation_data(report, blobs), sections(report)
+        data, parts = simulation_data(report, arrays), sections(report)
     headline, _, rest = report.answer.partition(". ")
     values = {
         "title": escape(report.title),
@@ -39,7 +40,7 @@ def page_of(report: Report | AnalysisReport) -> str:
         "nav": "".join(f'<a href="#{part.name}">{part.word}</a>' for part in parts),
         "sections": "\n".join(part.html for part in parts),
         "data": in_script(json.dumps(data, allow_nan=False)),
-        "blobs": "\n".join(blobs.elements),
+        "arrays": "\n".join(arrays.elements),
         "css": _asset("page.css"),
         "js": "\n".join(_asset(name) for name in SCRIPTS),
     }

@@ -11,8 +11,8 @@ from trimtab.report.widgets import table
 
 
 def notebook_html(title: str, text: str, tables: Sequence[TableData]) -> str:
-    """A title and a sentence over tables with their titles."""
-    shown = "".join(f"<p><b>{escape(each.title)}</b></p>{table(_plain(each))}" for each in tables)
+    """A title and a sentence over tables, whose titles are their captions."""
+    shown = "".join(table(_plain(each)) for each in tables)
     return f"<div><p><b>{escape(title)}</b><br>{escape(text)}</p>{shown}</div>"
 
 

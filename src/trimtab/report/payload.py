@@ -1,8 +1,7 @@
-"""A report's arrays inside the page: base64 of little-endian numbers, in the smallest dtype."""
+"""A report's values for the page's scripts."""
 
 from __future__ import annotations
 
-import base64
 from collections.abc import Sequence
 from typing import Any
 
@@ -10,47 +9,34 @@ import numpy as np
 
 from trimtab.array_type import Array
 from trimtab.planner.plan.workload import max_over_mean
+from trimtab.report.colour_scale import ColourScale, load_scale
 from trimtab.report.model import LoadMap, Report, Timeline
-from trimtab.report.timeline_rows import TimelineRows, rows_of
+from trimtab.report.page_arrays import PageArrays
+from trimtab.report.timeline_rows import row_name, rows_of
 from trimtab.simulator.recorded_operations import LANES
 
-NO_LAYER = 65535
 BUSIEST_RANKS = 8
-# The heat map scale excludes the highest 1/200 of (instance, rank) loads, and is at least this wide.
-SHOWN_PART = 0.995
-LEAST_SPREAD = 0.1
+# Limits that keep large pages small: loads of a map that are exact to the token, and the resolution of a timeline.
+MOST_EXACT = 100_000
+MOST_TICKS = 1 << 20
 
 
-class Blobs:
-    """The HTML elements with a page's arrays."""
-
-    def __init__(self) -> None:
-        self.elements: list[str] = []
-
-    def __call__(self, array: Array, dtype: str) -> dict[str, str]:
-        """Adds an array. Returns its element and its type, one of `TYPES` in `common.js`."""
-        name = f"blob-{len(self.elements)}"
-        text = base64.b64encode(np.ascontiguousarray(array, f"<{dtype}").tobytes()).decode()
-        self.elements.append(f'<script type="text/plain" id="{name}">{text}</script>')
-        return {"id": name, "type": dtype}
-
-
-def simulation_data(report: Report, blob: Blobs) -> dict[str, Any]:
+def simulation_data(report: Report, arrays: PageArrays) -> dict[str, Any]:
     """Values of a step for the page's scripts."""
     maps = load_maps(report)
     return page_data(
         report.layer_names,
-        [map_data(part, blob) for part in maps],
-        load_spread(maps),
+        [map_data(part, arrays) for part in maps],
+        load_scale(maps),
         start_layer=int(worst_layers(report.before)[0]) if maps else -1,
-        timelines=[_timeline(timeline, blob) for timeline in report.timelines],
+        timelines=[_timeline(timeline, arrays) for timeline in report.timelines],
     )
 
 
 def page_data(
     layers: Sequence[str],
     maps: Sequence[dict[str, Any]],
-    spread: float,
+    scale: ColourScale,
     *,
     start_layer: int,
     timelines: Sequence[dict[str, Any]] = (),
@@ -60,11 +46,11 @@ def page_data(
 
     Args:
         layers: names of MoE layers.
-        maps: see `map_data`; `spread` is the distance from 1 to the ends of their colour scale.
+        maps: see `map_data`; `scale` is their colour scale.
         start_layer: index of the layer that is shown first; -1 for the mean of all.
     """
     return {
-        "layers": layers, "lanes": LANES, "maps": maps, "spread": spread, "start_layer": start_layer,
+        "layers": layers, "maps": maps, "spread": scale.high - 1, "start_layer": start_layer,
         "timelines": timelines, "grids": grids,
     }  # fmt: skip
 
@@ -85,18 +71,6 @@ def worst_layers(loads: LoadMap) -> Array:
     return np.argsort(-max_over_mean(loads.loads_MLR).mean(axis=0), kind="stable")
 
 
-def load_spread(maps: Sequence[LoadMap]) -> float:
-    """Distance from 1 to each end of the colour scale."""
-    away = [np.empty(0)]
-    for part in maps:
-        means = part.loads_MLR.mean(axis=2, keepdims=True)
-        ratios = np.divide(part.loads_MLR, means, out=np.ones(part.loads_MLR.shape), where=means > 0)
-        away.append(np.abs(ratios - 1).reshape(-1))
-    together = np.concatenate(away)
-    reach = float(np.quantile(together, SHOWN_PART)) if together.size else 0.0
-    return max(LEAST_SPREAD, np.ceil(reach * 20) / 20)
-
-
 def busiest_ranks(timeline: Timeline) -> list[int]:
     """Ranks with most compute time, ascending; waiting is not counted."""
     works = np.array(["wait" not in name for name in timeline.names], bool)
@@ -108,39 +82,45 @@ def busiest_ranks(timeline: Timeline) -> list[int]:
     return np.sort(present[np.argsort(-busy_R[present], kind="stable")][:BUSIEST_RANKS]).tolist()
 
 
-def map_data(part: LoadMap, blob: Blobs) -> dict[str, Any]:
-    """One heat map of rank loads."""
+def map_data(part: LoadMap, arrays: PageArrays) -> dict[str, Any]:
+    """One heat map of rank loads, in multiples of `unit` tokens: 1 unless the map is large."""
     loads = part.loads_MLR
-    largest = int(loads.max(initial=0))
-    dtype = "u1" if largest < 1 << 8 else "u2" if largest < 1 << 16 else "u4" if largest < 1 << 32 else "f8"
     M, L, R = loads.shape
-    return {"title": part.title, "M": M, "L": L, "R": R, "blob": blob(loads, dtype)}
+    unit = 1
+    if loads.size > MOST_EXACT:
+        # At most 1/512 of the mean load: the error is invisible in ratios with two decimals.
+        unit = 1 << max(0, int(np.log2(max(1.0, loads.mean() / 512))))
+    # Micro-steps of a layer and rank are alike, so they are neighbours.
+    values = np.rint(loads / unit).transpose(1, 2, 0)
+    return {"title": part.title, "M": M, "L": L, "R": R, "unit": unit, "array": arrays(values)}
 
 
-def _timeline(timeline: Timeline, blob: Blobs) -> dict[str, Any]:
+def _timeline(timeline: Timeline, arrays: PageArrays) -> dict[str, Any]:
     total = float(timeline.end_N.max(initial=0.0))
-    # Nanoseconds, or the coarser unit that fits 32 bits.
-    tick = max(1e-9, total / (2**32 - 2))
+    tick = max(1e-9, total / MOST_TICKS)
     rows = rows_of(timeline, tick)
-    layers = timeline.layer_N[rows.order_N].astype(np.int64)
+    lengths = np.diff(rows.starts_W1)
+    lanes, lane_W = np.unique(np.stack([rows.lane_W, rows.row_W], axis=1), axis=0, return_inverse=True)
+    lane_N, rank_N = (np.repeat(each, lengths) for each in (lane_W.reshape(-1), rows.rank_W))
+    kind_N = timeline.kind_N[rows.order_N]
+    layer_N = timeline.layer_N[rows.order_N]
+    # The same operation of all ranks starts at about the same time, so ranks are neighbours.
+    order = np.lexsort((rows.start_N, rank_N, layer_N, lane_N, kind_N))
+    start_N = rows.start_N[order]
     return {
         "title": timeline.title,
         "names": timeline.names,
+        "lanes": [row_name(lane, row) for lane, row in lanes.tolist()],
         "total": max(total, tick),
         "tick": tick,
-        "no_layer": NO_LAYER,
-        "rows": _row_list(rows),
         "ranks": np.unique(timeline.rank_N).tolist(),
         "busiest": busiest_ranks(timeline),
-        "blobs": {
-            "kind": blob(timeline.kind_N[rows.order_N], "u1"),
-            "layer": blob(np.where(layers < 0, NO_LAYER, layers), "u2"),
-            "start": blob(rows.start_N, "u4"),
-            "end": blob(rows.end_N, "u4"),
+        "arrays": {
+            "kind": arrays(kind_N[order]),
+            "lane": arrays(lane_N[order]),
+            "rank": arrays(rank_N[order]),
+            "layer": arrays(layer_N[order]),
+            "start": arrays(start_N),
+            "length": arrays(rows.end_N[order] - start_N),
         },
     }
-
-
-def _row_list(rows: TimelineRows) -> list[list[int]]:
-    """Rank, lane, first operation and number of operations of each row."""
-    return np.stack([rows.rank_W, rows.lane_W, rows.starts_W1[:-1], np.diff(rows.starts_W1)], axis=1).tolist()

@@ -18,7 +18,7 @@ from pathlib import Path
 from trimtab.errors import InputError
 from trimtab.files import write_atomically
 from trimtab.report.model import Timeline
-from trimtab.report.timeline_rows import rows_of
+from trimtab.report.timeline_rows import row_name, rows_of
 from trimtab.simulator.recorded_operations import LANES
 
 NANOSECOND = 1e-9
@@ -63,8 +63,7 @@ def _events(timelines: Sequence[Timeline]) -> Iterator[str]:
                 yield _named("process_name", process, thread, name=f"{prefix}rank {rank}")
                 yield _named("process_labels", process, thread, labels=timeline.title)
                 yield _named("process_sort_index", process, thread, sort_index=next(place))
-            lane_name = LANES[lane] if row == 0 else f"{LANES[lane]} ({row + 1})"
-            yield _named("thread_name", process, thread, name=lane_name)
+            yield _named("thread_name", process, thread, name=row_name(lane, row))
             yield _named("thread_sort_index", process, thread, sort_index=int(lane) * 100 + int(row))
             for n in range(rows.starts_W1[w], rows.starts_W1[w + 1]):
                 args = f'{{"layer":{layers[n]}}}' if layers[n] >= 0 else "{}"

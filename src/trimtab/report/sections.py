@@ -88,14 +88,15 @@ def _policies(report: Report) -> str:
     ]
     if FAR_COLUMN in balance.columns:
         more.append("Far rows: rows computed on another node than the one that holds the token.")
-    return lead(f"{times.title}. {' '.join(texts)}") + table(times) + lead(" ".join(more)) + table(balance)
+    explained = [f'<p class="below lead">{escape(" ".join(each))}</p>' for each in (texts, more)]
+    return lead(f"{times.title}.") + table(times) + explained[0] + table(balance) + explained[1]
 
 
 def _times(policies: Sequence[PolicyResult]) -> str:
     rows = [(policy.name, policy.parts_s, policy.step_time_s) for policy in by_time(policies)]
     return (
-        '<p class="lead">Time on the critical path, all policies on one scale. Point at a part, or use '
-        "<kbd>Tab</kbd> and the arrow keys.</p>" + _bars(rows, dict(PARTS), "time by part", seconds)
+        '<p class="lead">Time on the critical path, all policies on one scale. <span class="screen">Point at a part, '
+        "or use <kbd>Tab</kbd> and the arrow keys.</span></p>" + _bars(rows, dict(PARTS), "time by part", seconds)
     )
 
 
@@ -151,8 +152,9 @@ def _bars(
         spoken = "; ".join(f"{title} {show(amount)}, {share}" for _, amount, title, share in pieces)
         lines.append(
             f'<div class="bar-row{" ours" if name == OURS else ""}"><span class="bar-name">{escape(name)}</span>'
-            f'<div class="bar" tabindex="0" role="img" aria-label="{escape(f"{name}: {show(total)}. {spoken}")}">'
-            f'{spans}</div><span class="bar-total">{show(total)}</span></div>'
+            f'<div class="bar" tabindex="0" role="application" aria-roledescription="stacked bar" '
+            f'aria-label="{escape(f"{name}: {show(total)}. {spoken}")}">{spans}</div>'
+            f'<span class="bar-total">{show(total)}</span></div>'
         )
     legend = "".join(f'<li><i style="--c:var(--{colours[p]})"></i>{escape(title)}</li>' for p, title in used.items())
     cells = tuple(
@@ -182,7 +184,8 @@ def _timeline(report: Report) -> str:
     )
     title = "" if picker else f" Shown: {escape(report.timelines[0].title)}."
     return f"""<p class="lead">Operations of every rank, lane by lane. In each layer all ranks synchronise twice: to
-dispatch tokens to their experts, and to combine the results.{title}</p>
+dispatch tokens to their experts, and to combine the results. Operations that use one link at the same time are in lanes
+of their own, such as node link (2).{title}</p>
 <div class="controls">{picker}
 <span class="field"><label for="timeline-ranks">Ranks</label><select id="timeline-ranks"></select></span>
 <span class="gap"></span><button type="button" id="zoom-out" aria-label="Zoom out">−</button>

@@ -17,6 +17,7 @@ from trimtab.simulator.ways_to_fit import ways_to_fit
 from trimtab.trace import RoutingTrace
 
 ABOUT = {
+    "nothing": "uses no routing; no replicas",
     "past": "plans from past steps",
     "step": "plans from the step's routing",
     "micro-step": "plans from each micro-step's routing",
@@ -244,8 +245,6 @@ def _purposes(memory: Mapping[str, int]) -> dict[str, float]:
 
 
 def _about(outcome: Outcome) -> str:
-    if outcome.name == "static":
-        return "contiguous homes, no replicas"
     return "perfectly even routing" if outcome.policy.traits.ideal else ABOUT[outcome.policy.traits.known_at]
 
 

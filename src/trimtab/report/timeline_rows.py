@@ -9,6 +9,7 @@ import numpy as np
 
 from trimtab.array_type import Array
 from trimtab.report.model import Timeline
+from trimtab.simulator.recorded_operations import LANES
 
 
 @dataclass(frozen=True, eq=False)
@@ -30,6 +31,11 @@ class TimelineRows:
     rank_W: Array
     lane_W: Array
     row_W: Array
+
+
+def row_name(lane: int, row: int) -> str:
+    """Name of a row, unique within a rank: the lane's name, with a number from the second row on."""
+    return LANES[lane] if row == 0 else f"{LANES[lane]} ({row + 1})"
 
 
 def rows_of(timeline: Timeline, tick_s: float) -> TimelineRows:

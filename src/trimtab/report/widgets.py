@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from html import escape
 
+from trimtab.report.colour_scale import ColourScale, load_scale
 from trimtab.report.model import LoadMap
-from trimtab.report.payload import load_spread
 from trimtab.report.table_data import Facts, Row, TableData
 
 POINT_AT_CELL = "Point at a cell, or use Tab and the arrow keys."
@@ -31,11 +31,13 @@ class Section:
 
 
 def table(data: TableData) -> str:
-    """A table in a box of its own, which scrolls on a narrow page."""
+    """A table with its title as caption, in a box of its own, which scrolls on a narrow page."""
+    title = escape(data.title)
     head = "".join(f'<th scope="col">{escape(column)}</th>' for column in data.columns)
+    rows = "".join(map(_row, data.rows))
     return (
-        f'<div class="scroll" tabindex="0" role="region" aria-label="{escape(data.title)}"><table>'
-        f"<thead><tr>{head}</tr></thead><tbody>{''.join(map(_row, data.rows))}</tbody></table></div>"
+        f'<div class="scroll" tabindex="0" role="region" aria-label="Table: {title}"><table>'
+        f"<caption><b>{title}</b></caption><thead><tr>{head}</tr></thead><tbody>{rows}</tbody></table></div>"
     )
 
 
@@ -66,26 +68,53 @@ def heat_map(maps: Sequence[LoadMap], layer_names: Sequence[str], worst: int) ->
         'Arrow keys move, Page Up and Page Down change the layer."></canvas></div></figure>'
         for part in maps
     )
-    spread = load_spread(maps)
-    low, high = max(0.0, 1 - spread), 1 + spread
-    # The scale is symmetric around 1; values below no load are cut off.
-    whole, one = 100 * 2 * spread / (high - low), 100 * (1 - low) / (high - low)
-    marks = "".join(
-        f'<span style="left:{at:.1f}%">{text}</span>'
-        for at, text in ((0.0, f"{low:.2f}×"), (one, "1×"), (100.0, f"{high:.2f}×"))
-    )
     text = "Tokens that each rank computes, divided by the mean over ranks: blue is below the mean, orange above."
     return f"""{lead(text)}
 <div class="controls">
 <span class="field"><label for="layer">Layer</label><select id="layer">{layer_options}</select></span>
 <button type="button" id="layer-previous" aria-label="Previous layer">←</button>
-<input type="range" id="layer-slider" min="-1" max="{len(layer_names) - 1}" value="{worst}" aria-label="Layer">
 <button type="button" id="layer-next" aria-label="Next layer">→</button>
+<input type="range" id="layer-slider" min="-1" max="{len(layer_names) - 1}" value="{worst}" aria-label="Layer">
 </div>
 <div class="pair">{figures}</div>
 <output class="readout" id="heat-readout" aria-live="polite">{POINT_AT_CELL}</output>
-<div class="scale"><i style="background-size:{whole:.1f}% 100%"></i><div>{marks}</div>
-<span>load / mean load of the ranks</span></div>"""
+{colour_legend(load_scale(maps), times, "load / mean load of the ranks", middle=1.0)}"""
+
+
+def times(value: float) -> str:
+    """A ratio, such as 2.4×."""
+    return f"{round(value, 2):g}×"
+
+
+def colour_legend(
+    scale: ColourScale, text_of: Callable[[float], str], caption: str, *, middle: float | None = None
+) -> str:
+    """Colours of a scale with the values of its ends. An end beyond which there are values is an arrow, marked ≤ or ≥.
+
+    Args:
+        text_of: text of a value.
+        caption: what the values are.
+        middle: value of the neutral colour, between blue and orange; None: the colours begin with the neutral one.
+    """
+    marks = [
+        (0.0, ("≤ " if scale.clips_below else "") + text_of(scale.low)),
+        (100.0, ("≥ " if scale.clips_above else "") + text_of(scale.high)),
+    ]
+    style, kinds = "", ["scale"]
+    if middle is None:
+        kinds.append("from-mean")
+    else:
+        span = scale.high - scale.low
+        at = 100 * (middle - scale.low) / span
+        # On a wide scale it would cover the text of the low end.
+        if at > 14:
+            marks.insert(1, (at, text_of(middle)))
+        # The colours are symmetric around the middle; those below the lowest value are cut off.
+        style = f' style="background-size:{100 * 2 * (scale.high - middle) / span:.1f}% 100%"'
+    kinds += ["clips-below"] * scale.clips_below + ["clips-above"] * scale.clips_above
+    texts = "".join(f'<span style="left:{at:.1f}%">{text}</span>' for at, text in marks)
+    most = f"; at most {text_of(scale.most)}" if scale.clips_above else ""
+    return f'<div class="{" ".join(kinds)}"><i{style}></i><div>{texts}</div><span>{escape(caption)}{most}</span></div>'
 
 
 def facts(facts: Facts) -> str:
@@ -109,11 +138,11 @@ def summary(text: str) -> str:
     return f'<p class="summary">{escape(text)}</p>' if text else ""
 
 
-def grid(name: str, title: str, caption: str, planes: Sequence[str] = (), shown: int = 0) -> str:
+def grid(name: str, title: str, legend: str, planes: Sequence[str] = (), shown: int = 0) -> str:
     """A colour grid, drawn by `grid.js` from the data of this name.
 
     Args:
-        caption: description of the colour scale. Its ends are written by the script.
+        legend: see `colour_legend`.
         planes: names of layers to choose from; with less than two there is no choice.
         shown: the plane that is shown first.
     """
@@ -129,8 +158,7 @@ def grid(name: str, title: str, caption: str, planes: Sequence[str] = (), shown:
         f'<div><canvas tabindex="0" role="application" aria-roledescription="heat map" '
         f'aria-describedby="grid-{name}-readout" aria-label="{escape(title)}. Arrow keys move.{keys}"></canvas></div>'
         f'<output class="readout" id="grid-{name}-readout" aria-live="polite">{POINT_AT_CELL}</output>'
-        '<div class="scale from-mean"><i></i><div><span data-low style="left:0"></span>'
-        f'<span data-high style="left:100%"></span></div><span>{escape(caption)}</span></div></figure>'
+        f"{legend}</figure>"
     )
 
 

@@ -38,7 +38,7 @@ PART_OF = {
     WAITING_FOR_RANKS: "imbalance",
 }  # fmt: skip
 ABOUT = {
-    "static": "contiguous homes, no replicas",
+    "static": "uses no routing; no replicas",
     "trimtab": "schedule, homes, replicas and split, planned from the recorded routing",
 }
 NOTES = (

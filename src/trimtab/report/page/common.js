@@ -3,20 +3,28 @@ const report = JSON.parse(document.getElementById("report").textContent);
 const byId = (id) => document.getElementById(id);
 const clamp = (value, low, high) => Math.min(high, Math.max(low, value));
 const redraws = [];
+const isPrinting = () => "printing" in document.documentElement.dataset;
 
-const TYPES = { u1: Uint8Array, u2: Uint16Array, u4: Uint32Array, f8: Float64Array, i2: Int16Array };
-const decoded = new Map();
-function array(blob) {
-  if (!decoded.has(blob.id)) {
-    const element = byId(blob.id);
-    const binary = atob(element.textContent);
-    const bytes = new Uint8Array(binary.length);
-    for (let i = 0; i < binary.length; i++) bytes[i] = binary.charCodeAt(i);
-    decoded.set(blob.id, new TYPES[blob.type](bytes.buffer));
-    element.remove();
+// Integer arrays: differences, byte planes, deflate, base64; see `page_arrays.py`.
+const unpacked = new Map();
+async function unpack({ id, count, bytes }) {
+  const element = byId(id);
+  const packed = Uint8Array.from(atob(element.textContent), (letter) => letter.charCodeAt(0));
+  element.remove();
+  const stream = new Blob([packed]).stream().pipeThrough(new DecompressionStream("deflate"));
+  const planes = new Uint8Array(await new Response(stream).arrayBuffer());
+  const values = new Float64Array(count);
+  let last = 0;
+  for (let i = 0; i < count; i++) {
+    let coded = 0;
+    for (let plane = bytes - 1; plane >= 0; plane--) coded = coded * 256 + planes[plane * count + i];
+    last += coded % 2 ? -(coded + 1) / 2 : coded / 2;
+    values[i] = last;
   }
-  return decoded.get(blob.id);
+  unpacked.set(id, values);
 }
+const unpackAll = (parts) => Promise.all(parts.map(unpack));
+const array = ({ id }) => unpacked.get(id);
 
 function colourOf(expression) {
   const probe = document.createElement("span");
@@ -29,11 +37,12 @@ function colourOf(expression) {
 
 const whole = new Intl.NumberFormat("en", { maximumFractionDigits: 0 });
 const ratioText = (value) => (Number.isFinite(value) ? value.toFixed(2) : "–");
-function secondsText(seconds, span = seconds) {
+// Three digits, in a unit that fits `span`, but none below the resolution `tick`.
+function secondsText(seconds, tick, span = seconds) {
   const scale = Math.abs(span);
   const [factor, unit] = scale >= 1 ? [1, "s"] : scale >= 1e-3 ? [1e3, "ms"] : [1e6, "µs"];
-  const value = seconds * factor;
-  return `${value.toFixed(Math.abs(value) >= 100 ? 0 : Math.abs(value) >= 10 ? 1 : 2)} ${unit}`;
+  const value = seconds * factor, known = Math.max(0, Math.ceil(-Math.log10(tick * factor) - 1e-9));
+  return `${value.toFixed(Math.min(known, Math.abs(value) >= 100 ? 0 : Math.abs(value) >= 10 ? 1 : 2))} ${unit}`;
 }
 
 // A line of text; parts in brackets are bold. Text only: names come from users' files.
@@ -50,7 +59,7 @@ function say(element, ...parts) {
 
 function prepared(canvas, height) {
   const width = Math.max(1, canvas.parentElement.clientWidth);
-  const dense = window.devicePixelRatio || 1;
+  const dense = isPrinting() ? 3 : window.devicePixelRatio || 1;
   canvas.style.height = `${height}px`;
   canvas.width = Math.round(width * dense);
   canvas.height = Math.round(height * dense);

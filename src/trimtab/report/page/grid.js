@@ -4,15 +4,12 @@ function startGrid(figure) {
   const grid = report.grids.find(({ name }) => name === figure.dataset.grid);
   const canvas = figure.querySelector("canvas"), readout = figure.querySelector(".readout");
   const select = figure.querySelector("select");
-  const endText = (value) => (grid.percent ? `${Math.round(value * 100)}%` : `${Number(value.toFixed(2))}${grid.unit_sign}`);
-  figure.querySelector("[data-low]").textContent = endText(grid.low);
-  figure.querySelector("[data-high]").textContent = endText(grid.high);
   const [rowWord, columnWord] = grid.words, rows = grid.rows.length, columns = grid.columns.length;
   let plane = grid.start, cursor = null, plot = null;
 
   const valueAt = (row, column) => {
-    const value = array(grid.blob)[(plane * rows + row) * columns + column];
-    return value === grid.none ? NaN : value * grid.unit;
+    const value = array(grid.array)[(plane * rows + row) * columns + column];
+    return value ? (value - 1) * grid.unit : NaN;
   };
 
   function draw() {
@@ -23,8 +20,8 @@ function startGrid(figure) {
     const shown = canvas.parentElement.clientWidth;
     const longest = Math.max(...grid.rows.map((name) => context.measureText(name).width));
     const left = clamp(Math.ceil(longest) + 10, 34, shown / 3);
-    const { width } = prepared(canvas, 20 + rows * cell + (grid.percent ? 8 : 32));
-    plot = { x: left, y: 20, w: Math.min(width - left - 1, columns * 48), h: rows * cell, cell };
+    const { width } = prepared(canvas, 22 + rows * cell + (grid.percent ? 8 : 32));
+    plot = { x: left, y: 22, w: Math.min(width - left - 1, columns * 48), h: rows * cell, cell };
     plot.column = plot.w / columns;
     const small = document.createElement("canvas");
     small.width = columns;
@@ -56,7 +53,7 @@ function startGrid(figure) {
       }
       context.textAlign = "left";
       context.fillText(columnWord, plot.x, plot.y + plot.h + 25);
-      context.fillText(rowWord, 0, 8);
+      context.fillText(rowWord, 0, 6);
     }
     if (cursor) {
       context.strokeStyle = ink;
@@ -92,4 +89,3 @@ function startGrid(figure) {
   redraws.push(draw);
   pick(plane);
 }
-for (const figure of document.querySelectorAll("[data-grid]")) startGrid(figure);

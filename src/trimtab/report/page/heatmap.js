@@ -53,22 +53,22 @@ function startHeatMap() {
 
   // Tokens and ratios of one layer, or their means over all layers (-1); a ratio is NaN where there are no tokens.
   function values(map) {
-    const { M, L, R } = map, loads = array(map.blob);
+    const { M, L, R, unit } = map, loads = array(map.array);
     const tokens = new Float64Array(M * R), ratios = new Float64Array(M * R), counted = new Uint16Array(M);
     const chosen = layer < 0 ? [...Array(L).keys()] : [layer];
     let worst = 0, sum = 0, instances = 0;
     for (let m = 0; m < M; m++) {
       for (const l of chosen) {
-        const first = (m * L + l) * R;
+        const at = (r) => (l * R + r) * M + m;
         let total = 0, most = 0;
         for (let r = 0; r < R; r++) {
-          total += loads[first + r];
-          most = Math.max(most, loads[first + r]);
+          total += loads[at(r)];
+          most = Math.max(most, loads[at(r)]);
         }
-        for (let r = 0; r < R; r++) tokens[m * R + r] += loads[first + r] / chosen.length;
+        for (let r = 0; r < R; r++) tokens[m * R + r] += (loads[at(r)] * unit) / chosen.length;
         if (!total) continue;
         counted[m]++;
-        for (let r = 0; r < R; r++) ratios[m * R + r] += (loads[first + r] * R) / total;
+        for (let r = 0; r < R; r++) ratios[m * R + r] += (loads[at(r)] * R) / total;
         const ratio = (most * R) / total;
         worst = Math.max(worst, ratio);
         sum += ratio;
@@ -132,7 +132,8 @@ function startHeatMap() {
     views.forEach(({ map, tokens, ratios }) => {
       if (cursor.m >= map.M || cursor.r >= map.R) return;
       const at = cursor.m * map.R + cursor.r;
-      parts.push(` · ${map.title} `, [`${ratioText(ratios[at])}×`], ` the mean (${whole.format(tokens[at])} tokens)`);
+      const count = `${map.unit > 1 ? "about " : ""}${whole.format(tokens[at])} tokens`;
+      parts.push(` · ${map.title} `, [`${ratioText(ratios[at])}×`], ` the mean (${count})`);
     });
     say(readout, ...parts);
   }
@@ -173,4 +174,3 @@ function startHeatMap() {
   redraws.push(draw);
   pick(layer);
 }
-if (report.maps.length) startHeatMap();

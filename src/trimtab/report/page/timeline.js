@@ -1,16 +1,32 @@
-// Operations of every lane of every rank in one micro-step. Operations of a row do not overlap, and are sorted by start.
-const RANK_GAP = 9, AXIS = 24;
+// Operations of every lane of every rank in one micro-step. A row is one lane of one rank; its operations do not overlap.
+const RANK_GAP = 9, AXIS = 24, NARROW = 560;
 
 function startTimeline() {
   const canvas = byId("lanes"), box = canvas.parentElement, filler = byId("lanes-filler"), readout = byId("lane-readout");
   const which = byId("timeline"), ranks = byId("timeline-ranks");
   const legends = [...document.querySelectorAll("[data-legend]")];
-  let chosen, events, rows, colours, inks, from, to, cursor = null, gutter, wanted = false, rowHeight = 15;
+  let chosen, events, allRows, rows, colours, inks, from, to, cursor = null, gutter, narrow, printed, wanted = false, rowHeight = 15;
+
+  // Operations by rank, lane and start, and the rows that they form: rank, lane, first operation, number of operations.
+  function sortOperations() {
+    const { kind, layer, rank, lane, start, length } = Object.fromEntries(
+      Object.entries(chosen.arrays).map(([name, part]) => [name, array(part)]),
+    );
+    const order = Uint32Array.from(start.keys());
+    const row = rank.map((each, i) => each * chosen.lanes.length + lane[i]);
+    order.sort((a, b) => row[a] - row[b] || start[a] - start[b] || length[a] - length[b]);
+    const sorted = (values) => Float64Array.from(order, (i) => values[i]);
+    events = { kind: sorted(kind), layer: sorted(layer), start: sorted(start), end: sorted(start.map((s, i) => s + length[i])) };
+    allRows = [];
+    order.forEach((i, place) => {
+      if (!place || row[i] !== row[order[place - 1]]) allRows.push({ rank: rank[i], lane: lane[i], first: place, count: 0 });
+      allRows.at(-1).count++;
+    });
+  }
 
   function load() {
     chosen = report.timelines[Number(which?.value ?? 0)];
-    const { kind, layer, start, end } = chosen.blobs;
-    events = { kind: array(kind), layer: array(layer), start: array(start), end: array(end) };
+    sortOperations();
     legends.forEach((legend, index) => (legend.hidden = index !== report.timelines.indexOf(chosen)));
     const options = [["busiest", `${chosen.busiest.length} busiest ranks`], ["all", `all ${chosen.ranks.length} ranks`]];
     if (chosen.busiest.length === chosen.ranks.length) options.shift();
@@ -27,23 +43,26 @@ function startTimeline() {
     arrange();
   }
 
-  // Rows of the ranks that are shown, and where each is.
+  // Rows of the ranks that are shown, and where each is. On a narrow page, a rank's name is above its rows.
   function arrange() {
     const shown = ranks.value === "all" ? chosen.ranks : ranks.value === "busiest" ? chosen.busiest : [Number(ranks.value)];
-    const wantedRanks = new Set(shown);
+    const wantedRanks = new Set(shown), found = allRows.filter(({ rank }) => wantedRanks.has(rank));
+    narrow = box.clientWidth < NARROW;
     // Few rows may be tall.
-    rowHeight = clamp(Math.floor(300 / chosen.rows.filter(([rank]) => wantedRanks.has(rank)).length), 15, 26);
+    rowHeight = clamp(Math.floor(300 / found.length), 15, 26);
     let y = 6, last = null;
     rows = [];
-    for (const [rank, lane, first, count] of chosen.rows) {
-      if (!wantedRanks.has(rank)) continue;
-      if (last !== null && rank !== last) y += RANK_GAP;
-      rows.push({ rank, lane, first, count, y, opens: rank !== last });
-      last = rank;
+    for (const row of found) {
+      const opens = row.rank !== last;
+      if (opens) y += (last === null ? 0 : RANK_GAP) + (narrow ? 15 : 0);
+      rows.push({ ...row, y, opens });
+      last = row.rank;
       y += rowHeight;
     }
     const height = y + 6;
-    const visible = Math.min(height + AXIS, Math.min(576, window.innerHeight * 0.8));
+    printed = isPrinting();
+    // All rows of a few ranks on one page of paper.
+    const visible = Math.min(height + AXIS, printed ? 880 : Math.min(576, window.innerHeight * 0.8));
     canvas.dataset.height = visible;
     filler.style.height = `${Math.max(0, height + AXIS - visible)}px`;
     cursor = null;
@@ -70,7 +89,7 @@ function startTimeline() {
   function draw() {
     const height = Number(canvas.dataset.height);
     const { context, width } = prepared(canvas, height);
-    gutter = width < 560 ? 74 : 132;
+    gutter = narrow ? 84 : 146;
     const plotWidth = width - gutter - 8, scroll = box.scrollTop, tick = chosen.tick;
     const x = (seconds) => gutter + ((seconds - from) / (to - from)) * plotWidth;
     const marks = ticks(plotWidth, x);
@@ -84,7 +103,7 @@ function startTimeline() {
     context.stroke();
     for (const row of rows) {
       const y = row.y + AXIS - scroll;
-      if (y + rowHeight < AXIS || y > height) continue;
+      if (y + rowHeight < AXIS || y - 15 > height) continue;
       context.fillStyle = inks.track;
       context.fillRect(gutter, y + 1, plotWidth, rowHeight - 2);
       // Operations thinner than a pixel would hide one another: of those that begin in the same pixel, one is drawn.
@@ -99,14 +118,12 @@ function startTimeline() {
         context.fillRect(left, y + 1, Math.max(w > 3 ? w - 0.6 : w, 0.8), rowHeight - 2);
         covered = Math.max(right, left + 0.6);
       }
-      context.fillStyle = row.opens ? inks.ink : inks.muted;
       context.textAlign = "left";
-      if (row.opens) context.fillText(`rank ${row.rank}`, 6, y + rowHeight / 2);
-      if (width >= 560) {
-        context.fillStyle = inks.muted;
-        context.textAlign = "right";
-        context.fillText(report.lanes[row.lane], gutter - 8, y + rowHeight / 2);
-      }
+      context.fillStyle = inks.ink;
+      if (row.opens) context.fillText(`rank ${row.rank}`, 6, narrow ? y - 7 : y + rowHeight / 2);
+      context.textAlign = "right";
+      context.fillStyle = inks.muted;
+      context.fillText(chosen.lanes[row.lane], gutter - 8, y + rowHeight / 2);
     }
     if (cursor !== null) {
       const row = rows.find((r) => cursor >= r.first && cursor < r.first + r.count);
@@ -144,11 +161,11 @@ function startTimeline() {
     if (cursor === null) return;
     const row = rows.find((r) => cursor >= r.first && cursor < r.first + r.count);
     const start = events.start[cursor] * chosen.tick, end = events.end[cursor] * chosen.tick;
-    const layer = events.layer[cursor], many = chosen.no_layer;
+    const layer = events.layer[cursor];
     say(
       readout, [chosen.names[events.kind[cursor]]],
-      ` · rank ${row.rank}, ${report.lanes[row.lane]}${layer === many ? "" : `, layer ${report.layers[layer] ?? layer}`}`,
-      ` · ${secondsText(end - start)}, from ${secondsText(start, chosen.total)}`,
+      ` · rank ${row.rank}, ${chosen.lanes[row.lane]}${layer < 0 ? "" : `, layer ${report.layers[layer] ?? layer}`}`,
+      ` · ${secondsText(end - start, chosen.tick)}, from ${secondsText(start, chosen.tick, chosen.total)}`,
     );
   }
 
@@ -268,19 +285,10 @@ function startTimeline() {
     arrange();
   });
   redraws.push(() => {
+    if (printed !== isPrinting() || narrow !== box.clientWidth < NARROW) return arrange();
     tint();
     draw();
   });
   load();
   byId("step-timeline").dataset.drawn = "";
-}
-
-if (report.timelines.length) {
-  // A large timeline is decoded when it is about to be visible.
-  const watch = new IntersectionObserver((entries) => {
-    if (!entries.some((entry) => entry.isIntersecting)) return;
-    watch.disconnect();
-    startTimeline();
-  }, { rootMargin: "300px" });
-  watch.observe(byId("step-timeline"));
 }

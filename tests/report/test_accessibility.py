@@ -1,0 +1,82 @@
+"""axe-core finds no violation on any kind of page, on wide and narrow screens, in both colour schemes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from helpers.browser import chromium, open_page
+from helpers.reports import some_analysis, some_report
+from trimtab.report.html import write_html
+from trimtab.report.model import AnalysisReport, Report
+from trimtab.report.notebook import facts_table, notebook_html
+from trimtab.report.policies_table import policies_table
+
+# Also the rules of level AAA and the experimental ones, which do not run by default.
+ALL_RULES = "axe.run(document, {rules: Object.fromEntries(axe.getRules().map(rule => [rule.ruleId, {enabled: true}]))})"
+
+
+def measured_report() -> Report:
+    """Figures that the page of a training run has: no ideal run, and a policy without parts."""
+    report = some_report()
+    static, trimtab = report.policies[0], report.policies[6]
+    policies = (replace(static, fraction_of_balanced=None, parts_s={}), replace(trimtab, fraction_of_balanced=None))
+    return replace(report, policies=policies)
+
+
+PAGES: dict[str, Report | AnalysisReport] = {
+    "simulation": some_report(),
+    "training": measured_report(),
+    "analysis": some_analysis(),
+}
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Any]:
+    with chromium() as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def axe_script() -> str:
+    bundled = pytest.importorskip("axe_playwright_python", reason="axe-playwright-python is not installed")
+    return (Path(bundled.__file__).parent / "axe.min.js").read_text(encoding="utf-8")
+
+
+def violations(page: Any, axe_script: str) -> list[tuple[str, str]]:
+    """Rule and first element of each violation."""
+    page.evaluate(axe_script)
+    found = page.evaluate(ALL_RULES)
+    assert len(found["passes"]) > 10
+    return [(each["id"], each["nodes"][0]["html"]) for each in found["violations"]]
+
+
+@pytest.mark.parametrize("width", [1280, 390])
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+@pytest.mark.parametrize("name", PAGES)
+def test_pages_have_no_violations(
+    browser: Any, axe_script: str, tmp_path: Path, name: str, scheme: str, width: int
+) -> None:
+    write_html(PAGES[name], tmp_path / "page.html")
+    with open_page(browser, tmp_path / "page.html", width=width, scheme=scheme) as opened:
+        opened.wait_until_drawn()
+        opened.page.evaluate("document.querySelectorAll('details').forEach(each => { each.open = true })")
+        assert violations(opened.page, axe_script) == []
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_notebook_output_has_no_violations(browser: Any, axe_script: str, tmp_path: Path, scheme: str) -> None:
+    tables = (policies_table(some_report().policies), facts_table("Setting", some_report().facts))
+    shown = notebook_html("simulation of trace.parquet", "Trimtab makes this step 1.70 times as fast.", tables)
+    document = (
+        '<!doctype html><html lang="en" data-ready><head><title>notebook</title>'
+        '<meta name="viewport" content="width=device-width"><style>:root { color-scheme: light dark }</style></head>'
+        f"<body><main><h1>notebook</h1>{shown}</main></body></html>"
+    )
+    (tmp_path / "notebook.html").write_text(document)
+    with open_page(browser, tmp_path / "notebook.html", scheme=scheme) as opened:
+        assert violations(opened.page, axe_script) == []
