@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import argparse
 import cProfile
+import itertools
+import math
 import platform
 import pstats
-import statistics
 import sys
 import time
 from dataclasses import dataclass
@@ -15,7 +16,9 @@ from typing import Any
 
 import numpy as np
 from rich.progress import track
+from rich.table import Table
 
+from trimtab.array_type import Array
 from trimtab.cli.main import run
 from trimtab.cli.options import add_options, given
 from trimtab.cli.output import write_figures
@@ -23,19 +26,21 @@ from trimtab.cli.parser import Parser
 from trimtab.cluster import ClusterSpec
 from trimtab.planner import Placement, SequenceCounts, pack_by_length
 from trimtab.policies import POLICIES, Policy, View, make_view
+from trimtab.policies.planning_time import MEASURED, TimeAtSize
 from trimtab.simulator.comparison import budget_for
 from trimtab.trace import PRESETS, synthesize_preset
 
 NAME = "python -m experiments.planning_times"
 SCHEMA = "trimtab-planning-times-1"
-PRESET, LAYERS, TOKENS_PER_RANK, MEAN_LENGTH, SLOTS, RANKS_PER_NODE = "qwen3-30b-math", 4, 4096, 1024, 2, 8
-# Ranks and experts; micro-steps of the short and of the long step.
+PRESET, TOKENS_PER_RANK, MEAN_LENGTH, SLOTS, RANKS_PER_NODE = "qwen3-30b-math", 4096, 1024, 2, 8
 SIZES = ((8, 128), (16, 128), (32, 128), (64, 256), (128, 256))
-SHORT, LONG = 8, 32
-# Their search over schedules is one task; the others plan layer by layer.
+"""Ranks and experts."""
+MICRO_STEPS, LAYERS = (8, 32), (4, 12)
+"""Each of a small and of a large step."""
 SERIAL = ("routepack", "openinstruct")
-# The function of Trimtab's planner that runs a task for every layer. What else it does is serial.
+"""Balancers whose search over schedules is one task. The others plan layer by layer."""
 PARALLEL = "map_layers"
+"""The function of Trimtab's planner that runs a task for every layer. The rest of the planner is serial."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -48,14 +53,14 @@ class Step:
     token_budget: int
 
     @classmethod
-    def draw(cls, ranks: int, experts: int, micro_steps: int) -> Step:
+    def draw(cls, ranks: int, experts: int, micro_steps: int, layers: int) -> Step:
         """A step of the preset, with about 4,096 tokens per rank and micro-step."""
         trace = synthesize_preset(
             PRESETS[PRESET],
             num_sequences=ranks * micro_steps * TOKENS_PER_RANK // MEAN_LENGTH,
             mean_length=MEAN_LENGTH,
             max_length=4 * MEAN_LENGTH,
-            num_layers=LAYERS,
+            num_layers=layers,
             num_experts=experts,
             num_steps=2,
         )
@@ -83,67 +88,73 @@ class Step:
 def measure_times(rounds: int = 3, max_ranks: int = 128) -> dict[str, Any]:
     """Planning times of all balancers whose time is measured, as `--json` writes them.
 
-    A step of L layers and M micro-steps is taken to need L * (per layer + M * per instance); two steps that differ in M
-    give both. Times are the least of the rounds, in which balancers alternate, on one core.
+    `TimeAtSize` has four times, which follow from four steps: with few and many micro-steps and layers. Times of a
+    step are the least of the rounds, in which balancers alternate, on one core.
 
     Args:
         rounds: timed plans of every step, after one that is not timed.
         max_ranks: largest size.
     """
-    names = [name for name, policy in POLICIES.items() if policy.traits.planning.source.startswith("measured")]
-    sizes: dict[str, list[tuple[int, float, float]]] = {name: [] for name in names}
-    serial: dict[str, list[float]] = {name: [] for name in names}
+    names = [name for name, policy in POLICIES.items() if policy.traits.planning.source == MEASURED]
+    found: dict[str, list[dict[str, float]]] = {name: [] for name in names}
     chosen = [size for size in SIZES if size[0] <= max_ranks]
     for ranks, experts in track(chosen, "planning times", transient=True):
-        us: dict[tuple[str, int], float] = {}
-        for micro_steps in (SHORT, LONG):
-            step = Step.draw(ranks, experts, micro_steps)
-            for number in range(rounds + 1):
-                for name in names:
-                    seconds, instances = _plan(POLICIES[name], step)
-                    if number:
-                        one = seconds / instances * 1e6
-                        us[name, micro_steps] = min(us.get((name, micro_steps), one), one)
+        # Serial and parallel microseconds, by micro-steps and layers.
+        us: dict[str, dict[tuple[int, int], tuple[float, float]]] = {name: {} for name in names}
+        for asked, layers in itertools.product(MICRO_STEPS, LAYERS):
+            step = Step.draw(ranks, experts, asked, layers)
+            for number, name in itertools.product(range(rounds + 1), names):
+                serial, parallel, micro_steps = _plan(name, step)
+                key = (micro_steps, layers)
+                if number:
+                    us[name][key] = min(us[name].get(key, (math.inf, math.inf)), (serial, parallel), key=sum)
         for name in names:
-            serial[name].append(_serial_fraction(name, step))
-            sizes[name].append((ranks, *_split(us[name, SHORT], us[name, LONG], POLICIES[name])))
+            found[name].append({"ranks": ranks} | _fit(us[name], is_live=POLICIES[name].traits.known_at == "layer"))
     settings = {
-        "preset": PRESET, "layers": LAYERS, "micro_steps": [SHORT, LONG], "tokens_per_rank": TOKENS_PER_RANK,
+        "preset": PRESET, "layers": LAYERS, "micro_steps": MICRO_STEPS, "tokens_per_rank": TOKENS_PER_RANK,
         "slots": SLOTS, "experts": dict(chosen), "rounds": rounds,
     }  # fmt: skip
-    times = {name: {"serial": statistics.median(serial[name]), "sizes": sizes[name]} for name in names}
-    return {"schema": SCHEMA, "machine": _machine(), "settings": settings, "policies": times}
+    return {"schema": SCHEMA, "machine": _machine(), "settings": settings, "policies": found}
 
 
-def _plan(policy: Policy, step: Step) -> tuple[float, int]:
-    """Seconds of planning, and the instances of the plan."""
-    view = step.view(policy)
+def _plan(name: str, step: Step) -> tuple[float, float, int]:
+    """Serial and parallel microseconds of planning, and the plan's micro-steps."""
+    policy = POLICIES[name]
+    view, profile = step.view(policy), cProfile.Profile()
     start = time.perf_counter()
-    plan = policy.plan(view)
-    return time.perf_counter() - start, plan.num_micro_steps * plan.num_layers
+    plan = profile.runcall(policy.plan, view) if name == "trimtab" else policy.plan(view)
+    total = (time.perf_counter() - start) * 1e6
+    parallel = 0.0 if name in SERIAL else total
+    if name == "trimtab":
+        stats: Any = pstats.Stats(profile)
+        parallel = sum(entry[3] for (_, _, function), entry in stats.stats.items() if function == PARALLEL) * 1e6
+    return total - parallel, parallel, plan.num_micro_steps
 
 
-def _split(short_us: float, long_us: float, policy: Policy) -> tuple[float, float]:
-    """Microseconds per layer and per instance, from those per instance of the short and of the long step."""
-    if policy.traits.known_at == "layer":
-        return 0.0, round(long_us, 2)
-    layer_us = max(0.0, (short_us - long_us) / (1 / SHORT - 1 / LONG))
-    return round(layer_us, 1), round(max(0.0, long_us - layer_us / LONG), 2)
+def _fit(us: dict[tuple[int, int], tuple[float, float]], *, is_live: bool) -> dict[str, float]:
+    """The times of `TimeAtSize` that are nearest to the measured ones; none is negative."""
+    steps = np.array(list(us), float)
+    micro_steps, layers = steps.T
+    serial, parallel = np.array(list(us.values())).T
+    if is_live:
+        return {"instance": round(float(np.mean(parallel / (micro_steps * layers))), 2)}
+    instances = micro_steps * layers
+    one, each = _least_squares(micro_steps, instances, serial)
+    layer, instance = _least_squares(layers, instances, parallel)
+    times = {"micro_step": one, "serial": each, "layer": layer, "instance": instance}
+    return {name: round(value, 2) for name, value in times.items()}
 
 
-def _serial_fraction(name: str, step: Step) -> float:
-    """Part of the planning time that is not spent layer by layer."""
-    if name in SERIAL:
-        return 1.0
-    if name != "trimtab":
-        return 0.0
-    view, profile = step.view(POLICIES[name]), cProfile.Profile()
-    start = time.perf_counter()
-    profile.runcall(POLICIES[name].plan, view)
-    total = time.perf_counter() - start
-    stats: Any = pstats.Stats(profile)
-    parallel = sum(entry[3] for (_, _, function), entry in stats.stats.items() if function == PARALLEL)
-    return round(1 - parallel / total, 3)
+def _least_squares(few: Array, many: Array, measured: Array) -> tuple[float, float]:
+    """Factors of two amounts whose sum is nearest to the measured times, by relative error; none is negative."""
+    if not measured.any():
+        return 0.0, 0.0
+    parts = np.stack([few, many], axis=1) / measured[:, None]
+    both, *_ = np.linalg.lstsq(parts, np.ones(len(measured)), rcond=None)
+    if (both >= 0).all():
+        return float(both[0]), float(both[1])
+    alone = parts.sum(axis=0) / np.square(parts).sum(axis=0)
+    return (0.0, float(alone[1])) if both[0] < 0 else (float(alone[0]), 0.0)
 
 
 def _machine() -> str:
@@ -169,9 +180,12 @@ def make_parser() -> Parser:
 def _run(options: argparse.Namespace) -> None:
     figures = measure_times(**given(options, measure_times))
     console = write_figures(options, figures)
-    for name, times in figures["policies"].items():
-        text = "; ".join(f"{ranks}: {layer:,.0f} + {one:,.1f}" for ranks, layer, one in times["sizes"])
-        console.print(f"{name} (serial {times['serial']:.0%}), ranks: us per layer + us per instance: {text}")
+    columns = TimeAtSize._fields
+    table = Table("balancer", *columns, title="Planning times, microseconds")
+    for name, sizes in figures["policies"].items():
+        for size in sizes:
+            table.add_row(name, *(f"{size.get(column, 0.0):,.4g}" for column in columns))
+    console.print(table)
 
 
 if __name__ == "__main__":

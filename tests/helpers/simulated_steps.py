@@ -14,7 +14,7 @@ from trimtab import ClusterSpec, Placement, Schedule, StepPlan, Workload
 from trimtab.array_type import Array
 from trimtab.cluster.operations import OperationCosts
 from trimtab.policies import Traits
-from trimtab.policies.planning_time import PlanningTime
+from trimtab.policies.planning_time import PlanningTime, TimeAtSize
 from trimtab.simulator.step import SimulatedStep, StepSettings, simulate_step
 
 # Fields of `OperationCosts` that are no seconds.
@@ -97,9 +97,9 @@ def random_costs(rng: np.random.Generator) -> OperationCosts:
     )
 
 
-def planning_time(us: float, *, per_layer_us: float = 0.0, serial: float = 0.0) -> PlanningTime:
-    """The same time for any number of ranks."""
-    return PlanningTime(((1, per_layer_us, us),), serial)
+def planning_time(us: float, **more: float) -> PlanningTime:
+    """The same time per instance, and more of `TimeAtSize`, for any number of ranks."""
+    return PlanningTime((TimeAtSize(1, instance=us, **more),))
 
 
 def random_traits(rng: np.random.Generator) -> Traits:
@@ -111,9 +111,7 @@ def random_traits(rng: np.random.Generator) -> Traits:
     return Traits(
         known_at=str(known_at),  # type: ignore[arg-type]
         planning=planning_time(
-            float(rng.choice([0.0, 3e5, 1e6])),
-            per_layer_us=float(rng.choice([0.0, 2e5])),
-            serial=float(rng.choice([0.0, 0.3, 1.0])),
+            **{name: float(rng.choice([0.0, 3e5, 1e6])) for name in ("us", "micro_step", "serial", "layer")}
         ),
         transfers_start=str(start),  # type: ignore[arg-type]
         waits_for_weights=bool(rng.random() < 0.3),

@@ -393,16 +393,17 @@ class Simulation:
 
     def run(self) -> ReferenceStep:
         costs, traits = self.costs, self.traits
-        micro_steps, layers = self.plan.num_micro_steps, self.plan.num_layers
         # Tests charge the same time at every number of ranks.
-        _, per_layer, per_instance = traits.planning.sizes[0] if traits.planning.sizes else (0, 0.0, 0.0)
-        one = 0.0 if traits.ideal else (per_layer / micro_steps + per_instance) / 1e6
+        time = traits.planning.sizes[0] if traits.planning.sizes else None
         live = traits.known_at == "layer"
         ahead = 0.0
-        if traits.known_at == "step" and not traits.ideal:
-            alone, shared = traits.planning.serial * one, (1 - traits.planning.serial) * one
-            ahead = layers * micro_steps * (alone + shared / self.cluster.planning_threads)
-        self.live_planning = one if live else 0.0
+        if time and traits.known_at == "step" and not traits.ideal:
+            for _ in range(self.plan.num_micro_steps):
+                ahead += time.micro_step / 1e6
+                for _ in range(self.plan.num_layers):
+                    ahead += (time.serial + time.instance / self.cluster.planning_threads) / 1e6
+            ahead += self.plan.num_layers * time.layer / self.cluster.planning_threads / 1e6
+        self.live_planning = time.instance / 1e6 if time and live and not traits.ideal else 0.0
         refresh, moving = self.refresh_seconds(), self.moving_seconds()
         self.new_weights(0.0)
         rounds = self.rounds()

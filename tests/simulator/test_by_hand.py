@@ -134,11 +134,11 @@ def test_planning_moves_and_mirrors_precede_the_step() -> None:
     case = small_case(known_at="step", transfers_start="step", planning=planning_time(1 / MICROSECOND), host_path=True)
     case = replace(case.but(host_weights_s=2.0, near_state_s=5.0), cluster=replace(case.cluster, planning_threads=4))
     case = replace(case, plan=replace(case.plan, replica_paths=np.ones(1, np.uint8)))
-    # 2 instances of 1 s, half of it on four cores; one entry of the mirror is written in 2 s. From host memory weights
-    # come in time.
+    # 2 instances, each half a second serial and half a second on four cores; one entry of the mirror is written in 2 s.
+    # From host memory weights come in time.
     planning = 2 * (0.5 + 0.5 / 4)
     parts: dict[str, float] = {"attention": 8, "dispatch": 6, "experts": 16, "imbalance": 4, "planning": planning}
-    serial = case.but(planning=planning_time(1 / MICROSECOND, serial=0.5))
+    serial = case.but(planning=planning_time(0.5 / MICROSECOND, serial=0.5 / MICROSECOND))
     check(serial, 34 + planning + 2, **parts, migration=2)
     # Both experts of layer 0 changed places: each rank sends one and gets one, at once.
     before = Placement(np.array([[1, 0], [0, 1]], np.int16))

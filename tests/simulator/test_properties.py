@@ -13,7 +13,7 @@ from helpers.simulated_steps import GRADIENTS, MOVES, ROWS, SECONDS, WEIGHTS, Ca
 from trimtab import ClusterSpec, Placement, Schedule, StepPlan, Workload
 from trimtab.array_type import Array
 from trimtab.policies import Traits
-from trimtab.policies.planning_time import NO_PLANNING
+from trimtab.policies.planning_time import NO_PLANNING, TimeAtSize
 from trimtab.simulator.clocks import PARTS
 from trimtab.simulator.recorded_operations import KINDS, LANES, WAITING
 from trimtab.simulator.step import StepSettings
@@ -88,7 +88,9 @@ def test_time_is_proportional_to_costs_and_deterministic(case: Case) -> None:
     planning = case.traits.planning
     twice = case.but(
         **{name: 2 * getattr(case.costs, name) for name in SECONDS},
-        planning=replace(planning, sizes=tuple((ranks, 2 * layer, 2 * one) for ranks, layer, one in planning.sizes)),
+        planning=replace(
+            planning, sizes=tuple(TimeAtSize(size.ranks, *(2 * us for us in size[1:])) for size in planning.sizes)
+        ),
     ).run()
     assert twice.step_time_s == 2 * once.step_time_s
     assert twice.parts_s == {name: 2 * seconds for name, seconds in once.parts_s.items()}

@@ -60,7 +60,7 @@ def balancer_figures(case: PlannerCase, name: str, slots: int, equal_terms: bool
         "policy": name,
         "terms": "equal" if equal_terms else "own",
         "us_per_instance": us,
-        "charged_us": policy.traits.planning_us(cluster, plan.num_micro_steps),
+        "charged_s": policy.traits.planning_seconds(cluster, plan.num_layers, plan.num_micro_steps),
         "plan_s": plan_s,
         "max_over_mean_mean": float(ratios.mean()),
         "max_over_mean_p99": float(np.percentile(ratios, 99)),

@@ -7,22 +7,33 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 from importlib.resources import files
-from typing import Any
+from typing import Any, NamedTuple
+
+
+class TimeAtSize(NamedTuple):
+    """Planning time of a step for one number of ranks, in microseconds.
+
+    A step of L layers and M micro-steps takes M * micro_step + L * M * serial on one core, and, spread over cores by
+    layer, L * (layer + M * instance). Live planning takes `instance` in each layer.
+    """
+
+    ranks: int
+    micro_step: float = 0.0
+    serial: float = 0.0
+    layer: float = 0.0
+    instance: float = 0.0
 
 
 @dataclass(frozen=True)
 class PlanningTime:
-    """Planning time of a step, on one core or on a GPU. Without sizes, planning takes no time.
+    """Planning time by number of ranks. Without sizes, planning takes no time.
 
     Attributes:
-        sizes: (ranks, microseconds per layer, microseconds per instance), ranks ascending. A step of L layers and M
-            micro-steps takes L * (per layer + M * per instance).
-        serial: the part of it that does not get faster with more cores, 0 to 1. The rest is by layer.
-        source: where the time comes from.
+        sizes: times, ranks ascending.
+        source: where they come from.
     """
 
-    sizes: tuple[tuple[int, float, float], ...] = ()
-    serial: float = 0.0
+    sizes: tuple[TimeAtSize, ...] = ()
     source: str = "none"
 
     @classmethod
@@ -31,31 +42,35 @@ class PlanningTime:
 
         Every implementation is measured in the same way, by `python -m experiments.planning_times`.
         """
-        times = _stored()["policies"][policy]
-        return cls(tuple(map(tuple, times["sizes"])), times["serial"], "measured, our implementation")
+        return cls(tuple(TimeAtSize(**size) for size in _stored()["policies"][policy]), MEASURED)
 
     @classmethod
     def published(cls, *sizes: tuple[int, float], source: str) -> PlanningTime:
         """Returns published times: (ranks planned together, microseconds per instance)."""
-        return cls(tuple((ranks, 0.0, us) for ranks, us in sizes), 0.0, source)
+        return cls(tuple(TimeAtSize(ranks, instance=us) for ranks, us in sizes), source)
 
-    def us(self, ranks: int, micro_steps: int) -> float:
-        """Returns microseconds of planning an instance, in a step of some micro-steps, on one core or on the GPU.
+    def at(self, ranks: int) -> TimeAtSize:
+        """Returns the time for a number of ranks.
 
         Between the sizes and beyond them times are linear in the ranks; none is negative. A single size holds for any
         number of ranks.
         """
-        return self._at(ranks, 1) / micro_steps + self._at(ranks, 2) if self.sizes else 0.0
-
-    def _at(self, ranks: int, column: int) -> float:
-        if len(self.sizes) == 1:
-            return self.sizes[0][column]
-        after = next((place for place, size in enumerate(self.sizes[1:], 1) if size[0] >= ranks), len(self.sizes) - 1)
+        if len(self.sizes) < 2:
+            return self.sizes[0]._replace(ranks=ranks) if self.sizes else TimeAtSize(ranks)
+        after = next((place for place, size in enumerate(self.sizes[1:], 1) if size.ranks >= ranks), -1)
         low, high = self.sizes[after - 1], self.sizes[after]
-        slope = (high[column] - low[column]) / (high[0] - low[0])
-        return max(0.0, low[column] + slope * (ranks - low[0]))
+        part = (ranks - low.ranks) / (high.ranks - low.ranks)
+        times = (max(0.0, one + part * (other - one)) for one, other in zip(low[1:], high[1:], strict=True))
+        return TimeAtSize(ranks, *times)
+
+    def step_seconds(self, ranks: int, layers: int, micro_steps: int, threads: int) -> float:
+        """Returns seconds of planning a whole step on `threads` cores."""
+        time = self.at(ranks)
+        serial_us = micro_steps * (time.micro_step + layers * time.serial)
+        return (serial_us + layers * (time.layer + micro_steps * time.instance) / threads) * 1e-6
 
 
+MEASURED = "measured, our implementation"
 NO_PLANNING = PlanningTime()
 
 

@@ -48,23 +48,17 @@ class Traits:
     within_node: bool = False
     ideal: bool = False
 
-    def planning_us(self, cluster: ClusterSpec, micro_steps: int) -> float:
-        """Returns microseconds of planning an instance that ranks wait for, on one core or on the GPU.
+    def planning_seconds(self, cluster: ClusterSpec, layers: int, micro_steps: int) -> float:
+        """Returns seconds for which ranks wait for planning: in every layer if it is live, else before the step.
 
-        Nodes of a balancer that stays inside them are planned at the same time.
+        Live planning of a balancer that stays inside nodes plans all nodes at the same time.
         """
         if self.ideal or self.known_at in ("nothing", "past", "micro-step"):
             return 0.0
-        domain = cluster.ranks_per_node if self.known_at == "layer" and self.within_node else cluster.ranks
-        return self.planning.us(domain, micro_steps)
-
-    def planning_seconds(self, cluster: ClusterSpec, layers: int, micro_steps: int) -> float:
-        """Returns seconds for which ranks wait for planning: in every layer if it is live, else before the step."""
-        one_s = self.planning_us(cluster, micro_steps) * 1e-6
         if self.known_at == "layer":
-            return one_s
-        serial = self.planning.serial
-        return layers * micro_steps * one_s * (serial + (1 - serial) / cluster.planning_threads)
+            domain = cluster.ranks_per_node if self.within_node else cluster.ranks
+            return self.planning.at(domain).instance * 1e-6
+        return self.planning.step_seconds(cluster.ranks, layers, micro_steps, cluster.planning_threads)
 
 
 @dataclass(frozen=True, eq=False)
