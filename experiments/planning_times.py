@@ -39,8 +39,9 @@ MICRO_STEPS, LAYERS = (8, 32), (4, 12)
 """Each of a small and of a large step."""
 SERIAL = ("routepack", "openinstruct")
 """Balancers whose search over schedules is one task. The others plan layer by layer."""
-PARALLEL = "map_layers"
-"""The function of Trimtab's planner that runs a task for every layer. The rest of the planner is serial."""
+BY_LAYER = {"trimtab": ("map_layers",), "eplb_oracle": ("rebalance", "_choose_homes")}
+"""Functions that plan layer by layer. What else Trimtab's planner does is serial. What else `eplb_oracle` does is the
+split of tokens over copies, which follows the live routing and is not planned."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -109,7 +110,7 @@ def measure_times(rounds: int = 3, max_ranks: int = 128) -> dict[str, Any]:
                 if number:
                     us[name][key] = min(us[name].get(key, (math.inf, math.inf)), (serial, parallel), key=sum)
         for name in names:
-            found[name].append({"ranks": ranks} | _fit(us[name], is_live=POLICIES[name].traits.known_at == "layer"))
+            found[name].append({"ranks": ranks} | _fit(us[name]))
     settings = {
         "preset": PRESET, "layers": LAYERS, "micro_steps": MICRO_STEPS, "tokens_per_rank": TOKENS_PER_RANK,
         "slots": SLOTS, "experts": dict(chosen), "rounds": rounds,
@@ -122,22 +123,20 @@ def _plan(name: str, step: Step) -> tuple[float, float, int]:
     policy = POLICIES[name]
     view, profile = step.view(policy), cProfile.Profile()
     start = time.perf_counter()
-    plan = profile.runcall(policy.plan, view) if name == "trimtab" else policy.plan(view)
+    plan = profile.runcall(policy.plan, view) if name in BY_LAYER else policy.plan(view)
     total = (time.perf_counter() - start) * 1e6
-    parallel = 0.0 if name in SERIAL else total
-    if name == "trimtab":
-        stats: Any = pstats.Stats(profile)
-        parallel = sum(entry[3] for (_, _, function), entry in stats.stats.items() if function == PARALLEL) * 1e6
-    return total - parallel, parallel, plan.num_micro_steps
+    if name not in BY_LAYER:
+        return (total, 0.0, plan.num_micro_steps) if name in SERIAL else (0.0, total, plan.num_micro_steps)
+    stats: Any = pstats.Stats(profile)
+    parallel = sum(entry[3] for (*_, function), entry in stats.stats.items() if function in BY_LAYER[name]) * 1e6
+    return total - parallel if name == "trimtab" else 0.0, parallel, plan.num_micro_steps
 
 
-def _fit(us: dict[tuple[int, int], tuple[float, float]], *, is_live: bool) -> dict[str, float]:
+def _fit(us: dict[tuple[int, int], tuple[float, float]]) -> dict[str, float]:
     """The times of `TimeAtSize` that are nearest to the measured ones; none is negative."""
     steps = np.array(list(us), float)
     micro_steps, layers = steps.T
     serial, parallel = np.array(list(us.values())).T
-    if is_live:
-        return {"instance": round(float(np.mean(parallel / (micro_steps * layers))), 2)}
     instances = micro_steps * layers
     one, each = _least_squares(micro_steps, instances, serial)
     layer, instance = _least_squares(layers, instances, parallel)

@@ -150,7 +150,9 @@ def random_case(
         random_costs(rng),
         ClusterSpec(ranks, per_node, slots, node_bytes_per_s=0.0 if no_links else 4e11, planning_threads=3),
         random_traits(rng),
-        StepSettings(groups, str(rng.choice(["layer", "step"])), int(rng.integers(1, 5))),
+        StepSettings(
+            groups, str(rng.choice(["layer", "step"])), int(rng.integers(1, 5)), checkpointing=bool(rng.random() < 0.3)
+        ),
         random_placement(rng, layers, experts, ranks) if rng.random() < 0.3 else None,
     )
 

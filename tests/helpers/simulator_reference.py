@@ -416,6 +416,10 @@ class Simulation:
             self.is_shown = any(m == self.show for _, _, m, _ in now)
             origin = min(map(self.time, self.ranks))
             self.forward(now)
+            if self.settings.checkpointing:
+                planning, self.live_planning = self.live_planning, 0.0
+                self.forward(now)
+                self.live_planning = planning
             backward_began = max(map(self.time, self.ranks))
             self.backward(now)
             if self.is_shown:

@@ -264,6 +264,7 @@ def test_an_outcome_covers_the_layers_of_the_trace(name: str) -> None:
         plan, workload, trace.sequence_lengths, costs, cluster, outcome.policy.traits,
         before=Placement.contiguous(2, 8, 4),
         settings=run_as,
+        model_layers=model.moe_layers,
     )  # fmt: skip
     assert outcome.simulated.parts_s == {part: 2 * seconds for part, seconds in expected.parts_s.items()}
     assert outcome.simulated.step_time_s == 2 * expected.step_time_s
@@ -283,7 +284,13 @@ def test_an_outcome_covers_the_layers_of_the_trace(name: str) -> None:
     choices: dict[str, Any] = {"sharding": "fsdp", "checkpointing": True}
     other = simulate_policy(replace(case, settings=replace(run_as, **choices)), name)
     assert other.memory == rank_memory(load, model, groups=2, **choices)
-    assert other.simulated.parts_s == outcome.simulated.parts_s
+    assert other.simulated.step_time_s > outcome.simulated.step_time_s
+    sharded = simulate_policy(replace(case, settings=replace(run_as, sharding="fsdp")), name)
+    assert sharded.simulated.parts_s == outcome.simulated.parts_s
+    # Planning before the step is that of all layers of the model.
+    planning_s = outcome.policy.traits.planning_seconds(cluster, model.moe_layers, plan.num_micro_steps)
+    assert outcome.simulated.parts_s["planning"] == pytest.approx(planning_s)
+    assert (planning_s > 0) == (name != "laer")
 
 
 def test_seconds_of_a_partial_trace_keep_their_ratios() -> None:

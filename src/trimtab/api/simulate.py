@@ -40,6 +40,7 @@ from trimtab.simulator.comparison import (
 from trimtab.simulator.memory import SHARDINGS, ZERO1
 from trimtab.simulator.simulated_case import PERMUTATION_SEED, SimulatedCase
 from trimtab.simulator.step import StepSettings
+from trimtab.simulator.yardstick import yardstick
 from trimtab.trace import RoutingTrace
 from trimtab.trace.in_memory import open_trace
 from trimtab.trace.store import Source
@@ -86,6 +87,7 @@ class SimulationResult(Summarised):
         content = {
             "schema": "trimtab-simulate-1",
             "trace_hash": trace_hash(self.trace),
+            "yardstick": yardstick(),
             # Of permuted expert ids. Nothing else is random, beyond the searches' own fixed seeds.
             "seed": PERMUTATION_SEED,
             "settings": {
@@ -177,7 +179,7 @@ def simulate(
         equal_terms: same homes, schedule and slots for all balancers, instead of their own recipes.
         recompute: False simulates the update alone, with the rollout's log-probabilities.
         sharding: training state that data ranks share out, for memory: `ddp`, `zero1` (optimizer state) or `fsdp`.
-        checkpointing: whether activations are checkpointed, for memory alone.
+        checkpointing: whether activations are checkpointed: less memory, and another forward of every micro-step.
         step: RL step of the trace; by default the last.
         progress: called before each balancer with its name, the balancers done and all, and once at the end.
 

@@ -64,7 +64,7 @@ def add(commands: Any) -> None:
         help="update alone, with the rollout's log-probabilities",
     )
     option("--sharding", choices=SHARDINGS, help="training state that data ranks share out, for memory")
-    option("--checkpointing", action="store_true", help="checkpoint activations; for memory alone")
+    option("--checkpointing", action="store_true", help="checkpoint activations: less memory, more time")
     option("--step", unset="the last of the trace")
     add_options(parser, "--json", "--html")
     add_options(parser, "--perfetto", type=Path, help="write the timeline of a micro-step to FILE (.json, .json.gz)")

@@ -79,6 +79,6 @@ def _stored() -> Any:
     return json.loads(files("trimtab.policies").joinpath("planning_times.json").read_text(encoding="utf-8"))
 
 
-# Planners on a GPU without published times are charged those of the only one that publishes them by size. Its README
-# has 67 to 78 us at 64 ranks with 38 to 51 replicas: 35 us and 0.85 us a replica, and replicas grow with the ranks.
+# Live planners without published times are charged those of the only one whose time at a stated size is published. Its
+# README has 67 to 78 us at 64 ranks with 38 to 51 replicas: 35 us and 0.85 us a replica; replicas grow with the ranks.
 ULTRAEP_SIZES: Sequence[tuple[int, float]] = ((0, 35.0), (64, 78.0))

@@ -14,6 +14,7 @@ from trimtab.simulator.comparison import SLACK, ComparisonCase, Outcome, fits, o
 from trimtab.simulator.recorded_operations import KINDS
 from trimtab.simulator.simulated_case import PERMUTATION_SEED, SimulatedCase
 from trimtab.simulator.ways_to_fit import ways_to_fit
+from trimtab.simulator.yardstick import yardstick
 from trimtab.trace import RoutingTrace
 
 ABOUT = {
@@ -59,6 +60,7 @@ def setting_facts(source: str, trace: RoutingTrace, simulated: SimulatedCase) ->
         ("micro-steps", f"{micro_steps}, each of up to {case.token_budget:,} tokens per rank"),
         ("optimizer steps", f"{case.mini_batches}"),
         ("expert-parallel groups", f"{settings.groups}"),
+        ("compared with", f"presets, other balancers and planning times of yardstick {yardstick()}"),
         ("terms", "equal: same homes, schedule and slots" if case.equal_terms else "own recipe of each policy"),
         (
             "memory",
@@ -177,8 +179,6 @@ def notes(trace: RoutingTrace, cases: Sequence[SimulatedCase]) -> tuple[str, ...
     texts.append(
         "Memory is an estimate for one micro-step at a time, without CUDA context, workspaces and fragmentation."
     )
-    if case.settings.checkpointing:
-        texts.append("Seconds do not include the second forward of activation checkpointing.")
     return tuple(texts)
 
 
@@ -211,7 +211,7 @@ def policy_results(simulated: SimulatedCase) -> tuple[PolicyResult, ...]:
     return tuple(
         PolicyResult(
             name=outcome.name,
-            about=_about(outcome),
+            about=_about(simulated, outcome),
             step_time_s=outcome.simulated.step_time_s,
             speedup=simulated.seconds("static") / outcome.simulated.step_time_s,
             fraction_of_balanced=simulated.seconds("balanced") / outcome.simulated.step_time_s,
@@ -244,8 +244,13 @@ def _purposes(memory: Mapping[str, int]) -> dict[str, float]:
     return found
 
 
-def _about(outcome: Outcome) -> str:
-    return "perfectly even routing" if outcome.policy.traits.ideal else ABOUT[outcome.policy.traits.known_at]
+def _about(simulated: SimulatedCase, outcome: Outcome) -> str:
+    """What a balancer knows, and whether its copies are confined to a node of several."""
+    traits, cluster = outcome.policy.traits, simulated.case.cluster
+    if traits.ideal:
+        return "perfectly even routing"
+    confined = traits.within_node and not simulated.case.equal_terms and cluster.nodes > 1
+    return ABOUT[traits.known_at] + ("; copies stay inside the node" if confined else "")
 
 
 def _bars(parts_s: Mapping[str, float]) -> dict[str, float]:

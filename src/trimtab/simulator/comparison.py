@@ -205,7 +205,16 @@ def _simulated(
     costs = OperationCosts.of(cluster, case.model, moe_layers=plan.num_layers, groups=settings.groups)
     lengths = case.sequences.lengths
     step = simulate_step(
-        plan, workload, lengths, costs, cluster, policy.traits, before=before, settings=settings, show=show
+        plan,
+        workload,
+        lengths,
+        costs,
+        cluster,
+        policy.traits,
+        before=before,
+        settings=settings,
+        model_layers=case.model.moe_layers,
+        show=show,
     )
     parts_s = {part: seconds * case.scale for part, seconds in step.parts_s.items()}
     return replace(step, step_time_s=step.step_time_s * case.scale, parts_s=parts_s)
@@ -221,6 +230,8 @@ def figures(case: ComparisonCase, outcomes: Mapping[str, Outcome]) -> dict[str, 
         others = {purpose: size for purpose, size in outcome.memory.items() if purpose.split()[0] not in states}
         content[name] = {
             "known_at": traits.known_at,
+            "within_node": traits.within_node and not case.equal_terms,
+            "planning_time": traits.planning.source,
             "slots_per_rank": plan.slots_per_rank,
             "step_time_s": step.step_time_s,
             "speedup_vs_static": static.simulated.step_time_s / step.step_time_s if static else None,

@@ -34,8 +34,8 @@ from trimtab.simulator.work import RankWork, rank_work
 
 STORES = {"none": NONE, "shared slots": SHARED, "layer slots": KEPT, "unbounded": UNBOUNDED}
 STARTS = {"never": AT_STEP, "step": AT_STEP, "micro-step": AT_MICRO_STEP, "layer": AT_LAYER}
-# Most operations of a rank in a layer, forward and backward, and outside of layers.
-OPERATIONS_PER_LAYER, OPERATIONS_OUTSIDE = 20, 4
+# Most operations of a rank in a layer, in two forwards and a backward, and outside of layers.
+OPERATIONS_PER_LAYER, OPERATIONS_OUTSIDE = 30, 6
 
 
 @dataclass(frozen=True)
@@ -49,7 +49,7 @@ class StepSettings:
         ring_layers: layers with replicas in shared slots at the same time, one in use and the others prefetched.
         recompute: true: log-probabilities are recomputed before the update.
         sharding: training state that data ranks share out, one of `memory.SHARDINGS`. It changes memory alone.
-        checkpointing: true: activations of a layer are computed again in its backward. It changes memory alone.
+        checkpointing: true: activations are computed again before backward, in another forward of the micro-step.
     """
 
     groups: int = 1
@@ -87,6 +87,7 @@ def simulate_step(
     *,
     before: Placement | None = None,
     settings: StepSettings | None = None,
+    model_layers: int | None = None,
     show: int | None = None,
 ) -> SimulatedStep:
     """Simulate a plan on a cluster.
@@ -96,14 +97,16 @@ def simulate_step(
         lengths: `[S]` tokens of each sequence.
         traits: when the balancer plans and transfers.
         before: homes when the step begins; those of the plan by default.
+        model_layers: MoE layers of the model, if the plan has only some of them. Planning before the step is then that
+            of all layers, in proportion.
         show: the micro-step whose operations are recorded, if any.
     """
     chosen = settings or StepSettings()
     work = rank_work(plan, workload, costs, hops=traits.hops, even=traits.ideal)
     attention_MR, outer_MR = _dense_seconds(plan, lengths, costs)
     paths_P = _paths(plan, cluster, traits)
-    planning_s = traits.planning_seconds(cluster, plan.num_layers, plan.num_micro_steps)
-    is_live = traits.known_at == "layer"
+    is_live, all_layers = traits.known_at == "layer", model_layers or plan.num_layers
+    planning_s = traits.planning_seconds(cluster, all_layers, plan.num_micro_steps)
     refresh_s = _refresh_seconds(plan, paths_P, costs)
     rounds = _rounds(plan, chosen.groups)
     ranks, shape_GLR = plan.num_ranks * chosen.groups, (chosen.groups, plan.num_layers, plan.num_ranks)
@@ -138,12 +141,13 @@ def simulate_step(
         rounds,
         refresh_s=refresh_s,
         recompute=chosen.recompute,
+        checkpointing=chosen.checkpointing,
         shown_round=-1 if show is None else int(np.argwhere(rounds.order_QG == show)[0, 0]),
         memory=ranks * (plan.num_layers * OPERATIONS_PER_LAYER + OPERATIONS_OUTSIDE)
         + 3 * chosen.groups * plan.num_replicas,
     )
     parts_s = dict(zip(PARTS, clocks.parts_DP[0].tolist(), strict=True))
-    before_s = 0.0 if is_live else planning_s
+    before_s = 0.0 if is_live else planning_s * plan.num_layers / all_layers
     moving_s = refresh_s + (_moving_seconds(before, plan, costs) if before is not None else 0.0)
     parts_s["planning"] += before_s
     parts_s["migration"] += moving_s

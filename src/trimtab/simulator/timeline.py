@@ -113,13 +113,14 @@ class Run(NamedTuple):
 
 
 def run_step(
-    run: Run, rounds: Rounds, *, refresh_s: float, recompute: bool, shown_round: int, memory: int
+    run: Run, rounds: Rounds, *, refresh_s: float, recompute: bool, checkpointing: bool, shown_round: int, memory: int
 ) -> Operations:
     """Simulate a step on clocks at time 0.
 
     Args:
         refresh_s: seconds to refresh the mirrors after an optimizer step.
         recompute: true: all micro-steps first run forward only.
+        checkpointing: true: every micro-step runs forward again before its backward, with the plan that it has.
         shown_round: whose update is recorded; -1 for none.
         memory: most operations of a round.
 
@@ -140,6 +141,9 @@ def run_step(
             rows_N6, origin_s = np.zeros((memory, 6)), float(time_D.min())
             this = run._replace(clocks=clocks._replace(operations_N6=rows_N6))
         run_pass(this, rounds.order_QG[q], rounds.closes_QG[q], False)
+        if checkpointing:
+            planned = this._replace(recipe=this.recipe._replace(planning_s=0.0))
+            run_pass(planned, rounds.order_QG[q], rounds.closes_QG[q], False)
         backward_start = time_D.max()
         run_pass(this, rounds.order_QG[q], rounds.closes_QG[q], True)
         if q < last and mini_batch == rounds.mini_batch_Q[q + 1]:

@@ -10,7 +10,7 @@ import numpy as np
 from trimtab.array_type import Array
 from trimtab.cluster import QWEN3_30B, ModelSpec
 from trimtab.planner import StepPlan
-from trimtab.policies.planning_time import PlanningTime
+from trimtab.policies.planning_time import ULTRAEP_SIZES, PlanningTime
 from trimtab.policies.policy import Traits, View
 
 
@@ -39,7 +39,9 @@ class FasterMoe:
             rates over NVLink and over 400 Gb/s links.
     """
 
-    traits: ClassVar[Traits] = Traits(known_at="layer", planning=PlanningTime.measured("fastermoe"), copies="unbounded")
+    traits: ClassVar[Traits] = Traits(
+        known_at="layer", planning=PlanningTime.published(*ULTRAEP_SIZES, source="UltraEP's"), copies="unbounded"
+    )
     model: ModelSpec = QWEN3_30B
     flops: float = 400e12
     node_bytes_per_s: float = 150e9

@@ -24,7 +24,7 @@ import numpy as np
 from trimtab.array_type import Array
 from trimtab.kernels import kernel
 from trimtab.planner import StepPlan
-from trimtab.policies.planning_time import PlanningTime
+from trimtab.policies.planning_time import ULTRAEP_SIZES, PlanningTime
 from trimtab.policies.policy import Traits, View
 from trimtab.policies.rivals.instance_load import split_ranges
 
@@ -39,7 +39,9 @@ class Llep:
         gate: an instance whose max/mean is below is not changed. At 1, `max_tokens_factor` alone decides.
     """
 
-    traits: ClassVar[Traits] = Traits(known_at="layer", planning=PlanningTime.measured("llep"), copies="unbounded")
+    traits: ClassVar[Traits] = Traits(
+        known_at="layer", planning=PlanningTime.published(*ULTRAEP_SIZES, source="UltraEP's"), copies="unbounded"
+    )
     max_tokens_factor: float = 1.1
     min_tokens_per_gemm: int = 1024
     gate: float = 1.3
