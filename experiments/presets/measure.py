@@ -82,6 +82,8 @@ def _measured(preset: str, seeds: Sequence[int]) -> list[tuple[PublishedSkew, li
 def _headline(preset: SkewPreset, seed: int) -> dict[str, Any]:
     """Step times of the README's example with another preset."""
     trace = synthesize_preset(preset, seed=seed, **EXAMPLE)
-    result = trimtab.simulate(trace, policies=COMPARED, cluster="h100x8", ranks=RANKS, micro_steps=MICRO_STEPS)
+    result = trimtab.simulate(
+        trace, policies=COMPARED, cluster="h100x8", ranks=RANKS, micro_steps=MICRO_STEPS, checkpointing=True
+    )
     seconds = {name: result.outcomes[name].simulated.step_time_s for name in COMPARED}
     return {"max_over_mean": result.outcomes["static"].balance.mean, "step_time_s": seconds}

@@ -106,7 +106,7 @@ def test_bench_planner(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> No
     figures = json.loads((tmp_path / "bench.json").read_text())
     cases = {(case["policy"], case["terms"]): case for case in figures["cases"]}
     assert len(cases) == 8
-    assert cases["static", "own"]["max_over_mean_mean"] > 1.1
+    assert cases["static", "own"]["max_over_mean_mean"] > 1.05
     assert cases["trimtab", "own"]["max_over_mean_mean"] < 1.02
     assert 0 <= cases["trimtab", "own"]["gap_to_bound_mean"] < 0.02
     assert cases["balanced", "own"]["max_over_mean_mean"] == 1.0
@@ -178,7 +178,7 @@ def expect_input_error(arguments: list[str], message: str, capsys: pytest.Captur
         (["trace", "synth", "spike", "-o", "{trace}/new"], "trace.parquet is not a folder that can be written to"),
         (["trace", "synth", "spike", "-o", "{folder}/new", "--top-k", "129"], "1 to the number of experts, 128"),
         (["trace", "synth", "spike", "-o", "{folder}/new", "--max-length", "9"], "1 to the greatest length, 9"),
-        (["trace", "synth", "spike", "-o", "{folder}/new", "--sequences", "1000000000"], "GB of expert ids"),
+        (["trace", "synth", "spike", "-o", "{folder}/new", "--sequences", "1000000000"], "32.8 TB of expert ids"),
         (["plan", "absent.parquet", "--ranks", "2"], "absent.parquet: no such file"),
         (["plan", "{trace}", "--ranks", "3"], "3 ranks don't divide 32 experts; use one of 1, 2, 4, 8, 16, 32"),
         (["plan", "{trace}", "--ranks", "4", "--ranks-per-node", "3"], "ranks per node should divide the ranks"),
@@ -271,7 +271,8 @@ print(sorted({'numpy', 'numba', 'pyarrow', 'rich'} & set(sys.modules)))
 
 
 def test_closed_pipe_is_not_an_error(trace_file: Path, tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "trimtab.cli.main", "analyze", str(trace_file), "--json", str(tmp_path / "a.json")]
+    command = [sys.executable, "-m", "trimtab.cli.main", "analyze", "-q", str(trace_file)]
+    command += ["--json", str(tmp_path / "a.json")]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     assert process.stdout is not None
     assert process.stderr is not None

@@ -68,7 +68,7 @@ def test_simulate_prints_tables_and_writes_json_html_and_perfetto(
     assert sorted(path.name for path in folder.iterdir()) == ["s.html", "s.json", "s.json.gz"]
     found = json.loads((folder / "s.json").read_text())
     assert found.keys() == {
-        "schema", "trace_hash", "seed", "settings", "cluster", "model", "policies", "ids_permuted",
+        "schema", "trace_hash", "yardstick", "seed", "settings", "cluster", "model", "policies", "ids_permuted",
     }  # fmt: skip
     assert found["ids_permuted"]["step_time_s"].keys() == {"static", "trimtab", "balanced"}
     assert (found["schema"], found["settings"]["step"]) == ("trimtab-simulate-1", 1)

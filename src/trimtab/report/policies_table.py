@@ -10,7 +10,7 @@ from trimtab.report.table_data import Row, TableData
 
 OURS = "trimtab"
 EPLB_COLUMN, IDEAL_COLUMN, FITS_COLUMN, FAR_COLUMN = "over eplb", "of ideal", "fits", "far rows"
-TIME_COLUMNS = ("step time", "speed-up", EPLB_COLUMN, IDEAL_COLUMN, "memory", FITS_COLUMN)
+TIME_COLUMNS = ("step time", "speed-up", FITS_COLUMN, EPLB_COLUMN, IDEAL_COLUMN, "memory")
 BALANCE_COLUMNS = ("max/mean", "p99", "replicas", FAR_COLUMN)
 
 
@@ -31,12 +31,12 @@ def policies_table(policies: Sequence[PolicyResult], title: str = "Recompute and
         Row(
             _marked(policy, is_fastest=policy is fastest and len(real) > 1),
             (
-                f"{policy.step_time_s:.3f} s",
+                _step_time(policy.step_time_s, longest),
                 f"{number(policy.speedup, '.2f')}x",
+                NONE if policy.fits is None else "yes" if policy.fits else "no",
                 NONE if policy.speedup_over_eplb is None else f"{number(policy.speedup_over_eplb, '.2f')}x",
                 number(policy.fraction_of_balanced, ".1%"),
                 NONE if policy.fits is None else bytes_text(sum(policy.memory_bytes.values())),
-                NONE if policy.fits is None else "yes" if policy.fits else "no",
             ),
             about=policy.about,
             bar=policy.step_time_s / longest,
@@ -45,6 +45,11 @@ def policies_table(policies: Sequence[PolicyResult], title: str = "Recompute and
         for policy in by_time(policies)
     )
     return _without_empty_columns(TableData(title, ("policy", *TIME_COLUMNS), rows))
+
+
+def _step_time(step_time_s: float, longest_s: float) -> str:
+    """One unit for all rows, with enough digits to tell balancers apart."""
+    return f"{step_time_s:.3f} s" if longest_s >= 1 else f"{step_time_s * 1e3:.2f} ms"
 
 
 def balance_and_replicas(policies: Sequence[PolicyResult]) -> TableData:

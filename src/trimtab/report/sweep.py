@@ -9,13 +9,13 @@ from trimtab.report.table_data import Row, TableData
 from trimtab.simulator.comparison import fits
 from trimtab.simulator.simulated_case import SimulatedCase
 
-COLUMNS = ("slots", "micro-steps", "static", "eplb", "trimtab", "fastest", "ideal", "fits")
+COLUMNS = ("slots", "micro-steps", "fastest", "fits", "trimtab", "eplb", "static", "ideal")
 
 
 def sweep_table(cases: Sequence[SimulatedCase]) -> TableData:
     """Ranks, slots and micro-steps of every case, and seconds of a step.
 
-    The last column counts the balancers of the tables that fit the device, if not all or none do.
+    The column `fits` counts the balancers of the tables that fit the device, if not all or none do.
     """
     unit, factor = ("Seconds", 1.0) if max(case.seconds("static") for case in cases) >= 1 else ("Milliseconds", 1e3)
 
@@ -28,10 +28,9 @@ def sweep_table(cases: Sequence[SimulatedCase]) -> TableData:
             (
                 str(case.slots),
                 str(case.micro_steps or case.outcomes["static"].plan.num_micro_steps),
-                *(time(case, name) for name in ("static", "eplb", "trimtab")),
                 f"{case.fastest} {time(case, case.fastest)}",
-                time(case, "balanced"),
                 _fits(case),
+                *(time(case, name) for name in ("trimtab", "eplb", "static", "balanced")),
             ),
         )
         for case in cases

@@ -1,0 +1,63 @@
+"""The yardstick: presets, other balancers and planning times only change deliberately."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+import trimtab
+from trimtab.policies import POLICIES
+from trimtab.policies.planning_time import MEASURED, PlanningTime, TimeAtSize
+from trimtab.simulator import yardstick as module
+from trimtab.simulator.yardstick import FOLDERS, SOURCES, yardstick
+
+# Figures of comparisons with another value were made with other presets, balancers or planning times.
+FROZEN = "23137b36d1e9"
+
+
+def test_the_yardstick_is_frozen() -> None:
+    """Change the value with what it stands for, and make the figures of docs/ again."""
+    assert yardstick() == FROZEN
+
+
+def test_any_change_of_a_source_changes_it(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    root = Path(trimtab.__file__).parent
+    every = [*SOURCES, *(f"{folder}/{file.name}" for folder in FOLDERS for file in (root / folder).glob("*.py"))]
+    for name in every:
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_bytes((root / name).read_bytes())
+    monkeypatch.setattr(module, "files", lambda package: tmp_path)
+    assert yardstick.__wrapped__() == yardstick()
+    for name in every:
+        before = (tmp_path / name).read_bytes()
+        (tmp_path / name).write_bytes(before + b"#")
+        assert yardstick.__wrapped__() != yardstick(), name
+        (tmp_path / name).write_bytes(before)
+
+
+def test_all_balancers_that_see_the_step_are_charged() -> None:
+    for name, policy in POLICIES.items():
+        traits = policy.traits
+        charged = traits.known_at in ("step", "layer") and not traits.ideal
+        assert bool(traits.planning.sizes) == charged, name
+        # Live planners are charged published times, the others what we measure.
+        assert not charged or (traits.planning.source == MEASURED) == (traits.known_at == "step"), name
+
+
+def test_times_are_linear_between_sizes_and_never_negative() -> None:
+    time = PlanningTime((TimeAtSize(8, 10.0, 0.0, 4.0, 1.0), TimeAtSize(16, 30.0, 8.0, 0.0, 1.0)))
+    assert time.at(8) == time.sizes[0]
+    assert time.at(12) == TimeAtSize(12, 20.0, 4.0, 2.0, 1.0)
+    assert time.at(32) == TimeAtSize(32, 70.0, 24.0, 0.0, 1.0)
+    assert time.at(1) == TimeAtSize(1, 0.0, 0.0, 7.5, 1.0)
+    assert PlanningTime((TimeAtSize(8, instance=3.0),)).at(64).instance == 3.0
+    assert PlanningTime().at(4) == TimeAtSize(4)
+
+
+def test_a_step_takes_its_serial_part_and_its_layers_on_all_cores() -> None:
+    time = PlanningTime((TimeAtSize(8, micro_step=5.0, serial=2.0, layer=30.0, instance=7.0),))
+    on_one_core = 3 * 5 + 4 * 3 * 2 + 4 * (30 + 3 * 7)
+    assert time.step_seconds(8, layers=4, micro_steps=3, threads=1) == pytest.approx(on_one_core * 1e-6)
+    on_two = 3 * 5 + 4 * 3 * 2 + 4 * (30 + 3 * 7) / 2
+    assert time.step_seconds(8, layers=4, micro_steps=3, threads=2) == pytest.approx(on_two * 1e-6)
