@@ -73,7 +73,7 @@ def test_a_tiny_run_gives_the_same_figures_twice() -> None:
     assert all(1.0 <= value < 4.0 for value in values["max/mean, static"])
     # On equal terms homes are given: reordering alone is static expert parallelism with some planning time.
     (alone,) = (f["values"] for f in equal["figures"] if f["title"] == "reordering alone over static")
-    assert all(0.99 < value <= 1.0 for value in alone["qwen3-30b-math"])
+    assert all(0.9 < value <= 1.0 for value in alone["qwen3-30b-math"])
 
 
 def test_packing_does_not_make_routepack_slower_than_placement_alone() -> None:

@@ -111,7 +111,7 @@ def _activations(load: RankLoad, model: ModelSpec, part: float, checkpointing: b
     kept = TOKEN_WIDTHS * hidden + attention_values(model)
     token = wide * (kept + FEED_FORWARD_WIDTHS * model.shared_width) + ROUTER_BYTES * model.num_experts
     dense_token = wide * (kept + FEED_FORWARD_WIDTHS * model.dense_width)
-    row = wide * (ROW_WIDTHS * hidden + FEED_FORWARD_WIDTHS * model.expert_width)
+    row = wide * (ROW_WIDTHS * model.row_width + FEED_FORWARD_WIDTHS * model.expert_width)
     tokens_MR, busiest_MR = load.tokens_MR, load.rows_MLR.max(axis=1)
     if checkpointing:
         inputs_MR = (model.moe_layers + model.dense_layers) * wide * hidden * tokens_MR
@@ -124,7 +124,7 @@ def _activations(load: RankLoad, model: ModelSpec, part: float, checkpointing: b
         layers_MR = (model.moe_layers * token + model.dense_layers * dense_token) * tokens_MR + row * rows_MR
     head_MR = (wide * HEAD_WIDTHS * hidden + LOGIT_BYTES * model.vocab_size) * tokens_MR
     # Rows sent and rows received, of one layer; combine and backward use the same buffers.
-    buffers_MR = wide * hidden * (model.top_k * tokens_MR + busiest_MR)
+    buffers_MR = wide * model.row_width * (model.top_k * tokens_MR + busiest_MR)
     ranks = np.arange(tokens_MR.shape[1])
     most_R = (layers_MR + head_MR + buffers_MR).argmax(axis=0)
     return {

@@ -39,7 +39,8 @@ class SimulatedCase:
     def text(self) -> str:
         """Ranks, slots and micro-steps of the case."""
         size = f", {self.micro_steps} micro-steps" if self.micro_steps else ""
-        return f"{self.ranks} ranks, {self.slots} slots{size}"
+        slots = "1 slot" if self.slots == 1 else f"{self.slots} slots"
+        return f"{self.ranks} ranks, {slots}{size}"
 
     @property
     def real(self) -> dict[str, Outcome]:
