@@ -131,7 +131,7 @@ def test_by_default_all_balancers_run_and_the_main_ones_are_shown(
         static, eplb = (f"{seconds[other] / seconds[name]:.2f}x" for other in ("static", "eplb"))
         assert f"{static} " in row
         assert f" {eplb} " in row
-        assert row.endswith("yes")
+        assert " yes " in row
     text = " ".join(printed.split())
     eplb = f"{seconds['eplb'] / seconds['trimtab']:.2f} times as fast as eplb"
     assert f"{seconds['static'] / seconds['trimtab']:.2f} times as fast as static and {eplb}" in text
@@ -182,8 +182,8 @@ def test_a_run_that_does_not_fit_says_so_first(
     printed = capsys.readouterr().out
     assert printed.startswith(f"Does not fit: {most}; {most} needs {bytes_text(needs[most])} a rank; ")
     row = next(line for line in printed.splitlines() if line.startswith(f"{most} "))
-    assert row.endswith("no")
-    assert row.split()[-2] in bytes_text(needs[most])
+    assert " no " in row
+    assert row.endswith(bytes_text(needs[most]))
     # Without trimtab: the fastest of those that fit.
     lines[lines.index("[device_bytes]") + 1] = f"value = {needs['trimtab'] - 1}"
     (places["folder"] / "small.toml").write_text("\n".join(lines) + "\n")
@@ -264,15 +264,14 @@ def test_sweep_runs_every_combination(places: dict[str, Path], capsys: pytest.Ca
     assert cases == [(4, 0, 1), (4, 0, 3), (4, 2, 1), (4, 2, 3)]
     assert found["policies"] == found["sweep"][0]["policies"]
     assert all(case["policies"]["foremoe"]["replicas_per_instance"] == 0 for case in found["sweep"][:2])
-    # A row of a case: its setting, milliseconds of static, of the fastest and of the ideal, and whether all fit.
+    # A row of a case: its setting, milliseconds of the fastest, whether all fit, milliseconds of static and the ideal.
     for ranks, slots, size in cases:
         case = next(each for each in found["sweep"] if (each["slots"], each["micro_steps"]) == (slots, size))
         seconds = {name: row["step_time_s"] for name, row in case["policies"].items()}
         fastest = min(("static", "foremoe"), key=lambda name: seconds[name])
-        row = [str(ranks), str(slots), str(size), digits(1e3 * seconds["static"]), fastest,
-               digits(1e3 * seconds[fastest]), digits(1e3 * seconds["balanced"]), "yes"]  # fmt: skip
         # eplb and trimtab did not run.
-        row[4:4] = ["–", "–"]
+        row = [str(ranks), str(slots), str(size), fastest, digits(1e3 * seconds[fastest]), "yes", "–", "–",
+               digits(1e3 * seconds["static"]), digits(1e3 * seconds["balanced"])]  # fmt: skip
         assert row in [line.split() for line in printed.splitlines()]
         assert f"{ranks} ranks, {slots} slots, {size} micro-steps: Recompute and update" in printed
     assert found["sweep"][0]["policies"]["static"]["micro_steps"] == 1

@@ -106,7 +106,7 @@ def test_settings_can_be_read_back_from_the_plan() -> None:
     values = json.loads(step.plan().plans[0].settings)
     cost = values.pop("cost")
     assert values == asdict(step.settings) | {"groups": 2, "token_budget": step.token_budget}
-    assert cost == pytest.approx(asdict(free_replicas(step.cluster)))
+    assert cost == pytest.approx({name: float(value) for name, value in asdict(free_replicas(step.cluster)).items()})
 
 
 @settings(max_examples=20, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
