@@ -119,7 +119,11 @@ def measure_times(rounds: int = 3, max_ranks: int = 128) -> dict[str, Any]:
 
 
 def _plan(name: str, step: Step) -> tuple[float, float, int]:
-    """Serial and parallel microseconds of planning, and the plan's micro-steps."""
+    """Serial and parallel microseconds of planning, and the plan's micro-steps.
+
+    Counting the load of the given schedule is not included. The overhead of the profiler, under which balancers of
+    `BY_LAYER` run, is included.
+    """
     policy = POLICIES[name]
     view, profile = step.view(policy), cProfile.Profile()
     start = time.perf_counter()
@@ -164,8 +168,8 @@ def make_parser() -> Parser:
     """The command's options."""
     parser = Parser(
         prog=NAME,
-        description="Measure planning times of Trimtab and of our implementations of other balancers, all in the same "
-        "way. The simulator charges them.",
+        description="Measure planning times of Trimtab and of our implementations of other balancers, all in one "
+        "run. The simulator charges them.",
         examples=[f"{NAME} --json src/trimtab/policies/planning_times.json"],
     )
     option = partial(add_options, parser, of=measure_times)

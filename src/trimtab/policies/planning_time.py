@@ -40,7 +40,7 @@ class PlanningTime:
     def measured(cls, policy: str) -> PlanningTime:
         """Returns the time of our implementation, from `planning_times.json`.
 
-        Every implementation is measured in the same way, by `python -m experiments.planning_times`.
+        All implementations are measured in one run, by `python -m experiments.planning_times`.
         """
         return cls(tuple(TimeAtSize(**size) for size in _stored()["policies"][policy]), MEASURED)
 

@@ -24,8 +24,8 @@ class Traits:
         known_at: the latest routing that its decisions see: `nothing`, for a policy without decisions; `past` steps or
             micro-steps only; the whole `step` beforehand; a `micro-step` before it runs; or a `layer` once its router
             has chosen. Splitting tokens over existing copies may always use the live routing.
-        planning: planning time, published where it is, else measured. Planning from `past` loads is not charged: it
-            runs during earlier steps.
+        planning: planning time. Live planning has a published one, that of UltraEP if the balancer has none. Planning
+            from the `step` has a measured one. Planning from `past` loads is not charged: it runs during earlier steps.
         transfers_start: when its weights may start to move: before the `step`, before the `micro-step`, or in the
             `layer` after its router; `never` if it moves none.
         waits_for_weights: true: weights must be present before tokens are dispatched.

@@ -35,7 +35,7 @@ from trimtab.simulator.work import RankWork, rank_work
 STORES = {"none": NONE, "shared slots": SHARED, "layer slots": KEPT, "unbounded": UNBOUNDED}
 STARTS = {"never": AT_STEP, "step": AT_STEP, "micro-step": AT_MICRO_STEP, "layer": AT_LAYER}
 # Most operations of a rank in a layer, in two forwards and a backward, and outside of layers.
-OPERATIONS_PER_LAYER, OPERATIONS_OUTSIDE = 30, 6
+OPERATIONS_PER_LAYER, OPERATIONS_OUTSIDE = 34, 6
 
 
 @dataclass(frozen=True)
@@ -144,7 +144,7 @@ def simulate_step(
         checkpointing=chosen.checkpointing,
         shown_round=-1 if show is None else int(np.argwhere(rounds.order_QG == show)[0, 0]),
         memory=ranks * (plan.num_layers * OPERATIONS_PER_LAYER + OPERATIONS_OUTSIDE)
-        + 3 * chosen.groups * plan.num_replicas,
+        + 4 * chosen.groups * plan.num_replicas,
     )
     parts_s = dict(zip(PARTS, clocks.parts_DP[0].tolist(), strict=True))
     before_s = 0.0 if is_live else planning_s * plan.num_layers / all_layers

@@ -6,8 +6,9 @@ import hashlib
 from functools import cache
 from importlib.resources import files
 
-# Source files that define synthetic routing, the other balancers, the planner's functions that they use, and the
-# planning time that every balancer is charged. Trimtab's own planner is not among them.
+# Source files that define synthetic routing, the other balancers, the planner's packing and split that they use, and
+# the planning time that every balancer is charged. Trimtab's own planner, and the plan and load types that all share,
+# are not among them.
 SOURCES = (
     "trace/presets.py",
     "trace/sampling.py",
@@ -17,6 +18,7 @@ SOURCES = (
     "policies/policy.py",
     "policies/static.py",
     "policies/balanced.py",
+    "policies/planning_time.py",
     "policies/planning_times.json",
 )
 FOLDERS = ("policies/rivals",)

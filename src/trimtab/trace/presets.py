@@ -79,13 +79,15 @@ _PRESETS = (
     SkewPreset("uniform"),
 )
 PRESETS = {preset.name: preset for preset in _PRESETS}
-"""Skew by name. Presets are named after the model and the kind of text whose published skew they match.
+"""Skew by name. Presets of models are named after the model and the kind of text whose published skew they match.
 
 `docs/presets.md` compares each with its published figures; `python -m experiments.presets` measures them again.
 
 * qwen3-30b-math: two close subjects. qwen3-30b-mixed: eight subjects of the same model.
-* glm-4.7-flash-math, gpt-oss-20b-reasoning: steeper models on two close subjects.
-* qwen3.5-35b-text, nemotron-3-nano-text, deepseek-moe-16b-text, mixtral-8x7b-text: general text.
+* glm-4.7-flash-math: two close subjects, with more neighbouring hot experts. gpt-oss-20b-reasoning: two close subjects,
+  steeper.
+* qwen3.5-35b-text, nemotron-3-nano-text, deepseek-moe-16b-text: general text. mixtral-8x7b-text: pre-training text,
+  which changes more from step to step.
 * spike: qwen3-30b-mixed, but of the eighths of a step's sequences the second, fourth and sixth go to 1, 4 and 16
   experts. A stress test, not a model.
 * uniform: no skew but chance.
@@ -106,7 +108,7 @@ def synthesize_preset(
 ) -> RoutingTrace:
     """A trace of synthetic sequences, the same for the same arguments.
 
-    Popularity drifts slightly from step to step; sequences are new in every step.
+    Popularity drifts from step to step; sequences are new in every step.
 
     Args:
         preset: one of `PRESETS`, or one's own.

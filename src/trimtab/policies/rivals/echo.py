@@ -8,7 +8,8 @@ largest size class, of eight, and the rest of it goes to the end of its new clas
 descending order of spill and ranks in descending order of capacity are laid along one line, and a rank keeps the
 largest of the overlaps; others stay at home. Every source sends the same fraction of its tokens to a copy, rounded
 down; rounded-off tokens are filled up source by source. Copies may be on any rank of the group. It is made for a static
-number of copies in captured CUDA graphs. We know of no published planning time.
+number of copies in captured CUDA graphs. We know of no published planning
+time; UltraEP's is charged.
 
 Not specified by the source, and our choices:
 

@@ -8,7 +8,8 @@ Not specified by the source, and our choices:
 * homes other than contiguous ones: the algorithm only needs an expert's home, so any home is possible;
 * slots: a rank receives as many experts as it needs. Our plan's `slots_per_rank` is the largest number of a rank;
 * the order of an expert's tokens, of which it assigns ranges: by source rank, then by position;
-* when plain expert parallelism is used: below a max/mean of 1.3, the value of the source's example.
+* when plain expert parallelism is used: below a max/mean of 1.3, the value of the source's example;
+* planning time: none is published; UltraEP's is charged.
 
 On equal terms a rank without a free slot can help only with an expert that it already has; tokens without a helper stay
 at home.
@@ -50,7 +51,7 @@ class Llep:
         ranks = view.cluster.ranks
         slots = view.cluster.slots_per_rank if view.equal_terms else view.num_experts
 
-        def plan_one(layer: int, counts_RE: Array, home_E: Array) -> tuple[Array, Array]:
+        def plan_one(_: int, counts_RE: Array, home_E: Array) -> tuple[Array, Array]:
             load_E = counts_RE.sum(axis=0)
             load_R = np.bincount(home_E, weights=load_E, minlength=ranks)
             if load_R.max() * ranks < self.gate * load_R.sum():

@@ -19,7 +19,8 @@ Not specified by the source, and our choices:
 * groups of several nodes: the source needs NVLink between all ranks of a group. Here every node balances itself, and
   its ranks get the node's mean;
 * different numbers of tokens per rank, which the original does not allow: the mean is that of all ranks, as in a fork;
-* planning time: published only in figures; ours is charged.
+* planning time: published only in pictures; UltraEP's is charged;
+* weights: prefetched while tokens are dispatched.
 
 On equal terms a copy may be on any rank, and a rank without a free slot gets no more copies; the tokens stay at home.
 """

@@ -50,7 +50,7 @@ class Loads(NamedTuple):
 
 @kernel
 def load_places(problem, places_S2):  # type: ignore[no-untyped-def]
-    """`Loads` of the first sequences at places `[S, 2]` (micro-step, rank)."""
+    """`Loads` of the first `len(places_S2)` sequences, at places `[S, 2]` (micro-step, rank)."""
     _, num_layers, num_homes = problem.rows_SLR.shape
     loads = Loads(
         np.zeros((problem.num_micro_steps, num_layers, num_homes), np.int64),

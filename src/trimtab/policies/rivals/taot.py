@@ -17,7 +17,8 @@ Not specified by the source, and our choices:
 * tokens that the hints leave: busiest rank first, to the rank with the least cost and then the most room;
 * `smallest_share`: smaller flows and copies are left out;
 * sources of a copy's tokens: its own rank first, its own node next;
-* copies: slots shared by all layers; planning time is that of our implementation.
+* copies: slots shared by all layers;
+* planning time: none is published; UltraEP's is charged.
 
 On equal terms it is the same with the given slots.
 """
