@@ -16,6 +16,8 @@ from trimtab.cluster import ModelSpec
 from trimtab.cluster.operations import OperationCosts
 from trimtab.planner import SequenceCounts
 from trimtab.policies import POLICIES, Traits, View
+from trimtab.policies.planning_time import MEASURED
+from trimtab.report.simulation import policy_results
 from trimtab.simulator.comparison import (
     ComparisonCase,
     Outcome,
@@ -28,6 +30,7 @@ from trimtab.simulator.comparison import (
     trace_hash,
 )
 from trimtab.simulator.memory import RankLoad, rank_memory, replica_pool_bytes
+from trimtab.simulator.simulated_case import SimulatedCase
 from trimtab.simulator.step import StepSettings, simulate_step
 from trimtab.trace.permuted_experts import permute_experts
 
@@ -37,7 +40,7 @@ KEYS = {
     "replicas_per_instance", "weight_bytes_per_micro_step", "cross_node_token_fraction", "exposed_transfer_s",
     "exposed_planning_s", "migration_bytes_per_step", "plan_us_per_instance", "replica_pool_bytes",
     "peak_tokens_per_rank", "peak_bytes_per_rank", "fits", "speedup_vs_eplb", "mirror_bytes_per_node", "memory_bytes",
-    "state_bytes",
+    "state_bytes", "within_node", "planning_time",
 }  # fmt: skip
 MODEL = ModelSpec("small", num_experts=8, top_k=2, hidden_size=64, expert_width=32, moe_layers=2, vocab_size=100)
 
@@ -380,3 +383,22 @@ def test_every_balancer_runs_in_odd_settings(name: str) -> None:
             if case.cluster.ranks == 1:
                 assert outcome.plan.num_replicas == 0
                 assert step.parts_s["imbalance"] == pytest.approx(0.0, abs=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("changes", "confined"),
+    [({}, True), ({"equal_terms": True}, False), ({"cluster": ClusterSpec(4, 4, 1)}, False)],
+)
+def test_tables_and_json_state_which_balancers_stay_inside_the_node(changes: dict[str, Any], confined: bool) -> None:
+    case = some_case(**changes)
+    names = ("static", "eplb", "ultraep", "feplb", "relibra", "moonep", "llep", "trimtab", "balanced")
+    outcomes = {name: simulate_policy(case, name) for name in names}
+    simulated = SimulatedCase(4, 1, None, case, outcomes, names, {})
+    inside = {result.name for result in policy_results(simulated) if "copies stay inside the node" in result.about}
+    assert inside == ({"ultraep", "feplb", "relibra", "moonep"} if confined else set())
+    found = figures(case, outcomes)
+    assert all(found[name]["within_node"] == (not case.equal_terms) for name in ("ultraep", "feplb", "relibra"))
+    assert not any(found[name]["within_node"] for name in ("static", "llep", "trimtab"))
+    assert found["trimtab"]["planning_time"] == MEASURED
+    assert found["static"]["planning_time"] == found["eplb"]["planning_time"] == "none"
+    assert "UltraEP" in found["llep"]["planning_time"]
