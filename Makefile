@@ -31,6 +31,7 @@ bench: .venv/.ready  ## reproduce the figures that README and docs quote (about 
 	$(BIN)/trimtab bench capture --json out/bench-capture.json
 	$(BIN)/python -m experiments.simulator_validation --json out/bench-simulator.json
 	$(BIN)/python -m experiments.papers --json out/bench-papers.json
+	$(BIN)/python -m experiments.presets --json out/bench-presets.json
 
 clean:  ## remove what the other targets made
 	rm -rf .venv out
