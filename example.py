@@ -8,7 +8,7 @@ def main() -> None:
     # Expert ids of every token in every MoE layer, as a rollout records them. With routing of your own, pass its path:
     # trimtab.plan("routing/step-00000.parquet", ranks=16).
     trace = synthesize_preset(
-        PRESETS["qwen3-30b-mixed"],
+        PRESETS["qwen3-30b-math"],
         num_sequences=256,
         mean_length=512,
         max_length=2048,
