@@ -28,7 +28,7 @@ class _FirstCompile(event.Listener):
         if self.started:
             return
         self.started = True
-        logging.getLogger("trimtab").info("compiling kernels, once per installation (up to 20 s)")
+        logging.getLogger("trimtab").info("compiling kernels, once per installation (up to 40 s)")
         if self.program:
             beside = subprocess.Popen([sys.executable, "-c", self.program], stderr=subprocess.DEVNULL)
             atexit.register(beside.kill)
