@@ -17,7 +17,7 @@ from trimtab.cluster.operations import OperationCosts
 from trimtab.planner import SequenceCounts
 from trimtab.policies import POLICIES, Traits, View
 from trimtab.policies.planning_time import MEASURED
-from trimtab.report.simulation import policy_results
+from trimtab.report.simulation import answer, policy_results
 from trimtab.simulator.comparison import (
     ComparisonCase,
     Outcome,
@@ -402,3 +402,16 @@ def test_tables_and_json_state_which_balancers_stay_inside_the_node(changes: dic
     assert found["trimtab"]["planning_time"] == MEASURED
     assert found["static"]["planning_time"] == found["eplb"]["planning_time"] == "none"
     assert "UltraEP" in found["llep"]["planning_time"]
+
+
+def test_the_headline_says_when_nothing_is_faster_than_static() -> None:
+    case = some_case()
+    outcomes = {name: simulate_policy(case, name) for name in ("static", "trimtab", "balanced")}
+    static = outcomes["static"].simulated
+    slower = replace(static, step_time_s=2 * static.step_time_s)
+    outcomes["trimtab"] = replace(outcomes["trimtab"], simulated=slower)
+    times = {name: outcome.simulated.step_time_s for name, outcome in outcomes.items()}
+    text = answer(SimulatedCase(4, 1, None, case, outcomes, tuple(outcomes), times))
+    assert (
+        "trimtab makes the step 0.50 times as fast as static; static is faster: 50.0% less time than trimtab." in text
+    )

@@ -112,7 +112,8 @@ def _speed_answer(simulated: SimulatedCase) -> str:
     if fastest != reported:
         less = 1 - simulated.seconds(fastest) / simulated.seconds(reported)
         gain = f"{static_s / simulated.seconds(fastest):.2f} times as fast as static"
-        is_faster = f"is faster: {gain}, {less:.1%} less time than {reported}"
+        speed_up = "" if fastest == "static" else f"{gain}, "
+        is_faster = f"is faster: {speed_up}{less:.1%} less time than {reported}"
         text += f"; {fastest} {is_faster if less > 0 else f'is the fastest that fits: {gain}'}"
     return text
 
