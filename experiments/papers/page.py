@@ -39,6 +39,8 @@ def blocks(figures: dict[str, Any]) -> dict[str, str]:
 
 def print_figures(figures: dict[str, Any], console: Console) -> None:
     """Print one table per row."""
+    if "yardstick" in figures:
+        console.print(f"presets, other balancers and planning times of yardstick {figures['yardstick']}")
     for row in figures["rows"].values():
         header, body = _figures(row)
         table = Table(title=f"{row['paper']} ({row['seconds']:.0f} s)", title_justify="left", title_style="bold")

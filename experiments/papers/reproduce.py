@@ -20,6 +20,7 @@ from experiments.papers.published import VARIANTS, Row, SetUp
 from trimtab.cluster import ClusterSpec, load_cluster, load_model
 from trimtab.planner import SequenceCounts
 from trimtab.simulator.comparison import ComparisonCase, budget_for, simulate_policy
+from trimtab.simulator.yardstick import yardstick
 from trimtab.trace import PRESETS, synthesize_preset
 
 # Steps of a trace. The last one is simulated, with the homes that planning the step before it leaves and the history of
@@ -37,6 +38,7 @@ def run_papers(
         task = progress.add_task("papers", total=len(presets) * len(seeds) * sum(len(r.set_ups) for r in rows))
         return {
             "schema": SCHEMA,
+            "yardstick": yardstick(),
             "steps": STEPS,
             "seeds": list(seeds),
             "rows": {row.name: _run_row(row, presets, seeds, lambda: progress.advance(task)) for row in rows},

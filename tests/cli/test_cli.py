@@ -102,8 +102,10 @@ def test_bench_planner(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> No
     out = ["--json", str(tmp_path / "bench.json"), "--frontier", str(tmp_path / "frontier.svg")]
     size = ["--sizes", "4/32", "--preset", "qwen3-30b-math", "--slots", "1", "--layers", "1"]
     assert main(["bench", "planner", *size, "--policy", "static", "llep", "trimtab", "balanced", *out]) == 0
-    assert "equal terms" in capsys.readouterr().out
     figures = json.loads((tmp_path / "bench.json").read_text())
+    printed = capsys.readouterr().out
+    assert "equal terms" in printed
+    assert f"yardstick {figures['yardstick']}" in printed
     cases = {(case["policy"], case["terms"]): case for case in figures["cases"]}
     assert len(cases) == 8
     assert cases["static", "own"]["max_over_mean_mean"] > 1.05

@@ -19,6 +19,7 @@ from experiments.papers.published import ROWS, VARIANTS, Figure, Row, SetUp
 from experiments.papers.reproduce import run_papers
 from trimtab.errors import InputError
 from trimtab.policies import POLICIES
+from trimtab.simulator.yardstick import yardstick
 
 DOCS = Path(__file__).parents[2] / "docs"
 TINY = SetUp("gpt-oss-20b", 4, layers=2, micro_steps=2, tokens=256, mean_length=64, longest=128)
@@ -66,6 +67,7 @@ def test_a_tiny_run_gives_the_same_figures_twice() -> None:
     for each in (figures, again):
         each["rows"]["relibra"].pop("seconds")
     assert json.dumps(figures) == json.dumps(again)
+    assert figures["yardstick"] == yardstick()
     own, equal = figures["rows"]["relibra"]["set_ups"]
     values = {figure["title"]: figure["values"]["qwen3-30b-math"] for figure in own["figures"]}
     assert all(len(by_seed) == 2 for by_seed in values.values())

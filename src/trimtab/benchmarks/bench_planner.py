@@ -14,6 +14,7 @@ from trimtab.benchmarks.planner_curves import compare_curves, frontier_points
 from trimtab.benchmarks.planner_schedules import schedule_figures
 from trimtab.benchmarks.planner_tables import print_figures
 from trimtab.policies import POLICIES
+from trimtab.simulator.yardstick import yardstick
 
 __all__ = ["PlannerBenchmark", "print_figures", "run_benchmark"]
 
@@ -49,6 +50,7 @@ def run_benchmark(settings: PlannerBenchmark, *, frontier: bool) -> dict[str, An
     lists = ("cases", "schedule", "milp", "frontier", "frontier_compared")
     figures: dict[str, Any] = {
         "schema": "trimtab-bench-planner-1",
+        "yardstick": yardstick(),
         "settings": asdict(settings) | sizes,
         **{name: [] for name in lists},
     }

@@ -50,6 +50,7 @@ FRONTIER: Columns = {
 
 def print_figures(figures: dict[str, Any], console: Console) -> None:
     """Print one table per case and terms, and those of schedules, frontier and fewest replicas."""
+    console.print(f"presets, other balancers and planning times of yardstick {figures['yardstick']}")
     groups: dict[tuple[Any, ...], list[dict[str, Any]]] = {}
     for case in figures["cases"]:
         key = tuple(case[name] for name in ("ranks", "experts", "trace", "slots", "terms"))
