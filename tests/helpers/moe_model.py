@@ -52,7 +52,6 @@ class MoEBlock(nn.Module):
         self.compute_dtype: torch.dtype | None = None
         self.recorded_ids: torch.Tensor | None = None
         self.top_k = shape.top_k
-        self.checkpoint_experts: str = ""
 
     def share(self, session: Session, dispatcher: Dispatcher | None = None) -> None:
         """Keep this rank's home experts only, and run them in the session."""
@@ -65,13 +64,13 @@ class MoEBlock(nn.Module):
     def expert_parameters(self) -> list[nn.Parameter]:
         return [p for t in (self.gate_up, self.down) for p in ([t] if isinstance(t, nn.Parameter) else t)]
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: torch.Tensor, checkpoint_experts: str = "") -> torch.Tensor:
         logits = self.router(x)
         if self.layer is not None:
             ids = self.layer.route(logits.topk(self.top_k).indices)
             weights = logits.softmax(-1).gather(1, ids)
-            if self.checkpoint_experts:
-                reentrant = self.checkpoint_experts == "reentrant"
+            if checkpoint_experts:
+                reentrant = checkpoint_experts == "reentrant"
                 output: torch.Tensor = checkpoint(self.layer, x, ids, weights, use_reentrant=reentrant)
                 return output
             return self.layer(x, ids, weights)
@@ -130,8 +129,9 @@ class TinyMoE(nn.Module):
                 x = self.before_block(index, x)
             if index in self.skipped:
                 continue
-            block.checkpoint_experts = _CHECKPOINTED_EXPERTS.get(self.run_block, "")
-            x = _RUN.get(self.run_block, _RUN["plain"])(partial(_mix_and_experts, mix, block), x)
+            # Bound here: a checkpointed block may be recomputed after later forwards that run otherwise.
+            mix_and_experts = partial(_mix_and_experts, mix, block, _CHECKPOINTED_EXPERTS.get(self.run_block, ""))
+            x = _RUN.get(self.run_block, _RUN["plain"])(mix_and_experts, x)
         return x
 
 
@@ -163,8 +163,8 @@ def _home(tensor: Experts, home: Array) -> Experts:
     return _experts(torch.stack([tensor[int(e)].detach() for e in home]), isinstance(tensor, nn.ParameterList))
 
 
-def _mix_and_experts(mix: nn.Module, block: MoEBlock, x: torch.Tensor) -> torch.Tensor:
-    mixed: torch.Tensor = x + block(torch.tanh(mix(x)))
+def _mix_and_experts(mix: nn.Module, block: MoEBlock, checkpoint_experts: str, x: torch.Tensor) -> torch.Tensor:
+    mixed: torch.Tensor = x + block(torch.tanh(mix(x)), checkpoint_experts)
     return mixed
 
 

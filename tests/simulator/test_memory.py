@@ -106,7 +106,7 @@ def test_qwen3_30b_on_16_ranks_by_hand() -> None:
     assert found == {
         "expert parameters": 3_623_878_656,  # 2 bytes
         "expert gradients": 7_247_757_312,  # 4 bytes
-        "expert optimizer state": 21_743_271_936,  # 12 bytes: one group, so nobody shares it
+        "expert optimizer state": 21_743_271_936,  # 12 bytes; with one group it is not shared
         "dense parameters": 2 * dense,
         "dense gradients": 4 * dense,
         "dense optimizer state": -(-12 * dense // 16),
