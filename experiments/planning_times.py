@@ -35,8 +35,8 @@ SCHEMA = "trimtab-planning-times-1"
 PRESET, TOKENS_PER_RANK, MEAN_LENGTH, SLOTS, RANKS_PER_NODE = "qwen3-30b-math", 4096, 1024, 2, 8
 SIZES = ((8, 128), (16, 128), (32, 128), (64, 256), (128, 256))
 """Ranks and experts."""
-MICRO_STEPS, LAYERS = (8, 32), (4, 12)
-"""Each of a small and of a large step."""
+MICRO_STEPS, LAYERS = (8, 32), (8, 16)
+"""Each of a small and of a large step; Trimtab's sample is as large in both."""
 SERIAL = ("routepack", "openinstruct")
 """Balancers whose search over schedules is one task. The others plan layer by layer."""
 BY_LAYER = {"trimtab": ("map_layers",), "eplb_oracle": ("rebalance", "_choose_homes")}
@@ -89,8 +89,8 @@ class Step:
 def measure_times(rounds: int = 3, max_ranks: int = 128) -> dict[str, Any]:
     """Planning times of all balancers whose time is measured, as `--json` writes them.
 
-    `TimeAtSize` has four times, which follow from four steps: with few and many micro-steps and layers. Times of a
-    step are the least of the rounds, in which balancers alternate, on one core.
+    The times of `TimeAtSize` follow from four steps, with few and many micro-steps and layers. Times of a step are the
+    least of the rounds, in which balancers alternate, on one core.
 
     Args:
         rounds: timed plans of every step, after one that is not timed.
@@ -141,23 +141,29 @@ def _fit(us: dict[tuple[int, int], tuple[float, float]]) -> dict[str, float]:
     steps = np.array(list(us), float)
     micro_steps, layers = steps.T
     serial, parallel = np.array(list(us.values())).T
-    instances = micro_steps * layers
-    one, each = _least_squares(micro_steps, instances, serial)
-    layer, instance = _least_squares(layers, instances, parallel)
-    times = {"micro_step": one, "serial": each, "layer": layer, "instance": instance}
+    once, instances = np.ones(len(steps)), micro_steps * layers
+    # Only Trimtab does both.
+    fixed = bool(serial.any() and parallel.any())
+    times = _fit_amounts({"micro_step": micro_steps, "serial": instances} | ({"step": once} if fixed else {}), serial)
+    times |= _fit_amounts({"layer": layers, "instance": instances} | ({"sample": once} if fixed else {}), parallel)
     return {name: round(value, 2) for name, value in times.items()}
 
 
-def _least_squares(few: Array, many: Array, measured: Array) -> tuple[float, float]:
-    """Factors of two amounts whose sum is nearest to the measured times, by relative error; none is negative."""
+def _fit_amounts(amounts: dict[str, Array], measured: Array) -> dict[str, float]:
+    """Factors of amounts whose sum is nearest to the measured times, by relative error; none is negative."""
+    found = dict.fromkeys(amounts, 0.0)
     if not measured.any():
-        return 0.0, 0.0
-    parts = np.stack([few, many], axis=1) / measured[:, None]
-    both, *_ = np.linalg.lstsq(parts, np.ones(len(measured)), rcond=None)
-    if (both >= 0).all():
-        return float(both[0]), float(both[1])
-    alone = parts.sum(axis=0) / np.square(parts).sum(axis=0)
-    return (0.0, float(alone[1])) if both[0] < 0 else (float(alone[0]), 0.0)
+        return found
+    least = math.inf
+    for number in range(1, len(amounts) + 1):
+        for names in itertools.combinations(amounts, number):
+            parts = np.stack([amounts[name] for name in names], axis=1) / measured[:, None]
+            factors, *_ = np.linalg.lstsq(parts, np.ones(len(measured)), rcond=None)
+            error = float(np.square(parts @ factors - 1).sum())
+            if (factors >= 0).all() and error < least - 1e-12:
+                least = error
+                found = dict.fromkeys(amounts, 0.0) | dict(zip(names, factors.tolist(), strict=True))
+    return found
 
 
 def _machine() -> str:

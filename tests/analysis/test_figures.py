@@ -24,9 +24,9 @@ from trimtab.analysis.summary import answer, cost_summary
 from trimtab.cluster import ClusterSpec, ModelSpec, load_cluster, load_model
 from trimtab.cluster.operations import OperationCosts
 from trimtab.planner import Placement, Schedule, SequenceCounts, Workload
+from trimtab.planner.plan.rank_work import rank_work
 from trimtab.policies import POLICIES, make_view
 from trimtab.simulator.comparison import ComparisonCase, simulate_policy
-from trimtab.simulator.work import rank_work
 from trimtab.trace import PRESETS, TraceReader, synthesize_preset
 from trimtab.trace.permuted_experts import permute_experts
 
@@ -337,7 +337,8 @@ def test_expert_seconds_equal_the_simulators() -> None:
     schedule = Schedule(np.arange(6, dtype=np.int32), np.zeros(6, np.int32), np.zeros(6, np.int32), 4)
     policy = POLICIES["static"]
     view = make_view(policy, sequences, schedule, Placement.contiguous(3, 8, 4), cluster, token_budget=10**6)
-    work = rank_work(policy.plan(view), Workload.from_sequences(sequences, schedule), costs)
+    plan, workload = policy.plan(view), Workload.from_sequences(sequences, schedule)
+    work = rank_work(plan.replicas, plan.home, workload.estimated_MLRE, plan.ranks_per_node, costs)
     assert copy_seconds(counts, costs).reshape(6, 3, 4, 2).sum(axis=-1) == pytest.approx(work.experts_MLR)
     even = np.full((2, 3, 8), 1024)
     lengths = np.full(8, 1024)

@@ -7,10 +7,11 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from trimtab import ClusterSpec, ModelSpec
-from trimtab.cluster import AttentionLayers, CostModel
+from trimtab import ClusterSpec, ModelSpec, Schedule
+from trimtab.cluster import AttentionLayers, StepCosts
 from trimtab.cluster.attention import STATE_OPERATIONS, mean_attention, pairs_within_reach
 from trimtab.cluster.operations import OperationCosts
+from trimtab.planner.plan.step_times import dense_seconds
 
 CLUSTER = ClusterSpec(4, 2, attention_flops=5e8, dense_flops=2e9, memory_bytes_per_s=1e9)
 # Two MoE layers with full attention, one with a window and three with linear attention; a dense layer with a window.
@@ -71,15 +72,17 @@ def test_layers_that_are_all_alike_cost_the_same_in_both_forms() -> None:
     listed = replace(plain, attention=(AttentionLayers("full", 6, 1, 5000, 70),), attention_parameters=0)
     assert OperationCosts.of(CLUSTER, plain) == OperationCosts.of(CLUSTER, listed)
     assert plain.parameters == listed.parameters
-    assert CostModel.of(CLUSTER, plain) == CostModel.of(CLUSTER, listed)
+    assert StepCosts.of(CLUSTER, plain) == StepCosts.of(CLUSTER, listed)
 
 
-def test_limited_attention_grows_linearly_in_rows() -> None:
-    cost = CostModel.of(CLUSTER, MIXED)
-    row = 2 * MIXED.expert_parameters
+def test_limited_attention_grows_linearly() -> None:
+    """Two of six layers attend to all tokens, one to the last 16; two sequences, on ranks of their own."""
+    costs = OperationCosts.of(CLUSTER, MIXED)
     tokens = np.array([10, 1000])
-    rows = tokens * (2 * 34_000 / 6 + 6 * 450) + tokens**2 * 2 * 70 / 6 + [100 * 40 / 6, (1000**2 - 984**2) * 40 / 6]
-    assert cost.attention_rows(tokens) == pytest.approx(rows / row)
+    schedule = Schedule(np.zeros(2, np.int32), np.arange(2, dtype=np.int32), np.zeros(1, np.int32), 2)
+    inside_MR, _ = dense_seconds(schedule, tokens, costs)
+    operations = tokens**2 * 2 * 70 / 6 + np.array([100 * 40 / 6, (1000**2 - 984**2) * 40 / 6])
+    assert inside_MR[0] == pytest.approx(costs.layer_s + tokens * costs.token_s + operations / 5e8)
 
 
 def test_long_sequences_cost_less_than_full_attention() -> None:

@@ -14,7 +14,8 @@ from transformers import AutoModelForCausalLM
 
 from helpers.moe_families import small_config
 from trimtab import InputError, ModelSpec
-from trimtab.cluster import QWEN3_30B, ClusterSpec, CostModel, load_model
+from trimtab.cluster import QWEN3_30B, ClusterSpec, load_model
+from trimtab.cluster.operations import OperationCosts
 
 QWEN: dict[str, Any] = {
     "model_type": "qwen3_moe",
@@ -207,19 +208,23 @@ def test_models_load_by_name_or_path(tmp_path: Path) -> None:
         load_model(str(tmp_path / "empty"))
 
 
-def test_attention_in_rows_follows_the_model() -> None:
-    """Two products a weight and row; a token's query meets keys and values of half the sequence on average."""
-    cluster, model = ClusterSpec(8, 8), ModelSpec.named("glm-4.5-air")
-    cost = CostModel.of(cluster, model)
-    row = 2 * 3 * 4096 * 1408
+def test_attention_follows_the_model() -> None:
+    """Two operations a weight and token; a token's query meets keys and values of half the sequence on average."""
+    cluster, model = ClusterSpec(8, 8, attention_flops=1e14), ModelSpec.named("glm-4.5-air")
+    costs = OperationCosts.of(cluster, model)
     tokens, heads, head = 1000, 96, 128
     projections = 2 * tokens * (4096 * 2 * heads * head + 4096 * 2 * 8 * head)
     products = sum(2 * heads * head * 2 for _ in range(tokens)) * tokens / 2
-    rows = cost.attention_token_rows * tokens + cost.attention_square_rows * tokens * tokens
-    # One shared expert of a routed one's width is one row a token.
-    assert rows == pytest.approx((projections + products) / row + tokens)
+    # One shared expert of a routed one's width.
+    beside = 2 * tokens * (3 * 4096 * 1408 + 4096 * model.num_experts)
+    passes_s = tokens * 20 * 4096 * 2 / cluster.memory_bytes_per_s
+    assert costs.token_s * tokens == pytest.approx((projections + beside) / cluster.dense_flops + passes_s)
+    assert costs.square_s * tokens * tokens == pytest.approx(products / 1e14)
 
 
 def test_unknown_attention_sizes_count_as_square_projections() -> None:
-    cost = CostModel.of(ClusterSpec(8, 8), ModelSpec("m", 8, 2, hidden_size=64, expert_width=32))
-    assert (cost.attention_token_rows, cost.attention_square_rows) == (4 * 64**2 / (3 * 64 * 32), 64 / (3 * 64 * 32))
+    cluster = ClusterSpec(8, 8)
+    costs = OperationCosts.of(cluster, ModelSpec("m", 8, 2, hidden_size=64, expert_width=32))
+    passes_s = 20 * 64 * 2 / cluster.memory_bytes_per_s
+    assert costs.token_s == pytest.approx((2 * 4 * 64**2 + 2 * 64 * 8) / cluster.dense_flops + passes_s)
+    assert costs.square_s == pytest.approx(2 * 64 / cluster.attention_flops)

@@ -235,30 +235,57 @@ def _levelled(counts_E: Array, fixed_R: Array, home_E: Array, smallest: int, rep
     return replicas
 
 
-def split_tokens(counts_RE: Array, home_E: Array, per_node: int, replicas: list[Replica]) -> Array:
-    """Quotas `[P, R]`, token by token: nearest sources first, the home before the replicas, both in order."""
-    num_ranks = len(counts_RE)
-    quotas_PR = np.zeros((len(replicas), num_ranks), np.int64)
+def split_tokens(
+    counts_RE: Array, home_E: Array, per_node: int, replicas: list[Replica]
+) -> list[list[tuple[int, int]]]:
+    """Quotas (source, tokens) of every replica: all copies take from their own rank, then all from their node, evenly.
+
+    What is left of an expert's tokens then goes node by node, from the copy's own on, to its replicas in their order.
+    """
+    quotas: list[list[tuple[int, int]]] = [[] for _ in replicas]
     for expert in {e for e, _, _ in replicas}:
         mine = [p for p, (e, _, _) in enumerate(replicas) if e == expert]
-        waiting = {r: int(counts_RE[r, expert]) for r in range(num_ranks)}
-        at_home = sum(waiting.values()) - sum(replicas[p][2] for p in mine)
-        copies = [(None, int(home_E[expert]), at_home)] + [(p, replicas[p][1], replicas[p][2]) for p in mine]
-        room = {rank: tokens for _, rank, tokens in copies}
-        for distance in range(3):
-            for p, rank, _ in copies:
-                for source in range(num_ranks):
-                    while waiting[source] and room[rank] and _distance(source, rank, per_node) <= distance:
-                        waiting[source] -= 1
-                        room[rank] -= 1
-                        if p is not None:
-                            quotas_PR[p, source] += 1
-    return quotas_PR
+        left = [int(tokens) for tokens in counts_RE[:, expert]]
+        at_home = sum(left) - sum(replicas[p][2] for p in mine)
+        ranks = [int(home_E[expert])] + [replicas[p][1] for p in mine]
+        rooms = [at_home] + [replicas[p][2] for p in mine]
+        taken = [[0] * len(left) for _ in ranks]
+
+        def take(copy: int, sources: list[int], left: list[int] = left, rooms: list[int] = rooms) -> dict[int, int]:
+            parts = evenly([left[source] for source in sources], rooms[copy])
+            for source, part in zip(sources, parts, strict=True):
+                left[source] -= part
+                rooms[copy] -= part
+            return dict(zip(sources, parts, strict=True))
+
+        for copy, rank in enumerate(ranks):
+            taken[copy][rank] = take(copy, [rank])[rank]
+        for copy, rank in enumerate(ranks):
+            for source, part in take(copy, _node(rank, per_node)).items():
+                taken[copy][source] += part
+        for copy, rank in list(enumerate(ranks))[1:]:
+            order = _node(rank, per_node)
+            for node in range(1, len(left) // per_node):
+                others = _node((rank + node * per_node) % len(left), per_node)
+                for source, part in take(copy, others).items():
+                    taken[copy][source] += part
+                order += others
+            quotas[mine[copy - 1]] = [(source, taken[copy][source]) for source in order if taken[copy][source]]
+    return quotas
 
 
-def _distance(a: int, b: int, per_node: int) -> int:
-    """0 on one rank, 1 in one node, 2 across nodes."""
-    return 0 if a == b else 1 if a // per_node == b // per_node else 2
+def evenly(amounts: list[int], room: int) -> list[int]:
+    """Parts of the amounts in proportion, `room` in all or everything; cumulative sums are rounded down."""
+    total = sum(amounts)
+    if not total:
+        return [0] * len(amounts)
+    ends = [int(Fraction(min(room, total) * sum(amounts[:i]), total)) for i in range(len(amounts) + 1)]
+    return [end - start for start, end in pairwise(ends)]
+
+
+def _node(rank: int, per_node: int) -> list[int]:
+    """All ranks of a rank's node."""
+    return list(range(rank // per_node * per_node, (rank // per_node + 1) * per_node))
 
 
 def imbalance(counts_ME: Array, home_E: Array, num_ranks: int, per_node: int) -> int:
@@ -342,25 +369,6 @@ def by_place(schedule: Schedule, values_S: Array) -> Array:
     sums_MR = np.zeros((schedule.num_micro_steps, schedule.num_ranks), np.int64)
     np.add.at(sums_MR, (schedule.micro_step, schedule.rank), values_S)
     return sums_MR
-
-
-def local_rows(schedule: Schedule, rows_SN: Array, groups: int) -> int:
-    """Rows of sequences that sit on the node of their experts' homes."""
-    per_group = schedule.num_ranks // groups
-    node_S = schedule.rank % per_group // (per_group // rows_SN.shape[1])
-    return sum(int(rows_SN[s, node]) for s, node in enumerate(node_S))
-
-
-def replica_sets(plan: StepPlan) -> list[set[tuple[int, int, int]]]:
-    """For every micro-step its replicas as (layer, expert, rank)."""
-    return [
-        {
-            (layer, int(plan.replica_experts[p]), int(plan.replica_ranks[p]))
-            for layer in range(plan.num_layers)
-            for p in plan.replicas_of(m, layer)
-        }
-        for m in range(plan.num_micro_steps)
-    ]
 
 
 def rows_by_way(plan: StepPlan, workload: Workload) -> Counter[tuple[int, int, int, int]]:

@@ -11,11 +11,11 @@ from hypothesis import strategies as st
 from helpers import planner_reference as reference
 from trimtab import ClusterSpec, Placement, Schedule, Workload
 from trimtab.array_type import Array
-from trimtab.cluster import QWEN3_30B, CostModel
+from trimtab.cluster import QWEN3_30B, StepCosts
 from trimtab.planner import Planner, PlanSettings, SequenceCounts, plan_sequences
 from trimtab.planner.planner import GroupPlans
 from trimtab.planner.replicas import kernel_values
-from trimtab.planner.replicas.kernel_values import Homes, Limits
+from trimtab.planner.replicas.kernel_values import Homes
 from trimtab.planner.replicas.replica_search import place_replicas
 from trimtab.trace import RoutingTrace
 
@@ -54,7 +54,8 @@ class Instance:
     def replicas(self) -> list[tuple[int, int, int]]:
         """Expert, rank and tokens of every replica that the kernel places."""
         instance = kernel_values.Instance(self.counts_E, self.fixed_R, Homes.of(self.home_E, self.ranks))
-        limits = Limits(self.per_node, self.slots, 0, self.smallest_share)
+        cluster = ClusterSpec(self.ranks, self.per_node, self.slots)
+        limits = PlanSettings(smallest_share=self.smallest_share).limits(cluster)
         found, count = place_replicas(instance, limits, self.threshold_load)
         return [(int(e), int(r), int(t)) for e, r, t in np.stack(found)[:, :count].T]
 
@@ -128,14 +129,14 @@ class Step:
             "mini_batch": self.mini_batch,
             "groups": self.groups,
             "settings": self.settings,
-            "cost": free_replicas(self.cluster),
+            "costs": free_replicas(self.cluster),
         }
         return plan_sequences(**values | changes)
 
     def planner(self) -> Planner:
         """A planner for it; nothing is added yet."""
-        cost = free_replicas(self.cluster)
-        return Planner(self.cluster, self.placement, groups=self.groups, settings=self.settings, cost=cost)
+        costs = free_replicas(self.cluster)
+        return Planner(self.cluster, self.placement, groups=self.groups, settings=self.settings, costs=costs)
 
     def workloads(self, schedule: Schedule) -> list[Workload]:
         """The load of each group, counted by the reference."""
@@ -143,9 +144,34 @@ class Step:
         return [reference.workload(self.sequences.select(mine), part) for mine, part in groups]
 
 
-def free_replicas(cluster: ClusterSpec) -> CostModel:
-    """Costs of which replicas have none, so that even small steps get some."""
-    return replace(CostModel.of(cluster, QWEN3_30B), near_replica_s=0.0, far_replica_s=0.0)
+def free_replicas(cluster: ClusterSpec) -> StepCosts:
+    """Costs with slow rows, of which replicas have none, so that even small steps get some."""
+    return _slow_rows(cluster, replica_s=0.0)
+
+
+def with_operations(costs: StepCosts, **seconds: Any) -> StepCosts:
+    """With other seconds of some operations."""
+    return replace(costs, operations=costs.operations._replace(**seconds))
+
+
+def free_moves(cluster: ClusterSpec) -> StepCosts:
+    """As `free_replicas`, and moves have no costs but rows between ranks have."""
+    return _with_free_moves(free_replicas(cluster))
+
+
+def free_moves_only(cluster: ClusterSpec) -> StepCosts:
+    """As `free_moves`, but replicas are slow, so that homes are worth improving."""
+    return _with_free_moves(_slow_rows(cluster, replica_s=10.0))
+
+
+def _with_free_moves(costs: StepCosts) -> StepCosts:
+    return with_operations(costs, near_row_s=1e-3, far_row_s=1e-3, near_state_s=0.0, far_state_s=0.0)
+
+
+def _slow_rows(cluster: ClusterSpec, replica_s: float) -> StepCosts:
+    costs = StepCosts.of(cluster, QWEN3_30B)
+    names = ("near_weights_s", "far_weights_s", "near_gradient_s", "far_gradient_s", "host_weights_s", "weights_s")
+    return with_operations(costs, **dict.fromkeys(names, replica_s), copy_s=0.0, tile_rows=1, row_s=1e-5)
 
 
 def skewed_trace(

@@ -10,9 +10,11 @@ from hypothesis import strategies as st
 
 from helpers import planner_reference as reference
 from helpers.planner_steps import Instance, per_nodes, random_instance
+from trimtab import ClusterSpec
 from trimtab.array_type import Array
-from trimtab.planner.replicas.kernel_values import PARTS_PER_WHOLE, Limits
-from trimtab.planner.replicas.layer_plan import plan_layer, split_layer
+from trimtab.planner import PlanSettings
+from trimtab.planner.replicas.kernel_values import PARTS_PER_WHOLE
+from trimtab.planner.replicas.layer_plan import plan_layer
 from trimtab.planner.replicas.replica_table import ReplicaTable
 
 THRESHOLD = 1.01
@@ -48,7 +50,7 @@ def stacked(instances: list[Instance], *, layer: int = 1) -> Array:
 def plan(instances: list[Instance], *, layer: int = 1) -> ReplicaTable:
     """Plan the instances as layer 1 of three."""
     one = instances[0]
-    limits = Limits(one.per_node, one.slots, round(THRESHOLD * PARTS_PER_WHOLE), one.smallest_share)
+    limits = PlanSettings(THRESHOLD, one.smallest_share).limits(ClusterSpec(one.ranks, one.per_node, one.slots))
     fixed_LMR = np.full((3, len(instances), one.ranks), 99)
     fixed_LMR[1] = np.stack([instance.fixed_R for instance in instances])
     return plan_layer(stacked(instances), fixed_LMR.transpose(1, 0, 2)[:, 1], layer, one.home_E, limits)
@@ -62,39 +64,23 @@ def test_a_layer_without_unwanted_replicas_is_the_wanted_instances_planned_alone
     check(*case)
 
 
-@settings(max_examples=40, deadline=None)
-@given(layers(), st.integers(0, 99))
-def test_a_split_for_other_sources_is_the_plan_of_them(case: tuple[list[Instance], list[bool]], seed: int) -> None:
-    """The tokens of each expert come from other ranks, and the micro-steps in another order."""
-    instances, wanted = case
-    rng = np.random.default_rng(seed)
-    order = rng.permutation(len(instances))
-    one, every = instances[0], np.arange(len(instances))
-    moved = [
-        replace(instances[m], counts_RE=rng.permuted(instances[m].counts_RE, axis=0), home_E=one.home_E) for m in order
-    ]
-    kept = plan(instances).select(every, np.array(wanted)).select(order)
-    again = split_layer(stacked(moved), 1, one.home_E, one.per_node, kept)
-    for actual, expected in zip(again, plan(moved).select(every, np.array(wanted)[order]), strict=True):
-        assert np.array_equal(actual, expected)
-        assert actual.dtype == expected.dtype
-
-
 def check(instances: list[Instance], wanted: list[bool]) -> None:
     home_E = instances[0].home_E
-    listed, quotas = [], []
+    listed: list[list[reference.Replica]] = []
+    quotas: list[list[tuple[int, int]]] = []
     for instance, may in zip(instances, wanted, strict=True):
         parts = int(instance.counts_RE.sum() + instance.fixed_R.sum()) * round(THRESHOLD * PARTS_PER_WHOLE)
         alone = replace(instance, home_E=home_E, threshold_load=parts // (instance.ranks * PARTS_PER_WHOLE))
-        listed.append(alone.replicas() if may else [])
-        quotas += list(reference.split_tokens(instance.counts_RE, home_E, instance.per_node, listed[-1]))
+        # By expert, for the split.
+        listed.append(sorted(alone.replicas(), key=lambda replica: replica[0]) if may else [])
+        quotas += reference.split_tokens(instance.counts_RE, home_E, instance.per_node, listed[-1])
     actual = plan(instances).select(np.arange(len(instances)), np.array(wanted))
     assert np.diff(actual.replica_starts).tolist() == [len(replicas) for replicas in listed]
     assert actual.experts.tolist() == [expert for replicas in listed for expert, _, _ in replicas]
     assert actual.ranks.tolist() == [rank for replicas in listed for _, rank, _ in replicas]
-    assert np.diff(actual.quota_starts).tolist() == [np.count_nonzero(quotas_R) for quotas_R in quotas]
-    assert actual.sources.tolist() == [r for quotas_R in quotas for r in np.flatnonzero(quotas_R)]
-    assert actual.tokens.tolist() == [t for quotas_R in quotas for t in quotas_R if t]
+    assert np.diff(actual.quota_starts).tolist() == [len(mine) for mine in quotas]
+    assert actual.sources.tolist() == [source for mine in quotas for source, _ in mine]
+    assert actual.tokens.tolist() == [tokens for mine in quotas for _, tokens in mine]
     dtypes = [values.dtype for values in (actual.experts, actual.ranks, actual.sources, actual.tokens)]
     assert dtypes == [np.int16, np.int16, np.int16, np.int32]
 

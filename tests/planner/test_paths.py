@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 from helpers import planner_reference as reference
 from helpers.planner_steps import per_nodes, random_homes
 from trimtab import ClusterSpec, InputError, Placement, Schedule, StepPlan
-from trimtab.cluster import QWEN3_30B, CostModel
+from trimtab.cluster import QWEN3_30B, StepCosts
+from trimtab.planner.plan.plan_settings import prices_of
 from trimtab.planner.replicas.paths import HOST, PEER
 
 RATES = [0.0, 25e9, 50e9, 55e9, 450e9]
@@ -267,6 +268,10 @@ def test_clusters_without_a_way_for_weights_are_refused(values: dict[str, Any]) 
 
 
 def test_without_links_between_ranks_all_costs_are_those_of_host_memory() -> None:
+    """Two forwards and a backward fetch the weights, and the gradient returns in float32."""
     host_only = ClusterSpec(16, 8, node_bytes_per_s=0, network_bytes_per_s=0, host_bytes_per_s=55e9)
     alike = ClusterSpec(16, 8, node_bytes_per_s=55e9, network_bytes_per_s=55e9)
-    assert CostModel.of(host_only, QWEN3_30B) == CostModel.of(alike, QWEN3_30B)
+    prices = prices_of(StepCosts.of(host_only, QWEN3_30B), host_only, 0.5)
+    assert prices == prices_of(StepCosts.of(alike, QWEN3_30B), alike, 0.5)
+    seconds = 0.5 * (3 * QWEN3_30B.expert_bytes + 4 * QWEN3_30B.expert_parameters) / 55e9 / 16
+    assert [prices.near_replica, prices.far_replica] == [round(seconds * 1e15)] * 2

@@ -17,11 +17,10 @@ import pytest
 from numba.core.registry import CPUDispatcher
 
 import trimtab.planner
-from helpers.planner_steps import steady_step
-from trimtab.array_type import Array
+from helpers.planner_steps import free_moves, steady_step
 from trimtab.planner import Workload, plan_schedule
-from trimtab.planner.plan import home_choice
-from trimtab.planner.replicas.layer_plan import plan_layer
+from trimtab.planner.plan.step_planning import StepPlanning
+from trimtab.planner.plan.strategy import NOTHING, STAY, STEP, Strategy
 
 # These count sequences, whose counts are uint16, or int32 if one is longer than 65,535 tokens.
 BY_SEQUENCE = {"_add_rows", "_add_sequences"}
@@ -31,29 +30,36 @@ BY_ROUTES = {"_count"}
 
 @pytest.mark.parametrize("groups", [1, 2])
 @pytest.mark.parametrize("given", [False, True])
-def test_every_instance_is_planned_once(groups: int, given: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of several candidates with the same homes of a layer, too."""
+def test_every_strategy_is_planned_once_and_the_chosen_one_for_the_whole_step(
+    groups: int, given: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Strategies are compared in a sample; the step without changes is planned as a whole for comparison."""
     step = steady_step(3, groups=groups, ranks=4, per_node=2)
-    planned = Counter[tuple[bytes, int, bytes]]()
+    sampled, whole = Counter[Strategy](), Counter[Strategy]()
+    plan = StepPlanning.plan
 
-    def counted(counts_MLRE: Array, fixed_MR: Array, layer: int, home_E: Array, limits: Any) -> Any:
-        planned[counts_MLRE.tobytes(), layer, home_E.tobytes()] += 1
-        return plan_layer(counts_MLRE, fixed_MR, layer, home_E, limits)
+    def counted(self: StepPlanning, strategy: Strategy, *args: Any, **kwargs: Any) -> Any:
+        (sampled if kwargs else whole)[strategy] += 1
+        return plan(self, strategy, *args, **kwargs)
 
     schedule = step.plan().schedule
-    monkeypatch.setattr(home_choice, "plan_layer", counted)
+    monkeypatch.setattr(StepPlanning, "plan", counted)
     if given:
-        plan_schedule(step.workloads(schedule), schedule, step.placement, step.cluster, settings=step.settings)
+        chosen = plan_schedule(
+            step.workloads(schedule), schedule, step.placement, step.cluster, settings=step.settings,
+            costs=free_moves(step.cluster),
+        ).choice.strategy  # fmt: skip
     else:
-        step.plan()
-    assert set(planned.values()) == {1}
-    layers = step.trace.num_layers
-    assert len(planned) <= groups * layers * 4
-    assert len({key[0] for key in planned}) == groups
-    monkeypatch.setattr(home_choice, "plan_layer", counted)
-    planned.clear()
+        chosen = step.plan(costs=free_moves(step.cluster)).choice.strategy
+    assert chosen != NOTHING
+    assert set(sampled.values()) == {1}
+    assert whole == {NOTHING: 1, chosen: 1}
+    assert any(strategy.homes == STEP for strategy in sampled)
+    sampled.clear()
     step.plan(may_move=False)
-    assert len(planned) == groups * layers
+    # Nothing; and for each number of slots replicas in the node, and on any node with more or less of them.
+    assert len(sampled) == 1 + 2 * 3
+    assert all(strategy.homes == STAY for strategy in sampled)
 
 
 def signatures() -> dict[str, int]:
@@ -78,7 +84,11 @@ def plan_all_kinds() -> None:
                 Workload(load.token_counts_MLRE.astype(np.int32), load.unknown_MLR.astype(np.int32))
                 for load in step.workloads(schedule)
             ]
-            plan_schedule(loads, schedule, step.placement, step.cluster, settings=step.settings)
+            costs = free_moves(step.cluster)
+            planned = plan_schedule(loads, schedule, step.placement, step.cluster, settings=step.settings, costs=costs)
+            for plan, load in zip(planned.plans, loads, strict=True):
+                plan.check(load)
+                plan.rank_loads(load)
     print(signatures())
 
 
@@ -91,6 +101,8 @@ def test_every_kernel_is_compiled_once(tmp_path: Path) -> None:
         env={"NUMBA_CACHE_DIR": str(tmp_path), "PATH": ""}, capture_output=True, text=True, check=True,
     )  # fmt: skip
     found = ast.literal_eval(done.stdout)
-    assert {"_pick_rank", "split_tokens", "_swap_homes", "_swap_ranks", "_swap", "_choose", "_count_rows"} <= set(found)
+    kernels = {"_pick_rank", "split_tokens", "_swap_homes", "_choose", "_count_rows", "fill_emptiest", "time_passes"}
+    kernels |= {"place_local_replicas", "exchange_replicas", "shift_shares", "cost_of_replicas", "_fill"}
+    assert kernels <= set(found)
     assert {name for name, count in found.items() if count != 1} <= BY_SEQUENCE | BY_ROUTES
     assert all(found[name] <= 2 for name in BY_SEQUENCE & set(found))

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from helpers.planner_steps import Step, free_replicas, steady_step, steps
 from trimtab import Placement, StepPlan
-from trimtab.cluster import QWEN3_30B, CostModel
+from trimtab.cluster import QWEN3_30B, StepCosts
 from trimtab.planner import PlanSettings, SequenceCounts
 
 
@@ -45,7 +45,8 @@ def test_adding_in_pieces_and_keeping_some_equals_adding_those_at_once(step: Ste
 @settings(max_examples=20, deadline=None)
 @given(steps())
 def test_a_planner_plans_what_the_function_does_and_goes_on_from_its_homes(step: Step) -> None:
-    schedule, placement, plans = step.plan()
+    schedule, placement, plans = step.plan()[:3]
+    past_PLE = step.sequences.counts_SLE.sum(axis=0, dtype=np.int64)[None]
     stateful = step.planner()
     for _ in range(2):
         stateful.add(step.trace)
@@ -54,7 +55,7 @@ def test_a_planner_plans_what_the_function_does_and_goes_on_from_its_homes(step:
         assert stateful.schedule is not None
         assert np.array_equal(stateful.schedule.rank, schedule.rank)
         assert np.array_equal(stateful.placement.home, placement.home)
-        schedule, placement, plans = replace(step, placement=placement).plan()
+        schedule, placement, plans = replace(step, placement=placement).plan(past_PLE=past_PLE)[:3]
 
 
 def test_the_hash_knows_cluster_settings_and_costs() -> None:
@@ -64,7 +65,7 @@ def test_the_hash_knows_cluster_settings_and_costs() -> None:
     step = replace(step, token_budget=20)
 
     def digest(**changes: Any) -> str:
-        plans = step.plan(**{"sequences": even, "mini_batch": np.zeros(4, int), "cost": None} | changes).plans
+        plans = step.plan(**{"sequences": even, "mini_batch": np.zeros(4, int), "costs": None} | changes).plans
         return "".join(plan.hash for plan in plans)
 
     cluster = step.cluster
@@ -77,13 +78,15 @@ def test_the_hash_knows_cluster_settings_and_costs() -> None:
         {"cluster": replace(cluster, network_bytes_per_s=1e9)},
         {"settings": PlanSettings(1.01, 4)},
         {"settings": PlanSettings(1.0, 5)},
+        {"costs": StepCosts.of(cluster, QWEN3_30B, checkpointing=True)},
+        {"costs": StepCosts.of(cluster, QWEN3_30B, ring_layers=2)},
         {"token_budget": 21},
         {"groups": 2},
         {"placement": Placement(step.placement.home[:, ::-1].copy())},
         {"mini_batch": np.array([0, 0, 0, 1])},
     ]
     assert len({digest(**change) for change in changes}) == len(changes)
-    assert digest() == digest(cost=CostModel.of(cluster, QWEN3_30B), threads=2)
+    assert digest() == digest(costs=StepCosts.of(cluster, QWEN3_30B), threads=2)
 
 
 def test_the_hash_knows_every_field() -> None:
@@ -103,10 +106,20 @@ def test_the_hash_knows_every_field() -> None:
 
 def test_settings_can_be_read_back_from_the_plan() -> None:
     step = steady_step(1, groups=2)
-    values = json.loads(step.plan().plans[0].settings)
-    cost = values.pop("cost")
-    assert values == asdict(step.settings) | {"groups": 2, "token_budget": step.token_budget}
-    assert cost == pytest.approx({name: float(value) for name, value in asdict(free_replicas(step.cluster)).items()})
+    planned = step.plan()
+    values = json.loads(planned.plans[0].settings)
+    found = values.pop("costs")
+    strategy = planned.choice.strategy.name
+    assert strategy != "nothing"
+    predicted = values.pop("predicted_s")
+    assert list(predicted) == list(planned.choice.seconds)
+    assert predicted == pytest.approx(planned.choice.seconds, rel=1e-3)
+    expected = {"groups": 2, "token_budget": step.token_budget, "strategy": strategy}
+    assert values == asdict(step.settings) | expected
+    costs = free_replicas(step.cluster)
+    operations = {name: float(value) for name, value in costs.operations._asdict().items()}
+    assert found.pop("operations") == pytest.approx(operations)
+    assert found == {"forwards": costs.forwards, "ring_layers": costs.ring_layers}
 
 
 @settings(max_examples=20, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])

@@ -10,20 +10,16 @@ import pytest
 from hypothesis import given, settings
 
 from helpers import planner_reference as reference
-from helpers.planner_steps import Step, free_replicas, skewed_trace, steady_step, steps
+from helpers.planner_steps import Step, free_replicas, skewed_trace, steady_step, steps, with_operations
 from trimtab import ClusterSpec, Placement, RoutingTrace
 from trimtab.array_type import Array
-from trimtab.cluster import QWEN3_30B, CostModel
-from trimtab.planner import Planner, PlanSettings, SequenceCounts, pack_by_length, plan_sequences, plan_step
-from trimtab.planner import planner as planner_module
-from trimtab.planner.plan.home_choice import STEPS_TO_PAY
-from trimtab.planner.plan.prediction import cross_node_rows, predict
+from trimtab.planner import Planner, PlanSettings, SequenceCounts, pack_by_length, plan_sequences
 
 
 @settings(max_examples=80, deadline=None)
 @given(steps())
 def test_every_group_gets_a_valid_plan_for_its_sequences(step: Step) -> None:
-    schedule, placement, plans = step.plan()
+    schedule, placement, plans = step.plan()[:3]
     assert len(plans) == step.groups
     for group, (plan, workload) in enumerate(zip(plans, step.workloads(schedule), strict=True)):
         plan.check(workload)
@@ -39,7 +35,7 @@ def test_every_group_gets_a_valid_plan_for_its_sequences(step: Step) -> None:
 @settings(max_examples=60, deadline=None)
 @given(steps())
 def test_every_token_is_computed_once_and_no_rank_is_busier_than_without_replicas(step: Step) -> None:
-    schedule, _, plans = step.plan()
+    schedule, _, plans = step.plan()[:3]
     for plan, workload in zip(plans, step.workloads(schedule), strict=True):
         ways = reference.rows_by_way(plan, workload)
         assert min(ways.values()) >= 0
@@ -62,13 +58,13 @@ def test_slots_and_smallest_shares_are_kept(step: Step) -> None:
         assert slots_used.max() <= step.cluster.slots_per_rank
         for first, end in zip(plan.quota_starts, plan.quota_starts[1:], strict=False):
             assert plan.quota_tokens[first:end].sum() >= step.settings.smallest_share
-            assert np.all(np.diff(plan.quota_sources[first:end]) > 0)
+            assert len(set(plan.quota_sources[first:end].tolist())) == end - first
 
 
 @settings(max_examples=60, deadline=None)
 @given(steps())
 def test_every_rank_is_home_to_its_share_of_experts(step: Step) -> None:
-    _, placement, _ = step.plan()
+    _, placement, _ = step.plan()[:3]
     assert placement.home.dtype == np.int16
     for home_E in placement.home:
         experts = len(home_E) // step.cluster.ranks
@@ -78,7 +74,7 @@ def test_every_rank_is_home_to_its_share_of_experts(step: Step) -> None:
 @settings(max_examples=60, deadline=None)
 @given(steps())
 def test_budgets_mini_batches_and_the_number_of_micro_steps_are_those_of_packing(step: Step) -> None:
-    schedule, _, _ = step.plan()
+    schedule, _, _ = step.plan()[:3]
     lengths = step.trace.sequence_lengths
     packed = pack_by_length(
         lengths,
@@ -90,49 +86,6 @@ def test_budgets_mini_batches_and_the_number_of_micro_steps_are_those_of_packing
     assert np.array_equal(schedule.mini_batch_of_micro_step[schedule.micro_step], step.mini_batch)
     assert reference.by_place(schedule, lengths).max() <= step.token_budget
     assert schedule.num_ranks == step.cluster.ranks * step.groups
-
-
-@settings(max_examples=40, deadline=None)
-@given(steps(one_node=True))
-def test_new_homes_and_their_moves_take_no_more_predicted_time_than_the_old(step: Step) -> None:
-    """Inside one node the ranks of sequences don't matter, so new homes are never slower."""
-    check_that_moving_pays(step)
-
-
-def test_between_nodes_homes_are_chosen_before_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Ranks follow the new homes; without that last step new homes are never slower between nodes, too."""
-    monkeypatch.setattr(planner_module, "assign_ranks", lambda lengths, schedule, *_, **__: schedule)
-    for seed in range(12):
-        check_that_moving_pays(steady_step(seed, experts=12, ranks=6, groups=2))
-
-
-def test_sequences_sit_near_the_homes_of_their_experts(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Plans with rank assignment have more rows computed on their own node."""
-    steps_of = [steady_step(seed, ranks=8, experts=16, groups=2, slots=0) for seed in range(4)]
-    far = []
-    for _ in range(2):
-        far.append(0)
-        for step in steps_of:
-            schedule, _, plans = step.plan()
-            for plan, workload in zip(plans, step.workloads(schedule), strict=True):
-                far[-1] += int(cross_node_rows(plan, workload).sum())
-        monkeypatch.setattr(planner_module, "assign_ranks", lambda lengths, schedule, *_, **__: schedule)
-    assert far[0] < 0.95 * far[1]
-
-
-def check_that_moving_pays(step: Step) -> None:
-    """Layer by layer, on the same schedule: new homes and their moves, against replicas on the old homes."""
-    schedule, placement, plans = step.plan()
-    cluster, cost = step.cluster, CostModel.of(step.cluster, QWEN3_30B)
-    near_L, far_L = step.placement.moves(placement, cluster.ranks_per_node)
-    new_L = (near_L * cost.near_move_s + far_L * cost.far_move_s) / (cluster.ranks * STEPS_TO_PAY)
-    old_L = np.zeros(len(new_L))
-    for group, (plan, workload) in enumerate(zip(plans, step.workloads(schedule), strict=True)):
-        _, part = schedule.of_group(group, cluster.ranks)
-        unmoved = plan_step(workload, part, step.placement, cluster, step.settings)
-        new_L += predict(plan, workload, cost).seconds_ML.sum(axis=0)
-        old_L += predict(unmoved, workload, cost).seconds_ML.sum(axis=0)
-    assert np.all(new_L <= old_L * (1 + 1e-12))
 
 
 @pytest.mark.parametrize(
@@ -155,7 +108,7 @@ def test_odd_sizes_are_planned(sizes: dict[str, Any]) -> None:
     step = steady_step(0, **sizes)
     # Some sequence is exactly as long as the budget.
     step = replace(step, token_budget=int(step.trace.sequence_lengths.max()))
-    schedule, _, plans = step.plan()
+    schedule, _, plans = step.plan()[:3]
     for plan, workload in zip(plans, step.workloads(schedule), strict=True):
         plan.check(workload)
         if step.cluster.ranks == 1 or step.cluster.slots_per_rank == 0:
@@ -165,7 +118,7 @@ def test_odd_sizes_are_planned(sizes: dict[str, Any]) -> None:
 def test_a_step_without_any_known_route_has_no_replicas_and_moves_nothing() -> None:
     step = steady_step(0)
     step.trace.expert_ids[:] = step.trace.no_route
-    schedule, placement, (plan,) = step.plan()
+    schedule, placement, (plan,) = step.plan()[:3]
     assert plan.mixed_ML[schedule.micro_step].all()
     assert plan.num_replicas == 0
     assert np.array_equal(placement.home, step.placement.home)
@@ -174,7 +127,7 @@ def test_a_step_without_any_known_route_has_no_replicas_and_moves_nothing() -> N
 def test_mixed_instances_are_those_with_unknown_routes() -> None:
     step = steady_step(0)
     step.trace.expert_ids[step.trace.sequence_starts[5], 1] = step.trace.no_route
-    schedule, _, (plan,) = step.plan()
+    schedule, _, (plan,) = step.plan()[:3]
     assert np.argwhere(plan.mixed_ML).tolist() == [[schedule.micro_step[5], 1]]
 
 
@@ -184,7 +137,7 @@ def test_sequences_without_tokens_and_empty_mini_batches_have_their_place() -> N
     ids = [step.trace.sequence(s) if s % 2 else no_rows for s in range(6)]
     trace = RoutingTrace.from_sequences(ids, num_experts=8)
     step = replace(step, trace=trace, mini_batch=np.array([3, 0, 3, 0, 0, 0]))
-    schedule, _, (plan,) = step.plan()
+    schedule, _, (plan,) = step.plan()[:3]
     plan.check(step.workloads(schedule)[0])
     assert sorted(set(schedule.mini_batch_of_micro_step.tolist())) == [0, 1, 2, 3]
     assert np.array_equal(schedule.mini_batch_of_micro_step[schedule.micro_step], step.mini_batch)
@@ -206,38 +159,29 @@ def test_homes_move_towards_the_load_and_then_stay() -> None:
 
 def test_homes_stay_where_moving_costs_more_than_it_saves() -> None:
     step = replace(steady_step(0, slots=0), settings=PlanSettings())
-    free = replace(CostModel.of(step.cluster, QWEN3_30B), near_move_s=0.0, far_move_s=0.0, row_s=1.0)
-    dear = replace(free, near_move_s=1e9, far_move_s=1e9)
-    homes = [step.plan(cost=cost).placement.home for cost in (free, dear)]
+    costs = free_replicas(step.cluster)
+    homes = [
+        step.plan(costs=with_operations(costs, near_state_s=seconds, far_state_s=seconds)).placement.home
+        for seconds in (0.0, 1e9)
+    ]
     assert not np.array_equal(homes[0], step.placement.home)
     assert np.array_equal(homes[1], step.placement.home)
 
 
-def test_micro_steps_stand_in_the_order_of_reuse() -> None:
-    """In each mini-batch, the one that shares most replicas comes next."""
-    for seed in range(6):
-        step = steady_step(seed, ranks=2, per_node=2, sequences=40)
-        plan = replace(step, token_budget=int(step.trace.sequence_lengths.max())).plan().plans[0]
-        sets, batches = reference.replica_sets(plan), plan.mini_batch_of_micro_step
-        assert len(sets) > 10
-        for m in range(1, len(sets)):
-            shared = [len(sets[m - 1] & sets[x]) for x in range(m, len(sets)) if batches[x] == batches[m]]
-            assert batches[m - 1] != batches[m] or shared[0] == max(shared)
-
-
 def test_all_levels_together_leave_little_imbalance() -> None:
-    """Skewed sequences on eight ranks: homes take off a part of the imbalance, one slot a rank nearly all the rest."""
+    """Skewed sequences on eight ranks: homes take off a part of the imbalance, one slot a rank nearly all of it."""
     trace = skewed_trace(np.random.default_rng(0), sequences=64, layers=3, experts=32, top_k=4, max_length=120)
     sequences = SequenceCounts.from_trace(trace)
     placement = Placement.contiguous(3, 32, 8)
-    schedule, homes, (plan,) = plan_sequences(
-        sequences,
-        placement,
-        ClusterSpec(8, 4, 1),
-        token_budget=256,
-        settings=PlanSettings(1.0, 8),
-        cost=replace(CostModel.of(ClusterSpec(8, 4, 1), QWEN3_30B), row_s=1e-5),
-    )
+    by_slots = [
+        plan_sequences(
+            sequences, placement, cluster, token_budget=256, settings=PlanSettings(1.0, 8),
+            costs=with_operations(free_replicas(cluster), near_state_s=0.0, far_state_s=0.0),
+        )
+        for cluster in (ClusterSpec(8, 4, 0), ClusterSpec(8, 4, 1))
+    ]  # fmt: skip
+    homes, (plan,), schedule = by_slots[0].placement, by_slots[1].plans, by_slots[1].schedule
+    assert np.array_equal(by_slots[0].schedule.rank, schedule.rank)
     workload = reference.workload(sequences, schedule)
 
     def busiest_over_even(loads_MLR: Array) -> float:
@@ -256,10 +200,10 @@ def test_replicas_that_are_not_worth_their_bytes_are_left_out() -> None:
     sequences, cluster = SequenceCounts.from_trace(trace), ClusterSpec(8, 4, 2)
     placement, chosen = Placement.contiguous(3, 32, 8), PlanSettings(1.0, 8)
     free = free_replicas(cluster)
-    dear = replace(free, near_replica_s=1.0, far_replica_s=1.0)
+    dear = with_operations(free, near_weights_s=1.0, far_weights_s=1.0, host_weights_s=1.0)
     counts = []
-    for cost in (free, dear):
-        (plan,) = plan_sequences(sequences, placement, cluster, token_budget=256, settings=chosen, cost=cost).plans
+    for costs in (free, dear):
+        (plan,) = plan_sequences(sequences, placement, cluster, token_budget=256, settings=chosen, costs=costs).plans
         counts.append(plan.num_replicas)
     assert counts[0] > 10
     assert counts[1] == 0

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from helpers import planner_reference as reference
 from helpers.simulated_steps import Case, cases
 from helpers.simulator_reference import Shown, needs_of
+from trimtab.planner.plan.rank_work import even_work, rank_work
 from trimtab.simulator.recorded_operations import KINDS, LANES, Operations
-from trimtab.simulator.work import rank_work
 
 EXACT = 1e-9
 
@@ -21,7 +21,11 @@ EXACT = 1e-9
 @settings(max_examples=60, deadline=None)
 @given(cases(), st.sampled_from([1, 2]), st.booleans())
 def test_work_equals_that_of_a_plain_count(case: Case, hops: int, even: bool) -> None:
-    work = rank_work(case.plan, case.workload, case.costs, hops=hops, even=even)
+    counts_MLRE, per_node = case.workload.estimated_MLRE, case.plan.ranks_per_node
+    if even:
+        work = even_work(counts_MLRE, per_node, case.costs)
+    else:
+        work = rank_work(case.plan.replicas, case.plan.home, counts_MLRE, per_node, case.costs, hops=hops)
     rows_MLRE = reference.estimated(case.workload)
     for m, layer in np.ndindex(case.plan.num_micro_steps, case.plan.num_layers):
         needs = needs_of(case.plan, rows_MLRE[m, layer], case.costs, m, layer, hops=hops, even=even)

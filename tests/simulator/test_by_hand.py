@@ -19,8 +19,8 @@ import pytest
 
 from helpers.simulated_steps import Case, free_costs, planning_time
 from trimtab import ClusterSpec, Placement, Schedule, StepPlan, Workload
+from trimtab.planner.plan.pass_times import PARTS
 from trimtab.policies import Traits
-from trimtab.simulator.clocks import PARTS
 from trimtab.simulator.step import StepSettings
 
 MICROSECOND = 1e-6

@@ -128,21 +128,25 @@ def past_of(*parts: SequenceCounts) -> Array:
 
 
 @pytest.mark.usefixtures("spies")
-def test_policies_get_past_counts_and_the_homes_of_the_step_before() -> None:
+def test_policies_get_past_counts_and_the_homes_that_they_reach_in_earlier_steps() -> None:
     case = some_case()
     outcome = simulate_policy(case, "spy")
     contiguous = Placement.contiguous(2, 8, 4)
     assert np.array_equal(Spy.seen[-1].past_counts_PLE, past_of(*case.earlier))
     assert np.array_equal(outcome.plan.home, contiguous.home)
     assert outcome.migration_bytes == 0
-    # Who moves homes does so in the step before as well, which sees one step less; then only what moves again counts.
+    # Who moves homes does so in all earlier steps, each of which sees those before it. Only what moves again counts.
     outcome = simulate_policy(case, "mover")
-    before, now = Mover.seen
-    assert np.array_equal(before.past_counts_PLE, past_of(case.earlier[0]))
-    assert np.array_equal(before.placement.home, contiguous.home)
+    first, second, now = Mover.seen
+    assert first.past_counts_PLE.shape == (0, 2, 8)
+    assert np.array_equal(first.placement.home, contiguous.home)
+    assert len(first.mini_batch) == case.earlier[0].num_sequences
+    assert np.array_equal(second.past_counts_PLE, past_of(case.earlier[0]))
+    assert np.array_equal(second.placement.home, (contiguous.home + 1) % 4)
+    assert len(second.mini_batch) == case.earlier[1].num_sequences
     assert np.array_equal(now.past_counts_PLE, past_of(*case.earlier))
-    assert np.array_equal(now.placement.home, (contiguous.home + 1) % 4)
-    assert np.array_equal(outcome.plan.home, (contiguous.home + 2) % 4)
+    assert np.array_equal(now.placement.home, (contiguous.home + 2) % 4)
+    assert np.array_equal(outcome.plan.home, (contiguous.home + 3) % 4)
     assert outcome.migration_bytes == 2 * 8 * MODEL.expert_parameters * (2 + 12)
     assert outcome.simulated.parts_s["migration"] > 0
 

@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 from helpers.simulated_steps import GRADIENTS, MOVES, ROWS, SECONDS, WEIGHTS, Case, cases, free_costs
 from trimtab import ClusterSpec, Placement, Schedule, StepPlan, Workload
 from trimtab.array_type import Array
+from trimtab.planner.plan.pass_times import PARTS
 from trimtab.policies import Traits
 from trimtab.policies.planning_time import NO_PLANNING, TimeAtSize
-from trimtab.simulator.clocks import PARTS
 from trimtab.simulator.recorded_operations import KINDS, LANES, WAITING
 from trimtab.simulator.step import StepSettings
 

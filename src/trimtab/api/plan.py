@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import time
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -11,13 +12,14 @@ import numpy as np
 from trimtab.api.arguments import ModelSource, Overrides, check_choice, check_optional, check_whole, model_of
 from trimtab.api.result_summary import Summarised, Summary
 from trimtab.array_type import Array
-from trimtab.cluster import ClusterSpec
+from trimtab.cluster import ClusterSpec, ModelSpec, StepCosts
 from trimtab.errors import InputError
-from trimtab.planner import Placement, SequenceCounts, StepPlan, Workload, pack_by_length
+from trimtab.planner import Placement, PlanSettings, SequenceCounts, StepPlan, Workload, pack_by_length
 from trimtab.planner.plan.bounds import gap_to_bound
 from trimtab.planner.plan.prediction import cross_node_rows
 from trimtab.planner.replicas.paths import HOST
 from trimtab.policies import POLICIES, Policy, View, make_view
+from trimtab.policies.trimtab import Trimtab
 from trimtab.report.notebook import facts_table
 from trimtab.report.number_text import bytes_text, plural, seconds
 from trimtab.report.table_data import Facts
@@ -124,6 +126,7 @@ class PlanResult(Summarised):
                 f"{plan.num_replicas:,}, {plan.num_replicas / self.num_instances:.2f} per instance, "
                 f"{self.far_replicas:,} on other nodes, {self.host_replicas:,} from host memory",
             ),
+            *self._strategy_facts(),
             ("homes moved", f"{self.moves_inside_nodes:,} within a node, {self.moves_between_nodes:,} to another node"),
             ("rows between nodes", f"{self.cross_node_before:.1%} before, {self.cross_node_after:.1%} planned"),
             ("counting", seconds(self.counting_s)),
@@ -142,6 +145,29 @@ class PlanResult(Summarised):
                 )
             )
         return rows
+
+    def _strategy_facts(self) -> list[tuple[str, str]]:
+        """The chosen strategy and the others, the fastest first; nothing for balancers that don't predict time."""
+        predicted = self.predicted_seconds
+        if not predicted:
+            return []
+        others = [name for name in predicted if name != self.strategy]
+        chosen = f"{self.strategy}, predicted to take {seconds(predicted[self.strategy])}"
+        return [("strategy", chosen), ("other strategies", ", ".join(f"{n} {seconds(predicted[n])}" for n in others))]
+
+    @property
+    def strategy(self) -> str:
+        """What the plan does, the strategy with the least predicted time; "" if the balancer predicts none."""
+        return str(self._settings.get("strategy", ""))
+
+    @property
+    def predicted_seconds(self) -> dict[str, float]:
+        """Predicted seconds of a step by strategy, the least first; empty if the balancer predicts none."""
+        return dict(self._settings.get("predicted_s", {}))
+
+    @property
+    def _settings(self) -> dict[str, Any]:
+        return dict(json.loads(self.plan.settings)) if self.plan.settings else {}
 
     def figures(self) -> dict[str, Any]:
         """What `trimtab plan --json` writes."""
@@ -166,6 +192,8 @@ class PlanResult(Summarised):
             "replicas": plan.num_replicas,
             "replicas_per_instance": plan.num_replicas / self.num_instances,
             "weight_bytes_per_micro_step": self.weight_bytes_per_micro_step,
+            "strategy": self.strategy,
+            "predicted_s": self.predicted_seconds,
             "planning_s": self.planning_s,
             "us_per_instance": self.us_per_instance,
             "mixed_instances": self.mixed_instances,
@@ -199,6 +227,8 @@ def plan(
     token_budget: int = 8192,
     step: int | None = None,
     policy: str = "trimtab",
+    max_rows_per_rank: int | None = None,
+    exact: bool = False,
     model: ModelSource | None = None,
     overrides: Overrides = (),
 ) -> PlanResult:
@@ -212,6 +242,8 @@ def plan(
         token_budget: most tokens of a rank in a micro-step.
         step: RL step to plan; by default the first in the trace.
         policy: the balancer, a name of `trimtab.policies.POLICIES`.
+        max_rows_per_rank: rows that no rank may exceed in any layer of a micro-step; with `trimtab` only.
+        exact: true: no rank gets more rows of a layer than the mean, rounded up; with `trimtab` only.
         model: to count bytes moved: a `ModelSpec`, a preset's name or hub id, a config.json or a checkpoint; by default
             the model that the trace names, if there is such a preset.
         overrides: keys of the model's config with other values, such as `{"num_hidden_layers": 24}`.
@@ -225,6 +257,12 @@ def plan(
     check_optional(1, ranks_per_node=ranks_per_node)
     check_optional(0, step=step)
     check_choice("policy", policy, sorted(POLICIES))
+    check_optional(1, max_rows_per_rank=max_rows_per_rank)
+    balancer = POLICIES[policy]
+    if max_rows_per_rank is not None or exact:
+        if policy != "trimtab":
+            raise InputError(f"max_rows_per_rank and exact are for policy trimtab; the policy is {policy}")
+        balancer = Trimtab(PlanSettings(max_rows_per_rank=max_rows_per_rank, exact=exact))
     cluster = ClusterSpec(ranks, ranks_per_node or ranks, slots)
     reader = open_trace(trace)
     chosen = _one_step(reader, step)
@@ -233,11 +271,11 @@ def plan(
     # Untimed, so that compiling is not timed: a few sequences, in several micro-steps.
     few = chosen.part(0, min(chosen.num_sequences, 4 * cluster.ranks))
     budget = min(token_budget, int(few.sequence_lengths.max()))
-    _plan(POLICIES[policy], SequenceCounts.from_trace(few), homes, cluster, budget)
+    _plan(POLICIES[policy], SequenceCounts.from_trace(few), homes, cluster, budget, spec)
     start = time.perf_counter()
     sequences = SequenceCounts.from_trace(chosen)
     counting_ended = time.perf_counter()
-    view, made = _plan(POLICIES[policy], sequences, homes, cluster, token_budget)
+    view, made = _plan(balancer, sequences, homes, cluster, token_budget, spec)
     planned = time.perf_counter()
     before, after = Workload.from_sequences(sequences, view.schedule), Workload.from_sequences(sequences, made.schedule)
     made.check(after)
@@ -272,10 +310,16 @@ def plan(
 
 
 def _plan(
-    policy: Policy, sequences: SequenceCounts, homes: Placement, cluster: ClusterSpec, token_budget: int
+    policy: Policy,
+    sequences: SequenceCounts,
+    homes: Placement,
+    cluster: ClusterSpec,
+    token_budget: int,
+    model: ModelSpec | None,
 ) -> tuple[View, StepPlan]:
+    costs = StepCosts.of(cluster, model, moe_layers=sequences.num_layers) if model else None
     schedule = pack_by_length(sequences.lengths, num_ranks=cluster.ranks, token_budget=token_budget)
-    view = make_view(policy, sequences, schedule, homes, cluster, token_budget=token_budget)
+    view = make_view(policy, sequences, schedule, homes, cluster, token_budget=token_budget, costs=costs)
     return view, policy.plan(view)
 
 

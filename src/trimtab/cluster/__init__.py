@@ -1,18 +1,18 @@
 """Sizes of model and cluster, and the costs that planning minimises."""
 
 from trimtab.cluster.attention import AttentionLayers
-from trimtab.cluster.cost import CostModel
 from trimtab.cluster.model_names import preset_of, preset_of_label
 from trimtab.cluster.models import QWEN3_30B, ModelSpec, load_model, model_like, read_checkpoint, read_model
 from trimtab.cluster.spec_files import load_cluster, write_cluster
 from trimtab.cluster.specs import ClusterSpec
+from trimtab.cluster.step_costs import StepCosts
 
 __all__ = [
     "QWEN3_30B",
     "AttentionLayers",
     "ClusterSpec",
-    "CostModel",
     "ModelSpec",
+    "StepCosts",
     "load_cluster",
     "load_model",
     "model_like",

@@ -8,10 +8,13 @@ import numpy as np
 
 from trimtab.array_type import Array
 from trimtab.cluster.attention import pairs_within_reach
-from trimtab.cluster.cost import GRADIENT_BYTES, STATE_BYTES
 from trimtab.cluster.models import ModelSpec
 from trimtab.cluster.specs import ClusterSpec
 
+# A replica's gradient, in float32.
+GRADIENT_BYTES = 4
+# Moving a home transfers the weights with their float32 master copy and two Adam moments.
+STATE_BYTES = 12
 # Reads and writes of values outside the matrix products. A token of a layer: two norms, two residual sums,
 # query, key and value, rotary embedding. A row, as wide as a token and an expert together: into and out of the dispatch
 # buffers, gate and up, activation, the weighted sum.

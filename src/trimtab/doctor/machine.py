@@ -9,6 +9,7 @@ import sys
 import tempfile
 from typing import Any
 
+from trimtab.cores import usable_cores
 from trimtab.doctor.finding import Finding, first_line
 from trimtab.report.number_text import bytes_text
 
@@ -34,8 +35,6 @@ def check_backend(torch: Any, local_ranks: int) -> Finding:
 
 def check_processors(local_ranks: int) -> Finding:
     """Check that every rank on this machine has a core."""
-    from trimtab.launch.launcher import usable_cores
-
     cores = usable_cores()
     if cores < local_ranks:
         text = f"{local_ranks} local ranks share {cores} cores and delay one another; use fewer ranks or more cores"

@@ -2,30 +2,34 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
 from typing import NamedTuple
 
 import numpy as np
 
 from trimtab.array_type import Array
-from trimtab.cluster import QWEN3_30B, ClusterSpec, CostModel
+from trimtab.cluster import QWEN3_30B, ClusterSpec, StepCosts
 from trimtab.errors import InputError
-from trimtab.planner.placement.home_swaps import place_experts
 from trimtab.planner.placement.placement import Placement
-from trimtab.planner.plan.home_choice import HomeChoice, choose_homes, drop_costly_replicas, split_again
-from trimtab.planner.plan.instances import map_layers
+from trimtab.planner.plan.pass_times import MIGRATION
 from trimtab.planner.plan.plan_settings import PlanSettings
+from trimtab.planner.plan.prediction import Prediction, dense_times, plan_parts, refreshing_seconds, slowest
+from trimtab.planner.plan.row_limits import keeps_to, refuse, require_known_routes
+from trimtab.planner.plan.step_loads import StepLoads
 from trimtab.planner.plan.step_plan import StepPlan
-from trimtab.planner.plan.workload import Workload
+from trimtab.planner.plan.step_planning import PlannedLayers, StepPlanning
+from trimtab.planner.plan.step_times import moving_seconds
+from trimtab.planner.plan.strategy import NONE, NOTHING, Choice, Strategy
+from trimtab.planner.plan.strategy_choice import LONGEST_LIFE, choose_strategy, replicas_anywhere
+from trimtab.planner.plan.workload import Workload, max_over_mean
 from trimtab.planner.schedule.grouping import group_by_routing
-from trimtab.planner.schedule.ordering import order_for_reuse, reordered
-from trimtab.planner.schedule.rank_assignment import assign_ranks, rows_by_node
 from trimtab.planner.schedule.schedule import Schedule, pack_by_length
 from trimtab.planner.schedule.sequence_counts import SequenceCounts
+from trimtab.planner.schedule.time_packing import dense_rows, pack_by_time
 from trimtab.trace.routing import RoutingTrace
-
-# In parts of a layer's imbalance per expert; see `place_experts`.
-MOVE_PENALTIES = (0.0, 0.25, 1.0)
 
 
 class GroupPlans(NamedTuple):
@@ -35,11 +39,17 @@ class GroupPlans(NamedTuple):
         schedule: on the data ranks of all groups.
         placement: the homes, the same in all groups.
         plans: one for each group.
+        choice: the chosen strategy and the others.
+        prediction: predicted time of the step by part.
+        max_vio_before: max/mean - 1 of rank loads, mean over instances, if the schedule ran without moves and replicas.
     """
 
     schedule: Schedule
     placement: Placement
     plans: tuple[StepPlan, ...]
+    choice: Choice
+    prediction: Prediction
+    max_vio_before: float
 
 
 class Planner:
@@ -50,7 +60,7 @@ class Planner:
         cluster: the ranks of one expert-parallel group.
         placement: homes when the first step begins.
         groups: expert-parallel groups that share the homes; each has its own sequences.
-        cost: costs of moves and bytes; of Qwen3-30B-A3B on this cluster by default.
+        costs: of a step's operations; of Qwen3-30B-A3B on this cluster by default.
         threads: layers counted or planned at the same time. Plans don't depend on it.
     """
 
@@ -61,16 +71,18 @@ class Planner:
         *,
         groups: int = 1,
         settings: PlanSettings | None = None,
-        cost: CostModel | None = None,
+        costs: StepCosts | None = None,
         threads: int = 1,
     ) -> None:
         self.cluster = cluster
         self.placement = placement
         self.groups = groups
         self.settings = settings or PlanSettings()
-        self.cost = cost or CostModel.of(cluster, QWEN3_30B)
+        self.costs = costs or StepCosts.of(cluster, QWEN3_30B)
         self.threads = threads
         self.schedule: Schedule | None = None
+        # Of the last steps, tokens by layer and expert.
+        self._past: deque[Array] = deque(maxlen=LONGEST_LIFE)
         self._counted: list[SequenceCounts] = []
 
     def add(self, trace: RoutingTrace) -> None:
@@ -114,9 +126,11 @@ class Planner:
             mini_batch=mini_batch,
             groups=self.groups,
             settings=self.settings,
-            cost=self.cost,
+            costs=self.costs,
+            past_PLE=np.stack(self._past) if self._past else None,
             threads=self.threads,
         )
+        self._past.append(sequences.counts_SLE.sum(axis=0, dtype=np.int64))
         self.schedule, self.placement = planned.schedule, planned.placement
         self._counted.clear()
         return planned.plans
@@ -131,15 +145,21 @@ def plan_sequences(
     mini_batch: Array | None = None,
     groups: int = 1,
     settings: PlanSettings | None = None,
-    cost: CostModel | None = None,
+    costs: StepCosts | None = None,
+    past_PLE: Array | None = None,
     may_move: bool = True,
     threads: int = 1,
 ) -> GroupPlans:
-    """All four levels of one step; the arguments are those of `Planner`, and `may_move`: whether homes may change.
+    """All four levels of one step; the arguments are those of `Planner`.
 
-    Sequences are packed by length and homes placed for that; then sequences are grouped by routing on those homes,
-    homes placed again, now including the cost of moves, micro-steps ordered, and sequences assigned to ranks near their
-    experts. Replicas and split follow for every instance in which they reduce the predicted time.
+    Sequences are packed so that ranks take the same time. Then the strategy with the least predicted time is planned:
+    homes, and replicas and split for every instance. Where that has no replicas, sequences are also grouped by their
+    routing, if that is faster.
+
+    Args:
+        past_PLE: `[P, L, E]` tokens of past steps, latest last. Homes may be chosen for them, and they tell how long
+            homes stay good. None if there are none.
+        may_move: whether homes may change.
 
     Raises:
         InputError: if the homes are not even or not for this step, a sequence exceeds the budget, or mini-batches don't
@@ -148,31 +168,27 @@ def plan_sequences(
     placement.check(sequences.num_layers, sequences.num_experts, cluster.ranks)
     if groups < 1:
         raise InputError(f"there are {groups} expert-parallel groups; there should be 1 or more")
-    chosen = settings or PlanSettings()
-    weights = cost or CostModel.of(cluster, QWEN3_30B)
+    chosen, costs = settings or PlanSettings(), costs or StepCosts.of(cluster, QWEN3_30B)
     packed = pack_by_length(
         sequences.lengths, num_ranks=cluster.ranks * groups, token_budget=token_budget, mini_batch=mini_batch
     )
-    balanced = placement
-    if may_move:
-        balanced = _place(_workloads(sequences, packed, cluster.ranks, groups), placement, cluster, 0.0, threads)
-    attention_S = np.rint(weights.attention_rows(sequences.lengths)).astype(np.int64)
-    schedule = group_by_routing(
-        sequences, packed, balanced, token_budget, num_groups=groups, attention_rows=attention_S
+
+    def plan(schedule: Schedule) -> GroupPlans:
+        loads = StepLoads.of_sequences(sequences, schedule, cluster.ranks)
+        planning = StepPlanning(loads, placement, cluster, chosen, costs, past_PLE, threads)
+        return _plan(planning, schedule, may_move=may_move, groups=groups, token_budget=token_budget)
+
+    planned = plan(pack_by_time(packed, sequences.lengths, sequences.top_k, cluster, costs, token_budget))
+    if planned.choice.strategy.replicas != NONE:
+        return planned
+    # Without replicas, the routing of the sequences in a micro-step decides how even its ranks are.
+    rows_S = dense_rows(sequences.lengths, costs)
+    grouped = plan(
+        group_by_routing(
+            sequences, planned.schedule, planned.placement, token_budget, num_groups=groups, attention_rows=rows_S
+        )
     )
-    workloads = _workloads(sequences, schedule, cluster.ranks, groups)
-    candidates = _candidates(workloads, placement, cluster, threads) if may_move else [placement]
-    choice = choose_homes(workloads, candidates, cluster, chosen, weights, threads)
-    order = order_for_reuse(choice.group(0), schedule.mini_batch_of_micro_step)
-    choice = drop_costly_replicas(choice, workloads, cluster, weights, threads)
-    # Replicas depend on counts by micro-step and expert, which the order and the ranks of sequences don't change.
-    schedule = reordered(schedule, order)
-    rows_SN = rows_by_node(sequences, choice.placement, cluster)
-    schedule = assign_ranks(sequences.lengths, schedule, rows_SN, token_budget, num_groups=groups, work=attention_S)
-    workloads = _workloads(sequences, schedule, cluster.ranks, groups)
-    choice = split_again(choice, order, workloads, cluster, threads)
-    text = chosen.to_json(weights, groups=groups, token_budget=token_budget)
-    return _join(choice, workloads, schedule, cluster, text)
+    return min(planned, grouped, key=lambda each: each.prediction.seconds)
 
 
 def plan_schedule(
@@ -181,72 +197,94 @@ def plan_schedule(
     placement: Placement,
     cluster: ClusterSpec,
     *,
+    lengths: Array | None = None,
     settings: PlanSettings | None = None,
-    cost: CostModel | None = None,
+    costs: StepCosts | None = None,
+    past_PLE: Array | None = None,
     may_move: bool = True,
     threads: int = 1,
 ) -> GroupPlans:
-    """All levels below a given schedule. Other arguments are those of `Planner`.
+    """All levels below a given schedule. Other arguments are those of `plan_sequences`.
 
     Args:
         workloads: of each expert-parallel group.
         schedule: on the data ranks of all groups.
+        lengths: `[S]` tokens of each sequence of the schedule; without them the time of dense parts is not predicted.
         may_move: whether homes may change.
     """
-    chosen, weights = settings or PlanSettings(), cost or CostModel.of(cluster, QWEN3_30B)
-    candidates = _candidates(workloads, placement, cluster, threads) if may_move else [placement]
-    choice = choose_homes(workloads, candidates, cluster, chosen, weights, threads)
-    choice = drop_costly_replicas(choice, workloads, cluster, weights, threads)
-    return _join(choice, workloads, schedule, cluster, chosen.to_json(weights, groups=len(workloads)))
+    chosen, costs = settings or PlanSettings(), costs or StepCosts.of(cluster, QWEN3_30B)
+    parts = [schedule.of_group(group, cluster.ranks) for group in range(len(workloads))]
+    lengths_G = None if lengths is None else [lengths[mine] for mine, _ in parts]
+    loads = StepLoads.of_workloads(workloads, [part for _, part in parts], lengths_G)
+    planning = StepPlanning(loads, placement, cluster, chosen, costs, past_PLE, threads)
+    return _plan(planning, schedule, may_move=may_move, groups=len(workloads))
 
 
-def _workloads(sequences: SequenceCounts, schedule: Schedule, ranks: int, groups: int) -> list[Workload]:
-    """The load of each expert-parallel group."""
-    loads = []
-    for group in range(groups):
-        mine, part = schedule.of_group(group, ranks)
-        loads.append(Workload.from_sequences(sequences if groups == 1 else sequences.select(mine), part))
-    return loads
+def _plan(planning: StepPlanning, schedule: Schedule, *, may_move: bool, **settings: int) -> GroupPlans:
+    """Plans of the strategy with the least predicted time."""
+    require_known_routes(planning.settings, planning.loads.mixed_GML)
+    choice = choose_strategy(planning, may_move=may_move)
+    nothing = _carry_out(planning, NOTHING)
+    done, seconds = nothing, choice.seconds
+    if choice.strategy != NOTHING:
+        planned = _carry_out(planning, choice.strategy)
+        planned_s = planned.prediction.seconds - planned.moving_s * (1 - 1 / choice.move_life)
+        # Strategies are chosen by a sample; what is not faster in the whole step is not done.
+        enough_s = (1 - planning.settings.least_gain) * nothing.prediction.seconds
+        if planned_s <= enough_s or not keeps_to(planning.settings, nothing.planned.loads_GMLR):
+            done = planned
+        scale = planned_s / max(seconds[choice.strategy.name], 1e-30)
+        seconds = {name: each * scale for name, each in seconds.items()}
+    seconds |= {"nothing": nothing.prediction.seconds}
+    if not keeps_to(planning.settings, done.planned.loads_GMLR):
+        anywhere = replicas_anywhere(planning.cluster)
+        done = _carry_out(planning, anywhere)
+        if not keeps_to(planning.settings, done.planned.loads_GMLR):
+            raise refuse(planning.settings, planning.cluster.slots_per_rank, partial(_loads, planning, anywhere))
+    ordered = dict(sorted(seconds.items(), key=lambda entry: (entry[1], entry[0])))
+    choice = Choice(done.planned.strategy, ordered, choice.move_life)
+    text = planning.settings.to_json(planning.costs, **choice.facts, **settings)
+    plans = tuple(replace(plan, settings=text) for plan in done.plans)
+    return GroupPlans(schedule, plans[0].placement, plans, choice, done.prediction, nothing.max_vio)
 
 
-def _candidates(
-    workloads: Sequence[Workload], placement: Placement, cluster: ClusterSpec, threads: int
-) -> list[Placement]:
-    """The present homes, and improved ones with every move penalty."""
-    return [placement] + [_place(workloads, placement, cluster, penalty, threads) for penalty in MOVE_PENALTIES]
+def _loads(planning: StepPlanning, strategy: Strategy, settings: PlanSettings) -> list[Array]:
+    """`[M, L, R]` rows of each group under a strategy with other settings."""
+    planning = replace(planning, settings=settings)
+    return planning.plan(strategy, planning.micro_steps, planning.layers).loads_GMLR
 
 
-def _place(
-    workloads: Sequence[Workload], placement: Placement, cluster: ClusterSpec, move_penalty: float, threads: int
-) -> Placement:
-    """Homes for the micro-steps of all groups, layer by layer."""
-    counts_MLE = np.concatenate([workload.token_counts_MLRE.sum(axis=2) for workload in workloads])
+class _CarriedOut(NamedTuple):
+    """A planned step, the plans of all groups, the predicted time of the step and of its moves, and max/mean - 1 of
+    rank loads."""
 
-    def place_one(layer: int) -> Array:
-        return place_experts(
-            counts_MLE[:, layer],
-            placement.home[layer],
-            cluster.ranks,
-            cluster.ranks_per_node,
-            move_penalty=move_penalty / counts_MLE.shape[2],
+    planned: PlannedLayers
+    plans: tuple[StepPlan, ...]
+    prediction: Prediction
+    moving_s: float
+    max_vio: float
+
+
+def _carry_out(planning: StepPlanning, strategy: Strategy) -> _CarriedOut:
+    """Plan the whole step with a strategy."""
+    planned = planning.plan(strategy, planning.micro_steps, planning.layers)
+    loads = planning.loads
+    plans, parts_GP = [], []
+    for group, schedule in enumerate(loads.schedules):
+        plan = StepPlan.from_replicas(
+            schedule,
+            Placement(planned.home_LE),
+            planned.replicas[group],
+            mixed_ML=loads.mixed_GML[group],
+            cluster=planning.cluster_of(strategy),
         )
-
-    return Placement(np.stack(map_layers(place_one, len(placement.home), threads)))
-
-
-def _join(
-    choice: HomeChoice, workloads: Sequence[Workload], schedule: Schedule, cluster: ClusterSpec, settings: str
-) -> GroupPlans:
-    """The plans of all groups."""
-    plans = tuple(
-        StepPlan.from_replicas(
-            schedule.of_group(group, cluster.ranks)[1],
-            choice.placement,
-            choice.group(group),
-            mixed_ML=workload.mixed_ML,
-            cluster=cluster,
-            settings=settings,
-        )
-        for group, workload in enumerate(workloads)
+        plans.append(plan)
+        dense = dense_times(schedule, loads.lengths_of(group), planning.costs)
+        parts_GP.append(plan_parts(plan, planned.works[group], dense, planning.costs))
+    parts_P = slowest(parts_GP).copy()
+    moving_s = moving_seconds(
+        planning.placement.home, planned.home_LE, planning.cluster.ranks_per_node, planning.costs.operations
     )
-    return GroupPlans(schedule, choice.placement, plans)
+    parts_P[MIGRATION] += moving_s + refreshing_seconds(plans, planning.costs)
+    max_vio = np.mean([max_over_mean(work.loads_MLR) for work in planned.works]) - 1
+    return _CarriedOut(planned, tuple(plans), Prediction.of(parts_P), moving_s, float(max_vio))

@@ -9,12 +9,15 @@ from functools import cache
 from importlib.resources import files
 from typing import Any, NamedTuple
 
+from trimtab.planner.plan.strategy_choice import SAMPLED_LAYERS
+
 
 class TimeAtSize(NamedTuple):
     """Planning time of a step for one number of ranks, in microseconds.
 
-    A step of L layers and M micro-steps takes M * micro_step + L * M * serial on one core, and, spread over cores by
-    layer, L * (layer + M * instance). Live planning takes `instance` in each layer.
+    A step of L layers and M micro-steps takes step + M * micro_step + L * M * serial on one core, and, spread over
+    cores by layer, L * (layer + M * instance). A sample of 8 layers, from which Trimtab chooses its strategy, takes
+    `sample`, spread over at most as many cores. Live planning takes `instance` in each layer.
     """
 
     ranks: int
@@ -22,6 +25,8 @@ class TimeAtSize(NamedTuple):
     serial: float = 0.0
     layer: float = 0.0
     instance: float = 0.0
+    step: float = 0.0
+    sample: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -66,8 +71,9 @@ class PlanningTime:
     def step_seconds(self, ranks: int, layers: int, micro_steps: int, threads: int) -> float:
         """Returns seconds of planning a whole step on `threads` cores."""
         time = self.at(ranks)
-        serial_us = micro_steps * (time.micro_step + layers * time.serial)
-        return (serial_us + layers * (time.layer + micro_steps * time.instance) / threads) * 1e-6
+        serial_us = time.step + micro_steps * (time.micro_step + layers * time.serial)
+        parallel_us = layers * (time.layer + micro_steps * time.instance) / threads
+        return (serial_us + parallel_us + time.sample / min(threads, SAMPLED_LAYERS)) * 1e-6
 
 
 MEASURED = "measured, our implementation"

@@ -9,7 +9,7 @@ from typing import Literal, Protocol
 import numpy as np
 
 from trimtab.array_type import Array
-from trimtab.cluster import ClusterSpec, CostModel
+from trimtab.cluster import ClusterSpec, StepCosts
 from trimtab.planner import Placement, Schedule, SequenceCounts, StepPlan, Workload
 from trimtab.policies.planning_time import NO_PLANNING, PlanningTime
 
@@ -74,7 +74,7 @@ class View:
         mini_batch: `[S]` mini-batch of each sequence, for policies that schedule.
         equal_terms: true: schedule, homes and slots are given, so only replicas and split are compared.
         past_counts_PLE: `[P, L, E]` int64, tokens by earlier step (latest last), layer and expert.
-        cost: costs of moves and bytes, for policies that use them; None: those of Qwen3-30B-A3B on the cluster.
+        costs: of a step's operations, for policies that use them; None: those of Qwen3-30B-A3B on the cluster.
     """
 
     known_at: KnownAt
@@ -85,7 +85,7 @@ class View:
     mini_batch: Array
     equal_terms: bool
     past_counts_PLE: Array
-    cost: CostModel | None
+    costs: StepCosts | None
     _sequences: SequenceCounts
     _workload: Workload
 
@@ -165,7 +165,7 @@ def make_view(
     mini_batch: Array | None = None,
     equal_terms: bool = False,
     past_counts_PLE: Array | None = None,
-    cost: CostModel | None = None,
+    costs: StepCosts | None = None,
 ) -> View:
     """Returns the view of a step for `policy`."""
     nothing = np.zeros((0, sequences.num_layers, sequences.num_experts), np.int64)
@@ -178,7 +178,7 @@ def make_view(
         mini_batch=np.zeros(sequences.num_sequences, np.int64) if mini_batch is None else mini_batch,
         equal_terms=equal_terms,
         past_counts_PLE=nothing if past_counts_PLE is None else past_counts_PLE,
-        cost=cost,
+        costs=costs,
         _sequences=sequences,
         _workload=Workload.from_sequences(sequences, schedule),
     )

@@ -33,6 +33,7 @@ class Trimtab:
             token_budget=view.token_budget,
             mini_batch=view.mini_batch,
             settings=self.settings,
-            cost=view.cost,
+            costs=view.costs,
+            past_PLE=view.past_counts_PLE if len(view.past_counts_PLE) else None,
         ).plans
         return plan

@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from html import escape
 from itertools import cycle
 
+from trimtab.planner.plan.pass_times import PARTS
 from trimtab.planner.plan.workload import max_over_mean
 from trimtab.report.model import PolicyResult, Report, Timeline
 from trimtab.report.number_text import NONE, bytes_text, seconds
@@ -22,7 +23,6 @@ from trimtab.report.policies_table import (
 )
 from trimtab.report.table_data import Row, TableData
 from trimtab.report.widgets import Section, facts, heat_map, lead, notes_section, options, table
-from trimtab.simulator.clocks import PARTS
 
 SHOWN_LAYERS = 10
 NEW_LINE = "\n"

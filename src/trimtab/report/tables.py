@@ -10,6 +10,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from trimtab.array_type import Array
+from trimtab.planner.plan.pass_times import PARTS
 from trimtab.planner.plan.workload import max_over_mean
 from trimtab.report.model import PolicyResult
 from trimtab.report.number_text import bytes_text
@@ -18,7 +19,6 @@ from trimtab.report.simulation import answer, notes, policy_results, setting_fac
 from trimtab.report.sweep import sweep_table
 from trimtab.report.table_data import Facts, Row, TableData
 from trimtab.simulator import Balance, summarise_balance
-from trimtab.simulator.clocks import PARTS
 from trimtab.simulator.simulated_case import SimulatedCase
 from trimtab.trace import RoutingTrace, TraceReader
 from trimtab.trace.statistics import LayerSkew

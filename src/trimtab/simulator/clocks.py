@@ -8,21 +8,9 @@ import numpy as np
 
 from trimtab.array_type import Array
 from trimtab.kernels import copy_values, kernel
+from trimtab.planner.plan.pass_times import ATTENTION, EXPERTS, IMBALANCE, TRANSFERS
 from trimtab.simulator import recorded_operations as rec
 
-# Parts of a step's time, in the order in which bars are stacked.
-PARTS = {
-    "attention": "attention and other dense parts",
-    "dispatch": "dispatch and combine",
-    "experts": "experts, if all ranks had the same load",
-    "imbalance": "waiting for the busiest rank",
-    "transfers": "waiting for replicas and their gradients",
-    "planning": "waiting for a plan",
-    "migration": "moving homes and refreshing mirrors",
-    "optimizer": "optimizer and gradient sums",
-}
-# Indices into `PARTS`; int64, because numba compiles a function once more for every Python int.
-ATTENTION, DISPATCH, EXPERTS, IMBALANCE, TRANSFERS, PLANNING, MIGRATION, OPTIMIZER = np.arange(len(PARTS))
 # Layer of an operation outside layers.
 NO_LAYER = np.int64(-1)
 
@@ -32,7 +20,7 @@ class Clocks(NamedTuple):
 
     Attributes:
         time_D: `[D]` float64 seconds.
-        parts_DP: `[D, P]` float64, each rank's time by part.
+        parts_DP: `[D, P]` float64, each rank's time by part (`PARTS`).
         operations_N6: `[N, 6]` float64, memory for recorded operations: kind, lane, rank, layer (-1 for none), start
             and end. Nothing is recorded if N is 0.
         num_operations: `[1]` int64, recorded so far.

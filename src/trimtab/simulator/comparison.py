@@ -12,9 +12,8 @@ from typing import Any
 import numpy as np
 
 from trimtab.array_type import Array
-from trimtab.cluster import ClusterSpec, CostModel, ModelSpec
-from trimtab.cluster.cost import STATE_BYTES
-from trimtab.cluster.operations import OperationCosts
+from trimtab.cluster import ClusterSpec, ModelSpec, StepCosts
+from trimtab.cluster.operations import STATE_BYTES, OperationCosts
 from trimtab.errors import InputError
 from trimtab.planner import Placement, Schedule, SequenceCounts, StepPlan, Workload, pack_by_length
 from trimtab.planner.plan.prediction import cross_node_rows
@@ -37,8 +36,8 @@ class ComparisonCase:
     Attributes:
         cluster: the ranks of one expert-parallel group.
         sequences: the step's routing by sequence.
-        earlier: routing of the steps before, oldest first, for balancers that use past loads or start from the
-            previous homes.
+        earlier: routing of the steps before, oldest first, for balancers that use past loads. A balancer that moves
+            homes plans all of them in turn and starts from the homes that it reaches.
         token_budget: most tokens of a rank in one micro-step.
         mini_batches: optimizer steps; sequences are assigned in their order.
         equal_terms: True: all balancers use contiguous homes, the length-packed schedule and the same number of slots,
@@ -125,7 +124,15 @@ def simulate_policy(case: ComparisonCase, name: str, variant: Policy | None = No
     """Plan the step with a balancer of `POLICIES`, or with a variant named `name`, and simulate it."""
     policy, model, cluster = variant or POLICIES[name], case.model, case.cluster
     sequences, settings = case.sequences, case.settings
-    cost = CostModel.of(cluster, model)
+    costs = StepCosts.of(
+        cluster,
+        model,
+        moe_layers=sequences.num_layers,
+        groups=settings.groups,
+        recompute=settings.recompute,
+        checkpointing=settings.checkpointing,
+        ring_layers=settings.ring_layers,
+    )
     past = [part.counts_SLE.sum(axis=0, dtype=np.int64) for part in case.earlier]
     placement = Placement.contiguous(sequences.num_layers, sequences.num_experts, cluster.ranks)
 
@@ -136,15 +143,16 @@ def simulate_policy(case: ComparisonCase, name: str, variant: Policy | None = No
             mini_batch=_mini_batch(part, case.mini_batches),
             equal_terms=case.equal_terms,
             past_counts_PLE=np.stack(seen) if seen else None,
-            cost=cost,
+            costs=costs,
         )  # fmt: skip
         start = time.perf_counter()
         plan = policy.plan(view)
         return plan, time.perf_counter() - start
 
     if policy.traits.relocates and not case.equal_terms and case.earlier:
-        # Plan the previous step first: this step starts from its homes.
-        placement = plan_one(case.earlier[-1], past[:-1], placement)[0].placement
+        # Plan the earlier steps first, one after another: each starts from the homes of the step before it.
+        for number, part in enumerate(case.earlier):
+            placement = plan_one(part, past[:number], placement)[0].placement
     else:
         # Untimed run on a few sequences, so that numba compilation is not timed.
         few = np.arange(min(sequences.num_sequences, cluster.ranks))

@@ -13,7 +13,7 @@ import numpy as np
 
 from trimtab.array_type import Array
 from trimtab.cluster import ModelSpec
-from trimtab.cluster.cost import GRADIENT_BYTES
+from trimtab.cluster.operations import GRADIENT_BYTES
 from trimtab.planner import StepPlan
 from trimtab.planner.replicas.paths import HOST
 from trimtab.policies.policy import Traits

@@ -11,9 +11,12 @@ from trimtab.cluster import ClusterSpec
 from trimtab.cluster.operations import OperationCosts
 from trimtab.cluster.specs import RING_LAYERS
 from trimtab.planner import Placement, StepPlan, Workload
-from trimtab.planner.replicas.paths import HOST, PEER, layers_of_replicas
+from trimtab.planner.plan.pass_times import PARTS
+from trimtab.planner.plan.rank_work import RankWork, even_work, rank_work
+from trimtab.planner.plan.step_times import dense_seconds, moving_seconds, refresh_seconds
+from trimtab.planner.replicas.paths import PEER, layers_of_replicas
 from trimtab.policies.policy import Traits
-from trimtab.simulator.clocks import PARTS, Clocks
+from trimtab.simulator.clocks import Clocks
 from trimtab.simulator.memory import ZERO1
 from trimtab.simulator.recorded_operations import Operations
 from trimtab.simulator.replica_transfers import Copies, Transfers
@@ -30,7 +33,6 @@ from trimtab.simulator.timeline import (
     Run,
     run_step,
 )
-from trimtab.simulator.work import RankWork, rank_work
 
 STORES = {"none": NONE, "shared slots": SHARED, "layer slots": KEPT, "unbounded": UNBOUNDED}
 STARTS = {"never": AT_STEP, "step": AT_STEP, "micro-step": AT_MICRO_STEP, "layer": AT_LAYER}
@@ -102,12 +104,16 @@ def simulate_step(
         show: the micro-step whose operations are recorded, if any.
     """
     chosen = settings or StepSettings()
-    work = rank_work(plan, workload, costs, hops=traits.hops, even=traits.ideal)
-    attention_MR, outer_MR = _dense_seconds(plan, lengths, costs)
+    counts_MLRE = workload.estimated_MLRE
+    if traits.ideal:
+        work = even_work(counts_MLRE, plan.ranks_per_node, costs)
+    else:
+        work = rank_work(plan.replicas, plan.home, counts_MLRE, plan.ranks_per_node, costs, hops=traits.hops)
+    attention_MR, outer_MR = dense_seconds(plan.schedule, lengths, costs)
     paths_P = _paths(plan, cluster, traits)
     is_live, all_layers = traits.known_at == "layer", model_layers or plan.num_layers
     planning_s = traits.planning_seconds(cluster, all_layers, plan.num_micro_steps)
-    refresh_s = _refresh_seconds(plan, paths_P, costs)
+    refresh_s = refresh_seconds(plan.home, plan.replicas, paths_P, plan.num_ranks, plan.ranks_per_node, costs)
     rounds = _rounds(plan, chosen.groups)
     ranks, shape_GLR = plan.num_ranks * chosen.groups, (chosen.groups, plan.num_layers, plan.num_ranks)
     clocks = Clocks(np.zeros(ranks), np.zeros((ranks, len(PARTS))), np.zeros((0, 6)), np.zeros(1, np.int64))
@@ -148,7 +154,9 @@ def simulate_step(
     )
     parts_s = dict(zip(PARTS, clocks.parts_DP[0].tolist(), strict=True))
     before_s = 0.0 if is_live else planning_s * plan.num_layers / all_layers
-    moving_s = refresh_s + (_moving_seconds(before, plan, costs) if before is not None else 0.0)
+    moving_s = refresh_s
+    if before is not None:
+        moving_s += moving_seconds(before.home, plan.home, plan.ranks_per_node, costs)
     parts_s["planning"] += before_s
     parts_s["migration"] += moving_s
     return SimulatedStep(float(clocks.time_D[0]) + before_s + moving_s, parts_s, work, operations)
@@ -170,22 +178,6 @@ def _rounds(plan: StepPlan, groups: int) -> Rounds:
     return Rounds(np.concatenate(order), np.array(mini_batch, np.int64), np.concatenate(closes))
 
 
-def _dense_seconds(plan: StepPlan, lengths: Array, costs: OperationCosts) -> tuple[Array, Array]:
-    """Forward of a layer's dense parts, and of everything outside MoE layers, both `[M, R]` float64."""
-    place = (plan.micro_step, plan.rank)
-    inside_MR, outside_MR = (np.full((plan.num_micro_steps, plan.num_ranks), s) for s in (costs.layer_s, costs.outer_s))
-    for amounts, in_layer_s, outer_s in (
-        (lengths, costs.token_s, costs.outer_token_s),
-        (np.square(lengths, dtype=np.float64), costs.square_s, costs.outer_square_s),
-        (costs.pairs_within_reach(lengths), costs.reach_s, costs.outer_reach_s),
-    ):
-        sums_MR = np.zeros(inside_MR.shape)
-        np.add.at(sums_MR, place, amounts)
-        inside_MR += in_layer_s * sums_MR
-        outside_MR += outer_s * sums_MR
-    return inside_MR, outside_MR
-
-
 def _paths(plan: StepPlan, cluster: ClusterSpec, traits: Traits) -> Array:
     """`[P]` uint8: without a mirror, a balancer transfers all weights from the homes, if ranks have links."""
     if traits.host_path or not (cluster.node_bytes_per_s and cluster.network_bytes_per_s):
@@ -203,38 +195,3 @@ def _copies(plan: StepPlan, paths_P: Array, *, kept: bool) -> Copies:
     layer, _, rank, home, path = np.unique(copies, axis=1)
     starts = np.searchsorted(layer, np.arange(plan.num_layers + 1))
     return Copies(starts, np.ascontiguousarray(home), np.ascontiguousarray(rank), path.astype(np.uint8))
-
-
-def _moving_seconds(before: Placement, plan: StepPlan, costs: OperationCosts) -> float:
-    """Time of all moves of homes at once; the busiest link determines it."""
-    moved = before.home != plan.home
-    was, is_now = before.home[moved].astype(np.int64), plan.home[moved].astype(np.int64)
-    return _busiest(was, is_now, plan, costs.near_state_s, costs.far_state_s)
-
-
-def _refresh_seconds(plan: StepPlan, paths_P: Array, costs: OperationCosts) -> float:
-    """Time to write the nodes' mirrors: home ranks copy to their own node's memory, or send to other nodes."""
-    if not np.any(paths_P == HOST):
-        return 0.0
-    written_R, sent_R = np.zeros(plan.num_ranks), np.zeros(plan.num_ranks)
-    for node in range(plan.num_ranks // plan.ranks_per_node):
-        layers, experts = plan.mirror_entries(node).T
-        homes = plan.home[layers, experts].astype(np.int64)
-        near = homes // plan.ranks_per_node == node
-        written_R += np.bincount(homes[near], minlength=plan.num_ranks)
-        sent_R += np.bincount(homes[~near], minlength=plan.num_ranks)
-    far_s = costs.far_weights_s or costs.host_weights_s
-    return float(max(written_R.max() * costs.host_weights_s, sent_R.max() * far_s))
-
-
-def _busiest(sources: Array, targets: Array, plan: StepPlan, near_s: float, far_s: float) -> float:
-    """Seconds of the busiest link, out of a rank or into it, for transfers of `near_s` or `far_s` each."""
-    near = sources // plan.ranks_per_node == targets // plan.ranks_per_node
-    return max(
-        (
-            float(np.bincount(ends[chosen], minlength=1).max()) * seconds
-            for chosen, seconds in ((near, near_s), (~near, far_s))
-            for ends in (sources, targets)
-        ),
-        default=0.0,
-    )

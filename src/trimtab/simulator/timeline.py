@@ -18,16 +18,19 @@ import numpy as np
 from trimtab.array_type import Array
 from trimtab.cluster.operations import OperationCosts
 from trimtab.kernels import copy_values, kernel
-from trimtab.simulator import recorded_operations as rec
-from trimtab.simulator.clocks import (
+from trimtab.planner.plan.pass_times import (
     DISPATCH,
     EXPERTS,
     IMBALANCE,
     MIGRATION,
-    NO_LAYER,
     OPTIMIZER,
     PLANNING,
     TRANSFERS,
+)
+from trimtab.planner.plan.rank_work import RankWork
+from trimtab.simulator import recorded_operations as rec
+from trimtab.simulator.clocks import (
+    NO_LAYER,
     Clocks,
     compute,
     record,
@@ -43,7 +46,6 @@ from trimtab.simulator.replica_transfers import (
     return_gradients,
     return_kept_gradients,
 )
-from trimtab.simulator.work import RankWork
 
 # Memory of copies: none, slots shared by layers, slots for the whole step, or unbounded.
 NONE, SHARED, KEPT, UNBOUNDED = range(4)

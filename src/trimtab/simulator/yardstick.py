@@ -6,15 +6,14 @@ import hashlib
 from functools import cache
 from importlib.resources import files
 
-# Source files that define synthetic routing, the other balancers, the planner's packing and split that they use, and
-# the planning time that every balancer is charged. Trimtab's own planner, and the plan and load types that all share,
+# Source files that define synthetic routing, the other balancers, the planner's packing that they use, and the planning
+# time that every balancer is charged. Trimtab's own planner, and the plan and load types that all share,
 # are not among them.
 SOURCES = (
     "trace/presets.py",
     "trace/sampling.py",
     "planner/schedule/schedule.py",
     "planner/placement/packing.py",
-    "planner/replicas/split.py",
     "policies/policy.py",
     "policies/static.py",
     "policies/balanced.py",

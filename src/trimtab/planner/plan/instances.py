@@ -10,6 +10,7 @@ from trimtab.cluster import ClusterSpec
 from trimtab.errors import InputError
 from trimtab.planner.placement.placement import Placement
 from trimtab.planner.plan.plan_settings import PlanSettings
+from trimtab.planner.plan.row_limits import keeps_to, refuse, require_known_routes
 from trimtab.planner.plan.step_plan import StepPlan
 from trimtab.planner.plan.workload import Workload
 from trimtab.planner.replicas.layer_plan import plan_layer
@@ -37,22 +38,30 @@ def plan_step(
         threads: layers planned at the same time. The plan does not depend on it.
 
     Raises:
-        InputError: if workload and cluster differ in ranks.
+        InputError: if workload and cluster differ in ranks, or the step can't keep to limits of rows.
     """
     if workload.num_ranks != cluster.ranks:
         raise InputError(f"the workload is for {workload.num_ranks} ranks; the cluster has {cluster.ranks}")
     chosen = settings or PlanSettings()
-    limits = chosen.limits(cluster)
+    require_known_routes(chosen, [workload.mixed_ML])
     fixed_MLR = workload.expected_loads(placement.home)
 
-    def plan_one(layer: int) -> ReplicaTable:
-        home_E = placement.home[layer]
-        return plan_layer(workload.token_counts_MLRE, fixed_MLR[:, layer], layer, home_E, limits)
+    def plan_with(settings: PlanSettings) -> StepPlan:
+        limits = settings.limits(cluster)
 
-    replicas = ReplicaTable.join_layers(map_layers(plan_one, workload.num_layers, threads))
-    return StepPlan.from_replicas(
-        schedule, placement, replicas, mixed_ML=workload.mixed_ML, cluster=cluster, settings=chosen.to_json()
-    )
+        def plan_one(layer: int) -> ReplicaTable:
+            home_E = placement.home[layer]
+            return plan_layer(workload.token_counts_MLRE, fixed_MLR[:, layer], layer, home_E, limits)
+
+        replicas = ReplicaTable.join_layers(map_layers(plan_one, workload.num_layers, threads))
+        return StepPlan.from_replicas(
+            schedule, placement, replicas, mixed_ML=workload.mixed_ML, cluster=cluster, settings=settings.to_json()
+        )
+
+    plan = plan_with(chosen)
+    if chosen.limits_rows and not keeps_to(chosen, [plan.rank_loads(workload)]):
+        raise refuse(chosen, cluster.slots_per_rank, lambda settings: [plan_with(settings).rank_loads(workload)])
+    return plan
 
 
 def map_layers(task: Callable[[int], Result], num_layers: int, threads: int) -> list[Result]:

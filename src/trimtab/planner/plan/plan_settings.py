@@ -1,4 +1,4 @@
-"""`PlanSettings`: thresholds of replicas and split."""
+"""`PlanSettings`: thresholds of replicas and split, limits of a plan, and what moves of homes have to pay."""
 
 from __future__ import annotations
 
@@ -7,48 +7,114 @@ import math
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from trimtab.cluster import ClusterSpec, CostModel
+from trimtab.cluster import ClusterSpec, StepCosts
 from trimtab.errors import InputError
-from trimtab.planner.replicas.kernel_values import PARTS_PER_WHOLE, Limits
+from trimtab.planner.replicas.kernel_values import PARTS_PER_WHOLE, Limits, Prices
+from trimtab.planner.replicas.layer_plan import NO_LIMIT
 
-# Where planning is free and transfers are hidden: most of the gain of 1.0, with fewer replicas.
+# Most of the gain of 1.0, with fewer replicas.
 THRESHOLD = 1.005
-# In a training session. Every replica costs the ranks CPU time or links, so it has to save more than the last half
-# percent of balance.
-SESSION_THRESHOLD = 1.02
+FEMTOSECONDS = 1e15
+BALANCE_ALONE = Prices(1, 0, 0, 0, 0)
 
 
 @dataclass(frozen=True)
 class PlanSettings:
-    """Settings of replicas and split.
+    """Settings of replicas and split, and of moves.
 
     Attributes:
         threshold: max/mean load up to which an instance is not changed.
         smallest_share: fewest tokens that a copy computes, for efficient matrix products.
+        move_life: steps that new homes are expected to stay good, over which the time of a move is spread; None: for as
+            many as homes for past loads would have stayed good.
+        least_gain: a step is planned only if that is predicted to save this part of its time; below 0 also where it
+            costs time.
+        max_rows_per_rank: rows that no rank may exceed in any instance. A step that can't keep to it is refused.
+        exact: whether no rank may have more rows than the mean, rounded up, as static shapes need. A step that can't be
+            spread so evenly is refused.
 
     Raises:
-        InputError: if either is below 1.
+        InputError: if a value is out of range.
     """
 
     threshold: float = THRESHOLD
     smallest_share: int = 128
+    move_life: float | None = None
+    least_gain: float = 0.0
+    max_rows_per_rank: int | None = None
+    exact: bool = False
 
     def __post_init__(self) -> None:
         if not 1 <= self.threshold < math.inf:
             raise InputError(f"the threshold is {self.threshold}; it should be a max/mean load of 1 or more")
         if self.smallest_share < 1:
             raise InputError(f"the smallest share is {self.smallest_share}; it should be 1 token or more")
+        if self.move_life is not None and not 1 <= self.move_life < math.inf:
+            raise InputError(f"the life of a move is {self.move_life}; it should be 1 step or more")
+        if not math.isfinite(self.least_gain):
+            raise InputError(f"the least gain is {self.least_gain}; it should be a part of a step's time")
+        if self.max_rows_per_rank is not None and self.max_rows_per_rank < 1:
+            raise InputError(f"max_rows_per_rank is {self.max_rows_per_rank}; it should be 1 row or more")
 
-    def limits(self, cluster: ClusterSpec) -> Limits:
-        """These settings on a cluster, as the kernels take them."""
+    def limits(self, cluster: ClusterSpec, prices: Prices = BALANCE_ALONE, *, reach: int | None = None) -> Limits:
+        """These settings on a cluster, as the kernels take them.
+
+        Args:
+            prices: what replicas reduce; by default the busiest rank's rows alone.
+            reach: neighbouring ranks that take each other's replicas; all by default.
+        """
         parts = round(self.threshold * PARTS_PER_WHOLE)
-        return Limits(cluster.ranks_per_node, cluster.slots_per_rank, parts, int(self.smallest_share))
+        return Limits(
+            cluster.ranks_per_node,
+            reach or cluster.ranks,
+            cluster.slots_per_rank,
+            parts,
+            int(self.smallest_share),
+            int(NO_LIMIT if self.max_rows_per_rank is None else self.max_rows_per_rank),
+            bool(self.exact),
+            prices,
+        )
 
-    def to_json(self, cost: CostModel | None = None, **others: int) -> str:
+    @property
+    def limits_rows(self) -> bool:
+        """Whether rows of a rank are limited."""
+        return self.exact or self.max_rows_per_rank is not None
+
+    def to_json(self, costs: StepCosts | None = None, **others: Any) -> str:
         """The settings of a plan as one JSON object: these, the costs if known, and others."""
-        values: dict[str, Any] = {"threshold": float(self.threshold), "smallest_share": int(self.smallest_share)}
-        values |= {name: int(value) for name, value in others.items()}
-        if cost is not None:
+        values = asdict(self) | others
+        if costs is not None:
             # Nine digits: the text is part of the plan's hash.
-            values["cost"] = {name: float(f"{value:.9g}") for name, value in asdict(cost).items()}
-        return json.dumps(values)
+            operations = {name: float(f"{value:.9g}") for name, value in costs.operations._asdict().items()}
+            values["costs"] = {
+                "forwards": costs.forwards,
+                "ring_layers": costs.ring_layers,
+                "operations": operations,
+            }
+        # Also numpy's numbers.
+        return json.dumps(values, default=lambda value: value.item())
+
+
+def prices_of(costs: StepCosts, cluster: ClusterSpec, exposed: float) -> Prices:
+    """Prices of rows and replicas in an instance.
+
+    Args:
+        exposed: the part of a replica's transfers that is assumed not to overlap with compute.
+    """
+    operations = costs.operations
+    near_s, far_s = (
+        (costs.forwards + 1) * weights_s + gradient_s
+        for weights_s, gradient_s in (
+            (operations.near_weights_s or operations.host_weights_s, operations.near_gradient_s),
+            (operations.far_weights_s or operations.host_weights_s, operations.far_gradient_s),
+        )
+    )
+    far_row_s = operations.far_row_s / cluster.ranks_per_node if cluster.nodes > 1 else 0.0
+    seconds = (
+        costs.computed_row_s,
+        costs.crossings * operations.near_row_s,
+        costs.crossings * far_row_s,
+        exposed * near_s / cluster.ranks,
+        exposed * far_s / cluster.ranks,
+    )
+    return Prices(*(round(value * FEMTOSECONDS) for value in seconds))

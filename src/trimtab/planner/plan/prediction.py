@@ -1,90 +1,168 @@
-"""Predicted time of a plan, the planner's objective: loads, bytes and cross-node rows, weighted by a `CostModel`."""
+"""Predicted time of a step under a plan, by part: the planner's objective.
+
+Rows, experts and dense parts are those that the simulator charges, for every rank. Transfers of replicas are timed in a
+short form (`pass_times.py`). A test compares predictions with simulated steps.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
 from trimtab.array_type import Array
-from trimtab.cluster.cost import CostModel
-from trimtab.planner.plan.row_counts import count_rows
+from trimtab.cluster import StepCosts
+from trimtab.planner.plan.pass_times import (
+    MIGRATION,
+    OPTIMIZER,
+    PARTS,
+    PLANNING,
+    PassInput,
+    time_passes,
+)
+from trimtab.planner.plan.rank_work import RankWork, rank_work
 from trimtab.planner.plan.step_plan import StepPlan
+from trimtab.planner.plan.step_times import dense_seconds, moving_seconds, refresh_seconds
 from trimtab.planner.plan.workload import Workload
+from trimtab.planner.replicas.paths import layers_of_replicas
 from trimtab.planner.replicas.replica_table import ReplicaTable
+from trimtab.planner.schedule.schedule import Schedule
 
 
 @dataclass(frozen=True, eq=False)
 class Prediction:
-    """Loads and transfers of a plan by instance, and the predicted time.
+    """Predicted time of a step.
 
     Attributes:
-        busiest_ML: `[M, L]` int64, rows of the busiest rank.
-        near_ML, far_ML: `[M, L]` int64, replicas on their home's node and on others.
-        far_rows_ML: `[M, L]` int64, rows computed on another node than they come from.
-        busiest_far_ML: `[M, L]` int64, of these the rows that leave or reach the busiest node, the larger of the two.
-        seconds_ML: `[M, L]` float64, predicted time. Transfers are spread evenly over the ranks' links, rows between
-            nodes over those of their node.
+        parts_s: seconds by part, with the names of `PARTS`.
     """
 
-    busiest_ML: Array
-    near_ML: Array
-    far_ML: Array
-    far_rows_ML: Array
-    busiest_far_ML: Array
-    seconds_ML: Array
+    parts_s: dict[str, float]
+
+    @classmethod
+    def of(cls, parts_P: Array) -> Prediction:
+        """From seconds in the order of `PARTS`."""
+        return cls(dict(zip(PARTS, parts_P.tolist(), strict=True)))
+
+    @property
+    def seconds(self) -> float:
+        """The whole step."""
+        return sum(self.parts_s.values())
 
 
-def predict(plan: StepPlan, workload: Workload, cost: CostModel, *, even: bool = False) -> Prediction:
-    """Predicted time of every instance under a plan. Rows of unknown route are counted at their estimated experts.
-
-    Args:
-        even: treat rows as spread evenly over the ranks, independent of the plan: the ideal run.
-    """
-    return predict_layers(plan.replicas, plan.home, workload, cost, plan.ranks_per_node, even=even)
-
-
-def predict_layers(
+def group_parts(
+    work: RankWork,
     replicas: ReplicaTable,
+    paths_P: Array,
     home_LE: Array,
-    workload: Workload,
-    cost: CostModel,
+    dense: tuple[Array, Array],
+    closes_M: Array,
     ranks_per_node: int,
-    *,
-    first_layer: int = 0,
-    even: bool = False,
-) -> Prediction:
-    """Predicted time of every instance of L layers, `first_layer` of the workload and the next.
+    costs: StepCosts,
+) -> Array:
+    """Seconds by part `[P]` of the passes of a group's M micro-steps with L layers.
 
     Args:
+        work: of every rank and instance.
         replicas: of M * L instances, those of a micro-step next to each other.
-        home_LE: `[L, E]` int16, the homes of these layers.
+        paths_P: `[P]` uint8.
+        home_LE: `[L, E]` int16.
+        dense: `[M, R]` float64 each, see `dense_seconds`.
+        closes_M: `[M]` bool, the last micro-steps of mini-batches.
     """
-    rows = count_rows(workload.estimated_MLRE, first_layer, home_LE, replicas, ranks_per_node)
-    shape = rows.loads_MLR.shape[:2]
-    instances_P, is_far_P = replicas.instances_P, replicas.far_P(home_LE, ranks_per_node)
-    near_ML, far_ML = (
-        np.bincount(instances_P[chosen_P], minlength=shape[0] * shape[1]).reshape(shape)
-        for chosen_P in (~is_far_P, is_far_P)
+    layer_P = layers_of_replicas(replicas.replica_starts, len(home_LE))
+    given = PassInput(
+        *dense,
+        work.near_MLR,
+        work.far_MLR,
+        work.experts_MLR,
+        replicas.replica_starts,
+        home_LE[layer_P, replicas.experts].astype(np.int64),
+        replicas.ranks.astype(np.int64),
+        paths_P,
+        ranks_per_node,
+        costs.ring_layers,
     )
-    num_ranks = workload.num_ranks
-    busiest_ML = -(-rows.loads_MLR.sum(axis=-1) // num_ranks) if even else rows.loads_MLR.max(axis=-1)
-    out_MLN, in_MLN = _between_nodes(rows.between_MLNN)
-    busiest_far_ML = np.maximum(out_MLN, in_MLN).max(axis=-1)
-    seconds_ML = (
-        cost.row_s * busiest_ML
-        + cost.far_row_s * busiest_far_ML / ranks_per_node
-        + (cost.near_replica_s * near_ML + cost.far_replica_s * far_ML) / num_ranks
+    parts_MBP = np.zeros((len(closes_M), 2, len(PARTS)))
+    time_passes(given, costs.operations, closes_M, parts_MBP)
+    forward_P, backward_P = parts_MBP.sum(axis=0)
+    parts_P = costs.forwards * forward_P + backward_P
+    # Sums of dense gradients overlap with the last backward of a mini-batch.
+    last_s = parts_MBP[closes_M, 1].sum(axis=1)
+    operations = costs.operations
+    parts_P[OPTIMIZER] += (operations.optimizer_s + np.maximum(0.0, operations.reduce_s - last_s)).sum()
+    return np.asarray(parts_P)
+
+
+def plan_parts(plan: StepPlan, work: RankWork, dense: tuple[Array, Array], costs: StepCosts) -> Array:
+    """Seconds by part `[P]` of the passes of a group under its plan; see `group_parts`."""
+    closes_M = closing_micro_steps(plan.mini_batch_of_micro_step)
+    return group_parts(work, plan.replicas, plan.replica_paths, plan.home, dense, closes_M, plan.ranks_per_node, costs)
+
+
+def closing_micro_steps(mini_batch_of_micro_step: Array) -> Array:
+    """`[M]` bool, micro-steps that are the last of their mini-batch."""
+    return np.append(np.diff(mini_batch_of_micro_step) != 0, True)[: len(mini_batch_of_micro_step)]
+
+
+def slowest(parts_GP: Sequence[Array]) -> Array:
+    """Parts `[P]` of the group that takes longest."""
+    return max(parts_GP, key=lambda parts_P: float(parts_P.sum()))
+
+
+def predict(
+    plans: Sequence[StepPlan],
+    workloads: Sequence[Workload],
+    costs: StepCosts,
+    *,
+    lengths: Sequence[Array] | None = None,
+    before_LE: Array | None = None,
+    planning_s: float = 0.0,
+) -> Prediction:
+    """Predicted time of a step under the plans of its expert-parallel groups.
+
+    Rows of unknown route are counted at their estimated experts.
+
+    Args:
+        lengths: `[S]` tokens of each group's sequences; without them dense parts take no time.
+        before_LE: `[L, E]` homes when the step begins; those of the plans by default.
+        planning_s: seconds of planning before the step.
+    """
+    parts_GP = []
+    for group, (plan, workload) in enumerate(zip(plans, workloads, strict=True)):
+        counts_MLRE = workload.estimated_MLRE
+        work = rank_work(plan.replicas, plan.home, counts_MLRE, plan.ranks_per_node, costs.operations)
+        dense = dense_times(plan.schedule, None if lengths is None else lengths[group], costs)
+        parts_GP.append(plan_parts(plan, work, dense, costs))
+    parts_P = slowest(parts_GP).copy()
+    parts_P[PLANNING] += planning_s
+    parts_P[MIGRATION] += refreshing_seconds(plans, costs)
+    if before_LE is not None:
+        parts_P[MIGRATION] += moving_seconds(before_LE, plans[0].home, plans[0].ranks_per_node, costs.operations)
+    return Prediction.of(parts_P)
+
+
+def refreshing_seconds(plans: Sequence[StepPlan], costs: StepCosts) -> float:
+    """Seconds of refreshing mirrors after every optimizer step, of the group that takes longest."""
+    each_s = (
+        refresh_seconds(
+            plan.home, plan.replicas, plan.replica_paths, plan.num_ranks, plan.ranks_per_node, costs.operations
+        )
+        for plan in plans
     )
-    return Prediction(busiest_ML, near_ML, far_ML, out_MLN.sum(axis=-1), busiest_far_ML, seconds_ML)
+    return max(each_s) * int(closing_micro_steps(plans[0].mini_batch_of_micro_step).sum())
+
+
+def dense_times(schedule: Schedule, lengths: Array | None, costs: StepCosts) -> tuple[Array, Array]:
+    """`dense_seconds`; zeros if the lengths are not known."""
+    if lengths is None:
+        nothing_MR = np.zeros((schedule.num_micro_steps, schedule.num_ranks))
+        return nothing_MR, nothing_MR
+    return dense_seconds(schedule, lengths, costs.operations)
 
 
 def cross_node_rows(plan: StepPlan, workload: Workload) -> Array:
     """Rows `[M, L]` int64 that are computed on another node than their source rank's; includes estimates."""
-    return np.asarray(_between_nodes(plan.rows(workload).between_MLNN)[0].sum(axis=-1))
-
-
-def _between_nodes(between_MLNN: Array) -> tuple[Array, Array]:
-    """Rows that leave each node for another, and rows that reach it, both `[M, L, N]` int64."""
-    own_MLN = np.diagonal(between_MLNN, axis1=2, axis2=3)
-    return between_MLNN.sum(axis=3) - own_MLN, between_MLNN.sum(axis=2) - own_MLN
+    between_MLNN = plan.rows(workload).between_MLNN
+    return np.asarray(between_MLNN.sum(axis=(2, 3)) - np.trace(between_MLNN, axis1=2, axis2=3))

@@ -52,12 +52,33 @@ class Workload:
         for places, most in ((schedule.micro_step, schedule.num_micro_steps), (schedule.rank, schedule.num_ranks)):
             if len(places) and not 0 <= places.min() <= places.max() < most:
                 raise InputError(f"the schedule has a place {places.max()} beyond its {most} micro-steps or ranks")
-        shape = (schedule.num_micro_steps, sequences.num_layers, schedule.num_ranks, sequences.num_experts)
-        counts_MLRE = np.zeros(shape, np.int32)
-        _add_sequences(sequences.counts_SLE, schedule.micro_step, schedule.rank, counts_MLRE)
-        unknown_MRL = np.zeros((schedule.num_micro_steps, schedule.num_ranks, sequences.num_layers), np.int32)
-        np.add.at(unknown_MRL, (schedule.micro_step, schedule.rank), sequences.unknown_SL)
-        return cls(counts_MLRE, np.ascontiguousarray(unknown_MRL.transpose(0, 2, 1)))
+        return cls.of_layers(sequences, schedule, np.arange(sequences.num_layers))
+
+    @classmethod
+    def of_layers(cls, sequences: SequenceCounts, schedule: Schedule, layers: Array) -> Workload:
+        """The load of some layers.
+
+        Args:
+            schedule: of the sequences; those with a micro-step below 0 are left out.
+            layers: `[N]` integers.
+        """
+        shape = (schedule.num_micro_steps, len(layers), schedule.num_ranks)
+        counts_MLRE = np.zeros((*shape, sequences.num_experts), np.int32)
+        _add_sequences(sequences.counts_SLE, layers, schedule.micro_step, schedule.rank, counts_MLRE)
+        unknown_MLR = np.zeros(shape, np.int32)
+        unknown_SL = sequences.unknown_SL[:, layers]
+        if unknown_SL.any():
+            chosen = np.flatnonzero(schedule.micro_step >= 0)
+            unknown_MRL = np.zeros((shape[0], shape[2], shape[1]), np.int32)
+            np.add.at(unknown_MRL, (schedule.micro_step[chosen], schedule.rank[chosen]), unknown_SL[chosen])
+            unknown_MLR = np.ascontiguousarray(unknown_MRL.transpose(0, 2, 1))
+        return cls(counts_MLRE, unknown_MLR)
+
+    def select(self, micro_steps: Array, layers: Array) -> Workload:
+        """The load of some micro-steps and layers, `[N]` integers each."""
+        return Workload(
+            self.token_counts_MLRE[np.ix_(micro_steps, layers)], self.unknown_MLR[np.ix_(micro_steps, layers)]
+        )
 
     @property
     def num_micro_steps(self) -> int:
@@ -140,11 +161,14 @@ def max_over_mean(loads: Array) -> Array:
 
 
 @kernel
-def _add_sequences(counts_SLE, micro_step_S, rank_S, counts_MLRE):  # type: ignore[no-untyped-def]
+def _add_sequences(counts_SLE, layers, micro_step_S, rank_S, counts_MLRE):  # type: ignore[no-untyped-def]
     for s in range(len(micro_step_S)):
-        for layer in range(counts_SLE.shape[1]):
+        if micro_step_S[s] < 0:
+            continue
+        for i in range(len(layers)):
+            counts_E = counts_MLRE[micro_step_S[s], i, rank_S[s]]
             for e in range(counts_SLE.shape[2]):
-                counts_MLRE[micro_step_S[s], layer, rank_S[s], e] += counts_SLE[s, layer, e]
+                counts_E[e] += counts_SLE[s, layers[i], e]
 
 
 @kernel

@@ -74,7 +74,8 @@ def greedy_attempt(instance, start_loads_R, limits, attempt, found):  # type: ig
         The number of replicas and the load of the busiest rank.
     """
     counts_E, _, (_, experts_by_home, starts_R) = instance
-    ranks_per_node, slots, _, smallest_share = limits
+    ranks_per_node, reach = limits.ranks_per_node, limits.reach
+    slots, smallest_share = limits.slots, limits.smallest_share
     target, strategy, jitter = attempt
     experts_P, ranks_P, tokens_P = found
     num_ranks = len(start_loads_R)
@@ -85,19 +86,36 @@ def greedy_attempt(instance, start_loads_R, limits, attempt, found):  # type: ig
     # Looked up rather than divided.
     node_R = np.empty(num_ranks, np.int64)
     node_loads_N = np.zeros(num_ranks // ranks_per_node, np.int64)
+    # The highest jittered load of each node's possible givers, so that not all ranks are compared every time.
+    highest_N = np.zeros(num_ranks // ranks_per_node, np.int64)
     for r in range(num_ranks):
         free_slots_R[r] = slots
         node_R[r] = r // ranks_per_node
         node_loads_N[node_R[r]] += loads_R[r]
+        if loads_R[r] > target:
+            highest_N[node_R[r]] = max(highest_N[node_R[r]], loads_R[r] + jitter[r])
     takers = Takers(loads_R, jitter, free_slots_R, excluded_R)
+    # Ranks that can take a smallest share, ascending.
+    open_N = np.empty(num_ranks, np.int64)
+    num_open = np.int64(0)
+    for r in range(num_ranks):
+        if slots > 0 and loads_R[r] <= target - smallest_share:
+            open_N[num_open] = r
+            num_open += 1
+    # Replicas of one expert form a chain, the last one first.
+    last_E, before_P = np.full(len(counts_E), NONE), np.empty(len(experts_P), np.int64)
     count = 0
     while True:
-        giver = NONE
-        highest = np.int64(0)
-        for r in range(num_ranks):
-            if loads_R[r] > target and loads_R[r] + jitter[r] > highest and not given_up_R[r]:
-                giver = r
-                highest = loads_R[r] + jitter[r]
+        giver, node = NONE, np.int64(0)
+        for n in range(len(highest_N)):
+            if highest_N[n] > highest_N[node]:
+                node = np.int64(n)
+        near_first, near_last = node * ranks_per_node, (node + 1) * ranks_per_node
+        if highest_N[node] > 0:
+            for r in range(near_first, near_last):
+                if loads_R[r] > target and loads_R[r] + jitter[r] == highest_N[node] and not given_up_R[r]:
+                    giver = np.int64(r)
+                    break
         if giver < 0:
             busiest = np.int64(0)
             for r in range(num_ranks):
@@ -110,51 +128,72 @@ def greedy_attempt(instance, start_loads_R, limits, attempt, found):  # type: ig
             if tokens >= smallest_share and tokens + jitter[i - starts_R[giver]] > largest:
                 expert = experts_by_home[i]
                 largest = tokens + jitter[i - starts_R[giver]]
-        if expert < 0:
-            given_up_R[giver] = True
-            continue
-        tokens = at_home_E[expert]
-        excess = loads_R[giver] - target
-        # Neither the share nor the tokens that remain at home are smaller than allowed, unless all tokens move.
-        share = max(min(excess, tokens), smallest_share)
-        if tokens - share < smallest_share:
-            share = tokens
-        excluded_R[giver] = True
-        for p in range(count):
-            if experts_P[p] == expert:
+        taker, share = NONE, np.int64(0)
+        if expert >= 0:
+            tokens = at_home_E[expert]
+            excess = loads_R[giver] - target
+            # Neither the share nor the tokens that remain at home are smaller than allowed, unless all tokens move.
+            share = max(min(excess, tokens), smallest_share)
+            if tokens - share < smallest_share:
+                share = tokens
+            excluded_R[giver] = True
+            p = last_E[expert]
+            while p >= 0:
                 excluded_R[ranks_P[p]] = True
-        node = node_R[giver]
-        near_first, near_last = node * ranks_per_node, (node + 1) * ranks_per_node
-        taker = _pick_rank(takers, target - share, near_first, near_last, FULLEST)
-        whole = taker >= 0
-        if not whole and strategy.near and node_loads_N[node] <= target * ranks_per_node:
-            taker = _pick_rank(takers, target - smallest_share, near_first, near_last, EMPTIEST)
-        if taker < 0:
-            taker = _pick_rank(takers, target - share, np.int64(0), num_ranks, FULLEST)
+                p = before_P[p]
+            taker = _pick_rank(takers, target - share, near_first, near_last, FULLEST)
             whole = taker >= 0
-        if taker < 0:
-            taker = _pick_rank(takers, target - smallest_share, np.int64(0), num_ranks, EMPTIEST)
-        for r in range(num_ranks):
-            excluded_R[r] = False
-        if taker >= 0 and (strategy.fill or not whole):
-            part = target - loads_R[taker]
-            if not whole:
-                part = min(part, excess)
-            part = tokens if part >= tokens else min(part, tokens - smallest_share)
-            share = max(share, part) if whole else part
+            if not whole and strategy.near and node_loads_N[node] <= target * ranks_per_node:
+                taker = _pick_rank(takers, target - smallest_share, near_first, near_last, EMPTIEST)
+            far_first = giver // reach * reach
+            if taker < 0:
+                fullest, emptiest = NONE, NONE
+                for i in range(num_open):
+                    r = open_N[i]
+                    if r < far_first or r >= far_first + reach or excluded_R[r]:
+                        continue
+                    size = loads_R[r] + jitter[r]
+                    if emptiest < 0 or size < loads_R[emptiest] + jitter[emptiest]:
+                        emptiest = r
+                    if loads_R[r] <= target - share and (fullest < 0 or size > loads_R[fullest] + jitter[fullest]):
+                        fullest = r
+                whole = fullest >= 0
+                taker = fullest if whole else emptiest
+            excluded_R[giver] = False
+            p = last_E[expert]
+            while p >= 0:
+                excluded_R[ranks_P[p]] = False
+                p = before_P[p]
+            if taker >= 0 and (strategy.fill or not whole):
+                part = target - loads_R[taker]
+                if not whole:
+                    part = min(part, excess)
+                part = tokens if part >= tokens else min(part, tokens - smallest_share)
+                share = max(share, part) if whole else part
         if taker < 0 or share < smallest_share:
             given_up_R[giver] = True
-            continue
-        experts_P[count] = expert
-        ranks_P[count] = taker
-        tokens_P[count] = share
-        count += 1
-        free_slots_R[taker] -= 1
-        at_home_E[expert] -= share
-        loads_R[giver] -= share
-        loads_R[taker] += share
-        node_loads_N[node] -= share
-        node_loads_N[node_R[taker]] += share
+        else:
+            experts_P[count] = expert
+            ranks_P[count] = taker
+            tokens_P[count] = share
+            before_P[count] = last_E[expert]
+            last_E[expert] = count
+            count += 1
+            free_slots_R[taker] -= 1
+            at_home_E[expert] -= share
+            loads_R[giver] -= share
+            loads_R[taker] += share
+            node_loads_N[node] -= share
+            node_loads_N[node_R[taker]] += share
+            if free_slots_R[taker] == 0 or loads_R[taker] > target - smallest_share:
+                num_open = _take_out(open_N, num_open, taker)
+            if free_slots_R[giver] > 0 and loads_R[giver] <= target - smallest_share:
+                num_open = _put_in(open_N, num_open, giver)
+        # A taker ends at the target at most, so only the giver's node has other givers.
+        highest_N[node] = 0
+        for r in range(near_first, near_last):
+            if loads_R[r] > target and not given_up_R[r]:
+                highest_N[node] = max(highest_N[node], loads_R[r] + jitter[r])
 
 
 @kernel
@@ -173,3 +212,28 @@ def _pick_rank(takers, most, first, last, order):  # type: ignore[no-untyped-def
                 picked = r
                 best = size
     return picked
+
+
+@kernel
+def _take_out(values_N, number, value):  # type: ignore[no-untyped-def]
+    """Remove a value from the first `number`, which ascend; returns how many are left."""
+    kept = np.int64(0)
+    for i in range(number):
+        if values_N[i] != value:
+            values_N[kept] = values_N[i]
+            kept += 1
+    return kept
+
+
+@kernel
+def _put_in(values_N, number, value):  # type: ignore[no-untyped-def]
+    """Add a value to the first `number`, which ascend, if it is not there; returns how many there are."""
+    i = number
+    while i > 0 and values_N[i - 1] > value:
+        i -= 1
+    if i > 0 and values_N[i - 1] == value:
+        return number
+    for j in range(number, i, -1):
+        values_N[j] = values_N[j - 1]
+    values_N[i] = value
+    return number + 1

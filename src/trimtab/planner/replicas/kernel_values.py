@@ -46,21 +46,46 @@ class Instance(NamedTuple):
     homes: Homes
 
 
+class Prices(NamedTuple):
+    """Time that one more row or replica adds to an instance, over all passes of a step: femtoseconds, int64.
+
+    Attributes:
+        computed_row: a row on the busiest rank.
+        near_row: a row over the busiest link inside a node.
+        far_row: a row out of the busiest node or into it, whose ranks share these rows; 0 if they don't matter.
+        near_replica, far_replica: a replica on its home's node or on another one.
+    """
+
+    computed_row: int
+    near_row: int
+    far_row: int
+    near_replica: int
+    far_replica: int
+
+
 class Limits(NamedTuple):
     """Cluster and settings, all int64.
 
     Attributes:
         ranks_per_node: of the cluster.
+        reach: neighbouring ranks that take each other's replicas: those of a node, or all.
         slots: replicas of a rank.
         threshold_parts: max/mean load up to which an instance is not changed, in parts per million: decisions in
             integers are the same on every machine.
         smallest_share: fewest tokens of a copy, and fewest tokens that stay at home if any do.
+        most_rows: rows of a rank that no instance may exceed.
+        is_exact: whether no rank may have more rows than the mean, rounded up.
+        prices: what replicas reduce and cost.
     """
 
     ranks_per_node: int
+    reach: int
     slots: int
     threshold_parts: int
     smallest_share: int
+    most_rows: int
+    is_exact: bool
+    prices: Prices
 
 
 class Shares(NamedTuple):
@@ -75,6 +100,24 @@ class Shares(NamedTuple):
     experts: Array
     ranks: Array
     tokens: Array
+
+
+class Placing(NamedTuple):
+    """The state of a search for replicas in one instance. All arrays are changed.
+
+    Attributes:
+        counts_NE: `[N, E]` int64 tokens by source node and expert.
+        loads_R: `[R]` int64 rows of every rank.
+        at_home_E: `[E]` int64 tokens that the home computes.
+        free_slots_R: `[R]` int64.
+        found: the replicas so far, in memory for R * slots.
+    """
+
+    counts_NE: Array
+    loads_R: Array
+    at_home_E: Array
+    free_slots_R: Array
+    found: Shares
 
 
 class PlacementStrategy(NamedTuple):

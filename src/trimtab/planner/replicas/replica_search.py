@@ -75,7 +75,7 @@ def place_replicas(instance, limits, threshold_load):  # type: ignore[no-untyped
     for step in range(SEARCH_STEPS):
         for number in range(num_plain + restarts):
             strategy = STRATEGIES[number % num_plain]
-            if not strategy.near and limits.ranks_per_node == num_ranks:
+            if not strategy.near and limits.reach == limits.ranks_per_node:
                 continue
             if best <= target and 0 < number < num_plain:
                 continue

@@ -8,6 +8,7 @@ from typing import NamedTuple
 import numpy as np
 
 from trimtab.array_type import Array
+from trimtab.kernels import kernel
 from trimtab.planner.replicas.kernel_values import Shares
 
 
@@ -69,10 +70,25 @@ class ReplicaTable(NamedTuple):
     @classmethod
     def join_layers(cls, layers: Sequence[ReplicaTable]) -> ReplicaTable:
         """Join tables of L layers with M instances each; instance m * L + l of the result is instance m of layer l."""
-        starts = [np.concatenate([np.diff(table[i]) for table in layers]) for i in (0, 3)]
-        values = [np.concatenate([table[i] for table in layers]) for i in (1, 2, 4, 5)]
-        by_layer = cls(starts_of(starts[0]), values[0], values[1], starts_of(starts[1]), values[2], values[3])
-        return by_layer.select(np.arange(len(starts[0])).reshape(len(layers), -1).T.reshape(-1))
+        num_layers, num_micro_steps = len(layers), len(layers[0].replica_starts) - 1
+        replicas_ML = np.stack([np.diff(table.replica_starts) for table in layers], axis=1)
+        quotas_ML = np.stack([np.diff(table.quota_starts[table.replica_starts]) for table in layers], axis=1)
+        replica_starts, quota_starts = starts_of(replicas_ML.reshape(-1)), starts_of(quotas_ML.reshape(-1))
+        replicas, quotas = int(replica_starts[-1]), int(quota_starts[-1])
+        joined = cls(
+            replica_starts,
+            np.empty(replicas, np.int16),
+            np.empty(replicas, np.int16),
+            np.empty(replicas + 1, np.int64),
+            np.empty(quotas, np.int16),
+            np.empty(quotas, np.int32),
+        )
+        joined.quota_starts[-1] = quotas
+        # Copied directly, since an index of all quotas would need more memory than the quotas.
+        for layer, table in enumerate(layers):
+            instances = np.arange(num_micro_steps) * num_layers + layer
+            _copy_instances(table, instances, quota_starts, joined)
+        return joined
 
 
 def starts_of(sizes: Array) -> Array:
@@ -83,3 +99,21 @@ def starts_of(sizes: Array) -> Array:
 def _ranges(starts: Array, sizes: Array) -> Array:
     """Indices `starts[n]` to `starts[n] + sizes[n] - 1`, for every n in turn."""
     return np.arange(int(sizes.sum())) + np.repeat(starts - (np.cumsum(sizes) - sizes), sizes)
+
+
+@kernel
+def _copy_instances(table, instances, quota_starts, joined):  # type: ignore[no-untyped-def]
+    """Copy instance m of a table to instance `instances[m]` of another, whose quotas of instance i start at
+    `quota_starts[i]`."""
+    for m in range(len(instances)):
+        place = joined.replica_starts[instances[m]]
+        quota = quota_starts[instances[m]]
+        for p in range(table.replica_starts[m], table.replica_starts[m + 1]):
+            joined.experts[place] = table.experts[p]
+            joined.ranks[place] = table.ranks[p]
+            joined.quota_starts[place] = quota
+            place += 1
+            for q in range(table.quota_starts[p], table.quota_starts[p + 1]):
+                joined.sources[quota] = table.sources[q]
+                joined.tokens[quota] = table.tokens[q]
+                quota += 1

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import heapq
 import math
 from dataclasses import dataclass
 
@@ -11,6 +10,7 @@ import numpy.typing as npt
 
 from trimtab.array_type import Array
 from trimtab.errors import InputError
+from trimtab.planner.schedule.emptiest_place import fill_emptiest
 
 
 @dataclass(frozen=True, eq=False)
@@ -103,15 +103,10 @@ def _fill_places(lengths: Array, num_ranks: int, token_budget: int) -> tuple[Arr
     """A place for each sequence, numbered from the fullest down, and the number of places."""
     order = np.argsort(-lengths, kind="stable")
     micro_steps = max(1, math.ceil(int(lengths.sum()) / (num_ranks * token_budget)))
+    no_limit = int(lengths.sum())
     while True:
-        filled = np.zeros(micro_steps * num_ranks, np.int64)
-        place = np.empty(len(lengths), np.int64)
-        emptiest = [(0, index) for index in range(len(filled))]
-        for sequence in order:
-            tokens, index = emptiest[0]
-            place[sequence] = index
-            heapq.heapreplace(emptiest, (tokens + int(lengths[sequence]), index))
-        np.add.at(filled, place, lengths)
+        place = fill_emptiest(order, lengths, lengths, micro_steps * num_ranks, no_limit)
+        filled = np.bincount(place, lengths, micro_steps * num_ranks).astype(np.int64)
         if filled.max(initial=0) <= token_budget:
             number = np.empty(len(filled), np.int64)
             number[np.argsort(-filled, kind="stable")] = np.arange(len(filled))

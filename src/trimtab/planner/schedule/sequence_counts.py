@@ -62,6 +62,12 @@ class SequenceCounts:
         return rows_SLP
 
     @property
+    def top_k(self) -> float:
+        """Rows of a token in a layer."""
+        rows = self.counts_SLE[:, 0].sum(dtype=np.int64) + self.unknown_SL[:, 0].sum(dtype=np.int64)
+        return float(rows / max(1, self.lengths.sum()))
+
+    @property
     def num_sequences(self) -> int:
         return len(self.lengths)
 

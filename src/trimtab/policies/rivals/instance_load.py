@@ -9,7 +9,7 @@ import numpy as np
 from trimtab.array_type import Array
 from trimtab.cluster import ClusterSpec
 from trimtab.planner.replicas.kernel_values import Shares
-from trimtab.planner.replicas.split import split_tokens
+from trimtab.policies.rivals.ordered_split import split_tokens
 
 
 class InstanceLoad(NamedTuple):

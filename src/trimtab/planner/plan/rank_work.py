@@ -9,7 +9,7 @@ import numpy as np
 from trimtab.array_type import Array
 from trimtab.cluster.operations import OperationCosts
 from trimtab.kernels import kernel
-from trimtab.planner import StepPlan, Workload
+from trimtab.planner.replicas.replica_table import ReplicaTable
 
 
 class RankWork(NamedTuple):
@@ -33,67 +33,59 @@ class RankWork(NamedTuple):
 
 
 def rank_work(
-    plan: StepPlan, workload: Workload, costs: OperationCosts, *, hops: int = 1, even: bool = False
+    replicas: ReplicaTable,
+    home_LE: Array,
+    counts_MLRE: Array,
+    ranks_per_node: int,
+    costs: OperationCosts,
+    *,
+    hops: int = 1,
 ) -> RankWork:
-    """The work of every rank under a plan; rows of unknown route are estimated (`Workload.estimated_MLRE`).
+    """The work of every rank in M micro-steps and L layers.
 
     Args:
+        replicas: of M * L instances, those of a micro-step next to each other.
+        home_LE: `[L, E]` int16.
+        counts_MLRE: `[M, L, R, E]` int32 rows by source rank and expert (`Workload.estimated_MLRE`).
         hops: 2 if moved tokens are first sent to the home rank.
-        even: treat rows and the experts' work as spread evenly over ranks, independent of the plan: the ideal run.
     """
-    if even:
-        return _even_work(workload.estimated_MLRE, plan.ranks_per_node, costs)
-    shape = (plan.num_micro_steps, plan.num_layers, plan.num_ranks)
+    shape = counts_MLRE.shape[:3]
     experts, moved, near, far, hop = (np.zeros(shape) for _ in range(5))
     work = RankWork(experts, moved, near, far, hop, np.zeros(shape, np.int64))
-    placed = _Placed(**{name: getattr(plan, name) for name in _Placed._fields})
-    _fill(workload.estimated_MLRE, placed, costs, hops, work)
+    _fill(counts_MLRE, home_LE, replicas, (ranks_per_node, hops), costs, work)
     return work
 
 
-class _Placed(NamedTuple):
-    """Fields of `StepPlan`."""
-
-    home: Array
-    replica_starts: Array
-    replica_experts: Array
-    replica_ranks: Array
-    quota_starts: Array
-    quota_sources: Array
-    quota_tokens: Array
-    ranks_per_node: int
-
-
 @kernel
-def _fill(counts_MLRE, placed, costs, hops, work):  # type: ignore[no-untyped-def]
-    """Adds the work of all instances to `work`, which is 0."""
+def _fill(counts_MLRE, home_LE, replicas, limits, costs, work):  # type: ignore[no-untyped-def]
+    """Adds the work of all instances to `work`, which is 0; `limits` are ranks per node and hops."""
     num_micro_steps, num_layers, num_ranks, num_experts = counts_MLRE.shape
-    per_node, forwards = placed.ranks_per_node, costs.forwards
-    # Rows sent and received: [in its own node or another, out or in, rank]; forwarded rows: [out or in, rank].
-    rows = np.zeros((2, 2, num_ranks), np.int64)
+    per_node, hops = limits
+    # Rows that each rank sends to each; forwarded rows: [out or in, rank].
+    sent_RR = np.empty((num_ranks, num_ranks), np.int64)
     moving = np.zeros((2, num_ranks), np.int64)
     at_home = np.zeros(num_experts, np.int64)
     for m in range(num_micro_steps):
         for layer in range(num_layers):
-            counts_RE, home_E = counts_MLRE[m, layer], placed.home[layer]
-            rows[:] = 0
+            home_E = home_LE[layer]
+            sent_RR[:] = 0
             moving[:] = 0
             at_home[:] = 0
             for r in range(num_ranks):
+                counts_E, sent_R = counts_MLRE[m, layer, r], sent_RR[r]
                 for e in range(num_experts):
-                    tokens = np.int64(counts_RE[r, e])
-                    at_home[e] += tokens
-                    _send(rows, np.int64(r), home_E[e], per_node, forwards, tokens)
+                    at_home[e] += counts_E[e]
+                    sent_R[home_E[e]] += counts_E[e]
             instance = m * num_layers + layer
-            for p in range(placed.replica_starts[instance], placed.replica_starts[instance + 1]):
-                expert, rank = placed.replica_experts[p], placed.replica_ranks[p]
+            for p in range(replicas.replica_starts[instance], replicas.replica_starts[instance + 1]):
+                expert, rank = replicas.experts[p], replicas.ranks[p]
                 share = np.int64(0)
-                for q in range(placed.quota_starts[p], placed.quota_starts[p + 1]):
-                    source, tokens = np.int64(placed.quota_sources[q]), np.int64(placed.quota_tokens[q])
+                for q in range(replicas.quota_starts[p], replicas.quota_starts[p + 1]):
+                    tokens = np.int64(replicas.tokens[q])
                     share += tokens
                     if hops == 1:
-                        _send(rows, source, home_E[expert], per_node, forwards, -tokens)
-                        _send(rows, source, rank, per_node, forwards, tokens)
+                        sent_RR[replicas.sources[q], home_E[expert]] -= tokens
+                        sent_RR[replicas.sources[q], rank] += tokens
                 at_home[expert] -= share
                 work.loads_MLR[m, layer, rank] += share
                 if hops == 1:
@@ -105,10 +97,41 @@ def _fill(counts_MLRE, placed, costs, hops, work):  # type: ignore[no-untyped-de
             for e in range(num_experts):
                 work.loads_MLR[m, layer, home_E[e]] += at_home[e]
                 work.experts_MLR[m, layer, home_E[e]] += _copy_seconds(at_home[e], costs)
+            rows_22R = _count_sent(sent_RR, np.int64(per_node), costs.forwards)
             for r in range(num_ranks):
-                work.near_MLR[m, layer, r] = max(rows[0, 0, r], rows[0, 1, r]) * costs.near_row_s
-                work.far_MLR[m, layer, r] = max(rows[1, 0, r], rows[1, 1, r]) * costs.far_row_s
+                work.near_MLR[m, layer, r] = max(rows_22R[0, 0, r], rows_22R[0, 1, r]) * costs.near_row_s
+                work.far_MLR[m, layer, r] = max(rows_22R[1, 0, r], rows_22R[1, 1, r]) * costs.far_row_s
                 work.hop_MLR[m, layer, r] = max(moving[0, r], moving[1, r]) * costs.hop_row_s
+
+
+@kernel
+def _count_sent(sent_RR, per_node, forwards):  # type: ignore[no-untyped-def]
+    """Rows `[2, 2, R]` int64 over the links of every rank: inside its node or between nodes, out or in.
+
+    With forwarding, rows for another node go to the rank there with the source's local number, and from it to others.
+    """
+    num_ranks = len(sent_RR)
+    rows = np.zeros((2, 2, num_ranks), np.int64)
+    near_out, near_in, far_out, far_in = rows[0, 0], rows[0, 1], rows[1, 0], rows[1, 1]
+    for source in range(num_ranks):
+        sent_R, local = sent_RR[source], source % per_node
+        for first in range(0, num_ranks, per_node):
+            relay = first + local
+            total = np.int64(0)
+            for to in range(first, first + per_node):
+                total += sent_R[to]
+            if relay != source:
+                far_out[source] += total
+                if not forwards:
+                    for to in range(first, first + per_node):
+                        far_in[to] += sent_R[to]
+                    continue
+                far_in[relay] += total
+            near_out[relay] += total - sent_R[relay]
+            for to in range(first, first + per_node):
+                near_in[to] += sent_R[to]
+            near_in[relay] -= sent_R[relay]
+    return rows
 
 
 @kernel
@@ -120,26 +143,8 @@ def _copy_seconds(rows, costs):  # type: ignore[no-untyped-def]
     return costs.copy_s + max(tiles * costs.tile_s, costs.weights_s) + rows * costs.row_s
 
 
-@kernel
-def _send(rows, source, to, ranks_per_node, forwards, tokens):  # type: ignore[no-untyped-def]
-    """Count rows sent to another rank: directly, or via the rank with the source's local index in that node."""
-    if to == source:
-        return
-    if to // ranks_per_node != source // ranks_per_node:
-        rows[1, 0, source] += tokens
-        if not forwards:
-            rows[1, 1, to] += tokens
-            return
-        source = to // ranks_per_node * ranks_per_node + source % ranks_per_node
-        rows[1, 1, source] += tokens
-        if to == source:
-            return
-    rows[0, 0, source] += tokens
-    rows[0, 1, to] += tokens
-
-
-def _even_work(counts_MLRE: Array, ranks_per_node: int, costs: OperationCosts) -> RankWork:
-    """The experts' work and all rows spread evenly over ranks, with rows from all ranks."""
+def even_work(counts_MLRE: Array, ranks_per_node: int, costs: OperationCosts) -> RankWork:
+    """The experts' work and all rows spread evenly over ranks, with rows from all ranks: the ideal run."""
     num_ranks = counts_MLRE.shape[2]
     near, far = (ranks_per_node - 1) / num_ranks, (num_ranks - ranks_per_node) / num_ranks
     if costs.forwards:

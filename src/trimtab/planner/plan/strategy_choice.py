@@ -1,0 +1,249 @@
+"""Choice of a strategy by predicted seconds of the whole step.
+
+Strategies are planned for a sample of the step, evenly spread over its layers and micro-steps. Everything that the step
+waits for counts: rows, transfers, moves of homes, refreshing mirrors, and planning itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import replace
+from functools import cached_property, partial
+
+import numpy as np
+
+from trimtab.array_type import Array
+from trimtab.cluster import ClusterSpec
+from trimtab.planner.plan.instances import map_layers
+from trimtab.planner.plan.pass_times import MIGRATION, PLANNING
+from trimtab.planner.plan.prediction import Prediction, closing_micro_steps, dense_times, group_parts, slowest
+from trimtab.planner.plan.row_limits import keeps_to
+from trimtab.planner.plan.step_planning import PlannedLayers, StepPlanning, expert_counts
+from trimtab.planner.plan.step_times import moving_seconds, refresh_seconds
+from trimtab.planner.plan.strategy import ANY, NEAR, NONE, NOTHING, PAST, STAY, STEP, Choice, Strategy
+from trimtab.planner.plan.workload import Workload
+from trimtab.planner.replicas.paths import choose_paths
+
+SAMPLED_LAYERS, SAMPLED_MICRO_STEPS = 8, 4
+# Tried for `Strategy.exposed`.
+EXPOSED = (0.02, 0.4)
+# Of improved homes, see `Strategy.move_penalty`.
+MOVE_PENALTY = 0.5
+# Parts of the time for which ranks wait for each other, and of rows' time, that better homes may save.
+LESS_WAITING, LESS_DISPATCH = 0.3, 0.03
+# Experts in a mirror over the whole step are at most so many times those of a sample.
+MORE_ENTRIES = 2.0
+# Homes are expected to stay good for this many steps at most, and are good while they save this part of what new homes
+# save.
+LONGEST_LIFE, STILL_GOOD = 8, 0.5
+# Seconds of planning on one core, estimated from sizes, so that plans are the same on every machine: of an instance,
+# for each rank and expert; and of improved homes of a layer, for each pair of experts.
+PLACING_S, SWAPPING_S = 8e-9, 1e-7
+# Decisions compare whole nanoseconds, so that they don't depend on the order of summation.
+NANOSECONDS = 1e9
+
+
+def choose_strategy(planning: StepPlanning, *, may_move: bool) -> Choice:
+    """The strategy with the least predicted time; doing nothing, if that saves less than `PlanSettings.least_gain`.
+
+    Args:
+        may_move: whether homes may change.
+    """
+    sample = _Sample(planning)
+    found = sample.predict([NOTHING])
+    cluster = planning.cluster
+    # With fewer slots too, so that one more never makes a step slower.
+    for slots in _doubling(cluster.slots_per_rank) if cluster.ranks > 1 else []:
+        found |= sample.predict([Strategy(replicas=NEAR, slots=slots)])
+        if cluster.nodes > 1:
+            found |= sample.predict(Strategy(replicas=ANY, slots=slots, exposed=exposed) for exposed in EXPOSED)
+    best = _least(found)
+    if may_move and sample.moves_could_pay(found[best]):
+        homes = [STEP] if planning.past_PLE is None else [STEP, PAST]
+        for each in homes:
+            moved = replace(best, homes=each, move_penalty=MOVE_PENALTY)
+            found |= sample.predict([moved, replace(NOTHING, homes=each, move_penalty=MOVE_PENALTY)])
+    others = {strategy: found[strategy] for strategy in found if strategy != NOTHING and sample.keeps_to(strategy)}
+    chosen = NOTHING
+    if others:
+        enough_s = (1 - planning.settings.least_gain) * found[NOTHING].seconds
+        if found[_least(others)].seconds <= enough_s or not sample.keeps_to(NOTHING):
+            chosen = _least(others)
+    seconds: dict[str, float] = {}
+    for strategy in sorted(found, key=lambda each: (_rounded(found[each]), each.name)):
+        seconds.setdefault(strategy.name, found[strategy].seconds)
+    return Choice(chosen, seconds, sample.move_life if chosen.homes != STAY else 1.0)
+
+
+def replicas_anywhere(cluster: ClusterSpec) -> Strategy:
+    """The strategy with replicas wherever they help."""
+    reach = ANY if cluster.nodes > 1 else NEAR
+    return Strategy(replicas=reach, slots=cluster.slots_per_rank, exposed=EXPOSED[0])
+
+
+def _doubling(most: int) -> list[int]:
+    """1, 2, 4 and so on up to `most`, and `most` itself."""
+    return sorted({min(1 << n, most) for n in range(most.bit_length() + 1)} - {0})
+
+
+def _rounded(prediction: Prediction) -> int:
+    return round(prediction.seconds * NANOSECONDS)
+
+
+def _least(found: dict[Strategy, Prediction]) -> Strategy:
+    """The strategy with the least predicted time, the first of equals."""
+    return min(found, key=lambda strategy: _rounded(found[strategy]))
+
+
+class _Sample:
+    """Some layers and micro-steps of a step, and predictions for the whole step from them."""
+
+    def __init__(self, planning: StepPlanning) -> None:
+        self._planning = planning
+        self._micro_steps = _spread(planning.micro_steps, SAMPLED_MICRO_STEPS)
+        self._layers = _spread(planning.layers, SAMPLED_LAYERS)
+        self._more_layers = len(planning.layers) / len(self._layers)
+        self._exceeding: set[Strategy] = set()
+        self._homes: dict[tuple[str, float], list[Array]] = {}
+
+    @cached_property
+    def _counted(self) -> list[list[Workload]]:
+        return self._planning.count(self._micro_steps, self._layers)
+
+    def predict(self, strategies: Iterable[Strategy]) -> dict[Strategy, Prediction]:
+        """Predicted time of the whole step under each strategy, with the faster paths of weights."""
+        found = {}
+        for strategy in strategies:
+            planned = self._planning.plan(
+                strategy, self._micro_steps, self._layers, counted=self._counted, homes=self._homes_of(strategy)
+            )
+            ways = {strategy: self._prediction(strategy, planned)}
+            if planned.has_replicas and self._planning.cluster.host_bytes_per_s:
+                with_mirror = replace(strategy, mirror=True)
+                ways[with_mirror] = self._prediction(with_mirror, planned)
+            best = _least(ways)
+            found[best] = ways[best]
+            if not keeps_to(self._planning.settings, planned.loads_GMLR):
+                self._exceeding.add(best)
+        return found
+
+    def keeps_to(self, strategy: Strategy) -> bool:
+        """Whether the sample keeps to the limits of rows under a strategy."""
+        return strategy not in self._exceeding
+
+    def moves_could_pay(self, best: Prediction) -> bool:
+        """Whether better homes could save more than their search and one move a layer over the busiest link cost."""
+        planning, operations = self._planning, self._planning.costs.operations
+        saved_s = LESS_WAITING * best.parts_s["imbalance"] + LESS_DISPATCH * best.parts_s["dispatch"]
+        move_s = operations.far_state_s if planning.cluster.nodes > 1 else operations.near_state_s
+        cost_s = self._planning_seconds(Strategy(homes=STEP)) + len(planning.layers) * move_s / LONGEST_LIFE
+        if saved_s <= cost_s:
+            return False
+        return saved_s > cost_s + len(planning.layers) * move_s * (1 / self.move_life - 1 / LONGEST_LIFE)
+
+    @cached_property
+    def move_life(self) -> float:
+        """Steps that new homes are expected to stay good: for how many steps earlier homes would have.
+
+        Homes for the loads of k steps ago were good until now if they save enough of what homes for this step's loads
+        save.
+        """
+        planning = self._planning
+        if planning.settings.move_life is not None:
+            return planning.settings.move_life
+        if planning.past_PLE is None:
+            return 1.0
+        now = self._homes_of(Strategy(homes=STEP, move_penalty=MOVE_PENALTY))
+        stay = [planning.placement.home[layer] for layer in self._layers]
+        least = STILL_GOOD * (self._unevenness(stay) - self._unevenness(now))
+        life = 1
+        for age, past_LE in enumerate(planning.past_PLE[::-1][:LONGEST_LIFE], 1):
+            past = past_LE[self._layers]
+            then = self._by_layer(partial(self._improved, stay, past))
+            if least <= 0 or self._unevenness(stay) - self._unevenness(then) < least:
+                break
+            life = age
+        return float(life)
+
+    def _improved(self, homes_L: list[Array], counts_LE: Array, i: int) -> Array:
+        return self._planning.improved(homes_L[i], counts_LE[i : i + 1], MOVE_PENALTY)
+
+    def _by_layer(self, task: Callable[[int], Array]) -> list[Array]:
+        return map_layers(task, len(self._layers), self._planning.threads)
+
+    def _unevenness(self, homes_L: list[Array]) -> float:
+        """Squares of rank and node loads, summed over the sample: what better homes reduce."""
+        cluster, total = self._planning.cluster, 0.0
+        for loads_G, home_E in zip(self._counted, homes_L, strict=True):
+            loads_MR = np.stack([np.bincount(home_E, row_E, cluster.ranks) for row_E in expert_counts(loads_G)])
+            loads_MN = loads_MR.reshape(len(loads_MR), cluster.nodes, -1).sum(axis=2)
+            total += float(np.square(loads_MR).sum() + np.square(loads_MN).sum())
+        return total
+
+    def _homes_of(self, strategy: Strategy) -> list[Array]:
+        """Homes of the sampled layers, which strategies share."""
+        key = strategy.homes, strategy.move_penalty
+        if key not in self._homes:
+            counted = self._counted
+            self._homes[key] = self._by_layer(
+                lambda i: self._planning.homes(strategy, int(self._layers[i]), counted[i])
+            )
+        return self._homes[key]
+
+    def _prediction(self, strategy: Strategy, planned: PlannedLayers) -> Prediction:
+        planning, cluster = self._planning, self._planning.cluster
+        operations = planning.costs.operations
+        batches = planning.loads.schedules[0].mini_batch_of_micro_step
+        closes_M = closing_micro_steps(batches)
+        closing = closes_M[self._micro_steps]
+        parts_GP, refresh_s = [], 0.0
+        for replicas, work, dense in zip(planned.replicas, planned.works, self._dense_G, strict=True):
+            paths_P = choose_paths(planned.home_LE, replicas, planning.cluster_of(strategy))
+            parts_GP.append(
+                group_parts(
+                    work, replicas, paths_P, planned.home_LE, dense, closing, cluster.ranks_per_node,
+                    planning.costs,
+                )
+            )  # fmt: skip
+            refresh_s = max(
+                refresh_s,
+                refresh_seconds(planned.home_LE, replicas, paths_P, cluster.ranks, cluster.ranks_per_node, operations),
+            )
+        more_micro_steps = len(planning.micro_steps) / len(self._micro_steps)
+        parts_P = slowest(parts_GP) * self._more_layers * more_micro_steps
+        # A mirror holds the experts of all micro-steps, many of which have the same.
+        refresh_s *= min(more_micro_steps, MORE_ENTRIES) * closes_M.sum()
+        moving_s = moving_seconds(
+            planning.placement.home[self._layers], planned.home_LE, cluster.ranks_per_node, operations
+        )
+        moving_s /= self.move_life if moving_s else 1.0
+        parts_P[MIGRATION] += (refresh_s + moving_s) * self._more_layers
+        parts_P[PLANNING] += self._planning_seconds(strategy)
+        return Prediction.of(parts_P)
+
+    @cached_property
+    def _dense_G(self) -> list[tuple[Array, Array]]:
+        """Dense parts of the sample by group; those outside layers in proportion to the layers."""
+        planning, found = self._planning, []
+        for group, schedule in enumerate(planning.loads.schedules):
+            inside_MR, outside_MR = dense_times(schedule, planning.loads.lengths_of(group), planning.costs)
+            found.append((inside_MR[self._micro_steps], outside_MR[self._micro_steps] / self._more_layers))
+        return found
+
+    def _planning_seconds(self, strategy: Strategy) -> float:
+        """Estimated seconds of planning the whole step with a strategy."""
+        planning = self._planning
+        experts, layers = planning.placement.home.shape[1], len(planning.layers)
+        seconds = 0.0
+        if strategy.replicas != NONE:
+            cells = len(planning.loads.schedules) * len(planning.micro_steps) * planning.cluster.ranks * experts
+            seconds += PLACING_S * cells * layers
+        if strategy.homes == STEP:
+            seconds += SWAPPING_S * experts**2 * layers
+        return seconds / planning.cluster.planning_threads
+
+
+def _spread(values: Array, most: int) -> Array:
+    """Up to `most` of the values, evenly spread."""
+    number = min(most, len(values))
+    return values[(np.arange(number) * 2 + 1) * len(values) // (2 * number)]

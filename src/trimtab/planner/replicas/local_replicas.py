@@ -1,0 +1,160 @@
+"""Replicas in the nodes whose tokens use the expert, so that fewer rows leave a node, with even loads.
+
+Every node first gets copies of the foreign experts that most of its own tokens use. Each copy computes these tokens, on
+the rank of the node with the lowest load. Then tokens are shifted between copies until ranks are even
+(`share_shifts.py`), and where that is not enough, copies are exchanged (`exchanges.py`). (Our own. LAER-MoE, arXiv
+2602.11686, also copies the hottest experts to every node, from past loads and with equal shares.)
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from trimtab.kernels import kernel
+from trimtab.planner.replicas.exchanges import exchange_replicas
+from trimtab.planner.replicas.kernel_values import Placing, Shares
+from trimtab.planner.replicas.replica_cost import cost_of_replicas
+from trimtab.planner.replicas.share_shifts import shift_shares
+
+# int64, because numba compiles a kernel once more for every Python int.
+SWEEPS, SWEEPS_AFTER_EXCHANGE = np.int64(8), np.int64(4)
+# Rounds of exchanges, in each of which every overloaded rank gives away part of one expert.
+ROUNDS = 8
+
+
+@kernel
+def place_local_replicas(instance, counts_NE, limits, target):  # type: ignore[no-untyped-def]
+    """Replicas that keep rows in their node, with loads up to the target where that is possible.
+
+    Args:
+        instance: an `Instance`.
+        counts_NE: `[N, E]` int64 tokens by source node and expert.
+        limits: `Limits`.
+        target: load that no rank should exceed, rows.
+
+    Returns:
+        `Shares` of at least `R * slots` replicas, and the number of replicas.
+    """
+    homes = instance.homes
+    most = len(instance.fixed_R) * limits.slots
+    best = Shares(np.empty(most, np.int64), np.empty(most, np.int64), np.empty(most, np.int64))
+    placing, count = _start(instance, counts_NE, limits, best, np.int64(0))
+    count = _copy_to_nodes(placing, count, homes.home_E, limits)
+    shift_shares(placing, count, homes.home_E, limits, target, SWEEPS)
+    gave_up_R = np.zeros(len(instance.fixed_R), np.bool_)
+    cost, best_count = np.int64(1) << 62, np.int64(0)
+    for _ in range(ROUNDS + 1):
+        found, _ = cost_of_replicas(instance, counts_NE, limits, placing.found, count)
+        if found < cost:
+            cost, best_count = found, count
+            _copy_shares(placing.found, best, count)
+        count, exchanges = exchange_replicas(placing, count, homes, limits, target, gave_up_R)
+        if exchanges == 0:
+            break
+        shift_shares(placing, count, homes.home_E, limits, target, SWEEPS_AFTER_EXCHANGE)
+    return best, best_count
+
+
+@kernel
+def fill_free_slots(instance, counts_NE, limits, target, shares, count):  # type: ignore[no-untyped-def]
+    """The given replicas, and local ones in the slots that they leave free.
+
+    Args:
+        instance, counts_NE, limits, target: as in `place_local_replicas`.
+        shares: `Shares`, of which the first `count` count.
+
+    Returns:
+        As `place_local_replicas`.
+    """
+    placing, count = _start(instance, counts_NE, limits, shares, count)
+    count = _copy_to_nodes(placing, count, instance.homes.home_E, limits)
+    shift_shares(placing, count, instance.homes.home_E, limits, target, SWEEPS)
+    return placing.found, count
+
+
+@kernel
+def _start(instance, counts_NE, limits, shares, count):  # type: ignore[no-untyped-def]
+    """The state with the given replicas, and their number."""
+    counts_E, fixed_R, homes = instance
+    num_ranks = len(fixed_R)
+    most = num_ranks * limits.slots
+    placing = Placing(
+        counts_NE,
+        fixed_R.copy(),
+        counts_E.copy(),
+        np.full(num_ranks, limits.slots, np.int64),
+        Shares(np.empty(most, np.int64), np.empty(most, np.int64), np.empty(most, np.int64)),
+    )
+    _copy_shares(shares, placing.found, count)
+    for p in range(count):
+        placing.at_home_E[shares.experts[p]] -= shares.tokens[p]
+        placing.loads_R[shares.ranks[p]] += shares.tokens[p]
+        placing.free_slots_R[shares.ranks[p]] -= 1
+    for e in range(len(counts_E)):
+        placing.loads_R[homes.home_E[e]] += placing.at_home_E[e]
+    return placing, count
+
+
+@kernel
+def _copy_shares(source, target, count):  # type: ignore[no-untyped-def]
+    for p in range(count):
+        target.experts[p], target.ranks[p], target.tokens[p] = source.experts[p], source.ranks[p], source.tokens[p]
+
+
+@kernel
+def _copy_to_nodes(placing, count, home_E, limits):  # type: ignore[no-untyped-def]
+    """Copy to every node, in its free slots, the experts without a copy there that most of its tokens use.
+
+    Args:
+        count: replicas so far.
+
+    Returns:
+        The number of replicas.
+    """
+    counts_NE, loads_R, at_home_E, free_slots_R, (experts_P, ranks_P, tokens_P) = placing
+    ranks_per_node, prices = np.int64(limits.ranks_per_node), limits.prices
+    num_nodes, num_experts = counts_NE.shape
+    # A replica has to save its transfer in rows between nodes, if every node has one more.
+    least = max(np.int64(limits.smallest_share), num_nodes * prices.far_replica // max(prices.far_row, np.int64(1)))
+    has_copy_NE = np.zeros((num_nodes, num_experts), np.bool_)
+    for e in range(num_experts):
+        has_copy_NE[home_E[e] // ranks_per_node, e] = True
+    for p in range(count):
+        has_copy_NE[ranks_P[p] // ranks_per_node, experts_P[p]] = True
+    first_N = np.full(num_nodes + 1, count)
+    for n in range(num_nodes):
+        room = np.int64(0)
+        for r in range(n * ranks_per_node, (n + 1) * ranks_per_node):
+            room += free_slots_R[r]
+        first = first_N[n]
+        end = first
+        for e in range(num_experts):
+            if counts_NE[n, e] < least or room == 0 or has_copy_NE[n, e]:
+                continue
+            tokens = min(counts_NE[n, e], at_home_E[e] - limits.smallest_share)
+            if tokens < least:
+                continue
+            if end < first + room:
+                end += 1
+            elif tokens <= tokens_P[end - 1]:
+                continue
+            # Sorted by tokens; the last one drops out if the node is full.
+            p = end - 1
+            while p > first and tokens_P[p - 1] < tokens:
+                experts_P[p], tokens_P[p] = experts_P[p - 1], tokens_P[p - 1]
+                p -= 1
+            experts_P[p], tokens_P[p] = e, tokens
+        for p in range(first, end):
+            at_home_E[experts_P[p]] -= tokens_P[p]
+            loads_R[home_E[experts_P[p]]] -= tokens_P[p]
+        first_N[n + 1] = end
+    for n in range(num_nodes):
+        for p in range(first_N[n], first_N[n + 1]):
+            taker = np.int64(-1)
+            for r in range(n * ranks_per_node, (n + 1) * ranks_per_node):
+                if free_slots_R[r] > 0 and (taker < 0 or loads_R[r] < loads_R[taker]):
+                    taker = np.int64(r)
+            ranks_P[p] = taker
+            free_slots_R[taker] -= 1
+            loads_R[taker] += tokens_P[p]
+    return first_N[num_nodes]

@@ -1,0 +1,296 @@
+"""The chosen strategy is the one with the least predicted time, on steps that are their own sample."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from itertools import product
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+
+from helpers import planner_reference as reference
+from helpers.planner_steps import (
+    Step,
+    free_moves_only,
+    free_replicas,
+    random_homes,
+    skewed_trace,
+    steps,
+    with_missing_routes,
+)
+from trimtab import ClusterSpec, Placement, Workload
+from trimtab.array_type import Array
+from trimtab.cluster import QWEN3_30B, StepCosts
+from trimtab.planner import (
+    GroupPlans,
+    PlanSettings,
+    SequenceCounts,
+    StepPlan,
+    pack_by_length,
+    plan_schedule,
+    plan_sequences,
+)
+from trimtab.planner.plan.prediction import predict
+from trimtab.planner.plan.step_loads import StepLoads
+from trimtab.planner.plan.step_planning import StepPlanning
+from trimtab.planner.plan.strategy import ANY, NEAR, NONE, NOTHING, STAY, STEP, Strategy
+from trimtab.planner.schedule.time_packing import pack_by_time
+
+EXACT = 1e-9
+
+
+def random_step(seed: int, *, sequences: int = 48, unknown: bool = False) -> Step:
+    """At most four micro-steps and three layers, so that the sample is the whole step; two nodes of four."""
+    rng = np.random.default_rng(seed)
+    trace = skewed_trace(rng, sequences=sequences, layers=3, experts=32, top_k=4, max_length=120)
+    if unknown:
+        trace = with_missing_routes(rng, trace)
+    groups = 1 + seed % 2
+    return Step(
+        trace=trace,
+        placement=random_homes(rng, 3, 32, 8),
+        cluster=ClusterSpec(8, 4, 1 + seed % 2),
+        groups=groups,
+        token_budget=max(120, round(trace.sequence_lengths.sum() / 8 / groups / 1.5)),
+        mini_batch=np.arange(sequences) * 2 // sequences,
+        settings=PlanSettings(1.005, 4, move_life=1),
+    )
+
+
+def costs_of(seed: int, cluster: ClusterSpec) -> StepCosts:
+    """Real ones, whose fixed times are large beside those of few rows; free replicas; free moves."""
+    return (StepCosts.of(cluster, QWEN3_30B), free_replicas(cluster), free_moves_only(cluster))[seed % 3]
+
+
+def seconds_of(step: Step, planned: GroupPlans, plans: tuple[StepPlan, ...], costs: StepCosts) -> float:
+    """Predicted seconds of some plans, with all moves."""
+    lengths = []
+    for group in range(step.groups):
+        mine, _ = planned.schedule.of_group(group, step.cluster.ranks)
+        lengths.append(step.trace.sequence_lengths[mine])
+    workloads = step.workloads(planned.schedule)
+    return predict(plans, workloads, costs, lengths=lengths, before_LE=step.placement.home).seconds
+
+
+def planned_as(step: Step, planned: GroupPlans, strategy: Strategy, costs: StepCosts) -> tuple[StepPlan, ...]:
+    """The plans of a given strategy for the same schedule."""
+    loads = StepLoads.of_sequences(step.sequences, planned.schedule, step.cluster.ranks)
+    planning = StepPlanning(loads, step.placement, step.cluster, step.settings, costs, None, 1)
+    found = planning.plan(strategy, planning.micro_steps, planning.layers)
+    return tuple(
+        StepPlan.from_replicas(
+            loads.schedules[group], Placement(found.home_LE), found.replicas[group], mixed_ML=loads.mixed_GML[group],
+            cluster=planning.cluster_of(strategy), settings="{}",
+        )
+        for group in range(step.groups)
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("seed", range(18))
+def test_no_simpler_strategy_is_predicted_to_be_faster(seed: int) -> None:
+    step = random_step(seed, unknown=seed % 4 == 3)
+    costs = costs_of(seed, step.cluster)
+    planned = step.plan(costs=costs)
+    assert planned.schedule.num_micro_steps <= 4
+    chosen_s = seconds_of(step, planned, planned.plans, costs)
+    assert chosen_s == pytest.approx(planned.prediction.seconds, rel=EXACT)
+    slots = step.cluster.slots_per_rank
+    anywhere = (Strategy(replicas=ANY, slots=slots, exposed=part) for part in (0.02, 0.4))
+    simpler = [NOTHING, Strategy(replicas=NEAR, slots=slots), *anywhere]
+    simpler += [replace(strategy, mirror=True) for strategy in simpler[1:]]
+    for strategy in simpler:
+        other_s = seconds_of(step, planned, planned_as(step, planned, strategy, costs), costs)
+        # What planning itself takes is part of the choice.
+        assert chosen_s <= other_s * (1 + EXACT) + planning_seconds(step), strategy
+    nothing_s = seconds_of(step, planned, planned_as(step, planned, NOTHING, costs), costs)
+    assert chosen_s <= nothing_s * (1 + EXACT)
+    assert planned.choice.seconds["nothing"] == pytest.approx(nothing_s, rel=EXACT)
+
+
+def planning_seconds(step: Step) -> float:
+    """More than what planning such a step is estimated to take."""
+    experts, layers, cells = 32, 3, step.groups * 4 * step.cluster.ranks * 32
+    return (8e-9 * cells + 1e-7 * experts**2) * layers / step.cluster.planning_threads
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_another_slot_never_makes_a_step_slower(seed: int) -> None:
+    """With the same homes."""
+    step = random_step(seed)
+    costs = costs_of(1 + seed % 2, step.cluster)
+    one, two = (
+        step.plan(cluster=replace(step.cluster, slots_per_rank=slots), costs=costs, may_move=False).prediction.seconds
+        for slots in (1, 2)
+    )
+    assert two <= one * (1 + EXACT)
+
+
+def test_strategies_of_all_kinds_are_chosen() -> None:
+    chosen = {
+        step.plan(costs=costs_of(seed, step.cluster)).choice.strategy
+        for seed in range(12)
+        for step in [random_step(seed)]
+    }
+    assert {strategy.replicas for strategy in chosen} >= {NEAR, ANY}
+    assert {strategy.homes for strategy in chosen} >= {STAY, STEP}
+
+
+def test_strategies_are_listed_by_their_seconds() -> None:
+    for seed in range(6):
+        step = random_step(seed)
+        choice = step.plan(costs=costs_of(seed, step.cluster)).choice
+        assert list(choice.seconds.values()) == sorted(choice.seconds.values())
+        assert {"nothing", choice.strategy.name} <= set(choice.seconds)
+        assert choice.runner_up != choice.strategy.name
+        assert choice.runner_up in choice.seconds
+
+
+def test_a_step_is_planned_only_for_the_least_gain() -> None:
+    step = random_step(1)
+    costs = free_replicas(step.cluster)
+
+    def strategy(gain: float) -> Strategy:
+        return step.plan(costs=costs, settings=replace(step.settings, least_gain=gain)).choice.strategy
+
+    planned = step.plan(costs=costs)
+    gain = 1 - planned.prediction.seconds / planned.choice.seconds["nothing"]
+    assert 0.01 < gain < 1
+    assert strategy(0.0) == strategy(gain - 0.01) == planned.choice.strategy != NOTHING
+    assert strategy(gain + 0.01) == NOTHING
+    # Below 0, steps are planned that take longer.
+    dear = replace(costs, operations=costs.operations._replace(row_s=0.0, near_gradient_s=1.0, far_gradient_s=1.0))
+    assert step.plan(costs=dear, may_move=False).choice.strategy == NOTHING
+    forced = step.plan(
+        costs=dear, may_move=False, settings=replace(step.settings, least_gain=-1e6)
+    ).choice.strategy  # fmt: skip
+    assert forced != NOTHING
+
+
+@pytest.mark.parametrize("seed", range(1, 6))
+def test_homes_stay_where_moves_are_not_allowed(seed: int) -> None:
+    step = random_step(seed)
+    costs = free_moves_only(step.cluster)
+    free, fixed = (step.plan(costs=costs, may_move=may) for may in (True, False))
+    assert np.array_equal(fixed.placement.home, step.placement.home)
+    assert fixed.choice.strategy.homes == STAY
+    assert not np.array_equal(free.placement.home, step.placement.home)
+    assert all("re-home" not in name for name in fixed.choice.seconds)
+
+
+@settings(max_examples=25, deadline=None)
+@given(steps())
+def test_settings_name_the_strategy_that_the_plans_follow(step: Step) -> None:
+    planned = step.plan()
+    strategy = planned.choice.strategy
+    for plan in planned.plans:
+        assert json.loads(plan.settings)["strategy"] == strategy.name
+        assert strategy.replicas != NONE or plan.num_replicas == 0
+        assert strategy.replicas != NEAR or not plan.far_replicas.any()
+        assert strategy.mirror or not plan.replica_paths.any()
+    assert strategy.homes != STAY or np.array_equal(planned.placement.home, step.placement.home)
+
+
+@settings(max_examples=25, deadline=None)
+@given(steps())
+def test_the_imbalance_before_is_that_of_the_homes_as_they_were(step: Step) -> None:
+    planned = step.plan()
+    loads = np.stack([load.home_loads(step.placement.home) for load in step.workloads(planned.schedule)])
+    totals = loads.sum(axis=-1)
+    ratios = np.where(totals > 0, loads.max(axis=-1) * loads.shape[-1] / np.maximum(totals, 1), 1.0)
+    assert planned.max_vio_before == pytest.approx(ratios.mean() - 1)
+
+
+def test_threads_change_neither_plans_nor_predictions() -> None:
+    for seed, unknown in product(range(3), (False, True)):
+        step = random_step(seed, unknown=unknown)
+        costs = costs_of(seed, step.cluster)
+        one, many = (step.plan(costs=costs, threads=threads) for threads in (1, 3))
+        assert [plan.hash for plan in one.plans] == [plan.hash for plan in many.plans]
+        assert one.choice == many.choice
+        assert one.prediction.parts_s == many.prediction.parts_s
+
+
+def test_past_loads_are_used_if_the_same_experts_stay_hot() -> None:
+    """A move lives for as many past steps as homes for their loads save what homes for this step's loads save."""
+    step = random_step(2)
+    costs = free_moves_only(step.cluster)
+    settings_ = replace(step.settings, move_life=None)
+    same = step.sequences.counts_SLE.sum(axis=0, dtype=np.int64)
+    other = same[:, ::-1].copy()
+    for past, life in (
+        ([same], 1),
+        ([same] * 3, 3),
+        ([same] * 12, 8),
+        ([same, other, same, same], 2),
+        ([other] * 3, 1),
+    ):
+        choice = step.plan(costs=costs, settings=settings_, past_PLE=np.stack(past)).choice
+        assert choice.strategy.homes != STAY
+        assert choice.move_life == life
+    assert step.plan(costs=costs, settings=settings_, past_PLE=None).choice.move_life == 1
+
+
+def load_of(step: Step, **changes: Any) -> tuple[SequenceCounts, Any]:
+    return step.sequences, step.plan(**changes).schedule
+
+
+@settings(max_examples=40, deadline=None)
+@given(steps())
+def test_the_load_of_some_layers_is_part_of_the_whole(step: Step) -> None:
+    sequences, schedule = load_of(step)
+    for group in range(step.groups):
+        mine, part = schedule.of_group(group, step.cluster.ranks)
+        counted = sequences.select(mine)
+        whole = Workload.from_sequences(counted, part)
+        rng = np.random.default_rng(0)
+        layers: Array = rng.permutation(whole.num_layers)[: rng.integers(1, whole.num_layers + 1)]
+        found = Workload.of_layers(counted, part, layers)
+        assert np.array_equal(found.token_counts_MLRE, whole.token_counts_MLRE[:, layers])
+        assert np.array_equal(found.unknown_MLR, whole.unknown_MLR[:, layers])
+        assert found.token_counts_MLRE.dtype == whole.token_counts_MLRE.dtype
+        plain = reference.workload(counted, part)
+        assert np.array_equal(whole.token_counts_MLRE, plain.token_counts_MLRE)
+        micro_steps = rng.permutation(whole.num_micro_steps)[: rng.integers(1, whole.num_micro_steps + 1)]
+        chosen = whole.select(micro_steps, layers)
+        by_sample = StepLoads.of_sequences(sequences, schedule, step.cluster.ranks).count(micro_steps, layers)[group]
+        for load in (chosen, by_sample):
+            assert np.array_equal(load.token_counts_MLRE, whole.token_counts_MLRE[micro_steps][:, layers])
+            assert np.array_equal(load.unknown_MLR, whole.unknown_MLR[micro_steps][:, layers])
+
+
+def test_a_step_without_slots_or_with_one_rank_has_no_replicas_to_choose() -> None:
+    step = random_step(0)
+    for cluster in (replace(step.cluster, slots_per_rank=0), ClusterSpec(1, 1, 2)):
+        homes = step.placement if cluster.ranks > 1 else Placement.contiguous(3, 32, 1)
+        planned = plan_sequences(
+            step.sequences, homes, cluster, token_budget=10_000, settings=step.settings, costs=free_replicas(cluster)
+        )
+        assert all("replicas" not in name for name in planned.choice.seconds)
+
+
+def test_without_replicas_sequences_are_grouped_by_routing_if_that_is_faster() -> None:
+    """Some steps gain, and none loses."""
+    faster = 0
+    for seed in range(10):
+        step = random_step(seed, sequences=96)
+        cluster = replace(step.cluster, slots_per_rank=0)
+        costs = free_replicas(cluster)
+        planned = step.plan(cluster=cluster, costs=costs, may_move=False)
+        packed = pack_by_length(
+            step.trace.sequence_lengths,
+            num_ranks=8 * step.groups,
+            token_budget=step.token_budget,
+            mini_batch=step.mini_batch,
+        )
+        sequences, budget = step.sequences, step.token_budget
+        schedule = pack_by_time(packed, sequences.lengths, sequences.top_k, cluster, costs, budget)
+        alone = plan_schedule(
+            step.workloads(schedule), schedule, step.placement, cluster, lengths=sequences.lengths,
+            settings=step.settings, costs=costs, may_move=False,
+        )  # fmt: skip
+        assert planned.prediction.seconds <= alone.prediction.seconds * (1 + EXACT)
+        faster += planned.prediction.seconds < alone.prediction.seconds
+    assert faster >= 1
