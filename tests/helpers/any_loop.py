@@ -381,7 +381,6 @@ def move(state: dict[str, Any], seed: int) -> None:
         return
     same = np.array_equal(placement.home, session.placement.home)
     if not same:
-        loop.num_weight_changes += 1
         _zero(loop, True)
     session.move(placement)
     if not same and session.mode in ("plan", "static"):

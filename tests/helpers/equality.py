@@ -183,7 +183,7 @@ def _compare(case: Case) -> None:
             norm = session.clip_gradients(model.replicated(), case.max_norm)
             assert abs(norm - expected_norm) < tolerance * expected_norm, (case, "norm")
         for layer in session.layers:
-            assert np.array_equal(layer.home_experts, np.flatnonzero(placement.home[layer.index] == session.rank))
+            assert set(layer.home_experts) == set(np.flatnonzero(placement.home[layer.index] == session.rank))
         for name, actual, expected, mine_of in matches(model, reference):
             assert actual.grad is not None
             assert expected.grad is not None

@@ -18,6 +18,9 @@ from helpers.plain_dispatch import PlainDispatcher
 from helpers.random_plans import random_placement, random_plan
 from trimtab.array_type import Array
 from trimtab.planner import GroupPlans, Placement, Schedule, Workload
+from trimtab.planner.plan.pass_times import PARTS
+from trimtab.planner.plan.prediction import Prediction
+from trimtab.planner.plan.strategy import NOTHING, Choice
 from trimtab.runtime import MicroStep, Session, planning
 
 TOLERANCE = 1e-12
@@ -227,7 +230,8 @@ class _Comparison:
             )
             for group, load in enumerate(loads)
         )  # fmt: skip
-        return GroupPlans(schedule, placement, plans)
+        prediction = Prediction(dict.fromkeys(PARTS, 1.0))
+        return GroupPlans(schedule, placement, plans, Choice(NOTHING, {"nothing": 1.0}), prediction, 0.0)
 
     def _mixed(self, ids_TLK: Array, micro_step_T: Array, rank_T: Array, num_micro_steps: int) -> Array:
         """`[M, L]` instances of this rank's group that have unknown rows."""

@@ -126,7 +126,9 @@ def move_to_random_homes() -> None:
     session.logical.load_weights(model, weights)
     session.logical.load_optimizer_state(model, optimizer, state)
     for index, block in enumerate(model.moe_blocks()):
-        mine = np.flatnonzero(homes_LE[index] == session.rank)
+        assert block.layer is not None
+        mine = block.layer.home_experts
+        assert set(mine) == set(np.flatnonzero(homes_LE[index] == session.rank))
         assert isinstance(block.down, torch.nn.Parameter)
         assert torch.equal(block.down.detach(), weights[f"blocks.{index}.down"][mine])
         rows = expert_state(optimizer, block.down, is_stack=True)

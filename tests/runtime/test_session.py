@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -15,7 +16,7 @@ from helpers.random_plans import random_schedule, random_trace
 from trimtab.array_type import Array
 from trimtab.errors import InputError, RankFailedError
 from trimtab.launch import launch
-from trimtab.planner import Schedule
+from trimtab.planner import Schedule, Workload
 from trimtab.runtime import Session
 from trimtab.trace import RoutingTrace
 
@@ -51,10 +52,10 @@ def run_step(
     return total, [p.grad.clone() for p in model.parameters() if p.grad is not None]
 
 
-def make_session(mode: str = "plan") -> tuple[Session, TinyMoE]:
+def make_session(mode: str = "plan", **options: Any) -> tuple[Session, TinyMoE]:
     torch.set_num_threads(1)
     torch.manual_seed(5)
-    session = Session(num_experts=SHAPE.experts, mode=mode)  # type: ignore[arg-type]
+    session = Session(num_experts=SHAPE.experts, mode=mode, **options)  # type: ignore[arg-type]
     model = TinyMoE(SHAPE, torch.float64)
     model.share(session)
     return session, model
@@ -85,6 +86,37 @@ def compare_schedules_and_policies() -> None:
 
 def test_schedules_and_policies_give_the_same_gradient() -> None:
     launch(compare_schedules_and_policies, (), ranks=2)
+
+
+def keep_to_row_limits() -> None:
+    trace = make_trace(5)
+    schedule = random_schedule(np.random.default_rng(1), 8, num_ranks=2, num_micro_steps=3)
+    session, model = make_session()
+    plan_own(session, trace, schedule)
+    expected_loss, expected = run_step(session, model, trace, schedule)
+    for limits in ({"exact": True}, {"max_rows_per_rank": 2200}):
+        session, model = make_session(slots_per_rank=4, **limits)
+        plan_own(session, trace, schedule)
+        loads_MLR = session.step_plan.rank_loads(Workload.from_trace(trace, schedule))
+        even_ML = -(-loads_MLR.sum(axis=2) // 2)
+        most_ML = even_ML if "exact" in limits else np.full_like(even_ML, 2200)
+        assert (loads_MLR.max(axis=2) <= most_ML).all()
+        loss, gradients = run_step(session, model, trace, schedule)
+        assert relative_error(loss, expected_loss) < 1e-12
+        for mine, theirs in zip(gradients, expected, strict=True):
+            assert relative_error(mine, theirs) < 1e-12
+    # Refused on every rank, before the step.
+    session, model = make_session(max_rows_per_rank=10)
+    with pytest.raises(InputError, match=r"max_rows_per_rank=10 can't be kept: .* the smallest that this step allows"):
+        plan_own(session, trace, schedule)
+    unknown = replace(trace, expert_ids=np.full_like(trace.expert_ids, trace.no_route))
+    session, model = make_session(max_rows_per_rank=100_000)
+    with pytest.raises(InputError, match="record all routes"):
+        plan_own(session, unknown, schedule)
+
+
+def test_row_limits_are_kept_or_refused() -> None:
+    launch(keep_to_row_limits, (), ranks=2)
 
 
 def run_unknown_batches() -> None:

@@ -154,7 +154,8 @@ def plan_for_too_little() -> None:
         assert (report.max_vio_after < report.max_vio_before) == carried_out
         assert (report.peak_rows_after < report.peak_rows_before) == carried_out
         assert report.unplanned_micro_steps == 0
-    assert 0 < gains[0.0] == gains[0.9] < 0.9
+    assert 0 < gains[0.0] < 0.9
+    assert gains[0.0] == pytest.approx(gains[0.9], rel=0.2)
 
 
 def test_plan_that_saves_too_little_is_not_executed() -> None:

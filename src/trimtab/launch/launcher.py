@@ -25,6 +25,7 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import Store, TCPStore
 
+from trimtab.cores import usable_cores
 from trimtab.errors import InputError, RankFailedError
 from trimtab.launch.shared_files import remove_shared_files
 from trimtab.messages import show_messages
@@ -257,11 +258,6 @@ def _exit_now(status: int) -> NoReturn:
         with suppress(OSError, ValueError):
             stream.flush()
     os._exit(status)
-
-
-def usable_cores() -> int:
-    """Cores that this process may run on."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def _join_group(rank: int, ranks: int, local_rank: int, store: Store | None) -> None:

@@ -9,6 +9,7 @@ from dataclasses import replace
 import numpy as np
 import torch
 
+from trimtab.planner.plan.pass_times import PARTS
 from trimtab.report.model import LoadMap, PolicyResult, Report, Timeline
 from trimtab.report.number_text import seconds
 from trimtab.rl.paired_comparison import MeasuredPolicy, speedup
@@ -25,7 +26,6 @@ from trimtab.runtime.ranks.recorder import (
     WAITING,
     Recording,
 )
-from trimtab.simulator.clocks import PARTS
 from trimtab.simulator.recorded_operations import LANES
 
 # Collectives: no rank continues before the last one has started.

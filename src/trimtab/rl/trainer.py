@@ -28,6 +28,7 @@ from trimtab.rl.step_metrics import StepClock, plan_metrics
 from trimtab.rl.task import draw_problem
 from trimtab.rl.warm_start import warm_start
 from trimtab.runtime import MicroStep, PlannedStep, Session
+from trimtab.runtime.planning import default_rates
 from trimtab.trace import RoutingTrace, write_trace
 
 WARM_UP_STEPS = 3
@@ -83,6 +84,8 @@ class Trainer:
             mode=config.mode,
             slots_per_rank=config.slots,
             ranks_per_node=int(os.environ.get("LOCAL_WORLD_SIZE", self.num_ranks)),
+            # Given, so that a resumed run makes the same plans.
+            rates=default_rates(self.device),
         )
         share_experts(self.model, self.session)
         if config.gradient_checkpointing:

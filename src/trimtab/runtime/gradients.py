@@ -14,6 +14,7 @@ from trimtab.runtime.layer.instance import LayerCalls
 from trimtab.runtime.rank_experts import RankExperts
 from trimtab.runtime.ranks.lockstep import CLIP, FINISH, digest
 from trimtab.runtime.ranks.recorder import SUMMING
+from trimtab.runtime.state.home_experts import HomeExperts
 
 # Gradients are summed in flat buckets of about this size.
 BUCKET_BYTES = 64 << 20
@@ -37,7 +38,14 @@ class Gradients:
         dense = dense_parameters(replicated, self._experts.parameters())
         experts = [parameter for parameter in self._experts.parameters() if parameter.requires_grad]
         summed = [*dense, *(experts if topology.expert_dp_group is not None else ())]
-        same = {"replicated parameters": (len(dense), describe(dense, with_values=self._with_values))}
+        same: dict[str, object] = {
+            "replicated parameters": (len(dense), describe(dense, with_values=self._with_values))
+        }
+        if topology.expert_dp_group is not None:
+            # Rows depend on all moves so far.
+            same["homes and rows of experts"] = digest(
+                *(array for layer in self._experts.layers for array in (layer.home_E, layer.rows_E))
+            )
         self._calls.lockstep.agree(FINISH, must_match=same, problem=accumulation.problem(summed), all_data_ranks=True)
         with self._calls.counters.recorded(SUMMING):
             self._experts.drain()
@@ -58,7 +66,9 @@ class Gradients:
             CLIP, must_match={"max_norm": max_norm, "replicated parameters": len(dense)},
             problem=problem if self._experts.accumulation.is_open else None, all_data_ranks=True,
         )  # fmt: skip
-        dense_square, expert_square = _square_sum(dense), _square_sum(experts)
+        device = next((parameter.device for parameter in (*experts, *dense)), None)
+        dense_square = _square_sum([p.grad for p in dense if p.grad is not None], device)
+        expert_square = _square_sum(expert_gradients(self._experts.layers), device)
         dist.all_reduce(expert_square, group=self._topology.experts)
         norm = (dense_square + expert_square).sqrt()
         scale = (max_norm / (norm + 1e-6)).clamp(max=1.0)
@@ -139,10 +149,23 @@ def _sum_bucket(bucket: list[torch.Tensor], group: dist.ProcessGroup) -> None:
         gradient.copy_(total)
 
 
-def _square_sum(parameters: Sequence[torch.nn.Parameter]) -> torch.Tensor:
-    gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
+def expert_gradients(layers: Sequence[HomeExperts]) -> list[torch.Tensor]:
+    """The gradients of single experts, in an order that depends on their homes but not on their rows.
+
+    Sums over them are therefore equal in a run that was resumed.
+    """
+    gradients: list[torch.Tensor] = []
+    for layer in layers:
+        rows = np.argsort(layer.home_experts).tolist()
+        for tensor in layer.tensors:
+            of_rows = tensor.grad if isinstance(tensor, torch.Tensor) else [parameter.grad for parameter in tensor]
+            if of_rows is not None:
+                gradients += [gradient for row in rows if (gradient := of_rows[row]) is not None]
+    return gradients
+
+
+def _square_sum(gradients: list[torch.Tensor], device: torch.device | None) -> torch.Tensor:
     if not gradients:
-        device = parameters[0].device if parameters else None
         return torch.zeros((), dtype=torch.float64, device=device)
     norms = torch._foreach_norm(gradients)
     return torch.stack([norm.double() for norm in norms]).square().sum()

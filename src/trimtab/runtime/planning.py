@@ -5,15 +5,17 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import numpy as np
 import torch
 import torch.distributed as dist
 
 from trimtab.array_type import Array
-from trimtab.cluster import ClusterSpec, CostModel, ModelSpec, load_cluster
+from trimtab.cluster import ClusterSpec, ModelSpec, StepCosts, load_cluster
+from trimtab.cluster.specs import RING_LAYERS
 from trimtab.planner import (
+    GroupPlans,
     Placement,
     PlanSettings,
     Schedule,
@@ -25,9 +27,6 @@ from trimtab.planner import (
     plan_sequences,
     plan_step,
 )
-from trimtab.planner.plan.home_choice import STEPS_TO_PAY
-from trimtab.planner.plan.plan_settings import SESSION_THRESHOLD
-from trimtab.planner.plan.prediction import predict
 from trimtab.planner.plan.workload import max_over_mean
 from trimtab.runtime.ranks.first_rank import on_first_rank
 from trimtab.runtime.ranks.topology import Topology
@@ -40,10 +39,24 @@ Paths = Literal["both", "peer", "host"]
 # Rates of one of a few ranks on a CPU machine: grouped products in float32, gloo over loopback, copies in memory.
 LOCAL_CPU = load_cluster("local-cpu", ranks=1)
 
-# A schedule, the plan of every group, and the workload of every group.
-_Candidate = tuple[Schedule, tuple[StepPlan, ...], list[Workload]]
-# A schedule, the plan of every group, the predicted gain, and max_vio without a plan.
-_Plans = tuple[Schedule, tuple[StepPlan, ...], float, float]
+
+class _Plans(NamedTuple):
+    """A schedule, the plan of every group, and the figures of `PlannedStep`."""
+
+    schedule: Schedule
+    plans: tuple[StepPlan, ...]
+    max_vio_before: float
+    strategy: str = "nothing"
+    runner_up: str = ""
+    predicted_s: float = 0.0
+    predicted_gain: float = 0.0
+
+    @classmethod
+    def of(cls, planned: GroupPlans) -> _Plans:
+        seconds, choice = planned.prediction.seconds, planned.choice
+        names = choice.strategy.name, choice.runner_up
+        gain = 1 - min(choice.seconds.values()) / max(choice.seconds["nothing"], 1e-30)
+        return cls(planned.schedule, planned.plans, planned.max_vio_before, *names, seconds, gain)
 
 
 @dataclass(frozen=True, eq=False)
@@ -53,15 +66,21 @@ class PlannedStep:
     Attributes:
         schedule: the schedule of all data ranks.
         plan: the plan of this rank's expert-parallel group.
-        predicted_gain: predicted saving, as a fraction of expert time.
-        max_vio_before: max/mean - 1 of rank loads, mean over instances, without a plan: at the present homes; packed by
-            length if the schedule is planned as well.
+        strategy: what the plan does, the strategy with the least predicted time.
+        runner_up: the second best strategy; "" if there is no other.
+        predicted_s: predicted seconds of the step.
+        predicted_gain: predicted saving of the best strategy over doing nothing, as a fraction of the step. It is given
+            also where it is too small for a plan to be executed.
+        max_vio_before: max/mean - 1 of rank loads, mean over instances, at the present homes without replicas.
         planning_s: seconds from counting to the end of the plan's broadcast.
         workload: workload of this rank's expert-parallel group; None if it was not gathered for planning.
     """
 
     schedule: Schedule
     plan: StepPlan
+    strategy: str = "nothing"
+    runner_up: str = ""
+    predicted_s: float = 0.0
     predicted_gain: float = 0.0
     max_vio_before: float = 0.0
     planning_s: float = 0.0
@@ -75,7 +94,11 @@ class PlanReport:
     Attributes:
         planning_s: seconds from counting to the end of the plan's broadcast.
         moving_s: seconds of moving experts to new homes.
-        predicted_gain: predicted saving, as a fraction of expert time.
+        strategy: what the plan does, the strategy with the least predicted time.
+        runner_up: the second best strategy; "" if there is no other.
+        predicted_s: predicted seconds of the step.
+        predicted_gain: predicted saving of the best strategy over doing nothing, as a fraction of the step. It is given
+            also where it is too small for a plan to be executed.
         max_vio_before, max_vio_after: max/mean - 1 of rank loads, mean over instances, at the present homes and under
             the plan.
         replicas: replicas in all instances.
@@ -91,6 +114,9 @@ class PlanReport:
 
     planning_s: float
     moving_s: float
+    strategy: str
+    runner_up: str
+    predicted_s: float
     predicted_gain: float
     max_vio_before: float
     max_vio_after: float
@@ -112,16 +138,14 @@ class SessionPlanner:
 
     Attributes:
         cluster: the ranks of one expert-parallel group, and the number of cores that rank 0 plans with.
-        cost: costs that the planner minimises.
+        costs: costs that the planner minimises.
         settings: settings of the planner.
-        least_gain: a plan with a smaller predicted saving is replaced by a static one.
     """
 
     topology: Topology
     cluster: ClusterSpec
-    cost: CostModel
+    costs: StepCosts
     settings: PlanSettings
-    least_gain: float
 
     @classmethod
     def of(
@@ -133,13 +157,19 @@ class SessionPlanner:
         slots: int,
         paths: Paths = "both",
         mirror_bytes: int | None = None,
-        least_gain: float = 0.0,
+        settings: PlanSettings | None = None,
+        ring_layers: int = RING_LAYERS,
         rates: ClusterSpec | None = None,
+        move_s_per_expert: float | None = None,
     ) -> SessionPlanner:
-        """A planner for these layers; arguments as those of `Session`."""
+        """A planner for these layers; other arguments as those of `Session`.
+
+        Args:
+            move_s_per_expert: measured seconds to move one expert with its optimizer state; from `rates` by default.
+        """
         first, device = layers[0], layers[0].device
         hidden_size = first.expert_shapes[0][-1]
-        rates = rates or (LOCAL_CPU if device.type == "cpu" else ClusterSpec(1, 1))
+        rates = rates or default_rates(device)
         cluster = replace(rates, ranks=topology.num_ranks, ranks_per_node=topology.ranks_per_node, slots_per_rank=slots)
         parameters = sum(shape.numel() for shape in first.expert_shapes)
         model = ModelSpec(
@@ -151,14 +181,17 @@ class SessionPlanner:
             expert_width=max(1, parameters // (3 * hidden_size)),
             weight_bytes=first.dtype.itemsize,
         )
-        cost = CostModel.of(cluster, model)
+        costs = StepCosts.of(cluster, model, moe_layers=len(layers), groups=topology.groups, ring_layers=ring_layers)
+        if move_s_per_expert is not None:
+            measured = costs.operations._replace(near_state_s=move_s_per_expert, far_state_s=move_s_per_expert)
+            costs = replace(costs, operations=measured)
         if paths == "peer":
             cluster = replace(cluster, host_bytes_per_s=0.0)
         if paths == "host":
             cluster = replace(cluster, node_bytes_per_s=0.0, network_bytes_per_s=0.0)
         if mirror_bytes is not None:
             cluster = replace(cluster, mirror_experts=mirror_bytes // first.expert_bytes)
-        return cls(topology, cluster, cost, PlanSettings(SESSION_THRESHOLD), least_gain)
+        return cls(topology, cluster, costs, settings or PlanSettings())
 
     def for_schedule(
         self, trace: RoutingTrace, schedule: Schedule, placement: Placement, mode: Mode, *, may_move: bool
@@ -166,9 +199,10 @@ class SessionPlanner:
         """Plan a step with a given schedule; `trace` has this rank's sequences of it."""
         start = time.perf_counter()
         loads = self.gather_workloads(trace, schedule)
+        lengths = self._gather_lengths(trace, schedule)
 
         planned = self._plan_on_first_rank(
-            lambda: self._given_schedule(loads, schedule, placement, mode, may_move=may_move), start
+            lambda: self._given_schedule(loads, schedule, placement, mode, lengths, may_move=may_move), start
         )
         return replace(planned, workload=loads[self.topology.group])
 
@@ -198,16 +232,23 @@ class SessionPlanner:
                 token_budget=token_budget,
                 mini_batch=mini_batch,
             )
-            packed_loads = self._workloads(sequences, packed)
             if mode != "plan":
-                return self._given_schedule(packed_loads, packed, placement, mode, may_move=may_move)
-            schedule, _, plans = plan_sequences(
-                sequences, placement, self.cluster, token_budget=token_budget, mini_batch=mini_batch,
-                groups=self.topology.groups, settings=self.settings, cost=self.cost, may_move=may_move,
-                threads=self.cluster.planning_threads,
-            )  # fmt: skip
-            static = packed, self._static(packed_loads, packed, placement), packed_loads
-            return self._if_faster((schedule, plans, self._workloads(sequences, schedule)), static, placement)
+                loads = self._workloads(sequences, packed)
+                return self._given_schedule(loads, packed, placement, mode, sequences.lengths, may_move=may_move)
+            return _Plans.of(
+                plan_sequences(
+                    sequences,
+                    placement,
+                    self.cluster,
+                    token_budget=token_budget,
+                    mini_batch=mini_batch,
+                    groups=self.topology.groups,
+                    settings=self.settings,
+                    costs=self.costs,
+                    may_move=may_move,
+                    threads=self.cluster.planning_threads,
+                )
+            )
 
         return self._plan_on_first_rank(make, start)
 
@@ -229,36 +270,58 @@ class SessionPlanner:
         starts = range(0, len(arrays_D), ranks)
         return [torch.stack(arrays_D[start : start + ranks], dim=2).numpy() for start in starts]
 
-    def _plan_on_first_rank(self, make: Callable[[], _Plans], start: float) -> PlannedStep:
-        def packed() -> tuple[Schedule, list[bytes], float, float]:
-            schedule, plans, gain, max_vio = make()
-            return schedule, [plan.to_bytes() for plan in plans], gain, max_vio
+    def _gather_lengths(self, trace: RoutingTrace, schedule: Schedule) -> Array | None:
+        """`[S]` tokens of each sequence of the schedule on rank 0, None on others."""
+        lengths_D: list[Array] | None = None
+        if self.topology.data_rank == 0:
+            lengths_D = [np.empty(0)] * self.topology.num_data_ranks
+        dist.gather_object(trace.sequence_lengths, lengths_D, group=self.topology.control, group_dst=0)
+        if lengths_D is None:
+            return None
+        lengths = np.empty(len(schedule.rank), np.int64)
+        for rank, part in enumerate(lengths_D):
+            lengths[schedule.sequences_of(rank)] = part
+        return lengths
 
-        schedule, packed_plans, gain, max_vio = on_first_rank(packed, self.topology.control)
+    def _plan_on_first_rank(self, make: Callable[[], _Plans], start: float) -> PlannedStep:
+        def packed() -> tuple[_Plans, list[bytes]]:
+            made = make()
+            return made._replace(plans=()), [plan.to_bytes() for plan in made.plans]
+
+        made, packed_plans = on_first_rank(packed, self.topology.control)
         plan = StepPlan.from_bytes(packed_plans[self.topology.group])
-        return PlannedStep(schedule, plan, gain, max_vio, time.perf_counter() - start)
+        figures = {name: getattr(made, name) for name in _Plans._fields if name not in ("schedule", "plans")}
+        return PlannedStep(made.schedule, plan, planning_s=time.perf_counter() - start, **figures)
 
     def _given_schedule(
-        self, loads: list[Workload], schedule: Schedule, placement: Placement, mode: Mode, *, may_move: bool
+        self,
+        loads: list[Workload],
+        schedule: Schedule,
+        placement: Placement,
+        mode: Mode,
+        lengths: Array | None,
+        *,
+        may_move: bool,
     ) -> _Plans:
-        if mode == "static":
-            num_layers, num_experts = placement.home.shape
-            placement = self.topology.initial_placement(num_layers, num_experts)
-        static = self._static(loads, schedule, placement)
         if mode in ("static", "off"):
-            return schedule, static, 0.0, _max_vio(static, loads)
-        plans = plan_schedule(
-            loads, schedule, placement, self.cluster, settings=self.settings, cost=self.cost, may_move=may_move,
-            threads=self.cluster.planning_threads,
-        ).plans  # fmt: skip
-        return self._if_faster((schedule, plans, loads), (schedule, static, loads), placement)
-
-    def _if_faster(self, planned: _Candidate, static: _Candidate, placement: Placement) -> _Plans:
-        """The planned candidate if its predicted gain over the static one is large enough, else the static one."""
-        planned_s, static_s = (self._seconds(plans, loads, placement) for _, plans, loads in (planned, static))
-        gain = 1 - planned_s / max(static_s, 1e-30)
-        schedule, plans, _ = planned if gain >= self.least_gain else static
-        return schedule, plans, gain, _max_vio(*static[1:])
+            if mode == "static":
+                num_layers, num_experts = placement.home.shape
+                placement = self.topology.initial_placement(num_layers, num_experts)
+            static = self._static(loads, schedule, placement)
+            return _Plans(schedule, static, _max_vio(static, loads))
+        return _Plans.of(
+            plan_schedule(
+                loads,
+                schedule,
+                placement,
+                self.cluster,
+                lengths=lengths,
+                settings=self.settings,
+                costs=self.costs,
+                may_move=may_move,
+                threads=self.cluster.planning_threads,
+            )
+        )
 
     def _static(self, loads: list[Workload], schedule: Schedule, placement: Placement) -> tuple[StepPlan, ...]:
         bare = replace(self.cluster, slots_per_rank=0)
@@ -271,14 +334,10 @@ class SessionPlanner:
         parts = (schedule.of_group(group, self.cluster.ranks) for group in range(self.topology.groups))
         return [Workload.from_sequences(sequences.select(mine), part) for mine, part in parts]
 
-    def _seconds(self, plans: tuple[StepPlan, ...], loads: list[Workload], placement: Placement) -> float:
-        """Predicted seconds of a step of the slowest group, including moves of experts from `placement`."""
-        slowest_ML = np.max(
-            [predict(p, load, self.cost).seconds_ML for p, load in zip(plans, loads, strict=True)], axis=0
-        )
-        near_L, far_L = placement.moves(plans[0].placement, self.cluster.ranks_per_node)
-        moves = self.cost.near_move_s * near_L.sum() + self.cost.far_move_s * far_L.sum()
-        return float(slowest_ML.sum() + moves / (self.cluster.ranks * STEPS_TO_PAY))
+
+def default_rates(device: torch.device) -> ClusterSpec:
+    """Rates of compute and links that are assumed for a device: of a CPU machine, or of an H100 cluster."""
+    return LOCAL_CPU if device.type == "cpu" else ClusterSpec(1, 1)
 
 
 def _max_vio(plans: Sequence[StepPlan], loads: Sequence[Workload]) -> float:

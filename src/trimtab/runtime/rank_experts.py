@@ -17,7 +17,8 @@ from trimtab.runtime.ranks.recorder import REFRESHING
 from trimtab.runtime.ranks.topology import Topology
 from trimtab.runtime.settings import Settings
 from trimtab.runtime.state.home_experts import HomeExperts
-from trimtab.runtime.state.moving import check_movable, move_experts, state_to_move
+from trimtab.runtime.state.move_price import MovePrice
+from trimtab.runtime.state.moving import check_movable, expert_state_bytes, move_experts, state_to_move
 from trimtab.runtime.state.optimizer_watch import OptimizerWatch
 from trimtab.runtime.transfer.counters import Counters
 from trimtab.runtime.transfer.transfers import Transfers
@@ -38,6 +39,7 @@ class RankExperts:
         self._settings, self._topology = settings, topology
         self._lockstep, self._counters = lockstep, counters
         self._transfers: Transfers | None = None
+        self._move_price = MovePrice(topology)
         self.layers: list[HomeExperts] = []
         self.backward = Backward(self._complete_gradients, self._drop_gradients)
         self.accumulation = Accumulation(self.parameters)
@@ -94,6 +96,17 @@ class RankExperts:
         placement.check(*self.shape, self._topology.num_ranks)
         check_movable(self.layers, placement.home, self.optimizers.registered)
 
+    @property
+    def move_s_per_expert(self) -> float | None:
+        """Seconds to move one expert with its present optimizer state, as measured in past moves; None if unknown."""
+        s_per_byte = self._move_price.s_per_byte
+        if s_per_byte is None:
+            return None
+        try:
+            return s_per_byte * expert_state_bytes(self.layers[0], self.optimizers.registered)
+        except InputError:  # State that can't move is reported when a plan moves it.
+            return None
+
     def state_to_move(self, placement: Placement) -> dict[str, object]:
         """Optimizer state that must be equal on all ranks before experts move. Call it after `check_move`."""
         return state_to_move(self.layers, placement.home, self.optimizers.registered)
@@ -101,9 +114,12 @@ class RankExperts:
     def move(self, placement: Placement) -> None:
         """Move experts to these homes, with their optimizer state. Collective, after `check_move` on all ranks."""
         self.transfers.ring.drain()
-        self._counters.moved_bytes += move_experts(
-            self.layers, placement.home, self.optimizers.registered, self._topology
-        )
+        if self.num_moved(placement):
+            moved = self._move_price.measure(
+                lambda: move_experts(self.layers, placement.home, self.optimizers.registered, self._topology),
+                self.device,
+            )
+            self._counters.moved_bytes += moved.sent
         self.changed = True
 
     def refresh(self) -> None:

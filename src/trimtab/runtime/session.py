@@ -65,9 +65,15 @@ class Session:
         ranks_per_node: neighbouring ranks that share a node; all ranks of a group by default.
         paths: sources of replicas' weights: home ranks (`peer`), host memory (`host`), or both.
         mirror_bytes: most host memory of a node for mirrored experts; unlimited by default.
-        least_gain: a plan with a smaller predicted saving, as a fraction of expert time, is not executed.
-        rates: rates of compute and links, from which the planner computes costs; by default those of an H100 cluster,
-            or of a CPU machine. Its numbers of ranks and slots are ignored.
+        least_gain: a plan with a smaller predicted saving, as a fraction of the step, is not executed.
+        max_rows_per_rank: rows, (token, expert) pairs, that no rank may exceed in any layer of a micro-step, in mode
+            `plan`. A step that can't keep to it is refused when it is planned, with the smallest possible value.
+            Micro-steps with other rows than planned are not limited; `moe/unplanned_micro_steps` counts them.
+        exact: in mode `plan`, no rank gets more rows of a layer than the mean, rounded up, as static shapes need. A
+            step that can't be spread so evenly is refused.
+        rates: rates of compute and links, from which the planner computes costs, such as `trimtab calibrate` measures;
+            by default those of an H100 cluster, or of a CPU machine, and moves of experts as this session measures
+            them. With rates, plans don't depend on measured times. Its numbers of ranks and slots are ignored.
         verify_weights: compare sampled elements of every expert when a micro-step begins, to detect weight changes that
             address and version do not show. By default on in mode `shadow` and if `TRIMTAB_VERIFY_WEIGHTS=1` is set. On
             CUDA the host then waits for the device.
@@ -94,13 +100,16 @@ class Session:
         paths: Paths = "both",
         mirror_bytes: int | None = None,
         least_gain: float = 0.005,
+        max_rows_per_rank: int | None = None,
+        exact: bool = False,
         rates: ClusterSpec | None = None,
         verify_weights: bool | None = None,
         timeout: timedelta | None = None,
     ) -> None:
         self.settings = Settings(
             num_experts=num_experts, mode=mode, slots_per_rank=slots_per_rank, ring_layers=ring_layers, paths=paths,
-            mirror_bytes=mirror_bytes, least_gain=least_gain, rates=rates, verify=verify_weights,
+            mirror_bytes=mirror_bytes, least_gain=least_gain, max_rows_per_rank=max_rows_per_rank, exact=exact,
+            rates=rates, verify=verify_weights,
         )  # fmt: skip
         if expert_group is None:
             if expert_dp_group is not None or nodes is not None:

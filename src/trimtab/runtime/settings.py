@@ -9,6 +9,7 @@ from functools import partial
 from typing import Any, get_args
 
 from trimtab.cluster import ClusterSpec
+from trimtab.planner import PlanSettings
 from trimtab.runtime.argument_checks import at_least, finite, one_of
 from trimtab.runtime.planning import Mode, Paths
 
@@ -23,7 +24,11 @@ _CHECKS: dict[str, Callable[[str, Any], object]] = {
     "ring_layers": partial(at_least, least=2),
     "mirror_bytes": partial(at_least, least=0),
     "least_gain": finite,
+    "max_rows_per_rank": partial(at_least, least=1),
 }
+
+
+_OPTIONAL = ("mirror_bytes", "max_rows_per_rank")
 
 
 @dataclass(eq=False)
@@ -44,6 +49,8 @@ class Settings:
     paths: Paths
     mirror_bytes: int | None
     least_gain: float
+    max_rows_per_rank: int | None
+    exact: bool
     rates: ClusterSpec | None
     verify: InitVar[bool | None]
     verify_weights: bool = field(init=False)
@@ -53,7 +60,7 @@ class Settings:
         self.verify_weights = by_default if verify is None else verify
 
     def __setattr__(self, name: str, value: object) -> None:
-        if name in _CHECKS and not (name == "mirror_bytes" and value is None):
+        if name in _CHECKS and not (name in _OPTIONAL and value is None):
             _CHECKS[name](name, value)
         super().__setattr__(name, value)
 
@@ -63,7 +70,15 @@ class Settings:
         return self.mode in ("plan", "static")
 
     @property
+    def plan_settings(self) -> PlanSettings:
+        """The planner's settings."""
+        return PlanSettings(least_gain=self.least_gain, max_rows_per_rank=self.max_rows_per_rank, exact=self.exact)
+
+    @property
     def shared(self) -> dict[str, object]:
         """Settings that plans depend on, which must be equal on all ranks."""
-        names = ("mode", "paths", "slots_per_rank", "ring_layers", "mirror_bytes", "least_gain")
+        names = (
+            "mode", "paths", "slots_per_rank", "ring_layers", "mirror_bytes", "least_gain", "max_rows_per_rank",
+            "exact",
+        )  # fmt: skip
         return {name: getattr(self, name) for name in names}

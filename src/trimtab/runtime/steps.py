@@ -152,8 +152,9 @@ class Steps:
         settings = self._settings
         return SessionPlanner.of(
             self._topology, self._experts.layers, top_k=trace.top_k, slots=settings.slots_per_rank,
-            paths=settings.paths, mirror_bytes=settings.mirror_bytes, least_gain=settings.least_gain,
-            rates=settings.rates,
+            paths=settings.paths, mirror_bytes=settings.mirror_bytes, settings=settings.plan_settings,
+            rates=settings.rates, ring_layers=settings.ring_layers,
+            move_s_per_expert=None if settings.rates else self._experts.move_s_per_expert,
         )  # fmt: skip
 
     @property
@@ -229,6 +230,9 @@ class Steps:
         return PlanReport(
             planning_s=planned.planning_s,
             moving_s=time.perf_counter() - start,
+            strategy=planned.strategy,
+            runner_up=planned.runner_up,
+            predicted_s=planned.predicted_s,
             predicted_gain=planned.predicted_gain,
             max_vio_before=planned.max_vio_before,
             max_vio_after=float(max_over_mean(after).mean() - 1),

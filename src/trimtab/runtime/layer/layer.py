@@ -65,7 +65,7 @@ class ExpertLayer:
 
     @property
     def home_experts(self) -> Array:
-        """Logical ids `[E / R]` of this rank's home experts, ascending: the order of rows in the tensors."""
+        """Logical ids `[E / R]` of this rank's home experts, in the order of rows in the tensors."""
         return self.homes.home_experts
 
     def route(self, live_ids: torch.Tensor) -> torch.Tensor:

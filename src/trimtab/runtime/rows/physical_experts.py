@@ -1,8 +1,9 @@
 """Physical experts: the copy of an expert that computes each row.
 
 A row is one (token, expert) pair. Every rank has H = E / R home experts and S slots for replicas. Together these are
-R x (H + S) *physical experts*: those of rank r are r * (H + S) to (r + 1) * (H + S) - 1, its home experts in ascending
-order first. A plan assigns a physical expert to each row. Dispatchers get ids with ranks in the framework's order.
+R x (H + S) *physical experts*: those of rank r are r * (H + S) to (r + 1) * (H + S) - 1, its home experts in the
+order of their rows first. A plan assigns a physical expert to each row. Dispatchers get ids with ranks in the
+framework's order.
 """
 
 from __future__ import annotations

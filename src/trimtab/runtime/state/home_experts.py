@@ -45,7 +45,7 @@ class HomeExperts:
     """Parameters, their copy in the compute dtype, and the homes of all experts of the layer.
 
     Each tensor of the experts is a stack or a list; see `ExpertTensor`. Row r of either belongs to the r-th expert of
-    `home_experts`.
+    `home_experts`. An expert keeps its row while it stays on its rank. Rows are ascending by expert until a first move.
 
     Args:
         parameters: returns this rank's tensors; called whenever they are needed.
@@ -63,7 +63,7 @@ class HomeExperts:
         joins_in_backward: whether replica gradients are added to those of the home experts before the layer's backward
             ends, because they don't accumulate in `parameters`; see `weights` of `Session.add_layer`.
         home_E: `[E]` int16, the home rank of every expert.
-        rows_E: `[E]` int64, the row of each expert on its home rank; rows are in ascending order of experts.
+        rows_E: `[E]` int64, the row of each expert on its home rank.
     """
 
     def __init__(
@@ -85,8 +85,9 @@ class HomeExperts:
         self.are_staged = [dtype != self.dtype for _, dtype in self.likes]
         self.is_staged = any(self.are_staged)
         self._staging: list[torch.Tensor | None] = [None] * len(self.likes)
-        self.home_E = self.rows_E = np.empty(0, np.int64)
-        self.set_homes(home_E)
+        self.home_E = home_E
+        self.rows_E = np.empty(len(home_E), np.int64)
+        self.rows_E[np.argsort(home_E, kind="stable")] = np.arange(len(home_E)) % self.likes[0][0][0]
 
     @property
     def tensors(self) -> list[ExpertTensor]:
@@ -120,8 +121,8 @@ class HomeExperts:
 
     @property
     def home_experts(self) -> Array:
-        """Logical ids `[E / R]` of this rank's home experts, ascending: the order of rows in the tensors."""
-        return np.flatnonzero(self.home_E == self._rank)
+        """Logical ids `[E / R]` of this rank's home experts, in the order of rows in the tensors."""
+        return self.experts_of(self._rank)
 
     @property
     def expert_shapes(self) -> list[torch.Size]:
@@ -138,12 +139,27 @@ class HomeExperts:
         """Bytes of one expert in transfers."""
         return sum(shape.numel() for shape in self.expert_shapes) * self.dtype.itemsize
 
+    def experts_of(self, rank: int) -> Array:
+        """Logical ids `[E / R]` of a rank's home experts, in the order of rows in its tensors."""
+        experts = np.flatnonzero(self.home_E == rank)
+        return experts[np.argsort(self.rows_E[experts])]
+
+    def rows_after(self, home_E: Array) -> Array:
+        """The rows `[E]` of all experts after a move to these homes `[E]`, which have as many experts on each rank.
+
+        Experts that arrive at a rank take the rows of those that leave it, in ascending order of experts and of rows.
+        """
+        moved = np.flatnonzero(self.home_E != home_E)
+        leaving = moved[np.lexsort((self.rows_E[moved], self.home_E[moved]))]
+        arriving = moved[np.argsort(home_E[moved], kind="stable")]
+        rows_E = self.rows_E.copy()
+        rows_E[arriving] = self.rows_E[leaving]
+        return rows_E
+
     def set_homes(self, home_E: Array) -> None:
-        """Set the homes `[E]`. The caller moves the rows."""
-        order = np.argsort(home_E, kind="stable")
+        """Set the homes `[E]`, and rows as `rows_after`. The caller moves the rows."""
+        self.rows_E = self.rows_after(home_E)
         self.home_E = home_E
-        self.rows_E = np.empty(len(home_E), np.int64)
-        self.rows_E[order] = np.arange(len(home_E)) % self.likes[0][0][0]
 
     def stage_in(self, stacks: Sequence[torch.Tensor]) -> None:
         """Use the given tensors `[E / R, ...]` as staging memory, if the layer is staged."""

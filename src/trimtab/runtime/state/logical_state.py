@@ -41,9 +41,8 @@ class _Place:
 
     @property
     def homes(self) -> list[Array]:
-        """Logical ids of the home experts of each rank now, ascending."""
-        home_E = self.layer.home_E
-        return [np.flatnonzero(home_E == rank) for rank in np.unique(home_E)]
+        """Logical ids of the home experts of each rank now, in the order of its rows."""
+        return [self.layer.experts_of(rank) for rank in np.unique(self.layer.home_E).tolist()]
 
     def name_of(self, home: Array) -> str:
         """The name in the logical state of the expert in this row of a rank's home experts."""

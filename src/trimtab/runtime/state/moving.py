@@ -1,8 +1,16 @@
-"""`move_experts`: moves experts to new homes between steps, with their rows of weights and of optimizer state."""
+"""`move_experts`: moves experts to new homes between steps, with their rows of weights and of optimizer state.
+
+Only rows of experts that change their rank are sent and written. All tensors of all layers share exchanges of bounded
+size: a round exchanges whole tensors, or slices of all moving rows of a large one. Rows that leave and rows that take
+their places are thus in the same round, and no row is overwritten before it was sent.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -10,32 +18,56 @@ import torch.distributed as dist
 
 from trimtab.array_type import Array
 from trimtab.runtime.ranks.topology import Topology
+from trimtab.runtime.state.flat_memory import Like, carve, packed_bytes
 from trimtab.runtime.state.home_experts import HomeExperts, parameters_of
 from trimtab.runtime.state.optimizer_rows import describe_state, state_by_row
+
+# Most bytes that a rank sends in one exchange, except if one line of each moving row is more; it receives as many.
+# Larger buffers are slower on the host, since the allocator returns their memory to the system.
+ROUND_BYTES = 16 << 20
+
+Rows = torch.Tensor | list[torch.Tensor]
+"""A tensor of all home experts: a stack `[H, ...]`, or H tensors `[...]`."""
+
+
+class Moved(NamedTuple):
+    """Bytes of rows that this rank sent, and that the busiest rank sent."""
+
+    sent: int
+    busiest: int
 
 
 def move_experts(
     layers: Sequence[HomeExperts], home_LE: Array, optimizers: Sequence[torch.optim.Optimizer], topology: Topology
-) -> int:
+) -> Moved:
     """Move experts to new homes, after `check_movable` has passed on all ranks. Collective over the ranks of an
     expert-parallel group.
 
     Args:
         home_LE: `[L, E]` int16, the new homes; every rank keeps its number of experts.
         optimizers: optimizers whose state moves with the experts.
-
-    Returns:
-        Bytes that this rank sent to others.
     """
-    sent = 0
-    for layer in _moved(layers, home_LE):
-        route = _Route(layer.home_E, home_LE[layer.index], topology)
-        for rows in _rows_of(layer, optimizers):
-            sent += route.carry(rows)
+    moved = _moved(layers, home_LE)
+    parts = [
+        part
+        for layer in moved
+        for route in [_Route.of(layer, home_LE[layer.index], topology)]
+        for rows in _rows_of(layer, optimizers)
+        for part in _slices(route, rows)
+    ]
+    for exchanged in _rounds(parts):
+        _exchange(exchanged, topology)
+    for layer in moved:
         for parameter in layer.parameters:
             parameter.grad = None
         layer.set_homes(home_LE[layer.index])
-    return sent
+    sent_R = sum((part.sent_R for part in parts), np.zeros(topology.num_ranks, np.int64))
+    return Moved(int(sent_R[topology.rank]), int(sent_R.max()))
+
+
+def expert_state_bytes(layer: HomeExperts, optimizers: Sequence[torch.optim.Optimizer]) -> int:
+    """Bytes of one expert that would move: its weights and optimizer state. Raises InputError as `state_by_row`."""
+    return sum(_bytes_of_row(rows) for rows in _rows_of(layer, optimizers))
 
 
 def check_movable(layers: Sequence[HomeExperts], home_LE: Array, optimizers: Sequence[torch.optim.Optimizer]) -> None:
@@ -73,11 +105,9 @@ def _moved(layers: Sequence[HomeExperts], home_LE: Array) -> list[HomeExperts]:
     return [layer for layer in layers if not np.array_equal(layer.home_E, home_LE[layer.index])]
 
 
-def _rows_of(
-    layer: HomeExperts, optimizers: Sequence[torch.optim.Optimizer]
-) -> list[torch.Tensor | list[torch.Tensor]]:
+def _rows_of(layer: HomeExperts, optimizers: Sequence[torch.optim.Optimizer]) -> list[Rows]:
     """All stacks and lists whose rows are the layer's home experts, in the same order on all ranks."""
-    found: list[torch.Tensor | list[torch.Tensor]] = []
+    found: list[Rows] = []
     for t, tensor in enumerate(layer.tensors):
         found.append(tensor.detach() if isinstance(tensor, torch.Tensor) else [p.detach() for p in tensor])
         for optimizer in optimizers:
@@ -89,33 +119,136 @@ def _where(layer: HomeExperts, t: int) -> str:
     return f"MoE layer {layer.index}, expert tensor {t}"
 
 
+def _bytes_of_row(rows: Rows) -> int:
+    return rows.nbytes // len(rows) if isinstance(rows, torch.Tensor) else rows[0].nbytes
+
+
+@dataclass(frozen=True, eq=False)
 class _Route:
-    """The exchange of one layer's rows between ranks: rows sent and received, and their order."""
+    """The rows of one layer that move.
 
-    def __init__(self, old_E: Array, new_E: Array, topology: Topology) -> None:
-        self._group, self._rank = topology.experts, topology.rank
-        mine = np.flatnonzero(old_E == self._rank)
-        # Rows leave ordered by rank, there by expert; they arrive ordered by source, there by expert.
-        self._leaving = torch.from_numpy(np.argsort(new_E[mine], kind="stable"))
-        self._send = np.bincount(new_E[mine], minlength=topology.num_ranks).tolist()
-        arriving = np.flatnonzero(new_E == self._rank)
-        self._receive = np.bincount(old_E[arriving], minlength=topology.num_ranks).tolist()
-        order = np.argsort(old_E[arriving], kind="stable")
-        self._arriving = torch.from_numpy(np.argsort(order, kind="stable"))
+    Attributes:
+        leaving, arriving: rows of this rank that go to each rank, and that come from each rank, both in ascending order
+            of experts.
+        sent_R: `[R]` number of experts that leave each rank; as many arrive there.
+        device: the device of the layer.
+    """
 
-    def carry(self, tensor: torch.Tensor | list[torch.Tensor]) -> int:
-        """Exchange the rows of a stack `[H, ...]`, or H tensors `[...]`, in place. Returns bytes sent to others."""
-        if isinstance(tensor, torch.Tensor):
-            rows = tensor.index_select(0, self._leaving.to(tensor.device)).contiguous()
+    leaving: list[list[int]]
+    arriving: list[list[int]]
+    sent_R: Array
+    device: torch.device
+
+    @classmethod
+    def of(cls, layer: HomeExperts, new_E: Array, topology: Topology) -> _Route:
+        old_E, rows_E, new_rows_E = layer.home_E, layer.rows_E, layer.rows_after(new_E)
+        moved_E, ranks, rank = old_E != new_E, range(topology.num_ranks), topology.rank
+        return cls(
+            [rows_E[moved_E & (old_E == rank) & (new_E == other)].tolist() for other in ranks],
+            [new_rows_E[moved_E & (new_E == rank) & (old_E == other)].tolist() for other in ranks],
+            np.bincount(old_E[moved_E], minlength=topology.num_ranks),
+            layer.device,
+        )
+
+    @cached_property
+    def leaving_indices(self) -> list[torch.Tensor]:
+        """`leaving` on the device."""
+        return _indices(self.leaving, self.device)
+
+    @cached_property
+    def arriving_indices(self) -> list[torch.Tensor]:
+        """`arriving` on the device."""
+        return _indices(self.arriving, self.device)
+
+
+def _indices(rows_R: list[list[int]], device: torch.device) -> list[torch.Tensor]:
+    flat = torch.tensor([row for rows in rows_R for row in rows], dtype=torch.int64, device=device)
+    return list(flat.split([len(rows) for rows in rows_R]))
+
+
+@dataclass(frozen=True, eq=False)
+class _Part:
+    """The moving rows of one tensor, or a slice of each of them.
+
+    Attributes:
+        rows: the tensor, or a view of the slice.
+        sent_R: `[R]` bytes that each rank sends.
+    """
+
+    route: _Route
+    rows: Rows
+    sent_R: Array
+
+    def like(self, count: int) -> Like:
+        """Shape and dtype of rows in a buffer."""
+        first = self.rows[0]
+        return (count, *first.shape), first.dtype
+
+    def read(self, other: int, out: torch.Tensor) -> None:
+        """Copy the rows that go to a rank to `out [n, ...]`."""
+        if isinstance(self.rows, torch.Tensor):
+            torch.index_select(self.rows, 0, self.route.leaving_indices[other], out=out)
         else:
-            rows = torch.stack([tensor[row] for row in self._leaving.tolist()])
-        leaving = rows.view(len(rows), -1).view(torch.uint8)
-        arrived = torch.empty_like(leaving)
-        dist.all_to_all_single(arrived, leaving, self._receive, self._send, group=self._group)
-        ordered = arrived.index_select(0, self._arriving.to(rows.device)).view(rows.dtype).view(rows.shape)
-        if isinstance(tensor, torch.Tensor):
-            tensor.copy_(ordered)
+            for target, row in zip(out, self.route.leaving[other], strict=True):
+                target.copy_(self.rows[row])
+
+    def write(self, other: int, values: torch.Tensor) -> None:
+        """Write the rows `[n, ...]` that come from a rank."""
+        if isinstance(self.rows, torch.Tensor):
+            self.rows.index_copy_(0, self.route.arriving_indices[other], values)
         else:
-            for target, row in zip(tensor, ordered, strict=True):
-                target.copy_(row)
-        return (len(rows) - self._send[self._rank]) * leaving.shape[1]
+            for value, row in zip(values, self.route.arriving[other], strict=True):
+                self.rows[row].copy_(value)
+
+
+def _slices(route: _Route, rows: Rows) -> Iterator[_Part]:
+    """The moving rows of a tensor in parts of at most `ROUND_BYTES`, each a slice of the rows' first dimension."""
+    row_bytes, shape = _bytes_of_row(rows), rows[0].shape
+    lines = shape[0] if shape else 1
+    step = max(1, lines * ROUND_BYTES // max(1, row_bytes * int(route.sent_R.max())))
+    if step >= lines:
+        yield _Part(route, rows, route.sent_R * row_bytes)
+        return
+    for start in range(0, lines, step):
+        count = min(step, lines - start)
+        part: Rows
+        if isinstance(rows, torch.Tensor):
+            part = rows.narrow(1, start, count)
+        else:
+            part = [row.narrow(0, start, count) for row in rows]
+        yield _Part(route, part, route.sent_R * (row_bytes // lines * count))
+
+
+def _rounds(parts: Sequence[_Part]) -> Iterator[list[_Part]]:
+    """Parts that are exchanged together, the same on all ranks."""
+    together: list[_Part] = []
+    sent_R: Array = np.zeros(1, np.int64)
+    for part in parts:
+        if together and (sent_R + part.sent_R).max() > ROUND_BYTES:
+            yield together
+            together, sent_R = [], np.zeros(1, np.int64)
+        together.append(part)
+        sent_R = sent_R + part.sent_R
+    if together:
+        yield together
+
+
+def _exchange(parts: Sequence[_Part], topology: Topology) -> None:
+    """Exchange the moving rows of all parts between all ranks, in one collective."""
+    ranks = range(topology.num_ranks)
+    leaving = [(other, part) for other in ranks for part in parts if part.route.leaving[other]]
+    arriving = [(other, part) for other in ranks for part in parts if part.route.arriving[other]]
+    like_sent = [part.like(len(part.route.leaving[other])) for other, part in leaving]
+    like_received = [part.like(len(part.route.arriving[other])) for other, part in arriving]
+    device = parts[0].route.device
+    sent = torch.empty(packed_bytes(like_sent), dtype=torch.uint8, device=device)
+    received = torch.empty(packed_bytes(like_received), dtype=torch.uint8, device=device)
+    for (other, part), out in zip(leaving, carve(sent, like_sent), strict=True):
+        part.read(other, out)
+    send_splits, receive_splits = [0 for _ in ranks], [0 for _ in ranks]
+    for splits, places, likes in (send_splits, leaving, like_sent), (receive_splits, arriving, like_received):
+        for (other, _), like in zip(places, likes, strict=True):
+            splits[other] += packed_bytes([like])
+    dist.all_to_all_single(received, sent, receive_splits, send_splits, group=topology.experts)
+    for (other, part), values in zip(arriving, carve(received, like_received), strict=True):
+        part.write(other, values)

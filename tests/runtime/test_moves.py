@@ -1,0 +1,328 @@
+"""Moves of experts: which rows are sent and written, their values, bounded rounds, and the measured price."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+from unittest import mock
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+
+from helpers.moe_model import ALL_LISTS
+from helpers.planned_steps import SHAPE, Step, make
+from helpers.random_plans import random_placement
+from helpers.rank_pool import RankPool
+from trimtab.array_type import Array
+from trimtab.errors import RanksDisagreeError
+from trimtab.launch import launch
+from trimtab.planner import Placement, plan_schedule
+from trimtab.runtime import Session, gated_experts
+from trimtab.runtime.state import moving
+from trimtab.runtime.state.home_experts import HomeExperts
+from trimtab.runtime.state.move_price import MovePrice
+
+State = dict[str, Any]
+LAYERS, HOMES, HIDDEN, WIDTH = 3, 4, 12, 5
+# Shapes of one expert's tensors.
+SHAPES = ((2 * WIDTH, HIDDEN), (HIDDEN, WIDTH))
+# The value of rows that stay while others are exchanged.
+POISON = -77.0
+OPTIMIZERS: dict[str, Any] = {
+    "none": None,
+    "SGD": lambda parameters: torch.optim.SGD(parameters, lr=0.1, momentum=0.9),
+    "AdamW": lambda parameters: torch.optim.AdamW(parameters, lr=0.1),
+}
+KINDS = ("stacks", "lists", "both", "strided")
+
+
+def build(kind: str, optimizer: str, dtype: torch.dtype) -> tuple[Session, torch.optim.Optimizer | None]:
+    """A session of random experts, which differ on all ranks, after an optimizer step with random gradients."""
+    torch.set_num_threads(1)
+    session = Session(num_experts=HOMES * dist.get_world_size())
+    torch.manual_seed(session.rank)
+    parameters: list[torch.nn.Parameter] = []
+    for _ in range(LAYERS):
+        tensors: list[Any] = []
+        for t, shape in enumerate(SHAPES):
+            stack = torch.randn(HOMES, *shape, dtype=dtype)
+            if kind == "strided":  # As transformers' transposed experts.
+                stack = stack.mT.contiguous().mT
+            is_list = kind == "lists" or (kind == "both" and t == 0)
+            tensors.append([torch.nn.Parameter(row.clone()) for row in stack] if is_list else torch.nn.Parameter(stack))
+            parameters += tensors[-1] if is_list else tensors[-1:]
+        session.add_layer(tensors, gated_experts())
+    if OPTIMIZERS[optimizer] is None:
+        return session, None
+    made: torch.optim.Optimizer = OPTIMIZERS[optimizer](parameters)
+    for parameter in parameters:
+        parameter.grad = torch.randn_like(parameter)
+    made.step()
+    made.zero_grad()
+    session.register_optimizers(made)
+    return session, made
+
+
+def rows_of(session: Session, optimizer: torch.optim.Optimizer | None, layer: int, row: int) -> list[torch.Tensor]:
+    """Weights and optimizer state of a row, as views."""
+    found = []
+    for tensor in session.homes[layer].tensors:
+        parameter, index = (tensor, row) if isinstance(tensor, torch.Tensor) else (tensor[row], ...)
+        values = [parameter.detach()]
+        if optimizer is not None:
+            state = optimizer.state[parameter]
+            values += [state[key] for key in sorted(state) if isinstance(state[key], torch.Tensor) and state[key].ndim]
+        found += [value[index] for value in values]
+    return found
+
+
+def whole(session: Session, optimizer: torch.optim.Optimizer | None) -> dict[tuple[int, int], list[torch.Tensor]]:
+    """Copies of everything that belongs to each (layer, expert), from all ranks."""
+    mine = {
+        (layer.index, int(expert)): [value.clone() for value in rows_of(session, optimizer, layer.index, row)]
+        for layer in session.homes
+        for row, expert in enumerate(layer.home_experts)
+    }
+    gathered: list[Any] = [None] * session.num_ranks
+    dist.all_gather_object(gathered, mine)
+    return {place: values for of_rank in gathered for place, values in of_rank.items()}
+
+
+@contextmanager
+def watched(session: Session, optimizer: torch.optim.Optimizer | None, home_LE: Array) -> Iterator[list[list[int]]]:
+    """Yields the bytes sent to each rank in each exchange of a move. Rows that stay are poisoned during each exchange;
+    at the end they must still be."""
+    staying = [
+        value
+        for layer in session.homes
+        for row, expert in enumerate(layer.home_experts)
+        if home_LE[layer.index, expert] == session.rank
+        for value in rows_of(session, optimizer, layer.index, row)
+    ]
+    before = [value.clone() for value in staying]
+    exchanges: list[list[int]] = []
+    exchange = dist.all_to_all_single
+
+    def exchange_and_poison(output: torch.Tensor, rows: torch.Tensor, *splits: Any, **settings: Any) -> None:
+        exchange(output, rows, *splits, **settings)
+        if splits:  # Not the alignment of ranks before a move.
+            exchanges.append(splits[1])
+            for value in staying:
+                value.fill_(POISON)
+
+    with mock.patch.object(dist, "all_to_all_single", exchange_and_poison):
+        yield exchanges
+    for value, old in zip(staying, before, strict=True):
+        assert not exchanges or bool((value == POISON).all()), "a row that stays was written"
+        value.copy_(old)
+
+
+def swapped(home_LE: Array, rng: np.random.Generator, pairs: int) -> Array:
+    """Homes after swaps of random experts."""
+    home_LE = home_LE.copy()
+    for layer in rng.integers(0, len(home_LE), pairs):
+        one, other = rng.permutation(home_LE.shape[1])[:2]
+        home_LE[layer, [one, other]] = home_LE[layer, [other, one]]
+    return home_LE
+
+
+def move_randomly(state: State, kind: str, optimizer: str, dtype: torch.dtype, round_bytes: int, seed: int) -> None:
+    session, made = build(kind, optimizer, dtype)
+    rng = np.random.default_rng(seed)
+    expected = whole(session, made)
+    expert_bytes = sum(value.nbytes for value in rows_of(session, made, 0, 0))
+    pointers = [value.data_ptr() for layer in range(LAYERS) for value in rows_of(session, made, layer, 0)]
+    for pairs in (1, 0, 3, -1, 20, 2):
+        old_LE = session.placement.home
+        home_LE = swapped(old_LE, rng, max(0, pairs))
+        if pairs < 0:
+            home_LE = random_placement(rng, LAYERS, session.num_experts, session.num_ranks).home
+        rows_LE = np.stack([layer.rows_E for layer in session.homes])
+        session.take_metrics()
+        with mock.patch.object(moving, "ROUND_BYTES", round_bytes), watched(session, made, home_LE) as exchanges:
+            session.move(Placement(home_LE))
+
+        moved_LE = home_LE != old_LE
+        assert np.array_equal(np.stack([layer.rows_E for layer in session.homes])[~moved_LE], rows_LE[~moved_LE])
+        for layer in session.homes:
+            assert np.array_equal(layer.rows_E[layer.home_experts], np.arange(HOMES))
+            assert set(layer.home_experts) == set(np.flatnonzero(home_LE[layer.index] == session.rank))
+        leaving = int(np.count_nonzero(moved_LE & (old_LE == session.rank)))
+        assert session.take_metrics()["transfer/moved_bytes"] == leaving * expert_bytes
+        # Each tensor starts on a cache line.
+        sent, rows = np.array(exchanges, np.int64).reshape(-1, session.num_ranks), leaving * expert_bytes
+        padding = 64 * session.num_ranks * LAYERS * len(pointers)
+        assert rows <= sent.sum() <= rows + padding * len(sent)
+        assert (sent[:, session.rank] == 0).all()
+        assert (sent.sum(axis=1) <= round_bytes + padding).all()
+        busiest = np.bincount(old_LE[moved_LE], minlength=1).max() * expert_bytes
+        assert len(sent) >= busiest / round_bytes
+        if busiest <= round_bytes:
+            assert len(sent) == bool(moved_LE.any())
+
+        actual = whole(session, made)
+        assert actual.keys() == expected.keys()
+        for place, values in expected.items():
+            for value, now in zip(values, actual[place], strict=True):
+                assert torch.equal(value, now), place
+    assert pointers == [value.data_ptr() for layer in range(LAYERS) for value in rows_of(session, made, layer, 0)]
+    session.close()
+
+
+CASES = [
+    (kind, optimizer, dtype, round_bytes)
+    for kind, optimizer, dtype in zip(
+        KINDS * 3, [*OPTIMIZERS] * 4, [torch.float32, torch.bfloat16, torch.float64] * 4, strict=True
+    )
+    for round_bytes in (moving.ROUND_BYTES, 1000)
+]
+
+
+def test_only_rows_that_move_are_sent_and_written(pool: RankPool) -> None:
+    for seed, case in enumerate(CASES):
+        pool.call(move_randomly, *case, seed)
+
+
+def move_among_four() -> None:
+    for seed, case in enumerate(CASES[::5]):
+        move_randomly({}, *case, seed)
+    # Two of four ranks have no rows in the exchange.
+    session, made = build("both", "AdamW", torch.float32)
+    expected = whole(session, made)
+    home_LE = session.placement.home.copy()
+    home_LE[1, [0, HOMES]] = home_LE[1, [HOMES, 0]]
+    session.move(Placement(home_LE))
+    for place, values in whole(session, made).items():
+        assert all(torch.equal(value, old) for value, old in zip(values, expected[place], strict=True))
+    refuse_other_rows()
+
+
+def refuse_other_rows() -> None:
+    """Two groups come to the same homes by different moves, so that rows of their experts differ."""
+    session = Session(num_experts=4, groups=2)
+    session.add_layer([torch.nn.Parameter(torch.randn(2, *shape)) for shape in SHAPES], gated_experts())
+    stops = [Placement(np.array([home], np.int16)) for home in ([0, 1, 0, 1], [1, 1, 0, 0])]
+    session.finish_gradients()
+    for placement in stops[session.topology.group :]:
+        session.move(placement)
+    with pytest.raises(RanksDisagreeError, match="homes and rows of experts"):
+        session.finish_gradients()
+
+
+def test_four_ranks_move_some_experts() -> None:
+    launch(move_among_four, (), ranks=4)
+
+
+def gradients_of(layer: HomeExperts, row: int) -> list[torch.Tensor]:
+    gradients = []
+    for tensor in layer.tensors:
+        parameter, index = (tensor, row) if isinstance(tensor, torch.Tensor) else (tensor[row], ...)
+        assert parameter.grad is not None
+        gradients.append(parameter.grad[index])
+    return gradients
+
+
+def clip_with_other_rows(state: State) -> list[float]:
+    """Norms at the same homes, after different moves."""
+    norms = []
+    for seed in range(12):
+        for direct in (True, False):
+            session, _ = build(KINDS[seed % 3], "none", torch.float64)
+            rng = np.random.default_rng(seed)
+            other, last = (random_placement(rng, LAYERS, session.num_experts, session.num_ranks) for _ in range(2))
+            if not direct:
+                session.move(other)
+            session.move(last)
+            for layer in session.homes:
+                for parameter in layer.parameters:
+                    parameter.grad = torch.empty_like(parameter)
+                for row, expert in enumerate(layer.home_experts):
+                    generator = torch.Generator().manual_seed(seed * 100 + int(expert))
+                    for gradient in gradients_of(layer, row):
+                        gradient.normal_(generator=generator)
+            norms.append(session.clip_gradients([], 1e9))
+            session.close()
+    return norms
+
+
+def test_norm_does_not_depend_on_the_order_of_rows(pool: RankPool) -> None:
+    norms, others = pool.call(clip_with_other_rows)
+    assert norms == others
+    assert norms[::2] == norms[1::2]
+
+
+def measure_moves(state: State) -> list[float]:
+    topology = Session(num_experts=2).topology
+    price = MovePrice(topology)
+    assert price.s_per_byte is None
+
+    def move(seconds: float, sent: int) -> moving.Moved:
+        dist.barrier()
+        time.sleep(seconds * (1 + topology.rank))
+        return moving.Moved(sent, 2 * sent)
+
+    def measure(seconds: float, sent: int) -> float:
+        if topology.rank == 0:
+            time.sleep(0.2)  # Is not part of the move.
+        price.measure(lambda: move(seconds, sent), torch.device("cpu"))
+        assert price.s_per_byte is not None
+        return price.s_per_byte
+
+    return [measure(0.05, 50), measure(0.05, 1000), measure(0.05, 10)]
+
+
+def test_price_is_that_of_the_slowest_rank_and_of_most_bytes(pool: RankPool) -> None:
+    prices, others = pool.call(measure_moves)
+    assert prices == others
+    assert prices[0] == pytest.approx(0.1 / 100, rel=0.3)
+    # Small moves do not change it.
+    assert prices[1:] == pytest.approx([0.1 / 2000] * 2, rel=0.3)
+
+
+def plan_with_measured_price(state: State, lists: tuple[str, ...]) -> None:
+    session, model, _ = make(shape=replace(SHAPE, lists=lists))
+    optimizer = torch.optim.AdamW(model.parameters())
+    session.register_optimizers(optimizer)
+    step, used = Step(3), []
+    mine = step.trace.select(step.schedule.sequences_of(session.rank))
+
+    def plan(*inputs: Any, **settings: Any) -> Any:
+        used.append(settings["costs"].operations)
+        return plan_schedule(*inputs, **settings)
+
+    def move(expert: int) -> None:
+        home_LE = session.placement.home.copy()
+        home_LE[:, [expert, -1]] = home_LE[:, [-1, expert]]
+        session.move(Placement(home_LE))
+
+    with (
+        mock.patch("trimtab.runtime.planning.plan_schedule", plan),
+        mock.patch.object(MovePrice, "s_per_byte", property(lambda price: 1e-6 if price._moves else None)),
+    ):
+        session.plan(mine, step.schedule)
+        before = session.placement.home[0]
+        move(int(np.flatnonzero(before != before[-1])[0]))
+        weights = sum(values.nbytes for values in rows_of(session, None, 0, 0))
+        session.plan(mine, step.schedule)
+        for parameter in model.parameters():
+            parameter.grad = torch.zeros_like(parameter)
+        optimizer.step()
+        session.plan(mine, step.schedule)
+    if session.rank == 0:
+        assert len(used) == 3
+        first, *others = used
+        # Weights alone before the first optimizer step, then with both moments.
+        for costs, nbytes in zip(others, (weights, 3 * weights), strict=True):
+            assert (costs.near_state_s, costs.far_state_s) == pytest.approx((1e-6 * nbytes,) * 2)
+            assert costs == first._replace(near_state_s=costs.near_state_s, far_state_s=costs.far_state_s)
+        assert first.near_state_s not in (others[0].near_state_s, others[1].near_state_s)
+
+
+@pytest.mark.parametrize("lists", [(), ALL_LISTS])
+def test_measured_price_reaches_the_planner(pool: RankPool, lists: tuple[str, ...]) -> None:
+    pool.call(plan_with_measured_price, lists)
