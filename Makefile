@@ -23,9 +23,10 @@ lint: .venv/.ready  ## lint, format check and types
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
-bench: .venv/.ready  ## reproduce the figures that README and docs quote (about 45 minutes)
+bench: .venv/.ready  ## reproduce the figures that README and docs quote (about an hour)
 	$(BIN)/trimtab bench runtime --json out/bench-runtime.json
 	$(BIN)/trimtab bench planner --json out/bench-planner.json --frontier out/frontier.svg
+	$(BIN)/trimtab bench papers --json out/bench-step-time.json
 	$(BIN)/trimtab bench step --json out/bench-step.json
 	$(BIN)/trimtab bench traces --json out/bench-traces.json
 	$(BIN)/trimtab bench capture --json out/bench-capture.json

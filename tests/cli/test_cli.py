@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from trimtab import RoutingTrace, StepPlan, read_trace, write_trace
+from trimtab import RoutingTrace, StepPlan, Workload, read_trace, write_trace
 from trimtab.cli.main import main
 from trimtab.trace import synthesize
 
@@ -31,8 +31,8 @@ def config_file(tmp_path: Path) -> Path:
         "num_experts": 32,
         "num_experts_per_tok": 4,
         "num_hidden_layers": 2,
-        "hidden_size": 128,
-        "moe_intermediate_size": 64,
+        "hidden_size": 2048,
+        "moe_intermediate_size": 1024,
     }
     (tmp_path / "config.json").write_text(json.dumps(config))
     return tmp_path / "config.json"
@@ -70,8 +70,18 @@ def test_plan_prints_balance_and_writes_the_plan(
     assert "static" in capsys.readouterr().out
     figures = json.loads((tmp_path / "plan.json").read_text())
     assert figures["max_over_mean_after"]["mean"] < 1.05 < figures["max_over_mean_before"]["mean"]
-    assert figures["weight_bytes_per_micro_step"] == figures["replicas"] * 3 * 128 * 64 * 2 / figures["micro_steps"]
+    assert figures["weight_bytes_per_micro_step"] == figures["replicas"] * 3 * 2048 * 1024 * 2 / figures["micro_steps"]
     assert StepPlan.load(tmp_path / "plan.npz").hash == figures["plan_hash"]
+
+
+def test_plan_keeps_to_row_limits(trace_file: Path, tmp_path: Path) -> None:
+    size = ["--ranks", "4", "--token-budget", "512", "--json", str(tmp_path / "plan.json")]
+    for limits in (["--exact", "--slots", "8"], ["--max-rows-per-rank", "2060"]):
+        assert main(["plan", str(trace_file), *size, "-o", str(tmp_path / "plan.npz"), *limits]) == 0
+        plan, trace = StepPlan.load(tmp_path / "plan.npz"), read_trace(trace_file)
+        loads_MLR = plan.rank_loads(Workload.from_trace(trace, plan.schedule))
+        even_ML = -(-loads_MLR.sum(axis=2) // 4)
+        assert (loads_MLR.max(axis=2) <= (even_ML if "--exact" in limits else 2060)).all()
 
 
 def test_plan_reports_unknown_routes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -188,6 +198,9 @@ def expect_input_error(arguments: list[str], message: str, capsys: pytest.Captur
         (["plan", "{trace}", "--ranks", "2", "--token-budget", "10"], "a sequence of 64 tokens doesn't fit"),
         (["plan", "{trace}", "--ranks", "2", "--step", "9"], "no step 9; it has steps 0 to 0"),
         (["plan", "{trace}", "--ranks", "2", "--model", "absent.json"], "absent.json: neither a model that comes"),
+        (["plan", "{trace}", "--ranks", "2", "--max-rows-per-rank", "9"], "the smallest that this step allows with 2"),
+        (["plan", "{trace}", "--ranks", "2", "--max-rows-per-rank", "0"], "'0' should be a whole number of at least 1"),
+        (["plan", "{trace}", "--ranks", "2", "--policy", "llep", "--exact"], "are for policy trimtab"),
         (["plan", "{config}", "--ranks", "2"], "config.json: not a Parquet file; what a framework recorded"),
         (["plan", "{trace}", "--ranks", "2", "--model", "{trace}"], "not a readable JSON file"),
         (["plan", "{trace}", "--ranks", "2", "-o", "{trace}/plan.npz"], "trace.parquet"),

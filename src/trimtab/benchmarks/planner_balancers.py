@@ -8,11 +8,13 @@ from typing import Any
 
 import numpy as np
 
+from trimtab.array_type import Array
 from trimtab.benchmarks.planner_cases import SMALLEST_SHARE, PlannerCase
-from trimtab.cluster import QWEN3_30B, ClusterSpec, CostModel
+from trimtab.cluster import QWEN3_30B, ClusterSpec, StepCosts
 from trimtab.planner import PlanSettings, StepPlan, Workload
 from trimtab.planner.plan.bounds import gap_to_bound
-from trimtab.planner.plan.prediction import predict
+from trimtab.planner.plan.prediction import cross_node_rows, dense_times, plan_parts, predict
+from trimtab.planner.plan.rank_work import even_work
 from trimtab.planner.plan.workload import max_over_mean
 from trimtab.planner.replicas.layer_plan import plan_layer
 from trimtab.policies import POLICIES, Policy
@@ -49,7 +51,8 @@ def balancer_figures(case: PlannerCase, name: str, slots: int, equal_terms: bool
     workload = case.workload(plan.schedule)
     plan.check(workload)
     ratios = max_over_mean(plan.rank_loads(workload))
-    prediction = predict(plan, workload, CostModel.of(cluster, QWEN3_30B), even=policy.traits.ideal)
+    costs = StepCosts.of(cluster, QWEN3_30B, moe_layers=plan.num_layers)
+    predicted_s = predicted_seconds(plan, workload, policy, costs, case.sequences.lengths)
     if policy.traits.ideal:
         ratios = np.ones_like(ratios)
     instances = plan.num_micro_steps * plan.num_layers
@@ -67,13 +70,22 @@ def balancer_figures(case: PlannerCase, name: str, slots: int, equal_terms: bool
         "gap_to_bound_mean": None if policy.traits.ideal else gap_to_bound(plan, workload, sampled),
         "slots_used": plan.slots_per_rank,
         "replicas_per_instance": plan.num_replicas / instances,
-        "far_replicas_per_instance": float(prediction.far_ML.mean()),
+        "far_replicas_per_instance": np.count_nonzero(plan.far_replicas) / instances,
         "replica_bytes_per_instance": plan.num_replicas / instances * QWEN3_30B.expert_bytes,
-        "cross_node_token_fraction": float(prediction.far_rows_ML.sum() / workload.num_rows),
+        "cross_node_token_fraction": int(cross_node_rows(plan, workload).sum()) / workload.num_rows,
         "moved_homes": int(sum(part.sum() for part in view.placement.moves(plan.placement, cluster.ranks_per_node))),
-        "predicted_ms_per_instance": float(prediction.seconds_ML.mean() * 1e3),
+        "predicted_ms_per_instance": predicted_s / instances * 1e3,
         "plan_hash": plan.hash,
     }
+
+
+def predicted_seconds(plan: StepPlan, workload: Workload, policy: Policy, costs: StepCosts, lengths: Array) -> float:
+    """Predicted seconds of the step; of the ideal run, with even work."""
+    if not policy.traits.ideal:
+        return predict([plan], [workload], costs, lengths=[lengths]).seconds
+    work = even_work(workload.estimated_MLRE, plan.ranks_per_node, costs.operations)
+    dense = dense_times(plan.schedule, lengths, costs)
+    return float(plan_parts(plan, work, dense, costs).sum())
 
 
 def kernel_us(plan: StepPlan, workload: Workload, settings: PlanSettings) -> float:

@@ -18,9 +18,8 @@ from trimtab.policies.rivals.llep import Llep
 from trimtab.policies.rivals.ultraep import UltraEp
 from trimtab.policies.trimtab import Trimtab
 
-OWN = "trimtab, own homes and schedule"
 RIVALS = ("ultraep", "llep")
-CURVES = (OWN, "trimtab", *RIVALS)
+CURVES = ("trimtab", *RIVALS)
 THRESHOLDS = (1.002, 1.005, 1.01, 1.02, 1.03, 1.05, 1.07, 1.1, 1.15, 1.2, 1.3)
 SLOTS = 2
 # max/mean at which the curves' bytes are compared.
@@ -30,13 +29,12 @@ COMPARED_BALANCE = 1.05
 def frontier_points(case: PlannerCase) -> list[dict[str, Any]]:
     """Returns one point per curve and threshold: max/mean, averaged over instances, and replica bytes per instance.
 
-    `trimtab` plans only replicas here, as rivals do; `OWN` also plans homes and schedule. Ranks have two slots.
+    All on equal terms: they plan only replicas and split. Ranks have two slots.
     """
     points = []
     for curve, threshold in itertools.product(CURVES, THRESHOLDS):
         policy = _policy(curve, threshold)
-        placement = case.warm if curve == OWN else case.contiguous
-        plan = policy.plan(case.view(policy, placement, SLOTS, equal_terms=curve != OWN))
+        plan = policy.plan(case.view(policy, case.contiguous, SLOTS, equal_terms=True))
         replicas = plan.num_replicas / (plan.num_micro_steps * plan.num_layers)
         points.append(
             {

@@ -11,8 +11,7 @@ matplotlib.use("svg")
 import matplotlib.pyplot as plt
 
 STYLES: dict[str, dict[str, Any]] = {
-    "trimtab, own homes and schedule": {"color": "#0f766e", "marker": "o", "linewidth": 2},
-    "trimtab": {"color": "#2563eb", "marker": "s"},
+    "trimtab": {"color": "#0f766e", "marker": "o", "linewidth": 2},
     "ultraep": {"color": "#d97706", "marker": "^"},
     "llep": {"color": "#9333ea", "marker": "v"},
 }

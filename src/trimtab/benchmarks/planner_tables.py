@@ -7,7 +7,7 @@ from typing import Any
 from rich.console import Console
 
 from trimtab.benchmarks.figure_table import Cell, Columns, figure_table, quantity
-from trimtab.benchmarks.planner_curves import COMPARED_BALANCE, OWN, RIVALS
+from trimtab.benchmarks.planner_curves import COMPARED_BALANCE, RIVALS
 from trimtab.report.number_text import bytes_text, seconds
 
 CASE = "{ranks}/{experts} {trace}"
@@ -42,7 +42,6 @@ def _bytes(curve: str) -> Cell:
 
 FRONTIER: Columns = {
     "case": CASE,
-    "own homes": _bytes(OWN),
     **{name: _bytes(name) for name in ("trimtab", *RIVALS)},
     **{f"above {name}": f"{{trimtab_above[{name}]:+.4f}}" for name in RIVALS},
 }

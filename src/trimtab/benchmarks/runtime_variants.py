@@ -103,7 +103,7 @@ def build_variants(settings: RuntimeBenchmark) -> RuntimeVariants:
         session.mode, session.paths = "plan", "both"
         one_node = replace(session.topology, ranks_per_node=num_ranks)
         planner = SessionPlanner.of(
-            one_node, session.homes, top_k=settings.top_k, slots=settings.slots, least_gain=session.settings.least_gain
+            one_node, session.homes, top_k=settings.top_k, slots=settings.slots, settings=session.settings.plan_settings
         )
         trace = skewed.select(mine)
         planned = planner.for_schedule(trace, schedule, session.placement, "plan", may_move=False)

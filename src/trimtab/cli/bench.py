@@ -10,8 +10,9 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
+from trimtab.benchmarks.bench_papers import PapersBenchmark
 from trimtab.benchmarks.bench_planner import PlannerBenchmark
-from trimtab.cli.options import add_options, given, need_extra, positive
+from trimtab.cli.options import add_options, given, need_extra, positive, whole
 from trimtab.cli.output import write_figures
 from trimtab.errors import InputError
 from trimtab.planner import Placement
@@ -59,6 +60,21 @@ def add(commands: Any) -> None:
     option("--layers", "--seed")
     add_options(planner, "--frontier", type=Path, help="draw balance against bytes to FILE (.svg)")
     planner.set_defaults(run=run_planner)
+    papers = benches.add_parser(
+        "papers",
+        help="simulated step time of every balancer in 48 cases, and the distance to a lower bound",
+        description="Simulate steps of five models on 8 to 128 ranks with every balancer, on its own recipe and with "
+        "planning charged, and compare trimtab with the best other one and with a lower bound.",
+        examples=[
+            "trimtab bench papers --json out/bench-step-time.json",
+            "trimtab bench papers --seeds 100 --only deepseek-v3-64",
+        ],
+    )
+    option = partial(add_options, papers, of=PapersBenchmark)
+    option("--seeds", type=whole, nargs="+", help="random seeds of the routing")
+    option("--only", unset="all", help="run the cases that have NAME in their name")
+    option("--processes", type=positive, help="cases simulated at the same time, at most one on each core")
+    papers.set_defaults(run=run_papers)
     step = benches.add_parser(
         "step",
         help="time and memory of planning a whole step, and how they grow",
@@ -135,6 +151,13 @@ def run_planner(options: argparse.Namespace) -> None:
         from trimtab.benchmarks.planner_frontier import draw_frontier
 
         draw_frontier(figures["frontier"], options.frontier)
+    print_figures(figures, write_figures(options, figures))
+
+
+def run_papers(options: argparse.Namespace) -> None:
+    from trimtab.benchmarks.bench_papers import print_figures, run_benchmark
+
+    figures = run_benchmark(PapersBenchmark(**given(options, PapersBenchmark)))
     print_figures(figures, write_figures(options, figures))
 
 

@@ -7,7 +7,7 @@ from functools import partial
 from typing import Any
 
 from trimtab.api.plan import plan
-from trimtab.cli.options import add_model, add_options, add_output, add_trace, given
+from trimtab.cli.options import add_model, add_options, add_output, add_trace, given, positive
 from trimtab.cli.output import write_figures
 from trimtab.policies import POLICIES
 from trimtab.report.tables import balance_tables, facts
@@ -17,7 +17,10 @@ def add(commands: Any) -> None:
     parser = commands.add_parser(
         "plan",
         description="Plan one step of a routing trace for a cluster and print the balance before and after.",
-        examples=["trimtab plan out/demo/routing/step-00000.parquet --ranks 8 --slots 2"],
+        examples=[
+            "trimtab plan out/demo/routing/step-00000.parquet --ranks 8 --slots 2",
+            "trimtab plan out/math.parquet --ranks 16 --ranks-per-node 8 --max-rows-per-rank 70000",
+        ],
     )
     add_trace(parser)
     option = partial(add_options, parser, of=plan)
@@ -26,6 +29,8 @@ def add(commands: Any) -> None:
     option("--slots", "--token-budget")
     option("--step", unset="the first of the trace")
     option("--policy", choices=tuple(POLICIES))
+    option("--max-rows-per-rank", type=positive, unset="none", help="most rows of a rank in a layer of a micro-step")
+    option("--exact", action="store_true", help="spread rows of every layer evenly over ranks, to the row")
     add_model(parser, of=plan, unset="the trace's if it is known, else transferred bytes are not counted")
     add_output(parser, "the plan (.npz)", required=False)
     add_options(parser, "--json")
