@@ -20,6 +20,7 @@ from trimtab.planner import Placement, Schedule, StepPlan
 from trimtab.runtime.argument_checks import at_least
 from trimtab.runtime.gradients import Gradients
 from trimtab.runtime.layer.dispatch import Dispatcher, RowDispatcher
+from trimtab.runtime.layer.framework_layer import FrameworkLayer
 from trimtab.runtime.layer.instance import LayerCalls
 from trimtab.runtime.layer.layer import ExpertLayer, HomeWeights
 from trimtab.runtime.layer.micro_step import MicroStep
@@ -222,25 +223,47 @@ class Session:
             InputError: if a tensor does not hold E / R experts, experts differ in shape from other layers' or within a
                 sequence, another layer has one of the tensors, or `weights` is given with sequences.
         """
-        index = len(self.layers)
         read: ReadParameters = parameters if callable(parameters) else partial(_same, parameters)
-        tensors = read_tensors(read)
-        check_new_parameters(index, tensors, self.homes, self.home_experts)
-        if weights is not None and not all(isinstance(tensor, torch.Tensor) for tensor in tensors):
-            raise InputError(f"MoE layer {index}: experts that a framework trains (`weights`) should be stacks")
+        if weights is not None and not all(isinstance(tensor, torch.Tensor) for tensor in read_tensors(read)):
+            raise InputError(
+                f"MoE layer {len(self.homes)}: experts that a framework trains (`weights`) should be stacks"
+            )
+        homes = self._add_homes(read, compute_dtype, joins_in_backward=weights is not None)
+        layer = ExpertLayer(self._calls, homes, apply, weights, dispatcher or RowDispatcher())
+        self.layers.append(layer)
+        return layer
+
+    def add_framework_layer(self, parameters: ReadParameters) -> FrameworkLayer:
+        """Add the next MoE layer, which a framework's own dispatcher and matrix products run. Not a collective.
+
+        Experts don't move. Gradients of replicas are joined to those of `parameters` in backward; the framework sums
+        and clips them.
+
+        Args:
+            parameters: returns the tensors of this rank's `home_experts`, each a sequence of E / R Parameters `[...]`;
+                called whenever they are needed.
+
+        Raises:
+            InputError: as `add_layer`.
+        """
+        return FrameworkLayer(self._calls, self._add_homes(parameters, None, joins_in_backward=True))
+
+    def _add_homes(
+        self, read: ReadParameters, compute_dtype: torch.dtype | None, *, joins_in_backward: bool
+    ) -> HomeExperts:
+        index = len(self.homes)
+        check_new_parameters(index, read_tensors(read), self.homes, self.home_experts)
         homes = HomeExperts(
             index, read, rank=self.rank, home_E=self._initial_E, compute_dtype=compute_dtype,
-            joins_in_backward=weights is not None,
+            joins_in_backward=joins_in_backward,
         )  # fmt: skip
-        if self.layers and homes.expert_like != self.homes[0].expert_like:
+        if self.homes and homes.expert_like != self.homes[0].expert_like:
             raise InputError(
                 f"MoE layer {index} has experts of {homes.expert_like}, layer 0 {self.homes[0].expert_like}. "
                 "All layers share slots, so their experts should have equal shapes"
             )
-        layer = ExpertLayer(self._calls, homes, apply, weights, dispatcher or RowDispatcher())
-        self.layers.append(layer)
         self.homes.append(homes)
-        return layer
+        return homes
 
     def replicated_parameters(self, model: torch.nn.Module) -> list[torch.nn.Parameter]:
         """The model's parameters that every rank holds: all but the experts. Not a collective.
@@ -292,7 +315,7 @@ class Session:
         """
         return self._steps.plan(trace, schedule)
 
-    def plan_micro_steps(self, rows: Sequence[npt.ArrayLike]) -> PlanReport:
+    def plan_micro_steps(self, rows: Sequence[npt.ArrayLike], *, problem: InputError | None = None) -> PlanReport:
         """Plan a step with given micro-steps, and apply the plan.
 
         Args:
@@ -300,11 +323,12 @@ class Session:
                 session's L layers. The tokens may be packed batches, slices of sequences, or those of one pipeline
                 stage. If a token's route in a layer is unknown, all its K ids are negative. All ranks have the same
                 number of micro-steps, each with any number of tokens.
+            problem: the caller's reason why this rank can't plan; it is raised on all ranks.
 
         Raises:
             InputError: if ids and layers are inconsistent, or ranks differ in the number of micro-steps.
         """
-        return self._steps.plan_micro_steps(rows)
+        return self._steps.plan_micro_steps(rows, problem)
 
     def complete_plan(self) -> PlanReport:
         """Plan the step again, with routes in place of the unknown ones.

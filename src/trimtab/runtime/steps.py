@@ -74,12 +74,13 @@ class Steps:
         self._agree(PLAN, {"number of micro-steps": schedule.num_micro_steps, "schedule": places}, fits)
         return self._plan(trace, schedule)
 
-    def plan_micro_steps(self, rows: Sequence[npt.ArrayLike]) -> PlanReport:
+    def plan_micro_steps(self, rows: Sequence[npt.ArrayLike], problem: InputError | None) -> PlanReport:
         """Plan given rows: each micro-step becomes one sequence of each rank."""
         self._calls.require_between_micro_steps("plan_micro_steps")
-        trace, problem = None, None
+        trace = None
         try:
-            trace = trace_of_micro_steps(rows, *self._experts.shape)
+            if problem is None:
+                trace = trace_of_micro_steps(rows, *self._experts.shape)
         except InputError as error:
             problem = error
         self._agree(PLAN, {"number of micro-steps": len(rows), "top_k": trace and trace.top_k}, problem)

@@ -233,6 +233,12 @@ class Instance:
             return gradients
         return self._transfers.returns.join(self.homes, gradients)
 
+    def join_parameters(self) -> list[torch.Tensor | None]:
+        """Add gradients of replicas to the parameters; see `GradientReturns.join_parameters`."""
+        if self._transfers is None or not self.replicas.count:
+            return [None] * len(self.homes.trained)
+        return self._transfers.returns.join_parameters(self.homes)
+
     def replica_weights(self) -> list[torch.Tensor]:
         """This rank's replicas, `[count, ...]` for each stacked tensor. Waits for their transfers."""
         assert self._transfers is not None

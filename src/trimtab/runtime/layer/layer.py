@@ -10,12 +10,12 @@ from typing import Any
 import torch
 from torch.autograd.function import once_differentiable
 
-from trimtab.array_type import Array
 from trimtab.errors import InputError
 from trimtab.runtime.autograd.substituted_values import SubstitutedValues
 from trimtab.runtime.autograd.torch_engine import running_backward
 from trimtab.runtime.layer.dispatch import Dispatcher
 from trimtab.runtime.layer.instance import Instance, LayerCalls
+from trimtab.runtime.layer.routed_layer import RoutedLayer, mark
 from trimtab.runtime.ranks.recorder import BACKWARD, COMBINE, OTHER
 from trimtab.runtime.rows.expert_compute import ApplyExperts, ExpertWeight
 from trimtab.runtime.state.home_experts import HomeExperts, parameters_of
@@ -23,7 +23,7 @@ from trimtab.runtime.state.home_experts import HomeExperts, parameters_of
 HomeWeights = Callable[[], Sequence[torch.Tensor]]
 
 
-class ExpertLayer:
+class ExpertLayer(RoutedLayer):
     """One MoE layer's experts, as the model calls them. Created by `Session.add_layer`.
 
     Attributes:
@@ -38,55 +38,10 @@ class ExpertLayer:
         weights: HomeWeights | None,
         dispatcher: Dispatcher,
     ) -> None:
-        self.homes = homes
-        self._calls = calls
+        super().__init__(calls, homes)
         self._apply = apply
         self._weights = weights
         self._dispatcher = dispatcher
-
-    def __deepcopy__(self, _memo: object) -> ExpertLayer:
-        raise InputError("a model whose experts are in a session can't be copied; copy it before share_experts()")
-
-    @property
-    def index(self) -> int:
-        """The layer's number among the session's layers, 0 .. L-1."""
-        return self.homes.index
-
-    @property
-    def replays(self) -> bool:
-        """Whether a call of this layer now uses recorded routing."""
-        routes = self._calls.routes()
-        return routes is not None and routes.replays
-
-    @property
-    def parameters(self) -> Sequence[torch.nn.Parameter]:
-        """The Parameters of this rank's home experts, read now; those of lists one after another."""
-        return self.homes.parameters
-
-    @property
-    def home_experts(self) -> Array:
-        """Logical ids `[E / R]` of this rank's home experts, in the order of rows in the tensors."""
-        return self.homes.home_experts
-
-    def route(self, live_ids: torch.Tensor) -> torch.Tensor:
-        """Replace the router's ids by the recorded ones, if the micro-step has any.
-
-        Call it after the router has chosen ids and before weights are computed from its logits for these ids.
-
-        Args:
-            live_ids: `[T, K]` integers, the router's choice.
-
-        Returns:
-            `[T, K]` int64, the ids for the weights and for calling the layer.
-        """
-        if live_ids.ndim != 2:
-            raise InputError(f"MoE layer {self.index}: route() was given ids {list(live_ids.shape)}, not [T, K]")
-        routes, ids = self._calls.routes(), live_ids.to(torch.int64)
-        if routes is None:
-            return ids
-        ids = routes.replay(self.index, ids)
-        routes.routed[self.index] = _mark(ids)
-        return ids
 
     def __call__(self, hidden: torch.Tensor, expert_ids: torch.Tensor, expert_weights: torch.Tensor) -> torch.Tensor:
         """Weighted sum of each token's experts. Collective over the expert-parallel group.
@@ -111,7 +66,7 @@ class ExpertLayer:
             and routes.replays
             # A layer that runs again in backward has passed this check, and may get copies.
             and running_backward() is None
-            and routes.routed.get(self.index) != _mark(expert_ids)
+            and routes.routed.get(self.index) != mark(expert_ids)
         ):
             raise RuntimeError(
                 f"MoE layer {self.index} was called with other expert ids than its route() returned; "
@@ -148,11 +103,11 @@ class ExpertLayer:
         outputs = [self._apply([ExpertWeight(home) for home in homes], arrived.home_rows, arrived.home_groups)]
         if instance.replicas.count:
             # After the compute of home experts, which overlaps the transfer.
-            replica_rows, *slots = _UseReplicas.apply(arrived.replica_rows, instance)
+            replica_rows, *slots = UseReplicas.apply(arrived.replica_rows, instance)
             weights = [ExpertWeight(slot, partial(_fetch_again, instance, t)) for t, slot in enumerate(slots)]
             outputs.append(self._apply(weights, replica_rows, arrived.replica_groups))
         combined = self._dispatcher.combine(outputs, arrived)
-        left: torch.Tensor = _Leave.apply(combined, instance)
+        left: torch.Tensor = Leave.apply(combined, instance)
         return left
 
     def _home_weights(self, *, in_micro_step: bool) -> list[torch.Tensor | list[torch.Tensor]]:
@@ -170,11 +125,6 @@ class ExpertLayer:
                 values = [parameter.to(dtype) for parameter in parameters]
                 weights.append(values if is_list else values[0])
         return weights
-
-
-def _mark(ids: torch.Tensor) -> tuple[int, int]:
-    """Address and version of ids."""
-    return ids.data_ptr(), -1 if ids.is_inference() else ids._version
 
 
 def _fetch_again(instance: Instance, tensor: int) -> torch.Tensor:
@@ -210,7 +160,7 @@ class _Enter(torch.autograd.Function):
         return grad_hidden, None, *grad_homes
 
 
-class _Leave(torch.autograd.Function):
+class Leave(torch.autograd.Function):
     """Identity after the combine. Its backward runs first in the layer's backward."""
 
     @staticmethod
@@ -228,7 +178,7 @@ class _Leave(torch.autograd.Function):
         return grads[0], None
 
 
-class _UseReplicas(torch.autograd.Function):
+class UseReplicas(torch.autograd.Function):
     """Adds replica weights to the graph, together with the rows that use them.
 
     Autograd runs the backward when the gradients of all outputs are complete, and then the replicas' gradients are

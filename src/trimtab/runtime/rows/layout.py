@@ -31,6 +31,8 @@ class Layout:
         send_splits, recv_splits: rows to and from each rank.
         home_rows, replica_rows: int64 indices into the arrived rows, grouped by home expert and by replica slot.
         home_groups, replica_groups: number of rows of each home expert and of each replica slot in use.
+        arriving_RG: `[R, H + S]` int64 on the host, number of rows from each rank to each of this rank's physical
+            experts.
         replicas: the instance's replicas on all ranks. Without any, no rank computes replica rows.
     """
 
@@ -43,6 +45,7 @@ class Layout:
     replica_rows: torch.Tensor
     home_groups: RowGroups
     replica_groups: RowGroups
+    arriving_RG: Array
     replicas: InstanceReplicas
 
 
@@ -95,6 +98,7 @@ def place_rows(planned: PlannedRows) -> Layout:
         replica_rows=arrivals[home_total:],
         home_groups=_host_groups(group_sizes[:num_homes]),
         replica_groups=_host_groups(group_sizes[num_homes : num_homes + num_here]),
+        arriving_RG=arriving_RG,
         replicas=planned.replicas,
     )
 

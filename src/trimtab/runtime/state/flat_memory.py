@@ -34,6 +34,8 @@ def carve(memory: torch.Tensor, like: Sequence[Like]) -> list[torch.Tensor]:
 def upload(arrays: Sequence[Array | torch.Tensor], device: torch.device) -> list[torch.Tensor]:
     """Copy arrays from the host to a device in one copy; on CUDA the host does not wait for it."""
     hosts = [torch.as_tensor(array) for array in arrays]
+    if device.type == "cpu":
+        return [host.clone(memory_format=torch.contiguous_format) for host in hosts]
     like = [(host.shape, host.dtype) for host in hosts]
     # torch does not reuse pinned memory before the copy is complete.
     packed = torch.empty(packed_bytes(like), dtype=torch.uint8, pin_memory=device.type == "cuda")

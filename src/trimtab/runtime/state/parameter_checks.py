@@ -11,6 +11,8 @@ from trimtab.array_type import Array
 from trimtab.errors import InputError
 from trimtab.runtime.state.home_experts import ExpertTensor, HomeExperts
 
+_Form = tuple[torch.Size, torch.dtype, bool]
+
 
 def check_new_parameters(
     index: int, tensors: Sequence[ExpertTensor], layers: Sequence[HomeExperts], home: Array
@@ -81,15 +83,19 @@ def _named(tensors: Sequence[ExpertTensor], home: Array) -> Iterator[tuple[int, 
 
 def _check_lists(index: int, tensors: Sequence[ExpertTensor], home: Array) -> None:
     """Raises InputError if the Parameters of a list differ in shape, dtype or whether they are trained."""
-    first: dict[int, str] = {}
+    first: dict[int, _Form] = {}
     for t, parameter, name in _named(tensors, home):
-        state = "trained" if parameter.requires_grad else "frozen"
-        form = f"{list(parameter.shape)} {parameter.dtype}, {state}"
+        form = parameter.shape, parameter.dtype, parameter.requires_grad
         if form != first.setdefault(t, form):
             raise InputError(
-                f"MoE layer {index}: {name} is {form}, and {first[t]} of expert {home[0]}; the tensors of a list "
-                "should be equal in these"
+                f"MoE layer {index}: {name} is {_form_text(form)}, and {_form_text(first[t])} of expert {home[0]}; the "
+                "tensors of a list should be equal in these"
             )
+
+
+def _form_text(form: _Form) -> str:
+    shape, dtype, is_trained = form
+    return f"{list(shape)} {dtype}, {'trained' if is_trained else 'frozen'}"
 
 
 def _check_memory(index: int, tensors: Sequence[ExpertTensor], layers: Sequence[HomeExperts], home: Array) -> None:

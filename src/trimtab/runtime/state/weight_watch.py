@@ -54,9 +54,13 @@ class WeightWatch:
             Whether they changed, are announced to have changed, or were never copied; which of them are trained; the
             error if they are unusable.
         """
-        marks = [_marks(layer) for layer in self._layers]
-        trained = [mark[3] for of_layer in marks for mark in of_layer]
-        changed = announced or marks != self._marks
+        changed = announced
+        if announced:
+            trained = [parameter.requires_grad for layer in self._layers for parameter in layer.parameters]
+        else:
+            marks = [_marks(layer) for layer in self._layers]
+            trained = [mark[3] for of_layer in marks for mark in of_layer]
+            changed = marks != self._marks
         try:
             if changed:
                 for layer in self._layers:

@@ -131,15 +131,40 @@ class GradientReturns:
         Returns:
             The sums, in the dtypes of `gradients`.
         """
-        pending = self._in_transfer.pop()
-        assert pending.layer is layer
         trained = _trained(layer)
+        pending = self._take(layer)
         # Copies, since autograd may use the same tensors elsewhere.
         joined = [g.clone() if t in trained and pending.rows else g for t, g in enumerate(gradients)]
         for row, totals in self._arrived(pending):
             for t, total in zip(trained, totals, strict=True):
                 joined[t][row] += total
         return joined
+
+    def join_parameters(self, layer: HomeExperts) -> list[torch.Tensor | None]:
+        """Wait for the gradients of the last `start`, which must be of the same layer of lists, and add them to the
+        parameters' `main_grad` where they have one.
+
+        Returns:
+            For each trained parameter the gradient that autograd has to add, in its dtype; None if there is none.
+        """
+        pending = self._take(layer)
+        added: dict[torch.nn.Parameter, torch.Tensor] = {}
+        tensors = [parameters_of(layer.tensors[t]) for t in _trained(layer)]
+        for row, totals in self._arrived(pending):
+            for parameters, total in zip(tensors, totals, strict=True):
+                parameter = parameters[row]
+                main_grad = getattr(parameter, "main_grad", None)
+                if main_grad is not None:
+                    main_grad.add_(total)
+                else:
+                    added[parameter] = total.to(parameter.dtype, copy=True)
+        return [added.get(parameter) for parameter in layer.trained]
+
+    def _take(self, layer: HomeExperts) -> _Return:
+        """The last `start`, which must be of this layer."""
+        pending = self._in_transfer.pop()
+        assert pending.layer is layer
+        return pending
 
     def _buffers(self, layer: HomeExperts, trained: Sequence[int]) -> list[torch.Tensor]:
         """Buffers for the gradients of one expert's trained tensors, spare or new."""

@@ -1,0 +1,135 @@
+"""`FrameworkLayer`: a MoE layer that a framework's own dispatcher and matrix products run, on physical experts."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch.autograd.function import once_differentiable
+
+from trimtab.runtime.layer.instance import Instance
+from trimtab.runtime.layer.layer import Leave, UseReplicas
+from trimtab.runtime.layer.routed_layer import RoutedLayer
+from trimtab.runtime.ranks.recorder import BACKWARD, DISPATCH, OTHER
+
+
+class FrameworkLayer(RoutedLayer):
+    """One MoE layer whose experts stay the framework's. Created by `Session.add_framework_layer`.
+
+    A planned call has these parts, in this order: `begin`; the framework's dispatch to physical experts; its own home
+    experts; `use_replicas`, and its product with these weights; its combine; `end`. Gradients of replicas are added to
+    the `main_grad` of the home's parameters, or to their gradient if they have none, before autograd accumulates them
+    and runs hooks on that.
+    """
+
+    def recorded_ids(self, tokens: int, top_k: int) -> torch.Tensor | None:
+        """The recorded ids `[T, K]` int64 of a call now, which are not to be written to; None if it needs `route` with
+        the router's choice."""
+        routes = self._calls.routes()
+        if routes is None or routes.recorded_LNK is None or routes.positions is not None or self.index in routes.known:
+            return None
+        recorded = routes.recorded_LNK[self.index]
+        return recorded if recorded.shape == (tokens, top_k) else None
+
+    def begin(self, hidden: torch.Tensor, expert_ids: torch.Tensor) -> tuple[torch.Tensor, Instance] | None:
+        """Start a call. Collective over the expert-parallel group if rows are unknown.
+
+        Args:
+            hidden: the layer's input, of any shape.
+            expert_ids: `[T, K]`, as `route` returned them.
+
+        Returns:
+            `hidden` for the dispatch, and the call; None outside of planned micro-steps, where the framework runs the
+            layer as without a session.
+        """
+        routes = self._calls.routes()
+        if routes is None or not routes.layouts:
+            return None
+        instance = self._calls.bind(self.homes, expert_ids, routes)
+        instance.begin_forward()
+        if torch.is_grad_enabled():
+            hidden = _Enter.apply(hidden, instance, *(self.homes.trained if instance.replicas.count else ()))
+        instance.mark(DISPATCH)
+        return hidden, instance
+
+    def use_replicas(self, rows: torch.Tensor, instance: Instance) -> tuple[torch.Tensor, Replicas]:
+        """This rank's replicas, when home experts have been computed. Waits for their transfers.
+
+        Call it on every rank if `instance.replicas.count` is not 0, and use the returned rows in the output.
+
+        Args:
+            rows: `[B, H]`, those of this rank's replicas.
+        """
+        rows, *slots = UseReplicas.apply(rows, instance)
+        return rows, Replicas(instance, slots)
+
+    def end(self, combined: torch.Tensor, instance: Instance) -> torch.Tensor:
+        """End a call, with the layer's output."""
+        left: torch.Tensor = Leave.apply(combined, instance)
+        instance.end_forward()
+        return left
+
+
+class Replicas:
+    """This rank's replicas in one call.
+
+    Attributes:
+        tensors: for each tensor of the experts a stack `[count, ...]`, in the graph.
+    """
+
+    def __init__(self, instance: Instance, tensors: Sequence[torch.Tensor]) -> None:
+        self.tensors = tensors
+        self._instance = instance
+
+    @property
+    def count(self) -> int:
+        """Number of replicas on this rank."""
+        return len(self.tensors[0])
+
+    def saved_for_backward(self) -> torch.autograd.graph.saved_tensors_hooks:
+        """A context for the product with the replicas. What autograd saves of their memory, which later layers use,
+        is transferred again in backward."""
+        return torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack)
+
+    def _pack(self, saved: torch.Tensor) -> torch.Tensor | _Part:
+        for t, tensor in enumerate(self.tensors):
+            if tensor.numel() and saved.untyped_storage().data_ptr() == tensor.untyped_storage().data_ptr():
+                offset = int(saved.storage_offset()) - int(tensor.storage_offset())
+                return _Part(t, saved.size(), saved.stride(), offset)
+        return saved
+
+    def _unpack(self, packed: torch.Tensor | _Part) -> torch.Tensor:
+        if isinstance(packed, torch.Tensor):
+            return packed
+        tensor = self._instance.replica_weights()[packed.tensor]
+        return tensor.as_strided(packed.size, packed.stride, tensor.storage_offset() + packed.offset)
+
+
+class _Part(NamedTuple):
+    """A view of the replicas' tensor number `tensor`, with its offset in it."""
+
+    tensor: int
+    size: torch.Size
+    stride: tuple[int, ...]
+    offset: int
+
+
+class _Enter(torch.autograd.Function):
+    """Identity on the layer's input. If the call has replicas, the home's parameters are inputs too, so that autograd
+    does not accumulate their gradients before those of replicas are there. Its backward runs last in the layer's
+    backward."""
+
+    @staticmethod
+    def forward(ctx: Any, hidden: torch.Tensor, instance: Instance, *_parameters: torch.nn.Parameter) -> torch.Tensor:
+        ctx.instance = instance
+        return hidden.view_as(hidden)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: torch.Tensor) -> Any:
+        instance: Instance = ctx.instance
+        added = instance.join_parameters() if instance.replicas.count else ()
+        instance.mark(OTHER + BACKWARD, outside=True)
+        instance.end_backward()
+        return grads[0], None, *added
