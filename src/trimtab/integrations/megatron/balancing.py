@@ -1,0 +1,261 @@
+"""`balance`: the experts of a Megatron model in a `Session`; `MegatronSession` plans its steps."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, Literal
+
+import numpy as np
+import numpy.typing as npt
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.transformer.moe.moe_layer import MoELayer
+from megatron.core.transformer.moe.moe_utils import get_default_pg_collection
+from torch import nn
+
+from trimtab.array_type import Array
+from trimtab.errors import InputError
+from trimtab.integrations.megatron.experts import Experts, experts_of
+from trimtab.integrations.megatron.physical_dispatch import (
+    MegatronRows,
+    PlannedDispatcher,
+    TrimtabRows,
+    physical_dispatcher,
+)
+from trimtab.integrations.megatron.replay import SessionReplay
+from trimtab.integrations.megatron.support import check_slots, check_supported
+from trimtab.runtime import PlanReport, Session
+from trimtab.runtime.layer.framework_layer import FrameworkLayer
+
+Routing = Sequence[npt.ArrayLike]
+"""For every micro-batch the recorded ids `[n, L, K]` of this rank's n tokens, in the order in which its MoE layers get
+them (sequence, then batch); L is all MoE layers of the model, or those of this rank's model chunks."""
+
+
+def balance(
+    model_chunks: nn.Module | Sequence[nn.Module],
+    *,
+    pg_collection: Any = None,
+    slots_per_rank: int = 2,
+    mode: Literal["plan", "static", "shadow", "off"] = "plan",
+    dispatcher: Literal["megatron", "trimtab"] = "megatron",
+    nodes: Sequence[int] | None = None,
+    **options: Any,
+) -> MegatronSession:
+    """Balance the experts of a Megatron model. Call it when the model is built and loaded, before or after DDP.
+
+    Parameters, their gradients, DDP buckets, optimizer and checkpoints stay Megatron's. Experts keep their homes. A
+    collective over the ranks of this pipeline stage that hold experts together, and their expert-data-parallel ranks.
+
+    Args:
+        model_chunks: the model of this rank, or its chunks in an interleaved pipeline, in order.
+        pg_collection: Megatron's `ProcessGroupCollection`; the groups of `parallel_state` by default.
+        slots_per_rank: most replicas of one layer on a rank.
+        mode: see `Session`. In `shadow` and `off` Megatron runs as without this call.
+        dispatcher: `megatron` sends rows by Megatron's own dispatcher, built for physical experts: all-to-all, or flex
+            with DeepEP or HybridEP; `trimtab` by ours.
+        nodes: the node number of each rank of the expert-parallel group, in its order; by host name by default.
+        options: others of `Session`.
+
+    Raises:
+        InputError: if the model has no MoE layers, is balanced already, or its configuration is not supported.
+    """
+    chunks = [model_chunks] if isinstance(model_chunks, nn.Module) else list(model_chunks)
+    layers = [module for chunk in chunks for module in chunk.modules() if isinstance(module, MoELayer)]
+    if not layers:
+        raise InputError("the model has no MoE layers; balance() is for models with Megatron's MoELayer")
+    if any(isinstance(layer.token_dispatcher, PlannedDispatcher) for layer in layers):
+        raise InputError("the model is balanced already; call remove() of its MegatronSession first")
+    if dispatcher not in ("megatron", "trimtab"):
+        raise InputError(f"dispatcher is {dispatcher!r}; it should be one of megatron, trimtab")
+    config = layers[0].config
+    check_supported(config, layers, chunks)
+    if dispatcher == "megatron":
+        check_slots(layers[0], slots_per_rank)
+    groups = pg_collection or get_default_pg_collection()
+    expert_dp = getattr(groups, "expt_dp", None) or parallel_state.get_expert_data_parallel_group()
+    session = Session(
+        num_experts=config.num_moe_experts, expert_group=layers[0].ep_group,
+        expert_dp_group=expert_dp if expert_dp.size() > 1 else None,
+        nodes=nodes if nodes is not None else _nodes(layers[0].ep_group), mode=mode, slots_per_rank=slots_per_rank,
+        **options,
+    )  # fmt: skip
+    balanced = [_BalancedLayer(layer, session, groups, dispatcher) for layer in layers]
+    return MegatronSession(session, chunks, balanced)
+
+
+class MegatronSession:
+    """The experts of a Megatron model in a session. Created by `balance`.
+
+    Attributes:
+        session: the session, for metrics and modes. Its own `plan`, `finish_gradients` and `move` are not used.
+        report: the plan of the last step; None before the first.
+    """
+
+    def __init__(self, session: Session, chunks: Sequence[nn.Module], layers: Sequence[_BalancedLayer]) -> None:
+        self.session = session
+        self.report: PlanReport | None = None
+        self._chunks, self._layers = list(chunks), list(layers)
+        self._is_removed = False
+
+    def planned(self, forward_backward: Callable[..., Any], routing: Routing) -> Callable[..., Any]:
+        """Megatron's forward-backward function with a plan: `session.planned(get_forward_backward_func(), routing)`.
+
+        Call the result with Megatron's arguments, on all ranks, with `forward_only` too. The step is planned when it is
+        called. The function may be any of Megatron's schedules: without pipeline, 1F1B, interleaved.
+
+        Args:
+            routing: recorded routing of the micro-batches, in order.
+        """
+
+        def run(*, forward_step_func: Callable[..., Any], num_microbatches: int, **others: Any) -> Any:
+            self.plan(routing, num_microbatches)
+            steps = [self.session.micro_step(index) for index in range(num_microbatches)]
+            forwards: dict[int, int] = {}
+
+            def forward_step(data_iterator: Any, model: Any, *more: Any, **named: Any) -> Any:
+                index = forwards.get(id(model), 0)
+                forwards[id(model)] = index + 1
+                with steps[index]:
+                    return forward_step_func(data_iterator, model, *more, **named)
+
+            return forward_backward(forward_step_func=forward_step, num_microbatches=num_microbatches, **others)
+
+        return run
+
+    def plan(self, routing: Routing, num_microbatches: int) -> PlanReport:
+        """Plan a step; `planned` calls it.
+
+        Raises:
+            InputError: if the routing does not fit the micro-batches or the model.
+        """
+        if self._is_removed:
+            raise InputError("the session was removed from its model; call balance() again")
+        rows: list[Array] = []
+        problem = None
+        try:
+            rows = self._rows(routing, num_microbatches)
+        except InputError as error:
+            problem = error
+        self._gather_parameters()
+        # Optimizers write to parameters in ways that don't show.
+        self.session.weights_changed()
+        self.report = self.session.plan_micro_steps(rows, problem=problem)
+        return self.report
+
+    def take_metrics(self) -> dict[str, float]:
+        """See `Session.take_metrics`."""
+        return self.session.take_metrics()
+
+    def remove(self) -> None:
+        """Give the model back as it was. Call it between steps."""
+        if not self._is_removed:
+            for layer in self._layers:
+                layer.remove()
+            self.session.close()
+            self._is_removed = True
+
+    def _rows(self, routing: Routing, num_microbatches: int) -> list[Array]:
+        """The ids of this rank's layers, for every micro-batch."""
+        if len(routing) != num_microbatches:
+            raise InputError(
+                f"routing was recorded for {len(routing)} micro-batches, and the step has {num_microbatches}; give the "
+                "ids of every micro-batch of this rank"
+            )
+        return [self._of_stage(np.asarray(ids), index) for index, ids in enumerate(routing)]
+
+    def _of_stage(self, ids: Array, index: int) -> Array:
+        """The ids of this rank's layers."""
+        if ids.ndim != 3:
+            raise InputError(
+                f"the routing of micro-batch {index} has shape {list(ids.shape)}, not [tokens, layers, top_k]"
+            )
+        numbers = [layer.number for layer in self._layers]
+        total = self._layers[0].layers_of_model
+        if ids.shape[1] == len(numbers):
+            return ids
+        if ids.shape[1] == total:
+            return ids[:, numbers]
+        raise InputError(
+            f"the routing of micro-batch {index} has {ids.shape[1]} layers; it should have the {total} MoE layers of "
+            f"the model or the {len(numbers)} of this rank"
+        )
+
+    def _gather_parameters(self) -> None:
+        """Complete the parameters of experts that a distributed optimizer has updated in parts."""
+        for chunk in self._chunks:
+            ddp: Any = chunk
+            config = getattr(ddp, "ddp_config", None)
+            if config is not None and config.use_distributed_optimizer and config.overlap_param_gather:
+                for bucket_group in ddp.expert_parallel_bucket_groups:
+                    bucket_group.start_param_sync(force_sync=True)
+
+
+class _BalancedLayer:
+    """One MoE layer of the model, with what `balance` has replaced in it.
+
+    Attributes:
+        number: its number among all MoE layers of the model, from 0.
+        layers_of_model: MoE layers of the model.
+    """
+
+    def __init__(self, moe_layer: MoELayer, session: Session, groups: Any, dispatcher: str) -> None:
+        self._moe_layer = moe_layer
+        experts = experts_of(moe_layer.experts)
+        assert experts is not None
+        self._experts: Experts = experts
+        self._layer: FrameworkLayer = session.add_framework_layer(experts.tensors)
+        pattern = _moe_pattern(moe_layer.config)
+        self.number = sum(pattern[: moe_layer.layer_number - 1])
+        self.layers_of_model = sum(pattern)
+        replay = SessionReplay(self._layer, moe_layer.router.router_replay, lambda: session.mode in ("plan", "static"))
+        start = TrimtabRows.start
+        if dispatcher == "megatron":
+            physical = physical_dispatcher(moe_layer, session.slots_per_rank, session.topology.positions, groups)
+            start = partial(MegatronRows.start, physical)  # type: ignore[assignment]
+        self._dispatcher = PlannedDispatcher(moe_layer, self._layer, replay, start)
+        self._compute_homes = moe_layer.experts.forward
+        moe_layer.router.router_replay = replay
+        moe_layer.token_dispatcher = self._dispatcher
+        moe_layer.experts.forward = self._compute
+
+    def remove(self) -> None:
+        """Undo all replacements."""
+        self._moe_layer.router.router_replay = self._moe_layer.router.router_replay.plain
+        self._moe_layer.token_dispatcher = self._dispatcher.plain
+        del self._moe_layer.experts.forward
+
+    def _compute(self, rows: torch.Tensor, counts: torch.Tensor, probs: torch.Tensor) -> tuple[torch.Tensor, Any]:
+        """Replaces the forward of the experts' module: home experts, then replicas."""
+        outputs, bias = self._compute_homes(rows, counts, probs)
+        call = self._dispatcher.rows
+        if call is None or not call.instance.replicas.count:
+            return outputs, bias
+        replica_rows, replicas = self._layer.use_replicas(call.replica_rows, call.instance)
+        if replicas.count:
+            with replicas.saved_for_backward():
+                replica_rows = self._experts.compute(
+                    replica_rows, call.instance.layout.replica_groups.counts, call.replica_probs, replicas.tensors
+                )
+        return call.join(outputs, replica_rows), bias
+
+
+def _moe_pattern(config: Any) -> list[int]:
+    """For every layer of the model 1 if it is a MoE layer, else 0; as Megatron reads `moe_layer_freq`."""
+    frequency = config.moe_layer_freq
+    if isinstance(frequency, int):
+        return [int(layer % frequency == 0) for layer in range(config.num_layers)]
+    return list(frequency)
+
+
+def _nodes(group: dist.ProcessGroup) -> list[int] | None:
+    """The node of each rank of a group, by host name; None if they have different numbers of ranks."""
+    names: list[str] = [""] * group.size()
+    dist.all_gather_object(names, socket.gethostname(), group=group)
+    if len({names.count(name) for name in names}) > 1:
+        return None
+    numbers = {name: number for number, name in enumerate(dict.fromkeys(names))}
+    return [numbers[name] for name in names]

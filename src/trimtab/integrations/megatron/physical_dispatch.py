@@ -1,0 +1,287 @@
+"""Dispatch of planned calls: by Megatron's own dispatcher, built for physical experts, or by Trimtab's."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from megatron.core.transformer.moe.moe_layer import MoELayer
+from megatron.core.transformer.moe.token_dispatcher import (
+    MoEAlltoAllTokenDispatcher,
+    MoEFlexTokenDispatcher,
+    _DeepepManager,
+)
+
+from trimtab.runtime.layer.dispatch import Dispatched, RowDispatcher
+from trimtab.runtime.layer.framework_layer import FrameworkLayer
+from trimtab.runtime.layer.instance import Instance
+
+
+class Rows(Protocol):
+    """The rows of one planned call, with the methods of Megatron's dispatchers.
+
+    Attributes:
+        instance: the call.
+        replica_rows, replica_probs: of `dispatch_postprocess`, rows `[B, H]` and weights `[B]` of this rank's replicas,
+            if any rank has a replica in the call.
+    """
+
+    instance: Instance
+    replica_rows: torch.Tensor
+    replica_probs: torch.Tensor
+
+    def token_dispatch(self, hidden: torch.Tensor, probs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]: ...
+
+    def dispatch_postprocess(
+        self, hidden: torch.Tensor, probs: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]: ...
+
+    def join(self, home_outputs: torch.Tensor, replica_outputs: torch.Tensor) -> torch.Tensor:
+        """The outputs of all local experts, for `combine_preprocess`."""
+        ...
+
+    def combine_preprocess(self, outputs: torch.Tensor) -> torch.Tensor: ...
+
+    def token_combine(self, outputs: torch.Tensor) -> torch.Tensor: ...
+
+    def combine_postprocess(self, outputs: torch.Tensor) -> torch.Tensor: ...
+
+
+class PlannedDispatcher:
+    """Takes the place of a MoE layer's dispatcher: planned calls go to physical experts, others to Megatron's own.
+
+    Attributes:
+        plain: Megatron's dispatcher.
+        rows: the rows of the planned call that runs now; None in other calls.
+    """
+
+    def __init__(self, moe_layer: MoELayer, layer: FrameworkLayer, replay: Any, make_rows: Any) -> None:
+        self.plain = moe_layer.token_dispatcher
+        self.rows: Rows | None = None
+        self._layer, self._replay, self._make_rows = layer, replay, make_rows
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.plain, name)
+
+    def dispatch_preprocess(
+        self, hidden: torch.Tensor, routing_map: torch.Tensor, probs: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        self.rows = None
+        ids = self._replay.take_ids()
+        begun = None if ids is None else self._layer.begin(hidden, ids)
+        if begun is None:
+            return self.plain.dispatch_preprocess(hidden, routing_map, probs)
+        hidden, instance = begun
+        self.rows, hidden, probs = self._make_rows(hidden, probs.gather(1, ids), instance)
+        return hidden, probs
+
+    def token_dispatch(self, hidden: torch.Tensor, probs: torch.Tensor) -> Any:
+        return (self.rows or self.plain).token_dispatch(hidden, probs)
+
+    def dispatch_postprocess(self, hidden: torch.Tensor, probs: torch.Tensor) -> Any:
+        return (self.rows or self.plain).dispatch_postprocess(hidden, probs)
+
+    def combine_preprocess(self, outputs: torch.Tensor) -> torch.Tensor:
+        return (self.rows or self.plain).combine_preprocess(outputs)
+
+    def token_combine(self, outputs: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        if self.rows is None:
+            return self.plain.token_combine(outputs, *args, **kwargs)
+        return self.rows.token_combine(outputs)
+
+    def combine_postprocess(self, outputs: torch.Tensor) -> torch.Tensor:
+        rows, self.rows = self.rows, None
+        if rows is None:
+            return self.plain.combine_postprocess(outputs)
+        return self._layer.end(rows.combine_postprocess(outputs), rows.instance)
+
+
+class MegatronRows:
+    """Rows that one of Megatron's dispatchers sends. See `Rows`.
+
+    Args:
+        dispatcher: built for physical experts.
+        weights: `[T, K]`, the router's weights of the recorded experts.
+    """
+
+    @classmethod
+    def start(
+        cls, dispatcher: PhysicalDispatcher, hidden: torch.Tensor, weights: torch.Tensor, instance: Instance
+    ) -> tuple[MegatronRows, torch.Tensor, torch.Tensor]:
+        """The rows of a call, and what Megatron's `dispatch_preprocess` returns."""
+        dispatcher.instance = instance
+        ids = instance.layout.physical_ids.to(torch.int64)
+        shape = len(ids), dispatcher.num_experts
+        routing_map = torch.zeros(shape, dtype=torch.bool, device=ids.device).scatter_(1, ids, value=True)
+        probs = torch.zeros(shape, dtype=weights.dtype, device=ids.device).scatter(1, ids, weights)
+        hidden, probs = dispatcher.dispatch_preprocess(hidden, routing_map, probs)
+        return cls(dispatcher, instance), hidden, probs
+
+    def __init__(self, dispatcher: PhysicalDispatcher, instance: Instance) -> None:
+        self.instance = instance
+        self._dispatcher = dispatcher
+        self.token_dispatch = dispatcher.token_dispatch
+        self.combine_preprocess = dispatcher.combine_preprocess
+        self.token_combine = dispatcher.token_combine
+        self.combine_postprocess = dispatcher.combine_postprocess
+
+    def dispatch_postprocess(
+        self, hidden: torch.Tensor, probs: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        hidden, counts, probs = self._dispatcher.dispatch_postprocess(hidden, probs)
+        homes = self.instance.layout.home_groups.counts
+        counts = counts[: len(homes)]
+        if not self.instance.replicas.count:
+            return hidden, counts, probs
+        # The backward of `split` writes the gradient of all rows once; that of slices fills it with zeros for each.
+        parts = sum(homes), len(hidden) - sum(homes)
+        hidden, self.replica_rows = hidden.split(parts)
+        probs, self.replica_probs = probs.split(parts)
+        return hidden, counts, probs
+
+    def join(self, home_outputs: torch.Tensor, replica_outputs: torch.Tensor) -> torch.Tensor:
+        return torch.cat([home_outputs, replica_outputs])
+
+
+class PhysicalAlltoAll(MoEAlltoAllTokenDispatcher):
+    """Megatron's all-to-all dispatcher for physical experts. Counts come from the plan, without exchange or sync.
+
+    Args:
+        moe_layer: the layer whose dispatcher it stands beside.
+        num_slots: slots of a rank, S.
+        positions: the position of every rank in the expert-parallel group; see `Topology`.
+
+    Attributes:
+        instance: the call that runs now.
+    """
+
+    instance: Instance
+
+    def __init__(self, moe_layer: MoELayer, num_slots: int, positions: tuple[int, ...], pg_collection: Any) -> None:
+        super().__init__(**_physical_experts(moe_layer, num_slots), pg_collection=pg_collection)
+        self._positions = np.array(positions)
+
+    def preprocess(self, routing_map: torch.Tensor) -> torch.Tensor:
+        """Sizes of this rank's exchange, from the plan. Returns the rows `[H + S]` of its physical experts."""
+        layout = self.instance.layout
+        splits = np.empty((2, len(self._positions)), np.int64)
+        splits[:, self._positions] = layout.send_splits, layout.recv_splits
+        arriving_RG = np.empty_like(layout.arriving_RG)
+        arriving_RG[self._positions] = layout.arriving_RG
+        self.num_out_tokens = layout.row_tokens.numel()
+        self.input_splits, self.output_splits = splits.tolist()
+        counts = torch.from_numpy(arriving_RG)
+        self.num_global_tokens_per_local_expert = counts
+        if self.config.moe_permute_fusion:
+            # Its kernels read the counts on the device.
+            self.num_global_tokens_per_local_expert = counts.pin_memory().to(routing_map.device, non_blocking=True)
+        return counts.sum(dim=0)
+
+
+class PhysicalFlex(MoEFlexTokenDispatcher):
+    """Megatron's flex dispatcher for physical experts, with its manager for DeepEP or for HybridEP.
+
+    Both managers share one buffer in a process with the layer's own dispatcher. DeepEP's has a size that does not
+    depend on the number of experts. HybridEP gets the number of experts of a rank with every dispatch: it compiles a
+    kernel for each number, keeps the number in the handle that combine and backward use, and enlarges its buffer once,
+    at the first call with more experts than before. This follows from the source of DeepEP, branch `hybrid-ep`. It was
+    tested with replacements of `deep_ep` on a CPU, never with DeepEP or HybridEP on a GPU.
+
+    Args:
+        moe_layer: the layer whose dispatcher it stands beside.
+        num_slots: slots of a rank, S.
+
+    Attributes:
+        num_experts: physical experts of all ranks.
+        instance: the call that runs now.
+    """
+
+    instance: Instance
+
+    def __init__(self, moe_layer: MoELayer, num_slots: int, pg_collection: Any) -> None:
+        super().__init__(**_physical_experts(moe_layer, num_slots), pg_collection=pg_collection)
+        self.num_experts: int = self.config.num_moe_experts
+
+    def dispatch_preprocess(
+        self, hidden: torch.Tensor, routing_map: torch.Tensor, probs: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """As Megatron's, but DeepEP gets the experts of the plan. Megatron finds them by the top-k of `probs`, which
+        misses experts whose weight is 0."""
+        self.hidden_shape = hidden.shape
+        manager = self._comm_manager
+        if isinstance(manager, _DeepepManager):
+            ids = self.instance.layout.physical_ids.to(torch.int64)
+            manager.token_indices, manager.token_probs = ids, probs.gather(1, ids)
+        else:
+            manager.setup_metadata(routing_map, probs)
+        return hidden.view(-1, hidden.shape[-1]), manager.token_probs
+
+
+PhysicalDispatcher = PhysicalAlltoAll | PhysicalFlex
+
+
+def physical_dispatcher(
+    moe_layer: MoELayer, num_slots: int, positions: tuple[int, ...], pg_collection: Any
+) -> PhysicalDispatcher:
+    """A dispatcher for physical experts, of the kind that the layer has. See `PhysicalAlltoAll`."""
+    if isinstance(moe_layer.token_dispatcher, MoEFlexTokenDispatcher):
+        return PhysicalFlex(moe_layer, num_slots, pg_collection)
+    return PhysicalAlltoAll(moe_layer, num_slots, positions, pg_collection)
+
+
+def _physical_experts(moe_layer: MoELayer, num_slots: int) -> dict[str, Any]:
+    """Arguments of Megatron's dispatchers: the H + S physical experts of this rank, and a config with all of them."""
+    group, local = moe_layer.ep_group, moe_layer.num_local_experts + num_slots
+    config = copy.copy(moe_layer.config)
+    config.num_moe_experts = group.size() * local
+    first = group.rank() * local
+    return {
+        "num_local_experts": local,
+        "local_expert_indices": list(range(first, first + local)),
+        "config": config,
+    }
+
+
+class TrimtabRows:
+    """Rows that Trimtab's dispatcher sends. See `Rows`. The router's weights are applied where rows come back."""
+
+    @classmethod
+    def start(
+        cls, hidden: torch.Tensor, weights: torch.Tensor, instance: Instance
+    ) -> tuple[TrimtabRows, torch.Tensor, torch.Tensor]:
+        """The rows of a call; nothing is sent yet."""
+        return cls(hidden.shape, instance), hidden.reshape(-1, hidden.shape[-1]), weights
+
+    def __init__(self, shape: torch.Size, instance: Instance) -> None:
+        self.instance = instance
+        self._shape, self._dispatcher = shape, RowDispatcher()
+        self._arrived: Dispatched | None = None
+        self._replica_outputs: list[torch.Tensor] = []
+
+    def token_dispatch(self, hidden: torch.Tensor, probs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        ids = self.instance.layout.physical_ids
+        self._arrived = arrived = self._dispatcher.dispatch(hidden, ids, probs, self.instance)
+        self.replica_rows = arrived.replica_rows
+        self.replica_probs = probs.new_ones(len(arrived.replica_rows))
+        return arrived.home_rows, probs.new_ones(len(arrived.home_rows))
+
+    def dispatch_postprocess(
+        self, hidden: torch.Tensor, probs: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        return hidden, torch.tensor(self.instance.layout.home_groups.counts), probs
+
+    def join(self, home_outputs: torch.Tensor, replica_outputs: torch.Tensor) -> torch.Tensor:
+        self._replica_outputs = [replica_outputs]
+        return home_outputs
+
+    def combine_preprocess(self, outputs: torch.Tensor) -> torch.Tensor:
+        return outputs
+
+    def token_combine(self, outputs: torch.Tensor) -> torch.Tensor:
+        assert self._arrived is not None
+        return self._dispatcher.combine([outputs, *self._replica_outputs], self._arrived)
+
+    def combine_postprocess(self, outputs: torch.Tensor) -> torch.Tensor:
+        return outputs.view(self._shape)

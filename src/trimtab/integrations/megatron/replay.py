@@ -1,0 +1,61 @@
+"""Replay of recorded routing in Megatron's routers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from trimtab.runtime.layer.framework_layer import FrameworkLayer
+
+ComputeTopk = Callable[..., tuple[torch.Tensor, torch.Tensor]]
+
+
+class SessionReplay:
+    """Takes the place of a router's `RouterReplay`: recorded experts in planned micro-steps, with the router's own
+    scores for them; else what the router would do without it.
+
+    Args:
+        plain: the user's `RouterReplay`; None if routing replay is not enabled.
+        is_replaying: whether the session replays now.
+    """
+
+    def __init__(self, layer: FrameworkLayer, plain: Any, is_replaying: Callable[[], bool]) -> None:
+        self.plain = plain
+        self._layer, self._is_replaying = layer, is_replaying
+        self._ids: torch.Tensor | None = None
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.plain, name)
+
+    def get_replay_topk(
+        self,
+        scores: torch.Tensor,
+        topk: int,
+        num_groups: int | None = None,
+        group_topk: int | None = None,
+        default_compute_topk: ComputeTopk | None = None,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Scores and experts `[T, K]` of each token, as `RouterReplay.get_replay_topk`."""
+        assert default_compute_topk is not None
+        self._ids = None
+        if not self._is_replaying() or not self._layer.replays:
+            if self.plain is not None:
+                found: tuple[torch.Tensor, torch.Tensor] = self.plain.get_replay_topk(
+                    scores, topk, num_groups, group_topk, default_compute_topk
+                )
+                return found
+            return default_compute_topk(scores, topk, num_groups=num_groups, group_topk=group_topk)
+        ids = self._layer.recorded_ids(len(scores), topk)
+        if ids is None:
+            with torch.no_grad():
+                _, live_ids = default_compute_topk(scores, topk, num_groups=num_groups, group_topk=group_topk)
+            ids = self._layer.route(live_ids)
+        self._ids = ids
+        return scores.gather(1, ids), ids
+
+    def take_ids(self) -> torch.Tensor | None:
+        """The experts `[T, K]` that the router got last; None if they were not replayed."""
+        ids, self._ids = self._ids, None
+        return ids

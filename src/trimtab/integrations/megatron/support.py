@@ -1,0 +1,104 @@
+"""What of a Megatron model can be balanced, and by name what can't."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from megatron.core.transformer.moe.moe_layer import MoELayer
+from megatron.core.transformer.moe.router import TopKRouter
+from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispatcher, MoEFlexTokenDispatcher
+from torch import nn
+
+from trimtab.errors import InputError
+from trimtab.integrations.megatron.experts import experts_of
+from trimtab.integrations.megatron.option_tables import names, refusals
+
+FLEX_BACKENDS = ("deepep", "hybridep")
+EXPERTS_ADVICE = "use SequentialMLP, or TEGroupedMLP with one weight for each expert and without fused operations"
+
+
+def problems_of(config: Any, layers: Sequence[MoELayer], chunks: Sequence[nn.Module] = ()) -> list[str]:
+    """Why a model can't be balanced, one line each; empty if it can.
+
+    Args:
+        config: the TransformerConfig of the MoE layers.
+        layers: the MoE layers.
+        chunks: the model's chunks. Options of data parallelism are read from those in DistributedDataParallel.
+    """
+    found = list(refusals(_options_of(config)).values())
+    for chunk in chunks:
+        found += _problems_of_chunk(chunk)
+    for layer in layers:
+        found += _problems_of_layer(layer)
+    return list(dict.fromkeys(found))
+
+
+def check_supported(config: Any, layers: Sequence[MoELayer], chunks: Sequence[nn.Module] = ()) -> None:
+    """Raises InputError with the first problem of `problems_of`, and the number of others."""
+    found = problems_of(config, layers, chunks)
+    if found:
+        more = f" ({len(found) - 1} more: trimtab doctor --megatron lists them)" if len(found) > 1 else ""
+        raise InputError(f"this Megatron model can't be balanced: {found[0]}{more}")
+
+
+def check_slots(layer: MoELayer, slots_per_rank: int) -> None:
+    """Raises InputError if HybridEP has no kernel for H + S experts on a rank.
+
+    It needs a multiple of 4 experts in each NVLink domain. All ranks are whole domains, so their experts are a multiple
+    of 4 too.
+    """
+    dispatcher, ranks, homes = layer.token_dispatcher, layer.ep_group.size(), layer.num_local_experts
+    if type(dispatcher) is not MoEFlexTokenDispatcher or layer.config.moe_flex_dispatcher_backend != "hybridep":
+        return
+    fitting = next(slots for slots in range(slots_per_rank, slots_per_rank + 4) if ranks * (homes + slots) % 4 == 0)
+    if fitting != slots_per_rank:
+        raise InputError(
+            f"slots_per_rank={slots_per_rank} gives {ranks} ranks {homes} + {slots_per_rank} experts each; HybridEP "
+            f"needs a multiple of 4 on all ranks: use slots_per_rank={fitting}"
+        )
+
+
+def _options_of(config: Any) -> dict[str, Any]:
+    return {name: getattr(config, name) for name in sorted(names()) if hasattr(config, name)}
+
+
+def _problems_of_chunk(chunk: Any) -> list[str]:
+    if "FullyShardedDataParallel" in type(chunk).__name__:
+        return [
+            f"the model is in {type(chunk).__name__}: home experts have to be whole Parameters on their rank; use "
+            "Megatron's DistributedDataParallel"
+        ]
+    # The optimizer sets it on the wrapper, which is no option of it.
+    name = "overlap_param_gather_with_optimizer_step"
+    options = _options_of(getattr(chunk, "ddp_config", None)) | {name: getattr(chunk, name, False)}
+    return list(refusals(options).values())
+
+
+def _problems_of_layer(layer: MoELayer) -> list[str]:
+    where = f"MoE layer {layer.layer_number}"
+    if type(layer) is not MoELayer:
+        return [f"{where} is a {type(layer).__name__}; it should be Megatron's MoELayer"]
+    found = []
+    if type(layer.router) is not TopKRouter:
+        found.append(f"{where} has a {type(layer.router).__name__}; it should be Megatron's TopKRouter")
+    found += _dispatcher_problems(where, layer)
+    experts = experts_of(layer.experts)
+    if experts is None:
+        found.append(f"{where} has experts in {type(layer.experts).__name__}; {EXPERTS_ADVICE}")
+    elif not experts.tensors():
+        found.append(f"{where} has experts without Parameters of their own, as adapters have them; merge these first")
+    return found
+
+
+def _dispatcher_problems(where: str, layer: MoELayer) -> list[str]:
+    """Why a layer's dispatcher can't be used."""
+    dispatcher = layer.token_dispatcher
+    if type(dispatcher) not in (MoEAlltoAllTokenDispatcher, MoEFlexTokenDispatcher):
+        return [
+            f"{where} dispatches by {type(dispatcher).__name__}; use moe_token_dispatcher_type='alltoall' or 'flex'"
+        ]
+    backend = layer.config.moe_flex_dispatcher_backend
+    if type(dispatcher) is MoEFlexTokenDispatcher and backend not in FLEX_BACKENDS:
+        return [f"moe_flex_dispatcher_backend={backend!r} is not supported; use one of {', '.join(FLEX_BACKENDS)}"]
+    return []

@@ -1,0 +1,265 @@
+"""`deep_ep` in plain torch over gloo: the classes and functions that Megatron's flex dispatcher calls.
+
+Their contract is that of DeepEP's public Python code: `deep_ep/buffer.py`, and `deep_ep/hybrid_ep_buffer.py` of the
+branch `hybrid-ep`. Assertions stand for what the kernels require.
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Sequence
+from types import ModuleType
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+
+
+def use_deep_ep() -> None:
+    """Make Megatron's flex dispatcher use this module."""
+    # Megatron decorates the flex dispatcher with `torch.compile`.
+    torch._dynamo.config.disable = True
+    module, utils = ModuleType("deep_ep"), ModuleType("deep_ep.utils")
+    vars(module).update(Buffer=Buffer, HybridEPBuffer=HybridEPBuffer, utils=utils)
+    vars(utils).update(EventHandle=EventHandle, EventOverlap=EventOverlap)
+    sys.modules["deep_ep"], sys.modules["deep_ep.utils"] = module, utils
+    from megatron.core.transformer.moe import fused_a2a, token_dispatcher
+
+    functions = vars(importlib.reload(fused_a2a))
+    names = "fused_dispatch", "fused_combine", "set_deepep_num_sms", "hybrid_ep_dispatch", "hybrid_ep_combine"
+    vars(token_dispatcher).update({name: functions[name] for name in names})
+
+
+class EventHandle:
+    """A CUDA event."""
+
+
+class EventOverlap:
+    """An event that was recorded already."""
+
+    def __init__(self, event: Any = None) -> None:
+        self.event = event
+
+    def current_stream_wait(self) -> None: ...
+
+
+class _Sizes:
+    def get_nvl_buffer_size_hint(self, hidden_bytes: int, _ranks: int) -> int:
+        return 64 * hidden_bytes
+
+    def get_rdma_buffer_size_hint(self, _hidden_bytes: int, _ranks: int) -> int:
+        return 0
+
+
+class _Sent(NamedTuple):
+    """Rows of one exchange.
+
+    Attributes:
+        tokens: the token of each row that this rank sends, by rank.
+        sent, received: rows to and from each rank.
+        num_tokens: this rank's tokens.
+    """
+
+    tokens: torch.Tensor
+    sent: list[int]
+    received: list[int]
+    num_tokens: int
+
+
+class Buffer:
+    """DeepEP's buffer: a token is sent once to each rank that has any of its experts."""
+
+    def __init__(self, group: dist.ProcessGroup, num_nvl_bytes: int, num_rdma_bytes: int) -> None:
+        self.group, self.num_nvl_bytes, self.num_rdma_bytes = group, num_nvl_bytes, num_rdma_bytes
+
+    @staticmethod
+    def get_dispatch_config(_ranks: int) -> _Sizes:
+        return _Sizes()
+
+    get_combine_config = get_dispatch_config
+
+    @staticmethod
+    def set_num_sms(num_sms: int) -> None:
+        assert num_sms % 2 == 0
+
+    def get_dispatch_layout(self, topk_idx: torch.Tensor, num_experts: int, **_events: Any) -> Any:
+        """Tokens of each rank and each expert, and which token goes to which rank."""
+        ranks = self.group.size()
+        assert topk_idx.dtype == torch.int64
+        assert topk_idx.is_contiguous()
+        assert num_experts % ranks == 0
+        assert topk_idx.min() >= 0
+        assert topk_idx.max() < num_experts
+        of_rank = torch.zeros(len(topk_idx), ranks, dtype=torch.bool)
+        of_rank.scatter_(1, topk_idx // (num_experts // ranks), value=True)
+        of_expert = torch.bincount(topk_idx.view(-1), minlength=num_experts)
+        return of_rank.sum(0).int(), None, of_expert.int(), of_rank, EventOverlap()
+
+    def dispatch(
+        self, x: torch.Tensor, handle: _Sent | None = None, num_tokens_per_rank: torch.Tensor | None = None,
+        num_tokens_per_rdma_rank: None = None, is_token_in_rank: torch.Tensor | None = None,
+        num_tokens_per_expert: torch.Tensor | None = None, topk_idx: torch.Tensor | None = None,
+        topk_weights: torch.Tensor | None = None, **_events: Any,
+    ) -> Any:  # fmt: skip
+        """Send tokens. With a handle only `x`."""
+        assert x.ndim == 2
+        assert x.is_contiguous()
+        assert num_tokens_per_rdma_rank is None
+        if handle is not None:
+            assert topk_idx is None
+            assert topk_weights is None
+            assert len(x) == handle.num_tokens
+            return _exchange(x[handle.tokens], handle, self.group), None, None, None, None, EventOverlap()
+        assert num_tokens_per_rank is not None
+        assert is_token_in_rank is not None
+        assert num_tokens_per_expert is not None
+        assert topk_idx is not None
+        assert topk_weights is not None
+        assert topk_weights.dtype == torch.float32
+        ranks, tokens = is_token_in_rank.T.nonzero().unbind(1)
+        handle = _agree(tokens, num_tokens_per_rank, len(x), self.group)
+        local_experts = len(num_tokens_per_expert) // self.group.size()
+        ids = topk_idx[tokens] - ranks[:, None] * local_experts
+        is_local = (ids >= 0) & (ids < local_experts)
+        ids, weights = ids.where(is_local, -1), topk_weights[tokens] * is_local
+        ids, weights, rows = (_exchange(each, handle, self.group) for each in (ids, weights, x[tokens]))
+        counts = torch.bincount(ids[ids >= 0], minlength=local_experts).tolist()
+        return rows, ids, weights, counts, handle, EventOverlap()
+
+    def combine(self, x: torch.Tensor, handle: _Sent, topk_weights: torch.Tensor | None = None, **_events: Any) -> Any:
+        """Send rows back and sum those of each token, without weights."""
+        assert x.ndim == 2
+        assert x.is_contiguous()
+        assert len(x) == sum(handle.received)
+        summed = []
+        for part in (x, topk_weights):
+            if part is not None:
+                back = _exchange(part, handle, self.group, back=True)
+                summed.append(back.new_zeros(handle.num_tokens, back.shape[1]).index_add_(0, handle.tokens, back))
+        return summed[0], summed[1] if len(summed) > 1 else None, EventOverlap()
+
+
+class _Permuted(NamedTuple):
+    """The handle of a HybridEP dispatch.
+
+    Attributes:
+        sent: the exchange.
+        experts: experts of this rank, which the kernel was compiled for.
+        pairs: `[2, P]`, the arrived row and the local expert of each output row, by expert.
+        routing_map: `[T, R * experts]`, of this rank's tokens.
+    """
+
+    sent: _Sent
+    experts: int
+    pairs: torch.Tensor
+    routing_map: torch.Tensor
+
+
+class HybridEPBuffer:
+    """HybridEP's buffer. Its size follows the largest number of experts of a rank; kernels are kept by number.
+
+    Attributes:
+        experts: the number of local experts that its memory is for.
+        enlarged: how often it was allocated again.
+        compiled: the numbers of local experts that kernels were compiled for.
+    """
+
+    def __init__(
+        self, group: dist.ProcessGroup, hidden_dim: int, max_num_of_tokens_per_rank: int, num_local_experts: int,
+        use_fp8: bool, num_sms_dispatch_api: int, num_sms_combine_api: int,
+    ) -> None:  # fmt: skip
+        assert not use_fp8
+        assert num_sms_dispatch_api
+        assert num_sms_combine_api
+        assert hidden_dim % 16 == 0
+        self.group, self.tokens, self.experts = group, max_num_of_tokens_per_rank, num_local_experts
+        self.enlarged = 0
+        self.compiled: set[int] = set()
+
+    def dispatch_with_permute(
+        self, *, hidden: torch.Tensor, routing_map: torch.Tensor | None = None, probs: torch.Tensor | None = None,
+        scaling_factor: None = None, num_of_experts_per_rank: int | None = None, pad_multiple: None = None,
+        num_permuted_tokens: Any = None, non_blocking: bool = False, handle: _Permuted | None = None,
+    ) -> Any:  # fmt: skip
+        """Send tokens, and repeat them by local expert. With a handle the routing and probabilities of that are used,
+        and only rows are sent."""
+        assert hidden.is_contiguous()
+        assert scaling_factor is None
+        assert pad_multiple is None
+        arrived_probs = None
+        if handle is None:
+            assert routing_map is not None
+            assert probs is not None
+            assert num_of_experts_per_rank is not None
+            assert not non_blocking
+            assert num_permuted_tokens is None
+            handle, arrived_probs = self._start(hidden, routing_map, probs, num_of_experts_per_rank)
+        else:
+            assert routing_map is None
+            assert probs is None
+            assert num_permuted_tokens == handle.pairs.shape[1]
+        assert handle.experts in self.compiled
+        assert handle.experts <= self.experts
+        rows = _exchange(hidden[handle.sent.tokens], handle.sent, self.group)
+        counts = torch.bincount(handle.pairs[1], minlength=handle.experts)
+        return rows[handle.pairs[0]], arrived_probs, None, counts, handle
+
+    def _start(
+        self, hidden: torch.Tensor, routing_map: torch.Tensor, probs: torch.Tensor, experts: int
+    ) -> tuple[_Permuted, torch.Tensor]:
+        ranks, count = self.group.size(), len(hidden)
+        assert routing_map.dtype == torch.bool
+        assert routing_map.is_contiguous()
+        assert probs.is_contiguous()
+        assert routing_map.shape == probs.shape == (count, ranks * experts)
+        assert probs.dtype == torch.float32
+        assert ranks * experts % 4 == 0
+        self.enlarged += experts > self.experts or count > self.tokens
+        self.experts, self.tokens = max(self.experts, experts), max(self.tokens, count)
+        self.compiled.add(experts)
+        map_RTE = routing_map.view(count, ranks, experts).transpose(0, 1)
+        of_rank, tokens = map_RTE.any(2).nonzero().unbind(1)
+        sent = _agree(tokens, map_RTE.any(2).sum(1), count, self.group)
+        arrived = _exchange(map_RTE[of_rank, tokens].to(torch.uint8), sent, self.group)
+        pairs = arrived.T.nonzero().T.flip(0)
+        arrived_probs = _exchange(probs.view(count, ranks, experts)[tokens, of_rank], sent, self.group)
+        return _Permuted(sent, experts, pairs, routing_map), arrived_probs[pairs[0], pairs[1]]
+
+    def combine_with_unpermute(
+        self, *, hidden: torch.Tensor, probs: torch.Tensor | None = None, handle: _Permuted, pad_multiple: None = None
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Sum rows of each token here, send the sums back, and sum them."""
+        assert pad_multiple is None
+        assert handle.experts in self.compiled
+        assert handle.experts <= self.experts
+        sent, (rows, experts) = handle.sent, handle.pairs
+        assert len(hidden) == len(rows)
+        summed = hidden.new_zeros(sum(sent.received), hidden.shape[1]).index_add_(0, rows, hidden)
+        back = _exchange(summed, sent, self.group, back=True)
+        combined = back.new_zeros(sent.num_tokens, back.shape[1]).index_add_(0, sent.tokens, back)
+        if probs is None:
+            return combined, None
+        spread = probs.new_zeros(sum(sent.received), handle.experts)
+        spread[rows, experts] = probs
+        spread = _exchange(spread, sent, self.group, back=True)
+        ranks = self.group.size()
+        probs_TRE = probs.new_zeros(sent.num_tokens, ranks, handle.experts)
+        of_rank = torch.arange(ranks).repeat_interleave(torch.tensor(sent.sent))
+        probs_TRE[sent.tokens, of_rank] = spread
+        return combined, probs_TRE.view(sent.num_tokens, -1)
+
+
+def _agree(tokens: torch.Tensor, counts: torch.Tensor, count: int, group: dist.ProcessGroup) -> _Sent:
+    """Exchange the numbers of rows `[R]`."""
+    received = torch.empty(group.size(), dtype=torch.int64)
+    dist.all_to_all_single(received, counts.to(torch.int64), group=group)
+    return _Sent(tokens, counts.tolist(), received.tolist(), count)
+
+
+def _exchange(rows: torch.Tensor, sent: _Sent, group: dist.ProcessGroup, *, back: bool = False) -> torch.Tensor:
+    """Rows `[N, ...]` of other ranks."""
+    sizes: Sequence[list[int]] = (sent.received, sent.sent) if back else (sent.sent, sent.received)
+    arrived = rows.new_empty(sum(sizes[1]), *rows.shape[1:])
+    dist.all_to_all_single(arrived, rows.contiguous(), sizes[1], sizes[0], group=group)
+    return arrived

@@ -1,0 +1,319 @@
+"""Training steps of a small Megatron model: Megatron's own run against the same with balanced experts."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+from unittest import mock
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from helpers.fake_te import use_grouped_experts
+from helpers.random_plans import random_plan
+from trimtab.array_type import Array
+from trimtab.integrations.megatron.on_cpu import use_cpu
+from trimtab.planner import GroupPlans, Placement, Schedule, Workload, plan_schedule
+from trimtab.planner.plan.pass_times import PARTS
+from trimtab.planner.plan.prediction import Prediction
+from trimtab.planner.plan.strategy import NOTHING, Choice
+from trimtab.runtime import planning
+
+VOCABULARY, LENGTH = 64, 16
+OPTIMIZER_STEPS = 5
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How the ranks are used; the remaining ranks are data-parallel."""
+
+    ranks: int
+    expert: int
+    tensor: int = 1
+    pipeline: int = 1
+    interleaved: bool = False
+
+
+@dataclass(frozen=True)
+class MegatronCase:
+    """Options of one comparison; the names are Megatron's.
+
+    Attributes:
+        grouped: experts are in `TEGroupedMLP`; see `fake_te`.
+        fused: the matrix products add gradients of weights to `main_grad`; see `fake_te`.
+        flex: backend of the flex dispatcher, see `fake_deep_ep`; None for all-to-all.
+    """
+
+    seed: int = 0
+    recompute: str = "none"
+    distributed_optimizer: bool = False
+    overlap: bool = False
+    dispatcher: str = "megatron"
+    random_plans: bool = True
+    router_replay: bool = False
+    double: bool = False
+    frozen: bool = False
+    bias: bool = False
+    grouped: bool = False
+    fused: bool = False
+    flex: str | None = None
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return torch.float64 if self.double else torch.float32
+
+
+RECOMPUTE: dict[str, dict[str, Any]] = {
+    "none": {},
+    "moe_act": {"recompute_granularity": "selective", "recompute_modules": ["moe_act"]},
+    "moe": {"recompute_granularity": "selective", "recompute_modules": ["moe"]},
+    "uniform": {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1},
+    "block": {"recompute_granularity": "full", "recompute_method": "block", "recompute_num_layers": 1},
+}
+
+
+def compare_runs(layout: Layout, cases: Sequence[MegatronCase]) -> list[float]:
+    """The worst relative difference of a loss, `main_grad` or parameter, by case."""
+    torch.set_num_threads(1)
+    use_cpu()
+    from megatron.core import parallel_state
+
+    virtual = 2 if layout.interleaved else None
+    if not parallel_state.model_parallel_is_initialized():
+        parallel_state.initialize_model_parallel(
+            tensor_model_parallel_size=layout.tensor, pipeline_model_parallel_size=layout.pipeline,
+            virtual_pipeline_model_parallel_size=virtual, expert_model_parallel_size=layout.expert,
+            expert_tensor_parallel_size=1,
+        )  # fmt: skip
+    return [_Comparison(layout, case).worst() for case in cases]
+
+
+class Model:
+    """A model with DDP and optimizer, and its training steps."""
+
+    def __init__(self, layout: Layout, case: MegatronCase) -> None:
+        from megatron.core import parallel_state
+        from megatron.core.distributed import (
+            DistributedDataParallel,
+            DistributedDataParallelConfig,
+            finalize_model_grads,
+        )
+        from megatron.core.models.gpt import GPTModel
+        from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
+        from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+        from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
+        from megatron.core.transformer.transformer_config import TransformerConfig
+
+        self.layout, self.case = layout, case
+        model_parallel_cuda_manual_seed(7 + case.seed)
+        chunks = 2 if layout.interleaved else 1
+        layers = 2 * layout.pipeline * chunks if layout.pipeline > 1 else 3
+        self.config = config = TransformerConfig(
+            num_layers=layers, hidden_size=16, num_attention_heads=4, ffn_hidden_size=32, moe_ffn_hidden_size=24,
+            num_moe_experts=8, moe_router_topk=2, expert_model_parallel_size=layout.expert,
+            tensor_model_parallel_size=layout.tensor, sequence_parallel=layout.tensor > 1,
+            pipeline_model_parallel_size=layout.pipeline, expert_tensor_parallel_size=1,
+            virtual_pipeline_model_parallel_size=chunks if layout.interleaved else None,
+            # Without, Megatron mixes up activations and gradients between two interleaved stages.
+            overlap_p2p_comm=layout.interleaved, batch_p2p_comm=not layout.interleaved,
+            moe_token_dispatcher_type="flex" if case.flex else "alltoall", use_cpu_initialization=True,
+            moe_flex_dispatcher_backend=case.flex or "deepep", add_bias_linear=case.bias,
+            gated_linear_unit=True, activation_func=torch.nn.functional.silu, moe_router_load_balancing_type="none",
+            attention_dropout=0.0, hidden_dropout=0.0, bias_activation_fusion=False, params_dtype=case.dtype,
+            pipeline_dtype=case.dtype, masked_softmax_fusion=False,
+            moe_shared_expert_intermediate_size=None if case.bias else 24, init_method_std=0.3,
+            gradient_accumulation_fusion=case.fused and not case.grouped, moe_grouped_gemm=case.grouped,
+            moe_layer_freq=[0] + [1] * (layers - 1),
+            moe_enable_routing_replay=case.router_replay, bf16=False, moe_router_dtype="fp64" if case.double else None,
+            **RECOMPUTE[case.recompute],
+        )  # fmt: skip
+        stage = parallel_state.get_pipeline_model_parallel_rank()
+        self.models, self.chunks = [], []
+        for chunk in range(chunks):
+            virtual = chunk if layout.interleaved else None
+            torch.manual_seed(case.seed)
+            # Each rank draws the same numbers up to its experts; Megatron sets its own seeds for these.
+            spec = get_gpt_decoder_block_spec(
+                config, use_transformer_engine=False, normalization="LayerNorm", vp_stage=virtual
+            )
+            if case.grouped:
+                use_grouped_experts(spec, fuse_wgrad_accumulation=case.fused)
+            model = GPTModel(
+                config, spec, vocab_size=VOCABULARY, max_sequence_length=LENGTH, position_embedding_type="rope",
+                pre_process=stage == 0 and chunk == 0,
+                post_process=stage == layout.pipeline - 1 and chunk == chunks - 1, vp_stage=virtual,
+                share_embeddings_and_output_weights=False,
+            )  # fmt: skip
+            model.to(case.dtype)
+            if case.frozen:
+                for name, parameter in model.named_parameters():
+                    parameter.requires_grad_(".experts." not in name or "linear_fc1" not in name)
+            ddp_config = DistributedDataParallelConfig(
+                grad_reduce_in_fp32=not case.double, overlap_grad_reduce=case.overlap,
+                overlap_param_gather=case.overlap and case.distributed_optimizer,
+                use_distributed_optimizer=case.distributed_optimizer, bucket_size=2000,
+            )  # fmt: skip
+            self.models.append(model)
+            ddp = DistributedDataParallel(config, ddp_config, model, disable_bucketing=chunk > 0)
+            ddp.train()
+            self.chunks.append(ddp)
+        several = len(self.chunks) > 1
+        no_sync = [ddp.no_sync for ddp in self.chunks]
+        config.no_sync_func = no_sync if several else no_sync[0]
+        if case.overlap:
+            grad_sync = [ddp.start_grad_sync for ddp in self.chunks]
+            config.grad_sync_func = grad_sync if several else grad_sync[0]
+            if case.distributed_optimizer:
+                param_sync = [ddp.start_param_sync for ddp in self.chunks]
+                config.param_sync_func = param_sync if several else param_sync[0]
+        config.finalize_model_grads_func = finalize_model_grads
+        self.optimizer = get_megatron_optimizer(
+            OptimizerConfig(
+                optimizer="adam" if case.distributed_optimizer else "sgd", weight_decay=0.0, adam_eps=1e-2,
+                lr=1e-3 if case.distributed_optimizer else 0.05,
+                clip_grad=0.0 if case.double else 1.0, params_dtype=case.dtype,
+                use_distributed_optimizer=case.distributed_optimizer, sgd_momentum=0.5,
+                overlap_param_gather=case.overlap and case.distributed_optimizer,
+            ),
+            self.chunks,
+        )  # fmt: skip
+
+    def moe_layers(self) -> Iterator[Any]:
+        from megatron.core.transformer.moe.moe_layer import MoELayer
+
+        for model in self.models:
+            yield from (module for module in model.modules() if isinstance(module, MoELayer))
+
+    def run(self, function: Any, tokens_MBS: torch.Tensor, *, forward_only: bool = False) -> float:
+        """One call of a forward-backward function; the sum of this rank's losses."""
+        position = torch.arange(LENGTH)[None]
+        mask = torch.triu(torch.ones(LENGTH, LENGTH, dtype=torch.bool), 1)[None, None]
+        total = 0.0
+
+        def forward_step(iterator: Any, model: Any) -> Any:
+            tokens = next(iterator)[None]
+            output = model(tokens, position, mask, labels=tokens.roll(-1, 1))
+
+            def loss_of(losses: torch.Tensor) -> Any:
+                nonlocal total
+                total += float(losses.detach().sum())
+                return losses.double().mean().to(losses.dtype), {}
+
+            return output, loss_of
+
+        iterators = [iter(tokens_MBS) for _ in self.chunks]
+        several = len(self.chunks) > 1
+        function(
+            forward_step_func=forward_step, data_iterator=iterators if several else iterators[0],
+            model=self.chunks if several else self.chunks[0], num_microbatches=len(tokens_MBS), seq_length=LENGTH,
+            micro_batch_size=1, forward_only=forward_only,
+        )  # fmt: skip
+        return total
+
+    def record(self, function: Any, tokens_MBS: torch.Tensor) -> list[Array]:
+        """The experts `[n, L, K]` that this rank's routers choose for each micro-batch."""
+        found: dict[int, list[torch.Tensor]] = {}
+
+        def keep(layer: int, _router: Any, _args: Any, output: Any) -> None:
+            found.setdefault(layer, []).append(output[1].nonzero()[:, 1].view(len(output[1]), -1))
+
+        hooks = [
+            layer.router.register_forward_hook(partial(keep, number)) for number, layer in enumerate(self.moe_layers())
+        ]
+        self.run(function, tokens_MBS, forward_only=True)
+        for hook in hooks:
+            hook.remove()
+        return [
+            torch.stack([found[layer][m] for layer in sorted(found)], dim=1).numpy() for m in range(len(tokens_MBS))
+        ]
+
+    def named_parameters(self) -> dict[str, Any]:
+        return {f"{c}.{name}": p for c, model in enumerate(self.models) for name, p in model.named_parameters()}
+
+
+class _Comparison:
+    def __init__(self, layout: Layout, case: MegatronCase) -> None:
+        from megatron.core.pipeline_parallel.schedules import get_forward_backward_func
+
+        from trimtab.integrations.megatron import balance
+
+        self.layout, self.case = layout, case
+        self.function = get_forward_backward_func()
+        self.plain, self.balanced = Model(layout, case), Model(layout, case)
+        for name, parameter in self.plain.named_parameters().items():
+            self.balanced.named_parameters()[name].data.copy_(parameter.data)
+        # The planner balances such small steps only if it has to.
+        options: dict[str, Any] = {"slots_per_rank": 2} if case.random_plans else {"slots_per_rank": 6, "exact": True}
+        self.session = balance(self.balanced.chunks, dispatcher=case.dispatcher, **options)  # type: ignore[arg-type]
+        self.plan_rng = np.random.default_rng((case.seed, dist.get_rank() // 2))
+        self.replicas = 0
+
+    def worst(self) -> float:
+        """The worst relative difference."""
+        from megatron.core import parallel_state
+
+        rng = np.random.default_rng((self.case.seed, parallel_state.get_data_parallel_rank()))
+        found: dict[str, float] = {}
+        for step in range(OPTIMIZER_STEPS):
+            micro_batches = 4 if self.layout.pipeline > 1 else 3
+            tokens_MBS = torch.from_numpy(rng.integers(0, VOCABULARY, (micro_batches, LENGTH)))
+            routing = self.plain.record(self.function, tokens_MBS)
+            with mock.patch.object(
+                planning, "plan_schedule", self.random_plans if self.case.random_plans else plan_schedule
+            ):
+                planned = self.session.planned(self.function, routing)
+                self.zero()
+                expected = self.plain.run(self.function, tokens_MBS)
+                if step == 1:
+                    # Log-probs first; then the same plan's update.
+                    self.balanced.run(planned, tokens_MBS, forward_only=True)
+                actual = self.balanced.run(planned, tokens_MBS)
+            assert self.session.report is not None
+            self.replicas += self.session.report.replicas
+            found[f"step {step} loss"] = abs(actual - expected) / max(abs(expected), 1e-30)
+            self.compare(found, step, "main_grad")
+            for model in (self.plain, self.balanced):
+                model.optimizer.step()
+            if not (self.case.overlap and self.case.distributed_optimizer):
+                self.compare(found, step, "data")
+        assert self.replicas > 0, "no replicas"
+        unplanned = self.session.take_metrics()["moe/unplanned_micro_steps"]
+        assert unplanned == 0, unplanned
+        self.session.remove()
+        name = max(found, key=found.__getitem__)
+        if found[name] > 1e-3:
+            print(self.case, dist.get_rank(), name, found[name], flush=True)
+        return found[name]
+
+    def zero(self) -> None:
+        for model in (self.plain, self.balanced):
+            for chunk in model.chunks:
+                chunk.zero_grad_buffer()
+            model.optimizer.zero_grad()
+
+    def compare(self, found: dict[str, float], step: int, what: str) -> None:
+        balanced = self.balanced.named_parameters()
+        for name, parameter in self.plain.named_parameters().items():
+            if not parameter.requires_grad:
+                continue
+            expected, actual = getattr(parameter, what), getattr(balanced[name], what)
+            scale = max(float(expected.double().norm()), 1e-6)
+            found[f"step {step} {what} {name}"] = float((actual.double() - expected.double()).norm()) / scale
+
+    def random_plans(
+        self, loads: Sequence[Workload], schedule: Schedule, placement: Placement, _cluster: Any, **_chosen: Any
+    ) -> GroupPlans:
+        """Replaces the planner on the first rank."""
+        topology = self.session.session.topology
+        plans = tuple(
+            random_plan(
+                self.plan_rng, load, schedule.of_group(group, topology.num_ranks)[1], slots=2, placement=placement,
+                ranks_per_node=topology.ranks_per_node,
+            )
+            for group, load in enumerate(loads)
+        )  # fmt: skip
+        prediction = Prediction(dict.fromkeys(PARTS, 1.0))
+        return GroupPlans(schedule, placement, plans, Choice(NOTHING, {"nothing": 1.0}), prediction, 0.0)

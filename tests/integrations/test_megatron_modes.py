@@ -1,0 +1,228 @@
+"""A balanced Megatron model in other modes, with wrong input, after errors, and given back; on two ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+from unittest import mock
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+
+from helpers.random_plans import random_plan
+from helpers.rank_pool import RankPool
+from trimtab.array_type import Array
+from trimtab.errors import InputError
+from trimtab.planner import GroupPlans
+from trimtab.planner.plan.pass_times import PARTS
+from trimtab.planner.plan.prediction import Prediction
+from trimtab.planner.plan.strategy import NOTHING, Choice
+
+MICRO_BATCHES = 2
+
+
+class Pair:
+    """Two equal models with experts on two ranks, tokens, and the routing that the models choose for them."""
+
+    def __init__(self) -> None:
+        from helpers.megatron_runs import LENGTH, VOCABULARY, Layout, MegatronCase, Model
+        from trimtab.integrations.megatron.on_cpu import use_cpu
+
+        torch.set_num_threads(1)
+        use_cpu()
+        from megatron.core import parallel_state
+        from megatron.core.pipeline_parallel.schedules import get_forward_backward_func
+
+        parallel_state.initialize_model_parallel(expert_model_parallel_size=2, expert_tensor_parallel_size=1)
+        self.function = get_forward_backward_func()
+        case = MegatronCase(double=True, router_replay=True)
+        self.plain, self.other = Model(Layout(2, 2), case), Model(Layout(2, 2), case)
+        others = self.other.named_parameters()
+        for name, parameter in self.plain.named_parameters().items():
+            others[name].data.copy_(parameter.data)
+        rng = np.random.default_rng(dist.get_rank())
+        self.tokens_MBS = torch.from_numpy(rng.integers(0, VOCABULARY, (MICRO_BATCHES, LENGTH)))
+        self.routing = self.plain.record(self.function, self.tokens_MBS)
+        self.expected = self.step(self.plain, self.function)
+
+    def step(self, model: Any, function: Callable[..., Any]) -> tuple[float, dict[str, torch.Tensor]]:
+        """Loss and `main_grad`s of a step."""
+        for chunk in model.chunks:
+            chunk.zero_grad_buffer()
+        loss = model.run(function, self.tokens_MBS)
+        return loss, {name: parameter.main_grad.clone() for name, parameter in model.named_parameters().items()}
+
+    def is_same(self, found: tuple[float, dict[str, torch.Tensor]]) -> bool:
+        """Whether a step is bitwise equal to Megatron's own."""
+        grads = zip(found[1].values(), self.expected[1].values(), strict=True)
+        return found[0] == self.expected[0] and all(torch.equal(*pair) for pair in grads)
+
+    def error(self, found: tuple[float, dict[str, torch.Tensor]]) -> float:
+        """The largest relative difference of a step from Megatron's own."""
+        grads = zip(found[1].values(), self.expected[1].values(), strict=True)
+        errors = [float((actual - expected).norm() / expected.norm().clamp(min=1e-6)) for actual, expected in grads]
+        return max([*errors, abs(found[0] / self.expected[0] - 1)])
+
+    @contextmanager
+    def balanced(self, **options: Any) -> Iterator[Any]:
+        """The second model in a session that makes random plans."""
+        from trimtab.integrations.megatron import balance
+        from trimtab.runtime import planning
+
+        session = balance(self.other.chunks, **options)
+        topology, rng = session.session.topology, np.random.default_rng(0)
+
+        def plans(loads: Any, schedule: Any, placement: Any, *_: Any, **__: Any) -> GroupPlans:
+            plan = random_plan(
+                rng, loads[0], schedule.of_group(0, 2)[1], slots=2, placement=placement,
+                ranks_per_node=topology.ranks_per_node,
+            )  # fmt: skip
+            choice, prediction = Choice(NOTHING, {"nothing": 1.0}), Prediction(dict.fromkeys(PARTS, 1.0))
+            return GroupPlans(schedule, placement, (plan,), choice, prediction, 0.0)
+
+        try:
+            with mock.patch.object(planning, "plan_schedule", plans):
+                yield session
+        finally:
+            session.remove()
+
+
+def pair_of(state: dict[str, Any]) -> Pair:
+    if "pair" not in state:
+        state["pair"] = Pair()
+    return state["pair"]
+
+
+def parts_of(pair: Pair) -> list[Any]:
+    """What `balance` replaces in a model."""
+    return [
+        part
+        for layer in pair.other.moe_layers()
+        for part in (layer.router.router_replay, layer.token_dispatcher, "forward" in vars(layer.experts))
+    ]
+
+
+def run_modes(state: dict[str, Any]) -> None:
+    pair = pair_of(state)
+    # Megatron's own run does not use it.
+    other_routing = [(ids + 1) % 8 for ids in pair.routing]
+    for mode in ("shadow", "off"):
+        with pair.balanced(mode=mode) as session:
+            planned = session.planned(pair.function, other_routing)
+            assert pair.is_same(pair.step(pair.other, planned)), mode
+            assert (session.report is not None and session.report.replicas > 0) == (mode == "shadow")
+    with pair.balanced() as session:
+        found = pair.step(pair.other, session.planned(pair.function, pair.routing))
+        assert session.report.replicas > 0
+        # Sums in another order: the comparison above would notice a plan.
+        same = [True, True]
+        dist.all_gather_object(same, pair.is_same(found))
+        assert not all(same)
+        assert pair.error(found) < 1e-12
+        session.session.mode = "shadow"
+        assert pair.is_same(pair.step(pair.other, session.planned(pair.function, other_routing)))
+
+
+def test_shadow_and_off_change_no_number(pool: RankPool) -> None:
+    pool.call(run_modes)
+
+
+def give_back(state: dict[str, Any]) -> None:
+    from trimtab.integrations.megatron import balance
+
+    pair = pair_of(state)
+    before = parts_of(pair)
+    with pair.balanced() as session:
+        assert pair.error(pair.step(pair.other, session.planned(pair.function, pair.routing))) < 1e-12
+        assert not any(now is then for now, then in zip(parts_of(pair)[:2], before, strict=False))
+        with pytest.raises(InputError, match="balanced already; call remove"):
+            balance(pair.other.chunks)
+        planned = session.planned(pair.function, pair.routing)
+    assert all(now is then for now, then in zip(parts_of(pair), before, strict=True))
+    assert pair.is_same(pair.step(pair.other, pair.function))
+    session.remove()
+    with pytest.raises(InputError, match="was removed from its model"):
+        pair.step(pair.other, planned)
+
+
+def test_remove_gives_the_model_back(pool: RankPool) -> None:
+    pool.call(give_back)
+
+
+def wrong_routings(routing: list[Array]) -> dict[str, list[Array]]:
+    """Routing that does not fit, by a part of the message."""
+    first, *others = routing
+    return {
+        "recorded for 1 micro-batches, and the step has 2": routing[:1],
+        "recorded for 3 micro-batches, and the step has 2": [*routing, first],
+        "not \\[tokens, layers, top_k\\]": [first[:, 0], *others],
+        "has 1 layers; it should have the 2 MoE layers": [first[:, :1], *others],
+        "should be integers": [first.astype(np.float32), *others],
+        "as many layers and experts a token as micro-step 0": [first[:, :, :1], *others],
+        "has expert id 8": [np.where(first == 7, 8, first), *others],
+    }
+
+
+def refuse_routing(state: dict[str, Any]) -> None:
+    pair = pair_of(state)
+    with pair.balanced() as session:
+        for message, wrong in wrong_routings(pair.routing).items():
+            for wrong_ranks in ((0, 1), (1,)):
+                routing = wrong if dist.get_rank() in wrong_ranks else pair.routing
+                with pytest.raises(InputError, match=message):
+                    pair.step(pair.other, session.planned(pair.function, routing))
+        assert pair.error(pair.step(pair.other, session.planned(pair.function, pair.routing))) < 1e-12
+
+
+def test_wrong_routing_is_refused_on_all_ranks(pool: RankPool) -> None:
+    pool.call(refuse_routing)
+
+
+def route_unknown_rows(state: dict[str, Any], dispatcher: str) -> None:
+    pair = pair_of(state)
+    routing = [ids.copy() for ids in pair.routing]
+    routing[0][::3, 0] = -1
+    routing[1][5:, 1] = -1
+    with pair.balanced(dispatcher=dispatcher) as session:
+        planned = session.planned(pair.function, routing)
+        assert pair.error(pair.step(pair.other, planned)) < 1e-12
+        metrics = session.take_metrics()
+        assert (metrics["moe/mixed_instances"], metrics["moe/unplanned_micro_steps"]) == (2, 0)
+
+
+@pytest.mark.parametrize("dispatcher", ["megatron", "trimtab"])
+def test_unknown_routes_are_the_routers_choice(pool: RankPool, dispatcher: str) -> None:
+    pool.call(route_unknown_rows, dispatcher)
+
+
+def fail_in_forward(state: dict[str, Any], behind_the_model: bool) -> None:
+    pair = pair_of(state)
+    with pair.balanced() as session:
+        planned = session.planned(pair.function, pair.routing)
+        calls = 0
+
+        def failing(*, forward_step_func: Callable[..., Any], **others: Any) -> Any:
+            def forward_step(*args: Any) -> Any:
+                nonlocal calls
+                calls += 1
+                output = forward_step_func(*args) if calls == 1 or behind_the_model else None
+                if calls == 2:
+                    raise ValueError("a sample is broken")
+                return output
+
+            return planned(forward_step_func=forward_step, **others)
+
+        with pytest.raises(ValueError, match="a sample is broken"):
+            pair.step(pair.other, failing)
+        assert calls == 2
+        for _ in range(2):
+            assert pair.error(pair.step(pair.other, planned)) < 1e-12
+        assert session.take_metrics()["moe/unplanned_micro_steps"] == 0
+
+
+@pytest.mark.parametrize("behind_the_model", [False, True])
+def test_an_exception_in_the_users_forward_leaves_the_next_step_clean(pool: RankPool, behind_the_model: bool) -> None:
+    pool.call(fail_in_forward, behind_the_model)
