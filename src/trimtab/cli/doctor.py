@@ -30,10 +30,18 @@ def add(commands: Any) -> None:
         examples=[
             "trimtab doctor",
             "trimtab doctor --model path/to/qwen3-moe --ranks 8",
+            "trimtab doctor --megatron path/to/pretrain.sh",
             "torchrun --nnodes 2 --nproc-per-node 8 -m trimtab.cli.main doctor --model path/to/qwen3-moe",
         ],
     )
     add_model(parser, type=Path, unset="none", help="a config.json or a checkpoint folder, to check as well")
+    parser.add_argument(
+        "--megatron",
+        type=Path,
+        metavar="FILE",
+        help="options of a Megatron run, to check as well: JSON or YAML of its arguments or TransformerConfig, a log "
+        "with its arguments, or a script of its flags (default: none)",
+    )
     add_options(parser, "--ranks", "--slots", default=2)
     add_options(parser, "--json")
     parser.set_defaults(run=run)
@@ -41,7 +49,7 @@ def add(commands: Any) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Returns the exit status."""
-    from trimtab.doctor import examine
+    from trimtab.doctor import check_megatron, examine
     from trimtab.doctor.finding import Finding
 
     ranks = int(os.environ.get("WORLD_SIZE", options.ranks))
@@ -55,8 +63,10 @@ def run(options: argparse.Namespace) -> int:
         num_layers = model.moe_layers + model.dense_layers if model.moe_layer_indices else None
     elif overrides:
         raise InputError(f"--set {next(iter(overrides))}: needs --model")
+    of_megatron = [] if options.megatron is None else check_megatron(options.megatron)
     local_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", ranks))
     findings = examine(ranks=ranks, local_ranks=local_ranks, slots=options.slots, model=model, num_layers=num_layers)
+    findings += of_megatron
     if unclear:
         findings.append(Finding("model sizes", "warning", unclear))
     if os.environ.get("RANK", "0") != "0":

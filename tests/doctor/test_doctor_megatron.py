@@ -1,0 +1,204 @@
+"""`trimtab doctor --megatron`: what of a Megatron configuration is supported, from the files that users have."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from trimtab.cli.main import main
+from trimtab.doctor import self_check
+from trimtab.doctor.finding import Finding
+from trimtab.doctor.megatron_check import check_megatron
+from trimtab.doctor.megatron_file import read_options
+from trimtab.doctor.self_check import PathCheck
+from trimtab.errors import InputError
+
+GOOD: dict[str, Any] = {
+    "num_moe_experts": 128,
+    "expert_model_parallel_size": 8,
+    "tensor_model_parallel_size": 2,
+    "sequence_parallel": True,
+    "expert_tensor_parallel_size": 1,
+    "pipeline_model_parallel_size": 4,
+    "moe_token_dispatcher_type": "alltoall",
+    "transformer_impl": "local",
+    "recompute_granularity": "full",
+    "recompute_method": "uniform",
+    "use_distributed_optimizer": True,
+    "moe_router_load_balancing_type": ["seq_aux_loss"],
+}
+SCRIPT = r"""#!/bin/bash
+EP=${EP:-8}
+export TP="2"
+MODEL_ARGS=(
+    --num-experts 128  # --mtp-num-layers 1
+    --swiglu
+)
+PARALLEL="--tensor-model-parallel-size ${TP} --sequence-parallel --expert-model-parallel-size $EP \
+ --expert-tensor-parallel-size 1 --pipeline-model-parallel-size=${PP:-4}"
+MOE_ARGS=" --moe-token-dispatcher-type alltoall --transformer-impl local
+ --recompute-granularity full --recompute-method uniform --moe-router-load-balancing-type seq_aux_loss"
+torchrun ${DISTRIBUTED[@]} pretrain_gpt.py ${MODEL_ARGS[@]} $PARALLEL $MOE_ARGS --use-distributed-optimizer pretrain
+"""
+
+
+def statuses(findings: list[Finding]) -> dict[str, str]:
+    return {finding.name.removeprefix("megatron "): finding.status for finding in findings}
+
+
+def written(path: Path, text: str | dict[str, Any]) -> Path:
+    path.write_text(text if isinstance(text, str) else json.dumps(text))
+    return path
+
+
+def as_log(options: dict[str, Any]) -> str:
+    """The arguments as Megatron prints them."""
+    lines = [f"  {name} {'.' * (48 - len(name))} {value}" for name, value in options.items()]
+    return "\n".join(["0: ------------ arguments ------------", *lines, "------ end of arguments ------"])
+
+
+def files(folder: Path) -> list[Path]:
+    """The same options in all kinds of files."""
+    dashed = {name.replace("_", "-"): value for name, value in GOOD.items()}
+    block = [f"  {name}: {json.dumps(value)}" for name, value in GOOD.items() if not name.startswith("use_")]
+    return [
+        written(folder / "config.json", dashed),
+        written(folder / "config.yaml", json.dumps({"a": {"megatron": GOOD}, "dtype": 1})),
+        written(
+            folder / "run_config.yml",
+            "\n".join(
+                ["model:  # of the run", *block, "ddp:", "  use_distributed_optimizer: true", "parts: [{fp8: 1}]"]
+            ),
+        ),
+        written(folder / "train.log", as_log(GOOD)),
+        written(folder / "pretrain.sh", SCRIPT),
+    ]
+
+
+def test_all_kinds_of_files_have_the_same_options(tmp_path: Path) -> None:
+    for path in files(tmp_path):
+        values, unknown = read_options(path)
+        assert {name: values.get(name) for name in GOOD} == GOOD, path
+        assert unknown == [], path
+
+
+def test_a_supported_configuration_has_no_problem(tmp_path: Path) -> None:
+    findings = check_megatron(written(tmp_path / "config.json", GOOD))
+    assert set(statuses(findings).values()) == {"ok"}
+    text = {finding.name: finding.text for finding in findings}
+    assert text["megatron layout"] == "EP 8, TP 2, PP 4, CP 1; schedule: 1F1B"
+    assert text["megatron experts"].startswith("16 of 128 experts a rank")
+    assert text["megatron gradients"].endswith("use_distributed_optimizer")
+    assert text["megatron recompute"].startswith("full uniform; ")
+
+
+@pytest.mark.parametrize(
+    ("changes", "name", "status"),
+    [
+        ({"moe_router_fusion": True}, "moe_router_fusion", "problem"),
+        ({"cuda_graph_impl": "local"}, "cuda_graph_impl", "problem"),
+        ({"cuda_graph_impl": "local", "cuda_graph_scope": ["attn"]}, "cuda_graph_impl", "warning"),
+        ({"num_distributed_optimizer_instances": 2}, "num_distributed_optimizer_instances", "problem"),
+        ({"sequence_parallel": False}, "sequence_parallel", "problem"),
+        ({"expert_tensor_parallel_size": None}, "expert_tensor_parallel_size", "problem"),
+        ({"expert_tensor_parallel_size": ...}, "expert_tensor_parallel_size", "problem"),
+        ({"expert_model_parallel_size": 1}, "experts", "problem"),
+        ({"expert_model_parallel_size": 7}, "experts", "problem"),
+        ({"num_moe_experts": ...}, "experts", "warning"),
+        ({"moe_token_dispatcher_type": ...}, "moe_token_dispatcher_type", "warning"),
+        ({"moe_token_dispatcher_type": "allgather"}, "moe_token_dispatcher_type", "problem"),
+        ({"transformer_impl": ...}, "transformer_impl", "warning"),
+        ({"context_parallel_size": 2}, "context_parallel_size", "warning"),
+        ({"optimizer": "muon"}, "optimizer", "warning"),
+        ({"expert_model_parallel_size": "${EP}"}, "variables", "warning"),
+    ],
+)
+def test_every_problem_is_named(tmp_path: Path, changes: dict[str, Any], name: str, status: str) -> None:
+    options = {name: value for name, value in (GOOD | changes).items() if value is not ...}
+    found = statuses(check_megatron(written(tmp_path / "config.json", options)))
+    assert found[name] == status
+    assert sum(each == "problem" for each in found.values()) == (status == "problem")
+
+
+def test_an_option_that_is_on_in_any_part_counts(tmp_path: Path) -> None:
+    nested = {"model": {"delay_wgrad_compute": True}, "ddp": {"delay_wgrad_compute": False, "bucket_size": None}}
+    assert read_options(written(tmp_path / "a.json", nested))[0]["delay_wgrad_compute"] is True
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "message"),
+    [
+        ("a.json", "{", "not JSON"),
+        ("a.yaml", "a: [", "not YAML"),
+        ("a.txt", "nothing", "no options found"),
+        ("absent", None, "can't be read"),
+    ],
+)
+def test_bad_files_get_status_2(
+    tmp_path: Path, name: str, text: str | None, message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    if text is not None:
+        (tmp_path / name).write_text(text)
+    assert main(["doctor", "--megatron", str(tmp_path / name)]) == 2
+    error = capsys.readouterr().err
+    assert message in error
+    assert error.count("\n") == 1
+
+
+def test_yaml_with_python_objects_is_only_read(tmp_path: Path) -> None:
+    path = written(tmp_path / "a.yaml", "fp8: hybrid\nother: !!python/object/apply:os.getcwd []\n")
+    assert read_options(path) == ({"fp8": "hybrid", "other": None}, [])
+    with pytest.raises(InputError):
+        read_options(written(tmp_path / "b.yaml", "- 1\n"))
+
+
+def test_the_command_reports_and_gets_status_1(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(self_check, "check_paths", lambda ranks: [PathCheck("peer", 4, 1e-16)])
+    good, bad = written(tmp_path / "good.json", GOOD), written(tmp_path / "bad.json", GOOD | {"fp8": "e4m3"})
+    assert main(["doctor", "--megatron", str(good), "--json", str(tmp_path / "doctor.json")]) == 0
+    report = json.loads((tmp_path / "doctor.json").read_text())
+    assert "megatron layout" in {finding["name"] for finding in report["findings"]}
+    capsys.readouterr()
+    assert main(["doctor", "--megatron", str(bad)]) == 1
+    assert "megatron fp8: fp8=e4m3 is not supported: " in capsys.readouterr().err
+
+
+def test_it_needs_neither_megatron_nor_torch(tmp_path: Path) -> None:
+    path = written(tmp_path / "config.json", GOOD | {"fp8": "e4m3"})
+    program = f"""
+import sys
+class Absent:
+    def find_spec(self, name, path=None, target=None):
+        if name.split('.')[0] in ('torch', 'megatron', 'yaml'):
+            raise ModuleNotFoundError('absent', name=name)
+sys.meta_path.insert(0, Absent())
+from trimtab.cli.main import main
+sys.exit(main(['doctor', '--megatron', {str(path)!r}]))
+"""
+    result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    assert result.returncode == 1, result.stderr
+    assert "megatron fp8: fp8=e4m3 is not supported" in result.stderr
+    assert "EP 8, TP 2, PP 4, CP 1" in " ".join(result.stdout.split())
+
+
+def test_a_missing_or_other_megatron_is_a_warning(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = written(tmp_path / "config.json", GOOD)
+    monkeypatch.setattr(importlib.metadata, "version", lambda _: "0.20.0")
+    first = check_megatron(path)[0]
+    assert (first.status, first.text) == ("warning", "0.20.0; the tests run with 0.16.1")
+
+    def absent(package: str) -> str:
+        raise importlib.metadata.PackageNotFoundError(package)
+
+    monkeypatch.setattr(importlib.metadata, "version", absent)
+    first = check_megatron(path)[0]
+    assert first.status == "warning"
+    assert first.text.startswith("not installed here")
