@@ -1,12 +1,12 @@
 .DEFAULT_GOAL := help
-.PHONY: help demo test lint bench clean
+.PHONY: help demo test test-megatron lint bench clean
 
 PYTHON ?= python3
 BIN := .venv/bin
 OUT ?= out/demo
 
 help:  ## list the targets
-	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
+	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
 
 demo: .venv/.ready  ## post-train a small MoE on two local ranks, balanced by Trimtab (about 4 minutes)
 	$(BIN)/trimtab train -o $(OUT)
@@ -18,6 +18,10 @@ test: .venv/.ready  ## run the tests (about 20 minutes)
 	$(BIN)/python -m pytest -n 2 $(addprefix --ignore=,$(WIDE))
 	$(BIN)/python -m pytest -n 2 --dist loadfile $(WIDE)
 
+# MEGATRON=path/to/Megatron-LM runs them with the Megatron in that folder.
+test-megatron: .venv/.ready  ## run all combinations of the Megatron tests (MEGATRON=folder: with that version)
+	TRIMTAB_MEGATRON=full PYTHONPATH=$(MEGATRON) $(BIN)/python -m pytest tests/integrations -k megatron
+
 lint: .venv/.ready  ## lint, format check and types
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -25,6 +29,7 @@ lint: .venv/.ready  ## lint, format check and types
 
 bench: .venv/.ready  ## reproduce the figures that README and docs quote (about an hour)
 	$(BIN)/trimtab bench runtime --json out/bench-runtime.json
+	$(BIN)/trimtab bench megatron --json out/bench-megatron.json
 	$(BIN)/trimtab bench planner --json out/bench-planner.json --frontier out/frontier.svg
 	$(BIN)/trimtab bench papers --json out/bench-step-time.json
 	$(BIN)/trimtab bench step --json out/bench-step.json

@@ -36,6 +36,17 @@ def test_a_layer_of_ones_own_learns_and_is_balanced_under_torchrun() -> None:
     assert all(after < before for _, _, before, after in steps)
 
 
+def test_a_megatron_loop_learns_and_is_balanced_under_torchrun() -> None:
+    assert len((EXAMPLES / "megatron_loop.py").read_text().splitlines()) <= 120
+    steps = run_example("megatron_loop.py", "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
+    assert len(steps) == 4
+    # Two updates on the same responses: the first one's ratios are 1, the second one's loss is lower.
+    losses = [loss for loss, _, _, _ in steps]
+    assert all(abs(first) < 1e-4 and second < -1e-3 for first, second in zip(losses[::2], losses[1::2], strict=True))
+    assert sum(replicas for _, replicas, _, _ in steps) > 0
+    assert all(after < before for _, _, before, after in steps)
+
+
 def test_the_first_example_plans_a_trace_without_torch() -> None:
     path = ROOT / "example.py"
     assert len(path.read_text().splitlines()) <= 40

@@ -87,6 +87,21 @@ def add(commands: Any) -> None:
     add_options(step, "--threads", type=positive, default=1, help="layers planned at a time")
     add_options(step, "--seed", default=0)
     step.set_defaults(run=run_step)
+    megatron = benches.add_parser(
+        "megatron",
+        help="step time of a Megatron-core model with and without Trimtab",
+        description="Time Megatron's forward-backward function (all micro-batches, complete gradients) of a small "
+        "GPTModel on 2 CPU ranks: plain and planned, each on even and on skewed routing. Planning and refreshing of "
+        "weights are part of the step. Plain Megatron replays the same routing by its RouterReplay.",
+        examples=["trimtab bench megatron --json out/bench-megatron.json"],
+    )
+    add_options(megatron, "--pairs", type=positive, default=40, help="timed rounds of all four variants")
+    add_options(megatron, "--seeds", type=positive, default=8, help="skewed routings: those of seeds 0 to N - 1")
+    add_options(
+        megatron, "--dispatcher", choices=("megatron", "trimtab"), default="megatron",
+        help="what sends rows in planned steps",
+    )  # fmt: skip
+    megatron.set_defaults(run=run_megatron, needs=("torch",))
     transfer = benches.add_parser(
         "transfer",
         help="cost of weight transfers, and expert compute saved by a plan, on one device",
@@ -136,6 +151,15 @@ def run_runtime(options: argparse.Namespace) -> None:
         run_on_nodes(command, nodes=nodes, ranks_per_node=ranks_per_node, link_mbit=link_mbit)
     else:
         launch(run_benchmark, (settings,), ranks=ranks)
+
+
+def run_megatron(options: argparse.Namespace) -> None:
+    need_extra("megatron", extra="megatron")
+    from trimtab.benchmarks.bench_megatron import run_benchmark
+    from trimtab.benchmarks.megatron_settings import MegatronBenchmark
+    from trimtab.launch import launch
+
+    launch(run_benchmark, (MegatronBenchmark(**given(options, MegatronBenchmark)),), ranks=2)
 
 
 def run_planner(options: argparse.Namespace) -> None:

@@ -1,0 +1,68 @@
+"""Figures of `trimtab bench megatron`: step times of pairs, their ratios, and intervals."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from trimtab.array_type import Array
+from trimtab.calibration.alternating_rounds import BOOTSTRAP_SAMPLES
+
+RATIOS = ("overhead_when_balanced", "gain_captured")
+
+
+def summarise_pairs(step_s: Mapping[str, Sequence[float]], plans: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Medians and ratios.
+
+    Args:
+        step_s: seconds of each variant, one per round; see `bench_megatron`. Skewed rounds have the seeds 0, 1, ... in
+            turn.
+        plans: figures of the plan on each seed's routing.
+
+    Returns:
+        `variants`, times of each variant; `seeds`, figures of each seed; the ratios. `overhead_when_balanced` is the
+        median over rounds. `gain_captured` is the median over seeds; within a seed, the median time that the plan
+        saves divided by the median time that skew costs. Intervals (`_interval`) are 95% bootstrap over rounds.
+    """
+    times = {name: np.array(seconds) for name, seconds in step_s.items()}
+    rounds = len(times["plain_balanced"])
+    of_seeds = [np.arange(seed, rounds, len(plans)) for seed in range(len(plans))]
+    rng = np.random.default_rng(0)
+    samples_SBN = [rng.choice(chosen, (BOOTSTRAP_SAMPLES, len(chosen))) for chosen in of_seeds]
+    gains_SB = np.stack([_gain(times, drawn_BN) for drawn_BN in samples_SBN])
+    gains_S = [float(_gain(times, chosen)) for chosen in of_seeds]
+    overhead_B = _overhead(times, rng.integers(rounds, size=(BOOTSTRAP_SAMPLES, rounds)))
+    return {
+        "variants": {name: {"median_s": statistics.median(s), "step_s": list(s)} for name, s in step_s.items()},
+        "overhead_when_balanced": float(_overhead(times, np.arange(rounds))),
+        "overhead_when_balanced_interval": _interval(overhead_B),
+        "gain_captured": statistics.median(gains_S),
+        "gain_captured_interval": _interval(np.median(gains_SB, axis=0)),
+        "seeds": [
+            {"seed": seed, **plan, "gain_captured": gain, "median_s": _medians(times, chosen)}
+            for seed, (plan, gain, chosen) in enumerate(zip(plans, gains_S, of_seeds, strict=True))
+        ],
+    }
+
+
+def _overhead(times: Mapping[str, Array], rounds: Array) -> Array:
+    ratios = times["planned_balanced"][rounds] / times["plain_balanced"][rounds]
+    return np.asarray(np.median(ratios, axis=-1) - 1)
+
+
+def _gain(times: Mapping[str, Array], rounds: Array) -> Array:
+    # Median differences, not the median ratio: where there is little to gain, single ratios are arbitrary.
+    skewed = times["plain_skewed"][rounds]
+    saved, lost = skewed - times["planned_skewed"][rounds], skewed - times["plain_balanced"][rounds]
+    return np.asarray(np.median(saved, axis=-1) / np.median(lost, axis=-1))
+
+
+def _medians(times: Mapping[str, Array], rounds: Array) -> dict[str, float]:
+    return {name: float(np.median(seconds[rounds])) for name, seconds in times.items()}
+
+
+def _interval(samples: Array) -> list[float]:
+    return [float(bound) for bound in np.percentile(samples, [2.5, 97.5])]
