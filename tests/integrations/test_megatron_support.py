@@ -28,6 +28,7 @@ VALUES: dict[str, Any] = {
     "moe_router_padding_for_quantization": True,
     "moe_router_padding_for_fp8": True,
     "moe_token_dispatcher_type": "allgather",
+    "moe_flex_dispatcher_backend": "ncclep",
     "moe_shared_expert_overlap": True,
     "overlap_moe_expert_parallel_comm": True,
     "moe_dispatch_fwd_dtype": "mxfp8",

@@ -139,7 +139,6 @@ REFUSED = (
 NEVER_RUN = (
     Option("context_parallel_size", (None, 1), "Megatron has context parallelism with Transformer Engine only", ""),
     Option("transformer_impl", (None, "local"), "it needs a GPU", ""),
-    Option("moe_token_dispatcher_type", (None, "alltoall"), "DeepEP and HybridEP need GPUs", ""),
     Option("moe_grouped_gemm", OFF, "grouped experts of Transformer Engine need a GPU", ""),
     Option("moe_permute_fusion", OFF, "the fused permutation needs a GPU", ""),
     Option("gradient_accumulation_fusion", OFF, "fused gradients need a GPU", ""),
@@ -188,6 +187,9 @@ def never_run(values: Mapping[str, Any]) -> dict[str, str]:
         for option in NEVER_RUN
         if (value := values.get(option.name)) not in option.supported
     }
+    if values.get("moe_token_dispatcher_type") == "flex":
+        name = "moe_token_dispatcher_type"
+        found[name] = f"{name}=flex has never run with Trimtab: DeepEP and HybridEP need GPUs"
     optimizer = values.get("optimizer")
     if isinstance(optimizer, str) and optimizer not in ("adam", "sgd"):
         found["optimizer"] = f"optimizer={optimizer} has never run with Trimtab: only adam and sgd have"
