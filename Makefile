@@ -14,7 +14,7 @@ demo: .venv/.ready  ## post-train a small MoE on two local ranks, balanced by Tr
 # These start ranks, which share their files' processes; a file at a time on each core.
 WIDE := tests/runtime tests/rl tests/integrations tests/launch tests/calibration tests/doctor tests/test_examples.py
 
-test: .venv/.ready  ## run the tests (about 20 minutes)
+test: .venv/.ready  ## run the tests (about 25 minutes)
 	$(BIN)/python -m pytest -n 2 $(addprefix --ignore=,$(WIDE))
 	$(BIN)/python -m pytest -n 2 --dist loadfile $(WIDE)
 

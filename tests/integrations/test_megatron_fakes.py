@@ -71,7 +71,8 @@ def test_deepep_gets_planned_experts_with_weight_0(ranks: RankPool) -> None:
 
 def test_refuses_by_name(ranks: RankPool) -> None:
     for messages in ranks.call(refusals):
-        assert "moe_flex_dispatcher_backend='ncclep' is not supported; use one of deepep" in messages["backend"]
+        assert "moe_flex_dispatcher_backend=ncclep is not supported" in messages["backend"]
+        assert "set it to deepep or hybridep" in messages["backend"]
         assert "has experts in TEGroupedMLP; use SequentialMLP, or TEGroupedMLP with one weight" in messages["fused"]
         assert "has experts in TEGroupedMLP" in messages["single"]
         assert "has experts in GroupedMLP" in messages["legacy"]

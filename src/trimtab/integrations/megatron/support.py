@@ -14,7 +14,6 @@ from trimtab.errors import InputError
 from trimtab.integrations.megatron.experts import experts_of
 from trimtab.integrations.megatron.option_tables import names, refusals
 
-FLEX_BACKENDS = ("deepep", "hybridep")
 EXPERTS_ADVICE = "use SequentialMLP, or TEGroupedMLP with one weight for each expert and without fused operations"
 
 
@@ -98,7 +97,4 @@ def _dispatcher_problems(where: str, layer: MoELayer) -> list[str]:
         return [
             f"{where} dispatches by {type(dispatcher).__name__}; use moe_token_dispatcher_type='alltoall' or 'flex'"
         ]
-    backend = layer.config.moe_flex_dispatcher_backend
-    if type(dispatcher) is MoEFlexTokenDispatcher and backend not in FLEX_BACKENDS:
-        return [f"moe_flex_dispatcher_backend={backend!r} is not supported; use one of {', '.join(FLEX_BACKENDS)}"]
     return []
