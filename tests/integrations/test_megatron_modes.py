@@ -22,6 +22,8 @@ from trimtab.planner.plan.prediction import Prediction
 from trimtab.planner.plan.strategy import NOTHING, Choice
 
 MICRO_BATCHES = 2
+Results = tuple[float, dict[str, torch.Tensor]]
+"""Loss and `main_grad`s of a step."""
 
 
 class Pair:
@@ -48,23 +50,24 @@ class Pair:
         self.routing = self.plain.record(self.function, self.tokens_MBS)
         self.expected = self.step(self.plain, self.function)
 
-    def step(self, model: Any, function: Callable[..., Any]) -> tuple[float, dict[str, torch.Tensor]]:
+    def step(self, model: Any, function: Callable[..., Any]) -> Results:
         """Loss and `main_grad`s of a step."""
         for chunk in model.chunks:
             chunk.zero_grad_buffer()
         loss = model.run(function, self.tokens_MBS)
         return loss, {name: parameter.main_grad.clone() for name, parameter in model.named_parameters().items()}
 
-    def is_same(self, found: tuple[float, dict[str, torch.Tensor]]) -> bool:
+    def is_same(self, found: Results) -> bool:
         """Whether a step is bitwise equal to Megatron's own."""
         grads = zip(found[1].values(), self.expected[1].values(), strict=True)
         return found[0] == self.expected[0] and all(torch.equal(*pair) for pair in grads)
 
-    def error(self, found: tuple[float, dict[str, torch.Tensor]]) -> float:
-        """The largest relative difference of a step from Megatron's own."""
-        grads = zip(found[1].values(), self.expected[1].values(), strict=True)
+    def error(self, found: Results, wanted: Results | None = None) -> float:
+        """The largest relative difference of a step from another one, by default Megatron's own."""
+        wanted = wanted or self.expected
+        grads = zip(found[1].values(), wanted[1].values(), strict=True)
         errors = [float((actual - expected).norm() / expected.norm().clamp(min=1e-6)) for actual, expected in grads]
-        return max([*errors, abs(found[0] / self.expected[0] - 1)])
+        return max([*errors, abs(found[0] / wanted[0] - 1)])
 
     @contextmanager
     def balanced(self, **options: Any) -> Iterator[Any]:
@@ -150,6 +153,55 @@ def give_back(state: dict[str, Any]) -> None:
 
 def test_remove_gives_the_model_back(pool: RankPool) -> None:
     pool.call(give_back)
+
+
+def write_weights(state: dict[str, Any]) -> None:
+    pair = pair_of(state)
+    with pair.balanced(nodes=[0, 1]) as session:
+        pair.step(pair.other, session.planned(pair.function, pair.routing))
+        experts = [
+            parameter
+            for model in (pair.plain, pair.other)
+            for name, parameter in model.named_parameters().items()
+            if "local_experts" in name
+        ]
+        for parameter in experts:
+            parameter.data.mul_(2)
+        routing = pair.plain.record(pair.function, pair.tokens_MBS)
+        expected = pair.step(pair.plain, pair.function)
+        found = pair.step(pair.other, session.planned(pair.function, routing))
+        for parameter in experts:
+            parameter.data.div_(2)
+        assert pair.error(found, expected) < 1e-12
+
+
+def test_writes_that_do_not_show_are_followed(pool: RankPool) -> None:
+    """As Megatron's optimizers and loading of weights write, through `.data`."""
+    pool.call(write_weights)
+
+
+def run_backwards_late(state: dict[str, Any]) -> None:
+    from megatron.core.distributed import finalize_model_grads
+
+    def backwards_last(*, forward_step_func: Any, data_iterator: Any, model: Any, **_options: Any) -> None:
+        losses = []
+        for _ in range(MICRO_BATCHES):
+            output, loss_of = forward_step_func(data_iterator, model)
+            losses.append(loss_of(output)[0] / MICRO_BATCHES)
+        for loss in losses:
+            loss.backward()
+        finalize_model_grads([model])
+
+    pair = pair_of(state)
+    with pair.balanced(ring_layers=2) as session:
+        found = pair.step(pair.other, session.planned(backwards_last, pair.routing))
+        assert session.report.replicas > 0
+    assert pair.error(found, pair.step(pair.plain, backwards_last)) < 1e-12
+
+
+def test_replicas_come_again_for_a_late_backward(pool: RankPool) -> None:
+    """Four calls with replicas share two places."""
+    pool.call(run_backwards_late)
 
 
 def wrong_routings(routing: list[Array]) -> dict[str, list[Array]]:

@@ -225,6 +225,7 @@ class Steps:
             with torch.inference_mode(False):
                 experts.move(plan.placement)
                 transfers.prepare(plan, step.replicas, self._plans)
+        # Optimizers may have written to parameters in ways that don't show.
         experts.changed = True
         self._calls.is_planned = True
         self.running = step

@@ -141,8 +141,6 @@ class MegatronSession:
         except InputError as error:
             problem = error
         self._gather_parameters()
-        # Optimizers write to parameters in ways that don't show.
-        self.session.weights_changed()
         self.report = self.session.plan_micro_steps(rows, problem=problem)
         return self.report
 
