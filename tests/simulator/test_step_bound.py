@@ -74,7 +74,7 @@ def test_no_balancer_is_faster_than_the_bound_of_its_schedule_and_slots(name: st
 @settings(max_examples=60, deadline=None)
 @given(cases(max_groups=1))
 def test_one_rank_takes_exactly_the_bound(case: Case) -> None:
-    """A rank alone waits for nobody and sends nothing. All else of the simulated step is in the bound."""
+    """With one rank nothing is exchanged and no rank waits, so the simulated step takes as long as the bound."""
     counts_MLRE = case.workload.estimated_MLRE.sum(axis=2, keepdims=True, dtype=np.int32)
     layers, experts = case.plan.home.shape
     schedule = replace(case.plan.schedule, rank=np.zeros_like(case.plan.rank), num_ranks=1)

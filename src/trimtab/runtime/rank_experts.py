@@ -8,6 +8,7 @@ from collections.abc import Callable
 import numpy as np
 import torch
 
+from trimtab.array_type import Array
 from trimtab.errors import InputError
 from trimtab.planner import Placement
 from trimtab.runtime.autograd.accumulation import Accumulation
@@ -16,10 +17,11 @@ from trimtab.runtime.ranks.lockstep import STEP, Lockstep
 from trimtab.runtime.ranks.recorder import REFRESHING
 from trimtab.runtime.ranks.topology import Topology
 from trimtab.runtime.settings import Settings
-from trimtab.runtime.state.home_experts import HomeExperts
+from trimtab.runtime.state.home_experts import HomeExperts, ReadParameters, read_tensors
 from trimtab.runtime.state.move_price import MovePrice
 from trimtab.runtime.state.moving import check_movable, expert_state_bytes, move_experts, state_to_move
 from trimtab.runtime.state.optimizer_watch import OptimizerWatch
+from trimtab.runtime.state.parameter_checks import check_new_parameters
 from trimtab.runtime.transfer.counters import Counters
 from trimtab.runtime.transfer.transfers import Transfers
 
@@ -72,6 +74,29 @@ class RankExperts:
             )  # fmt: skip
         return self._transfers
 
+    def add_layer(
+        self,
+        read: ReadParameters,
+        home_E: Array,
+        *,
+        compute_dtype: torch.dtype | None = None,
+        joins_in_backward: bool,
+    ) -> HomeExperts:
+        """Add the home experts of the next layer; the arguments are those of `HomeExperts`. Raises InputError if the
+        tensors don't fit the homes, or the layers before."""
+        index, rank = len(self.layers), self._topology.rank
+        check_new_parameters(index, read_tensors(read), self.layers, np.flatnonzero(home_E == rank))
+        homes = HomeExperts(
+            index, read, rank=rank, home_E=home_E, compute_dtype=compute_dtype, joins_in_backward=joins_in_backward
+        )
+        if self.layers and homes.expert_like != self.layers[0].expert_like:
+            raise InputError(
+                f"MoE layer {index} has experts of {homes.expert_like}, layer 0 {self.layers[0].expert_like}. "
+                "All layers share slots, so their experts should have equal shapes"
+            )
+        self.layers.append(homes)
+        return homes
+
     def parameters(self) -> list[torch.nn.Parameter]:
         """Parameters whose gradients accumulate in `.grad`."""
         return [p for layer in self.layers if not layer.joins_in_backward for p in layer.parameters]
@@ -120,7 +145,7 @@ class RankExperts:
                 self.device,
             )
             self._counters.moved_bytes += moved.sent
-        self.changed = True
+            self.changed = True
 
     def refresh(self) -> None:
         """Copy the present weights to staging memory, mirrors and symmetric memory. Collective."""

@@ -33,7 +33,6 @@ from trimtab.runtime.rows.expert_compute import ApplyExperts
 from trimtab.runtime.settings import Settings
 from trimtab.runtime.state.home_experts import ExpertTensor, HomeExperts, ReadParameters, read_tensors
 from trimtab.runtime.state.logical_state import LogicalState
-from trimtab.runtime.state.parameter_checks import check_new_parameters
 from trimtab.runtime.steps import Steps
 from trimtab.runtime.transfer.counters import Counters
 from trimtab.runtime.transfer.transfers import Transfers
@@ -228,7 +227,9 @@ class Session:
             raise InputError(
                 f"MoE layer {len(self.homes)}: experts that a framework trains (`weights`) should be stacks"
             )
-        homes = self._add_homes(read, compute_dtype, joins_in_backward=weights is not None)
+        homes = self._experts.add_layer(
+            read, self._initial_E, compute_dtype=compute_dtype, joins_in_backward=weights is not None
+        )
         layer = ExpertLayer(self._calls, homes, apply, weights, dispatcher or RowDispatcher())
         self.layers.append(layer)
         return layer
@@ -246,24 +247,7 @@ class Session:
         Raises:
             InputError: as `add_layer`.
         """
-        return FrameworkLayer(self._calls, self._add_homes(parameters, None, joins_in_backward=True))
-
-    def _add_homes(
-        self, read: ReadParameters, compute_dtype: torch.dtype | None, *, joins_in_backward: bool
-    ) -> HomeExperts:
-        index = len(self.homes)
-        check_new_parameters(index, read_tensors(read), self.homes, self.home_experts)
-        homes = HomeExperts(
-            index, read, rank=self.rank, home_E=self._initial_E, compute_dtype=compute_dtype,
-            joins_in_backward=joins_in_backward,
-        )  # fmt: skip
-        if self.homes and homes.expert_like != self.homes[0].expert_like:
-            raise InputError(
-                f"MoE layer {index} has experts of {homes.expert_like}, layer 0 {self.homes[0].expert_like}. "
-                "All layers share slots, so their experts should have equal shapes"
-            )
-        self.homes.append(homes)
-        return homes
+        return FrameworkLayer(self._calls, self._experts.add_layer(parameters, self._initial_E, joins_in_backward=True))
 
     def replicated_parameters(self, model: torch.nn.Module) -> list[torch.nn.Parameter]:
         """The model's parameters that every rank holds: all but the experts. Not a collective.

@@ -24,7 +24,7 @@ class RoutedLayer:
         self._calls = calls
 
     def __deepcopy__(self, _memo: object) -> RoutedLayer:
-        raise InputError("a model whose experts are in a session can't be copied; copy it before share_experts()")
+        raise InputError("a model whose experts are in a session can't be copied; copy it before a session gets them")
 
     @property
     def index(self) -> int:
