@@ -54,9 +54,9 @@ class MegatronModel:
         config.finalize_model_grads_func = finalize_model_grads
         self._replays = [layer.router.router_replay for layer in model.modules() if isinstance(layer, MoELayer)]
         generator = torch.Generator().manual_seed(dist.get_rank())
-        shape = settings.micro_batches, settings.sequence_length
-        self._tokens_MT = torch.randint(VOCABULARY, shape, generator=generator)
-        self._positions = torch.arange(settings.sequence_length)[None]
+        shape = settings.micro_batches, settings.sequences, settings.sequence_length
+        self._tokens_MBT = torch.randint(VOCABULARY, shape, generator=generator)
+        self._positions = torch.arange(settings.sequence_length).expand(shape[1:])
         is_later_TT = torch.ones(settings.sequence_length, settings.sequence_length, dtype=torch.bool).triu(1)
         self._mask = is_later_TT[None, None]
 
@@ -89,14 +89,14 @@ class MegatronModel:
             replay.clear_indices()
 
     def _run(self, forward_backward: Callable[..., Any], forward: Callable[..., Any]) -> None:
-        micro_batches, length = self._tokens_MT.shape
+        micro_batches, sequences, length = self._tokens_MBT.shape
         forward_backward(
-            forward_step_func=forward, data_iterator=iter(self._tokens_MT), model=self.ddp,
-            num_microbatches=micro_batches, seq_length=length, micro_batch_size=1, forward_only=False,
+            forward_step_func=forward, data_iterator=iter(self._tokens_MBT), model=self.ddp,
+            num_microbatches=micro_batches, seq_length=length, micro_batch_size=sequences, forward_only=False,
         )  # fmt: skip
 
     def _forward(self, tokens: Iterator[torch.Tensor], model: Any) -> tuple[torch.Tensor, Any]:
-        tokens_BT = next(tokens)[None]
+        tokens_BT = next(tokens)
         losses = model(tokens_BT, self._positions, self._mask, labels=tokens_BT.roll(-1, 1))
         return losses, lambda losses: (losses.mean(), {})
 

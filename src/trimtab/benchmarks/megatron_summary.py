@@ -24,26 +24,27 @@ def summarise_pairs(step_s: Mapping[str, Sequence[float]], plans: Sequence[Mappi
 
     Returns:
         `variants`, times of each variant; `seeds`, figures of each seed; the ratios. `overhead_when_balanced` is the
-        median over rounds. `gain_captured` is the median over seeds; within a seed, the median time that the plan
-        saves divided by the median time that skew costs. Intervals (`_interval`) are 95% bootstrap over rounds.
+        median over rounds. `gain_captured` of a seed is the median time that the plan saves, divided by the median
+        time that skew costs; of all seeds, the sum of the first divided by the sum of the second. Intervals
+        (`_interval`) are 95% bootstrap over rounds.
     """
     times = {name: np.array(seconds) for name, seconds in step_s.items()}
     rounds = len(times["plain_balanced"])
     of_seeds = [np.arange(seed, rounds, len(plans)) for seed in range(len(plans))]
     rng = np.random.default_rng(0)
     samples_SBN = [rng.choice(chosen, (BOOTSTRAP_SAMPLES, len(chosen))) for chosen in of_seeds]
-    gains_SB = np.stack([_gain(times, drawn_BN) for drawn_BN in samples_SBN])
-    gains_S = [float(_gain(times, chosen)) for chosen in of_seeds]
+    gains_2SB = np.stack([_gain(times, drawn_BN) for drawn_BN in samples_SBN], axis=1)
+    gains_2S = np.stack([_gain(times, chosen) for chosen in of_seeds], axis=1)
     overhead_B = _overhead(times, rng.integers(rounds, size=(BOOTSTRAP_SAMPLES, rounds)))
     return {
         "variants": {name: {"median_s": statistics.median(s), "step_s": list(s)} for name, s in step_s.items()},
         "overhead_when_balanced": float(_overhead(times, np.arange(rounds))),
         "overhead_when_balanced_interval": _interval(overhead_B),
-        "gain_captured": statistics.median(gains_S),
-        "gain_captured_interval": _interval(np.median(gains_SB, axis=0)),
+        "gain_captured": float(np.divide(*gains_2S.sum(axis=1))),
+        "gain_captured_interval": _interval(np.divide(*gains_2SB.sum(axis=1))),
         "seeds": [
-            {"seed": seed, **plan, "gain_captured": gain, "median_s": _medians(times, chosen)}
-            for seed, (plan, gain, chosen) in enumerate(zip(plans, gains_S, of_seeds, strict=True))
+            {"seed": seed, **plan, "gain_captured": saved / lost, "median_s": _medians(times, chosen)}
+            for seed, (plan, (saved, lost), chosen) in enumerate(zip(plans, gains_2S.T.tolist(), of_seeds, strict=True))
         ],
     }
 
@@ -54,10 +55,10 @@ def _overhead(times: Mapping[str, Array], rounds: Array) -> Array:
 
 
 def _gain(times: Mapping[str, Array], rounds: Array) -> Array:
-    # Median differences, not the median ratio: where there is little to gain, single ratios are arbitrary.
+    """Median seconds that the plan saves and that skew costs, `[2, ...]`."""
     skewed = times["plain_skewed"][rounds]
-    saved, lost = skewed - times["planned_skewed"][rounds], skewed - times["plain_balanced"][rounds]
-    return np.asarray(np.median(saved, axis=-1) / np.median(lost, axis=-1))
+    differences = skewed - times["planned_skewed"][rounds], skewed - times["plain_balanced"][rounds]
+    return np.median(differences, axis=-1)
 
 
 def _medians(times: Mapping[str, Array], rounds: Array) -> dict[str, float]:

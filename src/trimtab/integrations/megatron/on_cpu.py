@@ -6,6 +6,7 @@ import contextlib
 from typing import Any
 
 import torch
+from megatron.core.tensor_parallel import random
 from megatron.core.transformer.moe import moe_utils, token_dispatcher
 from megatron.core.transformer.torch_norm import WrappedTorchNorm
 from torch.overrides import TorchFunctionMode
@@ -44,6 +45,9 @@ def use_cpu() -> None:
     cuda.get_rng_state = cuda.random.get_rng_state = lambda *_args, **_options: torch.get_rng_state()
     cuda.set_rng_state = cuda.random.set_rng_state = lambda state, *_args, **_options: torch.set_rng_state(state)
     cuda.manual_seed = torch.manual_seed
+    # Setting of CUDA's random state. Torch would queue the calls until CUDA starts.
+    megatron_random: Any = random
+    megatron_random._lazy_call = lambda _call: None
     cuda.default_generators = (torch.default_generator,)
     cuda.nvtx.range_push = cuda.nvtx.range_pop = lambda *_args: None
     tensor: Any = torch.Tensor
