@@ -1,5 +1,5 @@
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-megatron lint bench clean
+.PHONY: help demo test test-megatron mutants lint bench clean
 
 PYTHON ?= python3
 BIN := .venv/bin
@@ -21,6 +21,9 @@ test: .venv/.ready  ## run the tests (about 25 minutes)
 # MEGATRON=path/to/Megatron-LM runs them with the Megatron in that folder.
 test-megatron: .venv/.ready  ## run all combinations of the Megatron tests (MEGATRON=folder: with that version)
 	TRIMTAB_MEGATRON=full PYTHONPATH=$(MEGATRON) $(BIN)/python -m pytest tests/integrations -k megatron
+
+mutants: .venv/.ready  ## make single mistakes in the source, and check that tests fail (about 20 minutes)
+	$(BIN)/python tests/mutants/run.py
 
 lint: .venv/.ready  ## lint, format check and types
 	$(BIN)/ruff check .

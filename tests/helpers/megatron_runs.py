@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 from unittest import mock
@@ -35,6 +35,7 @@ class Layout:
     tensor: int = 1
     pipeline: int = 1
     interleaved: bool = False
+    context: int = 1
 
 
 @dataclass(frozen=True)
@@ -44,6 +45,9 @@ class MegatronCase:
     Attributes:
         grouped: experts are in `TEGroupedMLP`; see `fake_te`.
         fused: the matrix products add gradients of weights to `main_grad`; see `fake_te`.
+        bf16: weights in bfloat16, `main_grad`s and the optimizer's weights in float32.
+        per_token: losses are summed over tokens, and divided by their number on all ranks at the end of the step.
+        dense_stage: the second half of the layers are dense, not the first alone.
         flex: backend of the flex dispatcher, see `fake_deep_ep`; None for all-to-all.
     """
 
@@ -55,6 +59,9 @@ class MegatronCase:
     random_plans: bool = True
     router_replay: bool = False
     double: bool = False
+    bf16: bool = False
+    per_token: bool = False
+    dense_stage: bool = False
     frozen: bool = False
     bias: bool = False
     grouped: bool = False
@@ -63,6 +70,8 @@ class MegatronCase:
 
     @property
     def dtype(self) -> torch.dtype:
+        if self.bf16:
+            return torch.bfloat16
         return torch.float64 if self.double else torch.float32
 
 
@@ -85,8 +94,8 @@ def compare_runs(layout: Layout, cases: Sequence[MegatronCase]) -> list[float]:
     if not parallel_state.model_parallel_is_initialized():
         parallel_state.initialize_model_parallel(
             tensor_model_parallel_size=layout.tensor, pipeline_model_parallel_size=layout.pipeline,
-            virtual_pipeline_model_parallel_size=virtual, expert_model_parallel_size=layout.expert,
-            expert_tensor_parallel_size=1,
+            virtual_pipeline_model_parallel_size=virtual, context_parallel_size=layout.context,
+            expert_model_parallel_size=layout.expert, expert_tensor_parallel_size=1,
         )  # fmt: skip
     return [_Comparison(layout, case).worst() for case in cases]
 
@@ -105,6 +114,7 @@ class Model:
         from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
         from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
         from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
+        from megatron.core.transformer.module import Float16Module
         from megatron.core.transformer.transformer_config import TransformerConfig
 
         self.layout, self.case = layout, case
@@ -117,6 +127,7 @@ class Model:
             tensor_model_parallel_size=layout.tensor, sequence_parallel=layout.tensor > 1,
             pipeline_model_parallel_size=layout.pipeline, expert_tensor_parallel_size=1,
             virtual_pipeline_model_parallel_size=chunks if layout.interleaved else None,
+            context_parallel_size=layout.context,
             # Without, Megatron mixes up activations and gradients between two interleaved stages.
             overlap_p2p_comm=layout.interleaved, batch_p2p_comm=not layout.interleaved,
             moe_token_dispatcher_type="flex" if case.flex else "alltoall", use_cpu_initialization=True,
@@ -126,8 +137,9 @@ class Model:
             pipeline_dtype=case.dtype, masked_softmax_fusion=False,
             moe_shared_expert_intermediate_size=None if case.bias else 24, init_method_std=0.3,
             gradient_accumulation_fusion=case.fused and not case.grouped, moe_grouped_gemm=case.grouped,
-            moe_layer_freq=[0] + [1] * (layers - 1),
-            moe_enable_routing_replay=case.router_replay, bf16=False, moe_router_dtype="fp64" if case.double else None,
+            moe_layer_freq=[int(layer < layers // 2 if case.dense_stage else layer > 0) for layer in range(layers)],
+            moe_enable_routing_replay=case.router_replay, bf16=case.bf16, calculate_per_token_loss=case.per_token,
+            moe_router_dtype="fp64" if case.double else "fp32" if case.bf16 else None,
             **RECOMPUTE[case.recompute],
         )  # fmt: skip
         stage = parallel_state.get_pipeline_model_parallel_rank()
@@ -139,6 +151,8 @@ class Model:
             spec = get_gpt_decoder_block_spec(
                 config, use_transformer_engine=False, normalization="LayerNorm", vp_stage=virtual
             )
+            if layout.context > 1:
+                _attend_to_slices(spec)
             if case.grouped:
                 use_grouped_experts(spec, fuse_wgrad_accumulation=case.fused)
             model = GPTModel(
@@ -157,7 +171,8 @@ class Model:
                 use_distributed_optimizer=case.distributed_optimizer, bucket_size=2000,
             )  # fmt: skip
             self.models.append(model)
-            ddp = DistributedDataParallel(config, ddp_config, model, disable_bucketing=chunk > 0)
+            inner = Float16Module(config, model) if case.bf16 else model
+            ddp = DistributedDataParallel(config, ddp_config, inner, disable_bucketing=chunk > 0)
             ddp.train()
             self.chunks.append(ddp)
         several = len(self.chunks) > 1
@@ -174,7 +189,7 @@ class Model:
             OptimizerConfig(
                 optimizer="adam" if case.distributed_optimizer else "sgd", weight_decay=0.0, adam_eps=1e-2,
                 lr=1e-3 if case.distributed_optimizer else 0.05,
-                clip_grad=0.0 if case.double else 1.0, params_dtype=case.dtype,
+                clip_grad=0.0 if case.double else 1.0, params_dtype=case.dtype, bf16=case.bf16,
                 use_distributed_optimizer=case.distributed_optimizer, sgd_momentum=0.5,
                 overlap_param_gather=case.overlap and case.distributed_optimizer,
             ),
@@ -200,6 +215,8 @@ class Model:
             def loss_of(losses: torch.Tensor) -> Any:
                 nonlocal total
                 total += float(losses.detach().sum())
+                if self.case.per_token:
+                    return losses.sum(), torch.tensor(losses.numel(), dtype=torch.int), {}
                 return losses.double().mean().to(losses.dtype), {}
 
             return output, loss_of
@@ -226,12 +243,27 @@ class Model:
         self.run(function, tokens_MBS, forward_only=True)
         for hook in hooks:
             hook.remove()
+        if not found:
+            return [np.empty((LENGTH, 0, self.config.moe_router_topk), np.int64)] * len(tokens_MBS)
         return [
             torch.stack([found[layer][m] for layer in sorted(found)], dim=1).numpy() for m in range(len(tokens_MBS))
         ]
 
     def named_parameters(self) -> dict[str, Any]:
         return {f"{c}.{name}": p for c, model in enumerate(self.models) for name, p in model.named_parameters()}
+
+
+def _attend_to_slices(spec: Any) -> None:
+    """With context parallelism, attention to the tokens of this rank alone; Megatron leaves the rest to Transformer
+    Engine."""
+    from megatron.core.transformer.dot_product_attention import DotProductAttention
+
+    class SliceAttention(DotProductAttention):
+        def __init__(self, config: Any, *args: Any, **options: Any) -> None:
+            super().__init__(replace(config, context_parallel_size=1), *args, **options)
+
+    for layer in spec.layer_specs:
+        layer.submodules.self_attention.submodules.core_attention = SliceAttention
 
 
 class _Comparison:
@@ -250,12 +282,13 @@ class _Comparison:
         self.session = balance(self.balanced.chunks, dispatcher=case.dispatcher, **options)  # type: ignore[arg-type]
         self.plan_rng = np.random.default_rng((case.seed, dist.get_rank() // 2))
         self.replicas = 0
+        self.has_experts = any(True for _ in self.plain.moe_layers())
 
     def worst(self) -> float:
         """The worst relative difference."""
         from megatron.core import parallel_state
 
-        rng = np.random.default_rng((self.case.seed, parallel_state.get_data_parallel_rank()))
+        rng = np.random.default_rng((self.case.seed, parallel_state.get_data_parallel_rank(with_context_parallel=True)))
         found: dict[str, float] = {}
         for step in range(OPTIMIZER_STEPS):
             micro_batches = 4 if self.layout.pipeline > 1 else 3
@@ -271,16 +304,16 @@ class _Comparison:
                     # Log-probs first; then the same plan's update.
                     self.balanced.run(planned, tokens_MBS, forward_only=True)
                 actual = self.balanced.run(planned, tokens_MBS)
-            assert self.session.report is not None
-            self.replicas += self.session.report.replicas
+            assert (self.session.report is None) == (not self.has_experts)
+            self.replicas += 0 if self.session.report is None else self.session.report.replicas
             found[f"step {step} loss"] = abs(actual - expected) / max(abs(expected), 1e-30)
             self.compare(found, step, "main_grad")
             for model in (self.plain, self.balanced):
                 model.optimizer.step()
             if not (self.case.overlap and self.case.distributed_optimizer):
                 self.compare(found, step, "data")
-        assert self.replicas > 0, "no replicas"
-        unplanned = self.session.take_metrics()["moe/unplanned_micro_steps"]
+        assert not self.has_experts or self.replicas > 0, "no replicas"
+        unplanned = self.session.take_metrics().get("moe/unplanned_micro_steps", 0)
         assert unplanned == 0, unplanned
         self.session.remove()
         name = max(found, key=found.__getitem__)
@@ -307,6 +340,7 @@ class _Comparison:
         self, loads: Sequence[Workload], schedule: Schedule, placement: Placement, _cluster: Any, **_chosen: Any
     ) -> GroupPlans:
         """Replaces the planner on the first rank."""
+        assert self.session.session is not None
         topology = self.session.session.topology
         plans = tuple(
             random_plan(

@@ -76,6 +76,7 @@ class Pair:
         from trimtab.runtime import planning
 
         session = balance(self.other.chunks, **options)
+        assert session.session is not None
         topology, rng = session.session.topology, np.random.default_rng(0)
 
         def plans(loads: Any, schedule: Any, placement: Any, *_: Any, **__: Any) -> GroupPlans:

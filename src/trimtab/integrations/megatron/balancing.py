@@ -66,7 +66,9 @@ def balance(
     chunks = [model_chunks] if isinstance(model_chunks, nn.Module) else list(model_chunks)
     layers = [module for chunk in chunks for module in chunk.modules() if isinstance(module, MoELayer)]
     if not layers:
-        raise InputError("the model has no MoE layers; balance() is for models with Megatron's MoELayer")
+        if not any(getattr(getattr(chunk, "config", None), "num_moe_experts", None) for chunk in chunks):
+            raise InputError("the model has no MoE layers; balance() is for models with Megatron's MoELayer")
+        return MegatronSession(None, chunks, [])
     if any(isinstance(layer.token_dispatcher, PlannedDispatcher) for layer in layers):
         raise InputError("the model is balanced already; call remove() of its MegatronSession first")
     if dispatcher not in ("megatron", "trimtab"):
@@ -91,11 +93,12 @@ class MegatronSession:
     """The experts of a Megatron model in a session. Created by `balance`.
 
     Attributes:
-        session: the session, for metrics and modes. Its own `plan`, `finish_gradients` and `move` are not used.
-        report: the plan of the last step; None before the first.
+        session: the session, for metrics and modes. Its own `plan`, `finish_gradients` and `move` are not used. None on
+            a pipeline stage without MoE layers, where Megatron runs as without this object.
+        report: the plan of the last step; None before the first, and without MoE layers.
     """
 
-    def __init__(self, session: Session, chunks: Sequence[nn.Module], layers: Sequence[_BalancedLayer]) -> None:
+    def __init__(self, session: Session | None, chunks: Sequence[nn.Module], layers: Sequence[_BalancedLayer]) -> None:
         self.session = session
         self.report: PlanReport | None = None
         self._chunks, self._layers = list(chunks), list(layers)
@@ -113,7 +116,12 @@ class MegatronSession:
 
         def run(*, forward_step_func: Callable[..., Any], num_microbatches: int, **others: Any) -> Any:
             self.plan(routing, num_microbatches)
-            steps = [self.session.micro_step(index) for index in range(num_microbatches)]
+            session = self.session
+            if session is None:
+                return forward_backward(
+                    forward_step_func=forward_step_func, num_microbatches=num_microbatches, **others
+                )
+            steps = [session.micro_step(index) for index in range(num_microbatches)]
             forwards: dict[int, int] = {}
 
             def forward_step(data_iterator: Any, model: Any, *more: Any, **named: Any) -> Any:
@@ -126,8 +134,8 @@ class MegatronSession:
 
         return run
 
-    def plan(self, routing: Routing, num_microbatches: int) -> PlanReport:
-        """Plan a step; `planned` calls it.
+    def plan(self, routing: Routing, num_microbatches: int) -> PlanReport | None:
+        """Plan a step; `planned` calls it. Returns None on a pipeline stage without MoE layers.
 
         Raises:
             InputError: if the routing does not fit the micro-batches or the model.
@@ -140,20 +148,25 @@ class MegatronSession:
             rows = self._rows(routing, num_microbatches)
         except InputError as error:
             problem = error
+        if self.session is None:
+            if problem is not None:
+                raise problem
+            return None
         self._gather_parameters()
         self.report = self.session.plan_micro_steps(rows, problem=problem)
         return self.report
 
     def take_metrics(self) -> dict[str, float]:
         """See `Session.take_metrics`."""
-        return self.session.take_metrics()
+        return {} if self.session is None else self.session.take_metrics()
 
     def remove(self) -> None:
         """Give the model back as it was. Call it between steps."""
         if not self._is_removed:
             for layer in self._layers:
                 layer.remove()
-            self.session.close()
+            if self.session is not None:
+                self.session.close()
             self._is_removed = True
 
     def _rows(self, routing: Routing, num_microbatches: int) -> list[Array]:
@@ -171,6 +184,8 @@ class MegatronSession:
             raise InputError(
                 f"the routing of micro-batch {index} has shape {list(ids.shape)}, not [tokens, layers, top_k]"
             )
+        if not self._layers:
+            return ids
         numbers = [layer.number for layer in self._layers]
         total = self._layers[0].layers_of_model
         if ids.shape[1] == len(numbers):
