@@ -114,7 +114,7 @@ def test_a_supported_configuration_has_no_problem(tmp_path: Path) -> None:
         ({"moe_token_dispatcher_type": ...}, "moe_token_dispatcher_type", "warning"),
         ({"moe_token_dispatcher_type": "allgather"}, "moe_token_dispatcher_type", "problem"),
         ({"transformer_impl": ...}, "transformer_impl", "warning"),
-        ({"context_parallel_size": 2}, "context_parallel_size", "warning"),
+        ({"tp_comm_overlap": True}, "tp_comm_overlap", "warning"),
         ({"optimizer": "muon"}, "optimizer", "warning"),
         ({"expert_model_parallel_size": "${EP}"}, "variables", "warning"),
     ],

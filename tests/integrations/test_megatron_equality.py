@@ -32,6 +32,17 @@ OPTIONS: dict[str, tuple[Any, ...]] = {
     "random_plans": (True, False),
     "router_replay": (False, True),
 }
+MORE: dict[str, list[MegatronCase]] = {
+    "EP 2": [
+        MegatronCase(double=True, frozen=True),
+        MegatronCase(double=True, per_token=True),
+        # Each copy's gradient is rounded to bfloat16, a replica's as that of Megatron's product at home.
+        MegatronCase(bf16=True),
+        MegatronCase(bf16=True, distributed_optimizer=True, overlap=True),
+    ],
+    "PP 2 x EP 2": [MegatronCase(double=True, dense_stage=True)],
+}
+"""Options that are not combined with others."""
 FULL = os.environ.get("TRIMTAB_MEGATRON") == "full"
 
 
@@ -74,30 +85,12 @@ def test_combinations_cover_all_pairs() -> None:
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_balanced_models_train_as_megatron_s_own(layout: str) -> None:
-    launch(compare, (LAYOUTS[layout], cases_of(layout)), ranks=LAYOUTS[layout].ranks)
+    cases = cases_of(layout) + MORE.get(layout, [])
+    launch(compare, (LAYOUTS[layout], cases), ranks=LAYOUTS[layout].ranks)
 
 
 def compare(layout: Layout, cases: list[MegatronCase]) -> None:
     """Differences grow with layers, eight if interleaved, and with optimizer steps."""
     double = 1e-11 if layout.interleaved else 1e-12
     for case, error in zip(cases, compare_runs(layout, cases), strict=True):
-        assert error < (double if case.double else 0.02 if case.bf16 else 3e-5), (case, error)
-
-
-@pytest.mark.parametrize("distributed", [False, True])
-def test_weights_in_bfloat16_get_gradients_in_float32(distributed: bool) -> None:
-    """Replicas' gradients are rounded to bfloat16 on their way, as those of Megatron's products."""
-    case = MegatronCase(bf16=True, distributed_optimizer=distributed, overlap=distributed)
-    launch(compare, (LAYOUTS["EP 2"], [case]), ranks=2)
-
-
-def test_losses_by_token_are_scaled_at_the_end() -> None:
-    launch(compare, (LAYOUTS["EP 2"], [MegatronCase(double=True, per_token=True)]), ranks=2)
-
-
-def test_a_pipeline_stage_may_have_no_experts() -> None:
-    launch(compare, (LAYOUTS["PP 2 x EP 2"], [MegatronCase(double=True, dense_stage=True)]), ranks=4)
-
-
-def test_frozen_tensors_of_experts_stay_as_they_are() -> None:
-    launch(compare, (LAYOUTS["EP 2"], [MegatronCase(double=True, frozen=True)]), ranks=2)
+        assert error < (double if case.double else 5e-3 if case.bf16 else 3e-5), (case, error)

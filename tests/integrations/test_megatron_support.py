@@ -240,7 +240,7 @@ def test_the_tables_have_the_names_and_defaults_of_megatron(one_rank: RankPool) 
 
 @pytest.mark.parametrize("option", NEVER_RUN, ids=lambda option: option.name)
 def test_options_that_have_never_run_are_not_refused(option: Any) -> None:
-    value = {"context_parallel_size": 2, "transformer_impl": "transformer_engine"}.get(option.name, True)
+    value = {"transformer_impl": "transformer_engine"}.get(option.name, True)
     assert refusals({option.name: value}) == {}
     assert never_run({option.name: value})[option.name].startswith(f"{option.name}={value} has never run with Trimtab")
 

@@ -23,13 +23,15 @@ class _NoStream:
 
 
 class _OnCpu(TorchFunctionMode):
-    """Tensors that Megatron creates on "cuda" are created on the CPU."""
+    """Tensors that Megatron creates on "cuda" or in pinned memory are created on the CPU."""
 
     def __torch_function__(self, function: Any, _types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if not kwargs:
             return function(*args)
         if str(kwargs.get("device", "")).startswith("cuda"):
             kwargs = {**kwargs, "device": "cpu"}
+        if kwargs.get("pin_memory"):
+            kwargs = {**kwargs, "pin_memory": False}
         return function(*args, **kwargs)
 
 

@@ -137,17 +137,14 @@ REFUSED = (
 """Options whose other values are refused. Some need more than their name: see `refusals`."""
 
 NEVER_RUN = (
-    Option("context_parallel_size", (None, 1), "Megatron has context parallelism with Transformer Engine only", ""),
     Option("transformer_impl", (None, "local"), "it needs a GPU", ""),
     Option("moe_grouped_gemm", OFF, "grouped experts of Transformer Engine need a GPU", ""),
     Option("moe_permute_fusion", OFF, "the fused permutation needs a GPU", ""),
     Option("gradient_accumulation_fusion", OFF, "fused gradients need a GPU", ""),
-    Option("bf16", OFF, "Megatron's Float16Module and optimizers of main parameters need a GPU", ""),
     Option("fp16", OFF, "loss scaling needs a GPU", ""),
     Option("tp_comm_overlap", OFF, "it needs Transformer Engine", ""),
     Option("optimizer_cpu_offload", OFF, "it needs a GPU", ""),
     Option("use_precision_aware_optimizer", OFF, "it needs Transformer Engine", ""),
-    Option("calculate_per_token_loss", OFF, "no test has it", ""),
     Option("nccl_ub", OFF, "it needs NCCL", ""),
 )
 """Options whose other values are allowed and have never run with Trimtab, with the reason."""
