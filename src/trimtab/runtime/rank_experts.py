@@ -102,11 +102,11 @@ class RankExperts:
         return [p for layer in self.layers if not layer.joins_in_backward for p in layer.parameters]
 
     def need_own(self, purpose: str) -> None:
-        """Raises InputError if a layer was added with `weights`, since the framework then trains its experts."""
+        """Raises InputError if the framework trains the experts of a layer."""
         if any(layer.joins_in_backward for layer in self.layers):
             raise InputError(
-                f"the session can't {purpose}: its experts belong to the framework that shards and trains them "
-                "(FSDP); use the framework's functions"
+                f"the session can't {purpose}: its experts belong to the framework that trains them (FSDP, "
+                "Megatron); use the framework's functions"
             )
 
     def num_moved(self, placement: Placement) -> int:
