@@ -68,9 +68,14 @@ def stopped_after(straight: Path, step: int, out: Path) -> Path:
 
 def assert_same_run(out: Path, straight: Path) -> None:
     assert metrics_of(out) == metrics_of(straight)
-    for file in ("model.safetensors", "trainer/optimizer-00000.safetensors", "trainer/state.json"):
-        name = f"checkpoints/step-{STEPS:05d}/{file}"
-        assert (out / name).read_bytes() == (straight / name).read_bytes(), file
+    last = f"checkpoints/step-{STEPS:05d}"
+    for file in ("model.safetensors", "trainer/optimizer-00000.safetensors"):
+        assert (out / last / file).read_bytes() == (straight / last / file).read_bytes(), file
+    state, expected = (json.loads((run / last / "trainer/state.json").read_text()) for run in (out, straight))
+    # A tokenizer that was used stores more of its defaults.
+    for of_run in (state, expected):
+        del of_run["checksum"], of_run["checksums"]["tokenizer_config.json"]
+    assert state == expected
     for folder in ("checkpoints", "routing"):
         assert sorted(p.name for p in (out / folder).iterdir()) == sorted(p.name for p in (straight / folder).iterdir())
     for file in ("summary.json", "settings.json"):
@@ -208,6 +213,48 @@ def test_runs_that_can_not_be_resumed_are_refused_in_one_line(
     expect_refusal(out, [], f"{state}: expected the state of a run after {STEPS} steps", capsys)
     (out / "settings.json").write_text('{"ranks": 2, "colour": "red"}')
     expect_refusal(out, [], "settings.json: expected the settings of a run", capsys)
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "config.json", "trainer/optimizer-00000.safetensors"])
+def test_damaged_and_missing_files_are_refused_by_name(straight: Path, tmp_path: Path, name: str) -> None:
+    out = tmp_path / "out"
+    shutil.copytree(straight, out)
+    checkpoint = last_checkpoint(out)
+    assert checkpoint is not None
+    checkpoint.check_files()
+    file = checkpoint.directory / name
+    content = bytearray(file.read_bytes())
+    content[random.randrange(len(content))] ^= 1 << random.randrange(8)
+    file.write_bytes(content)
+    with pytest.raises(InputError, match=f"{name}: it has changed since it was written"):
+        checkpoint.check_files()
+    file.write_bytes(content[:-1])
+    with pytest.raises(InputError, match=f"{name}: it has changed since it was written"):
+        checkpoint.check_files()
+    file.unlink()
+    with pytest.raises(InputError, match=f"{name}: it is missing; .* to continue from the checkpoint before"):
+        checkpoint.check_files()
+
+
+def test_a_resumed_run_refuses_a_damaged_checkpoint_and_continues_without_it(
+    straight: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "out"
+    shutil.copytree(straight, out)
+    directory = out / "checkpoints" / f"step-{STEPS:05d}"
+    state = directory / "trainer" / "state.json"
+    whole = state.read_text()
+    state.write_text(whole.replace('"homes": [', '"homes": [[0], ', 1))
+    expect_refusal(out, [], f"{state}: expected the state of a run after {STEPS} steps", capsys)
+    state.write_text(whole)
+    weights = directory / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-1] + b"x")
+    before = (out / "metrics.jsonl").read_bytes()
+    expect_refusal(out, [], f"{weights}: it has changed since it was written", capsys)
+    assert (out / "metrics.jsonl").read_bytes() == before
+    shutil.rmtree(directory)
+    run(train_command(out, "--resume"))
+    assert_same_run(out, straight)
 
 
 def expect_refusal(out: Path, options: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:

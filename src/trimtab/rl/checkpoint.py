@@ -5,6 +5,7 @@ It reads and writes files on one rank, without communication.
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import re
@@ -23,7 +24,7 @@ from trimtab.errors import InputError
 from trimtab.rl.demo_model import save_checkpoint
 from trimtab.runtime.state.logical_state import StateValue
 
-FORMAT = "trimtab-checkpoint-1"
+FORMAT = "trimtab-checkpoint-2"
 FILE_BYTES = 2 << 30
 
 
@@ -38,6 +39,7 @@ class Checkpoint:
         optimizer_files: number of files with the optimizer's state.
         homes: `[L][E]` home rank of every expert. A run with the same number of ranks needs them to continue bit for
             bit.
+        checksums: SHA-256 of every other file, by its path in the directory.
     """
 
     directory: Path
@@ -45,6 +47,25 @@ class Checkpoint:
     held_out_accuracy: dict[str, float]
     optimizer_files: int
     homes: list[list[int]]
+    checksums: dict[str, str]
+
+    def check_files(self) -> None:
+        """Compare all files with their checksums. Reads them once.
+
+        Raises:
+            InputError: naming a file that is missing or damaged.
+        """
+        for name, checksum in self.checksums.items():
+            file = self.directory / name
+            if not file.is_file():
+                problem = "it is missing"
+            elif _checksum(file) != checksum:
+                problem = "it has changed since it was written"
+            else:
+                continue
+            raise InputError(
+                f"{file}: {problem}; restore it, or remove {self.directory} to continue from the checkpoint before"
+            )
 
     def optimizer_state(self) -> Mapping[str, Mapping[str, StateValue]]:
         """Optimizer state by parameter name, for `LogicalState.load_optimizer_state`. Each entry is read when accessed.
@@ -59,7 +80,7 @@ def last_checkpoint(out: Path) -> Checkpoint | None:
     """The last complete checkpoint of a run, if there is one.
 
     Raises:
-        InputError: if its `trainer/state.json` does not have the format of this version.
+        InputError: if its `trainer/state.json` is damaged or does not have the format of this version.
     """
     steps = (re.fullmatch(r"step-(\d{5,})", path.name) for path in out.glob("checkpoints/step-*/"))
     for step in sorted((int(match[1]) for match in steps if match), reverse=True):
@@ -68,10 +89,11 @@ def last_checkpoint(out: Path) -> Checkpoint | None:
         if file.is_file():
             try:
                 state = json.loads(file.read_text())
-                if (state["format"], state["step"]) != (FORMAT, step):
+                checksum = state.pop("checksum")
+                if (state["format"], state["step"], checksum) != (FORMAT, step, _checksum_of_state(state)):
                     raise ValueError
                 accuracy, files = dict(state["held_out_accuracy"]), int(state["optimizer_files"])
-                return Checkpoint(directory, step, accuracy, files, list(state["homes"]))
+                return Checkpoint(directory, step, accuracy, files, list(state["homes"]), dict(state["checksums"]))
             except (KeyError, TypeError, ValueError):
                 raise InputError(f"{file}: expected the state of a run after {step} steps, as {FORMAT!r}") from None
     return None
@@ -98,13 +120,16 @@ def write_checkpoint(
     with _atomic_directory(_directory(out, step)) as partial:
         save_checkpoint(config, dict(weights), tokenizer, partial)
         (partial / "trainer").mkdir()
-        state = {
+        state: dict[str, Any] = {
             "format": FORMAT,
             "step": step,
             "held_out_accuracy": held_out_accuracy,
             "optimizer_files": _write_optimizer(optimizer_state, partial),
             "homes": homes,
         }
+        files = sorted(path for path in partial.rglob("*") if path.is_file())
+        state["checksums"] = {str(path.relative_to(partial)): _checksum(path) for path in files}
+        state["checksum"] = _checksum_of_state(state)
         (partial / "trainer" / "state.json").write_text(json.dumps(state, indent=2) + "\n")
 
 
@@ -120,6 +145,16 @@ def _directory(out: Path, step: int) -> Path:
 
 def _optimizer_file(directory: Path, number: int) -> Path:
     return directory / "trainer" / f"optimizer-{number:05d}.safetensors"
+
+
+def _checksum(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _checksum_of_state(state: dict[str, Any]) -> str:
+    """Of the other values in `trainer/state.json`."""
+    return hashlib.sha256(json.dumps(state, sort_keys=True).encode()).hexdigest()
 
 
 @contextmanager

@@ -66,8 +66,10 @@ def _lock(out: Path) -> Iterator[None]:
 
 
 def _agreed_checkpoint(out: Path) -> Checkpoint | None:
-    """The last checkpoint that rank 0 finds, on every rank."""
+    """The last checkpoint that rank 0 finds, on every rank, with undamaged files."""
     found = [last_checkpoint(out) if dist.get_rank() == 0 else None]
+    if found[0] is not None:
+        found[0].check_files()
     dist.broadcast_object_list(found)
     return found[0]
 
