@@ -38,6 +38,7 @@ from trimtab.calibration.rank_figures import measure_on_ranks
 from trimtab.calibration.timing import Clock
 from trimtab.cluster import load_cluster
 from trimtab.cluster.presets import preset_names
+from trimtab.rank_variables import rank_variable
 from trimtab.runtime.ranks.topology import Topology
 
 SEED = 0
@@ -64,7 +65,7 @@ def _measure(settings: CalibrationSettings) -> dict[str, Any]:
     torch.set_flush_denormal(True)
     device, rank, ranks = this_device(), dist.get_rank(), dist.get_world_size()
     on_cuda = device.type == "cuda"
-    per_node = int(os.environ.get("LOCAL_WORLD_SIZE", ranks))
+    per_node = rank_variable("LOCAL_WORLD_SIZE", ranks)
     dtype = torch.bfloat16 if on_cuda else torch.float32
     alone = [dist.new_group([one]) for one in range(ranks)][rank]
     assert alone is not None

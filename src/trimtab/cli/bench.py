@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import os
 import sys
 from functools import partial
 from importlib import import_module
@@ -17,6 +16,7 @@ from trimtab.cli.output import write_figures
 from trimtab.errors import InputError
 from trimtab.planner import Placement
 from trimtab.policies import POLICIES
+from trimtab.rank_variables import rank_variable, torchrun_ranks
 from trimtab.trace import PRESETS
 
 
@@ -135,7 +135,7 @@ def add(commands: Any) -> None:
 
 def run_runtime(options: argparse.Namespace) -> None:
     from trimtab.benchmarks.bench_runtime import RuntimeBenchmark, run_benchmark
-    from trimtab.launch import launch, run_on_nodes, torchrun_ranks
+    from trimtab.launch import launch, run_on_nodes
 
     nodes, link_mbit = options.nodes, options.link_mbit
     ranks = torchrun_ranks() or options.ranks or 2 * nodes
@@ -143,7 +143,7 @@ def run_runtime(options: argparse.Namespace) -> None:
         raise InputError(f"--nodes is {nodes}; it should divide the {ranks} ranks")
     if link_mbit and nodes == 1:
         raise InputError("--link-mbit is for links between nodes; --nodes should be 2 or more")
-    ranks_per_node = int(os.environ.get("LOCAL_WORLD_SIZE", ranks // nodes))
+    ranks_per_node = rank_variable("LOCAL_WORLD_SIZE", ranks // nodes)
     settings = RuntimeBenchmark(options.tokens, options.rounds, options.json, ranks_per_node, link_mbit, options.seeds)
     Placement.contiguous(settings.layers, settings.experts, ranks)
     if link_mbit and not torchrun_ranks():

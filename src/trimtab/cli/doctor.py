@@ -16,6 +16,7 @@ from trimtab.cli.options import add_model, add_options
 from trimtab.cli.output import write_figures
 from trimtab.cluster import read_checkpoint
 from trimtab.errors import InputError
+from trimtab.rank_variables import rank_variable, torchrun_ranks
 
 COLOURS = {"ok": "green", "warning": "yellow", "problem": "red"}
 
@@ -52,7 +53,7 @@ def run(options: argparse.Namespace) -> int:
     from trimtab.doctor import check_megatron, examine
     from trimtab.doctor.finding import Finding
 
-    ranks = int(os.environ.get("WORLD_SIZE", options.ranks))
+    ranks = torchrun_ranks() or options.ranks
     if ranks < 2:
         raise InputError(f"--ranks is {ranks}; experts are shared by 2 or more")
     model, num_layers, unclear = None, None, ""
@@ -64,7 +65,7 @@ def run(options: argparse.Namespace) -> int:
     elif overrides:
         raise InputError(f"--set {next(iter(overrides))}: needs --model")
     of_megatron = [] if options.megatron is None else check_megatron(options.megatron)
-    local_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", ranks))
+    local_ranks = rank_variable("LOCAL_WORLD_SIZE", ranks)
     findings = examine(ranks=ranks, local_ranks=local_ranks, slots=options.slots, model=model, num_layers=num_layers)
     findings += of_megatron
     if unclear:

@@ -10,6 +10,7 @@ import sys
 import time
 from collections.abc import Callable
 from importlib import import_module
+from io import TextIOWrapper
 
 from trimtab import __version__
 from trimtab.cli.parser import Parser
@@ -32,9 +33,10 @@ COMMANDS = {
 }
 
 
-# No rights, a folder instead of a file or the reverse, no folder; full or read-only disk, quota, or shell limit.
+# No rights, a folder instead of a file or the reverse, no folder, a name that is too long, a loop of links; full or
+# read-only disk, quota, or shell limit.
 UNWRITABLE = (
-    errno.EACCES, errno.EPERM, errno.EEXIST, errno.EISDIR, errno.ENOENT, errno.ENOTDIR,
+    errno.EACCES, errno.EPERM, errno.EEXIST, errno.EISDIR, errno.ENOENT, errno.ENOTDIR, errno.ENAMETOOLONG, errno.ELOOP,
     errno.EDQUOT, errno.EFBIG, errno.ENOSPC, errno.EROFS,
 )  # fmt: skip
 
@@ -48,6 +50,10 @@ def main(arguments: list[str] | None = None) -> int:
 
 def run(name: str, parse: Callable[[], argparse.Namespace]) -> int:
     """Parse options and call `options.run(options)`. Prints errors after the command's name; returns the status."""
+    for stream in (sys.stdout, sys.stderr):
+        # In a locale without Unicode.
+        if isinstance(stream, TextIOWrapper):
+            stream.reconfigure(errors="replace")
     try:
         options = parse()
         show_messages(getattr(options, "log_level", logging.INFO))

@@ -10,6 +10,7 @@ from typing import Any
 
 from trimtab.cli.options import add_options, given, positive, whole
 from trimtab.errors import InputError
+from trimtab.rank_variables import torchrun_ranks
 from trimtab.rl.config import TrainConfig, resumed
 
 MODES = ("plan", "static", "shadow", "off")
@@ -60,7 +61,7 @@ def add(commands: Any) -> None:
 
 def run(options: argparse.Namespace) -> None:
     from trimtab.integrations.transformers import num_experts
-    from trimtab.launch import launch, torchrun_ranks
+    from trimtab.launch import launch
     from trimtab.planner import Placement
     from trimtab.rl.checkpoint import last_checkpoint
     from trimtab.rl.demo_model import load_config, load_tokenizer

@@ -11,6 +11,7 @@ from typing import Any
 
 from trimtab.cores import usable_cores
 from trimtab.doctor.finding import Finding, first_line
+from trimtab.rank_variables import torchrun_ranks
 from trimtab.report.number_text import bytes_text
 
 # Less free shared memory than this is a warning, in bytes.
@@ -44,7 +45,7 @@ def check_processors(local_ranks: int) -> Finding:
 
 def check_allocator() -> Finding:
     """Check that the allocator keeps freed memory. Ranks that trimtab starts do; torchrun needs the variable."""
-    from trimtab.launch.launcher import ALLOCATOR, torchrun_ranks
+    from trimtab.launch.launcher import ALLOCATOR
 
     if torchrun_ranks() is None:
         return Finding("allocator", "ok", "trimtab sets it for the ranks that it starts")

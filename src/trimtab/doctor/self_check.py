@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import tempfile
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
@@ -18,6 +17,7 @@ from trimtab.cluster import ClusterSpec
 from trimtab.launch import launch
 from trimtab.planner import Placement, Schedule, StepPlan, Workload
 from trimtab.planner.replicas.paths import HOST, PEER
+from trimtab.rank_variables import rank_variable
 from trimtab.runtime.rows.expert_compute import gated_experts
 from trimtab.runtime.session import Session
 from trimtab.trace import RoutingTrace, synthesize
@@ -83,7 +83,7 @@ def _check_path(path: str) -> PathCheck:
     ids_TLK = torch.from_numpy(trace.expert_ids.astype(np.int64)).to(device)
 
     expected_loss, expected = _one_process(whole, ids_TLK, hidden, target)
-    session = Session(num_experts=num_experts, ranks_per_node=int(os.environ.get("LOCAL_WORLD_SIZE", ranks)))
+    session = Session(num_experts=num_experts, ranks_per_node=rank_variable("LOCAL_WORLD_SIZE", ranks))
     home = torch.from_numpy(session.home_experts).to(device)
     shared = [[router, gate_up[home], down[home]] for router, gate_up, down in whole]
     loss, gradients, replicas = _in_session(session, shared, trace, path, hidden[mine], target[mine])

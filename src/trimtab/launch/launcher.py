@@ -29,6 +29,7 @@ from trimtab.cores import usable_cores
 from trimtab.errors import InputError, RankFailedError
 from trimtab.launch.shared_files import remove_shared_files
 from trimtab.messages import show_messages
+from trimtab.rank_variables import rank_variable, torchrun_ranks
 
 log = logging.getLogger("trimtab")
 # Timeout of the default process group.
@@ -60,11 +61,6 @@ class Failure:
     time: float
 
 
-def torchrun_ranks() -> int | None:
-    """The number of ranks if torchrun, or a program that sets its variables, started this process; else None."""
-    return int(os.environ["WORLD_SIZE"]) if "RANK" in os.environ and "WORLD_SIZE" in os.environ else None
-
-
 def launch(worker: Callable[..., None], args: tuple[Any, ...], *, ranks: int) -> None:
     """Call `worker(*args)` on every rank, with the default process group ready: gloo on CPU, NCCL on CUDA.
 
@@ -73,12 +69,13 @@ def launch(worker: Callable[..., None], args: tuple[Any, ...], *, ranks: int) ->
     here; if one fails or is killed, the others are stopped. Ranks that share a GPU use gloo only.
 
     Raises:
-        InputError: as a rank raised it.
+        InputError: as a rank raised it, or if torchrun's variables are not as it sets them.
         RankFailedError: naming the rank that failed first and why.
     """
-    if torchrun_ranks():
+    all_ranks = torchrun_ranks()
+    if all_ranks:
         try:
-            _join_group(int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), int(os.environ["LOCAL_RANK"]), None)
+            _join_group(rank_variable("RANK"), all_ranks, rank_variable("LOCAL_RANK"), None)
             worker(*args)
         except Exception as error:
             _exit_with_error(error)
@@ -262,7 +259,7 @@ def _exit_now(status: int) -> NoReturn:
 
 def _join_group(rank: int, ranks: int, local_rank: int, store: Store | None) -> None:
     """Create the default process group; without a store, from the environment variables of torchrun."""
-    local_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", ranks))
+    local_ranks = rank_variable("LOCAL_WORLD_SIZE", ranks)
     if torch.cuda.is_available():
         torch.cuda.set_device(local_rank % torch.cuda.device_count())
         backend = "cpu:gloo,cuda:nccl" if local_ranks <= torch.cuda.device_count() else "gloo"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import random
 from dataclasses import dataclass
 from itertools import chain
@@ -15,6 +14,7 @@ import torch.distributed as dist
 from trimtab.files import write_atomically
 from trimtab.integrations.transformers import moe_blocks, num_experts, share_experts
 from trimtab.planner import Placement
+from trimtab.rank_variables import rank_variable
 from trimtab.rl.batches import MicroBatch, collate
 from trimtab.rl.checkpoint import Checkpoint, remove_unfinished, write_checkpoint
 from trimtab.rl.collectives import gather, reduce
@@ -83,7 +83,7 @@ class Trainer:
             num_experts=num_experts(self.model_config),
             mode=config.mode,
             slots_per_rank=config.slots,
-            ranks_per_node=int(os.environ.get("LOCAL_WORLD_SIZE", self.num_ranks)),
+            ranks_per_node=rank_variable("LOCAL_WORLD_SIZE", self.num_ranks),
             # Given, so that a resumed run makes the same plans.
             rates=default_rates(self.device),
         )

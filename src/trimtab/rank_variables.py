@@ -1,0 +1,43 @@
+"""`rank_variable`: the environment variables by which torchrun, or a program like it, tells a process its rank."""
+
+from __future__ import annotations
+
+import os
+
+from trimtab.errors import InputError
+
+
+def rank_variable(name: str, default: int | None = None) -> int:
+    """The value of an environment variable such as `WORLD_SIZE`.
+
+    Args:
+        default: returned if it is not set; None if it has to be.
+
+    Raises:
+        InputError: if it is missing or not a whole number.
+    """
+    text = os.environ.get(name)
+    if text is None and default is not None:
+        return default
+    if text is None or not text.isdecimal():
+        found = "not set" if text is None else repr(text)
+        raise InputError(
+            f"the environment variable {name} is {found}; it should be a whole number, as torchrun sets it, or RANK "
+            "should not be set"
+        )
+    return int(text)
+
+
+def torchrun_ranks() -> int | None:
+    """The number of ranks if torchrun, or a program that sets its variables, started this process; else None.
+
+    Raises:
+        InputError: if a variable is missing, or not a number in its range.
+    """
+    if "RANK" not in os.environ or "WORLD_SIZE" not in os.environ:
+        return None
+    rank, ranks = rank_variable("RANK"), rank_variable("WORLD_SIZE")
+    if rank >= ranks:
+        raise InputError(f"the environment variable RANK is {rank}; it should be below WORLD_SIZE, {ranks}")
+    rank_variable("LOCAL_RANK")
+    return ranks
