@@ -206,7 +206,9 @@ def test_every_rate_goes_to_its_field(tmp_path: Path, monkeypatch: pytest.Monkey
     dense = DenseFit(Fit((19e12, 23e12), (5e-6,), 0.07), 1.75, 0.04)
     monkeypatch.setattr(calibrate, "measure_dense", lambda *_: dense)
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "1")
-    settings = CalibrationSettings(CONFIG, model_of(tmp_path), ranks=2, tokens=64, sequence_length=8, name="n", rounds=1)
+    settings = CalibrationSettings(
+        CONFIG, model_of(tmp_path), ranks=2, tokens=64, sequence_length=8, name="n", rounds=1
+    )
     taken = calibrate._measure(settings)
     values = {name: figure and figure["value"] for name, figure in taken["figures"].items()}
     del values["device_bytes"], values["planning_threads"]

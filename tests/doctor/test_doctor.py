@@ -169,6 +169,8 @@ def test_old_and_missing_packages_are_named(monkeypatch: pytest.MonkeyPatch) -> 
     assert "transformers 5.3 is older than 5." in training.text
     assert "safetensors is missing" in training.text
     assert "torch" not in training.text
+    # Those of planning are another check.
+    assert "numpy" not in training.text
 
 
 def test_versions_are_compared_by_their_numbers(monkeypatch: pytest.MonkeyPatch) -> None:

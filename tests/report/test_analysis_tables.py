@@ -79,9 +79,9 @@ def test_sizes_and_ranks_have_the_max_vio_of_their_own_size() -> None:
     assert sizes_table(analysis).rows[0].cells == ("8", "16", "32", "64")
     table = sizes_by_ranks_table(analysis)
     assert table.columns == ("micro-step", "2 ranks", "4 ranks")
-    assert [row.cells for row in table.rows] == [("1.000", "3.000"), ("0.000", "1.000"), ("0.000", "0.000")] + [
-        ("0.000", "0.000")
-    ]
+    assert [row.cells for row in table.rows] == [
+        ("1.000", "3.000"), ("0.000", "1.000"), ("0.000", "0.000"), ("0.000", "0.000"),
+    ]  # fmt: skip
     assert table.rows[1].about == "16 tokens, 4 micro-steps"
     same_step, same_rank = ranks_chart(analysis).lines
     # On four ranks instead of two, twice the tokens are as many for a rank.

@@ -202,8 +202,10 @@ def test_worst_layers_have_their_max_over_mean_before_and_after() -> None:
     )
     page = page_of(report)
     text = page[page.index('<section id="layers"') : page.index('<section id="memory"')]
-    assert "<th scope=\"col\">static, max/mean</th><th scope=\"col\">plan, max/mean</th>" in text
-    rows = re.findall(r'data-layer="(\d)">layer (\d)</button></th><td>([\d.]+)</td><td>([\d.]+)</td><td>(.*?)</td>', text)
+    assert '<th scope="col">static, max/mean</th><th scope="col">plan, max/mean</th>' in text
+    rows = re.findall(
+        r'data-layer="(\d)">layer (\d)</button></th><td>([\d.]+)</td><td>([\d.]+)</td><td>(.*?)</td>', text
+    )
     assert rows == [("0", "3", "1.500", "1.100", "1.36×"), ("1", "7", "1.200", "1.000", "1.20×")]
     assert values_of(page)["start_layer"] == 0
 

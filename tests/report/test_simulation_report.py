@@ -83,9 +83,7 @@ def test_balance_and_rows_between_nodes(results: dict[str, PolicyResult]) -> Non
     assert [result.cross_node_fraction for result in results.values()] == [0.5, 0.3125, 0.25, 0.2]
 
 
-def test_replicas_are_per_layer_and_micro_step(
-    simulated: SimulatedCase, results: dict[str, PolicyResult]
-) -> None:
+def test_replicas_are_per_layer_and_micro_step(simulated: SimulatedCase, results: dict[str, PolicyResult]) -> None:
     plan = simulated.outcomes["trimtab"].plan
     numbers = [len(plan.replicas_of(m, layer)) for m in range(plan.num_micro_steps) for layer in range(2)]
     assert plan.num_micro_steps > 1
@@ -143,15 +141,15 @@ def test_names_layers_and_settings_are_those_of_the_trace(simulated: SimulatedCa
     facts = dict(setting_facts("t.parquet", step_of(some_trace(), None)[0], simulated))
     assert facts["trace"] == "t.parquet, step 1: 480 tokens, 12 sequences"
     assert facts["cluster"].startswith("4 ranks, 2 per node")
-    assert facts["micro-steps"] == f"{simulated.outcomes['static'].plan.num_micro_steps}, each of up to 40 tokens per rank"
+    assert (
+        facts["micro-steps"] == f"{simulated.outcomes['static'].plan.num_micro_steps}, each of up to 40 tokens per rank"
+    )
 
 
 def test_timelines_are_of_the_middle_micro_step(simulated: SimulatedCase, report: Report) -> None:
     titles = [timeline.title for timeline in report.timelines]
     middle = {name: simulated.outcomes[name].plan.num_micro_steps // 2 for name in ("trimtab", "static")}
-    assert titles == [
-        f"{name}, update of micro-step {number}, 2 of 6 MoE layers" for name, number in middle.items()
-    ]
+    assert titles == [f"{name}, update of micro-step {number}, 2 of 6 MoE layers" for name, number in middle.items()]
     for timeline in report.timelines:
         assert (timeline.end_N >= timeline.start_N).all()
         assert (timeline.end_N > timeline.start_N).any()

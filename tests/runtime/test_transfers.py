@@ -128,7 +128,7 @@ def measure_paths() -> None:
         report = session.plan(mine, schedule)
         assert report.replicas > 0
         used = set(session.step_plan.replica_paths.tolist())
-        assert used == {"peer": {PEER}, "host": {HOST}}.get(paths, used)
+        assert used == {"peer": {PEER}, "host": {HOST}, "both": {PEER, HOST}}[paths]
         assert (report.mirror_bytes > 0) == (HOST in used)
     with pytest.raises(InputError, match="some replicas have no path"):
         make(paths="host", mirror_bytes=10)[0].plan(mine, schedule)  # type: ignore[arg-type]
