@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -23,8 +24,8 @@ def some_trace() -> RoutingTrace:
     return replace(trace, steps=np.repeat([5, 8], 12).astype(np.int32))
 
 
-def planned(policy: str, **changes: int) -> PlanResult:
-    sizes = {"ranks": RANKS, "ranks_per_node": PER_NODE, "slots": 1, "token_budget": 64} | changes
+def planned(policy: str, **changes: Any) -> PlanResult:
+    sizes: dict[str, Any] = {"ranks": RANKS, "ranks_per_node": PER_NODE, "slots": 1, "token_budget": 64} | changes
     return trimtab.plan(some_trace(), policy=policy, model=MODEL, **sizes)
 
 
