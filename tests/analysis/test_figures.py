@@ -19,7 +19,7 @@ from trimtab.analysis.cost_estimate import copy_seconds, estimate_cost
 from trimtab.analysis.domains import domain_overlap, domain_skew
 from trimtab.analysis.fixed_placements import PlacementComparison, compare_placements, placed_loads
 from trimtab.analysis.hot_experts import hot_experts, hot_mask
-from trimtab.analysis.permuted_ids import PERMUTATIONS
+from trimtab.analysis.permuted_ids import PERMUTATIONS, permuted_ids
 from trimtab.analysis.summary import answer, cost_summary
 from trimtab.cluster import ClusterSpec, ModelSpec, load_cluster, load_model
 from trimtab.cluster.operations import OperationCosts
@@ -61,6 +61,19 @@ def test_a_size_equal_to_whole_steps_is_listed_once() -> None:
     assert [size.tokens for size in by_size(turns, [2])] == [4, 8, 16]
 
 
+def test_larger_micro_steps_stay_inside_their_step() -> None:
+    """Of three micro-steps in each step the last is left out, where two are joined."""
+    counts = [[[4, 0]], [[0, 4]], [[4, 0]], [[0, 4]], [[4, 0]], [[4, 0]]]
+    found = {size.factor: size for size in by_size(trace_counts_of(counts, [0, 0, 0, 1, 1, 1]), [2])}
+    assert list(found) == [1, 2, None]
+    assert (found[2].micro_steps, found[2].tokens, found[2].by_ranks[2].max_over_mean.mean) == (2, 8, 1.0)
+    assert found[None].by_ranks[2].max_over_mean.mean == pytest.approx(4 / 3)
+
+
+def test_tokens_of_a_size_are_tokens_and_not_rows() -> None:
+    assert [size.tokens for size in by_size(trace_counts_of([[[4, 4]]] * 2, top_k=2), [2])] == [4, 8]
+
+
 def test_rank_numbers_are_powers_of_two_that_divide_the_experts_and_the_given_number() -> None:
     assert rank_numbers(128, 16) == [2, 4, 8, 16, 32, 64, 128]
     assert rank_numbers(256, 8) == rank_numbers(256, 2) == [2, 4, 8, 16, 32, 64]
@@ -96,6 +109,12 @@ def test_stability_of_given_steps() -> None:
     assert odd.busiest_rank_changes == pytest.approx(1 / 3)
     lone = stability(turns[:1], np.array([0, 1]), 2)
     assert (lone.overlap_micro_steps, lone.overlap_steps, lone.overlap_halves) == (None, None, None)
+
+
+def test_the_busiest_rank_is_that_of_its_own_step() -> None:
+    turns = np.array([[[3, 1]], [[3, 1]], [[1, 3]], [[1, 3]]])
+    assert stability(turns, np.array([0, 2, 4]), 2).busiest_rank_changes == 0
+    assert stability(turns, np.array([0, 4]), 2).busiest_rank_changes == 0.5
 
 
 def test_placements_of_given_counts() -> None:
@@ -376,6 +395,17 @@ def test_the_estimate_is_within_5_percent_of_the_simulator(tmp_path: Path) -> No
         if ranks == per_node:
             # Between nodes the sums of gradients stick out of so short a step.
             assert found.step_s == pytest.approx(static_s, rel=0.01)
+
+
+def test_every_permutation_has_an_order_of_its_own() -> None:
+    """The loss depends on which of 8 unlike experts share a rank."""
+    counts = np.array([[[90, 80, 60, 40, 30, 20, 15, 5], [50, 45, 44, 30, 20, 10, 7, 3]]] * 2)
+    lost = []
+    for seed in range(PERMUTATIONS):
+        loads = permute_experts(counts, seed).reshape(2, 2, 4, 2).sum(axis=-1)
+        lost.append(1 - loads.mean(axis=-1).sum() / loads.max(axis=-1).sum())
+    assert len(set(lost)) > 1
+    assert permuted_ids(counts, 4, None).expert_time_lost == pytest.approx(np.mean(lost))
 
 
 def test_permuted_ids_are_means_over_permutations() -> None:

@@ -88,6 +88,13 @@ def test_notes_report_unknown_routes_and_few_tokens() -> None:
     assert "tokens for the mean expert" not in " ".join(notes(analyze(trace_counts_of([[[24, 8]]]), ranks=2)))
 
 
+def test_tokens_of_the_mean_expert_are_rows() -> None:
+    """16 tokens for each of two experts are enough, if every token has both of them."""
+    text = "much of the imbalance is random"
+    assert text not in " ".join(notes(analyze(trace_counts_of([[[20, 12]]], top_k=2, num_tokens=16), ranks=2)))
+    assert text in " ".join(notes(analyze(trace_counts_of([[[20, 10]]], top_k=2, num_tokens=15), ranks=2)))
+
+
 def test_layers_have_the_models_numbers() -> None:
     counts = np.full((4, 4, 4), 10)
     counts[:, :, 0] = [20, 21, 22, 21]

@@ -70,6 +70,18 @@ def test_counting_in_chunks_equals_counting_at_once(
     assert counted.step_starts.tolist() == [*np.flatnonzero(np.diff(steps, prepend=-1)), len(steps)]
 
 
+def test_each_chunk_counts_its_own_sequences(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every sequence is a chunk, and uses an expert of its own."""
+    monkeypatch.setattr(store, "ROW_GROUP_BYTES", 1)
+    ids = [np.full((length, 1, 1), expert) for expert, length in enumerate((3, 1, 2))]
+    trace = RoutingTrace.from_sequences(ids, num_experts=4, steps=[0, 1, 2], domains=["a", "b", "c"])
+    write_trace(trace, tmp_path / "t.parquet")
+    counted = count_trace(TraceReader(tmp_path / "t.parquet"), ranks=1)
+    assert counted.counts_MLE[:, 0].tolist() == [[3, 0, 0, 0], [0, 1, 0, 0], [0, 0, 2, 0]]
+    assert counted.domains == ("a", "c", "b")
+    assert counted.counts_DLE[:, 0].tolist() == [[3, 0, 0, 0], [0, 0, 2, 0], [0, 1, 0, 0]]
+
+
 def test_parts_are_even_and_sum_to_their_micro_steps(tmp_path: Path) -> None:
     trace = synthesize(num_sequences=128, sequence_length=8, num_layers=2, num_experts=8, top_k=2, zipf=0.5)
     write_trace(trace, tmp_path / "t.parquet")
@@ -138,6 +150,14 @@ def test_one_chosen_step_ignores_the_others(tmp_path: Path) -> None:
     assert (counted.num_sequences, counted.num_tokens, sorted(counted.lengths.tolist())) == (4, 16, [3, 3, 5, 5])
     assert counted.domains == ("maths", "code")
     assert counted.counts_DLE.tolist() == [[[10, 10, 0, 0]], [[6, 6, 0, 0]]]
+
+
+def test_the_budget_is_that_of_the_largest_step(tmp_path: Path) -> None:
+    ids = [np.tile([[[0, 1]]], (10, 1, 1))] * 6
+    write_trace(RoutingTrace.from_sequences(ids, num_experts=4, steps=[0, 1, 1, 1, 1, 2]), tmp_path / "t.parquet")
+    counted = count_trace(TraceReader(tmp_path / "t.parquet"), ranks=2, micro_steps=1)
+    # 40 tokens on two ranks, and a tenth to spare.
+    assert (counted.token_budget, counted.num_micro_steps) == (22, 3)
 
 
 def test_every_part_could_run_alone() -> None:

@@ -132,6 +132,17 @@ def test_a_trace_may_be_a_file_files_or_in_memory(name: str, folder: Path) -> No
     assert "trace in memory" in repr(call(name, made(), folder))
 
 
+def test_an_estimate_has_the_nodes_of_the_analysis(folder: Path) -> None:
+    """Rows between nodes take longer than those inside."""
+    trace = read_trace(folder / "trace.parquet")
+    seconds = []
+    for per_node in (4, 1):
+        result = call("analyze", trace, folder, ranks_per_node=per_node)
+        assert result.analysis.estimate
+        seconds.append(result.analysis.estimate.step_s)
+    assert seconds[0] < seconds[1]
+
+
 def test_results_have_their_documented_content(folder: Path) -> None:
     trace = read_trace(folder / "trace.parquet")
     planned = call("plan", trace, folder, step=1)

@@ -42,6 +42,20 @@ def test_the_gain_is_of_seeds_and_the_overhead_of_rounds() -> None:
     assert figures["overhead_when_balanced_interval"] == pytest.approx([0.02, 0.02])
 
 
+def test_the_gain_of_all_seeds_is_weighted_by_what_the_skew_costs() -> None:
+    """Seed 0 costs 1 s, of which all is saved; seed 1 costs 0.25 s, and nothing is."""
+    times = {
+        "plain_balanced": [1.0] * 4,
+        "planned_balanced": [1.5] * 4,
+        "plain_skewed": [2.0, 1.25] * 2,
+        "planned_skewed": [1.0, 1.25] * 2,
+    }
+    figures = summarise_pairs(times, [{}, {}])
+    assert [seed["gain_captured"] for seed in figures["seeds"]] == [1.0, 0.0]
+    assert figures["gain_captured"] == pytest.approx(1 / 1.25)
+    assert figures["overhead_when_balanced"] == pytest.approx(0.5)
+
+
 def test_noise_of_a_round_that_all_variants_share_hardly_moves_the_ratios() -> None:
     figures = summarise_pairs(step_times([0.9, 0.9], 40, noise=0.5), [{}, {}])
     assert figures["overhead_when_balanced"] == pytest.approx(0.02)

@@ -54,6 +54,14 @@ def test_noise_of_a_round_that_all_variants_share_cancels() -> None:
         assert figures[ratio] == pytest.approx(value, rel=0.1)
 
 
+def test_noise_that_all_variants_share_does_not_widen_the_intervals() -> None:
+    """A round is drawn for all variants together."""
+    figures = summarise_steps(step_times([0.9, 0.9, 0.9], noise=0.5), [[1.2]] * 3)
+    for ratio in RATIOS:
+        low, high = figures[f"{ratio}_interval"]
+        assert high - low < 1e-9
+
+
 def test_a_round_that_is_off_widens_the_interval_but_hardly_moves_the_figure() -> None:
     times = step_times([0.8, 0.8])
     times[0, "trimtab"][2] = 9.0

@@ -5,6 +5,7 @@ from __future__ import annotations
 import statistics
 from functools import partial
 
+import numpy as np
 import pytest
 
 from trimtab.calibration.alternating_rounds import WARM_UP_ROUNDS, alternate, median_with_interval, medians
@@ -26,6 +27,16 @@ def test_medians_are_taken_per_figure() -> None:
     warm_up = [{"s": 9.0, "bytes": 9.0}] * WARM_UP_ROUNDS
     figures = iter([*warm_up, {"s": 3.0, "bytes": 1.0}, {"s": 1.0, "bytes": 1.0}, {"s": 2.0, "bytes": 7.0}])
     assert medians({"a": partial(next, figures)}, 3) == {"a": {"s": 2.0, "bytes": 1.0}}
+
+
+def test_the_interval_covers_the_median_in_95_of_100_cases() -> None:
+    """41 values around 3; 200 cases, so 5% are 10 and at most 22 nearly always."""
+    rng = np.random.default_rng(0)
+    missed = 0
+    for case in range(200):
+        low, high = median_with_interval(rng.normal(3, 1, 41).tolist(), seed=case)[1]
+        missed += not low <= 3 <= high
+    assert 1 <= missed <= 22
 
 
 def test_the_interval_contains_the_median_and_narrows_with_more_values() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import resource
 import subprocess
@@ -13,7 +14,8 @@ import numpy as np
 import pytest
 
 from trimtab import RoutingTrace, StepPlan, Workload, read_trace, write_trace
-from trimtab.cli.main import main
+from trimtab.cli.main import main, run
+from trimtab.errors import InputError, RankFailedError
 from trimtab.trace import synthesize
 
 
@@ -256,7 +258,8 @@ class Blocked:
             raise ImportError('blocked ' + name)
 sys.meta_path.insert(0, Blocked())
 import trimtab, trimtab.planner, trimtab.policies, trimtab.simulator, trimtab.report.tables
-from trimtab.cli.main import main
+from trimtab.cli.main import main, run
+from trimtab.errors import InputError, RankFailedError
 assert main(['trace', 'info', {str(trace_file)!r}]) == 0
 assert main(['plan', {str(trace_file)!r}, '--ranks', '4', '--token-budget', '512']) == 0
 assert main({simulate!r}) == 0
@@ -273,7 +276,8 @@ assert 'torch' not in sys.modules
 def test_help_imports_no_large_package() -> None:
     program = """
 import sys
-from trimtab.cli.main import main
+from trimtab.cli.main import main, run
+from trimtab.errors import InputError, RankFailedError
 try:
     main(['--help'])
 except SystemExit as stop:
@@ -295,6 +299,25 @@ def test_closed_pipe_is_not_an_error(trace_file: Path, tmp_path: Path) -> None:
     assert process.stderr.read() == ""
     assert process.wait() == 1
     assert json.loads((tmp_path / "a.json").read_text())["schema"] == "trimtab-analyze-2"
+
+
+@pytest.mark.parametrize(
+    ("error", "status", "text"),
+    [
+        (InputError("--ranks is 0"), 2, "--ranks is 0"),
+        (PermissionError(13, "Permission denied", "out.json"), 2, "out.json: Permission denied"),
+        (RankFailedError("rank 1 was killed"), 1, "rank 1 was killed"),
+        (KeyboardInterrupt(), 130, "interrupted"),
+    ],
+)
+def test_errors_have_a_status_and_one_line(
+    error: BaseException, status: int, text: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fail(_: argparse.Namespace) -> None:
+        raise error
+
+    assert run("trimtab plan", lambda: argparse.Namespace(run=fail)) == status
+    assert capsys.readouterr().err == f"trimtab plan: {text}\n"
 
 
 def test_full_disk_is_one_line_and_leaves_no_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -189,7 +189,7 @@ def test_earlier_spellings_are_accepted(tmp_path: Path, trace: str) -> None:
     ("words", "message"),
     [
         (["-o", "-"], "-: not a file; only --json - writes to standard output"),
-        (["--json", "/dev/stdout"], "/dev/stdout: not a file; only --json - writes to standard output"),
+        (["--json", "/dev/stdou"], "/dev/stdou: no such device"),
         (["--json", "{trace}"], "{trace}: to be read and written"),
         (["--json", "{trace}.x", "-o", "{trace}.x"], "{trace}.x: to be written twice"),
         (["--json", "{trace}/x"], "is not a folder that can be written to"),

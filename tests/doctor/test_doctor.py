@@ -14,7 +14,8 @@ import pytest
 
 from trimtab import ModelSpec
 from trimtab.cli.main import main
-from trimtab.doctor import self_check
+from trimtab.doctor import examination, self_check
+from trimtab.doctor.finding import Finding
 from trimtab.doctor.installation import check_packages, find_torch
 from trimtab.doctor.machine import check_allocator, check_backend, check_processors, check_shared_memory
 from trimtab.doctor.model_check import check_model
@@ -43,7 +44,8 @@ def config_file(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def skip_micro_step(monkeypatch: pytest.MonkeyPatch) -> None:
+def skip_slow_checks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(examination, "check_kernels", lambda: Finding("planning kernels", "ok", ""))
     monkeypatch.setattr(self_check, "check_paths", lambda ranks: [PathCheck("peer", 4, 1e-16)])
 
 
@@ -93,7 +95,7 @@ def test_a_problem_gets_one_line_and_status_1(
     changes: dict[str, Any],
     arguments: list[str],
     message: str,
-    skip_micro_step: None,
+    skip_slow_checks: None,
     config_file: Path,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
@@ -167,6 +169,17 @@ def test_old_and_missing_packages_are_named(monkeypatch: pytest.MonkeyPatch) -> 
     assert "transformers 5.3 is older than 5." in training.text
     assert "safetensors is missing" in training.text
     assert "torch" not in training.text
+    # Those of planning are another check.
+    assert "numpy" not in training.text
+
+
+def test_versions_are_compared_by_their_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """0.9 is older than 0.10, and 2.10.0 is not older than 2.9."""
+    monkeypatch.setattr(importlib.metadata, "requires", lambda _: ["first>=0.10", "second>=2.9", "third>=2"])
+    versions = {"first": "0.9.1", "second": "2.10.0+cpu", "third": "2"}
+    monkeypatch.setattr(importlib.metadata, "version", versions.__getitem__)
+    finding = check_packages("planning packages", None)
+    assert finding.text == "first 0.9.1 is older than 0.10; pip install --upgrade 'trimtab'"
 
 
 def test_shared_memory_is_written_and_read(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -188,6 +201,20 @@ def test_a_mirror_that_may_not_fit_is_a_warning(monkeypatch: pytest.MonkeyPatch)
     assert check_model(model, 10, ranks=2, slots=2, trains=True)[-1].status == "warning"
     monkeypatch.setattr(shared_files, "free_shared_memory", lambda: 9_600_000)
     assert check_model(model, 10, ranks=2, slots=2, trains=True)[-1].status == "ok"
+
+
+def test_memory_of_replicas_is_that_of_slots_in_three_layers() -> None:
+    """An expert has 3 x 100 x 50 weights of 2 bytes."""
+    text = check_model(ModelSpec("m", 32, 4, 100, 50), 10, ranks=4, slots=5, trains=False)[-1].text
+    assert text.startswith("450 kB a rank for 5 slots in 3 layers; mirror at most 9.60 MB per node")
+
+
+def test_warnings_are_no_problems(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, skip_slow_checks: None) -> None:
+    monkeypatch.setattr("os.sched_getaffinity", lambda _: {0, 1})
+    assert main(["doctor", "--ranks", "3", "--json", str(tmp_path / "d.json")]) == 0
+    report = json.loads((tmp_path / "d.json").read_text())
+    statuses = {finding["name"]: finding["status"] for finding in report["findings"]}
+    assert (report["problems"], statuses["processors"]) == (0, "warning")
 
 
 def test_under_torchrun_the_allocator_settings_are_required(monkeypatch: pytest.MonkeyPatch) -> None:

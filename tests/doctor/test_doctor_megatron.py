@@ -126,6 +126,19 @@ def test_every_problem_is_named(tmp_path: Path, changes: dict[str, Any], name: s
     assert sum(each == "problem" for each in found.values()) == (status == "problem")
 
 
+def test_experts_that_the_ranks_do_not_divide_are_a_problem(tmp_path: Path) -> None:
+    found = {}
+    for ranks in (1, 8, 12, 128):
+        options = GOOD | {"expert_model_parallel_size": ranks}
+        findings = check_megatron(written(tmp_path / "options.json", options))
+        (found[ranks],) = [finding for finding in findings if finding.name == "megatron experts"]
+    assert {ranks: finding.status for ranks, finding in found.items()} == {
+        1: "problem", 8: "ok", 12: "problem", 128: "ok",
+    }  # fmt: skip
+    assert found[12].text.startswith("12 ranks don't divide 128 experts")
+    assert found[8].text.startswith("16 of 128 experts a rank")
+
+
 def test_an_option_that_is_on_in_any_part_counts(tmp_path: Path) -> None:
     nested = {"model": {"delay_wgrad_compute": True}, "ddp": {"delay_wgrad_compute": False, "bucket_size": None}}
     assert read_options(written(tmp_path / "a.json", nested))[0]["delay_wgrad_compute"] is True

@@ -44,6 +44,12 @@ def test_the_load_scale_is_symmetric_and_leaves_out_few_loads() -> None:
     assert (even.low, even.high, even.clips_below, even.clips_above) == (0.9, 1.1, False, False)
 
 
+def test_loads_are_compared_with_the_mean_of_their_instance() -> None:
+    """Layers with more tokens are as even as those with few."""
+    scale = load_scale((LoadMap("static", np.array([[[30, 10], [300, 100]]])),))
+    assert (scale.low, scale.high, scale.least, scale.most) == (0.5, 1.5, 0.5, 1.5)
+
+
 def test_scales_of_analysis_grids() -> None:
     vio = np.append(np.linspace(0, 0.5, 999), 3.0)
     assert (vio_scale(vio).low, vio_scale(vio).high, vio_scale(vio).most) == (0.0, 0.5, 3.0)

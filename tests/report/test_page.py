@@ -193,6 +193,23 @@ def test_busiest_ranks_have_most_compute_time() -> None:
     assert busiest == sorted(busiest)
 
 
+def test_worst_layers_have_their_max_over_mean_before_and_after() -> None:
+    """Layer 0 is even in sum over micro-steps, but in none of them."""
+    before = np.array([[[30, 10], [24, 16]], [[10, 30], [24, 16]]])
+    after = np.array([[[22, 18], [20, 20]], [[18, 22], [20, 20]]])
+    report = replace(
+        some_report(layers=2), layer_names=("3", "7"), before=LoadMap("static", before), after=LoadMap("plan", after)
+    )
+    page = page_of(report)
+    text = page[page.index('<section id="layers"') : page.index('<section id="memory"')]
+    assert '<th scope="col">static, max/mean</th><th scope="col">plan, max/mean</th>' in text
+    rows = re.findall(
+        r'data-layer="(\d)">layer (\d)</button></th><td>([\d.]+)</td><td>([\d.]+)</td><td>(.*?)</td>', text
+    )
+    assert rows == [("0", "3", "1.500", "1.100", "1.36×"), ("1", "7", "1.200", "1.000", "1.20×")]
+    assert values_of(page)["start_layer"] == 0
+
+
 def test_a_policy_without_parts_is_shown_as_not_broken_down() -> None:
     report = some_report()
     policies = (report.policies[0], replace(report.policies[6], parts_s={}, fraction_of_balanced=None))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -46,6 +48,12 @@ def test_traces_of_different_models_cant_be_joined() -> None:
         RoutingTrace.concatenate([small_trace(8), small_trace(9)])
 
 
+def test_traces_with_other_layers_cant_be_joined() -> None:
+    trace = small_trace()
+    with pytest.raises(InputError, match="different models"):
+        RoutingTrace.concatenate([trace, replace(trace, layer_indices=trace.layer_indices + 1)])
+
+
 @pytest.mark.parametrize(
     "row",
     [
@@ -88,6 +96,17 @@ def test_token_hashes_differ_between_sequences() -> None:
     assert hash_tokens([1, 2, 3]) == hash_tokens(np.array([1, 2, 3], np.int32))
     assert hash_tokens([1, 2, 3]) != hash_tokens([1, 2, 4])
     assert hash_tokens([]) != 0
+
+
+def test_every_token_and_its_place_changes_the_hash() -> None:
+    tokens = np.arange(1000) * 7919
+    others = [tokens[:-1], tokens[1:], tokens[::-1], np.append(tokens, 0), np.append(0, tokens)]
+    for place in (0, 1, 500, 998, 999):
+        for change in (1, 1 << 8, 1 << 20, 1 << 40):
+            others.append(tokens.copy())
+            others[-1][place] += change
+    assert len({hash_tokens(each) for each in (tokens, *others)}) == 1 + len(others)
+    assert hash_tokens(tokens) == hash_tokens(tokens.tolist()) < 1 << 64
 
 
 def test_even_synthetic_routing_is_exactly_even() -> None:

@@ -10,6 +10,8 @@ import matplotlib
 matplotlib.use("svg")
 import matplotlib.pyplot as plt
 
+from trimtab.files import atomic_file
+
 STYLES: dict[str, dict[str, Any]] = {
     "trimtab": {"color": "#0f766e", "marker": "o", "linewidth": 2},
     "ultraep": {"color": "#d97706", "marker": "^"},
@@ -47,6 +49,6 @@ def draw_frontier(points: list[dict[str, Any]], path: Path) -> None:
         axis.set_visible(False)
     axes.flat[0].legend(fontsize=8)
     figure.tight_layout()
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, metadata={"Date": None})
+    with atomic_file(path) as file:
+        figure.savefig(file, format=path.suffix.lstrip(".") or "svg", metadata={"Date": None})
     plt.close(figure)

@@ -10,7 +10,7 @@ from typing import Any
 from rich.console import Console
 
 from trimtab.errors import InputError
-from trimtab.files import STDOUT, write_json
+from trimtab.files import STDOUT, is_stream, write_json
 
 FILES = ("output", "json", "html", "perfetto", "frontier", "page")
 # Options that name files to read, with the pattern of files in a folder.
@@ -27,15 +27,19 @@ def check_outputs(options: argparse.Namespace) -> None:
 
         sources = named_files(getattr(options, name), SOURCES[name])
     for place, path in enumerate(paths):
-        if path.is_dir():
-            raise InputError(f"{path}: a folder; name the file to write")
-        if path == STDOUT or path.parent == Path("/dev") or (path.exists() and not path.is_file()):
+        if path == STDOUT:
             raise InputError(f"{path}: not a file; only --json - writes to standard output")
-        if path in paths[:place]:
+        if is_stream(path):
+            if not os.access(path, os.W_OK):
+                raise InputError(f"{path}: can't be written to")
+            continue
+        if path.parent == Path("/dev"):
+            raise InputError(f"{path}: no such device")
+        if os.path.realpath(path) in map(os.path.realpath, paths[:place]):
             raise InputError(f"{path}: to be written twice; name another file")
         if path.exists() and any(source.samefile(path) for source in sources):
             raise InputError(f"{path}: to be read and written; name another file")
-        folder = next(parent for parent in path.absolute().parents if parent.exists())
+        folder = next(parent for parent in Path(os.path.realpath(path)).parents if parent.exists())
         if not folder.is_dir() or not os.access(folder, os.W_OK):
             raise InputError(f"{path}: {folder} is not a folder that can be written to")
 

@@ -14,6 +14,7 @@ from trimtab.cli import trace_export, trace_import
 from trimtab.cli.options import add_options, add_output, add_trace, given, positive
 from trimtab.cli.output import write_figures
 from trimtab.errors import InputError
+from trimtab.files import is_stream
 from trimtab.report.number_text import bytes_text
 from trimtab.report.tables import skew_table, trace_facts
 from trimtab.trace import PRESETS, TraceReader, id_dtype, synthesize_preset, write_trace
@@ -94,4 +95,5 @@ def run_synth(options: argparse.Namespace) -> None:
             f"{tokens:,} tokens need {bytes_text(needed)} of expert ids; this machine has {bytes_text(memory)}"
         )
     write_trace(synthesize_preset(**given(options, synthesize_preset)), options.output)
-    Console(highlight=False).print(trace_facts(TraceReader(options.output)))
+    if not is_stream(options.output):
+        Console(highlight=False).print(trace_facts(TraceReader(options.output)))

@@ -12,7 +12,7 @@ from rich.console import Console
 from trimtab.array_type import Array
 from trimtab.cli.options import add_options, add_output, add_trace, whole
 from trimtab.errors import InputError
-from trimtab.files import write_atomically
+from trimtab.files import is_stream, write_atomically
 from trimtab.planner.placement.serving_placement import count_parts, fill_slots, slot_loads
 from trimtab.planner.plan.workload import max_over_mean
 from trimtab.report.number_text import bytes_text
@@ -61,8 +61,9 @@ def run(options: argparse.Namespace) -> None:
         shown = []
     else:
         shown = _place(options, trace)
-    size = ("size", bytes_text(options.output.stat().st_size))
-    Console(highlight=False).print(facts([("form", options.to), *shown, size], str(options.output)))
+    if not is_stream(options.output):
+        shown = [*shown, ("size", bytes_text(options.output.stat().st_size))]
+    Console(highlight=False).print(facts([("form", options.to), *shown], str(options.output)))
 
 
 def _place(options: argparse.Namespace, trace: TraceReader) -> list[tuple[str, str]]:

@@ -16,6 +16,7 @@ from rich.progress import Progress
 from trimtab.cli.options import add_model, add_options, add_output, given, positive
 from trimtab.cluster import load_model
 from trimtab.errors import InputError
+from trimtab.files import is_stream
 from trimtab.report.tables import facts, trace_facts
 from trimtab.trace import RoutingTrace, TraceReader, write_trace
 from trimtab.trace.formats.importing import FORMATS, common_format, import_files
@@ -62,7 +63,8 @@ def run(options: argparse.Namespace) -> None:
 
         write_trace(watched(import_files(files, form, _import_options(options), summary)), options.output)
     seconds = time.perf_counter() - start
-    console.print(trace_facts(TraceReader(options.output), summary.unknown_routes))
+    if not is_stream(options.output):
+        console.print(trace_facts(TraceReader(options.output), summary.unknown_routes))
     console.print(facts(_rows(summary, form, seconds), "Imported"))
 
 

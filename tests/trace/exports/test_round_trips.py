@@ -119,6 +119,15 @@ def test_megatron_rows(tmp_path: Path) -> None:
     assert rows[4]["top_indices"] == trace.sequence(2)[:, 0].tolist()
 
 
+def test_sequences_of_one_step_stay_apart(tmp_path: Path) -> None:
+    """With equal lengths they could be micro-batches of Megatron's."""
+    trace = some_trace(lengths=(4, 4, 4))
+    write_megatron(trace, tmp_path / "a.jsonl")
+    records = kept(megatron.read(tmp_path / "a.jsonl", ImportOptions()))
+    assert [record.prompt_length for record in records] == trace.prompt_lengths.tolist()
+    assert [record.domain for record in records] == trace.domains.tolist()
+
+
 def test_numpy_and_safetensors_read_the_files(tmp_path: Path) -> None:
     trace = some_trace()
     write_npz(trace, tmp_path / "a.npz")

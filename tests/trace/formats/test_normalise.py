@@ -118,6 +118,27 @@ def test_conversion_equals_plain_loops(
     trace.check()
 
 
+def test_tokens_and_layers_keep_their_places() -> None:
+    """Four decoder layers, of which 1 and 3 have experts. A prompt of two tokens was cached, and nothing is known of
+    tokens 4 and 5; the last of 7 tokens is never fed."""
+    ids = np.zeros((2, 4, 2), np.int16)
+    ids[:, 1], ids[:, 3] = [[1, 2], [3, 4]], [[5, 6], [0, 0]]
+    tokens = np.array([10, 11, 12, 13, 14, 15, 16])
+    record = Record(ids, "a", missing=0, first=2, num_tokens=7, token_ids=tokens)
+    none = [255, 255]
+    expected = [[none, none], [none, none], [[1, 2], [5, 6]], [[3, 4], none], [none, none], [none, none]]
+    for known in (ImportOptions(8), ImportOptions(8, num_layers=4, moe_layers=(1, 3))):
+        summary = Summary()
+        trace = joined([record], known, summary)
+        assert trace.expert_ids.tolist() == expected
+        assert trace.layer_indices.tolist() == [1, 3]
+        assert (summary.tokens, summary.unknown_rows, summary.unknown_routes) == (6, 4, 9)
+        assert trace.sequence_hashes.tolist() == [hash_tokens(tokens)]
+    # Without a number of tokens all rows are of tokens that were fed; with one, the last may have a row too many.
+    assert joined([replace(record, num_tokens=None)], ImportOptions(8)).expert_ids.tolist() == expected[:4]
+    assert joined([replace(record, num_tokens=4)], ImportOptions(8)).expert_ids.tolist() == expected[:3]
+
+
 def test_dropped_data_is_counted() -> None:
     rng = np.random.default_rng(0)
     ids = random_ids(rng, 6, 3, 8, 2)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import gzip
 import json
+from io import BytesIO
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -244,6 +245,15 @@ def test_one_array(tmp_path: Path) -> None:
     (record,) = read(path)
     np.testing.assert_array_equal(record.ids, ids)
     assert record.ids.dtype.isnative
+
+
+def test_arrays_in_fortran_order() -> None:
+    ids = routes(5, 2, 3, 300, "uint16")
+    file = BytesIO()
+    np.save(file, np.asfortranarray(ids))
+    routed = base64.b64encode(file.getvalue()).decode()
+    (record,) = kept(vllm.records_of_outputs([{"outputs": [{"routed_experts": routed}]}]))
+    np.testing.assert_array_equal(record.ids, ids)
 
 
 @pytest.mark.parametrize(("gap", "dtype"), [(0, "uint8"), (-1, "int16")])

@@ -160,7 +160,7 @@ def _parse(text, ids_N):  # type: ignore[no-untyped-def]
                 at += 1
             value, digits = 0, 0
             while 48 <= text[at] <= 57:
-                value = 10 * value + text[at] - 48
+                value = 10 * value + int(text[at]) - 48
                 digits += 1
                 at += 1
                 if digits > 9 or (digits > 1 and value < 10):

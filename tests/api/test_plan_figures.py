@@ -1,0 +1,91 @@
+"""Figures of a plan equal plain counts of its rows, moves and replicas."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+
+import trimtab
+from trimtab import ModelSpec, RoutingTrace
+from trimtab.api.plan import PlanResult
+from trimtab.trace import synthesize
+
+MODEL = ModelSpec("m", num_experts=16, top_k=4, hidden_size=128, expert_width=64, moe_layers=2)
+RANKS, PER_NODE = 4, 2
+
+
+def some_trace() -> RoutingTrace:
+    """Two steps of 12 sequences of 32 tokens, with a token without a route in one layer in each."""
+    trace = synthesize(num_sequences=24, sequence_length=32, num_layers=2, num_experts=16, top_k=4, zipf=1.2)
+    trace.expert_ids[[40, 500], 1] = trace.no_route
+    return replace(trace, steps=np.repeat([5, 8], 12).astype(np.int32))
+
+
+def planned(policy: str, **changes: Any) -> PlanResult:
+    sizes: dict[str, Any] = {"ranks": RANKS, "ranks_per_node": PER_NODE, "slots": 1, "token_budget": 64} | changes
+    return trimtab.plan(some_trace(), policy=policy, model=MODEL, **sizes)
+
+
+def test_the_first_step_is_planned_unless_another_is_named() -> None:
+    assert set(planned("static").trace.steps.tolist()) == {5}
+    assert set(planned("static", step=8).trace.steps.tolist()) == {8}
+
+
+def test_loads_and_rows_between_nodes_without_a_plan() -> None:
+    result = planned("static")
+    trace, schedule = result.trace, result.plan.schedule
+    loads = np.zeros((result.plan.num_micro_steps, 2, RANKS), int)
+    far = rows = unknown = 0
+    for s in range(trace.num_sequences):
+        for token in trace.sequence(s):
+            for layer, experts in enumerate(token):
+                if experts[0] == trace.no_route:
+                    unknown += 4
+                    continue
+                for expert in experts:
+                    home = expert // (16 // RANKS)
+                    loads[schedule.micro_step[s], layer, home] += 1
+                    rows += 1
+                    far += home // PER_NODE != schedule.rank[s] // PER_NODE
+    assert unknown == 4
+    assert result.unknown_row_fraction == 4 / (12 * 32 * 2 * 4)
+    # Rows without a recorded expert are estimated.
+    assert np.abs(result.loads_before_MLR - loads).sum() == 4
+    assert np.array_equal(result.loads_before_MLR, result.loads_after_MLR)
+    assert result.cross_node_before == result.cross_node_after == pytest.approx(far / rows, abs=4 / rows)
+    assert (result.expert_time_saved, result.plan.num_replicas, result.weight_bytes_per_micro_step) == (0, 0, 0)
+
+
+def test_savings_moves_and_bytes_of_a_plan() -> None:
+    result = planned("eplb_oracle")
+    plan, before, after = result.plan, result.loads_before_MLR, result.loads_after_MLR
+    assert after.sum() == before.sum()
+    assert 0 < result.expert_time_saved == pytest.approx(1 - after.max(axis=2).sum() / before.max(axis=2).sum())
+    assert result.balance_before.mean == pytest.approx((before.max(axis=2) / before.mean(axis=2)).mean())
+    assert result.balance_after.p99 == pytest.approx(np.percentile(after.max(axis=2) / after.mean(axis=2), 99))
+    inside = between = 0
+    for homes in plan.home:
+        for expert, rank in enumerate(homes.tolist()):
+            old = expert // (16 // RANKS)
+            inside += rank != old and rank // PER_NODE == old // PER_NODE
+            between += rank // PER_NODE != old // PER_NODE
+    assert (result.moves_inside_nodes, result.moves_between_nodes) == (inside, between)
+    assert inside
+    assert between
+    replicas = far = 0
+    for m in range(plan.num_micro_steps):
+        for layer in range(2):
+            for replica in plan.replicas_of(m, layer):
+                home = plan.home[layer, plan.replica_experts[replica]]
+                replicas += 1
+                far += home // PER_NODE != plan.replica_ranks[replica] // PER_NODE
+    assert 0 < far == result.far_replicas
+    assert replicas == plan.num_replicas
+    # Three matrices of 128 x 64 weights of 2 bytes.
+    assert result.weight_bytes_per_micro_step == replicas * 3 * 128 * 64 * 2 / plan.num_micro_steps
+    assert result.num_instances == plan.num_micro_steps * 2
+    assert result.us_per_instance == pytest.approx(1e6 * result.planning_s / (plan.num_micro_steps * 2))
+    assert result.figures()["replicas_per_instance"] == replicas / (plan.num_micro_steps * 2)

@@ -1,0 +1,251 @@
+"""Rates are work divided by time: measurements with given times, on machines whose rates are known."""
+
+from __future__ import annotations
+
+import json
+from functools import partial
+from importlib import import_module
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+
+from trimtab.calibration import dense_rates, exchange_rates, expert_rates, link_rates
+from trimtab.calibration.calibration_settings import CalibrationSettings
+from trimtab.calibration.dense_rates import DenseFit, measure_dense
+from trimtab.calibration.exchange_rates import ExchangeFits, measure_exchange
+from trimtab.calibration.expert_rates import ExpertFit, measure_experts
+from trimtab.calibration.fits import Fit
+from trimtab.calibration.link_rates import LinkRates, measure_links
+from trimtab.calibration.measurement_context import MeasurementContext
+from trimtab.calibration.memory_rates import measure_memory
+from trimtab.calibration.small_model import small_config
+from trimtab.cluster import ModelSpec
+from trimtab.runtime.transfer.copy_engine import BackgroundCopies
+
+HIDDEN, WIDTH = 32, 16
+MODEL = ModelSpec("m", num_experts=8, top_k=2, hidden_size=HIDDEN, expert_width=WIDTH, weight_bytes=4, vocab_size=64)
+CPU = torch.device("cpu")
+CONFIG = small_config(layers=2, hidden=32, width=16, experts=8, top_k=2) | {
+    "vocab_size": 64, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 16,
+}  # fmt: skip
+
+
+def model_of(folder: Path) -> ModelSpec:
+    (folder / "config.json").write_text(json.dumps(CONFIG))
+    return ModelSpec.from_config(folder)
+
+
+def context_of(**values: Any) -> Any:
+    """What measurements read of a context, on rank 1 of 4, two on each node."""
+    topology = SimpleNamespace(rank=1, num_ranks=4, ranks_per_node=2, control=None, experts=None)
+    usual = {"topology": topology, "alone": None, "device": CPU, "model": MODEL, "dtype": torch.float32, "tokens": 64}
+    return SimpleNamespace(**usual | values)
+
+
+def test_memory_is_read_and_written() -> None:
+    """A copy of 64 MiB moves 128 MiB. AdamW moves 30 bytes for each of 4 Mi weights."""
+    asked = {}
+
+    def seconds(works: dict[str, Any]) -> dict[str, float]:
+        asked.update(works)
+        return {"copy": 0.5, "step": 0.25}
+
+    memory, optimizer = measure_memory(context_of(seconds=seconds))
+    assert asked.keys() == {"copy", "step"}
+    assert memory == 128 * 2**20 / 0.5
+    assert optimizer == 30 * 4 * 2**20 / 0.25
+
+
+def test_rates_of_an_all_to_all_are_bytes_to_other_ranks() -> None:
+    """Rows to a rank itself use no link. A row has 32 numbers of 4 bytes."""
+
+    def seconds(works: dict[str, partial[Any]]) -> dict[str, float]:
+        found = {}
+        for name, work in works.items():
+            rows, splits, received, _ = work.args
+            assert splits == received
+            assert len(rows) == sum(splits)
+            near, far = (sum(splits[rank] for rank in ranks) for ranks in ((0,), (2, 3)))
+            found[name] = 2e-6 + near * 128 / 5e9 + far * 128 / 2e8
+        return found
+
+    random = lambda *shape: torch.zeros(shape)  # noqa: E731
+    found = measure_exchange(context_of(seconds=seconds, random=random))
+    assert found.near
+    assert found.far
+    assert found.near.rates == pytest.approx((5e9,))
+    assert found.far.rates == pytest.approx((2e8,))
+    assert found.near.fixed_s + found.far.fixed_s == pytest.approx((2e-6, 2e-6))
+    # One node has no links to others, and a node of one rank none inside.
+    for per_node in (4, 1):
+        topology = SimpleNamespace(rank=0, num_ranks=4, ranks_per_node=per_node, experts=None)
+        measured = ExchangeFits(None, None)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(exchange_rates, "_measure", lambda _, sends: sends)
+            measured = measure_exchange(context_of(topology=topology))
+        sent: Any = (measured.near, measured.far)
+        assert sent == (([True] * 4, None) if per_node == 4 else (None, [False, True, True, True]))
+
+
+def test_rates_of_experts_are_operations_of_three_matrices(monkeypatch: pytest.MonkeyPatch) -> None:
+    """2 operations for each of 3 x 32 x 16 weights of an expert, for every row; memory takes no time."""
+    layer_s, copy_s, row_s = 5e-5, 3e-6, 2 * 3 * HIDDEN * WIDTH / 4e9
+
+    def medians(variants: dict[str, Any]) -> dict[str, dict[str, float]]:
+        found = {}
+        for name, trace in variants.items():
+            rows = np.bincount(trace.expert_ids.reshape(-1), minlength=8)
+            forward = layer_s + copy_s * np.count_nonzero(rows) + row_s * rows.sum()
+            few = rows.max() < 10
+            found[name] = {"forward_s": forward, "backward_s": (9.0 if few else 2.5) * forward}
+        return found
+
+    session = SimpleNamespace(close=lambda: None)
+    monkeypatch.setattr(expert_rates, "Session", lambda **_: session)
+    monkeypatch.setattr(expert_rates, "add_random_layer", lambda *_: None)
+    monkeypatch.setattr(expert_rates, "_variant", lambda context, session, layer, trace: trace)
+    topology = SimpleNamespace(rank=0, num_ranks=1)
+    found = measure_experts(context_of(topology=topology, tokens=512, medians=medians), 1e30)
+    assert found.fit.rates == pytest.approx((4e9,), rel=1e-6)
+    assert found.fit.fixed_s == pytest.approx((copy_s, layer_s), rel=1e-4)
+    # Few rows, of which backward is mostly gradients of weights, do not count for the ratio.
+    assert found.backward == pytest.approx(2.5)
+    assert found.tile_rows is None
+    assert found.backward_error == pytest.approx(0)
+
+
+def test_rates_of_dense_parts_are_operations_of_projections_and_pairs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A token takes 2 operations for each weight of a layer's attention and router, and of the head."""
+    model = model_of(tmp_path)
+    projections = 2 * (32 * (32 + 16 + 16) + 32 * 32) + 2 * 32 * 8
+    layer_s, rate, attention_rate = 2e-5, 3e9, 1e9
+
+    def medians(variants: dict[str, tuple[int, int, int]]) -> dict[str, dict[str, float]]:
+        found = {}
+        for name, (layers, count, length) in variants.items():
+            tokens = count * length
+            seconds = layers * layer_s + tokens * (layers * projections + 2 * 32 * 64) / rate
+            # Scores and weighted sums: 2 operations each, in 2 heads of 16, for the pairs that the mask leaves.
+            seconds += layers * count * length**2 / 2 * 2 * 2 * 2 * 16 / attention_rate
+            found[name] = {"forward_s": seconds, "backward_s": 1.75 * seconds}
+        return found
+
+    monkeypatch.setattr(dense_rates, "_without_experts", lambda *_: None)
+    monkeypatch.setattr(dense_rates, "_variant", lambda context, model, *point: point)
+    found = measure_dense(context_of(model=model, tokens=1024, sequence_length=32, medians=medians), {}, 1e30)
+    assert found.fit.rates == pytest.approx((rate, attention_rate), rel=1e-6)
+    assert found.fit.fixed_s == pytest.approx((layer_s,), rel=1e-4)
+    assert found.backward == pytest.approx(1.75)
+
+
+class HeldMirror:
+    """The experts that a rank reads from its node's mirror."""
+
+    def row(self, layer: int, expert: int) -> list[torch.Tensor]:
+        return [torch.full((2 * WIDTH, HIDDEN), float(expert)), torch.full((HIDDEN, WIDTH), float(expert))]
+
+    def close(self) -> None: ...
+
+
+def test_rates_of_links_are_bytes_that_were_copied(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The works run, and their time is that of the bytes that they copy at 1 GB/s."""
+    copied = []
+
+    class Counting(BackgroundCopies):
+        def start(self, pairs: Any) -> Any:
+            copied.append(sum(source.nbytes for _, source in pairs))
+            return super().start(pairs)
+
+    stacks = [torch.zeros(2, 2 * WIDTH, HIDDEN), torch.zeros(2, HIDDEN, WIDTH)]
+    layer = SimpleNamespace(homes=SimpleNamespace(parameters=stacks, sources=stacks))
+    monkeypatch.setattr(link_rates, "Session", lambda **_: SimpleNamespace(homes=[layer.homes]))
+    monkeypatch.setattr(link_rates, "add_random_layer", lambda *_: layer)
+    monkeypatch.setattr(link_rates, "mirror_of", lambda *_: HeldMirror())
+    monkeypatch.setattr(link_rates, "BackgroundCopies", Counting)
+    sent: list[int] = []
+    monkeypatch.setattr(dist, "P2POp", lambda send, tensor, **_: (send, tensor.nbytes))
+
+    def exchange(operations: list[tuple[Any, int]]) -> list[Any]:
+        sent.extend(size for send, size in operations if send is dist.isend)
+        return []
+
+    monkeypatch.setattr(dist, "batch_isend_irecv", exchange)
+
+    def seconds(works: dict[str, Any]) -> dict[str, float]:
+        found = {}
+        for name, work in works.items():
+            copied.clear()
+            sent.clear()
+            work()
+            moved = sum(copied) + sum(sent)
+            assert moved > 0
+            found[name] = moved / {"host": 1e9, "near": 2e9, "far": 3e9}[name]
+        return found
+
+    topology = SimpleNamespace(rank=1, num_ranks=4, ranks_per_node=2, weights=None)
+    assert measure_links(context_of(topology=topology, seconds=seconds)) == LinkRates(1e9, 2e9, 3e9)
+
+
+def test_every_rate_goes_to_its_field(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    calibrate = import_module("trimtab.calibration.calibrate")
+    monkeypatch.setattr(
+        calibrate, "dist",
+        SimpleNamespace(get_rank=lambda: 0, get_world_size=lambda: 2, new_group=lambda ranks: object()),
+    )  # fmt: skip
+    monkeypatch.setattr(calibrate, "Topology", SimpleNamespace(build=lambda *_: None))
+    monkeypatch.setattr(calibrate, "measure_memory", lambda _: (3e9, 4e9))
+    monkeypatch.setattr(calibrate, "measure_links", lambda _: LinkRates(1e9, 5e9, 7e9))
+    far, near = Fit((2e8,), (4e-6,), 0.02), Fit((11e9,), (1e-6,), 0.01)
+    monkeypatch.setattr(calibrate, "measure_exchange", lambda _: ExchangeFits(near, far))
+    experts = ExpertFit(Fit((17e12,), (3e-6, 4e-6), 0.03), 64, 2.25, 0.05)
+    monkeypatch.setattr(calibrate, "measure_experts", lambda *_: experts)
+    dense = DenseFit(Fit((19e12, 23e12), (5e-6,), 0.07), 1.75, 0.04)
+    monkeypatch.setattr(calibrate, "measure_dense", lambda *_: dense)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "1")
+    settings = CalibrationSettings(
+        CONFIG, model_of(tmp_path), ranks=2, tokens=64, sequence_length=8, name="n", rounds=1
+    )
+    taken = calibrate._measure(settings)
+    values = {name: figure and figure["value"] for name, figure in taken["figures"].items()}
+    del values["device_bytes"], values["planning_threads"]
+    assert values == pytest.approx(
+        {
+            "expert_flops": 17e12, "tile_rows": 64, "copy_s": 3e-6, "expert_backward": 2.25,
+            "dense_flops": 19e12, "attention_flops": 23e12, "layer_s": 9e-6, "dense_backward": 1.75,
+            "memory_bytes_per_s": 3e9, "host_bytes_per_s": 1e9, "node_bytes_per_s": 5e9, "network_bytes_per_s": 7e9,
+            "dispatch_node_bytes_per_s": 11e9, "dispatch_network_bytes_per_s": 2e8, "dispatch_s": 4e-6,
+        }
+    )  # fmt: skip
+    assert taken["checks"] == {"optimizer_bytes_per_s": 4e9}
+    assert (taken["ranks"], taken["ranks_per_node"]) == (2, 1)
+
+
+def test_figures_are_medians_over_rounds_and_means_over_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The other rank takes 1, 3, 5 and 7 s more for the four figures."""
+    monkeypatch.setattr(
+        dist, "all_reduce",
+        lambda values, group: values.copy_(2 * values + torch.tensor([1, 3, 5, 7], dtype=torch.float64)),
+    )  # fmt: skip
+    given = {"a": [9.0, 9.0, 4.0, 2.0, 9.0], "b": [9.0, 9.0, 10.0, 30.0, 20.0]}
+    turns = {name: iter(values) for name, values in given.items()}
+
+    def variant(name: str) -> dict[str, float]:
+        value = next(turns[name])
+        return {"forward_s": value, "backward_s": 2 * value}
+
+    context = MeasurementContext(
+        topology=SimpleNamespace(num_ranks=2, control=None),  # type: ignore[arg-type]
+        alone=None, device=CPU, clock=None, model=MODEL, dtype=torch.float32, tokens=1, sequence_length=1, rounds=3,  # type: ignore[arg-type]
+    )  # fmt: skip
+    # The first two rounds are warm-up.
+    assert context.medians({name: partial(variant, name) for name in given}) == {
+        "a": {"forward_s": 4.5, "backward_s": 9.5},
+        "b": {"forward_s": 22.5, "backward_s": 43.5},
+    }
