@@ -56,7 +56,7 @@ def test_the_cause_is_the_killed_rank_or_the_first_to_raise(capsys: pytest.Captu
     with pytest.raises(RankFailedError, match=r"rank 1 \(process 11\) ended with exit status 3"):
         raise_cause(exits | {1: (11, 3)}, raised)
     refused = raised | {3: failure("ranks don't divide experts", 9.0, is_input=True)}
-    with pytest.raises(InputError, match="^ranks don't divide experts$"):
+    with pytest.raises(InputError, match=r"^ranks don't divide experts$"):
         raise_cause(exits | {1: (11, -signal.SIGKILL)}, refused)
 
 

@@ -37,8 +37,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def start(folder: Path, **settings: Any) -> Trainer:
-    """A trainer of the tiny model without warm start. Plans move homes, whatever that saves, and have no replicas, whose
-    planning is slow if kernels are not compiled."""
+    """A trainer of the tiny model without warm start. Plans move homes, whatever that saves. They have no
+    replicas, whose planning needs compiled kernels."""
     torch.set_num_threads(1)
     given: dict[str, Any] = {
         "problems": 6, "samples": 4, "token_budget": 64, "max_new_tokens": 6, "warm_start_steps": 0, "held_out": 10,
@@ -203,7 +203,7 @@ def run_a_step(state: State, folder: Path) -> None:
         mock.patch.object(trainer, "rollout", roll_out_and_keep),
         mock.patch.object(trainer, "micro_step", enter),
         mock.patch.object(trainer.session, "take_metrics", take),
-        mock.patch.object(trainer, "write_routing", lambda prepared, step: None),
+        mock.patch.object(trainer, "write_routing"),
     ):
         metrics = trainer.step(4)
     own = (rolled_out, counters[-1])
@@ -293,8 +293,8 @@ def save_and_resume(state: State, folder: Path) -> None:
     states = [dict(t.session.logical.optimizer_state(t.model, t.optimizer)) for t in (trainer, again)]
     assert states[0].keys() == states[1].keys()
     for name, values in states[0].items():
-        for key, value in values.items():
-            assert torch.equal(torch.as_tensor(states[1][name][key]), torch.as_tensor(value)), (name, key)
+        for key, state_value in values.items():
+            assert torch.equal(torch.as_tensor(states[1][name][key]), torch.as_tensor(state_value)), (name, key)
     assert bool(states[0]) == (trainer.rank == 0)
     for each in (trainer, again):
         each.session.close()
@@ -308,7 +308,7 @@ def compare(state: State, folder: Path) -> None:
     trainer = start(folder, mode="off")
     sequences = make_sequences(16, hot=True)
     before = {name: value.clone() for name, value in trainer.session.logical_state_dict(trainer.model).items()}
-    with mock.patch.object(trainer, "rollout", lambda step: sequences[trainer.rank :: 2]):
+    with mock.patch.object(trainer, "rollout", return_value=sequences[trainer.rank :: 2]):
         results = compare_policies(trainer, 5, pairs=2)
     static, trimtab = results["static"], results["trimtab"]
     for result in (static, trimtab):

@@ -34,7 +34,7 @@ class SampledLogProbs(LogitsProcessor):  # type: ignore[misc]
         return scores
 
     def of(self, sampled: torch.Tensor) -> Array:
-        """Log-probabilities `[B, n]` float32 of all sampled tokens `[B, n]`, those of padding after the end included."""
+        """Log-probabilities `[B, n]` float32 of all sampled tokens `[B, n]`, padding after the end included."""
         if len(self._columns) < sampled.shape[1]:
             self._add(sampled[:, -1])
         return torch.stack(self._columns[: sampled.shape[1]], dim=1).cpu().numpy()
