@@ -91,7 +91,8 @@ def roll_out(model: Any, rng: np.random.Generator, count: int) -> list[Sequence]
         tokens = rng.integers(1, 15, int(rng.integers(4, 14)))
         with record_routing(copy) as record, torch.no_grad():
             copy(input_ids=torch.from_numpy(tokens[None, :-1]))
-        sequences.append(Sequence(tokens, 2, record.expert_ids(tokens[None])[0], 0.0, float(rng.uniform(0.5, 1.5))))
+        ids, unused = record.expert_ids(tokens[None])[0], np.zeros(len(tokens) - 2, np.float32)
+        sequences.append(Sequence(tokens, 2, ids, 0.0, float(rng.uniform(0.5, 1.5)), unused))
     return sequences
 
 

@@ -28,13 +28,18 @@ def test_log_probs_are_those_of_the_targets() -> None:
 
 
 def test_micro_batches_mark_responses_and_positions() -> None:
-    def sequence(tokens: list[int], prompt: int) -> Sequence:
-        return Sequence(np.array(tokens), prompt, np.zeros((len(tokens) - 1, 1, 1)), 0.0, 1.0)
+    def sequence(tokens: list[int], prompt: int, advantage: float) -> Sequence:
+        log_probs = -np.array(tokens[prompt:], np.float32)
+        return Sequence(np.array(tokens), prompt, np.zeros((len(tokens) - 1, 1, 1)), 0.0, advantage, log_probs)
 
-    batch = collate([sequence([1, 2, 3, 4], 2), sequence([5, 6], 1)], pad_token_id=0, device=torch.device("cpu"))
+    sequences = [sequence([1, 2, 3, 4], 2, 0.5), sequence([5, 6], 1, -2.0)]
+    batch = collate(sequences, pad_token_id=0, device=torch.device("cpu"))
     assert batch.input_ids.tolist() == [[1, 2, 3], [5, 6, 0]]
     assert batch.targets.tolist() == [[2, 3, 4], [6, 0, 0]]
     assert batch.response_mask.tolist() == [[0, 1, 1], [1, 0, 0]]
+    # The log-probability of each token here is minus its id.
+    assert batch.rollout_log_probs.tolist() == [[0, -3, -4], [-6, 0, 0]]
+    assert batch.advantages.tolist() == [[0.5], [-2.0]]
     assert batch.positions.tolist() == [0, 1, 2, 3]
     empty = collate([], pad_token_id=0, device=torch.device("cpu"))
     assert empty.input_ids.shape == (1, 1)

@@ -104,6 +104,7 @@ def save_again_and_update(out: Path) -> None:
             expert_ids=np.argsort(rng.gumbel(size=(11, 2, 8)))[..., :2].astype(np.uint8),
             reward=0.0,
             advantage=float(rng.normal()),
+            log_probs=np.zeros(7, np.float32),
         )
         for _ in range(16)
     ]

@@ -19,6 +19,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from trimtab import read_trace
+from trimtab.cluster.specs import RING_LAYERS
 
 SMALL = ["--warm-start-steps", "12", "--held-out", "16", "--problems", "16", "--token-budget", "256"]
 
@@ -41,21 +42,25 @@ def test_replay_is_exact_and_every_micro_step_is_planned(run: tuple[Path, str]) 
     metrics = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
     assert [m["step"] for m in metrics] == [0, 1]
     for m in metrics:
-        assert m["ppo/first_ratio_error"] <= 1e-6
+        # In bfloat16 the rollout is not exact.
+        assert 0 < m["ppo/rollout_logprob_diff"] < 0.1
         assert m["moe/unplanned_micro_steps"] == 0
         assert m["moe/max_vio_after"] <= m["moe/max_vio_before"]
-        for name in (
-            "rollout_s",
-            "plan_s",
-            "recompute_s",
-            "update_s",
-            "planning_s",
-            "reward",
-            "transfer/gradient_bytes",
-            "transfer/exposed_s",
-            "memory/pool_bytes",
-        ):
-            assert m[name] >= 0
+        # Of 16 problems with 16 samples each a whole number is solved.
+        assert m["reward"] * 256 == pytest.approx(round(m["reward"] * 256), abs=1e-6)
+        assert 0 < m["planning_s"] < m["prepare_s"]
+        assert m["moving_s"] < m["plan_s"]
+        assert min(m["rollout_s"], m["recompute_s"], m["update_s"], m["sync_s"]) > 0.01
+        # On two ranks. Experts have three matrices [384, 128] in float32; slots for two replicas of each ring layer.
+        assert m["transfer/exposed_s"] < 2 * (m["recompute_s"] + m["update_s"])
+        expert_bytes = 3 * 384 * 128 * 4
+        moved = {kind: m[f"transfer/{kind}_bytes"] for kind in ("peer", "host", "gradient")}
+        assert all(value % expert_bytes == 0 for value in moved.values())
+        has_replicas = m["moe/replicas"] > 0
+        assert (moved["gradient"] > 0) == (moved["peer"] + moved["host"] > 0) == has_replicas
+        assert m["memory/pool_bytes"] % expert_bytes == 0
+        assert m["memory/pool_bytes"] >= RING_LAYERS * 2 * expert_bytes
+    assert any(m["moe/replicas"] > 0 for m in metrics)
 
 
 def test_routing_and_checkpoints_can_be_read(run: tuple[Path, str]) -> None:
@@ -112,7 +117,7 @@ def test_a_checkpoint_can_be_trained_on_under_every_policy(run: tuple[Path, str]
         result = subprocess.run(command(tmp_path / policy, *arguments), capture_output=True, text=True, check=False)
         assert result.returncode == 0, result.stderr
         metrics = json.loads((tmp_path / policy / "metrics.jsonl").read_text())
-        assert metrics["ppo/first_ratio_error"] <= 1e-6
+        assert metrics["ppo/rollout_logprob_diff"] < 0.1
         assert metrics["moe/replicas"] == 0
         assert (metrics["moe/unplanned_micro_steps"] > 0) == (policy == "off")
 

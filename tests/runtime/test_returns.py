@@ -98,6 +98,8 @@ def test_replicas_of_one_expert_are_summed_in_float32(peers: Peers) -> None:
     assert first_column(layer) == [258, 0]
     under_way.start(layer, [torch.ones(1, 2, dtype=torch.bfloat16)], replicas((0, 0)), 0)
     assert peers.sent[0].dtype == torch.float32
+    # Two values in float32.
+    assert under_way._counters.gradient_bytes == 8
 
 
 def test_oldest_is_added_first_and_reserved_memory_is_enough(peers: Peers) -> None:
@@ -114,3 +116,36 @@ def test_oldest_is_added_first_and_reserved_memory_is_enough(peers: Peers) -> No
     under_way.finish()
     assert under_way.nbytes == reserved
     assert first_column(layer) == [0, 0]
+
+
+def test_joined_gradients_go_to_main_grad_or_to_autograd_once(peers: Peers) -> None:
+    """A framework's experts: Megatron's parameters have a `main_grad`, others get the gradient from autograd."""
+    experts = [torch.nn.Parameter(torch.zeros(2, dtype=torch.bfloat16)) for _ in range(2)]
+    main_grad = torch.full((2,), 0.5)
+    experts[1].main_grad = main_grad  # type: ignore[attr-defined]
+    layer = HomeExperts(0, lambda: [experts], rank=0, home_E=np.array([1, 0, 1, 0]), joins_in_backward=True)
+    under_way = make_returns(layers=1)
+    peers.values = [1, 2, 4]
+    under_way.start(layer, [], replicas((3, 1), (1, 1), (3, 2)), 0)
+    added = under_way.join_parameters(layer)
+    assert main_grad.tolist() == [5.5, 5.5]
+    assert added[1] is None
+    assert added[0] is not None
+    assert added[0].dtype == torch.bfloat16
+    assert added[0].tolist() == [2, 2]
+    # The end of the backward has nothing left to add.
+    under_way.finish()
+    assert main_grad.tolist() == [5.5, 5.5]
+    assert [parameter.grad for parameter in experts] == [None, None]
+
+
+def test_joined_gradients_of_stacks_are_sums(peers: Peers) -> None:
+    parameter = torch.nn.Parameter(torch.zeros(2, 2))
+    layer = HomeExperts(0, lambda: [parameter], rank=0, home_E=np.array([1, 0, 1, 0]), joins_in_backward=True)
+    under_way = make_returns(layers=1)
+    peers.values = [1, 4, 2]
+    under_way.start(layer, [], replicas((3, 1), (1, 1), (3, 2)), 0)
+    own = torch.tensor([[10.0, 10.0], [20.0, 20.0]])
+    (joined,) = under_way.join(layer, [own])
+    assert joined.tolist() == [[14, 14], [23, 23]]
+    assert own.tolist() == [[10, 10], [20, 20]]

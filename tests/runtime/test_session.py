@@ -12,6 +12,7 @@ import torch.nn.functional as F
 
 from helpers.equality import relative_error
 from helpers.moe_model import Shape, TinyMoE
+from helpers.planned_steps import Step, make
 from helpers.random_plans import random_schedule, random_trace
 from trimtab.array_type import Array
 from trimtab.errors import InputError, RankFailedError
@@ -156,6 +157,30 @@ def run_unknown_batches() -> None:
 
 def test_unknown_batches_run_unplanned_and_unknown_routes_live() -> None:
     launch(run_unknown_batches, (), ranks=2)
+
+
+def run_other_batches() -> None:
+    """Without the planner: a batch that differs on one rank runs without its plan on both."""
+    session, model, _ = make()
+    step = Step(2, moves=False)
+    step.apply(session)
+    rank_S, micro_step_S = step.schedule.rank, step.schedule.micro_step
+    # A micro-step with sequences on both ranks.
+    index = next(m for m in range(2) if len(np.unique(rank_S[micro_step_S == m])) == 2)
+    mine = np.flatnonzero((rank_S == session.rank) & (micro_step_S == index))
+    starts, hashes = step.trace.sequence_starts, step.trace.sequence_hashes[mine]
+    rows = np.concatenate([np.arange(starts[s], starts[s + 1]) for s in mine])
+    session.take_metrics()
+    for changed, unplanned in ((None, 0), (0, 1), (1, 1), (None, 0)):
+        given = hashes + (session.rank == changed)
+        with torch.no_grad(), session.micro_step(index, sequence_hashes=given.astype(np.uint64)):
+            model(step.tokens[rows])
+        assert session.take_metrics()["moe/unplanned_micro_steps"] == unplanned
+    session.close()
+
+
+def test_another_batch_on_one_rank_runs_unplanned_on_all() -> None:
+    launch(run_other_batches, (), ranks=2)
 
 
 def misuse() -> None:

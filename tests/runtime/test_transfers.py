@@ -12,7 +12,8 @@ import torch.distributed as dist
 from helpers.equality import relative_error
 from helpers.moe_model import ALL_LISTS, Shape, matches
 from helpers.planned_steps import SHAPE, Step, make
-from helpers.random_plans import random_schedule, random_trace
+from helpers.random_plans import random_plan, random_schedule, random_trace
+from trimtab.array_type import Array
 from trimtab.cluster import load_cluster
 from trimtab.errors import InputError, RanksDisagreeError
 from trimtab.launch import launch
@@ -138,6 +139,85 @@ def measure_paths() -> None:
     session = make(mirror_bytes=10)[0]
     session.plan(mine, schedule)
     assert session.transfers.ring.mirror.nbytes == 0
+
+
+def count_bytes() -> None:
+    """With a place for every layer each replica comes once and its gradient leaves once, on two nodes."""
+    session, model, _ = make(ranks_per_node=1, ring_layers=SHAPE.layers)
+    step, rank, num_ranks = Step(4, moves=False), session.rank, session.num_ranks
+    plan = random_plan(step.rng, step.workload, step.schedule, slots=2, ranks_per_node=1)
+    step.apply(session, plan)
+    session.take_metrics()
+    step.run(session, model)
+    metrics = session.take_metrics()
+    # Gate, up and down, in float32.
+    expert_bytes = 3 * SHAPE.hidden * SHAPE.width * 4
+    expected = dict.fromkeys(("peer", "host", "gradient"), 0)
+    mirrored = set()
+    for m in range(plan.num_micro_steps):
+        for layer in range(SHAPE.layers):
+            for p in plan.replicas_of(m, layer):
+                expert, of_replica = int(plan.replica_experts[p]), int(plan.replica_ranks[p])
+                home = expert * num_ranks // SHAPE.experts
+                if plan.replica_paths[p] == HOST:
+                    expected["host"] += of_replica == rank
+                    mirrored.add((of_replica, layer, expert, home))
+                else:
+                    expected["peer"] += home == rank
+                expected["gradient"] += of_replica == rank
+    # Once a step, to each other node that has replicas of the expert.
+    expected["mirror"] = sum(home == rank for _, _, _, home in mirrored)
+    assert len(set(expected.values())) > 2
+    for kind, count in expected.items():
+        assert metrics[f"transfer/{kind}_bytes"] == count * expert_bytes > 0, kind
+    assert metrics["transfer/moved_bytes"] == 0
+    assert not any(session.take_metrics().values())
+    dist.barrier()
+    session.close()
+
+
+def test_bytes_are_those_of_the_plan() -> None:
+    launch(count_bytes, (), ranks=2)
+
+
+def report_by_hand() -> None:
+    """Figures of a report, from loops over the routes and the plan's quotas."""
+    session, model, _ = make()
+    session.register_optimizers(torch.optim.SGD(model.parameters(), lr=0.1))
+    step = Step(6)
+    report = step.apply(session)
+    plan, trace, schedule = step.plan, step.trace, step.schedule
+    before_MLR, after_MLR = np.zeros((2, schedule.num_micro_steps, SHAPE.layers, session.num_ranks), np.int64)
+    for s, m in enumerate(schedule.micro_step):
+        for ids_LK in trace.expert_ids[trace.sequence_starts[s] : trace.sequence_starts[s + 1]]:
+            for layer, ids_K in enumerate(ids_LK):
+                for expert in ids_K:
+                    before_MLR[m, layer, int(expert) * session.num_ranks // SHAPE.experts] += 1
+                    after_MLR[m, layer, plan.home[layer, expert]] += 1
+    for m in range(schedule.num_micro_steps):
+        for layer in range(SHAPE.layers):
+            for p in plan.replicas_of(m, layer):
+                rows = plan.quota_tokens[plan.quota_starts[p] : plan.quota_starts[p + 1]].sum()
+                after_MLR[m, layer, plan.home[layer, plan.replica_experts[p]]] -= rows
+                after_MLR[m, layer, plan.replica_ranks[p]] += rows
+
+    def max_vio(loads_MLR: Array) -> float:
+        return float(np.mean(loads_MLR.max(axis=2) / loads_MLR.mean(axis=2)) - 1)
+
+    assert report.max_vio_before == pytest.approx(max_vio(before_MLR))
+    assert report.max_vio_after == pytest.approx(max_vio(after_MLR))
+    assert (report.peak_rows_before, report.peak_rows_after) == (before_MLR.max(), after_MLR.max())
+    assert report.max_vio_before != pytest.approx(report.max_vio_after)
+    assert np.array_equal(session.rank_loads, after_MLR)
+    contiguous = np.arange(SHAPE.experts) * session.num_ranks // SHAPE.experts
+    assert report.homes_moved == np.count_nonzero(plan.home != contiguous) > 0
+    assert report.replicas == len(plan.replica_experts) > 0
+    assert (report.micro_steps, report.unplanned_micro_steps) == (2, 0)
+    session.close()
+
+
+def test_report_has_the_figures_of_the_plan() -> None:
+    launch(report_by_hand, (), ranks=2)
 
 
 def plan_for_too_little() -> None:

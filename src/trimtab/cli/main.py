@@ -33,8 +33,8 @@ COMMANDS = {
 }
 
 
-# No rights, a folder instead of a file or the reverse, no folder, a name that is too long, links in a circle, a file opened
-# for reading; full or read-only disk, quota, or shell limit.
+# No rights, a folder instead of a file or the reverse, no folder, a name that is too long, links in a circle, a file
+# opened for reading; full or read-only disk, quota, or shell limit.
 UNWRITABLE = (
     errno.EACCES, errno.EPERM, errno.EEXIST, errno.EISDIR, errno.ENOENT, errno.ENOTDIR, errno.ENAMETOOLONG,
     errno.ELOOP, errno.EBADF, errno.EDQUOT, errno.EFBIG, errno.ENOSPC, errno.EROFS,

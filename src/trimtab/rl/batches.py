@@ -22,6 +22,7 @@ class MicroBatch:
         targets: `[B, T]` int64, the token after each.
         response_mask: `[B, T]` float32, 1 where the target belongs to the response.
         advantages: `[B, 1]` float32.
+        rollout_log_probs: `[B, T]` float32, of the targets when the rollout sampled them; 0 outside of responses.
         positions: `[n]` int64, the rows of the sequences' tokens among all B * T rows.
         sequence_hashes: `[S]` uint64, of the sequences' tokens.
     """
@@ -30,6 +31,7 @@ class MicroBatch:
     targets: torch.Tensor
     response_mask: torch.Tensor
     advantages: torch.Tensor
+    rollout_log_probs: torch.Tensor
     positions: torch.Tensor
     sequence_hashes: Array
 
@@ -41,11 +43,12 @@ def collate(sequences: Sequence_[Sequence], *, pad_token_id: int, device: torch.
     """
     rows, width = max(1, len(sequences)), max([1, *(s.num_fed for s in sequences)])
     tokens = np.full((rows, width + 1), pad_token_id, np.int64)
-    response_mask = np.zeros((rows, width), np.float32)
+    response_mask, rollout_log_probs = np.zeros((2, rows, width), np.float32)
     positions = [np.empty(0, np.int64)]
     for row, sequence in enumerate(sequences):
         tokens[row, : len(sequence.token_ids)] = sequence.token_ids
         response_mask[row, sequence.prompt_length - 1 : sequence.num_fed] = 1
+        rollout_log_probs[row, sequence.prompt_length - 1 : sequence.num_fed] = sequence.log_probs
         positions.append(row * width + np.arange(sequence.num_fed))
     advantages = [[s.advantage] for s in sequences] or [[0.0]]
     whole = torch.from_numpy(tokens).to(device)
@@ -54,6 +57,7 @@ def collate(sequences: Sequence_[Sequence], *, pad_token_id: int, device: torch.
         targets=whole[:, 1:],
         response_mask=torch.from_numpy(response_mask).to(device),
         advantages=torch.tensor(advantages, dtype=torch.float32, device=device),
+        rollout_log_probs=torch.from_numpy(rollout_log_probs).to(device),
         positions=torch.from_numpy(np.concatenate(positions)).to(device),
         sequence_hashes=np.array([hash_tokens(s.token_ids) for s in sequences], np.uint64),
     )

@@ -9,10 +9,40 @@ from typing import Any
 import numpy as np
 import torch
 from torch import nn
+from transformers import LogitsProcessor, LogitsProcessorList
 
+from trimtab.array_type import Array
 from trimtab.integrations.transformers import record_routing
 from trimtab.rl.sequences import Sequence
 from trimtab.rl.task import Problem, draw_problem
+
+
+class SampledLogProbs(LogitsProcessor):  # type: ignore[misc]
+    """Records the log-probabilities of sampled tokens during `generate`, which must not change the distribution.
+
+    `generate` calls it before it samples a token, so a token's log-probability is known at the next call. Memory is
+    that of one token's logits, for any number of tokens.
+    """
+
+    def __init__(self) -> None:
+        self._before_BV: torch.Tensor | None = None
+        self._columns: list[torch.Tensor] = []
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        self._add(input_ids[:, -1])
+        self._before_BV = scores.float().log_softmax(dim=-1)
+        return scores
+
+    def of(self, sampled: torch.Tensor) -> Array:
+        """Log-probabilities `[B, n]` float32 of all sampled tokens `[B, n]`, padding after the end included."""
+        if len(self._columns) < sampled.shape[1]:
+            self._add(sampled[:, -1])
+        return torch.stack(self._columns[: sampled.shape[1]], dim=1).cpu().numpy()
+
+    def _add(self, tokens_B: torch.Tensor) -> None:
+        if self._before_BV is not None:
+            chosen = tokens_B.to(self._before_BV.device)[:, None]
+            self._columns.append(self._before_BV.gather(1, chosen).squeeze(1))
 
 
 def sample_groups(
@@ -21,10 +51,12 @@ def sample_groups(
     """`samples` responses to every problem, with rewards and group-relative advantages (reward minus group mean)."""
     repeated = [problem for problem in problems for _ in range(samples)]
     prompts = _encode(model, tokenizer, repeated)
+    sampled = SampledLogProbs()
     with record_routing(model) as record:
-        tokens = _generate(model, tokenizer, prompts, max_new_tokens, sample=True)
+        tokens = _generate(model, tokenizer, prompts, max_new_tokens, sampled)
     routing = record.trace(tokens, prompts["attention_mask"], eos_token_id=tokenizer.eos_token_id)
     prompt_width = prompts["input_ids"].shape[1]
+    log_probs = sampled.of(torch.from_numpy(tokens[:, prompt_width:]))
     padding = (prompt_width - prompts["attention_mask"].sum(dim=1)).tolist()
     responses = [_until_end(row, tokenizer.eos_token_id) for row in tokens[:, prompt_width:]]
     rewards = np.array(
@@ -38,6 +70,7 @@ def sample_groups(
             expert_ids=routing.sequence(row).copy(),
             reward=float(reward),
             advantage=float(advantage),
+            log_probs=log_probs[row, : len(response)].copy(),
         )
         for row, (pad, response, reward, advantage) in enumerate(
             zip(padding, responses, rewards.reshape(-1), advantages, strict=True)
@@ -50,7 +83,7 @@ def count_correct(model: nn.Module, tokenizer: Any, problems: Sequence_[Problem]
     if not problems:
         return 0
     prompts = _encode(model, tokenizer, problems)
-    tokens = _generate(model, tokenizer, prompts, max_new_tokens, sample=False)
+    tokens = _generate(model, tokenizer, prompts, max_new_tokens, None)
     responses = [_until_end(row, tokenizer.eos_token_id) for row in tokens[:, prompts["input_ids"].shape[1] :]]
     return sum(int(p.reward(tokenizer.decode(r))) for p, r in zip(problems, responses, strict=True))
 
@@ -68,12 +101,15 @@ def _encode(model: nn.Module, tokenizer: Any, problems: Sequence_[Problem]) -> d
 
 
 @torch.no_grad()
-def _generate(model: Any, tokenizer: Any, prompts: dict[str, torch.Tensor], max_new_tokens: int, sample: bool) -> Any:
-    """`[B, prompt width + new tokens]` int64 on the host."""
-    how = {"do_sample": True, "temperature": 1.0, "top_k": 0, "top_p": 1.0} if sample else {"do_sample": False}
+def _generate(
+    model: Any, tokenizer: Any, prompts: dict[str, torch.Tensor], max_new_tokens: int, sampled: SampledLogProbs | None
+) -> Any:
+    """`[B, prompt width + new tokens]` int64 on the host: sampled, or greedy without `sampled`."""
+    how = {"do_sample": False} if sampled is None else {"do_sample": True, "temperature": 1.0, "top_k": 0, "top_p": 1.0}
     tokens = model.generate(
         **prompts,
         **how,
+        logits_processor=LogitsProcessorList([] if sampled is None else [sampled]),
         max_new_tokens=max_new_tokens,
         pad_token_id=tokenizer.pad_token_id,
         eos_token_id=tokenizer.eos_token_id,

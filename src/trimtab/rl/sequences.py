@@ -24,6 +24,7 @@ class Sequence:
         expert_ids: `[n - 1, L, K]`, the routing that the rollout recorded. The last token was never fed.
         reward: of the response.
         advantage: reward minus the mean of its group.
+        log_probs: `[response_length]` float32, of the response's tokens when the rollout sampled them.
     """
 
     token_ids: Array
@@ -31,6 +32,7 @@ class Sequence:
     expert_ids: Array
     reward: float
     advantage: float
+    log_probs: Array
 
     @property
     def num_fed(self) -> int:

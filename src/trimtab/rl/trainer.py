@@ -42,13 +42,13 @@ class PreparedStep:
         planned: plan and schedule of the step over all ranks.
         trace: routing of this rank's sequences, in plan order.
         batches: this rank's micro-batches, one per micro-step.
-        loss_constants: response tokens of each mini-batch over all ranks; the divisors of its loss.
+        response_tokens: response tokens of each mini-batch over all ranks; the divisors of its loss.
     """
 
     planned: PlannedStep
     trace: RoutingTrace
     batches: list[MicroBatch]
-    loss_constants: list[int]
+    response_tokens: list[int]
 
 
 class Trainer:
@@ -172,8 +172,8 @@ class Trainer:
             )
             for number in range(schedule.num_micro_steps)
         ]
-        constants = np.bincount(mini_batch, weights=lengths[:, 1], minlength=self.config.mini_batches)
-        return PreparedStep(planned, self._routing_of(mine, step), batches, [max(1, int(count)) for count in constants])
+        response_tokens = np.bincount(mini_batch, weights=lengths[:, 1], minlength=self.config.mini_batches)
+        return PreparedStep(planned, self._routing_of(mine, step), batches, [int(count) for count in response_tokens])
 
     def _routing_of(self, sequences: list[Sequence], step: int) -> RoutingTrace:
         return routing_of(
@@ -201,27 +201,35 @@ class Trainer:
                 old_log_probs.append(self.log_probs(batch))
         return old_log_probs
 
+    def rollout_difference(self, prepared: PreparedStep, old_log_probs: list[torch.Tensor]) -> float:
+        """Mean absolute difference of the recompute's log-probabilities to the rollout's, in nats per response token.
+
+        Only rounding of the rollout (bfloat16) remains if the recompute replays its routing. Collective.
+        """
+        difference = 0.0
+        for batch, log_probs in zip(prepared.batches, old_log_probs, strict=True):
+            difference += float(((log_probs - batch.rollout_log_probs).abs() * batch.response_mask).sum())
+        return self._total(difference) / max(1, sum(prepared.response_tokens))
+
     def accumulate(
         self, prepared: PreparedStep, old_log_probs: list[torch.Tensor], mini_batch: int
     ) -> dict[str, float]:
         """Run forward and backward of one mini-batch's micro-steps, and complete the gradients. Collective.
 
         Returns:
-            Sums over this rank's response tokens: `loss` (already divided by the constant), `clipped`, and the largest
-            `ratio_error`, |ratio - 1|.
+            Sums over this rank's response tokens: `loss` (already divided by the tokens of all ranks) and `clipped`.
         """
-        sums = {"loss": 0.0, "clipped": 0.0, "ratio_error": 0.0}
+        sums = {"loss": 0.0, "clipped": 0.0}
         for index in prepared.planned.schedule.micro_steps_of(mini_batch):
             batch = prepared.batches[index]
             with self.micro_step(batch, int(index)):
                 log_ratio = self.log_probs(batch) - old_log_probs[index]
                 loss = clipped_policy_loss(log_ratio, batch.advantages) * batch.response_mask
-                loss = loss.sum() / prepared.loss_constants[mini_batch]
+                loss = loss.sum() / max(1, prepared.response_tokens[mini_batch])
                 loss.backward()
             error = (log_ratio.detach().exp() - 1).abs() * batch.response_mask
             sums["loss"] += float(loss.detach())
             sums["clipped"] += float((error > CLIP).sum())
-            sums["ratio_error"] = max(sums["ratio_error"], float(error.max()))
         self.session.finish_gradients(self.replicated)
         return sums
 
@@ -238,9 +246,8 @@ class Trainer:
             self.optimizer.zero_grad()
             clipped += sums["clipped"]
             if mini_batch == 0:
-                metrics["ppo/first_ratio_error"] = reduce(sums["ratio_error"], self.device, dist.ReduceOp.MAX)
                 metrics |= {"loss": self._total(sums["loss"]), "grad_norm": norm}
-        metrics["ppo/clip_fraction"] = self._total(clipped) / sum(prepared.loss_constants)
+        metrics["ppo/clip_fraction"] = self._total(clipped) / max(1, sum(prepared.response_tokens))
         return metrics
 
     def step(self, step: int) -> dict[str, Any]:
@@ -262,6 +269,7 @@ class Trainer:
         clock.lap("plan_s")
         old_log_probs = self.recompute(prepared)
         clock.lap("recompute_s")
+        metrics["ppo/rollout_logprob_diff"] = self.rollout_difference(prepared, old_log_probs)
         metrics |= self.update(prepared, old_log_probs, step)
         clock.lap("update_s")
         self.sync_rollout()

@@ -1,0 +1,345 @@
+"""One RL step on two ranks: loss, metrics, weights of the rollout, resuming and comparison, checked by hand."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+
+from helpers.rank_pool import RankPool
+from helpers.runs import save_tiny_model
+from trimtab.rl import trainer as trainer_module
+from trimtab.rl.checkpoint import last_checkpoint
+from trimtab.rl.collectives import reduce
+from trimtab.rl.config import TrainConfig
+from trimtab.rl.paired_comparison import MeasuredPolicy, compare_policies, speedup
+from trimtab.rl.sequences import Sequence
+from trimtab.rl.task import Problem
+from trimtab.rl.trainer import PreparedStep, Trainer
+
+State = dict[str, Any]
+LAYERS, EXPERTS, TOP_K = 2, 8, 2
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("trainer")
+    save_tiny_model(folder / "model")
+    (folder / "out").mkdir()
+    return folder
+
+
+def start(folder: Path, **settings: Any) -> Trainer:
+    """A trainer of the tiny model without warm start. Plans move homes, whatever that saves. They have no
+    replicas, whose planning needs compiled kernels."""
+    torch.set_num_threads(1)
+    given: dict[str, Any] = {
+        "problems": 6, "samples": 4, "token_budget": 64, "max_new_tokens": 6, "warm_start_steps": 0, "held_out": 10,
+        "slots": 0, "seed": 5,
+    }  # fmt: skip
+    trainer = Trainer(TrainConfig(out=folder / "out", model=folder / "model", **given | settings))
+    trainer.session.settings.least_gain = -1e9
+    trainer.warm_start()
+    return trainer
+
+
+def make_sequences(count: int, *, hot: bool = False) -> list[Sequence]:
+    """The same on all ranks. Lengths of prompts and responses differ.
+
+    Args:
+        hot: most tokens use the experts 0 and 1.
+    """
+    rng = np.random.default_rng(3)
+    sequences = []
+    for _ in range(count):
+        prompt, response = int(rng.integers(2, 8)), int(rng.integers(1, 9))
+        fed = prompt + response - 1
+        scores = rng.gumbel(size=(fed, LAYERS, EXPERTS)) + 6 * hot * (np.arange(EXPERTS) < TOP_K)
+        sequences.append(
+            Sequence(
+                token_ids=rng.integers(1, 15, prompt + response),
+                prompt_length=prompt,
+                expert_ids=np.argsort(-scores)[..., :TOP_K].astype(np.uint8),
+                reward=0.0,
+                advantage=float(rng.normal()) + 0.5,
+                log_probs=np.zeros(response, np.float32),
+            )
+        )
+    return sequences
+
+
+def apply(trainer: Trainer, sequences: list[Sequence]) -> tuple[PreparedStep, list[torch.Tensor]]:
+    """Plan a step of this rank's sequences and recompute it."""
+    prepared = trainer.prepare(sequences, 0)
+    trainer.session.apply_plan(prepared.planned, prepared.trace)
+    return prepared, trainer.recompute(prepared)
+
+
+def losses(state: State, folder: Path) -> tuple[list[float], list[float]]:
+    """Loss of each mini-batch, found and expected."""
+    trainer, sequences = start(folder), make_sequences(13)
+    prepared, old_log_probs = apply(trainer, sequences[trainer.rank :: 2])
+    found = []
+    for mini_batch in range(2):
+        found.append(reduce(trainer.accumulate(prepared, old_log_probs, mini_batch)["loss"], CPU))
+        trainer.optimizer.zero_grad()
+    assert trainer.session.take_metrics()["moe/unplanned_micro_steps"] == 0
+    trainer.session.close()
+    # Every second sequence in rank order. Before the update the ratio is 1.
+    of_ranks = [*sequences[0::2], *sequences[1::2]]
+    expected = []
+    for part in (of_ranks[0::2], of_ranks[1::2]):
+        tokens = [len(s.token_ids) - s.prompt_length for s in part]
+        expected.append(-sum(n * s.advantage for n, s in zip(tokens, part, strict=True)) / sum(tokens))
+    return found, expected
+
+
+def test_loss_is_the_mean_over_the_response_tokens_of_the_mini_batch(pool: RankPool, folder: Path) -> None:
+    for found, expected in pool.call(losses, folder):
+        assert found == pytest.approx(expected, rel=1e-5)
+        assert abs(expected[0] - expected[1]) > 0.1
+
+
+def update_once(state: State, folder: Path) -> tuple[float, list[float]]:
+    """Sum over response tokens of advantage times rise of the log-probability; learning rates of three steps."""
+    trainer, sequences = start(folder, learning_rate=3e-3), make_sequences(12)
+    prepared, before = apply(trainer, sequences[trainer.rank :: 2])
+    trainer.update(prepared, before, step=10)
+    rise = 0.0
+    for batch, old, new in zip(prepared.batches, before, trainer.recompute(prepared), strict=True):
+        rise += float(((new - old) * batch.response_mask * batch.advantages).sum())
+    rates = []
+    for step in (0, 1, 20):
+        trainer.update(prepared, before, step)
+        rates.append(trainer.optimizer.param_groups[0]["lr"])
+    trainer.session.close()
+    return reduce(rise, CPU), rates
+
+
+def test_an_update_raises_responses_with_positive_advantage(pool: RankPool, folder: Path) -> None:
+    for rise, rates in pool.call(update_once, folder):
+        assert rise > 0.1
+        assert rates == pytest.approx([1e-3, 2e-3, 3e-3])
+
+
+def clip_some(state: State, folder: Path) -> tuple[float, float]:
+    """Clip fraction if the tokens of the second mini-batch alone are clipped, found and expected."""
+    trainer, sequences = start(folder, learning_rate=0.0), make_sequences(13)
+    prepared, log_probs = apply(trainer, sequences[trainer.rank :: 2])
+    second = set(prepared.planned.schedule.micro_steps_of(1))
+    # Ratios exp(0.1) and exp(-0.3).
+    shifted = [values + (0.3 if index in second else -0.1) for index, values in enumerate(log_probs)]
+    found = trainer.update(prepared, shifted, step=0)["ppo/clip_fraction"]
+    trainer.session.close()
+    of_ranks = [*sequences[0::2], *sequences[1::2]]
+    tokens = [len(s.token_ids) - s.prompt_length for s in of_ranks]
+    return found, sum(tokens[1::2]) / sum(tokens)
+
+
+def test_clip_fraction_counts_response_tokens_of_all_mini_batches(pool: RankPool, folder: Path) -> None:
+    for found, expected in pool.call(clip_some, folder):
+        assert found == pytest.approx(expected)
+
+
+def compare_rollouts(state: State, folder: Path) -> list[float]:
+    """`ppo/rollout_logprob_diff` with the recorded experts, and with those of the token before."""
+    trainer = start(folder, samples=8)
+    # A model whose log-probabilities depend on its experts.
+    with torch.no_grad():
+        for name, parameter in trainer.model.named_parameters():
+            if name.endswith("down_proj"):
+                parameter.mul_(6)
+            elif name.startswith("lm_head"):
+                parameter.mul_(4)
+    trainer.sync_rollout()
+    sequences = trainer.rollout(0)
+    assert all(len(s.log_probs) == s.response_length for s in sequences)
+    differences = []
+    for shift in (0, 1):
+        shifted = [replace(s, expert_ids=np.roll(s.expert_ids, shift, axis=0)) for s in sequences]
+        differences.append(trainer.rollout_difference(*apply(trainer, shifted)))
+    trainer.session.close()
+    return differences
+
+
+def test_rollout_difference_shows_wrong_routing(pool: RankPool, folder: Path) -> None:
+    for right, wrong in pool.call(compare_rollouts, folder):
+        assert 0 < right < 0.1
+        assert wrong > 1
+
+
+def run_a_step(state: State, folder: Path) -> None:
+    """The rollout model gets the trained weights; metrics are those of all ranks."""
+    trainer = start(folder, learning_rate=0.02)
+    assert_synced(trainer)
+    before = {name: value.clone() for name, value in trainer.rollout_model.state_dict().items()}
+    rolled_out: list[Sequence] = []
+    roll_out, micro_step, taken = trainer.rollout, trainer.micro_step, trainer.session.take_metrics
+    entered: list[int] = []
+    counters: list[dict[str, float]] = []
+
+    def roll_out_and_keep(step: int) -> list[Sequence]:
+        rolled_out.extend(roll_out(step))
+        return rolled_out
+
+    def enter(batch: Any, index: int) -> Any:
+        entered.append(index)
+        return micro_step(batch, index)
+
+    def take() -> dict[str, float]:
+        # Without replicas the real figures are 0.
+        counters.append(taken() | {"transfer/peer_bytes": 100.0 + trainer.rank})
+        return counters[-1]
+
+    with (
+        mock.patch.object(Problem, "reward", lambda self, response: float(len(response) % 3)),
+        mock.patch.object(trainer, "rollout", roll_out_and_keep),
+        mock.patch.object(trainer, "micro_step", enter),
+        mock.patch.object(trainer.session, "take_metrics", take),
+        mock.patch.object(trainer, "write_routing"),
+    ):
+        metrics = trainer.step(4)
+    own = (rolled_out, counters[-1])
+    gathered: list[Any] = [None, None]
+    dist.all_gather_object(gathered, own)
+    everything = [sequence for sequences, _ in gathered for sequence in sequences]
+    assert len(everything) == trainer.config.problems * trainer.config.samples
+    assert metrics["step"] == 4
+    assert metrics["reward"] == pytest.approx(np.mean([s.reward for s in everything]))
+    assert metrics["response_length"] == pytest.approx(np.mean([s.response_length for s in everything]))
+    assert metrics["trained_sequences"] == sum(s.advantage != 0 for s in everything) > 0
+    assert metrics["moe/micro_steps"] == len(entered)
+    for name, value in counters[-1].items():
+        values = [of_rank[name] for _, of_rank in gathered]
+        assert metrics[name] == pytest.approx(value if name.startswith("moe/") else sum(values)), name
+    assert metrics["transfer/peer_bytes"] == 201
+
+    assert 0 < metrics["ppo/rollout_logprob_diff"] < 0.1
+    assert_synced(trainer)
+    changed = [not torch.equal(value, before[name]) for name, value in trainer.rollout_model.state_dict().items()]
+    assert sum(changed) > len(changed) / 2
+    trainer.session.close()
+
+
+def assert_synced(trainer: Trainer) -> None:
+    trained, synced = trainer.session.logical_state_dict(trainer.model), trainer.rollout_model.state_dict()
+    assert trained.keys() == synced.keys()
+    for name, value in trained.items():
+        assert torch.equal(synced[name], value.to(torch.bfloat16)), name
+
+
+def test_the_rollout_gets_the_trained_weights_and_metrics_are_of_all_ranks(pool: RankPool, folder: Path) -> None:
+    pool.call(run_a_step, folder)
+
+
+def measure_by_rank(state: State, folder: Path) -> tuple[float, list[list[str]]]:
+    """Accuracy if rank 0 alone solves its problems; the prompts of two rollouts."""
+    trainer = start(folder, problems=9)
+    prompts: list[list[str]] = []
+
+    def count(_model: Any, _tokenizer: Any, problems: list[Problem], **_: Any) -> int:
+        return len(problems) if trainer.rank == 0 else 0
+
+    def keep(_model: Any, _tokenizer: Any, problems: list[Problem], **_: Any) -> list[Sequence]:
+        assert not any(problem.held_out for problem in problems)
+        prompts.append([problem.prompt for problem in problems])
+        return []
+
+    with mock.patch.object(trainer_module, "count_correct", count):
+        trainer.measure_accuracy("now")
+    with mock.patch.object(trainer_module, "sample_groups", keep):
+        for step in (0, 1, 0):
+            trainer.rollout(step)
+    trainer.session.close()
+    return trainer.held_out_accuracy["now"], prompts
+
+
+def test_problems_are_divided_among_ranks(pool: RankPool, folder: Path) -> None:
+    (accuracy, first), (same, second) = pool.call(measure_by_rank, folder)
+    assert accuracy == same == 0.5
+    for one, other in zip(first, second, strict=True):
+        assert (len(one), len(other)) == (5, 4)
+    steps = [one + other for one, other in zip(first, second, strict=True)]
+    assert steps[0] == steps[2] != steps[1]
+    # Equal prompts on both ranks are rare.
+    assert len(set(first[0]) & set(second[0])) <= 2
+
+
+def save_and_resume(state: State, folder: Path) -> None:
+    trainer = start(folder, learning_rate=0.01)
+    prepared, old_log_probs = apply(trainer, make_sequences(12, hot=True)[trainer.rank :: 2])
+    trainer.update(prepared, old_log_probs, step=9)
+    trainer.held_out_accuracy = {"after warm start": 0.25}
+    trainer.save(2)
+    trainer.save(10)
+    dist.barrier()
+    checkpoint = last_checkpoint(folder / "out")
+    assert checkpoint is not None
+    again = Trainer(trainer.config, checkpoint)
+    assert again.first_step == checkpoint.step == 10
+    assert again.held_out_accuracy == {"after warm start": 0.25}
+    assert np.array_equal(again.session.placement.home, trainer.session.placement.home)
+    expected = trainer.session.logical_state_dict(trainer.model)
+    for name, value in again.session.logical_state_dict(again.model).items():
+        assert torch.equal(value, expected[name]), name
+        assert torch.equal(again.rollout_model.state_dict()[name], value.to(torch.bfloat16)), name
+    states = [dict(t.session.logical.optimizer_state(t.model, t.optimizer)) for t in (trainer, again)]
+    assert states[0].keys() == states[1].keys()
+    for name, values in states[0].items():
+        for key, state_value in values.items():
+            assert torch.equal(torch.as_tensor(states[1][name][key]), torch.as_tensor(state_value)), (name, key)
+    assert bool(states[0]) == (trainer.rank == 0)
+    for each in (trainer, again):
+        each.session.close()
+
+
+def test_a_run_resumes_after_the_step_of_its_last_checkpoint(pool: RankPool, folder: Path) -> None:
+    pool.call(save_and_resume, folder)
+
+
+def compare(state: State, folder: Path) -> None:
+    trainer = start(folder, mode="off")
+    sequences = make_sequences(16, hot=True)
+    before = {name: value.clone() for name, value in trainer.session.logical_state_dict(trainer.model).items()}
+    with mock.patch.object(trainer, "rollout", return_value=sequences[trainer.rank :: 2]):
+        results = compare_policies(trainer, 5, pairs=2)
+    static, trimtab = results["static"], results["trimtab"]
+    for result in (static, trimtab):
+        assert len(result.step_s) == 2
+        assert min(result.step_s) > 0.001
+        assert len(result.recordings) == (2 if trainer.rank == 0 else 0)
+        ratios_ML = result.loads_MLR.max(axis=2) / result.loads_MLR.mean(axis=2)
+        assert result.max_vio == pytest.approx(ratios_ML.mean() - 1)
+    assert static.plan.replicas == 0
+    # All rows on the contiguous homes of their experts.
+    rows_LR = np.zeros((LAYERS, 2), np.int64)
+    for sequence in sequences:
+        for layer in range(LAYERS):
+            rows_LR[layer] += np.bincount(sequence.expert_ids[:, layer].reshape(-1) // (EXPERTS // 2), minlength=2)
+    assert np.array_equal(static.loads_MLR.sum(axis=0), rows_LR)
+    assert trimtab.max_vio < static.max_vio / 2
+    assert trainer.session.mode == "off"
+    for name, value in trainer.session.logical_state_dict(trainer.model).items():
+        assert torch.equal(value, before[name]), name
+    trainer.session.close()
+
+
+def test_the_comparison_runs_static_and_planned_steps_without_training(pool: RankPool, folder: Path) -> None:
+    pool.call(compare, folder)
+
+
+def test_speedup_is_the_median_of_the_pairs() -> None:
+    def measured(*step_s: float) -> MeasuredPolicy:
+        return MeasuredPolicy([*step_s], mock.Mock(), np.zeros(0), ())
+
+    static, other = measured(2.0, 4.0, 9.0), measured(1.0, 1.0, 3.0)
+    assert speedup(static, other) == 3.0
+    assert speedup(static, static) == 1.0
+    assert other.median_s == 1.0

@@ -1,0 +1,79 @@
+"""Counters of transfers: their names, waiting times, clearing."""
+
+from __future__ import annotations
+
+import time
+from functools import partial
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from trimtab.runtime.transfer import counters as counters_module
+from trimtab.runtime.transfer import streams
+from trimtab.runtime.transfer.counters import Counters
+
+CPU = torch.device("cpu")
+
+
+def test_every_metric_is_its_own_counter() -> None:
+    counters = Counters(
+        peer_bytes=1, host_bytes=2, mirror_bytes=3, gradient_bytes=4, moved_bytes=5, refresh_s=6.0, waited_s=7.0,
+        unplanned_micro_steps=8, live_calls=9, mixed_instances=10, abandoned_backwards=11,
+    )  # fmt: skip
+    expected = {
+        "transfer/peer_bytes": 1, "transfer/host_bytes": 2, "transfer/mirror_bytes": 3, "transfer/gradient_bytes": 4,
+        "transfer/moved_bytes": 5, "transfer/refresh_s": 6.0, "transfer/exposed_s": 7.0,
+        "moe/unplanned_micro_steps": 8, "moe/live_layer_calls": 9, "moe/mixed_instances": 10,
+        "moe/abandoned_backwards": 11,
+    }  # fmt: skip
+    assert counters.metrics() == expected
+    counters.clear()
+    assert counters.metrics() == dict.fromkeys(expected, 0)
+
+
+def test_exposed_time_is_that_of_all_waits() -> None:
+    counters = Counters()
+    start = time.perf_counter()
+    counters.wait([partial(time.sleep, 0.03), partial(time.sleep, 0.02)], CPU)
+    counters.wait([partial(time.sleep, 0.01)], CPU)
+    spent = time.perf_counter() - start
+    time.sleep(0.02)  # Work between waits does not count.
+    assert 0.06 <= counters.metrics()["transfer/exposed_s"] <= spent
+
+
+class Event:
+    """An event of a device at a time in milliseconds, which is reached when the host waits for it."""
+
+    now = 0.0
+
+    def __init__(self, **_: Any) -> None:
+        self.time, self.is_reached = 0.0, False
+
+    def record(self) -> None:
+        self.time = Event.now
+
+    def query(self) -> bool:
+        return self.is_reached
+
+    def synchronize(self) -> None:
+        self.is_reached = True
+
+    def elapsed_time(self, end: Event) -> float:
+        assert end.is_reached
+        return end.time - self.time
+
+
+def test_exposed_time_of_a_device_is_in_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(streams, "has_streams", lambda device: True)
+    monkeypatch.setattr(counters_module, "torch", SimpleNamespace(cuda=SimpleNamespace(Event=Event)))
+    counters = Counters()
+
+    def pass_time(milliseconds: float) -> None:
+        Event.now += milliseconds
+
+    for milliseconds in (5.0, 20.0, 100.0):
+        counters.wait([partial(pass_time, milliseconds), partial(pass_time, 1.0)], CPU)
+        pass_time(1000.0)
+    assert counters.metrics()["transfer/exposed_s"] == pytest.approx(0.128)
