@@ -44,7 +44,7 @@ def test_optimizer_state_is_the_same_from_one_file_and_from_many(
         (out / "trainer").mkdir(parents=True)
         monkeypatch.setattr(checkpoint_module, "FILE_BYTES", limit)
         assert checkpoint_module._write_optimizer(state.items(), out) == files
-        read = checkpoint_module.Checkpoint(out, 0, {}, files, []).optimizer_state()
+        read = checkpoint_module.Checkpoint(out, 0, {}, files, [], {}).optimizer_state()
         assert {*read} == {*state}
         for name, values in state.items():
             assert read[name].keys() == values.keys()
