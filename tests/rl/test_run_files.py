@@ -16,8 +16,16 @@ from trimtab.rl.run_log import remove_later_steps
 def write_state(out: Path, folder: str, step: int) -> None:
     trainer = out / "checkpoints" / folder / "trainer"
     trainer.mkdir(parents=True)
-    state = {"format": FORMAT, "step": step, "held_out_accuracy": {}, "optimizer_files": 1, "homes": [[0, 1]]}
-    (trainer / "state.json").write_text(json.dumps(state))
+    state = {
+        "format": FORMAT,
+        "step": step,
+        "held_out_accuracy": {},
+        "optimizer_files": 1,
+        "homes": [[0, 1]],
+        "checksums": {},
+    }
+    checksum = checkpoint_module._checksum_of_state(state)
+    (trainer / "state.json").write_text(json.dumps(state | {"checksum": checksum}))
 
 
 def test_the_last_complete_checkpoint_is_found(tmp_path: Path) -> None:
