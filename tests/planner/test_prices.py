@@ -20,7 +20,9 @@ MODEL = ModelSpec("small", num_experts=8, top_k=2, hidden_size=100, expert_width
 FEMTOSECONDS = 1e15
 
 
-@pytest.mark.parametrize(("recompute", "checkpointing", "forwards"), [(False, False, 1), (True, False, 2), (True, True, 3)])
+@pytest.mark.parametrize(
+    ("recompute", "checkpointing", "forwards"), [(False, False, 1), (True, False, 2), (True, True, 3)]
+)
 def test_prices_count_every_pass_of_a_step(recompute: bool, checkpointing: bool, forwards: int) -> None:
     costs = StepCosts.of(CLUSTER, MODEL, recompute=recompute, checkpointing=checkpointing)
     prices = prices_of(costs, CLUSTER, 0.25)

@@ -20,6 +20,7 @@ from helpers.planner_steps import (
     skewed_trace,
     steps,
     with_missing_routes,
+    with_operations,
 )
 from trimtab import ClusterSpec, Placement, Workload
 from trimtab.array_type import Array
@@ -206,7 +207,7 @@ def test_the_imbalance_before_is_that_of_the_homes_as_they_were(step: Step) -> N
 def with_faster_operations(costs: StepCosts, factor: float) -> StepCosts:
     """All seconds of operations divided by a factor."""
     seconds = {name: value / factor for name, value in costs.operations._asdict().items() if name.endswith("_s")}
-    return replace(costs, operations=costs.operations._replace(**seconds))
+    return with_operations(costs, **seconds)
 
 
 @pytest.mark.parametrize("may_move", [False, True])
@@ -248,10 +249,10 @@ def test_moves_are_made_if_they_pay_over_the_steps_of_their_life() -> None:
     free = step.plan(costs=costs)
     saved_s = free.choice.seconds["nothing"] - free.prediction.seconds
     near_L, far_L = step.placement.moves(free.placement, step.cluster.ranks_per_node)
-    assert 0 < near_L.sum() + far_L.sum()
+    assert near_L.sum() + far_L.sum() > 0
     # Twice what they save, if one rank sends or gets them all.
     state_s = 2 * saved_s * 8 / (near_L.sum() + far_L.sum())
-    dear = replace(costs, operations=costs.operations._replace(near_state_s=state_s, far_state_s=state_s))
+    dear = with_operations(costs, near_state_s=state_s, far_state_s=state_s)
     for life, moves in ((1, False), (100, True)):
         chosen = replace(step.settings, move_life=life)
         planned = step.plan(costs=dear, settings=chosen)
