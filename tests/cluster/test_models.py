@@ -15,7 +15,9 @@ from transformers import AutoModelForCausalLM
 from helpers.moe_families import small_config
 from trimtab import InputError, ModelSpec
 from trimtab.cluster import QWEN3_30B, ClusterSpec, load_model
+from trimtab.cluster.models import model_like
 from trimtab.cluster.operations import OperationCosts
+from trimtab.cluster.presets import preset_names
 
 QWEN: dict[str, Any] = {
     "model_type": "qwen3_moe",
@@ -206,6 +208,17 @@ def test_models_load_by_name_or_path(tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
     with pytest.raises(InputError, match="no such file"):
         load_model(str(tmp_path / "empty"))
+
+
+def test_the_model_like_a_trace_has_its_layers_if_there_is_one() -> None:
+    """Qwen3-30B-A3B and Qwen3-235B-A22B both have 128 experts, top-8."""
+    assert [model_like(128, 8, layers).name for layers in (48, 94)] == ["qwen3-30b-a3b", "qwen3-235b-a22b"]
+    # Of a trace of a few layers the smallest.
+    models = [ModelSpec.named(name) for name in preset_names("model")]
+    alike = [model for model in models if (model.num_experts, model.top_k) == (128, 8)]
+    assert model_like(128, 8, 3) == min(alike, key=lambda model: model.parameters)
+    with pytest.raises(InputError, match="no model that comes with Trimtab has 5 experts, top-2"):
+        model_like(5, 2, 3)
 
 
 def test_attention_follows_the_model() -> None:

@@ -82,6 +82,18 @@ def test_with_forwarding_rows_of_a_token_share_a_transfer() -> None:
     assert costs.far_row_s == pytest.approx(200 / 9e7 * (2 - 1 / 2) / 2)
 
 
+def test_rows_and_experts_are_as_wide_as_their_projection() -> None:
+    """Nemotron 3 Super: tokens are projected to a narrower width before dispatch."""
+    costs = OperationCosts.of(CLUSTER, replace(MODEL, latent_size=25))
+    assert costs.near_row_s == pytest.approx(50 / 3e8)
+    assert costs.hop_row_s == pytest.approx(50 / 4e8)
+    assert costs.row_s == pytest.approx(5 * 45 * 2 / 1e9)
+    assert costs.tile_s == pytest.approx(10 * 2 * 1500 / 1e9)
+    assert costs.far_weights_s == pytest.approx(3000 / 1e8)
+    attention_s = 2 * 5000 / 2e9 + 20 * 100 * 2 / 1e9
+    assert costs.token_s == pytest.approx(attention_s + 2 * (3 * 100 * 30 + 2 * 100 * 25 + 100 * 8) / 2e9)
+
+
 def test_a_missing_link_has_no_costs() -> None:
     costs = OperationCosts.of(replace(CLUSTER, node_bytes_per_s=0), MODEL)
     assert (costs.near_weights_s, costs.near_spare) == (0, 0)

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from helpers.planner_steps import skewed_trace, steady_step
-from trimtab import ClusterSpec, InputError, Placement, StepPlan, Workload
+from trimtab import ClusterSpec, InputError, Placement, Schedule, StepPlan, Workload
 from trimtab.planner import PlanSettings, pack_by_length, plan_step
 
 
@@ -66,6 +66,24 @@ def test_plans_with_impossible_places_are_refused(change: Callable[[StepPlan], S
     schedule, _, (plan,) = step.plan()[:3]
     with pytest.raises(InputError, match="invalid plan"):
         change(plan).check(step.workloads(schedule)[0])
+
+
+def test_a_plan_with_too_many_copies_or_tokens_is_refused() -> None:
+    """Two ranks with two experts each and one slot; source 1 has 7 tokens of every expert."""
+    workload = Workload.known(np.full((1, 1, 2, 4), 7, np.int32))
+    schedule = Schedule(np.zeros(0, np.int32), np.zeros(0, np.int32), np.zeros(1, np.int32), 2)
+
+    def check(replicas: list[tuple[int, int]], tokens: int) -> None:
+        StepPlan.from_instances(
+            schedule, Placement.contiguous(1, 4, 2), [np.array(replicas)], [np.tile([[0, tokens]], (len(replicas), 1))],
+            mixed_ML=workload.mixed_ML, cluster=ClusterSpec(2, 2, 1),
+        ).check(workload)  # fmt: skip
+
+    check([(0, 1), (2, 0)], 7)
+    with pytest.raises(InputError, match="a rank holds more copies than its share of homes and its slots"):
+        check([(0, 1), (1, 1)], 7)
+    with pytest.raises(InputError, match="a source sends replicas more tokens than it has for the expert"):
+        check([(0, 1), (2, 0)], 8)
 
 
 @pytest.mark.parametrize("values", [(float("nan"), 1), (float("inf"), 1), (0.9, 1), (1.02, 0)])

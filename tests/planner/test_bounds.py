@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 
 from helpers.planner_steps import Instance, instances, random_homes, random_instance
 from helpers.random_plans import random_plan, random_schedule
-from trimtab import Workload
+from trimtab import ClusterSpec, Placement, StepPlan, Workload
 from trimtab.array_type import Array
-from trimtab.planner.plan.bounds import fewest_replicas, load_bound
+from trimtab.planner.plan.bounds import fewest_replicas, gap_to_bound, load_bound
 
 
 def bound(instance: Instance) -> float:
@@ -60,6 +60,31 @@ def test_the_bound_is_the_optimum_of_small_cases(
     counts: list[int], home: list[int], ranks: int, slots: int, least: int
 ) -> None:
     assert load_bound(np.array(counts), np.array(home), ranks, slots) == pytest.approx(least)
+
+
+@pytest.mark.parametrize(
+    ("slots", "moved", "sampled", "gap"),
+    [
+        (0, 0, 2, 0.0),  # no slots: nothing can be better than the homes
+        (1, 0, 2, (90 / 50 + 60 / 40) / 2 - 1),
+        (1, 0, 1, 90 / 50 - 1),  # the first instance alone
+        (1, 30, 2, (60 / 50 + 60 / 40) / 2 - 1),
+    ],
+)
+def test_the_gap_is_to_the_bound_of_the_plan_s_slots(slots: int, moved: int, sampled: int, gap: float) -> None:
+    """Two micro-steps with 90 and 10, then 60 and 20 tokens of the two ranks' experts; `moved` of the 90 go over."""
+    workload = Workload.known(np.array([[[[90, 10], [0, 0]]], [[[60, 20], [0, 0]]]], np.int32))
+    nothing = np.empty((0, 2), np.int64)
+    plan = StepPlan.from_instances(
+        random_schedule(np.random.default_rng(0), 0, num_ranks=2, num_micro_steps=2),
+        Placement.contiguous(1, 2, 2),
+        [np.array([[0, 1]]) if moved else nothing, nothing],
+        [np.array([[moved, 0]]) if moved else nothing, nothing],
+        mixed_ML=workload.mixed_ML,
+        cluster=ClusterSpec(2, 2, slots),
+    )
+    plan.check(workload)
+    assert gap_to_bound(plan, workload, sampled) == pytest.approx(gap)
 
 
 def splits(counts_E: Array, pairs: tuple[tuple[int, int], ...]) -> list[list[int]]:

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from helpers import planner_reference as reference
 from helpers.planner_steps import per_nodes, random_homes
 from helpers.random_plans import random_plan, random_schedule
+from helpers.simulated_steps import Case, cases, free_costs
 from trimtab import ClusterSpec, ModelSpec, Placement, StepPlan, Workload
 from trimtab.cluster import StepCosts
 from trimtab.planner import GroupPlans, PlanSettings, SequenceCounts, plan_sequences
@@ -114,6 +115,71 @@ def random_counts(rng: np.random.Generator, model: ModelSpec, layers: int, token
     )
     unknown_SL = lengths[:, None] * model.top_k - counts_SLE.sum(axis=2)
     return SequenceCounts(counts_SLE.astype(np.uint16), lengths, unknown_SL.astype(np.int32))
+
+
+@settings(max_examples=40, deadline=None)
+@given(cases(max_groups=1), st.integers(1, 3))
+def test_without_replicas_predicted_parts_are_those_of_the_simulator(case: Case, forwards: int) -> None:
+    """Rows, experts, moves and sums of gradients are timed in the same way.
+
+    Dense parts take all ranks as long here: predicted ranks also wait for each other at the end of a pass.
+    """
+    plan = case.plan.without_replicas()
+    dense = ("token_s", "square_s", "reach_s", "outer_token_s", "outer_square_s", "outer_reach_s")
+    case = replace(case, plan=plan).free(*dense).but(
+        known_at="past", copies="none", transfers_start="never", hops=1, ideal=False, recompute=forwards > 1,
+        checkpointing=forwards > 2,
+    )  # fmt: skip
+    found = predict(
+        [plan],
+        [case.workload],
+        StepCosts(case.costs, forwards),
+        lengths=[case.lengths],
+        before_LE=None if case.before is None else case.before.home,
+    )
+    expected = case.run()
+    assert found.seconds == pytest.approx(expected.step_time_s, rel=1e-9)
+    assert found.parts_s == pytest.approx(expected.parts_s, rel=1e-9, abs=1e-9 * expected.step_time_s)
+
+
+def plan_of_rows(rows: int, home_E: list[int]) -> tuple[StepPlan, Workload]:
+    """One instance on four ranks, two a node, without replicas; every expert has `rows` rows of its home's rank."""
+    counts_RE = np.zeros((4, 4), np.int32)
+    counts_RE[home_E, np.arange(4)] = rows
+    workload = Workload.known(counts_RE[None, None])
+    plan = StepPlan.from_instances(
+        random_schedule(np.random.default_rng(0), 0, num_ranks=4, num_micro_steps=1),
+        Placement(np.array([home_E], np.int16)),
+        [np.empty((0, 2), np.int64)],
+        [np.empty((0, 4), np.int64)],
+        mixed_ML=workload.mixed_ML,
+        cluster=ClusterSpec(4, 2, 1),
+    )
+    return plan, workload
+
+
+def test_planning_and_moves_are_part_of_a_prediction() -> None:
+    """Rank 0 gets an expert from its node and two from the other one, each of which is sent by another rank."""
+    costs = StepCosts(free_costs(near_state_s=5.0, far_state_s=7.0))
+    plan, workload = plan_of_rows(0, [0, 0, 0, 0])
+    before_LE = np.arange(4)[None]
+    found = predict([plan], [workload], costs, before_LE=before_LE, planning_s=3.0)
+    assert found.parts_s == dict.fromkeys(found.parts_s, 0.0) | {"planning": 3.0, "migration": 14.0}
+    assert found.seconds == 17.0
+    # The other way round the sender is what takes longest.
+    plan, workload = plan_of_rows(0, [0, 1, 2, 3])
+    found = predict([plan], [workload], costs, before_LE=np.zeros((1, 4), np.int64))
+    assert found.seconds == found.parts_s["migration"] == 14.0
+
+
+def test_a_step_takes_as_long_as_its_slowest_group() -> None:
+    costs = StepCosts(free_costs(row_s=1.0))
+    (quick, few), (slow, many) = (plan_of_rows(rows, [0, 1, 2, 3]) for rows in (2, 5))
+    alone = predict([slow], [many], costs)
+    # Five rows in two forwards and a backward.
+    assert alone.seconds == alone.parts_s["experts"] == 5 * (2 + 2)
+    for plans_G, workloads_G in (((quick, slow), (few, many)), ((slow, quick), (many, few))):
+        assert predict(plans_G, workloads_G, costs).parts_s == alone.parts_s
 
 
 def test_predicted_parts_are_close_to_simulated_ones() -> None:

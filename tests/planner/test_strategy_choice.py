@@ -20,6 +20,7 @@ from helpers.planner_steps import (
     skewed_trace,
     steps,
     with_missing_routes,
+    with_operations,
 )
 from trimtab import ClusterSpec, Placement, Workload
 from trimtab.array_type import Array
@@ -201,6 +202,62 @@ def test_the_imbalance_before_is_that_of_the_homes_as_they_were(step: Step) -> N
     totals = loads.sum(axis=-1)
     ratios = np.where(totals > 0, loads.max(axis=-1) * loads.shape[-1] / np.maximum(totals, 1), 1.0)
     assert planned.max_vio_before == pytest.approx(ratios.mean() - 1)
+
+
+def with_faster_operations(costs: StepCosts, factor: float) -> StepCosts:
+    """All seconds of operations divided by a factor."""
+    seconds = {name: value / factor for name, value in costs.operations._asdict().items() if name.endswith("_s")}
+    return with_operations(costs, **seconds)
+
+
+@pytest.mark.parametrize("may_move", [False, True])
+def test_what_takes_longer_to_plan_than_it_saves_is_not_planned(may_move: bool) -> None:
+    """Planning takes as long as ever, the rest of the step a millionth."""
+    step = random_step(1)
+    costs = free_moves_only(step.cluster) if may_move else free_replicas(step.cluster)
+    assert step.plan(costs=costs, may_move=may_move).choice.strategy != NOTHING
+    quick = with_faster_operations(costs, 1e6)
+    assert step.plan(costs=quick, may_move=may_move).choice.strategy == NOTHING
+
+
+@pytest.mark.parametrize("seed", [1, 2])
+def test_every_move_of_a_plan_takes_off_its_share_of_the_imbalance(seed: int) -> None:
+    """No swap of two experts' homes is better, if each expert away from its old home has to take off a 64th."""
+    step = random_step(seed)
+    planned = step.plan(costs=free_moves_only(step.cluster))
+    assert planned.choice.strategy.homes == STEP
+    workloads = step.workloads(planned.schedule)
+    for layer, old_E in enumerate(step.placement.home):
+        counts_ME = np.concatenate([load.token_counts_MLRE[:, layer].sum(axis=1) for load in workloads])
+        price = reference.price_of_a_move(counts_ME, old_E, 8, 4, 0.5 / 32)
+
+        def cost(home_E: Array, counts_ME: Array = counts_ME, old_E: Array = old_E, price: int = price) -> int:
+            return reference.placement_cost(counts_ME, home_E, old_E, 8, 4, price)
+
+        home_E = planned.placement.home[layer]
+        assert np.any(home_E != old_E)
+        least = cost(home_E)
+        for e, f in np.ndindex(32, 32):
+            if e < f and home_E[e] != home_E[f]:
+                assert cost(reference.swapped(home_E, e, f)) >= least
+
+
+def test_moves_are_made_if_they_pay_over_the_steps_of_their_life() -> None:
+    """Moves that take longer than they save in a step, and less than in a hundred of them."""
+    step = random_step(2)
+    costs = free_moves_only(step.cluster)
+    free = step.plan(costs=costs)
+    saved_s = free.choice.seconds["nothing"] - free.prediction.seconds
+    near_L, far_L = step.placement.moves(free.placement, step.cluster.ranks_per_node)
+    assert near_L.sum() + far_L.sum() > 0
+    # Twice what they save, if one rank sends or gets them all.
+    state_s = 2 * saved_s * 8 / (near_L.sum() + far_L.sum())
+    dear = with_operations(costs, near_state_s=state_s, far_state_s=state_s)
+    for life, moves in ((1, False), (100, True)):
+        chosen = replace(step.settings, move_life=life)
+        planned = step.plan(costs=dear, settings=chosen)
+        assert (planned.choice.strategy.homes != STAY) == moves, life
+        assert np.array_equal(planned.placement.home, step.placement.home) != moves
 
 
 def test_threads_change_neither_plans_nor_predictions() -> None:

@@ -161,6 +161,8 @@ def test_known_rows_make_room_for_expected_ones(unknown: int, moved: int) -> Non
     assert plan.quota_tokens[plan.quota_starts[replica] : plan.quota_starts[replica + 1]].tolist() == [moved]
     # Rows that cross from node 0 to node 1, and from 1 to 0: unknown ones come from rank 1.
     assert cross_node_rows(plan, workload)[1, 0] == moved + unknown * 3 // 4
+    # The bound counts expected rows, too.
+    assert gap_to_bound(plan, workload, 2) == pytest.approx(0, abs=1e-3)
 
 
 def test_no_rank_is_relieved_below_the_busiest_expected_rows() -> None:

@@ -23,7 +23,7 @@ from trimtab import InputError
 from trimtab.array_type import Array
 from trimtab.planner.placement import packing
 from trimtab.planner.placement.packing import rebalance
-from trimtab.policies.rivals.eplb import Eplb, EplbOracle
+from trimtab.policies.rivals.eplb import Eplb, EplbOracle, _choose_homes
 from trimtab.policies.rivals.expert_copies import count_copies, split_equally, spread_copies
 
 GOLDEN = golden("eplb")
@@ -108,6 +108,12 @@ def test_homes_stay_on_ranks_with_a_copy() -> None:
         expert = plan.replica_experts[p]
         was = step.placement.home[0, expert]
         assert plan.replica_ranks[p] != was, "a copy at its old home trains there"
+
+
+def test_an_expert_without_a_copy_at_home_moves_to_the_rank_with_fewest_homes() -> None:
+    """Experts 0 and 1 stay on rank 0. Expert 2 may go to rank 0 or 1, then expert 3 to rank 1 or 2."""
+    copies_RE = np.array([[1, 2, 1, 0], [0, 0, 1, 1], [1, 0, 0, 1]])
+    assert _choose_homes(np.array([0, 0, 2, 0]), copies_RE).tolist() == [0, 0, 1, 2]
 
 
 def test_the_oracle_balances_the_whole_step_better_than_history() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import numpy as np
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -29,6 +30,30 @@ def test_rows_by_shadows_equal_a_plain_count(seed: int, ranks: int, experts: int
             received[rank] += int(counts_RE[source, expert]) if rank != source else 0
         assert computed_KR[k].tolist() == computed
         assert received_KR[k].tolist() == received
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.integers(0, 2**32), st.integers(2, 6), st.sampled_from([1e8, 1e9, 1e10, 1e11]))
+def test_the_number_of_shadows_has_the_least_predicted_time(seed: int, ranks: int, speed: float) -> None:
+    """Three times the forward work of the busiest rank, four times its transfer, two transfers of every shadow."""
+    rng = np.random.default_rng(seed)
+    counts_RE = rng.integers(0, 2000, (ranks, 2 * ranks)) * (rng.random(2 * ranks) < 0.5)
+    home_E = np.arange(2 * ranks) // 2
+    policy = FasterMoe(flops=1e13)
+    hottest = sorted(range(2 * ranks), key=lambda e: (-counts_RE[:, e].sum(), e))
+    seconds = []
+    for k in range(len(hottest) + 1):
+        computed, received = [0] * ranks, [0] * ranks
+        for (source, expert), rows in np.ndenumerate(counts_RE):
+            rank = source if expert in hottest[:k] else int(home_E[expert])
+            computed[rank] += int(rows)
+            received[rank] += int(rows) if rank != source else 0
+        # An expert of Qwen3-30B-A3B has three matrices of 2048 x 768; a token and a weight have two bytes a value.
+        work_s, token_s, weights_s = 2 * 3 * 2048 * 768 / 1e13, 2 * 2048 / speed, 2 * 3 * 2048 * 768 / speed
+        seconds.append(3 * work_s * max(computed) + 4 * token_s * max(received) + 2 * k * weights_s)
+    shadows = policy.shadows(counts_RE, home_E, 2 * ranks, speed)
+    assert shadows.tolist() == hottest[: len(shadows)]
+    assert seconds[len(shadows)] == pytest.approx(min(seconds), rel=1e-12)
 
 
 @settings(max_examples=80, deadline=None)

@@ -81,6 +81,17 @@ def test_an_instance_below_the_gate_is_not_changed() -> None:
     assert not planned.all()
 
 
+@pytest.mark.parametrize(("hot", "moved"), [(8000, [2000]), (7999, [])])
+def test_an_instance_is_planned_from_a_max_over_mean_of_1_3(hot: int, moved: list[int]) -> None:
+    """Rank 0 has 13,000 of 20,000 tokens or one less, and keeps 1.1 times the mean, as in the source's example."""
+    step = random_step(np.random.default_rng(0), ranks=2, experts=4, layers=1, micro_steps=1, sequences=2)
+    step.sequences.counts_SLE[:] = [[[hot, 5000, 4000, 11_000 - hot]], [[0, 0, 0, 0]]]
+    step.schedule.rank[:] = 0
+    step.placement.home[:] = [[0, 0, 1, 1]]
+    plan = Llep().plan(step.view(Llep(), equal_terms=False))
+    assert plan.quota_tokens.tolist() == moved
+
+
 @pytest.mark.parametrize("factor", [1.0, 1.05, 1.2])
 def test_without_a_gate_max_over_mean_stays_below_the_factor(factor: float) -> None:
     step = random_step(np.random.default_rng(6), ranks=8, experts=64, sequences=64)

@@ -86,6 +86,21 @@ def test_the_view_hides_the_step_from_policies_that_do_not_know_it(name: str) ->
         _ = view.sequences
 
 
+@pytest.mark.parametrize(("name", "steps"), [("eplb", 4), ("lplb", 4), ("laer", 1)])
+def test_only_the_last_steps_are_planned_from(name: str, steps: int) -> None:
+    policy = POLICIES[name]
+    step = random_step(np.random.default_rng(0), ranks=8, experts=32, ranks_per_node=8, past_steps=7, contiguous=True)
+    # Other experts were hot in earlier steps.
+    past_PLE = step.past_counts_PLE.copy()
+    past_PLE[:-steps] = past_PLE[:-steps, :, ::-1]
+    hashes = [
+        policy.plan(replace(step, past_counts_PLE=past).view(policy, equal_terms=False)).hash
+        for past in (past_PLE, past_PLE[-steps:], past_PLE[:-1])
+    ]
+    assert hashes[0] == hashes[1]
+    assert hashes[0] != hashes[2]
+
+
 def test_published_planning_times_are_scaled_to_the_ranks_planned_together() -> None:
     """UltraEP: 78 us at 64 ranks of one domain, 35 us of them at any size; FEPLB: 50 us at 8."""
 

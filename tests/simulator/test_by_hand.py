@@ -19,7 +19,9 @@ import pytest
 
 from helpers.simulated_steps import Case, free_costs, planning_time
 from trimtab import ClusterSpec, Placement, Schedule, StepPlan, Workload
+from trimtab.cluster import StepCosts
 from trimtab.planner.plan.pass_times import PARTS
+from trimtab.planner.plan.prediction import predict
 from trimtab.policies import Traits
 from trimtab.simulator.step import StepSettings
 
@@ -66,6 +68,21 @@ def test_shared_slots() -> None:
     # until 9.5, combines until 10.5. In backward the replica is there, and its gradient comes home under the rest.
     case = small_case(known_at="past", transfers_start="step")
     check(case, 10.5 + 10.5 + 16, attention=8, dispatch=6, experts=16, imbalance=-1 - 1 + 2, transfers=3.5 + 3.5)
+
+
+@pytest.mark.parametrize(
+    ("changes", "transfers"),
+    [
+        ({}, 3.5 + 3.5),
+        # Weights come after 20 s instead of 8.5.
+        ({"near_weights_s": 20.0, "near_spare": 1.0}, 15.0 + 15.0),
+    ],
+)
+def test_predictions_are_worked_out_the_same_way(changes: dict[str, float], transfers: float) -> None:
+    case = small_case(known_at="past", transfers_start="step").but(**changes)
+    found = predict([case.plan], [case.workload], StepCosts(case.costs, 2, 3), lengths=[case.lengths])
+    expected = {"attention": 8, "dispatch": 6, "experts": 16, "imbalance": 0, "transfers": transfers}
+    assert found.parts_s == pytest.approx(dict.fromkeys(PARTS, 0.0) | expected)
 
 
 def test_a_micro_steps_transfers_start_as_those_of_a_step() -> None:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any, ClassVar
 
 import numpy as np
@@ -29,6 +30,7 @@ from trimtab.simulator.comparison import (
     step_of,
     trace_hash,
 )
+from trimtab.simulator.expert_time import expert_time, summarise_balance
 from trimtab.simulator.memory import RankLoad, rank_memory, replica_pool_bytes
 from trimtab.simulator.simulated_case import SimulatedCase
 from trimtab.simulator.step import StepSettings, simulate_step
@@ -149,6 +151,46 @@ def test_policies_get_past_counts_and_the_homes_that_they_reach_in_earlier_steps
     assert np.array_equal(outcome.plan.home, (contiguous.home + 3) % 4)
     assert outcome.migration_bytes == 2 * 8 * MODEL.expert_parameters * (2 + 12)
     assert outcome.simulated.parts_s["migration"] > 0
+
+
+def test_planning_time_is_in_microseconds_of_an_instance(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Slow(Spy):
+        def plan(self, view: View) -> StepPlan:
+            time.sleep(0.05)
+            return super().plan(view)
+
+    monkeypatch.setitem(POLICIES, "slow", Slow())
+    outcome = simulate_policy(some_case(token_budget=40), "slow")
+    instances = outcome.plan.num_micro_steps * outcome.plan.num_layers
+    assert instances > 1
+    assert 0.05 <= outcome.plan_us * 1e-6 * instances < 5
+
+
+def test_balance_is_that_of_instances() -> None:
+    """101 instances, the busiest of two ranks 1.00, 1.01 and so on up to 2 times the mean."""
+    above = np.arange(101)
+    balance = summarise_balance(np.stack([100 + above, 100 - above], axis=1)[:, None])
+    assert asdict(balance) == pytest.approx({"mean": 1.5, "p50": 1.5, "p99": 1.99, "max": 2.0})
+    assert expert_time(np.array([[[3, 1], [2, 5]], [[4, 4], [0, 7]]])) == 3 + 5 + 4 + 7
+
+
+def test_the_fastest_balancer_is_one_that_fits() -> None:
+    """The ideal run is none. If nothing fits, it is the fastest of all."""
+    case = some_case()
+    seconds = {"static": 3.0, "llep": 1.0, "trimtab": 2.0, "balanced": 0.5}
+    outcomes = {name: simulate_policy(case, name) for name in seconds}
+    for name, outcome in outcomes.items():
+        simulated = replace(outcome.simulated, step_time_s=seconds[name])
+        size = 10**9 if name == "llep" else 10**7
+        outcomes[name] = replace(outcome, simulated=simulated, memory=outcome.memory | {"activations": size})
+
+    def fastest(device_bytes: float) -> str:
+        cramped = replace(case, cluster=replace(case.cluster, device_bytes=device_bytes))
+        return SimulatedCase(4, 1, None, cramped, outcomes, (), {}).fastest
+
+    assert fastest(1e12) == "llep"
+    assert fastest(1e8) == "trimtab"
+    assert fastest(1e6) == "llep"
 
 
 @pytest.mark.usefixtures("spies")
@@ -334,7 +376,7 @@ def test_recording_operations_does_not_change_the_step() -> None:
     outcome = simulate_policy(case, "static")
     for micro_step in range(outcome.plan.num_micro_steps):
         shown = operations(case, outcome, micro_step)
-        assert len(shown.kind_N) == len(shown.kind_N) > 0
+        assert len(shown.rank_N) == len(shown.kind_N) > 0
         assert set(shown.rank_N.tolist()) == {0, 1, 2, 3}
 
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
 
 import trimtab
+from trimtab import ClusterSpec
 from trimtab.policies import POLICIES
 from trimtab.policies.planning_time import MEASURED, PlanningTime, TimeAtSize
 from trimtab.simulator import yardstick as module
@@ -43,6 +45,20 @@ def test_all_balancers_that_see_the_step_are_charged() -> None:
         assert bool(traits.planning.sizes) == charged, name
         # Live planners are charged published times, the others what we measure.
         assert not charged or (traits.planning.source == MEASURED) == (traits.known_at == "step"), name
+
+
+def test_measured_planning_is_charged_whole() -> None:
+    """48 layers and 8 micro-steps on four cores, at every size that was measured."""
+    stored = json.loads((Path(trimtab.__file__).parent / "policies" / "planning_times.json").read_text())["policies"]
+    assert "trimtab" in stored
+    for name, sizes in stored.items():
+        for size in sizes:
+            us = dict.fromkeys(TimeAtSize._fields, 0.0) | size
+            serial = us["step"] + 8 * us["micro_step"] + 8 * 48 * us["serial"]
+            on_all = 48 * us["layer"] + 48 * 8 * us["instance"] + us["sample"]
+            cluster = ClusterSpec(size["ranks"], 8, planning_threads=4)
+            charged_s = POLICIES[name].traits.planning_seconds(cluster, 48, 8)
+            assert charged_s == pytest.approx((serial + on_all / 4) * 1e-6), name
 
 
 def test_times_are_linear_between_sizes_and_never_negative() -> None:

@@ -110,12 +110,15 @@ def _empty_shares(most):  # type: ignore[no-untyped-def]
 @kernel
 def _shuffle(jitter, number, limit):  # type: ignore[no-untyped-def]
     """Tokens from 0 to `limit` - 1, added to the sizes of ranks and experts in restart `number`; none below 0."""
+    jitter[:] = 0
+    if number < 0:
+        return
     random = np.uint64(number + 1) * np.uint64(0x9E3779B97F4A7C15)
     for i in range(len(jitter)):
         random ^= random << np.uint64(13)
         random ^= random >> np.uint64(7)
         random ^= random << np.uint64(17)
-        jitter[i] = np.int64(random >> np.uint64(33)) % limit if number >= 0 else 0
+        jitter[i] = np.int64(random >> np.uint64(33)) % limit
 
 
 @kernel
