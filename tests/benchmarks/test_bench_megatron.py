@@ -56,6 +56,14 @@ def test_the_gain_of_all_seeds_is_weighted_by_what_the_skew_costs() -> None:
     assert figures["overhead_when_balanced"] == pytest.approx(0.5)
 
 
+def test_seeds_that_skew_more_weigh_more() -> None:
+    times = step_times([1.0, 0.5], 8)
+    for variant in ("plain_skewed", "planned_skewed"):
+        times[variant][0::2] = [1 + 4 * (seconds - 1) for seconds in times[variant][0::2]]
+    # 2 s of skew, all of which the plan saves, and 0.5 s, of which it saves half.
+    assert summarise_pairs(times, [{}, {}])["gain_captured"] == pytest.approx(2.25 / 2.5)
+
+
 def test_noise_of_a_round_that_all_variants_share_hardly_moves_the_ratios() -> None:
     figures = summarise_pairs(step_times([0.9, 0.9], 40, noise=0.5), [{}, {}])
     assert figures["overhead_when_balanced"] == pytest.approx(0.02)

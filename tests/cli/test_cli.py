@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import resource
 import subprocess
 import sys
@@ -287,6 +288,20 @@ print(sorted({'numpy', 'numba', 'pyarrow', 'rich'} & set(sys.modules)))
     result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
     assert result.stdout.endswith("[]\n")
     assert "analyze" in result.stdout
+
+
+def test_a_name_that_is_too_long_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+    expect_input_error(["analyze", "a" * 300, "--ranks", "8"], "File name too long", capsys)
+
+
+def test_a_locale_without_unicode_is_enough(trace_file: Path) -> None:
+    """Tables have characters that ASCII lacks."""
+    ascii_only = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
+    command = [sys.executable, "-m", "trimtab.cli.main", "analyze", str(trace_file), "--ranks", "8"]
+    ended = subprocess.run(command, env=os.environ | ascii_only, capture_output=True, check=False)
+    assert ended.returncode == 0, ended.stderr
+    assert ended.stdout.isascii()
+    assert b"On 8 ranks the busiest computes" in b" ".join(ended.stdout.split())
 
 
 def test_closed_pipe_is_not_an_error(trace_file: Path, tmp_path: Path) -> None:

@@ -119,16 +119,12 @@ class Copies:
             shutil.copy2(ROOT / mutant.file, path)
             self._free.put(copy)
 
-    def failure_without(self, mutants: Sequence[Mutant]) -> str:
-        """The failure of the mutants' tests in an unchanged copy; "" if they pass."""
+    def failure_without(self, tests: Sequence[str], *, jit: bool) -> str:
+        """The failure of tests in an unchanged copy; "" if they pass."""
         copy = self._free.get()
         try:
-            for jit in (False, True):
-                tests = sorted({test for mutant in mutants if mutant.jit == jit for test in mutant.tests})
-                ended = self._run(copy, tests, jit=jit, timeout_s=len(tests) * TIMEOUT_S) if tests else 0
-                if ended:
-                    return f"without a mutant, a test {_meaning(ended)}: {' '.join(tests)}"
-            return ""
+            ended = self._run(copy, tests, jit=jit, timeout_s=len(tests) * TIMEOUT_S)
+            return f"without a mutant, a test {_meaning(ended)}: {' '.join(tests)}" if ended else ""
         finally:
             self._free.put(copy)
 
@@ -154,6 +150,16 @@ class Copies:
                 running.wait()
 
 
+def _parts(tests: Iterable[str]) -> list[list[str]]:
+    """Tests for each worker; those of one file together, since they share fixtures."""
+    by_file: dict[str, list[str]] = {}
+    for test in sorted(tests):
+        by_file.setdefault(test.partition("::")[0], []).append(test)
+    files = list(by_file.values())
+    parts = [[test for file in files[worker::WORKERS] for test in file] for worker in range(WORKERS)]
+    return [part for part in parts if part]
+
+
 def _meaning(ended: int | None) -> str:
     meanings = {0: "passed", None: f"ran for more than {TIMEOUT_S} s", FAILED: "failed"}
     return meanings.get(ended, f"did not run: pytest ended with status {ended}")
@@ -163,15 +169,20 @@ def results_of(mutants: Sequence[Mutant]) -> Iterator[tuple[Mutant, str, float]]
     """Each mutant with its result and seconds, in order."""
     with tempfile.TemporaryDirectory() as folder:
         copies = Copies(Path(folder))
-        failure = copies.failure_without(mutants)
-        if failure:
-            raise SystemExit(failure)
 
         def timed(mutant: Mutant) -> tuple[str, float]:
             start = time.perf_counter()
             return copies.result(mutant), time.perf_counter() - start
 
         with ThreadPoolExecutor(WORKERS) as pool:
+            checks = [
+                pool.submit(copies.failure_without, part, jit=jit)
+                for jit in (False, True)
+                for part in _parts({test for mutant in mutants if mutant.jit == jit for test in mutant.tests})
+            ]
+            failures = [failure for check in checks if (failure := check.result())]
+            if failures:
+                raise SystemExit(failures[0])
             for mutant, (result, seconds) in zip(mutants, pool.map(timed, mutants), strict=True):
                 yield mutant, result, seconds
 

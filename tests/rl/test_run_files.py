@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from trimtab.errors import InputError
 from trimtab.rl import checkpoint as checkpoint_module
 from trimtab.rl.checkpoint import FORMAT, last_checkpoint
 from trimtab.rl.run_log import remove_later_steps
@@ -58,6 +59,28 @@ def test_optimizer_state_is_the_same_from_one_file_and_from_many(
             assert read[name].keys() == values.keys()
             for key, value in values.items():
                 assert torch.equal(torch.as_tensor(read[name][key]), value), (name, key)
+
+
+def test_changed_and_missing_files_are_named(tmp_path: Path) -> None:
+    file = tmp_path / "weights"
+    file.write_bytes(b"abc")
+    checksum = "ba7816bf8f01cfea414140de5dae2223b00361a396177a9cb410ff61f20015ad"
+    checkpoint = checkpoint_module.Checkpoint(tmp_path, 0, {}, 0, [], {"weights": checksum})
+    checkpoint.check_files()
+    file.write_bytes(b"abd")
+    with pytest.raises(InputError, match="weights: it has changed since it was written"):
+        checkpoint.check_files()
+    file.unlink()
+    with pytest.raises(InputError, match="weights: it is missing"):
+        checkpoint.check_files()
+
+
+def test_a_changed_state_is_refused(tmp_path: Path) -> None:
+    write_state(tmp_path, "step-00002", 2)
+    state = tmp_path / "checkpoints" / "step-00002" / "trainer" / "state.json"
+    state.write_text(state.read_text().replace("[0, 1]", "[1, 0]"))
+    with pytest.raises(InputError, match="expected the state of a run after 2 steps"):
+        last_checkpoint(tmp_path)
 
 
 def test_a_resumed_run_keeps_the_steps_before_it(tmp_path: Path) -> None:
