@@ -223,6 +223,7 @@ def test_under_torchrun_the_allocator_settings_are_required(monkeypatch: pytest.
     assert check_allocator().status == "ok"
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setenv("LOCAL_RANK", "0")
     assert "with torchrun, set GLIBC_TUNABLES=glibc" in check_allocator().text
     for name, value in ALLOCATOR.items():
         monkeypatch.setenv(name, f"glibc.malloc.perturb=1:{value}")

@@ -23,7 +23,6 @@ from trimtab.planner.plan.strategy import NOTHING, Choice
 from trimtab.runtime import planning
 
 VOCABULARY, LENGTH = 64, 16
-OPTIMIZER_STEPS = 5
 
 
 @dataclass(frozen=True)
@@ -43,6 +42,7 @@ class MegatronCase:
     """Options of one comparison; the names are Megatron's.
 
     Attributes:
+        steps: optimizer steps.
         grouped: experts are in `TEGroupedMLP`; see `fake_te`.
         fused: the matrix products add gradients of weights to `main_grad`; see `fake_te`.
         bf16: weights in bfloat16, `main_grad`s and the optimizer's weights in float32.
@@ -52,6 +52,7 @@ class MegatronCase:
     """
 
     seed: int = 0
+    steps: int = 5
     recompute: str = "none"
     distributed_optimizer: bool = False
     overlap: bool = False
@@ -291,7 +292,7 @@ class _Comparison:
 
         rng = np.random.default_rng((self.case.seed, parallel_state.get_data_parallel_rank(with_context_parallel=True)))
         found: dict[str, float] = {}
-        for step in range(OPTIMIZER_STEPS):
+        for step in range(self.case.steps):
             micro_batches = 4 if self.layout.pipeline > 1 else 3
             tokens_MBS = torch.from_numpy(rng.integers(0, VOCABULARY, (micro_batches, LENGTH)))
             routing = self.plain.record(self.function, tokens_MBS)

@@ -120,8 +120,8 @@ def test_a_rank_that_raises_ends_the_job() -> None:
 @needs_nodes
 def test_the_runtime_bench_compares_with_node_blind_planning(tmp_path: Path) -> None:
     file = tmp_path / "bench.json"
-    sizes = ["--nodes", "2", "--link-mbit", "1000", "--tokens", "128", "--rounds", "1", "--json", str(file)]
-    assert main(["bench", "runtime", *sizes]) == 0
+    sizes = ["--nodes", "2", "--link-mbit", "1000", "--tokens", "128", "--rounds", "1", "--seeds", "1"]
+    assert main(["bench", "runtime", *sizes, "--json", str(file)]) == 0
     figures = json.loads(file.read_text())
     assert figures["ranks"] == 4
     assert (figures["settings"]["ranks_per_node"], figures["settings"]["link_mbit"]) == (2, 1000)
