@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -19,6 +20,7 @@ import time
 import tomllib
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from queue import SimpleQueue
@@ -135,7 +137,7 @@ class Copies:
         # Compiled code in a cache of its own: numba does not see changes of functions in other files.
         with tempfile.TemporaryDirectory() as cache:
             environment |= {"NUMBA_CACHE_DIR": cache} if jit else {"NUMBA_DISABLE_JIT": "1"}
-            command = [sys.executable, "-m", "pytest", "-x", "-p", "no:cacheprovider", "-p", "no:randomly", *tests]
+            command = [sys.executable, "-m", "pytest", "-x", "-p", "no:cacheprovider", *tests]
             running = subprocess.Popen(
                 command, cwd=copy, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
                 start_new_session=True,
@@ -145,8 +147,9 @@ class Copies:
             except subprocess.TimeoutExpired:
                 return None
             finally:
-                # Ranks that the tests have started end with them.
-                subprocess.run(["pkill", "-KILL", "-s", str(running.pid)], check=False)
+                # With the ranks that the tests have started, also if these have ended.
+                with suppress(ProcessLookupError):
+                    os.killpg(running.pid, signal.SIGKILL)
                 running.wait()
 
 

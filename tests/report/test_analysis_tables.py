@@ -28,14 +28,14 @@ from trimtab.report.analysis_tables import (
 from trimtab.report.model import AnalysisReport
 
 
-def rising() -> Analysis:
+def analysis_of_growing_skew() -> Analysis:
     """101 micro-steps in which the busiest of two ranks has 1 to 2 times the mean; the layer is decoder layer 7."""
     counts = [[[100 + i, 100 - i]] for i in range(101)]
     return analyze(trace_counts_of(counts, layer_indices=np.array([7])), ranks=2)
 
 
 def test_spreads_have_mean_p50_p99_and_worst() -> None:
-    table = balance_table(rising())
+    table = balance_table(analysis_of_growing_skew())
     assert table.title == "Balance over 101 instances"
     assert table.columns == ("figure", "mean", "p50", "p99", "worst")
     vio, even = table.rows
@@ -58,7 +58,7 @@ def test_layers_are_named_and_sorted_by_their_part_of_the_loss() -> None:
 def test_placements_show_loss_recovered_part_mean_and_p99() -> None:
     static = PlacementStrategy("static", "contiguous homes", "nothing", 1.5, 2.25, 0.4, 0.1, 0.0)
     past = PlacementStrategy("homes_from_past", "homes from the past", "past", 1.2, 1.75, 0.1, 0.1, 0.75)
-    analysis = rising()
+    analysis = analysis_of_growing_skew()
     object.__setattr__(analysis, "placements", PlacementComparison((static, past), "step", 101))
     first, second, plan = placements_table(analysis).rows
     assert (first.cells, first.about, first.bar) == (("40.0%", "0%", "1.500", "2.250"), "static", 1.0)
@@ -116,7 +116,7 @@ def test_domains_have_their_share_of_tokens_and_skew() -> None:
 
 
 def test_facts_of_the_setting() -> None:
-    facts = dict(setting_facts(AnalysisReport("t.parquet", rising())))
+    facts = dict(setting_facts(AnalysisReport("t.parquet", analysis_of_growing_skew())))
     assert facts["model"] == "unknown: 1 MoE layers, 2 experts, top-1"
     assert facts["contents"] == "20,200 tokens in 101 sequences, step 0"
     assert facts["ranks"] == "2, 2 per node, contiguous homes"
@@ -142,6 +142,6 @@ def test_hot_values_are_tokens_over_the_mean_experts() -> None:
 
 def test_a_map_of_many_micro_steps_has_evenly_chosen_ones(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(analysis_data, "MOST_COLUMNS", 40)
-    loads, chosen = load_map(rising())
+    loads, chosen = load_map(analysis_of_growing_skew())
     assert chosen.tolist() == list(range(0, 101, 3))
     assert loads.loads_MLR[:, 0].tolist() == [[100 + i, 100 - i] for i in range(0, 101, 3)]

@@ -33,18 +33,19 @@ def summarise_pairs(step_s: Mapping[str, Sequence[float]], plans: Sequence[Mappi
     of_seeds = [np.arange(seed, rounds, len(plans)) for seed in range(len(plans))]
     rng = np.random.default_rng(0)
     samples_SBN = [rng.choice(chosen, (BOOTSTRAP_SAMPLES, len(chosen))) for chosen in of_seeds]
-    gains_2SB = np.stack([_gain(times, drawn_BN) for drawn_BN in samples_SBN], axis=1)
-    gains_2S = np.stack([_gain(times, chosen) for chosen in of_seeds], axis=1)
+    seconds_2SB = np.stack([_saved_and_lost(times, drawn_BN) for drawn_BN in samples_SBN], axis=1)
+    seconds_2S = np.stack([_saved_and_lost(times, chosen) for chosen in of_seeds], axis=1)
+    by_seed = zip(plans, seconds_2S.T.tolist(), of_seeds, strict=True)
     overhead_B = _overhead(times, rng.integers(rounds, size=(BOOTSTRAP_SAMPLES, rounds)))
     return {
         "variants": {name: {"median_s": statistics.median(s), "step_s": list(s)} for name, s in step_s.items()},
         "overhead_when_balanced": float(_overhead(times, np.arange(rounds))),
         "overhead_when_balanced_interval": _interval(overhead_B),
-        "gain_captured": float(np.divide(*gains_2S.sum(axis=1))),
-        "gain_captured_interval": _interval(np.divide(*gains_2SB.sum(axis=1))),
+        "gain_captured": float(np.divide(*seconds_2S.sum(axis=1))),
+        "gain_captured_interval": _interval(np.divide(*seconds_2SB.sum(axis=1))),
         "seeds": [
             {"seed": seed, **plan, "gain_captured": saved / lost, "median_s": _medians(times, chosen)}
-            for seed, (plan, (saved, lost), chosen) in enumerate(zip(plans, gains_2S.T.tolist(), of_seeds, strict=True))
+            for seed, (plan, (saved, lost), chosen) in enumerate(by_seed)
         ],
     }
 
@@ -54,7 +55,7 @@ def _overhead(times: Mapping[str, Array], rounds: Array) -> Array:
     return np.asarray(np.median(ratios, axis=-1) - 1)
 
 
-def _gain(times: Mapping[str, Array], rounds: Array) -> Array:
+def _saved_and_lost(times: Mapping[str, Array], rounds: Array) -> Array:
     """Median seconds that the plan saves and that skew costs, `[2, ...]`."""
     skewed = times["plain_skewed"][rounds]
     differences = skewed - times["planned_skewed"][rounds], skewed - times["plain_balanced"][rounds]
