@@ -19,7 +19,8 @@ from trimtab.errors import InputError
 from trimtab.files import is_stream
 from trimtab.report.tables import facts, trace_facts
 from trimtab.trace import RoutingTrace, TraceReader, write_trace
-from trimtab.trace.formats.importing import FORMATS, common_format, import_files
+from trimtab.trace.formats.bounded_import import bounded_import
+from trimtab.trace.formats.importing import FORMATS
 from trimtab.trace.formats.normalise import Summary
 from trimtab.trace.formats.records import ImportOptions
 from trimtab.trace.store import named_files
@@ -49,27 +50,27 @@ def add(actions: Any) -> None:
 
 def run(options: argparse.Namespace) -> None:
     files = named_files(options.source, "*")
-    form = options.format or common_format(files)
     summary = Summary()
     console = Console(highlight=False)
     start = time.perf_counter()
     with Progress(transient=True) as progress:
-        task = progress.add_task(form, total=None)
+        task = progress.add_task("", total=None)
 
         def watched(parts: Iterable[RoutingTrace]) -> Iterator[RoutingTrace]:
             for part in parts:
-                progress.update(task, description=f"{form}: {summary.tokens:,} tokens")
+                progress.update(task, description=f"{summary.format}: {summary.tokens:,} tokens")
                 yield part
 
-        write_trace(watched(import_files(files, form, _import_options(options), summary)), options.output)
+        parts = bounded_import(files, options.format, _import_options(options), summary)
+        write_trace(watched(parts), options.output)
     seconds = time.perf_counter() - start
     if not is_stream(options.output):
         console.print(trace_facts(TraceReader(options.output), summary.unknown_routes))
-    console.print(facts(_rows(summary, form, seconds), "Imported"))
+    console.print(facts(_rows(summary, seconds), "Imported"))
 
 
-def _rows(summary: Summary, form: str, seconds: float) -> list[tuple[str, str]]:
-    rows = [("format", form), ("time", f"{seconds:.1f} s")]
+def _rows(summary: Summary, seconds: float) -> list[tuple[str, str]]:
+    rows = [("format", summary.format), ("time", f"{seconds:.1f} s")]
     if summary.unknown_rows:
         rows.append(("without any route", f"{summary.unknown_rows:,} tokens"))
     return rows + [("left out", f"{count:,} {what}") for what, count in summary.dropped.items()]

@@ -8,7 +8,6 @@ import os
 import pickle
 import struct
 import subprocess
-import sys
 import time
 import tracemalloc
 import zipfile
@@ -23,7 +22,6 @@ from helpers.pickled_dumps import load, saved
 from trimtab import InputError
 from trimtab.trace.containers import torch_files
 from trimtab.trace.containers.allowed_globals import AllowedGlobals
-from trimtab.trace.containers.pickles import Budget, Unpickler
 from trimtab.trace.containers.tensors import Jagged, NumpyArray, Tensor
 
 
@@ -124,7 +122,6 @@ def test_tensors_larger_than_their_storage_are_refused() -> None:
         tensor_program((4,), (1,), offset=1),
         tensor_program((4,), (1,), offset=-1),
         tensor_program((2,), (-1,), offset=3),
-        tensor_program((1 << 30,), (0,)),
         tensor_program((2, 2), (1,)),
         tensor_program((-1,), (1,)),
         tensor_program((1 << 62, 1 << 62), (0, 0)),
@@ -160,6 +157,10 @@ BOMBS = {
     "instance": b"\x80\x04(ios\nsystem\n.",
     "build on a class": b"\x80\x04ccollections\nOrderedDict\n}b.",
     "persistent": b"\x80\x04K\x01Q.",
+    "persistent id as text": b"\x80\x04Pstorage\n.",
+    "extension of two bytes": b"\x80\x04\x83\x01\x02.",
+    "extension of four bytes": b"\x80\x04\x84\x01\x02\x03\x04.",
+    "object": b"\x80\x04(cos\nsystem\no.",
     "call of data": b"\x80\x04\x8c\x01a)R.",
     "array": pickle.dumps(np.arange(1000)).replace(struct.pack("<H", 1000), struct.pack("<H", 65000)),
 }
@@ -183,28 +184,6 @@ def test_false_sizes_take_no_memory_and_time(name: str) -> None:
     assert time.perf_counter() - start < 5
 
 
-def test_shared_lists_are_not_expanded() -> None:
-    """Forty nested lists of two references each stand for 2^41 numbers; reading them takes no time."""
-    value: Any = [1, 2]
-    for _ in range(40):
-        value = [value, value]
-    start = time.perf_counter()
-    again = load(pickle.dumps({"samples": [{"rollout_routed_experts": value, "tokens": value}]}))
-    from trimtab.trace.formats.slime import records_of_samples
-
-    with pytest.raises(InputError):
-        list(records_of_samples(again["samples"]))
-    as_key: Any = ()
-    for _ in range(60):
-        as_key = (as_key, as_key)
-    # Hashing such a key takes 2**60 steps.
-    program = pickle.dumps([as_key, {}])[:-1]
-    assert load(program + b"N.") is None
-    content = b"\x80\x04})\x94" + b"h\x00\x86\x94".replace(b"h\x00", b"2") * 60 + b"K\x01s."
-    assert load(content) == {}
-    assert time.perf_counter() - start < 5
-
-
 def test_zip_bombs_are_refused(tmp_path: Path) -> None:
     source = zipfile.ZipFile(io.BytesIO(saved(torch.arange(4))))
     with zipfile.ZipFile(tmp_path / "a.pt", "w", zipfile.ZIP_DEFLATED) as archive:
@@ -215,14 +194,10 @@ def test_zip_bombs_are_refused(tmp_path: Path) -> None:
     with zipfile.ZipFile(tmp_path / "b.npz", "w", zipfile.ZIP_DEFLATED) as archive:
         archive.writestr("ids.npy", bytes(64 << 20))
     content = (tmp_path / "b.npz").read_bytes()
-    tracemalloc.start()
     for claimed in (2 << 30, 100):
         changed = content.replace(struct.pack("<I", 64 << 20), struct.pack("<I", claimed))
-        with pytest.raises(InputError, match=r"claims|unpacked"):
+        with pytest.raises(InputError, match="unpacked"):
             load(changed)
-    peak = tracemalloc.get_traced_memory()[1]
-    tracemalloc.stop()
-    assert peak < 8 << 20
 
 
 def test_damaged_zips_are_refused() -> None:
@@ -245,57 +220,16 @@ def test_damaged_zips_are_refused() -> None:
     for claimed in (1 << 10, 1 << 24, 1 << 31):
         with pytest.raises(InputError, match=r"damaged.*zip file: its list of entries"):
             load(whole[:-10] + struct.pack("<I", claimed) + whole[-6:])
-
-
-FLOODS = r"""
-import os, resource, sys
-from trimtab import InputError
-from trimtab.trace.containers import torch_files
-text = b"X" + (60000).to_bytes(4, "little") + b"a" * 60000
-floods = {
-    "dictionaries": lambda: b"}" * 4_100_000,
-    "memo": lambda: b"N" + b"".join(b"r" + n.to_bytes(4, "little") for n in range(4_100_000)),
-    "entries": lambda: b"}" + b"".join(b"(J" + n.to_bytes(4, "little") + b"Nu" for n in range(1_500_000)),
-    "encoded": lambda: text + b"q\x00c_codecs\nencode\nq\x01" + b"h\x01h\x00X\x06\0\0\0latin1\x86R" * 100_000,
-    "sizes": lambda: b"(" + b"K\x01" * 1_000_000 + b"tq\x00ctorch\nSize\nq\x01" + b"h\x01h\x00\x85R" * 100_000,
-}
-for name, flood in floods.items():
-    if os.fork():
-        assert os.wait()[1] == 0
-        continue
-    content = b"\x80\x02" + flood() + b"."
-    before = int(open("/proc/self/statm").read().split()[1]) * resource.getpagesize()
-    try:
-        torch_files.loads(memoryview(content))
-        message = "read"
-    except InputError as error:
-        message = str(error)
-    grown = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 - before
-    print(name, grown >> 20, message, sep="|", flush=True)
-    os._exit(0)
-"""
-
-
-def test_pickles_with_too_many_objects_are_refused() -> None:
-    result = subprocess.run([sys.executable, "-c", FLOODS], capture_output=True, text=True, check=True, timeout=300)
-    lines = [line.split("|") for line in result.stdout.splitlines()]
-    assert [line[0] for line in lines] == ["dictionaries", "memo", "entries", "encoded", "sizes"]
-    for name, grown_mib, message in lines:
-        assert int(grown_mib) < 1000, (name, grown_mib)
-        assert "holds more than" in message or name == "sizes"
-
-
-def test_pickles_with_too_many_numbers_are_refused() -> None:
-    program = memoryview(b"\x80\x02(" + b"M\xff\xff" * 1_000_000 + b"l.")
-    unpickler = Unpickler(program, lambda module, name: None, lambda _: None, Budget(program_bytes=1 << 20))
-    with pytest.raises(InputError, match="holds more than"):
-        unpickler.load()
-    assert len(unpickler._stack) < 400_000
+    # A ZIP64 locator that points outside the file.
+    for place in (0, len(whole), 1 << 62):
+        locator = struct.pack("<4sIQI", b"PK\x06\x07", 0, place, 1)
+        with pytest.raises(InputError, match=r"damaged.*zip file"):
+            load(whole[:-22] + locator + whole[-22:-2].replace(b"\x01\0\x01\0", b"\xff\xff\xff\xff") + b"\0\0")
 
 
 def random_program(rng: np.random.Generator) -> bytes:
     """Valid opcodes and allowed names in random order."""
-    allowed = AllowedGlobals(Budget(), torch_files.loads).table
+    allowed = AllowedGlobals(torch_files.loads).table
     names = [*allowed, "torch.LongStorage", "slime.types.Sample", "torch.int16"]
     values = [
         b"N",

@@ -124,7 +124,7 @@ def test_ids_parsed_separately_equal_those_of_json() -> None:
     taken = 0
     for seed, text in enumerate(texts):
         for mutant in [text, *mutants(text, 600, seed)]:
-            ids = megatron._ids_at_end(mutant.replace(b"\n", b"") + b"\n")
+            ids = megatron.ids_at_end(mutant.replace(b"\n", b"") + b"\n")
             if ids is not None:
                 assert json.loads(b'{"a":' + mutant.replace(b"\n", b"")) == {"a": ids.tolist()}
                 taken += 1
@@ -138,7 +138,7 @@ def test_ids_parsed_separately_equal_those_of_json() -> None:
         b"[]}",
         b"[[1]], 2}",
     ):
-        assert (megatron._ids_at_end(text + b"\n") is not None) == (text == b"[[1, 2]]}")
+        assert (megatron.ids_at_end(text + b"\n") is not None) == (text == b"[[1, 2]]}")
 
 
 def test_keys_in_another_order(tmp_path: Path) -> None:

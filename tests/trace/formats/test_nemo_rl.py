@@ -15,7 +15,7 @@ import torch
 from helpers.import_items import dropped, kept
 from helpers.pickled_dumps import claim, pretend, routes, survives
 from trimtab import InputError
-from trimtab.trace.formats import dump_fields, nemo_rl, sglang_recorder, slime, verl
+from trimtab.trace.formats import nemo_rl, sglang_recorder, slime, verl
 from trimtab.trace.formats.records import Dropped, ImportOptions, Record
 
 LENGTHS, ANSWERS, LAYERS, TOP_K = [7, 12, 1], [3, 5, 1], 4, 3
@@ -133,15 +133,6 @@ def test_messages_without_an_answer_are_all_prompt() -> None:
 def test_invalid_batches_are_refused(change: dict[str, Any], message: str) -> None:
     with pytest.raises(InputError, match=message):
         kept(nemo_rl.records_of_batch(batch(64, torch.int8) | change))
-
-
-def test_messages_that_repeat_one_array_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(dump_fields, "MIN_READ_LIMIT", 1 << 26)
-    ids = torch.zeros(1, dtype=torch.int8).expand(1 << 12, 64, 62)
-    message = {"role": "user", "token_ids": torch.zeros(1 << 12, dtype=torch.int32), "routed_experts": ids}
-    torch.save({"message_log": [[message] * 1000]}, tmp_path / "a.pt")
-    with pytest.raises(InputError, match="the same arrays over and over"):
-        kept(nemo_rl.read(tmp_path / "a.pt", ImportOptions()))
 
 
 def test_damaged_dumps_are_read_or_refused(tmp_path: Path) -> None:

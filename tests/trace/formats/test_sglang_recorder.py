@@ -15,8 +15,7 @@ from hypothesis import strategies as st
 from helpers.import_items import dropped, kept
 from helpers.pickled_dumps import routes, survives
 from trimtab import InputError
-from trimtab.trace.formats import dump_fields, nemo_rl, sglang_recorder, slime, verl
-from trimtab.trace.formats.dump_fields import ReadLimit
+from trimtab.trace.formats import nemo_rl, sglang_recorder, slime, verl
 from trimtab.trace.formats.records import ImportOptions, Record
 
 LAYERS, TOP_K, EXPERTS, PHYSICAL = 5, 4, 16, 20
@@ -77,7 +76,7 @@ def per_token(named: bool = False) -> tuple[dict[str, Any], Expected]:
 
 
 def records_of(dump: Any, top_k: int | None = None) -> list[Record]:
-    return kept(sglang_recorder.records_of_dump(dump, ImportOptions(top_k=top_k), ReadLimit()))
+    return kept(sglang_recorder.records_of_dump(dump, ImportOptions(top_k=top_k)))
 
 
 @pytest.mark.parametrize("named", [False, True])
@@ -131,7 +130,7 @@ def test_tokens_generated_from_counts_have_these_counts(tokens: int, top_k: int,
     counts = np.stack([counts_of(ids, experts) for ids in passes])
     counts[:, 1] = 0  # a dense layer
     dump = {"rank": 0, "logical_count": torch.from_numpy(counts).int(), "average_utilization_rate_over_window": None}
-    items = list(sglang_recorder.records_of_dump(dump, ImportOptions(top_k=top_k), ReadLimit()))
+    items = list(sglang_recorder.records_of_dump(dump, ImportOptions(top_k=top_k)))
     records = kept(items)
     assert [record.where for record in records] == ["forward pass 0", "forward pass 2"]
     for record, place in zip(records, (0, 2), strict=True):
@@ -170,7 +169,6 @@ def test_physical_counts_by_pass(tmp_path: Path) -> None:
         ({"logical_count": np.ones((1, 2, 4), int)}, 3, "forward pass 0, layer 0: 4 counts.*is top_k right"),
         ({"logical_count": np.array([[[3, 1, 0]]])}, 2, "3 of expert 0 can't come from"),
         ({"logical_count": np.zeros((2, 2, 4), int)}, 2, "all zero"),
-        ({"logical_count": np.full((1, 1, 4), 1 << 40)}, 2, "damaged, it counts"),
         ({"logical_count": np.array([[[-2, 4, 0]]])}, 2, "damaged, it counts"),
         ({"logical_count": np.zeros((0, 2, 4), int)}, 2, "all zero"),
         ({"records": []}, 2, "no token"),
@@ -181,14 +179,6 @@ def test_physical_counts_by_pass(tmp_path: Path) -> None:
 def test_impossible_counts_are_refused(dump: Any, top_k: int | None, message: str) -> None:
     with pytest.raises(InputError, match=message):
         records_of(dump, top_k)
-
-
-def test_passes_that_repeat_one_array_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(dump_fields, "MIN_READ_LIMIT", 1 << 26)
-    ids = torch.zeros(1, dtype=torch.int32).expand(64, 1 << 14, 8)
-    torch.save({"records": [{"forward_pass_id": 1, "topk_ids_of_layer": ids}] * 200_000}, tmp_path / "a.pt")
-    with pytest.raises(InputError, match="the same arrays over and over"):
-        kept(sglang_recorder.read(tmp_path / "a.pt", ImportOptions()))[0]
 
 
 def test_experts_outside_of_the_map_are_refused() -> None:

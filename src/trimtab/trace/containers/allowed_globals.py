@@ -9,7 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 from trimtab.errors import InputError
-from trimtab.trace.containers.pickles import AllowedGlobal, Budget, LargeText, OpaqueObject
+from trimtab.trace.containers.pickles import AllowedGlobal, LargeText, OpaqueObject
 from trimtab.trace.containers.tensors import (
     DTYPES,
     STORAGES,
@@ -41,12 +41,10 @@ class AllowedGlobals:
     """The replacements, for the pickles of one file.
 
     Args:
-        budget: shared with the pickles.
         load: reads a file within the file.
     """
 
-    def __init__(self, budget: Budget, load: Callable[[memoryview], Any]) -> None:
-        self._budget = budget
+    def __init__(self, load: Callable[[memoryview], Any]) -> None:
         self._load = load
         self.table = self._list()
 
@@ -74,12 +72,12 @@ class AllowedGlobals:
 
     def _list(self) -> dict[str, Any]:
         return {
-            "_codecs.encode": self._encode,
+            "_codecs.encode": _encode,
             "builtins.bytes": lambda: b"",
             "builtins.bytearray": lambda data=b"": data,
             "builtins.complex": complex,
             "builtins.getattr": _nested_class,
-            # Sets become lists: their content is not used, and hashing it can take very long.
+            # The content of sets is not used.
             "builtins.set": _list,
             "builtins.frozenset": _list,
             "collections.deque": lambda items=None, _=None: [] if items is None else items,
@@ -93,7 +91,7 @@ class AllowedGlobals:
             "collections.Counter": lambda items=None: {} if items is None else items,
             "copyreg._reconstructor": _reconstructed,
             "numpy.core.multiarray._reconstruct": lambda *_: NumpyArray(),
-            "numpy.core.multiarray.scalar": self._scalar,
+            "numpy.core.multiarray.scalar": _scalar,
             "numpy.core.numeric._frombuffer": _from_buffer,
             "numpy.ndarray": NumpyArray,
             "numpy.dtype": lambda code, *_: DType(code if type(code) is str else "?unknown"),
@@ -109,24 +107,20 @@ class AllowedGlobals:
             "torch.storage._load_from_bytes": self._storage_from_bytes,
         }
 
-    def _encode(self, text: Any, coding: Any) -> Any:
-        if coding not in ("latin1", "latin-1"):
-            raise InputError(f"a damaged pickle: bytes as {clip(str(coding))}")
-        if type(text) is LargeText:
-            return LatinBytes(text)
-        self._budget.spend(0, len(text))
-        return text.encode("latin-1")
-
-    def _scalar(self, dtype: Any, data: Any = b"") -> Any:
-        if type(dtype) is not DType or type(data) is not bytes:
-            raise TypeError("a number without dtype")
-        self._budget.spend(0, len(data))
-        return NumpyArray((), dtype, data).numpy().item()
-
     def _storage_from_bytes(self, data: Any) -> Any:
-        if isinstance(data, LatinBytes):
-            self._budget.spend(0, len(data.text.utf8))
         return self._load(buffer_of(data))
+
+
+def _encode(text: Any, coding: Any) -> Any:
+    if coding not in ("latin1", "latin-1"):
+        raise InputError(f"a damaged pickle: bytes as {clip(str(coding))}")
+    return LatinBytes(text) if type(text) is LargeText else text.encode("latin-1")
+
+
+def _scalar(dtype: Any, data: Any = b"") -> Any:
+    if type(dtype) is not DType or type(data) is not bytes:
+        raise TypeError("a number without dtype")
+    return NumpyArray((), dtype, data).numpy().item()
 
 
 def _class(full_name: str) -> AllowedGlobal:

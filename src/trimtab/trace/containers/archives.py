@@ -18,10 +18,6 @@ ZIP_MAGIC = b"PK\x03\x04"
 # Exceptions of zipfile and zlib for damaged files.
 ZIP_ERRORS = (EOFError, NotImplementedError, OSError, OverflowError, RuntimeError, ValueError, struct.error,
               zipfile.BadZipFile, zlib.error)  # fmt: skip
-# The list of entries takes many times its size in memory. Half a million entries fit.
-MAX_LIST_BYTES = 32 << 20
-# A compressed entry, as written by `np.savez_compressed`, is kept in memory.
-MAX_INFLATED_BYTES = 1 << 30
 _CHECKSUM_CHUNK = 64 << 20
 
 
@@ -36,9 +32,7 @@ class Archive:
         self._file = file
         self._checked: set[str] = set()
         try:
-            self.entries = zipfile.ZipFile(_EntryList(pa.py_buffer(file))).NameToInfo
-        except InputError:
-            raise
+            self.entries = zipfile.ZipFile(pa.BufferReader(pa.py_buffer(file))).NameToInfo
         except ZIP_ERRORS:
             raise InputError("a damaged or truncated zip file: its list of entries can't be read") from None
 
@@ -71,15 +65,6 @@ class Archive:
         raise InputError(f"a damaged or truncated file: its entry {entry.filename[:80]!r} lies beyond its end")
 
 
-class _EntryList(pa.BufferReader):  # type: ignore[misc]
-    """The file for `zipfile`, which reads nothing but the list of entries from it."""
-
-    def read(self, nbytes: int | None = None) -> bytes:
-        if nbytes is not None and nbytes > MAX_LIST_BYTES:
-            raise InputError(f"a damaged zip file: its list of entries claims {nbytes} bytes")
-        return bytes(super().read(nbytes))
-
-
 def release_pages(view: memoryview) -> None:
     """Release the file's pages, which count as this process's memory. They are read again when needed."""
     if isinstance(view.obj, mmap.mmap) and hasattr(mmap, "MADV_DONTNEED"):
@@ -96,16 +81,10 @@ def _checksum(content: memoryview) -> int:
 
 
 def _inflate(entry: zipfile.ZipInfo, packed: memoryview) -> memoryview:
-    name, size = entry.filename[:80], entry.file_size
-    if size > MAX_INFLATED_BYTES:
-        raise InputError(
-            f"its entry {name!r} is compressed and claims {size} bytes; compressed arrays may have "
-            f"{MAX_INFLATED_BYTES >> 20} MiB: save it with np.savez"
-        )
     try:
-        content = zlib.decompressobj(-15).decompress(packed, size + 1)
+        content = zlib.decompressobj(-15).decompress(packed, entry.file_size + 1)
     except zlib.error:
         content = b""
-    if len(content) != size:
-        raise InputError(f"a damaged file: its entry {name!r} can't be unpacked")
+    if len(content) != entry.file_size:
+        raise InputError(f"a damaged file: its entry {entry.filename[:80]!r} can't be unpacked")
     return memoryview(content)

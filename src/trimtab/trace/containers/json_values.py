@@ -17,9 +17,6 @@ from trimtab.errors import InputError
 from trimtab.trace.message_text import reason
 
 _READ_AT_ONCE = 8 << 20
-_LARGEST_VALUE = 1 << 30
-# In Python a number or a list takes many times its text; this number of parts is at most 2 GB.
-_MOST_PARTS = 1 << 25
 _HEAD = 1 << 20
 _GZIP = b"\x1f\x8b"
 _BLANK = re.compile(r"\s*")
@@ -45,7 +42,7 @@ def json_values(path: Path) -> Iterator[tuple[str, Any]]:
     Values are separated by whitespace only. The items of a top-level array are yielded one by one.
 
     Raises:
-        InputError: if the file isn't JSON, is cut off, or holds a value of more than 1 GB or 33 million parts.
+        InputError: if the file isn't JSON, or is cut off.
     """
     with _naming_damage(), io.TextIOWrapper(_open(path), "utf-8-sig", newline="\n") as file:
         text = _Text(file)
@@ -101,14 +98,10 @@ class _Text:
         self.next_sign()
         where = where or f"line {self.line}"
         while True:
-            if len(self._text) - self._at > _MOST_PARTS and self._text.count(",", self._at) > _MOST_PARTS:
-                raise InputError(f"{where}: more than {_MOST_PARTS:,} numbers in one value")
             try:
                 value, end = self._decode(self._text, self._at)
             except json.JSONDecodeError as error:
                 cut_off = error.msg.startswith("Unterminated string") or error.pos >= len(self._text) - _NEAR_END
-                if cut_off and len(self._text) - self._at > _LARGEST_VALUE:
-                    raise InputError(f"{where}: more than {_LARGEST_VALUE >> 30} GB of JSON in one value") from None
                 if cut_off and self._read_more():
                     continue
                 problem = "cut off" if cut_off else f"{error.msg[0].lower()}{error.msg[1:]}"
@@ -143,14 +136,10 @@ def json_lines(path: Path) -> Iterator[bytes]:
     """Lines of a file, unzipped if compressed, with line ends.
 
     Raises:
-        InputError: if it can't be read, or a line is longer than 1 GB.
+        InputError: if it can't be read.
     """
     with _naming_damage(), _open(path) as file:
-        number = 0
-        while line := file.readline(_LARGEST_VALUE):
-            number += 1
-            if len(line) == _LARGEST_VALUE:
-                raise InputError(f"line {number}: more than {_LARGEST_VALUE >> 30} GB")
+        for line in file:
             yield line if line.endswith(b"\n") else line + b"\n"
 
 

@@ -1,6 +1,6 @@
 """Arrays from `.npy` bytes, base64 and nested lists.
 
-Sizes in a header are compared with the existing bytes before allocation, and nothing is unpickled.
+Nothing is unpickled.
 """
 
 from __future__ import annotations
@@ -19,8 +19,6 @@ from trimtab.errors import InputError
 from trimtab.trace.message_text import kind_of, reason, short
 
 NPY_MAGIC = b"\x93NUMPY"
-# Limit of numbers in nested lists. A pickle may hold the same list any number of times.
-MOST_LISTED = 1 << 26
 
 
 def decode_base64(text: str) -> bytes:
@@ -77,7 +75,7 @@ def array_of_lists(value: Sequence[Any], depth: int, what: str = "ids", *, scala
         scalars: whether booleans, and numbers of numpy and torch, are integers too.
 
     Raises:
-        InputError: if the lists are ragged, too many, or contain anything but integers of 64 bits.
+        InputError: if the lists are ragged or contain anything but integers of 64 bits.
     """
     shape = [len(value)]
     flat: Sequence[Any] = value
@@ -88,8 +86,6 @@ def array_of_lists(value: Sequence[Any], depth: int, what: str = "ids", *, scala
         if len(lengths) > 1:
             raise InputError(f"lists of {what} have different lengths, {min(lengths)} and {max(lengths)}")
         shape.append(lengths.pop() if lengths else 0)
-        if math.prod(shape) > MOST_LISTED:
-            raise InputError(f"{what} is a list of more than {MOST_LISTED} numbers; it should be an array")
         flat = list(chain.from_iterable(flat))
     if scalars and set(map(type, flat)) != {int}:
         flat = [each.item() if hasattr(each, "item") else each for each in flat]

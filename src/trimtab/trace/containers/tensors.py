@@ -59,8 +59,6 @@ STORAGES = {
 }
 _PLAIN_DTYPE = re.compile(r"[<>|=]?([?b]1?|[iu][1248]|f[248]|c(8|16)|[SU]\d{1,6}|O8?)")
 _MOST_DIMENSIONS = 16
-# A tensor may repeat its storage (`expand`) up to this many elements.
-_MOST_REPEATED = 1 << 24
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -135,7 +133,7 @@ class Tensor:
         if len(self.strides) != len(shape) or not all(type(each) is int and each >= 0 for each in self.strides):
             raise InputError("a damaged file: a tensor's strides don't fit its shape")
         last = self.offset + sum((n - 1) * stride for n, stride in zip(shape, self.strides, strict=True))
-        if self.offset < 0 or (size and last >= len(elements)) or size > max(len(elements), _MOST_REPEATED):
+        if self.offset < 0 or (size and last >= len(elements)):
             raise InputError(
                 f"a damaged file: a tensor of shape {list(shape)} does not fit its storage of {len(elements)} elements"
             )

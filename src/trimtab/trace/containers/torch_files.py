@@ -22,7 +22,7 @@ from trimtab.errors import InputError
 from trimtab.trace.containers.allowed_globals import AllowedGlobals
 from trimtab.trace.containers.archives import ZIP_MAGIC, Archive
 from trimtab.trace.containers.npy import NPY_MAGIC, npy_header
-from trimtab.trace.containers.pickles import Budget, Unpickler
+from trimtab.trace.containers.pickles import Unpickler
 from trimtab.trace.containers.tensors import (
     DTYPES,
     DType,
@@ -34,8 +34,6 @@ from trimtab.trace.containers.tensors import (
 # The first pickle of the format before torch 1.6 is this number.
 _LEGACY_MAGIC = 0x1950A86A20F9469CFC6C
 _LEGACY_START = b"\x80\x02\x8a\x0al\xfc\x9cF\xf9 j\xa8P\x19."
-# A torch file within a `DataProto` within a torch file; no framework nests deeper.
-_DEEPEST = 4
 _SNIFFED_BYTES = 64 << 20
 
 
@@ -66,8 +64,6 @@ def loads(content: memoryview) -> Any:
         return _Loader().load(content)
     except RecursionError:
         raise InputError("nested too deeply") from None
-    except MemoryError:
-        raise InputError("needs more memory than there is") from None
 
 
 def looks_loadable(path: Path) -> bool:
@@ -113,33 +109,25 @@ def _is_main(name: str) -> bool:
 
 
 class _Loader:
-    """One file and the files inside it, which share the budget of objects."""
+    """One file and the files inside it."""
 
     def __init__(self) -> None:
-        self._budget = Budget()
-        self._depth = 0
-        self._globals = AllowedGlobals(self._budget, self.load)
+        self._globals = AllowedGlobals(self.load)
 
     def load(self, content: memoryview) -> Any:
-        if self._depth == _DEEPEST:
-            raise InputError("nested too deeply")
-        self._depth += 1
-        try:
-            start = bytes(content[:16])
-            if start.startswith(ZIP_MAGIC):
-                return self._load_zip(Archive(content))
-            if start.startswith(NPY_MAGIC):
-                return self._load_npy(content)
-            if start.startswith(_LEGACY_START[:14]):
-                return self._load_legacy(content)
-            if start[:1] == b"\x80":
-                return self._unpickler(content, _no_storage).load()
-        finally:
-            self._depth -= 1
+        start = bytes(content[:16])
+        if start.startswith(ZIP_MAGIC):
+            return self._load_zip(Archive(content))
+        if start.startswith(NPY_MAGIC):
+            return self._load_npy(content)
+        if start.startswith(_LEGACY_START[:14]):
+            return self._load_legacy(content)
+        if start[:1] == b"\x80":
+            return self._unpickler(content, _no_storage).load()
         raise InputError("not a file of torch.save, pickle (protocols 2 to 5), np.save or np.savez")
 
     def _unpickler(self, content: memoryview, load_storage: Any) -> Unpickler:
-        return Unpickler(content, self._globals.find, load_storage, self._budget)
+        return Unpickler(content, self._globals.find, load_storage)
 
     def _load_zip(self, archive: Archive) -> Any:
         main = [name for name in archive.entries if _is_main(name)]

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -15,32 +13,7 @@ from trimtab.errors import InputError
 from trimtab.trace.containers.npy import array_of_lists
 from trimtab.trace.containers.pickles import OpaqueObject
 from trimtab.trace.containers.tensors import Jagged, NumpyArray, Tensor
-from trimtab.trace.formats.records import Dropped, Record
 from trimtab.trace.message_text import clip
-
-MIN_READ_LIMIT = 1 << 30
-
-
-class ReadLimit:
-    """Limit of numbers read from a file: several times what it can hold unless it repeats the same arrays.
-
-    A list of a million references to one array takes a few bytes each, and days to read.
-    """
-
-    def __init__(self, path: Path | None = None) -> None:
-        self._left = math.inf if path is None else MIN_READ_LIMIT + 4 * path.stat().st_size
-
-    def spend(self, count: int) -> None:
-        self._left -= count
-        if self._left < 0:
-            raise InputError("refers to the same arrays over and over")
-
-    def applied_to(self, items: Iterator[Record | Dropped]) -> Iterator[Record | Dropped]:
-        """Yields the same items, and counts their numbers."""
-        for item in items:
-            if isinstance(item, Record):
-                self.spend(item.ids.size + (0 if item.token_ids is None else item.token_ids.size))
-            yield item
 
 
 @contextmanager
@@ -50,8 +23,6 @@ def damaged_values() -> Iterator[None]:
         yield
     except InputError:
         raise
-    except MemoryError:
-        raise InputError("needs more memory than there is") from None
     except (ArithmeticError, AttributeError, BufferError, LookupError, RuntimeError, TypeError, ValueError) as error:
         raise InputError(f"damaged, or not what its format says ({clip(str(error))})") from None
 

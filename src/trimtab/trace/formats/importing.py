@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -66,21 +66,40 @@ def format_of(path: Path) -> str:
     return fitting[0]
 
 
-def common_format(files: Sequence[Path]) -> str:
+def common_format(files: Sequence[Path], begin: Callable[[Path], None] = lambda file: None) -> str:
     """The format that all files look like.
+
+    Args:
+        begin: called with each file before it is read.
 
     Raises:
         InputError: as `format_of`, or if they differ.
     """
-    first = format_of(files[0])
-    for file in files[1:]:
-        if (other := format_of(file)) != first:
+    first = ""
+    for file in files:
+        begin(file)
+        other = format_of(file)
+        first = first or other
+        if other != first:
             raise InputError(f"{files[0]} looks like {first}, {file} like {other}; import them one by one")
     return first
 
 
-def import_files(files: Sequence[Path], form: str, options: ImportOptions, summary: Summary) -> Iterator[RoutingTrace]:
+def import_files(
+    files: Sequence[Path],
+    form: str,
+    options: ImportOptions,
+    summary: Summary,
+    begin: Callable[[Path], None] = lambda file: None,
+) -> Iterator[RoutingTrace]:
     """Yields the files of one dump, in order, as parts of a trace; one part in memory at a time.
+
+    Untrusted files are imported by `bounded_import`, which limits memory and time.
+
+    Args:
+        form: a key of `FORMATS`.
+        summary: its counts are increased.
+        begin: called with each file before it is read.
 
     Raises:
         InputError: one line that names the file and the place in it.
@@ -88,7 +107,7 @@ def import_files(files: Sequence[Path], form: str, options: ImportOptions, summa
     if form == "arrays":
         with _naming(files[0]):
             options = options.with_default(arrays.read_metadata(files[0]))
-    return normalise(_records(files, FORMATS[form], options), options, summary)
+    return normalise(_records(files, FORMATS[form], options, begin), options, summary)
 
 
 def trace_of(records: Iterable[Record | Dropped], options: ImportOptions) -> RoutingTrace:
@@ -96,8 +115,11 @@ def trace_of(records: Iterable[Record | Dropped], options: ImportOptions) -> Rou
     return RoutingTrace.concatenate(list(normalise(records, options, Summary())))
 
 
-def _records(files: Sequence[Path], form: Format, options: ImportOptions) -> Iterator[Record | Dropped]:
+def _records(
+    files: Sequence[Path], form: Format, options: ImportOptions, begin: Callable[[Path], None]
+) -> Iterator[Record | Dropped]:
     for file in files:
+        begin(file)
         with _naming(file):
             for record in form.read(file, options):
                 yield replace(record, where=f"{file}: {record.where}") if isinstance(record, Record) else record
@@ -110,5 +132,5 @@ def _naming(file: Path) -> Iterator[None]:
         yield
     except InputError as error:
         raise InputError(f"{file}: {printable(str(error)[:LONGEST_REASON])}") from None
-    except (MemoryError, OSError) as error:
+    except OSError as error:
         raise InputError(f"{file}: can't be read ({reason(error)})") from None

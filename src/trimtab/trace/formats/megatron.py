@@ -122,13 +122,13 @@ def _values(path: Path) -> Iterator[tuple[str, Any, Array | None]]:
         return
     for number, line in enumerate(json_lines(path), 1):
         start, sign, ids_text = line.rpartition(_IDS)
-        ids = _ids_at_end(ids_text) if sign else None
+        ids = ids_at_end(ids_text) if sign else None
         text = line if ids is None else start + b'"top_indices": []}'
         if text.strip():
             yield f"line {number}", one_value(text, f"line {number}"), ids
 
 
-def _ids_at_end(text: bytes) -> Array | None:
+def ids_at_end(text: bytes) -> Array | None:
     """The ids in `[[1, 2], [3, 4]]}`, None if the text is anything else."""
     ids_N = np.empty(len(text) // 2, np.int32)
     rows, top_k = _parse(np.frombuffer(text, np.uint8), ids_N)

@@ -19,7 +19,6 @@ from trimtab.errors import InputError
 from trimtab.trace.containers import torch_files
 from trimtab.trace.containers.pickles import OpaqueObject
 from trimtab.trace.formats.dump_fields import (
-    ReadLimit,
     damaged_values,
     field,
     first_field,
@@ -47,7 +46,7 @@ def read(path: Path, options: ImportOptions) -> Iterator[Record | Dropped]:
         InputError: one line, if it is damaged, or holds no `routed_experts` or no lengths.
     """
     with damaged_values():
-        yield from _records(torch_files.load(path), ReadLimit(path))
+        yield from _records(torch_files.load(path))
 
 
 def records_of_batch(batch: Any) -> Iterator[Record | Dropped]:
@@ -59,10 +58,10 @@ def records_of_batch(batch: Any) -> Iterator[Record | Dropped]:
     Raises:
         InputError: one line, if there are no routes or no lengths, or shapes do not fit together.
     """
-    yield from _records(batch, ReadLimit())
+    yield from _records(batch)
 
 
-def _records(batch: Any, limit: ReadLimit) -> Iterator[Record | Dropped]:
+def _records(batch: Any) -> Iterator[Record | Dropped]:
     with damaged_values():
         if isinstance(batch, OpaqueObject):
             # A UserDict keeps its items in an attribute.
@@ -77,7 +76,7 @@ def _records(batch: Any, limit: ReadLimit) -> Iterator[Record | Dropped]:
         if field(batch, KEY) is not None:
             yield from _padded(batch)
         elif field(batch, "message_log") is not None:
-            yield from _logged(batch, limit)
+            yield from _logged(batch)
         else:
             raise InputError(f"no {KEY!r} in this batch; NeMo-RL writes it with policy.router_replay.enabled=true")
 
@@ -114,13 +113,13 @@ def _padded(batch: Any) -> Iterator[Record | Dropped]:
         yield Dropped("padding rows", max(0, width - length))
 
 
-def _logged(batch: Any, limit: ReadLimit) -> Iterator[Record]:
+def _logged(batch: Any) -> Iterator[Record]:
     log = field(batch, "message_log")
     if not isinstance(log, list | tuple):
         raise InputError(f"message_log is a {type(log).__name__}; it should be a list, one entry a sample")
     found = False
     for row, messages in enumerate(log):
-        record = _joined(rows_of(messages, "message_log"), f"sample {row}", limit)
+        record = _joined(rows_of(messages, "message_log"), f"sample {row}")
         if record is not None:
             found = True
             yield replace(record, domain=label_of(field(batch, "task_name"), row))
@@ -128,12 +127,9 @@ def _logged(batch: Any, limit: ReadLimit) -> Iterator[Record]:
         raise InputError(f"no message has {KEY!r}; NeMo-RL writes it with policy.router_replay.enabled=true")
 
 
-def _joined(messages: list[Any], where: str, limit: ReadLimit) -> Record | None:
+def _joined(messages: list[Any], where: str) -> Record | None:
     """The concatenated turns of one sample; a turn without routes has rows of -1."""
-    tokens = []
-    for message in messages:
-        tokens.append(integers(field(message, "token_ids"), f"{where}: token_ids", 1))
-        limit.spend(len(tokens[-1]))
+    tokens = [integers(field(message, "token_ids"), f"{where}: token_ids", 1) for message in messages]
     routes = [field(message, KEY) for message in messages]
     ids = [None if each is None else integers(each, f"{where}: {KEY}", 3) for each in routes]
     shapes = {each.shape[1:] for each in ids if each is not None}
@@ -142,7 +138,6 @@ def _joined(messages: list[Any], where: str, limit: ReadLimit) -> Record | None:
     if len(shapes) > 1:
         raise InputError(f"{where}: its messages have {KEY} of different shapes")
     shape = shapes.pop()
-    limit.spend(sum(map(len, tokens)) * shape[0] * shape[1])
     rows = []
     for turn, (each, turn_tokens) in enumerate(zip(ids, tokens, strict=True)):
         missing = len(turn_tokens) - (0 if each is None else len(each))

@@ -39,12 +39,14 @@ class Summary:
     """Counts of imported and left-out data, updated during an import.
 
     Attributes:
+        format: name of the dump's format.
         sequences, tokens: imported; tokens with rows.
         unknown_rows: imported tokens without a route in any layer.
         unknown_routes: (token, layer) pairs without a route, those of `unknown_rows` included.
         dropped: what the source has and the trace does not, by kind.
     """
 
+    format: str = ""
     sequences: int = 0
     tokens: int = 0
     unknown_rows: int = 0

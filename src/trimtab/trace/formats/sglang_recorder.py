@@ -30,7 +30,6 @@ from trimtab.array_type import Array
 from trimtab.errors import InputError
 from trimtab.trace.containers import torch_files
 from trimtab.trace.formats.dump_fields import (
-    ReadLimit,
     damaged_values,
     field,
     integers,
@@ -46,9 +45,6 @@ IDS, COUNTS, PASS_COUNTS, MAP = (
     "global_physical_count",
     "last_physical_to_logical_map",
 )
-# Limits of ids per pass and in total, above those of any recording, because a few counts can represent many tokens.
-_MOST_IDS_A_PASS = 1 << 28
-_MOST_IDS = 1 << 33
 PREFILL = ("prefill", "mixed")
 EMPTY_PASSES = "empty forward passes"
 _GENERATED = "tokens whose experts are made up to fit recorded counts"
@@ -67,10 +63,10 @@ def read(path: Path, options: ImportOptions) -> Iterator[Record | Dropped]:
         InputError: one line, if it is damaged, or holds counts only and top_k is not known or does not fit them.
     """
     with damaged_values():
-        yield from records_of_dump(torch_files.load(path), options, ReadLimit(path))
+        yield from records_of_dump(torch_files.load(path), options)
 
 
-def records_of_dump(dump: Any, options: ImportOptions, limit: ReadLimit) -> Iterator[Record | Dropped]:
+def records_of_dump(dump: Any, options: ImportOptions) -> Iterator[Record | Dropped]:
     """The records of what `torch.load` returns for a dump; `options.top_k` is needed for counts.
 
     Raises:
@@ -87,9 +83,9 @@ def records_of_dump(dump: Any, options: ImportOptions, limit: ReadLimit) -> Iter
         if not isinstance(passes, list | tuple):
             raise InputError(f"not a dump of SGLang's recorder: neither {COUNTS!r} nor 'records'")
         if passes and all(field(each, IDS) is None for each in passes):
-            yield from _from_physical_counts(dump, passes, options, limit)
+            yield from _from_physical_counts(dump, passes, options)
         else:
-            yield from _from_tokens(dump, passes, limit)
+            yield from _from_tokens(dump, passes)
 
 
 @dataclass(frozen=True)
@@ -119,11 +115,11 @@ class _Piece:
     end: int
 
 
-def _from_tokens(dump: Mapping[Any, Any], dumped: Any, limit: ReadLimit) -> Iterator[Record | Dropped]:
+def _from_tokens(dump: Mapping[Any, Any], dumped: Any) -> Iterator[Record | Dropped]:
     logical = optional_integers(dump, MAP, 2)
     passes: list[_Pass] = []
     for each in dumped:
-        passes.append(_pass_of(each, limit))
+        passes.append(_pass_of(each))
         if passes[-1].ids.shape[::2] != passes[0].ids.shape[::2]:
             raise InputError(f"{passes[-1].name}: {IDS} has another shape than those before")
     used_LK = np.any([(each.ids >= 0).any(axis=1) for each in passes], axis=0)
@@ -145,12 +141,11 @@ def _from_tokens(dump: Mapping[Any, Any], dumped: Any, limit: ReadLimit) -> Iter
         )
 
 
-def _pass_of(each: Any, limit: ReadLimit) -> _Pass:
+def _pass_of(each: Any) -> _Pass:
     name = _name(each)
     ids = integers(field(each, IDS), f"{name}: {IDS}", 3)
     tokens = ids.shape[1]
     lengths, requests = field(each, "extend_seq_lens"), field(each, "rids")
-    limit.spend(ids.size + (len(lengths) if isinstance(lengths, list | tuple) else 0))
     if not (
         isinstance(lengths, list | tuple)
         and all(type(length) is int and length >= 0 for length in lengths)
@@ -201,14 +196,11 @@ def _logical_ids(piece: _Piece, layers: Array, top_k: int, logical: Array | None
     return np.where(ids_TLK >= 0, mapped, -1)
 
 
-def _from_physical_counts(
-    dump: Mapping[Any, Any], passes: Any, options: ImportOptions, limit: ReadLimit
-) -> Iterator[Record | Dropped]:
+def _from_physical_counts(dump: Mapping[Any, Any], passes: Any, options: ImportOptions) -> Iterator[Record | Dropped]:
     logical = optional_integers(dump, MAP, 2)
     counts = []
     for each in passes:
         physical = integers(field(each, PASS_COUNTS), f"{_name(each)}: {PASS_COUNTS}", 2)
-        limit.spend(physical.size)
         if logical is None or logical.shape != physical.shape or logical.min(initial=0) < 0:
             raise InputError(f"{_name(each)}: {PASS_COUNTS} and {MAP} do not fit together")
         experts = int(logical.max(initial=0)) + 1
@@ -236,7 +228,6 @@ def _from_counts(counts: list[Array], names: Any, options: ImportOptions) -> Ite
     if not used or not np.any(used):
         raise InputError("its counts are all zero")
     layers = np.flatnonzero(np.any(used, axis=0))
-    total = 0
     for name, counts_LE in zip(names, counts, strict=True):
         assigned_L = counts_LE.sum(axis=1, dtype=np.int64)[layers]
         if not assigned_L.any():
@@ -244,9 +235,7 @@ def _from_counts(counts: list[Array], names: Any, options: ImportOptions) -> Ite
             continue
         where = f"forward pass {name}"
         num_tokens = -(-int(assigned_L.max()) // options.top_k)
-        ids_in_all = num_tokens * len(layers) * options.top_k
-        total += ids_in_all
-        if counts_LE.min() < 0 or num_tokens < 0 or ids_in_all > _MOST_IDS_A_PASS or total > _MOST_IDS:
+        if counts_LE.min() < 0 or num_tokens < 0:
             raise InputError(f"{where}: damaged, it counts {int(assigned_L.max())} tokens in a layer")
         ids_TLK = np.full((num_tokens, len(layers), options.top_k), -1, np.int32)
         for place, layer in enumerate(layers.tolist()):

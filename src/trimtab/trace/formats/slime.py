@@ -14,7 +14,7 @@ from typing import Any
 from trimtab.array_type import Array
 from trimtab.errors import InputError
 from trimtab.trace.containers import torch_files
-from trimtab.trace.formats.dump_fields import ReadLimit, as_array, damaged_values, field, integers, text, whole_number
+from trimtab.trace.formats.dump_fields import as_array, damaged_values, field, integers, text, whole_number
 from trimtab.trace.formats.records import Dropped, ImportOptions, Record
 from trimtab.trace.formats.routes import shape_flat
 
@@ -46,7 +46,7 @@ def read(path: Path, options: ImportOptions) -> Iterator[Record | Dropped]:
                 samples = _from_columns(columns)
         if not isinstance(samples, list | tuple):
             raise InputError("not a dump of slime or miles: it should hold a list of 'samples'")
-        yield from ReadLimit(path).applied_to(records_of_samples(samples, step=step, options=options))
+        yield from records_of_samples(samples, step=step, options=options)
 
 
 def records_of_samples(

@@ -26,7 +26,6 @@ from trimtab.trace.containers.tensors import (
     Tensor,
 )
 from trimtab.trace.formats.dump_fields import (
-    ReadLimit,
     as_array,
     damaged_values,
     field,
@@ -68,7 +67,7 @@ def read(path: Path, options: ImportOptions) -> Iterator[Record | Dropped]:
         dump = torch_files.load(path)
         if isinstance(dump, NumpyArray | Tensor):
             dump = {KEY: dump}
-        yield from ReadLimit(path).applied_to(records_of_batch(dump))
+        yield from records_of_batch(dump)
 
 
 def records_of_batch(batch: Any) -> Iterator[Record | Dropped]:
