@@ -43,6 +43,7 @@ class MegatronCase:
 
     Attributes:
         steps: optimizer steps.
+        adam: Adam instead of SGD; the distributed optimizer always uses it.
         grouped: experts are in `TEGroupedMLP`; see `fake_te`.
         fused: the matrix products add gradients of weights to `main_grad`; see `fake_te`.
         bf16: weights in bfloat16, `main_grad`s and the optimizer's weights in float32.
@@ -55,6 +56,7 @@ class MegatronCase:
     steps: int = 5
     recompute: str = "none"
     distributed_optimizer: bool = False
+    adam: bool = False
     overlap: bool = False
     dispatcher: str = "megatron"
     random_plans: bool = True
@@ -188,9 +190,9 @@ class Model:
         config.finalize_model_grads_func = finalize_model_grads
         self.optimizer = get_megatron_optimizer(
             OptimizerConfig(
-                optimizer="adam" if case.distributed_optimizer else "sgd", weight_decay=0.0, adam_eps=1e-2,
+                optimizer="adam" if case.distributed_optimizer or case.adam else "sgd", weight_decay=0.0, adam_eps=1e-2,
                 # In bfloat16 larger steps let two runs drift apart by rounding alone.
-                lr=1e-5 if case.bf16 else 1e-3 if case.distributed_optimizer else 0.05,
+                lr=1e-5 if case.bf16 else 1e-3 if case.distributed_optimizer or case.adam else 0.05,
                 clip_grad=0.0 if case.double else 1.0, params_dtype=case.dtype, bf16=case.bf16,
                 use_distributed_optimizer=case.distributed_optimizer, sgd_momentum=0.5,
                 overlap_param_gather=case.overlap and case.distributed_optimizer,

@@ -13,7 +13,7 @@ from trimtab.errors import InputError
 from trimtab.rank_variables import torchrun_ranks
 from trimtab.rl.config import TrainConfig, resumed
 
-MODES = ("plan", "static", "shadow", "off")
+MODES = ("plan", "rehome", "static", "shadow", "off")
 
 
 def add(commands: Any) -> None:

@@ -34,7 +34,7 @@ from trimtab.runtime.state.home_experts import HomeExperts
 from trimtab.trace import RoutingTrace
 from trimtab.trace.counting import count_experts
 
-Mode = Literal["plan", "static", "shadow", "off"]
+Mode = Literal["plan", "rehome", "static", "shadow", "off"]
 Paths = Literal["both", "peer", "host"]
 # Rates of one of a few ranks on a CPU machine: grouped products in float32, gloo over loopback, copies in memory.
 LOCAL_CPU = load_cluster("local-cpu", ranks=1)

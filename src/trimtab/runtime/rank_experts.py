@@ -17,6 +17,7 @@ from trimtab.runtime.ranks.lockstep import STEP, Lockstep
 from trimtab.runtime.ranks.recorder import REFRESHING
 from trimtab.runtime.ranks.topology import Topology
 from trimtab.runtime.settings import Settings
+from trimtab.runtime.state.expert_state import ExpertState, OptimizerState
 from trimtab.runtime.state.home_experts import HomeExperts, ReadParameters, read_tensors
 from trimtab.runtime.state.move_price import MovePrice
 from trimtab.runtime.state.moving import check_movable, expert_state_bytes, move_experts, state_to_move
@@ -42,6 +43,7 @@ class RankExperts:
         self._lockstep, self._counters = lockstep, counters
         self._transfers: Transfers | None = None
         self._move_price = MovePrice(topology)
+        self._framework_state: ExpertState | None = None
         self.layers: list[HomeExperts] = []
         self.backward = Backward(self._complete_gradients, self._drop_gradients)
         self.accumulation = Accumulation(self.parameters)
@@ -109,6 +111,15 @@ class RankExperts:
                 "Megatron); use the framework's functions"
             )
 
+    @property
+    def state(self) -> ExpertState:
+        """What moves with the experts."""
+        return self._framework_state or OptimizerState(self.optimizers.registered)
+
+    @state.setter
+    def state(self, state: ExpertState) -> None:
+        self._framework_state = state
+
     def num_moved(self, placement: Placement) -> int:
         """Number of experts whose home differs; 0 if the placement has another shape."""
         fits = placement.home.shape == self.shape
@@ -116,10 +127,10 @@ class RankExperts:
 
     def check_move(self, placement: Placement) -> None:
         """Check a move to these homes. Raises InputError, or RuntimeError if gradients would be lost."""
-        if self.num_moved(placement):
+        if self.num_moved(placement) and self._framework_state is None:
             self.need_own("move experts")
         placement.check(*self.shape, self._topology.num_ranks)
-        check_movable(self.layers, placement.home, self.optimizers.registered)
+        check_movable(self.layers, placement.home, self.state)
 
     @property
     def move_s_per_expert(self) -> float | None:
@@ -128,20 +139,20 @@ class RankExperts:
         if s_per_byte is None:
             return None
         try:
-            return s_per_byte * expert_state_bytes(self.layers[0], self.optimizers.registered)
+            return s_per_byte * expert_state_bytes(self.layers[0], self.state)
         except InputError:  # State that can't move is reported when a plan moves it.
             return None
 
     def state_to_move(self, placement: Placement) -> dict[str, object]:
         """Optimizer state that must be equal on all ranks before experts move. Call it after `check_move`."""
-        return state_to_move(self.layers, placement.home, self.optimizers.registered)
+        return state_to_move(self.layers, placement.home, self.state)
 
     def move(self, placement: Placement) -> None:
         """Move experts to these homes, with their optimizer state. Collective, after `check_move` on all ranks."""
         self.transfers.ring.drain()
         if self.num_moved(placement):
             moved = self._move_price.measure(
-                lambda: move_experts(self.layers, placement.home, self.optimizers.registered, self._topology),
+                lambda: move_experts(self.layers, placement.home, self.state, self._topology),
                 self.device,
             )
             self._counters.moved_bytes += moved.sent

@@ -31,6 +31,7 @@ from trimtab.runtime.ranks.recorder import Recorder
 from trimtab.runtime.ranks.topology import Topology
 from trimtab.runtime.rows.expert_compute import ApplyExperts
 from trimtab.runtime.settings import Settings
+from trimtab.runtime.state.expert_state import ExpertState
 from trimtab.runtime.state.home_experts import ExpertTensor, HomeExperts, ReadParameters, read_tensors
 from trimtab.runtime.state.logical_state import LogicalState
 from trimtab.runtime.steps import Steps
@@ -58,8 +59,9 @@ class Session:
         expert_dp_group: with `expert_group`, the process group of the ranks that hold the same experts as this one. A
             rank's position in it is the number of its expert-parallel group. None for one expert-parallel group.
         nodes: with `expert_group`, the node number of each of its ranks, in its order; one node by default.
-        mode: `plan` balances; `static` is expert parallelism on contiguous homes without replicas, on the planned path;
-            `shadow` plans and reports, but runs as `off`; `off` replays routing in ordinary expert parallelism.
+        mode: `plan` balances; `rehome` only moves experts to other homes between steps, without replicas; `static` is
+            expert parallelism on contiguous homes without replicas, on the planned path; `shadow` plans and reports,
+            but runs as `off`; `off` replays routing in ordinary expert parallelism.
         slots_per_rank: most replicas of one layer on a rank.
         ring_layers: layers that replicas are kept for at the same time, one in use and the others prefetched.
         ranks_per_node: neighbouring ranks that share a node; all ranks of a group by default.
@@ -237,8 +239,8 @@ class Session:
     def add_framework_layer(self, parameters: ReadParameters) -> FrameworkLayer:
         """Add the next MoE layer, which a framework's own dispatcher and matrix products run. Not a collective.
 
-        Experts don't move. Gradients of replicas are joined to those of `parameters` in backward; the framework sums
-        and clips them.
+        Experts move only after `set_framework_state`. Gradients of replicas are joined to those of `parameters` in
+        backward; the framework sums and clips them.
 
         Args:
             parameters: returns the tensors of this rank's `home_experts`, each a sequence of E / R Parameters `[...]`;
@@ -248,6 +250,14 @@ class Session:
             InputError: as `add_layer`.
         """
         return FrameworkLayer(self._calls, self._experts.add_layer(parameters, self._initial_E, joins_in_backward=True))
+
+    def set_framework_state(self, state: ExpertState) -> None:
+        """Let plans move the experts of framework layers. Not a collective.
+
+        Args:
+            state: what a framework's optimizers keep of the experts.
+        """
+        self._experts.state = state
 
     def replicated_parameters(self, model: torch.nn.Module) -> list[torch.nn.Parameter]:
         """The model's parameters that every rank holds: all but the experts. Not a collective.

@@ -67,7 +67,12 @@ class Settings:
     @property
     def executes_plans(self) -> bool:
         """Whether plans are executed, not only reported."""
-        return self.mode in ("plan", "static")
+        return self.mode in ("plan", "rehome", "static")
+
+    @property
+    def planned_slots(self) -> int:
+        """Most replicas of one layer on a rank that plans may have."""
+        return 0 if self.mode == "rehome" else self.slots_per_rank
 
     @property
     def plan_settings(self) -> PlanSettings:

@@ -111,7 +111,7 @@ class Steps:
         self._agree(PLAN_SEQUENCES, same, _problem(check_model, trace, self._experts.shape))
         return self._planner(trace).for_sequences(
             trace, self._experts.placement, self._settings.mode,
-            may_move=bool(self._experts.optimizers.registered), token_budget=token_budget, mini_batch=mini_batch,
+            may_move=self._experts.state.may_move, token_budget=token_budget, mini_batch=mini_batch,
         )  # fmt: skip
 
     def apply_plan(self, planned: PlannedStep, trace: RoutingTrace) -> PlanReport:
@@ -142,7 +142,7 @@ class Steps:
         return MicroStep(-1, positions, partial(self._bind, None), partial(self._running, None, True))
 
     def _plan(self, trace: RoutingTrace, schedule: Schedule, *, may_move: bool = True) -> PlanReport:
-        may_move = may_move and bool(self._experts.optimizers.registered)
+        may_move = may_move and self._experts.state.may_move
         planned = self._planner(trace).for_schedule(
             trace, schedule, self._experts.placement, self._settings.mode, may_move=may_move
         )
@@ -152,7 +152,7 @@ class Steps:
         """The planner with the present settings and homes."""
         settings = self._settings
         return SessionPlanner.of(
-            self._topology, self._experts.layers, top_k=trace.top_k, slots=settings.slots_per_rank,
+            self._topology, self._experts.layers, top_k=trace.top_k, slots=settings.planned_slots,
             paths=settings.paths, mirror_bytes=settings.mirror_bytes, settings=settings.plan_settings,
             rates=settings.rates, ring_layers=settings.ring_layers,
             move_s_per_expert=None if settings.rates else self._experts.move_s_per_expert,
@@ -163,7 +163,7 @@ class Steps:
         """Values that plans depend on, which must be equal on all ranks."""
         first = self._experts.layers[0]
         return self._settings.shared | {
-            "optimizers are known": bool(self._experts.optimizers.registered),
+            "optimizers are known": self._experts.state.may_move,
             "ranks_per_node": self._topology.ranks_per_node,
             "layers": len(self._experts.layers),
             "experts": ([tuple(shape) for shape in first.expert_shapes], first.dtype),
@@ -197,7 +197,7 @@ class Steps:
         if plan.slots_per_rank > slots:
             raise InputError(f"the plan is for {plan.slots_per_rank} slots a rank; this session has {slots}")
         moved = self._experts.num_moved(plan.placement)
-        if moved and not self._experts.optimizers.registered:
+        if moved and not self._experts.state.may_move:
             raise InputError(
                 f"the plan moves {moved} experts to other homes; register their optimizer with "
                 "register_optimizers(), so that its state moves with them"

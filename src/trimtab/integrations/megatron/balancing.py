@@ -19,6 +19,7 @@ from torch import nn
 from trimtab.array_type import Array
 from trimtab.errors import InputError
 from trimtab.integrations.megatron.experts import Experts, experts_of
+from trimtab.integrations.megatron.optimizer_state import MegatronState, optimizers_in
 from trimtab.integrations.megatron.physical_dispatch import (
     MegatronRows,
     PlannedDispatcher,
@@ -27,8 +28,10 @@ from trimtab.integrations.megatron.physical_dispatch import (
 )
 from trimtab.integrations.megatron.replay import SessionReplay
 from trimtab.integrations.megatron.support import check_slots, check_supported
+from trimtab.planner import Placement
 from trimtab.runtime import PlanReport, Session
 from trimtab.runtime.layer.framework_layer import FrameworkLayer
+from trimtab.runtime.planning import Mode
 
 Routing = Sequence[npt.ArrayLike]
 """For every micro-batch the recorded ids `[n, L, K]` of this rank's n tokens, in the order in which its MoE layers get
@@ -40,21 +43,22 @@ def balance(
     *,
     pg_collection: Any = None,
     slots_per_rank: int = 2,
-    mode: Literal["plan", "static", "shadow", "off"] = "plan",
+    mode: Mode = "plan",
     dispatcher: Literal["megatron", "trimtab"] = "megatron",
     nodes: Sequence[int] | None = None,
     **options: Any,
 ) -> MegatronSession:
     """Balance the experts of a Megatron model. Call it when the model is built and loaded, before or after DDP.
 
-    Parameters, their gradients, DDP buckets, optimizer and checkpoints stay Megatron's. Experts keep their homes. A
-    collective over the ranks of this pipeline stage that hold experts together, and their expert-data-parallel ranks.
+    Parameters, their gradients, DDP buckets, optimizer and checkpoints stay Megatron's. Experts keep their homes until
+    `register_optimizer` was called. A collective over the ranks of this pipeline stage that hold experts together, and
+    their expert-data-parallel ranks.
 
     Args:
         model_chunks: the model of this rank, or its chunks in an interleaved pipeline, in order.
         pg_collection: Megatron's `ProcessGroupCollection`; the groups of `parallel_state` by default.
         slots_per_rank: most replicas of one layer on a rank.
-        mode: see `Session`. In `shadow` and `off` Megatron runs as without this call.
+        mode: see `Session`. In `shadow` and `off` Megatron runs as without this call. `rehome` needs an optimizer.
         dispatcher: `megatron` sends rows by Megatron's own dispatcher, built for physical experts: all-to-all, or flex
             with DeepEP or HybridEP; `trimtab` by ours.
         nodes: the node number of each rank of the expert-parallel group, in its order; by host name by default.
@@ -103,6 +107,67 @@ class MegatronSession:
         self.report: PlanReport | None = None
         self._chunks, self._layers = list(chunks), list(layers)
         self._is_removed = False
+        self._optimizer: Any = None
+        self._gradients_wait = False
+        for layer in self._layers:
+            layer.before_backward = self._note_gradients
+
+    def register_optimizer(self, optimizer: Any) -> None:
+        """Let plans move experts to other homes, with the optimizer's state of them. Not a collective.
+
+        Moves are made when a step is planned, if no gradients wait for an optimizer step.
+
+        Args:
+            optimizer: Megatron's, of all chunks.
+
+        Raises:
+            InputError: if experts can't move with its state.
+        """
+        optimizers = optimizers_in(optimizer)
+        if self._optimizer is not None:
+            raise InputError("an optimizer is registered already; call balance() again for another one")
+        self._optimizer = optimizer
+        if self.session is None:
+            return
+        self.session.set_framework_state(MegatronState(optimizers, self.session.topology, lambda: self._gradients_wait))
+        # Gradients are used by a step, or dropped.
+        for owner, name in ((optimizer, "step"), *((chunk, "zero_grad_buffer") for chunk in self._chunks)):
+            if hasattr(owner, name):
+                setattr(owner, name, self._clearing(getattr(owner, name)))
+
+    def move(self, placement: Placement) -> None:
+        """Move all experts to given homes, with the optimizer's state of them, between steps. Plans include moves.
+        Collective over the ranks of the expert-parallel groups; nothing on a pipeline stage without MoE layers.
+
+        Args:
+            placement: homes `[L, E]` of this rank's L MoE layers, by rank number of the session.
+
+        Raises:
+            InputError: if no optimizer is registered, or ranks would have different numbers of experts.
+            RuntimeError: if gradients wait for an optimizer step.
+        """
+        if self.session is None or np.array_equal(placement.home, self.session.placement.home):
+            return
+        if self._optimizer is None:
+            raise InputError("experts move with their optimizer state; call register_optimizer() first")
+        self._gather_parameters()
+        self.session.move(placement)
+
+    def return_home(self) -> None:
+        """Move all experts to the ranks on which Megatron has them; see `move`."""
+        if self.session is not None:
+            self.move(self.session.topology.initial_placement(len(self._layers), self.session.num_experts))
+
+    def _note_gradients(self) -> None:
+        self._gradients_wait = True
+
+    def _clearing(self, call: Callable[..., Any]) -> Callable[..., Any]:
+        def clear(*args: Any, **kwargs: Any) -> Any:
+            result = call(*args, **kwargs)
+            self._gradients_wait = False
+            return result
+
+        return clear
 
     def planned(self, forward_backward: Callable[..., Any], routing: Routing) -> Callable[..., Any]:
         """Megatron's forward-backward function with a plan: `session.planned(get_forward_backward_func(), routing)`.
@@ -161,8 +226,12 @@ class MegatronSession:
         return {} if self.session is None else self.session.take_metrics()
 
     def remove(self) -> None:
-        """Give the model back as it was. Call it between steps."""
+        """Give the model back as it was, with all experts on Megatron's ranks. Call it between steps, on all ranks."""
         if not self._is_removed:
+            self.return_home()
+            for owner, name in ((self._optimizer, "step"), *((chunk, "zero_grad_buffer") for chunk in self._chunks)):
+                if owner is not None:
+                    vars(owner).pop(name, None)
             for layer in self._layers:
                 layer.remove()
             if self.session is not None:
@@ -224,7 +293,7 @@ class _BalancedLayer:
         pattern = _moe_pattern(moe_layer.config)
         self.number = sum(pattern[: moe_layer.layer_number - 1])
         self.layers_of_model = sum(pattern)
-        replay = SessionReplay(self._layer, moe_layer.router.router_replay, lambda: session.mode in ("plan", "static"))
+        replay = SessionReplay(self._layer, moe_layer.router.router_replay, lambda: session.settings.executes_plans)
         start = TrimtabRows.start
         if dispatcher == "megatron":
             physical = physical_dispatcher(moe_layer, session.slots_per_rank, session.topology.positions, groups)
@@ -234,6 +303,7 @@ class _BalancedLayer:
         moe_layer.router.router_replay = replay
         moe_layer.token_dispatcher = self._dispatcher
         moe_layer.experts.forward = self._compute
+        self.before_backward: Callable[[], None] = lambda: None
 
     def remove(self) -> None:
         """Undo all replacements."""
@@ -243,6 +313,8 @@ class _BalancedLayer:
 
     def _compute(self, rows: torch.Tensor, counts: torch.Tensor, probs: torch.Tensor) -> tuple[torch.Tensor, Any]:
         """Replaces the forward of the experts' module: home experts, then replicas."""
+        if torch.is_grad_enabled():
+            self.before_backward()
         outputs, bias = self._compute_homes(rows, counts, probs)
         call = self._dispatcher.rows
         if call is None or not call.instance.replicas.count:

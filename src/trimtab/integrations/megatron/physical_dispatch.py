@@ -14,6 +14,7 @@ from megatron.core.transformer.moe.token_dispatcher import (
     _DeepepManager,
 )
 
+from trimtab.array_type import Array
 from trimtab.runtime.layer.dispatch import Dispatched, RowDispatcher
 from trimtab.runtime.layer.framework_layer import FrameworkLayer
 from trimtab.runtime.layer.instance import Instance
@@ -61,6 +62,16 @@ class PlannedDispatcher:
         self.plain = moe_layer.token_dispatcher
         self.rows: Rows | None = None
         self._layer, self._replay, self._make_rows = layer, replay, make_rows
+        self._ordered: tuple[Array, torch.Tensor | None] = np.empty(0), None
+
+    def _experts_in_rows(self, device: torch.device) -> torch.Tensor | None:
+        """Logical ids `[E]` int64 of the home experts of all ranks, row by row; None if they are 0, 1, ..."""
+        homes = self._layer.homes
+        if self._ordered[0] is not homes.rows_E:
+            order_E = self._layer.experts_by_position()
+            moved = (order_E != np.arange(len(order_E))).any()
+            self._ordered = homes.rows_E, torch.from_numpy(order_E).to(device) if moved else None
+        return self._ordered[1]
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.plain, name)
@@ -72,6 +83,10 @@ class PlannedDispatcher:
         ids = self._replay.take_ids()
         begun = None if ids is None else self._layer.begin(hidden, ids)
         if begun is None:
+            # Megatron's dispatcher numbers experts by rank and row.
+            order = self._experts_in_rows(routing_map.device)
+            if order is not None:
+                routing_map, probs = routing_map.index_select(1, order), probs.index_select(1, order)
             return self.plain.dispatch_preprocess(hidden, routing_map, probs)
         hidden, instance = begun
         self.rows, hidden, probs = self._make_rows(hidden, probs.gather(1, ids), instance)

@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch.autograd.function import once_differentiable
 
+from trimtab.array_type import Array
 from trimtab.runtime.layer.instance import Instance
 from trimtab.runtime.layer.layer import Leave, UseReplicas
 from trimtab.runtime.layer.routed_layer import RoutedLayer
@@ -22,6 +24,11 @@ class FrameworkLayer(RoutedLayer):
     the `main_grad` of the home's parameters, or to their gradient if they have none, before autograd accumulates them
     and runs hooks on that.
     """
+
+    def experts_by_position(self) -> Array:
+        """Logical ids `[E]` of the home experts of all ranks, in the order of the framework's group and of rows."""
+        ranks = np.argsort(self._calls.topology.positions)
+        return np.concatenate([self.homes.experts_of(rank) for rank in ranks])
 
     def recorded_ids(self, tokens: int, top_k: int) -> torch.Tensor | None:
         """The recorded ids `[T, K]` int64 of a call now, which are not to be written to; None if it needs `route` with

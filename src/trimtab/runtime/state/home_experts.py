@@ -45,7 +45,8 @@ class HomeExperts:
     """Parameters, their copy in the compute dtype, and the homes of all experts of the layer.
 
     Each tensor of the experts is a stack or a list; see `ExpertTensor`. Row r of either belongs to the r-th expert of
-    `home_experts`. An expert keeps its row while it stays on its rank. Rows are ascending by expert until a first move.
+    `home_experts`. An expert keeps its row while it stays on its rank, except if all experts return to their first homes.
+    Rows are ascending by expert there.
 
     Args:
         parameters: returns this rank's tensors; called whenever they are needed.
@@ -88,6 +89,7 @@ class HomeExperts:
         self.home_E = home_E
         self.rows_E = np.empty(len(home_E), np.int64)
         self.rows_E[np.argsort(home_E, kind="stable")] = np.arange(len(home_E)) % self.likes[0][0][0]
+        self._first_home_E, self._first_rows_E = home_E.copy(), self.rows_E.copy()
 
     @property
     def tensors(self) -> list[ExpertTensor]:
@@ -147,13 +149,22 @@ class HomeExperts:
     def rows_after(self, home_E: Array) -> Array:
         """The rows `[E]` of all experts after a move to these homes `[E]`, which have as many experts on each rank.
 
-        Experts that arrive at a rank take the rows of those that leave it, in ascending order of experts and of rows.
+        Experts that arrive at a rank take the rows of those that leave it: their present row if it is among these, the
+        others in ascending order of experts and of rows. With the homes of the start, rows are those of the start.
         """
-        moved = np.flatnonzero(self.home_E != home_E)
-        leaving = moved[np.lexsort((self.rows_E[moved], self.home_E[moved]))]
-        arriving = moved[np.argsort(home_E[moved], kind="stable")]
+        if np.array_equal(home_E, self._first_home_E):
+            return self._first_rows_E.copy()
         rows_E = self.rows_E.copy()
-        rows_E[arriving] = self.rows_E[leaving]
+        moved_E = self.home_E != home_E
+        for rank in np.unique(home_E[moved_E]).tolist():
+            free = sorted(self.rows_E[moved_E & (self.home_E == rank)].tolist())
+            others = []
+            for expert in np.flatnonzero(moved_E & (home_E == rank)).tolist():
+                if rows_E[expert] in free:
+                    free.remove(rows_E[expert])
+                else:
+                    others.append(expert)
+            rows_E[others] = free
         return rows_E
 
     def set_homes(self, home_E: Array) -> None:

@@ -18,16 +18,14 @@ import torch.distributed as dist
 
 from trimtab.array_type import Array
 from trimtab.runtime.ranks.topology import Topology
+from trimtab.runtime.state.expert_state import ExpertState, StateRows, name_of_tensor
 from trimtab.runtime.state.flat_memory import Like, carve, packed_bytes
-from trimtab.runtime.state.home_experts import HomeExperts, parameters_of
-from trimtab.runtime.state.optimizer_rows import describe_state, state_by_row
+from trimtab.runtime.state.home_experts import HomeExperts
+from trimtab.runtime.state.moving_parts import move_parts
 
 # Most bytes that a rank sends in one exchange, except if one line of each moving row is more; it receives as many.
 # Larger buffers are slower on the host, since the allocator returns their memory to the system.
 ROUND_BYTES = 16 << 20
-
-Rows = torch.Tensor | list[torch.Tensor]
-"""A tensor of all home experts: a stack `[H, ...]`, or H tensors `[...]`."""
 
 
 class Moved(NamedTuple):
@@ -37,67 +35,61 @@ class Moved(NamedTuple):
     busiest: int
 
 
-def move_experts(
-    layers: Sequence[HomeExperts], home_LE: Array, optimizers: Sequence[torch.optim.Optimizer], topology: Topology
-) -> Moved:
-    """Move experts to new homes, after `check_movable` has passed on all ranks. Collective over the ranks of an
-    expert-parallel group.
+def move_experts(layers: Sequence[HomeExperts], home_LE: Array, state: ExpertState, topology: Topology) -> Moved:
+    """Move experts to new homes, after `check_movable` has passed on all ranks. Collective over all data ranks.
 
     Args:
         home_LE: `[L, E]` int16, the new homes; every rank keeps its number of experts.
-        optimizers: optimizers whose state moves with the experts.
+        state: what moves with the experts.
     """
     moved = _moved(layers, home_LE)
     parts = [
         part
         for layer in moved
         for route in [_Route.of(layer, home_LE[layer.index], topology)]
-        for rows in _rows_of(layer, optimizers)
+        for rows in _rows_of(layer, state)
         for part in _slices(route, rows)
     ]
     for exchanged in _rounds(parts):
         _exchange(exchanged, topology)
+    sent_R = sum((part.sent_R for part in parts), np.zeros(topology.num_ranks, np.int64))
+    for layer in moved:
+        sent_R = sent_R + move_parts(layer, home_LE[layer.index], state.row_parts(layer), topology)
     for layer in moved:
         for parameter in layer.parameters:
             parameter.grad = None
         layer.set_homes(home_LE[layer.index])
-    sent_R = sum((part.sent_R for part in parts), np.zeros(topology.num_ranks, np.int64))
     return Moved(int(sent_R[topology.rank]), int(sent_R.max()))
 
 
-def expert_state_bytes(layer: HomeExperts, optimizers: Sequence[torch.optim.Optimizer]) -> int:
-    """Bytes of one expert that would move: its weights and optimizer state. Raises InputError as `state_by_row`."""
-    return sum(_bytes_of_row(rows) for rows in _rows_of(layer, optimizers))
+def expert_state_bytes(layer: HomeExperts, state: ExpertState) -> int:
+    """Bytes that a rank sends for one expert that moves: its weights and their state. Raises InputError as
+    `ExpertState.rows`."""
+    return sum(_bytes_of_row(rows) for rows in _rows_of(layer, state)) + state.part_bytes(layer)
 
 
-def check_movable(layers: Sequence[HomeExperts], home_LE: Array, optimizers: Sequence[torch.optim.Optimizer]) -> None:
+def check_movable(layers: Sequence[HomeExperts], home_LE: Array, state: ExpertState) -> None:
     """Check everything that `move_experts` would move. Not a collective.
 
     Raises:
-        InputError: if an optimizer keeps state of an expert that can't move; see `state_by_row`.
+        InputError: if an optimizer keeps state of an expert that can't move; see `ExpertState`.
         RuntimeError: if a gradient that no optimizer has used would be lost.
     """
     for layer in _moved(layers, home_LE):
-        for parameter in layer.parameters:
-            if parameter.grad is not None and parameter.grad.count_nonzero():
-                raise RuntimeError(
-                    f"MoE layer {layer.index} has gradients that wait for an optimizer step; call zero_grad() before "
-                    "the next step is planned, since its plan may move experts"
-                )
-        _rows_of(layer, optimizers)
+        if state.gradients_wait(layer):
+            raise RuntimeError(
+                f"MoE layer {layer.index} has gradients that wait for an optimizer step; call zero_grad() before the "
+                "next step is planned, since its plan may move experts"
+            )
+        state.rows(layer)
 
 
-def state_to_move(
-    layers: Sequence[HomeExperts], home_LE: Array, optimizers: Sequence[torch.optim.Optimizer]
-) -> dict[str, object]:
+def state_to_move(layers: Sequence[HomeExperts], home_LE: Array, state: ExpertState) -> dict[str, object]:
     """Optimizer state that must be equal on all ranks before `move_experts`, by name. Call `check_movable` first."""
     return {
-        f"optimizer state of {_where(layer, t)}": [
-            describe_state(optimizer, parameters_of(tensor)[0], is_stack=isinstance(tensor, torch.Tensor))
-            for optimizer in optimizers
-        ]
+        f"optimizer state of {name_of_tensor(layer, t)}": state.form(layer, t)
         for layer in _moved(layers, home_LE)
-        for t, tensor in enumerate(layer.tensors)
+        for t in range(len(layer.likes))
     }
 
 
@@ -105,21 +97,16 @@ def _moved(layers: Sequence[HomeExperts], home_LE: Array) -> list[HomeExperts]:
     return [layer for layer in layers if not np.array_equal(layer.home_E, home_LE[layer.index])]
 
 
-def _rows_of(layer: HomeExperts, optimizers: Sequence[torch.optim.Optimizer]) -> list[Rows]:
+def _rows_of(layer: HomeExperts, state: ExpertState) -> list[StateRows]:
     """All stacks and lists whose rows are the layer's home experts, in the same order on all ranks."""
-    found: list[Rows] = []
-    for t, tensor in enumerate(layer.tensors):
-        found.append(tensor.detach() if isinstance(tensor, torch.Tensor) else [p.detach() for p in tensor])
-        for optimizer in optimizers:
-            found += state_by_row(optimizer, tensor, _where(layer, t), layer.home_experts)
-    return found
+    weights: list[StateRows] = [
+        tensor.detach() if isinstance(tensor, torch.Tensor) else [parameter.detach() for parameter in tensor]
+        for tensor in layer.tensors
+    ]
+    return weights + state.rows(layer)
 
 
-def _where(layer: HomeExperts, t: int) -> str:
-    return f"MoE layer {layer.index}, expert tensor {t}"
-
-
-def _bytes_of_row(rows: Rows) -> int:
+def _bytes_of_row(rows: StateRows) -> int:
     return rows.nbytes // len(rows) if isinstance(rows, torch.Tensor) else rows[0].nbytes
 
 
@@ -129,7 +116,7 @@ class _Route:
 
     Attributes:
         leaving, arriving: rows of this rank that go to each rank, and that come from each rank, both in ascending order
-            of experts.
+            of experts. This rank is one of them, if experts change their row on it.
         sent_R: `[R]` number of experts that leave each rank; as many arrive there.
         device: the device of the layer.
     """
@@ -142,7 +129,7 @@ class _Route:
     @classmethod
     def of(cls, layer: HomeExperts, new_E: Array, topology: Topology) -> _Route:
         old_E, rows_E, new_rows_E = layer.home_E, layer.rows_E, layer.rows_after(new_E)
-        moved_E, ranks, rank = old_E != new_E, range(topology.num_ranks), topology.rank
+        moved_E, ranks, rank = (old_E != new_E) | (rows_E != new_rows_E), range(topology.num_ranks), topology.rank
         return cls(
             [rows_E[moved_E & (old_E == rank) & (new_E == other)].tolist() for other in ranks],
             [new_rows_E[moved_E & (new_E == rank) & (old_E == other)].tolist() for other in ranks],
@@ -176,7 +163,7 @@ class _Part:
     """
 
     route: _Route
-    rows: Rows
+    rows: StateRows
     sent_R: Array
 
     def like(self, count: int) -> Like:
@@ -201,7 +188,7 @@ class _Part:
                 self.rows[row].copy_(value)
 
 
-def _slices(route: _Route, rows: Rows) -> Iterator[_Part]:
+def _slices(route: _Route, rows: StateRows) -> Iterator[_Part]:
     """The moving rows of a tensor in parts of at most `ROUND_BYTES`, each a slice of the rows' first dimension."""
     row_bytes, shape = _bytes_of_row(rows), rows[0].shape
     lines = shape[0] if shape else 1
@@ -211,7 +198,7 @@ def _slices(route: _Route, rows: Rows) -> Iterator[_Part]:
         return
     for start in range(0, lines, step):
         count = min(step, lines - start)
-        part: Rows
+        part: StateRows
         if isinstance(rows, torch.Tensor):
             part = rows.narrow(1, start, count)
         else:

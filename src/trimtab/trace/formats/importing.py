@@ -107,7 +107,8 @@ def import_files(
     if form == "arrays":
         with _naming(files[0]):
             options = options.with_default(arrays.read_metadata(files[0]))
-    return normalise(_records(files, FORMATS[form], options, begin), options, summary)
+    name = f"{files[0]}" + (f" and {len(files) - 1} more" if len(files) > 1 else "")
+    return normalise(_records(files, FORMATS[form], options, begin), options, summary, name)
 
 
 def trace_of(records: Iterable[Record | Dropped], options: ImportOptions) -> RoutingTrace:

@@ -54,7 +54,9 @@ class Summary:
     dropped: Counter[str] = field(default_factory=Counter)
 
 
-def normalise(items: Iterable[Record | Dropped], options: ImportOptions, summary: Summary) -> Iterator[RoutingTrace]:
+def normalise(
+    items: Iterable[Record | Dropped], options: ImportOptions, summary: Summary, name: str = "the records"
+) -> Iterator[RoutingTrace]:
     """Converts records to trace parts. Each part has at least `ROW_GROUP_BYTES`; the last may be smaller.
 
     `Dropped` items are only counted.
@@ -62,6 +64,7 @@ def normalise(items: Iterable[Record | Dropped], options: ImportOptions, summary
     Args:
         options: facts of the model; `num_experts` is required.
         summary: its counts are increased.
+        name: of all items together, for errors.
 
     Raises:
         InputError: naming the record's place, if it can't be of the same model, or an id is out of range or twice in a
@@ -90,7 +93,7 @@ def normalise(items: Iterable[Record | Dropped], options: ImportOptions, summary
             yield _join(waiting, layout, options)
             waiting, size = [], 0
     if layout is None:
-        raise InputError("no sequence has a route" if early else "there are no sequences in it")
+        raise InputError(f"{name}: no sequence has a route" if early else f"{name}: there are no sequences in it")
     if waiting:
         yield _join(waiting, layout, options)
 

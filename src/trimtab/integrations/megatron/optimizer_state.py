@@ -1,0 +1,197 @@
+"""`MegatronState`: what Megatron's optimizers keep of experts, which moves with them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from megatron.core.optimizer.cpu_offloading import HybridDeviceOptimizer
+from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+from megatron.core.optimizer.optimizer import ChainedOptimizer, Float16OptimizerWithFloat16Params, FP32Optimizer
+
+from trimtab.errors import InputError
+from trimtab.runtime.ranks.topology import Topology
+from trimtab.runtime.state.expert_state import RowParts, StateRows, name_of_tensor
+from trimtab.runtime.state.home_experts import HomeExperts, parameters_of
+from trimtab.runtime.state.optimizer_rows import describe_state, state_by_row
+
+SUPPORTED = (FP32Optimizer, Float16OptimizerWithFloat16Params, DistributedOptimizer)
+
+
+def optimizers_in(optimizer: Any) -> list[Any]:
+    """The optimizers in one of Megatron's, without those that hold no Parameters.
+
+    Raises:
+        InputError: if experts can't move with the state of one of them, with its name and the reason.
+    """
+    chained = optimizer.chained_optimizers if isinstance(optimizer, ChainedOptimizer) else [optimizer]
+    found = [each for each in chained if not getattr(each, "is_stub_optimizer", False)]
+    for each in found:
+        problem = _problem(each)
+        if problem:
+            raise InputError(f"experts can't move with the state of {type(each).__name__}: {problem}")
+    return found
+
+
+def _problem(optimizer: Any) -> str:
+    """Why experts can't move with the state of an optimizer; "" if they can."""
+    if type(optimizer) not in SUPPORTED:
+        return f"use one of {', '.join(kind.__name__ for kind in SUPPORTED)}"
+    config, ddp = optimizer.config, getattr(optimizer, "ddp_config", None)
+    if isinstance(optimizer.optimizer, HybridDeviceOptimizer) or getattr(config, "optimizer_cpu_offload", False):
+        return "optimizer_cpu_offload keeps it on the host; turn it off"
+    if getattr(config, "use_precision_aware_optimizer", False):
+        return "use_precision_aware_optimizer scales it; turn it off"
+    if ddp is not None and ddp.use_megatron_fsdp:
+        return "with use_megatron_fsdp no rank has whole experts; use Megatron's DistributedDataParallel"
+    if ddp is not None and ddp.num_distributed_optimizer_instances > 1:
+        return f"num_distributed_optimizer_instances is {ddp.num_distributed_optimizer_instances}; it should be 1"
+    return ""
+
+
+@dataclass(frozen=True)
+class _Held:
+    """What a rank's distributed optimizer holds of one tensor of its home experts.
+
+    Attributes:
+        ranges: for each row the first element and the one after the last.
+        dtypes: of the state by key, from any row that it holds.
+        steps: different numbers of optimizer steps in the state.
+    """
+
+    ranges: list[tuple[int, int]]
+    dtypes: dict[str, torch.dtype]
+    steps: set[float]
+
+
+class MegatronState:
+    """What Megatron's optimizers keep of the experts. See `ExpertState`.
+
+    Args:
+        optimizers: see `optimizers_in`.
+        gradients_wait: whether gradients of experts wait for an optimizer step.
+    """
+
+    def __init__(self, optimizers: list[Any], topology: Topology, gradients_wait: Callable[[], bool]) -> None:
+        self._whole = [each for each in optimizers if not isinstance(each, DistributedOptimizer)]
+        self._distributed = [each for each in optimizers if isinstance(each, DistributedOptimizer)]
+        self._topology, self._gradients_wait = topology, gradients_wait
+
+    @property
+    def may_move(self) -> bool:
+        """See `ExpertState`."""
+        return not self._gradients_wait()
+
+    def gradients_wait(self, layer: HomeExperts) -> bool:
+        """See `ExpertState`."""
+        return self._gradients_wait()
+
+    def form(self, layer: HomeExperts, t: int) -> object:
+        """See `ExpertState`."""
+        main = _main_parameters(layer, t)[0]
+        whole = [describe_state(each.optimizer, main, is_stack=False) for each in self._whole]
+        return [*whole, *(type(each).__name__ for each in self._distributed)]
+
+    def rows(self, layer: HomeExperts) -> list[StateRows]:
+        """See `ExpertState`. Main parameters are state, too."""
+        found: list[StateRows] = []
+        for t in range(len(layer.likes)):
+            main = _main_parameters(layer, t)
+            if self._whole and main[0] is not parameters_of(layer.tensors[t])[0]:
+                found.append([parameter.detach() for parameter in main])
+            for each in self._whole:
+                found += state_by_row(each.optimizer, main, name_of_tensor(layer, t), layer.home_experts)
+        return found
+
+    def part_bytes(self, layer: HomeExperts) -> int:
+        """See `ExpertState`."""
+        held = sum(
+            elements.nbytes
+            for t in range(len(layer.likes))
+            for row in range(len(layer.home_experts))
+            for elements in self._part(layer, t, row)[1].values()
+        )
+        return held // len(layer.home_experts)
+
+    def row_parts(self, layer: HomeExperts) -> list[RowParts]:
+        """See `ExpertState`.
+
+        Raises:
+            InputError: on all ranks, if optimizers hold different parts on the ranks of an expert-parallel group, or
+                have made different numbers of steps.
+        """
+        if not self._distributed:
+            return []
+        found: list[RowParts] = []
+        for t in range(len(layer.likes)):
+            held_D = self._gather(layer, t)
+            ranges_GRH2 = np.array([held.ranges for held in held_D], np.int64).reshape(
+                self._topology.groups, self._topology.num_ranks, -1, 2
+            )
+            where = f"the distributed optimizer's state of {name_of_tensor(layer, t)}"
+            if (ranges_GRH2 != ranges_GRH2[:, :1]).any():
+                raise InputError(f"{where} is split differently on the ranks of an expert-parallel group")
+            if len(set().union(*(held.steps for held in held_D))) > 1:
+                raise InputError(
+                    f"{where} has made different numbers of steps; experts can move only if they are equal"
+                )
+            dtypes = {key: dtype for held in held_D for key, dtype in held.dtypes.items()}
+            states = [self._part(layer, t, row)[1] for row in range(len(layer.home_experts))]
+            for key in sorted(dtypes):
+                nothing = torch.empty(0, dtype=dtypes[key], device=layer.device)
+                found.append(RowParts([state.get(key, nothing) for state in states], ranges_GRH2[:, 0]))
+        return found
+
+    def _gather(self, layer: HomeExperts, t: int) -> list[_Held]:
+        """What each data rank holds of a tensor."""
+        dtypes: dict[str, torch.dtype] = {}
+        ranges, steps = [], set()
+        for row in range(len(layer.home_experts)):
+            held, state, step = self._part(layer, t, row)
+            ranges.append(held)
+            dtypes |= {key: elements.dtype for key, elements in state.items()}
+            steps |= step
+        gathered: list[Any] = [None] * self._topology.num_data_ranks
+        dist.all_gather_object(gathered, _Held(ranges, dtypes, steps), group=self._topology.control)
+        return gathered
+
+    def _part(
+        self, layer: HomeExperts, t: int, row: int
+    ) -> tuple[tuple[int, int], dict[str, torch.Tensor], set[float]]:
+        """Of one expert's tensor: the range that this rank's distributed optimizer holds, the state of it, and the
+        number of steps."""
+        parameter = parameters_of(layer.tensors[t])[row]
+        for each in self._distributed:
+            if parameter not in each.model_param_gbuf_map:
+                continue
+            held = each._get_model_param_range_map(parameter)["param"]
+            state = each._get_main_param_and_optimizer_states(parameter)
+            steps = {float(value) for value in state.values() if _is_number(value)}
+            # In float32 the main parameter is part of the Parameter's memory, and moves with it.
+            moving = {
+                key: value.detach().view(-1)
+                for key, value in state.items()
+                if not _is_number(value) and value.untyped_storage().data_ptr() != _storage(parameter)
+            }
+            return (held.start, held.end), moving, steps
+        return (0, 0), {}, set()
+
+
+def _main_parameters(layer: HomeExperts, t: int) -> list[Any]:
+    """The Parameters that optimizers other than the distributed one update: float32 copies, if there are any."""
+    return [
+        parameter if getattr(parameter, "main_param", None) is None else parameter.main_param  # type: ignore[attr-defined]
+        for parameter in parameters_of(layer.tensors[t])
+    ]
+
+
+def _is_number(value: Any) -> bool:
+    return not isinstance(value, torch.Tensor) or value.ndim == 0
+
+
+def _storage(tensor: torch.Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()

@@ -1,0 +1,113 @@
+"""Megatron models whose experts move between optimizer steps, against the same without moves."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from helpers.megatron_runs import LENGTH, VOCABULARY, Layout, MegatronCase, Model
+from trimtab.planner import Placement
+
+
+def random_placement(rng: np.random.Generator, placement: Placement, ranks: int) -> Placement:
+    """Other homes in about half of the layers."""
+    home_LE = placement.home.copy()
+    layers, experts = home_LE.shape
+    for layer in range(layers):
+        if rng.random() < 0.6:
+            home_LE[layer] = rng.permutation(np.repeat(np.arange(ranks), experts // ranks)).astype(np.int16)
+    return Placement(home_LE)
+
+
+class Pair:
+    """Two equal models, one with experts that move."""
+
+    def __init__(self, layout: Layout, case: MegatronCase, **options: Any) -> None:
+        from megatron.core import parallel_state
+        from megatron.core.pipeline_parallel.schedules import get_forward_backward_func
+
+        from trimtab.integrations.megatron import balance
+
+        self.layout, self.case = layout, case
+        self.function = get_forward_backward_func()
+        self.plain, self.moving = Model(layout, case), Model(layout, case)
+        for name, parameter in self.plain.named_parameters().items():
+            self.moving.named_parameters()[name].data.copy_(parameter.data)
+        for model in (self.plain, self.moving):
+            model.optimizer.reload_model_params()
+        self.session = balance(self.moving.chunks, **options)
+        self.session.register_optimizer(self.moving.optimizer)
+        # The ranks of an expert-parallel group and of those with the same experts draw the same homes.
+        stage = parallel_state.get_pipeline_model_parallel_rank()
+        self.homes_rng = np.random.default_rng((case.seed, stage))
+        data_rank = parallel_state.get_data_parallel_rank(with_context_parallel=True)
+        self.tokens_rng = np.random.default_rng((case.seed, 1, data_rank))
+
+    def tokens(self) -> torch.Tensor:
+        micro_batches = 4 if self.layout.pipeline > 1 else 2
+        return torch.from_numpy(self.tokens_rng.integers(0, VOCABULARY, (micro_batches, LENGTH)))
+
+    def zero(self) -> None:
+        for model in (self.plain, self.moving):
+            for chunk in model.chunks:
+                chunk.zero_grad_buffer()
+            model.optimizer.zero_grad()
+
+    def move(self) -> int:
+        """Move experts at random; their number."""
+        session = self.session.session
+        if session is None:
+            return 0
+        before = session.placement
+        after = random_placement(self.homes_rng, before, session.num_ranks)
+        self.session.move(after)
+        return int((before.home != after.home).sum())
+
+    def difference(self) -> float:
+        """The largest relative difference of a Parameter, main parameter or moment, with all experts at home."""
+        self.session.return_home()
+        worst = 0.0
+        for (name, expected), (other, actual) in zip(_state(self.plain), _state(self.moving), strict=True):
+            assert name == other
+            error = float((actual.double() - expected.double()).norm() / expected.double().norm().clamp(min=1e-12))
+            if error > 1e-4:
+                print(self.case, dist.get_rank(), name, error, flush=True)
+            worst = max(worst, error)
+        return worst
+
+
+def _state(model: Model) -> Iterator[tuple[str, torch.Tensor]]:
+    from trimtab.integrations.megatron.optimizer_state import optimizers_in
+
+    for chunk in model.chunks:
+        if getattr(chunk.ddp_config, "overlap_param_gather", False):
+            for group in chunk.bucket_groups + chunk.expert_parallel_bucket_groups:
+                group.start_param_sync(force_sync=True)
+    for name, parameter in model.named_parameters().items():
+        yield name, parameter.detach()
+    for part, optimizer in enumerate(optimizers_in(model.optimizer)):
+        parameters = [each for group in optimizer.optimizer.param_groups for each in group["params"]]
+        for number, parameter in enumerate(parameters):
+            yield f"optimizer {part}, parameter {number}", parameter.detach()
+            for key, value in sorted(optimizer.optimizer.state[parameter].items()):
+                if value is not None:
+                    yield f"optimizer {part}, parameter {number}, {key}", value
+
+
+def prepare(layout: Layout) -> None:
+    """Megatron's groups on these ranks."""
+    from megatron.core import parallel_state
+
+    from trimtab.integrations.megatron.on_cpu import use_cpu
+
+    torch.set_num_threads(1)
+    use_cpu()
+    if not parallel_state.model_parallel_is_initialized():
+        parallel_state.initialize_model_parallel(
+            tensor_model_parallel_size=layout.tensor, pipeline_model_parallel_size=layout.pipeline,
+            expert_model_parallel_size=layout.expert, expert_tensor_parallel_size=1,
+        )  # fmt: skip

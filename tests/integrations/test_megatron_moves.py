@@ -1,0 +1,49 @@
+"""Experts of Megatron models move between optimizer steps with all of their state."""
+
+from __future__ import annotations
+
+import pytest
+
+from helpers.megatron_runs import Layout, MegatronCase
+from trimtab.launch import launch
+
+LAYOUTS = {
+    "EP 2": Layout(2, 2),
+    "EP 2 x expert-DP 2": Layout(4, 2),
+    "PP 2 x EP 2": Layout(4, 2, pipeline=2),
+}
+CASES = [
+    MegatronCase(adam=True, double=True),
+    MegatronCase(adam=True),
+    MegatronCase(bf16=True, adam=True),
+    MegatronCase(distributed_optimizer=True),
+    MegatronCase(distributed_optimizer=True, overlap=True),
+    MegatronCase(distributed_optimizer=True, bf16=True, overlap=True),
+]
+STEPS = 20
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_models_with_moves_train_as_models_without(layout: str) -> None:
+    launch(train, (LAYOUTS[layout], CASES), ranks=LAYOUTS[layout].ranks)
+
+
+def train(layout: Layout, cases: list[MegatronCase]) -> None:
+    from helpers.megatron_moves import Pair, prepare
+
+    prepare(layout)
+    for case in cases:
+        pair = Pair(layout, case, mode="off")
+        moved = 0
+        for step in range(STEPS):
+            if step % 3 != 2:
+                moved += pair.move()
+            tokens_MBS = pair.tokens()
+            pair.zero()
+            for model in (pair.plain, pair.moving):
+                model.run(pair.function, tokens_MBS)
+                model.optimizer.step()
+        assert moved > 0
+        error = pair.difference()
+        print(case, error)
+        assert error < (1e-12 if case.double else 2e-2 if case.bf16 else 1e-5), (case, error)
