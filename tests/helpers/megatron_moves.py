@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import multiprocessing
+import os
 from collections.abc import Iterator
 from typing import Any
 
@@ -111,3 +113,69 @@ def prepare(layout: Layout) -> None:
             tensor_model_parallel_size=layout.tensor, pipeline_model_parallel_size=layout.pipeline,
             expert_model_parallel_size=layout.expert, expert_tensor_parallel_size=1,
         )  # fmt: skip
+
+
+def save_checkpoints(layout: Layout, case: MegatronCase, folder: str, steps: int) -> None:
+    """Train with and without moves, and save both models with Megatron's distributed checkpoints."""
+    prepare(layout)
+    pair = Pair(layout, case, mode="off")
+    for _ in range(steps):
+        pair.move()
+        tokens_MBS = pair.tokens()
+        pair.zero()
+        for model in (pair.plain, pair.moving):
+            model.run(pair.function, tokens_MBS)
+            model.optimizer.step()
+    pair.move()
+    # The names of the experts' shards are those of their logical numbers, wherever they are.
+    assert pair.session.have_moved
+    save(pair.plain, f"{folder}/plain")
+    save(pair.moving, f"{folder}/moving")
+
+
+def sharded_state(model: Model, *, is_loading: bool = False) -> dict[str, Any]:
+    """Model and optimizer for Megatron's distributed checkpoints."""
+    metadata = {
+        "distrib_optim_sharding_type": "fully_reshardable",
+        "chained_optim_avoid_prefix": True,
+        "distrib_optim_fully_reshardable_mem_efficient": False,
+    }
+    state: dict[str, Any] = {}
+    for number, chunk in enumerate(model.chunks):
+        state[f"model{number}"] = chunk.sharded_state_dict(metadata=metadata)
+    models = state["model0"] if len(model.chunks) == 1 else state
+    optimizer = model.optimizer.sharded_state_dict(models, is_loading=is_loading, metadata=metadata)
+    return {**state, "optimizer": optimizer}
+
+
+def save(model: Model, folder: str) -> None:
+    """Save model and optimizer."""
+    from megatron.core import dist_checkpointing
+
+    if dist.get_rank() == 0:
+        os.makedirs(folder)
+    dist.barrier()
+    # Megatron writes in a child process, which ranks that the launcher starts may not have.
+    multiprocessing.current_process()._config["daemon"] = False  # type: ignore[attr-defined]
+    dist_checkpointing.save(sharded_state(model), folder)
+
+
+def load(model: Model, folder: str) -> None:
+    """Load model and optimizer."""
+    from megatron.core import dist_checkpointing
+
+    state = dist_checkpointing.load(sharded_state(model, is_loading=True), folder)
+    for number, chunk in enumerate(model.chunks):
+        chunk.load_state_dict(state[f"model{number}"])
+    model.optimizer.load_state_dict(state["optimizer"])
+
+
+def compare_checkpoints(layout: Layout, case: MegatronCase, folder: str) -> None:
+    """The checkpoints of `save_checkpoints` are equal for Megatron without Trimtab, on any ranks."""
+    prepare(layout)
+    models = [Model(layout, case) for _ in range(2)]
+    for model, name in zip(models, ("plain", "moving"), strict=True):
+        load(model, f"{folder}/{name}")
+    for (name, expected), (_, actual) in zip(_state(models[0]), _state(models[1]), strict=True):
+        error = float((actual.double() - expected.double()).norm() / expected.double().norm().clamp(min=1e-12))
+        assert error < (1e-12 if case.double else 2e-5), (name, error)

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
+from helpers.megatron_moves import compare_checkpoints, save_checkpoints
 from helpers.megatron_runs import Layout, MegatronCase
 from trimtab.launch import launch
 
@@ -47,3 +50,12 @@ def train(layout: Layout, cases: list[MegatronCase]) -> None:
         error = pair.difference()
         print(case, error)
         assert error < (1e-12 if case.double else 2e-2 if case.bf16 else 1e-5), (case, error)
+
+
+@pytest.mark.parametrize(
+    "case", [MegatronCase(adam=True), MegatronCase(distributed_optimizer=True)], ids=["Adam", "distributed"]
+)
+def test_checkpoints_are_those_of_models_without_moves(case: MegatronCase, tmp_path: Path) -> None:
+    launch(save_checkpoints, (Layout(2, 2), case, str(tmp_path), 3), ranks=2)
+    for layout in (Layout(2, 2), Layout(2, 1)):
+        launch(compare_checkpoints, (layout, case, str(tmp_path)), ranks=2)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import socket
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from typing import Any, Literal
 
@@ -19,6 +19,7 @@ from torch import nn
 from trimtab.array_type import Array
 from trimtab.errors import InputError
 from trimtab.integrations.megatron.experts import Experts, experts_of
+from trimtab.integrations.megatron.logical_order import ADVICE, PositionalGuard, logical_shards, rename_experts
 from trimtab.integrations.megatron.optimizer_state import MegatronState, optimizers_in
 from trimtab.integrations.megatron.physical_dispatch import (
     MegatronRows,
@@ -108,6 +109,7 @@ class MegatronSession:
         self._chunks, self._layers = list(chunks), list(layers)
         self._is_removed = False
         self._optimizer: Any = None
+        self._guard: PositionalGuard | None = None
         self._gradients_wait = False
         for layer in self._layers:
             layer.before_backward = self._note_gradients
@@ -134,6 +136,7 @@ class MegatronSession:
         for owner, name in ((optimizer, "step"), *((chunk, "zero_grad_buffer") for chunk in self._chunks)):
             if hasattr(owner, name):
                 setattr(owner, name, self._clearing(getattr(owner, name)))
+        self._guard = PositionalGuard(optimizer, lambda: self.have_moved)
 
     def move(self, placement: Placement) -> None:
         """Move all experts to given homes, with the optimizer's state of them, between steps. Plans include moves.
@@ -152,6 +155,36 @@ class MegatronSession:
             raise InputError("experts move with their optimizer state; call register_optimizer() first")
         self._gather_parameters()
         self.session.move(placement)
+
+    @property
+    def have_moved(self) -> bool:
+        """Whether experts of this rank's layers are elsewhere than Megatron has them."""
+        return any(layer.experts_by_position is not None for layer in self._layers)
+
+    def logical_names(self, pairs: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yields exported weights with the logical numbers of their experts, for any exporter of Megatron models.
+
+        Exporters number experts by rank and place on it. Put this around what they yield, in every weight sync:
+        `session.logical_names(bridge.export_hf_weights(model))`. Collective over the ranks of the pipeline.
+
+        Args:
+            pairs: names, Megatron's or Hugging Face's, and tensors. Layers are numbered in the whole model. Experts are
+                numbered in all ranks, or one tensor has all of a layer.
+
+        Raises:
+            InputError: if the name or the tensor of an expert can't be understood.
+        """
+        mine = {
+            layer.decoder_layer: layer.experts_by_position
+            for layer in self._layers
+            if layer.experts_by_position is not None
+        }
+        pipeline = parallel_state.get_pipeline_model_parallel_group()
+        found = [mine]
+        if pipeline.size() > 1:
+            found = [{}] * pipeline.size()
+            dist.all_gather_object(found, mine, group=pipeline)
+        return rename_experts(pairs, {number: experts for part in found for number, experts in part.items()})
 
     def return_home(self) -> None:
         """Move all experts to the ranks on which Megatron has them; see `move`."""
@@ -229,6 +262,8 @@ class MegatronSession:
         """Give the model back as it was, with all experts on Megatron's ranks. Call it between steps, on all ranks."""
         if not self._is_removed:
             self.return_home()
+            if self._guard is not None:
+                self._guard.remove()
             for owner, name in ((self._optimizer, "step"), *((chunk, "zero_grad_buffer") for chunk in self._chunks)):
                 if owner is not None:
                     vars(owner).pop(name, None)
@@ -304,12 +339,49 @@ class _BalancedLayer:
         moe_layer.token_dispatcher = self._dispatcher
         moe_layer.experts.forward = self._compute
         self.before_backward: Callable[[], None] = lambda: None
+        self.decoder_layer = moe_layer.layer_number - 1
+        self._sharded_state_dict = moe_layer.experts.sharded_state_dict
+        moe_layer.experts.sharded_state_dict = self._logical_state_dict
+        self._hooks = [
+            moe_layer.experts._register_state_dict_hook(self._refuse_state_dict),
+            moe_layer.experts.register_load_state_dict_pre_hook(self._refuse_state_dict),
+        ]
+
+    @property
+    def experts_by_position(self) -> Array | None:
+        """The expert `[E]` at each position of Megatron's expert-parallel group; None if it is the position itself."""
+        return self._dispatcher.experts_by_position
 
     def remove(self) -> None:
         """Undo all replacements."""
         self._moe_layer.router.router_replay = self._moe_layer.router.router_replay.plain
         self._moe_layer.token_dispatcher = self._dispatcher.plain
         del self._moe_layer.experts.forward
+        del self._moe_layer.experts.sharded_state_dict
+        for hook in self._hooks:
+            hook.remove()
+
+    def _logical_state_dict(
+        self, prefix: str = "", sharded_offsets: tuple[Any, ...] = (), metadata: dict[str, Any] | None = None
+    ) -> dict[str, Any]:
+        """Replaces the `sharded_state_dict` of the experts' module: experts have their logical place."""
+        shards: dict[str, Any] = self._sharded_state_dict(prefix, sharded_offsets, metadata)
+        experts_E = self.experts_by_position
+        if experts_E is not None:
+            if (metadata or {}).get("singleton_local_shards"):
+                raise InputError(f"singleton_local_shards names experts by position, and they have moved; {ADVICE}")
+            rows = [[prefix + name for name in names] for names in self._experts.names()]
+            first = self._moe_layer.ep_group.rank() * len(rows)
+            positions = np.arange(first, first + len(rows))
+            logical_shards(shards, rows, len(sharded_offsets), experts_E[positions] - positions)
+        return shards
+
+    def _refuse_state_dict(self, *_: Any) -> None:
+        if self.experts_by_position is not None:
+            raise InputError(
+                f"a state_dict of layer {self.decoder_layer} has experts by position, and they have moved; use "
+                f"sharded_state_dict(), or {ADVICE}"
+            )
 
     def _compute(self, rows: torch.Tensor, counts: torch.Tensor, probs: torch.Tensor) -> tuple[torch.Tensor, Any]:
         """Replaces the forward of the experts' module: home experts, then replicas."""

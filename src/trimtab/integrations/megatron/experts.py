@@ -21,6 +21,10 @@ class Experts(Protocol):
         """The Parameters of the home experts: one list for each tensor of an expert, in the order of experts."""
         ...
 
+    def names(self) -> list[list[str]]:
+        """For each home expert the names of its Parameters in the module."""
+        ...
+
     def compute(
         self, rows: torch.Tensor, counts: Sequence[int], probs: torch.Tensor, tensors: Sequence[torch.Tensor]
     ) -> torch.Tensor:
@@ -62,6 +66,13 @@ class SequentialExperts:
             # Not as attributes, which `nn.Module` looks up slowly: several hundred are read in every micro-step.
             [mlp._modules[linear]._parameters[name] for mlp in self._module.local_experts]
             for linear, name in self._names
+        ]
+
+    def names(self) -> list[list[str]]:
+        """See `Experts`."""
+        return [
+            [f"local_experts.{row}.{linear}.{name}" for linear, name in self._names]
+            for row in range(len(self._module.local_experts))
         ]
 
     def compute(
@@ -106,6 +117,12 @@ class GroupedExperts:
         return [
             [getattr(getattr(self._module, linear), f"{name}{expert}") for expert in experts]
             for linear, name in self._names
+        ]
+
+    def names(self) -> list[list[str]]:
+        """See `Experts`."""
+        return [
+            [f"{linear}.{name}{row}" for linear, name in self._names] for row in range(self._module.num_local_experts)
         ]
 
     def compute(

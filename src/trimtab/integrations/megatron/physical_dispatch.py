@@ -62,16 +62,20 @@ class PlannedDispatcher:
         self.plain = moe_layer.token_dispatcher
         self.rows: Rows | None = None
         self._layer, self._replay, self._make_rows = layer, replay, make_rows
-        self._ordered: tuple[Array, torch.Tensor | None] = np.empty(0), None
+        self._rows_E: Array = np.empty(0)
+        self._experts_E: Array | None = None
+        self._order = torch.empty(0)
 
-    def _experts_in_rows(self, device: torch.device) -> torch.Tensor | None:
-        """Logical ids `[E]` int64 of the home experts of all ranks, row by row; None if they are 0, 1, ..."""
-        homes = self._layer.homes
-        if self._ordered[0] is not homes.rows_E:
-            order_E = self._layer.experts_by_position()
-            moved = (order_E != np.arange(len(order_E))).any()
-            self._ordered = homes.rows_E, torch.from_numpy(order_E).to(device) if moved else None
-        return self._ordered[1]
+    @property
+    def experts_by_position(self) -> Array | None:
+        """The expert `[E]` at each position: in the order of Megatron's group and of rows. None if it is 0, 1, ..."""
+        rows_E = self._layer.homes.rows_E
+        if self._rows_E is not rows_E:
+            experts_E = self._layer.experts_by_position()
+            have_moved = bool((experts_E != np.arange(len(experts_E))).any())
+            self._experts_E = experts_E if have_moved else None
+            self._rows_E, self._order = rows_E, torch.from_numpy(experts_E)
+        return self._experts_E
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.plain, name)
@@ -84,9 +88,10 @@ class PlannedDispatcher:
         begun = None if ids is None else self._layer.begin(hidden, ids)
         if begun is None:
             # Megatron's dispatcher numbers experts by rank and row.
-            order = self._experts_in_rows(routing_map.device)
-            if order is not None:
-                routing_map, probs = routing_map.index_select(1, order), probs.index_select(1, order)
+            if self.experts_by_position is not None:
+                if self._order.device != routing_map.device:
+                    self._order = self._order.to(routing_map.device)
+                routing_map, probs = (each.index_select(1, self._order) for each in (routing_map, probs))
             return self.plain.dispatch_preprocess(hidden, routing_map, probs)
         hidden, instance = begun
         self.rows, hidden, probs = self._make_rows(hidden, probs.gather(1, ids), instance)

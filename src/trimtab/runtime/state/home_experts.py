@@ -45,8 +45,8 @@ class HomeExperts:
     """Parameters, their copy in the compute dtype, and the homes of all experts of the layer.
 
     Each tensor of the experts is a stack or a list; see `ExpertTensor`. Row r of either belongs to the r-th expert of
-    `home_experts`. An expert keeps its row while it stays on its rank, except if all experts return to their first homes.
-    Rows are ascending by expert there.
+    `home_experts`. An expert keeps its row while it stays on its rank, except if all experts return to their first
+    homes. Rows are ascending by expert there.
 
     Args:
         parameters: returns this rank's tensors; called whenever they are needed.

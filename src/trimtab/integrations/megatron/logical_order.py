@@ -1,0 +1,140 @@
+"""What leaves a training run has experts in logical order: exported names, checkpoints. The rest is refused by name.
+
+Megatron and the exporters of its models number the experts of a layer by *position*: rank i of the expert-parallel
+group holds the positions i * E / R up to (i + 1) * E / R. Where experts have moved, position and expert differ.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import torch
+from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
+
+from trimtab.array_type import Array
+from trimtab.errors import InputError
+
+_LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.")
+# Experts as modules, and as numbered weights of a grouped product; then all experts of a layer in one tensor.
+_EXPERT = re.compile(r"(?<=\.experts\.)\d+(?=\.)|(?<=\.local_experts\.)\d+(?=\.)|(?<=\.weight)\d+$|(?<=\.bias)\d+$")
+_OF_EXPERTS = ".experts."
+ADVICE = "call return_home() of the MegatronSession first, on all ranks"
+# Formats of Megatron's distributed optimizer that store elements by their place in its buffers.
+POSITIONAL = ("dp_reshardable", "fully_sharded_bucket_space", "dp_zero_gather_scatter")
+
+
+def rename_experts(
+    pairs: Iterable[tuple[str, torch.Tensor]], experts_of_layer: Mapping[int, Array]
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yields exported tensors with the logical numbers of experts in their names.
+
+    Args:
+        pairs: names as Megatron's or Hugging Face's, with the number of the decoder layer in the whole model, and for
+            an expert its position in all ranks; and tensors. One tensor of all experts `[E, ...]` is put in order.
+        experts_of_layer: by decoder layer the expert `[E]` at each position, where experts have moved.
+
+    Raises:
+        InputError: if a name has no number from 0 to E - 1 of an expert, and the tensor is not one of all experts.
+    """
+    for name, tensor in pairs:
+        layer = _LAYER.search(name)
+        experts_E = experts_of_layer.get(int(layer[1])) if layer and _OF_EXPERTS in name else None
+        if experts_E is None:
+            yield name, tensor
+            continue
+        position = _EXPERT.search(name)
+        if position and int(position[0]) < len(experts_E):
+            yield f"{name[: position.start()]}{experts_E[int(position[0])]}{name[position.end() :]}", tensor
+        elif not position and tensor.ndim and len(tensor) == len(experts_E):
+            yield name, tensor.index_select(0, torch.from_numpy(np.argsort(experts_E)).to(tensor.device))
+        else:
+            raise InputError(
+                f"{name} has shape {list(tensor.shape)}; the name should have the number of an expert below "
+                f"{len(experts_E)}, or the tensor should be of all {len(experts_E)} experts"
+            )
+
+
+def logical_shards(shards: dict[str, Any], names_of_rows: Sequence[Sequence[str]], axis: int, shifts: Array) -> None:
+    """Give the shards of experts in a `sharded_state_dict` their logical place, in `shards`.
+
+    Optimizers' shards of the same Parameters follow from these in all formats but `POSITIONAL`.
+
+    Args:
+        names_of_rows: for each row the keys of its expert.
+        axis: the axis of experts in global tensors.
+        shifts: `[H]`, for each row the expert minus its position.
+    """
+    for names, shift in zip(names_of_rows, shifts.tolist(), strict=True):
+        for name in names:
+            if shift and name in shards:
+                shards[name] = _shifted(shards[name], axis, shift)
+
+
+def _shifted(shard: Any, axis: int, shift: int) -> Any:
+    if isinstance(shard, ShardedTensor):
+        offset = list(shard.global_offset)
+        offset[axis] += shift
+        return replace(shard, global_offset=tuple(offset))
+    if isinstance(shard, ShardedTensorFactory):
+        build = shard.build_fn
+        return replace(shard, build_fn=lambda *args: _shifted(build(*args), axis, shift))
+    if isinstance(shard, list):
+        return [_shifted(each, axis, shift) for each in shard]
+    if isinstance(shard, dict):
+        return {key: _shifted(each, axis, shift) for key, each in shard.items()}
+    raise InputError(f"experts that have moved can't be saved in a {type(shard).__name__}; {ADVICE}")
+
+
+class PositionalGuard:
+    """Refuses, while experts have moved, what stores an optimizer's state by position.
+
+    Replaces methods of Megatron's optimizer until `remove`.
+    """
+
+    def __init__(self, optimizer: Any, have_moved: Callable[[], bool]) -> None:
+        self._optimizer, self._have_moved = optimizer, have_moved
+        self._names = [
+            name
+            for name in ("sharded_state_dict", "state_dict", "load_state_dict", "save_parameter_state",
+                         "load_parameter_state")
+            if hasattr(optimizer, name)
+        ]  # fmt: skip
+        self._is_sharded = False
+        for name in self._names:
+            plain = getattr(optimizer, name)
+            setattr(
+                optimizer, name, self._sharded(plain) if name == "sharded_state_dict" else self._refused(name, plain)
+            )
+
+    def remove(self) -> None:
+        """Give the optimizer its methods back."""
+        for name in self._names:
+            vars(self._optimizer).pop(name, None)
+
+    def _sharded(self, plain: Callable[..., Any]) -> Callable[..., Any]:
+        def sharded_state_dict(*args: Any, **kwargs: Any) -> Any:
+            metadata = kwargs.get("metadata") or {}
+            kind = kwargs.get("sharding_type") or metadata.get("distrib_optim_sharding_type")
+            if kind in POSITIONAL and self._have_moved():
+                raise InputError(
+                    f"the optimizer's format {kind} stores experts by position, and they have moved; {ADVICE}"
+                )
+            self._is_sharded = True
+            try:
+                return plain(*args, **kwargs)
+            finally:
+                self._is_sharded = False
+
+        return sharded_state_dict
+
+    def _refused(self, name: str, plain: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            if not self._is_sharded and self._have_moved():
+                raise InputError(f"the optimizer's {name}() has experts by position, and they have moved; {ADVICE}")
+            return plain(*args, **kwargs)
+
+        return call
