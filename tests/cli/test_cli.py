@@ -215,7 +215,7 @@ def expect_input_error(arguments: list[str], message: str, capsys: pytest.Captur
         (["train", "--output", "{folder}/new", "--model", "absent"], "absent"),
         (["train", "--output", "{folder}/new", "--ranks", "3"], "3 ranks don't divide 32 experts"),
         (["train", "--output", "{folder}/new", "--problems", "1"], "each of the 2 ranks needs at least one"),
-        (["train", "--output", "{folder}/new", "--token-budget", "99999999999"], "99999999999 is too large; it should"),
+        (["trace", "synth", "spike", "-o", "{folder}/new", "--mean-length", "99999999999"], "99999999999 is too large"),
         (["train", "--output", "{folder}/new", "--mode", "magic"], "unknown --mode magic; use one of plan,"),
         (["bench", "planner", "--sizes", "8"], "'8' should be ranks/experts, such as 8/128"),
         (["bench", "planner", "--sizes", "3/128"], "3 ranks don't divide 128 experts"),
