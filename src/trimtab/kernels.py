@@ -1,4 +1,8 @@
-"""`kernel`: the compiler of all numeric kernels. Compiled code is cached beside the source; a first use says so."""
+"""`kernel`: the compiler of all numeric kernels. Compiled code is cached beside the source; a first use says so.
+
+Where the source's folder can't be written to, numba caches in the user's cache folder. Without either, every process
+compiles.
+"""
 
 from __future__ import annotations
 
@@ -6,12 +10,20 @@ import atexit
 import logging
 import subprocess
 import sys
+from typing import Any
 
 import numba
 from numba.core import event
 
-kernel = numba.njit(cache=True, nogil=True)
-"""Decorator: compile at first use, without the GIL, cached on disk."""
+
+def kernel(function: Any) -> Any:
+    """Decorator: compile at first use, without the GIL, cached on disk."""
+    try:
+        return numba.njit(cache=True, nogil=True)(function)
+    except RuntimeError:
+        # No folder can be written to.
+        _first_compile.is_cached = False
+        return numba.njit(nogil=True)(function)
 
 
 class _FirstCompile(event.Listener):
@@ -19,17 +31,20 @@ class _FirstCompile(event.Listener):
 
     Attributes:
         program: Python code that runs in a second process then.
+        is_cached: whether compiled code is cached on disk.
     """
 
     started = False
     program = ""
+    is_cached = True
 
     def on_start(self, event: event.Event) -> None:
         if self.started:
             return
         self.started = True
-        logging.getLogger("trimtab").info("compiling kernels, once per installation (up to 40 s)")
-        if self.program:
+        often = "once per installation" if self.is_cached else "at every start unless NUMBA_CACHE_DIR can be written to"
+        logging.getLogger("trimtab").info("compiling kernels, %s (up to 40 s)", often)
+        if self.program and self.is_cached:
             beside = subprocess.Popen([sys.executable, "-c", self.program], stderr=subprocess.DEVNULL)
             atexit.register(beside.kill)
 

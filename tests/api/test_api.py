@@ -227,6 +227,7 @@ print(trimtab.plan({str(folder / "trace.parquet")!r}, ranks=4))
         ("plan", {"ranks": "4"}, "ranks: '4' should be a whole number of at least 1"),
         ("plan", {"ranks": None}, "ranks: None should be a whole number of at least 1"),
         ("plan", {"slots": -1}, "slots: -1 should be a whole number of at least 0"),
+        ("plan", {"token_budget": 2**31}, "token_budget: 2147483648 is too large; it should be at most 2147483647"),
         ("plan", {"ranks": 3, "ranks_per_node": 3}, "3 ranks don't divide 16 experts; use one of 1, 2, 4, 8, 16"),
         ("plan", {"ranks_per_node": 3}, "4 ranks with 3 a node don't make whole nodes"),
         ("plan", {"token_budget": 8}, "a sequence of 32 tokens doesn't fit"),

@@ -200,6 +200,10 @@ def expect_input_error(arguments: list[str], message: str, capsys: pytest.Captur
         (["plan", "{trace}", "--ranks", "two"], "'two' should be a whole number of at least 1"),
         (["plan", "{trace}", "--ranks", "2", "--token-budget", "10"], "a sequence of 64 tokens doesn't fit"),
         (["plan", "{trace}", "--ranks", "2", "--step", "9"], "no step 9; it has steps 0 to 0"),
+        (["plan", "{trace}", "--ranks", "2", "--step", "99999999999"], "99999999999 is too large; it should be at"),
+        (["plan", "{trace}", "--ranks", "2", "--slots", "4097"], "slots per rank is 4097; it should be from 0 to 4096"),
+        (["plan", "{trace}", "--ranks", "2", "-o", "{folder}/" + "a" * 300], "File name too long"),
+        (["plan", "{trace}", "--ranks", "2", "--model", "{config}", "--set", "hidden_size=wide"], "hidden_size"),
         (["plan", "{trace}", "--ranks", "2", "--model", "absent.json"], "absent.json: neither a model that comes"),
         (["plan", "{trace}", "--ranks", "2", "--max-rows-per-rank", "9"], "the smallest that this step allows with 2"),
         (["plan", "{trace}", "--ranks", "2", "--max-rows-per-rank", "0"], "'0' should be a whole number of at least 1"),
@@ -211,6 +215,7 @@ def expect_input_error(arguments: list[str], message: str, capsys: pytest.Captur
         (["train", "--output", "{folder}/new", "--model", "absent"], "absent"),
         (["train", "--output", "{folder}/new", "--ranks", "3"], "3 ranks don't divide 32 experts"),
         (["train", "--output", "{folder}/new", "--problems", "1"], "each of the 2 ranks needs at least one"),
+        (["trace", "synth", "spike", "-o", "{folder}/new", "--mean-length", "99999999999"], "99999999999 is too large"),
         (["train", "--output", "{folder}/new", "--mode", "magic"], "unknown --mode magic; use one of plan,"),
         (["bench", "planner", "--sizes", "8"], "'8' should be ranks/experts, such as 8/128"),
         (["bench", "planner", "--sizes", "3/128"], "3 ranks don't divide 128 experts"),
@@ -323,6 +328,8 @@ def test_closed_pipe_is_not_an_error(trace_file: Path, tmp_path: Path) -> None:
         (PermissionError(13, "Permission denied", "out.json"), 2, "out.json: Permission denied"),
         (RankFailedError("rank 1 was killed"), 1, "rank 1 was killed"),
         (KeyboardInterrupt(), 130, "interrupted"),
+        (MemoryError(), 1, "not enough memory"),
+        (MemoryError("Unable to allocate 9 TiB"), 1, "not enough memory: Unable to allocate 9 TiB"),
     ],
 )
 def test_errors_have_a_status_and_one_line(

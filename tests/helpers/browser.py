@@ -34,7 +34,7 @@ class OpenPage:
     """A page that is ready, and everything that went wrong on it or left it so far.
 
     Attributes:
-        complaints: console messages, uncaught errors, failed requests.
+        complaints: console messages, uncaught errors, failed requests, dialogs.
         requests: addresses other than the page's own.
     """
 
@@ -51,6 +51,10 @@ class OpenPage:
         if self.page.locator("#step-timeline").count():
             self.page.wait_for_selector("[data-drawn]", state="attached")
 
+    def dismiss(self, dialog: Any) -> None:
+        self.complaints.append(f"dialog: {dialog.message}")
+        dialog.dismiss()
+
     def text(self, selector: str) -> str:
         return str(self.page.text_content(selector)).strip()
 
@@ -65,6 +69,7 @@ def open_page(
     opened = OpenPage(context.new_page())
     opened.page.on("console", lambda message: opened.complaints.append(message.text))
     opened.page.on("pageerror", lambda error: opened.complaints.append(str(error)))
+    opened.page.on("dialog", opened.dismiss)
     opened.page.on("requestfailed", lambda request: opened.complaints.append(f"failed: {request.url}"))
     opened.page.on(
         "request", lambda request: None if request.url == path.as_uri() else opened.requests.append(request.url)

@@ -1,4 +1,7 @@
-"""The planner's kernels again in plain Python, as their docstrings describe them: slow, obvious, independent."""
+"""Figures of the planner in plain Python, as docstrings describe them: counts, splits, and what searches minimise.
+
+Searches have no twin here: tests compare their results with optima and bounds.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +14,6 @@ import numpy as np
 from trimtab import Placement, Schedule, StepPlan, Workload
 from trimtab.array_type import Array
 from trimtab.planner import SequenceCounts
-from trimtab.planner.replicas.replica_search import JITTER, MOST_RESTARTS, RESTART_WORK
 from trimtab.trace import RoutingTrace
 
 Replica = tuple[int, int, int]
@@ -66,73 +68,6 @@ def estimated(workload: Workload) -> Array:
     return counts_MLRE
 
 
-def place_replicas(
-    counts_E: Array, fixed_R: Array, home_E: Array, num_ranks: int, per_node: int, slots: int, threshold_load: int,
-    smallest: int,
-) -> list[Replica]:  # fmt: skip
-    """Ask for the threshold; where that fails, search by halves for the lowest load that can be reached.
-
-    Every load is asked for in four plain ways, then in others, whose order is jittered. At the threshold the cheapest
-    replicas are kept, above it the first that reach the load. Fixed rows stay at their rank.
-    """
-    most = max(_loads(counts_E, fixed_R, home_E, []))
-    threshold_load = max(threshold_load, int(fixed_R.max()))
-    if most <= threshold_load or slots == 0:
-        return []
-    fewest = sum(_experts_to_share(counts_E[home_E == r], int(fixed_R[r]), threshold_load) for r in range(num_ranks))
-    best, chosen = most, list[Replica]()
-    low = target = threshold_load
-    for step in range(6):
-        for way in range(4 + min(MOST_RESTARTS, RESTART_WORK // num_ranks**2)):
-            fill, near = way % 4 in (2, 3), way % 2 == 0
-            if (not near and per_node == num_ranks) or (best <= target and way in (1, 2, 3)):
-                continue
-            jitter = _jitter(way - 4, max(num_ranks, len(counts_E)), target // JITTER)
-            tried = _hand_over(counts_E, fixed_R, home_E, per_node, slots, target, smallest, fill, near, jitter)
-            reached = max(_loads(counts_E, fixed_R, home_E, tried))
-            if reached <= target:
-                if best > target or _cost(tried, home_E, per_node) < _cost(chosen, home_E, per_node):
-                    best, chosen = target, tried
-            elif reached < best:
-                best, chosen = reached, tried
-            if best <= target and (len(chosen) <= fewest or step > 0):
-                break
-        low = target if best > target else low
-        if best - low <= smallest // 8 or best <= threshold_load:
-            break
-        target = (low + best) // 2
-    return _levelled(counts_E, fixed_R, home_E, smallest, chosen)
-
-
-def _experts_to_share(counts_E: Array, fixed: int, threshold_load: int) -> int:
-    """How many of a rank's experts, the largest first, hold what it has too much."""
-    excess = fixed + int(counts_E.sum()) - threshold_load
-    needed = 0
-    for tokens in sorted(counts_E.tolist(), reverse=True):
-        if excess > 0:
-            needed, excess = needed + 1, excess - tokens
-    return needed
-
-
-def _jitter(number: int, length: int, most: int) -> list[int]:
-    """Numbers up to `most`, from a xorshift generator; nothing for the plain ways, whose number is below 0."""
-    if number < 0:
-        return [0] * length
-    bits, word = (number + 1) * 0x9E3779B97F4A7C15 % 2**64, 2**64 - 1
-    jitter = []
-    for _ in range(length):
-        bits ^= bits << 13 & word
-        bits ^= bits >> 7
-        bits ^= bits << 17 & word
-        jitter.append((bits >> 33) % (most + 1))
-    return jitter
-
-
-def _cost(replicas: list[Replica], home_E: Array, per_node: int) -> int:
-    """A replica on its home's node costs 2, on another 3."""
-    return sum(3 if home_E[expert] // per_node != rank // per_node else 2 for expert, rank, _ in replicas)
-
-
 def _loads(counts_E: Array, fixed_R: Array, home_E: Array, replicas: list[Replica]) -> list[int]:
     loads = [int(rows) for rows in fixed_R]
     for expert, tokens in enumerate(counts_E):
@@ -141,98 +76,6 @@ def _loads(counts_E: Array, fixed_R: Array, home_E: Array, replicas: list[Replic
         loads[home_E[expert]] -= tokens
         loads[rank] += tokens
     return loads
-
-
-def _hand_over(
-    counts_E: Array, fixed_R: Array, home_E: Array, per_node: int, slots: int, target: int, smallest: int, fill: bool,
-    near: bool, jitter: list[int],
-) -> list[Replica]:  # fmt: skip
-    """The busiest rank hands its largest expert to a taker, until nobody is above the target or nobody can help.
-
-    Jitter, by rank and by expert among those of its rank, makes them seem busier than they are when one is chosen.
-    """
-    num_ranks = len(fixed_R)
-    replicas: list[Replica] = []
-    helpless: set[int] = set()
-    while True:
-        loads = _loads(counts_E, fixed_R, home_E, replicas)
-        givers = [r for r in range(num_ranks) if loads[r] > target and r not in helpless]
-        if not givers:
-            return replicas
-        giver = max(givers, key=lambda r: loads[r] + jitter[r])
-        left = {int(e): int(counts_E[e]) for e in np.flatnonzero(home_E == giver)}
-        for expert, _, tokens in replicas:
-            if expert in left:
-                left[expert] -= tokens
-        seeming = {e: left[e] + jitter[i] for i, e in enumerate(left) if left[e] >= smallest}
-        share = None
-        if seeming:
-            expert = max(seeming, key=seeming.__getitem__)
-            copies = Counter(rank for _, rank, _ in replicas)
-            has = {rank for e, rank, _ in replicas if e == expert} | {giver}
-            takers = [r for r in range(num_ranks) if copies[r] < slots and r not in has]
-            share = _share(left[expert], loads, takers, giver, per_node, target, smallest, fill, near, jitter)
-        if share is None or share[1] < smallest:
-            helpless.add(giver)
-        else:
-            replicas.append((expert, *share))
-
-
-def _share(
-    tokens: int, loads: list[int], takers: list[int], giver: int, per_node: int, target: int, smallest: int, fill: bool,
-    near: bool, jitter: list[int],
-) -> tuple[int, int] | None:  # fmt: skip
-    """The taker and its tokens: whole excesses before parts, the own node before others.
-
-    If `near`, a part on the own node comes before a whole excess on others, where the node has room for all its tokens.
-    """
-    excess = loads[giver] - target
-    whole = max(min(excess, tokens), smallest)
-    if tokens - whole < smallest:
-        whole = tokens
-    neighbours = [r for r in takers if r // per_node == giver // per_node]
-    node_has_room = sum(load for r, load in enumerate(loads) if r // per_node == giver // per_node) <= target * per_node
-
-    def seeming(rank: int) -> int:
-        return loads[rank] + jitter[rank]
-
-    def part(room: int) -> int:
-        return tokens if room >= tokens else min(room, tokens - smallest)
-
-    def all_to(ranks: list[int]) -> tuple[int, int] | None:
-        fitting = [r for r in ranks if loads[r] + whole <= target]
-        if not fitting:
-            return None
-        taker = max(fitting, key=seeming)
-        return taker, max(whole, part(target - loads[taker])) if fill else whole
-
-    def part_to(ranks: list[int]) -> tuple[int, int] | None:
-        fitting = [r for r in ranks if loads[r] + smallest <= target]
-        if not fitting:
-            return None
-        taker = min(fitting, key=seeming)
-        return taker, part(min(excess, target - loads[taker]))
-
-    return (
-        all_to(neighbours)
-        or (part_to(neighbours) if near and node_has_room else None)
-        or all_to(takers)
-        or part_to(takers)
-    )
-
-
-def _levelled(counts_E: Array, fixed_R: Array, home_E: Array, smallest: int, replicas: list[Replica]) -> list[Replica]:
-    """Four times over all replicas: half the difference of the two ranks goes to the emptier one, as far as allowed."""
-    replicas = list(replicas)
-    for _ in range(4):
-        for p, (expert, rank, tokens) in enumerate(replicas):
-            at_home = int(counts_E[expert]) - sum(t for e, _, t in replicas if e == expert)
-            if at_home > 0:
-                loads = _loads(counts_E, fixed_R, home_E, replicas)
-                moved = (loads[home_E[expert]] - loads[rank]) // 2
-                moved = max(min(moved, at_home - smallest), smallest - tokens)
-                replicas[p] = (expert, rank, tokens + moved)
-    return replicas
 
 
 def split_tokens(
@@ -320,25 +163,6 @@ def swapped(values: Array, i: int, j: int) -> Array:
     return values
 
 
-def place_experts(counts_ME: Array, home_E: Array, num_ranks: int, per_node: int, move_penalty: float) -> Array:
-    """Every expert in turn takes its best swap, its cost counted anew, until no expert has one."""
-    price = price_of_a_move(counts_ME, home_E, num_ranks, per_node, move_penalty)
-    old_home_E, home_E = home_E, home_E.copy()
-
-    def cost(homes: Array) -> int:
-        return placement_cost(counts_ME, homes, old_home_E, num_ranks, per_node, price)
-
-    improved = True
-    while improved:
-        improved = False
-        for e in range(len(home_E)):
-            swaps = [swapped(home_E, e, f) for f in range(len(home_E)) if home_E[f] != home_E[e]]
-            best = min(swaps, key=cost, default=home_E)
-            if cost(best) < cost(home_E):
-                home_E, improved = best, True
-    return home_E
-
-
 def grouping_cost(
     sequences: SequenceCounts, schedule: Schedule, placement: Placement, groups: int, attention_rows: Array | None
 ) -> int:
@@ -410,20 +234,6 @@ def busy(ends: list[tuple[int, int]], paths: list[int], per_node: int, costs: Co
         for link, cost in links(home, rank, path, per_node):
             work[link] = work.get(link, 0) + costs[cost]
     return work
-
-
-def choose_paths(ends: list[tuple[int, int]], per_node: int, costs: Costs) -> list[int]:
-    """Paths (0 peer, 1 host) of one instance: where each replica is done first beside those that have a path."""
-    chosen: dict[int, int] = {}
-    for p in 2 * list(range(len(ends))):
-        done = []
-        for path in (0, 1):
-            chosen[p] = path
-            placed = sorted(chosen)
-            work = busy([ends[o] for o in placed], [chosen[o] for o in placed], per_node, costs)
-            done.append(max(work[link] for link, _ in links(*ends[p], path, per_node)))
-        chosen[p] = int(done[1] < done[0])
-    return [chosen[p] for p in range(len(ends))]
 
 
 def fit_mirrors(plan: StepPlan, room: int) -> list[int]:

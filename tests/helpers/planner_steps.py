@@ -51,12 +51,18 @@ class Instance:
     def counts_E(self) -> Array:
         return self.counts_RE.sum(axis=0, dtype=np.int64)
 
-    def replicas(self) -> list[tuple[int, int, int]]:
-        """Expert, rank and tokens of every replica that the kernel places."""
-        instance = kernel_values.Instance(self.counts_E, self.fixed_R, Homes.of(self.home_E, self.ranks))
+    def kernel_instance(self) -> kernel_values.Instance:
+        """The instance as kernels take it."""
+        return kernel_values.Instance(self.counts_E, self.fixed_R, Homes.of(self.home_E, self.ranks))
+
+    def limits(self, reach: int | None = None) -> kernel_values.Limits:
+        """Its limits as kernels take them; `reach` as in `PlanSettings.limits`."""
         cluster = ClusterSpec(self.ranks, self.per_node, self.slots)
-        limits = PlanSettings(smallest_share=self.smallest_share).limits(cluster)
-        found, count = place_replicas(instance, limits, self.threshold_load)
+        return PlanSettings(smallest_share=self.smallest_share).limits(cluster, reach=reach)
+
+    def replicas(self, reach: int | None = None) -> list[tuple[int, int, int]]:
+        """Expert, rank and tokens of every replica that the kernel places."""
+        found, count = place_replicas(self.kernel_instance(), self.limits(reach), self.threshold_load)
         return [(int(e), int(r), int(t)) for e, r, t in np.stack(found)[:, :count].T]
 
     def loads(self, replicas: list[tuple[int, int, int]]) -> Array:

@@ -15,7 +15,7 @@ KINDS = (
     "attention", "dispatch", "experts", "combine", "waiting for other ranks", "replica weights",
     "attention, backward", "dispatch, backward", "experts, backward", "combine, backward", "replica gradients",
 )  # fmt: skip
-EVIL = "</script><img src=x onerror=alert(1)>{{css}}\u2028\"'&"
+EVIL = "</script><img src=x onerror=alert(1)>{{css}}\"'&"
 """A name from a user's file that must be escaped."""
 COMPUTE, NODE_LINK, NETWORK, HOST_LINK, _ = range(len(LANES))
 

@@ -127,12 +127,16 @@ def test_mini_batches_that_do_not_fit_the_sequences_are_refused(mini_batch: list
 
 
 @pytest.mark.parametrize(
-    "changes",
-    [{"token_budget": np.int64(80)}, {"settings": PlanSettings(1.0, cast(int, np.int64(4)))}],
+    ("changes", "same"),
+    [
+        ({"token_budget": np.int64(80)}, {"token_budget": 80}),
+        ({"settings": PlanSettings(1.0, cast(int, np.int64(4)))}, {"settings": PlanSettings(1.0, 4)}),
+    ],
     ids=["budget", "share"],
 )
-def test_numpy_integers_are_integers(changes: dict[str, Any]) -> None:
-    steady_step(0).plan(**changes)
+def test_numpy_integers_are_integers(changes: dict[str, Any], same: dict[str, Any]) -> None:
+    given, expected = steady_step(0).plan(**changes), steady_step(0).plan(**same)
+    assert [plan.hash for plan in given.plans] == [plan.hash for plan in expected.plans]
 
 
 def test_a_planner_refuses_other_models_and_empty_steps() -> None:

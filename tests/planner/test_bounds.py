@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -127,7 +128,7 @@ def tiny_instance(seed: int) -> Instance:
 
 @pytest.mark.parametrize("seed", range(12))
 def test_the_bound_and_the_fewest_are_those_of_trying_everything(seed: int) -> None:
-    """Up to three replicas, the most that three slots hold, so that nothing is left out."""
+    """Up to three replicas, the most that three slots hold, so that nothing is left out. The planner's are as good."""
     instance = tiny_instance(seed)
     for smallest in (1, 2):
         fewest, lowest = None, int(instance.loads([]).max())
@@ -141,6 +142,11 @@ def test_the_bound_and_the_fewest_are_those_of_trying_everything(seed: int) -> N
         assert fewest == fewest_replicas(
             instance.counts_E, instance.home_E, 3, 1, instance.threshold_load, smallest, candidates=6
         )
+        planned = replace(instance, smallest_share=smallest).replicas()
+        highest = int(instance.loads(planned).max())
+        assert highest <= max(lowest, instance.threshold_load)
+        if fewest is not None:
+            assert len(planned) == fewest
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""Paths of replica weights: those of the plain reference, and nearly as good as the best of all assignments."""
+"""Paths of replica weights: nearly as good as the best of all assignments."""
 
 from __future__ import annotations
 
@@ -112,15 +112,6 @@ def least_busiest(ends: Ends, cluster: ClusterSpec) -> float:
     return float((host_AP @ np.array(host_PL) + (1 - host_AP) @ np.array(peer_PL)).max(axis=1).min())
 
 
-@settings(max_examples=150, deadline=None)
-@given(plans())
-def test_paths_are_those_of_the_reference(case: tuple[StepPlan, ClusterSpec]) -> None:
-    plan, cluster = case
-    for ends, paths in instances_of(plan):
-        assert paths == reference.choose_paths(ends, cluster.ranks_per_node, costs_of(cluster))
-    assert plan.replica_paths.dtype == np.uint8
-
-
 def test_the_busiest_link_is_hardly_ever_busier_than_in_the_best_assignment() -> None:
     """Against brute force on 400 instances of up to 12 replicas: 1% above on average, and twice as busy at worst.
 
@@ -202,6 +193,7 @@ def test_of_equal_paths_the_one_without_a_mirror_is_taken() -> None:
     cluster = ClusterSpec(4, 2, 1, node_bytes_per_s=55e9, network_bytes_per_s=55e9)
     plan = make_plan(cluster, Placement.contiguous(1, 4, 4), [[(0, 1), (2, 0)]])
     assert plan.replica_paths.tolist() == [PEER, PEER]
+    assert plan.replica_paths.dtype == np.uint8
 
 
 @settings(max_examples=100, deadline=None)

@@ -1,8 +1,9 @@
-"""Homes: those of a reference that recomputes its objective at every swap, and what must hold of any search."""
+"""Homes: nearly as good as the best of all in small cases, and what must hold of any search."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import permutations
 
 import numpy as np
 import pytest
@@ -46,12 +47,26 @@ def cases(draw: st.DrawFn) -> Case:
     return Case(counts_ME, random_homes(rng, 1, experts, ranks).home[0], ranks, draw(per_nodes(ranks)), move_penalty)
 
 
-@settings(max_examples=40, deadline=None)
-@given(cases())
-def test_homes_are_those_of_the_reference(case: Case) -> None:
-    assert np.array_equal(
-        case.place(), reference.place_experts(case.counts_ME, case.home_E, case.ranks, case.per_node, case.move_penalty)
-    )
+def test_homes_are_as_good_as_the_best_of_all() -> None:
+    """Against all homes of up to 6 experts, 120 times: the same cost in 95 of 100 cases, at most 3% more in others.
+
+    The cost is a sum of squared loads, and includes the moves.
+    """
+    ratios = []
+    for seed in range(120):
+        rng = np.random.default_rng(seed)
+        ranks, experts = [(2, 4), (2, 6), (3, 6), (4, 4), (5, 5)][seed % 5]
+        case = Case(
+            counts_ME=rng.poisson(np.exp(rng.gumbel(size=experts) * 2) * rng.uniform(0, 50, (1 + seed % 3, experts))),
+            home_E=random_homes(rng, 1, experts, ranks).home[0],
+            ranks=ranks,
+            per_node=ranks if seed % 2 else max(1, ranks // 2) if ranks % 2 == 0 else 1,
+            move_penalty=float(rng.choice([0.0, 0.01, 0.1])),
+        )
+        best = min(case.cost(np.array(home_E)) for home_E in set(permutations(case.home_E.tolist())))
+        ratios.append(case.cost(case.place()) / max(best, 1))
+    assert np.mean(np.array(ratios) <= 1) >= 0.95
+    assert max(ratios) <= 1.03
 
 
 @settings(max_examples=60, deadline=None)
@@ -100,12 +115,13 @@ def test_nodes_are_even_in_every_micro_step_not_on_average() -> None:
 
 
 def test_large_counts_are_exact() -> None:
-    """A step's tokens in the millions: squares stay below 2^53, so that equal imbalances are seen to be equal."""
+    """A step's tokens in the millions: squares stay below 2^53, so equal costs are recognised and no swap is left."""
     rng = np.random.default_rng(0)
-    counts_ME = rng.integers(0, 1_000_000, (4, 8))
-    home_E = np.repeat(np.arange(4), 2)
-    expected = reference.place_experts(counts_ME, home_E, 4, 2, 0.0)
-    assert np.array_equal(place_experts(counts_ME, home_E, 4, 2), expected)
+    case = Case(rng.integers(0, 1_000_000, (4, 8)), np.repeat(np.arange(4), 2), 4, 2, 0.0)
+    home_E = case.place()
+    cost = case.cost(home_E)
+    assert cost < case.cost(case.home_E)
+    assert all(case.cost(reference.swapped(home_E, e, f)) >= cost for e, f in np.ndindex(8, 8))
 
 
 def test_moves_are_counted_inside_and_between_nodes() -> None:

@@ -85,7 +85,6 @@ def test_quotas_are_those_of_the_reference(case: tuple[Instance, Replicas]) -> N
 def test_quotas_add_up_to_shares_and_sources_have_them(case: tuple[Instance, Replicas]) -> None:
     instance, replicas = case
     quotas_PR = split(instance, replicas)
-    assert quotas_PR.min(initial=0) >= 0
     assert quotas_PR.sum(axis=1).tolist() == [tokens for _, _, tokens in replicas]
     taken_RE = np.zeros_like(instance.counts_RE)
     for (expert, _, _), quotas_R in zip(replicas, quotas_PR, strict=True):

@@ -217,7 +217,7 @@ def test_every_balancer_runs_in_odd_settings(name: str) -> None:
             step = outcome.simulated
             assert 0 < step.step_time_s < 1
             assert sum(step.parts_s.values()) == pytest.approx(step.step_time_s)
-            assert outcome.memory["replica pool"] >= 0
+            assert outcome.load.pool_R.max() > 0 or not outcome.plan.num_replicas
             assert 0 <= outcome.cross_node_fraction <= 1
             if case.cluster.ranks == 1:
                 assert outcome.plan.num_replicas == 0

@@ -8,6 +8,8 @@ import os
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, SupportsIndex
 
+import numpy as np
+
 from trimtab.cluster import ModelSpec, load_model, model_like, preset_of_label
 from trimtab.errors import InputError
 from trimtab.trace import RoutingTrace
@@ -19,10 +21,12 @@ log = logging.getLogger("trimtab")
 
 
 def check_whole(least: int, **values: object) -> None:
-    """Raise InputError unless every value is an integer of at least `least`."""
+    """Raise InputError unless every value is an integer of at least `least` that fits 32 bits."""
     for name, value in values.items():
         if not isinstance(value, SupportsIndex) or operator.index(value) < least:
             raise InputError(f"{name}: {value!r} should be a whole number of at least {least}")
+        if operator.index(value) > np.iinfo(np.int32).max:
+            raise InputError(f"{name}: {value!r} is too large; it should be at most {np.iinfo(np.int32).max}")
 
 
 def check_optional(least: int, **values: object) -> None:

@@ -50,6 +50,10 @@ def main(arguments: list[str] | None = None) -> int:
 
 def run(name: str, parse: Callable[[], argparse.Namespace]) -> int:
     """Parse options and call `options.run(options)`. Prints errors after the command's name; returns the status."""
+    for name_of_stream in ("stdout", "stderr"):
+        # Closed by the caller.
+        if getattr(sys, name_of_stream) is None:
+            setattr(sys, name_of_stream, open(os.devnull, "w"))  # noqa: SIM115
     for stream in (sys.stdout, sys.stderr):
         # In a locale without Unicode.
         if isinstance(stream, TextIOWrapper):
@@ -77,7 +81,11 @@ def run(name: str, parse: Callable[[], argparse.Namespace]) -> int:
     except OSError as error:
         if error.errno not in UNWRITABLE:
             raise
-        return _failed(name, f"{error.filename or 'standard output'}: {error.strerror}", 2)
+        # Writes to standard output have no file's name, nor has the request for a directory that was removed.
+        nameless = "working directory" if error.errno == errno.ENOENT else "standard output"
+        return _failed(name, f"{error.filename or nameless}: {error.strerror}", 2)
+    except MemoryError as error:
+        return _failed(name, f"not enough memory{f': {error}' if str(error) else ''}", 1)
     except RankFailedError as error:
         return _failed(name, error, 1)
     except KeyboardInterrupt:

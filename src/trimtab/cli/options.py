@@ -14,6 +14,9 @@ from typing import Any
 from trimtab.cli.parser import NameList, closest
 from trimtab.errors import InputError
 
+# Of any number of things; larger ones would not fit the integers of kernels.
+LARGEST = 2**31 - 1
+
 
 def _integer(least: int, text: str) -> int:
     try:
@@ -22,6 +25,8 @@ def _integer(least: int, text: str) -> int:
         value = least - 1
     if value < least:
         raise argparse.ArgumentTypeError(f"{text!r} should be a whole number of at least {least}")
+    if value > LARGEST:
+        raise argparse.ArgumentTypeError(f"{text} is too large; it should be at most {LARGEST}")
     return value
 
 

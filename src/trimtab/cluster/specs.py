@@ -27,6 +27,8 @@ _RANGES: tuple[tuple[tuple[str, ...], Callable[[float], bool], str], ...] = (
     (("dense_backward", "expert_backward"), lambda ratio: 0 < ratio < math.inf, "above 0"),
     (("tile_rows", "planning_threads"), lambda count: count >= 1, "1 or more"),
 )  # fmt: skip
+# More than a model has experts; the planner has memory for all slots.
+MOST_SLOTS = 4096
 # Layers with replicas in shared slots at the same time: one in use and two prefetched.
 RING_LAYERS = 3
 
@@ -104,8 +106,8 @@ class ClusterSpec:
                 f"{self.ranks} ranks with {self.ranks_per_node} a node don't make whole nodes; "
                 f"ranks per node should divide the ranks{self._closest_nodes()}"
             )
-        if self.slots_per_rank < 0:
-            raise InputError(f"slots per rank is {self.slots_per_rank}; it should be 0 or more")
+        if not 0 <= self.slots_per_rank <= MOST_SLOTS:
+            raise InputError(f"slots per rank is {self.slots_per_rank}; it should be from 0 to {MOST_SLOTS}")
         for names, is_valid, range_text in _RANGES:
             for name in names:
                 if not is_valid(getattr(self, name)):

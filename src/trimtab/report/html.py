@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import base64
+import hashlib
 import json
 import os
 import re
@@ -18,6 +20,9 @@ from trimtab.report.sections import sections
 from trimtab.report.widgets import summary
 
 SCRIPTS = ("common.js", "bars.js", "heatmap.js", "grid.js", "timeline.js", "page.js")
+# Control characters, which a browser drops; bidirectional ones, which reorder the text after a name; bytes of a file's
+# name that are not UTF-8, which can't be written.
+NOT_SHOWN = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
 
 
 def write_html(report: Report | AnalysisReport, path: str | os.PathLike[str]) -> None:
@@ -26,13 +31,14 @@ def write_html(report: Report | AnalysisReport, path: str | os.PathLike[str]) ->
 
 
 def page_of(report: Report | AnalysisReport) -> str:
-    """The page as text, without external resources."""
+    """The page as text, without external resources. Characters of names that can't be shown are U+FFFD."""
     arrays = PageArrays()
     if isinstance(report, AnalysisReport):
         data, parts = analysis_data(report.analysis, arrays), analysis_sections(report)
     else:
         data, parts = simulation_data(report, arrays), sections(report)
     headline, _, rest = report.answer.partition(". ")
+    script = _script()
     values = {
         "title": escape(report.title),
         "headline": escape(f"{headline}." if rest else headline),
@@ -42,10 +48,18 @@ def page_of(report: Report | AnalysisReport) -> str:
         "data": in_script(json.dumps(data, allow_nan=False)),
         "arrays": "\n".join(arrays.elements),
         "css": _asset("page.css"),
-        "js": "\n".join(_asset(name) for name in SCRIPTS),
+        "script": script,
+        # The browser runs no other script, whatever a name contains.
+        "script_hash": base64.b64encode(hashlib.sha256(script.encode()).digest()).decode(),
     }
     # In one pass, so names in a report may contain placeholders.
-    return re.sub(r"\{\{(\w+)\}\}", lambda match: values[match[1]], _asset("page.html"))
+    page = re.sub(r"\{\{(\w+)\}\}", lambda match: values[match[1]], _asset("page.html"))
+    return NOT_SHOWN.sub("\ufffd", page)
+
+
+def _script() -> str:
+    text = "\n".join(_asset(name) for name in SCRIPTS)
+    return f'\n(async function () {{\n"use strict";\n{text}\n}})();\n'
 
 
 def _asset(name: str) -> str:

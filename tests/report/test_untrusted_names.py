@@ -1,0 +1,185 @@
+"""Names from users' files are text on every kind of page: no script runs, nothing else changes, the page works."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import fields, replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from helpers.browser import OpenPage, chromium, open_page
+from helpers.comparison_cases import some_case, some_trace
+from helpers.reports import some_analysis
+from trimtab.analysis.cost_estimate import CostEstimate
+from trimtab.report.html import NOT_SHOWN, page_of, write_html
+from trimtab.report.model import AnalysisReport, Report
+from trimtab.report.simulation import simulation_report
+from trimtab.rl.config import TrainConfig
+from trimtab.rl.paired_comparison import MeasuredPolicy
+from trimtab.rl.report import report_of
+from trimtab.runtime.planning import PlanReport
+from trimtab.runtime.ranks.recorder import COMBINE, DISPATCH, EXPERTS, OTHER, Recording
+from trimtab.simulator.comparison import ComparisonCase, simulate_policy
+from trimtab.simulator.simulated_case import SimulatedCase
+
+PLAIN = "a plain name"
+NAMES = {
+    "script": "<script>alert(1)</script>",
+    "end of a script": "</script><script>alert(1)</script>",
+    "end of a script's data": "<!--<script>",
+    "end of a comment": "--><svg onload=alert(1)>",
+    "end of a title": "</title></select></style><img src=x onerror=alert(1)>",
+    "end of an attribute": '"><img src=x onerror=alert(1)>',
+    "attribute": "\" autofocus onfocus='alert(1)' onmouseover=\"alert(1)",
+    "attribute, single quotes": "' onmouseover='alert(1)' x='",
+    "address": "javascript:alert(1)",
+    "link": "<a href=javascript:alert(1)>here</a>",
+    "entities": "&lt;img src=x onerror=alert(1)&gt; &#0; &amp;quot; \\u003cimg\\u003e",
+    "placeholders": "{{title}}{{data}}${alert(1)}`\\g<0>\\1%s{0}[bold]",
+    "control characters": "a\x00\x07\x08\x1b[31m\x7f\x9b\n\r\x85z",
+    "line separators": "a\u2028alert(1)\u2029z",
+    "reversed": "a\u202e)1(trela\u2066 z",
+    "not UTF-8": "trace-\udcff.parquet",
+    "long": "name" * 2500,
+}
+# What a pointer and a keyboard cause on every element, the handlers of names among them.
+TOUCH_ALL = """() => {
+  for (const each of document.querySelectorAll("details")) each.open = true;
+  for (const each of document.querySelectorAll("*")) {
+    for (const kind of ["pointerover", "mouseover", "mouseenter", "focus", "click", "pointerleave", "blur"]) {
+      each.dispatchEvent(new Event(kind, { bubbles: true }));
+    }
+  }
+}"""
+# All elements with their attributes, and all texts but scripts and their data.
+CONTENT = """() => [...document.documentElement.querySelectorAll("*")].map((element) => [
+  element.tagName,
+  ...[...element.attributes].flatMap(({ name, value }) => (name === "style" ? [] : [name, value])),
+  ...[...element.childNodes]
+    .filter((node) => node.nodeType === Node.TEXT_NODE && element.tagName !== "SCRIPT")
+    .map((node) => node.data),
+])"""
+
+
+def analysis_page(name: str) -> AnalysisReport:
+    analysis = some_analysis(domains=(name, f"code, {name}"), model=name).analysis
+    estimate = CostEstimate(name, name, 2.0, 1.0, (0.25, 0.25, 0.25, 0.25), 8)
+    return AnalysisReport(f"{name}.parquet", replace(analysis, estimate=estimate))
+
+
+def simulation_page(name: str) -> Report:
+    case = some_case()
+    named = replace(case, cluster=replace(case.cluster, name=name), model=replace(case.model, name=name))
+    return simulation_report(f"{name}.parquet", some_trace(), [simulated(named, ranks) for ranks in (4, 2)])
+
+
+def simulated(case: ComparisonCase, ranks: int) -> SimulatedCase:
+    policies = ("static", "balanced")
+    outcomes = {policy: simulate_policy(case, policy) for policy in policies}
+    return SimulatedCase(ranks, 1, None, case, outcomes, policies, {"static": 2.0, "balanced": 1.0})
+
+
+def training_page(name: str) -> Report:
+    """The report of a run in a folder of this name, on a model whose type is this name."""
+    recording = Recording(
+        np.array([OTHER, DISPATCH, EXPERTS, COMBINE], np.uint8), np.array([-1, 0, 0, 0], np.int16),
+        np.arange(4.0), np.arange(1.0, 5.0), ((0, 0.0, 4.0),) * 2,
+    )  # fmt: skip
+    figures: dict[str, Any] = dict.fromkeys((field.name for field in fields(PlanReport)), 1)
+    plan = PlanReport(**figures | {"strategy": "", "runner_up": ""})
+    measured = MeasuredPolicy([1.0], plan, np.full((1, 1, 2), 8), (recording, recording))
+    # Only its name is shown. A folder's has no slash, but this one must.
+    folder: Any = SimpleNamespace(name=name)
+    trainer: Any = SimpleNamespace(
+        config=TrainConfig(folder), model_config=SimpleNamespace(num_experts_per_tok=2, model_type=name),
+        session=SimpleNamespace(num_experts=4, topology=SimpleNamespace(ranks_per_node=2)), num_ranks=2,
+        device=torch.device("cpu"), layer_indices=np.arange(1), model=torch.nn.Linear(1, 1),
+        optimizer=SimpleNamespace(state={}),
+    )  # fmt: skip
+    return report_of(trainer, {"static": measured, "trimtab": measured})
+
+
+PAGES: dict[str, Callable[[str], Report | AnalysisReport]] = {
+    "analysis": analysis_page,
+    "simulation": simulation_page,
+    "training": training_page,
+}
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Any]:
+    with chromium() as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def plain_content(browser: Any, tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[list[str]]]:
+    """Elements and texts of each kind of page with a plain name."""
+    folder, found = tmp_path_factory.mktemp("plain"), {}
+    for kind, page_with in PAGES.items():
+        write_html(page_with(PLAIN), folder / "page.html")
+        with open_page(browser, folder / "page.html") as opened:
+            found[kind] = content_after_use(opened)
+        assert sum(PLAIN in text for element in found[kind] for text in element) > 2
+    return found
+
+
+def content_after_use(opened: OpenPage) -> list[list[str]]:
+    """All elements and texts, after every list, button, table and picture was used."""
+    page = opened.page
+    opened.wait_until_drawn()
+    for select in page.locator("select").all():
+        for option in range(min(3, select.locator("option").count())):
+            select.select_option(index=option)
+    for canvas in page.locator("canvas").all():
+        canvas.focus()
+        for key in ("ArrowRight", "ArrowDown", "PageDown", "n", "+"):
+            page.keyboard.press(key)
+    for part in page.locator("[data-figures], circle, [data-layer]").all()[:5]:
+        part.hover()
+    page.evaluate(TOUCH_ALL)
+    content: list[list[str]] = page.evaluate(CONTENT)
+    return content
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("kind", PAGES)
+def test_a_name_is_text_and_nothing_else(
+    browser: Any, plain_content: dict[str, list[list[str]]], tmp_path: Path, kind: str, name: str
+) -> None:
+    write_html(PAGES[kind](NAMES[name]), tmp_path / "page.html")
+    with open_page(browser, tmp_path / "page.html") as opened:
+        content = content_after_use(opened)
+        for width in (1280, 390):
+            opened.page.set_viewport_size({"width": width, "height": 900})
+            assert opened.page.evaluate("document.documentElement.scrollWidth") == width
+        assert opened.complaints == []
+        assert opened.requests == []
+    shown = NOT_SHOWN.sub("\ufffd", NAMES[name])
+    expected = [[text.replace(PLAIN, shown) for text in element] for element in plain_content[kind]]
+    assert [[NOT_SHOWN.sub("\ufffd", text) for text in element] for element in content] == expected
+
+
+def test_a_page_runs_no_script_but_its_own(browser: Any, tmp_path: Path) -> None:
+    """Even if a name got into the page as HTML."""
+    write_html(simulation_page(PLAIN), tmp_path / "page.html")
+    page = (tmp_path / "page.html").read_text().replace(PLAIN, "<script>document.title = 'changed'</script>")
+    (tmp_path / "page.html").write_text(page)
+    with open_page(browser, tmp_path / "page.html") as opened:
+        opened.wait_until_drawn()
+        assert opened.page.locator("dd script").count() > 0
+        assert opened.page.title() != "changed"
+        assert all("Content Security Policy" in complaint for complaint in opened.complaints)
+
+
+def test_characters_that_cannot_be_shown_are_replaced() -> None:
+    """A name can't reorder the text after it, or end a line of the page's source."""
+    for page_with in PAGES.values():
+        page = page_of(page_with("a\u202eb\x00c\x1bd\u2028e\udcfff"))
+        assert "a\ufffdb\ufffdc\ufffdd\ufffde\ufffdf" in page
+        assert not NOT_SHOWN.search(page)
