@@ -17,10 +17,10 @@ os.environ.setdefault("TRIMTAB_VERIFY_WEIGHTS", "1")
 
 @pytest.fixture(scope="module")
 def pool() -> Iterator[RankPool]:
-    """Two ranks that the tests of one file share."""
+    """Two ranks that all tests share, with a dictionary that the tests of one file share."""
     # Most tests do without torch.
-    from helpers.rank_pool import RankPool
+    from helpers.rank_pool import shared_pool
 
-    pool = RankPool(2)
+    pool = shared_pool(2)
     yield pool
-    pool.close()
+    pool.forget()

@@ -87,18 +87,22 @@ RECOMPUTE: dict[str, dict[str, Any]] = {
 
 def compare_runs(layout: Layout, cases: Sequence[MegatronCase]) -> list[float]:
     """The worst relative difference of a loss, `main_grad` or parameter, by case."""
+    use_layout(layout)
+    return [_Comparison(layout, case).worst() for case in cases]
+
+
+def use_layout(layout: Layout) -> None:
+    """Create Megatron's process groups, in place of those of another layout."""
     torch.set_num_threads(1)
     use_cpu()
     from megatron.core import parallel_state
 
-    virtual = 2 if layout.interleaved else None
-    if not parallel_state.model_parallel_is_initialized():
-        parallel_state.initialize_model_parallel(
-            tensor_model_parallel_size=layout.tensor, pipeline_model_parallel_size=layout.pipeline,
-            virtual_pipeline_model_parallel_size=virtual, context_parallel_size=layout.context,
-            expert_model_parallel_size=layout.expert, expert_tensor_parallel_size=1,
-        )  # fmt: skip
-    return [_Comparison(layout, case).worst() for case in cases]
+    parallel_state.destroy_model_parallel()
+    parallel_state.initialize_model_parallel(
+        tensor_model_parallel_size=layout.tensor, pipeline_model_parallel_size=layout.pipeline,
+        virtual_pipeline_model_parallel_size=2 if layout.interleaved else None,
+        context_parallel_size=layout.context, expert_model_parallel_size=layout.expert, expert_tensor_parallel_size=1,
+    )  # fmt: skip
 
 
 class Model:

@@ -1,19 +1,24 @@
-"""Ranks that stay alive between calls of a test."""
+"""Ranks that stay alive between calls of tests: it takes seconds to start one."""
 
 from __future__ import annotations
 
+import atexit
+import gc
+import os
 import threading
 import time
 import traceback
 from collections.abc import Callable
 from contextlib import suppress
+from functools import cache
 from multiprocessing.connection import Client, Connection, Listener
 from typing import Any
 
+from helpers.examples import examples
 from trimtab.errors import RankFailedError
 from trimtab.launch import launch
 
-TIMEOUT_S = 90
+TIMEOUT_S = examples(short=90, long=1800)
 
 
 class RankPool:
@@ -54,6 +59,11 @@ class RankPool:
             raise AssertionError("\n".join(problems))
         return values
 
+    def forget(self) -> None:
+        """Empty the dictionaries."""
+        if self._connections:
+            self.call(_forget)
+
     def close(self) -> None:
         """Kill the ranks."""
         for connection in self._connections:
@@ -74,6 +84,41 @@ class RankPool:
         listener.close()
 
 
+@cache
+def shared_pool(ranks: int, patched: str = "") -> RankPool:
+    """The ranks that all tests of this process share. Their functions leave nothing behind that others notice.
+
+    Args:
+        ranks: number of ranks.
+        patched: what the functions of these ranks patch for good, for example "megatron".
+    """
+    pool = RankPool(ranks)
+    atexit.register(pool.close)
+    return pool
+
+
+def on_ranks(function: Callable[..., Any], args: tuple[Any, ...] = (), *, ranks: int, patched: str = "") -> list[Any]:
+    """Results of `function(*args)` on ranks of `shared_pool`; called as `launch`.
+
+    Raises:
+        AssertionError: with the tracebacks of ranks that raised, or did not answer.
+    """
+    pool = shared_pool(ranks, patched)
+    results = pool.call(_call, function, *args)
+    pool.forget()
+    return results
+
+
+def _call(_state: dict[str, Any], function: Callable[..., Any], *args: Any) -> Any:
+    return function(*args)
+
+
+def _forget(state: dict[str, Any]) -> None:
+    state.clear()
+    # Sessions and models are reference cycles.
+    gc.collect()
+
+
 def _launch(address: Any, ranks: int) -> None:
     with suppress(RankFailedError):  # The normal end of ranks.
         launch(_serve, (address,), ranks=ranks)
@@ -86,8 +131,11 @@ def _serve(address: Any) -> None:
     connection.send(dist.get_rank())
     state: dict[str, Any] = {}
     while True:
-        # This rank ends with the connection, and the launcher then kills ranks that hang.
-        function, args = connection.recv()
+        try:
+            function, args = connection.recv()
+        except EOFError:
+            # The launcher then kills ranks that hang.
+            os._exit(1)
         try:
             connection.send((function(state, *args), ""))
         except BaseException:
