@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import gc
 import os
+import signal
 import threading
 import time
 import traceback
@@ -27,6 +28,7 @@ class RankPool:
     def __init__(self, ranks: int) -> None:
         self._ranks = ranks
         self._connections: list[Connection] = []
+        self._pids: list[int] = []
         self._thread: threading.Thread | None = None
 
     def call(self, function: Callable[..., Any], *args: Any) -> list[Any]:
@@ -66,9 +68,12 @@ class RankPool:
 
     def close(self) -> None:
         """Kill the ranks."""
+        for pid in self._pids:
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
         for connection in self._connections:
             connection.close()
-        self._connections = []
+        self._connections, self._pids = [], []
         if self._thread is not None:
             self._thread.join()
 
@@ -79,7 +84,9 @@ class RankPool:
         connections: dict[int, Connection] = {}
         for _ in range(self._ranks):
             connection = listener.accept()
-            connections[connection.recv()] = connection
+            rank, pid = connection.recv()
+            connections[rank] = connection
+            self._pids.append(pid)
         self._connections = [connections[rank] for rank in range(self._ranks)]
         listener.close()
 
@@ -117,6 +124,8 @@ def _forget(state: dict[str, Any]) -> None:
     state.clear()
     # Sessions and models are reference cycles.
     gc.collect()
+    # What lives now, modules mostly, is not searched again.
+    gc.freeze()
 
 
 def _launch(address: Any, ranks: int) -> None:
@@ -128,14 +137,10 @@ def _serve(address: Any) -> None:
     import torch.distributed as dist
 
     connection = Client(address)
-    connection.send(dist.get_rank())
+    connection.send((dist.get_rank(), os.getpid()))
     state: dict[str, Any] = {}
     while True:
-        try:
-            function, args = connection.recv()
-        except EOFError:
-            # The launcher then kills ranks that hang.
-            os._exit(1)
+        function, args = connection.recv()
         try:
             connection.send((function(state, *args), ""))
         except BaseException:
