@@ -1,7 +1,7 @@
 """Balanced Megatron models train as Megatron's own: losses, `main_grad`s and parameters over optimizer steps.
 
-Options are combined so that every value occurs; in the long form every pair of values of two options, the layout of
-ranks among them. The first of each layout then trains for five steps, the others for two.
+Options are combined so that every value occurs; in the long form all values of any three options, the layout of ranks
+among them. The first of each layout then trains for five steps, the others for two.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ MORE: dict[str, list[MegatronCase]] = {
 }
 """Options that are not combined with others."""
 # How many options are combined in all ways.
-TOGETHER = examples(short=1, long=2)
+TOGETHER = examples(short=1, long=3)
 
 
 def parts_of(values: tuple[Any, ...], together: int) -> set[tuple[tuple[int, Any], ...]]:
@@ -75,14 +75,13 @@ def cases_of(layout: str) -> list[MegatronCase]:
     return found
 
 
-def test_combinations_cover_all_pairs() -> None:
-    covered = set().union(*(parts_of(values, 2) for values in combinations(2)))
-    values = list(OPTIONS.values())
-    assert covered == {
-        ((i, a), (j, b))
-        for i, j in itertools.combinations(range(len(values)), 2)
-        for a, b in itertools.product(values[i], values[j])
-    }
+def test_combinations_have_all_values_of_options_together() -> None:
+    options = [[(number, value) for value in values] for number, values in enumerate(OPTIONS.values())]
+    for together in (1, 2, 3):
+        covered = set().union(*(parts_of(values, together) for values in combinations(together)))
+        assert covered == {
+            part for chosen in itertools.combinations(options, together) for part in itertools.product(*chosen)
+        }
 
 
 @pytest.mark.long
