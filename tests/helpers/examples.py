@@ -1,6 +1,6 @@
 """How many examples tests run: few for each change; many with `TRIMTAB_TESTS=long`, which `make test-long` sets.
 
-A test that has a long form is marked `long`.
+Tests that use this are marked `longer`.
 """
 
 from __future__ import annotations

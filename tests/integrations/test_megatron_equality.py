@@ -84,7 +84,7 @@ def test_combinations_have_all_values_of_options_together() -> None:
         }
 
 
-@pytest.mark.long
+@pytest.mark.longer
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_balanced_models_train_as_megatron_s_own(layout: str) -> None:
     cases = cases_of(layout) + MORE.get(layout, [])

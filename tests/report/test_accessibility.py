@@ -57,7 +57,7 @@ def violations(page: Any, axe_script: str) -> list[tuple[str, str]]:
     return [(each["id"], each["nodes"][0]["html"]) for each in found["violations"]]
 
 
-@pytest.mark.long
+@pytest.mark.longer
 @pytest.mark.parametrize(
     ("name", "scheme", "width"),
     examples(

@@ -133,7 +133,7 @@ def test_another_number_of_ranks_continues_from_the_same_weights_and_optimizer(s
             assert relative_error(actual[name], value) < 1e-4, name
 
 
-@pytest.mark.long
+@pytest.mark.longer
 def test_a_run_killed_at_random_moments_ends_like_an_uninterrupted_one(straight: Path, tmp_path: Path) -> None:
     """Kills the whole run, its launcher, or one rank, while it starts, trains, or writes."""
     seed = time.time_ns() % 1_000_000

@@ -122,7 +122,7 @@ def pool(request: pytest.FixtureRequest) -> Iterator[RankPool]:
     pool.forget()
 
 
-@pytest.mark.long
+@pytest.mark.longer
 def test_any_loop_equals_one_process(pool: RankPool) -> None:
     machine = type("AnyLoopOnRanks", (AnyLoop,), {"pool": pool})
     run_state_machine_as_test(

@@ -14,14 +14,14 @@ from helpers.examples import examples
 from helpers.rank_pool import on_ranks
 
 
-@pytest.mark.long
+@pytest.mark.longer
 @pytest.mark.parametrize(
     ("ranks", "groups", "dtype", "short", "long", "listed"),
     [
         (2, 1, torch.float64, 16, 128, False),
         (3, 1, torch.float64, 4, 32, False),
         (4, 1, torch.float64, 4, 40, False),
-        (4, 2, torch.float64, 8, 40, False),
+        (4, 2, torch.float64, 4, 40, False),
         (2, 1, torch.float32, 4, 16, False),
         (2, 1, torch.float64, 8, 64, True),
         (3, 1, torch.float64, 4, 24, True),

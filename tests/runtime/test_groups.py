@@ -31,7 +31,7 @@ def pool() -> Iterator[RankPool]:
     pool.forget()
 
 
-@pytest.mark.long
+@pytest.mark.longer
 @pytest.mark.parametrize("groups", [1, 2])
 def test_random_plans_equal_the_single_process(groups: int) -> None:
     """On groups of scattered ranks: with homes that move, replicas on both paths, clipping and optimizer steps."""

@@ -84,7 +84,7 @@ def try_ring_often(trials: int) -> int:
     return sum(try_ring(np.random.default_rng(seed)) for seed in range(trials))
 
 
-@pytest.mark.long
+@pytest.mark.longer
 @pytest.mark.usefixtures("one_rank")
 def test_random_visits_of_the_ring() -> None:
     assert try_ring_often(RING_TRIALS) > 10 * RING_TRIALS
@@ -101,7 +101,7 @@ RING_MUTANTS = {
 }
 
 
-@pytest.mark.long
+@pytest.mark.longer
 @pytest.mark.parametrize("mutant", RING_MUTANTS)
 @pytest.mark.usefixtures("one_rank")
 def test_random_visits_find_mutants_of_the_ring(mutant: str) -> None:
@@ -136,7 +136,7 @@ def compare_in_all_modes(cases: list[Case]) -> None:
     assert min(copies, messages) > 10 * len(cases)
 
 
-@pytest.mark.long
+@pytest.mark.longer
 @pytest.mark.parametrize(("ranks", "count"), [(2, 8), (3, 4), (4, 4)])
 def test_random_plans_equal_the_single_process(ranks: int, count: int) -> None:
     """Every second case of 4 ranks has two expert-parallel groups."""
@@ -155,7 +155,7 @@ MUTANTS = {
 }
 
 
-@pytest.mark.long
+@pytest.mark.longer
 @pytest.mark.parametrize("mode", examples(short=["late"], long=late_device.MODES))
 @pytest.mark.parametrize("mutant", MUTANTS)
 def test_random_plans_find_mutants(mutant: str, mode: str) -> None:

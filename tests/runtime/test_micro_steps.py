@@ -23,8 +23,8 @@ UNKNOWN = (0.0, 0.05, 0.5, 1.0)
 RUNS = ("plain", "checkpoint", "reentrant checkpoint", "nested checkpoint")
 
 
-@pytest.mark.long
-@pytest.mark.parametrize(("ranks", "groups", "count"), [(2, 1, 16), (3, 1, 8), (4, 1, 8), (4, 2, 8)])
+@pytest.mark.longer
+@pytest.mark.parametrize(("ranks", "groups", "count"), [(2, 1, 16), (3, 1, 4), (4, 1, 4), (4, 2, 4)])
 def test_rows_of_any_micro_steps_in_any_order(ranks: int, groups: int, count: int) -> None:
     """Slices of sequences, unknown routes, several active micro-steps, chunks, both dispatchers."""
     rng = np.random.default_rng(ranks + groups)
@@ -34,7 +34,7 @@ def test_rows_of_any_micro_steps_in_any_order(ranks: int, groups: int, count: in
             plain=bool(rng.integers(2)), complete=bool(rng.integers(2)), groups=groups,
             given=ranks == 4 and bool(rng.integers(2)),
         )
-        for seed in range(examples(short=count, long=8 * count))
+        for seed in range(examples(short=count, long=12 * count))
     ]  # fmt: skip
     on_ranks(compare_micro_steps, (cases,), ranks=ranks)
 
@@ -56,7 +56,7 @@ def run_many_micro_steps() -> None:
     torch.set_num_threads(1)
     session, model = make_session()
     rng = np.random.default_rng(torch.distributed.get_rank())
-    count, tokens = 300, torch.zeros(64, dtype=torch.int64)
+    count, tokens = 100, torch.zeros(64, dtype=torch.int64)
     session.plan_micro_steps([random_rows(rng, 64) for _ in range(count)])
     steps, losses, after = [session.micro_step(m) for m in range(count)], [], []
     for m, step in enumerate(steps):
@@ -66,7 +66,7 @@ def run_many_micro_steps() -> None:
             losses.append(F.cross_entropy(model(tokens), tokens))
         if m:
             losses[m - 1].backward()
-        if m % 60 == 59:
+        if m % 20 == 19:
             gc.collect()
             after.append(sum(t.nbytes for t in gc.get_objects() if type(t) is torch.Tensor and t.dtype is torch.int64))
     assert max(after[1:]) <= after[0] + 4096, after
