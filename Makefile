@@ -14,20 +14,18 @@ demo: .venv/.ready  ## post-train a small MoE on two local ranks, balanced by Tr
 # These start ranks, which share their files' processes; a file at a time on each core.
 WIDE := tests/runtime tests/rl tests/integrations tests/launch tests/calibration tests/doctor tests/test_examples.py
 
-# Tests of other targets.
-NOT_HERE := --ignore=tests/reliability
-PYTEST := $(BIN)/python -m pytest -n 2 $(NOT_HERE)
+PYTEST := $(BIN)/python -m pytest -n 2 --ignore=tests/reliability
 
 test: .venv/.ready  ## run the tests (about 6 minutes on 2 cores)
-	$(PYTEST) $(addprefix --ignore=,$(WIDE))
-	$(PYTEST) --dist loadfile $(WIDE)
+	$(PYTEST) -m 'not long' $(addprefix --ignore=,$(WIDE))
+	$(PYTEST) -m 'not long' --dist loadfile $(WIDE)
 
 test-fast: .venv/.ready  ## run the tests that start no ranks and no browser (less than a minute)
-	$(PYTEST) $(addprefix --ignore=,$(WIDE) $(SLOW))
+	$(PYTEST) -m 'not long and not slow' $(addprefix --ignore=,$(WIDE))
 
 test-long: .venv/.ready  ## run tests with many more random examples and combinations (about 15 minutes)
-	TRIMTAB_TESTS=long $(PYTEST) -m long $(addprefix --ignore=,$(WIDE))
-	TRIMTAB_TESTS=long $(PYTEST) -m long --dist loadfile $(WIDE)
+	TRIMTAB_TESTS=long $(PYTEST) -m 'long or longer' $(addprefix --ignore=,$(WIDE))
+	TRIMTAB_TESTS=long $(PYTEST) -m 'long or longer' --dist loadfile $(WIDE)
 
 # MEGATRON=path/to/Megatron-LM runs them with the Megatron in that folder.
 test-megatron: .venv/.ready  ## run the long form of the Megatron tests (MEGATRON=folder: with that version)

@@ -12,6 +12,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from helpers.examples import examples
 from helpers.fake_te import use_grouped_experts
 from helpers.random_plans import random_plan
 from trimtab.array_type import Array
@@ -52,7 +53,7 @@ class MegatronCase:
     """
 
     seed: int = 0
-    steps: int = 5
+    steps: int = examples(short=2, long=5)
     recompute: str = "none"
     distributed_optimizer: bool = False
     overlap: bool = False

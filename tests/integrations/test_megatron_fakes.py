@@ -41,6 +41,7 @@ def ranks() -> RankPool:
     return pool
 
 
+@pytest.mark.longer
 @pytest.mark.parametrize("name", CASES)
 def test_balanced_run_equals_megatrons_own(ranks: RankPool, name: str) -> None:
     case = CASES[name]

@@ -276,6 +276,7 @@ for name, flood in floods.items():
 """
 
 
+@pytest.mark.slow
 def test_pickles_with_too_many_objects_are_refused() -> None:
     result = subprocess.run([sys.executable, "-c", FLOODS], capture_output=True, text=True, check=True, timeout=300)
     lines = [line.split("|") for line in result.stdout.splitlines()]
