@@ -19,7 +19,9 @@ from helpers.examples import examples
 from trimtab.errors import RankFailedError
 from trimtab.launch import launch
 
-TIMEOUT_S = examples(short=90, long=1800)
+# Of one call, and of one test.
+TIMEOUT_S = examples(short=90, long=600)
+TEST_TIMEOUT_S = examples(short=600, long=1800)
 
 
 class RankPool:
@@ -31,7 +33,7 @@ class RankPool:
         self._pids: list[int] = []
         self._thread: threading.Thread | None = None
 
-    def call(self, function: Callable[..., Any], *args: Any) -> list[Any]:
+    def call(self, function: Callable[..., Any], *args: Any, timeout_s: float = TIMEOUT_S) -> list[Any]:
         """Results of `function(state, *args)` on all ranks.
 
         Raises:
@@ -41,7 +43,7 @@ class RankPool:
             self._start()
         for connection in self._connections:
             connection.send((function, args))
-        deadline = time.monotonic() + TIMEOUT_S
+        deadline = time.monotonic() + timeout_s
         values: list[Any] = []
         problems: list[str] = []
         for rank, connection in enumerate(self._connections):
@@ -111,7 +113,7 @@ def on_ranks(function: Callable[..., Any], args: tuple[Any, ...] = (), *, ranks:
         AssertionError: with the tracebacks of ranks that raised, or did not answer.
     """
     pool = shared_pool(ranks, patched)
-    results = pool.call(_call, function, *args)
+    results = pool.call(_call, function, *args, timeout_s=TEST_TIMEOUT_S)
     pool.forget()
     return results
 
