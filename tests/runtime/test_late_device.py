@@ -155,8 +155,8 @@ MUTANTS = {
 }
 
 
-@pytest.mark.longer
-@pytest.mark.parametrize("mode", examples(short=["late"], long=late_device.MODES))
+@pytest.mark.long
+@pytest.mark.parametrize("mode", late_device.MODES)
 @pytest.mark.parametrize("mutant", MUTANTS)
 def test_random_plans_find_mutants(mutant: str, mode: str) -> None:
     if mode == "serial" and mutant != "order of rank":
@@ -178,6 +178,7 @@ def fetch_after_exchange() -> None:
     compare_with_mutant(mutant, "serial")
 
 
+@pytest.mark.long
 def test_serial_messages_find_another_order_of_groups() -> None:
     """Messages of two groups that ranks post in opposite orders block each other only if they run one at a time."""
     with pytest.raises(RankFailedError, match=r"RuntimeError: .*Timed out|RanksDisagreeError"):
