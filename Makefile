@@ -1,5 +1,5 @@
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-megatron mutants lint bench clean
+.PHONY: help demo test test-fast test-long test-megatron mutants lint bench clean
 
 PYTHON ?= python3
 BIN := .venv/bin
@@ -14,13 +14,22 @@ demo: .venv/.ready  ## post-train a small MoE on two local ranks, balanced by Tr
 # These start ranks, which share their files' processes; a file at a time on each core.
 WIDE := tests/runtime tests/rl tests/integrations tests/launch tests/calibration tests/doctor tests/test_examples.py
 
-test: .venv/.ready  ## run the tests (about 25 minutes)
-	$(BIN)/python -m pytest -n 2 $(addprefix --ignore=,$(WIDE))
-	$(BIN)/python -m pytest -n 2 --dist loadfile $(WIDE)
+PYTEST := $(BIN)/python -m pytest -n 2 --ignore=tests/reliability
+
+test: .venv/.ready  ## run the tests (about 6 minutes on 2 cores)
+	$(PYTEST) -m 'not long' $(addprefix --ignore=,$(WIDE))
+	$(PYTEST) -m 'not long' --dist loadfile $(WIDE)
+
+test-fast: .venv/.ready  ## run the tests that start no ranks and no browser (less than a minute)
+	$(PYTEST) -m 'not long and not slow' $(addprefix --ignore=,$(WIDE))
+
+test-long: .venv/.ready  ## run tests with many more random examples and combinations (about 15 minutes)
+	TRIMTAB_TESTS=long $(PYTEST) -m 'long or longer' $(addprefix --ignore=,$(WIDE))
+	TRIMTAB_TESTS=long $(PYTEST) -m 'long or longer' --dist loadfile $(WIDE)
 
 # MEGATRON=path/to/Megatron-LM runs them with the Megatron in that folder.
-test-megatron: .venv/.ready  ## run all combinations of the Megatron tests (MEGATRON=folder: with that version)
-	TRIMTAB_MEGATRON=full PYTHONPATH=$(MEGATRON) $(BIN)/python -m pytest tests/integrations -k megatron
+test-megatron: .venv/.ready  ## run the long form of the Megatron tests (MEGATRON=folder: with that version)
+	TRIMTAB_TESTS=long PYTHONPATH=$(MEGATRON) $(BIN)/python -m pytest tests/integrations -k megatron
 
 mutants: .venv/.ready  ## make single mistakes in the source, and check that tests fail (about 20 minutes)
 	$(BIN)/python tests/mutants/run.py

@@ -15,12 +15,19 @@ if TYPE_CHECKING:
 os.environ.setdefault("TRIMTAB_VERIFY_WEIGHTS", "1")
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Tests that start ranks or a browser are `slow`."""
+    for item in items:
+        if {"pool", "browser"} & set(getattr(item, "fixturenames", ())):
+            item.add_marker("slow")
+
+
 @pytest.fixture(scope="module")
 def pool() -> Iterator[RankPool]:
-    """Two ranks that the tests of one file share."""
+    """Two ranks that all tests share, with a dictionary that the tests of one file share."""
     # Most tests do without torch.
-    from helpers.rank_pool import RankPool
+    from helpers.rank_pool import shared_pool
 
-    pool = RankPool(2)
+    pool = shared_pool(2)
     yield pool
-    pool.close()
+    pool.forget()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 
@@ -313,12 +314,12 @@ def plain_price(
             step += (2 + costs.dense_backward) * costs.layer_s
         step += (2 + costs.dense_backward) * costs.outer_s
     dense, layers = 0.0, counts.shape[1]
-    for tokens in lengths.tolist():
-        dense += tokens / ranks * (layers * costs.token_s + costs.outer_token_s)
-        dense += tokens**2 / ranks * (layers * costs.square_s + costs.outer_square_s)
+    for tokens, sequences in Counter(lengths.tolist()).items():
+        dense += sequences * tokens / ranks * (layers * costs.token_s + costs.outer_token_s)
+        dense += sequences * tokens**2 / ranks * (layers * costs.square_s + costs.outer_square_s)
         # A query meets `reach` keys at most; t * t counts every pair below the diagonal twice, and the diagonal once.
         near = sum(min(query, costs.reach) + min(query + 1, costs.reach) for query in range(tokens))
-        dense += near / ranks * (layers * costs.reach_s + costs.outer_reach_s)
+        dense += sequences * near / ranks * (layers * costs.reach_s + costs.outer_reach_s)
     scale = model.moe_layers / layers
     step += (2 + costs.dense_backward) * dense
     return scale * (step / num_steps + costs.optimizer_s), scale * lost / num_steps

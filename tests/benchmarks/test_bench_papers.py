@@ -81,6 +81,7 @@ def test_a_case_is_the_last_step_of_its_trace_after_the_earlier_ones() -> None:
     assert simulate_policy(compared, "static").plan.num_micro_steps == 2
 
 
+@pytest.mark.slow
 def test_figures_are_those_of_the_simulated_steps(figures: dict[str, Any]) -> None:
     assert (figures["schema"], figures["yardstick"], figures["seeds"]) == (SCHEMA, yardstick(), [1, 0])
     assert figures["settings"]["sizes"]["steps"] == 3
@@ -206,6 +207,7 @@ def test_tables_show_medians_over_seeds_and_the_worst_cases_first() -> None:
     assert re.findall(r"\w+", worst.splitlines()[1]) == ["case", "ratio", "above", "bound", "dispatch", "planning"]
 
 
+@pytest.mark.slow
 def test_the_command_runs_the_chosen_cases(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

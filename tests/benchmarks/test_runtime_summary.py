@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 from rich.console import Console
 
+from helpers.rank_pool import on_ranks
 from trimtab.benchmarks.bench_runtime import RuntimeBenchmark, run_benchmark
 from trimtab.benchmarks.runtime_summary import summarise_steps
 from trimtab.benchmarks.runtime_tables import print_figures
-from trimtab.launch import launch
 
 RATIOS = ("gain_captured", "fraction_of_balanced", "overhead_when_balanced")
 
@@ -79,12 +79,13 @@ def test_several_nodes_are_compared_with_a_plan_that_ignores_them() -> None:
     assert summarise_steps(times, [[1.2], [1.2]])["speedup_vs_node_blind"] == pytest.approx(1.25)
 
 
+@pytest.mark.slow
 def test_a_small_run_has_every_seed_and_explains_its_figures(tmp_path: Path) -> None:
     path = tmp_path / "runtime.json"
     settings = RuntimeBenchmark(
         tokens=256, rounds=2, json=path, seeds=2, layers=2, hidden=64, width=128, experts=16, sequence_length=64
     )
-    launch(run_benchmark, (settings,), ranks=2)
+    on_ranks(run_benchmark, (settings,), ranks=2)
     figures = json.loads(path.read_text())
     assert figures["settings"]["seeds"] == 2
     assert list(figures["policies"]) == ["static", "trimtab", "balanced", "native"]

@@ -111,6 +111,7 @@ def test_plan_of_even_routing_has_no_replicas(tmp_path: Path) -> None:
     assert json.loads((tmp_path / "p.json").read_text())["replicas"] == 0
 
 
+@pytest.mark.slow
 def test_bench_planner(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = ["--json", str(tmp_path / "bench.json"), "--frontier", str(tmp_path / "frontier.svg")]
     size = ["--sizes", "4/32", "--preset", "qwen3-30b-math", "--slots", "1", "--layers", "1"]
@@ -129,6 +130,7 @@ def test_bench_planner(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> No
     assert "<svg" in (tmp_path / "frontier.svg").read_text()
 
 
+@pytest.mark.slow
 def test_bench_capture(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     from trimtab.benchmarks import bench_capture as capture
     from trimtab.integrations.transformers import RoutingRecord
@@ -146,6 +148,7 @@ def test_bench_capture(tmp_path: Path, capsys: pytest.CaptureFixture[str], monke
     assert RoutingRecord.begin.__qualname__ == "RoutingRecord.begin"
 
 
+@pytest.mark.slow
 def test_bench_transfer(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["bench", "transfer", "--rounds", "1", "--json", str(tmp_path / "bench.json")]) == 0
     printed = capsys.readouterr().out

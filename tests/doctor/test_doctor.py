@@ -9,9 +9,11 @@ import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 
+from helpers.rank_pool import on_ranks
 from trimtab import ModelSpec
 from trimtab.cli.main import main
 from trimtab.doctor import examination, self_check
@@ -22,7 +24,7 @@ from trimtab.doctor.model_check import check_model
 from trimtab.doctor.replica_check import check_replicas
 from trimtab.doctor.self_check import PathCheck
 from trimtab.errors import RankFailedError
-from trimtab.launch import launch, shared_files
+from trimtab.launch import shared_files
 from trimtab.launch.launcher import ALLOCATOR
 from trimtab.runtime.transfer.mirror import NodeMirror
 from trimtab.runtime.transfer.returns import GradientReturns
@@ -120,19 +122,19 @@ def test_bad_input_gets_status_2(arguments: list[str], message: str, capsys: pyt
 
 
 def lose_gradients() -> None:
-    GradientReturns._add = lambda self, pending: None  # type: ignore[method-assign]
-    assert self_check._check_path("peer").error > 1e-3
+    with mock.patch.object(GradientReturns, "_add"):
+        assert self_check._check_path("peer").error > 1e-3
 
 
 def read_a_wrong_expert_from_the_mirror() -> None:
-    NodeMirror.row = lambda self, layer, expert: next(iter(self._rows.values()))  # type: ignore[method-assign]
-    assert self_check._check_path("host").error > 1e-3
-    assert self_check._check_path("peer").error < 1e-12
+    with mock.patch.object(NodeMirror, "row", lambda self, layer, expert: next(iter(self._rows.values()))):
+        assert self_check._check_path("host").error > 1e-3
+        assert self_check._check_path("peer").error < 1e-12
 
 
 def test_the_micro_step_detects_a_broken_path() -> None:
-    launch(lose_gradients, (), ranks=2)
-    launch(read_a_wrong_expert_from_the_mirror, (), ranks=2)
+    on_ranks(lose_gradients, ranks=2)
+    on_ranks(read_a_wrong_expert_from_the_mirror, ranks=2)
 
 
 def test_a_wrong_or_failed_micro_step_is_a_problem(monkeypatch: pytest.MonkeyPatch) -> None:

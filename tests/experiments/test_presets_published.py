@@ -14,13 +14,16 @@ from experiments.presets.__main__ import main, tables
 from experiments.presets.measure import as_stated, measure
 from experiments.presets.published_skew import PUBLISHED, PublishedSkew
 from experiments.presets.skew_measures import Sample, busier_half, concentration, gini, persistence, rank_loads
+from helpers.examples import examples
 from trimtab.trace import PRESETS, RoutingTrace, synthesize_preset
 
 DOCS = Path(__file__).parents[2] / "docs"
 # Others than the stored figures' seeds, and fewer tokens.
-SEEDS, TOKENS = (11, 12, 13, 14, 15), 1 << 17
+SEEDS, TOKENS = examples(short=(11, 12), long=(11, 12, 13, 14, 15)), 1 << 17
 
 
+@pytest.mark.longer
+@pytest.mark.slow
 @pytest.mark.parametrize("preset", sorted({row.preset for row in PUBLISHED}))
 def test_a_preset_has_the_skew_it_is_named_after(preset: str) -> None:
     # Eight groups of four ranks with 16,384 tokens each need more tokens.

@@ -12,6 +12,7 @@ from trimtab.planner import Workload
 TINY = RuntimeBenchmark(tokens=1024, rounds=1, seeds=1, layers=2, hidden=64, width=128, experts=16, sequence_length=64)
 
 
+@pytest.mark.slow
 def test_measured_steps_have_the_plans_and_routing_that_ran() -> None:
     steps = measure_steps(TINY, ranks=2)
     assert set(steps) == {"static", "trimtab", "balanced"}

@@ -107,11 +107,12 @@ class Loop:
         return self.loss(self.reference, rows)
 
 
-def start(state: dict[str, Any], seed: int, checked: bool) -> None:
+def start(state: dict[str, Any], seed: int, checked: bool, group: dist.ProcessGroup | None = None) -> None:
     """A new model in a new session, with a first plan.
 
     Args:
         checked: let the session verify weights.
+        group: of the session; all ranks by default.
     """
     torch.set_num_threads(1)
     if "loop" in state:
@@ -126,7 +127,7 @@ def start(state: dict[str, Any], seed: int, checked: bool) -> None:
     session = Session(
         num_experts=shape.experts, slots_per_rank=slots, ring_layers=int(rng.integers(2, 4)),
         ranks_per_node=int(rng.choice([size for size in range(1, ranks + 1) if ranks % size == 0])),
-        verify_weights=checked,
+        verify_weights=checked, group=group,
     )  # fmt: skip
     reference, model = TinyMoE(shape, torch.float64), TinyMoE(shape, torch.float64)
     model.load_state_dict(reference.state_dict())

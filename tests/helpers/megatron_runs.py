@@ -12,6 +12,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from helpers.examples import examples
 from helpers.fake_te import use_grouped_experts
 from helpers.random_plans import random_plan
 from trimtab.array_type import Array
@@ -53,7 +54,7 @@ class MegatronCase:
     """
 
     seed: int = 0
-    steps: int = 5
+    steps: int = examples(short=2, long=5)
     recompute: str = "none"
     distributed_optimizer: bool = False
     adam: bool = False
@@ -89,18 +90,22 @@ RECOMPUTE: dict[str, dict[str, Any]] = {
 
 def compare_runs(layout: Layout, cases: Sequence[MegatronCase]) -> list[float]:
     """The worst relative difference of a loss, `main_grad` or parameter, by case."""
+    use_layout(layout)
+    return [_Comparison(layout, case).worst() for case in cases]
+
+
+def use_layout(layout: Layout) -> None:
+    """Create Megatron's process groups, in place of those of another layout."""
     torch.set_num_threads(1)
     use_cpu()
     from megatron.core import parallel_state
 
-    virtual = 2 if layout.interleaved else None
-    if not parallel_state.model_parallel_is_initialized():
-        parallel_state.initialize_model_parallel(
-            tensor_model_parallel_size=layout.tensor, pipeline_model_parallel_size=layout.pipeline,
-            virtual_pipeline_model_parallel_size=virtual, context_parallel_size=layout.context,
-            expert_model_parallel_size=layout.expert, expert_tensor_parallel_size=1,
-        )  # fmt: skip
-    return [_Comparison(layout, case).worst() for case in cases]
+    parallel_state.destroy_model_parallel()
+    parallel_state.initialize_model_parallel(
+        tensor_model_parallel_size=layout.tensor, pipeline_model_parallel_size=layout.pipeline,
+        virtual_pipeline_model_parallel_size=2 if layout.interleaved else None,
+        context_parallel_size=layout.context, expert_model_parallel_size=layout.expert, expert_tensor_parallel_size=1,
+    )  # fmt: skip
 
 
 class Model:

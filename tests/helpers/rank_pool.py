@@ -1,19 +1,27 @@
-"""Ranks that stay alive between calls of a test."""
+"""Ranks that stay alive between calls of tests: it takes seconds to start one."""
 
 from __future__ import annotations
 
+import atexit
+import gc
+import os
+import signal
 import threading
 import time
 import traceback
 from collections.abc import Callable
 from contextlib import suppress
+from functools import cache
 from multiprocessing.connection import Client, Connection, Listener
 from typing import Any
 
+from helpers.examples import examples
 from trimtab.errors import RankFailedError
 from trimtab.launch import launch
 
-TIMEOUT_S = 90
+# Of one call, and of one test.
+TIMEOUT_S = examples(short=90, long=600)
+TEST_TIMEOUT_S = examples(short=600, long=1800)
 
 
 class RankPool:
@@ -22,9 +30,10 @@ class RankPool:
     def __init__(self, ranks: int) -> None:
         self._ranks = ranks
         self._connections: list[Connection] = []
+        self._pids: list[int] = []
         self._thread: threading.Thread | None = None
 
-    def call(self, function: Callable[..., Any], *args: Any) -> list[Any]:
+    def call(self, function: Callable[..., Any], *args: Any, timeout_s: float = TIMEOUT_S) -> list[Any]:
         """Results of `function(state, *args)` on all ranks.
 
         Raises:
@@ -34,7 +43,7 @@ class RankPool:
             self._start()
         for connection in self._connections:
             connection.send((function, args))
-        deadline = time.monotonic() + TIMEOUT_S
+        deadline = time.monotonic() + timeout_s
         values: list[Any] = []
         problems: list[str] = []
         for rank, connection in enumerate(self._connections):
@@ -54,11 +63,19 @@ class RankPool:
             raise AssertionError("\n".join(problems))
         return values
 
+    def forget(self) -> None:
+        """Empty the dictionaries."""
+        if self._connections:
+            self.call(_forget)
+
     def close(self) -> None:
         """Kill the ranks."""
+        for pid in self._pids:
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
         for connection in self._connections:
             connection.close()
-        self._connections = []
+        self._connections, self._pids = [], []
         if self._thread is not None:
             self._thread.join()
 
@@ -69,9 +86,48 @@ class RankPool:
         connections: dict[int, Connection] = {}
         for _ in range(self._ranks):
             connection = listener.accept()
-            connections[connection.recv()] = connection
+            rank, pid = connection.recv()
+            connections[rank] = connection
+            self._pids.append(pid)
         self._connections = [connections[rank] for rank in range(self._ranks)]
         listener.close()
+
+
+@cache
+def shared_pool(ranks: int, patched: str = "") -> RankPool:
+    """The ranks that all tests of this process share. Their functions leave nothing behind that others notice.
+
+    Args:
+        ranks: number of ranks.
+        patched: what the functions of these ranks patch for good, for example "megatron".
+    """
+    pool = RankPool(ranks)
+    atexit.register(pool.close)
+    return pool
+
+
+def on_ranks(function: Callable[..., Any], args: tuple[Any, ...] = (), *, ranks: int, patched: str = "") -> list[Any]:
+    """Results of `function(*args)` on ranks of `shared_pool`; called as `launch`.
+
+    Raises:
+        AssertionError: with the tracebacks of ranks that raised, or did not answer.
+    """
+    pool = shared_pool(ranks, patched)
+    results = pool.call(_call, function, *args, timeout_s=TEST_TIMEOUT_S)
+    pool.forget()
+    return results
+
+
+def _call(_state: dict[str, Any], function: Callable[..., Any], *args: Any) -> Any:
+    return function(*args)
+
+
+def _forget(state: dict[str, Any]) -> None:
+    state.clear()
+    # Sessions and models are reference cycles.
+    gc.collect()
+    # What lives now, modules mostly, is not searched again.
+    gc.freeze()
 
 
 def _launch(address: Any, ranks: int) -> None:
@@ -83,10 +139,9 @@ def _serve(address: Any) -> None:
     import torch.distributed as dist
 
     connection = Client(address)
-    connection.send(dist.get_rank())
+    connection.send((dist.get_rank(), os.getpid()))
     state: dict[str, Any] = {}
     while True:
-        # This rank ends with the connection, and the launcher then kills ranks that hang.
         function, args = connection.recv()
         try:
             connection.send((function(state, *args), ""))

@@ -21,11 +21,11 @@ from transformers.distributed import DistributedConfig
 from helpers.equality import relative_error
 from helpers.moe_families import MODEL_TYPES, MOE_LAYERS, NUM_EXPERTS, TOP_K, random_model, small_config
 from helpers.random_plans import random_plan, random_schedule, random_trace
+from helpers.rank_pool import on_ranks
 from trimtab import InputError, RoutingTrace, Workload
 from trimtab.integrations.expert_parallel import register, use_session
 from trimtab.integrations.transformers import moe_blocks, router_weights
 from trimtab.integrations.transformers.families import family_of
-from trimtab.launch import launch
 from trimtab.planner import Placement, Schedule
 from trimtab.runtime import Session
 
@@ -241,7 +241,7 @@ def test_random_plans_equal_all_to_all(saved: Path) -> None:
     cases = [Case(0, True, "none"), Case(1, False, "none"), Case(2, False, "plain"), Case(3, True, "reentrant")]
     # In float32, rounding can push activations over a limit that GPT-OSS has for them.
     families = [Case(4 + seed, False, "none", family, torch.float64) for seed, family in enumerate(MODEL_TYPES[1:])]
-    launch(train_both, (saved, cases + families), ranks=2)
+    on_ranks(train_both, (saved, cases + families), ranks=2)
 
 
 def train_in_mixed_precision(saved: Path) -> None:
@@ -269,7 +269,7 @@ def train_in_mixed_precision(saved: Path) -> None:
 
 
 def test_bfloat16_compute_with_float32_weights_equals_all_to_all(saved: Path) -> None:
-    launch(train_in_mixed_precision, (saved,), ranks=2)
+    on_ranks(train_in_mixed_precision, (saved,), ranks=2)
 
 
 def run_without_a_plan(saved: Path) -> None:
@@ -299,7 +299,7 @@ def run_without_a_plan(saved: Path) -> None:
 
 
 def test_without_a_plan_results_are_those_of_all_to_all(saved: Path) -> None:
-    launch(run_without_a_plan, (saved,), ranks=2)
+    on_ranks(run_without_a_plan, (saved,), ranks=2)
 
 
 def freeze_and_save(saved: Path, out: Path) -> None:
@@ -330,7 +330,7 @@ def freeze_and_save(saved: Path, out: Path) -> None:
 
 
 def test_frozen_experts_stay_frozen_and_the_frameworks_checkpoints_load(saved: Path, tmp_path: Path) -> None:
-    launch(freeze_and_save, (saved, tmp_path), ranks=2)
+    on_ranks(freeze_and_save, (saved, tmp_path), ranks=2)
     state = AutoModelForCausalLM.from_pretrained(tmp_path / "checkpoint", dtype=torch.float32).state_dict()
     for name, tensor in torch.load(tmp_path / "whole.pt").items():
         assert torch.equal(tensor, state[name]), name
@@ -380,7 +380,7 @@ def refuse(saved: Path) -> None:
 
 
 def test_unsupported_configurations_are_refused(saved: Path) -> None:
-    launch(refuse, (saved,), ranks=2)
+    on_ranks(refuse, (saved,), ranks=2)
 
 
 def refuse_shapes(saved: Path) -> None:
@@ -392,4 +392,4 @@ def refuse_shapes(saved: Path) -> None:
 
 
 def test_several_copies_of_the_experts_are_refused(saved: Path) -> None:
-    launch(refuse_shapes, (saved,), ranks=4)
+    on_ranks(refuse_shapes, (saved,), ranks=4)

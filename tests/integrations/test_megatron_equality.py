@@ -1,20 +1,20 @@
 """Balanced Megatron models train as Megatron's own: losses, `main_grad`s and parameters over optimizer steps.
 
-Options are combined so that every pair of values of two options occurs, the layout of ranks among them.
-The first of each layout trains for five steps, the others for two. `TRIMTAB_MEGATRON=full` runs all combinations, for
-five steps.
+Options are combined so that every value occurs; in the long form all values of any three options, the layout of ranks
+among them. The first of each layout then trains for five steps, the others for two.
 """
 
 from __future__ import annotations
 
 import itertools
-import os
+import random
 from typing import Any
 
 import pytest
 
+from helpers.examples import examples
 from helpers.megatron_runs import Layout, MegatronCase, compare_runs
-from trimtab.launch import launch
+from helpers.rank_pool import on_ranks
 
 LAYOUTS = {
     "EP 2": Layout(2, 2),
@@ -44,51 +44,51 @@ MORE: dict[str, list[MegatronCase]] = {
     "PP 2 x EP 2": [MegatronCase(double=True, dense_stage=True)],
 }
 """Options that are not combined with others."""
-FULL = os.environ.get("TRIMTAB_MEGATRON") == "full"
+# How many options are combined in all ways.
+TOGETHER = examples(short=1, long=3)
 
 
-def pairs_of(values: tuple[Any, ...]) -> set[tuple[int, Any, int, Any]]:
-    """The pairs of values of two options in a combination."""
-    return {(i, values[i], j, values[j]) for i, j in itertools.combinations(range(len(values)), 2)}
+def parts_of(values: tuple[Any, ...], together: int) -> set[tuple[tuple[int, Any], ...]]:
+    """The values of any options in a combination, `together` of them at a time."""
+    return set(itertools.combinations(enumerate(values), together))
 
 
-def combinations() -> list[tuple[Any, ...]]:
-    """Combinations in which every pair occurs: always the one with most pairs that are missing, the first of equals."""
+def combinations(together: int) -> list[tuple[Any, ...]]:
+    """Combinations in which every part occurs: always the one with most parts that are missing, any of equals."""
     every = list(itertools.product(*OPTIONS.values()))
-    if FULL:
-        return every
-    missing = set().union(*(pairs_of(values) for values in every))
+    random.Random(0).shuffle(every)
+    missing = set().union(*(parts_of(values, together) for values in every))
     chosen = []
     while missing:
-        chosen.append(max(every, key=lambda values: len(pairs_of(values) & missing)))
-        missing -= pairs_of(chosen[-1])
+        chosen.append(max(every, key=lambda values: len(parts_of(values, together) & missing)))
+        missing -= parts_of(chosen[-1], together)
     return chosen
 
 
 def cases_of(layout: str) -> list[MegatronCase]:
     """Megatron's distributed optimizer has no float64."""
     found: list[MegatronCase] = []
-    for seed, values in enumerate(values for values in combinations() if values[0] == layout):
+    for seed, values in enumerate(values for values in combinations(TOGETHER) if values[0] == layout):
         options = dict(zip(list(OPTIONS)[1:], values[1:], strict=True))
-        steps = 5 if FULL or not found else 2
+        steps = examples(short=2, long=2 if found else 5)
         found.append(MegatronCase(seed, steps, double=not options["distributed_optimizer"], **options))
     return found
 
 
-def test_combinations_cover_all_pairs() -> None:
-    covered = set().union(*(pairs_of(values) for values in combinations()))
-    values = list(OPTIONS.values())
-    assert covered == {
-        (i, a, j, b)
-        for i, j in itertools.combinations(range(len(values)), 2)
-        for a, b in itertools.product(values[i], values[j])
-    }
+def test_combinations_have_all_values_of_options_together() -> None:
+    options = [[(number, value) for value in values] for number, values in enumerate(OPTIONS.values())]
+    for together in (1, 2, 3):
+        covered = set().union(*(parts_of(values, together) for values in combinations(together)))
+        assert covered == {
+            part for chosen in itertools.combinations(options, together) for part in itertools.product(*chosen)
+        }
 
 
+@pytest.mark.longer
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_balanced_models_train_as_megatron_s_own(layout: str) -> None:
     cases = cases_of(layout) + MORE.get(layout, [])
-    launch(compare, (LAYOUTS[layout], cases), ranks=LAYOUTS[layout].ranks)
+    on_ranks(compare, (LAYOUTS[layout], cases), ranks=LAYOUTS[layout].ranks, patched="megatron")
 
 
 def compare(layout: Layout, cases: list[MegatronCase]) -> None:

@@ -6,8 +6,6 @@ reaches the libraries themselves, which need a GPU.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import pytest
 
 pytest.importorskip("megatron.core")
@@ -21,9 +19,7 @@ from helpers.megatron_fakes import (
     use_fakes,
 )
 from helpers.megatron_runs import MegatronCase
-
-if TYPE_CHECKING:
-    from helpers.rank_pool import RankPool
+from helpers.rank_pool import RankPool, shared_pool
 
 CASES = {
     "grouped": MegatronCase(grouped=True, double=True, bias=True, recompute="moe_act"),
@@ -38,12 +34,14 @@ CASES = {
 
 
 @pytest.fixture
-def ranks(pool: RankPool) -> RankPool:
+def ranks() -> RankPool:
     """Two ranks with the replacements. The pool starts new ones after a failure."""
+    pool = shared_pool(2, "megatron with fakes")
     pool.call(use_fakes)
     return pool
 
 
+@pytest.mark.longer
 @pytest.mark.parametrize("name", CASES)
 def test_balanced_run_equals_megatrons_own(ranks: RankPool, name: str) -> None:
     case = CASES[name]

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from helpers.random_plans import random_plan
-from helpers.rank_pool import RankPool
+from helpers.rank_pool import RankPool, shared_pool
 from trimtab.array_type import Array
 from trimtab.errors import InputError
 from trimtab.planner import GroupPlans
@@ -26,19 +26,22 @@ Results = tuple[float, dict[str, torch.Tensor]]
 """Loss and `main_grad`s of a step."""
 
 
+@pytest.fixture(scope="module")
+def pool() -> Iterator[RankPool]:
+    pool = shared_pool(2, "megatron")
+    yield pool
+    pool.forget()
+
+
 class Pair:
     """Two equal models with experts on two ranks, tokens, and the routing that the models choose for them."""
 
     def __init__(self) -> None:
-        from helpers.megatron_runs import LENGTH, VOCABULARY, Layout, MegatronCase, Model
-        from trimtab.integrations.megatron.on_cpu import use_cpu
+        from helpers.megatron_runs import LENGTH, VOCABULARY, Layout, MegatronCase, Model, use_layout
 
-        torch.set_num_threads(1)
-        use_cpu()
-        from megatron.core import parallel_state
+        use_layout(Layout(2, 2))
         from megatron.core.pipeline_parallel.schedules import get_forward_backward_func
 
-        parallel_state.initialize_model_parallel(expert_model_parallel_size=2, expert_tensor_parallel_size=1)
         self.function = get_forward_backward_func()
         case = MegatronCase(double=True, router_replay=True)
         self.plain, self.other = Model(Layout(2, 2), case), Model(Layout(2, 2), case)

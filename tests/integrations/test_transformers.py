@@ -26,6 +26,7 @@ from helpers.moe_families import (
     small_config,
 )
 from helpers.random_plans import random_plan, random_schedule
+from helpers.rank_pool import on_ranks
 from trimtab import InputError, RoutingTrace, Workload
 from trimtab.integrations.transformers import (
     SUPPORTED_MODEL_TYPES,
@@ -36,7 +37,6 @@ from trimtab.integrations.transformers import (
     router_weights,
     share_experts,
 )
-from trimtab.launch import launch
 from trimtab.rl.batches import collate
 from trimtab.rl.demo_model import save_checkpoint
 from trimtab.rl.losses import token_log_probs
@@ -207,7 +207,7 @@ def test_a_shared_model_equals_the_plain_one() -> None:
             Case(model_type, seed=3, changes=limit, dtype=torch.bfloat16),
             Case(model_type, seed=4, changes=limit, dtype=torch.float32, autocast=True),
         ]
-    launch(compare_with_plain_model, (cases,), ranks=2)
+    on_ranks(compare_with_plain_model, (cases,), ranks=2)
 
 
 @pytest.mark.parametrize("model_type", MODEL_TYPES)
@@ -248,7 +248,7 @@ def save_from_ranks(out: Path) -> None:
 
 
 def test_vanilla_transformers_loads_a_checkpoint(tmp_path: Path) -> None:
-    launch(save_from_ranks, (tmp_path,), ranks=2)
+    on_ranks(save_from_ranks, (tmp_path,), ranks=2)
     for model_type in MODEL_TYPES:
         loaded: Any = AutoModelForCausalLM.from_pretrained(
             tmp_path / model_type, dtype=torch.float32, experts_implementation="eager"
@@ -346,4 +346,4 @@ def share_adapted_models() -> None:
 
 
 def test_adapted_and_shared_experts_are_refused_by_name() -> None:
-    launch(share_adapted_models, (), ranks=2)
+    on_ranks(share_adapted_models, (), ranks=2)

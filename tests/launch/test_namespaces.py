@@ -15,6 +15,7 @@ from pathlib import Path
 
 import pytest
 
+from helpers.examples import examples
 from trimtab.cli.main import main
 from trimtab.errors import InputError, RankFailedError
 from trimtab.launch import namespaces, run_on_nodes
@@ -118,13 +119,15 @@ def test_a_rank_that_raises_ends_the_job() -> None:
 
 
 @needs_nodes
+@pytest.mark.longer
 def test_the_runtime_bench_compares_with_node_blind_planning(tmp_path: Path) -> None:
     file = tmp_path / "bench.json"
-    sizes = ["--nodes", "2", "--link-mbit", "1000", "--tokens", "128", "--rounds", "1", "--seeds", "1"]
-    assert main(["bench", "runtime", *sizes, "--json", str(file)]) == 0
+    ranks = examples(short=2, long=4)
+    sizes = ["--ranks", str(ranks), "--tokens", "128", "--rounds", "1", "--seeds", "1"]
+    assert main(["bench", "runtime", "--nodes", "2", "--link-mbit", "1000", *sizes, "--json", str(file)]) == 0
     figures = json.loads(file.read_text())
-    assert figures["ranks"] == 4
-    assert (figures["settings"]["ranks_per_node"], figures["settings"]["link_mbit"]) == (2, 1000)
+    assert figures["ranks"] == ranks
+    assert (figures["settings"]["ranks_per_node"], figures["settings"]["link_mbit"]) == (ranks // 2, 1000)
     assert set(figures["policies"]) == {"static", "trimtab", "node-blind", "balanced", "native"}
     assert figures["speedup_vs_node_blind"] > 0
 

@@ -92,6 +92,7 @@ def plan_all_kinds() -> None:
     print(signatures())
 
 
+@pytest.mark.long
 def test_every_kernel_is_compiled_once(tmp_path: Path) -> None:
     """In a new process with an empty cache, so that kernels inside others are compiled, too."""
     code = "from planner.test_plan_once import plan_all_kinds; plan_all_kinds()"

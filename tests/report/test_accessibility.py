@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -10,6 +11,7 @@ from typing import Any
 import pytest
 
 from helpers.browser import chromium, open_page
+from helpers.examples import examples
 from helpers.reports import some_analysis, some_report
 from trimtab.report.html import write_html
 from trimtab.report.model import AnalysisReport, Report
@@ -55,9 +57,19 @@ def violations(page: Any, axe_script: str) -> list[tuple[str, str]]:
     return [(each["id"], each["nodes"][0]["html"]) for each in found["violations"]]
 
 
-@pytest.mark.parametrize("width", [1280, 390])
-@pytest.mark.parametrize("scheme", ["light", "dark"])
-@pytest.mark.parametrize("name", PAGES)
+@pytest.mark.longer
+@pytest.mark.parametrize(
+    ("name", "scheme", "width"),
+    examples(
+        short=[
+            ("simulation", "light", 1280),
+            ("simulation", "dark", 390),
+            ("training", "dark", 1280),
+            ("analysis", "light", 390),
+        ],
+        long=list(itertools.product(PAGES, ["light", "dark"], [1280, 390])),
+    ),
+)
 def test_pages_have_no_violations(
     browser: Any, axe_script: str, tmp_path: Path, name: str, scheme: str, width: int
 ) -> None:

@@ -110,26 +110,20 @@ def test_the_report_shows_the_measured_figures(run: tuple[Path, str]) -> None:
 
 
 def test_a_checkpoint_can_be_trained_on_under_every_policy(run: tuple[Path, str], tmp_path: Path) -> None:
+    """One of them under torchrun."""
     out, _ = run
     more = ["--model", str(out / "checkpoints" / "step-00002"), "--warm-start-steps", "0", "--steps", "1"]
-    for policy in ("off", "static"):
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    for policy, launcher in (("off", [sys.executable]), ("static", torchrun)):
         arguments = [*more, "--mode", policy, "--compare-pairs", "0", "--gradient-checkpointing"]
-        result = subprocess.run(command(tmp_path / policy, *arguments), capture_output=True, text=True, check=False)
+        argv = [*launcher, *command(tmp_path / policy, *arguments)[1:]]
+        result = subprocess.run(argv, capture_output=True, text=True, check=False)
         assert result.returncode == 0, result.stderr
+        assert (tmp_path / policy / "summary.json").exists()
         metrics = json.loads((tmp_path / policy / "metrics.jsonl").read_text())
         assert metrics["ppo/rollout_logprob_diff"] < 0.1
         assert metrics["moe/replicas"] == 0
         assert (metrics["moe/unplanned_micro_steps"] > 0) == (policy == "off")
-
-
-def test_torchrun_runs_the_same_command(run: tuple[Path, str], tmp_path: Path) -> None:
-    out, _ = run
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    more = ["--model", str(out / "checkpoints" / "step-00002"), "--warm-start-steps", "0", "--steps", "1"]
-    arguments = command(tmp_path / "out", *more, "--compare-pairs", "0")[1:]
-    result = subprocess.run([*torchrun, *arguments], capture_output=True, text=True, check=False)
-    assert result.returncode == 0, result.stderr
-    assert (tmp_path / "out" / "summary.json").exists()
 
 
 def test_a_killed_rank_stops_the_run_and_is_named(tmp_path: Path) -> None:

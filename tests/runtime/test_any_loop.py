@@ -1,11 +1,10 @@
 """Random training loops give the results of one process, or an error that names the cause.
 
-Hypothesis draws what comes next. `TRIMTAB_NIGHTLY=1` also runs 3 and 4 ranks, and more and longer loops.
+Hypothesis draws what comes next. The long form also runs 3 and 4 ranks, and longer loops.
 """
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 from typing import Any
 
@@ -15,9 +14,9 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule, run_state_machine_as_test
 
 from helpers import any_loop
-from helpers.rank_pool import RankPool
+from helpers.examples import examples
+from helpers.rank_pool import RankPool, shared_pool
 
-NIGHTLY = os.environ.get("TRIMTAB_NIGHTLY") == "1"
 seeds = st.integers(0, 1 << 20)
 runs = st.sampled_from(any_loop.RUNS)
 micro_steps = st.integers(0, any_loop.MICRO_STEPS - 1)
@@ -116,24 +115,25 @@ class AnyLoop(RuleBasedStateMachine):
         self.do(any_loop.write, "unnoticed")
 
 
-@pytest.fixture(params=[2, 3, 4] if NIGHTLY else [2])
+@pytest.fixture(params=examples(short=[2], long=[2, 3, 4]))
 def pool(request: pytest.FixtureRequest) -> Iterator[RankPool]:
-    pool = RankPool(request.param)
+    pool = shared_pool(request.param)
     yield pool
-    pool.close()
+    pool.forget()
 
 
+@pytest.mark.longer
 def test_any_loop_equals_one_process(pool: RankPool) -> None:
     machine = type("AnyLoopOnRanks", (AnyLoop,), {"pool": pool})
     run_state_machine_as_test(
         machine,
         settings=settings(
-            max_examples=400 if NIGHTLY else 60,
-            stateful_step_count=60 if NIGHTLY else 30,
+            max_examples=examples(short=20, long=75),
+            stateful_step_count=examples(short=30, long=60),
             deadline=None,
             database=None,
             suppress_health_check=list(HealthCheck),
-            phases=[Phase.generate, Phase.shrink] if NIGHTLY else [Phase.generate],
+            phases=examples(short=[Phase.generate], long=[Phase.generate, Phase.shrink]),
             print_blob=True,
         ),
     )

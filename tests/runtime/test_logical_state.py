@@ -15,14 +15,16 @@ import torch.nn.functional as F
 from helpers.equality import relative_error
 from helpers.moe_model import ALL_LISTS, Shape, TinyMoE
 from helpers.random_plans import random_placement
+from helpers.rank_pool import on_ranks
 from trimtab.errors import InputError
-from trimtab.launch import launch
 from trimtab.planner import Placement
 from trimtab.runtime import Session
 from trimtab.runtime.state.optimizer_rows import expert_state
 
 SHAPE = Shape(layers=2, experts=8, top_k=2, hidden=8, width=6)
-LISTED, MIXED = replace(SHAPE, lists=ALL_LISTS), replace(SHAPE, lists=("down",))
+LISTED = replace(SHAPE, lists=ALL_LISTS)
+# On 4 ranks, each has one expert.
+MIXED = replace(SHAPE, experts=4, lists=("down",))
 OPTIMIZERS: dict[str, Any] = {
     "AdamW": lambda parameters: torch.optim.AdamW(parameters, lr=0.01),
     "SGD": lambda parameters: torch.optim.SGD(parameters, lr=0.05, momentum=0.9),
@@ -101,13 +103,13 @@ def assert_equal(actual: tuple[Any, Any], expected: tuple[Any, Any], tolerance: 
 
 
 @pytest.mark.parametrize(
-    ("shape", "ranks_before", "ranks_after"), [(SHAPE, 2, 4), (LISTED, 2, 1), (LISTED, 1, 2), (MIXED, 8, 2)]
+    ("shape", "ranks_before", "ranks_after"), [(SHAPE, 2, 4), (LISTED, 2, 1), (LISTED, 1, 2), (MIXED, 4, 2)]
 )
 def test_training_continues_equally_on_another_number_of_ranks(
     tmp_path: Path, shape: Shape, ranks_before: int, ranks_after: int
 ) -> None:
-    launch(train_and_save, (tmp_path, shape), ranks=ranks_before)
-    launch(load_and_go_on, (tmp_path, shape), ranks=ranks_after)
+    on_ranks(train_and_save, (tmp_path, shape), ranks=ranks_before)
+    on_ranks(load_and_go_on, (tmp_path, shape), ranks=ranks_after)
 
 
 def move_to_random_homes() -> None:
@@ -159,7 +161,7 @@ def move_to_random_homes() -> None:
 
 
 def test_any_homes_in_any_layer() -> None:
-    launch(move_to_random_homes, (), ranks=2)
+    on_ranks(move_to_random_homes, (), ranks=2)
 
 
 @pytest.mark.parametrize(

@@ -17,10 +17,9 @@ import torch.distributed as dist
 from helpers.moe_model import ALL_LISTS
 from helpers.planned_steps import SHAPE, Step, make
 from helpers.random_plans import random_placement
-from helpers.rank_pool import RankPool
+from helpers.rank_pool import RankPool, on_ranks
 from trimtab.array_type import Array
 from trimtab.errors import RanksDisagreeError
-from trimtab.launch import launch
 from trimtab.planner import Placement, plan_schedule
 from trimtab.runtime import Session, gated_experts
 from trimtab.runtime.state import moving
@@ -217,7 +216,7 @@ def refuse_other_rows() -> None:
 
 
 def test_four_ranks_move_some_experts() -> None:
-    launch(move_among_four, (), ranks=4)
+    on_ranks(move_among_four, (), ranks=4)
 
 
 def gradients_of(layer: HomeExperts, row: int) -> list[torch.Tensor]:

@@ -10,9 +10,10 @@ import torch
 import torch.nn.functional as F
 
 from helpers.equality import CHECKPOINTING, Case, CountingPeers, compare_cases
+from helpers.examples import examples
 from helpers.moe_model import Shape, TinyMoE
 from helpers.random_plans import random_placement, random_plan, random_schedule, random_trace
-from trimtab.launch import launch
+from helpers.rank_pool import on_ranks
 from trimtab.planner import Workload
 from trimtab.runtime import Session
 from trimtab.runtime.transfer.peer_memory import PeerMemory
@@ -25,14 +26,15 @@ def compare_and_count(cases: list[Case]) -> None:
     assert CountingPeers.pulled > len(cases)
 
 
-@pytest.mark.parametrize(("ranks", "cases_each"), [(2, 3), (4, 2)])
-def test_copied_replicas_equal_the_single_process(ranks: int, cases_each: int) -> None:
+@pytest.mark.longer
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_copied_replicas_equal_the_single_process(ranks: int) -> None:
     """In nodes of random sizes; replicas from other nodes are sent as messages."""
     cases = [
         Case(seed, torch.float64, None, run_block, steps=3, padded=False, one_sided=True, listed=seed % 2 == 1)
-        for seed, (run_block, _) in enumerate(itertools.product(CHECKPOINTING, range(cases_each)))
+        for seed, (run_block, _) in enumerate(itertools.product(CHECKPOINTING, range(examples(short=1, long=3))))
     ]
-    launch(compare_and_count, (cases,), ranks=ranks)
+    on_ranks(compare_and_count, (cases,), ranks=ranks)
 
 
 def train(*, one_sided: bool) -> tuple[Session, list[torch.Tensor]]:
@@ -97,4 +99,4 @@ def compare_ways() -> None:
 
 
 def test_copies_and_messages_give_the_same_results() -> None:
-    launch(compare_ways, (), ranks=4)
+    on_ranks(compare_ways, (), ranks=4)

@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from helpers.moe_model import Shape, TinyMoE
 from helpers.random_plans import random_plan, random_schedule, random_trace
-from trimtab.launch import launch
+from helpers.rank_pool import on_ranks
 from trimtab.planner import Placement, Workload
 from trimtab.runtime import Session
 from trimtab.runtime.ranks.recorder import ACTIVITIES, EXPERTS, OTHER, REFRESHING, SUMMING, WAITING, Recorder
@@ -93,4 +93,4 @@ def record_steps() -> None:
 
 
 def test_layers_are_recorded_without_changing_results() -> None:
-    launch(record_steps, (), ranks=2)
+    on_ranks(record_steps, (), ranks=2)

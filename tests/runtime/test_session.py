@@ -14,6 +14,7 @@ from helpers.equality import relative_error
 from helpers.moe_model import Shape, TinyMoE
 from helpers.planned_steps import Step, make
 from helpers.random_plans import random_schedule, random_trace
+from helpers.rank_pool import on_ranks
 from trimtab.array_type import Array
 from trimtab.errors import InputError, RankFailedError
 from trimtab.launch import launch
@@ -86,7 +87,7 @@ def compare_schedules_and_policies() -> None:
 
 
 def test_schedules_and_policies_give_the_same_gradient() -> None:
-    launch(compare_schedules_and_policies, (), ranks=2)
+    on_ranks(compare_schedules_and_policies, (), ranks=2)
 
 
 def keep_to_row_limits() -> None:
@@ -117,7 +118,7 @@ def keep_to_row_limits() -> None:
 
 
 def test_row_limits_are_kept_or_refused() -> None:
-    launch(keep_to_row_limits, (), ranks=2)
+    on_ranks(keep_to_row_limits, (), ranks=2)
 
 
 def run_unknown_batches() -> None:
@@ -156,7 +157,7 @@ def run_unknown_batches() -> None:
 
 
 def test_unknown_batches_run_unplanned_and_unknown_routes_live() -> None:
-    launch(run_unknown_batches, (), ranks=2)
+    on_ranks(run_unknown_batches, (), ranks=2)
 
 
 def run_other_batches() -> None:
@@ -180,7 +181,7 @@ def run_other_batches() -> None:
 
 
 def test_another_batch_on_one_rank_runs_unplanned_on_all() -> None:
-    launch(run_other_batches, (), ranks=2)
+    on_ranks(run_other_batches, (), ranks=2)
 
 
 def misuse() -> None:
@@ -205,7 +206,7 @@ def misuse() -> None:
 
 
 def test_errors_name_wrong_use() -> None:
-    launch(misuse, (), ranks=2)
+    on_ranks(misuse, (), ranks=2)
 
 
 def raise_input_error() -> None:

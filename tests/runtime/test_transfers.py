@@ -13,10 +13,10 @@ from helpers.equality import relative_error
 from helpers.moe_model import ALL_LISTS, Shape, matches
 from helpers.planned_steps import SHAPE, Step, make
 from helpers.random_plans import random_plan, random_schedule, random_trace
+from helpers.rank_pool import on_ranks
 from trimtab.array_type import Array
 from trimtab.cluster import load_cluster
 from trimtab.errors import InputError, RanksDisagreeError
-from trimtab.launch import launch
 from trimtab.launch.shared_files import SHARED_MEMORY
 from trimtab.planner import Placement
 from trimtab.planner.replicas.paths import HOST, PEER
@@ -61,7 +61,7 @@ def compare_low_precision(shape: Shape) -> None:
 
 @pytest.mark.parametrize("shape", [SHAPE, LISTED])
 def test_low_precision_stays_near_float32(shape: Shape) -> None:
-    launch(compare_low_precision, (shape,), ranks=2)
+    on_ranks(compare_low_precision, (shape,), ranks=2)
 
 
 def run_frozen_experts(shape: Shape) -> None:
@@ -88,7 +88,7 @@ def run_frozen_experts(shape: Shape) -> None:
 
 @pytest.mark.parametrize("shape", [SHAPE, LISTED])
 def test_frozen_experts_are_replicated_without_gradients(shape: Shape) -> None:
-    launch(run_frozen_experts, (shape,), ranks=2)
+    on_ranks(run_frozen_experts, (shape,), ranks=2)
 
 
 def measure_memory() -> None:
@@ -115,7 +115,7 @@ def measure_memory() -> None:
 
 
 def test_memory_does_not_grow_with_depth() -> None:
-    launch(measure_memory, (), ranks=2)
+    on_ranks(measure_memory, (), ranks=2)
 
 
 def measure_paths() -> None:
@@ -177,7 +177,7 @@ def count_bytes() -> None:
 
 
 def test_bytes_are_those_of_the_plan() -> None:
-    launch(count_bytes, (), ranks=2)
+    on_ranks(count_bytes, (), ranks=2)
 
 
 def report_by_hand() -> None:
@@ -217,7 +217,7 @@ def report_by_hand() -> None:
 
 
 def test_report_has_the_figures_of_the_plan() -> None:
-    launch(report_by_hand, (), ranks=2)
+    on_ranks(report_by_hand, (), ranks=2)
 
 
 def plan_for_too_little() -> None:
@@ -242,11 +242,11 @@ def plan_for_too_little() -> None:
 
 
 def test_plan_that_saves_too_little_is_not_executed() -> None:
-    launch(plan_for_too_little, (), ranks=2)
+    on_ranks(plan_for_too_little, (), ranks=2)
 
 
 def test_paths_can_be_chosen() -> None:
-    launch(measure_paths, (), ranks=2)
+    on_ranks(measure_paths, (), ranks=2)
 
 
 def refuse_plans() -> None:
@@ -269,7 +269,7 @@ def refuse_plans() -> None:
 
 
 def test_invalid_plans_are_refused_before_any_work() -> None:
-    launch(refuse_plans, (), ranks=2)
+    on_ranks(refuse_plans, (), ranks=2)
 
 
 def plan_own_schedules(groups: int) -> None:
@@ -318,7 +318,7 @@ def plan_own_schedules(groups: int) -> None:
 
 @pytest.mark.parametrize(("ranks", "groups"), [(2, 1), (4, 2)])
 def test_planned_schedules_train_as_the_plain_model(ranks: int, groups: int) -> None:
-    launch(plan_own_schedules, (groups,), ranks=ranks)
+    on_ranks(plan_own_schedules, (groups,), ranks=ranks)
 
 
 def test_shared_memory_files_are_removed() -> None:

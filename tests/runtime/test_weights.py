@@ -13,7 +13,7 @@ from helpers.equality import relative_error
 from helpers.late_copies import LateCopies
 from helpers.moe_model import Shape, TinyMoE
 from helpers.random_plans import random_plan, random_schedule, random_trace
-from trimtab.launch import launch
+from helpers.rank_pool import on_ranks
 from trimtab.planner import Schedule, Workload
 from trimtab.planner.replicas.paths import HOST
 from trimtab.runtime import PlanReport, Session
@@ -128,7 +128,7 @@ def step_under_one_plan() -> None:
 
 
 def test_weights_may_change_under_a_plan() -> None:
-    launch(step_under_one_plan, (), ranks=2)
+    on_ranks(step_under_one_plan, (), ranks=2)
 
 
 def step_with_frozen_tensors() -> None:
@@ -143,7 +143,7 @@ def step_with_frozen_tensors() -> None:
 
 
 def test_frozen_tensor_has_replicas_without_gradients() -> None:
-    launch(step_with_frozen_tensors, (), ranks=2)
+    on_ranks(step_with_frozen_tensors, (), ranks=2)
 
 
 def step_in_lower_precision() -> None:
@@ -165,4 +165,4 @@ def step_in_lower_precision() -> None:
 
 
 def test_experts_may_be_computed_in_lower_precision() -> None:
-    launch(step_in_lower_precision, (), ranks=2)
+    on_ranks(step_in_lower_precision, (), ranks=2)

@@ -8,6 +8,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 # Compiles without a cache, as the first command after an installation does: cached code has no inner signatures.
 SIGNATURES = """
 import importlib, json, pkgutil
@@ -39,6 +41,7 @@ print(json.dumps(found))
 """
 
 
+@pytest.mark.long
 def test_every_kernel_has_one_signature(tmp_path: Path) -> None:
     result = subprocess.run(
         [sys.executable, "-c", SIGNATURES],
