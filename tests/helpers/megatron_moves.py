@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import os
+import queue
 from collections.abc import Iterator
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import torch
@@ -142,7 +143,7 @@ def sharded_state(model: Model, *, is_loading: bool = False) -> dict[str, Any]:
     }
     state: dict[str, Any] = {}
     for number, chunk in enumerate(model.chunks):
-        state[f"model{number}"] = chunk.sharded_state_dict(metadata=metadata)
+        state[f"model{number}"] = chunk.module.sharded_state_dict(metadata=metadata)
     models = state["model0"] if len(model.chunks) == 1 else state
     optimizer = model.optimizer.sharded_state_dict(models, is_loading=is_loading, metadata=metadata)
     return {**state, "optimizer": optimizer}
@@ -151,30 +152,62 @@ def sharded_state(model: Model, *, is_loading: bool = False) -> dict[str, Any]:
 def save(model: Model, folder: str) -> None:
     """Save model and optimizer."""
     from megatron.core import dist_checkpointing
+    from megatron.core.dist_checkpointing.strategies import filesystem_async
+    from megatron.core.dist_checkpointing.strategies.filesystem_async import FileSystemWriterAsync
 
     if dist.get_rank() == 0:
         os.makedirs(folder)
     dist.barrier()
-    # Megatron writes in a child process, which ranks that the launcher starts may not have.
-    multiprocessing.current_process()._config["daemon"] = False  # type: ignore[attr-defined]
-    dist_checkpointing.save(sharded_state(model), folder)
+    # Megatron writes in forked processes, which ranks that the launcher starts may not have.
+    with (
+        mock.patch.multiple(filesystem_async, _results_queue=queue.Queue(), _process_memory=lambda: 0),
+        mock.patch.object(FileSystemWriterAsync, "write_preloaded_data_multiproc", staticmethod(_write)),
+    ):
+        dist_checkpointing.save(sharded_state(model), folder)
+
+
+def _write(transforms: Any, _msc: Any, _rank: int, buckets: list[Any], results: Any) -> None:
+    """Megatron's writer, in this process."""
+    from megatron.core.dist_checkpointing.strategies.filesystem_async import FileSystemWriterAsync
+
+    written: dict[int, Any] = {}
+    for number, bucket in enumerate(buckets):
+        result: queue.Queue[Any] = queue.Queue()
+        done = mock.Mock()
+        FileSystemWriterAsync.write_preloaded_data(transforms, number, bucket, result, done, use_fsync=False)
+        written[number] = result.get()[1]
+    results.put(written)
 
 
 def load(model: Model, folder: str) -> None:
     """Load model and optimizer."""
     from megatron.core import dist_checkpointing
+    from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
     state = dist_checkpointing.load(sharded_state(model, is_loading=True), folder)
     for number, chunk in enumerate(model.chunks):
-        chunk.load_state_dict(state[f"model{number}"])
-    model.optimizer.load_state_dict(state["optimizer"])
+        chunk.module.load_state_dict(state[f"model{number}"])
+    plain = DistributedOptimizer._set_main_param_and_optimizer_states
+
+    def set_states(optimizer: Any, parameter: Any, tensors: dict[str, Any]) -> None:
+        # Megatron expects optimizers that count steps in their groups; torch's do it for each Parameter.
+        state = optimizer._get_main_param_and_optimizer_states(parameter)
+        plain(optimizer, parameter, {"step": state["step"], **tensors})
+
+    with mock.patch.object(DistributedOptimizer, "_set_main_param_and_optimizer_states", set_states):
+        model.optimizer.load_state_dict(state["optimizer"])
 
 
 def compare_checkpoints(layout: Layout, case: MegatronCase, folder: str) -> None:
     """The checkpoints of `save_checkpoints` are equal for Megatron without Trimtab, on any ranks."""
     prepare(layout)
+    from megatron.core.pipeline_parallel.schedules import get_forward_backward_func
+
     models = [Model(layout, case) for _ in range(2)]
     for model, name in zip(models, ("plain", "moving"), strict=True):
+        # Megatron's optimizers load state only into state.
+        model.run(get_forward_backward_func(), torch.zeros(2, LENGTH, dtype=torch.int64))
+        model.optimizer.step()
         load(model, f"{folder}/{name}")
     for (name, expected), (_, actual) in zip(_state(models[0]), _state(models[1]), strict=True):
         error = float((actual.double() - expected.double()).norm() / expected.double().norm().clamp(min=1e-12))

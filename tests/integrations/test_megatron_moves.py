@@ -52,10 +52,11 @@ def train(layout: Layout, cases: list[MegatronCase]) -> None:
         assert error < (1e-12 if case.double else 2e-2 if case.bf16 else 1e-5), (case, error)
 
 
-@pytest.mark.parametrize(
-    "case", [MegatronCase(adam=True), MegatronCase(distributed_optimizer=True)], ids=["Adam", "distributed"]
-)
-def test_checkpoints_are_those_of_models_without_moves(case: MegatronCase, tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", ["Adam", "distributed optimizer"])
+def test_checkpoints_are_those_of_models_without_moves(name: str, tmp_path: Path) -> None:
+    """Megatron without Trimtab loads them, also on other ranks; with plain Adam it does so on the same only."""
+    is_distributed = name == "distributed optimizer"
+    case = MegatronCase(distributed_optimizer=is_distributed, adam=True)
     launch(save_checkpoints, (Layout(2, 2), case, str(tmp_path), 3), ranks=2)
-    for layout in (Layout(2, 2), Layout(2, 1)):
-        launch(compare_checkpoints, (layout, case, str(tmp_path)), ranks=2)
+    for layout in (Layout(2, 2), Layout(4, 2), Layout(4, 4)) if is_distributed else (Layout(2, 2),):
+        launch(compare_checkpoints, (layout, case, str(tmp_path)), ranks=layout.ranks)

@@ -45,6 +45,7 @@ print(used.ru_maxrss, used.ru_utime + used.ru_stime)
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("make", HOSTILE, ids=lambda make: make.__name__)
 def test_a_small_file_takes_limited_memory_and_time(make: Callable[[], bytes], tmp_path: Path) -> None:
     file = tmp_path / "dump"

@@ -1,4 +1,4 @@
-"""Every format is imported as the same routing, and 20,000 damaged files are refused or read whole."""
+"""Every format is imported as the same routing, and thousands of damaged files are refused or read whole."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ import numpy as np
 import pytest
 
 from helpers.every_dump import LAYERS, NUM_EXPERTS, TOP_K, Dump, all_dumps, parquet_dump, routes
+from helpers.examples import examples
 from trimtab import InputError, RoutingTrace, read_trace, write_trace
 from trimtab.cli.main import main
 from trimtab.cli.trace_import import _import_options
@@ -30,7 +31,7 @@ from trimtab.trace.formats.normalise import Summary
 DUMPS = all_dumps()
 KNOWN = ImportOptions(NUM_EXPERTS, LAYERS, TOP_K)
 OPTIONS = ["--num-experts", str(NUM_EXPERTS), "--num-layers", str(LAYERS), "--top-k", str(TOP_K)]
-DAMAGED = 20_000
+DAMAGED = examples(short=2_000, long=20_000)
 
 
 def as_sets(ids: Any) -> list[Any]:
@@ -202,6 +203,8 @@ def _too_long(*_: object) -> NoReturn:
     raise _TooLongError
 
 
+@pytest.mark.slow
+@pytest.mark.longer
 def test_damaged_files_are_refused_in_one_line_or_read_whole(tmp_path: Path) -> None:
     """No other error, no hang, no large memory, and nothing left behind."""
     with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("fork")) as pool:
