@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import errno
 import logging
 import os
 import sys
@@ -15,6 +14,7 @@ from io import TextIOWrapper
 from trimtab import __version__
 from trimtab.cli.parser import Parser
 from trimtab.errors import InputError, RankFailedError
+from trimtab.files import write_problem
 from trimtab.messages import show_messages
 
 log = logging.getLogger("trimtab")
@@ -31,14 +31,6 @@ COMMANDS = {
     "nodes": "run a command on several nodes on this machine, joined by slow links",
     "doctor": "check an installation, a model and one micro-step before a long run",
 }
-
-
-# No rights, a folder instead of a file or the reverse, no folder, a name that is too long, links in a circle, a file
-# opened for reading; full or read-only disk, quota, or shell limit.
-UNWRITABLE = (
-    errno.EACCES, errno.EPERM, errno.EEXIST, errno.EISDIR, errno.ENOENT, errno.ENOTDIR, errno.ENAMETOOLONG,
-    errno.ELOOP, errno.EBADF, errno.EDQUOT, errno.EFBIG, errno.ENOSPC, errno.EROFS,
-)  # fmt: skip
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -75,9 +67,9 @@ def run(name: str, parse: Callable[[], argparse.Namespace]) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
     except OSError as error:
-        if error.errno not in UNWRITABLE:
+        if (problem := write_problem(error, "standard output")) is None:
             raise
-        return _failed(name, f"{error.filename or 'standard output'}: {error.strerror}", 2)
+        return _failed(name, problem, 2)
     except RankFailedError as error:
         return _failed(name, error, 1)
     except KeyboardInterrupt:
