@@ -8,7 +8,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from pathlib import Path
 
@@ -166,6 +166,12 @@ def start_program(folder: Path, *lines: str) -> subprocess.Popen[bytes]:
     return subprocess.Popen([sys.executable, str(program)], start_new_session=True)
 
 
+def end_session(launcher: subprocess.Popen[bytes]) -> None:
+    with suppress(ProcessLookupError):
+        os.killpg(launcher.pid, signal.SIGKILL)
+    launcher.wait()
+
+
 def ranks_with_a_segment(name: str) -> list[int]:
     return [int(path.name.split("-")[1]) for path in SHARED_MEMORY.glob(f"trimtab-*-{name}")]
 
@@ -184,7 +190,7 @@ def test_ranks_end_with_a_launcher_that_is_killed(when: str, tmp_path: Path) -> 
         wait_for(lambda: [rank for rank in ranks if not Path(f"/proc/{rank}").exists()], 2)
         assert not list(SHARED_MEMORY.glob(f"trimtab-*-{name}"))
     finally:
-        launcher.kill()
+        end_session(launcher)
 
 
 def exchange_for_seconds(name: str) -> None:
@@ -207,7 +213,7 @@ def test_time_in_which_the_whole_run_is_suspended_does_not_count(tmp_path: Path)
         os.killpg(launcher.pid, signal.SIGCONT)
         assert launcher.wait(60) == 0
     finally:
-        launcher.kill()
+        end_session(launcher)
 
 
 def wait_for(find: Callable[[], list[int]], count: int) -> list[int]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import resource
 import time
 from importlib import import_module
 from pathlib import Path
@@ -11,10 +12,12 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import save_file
 
 from trimtab.errors import InputError
 from trimtab.rl import checkpoint as checkpoint_module
 from trimtab.rl.checkpoint import FORMAT, last_checkpoint, remove_unfinished
+from trimtab.rl.run import _input_errors
 from trimtab.rl.run_log import RunLog, kept_metrics, remove_later_steps
 
 
@@ -177,3 +180,30 @@ def test_tensorboard_shows_every_step_once(set_back: bool, tmp_path: Path, monke
     ]  # fmt: skip
     names = sorted(path.name for path in (tmp_path / "tensorboard").iterdir())
     assert [re.split(r"[.]", name)[3] for name in names][:2] == ["0000000000", "0000000001"]
+
+
+def test_files_that_can_not_be_written_are_input_errors(tmp_path: Path) -> None:
+    message = "No space left on device; when that is solved, continue with --resume"
+    with pytest.raises(InputError, match=f"^out: {message}"), _input_errors(Path("out")):
+        Path("/dev/full").write_text("metrics")
+    with pytest.raises(InputError, match=r"^file: No space left"), _input_errors(Path("out")):
+        raise OSError(28, "No space left on device", "file")
+    with pytest.raises(ConnectionResetError), _input_errors(Path("out")):
+        raise ConnectionResetError(104, "Connection reset by peer")
+
+
+def test_a_checkpoint_that_can_not_be_written_leaves_nothing(tmp_path: Path) -> None:
+    target = tmp_path / "checkpoints" / "step-00001"
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+
+    def write() -> None:
+        with checkpoint_module._atomic_directory(target) as folder:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (1000, limits[1]))
+            save_file({"weights": torch.zeros(1000)}, folder / "model.safetensors")
+
+    try:
+        with pytest.raises(InputError, match=rf"{target}: can't be written \(.*File too large.*\); when"):
+            write()
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert not list(target.parent.iterdir())
