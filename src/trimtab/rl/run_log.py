@@ -79,7 +79,7 @@ class RunLog:
         for name, value in metrics.items():
             if name != "step" and isinstance(value, int | float):
                 self._events.add_scalar(name, value, metrics["step"])
-        # A killed process would lose events that wait to be written.
+        # Another thread writes them; a process that is killed after its next checkpoint has lost none.
         self._events.flush()
 
     def close(self) -> None:
