@@ -1,5 +1,5 @@
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-fast test-long test-megatron mutants lint bench clean
+.PHONY: help demo test test-fast test-long test-megatron mutants reliability lint bench clean
 
 PYTHON ?= python3
 BIN := .venv/bin
@@ -33,6 +33,12 @@ test-megatron: .venv/.ready  ## run the long form of the Megatron tests (MEGATRO
 
 mutants: .venv/.ready  ## make single mistakes in the source, and check that tests fail (about 20 minutes)
 	$(BIN)/python tests/mutants/run.py
+
+# A file after the other: some fill disks, or stop whole runs.
+reliability: .venv/.ready  ## faults of training runs, soaks, and fuzzing of imports (about 40 minutes)
+	$(BIN)/python -m pytest tests/reliability
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[fuzz]'
+	$(BIN)/python tests/reliability/fuzz_imports.py --seconds 600
 
 lint: .venv/.ready  ## lint, format check and types
 	$(BIN)/ruff check .

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import shutil
@@ -17,6 +18,22 @@ from trimtab.errors import InputError
 
 # A path that stands for standard output, where figures may be written to.
 STDOUT = Path("-")
+
+# No rights, a folder instead of a file or the reverse, no folder, a name that is too long, links in a circle, a file
+# opened for reading; full or read-only disk, quota, or shell limit.
+UNWRITABLE = (
+    errno.EACCES, errno.EPERM, errno.EEXIST, errno.EISDIR, errno.ENOENT, errno.ENOTDIR, errno.ENAMETOOLONG,
+    errno.ELOOP, errno.EBADF, errno.EDQUOT, errno.EFBIG, errno.ENOSPC, errno.EROFS,
+)  # fmt: skip
+
+
+def write_problem(error: OSError, default: object) -> str | None:
+    """The line for a user whose file can't be written; None if the error has another reason.
+
+    Args:
+        default: names the file if the error does not, as on a full disk.
+    """
+    return f"{error.filename or default}: {error.strerror}" if error.errno in UNWRITABLE else None
 
 
 @contextmanager

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import shutil
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -43,6 +45,60 @@ def train_command(out: Path, *more: str) -> list[str]:
     return [sys.executable, "-m", "trimtab.cli.main", "train", "--out", str(out), *more]
 
 
+def settings(steps: int) -> list[str]:
+    """Of a run with a checkpoint after each step."""
+    words = ["--warm-start-steps", "40", "--held-out", "8", "--problems", "8", "--samples", "16"]
+    return [*words, "--token-budget", "256", "--compare-pairs", "0", "--save-every", "1", "--steps", str(steps)]
+
+
+def straight_run(folder: Path, steps: int) -> Path:
+    """The output of an uninterrupted run of the model that is written to `folder / "model"`."""
+    save_tiny_model(folder / "model")
+    run(train_command(folder / "out", "--model", str(folder / "model"), *settings(steps)))
+    assert sum(m["trained_sequences"] for m in metrics_of(folder / "out")[2:]) > 0
+    return folder / "out"
+
+
+def run(command: list[str]) -> str:
+    result = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert result.returncode == 0, result.stderr
+    return result.stdout
+
+
+def stopped_after(straight: Path, step: int, out: Path) -> Path:
+    """A copy of a complete run, cut back to a run that was killed while writing the checkpoint after `step`."""
+    shutil.copytree(straight, out)
+    for path in (out / "checkpoints").glob("step-*"):
+        if int(path.name[-5:]) > step:
+            shutil.rmtree(path)
+    half_written = out / "checkpoints" / f".step-{step + 1:05d}.partial"
+    shutil.copytree(out / "checkpoints" / f"step-{step:05d}", half_written)
+    without_state = out / "checkpoints" / f"step-{step + 1:05d}"
+    shutil.copytree(out / "checkpoints" / f"step-{step:05d}", without_state)
+    (without_state / "trainer" / "state.json").unlink()
+    (out / "routing" / f".step-{step + 1:05d}.parquet.17.partial").touch()
+    with (out / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 5, "reward": 0.0')
+    return out
+
+
+def assert_same_run(out: Path, straight: Path, steps: int) -> None:
+    assert metrics_of(out) == metrics_of(straight)
+    last = f"checkpoints/step-{steps:05d}"
+    for file in ("model.safetensors", "trainer/optimizer-00000.safetensors"):
+        assert (out / last / file).read_bytes() == (straight / last / file).read_bytes(), file
+    state, expected = (json.loads((run / last / "trainer/state.json").read_text()) for run in (out, straight))
+    # A tokenizer that was used stores more of its defaults.
+    for of_run in (state, expected):
+        del of_run["checksum"], of_run["checksums"]["tokenizer_config.json"]
+    assert state == expected
+    for folder in ("checkpoints", "routing"):
+        assert sorted(p.name for p in (out / folder).iterdir()) == sorted(p.name for p in (straight / folder).iterdir())
+    assert not list(out.rglob(".*.partial"))
+    for file in ("summary.json", "settings.json"):
+        assert json.loads((out / file).read_text()) == json.loads((straight / file).read_text())
+
+
 def metrics_of(out: Path) -> list[dict[str, Any]]:
     """A run's metrics, step by step, but for times and what the machine had left."""
     lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
@@ -60,3 +116,22 @@ def processes_under(leader: int) -> list[int]:
         if int(session) == leader and state != "Z" and int(stat.parent.name) != leader:
             found.append(int(stat.parent.name))
     return sorted(found)
+
+
+def ranks_under(leader: int) -> list[int]:
+    """Ranks among the processes of a session."""
+    return [pid for pid in processes_under(leader) if "spawn_main" in command_line(pid)]
+
+
+def command_line(pid: int) -> str:
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_text()
+    except OSError:
+        return ""
+
+
+def count_steps(out: Path) -> int:
+    try:
+        return (out / "metrics.jsonl").read_text().count("\n")
+    except OSError:
+        return 0

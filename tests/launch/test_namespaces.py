@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from datetime import timedelta
 from functools import partial
 from pathlib import Path
 
@@ -106,6 +107,15 @@ def test_rank_that_ends_without_a_report_ends_the_job(script: str, message: str)
     with pytest.raises(RankFailedError, match=message):
         run_job("sh", "-c", script)
     assert time.monotonic() - start < 20
+
+
+@needs_nodes
+def test_a_suspended_rank_ends_the_job_after_the_timeout(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(namespaces, "TIMEOUT", timedelta(seconds=2))
+    with pytest.raises(
+        RankFailedError, match=r"rank 2 \(process \d+\) has been suspended for 2 s; the run was stopped"
+    ):
+        run_job("sh", "-c", "test $RANK = 2 && kill -STOP $$; sleep 60")
 
 
 @needs_nodes

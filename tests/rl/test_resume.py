@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import random
 import shutil
@@ -19,7 +18,17 @@ from safetensors.torch import load_file
 
 from helpers.equality import relative_error
 from helpers.rank_pool import on_ranks
-from helpers.runs import metrics_of, processes_under, save_tiny_model, train_command
+from helpers.runs import (
+    assert_same_run,
+    count_steps,
+    processes_under,
+    ranks_under,
+    run,
+    settings,
+    stopped_after,
+    straight_run,
+    train_command,
+)  # fmt: skip
 from trimtab.cli.main import main
 from trimtab.errors import InputError
 from trimtab.rl.checkpoint import last_checkpoint
@@ -29,57 +38,12 @@ from trimtab.rl.sequences import Sequence
 from trimtab.rl.trainer import Trainer
 
 STEPS = 5
-SETTINGS = ["--warm-start-steps", "40", "--held-out", "8", "--problems", "8", "--samples", "16"]
-SETTINGS += ["--token-budget", "256", "--compare-pairs", "0", "--save-every", "1", "--steps", str(STEPS)]
 
 
 @pytest.fixture(scope="module")
 def straight(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """An uninterrupted run."""
-    folder = tmp_path_factory.mktemp("straight")
-    save_tiny_model(folder / "model")
-    run(train_command(folder / "out", "--model", str(folder / "model"), *SETTINGS))
-    assert sum(m["trained_sequences"] for m in metrics_of(folder / "out")[2:]) > 0
-    return folder / "out"
-
-
-def run(command: list[str]) -> str:
-    result = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert result.returncode == 0, result.stderr
-    return result.stdout
-
-
-def stopped_after(straight: Path, step: int, out: Path) -> Path:
-    """A copy of a complete run, cut back to a run that was killed while writing the checkpoint after `step`."""
-    shutil.copytree(straight, out)
-    for path in (out / "checkpoints").glob("step-*"):
-        if int(path.name[-5:]) > step:
-            shutil.rmtree(path)
-    half_written = out / "checkpoints" / f".step-{step + 1:05d}.partial"
-    shutil.copytree(out / "checkpoints" / f"step-{step:05d}", half_written)
-    without_state = out / "checkpoints" / f"step-{step + 1:05d}"
-    shutil.copytree(out / "checkpoints" / f"step-{step:05d}", without_state)
-    (without_state / "trainer" / "state.json").unlink()
-    (out / "routing" / f".step-{step + 1:05d}.parquet.17.partial").touch()
-    with (out / "metrics.jsonl").open("a") as file:
-        file.write('{"step": 5, "reward": 0.0')
-    return out
-
-
-def assert_same_run(out: Path, straight: Path) -> None:
-    assert metrics_of(out) == metrics_of(straight)
-    last = f"checkpoints/step-{STEPS:05d}"
-    for file in ("model.safetensors", "trainer/optimizer-00000.safetensors"):
-        assert (out / last / file).read_bytes() == (straight / last / file).read_bytes(), file
-    state, expected = (json.loads((run / last / "trainer/state.json").read_text()) for run in (out, straight))
-    # A tokenizer that was used stores more of its defaults.
-    for of_run in (state, expected):
-        del of_run["checksum"], of_run["checksums"]["tokenizer_config.json"]
-    assert state == expected
-    for folder in ("checkpoints", "routing"):
-        assert sorted(p.name for p in (out / folder).iterdir()) == sorted(p.name for p in (straight / folder).iterdir())
-    for file in ("summary.json", "settings.json"):
-        assert json.loads((out / file).read_text()) == json.loads((straight / file).read_text())
+    return straight_run(tmp_path_factory.mktemp("straight"), STEPS)
 
 
 def test_a_resumed_run_equals_an_uninterrupted_one_bit_for_bit(straight: Path, tmp_path: Path) -> None:
@@ -87,7 +51,7 @@ def test_a_resumed_run_equals_an_uninterrupted_one_bit_for_bit(straight: Path, t
     printed = run(train_command(out, "--resume"))
     assert "continuing after 2 of 5 steps" in printed
     assert "warm start ━" not in printed
-    assert_same_run(out, straight)
+    assert_same_run(out, straight, STEPS)
 
 
 def save_again_and_update(out: Path) -> None:
@@ -117,19 +81,21 @@ def save_again_and_update(out: Path) -> None:
 
 def test_another_number_of_ranks_continues_from_the_same_weights_and_optimizer(straight: Path, tmp_path: Path) -> None:
     out = stopped_after(straight, 3, tmp_path / "out")
-    for ranks in (1, 2):
+    for ranks in (1, 2, 4):
         (out / f"{ranks} ranks").mkdir()
         on_ranks(save_again_and_update, (out,), ranks=ranks)
     for file in ("model.safetensors", "trainer/optimizer-00000.safetensors"):
         before = out / "checkpoints" / "step-00003" / file
-        one, two = (out / f"{ranks} ranks" / "checkpoints" for ranks in (1, 2))
-        for again in (one, two):
+        one, two, four = (out / f"{ranks} ranks" / "checkpoints" for ranks in (1, 2, 4))
+        for again in (one, two, four):
             assert (again / "step-00000" / file).read_bytes() == before.read_bytes()
             assert (again / "step-00001" / file).read_bytes() != before.read_bytes()
-        expected, actual = load_file(two / "step-00001" / file), load_file(one / "step-00001" / file)
-        assert expected.keys() == actual.keys()
-        for name, value in expected.items():
-            assert relative_error(actual[name], value) < 1e-4, name
+        expected = load_file(two / "step-00001" / file)
+        for other in (one, four):
+            actual = load_file(other / "step-00001" / file)
+            assert expected.keys() == actual.keys()
+            for name, value in expected.items():
+                assert relative_error(actual[name], value) < 1e-4, name
 
 
 @pytest.mark.long
@@ -138,7 +104,7 @@ def test_a_run_killed_at_random_moments_ends_like_an_uninterrupted_one(straight:
     seed = time.time_ns() % 1_000_000
     rng = random.Random(seed)
     out, model = tmp_path / "out", straight.parent / "model"
-    command = train_command(out, "--model", str(model), *SETTINGS, "--resume")
+    command = train_command(out, "--model", str(model), *settings(STEPS), "--resume")
     seen: list[int] = []
     for kill in range(3):
         process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, start_new_session=True)
@@ -148,7 +114,7 @@ def test_a_run_killed_at_random_moments_ends_like_an_uninterrupted_one(straight:
             while kill and count_steps(out) == lines and process.poll() is None and time.monotonic() < deadline:
                 time.sleep(0.01)
             time.sleep(rng.uniform(0, 0.5 if kill else 12))
-            ranks = [pid for pid in processes_under(process.pid) if "spawn_main" in command_line(pid)]
+            ranks = ranks_under(process.pid)
             seen += ranks
             victim = rng.choice(["all", "launcher", "rank"])
             if victim == "all":
@@ -166,21 +132,7 @@ def test_a_run_killed_at_random_moments_ends_like_an_uninterrupted_one(straight:
                 os.killpg(process.pid, signal.SIGKILL)
     assert not [pid for pid in seen if list(Path("/dev/shm").glob(f"trimtab-{pid}-*"))]
     run(command)
-    assert_same_run(out, straight)
-
-
-def command_line(pid: int) -> str:
-    try:
-        return Path(f"/proc/{pid}/cmdline").read_text()
-    except OSError:
-        return ""
-
-
-def count_steps(out: Path) -> int:
-    try:
-        return (out / "metrics.jsonl").read_text().count("\n")
-    except OSError:
-        return 0
+    assert_same_run(out, straight, STEPS)
 
 
 def test_two_runs_never_write_to_one_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

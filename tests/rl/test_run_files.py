@@ -3,15 +3,22 @@
 from __future__ import annotations
 
 import json
+import re
+import resource
+import time
+from importlib import import_module
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import save_file
 
 from trimtab.errors import InputError
 from trimtab.rl import checkpoint as checkpoint_module
-from trimtab.rl.checkpoint import FORMAT, last_checkpoint
-from trimtab.rl.run_log import remove_later_steps
+from trimtab.rl.checkpoint import FORMAT, last_checkpoint, remove_unfinished
+from trimtab.rl.run import _input_errors
+from trimtab.rl.run_log import RunLog, kept_metrics, remove_later_steps
 
 
 def write_state(out: Path, folder: str, step: int) -> None:
@@ -87,7 +94,7 @@ def test_a_resumed_run_keeps_the_steps_before_it(tmp_path: Path) -> None:
     (tmp_path / "routing").mkdir()
     lines = [json.dumps({"step": step}) for step in range(5)]
     (tmp_path / "metrics.jsonl").write_text("\n".join(lines) + '\n{"step": 5, "rew')
-    for name in [*(f"step-{step:05d}.parquet" for step in range(5)), ".step-00004.parquet.17.partial", "notes.txt"]:
+    for name in [*(f"step-{step:05d}.parquet" for step in range(5)), "notes.txt"]:
         (tmp_path / "routing" / name).touch()
     for name in ("summary.json", "report.html", "timeline.json.gz", "settings.json"):
         (tmp_path / name).touch()
@@ -97,3 +104,106 @@ def test_a_resumed_run_keeps_the_steps_before_it(tmp_path: Path) -> None:
     routing = sorted(path.name for path in (tmp_path / "routing").iterdir())
     assert routing == ["notes.txt", "step-00000.parquet", "step-00001.parquet", "step-00002.parquet"]
     assert sorted(path.name for path in tmp_path.iterdir()) == ["metrics.jsonl", "routing", "settings.json"]
+
+
+METRICS = [f'{{"step": {step}, "reward": 0.5}}\n' for step in range(4)]
+DAMAGED = {
+    "garbage": (1, [METRICS[0], "\x00\x00\n", *METRICS[2:]]),
+    "not of a step": (1, [METRICS[0], "[1]\n", *METRICS[2:]]),
+    "a line is missing": (1, [METRICS[0], *METRICS[2:]]),
+    "a line is there twice": (2, [*METRICS[:2], *METRICS[1:]]),
+    "the last line is incomplete": (2, [*METRICS[:2], METRICS[2][:-5]]),
+    "the last line has no end": (2, [*METRICS[:2], METRICS[2][:-1]]),
+    "the last line is missing": (2, METRICS[:2]),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGED)
+def test_damaged_metrics_are_refused_by_line(damage: str, tmp_path: Path) -> None:
+    step, lines = DAMAGED[damage]
+    file = tmp_path / "metrics.jsonl"
+    file.write_text("".join(lines))
+    message = f"metrics.jsonl: line {step + 1} should have the metrics of step {step}; restore the file, or remove it"
+    with pytest.raises(InputError, match=message):
+        kept_metrics(tmp_path, 3)
+    # Lines of later steps don't matter.
+    assert kept_metrics(tmp_path, step) == METRICS[:step]
+    with pytest.raises(InputError, match=message):
+        remove_later_steps(tmp_path, 3)
+    assert file.read_text() == "".join(lines)
+
+
+def test_a_run_continues_without_removed_metrics(tmp_path: Path) -> None:
+    assert kept_metrics(tmp_path, 2) == []
+    file = tmp_path / "metrics.jsonl"
+    file.touch()
+    assert kept_metrics(tmp_path, 2) == []
+    file.write_text("".join(METRICS[2:]))
+    assert kept_metrics(tmp_path, 3) == METRICS[2:3]
+    # From an earlier checkpoint.
+    assert kept_metrics(tmp_path, 1) == []
+
+
+def test_unfinished_files_are_removed(tmp_path: Path) -> None:
+    for name in (
+        ".metrics.jsonl.17.partial",
+        "routing/.step-00004.parquet.17.partial",
+        "checkpoints/.step-00002.partial/x",
+    ):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).touch()
+    for name in ("metrics.jsonl", "notes.partial", "checkpoints/step-00001/model.safetensors"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).touch()
+    remove_unfinished(tmp_path)
+    kept = sorted(str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*") if path.is_file())
+    assert kept == ["checkpoints/step-00001/model.safetensors", "metrics.jsonl", "notes.partial"]
+
+
+@pytest.mark.parametrize("set_back", [False, True])
+def test_tensorboard_shows_every_step_once(set_back: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a run that was killed twice; with a clock that was set back by a day each time."""
+    EventAccumulator: Any = import_module("tensorboard.backend.event_processing.event_accumulator").EventAccumulator
+
+    start = time.time()
+    for run, (first, end) in enumerate([(0, 4), (2, 5), (3, 6)]):
+        monkeypatch.setattr(time, "time", lambda run=run: start + 86_400 * run * (-1 if set_back else 1))
+        # Not closed: what a killed process has written.
+        log = RunLog(tmp_path, first_step=first, is_writer=True)
+        for step in range(first, end):
+            log.record({"step": step, "reward": float(step + 10 * run)})
+    monkeypatch.undo()
+    events = EventAccumulator(str(tmp_path / "tensorboard"))
+    events.Reload()
+    assert [(event.step, event.value) for event in events.Scalars("reward")] == [
+        (0, 0.0), (1, 1.0), (2, 12.0), (3, 23.0), (4, 24.0), (5, 25.0),
+    ]  # fmt: skip
+    names = sorted(path.name for path in (tmp_path / "tensorboard").iterdir())
+    assert [re.split(r"[.]", name)[3] for name in names][:2] == ["0000000000", "0000000001"]
+
+
+def test_files_that_can_not_be_written_are_input_errors(tmp_path: Path) -> None:
+    message = "No space left on device; when that is solved, continue with --resume"
+    with pytest.raises(InputError, match=f"^out: {message}"), _input_errors(Path("out")):
+        Path("/dev/full").write_text("metrics")
+    with pytest.raises(InputError, match=r"^file: No space left"), _input_errors(Path("out")):
+        raise OSError(28, "No space left on device", "file")
+    with pytest.raises(ConnectionResetError), _input_errors(Path("out")):
+        raise ConnectionResetError(104, "Connection reset by peer")
+
+
+def test_a_checkpoint_that_can_not_be_written_leaves_nothing(tmp_path: Path) -> None:
+    target = tmp_path / "checkpoints" / "step-00001"
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+
+    def write() -> None:
+        with checkpoint_module._atomic_directory(target) as folder:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (1000, limits[1]))
+            save_file({"weights": torch.zeros(1000)}, folder / "model.safetensors")
+
+    try:
+        with pytest.raises(InputError, match=rf"{target}: can't be written \(.*File too large.*\); when"):
+            write()
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert not list(target.parent.iterdir())

@@ -15,6 +15,7 @@ from io import TextIOWrapper
 from trimtab import __version__
 from trimtab.cli.parser import Parser
 from trimtab.errors import InputError, RankFailedError
+from trimtab.files import write_problem
 from trimtab.messages import show_messages
 
 log = logging.getLogger("trimtab")
@@ -31,14 +32,6 @@ COMMANDS = {
     "nodes": "run a command on several nodes on this machine, joined by slow links",
     "doctor": "check an installation, a model and one micro-step before a long run",
 }
-
-
-# No rights, a folder instead of a file or the reverse, no folder, a name that is too long, links in a circle, a file
-# opened for reading; full or read-only disk, quota, or shell limit.
-UNWRITABLE = (
-    errno.EACCES, errno.EPERM, errno.EEXIST, errno.EISDIR, errno.ENOENT, errno.ENOTDIR, errno.ENAMETOOLONG,
-    errno.ELOOP, errno.EBADF, errno.EDQUOT, errno.EFBIG, errno.ENOSPC, errno.EROFS,
-)  # fmt: skip
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -79,11 +72,11 @@ def run(name: str, parse: Callable[[], argparse.Namespace]) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
     except OSError as error:
-        if error.errno not in UNWRITABLE:
-            raise
         # Writes to standard output have no file's name, nor has the request for a directory that was removed.
         nameless = "working directory" if error.errno == errno.ENOENT else "standard output"
-        return _failed(name, f"{error.filename or nameless}: {error.strerror}", 2)
+        if (problem := write_problem(error, nameless)) is None:
+            raise
+        return _failed(name, problem, 2)
     except MemoryError as error:
         return _failed(name, f"not enough memory{f': {error}' if str(error) else ''}", 1)
     except RankFailedError as error:

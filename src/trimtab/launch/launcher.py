@@ -28,12 +28,15 @@ from torch._C._distributed_c10d import Store, TCPStore
 from trimtab.cores import usable_cores
 from trimtab.errors import InputError, RankFailedError
 from trimtab.launch.shared_files import remove_shared_files
+from trimtab.launch.suspension import Suspensions, continue_with_launcher, is_suspended
 from trimtab.messages import show_messages
 from trimtab.rank_variables import rank_variable, torchrun_ranks
 
 log = logging.getLogger("trimtab")
-# Timeout of the default process group.
+# Timeout of the default process group, and of a rank that is suspended.
 TIMEOUT = timedelta(minutes=10)
+# Seconds between looks at the state of the ranks; one that ends is noticed at once.
+POLL_S = 1.0
 # Seconds to wait after the first failure, so that ranks that lost a peer also fail; then the cause is determined.
 GRACE_S = 3.0
 # Let glibc keep and reuse the memory of freed tensors, in huge pages: page faults can cost more than the arithmetic.
@@ -52,7 +55,7 @@ class Failure:
         message: the exception, in one line.
         traceback: the traceback; empty if the rank has printed it.
         is_input: whether the exception is an InputError.
-        time: of the exception, in seconds since 1970.
+        time: of the exception, in seconds; only comparable with those of the other ranks of the run.
     """
 
     message: str
@@ -115,10 +118,12 @@ def _environment(defaults: dict[str, str]) -> Iterator[None]:
 
 
 def _watch(processes: list[BaseProcess], pipes: list[Connection]) -> None:
-    """Return when all ranks have ended; raise if one has failed."""
+    """Return when all ranks have ended; raise if one has failed or is suspended for too long."""
     running = dict(enumerate(processes))
+    suspensions = Suspensions(TIMEOUT)
     while running:
-        wait([process.sentinel for process in running.values()])
+        wait([process.sentinel for process in running.values()], POLL_S)
+        suspensions.add({rank: process.pid or 0 for rank, process in running.items()}, POLL_S)
         running = {rank: process for rank, process in running.items() if process.is_alive()}
         if any(process.exitcode for rank, process in enumerate(processes) if rank not in running):
             break
@@ -137,13 +142,14 @@ def raise_cause(exits: dict[int, tuple[int, int | None]], failures: dict[int, Fa
 
     Args:
         exits: process id and exit status by rank; the status is minus the signal for a killed rank, and None for a
-            rank that still ran. Of several ranks that ended without a report, the first in this order is named.
+            rank that still runs. Of several ranks that ended without a report, the first in this order is named.
         failures: reports by rank.
 
     Raises:
         InputError: if a rank reported one.
         RankFailedError: if a rank ended without a report (killed or exited), it is named. Otherwise the rank that
-            raised first is named, since later ones may only have lost their peer.
+            raised first is named, since later ones may only have lost their peer; and the suspended ranks, since
+            it may have waited for them.
     """
     inputs = [failure for failure in failures.values() if failure.is_input]
     if inputs:
@@ -156,7 +162,12 @@ def raise_cause(exits: dict[int, tuple[int, int | None]], failures: dict[int, Fa
             raise RankFailedError(f"rank {rank} (process {pid}) {ending}; the run was stopped")
     rank, failure = min(failures.items(), key=lambda item: item[1].time)
     sys.stderr.write(failure.traceback)
-    raise RankFailedError(f"rank {rank} failed: {failure.message}; the run was stopped")
+    waiting = "".join(
+        f"; rank {rank} (process {pid}) is suspended"
+        for rank, (pid, status) in exits.items()
+        if status is None and is_suspended(pid)
+    )
+    raise RankFailedError(f"rank {rank} failed: {failure.message}{waiting}; the run was stopped")
 
 
 def _report(pipe: Connection) -> Failure | None:
@@ -191,6 +202,7 @@ def _run_rank(
         # Notes of the first rank stand for all.
         show_messages(log_level if rank == 0 else max(log_level, logging.WARNING))
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    continue_with_launcher()
     threading.Thread(target=_exit_when_launcher_ends, args=(launcher,), daemon=True).start()
     try:
         _join_group(rank, ranks, rank, TCPStore("127.0.0.1", port, is_master=False))
@@ -202,7 +214,7 @@ def _run_rank(
         message = str(error) if is_input else trace.strip().splitlines()[-1]
         # The launcher may have ended.
         with suppress(BrokenPipeError):
-            pipe.send(Failure(message, trace, is_input, time.time()))
+            pipe.send(Failure(message, trace, is_input, time.monotonic()))
         # A normal interpreter exit would block on peers that wait for this rank.
         _exit_now(1)
     _exit_now(0)

@@ -20,7 +20,8 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 from trimtab.errors import InputError
-from trimtab.launch.launcher import ALLOCATOR, GRACE_S, raise_cause, read_error_file
+from trimtab.launch.launcher import ALLOCATOR, GRACE_S, TIMEOUT, raise_cause, read_error_file
+from trimtab.launch.suspension import Suspensions
 
 TOOLS = {"ip": "iproute2", "tc": "iproute2", "nsenter": "util-linux", "taskset": "util-linux", "unshare": "util-linux"}
 INTERFACE = "eth0"
@@ -169,8 +170,9 @@ def _configure(keeper: int, *commands: str) -> None:
 
 
 def _watch(ranks: list[subprocess.Popen[bytes]], error_files: list[Path]) -> None:
-    """Return when all ranks have ended; raise if one has failed."""
+    """Return when all ranks have ended; raise if one has failed or is suspended for too long."""
     exits: dict[int, tuple[int, int | None]] = {}
+    suspensions = Suspensions(TIMEOUT)
     deadline = float("inf")
     while len(exits) < len(ranks) and time.monotonic() < deadline:
         time.sleep(POLL_S)
@@ -179,6 +181,8 @@ def _watch(ranks: list[subprocess.Popen[bytes]], error_files: list[Path]) -> Non
                 exits[rank] = process.pid, status
                 if status:
                     deadline = min(deadline, time.monotonic() + GRACE_S)
+        running = {rank: process.pid for rank, process in enumerate(ranks) if rank not in exits}
+        suspensions.add(running, POLL_S)
     if deadline < float("inf"):
         failures = {rank: failure for rank, file in enumerate(error_files) if (failure := read_error_file(file))}
-        raise_cause(exits, failures)
+        raise_cause(exits | {rank: (pid, None) for rank, pid in running.items()}, failures)

@@ -116,6 +116,9 @@ def write_checkpoint(
         config, tokenizer: of the model.
         weights, optimizer_state: in logical expert order. The optimizer's state is written while it is iterated, so
             memory holds at most one file of it.
+
+    Raises:
+        InputError: if safetensors can't write a file, for example on a full disk.
     """
     with _atomic_directory(_directory(out, step)) as partial:
         save_checkpoint(config, dict(weights), tokenizer, partial)
@@ -134,9 +137,12 @@ def write_checkpoint(
 
 
 def remove_unfinished(out: Path) -> None:
-    """Remove incomplete checkpoints, which a stopped run may have left."""
-    for path in out.glob("checkpoints/.*.partial"):
-        shutil.rmtree(path)
+    """Remove incomplete checkpoints and files, which a stopped run may have left."""
+    for path in list(out.rglob(".*.partial")):
+        if path.is_dir():
+            shutil.rmtree(path)
+        else:
+            path.unlink(missing_ok=True)
 
 
 def _directory(out: Path, step: int) -> Path:
@@ -170,6 +176,10 @@ def _atomic_directory(directory: Path) -> Iterator[Path]:
         shutil.rmtree(directory, ignore_errors=True)
         os.replace(partial, directory)
         _sync(directory.parent)
+    except SafetensorError as error:
+        raise InputError(
+            f"{directory}: can't be written ({error}); when that is solved, continue with --resume"
+        ) from None
     finally:
         shutil.rmtree(partial, ignore_errors=True)
 

@@ -13,19 +13,24 @@ import torch.distributed as dist
 from rich.table import Column, Table
 
 from trimtab.errors import InputError
-from trimtab.files import write_atomically
+from trimtab.files import write_atomically, write_problem
 from trimtab.report.html import write_html
 from trimtab.report.perfetto import write_perfetto
 from trimtab.rl.checkpoint import Checkpoint, last_checkpoint
 from trimtab.rl.config import TrainConfig
 from trimtab.rl.paired_comparison import MeasuredPolicy, compare_policies, speedup
 from trimtab.rl.report import report_of
+from trimtab.rl.run_log import kept_metrics
 from trimtab.rl.trainer import Trainer
 
 
 def run_training(config: TrainConfig) -> None:
-    """Train from the last checkpoint in `config.out`, or from the start. All files are written there. Collective."""
-    with _lock(config.out):
+    """Train from the last checkpoint in `config.out`, or from the start. All files are written there. Collective.
+
+    Raises:
+        InputError: if another run writes there, a file of the stopped run is damaged, or a file can't be written.
+    """
+    with _input_errors(config.out), _lock(config.out):
         checkpoint = _agreed_checkpoint(config.out)
         trainer = Trainer(config, checkpoint)
         if checkpoint:
@@ -49,6 +54,17 @@ def run_training(config: TrainConfig) -> None:
 
 
 @contextmanager
+def _input_errors(out: Path) -> Iterator[None]:
+    """Raise InputError if a file can't be written."""
+    try:
+        yield
+    except OSError as error:
+        if (problem := write_problem(error, out)) is None:
+            raise
+        raise InputError(f"{problem}; when that is solved, continue with --resume") from None
+
+
+@contextmanager
 def _lock(out: Path) -> Iterator[None]:
     """Prevent two runs from writing to one folder. The lock is released when the process ends, for any reason."""
     if dist.get_rank() != 0:
@@ -66,10 +82,11 @@ def _lock(out: Path) -> Iterator[None]:
 
 
 def _agreed_checkpoint(out: Path) -> Checkpoint | None:
-    """The last checkpoint that rank 0 finds, on every rank, with undamaged files."""
+    """The last checkpoint that rank 0 finds, on every rank. Its files and the metrics before it are undamaged."""
     found = [last_checkpoint(out) if dist.get_rank() == 0 else None]
     if found[0] is not None:
         found[0].check_files()
+        kept_metrics(out, found[0].step)
     dist.broadcast_object_list(found)
     return found[0]
 

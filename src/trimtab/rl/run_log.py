@@ -15,6 +15,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from torch.utils.tensorboard.writer import SummaryWriter
 
+from trimtab.errors import InputError
 from trimtab.files import write_atomically
 
 # Header and format of each column of the step lines.
@@ -44,6 +45,7 @@ class RunLog:
         self._file = self._events = None
         if is_writer:
             remove_later_steps(out, first_step)
+            number_event_files(out / "tensorboard")
             self._file = (out / "metrics.jsonl").open("a")
             self._events = SummaryWriter(str(out / "tensorboard"), purge_step=first_step)
 
@@ -77,6 +79,8 @@ class RunLog:
         for name, value in metrics.items():
             if name != "step" and isinstance(value, int | float):
                 self._events.add_scalar(name, value, metrics["step"])
+        # Another thread writes them; a process that is killed after its next checkpoint has lost none.
+        self._events.flush()
 
     def close(self) -> None:
         """Close the files."""
@@ -89,12 +93,51 @@ def remove_later_steps(out: Path, step: int) -> None:
     """Remove metrics and routing of `step` and later steps, and the files that are written at the end of a run."""
     for name in ("summary.json", "report.html", "timeline.json.gz"):
         (out / name).unlink(missing_ok=True)
-    for path in (out / "routing").glob("*"):
-        match = re.fullmatch(r"\.?step-(\d+)\.parquet(\..*)?", path.name)
+    for path in (out / "routing").glob("step-*.parquet"):
+        match = re.fullmatch(r"step-(\d+)", path.stem)
         if match and int(match[1]) >= step:
             path.unlink()
+    if (out / "metrics.jsonl").exists():
+        write_atomically(out / "metrics.jsonl", "".join(kept_metrics(out, step)))
+
+
+def kept_metrics(out: Path, step: int) -> list[str]:
+    """Lines of `metrics.jsonl` of steps before `step`; none if there is no such file.
+
+    Raises:
+        InputError: if one of them is damaged or missing.
+    """
     metrics = out / "metrics.jsonl"
-    if metrics.exists():
-        # The last line of a stopped run may be incomplete.
-        lines = [line for line in metrics.read_text().splitlines(keepends=True) if line.endswith("\n")]
-        write_atomically(metrics, "".join(line for line in lines if json.loads(line)["step"] < step))
+    lines = metrics.read_bytes().splitlines(keepends=True) if metrics.exists() else []
+    if not lines:
+        return []
+    # The first step is not 0 if the file was removed between two runs.
+    first = _step_of(lines[0])
+    count = 0 if first is None else max(0, step - first)
+    for number, expected in enumerate(range(first or 0, step)):
+        if number >= len(lines) or _step_of(lines[number]) != expected:
+            raise InputError(
+                f"{metrics}: line {number + 1} should have the metrics of step {expected}; restore the file, or remove "
+                "it to continue without the metrics of earlier steps"
+            )
+    return [line.decode() for line in lines[:count]]
+
+
+def _step_of(line: bytes) -> int | None:
+    """The step whose metrics a line has; None if it is damaged or incomplete."""
+    try:
+        step = json.loads(line)["step"]
+    except (KeyError, TypeError, ValueError):
+        return None
+    return step if isinstance(step, int) and line.endswith(b"\n") else None
+
+
+def number_event_files(folder: Path) -> None:
+    """Replace the times in the names of TensorBoard's files by numbers, in the same order.
+
+    TensorBoard reads files in the order of their names, and the next one is named after the clock, which may have been
+    set back.
+    """
+    for number, path in enumerate(sorted(folder.glob("events.out.tfevents.*"))):
+        rest = path.name.split(".", 4)[4]
+        path.rename(folder / f"events.out.tfevents.{number:010}.{rest}")

@@ -1,0 +1,293 @@
+"""`trimtab train` survives faults: one line names each, nothing is left over, and the resumed run is the same."""
+
+from __future__ import annotations
+
+import os
+import random
+import re
+import shutil
+import signal
+import subprocess
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+
+import pytest
+
+from helpers.runs import (
+    assert_same_run,
+    count_steps,
+    metrics_of,
+    processes_under,
+    ranks_under,
+    run,
+    settings,
+    stopped_after,
+    straight_run,
+    train_command,
+)  # fmt: skip
+from trimtab.launch.suspension import is_suspended
+
+STEPS = 24
+DEADLINE_S = 300
+SHARED_MEMORY = Path("/dev/shm")
+
+
+@pytest.fixture(scope="module")
+def straight(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """An uninterrupted run."""
+    return straight_run(tmp_path_factory.mktemp("straight"), STEPS)
+
+
+@pytest.fixture(scope="module")
+def stopped(straight: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a run that was killed while it wrote a checkpoint. Tests leave it as it is."""
+    return stopped_after(straight, STEPS - 2, tmp_path_factory.mktemp("stopped") / "out")
+
+
+def start(out: Path, *more: str) -> subprocess.Popen[str]:
+    # Background processes ignore SIGINT, and so do their children.
+    heed = partial(signal.signal, signal.SIGINT, signal.SIG_DFL)
+    return subprocess.Popen(
+        train_command(out, *more, "--resume"), stderr=subprocess.PIPE, text=True, start_new_session=True,
+        preexec_fn=heed,
+    )  # fmt: skip
+
+
+def wait_for(condition: Callable[[], object], what: str) -> None:
+    deadline = time.monotonic() + DEADLINE_S
+    while not condition():
+        assert time.monotonic() < deadline, what
+        time.sleep(0.001)
+
+
+def have_ended(leader: int) -> bool:
+    return not processes_under(leader)
+
+
+def partial_checkpoints(out: Path) -> list[Path]:
+    return list(out.glob("checkpoints/.step-*.partial"))
+
+
+def wait_for_moment(moment: str, process: subprocess.Popen[str], out: Path, rng: random.Random) -> None:
+    """Return at a random time of a moment of the run: while it starts, trains, or writes a checkpoint."""
+    if moment == "start":
+        wait_for(lambda: ranks_under(process.pid) or process.poll() is not None, "ranks didn't start")
+        time.sleep(rng.uniform(0, 6))
+        return
+    steps = count_steps(out)
+
+    def reached() -> bool:
+        nonlocal steps
+        before, steps = steps, count_steps(out)
+        return bool(partial_checkpoints(out)) if moment == "checkpoint" else steps > before
+
+    # A file of an earlier fault is removed before training begins.
+    wait_for(lambda: not partial_checkpoints(out) or process.poll() is not None, "an incomplete checkpoint stays")
+    wait_for(lambda: reached() or process.poll() is not None, f"no {moment}")
+    time.sleep(rng.uniform(0, 0.05 if moment == "checkpoint" else 0.5))
+
+
+# Signals by victim, the exit status, and the message.
+FAULTS: dict[str, tuple[dict[str, signal.Signals], int, str]] = {
+    "kill -9 of a rank": ({"rank": signal.SIGKILL}, 1, "was killed by SIGKILL; the run was stopped"),
+    "kill -9 of the launcher": ({"launcher": signal.SIGKILL}, -signal.SIGKILL, ""),
+    "kill -9 of all": ({"all": signal.SIGKILL}, -signal.SIGKILL, ""),
+    "SIGTERM of a rank": ({"rank": signal.SIGTERM}, 1, "was killed by SIGTERM; the run was stopped"),
+    "SIGTERM of the launcher": ({"launcher": signal.SIGTERM}, -signal.SIGTERM, ""),
+    "SIGTERM of all": ({"all": signal.SIGTERM}, -signal.SIGTERM, ""),
+    "Ctrl-C": ({"all": signal.SIGINT}, 130, "trimtab train: interrupted"),
+    "a suspended rank, then kill -9 of the launcher": (
+        {"rank": signal.SIGSTOP, "launcher": signal.SIGKILL}, -signal.SIGKILL, "",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("moment", ["start", "step", "checkpoint"])
+def test_a_run_with_faults_of_processes_equals_an_uninterrupted_one(
+    moment: str, straight: Path, tmp_path: Path
+) -> None:
+    seed = time.time_ns() % 1_000_000
+    rng = random.Random(seed)
+    out, options = tmp_path / "out", ["--model", str(straight.parent / "model"), *settings(STEPS)]
+    # A rank continues with its launcher once it has begun.
+    names = [name for name in FAULTS if moment != "start" or "suspended" not in name]
+    for name in rng.sample(names, len(names)):
+        signals, status, message = FAULTS[name]
+        where = f"seed {seed}: {name}, {moment}"
+        process = start(out, *options)
+        try:
+            wait_for_moment(moment, process, out, rng)
+            assert process.poll() is None, f"{where}: the run had ended"
+            ranks = ranks_under(process.pid)
+            for victim, number in signals.items():
+                if victim == "all":
+                    os.killpg(process.pid, number)
+                else:
+                    os.kill(process.pid if victim == "launcher" else rng.choice(ranks), number)
+            print(where, flush=True)
+            _, error = process.communicate(timeout=DEADLINE_S)
+            assert process.returncode == status, (where, error)
+            assert message in error, (where, error)
+            # Ranks that lose their launcher may print warnings of torch before they end.
+            assert error.count("\n") == 1 if message else "Traceback" not in error, (where, error)
+            wait_for(partial(have_ended, process.pid), f"{where}: processes stay")
+            assert not [path for pid in ranks for path in SHARED_MEMORY.glob(f"trimtab-{pid}-*")], where
+        finally:
+            if processes_under(process.pid) or process.poll() is None:
+                os.killpg(process.pid, signal.SIGKILL)
+    run(train_command(out, *options, "--resume"))
+    assert_same_run(out, straight, STEPS)
+
+
+def test_a_suspended_run_keeps_its_folder_and_continues(straight: Path, stopped: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    shutil.copytree(stopped, out)
+    process = start(out)
+    try:
+        wait_for_moment("step", process, out, random.Random(0))
+        os.killpg(process.pid, signal.SIGSTOP)
+        wait_for(lambda: all(map(is_suspended, ranks_under(process.pid))), "ranks run")
+        second = subprocess.run(train_command(out, "--resume"), capture_output=True, text=True, check=False)
+        assert second.returncode == 2
+        assert second.stderr.endswith("another run is writing there; wait until it ends, or stop it\n")
+        assert second.stderr.count("\n") == 1
+        os.killpg(process.pid, signal.SIGCONT)
+        assert process.wait(DEADLINE_S) == 0
+    finally:
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGKILL)
+    assert_same_run(out, straight, STEPS)
+
+
+@contextmanager
+def mounted(folder: Path, *options: str) -> Iterator[None]:
+    """A folder on which something is mounted; skips the test where that is not possible."""
+    done = subprocess.run(["mount", *options, str(folder)], capture_output=True, text=True, check=False)
+    if done.returncode:
+        pytest.skip(f"nothing can be mounted here: {done.stderr.strip()}")
+    try:
+        yield
+    finally:
+        subprocess.run(["umount", str(folder)], check=True)
+
+
+@pytest.mark.parametrize("moment", ["step", "checkpoint"])
+def test_a_run_on_a_full_disk_stops_and_continues_later(
+    moment: str, straight: Path, stopped: Path, tmp_path: Path
+) -> None:
+    seed = time.time_ns() % 1_000_000
+    (disk := tmp_path / "disk").mkdir()
+    with mounted(disk, "-t", "tmpfs", "-o", "size=64m", "tmpfs"):
+        out = disk / "out"
+        shutil.copytree(stopped, out)
+        process = start(out)
+        wait_for_moment(moment, process, out, random.Random(seed))
+        with pytest.raises(OSError, match="No space left"):
+            fill(disk / "filler")
+        _, error = process.communicate(timeout=DEADLINE_S)
+        assert process.returncode == 2, (seed, error)
+        assert "No space left on device" in error, (seed, error)
+        assert error.endswith("when that is solved, continue with --resume\n"), (seed, error)
+        assert error.count("\n") == 1, (seed, error)
+        assert not partial_checkpoints(out)
+        (disk / "filler").unlink()
+        run(train_command(out, "--resume"))
+        assert_same_run(out, straight, STEPS)
+
+
+def fill(file: Path) -> None:
+    """Write until the disk is full."""
+    with file.open("wb", buffering=0) as opened:
+        while True:
+            opened.write(bytes(1 << 16))
+
+
+@contextmanager
+def damaged(file: Path, damage: Callable[[bytes], bytes]) -> Iterator[None]:
+    whole = file.read_bytes()
+    file.write_bytes(damage(whole))
+    yield
+    file.write_bytes(whole)
+
+
+LAST = f"checkpoints/step-{STEPS - 2:05d}"
+LINE = re.compile(rb'\{"step": 2,.*\n')
+
+
+@contextmanager
+def fault_of_files(name: str, out: Path) -> Iterator[None]:
+    if name == "a truncated shard":
+        with damaged(out / LAST / "model.safetensors", lambda whole: whole[:-1]):
+            yield
+    elif name == "a missing shard":
+        file = out / LAST / "trainer" / "optimizer-00000.safetensors"
+        file.rename(away := out.parent / "away")
+        yield
+        away.rename(file)
+    elif name == "a read-only folder":
+        with mounted(out, "--bind", "-o", "ro", str(out)):
+            yield
+    else:
+        replacement = {"garbage in the metrics": b"\xff\xfe\n", "a missing line of metrics": b""}[name]
+        with damaged(out / "metrics.jsonl", lambda whole: LINE.sub(lambda _: replacement, whole)):
+            yield
+
+
+METRICS = "metrics.jsonl: line 3 should have the metrics of step 2; restore the file, or remove it"
+FILES = {
+    "a truncated shard": "model.safetensors: it has changed since it was written; restore it, or remove",
+    "a missing shard": "optimizer-00000.safetensors: it is missing; restore it, or remove",
+    "garbage in the metrics": METRICS,
+    "a missing line of metrics": METRICS,
+    "a read-only folder": "Read-only file system; when that is solved, continue with --resume",
+}
+
+
+@pytest.mark.parametrize("fault", FILES)
+def test_faults_of_files_are_refused_and_nothing_is_written(fault: str, stopped: Path) -> None:
+    before = content_of(stopped)
+    with fault_of_files(fault, stopped):
+        during = content_of(stopped)
+        result = subprocess.run(train_command(stopped, "--resume"), capture_output=True, text=True, check=False)
+        assert content_of(stopped) == during
+    assert result.returncode == 2, result.stderr
+    assert FILES[fault] in result.stderr
+    assert result.stderr.count("\n") == 1, result.stderr
+    assert content_of(stopped) == before
+
+
+def content_of(folder: Path) -> dict[Path, bytes]:
+    return {path: path.read_bytes() if path.is_file() else b"" for path in folder.rglob("*")}
+
+
+@pytest.mark.parametrize("ranks", [1, 4])
+def test_a_run_continues_with_another_number_of_ranks(
+    ranks: int, straight: Path, stopped: Path, tmp_path: Path
+) -> None:
+    out = tmp_path / "out"
+    shutil.copytree(stopped, out)
+    run(train_command(out, "--resume", "--ranks", str(ranks)))
+    assert [line["step"] for line in metrics_of(out)] == list(range(STEPS))
+    assert metrics_of(out)[: STEPS - 2] == metrics_of(straight)[: STEPS - 2]
+    assert sorted(path.name for path in (out / "checkpoints").iterdir())[-1] == f"step-{STEPS:05d}"
+
+
+def test_a_run_continues_after_the_clock_was_set_back(
+    straight: Path, stopped: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By a day, and again by an hour every few calls. The files of the run are from the future."""
+    out = tmp_path / "out"
+    shutil.copytree(stopped, out)
+    later = time.time() + 86_400
+    for path in out.rglob("*"):
+        os.utime(path, (later, later))
+    (tmp_path / "sitecustomize.py").write_text(
+        "import itertools, time\nclock, calls = time.time, itertools.count()\n"
+        "time.time = lambda: clock() - 86_400 - 3600 * (next(calls) // 5)\n"
+    )
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join((str(tmp_path), os.environ.get("PYTHONPATH", ""))))
+    run(train_command(out, "--resume"))
+    assert_same_run(out, straight, STEPS)
