@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import os
 import queue
-from collections.abc import Iterator
+import re
+from collections.abc import Iterator, Sequence
 from typing import Any
 from unittest import mock
 
@@ -12,22 +13,30 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from helpers.megatron_runs import LENGTH, VOCABULARY, Layout, MegatronCase, Model
-from trimtab.planner import Placement
+from helpers.megatron_runs import LENGTH, VOCABULARY, Layout, MegatronCase, Model, random_group_plans, use_layout
+from trimtab.planner import GroupPlans, Placement, Schedule, Workload
+from trimtab.runtime import planning
 
 
-def random_placement(rng: np.random.Generator, placement: Placement, ranks: int) -> Placement:
-    """Other homes in about half of the layers."""
+def random_placement(
+    rng: np.random.Generator, placement: Placement, ranks: int, *, everywhere: bool = False
+) -> Placement:
+    """Other homes in about half of the layers, or in all."""
     home_LE = placement.home.copy()
     layers, experts = home_LE.shape
     for layer in range(layers):
-        if rng.random() < 0.6:
+        if everywhere or rng.random() < 0.6:
             home_LE[layer] = rng.permutation(np.repeat(np.arange(ranks), experts // ranks)).astype(np.int16)
     return Placement(home_LE)
 
 
 class Pair:
-    """Two equal models, one with experts that move."""
+    """Two equal models, one with experts that move.
+
+    Attributes:
+        moved: experts that have moved, over all layers.
+        replicas: of planned steps.
+    """
 
     def __init__(self, layout: Layout, case: MegatronCase, **options: Any) -> None:
         from megatron.core import parallel_state
@@ -42,36 +51,84 @@ class Pair:
             self.moving.named_parameters()[name].data.copy_(parameter.data)
         for model in (self.plain, self.moving):
             model.optimizer.reload_model_params()
-        self.session = balance(self.moving.chunks, **options)
+        self.session = balance(self.moving.chunks, dispatcher=case.dispatcher, **options)  # type: ignore[arg-type]
         self.session.register_optimizer(self.moving.optimizer)
+        self.moved = self.replicas = 0
         # The ranks of an expert-parallel group and of those with the same experts draw the same homes.
         stage = parallel_state.get_pipeline_model_parallel_rank()
-        self.homes_rng = np.random.default_rng((case.seed, stage))
+        self._homes_rng = np.random.default_rng((case.seed, stage))
+        self._plans_rng = np.random.default_rng((case.seed, 2, stage))
         data_rank = parallel_state.get_data_parallel_rank(with_context_parallel=True)
-        self.tokens_rng = np.random.default_rng((case.seed, 1, data_rank))
+        self._tokens_rng = np.random.default_rng((case.seed, 1, data_rank))
 
     def tokens(self) -> torch.Tensor:
+        """Tokens of the next step."""
         micro_batches = 4 if self.layout.pipeline > 1 else 2
-        return torch.from_numpy(self.tokens_rng.integers(0, VOCABULARY, (micro_batches, LENGTH)))
+        return torch.from_numpy(self._tokens_rng.integers(0, VOCABULARY, (micro_batches, LENGTH)))
 
     def zero(self) -> None:
+        """Zero all gradients, as before a step."""
         for model in (self.plain, self.moving):
             for chunk in model.chunks:
                 chunk.zero_grad_buffer()
             model.optimizer.zero_grad()
 
-    def move(self) -> int:
-        """Move experts at random; their number."""
+    def move(self, *, everywhere: bool = False) -> None:
+        """Move experts at random."""
         session = self.session.session
-        if session is None:
-            return 0
-        before = session.placement
-        after = random_placement(self.homes_rng, before, session.num_ranks)
-        self.session.move(after)
-        return int((before.home != after.home).sum())
+        if session is not None:
+            before = session.placement
+            self.session.move(random_placement(self._homes_rng, before, session.num_ranks, everywhere=everywhere))
+            self.moved += int((before.home != session.placement.home).sum())
+
+    def live_step(self, tokens_MBS: torch.Tensor) -> None:
+        """Forward and backward of both models, with the routers' choices."""
+        for model in (self.plain, self.moving):
+            model.run(self.function, tokens_MBS)
+
+    def planned_step(self, tokens_MBS: torch.Tensor) -> None:
+        """As `live_step`, with a random plan: other homes, and replicas."""
+        routing = self.plain.record(self.function, tokens_MBS)
+        self.zero()
+        self.plain.run(self.function, tokens_MBS)
+        with mock.patch.object(planning, "plan_schedule", self._random_plans):
+            self.moving.run(self.session.planned(self.function, routing), tokens_MBS)
+        report = self.session.report
+        if report is not None:
+            self.moved += report.homes_moved
+            self.replicas += report.replicas
+
+    def _random_plans(
+        self, loads: Sequence[Workload], schedule: Schedule, placement: Placement, _cluster: Any, *, may_move: bool,
+        **_chosen: Any,
+    ) -> GroupPlans:  # fmt: skip
+        """Replaces the planner on the first rank."""
+        assert self.session.session is not None
+        assert may_move
+        topology = self.session.session.topology
+        placement = random_placement(self._plans_rng, placement, topology.num_ranks)
+        return random_group_plans(self._plans_rng, loads, schedule, topology, placement)
+
+    def gather_parameters(self) -> None:
+        """Complete the parameters that the distributed optimizers have updated in parts."""
+        for model in (self.plain, self.moving):
+            for chunk in model.chunks:
+                if chunk.ddp_config.overlap_param_gather:
+                    for group in chunk.bucket_groups + chunk.expert_parallel_bucket_groups:
+                        group.start_param_sync(force_sync=True)
+
+    def check_export(self, tolerance: float) -> None:
+        """What an exporter yields for the model with moves has the names and values of the one without."""
+        renamed = dict(self.session.logical_names(exported_pairs(self.moving)))
+        plain = dict(exported_pairs(self.plain))
+        assert renamed.keys() == plain.keys()
+        for name, expected in plain.items():
+            error = float((renamed[name].double() - expected.double()).norm())
+            assert error <= tolerance * float(expected.double().norm().clamp(min=1e-12)), (self.case, name, error)
 
     def difference(self) -> float:
         """The largest relative difference of a Parameter, main parameter or moment, with all experts at home."""
+        self.gather_parameters()
         self.session.return_home()
         worst = 0.0
         for (name, expected), (other, actual) in zip(_state(self.plain), _state(self.moving), strict=True):
@@ -83,13 +140,30 @@ class Pair:
         return worst
 
 
+def exported_pairs(model: Model) -> list[tuple[str, torch.Tensor]]:
+    """The Parameters of all experts and layers of this stage, numbered by layer of the model and by position, as verl's
+    `per_tensor_generator` (utils/megatron_utils.py, 1dda039b9) makes them."""
+    from megatron.core import parallel_state
+
+    group = parallel_state.get_expert_model_parallel_group()
+    found = []
+    for layer in model.moe_layers():
+        count = layer.num_local_experts
+        for name, parameter in layer.experts.named_parameters():
+            gathered = [torch.empty_like(parameter) for _ in range(group.size())]
+            dist.all_gather(gathered, parameter.detach(), group=group)
+            local = re.search(r"(?<=local_experts\.)\d+|(?<=weight)\d+$|(?<=bias)\d+$", name)
+            assert local
+            for rank, values in enumerate(gathered):
+                position = rank * count + int(local[0])
+                renamed = f"{name[: local.start()]}{position}{name[local.end() :]}"
+                found.append((f"decoder.layers.{layer.layer_number - 1}.mlp.experts.{renamed}", values))
+    return found
+
+
 def _state(model: Model) -> Iterator[tuple[str, torch.Tensor]]:
     from trimtab.integrations.megatron.optimizer_state import optimizers_in
 
-    for chunk in model.chunks:
-        if getattr(chunk.ddp_config, "overlap_param_gather", False):
-            for group in chunk.bucket_groups + chunk.expert_parallel_bucket_groups:
-                group.start_param_sync(force_sync=True)
     for name, parameter in model.named_parameters().items():
         yield name, parameter.detach()
     for part, optimizer in enumerate(optimizers_in(model.optimizer)):
@@ -101,34 +175,17 @@ def _state(model: Model) -> Iterator[tuple[str, torch.Tensor]]:
                     yield f"optimizer {part}, parameter {number}, {key}", value
 
 
-def prepare(layout: Layout) -> None:
-    """Megatron's groups on these ranks."""
-    from megatron.core import parallel_state
-
-    from trimtab.integrations.megatron.on_cpu import use_cpu
-
-    torch.set_num_threads(1)
-    use_cpu()
-    if not parallel_state.model_parallel_is_initialized():
-        parallel_state.initialize_model_parallel(
-            tensor_model_parallel_size=layout.tensor, pipeline_model_parallel_size=layout.pipeline,
-            expert_model_parallel_size=layout.expert, expert_tensor_parallel_size=1,
-        )  # fmt: skip
-
-
 def save_checkpoints(layout: Layout, case: MegatronCase, folder: str, steps: int) -> None:
     """Train with and without moves, and save both models with Megatron's distributed checkpoints."""
-    prepare(layout)
-    pair = Pair(layout, case, mode="off")
+    use_layout(layout)
+    pair = Pair(layout, case)
     for _ in range(steps):
         pair.move()
-        tokens_MBS = pair.tokens()
         pair.zero()
+        pair.live_step(pair.tokens())
         for model in (pair.plain, pair.moving):
-            model.run(pair.function, tokens_MBS)
             model.optimizer.step()
-    pair.move()
-    # The names of the experts' shards are those of their logical numbers, wherever they are.
+    pair.move(everywhere=True)
     assert pair.session.have_moved
     save(pair.plain, f"{folder}/plain")
     save(pair.moving, f"{folder}/moving")
@@ -200,7 +257,7 @@ def load(model: Model, folder: str) -> None:
 
 def compare_checkpoints(layout: Layout, case: MegatronCase, folder: str) -> None:
     """The checkpoints of `save_checkpoints` are equal for Megatron without Trimtab, on any ranks."""
-    prepare(layout)
+    use_layout(layout)
     from megatron.core.pipeline_parallel.schedules import get_forward_backward_func
 
     models = [Model(layout, case) for _ in range(2)]

@@ -22,6 +22,7 @@ from trimtab.planner.plan.pass_times import PARTS
 from trimtab.planner.plan.prediction import Prediction
 from trimtab.planner.plan.strategy import NOTHING, Choice
 from trimtab.runtime import planning
+from trimtab.runtime.ranks.topology import Topology
 
 VOCABULARY, LENGTH = 64, 16
 
@@ -350,13 +351,19 @@ class _Comparison:
     ) -> GroupPlans:
         """Replaces the planner on the first rank."""
         assert self.session.session is not None
-        topology = self.session.session.topology
-        plans = tuple(
-            random_plan(
-                self.plan_rng, load, schedule.of_group(group, topology.num_ranks)[1], slots=2, placement=placement,
-                ranks_per_node=topology.ranks_per_node,
-            )
-            for group, load in enumerate(loads)
-        )  # fmt: skip
-        prediction = Prediction(dict.fromkeys(PARTS, 1.0))
-        return GroupPlans(schedule, placement, plans, Choice(NOTHING, {"nothing": 1.0}), prediction, 0.0)
+        return random_group_plans(self.plan_rng, loads, schedule, self.session.session.topology, placement)
+
+
+def random_group_plans(
+    rng: np.random.Generator, loads: Sequence[Workload], schedule: Schedule, topology: Topology, placement: Placement
+) -> GroupPlans:
+    """Random plans of all expert-parallel groups, with these homes."""
+    plans = tuple(
+        random_plan(
+            rng, load, schedule.of_group(group, topology.num_ranks)[1], slots=2, placement=placement,
+            ranks_per_node=topology.ranks_per_node,
+        )
+        for group, load in enumerate(loads)
+    )  # fmt: skip
+    prediction = Prediction(dict.fromkeys(PARTS, 1.0))
+    return GroupPlans(schedule, placement, plans, Choice(NOTHING, {"nothing": 1.0}), prediction, 0.0)

@@ -28,7 +28,7 @@ def optimizers_in(optimizer: Any) -> list[Any]:
     Raises:
         InputError: if experts can't move with the state of one of them, with its name and the reason.
     """
-    chained = optimizer.chained_optimizers if isinstance(optimizer, ChainedOptimizer) else [optimizer]
+    chained = optimizer.chained_optimizers if type(optimizer) is ChainedOptimizer else [optimizer]
     found = [each for each in chained if not getattr(each, "is_stub_optimizer", False)]
     for each in found:
         problem = _problem(each)
