@@ -99,8 +99,10 @@ def watched(session: Session, optimizer: torch.optim.Optimizer | None, home_LE: 
     staying = [
         value
         for layer in session.homes
+        for rows_E in [layer.rows_after(home_LE[layer.index])]
         for row, expert in enumerate(layer.home_experts)
-        if home_LE[layer.index, expert] == session.rank
+        # Rows on a rank change only if all experts return to their first homes.
+        if home_LE[layer.index, expert] == session.rank and rows_E[expert] == row
         for value in rows_of(session, optimizer, layer.index, row)
     ]
     before = [value.clone() for value in staying]

@@ -101,6 +101,10 @@ def add(commands: Any) -> None:
         megatron, "--dispatcher", choices=("megatron", "trimtab"), default="megatron",
         help="what sends rows in planned steps",
     )  # fmt: skip
+    add_options(
+        megatron, "--rehome", action="store_true",
+        help="instead, train on drifting routing: plain, EPLB's homes, mode rehome, and mode plan",
+    )  # fmt: skip
     megatron.set_defaults(run=run_megatron, needs=("torch",))
     transfer = benches.add_parser(
         "transfer",
@@ -156,10 +160,12 @@ def run_runtime(options: argparse.Namespace) -> None:
 def run_megatron(options: argparse.Namespace) -> None:
     need_extra("megatron", extra="megatron")
     from trimtab.benchmarks.bench_megatron import run_benchmark
+    from trimtab.benchmarks.bench_megatron_rehome import run_rehome_benchmark
     from trimtab.benchmarks.megatron_settings import MegatronBenchmark
     from trimtab.launch import launch
 
-    launch(run_benchmark, (MegatronBenchmark(**given(options, MegatronBenchmark)),), ranks=2)
+    settings = MegatronBenchmark(**given(options, MegatronBenchmark))
+    launch(run_rehome_benchmark if settings.rehome else run_benchmark, (settings,), ranks=2)
 
 
 def run_planner(options: argparse.Namespace) -> None:
