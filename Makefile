@@ -16,14 +16,14 @@ WIDE := tests/runtime tests/rl tests/integrations tests/launch tests/calibration
 
 PYTEST := $(BIN)/python -m pytest -n 2 --ignore=tests/reliability
 
-test: .venv/.ready  ## run the tests (about 6 minutes on 2 cores)
+test: .venv/.ready  ## run the tests (about 12 minutes on 2 cores)
 	$(PYTEST) -m 'not long' $(addprefix --ignore=,$(WIDE))
 	$(PYTEST) -m 'not long' --dist loadfile $(WIDE)
 
-test-fast: .venv/.ready  ## run the tests that start no ranks and no browser (less than a minute)
+test-fast: .venv/.ready  ## run the tests that start no ranks and no browser (one or two minutes)
 	$(PYTEST) -m 'not long and not slow' $(addprefix --ignore=,$(WIDE))
 
-test-long: .venv/.ready  ## run tests with many more random examples and combinations (about 15 minutes)
+test-long: .venv/.ready  ## run tests with many more random examples and combinations (may take an hour)
 	TRIMTAB_TESTS=long $(PYTEST) -m 'long or longer' $(addprefix --ignore=,$(WIDE))
 	TRIMTAB_TESTS=long $(PYTEST) -m 'long or longer' --dist loadfile $(WIDE)
 

@@ -19,7 +19,7 @@ _PACKED_BYTES = 1 << 24
 def growing_names() -> bytes:
     """A pickle whose class names grow by 60,000 letters with each use."""
     letters = b"X" + struct.pack("<I", 60_000) + b"a" * 60_000
-    nested_class = b"q\x01" + b"0" + b"cbuiltins\ngetattr\n" + b"h\x01h\x00\x86R"
+    nested_class = b"q\x01" + b"cbuiltins\ngetattr\n" + b"h\x01h\x00\x86R"
     return b"\x80\x02" + letters + b"q\x00" + b"cslime\nX\n" + nested_class * 3000 + b"."
 
 

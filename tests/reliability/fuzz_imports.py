@@ -3,7 +3,7 @@
     python tests/reliability/fuzz_imports.py --seconds 600 --corpus out/fuzz
 
 The first inputs are a valid dump of every format. An input that reaches new code is kept in the corpus, and changed
-further. Any other exception, a second of work or 1 GB of memory for a few kilobytes ends the run with status 1, and
+further. Any other exception, a minute of work or 2 GB of memory for a few kilobytes ends the run with status 1, and
 the input is kept. Afterwards the lines of the readers that the corpus reaches are counted.
 """
 
@@ -40,7 +40,7 @@ def fuzz(corpus: Path, seconds: int) -> None:
 
     read = _reader(corpus.parent / "input")
     atheris.Setup(
-        [sys.argv[0], str(corpus), f"-max_total_time={seconds}", "-timeout=5", "-rss_limit_mb=2048", "-max_len=16384",
+        [sys.argv[0], str(corpus), f"-max_total_time={seconds}", "-timeout=60", "-rss_limit_mb=2048", "-max_len=16384",
          "-print_final_stats=1", f"-artifact_prefix={corpus.parent}/failed-"],
         read,
     )  # fmt: skip
