@@ -125,6 +125,8 @@ def _call(_state: dict[str, Any], function: Callable[..., Any], *args: Any) -> A
 def _forget(state: dict[str, Any]) -> None:
     import torch.distributed as dist
 
+    from trimtab.runtime.ranks import topology
+
     state.clear()
     # Sessions and models are reference cycles.
     gc.collect()
@@ -132,6 +134,7 @@ def _forget(state: dict[str, Any]) -> None:
     for group in list(dist.distributed_c10d._world.pg_map):
         if group is not dist.group.WORLD:
             dist.destroy_process_group(group)
+    topology._created.clear()
     # What lives now, modules mostly, is not searched again.
     gc.freeze()
 

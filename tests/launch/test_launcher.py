@@ -163,7 +163,8 @@ def start_program(folder: Path, *lines: str) -> subprocess.Popen[bytes]:
     program = folder / "program.py"
     lines = ("if __name__ == '__main__':", *(f"    {line}" for line in lines), "")
     program.write_text("\n".join((Path(__file__).read_text(), *lines)))
-    return subprocess.Popen([sys.executable, str(program)], start_new_session=True)
+    with (folder / "output").open("wb") as output:
+        return subprocess.Popen([sys.executable, str(program)], start_new_session=True, stderr=output)
 
 
 def end_session(launcher: subprocess.Popen[bytes]) -> None:
