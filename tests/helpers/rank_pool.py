@@ -134,7 +134,9 @@ def _forget(state: dict[str, Any]) -> None:
     for group in list(dist.distributed_c10d._world.pg_map):
         if group is not dist.group.WORLD:
             dist.destroy_process_group(group)
-    topology._created.clear()
+    # Numbers of groups go on, since the store of the ranks knows the names of earlier ones.
+    for created in topology._created.values():
+        created.groups.clear()
     # What lives now, modules mostly, is not searched again.
     gc.freeze()
 
