@@ -1,6 +1,6 @@
 """Figures of the planner in plain Python, as docstrings describe them: counts, splits, and what searches minimise.
 
-Searches have no twin here: tests compare their results with optima and bounds.
+Searches have no second implementation here; tests compare their results with optima and bounds.
 """
 
 from __future__ import annotations

@@ -147,6 +147,8 @@ def test_rehome_moves_experts_and_makes_no_replicas() -> None:
 
 def rehome() -> None:
     """The routers' experts are those of rank 0; with half of them on rank 1 the step takes less time."""
+    from trimtab.integrations.megatron import balance
+
     layout = Layout(2, 2)
     use_layout(layout)
     pair = Pair(layout, MegatronCase(adam=True), mode="rehome", rates=load_cluster("h100x8", ranks=2))
@@ -163,6 +165,10 @@ def rehome() -> None:
     assert report.max_vio_after == 0.0
     pair.zero()
     pair.session.remove()
+    without_optimizer = balance(pair.moving.chunks, mode="rehome")
+    with pytest.raises(InputError, match="state of their optimizers; register these first"):
+        without_optimizer.plan(routing, len(routing))
+    without_optimizer.remove()
 
 
 def test_optimizers_whose_state_cannot_move_are_named() -> None:

@@ -171,6 +171,10 @@ class Steps:
 
     def _agree(self, call: int, same: Mapping[str, object], problem: Exception | None) -> None:
         """Agree with all data ranks on a call; see `Lockstep.agree`."""
+        if self._settings.mode == "rehome" and not self._experts.has_state:
+            problem = problem or InputError(
+                "mode 'rehome' moves experts with the state of their optimizers; register these first"
+            )
         self._lockstep.agree(call, must_match={**same, **self._shared}, problem=problem, all_data_ranks=True)
 
     def _agree_on_plan(self, plan: StepPlan, trace: RoutingTrace, workload: Workload | None) -> Workload:

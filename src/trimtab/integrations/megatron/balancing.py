@@ -110,6 +110,7 @@ class MegatronSession:
         self._is_removed = False
         self._optimizer: Any = None
         self._guard: PositionalGuard | None = None
+        self._replaced: list[tuple[Any, str]] = []
         self._gradients_wait = False
         for layer in self._layers:
             layer.before_backward = self._note_gradients
@@ -136,6 +137,7 @@ class MegatronSession:
         for owner, name in ((optimizer, "step"), *((chunk, "zero_grad_buffer") for chunk in self._chunks)):
             if hasattr(owner, name):
                 setattr(owner, name, self._clearing(getattr(owner, name)))
+                self._replaced.append((owner, name))
         self._guard = PositionalGuard(optimizer, lambda: self.have_moved)
 
     def move(self, placement: Placement) -> None:
@@ -264,9 +266,8 @@ class MegatronSession:
             self.return_home()
             if self._guard is not None:
                 self._guard.remove()
-            for owner, name in ((self._optimizer, "step"), *((chunk, "zero_grad_buffer") for chunk in self._chunks)):
-                if owner is not None:
-                    vars(owner).pop(name, None)
+            for owner, name in self._replaced:
+                delattr(owner, name)
             for layer in self._layers:
                 layer.remove()
             if self.session is not None:

@@ -118,7 +118,8 @@ class PositionalGuard:
     def _sharded(self, plain: Callable[..., Any]) -> Callable[..., Any]:
         def sharded_state_dict(*args: Any, **kwargs: Any) -> Any:
             metadata = kwargs.get("metadata") or {}
-            kind = kwargs.get("sharding_type") or metadata.get("distrib_optim_sharding_type")
+            given = kwargs.get("sharding_type", args[2] if len(args) > 2 else None)
+            kind = given or metadata.get("distrib_optim_sharding_type")
             if kind in POSITIONAL and self._have_moved():
                 raise InputError(
                     f"the optimizer's format {kind} stores experts by position, and they have moved; {ADVICE}"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -117,7 +117,7 @@ class MegatronState:
         )
         return held // len(layer.home_experts)
 
-    def row_parts(self, layer: HomeExperts) -> list[RowParts]:
+    def row_parts(self, layers: Sequence[HomeExperts]) -> list[list[RowParts]]:
         """See `ExpertState`.
 
         Raises:
@@ -125,10 +125,18 @@ class MegatronState:
                 have made different numbers of steps.
         """
         if not self._distributed:
-            return []
+            return [[] for _ in layers]
+        mine = [[self._held(layer, t) for t in range(len(layer.likes))] for layer in layers]
+        held_DLT: list[Any] = [None] * self._topology.num_data_ranks
+        dist.all_gather_object(held_DLT, mine, group=self._topology.control)
+        return [
+            self._parts_of_layer(layer, list(zip(*held_DT, strict=True)))
+            for layer, held_DT in zip(layers, zip(*held_DLT, strict=True), strict=True)
+        ]
+
+    def _parts_of_layer(self, layer: HomeExperts, held_TD: Sequence[Sequence[_Held]]) -> list[RowParts]:
         found: list[RowParts] = []
-        for t in range(len(layer.likes)):
-            held_D = self._gather(layer, t)
+        for t, held_D in enumerate(held_TD):
             ranges_GRH2 = np.array([held.ranges for held in held_D], np.int64).reshape(
                 self._topology.groups, self._topology.num_ranks, -1, 2
             )
@@ -146,8 +154,8 @@ class MegatronState:
                 found.append(RowParts([state.get(key, nothing) for state in states], ranges_GRH2[:, 0]))
         return found
 
-    def _gather(self, layer: HomeExperts, t: int) -> list[_Held]:
-        """What each data rank holds of a tensor."""
+    def _held(self, layer: HomeExperts, t: int) -> _Held:
+        """What this rank holds of a tensor."""
         dtypes: dict[str, torch.dtype] = {}
         ranges, steps = [], set()
         for row in range(len(layer.home_experts)):
@@ -155,9 +163,7 @@ class MegatronState:
             ranges.append(held)
             dtypes |= {key: elements.dtype for key, elements in state.items()}
             steps |= step
-        gathered: list[Any] = [None] * self._topology.num_data_ranks
-        dist.all_gather_object(gathered, _Held(ranges, dtypes, steps), group=self._topology.control)
-        return gathered
+        return _Held(ranges, dtypes, steps)
 
     def _part(
         self, layer: HomeExperts, t: int, row: int

@@ -60,9 +60,9 @@ class ExpertState(Protocol):
         """Bytes of `row_parts` that a rank sends for one expert, about."""
         ...
 
-    def row_parts(self, layer: HomeExperts) -> list[RowParts]:
-        """State of which this rank has parts of rows, in the same order on all ranks. A collective over all data
-        ranks."""
+    def row_parts(self, layers: Sequence[HomeExperts]) -> list[list[RowParts]]:
+        """For each layer the state of which this rank has parts of rows, in the same order on all ranks. A collective
+        over all data ranks."""
         ...
 
 
@@ -100,9 +100,9 @@ class OptimizerState:
         """See `ExpertState`."""
         return 0
 
-    def row_parts(self, layer: HomeExperts) -> list[RowParts]:
+    def row_parts(self, layers: Sequence[HomeExperts]) -> list[list[RowParts]]:
         """See `ExpertState`. There are none."""
-        return []
+        return [[] for _ in layers]
 
 
 def name_of_tensor(layer: HomeExperts, t: int) -> str:

@@ -53,8 +53,8 @@ def move_experts(layers: Sequence[HomeExperts], home_LE: Array, state: ExpertSta
     for exchanged in _rounds(parts):
         _exchange(exchanged, topology)
     sent_R = sum((part.sent_R for part in parts), np.zeros(topology.num_ranks, np.int64))
-    for layer in moved:
-        sent_R = sent_R + move_parts(layer, home_LE[layer.index], state.row_parts(layer), topology)
+    for layer, tensors in zip(moved, state.row_parts(moved), strict=True):
+        sent_R = sent_R + move_parts(layer, home_LE[layer.index], tensors, topology)
     for layer in moved:
         for parameter in layer.parameters:
             parameter.grad = None

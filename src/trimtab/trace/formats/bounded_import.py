@@ -6,6 +6,7 @@ of the operating system hold for all of them, so the readers themselves need non
 
 from __future__ import annotations
 
+import logging
 import math
 import os
 import pickle
@@ -22,6 +23,7 @@ from typing import Any
 import numpy as np
 
 from trimtab.errors import InputError
+from trimtab.messages import show_messages
 from trimtab.trace.formats.importing import common_format, import_files, trace_of
 from trimtab.trace.formats.megatron import ids_at_end
 from trimtab.trace.formats.normalise import Summary
@@ -29,6 +31,7 @@ from trimtab.trace.formats.records import ImportOptions, Record
 from trimtab.trace.message_text import reason
 from trimtab.trace.routing import RoutingTrace
 
+log = logging.getLogger("trimtab")
 SMALL_FILE = 8 << 20
 # A list of numbers takes in Python up to 16 times its JSON, and a mapped file counts as memory.
 _MEMORY_PER_BYTE = 16
@@ -78,7 +81,7 @@ def bounded_import(
         assert child.stdout is not None
         try:
             with suppress(BrokenPipeError), child.stdin as request:
-                pickle.dump((files, form, options, summary, limits), request)
+                pickle.dump((log.getEffectiveLevel(), (files, form, options, summary, limits)), request)
             file = files[0]
             while True:
                 try:
@@ -125,7 +128,8 @@ class ProcessLimits:
         """Limit the rest of this process's work to what this file may take."""
         limits = self._limits.of_size(file.stat().st_size)
         used = resource.getrusage(resource.RUSAGE_SELF)
-        _set_limit(resource.RLIMIT_AS, self._address_space + limits.memory)
+        if self._address_space is not None:
+            _set_limit(resource.RLIMIT_AS, self._address_space + limits.memory)
         _set_limit(resource.RLIMIT_CPU, math.ceil(used.ru_utime + used.ru_stime) + limits.seconds)
         signal.setitimer(signal.ITIMER_REAL, limits.seconds)
         return limits
@@ -136,12 +140,12 @@ def _set_limit(kind: int, value: int) -> None:
     resource.setrlimit(kind, (value if hard == resource.RLIM_INFINITY else min(value, hard), hard))
 
 
-def _address_space() -> int:
-    """Bytes that this process has mapped; 0 where the system does not say."""
+def _address_space() -> int | None:
+    """Bytes that this process has mapped; None where the system does not say."""
     try:
         return int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
     except OSError:
-        return 0
+        return None
 
 
 def compile_kernels() -> None:
@@ -191,8 +195,10 @@ def _main() -> None:
         pickle.dump(answer, answers, protocol=5)
         answers.flush()
 
+    level, request = pickle.load(sys.stdin.buffer)
+    show_messages(level)
     with suppress(BrokenPipeError):
-        _answer(pickle.load(sys.stdin.buffer), send)
+        _answer(request, send)
         answers.close()
 
 
