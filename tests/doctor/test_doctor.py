@@ -157,7 +157,7 @@ def test_old_and_missing_packages_are_named(monkeypatch: pytest.MonkeyPatch) -> 
     versions = {"numpy": "1.26.4", "torch": "2.10.0+cpu", "transformers": "5.3"}
 
     def version(package: str) -> str:
-        if package == "safetensors":
+        if package == "tokenizers":
             raise importlib.metadata.PackageNotFoundError(package)
         return versions.get(package, "99.0")
 
@@ -169,7 +169,7 @@ def test_old_and_missing_packages_are_named(monkeypatch: pytest.MonkeyPatch) -> 
     training = check_packages("training packages", "train")
     assert training.status == "problem"
     assert "transformers 5.3 is older than 5." in training.text
-    assert "safetensors is missing" in training.text
+    assert "tokenizers is missing" in training.text
     assert "torch" not in training.text
     # Those of planning are another check.
     assert "numpy" not in training.text

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 from datetime import timedelta
-from functools import cache
 from typing import Any
 
 import numpy as np
@@ -15,6 +14,7 @@ import torch.nn.functional as F
 
 from helpers.moe_model import ALL_LISTS, Shape, TinyMoE, matches
 from helpers.random_plans import random_placement, random_plan, random_schedule, random_trace
+from helpers.rank_pool import scattered_groups
 from trimtab.planner import Workload
 from trimtab.runtime import Session
 from trimtab.runtime.transfer.peer_memory import PeerMemory
@@ -76,17 +76,6 @@ def compare_cases(cases: Iterable[Case]) -> None:
         before = CountingPeers.pulled
         _compare(case)
         assert case.one_sided or CountingPeers.pulled == before
-
-
-@cache
-def scattered_groups(groups: int, seed: int) -> dict[str, Any]:
-    """An expert-parallel group of random ranks in random order, and the matching expert-data-parallel group."""
-    ranks_GR = np.random.default_rng(seed).permutation(dist.get_world_size()).reshape(groups, -1)
-    experts, same_experts = (
-        [dist.new_group(ranks, sort_ranks=False) for ranks in table.tolist()] for table in (ranks_GR, ranks_GR.T)
-    )
-    group, position = (int(place[0]) for place in np.nonzero(ranks_GR == dist.get_rank()))
-    return {"expert_group": experts[group], "expert_dp_group": same_experts[position] if groups > 1 else None}
 
 
 def _compare(case: Case) -> None:

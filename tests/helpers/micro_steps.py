@@ -12,10 +12,11 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
-from helpers.equality import relative_error, scattered_groups
+from helpers.equality import relative_error
 from helpers.moe_model import WITHOUT_CHECKPOINTS, Shape, TinyMoE
 from helpers.plain_dispatch import PlainDispatcher
 from helpers.random_plans import random_placement, random_plan
+from helpers.rank_pool import scattered_groups
 from trimtab.array_type import Array
 from trimtab.planner import GroupPlans, Placement, Schedule, Workload
 from trimtab.planner.plan.pass_times import PARTS

@@ -15,6 +15,8 @@ from functools import cache
 from multiprocessing.connection import Client, Connection, Listener
 from typing import Any
 
+import numpy as np
+
 from helpers.examples import examples
 from trimtab.errors import RankFailedError
 from trimtab.launch import launch
@@ -118,6 +120,22 @@ def on_ranks(function: Callable[..., Any], args: tuple[Any, ...] = (), *, ranks:
     return results
 
 
+@cache
+def scattered_groups(groups: int, seed: int) -> dict[str, Any]:
+    """An expert-parallel group of random ranks in random order, and the matching expert-data-parallel group.
+
+    They are made once for each test.
+    """
+    import torch.distributed as dist
+
+    ranks_GR = np.random.default_rng(seed).permutation(dist.get_world_size()).reshape(groups, -1)
+    experts, same_experts = (
+        [dist.new_group(ranks, sort_ranks=False) for ranks in table.tolist()] for table in (ranks_GR, ranks_GR.T)
+    )
+    group, position = (int(place[0]) for place in np.nonzero(ranks_GR == dist.get_rank()))
+    return {"expert_group": experts[group], "expert_dp_group": same_experts[position] if groups > 1 else None}
+
+
 def _call(_state: dict[str, Any], function: Callable[..., Any], *args: Any) -> Any:
     return function(*args)
 
@@ -128,6 +146,7 @@ def _forget(state: dict[str, Any]) -> None:
     from trimtab.runtime.ranks import topology
 
     state.clear()
+    scattered_groups.cache_clear()
     # Sessions and models are reference cycles.
     gc.collect()
     # Threads of gloo wake up 100 times a second, as long as their group is there.
