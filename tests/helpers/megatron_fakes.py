@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cache
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -10,7 +11,7 @@ import torch
 
 from helpers.fake_deep_ep import use_deep_ep
 from helpers.fake_te import use_extensions
-from helpers.megatron_runs import Layout, MegatronCase, Model, compare_runs
+from helpers.megatron_runs import Layout, MegatronCase, Model, compare_runs, use_layout
 from trimtab.errors import InputError
 from trimtab.integrations.megatron.on_cpu import use_cpu
 from trimtab.runtime.state.home_experts import HomeExperts, parameters_of
@@ -19,14 +20,17 @@ from trimtab.runtime.transfer.returns import GradientReturns
 LAYOUT = Layout(ranks=2, expert=2)
 
 
-def use_fakes(state: dict[str, Any]) -> None:
-    """Prepare a rank. Call it before the other functions; later calls do nothing."""
-    if not state:
-        use_cpu()
-        use_deep_ep()
-        use_extensions()
-        compare_runs(LAYOUT, [])
-        state["is_prepared"] = True
+def use_fakes(_state: dict[str, Any]) -> None:
+    """Prepare a rank. Call it before the other functions of a test."""
+    _replace_libraries()
+    use_layout(LAYOUT)
+
+
+@cache
+def _replace_libraries() -> None:
+    use_cpu()
+    use_deep_ep()
+    use_extensions()
 
 
 def compare_with_fakes(_state: dict[str, Any], case: MegatronCase) -> float:

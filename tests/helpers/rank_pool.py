@@ -4,26 +4,31 @@ from __future__ import annotations
 
 import atexit
 import gc
+import multiprocessing
 import os
 import signal
-import threading
 import time
 import traceback
 from collections.abc import Callable
-from contextlib import suppress
+from datetime import timedelta
 from functools import cache
-from multiprocessing.connection import Client, Connection, Listener
+from multiprocessing.connection import Connection
+from multiprocessing.process import BaseProcess
 from typing import Any
+from unittest import mock
 
 import numpy as np
 
 from helpers.examples import examples
-from trimtab.errors import RankFailedError
-from trimtab.launch import launch
+from trimtab.launch.launcher import ALLOCATOR
+from trimtab.launch.shared_files import remove_shared_files
 
 # Of one call, and of one test.
 TIMEOUT_S = examples(short=90, long=600)
 TEST_TIMEOUT_S = examples(short=600, long=1800)
+
+# Idle threads of gloo take time too. Megatron's models stay alive, with some 60 threads of their groups.
+MAX_THREADS = 100
 
 
 class RankPool:
@@ -32,8 +37,7 @@ class RankPool:
     def __init__(self, ranks: int) -> None:
         self._ranks = ranks
         self._connections: list[Connection] = []
-        self._pids: list[int] = []
-        self._thread: threading.Thread | None = None
+        self._processes: list[BaseProcess] = []
 
     def call(self, function: Callable[..., Any], *args: Any, timeout_s: float = TIMEOUT_S) -> list[Any]:
         """Results of `function(state, *args)` on all ranks.
@@ -66,33 +70,36 @@ class RankPool:
         return values
 
     def forget(self) -> None:
-        """Empty the dictionaries."""
-        if self._connections:
-            self.call(_forget)
+        """Empty the dictionaries, and end the ranks if too many threads stay."""
+        if self._connections and max(self.call(_forget)) > MAX_THREADS:
+            self.close()
 
     def close(self) -> None:
         """Kill the ranks."""
-        for pid in self._pids:
-            with suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
-        for connection in self._connections:
+        for process in self._processes:
+            process.kill()
+        for process, connection in zip(self._processes, self._connections, strict=True):
+            process.join()
+            remove_shared_files(process.pid or 0)
             connection.close()
-        self._connections, self._pids = [], []
-        if self._thread is not None:
-            self._thread.join()
+        self._connections, self._processes = [], []
 
     def _start(self) -> None:
-        listener = Listener(("127.0.0.1", 0))
-        self._thread = threading.Thread(target=_launch, args=(listener.address, self._ranks), daemon=True)
-        self._thread.start()
-        connections: dict[int, Connection] = {}
-        for _ in range(self._ranks):
-            connection = listener.accept()
-            rank, pid = connection.recv()
-            connections[rank] = connection
-            self._pids.append(pid)
-        self._connections = [connections[rank] for rank in range(self._ranks)]
-        listener.close()
+        # Torch is for tests with ranks only.
+        from torch._C._distributed_c10d import TCPStore
+
+        context = multiprocessing.get_context("forkserver")
+        # Imported once for all ranks that this process ever starts.
+        context.set_forkserver_preload(["trimtab.rl.trainer", "megatron.core.models.gpt.gpt_model"])
+        self._store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        with mock.patch.dict(os.environ, ALLOCATOR):
+            for rank in range(self._ranks):
+                ours, theirs = context.Pipe()
+                arguments = rank, self._ranks, self._store.port, theirs
+                self._processes.append(context.Process(target=_serve, args=arguments, daemon=True))
+                self._connections.append(ours)
+                self._processes[-1].start()
+                theirs.close()
 
 
 @cache
@@ -140,7 +147,8 @@ def _call(_state: dict[str, Any], function: Callable[..., Any], *args: Any) -> A
     return function(*args)
 
 
-def _forget(state: dict[str, Any]) -> None:
+def _forget(state: dict[str, Any]) -> int:
+    """Returns the number of threads that stay."""
     import torch.distributed as dist
 
     from trimtab.runtime.ranks import topology
@@ -158,21 +166,25 @@ def _forget(state: dict[str, Any]) -> None:
         created.groups.clear()
     # What lives now, modules mostly, is not searched again.
     gc.freeze()
+    return len(os.listdir("/proc/self/task"))
 
 
-def _launch(address: Any, ranks: int) -> None:
-    with suppress(RankFailedError):  # The normal end of ranks.
-        launch(_serve, (address,), ranks=ranks)
-
-
-def _serve(address: Any) -> None:
+def _serve(rank: int, ranks: int, port: int, connection: Connection) -> None:
+    import torch
     import torch.distributed as dist
+    from torch._C._distributed_c10d import TCPStore
 
-    connection = Client(address)
-    connection.send((dist.get_rank(), os.getpid()))
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    torch.set_num_threads(1)
+    store = TCPStore("127.0.0.1", port, is_master=False)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=ranks, timeout=timedelta(minutes=10))
     state: dict[str, Any] = {}
     while True:
-        function, args = connection.recv()
+        try:
+            function, args = connection.recv()
+        except EOFError:
+            # The tests have ended.
+            os._exit(0)
         try:
             connection.send((function(state, *args), ""))
         except BaseException:

@@ -6,6 +6,8 @@ reaches the libraries themselves, which need a GPU.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import pytest
 
 pytest.importorskip("megatron.core")
@@ -34,11 +36,12 @@ CASES = {
 
 
 @pytest.fixture
-def ranks() -> RankPool:
+def ranks() -> Iterator[RankPool]:
     """Two ranks with the replacements. The pool starts new ones after a failure."""
     pool = shared_pool(2, "megatron with fakes")
     pool.call(use_fakes)
-    return pool
+    yield pool
+    pool.forget()
 
 
 @pytest.mark.longer
