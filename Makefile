@@ -20,7 +20,7 @@ test: .venv/.ready  ## run the tests (about 12 minutes on 2 cores)
 	$(PYTEST) -m 'not long' $(addprefix --ignore=,$(WIDE))
 	$(PYTEST) -m 'not long' --dist loadfile $(WIDE)
 
-test-fast: .venv/.ready  ## run the tests that start no ranks and no browser (one or two minutes)
+test-fast: .venv/.ready  ## run the tests that start no ranks, commands or browser (about 90 seconds)
 	$(PYTEST) -m 'not long and not slow' $(addprefix --ignore=,$(WIDE))
 
 test-long: .venv/.ready  ## run tests with many more random examples and combinations (may take an hour)

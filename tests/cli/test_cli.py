@@ -19,6 +19,9 @@ from trimtab.cli.main import main, run
 from trimtab.errors import InputError, RankFailedError
 from trimtab.trace import synthesize
 
+# These start commands, or import files in another process.
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture
 def trace_file(tmp_path: Path) -> Path:

@@ -15,6 +15,9 @@ from trimtab import write_trace
 from trimtab.cli.main import main
 from trimtab.trace import synthesize
 
+# These start commands, or import files in another process.
+pytestmark = pytest.mark.slow
+
 MAIN = [sys.executable, "-m", "trimtab.cli.main"]
 
 

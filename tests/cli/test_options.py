@@ -21,6 +21,9 @@ from trimtab.cli.options import SHARED
 from trimtab.cli.parser import ALIASES, Parser
 from trimtab.trace import synthesize, write_trace
 
+# These start commands, or import files in another process.
+pytestmark = pytest.mark.slow
+
 FIGURES = Path(__file__).parents[2] / "docs" / "benchmarks" / "papers.json"
 # Options without a value when not given: files to write or read.
 FILES = {"--output", "--json", "--html", "--perfetto", "--frontier", "--page", "--read"}

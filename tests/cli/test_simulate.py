@@ -19,6 +19,9 @@ from trimtab.report.number_text import bytes_text, digits
 from trimtab.report.tables import SHORT_PARTS
 from trimtab.trace import synthesize
 
+# These start commands, or import files in another process.
+pytestmark = pytest.mark.slow
+
 CONFIG = {
     "model_type": "qwen3_moe", "num_experts": 16, "num_experts_per_tok": 4, "hidden_size": 128,
     "moe_intermediate_size": 64, "num_hidden_layers": 4, "vocab_size": 500,

@@ -23,6 +23,9 @@ from trimtab.trace.formats.bounded_import import SMALL_FILE, Limits, bounded_imp
 from trimtab.trace.formats.normalise import Summary
 from trimtab.trace.formats.records import ImportOptions
 
+# These start commands, or import files in another process.
+pytestmark = pytest.mark.slow
+
 MODEL = ImportOptions(num_experts=NUM_EXPERTS)
 # A recorded count needs it.
 TOP_8 = ImportOptions(num_experts=NUM_EXPERTS, top_k=8)
