@@ -127,7 +127,7 @@ class Pair:
             assert error <= tolerance * float(expected.double().norm().clamp(min=1e-12)), (self.case, name, error)
 
     def difference(self) -> float:
-        """The largest relative difference of a Parameter, main parameter or moment, with all experts at home."""
+        """The largest relative difference of parameters, buffers and moments, with all experts at home."""
         self.gather_parameters()
         self.session.return_home()
         worst = 0.0
@@ -166,6 +166,9 @@ def _state(model: Model) -> Iterator[tuple[str, torch.Tensor]]:
 
     for name, parameter in model.named_parameters().items():
         yield name, parameter.detach()
+    for each in model.models:
+        # The bias of experts, and the tokens that it follows.
+        yield from ((name, buffer) for name, buffer in each.named_buffers() if buffer is not None)
     for part, optimizer in enumerate(optimizers_in(model.optimizer)):
         parameters = [each for group in optimizer.optimizer.param_groups for each in group["params"]]
         for number, parameter in enumerate(parameters):

@@ -51,6 +51,7 @@ class MegatronCase:
         bf16: weights in bfloat16, `main_grad`s and the optimizer's weights in float32.
         per_token: losses are summed over tokens, and divided by their number on all ranks at the end of the step.
         dense_stage: the second half of the layers are dense, not the first alone.
+        balanced_routers: routers have an auxiliary loss, and a bias by expert that follows the loads.
         flex: backend of the flex dispatcher, see `fake_deep_ep`; None for all-to-all.
     """
 
@@ -71,6 +72,7 @@ class MegatronCase:
     bias: bool = False
     grouped: bool = False
     fused: bool = False
+    balanced_routers: bool = False
     flex: str | None = None
 
     @property
@@ -80,6 +82,10 @@ class MegatronCase:
         return torch.float64 if self.double else torch.float32
 
 
+BALANCED_ROUTERS: dict[str, Any] = {
+    "moe_router_load_balancing_type": "aux_loss", "moe_aux_loss_coeff": 0.5, "moe_router_enable_expert_bias": True,
+    "moe_router_score_function": "sigmoid", "moe_router_bias_update_rate": 0.05,
+}  # fmt: skip
 RECOMPUTE: dict[str, dict[str, Any]] = {
     "none": {},
     "moe_act": {"recompute_granularity": "selective", "recompute_modules": ["moe_act"]},
@@ -98,9 +104,14 @@ def compare_runs(layout: Layout, cases: Sequence[MegatronCase]) -> list[float]:
 def use_layout(layout: Layout) -> None:
     """Create Megatron's process groups, in place of those of another layout."""
     torch.set_num_threads(1)
+    # Megatron compiles some functions of routers for CUDA.
+    torch.compiler.set_stance("force_eager")
     use_cpu()
     from megatron.core import parallel_state
+    from megatron.core.transformer.moe.moe_utils import get_moe_layer_wise_logging_tracker
 
+    # It has the number of layers of the first model, for good.
+    get_moe_layer_wise_logging_tracker().clear()
     parallel_state.destroy_model_parallel()
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=layout.tensor, pipeline_model_parallel_size=layout.pipeline,
@@ -141,14 +152,15 @@ class Model:
             overlap_p2p_comm=layout.interleaved, batch_p2p_comm=not layout.interleaved,
             moe_token_dispatcher_type="flex" if case.flex else "alltoall", use_cpu_initialization=True,
             moe_flex_dispatcher_backend=case.flex or "deepep", add_bias_linear=case.bias,
-            gated_linear_unit=True, activation_func=torch.nn.functional.silu, moe_router_load_balancing_type="none",
-            attention_dropout=0.0, hidden_dropout=0.0, bias_activation_fusion=False, params_dtype=case.dtype,
-            pipeline_dtype=case.dtype, masked_softmax_fusion=False,
+            gated_linear_unit=True, activation_func=torch.nn.functional.silu, attention_dropout=0.0,
+            hidden_dropout=0.0, bias_activation_fusion=False, params_dtype=case.dtype, pipeline_dtype=case.dtype,
+            masked_softmax_fusion=False,
             moe_shared_expert_intermediate_size=None if case.bias else 24, init_method_std=0.3,
             gradient_accumulation_fusion=case.fused and not case.grouped, moe_grouped_gemm=case.grouped,
             moe_layer_freq=[int(layer < layers // 2 if case.dense_stage else layer > 0) for layer in range(layers)],
             moe_enable_routing_replay=case.router_replay, bf16=case.bf16, calculate_per_token_loss=case.per_token,
             moe_router_dtype="fp64" if case.double else "fp32" if case.bf16 else None,
+            **BALANCED_ROUTERS if case.balanced_routers else {"moe_router_load_balancing_type": "none"},
             **RECOMPUTE[case.recompute],
         )  # fmt: skip
         stage = parallel_state.get_pipeline_model_parallel_rank()

@@ -12,7 +12,7 @@ import traceback
 from collections.abc import Callable
 from datetime import timedelta
 from functools import cache
-from multiprocessing.connection import Connection
+from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from typing import Any
 from unittest import mock
@@ -50,20 +50,20 @@ class RankPool:
         for connection in self._connections:
             connection.send((function, args))
         deadline = time.monotonic() + timeout_s
-        values: list[Any] = []
+        values: list[Any] = [None] * self._ranks
         problems: list[str] = []
-        for rank, connection in enumerate(self._connections):
-            try:
-                # Ranks that wait for a failed rank do not answer.
-                if connection.poll(2 if problems else max(0.0, deadline - time.monotonic())):
-                    value, problem = connection.recv()
-                else:
-                    value, problem = None, "no answer"
-            except EOFError:
-                value, problem = None, "ended"
-            values.append(value)
-            if problem:
-                problems.append(f"rank {rank}, {function.__name__}{args}: {problem}")
+        waiting = dict(enumerate(self._connections))
+        while waiting and (ready := wait(waiting.values(), deadline - time.monotonic())):
+            for rank in [rank for rank, connection in waiting.items() if connection in ready]:
+                try:
+                    values[rank], problem = waiting.pop(rank).recv()
+                except EOFError:
+                    problem = "ended"
+                if problem:
+                    problems.append(f"rank {rank}, {function.__name__}{args}: {problem}")
+                    # Ranks that wait for a failed rank do not answer.
+                    deadline = min(deadline, time.monotonic() + 2)
+        problems += [f"rank {rank}: no answer" for rank in waiting]
         if problems:
             self.close()
             raise AssertionError("\n".join(problems))

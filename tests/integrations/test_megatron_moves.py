@@ -23,7 +23,7 @@ LAYOUTS = {
     "PP 2 x EP 2": Layout(4, 2, pipeline=2),
 }
 CASES = [
-    MegatronCase(adam=True, double=True),
+    MegatronCase(adam=True, double=True, balanced_routers=True),
     MegatronCase(adam=True, bf16=True),
     MegatronCase(distributed_optimizer=True),
     MegatronCase(distributed_optimizer=True, bf16=True, overlap=True),
