@@ -116,6 +116,8 @@ def test_a_supported_configuration_has_no_problem(tmp_path: Path) -> None:
         ({"transformer_impl": ...}, "transformer_impl", "warning"),
         ({"tp_comm_overlap": True}, "tp_comm_overlap", "warning"),
         ({"optimizer": "muon"}, "optimizer", "warning"),
+        ({"optimizer_cpu_offload": True}, "moves", "warning"),
+        ({"use_precision_aware_optimizer": True}, "moves", "warning"),
         ({"expert_model_parallel_size": "${EP}"}, "variables", "warning"),
     ],
 )

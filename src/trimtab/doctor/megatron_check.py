@@ -9,7 +9,7 @@ from typing import Any
 
 from trimtab.doctor.finding import Finding
 from trimtab.doctor.megatron_file import read_options
-from trimtab.integrations.megatron.option_tables import never_run, refusals
+from trimtab.integrations.megatron.option_tables import immovable, never_run, refusals
 
 TESTED = "0.16.1"
 SIZES = {
@@ -34,7 +34,7 @@ def check_megatron(path: Path) -> list[Finding]:
     findings += _layout(values, unknown)
     if not refused.keys() & {"moe_token_dispatcher_type"}:
         findings.append(_dispatcher(values))
-    findings += [_gradients(values), _recompute(values), _routing(values)]
+    findings += [_gradients(values), _recompute(values), _routing(values), _moves(values)]
     findings += [Finding(f"megatron {name}", "warning", text) for name, text in never_run(values).items()]
     if unknown:
         text = f"{', '.join(unknown)} have values that are not in the file; write them there to check them"
@@ -100,6 +100,14 @@ def _recompute(values: Mapping[str, Any]) -> Finding:
     words = [granularity, values.get("recompute_method") if granularity == "full" else values.get("recompute_modules")]
     text = " ".join(str(word) for word in words if word) if granularity else "none"
     return Finding("megatron recompute", "ok", f"{text}; recomputed layers keep their plan")
+
+
+def _moves(values: Mapping[str, Any]) -> Finding:
+    name = "megatron moves"
+    problems = immovable(values)
+    if problems:
+        return Finding(name, "warning", f"register_optimizer refuses {'; '.join(problems.values())}")
+    return Finding(name, "ok", "experts move with the state of their optimizer, once it is registered")
 
 
 def _routing(values: Mapping[str, Any]) -> Finding:

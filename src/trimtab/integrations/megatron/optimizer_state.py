@@ -14,6 +14,7 @@ from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.optimizer.optimizer import ChainedOptimizer, Float16OptimizerWithFloat16Params, FP32Optimizer
 
 from trimtab.errors import InputError
+from trimtab.integrations.megatron.option_tables import IMMOVABLE, immovable
 from trimtab.runtime.ranks.topology import Topology
 from trimtab.runtime.state.expert_state import RowParts, StateRows, name_of_tensor
 from trimtab.runtime.state.home_experts import HomeExperts, parameters_of
@@ -42,10 +43,11 @@ def _problem(optimizer: Any) -> str:
     if type(optimizer) not in SUPPORTED:
         return f"use one of {', '.join(kind.__name__ for kind in SUPPORTED)}"
     config, ddp = optimizer.config, getattr(optimizer, "ddp_config", None)
-    if isinstance(optimizer.optimizer, HybridDeviceOptimizer) or getattr(config, "optimizer_cpu_offload", False):
-        return "optimizer_cpu_offload keeps it on the host; turn it off"
-    if getattr(config, "use_precision_aware_optimizer", False):
-        return "use_precision_aware_optimizer scales it; turn it off"
+    options = {option.name: getattr(config, option.name, None) for option in IMMOVABLE}
+    if isinstance(optimizer.optimizer, HybridDeviceOptimizer):
+        options["optimizer_cpu_offload"] = True
+    if problems := immovable(options):
+        return "; ".join(problems.values())
     if ddp is not None and ddp.use_megatron_fsdp:
         return "with use_megatron_fsdp no rank has whole experts; use Megatron's DistributedDataParallel"
     if ddp is not None and ddp.num_distributed_optimizer_instances > 1:

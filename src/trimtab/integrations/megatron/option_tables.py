@@ -149,6 +149,12 @@ NEVER_RUN = (
 )
 """Options whose other values are allowed and have never run with Trimtab, with the reason."""
 
+IMMOVABLE = (
+    Option("optimizer_cpu_offload", OFF, "the state of experts is on the host", "switch it off"),
+    Option("use_precision_aware_optimizer", OFF, "the state of experts is scaled", "switch it off"),
+)
+"""Options whose other values keep experts at home."""
+
 _GRAPH_MODULES_OUTSIDE = {"attn", "mlp", "mamba"}
 
 
@@ -195,6 +201,15 @@ def never_run(values: Mapping[str, Any]) -> dict[str, str]:
     if _graph_impl(values)[1] and "cuda_graph_impl" not in refusals(values):
         found["cuda_graph_impl"] = "CUDA graphs outside of MoE layers have never run with Trimtab: they need a GPU"
     return found
+
+
+def immovable(values: Mapping[str, Any]) -> dict[str, str]:
+    """Which options keep experts at home, one line each, by name."""
+    return {
+        option.name: f"{option.name}={_text(value)}: {option.reason}; {option.remedy}"
+        for option in IMMOVABLE
+        if (value := values.get(option.name)) not in option.supported
+    }
 
 
 _MAY_BE_NEGATIVE = ("moe_expert_capacity_factor",)  # A negative factor is none.
