@@ -25,6 +25,8 @@ from trimtab.runtime import planning
 from trimtab.runtime.ranks.topology import Topology
 
 VOCABULARY, LENGTH = 64, 16
+# Halves of these buckets end within the weights of an expert.
+BUCKET = 1500
 
 
 @dataclass(frozen=True)
@@ -189,7 +191,7 @@ class Model:
             ddp_config = DistributedDataParallelConfig(
                 grad_reduce_in_fp32=not case.double, overlap_grad_reduce=case.overlap,
                 overlap_param_gather=case.overlap and case.distributed_optimizer,
-                use_distributed_optimizer=case.distributed_optimizer, bucket_size=2000,
+                use_distributed_optimizer=case.distributed_optimizer, bucket_size=BUCKET,
             )  # fmt: skip
             self.models.append(model)
             inner = Float16Module(config, model) if case.bf16 else model

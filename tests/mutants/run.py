@@ -137,7 +137,9 @@ class Copies:
         # Compiled code in a cache of its own: numba does not see changes of functions in other files.
         with tempfile.TemporaryDirectory() as cache:
             environment |= {"NUMBA_CACHE_DIR": cache} if jit else {"NUMBA_DISABLE_JIT": "1"}
-            command = [sys.executable, "-m", "pytest", "-x", "-p", "no:cacheprovider", *tests]
+            # Examples are the same in every run: a mutant that was killed once is killed again.
+            options = ["-x", "-p", "no:cacheprovider", "--hypothesis-profile=ci"]
+            command = [sys.executable, "-m", "pytest", *options, *tests]
             running = subprocess.Popen(
                 command, cwd=copy, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
                 start_new_session=True,

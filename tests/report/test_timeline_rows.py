@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import numpy as np
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from trimtab.report.model import Timeline
@@ -46,6 +46,7 @@ def test_every_operation_has_one_place_and_rows_do_not_overlap(operations: list[
 
 
 @given(OPERATIONS)
+@example([(0, 0, 1, 2), (0, 0, 3, 1)])
 def test_rows_are_as_few_as_concurrent_operations(operations: list[tuple[int, int, int, int]]) -> None:
     operations = [operation for operation in operations if operation[3] > 0]
     rows = rows_of(timeline_of(operations), 1e-9)
