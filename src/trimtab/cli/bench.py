@@ -125,6 +125,16 @@ def add(commands: Any) -> None:
     add_options(traces, "--tokens", type=positive, default=1_000_000, help="tokens of the dump")
     add_options(traces, "--rounds", default=5)
     traces.set_defaults(run=run_function)
+    payload = benches.add_parser(
+        "payload",
+        help="size and speed of packed routing, beside int32, int16 and zstd",
+        description="Bring synthetic routing of 48 layers, top-8 of 128 experts, from the rollout's int32 into bytes "
+        "and back, a sequence at a time.",
+        examples=["trimtab bench payload --json out/bench-payload.json"],
+    )
+    add_options(payload, "--tokens", type=positive, default=200_000, help="tokens of all sequences")
+    add_options(payload, "--rounds", default=5)
+    payload.set_defaults(run=run_function)
     capture = benches.add_parser(
         "capture",
         help="cost of recording the routing of a forward and a generation in transformers",
