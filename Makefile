@@ -1,5 +1,5 @@
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-fast test-long test-megatron mutants reliability lint bench clean
+.PHONY: help demo test test-fast test-long test-megatron test-trl mutants reliability lint bench clean
 
 PYTHON ?= python3
 BIN := .venv/bin
@@ -30,6 +30,9 @@ test-long: .venv/.ready  ## run tests with many more random examples and combina
 # MEGATRON=path/to/Megatron-LM runs them with the Megatron in that folder.
 test-megatron: .venv/.ready  ## run the long form of the Megatron tests (MEGATRON=folder: with that version)
 	TRIMTAB_TESTS=long PYTHONPATH=$(MEGATRON) $(BIN)/python -m pytest tests/integrations -k megatron
+
+test-trl: .venv/.ready  ## run the tests of the TRL trainer (about a minute)
+	$(BIN)/python -m pytest tests/integrations/test_trl.py
 
 mutants: .venv/.ready  ## make single mistakes in the source, and check that tests fail (about 20 minutes)
 	$(BIN)/python tests/mutants/run.py

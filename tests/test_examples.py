@@ -47,6 +47,13 @@ def test_a_megatron_loop_learns_and_is_balanced_under_torchrun() -> None:
     assert all(after < before for _, _, before, after in steps)
 
 
+def test_a_trl_script_learns_and_is_balanced_under_torchrun() -> None:
+    steps = run_example("trl_grpo.py", "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
+    assert len(steps) == 6
+    assert sum(replicas for _, replicas, _, _ in steps) > 0
+    assert all(after < before for _, _, before, after in steps)
+
+
 def test_the_first_example_plans_a_trace_without_torch() -> None:
     path = ROOT / "example.py"
     assert len(path.read_text().splitlines()) <= 40

@@ -309,7 +309,9 @@ class Session:
         """
         return self._steps.plan(trace, schedule)
 
-    def plan_micro_steps(self, rows: Sequence[npt.ArrayLike], *, problem: InputError | None = None) -> PlanReport:
+    def plan_micro_steps(
+        self, rows: Sequence[npt.ArrayLike], *, problem: InputError | None = None, may_move: bool = True
+    ) -> PlanReport:
         """Plan a step with given micro-steps, and apply the plan.
 
         Args:
@@ -318,11 +320,12 @@ class Session:
                 stage. If a token's route in a layer is unknown, all its K ids are negative. All ranks have the same
                 number of micro-steps, each with any number of tokens.
             problem: the caller's reason why this rank can't plan; it is raised on all ranks.
+            may_move: the plan may move experts. Plans between the micro-steps of one accumulation may not.
 
         Raises:
             InputError: if ids and layers are inconsistent, or ranks differ in the number of micro-steps.
         """
-        return self._steps.plan_micro_steps(rows, problem)
+        return self._steps.plan_micro_steps(rows, problem, may_move=may_move)
 
     def complete_plan(self) -> PlanReport:
         """Plan the step again, with routes in place of the unknown ones.

@@ -74,7 +74,9 @@ class Steps:
         self._agree(PLAN, {"number of micro-steps": schedule.num_micro_steps, "schedule": places}, fits)
         return self._plan(trace, schedule)
 
-    def plan_micro_steps(self, rows: Sequence[npt.ArrayLike], problem: InputError | None) -> PlanReport:
+    def plan_micro_steps(
+        self, rows: Sequence[npt.ArrayLike], problem: InputError | None, *, may_move: bool
+    ) -> PlanReport:
         """Plan given rows: each micro-step becomes one sequence of each rank."""
         self._calls.require_between_micro_steps("plan_micro_steps")
         trace = None
@@ -83,7 +85,8 @@ class Steps:
                 trace = trace_of_micro_steps(rows, *self._experts.shape)
         except InputError as error:
             problem = error
-        self._agree(PLAN, {"number of micro-steps": len(rows), "top_k": trace and trace.top_k}, problem)
+        same = {"number of micro-steps": len(rows), "top_k": trace and trace.top_k, "may_move": may_move}
+        self._agree(PLAN, same, problem)
         assert trace is not None
         ranks = self._topology.num_data_ranks
         schedule = Schedule(
@@ -92,7 +95,7 @@ class Steps:
             mini_batch_of_micro_step=np.zeros(len(rows), np.int32),
             num_ranks=ranks,
         )
-        return self._plan(trace, schedule)
+        return self._plan(trace, schedule, may_move=may_move)
 
     def complete_plan(self) -> PlanReport:
         """Plan again with the routes recorded since."""

@@ -1,0 +1,5 @@
+"""TRL: its GRPO trainer with balanced experts."""
+
+from trimtab.integrations.trl.grpo_trainer import TrimtabGRPOTrainer
+
+__all__ = ["TrimtabGRPOTrainer"]

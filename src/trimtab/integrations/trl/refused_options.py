@@ -1,0 +1,81 @@
+"""Options of a GRPO trainer and its model that are refused, with the reason and the remedy."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from accelerate.utils import DistributedType, is_peft_model
+from torch import nn
+
+from trimtab.errors import InputError
+
+# Each element of an expert is updated from its own gradient, so an expert is trained alike in any stack.
+ELEMENTWISE_OPTIMIZERS = ("adamw_torch", "adamw_torch_fused", "sgd", "adagrad", "rmsprop")
+
+
+def check_supported(trainer: Any) -> None:
+    """Raise InputError, naming the first option of a trainer that is not supported."""
+    args, kind = trainer.args, trainer.accelerator.distributed_type
+    parallelism = trainer.accelerator.parallelism_config
+    refused = [
+        (
+            kind not in (DistributedType.NO, DistributedType.MULTI_CPU, DistributedType.MULTI_GPU),
+            f"accelerate runs with {kind.value}, which would shard experts too; use DDP, as of launch --multi_gpu",
+        ),
+        (
+            parallelism is not None and parallelism.non_data_parallel_size > 1,
+            "parallelism_config has tensor, context or sequence parallelism; use data parallelism alone",
+        ),
+        (args.fp16, "fp16=True scales losses by what one rank finds in its experts; use bf16=True"),
+        (
+            args.optim.value not in ELEMENTWISE_OPTIMIZERS,
+            f"optim={args.optim.value!r} does not train elements alone; use one of {', '.join(ELEMENTWISE_OPTIMIZERS)}",
+        ),
+        (args.torch_compile, "torch_compile=True: planned layers change with every step; leave it out"),
+        (args.use_liger_kernel, "use_liger_kernel=True replaces layers that are planned; leave it out"),
+        (args.sync_ref_model, "sync_ref_model=True mixes weights of whole models; leave it out"),
+        (
+            args.use_transformers_continuous_batching and not args.use_vllm,
+            "use_transformers_continuous_batching=True: ranks run different numbers of forwards; leave it out",
+        ),
+    ]
+    for is_set, problem in refused:
+        if is_set:
+            raise InputError(f"TrimtabGRPOTrainer: {problem}")
+
+
+def check_arguments(arguments: Mapping[str, Any]) -> None:
+    """Raise InputError, naming the first argument of a trainer that is not supported."""
+    if arguments.get("peft_config") is not None or is_peft_model(arguments["model"]):
+        raise InputError("TrimtabGRPOTrainer: PEFT adapters (peft_config, PeftModel); use trl.GRPOTrainer for these")
+    uses_vllm = getattr(arguments.get("args"), "use_vllm", False)
+    if not uses_vllm and (arguments.get("tools") or arguments.get("environment_factory")):
+        raise InputError(
+            "TrimtabGRPOTrainer: tools and environment_factory, with which ranks call generate() different numbers of "
+            "times; set use_vllm=True"
+        )
+    if arguments.get("quantization_config") is not None:
+        raise InputError("TrimtabGRPOTrainer: quantization_config; load the model in bfloat16 or float32")
+    if arguments.get("optimizers", (None, None))[0] is not None:
+        raise InputError(
+            "TrimtabGRPOTrainer: optimizers has one of the whole model; set optim and learning_rate in GRPOConfig, so "
+            "that it is made of this rank's experts"
+        )
+
+
+def check_model(model: Any, *, disables_dropout: bool) -> None:
+    """Raise InputError if a model was loaded in a way that is not supported, or its routes are random."""
+    if getattr(model, "is_distributed_loading_by_transformers", False):
+        raise InputError("TrimtabGRPOTrainer: the model was loaded with a distributed_config; load it whole")
+    if getattr(model, "_use_kernels", False):
+        raise InputError("TrimtabGRPOTrainer: use_kernels=True replaces layers that are planned; load without it")
+    config = model.config
+    noise = max(getattr(config, name, None) or 0.0 for name in ("attention_dropout", "router_jitter_noise"))
+    if not disables_dropout:
+        noise = max([noise, *(module.p for module in model.modules() if isinstance(module, nn.Dropout))])
+    if noise > 0:
+        raise InputError(
+            f"TrimtabGRPOTrainer: dropout or router noise of {noise}, under which routes can't be known before; set "
+            "attention_dropout and router_jitter_noise of the model's config to 0, and disable_dropout=True"
+        )
