@@ -19,7 +19,7 @@ from transformers import AutoModelForCausalLM
 from trl.generation.vllm_generation import VLLMGeneration
 
 from helpers.equality import relative_error
-from helpers.moe_families import MODEL_TYPES
+from helpers.moe_families import MODEL_TYPES, random_model, small_config
 from helpers.rank_pool import on_ranks
 from helpers.trl_runs import (
     Run,
@@ -321,6 +321,24 @@ def test_what_is_not_supported_is_refused_by_name(name: str, tmp_path: Path) -> 
     (message,) = on_ranks(refuse, (name, tmp_path), ranks=1, patched="trl")
     assert name in message
     assert "\n" not in message
+
+
+def with_weights_of_its_own(folder: Path) -> str:
+    with accelerate_ranks():
+        torch.manual_seed(3)
+        model = random_model(small_config(Run().model_type), torch.float32)
+        if dist.get_rank():
+            next(iter(model.parameters())).data.neg_()
+        try:
+            make_trainer(Run(), folder, balanced=True, model=model)
+        except InputError as error:
+            return str(error)
+    return "not refused"
+
+
+def test_ranks_with_different_weights_are_refused(tmp_path: Path) -> None:
+    for message in on_ranks(with_weights_of_its_own, (tmp_path,), ranks=2, patched="trl"):
+        assert "the model of rank 1 has other weights than that of rank 0" in message
 
 
 def with_routes(change: Callable[[list[Any]], Any], prompts: Any, trainer: Any) -> dict[str, Any]:

@@ -20,7 +20,12 @@ from trl.models.utils import disable_gradient_checkpointing
 from trimtab.errors import InputError
 from trimtab.integrations.transformers import num_experts, share_experts
 from trimtab.integrations.trl.batch_routes import check_routes, mask_of, positions_of, recorded_routes
-from trimtab.integrations.trl.refused_options import check_arguments, check_model, check_supported
+from trimtab.integrations.trl.refused_options import (
+    check_arguments,
+    check_model,
+    check_same_weights,
+    check_supported,
+)
 from trimtab.runtime import PlanReport, Session
 
 
@@ -85,6 +90,7 @@ class TrimtabGRPOTrainer(GRPOTrainer):
         ranks = dist.get_world_size() // options.get("groups", 1)
         on_node = min(ranks, int(os.environ.get("LOCAL_WORLD_SIZE", ranks)))
         self.session = Session(num_experts=num_experts(model.config), **{"ranks_per_node": on_node, **options})
+        check_same_weights(model, self.session.topology.control)
         autocast = torch.bfloat16 if self.args.bf16 and model.dtype is torch.float32 else None
         share_experts(model, self.session, compute_dtype=autocast)
         experts = {id(parameter) for parameter in self._experts()}

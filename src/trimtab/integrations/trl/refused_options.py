@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from hashlib import sha256
 from typing import Any
 
+import torch
+import torch.distributed as dist
 from accelerate.utils import DistributedType, is_peft_model
 from torch import nn
 
@@ -78,4 +81,23 @@ def check_model(model: Any, *, disables_dropout: bool) -> None:
         raise InputError(
             f"TrimtabGRPOTrainer: dropout or router noise of {noise}, under which routes can't be known before; set "
             "attention_dropout and router_jitter_noise of the model's config to 0, and disable_dropout=True"
+        )
+
+
+def check_same_weights(model: nn.Module, group: dist.ProcessGroup) -> None:
+    """Raise InputError on all ranks of a group unless they have the same weights, by samples of each parameter.
+
+    DDP would give all ranks those of the first one; experts stay where they are.
+    """
+    digest = sha256()
+    for parameter in model.parameters():
+        elements = parameter.detach().reshape(-1)
+        digest.update(elements[:: max(1, len(elements) // 64)].to("cpu", torch.float64).numpy().tobytes())
+    digests: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(digests, digest.digest(), group=group)
+    different = [rank for rank, each in enumerate(digests) if each != digests[0]]
+    if different:
+        raise InputError(
+            f"TrimtabGRPOTrainer: the model of rank {different[0]} has other weights than that of rank 0; load the "
+            "same checkpoint on all ranks, or set the same random seed before it is made"
         )
