@@ -258,40 +258,49 @@ def _read_tokens(words_LW, places_L, num_experts, sizes_P, bits_P, unknown, choo
         The same of a token whose numbers are not those of ascending ids; -1 if there is none.
     """
     num_layers = len(places_L)
+    numbers_B = np.empty(BLOCK, np.uint64)
+    experts_B = np.empty(BLOCK, np.int64)
+    unknown_B = np.empty(BLOCK, np.bool_)
     for block in range(first_token, end_token, BLOCK):
+        size_B = min(BLOCK, end_token - block)
         for layer in range(num_layers):
             words_W = words_LW[places_L[layer]]
-            at = block * bits_P.sum()
-            for token in range(block, min(block + BLOCK, end_token)):
-                first = 0
-                is_unknown = False
-                fine = True
-                for p in range(len(sizes_P)):
-                    bits, size = bits_P[p], sizes_P[p]
+            first, start, bad = 0, 0, BLOCK
+            for p in range(len(sizes_P)):
+                bits, size = bits_P[p], sizes_P[p]
+                for b in range(size_B):
+                    at = (block + b) * bits_P.sum() + start
                     word, shift = at // 64, at % 64
                     number = words_W[word] >> np.uint64(shift)
                     if shift + bits > 64:
                         number |= words_W[word + 1] << np.uint64(64 - shift)
                     number &= (np.uint64(1) << np.uint64(bits)) - np.uint64(1)
-                    at += bits
                     if p == 0:
-                        is_unknown = number == np.uint64(unknown)
-                    if is_unknown:
-                        fine &= p == 0 or number == 0
-                        for j in range(size):
-                            ids_TLK[token, layer, first + j] = -1
+                        unknown_B[b] = number == np.uint64(unknown)
+                        fine = unknown_B[b] or number < choose_JC[size, num_experts]
                     else:
-                        fine &= number < choose_JC[size, num_experts]
-                        for j in range(size, 0, -1):
-                            # The largest expert with C(expert, j) <= number.
-                            expert, step = 0, choose_JC.shape[1] // 2
-                            while step > 0:
-                                expert += step * (choose_JC[j, expert + step] <= number)
-                                step //= 2
-                            number -= choose_JC[j, expert]
-                            ids_TLK[token, layer, first + j - 1] = expert
-                        fine &= first == 0 or ids_TLK[token, layer, first] > ids_TLK[token, layer, first - 1]
-                    first += size
-                if not fine:
-                    return token * num_layers + layer
+                        fine = number < (np.uint64(1) if unknown_B[b] else choose_JC[size, num_experts])
+                    bad = bad if fine else min(bad, b)
+                    numbers_B[b] = number
+                for j in range(size, 0, -1):
+                    # The largest expert with C(expert, j) <= number. A step needs the last one, so tokens take turns.
+                    choose_C = choose_JC[j]
+                    experts_B[:] = 0
+                    step = len(choose_C) // 2
+                    while step > 0:
+                        for b in range(size_B):
+                            experts_B[b] += step * (choose_C[experts_B[b] + step] <= numbers_B[b])
+                        step //= 2
+                    for b in range(size_B):
+                        numbers_B[b] -= choose_C[experts_B[b]]
+                        ids_TLK[block + b, layer, first + j - 1] = -1 if unknown_B[b] else experts_B[b]
+                if first > 0:
+                    for b in range(size_B):
+                        ids_K = ids_TLK[block + b, layer]
+                        if not unknown_B[b] and ids_K[first] <= ids_K[first - 1]:
+                            bad = min(bad, b)
+                first += size
+                start += bits
+            if bad < BLOCK:
+                return (block + bad) * num_layers + layer
     return -1
