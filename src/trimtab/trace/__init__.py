@@ -4,7 +4,7 @@ Start with `routing.py` (`RoutingTrace`), then `store.py` (files) and `formats/i
 """
 
 from trimtab.trace.formats.records import ImportOptions
-from trimtab.trace.payload import pack, unpack
+from trimtab.trace.packed_routes import pack, unpack
 from trimtab.trace.presets import PRESETS, SkewPreset, synthesize_preset
 from trimtab.trace.routing import RoutingTrace, hash_tokens, id_dtype, no_route
 from trimtab.trace.sequence_facts import SequenceFacts
