@@ -184,6 +184,7 @@ def _serve(rank: int, ranks: int, port: int, connection: Connection) -> None:
             function, args = connection.recv()
         except EOFError:
             # The tests have ended.
+            remove_shared_files(os.getpid())
             os._exit(0)
         try:
             connection.send((function(state, *args), ""))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import struct
 from typing import Any
 
 import numpy as np
@@ -119,6 +120,12 @@ def test_odd_arrays_are_refused() -> None:
         pack(np.zeros((1, 1, 3), int), 2)
     with pytest.raises(InputError, match="an array of int64; it should be bytes, or uint8"):
         unpack(np.zeros(40, int))
+
+
+def test_a_header_of_huge_sets_is_refused_at_once() -> None:
+    header = struct.pack("<4sIHHH", b"TTP1", 5, 1, 30_000, 65_535)
+    with pytest.raises(InputError, match="is 16 bytes long; 5 tokens in 1 layers take"):
+        unpack(header + bytes(2))
 
 
 def test_parts_of_a_token_that_overlap_are_refused() -> None:

@@ -5,7 +5,7 @@ A token uses K of E experts in a layer, a set. Its number among all such sets ta
 
 The bytes, all little-endian: a header (`_HEADER`, then the number of each layer as uint16, filled up to 8 bytes), then
 the layers one after the other. A layer is a string of bits in 64-bit words, the lowest first. A set c_1 < ... < c_k has
-the number C(c_1, 1) + ... + C(c_k, k) (the combinatorial number system). Where E choose K exceeds 63 bits, the
+the number C(c_1, 1) + ... + C(c_k, k) (the combinatorial number system). Where this exceeds 63 bits, the
 ascending ids are cut into parts with a number each. A token without route has one more number in the first part.
 """
 
@@ -60,9 +60,11 @@ class _Code(NamedTuple):
 
 @cache
 def _code(num_experts: int, top_k: int) -> _Code:
-    parts = next(
-        parts for parts in range(1, top_k + 1) if math.comb(num_experts, -(-top_k // parts)).bit_length() <= _MOST_BITS
-    )
+    # Step by step: numbers of bits of large parts would take minutes to compute, also for a damaged header.
+    largest = 1
+    while largest < top_k and math.comb(num_experts, largest + 1).bit_length() <= _MOST_BITS:
+        largest += 1
+    parts = -(-top_k // largest)
     sizes = [top_k // parts + (part < top_k % parts) for part in range(parts)]
     numbers = [math.comb(num_experts, size) for size in sizes]
     # The unknown one is the number after the last set.
@@ -145,7 +147,6 @@ def unpack(payload: Any, *, layers: Sequence[int] | None = None) -> Array:
     wanted = present if layers is None else _known(layers, present, "the routing payload has")
     words_LW = bytes_B[start:].copy().view("<u8").astype(np.uint64, copy=False).reshape(num_layers, words)
     ids_TLK = np.empty((tokens, len(wanted), top_k), np.int16 if num_experts <= 32767 else np.int32)
-
     places_L = np.array([present.index(layer) for layer in wanted], np.int64)
 
     def read(first: int, end: int) -> int:
