@@ -179,6 +179,27 @@ def rehome() -> None:
     without_optimizer.remove()
 
 
+def test_formats_by_position_are_refused_in_any_argument() -> None:
+    from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+    from megatron.core.optimizer.optimizer import ChainedOptimizer, FP32Optimizer
+
+    from trimtab.integrations.megatron.logical_order import PositionalGuard
+
+    metadata = {"distrib_optim_sharding_type": "dp_reshardable"}
+    calls: list[tuple[Any, tuple[Any, ...], dict[str, Any]]] = [
+        (DistributedOptimizer, ({}, False, "dp_zero_gather_scatter"), {}),
+        (DistributedOptimizer, ({}, False, None, metadata), {}),
+        (DistributedOptimizer, ({},), {"sharding_type": "fully_sharded_bucket_space"}),
+        (FP32Optimizer, ({}, False, metadata), {}),
+        (ChainedOptimizer, ({}, False), {"metadata": metadata}),
+    ]
+    for kind, arguments, named in calls:
+        optimizer = kind.__new__(kind)
+        PositionalGuard(optimizer, lambda: True)
+        with pytest.raises(InputError, match="stores experts by position"):
+            optimizer.sharded_state_dict(*arguments, **named)
+
+
 def test_optimizers_whose_state_cannot_move_are_named() -> None:
     from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
     from megatron.core.optimizer.layer_wise_optimizer import LayerWiseDistributedOptimizer

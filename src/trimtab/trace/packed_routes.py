@@ -60,7 +60,6 @@ class _Code(NamedTuple):
 
 @cache
 def _code(num_experts: int, top_k: int) -> _Code:
-    # Step by step: numbers of bits of large parts would take minutes to compute, also for a damaged header.
     largest = 1
     while largest < top_k and math.comb(num_experts, largest + 1).bit_length() <= _MOST_BITS:
         largest += 1

@@ -6,6 +6,7 @@ group holds the positions i * E / R up to (i + 1) * E / R. Where experts have mo
 
 from __future__ import annotations
 
+import inspect
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -116,10 +117,13 @@ class PositionalGuard:
             vars(self._optimizer).pop(name, None)
 
     def _sharded(self, plain: Callable[..., Any]) -> Callable[..., Any]:
+        # Megatron's optimizers have different arguments at the same place.
+        signature = inspect.signature(plain)
+
         def sharded_state_dict(*args: Any, **kwargs: Any) -> Any:
-            metadata = kwargs.get("metadata") or {}
-            given = kwargs.get("sharding_type", args[2] if len(args) > 2 else None)
-            kind = given or metadata.get("distrib_optim_sharding_type")
+            given = kwargs | signature.bind(*args, **kwargs).arguments
+            metadata = given.get("metadata") or {}
+            kind = given.get("sharding_type") or metadata.get("distrib_optim_sharding_type")
             if kind in POSITIONAL and self._have_moved():
                 raise InputError(
                     f"the optimizer's format {kind} stores experts by position, and they have moved; {ADVICE}"
