@@ -96,3 +96,13 @@ def compare(layout: Layout, cases: list[MegatronCase]) -> None:
     double = 1e-11 if layout.interleaved else 1e-12
     for case, error in zip(cases, compare_runs(layout, cases), strict=True):
         assert error < (double if case.double else 5e-3 if case.bf16 else 3e-5), (case, error)
+
+
+def test_expert_gradients_of_data_ranks_are_reduced_in_the_same_order() -> None:
+    """Buckets end within a layer, in which the two expert-parallel groups have different replicas."""
+    cases = [
+        MegatronCase(seed, 4, double=True, overlap=True, dispatcher=dispatcher)
+        for seed in range(examples(short=1, long=5))
+        for dispatcher in ("megatron", "trimtab")
+    ]
+    on_ranks(compare, (LAYOUTS["EP 2 x expert-DP 2"], cases), ranks=4, patched="megatron")

@@ -27,6 +27,7 @@ from trimtab.integrations.megatron.physical_dispatch import (
     TrimtabRows,
     physical_dispatcher,
 )
+from trimtab.integrations.megatron.reduction_order import ReductionOrder
 from trimtab.integrations.megatron.replay import SessionReplay
 from trimtab.integrations.megatron.support import check_slots, check_supported
 from trimtab.planner import Placement
@@ -112,6 +113,7 @@ class MegatronSession:
         self._guard: PositionalGuard | None = None
         self._replaced: list[tuple[Any, str]] = []
         self._gradients_wait = False
+        self._orders: dict[int, ReductionOrder] = {}
         for layer in self._layers:
             layer.before_backward = self._note_gradients
 
@@ -216,6 +218,7 @@ class MegatronSession:
 
         def run(*, forward_step_func: Callable[..., Any], num_microbatches: int, **others: Any) -> Any:
             self.plan(routing, num_microbatches)
+            self._order_reductions(others.get("model"))
             session = self.session
             if session is None:
                 return forward_backward(
@@ -268,6 +271,8 @@ class MegatronSession:
                 self._guard.remove()
             for owner, name in self._replaced:
                 delattr(owner, name)
+            for order in self._orders.values():
+                order.remove()
             for layer in self._layers:
                 layer.remove()
             if self.session is not None:
@@ -301,6 +306,13 @@ class MegatronSession:
             f"the routing of micro-batch {index} has {ids.shape[1]} layers; it should have the {total} MoE layers of "
             f"the model or the {len(numbers)} of this rank"
         )
+
+    def _order_reductions(self, model: Any) -> None:
+        """Let all ranks reduce expert gradients in the same order. The model may have been wrapped after `balance`."""
+        for ddp in model if isinstance(model, list) else [model]:
+            config = getattr(ddp, "ddp_config", None)
+            if config is not None and config.overlap_grad_reduce and id(ddp) not in self._orders:
+                self._orders[id(ddp)] = ReductionOrder(ddp.expert_parallel_bucket_groups)
 
     def _gather_parameters(self) -> None:
         """Complete the parameters of experts that a distributed optimizer has updated in parts."""
