@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from trimtab.integrations.megatron.reduction_order import ReductionOrder
@@ -22,13 +22,14 @@ class FakeGroup:
         self.resets += 1
 
 
-@given(st.lists(st.permutations(range(5)), min_size=1, max_size=4), st.integers(0, 5))
-def test_all_start_in_order_and_none_is_early(steps: list[list[int]], lost: int) -> None:
+@example([3, 0, 1, 2, 4], 1, [[0, 1, 2, 3, 4]])
+@given(st.permutations(range(5)), st.integers(0, 5), st.lists(st.permutations(range(5)), min_size=1, max_size=4))
+def test_all_start_in_order_and_none_is_early(failed: list[int], lost: int, steps: list[list[int]]) -> None:
     started: list[tuple[int, bool | None]] = []
     groups = [FakeGroup(number, started) for number in range(5)]
     order = ReductionOrder(groups)
     # A step that fails in backward; the next one begins with a reset.
-    for number in steps[0][:lost]:
+    for number in failed[:lost]:
         groups[number].start_grad_sync()
     for group in groups:
         group.reset()

@@ -15,22 +15,25 @@ from trimtab.trace.store import ROW_GROUP_BYTES, TraceReader, write_trace
 class TraceWriter:
     """Appends sequences to a folder of trace files, which is read as one trace at any time.
 
-    Sequences are buffered up to a row group (16 MB of ids) and then written to a new file, atomically. After a crash
-    all files are readable; buffered sequences, at most a row group, are lost. New files are added to an existing
-    folder.
+    Sequences are buffered up to `file_bytes` of ids and then written to a new file, atomically. After a crash all files
+    are readable; buffered sequences, at most a file, are lost. New files are added to an existing folder.
 
     Several processes may write to one folder, each with its own name.
 
     Args:
         folder: created if missing.
         name: what file names begin with, such as "rank-3".
+        file_bytes: ids of a file. Memory is about four times that.
 
     Raises:
         InputError: by `append`, if the model is not that of the sequences before.
     """
 
-    def __init__(self, folder: str | os.PathLike[str], *, name: str = "part") -> None:
+    def __init__(
+        self, folder: str | os.PathLike[str], *, name: str = "part", file_bytes: int = ROW_GROUP_BYTES
+    ) -> None:
         self.folder = Path(folder)
+        self._file_bytes = file_bytes
         if self.folder.exists() and not self.folder.is_dir():
             raise InputError(f"{self.folder}: a file; a trace that grows is a folder")
         self.folder.mkdir(parents=True, exist_ok=True)
@@ -47,7 +50,7 @@ class TraceWriter:
         self._model = self._model or sequences.part(0, 0)
         self._model.check_same_model(sequences)
         self._waiting.append(sequences)
-        if sum(part.expert_ids.nbytes for part in self._waiting) >= ROW_GROUP_BYTES:
+        if sum(part.expert_ids.nbytes for part in self._waiting) >= self._file_bytes:
             self.flush()
 
     def flush(self) -> None:

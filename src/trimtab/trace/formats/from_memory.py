@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
-from trimtab.trace.formats import nemo_rl, sglang, slime, verl, vllm
+from trimtab.trace.formats import ms_swift, nemo_rl, roll, sglang, skyrl, slime, trl, verl, vllm
 from trimtab.trace.formats.importing import trace_of
 from trimtab.trace.formats.records import ImportOptions
 from trimtab.trace.routing import RoutingTrace
@@ -37,3 +37,23 @@ def from_slime(samples: Iterable[Any], options: ImportOptions) -> RoutingTrace:
 def from_nemo_rl(batch: Any, options: ImportOptions) -> RoutingTrace:
     """Routing of a NeMo-RL batch, a dict of tensors or arrays with `routed_experts`."""
     return trace_of(nemo_rl.records_of_batch(batch), options)
+
+
+def from_skyrl(batch: Any, options: ImportOptions) -> RoutingTrace:
+    """Routing of SkyRL's `GeneratorOutput` or `TrainingInputBatch`, with `rollout_expert_indices`."""
+    return trace_of(skyrl.records_of_batch(batch), options)
+
+
+def from_roll(batch: Any, options: ImportOptions) -> RoutingTrace:
+    """Routing of a ROLL `DataProto`, or of a dict of its tensors, with `routed_experts` and `attention_mask`."""
+    return trace_of(roll.records_of_batch(batch), options)
+
+
+def from_ms_swift(samples: Iterable[Any], options: ImportOptions) -> RoutingTrace:
+    """Routing of ms-swift's `OnPolicySample`s, or of dicts of the same fields, with `routed_experts`."""
+    return trace_of(ms_swift.records_of_samples(samples), options)
+
+
+def from_trl(rollout: Any, options: ImportOptions) -> RoutingTrace:
+    """Routing of what a `rollout_func` of TRL returns: `prompt_ids`, `completion_ids` and `routed_experts`."""
+    return trace_of(trl.records_of_rollout(rollout), options)

@@ -1,9 +1,8 @@
 """NeMo-RL: batches with `routed_experts`, `[batch, tokens, layers, top_k]`, int8 to int32, rows of -1 without a route.
 
-Sequences are padded on the right, with rows that look like routes (0, 1, ..., top_k - 1), so their lengths are needed:
-`input_lengths` or `unpadded_sequence_lengths`. Before they are joined, messages have their own: `message_log[i][turn]`
-with `token_ids` `[n]` and `routed_experts` `[n, layers, top_k]`. Dumps are `torch.save` or pickles of such dictionaries
-(`BatchedDataDict` or plain).
+Sequences are padded on the right, so their lengths are needed: `input_lengths` or `unpadded_sequence_lengths`. Before
+they are joined, messages have their own: `message_log[i][turn]` with `token_ids` `[n]` and `routed_experts`
+`[n, layers, top_k]`. Dumps are `torch.save` or pickles of such dictionaries (`BatchedDataDict` or plain).
 """
 
 from __future__ import annotations
@@ -15,6 +14,7 @@ from typing import Any
 
 import numpy as np
 
+from trimtab.array_type import Array
 from trimtab.errors import InputError
 from trimtab.trace.containers import torch_files
 from trimtab.trace.containers.pickles import OpaqueObject
@@ -102,7 +102,7 @@ def _padded(batch: Any) -> Iterator[Record | Dropped]:
             continue
         answer = length if generated_B is None else int(generated_B[row])
         yield Record(
-            ids=ids_BTLK[row, :length],
+            ids=_recorded(ids_BTLK[row, :length]),
             where=f"row {row}",
             missing=-1,
             num_tokens=length,
@@ -149,10 +149,24 @@ def _joined(messages: list[Any], where: str) -> Record | None:
     roles = [field(message, "role") for message in messages]
     answered = roles.index("assistant") if "assistant" in roles else len(roles)
     return Record(
-        ids=np.concatenate(rows),
+        ids=_recorded(np.concatenate(rows)),
         where=where,
         missing=-1,
         num_tokens=sum(map(len, tokens)),
         prompt_length=sum(map(len, tokens[:answered])),
         token_ids=np.concatenate(tokens),
     )
+
+
+def _recorded(ids_TLK: Array) -> Array:
+    """The rows without those at the end that are filled with 0, 1, ..., top_k - 1 in all layers.
+
+    NeMo-RL fills the last token so, and every turn of an environment that no generation followed
+    (`nemo_rl/experience/rollouts.py`, `_dummy_routed_experts_for_tokens`).
+    """
+    length = len(ids_TLK)
+    if ids_TLK[:1].size > 1:
+        filler_LK = np.broadcast_to(np.arange(ids_TLK.shape[2]), ids_TLK.shape[1:])
+        while length and np.array_equal(ids_TLK[length - 1], filler_LK):
+            length -= 1
+    return ids_TLK[:length]

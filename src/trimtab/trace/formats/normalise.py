@@ -28,6 +28,8 @@ TOO_LARGE = 1 << 20
 # before memory is allocated. Longer than any context.
 MAX_MISSING_ROWS = 1 << 20
 LONGEST_LABEL = 80
+# Ids of a sequence that are in memory as int32 at the same time.
+NARROWED_IDS = 1 << 20
 # Many times that of any model; the cost of sorting and comparing grows with its square.
 MOST_TOP_K = 256
 
@@ -52,6 +54,14 @@ class Summary:
     unknown_rows: int = 0
     unknown_routes: int = 0
     dropped: Counter[str] = field(default_factory=Counter)
+
+    def add(self, other: Summary) -> None:
+        """Increase the counts by those of other data of the same dump."""
+        self.sequences += other.sequences
+        self.tokens += other.tokens
+        self.unknown_rows += other.unknown_rows
+        self.unknown_routes += other.unknown_routes
+        self.dropped += other.dropped
 
 
 def normalise(
@@ -207,7 +217,7 @@ def _routes(record: Record, layout: _Layout, summary: Summary) -> Array:
         )
     rows = len(record.ids)
     tokens = record.first + rows if record.num_tokens is None else max(record.num_tokens - 1, 0)
-    ids = _narrowed(record.ids[: max(tokens - record.first, 0)])
+    ids = record.ids[: max(tokens - record.first, 0)]
     if len(ids) < rows:
         summary.dropped["rows of last tokens, which are never fed"] += rows - len(ids)
     if len(layout.dense):
@@ -217,10 +227,18 @@ def _routes(record: Record, layout: _Layout, summary: Summary) -> Array:
     )
     # With K = 1, id 0 is a valid route, so it cannot mark a missing one.
     missing = NO_ID if record.missing is None or (record.missing == 0 and layout.top_k == 1) else record.missing
-    fault, token, layer, unknown_routes, unknown_rows = _convert(
-        ids, layout.columns, layout.dense, missing, layout.num_experts, routes[record.first :]
-    )
-    if fault != FINE:
+    unknown_routes = unknown_rows = 0
+    at_once = max(1, NARROWED_IDS // ids[:1].size) if len(ids) else 1
+    for start in range(0, len(ids), at_once):
+        part = ids[start : start + at_once]
+        fault, token, layer, routes_missing, rows_missing = _convert(
+            _narrowed(part), layout.columns, layout.dense, missing, layout.num_experts, routes[record.first + start :]
+        )
+        unknown_routes += routes_missing
+        unknown_rows += rows_missing
+        if fault == FINE:
+            continue
+        token += start
         place = (
             f"{record.where}, token {record.first + token}, layer {record.layers[layer] if record.layers else layer}"
         )

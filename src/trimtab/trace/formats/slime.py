@@ -62,7 +62,7 @@ def records_of_samples(
     """
     with damaged_values():
         count = with_routes = 0
-        for sample in _flat(samples, 0):
+        for sample in samples_of(samples):
             ids = field(sample, KEY)
             tokens = field(sample, "tokens")
             if ids is None or tokens is None:
@@ -106,14 +106,15 @@ def _shaped(ids: Array, where: str, options: ImportOptions) -> Array:
     return ids
 
 
-def _flat(samples: Any, depth: int) -> Iterator[Any]:
+def samples_of(samples: Any, depth: int = 0) -> Iterator[Any]:
+    """The samples of lists of samples or of groups of samples; groups may be nested."""
     for sample in samples:
         if not isinstance(sample, list | tuple):
             yield sample
         elif depth == _DEEPEST_GROUP:
             raise InputError("its samples are nested too deeply")
         else:
-            yield from _flat(sample, depth + 1)
+            yield from samples_of(sample, depth + 1)
 
 
 def _from_columns(columns: Any) -> list[dict[str, Any]]:
