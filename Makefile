@@ -57,6 +57,7 @@ bench: .venv/.ready  ## reproduce the figures that README and docs quote (about 
 	$(BIN)/trimtab bench step --json out/bench-step.json
 	$(BIN)/trimtab bench traces --json out/bench-traces.json
 	$(BIN)/trimtab bench payload --json out/bench-payload.json
+	$(BIN)/trimtab bench observe --json out/bench-observe.json
 	$(BIN)/trimtab bench capture --json out/bench-capture.json
 	$(BIN)/python -m experiments.simulator_validation --json out/bench-simulator.json
 	$(BIN)/python -m experiments.papers --json out/bench-papers.json

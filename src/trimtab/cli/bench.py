@@ -135,6 +135,16 @@ def add(commands: Any) -> None:
     add_options(payload, "--tokens", type=positive, default=200_000, help="tokens of all sequences")
     add_options(payload, "--rounds", default=5)
     payload.set_defaults(run=run_function)
+    observe = benches.add_parser(
+        "observe",
+        help="what observing a run costs its training thread, in time and memory",
+        description="Hand the routing of a step (48 layers, top-8 of 128 experts) to an observer, as slime and verl "
+        "hold it, and time the call, the observer's own thread, and a loop in Python beside it.",
+        examples=["trimtab bench observe --json out/bench-observe.json"],
+    )
+    add_options(observe, "--tokens", type=positive, default=1_000_000, help="tokens of the step")
+    add_options(observe, "--rounds", default=5)
+    observe.set_defaults(run=run_function)
     capture = benches.add_parser(
         "capture",
         help="cost of recording the routing of a forward and a generation in transformers",

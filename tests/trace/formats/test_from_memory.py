@@ -24,7 +24,8 @@ def ids(rows: int) -> Any:
 
 ROWS = ids(4)
 PADDED = np.concatenate([ROWS, np.full((1, LAYERS, TOP_K), -1, np.int32)])[None]
-MADE = {
+FILLER = np.broadcast_to(np.arange(TOP_K, dtype=np.int32), (1, 3, LAYERS, TOP_K))
+MADE: dict[str, Any] = {
     "from_vllm": [{"prompt_token_ids": PROMPT, "outputs": [{"token_ids": ANSWER, "routed_experts": ROWS}]}],
     "from_sglang": [
         {
@@ -49,6 +50,19 @@ MADE = {
         "generation_lengths": np.array([3]),
         "input_ids": np.array([PROMPT + ANSWER]),
     },
+    # What SkyRL's `preprocess.py` makes: padded on the left, and the last token like that padding.
+    "from_skyrl": {
+        "rollout_expert_indices": np.concatenate([FILLER[:, :2], ROWS[None], FILLER[:, :1]], axis=1),
+        "router_padding_mask": np.array([[1, 1, 0, 0, 0, 0, 1]], bool),
+        "attention_mask": np.array([[0, 0, 1, 1, 1, 1, 1]]),
+        "response_mask": np.array([[1, 1, 1]]),
+    },
+    "from_roll": {
+        "routed_experts": np.concatenate([ROWS[None], 0 * FILLER], axis=1),
+        "attention_mask": np.array([[1, 1, 1, 1, 1, 0, 0]]),
+        "response_mask": np.array([[0, 0, 1, 1, 1, 0, 0]]),
+    },
+    "from_trl": {"prompt_ids": [PROMPT], "completion_ids": [ANSWER], "routed_experts": [ROWS]},
 }
 
 
@@ -59,3 +73,44 @@ def test_objects_in_memory_become_a_trace(name: str) -> None:
     assert trace.prompt_lengths.tolist() == [2]
     with pytest.raises(InputError, match="they should be 0 to"):
         getattr(from_memory, name)(MADE[name], ImportOptions(int(ROWS.max()), LAYERS, TOP_K))
+
+
+def test_skyrl_s_trajectories() -> None:
+    # Of the second, the last answer's token was not generated after its last recorded one.
+    made = {
+        "rollout_expert_indices": [ROWS.astype(np.uint8), ROWS[:3], None],
+        "prompt_token_ids": [PROMPT] * 3,
+        "response_ids": [ANSWER] * 3,
+    }
+    trace = from_memory.from_skyrl(made, KNOWN)
+    assert trace.sequence_lengths.tolist() == [4, 4]
+    np.testing.assert_array_equal(trace.sequence(0), ROWS)
+    np.testing.assert_array_equal(trace.sequence(1)[:3], ROWS[:3])
+    assert (trace.sequence(1)[3] == trace.no_route).all()
+
+
+def test_skyrl_s_rows_of_filler_have_no_routes() -> None:
+    batch = MADE["from_skyrl"]
+    doubled = {name: np.concatenate([value, value]) for name, value in batch.items()}
+    doubled["router_padding_mask"][1] = True
+    assert from_memory.from_skyrl(doubled, KNOWN).num_sequences == 1
+    with pytest.raises(InputError, match="router_padding_mask, which tells them, is missing"):
+        from_memory.from_skyrl(batch | {"router_padding_mask": None}, KNOWN)
+
+
+@pytest.mark.parametrize("rows", [4, 5])
+def test_ms_swift_s_samples(rows: int) -> None:
+    padded = np.concatenate([ROWS, np.zeros((1, LAYERS, TOP_K), np.int32)])
+    samples = [{"routed_experts": padded[:rows], "encoded": {"length": 5}}, {"routed_experts": None}]
+    np.testing.assert_array_equal(from_memory.from_ms_swift(samples, KNOWN).expert_ids, ROWS)
+    with pytest.raises(InputError, match="--router_replay_mode R3"):
+        from_memory.from_ms_swift(samples[1:], KNOWN)
+
+
+def test_nemo_rl_s_turns_of_an_environment_at_the_end_have_no_routes() -> None:
+    filler = np.broadcast_to(np.arange(TOP_K, dtype=np.int32), (3, LAYERS, TOP_K))
+    batch = {"routed_experts": np.concatenate([ROWS, filler])[None], "input_lengths": np.array([7])}
+    trace = from_memory.from_nemo_rl(batch, KNOWN)
+    np.testing.assert_array_equal(trace.expert_ids[:4], ROWS)
+    assert len(trace.expert_ids) == 6
+    assert (trace.expert_ids[4:] == trace.no_route).all()

@@ -1,0 +1,225 @@
+"""`Observer`: what imbalance costs in a run of any framework, from its recorded routing, without touching the run."""
+
+from __future__ import annotations
+
+import atexit
+import logging
+import os
+import queue
+import threading
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from trimtab.analysis.trace_counts import DEFAULT_BUDGET
+from trimtab.api.arguments import ModelSource, check_choice, check_optional, check_whole
+from trimtab.cluster import ModelSpec, load_cluster, load_model
+from trimtab.errors import InputError
+from trimtab.observe.borrowed import Room
+from trimtab.observe.frameworks import FRAMEWORKS
+from trimtab.observe.observation import Call, Observation
+from trimtab.observe.sinks import Sink
+from trimtab.rank_variables import rank_variable
+from trimtab.trace import ImportOptions, TraceWriter
+from trimtab.trace.message_text import reason
+
+# Memory of an observer, and the part of it for counts, the sequence that is read, and the file that is written.
+MEMORY_MB, OWN_MB = 64, 40
+# Ids of a trace file.
+FILE_BYTES = 4 << 20
+# Calls that may wait for the thread.
+MOST_CALLS = 64
+# Seconds for which the end of the program waits for the thread.
+PATIENCE_S = 30.0
+# Of the thread: below that of the training's threads.
+NICENESS = 10
+
+log = logging.getLogger("trimtab")
+
+
+class Observer:
+    """Reads recorded routing on a thread of its own, writes it as a trace, and computes what imbalance costs.
+
+    `record` takes a batch as the framework holds it and returns at once: at most 1 us for 1,000 (token, layer) pairs.
+    The thread reads the framework's own arrays while they exist; of those that the framework frees at once, up to
+    `memory_mb` are kept. What can't be read in time is dropped, and counted in the figures. Nothing that goes wrong
+    here raises in the run: it is logged once.
+
+    Arrays must not be written to until they are read. Where that happens, the samples concerned are dropped.
+
+    Args:
+        framework: verl, slime, miles, nemo-rl, skyrl, roll, ms-swift, trl, vllm or sglang: how batches look, and what
+            figures are called.
+        ranks: of an expert-parallel group.
+        model: a `ModelSpec`, a preset's name or hub id, a config.json or a checkpoint. By default the preset like the
+            routing, if `num_experts` is given.
+        num_experts: experts of a layer; needed without `model`.
+        ranks_per_node: by default the cluster's, or all.
+        token_budget: tokens of a rank in a micro-step, such as verl's `ppo_max_token_len_per_gpu`.
+        cluster: kind of nodes, for predicted times: a preset's name or a TOML file.
+        folder: where the trace is written; none without it. `trimtab analyze FOLDER` reads it.
+        sample: the part of the sequences that is written, 0 to 1; figures are of all.
+        rank: of this process, for names of files; by default RANK of the environment, or 0.
+        sinks: called with the figures of every step, on the thread.
+        memory_mb: most memory that the observer holds.
+
+    Raises:
+        InputError: one line, if an argument is out of range, or the model has other experts.
+    """
+
+    def __init__(
+        self,
+        framework: str,
+        *,
+        ranks: int,
+        model: ModelSource | None = None,
+        num_experts: int | None = None,
+        ranks_per_node: int | None = None,
+        token_budget: int = DEFAULT_BUDGET,
+        cluster: str | os.PathLike[str] = "h100x8",
+        folder: str | os.PathLike[str] | None = None,
+        sample: float = 1.0,
+        rank: int | None = None,
+        sinks: Sequence[Sink] = (),
+        memory_mb: int = MEMORY_MB,
+    ) -> None:
+        check_choice("framework", framework, FRAMEWORKS)
+        check_whole(1, ranks=ranks, token_budget=token_budget)
+        check_whole(OWN_MB + 1, memory_mb=memory_mb)
+        check_optional(1, num_experts=num_experts, ranks_per_node=ranks_per_node)
+        if not 0 <= sample <= 1:
+            raise InputError(f"sample: {sample!r} should be from 0 to 1")
+        spec = model if isinstance(model, ModelSpec) or model is None else load_model(model)
+        experts = num_experts or (spec.num_experts if spec else None)
+        if experts is None:
+            raise InputError("model or num_experts: one of them is needed")
+        if spec is not None and experts != spec.num_experts:
+            raise InputError(f"num_experts: {experts}, and the model {spec.name} has {spec.num_experts}")
+        if experts % ranks:
+            raise InputError(f"ranks: {ranks} don't divide the {experts} experts")
+        self._framework = FRAMEWORKS[framework]
+        self._options = _options(spec, experts)
+        self._room = Room((memory_mb - OWN_MB) << 20)
+        self._sinks = list(sinks)
+        self._complaints: set[str] = set()
+        self._lock = threading.Lock()
+        self._ready: dict[str, float] = {}
+        name = f"rank-{rank_variable('RANK', 0) if rank is None else rank}"
+        self._observation = Observation(
+            self._options,
+            load_cluster(cluster, ranks=ranks, ranks_per_node=ranks_per_node),
+            spec,
+            token_budget=token_budget,
+            writer=None if folder is None else TraceWriter(folder, name=name, file_bytes=FILE_BYTES),
+            sample=sample,
+            complain=self._complain,
+        )
+        self._observation.warm_up(experts)
+        # An event is set when all before it is read; None ends the thread.
+        self._calls: queue.SimpleQueue[Call | threading.Event | None] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._run, name="trimtab-observe", daemon=True)
+        self._thread.start()
+        atexit.register(self.close)
+
+    def record(self, batch: Any, step: int, *, last: bool = True) -> None:
+        """Hand over recorded routing. Returns at once, and never raises.
+
+        Args:
+            batch: as the framework holds it; `docs/observe.md` says what that is for each framework.
+            step: number of the training step.
+            last: False if the step's routing comes in several calls and this is not the last one.
+        """
+        if not self._thread.is_alive():
+            self._complain("the observer was closed; nothing more is read")
+            return
+        start = time.perf_counter()
+        samples, late, payload_bytes = [], 0, 0
+        try:
+            samples = self._framework.samples(batch, self._room, self._options)
+            payload_bytes = sum(sample.nbytes for sample in samples)
+            if self._calls.qsize() >= MOST_CALLS:
+                samples, late = [], len(samples)
+            # If only some can be read, they should be any.
+            order = np.random.default_rng(abs(step)).permutation(len(samples))
+            samples = [samples[place] for place in order.tolist()]
+        except Exception as error:
+            self._complain(f"the batch can't be read ({reason(error)})")
+        self._calls.put(Call(step, samples, late, last, time.perf_counter() - start, payload_bytes))
+
+    def metrics(self) -> dict[str, float]:
+        """The figures of the last step that is done, by the framework's names; empty if they were taken already.
+
+        They are ready some time after `record`; one of them is the step that they are of.
+        """
+        with self._lock:
+            found, self._ready = self._ready, {}
+        return found
+
+    def flush(self, timeout: float | None = None) -> bool:
+        """Wait until all that was handed over is read, and written. Not for the training loop.
+
+        Returns:
+            Whether that took at most `timeout` seconds.
+        """
+        done = threading.Event()
+        self._calls.put(done)
+        return done.wait(timeout) if self._thread.is_alive() else False
+
+    def close(self) -> None:
+        """Read and write what was handed over, for 30 s at most, and end the thread. Programs call it when they end."""
+        atexit.unregister(self.close)
+        self._calls.put(None)
+        self._thread.join(PATIENCE_S)
+        if self._thread.is_alive():
+            self._complain(f"the thread had not read everything after {PATIENCE_S:.0f} s")
+
+    def __enter__(self) -> Observer:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _run(self) -> None:
+        """The thread's work."""
+        if hasattr(os, "setpriority"):
+            # On Linux that is of the thread alone.
+            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICENESS)
+        while (call := self._calls.get()) is not None:
+            try:
+                if isinstance(call, threading.Event):
+                    self._observation.flush()
+                    call.set()
+                    continue
+                start = time.thread_time()
+                for step, figures in self._observation.take(call):
+                    self._publish(step, figures | {"observe_thread_s": time.thread_time() - start})
+            except Exception as error:
+                self._complain(f"a step has no figures ({reason(error)})")
+        self._observation.flush()
+
+    def _publish(self, step: int, figures: dict[str, float]) -> None:
+        named = {self._framework.name_of(name): value for name, value in figures.items()}
+        with self._lock:
+            self._ready = named | {self._framework.name_of("step"): float(step)}
+        for sink in list(self._sinks):
+            try:
+                sink(named, step)
+            except Exception as error:
+                self._sinks.remove(sink)
+                self._complain(f"{type(sink).__name__} gets no more figures ({reason(error)})")
+
+    def _complain(self, problem: str, key: str = "") -> None:
+        """Log the first problem of a kind, or this one if it is new."""
+        if (key or problem) not in self._complaints:
+            self._complaints.add(key or problem)
+            log.warning("observe: %s", problem)
+
+
+def _options(model: ModelSpec | None, num_experts: int) -> ImportOptions:
+    """What is known of the model."""
+    if model is None:
+        return ImportOptions(num_experts=num_experts)
+    layers = model.moe_layers + model.dense_layers
+    return ImportOptions(num_experts, layers, model.top_k, model.moe_layer_indices or None, model.name)

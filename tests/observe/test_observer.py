@@ -1,0 +1,225 @@
+"""The observer's thread: figures of every step, what is dropped, and that nothing reaches the run."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from helpers.framework_batches import EXPERTS, LAYERS, TOP_K, miles, random_sequences, vllm
+from trimtab.array_type import Array
+from trimtab.cluster import ModelSpec
+from trimtab.errors import InputError
+from trimtab.observe import JsonLines, Observer
+from trimtab.observe.observer import MOST_CALLS
+from trimtab.trace import read_trace
+
+MODEL = ModelSpec("small", EXPERTS, TOP_K, 64, 32, moe_layers=LAYERS)
+
+
+def sequences(seed: int = 0, count: int = 12) -> list[Array]:
+    return random_sequences(np.random.default_rng(seed), count)
+
+
+@contextmanager
+def stopped(observer: Observer) -> Iterator[None]:
+    """A context in which the thread reads nothing."""
+    take, gate = observer._observation.take, threading.Event()
+
+    def wait(call: Any) -> Any:
+        gate.wait(60)
+        return take(call)
+
+    observer._observation.take = wait  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        gate.set()
+        assert observer.flush(60)
+
+
+def observed(**options: Any) -> Observer:
+    return Observer("miles", ranks=4, model=MODEL, token_budget=64, **options)
+
+
+def test_every_step_has_its_figures() -> None:
+    found: list[tuple[int, Mapping[str, float]]] = []
+    with observed(sinks=[lambda figures, step: found.append((step, dict(figures)))]) as observer:
+        for step in range(3):
+            observer.record(miles(sequences(step, 4)), step, last=False)
+            observer.record(miles(sequences(10 + step, 8)), step)
+        # A step that is not ended by its last call ends with the next step.
+        observer.record(miles(sequences(20, 4)), 3, last=False)
+        observer.record(miles(sequences(21, 4)), 4)
+        assert observer.flush(60)
+    assert [step for step, _ in found] == [0, 1, 2, 3, 4]
+    for step, figures in found:
+        seeds = {0: (0, 10), 1: (1, 11), 2: (2, 12), 3: (20,), 4: (21,)}[step]
+        parts = [sequences(seed, 8 if 10 <= seed < 20 else 4) for seed in seeds]
+        assert figures["rollout/moe/payload_mb"] == pytest.approx(
+            sum(ids.nbytes for part in parts for ids in part) / 1e6
+        )
+        assert ("rollout/moe/rehome_recovers" in figures) == (step > 0)
+        assert {"rollout/moe/idle_share", "rollout/moe/plan_gain", "perf/moe_observe_time"} <= set(figures)
+
+
+def test_metrics_are_those_of_the_last_step_and_are_given_once() -> None:
+    with observed() as observer:
+        assert observer.metrics() == {}
+        for step in (5, 6):
+            observer.record(miles(sequences(step)), step)
+        assert observer.flush(60)
+        assert observer.metrics()["rollout/moe/step"] == 6
+        assert observer.metrics() == {}
+
+
+@pytest.mark.parametrize("when", ["all", "some"])
+def test_arrays_that_are_written_to_are_dropped(when: str, caplog: pytest.LogCaptureFixture, tmp_path: Path) -> None:
+    mine = sequences(1)
+    changed = mine if when == "all" else mine[::3]
+    before = [np.sort(ids, axis=2).tolist() for ids in mine]
+    with observed(folder=tmp_path) as observer:
+        with stopped(observer):
+            observer.record(miles(mine), 0)
+            for ids in changed:
+                ids[:] = ids[:, :, ::-1].copy()
+        figures = observer.metrics()
+    assert figures["rollout/moe/dropped_samples"] == len(changed)
+    assert f"{len(changed)} of {len(mine)} in step 0: written to before the thread had read them" in caplog.text
+    if when == "some":
+        kept = [ids for place, ids in enumerate(before) if place % 3]
+        trace = read_trace(tmp_path)
+        assert sorted(trace.sequence(s).tolist() for s in range(trace.num_sequences)) == sorted(kept)
+
+
+def test_text_for_which_there_is_no_room_is_dropped(caplog: pytest.LogCaptureFixture) -> None:
+    # Lists, which can't be referenced weakly.
+    responses = [
+        {"prompt_token_ids": [1], "outputs": [{"token_ids": [1] * len(ids), "routed_experts": ids.tolist()}]}
+        for ids in sequences(2)
+    ]
+    with Observer("vllm", ranks=4, model=MODEL) as observer:
+        observer._room.take(24 << 20)
+        observer.record(responses, 0)
+        assert observer.flush(60)
+        assert observer.metrics()["moe/dropped_samples"] == len(responses)
+    assert "more text and lists than may be held" in caplog.text
+
+
+def test_calls_that_come_too_fast_are_counted() -> None:
+    found: list[Mapping[str, float]] = []
+    with observed(sinks=[lambda figures, step: found.append(dict(figures))]) as observer, stopped(observer):
+        for step in range(MOST_CALLS + 9):
+            observer.record(miles(sequences(step, 2)), step)
+    assert len(found) == MOST_CALLS + 9
+    # The thread has taken one.
+    assert sum(figures["rollout/moe/dropped_samples"] for figures in found) == pytest.approx(2 * 8, abs=2)
+
+
+def test_bad_samples_are_dropped_alone(caplog: pytest.LogCaptureFixture) -> None:
+    mine = sequences(3)
+    mine[4][1, 1] = EXPERTS
+    mine[7][1, 1] = 2
+    with observed() as observer:
+        observer.record(miles(mine), 0)
+        assert observer.flush(60)
+        assert observer.metrics()["rollout/moe/dropped_samples"] == 2
+    assert "they should be 0 to 15" in caplog.text
+    assert "have one twice" in caplog.text
+
+
+def test_a_sink_that_fails_ends_alone(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    def broken(figures: Mapping[str, float], step: int) -> None:
+        raise OSError("no connection")
+
+    with observed(sinks=[broken, JsonLines(tmp_path / "figures.jsonl")]) as observer:
+        for step in range(3):
+            observer.record(miles(sequences(step)), step)
+    assert len((tmp_path / "figures.jsonl").read_text().splitlines()) == 3
+    assert caplog.text.count("no connection") == 1
+
+
+def test_a_folder_that_can_t_be_written_to_ends_writing_alone(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with observed(folder=tmp_path / "trace") as observer:
+        (tmp_path / "trace").rmdir()
+        (tmp_path / "trace").write_text("in the way")
+        for step in range(2):
+            observer.record(miles(sequences(step)), step)
+            assert observer.flush(60)
+            assert observer.metrics()["rollout/moe/observed_share"] == 1
+    assert caplog.text.count("no more routing is written") == 1
+
+
+def test_a_sample_of_the_sequences_is_written(tmp_path: Path) -> None:
+    with observed(folder=tmp_path, sample=0.25) as observer:
+        observer.record(miles(sequences(4, 200)), 0)
+        assert observer.flush(60)
+        assert observer.metrics()["rollout/moe/observed_share"] == 1
+    assert 25 <= read_trace(tmp_path).num_sequences <= 75
+
+
+def test_a_model_with_other_layers_gives_no_times(caplog: pytest.LogCaptureFixture) -> None:
+    with Observer("vllm", ranks=4, model=ModelSpec("other", EXPERTS, TOP_K, 64, 32, moe_layers=2)) as observer:
+        observer.record(vllm(sequences()), 0)
+        observer.flush(60)
+        figures = observer.metrics()
+    assert figures["moe/dropped_samples"] == 12
+    with Observer("vllm", ranks=4, num_experts=20) as observer:
+        observer.record(vllm(sequences()), 0)
+        observer.flush(60)
+        figures = observer.metrics()
+    assert "moe/idle_share" in figures
+    assert "moe/plan_recovers" in figures
+    assert "moe/plan_gain" not in figures
+    assert "no times are predicted (no model that comes with Trimtab has 20 experts, top-2" in caplog.text
+
+
+def test_a_closed_observer_takes_nothing_and_raises_nothing(caplog: pytest.LogCaptureFixture) -> None:
+    observer = observed()
+    observer.close()
+    observer.close()
+    observer.record(miles(sequences()), 0)
+    assert observer.metrics() == {}
+    assert not observer.flush(1)
+    assert "the observer was closed" in caplog.text
+    assert not any(thread.name == "trimtab-observe" for thread in threading.enumerate())
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"framework": "verI"}, "framework: invalid choice: 'verI'"),
+        ({"ranks": 0}, "ranks: 0 should be a whole number of at least 1"),
+        ({"ranks": 3}, "ranks: 3 don't divide the 16 experts"),
+        ({"model": None}, "model or num_experts: one of them is needed"),
+        ({"sample": 1.5}, "sample: 1.5 should be from 0 to 1"),
+        ({"memory_mb": 3}, "memory_mb: 3 should be a whole number of at least 41"),
+        ({"num_experts": 32}, "num_experts: 32, and the model small has 16"),
+        ({"cluster": "h1000"}, "h1000"),
+    ],
+)
+def test_wrong_arguments_are_refused(options: dict[str, Any], message: str) -> None:
+    given: dict[str, Any] = {"framework": "verl", "ranks": 4, "model": MODEL} | options
+    with pytest.raises(InputError, match="(?s)" + message.replace(".", r"\.")):
+        Observer(given.pop("framework"), **given)
+
+
+def test_the_program_s_end_writes_what_is_waiting(tmp_path: Path) -> None:
+    """Without `close`."""
+    import subprocess
+    import sys
+
+    program = (
+        "import numpy as np, trimtab.observe as o\n"
+        f"observer = o.Observer('miles', ranks=2, num_experts=4, folder={str(tmp_path)!r})\n"
+        "ids = np.zeros((9, 2, 2), np.int32); ids[..., 1] = 1\n"
+        "observer.record([{'rollout_routed_experts': ids, 'tokens': [1] * 10}], 0)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert read_trace(tmp_path).num_tokens == 9
