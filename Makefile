@@ -1,5 +1,5 @@
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-fast test-long test-megatron test-trl mutants reliability lint bench clean
+.PHONY: help demo test test-fast test-long test-megatron test-trl test-verl mutants reliability lint bench clean
 
 PYTHON ?= python3
 BIN := .venv/bin
@@ -34,6 +34,9 @@ test-megatron: .venv/.ready  ## run the long form of the Megatron tests (MEGATRO
 test-trl: .venv/.ready  ## run the tests of the TRL trainer (about a minute)
 	$(BIN)/python -m pytest tests/integrations/test_trl.py
 
+test-verl: .venv-verl/.ready  ## run the tests of observing verl 0.9.1, in an environment of its own
+	PYTHONPATH=src .venv-verl/bin/python -m pytest tests/observe/test_released_frameworks.py -k verl
+
 mutants: .venv/.ready  ## make single mistakes in the source, and check that tests fail (about 20 minutes)
 	$(BIN)/python tests/mutants/run.py
 
@@ -64,9 +67,17 @@ bench: .venv/.ready  ## reproduce the figures that README and docs quote (about 
 	$(BIN)/python -m experiments.presets --json out/bench-presets.json
 
 clean:  ## remove what the other targets made
-	rm -rf .venv out
+	rm -rf .venv .venv-verl out
 
 .venv/.ready: pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[train,dev]'
+	touch $@
+
+# verl asks for versions of its own; what its trainer imports is added to the packages of .venv.
+.venv-verl/.ready: .venv/.ready
+	$(PYTHON) -m venv .venv-verl
+	$(BIN)/python -c "import sysconfig; print(sysconfig.get_path('purelib'))" > $$(ls -d .venv-verl/lib/python*/site-packages)/of_trimtab.pth
+	.venv-verl/bin/python -m pip install --quiet --disable-pip-version-check --no-deps verl==0.9.1 peft
+	.venv-verl/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt 'ray[default]' tensordict torchdata hydra-core codetiming orjson
 	touch $@
