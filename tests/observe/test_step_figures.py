@@ -112,18 +112,23 @@ def test_figures_are_near_those_of_analyze() -> None:
     """Which sequences share a micro-step differs."""
     from trimtab import analyze
 
-    trace = synthesize_preset(
-        PRESETS["qwen3-30b-math"], num_sequences=256, mean_length=256, max_length=1024, num_layers=6, num_experts=128,
-        top_k=8, num_steps=2, seed=3,
-    )  # fmt: skip
-    expected = analyze(trace, ranks=8, token_budget=2048).analysis
-    figures = StepFigures(ClusterSpec(8, 8, 2), None)
-    for number in range(2):
-        chosen = trace.select(np.flatnonzero(trace.steps == number))
-        found = figures.of(counted([chosen], 8, 2048))
-    assert found["idle_share"] == pytest.approx(expected.total.lost, rel=0.1)
-    assert found["max_vio"] == pytest.approx(expected.total.max_vio.mean, rel=0.1)
-    past = {each.name: each.recovered_fraction for each in expected.placements.strategies}
-    assert found["rehome_recovers"] == pytest.approx(past["homes_from_past"], abs=0.1)
-    assert found["eplb_recovers"] == pytest.approx(past["replicas_from_past"], abs=0.1)
-    assert found["plan_recovers"] > found["eplb_recovers"] > found["rehome_recovers"] > 0
+    recovered: dict[str, float] = dict.fromkeys(("rehome", "eplb", "plan"), 0.0)
+    for seed in range(4):
+        trace = synthesize_preset(
+            PRESETS["qwen3-30b-math"], num_sequences=256, mean_length=256, max_length=1024, num_layers=6,
+            num_experts=128, top_k=8, num_steps=2, seed=seed,
+        )  # fmt: skip
+        expected = analyze(trace, ranks=8, token_budget=2048).analysis
+        figures = StepFigures(ClusterSpec(8, 8, 2), None)
+        for number in range(2):
+            chosen = trace.select(np.flatnonzero(trace.steps == number))
+            found = figures.of(counted([chosen], 8, 2048))
+        assert found["idle_share"] == pytest.approx(expected.total.lost, rel=0.1)
+        assert found["max_vio"] == pytest.approx(expected.total.max_vio.mean, rel=0.1)
+        past = {each.name: each.recovered_fraction for each in expected.placements.strategies}
+        assert found["rehome_recovers"] == pytest.approx(past["homes_from_past"], abs=0.05)
+        assert found["eplb_recovers"] == pytest.approx(past["replicas_from_past"], abs=0.05)
+        for name in recovered:
+            recovered[name] += found[f"{name}_recovers"] / 4
+    assert recovered["plan"] > 0.98
+    assert recovered["eplb"] > recovered["rehome"] + 0.03
