@@ -98,6 +98,19 @@ def test_figures_of_a_step_that_is_easy_to_compute() -> None:
     assert second["rehome_gain"] == pytest.approx(second["lost_share"])
 
 
+def test_one_hot_expert_is_divided_by_replicas_alone() -> None:
+    """Every token uses expert 0, and one of those that other ranks hold."""
+    ids_NK = np.stack([np.zeros(60, np.int64), 4 + np.arange(60) % 12], axis=1)
+    ids_TLK = np.broadcast_to(ids_NK[:, None], (60, LAYERS, 2)).astype(np.uint8)
+    step = counted([trace_of([ids_TLK] * 4)], 4, 60)
+    figures = StepFigures(ClusterSpec(4, 4, 2), MODEL)
+    figures.of(step)
+    found = figures.of(step)
+    assert found["idle_share"] == pytest.approx(0.5)
+    assert found["rehome_recovers"] == 0
+    assert found["eplb_recovers"] > 0.5
+
+
 def test_even_routing_has_nothing_to_recover() -> None:
     ids = np.stack([np.arange(token, token + 2) % EXPERTS for token in range(16)])
     ids_TLK = np.broadcast_to(ids[:, None], (16, LAYERS, 2)).astype(np.uint8)

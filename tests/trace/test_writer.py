@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 
 from trimtab import InputError, RoutingTrace, TraceReader, TraceWriter, read_trace, write_trace
-from trimtab.trace import store, writer
+from trimtab.trace import store
 from trimtab.trace.prefetch import prefetch
 
 SHAPE = (3, 2)
@@ -33,16 +33,15 @@ def assert_same(one: RoutingTrace, other: RoutingTrace) -> None:
         assert np.array_equal(getattr(one, name), getattr(other, name)), name
 
 
-def test_appended_sequences_come_back_in_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(writer, "ROW_GROUP_BYTES", 400)
+def test_appended_sequences_come_back_in_order(tmp_path: Path) -> None:
     parts = [some_sequences(seed) for seed in range(12)]
-    with TraceWriter(tmp_path) as growing:
+    with TraceWriter(tmp_path, file_bytes=400) as growing:
         for part in parts[:7]:
             growing.append(part)
         before = len(list(tmp_path.iterdir()))
         assert 1 < before < 7
         assert read_trace(tmp_path).num_tokens >= sum(part.num_tokens for part in parts[:7]) - 400 // 6
-    with TraceWriter(tmp_path) as growing:
+    with TraceWriter(tmp_path, file_bytes=400) as growing:
         for part in parts[7:]:
             growing.append(part)
     assert_same(read_trace(tmp_path), RoutingTrace.concatenate(parts))
@@ -75,10 +74,9 @@ def test_a_writer_continues_its_own_files_only(tmp_path: Path) -> None:
     assert_same(read_trace(tmp_path / "ran-000000.parquet"), parts[4])
 
 
-def test_a_file_is_written_for_each_full_row_group_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_file_is_written_when_it_is_full_only(tmp_path: Path) -> None:
     part = some_sequences(0)
-    monkeypatch.setattr(writer, "ROW_GROUP_BYTES", 2 * part.expert_ids.nbytes)
-    with TraceWriter(tmp_path) as growing:
+    with TraceWriter(tmp_path, file_bytes=2 * part.expert_ids.nbytes) as growing:
         growing.append(part.part(0, 0))
         growing.flush()
         growing.append(part)
@@ -104,9 +102,8 @@ PROGRAM = """
 import sys
 sys.path.insert(0, {tests!r})
 from test_writer import some_sequences
-from trimtab.trace import TraceWriter, writer
-writer.ROW_GROUP_BYTES = 400
-with TraceWriter({folder!r}) as growing:
+from trimtab.trace import TraceWriter
+with TraceWriter({folder!r}, file_bytes=400) as growing:
     for seed in range(1_000_000):
         growing.append(some_sequences(seed))
 """
