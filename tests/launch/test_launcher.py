@@ -218,7 +218,7 @@ def test_time_in_which_the_whole_run_is_suspended_does_not_count(tmp_path: Path)
 
 
 def wait_for(find: Callable[[], list[int]], count: int) -> list[int]:
-    deadline = time.monotonic() + 300
+    deadline = time.monotonic() + 100
     while len(found := find()) < count:
         assert time.monotonic() < deadline, found
         time.sleep(0.05)
