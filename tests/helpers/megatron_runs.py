@@ -52,6 +52,7 @@ class MegatronCase:
         fused: the matrix products add gradients of weights to `main_grad`; see `fake_te`.
         bf16: weights in bfloat16, `main_grad`s and the optimizer's weights in float32.
         per_token: losses are summed over tokens, and divided by their number on all ranks at the end of the step.
+        pipelined_layers: as many layers as with two pipeline stages, on any layout.
         dense_stage: the second half of the layers are dense, not the first alone.
         balanced_routers: routers have an auxiliary loss, and a bias by expert that follows the loads.
         flex: backend of the flex dispatcher, see `fake_deep_ep`; None for all-to-all.
@@ -70,6 +71,7 @@ class MegatronCase:
     bf16: bool = False
     per_token: bool = False
     dense_stage: bool = False
+    pipelined_layers: bool = False
     frozen: bool = False
     bias: bool = False
     grouped: bool = False
@@ -142,7 +144,7 @@ class Model:
         self.layout, self.case = layout, case
         model_parallel_cuda_manual_seed(7 + case.seed)
         chunks = 2 if layout.interleaved else 1
-        layers = 2 * layout.pipeline * chunks if layout.pipeline > 1 else 3
+        layers = 2 * layout.pipeline * chunks if layout.pipeline > 1 else 4 if case.pipelined_layers else 3
         self.config = config = TransformerConfig(
             num_layers=layers, hidden_size=16, num_attention_heads=4, ffn_hidden_size=32, moe_ffn_hidden_size=24,
             num_moe_experts=8, moe_router_topk=2, expert_model_parallel_size=layout.expert,

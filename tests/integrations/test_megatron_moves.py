@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from unittest import mock
 
 import numpy as np
@@ -13,13 +15,17 @@ import torch
 import torch.distributed as dist
 
 from helpers.examples import examples
+from helpers.megatron_exporters import bridge_pairs, slime_lists, verl_pairs
 from helpers.megatron_moves import Pair, compare_checkpoints, exported_pairs, save_checkpoints
-from helpers.megatron_runs import Layout, MegatronCase, use_layout
+from helpers.megatron_runs import Layout, MegatronCase, Model, use_layout
 from helpers.rank_pool import on_ranks
 from trimtab.cluster import load_cluster
 from trimtab.errors import InputError
 from trimtab.planner import plan_schedule
 from trimtab.runtime import planning
+
+if TYPE_CHECKING:
+    from trimtab.integrations.megatron.logical_order import NamedTensor
 
 LAYOUTS = {
     "EP 2": Layout(2, 2),
@@ -82,14 +88,68 @@ def train(layout: Layout, cases: list[MegatronCase]) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["Adam", "distributed optimizer"])
-def test_checkpoints_are_those_of_models_without_moves(name: str, tmp_path: Path) -> None:
-    """Megatron without Trimtab loads them, also on other ranks; with plain Adam it does so on the same only."""
-    is_distributed = name == "distributed optimizer"
-    case = MegatronCase(distributed_optimizer=is_distributed, adam=True)
-    on_megatron(save_checkpoints, Layout(2, 2), case, str(tmp_path), 3, ranks=2)
-    for layout in (Layout(2, 2), Layout(4, 2), Layout(4, 4)) if is_distributed else (Layout(2, 2),):
-        on_megatron(compare_checkpoints, layout, case, str(tmp_path), ranks=layout.ranks)
+@pytest.mark.longer
+@pytest.mark.parametrize("saved", ["EP 2, Adam", *examples(short=["PP 2 x EP 2"], long=list(LAYOUTS))])
+def test_checkpoints_are_those_of_models_without_moves(saved: str, tmp_path: Path) -> None:
+    """Megatron without Trimtab loads them, on other ranks and stages too; with plain Adam on the same only."""
+    layout = LAYOUTS[saved.removesuffix(", Adam")]
+    case = MegatronCase(distributed_optimizer="Adam" not in saved, adam=True, pipelined_layers=True)
+    on_megatron(save_checkpoints, layout, case, str(tmp_path), 3, ranks=layout.ranks)
+    others = [Layout(2, 2), Layout(4, 2), Layout(4, 4), Layout(4, 2, pipeline=2), Layout(4, 1, pipeline=2)]
+    loaded = [layout] if "Adam" in saved else examples(short=[layout, *others[1:3]], long=others)
+    for each in loaded:
+        on_megatron(compare_checkpoints, each, case, str(tmp_path), ranks=each.ranks)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_exports_are_those_of_models_without_moves(layout: str) -> None:
+    on_megatron(export, LAYOUTS[layout], ranks=LAYOUTS[layout].ranks)
+
+
+def export(layout: Layout) -> None:
+    """The exporters of verl, slime and Megatron-Bridge, around a model whose experts are away."""
+    use_layout(layout)
+    pair = Pair(layout, MegatronCase(grouped=True, balanced_routers=True))
+    session = pair.session
+    pair.move(everywhere=True)
+    exporters: dict[str, Callable[[Model], Iterator[NamedTensor]]] = {
+        "verl": verl_pairs,
+        "Megatron-Bridge": partial(bridge_pairs, grouped=False),
+        "Megatron-Bridge, grouped": partial(bridge_pairs, grouped=True),
+    }
+    for name, exporter in exporters.items():
+        check_equal(name, exporter(pair.plain), session.logical_names(exporter(pair.moving)))
+        # The test can fail: most experts are elsewhere.
+        positional = exporter(pair.moving)
+        if session.have_moved and name == "verl":
+            with pytest.raises(InputError, match="use sharded_state_dict"):
+                dict(positional)
+        else:
+            plain = dict(exporter(pair.plain))
+            assert any(not torch.equal(value, plain[key]) for key, value in positional)
+    # Stages have different numbers of lists, and most ranks have none.
+    rename = session.weight_sync()
+    plain_pairs = [named for each in slime_lists(pair.plain) for named in each]
+    check_equal("slime", plain_pairs, [named for each in slime_lists(pair.moving) for named in rename(each)])
+    if session.have_moved:
+        begun = session.logical_names(bridge_pairs(pair.moving, grouped=False))
+        next(begun)
+        before = list(bridge_pairs(pair.moving, grouped=False))
+        rename = session.weight_sync()
+        session.return_home()
+        for late in (begun, rename(before)):
+            with pytest.raises(RuntimeError, match="experts have moved since this weight sync began"):
+                next(late)
+    else:
+        session.return_home()
+    session.remove()
+
+
+def check_equal(what: str, expected: Iterable[NamedTensor], actual: Iterable[NamedTensor]) -> None:
+    expected_by_name, actual_by_name = dict(expected), dict(actual)
+    assert expected_by_name.keys() == actual_by_name.keys(), what
+    assert all(torch.equal(value, actual_by_name[name]) for name, value in expected_by_name.items()), what
 
 
 @pytest.mark.slow

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 import socket
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
@@ -19,7 +20,13 @@ from torch import nn
 from trimtab.array_type import Array
 from trimtab.errors import InputError
 from trimtab.integrations.megatron.experts import Experts, experts_of
-from trimtab.integrations.megatron.logical_order import ADVICE, PositionalGuard, logical_shards, rename_experts
+from trimtab.integrations.megatron.logical_order import (
+    ADVICE,
+    NamedTensor,
+    PositionalGuard,
+    logical_shards,
+    rename_experts,
+)
 from trimtab.integrations.megatron.optimizer_state import MegatronState, optimizers_in
 from trimtab.integrations.megatron.physical_dispatch import (
     MegatronRows,
@@ -112,10 +119,11 @@ class MegatronSession:
         self._optimizer: Any = None
         self._guard: PositionalGuard | None = None
         self._replaced: list[tuple[Any, str]] = []
-        self._gradients_wait = False
+        self._gradients_wait = self._is_exporting = False
         self._orders: dict[int, ReductionOrder] = {}
         for layer in self._layers:
             layer.before_backward = self._note_gradients
+            layer.is_exported = lambda: self._is_exporting
 
     def register_optimizer(self, optimizer: Any) -> None:
         """Let plans move experts to other homes, with the optimizer's state of them. Not a collective.
@@ -165,7 +173,7 @@ class MegatronSession:
         """Whether experts of this rank's layers are elsewhere than Megatron has them."""
         return any(layer.experts_by_position is not None for layer in self._layers)
 
-    def logical_names(self, pairs: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
+    def logical_names(self, pairs: Iterable[NamedTensor]) -> Iterator[NamedTensor]:
         """Yields exported weights with the logical numbers of their experts, for any exporter of Megatron models.
 
         Exporters number experts by rank and place on it. Put this around what they yield, in every weight sync:
@@ -177,18 +185,56 @@ class MegatronSession:
 
         Raises:
             InputError: if the name or the tensor of an expert can't be understood.
+            RuntimeError: if experts move before the last pair was read.
         """
+        return self.weight_sync()(pairs)
+
+    def weight_sync(self) -> Callable[[Iterable[NamedTensor]], Iterator[NamedTensor]]:
+        """`logical_names` for exporters that yield lists, and not as many on every rank, as slime's.
+
+        Collective over the ranks of the pipeline. What it returns is not: call that for each list of one weight sync.
+
+        Raises:
+            InputError, RuntimeError: from what is returned, as `logical_names` does.
+        """
+        orders = self._orders_of_experts
         mine = {
-            layer.decoder_layer: layer.experts_by_position
-            for layer in self._layers
-            if layer.experts_by_position is not None
+            layer.decoder_layer: experts_E
+            for layer, experts_E in zip(self._layers, orders, strict=True)
+            if experts_E is not None
         }
         pipeline = parallel_state.get_pipeline_model_parallel_group()
         found = [mine]
         if pipeline.size() > 1:
             found = [{}] * pipeline.size()
             dist.all_gather_object(found, mine, group=pipeline)
-        return rename_experts(pairs, {number: experts for part in found for number, experts in part.items()})
+        experts_of_layer = {number: experts for part in found for number, experts in part.items()}
+
+        def renamed(pairs: Iterable[NamedTensor]) -> Iterator[NamedTensor]:
+            for pair in rename_experts(self._exported(pairs), experts_of_layer):
+                if any(map(operator.is_not, self._orders_of_experts, orders)):
+                    raise RuntimeError("experts have moved since this weight sync began; begin it again")
+                yield pair
+
+        return renamed
+
+    def _exported(self, pairs: Iterable[NamedTensor]) -> Iterator[NamedTensor]:
+        """The pairs of an exporter, which may call `state_dict()` of the model, as verl's does for its names."""
+        exporter = iter(pairs)
+        while True:
+            self._is_exporting = True
+            try:
+                pair = next(exporter, None)
+            finally:
+                self._is_exporting = False
+            if pair is None:
+                return
+            yield pair
+
+    @property
+    def _orders_of_experts(self) -> list[Array | None]:
+        """For each layer the expert at each position: another array after a move."""
+        return [layer.experts_by_position for layer in self._layers]
 
     def return_home(self) -> None:
         """Move all experts to the ranks on which Megatron has them; see `move`."""
@@ -352,6 +398,7 @@ class _BalancedLayer:
         moe_layer.token_dispatcher = self._dispatcher
         moe_layer.experts.forward = self._compute
         self.before_backward: Callable[[], None] = lambda: None
+        self.is_exported: Callable[[], bool] = lambda: False
         self.decoder_layer = moe_layer.layer_number - 1
         self._sharded_state_dict = moe_layer.experts.sharded_state_dict
         moe_layer.experts.sharded_state_dict = self._logical_state_dict
@@ -390,7 +437,7 @@ class _BalancedLayer:
         return shards
 
     def _refuse_state_dict(self, *_: Any) -> None:
-        if self.experts_by_position is not None:
+        if self.experts_by_position is not None and not self.is_exported():
             raise InputError(
                 f"a state_dict of layer {self.decoder_layer} has experts by position, and they have moved; use "
                 f"sharded_state_dict(), or {ADVICE}"

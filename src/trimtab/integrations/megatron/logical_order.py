@@ -19,6 +19,8 @@ from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTenso
 from trimtab.array_type import Array
 from trimtab.errors import InputError
 
+NamedTensor = tuple[str, torch.Tensor]
+
 _LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.")
 # Experts as modules, and as numbered weights of a grouped product; then all experts of a layer in one tensor.
 _EXPERT = re.compile(r"(?<=\.experts\.)\d+(?=\.)|(?<=\.local_experts\.)\d+(?=\.)|(?<=\.weight)\d+$|(?<=\.bias)\d+$")
@@ -28,9 +30,7 @@ ADVICE = "call return_home() of the MegatronSession first, on all ranks"
 POSITIONAL = ("dp_reshardable", "fully_sharded_bucket_space", "dp_zero_gather_scatter")
 
 
-def rename_experts(
-    pairs: Iterable[tuple[str, torch.Tensor]], experts_of_layer: Mapping[int, Array]
-) -> Iterator[tuple[str, torch.Tensor]]:
+def rename_experts(pairs: Iterable[NamedTensor], experts_of_layer: Mapping[int, Array]) -> Iterator[NamedTensor]:
     """Yields exported tensors with the logical numbers of experts in their names.
 
     Args:
