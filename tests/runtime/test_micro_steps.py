@@ -84,9 +84,9 @@ def bind_once() -> None:
     with session.micro_step(0):
         loss = model(tokens).sum()
     step = session.micro_step(0)
-    routes = step.routes(True)
+    routes = step.routes(True, True)
     with step:
-        assert step.routes(True) is routes
+        assert step.routes(True, True) is routes
         other = model(tokens).sum()
     with session.micro_step(1), pytest.raises(RuntimeError, match="while micro-step 1 is open"), step:
         pass

@@ -106,7 +106,7 @@ def build_variants(settings: RuntimeBenchmark) -> RuntimeVariants:
             one_node, session.homes, top_k=settings.top_k, slots=settings.slots, settings=session.settings.plan_settings
         )
         trace = skewed.select(mine)
-        planned = planner.for_schedule(trace, schedule, session.placement, "plan", may_move=False)
+        planned = planner.for_schedule(trace, schedule, session.placement, "plan", may_move=False, sliced=False)
         session.apply_plan(replace(planned, plan=replace(planned.plan, ranks_per_node=per_node)), trace)
 
     def step() -> None:

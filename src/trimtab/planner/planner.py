@@ -14,17 +14,25 @@ from trimtab.array_type import Array
 from trimtab.cluster import QWEN3_30B, ClusterSpec, StepCosts
 from trimtab.errors import InputError
 from trimtab.planner.placement.placement import Placement
+from trimtab.planner.plan.instances import map_layers
 from trimtab.planner.plan.pass_times import MIGRATION
 from trimtab.planner.plan.plan_settings import PlanSettings
 from trimtab.planner.plan.prediction import Prediction, dense_times, plan_parts, refreshing_seconds, slowest
 from trimtab.planner.plan.row_limits import keeps_to, refuse, require_known_routes
+from trimtab.planner.plan.slices import SliceRules
 from trimtab.planner.plan.step_loads import StepLoads
 from trimtab.planner.plan.step_plan import StepPlan
 from trimtab.planner.plan.step_planning import PlannedLayers, StepPlanning
 from trimtab.planner.plan.step_times import moving_seconds
-from trimtab.planner.plan.strategy import NONE, NOTHING, Choice, Strategy
-from trimtab.planner.plan.strategy_choice import LONGEST_LIFE, choose_strategy, replicas_anywhere
-from trimtab.planner.plan.workload import Workload, max_over_mean
+from trimtab.planner.plan.strategy import NONE, NOTHING, STAY, Choice, Strategy
+from trimtab.planner.plan.strategy_choice import (
+    LONGEST_LIFE,
+    Estimate,
+    choose_strategy,
+    replicas_anywhere,
+)
+from trimtab.planner.plan.workload import Workload
+from trimtab.planner.replicas.replica_table import ReplicaTable
 from trimtab.planner.schedule.grouping import group_by_routing
 from trimtab.planner.schedule.schedule import Schedule, pack_by_length
 from trimtab.planner.schedule.sequence_counts import SequenceCounts
@@ -42,6 +50,7 @@ class GroupPlans(NamedTuple):
         choice: the chosen strategy and the others.
         prediction: predicted time of the step by part.
         max_vio_before: max/mean - 1 of rank loads, mean over instances, if the schedule ran without moves and replicas.
+        slices: the rules by which replicas and split follow, if the plans are headers; see `slices.py`.
     """
 
     schedule: Schedule
@@ -50,6 +59,7 @@ class GroupPlans(NamedTuple):
     choice: Choice
     prediction: Prediction
     max_vio_before: float
+    slices: SliceRules | None = None
 
 
 class Planner:
@@ -149,6 +159,7 @@ def plan_sequences(
     past_PLE: Array | None = None,
     may_move: bool = True,
     threads: int = 1,
+    sliced: bool = False,
 ) -> GroupPlans:
     """All four levels of one step; the arguments are those of `Planner`.
 
@@ -160,6 +171,8 @@ def plan_sequences(
         past_PLE: `[P, L, E]` tokens of past steps, latest last. Homes may be chosen for them, and they tell how long
             homes stay good. None if there are none.
         may_move: whether homes may change.
+        sliced: plans may be headers, without replicas, with the rules by which slices follow. Its predictions are those
+            of the sample by which the strategy was chosen.
 
     Raises:
         InputError: if the homes are not even or not for this step, a sequence exceeds the budget, or mini-batches don't
@@ -176,7 +189,7 @@ def plan_sequences(
     def plan(schedule: Schedule) -> GroupPlans:
         loads = StepLoads.of_sequences(sequences, schedule, cluster.ranks)
         planning = StepPlanning(loads, placement, cluster, chosen, costs, past_PLE, threads)
-        return _plan(planning, schedule, may_move=may_move, groups=groups, token_budget=token_budget)
+        return _plan(planning, schedule, may_move=may_move, sliced=sliced, groups=groups, token_budget=token_budget)
 
     planned = plan(pack_by_time(packed, sequences.lengths, sequences.top_k, cluster, costs, token_budget))
     if planned.choice.strategy.replicas != NONE:
@@ -203,6 +216,7 @@ def plan_schedule(
     past_PLE: Array | None = None,
     may_move: bool = True,
     threads: int = 1,
+    sliced: bool = False,
 ) -> GroupPlans:
     """All levels below a given schedule. Other arguments are those of `plan_sequences`.
 
@@ -217,13 +231,18 @@ def plan_schedule(
     lengths_G = None if lengths is None else [lengths[mine] for mine, _ in parts]
     loads = StepLoads.of_workloads(workloads, [part for _, part in parts], lengths_G)
     planning = StepPlanning(loads, placement, cluster, chosen, costs, past_PLE, threads)
-    return _plan(planning, schedule, may_move=may_move, groups=len(workloads))
+    return _plan(planning, schedule, may_move=may_move, sliced=sliced, groups=len(workloads))
 
 
-def _plan(planning: StepPlanning, schedule: Schedule, *, may_move: bool, **settings: int) -> GroupPlans:
+def _plan(planning: StepPlanning, schedule: Schedule, *, may_move: bool, sliced: bool, **settings: int) -> GroupPlans:
     """Plans of the strategy with the least predicted time."""
     require_known_routes(planning.settings, planning.loads.mixed_GML)
-    choice = choose_strategy(planning, may_move=may_move)
+    choice, estimate = choose_strategy(planning, may_move=may_move)
+    strategy = choice.strategy
+    # A mirror is filled before the step, with the experts of all its replicas.
+    has_mirror = strategy.replicas != NONE and planning.cluster_of(strategy).host_bytes_per_s
+    if sliced and not planning.settings.limits_rows and not has_mirror:
+        return _header(planning, schedule, choice, estimate, **settings)
     nothing = _carry_out(planning, NOTHING)
     done, seconds = nothing, choice.seconds
     if choice.strategy != NOTHING:
@@ -246,6 +265,39 @@ def _plan(planning: StepPlanning, schedule: Schedule, *, may_move: bool, **setti
     text = planning.settings.to_json(planning.costs, **choice.facts, **settings)
     plans = tuple(replace(plan, settings=text) for plan in done.plans)
     return GroupPlans(schedule, plans[0].placement, plans, choice, done.prediction, nothing.max_vio)
+
+
+def _header(
+    planning: StepPlanning, schedule: Schedule, choice: Choice, estimate: Estimate, **settings: int
+) -> GroupPlans:
+    """Plans without replicas, and the rules by which these follow."""
+    strategy = choice.strategy
+    home_LE = planning.placement.home
+    if strategy.homes != STAY:
+        home_LE = np.stack(map_layers(lambda layer: _homes(planning, strategy, layer), len(home_LE), planning.threads))
+    rules, more = None, {}
+    if strategy.replicas != NONE:
+        limits = planning.limits(strategy)
+        saved_s = estimate.nothing_s - estimate.prediction.seconds
+        rules = SliceRules(limits, estimate.max_vio, estimate.replicas, estimate.most_returns, saved_s)
+        more = {"slices": [*limits[:-1], *limits.prices]}
+    text = planning.settings.to_json(planning.costs, **choice.facts, **settings, **more)
+    plans = tuple(
+        StepPlan.from_replicas(
+            part,
+            Placement(home_LE),
+            ReplicaTable.none(mixed_ML.size),
+            mixed_ML=mixed_ML,
+            cluster=planning.cluster,
+            settings=text,
+        )
+        for part, mixed_ML in zip(planning.loads.schedules, planning.loads.mixed_GML, strict=True)
+    )
+    return GroupPlans(schedule, Placement(home_LE), plans, choice, estimate.prediction, estimate.max_vio_before, rules)
+
+
+def _homes(planning: StepPlanning, strategy: Strategy, layer: int) -> Array:
+    return planning.homes(strategy, layer, planning.loads.count(planning.micro_steps, np.array([layer])))
 
 
 def _loads(planning: StepPlanning, strategy: Strategy, settings: PlanSettings) -> list[Array]:
@@ -286,5 +338,4 @@ def _carry_out(planning: StepPlanning, strategy: Strategy) -> _CarriedOut:
         planning.placement.home, planned.home_LE, planning.cluster.ranks_per_node, planning.costs.operations
     )
     parts_P[MIGRATION] += moving_s + refreshing_seconds(plans, planning.costs)
-    max_vio = np.mean([max_over_mean(work.loads_MLR) for work in planned.works]) - 1
-    return _CarriedOut(planned, tuple(plans), Prediction.of(parts_P), moving_s, float(max_vio))
+    return _CarriedOut(planned, tuple(plans), Prediction.of(parts_P), moving_s, planned.max_vio)

@@ -27,6 +27,7 @@ from trimtab.planner import (
     plan_sequences,
     plan_step,
 )
+from trimtab.planner.plan.slices import SliceRules
 from trimtab.planner.plan.workload import max_over_mean
 from trimtab.runtime.ranks.first_rank import on_first_rank
 from trimtab.runtime.ranks.topology import Topology
@@ -50,13 +51,14 @@ class _Plans(NamedTuple):
     runner_up: str = ""
     predicted_s: float = 0.0
     predicted_gain: float = 0.0
+    slices: SliceRules | None = None
 
     @classmethod
     def of(cls, planned: GroupPlans) -> _Plans:
         seconds, choice = planned.prediction.seconds, planned.choice
         names = choice.strategy.name, choice.runner_up
         gain = 1 - min(choice.seconds.values()) / max(choice.seconds["nothing"], 1e-30)
-        return cls(planned.schedule, planned.plans, planned.max_vio_before, *names, seconds, gain)
+        return cls(planned.schedule, planned.plans, planned.max_vio_before, *names, seconds, gain, planned.slices)
 
 
 @dataclass(frozen=True, eq=False)
@@ -72,6 +74,7 @@ class PlannedStep:
         predicted_gain: predicted saving of the best strategy over doing nothing, as a fraction of the step. It is given
             also where it is too small for a plan to be executed.
         max_vio_before: max/mean - 1 of rank loads, mean over instances, at the present homes without replicas.
+        slices: the rules by which replicas follow while the step runs; None if the plan has them.
         planning_s: seconds from counting to the end of the plan's broadcast.
         workload: workload of this rank's expert-parallel group; None if it was not gathered for planning.
     """
@@ -83,6 +86,7 @@ class PlannedStep:
     predicted_s: float = 0.0
     predicted_gain: float = 0.0
     max_vio_before: float = 0.0
+    slices: SliceRules | None = None
     planning_s: float = 0.0
     workload: Workload | None = None
 
@@ -91,7 +95,11 @@ class PlannedStep:
 class PlanReport:
     """Figures of a planned step.
 
+    Where replicas are planned while the step runs (`is_sliced`), their number, `max_vio_after` and `peak_rows_after`
+    are expectations; `Session.take_metrics` has the figures of what was planned.
+
     Attributes:
+        is_sliced: whether replicas and split follow while the step runs.
         planning_s: seconds from counting to the end of the plan's broadcast.
         moving_s: seconds of moving experts to new homes.
         strategy: what the plan does, the strategy with the least predicted time.
@@ -112,6 +120,7 @@ class PlanReport:
         free_bytes: free memory of the device.
     """
 
+    is_sliced: bool
     planning_s: float
     moving_s: float
     strategy: str
@@ -194,15 +203,20 @@ class SessionPlanner:
         return cls(topology, cluster, costs, settings or PlanSettings())
 
     def for_schedule(
-        self, trace: RoutingTrace, schedule: Schedule, placement: Placement, mode: Mode, *, may_move: bool
+        self, trace: RoutingTrace, schedule: Schedule, placement: Placement, mode: Mode, *, may_move: bool, sliced: bool
     ) -> PlannedStep:
-        """Plan a step with a given schedule; `trace` has this rank's sequences of it."""
+        """Plan a step with a given schedule; `trace` has this rank's sequences of it.
+
+        Args:
+            sliced: replicas may follow while the step runs.
+        """
         start = time.perf_counter()
         loads = self.gather_workloads(trace, schedule)
         lengths = self._gather_lengths(trace, schedule)
 
         planned = self._plan_on_first_rank(
-            lambda: self._given_schedule(loads, schedule, placement, mode, lengths, may_move=may_move), start
+            lambda: self._given_schedule(loads, schedule, placement, mode, lengths, may_move=may_move, sliced=sliced),
+            start,
         )
         return replace(planned, workload=loads[self.topology.group])
 
@@ -213,6 +227,7 @@ class SessionPlanner:
         mode: Mode,
         *,
         may_move: bool,
+        sliced: bool,
         token_budget: int,
         mini_batch: Array | None,
     ) -> PlannedStep:
@@ -234,7 +249,9 @@ class SessionPlanner:
             )
             if mode != "plan":
                 loads = self._workloads(sequences, packed)
-                return self._given_schedule(loads, packed, placement, mode, sequences.lengths, may_move=may_move)
+                return self._given_schedule(
+                    loads, packed, placement, mode, sequences.lengths, may_move=may_move, sliced=False
+                )
             return _Plans.of(
                 plan_sequences(
                     sequences,
@@ -247,6 +264,7 @@ class SessionPlanner:
                     costs=self.costs,
                     may_move=may_move,
                     threads=self.cluster.planning_threads,
+                    sliced=sliced,
                 )
             )
 
@@ -302,6 +320,7 @@ class SessionPlanner:
         lengths: Array | None,
         *,
         may_move: bool,
+        sliced: bool,
     ) -> _Plans:
         if mode in ("static", "off"):
             if mode == "static":
@@ -320,6 +339,7 @@ class SessionPlanner:
                 costs=self.costs,
                 may_move=may_move,
                 threads=self.cluster.planning_threads,
+                sliced=sliced,
             )
         )
 

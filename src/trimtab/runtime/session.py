@@ -31,6 +31,7 @@ from trimtab.runtime.ranks.recorder import Recorder
 from trimtab.runtime.ranks.topology import Topology
 from trimtab.runtime.rows.expert_compute import ApplyExperts
 from trimtab.runtime.settings import Settings
+from trimtab.runtime.slices import COMPARED
 from trimtab.runtime.state.expert_state import ExpertState
 from trimtab.runtime.state.home_experts import ExpertTensor, HomeExperts, ReadParameters, read_tensors
 from trimtab.runtime.state.logical_state import LogicalState
@@ -129,7 +130,7 @@ class Session:
             self.topology = Topology.given(expert_group, expert_dp_group, nodes, timeout)
         self.layers: list[ExpertLayer] = []
         self._initial_E: Array = self.topology.initial_placement(1, num_experts).home[0]
-        self._lockstep = Lockstep(self.topology, max_values=max(num_experts, 2))
+        self._lockstep = Lockstep(self.topology, max_values=max(num_experts, 3 + COMPARED))
         self.counters = Counters(lockstep=self._lockstep)
         self._experts = RankExperts(self.settings, self.topology, self._lockstep, self.counters)
         self._calls = LayerCalls(
@@ -416,12 +417,12 @@ class Session:
 
     @property
     def step_plan(self) -> StepPlan:
-        """The last applied plan of this rank's expert-parallel group.
+        """The last applied plan of this rank's expert-parallel group; waits for all of its replicas.
 
         Raises:
             RuntimeError: if there is no plan.
         """
-        return self._steps.need("step_plan").plan
+        return self._steps.need("step_plan").whole_plan
 
     @property
     def rank_loads(self) -> Array:
@@ -431,7 +432,7 @@ class Session:
             RuntimeError: if there is no plan.
         """
         step = self._steps.need("rank_loads")
-        return step.plan.rank_loads(step.workload)
+        return step.whole_plan.rank_loads(step.workload)
 
     def live_micro_step(self, *, positions: torch.Tensor) -> MicroStep:
         """A micro-step without plan or recorded routing, to keep padding out of the experts.
@@ -484,6 +485,9 @@ class Session:
             transfer.
         """
         metrics = self.counters.metrics() | {"transfer/cpu_s": self._experts.take_cpu_s()}
+        running = self._steps.running
+        if running is not None and running.slices is not None:
+            metrics |= running.slices.metrics()
         self.counters.clear()
         return metrics
 
@@ -509,6 +513,7 @@ class Session:
 
     def close(self) -> None:
         """Release threads and shared memory. Not needed before a process ends."""
+        self._steps.close()
         self._experts.close()
 
     @property

@@ -70,6 +70,11 @@ class Settings:
         return self.mode in ("plan", "rehome", "static")
 
     @property
+    def slices_plans(self) -> bool:
+        """Whether replicas may be planned while the step runs."""
+        return self.mode == "plan" and self.max_rows_per_rank is None and not self.exact
+
+    @property
     def planned_slots(self) -> int:
         """Most replicas of one layer on a rank that plans may have."""
         return 0 if self.mode == "rehome" else self.slots_per_rank

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -17,11 +18,13 @@ import torch
 from trimtab.array_type import Array
 from trimtab.errors import InputError
 from trimtab.planner import Placement, Schedule, StepPlan, Workload
+from trimtab.planner.plan.slices import SlicePlanner, SliceRules
 from trimtab.planner.plan.workload import max_over_mean
 from trimtab.runtime.layer.instance import LayerCalls
 from trimtab.runtime.layer.micro_step import BoundRoutes, MicroStep, RunningStep
 from trimtab.runtime.planning import PlannedStep, PlanReport, SessionPlanner
 from trimtab.runtime.rank_experts import RankExperts
+from trimtab.runtime.ranks.call_thread import CallThread
 from trimtab.runtime.ranks.lockstep import (
     APPLY_PLAN,
     LIVE_MICRO_STEP,
@@ -32,8 +35,12 @@ from trimtab.runtime.ranks.lockstep import (
     digest,
 )
 from trimtab.runtime.settings import Settings
+from trimtab.runtime.slices import StepSlices
 from trimtab.runtime.trace_checks import check_fits, check_model, trace_of_micro_steps
 from trimtab.trace import RoutingTrace
+
+# Most seconds that a new plan waits for the round of slices that the planner's thread is in.
+PATIENCE_S = 1.0
 
 
 class Steps:
@@ -47,6 +54,8 @@ class Steps:
         self._settings, self._experts, self._calls = settings, experts, calls
         self._topology, self._lockstep, self._counters = calls.topology, calls.lockstep, calls.counters
         self._plans = 0
+        self._planner_thread: CallThread | None = None
+        self._can_slice = True
         self.running: RunningStep | None = None
 
     def need(self, what: str) -> RunningStep:
@@ -71,8 +80,8 @@ class Steps:
         rank, ranks = self._topology.data_rank, self._topology.num_data_ranks
         fits = _problem(check_fits, trace, schedule, rank, ranks, self._experts.shape)
         places = digest(schedule.micro_step, schedule.rank, schedule.mini_batch_of_micro_step)
-        self._agree(PLAN, {"number of micro-steps": schedule.num_micro_steps, "schedule": places}, fits)
-        return self._plan(trace, schedule)
+        sliced = self._agree(PLAN, {"number of micro-steps": schedule.num_micro_steps, "schedule": places}, fits)
+        return self._plan(trace, schedule, sliced=sliced)
 
     def plan_micro_steps(
         self, rows: Sequence[npt.ArrayLike], problem: InputError | None, *, may_move: bool
@@ -86,7 +95,7 @@ class Steps:
         except InputError as error:
             problem = error
         same = {"number of micro-steps": len(rows), "top_k": trace and trace.top_k, "may_move": may_move}
-        self._agree(PLAN, same, problem)
+        sliced = self._agree(PLAN, same, problem)
         assert trace is not None
         ranks = self._topology.num_data_ranks
         schedule = Schedule(
@@ -95,7 +104,7 @@ class Steps:
             mini_batch_of_micro_step=np.zeros(len(rows), np.int32),
             num_ranks=ranks,
         )
-        return self._plan(trace, schedule, may_move=may_move)
+        return self._plan(trace, schedule, sliced=sliced, may_move=may_move)
 
     def complete_plan(self) -> PlanReport:
         """Plan again with the routes recorded since."""
@@ -103,18 +112,18 @@ class Steps:
         step = self.running
         if step is None or step.schedule is None:
             raise RuntimeError("complete_plan() needs a step that this session has planned")
-        self._agree(PLAN, {}, None)
-        return self._plan(step.completed_trace, step.schedule, may_move=False)
+        sliced = self._agree(PLAN, {}, None)
+        return self._plan(step.completed_trace, step.schedule, sliced=sliced, may_move=False)
 
     def plan_sequences(self, trace: RoutingTrace, *, token_budget: int, mini_batch: Array | None) -> PlannedStep:
         """Plan schedule and step."""
         self._calls.require_between_micro_steps("plan_sequences")
         batches = None if mini_batch is None else digest(np.asarray(mini_batch, np.int64))
         same = {"token_budget": token_budget, "mini_batch": batches}
-        self._agree(PLAN_SEQUENCES, same, _problem(check_model, trace, self._experts.shape))
+        sliced = self._agree(PLAN_SEQUENCES, same, _problem(check_model, trace, self._experts.shape))
         return self._planner(trace).for_sequences(
             trace, self._experts.placement, self._settings.mode,
-            may_move=self._experts.state.may_move, token_budget=token_budget, mini_batch=mini_batch,
+            may_move=self._experts.state.may_move, sliced=sliced, token_budget=token_budget, mini_batch=mini_batch,
         )  # fmt: skip
 
     def apply_plan(self, planned: PlannedStep, trace: RoutingTrace) -> PlanReport:
@@ -144,10 +153,10 @@ class Steps:
         """A micro-step without a plan."""
         return MicroStep(-1, positions, partial(self._bind, None), partial(self._running, None, True))
 
-    def _plan(self, trace: RoutingTrace, schedule: Schedule, *, may_move: bool = True) -> PlanReport:
+    def _plan(self, trace: RoutingTrace, schedule: Schedule, *, sliced: bool, may_move: bool = True) -> PlanReport:
         may_move = may_move and self._experts.state.may_move
         planned = self._planner(trace).for_schedule(
-            trace, schedule, self._experts.placement, self._settings.mode, may_move=may_move
+            trace, schedule, self._experts.placement, self._settings.mode, may_move=may_move, sliced=sliced
         )
         return self.apply_plan(planned, trace)
 
@@ -172,13 +181,27 @@ class Steps:
             "experts": ([tuple(shape) for shape in first.expert_shapes], first.dtype),
         }
 
-    def _agree(self, call: int, same: Mapping[str, object], problem: Exception | None) -> None:
-        """Agree with all data ranks on a call; see `Lockstep.agree`."""
+    def _agree(self, call: int, same: Mapping[str, object], problem: Exception | None) -> bool:
+        """Agree with all data ranks on a call that plans; see `Lockstep.agree`.
+
+        Returns:
+            Whether replicas may follow while the step runs.
+        """
         if self._settings.mode == "rehome" and not self._experts.has_state:
             problem = problem or InputError(
                 "mode 'rehome' moves experts with the state of their optimizers; register these first"
             )
-        self._lockstep.agree(call, must_match={**same, **self._shared}, problem=problem, all_data_ranks=True)
+        can_slice = self._settings.slices_plans and self._can_slice
+        values_RV = self._lockstep.agree(
+            call, must_match={**same, **self._shared}, problem=problem, values=[can_slice], all_data_ranks=True
+        )
+        return bool(values_RV.all())
+
+    def _end_slices(self) -> None:
+        """End the planning of the last step's slices, and note whether the planner's thread can be used again."""
+        slices = None if self.running is None else self.running.slices
+        if slices is not None and not slices.end(PATIENCE_S):
+            self._can_slice = False
 
     def _agree_on_plan(self, plan: StepPlan, trace: RoutingTrace, workload: Workload | None) -> Workload:
         """Check that all ranks apply the same plan and that it fits their sequences. Returns the load of the group."""
@@ -220,6 +243,7 @@ class Steps:
             schedule: the schedule of all data ranks; None if the session has not planned the step.
         """
         plan, experts, runs = planned.plan, self._experts, self._settings.executes_plans
+        slices = planned.slices if runs else None
         before, after = workload.home_loads(experts.placement.home), plan.rank_loads(workload)
         moved = experts.num_moved(plan.placement)
         start = time.perf_counter()
@@ -227,16 +251,25 @@ class Steps:
         self._plans += 1
         transfers = experts.transfers if runs else None
         slots = self._settings.slots_per_rank
-        step = RunningStep(plan, workload, trace, schedule, transfers, self._plans, slots)
+        self._end_slices()
+        following = None if slices is None else self._start_slices(plan, workload, slices)
+        step = RunningStep(plan, workload, trace, schedule, transfers, self._plans, slots, following)
         if transfers is not None:
             with torch.inference_mode(False):
                 experts.move(plan.placement)
-                transfers.prepare(plan, step.replicas, self._plans)
+                transfers.prepare(plan, step.replicas, self._plans, slices)
         # Optimizers may have written to parameters in ways that don't show.
         experts.changed = True
         self._calls.is_planned = True
         self.running = step
+        max_vio, replicas = float(max_over_mean(after).mean() - 1), plan.num_replicas
+        peak_rows = int(after.max(initial=0))
+        if slices is not None:
+            expected = (1 + slices.max_vio) * after.mean(axis=2).max(initial=0.0)
+            peak_rows = min(peak_rows, math.ceil(expected))
+            max_vio, replicas = slices.max_vio, round(slices.replicas * plan.mixed_ML.size)
         return PlanReport(
+            is_sliced=slices is not None,
             planning_s=planned.planning_s,
             moving_s=time.perf_counter() - start,
             strategy=planned.strategy,
@@ -244,23 +277,42 @@ class Steps:
             predicted_s=planned.predicted_s,
             predicted_gain=planned.predicted_gain,
             max_vio_before=planned.max_vio_before,
-            max_vio_after=float(max_over_mean(after).mean() - 1),
-            replicas=plan.num_replicas,
+            max_vio_after=max_vio,
+            replicas=replicas,
             homes_moved=moved,
             micro_steps=plan.num_micro_steps,
             unplanned_micro_steps=0 if runs else plan.num_micro_steps,
             mixed_instances=int(np.count_nonzero(plan.mixed_ML)),
             peak_rows_before=int(before.max(initial=0)),
-            peak_rows_after=int(after.max(initial=0)),
+            peak_rows_after=peak_rows,
             pool_bytes=experts.transfers.pool_bytes,
             mirror_bytes=experts.transfers.mirror_bytes,
             free_bytes=_free_bytes(experts.device),
         )
 
-    def _bind(self, step: RunningStep | None, micro_step: MicroStep, matches_plan: bool) -> BoundRoutes:
+    def _start_slices(self, header: StepPlan, workload: Workload, rules: SliceRules) -> StepSlices:
+        slices = StepSlices(header, SlicePlanner(workload, header.home, rules.limits), self._topology)
+        if self._planner_thread is None:
+            self._planner_thread = CallThread("trimtab-planner")
+        self._planner_thread.start(slices.run)
+        # A micro-step waits for its replicas for as long as they are predicted to save, or as long as it takes for runs
+        # that can be repeated.
+        self._patience_s = rules.saved_s / max(1, header.num_micro_steps)
+        if self._settings.rates is not None:
+            self._patience_s = self._topology.timeout.total_seconds()
+        return slices
+
+    def close(self) -> None:
+        """Stop planning."""
+        if self.running is not None and self.running.slices is not None:
+            self.running.slices.end(0.0)
+
+    def _bind(
+        self, step: RunningStep | None, micro_step: MicroStep, matches_plan: bool, has_slices: bool
+    ) -> BoundRoutes:
         if step is None or not matches_plan:
             return BoundRoutes(micro_step)
-        return step.bind(micro_step, self._experts.layers, self._topology)
+        return step.bind(micro_step, self._experts.layers, self._topology, has_slices)
 
     @contextmanager
     def _running(self, step: RunningStep | None, matches: bool, micro_step: MicroStep) -> Iterator[None]:
@@ -274,11 +326,12 @@ class Steps:
         problem = None if step is None else step.problem(index)
         if step is not None and step is not self.running:
             problem = RuntimeError(f"micro-step {index} is of an earlier plan; call micro_step() again")
-        all_match = self._agree_on_micro_step(step is None, index, matches and problem is None, problem)
+        all_match = self._agree_on_micro_step(step, index, matches and problem is None, problem)
         matches_plan = all_match and step is not None
-        self._calls.backward.open(micro_step, matches_plan)
+        has_slices = step is None or step.has_slices(index)
+        self._calls.backward.open(micro_step, matches_plan, has_slices)
         try:
-            routes = self._calls.current = micro_step.routes(matches_plan)
+            routes = self._calls.current = micro_step.routes(matches_plan, has_slices)
             with nullcontext() if recorder is None or step is None else recorder.micro_step(index):
                 self._counters.unplanned_micro_steps += step is not None and not routes.layouts
                 if routes.transfers is not None:
@@ -290,7 +343,9 @@ class Steps:
             self._calls.current = None
             self._calls.backward.close()
 
-    def _agree_on_micro_step(self, is_live: bool, index: int, matches: bool, problem: Exception | None) -> bool:
+    def _agree_on_micro_step(
+        self, step: RunningStep | None, index: int, matches: bool, problem: Exception | None
+    ) -> bool:
         """Agree on the micro-step with the other ranks, and refresh copies of changed weights.
 
         Returns:
@@ -300,11 +355,18 @@ class Steps:
         if torch.is_grad_enabled():
             self._calls.accumulation.begin_forward()
         changed, trained, broken = self._experts.transfers.watch.compare(self._experts.changed)
+        slices = None if step is None or problem is not None else step.slices
+        if slices is not None and not slices.is_agreed(index):
+            self._counters.planning_waited_s += slices.wait(index, self._patience_s)
         values_RV = self._lockstep.agree(
-            LIVE_MICRO_STEP if is_live else MICRO_STEP, micro_step=index, values=(changed, matches),
+            LIVE_MICRO_STEP if step is None else MICRO_STEP, micro_step=index,
+            values=(changed, matches, *(slices.to_compare() if slices is not None else ())),
             must_match={"gradients enabled": torch.is_grad_enabled(), "trained expert tensors": trained},
             problem=problem or broken,
         )  # fmt: skip
+        if slices is not None:
+            slices.agree(values_RV[:, 2:], index)
+            self._counters.late_micro_steps += not slices.is_agreed(index)
         if values_RV[:, 0].any():
             self._experts.refresh()
         return bool(values_RV[:, 1].all())

@@ -130,16 +130,19 @@ class StepPlan:
 
     def without_replicas(self) -> StepPlan:
         """Returns the same schedule and homes without replicas."""
-        nothing = np.zeros(0, np.int64)
+        return self.with_replicas(ReplicaTable.none(self.mixed_ML.size), np.zeros(0, np.uint8))
+
+    def with_replicas(self, replicas: ReplicaTable, paths_P: Array) -> StepPlan:
+        """Returns the same schedule and homes with these replicas, `[P]` uint8 `paths_P` of them."""
         return replace(
             self,
-            replica_starts=np.zeros_like(self.replica_starts),
-            replica_experts=nothing.astype(np.int16),
-            replica_ranks=nothing.astype(np.int16),
-            replica_paths=nothing.astype(np.uint8),
-            quota_starts=np.zeros(1, np.int64),
-            quota_sources=nothing.astype(np.int16),
-            quota_tokens=nothing.astype(np.int32),
+            replica_starts=replicas.replica_starts,
+            replica_experts=replicas.experts,
+            replica_ranks=replicas.ranks,
+            replica_paths=paths_P,
+            quota_starts=replicas.quota_starts,
+            quota_sources=replicas.sources,
+            quota_tokens=replicas.tokens,
         )
 
     @property

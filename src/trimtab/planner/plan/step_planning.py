@@ -16,7 +16,7 @@ from trimtab.planner.plan.plan_settings import PlanSettings, prices_of
 from trimtab.planner.plan.rank_work import RankWork, rank_work
 from trimtab.planner.plan.step_loads import StepLoads
 from trimtab.planner.plan.strategy import NEAR, PAST, STAY, Strategy
-from trimtab.planner.plan.workload import Workload
+from trimtab.planner.plan.workload import Workload, max_over_mean
 from trimtab.planner.replicas.kernel_values import Limits
 from trimtab.planner.replicas.layer_plan import plan_layer
 from trimtab.planner.replicas.replica_table import ReplicaTable
@@ -43,6 +43,11 @@ class PlannedLayers:
     @property
     def has_replicas(self) -> bool:
         return any(len(table.ranks) for table in self.replicas)
+
+    @property
+    def max_vio(self) -> float:
+        """max/mean - 1 of rank loads, mean over instances."""
+        return float(np.mean([max_over_mean(work.loads_MLR) for work in self.works]) - 1)
 
     @property
     def loads_GMLR(self) -> list[Array]:
@@ -99,7 +104,7 @@ class StepPlanning:
             counted: `count` of them; counted layer by layer by default, which needs less memory.
             homes: `[E]` homes of each of the layers; those of the strategy by default.
         """
-        limits = self._limits(strategy)
+        limits = self.limits(strategy)
 
         def plan_one(i: int) -> tuple[Array, list[ReplicaTable], list[RankWork]]:
             loads_G = counted[i] if counted else self.loads.count(micro_steps, layers[i : i + 1])
@@ -149,7 +154,8 @@ class StepPlanning:
         has_links = self.cluster.node_bytes_per_s and self.cluster.network_bytes_per_s
         return self.cluster if strategy.mirror or not has_links else replace(self.cluster, host_bytes_per_s=0.0)
 
-    def _limits(self, strategy: Strategy) -> Limits:
+    def limits(self, strategy: Strategy) -> Limits:
+        """Limits and prices of a strategy's replicas."""
         prices = prices_of(self.costs, self.cluster, strategy.exposed)
         reach = self.cluster.ranks_per_node if strategy.replicas == NEAR else self.cluster.ranks
         cluster = replace(self.cluster, slots_per_rank=strategy.slots)

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 from functools import cached_property, partial
+from typing import NamedTuple
 
 import numpy as np
 
@@ -43,7 +44,27 @@ PLACING_S, SWAPPING_S = 8e-9, 1e-7
 NANOSECONDS = 1e9
 
 
-def choose_strategy(planning: StepPlanning, *, may_move: bool) -> Choice:
+class Estimate(NamedTuple):
+    """What the sample tells of a whole step under the chosen strategy.
+
+    Attributes:
+        prediction: predicted time, with moves spread over the life of homes.
+        nothing_s: predicted seconds of doing nothing.
+        max_vio_before, max_vio: max/mean - 1 of rank loads, mean over instances: without moves and replicas, and under
+            the strategy.
+        replicas: of an instance, mean.
+        most_returns: most replicas of one home's experts in an instance.
+    """
+
+    prediction: Prediction
+    nothing_s: float
+    max_vio_before: float
+    max_vio: float
+    replicas: float
+    most_returns: int
+
+
+def choose_strategy(planning: StepPlanning, *, may_move: bool) -> tuple[Choice, Estimate]:
     """The strategy with the least predicted time; doing nothing, if that saves less than `PlanSettings.least_gain`.
 
     Args:
@@ -72,7 +93,8 @@ def choose_strategy(planning: StepPlanning, *, may_move: bool) -> Choice:
     seconds: dict[str, float] = {}
     for strategy in sorted(found, key=lambda each: (_rounded(found[each]), each.name)):
         seconds.setdefault(strategy.name, found[strategy].seconds)
-    return Choice(chosen, seconds, sample.move_life if chosen.homes != STAY else 1.0)
+    choice = Choice(chosen, seconds, sample.move_life if chosen.homes != STAY else 1.0)
+    return choice, sample.estimate(chosen, found)
 
 
 def replicas_anywhere(cluster: ClusterSpec) -> Strategy:
@@ -104,6 +126,7 @@ class _Sample:
         self._layers = _spread(planning.layers, SAMPLED_LAYERS)
         self._more_layers = len(planning.layers) / len(self._layers)
         self._exceeding: set[Strategy] = set()
+        self._planned: dict[Strategy, PlannedLayers] = {}
         self._homes: dict[tuple[str, float], list[Array]] = {}
 
     @cached_property
@@ -123,9 +146,24 @@ class _Sample:
                 ways[with_mirror] = self._prediction(with_mirror, planned)
             best = _least(ways)
             found[best] = ways[best]
+            self._planned[best] = planned
             if not keeps_to(self._planning.settings, planned.loads_GMLR):
                 self._exceeding.add(best)
         return found
+
+    def estimate(self, strategy: Strategy, found: dict[Strategy, Prediction]) -> Estimate:
+        """What the sample tells of a strategy that was predicted."""
+        planned, nothing = self._planned[strategy], self._planned[NOTHING]
+        ranks = self._planning.cluster.ranks
+        replicas, most = 0, 0
+        for table in planned.replicas:
+            replicas += len(table.ranks)
+            home_P = planned.home_LE[table.instances_P % len(planned.home_LE), table.experts]
+            most = max(most, int(np.bincount(table.instances_P * ranks + home_P, minlength=1).max()))
+        instances = len(planned.replicas) * len(self._micro_steps) * len(self._layers)
+        return Estimate(
+            found[strategy], found[NOTHING].seconds, nothing.max_vio, planned.max_vio, replicas / instances, most
+        )
 
     def keeps_to(self, strategy: Strategy) -> bool:
         """Whether the sample keeps to the limits of rows under a strategy."""

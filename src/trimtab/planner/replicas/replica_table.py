@@ -31,6 +31,22 @@ class ReplicaTable(NamedTuple):
     sources: Array
     tokens: Array
 
+    @classmethod
+    def none(cls, instances: int) -> ReplicaTable:
+        """No replicas in any instance."""
+        nothing = np.zeros(0, np.int16)
+        starts, ends = np.zeros(instances + 1, np.int64), np.zeros(1, np.int64)
+        return cls(starts, nothing, nothing, ends, nothing, nothing.astype(np.int32))
+
+    @classmethod
+    def concatenate(cls, tables: Sequence[ReplicaTable]) -> ReplicaTable:
+        """The instances of several tables, one after another."""
+        replicas = starts_of(np.concatenate([np.diff(table.replica_starts) for table in tables]))
+        quotas = starts_of(np.concatenate([np.diff(table.quota_starts) for table in tables]))
+        columns = zip(*((t.experts, t.ranks, t.sources, t.tokens) for t in tables), strict=True)
+        experts, ranks, sources, tokens = (np.concatenate(column) for column in columns)
+        return cls(replicas, experts, ranks, quotas, sources, tokens)
+
     @property
     def instances_P(self) -> Array:
         """The instance `[P]` int64 of every replica."""

@@ -37,6 +37,7 @@ class _NodeRange:
         start, end: the range, without `end`; infinite while the micro-step is open.
         index: the micro-step's number.
         matches_plan: whether all ranks have the planned tokens.
+        has_slices: whether its replicas were planned and agreed.
         micro_step: the micro-step; None after another plan was applied.
     """
 
@@ -44,6 +45,7 @@ class _NodeRange:
     end: float
     index: int
     matches_plan: bool
+    has_slices: bool
     micro_step: MicroStep | None
 
 
@@ -70,7 +72,7 @@ class Backward:
         # The last backward in which a layer was recomputed, and the routes of its micro-step.
         self._rerun: tuple[int | None, BoundRoutes | None] | None = None
 
-    def open(self, micro_step: MicroStep, matches_plan: bool) -> None:
+    def open(self, micro_step: MicroStep, matches_plan: bool, has_slices: bool) -> None:
         """Call it when a micro-step begins; see `MicroStep.routes`.
 
         Raises:
@@ -84,7 +86,7 @@ class Backward:
         self.leave_backward()
         if len(self._forwards) == KEPT_FORWARDS:
             self._dropped = int(self._forwards.pop(0).end)
-        self._forwards.append(_NodeRange(next_node(), math.inf, micro_step.index, matches_plan, micro_step))
+        self._forwards.append(_NodeRange(next_node(), math.inf, micro_step.index, matches_plan, has_slices, micro_step))
         self._is_open = True
 
     def close(self) -> None:
@@ -173,7 +175,7 @@ class Backward:
                 f"a checkpointed MoE layer of micro-step {forward.index} is recomputed after another plan was applied; "
                 "call backward() for all micro-steps of a plan before the next one"
             )
-        return forward.micro_step.routes(forward.matches_plan)
+        return forward.micro_step.routes(forward.matches_plan, forward.has_slices)
 
     def _check_other_threads(self, number: int) -> None:
         """Raises RuntimeError if the node may be of a micro-step of an earlier plan that another thread began."""

@@ -13,9 +13,10 @@ import torch
 from trimtab.array_type import Array
 from trimtab.planner import Schedule, StepPlan, Workload
 from trimtab.runtime.ranks.topology import Topology
-from trimtab.runtime.rows.instance_replicas import PlanReplicas
+from trimtab.runtime.rows.instance_replicas import InstanceReplicas, PlanReplicas
 from trimtab.runtime.rows.layout import Layout, place_rows, upload_layouts
 from trimtab.runtime.rows.physical_experts import PhysicalExperts, PlannedRows
+from trimtab.runtime.slices import StepSlices
 from trimtab.runtime.state.flat_memory import upload
 from trimtab.runtime.state.home_experts import HomeExperts
 from trimtab.runtime.transfer.transfers import Transfers
@@ -96,13 +97,13 @@ class MicroStep:
         self,
         index: int,
         positions: torch.Tensor | None,
-        bind: Callable[[MicroStep, bool], BoundRoutes],
+        bind: Callable[[MicroStep, bool, bool], BoundRoutes],
         run: Callable[[MicroStep], AbstractContextManager[None]],
     ) -> None:
         self.index = index
         self.positions = positions
         self._bind, self._run = bind, run
-        self._bound: weakref.WeakValueDictionary[bool, BoundRoutes] = weakref.WeakValueDictionary()
+        self._bound: weakref.WeakValueDictionary[tuple[bool, bool], BoundRoutes] = weakref.WeakValueDictionary()
         self._open: AbstractContextManager[None] | None = None
 
     def __enter__(self) -> MicroStep:
@@ -116,15 +117,17 @@ class MicroStep:
         assert running is not None
         running.__exit__(*error)  # type: ignore[arg-type]
 
-    def routes(self, matches_plan: bool) -> BoundRoutes:
+    def routes(self, matches_plan: bool, has_slices: bool) -> BoundRoutes:
         """Routes and layouts, computed again unless an earlier result is still in use. Not a collective.
 
         Args:
             matches_plan: whether all ranks have the planned tokens, as exchanged when the micro-step was entered.
+            has_slices: whether the micro-step's replicas are planned and agreed.
         """
-        bound = self._bound.get(matches_plan)
+        key = matches_plan, has_slices
+        bound = self._bound.get(key)
         if bound is None:
-            bound = self._bound[matches_plan] = self._bind(self, matches_plan)
+            bound = self._bound[key] = self._bind(self, matches_plan, has_slices)
         return bound
 
 
@@ -139,6 +142,7 @@ class RunningStep:
         transfers: replica transfers; None if micro-steps only replay their routing.
         number: the plan's number in the session.
         num_slots: slots of a rank.
+        slices: replicas that follow while the step runs; None if the plan has all.
         micro_steps: micro-steps in use, by number.
         has_moved: whether experts have moved to other homes since the plan was applied.
     """
@@ -150,12 +154,13 @@ class RunningStep:
     transfers: Transfers | None
     number: int
     num_slots: int
+    slices: StepSlices | None = None
     micro_steps: weakref.WeakValueDictionary[int, MicroStep] = field(default_factory=weakref.WeakValueDictionary)
     has_moved: bool = False
     _completed: Array | None = None
 
     def __post_init__(self) -> None:
-        self.replicas = PlanReplicas(self.plan)
+        self.replicas: PlanReplicas | StepSlices = self.slices or PlanReplicas(self.plan)
 
     def problem(self, index: int) -> Exception | None:
         """The error of entering the micro-step of this number, or None."""
@@ -171,8 +176,14 @@ class RunningStep:
             return True
         return np.array_equal(sequence_hashes, self.trace.sequence_hashes[self._sequences_of(index, rank)])
 
-    def bind(self, micro_step: MicroStep, layers: Sequence[HomeExperts], topology: Topology) -> BoundRoutes:
-        """Routes and layouts of a micro-step with the planned sequences on all ranks. Not a collective."""
+    def bind(
+        self, micro_step: MicroStep, layers: Sequence[HomeExperts], topology: Topology, has_slices: bool
+    ) -> BoundRoutes:
+        """Routes and layouts of a micro-step with the planned sequences on all ranks. Not a collective.
+
+        Args:
+            has_slices: whether its replicas are planned and agreed; it has none otherwise.
+        """
         index, device = micro_step.index, layers[0].device
         ids_NLK = self.trace.expert_ids[self._tokens_of(index, topology.rank)]
         is_known_NL = ids_NLK[:, :, 0] != self.trace.no_route
@@ -190,7 +201,7 @@ class RunningStep:
                 np.ascontiguousarray(ids_NLK[:, layer.index]),
                 self.workload.token_counts_MLRE[index, layer.index],
                 PhysicalExperts.of(layer, topology.rank, topology.positions, self.num_slots),
-                self.replicas.of(index, layer.index),
+                self.replicas.of(index, layer.index) if has_slices else InstanceReplicas.none(self.plan.num_ranks),
             )
             for layer in layers
         ]
@@ -202,6 +213,15 @@ class RunningStep:
         first_token = self._tokens_of(index, topology.rank).start
         bound.record = lambda layer, tokens_U, ids_UK: self._record(first_token + tokens_U, layer, ids_UK)
         return bound
+
+    def has_slices(self, index: int) -> bool:
+        """Whether the replicas of a micro-step are planned and agreed."""
+        return self.slices is None or self.slices.is_agreed(index)
+
+    @property
+    def whole_plan(self) -> StepPlan:
+        """The plan with all replicas; waits for slices."""
+        return self.plan if self.slices is None else self.slices.whole_plan()
 
     @property
     def completed_trace(self) -> RoutingTrace:

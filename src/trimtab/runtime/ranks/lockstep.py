@@ -11,10 +11,7 @@ from __future__ import annotations
 import hashlib
 import itertools
 import json
-import queue
-import threading
 import time
-import weakref
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -27,6 +24,7 @@ from torch._C._distributed_c10d import Store
 
 from trimtab.array_type import Array
 from trimtab.errors import InputError, RanksDisagreeError
+from trimtab.runtime.ranks.call_thread import CallThread
 from trimtab.runtime.ranks.topology import Topology
 
 # Seconds of waiting after which a rank compares logs, and between further comparisons.
@@ -78,7 +76,7 @@ class Lockstep:
         self._last: deque[Call] = deque(maxlen=KEPT_CALLS)
         control = topology.control.group_name
         self._store_key = f"trimtab/lockstep/{control}/{next(_numbers[control])}"
-        self._thread = _CallThread()
+        self._thread = CallThread()
 
     def log(self, kind: int, layer: int = -1, micro_step: int = -1, forward: int = -1) -> int:
         """Add a call to the log.
@@ -153,7 +151,7 @@ class Lockstep:
                 self._thread.result()
         except BaseException:
             # The thread may still run this call.
-            self._thread = _CallThread()
+            self._thread = CallThread()
             raise
 
     @contextmanager
@@ -290,43 +288,3 @@ def _text(call: Call) -> str:
 
 def _describe(problem: Exception | None) -> tuple[bool, str] | None:
     return None if problem is None else (isinstance(problem, InputError), str(problem))
-
-
-class _CallThread:
-    """A thread that runs one blocking call at a time. The caller can stop waiting for it.
-
-    The timeout is not passed to gloo, because a gloo timeout closes its connections.
-    """
-
-    def __init__(self) -> None:
-        self._calls: queue.SimpleQueue[Callable[[], object] | None] = queue.SimpleQueue()
-        self._errors: list[BaseException] = []
-        self._done = threading.Semaphore(0)
-        # A daemon thread, since a call may never return.
-        arguments = (self._calls, self._errors, self._done)
-        threading.Thread(target=_run_calls, args=arguments, name="trimtab-calls", daemon=True).start()
-        weakref.finalize(self, self._calls.put, None)
-
-    def start(self, call: Callable[[], object]) -> None:
-        self._calls.put(call)
-
-    def is_done(self, timeout_s: float) -> bool:
-        return self._done.acquire(timeout=timeout_s)
-
-    def result(self) -> None:
-        """Raise the error of the call that is done, if any."""
-        if self._errors:
-            raise self._errors.pop()
-
-
-def _run_calls(
-    calls: queue.SimpleQueue[Callable[[], object] | None], errors: list[BaseException], done: threading.Semaphore
-) -> None:
-    while (call := calls.get()) is not None:
-        try:
-            call()
-        except BaseException as error:
-            errors.append(error)
-        # Frees the objects that the call refers to.
-        del call
-        done.release()

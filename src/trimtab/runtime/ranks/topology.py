@@ -39,6 +39,7 @@ class Topology:
         weights, gradients: further groups of the ranks of `experts`, for point-to-point messages beside the dispatch.
         control: all data ranks, for host tensors.
         expert_control, node_control: the ranks of `experts`, and those of them on this node, for host tensors.
+        planning: the ranks of `experts`, for host tensors of the planner's threads alone.
         rank, num_ranks: this rank's number in `experts`, and their number R.
         ranks_per_node: ranks of `experts` on each node.
         group, groups: number of this expert-parallel group, and number of groups.
@@ -55,6 +56,7 @@ class Topology:
     control: dist.ProcessGroup
     expert_control: dist.ProcessGroup
     node_control: dist.ProcessGroup
+    planning: dist.ProcessGroup
     rank: int
     num_ranks: int
     ranks_per_node: int
@@ -183,6 +185,7 @@ class Topology:
             node_control=expert_control
             if ranks_per_node == num_ranks
             else _group(neighbours, "control", timeout=timeout, backend="gloo"),
+            planning=_group(mine, "planning", timeout=timeout, backend="gloo"),
             rank=rank,
             num_ranks=num_ranks,
             ranks_per_node=ranks_per_node,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import lru_cache, partial
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import numpy as np
 
@@ -80,6 +80,18 @@ class InstanceReplicas:
             quotas = slice(int(plan.quota_starts[replica]), int(plan.quota_starts[replica + 1]))
             quotas_PR[p, plan.quota_sources[quotas]] = plan.quota_tokens[quotas]
         return cls(plan.replica_experts[chosen].astype(np.int64), ranks, slots, plan.replica_paths[chosen], quotas_PR)
+
+
+class ReplicasOfStep(Protocol):
+    """The replicas of a step's instances."""
+
+    def count(self, micro_step: int, layer: int) -> int:
+        """Replicas of an instance on all ranks; 0 if it has none, or none yet."""
+        ...
+
+    def of(self, micro_step: int, layer: int) -> InstanceReplicas:
+        """The replicas of an instance with `count` above 0."""
+        ...
 
 
 class PlanReplicas:

@@ -30,6 +30,8 @@ class Counters:
         waited_s: seconds for which compute waited for transfers.
         waits: (start, end) events of waits on the device that are not in `waited_s` yet.
         unplanned_micro_steps: micro-steps that ran without a plan.
+        late_micro_steps: micro-steps that ran without replicas, since these were not planned yet.
+        planning_waited_s: seconds for which micro-steps waited for their replicas to be planned.
         live_calls: calls of layers on live routing, outside of any micro-step, while there was a plan.
         mixed_instances: planned instances with unknown rows, whose counts the ranks exchanged.
         abandoned_backwards: failed backwards whose replica gradients in transfer were dropped.
@@ -46,6 +48,8 @@ class Counters:
     waited_s: float = 0.0
     waits: list[tuple[torch.cuda.Event, torch.cuda.Event]] = field(default_factory=list)
     unplanned_micro_steps: int = 0
+    late_micro_steps: int = 0
+    planning_waited_s: float = 0.0
     live_calls: int = 0
     mixed_instances: int = 0
     abandoned_backwards: int = 0
@@ -102,6 +106,8 @@ class Counters:
             "transfer/gradient_bytes": self.gradient_bytes,
             "transfer/moved_bytes": self.moved_bytes,
             "moe/unplanned_micro_steps": self.unplanned_micro_steps,
+            "moe/late_micro_steps": self.late_micro_steps,
+            "plan/waited_s": self.planning_waited_s,
             "moe/live_layer_calls": self.live_calls,
             "moe/mixed_instances": self.mixed_instances,
             "moe/abandoned_backwards": self.abandoned_backwards,

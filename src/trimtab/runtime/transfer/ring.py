@@ -23,7 +23,7 @@ import torch.distributed as dist
 from trimtab.planner.replicas.paths import HOST
 from trimtab.runtime.ranks.lockstep import message_tag
 from trimtab.runtime.ranks.topology import Topology
-from trimtab.runtime.rows.instance_replicas import InstanceReplicas, PlanReplicas
+from trimtab.runtime.rows.instance_replicas import InstanceReplicas, ReplicasOfStep
 from trimtab.runtime.state.home_experts import HomeExperts
 from trimtab.runtime.transfer import streams
 from trimtab.runtime.transfer.copy_engine import BackgroundCopies, Wait
@@ -79,7 +79,7 @@ class ReplicaRing:
         self.host_copies, self.peer_copies = BackgroundCopies(self._device), BackgroundCopies(self._device)
         self._visits = Visits()
         self._plan_number = 0
-        self._replicas: PlanReplicas | None = None
+        self._replicas: ReplicasOfStep | None = None
         self._held: dict[Instance, _Arrival] = {}
         self._sends: list[tuple[Instance, dist.Work]] = []
 
@@ -88,7 +88,7 @@ class ReplicaRing:
         """Memory of all buffers."""
         return sum(tensor.nbytes for buffer in self._buffers for tensor in buffer)
 
-    def prepare(self, replicas: PlanReplicas, plan_number: int) -> None:
+    def prepare(self, replicas: ReplicasOfStep, plan_number: int) -> None:
         """Set the plan. The ring must be drained.
 
         Args:

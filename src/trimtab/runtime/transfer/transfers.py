@@ -7,9 +7,10 @@ from collections.abc import Sequence
 import numpy as np
 
 from trimtab.planner import StepPlan
+from trimtab.planner.plan.slices import SliceRules
 from trimtab.planner.replicas.paths import PEER
 from trimtab.runtime.ranks.topology import Topology
-from trimtab.runtime.rows.instance_replicas import PlanReplicas
+from trimtab.runtime.rows.instance_replicas import ReplicasOfStep
 from trimtab.runtime.state.home_experts import HomeExperts
 from trimtab.runtime.state.weight_watch import WeightWatch
 from trimtab.runtime.transfer import streams
@@ -71,24 +72,25 @@ class Transfers:
         """Bytes of the mirror of this rank's node."""
         return self.ring.mirror.nbytes
 
-    def prepare(self, plan: StepPlan, replicas: PlanReplicas, number: int) -> None:
+    def prepare(self, plan: StepPlan, replicas: ReplicasOfStep, number: int, slices: SliceRules | None) -> None:
         """Allocate memory for a plan. Nothing may be in transfer.
 
         Args:
-            replicas: the plan's replicas.
+            replicas: the plan's replicas, or those that follow.
             number: the plan's number in the session.
+            slices: the rules of replicas that follow; None if the plan has all.
         """
         self.plan_number = number
         self.ring.prepare(replicas, number)
         nodes = range(plan.num_ranks // plan.ranks_per_node)
         self.ring.mirror.hold([plan.mirror_entries(node) for node in nodes])
-        near = (plan.replica_paths == PEER) & ~plan.far_replicas
-        if self._has_streams and self.ring.peers is None and near.any():
+        near = bool(((plan.replica_paths == PEER) & ~plan.far_replicas).any()) or slices is not None
+        if self._has_streams and self.ring.peers is None and near:
             self.ring.peers = PeerMemory.across(self._topology, self.layers)
         instance = np.repeat(np.arange(len(plan.replica_starts) - 1), np.diff(plan.replica_starts))
         home = plan.home[instance % plan.num_layers, plan.replica_experts]
         most = int(np.bincount(instance[home == self._topology.rank], minlength=1).max())
-        self.returns.reserve(self.layers[0], most)
+        self.returns.reserve(self.layers[0], most if slices is None else slices.most_returns)
 
     def refresh(self) -> None:
         """Copy changed weights to staging memory, mirrors and symmetric memory."""
