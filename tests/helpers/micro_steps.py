@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -16,6 +17,7 @@ from helpers.equality import relative_error
 from helpers.moe_model import WITHOUT_CHECKPOINTS, Shape, TinyMoE
 from helpers.plain_dispatch import PlainDispatcher
 from helpers.random_plans import random_placement, random_plan
+from helpers.random_slices import as_header, fails, in_time, random_delay, random_slices, stalls
 from helpers.rank_pool import scattered_groups
 from trimtab.array_type import Array
 from trimtab.planner import GroupPlans, Placement, Schedule, Workload
@@ -40,6 +42,8 @@ class MicroStepCase:
         plain: dispatch with `PlainDispatcher`.
         complete: recompute without gradients first, and complete the plan with its routes.
         groups: expert-parallel groups of the ranks.
+        slices: replicas are planned while the step runs: `in time`; `late` by random delays; in the first step the
+            planner of one rank `fails` or `stalls`. None: before it.
         given: give the session process groups of scattered ranks, and scattered nodes.
     """
 
@@ -51,6 +55,7 @@ class MicroStepCase:
     complete: bool = False
     groups: int = 1
     given: bool = False
+    slices: str | None = None
 
 
 def events(order: str, num_micro_steps: int, num_chunks: int, warm_up: int) -> Iterator[tuple[str, int, int]]:
@@ -78,11 +83,19 @@ def events(order: str, num_micro_steps: int, num_chunks: int, warm_up: int) -> I
                 yield event
 
 
-def compare_micro_steps(cases: Iterable[MicroStepCase]) -> None:
-    """Assert for every case that logits, loss, gradients and weights are those of the single process."""
+def compare_micro_steps(cases: Iterable[MicroStepCase]) -> dict[str, float]:
+    """Assert for every case that logits, loss, gradients and weights are those of the single process.
+
+    Returns:
+        Sums of the sessions' metrics.
+    """
     torch.set_num_threads(1)
+    total: Counter[str] = Counter()
     for case in cases:
-        _Comparison(case).run()
+        comparison = _Comparison(case)
+        comparison.run()
+        total.update(comparison.metrics)
+    return dict(total)
 
 
 class _Comparison:
@@ -116,9 +129,13 @@ class _Comparison:
         self.optimizers = [torch.optim.SGD(m.parameters(), lr=0.05) for m in (self.reference, self.model)]
         self.session.register_optimizers(self.optimizers[1])
         self.plan_rng = np.random.default_rng((case.seed, 1))
+        self.metrics: Counter[str] = Counter()
 
     def run(self) -> None:
-        for _ in range(2):
+        delays = {"late": random_delay((self.case.seed, dist.get_rank())), "fails": fails, "stalls": stalls}
+        for step in range(4 if self.case.slices == "stalls" else 2):
+            is_broken = self.case.slices in ("fails", "stalls") and (step or dist.get_rank() != 1)
+            self.delay = delays.get(self.case.slices or "", in_time) if not is_broken else in_time
             self.step()
         self.session.close()
 
@@ -142,7 +159,7 @@ class _Comparison:
         expected.backward()
 
         is_mixed_ML = self._mixed(ids_TLK, micro_step_T, rank_T, num_micro_steps)
-        with mock.patch.object(planning, "plan_schedule", self.random_plans):
+        with mock.patch.object(planning, "plan_schedule", self.random_plans), random_slices(self.delay):
             report = session.plan_micro_steps([ids_TLK[rows] for rows in rows_M])
             assert report.mixed_instances == is_mixed_ML.sum()
             steps = [session.micro_step(m) for m in range(num_micro_steps)]
@@ -151,11 +168,11 @@ class _Comparison:
                     with torch.no_grad(), step:
                         error = relative_error(self.model(tokens[rows]), expected_logits[rows])
                         assert error < TOLERANCE, (case, "recompute")
-                assert session.take_metrics()["moe/mixed_instances"] == is_mixed_ML.sum()
+                assert self._take_metrics()["moe/mixed_instances"] == is_mixed_ML.sum()
                 assert session.complete_plan().mixed_instances == 0
                 steps = [session.micro_step(m) for m in range(num_micro_steps)]
         loss = self.run_schedule(steps, rows_M, tokens, labels, expected_logits)
-        mixed = session.take_metrics()["moe/mixed_instances"]
+        mixed = self._take_metrics()["moe/mixed_instances"]
         assert mixed == 0 if case.complete or not is_mixed_ML.any() else mixed >= is_mixed_ML.sum()
         session.finish_gradients(self.model.replicated())
         dist.all_reduce(loss)
@@ -167,6 +184,11 @@ class _Comparison:
         state = session.logical_state_dict(self.model)
         for name, wanted in self.reference.state_dict().items():
             assert relative_error(state[name], wanted) < TOLERANCE, (case, name, "weights")
+
+    def _take_metrics(self) -> dict[str, float]:
+        metrics = self.session.take_metrics()
+        self.metrics.update(metrics)
+        return metrics
 
     def run_schedule(
         self,
@@ -232,7 +254,10 @@ class _Comparison:
             for group, load in enumerate(loads)
         )  # fmt: skip
         prediction = Prediction(dict.fromkeys(PARTS, 1.0))
-        return GroupPlans(schedule, placement, plans, Choice(NOTHING, {"nothing": 1.0}), prediction, 0.0)
+        planned = GroupPlans(schedule, placement, plans, Choice(NOTHING, {"nothing": 1.0}), prediction, 0.0)
+        if not self.case.slices or not chosen["sliced"]:
+            return planned
+        return as_header(planned, slots=self.session.slots_per_rank, waits=self.case.slices in ("in time", "fails"))
 
     def _mixed(self, ids_TLK: Array, micro_step_T: Array, rank_T: Array, num_micro_steps: int) -> Array:
         """`[M, L]` instances of this rank's group that have unknown rows."""

@@ -16,6 +16,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import lru_cache
+from weakref import WeakKeyDictionary
 
 import numpy as np
 import torch
@@ -29,6 +30,7 @@ from trimtab.planner.plan.slices import SlicePlanner, from_bytes, layers_of_rank
 from trimtab.planner.plan.workload import max_over_mean
 from trimtab.planner.replicas.paths import PEER
 from trimtab.planner.replicas.replica_table import ReplicaTable
+from trimtab.runtime.ranks.call_thread import CallThread
 from trimtab.runtime.ranks.topology import Topology
 from trimtab.runtime.rows.instance_replicas import CACHED_MICRO_STEPS, InstanceReplicas
 
@@ -38,6 +40,7 @@ COMPARED = 3
 NICENESS = 5
 PARTS_PER_MILLION = 1_000_000
 _GO_ON, _STOP, _FAILED = range(3)
+_threads: WeakKeyDictionary[dist.ProcessGroup, CallThread] = WeakKeyDictionary()
 
 
 class StepSlices:
@@ -210,6 +213,15 @@ class StepSlices:
         with self._changed:
             planned = sum(plan.num_replicas for plan in self._plans)
             return {"plan/replicas": planned, "plan/max_vio": self._max_vio, "plan/background_s": self._busy_s}
+
+
+def planner_thread(topology: Topology) -> CallThread:
+    """The thread that plans for this rank's expert-parallel group. Sessions of the same ranks share it, as they share
+    the process group: all ranks run the steps of these sessions in the same order."""
+    thread = _threads.get(topology.planning)
+    if thread is None:
+        thread = _threads[topology.planning] = CallThread("trimtab-planner")
+    return thread
 
 
 def _peer_paths(table: ReplicaTable) -> Array:

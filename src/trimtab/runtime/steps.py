@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 import os
 import time
@@ -24,7 +25,6 @@ from trimtab.runtime.layer.instance import LayerCalls
 from trimtab.runtime.layer.micro_step import BoundRoutes, MicroStep, RunningStep
 from trimtab.runtime.planning import PlannedStep, PlanReport, SessionPlanner
 from trimtab.runtime.rank_experts import RankExperts
-from trimtab.runtime.ranks.call_thread import CallThread
 from trimtab.runtime.ranks.lockstep import (
     APPLY_PLAN,
     LIVE_MICRO_STEP,
@@ -35,7 +35,7 @@ from trimtab.runtime.ranks.lockstep import (
     digest,
 )
 from trimtab.runtime.settings import Settings
-from trimtab.runtime.slices import StepSlices
+from trimtab.runtime.slices import StepSlices, planner_thread
 from trimtab.runtime.trace_checks import check_fits, check_model, trace_of_micro_steps
 from trimtab.trace import RoutingTrace
 
@@ -54,7 +54,6 @@ class Steps:
         self._settings, self._experts, self._calls = settings, experts, calls
         self._topology, self._lockstep, self._counters = calls.topology, calls.lockstep, calls.counters
         self._plans = 0
-        self._planner_thread: CallThread | None = None
         self._can_slice = True
         self.running: RunningStep | None = None
 
@@ -200,8 +199,11 @@ class Steps:
     def _end_slices(self) -> None:
         """End the planning of the last step's slices, and note whether the planner's thread can be used again."""
         slices = None if self.running is None else self.running.slices
-        if slices is not None and not slices.end(PATIENCE_S):
+        if slices is not None and not slices.end(PATIENCE_S) and self._can_slice:
             self._can_slice = False
+            logging.getLogger("trimtab").warning(
+                "the planner's thread does not end; plans are made before their step from now on"
+            )
 
     def _agree_on_plan(self, plan: StepPlan, trace: RoutingTrace, workload: Workload | None) -> Workload:
         """Check that all ranks apply the same plan and that it fits their sequences. Returns the load of the group."""
@@ -292,9 +294,7 @@ class Steps:
 
     def _start_slices(self, header: StepPlan, workload: Workload, rules: SliceRules) -> StepSlices:
         slices = StepSlices(header, SlicePlanner(workload, header.home, rules.limits), self._topology)
-        if self._planner_thread is None:
-            self._planner_thread = CallThread("trimtab-planner")
-        self._planner_thread.start(slices.run)
+        planner_thread(self._topology).start(slices.run)
         # A micro-step waits for its replicas for as long as they are predicted to save, or as long as it takes for runs
         # that can be repeated.
         self._patience_s = rules.saved_s / max(1, header.num_micro_steps)

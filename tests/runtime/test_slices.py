@@ -1,0 +1,90 @@
+"""Replicas that are planned while the step runs: in time or late, equal on all ranks, and with failing planners."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+from unittest import mock
+
+import numpy as np
+import pytest
+import torch
+
+from helpers.examples import examples
+from helpers.micro_steps import ORDERS, MicroStepCase, compare_micro_steps
+from helpers.rank_pool import on_ranks
+from trimtab.errors import RanksDisagreeError
+from trimtab.runtime import slices, steps
+
+RUNS = ("plain", "checkpoint", "reentrant checkpoint", "nested checkpoint")
+
+
+@pytest.mark.longer
+@pytest.mark.parametrize("when", ["in time", "late"])
+@pytest.mark.parametrize(("ranks", "groups", "count"), [(2, 1, 12), (3, 1, 4), (4, 2, 4)])
+def test_gradients_are_those_of_one_process(ranks: int, groups: int, count: int, when: str) -> None:
+    """Random slices, random delays of the planner's threads; pipelines, recompute, unknown routes."""
+    rng = np.random.default_rng(ranks)
+    cases = [
+        MicroStepCase(
+            seed, order=ORDERS[seed % 4], unknown=float(rng.choice([0.0, 0.0, 0.3])), run_block=str(rng.choice(RUNS)),
+            plain=bool(rng.integers(2)), complete=bool(rng.integers(2)), groups=groups, slices=when,
+        )
+        for seed in range(examples(short=count, long=12 * count))
+    ]  # fmt: skip
+    for metrics in on_ranks(compare_micro_steps, (cases,), ranks=ranks):
+        assert (metrics["moe/late_micro_steps"] > 0) == (when == "late")
+        assert metrics["transfer/peer_bytes"] > 0
+
+
+def run_with(slices: str) -> tuple[dict[str, float], list[str]]:
+    """A case whose steps have several rounds of slices; metrics and warnings."""
+    warnings: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: warnings.append(record.getMessage())  # type: ignore[method-assign]
+    logger = logging.getLogger("trimtab")
+    logger.addHandler(handler)
+    try:
+        with mock.patch.object(steps, "PATIENCE_S", 0.05):
+            metrics = compare_micro_steps([MicroStepCase(7, order="1F1B", unknown=0.0, slices=slices)])
+    finally:
+        logger.removeHandler(handler)
+    return metrics, warnings
+
+
+def test_a_step_with_a_failed_planner_is_right_and_names_it() -> None:
+    results = on_ranks(run_with, ("fails",), ranks=2)
+    for rank, (metrics, warnings) in enumerate(results):
+        assert metrics["moe/late_micro_steps"] > 0
+        reason = "MemoryError('no memory for a plan')" if rank == 1 else "the planner of rank 1 failed"
+        assert len(warnings) == 1
+        assert reason in warnings[0]
+        assert "ran without replicas" in warnings[0]
+
+
+def test_a_stalled_planner_is_named_and_not_used_again() -> None:
+    results = on_ranks(run_with, ("stalls",), ranks=2)
+    for metrics, warnings in results:
+        assert metrics["moe/late_micro_steps"] > 0
+        assert "waiting for rank 1" in warnings[0]
+        assert any("plans are made before their step from now on" in warning for warning in warnings)
+
+
+def receive_others() -> None:
+    """Rank 1 receives one byte more than was sent."""
+    gather = slices._gather
+
+    def more(*args: Any) -> Any:
+        figures, parts = gather(*args)
+        return figures, [parts[0] + b"\0", *parts[1:]] if torch.distributed.get_rank() == 1 else parts
+
+    case = MicroStepCase(7, order="1F1B", unknown=0.0, slices="in time")
+    with (
+        mock.patch.object(slices, "_gather", more),
+        pytest.raises(RanksDisagreeError, match="plan of micro-step 0: rank 0 and rank 1 of"),
+    ):
+        compare_micro_steps([case])
+
+
+def test_a_slice_runs_only_if_all_ranks_have_the_same() -> None:
+    on_ranks(receive_others, ranks=2)
