@@ -14,7 +14,8 @@ from helpers.examples import examples
 from helpers.micro_steps import ORDERS, MicroStepCase, compare_micro_steps
 from helpers.rank_pool import on_ranks
 from trimtab.errors import RanksDisagreeError
-from trimtab.runtime import slices, steps
+from trimtab.runtime import steps
+from trimtab.runtime.rows import step_slices
 
 RUNS = ("plain", "checkpoint", "reentrant checkpoint", "nested checkpoint")
 
@@ -72,7 +73,7 @@ def test_a_stalled_planner_is_named_and_not_used_again() -> None:
 
 def receive_others() -> None:
     """Rank 1 receives one byte more than was sent."""
-    gather = slices._gather
+    gather = step_slices._gather
 
     def more(*args: Any) -> Any:
         figures, parts = gather(*args)
@@ -80,7 +81,7 @@ def receive_others() -> None:
 
     case = MicroStepCase(7, order="1F1B", unknown=0.0, slices="in time")
     with (
-        mock.patch.object(slices, "_gather", more),
+        mock.patch.object(step_slices, "_gather", more),
         pytest.raises(RanksDisagreeError, match="plan of micro-step 0: rank 0 and rank 1 of"),
     ):
         compare_micro_steps([case])

@@ -30,8 +30,8 @@ from trimtab.runtime.ranks.lockstep import LOGICAL, Lockstep
 from trimtab.runtime.ranks.recorder import Recorder
 from trimtab.runtime.ranks.topology import Topology
 from trimtab.runtime.rows.expert_compute import ApplyExperts
+from trimtab.runtime.rows.step_slices import COMPARED
 from trimtab.runtime.settings import Settings
-from trimtab.runtime.slices import COMPARED
 from trimtab.runtime.state.expert_state import ExpertState
 from trimtab.runtime.state.home_experts import ExpertTensor, HomeExperts, ReadParameters, read_tensors
 from trimtab.runtime.state.logical_state import LogicalState

@@ -34,8 +34,8 @@ from trimtab.runtime.ranks.lockstep import (
     PLAN_SEQUENCES,
     digest,
 )
+from trimtab.runtime.rows.step_slices import StepSlices, planner_thread
 from trimtab.runtime.settings import Settings
-from trimtab.runtime.slices import StepSlices, planner_thread
 from trimtab.runtime.trace_checks import check_fits, check_model, trace_of_micro_steps
 from trimtab.trace import RoutingTrace
 

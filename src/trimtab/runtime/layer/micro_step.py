@@ -16,7 +16,7 @@ from trimtab.runtime.ranks.topology import Topology
 from trimtab.runtime.rows.instance_replicas import InstanceReplicas, PlanReplicas
 from trimtab.runtime.rows.layout import Layout, place_rows, upload_layouts
 from trimtab.runtime.rows.physical_experts import PhysicalExperts, PlannedRows
-from trimtab.runtime.slices import StepSlices
+from trimtab.runtime.rows.step_slices import StepSlices
 from trimtab.runtime.state.flat_memory import upload
 from trimtab.runtime.state.home_experts import HomeExperts
 from trimtab.runtime.transfer.transfers import Transfers
