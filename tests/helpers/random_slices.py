@@ -5,19 +5,20 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 from unittest import mock
 
 import numpy as np
 
 from helpers.random_plans import random_plan
 from trimtab.array_type import Array
-from trimtab.planner import GroupPlans, Placement, Schedule, Workload
+from trimtab.cluster import ClusterSpec
+from trimtab.planner import GroupPlans, Placement, Schedule
 from trimtab.planner.plan.plan_settings import PlanSettings
-from trimtab.planner.plan.slices import SliceRules
-from trimtab.planner.replicas.kernel_values import Limits
+from trimtab.planner.plan.slices import SlicePlanner, SliceRules
+from trimtab.planner.replicas.paths import links_of
 from trimtab.planner.replicas.replica_table import ReplicaTable
-from trimtab.runtime import steps
 
 # Longest wait of a micro-step for late slices, and longest delay of a round.
 PATIENCE_S, DELAY_S = 0.004, 0.02
@@ -30,24 +31,36 @@ def as_header(planned: GroupPlans, *, slots: int, waits: bool) -> GroupPlans:
     Args:
         waits: whether micro-steps wait for their slices.
     """
-    cluster = mock.Mock(ranks=1, ranks_per_node=1, slots_per_rank=slots)
+    plan = planned.plans[0]
+    cluster = ClusterSpec(plan.num_ranks, plan.ranks_per_node, slots)
+    links = links_of(cluster)
+    # Every second expert of every layer on every node.
+    nodes = plan.num_ranks // plan.ranks_per_node
+    entries = np.argwhere(np.arange(nodes * plan.home.size).reshape(nodes, *plan.home.shape) % 2 == 0)
+    mirrors = (entries,) * len(planned.plans)
     patience_s = NEVER_LATE_S if waits else PATIENCE_S * planned.plans[0].num_micro_steps
-    rules = SliceRules(PlanSettings().limits(cluster), 0.0, 1.0, 1, patience_s)
+    rules = SliceRules(PlanSettings().limits(cluster), links, mirrors, 0.0, 1.0, 1, patience_s)
     return planned._replace(plans=tuple(plan.without_replicas() for plan in planned.plans), slices=rules)
 
 
-@dataclass
-class RandomSlices:
-    """Replaces `SlicePlanner`: slices of a random plan, which the ranks of a group draw alike.
+def in_time(_: range) -> None:
+    """No delay."""
+
+
+@dataclass(frozen=True, eq=False)
+class RandomSlices(SlicePlanner):
+    """Slices of a random plan, which the ranks of a group draw alike, and random paths.
 
     Attributes:
         delay: called in each round with its micro-steps.
     """
 
-    workload: Workload
-    home_LE: Array
-    limits: Limits
-    delay: Callable[[range], None]
+    delay: Callable[[range], None] = in_time
+
+    def paths(self, replicas: ReplicaTable) -> Array:
+        wanted_P = np.random.default_rng(len(replicas.ranks)).integers(0, 2, len(replicas.ranks)).astype(np.uint8)
+        layer_P = replicas.instances_P % len(self.home_LE)
+        return wanted_P * self.mirrored_NLE[replicas.ranks // self.links.ranks_per_node, layer_P, replicas.experts]
 
     def plan(self, micro_steps: range, layers: range) -> list[ReplicaTable]:
         self.delay(micro_steps)
@@ -63,15 +76,12 @@ class RandomSlices:
 def random_slices(delay: Callable[[range], None]) -> Iterator[None]:
     """A context in which sessions start random slices."""
 
-    def make(workload: Workload, home_LE: Array, limits: Limits) -> RandomSlices:
-        return RandomSlices(workload, home_LE, limits, delay)
+    def make(*args: Any) -> RandomSlices:
+        return replace(made(RandomSlices, *args), delay=delay)
 
-    with mock.patch.object(steps, "SlicePlanner", make):
+    made: Callable[..., RandomSlices] = SlicePlanner.of.__func__  # type: ignore[attr-defined]
+    with mock.patch.object(SlicePlanner, "of", make):
         yield
-
-
-def in_time(_: range) -> None:
-    """No delay."""
 
 
 def fails(micro_steps: range) -> None:

@@ -21,7 +21,7 @@ def plans_of_slices(step: Step, header: GroupPlans, rng: np.random.Generator, pl
     assert header.slices is not None
     found = []
     for group, workload in enumerate(step.workloads(header.schedule)):
-        planner = SlicePlanner(workload, header.placement.home, header.slices.limits)
+        planner = SlicePlanner.of(header.slices, group, workload, header.placement.home)
         rounds = rounds_of(workload.num_micro_steps)
         parts = [(number, rank) for number in range(len(rounds)) for rank in range(planning_ranks)]
         made = {}
@@ -34,7 +34,12 @@ def plans_of_slices(step: Step, header: GroupPlans, rng: np.random.Generator, pl
             for number in range(len(rounds))
         ]
         table = ReplicaTable.concatenate(tables)
-        found.append(header.plans[group].with_replicas(table, np.zeros(len(table.ranks), np.uint8)))
+        plan = header.plans[group].with_replicas(table, planner.paths(table))
+        entries = header.slices.mirrors[group]
+        for node in range(plan.num_ranks // plan.ranks_per_node):
+            held = {tuple(entry) for entry in entries[entries[:, 0] == node, 1:].tolist()}
+            assert held >= {tuple(entry) for entry in plan.mirror_entries(node).tolist()}
+        found.append(plan)
     return found
 
 

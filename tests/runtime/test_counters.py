@@ -20,7 +20,8 @@ CPU = torch.device("cpu")
 def test_every_metric_is_its_own_counter() -> None:
     counters = Counters(
         peer_bytes=1, host_bytes=2, mirror_bytes=3, gradient_bytes=4, moved_bytes=5, refresh_s=6.0, waited_s=7.0,
-        unplanned_micro_steps=8, live_calls=9, mixed_instances=10, abandoned_backwards=11, late_micro_steps=12, planning_waited_s=13.0,
+        unplanned_micro_steps=8, live_calls=9, mixed_instances=10, abandoned_backwards=11,
+        late_micro_steps=12, planning_waited_s=13.0,
     )  # fmt: skip
     expected = {
         "transfer/peer_bytes": 1, "transfer/host_bytes": 2, "transfer/mirror_bytes": 3, "transfer/gradient_bytes": 4,

@@ -36,6 +36,7 @@ def test_gradients_are_those_of_one_process(ranks: int, groups: int, count: int,
     for metrics in on_ranks(compare_micro_steps, (cases,), ranks=ranks):
         assert (metrics["moe/late_micro_steps"] > 0) == (when == "late")
         assert metrics["transfer/peer_bytes"] > 0
+        assert metrics["transfer/host_bytes"] > 0
 
 
 def run_with(slices: str) -> tuple[dict[str, float], list[str]]:

@@ -32,6 +32,8 @@ from trimtab.planner.plan.strategy_choice import (
     replicas_anywhere,
 )
 from trimtab.planner.plan.workload import Workload
+from trimtab.planner.replicas.layer_plan import plan_layer
+from trimtab.planner.replicas.paths import HOST, choose_paths, links_of
 from trimtab.planner.replicas.replica_table import ReplicaTable
 from trimtab.planner.schedule.grouping import group_by_routing
 from trimtab.planner.schedule.schedule import Schedule, pack_by_length
@@ -238,10 +240,7 @@ def _plan(planning: StepPlanning, schedule: Schedule, *, may_move: bool, sliced:
     """Plans of the strategy with the least predicted time."""
     require_known_routes(planning.settings, planning.loads.mixed_GML)
     choice, estimate = choose_strategy(planning, may_move=may_move)
-    strategy = choice.strategy
-    # A mirror is filled before the step, with the experts of all its replicas.
-    has_mirror = strategy.replicas != NONE and planning.cluster_of(strategy).host_bytes_per_s
-    if sliced and not planning.settings.limits_rows and not has_mirror:
+    if sliced and not planning.settings.limits_rows:
         return _header(planning, schedule, choice, estimate, **settings)
     nothing = _carry_out(planning, NOTHING)
     done, seconds = nothing, choice.seconds
@@ -273,14 +272,23 @@ def _header(
     """Plans without replicas, and the rules by which these follow."""
     strategy = choice.strategy
     home_LE = planning.placement.home
+    num_layers = len(home_LE)
     if strategy.homes != STAY:
-        home_LE = np.stack(map_layers(lambda layer: _homes(planning, strategy, layer), len(home_LE), planning.threads))
+        home_LE = np.stack(map_layers(lambda layer: _homes(planning, strategy, layer), num_layers, planning.threads))
     rules, more = None, {}
     if strategy.replicas != NONE:
-        limits = planning.limits(strategy)
-        saved_s = estimate.nothing_s - estimate.prediction.seconds
-        rules = SliceRules(limits, estimate.max_vio, estimate.replicas, estimate.most_returns, saved_s)
-        more = {"slices": [*limits[:-1], *limits.prices]}
+        cluster = planning.cluster_of(strategy)
+        mirrors: tuple[Array, ...] = (np.zeros((0, 3), np.int64),) * len(planning.loads.schedules)
+        if cluster.host_bytes_per_s:
+            typical = map_layers(
+                lambda layer: _typical(planning, strategy, home_LE, layer), num_layers, planning.threads
+            )
+            mirrors = tuple(_mirrored(home_LE, list(tables), cluster) for tables in zip(*typical, strict=True))
+        rules = SliceRules(
+            planning.limits(strategy), links_of(cluster), mirrors, estimate.max_vio, estimate.replicas,
+            estimate.most_returns, estimate.nothing_s - estimate.prediction.seconds,
+        )  # fmt: skip
+        more = {"slices": rules.digest}
     text = planning.settings.to_json(planning.costs, **choice.facts, **settings, **more)
     plans = tuple(
         StepPlan.from_replicas(
@@ -298,6 +306,24 @@ def _header(
 
 def _homes(planning: StepPlanning, strategy: Strategy, layer: int) -> Array:
     return planning.homes(strategy, layer, planning.loads.count(planning.micro_steps, np.array([layer])))
+
+
+def _typical(planning: StepPlanning, strategy: Strategy, home_LE: Array, layer: int) -> list[ReplicaTable]:
+    """Of each group, replicas of a layer for the mean load of its micro-steps."""
+    tables = []
+    for load in planning.loads.count(planning.micro_steps, np.array([layer])):
+        mean_MLRE = (load.estimated_MLRE.sum(axis=0, keepdims=True) // len(planning.micro_steps)).astype(np.int32)
+        fixed_MR = np.zeros((1, planning.cluster.ranks), np.int64)
+        tables.append(plan_layer(mean_MLRE, fixed_MR, 0, home_LE[layer], planning.limits(strategy)))
+    return tables
+
+
+def _mirrored(home_LE: Array, tables: list[ReplicaTable], cluster: ClusterSpec) -> Array:
+    """`[N, 3]` node, layer and expert of replicas of all layers that come from host memory."""
+    table = ReplicaTable.join_layers(tables)
+    host = choose_paths(home_LE, table, cluster) == HOST
+    entries = table.ranks // cluster.ranks_per_node, table.instances_P, table.experts
+    return np.unique(np.stack([column[host].astype(np.int64) for column in entries], axis=1), axis=0)
 
 
 def _loads(planning: StepPlanning, strategy: Strategy, settings: PlanSettings) -> list[Array]:

@@ -293,7 +293,8 @@ class Steps:
         )
 
     def _start_slices(self, header: StepPlan, workload: Workload, rules: SliceRules) -> StepSlices:
-        slices = StepSlices(header, SlicePlanner(workload, header.home, rules.limits), self._topology)
+        planner = SlicePlanner.of(rules, self._topology.group, workload, header.home)
+        slices = StepSlices(header, planner, self._topology)
         planner_thread(self._topology).start(slices.run)
         # A micro-step waits for its replicas for as long as they are predicted to save, or as long as it takes for runs
         # that can be repeated.

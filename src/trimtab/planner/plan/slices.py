@@ -6,6 +6,7 @@ Slices don't depend on each other, so that ranks can share the work, in any orde
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -18,6 +19,7 @@ from trimtab.array_type import Array
 from trimtab.planner.plan.workload import Workload
 from trimtab.planner.replicas.kernel_values import Limits
 from trimtab.planner.replicas.layer_plan import plan_layer
+from trimtab.planner.replicas.paths import Links, choose_given_mirrors
 from trimtab.planner.replicas.replica_table import ReplicaTable
 
 
@@ -26,6 +28,8 @@ class SliceRules(NamedTuple):
 
     Attributes:
         limits: of the chosen strategy.
+        links: by which weights may travel.
+        mirrors: of each group, `[N, 3]` integers, node, layer and expert of what mirrors hold.
         max_vio: expected max/mean - 1 of rank loads, mean over instances.
         replicas: expected replicas of an instance, mean.
         most_returns: expected replicas of one home in an instance, most.
@@ -33,10 +37,26 @@ class SliceRules(NamedTuple):
     """
 
     limits: Limits
+    links: Links
+    mirrors: tuple[Array, ...]
     max_vio: float
     replicas: float
     most_returns: int
     saved_s: float
+
+    @property
+    def digest(self) -> str:
+        """Of what slices depend on."""
+        whole = hashlib.blake2b(repr((self.limits, self.links)).encode(), digest_size=8)
+        for entries in self.mirrors:
+            whole.update(np.ascontiguousarray(entries, "<i8").tobytes())
+        return whole.hexdigest()
+
+    def mirrored(self, group: int, shape: tuple[int, int, int]) -> Array:
+        """`[N, L, E]` bool, experts of a group that the mirrors of nodes hold."""
+        mirrored_NLE = np.zeros(shape, np.bool_)
+        mirrored_NLE[tuple(self.mirrors[group].T)] = True
+        return mirrored_NLE
 
 
 @dataclass(frozen=True, eq=False)
@@ -46,12 +66,25 @@ class SlicePlanner:
     Attributes:
         workload: of the group.
         home_LE: `[L, E]` int16 homes.
-        limits: see `SliceRules`.
+        limits, links: see `SliceRules`.
+        mirrored_NLE: `[N, L, E]` bool, experts that the mirrors of nodes hold.
     """
 
     workload: Workload
     home_LE: Array
     limits: Limits
+    links: Links
+    mirrored_NLE: Array
+
+    @classmethod
+    def of(cls, rules: SliceRules, group: int, workload: Workload, home_LE: Array) -> SlicePlanner:
+        """The planner of a group."""
+        nodes = rules.links.num_ranks // rules.links.ranks_per_node
+        return cls(workload, home_LE, rules.limits, rules.links, rules.mirrored(group, (nodes, *home_LE.shape)))
+
+    def paths(self, replicas: ReplicaTable) -> Array:
+        """`[P]` uint8, the paths of replicas of all layers of some micro-steps."""
+        return choose_given_mirrors(self.home_LE, replicas, self.links, self.mirrored_NLE)
 
     def plan(self, micro_steps: range, layers: range) -> list[ReplicaTable]:
         """For each of the layers a table of the micro-steps' instances."""

@@ -52,15 +52,33 @@ def choose_paths(home_LE: Array, replicas: ReplicaTable, cluster: ClusterSpec) -
     layer_P = layers_of_replicas(replicas.replica_starts, len(home_LE))
     home_P = home_LE[layer_P, experts_P]
     paths_P = np.zeros(len(ranks_P), np.uint8)
-    rates = cluster.node_bytes_per_s, cluster.network_bytes_per_s, cluster.host_bytes_per_s
-    links = Links(cluster.ranks, cluster.ranks_per_node, *(_cost(rate) for rate in rates))
-    _choose(replicas.replica_starts, home_P, ranks_P, links, paths_P)
+    _choose(replicas.replica_starts, home_P, ranks_P, links_of(cluster), np.ones(len(ranks_P), np.bool_), paths_P)
     if cluster.mirror_experts is not None:
         host = np.flatnonzero(paths_P == HOST)
         node_H = ranks_P[host].astype(np.int64) // cluster.ranks_per_node
         entry_H = layer_P[host] * home_LE.shape[1] + experts_P[host]
         paths_P[host[_beyond_mirror(node_H * home_LE.size + entry_H, home_LE.size, cluster.mirror_experts)]] = PEER
     return paths_P
+
+
+def choose_given_mirrors(home_LE: Array, replicas: ReplicaTable, links: Links, mirrored_NLE: Array) -> Array:
+    """As `choose_paths`, if the mirrors of nodes hold given experts.
+
+    Args:
+        mirrored_NLE: `[N, L, E]` bool.
+    """
+    layer_P = layers_of_replicas(replicas.replica_starts, len(home_LE))
+    paths_P = np.zeros(len(replicas.ranks), np.uint8)
+    may_P = mirrored_NLE[replicas.ranks // links.ranks_per_node, layer_P, replicas.experts]
+    home_P = home_LE[layer_P, replicas.experts]
+    _choose(replicas.replica_starts, home_P, replicas.ranks, links, may_P, paths_P)
+    return paths_P
+
+
+def links_of(cluster: ClusterSpec) -> Links:
+    """The links of a cluster's ranks."""
+    rates = cluster.node_bytes_per_s, cluster.network_bytes_per_s, cluster.host_bytes_per_s
+    return Links(cluster.ranks, cluster.ranks_per_node, *(_cost(rate) for rate in rates))
 
 
 def layers_of_replicas(replica_starts: Array, num_layers: int) -> Array:
@@ -74,7 +92,8 @@ def _cost(bytes_per_s: float) -> int:
 
 
 @kernel
-def _choose(replica_starts, home_P, ranks_P, links, paths_P):  # type: ignore[no-untyped-def]
+def _choose(replica_starts, home_P, ranks_P, links, may_P, paths_P):  # type: ignore[no-untyped-def]
+    """Args: may_P: `[P]` bool, whether the replica may come from host memory."""
     num_ranks, ranks_per_node = links.num_ranks, links.ranks_per_node
     # Femtoseconds that links are busy, for each byte of an expert: [inside the node or between nodes, rank].
     out = np.zeros((2, num_ranks), np.int64)
@@ -93,7 +112,8 @@ def _choose(replica_starts, home_P, ranks_P, links, paths_P):  # type: ignore[no
                     else:
                         out[far, home] -= peer_cost
                         into[far, rank] -= peer_cost
-                if max(out[far, home], into[far, rank]) + peer_cost <= from_host[rank] + links.host_cost:
+                peer_s = max(out[far, home], into[far, rank]) + peer_cost
+                if not may_P[p] or peer_s <= from_host[rank] + links.host_cost:
                     paths_P[p] = PEER
                     out[far, home] += peer_cost
                     into[far, rank] += peer_cost

@@ -28,7 +28,6 @@ from trimtab.planner import StepPlan
 from trimtab.planner.plan.row_counts import count_rows
 from trimtab.planner.plan.slices import SlicePlanner, from_bytes, layers_of_rank, rounds_of, to_bytes
 from trimtab.planner.plan.workload import max_over_mean
-from trimtab.planner.replicas.paths import PEER
 from trimtab.planner.replicas.replica_table import ReplicaTable
 from trimtab.runtime.ranks.call_thread import CallThread
 from trimtab.runtime.ranks.topology import Topology
@@ -109,7 +108,7 @@ class StepSlices:
             return False
         table = ReplicaTable.join_layers([table for part in parts for table in from_bytes(part)])
         mixed_ML = self._header.mixed_ML[micro_steps.start : micro_steps.stop]
-        plan = replace(self._header, mixed_ML=mixed_ML).with_replicas(table, _peer_paths(table))
+        plan = replace(self._header, mixed_ML=mixed_ML).with_replicas(table, self._planner.paths(table))
         digest = hashlib.blake2b(b"".join([self._digests[-1], *parts]), digest_size=8).digest()
         with self._changed:
             self._plans.append(plan)
@@ -206,7 +205,7 @@ class StepSlices:
         tables = [plan.replicas for plan in self._plans]
         missing = self._header.mixed_ML.size - sum(plan.mixed_ML.size for plan in self._plans)
         table = ReplicaTable.concatenate([*tables, ReplicaTable.none(missing)])
-        return self._header.with_replicas(table, _peer_paths(table))
+        return self._header.with_replicas(table, np.concatenate([plan.replica_paths for plan in self._plans]))
 
     def metrics(self) -> dict[str, float]:
         """Figures of what is planned so far."""
@@ -222,10 +221,6 @@ def planner_thread(topology: Topology) -> CallThread:
     if thread is None:
         thread = _threads[topology.planning] = CallThread("trimtab-planner")
     return thread
-
-
-def _peer_paths(table: ReplicaTable) -> Array:
-    return np.full(len(table.ranks), PEER, np.uint8)
 
 
 def _gather(mine: bytes, figures: Sequence[int], topology: Topology) -> tuple[Array, list[bytes]]:

@@ -83,7 +83,11 @@ class Transfers:
         self.plan_number = number
         self.ring.prepare(replicas, number)
         nodes = range(plan.num_ranks // plan.ranks_per_node)
-        self.ring.mirror.hold([plan.mirror_entries(node) for node in nodes])
+        if slices is None:
+            self.ring.mirror.hold([plan.mirror_entries(node) for node in nodes])
+        else:
+            entries = slices.mirrors[self._topology.group]
+            self.ring.mirror.hold([entries[entries[:, 0] == node, 1:] for node in nodes])
         near = bool(((plan.replica_paths == PEER) & ~plan.far_replicas).any()) or slices is not None
         if self._has_streams and self.ring.peers is None and near:
             self.ring.peers = PeerMemory.across(self._topology, self.layers)
