@@ -162,6 +162,7 @@ def plan_sequences(
     may_move: bool = True,
     threads: int = 1,
     sliced: bool = False,
+    ahead: GroupPlans | None = None,
 ) -> GroupPlans:
     """All four levels of one step; the arguments are those of `Planner`.
 
@@ -175,6 +176,7 @@ def plan_sequences(
         may_move: whether homes may change.
         sliced: plans may be headers, without replicas, with the rules by which slices follow. Its predictions are those
             of the sample by which the strategy was chosen.
+        ahead: with `sliced`, plans of a part of the sequences, whose homes and rules are kept.
 
     Raises:
         InputError: if the homes are not even or not for this step, a sequence exceeds the budget, or mini-batches don't
@@ -193,6 +195,9 @@ def plan_sequences(
         planning = StepPlanning(loads, placement, cluster, chosen, costs, past_PLE, threads)
         return _plan(planning, schedule, may_move=may_move, sliced=sliced, groups=groups, token_budget=token_budget)
 
+    if ahead is not None and ahead.slices is not None:
+        schedule = pack_by_time(packed, sequences.lengths, sequences.top_k, cluster, costs, token_budget)
+        return follow(ahead, schedule, StepLoads.of_sequences(sequences, schedule, cluster.ranks))
     planned = plan(pack_by_time(packed, sequences.lengths, sequences.top_k, cluster, costs, token_budget))
     if planned.choice.strategy.replicas != NONE:
         return planned
@@ -219,6 +224,7 @@ def plan_schedule(
     may_move: bool = True,
     threads: int = 1,
     sliced: bool = False,
+    ahead: GroupPlans | None = None,
 ) -> GroupPlans:
     """All levels below a given schedule. Other arguments are those of `plan_sequences`.
 
@@ -232,6 +238,8 @@ def plan_schedule(
     parts = [schedule.of_group(group, cluster.ranks) for group in range(len(workloads))]
     lengths_G = None if lengths is None else [lengths[mine] for mine, _ in parts]
     loads = StepLoads.of_workloads(workloads, [part for _, part in parts], lengths_G)
+    if ahead is not None and ahead.slices is not None:
+        return follow(ahead, schedule, loads)
     planning = StepPlanning(loads, placement, cluster, chosen, costs, past_PLE, threads)
     return _plan(planning, schedule, may_move=may_move, sliced=sliced, groups=len(workloads))
 
@@ -302,6 +310,22 @@ def _header(
         for part, mixed_ML in zip(planning.loads.schedules, planning.loads.mixed_GML, strict=True)
     )
     return GroupPlans(schedule, Placement(home_LE), plans, choice, estimate.prediction, estimate.max_vio_before, rules)
+
+
+def follow(ahead: GroupPlans, schedule: Schedule, loads: StepLoads) -> GroupPlans:
+    """Headers of a step whose homes and rules were planned ahead from a part of its sequences.
+
+    Predicted times are scaled by the micro-steps.
+    """
+    plans = tuple(
+        plan.with_schedule(part, mixed_ML)
+        for plan, part, mixed_ML in zip(ahead.plans, loads.schedules, loads.mixed_GML, strict=True)
+    )
+    scale = schedule.num_micro_steps / max(1, ahead.schedule.num_micro_steps)
+    prediction = Prediction({part: seconds * scale for part, seconds in ahead.prediction.parts_s.items()})
+    assert ahead.slices is not None
+    rules = ahead.slices._replace(saved_s=ahead.slices.saved_s * scale)
+    return ahead._replace(schedule=schedule, plans=plans, prediction=prediction, slices=rules)
 
 
 def _homes(planning: StepPlanning, strategy: Strategy, layer: int) -> Array:

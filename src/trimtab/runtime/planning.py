@@ -29,6 +29,7 @@ from trimtab.planner import (
 )
 from trimtab.planner.plan.slices import SliceRules
 from trimtab.planner.plan.workload import max_over_mean
+from trimtab.runtime.planning_ahead import Ahead, LaterSequences, PlanningAhead
 from trimtab.runtime.ranks.first_rank import on_first_rank
 from trimtab.runtime.ranks.topology import Topology
 from trimtab.runtime.state.home_experts import HomeExperts
@@ -38,6 +39,8 @@ from trimtab.trace.counting import count_experts
 Mode = Literal["plan", "rehome", "static", "shadow", "off"]
 Paths = Literal["both", "peer", "host"]
 # Rates of one of a few ranks on a CPU machine: grouped products in float32, gloo over loopback, copies in memory.
+# Homes and strategy are chosen again if less than this part of a step's tokens was counted ahead.
+KNOWN_AHEAD = 0.5
 LOCAL_CPU = load_cluster("local-cpu", ranks=1)
 
 
@@ -52,13 +55,22 @@ class _Plans(NamedTuple):
     predicted_s: float = 0.0
     predicted_gain: float = 0.0
     slices: SliceRules | None = None
+    ahead_s: float = 0.0
+    known_ahead: float = 0.0
 
     @classmethod
-    def of(cls, planned: GroupPlans) -> _Plans:
+    def of(cls, planned: GroupPlans, ahead: Ahead | None = None, tokens: int = 0) -> _Plans:
+        """Args: ahead: what was planned ahead; tokens: of the step."""
         seconds, choice = planned.prediction.seconds, planned.choice
         names = choice.strategy.name, choice.runner_up
         gain = 1 - min(choice.seconds.values()) / max(choice.seconds["nothing"], 1e-30)
-        return cls(planned.schedule, planned.plans, planned.max_vio_before, *names, seconds, gain, planned.slices)
+        known = 0.0
+        if ahead is not None and ahead.plans is not None and planned.choice is ahead.plans.choice:
+            known = min(1.0, ahead.tokens / max(1, tokens))
+        return cls(
+            planned.schedule, planned.plans, planned.max_vio_before, *names, seconds, gain, planned.slices,
+            0.0 if ahead is None else ahead.seconds, known,
+        )  # fmt: skip
 
 
 @dataclass(frozen=True, eq=False)
@@ -76,6 +88,8 @@ class PlannedStep:
         max_vio_before: max/mean - 1 of rank loads, mean over instances, at the present homes without replicas.
         slices: the rules by which replicas follow while the step runs; None if the plan has them.
         planning_s: seconds from counting to the end of the plan's broadcast.
+        ahead_s: seconds of counting and planning on the first rank, before, beside the rollout.
+        known_ahead: the part of the step's tokens from which homes and strategy were chosen then; 0 if they were not.
         workload: workload of this rank's expert-parallel group; None if it was not gathered for planning.
     """
 
@@ -88,6 +102,8 @@ class PlannedStep:
     max_vio_before: float = 0.0
     slices: SliceRules | None = None
     planning_s: float = 0.0
+    ahead_s: float = 0.0
+    known_ahead: float = 0.0
     workload: Workload | None = None
 
 
@@ -101,6 +117,10 @@ class PlanReport:
     Attributes:
         is_sliced: whether replicas and split follow while the step runs.
         planning_s: seconds from counting to the end of the plan's broadcast.
+        waited_s: seconds for which the step waited: these, and of applying the plan without moves.
+        ahead_s: seconds of counting and planning ahead of the step, beside the rollout, on the first rank.
+        known_ahead: the part of the step's tokens from which homes and strategy were chosen then. If it is 0, they were
+            chosen from all, or doing nothing was; the schedule always is of all.
         moving_s: seconds of moving experts to new homes.
         strategy: what the plan does, the strategy with the least predicted time.
         runner_up: the second best strategy; "" if there is no other.
@@ -122,6 +142,9 @@ class PlanReport:
 
     is_sliced: bool
     planning_s: float
+    waited_s: float
+    ahead_s: float
+    known_ahead: float
     moving_s: float
     strategy: str
     runner_up: str
@@ -203,19 +226,37 @@ class SessionPlanner:
         return cls(topology, cluster, costs, settings or PlanSettings())
 
     def for_schedule(
-        self, trace: RoutingTrace, schedule: Schedule, placement: Placement, mode: Mode, *, may_move: bool, sliced: bool
+        self,
+        trace: RoutingTrace,
+        schedule: Schedule,
+        placement: Placement,
+        mode: Mode,
+        *,
+        may_move: bool,
+        sliced: bool,
+        ahead: Ahead | None = None,
     ) -> PlannedStep:
         """Plan a step with a given schedule; `trace` has this rank's sequences of it.
 
         Args:
             sliced: replicas may follow while the step runs.
+            ahead: what was planned ahead of the step; None if nothing was.
         """
         start = time.perf_counter()
         loads = self.gather_workloads(trace, schedule)
         lengths = self._gather_lengths(trace, schedule)
 
         planned = self._plan_on_first_rank(
-            lambda: self._given_schedule(loads, schedule, placement, mode, lengths, may_move=may_move, sliced=sliced),
+            lambda: self._given_schedule(
+                loads,
+                schedule,
+                placement,
+                mode,
+                lengths,
+                may_move=may_move,
+                sliced=sliced,
+                ahead=ahead,
+            ),
             start,
         )
         return replace(planned, workload=loads[self.topology.group])
@@ -230,17 +271,25 @@ class SessionPlanner:
         sliced: bool,
         token_budget: int,
         mini_batch: Array | None,
+        planning_ahead: PlanningAhead | None = None,
     ) -> PlannedStep:
-        """Plan a step and its schedule; `trace` has any of the sequences on each rank."""
+        """Plan a step and its schedule; `trace` has any of the sequences on each rank.
+
+        Args:
+            sliced: replicas may follow while the step runs.
+            planning_ahead: has counted some of the sequences; None if nothing was counted ahead.
+        """
         start = time.perf_counter()
-        gathered: list[SequenceCounts | None] | None = None
+        counting = planning_ahead or PlanningAhead(self.topology)
+        gathered: list[LaterSequences | None] | None = None
         if self.topology.data_rank == 0:
             gathered = [None] * self.topology.num_data_ranks
-        dist.gather_object(SequenceCounts.from_trace(trace), gathered, group=self.topology.control, group_dst=0)
+        dist.gather_object(counting.later(trace), gathered, group=self.topology.control, group_dst=0)
 
         def make() -> _Plans:
             assert gathered is not None
-            sequences = SequenceCounts.concatenate([part for part in gathered if part is not None])
+            sequences = counting.join([part for part in gathered if part is not None])
+            tokens = int(sequences.lengths.sum())
             packed = pack_by_length(
                 sequences.lengths,
                 num_ranks=self.topology.num_data_ranks,
@@ -265,10 +314,30 @@ class SessionPlanner:
                     may_move=may_move,
                     threads=self.cluster.planning_threads,
                     sliced=sliced,
-                )
+                    ahead=_still_good(counting.found, placement, tokens),
+                ),
+                counting.found,
+                tokens,
             )
 
         return self._plan_on_first_rank(make, start)
+
+    def plan_ahead(
+        self, sequences: SequenceCounts, placement: Placement, *, token_budget: int, may_move: bool
+    ) -> GroupPlans:
+        """Plans for a part of a step's sequences. Not a collective."""
+        return plan_sequences(
+            sequences,
+            placement,
+            self.cluster,
+            token_budget=max(token_budget, int(sequences.lengths.max(initial=0))),
+            groups=self.topology.groups,
+            settings=self.settings,
+            costs=self.costs,
+            may_move=may_move,
+            threads=self.cluster.planning_threads,
+            sliced=True,
+        )
 
     def gather_workloads(self, trace: RoutingTrace, schedule: Schedule) -> list[Workload]:
         """The workload of every expert-parallel group; `trace` has the order of `schedule.sequences_of`."""
@@ -321,6 +390,7 @@ class SessionPlanner:
         *,
         may_move: bool,
         sliced: bool,
+        ahead: Ahead | None = None,
     ) -> _Plans:
         if mode in ("static", "off"):
             if mode == "static":
@@ -328,6 +398,7 @@ class SessionPlanner:
                 placement = self.topology.initial_placement(num_layers, num_experts)
             static = self._static(loads, schedule, placement)
             return _Plans(schedule, static, _max_vio(static, loads))
+        tokens = 0 if lengths is None else int(lengths.sum())
         return _Plans.of(
             plan_schedule(
                 loads,
@@ -340,7 +411,10 @@ class SessionPlanner:
                 may_move=may_move,
                 threads=self.cluster.planning_threads,
                 sliced=sliced,
-            )
+                ahead=_still_good(ahead, placement, tokens),
+            ),
+            ahead,
+            tokens,
         )
 
     def _static(self, loads: list[Workload], schedule: Schedule, placement: Placement) -> tuple[StepPlan, ...]:
@@ -358,6 +432,13 @@ class SessionPlanner:
 def default_rates(device: torch.device) -> ClusterSpec:
     """Rates of compute and links that are assumed for a device: of a CPU machine, or of an H100 cluster."""
     return LOCAL_CPU if device.type == "cpu" else ClusterSpec(1, 1)
+
+
+def _still_good(ahead: Ahead | None, placement: Placement, tokens: int) -> GroupPlans | None:
+    """What was planned ahead, if it was from enough of the step's tokens, and homes are still the same."""
+    if ahead is None or ahead.plans is None or ahead.plans_from is None or ahead.tokens < KNOWN_AHEAD * tokens:
+        return None
+    return ahead.plans if np.array_equal(ahead.plans_from.home, placement.home) else None
 
 
 def _max_vio(plans: Sequence[StepPlan], loads: Sequence[Workload]) -> float:

@@ -339,6 +339,24 @@ class Session:
         """
         return self._steps.complete_plan()
 
+    def plan_ahead(self, trace: RoutingTrace, *, token_budget: int) -> None:
+        """Count finished sequences of the next step while others still generate, and plan homes and strategy from them.
+
+        It returns at once; the work is done on a thread. The next plan counts only the other sequences, and keeps homes
+        and strategy if they were chosen from half of its tokens. Call it any number of times before a plan, equally
+        often on all ranks, at any times. Not for `max_rows_per_rank`, `exact` and modes other than `plan`, where it
+        has no effect on the plan.
+
+        Args:
+            trace: more of this rank's finished sequences, with `sequence_hashes`; it may have none. Some of them may be
+                left out of the step, or train on other ranks.
+            token_budget: most tokens of a rank in a micro-step.
+
+        Raises:
+            InputError: if the trace does not fit the model, or has no hashes.
+        """
+        self._steps.plan_ahead(trace, token_budget)
+
     def plan_sequences(self, trace: RoutingTrace, *, token_budget: int, mini_batch: Array | None = None) -> PlannedStep:
         """Plan a step and its schedule, from any distribution of sequences over ranks.
 

@@ -18,12 +18,13 @@ import torch
 
 from trimtab.array_type import Array
 from trimtab.errors import InputError
-from trimtab.planner import Placement, Schedule, StepPlan, Workload
+from trimtab.planner import GroupPlans, Placement, Schedule, SequenceCounts, StepPlan, Workload
 from trimtab.planner.plan.slices import SlicePlanner, SliceRules
 from trimtab.planner.plan.workload import max_over_mean
 from trimtab.runtime.layer.instance import LayerCalls
 from trimtab.runtime.layer.micro_step import BoundRoutes, MicroStep, RunningStep
 from trimtab.runtime.planning import PlannedStep, PlanReport, SessionPlanner
+from trimtab.runtime.planning_ahead import PlanningAhead
 from trimtab.runtime.rank_experts import RankExperts
 from trimtab.runtime.ranks.lockstep import (
     APPLY_PLAN,
@@ -36,7 +37,7 @@ from trimtab.runtime.ranks.lockstep import (
 )
 from trimtab.runtime.rows.step_slices import StepSlices, planner_thread
 from trimtab.runtime.settings import Settings
-from trimtab.runtime.trace_checks import check_fits, check_model, trace_of_micro_steps
+from trimtab.runtime.trace_checks import check_countable, check_fits, check_model, trace_of_micro_steps
 from trimtab.trace import RoutingTrace
 
 # Most seconds that a new plan waits for the round of slices that the planner's thread is in.
@@ -55,6 +56,7 @@ class Steps:
         self._topology, self._lockstep, self._counters = calls.topology, calls.lockstep, calls.counters
         self._plans = 0
         self._can_slice = True
+        self._ahead: PlanningAhead | None = None
         self.running: RunningStep | None = None
 
     def need(self, what: str) -> RunningStep:
@@ -105,6 +107,24 @@ class Steps:
         )
         return self._plan(trace, schedule, sliced=sliced, may_move=may_move)
 
+    def plan_ahead(self, trace: RoutingTrace, token_budget: int) -> None:
+        """Count finished sequences, and plan from those counted so far."""
+        problem = _problem(check_countable, trace, self._experts.shape)
+        if problem is not None:
+            # The other ranks wait for this one's counts.
+            trace = trace.part(0, 0)
+        ahead = self._ahead = self._ahead or PlanningAhead(self._topology)
+        planner, placement = self._planner(trace), self._experts.placement
+        may_move = self._experts.state.may_move
+
+        def plan(sequences: SequenceCounts) -> GroupPlans:
+            return planner.plan_ahead(sequences, placement, token_budget=token_budget, may_move=may_move)
+
+        ahead.expect()
+        planner_thread(self._topology).start(lambda: ahead.run(trace, placement, plan))
+        if problem is not None:
+            raise problem
+
     def complete_plan(self) -> PlanReport:
         """Plan again with the routes recorded since."""
         self._calls.require_between_micro_steps("complete_plan")
@@ -123,6 +143,7 @@ class Steps:
         return self._planner(trace).for_sequences(
             trace, self._experts.placement, self._settings.mode,
             may_move=self._experts.state.may_move, sliced=sliced, token_budget=token_budget, mini_batch=mini_batch,
+            planning_ahead=self._take_ahead(sliced),
         )  # fmt: skip
 
     def apply_plan(self, planned: PlannedStep, trace: RoutingTrace) -> PlanReport:
@@ -154,9 +175,11 @@ class Steps:
 
     def _plan(self, trace: RoutingTrace, schedule: Schedule, *, sliced: bool, may_move: bool = True) -> PlanReport:
         may_move = may_move and self._experts.state.may_move
+        ahead = self._take_ahead(sliced)
         planned = self._planner(trace).for_schedule(
-            trace, schedule, self._experts.placement, self._settings.mode, may_move=may_move, sliced=sliced
-        )
+            trace, schedule, self._experts.placement, self._settings.mode, may_move=may_move, sliced=sliced,
+            ahead=None if ahead is None else ahead.found,
+        )  # fmt: skip
         return self.apply_plan(planned, trace)
 
     def _planner(self, trace: RoutingTrace) -> SessionPlanner:
@@ -191,10 +214,19 @@ class Steps:
                 "mode 'rehome' moves experts with the state of their optimizers; register these first"
             )
         can_slice = self._settings.slices_plans and self._can_slice
+        ahead_is_good = self._ahead is not None and can_slice and self._ahead.is_complete()
         values_RV = self._lockstep.agree(
-            call, must_match={**same, **self._shared}, problem=problem, values=[can_slice], all_data_ranks=True
-        )
-        return bool(values_RV.all())
+            call, must_match={**same, **self._shared}, problem=problem, values=[can_slice, ahead_is_good],
+            all_data_ranks=True,
+        )  # fmt: skip
+        if not values_RV[:, 1].all():
+            self._ahead = None
+        return bool(values_RV[:, 0].all())
+
+    def _take_ahead(self, sliced: bool) -> PlanningAhead | None:
+        """What was planned ahead of this step, once."""
+        ahead, self._ahead = self._ahead, None
+        return ahead if sliced else None
 
     def _end_slices(self) -> None:
         """End the planning of the last step's slices, and note whether the planner's thread can be used again."""
@@ -245,6 +277,7 @@ class Steps:
             schedule: the schedule of all data ranks; None if the session has not planned the step.
         """
         plan, experts, runs = planned.plan, self._experts, self._settings.executes_plans
+        applied_at = time.perf_counter()
         slices = planned.slices if runs else None
         before, after = workload.home_loads(experts.placement.home), plan.rank_loads(workload)
         moved = experts.num_moved(plan.placement)
@@ -264,6 +297,7 @@ class Steps:
         experts.changed = True
         self._calls.is_planned = True
         self.running = step
+        moving_s = time.perf_counter() - start
         max_vio, replicas = float(max_over_mean(after).mean() - 1), plan.num_replicas
         peak_rows = int(after.max(initial=0))
         if slices is not None:
@@ -273,7 +307,10 @@ class Steps:
         return PlanReport(
             is_sliced=slices is not None,
             planning_s=planned.planning_s,
-            moving_s=time.perf_counter() - start,
+            waited_s=planned.planning_s + time.perf_counter() - applied_at - moving_s,
+            ahead_s=planned.ahead_s,
+            known_ahead=planned.known_ahead,
+            moving_s=moving_s,
             strategy=planned.strategy,
             runner_up=planned.runner_up,
             predicted_s=planned.predicted_s,

@@ -28,6 +28,17 @@ def check_model(trace: RoutingTrace, shape: tuple[int, int]) -> None:
         trace.check()
 
 
+def check_countable(trace: RoutingTrace, shape: tuple[int, int]) -> None:
+    """Raises InputError if a trace can't be counted ahead of its step.
+
+    Args:
+        shape: layers and experts of the model.
+    """
+    check_model(trace, shape)
+    if (trace.sequence_hashes == 0).any():
+        raise InputError("plan_ahead() needs sequence_hashes of all sequences, by which the plan finds them again")
+
+
 def trace_of_micro_steps(rows: Sequence[npt.ArrayLike], num_layers: int, num_experts: int) -> RoutingTrace:
     """A trace in which each micro-step of a rank is one sequence.
 

@@ -132,6 +132,16 @@ class StepPlan:
         """Returns the same schedule and homes without replicas."""
         return self.with_replicas(ReplicaTable.none(self.mixed_ML.size), np.zeros(0, np.uint8))
 
+    def with_schedule(self, schedule: Schedule, mixed_ML: Array) -> StepPlan:
+        """Returns a plan of another schedule with the same homes, without replicas."""
+        return replace(
+            self,
+            micro_step=schedule.micro_step,
+            rank=schedule.rank,
+            mini_batch_of_micro_step=schedule.mini_batch_of_micro_step,
+            mixed_ML=mixed_ML,
+        ).without_replicas()
+
     def with_replicas(self, replicas: ReplicaTable, paths_P: Array) -> StepPlan:
         """Returns the same schedule and homes with these replicas, `[P]` uint8 `paths_P` of them."""
         return replace(

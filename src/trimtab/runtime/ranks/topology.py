@@ -39,7 +39,7 @@ class Topology:
         weights, gradients: further groups of the ranks of `experts`, for point-to-point messages beside the dispatch.
         control: all data ranks, for host tensors.
         expert_control, node_control: the ranks of `experts`, and those of them on this node, for host tensors.
-        planning: the ranks of `experts`, for host tensors of the planner's threads alone.
+        planning, planning_data: the ranks of `experts`, and all data ranks, for host tensors of the planner's threads.
         rank, num_ranks: this rank's number in `experts`, and their number R.
         ranks_per_node: ranks of `experts` on each node.
         group, groups: number of this expert-parallel group, and number of groups.
@@ -57,6 +57,7 @@ class Topology:
     expert_control: dist.ProcessGroup
     node_control: dist.ProcessGroup
     planning: dist.ProcessGroup
+    planning_data: dist.ProcessGroup
     rank: int
     num_ranks: int
     ranks_per_node: int
@@ -172,6 +173,7 @@ class Topology:
         expert_control = control if groups == 1 else _group(mine, "control", timeout=timeout, backend="gloo")
         if expert_dp_group is None and groups > 1:
             expert_dp_group = make([ranks_R[rank] for ranks_R in ranks_GR], "expert data parallel")
+        planning = _group(mine, "planning", timeout=timeout, backend="gloo")
         first = rank // ranks_per_node * ranks_per_node
         neighbours = mine[first : first + ranks_per_node]
         return cls(
@@ -185,7 +187,8 @@ class Topology:
             node_control=expert_control
             if ranks_per_node == num_ranks
             else _group(neighbours, "control", timeout=timeout, backend="gloo"),
-            planning=_group(mine, "planning", timeout=timeout, backend="gloo"),
+            planning=planning,
+            planning_data=planning if groups == 1 else _group(members, "planning", timeout=timeout, backend="gloo"),
             rank=rank,
             num_ranks=num_ranks,
             ranks_per_node=ranks_per_node,

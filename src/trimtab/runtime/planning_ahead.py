@@ -1,0 +1,134 @@
+"""`PlanningAhead`: finished sequences are counted, and homes and strategy chosen, while other sequences generate.
+
+The work is done on the planner's thread. The first data rank keeps the counts of all ranks by the hash of the sequence,
+so that only counts of later sequences are sent when the step is planned.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import numpy as np
+import torch.distributed as dist
+
+from trimtab.array_type import Array
+from trimtab.planner import GroupPlans, Placement, SequenceCounts
+from trimtab.runtime.ranks.topology import Topology
+from trimtab.trace import RoutingTrace
+
+# Most seconds that a step waits for what is planned ahead, before it is planned without.
+PATIENCE_S = 10.0
+
+
+class Ahead(NamedTuple):
+    """What was planned ahead of a step, on the first data rank; on others without plans.
+
+    Attributes:
+        plans: from the sequences counted so far; None if there were none.
+        plans_from: the homes before.
+        tokens: of these sequences.
+        seconds: of counting and planning, beside the rollout.
+    """
+
+    plans: GroupPlans | None = None
+    plans_from: Placement | None = None
+    tokens: int = 0
+    seconds: float = 0.0
+
+
+class LaterSequences(NamedTuple):
+    """The sequences of one rank when the step is planned.
+
+    Attributes:
+        hashes: `[S]` uint64.
+        is_new: `[S]` bool, whether the sequence was not counted ahead.
+        counts: of the new ones.
+    """
+
+    hashes: Array
+    is_new: Array
+    counts: SequenceCounts
+
+
+class PlanningAhead:
+    """Counts of one step's finished sequences. `run` is for the planner's thread, all else for the training thread."""
+
+    def __init__(self, topology: Topology) -> None:
+        self._topology = topology
+        self._known: dict[int, SequenceCounts] = {}
+        self._sent: set[int] = set()
+        self._waiting = 0
+        self._has_failed = False
+        self._changed = threading.Condition()
+        self.found = Ahead()
+
+    def expect(self) -> None:
+        """Announce a `run`."""
+        with self._changed:
+            self._waiting += 1
+
+    def run(self, trace: RoutingTrace, placement: Placement, plan: Callable[[SequenceCounts], GroupPlans]) -> None:
+        """Count sequences, gather the counts on the first data rank, and plan there. Collective over the threads.
+
+        Args:
+            placement: the present homes.
+        """
+        start = time.perf_counter()
+        try:
+            self._gather(trace)
+            plans = None
+            if self._known:
+                # In an order that does not depend on that of arrival.
+                plans = plan(SequenceCounts.concatenate([self._known[key] for key in sorted(self._known)]))
+            tokens = sum(int(counts.lengths[0]) for counts in self._known.values())
+            self.found = Ahead(plans, placement, tokens, self.found.seconds + time.perf_counter() - start)
+        except Exception as error:
+            self._has_failed = True
+            logging.getLogger("trimtab").warning("planning ahead failed, the step is planned at once: %s", error)
+        with self._changed:
+            self._waiting -= 1
+            self._changed.notify_all()
+
+    def is_complete(self) -> bool:
+        """Wait for all runs. Returns whether they have succeeded."""
+        with self._changed:
+            return self._changed.wait_for(lambda: not self._waiting, PATIENCE_S) and not self._has_failed
+
+    def later(self, trace: RoutingTrace) -> LaterSequences:
+        """This rank's sequences, with the counts of those that were not counted ahead."""
+        is_new = np.array([key not in self._sent for key in trace.sequence_hashes.tolist()], bool)
+        new = SequenceCounts.from_trace(trace.select(np.flatnonzero(is_new)))
+        return LaterSequences(trace.sequence_hashes, is_new, new)
+
+    def join(self, gathered: Sequence[LaterSequences]) -> SequenceCounts:
+        """The sequences of all ranks, in rank order, on the first data rank.
+
+        Args:
+            gathered: `later` of every rank.
+        """
+        parts = []
+        for hashes, is_new, counts in gathered:
+            places = np.cumsum(is_new) - 1
+            parts += [
+                counts.select(place) if new else self._known[key]
+                for key, new, place in zip(hashes.tolist(), is_new.tolist(), places[:, None], strict=True)
+            ]
+        # Without sequences, an empty part has the shape.
+        return SequenceCounts.concatenate(parts or [gathered[0].counts])
+
+    def _gather(self, trace: RoutingTrace) -> None:
+        """Send counts of new sequences to the first data rank."""
+        later = self.later(trace)
+        gathered: list[LaterSequences | None] | None = None
+        if self._topology.data_rank == 0:
+            gathered = [None] * self._topology.num_data_ranks
+        dist.gather_object(later, gathered, group=self._topology.planning_data, group_dst=0)
+        self._sent |= set(later.hashes.tolist())
+        for part in gathered or []:
+            assert part is not None
+            keys = part.hashes[part.is_new].tolist()
+            self._known |= {key: part.counts.select(np.array([place])) for place, key in enumerate(keys)}
