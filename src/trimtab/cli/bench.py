@@ -106,6 +106,18 @@ def add(commands: Any) -> None:
         help="instead, train on drifting routing: plain, EPLB's homes, mode rehome, and mode plan",
     )  # fmt: skip
     megatron.set_defaults(run=run_megatron, needs=("torch",))
+    planning = benches.add_parser(
+        "planning",
+        help="what planning in the background costs the step beside it",
+        description="Time steps of a small model on CPU ranks of one thread: replicas are planned beforehand, by a "
+        "thread while the step runs, or as a whole before its first micro-step.",
+        examples=["trimtab bench planning --json out/bench-planning.json"],
+    )
+    add_options(planning, "--pairs", type=positive, default=40, help="timed rounds of all variants")
+    add_options(planning, "--ranks", type=positive, default=2)
+    add_options(planning, "--micro-steps", type=positive, default=8, help="micro-steps of a step")
+    add_options(planning, "--tokens", type=positive, default=512, help="tokens of a rank in a micro-step")
+    planning.set_defaults(run=run_planning, needs=("torch", "transformers"))
     transfer = benches.add_parser(
         "transfer",
         help="cost of weight transfers, and expert compute saved by a plan, on one device",
@@ -186,6 +198,14 @@ def run_megatron(options: argparse.Namespace) -> None:
 
     settings = MegatronBenchmark(**given(options, MegatronBenchmark))
     launch(run_rehome_benchmark if settings.rehome else run_benchmark, (settings,), ranks=2)
+
+
+def run_planning(options: argparse.Namespace) -> None:
+    from trimtab.benchmarks.bench_planning import PlanningBenchmark, run_benchmark
+    from trimtab.launch import launch
+
+    settings = PlanningBenchmark(**given(options, PlanningBenchmark))
+    launch(run_benchmark, (settings,), ranks=settings.ranks)
 
 
 def run_planner(options: argparse.Namespace) -> None:

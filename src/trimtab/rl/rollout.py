@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
 from collections.abc import Sequence as Sequence_
 from typing import Any
 
 import numpy as np
 import torch
 from torch import nn
-from transformers import LogitsProcessor, LogitsProcessorList
+from transformers import LogitsProcessor, LogitsProcessorList, StoppingCriteria, StoppingCriteriaList
 
 from trimtab.array_type import Array
 from trimtab.integrations.transformers import record_routing
 from trimtab.rl.sequences import Sequence
 from trimtab.rl.task import Problem, draw_problem
+from trimtab.trace import RoutingTrace
+
+# Responses that have ended are counted when they are this part of all.
+MOST = 0.75
 
 
 class SampledLogProbs(LogitsProcessor):  # type: ignore[misc]
@@ -45,17 +50,57 @@ class SampledLogProbs(LogitsProcessor):  # type: ignore[misc]
             self._columns.append(self._before_BV.gather(1, chosen).squeeze(1))
 
 
+class Finished(StoppingCriteria):  # type: ignore[misc]
+    """Reports once, when most responses have ended, those that have. It stops nothing.
+
+    Args:
+        prompt_width: tokens before the responses.
+        end: last token of a response.
+        report: called with the rows `[N]` of ended responses, and all tokens `[B, n]` so far.
+    """
+
+    def __init__(self, prompt_width: int, end: int, report: Callable[[Array, Array], None]) -> None:
+        self._prompt_width, self._end, self._report = prompt_width, end, report
+        self.has_reported = False
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor, **_: Any) -> torch.Tensor:
+        has_ended_B = (input_ids[:, self._prompt_width :] == self._end).any(dim=1)
+        if not self.has_reported and has_ended_B.float().mean() >= MOST:
+            self.has_reported = True
+            self._report(has_ended_B.nonzero()[:, 0].cpu().numpy(), input_ids.cpu().numpy())
+        return torch.zeros_like(has_ended_B)
+
+
 def sample_groups(
-    model: nn.Module, tokenizer: Any, problems: Sequence_[Problem], *, samples: int, max_new_tokens: int
+    model: nn.Module,
+    tokenizer: Any,
+    problems: Sequence_[Problem],
+    *,
+    samples: int,
+    max_new_tokens: int,
+    count: Callable[[RoutingTrace], None] | None = None,
 ) -> list[Sequence]:
-    """`samples` responses to every problem, with rewards and group-relative advantages (reward minus group mean)."""
+    """`samples` responses to every problem, with rewards and group-relative advantages (reward minus group mean).
+
+    Args:
+        count: called once with the routing of responses that have ended while others generate; it may be of none.
+    """
     repeated = [problem for problem in problems for _ in range(samples)]
     prompts = _encode(model, tokenizer, repeated)
     sampled = SampledLogProbs()
-    with record_routing(model) as record:
-        tokens = _generate(model, tokenizer, prompts, max_new_tokens, sampled)
-    routing = record.trace(tokens, prompts["attention_mask"], eos_token_id=tokenizer.eos_token_id)
     prompt_width = prompts["input_ids"].shape[1]
+    with record_routing(model) as record:
+
+        def report(rows: Array, tokens: Array) -> None:
+            mask = prompts["attention_mask"][rows]
+            if count is not None:
+                count(record.trace(tokens[rows], mask, eos_token_id=tokenizer.eos_token_id))
+
+        finished = Finished(prompt_width, tokenizer.eos_token_id, report)
+        tokens = _generate(model, tokenizer, prompts, max_new_tokens, sampled, finished)
+    routing = record.trace(tokens, prompts["attention_mask"], eos_token_id=tokenizer.eos_token_id)
+    if count is not None and not finished.has_reported:
+        count(routing.part(0, 0))
     log_probs = sampled.of(torch.from_numpy(tokens[:, prompt_width:]))
     padding = (prompt_width - prompts["attention_mask"].sum(dim=1)).tolist()
     responses = [_until_end(row, tokenizer.eos_token_id) for row in tokens[:, prompt_width:]]
@@ -102,7 +147,12 @@ def _encode(model: nn.Module, tokenizer: Any, problems: Sequence_[Problem]) -> d
 
 @torch.no_grad()
 def _generate(
-    model: Any, tokenizer: Any, prompts: dict[str, torch.Tensor], max_new_tokens: int, sampled: SampledLogProbs | None
+    model: Any,
+    tokenizer: Any,
+    prompts: dict[str, torch.Tensor],
+    max_new_tokens: int,
+    sampled: SampledLogProbs | None,
+    finished: Finished | None = None,
 ) -> Any:
     """`[B, prompt width + new tokens]` int64 on the host: sampled, or greedy without `sampled`."""
     how = {"do_sample": False} if sampled is None else {"do_sample": True, "temperature": 1.0, "top_k": 0, "top_p": 1.0}
@@ -110,6 +160,7 @@ def _generate(
         **prompts,
         **how,
         logits_processor=LogitsProcessorList([] if sampled is None else [sampled]),
+        stopping_criteria=StoppingCriteriaList([] if finished is None else [finished]),
         max_new_tokens=max_new_tokens,
         pad_token_id=tokenizer.pad_token_id,
         eos_token_id=tokenizer.eos_token_id,

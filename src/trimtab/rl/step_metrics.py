@@ -22,6 +22,9 @@ def plan_metrics(report: PlanReport) -> dict[str, float]:
         "memory/free_bytes": report.free_bytes,
         "moving_s": report.moving_s,
         "planning_s": report.planning_s,
+        "waited_s": report.waited_s,
+        "ahead_s": report.ahead_s,
+        "known_ahead": report.known_ahead,
     }
 
 

@@ -144,6 +144,7 @@ class Trainer:
             problems[self.rank :: self.num_ranks],
             samples=self.config.samples,
             max_new_tokens=self.config.max_new_tokens,
+            count=lambda trace: self.session.plan_ahead(trace, token_budget=self.config.token_budget),
         )
 
     def prepare(self, sequences: list[Sequence], step: int) -> PreparedStep:

@@ -30,7 +30,7 @@ class Ahead(NamedTuple):
     Attributes:
         plans: from the sequences counted so far; None if there were none.
         plans_from: the homes before.
-        tokens: of these sequences.
+        tokens: of these sequences; of those of them that are in the step, once it is known.
         seconds: of counting and planning, beside the rollout.
     """
 
@@ -110,13 +110,15 @@ class PlanningAhead:
         Args:
             gathered: `later` of every rank.
         """
-        parts = []
+        parts, known = [], 0
         for hashes, is_new, counts in gathered:
             places = np.cumsum(is_new) - 1
             parts += [
                 counts.select(place) if new else self._known[key]
                 for key, new, place in zip(hashes.tolist(), is_new.tolist(), places[:, None], strict=True)
             ]
+            known += sum(int(self._known[key].lengths[0]) for key in hashes[~is_new].tolist())
+        self.found = self.found._replace(tokens=known)
         # Without sequences, an empty part has the shape.
         return SequenceCounts.concatenate(parts or [gathered[0].counts])
 

@@ -497,7 +497,10 @@ class Session:
             `transfer/exposed_s`: seconds for which compute waited for replicas or their gradients; `transfer/cpu_s`:
             CPU seconds of copying threads; `transfer/refresh_s`: seconds of copying changed weights;
             `transfer/*_bytes`: bytes that this rank sent or copied; `moe/unplanned_micro_steps`: micro-steps that ran
-            without a plan;
+            without a plan; `moe/late_micro_steps`: micro-steps that ran without replicas, since these were not planned
+            yet; `plan/waited_s`: seconds for which micro-steps waited for them. If replicas are planned while the step
+            runs, of all slices so far: `moe/planned_replicas`; `moe/planned_max_vio`: max/mean - 1 of rank loads, mean
+            over instances, if all are there; `plan/background_s`: seconds of planning and exchanging on the thread;
             `moe/mixed_instances`: planned instances with unknown rows; `moe/live_layer_calls`: calls of layers outside
             micro-steps while there was a plan; `moe/abandoned_backwards`: failed backwards with replica gradients in
             transfer.

@@ -211,7 +211,11 @@ class StepSlices:
         """Figures of what is planned so far."""
         with self._changed:
             planned = sum(plan.num_replicas for plan in self._plans)
-            return {"plan/replicas": planned, "plan/max_vio": self._max_vio, "plan/background_s": self._busy_s}
+            return {
+                "moe/planned_replicas": planned,
+                "moe/planned_max_vio": self._max_vio,
+                "plan/background_s": self._busy_s,
+            }
 
 
 def planner_thread(topology: Topology) -> CallThread:
