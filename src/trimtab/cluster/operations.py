@@ -26,6 +26,10 @@ LOGIT_BYTES = 12
 OPTIMIZER_BYTES = 30
 
 
+# Seconds that are measured, and not scaled.
+_MEASURED = ("near_state_s", "far_state_s")
+
+
 class OperationCosts(NamedTuple):
     """Seconds of operations; forward, except where noted.
 
@@ -94,6 +98,15 @@ class OperationCosts(NamedTuple):
     outer_reach_s: float = 0.0
     reach: int = 0
     chunked: bool = False
+
+    def scaled(self, factor: float) -> OperationCosts:
+        """All seconds but those of moves, times a factor."""
+        changed = {
+            name: value * factor
+            for name, value in self._asdict().items()
+            if name.endswith("_s") and name not in _MEASURED
+        }
+        return self._replace(**changed)
 
     @classmethod
     def of(

@@ -163,6 +163,7 @@ def plan_sequences(
     threads: int = 1,
     sliced: bool = False,
     ahead: GroupPlans | None = None,
+    excluded: frozenset[str] | None = frozenset(),
 ) -> GroupPlans:
     """All four levels of one step; the arguments are those of `Planner`.
 
@@ -177,6 +178,7 @@ def plan_sequences(
         sliced: plans may be headers, without replicas, with the rules by which slices follow. Its predictions are those
             of the sample by which the strategy was chosen.
         ahead: with `sliced`, plans of a part of the sequences, whose homes and rules are kept.
+        excluded: strategies that are not used; see `StepPlanning`.
 
     Raises:
         InputError: if the homes are not even or not for this step, a sequence exceeds the budget, or mini-batches don't
@@ -192,7 +194,7 @@ def plan_sequences(
 
     def plan(schedule: Schedule) -> GroupPlans:
         loads = StepLoads.of_sequences(sequences, schedule, cluster.ranks)
-        planning = StepPlanning(loads, placement, cluster, chosen, costs, past_PLE, threads)
+        planning = StepPlanning(loads, placement, cluster, chosen, costs, past_PLE, threads, excluded)
         return _plan(planning, schedule, may_move=may_move, sliced=sliced, groups=groups, token_budget=token_budget)
 
     if ahead is not None and ahead.slices is not None:
@@ -225,6 +227,7 @@ def plan_schedule(
     threads: int = 1,
     sliced: bool = False,
     ahead: GroupPlans | None = None,
+    excluded: frozenset[str] | None = frozenset(),
 ) -> GroupPlans:
     """All levels below a given schedule. Other arguments are those of `plan_sequences`.
 
@@ -240,7 +243,7 @@ def plan_schedule(
     loads = StepLoads.of_workloads(workloads, [part for _, part in parts], lengths_G)
     if ahead is not None and ahead.slices is not None:
         return follow(ahead, schedule, loads)
-    planning = StepPlanning(loads, placement, cluster, chosen, costs, past_PLE, threads)
+    planning = StepPlanning(loads, placement, cluster, chosen, costs, past_PLE, threads, excluded)
     return _plan(planning, schedule, may_move=may_move, sliced=sliced, groups=len(workloads))
 
 

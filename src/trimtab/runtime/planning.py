@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Literal, NamedTuple
 
 import numpy as np
@@ -57,6 +57,8 @@ class _Plans(NamedTuple):
     slices: SliceRules | None = None
     ahead_s: float = 0.0
     known_ahead: float = 0.0
+    nothing_s: float = 0.0
+    parts_s: Mapping[str, float] = {}
 
     @classmethod
     def of(cls, planned: GroupPlans, ahead: Ahead | None = None, tokens: int = 0) -> _Plans:
@@ -69,7 +71,7 @@ class _Plans(NamedTuple):
             known = min(1.0, ahead.tokens / max(1, tokens))
         return cls(
             planned.schedule, planned.plans, planned.max_vio_before, *names, seconds, gain, planned.slices,
-            0.0 if ahead is None else ahead.seconds, known,
+            0.0 if ahead is None else ahead.seconds, known, choice.seconds["nothing"], planned.prediction.parts_s,
         )  # fmt: skip
 
 
@@ -90,6 +92,8 @@ class PlannedStep:
         planning_s: seconds from counting to the end of the plan's broadcast.
         ahead_s: seconds of counting and planning on the first rank, before, beside the rollout.
         known_ahead: the part of the step's tokens from which homes and strategy were chosen then; 0 if they were not.
+        nothing_s: predicted seconds of the step if nothing is done.
+        parts_s: `predicted_s` by part.
         workload: workload of this rank's expert-parallel group; None if it was not gathered for planning.
     """
 
@@ -104,6 +108,8 @@ class PlannedStep:
     planning_s: float = 0.0
     ahead_s: float = 0.0
     known_ahead: float = 0.0
+    nothing_s: float = 0.0
+    parts_s: Mapping[str, float] = field(default_factory=dict)
     workload: Workload | None = None
 
 
@@ -172,12 +178,14 @@ class SessionPlanner:
         cluster: the ranks of one expert-parallel group, and the number of cores that rank 0 plans with.
         costs: costs that the planner minimises.
         settings: settings of the planner.
+        excluded: strategies that are not used; see `StepPlanning`.
     """
 
     topology: Topology
     cluster: ClusterSpec
     costs: StepCosts
     settings: PlanSettings
+    excluded: frozenset[str] | None = frozenset()
 
     @classmethod
     def of(
@@ -193,10 +201,14 @@ class SessionPlanner:
         ring_layers: int = RING_LAYERS,
         rates: ClusterSpec | None = None,
         move_s_per_expert: float | None = None,
+        scale: float = 1.0,
+        excluded: frozenset[str] | None = frozenset(),
     ) -> SessionPlanner:
         """A planner for these layers; other arguments as those of `Session`.
 
         Args:
+            scale: factor of the costs of compute and links.
+            excluded: strategies that are not used; see `StepPlanning`.
             move_s_per_expert: measured seconds to move one expert with its optimizer state; from `rates` by default.
         """
         first, device = layers[0], layers[0].device
@@ -214,6 +226,7 @@ class SessionPlanner:
             weight_bytes=first.dtype.itemsize,
         )
         costs = StepCosts.of(cluster, model, moe_layers=len(layers), groups=topology.groups, ring_layers=ring_layers)
+        costs = replace(costs, operations=costs.operations.scaled(scale))
         if move_s_per_expert is not None:
             measured = costs.operations._replace(near_state_s=move_s_per_expert, far_state_s=move_s_per_expert)
             costs = replace(costs, operations=measured)
@@ -223,7 +236,7 @@ class SessionPlanner:
             cluster = replace(cluster, node_bytes_per_s=0.0, network_bytes_per_s=0.0)
         if mirror_bytes is not None:
             cluster = replace(cluster, mirror_experts=mirror_bytes // first.expert_bytes)
-        return cls(topology, cluster, costs, settings or PlanSettings())
+        return cls(topology, cluster, costs, settings or PlanSettings(), excluded)
 
     def for_schedule(
         self,
@@ -313,6 +326,7 @@ class SessionPlanner:
                     costs=self.costs,
                     may_move=may_move,
                     threads=self.cluster.planning_threads,
+                    excluded=self.excluded,
                     sliced=sliced,
                     ahead=_still_good(counting.found, placement, tokens),
                 ),
@@ -336,6 +350,7 @@ class SessionPlanner:
             costs=self.costs,
             may_move=may_move,
             threads=self.cluster.planning_threads,
+            excluded=self.excluded,
             sliced=True,
         )
 
@@ -410,6 +425,7 @@ class SessionPlanner:
                 costs=self.costs,
                 may_move=may_move,
                 threads=self.cluster.planning_threads,
+                excluded=self.excluded,
                 sliced=sliced,
                 ahead=_still_good(ahead, placement, tokens),
             ),

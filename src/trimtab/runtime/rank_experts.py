@@ -36,6 +36,7 @@ class RankExperts:
         accumulation: detects gradients that were already summed.
         optimizers: hooks of optimizer steps.
         changed: whether weights are known to have changed since copies were made.
+        at_backward_end: called when a backward has ended.
     """
 
     def __init__(self, settings: Settings, topology: Topology, lockstep: Lockstep, counters: Counters) -> None:
@@ -49,6 +50,7 @@ class RankExperts:
         self.accumulation = Accumulation(self.parameters)
         self.optimizers = OptimizerWatch(self.parameters, self._before_step, self._after_step)
         self.changed = True
+        self.at_backward_end: Callable[[], None] = lambda: None
 
     @property
     def placement(self) -> Placement:
@@ -208,6 +210,7 @@ class RankExperts:
         """At the end of a backward: add the replica gradients that are in transfer."""
         with self._lockstep.comparing_on_error():
             self._if_made(lambda transfers: transfers.returns.finish())
+        self.at_backward_end()
 
     def _drop_gradients(self) -> None:
         """After a failed backward: drop the replica gradients that are in transfer."""

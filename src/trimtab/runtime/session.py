@@ -506,6 +506,7 @@ class Session:
             transfer.
         """
         metrics = self.counters.metrics() | {"transfer/cpu_s": self._experts.take_cpu_s()}
+        metrics |= self._steps.feedback.metrics()
         running = self._steps.running
         if running is not None and running.slices is not None:
             metrics |= running.slices.metrics()

@@ -21,6 +21,7 @@ from trimtab.errors import InputError
 from trimtab.planner import GroupPlans, Placement, Schedule, SequenceCounts, StepPlan, Workload
 from trimtab.planner.plan.slices import SlicePlanner, SliceRules
 from trimtab.planner.plan.workload import max_over_mean
+from trimtab.runtime.feedback import Feedback
 from trimtab.runtime.layer.instance import LayerCalls
 from trimtab.runtime.layer.micro_step import BoundRoutes, MicroStep, RunningStep
 from trimtab.runtime.planning import PlannedStep, PlanReport, SessionPlanner
@@ -57,7 +58,10 @@ class Steps:
         self._plans = 0
         self._can_slice = True
         self._ahead: PlanningAhead | None = None
+        self.feedback = Feedback()
         self.running: RunningStep | None = None
+
+        experts.at_backward_end = self.feedback.mark
 
     def need(self, what: str) -> RunningStep:
         """The running step. Raises RuntimeError if there is none."""
@@ -131,8 +135,12 @@ class Steps:
         step = self.running
         if step is None or step.schedule is None:
             raise RuntimeError("complete_plan() needs a step that this session has planned")
+        # Its micro-steps have run forward only.
+        self.feedback.begin(None)
         sliced = self._agree(PLAN, {}, None)
-        return self._plan(step.completed_trace, step.schedule, sliced=sliced, may_move=False)
+        report = self._plan(step.completed_trace, step.schedule, sliced=sliced, may_move=False)
+        self.feedback.begin(None)
+        return report
 
     def plan_sequences(self, trace: RoutingTrace, *, token_budget: int, mini_batch: Array | None) -> PlannedStep:
         """Plan schedule and step."""
@@ -190,6 +198,7 @@ class Steps:
             paths=settings.paths, mirror_bytes=settings.mirror_bytes, settings=settings.plan_settings,
             rates=settings.rates, ring_layers=settings.ring_layers,
             move_s_per_expert=None if settings.rates else self._experts.move_s_per_expert,
+            scale=self.feedback.scale, excluded=self.feedback.excluded,
         )  # fmt: skip
 
     @property
@@ -216,9 +225,11 @@ class Steps:
         can_slice = self._settings.slices_plans and self._can_slice
         ahead_is_good = self._ahead is not None and can_slice and self._ahead.is_complete()
         values_RV = self._lockstep.agree(
-            call, must_match={**same, **self._shared}, problem=problem, values=[can_slice, ahead_is_good],
-            all_data_ranks=True,
+            call, must_match={**same, **self._shared}, problem=problem,
+            values=[can_slice, ahead_is_good, *self.feedback.take()], all_data_ranks=True,
         )  # fmt: skip
+        if self._settings.rates is None:
+            self.feedback.learn(values_RV[:, 2:])
         if not values_RV[:, 1].all():
             self._ahead = None
         return bool(values_RV[:, 0].all())
@@ -226,7 +237,8 @@ class Steps:
     def _take_ahead(self, sliced: bool) -> PlanningAhead | None:
         """What was planned ahead of this step, once."""
         ahead, self._ahead = self._ahead, None
-        return ahead if sliced else None
+        # A step that does nothing, to measure that, is not planned ahead.
+        return ahead if sliced and self.feedback.excluded is not None else None
 
     def _end_slices(self) -> None:
         """End the planning of the last step's slices, and note whether the planner's thread can be used again."""
@@ -298,6 +310,7 @@ class Steps:
         self._calls.is_planned = True
         self.running = step
         moving_s = time.perf_counter() - start
+        self.feedback.begin(planned if runs and schedule is not None else None, moving_s)
         max_vio, replicas = float(max_over_mean(after).mean() - 1), plan.num_replicas
         peak_rows = int(after.max(initial=0))
         if slices is not None:
@@ -369,6 +382,8 @@ class Steps:
         has_slices = step is None or step.has_slices(index)
         self._calls.backward.open(micro_step, matches_plan, has_slices)
         try:
+            if step is not None:
+                self.feedback.enter(index)
             routes = self._calls.current = micro_step.routes(matches_plan, has_slices)
             with nullcontext() if recorder is None or step is None else recorder.micro_step(index):
                 self._counters.unplanned_micro_steps += step is not None and not routes.layouts
@@ -380,6 +395,7 @@ class Steps:
         finally:
             self._calls.current = None
             self._calls.backward.close()
+            self.feedback.mark()
 
     def _agree_on_micro_step(
         self, step: RunningStep | None, index: int, matches: bool, problem: Exception | None

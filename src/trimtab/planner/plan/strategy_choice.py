@@ -85,6 +85,13 @@ def choose_strategy(planning: StepPlanning, *, may_move: bool) -> tuple[Choice, 
             moved = replace(best, homes=each, move_penalty=MOVE_PENALTY)
             found |= sample.predict([moved, replace(NOTHING, homes=each, move_penalty=MOVE_PENALTY)])
     others = {strategy: found[strategy] for strategy in found if strategy != NOTHING and sample.keeps_to(strategy)}
+    if sample.keeps_to(NOTHING):
+        excluded = planning.excluded
+        others = {
+            strategy: seconds
+            for strategy, seconds in others.items()
+            if excluded is not None and strategy.name not in excluded
+        }
     chosen = NOTHING
     if others:
         enough_s = (1 - planning.settings.least_gain) * found[NOTHING].seconds

@@ -1,0 +1,157 @@
+"""`Feedback`: measured against predicted time of steps, and what follows for the next plans.
+
+All ranks learn from the same values, so that they agree in what they have learned.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from dataclasses import dataclass, field
+
+from trimtab.array_type import Array
+from trimtab.planner.plan.strategy import NOTHING
+from trimtab.runtime.planning import PlannedStep
+
+# Steps for which a strategy is not planned after it has measured worse than a simpler one, and for which a measurement
+# counts.
+DROPPED_STEPS, KEPT_STEPS = 8, 64
+# A strategy has to measure worse by this part of the step.
+WORSE = 0.01
+# Doing nothing is measured in the second step and after so many, where the predicted gain is below this part. Above, a
+# wrong sign is unlikely, and the busiest rank may not have the memory.
+COMPARED_EVERY, SMALL_GAIN = 64, 0.1
+# Parts of a prediction that are not in the time from the first micro-step to the end of the last backward.
+NOT_IN_PASSES = ("planning", "migration", "optimizer")
+# Most that one step changes the scale of costs.
+MOST_CORRECTION = 8.0
+
+
+@dataclass
+class _Measured:
+    """Seconds of a strategy's steps relative to the prediction of doing nothing, and the step of the last one."""
+
+    relative: float
+    step: int
+
+
+@dataclass
+class Feedback:
+    """What the steps of a session have taught.
+
+    Attributes:
+        scale: factor of the costs of compute and links, to three digits.
+        predicted_s, measured_s: of the last complete step; 0 before the first.
+    """
+
+    scale: float = 1.0
+    predicted_s: float = 0.0
+    measured_s: float = 0.0
+    _steps: int = 0
+    _measured: dict[str, _Measured] = field(default_factory=dict)
+    _dropped_until: dict[str, int] = field(default_factory=dict)
+    _gain: float = 0.0
+    _planned: PlannedStep | None = None
+    _others_s: float = 0.0
+    _entered: set[int] = field(default_factory=set)
+    _began_at: float = 0.0
+    _ended_at: float = 0.0
+
+    def begin(self, planned: PlannedStep | None, others_s: float = 0.0) -> None:
+        """A plan is applied.
+
+        Args:
+            planned: the plan; None if the time of its step tells nothing.
+            others_s: seconds of moving experts before the step.
+        """
+        self._planned, self._others_s = planned, others_s
+        self._entered.clear()
+
+    def enter(self, micro_step: int) -> None:
+        """A micro-step begins."""
+        if not self._entered:
+            self._began_at = time.perf_counter()
+        self._entered.add(micro_step)
+
+    def mark(self) -> None:
+        """A micro-step or a backward has ended."""
+        self._ended_at = time.perf_counter()
+
+    def take(self) -> tuple[int, int]:
+        """Microseconds of the last step's passes, and of what it had to wait for, on this rank.
+
+        0 if it did not run all micro-steps of its plan.
+        """
+        if self._planned is None or len(self._entered) < self._planned.plan.num_micro_steps:
+            return 0, 0
+        return max(1, round((self._ended_at - self._began_at) * 1e6)), round(self._others_s * 1e6)
+
+    def learn(self, measured_R2: Array) -> None:
+        """Learn from a step. Call it with the same values on all ranks.
+
+        Args:
+            measured_R2: `take` of every rank.
+        """
+        planned, self._planned = self._planned, None
+        if planned is None or not measured_R2[:, 0].all() or not planned.parts_s:
+            return
+        passes_s, others_s = (measured_R2.max(axis=0) * 1e-6).tolist()
+        outside_s = sum(planned.parts_s[part] for part in NOT_IN_PASSES)
+        nothing_s = planned.nothing_s - planned.parts_s["optimizer"]
+        self.predicted_s, self.measured_s = planned.predicted_s - outside_s, passes_s
+        if min(self.predicted_s, nothing_s) <= 0:
+            return
+        self._steps += 1
+        self._gain = planned.predicted_gain
+        if self._steps == 1:
+            # The first step compiles and allocates.
+            return
+        name, relative = planned.strategy, (passes_s + others_s) / nothing_s
+        before = self._measured.get(name)
+        smooth = relative if before is None else math.sqrt(before.relative * relative)
+        self._measured[name] = _Measured(smooth, self._steps)
+        ratio = min(max(passes_s / self.predicted_s, 1 / MOST_CORRECTION), MOST_CORRECTION)
+        correction = math.sqrt(ratio)
+        self.scale = float(f"{self.scale * correction:.3g}")
+        # Later predictions of doing nothing are larger by the same factor.
+        for each in self._measured.values():
+            each.relative /= correction
+        if name != NOTHING.name and self._is_worse(name):
+            self._dropped_until[name] = self._steps + DROPPED_STEPS
+            del self._measured[name]
+
+    @property
+    def excluded(self) -> frozenset[str] | None:
+        """Names of strategies that the next plan does not use; None: all but doing nothing, to measure that."""
+        if self._steps % COMPARED_EVERY == 1 and self._gain < SMALL_GAIN:
+            return None
+        return frozenset(name for name, until in self._dropped_until.items() if self._steps < until)
+
+    def metrics(self) -> dict[str, float]:
+        """Figures of the last complete step."""
+        if not self._steps:
+            return {}
+        found = {
+            "plan/predicted_s": self.predicted_s,
+            "plan/measured_s": self.measured_s,
+            "plan/cost_scale": self.scale,
+        }
+        nothing = self._measured.get(NOTHING.name)
+        best = min((each.relative for each in self._measured.values()), default=0.0)
+        return found if nothing is None else found | {"plan/measured_gain": 1 - best / nothing.relative}
+
+    def _is_worse(self, name: str) -> bool:
+        """Whether a simpler strategy has measured better."""
+        mine = self._measured[name].relative
+        return any(
+            other != name
+            and _complexity(other) < _complexity(name)
+            and self._steps - each.step < KEPT_STEPS
+            and each.relative < (1 - WORSE) * mine
+            for other, each in self._measured.items()
+        )
+
+
+def _complexity(name: str) -> tuple[int, int]:
+    """More for a strategy that does more: nothing, then homes that move, replicas in the node, on any node, both."""
+    return ("replicas" in name) + ("any node" in name), int("re-home" in name)
