@@ -91,3 +91,14 @@ def test_every_micro_step_and_layer_is_planned_once(num_micro_steps: int, num_ra
     assert [len(micro_steps) for micro_steps in rounds_of(num_micro_steps)][:1] in ([], [1])
     layers = [layer for rank in range(num_ranks) for layer in layers_of_rank(num_layers, rank, num_ranks)]
     assert layers == list(range(num_layers))
+
+
+def test_the_hash_of_a_header_follows_its_rules() -> None:
+    """Headers of the same schedule and homes differ, if their slices would."""
+    step = steady_step(0)
+    plans = [step.plan(sliced=True, cluster=replace(step.cluster, node_bytes_per_s=rate)) for rate in (1e9, 2e9)]
+    first, second = (made.plans[0] for made in plans)
+    assert plans[0].slices is not None
+    assert np.array_equal(first.home, second.home)
+    assert plans[0].slices.digest != plans[1].slices.digest
+    assert first.hash != second.hash
