@@ -11,8 +11,10 @@ from hypothesis import given, settings
 
 from helpers.examples import examples
 from helpers.planner_steps import Step, steady_step, steps
-from trimtab.planner import GroupPlans, StepPlan
+from trimtab.cluster import ClusterSpec
+from trimtab.planner import GroupPlans, PlanSettings, StepPlan, Workload
 from trimtab.planner.plan.slices import SlicePlanner, from_bytes, layers_of_rank, rounds_of, to_bytes
+from trimtab.planner.replicas.paths import choose_given_mirrors, choose_paths, links_of
 from trimtab.planner.replicas.replica_table import ReplicaTable
 
 
@@ -98,7 +100,42 @@ def test_the_hash_of_a_header_follows_its_rules() -> None:
     step = steady_step(0)
     plans = [step.plan(sliced=True, cluster=replace(step.cluster, node_bytes_per_s=rate)) for rate in (1e9, 2e9)]
     first, second = (made.plans[0] for made in plans)
-    assert plans[0].slices is not None
+    rules = [made.slices for made in plans]
+    assert rules[0] is not None
+    assert rules[1] is not None
     assert np.array_equal(first.home, second.home)
-    assert plans[0].slices.digest != plans[1].slices.digest
+    assert rules[0].digest != rules[1].digest
     assert first.hash != second.hash
+
+
+def test_unknown_routes_count_where_they_are_expected() -> None:
+    """The hot expert's home has expected rows beside the known ones, and keeps fewer of these."""
+    counts_MLRE = np.zeros((1, 1, 2, 4), np.int32)
+    counts_MLRE[..., 0], counts_MLRE[..., 2] = 1000, 200
+    unknown_MLR = np.full((1, 1, 2), 300, np.int32)
+    home_LE, cluster = np.array([[0, 0, 1, 1]], np.int16), ClusterSpec(2, 2, 2)
+    limits = PlanSettings(1.0, 1).limits(cluster)
+    kept = []
+    for workload in (Workload.known(counts_MLRE), Workload(counts_MLRE, unknown_MLR)):
+        nothing = np.zeros((1, 1, 4), bool)
+        (table,) = SlicePlanner(workload, home_LE, limits, links_of(cluster), nothing).plan(range(1), range(1))
+        kept.append(2000 - int(table.shares.tokens[table.experts == 0].sum()))
+    assert kept[1] < kept[0]
+
+
+@settings(deadline=None, max_examples=50)
+@given(st.integers(0, 2**32))
+def test_weights_come_from_mirrors_that_hold_them(seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    cluster = ClusterSpec(4, 2, 3)
+    counts_MLRE = rng.multinomial(400, rng.dirichlet(np.full(16, 0.3)), (3, 2, 4)).astype(np.int32)
+    home_LE = np.stack([rng.permuted(np.repeat(np.arange(4), 4)) for _ in range(2)]).astype(np.int16)
+    mirrored_NLE = rng.random((2, 2, 16)) < 0.5
+    limits = PlanSettings(1.0, 1).limits(cluster)
+    planner = SlicePlanner(Workload.known(counts_MLRE), home_LE, limits, links_of(cluster), mirrored_NLE)
+    table = ReplicaTable.join_layers(planner.plan(range(3), range(2)))
+    paths_P = planner.paths(table)
+    held_P = mirrored_NLE[table.ranks // 2, table.instances_P % 2, table.experts]
+    assert not paths_P[~held_P].any()
+    everything = choose_given_mirrors(home_LE, table, links_of(cluster), np.ones_like(mirrored_NLE))
+    assert np.array_equal(everything, choose_paths(home_LE, table, cluster))

@@ -1,4 +1,7 @@
-"""`trimtab bench step`: time and memory of planning a whole step, from expert ids to finished plan, at three sizes."""
+"""`trimtab bench step`: time and memory of planning a whole step, from expert ids to finished plan, at three sizes.
+
+It also times the header and the slices in which the runtime plans.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +18,8 @@ from rich.progress import track
 
 from trimtab.benchmarks.figure_table import Columns, figure_table, quantity
 from trimtab.cluster import ClusterSpec
-from trimtab.planner import Placement, Planner, StepPlan
+from trimtab.planner import Placement, Planner, SequenceCounts, StepPlan, Workload, plan_sequences
+from trimtab.planner.plan.slices import SlicePlanner, layers_of_rank, rounds_of, to_bytes
 from trimtab.report.number_text import bytes_text, seconds
 from trimtab.trace import PRESETS, RoutingTrace, read_trace, synthesize_preset, write_trace
 
@@ -77,6 +81,7 @@ def _plan(path: Path, size: StepSize, threads: int) -> dict[str, Any]:
     trace = read_trace(path)
     before = _peak_bytes()
     counting_s, planning_s, plan = _time(trace, size, threads)
+    header_s, slices_s = _time_parts(trace, size, threads)
     instances = plan.num_micro_steps * plan.num_layers
     return {
         **asdict(size),
@@ -84,6 +89,8 @@ def _plan(path: Path, size: StepSize, threads: int) -> dict[str, Any]:
         "tokens": trace.num_tokens,
         "counting_s": counting_s,
         "planning_s": planning_s,
+        "header_s": header_s,
+        "slices_s_per_rank": slices_s,
         "ms_per_instance": (counting_s + planning_s) / instances * 1e3,
         "replicas_per_instance": plan.num_replicas / instances,
         "trace_bytes": trace.expert_ids.nbytes,
@@ -104,6 +111,27 @@ def _time(trace: RoutingTrace, size: StepSize, threads: int) -> tuple[float, flo
     return counted - start, time.perf_counter() - counted, plan
 
 
+def _time_parts(trace: RoutingTrace, size: StepSize, threads: int) -> tuple[float, float]:
+    """Seconds of the header on one rank, and of all slices that a rank makes."""
+    sequences = SequenceCounts.from_trace(trace)
+    placement = Placement.contiguous(size.layers, size.experts, size.ranks)
+    start = time.perf_counter()
+    header = plan_sequences(
+        sequences, placement, ClusterSpec(size.ranks, RANKS_PER_NODE), token_budget=TOKEN_BUDGET, threads=threads,
+        sliced=True,
+    )  # fmt: skip
+    header_s = time.perf_counter() - start
+    if header.slices is None:
+        return header_s, 0.0
+    workload = Workload.from_sequences(sequences, header.schedule)
+    planner = SlicePlanner.of(header.slices, 0, workload, header.placement.home)
+    layers = layers_of_rank(size.layers, size.ranks - 1, size.ranks)
+    start = time.perf_counter()
+    for micro_steps in rounds_of(header.schedule.num_micro_steps):
+        to_bytes(planner.plan(micro_steps, layers))
+    return header_s, time.perf_counter() - start
+
+
 def _peak_bytes() -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
@@ -116,6 +144,8 @@ def print_figures(rows: list[dict[str, Any]], console: Console) -> None:
         "tokens": "{tokens:,}",
         "counting": quantity("counting_s", seconds),
         "planning": quantity("planning_s", seconds),
+        "header": quantity("header_s", seconds),
+        "slices of a rank": quantity("slices_s_per_rank", seconds),
         "peak memory": quantity("peak_bytes", bytes_text),
     }
     console.print(figure_table("From expert ids to finished plan", columns, rows))

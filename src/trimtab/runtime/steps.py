@@ -43,6 +43,8 @@ from trimtab.trace import RoutingTrace
 
 # Most seconds that a new plan waits for the round of slices that the planner's thread is in.
 PATIENCE_S = 1.0
+# Most seconds that a micro-step waits for its slices in runs that can be repeated.
+LONGEST_WAIT_S = 60.0
 
 
 class Steps:
@@ -350,7 +352,7 @@ class Steps:
         # that can be repeated.
         self._patience_s = rules.saved_s / max(1, header.num_micro_steps)
         if self._settings.rates is not None:
-            self._patience_s = self._topology.timeout.total_seconds()
+            self._patience_s = LONGEST_WAIT_S
         return slices
 
     def close(self) -> None:
