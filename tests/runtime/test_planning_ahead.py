@@ -88,6 +88,36 @@ def test_any_order_of_finished_sequences_gives_the_same_plan() -> None:
     on_ranks(plan_in_orders, ranks=2)
 
 
+def compare_figures() -> None:
+    """Metrics of slices are those of the whole plan, which is valid."""
+    trace = rank_trace()
+    with mock.patch.object(SessionPlanner, "of", make_planner):
+        session = make_session()
+        planned = plan(session, trace, [np.arange(10)])
+        parts: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(parts, trace)
+        mine = RoutingTrace.concatenate(parts).select(planned.schedule.sequences_of(dist.get_rank()))
+        report = session.apply_plan(planned, mine)
+        assert report.is_sliced
+        assert report.waited_s >= report.planning_s > 0
+        whole = session.step_plan
+        metrics = session.take_metrics()
+        loads = session.rank_loads
+        assert whole.num_replicas > 0
+        assert metrics["moe/planned_replicas"] == whole.num_replicas
+        max_vio = float((loads.max(axis=2) * loads.shape[2] / loads.sum(axis=2) - 1).mean())
+        assert metrics["moe/planned_max_vio"] == pytest.approx(max_vio, abs=1e-5)
+        assert metrics["moe/max_vio_error"] == pytest.approx(max_vio - report.max_vio_after, abs=1e-5)
+        # Its slices are planned already.
+        session.apply_plan(replace(planned, plan=whole, slices=None), mine)
+        assert np.array_equal(session.rank_loads, loads)
+        session.close()
+
+
+def test_figures_of_slices_are_those_of_the_whole_plan() -> None:
+    on_ranks(compare_figures, ranks=2)
+
+
 def count_once() -> list[int]:
     """Sequences that are counted when the step is planned."""
     trace = rank_trace()

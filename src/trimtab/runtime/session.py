@@ -499,8 +499,12 @@ class Session:
             `transfer/*_bytes`: bytes that this rank sent or copied; `moe/unplanned_micro_steps`: micro-steps that ran
             without a plan; `moe/late_micro_steps`: micro-steps that ran without replicas, since these were not planned
             yet; `plan/waited_s`: seconds for which micro-steps waited for them. If replicas are planned while the step
-            runs, of all slices so far: `moe/planned_replicas`; `moe/planned_max_vio`: max/mean - 1 of rank loads, mean
-            over instances, if all are there; `plan/background_s`: seconds of planning and exchanging on the thread;
+            runs: `plan/background_s`: seconds of planning and exchanging on the thread; `moe/planned_replicas`: of all
+            slices so far; if all are there, `moe/planned_max_vio`: max/mean - 1 of rank loads, mean over instances, and
+            `moe/max_vio_error`: that above the expectation in `PlanReport`. Of the last complete step:
+            `plan/predicted_s` and `plan/measured_s`, without moves and optimizer; `plan/cost_scale`: factor of the
+            planner's costs for the next; `plan/measured_gain`: of the best strategy over doing nothing, if that was
+            measured;
             `moe/mixed_instances`: planned instances with unknown rows; `moe/live_layer_calls`: calls of layers outside
             micro-steps while there was a plan; `moe/abandoned_backwards`: failed backwards with replica gradients in
             transfer.

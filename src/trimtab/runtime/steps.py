@@ -346,7 +346,7 @@ class Steps:
 
     def _start_slices(self, header: StepPlan, workload: Workload, rules: SliceRules) -> StepSlices:
         planner = SlicePlanner.of(rules, self._topology.group, workload, header.home)
-        slices = StepSlices(header, planner, self._topology)
+        slices = StepSlices(header, planner, self._topology, expected_max_vio=rules.max_vio)
         planner_thread(self._topology).start(slices.run)
         # A micro-step waits for its replicas for as long as they are predicted to save, or as long as it takes for runs
         # that can be repeated.

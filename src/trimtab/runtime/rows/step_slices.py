@@ -48,12 +48,15 @@ class StepSlices:
     Args:
         header: the plan without replicas.
         planner: plans slices of this rank's expert-parallel group.
+        expected_max_vio: see `SliceRules`.
 
     Attributes:
         can_exchange: whether the threads' process group still works.
     """
 
-    def __init__(self, header: StepPlan, planner: SlicePlanner, topology: Topology) -> None:
+    def __init__(
+        self, header: StepPlan, planner: SlicePlanner, topology: Topology, *, expected_max_vio: float = 0.0
+    ) -> None:
         self._header, self._planner, self._topology = header, planner, topology
         self._rounds = rounds_of(header.num_micro_steps)
         self._round_of = [number for number, micro_steps in enumerate(self._rounds) for _ in micro_steps]
@@ -61,6 +64,7 @@ class StepSlices:
         self._digests = [bytes.fromhex(header.hash)]
         self._agreed = self._made = 0
         self._max_vio = self._busy_s = 0.0
+        self._expected_max_vio = expected_max_vio
         self._stops, self._is_done, self.can_exchange = False, False, True
         self._changed = threading.Condition()
         self._counts_ML: list[list[int]] = []
@@ -211,11 +215,11 @@ class StepSlices:
         """Figures of what is planned so far."""
         with self._changed:
             planned = sum(plan.num_replicas for plan in self._plans)
-            return {
-                "moe/planned_replicas": planned,
-                "moe/planned_max_vio": self._max_vio,
-                "plan/background_s": self._busy_s,
-            }
+            found = {"moe/planned_replicas": float(planned), "plan/background_s": self._busy_s}
+            if len(self._plans) == len(self._rounds):
+                found["moe/planned_max_vio"] = self._max_vio
+                found["moe/max_vio_error"] = self._max_vio - self._expected_max_vio
+            return found
 
 
 def planner_thread(topology: Topology) -> CallThread:
