@@ -68,7 +68,7 @@ class StepSlices:
         self._stops, self._is_done, self.can_exchange = False, False, True
         self._changed = threading.Condition()
         self._counts_ML: list[list[int]] = []
-        self._late: list[int] = []
+        self._num_late = 0
         self._slowest: list[int] = []
         self._problem = ""
         self.of = lru_cache(CACHED_MICRO_STEPS * header.num_layers)(self._of)
@@ -168,7 +168,7 @@ class StepSlices:
             self._counts_ML += counts.tolist()
             self._agreed += 1
         if not self.is_agreed(micro_step):
-            self._late.append(micro_step)
+            self._num_late += 1
             self._slowest = np.flatnonzero(values_RV[:, 0] == values_RV[:, 0].min()).tolist()
 
     def is_agreed(self, micro_step: int) -> bool:
@@ -184,23 +184,19 @@ class StepSlices:
         return InstanceReplicas.of(self._plans[number], micro_step - self._rounds[number].start, layer)
 
     def end(self, patience_s: float) -> bool:
-        """Stop planning, and tell what was late. Returns whether the thread is done and can be used again."""
+        """Stop planning, and tell if much was late. Returns whether the thread is done and can be used again."""
         self._stops = True
         with self._changed:
             is_done = self._changed.wait_for(lambda: self._is_done, patience_s)
-        if self._late:
-            reason = self._problem or f"waiting for rank {', '.join(map(str, self._slowest))}"
+        # A few at the beginning are counted only.
+        if self._problem or (self._num_late and 2 * self._num_late >= self._header.num_micro_steps):
             logging.getLogger("trimtab").warning(
-                "%d micro-steps, %d the first, ran without replicas, since their plan was late: %s",
-                len(self._late), self._late[0], reason,
-            )  # fmt: skip
-            self._late = []
+                "%d micro-steps ran without replicas, since their plan was late: %s",
+                self._num_late,
+                self._problem or f"waiting for rank {', '.join(map(str, self._slowest))}",
+            )
+        self._num_late, self._problem = 0, ""
         return is_done and self.can_exchange
-
-    @property
-    def num_late(self) -> int:
-        """Times that a micro-step has run before its slices were there."""
-        return len(self._late)
 
     def whole_plan(self) -> StepPlan:
         """The header with all replicas that are planned; waits for these."""
