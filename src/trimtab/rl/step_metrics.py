@@ -22,6 +22,7 @@ def plan_metrics(report: PlanReport) -> dict[str, float]:
         "memory/free_bytes": report.free_bytes,
         "moving_s": report.moving_s,
         "planning_s": report.planning_s,
+        "waited_s": getattr(report, "waited_s", report.planning_s),
     }
 
 
