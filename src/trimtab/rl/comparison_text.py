@@ -9,9 +9,7 @@ from rich.table import Column, Table
 from trimtab.report.number_text import seconds
 from trimtab.rl.paired_comparison import PairedComparison
 
-LARGER_SHARE = (
-    "The experts of this model are a small part of its step; with `--expert-width 4096` they are a larger one."
-)
+LARGER_SHARE = "The gain grows with the experts' part of the step, which `--expert-width 4096` makes larger."
 
 
 def comparison_table(comparison: PairedComparison) -> Table:
