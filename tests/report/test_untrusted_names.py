@@ -20,8 +20,9 @@ from trimtab.report.html import NOT_SHOWN, page_of, write_html
 from trimtab.report.model import AnalysisReport, Report
 from trimtab.report.simulation import simulation_report
 from trimtab.rl.config import TrainConfig
-from trimtab.rl.paired_comparison import MeasuredPolicy
+from trimtab.rl.paired_comparison import MeasuredPolicy, PairedComparison
 from trimtab.rl.report import report_of
+from trimtab.rl.step_metrics import plan_metrics
 from trimtab.runtime.planning import PlanReport
 from trimtab.runtime.ranks.recorder import COMBINE, DISPATCH, EXPERTS, OTHER, Recording
 from trimtab.simulator.comparison import ComparisonCase, simulate_policy
@@ -90,9 +91,9 @@ def training_page(name: str) -> Report:
         np.array([OTHER, DISPATCH, EXPERTS, COMBINE], np.uint8), np.array([-1, 0, 0, 0], np.int16),
         np.arange(4.0), np.arange(1.0, 5.0), ((0, 0.0, 4.0),) * 2,
     )  # fmt: skip
-    figures: dict[str, Any] = dict.fromkeys((field.name for field in fields(PlanReport)), 1)
-    plan = PlanReport(**figures | {"strategy": "", "runner_up": ""})
-    measured = MeasuredPolicy([1.0], plan, np.full((1, 1, 2), 8), (recording, recording))
+    figures: dict[str, Any] = dict.fromkeys((field.name for field in fields(PlanReport)), 0)
+    metrics = plan_metrics(PlanReport(**figures)) | {"loss": 0.5, "grad_norm": 1.0}
+    measured = MeasuredPolicy([1.0], [metrics], np.full((1, 1, 2), 8), metrics, (recording, recording))
     # Only its name is shown. A folder's has no slash, but this one must.
     folder: Any = SimpleNamespace(name=name)
     trainer: Any = SimpleNamespace(
@@ -101,7 +102,7 @@ def training_page(name: str) -> Report:
         device=torch.device("cpu"), layer_indices=np.arange(1), model=torch.nn.Linear(1, 1),
         optimizer=SimpleNamespace(state={}),
     )  # fmt: skip
-    return report_of(trainer, {"static": measured, "trimtab": measured})
+    return report_of(trainer, PairedComparison(measured, measured))
 
 
 PAGES: dict[str, Callable[[str], Report | AnalysisReport]] = {

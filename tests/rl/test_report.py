@@ -46,10 +46,19 @@ def test_recordings_with_different_collectives_stay_unchanged() -> None:
 
 
 def test_parts_are_means_over_ranks_and_add_up_to_the_step() -> None:
-    parts = parts_of(with_waiting(two_ranks()), 36.0)
+    parts = parts_of(with_waiting(two_ranks()), 36.0, {"planning": 0.5, "migration": 0.25})
     assert sum(parts.values()) == pytest.approx(36.0)
     # Means scaled by 3: 12 seconds were recorded.
-    expected = {"attention": 6, "dispatch": 6, "experts": 10.5, "imbalance": 9, "transfers": 1.5, "optimizer": 3}
+    expected = {
+        "attention": 3.75,
+        "planning": 1.5,
+        "migration": 0.75,
+        "dispatch": 6,
+        "experts": 10.5,
+        "imbalance": 9,
+        "transfers": 1.5,
+        "optimizer": 3,
+    }
     assert parts == pytest.approx(expected)
 
 

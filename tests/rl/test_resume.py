@@ -76,7 +76,6 @@ def save_again_and_update(out: Path) -> None:
     trainer.session.apply_plan(prepared.planned, prepared.trace)
     trainer.update(prepared, trainer.recompute(prepared), 10)
     trainer.save(1)
-    trainer.log.close()
 
 
 def test_another_number_of_ranks_continues_from_the_same_weights_and_optimizer(straight: Path, tmp_path: Path) -> None:

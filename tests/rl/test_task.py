@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import random
 
-from trimtab.rl.task import Problem, build_tokenizer, draw_demonstration, draw_problem
+import pytest
+
+from trimtab.rl.task import OPERATIONS, SUM, SUM_SHARE, Problem, build_tokenizer, draw_demonstration, draw_problem
 
 
 def test_only_responses_that_end_with_the_right_sum_earn_a_reward() -> None:
     problem = Problem((3, 8, 5))
     assert problem.prompt == "3+8+5="
-    for response in (problem.running_sums, "16.", "99,16."):
+    assert problem.response == "11,16."
+    for response in (problem.response, "16.", "99,16."):
         assert problem.reward(response) == 1.0
     for response in ("16", "11,17.", "~20.", "", "16,.", problem.estimate):
         assert problem.reward(response) == 0.0
@@ -21,7 +24,7 @@ def test_estimates_are_never_right() -> None:
     for _ in range(500):
         problem = draw_problem(rng, held_out=False)
         assert problem.reward(problem.estimate) == 0.0
-        assert problem.reward(problem.running_sums) == 1.0
+        assert problem.reward(problem.response) == 1.0
 
 
 def test_held_out_problems_are_never_trained_on() -> None:
@@ -32,12 +35,36 @@ def test_held_out_problems_are_never_trained_on() -> None:
     assert not held_out & trained
 
 
+def test_demonstrations_of_all_operations_are_right() -> None:
+    rng = random.Random(0)
+    shown = [draw_demonstration(rng) for _ in range(4000)]
+    terms = (3, 0, 2)
+    expected = {"+": ("3+0+2=", "3,5."), "<": ("d<a<c=", "acd."), ">": ("d>a>c=", "ebd."), "|": ("d|a|c=", "cad."),
+                "^": ("d^a^c=", "ddd.")}  # fmt: skip
+    assert {p.operation for p, _ in shown} == set(OPERATIONS) == set(expected)
+    for operation, (prompt, response) in expected.items():
+        problem = Problem(terms, operation)
+        assert (problem.prompt, problem.response) == (prompt, response)
+        assert problem.reward(response) == 1.0
+    sums = [(problem, response) for problem, response in shown if problem.operation == SUM]
+    assert len(sums) / len(shown) == pytest.approx(SUM_SHARE, abs=0.03)
+    estimates = [response == problem.estimate for problem, response in sums]
+    assert sum(estimates) / len(sums) == pytest.approx(0.5, abs=0.06)
+    assert all(response == problem.response for problem, response in shown if problem.operation != SUM)
+
+
+def test_rl_problems_are_sums() -> None:
+    rng = random.Random(0)
+    assert {draw_problem(rng, held_out=False).operation for _ in range(200)} == {SUM}
+
+
 def test_the_tokenizer_has_one_token_per_character_and_round_trips() -> None:
     tokenizer = build_tokenizer()
-    text = "3+8+5=11,16."
-    ids = tokenizer(text)["input_ids"]
-    assert len(ids) == len(text)
-    assert len(set(ids)) == len(set(text))
-    assert tokenizer.decode(ids) == text
-    assert ids[-1] == tokenizer.eos_token_id
-    assert tokenizer.pad_token_id not in ids
+    problems = [Problem((3, 8, 5), operation) for operation in OPERATIONS]
+    for text in (problem.prompt + problem.response for problem in problems):
+        ids = tokenizer(text)["input_ids"]
+        assert len(ids) == len(text)
+        assert len(set(ids)) == len(set(text))
+        assert tokenizer.decode(ids) == text
+        assert ids[-1] == tokenizer.eos_token_id
+        assert tokenizer.pad_token_id not in ids

@@ -1,4 +1,4 @@
-"""One RL step on two ranks: loss, metrics, weights of the rollout, resuming and comparison, checked by hand."""
+"""One RL step on two ranks: loss, metrics, weights of the rollout, resuming, checked by hand."""
 
 from __future__ import annotations
 
@@ -14,17 +14,15 @@ import torch.distributed as dist
 
 from helpers.rank_pool import RankPool
 from helpers.runs import save_tiny_model
+from helpers.trainers import make_sequences, start
 from trimtab.rl import trainer as trainer_module
 from trimtab.rl.checkpoint import last_checkpoint
 from trimtab.rl.collectives import reduce
-from trimtab.rl.config import TrainConfig
-from trimtab.rl.paired_comparison import MeasuredPolicy, compare_policies, speedup
 from trimtab.rl.sequences import Sequence
 from trimtab.rl.task import Problem
 from trimtab.rl.trainer import PreparedStep, Trainer
 
 State = dict[str, Any]
-LAYERS, EXPERTS, TOP_K = 2, 8, 2
 CPU = torch.device("cpu")
 
 
@@ -34,45 +32,6 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     save_tiny_model(folder / "model")
     (folder / "out").mkdir()
     return folder
-
-
-def start(folder: Path, **settings: Any) -> Trainer:
-    """A trainer of the tiny model without warm start. Plans move homes, whatever that saves. They have no
-    replicas, whose planning needs compiled kernels."""
-    torch.set_num_threads(1)
-    given: dict[str, Any] = {
-        "problems": 6, "samples": 4, "token_budget": 64, "max_new_tokens": 6, "warm_start_steps": 0, "held_out": 10,
-        "slots": 0, "seed": 5,
-    }  # fmt: skip
-    trainer = Trainer(TrainConfig(out=folder / "out", model=folder / "model", **given | settings))
-    trainer.session.settings.least_gain = -1e9
-    trainer.warm_start()
-    return trainer
-
-
-def make_sequences(count: int, *, hot: bool = False) -> list[Sequence]:
-    """The same on all ranks. Lengths of prompts and responses differ.
-
-    Args:
-        hot: most tokens use the experts 0 and 1.
-    """
-    rng = np.random.default_rng(3)
-    sequences = []
-    for _ in range(count):
-        prompt, response = int(rng.integers(2, 8)), int(rng.integers(1, 9))
-        fed = prompt + response - 1
-        scores = rng.gumbel(size=(fed, LAYERS, EXPERTS)) + 6 * hot * (np.arange(EXPERTS) < TOP_K)
-        sequences.append(
-            Sequence(
-                token_ids=rng.integers(1, 15, prompt + response),
-                prompt_length=prompt,
-                expert_ids=np.argsort(-scores)[..., :TOP_K].astype(np.uint8),
-                reward=0.0,
-                advantage=float(rng.normal()) + 0.5,
-                log_probs=np.zeros(response, np.float32),
-            )
-        )
-    return sequences
 
 
 def apply(trainer: Trainer, sequences: list[Sequence]) -> tuple[PreparedStep, list[torch.Tensor]]:
@@ -302,44 +261,3 @@ def save_and_resume(state: State, folder: Path) -> None:
 
 def test_a_run_resumes_after_the_step_of_its_last_checkpoint(pool: RankPool, folder: Path) -> None:
     pool.call(save_and_resume, folder)
-
-
-def compare(state: State, folder: Path) -> None:
-    trainer = start(folder, mode="off")
-    sequences = make_sequences(16, hot=True)
-    before = {name: value.clone() for name, value in trainer.session.logical_state_dict(trainer.model).items()}
-    with mock.patch.object(trainer, "rollout", return_value=sequences[trainer.rank :: 2]):
-        results = compare_policies(trainer, 5, pairs=2)
-    static, trimtab = results["static"], results["trimtab"]
-    for result in (static, trimtab):
-        assert len(result.step_s) == 2
-        assert min(result.step_s) > 0.001
-        assert len(result.recordings) == (2 if trainer.rank == 0 else 0)
-        ratios_ML = result.loads_MLR.max(axis=2) / result.loads_MLR.mean(axis=2)
-        assert result.max_vio == pytest.approx(ratios_ML.mean() - 1)
-    assert static.plan.replicas == 0
-    # All rows on the contiguous homes of their experts.
-    rows_LR = np.zeros((LAYERS, 2), np.int64)
-    for sequence in sequences:
-        for layer in range(LAYERS):
-            rows_LR[layer] += np.bincount(sequence.expert_ids[:, layer].reshape(-1) // (EXPERTS // 2), minlength=2)
-    assert np.array_equal(static.loads_MLR.sum(axis=0), rows_LR)
-    assert trimtab.max_vio < static.max_vio / 2
-    assert trainer.session.mode == "off"
-    for name, value in trainer.session.logical_state_dict(trainer.model).items():
-        assert torch.equal(value, before[name]), name
-    trainer.session.close()
-
-
-def test_the_comparison_runs_static_and_planned_steps_without_training(pool: RankPool, folder: Path) -> None:
-    pool.call(compare, folder)
-
-
-def test_speedup_is_the_median_of_the_pairs() -> None:
-    def measured(*step_s: float) -> MeasuredPolicy:
-        return MeasuredPolicy([*step_s], mock.Mock(), np.zeros(0), ())
-
-    static, other = measured(2.0, 4.0, 9.0), measured(1.0, 1.0, 3.0)
-    assert speedup(static, other) == 3.0
-    assert speedup(static, static) == 1.0
-    assert other.median_s == 1.0

@@ -19,12 +19,14 @@ MODES = ("plan", "rehome", "static", "shadow", "off")
 def add(commands: Any) -> None:
     parser = commands.add_parser(
         "train",
-        description="Warm start, then GRPO on generated arithmetic. Recompute and update replay the rollout's routing "
-        "under the plan. Writes metrics.jsonl, summary.json, settings.json, routing/, checkpoints/ and tensorboard/ "
-        "to the output folder; report.html and timeline.json.gz too, if there are --compare-pairs.",
+        description="Warm start on several tasks, then GRPO on sums. Recompute and update replay the rollout's routing "
+        "under the plan. At the end, a second trainer without balancing trains further steps beside the run's, to "
+        "compare times. Writes metrics.jsonl, summary.json, settings.json, routing/, checkpoints/ and tensorboard/ to "
+        "the output folder; of a comparison, report.html and timeline.json.gz too.",
         examples=[
             "trimtab train -o out/demo",
             "trimtab train -o out/demo --resume --steps 60",
+            "trimtab train -o out/wide --expert-width 4096",
             "trimtab train --model path/to/qwen3-moe --warm-start-steps 0 --ranks 8 -o out/run",
             "torchrun --nnodes 2 --nproc-per-node 8 -m trimtab.cli.main train -o /shared/run",
         ],
@@ -42,6 +44,7 @@ def add(commands: Any) -> None:
     )
     option = partial(add_options, parser, of=TrainConfig)
     option("--model", type=Path, metavar="FOLDER", unset="a small model", help="local Hugging Face checkpoint")
+    option("--expert-width", type=positive, help="inner width of the small model's experts")
     option("--mode", choices=MODES, help="how experts are balanced")
     add_options(parser, "--ranks", unset="2")
     option("--slots", "--steps")
@@ -53,7 +56,7 @@ def add(commands: Any) -> None:
     option("--warm-start-steps", type=whole, help="supervised steps before RL")
     option("--held-out", type=positive, help="problems that accuracy is measured on")
     option("--save-every", type=positive, help="RL steps between checkpoints")
-    option("--compare-pairs", type=whole, help="timed pairs of static and trimtab at the end, for the report")
+    option("--compare-pairs", type=whole, help="timed pairs of a balanced and a static step at the end; 0 for none")
     option("--seed")
     option("--gradient-checkpointing", action="store_true", help="save activation memory")
     parser.set_defaults(run=run, needs=("torch", "transformers", "tensorboard"))

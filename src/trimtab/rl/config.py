@@ -25,6 +25,7 @@ class TrainConfig:
     Attributes:
         out: folder of all files that the run writes.
         model: a local Hugging Face checkpoint directory; None for a small random model.
+        expert_width: inner width of the small model's experts; it has no effect with `model`.
         mode: how recompute and update are balanced, see `Session`.
         slots: slots per rank and layer.
         steps: RL steps.
@@ -41,12 +42,14 @@ class TrainConfig:
         gradient_checkpointing: recompute activations in backward.
         held_out: number of problems that accuracy is measured on.
         save_every: RL steps between checkpoints; the last step is always saved.
-        compare_pairs: timed pairs of static and trimtab at the end; 0 for none.
+        compare_pairs: steps after the last one that are also trained in mode static, to compare times, if the mode is
+            `plan` or `rehome`; 0 for none.
         seed: of model, problems and sampling.
     """
 
     out: Path
     model: Path | None = None
+    expert_width: int = 1536
     mode: Mode = "plan"
     slots: int = 2
     steps: int = 30
@@ -63,7 +66,7 @@ class TrainConfig:
     gradient_checkpointing: bool = False
     held_out: int = 512
     save_every: int = 10
-    compare_pairs: int = 10
+    compare_pairs: int = 15
     seed: int = 0
 
     def to_json(self, ranks: int) -> str:

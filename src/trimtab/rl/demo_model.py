@@ -13,6 +13,7 @@ from transformers.utils.logging import disable_progress_bar
 
 from trimtab.errors import InputError
 from trimtab.integrations.transformers import SUPPORTED_MODEL_TYPES
+from trimtab.rl.config import TrainConfig
 from trimtab.rl.task import build_tokenizer
 
 
@@ -24,8 +25,13 @@ def load_tokenizer(directory: Path | None) -> Any:
         return AutoTokenizer.from_pretrained(directory, local_files_only=True)
 
 
-def load_config(directory: Path | None, tokenizer: Any) -> Any:
-    """The model's config: a checkpoint's, or one of 4 MoE layers with 32 experts, top-4, that trains on 2 CPU cores.
+def load_config(directory: Path | None, tokenizer: Any, expert_width: int = TrainConfig.expert_width) -> Any:
+    """The model's config: a checkpoint's, or one of 4 MoE layers with 8 experts, top-1, that trains on 2 CPU cores.
+
+    Args:
+        directory: of a checkpoint; None for the small model.
+        tokenizer: of the model.
+        expert_width: inner width of the small model's experts.
 
     Raises:
         InputError: if the directory holds no config of a supported model.
@@ -39,10 +45,10 @@ def load_config(directory: Path | None, tokenizer: Any) -> Any:
             num_key_value_heads=2,
             head_dim=32,
             intermediate_size=512,
-            moe_intermediate_size=384,
-            num_experts=32,
-            num_experts_per_tok=4,
-            norm_topk_prob=True,
+            moe_intermediate_size=expert_width,
+            num_experts=8,
+            num_experts_per_tok=1,
+            norm_topk_prob=False,
             max_position_embeddings=512,
             initializer_range=0.05,
             pad_token_id=tokenizer.pad_token_id,

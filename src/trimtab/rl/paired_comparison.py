@@ -1,37 +1,42 @@
-"""Comparison of static and trimtab in one run: recompute and update of the same responses, alternating."""
+"""Comparison of net step time: two trainers train the same responses from the same weights, static and balanced."""
 
 from __future__ import annotations
 
 import statistics
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch.distributed as dist
 
 from trimtab.array_type import Array
+from trimtab.calibration.alternating_rounds import median_with_interval
 from trimtab.rl.collectives import gather
-from trimtab.rl.trainer import PreparedStep, Trainer
-from trimtab.runtime import PlanReport
-from trimtab.runtime.planning import Mode
+from trimtab.rl.sequences import Sequence
+from trimtab.rl.step_metrics import StepClock
+from trimtab.rl.trainer import Trainer
 from trimtab.runtime.ranks.recorder import Recording
 
-COMPARED: dict[str, Mode] = {"static": "static", "trimtab": "plan"}
+Metrics = dict[str, float]
 
 
 @dataclass(frozen=True, eq=False)
 class MeasuredPolicy:
-    """Times and balance of one policy.
+    """Steps of one policy.
 
     Attributes:
-        step_s: seconds of recompute and update (forward, backward, complete gradients) of each repetition.
-        plan: report of the step's plan.
-        loads_MLR: tokens `[M, L, R]` int64 that each rank computes.
-        recordings: activities of each rank in one more repetition, in rank order; empty on ranks other than 0.
+        step_s: seconds of each step from the arrival of its responses until the rollout model has the new weights:
+            planning, exchange of sequences, moves, recompute, update and weight synchronisation.
+        metrics: of each step, as in `metrics.jsonl`.
+        loads_MLR: tokens `[M, L, R]` int64 that each rank computes in the recorded step.
+        recorded: metrics of one more step, which was recorded.
+        recordings: activities of each rank in that step, in rank order; empty on ranks other than 0.
     """
 
     step_s: list[float]
-    plan: PlanReport
+    metrics: list[Metrics]
     loads_MLR: Array
+    recorded: Metrics
     recordings: tuple[Recording, ...]
 
     @property
@@ -39,65 +44,105 @@ class MeasuredPolicy:
         """Median of `step_s`."""
         return statistics.median(self.step_s)
 
+    def median(self, name: str) -> float:
+        """Median of a metric over the steps."""
+        return statistics.median(metrics[name] for metrics in self.metrics)
+
+    def total(self, name: str) -> int:
+        """Sum of a metric over the steps."""
+        return int(sum(metrics[name] for metrics in self.metrics))
+
+
+@dataclass(frozen=True, eq=False)
+class PairedComparison:
+    """Both policies on the same responses.
+
+    Attributes:
+        static: expert parallelism on contiguous homes, without replicas.
+        balanced: the run's mode.
+    """
+
+    static: MeasuredPolicy
+    balanced: MeasuredPolicy
+
     @property
-    def max_vio(self) -> float:
-        """max/mean - 1 of rank loads, mean over instances."""
-        return self.plan.max_vio_after
+    def policies(self) -> dict[str, MeasuredPolicy]:
+        """Both, by name."""
+        return {"static": self.static, "trimtab": self.balanced}
+
+    @property
+    def speedup(self) -> tuple[float, list[float]]:
+        """Step time of static divided by that of the other: median over the pairs, and its 95% interval."""
+        return median_with_interval([s / b for s, b in zip(self.static.step_s, self.balanced.step_s, strict=True)])
+
+    @property
+    def loss_difference(self) -> float:
+        """Largest difference of the losses of a pair. Losses are equal but for rounding."""
+        return self._largest_difference("loss")
+
+    @property
+    def norm_difference(self) -> float:
+        """Largest difference of the gradient norms of a pair, as a fraction of the norm."""
+        largest = min(metrics["grad_norm"] for metrics in self.static.metrics)
+        return self._largest_difference("grad_norm") / max(largest, 1e-30)
+
+    def _largest_difference(self, name: str) -> float:
+        pairs = zip(self.static.metrics, self.balanced.metrics, strict=True)
+        return max(abs(static[name] - balanced[name]) for static, balanced in pairs)
 
 
-def speedup(static: MeasuredPolicy, other: MeasuredPolicy) -> float:
-    """Step time of static divided by that of the other, median over the pairs."""
-    return statistics.median(s / o for s, o in zip(static.step_s, other.step_s, strict=True))
+def compare_policies(
+    static: Trainer, balanced: Trainer, first_step: int, pairs: int, advance: Callable[[str], None] = lambda note: None
+) -> PairedComparison:
+    """Train `pairs` steps with both trainers, and time each. Both change. Collective.
 
+    A pair before them warms up, one after them is recorded. The trainers alternate in which is first.
 
-def compare_policies(trainer: Trainer, step: int, pairs: int) -> dict[str, MeasuredPolicy]:
-    """Time `pairs` alternating repetitions on new responses. Weights are not changed. Collective."""
-    session = trainer.session
-    own_mode = session.mode
-    sequences = trainer.rollout(step)
-    prepared = {}
-    for name, mode in COMPARED.items():
-        session.mode = mode
-        prepared[name] = trainer.prepare(sequences, step)
-
-    def apply_plan(name: str) -> PlanReport:
-        session.mode = COMPARED[name]
-        return session.apply_plan(prepared[name].planned, prepared[name].trace)
-
-    times: dict[str, list[float]] = {name: [] for name in COMPARED}
-    with trainer.log.progress("static against trimtab", pairs) as advance:
-        for repetition in range(pairs + 1):
-            for name in COMPARED:
-                apply_plan(name)
-                seconds = _run(trainer, prepared[name])
-                if repetition:  # the first one warms up
-                    times[name].append(seconds)
-            if repetition:
-                advance("")
+    Args:
+        static: in mode `static`, with the weights and optimizer state of `balanced`.
+        balanced: the run's trainer; it also samples the responses.
+        first_step: index of the first RL step.
+        pairs: number of pairs that are timed.
+        advance: called after each pair with "".
+    """
+    trainers = {"static": static, "trimtab": balanced}
+    times: dict[str, list[float]] = {name: [] for name in trainers}
+    metrics: dict[str, list[Metrics]] = {name: [] for name in trainers}
+    for pair in range(pairs + 1):
+        sequences = _with_advantage(balanced.rollout(first_step + pair))
+        for name in list(trainers)[:: -1 if pair % 2 else 1]:
+            seconds, of_step = _train(trainers[name], sequences, first_step + pair)
+            if pair:
+                times[name].append(seconds)
+                metrics[name].append(of_step)
+        if pair:
+            advance("")
+    last = first_step + pairs + 1
+    sequences = _with_advantage(balanced.rollout(last))
     results = {}
-    for name in COMPARED:
-        plan = apply_plan(name)
-        recordings = _record(trainer, prepared[name])
-        results[name] = MeasuredPolicy(times[name], plan, session.rank_loads, recordings)
-    session.mode = own_mode
-    return results
+    for name, trainer in trainers.items():
+        recorded, recordings = _record(trainer, sequences, last)
+        results[name] = MeasuredPolicy(times[name], metrics[name], trainer.session.rank_loads, recorded, recordings)
+    return PairedComparison(results["static"], results["trimtab"])
 
 
-def _run(trainer: Trainer, prepared: PreparedStep) -> float:
-    """Seconds of recompute and update, from a common start until the last rank is done."""
+def _with_advantage(sequences: list[Sequence]) -> list[Sequence]:
+    """Those that `Trainer.step` trains."""
+    return [sequence for sequence in sequences if sequence.advantage != 0]
+
+
+def _train(trainer: Trainer, sequences: list[Sequence], step: int) -> tuple[float, Metrics]:
+    """Seconds and metrics of an RL step, from a common start until the last rank is done."""
     dist.barrier()
     start = time.perf_counter()
-    old_log_probs = trainer.recompute(prepared)
-    for mini_batch in range(trainer.config.mini_batches):
-        trainer.accumulate(prepared, old_log_probs, mini_batch)
-        trainer.optimizer.zero_grad()
+    _, metrics = trainer.train(sequences, step, StepClock())
     dist.barrier()
-    return time.perf_counter() - start
+    return time.perf_counter() - start, metrics
 
 
-def _record(trainer: Trainer, prepared: PreparedStep) -> tuple[Recording, ...]:
-    """Recordings of all ranks in one repetition; empty on ranks other than 0."""
+def _record(trainer: Trainer, sequences: list[Sequence], step: int) -> tuple[Metrics, tuple[Recording, ...]]:
+    """Metrics of an RL step, and recordings of all ranks, which are empty on ranks other than 0."""
     dist.barrier()
     with trainer.session.recording() as recorder:
-        _run(trainer, prepared)
-        return tuple(gather(recorder.finish()))
+        _, metrics = _train(trainer, sequences, step)
+        return metrics, tuple(gather(recorder.finish()))

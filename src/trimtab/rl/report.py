@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import platform
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -12,7 +12,8 @@ import torch
 from trimtab.planner.plan.pass_times import PARTS
 from trimtab.report.model import LoadMap, PolicyResult, Report, Timeline
 from trimtab.report.number_text import seconds
-from trimtab.rl.paired_comparison import MeasuredPolicy, speedup
+from trimtab.rl.comparison_text import answer, check
+from trimtab.rl.paired_comparison import PairedComparison
 from trimtab.rl.trainer import Trainer
 from trimtab.runtime.ranks.recorder import (
     ACTIVITIES,
@@ -42,69 +43,68 @@ ABOUT = {
     "trimtab": "schedule, homes, replicas and split, planned from the recorded routing",
 }
 NOTES = (
-    "Measured, not simulated. Times are medians of alternating repetitions on the same responses; parts and timelines "
-    "are of one more repetition each, the parts scaled to the median.",
-    "Attention and other is everything outside the expert layers, such as the loss.",
+    "Measured, not simulated. Two trainers start with the same weights and train the same responses, step after step. "
+    "They take turns in being first.",
+    "Step time is net: from the arrival of a step's responses until its optimizer steps are done and the rollout model "
+    "has the new weights. It includes planning, the exchange of sequences and moves of experts, but not the rollout.",
+    "Bars, loads and timelines are of one more step, the parts scaled to the median step time. Attention and other is "
+    "everything that no other part names, such as the loss, optimizers and weight synchronisation.",
     "A rank that reaches a dispatch or combine before the others waits for them; the time after the last rank has "
     "reached it counts as dispatch or combine. Ranks also wait because of uneven attention and other processes on the "
     "machine.",
-    "Planning is not part of the step time here: plans are made before the step, during the rollout.",
 )
 
 
-def report_of(trainer: Trainer, results: dict[str, MeasuredPolicy]) -> Report:
+def report_of(trainer: Trainer, comparison: PairedComparison) -> Report:
     """The page of a comparison. Only rank 0 has the recordings for it."""
-    static, trimtab = results["static"], results["trimtab"]
-    split = {name: with_waiting(result.recordings) for name, result in results.items()}
+    static, balanced = comparison.static, comparison.balanced
+    split = {name: with_waiting(result.recordings) for name, result in comparison.policies.items()}
     memory = memory_of(trainer)
     policies = []
-    for name, result in results.items():
+    for name, result in comparison.policies.items():
         M, L, _ = result.loads_MLR.shape
+        recorded = result.recorded
         # Pool and mirror exist in the whole run, but only a policy with replicas needs them.
         pool = {
-            "replica pool": float(result.plan.pool_bytes),
-            "host mirror of the node": float(result.plan.mirror_bytes),
+            "replica pool": recorded["memory/pool_bytes"],
+            "host mirror of the node": recorded["memory/mirror_bytes"],
         }
+        outside = {"planning": recorded["waited_s"], "migration": recorded["moving_s"]}
         policies.append(
             PolicyResult(
                 name=name,
                 about=ABOUT[name],
                 step_time_s=result.median_s,
-                speedup=speedup(static, result),
+                speedup=comparison.speedup[0] if result is balanced else 1.0,
                 fraction_of_balanced=None,
-                max_over_mean=1 + result.max_vio,
-                parts_s=parts_of(split[name], result.median_s),
-                memory_bytes=memory | (pool if result.plan.replicas else {}),
-                replicas_per_instance=result.plan.replicas / (M * L),
+                max_over_mean=1 + recorded["moe/max_vio_after"],
+                parts_s=parts_of(split[name], result.median_s, outside),
+                memory_bytes=memory | (pool if recorded["moe/replicas"] else {}),
+                replicas_per_instance=recorded["moe/replicas"] / (M * L),
             )
         )
     where = LANES.index("network" if trainer.session.topology.ranks_per_node < trainer.num_ranks else "node link")
     return Report(
         title=f"Trimtab, training run {trainer.config.out.name}",
-        answer=_answer(static, trimtab),
-        facts=_facts(trainer, results),
+        answer=answer(comparison),
+        facts=_facts(trainer, comparison),
         policies=tuple(policies),
         layer_names=tuple(str(layer) for layer in trainer.layer_indices.tolist()),
         before=LoadMap("static", static.loads_MLR),
-        after=LoadMap("trimtab", trimtab.loads_MLR),
+        after=LoadMap("trimtab", balanced.loads_MLR),
         timelines=tuple(timeline_of(name, recordings, where) for name, recordings in split.items()),
-        notes=NOTES,
+        notes=(*NOTES, check(comparison)),
+        table_title=f"Net step time, medians of {len(static.step_s)} training steps",
     )
 
 
-def _answer(static: MeasuredPolicy, trimtab: MeasuredPolicy) -> str:
-    return (
-        f"Trimtab makes recompute and update {speedup(static, trimtab):.2f} times as fast as static expert "
-        f"parallelism: the busiest rank has {trimtab.max_vio:.1%} more than the mean instead of {static.max_vio:.1%}."
-    )
-
-
-def _facts(trainer: Trainer, results: dict[str, MeasuredPolicy]) -> tuple[tuple[str, str], ...]:
-    config, static, trimtab = trainer.config, results["static"], results["trimtab"]
-    M, L, R = trimtab.loads_MLR.shape
+def _facts(trainer: Trainer, comparison: PairedComparison) -> tuple[tuple[str, str], ...]:
+    config, static, balanced = trainer.config, comparison.static, comparison.balanced
+    M, L, R = balanced.loads_MLR.shape
     top_k = trainer.model_config.num_experts_per_tok
-    tokens = int(trimtab.loads_MLR[:, 0].sum()) // top_k
+    tokens = int(balanced.loads_MLR[:, 0].sum()) // top_k
     device = torch.cuda.get_device_name() if trainer.device.type == "cuda" else f"CPU, {platform.machine()}"
+    low, high = comparison.speedup[1]
     return (
         (
             "model",
@@ -115,9 +115,14 @@ def _facts(trainer: Trainer, results: dict[str, MeasuredPolicy]) -> tuple[tuple[
         ("step", f"{tokens:,} tokens, {len(static.loads_MLR)} micro-steps under static, {M} under trimtab"),
         ("token budget", f"{config.token_budget:,} per rank and micro-step"),
         ("slots", f"{config.slots} per rank"),
-        ("homes moved", f"{trimtab.plan.homes_moved} of {L * trainer.session.num_experts} experts"),
-        ("planning", seconds(trimtab.plan.planning_s)),
+        ("mode", config.mode),
         ("pairs", str(len(static.step_s))),
+        ("95% interval of the ratio", f"{low:.2f} to {high:.2f}"),
+        ("replicas", f"{balanced.total('moe/replicas'):,} in all steps"),
+        ("homes moved", f"{balanced.total('moe/homes_moved'):,} in all steps, of {L * trainer.session.num_experts}"),
+        ("planning", f"{seconds(balanced.median('planning_s'))} a step"),
+        ("training waited for plans", f"{seconds(balanced.median('waited_s'))} a step"),
+        ("moves", f"{seconds(balanced.median('moving_s'))} a step"),
         ("torch", torch.__version__),
     )
 
@@ -162,13 +167,22 @@ def with_waiting(recordings: Sequence[Recording]) -> tuple[Recording, ...]:
     return tuple(result)
 
 
-def parts_of(recordings: Sequence[Recording], step_time_s: float) -> dict[str, float]:
-    """Seconds by part, mean over ranks, scaled so that their sum is the step time."""
+def parts_of(recordings: Sequence[Recording], step_time_s: float, outside_s: Mapping[str, float]) -> dict[str, float]:
+    """Seconds by part, mean over ranks, scaled so that their sum is the step time.
+
+    Args:
+        recordings: of all ranks.
+        step_time_s: of the whole step.
+        outside_s: seconds of parts that happen outside micro-steps, which recordings count as attention and other.
+    """
     parts_s = dict.fromkeys(PARTS, 0.0)
     for recording in recordings:
         by_kind = np.bincount(recording.kind_N, recording.end_N - recording.start_N, minlength=len(NAMES))
         for kind, part in PART_OF.items():
             parts_s[part] += float(by_kind[kind])
+        for part, part_s in outside_s.items():
+            parts_s[part] += part_s
+            parts_s["attention"] -= part_s
     total = sum(parts_s.values())
     return {part: step_time_s * value / total for part, value in parts_s.items() if value > 0}
 

@@ -7,6 +7,7 @@ import json
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 import torch.distributed as dist
@@ -16,11 +17,12 @@ from trimtab.errors import InputError
 from trimtab.files import write_atomically, write_problem
 from trimtab.report.html import write_html
 from trimtab.report.perfetto import write_perfetto
-from trimtab.rl.checkpoint import Checkpoint, last_checkpoint
+from trimtab.rl.checkpoint import Checkpoint, last_checkpoint, remove_unfinished
+from trimtab.rl.comparison_text import answer, check, comparison_figures, comparison_table
 from trimtab.rl.config import TrainConfig
-from trimtab.rl.paired_comparison import MeasuredPolicy, compare_policies, speedup
+from trimtab.rl.paired_comparison import PairedComparison, compare_policies
 from trimtab.rl.report import report_of
-from trimtab.rl.run_log import kept_metrics
+from trimtab.rl.run_log import RunLog, kept_metrics
 from trimtab.rl.trainer import Trainer
 
 
@@ -33,24 +35,46 @@ def run_training(config: TrainConfig) -> None:
     with _input_errors(config.out), _lock(config.out):
         checkpoint = _agreed_checkpoint(config.out)
         trainer = Trainer(config, checkpoint)
+        log = _start_log(trainer)
         if checkpoint:
-            trainer.log.console.print(f"continuing after {checkpoint.step} of {config.steps} steps")
+            log.console.print(f"continuing after {checkpoint.step} of {config.steps} steps")
         else:
-            trainer.warm_start()
+            with log.progress("warm start", config.warm_start_steps) as advance:
+                trainer.warm_start(lambda loss: advance(f"loss {loss:.3f}"))
             trainer.measure_accuracy("after warm start")
             if config.warm_start_steps:
                 trainer.save(0)
-        accuracy = trainer.held_out_accuracy["after warm start"]
-        trainer.log.console.print(f"held-out accuracy after warm start: {accuracy:.1%}")
-        trainer.log.header()
+        log.console.print(f"held-out accuracy after warm start: {trainer.held_out_accuracy['after warm start']:.1%}")
+        log.header()
         for step in range(trainer.first_step, config.steps):
-            trainer.log.step(trainer.step(step))
+            log.step(trainer.step(step))
             if (step + 1) % config.save_every == 0 or step + 1 == config.steps:
                 trainer.save(step + 1)
         trainer.measure_accuracy(f"after {config.steps} GRPO steps")
-        results = compare_policies(trainer, config.steps, config.compare_pairs) if config.compare_pairs else {}
-        _summarise(trainer, results)
-        trainer.log.close()
+        _summarise(trainer, log, _compare(trainer, log))
+        log.close()
+
+
+def _start_log(trainer: Trainer) -> RunLog:
+    """The run's log. Rank 0 writes the settings and removes what a stopped run left."""
+    config, is_writer = trainer.config, trainer.rank == 0
+    if is_writer:
+        write_atomically(config.out / "settings.json", config.to_json(trainer.num_ranks))
+        remove_unfinished(config.out)
+    return RunLog(config.out, first_step=trainer.first_step, is_writer=is_writer)
+
+
+def _compare(trainer: Trainer, log: RunLog) -> PairedComparison | None:
+    """Train on, beside a static trainer that starts from the last checkpoint. The run is saved before. Collective."""
+    config = trainer.config
+    if not config.compare_pairs or config.mode not in ("plan", "rehome"):
+        return None
+    static = Trainer(replace(config, mode="static"), _agreed_checkpoint(config.out))
+    try:
+        with log.progress(f"static against {config.mode}", config.compare_pairs) as advance:
+            return compare_policies(static, trainer, config.steps, config.compare_pairs, advance)
+    finally:
+        static.session.close()
 
 
 @contextmanager
@@ -91,33 +115,23 @@ def _agreed_checkpoint(out: Path) -> Checkpoint | None:
     return found[0]
 
 
-def _summarise(trainer: Trainer, results: dict[str, MeasuredPolicy]) -> None:
+def _summarise(trainer: Trainer, log: RunLog, comparison: PairedComparison | None) -> None:
     """Print accuracies and the comparison; rank 0 writes summary, report and timeline."""
-    log, config, accuracies = trainer.log, trainer.config, trainer.held_out_accuracy
-    accuracy_table = Table("model", Column("accuracy", justify="right"))
+    config, accuracies = trainer.config, trainer.held_out_accuracy
+    table = Table("model", Column("accuracy", justify="right"))
     for name, accuracy in accuracies.items():
-        accuracy_table.add_row(name, f"{accuracy:.1%}")
-    log.console.print(f"\nHeld-out accuracy, {config.held_out} problems, greedy", accuracy_table, sep="\n")
+        table.add_row(name, f"{accuracy:.1%}")
+    log.console.print(f"\nHeld-out accuracy, {config.held_out} problems, greedy", table, sep="\n")
     summary: dict[str, object] = {"held_out_accuracy": accuracies}
-    if results:
-        static = results["static"]
-        columns = (Column(name, justify="right") for name in ("step time", "speed-up", "max_vio"))
-        policy_table = Table("policy", *columns)
-        for name, result in results.items():
-            ratio = speedup(static, result)
-            policy_table.add_row(name, f"{result.median_s:.3f} s", f"{ratio:.2f}x", f"{result.max_vio:.3f}")
-        title = f"Recompute and update of one step, medians of {len(static.step_s)} alternating pairs"
-        log.console.print(title, policy_table, sep="\n")
-        summary["policies"] = {
-            name: {"median_s": result.median_s, "step_s": result.step_s, "max_vio": result.max_vio}
-            for name, result in results.items()
-        } | {"speedup": speedup(static, results["trimtab"])}
+    files = ["metrics.jsonl", "routing/", "checkpoints/", "tensorboard/"]
+    if comparison is not None:
+        log.console.print(comparison_table(comparison), answer(comparison), check(comparison), sep="\n")
+        summary["comparison"] = comparison_figures(comparison)
+        files = ["report.html", "timeline.json.gz", *files]
     if trainer.rank == 0:
-        files = ["metrics.jsonl", "routing/", "checkpoints/", "tensorboard/"]
-        if results:
-            report = report_of(trainer, results)
+        if comparison is not None:
+            report = report_of(trainer, comparison)
             write_html(report, config.out / "report.html")
             write_perfetto(report.timelines, config.out / "timeline.json.gz")
-            files = ["report.html", "timeline.json.gz", *files]
         write_atomically(config.out / "summary.json", json.dumps(summary, indent=2) + "\n")
         log.console.print(f"Everything is in {config.out}: {', '.join(files)}")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import chain
 from typing import Any
@@ -11,18 +12,16 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from trimtab.files import write_atomically
 from trimtab.integrations.transformers import moe_blocks, num_experts, share_experts
 from trimtab.planner import Placement
 from trimtab.rank_variables import rank_variable
 from trimtab.rl.batches import MicroBatch, collate
-from trimtab.rl.checkpoint import Checkpoint, remove_unfinished, write_checkpoint
+from trimtab.rl.checkpoint import Checkpoint, write_checkpoint
 from trimtab.rl.collectives import gather, reduce
 from trimtab.rl.config import TrainConfig
 from trimtab.rl.demo_model import load_config, load_model, load_tokenizer
 from trimtab.rl.losses import CLIP, clipped_policy_loss, token_log_probs
 from trimtab.rl.rollout import count_correct, held_out_problems, sample_groups
-from trimtab.rl.run_log import RunLog
 from trimtab.rl.sequences import Sequence, exchange_sequences, gather_lengths, routing_of
 from trimtab.rl.step_metrics import StepClock, plan_metrics
 from trimtab.rl.task import draw_problem
@@ -75,7 +74,7 @@ class Trainer:
         torch.manual_seed(config.seed)
         model = checkpoint.directory if checkpoint else config.model
         self.tokenizer = load_tokenizer(model)
-        self.model_config = load_config(model, self.tokenizer)
+        self.model_config = load_config(model, self.tokenizer, config.expert_width)
         self.model = load_model(model, self.model_config, torch.float32).to(self.device)
         self.rollout_model = load_model(None, self.model_config, torch.bfloat16).to(self.device).eval()
         self.layer_indices = np.array(list(moe_blocks(self.model)), np.int32)
@@ -102,20 +101,15 @@ class Trainer:
             if home.max() + 1 == self.num_ranks:
                 self.session.move(Placement(home))
             self.sync_rollout()
-        if self.rank == 0:
-            write_atomically(config.out / "settings.json", config.to_json(self.num_ranks))
-            remove_unfinished(config.out)
-        self.log = RunLog(config.out, first_step=self.first_step, is_writer=self.rank == 0)
 
-    def warm_start(self) -> None:
-        """Run the supervised steps, if any, and copy the weights to the rollout model. Collective."""
-        steps = self.config.warm_start_steps
-        if steps:
-            with self.log.progress("warm start", steps) as advance:
-                warm_start(
-                    self.model, self.session, self.replicated, self.tokenizer, self.config,
-                    lambda loss: advance(f"loss {loss:.3f}"),
-                )  # fmt: skip
+    def warm_start(self, on_step: Callable[[float], None] = lambda loss: None) -> None:
+        """Run the supervised steps, if any, and copy the weights to the rollout model. Collective.
+
+        Args:
+            on_step: called after every supervised step with this rank's loss.
+        """
+        if self.config.warm_start_steps:
+            warm_start(self.model, self.session, self.replicated, self.tokenizer, self.config, on_step)
         self.sync_rollout()
 
     def sync_rollout(self) -> None:
@@ -239,15 +233,17 @@ class Trainer:
         for group in self.optimizer.param_groups:
             group["lr"] = self.config.learning_rate * min(1.0, (step + 1) / WARM_UP_STEPS)
         metrics: dict[str, float] = {}
-        clipped = 0.0
+        clipped = loss = 0.0
         for mini_batch in range(self.config.mini_batches):
             sums = self.accumulate(prepared, old_log_probs, mini_batch)
             norm = self.session.clip_gradients(self.replicated, self.config.max_norm)
             self.optimizer.step()
             self.optimizer.zero_grad()
             clipped += sums["clipped"]
+            loss += sums["loss"] / self.config.mini_batches
             if mini_batch == 0:
-                metrics |= {"loss": self._total(sums["loss"]), "grad_norm": norm}
+                metrics["grad_norm"] = norm
+        metrics["loss"] = self._total(loss)
         metrics["ppo/clip_fraction"] = self._total(clipped) / max(1, sum(prepared.response_tokens))
         return metrics
 
@@ -263,7 +259,25 @@ class Trainer:
         trained = [s for s in sequences if s.advantage != 0]
         metrics: dict[str, Any] = {"step": step, "reward": rewards, "response_length": lengths}
         metrics["trained_sequences"] = int(self._total(len(trained)))
-        prepared = self.prepare(trained, step)
+        prepared, trained_metrics = self.train(trained, step, clock)
+        metrics |= trained_metrics
+        self.write_routing(prepared, step)
+        clock.lap("write_s")
+        return metrics | clock.laps
+
+    def train(self, sequences: list[Sequence], step: int, clock: StepClock) -> tuple[PreparedStep, dict[str, Any]]:
+        """Plan, recompute, update, and copy the weights to the rollout model: an RL step after its rollout. Collective.
+
+        Args:
+            sequences: of this rank.
+            step: index of the RL step.
+            clock: measures the parts.
+
+        Returns:
+            The planned step, and metrics, which are equal on all ranks but for times.
+        """
+        metrics: dict[str, Any] = {}
+        prepared = self.prepare(sequences, step)
         clock.lap("prepare_s")
         self.session.take_metrics()
         report = self.session.apply_plan(prepared.planned, prepared.trace)
@@ -280,9 +294,7 @@ class Trainer:
         metrics["moe/micro_steps"] = 2 * report.micro_steps
         for name, value in self.session.take_metrics().items():
             metrics[name] = value if name.startswith("moe/") else self._total(value)
-        self.write_routing(prepared, step)
-        clock.lap("write_s")
-        return metrics | clock.laps
+        return prepared, metrics
 
     def write_routing(self, prepared: PreparedStep, step: int) -> None:
         """Write the routing of all ranks to `routing/step-*.parquet`. Collective."""

@@ -3,15 +3,21 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 
+from trimtab.integrations.transformers import moe_blocks
+from trimtab.integrations.transformers.families import family_of
 from trimtab.rl.config import TrainConfig
 from trimtab.rl.losses import token_log_probs
 from trimtab.rl.task import draw_demonstration
 from trimtab.runtime import Session
+
+# The default of `router_aux_loss_coef` in transformers. Experts may specialise.
+BALANCE_WEIGHT = 0.001
 
 
 def warm_start(
@@ -41,17 +47,46 @@ def warm_start(
         mine = [(problem.prompt, response) for problem, response in demonstrations[session.rank :: session.num_ranks]]
         tokens, fed, response_mask = _encode(tokenizer, mine, device)
         targets = tokens[:, 1:]
-        with session.live_micro_step(positions=fed):
+        with session.live_micro_step(positions=fed), recorded_routers(model) as routed:
             log_probs = token_log_probs(model(input_ids=tokens[:, :-1], use_cache=False).logits, targets)
+            loss = -(log_probs * response_mask).sum() / response_mask.sum()
+            balance = sum(load_balancing_loss(logits[fed], ids[fed]) for logits, ids in routed)
             # All ranks have equal weight; the constant is known before the step.
-            loss = -(log_probs * response_mask).sum() / (response_mask.sum() * session.num_ranks)
-            loss.backward()
+            ((loss + BALANCE_WEIGHT * balance) / session.num_ranks).backward()
         session.finish_gradients(replicated)
         session.clip_gradients(replicated, config.max_norm)
         optimizer.step()
         optimizer.zero_grad()
         schedule.step()
-        on_step(float(loss.detach()) * session.num_ranks)
+        on_step(float(loss.detach()))
+
+
+@contextmanager
+def recorded_routers(model: Any) -> Iterator[list[tuple[torch.Tensor, torch.Tensor]]]:
+    """A list of the `(logits [T, E], ids [T, K])` of all routers that run in the context."""
+    routed: list[tuple[torch.Tensor, torch.Tensor]] = []
+    router = family_of(model.config).router
+    hooks = [
+        getattr(block, router).register_forward_hook(lambda _router, _args, output: routed.append(output[::2]))
+        for block in moe_blocks(model).values()
+    ]
+    try:
+        yield routed
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+def load_balancing_loss(logits: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+    """The auxiliary loss of Switch Transformers (arXiv 2101.03961) of one layer; 1 if all experts are equally likely.
+
+    Args:
+        logits: `[T, E]` of the router.
+        ids: `[T, K]` chosen experts.
+    """
+    num_experts = logits.shape[1]
+    fraction_E = torch.bincount(ids.flatten(), minlength=num_experts) / ids.numel()
+    return num_experts * (fraction_E * logits.softmax(dim=-1).mean(dim=0)).sum()
 
 
 def _encode(
