@@ -17,7 +17,7 @@ from helpers.equality import relative_error
 from helpers.moe_model import WITHOUT_CHECKPOINTS, Shape, TinyMoE
 from helpers.plain_dispatch import PlainDispatcher
 from helpers.random_plans import random_placement, random_plan
-from helpers.random_slices import as_header, fails, in_time, random_delay, random_slices, stalls
+from helpers.random_slices import RELEASE, as_header, fails, in_time, random_delay, random_slices, stalls
 from helpers.rank_pool import scattered_groups
 from trimtab.array_type import Array
 from trimtab.planner import GroupPlans, Placement, Schedule, Workload
@@ -132,11 +132,13 @@ class _Comparison:
         self.metrics: Counter[str] = Counter()
 
     def run(self) -> None:
+        RELEASE.clear()
         delays = {"late": random_delay((self.case.seed, dist.get_rank())), "fails": fails, "stalls": stalls}
         for step in range(4 if self.case.slices == "stalls" else 2):
             is_broken = self.case.slices in ("fails", "stalls") and (step or dist.get_rank() != 1)
             self.delay = delays.get(self.case.slices or "", in_time) if not is_broken else in_time
             self.step()
+        RELEASE.set()
         self.session.close()
 
     def step(self) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -22,7 +23,8 @@ from trimtab.planner.replicas.replica_table import ReplicaTable
 
 # Longest wait of a micro-step for late slices, and longest delay of a round.
 PATIENCE_S, DELAY_S = 0.004, 0.02
-NEVER_LATE_S, STALL_S = 1e6, 0.5
+NEVER_LATE_S, LONGEST_STALL_S = 1e6, 60.0
+RELEASE = threading.Event()
 
 
 def as_header(planned: GroupPlans, *, slots: int, waits: bool) -> GroupPlans:
@@ -91,9 +93,9 @@ def fails(micro_steps: range) -> None:
 
 
 def stalls(micro_steps: range) -> None:
-    """The second round takes long."""
+    """The second round takes until it is released."""
     if micro_steps.start:
-        time.sleep(STALL_S)
+        RELEASE.wait(LONGEST_STALL_S)
 
 
 def random_delay(seed: Sequence[int]) -> Callable[[range], None]:

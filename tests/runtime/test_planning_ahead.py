@@ -78,7 +78,7 @@ def plan_in_orders() -> None:
         session.plan_ahead(more, token_budget=BUDGET)
         assert len(session.plan_sequences(trace, token_budget=BUDGET).schedule.rank) == 2 * trace.num_sequences
         # Of a small part, homes and strategy are not chosen.
-        assert plan(session, trace, [np.arange(3)]).known_ahead == 0.0
+        assert plan(session, trace, [np.arange(7)]).known_ahead == 0.0
         # The next step is counted anew.
         assert plan(session, trace, []).ahead_s == 0.0
         session.close()

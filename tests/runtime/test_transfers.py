@@ -20,6 +20,7 @@ from trimtab.errors import InputError, RanksDisagreeError
 from trimtab.launch.shared_files import SHARED_MEMORY
 from trimtab.planner import Placement
 from trimtab.planner.replicas.paths import HOST, PEER
+from trimtab.runtime.planning import LOCAL_CPU
 
 LISTED = replace(SHAPE, lists=ALL_LISTS)
 
@@ -274,7 +275,8 @@ def test_invalid_plans_are_refused_before_any_work() -> None:
 
 def plan_own_schedules(groups: int) -> None:
     """Planned schedules, homes and replicas give the plain model's gradient, with one and several groups."""
-    session, model, reference = make(groups=groups)
+    # With rates, no step does nothing to measure that.
+    session, model, reference = make(groups=groups, rates=LOCAL_CPU)  # type: ignore[arg-type]
     optimizers = [torch.optim.AdamW(m.parameters(), lr=0.01, eps=0.1) for m in (reference, model)]
     session.register_optimizers(optimizers[1])
     data_rank, num_data_ranks = dist.get_rank(), dist.get_world_size()

@@ -294,6 +294,9 @@ class Trainer:
         metrics["moe/micro_steps"] = 2 * report.micro_steps
         for name, value in self.session.take_metrics().items():
             metrics[name] = value if name.startswith("moe/") else self._total(value)
+        # What was planned while the step ran, in place of what was expected.
+        for figure, planned in (("moe/replicas", "moe/planned_replicas"), ("moe/max_vio_after", "moe/planned_max_vio")):
+            metrics[figure] = metrics.get(planned, metrics[figure])
         return prepared, metrics
 
     def write_routing(self, prepared: PreparedStep, step: int) -> None:
