@@ -152,11 +152,15 @@ def _summarise(
 
 def _print(figures: dict[str, Any], console: Console) -> None:
     table = Table(title=f"Time of a step with {figures['replicas']} replicas, by when they are planned")
-    for column in ("planned", "step", "of beforehand", "95% interval"):
+    for column in ("planned", "step", "of beforehand", "95% interval", "CPU of rank 0"):
         table.add_column(column, justify="left" if column == "planned" else "right")
     for name, figure in figures["variants"].items():
         low, high = figure["ratio_interval"]
         table.add_row(
-            name, f"{figure['median_s']:.3f} s", f"{figure['ratio_to_beforehand']:.4f}", f"{low:.4f} to {high:.4f}"
+            name,
+            f"{figure['median_s']:.3f} s",
+            f"{figure['ratio_to_beforehand']:.4f}",
+            f"{low:.4f} to {high:.4f}",
+            f"{figure['cpu_s_of_rank_0']:.3f} s",
         )
     console.print(table)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import platform
+import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
@@ -13,7 +14,7 @@ from trimtab.planner.plan.pass_times import PARTS
 from trimtab.report.model import LoadMap, PolicyResult, Report, Timeline
 from trimtab.report.number_text import seconds
 from trimtab.rl.comparison_text import answer, check
-from trimtab.rl.paired_comparison import PairedComparison
+from trimtab.rl.paired_comparison import MeasuredPolicy, PairedComparison
 from trimtab.rl.trainer import Trainer
 from trimtab.runtime.ranks.recorder import (
     ACTIVITIES,
@@ -120,11 +121,24 @@ def _facts(trainer: Trainer, comparison: PairedComparison) -> tuple[tuple[str, s
         ("95% interval of the ratio", f"{low:.2f} to {high:.2f}"),
         ("replicas", f"{balanced.total('moe/replicas'):,} in all steps"),
         ("homes moved", f"{balanced.total('moe/homes_moved'):,} in all steps, of {L * trainer.session.num_experts}"),
-        ("planning", f"{seconds(balanced.median('planning_s'))} a step"),
-        ("training waited for plans", f"{seconds(balanced.median('waited_s'))} a step"),
+        ("planning, training waited", f"{seconds(balanced.median('waited_s'))} a step"),
+        ("planning beside the rollout", f"{seconds(balanced.median('ahead_s'))} a step"),
+        ("planning beside the step", f"{seconds(balanced.median('plan/background_s'))} a step"),
+        ("forward and backward", _predicted_and_measured(balanced)),
         ("moves", f"{seconds(balanced.median('moving_s'))} a step"),
         ("torch", torch.__version__),
     )
+
+
+def _predicted_and_measured(policy: MeasuredPolicy) -> str:
+    """Times of forward and backward of all micro-steps."""
+    found = [metrics for metrics in policy.metrics if "plan/measured_s" in metrics]
+    if not found:
+        return "not measured"
+    predicted, measured = (
+        seconds(statistics.median(metrics[f"plan/{name}_s"] for metrics in found)) for name in ("predicted", "measured")
+    )
+    return f"predicted {predicted}, measured {measured} a step"
 
 
 def memory_of(trainer: Trainer) -> dict[str, float]:

@@ -292,8 +292,10 @@ class Trainer:
         metrics |= plan_metrics(report)
         # Every micro-step runs twice, in recompute and in update.
         metrics["moe/micro_steps"] = 2 * report.micro_steps
+        metrics["plan/background_s"] = 0.0
         for name, value in self.session.take_metrics().items():
-            metrics[name] = value if name.startswith("moe/") else self._total(value)
+            metrics[name] = value if name.startswith(("moe/", "plan/")) else self._total(value)
+        metrics["waited_s"] += metrics["plan/waited_s"]
         # What was planned while the step ran, in place of what was expected.
         for figure, planned in (("moe/replicas", "moe/planned_replicas"), ("moe/max_vio_after", "moe/planned_max_vio")):
             metrics[figure] = metrics.get(planned, metrics[figure])

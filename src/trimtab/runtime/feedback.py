@@ -51,6 +51,7 @@ class Feedback:
     _measured: dict[str, _Measured] = field(default_factory=dict)
     _dropped_until: dict[str, int] = field(default_factory=dict)
     _gain: float = 0.0
+    _adapts: bool = True
     _planned: PlannedStep | None = None
     _others_s: float = 0.0
     _entered: set[int] = field(default_factory=set)
@@ -86,11 +87,12 @@ class Feedback:
             return 0, 0
         return max(1, round((self._ended_at - self._began_at) * 1e6)), round(self._others_s * 1e6)
 
-    def learn(self, measured_R2: Array) -> None:
+    def learn(self, measured_R2: Array, *, adapts: bool = True) -> None:
         """Learn from a step. Call it with the same values on all ranks.
 
         Args:
             measured_R2: `take` of every rank.
+            adapts: whether later plans may depend on measured times.
         """
         planned, self._planned = self._planned, None
         if planned is None or not measured_R2[:, 0].all() or not planned.parts_s:
@@ -102,8 +104,8 @@ class Feedback:
         if min(self.predicted_s, nothing_s) <= 0:
             return
         self._steps += 1
-        self._gain = planned.predicted_gain
-        if self._steps == 1:
+        self._gain, self._adapts = planned.predicted_gain, adapts
+        if self._steps == 1 or not adapts:
             # The first step compiles and allocates.
             return
         name, relative = planned.strategy, (passes_s + others_s) / nothing_s
@@ -123,7 +125,7 @@ class Feedback:
     @property
     def excluded(self) -> frozenset[str] | None:
         """Names of strategies that the next plan does not use; None: all but doing nothing, to measure that."""
-        if self._steps % COMPARED_EVERY == 1 and self._gain < SMALL_GAIN:
+        if self._adapts and self._steps % COMPARED_EVERY == 1 and self._gain < SMALL_GAIN:
             return None
         return frozenset(name for name, until in self._dropped_until.items() if self._steps < until)
 

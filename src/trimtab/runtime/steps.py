@@ -230,8 +230,7 @@ class Steps:
             call, must_match={**same, **self._shared}, problem=problem,
             values=[can_slice, ahead_is_good, *self.feedback.take()], all_data_ranks=True,
         )  # fmt: skip
-        if self._settings.rates is None:
-            self.feedback.learn(values_RV[:, 2:])
+        self.feedback.learn(values_RV[:, 2:], adapts=self._settings.rates is None)
         if not values_RV[:, 1].all():
             self._ahead = None
         return bool(values_RV[:, 0].all())
