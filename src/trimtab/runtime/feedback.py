@@ -133,11 +133,9 @@ class Feedback:
         """Figures of the last complete step."""
         if not self._steps:
             return {}
-        found = {
-            "plan/predicted_s": self.predicted_s,
-            "plan/measured_s": self.measured_s,
-            "plan/cost_scale": self.scale,
-        }
+        found = {"plan/predicted_s": self.predicted_s, "plan/measured_s": self.measured_s}
+        if self._adapts:
+            found["plan/cost_scale"] = self.scale
         nothing = self._measured.get(NOTHING.name)
         best = min((each.relative for each in self._measured.values()), default=0.0)
         return found if nothing is None else found | {"plan/measured_gain": 1 - best / nothing.relative}

@@ -205,13 +205,14 @@ class StepSlices:
         tables = [plan.replicas for plan in self._plans]
         missing = self._header.mixed_ML.size - sum(plan.mixed_ML.size for plan in self._plans)
         table = ReplicaTable.concatenate([*tables, ReplicaTable.none(missing)])
-        return self._header.with_replicas(table, np.concatenate([plan.replica_paths for plan in self._plans]))
+        paths = [plan.replica_paths for plan in self._plans]
+        return self._header.with_replicas(table, np.concatenate([np.zeros(0, np.uint8), *paths]))
 
     def metrics(self) -> dict[str, float]:
         """Figures of what is planned so far."""
         with self._changed:
             planned = sum(plan.num_replicas for plan in self._plans)
-            found = {"moe/planned_replicas": float(planned), "plan/background_s": self._busy_s}
+            found: dict[str, float] = {"moe/planned_replicas": planned, "plan/background_s": self._busy_s}
             if len(self._plans) == len(self._rounds):
                 found["moe/planned_max_vio"] = self._max_vio
                 found["moe/max_vio_error"] = self._max_vio - self._expected_max_vio
