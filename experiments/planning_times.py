@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from rich.progress import track
@@ -114,8 +114,16 @@ class Parts:
         self.us[part] += (time.process_time() - start) * 1e6
 
 
-def plan_trimtab(policy: Trimtab, view: View, parts: Parts) -> int:
-    """Plans a step as the runtime does, by parts; returns its number of micro-steps."""
+class Planned(NamedTuple):
+    """A planned step: schedule, homes `[L, E]`, and the replicas of every micro-step, if a balancer has some."""
+
+    schedule: Schedule
+    home_LE: Array
+    rounds: list[ReplicaTable]
+
+
+def plan_trimtab(policy: Trimtab, view: View, parts: Parts) -> Planned:
+    """Plans a step as the runtime does, by parts."""
     sequences, cluster, budget = view.sequences, view.cluster, view.token_budget
     costs = StepCosts.of(cluster, QWEN3_30B)
     with parts.timed("schedule"):
@@ -138,51 +146,48 @@ def plan_trimtab(policy: Trimtab, view: View, parts: Parts) -> int:
         (table,) = planning.plan(strategy, np.array([micro_step]), layers, homes=mine).replicas
         return table
 
-    plan_rounds(plan_slice, schedule, np.stack(homes), cluster, parts)
-    return schedule.num_micro_steps
+    return Planned(schedule, np.stack(homes), plan_rounds(plan_slice, schedule, np.stack(homes), cluster, parts))
 
 
-def plan_relibra(policy: ReLibra, view: View, parts: Parts) -> int:
+def plan_relibra(policy: ReLibra, view: View, parts: Parts) -> Planned:
     with parts.timed("homes"):
         placement = policy.reorder(view)
-    plan_greedy_rounds(policy, view, placement, parts, within_node=True)
-    return view.schedule.num_micro_steps
+    return plan_greedy_rounds(policy, view, placement, parts, within_node=True)
 
 
-def plan_foremoe(policy: ForeMoe, view: View, parts: Parts) -> int:
+def plan_foremoe(policy: ForeMoe, view: View, parts: Parts) -> Planned:
     cluster, loads_LE = view.cluster, view.sequences.counts_SLE.sum(axis=0, dtype=np.int64)
     with parts.timed("homes"):
         home_LE = level_homes(
             loads_LE, view.placement.home, cluster.ranks, cluster.ranks_per_node, policy.smallest_gain
         )
-    plan_greedy_rounds(policy, view, Placement(home_LE), parts, within_node=False)
-    return view.schedule.num_micro_steps
+    return plan_greedy_rounds(policy, view, Placement(home_LE), parts, within_node=False)
 
 
-def plan_eplb(policy: EplbOracle, view: View, parts: Parts) -> int:
+def plan_eplb(policy: EplbOracle, view: View, parts: Parts) -> Planned:
     """Homes and copies only: the split of tokens over copies follows the live routing and is not planned."""
     loads_LE = view.sequences.counts_SLE.sum(axis=0, dtype=np.int64)
     with parts.timed("homes"):
-        place_copies(view, loads_LE, policy.num_groups)
-    return view.schedule.num_micro_steps
+        placement, _ = place_copies(view, loads_LE, policy.num_groups)
+    return Planned(view.schedule, placement.home, [])
 
 
-def plan_routepack(policy: RoutePack, view: View, parts: Parts) -> int:
+def plan_routepack(policy: RoutePack, view: View, parts: Parts) -> Planned:
     ranks, loads_LE = view.cluster.ranks, view.sequences.counts_SLE.sum(axis=0, dtype=np.int64)
     with parts.timed("homes"):
         placement = Placement(level_homes(loads_LE, view.placement.home, ranks, ranks, policy.smallest_gain))
     with parts.timed("schedule"):
         schedule = policy.pack(view, placement)
-    return schedule.num_micro_steps
+    return Planned(schedule, placement.home, [])
 
 
-def plan_openinstruct(policy: OpenInstruct, view: View, parts: Parts) -> int:
+def plan_openinstruct(policy: OpenInstruct, view: View, parts: Parts) -> Planned:
     with parts.timed("schedule"):
         schedule = policy.pack(view)
-    return schedule.num_micro_steps
+    return Planned(schedule, view.placement.home, [])
 
 
-PLANNERS: dict[str, Callable[[Any, View, Parts], int]] = {
+PLANNERS: dict[str, Callable[[Any, View, Parts], Planned]] = {
     "trimtab": plan_trimtab,
     "relibra": plan_relibra,
     "foremoe": plan_foremoe,
@@ -195,7 +200,7 @@ PLANNERS: dict[str, Callable[[Any, View, Parts], int]] = {
 
 def plan_greedy_rounds(
     policy: ReLibra | ForeMoe, view: View, placement: Placement, parts: Parts, *, within_node: bool
-) -> None:
+) -> Planned:
     """Rounds of the balancers that place replicas by the incremental greedy."""
     loads = StepLoads.of_sequences(view.sequences, view.schedule, view.cluster.ranks)
     home_LE = placement.home.astype(np.int64)
@@ -214,7 +219,8 @@ def plan_greedy_rounds(
             quotas.append(quotas_PR[used_P])
         return ReplicaTable.from_instances(replicas, quotas, view.cluster.ranks)
 
-    plan_rounds(plan_slice, view.schedule, placement.home, view.cluster, parts)
+    tables = plan_rounds(plan_slice, view.schedule, placement.home, view.cluster, parts)
+    return Planned(view.schedule, placement.home, tables)
 
 
 def plan_rounds(
@@ -275,9 +281,9 @@ def measure_times(rounds: int = 3, max_ranks: int = 128) -> dict[str, Any]:
             untimed = 0 if us[names[0]] else 1
             for number, name in itertools.product(range(untimed + rounds), names):
                 parts = Parts()
-                micro_steps = PLANNERS[name](POLICIES[name], step.view(POLICIES[name]), parts)
+                planned = PLANNERS[name](POLICIES[name], step.view(POLICIES[name]), parts)
                 if number >= untimed:
-                    us[name].setdefault((micro_steps, layers), []).append(parts.us)
+                    us[name].setdefault((planned.schedule.num_micro_steps, layers), []).append(parts.us)
         for name in names:
             medians = {
                 size: {part: statistics.median(each[part] for each in every) for part in every[0]}

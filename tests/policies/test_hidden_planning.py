@@ -100,6 +100,21 @@ def planning() -> StepPlanning:
 STRATEGY = Strategy(homes=STEP, replicas=ANY, slots=2, exposed=0.02, move_penalty=0.5)
 
 
+def test_slices_make_the_plan_of_the_whole_step(planning: StepPlanning) -> None:
+    """The rounds that are charged: every micro-step by itself, some layers at a time, at given homes."""
+    whole = planning.plan(STRATEGY, planning.micro_steps, planning.layers)
+    homes = list(whole.home_LE)
+    slices = [
+        planning.plan(STRATEGY, np.array([m]), layers, homes=[homes[layer] for layer in layers]).replicas[0]
+        for m in planning.micro_steps
+        for layers in np.split(planning.layers, 4)
+    ]
+    for name in ("experts", "ranks", "sources", "tokens"):
+        found = np.concatenate([getattr(table, name) for table in slices])
+        assert np.array_equal(found, getattr(whole.replicas[0], name)), name
+    assert len(whole.replicas[0].ranks) > 0
+
+
 def measure(task: Callable[[], object], clock: Callable[[], float], runs: int = 9) -> float:
     """Seconds of a task, the least of several runs."""
     found = []
