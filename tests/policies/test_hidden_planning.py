@@ -26,6 +26,8 @@ from trimtab.policies.hidden_planning import HiddenPlanning, largest_instance_by
 from trimtab.policies.planning_time import Exchange, PlanningTime, TimeAtSize
 
 MEGABYTE = bytes(1 << 20)
+# Speed-up of two threads from which two cores are free.
+FREE_CORES = 1.6
 
 
 def hidden(planning: PlanningTime, *, ranks: int, layers: int, threads: int = 1) -> HiddenPlanning:
@@ -162,6 +164,8 @@ def test_planning_beside_the_rollout_scales_with_threads_as_measured(planning: S
     tasks = [partial(task, threads) for task in (plan, hash_all) for threads in (1, 2)]
     seconds = np.array([[measure(task, time.perf_counter, runs=1) for task in tasks] for _ in range(15)])
     one, two, hash_one, hash_two = np.median(seconds, axis=0)
+    if hash_one / hash_two < FREE_CORES:
+        pytest.skip("the cores are busy")
     model = PlanningTime((TimeAtSize(1, homes=100.0),))
     modelled = [hidden(model, ranks=RANKS, layers=LAYERS, threads=threads).rollout_s for threads in (1, 2)]
     agree(np.array([one, two * (hash_one / hash_two) / 2]), np.array(modelled), within=1.8)
