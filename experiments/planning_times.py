@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import argparse
-import cProfile
 import itertools
 import math
 import platform
-import pstats
+import statistics
 import sys
 import time
-from dataclasses import dataclass
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from rich.progress import track
@@ -23,25 +25,37 @@ from trimtab.cli.main import run
 from trimtab.cli.options import add_options, given
 from trimtab.cli.output import write_figures
 from trimtab.cli.parser import Parser
-from trimtab.cluster import ClusterSpec
-from trimtab.planner import Placement, SequenceCounts, pack_by_length
+from trimtab.cluster import QWEN3_30B, ClusterSpec, StepCosts
+from trimtab.planner import Placement, Schedule, SequenceCounts, pack_by_length
+from trimtab.planner.plan.step_loads import StepLoads
+from trimtab.planner.plan.step_planning import StepPlanning
+from trimtab.planner.plan.strategy import STEP
+from trimtab.planner.plan.strategy_choice import MOVE_PENALTY, choose_strategy
+from trimtab.planner.replicas.paths import choose_paths
+from trimtab.planner.replicas.replica_table import ReplicaTable, starts_of
+from trimtab.planner.schedule.time_packing import pack_by_time
 from trimtab.policies import POLICIES, Policy, View, make_view
 from trimtab.policies.planning_time import MEASURED, TimeAtSize
+from trimtab.policies.rivals.eplb import EplbOracle, place_copies
+from trimtab.policies.rivals.foremoe import ForeMoe
+from trimtab.policies.rivals.greedy import replicate
+from trimtab.policies.rivals.lpt_homes import level_homes
+from trimtab.policies.rivals.openinstruct import OpenInstruct
+from trimtab.policies.rivals.relibra import ReLibra
+from trimtab.policies.rivals.routepack import RoutePack
+from trimtab.policies.trimtab import Trimtab
 from trimtab.simulator.comparison import budget_for
 from trimtab.trace import PRESETS, synthesize_preset
 
 NAME = "python -m experiments.planning_times"
-SCHEMA = "trimtab-planning-times-1"
+SCHEMA = "trimtab-planning-times-2"
 PRESET, TOKENS_PER_RANK, MEAN_LENGTH, SLOTS, RANKS_PER_NODE = "qwen3-30b-math", 4096, 1024, 2, 8
 SIZES = ((8, 128), (16, 128), (32, 128), (64, 256), (128, 256))
 """Ranks and experts."""
-MICRO_STEPS, LAYERS = (8, 32), (8, 16)
+MICRO_STEPS, LAYERS = (4, 16), (8, 16)
 """Each of a small and of a large step; Trimtab's sample is as large in both."""
-SERIAL = ("routepack", "openinstruct")
-"""Balancers whose search over schedules is one task. The others plan layer by layer."""
-BY_LAYER = {"trimtab": ("map_layers",), "eplb_oracle": ("rebalance", "_choose_homes")}
-"""Functions that plan layer by layer. What else Trimtab's planner does is serial. What else `eplb_oracle` does is the
-split of tokens over copies, which follows the live routing and is not planned."""
+COUNTED_LENGTH = 8192
+"""Tokens of the sequence whose counting is timed."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -86,74 +100,248 @@ class Step:
         )
 
 
+@dataclass
+class Parts:
+    """Microseconds of processor time by part of planning, of one planned step."""
+
+    us: dict[str, float] = field(default_factory=lambda: defaultdict(float))
+
+    @contextmanager
+    def timed(self, part: str) -> Iterator[None]:
+        """Adds the time of its block. Time of a processor, so that other processes of the machine don't count."""
+        start = time.process_time()
+        yield
+        self.us[part] += (time.process_time() - start) * 1e6
+
+
+class Planned(NamedTuple):
+    """A planned step: schedule, homes `[L, E]`, and the replicas of every micro-step, if a balancer has some."""
+
+    schedule: Schedule
+    home_LE: Array
+    rounds: list[ReplicaTable]
+
+
+def plan_trimtab(policy: Trimtab, view: View, parts: Parts) -> Planned:
+    """Plans a step as the runtime does, by parts."""
+    sequences, cluster, budget = view.sequences, view.cluster, view.token_budget
+    costs = StepCosts.of(cluster, QWEN3_30B)
+    with parts.timed("schedule"):
+        packed = pack_by_length(sequences.lengths, num_ranks=cluster.ranks, token_budget=budget)
+        schedule = pack_by_time(packed, sequences.lengths, sequences.top_k, cluster, costs, budget)
+    loads = StepLoads.of_sequences(sequences, schedule, cluster.ranks)
+    planning = StepPlanning(loads, view.placement, cluster, policy.settings, costs, view.past_counts_PLE, threads=1)
+    with parts.timed("choice"):
+        choice = choose_strategy(planning, may_move=True)
+    # Homes are improved, whatever the choice.
+    strategy = replace(choice.strategy, homes=STEP, move_penalty=MOVE_PENALTY)
+    homes = []
+    with parts.timed("homes"):
+        for layer in planning.layers:
+            counted = loads.count(planning.micro_steps, np.array([layer]))
+            homes.append(planning.homes(strategy, int(layer), counted))
+
+    def plan_slice(micro_step: int, layers: Array) -> ReplicaTable:
+        mine = [homes[layer] for layer in layers]
+        (table,) = planning.plan(strategy, np.array([micro_step]), layers, homes=mine).replicas
+        return table
+
+    return Planned(schedule, np.stack(homes), plan_rounds(plan_slice, schedule, np.stack(homes), cluster, parts))
+
+
+def plan_relibra(policy: ReLibra, view: View, parts: Parts) -> Planned:
+    with parts.timed("homes"):
+        placement = policy.reorder(view)
+    return plan_greedy_rounds(policy, view, placement, parts, within_node=True)
+
+
+def plan_foremoe(policy: ForeMoe, view: View, parts: Parts) -> Planned:
+    cluster, loads_LE = view.cluster, view.sequences.counts_SLE.sum(axis=0, dtype=np.int64)
+    with parts.timed("homes"):
+        home_LE = level_homes(
+            loads_LE, view.placement.home, cluster.ranks, cluster.ranks_per_node, policy.smallest_gain
+        )
+    return plan_greedy_rounds(policy, view, Placement(home_LE), parts, within_node=False)
+
+
+def plan_eplb(policy: EplbOracle, view: View, parts: Parts) -> Planned:
+    """Homes and copies only: the split of tokens over copies follows the live routing and is not planned."""
+    loads_LE = view.sequences.counts_SLE.sum(axis=0, dtype=np.int64)
+    with parts.timed("homes"):
+        placement, _ = place_copies(view, loads_LE, policy.num_groups)
+    return Planned(view.schedule, placement.home, [])
+
+
+def plan_routepack(policy: RoutePack, view: View, parts: Parts) -> Planned:
+    ranks, loads_LE = view.cluster.ranks, view.sequences.counts_SLE.sum(axis=0, dtype=np.int64)
+    with parts.timed("homes"):
+        placement = Placement(level_homes(loads_LE, view.placement.home, ranks, ranks, policy.smallest_gain))
+    with parts.timed("schedule"):
+        schedule = policy.pack(view, placement)
+    return Planned(schedule, placement.home, [])
+
+
+def plan_openinstruct(policy: OpenInstruct, view: View, parts: Parts) -> Planned:
+    with parts.timed("schedule"):
+        schedule = policy.pack(view)
+    return Planned(schedule, view.placement.home, [])
+
+
+PLANNERS: dict[str, Callable[[Any, View, Parts], Planned]] = {
+    "trimtab": plan_trimtab,
+    "relibra": plan_relibra,
+    "foremoe": plan_foremoe,
+    "eplb_oracle": plan_eplb,
+    "routepack": plan_routepack,
+    "openinstruct": plan_openinstruct,
+}
+"""Plans a step with a balancer, and times the parts of planning that it has."""
+
+
+def plan_greedy_rounds(
+    policy: ReLibra | ForeMoe, view: View, placement: Placement, parts: Parts, *, within_node: bool
+) -> Planned:
+    """Rounds of the balancers that place replicas by the incremental greedy."""
+    loads = StepLoads.of_sequences(view.sequences, view.schedule, view.cluster.ranks)
+    home_LE = placement.home.astype(np.int64)
+
+    def plan_slice(micro_step: int, layers: Array) -> ReplicaTable:
+        (load,) = loads.count(np.array([micro_step]), layers)
+        replicas, quotas = [], []
+        for place, layer in enumerate(layers):
+            counts_RE = load.token_counts_MLRE[0, place].astype(np.int64)
+            replicas_P2, quotas_PR = replicate(
+                counts_RE, home_LE[layer], view.cluster,
+                within_node=within_node, threshold=policy.threshold, smallest_share=policy.smallest_share,
+            )  # fmt: skip
+            used_P = quotas_PR.sum(axis=1) > 0
+            replicas.append(replicas_P2[used_P])
+            quotas.append(quotas_PR[used_P])
+        return ReplicaTable.from_instances(replicas, quotas, view.cluster.ranks)
+
+    tables = plan_rounds(plan_slice, view.schedule, placement.home, view.cluster, parts)
+    return Planned(view.schedule, placement.home, tables)
+
+
+def plan_rounds(
+    plan_slice: Callable[[int, Array], ReplicaTable],
+    schedule: Schedule,
+    home_LE: Array,
+    cluster: ClusterSpec,
+    parts: Parts,
+) -> list[ReplicaTable]:
+    """Replicas and split of every micro-step, in slices of as many layers as one rank plans; then they are joined.
+
+    Args:
+        plan_slice: from a micro-step and `[N]` layers to their replicas.
+    """
+    num_layers = len(home_LE)
+    blocks = np.split(np.arange(num_layers), range(0, num_layers, -(-num_layers // cluster.ranks))[1:])
+    tables = []
+    for micro_step in range(schedule.num_micro_steps):
+        with parts.timed("instance"):
+            slices = [plan_slice(micro_step, layers) for layers in blocks]
+        with parts.timed("join"):
+            joined = join_slices(slices)
+            choose_paths(home_LE, joined, cluster)
+        tables.append(joined)
+    return tables
+
+
+def join_slices(slices: Sequence[ReplicaTable]) -> ReplicaTable:
+    """The instances of several tables, one after another."""
+    replica_starts, quota_starts = (
+        starts_of(np.concatenate([np.diff(getattr(table, name)) for table in slices]))
+        for name in ("replica_starts", "quota_starts")
+    )
+    experts, ranks, sources, tokens = (
+        np.concatenate([getattr(table, name) for table in slices]) for name in ("experts", "ranks", "sources", "tokens")
+    )
+    return ReplicaTable(replica_starts, experts, ranks, quota_starts, sources, tokens)
+
+
 def measure_times(rounds: int = 3, max_ranks: int = 128) -> dict[str, Any]:
     """Planning times of all balancers whose time is measured, as `--json` writes them.
 
-    The times of `TimeAtSize` follow from four steps, with few and many micro-steps and layers. Times of a step are the
-    least of the rounds, in which balancers alternate, on one core.
+    The times of `TimeAtSize` follow from four steps, with few and many micro-steps and layers. Times of a step's parts
+    are medians of the rounds, in which balancers alternate.
 
     Args:
-        rounds: timed plans of every step, after one that is not timed.
+        rounds: timed plans of every step, after one that is not timed at every size.
         max_ranks: largest size.
     """
     names = [name for name, policy in POLICIES.items() if policy.traits.planning.source == MEASURED]
     found: dict[str, list[dict[str, float]]] = {name: [] for name in names}
     chosen = [size for size in SIZES if size[0] <= max_ranks]
     for ranks, experts in track(chosen, "planning times", transient=True):
-        # Serial and parallel microseconds, by micro-steps and layers.
-        us: dict[str, dict[tuple[int, int], tuple[float, float]]] = {name: {} for name in names}
+        # Microseconds of each part in every round, by micro-steps and layers.
+        us: dict[str, dict[tuple[int, int], list[dict[str, float]]]] = {name: {} for name in names}
         for asked, layers in itertools.product(MICRO_STEPS, LAYERS):
             step = Step.draw(ranks, experts, asked, layers)
-            for number, name in itertools.product(range(rounds + 1), names):
-                serial, parallel, micro_steps = _plan(name, step)
-                key = (micro_steps, layers)
-                if number:
-                    us[name][key] = min(us[name].get(key, (math.inf, math.inf)), (serial, parallel), key=sum)
+            untimed = 0 if us[names[0]] else 1
+            for number, name in itertools.product(range(untimed + rounds), names):
+                parts = Parts()
+                planned = PLANNERS[name](POLICIES[name], step.view(POLICIES[name]), parts)
+                if number >= untimed:
+                    us[name].setdefault((planned.schedule.num_micro_steps, layers), []).append(parts.us)
         for name in names:
-            found[name].append({"ranks": ranks} | _fit(us[name]))
+            medians = {
+                size: {part: statistics.median(each[part] for each in every) for part in every[0]}
+                for size, every in us[name].items()
+            }
+            found[name].append({"ranks": ranks} | fit_parts(medians))
     settings = {
         "preset": PRESET, "layers": LAYERS, "micro_steps": MICRO_STEPS, "tokens_per_rank": TOKENS_PER_RANK,
         "slots": SLOTS, "experts": dict(chosen), "rounds": rounds,
     }  # fmt: skip
-    return {"schema": SCHEMA, "machine": _machine(), "settings": settings, "policies": found}
+    return {
+        "schema": SCHEMA,
+        "machine": _machine(),
+        "settings": settings,
+        "route_us": measure_counting(rounds),
+        "policies": found,
+    }
 
 
-def _plan(name: str, step: Step) -> tuple[float, float, int]:
-    """Serial and parallel microseconds of planning, and the plan's micro-steps.
-
-    Counting the load of the given schedule is not included. The overhead of the profiler, under which balancers of
-    `BY_LAYER` run, is included.
-    """
-    policy = POLICIES[name]
-    view, profile = step.view(policy), cProfile.Profile()
-    start = time.perf_counter()
-    plan = profile.runcall(policy.plan, view) if name in BY_LAYER else policy.plan(view)
-    total = (time.perf_counter() - start) * 1e6
-    if name not in BY_LAYER:
-        return (total, 0.0, plan.num_micro_steps) if name in SERIAL else (0.0, total, plan.num_micro_steps)
-    stats: Any = pstats.Stats(profile)
-    parallel = sum(entry[3] for (*_, function), entry in stats.stats.items() if function in BY_LAYER[name]) * 1e6
-    return total - parallel if name == "trimtab" else 0.0, parallel, plan.num_micro_steps
+def measure_counting(rounds: int) -> float:
+    """Microseconds to count one route of a finished sequence, the median of the rounds."""
+    trace = synthesize_preset(
+        PRESETS[PRESET], num_sequences=1, mean_length=COUNTED_LENGTH, max_length=COUNTED_LENGTH, num_layers=LAYERS[1]
+    )
+    SequenceCounts.from_trace(trace)
+    found = []
+    for _ in range(rounds):
+        parts = Parts()
+        with parts.timed("count"):
+            SequenceCounts.from_trace(trace)
+        found.append(parts.us["count"] / trace.expert_ids.size)
+    return float(f"{statistics.median(found):.3g}")
 
 
-def _fit(us: dict[tuple[int, int], tuple[float, float]]) -> dict[str, float]:
-    """The times of `TimeAtSize` that are nearest to the measured ones; none is negative."""
-    steps = np.array(list(us), float)
-    micro_steps, layers = steps.T
-    serial, parallel = np.array(list(us.values())).T
-    once, instances = np.ones(len(steps)), micro_steps * layers
-    # Only Trimtab does both.
-    fixed = bool(serial.any() and parallel.any())
-    times = _fit_amounts({"micro_step": micro_steps, "serial": instances} | ({"step": once} if fixed else {}), serial)
-    times |= _fit_amounts({"layer": layers, "instance": instances} | ({"sample": once} if fixed else {}), parallel)
+# What the times of a step's parts are proportional to, by field of `TimeAtSize`.
+AMOUNTS: dict[str, dict[str, Callable[[Array, Array], Array]]] = {
+    "schedule": {"schedule": lambda m, _: m, "schedule_instance": lambda m, layers: m * layers},
+    "homes": {"homes": lambda _, layers: layers, "homes_instance": lambda m, layers: m * layers},
+    "choice": {"choice": lambda m, _: np.ones(len(m))},
+    "instance": {"instance": lambda m, layers: m * layers},
+    "join": {"join": lambda m, layers: m * layers},
+}
+
+
+def fit_parts(us: dict[tuple[int, int], dict[str, float]]) -> dict[str, float]:
+    """The times of `TimeAtSize` that are nearest to the measured ones, by micro-steps and layers; none is negative."""
+    micro_steps, layers = np.array(list(us), float).T
+    times: dict[str, float] = {}
+    for part in next(iter(us.values())):
+        measured = np.array([each[part] for each in us.values()])
+        amounts = {name: amount(micro_steps, layers) for name, amount in AMOUNTS[part].items()}
+        times |= _fit_amounts(amounts, measured)
     return {name: round(value, 2) for name, value in times.items()}
 
 
 def _fit_amounts(amounts: dict[str, Array], measured: Array) -> dict[str, float]:
     """Factors of amounts whose sum is nearest to the measured times, by relative error; none is negative."""
     found = dict.fromkeys(amounts, 0.0)
-    if not measured.any():
-        return found
     least = math.inf
     for number in range(1, len(amounts) + 1):
         for names in itertools.combinations(amounts, number):

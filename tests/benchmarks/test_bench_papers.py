@@ -175,7 +175,10 @@ def test_the_summary_has_means_worst_cases_and_targets() -> None:
     assert small["mean"] == {"value": pytest.approx((-0.01 + 0 + 0.01) / 3), "target": -0.003, "met": False}
     assert small["worst"] == {"value": pytest.approx(0.01), "target": 0.002, "met": False}
     assert (small["worst_case"], small["worst_seed"]) == ("a", 2)
-    assert large["mean"] == {"value": pytest.approx(-0.06), "target": -0.02, "met": True}
+    assert small["worst_median"] == {"value": 0.0, "target": 0.002, "met": True}
+    assert (small["slower"], small["pairs"], large["slower"], large["pairs"]) == (1, 3, 0, 1)
+    assert large["mean"] == {"value": pytest.approx(-0.06), "target": -0.03, "met": True}
+    assert large["worst_median"]["value"] == pytest.approx(-0.06)
     assert large["worst"]["met"]
     unplanned = found["EP 32 to 128", False]["mean"]
     assert unplanned == {"value": pytest.approx(93 / 98 - 1, abs=1e-6), "target": -0.03, "met": True}
@@ -201,7 +204,8 @@ def test_tables_show_medians_over_seeds_and_the_worst_cases_first() -> None:
     assert "laer 100 s * │" in every
     assert every.index("│ b ") < every.index("│ a ")
     assert "+0.2%, missed" in summary
-    assert "-2.0%, met" in summary
+    assert "-3.0%, met" in summary
+    assert "1 of 3" in summary
     assert worst.index("│ a ") < worst.index("│ b ")
     # Only parts that are above the bound somewhere.
     assert re.findall(r"\w+", worst.splitlines()[1]) == ["case", "ratio", "above", "bound", "dispatch", "planning"]

@@ -14,7 +14,7 @@ from trimtab import ClusterSpec, Placement, Schedule, StepPlan, Workload
 from trimtab.array_type import Array
 from trimtab.cluster.operations import OperationCosts
 from trimtab.policies import Traits
-from trimtab.policies.planning_time import PlanningTime, TimeAtSize
+from trimtab.policies.planning_time import FREE, Exchange, PlanningTime, TimeAtSize
 from trimtab.simulator.step import SimulatedStep, StepSettings, simulate_step
 
 # Fields of `OperationCosts` that are no seconds.
@@ -26,6 +26,8 @@ WEIGHTS = ("near_weights_s", "far_weights_s", "host_weights_s")
 GRADIENTS = ("near_gradient_s", "far_gradient_s")
 MOVES = ("near_state_s", "far_state_s")
 ROWS = ("near_row_s", "far_row_s", "hop_row_s")
+# Parts of planning from recorded routing, by their names in `TimeAtSize`.
+PLANNING_PARTS = ("schedule", "schedule_instance", "homes", "homes_instance", "choice", "join")
 
 
 @dataclass(frozen=True, eq=False)
@@ -97,9 +99,9 @@ def random_costs(rng: np.random.Generator) -> OperationCosts:
     )
 
 
-def planning_time(us: float, **more: float) -> PlanningTime:
+def planning_time(us: float, *, route_us: float = 0.0, exchange: Exchange = FREE, **more: float) -> PlanningTime:
     """The same time per instance, and more of `TimeAtSize`, for any number of ranks."""
-    return PlanningTime((TimeAtSize(1, instance=us, **more),))
+    return PlanningTime((TimeAtSize(1, instance=us, **more),), "a test", route_us, exchange)
 
 
 def random_traits(rng: np.random.Generator) -> Traits:
@@ -111,7 +113,10 @@ def random_traits(rng: np.random.Generator) -> Traits:
     return Traits(
         known_at=str(known_at),  # type: ignore[arg-type]
         planning=planning_time(
-            **{name: float(rng.choice([0.0, 3e5, 1e6])) for name in ("us", "micro_step", "serial", "layer")}
+            float(rng.choice([0.0, 3e5, 1e6, 1e7])),
+            route_us=float(rng.choice([0.0, 1e4])),
+            exchange=Exchange(float(rng.choice([0.0, 2e5])), float(rng.choice([0.0, 1e3]))),
+            **{name: float(rng.choice([0.0, 3e5, 1e6])) for name in PLANNING_PARTS},
         ),
         transfers_start=str(start),  # type: ignore[arg-type]
         waits_for_weights=bool(rng.random() < 0.3),

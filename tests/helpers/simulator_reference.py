@@ -220,6 +220,7 @@ class ReferenceStep:
     parts: dict[str, float] = field(default_factory=dict)
     shown: list[Shown] = field(default_factory=list)
     ambiguous: bool = False
+    hidden: float = 0.0
 
 
 class Simulation:
@@ -239,6 +240,7 @@ class Simulation:
         self.home_by: dict[tuple[int, int], float] = defaultdict(float)
         self.result = ReferenceStep()
         self.is_shown = False
+        self.lengths = lengths
         rows_MLRE = reference.estimated(workload)
         self.needs = {
             (m, layer): needs_of(plan, rows_MLRE[m, layer], costs, m, layer, hops=traits.hops, even=traits.ideal)
@@ -396,18 +398,21 @@ class Simulation:
         # Tests charge the same time at every number of ranks.
         time = traits.planning.sizes[0] if traits.planning.sizes else None
         live = traits.known_at == "layer"
-        ahead = 0.0
+        beside_rollout, ahead, self.each_round = 0.0, 0.0, 0.0
         if time and traits.known_at == "step" and not traits.ideal:
-            for _ in range(self.plan.num_micro_steps):
-                ahead += time.micro_step / 1e6
-                for _ in range(self.plan.num_layers):
-                    ahead += (time.serial + time.instance / self.cluster.planning_threads) / 1e6
-            ahead += self.plan.num_layers * time.layer / self.cluster.planning_threads / 1e6
+            beside_rollout, ahead, self.each_round = self.planning_beside()
         self.live_planning = time.instance / 1e6 if time and live and not traits.ideal else 0.0
         refresh, moving = self.refresh_seconds(), self.moving_seconds()
         self.new_weights(0.0)
         rounds = self.rounds()
+        planned_by = -moving
         for now in rounds:
+            # While homes move, the first micro-steps are planned.
+            planned_by += self.each_round
+            for _, g, _, _ in now:
+                for d in self.group(g):
+                    late = max(0.0, planned_by - self.time(d))
+                    self.spend(d, late, planning=late)
             self.forward(now)
         for number, now in enumerate(rounds):
             batch = now[0][0]
@@ -441,9 +446,44 @@ class Simulation:
         end = self.at[self.ranks[0]]
         self.result.seconds = end.time + ahead + refresh + moving
         self.result.parts = end.parts()
+        if traits.known_at == "step":
+            late = self.result.parts["planning"]
+            self.result.hidden = beside_rollout + len(rounds) * self.each_round - late
         self.result.parts["planning"] += ahead
         self.result.parts["migration"] += refresh + moving
         return self.result
+
+    def planning_beside(self) -> tuple[float, float, float]:
+        """Seconds beside the rollout, before the step, and of each round beside the step."""
+        plan, planning = self.plan, self.traits.planning
+        time, (message, byte) = planning.sizes[0], planning.exchange
+        layers, threads = plan.num_layers, self.cluster.planning_threads
+        rollout = time.choice / min(threads, 8)
+        longest = max(self.lengths.tolist())
+        routes = self.workload.num_rows / self.lengths.sum() * longest
+        header = planning.route_us * routes
+        for _ in range(plan.num_micro_steps):
+            rollout += layers * time.homes_instance / threads
+            header += time.schedule + layers * time.schedule_instance
+        rollout += layers * time.homes / threads
+        reached = 1
+        while reached < plan.num_ranks:
+            reached *= 2
+            header += message + byte * (8 * len(self.lengths) + 4 * plan.home.size)
+        if time.instance == 0:
+            return rollout / 1e6, header / 1e6, 0.0
+        most = 0
+        for m in range(plan.num_micro_steps):
+            for layer in range(layers):
+                copies = plan.replicas_of(m, layer)
+                quotas = sum(int(plan.quota_starts[p + 1] - plan.quota_starts[p]) for p in copies)
+                most = max(most, 12 * len(copies) + 6 * quotas)
+        mine = 1
+        while mine * plan.num_ranks < layers:
+            mine += 1
+        each = mine * time.instance + layers * time.join
+        each += sum(message + byte * mine * most for _ in range(plan.num_ranks - 1))
+        return rollout / 1e6, header / 1e6, each / 1e6
 
     def dense(self, m: int, factor: float) -> tuple[list[float], list[float]]:
         """Seconds of ranks in a MoE layer's dense parts, and outside of MoE layers."""

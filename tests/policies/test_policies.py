@@ -105,7 +105,7 @@ def test_published_planning_times_are_scaled_to_the_ranks_planned_together() -> 
     """UltraEP: 78 us at 64 ranks of one domain, 35 us of them at any size; FEPLB: 50 us at 8."""
 
     def us(name: str, ranks: int, ranks_per_node: int) -> float:
-        seconds = POLICIES[name].traits.planning_seconds(ClusterSpec(ranks, ranks_per_node, 2), 4, 8)
+        seconds = POLICIES[name].traits.live_planning_seconds(ClusterSpec(ranks, ranks_per_node, 2))
         return round(seconds * 1e6, 9)
 
     assert us("ultraep", 64, 64) == us("ultraep", 128, 64) == 78.0

@@ -44,6 +44,7 @@ def test_time_parts_and_operations_equal_those_of_the_reference(case: Case, data
     found, expected = case.run(show), case.reference(show)
     np.testing.assert_allclose(found.step_time_s, expected.seconds, rtol=EXACT)
     if not expected.ambiguous:
+        np.testing.assert_allclose(found.hidden_planning_s, expected.hidden, rtol=EXACT, atol=EXACT * expected.seconds)
         assert list(found.parts_s) == list(expected.parts)
         parts = list(found.parts_s.values()), list(expected.parts.values())
         np.testing.assert_allclose(*parts, rtol=EXACT, atol=EXACT * expected.seconds)

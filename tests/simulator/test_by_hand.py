@@ -23,6 +23,7 @@ from trimtab.cluster import StepCosts
 from trimtab.planner.plan.pass_times import PARTS
 from trimtab.planner.plan.prediction import predict
 from trimtab.policies import Traits
+from trimtab.policies.planning_time import Exchange
 from trimtab.simulator.step import StepSettings
 
 MICROSECOND = 1e-6
@@ -151,15 +152,51 @@ def test_planning_moves_and_mirrors_precede_the_step() -> None:
     case = small_case(known_at="step", transfers_start="step", planning=planning_time(1 / MICROSECOND), host_path=True)
     case = replace(case.but(host_weights_s=2.0, near_state_s=5.0), cluster=replace(case.cluster, planning_threads=4))
     case = replace(case, plan=replace(case.plan, replica_paths=np.ones(1, np.uint8)))
-    # 2 instances, each half a second serial and half a second on four cores; one entry of the mirror is written in 2 s.
-    # From host memory weights come in time.
-    planning = 2 * (0.5 + 0.5 / 4)
-    parts: dict[str, float] = {"attention": 8, "dispatch": 6, "experts": 16, "imbalance": 4, "planning": planning}
-    serial = case.but(planning=planning_time(0.5 / MICROSECOND, serial=0.5 / MICROSECOND))
-    check(serial, 34 + planning + 2, **parts, migration=2)
+    # The schedule of 2 instances takes half a second each; homes are planned beside the rollout, on four cores. One
+    # entry of the mirror is written in 2 s. From host memory weights come in time.
+    parts: dict[str, float] = {"attention": 8, "dispatch": 6, "experts": 16, "imbalance": 4, "planning": 1}
+    second = 1 / MICROSECOND
+    case = case.but(planning=planning_time(0.0, schedule_instance=second / 2, homes=8 * second))
+    check(case, 34 + 1 + 2, **parts, migration=2)
+    assert case.run().hidden_planning_s == pytest.approx(2 * 8 / 4)
     # Both experts of layer 0 changed places: each rank sends one and gets one, at once.
     before = Placement(np.array([[1, 0], [0, 1]], np.int16))
-    check(replace(serial, before=before), 34 + planning + 2 + 5, **parts, migration=7)
+    check(replace(case, before=before), 34 + 1 + 2 + 5, **parts, migration=7)
+
+
+def test_a_micro_step_waits_until_it_is_planned() -> None:
+    case = small_case(known_at="step", transfers_start="micro-step").free("near_weights_s", "near_gradient_s")
+    parts: dict[str, float] = {"attention": 8, "dispatch": 6, "experts": 16, "imbalance": 4}
+    # Each rank plans one of the two layers in 3 s and sends its part in 1 s; joining a layer takes half a second.
+    times: dict[str, Any] = {"join": 0.5 / MICROSECOND, "exchange": Exchange(1 / MICROSECOND)}
+    case = case.but(planning=planning_time(3 / MICROSECOND, **times))
+    # The header is sent in 1 s.
+    check(case, 34 + 1 + 5, **parts, planning=1 + 5)
+    assert case.run().hidden_planning_s == 0
+    # Homes move in 2 s, beside the round.
+    moving = replace(case.but(near_state_s=2.0), before=Placement(np.array([[1, 0], [0, 1]], np.int16)))
+    check(moving, 34 + 1 + 5, **parts, planning=1 + 3, migration=2)
+    assert moving.run().hidden_planning_s == 2
+
+
+def test_later_micro_steps_are_planned_while_earlier_ones_run() -> None:
+    """Three micro-steps in one mini-batch, forward first: the second waits for nothing, the third is long planned."""
+    one = small_case(known_at="step", transfers_start="never", copies="none")
+    schedule = Schedule(np.arange(6, dtype=np.int32) // 2, np.arange(6, dtype=np.int32) % 2, np.zeros(3, np.int32), 2)
+    workload = Workload.known(np.tile(one.workload.token_counts_MLRE, (3, 1, 1, 1)))
+    nothing = [np.empty((0, 2), np.int64)] * 6
+    plan = StepPlan.from_instances(
+        schedule, Placement.contiguous(2, 2, 2), nothing, nothing, mixed_ML=workload.mixed_ML, cluster=one.cluster
+    )
+    case = replace(one, plan=plan, workload=workload, lengths=np.full(6, 4))
+    # Without replicas rank 0 computes eight rows in layer 1, four of which are sent in 2 s.
+    forward_s = 1 + 2 + 1 + 2 + 4 + 2
+    for round_s, exposed_s in ((0.5, 0.5), (1.0, 1.0), (2.0, 2.0 + 2 * 1.0)):
+        planned = case.but(planning=planning_time(round_s * forward_s / MICROSECOND))
+        step = planned.run()
+        assert step.parts_s["planning"] == pytest.approx(exposed_s * forward_s)
+        assert step.step_time_s == pytest.approx(case.run().step_time_s + exposed_s * forward_s)
+        assert step.hidden_planning_s == pytest.approx((3 * round_s - exposed_s) * forward_s)
 
 
 def test_gradient_sums_overlap_with_the_last_backward() -> None:

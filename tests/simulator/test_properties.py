@@ -14,7 +14,7 @@ from trimtab import ClusterSpec, Placement, Schedule, StepPlan, Workload
 from trimtab.array_type import Array
 from trimtab.planner.plan.pass_times import PARTS
 from trimtab.policies import Traits
-from trimtab.policies.planning_time import NO_PLANNING, TimeAtSize
+from trimtab.policies.planning_time import NO_PLANNING, Exchange, TimeAtSize
 from trimtab.simulator.recorded_operations import KINDS, LANES, WAITING
 from trimtab.simulator.step import StepSettings
 
@@ -92,7 +92,10 @@ def test_time_is_proportional_to_costs_and_deterministic(case: Case) -> None:
     twice = case.but(
         **{name: 2 * getattr(case.costs, name) for name in SECONDS},
         planning=replace(
-            planning, sizes=tuple(TimeAtSize(size.ranks, *(2 * us for us in size[1:])) for size in planning.sizes)
+            planning,
+            sizes=tuple(TimeAtSize(size.ranks, *(2 * us for us in size[1:])) for size in planning.sizes),
+            route_us=2 * planning.route_us,
+            exchange=Exchange(*(2 * us for us in planning.exchange)),
         ),
     ).run()
     assert twice.step_time_s == 2 * once.step_time_s

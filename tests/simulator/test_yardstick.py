@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 
 import pytest
 
 import trimtab
+from helpers.planned_times import idle_step
 from trimtab import ClusterSpec
 from trimtab.policies import POLICIES
-from trimtab.policies.planning_time import MEASURED, PlanningTime, TimeAtSize
+from trimtab.policies.planning_time import ETHERNET, MEASURED, PlanningTime, TimeAtSize
 from trimtab.simulator import yardstick as module
 from trimtab.simulator.yardstick import FOLDERS, SOURCES, yardstick
 
 # Figures of comparisons with another value were made with other presets, balancers or planning times.
-FROZEN = "ee472a81b2a9"
+FROZEN = "1ba8c73fec79"
 
 
 def test_the_yardstick_is_frozen() -> None:
@@ -48,17 +50,43 @@ def test_all_balancers_that_see_the_step_are_charged() -> None:
 
 
 def test_measured_planning_is_charged_whole() -> None:
-    """48 layers and 8 micro-steps on four cores, at every size that was measured."""
-    stored = json.loads((Path(trimtab.__file__).parent / "policies" / "planning_times.json").read_text())["policies"]
-    assert "trimtab" in stored
-    for name, sizes in stored.items():
+    """48 layers and 3 micro-steps on four cores, at every size that was measured."""
+    stored = json.loads((Path(trimtab.__file__).parent / "policies" / "planning_times.json").read_text())
+    assert "trimtab" in stored["policies"]
+    for name, sizes in stored["policies"].items():
         for size in sizes:
+            ranks = size["ranks"]
+            plan, workload, lengths = idle_step(ranks, micro_steps=3)
+            found = POLICIES[name].traits.hidden_planning(
+                plan, workload, lengths, ClusterSpec(ranks, 8, planning_threads=4), 48
+            )
             us = dict.fromkeys(TimeAtSize._fields, 0.0) | size
-            serial = us["step"] + 8 * us["micro_step"] + 8 * 48 * us["serial"]
-            on_all = 48 * us["layer"] + 48 * 8 * us["instance"] + us["sample"]
-            cluster = ClusterSpec(size["ranks"], 8, planning_threads=4)
-            charged_s = POLICIES[name].traits.planning_seconds(cluster, 48, 8)
-            assert charged_s == pytest.approx((serial + on_all / 4) * 1e-6), name
+            rollout = 48 * (us["homes"] + 3 * us["homes_instance"]) / 4 + us["choice"] / 4
+            header = 3 * us["schedule"] + 3 * 48 * us["schedule_instance"] + 100 * 2 * 48 * stored["route_us"]
+            header += math.log2(ranks) * (ETHERNET.message_us + (2 * 8 + 4 * 48 * ranks) * ETHERNET.byte_us)
+            mine = math.ceil(48 / ranks)
+            each = mine * us["instance"] + 48 * us["join"] + (ranks - 1) * ETHERNET.message_us if us["instance"] else 0
+            expected = [rollout * 1e-6, header * 1e-6, each * 1e-6]
+            assert [found.rollout_s, found.header_s, found.round_s] == pytest.approx(expected), name
+
+
+def test_balancers_are_charged_the_parts_that_they_have() -> None:
+    """Replicas of micro-steps in slices, homes and strategies beside the rollout, schedules before the step."""
+    parts = {
+        name: {
+            part for part in TimeAtSize._fields[1:] if any(getattr(size, part) for size in policy.traits.planning.sizes)
+        }
+        for name, policy in POLICIES.items()
+        if policy.traits.planning.source == MEASURED
+    }
+    homes, schedule = {"homes", "homes_instance"}, {"schedule", "schedule_instance"}
+    has = {name: {"homes": bool(found & homes), "schedule": bool(found & schedule)} for name, found in parts.items()}
+    slices = {name for name, found in parts.items() if {"instance", "join"} <= found}
+    assert slices == {"trimtab", "relibra", "foremoe"}
+    assert all(("instance" in found) == (name in slices) for name, found in parts.items())
+    assert {name for name, each in has.items() if each["homes"]} == parts.keys() - {"openinstruct"}
+    assert {name for name, each in has.items() if each["schedule"]} == {"trimtab", "routepack", "openinstruct"}
+    assert {name for name, found in parts.items() if "choice" in found} == {"trimtab"}
 
 
 def test_times_are_linear_between_sizes_and_never_negative() -> None:
@@ -69,11 +97,3 @@ def test_times_are_linear_between_sizes_and_never_negative() -> None:
     assert time.at(1) == TimeAtSize(1, 0.0, 0.0, 7.5, 1.0)
     assert PlanningTime((TimeAtSize(8, instance=3.0),)).at(64).instance == 3.0
     assert PlanningTime().at(4) == TimeAtSize(4)
-
-
-def test_a_step_takes_its_serial_part_and_its_layers_on_all_cores() -> None:
-    time = PlanningTime((TimeAtSize(8, micro_step=5.0, serial=2.0, layer=30.0, instance=7.0),))
-    on_one_core = 3 * 5 + 4 * 3 * 2 + 4 * (30 + 3 * 7)
-    assert time.step_seconds(8, layers=4, micro_steps=3, threads=1) == pytest.approx(on_one_core * 1e-6)
-    on_two = 3 * 5 + 4 * 3 * 2 + 4 * (30 + 3 * 7) / 2
-    assert time.step_seconds(8, layers=4, micro_steps=3, threads=2) == pytest.approx(on_two * 1e-6)

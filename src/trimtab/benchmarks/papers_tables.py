@@ -41,6 +41,8 @@ SUMMARY: Columns = {
     "worst": "{worst[value]:+.2%}",
     "at most ": _target("worst"),
     "worst case": "{worst_case}, seed {worst_seed}",
+    "worst median": "{worst_median[value]:+.2%}",
+    "slower in": "{slower} of {pairs}",
 }
 
 
@@ -65,7 +67,10 @@ def print_figures(figures: dict[str, Any], console: Console) -> None:
     )
     console.print(table)
     table = figure_table("Ratio to the best other balancer, over all cases and seeds", SUMMARY, figures["summary"])
-    table.caption = "negative: trimtab is faster; not charged: without planning on the critical path, for all balancers"
+    table.caption = (
+        "negative: trimtab is faster; not charged: without planning on the critical path, for all balancers; worst "
+        "median: of a case over its seeds; slower in: pairs of case and seed"
+    )
     console.print(table)
     worst = sorted(rows, key=lambda row: -row["ratio"])[:WORST]
     title = "Worst cases by ratio: time above the bound by part, in parts of the bound"

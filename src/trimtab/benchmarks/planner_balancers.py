@@ -63,7 +63,7 @@ def balancer_figures(case: PlannerCase, name: str, slots: int, equal_terms: bool
         "policy": name,
         "terms": "equal" if equal_terms else "own",
         "us_per_instance": us,
-        "charged_s": policy.traits.planning_seconds(cluster, plan.num_layers, plan.num_micro_steps),
+        "charged_s": charged_seconds(policy, plan, workload, case.sequences.lengths, cluster),
         "plan_s": plan_s,
         "max_over_mean_mean": float(ratios.mean()),
         "max_over_mean_p99": float(np.percentile(ratios, 99)),
@@ -77,6 +77,12 @@ def balancer_figures(case: PlannerCase, name: str, slots: int, equal_terms: bool
         "predicted_ms_per_instance": predicted_s / instances * 1e3,
         "plan_hash": plan.hash,
     }
+
+
+def charged_seconds(policy: Policy, plan: StepPlan, workload: Workload, lengths: Array, cluster: ClusterSpec) -> float:
+    """Planning for which ranks wait: in each layer if it is live, else before the first micro-step."""
+    hidden = policy.traits.hidden_planning(plan, workload, lengths, cluster, plan.num_layers)
+    return policy.traits.live_planning_seconds(cluster) + hidden.header_s + hidden.round_s
 
 
 def predicted_seconds(plan: StepPlan, workload: Workload, policy: Policy, costs: StepCosts, lengths: Array) -> float:

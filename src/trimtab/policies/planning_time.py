@@ -1,32 +1,62 @@
-"""`PlanningTime`: planning time that a balancer is charged, published or measured, by the number of ranks."""
+"""`PlanningTime`: planning time of a balancer, published or measured, by the number of ranks."""
 
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 from importlib.resources import files
 from typing import Any, NamedTuple
 
-from trimtab.planner.plan.strategy_choice import SAMPLED_LAYERS
-
 
 class TimeAtSize(NamedTuple):
-    """Planning time of a step for one number of ranks, in microseconds.
+    """Planning time of a step with L layers and M micro-steps for one number of ranks, in microseconds on one core.
 
-    A step of L layers and M micro-steps takes step + M * micro_step + L * M * serial on one core, and, spread over
-    cores by layer, L * (layer + M * instance). A sample of 8 layers, from which Trimtab chooses its strategy, takes
-    `sample`, spread over at most as many cores. Live planning takes `instance` in each layer.
+    The parts differ in when they can run (`HiddenPlanning`). All are 0 if a balancer does not have them.
+
+    Attributes:
+        ranks: of the expert-parallel group.
+        schedule, schedule_instance: sequences to micro-steps and ranks; it takes M * schedule + L * M *
+            schedule_instance.
+        homes, homes_instance: homes, and copies that are kept for the step: L * homes + L * M * homes_instance.
+        choice: Trimtab's choice of a strategy, from a sample of at most 8 layers and 4 micro-steps.
+        instance: replicas and split of one layer of one micro-step. Live planning takes it in each layer.
+        join: joining the planned layers of a micro-step, for each layer.
     """
 
     ranks: int
-    micro_step: float = 0.0
-    serial: float = 0.0
-    layer: float = 0.0
+    schedule: float = 0.0
+    schedule_instance: float = 0.0
+    homes: float = 0.0
+    homes_instance: float = 0.0
+    choice: float = 0.0
     instance: float = 0.0
-    step: float = 0.0
-    sample: float = 0.0
+    join: float = 0.0
+
+
+class Exchange(NamedTuple):
+    """Time of collectives between the planners of all ranks, on their CPUs.
+
+    Attributes:
+        message_us: latency of a message between two ranks.
+        byte_us: time of a byte.
+    """
+
+    message_us: float = 0.0
+    byte_us: float = 0.0
+
+    def all_gather_us(self, ranks: int, part_bytes: float) -> float:
+        """Every rank gets the part of every rank, in a ring, as gloo does it."""
+        return (ranks - 1) * (self.message_us + part_bytes * self.byte_us)
+
+    def broadcast_us(self, ranks: int, num_bytes: float) -> float:
+        """All ranks get the bytes of one rank, in a binary tree."""
+        return math.ceil(math.log2(ranks)) * (self.message_us + num_bytes * self.byte_us)
+
+
+FREE = Exchange()
 
 
 @dataclass(frozen=True)
@@ -36,10 +66,14 @@ class PlanningTime:
     Attributes:
         sizes: times, ranks ascending.
         source: where they come from.
+        route_us: time to count one route (an expert of a token in a layer) of a finished sequence.
+        exchange: collectives of planners.
     """
 
     sizes: tuple[TimeAtSize, ...] = ()
     source: str = "none"
+    route_us: float = 0.0
+    exchange: Exchange = FREE
 
     @classmethod
     def measured(cls, policy: str) -> PlanningTime:
@@ -47,7 +81,9 @@ class PlanningTime:
 
         All implementations are measured in one run, by `python -m experiments.planning_times`.
         """
-        return cls(tuple(TimeAtSize(**size) for size in _stored()["policies"][policy]), MEASURED)
+        stored = _stored()
+        sizes = tuple(TimeAtSize(**size) for size in stored["policies"][policy])
+        return cls(sizes, MEASURED, stored["route_us"], ETHERNET)
 
     @classmethod
     def published(cls, *sizes: tuple[int, float], source: str) -> PlanningTime:
@@ -68,16 +104,11 @@ class PlanningTime:
         times = (max(0.0, one + part * (other - one)) for one, other in zip(low[1:], high[1:], strict=True))
         return TimeAtSize(ranks, *times)
 
-    def step_seconds(self, ranks: int, layers: int, micro_steps: int, threads: int) -> float:
-        """Returns seconds of planning a whole step on `threads` cores."""
-        time = self.at(ranks)
-        serial_us = time.step + micro_steps * (time.micro_step + layers * time.serial)
-        parallel_us = layers * (time.layer + micro_steps * time.instance) / threads
-        return (serial_us + parallel_us + time.sample / min(threads, SAMPLED_LAYERS)) * 1e-6
-
 
 MEASURED = "measured, our implementation"
 NO_PLANNING = PlanningTime()
+# Estimates for gloo over TCP between nodes, not measured: 50 us to deliver a message, and 1 GB/s.
+ETHERNET = Exchange(message_us=50.0, byte_us=1e-3)
 
 
 @cache

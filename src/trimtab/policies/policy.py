@@ -11,6 +11,7 @@ import numpy as np
 from trimtab.array_type import Array
 from trimtab.cluster import ClusterSpec, StepCosts
 from trimtab.planner import Placement, Schedule, SequenceCounts, StepPlan, Workload
+from trimtab.policies.hidden_planning import HiddenPlanning
 from trimtab.policies.planning_time import NO_PLANNING, PlanningTime
 
 KnownAt = Literal["nothing", "past", "step", "micro-step", "layer"]
@@ -24,8 +25,10 @@ class Traits:
         known_at: the latest routing that its decisions see: `nothing`, for a policy without decisions; `past` steps or
             micro-steps only; the whole `step` beforehand; a `micro-step` before it runs; or a `layer` once its router
             has chosen. Splitting tokens over existing copies may always use the live routing.
-        planning: planning time. Live planning has a published one, that of UltraEP if the balancer has none. Planning
-            from the `step` has a measured one. Planning from `past` loads is not charged: it runs during earlier steps.
+        planning: planning time. Live planning has a published one, that of UltraEP if the balancer has none, and every
+            layer waits for it. Planning from the `step` has a measured one; ranks wait only for what can't run beside
+            the rollout or the step, by the rule of `hidden_planning.py`, which is the same for all. Planning from
+            `past` loads is not charged: it runs during earlier steps.
         transfers_start: when its weights may start to move: before the `step`, before the `micro-step`, or in the
             `layer` after its router; `never` if it moves none.
         waits_for_weights: true: weights must be present before tokens are dispatched.
@@ -48,17 +51,27 @@ class Traits:
     within_node: bool = False
     ideal: bool = False
 
-    def planning_seconds(self, cluster: ClusterSpec, layers: int, micro_steps: int) -> float:
-        """Returns seconds for which ranks wait for planning: in every layer if it is live, else before the step.
+    def live_planning_seconds(self, cluster: ClusterSpec) -> float:
+        """Returns seconds for which every layer waits for its plan; 0 if planning is not live.
 
-        Live planning of a balancer that stays inside nodes plans all nodes at the same time.
+        A balancer that stays inside nodes plans all nodes at the same time.
         """
-        if self.ideal or self.known_at in ("nothing", "past", "micro-step"):
+        if self.ideal or self.known_at != "layer":
             return 0.0
-        if self.known_at == "layer":
-            domain = cluster.ranks_per_node if self.within_node else cluster.ranks
-            return self.planning.at(domain).instance * 1e-6
-        return self.planning.step_seconds(cluster.ranks, layers, micro_steps, cluster.planning_threads)
+        domain = cluster.ranks_per_node if self.within_node else cluster.ranks
+        return self.planning.at(domain).instance * 1e-6
+
+    def hidden_planning(
+        self, plan: StepPlan, workload: Workload, lengths: Array, cluster: ClusterSpec, layers: int
+    ) -> HiddenPlanning:
+        """Returns the times of planning from the step's recorded routing; all 0 for balancers that don't.
+
+        The arguments are those of `HiddenPlanning.of`.
+        """
+        if self.ideal or self.known_at != "step":
+            return HiddenPlanning()
+        threads = cluster.planning_threads
+        return HiddenPlanning.of(self.planning, plan, workload, lengths, layers=layers, threads=threads)
 
 
 @dataclass(frozen=True, eq=False)

@@ -225,7 +225,8 @@ def _simulated(
         show=show,
     )
     parts_s = {part: seconds * case.scale for part, seconds in step.parts_s.items()}
-    return replace(step, step_time_s=step.step_time_s * case.scale, parts_s=parts_s)
+    hidden_s = step.hidden_planning_s * case.scale
+    return replace(step, step_time_s=step.step_time_s * case.scale, parts_s=parts_s, hidden_planning_s=hidden_s)
 
 
 def figures(case: ComparisonCase, outcomes: Mapping[str, Outcome]) -> dict[str, Any]:
@@ -252,6 +253,7 @@ def figures(case: ComparisonCase, outcomes: Mapping[str, Outcome]) -> dict[str, 
             "cross_node_token_fraction": outcome.cross_node_fraction,
             "exposed_transfer_s": step.parts_s["transfers"],
             "exposed_planning_s": step.parts_s["planning"],
+            "hidden_planning_s": step.hidden_planning_s,
             "migration_bytes_per_step": outcome.migration_bytes,
             "plan_us_per_instance": outcome.plan_us,
             "replica_pool_bytes": outcome.memory["replica pool"],

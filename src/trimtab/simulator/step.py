@@ -67,16 +67,18 @@ class SimulatedStep:
     """Result of a simulated step.
 
     Attributes:
-        step_time_s: seconds of recompute and update, including planning and moves before them.
+        step_time_s: seconds of recompute and update, including moves and the part of planning before them.
         parts_s: seconds on the critical path, by the names of `PARTS`; they add up to `step_time_s`.
         work: of every rank and instance.
         operations: of the shown micro-step, from the start of its update.
+        hidden_planning_s: seconds of planning from recorded routing, beside rollout and step, for which no rank waits.
     """
 
     step_time_s: float
     parts_s: dict[str, float]
     work: RankWork
     operations: Operations
+    hidden_planning_s: float
 
 
 def simulate_step(
@@ -99,8 +101,8 @@ def simulate_step(
         lengths: `[S]` tokens of each sequence.
         traits: when the balancer plans and transfers.
         before: homes when the step begins; those of the plan by default.
-        model_layers: MoE layers of the model, if the plan has only some of them. Planning before the step is then that
-            of all layers, in proportion.
+        model_layers: MoE layers of the model, if the plan has only some of them. Planning from recorded routing is then
+            that of all layers, in proportion.
         show: the micro-step whose operations are recorded, if any.
     """
     chosen = settings or StepSettings()
@@ -111,10 +113,15 @@ def simulate_step(
         work = rank_work(plan.replicas, plan.home, counts_MLRE, plan.ranks_per_node, costs, hops=traits.hops)
     attention_MR, outer_MR = dense_seconds(plan.schedule, lengths, costs)
     paths_P = _paths(plan, cluster, traits)
-    is_live, all_layers = traits.known_at == "layer", model_layers or plan.num_layers
-    planning_s = traits.planning_seconds(cluster, all_layers, plan.num_micro_steps)
+    all_layers = model_layers or plan.num_layers
+    planning = traits.hidden_planning(plan, workload, lengths, cluster, all_layers)
+    traced = plan.num_layers / all_layers
     refresh_s = refresh_seconds(plan.home, plan.replicas, paths_P, plan.num_ranks, plan.ranks_per_node, costs)
-    rounds = _rounds(plan, chosen.groups)
+    moving_s = 0.0
+    if before is not None:
+        moving_s = moving_seconds(before.home, plan.home, plan.ranks_per_node, costs)
+    # Rounds of planning run beside the moves of homes, which precede the timeline.
+    rounds = _rounds(plan, chosen.groups, planning.round_s * traced, -moving_s)
     ranks, shape_GLR = plan.num_ranks * chosen.groups, (chosen.groups, plan.num_layers, plan.num_ranks)
     clocks = Clocks(np.zeros(ranks), np.zeros((ranks, len(PARTS))), np.zeros((0, 6)), np.zeros(1, np.int64))
     operations = run_step(
@@ -130,7 +137,7 @@ def simulate_step(
                 hops=traits.hops,
                 waits_first=traits.waits_for_weights,
                 groups_meet=chosen.meet == "layer",
-                planning_s=planning_s if is_live else 0.0,
+                planning_s=traits.live_planning_seconds(cluster),
             ),
             clocks,
             Transfers.none(
@@ -153,17 +160,24 @@ def simulate_step(
         + 4 * chosen.groups * plan.num_replicas,
     )
     parts_s = dict(zip(PARTS, clocks.parts_DP[0].tolist(), strict=True))
-    before_s = 0.0 if is_live else planning_s * plan.num_layers / all_layers
-    moving_s = refresh_s
-    if before is not None:
-        moving_s += moving_seconds(before.home, plan.home, plan.ranks_per_node, costs)
-    parts_s["planning"] += before_s
-    parts_s["migration"] += moving_s
-    return SimulatedStep(float(clocks.time_D[0]) + before_s + moving_s, parts_s, work, operations)
+    header_s = planning.header_s * traced
+    hidden_s = 0.0
+    if traits.known_at == "step":
+        planned_s = (planning.rollout_s + len(rounds.ready_Q) * planning.round_s) * traced
+        hidden_s = max(0.0, planned_s - parts_s["planning"])
+    parts_s["planning"] += header_s
+    parts_s["migration"] += refresh_s + moving_s
+    step_time_s = float(clocks.time_D[0]) + header_s + refresh_s + moving_s
+    return SimulatedStep(step_time_s, parts_s, work, operations, hidden_s)
 
 
-def _rounds(plan: StepPlan, groups: int) -> Rounds:
-    """Micro-steps of each mini-batch alternate between groups."""
+def _rounds(plan: StepPlan, groups: int, round_s: float, start_s: float) -> Rounds:
+    """Micro-steps of each mini-batch alternate between groups. Every group plans its own, one after another.
+
+    Args:
+        round_s: seconds to plan a micro-step.
+        start_s: when planning starts, on the clocks of the timeline.
+    """
     order, mini_batch, closes = [], [], []
     for batch in range(int(plan.mini_batch_of_micro_step.max(initial=0)) + 1):
         mine = plan.schedule.micro_steps_of(batch)
@@ -175,7 +189,8 @@ def _rounds(plan: StepPlan, groups: int) -> Rounds:
         order.append(order_QG)
         closes.append(closes_QG)
         mini_batch += [batch] * rounds
-    return Rounds(np.concatenate(order), np.array(mini_batch, np.int64), np.concatenate(closes))
+    ready_Q = start_s + round_s * np.arange(1, len(mini_batch) + 1)
+    return Rounds(np.concatenate(order), np.array(mini_batch, np.int64), np.concatenate(closes), ready_Q)
 
 
 def _paths(plan: StepPlan, cluster: ClusterSpec, traits: Traits) -> Array:

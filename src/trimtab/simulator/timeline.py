@@ -62,11 +62,13 @@ class Rounds(NamedTuple):
         order_QG: `[Q, G]` int64, -1 for none.
         mini_batch_Q: `[Q]` int64, ascending.
         closes_QG: `[Q, G]` bool, true for the group's last of its mini-batch.
+        ready_Q: `[Q]` float64 seconds, ascending, when replicas and split of the micro-steps are planned.
     """
 
     order_QG: Array
     mini_batch_Q: Array
     closes_QG: Array
+    ready_Q: Array
 
 
 class Recipe(NamedTuple):
@@ -134,10 +136,12 @@ def run_step(
     rows_N6, origin_s = np.zeros((0, 6)), 0.0
     last = len(rounds.mini_batch_Q) - 1
     for q in range(last + 1 if recompute else 0):
+        _wait_for_plan(clocks, rounds.order_QG[q], rounds.ready_Q[q])
         run_pass(run, rounds.order_QG[q], rounds.closes_QG[q], False)
     for q, mini_batch in enumerate(rounds.mini_batch_Q):
         if q > 0 and mini_batch != rounds.mini_batch_Q[q - 1]:
             transfers.kept_from_GL[:] = time_D.min()
+        _wait_for_plan(clocks, rounds.order_QG[q], rounds.ready_Q[q])
         this = run
         if q == shown_round:
             rows_N6, origin_s = np.zeros((memory, 6)), float(time_D.min())
@@ -161,6 +165,15 @@ def run_step(
         parts_DP[:, OPTIMIZER] += optimizer_s
         parts_DP[:, MIGRATION] += moving_s
     return Operations.from_rows(rows_N6[: clocks.num_operations[0]], origin_s)
+
+
+def _wait_for_plan(clocks: Clocks, order_G: Array, ready_s: float) -> None:
+    """The ranks of groups with a micro-step wait until it is planned."""
+    time_D, parts_DP = clocks.time_D, clocks.parts_DP
+    has_one_D = np.repeat(order_G >= 0, len(time_D) // len(order_G))
+    wait_D = np.where(has_one_D, np.maximum(ready_s - time_D, 0.0), 0.0)
+    time_D += wait_D
+    parts_DP[:, PLANNING] += wait_D
 
 
 @kernel

@@ -22,7 +22,7 @@ from trimtab.planner.placement.placement import Placement
 from trimtab.planner.plan.row_counts import RowCounts, count_rows
 from trimtab.planner.plan.workload import Workload
 from trimtab.planner.replicas.paths import HOST, choose_paths, layers_of_replicas
-from trimtab.planner.replicas.replica_table import ReplicaTable, starts_of
+from trimtab.planner.replicas.replica_table import ReplicaTable
 from trimtab.planner.schedule.schedule import Schedule
 
 
@@ -84,17 +84,7 @@ class StepPlan:
         settings: str = "",
     ) -> StepPlan:
         """Join per-instance replicas `[P, 2]` (expert, rank) and quotas `[P, R]`, both integer, into one plan."""
-        replicas_P2 = np.concatenate([np.empty((0, 2), np.int64), *replicas])
-        quotas_PR = np.concatenate([np.empty((0, schedule.num_ranks), np.int64), *quotas])
-        used = np.nonzero(quotas_PR)
-        table = ReplicaTable(
-            starts_of(np.array([len(instance) for instance in replicas], np.int64)),
-            replicas_P2[:, 0].astype(np.int16),
-            replicas_P2[:, 1].astype(np.int16),
-            starts_of(np.count_nonzero(quotas_PR, axis=1)),
-            used[1].astype(np.int16),
-            quotas_PR[used].astype(np.int32),
-        )
+        table = ReplicaTable.from_instances(replicas, quotas, schedule.num_ranks)
         return cls.from_replicas(schedule, placement, table, mixed_ML=mixed_ML, cluster=cluster, settings=settings)
 
     @classmethod

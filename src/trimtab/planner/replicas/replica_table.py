@@ -84,6 +84,21 @@ class ReplicaTable(NamedTuple):
         )  # fmt: skip
 
     @classmethod
+    def from_instances(cls, replicas: Sequence[Array], quotas: Sequence[Array], num_ranks: int) -> ReplicaTable:
+        """Join the replicas `[P, 2]` (expert, rank) and quotas `[P, num_ranks]` of instances, both integer."""
+        replicas_P2 = np.concatenate([np.empty((0, 2), np.int64), *replicas])
+        quotas_PR = np.concatenate([np.empty((0, num_ranks), np.int64), *quotas])
+        used = np.nonzero(quotas_PR)
+        return cls(
+            starts_of(np.array([len(instance) for instance in replicas], np.int64)),
+            replicas_P2[:, 0].astype(np.int16),
+            replicas_P2[:, 1].astype(np.int16),
+            starts_of(np.count_nonzero(quotas_PR, axis=1)),
+            used[1].astype(np.int16),
+            quotas_PR[used].astype(np.int32),
+        )
+
+    @classmethod
     def join_layers(cls, layers: Sequence[ReplicaTable]) -> ReplicaTable:
         """Join tables of L layers with M instances each; instance m * L + l of the result is instance m of layer l."""
         num_layers, num_micro_steps = len(layers), len(layers[0].replica_starts) - 1

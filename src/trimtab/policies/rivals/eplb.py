@@ -74,6 +74,12 @@ class EplbOracle:
 
 
 def _plan(view: View, load_LE: Array, num_groups: int) -> StepPlan:
+    placement, copies_LRE = place_copies(view, load_LE, num_groups)
+    return _split_over(view, placement, copies_LRE)
+
+
+def place_copies(view: View, load_LE: Array, num_groups: int) -> tuple[Placement, Array]:
+    """Homes, and copies `[L, R, E]` int64 of every expert on every rank, for loads `[L, E]`."""
     ranks, slots = view.cluster.ranks, view.cluster.slots_per_rank
     copies_LRE = np.zeros((view.num_layers, ranks, view.num_experts), np.int64)
     if view.equal_terms:
@@ -81,7 +87,7 @@ def _plan(view: View, load_LE: Array, num_groups: int) -> StepPlan:
             load_E = load_LE[layer].astype(np.float64)
             copies_E = count_copies(load_E, view.num_experts + ranks * slots, 1, ranks)
             copies_LRE[layer] = spread_copies(load_E, copies_E, home_E, np.full(ranks, slots), ranks, distinct=True)
-        return _split_over(view, view.placement, copies_LRE)
+        return view.placement, copies_LRE
     copies_per_rank = -(-view.num_experts // ranks) + slots
     rank_of_slot = np.arange(ranks * copies_per_rank) // copies_per_rank
     home_LE = np.empty_like(view.placement.home)
@@ -91,7 +97,7 @@ def _plan(view: View, load_LE: Array, num_groups: int) -> StepPlan:
         )
         np.add.at(copies_LRE[layer], (rank_of_slot, expert_of_slot), 1)
         home_LE[layer] = _choose_homes(view.placement.home[layer].astype(np.int64), copies_LRE[layer])
-    return _split_over(view, Placement(home_LE), copies_LRE)
+    return Placement(home_LE), copies_LRE
 
 
 def _choose_homes(home_E: Array, copies_RE: Array) -> Array:

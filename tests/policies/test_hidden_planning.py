@@ -1,0 +1,161 @@
+"""Planning beside rollout and step: by hand, and its scaling compared with times measured here."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from helpers.planned_times import idle_step
+from helpers.planner_steps import skewed_trace
+from trimtab import ClusterSpec, Placement
+from trimtab.array_type import Array
+from trimtab.cluster import QWEN3_30B, StepCosts
+from trimtab.planner import PlanSettings, SequenceCounts, pack_by_length
+from trimtab.planner.plan.step_loads import StepLoads
+from trimtab.planner.plan.step_planning import StepPlanning
+from trimtab.planner.plan.strategy import ANY, STEP, Strategy
+from trimtab.policies.hidden_planning import HiddenPlanning, largest_instance_bytes
+from trimtab.policies.planning_time import Exchange, PlanningTime, TimeAtSize
+
+
+def hidden(planning: PlanningTime, *, ranks: int, layers: int, threads: int = 1) -> HiddenPlanning:
+    """Of three micro-steps without replicas."""
+    return HiddenPlanning.of(planning, *idle_step(ranks, 3), layers=layers, threads=threads)
+
+
+def test_each_part_is_planned_where_it_can_be_hidden() -> None:
+    """Microseconds with 10 layers and 3 micro-steps on 4 ranks."""
+    time = TimeAtSize(
+        4,
+        schedule=1000.0,
+        schedule_instance=10.0,
+        homes=500.0,
+        homes_instance=20.0,
+        choice=900.0,
+        instance=50.0,
+        join=2.0,
+    )
+    planning = PlanningTime((time,), route_us=0.5, exchange=Exchange(100.0, 0.25))
+    found = hidden(planning, ranks=4, layers=10, threads=3)
+    assert found.rollout_s * 1e6 == pytest.approx((10 * 500 + 30 * 20) / 3 + 900 / 3)
+    # The longest sequence has 100 tokens, top-2. A header is two sequences, and homes and counts of 4 experts.
+    header = 3 * 1000 + 30 * 10 + 0.5 * 100 * 2 * 10 + 2 * (100 + (2 * 8 + 10 * 4 * 4) * 0.25)
+    assert found.header_s * 1e6 == pytest.approx(header)
+    # Of 10 layers a rank plans 3.
+    assert found.round_s * 1e6 == pytest.approx(3 * 50 + 10 * 2 + 3 * 100)
+    # The sample of a strategy has 8 layers.
+    many = hidden(planning, ranks=4, layers=10, threads=100).rollout_s * 1e6
+    assert many == pytest.approx((10 * 500 + 30 * 20) / 100 + 900 / 8)
+    assert hidden(PlanningTime(), ranks=4, layers=10) == HiddenPlanning()
+
+
+def test_parts_of_a_round_have_the_size_of_the_largest_instance() -> None:
+    plan, workload, lengths = idle_step(4, 3)
+    assert largest_instance_bytes(plan) == 0
+    # Two replicas in one instance, with one and three quotas; one in another.
+    plan = replace(
+        plan,
+        replica_starts=np.array([0, 0, 2, 2, 3, 3, 3]),
+        replica_experts=np.zeros(3, np.int16),
+        replica_ranks=np.zeros(3, np.int16),
+        quota_starts=np.array([0, 1, 4, 9]),
+        quota_sources=np.zeros(9, np.int16),
+        quota_tokens=np.ones(9, np.int32),
+    )
+    assert largest_instance_bytes(plan) == max(2 * 12 + 4 * 6, 12 + 5 * 6)
+    planning = PlanningTime((TimeAtSize(4, instance=1.0),), exchange=Exchange(byte_us=2.0))
+    found = HiddenPlanning.of(planning, plan, workload, lengths, layers=10, threads=1)
+    assert found.round_s * 1e6 == pytest.approx(3 + 3 * 3 * 48 * 2)
+
+
+LAYERS, RANKS, EXPERTS = 16, 16, 128
+
+
+@pytest.fixture(scope="module")
+def planning() -> StepPlanning:
+    """A step of 16 layers on 16 ranks with some micro-steps, whose kernels are compiled."""
+    trace = skewed_trace(
+        np.random.default_rng(0), sequences=256, layers=LAYERS, experts=EXPERTS, top_k=8, max_length=400
+    )
+    sequences, cluster = SequenceCounts.from_trace(trace), ClusterSpec(RANKS, 8, 2)
+    budget = round(sequences.lengths.sum() / RANKS / 3)
+    schedule = pack_by_length(sequences.lengths, num_ranks=RANKS, token_budget=budget)
+    loads = StepLoads.of_sequences(sequences, schedule, RANKS)
+    homes, costs = Placement.contiguous(LAYERS, EXPERTS, RANKS), StepCosts.of(cluster, QWEN3_30B)
+    step = StepPlanning(loads, homes, cluster, PlanSettings(), costs, None, threads=1)
+    step.plan(STRATEGY, step.micro_steps, step.layers)
+    return step
+
+
+STRATEGY = Strategy(homes=STEP, replicas=ANY, slots=2, exposed=0.02, move_penalty=0.5)
+
+
+def test_slices_make_the_plan_of_the_whole_step(planning: StepPlanning) -> None:
+    """The rounds that are charged: every micro-step by itself, some layers at a time, at given homes."""
+    whole = planning.plan(STRATEGY, planning.micro_steps, planning.layers)
+    homes = list(whole.home_LE)
+    slices = [
+        planning.plan(STRATEGY, np.array([m]), layers, homes=[homes[layer] for layer in layers]).replicas[0]
+        for m in planning.micro_steps
+        for layers in np.split(planning.layers, 4)
+    ]
+    for name in ("experts", "ranks", "sources", "tokens"):
+        found = np.concatenate([getattr(table, name) for table in slices])
+        assert np.array_equal(found, getattr(whole.replicas[0], name)), name
+    assert len(whole.replicas[0].ranks) > 0
+
+
+RUNS = 9
+
+
+def agree(measured: Array, modelled: Array, within: float) -> None:
+    """Ratios to the first value agree within a factor, since small slices have fixed costs."""
+    difference = (measured / measured[0]) / (modelled / modelled[0])
+    assert np.all((difference < within) & (difference > 1 / within)), (measured, modelled)
+
+
+def test_rounds_get_shorter_with_ranks_as_measured(planning: StepPlanning) -> None:
+    """A rank of 1, 2 or 4 plans its layers of a micro-step. In processor time: other processes don't count."""
+    homes = [planning.placement.home[layer] for layer in planning.layers]
+
+    def plan_slice(ranks: int) -> None:
+        layers = planning.layers[: -(-LAYERS // ranks)]
+        planning.plan(STRATEGY, np.array([0]), layers, homes=homes[: len(layers)])
+
+    def seconds(ranks: int) -> float:
+        found = []
+        for _ in range(RUNS):
+            start = time.process_time()
+            plan_slice(ranks)
+            found.append(time.process_time() - start)
+        return min(found)
+
+    sizes = (1, 2, 4)
+    measured = [seconds(ranks) for ranks in sizes]
+    model = PlanningTime((TimeAtSize(1, instance=100.0),))
+    modelled = [hidden(model, ranks=ranks, layers=LAYERS).round_s for ranks in sizes]
+    agree(np.array(measured), np.array(modelled), within=2.5)
+    # More ranks than layers make no round shorter.
+    assert hidden(model, ranks=32, layers=LAYERS).round_s == hidden(model, ranks=16, layers=LAYERS).round_s
+
+
+def test_planning_beside_the_rollout_scales_with_threads_as_measured(planning: StepPlanning) -> None:
+    """The processor time of all threads, divided over free cores, but for that of the thread that starts them."""
+    counted = planning.count(planning.micro_steps, planning.layers)
+
+    def seconds(threads: int) -> float:
+        step, found = replace(planning, threads=threads), []
+        for _ in range(RUNS):
+            start, start_all = time.thread_time(), time.process_time()
+            step.plan(STRATEGY, step.micro_steps, step.layers, counted=counted)
+            serial, every = time.thread_time() - start, time.process_time() - start_all
+            found.append(serial + (every - serial) / threads)
+        return min(found)
+
+    numbers = (1, 2, 4)
+    model = PlanningTime((TimeAtSize(1, homes=100.0),))
+    modelled = [hidden(model, ranks=RANKS, layers=LAYERS, threads=threads).rollout_s for threads in numbers]
+    agree(np.array([seconds(threads) for threads in numbers]), np.array(modelled), within=2.0)
