@@ -92,7 +92,7 @@ def training_page(name: str) -> Report:
         np.arange(4.0), np.arange(1.0, 5.0), ((0, 0.0, 4.0),) * 2,
     )  # fmt: skip
     figures: dict[str, Any] = dict.fromkeys((field.name for field in fields(PlanReport)), 0)
-    metrics = plan_metrics(PlanReport(**figures)) | {"loss": 0.5, "grad_norm": 1.0}
+    metrics = plan_metrics(PlanReport(**figures)) | {"loss": 0.5, "grad_norm": 1.0, "plan/background_s": 0.01}
     measured = MeasuredPolicy([1.0], [metrics], np.full((1, 1, 2), 8), metrics, (recording, recording))
     # Only its name is shown. A folder's has no slash, but this one must.
     folder: Any = SimpleNamespace(name=name)
