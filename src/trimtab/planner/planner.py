@@ -194,7 +194,7 @@ def plan_sequences(
 
     def plan(schedule: Schedule) -> GroupPlans:
         loads = StepLoads.of_sequences(sequences, schedule, cluster.ranks)
-        planning = StepPlanning(loads, placement, cluster, chosen, costs, past_PLE, threads, excluded)
+        planning = StepPlanning(loads, placement, cluster, chosen, costs, past_PLE, threads, sliced, excluded)
         return _plan(planning, schedule, may_move=may_move, sliced=sliced, groups=groups, token_budget=token_budget)
 
     if ahead is not None and ahead.slices is not None:
@@ -243,7 +243,7 @@ def plan_schedule(
     loads = StepLoads.of_workloads(workloads, [part for _, part in parts], lengths_G)
     if ahead is not None and ahead.slices is not None:
         return follow(ahead, schedule, loads)
-    planning = StepPlanning(loads, placement, cluster, chosen, costs, past_PLE, threads, excluded)
+    planning = StepPlanning(loads, placement, cluster, chosen, costs, past_PLE, threads, sliced, excluded)
     return _plan(planning, schedule, may_move=may_move, sliced=sliced, groups=len(workloads))
 
 

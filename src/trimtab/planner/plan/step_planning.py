@@ -65,6 +65,7 @@ class StepPlanning:
         cluster: the ranks of one group.
         past_PLE: `[P, L, E]` tokens of past steps, latest last; None if there are none.
         threads: layers planned at the same time.
+        sliced: replicas and split are planned while the step runs.
         excluded: names of strategies that are not used; None: all but doing nothing. Limits of rows come first.
     """
 
@@ -75,6 +76,7 @@ class StepPlanning:
     costs: StepCosts
     past_PLE: Array | None
     threads: int
+    sliced: bool = False
     excluded: frozenset[str] | None = frozenset()
 
     @property

@@ -280,7 +280,10 @@ class _Sample:
         planning = self._planning
         experts, layers = planning.placement.home.shape[1], len(planning.layers)
         seconds = 0.0
-        if strategy.replicas != NONE:
+        if strategy.replicas != NONE and planning.sliced:
+            # The first micro-step waits for its own, which the ranks plan together.
+            seconds += PLACING_S * experts * layers * planning.cluster.planning_threads
+        elif strategy.replicas != NONE:
             cells = len(planning.loads.schedules) * len(planning.micro_steps) * planning.cluster.ranks * experts
             seconds += PLACING_S * cells * layers
         if strategy.homes == STEP:
