@@ -39,7 +39,7 @@ def answer(comparison: PairedComparison) -> str:
     )
     if low > 1:
         return f"With planning and moves in the clock, Trimtab makes a training step {measured}. {loads}"
-    result = "Trimtab is slower here" if high < 1 else "no gain is measured here"
+    result = "Trimtab is slower here" if high < 1 else "no sure gain is measured here"
     return f"With planning and moves in the clock, {result}: a training step is {measured}. {loads} {LARGER_SHARE}"
 
 
