@@ -202,9 +202,13 @@ def run_megatron(options: argparse.Namespace) -> None:
 
 def run_planning(options: argparse.Namespace) -> None:
     from trimtab.benchmarks.bench_planning import PlanningBenchmark, run_benchmark
+    from trimtab.calibration.small_model import EXPERTS, SEQUENCE_LENGTH
     from trimtab.launch import launch
 
     settings = PlanningBenchmark(**given(options, PlanningBenchmark))
+    if settings.tokens % SEQUENCE_LENGTH:
+        raise InputError(f"--tokens is {settings.tokens}; it should be a multiple of {SEQUENCE_LENGTH}")
+    Placement.contiguous(1, EXPERTS, settings.ranks)
     launch(run_benchmark, (settings,), ranks=settings.ranks)
 
 
