@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 from unittest import mock
 
@@ -12,14 +13,18 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from helpers.planner_steps import free_replicas
 from helpers.random_plans import random_plan
 from helpers.rank_pool import RankPool, shared_pool
 from trimtab.array_type import Array
+from trimtab.cluster import load_cluster
 from trimtab.errors import InputError
-from trimtab.planner import GroupPlans
+from trimtab.planner import GroupPlans, PlanSettings
 from trimtab.planner.plan.pass_times import PARTS
 from trimtab.planner.plan.prediction import Prediction
 from trimtab.planner.plan.strategy import NOTHING, Choice
+from trimtab.runtime.planning import SessionPlanner
+from trimtab.trace import RoutingTrace
 
 MICRO_BATCHES = 2
 Results = tuple[float, dict[str, torch.Tensor]]
@@ -135,6 +140,41 @@ def run_modes(state: dict[str, Any]) -> None:
 
 def test_shadow_and_off_change_no_number(pool: RankPool) -> None:
     pool.call(run_modes)
+
+
+def plan_beside(state: dict[str, Any]) -> None:
+    """Homes and strategy before the step, replicas while it runs, by Trimtab's planner."""
+    from trimtab.integrations.megatron import balance
+
+    pair = pair_of(state)
+    make = SessionPlanner.of
+
+    def make_planner(*args: Any, **options: Any) -> SessionPlanner:
+        made = make(*args, **options)
+        # Even such small steps get replicas.
+        return replace(made, costs=free_replicas(made.cluster), settings=PlanSettings(1.0, 1))
+
+    hashes = 1 + MICRO_BATCHES * dist.get_rank() + np.arange(MICRO_BATCHES)
+    trace = RoutingTrace.from_sequences(pair.routing, num_experts=8, sequence_hashes=hashes)
+    with mock.patch.object(SessionPlanner, "of", make_planner):
+        session = balance(pair.other.chunks, rates=load_cluster("h100x8", ranks=2))
+        session.plan_ahead(trace, token_budget=64)
+        found = pair.step(pair.other, session.planned(pair.function, pair.routing))
+    report, metrics = session.report, session.take_metrics()
+    assert report is not None
+    assert report.is_sliced
+    assert report.known_ahead == 1.0
+    assert metrics["moe/planned_replicas"] > 0
+    assert metrics["transfer/peer_bytes"] + metrics["transfer/host_bytes"] > 0
+    assert metrics["moe/late_micro_steps"] == 0
+    assert pair.error(found) < 1e-12
+    with pytest.raises(InputError, match="needs sequence_hashes"):
+        session.plan_ahead(RoutingTrace.from_sequences(pair.routing, num_experts=8), token_budget=64)
+    session.remove()
+
+
+def test_planning_beside_rollout_and_step(pool: RankPool) -> None:
+    pool.call(plan_beside)
 
 
 def give_back(state: dict[str, Any]) -> None:

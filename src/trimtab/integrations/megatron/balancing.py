@@ -5,6 +5,7 @@ from __future__ import annotations
 import operator
 import socket
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any, Literal
 
@@ -41,6 +42,7 @@ from trimtab.planner import Placement
 from trimtab.runtime import PlanReport, Session
 from trimtab.runtime.layer.framework_layer import FrameworkLayer
 from trimtab.runtime.planning import Mode
+from trimtab.trace import RoutingTrace
 
 Routing = Sequence[npt.ArrayLike]
 """For every micro-batch the recorded ids `[n, L, K]` of this rank's n tokens, in the order in which its MoE layers get
@@ -282,6 +284,26 @@ class MegatronSession:
             return forward_backward(forward_step_func=forward_step, num_microbatches=num_microbatches, **others)
 
         return run
+
+    def plan_ahead(self, trace: RoutingTrace, *, token_budget: int) -> None:
+        """Plan homes and strategy of the next step from its finished sequences, while others generate.
+
+        See `Session.plan_ahead`. Call it equally often on all ranks.
+
+        Args:
+            trace: finished sequences, the same or others on each rank, with all MoE layers of the model or those of
+                this rank.
+            token_budget: most tokens of a rank in a micro-batch.
+
+        Raises:
+            InputError: if the trace does not fit the model, or has no hashes.
+        """
+        if self.session is None:
+            return
+        numbers = [layer.number for layer in self._layers]
+        if trace.num_layers == self._layers[0].layers_of_model:
+            trace = replace(trace, expert_ids=trace.expert_ids[:, numbers], layer_indices=trace.layer_indices[numbers])
+        self.session.plan_ahead(trace, token_budget=token_budget)
 
     def plan(self, routing: Routing, num_microbatches: int) -> PlanReport | None:
         """Plan a step; `planned` calls it. Returns None on a pipeline stage without MoE layers.
