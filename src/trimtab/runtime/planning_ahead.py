@@ -101,8 +101,8 @@ class PlanningAhead:
     def later(self, trace: RoutingTrace) -> LaterSequences:
         """This rank's sequences, with the counts of those that were not counted ahead."""
         is_new = np.array([key not in self._sent for key in trace.sequence_hashes.tolist()], bool)
-        new = SequenceCounts.from_trace(trace.select(np.flatnonzero(is_new)))
-        return LaterSequences(trace.sequence_hashes, is_new, new)
+        new = trace if is_new.all() else trace.select(np.flatnonzero(is_new))
+        return LaterSequences(trace.sequence_hashes, is_new, SequenceCounts.from_trace(new))
 
     def join(self, gathered: Sequence[LaterSequences]) -> SequenceCounts:
         """The sequences of all ranks, in rank order, on the first data rank.
@@ -112,6 +112,9 @@ class PlanningAhead:
         """
         parts, known = [], 0
         for hashes, is_new, counts in gathered:
+            if is_new.all():
+                parts.append(counts)
+                continue
             places = np.cumsum(is_new) - 1
             parts += [
                 counts.select(place) if new else self._known[key]
@@ -119,8 +122,7 @@ class PlanningAhead:
             ]
             known += sum(int(self._known[key].lengths[0]) for key in hashes[~is_new].tolist())
         self.found = self.found._replace(tokens=known)
-        # Without sequences, an empty part has the shape.
-        return SequenceCounts.concatenate(parts or [gathered[0].counts])
+        return SequenceCounts.concatenate(parts)
 
     def _gather(self, trace: RoutingTrace) -> None:
         """Send counts of new sequences to the first data rank."""
