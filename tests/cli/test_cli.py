@@ -219,7 +219,7 @@ def expect_input_error(arguments: list[str], message: str, capsys: pytest.Captur
         (["plan", "{trace}", "--ranks", "2", "-o", "{trace}/plan.npz"], "trace.parquet"),
         (["train", "--output", "{folder}"], "is there already and not empty; name a new folder"),
         (["train", "--output", "{folder}/new", "--model", "absent"], "absent"),
-        (["train", "--output", "{folder}/new", "--ranks", "3"], "3 ranks don't divide 32 experts"),
+        (["train", "--output", "{folder}/new", "--ranks", "3"], "3 ranks don't divide 8 experts"),
         (["train", "--output", "{folder}/new", "--problems", "1"], "each of the 2 ranks needs at least one"),
         (["trace", "synth", "spike", "-o", "{folder}/new", "--mean-length", "99999999999"], "99999999999 is too large"),
         (["train", "--output", "{folder}/new", "--mode", "magic"], "unknown --mode magic; use one of plan,"),

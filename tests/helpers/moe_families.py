@@ -13,7 +13,8 @@ from transformers import AutoConfig, AutoModelForCausalLM
 NUM_EXPERTS = 8
 TOP_K = 3
 _COMMON: dict[str, Any] = {
-    "vocab_size": 16,
+    # Of the tokenizer of `trimtab.rl.task`.
+    "vocab_size": 30,
     "hidden_size": 32,
     "num_hidden_layers": 3,
     "num_attention_heads": 2,
@@ -24,7 +25,7 @@ _COMMON: dict[str, Any] = {
     "initializer_range": 0.2,
     "bos_token_id": None,
     "pad_token_id": 0,
-    "eos_token_id": 15,
+    "eos_token_id": 29,
 }
 _SIGMOID_ROUTER: dict[str, Any] = {
     "n_routed_experts": NUM_EXPERTS,

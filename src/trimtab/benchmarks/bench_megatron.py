@@ -30,6 +30,7 @@ from trimtab.benchmarks.megatron_tables import print_figures
 from trimtab.calibration.alternating_rounds import alternate
 from trimtab.files import STDOUT, write_json
 from trimtab.integrations.megatron import balance
+from trimtab.runtime.planning import LOCAL_CPU
 
 __all__ = ["MegatronBenchmark", "run_benchmark"]
 
@@ -76,7 +77,10 @@ class _Models:
 
     def __init__(self, settings: MegatronBenchmark) -> None:
         self.plain, self.planned = MegatronModel(settings), MegatronModel(settings)
-        self.session = balance(self.planned.ddp, slots_per_rank=settings.slots, dispatcher=settings.dispatcher)
+        # With rates every step is planned alike; without, some do nothing to measure that.
+        self.session = balance(
+            self.planned.ddp, slots_per_rank=settings.slots, dispatcher=settings.dispatcher, rates=LOCAL_CPU
+        )
         self._forward_backward = get_forward_backward_func()
 
     def plain_step(self, routing: Routing) -> Callable[[], None]:

@@ -115,7 +115,6 @@ def add(commands: Any) -> None:
     )
     add_options(planning, "--pairs", type=positive, default=40, help="timed rounds of all variants")
     add_options(planning, "--ranks", type=positive, default=2)
-    add_options(planning, "--micro-steps", type=positive, default=8, help="micro-steps of a step")
     add_options(planning, "--tokens", type=positive, default=512, help="tokens of a rank in a micro-step")
     planning.set_defaults(run=run_planning, needs=("torch", "transformers"))
     transfer = benches.add_parser(
