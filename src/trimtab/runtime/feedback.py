@@ -18,9 +18,9 @@ from trimtab.runtime.planning import PlannedStep
 DROPPED_STEPS, KEPT_STEPS = 8, 64
 # A strategy has to measure worse by this part of the step.
 WORSE = 0.01
-# Doing nothing is measured in the second step and after so many, where the predicted gain is below this part. Above, a
-# wrong sign is unlikely, and the busiest rank may not have the memory.
-COMPARED_EVERY, SMALL_GAIN = 64, 0.1
+# Doing nothing is measured once in so many steps, first after the first of these numbers, where the predicted gain is
+# below this part. Above, a wrong sign is unlikely, and the busiest rank may not have the memory.
+FIRST_COMPARED, COMPARED_EVERY, SMALL_GAIN = 16, 64, 0.1
 # Parts of a prediction that are not in the time from the first micro-step to the end of the last backward.
 NOT_IN_PASSES = ("planning", "migration", "optimizer")
 # Most that one step changes the scale of costs.
@@ -125,7 +125,7 @@ class Feedback:
     @property
     def excluded(self) -> frozenset[str] | None:
         """Names of strategies that the next plan does not use; None: all but doing nothing, to measure that."""
-        if self._adapts and self._steps % COMPARED_EVERY == 1 and self._gain < SMALL_GAIN:
+        if self._adapts and self._steps % COMPARED_EVERY == FIRST_COMPARED and self._gain < SMALL_GAIN:
             return None
         return frozenset(name for name, until in self._dropped_until.items() if self._steps < until)
 
