@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from dataclasses import replace
-from typing import Any
+from typing import Any, cast
 from unittest import mock
 
 import numpy as np
@@ -16,9 +16,10 @@ from helpers.moe_model import Shape, TinyMoE
 from helpers.planner_steps import free_replicas, skewed_trace
 from helpers.rank_pool import on_ranks
 from trimtab.errors import InputError
-from trimtab.planner import SequenceCounts
+from trimtab.planner import GroupPlans, Placement, SequenceCounts
 from trimtab.runtime import PlannedStep, Session, planning
 from trimtab.runtime.planning import SessionPlanner
+from trimtab.runtime.planning_ahead import Ahead
 from trimtab.trace import RoutingTrace
 
 LAYERS, EXPERTS, TOP_K, BUDGET = 2, 8, 2, 300
@@ -185,3 +186,12 @@ def report() -> None:
 def test_limits_of_rows_are_planned_at_once() -> None:
     on_ranks(report, ranks=2)
     assert planning.KNOWN_AHEAD == 0.5
+
+
+def test_homes_are_chosen_again_if_less_than_half_was_known() -> None:
+    plans, here = cast(GroupPlans, object()), Placement(np.zeros((1, 2), np.int16))
+    for tokens, kept in ((50, plans), (49, None)):
+        assert planning._still_good(Ahead(plans, here, tokens), here, 100) is kept
+    assert planning._still_good(Ahead(plans, here, 100), Placement(here.home + 1), 100) is None
+    assert planning._still_good(None, here, 100) is None
+    assert planning._still_good(Ahead(), here, 100) is None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from typing import Any
+from typing import Any, cast
 from unittest import mock
 
 import numpy as np
@@ -12,6 +12,7 @@ import torch
 
 from helpers.examples import examples
 from helpers.micro_steps import ORDERS, MicroStepCase, compare_micro_steps
+from helpers.planner_steps import steady_step
 from helpers.rank_pool import on_ranks
 from trimtab.errors import RanksDisagreeError
 from trimtab.runtime import steps
@@ -90,3 +91,12 @@ def receive_others() -> None:
 
 def test_a_slice_runs_only_if_all_ranks_have_the_same() -> None:
     on_ranks(receive_others, ranks=2)
+
+
+def test_a_round_is_used_once_all_ranks_have_it() -> None:
+    made = steady_step(0).plan(sliced=True)
+    made_slices = step_slices.StepSlices(made.plans[0], cast(Any, None), cast(Any, None))
+    made_slices._plans = [made.plans[0]]
+    for values_RV, is_there in (([[1, 5, 0, 0], [1, 0, 0, 0]], False), ([[2, 5, 0, 0], [1, 5, 0, 0]], True)):
+        made_slices.agree(np.array(values_RV), 0)
+        assert made_slices.is_agreed(0) == is_there
