@@ -1,4 +1,4 @@
-"""Planning beside rollout and step: by hand, and its scaling compared with times measured here."""
+"""Planning during rollout and step: by hand, and its scaling compared with times measured here."""
 
 from __future__ import annotations
 

@@ -23,7 +23,7 @@ from trimtab.rl.config import TrainConfig
 from trimtab.rl.paired_comparison import MeasuredPolicy, PairedComparison
 from trimtab.rl.report import report_of
 from trimtab.rl.step_metrics import plan_metrics
-from trimtab.runtime.planning import PlanReport
+from trimtab.runtime.planned_step import PlanReport
 from trimtab.runtime.ranks.recorder import COMBINE, DISPATCH, EXPERTS, OTHER, Recording
 from trimtab.simulator.comparison import ComparisonCase, simulate_policy
 from trimtab.simulator.simulated_case import SimulatedCase

@@ -107,7 +107,7 @@ def test_the_report_shows_the_measured_figures(run: tuple[Path, str]) -> None:
     assert "{:.2f} to {:.2f}".format(*summary["speedup_interval"]) in page
     assert f"{summary['trimtab']['replicas']:,} in all steps" in page
     assert "planning, training waited" in page
-    assert "planning beside the rollout" in page
+    assert "planning during the rollout" in page
     assert re.search(r"predicted [\d.]+ m?s, measured [\d.]+ m?s a step", page)
     assert "waiting for the busiest rank" in page
     events = json.loads(gzip.decompress((out / "timeline.json.gz").read_bytes()))["traceEvents"]

@@ -19,7 +19,7 @@ from trimtab.errors import InputError
 from trimtab.planner import GroupPlans, Placement, SequenceCounts
 from trimtab.runtime import PlannedStep, Session, planning
 from trimtab.runtime.planning import SessionPlanner
-from trimtab.runtime.planning_ahead import Ahead
+from trimtab.runtime.planning_ahead import EarlyPlan
 from trimtab.trace import RoutingTrace
 
 LAYERS, EXPERTS, TOP_K, BUDGET = 2, 8, 2, 300
@@ -191,7 +191,7 @@ def test_limits_of_rows_are_planned_at_once() -> None:
 def test_homes_are_chosen_again_if_less_than_half_was_known() -> None:
     plans, here = cast(GroupPlans, object()), Placement(np.zeros((1, 2), np.int16))
     for tokens, kept in ((50, plans), (49, None)):
-        assert planning._still_good(Ahead(plans, here, tokens), here, 100) is kept
-    assert planning._still_good(Ahead(plans, here, 100), Placement(here.home + 1), 100) is None
-    assert planning._still_good(None, here, 100) is None
-    assert planning._still_good(Ahead(), here, 100) is None
+        assert planning._usable(EarlyPlan(plans, here, tokens), here, 100) is kept
+    assert planning._usable(EarlyPlan(plans, here, 100), Placement(here.home + 1), 100) is None
+    assert planning._usable(None, here, 100) is None
+    assert planning._usable(EarlyPlan(), here, 100) is None

@@ -10,8 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from helpers import planner_reference as reference
+from helpers.reference_flows import needs_of
 from helpers.simulated_steps import Case, cases
-from helpers.simulator_reference import Shown, needs_of
+from helpers.simulator_reference import Shown
 from trimtab.planner.plan.rank_work import even_work, rank_work
 from trimtab.simulator.recorded_operations import KINDS, LANES, Operations
 

@@ -152,7 +152,7 @@ def test_planning_moves_and_mirrors_precede_the_step() -> None:
     case = small_case(known_at="step", transfers_start="step", planning=planning_time(1 / MICROSECOND), host_path=True)
     case = replace(case.but(host_weights_s=2.0, near_state_s=5.0), cluster=replace(case.cluster, planning_threads=4))
     case = replace(case, plan=replace(case.plan, replica_paths=np.ones(1, np.uint8)))
-    # The schedule of 2 instances takes half a second each; homes are planned beside the rollout, on four cores. One
+    # The schedule of 2 instances takes half a second each; homes are planned during the rollout, on four cores. One
     # entry of the mirror is written in 2 s. From host memory weights come in time.
     parts: dict[str, float] = {"attention": 8, "dispatch": 6, "experts": 16, "imbalance": 4, "planning": 1}
     second = 1 / MICROSECOND

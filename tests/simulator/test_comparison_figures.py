@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from helpers.comparison_cases import MODEL, some_case, some_trace
-from helpers.simulator_reference import flows_of
+from helpers.reference_flows import flows_of
 from trimtab import ClusterSpec, Placement
 from trimtab.cluster.operations import OperationCosts
 from trimtab.policies.planning_time import MEASURED

@@ -71,7 +71,7 @@ def test_measured_planning_is_charged_whole() -> None:
 
 
 def test_balancers_are_charged_the_parts_that_they_have() -> None:
-    """Replicas of micro-steps in slices, homes and strategies beside the rollout, schedules before the step."""
+    """Replicas of micro-steps in slices, homes and strategies during the rollout, schedules before the step."""
     parts = {
         name: {
             part for part in TimeAtSize._fields[1:] if any(getattr(size, part) for size in policy.traits.planning.sizes)

@@ -1,4 +1,4 @@
-"""`trimtab bench planning`: what planning in the background costs the step that it runs beside.
+"""`trimtab bench planning`: what planning in the background adds to the time of a step.
 
 A step applies a plan, runs forward and backward of all micro-steps, and completes the gradients; all of it is timed.
 The variants alternate and run the same replicas: planned beforehand, outside of the clock; planned by the planner's

@@ -28,7 +28,8 @@ from trimtab.planner import Workload
 from trimtab.planner.plan.workload import max_over_mean
 from trimtab.runtime import Session
 from trimtab.runtime.gradients import sum_gradients
-from trimtab.runtime.planning import LOCAL_CPU, Mode, Paths, SessionPlanner
+from trimtab.runtime.planning import LOCAL_CPU, SessionPlanner
+from trimtab.runtime.settings import Mode, Paths
 from trimtab.trace import RoutingTrace
 
 PATHS: tuple[Paths, ...] = ("both", "peer", "host")

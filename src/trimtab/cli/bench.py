@@ -108,7 +108,7 @@ def add(commands: Any) -> None:
     megatron.set_defaults(run=run_megatron, needs=("torch",))
     planning = benches.add_parser(
         "planning",
-        help="what planning in the background costs the step beside it",
+        help="what planning in the background adds to the time of a step",
         description="Time steps of a small model on CPU ranks of one thread: replicas are planned beforehand, by a "
         "thread while the step runs, or as a whole before its first micro-step.",
         examples=["trimtab bench planning --json out/bench-planning.json"],

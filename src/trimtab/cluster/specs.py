@@ -64,7 +64,7 @@ class ClusterSpec:
             once to each rank (as with DeepEP); false: once to the rank of each of its experts (a plain all-to-all).
         dispatch_s: fixed seconds of an all-to-all.
         device_bytes: a rank's own memory.
-        planning_threads: cores that plan a step beside the rollout.
+        planning_threads: cores that plan a step during the rollout.
 
     A link of 0 bytes a second transfers no weights. Without a link from host memory, all are sent from rank to rank.
 

@@ -199,7 +199,7 @@ def plan_sequences(
 
     if ahead is not None and ahead.slices is not None:
         schedule = pack_by_time(packed, sequences.lengths, sequences.top_k, cluster, costs, token_budget)
-        return follow(ahead, schedule, StepLoads.of_sequences(sequences, schedule, cluster.ranks))
+        return _follow(ahead, schedule, StepLoads.of_sequences(sequences, schedule, cluster.ranks), cluster)
     planned = plan(pack_by_time(packed, sequences.lengths, sequences.top_k, cluster, costs, token_budget))
     if planned.choice.strategy.replicas != NONE:
         return planned
@@ -242,7 +242,7 @@ def plan_schedule(
     lengths_G = None if lengths is None else [lengths[mine] for mine, _ in parts]
     loads = StepLoads.of_workloads(workloads, [part for _, part in parts], lengths_G)
     if ahead is not None and ahead.slices is not None:
-        return follow(ahead, schedule, loads)
+        return _follow(ahead, schedule, loads, cluster)
     planning = StepPlanning(loads, placement, cluster, chosen, costs, past_PLE, threads, sliced, excluded)
     return _plan(planning, schedule, may_move=may_move, sliced=sliced, groups=len(workloads))
 
@@ -301,29 +301,29 @@ def _header(
         )  # fmt: skip
         more = {"slices": rules.digest}
     text = planning.settings.to_json(planning.costs, **choice.facts, **settings, **more)
-    plans = tuple(
+    placement = Placement(home_LE)
+    plans = _without_replicas(planning.loads, placement, planning.cluster, text)
+    return GroupPlans(schedule, placement, plans, choice, estimate.prediction, estimate.max_vio_before, rules)
+
+
+def _without_replicas(
+    loads: StepLoads, placement: Placement, cluster: ClusterSpec, settings: str
+) -> tuple[StepPlan, ...]:
+    """A plan without replicas for each group."""
+    return tuple(
         StepPlan.from_replicas(
-            part,
-            Placement(home_LE),
-            ReplicaTable.none(mixed_ML.size),
-            mixed_ML=mixed_ML,
-            cluster=planning.cluster,
-            settings=text,
+            part, placement, ReplicaTable.none(mixed_ML.size), mixed_ML=mixed_ML, cluster=cluster, settings=settings
         )
-        for part, mixed_ML in zip(planning.loads.schedules, planning.loads.mixed_GML, strict=True)
+        for part, mixed_ML in zip(loads.schedules, loads.mixed_GML, strict=True)
     )
-    return GroupPlans(schedule, Placement(home_LE), plans, choice, estimate.prediction, estimate.max_vio_before, rules)
 
 
-def follow(ahead: GroupPlans, schedule: Schedule, loads: StepLoads) -> GroupPlans:
+def _follow(ahead: GroupPlans, schedule: Schedule, loads: StepLoads, cluster: ClusterSpec) -> GroupPlans:
     """Headers of a step whose homes and rules were planned ahead from a part of its sequences.
 
     Predicted times are scaled by the micro-steps.
     """
-    plans = tuple(
-        plan.with_schedule(part, mixed_ML)
-        for plan, part, mixed_ML in zip(ahead.plans, loads.schedules, loads.mixed_GML, strict=True)
-    )
+    plans = _without_replicas(loads, ahead.placement, cluster, ahead.plans[0].settings)
     scale = schedule.num_micro_steps / max(1, ahead.schedule.num_micro_steps)
     prediction = Prediction({part: seconds * scale for part, seconds in ahead.prediction.parts_s.items()})
     assert ahead.slices is not None

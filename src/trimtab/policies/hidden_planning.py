@@ -2,11 +2,11 @@
 
 The rule is the same for all balancers that plan from recorded routing, and is that of Trimtab's runtime:
 
-* *Beside the rollout*, while the last sequences still generate: homes, copies that are kept for the step, and the
+* *During the rollout*, while the last sequences still generate: homes, copies that are kept for the step, and the
   choice of a strategy, from the sequences that have finished. No rank waits.
 * *After the last sequence*: it is counted, sequences are scheduled, and the header (schedule, homes, the last counts)
   is broadcast. All ranks wait (`header_s`).
-* *Beside the step*: replicas and split, in one round for each micro-step. Each of R ranks plans ceil(L / R) layers on
+* *During the step*: replicas and split, in one round for each micro-step. Each of R ranks plans ceil(L / R) layers on
   one background thread; the parts are gathered on all ranks, and joined. Rounds follow one another in the order of
   micro-steps, from the header on. A micro-step waits until its round is done.
 
@@ -34,9 +34,9 @@ class HiddenPlanning:
     """Seconds of planning one step.
 
     Attributes:
-        rollout_s: beside the rollout.
+        rollout_s: during the rollout.
         header_s: after the last sequence and before the step.
-        round_s: of one micro-step, beside the step; 0 for a balancer without replicas of micro-steps.
+        round_s: of one micro-step, during the step; 0 for a balancer without replicas of micro-steps.
     """
 
     rollout_s: float = 0.0
@@ -60,7 +60,7 @@ class HiddenPlanning:
             workload: the load of the plan.
             lengths: `[S]` tokens of each sequence. The longest one is taken to be the last to finish.
             layers: MoE layers of the model; the plan may have only some of them.
-            threads: cores that plan beside the rollout, where layers don't depend on one another.
+            threads: cores that plan during the rollout, where layers don't depend on one another.
         """
         if not planning.sizes:
             return cls()

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from trimtab.errors import InputError
 
 if TYPE_CHECKING:
-    from trimtab.runtime.planning import Mode
+    from trimtab.runtime.settings import Mode
 
 # Settings that a resumed run may change: its length and how its work is distributed. Others would change its results.
 MAY_CHANGE = frozenset(

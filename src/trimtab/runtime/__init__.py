@@ -5,7 +5,7 @@ It needs expert tensors and a function that applies them, and is independent of 
 
 from trimtab.runtime.layer.layer import ExpertLayer
 from trimtab.runtime.layer.micro_step import MicroStep
-from trimtab.runtime.planning import PlannedStep, PlanReport
+from trimtab.runtime.planned_step import PlannedStep, PlanReport
 from trimtab.runtime.rows.expert_compute import ExpertWeight, RowGroups, gated_experts, grouped_bias, grouped_linear
 from trimtab.runtime.session import Session
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 from trimtab.array_type import Array
 from trimtab.planner.plan.strategy import NOTHING
-from trimtab.runtime.planning import PlannedStep
+from trimtab.runtime.planned_step import PlannedStep
 
 # Steps for which a strategy is not planned after it has measured worse than a simpler one, and for which a measurement
 # counts.

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from typing import Literal, NamedTuple
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 import torch
@@ -27,147 +27,20 @@ from trimtab.planner import (
     plan_sequences,
     plan_step,
 )
-from trimtab.planner.plan.slices import SliceRules
 from trimtab.planner.plan.workload import max_over_mean
-from trimtab.runtime.planning_ahead import Ahead, LaterSequences, PlanningAhead
+from trimtab.runtime.planned_step import PlannedStep
+from trimtab.runtime.planning_ahead import EarlyPlan, PlanningAhead, RankSequences
 from trimtab.runtime.ranks.first_rank import on_first_rank
 from trimtab.runtime.ranks.topology import Topology
+from trimtab.runtime.settings import Mode, Paths
 from trimtab.runtime.state.home_experts import HomeExperts
 from trimtab.trace import RoutingTrace
 from trimtab.trace.counting import count_experts
 
-Mode = Literal["plan", "rehome", "static", "shadow", "off"]
-Paths = Literal["both", "peer", "host"]
 # Rates of one of a few ranks on a CPU machine: grouped products in float32, gloo over loopback, copies in memory.
+LOCAL_CPU = load_cluster("local-cpu", ranks=1)
 # Homes and strategy are chosen again if less than this part of a step's tokens was counted ahead.
 KNOWN_AHEAD = 0.5
-LOCAL_CPU = load_cluster("local-cpu", ranks=1)
-
-
-class _Plans(NamedTuple):
-    """A schedule, the plan of every group, and the figures of `PlannedStep`."""
-
-    schedule: Schedule
-    plans: tuple[StepPlan, ...]
-    max_vio_before: float
-    strategy: str = "nothing"
-    runner_up: str = ""
-    predicted_s: float = 0.0
-    predicted_gain: float = 0.0
-    slices: SliceRules | None = None
-    ahead_s: float = 0.0
-    known_ahead: float = 0.0
-    nothing_s: float = 0.0
-    parts_s: Mapping[str, float] = {}
-
-    @classmethod
-    def of(cls, planned: GroupPlans, ahead: Ahead | None = None, tokens: int = 0) -> _Plans:
-        """Args: ahead: what was planned ahead; tokens: of the step."""
-        seconds, choice = planned.prediction.seconds, planned.choice
-        names = choice.strategy.name, choice.runner_up
-        gain = 1 - min(choice.seconds.values()) / max(choice.seconds["nothing"], 1e-30)
-        known = 0.0
-        if ahead is not None and ahead.plans is not None and planned.choice is ahead.plans.choice:
-            known = min(1.0, ahead.tokens / max(1, tokens))
-        return cls(
-            planned.schedule, planned.plans, planned.max_vio_before, *names, seconds, gain, planned.slices,
-            0.0 if ahead is None else ahead.seconds, known, choice.seconds["nothing"], planned.prediction.parts_s,
-        )  # fmt: skip
-
-
-@dataclass(frozen=True, eq=False)
-class PlannedStep:
-    """A planned step, before its sequences are sent to their ranks.
-
-    Attributes:
-        schedule: the schedule of all data ranks.
-        plan: the plan of this rank's expert-parallel group.
-        strategy: what the plan does, the strategy with the least predicted time.
-        runner_up: the second best strategy; "" if there is no other.
-        predicted_s: predicted seconds of the step.
-        predicted_gain: predicted saving of the best strategy over doing nothing, as a fraction of the step. It is given
-            also where it is too small for a plan to be executed.
-        max_vio_before: max/mean - 1 of rank loads, mean over instances, at the present homes without replicas.
-        slices: the rules by which replicas follow while the step runs; None if the plan has them.
-        planning_s: seconds from counting to the end of the plan's broadcast.
-        ahead_s: seconds of counting and planning on the first rank, before, beside the rollout.
-        known_ahead: the part of the step's tokens from which homes and strategy were chosen then; 0 if they were not.
-        nothing_s: predicted seconds of the step if nothing is done.
-        parts_s: `predicted_s` by part.
-        workload: workload of this rank's expert-parallel group; None if it was not gathered for planning.
-    """
-
-    schedule: Schedule
-    plan: StepPlan
-    strategy: str = "nothing"
-    runner_up: str = ""
-    predicted_s: float = 0.0
-    predicted_gain: float = 0.0
-    max_vio_before: float = 0.0
-    slices: SliceRules | None = None
-    planning_s: float = 0.0
-    ahead_s: float = 0.0
-    known_ahead: float = 0.0
-    nothing_s: float = 0.0
-    parts_s: Mapping[str, float] = field(default_factory=dict)
-    workload: Workload | None = None
-
-
-@dataclass(frozen=True)
-class PlanReport:
-    """Figures of a planned step.
-
-    Where replicas are planned while the step runs (`is_sliced`), their number, `max_vio_after` and `peak_rows_after`
-    are expectations; `Session.take_metrics` has the figures of what was planned.
-
-    Attributes:
-        is_sliced: whether replicas and split follow while the step runs.
-        planning_s: seconds from counting to the end of the plan's broadcast.
-        waited_s: seconds for which the step waited: these, and of applying the plan without moves.
-        ahead_s: seconds of counting and planning ahead of the step, beside the rollout, on the first rank.
-        known_ahead: the part of the step's tokens from which homes and strategy were chosen then. If it is 0, they were
-            chosen from all, or doing nothing was; the schedule always is of all.
-        moving_s: seconds of moving experts to new homes.
-        strategy: what the plan does, the strategy with the least predicted time.
-        runner_up: the second best strategy; "" if there is no other.
-        predicted_s: predicted seconds of the step.
-        predicted_gain: predicted saving of the best strategy over doing nothing, as a fraction of the step. It is given
-            also where it is too small for a plan to be executed.
-        max_vio_before, max_vio_after: max/mean - 1 of rank loads, mean over instances, at the present homes and under
-            the plan.
-        replicas: replicas in all instances.
-        homes_moved: experts that change rank, over all layers.
-        micro_steps, unplanned_micro_steps: micro-steps of the step, and those that run without a plan.
-        mixed_instances: instances with unknown routes, whose counts the ranks exchange.
-        peak_rows_before, peak_rows_after: rows of the busiest rank in its busiest instance, at the present homes and
-            under the plan.
-        pool_bytes: bytes on a rank for replicas and arriving gradients, independent of the number of layers.
-        mirror_bytes: bytes of the mirror of this rank's node.
-        free_bytes: free memory of the device.
-    """
-
-    is_sliced: bool
-    planning_s: float
-    waited_s: float
-    ahead_s: float
-    known_ahead: float
-    moving_s: float
-    strategy: str
-    runner_up: str
-    predicted_s: float
-    predicted_gain: float
-    max_vio_before: float
-    max_vio_after: float
-    replicas: int
-    homes_moved: int
-    micro_steps: int
-    unplanned_micro_steps: int
-    mixed_instances: int
-    peak_rows_before: int
-    peak_rows_after: int
-    pool_bytes: int
-    mirror_bytes: int
-    free_bytes: int
 
 
 @dataclass(frozen=True, eq=False)
@@ -247,13 +120,13 @@ class SessionPlanner:
         *,
         may_move: bool,
         sliced: bool,
-        ahead: Ahead | None = None,
+        early: EarlyPlan | None = None,
     ) -> PlannedStep:
         """Plan a step with a given schedule; `trace` has this rank's sequences of it.
 
         Args:
             sliced: replicas may follow while the step runs.
-            ahead: what was planned ahead of the step; None if nothing was.
+            early: what was planned ahead of the step; None if nothing was.
         """
         start = time.perf_counter()
         loads = self.gather_workloads(trace, schedule)
@@ -268,7 +141,7 @@ class SessionPlanner:
                 lengths,
                 may_move=may_move,
                 sliced=sliced,
-                ahead=ahead,
+                early=early,
             ),
             start,
         )
@@ -294,44 +167,30 @@ class SessionPlanner:
         """
         start = time.perf_counter()
         counting = planning_ahead or PlanningAhead(self.topology)
-        gathered: list[LaterSequences | None] | None = None
+        gathered: list[RankSequences | None] | None = None
         if self.topology.data_rank == 0:
             gathered = [None] * self.topology.num_data_ranks
-        dist.gather_object(counting.later(trace), gathered, group=self.topology.control, group_dst=0)
+        dist.gather_object(counting.count_new(trace), gathered, group=self.topology.control, group_dst=0)
 
-        def make() -> _Plans:
+        def make() -> list[PlannedStep]:
             assert gathered is not None
             sequences = counting.join([part for part in gathered if part is not None])
             tokens = int(sequences.lengths.sum())
+            if mode == "plan":
+                early = counting.found
+                planned = plan_sequences(
+                    sequences, placement, self.cluster, token_budget=token_budget, mini_batch=mini_batch,
+                    groups=self.topology.groups, ahead=_usable(early, placement, tokens),
+                    **self._options(may_move=may_move, sliced=sliced),
+                )  # fmt: skip
+                return _steps_of(planned, early, tokens)
             packed = pack_by_length(
-                sequences.lengths,
-                num_ranks=self.topology.num_data_ranks,
-                token_budget=token_budget,
+                sequences.lengths, num_ranks=self.topology.num_data_ranks, token_budget=token_budget,
                 mini_batch=mini_batch,
-            )
-            if mode != "plan":
-                loads = self._workloads(sequences, packed)
-                return self._given_schedule(
-                    loads, packed, placement, mode, sequences.lengths, may_move=may_move, sliced=False
-                )
-            return _Plans.of(
-                plan_sequences(
-                    sequences,
-                    placement,
-                    self.cluster,
-                    token_budget=token_budget,
-                    mini_batch=mini_batch,
-                    groups=self.topology.groups,
-                    settings=self.settings,
-                    costs=self.costs,
-                    may_move=may_move,
-                    threads=self.cluster.planning_threads,
-                    excluded=self.excluded,
-                    sliced=sliced,
-                    ahead=_still_good(counting.found, placement, tokens),
-                ),
-                counting.found,
-                tokens,
+            )  # fmt: skip
+            loads = self._workloads(sequences, packed)
+            return self._given_schedule(
+                loads, packed, placement, mode, sequences.lengths, may_move=may_move, sliced=False
             )
 
         return self._plan_on_first_rank(make, start)
@@ -340,19 +199,11 @@ class SessionPlanner:
         self, sequences: SequenceCounts, placement: Placement, *, token_budget: int, may_move: bool
     ) -> GroupPlans:
         """Plans for a part of a step's sequences. Not a collective."""
+        budget = max(token_budget, int(sequences.lengths.max(initial=0)))
         return plan_sequences(
-            sequences,
-            placement,
-            self.cluster,
-            token_budget=max(token_budget, int(sequences.lengths.max(initial=0))),
-            groups=self.topology.groups,
-            settings=self.settings,
-            costs=self.costs,
-            may_move=may_move,
-            threads=self.cluster.planning_threads,
-            excluded=self.excluded,
-            sliced=True,
-        )
+            sequences, placement, self.cluster, token_budget=budget, groups=self.topology.groups,
+            **self._options(may_move=may_move, sliced=True),
+        )  # fmt: skip
 
     def gather_workloads(self, trace: RoutingTrace, schedule: Schedule) -> list[Workload]:
         """The workload of every expert-parallel group; `trace` has the order of `schedule.sequences_of`."""
@@ -385,15 +236,10 @@ class SessionPlanner:
             lengths[schedule.sequences_of(rank)] = part
         return lengths
 
-    def _plan_on_first_rank(self, make: Callable[[], _Plans], start: float) -> PlannedStep:
-        def packed() -> tuple[_Plans, list[bytes]]:
-            made = make()
-            return made._replace(plans=()), [plan.to_bytes() for plan in made.plans]
-
-        made, packed_plans = on_first_rank(packed, self.topology.control)
-        plan = StepPlan.from_bytes(packed_plans[self.topology.group])
-        figures = {name: getattr(made, name) for name in _Plans._fields if name not in ("schedule", "plans")}
-        return PlannedStep(made.schedule, plan, planning_s=time.perf_counter() - start, **figures)
+    def _plan_on_first_rank(self, make: Callable[[], list[PlannedStep]], start: float) -> PlannedStep:
+        """This rank's of the steps that the first rank makes, one for each expert-parallel group."""
+        steps = on_first_rank(make, self.topology.control)
+        return replace(steps[self.topology.group], planning_s=time.perf_counter() - start)
 
     def _given_schedule(
         self,
@@ -405,33 +251,31 @@ class SessionPlanner:
         *,
         may_move: bool,
         sliced: bool,
-        ahead: Ahead | None = None,
-    ) -> _Plans:
+        early: EarlyPlan | None = None,
+    ) -> list[PlannedStep]:
         if mode in ("static", "off"):
             if mode == "static":
                 num_layers, num_experts = placement.home.shape
                 placement = self.topology.initial_placement(num_layers, num_experts)
             static = self._static(loads, schedule, placement)
-            return _Plans(schedule, static, _max_vio(static, loads))
+            return [PlannedStep(schedule, plan, max_vio_before=_max_vio(static, loads)) for plan in static]
         tokens = 0 if lengths is None else int(lengths.sum())
-        return _Plans.of(
-            plan_schedule(
-                loads,
-                schedule,
-                placement,
-                self.cluster,
-                lengths=lengths,
-                settings=self.settings,
-                costs=self.costs,
-                may_move=may_move,
-                threads=self.cluster.planning_threads,
-                excluded=self.excluded,
-                sliced=sliced,
-                ahead=_still_good(ahead, placement, tokens),
-            ),
-            ahead,
-            tokens,
-        )
+        planned = plan_schedule(
+            loads, schedule, placement, self.cluster, lengths=lengths, ahead=_usable(early, placement, tokens),
+            **self._options(may_move=may_move, sliced=sliced),
+        )  # fmt: skip
+        return _steps_of(planned, early, tokens)
+
+    def _options(self, *, may_move: bool, sliced: bool) -> dict[str, Any]:
+        """Arguments of all calls of the planner."""
+        return {
+            "settings": self.settings,
+            "costs": self.costs,
+            "threads": self.cluster.planning_threads,
+            "excluded": self.excluded,
+            "may_move": may_move,
+            "sliced": sliced,
+        }
 
     def _static(self, loads: list[Workload], schedule: Schedule, placement: Placement) -> tuple[StepPlan, ...]:
         bare = replace(self.cluster, slots_per_rank=0)
@@ -450,11 +294,37 @@ def default_rates(device: torch.device) -> ClusterSpec:
     return LOCAL_CPU if device.type == "cpu" else ClusterSpec(1, 1)
 
 
-def _still_good(ahead: Ahead | None, placement: Placement, tokens: int) -> GroupPlans | None:
+def _usable(early: EarlyPlan | None, placement: Placement, tokens: int) -> GroupPlans | None:
     """What was planned ahead, if it was from enough of the step's tokens, and homes are still the same."""
-    if ahead is None or ahead.plans is None or ahead.plans_from is None or ahead.tokens < KNOWN_AHEAD * tokens:
+    if early is None or early.plans is None or early.homes is None or early.tokens < KNOWN_AHEAD * tokens:
         return None
-    return ahead.plans if np.array_equal(ahead.plans_from.home, placement.home) else None
+    return early.plans if np.array_equal(early.homes.home, placement.home) else None
+
+
+def _steps_of(planned: GroupPlans, early: EarlyPlan | None, tokens: int) -> list[PlannedStep]:
+    """The step of each expert-parallel group.
+
+    Args:
+        early: what was planned ahead of the step; None if nothing was.
+        tokens: of the step.
+    """
+    choice, early = planned.choice, early or EarlyPlan()
+    is_used = early.plans is not None and choice is early.plans.choice
+    first = PlannedStep(
+        planned.schedule,
+        planned.plans[0],
+        strategy=choice.strategy.name,
+        runner_up=choice.runner_up,
+        predicted_s=planned.prediction.seconds,
+        predicted_gain=1 - min(choice.seconds.values()) / max(choice.seconds["nothing"], 1e-30),
+        max_vio_before=planned.max_vio_before,
+        slices=planned.slices,
+        ahead_s=early.seconds,
+        known_ahead=min(1.0, early.tokens / max(1, tokens)) if is_used else 0.0,
+        nothing_s=choice.seconds["nothing"],
+        parts_s=planned.prediction.parts_s,
+    )
+    return [replace(first, plan=plan) for plan in planned.plans]
 
 
 def _max_vio(plans: Sequence[StepPlan], loads: Sequence[Workload]) -> float:

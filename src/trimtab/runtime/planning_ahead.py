@@ -24,23 +24,23 @@ from trimtab.trace import RoutingTrace
 PATIENCE_S = 10.0
 
 
-class Ahead(NamedTuple):
+class EarlyPlan(NamedTuple):
     """What was planned ahead of a step, on the first data rank; on others without plans.
 
     Attributes:
         plans: from the sequences counted so far; None if there were none.
-        plans_from: the homes before.
+        homes: when they were planned.
         tokens: of these sequences; of those of them that are in the step, once it is known.
-        seconds: of counting and planning, beside the rollout.
+        seconds: of counting and planning, during the rollout.
     """
 
     plans: GroupPlans | None = None
-    plans_from: Placement | None = None
+    homes: Placement | None = None
     tokens: int = 0
     seconds: float = 0.0
 
 
-class LaterSequences(NamedTuple):
+class RankSequences(NamedTuple):
     """The sequences of one rank when the step is planned.
 
     Attributes:
@@ -64,7 +64,7 @@ class PlanningAhead:
         self._waiting = 0
         self._has_failed = False
         self._changed = threading.Condition()
-        self.found = Ahead()
+        self.found = EarlyPlan()
 
     def expect(self) -> None:
         """Announce a `run`."""
@@ -85,7 +85,7 @@ class PlanningAhead:
                 # In an order that does not depend on that of arrival.
                 plans = plan(SequenceCounts.concatenate([self._known[key] for key in sorted(self._known)]))
             tokens = sum(int(counts.lengths[0]) for counts in self._known.values())
-            self.found = Ahead(plans, placement, tokens, self.found.seconds + time.perf_counter() - start)
+            self.found = EarlyPlan(plans, placement, tokens, self.found.seconds + time.perf_counter() - start)
         except Exception as error:
             self._has_failed = True
             logging.getLogger("trimtab").warning("planning ahead failed, the step is planned at once: %s", error)
@@ -98,17 +98,17 @@ class PlanningAhead:
         with self._changed:
             return self._changed.wait_for(lambda: not self._waiting, PATIENCE_S) and not self._has_failed
 
-    def later(self, trace: RoutingTrace) -> LaterSequences:
+    def count_new(self, trace: RoutingTrace) -> RankSequences:
         """This rank's sequences, with the counts of those that were not counted ahead."""
         is_new = np.array([key not in self._sent for key in trace.sequence_hashes.tolist()], bool)
         new = trace if is_new.all() else trace.select(np.flatnonzero(is_new))
-        return LaterSequences(trace.sequence_hashes, is_new, SequenceCounts.from_trace(new))
+        return RankSequences(trace.sequence_hashes, is_new, SequenceCounts.from_trace(new))
 
-    def join(self, gathered: Sequence[LaterSequences]) -> SequenceCounts:
+    def join(self, gathered: Sequence[RankSequences]) -> SequenceCounts:
         """The sequences of all ranks, in rank order, on the first data rank.
 
         Args:
-            gathered: `later` of every rank.
+            gathered: `count_new` of every rank.
         """
         parts, known = [], 0
         for hashes, is_new, counts in gathered:
@@ -126,12 +126,12 @@ class PlanningAhead:
 
     def _gather(self, trace: RoutingTrace) -> None:
         """Send counts of new sequences to the first data rank."""
-        later = self.later(trace)
-        gathered: list[LaterSequences | None] | None = None
+        mine = self.count_new(trace)
+        gathered: list[RankSequences | None] | None = None
         if self._topology.data_rank == 0:
             gathered = [None] * self._topology.num_data_ranks
-        dist.gather_object(later, gathered, group=self._topology.planning_data, group_dst=0)
-        self._sent |= set(later.hashes.tolist())
+        dist.gather_object(mine, gathered, group=self._topology.planning_data, group_dst=0)
+        self._sent |= set(mine.hashes.tolist())
         for part in gathered or []:
             assert part is not None
             keys = part.hashes[part.is_new].tolist()

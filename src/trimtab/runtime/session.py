@@ -24,14 +24,14 @@ from trimtab.runtime.layer.framework_layer import FrameworkLayer
 from trimtab.runtime.layer.instance import LayerCalls
 from trimtab.runtime.layer.layer import ExpertLayer, HomeWeights
 from trimtab.runtime.layer.micro_step import MicroStep
-from trimtab.runtime.planning import Mode, Paths, PlannedStep, PlanReport
+from trimtab.runtime.planned_step import PlannedStep, PlanReport
 from trimtab.runtime.rank_experts import RankExperts
 from trimtab.runtime.ranks.lockstep import LOGICAL, Lockstep
 from trimtab.runtime.ranks.recorder import Recorder
 from trimtab.runtime.ranks.topology import Topology
 from trimtab.runtime.rows.expert_compute import ApplyExperts
 from trimtab.runtime.rows.step_slices import COMPARED
-from trimtab.runtime.settings import Settings
+from trimtab.runtime.settings import Mode, Paths, Settings
 from trimtab.runtime.state.expert_state import ExpertState
 from trimtab.runtime.state.home_experts import ExpertTensor, HomeExperts, ReadParameters, read_tensors
 from trimtab.runtime.state.logical_state import LogicalState

@@ -6,13 +6,14 @@ import os
 from collections.abc import Callable
 from dataclasses import InitVar, dataclass, field
 from functools import partial
-from typing import Any, get_args
+from typing import Any, Literal, get_args
 
 from trimtab.cluster import ClusterSpec
 from trimtab.planner import PlanSettings
 from trimtab.runtime.argument_checks import at_least, finite, one_of
-from trimtab.runtime.planning import Mode, Paths
 
+Mode = Literal["plan", "rehome", "static", "shadow", "off"]
+Paths = Literal["both", "peer", "host"]
 # Environment variable: 1 turns on `verify_weights` unless the argument is given.
 VERIFY_WEIGHTS = "TRIMTAB_VERIFY_WEIGHTS"
 

@@ -24,7 +24,8 @@ from trimtab.planner.plan.workload import max_over_mean
 from trimtab.runtime.feedback import Feedback
 from trimtab.runtime.layer.instance import LayerCalls
 from trimtab.runtime.layer.micro_step import BoundRoutes, MicroStep, RunningStep
-from trimtab.runtime.planning import PlannedStep, PlanReport, SessionPlanner
+from trimtab.runtime.planned_step import PlannedStep, PlanReport
+from trimtab.runtime.planning import SessionPlanner
 from trimtab.runtime.planning_ahead import PlanningAhead
 from trimtab.runtime.rank_experts import RankExperts
 from trimtab.runtime.ranks.lockstep import (
@@ -188,7 +189,7 @@ class Steps:
         ahead = self._take_ahead(sliced)
         planned = self._planner(trace).for_schedule(
             trace, schedule, self._experts.placement, self._settings.mode, may_move=may_move, sliced=sliced,
-            ahead=None if ahead is None else ahead.found,
+            early=None if ahead is None else ahead.found,
         )  # fmt: skip
         return self.apply_plan(planned, trace)
 
@@ -292,8 +293,8 @@ class Steps:
         plan, experts, runs = planned.plan, self._experts, self._settings.executes_plans
         applied_at = time.perf_counter()
         slices = planned.slices if runs else None
-        before, after = workload.home_loads(experts.placement.home), plan.rank_loads(workload)
-        moved = experts.num_moved(plan.placement)
+        before, moved = workload.home_loads(experts.placement.home), experts.num_moved(plan.placement)
+        after = plan.rank_loads(workload) if moved or plan.num_replicas else before
         start = time.perf_counter()
         self._calls.backward.end_plan()
         self._plans += 1

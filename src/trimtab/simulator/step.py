@@ -71,7 +71,7 @@ class SimulatedStep:
         parts_s: seconds on the critical path, by the names of `PARTS`; they add up to `step_time_s`.
         work: of every rank and instance.
         operations: of the shown micro-step, from the start of its update.
-        hidden_planning_s: seconds of planning from recorded routing, beside rollout and step, for which no rank waits.
+        hidden_planning_s: seconds of planning from recorded routing, during rollout and step, for which no rank waits.
     """
 
     step_time_s: float

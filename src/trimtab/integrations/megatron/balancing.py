@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import operator
 import socket
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
-from functools import partial
 from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
-import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.transformer.moe.moe_layer import MoELayer
@@ -20,28 +17,17 @@ from torch import nn
 
 from trimtab.array_type import Array
 from trimtab.errors import InputError
-from trimtab.integrations.megatron.experts import Experts, experts_of
-from trimtab.integrations.megatron.logical_order import (
-    ADVICE,
-    NamedTensor,
-    PositionalGuard,
-    logical_shards,
-    rename_experts,
-)
+from trimtab.integrations.megatron.balanced_layer import BalancedLayer
+from trimtab.integrations.megatron.logical_order import NamedTensor, PositionalGuard, WeightExport
 from trimtab.integrations.megatron.optimizer_state import MegatronState, optimizers_in
 from trimtab.integrations.megatron.physical_dispatch import (
-    MegatronRows,
     PlannedDispatcher,
-    TrimtabRows,
-    physical_dispatcher,
 )
 from trimtab.integrations.megatron.reduction_order import ReductionOrder
-from trimtab.integrations.megatron.replay import SessionReplay
 from trimtab.integrations.megatron.support import check_slots, check_supported
 from trimtab.planner import Placement
 from trimtab.runtime import PlanReport, Session
-from trimtab.runtime.layer.framework_layer import FrameworkLayer
-from trimtab.runtime.planning import Mode
+from trimtab.runtime.settings import Mode
 from trimtab.trace import RoutingTrace
 
 Routing = Sequence[npt.ArrayLike]
@@ -100,7 +86,7 @@ def balance(
         nodes=nodes if nodes is not None else _nodes(layers[0].ep_group), mode=mode, slots_per_rank=slots_per_rank,
         **options,
     )  # fmt: skip
-    balanced = [_BalancedLayer(layer, session, groups, dispatcher) for layer in layers]
+    balanced = [BalancedLayer(layer, session, groups, dispatcher) for layer in layers]
     return MegatronSession(session, chunks, balanced)
 
 
@@ -113,7 +99,7 @@ class MegatronSession:
         report: the plan of the last step; None before the first, and without MoE layers.
     """
 
-    def __init__(self, session: Session | None, chunks: Sequence[nn.Module], layers: Sequence[_BalancedLayer]) -> None:
+    def __init__(self, session: Session | None, chunks: Sequence[nn.Module], layers: Sequence[BalancedLayer]) -> None:
         self.session = session
         self.report: PlanReport | None = None
         self._chunks, self._layers = list(chunks), list(layers)
@@ -121,11 +107,12 @@ class MegatronSession:
         self._optimizer: Any = None
         self._guard: PositionalGuard | None = None
         self._replaced: list[tuple[Any, str]] = []
-        self._gradients_wait = self._is_exporting = False
+        self._gradients_wait = False
+        self._export = WeightExport(self._layers)
         self._orders: dict[int, ReductionOrder] = {}
         for layer in self._layers:
             layer.before_backward = self._note_gradients
-            layer.is_exported = lambda: self._is_exporting
+            layer.is_exported = lambda: self._export.is_running
 
     def register_optimizer(self, optimizer: Any) -> None:
         """Let plans move experts to other homes, with the optimizer's state of them. Not a collective.
@@ -199,44 +186,7 @@ class MegatronSession:
         Raises:
             InputError, RuntimeError: from what is returned, as `logical_names` does.
         """
-        orders = self._orders_of_experts
-        mine = {
-            layer.decoder_layer: experts_E
-            for layer, experts_E in zip(self._layers, orders, strict=True)
-            if experts_E is not None
-        }
-        pipeline = parallel_state.get_pipeline_model_parallel_group()
-        found = [mine]
-        if pipeline.size() > 1:
-            found = [{}] * pipeline.size()
-            dist.all_gather_object(found, mine, group=pipeline)
-        experts_of_layer = {number: experts for part in found for number, experts in part.items()}
-
-        def renamed(pairs: Iterable[NamedTensor]) -> Iterator[NamedTensor]:
-            for pair in rename_experts(self._exported(pairs), experts_of_layer):
-                if any(map(operator.is_not, self._orders_of_experts, orders)):
-                    raise RuntimeError("experts have moved since this weight sync began; begin it again")
-                yield pair
-
-        return renamed
-
-    def _exported(self, pairs: Iterable[NamedTensor]) -> Iterator[NamedTensor]:
-        """The pairs of an exporter, which may call `state_dict()` of the model, as verl's does for its names."""
-        exporter = iter(pairs)
-        while True:
-            self._is_exporting = True
-            try:
-                pair = next(exporter, None)
-            finally:
-                self._is_exporting = False
-            if pair is None:
-                return
-            yield pair
-
-    @property
-    def _orders_of_experts(self) -> list[Array | None]:
-        """For each layer the expert at each position: another array after a move."""
-        return [layer.experts_by_position for layer in self._layers]
+        return self._export.begin()
 
     def return_home(self) -> None:
         """Move all experts to the ranks on which Megatron has them; see `move`."""
@@ -390,104 +340,6 @@ class MegatronSession:
             if config is not None and config.use_distributed_optimizer and config.overlap_param_gather:
                 for bucket_group in ddp.expert_parallel_bucket_groups:
                     bucket_group.start_param_sync(force_sync=True)
-
-
-class _BalancedLayer:
-    """One MoE layer of the model, with what `balance` has replaced in it.
-
-    Attributes:
-        number: its number among all MoE layers of the model, from 0.
-        layers_of_model: MoE layers of the model.
-    """
-
-    def __init__(self, moe_layer: MoELayer, session: Session, groups: Any, dispatcher: str) -> None:
-        self._moe_layer = moe_layer
-        experts = experts_of(moe_layer.experts)
-        assert experts is not None
-        self._experts: Experts = experts
-        self._layer: FrameworkLayer = session.add_framework_layer(experts.tensors)
-        pattern = _moe_pattern(moe_layer.config)
-        self.number = sum(pattern[: moe_layer.layer_number - 1])
-        self.layers_of_model = sum(pattern)
-        replay = SessionReplay(self._layer, moe_layer.router.router_replay, lambda: session.settings.executes_plans)
-        start = TrimtabRows.start
-        if dispatcher == "megatron":
-            physical = physical_dispatcher(moe_layer, session.slots_per_rank, session.topology.positions, groups)
-            start = partial(MegatronRows.start, physical)  # type: ignore[assignment]
-        self._dispatcher = PlannedDispatcher(moe_layer, self._layer, replay, start)
-        self._compute_homes = moe_layer.experts.forward
-        moe_layer.router.router_replay = replay
-        moe_layer.token_dispatcher = self._dispatcher
-        moe_layer.experts.forward = self._compute
-        self.before_backward: Callable[[], None] = lambda: None
-        self.is_exported: Callable[[], bool] = lambda: False
-        self.decoder_layer = moe_layer.layer_number - 1
-        self._sharded_state_dict = moe_layer.experts.sharded_state_dict
-        moe_layer.experts.sharded_state_dict = self._logical_state_dict
-        self._hooks = [
-            moe_layer.experts._register_state_dict_hook(self._refuse_state_dict),
-            moe_layer.experts.register_load_state_dict_pre_hook(self._refuse_state_dict),
-        ]
-
-    @property
-    def experts_by_position(self) -> Array | None:
-        """The expert `[E]` at each position of Megatron's expert-parallel group; None if it is the position itself."""
-        return self._dispatcher.experts_by_position
-
-    def remove(self) -> None:
-        """Undo all replacements."""
-        self._moe_layer.router.router_replay = self._moe_layer.router.router_replay.plain
-        self._moe_layer.token_dispatcher = self._dispatcher.plain
-        del self._moe_layer.experts.forward
-        del self._moe_layer.experts.sharded_state_dict
-        for hook in self._hooks:
-            hook.remove()
-
-    def _logical_state_dict(
-        self, prefix: str = "", sharded_offsets: tuple[Any, ...] = (), metadata: dict[str, Any] | None = None
-    ) -> dict[str, Any]:
-        """Replaces the `sharded_state_dict` of the experts' module: experts have their logical place."""
-        shards: dict[str, Any] = self._sharded_state_dict(prefix, sharded_offsets, metadata)
-        experts_E = self.experts_by_position
-        if experts_E is not None:
-            if (metadata or {}).get("singleton_local_shards"):
-                raise InputError(f"singleton_local_shards names experts by position, and they have moved; {ADVICE}")
-            rows = [[prefix + name for name in names] for names in self._experts.names()]
-            first = self._moe_layer.ep_group.rank() * len(rows)
-            positions = np.arange(first, first + len(rows))
-            logical_shards(shards, rows, len(sharded_offsets), experts_E[positions] - positions)
-        return shards
-
-    def _refuse_state_dict(self, *_: Any) -> None:
-        if self.experts_by_position is not None and not self.is_exported():
-            raise InputError(
-                f"a state_dict of layer {self.decoder_layer} has experts by position, and they have moved; use "
-                f"sharded_state_dict(), or {ADVICE}"
-            )
-
-    def _compute(self, rows: torch.Tensor, counts: torch.Tensor, probs: torch.Tensor) -> tuple[torch.Tensor, Any]:
-        """Replaces the forward of the experts' module: home experts, then replicas."""
-        if torch.is_grad_enabled():
-            self.before_backward()
-        outputs, bias = self._compute_homes(rows, counts, probs)
-        call = self._dispatcher.rows
-        if call is None or not call.instance.replicas.count:
-            return outputs, bias
-        replica_rows, replicas = self._layer.use_replicas(call.replica_rows, call.instance)
-        if replicas.count:
-            with replicas.saved_for_backward():
-                replica_rows = self._experts.compute(
-                    replica_rows, call.instance.layout.replica_groups.counts, call.replica_probs, replicas.tensors
-                )
-        return call.join(outputs, replica_rows), bias
-
-
-def _moe_pattern(config: Any) -> list[int]:
-    """For every layer of the model 1 if it is a MoE layer, else 0; as Megatron reads `moe_layer_freq`."""
-    frequency = config.moe_layer_freq
-    if isinstance(frequency, int):
-        return [int(layer % frequency == 0) for layer in range(config.num_layers)]
-    return list(frequency)
 
 
 def _nodes(group: dist.ProcessGroup) -> list[int] | None:

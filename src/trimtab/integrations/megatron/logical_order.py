@@ -7,13 +7,16 @@ group holds the positions i * E / R up to (i + 1) * E / R. Where experts have mo
 from __future__ import annotations
 
 import inspect
+import operator
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
 from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
 
 from trimtab.array_type import Array
@@ -57,6 +60,79 @@ def rename_experts(pairs: Iterable[NamedTensor], experts_of_layer: Mapping[int, 
                 f"{name} has shape {list(tensor.shape)}; the name should have the number of an expert below "
                 f"{len(experts_E)}, or the tensor should be of all {len(experts_E)} experts"
             )
+
+
+class LayerOfExperts(Protocol):
+    """A MoE layer whose experts may have moved.
+
+    Attributes:
+        decoder_layer: its number among all layers of the model, from 0.
+        experts_by_position: the expert `[E]` at each position; None if it is the position. Another array after a move.
+    """
+
+    decoder_layer: int
+
+    @property
+    def experts_by_position(self) -> Array | None: ...
+
+
+class WeightExport:
+    """Exports of weights, with the logical numbers of experts.
+
+    Args:
+        layers: of this rank.
+
+    Attributes:
+        is_running: whether an exporter runs now.
+    """
+
+    def __init__(self, layers: Sequence[LayerOfExperts]) -> None:
+        self._layers = layers
+        self.is_running = False
+
+    def begin(self) -> Callable[[Iterable[NamedTensor]], Iterator[NamedTensor]]:
+        """Gather the homes of all pipeline stages. Collective over the ranks of the pipeline.
+
+        Returns:
+            `rename_experts` of this export, which is not a collective. It raises RuntimeError if experts move.
+        """
+        orders = self._orders
+        mine = {
+            layer.decoder_layer: experts_E
+            for layer, experts_E in zip(self._layers, orders, strict=True)
+            if experts_E is not None
+        }
+        pipeline = parallel_state.get_pipeline_model_parallel_group()
+        found = [mine]
+        if pipeline.size() > 1:
+            found = [{}] * pipeline.size()
+            dist.all_gather_object(found, mine, group=pipeline)
+        experts_of_layer = {number: experts for part in found for number, experts in part.items()}
+
+        def renamed(pairs: Iterable[NamedTensor]) -> Iterator[NamedTensor]:
+            for pair in rename_experts(self._run(pairs), experts_of_layer):
+                if any(map(operator.is_not, self._orders, orders)):
+                    raise RuntimeError("experts have moved since this weight sync began; begin it again")
+                yield pair
+
+        return renamed
+
+    def _run(self, pairs: Iterable[NamedTensor]) -> Iterator[NamedTensor]:
+        """The pairs of an exporter, which may call `state_dict()` of the model, as verl's does for its names."""
+        exporter = iter(pairs)
+        while True:
+            self.is_running = True
+            try:
+                pair = next(exporter, None)
+            finally:
+                self.is_running = False
+            if pair is None:
+                return
+            yield pair
+
+    @property
+    def _orders(self) -> list[Array | None]:
+        return [layer.experts_by_position for layer in self._layers]
 
 
 def logical_shards(shards: dict[str, Any], names_of_rows: Sequence[Sequence[str]], axis: int, shifts: Array) -> None:

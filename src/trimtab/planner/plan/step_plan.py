@@ -122,16 +122,6 @@ class StepPlan:
         """Returns the same schedule and homes without replicas."""
         return self.with_replicas(ReplicaTable.none(self.mixed_ML.size), np.zeros(0, np.uint8))
 
-    def with_schedule(self, schedule: Schedule, mixed_ML: Array) -> StepPlan:
-        """Returns a plan of another schedule with the same homes, without replicas."""
-        return replace(
-            self,
-            micro_step=schedule.micro_step,
-            rank=schedule.rank,
-            mini_batch_of_micro_step=schedule.mini_batch_of_micro_step,
-            mixed_ML=mixed_ML,
-        ).without_replicas()
-
     def with_replicas(self, replicas: ReplicaTable, paths_P: Array) -> StepPlan:
         """Returns the same schedule and homes with these replicas, `[P]` uint8 `paths_P` of them."""
         return replace(
@@ -196,7 +186,7 @@ class StepPlan:
 
     def rank_loads(self, workload: Workload) -> Array:
         """Rows `[M, L, R]` int64 that each rank computes under this plan; estimated where routes are unknown."""
-        return self.rows(workload).loads_MLR
+        return self.rows(workload).loads_MLR if self.num_replicas else workload.home_loads(self.home)
 
     def rows(self, workload: Workload) -> RowCounts:
         """Rows by rank and between nodes. Unknown rows are included as `Workload.estimated_MLRE`, at the homes."""
@@ -256,6 +246,8 @@ class StepPlan:
         _require(copies_IR.max(initial=0) <= room, "a rank holds more copies than its share of homes and its slots")
 
     def _check_quotas(self, workload: Workload) -> None:
+        if not self.num_replicas:
+            return
         sources = self.quota_sources.astype(np.int64)
         _require(bool(np.all(self.quota_tokens >= 1)), "a quota is below one token")
         _require(bool(np.all((sources >= 0) & (sources < self.num_ranks))), "a quota's source rank doesn't exist")

@@ -1,0 +1,126 @@
+"""`BalancedLayer`: one MoE layer of a Megatron model, with what `balance` replaces in it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+from megatron.core.transformer.moe.moe_layer import MoELayer
+
+from trimtab.array_type import Array
+from trimtab.errors import InputError
+from trimtab.integrations.megatron.experts import Experts, experts_of
+from trimtab.integrations.megatron.logical_order import ADVICE, logical_shards
+from trimtab.integrations.megatron.physical_dispatch import (
+    MegatronRows,
+    PlannedDispatcher,
+    TrimtabRows,
+    physical_dispatcher,
+)
+from trimtab.integrations.megatron.replay import SessionReplay
+from trimtab.runtime import Session
+from trimtab.runtime.layer.framework_layer import FrameworkLayer
+
+
+class BalancedLayer:
+    """One MoE layer of the model, with what `balance` has replaced in it.
+
+    Attributes:
+        number: its number among all MoE layers of the model, from 0.
+        layers_of_model: MoE layers of the model.
+        decoder_layer: its number among all layers of the model, from 0.
+        before_backward: called when the layer runs with gradients.
+        is_exported: whether an exporter runs, which may ask for a `state_dict()`.
+    """
+
+    def __init__(self, moe_layer: MoELayer, session: Session, groups: Any, dispatcher: str) -> None:
+        self._moe_layer = moe_layer
+        experts = experts_of(moe_layer.experts)
+        assert experts is not None
+        self._experts: Experts = experts
+        self._layer: FrameworkLayer = session.add_framework_layer(experts.tensors)
+        pattern = _moe_pattern(moe_layer.config)
+        self.number = sum(pattern[: moe_layer.layer_number - 1])
+        self.layers_of_model = sum(pattern)
+        replay = SessionReplay(self._layer, moe_layer.router.router_replay, lambda: session.settings.executes_plans)
+        start = TrimtabRows.start
+        if dispatcher == "megatron":
+            physical = physical_dispatcher(moe_layer, session.slots_per_rank, session.topology.positions, groups)
+            start = partial(MegatronRows.start, physical)  # type: ignore[assignment]
+        self._dispatcher = PlannedDispatcher(moe_layer, self._layer, replay, start)
+        self._compute_homes = moe_layer.experts.forward
+        moe_layer.router.router_replay = replay
+        moe_layer.token_dispatcher = self._dispatcher
+        moe_layer.experts.forward = self._compute
+        self.before_backward: Callable[[], None] = lambda: None
+        self.is_exported: Callable[[], bool] = lambda: False
+        self.decoder_layer = moe_layer.layer_number - 1
+        self._sharded_state_dict = moe_layer.experts.sharded_state_dict
+        moe_layer.experts.sharded_state_dict = self._logical_state_dict
+        self._hooks = [
+            moe_layer.experts._register_state_dict_hook(self._refuse_state_dict),
+            moe_layer.experts.register_load_state_dict_pre_hook(self._refuse_state_dict),
+        ]
+
+    @property
+    def experts_by_position(self) -> Array | None:
+        """The expert `[E]` at each position of Megatron's expert-parallel group; None if it is the position itself."""
+        return self._dispatcher.experts_by_position
+
+    def remove(self) -> None:
+        """Undo all replacements."""
+        self._moe_layer.router.router_replay = self._moe_layer.router.router_replay.plain
+        self._moe_layer.token_dispatcher = self._dispatcher.plain
+        del self._moe_layer.experts.forward
+        del self._moe_layer.experts.sharded_state_dict
+        for hook in self._hooks:
+            hook.remove()
+
+    def _logical_state_dict(
+        self, prefix: str = "", sharded_offsets: tuple[Any, ...] = (), metadata: dict[str, Any] | None = None
+    ) -> dict[str, Any]:
+        """Replaces the `sharded_state_dict` of the experts' module: experts have their logical place."""
+        shards: dict[str, Any] = self._sharded_state_dict(prefix, sharded_offsets, metadata)
+        experts_E = self.experts_by_position
+        if experts_E is not None:
+            if (metadata or {}).get("singleton_local_shards"):
+                raise InputError(f"singleton_local_shards names experts by position, and they have moved; {ADVICE}")
+            rows = [[prefix + name for name in names] for names in self._experts.names()]
+            first = self._moe_layer.ep_group.rank() * len(rows)
+            positions = np.arange(first, first + len(rows))
+            logical_shards(shards, rows, len(sharded_offsets), experts_E[positions] - positions)
+        return shards
+
+    def _refuse_state_dict(self, *_: Any) -> None:
+        if self.experts_by_position is not None and not self.is_exported():
+            raise InputError(
+                f"a state_dict of layer {self.decoder_layer} has experts by position, and they have moved; use "
+                f"sharded_state_dict(), or {ADVICE}"
+            )
+
+    def _compute(self, rows: torch.Tensor, counts: torch.Tensor, probs: torch.Tensor) -> tuple[torch.Tensor, Any]:
+        """Replaces the forward of the experts' module: home experts, then replicas."""
+        if torch.is_grad_enabled():
+            self.before_backward()
+        outputs, bias = self._compute_homes(rows, counts, probs)
+        call = self._dispatcher.rows
+        if call is None or not call.instance.replicas.count:
+            return outputs, bias
+        replica_rows, replicas = self._layer.use_replicas(call.replica_rows, call.instance)
+        if replicas.count:
+            with replicas.saved_for_backward():
+                replica_rows = self._experts.compute(
+                    replica_rows, call.instance.layout.replica_groups.counts, call.replica_probs, replicas.tensors
+                )
+        return call.join(outputs, replica_rows), bias
+
+
+def _moe_pattern(config: Any) -> list[int]:
+    """For every layer of the model 1 if it is a MoE layer, else 0; as Megatron reads `moe_layer_freq`."""
+    frequency = config.moe_layer_freq
+    if isinstance(frequency, int):
+        return [int(layer % frequency == 0) for layer in range(config.num_layers)]
+    return list(frequency)
