@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from dataclasses import replace
 
 import numpy as np
@@ -11,7 +12,6 @@ import pytest
 from helpers.planned_times import idle_step
 from helpers.planner_steps import skewed_trace
 from trimtab import ClusterSpec, Placement
-from trimtab.array_type import Array
 from trimtab.cluster import QWEN3_30B, StepCosts
 from trimtab.planner import PlanSettings, SequenceCounts, pack_by_length
 from trimtab.planner.plan.step_loads import StepLoads
@@ -108,12 +108,17 @@ def test_slices_make_the_plan_of_the_whole_step(planning: StepPlanning) -> None:
     assert len(whole.replicas[0].ranks) > 0
 
 
-RUNS = 9
+RUNS = 30
 
 
-def agree(measured: Array, modelled: Array, within: float) -> None:
-    """Ratios to the first value agree within a factor, since small slices have fixed costs."""
-    difference = (measured / measured[0]) / (modelled / modelled[0])
+def agree(seconds: Callable[[int], float], modelled: list[float], sizes: tuple[int, ...], within: float) -> None:
+    """Ratios to the first size agree within a factor, since small slices have fixed costs.
+
+    Sizes take turns, and each one's shortest time counts: what else the machine does meets all of them.
+    """
+    runs = [[seconds(size) for size in sizes] for _ in range(RUNS)]
+    measured = np.min(runs, axis=0)
+    difference = (measured / measured[0]) / (np.array(modelled) / modelled[0])
     assert np.all((difference < within) & (difference > 1 / within)), (measured, modelled)
 
 
@@ -121,41 +126,31 @@ def test_rounds_get_shorter_with_ranks_as_measured(planning: StepPlanning) -> No
     """A rank of 1, 2 or 4 plans its layers of a micro-step. In processor time: other processes don't count."""
     homes = [planning.placement.home[layer] for layer in planning.layers]
 
-    def plan_slice(ranks: int) -> None:
-        layers = planning.layers[: -(-LAYERS // ranks)]
-        planning.plan(STRATEGY, np.array([0]), layers, homes=homes[: len(layers)])
-
     def seconds(ranks: int) -> float:
-        found = []
-        for _ in range(RUNS):
-            start = time.process_time()
-            plan_slice(ranks)
-            found.append(time.process_time() - start)
-        return min(found)
+        layers = planning.layers[: -(-LAYERS // ranks)]
+        start = time.process_time()
+        planning.plan(STRATEGY, np.array([0]), layers, homes=homes[: len(layers)])
+        return time.process_time() - start
 
     sizes = (1, 2, 4)
-    measured = [seconds(ranks) for ranks in sizes]
     model = PlanningTime((TimeAtSize(1, instance=100.0),))
-    modelled = [hidden(model, ranks=ranks, layers=LAYERS).round_s for ranks in sizes]
-    agree(np.array(measured), np.array(modelled), within=2.5)
+    agree(seconds, [hidden(model, ranks=ranks, layers=LAYERS).round_s for ranks in sizes], sizes, within=2.5)
     # More ranks than layers make no round shorter.
     assert hidden(model, ranks=32, layers=LAYERS).round_s == hidden(model, ranks=16, layers=LAYERS).round_s
 
 
-def test_planning_beside_the_rollout_scales_with_threads_as_measured(planning: StepPlanning) -> None:
+def test_planning_during_the_rollout_scales_with_threads_as_measured(planning: StepPlanning) -> None:
     """The processor time of all threads, divided over free cores, but for that of the thread that starts them."""
     counted = planning.count(planning.micro_steps, planning.layers)
 
     def seconds(threads: int) -> float:
-        step, found = replace(planning, threads=threads), []
-        for _ in range(RUNS):
-            start, start_all = time.thread_time(), time.process_time()
-            step.plan(STRATEGY, step.micro_steps, step.layers, counted=counted)
-            serial, every = time.thread_time() - start, time.process_time() - start_all
-            found.append(serial + (every - serial) / threads)
-        return min(found)
+        step = replace(planning, threads=threads)
+        start, start_all = time.thread_time(), time.process_time()
+        step.plan(STRATEGY, step.micro_steps, step.layers, counted=counted)
+        serial, every = time.thread_time() - start, time.process_time() - start_all
+        return serial + (every - serial) / threads
 
     numbers = (1, 2, 4)
     model = PlanningTime((TimeAtSize(1, homes=100.0),))
     modelled = [hidden(model, ranks=RANKS, layers=LAYERS, threads=threads).rollout_s for threads in numbers]
-    agree(np.array([seconds(threads) for threads in numbers]), np.array(modelled), within=2.0)
+    agree(seconds, modelled, numbers, within=2.0)
