@@ -28,6 +28,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from trimtab.array_type import Array
 from trimtab.runtime.transfer import streams
+from trimtab.runtime.transfer.messages import MOST_OPERATIONS
 from trimtab.runtime.transfer.peer_memory import PeerMemory
 
 MODES = ("late", "serial")
@@ -185,6 +186,7 @@ class LateDevice:
 
     def post_late(self, operations: Sequence[dist.P2POp]) -> list[Work]:
         """As `batch_isend_irecv`; messages arrive when they are waited for."""
+        _check_size(operations)
         group = id(operations[0].group)
         stream = self._streams_of_groups.get(group) or self.make_stream()
         self._streams_of_groups[group] = stream
@@ -198,6 +200,7 @@ class LateDevice:
 
     def post_serially(self, operations: Sequence[dist.P2POp]) -> list[Work]:
         """As `batch_isend_irecv`; returns when all messages are complete, on the other ends, too."""
+        _check_size(operations)
         self.messages += len(operations)
         works = [_post(o.op, o.tensor, o, MESSAGE) for o in operations]
         for work in works:
@@ -271,6 +274,12 @@ def _receive_aside(operation: dist.P2POp) -> Callable[[], Array]:
     return read
 
 
+def _check_size(operations: Sequence[dist.P2POp]) -> None:
+    """Large NCCL groups can hang; see `messages.py`."""
+    if len(operations) > MOST_OPERATIONS:
+        raise TransferRaceError(f"{len(operations)} operations in one batch would hang")
+
+
 def _post(kind: Any, tensor: torch.Tensor, like: dist.P2POp, tag: int) -> dist.Work:
     """Post a message to or from the peer of an operation. Its tag is ignored, since NCCL has none."""
     peer = {"group_dst" if kind is dist.isend else "group_src": like.group_peer}
@@ -294,7 +303,7 @@ def install(mode: str, *, peers: bool = False) -> Iterator[LateDevice]:
     assert mode in MODES
     device = LateDevice()
     cuda = {
-        "Stream": lambda device_=None: device.make_stream(),
+        "Stream": lambda device_=None, priority=0: device.make_stream(),
         "Event": lambda **_: Event(device),
         "stream": device.enter,
         "current_stream": lambda device_=None: device.current,

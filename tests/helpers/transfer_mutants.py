@@ -13,8 +13,9 @@ import torch.distributed as dist
 
 from helpers import late_device
 from trimtab.runtime.layer import instance
-from trimtab.runtime.transfer import mirror, peer_memory, returns, ring
+from trimtab.runtime.transfer import mirror, peer_memory, ring
 from trimtab.runtime.transfer.copy_engine import BackgroundCopies
+from trimtab.runtime.transfer.returns import GradientReturns
 from trimtab.runtime.transfer.ring import ReplicaRing
 from trimtab.runtime.transfer.transfers import Transfers
 from trimtab.runtime.transfer.visits import Instance, Visits
@@ -94,25 +95,11 @@ def _complete_without_wait(patch: pytest.MonkeyPatch) -> None:
 
 def _sends_without_wait(patch: pytest.MonkeyPatch) -> None:
     """Before weights change, a home rank waits for its own replicas only."""
-    complete = ReplicaRing.complete
-
-    def without_sends(self: ReplicaRing) -> None:
-        for arrival in self._held.values():
-            if arrival.count == 0:
-                arrival.waits = []
-        complete(self)
-
-    patch.setattr(ReplicaRing, "complete", without_sends)
+    patch.setattr(ReplicaRing, "_wait_for_sends", lambda self, chosen: None)
 
 
 def _returns_without_wait(patch: pytest.MonkeyPatch) -> None:
-    post = dist.batch_isend_irecv
-
-    def post_only(operations: list[dist.P2POp]) -> list[dist.Work]:
-        post(operations)
-        return []
-
-    _replace_dist(patch, returns, batch_isend_irecv=post_only)
+    patch.setattr(GradientReturns, "_wait", lambda self, pending: None)
 
 
 def _order_of_rank(patch: pytest.MonkeyPatch) -> None:

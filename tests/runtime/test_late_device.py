@@ -31,7 +31,9 @@ from trimtab.launch import launch
 from trimtab.planner import Placement, Schedule, StepPlan, Workload
 from trimtab.planner.replicas.paths import HOST, PEER
 from trimtab.runtime import Session, gated_experts
+from trimtab.runtime.ranks.topology import Topology
 from trimtab.runtime.state.home_experts import HomeExperts
+from trimtab.runtime.transfer.mirror import NodeMirror
 from trimtab.runtime.transfer.ring import ReplicaRing
 from trimtab.trace import synthesize
 
@@ -275,3 +277,53 @@ def compare_rewriting() -> None:
 def test_weights_are_rewritten_between_barriers() -> None:
     """Without a barrier, a copy reads weights that are being rewritten, or old ones."""
     on_ranks(compare_rewriting, (), ranks=2)
+
+
+def fill_far_mirrors() -> None:
+    """Every rank is a node, whose mirror holds the experts of all other ranks."""
+    rank, ranks, experts = dist.get_rank(), dist.get_world_size(), 40
+    topology = Topology.build(None, 1, ranks_per_node=1)
+    for mode in late_device.MODES:
+        with late_device.install(mode) as device:
+            home_E = np.repeat(np.arange(ranks), experts).astype(np.int16)
+            values = [torch.nn.Parameter(torch.rand(experts, *shape) + rank) for shape in ((3, 4), (5,))]
+            homes = HomeExperts(0, lambda values=values: values, rank=rank, home_E=home_E)  # type: ignore[misc]
+            mirror = NodeMirror(topology, homes.expert_like, homes.device)
+            mirror.hold([np.argwhere(home_E[None] != node) for node in range(ranks)])
+            for _ in range(2):
+                sent = mirror.refresh([homes])
+                assert sent == (ranks - 1) * experts * homes.expert_bytes
+                gathered = [[torch.empty_like(value.data) for _ in range(ranks)] for value in values]
+                for each, value in zip(gathered, values, strict=True):
+                    dist.all_gather(each, value.data)
+                for expert in np.flatnonzero(home_E != rank).tolist():
+                    wanted = [each[expert // experts][expert % experts] for each in gathered]
+                    assert all(map(torch.equal, mirror.row(0, expert), wanted)), (mode, expert)
+                with torch.no_grad():
+                    for value in values:
+                        value.add_(1)
+            assert device.messages == 2 * 2 * 2 * (ranks - 1) * experts
+            mirror.close()
+
+
+def test_far_mirrors_are_filled_in_rounds() -> None:
+    """Each rank has more messages than one batch may have, into one staging buffer."""
+    on_ranks(fill_far_mirrors, (), ranks=3)
+
+
+def send_and_go_on() -> None:
+    """Rank 1 has replicas of rank 0's expert. Only when the weights are about to change is the send waited for."""
+    with late_device.install("late"):
+        session = session_with_one_replica(PEER)
+        ring = session.transfers.ring
+        with torch.no_grad(), session.micro_step(0):
+            ring.prefetch(0, 0)
+            ring.replicas(0, 0)
+        assert [work.is_completed() for _, work in ring._sends] == [False] * (dist.get_rank() == 0)
+        ring.complete()
+        assert not ring._sends
+        session.close()
+
+
+def test_compute_does_not_wait_for_its_own_sends() -> None:
+    on_ranks(send_and_go_on, (), ranks=2)

@@ -45,6 +45,9 @@ ALLOCATOR = {
         ("glibc.malloc.hugetlb=1", "glibc.malloc.mmap_threshold=33554432", "glibc.malloc.trim_threshold=2147483647")
     )
 }
+# NCCL orders the kernels of its communicators as the host starts them, from version 2.26 on. Ranks could otherwise run
+# those of several communicators in different orders, and wait for each other.
+LAUNCH_ORDER = {"NCCL_LAUNCH_ORDER_IMPLICIT": "1"}
 
 
 @dataclass(frozen=True)
@@ -95,7 +98,7 @@ def launch(worker: Callable[..., None], args: tuple[Any, ...], *, ranks: int) ->
         for rank, (_, pipe) in enumerate(pipes)
     ]
     try:
-        with _environment(ALLOCATOR):
+        with _environment(ALLOCATOR | LAUNCH_ORDER):
             for process in processes:
                 process.start()
         for _, child_end in pipes:

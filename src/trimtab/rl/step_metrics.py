@@ -19,6 +19,7 @@ def plan_metrics(report: PlanReport) -> dict[str, float]:
         "moe/peak_rows_after": report.peak_rows_after,
         "memory/pool_bytes": report.pool_bytes,
         "memory/mirror_bytes": report.mirror_bytes,
+        "memory/peer_bytes": report.peer_memory_bytes,
         "memory/free_bytes": report.free_bytes,
         "moving_s": report.moving_s,
         "planning_s": report.planning_s,

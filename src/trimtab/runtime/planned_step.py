@@ -77,6 +77,8 @@ class PlanReport:
             under the plan.
         pool_bytes: bytes on a rank for replicas and arriving gradients, independent of the number of layers.
         mirror_bytes: bytes of the mirror of this rank's node.
+        peer_memory_bytes: bytes of this rank's GPU memory that the other ranks of its node read replicas from. 0 if
+            these are sent as messages, as on CPUs and where GPUs can't read each other's memory.
         free_bytes: free memory of the device.
     """
 
@@ -101,4 +103,5 @@ class PlanReport:
     peak_rows_after: int
     pool_bytes: int
     mirror_bytes: int
+    peer_memory_bytes: int
     free_bytes: int

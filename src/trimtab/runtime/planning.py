@@ -103,7 +103,7 @@ class SessionPlanner:
         if move_s_per_expert is not None:
             measured = costs.operations._replace(near_state_s=move_s_per_expert, far_state_s=move_s_per_expert)
             costs = replace(costs, operations=measured)
-        if paths == "peer":
+        if paths in ("peer", "message"):
             cluster = replace(cluster, host_bytes_per_s=0.0)
         if paths == "host":
             cluster = replace(cluster, node_bytes_per_s=0.0, network_bytes_per_s=0.0)

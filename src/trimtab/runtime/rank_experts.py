@@ -74,7 +74,7 @@ class RankExperts:
             self._transfers = Transfers(
                 self._topology, self.layers, slots=self._settings.slots_per_rank,
                 ring_layers=self._settings.ring_layers, counters=self._counters,
-                verify_weights=self._settings.verify_weights,
+                verify_weights=self._settings.verify_weights, mirror_bytes=self._settings.mirror_bytes,
             )  # fmt: skip
         return self._transfers
 
@@ -180,6 +180,11 @@ class RankExperts:
     def take_cpu_s(self) -> float:
         """Seconds of CPU time of the copying threads since the last call."""
         return 0.0 if self._transfers is None else self._transfers.ring.take_cpu_s()
+
+    @property
+    def peer_memory_bytes(self) -> int:
+        """See `Transfers`."""
+        return 0 if self._transfers is None else self._transfers.peer_memory_bytes
 
     def close(self) -> None:
         """Release threads and shared memory."""

@@ -26,6 +26,7 @@ from trimtab.runtime.layer.layer import ExpertLayer, HomeWeights
 from trimtab.runtime.layer.micro_step import MicroStep
 from trimtab.runtime.planned_step import PlannedStep, PlanReport
 from trimtab.runtime.rank_experts import RankExperts
+from trimtab.runtime.ranks.gpu_variables import tell_wrong_variables
 from trimtab.runtime.ranks.lockstep import LOGICAL, Lockstep
 from trimtab.runtime.ranks.recorder import Recorder
 from trimtab.runtime.ranks.topology import Topology
@@ -66,7 +67,8 @@ class Session:
         slots_per_rank: most replicas of one layer on a rank.
         ring_layers: layers that replicas are kept for at the same time, one in use and the others prefetched.
         ranks_per_node: neighbouring ranks that share a node; all ranks of a group by default.
-        paths: sources of replicas' weights: home ranks (`peer`), host memory (`host`), or both.
+        paths: sources of replicas' weights: home ranks (`peer`), host memory (`host`), or both; `message` is `peer`
+            with messages also between GPUs of one node, which otherwise read each other's memory if they can.
         mirror_bytes: most host memory of a node for mirrored experts; unlimited by default.
         least_gain: a plan with a smaller predicted saving, as a fraction of the step, is not executed.
         max_rows_per_rank: rows, (token, expert) pairs, that no rank may exceed in any layer of a micro-step, in mode
@@ -128,6 +130,8 @@ class Session:
                     "expert_dp_group for several expert-parallel groups and nodes for several nodes"
                 )
             self.topology = Topology.given(expert_group, expert_dp_group, nodes, timeout)
+        if self.topology.rank == 0 and "nccl" in dist.get_backend(self.topology.experts):
+            tell_wrong_variables()
         self.layers: list[ExpertLayer] = []
         self._initial_E: Array = self.topology.initial_placement(1, num_experts).home[0]
         self._lockstep = Lockstep(self.topology, max_values=max(num_experts, 3 + COMPARED))
@@ -496,9 +500,11 @@ class Session:
         Returns:
             `transfer/exposed_s`: seconds for which compute waited for replicas or their gradients; `transfer/cpu_s`:
             CPU seconds of copying threads; `transfer/refresh_s`: seconds of copying changed weights;
-            `transfer/*_bytes`: bytes that this rank sent or copied; `moe/unplanned_micro_steps`: micro-steps that ran
-            without a plan; `moe/late_micro_steps`: micro-steps that ran without replicas, since these were not planned
-            yet; `plan/waited_s`: seconds for which micro-steps waited for them. If replicas are planned while the step
+            `transfer/*_bytes`: bytes that this rank sent or copied, but `transfer/peer_memory_bytes`: memory of this
+            rank that others of its node read replicas from, 0 if they get messages; `moe/unplanned_micro_steps`:
+            micro-steps that ran without a plan; `moe/late_micro_steps`: micro-steps that ran without replicas, since
+            these were not planned yet; `plan/waited_s`: seconds for which micro-steps waited for them. If replicas are
+            planned while the step
             runs: `plan/background_s`: seconds of planning and exchanging on the thread; `moe/planned_replicas`: of all
             slices so far; if all are there, `moe/planned_max_vio`: max/mean - 1 of rank loads, mean over instances, and
             `moe/max_vio_error`: that above the expectation in `PlanReport`. Of the last complete step:
@@ -510,7 +516,7 @@ class Session:
             transfer.
         """
         metrics = self.counters.metrics() | {"transfer/cpu_s": self._experts.take_cpu_s()}
-        metrics |= self._steps.feedback.metrics()
+        metrics |= self._steps.feedback.metrics() | {"transfer/peer_memory_bytes": self._experts.peer_memory_bytes}
         running = self._steps.running
         if running is not None and running.slices is not None:
             metrics |= running.slices.metrics()

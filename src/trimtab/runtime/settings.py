@@ -13,7 +13,7 @@ from trimtab.planner import PlanSettings
 from trimtab.runtime.argument_checks import at_least, finite, one_of
 
 Mode = Literal["plan", "rehome", "static", "shadow", "off"]
-Paths = Literal["both", "peer", "host"]
+Paths = Literal["both", "peer", "host", "message"]
 # Environment variable: 1 turns on `verify_weights` unless the argument is given.
 VERIFY_WEIGHTS = "TRIMTAB_VERIFY_WEIGHTS"
 

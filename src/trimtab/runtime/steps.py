@@ -306,7 +306,9 @@ class Steps:
         if transfers is not None:
             with torch.inference_mode(False):
                 experts.move(plan.placement)
-                transfers.prepare(plan, step.replicas, self._plans, slices)
+                transfers.prepare(
+                    plan, step.replicas, self._plans, slices, by_messages=self._settings.paths == "message"
+                )
         # Optimizers may have written to parameters in ways that don't show.
         experts.changed = True
         self._calls.is_planned = True
@@ -341,6 +343,7 @@ class Steps:
             peak_rows_after=peak_rows,
             pool_bytes=experts.transfers.pool_bytes,
             mirror_bytes=experts.transfers.mirror_bytes,
+            peer_memory_bytes=experts.transfers.peer_memory_bytes,
             free_bytes=_free_bytes(experts.device),
         )
 

@@ -24,6 +24,10 @@ from torch.distributed import distributed_c10d
 from trimtab.errors import InputError
 from trimtab.planner import Placement
 
+# Groups for messages during compute, and the blocks (each on one multiprocessor) that a kernel of theirs has at most.
+BACKGROUND = ("weights", "gradients")
+BACKGROUND_CTAS = 8
+
 
 @dataclass(frozen=True, eq=False)
 class Topology:
@@ -355,7 +359,9 @@ def _group(ranks: Sequence[int], use: str, *, backend: str, timeout: timedelta) 
         created.numbers[tuple(ranks), use] += 1
         # The first call of an NCCL group must include all ranks. A barrier would use gloo, if the group also has gloo.
         if "nccl" in dist.get_backend_config(group):
-            dist.all_reduce(torch.zeros(1, device="cuda"), group=group)
+            # Connects every pair of ranks, as the first messages would do in the middle of a step.
+            sent = torch.zeros(len(ranks), device="cuda")
+            dist.all_to_all_single(torch.empty_like(sent), sent, group=group)
         else:
             dist.barrier(group=group)
         created.groups[key] = group
@@ -378,10 +384,21 @@ def _new_group(ranks: Sequence[int], use: str, number: int, *, backend: str, tim
         distributed_c10d._get_default_store(),
         f"trimtab/{use}/{digest}/{number}",  # type: ignore[arg-type]
         timeout=timeout,
+        backend_options=_options(use, backend, timeout),
         group_desc=f"trimtab {use}",
     )
     distributed_c10d._world.pg_group_ranks[group] = {rank: place for place, rank in enumerate(ranks)}
     return group
+
+
+def _options(use: str, backend: str, timeout: timedelta) -> object:
+    """Options of an NCCL group that runs during compute: few multiprocessors, which it gets at once."""
+    if use not in BACKGROUND or "nccl" not in backend:
+        return None
+    options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
+    options._timeout = timeout
+    options.config.max_ctas = BACKGROUND_CTAS
+    return options
 
 
 def _timeout_of(group: dist.ProcessGroup) -> timedelta:

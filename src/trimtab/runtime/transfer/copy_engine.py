@@ -25,7 +25,7 @@ class BackgroundCopies:
 
     def __init__(self, device: torch.device) -> None:
         self._cpu_s = 0.0
-        self._stream = torch.cuda.Stream(device) if streams.has_streams(device) else None
+        self._stream = torch.cuda.Stream(device, priority=-1) if streams.has_streams(device) else None
         # One worker, so that copies keep their order.
         self._pool = ThreadPoolExecutor(1, "trimtab-copies") if self._stream is None else None
 

@@ -6,15 +6,20 @@ every optimizer step; home ranks on other nodes send them to a rank of this node
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import torch
 import torch.distributed as dist
 
 from trimtab.array_type import Array
+from trimtab.launch.shared_files import free_shared_memory
+from trimtab.runtime.ranks.first_rank import on_first_rank
 from trimtab.runtime.ranks.topology import Topology
 from trimtab.runtime.state.flat_memory import Like, carve, packed_bytes
 from trimtab.runtime.state.home_experts import HomeExperts
+from trimtab.runtime.transfer import streams
+from trimtab.runtime.transfer.messages import Message, post_round, rounds_of_rank
 from trimtab.runtime.transfer.shared_memory import share_memory
 
 
@@ -23,15 +28,23 @@ class NodeMirror:
 
     Args:
         like: shapes and dtypes of one expert's tensors.
-        pinned: pin the memory for copies to CUDA.
+        device: the device of the experts.
+        most_bytes: most memory, of which the plans' experts are a part; unlimited by default.
     """
 
-    def __init__(self, topology: Topology, like: Sequence[Like], *, pinned: bool) -> None:
+    def __init__(
+        self, topology: Topology, like: Sequence[Like], device: torch.device, most_bytes: int | None = None
+    ) -> None:
         self._topology = topology
         self._like = list(like)
         self._expert_bytes = packed_bytes(self._like)
-        self._pinned = pinned
+        self._device = device
+        # For copies to the device.
+        self._pinned = streams.has_streams(device)
+        self._most = math.inf if most_bytes is None else most_bytes // self._expert_bytes
         self._memory: torch.Tensor | None = None
+        # Experts that there is memory for.
+        self._room = 0
         self._entries_N: list[Array] = []
         self._rows: dict[tuple[int, int], list[torch.Tensor]] = {}
 
@@ -56,14 +69,17 @@ class NodeMirror:
         """
         self._entries_N = list(entries_N)
         mine = self._entries_N[self._topology.node]
-        needed = len(mine) * self._expert_bytes
-        if needed > self.nbytes:
+        if len(mine) > self._room:
+            # Half more than before, since every growth registers all memory again.
+            room = min(self._room * 3 // 2, self._most, free_shared_memory() // self._expert_bytes)
+            room = on_first_rank(lambda: max(len(mine), int(room)), self._topology.node_control)
             self.close()
-            self._memory = share_memory(needed, self._topology)
+            nbytes = room * self._expert_bytes
+            self._memory, self._room = share_memory(nbytes, self._topology), room
             if self._pinned:
-                status = torch.cuda.cudart().cudaHostRegister(self._memory.data_ptr(), needed, 0)
+                status = torch.cuda.cudart().cudaHostRegister(self._memory.data_ptr(), nbytes, 0)
                 if int(status):
-                    raise RuntimeError(f"cudaHostRegister of {needed} bytes failed with status {int(status)}")
+                    raise RuntimeError(f"cudaHostRegister of {nbytes} bytes failed with status {int(status)}")
         self._rows = {}
         for place, (layer, expert) in enumerate(mine.tolist()):
             assert self._memory is not None
@@ -85,36 +101,56 @@ class NodeMirror:
         if not self.is_used:
             return 0
         here, per_node = self._topology, self._topology.ranks_per_node
-        operations: list[dist.P2POp] = []
-        arrivals: list[tuple[torch.Tensor, torch.Tensor]] = []
-        sent = 0
+        messages: list[Message] = []
         sources = [layer.sources for layer in layers]
         for node, entries in enumerate(self._entries_N):
-            for place, (layer, expert) in enumerate(entries.tolist()):
+            for number, (layer, expert) in enumerate(entries.tolist()):
                 home, row = int(layers[layer].home_E[expert]), int(layers[layer].rows_E[expert])
-                receiver = node * per_node + place % per_node
+                receiver = node * per_node + number % per_node
                 if home // per_node == node:
                     if home == here.rank:
                         for target, tensor in zip(self._rows[layer, expert], sources[layer], strict=True):
                             target.copy_(tensor[row], non_blocking=True)
-                elif home == here.rank:
-                    for tensor in sources[layer]:
-                        operations.append(dist.P2POp(dist.isend, tensor[row], group=here.weights, group_peer=receiver))
-                        sent += tensor[row].nbytes
                 elif receiver == here.rank:
-                    for target, source in zip(self._rows[layer, expert], sources[layer], strict=True):
-                        buffer = target if source[0].device == target.device else torch.empty_like(source[0])
-                        arrivals.append((target, buffer))
-                        operations.append(dist.P2POp(dist.irecv, buffer, group=here.weights, group_peer=home))
-        for work in dist.batch_isend_irecv(operations) if operations else []:
-            work.wait()
-        for target, buffer in arrivals:
-            if buffer is not target:
-                target.copy_(buffer)
+                    messages += [Message(home, receiver, target) for target in self._rows[layer, expert]]
+                else:
+                    is_sender = home == here.rank
+                    messages += [
+                        Message(home, receiver, tensor[row] if is_sender else None) for tensor in sources[layer]
+                    ]
+        rounds = rounds_of_rank(messages, here.rank)
+        staging = self._staging(rounds)
+        for messages in rounds:
+            self._exchange(messages, staging)
+        sent = [message for messages in rounds for message in messages if message.sender == here.rank]
         if self._pinned:
             torch.cuda.synchronize()
         dist.barrier(group=here.expert_control)
-        return sent
+        return sum(_tensor(message).nbytes for message in sent)
+
+    def _staging(self, rounds: Sequence[Sequence[Message]]) -> torch.Tensor | None:
+        """Device memory for what arrives in one round; None if messages arrive in the mirror itself."""
+        if not streams.has_streams(self._device):
+            return None
+        most = max((packed_bytes(_like(self._arriving(messages))) for messages in rounds), default=0)
+        return torch.empty(most, dtype=torch.uint8, device=self._device)
+
+    def _arriving(self, messages: Sequence[Message]) -> list[torch.Tensor]:
+        return [_tensor(message) for message in messages if message.receiver == self._topology.rank]
+
+    def _exchange(self, messages: Sequence[Message], staging: torch.Tensor | None) -> None:
+        """Send and receive one round."""
+        rank, targets = self._topology.rank, self._arriving(messages)
+        arrived = iter(targets if staging is None else carve(staging, _like(targets)))
+        posted = [
+            message._replace(tensor=next(arrived)) if message.receiver == rank else message for message in messages
+        ]
+        for each in post_round(posted, rank, self._topology.weights):
+            each.work.wait()
+        if staging is not None:
+            # The next round overwrites the staging memory after these copies.
+            for target, tensor in zip(targets, carve(staging, _like(targets)), strict=True):
+                target.copy_(tensor, non_blocking=True)
 
     def close(self) -> None:
         """Release the memory."""
@@ -122,4 +158,13 @@ class NodeMirror:
             # Copies from the mirror may still run.
             torch.cuda.synchronize()
             torch.cuda.cudart().cudaHostUnregister(self._memory.data_ptr())
-        self._rows, self._memory = {}, None
+        self._rows, self._memory, self._room = {}, None, 0
+
+
+def _tensor(message: Message) -> torch.Tensor:
+    assert message.tensor is not None
+    return message.tensor
+
+
+def _like(tensors: Sequence[torch.Tensor]) -> list[Like]:
+    return [(tensor.shape, tensor.dtype) for tensor in tensors]

@@ -3,15 +3,18 @@
 A rank copies replicas from another rank's memory on a side stream: a one-sided copy by the GPU's copy engine, without
 work for the home rank.
 
-On CUDA it is torch's symmetric memory (`across`), which tests without a GPU do not cover. `in_host_memory` is the same
-with shared memory of the host, for tests and `trimtab bench transfer`. CPU sessions use the mirror, which is as fast.
+On CUDA it is torch's symmetric memory (`across`). If a rank can't get it, all ranks send messages instead. Tests
+without a GPU replace `Symmetric`. `in_host_memory` is the same with shared memory of the host, for tests and `trimtab
+bench transfer`. CPU sessions use the mirror, which is as fast.
 """
 
 from __future__ import annotations
 
+import logging
 import os
 import socket
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -22,8 +25,63 @@ from trimtab.runtime.state.home_experts import HomeExperts
 from trimtab.runtime.transfer import streams
 from trimtab.runtime.transfer.shared_memory import share_memory
 
-# Environment variable of torch that allows several processes of one GPU to share symmetric memory.
+# Environment variables of torch: no multicast object, which some GPUs and boxes without NVSwitch can't make; and
+# several processes with the same device index, each of which sees one GPU of its own.
+NO_MULTICAST = "TORCH_SYMM_MEM_DISABLE_MULTICAST"
 OVERLAPPING = "TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"
+
+T = TypeVar("T")
+
+
+class Place(NamedTuple):
+    """Where a rank computes.
+
+    Attributes:
+        host: name of its machine.
+        uuid: of its GPU.
+        number: of its GPU among those that its process sees.
+    """
+
+    host: str
+    uuid: str
+    number: int
+
+
+class Symmetric:
+    """torch's symmetric memory, which is a private module of it."""
+
+    @staticmethod
+    def place(device: torch.device) -> Place:
+        """Where this rank computes."""
+        index = torch.cuda.current_device() if device.index is None else device.index
+        return Place(socket.gethostname(), str(torch.cuda.get_device_properties(index).uuid), index)
+
+    @staticmethod
+    def reaches(device: torch.device, index: int) -> bool:
+        """Whether the device reads the memory of the device at an index that this process sees."""
+        return torch.cuda.can_device_access_peer(device, index)
+
+    @staticmethod
+    def visible() -> dict[str, int]:
+        """Index of each GPU that this process sees, by its UUID."""
+        return {str(torch.cuda.get_device_properties(i).uuid): i for i in range(torch.cuda.device_count())}
+
+    @staticmethod
+    def allocate(nbytes: int, device: torch.device) -> torch.Tensor:
+        """Memory `[nbytes]` uint8 that other ranks can map."""
+        from torch.distributed import _symmetric_memory as symmetric
+
+        memory: torch.Tensor = symmetric.empty(nbytes, dtype=torch.uint8, device=device)
+        return memory
+
+    @staticmethod
+    def map_all(memory: torch.Tensor, group: dist.ProcessGroup) -> tuple[list[torch.Tensor], object]:
+        """The memory of all ranks, and an object that keeps them mapped. Collective."""
+        from torch.distributed import _symmetric_memory as symmetric
+
+        handle = symmetric.rendezvous(memory, group)
+        ranks = range(dist.get_world_size(group))
+        return [handle.get_buffer(rank, tuple(memory.shape), torch.uint8) for rank in ranks], handle
 
 
 class PeerMemory:
@@ -49,17 +107,21 @@ class PeerMemory:
 
     @classmethod
     def across(cls, topology: Topology, layers: Sequence[HomeExperts]) -> PeerMemory | None:
-        """Allocate it in GPU memory. None if the ranks of a node can't map each other's memory. Collective."""
+        """Allocate it in GPU memory. None on all ranks, with the reason in the log, if a rank can't. Collective."""
         device = layers[0].device
-        if topology.ranks_per_node == 1 or not _within_reach(topology, device):
+        if topology.ranks_per_node == 1:
             return None
-        # Imported here, since it is a private module of torch that only CUDA needs.
-        from torch.distributed import _symmetric_memory as symmetric
-
         nbytes = packed_bytes(_like(layers))
-        mine = symmetric.empty(nbytes, dtype=torch.uint8, device=device)
-        handle = symmetric.rendezvous(mine, topology.node_control)
-        parts_N = [handle.get_buffer(peer, (nbytes,), torch.uint8) for peer in range(topology.ranks_per_node)]
+        try:
+            _on_all_ranks(lambda: _prepare(topology, device), topology)
+            mine = _on_all_ranks(lambda: Symmetric.allocate(nbytes, device), topology)
+            parts_N, handle = _on_all_ranks(lambda: Symmetric.map_all(mine, topology.node_control), topology)
+        except _OutOfReachError as problem:
+            if topology.data_rank == 0:
+                logging.getLogger("trimtab").warning(
+                    "replicas from ranks of the same node are sent as messages, which is slower: %s", problem
+                )
+            return None
         # The other buffers are addresses only. This tensor owns the memory while a layer stages in it.
         parts_N[topology.rank % topology.ranks_per_node] = mine
         return cls(topology, layers, parts_N, keeps=(mine, handle))
@@ -70,6 +132,12 @@ class PeerMemory:
         nbytes = packed_bytes(_like(layers))
         memory = share_memory(nbytes * topology.ranks_per_node, topology)
         return cls(topology, layers, memory.split(nbytes))
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of this rank's part."""
+        stacks = self._stacks_NL[self._place(self._topology.rank)]
+        return sum(stack.nbytes for layer in stacks for stack in layer)
 
     def row(self, layer: int, home: int, row: int) -> list[torch.Tensor]:
         """The tensors of one expert of a layer: row `row` of rank `home`, which must be on this node."""
@@ -90,17 +158,41 @@ def _like(layers: Sequence[HomeExperts]) -> list[tuple[torch.Size, torch.dtype]]
     return [(shape, layer.dtype) for layer in layers for shape, _ in layer.likes]
 
 
-def _within_reach(topology: Topology, device: torch.device) -> bool:
-    """Whether the ranks of every node can map each other's GPU memory. The same on all ranks."""
-    host = socket.gethostname()
-    places: list[tuple[str, int]] = [("", 0)] * topology.ranks_per_node
-    dist.all_gather_object(places, (host, device.index), group=topology.node_control)
-    is_reached = (len(set(places)) == len(places) or os.environ.get(OVERLAPPING) == "1") and all(
-        there == host
-        and index < torch.cuda.device_count()
-        and (index == device.index or torch.cuda.can_device_access_peer(device, index))
-        for there, index in places
-    )
-    verdict = torch.tensor(int(is_reached))
-    dist.all_reduce(verdict, dist.ReduceOp.MIN, group=topology.expert_control)
-    return bool(verdict)
+class _OutOfReachError(Exception):
+    """A rank can't map the memory of others, and why."""
+
+
+def _on_all_ranks(call: Callable[[], T], topology: Topology) -> T:
+    """The result of a call that all ranks of the expert-parallel group make. Raises _OutOfReachError on all of them if
+    it failed on one."""
+    problem = ""
+    try:
+        result = call()
+    except Exception as error:
+        problem = str(error).strip().split("\n", 1)[0] or type(error).__name__
+    problems: list[str] = [""] * topology.num_ranks
+    dist.all_gather_object(problems, problem, group=topology.expert_control)
+    for rank, found in enumerate(problems):
+        if found:
+            raise _OutOfReachError(f"rank {rank}: {found}")
+    return result
+
+
+def _prepare(topology: Topology, device: torch.device) -> None:
+    """Check what can be known before, and set torch's environment variables. Collective over the node."""
+    mine = Symmetric.place(device)
+    places: list[Place] = [mine] * topology.ranks_per_node
+    dist.all_gather_object(places, mine, group=topology.node_control)
+    if {place.host for place in places} != {mine.host}:
+        raise RuntimeError(f"ranks of its node are on machines {', '.join(sorted({p.host for p in places}))}")
+    if len({place.uuid for place in places}) < len(places) and os.environ.get(OVERLAPPING) != "1":
+        raise RuntimeError("ranks of its node share a GPU")
+    # What a process does not see can only be tried.
+    visible = Symmetric.visible()
+    for place in places:
+        index = visible.get(place.uuid)
+        if index is not None and place.uuid != mine.uuid and not Symmetric.reaches(device, index):
+            raise RuntimeError(f"its GPU can't read the memory of GPU {index}")
+    os.environ[NO_MULTICAST] = "1"
+    if len({place.number for place in places}) < len(places):
+        os.environ[OVERLAPPING] = "1"

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -14,6 +13,7 @@ from trimtab.runtime.ranks.topology import Topology
 from trimtab.runtime.rows.instance_replicas import InstanceReplicas
 from trimtab.runtime.state.home_experts import HomeExperts, parameters_of
 from trimtab.runtime.transfer.counters import Counters
+from trimtab.runtime.transfer.messages import Message, post
 
 
 @dataclass(eq=False)
@@ -88,10 +88,10 @@ class GradientReturns:
             for t in trained
         ]
         pending = _Return(layer, targets)
-        operations: list[dist.P2POp] = []
+        messages: list[Message] = []
         rank = self._topology.rank
-        message = partial(dist.P2POp, group=self._topology.gradients, tag=tag)
         for replica in replicas.located(layer):
+            ends = replica.rank, replica.home
             own = [_given(gradients[t])[replica.slot] for t in trained] if replica.rank == rank else []
             if replica.home == rank:
                 buffers = self._buffers(layer, trained)
@@ -101,13 +101,15 @@ class GradientReturns:
                     for buffer, gradient in zip(buffers, own, strict=True):
                         buffer.copy_(gradient)
                 else:
-                    operations += [message(dist.irecv, buffer, group_peer=replica.rank) for buffer in buffers]
-                continue
-            for gradient in own:
-                pending.sent.append(gradient.to(accumulation_dtype(gradient.dtype)).contiguous())
-                operations.append(message(dist.isend, pending.sent[-1], group_peer=replica.home))
-                self._counters.gradient_bytes += pending.sent[-1].nbytes
-        pending.works = dist.batch_isend_irecv(operations) if operations else []
+                    messages += [Message(*ends, buffer) for buffer in buffers]
+            elif replica.rank == rank:
+                sent = [gradient.to(accumulation_dtype(gradient.dtype)).contiguous() for gradient in own]
+                pending.sent += sent
+                messages += [Message(*ends, tensor) for tensor in sent]
+                self._counters.gradient_bytes += sum(tensor.nbytes for tensor in sent)
+            elif replica.rank != replica.home:
+                messages += [Message(*ends, None)] * len(trained)
+        pending.works = [posted.work for posted in post(messages, rank, self._topology.gradients, tag=tag)]
         self._in_transfer.append(pending)
 
     def finish(self) -> None:

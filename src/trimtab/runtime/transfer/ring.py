@@ -15,7 +15,6 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -28,6 +27,7 @@ from trimtab.runtime.state.home_experts import HomeExperts
 from trimtab.runtime.transfer import streams
 from trimtab.runtime.transfer.copy_engine import BackgroundCopies, Wait
 from trimtab.runtime.transfer.counters import Counters
+from trimtab.runtime.transfer.messages import Message, post
 from trimtab.runtime.transfer.mirror import NodeMirror
 from trimtab.runtime.transfer.peer_memory import PeerMemory
 from trimtab.runtime.transfer.visits import Instance, Visits
@@ -124,8 +124,10 @@ class ReplicaRing:
         self._wait_for_sends(lambda _: True)
 
     def end(self, micro_step: int) -> None:
-        """Wait for a micro-step's sends at the end of its forward, so that they do not hold the weights' memory."""
-        self._wait_for_sends(lambda instance: instance[0] == micro_step)
+        """Wait for a micro-step's sends at the end of its forward, so that they do not hold the weights' memory. On a
+        GPU memory is not reused before they end, and compute does not wait."""
+        if not streams.has_streams(self._device):
+            self._wait_for_sends(lambda instance: instance[0] == micro_step)
 
     def drain(self) -> None:
         """Wait for all transfers and drop all replicas."""
@@ -191,11 +193,8 @@ class ReplicaRing:
             torch.autograd.graph.increment_version(tensor)
         from_host: list[tuple[torch.Tensor, torch.Tensor]] = []
         from_peers: list[tuple[torch.Tensor, torch.Tensor]] = []
-        operations: list[dist.P2POp] = []
+        messages: list[Message] = []
         rank, per_node = self._topology.rank, self._topology.ranks_per_node
-        # The tag separates the messages of different instances where the backend supports tags.
-        tag = message_tag((self._plan_number, *instance))
-        message = partial(dist.P2POp, group=self._topology.weights, tag=tag)
         for replica in replicas.located(layer):
             is_here = replica.rank == rank
             slots = [tensor[replica.slot] for tensor in buffer] if is_here else []
@@ -207,25 +206,25 @@ class ReplicaRing:
                 if is_here:
                     from_peers += zip(slots, self.peers.row(layer.index, replica.home, replica.row), strict=True)
                     self.counters.peer_bytes += layer.expert_bytes
-            elif replica.home == rank:
-                operations += [message(dist.isend, t[replica.row], group_peer=replica.rank) for t in layer.sources]
-                self.counters.peer_bytes += layer.expert_bytes
+            elif rank in (replica.home, replica.rank):
+                tensors = slots or [source[replica.row] for source in layer.sources]
+                messages += [Message(replica.home, replica.rank, tensor) for tensor in tensors]
+                if not is_here:
+                    self.counters.peer_bytes += layer.expert_bytes
             else:
-                operations += [message(dist.irecv, slot, group_peer=replica.home) for slot in slots]
+                messages += [Message(replica.home, replica.rank, None)] * len(buffer)
         if from_host:
             arrival.waits.append(self.host_copies.start(from_host))
             self.counters.host_bytes += sum(source.nbytes for _, source in from_host)
         if from_peers:
             arrival.waits.append(self.peer_copies.start(from_peers))
-        works = dist.batch_isend_irecv(operations) if operations else []
-        if streams.has_streams(self._device):
-            arrival.waits += [work.wait for work in works]
-        else:
-            for operation, work in zip(operations, works, strict=True):
-                if operation.op is dist.irecv:
-                    arrival.waits.append(work.wait)
-                else:
-                    self._sends.append((instance, work))
+        tag = message_tag((self._plan_number, *instance))
+        for posted in post(messages, rank, self._topology.weights, tag=tag):
+            # Compute does not wait for sends, whose sources change only after `complete`.
+            if posted.receives:
+                arrival.waits.append(posted.work.wait)
+            else:
+                self._sends.append((instance, posted.work))
         self._sends = [(of, work) for of, work in self._sends if not work.is_completed()]
 
     def _free_buffer(self, needed: Sequence[Instance]) -> int:

@@ -28,7 +28,7 @@ class Transfers:
         layers: all layers of the session.
         slots: most replicas of one layer on a rank.
         ring_layers: layers that replicas are kept for at the same time.
-        verify_weights: see `Session`.
+        verify_weights, mirror_bytes: see `Session`.
 
     Attributes:
         plan_number: number of the plan that transfers are prepared for.
@@ -44,8 +44,10 @@ class Transfers:
         ring_layers: int,
         counters: Counters,
         verify_weights: bool,
+        mirror_bytes: int | None = None,
     ) -> None:
-        self._has_streams = streams.has_streams(layers[0].device)
+        # Not on a CPU, where copies from the mirror are as fast.
+        self._may_read_peers = streams.has_streams(layers[0].device)
         self._topology = topology
         self.layers = layers
         self.plan_number = 0
@@ -55,7 +57,7 @@ class Transfers:
             layers,
             slots=slots,
             buffers=ring_layers,
-            mirror=NodeMirror(topology, layers[0].expert_like, pinned=self._has_streams),
+            mirror=NodeMirror(topology, layers[0].expert_like, layers[0].device, mirror_bytes),
             counters=counters,
         )
         # Gradients that are joined in backward are in transfer within one layer only.
@@ -72,13 +74,27 @@ class Transfers:
         """Bytes of the mirror of this rank's node."""
         return self.ring.mirror.nbytes
 
-    def prepare(self, plan: StepPlan, replicas: ReplicasOfStep, number: int, slices: SliceRules | None) -> None:
+    @property
+    def peer_memory_bytes(self) -> int:
+        """Bytes of this rank's memory that the other ranks of its node read replicas from; 0 if they get messages."""
+        return 0 if self.ring.peers is None else self.ring.peers.nbytes
+
+    def prepare(
+        self,
+        plan: StepPlan,
+        replicas: ReplicasOfStep,
+        number: int,
+        slices: SliceRules | None,
+        *,
+        by_messages: bool = False,
+    ) -> None:
         """Allocate memory for a plan. Nothing may be in transfer.
 
         Args:
             replicas: the plan's replicas, or those that follow.
             number: the plan's number in the session.
             slices: the rules of replicas that follow; None if the plan has all.
+            by_messages: replicas from ranks of the same node are sent as messages, too.
         """
         self.plan_number = number
         self.ring.prepare(replicas, number)
@@ -89,8 +105,12 @@ class Transfers:
             entries = slices.mirrors[self._topology.group]
             self.ring.mirror.hold([entries[entries[:, 0] == node, 1:] for node in nodes])
         near = bool(((plan.replica_paths == PEER) & ~plan.far_replicas).any()) or slices is not None
-        if self._has_streams and self.ring.peers is None and near:
+        if by_messages:
+            self.ring.peers = None
+        elif near and self.ring.peers is None and self._may_read_peers:
             self.ring.peers = PeerMemory.across(self._topology, self.layers)
+            # Once is enough to know.
+            self._may_read_peers = self.ring.peers is not None
         instance = np.repeat(np.arange(len(plan.replica_starts) - 1), np.diff(plan.replica_starts))
         home = plan.home[instance % plan.num_layers, plan.replica_experts]
         most = int(np.bincount(instance[home == self._topology.rank], minlength=1).max())
