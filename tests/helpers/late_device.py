@@ -28,7 +28,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from trimtab.array_type import Array
 from trimtab.runtime.transfer import streams
-from trimtab.runtime.transfer.messages import MOST_OPERATIONS
+from trimtab.runtime.transfer.message_rounds import MOST_OPERATIONS
 from trimtab.runtime.transfer.peer_memory import PeerMemory
 
 MODES = ("late", "serial")
@@ -275,7 +275,7 @@ def _receive_aside(operation: dist.P2POp) -> Callable[[], Array]:
 
 
 def _check_size(operations: Sequence[dist.P2POp]) -> None:
-    """Large NCCL groups can hang; see `messages.py`."""
+    """Large NCCL groups can hang; see `message_rounds.py`."""
     if len(operations) > MOST_OPERATIONS:
         raise TransferRaceError(f"{len(operations)} operations in one batch would hang")
 

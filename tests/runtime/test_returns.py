@@ -12,7 +12,7 @@ import torch
 
 from trimtab.runtime.rows.instance_replicas import InstanceReplicas
 from trimtab.runtime.state.home_experts import HomeExperts
-from trimtab.runtime.transfer import messages, returns
+from trimtab.runtime.transfer import message_rounds, returns
 from trimtab.runtime.transfer.counters import Counters
 from trimtab.runtime.transfer.returns import GradientReturns
 
@@ -51,7 +51,7 @@ class Peers:
 @pytest.fixture
 def peers(monkeypatch: pytest.MonkeyPatch) -> Peers:
     peers = Peers()
-    monkeypatch.setattr(messages, "dist", peers)
+    monkeypatch.setattr(message_rounds, "dist", peers)
     # The test runs outside of a backward.
     monkeypatch.setattr(returns, "accumulates", lambda layer, parameter: True)
     return peers

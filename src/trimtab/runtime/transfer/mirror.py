@@ -19,7 +19,7 @@ from trimtab.runtime.ranks.topology import Topology
 from trimtab.runtime.state.flat_memory import Like, carve, packed_bytes
 from trimtab.runtime.state.home_experts import HomeExperts
 from trimtab.runtime.transfer import streams
-from trimtab.runtime.transfer.messages import Message, post_round, rounds_of_rank
+from trimtab.runtime.transfer.message_rounds import Message, post_round, rounds_of_rank
 from trimtab.runtime.transfer.shared_memory import share_memory
 
 

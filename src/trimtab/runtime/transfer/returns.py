@@ -13,7 +13,7 @@ from trimtab.runtime.ranks.topology import Topology
 from trimtab.runtime.rows.instance_replicas import InstanceReplicas
 from trimtab.runtime.state.home_experts import HomeExperts, parameters_of
 from trimtab.runtime.transfer.counters import Counters
-from trimtab.runtime.transfer.messages import Message, post
+from trimtab.runtime.transfer.message_rounds import Message, post
 
 
 @dataclass(eq=False)

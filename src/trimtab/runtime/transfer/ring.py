@@ -27,7 +27,7 @@ from trimtab.runtime.state.home_experts import HomeExperts
 from trimtab.runtime.transfer import streams
 from trimtab.runtime.transfer.copy_engine import BackgroundCopies, Wait
 from trimtab.runtime.transfer.counters import Counters
-from trimtab.runtime.transfer.messages import Message, post
+from trimtab.runtime.transfer.message_rounds import Message, post
 from trimtab.runtime.transfer.mirror import NodeMirror
 from trimtab.runtime.transfer.peer_memory import PeerMemory
 from trimtab.runtime.transfer.visits import Instance, Visits

@@ -7,7 +7,7 @@ from collections import Counter
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from trimtab.runtime.transfer.messages import MOST_OPERATIONS, Message, rounds_of_rank
+from trimtab.runtime.transfer.message_rounds import MOST_OPERATIONS, Message, rounds_of_rank
 
 Ends = tuple[int, int]
 
