@@ -25,7 +25,7 @@ from trimtab.integrations.transformers import moe_blocks, record_routing, record
 from trimtab.integrations.transformers.passes import Call, Pass
 from trimtab.trace import hash_tokens
 
-END = 15
+END = 29
 
 
 @pytest.fixture(autouse=True)
