@@ -311,6 +311,32 @@ def test_far_mirrors_are_filled_in_rounds() -> None:
     on_ranks(fill_far_mirrors, (), ranks=3)
 
 
+def grow_mirrors() -> None:
+    topology = Topology.build(None, 1, None)
+    rank, ranks, experts = dist.get_rank(), dist.get_world_size(), 100
+    values = [torch.nn.Parameter(torch.rand(experts, 4, 8) + rank)]
+    home_E = np.repeat(np.arange(ranks), experts).astype(np.int16)
+    homes = HomeExperts(0, lambda: values, rank=rank, home_E=home_E)
+    for most, wanted in ((None, [10, 15, 15, 40, 60]), (45, [10, 15, 15, 40, 45])):
+        mirror = NodeMirror(
+            topology, homes.expert_like, homes.device, None if most is None else most * homes.expert_bytes
+        )
+        sizes = []
+        for count in (10, 11, 5, 40, 41):
+            mirror.hold([np.stack([np.zeros(count, np.int64), np.arange(count)], axis=1)])
+            mirror.refresh([homes])
+            sizes.append(mirror.nbytes // homes.expert_bytes)
+            if rank == 0:
+                assert all(torch.equal(mirror.row(0, e)[0], values[0][e]) for e in range(count))
+        assert sizes == wanted, sizes
+        mirror.close()
+
+
+def test_mirrors_grow_by_half() -> None:
+    """Within the session's limit."""
+    on_ranks(grow_mirrors, (), ranks=2)
+
+
 def send_and_go_on() -> None:
     """Rank 1 has replicas of rank 0's expert. Only when the weights are about to change is the send waited for."""
     with late_device.install("late"):

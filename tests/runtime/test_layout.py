@@ -12,7 +12,7 @@ from helpers.random_plans import random_placement, random_plan, random_schedule,
 from trimtab.array_type import Array
 from trimtab.planner import Workload
 from trimtab.runtime.rows.instance_replicas import InstanceReplicas
-from trimtab.runtime.rows.layout import Layout, place_rows, upload_layouts
+from trimtab.runtime.rows.layout import Layout, place_rows
 from trimtab.runtime.rows.physical_experts import PhysicalExperts, PlannedRows
 
 Row = tuple[int, int, int]  # source rank, token, expert
@@ -74,7 +74,7 @@ def test_every_copy_computes_its_planned_tokens() -> None:
         for rank, ids in enumerate(ids_R):
             experts = PhysicalExperts.of(homes, rank, range(num_ranks), 3)
             placed.append(place_rows(PlannedRows.of(np.ascontiguousarray(ids), counts_RE, experts, replicas)))
-        layouts = upload_layouts(placed, torch.device("cpu"))
+        layouts = [layout.on(torch.device("cpu")) for layout in placed]
         expected = rows_by_copy(ids_R, home_E, replicas)
         for rank, layout in enumerate(layouts):
             arrived = arrived_at(rank, layouts, ids_R)

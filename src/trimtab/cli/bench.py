@@ -117,6 +117,17 @@ def add(commands: Any) -> None:
     add_options(planning, "--ranks", type=positive, default=2)
     add_options(planning, "--tokens", type=positive, default=512, help="tokens of a rank in a micro-step")
     planning.set_defaults(run=run_planning, needs=("torch", "transformers"))
+    bind = benches.add_parser(
+        "bind",
+        help="what binding micro-steps to their plan costs the training thread, and its upload",
+        description="Run steps whose layers take their estimated time on an H100, and time how long the training "
+        "thread waits for the tables of rows, which another thread makes.",
+        examples=["trimtab bench bind --json out/bench-bind.json", "trimtab bench bind --tokens 31744"],
+    )
+    add_options(bind, "--tokens", type=positive, default=8192, help="tokens of a rank in a micro-step")
+    add_options(bind, "--layers", type=positive, default=48)
+    add_options(bind, "--rounds", default=5)
+    bind.set_defaults(run=run_function, needs=("torch",))
     transfer = benches.add_parser(
         "transfer",
         help="cost of weight transfers, and expert compute saved by a plan, on one device",

@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 import numpy as np
@@ -28,6 +28,7 @@ from trimtab.runtime.planned_step import PlannedStep, PlanReport
 from trimtab.runtime.planning import SessionPlanner
 from trimtab.runtime.planning_ahead import PlanningAhead
 from trimtab.runtime.rank_experts import RankExperts
+from trimtab.runtime.ranks.call_thread import CallThread
 from trimtab.runtime.ranks.lockstep import (
     APPLY_PLAN,
     LIVE_MICRO_STEP,
@@ -40,6 +41,8 @@ from trimtab.runtime.ranks.lockstep import (
 from trimtab.runtime.rows.step_slices import StepSlices, planner_thread
 from trimtab.runtime.settings import Settings
 from trimtab.runtime.trace_checks import check_countable, check_fits, check_model, trace_of_micro_steps
+from trimtab.runtime.transfer import streams
+from trimtab.runtime.transfer.copy_engine import BackgroundCopies
 from trimtab.trace import RoutingTrace
 
 # Most seconds that a new plan waits for the round of slices that the planner's thread is in.
@@ -313,6 +316,8 @@ class Steps:
         experts.changed = True
         self._calls.is_planned = True
         self.running = step
+        if slices is None and plan.num_micro_steps:
+            self._start_tables(step, 0, has_slices=True)
         moving_s = time.perf_counter() - start
         self.feedback.begin(planned if runs and schedule is not None else None, moving_s)
         max_vio, replicas = float(max_over_mean(after).mean() - 1), plan.num_replicas
@@ -368,7 +373,25 @@ class Steps:
     ) -> BoundRoutes:
         if step is None or not matches_plan:
             return BoundRoutes(micro_step)
-        return step.bind(micro_step, self._experts.layers, self._topology, has_slices)
+        return step.bind(micro_step, self._experts.layers, self._topology, has_slices, self._uploads)
+
+    def _start_tables(self, step: RunningStep, index: int, has_slices: bool) -> None:
+        """Make the row tables of a micro-step on a thread, and then those of the next one."""
+        following = index + 1 < step.plan.num_micro_steps and (step.slices is None or step.slices.is_here(index + 1))
+        for number, has in ((index, has_slices), *([(index + 1, True)] if following else [])):
+            tables = step.tables_of(number, self._experts.layers, self._topology, has, self._uploads is not None)
+            if not tables.is_made:
+                self._tables_thread.start(tables.make_all)
+
+    @cached_property
+    def _tables_thread(self) -> CallThread:
+        return CallThread("trimtab-tables")
+
+    @cached_property
+    def _uploads(self) -> BackgroundCopies | None:
+        """Copies row tables to the device; None if that is the host."""
+        device = self._experts.device
+        return BackgroundCopies(device) if streams.has_streams(device) else None
 
     @contextmanager
     def _running(self, step: RunningStep | None, matches: bool, micro_step: MicroStep) -> Iterator[None]:
@@ -387,11 +410,13 @@ class Steps:
         has_slices = step is None or step.has_slices(index)
         self._calls.backward.open(micro_step, matches_plan, has_slices)
         try:
+            if step is not None and matches_plan:
+                self._start_tables(step, index, has_slices)
             if step is not None:
                 self.feedback.enter(index)
             routes = self._calls.current = micro_step.routes(matches_plan, has_slices)
             with nullcontext() if recorder is None or step is None else recorder.micro_step(index):
-                self._counters.unplanned_micro_steps += step is not None and not routes.layouts
+                self._counters.unplanned_micro_steps += step is not None and not routes.is_planned
                 if routes.transfers is not None:
                     routes.transfers.ring.begin(index)
                 yield

@@ -107,8 +107,8 @@ class _Dispatch(torch.autograd.Function):
         instance.mark(DISPATCH + BACKWARD)
         row_places, home_rows, replica_rows = ctx.saved_tensors
         arrived = grads[0].new_empty(ctx.num_arrived, grads[0].shape[1])
-        arrived.index_copy_(0, home_rows, grads[0])
-        arrived.index_copy_(0, replica_rows, grads[1])
+        arrived.index_put_((home_rows,), grads[0])
+        arrived.index_put_((replica_rows,), grads[1])
         sent = instance.send(lockstep.DISPATCH_BACKWARD, arrived, back=True)
         return F.embedding_bag(row_places, sent, mode="sum"), None
 
@@ -123,7 +123,7 @@ class _Combine(torch.autograd.Function):
         arrived = outputs[0].new_empty(sum(layout.recv_splits), outputs[0].shape[1])
         parts = (layout.home_rows, layout.replica_rows)[: len(outputs)]
         for rows, part in zip(parts, outputs, strict=True):
-            arrived.index_copy_(0, rows, part)
+            arrived.index_put_((rows,), part)
         returned = instance.send(lockstep.COMBINE, arrived, back=True)
         ctx.instance = instance
         ctx.save_for_backward(weights, returned, layout.row_tokens, layout.row_places, *parts)
@@ -135,9 +135,10 @@ class _Combine(torch.autograd.Function):
     def backward(ctx: Any, *grads: torch.Tensor) -> Any:
         weights, returned, row_tokens, row_places, *parts = ctx.saved_tensors
         grad_rows = grads[0].index_select(0, row_tokens)
-        grad_weights = (grad_rows * returned).sum(dim=-1)[row_places].to(weights.dtype)
+        places = row_places.view(-1)
+        grad_weights = (grad_rows * returned).sum(dim=-1).index_select(0, places).view_as(weights).to(weights.dtype)
         row_weights = grad_rows.new_empty(weights.numel())
-        row_weights.index_copy_(0, row_places.view(-1), weights.reshape(-1).to(grad_rows.dtype))
+        row_weights.index_put_((places,), weights.reshape(-1).to(grad_rows.dtype))
         grad_rows.mul_(row_weights[:, None])
         arrived = ctx.instance.send(lockstep.COMBINE_BACKWARD, grad_rows, back=False)
         grad_parts = [arrived.index_select(0, rows) for rows in parts]

@@ -31,13 +31,13 @@ class FrameworkLayer(RoutedLayer):
         return np.concatenate([self.homes.experts_of(rank) for rank in ranks])
 
     def recorded_ids(self, tokens: int, top_k: int) -> torch.Tensor | None:
-        """The recorded ids `[T, K]` int64 of a call now, which are not to be written to; None if it needs `route` with
-        the router's choice."""
+        """The recorded ids `[T, K]` int64 of a call now; None if it needs `route` with the router's choice."""
         routes = self._calls.routes()
-        if routes is None or routes.recorded_LNK is None or routes.positions is not None or self.index in routes.known:
+        if routes is None or not routes.replays or routes.positions is not None:
             return None
-        recorded = routes.recorded_LNK[self.index]
-        return recorded if recorded.shape == (tokens, top_k) else None
+        tables = routes.tables_of(self.index)
+        fits = tables.known_N is None and tables.recorded_NK.shape == (tokens, top_k)
+        return tables.recorded_NK.to(torch.int64) if fits else None
 
     def begin(self, hidden: torch.Tensor, expert_ids: torch.Tensor) -> tuple[torch.Tensor, Instance] | None:
         """Start a call. Collective over the expert-parallel group if rows are unknown.
@@ -51,7 +51,7 @@ class FrameworkLayer(RoutedLayer):
             layer as without a session.
         """
         routes = self._calls.routes()
-        if routes is None or not routes.layouts:
+        if routes is None or not routes.is_planned:
             return None
         instance = self._calls.bind(self.homes, expert_ids, routes)
         instance.begin_forward()

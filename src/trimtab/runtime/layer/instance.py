@@ -22,7 +22,7 @@ from trimtab.runtime.layer.micro_step import BoundRoutes
 from trimtab.runtime.ranks.lockstep import COUNTS, RETURNS, Lockstep, message_tag
 from trimtab.runtime.ranks.topology import Topology
 from trimtab.runtime.rows.exchange import exchange_rows
-from trimtab.runtime.rows.layout import Layout, place_rows, upload_layouts
+from trimtab.runtime.rows.layout import Layout, place_rows
 from trimtab.runtime.rows.physical_experts import PhysicalExperts, PlannedRows
 from trimtab.runtime.state.home_experts import HomeExperts
 from trimtab.runtime.transfer.counters import Counters
@@ -87,8 +87,9 @@ class LayerCalls:
         Raises:
             InputError: on all ranks, if a rank has an id out of range.
         """
-        if routes is not None and routes.layouts:
-            layout = routes.layouts[homes.index] or self._mixed_layout(homes, expert_ids, routes)
+        if routes is not None and routes.is_planned:
+            tables = routes.tables_of(homes.index)
+            layout = tables.layout or self._mixed_layout(homes, expert_ids, routes)
         else:
             self.counters.live_calls += routes is None and self.is_planned
             if torch.is_grad_enabled() and running_backward() is None:
@@ -101,7 +102,8 @@ class LayerCalls:
 
     def _mixed_layout(self, homes: HomeExperts, expert_ids: torch.Tensor, routes: BoundRoutes) -> Layout:
         """The layout of an instance with unknown rows. The host waits for the ids that the router chose for them."""
-        planned = routes.partial[homes.index]
+        planned = routes.tables_of(homes.index).partial
+        assert planned is not None
         tokens_U = torch.from_numpy(planned.unknown_tokens).to(expert_ids.device)
         if routes.positions is not None:
             tokens_U = routes.positions.index_select(0, tokens_U)
@@ -122,7 +124,7 @@ class LayerCalls:
             )
         counts_E = np.zeros(0, np.int64) if problem else np.bincount(ids_UK.reshape(-1), minlength=num_experts)
         counts_RE = self.lockstep.agree(COUNTS, layer=homes.index, values=counts_E, problem=problem)
-        return upload_layouts([place_rows(planned.complete(ids_UK, counts_RE))], homes.device)[0]
+        return place_rows(planned.complete(ids_UK, counts_RE)).on(homes.device)
 
 
 class Instance:

@@ -3,24 +3,30 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
+from functools import partial
 
 import numpy as np
 import torch
 
 from trimtab.array_type import Array
 from trimtab.planner import Schedule, StepPlan, Workload
+from trimtab.runtime.layer.device_tables import DeviceTables
 from trimtab.runtime.ranks.topology import Topology
 from trimtab.runtime.rows.instance_replicas import InstanceReplicas, PlanReplicas
-from trimtab.runtime.rows.layout import Layout, place_rows, upload_layouts
+from trimtab.runtime.rows.layout import place_rows
 from trimtab.runtime.rows.physical_experts import PhysicalExperts, PlannedRows
+from trimtab.runtime.rows.row_tables import LayerTables, RowTables
 from trimtab.runtime.rows.step_slices import StepSlices
-from trimtab.runtime.state.flat_memory import upload
 from trimtab.runtime.state.home_experts import HomeExperts
+from trimtab.runtime.transfer.copy_engine import BackgroundCopies
 from trimtab.runtime.transfer.transfers import Transfers
 from trimtab.trace import RoutingTrace
+
+# Most host memory of a rank for the tables of micro-steps, but for the present one and its neighbours.
+KEPT_BYTES = 1 << 30
 
 
 @dataclass(eq=False)
@@ -29,11 +35,8 @@ class BoundRoutes:
 
     Attributes:
         micro_step: the micro-step.
-        recorded_LNK: recorded ids `[L, n, K]` int64; None if there are none, or the batch is not the planned one.
-        known: for each layer with unknown routes `[n]` bool, whether the route of each token is known.
-        layouts: one for each layer if the micro-step is planned, else empty; None for layers with unknown rows on any
-            rank.
-        partial: the planned rows of layers with unknown routes.
+        tables: recorded ids, and layouts if the plan is executed; None if nothing is recorded, or the batch is not the
+            planned one.
         transfers: replica transfers; None if the plan is not executed.
         plan_number: the plan's number in the session.
         routed: for each layer, address and version of the ids that its `route` returned last.
@@ -41,10 +44,7 @@ class BoundRoutes:
     """
 
     micro_step: MicroStep
-    recorded_LNK: torch.Tensor | None = None
-    known: Mapping[int, torch.Tensor] = field(default_factory=dict)
-    layouts: Sequence[Layout | None] = ()
-    partial: dict[int, PlannedRows] = field(default_factory=dict)
+    tables: DeviceTables | None = None
     transfers: Transfers | None = None
     plan_number: int = 0
     routed: dict[int, tuple[int, int]] = field(default_factory=dict)
@@ -63,22 +63,33 @@ class BoundRoutes:
     @property
     def replays(self) -> bool:
         """Whether the micro-step has recorded routing."""
-        return self.recorded_LNK is not None
+        return self.tables is not None
+
+    @property
+    def is_planned(self) -> bool:
+        """Whether the plan is executed."""
+        return self.transfers is not None
+
+    def tables_of(self, layer: int) -> LayerTables:
+        """The tables of a layer of a micro-step with recorded routing."""
+        assert self.tables is not None
+        return self.tables.of(layer)
 
     def replay(self, layer: int, live_ids: torch.Tensor) -> torch.Tensor:
         """`live_ids [T, K]` int64 with the recorded ids in their rows; see `ExpertLayer.route`."""
-        if self.recorded_LNK is None:
+        if self.tables is None:
             return live_ids
-        recorded = self.recorded_LNK[layer]
+        tables = self.tables.of(layer)
+        recorded = tables.recorded_NK.to(torch.int64)
         chosen = live_ids if self.positions is None else live_ids.index_select(0, self.positions)
         if chosen.shape != recorded.shape:
             raise RuntimeError(
                 f"MoE layer {layer} got {len(chosen)} tokens with {chosen.shape[1]} experts each; the micro-step was "
                 f"planned with {len(recorded)} tokens with {recorded.shape[1]}"
             )
-        if layer in self.known:
-            recorded = torch.where(self.known[layer][:, None], recorded, chosen)
-        return recorded.clone() if self.positions is None else live_ids.index_copy(0, self.positions, recorded)
+        if tables.known_N is not None:
+            recorded = torch.where(tables.known_N[:, None], recorded, chosen)
+        return recorded if self.positions is None else live_ids.index_copy(0, self.positions, recorded)
 
 
 class MicroStep:
@@ -158,6 +169,7 @@ class RunningStep:
     micro_steps: weakref.WeakValueDictionary[int, MicroStep] = field(default_factory=weakref.WeakValueDictionary)
     has_moved: bool = False
     _completed: Array | None = None
+    _tables: dict[tuple[int, bool], RowTables] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.replicas: PlanReplicas | StepSlices = self.slices or PlanReplicas(self.plan)
@@ -177,42 +189,68 @@ class RunningStep:
         return np.array_equal(sequence_hashes, self.trace.sequence_hashes[self._sequences_of(index, rank)])
 
     def bind(
-        self, micro_step: MicroStep, layers: Sequence[HomeExperts], topology: Topology, has_slices: bool
+        self,
+        micro_step: MicroStep,
+        layers: Sequence[HomeExperts],
+        topology: Topology,
+        has_slices: bool,
+        uploads: BackgroundCopies | None,
     ) -> BoundRoutes:
         """Routes and layouts of a micro-step with the planned sequences on all ranks. Not a collective.
 
         Args:
             has_slices: whether its replicas are planned and agreed; it has none otherwise.
+            uploads: copies tables to the device; None if that is the host.
         """
-        index, device = micro_step.index, layers[0].device
-        ids_NLK = self.trace.expert_ids[self._tokens_of(index, topology.rank)]
-        is_known_NL = ids_NLK[:, :, 0] != self.trace.no_route
-        (recorded_LNK,) = upload([ids_NLK.transpose(1, 0, 2).astype(np.int64)], device)
-        incomplete = np.flatnonzero(~is_known_NL.all(axis=0)).tolist()
-        known = upload([np.ascontiguousarray(is_known_NL[:, layer]) for layer in incomplete], device)
+        index = micro_step.index
+        tables = self.tables_of(index, layers, topology, has_slices, uploads is not None)
         bound = BoundRoutes(
-            micro_step, recorded_LNK, dict(zip(incomplete, known, strict=True)), transfers=self.transfers,
-            plan_number=self.number,
-        )  # fmt: skip
-        if self.transfers is None:
-            return bound
-        planned = [
-            PlannedRows.of(
-                np.ascontiguousarray(ids_NLK[:, layer.index]),
-                self.workload.token_counts_MLRE[index, layer.index],
-                PhysicalExperts.of(layer, topology.rank, topology.positions, self.num_slots),
-                self.replicas.of(index, layer.index) if has_slices else InstanceReplicas.none(self.plan.num_ranks),
-            )
-            for layer in layers
-        ]
-        is_mixed_L = self.plan.mixed_ML[index]
-        whole = [place_rows(rows) for rows, mixed in zip(planned, is_mixed_L, strict=True) if not mixed]
-        uploaded = iter(upload_layouts(whole, device))
-        bound.layouts = [None if mixed else next(uploaded) for mixed in is_mixed_L]
-        bound.partial = {layer: planned[layer] for layer in np.flatnonzero(is_mixed_L).tolist()}
-        first_token = self._tokens_of(index, topology.rank).start
-        bound.record = lambda layer, tokens_U, ids_UK: self._record(first_token + tokens_U, layer, ids_UK)
+            micro_step, DeviceTables(tables, uploads), transfers=self.transfers, plan_number=self.number
+        )
+        if self.transfers is not None:
+            first_token = self._tokens_of(index, topology.rank).start
+            bound.record = lambda layer, tokens_U, ids_UK: self._record(first_token + tokens_U, layer, ids_UK)
         return bound
+
+    def tables_of(
+        self, index: int, layers: Sequence[HomeExperts], topology: Topology, has_slices: bool, is_uploaded: bool
+    ) -> RowTables:
+        """The tables of a micro-step, which are made when they are used; see `bind`."""
+        key = index, has_slices
+        tables = self._tables.get(key)
+        if tables is None:
+            tables = self._tables[key] = self.new_tables(index, layers, topology, has_slices, is_uploaded)
+        # A further pass needs the first ones first.
+        spare = [other for other in self._tables if abs(other[0] - index) > 1]
+        while spare and sum(each.nbytes for each in self._tables.values()) > KEPT_BYTES:
+            del self._tables[spare.pop()]
+        return tables
+
+    def new_tables(
+        self, index: int, layers: Sequence[HomeExperts], topology: Topology, has_slices: bool, is_uploaded: bool
+    ) -> RowTables:
+        """Tables of a micro-step that nothing else uses."""
+        make = partial(self._make_tables, index, layers, topology, has_slices)
+        return RowTables(make, len(layers), layers[0].device if is_uploaded else None)
+
+    def _make_tables(
+        self, index: int, layers: Sequence[HomeExperts], topology: Topology, has_slices: bool, layer: int
+    ) -> LayerTables:
+        ids_NK = self.trace.expert_ids[self._tokens_of(index, topology.rank), layer].copy()
+        is_known_N = ids_NK[:, 0] != self.trace.no_route
+        known_N = None if is_known_N.all() else torch.from_numpy(is_known_N)
+        tables = LayerTables(torch.from_numpy(ids_NK), known_N)
+        if self.transfers is None:
+            return tables
+        planned = PlannedRows.of(
+            ids_NK,
+            self.workload.token_counts_MLRE[index, layer],
+            PhysicalExperts.of(layers[layer], topology.rank, topology.positions, self.num_slots),
+            self.replicas.of(index, layer) if has_slices else InstanceReplicas.none(self.plan.num_ranks),
+        )
+        if self.plan.mixed_ML[index, layer]:
+            return replace(tables, partial=planned)
+        return replace(tables, layout=place_rows(planned))
 
     def has_slices(self, index: int) -> bool:
         """Whether the replicas of a micro-step are planned and agreed."""

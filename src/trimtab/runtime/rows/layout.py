@@ -6,7 +6,7 @@ are regrouped so that the rows of each copy are together. Both orders follow fro
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -26,10 +26,10 @@ class Layout:
 
     Attributes:
         physical_ids: `[n, K]` uint16, the physical expert of each (token, k), with ranks in the framework's order.
-        row_tokens: `[N]` int64, the local token (0 .. n-1) of each place in the send buffer.
-        row_places: `[n, K]` int64, the place in the send buffer of each (token, k).
+        row_tokens: `[N]` int32, the local token (0 .. n-1) of each place in the send buffer.
+        row_places: `[n, K]` int32, the place in the send buffer of each (token, k).
         send_splits, recv_splits: rows to and from each rank.
-        home_rows, replica_rows: int64 indices into the arrived rows, grouped by home expert and by replica slot.
+        home_rows, replica_rows: int32 indices into the arrived rows, grouped by home expert and by replica slot.
         home_groups, replica_groups: number of rows of each home expert and of each replica slot in use.
         arriving_RG: `[R, H + S]` int64 on the host, number of rows from each rank to each of this rank's physical
             experts.
@@ -48,41 +48,42 @@ class Layout:
     arriving_RG: Array
     replicas: InstanceReplicas
 
+    @property
+    def rows(self) -> list[torch.Tensor]:
+        """Its tensors, but for the ends of groups."""
+        return [self.physical_ids, self.row_tokens, self.row_places, self.home_rows, self.replica_rows]
 
-def upload_layouts(layouts: Sequence[Layout], device: torch.device) -> list[Layout]:
-    """Copy the layouts of any number of instances from the host to the device, in two copies; the host does not wait
-    for them."""
-    rows = [
-        tensor
-        for layout in layouts
-        for tensor in (layout.physical_ids, layout.row_tokens, layout.row_places, layout.home_rows, layout.replica_rows)
-    ]
-    ends = [groups.ends for layout in layouts for groups in (layout.home_groups, layout.replica_groups)]
-    # Two copies, since autograd keeps the ends of groups longer than the memory of all rows.
-    uploaded, uploaded_ends = iter(upload(rows, device)), iter(upload(ends, device))
-    return [
-        replace(
-            layout,
-            physical_ids=next(uploaded),
-            row_tokens=next(uploaded),
-            row_places=next(uploaded),
-            home_rows=next(uploaded),
-            replica_rows=next(uploaded),
-            home_groups=replace(layout.home_groups, ends=next(uploaded_ends)),
-            replica_groups=replace(layout.replica_groups, ends=next(uploaded_ends)),
+    @property
+    def ends(self) -> list[torch.Tensor]:
+        """The ends of groups, which autograd keeps longer than the other tensors."""
+        return [self.home_groups.ends, self.replica_groups.ends]
+
+    def moved(self, rows: Iterator[torch.Tensor], ends: Iterator[torch.Tensor]) -> Layout:
+        """The same layout with the next of `rows` and `ends`, copies of its own."""
+        return replace(
+            self,
+            physical_ids=next(rows),
+            row_tokens=next(rows),
+            row_places=next(rows),
+            home_rows=next(rows),
+            replica_rows=next(rows),
+            home_groups=replace(self.home_groups, ends=next(ends)),
+            replica_groups=replace(self.replica_groups, ends=next(ends)),
         )
-        for layout in layouts
-    ]
+
+    def on(self, device: torch.device) -> Layout:
+        """The layout on a device, in two copies; the host does not wait for them."""
+        return self.moved(iter(upload(self.rows, device)), iter(upload(self.ends, device)))
 
 
 def place_rows(planned: PlannedRows) -> Layout:
     """The layout of one rank's rows of an instance without unknown rows, on the host."""
     experts, num_homes = planned.experts, planned.experts.num_homes
     sent_P, arriving_RG = planned.sent_P, planned.arriving_RG
-    row_tokens = torch.empty(planned.physical_NK.size, dtype=torch.int64)
-    row_places = torch.empty(planned.physical_NK.shape, dtype=torch.int64)
+    row_tokens = torch.empty(planned.physical_NK.size, dtype=torch.int32)
+    row_places = torch.empty(planned.physical_NK.shape, dtype=torch.int32)
     _place_rows(planned.physical_NK, np.cumsum(sent_P) - sent_P, row_tokens.numpy(), row_places.numpy())
-    arrivals = torch.empty(int(arriving_RG.sum()), dtype=torch.int64)
+    arrivals = torch.empty(int(arriving_RG.sum()), dtype=torch.int32)
     _group_arrivals(arriving_RG, arrivals.numpy())
     group_sizes = arriving_RG.sum(axis=0)
     home_total = int(group_sizes[:num_homes].sum())

@@ -175,6 +175,10 @@ class StepSlices:
         """Whether all ranks have a micro-step's replicas."""
         return 0 <= micro_step < len(self._round_of) and self._round_of[micro_step] < self._agreed
 
+    def is_here(self, micro_step: int) -> bool:
+        """Whether this rank has a micro-step's replicas."""
+        return len(self._plans) > self._round_of[micro_step]
+
     def count(self, micro_step: int, layer: int) -> int:
         """Replicas of an instance on all ranks; 0 while its slice is not agreed."""
         return self._counts_ML[micro_step][layer] if 0 <= micro_step < len(self._counts_ML) else 0

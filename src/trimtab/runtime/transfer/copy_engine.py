@@ -24,6 +24,7 @@ class BackgroundCopies:
     """Copies tensors in the order of the calls, without blocking the caller."""
 
     def __init__(self, device: torch.device) -> None:
+        self._device = device
         self._cpu_s = 0.0
         self._stream = torch.cuda.Stream(device, priority=-1) if streams.has_streams(device) else None
         # One worker, so that copies keep their order.
@@ -39,6 +40,16 @@ class BackgroundCopies:
             return self._on_stream(self._stream, pairs)
         assert self._pool is not None
         return self._pool.submit(self._copy, [(_bytes(target), _bytes(source)) for target, source in pairs]).result
+
+    def upload(self, sources: Sequence[torch.Tensor]) -> tuple[list[torch.Tensor], Wait]:
+        """Copy tensors to new memory of the device. Returns the copies, and a function to call before they are used."""
+        targets = [torch.empty_like(source, device=self._device) for source in sources]
+        for target in targets:
+            if target.is_cuda:
+                assert self._stream is not None
+                # Nothing may ever wait for the copy.
+                target.record_stream(self._stream)
+        return targets, self.start([*zip(targets, sources, strict=True)])
 
     def take_cpu_s(self) -> float:
         """Seconds of CPU time of the copying thread since the last call."""

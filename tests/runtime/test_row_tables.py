@@ -1,0 +1,102 @@
+"""Row tables: made in chunks by any thread, once, and kept for a second pass."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import Counter
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from helpers.random_plans import random_plan, random_schedule, random_trace
+from trimtab.planner import Placement, Workload
+from trimtab.runtime.layer import micro_step
+from trimtab.runtime.layer.micro_step import RunningStep
+from trimtab.runtime.rows.row_tables import LayerTables, RowTables, chunks_of
+
+
+def test_chunks_have_every_layer_once() -> None:
+    for layers in range(1, 100):
+        chunks = chunks_of(layers)
+        assert [layer for chunk in chunks for layer in chunk] == list(range(layers))
+        assert all(chunks)
+        assert len(chunks[0]) == 1
+
+
+def numbered(layer: int) -> LayerTables:
+    return LayerTables(torch.full((2, 1), layer))
+
+
+def test_two_threads_make_each_layer_once() -> None:
+    for seed in range(20):
+        rng = np.random.default_rng(seed)
+        made: Counter[int] = Counter()
+        delays = rng.random(40) * 2e-3
+
+        def make(layer: int, made: Counter[int] = made, delays: Any = delays) -> LayerTables:
+            time.sleep(delays[layer])
+            made[layer] += 1
+            return numbered(layer)
+
+        tables = RowTables(make, 40, None)
+        thread = threading.Thread(target=tables.make_all)
+        thread.start()
+        for layer in rng.integers(0, 40, 20).tolist():
+            assert tables.of(layer).recorded_NK[0, 0] == layer
+        thread.join()
+        assert tables.is_made
+        assert made == Counter(range(40))
+        assert tables.nbytes == 40 * 2 * 8
+
+
+def test_an_error_of_the_thread_is_raised_where_the_tables_are_used() -> None:
+    def make(layer: int) -> LayerTables:
+        if layer == 1:
+            raise ValueError("the tokens are not those that were planned")
+        return numbered(layer)
+
+    tables = RowTables(make, 3, None)
+    with pytest.raises(ValueError, match="not those"):
+        tables.make_all()
+    assert not tables.is_made
+    tables.of(0)
+    with pytest.raises(ValueError, match="not those"):
+        tables.of(1)
+
+
+def a_step(micro_steps: int) -> tuple[RunningStep, tuple[Any, Any]]:
+    """A step of one rank with two layers, and its layers and topology."""
+    rng = np.random.default_rng(0)
+    trace = random_trace(rng, num_sequences=4 * micro_steps, max_length=20, num_layers=2, num_experts=4, top_k=2)
+    schedule = random_schedule(rng, trace.num_sequences, num_ranks=1, num_micro_steps=micro_steps)
+    workload = Workload.from_trace(trace, schedule)
+    plan = random_plan(rng, workload, schedule, slots=1, placement=Placement.contiguous(2, 4, 1))
+    homes = SimpleNamespace(home_E=np.zeros(4, np.int16), rows_E=np.arange(4), device=torch.device("cpu"))
+    transfers: Any = object()
+    step = RunningStep(
+        plan, workload, trace.select(schedule.sequences_of(0)), schedule, transfers, number=1, num_slots=1
+    )
+    return step, ([homes, homes], SimpleNamespace(rank=0, positions=(0,), num_ranks=1))
+
+
+def test_tables_are_kept_for_a_second_pass_within_a_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    step, where = a_step(micro_steps=6)
+
+    def run(index: int) -> RowTables:
+        tables = step.tables_of(index, *where, has_slices=True, is_uploaded=False)
+        tables.make_all()
+        return tables
+
+    first = [run(index) for index in range(6)]
+    assert [run(index) is first[index] for index in range(6)] == [True] * 6
+    # Room for about three of them: the first ones stay, since a further pass begins with them.
+    monkeypatch.setattr(micro_step, "KEPT_BYTES", sum(tables.nbytes for tables in first[:3]) + 1)
+    step._tables.clear()
+    again = [run(index) for index in range(6)]
+    kept = [step._tables.get((index, True)) is again[index] for index in range(6)]
+    assert kept[:2] == [True, True]
+    assert kept.count(True) < 6
