@@ -17,7 +17,7 @@ from trimtab.cluster import ClusterSpec, ModelSpec
 from trimtab.planner import Placement, StepPlan, Workload, pack_by_length
 from trimtab.planner.replicas.paths import HOST
 from trimtab.runtime import Session
-from trimtab.trace import synthesize
+from trimtab.trace import RoutingTrace, synthesize
 
 SLOTS = 2
 SEED = 0
@@ -30,31 +30,37 @@ class _OneRankPlan(StepPlan):
         pass
 
 
+def one_rank_plan(trace: RoutingTrace, slots: int) -> StepPlan:
+    """A plan of one micro-step of one layer on one rank, whose busiest experts have replicas.
+
+    A planner never places a replica on the expert's home, and there is no other rank. The experts with most tokens, as
+    many as `slots`, have a replica on their own rank, fetched by the host path, that computes half of their tokens.
+    """
+    schedule = pack_by_length(trace.sequence_lengths, num_ranks=1, token_budget=trace.num_tokens)
+    workload = Workload.from_trace(trace, schedule)
+    counts_E = workload.token_counts_MLRE[0, 0, 0].astype(np.int64)
+    hot = np.argsort(-counts_E, kind="stable")[:slots]
+    plan = _OneRankPlan.from_instances(
+        schedule, Placement.contiguous(1, trace.num_experts, 1),
+        [np.stack([hot, np.zeros_like(hot)], axis=1)], [counts_E[hot, None] // 2],
+        mixed_ML=workload.mixed_ML, cluster=ClusterSpec(1, 1, slots),
+    )  # fmt: skip
+    return replace(plan, replica_paths=np.full(slots, HOST, np.uint8))
+
+
 def measure_planned_layer(
     sizes: TransferSizes, model: ModelSpec, clock: Clock, device: torch.device, rounds: int
 ) -> dict[str, Any]:
     """Forward and backward of a planned micro-step at world size 1, where nothing may wait for the GPU.
 
-    A planner never places a replica on the expert's home, and there is no other rank. The plan is therefore made by
-    hand: the two experts with most tokens have a replica on their own rank, fetched by the host path, that computes
-    half of their tokens.
+    The plan is that of `one_rank_plan`.
     """
     experts = model.num_experts // sizes.ranks
     trace = synthesize(
         num_sequences=4, sequence_length=sizes.tokens_per_rank // 4, num_layers=1, num_experts=experts,
         top_k=min(model.top_k, experts // 2), zipf=1.0, seed=SEED,
     )  # fmt: skip
-    schedule = pack_by_length(trace.sequence_lengths, num_ranks=1, token_budget=trace.num_tokens)
-    workload = Workload.from_trace(trace, schedule)
-    counts_E = workload.token_counts_MLRE[0, 0, 0].astype(np.int64)
-    hot = np.argsort(-counts_E, kind="stable")[:SLOTS]
-    plan = _OneRankPlan.from_instances(
-        schedule, Placement.contiguous(1, experts, 1),
-        [np.stack([hot, np.zeros_like(hot)], axis=1)], [counts_E[hot, None] // 2],
-        mixed_ML=workload.mixed_ML, cluster=ClusterSpec(1, 1, SLOTS),
-    )  # fmt: skip
-    plan = replace(plan, replica_paths=np.full(SLOTS, HOST, np.uint8))
-
+    plan = one_rank_plan(trace, SLOTS)
     session = Session(num_experts=experts, slots_per_rank=SLOTS)
     layer = add_random_layer(session, model, sizes.dtype, device)
     hidden, live_ids, weights, gradient = random_inputs(trace, model, sizes.dtype, device)

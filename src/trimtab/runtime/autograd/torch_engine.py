@@ -49,3 +49,11 @@ def will_run(node: torch.autograd.graph.Node) -> bool:
         RuntimeError: if the node is that of a tensor passed to `torch.autograd.grad`.
     """
     return torch._C._will_engine_execute_node(node)
+
+
+def is_within_compiled() -> bool:
+    """Whether a function that torch.compile runs, in parts or as a whole, has called this one."""
+    if "torch._dynamo" not in sys.modules:
+        return False
+    # None outside of compiled functions, False where compiling is disabled.
+    return bool(torch._C._dynamo.eval_frame.get_eval_frame_callback())

@@ -42,6 +42,11 @@ def check_new_parameters(
             raise InputError(f"MoE layer {index}: {name} is of type {type(parameter).__name__}, not a Parameter")
         if parameter.is_meta:
             raise InputError(f"MoE layer {index}: {name} has no memory; load it before it is added")
+        if not parameter.dtype.is_floating_point or parameter.dtype.itemsize == 1:
+            raise InputError(
+                f"MoE layer {index}: {name} is {parameter.dtype}; replicas and gradients need experts in bfloat16, "
+                "float16, float32 or float64"
+            )
     _check_lists(index, tensors, home)
     _check_memory(index, tensors, layers, home)
 
