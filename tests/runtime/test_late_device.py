@@ -22,6 +22,7 @@ from helpers import late_device
 from helpers.equality import CHECKPOINTING, Case, compare_cases
 from helpers.examples import examples
 from helpers.late_device import LateDevice, TransferRaceError
+from helpers.live_runs import LiveCase, compare_live
 from helpers.rank_pool import on_ranks
 from helpers.ring_harness import Harness
 from helpers.transfer_mutants import mutated
@@ -353,3 +354,23 @@ def send_and_go_on() -> None:
 
 def test_compute_does_not_wait_for_its_own_sends() -> None:
     on_ranks(send_and_go_on, (), ranks=2)
+
+
+WAYS = tuple(itertools.product(late_device.MODES, (True, False)))
+
+
+def compare_live_on_late_device(cases: list[LiveCase]) -> None:
+    """In both modes, with and without peers."""
+    copies = messages = 0
+    for case, (mode, peers) in zip(cases, itertools.cycle(WAYS), strict=False):
+        with late_device.install(mode, peers=peers) as device:
+            compare_live([case])
+        copies, messages = copies + device.copies, messages + device.messages
+    assert min(copies, messages) > 0
+
+
+@pytest.mark.longer
+@pytest.mark.parametrize("policy", ["quota", "feplb", "predict"])
+def test_live_calls_equal_the_single_process(policy: str) -> None:
+    cases = [LiveCase(seed, policy, at_once=seed % 2 == 0, random=policy != "predict") for seed in range(8)]
+    on_ranks(compare_live_on_late_device, (cases,), ranks=2)

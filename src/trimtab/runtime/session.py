@@ -21,9 +21,10 @@ from trimtab.runtime.argument_checks import at_least
 from trimtab.runtime.gradients import Gradients
 from trimtab.runtime.layer.dispatch import Dispatcher, RowDispatcher
 from trimtab.runtime.layer.framework_layer import FrameworkLayer
-from trimtab.runtime.layer.instance import LayerCalls
+from trimtab.runtime.layer.instance import MEASURED, LayerCalls
 from trimtab.runtime.layer.layer import ExpertLayer, HomeWeights
 from trimtab.runtime.layer.micro_step import MicroStep
+from trimtab.runtime.live.policies import LivePolicy, Predictor
 from trimtab.runtime.planned_step import PlannedStep, PlanReport
 from trimtab.runtime.rank_experts import RankExperts
 from trimtab.runtime.ranks.gpu_variables import tell_wrong_variables
@@ -62,8 +63,9 @@ class Session:
             rank's position in it is the number of its expert-parallel group. None for one expert-parallel group.
         nodes: with `expert_group`, the node number of each of its ranks, in its order; one node by default.
         mode: `plan` balances; `rehome` only moves experts to other homes between steps, without replicas; `static` is
-            expert parallelism on contiguous homes without replicas, on the planned path; `shadow` plans and reports,
-            but runs as `off`; `off` replays routing in ordinary expert parallelism.
+            expert parallelism on contiguous homes without replicas, on the planned path; `live` balances without
+            recorded routing, see `live_micro_step`; `shadow` plans and reports, but runs as `off`; `off` replays
+            routing in ordinary expert parallelism.
         slots_per_rank: most replicas of one layer on a rank.
         ring_layers: layers that replicas are kept for at the same time, one in use and the others prefetched.
         ranks_per_node: neighbouring ranks that share a node; all ranks of a group by default.
@@ -79,6 +81,13 @@ class Session:
         rates: rates of compute and links, from which the planner computes costs, such as `trimtab calibrate` measures;
             by default those of an H100 cluster, or of a CPU machine, and moves of experts as this session measures
             them. With rates, plans don't depend on measured times. Its numbers of ranks and slots are ignored.
+        policy: in mode `live`, how replicas are chosen in `live_micro_step`: `quota`, replicas and split from the
+        counts of
+            the layer; `feplb`, whole experts that move within a node after the dispatch; `predict`, replicas from
+            earlier counts, which are there before the router chooses, and the split from those of the layer; `off`,
+            none; `auto`, for every layer the fastest of `off`, `quota` and `predict`, by measured time.
+        predictor: the counts that `predict` uses: of the `last` micro-step, an exponential `average`, or those of the
+            `same` micro-step after the weight change before.
         verify_weights: compare sampled elements of every expert when a micro-step begins, to detect weight changes that
             address and version do not show. By default on in mode `shadow` and if `TRIMTAB_VERIFY_WEIGHTS=1` is set. On
             CUDA the host then waits for the device.
@@ -108,13 +117,15 @@ class Session:
         max_rows_per_rank: int | None = None,
         exact: bool = False,
         rates: ClusterSpec | None = None,
+        policy: LivePolicy = "auto",
+        predictor: Predictor = "last",
         verify_weights: bool | None = None,
         timeout: timedelta | None = None,
     ) -> None:
         self.settings = Settings(
             num_experts=num_experts, mode=mode, slots_per_rank=slots_per_rank, ring_layers=ring_layers, paths=paths,
             mirror_bytes=mirror_bytes, least_gain=least_gain, max_rows_per_rank=max_rows_per_rank, exact=exact,
-            rates=rates, verify=verify_weights,
+            rates=rates, policy=policy, predictor=predictor, verify=verify_weights,
         )  # fmt: skip
         if expert_group is None:
             if expert_dp_group is not None or nodes is not None:
@@ -134,7 +145,7 @@ class Session:
             tell_wrong_variables()
         self.layers: list[ExpertLayer] = []
         self._initial_E: Array = self.topology.initial_placement(1, num_experts).home[0]
-        self._lockstep = Lockstep(self.topology, max_values=max(num_experts, 3 + COMPARED))
+        self._lockstep = Lockstep(self.topology, max_values=max(num_experts + MEASURED, 3 + COMPARED))
         self.counters = Counters(lockstep=self._lockstep)
         self._experts = RankExperts(self.settings, self.topology, self._lockstep, self.counters)
         self._calls = LayerCalls(
@@ -456,11 +467,12 @@ class Session:
         step = self._steps.need("rank_loads")
         return step.whole_plan.rank_loads(step.workload)
 
-    def live_micro_step(self, *, positions: torch.Tensor) -> MicroStep:
-        """A micro-step without plan or recorded routing, to keep padding out of the experts.
+    def live_micro_step(self, *, positions: torch.Tensor | None = None) -> MicroStep:
+        """A micro-step without plan or recorded routing. In mode `live` its layers are balanced, as `policy` says.
 
         Args:
-            positions: `[n]` int64, rows of this rank's tokens among the rows that the layers are given.
+            positions: `[n]` int64, rows of this rank's tokens among the rows that the layers are given, which keeps
+                padding out of the experts; all rows by default.
         """
         return self._steps.live_micro_step(positions)
 
@@ -511,12 +523,16 @@ class Session:
             `plan/predicted_s` and `plan/measured_s`, without moves and optimizer; `plan/cost_scale`: factor of the
             planner's costs for the next; `plan/measured_gain`: of the best strategy over doing nothing, if that was
             measured;
+            in mode `live`: `live/calls` of layers; `live/replicas` in them, and `live/used_replicas`, the part with
+            rows; `live/max_vio_before` and `live/max_vio_after`, max/mean - 1 of rank loads without and with them, mean
+            over calls; `live/choosing_s`, seconds of choosing;
             `moe/mixed_instances`: planned instances with unknown rows; `moe/live_layer_calls`: calls of layers outside
             micro-steps while there was a plan; `moe/abandoned_backwards`: failed backwards with replica gradients in
             transfer.
         """
         metrics = self.counters.metrics() | {"transfer/cpu_s": self._experts.take_cpu_s()}
         metrics |= self._steps.feedback.metrics() | {"transfer/peer_memory_bytes": self._experts.peer_memory_bytes}
+        metrics |= self._steps.live_metrics()
         running = self._steps.running
         if running is not None and running.slices is not None:
             metrics |= running.slices.metrics()

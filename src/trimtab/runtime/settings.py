@@ -11,8 +11,9 @@ from typing import Any, Literal, get_args
 from trimtab.cluster import ClusterSpec
 from trimtab.planner import PlanSettings
 from trimtab.runtime.argument_checks import at_least, finite, one_of
+from trimtab.runtime.live.policies import LivePolicy, Predictor
 
-Mode = Literal["plan", "rehome", "static", "shadow", "off"]
+Mode = Literal["plan", "rehome", "static", "live", "shadow", "off"]
 Paths = Literal["both", "peer", "host", "message"]
 # Environment variable: 1 turns on `verify_weights` unless the argument is given.
 VERIFY_WEIGHTS = "TRIMTAB_VERIFY_WEIGHTS"
@@ -21,6 +22,8 @@ _CHECKS: dict[str, Callable[[str, Any], object]] = {
     "num_experts": partial(at_least, least=1),
     "mode": partial(one_of, allowed=get_args(Mode)),
     "paths": partial(one_of, allowed=get_args(Paths)),
+    "policy": partial(one_of, allowed=get_args(LivePolicy)),
+    "predictor": partial(one_of, allowed=get_args(Predictor)),
     "slots_per_rank": partial(at_least, least=0),
     "ring_layers": partial(at_least, least=2),
     "mirror_bytes": partial(at_least, least=0),
@@ -53,6 +56,8 @@ class Settings:
     max_rows_per_rank: int | None
     exact: bool
     rates: ClusterSpec | None
+    policy: LivePolicy
+    predictor: Predictor
     verify: InitVar[bool | None]
     verify_weights: bool = field(init=False)
 
@@ -90,6 +95,6 @@ class Settings:
         """Settings that plans depend on, which must be equal on all ranks."""
         names = (
             "mode", "paths", "slots_per_rank", "ring_layers", "mirror_bytes", "least_gain", "max_rows_per_rank",
-            "exact",
+            "exact", "policy", "predictor",
         )  # fmt: skip
         return {name: getattr(self, name) for name in names}

@@ -17,6 +17,7 @@ import numpy.typing as npt
 import torch
 
 from trimtab.array_type import Array
+from trimtab.cluster import ClusterSpec
 from trimtab.errors import InputError
 from trimtab.planner import GroupPlans, Placement, Schedule, SequenceCounts, StepPlan, Workload
 from trimtab.planner.plan.slices import SlicePlanner, SliceRules
@@ -24,6 +25,7 @@ from trimtab.planner.plan.workload import max_over_mean
 from trimtab.runtime.feedback import Feedback
 from trimtab.runtime.layer.instance import LayerCalls
 from trimtab.runtime.layer.micro_step import BoundRoutes, MicroStep, RunningStep
+from trimtab.runtime.live.balancer import Figures, LiveBalancer, LiveMicroStep
 from trimtab.runtime.planned_step import PlannedStep, PlanReport
 from trimtab.runtime.planning import SessionPlanner
 from trimtab.runtime.planning_ahead import PlanningAhead
@@ -64,6 +66,8 @@ class Steps:
         self._plans = 0
         self._can_slice = True
         self._ahead: PlanningAhead | None = None
+        self._live: LiveBalancer | None = None
+        self._live_plan = 0
         self.feedback = Feedback()
         self.running: RunningStep | None = None
 
@@ -183,9 +187,36 @@ class Steps:
             step.micro_steps[index] = made
         return made
 
-    def live_micro_step(self, positions: torch.Tensor) -> MicroStep:
+    def live_micro_step(self, positions: torch.Tensor | None) -> MicroStep:
         """A micro-step without a plan."""
         return MicroStep(-1, positions, partial(self._bind, None), partial(self._running, None, True))
+
+    def live_metrics(self) -> dict[str, float]:
+        """Figures of choices in live micro-steps since the last call; none if there were none."""
+        if self._live is None:
+            return {}
+        figures, self._live.figures = self._live.figures, Figures()
+        return figures.metrics()
+
+    def _prepare_live(self) -> None:
+        """Let live micro-steps be balanced, if the mode says so. Collective when it begins."""
+        if self._settings.mode != "live":
+            self._live = None
+        elif self._live is None:
+            settings, experts = self._settings, self._experts
+            cluster = ClusterSpec(self._topology.num_ranks, self._topology.ranks_per_node, settings.slots_per_rank)
+            self._plans += 1
+            self._live_plan = self._plans
+            self._live = LiveBalancer(
+                settings.policy, settings.predictor, experts.layers, settings.plan_settings.limits(cluster)
+            )
+            self._calls.backward.end_plan()
+            self._end_slices()
+            self.running = None
+            with torch.inference_mode(False):
+                experts.drain()
+                experts.transfers.prepare_live(self._live, self._plans, by_messages=settings.paths == "message")
+            experts.changed = True
 
     def _plan(self, trace: RoutingTrace, schedule: Schedule, *, sliced: bool, may_move: bool = True) -> PlanReport:
         may_move = may_move and self._experts.state.may_move
@@ -301,6 +332,7 @@ class Steps:
         start = time.perf_counter()
         self._calls.backward.end_plan()
         self._plans += 1
+        self._live = None
         transfers = experts.transfers if runs else None
         slots = self._settings.slots_per_rank
         self._end_slices()
@@ -371,6 +403,13 @@ class Steps:
     def _bind(
         self, step: RunningStep | None, micro_step: MicroStep, matches_plan: bool, has_slices: bool
     ) -> BoundRoutes:
+        if step is None and self._live is not None:
+            return BoundRoutes(
+                micro_step,
+                transfers=self._experts.transfers,
+                plan_number=self._live_plan,
+                live=LiveMicroStep(self._live),
+            )
         if step is None or not matches_plan:
             return BoundRoutes(micro_step)
         return step.bind(micro_step, self._experts.layers, self._topology, has_slices, self._uploads)
@@ -418,7 +457,7 @@ class Steps:
             with nullcontext() if recorder is None or step is None else recorder.micro_step(index):
                 self._counters.unplanned_micro_steps += step is not None and not routes.is_planned
                 if routes.transfers is not None:
-                    routes.transfers.ring.begin(index)
+                    routes.transfers.ring.begin(index if routes.live is None else routes.live.balancer.last)
                 yield
                 if routes.transfers is not None:
                     routes.transfers.ring.end(index)
@@ -445,14 +484,21 @@ class Steps:
         values_RV = self._lockstep.agree(
             LIVE_MICRO_STEP if step is None else MICRO_STEP, micro_step=index,
             values=(changed, matches, *(slices.to_compare() if slices is not None else ())),
-            must_match={"gradients enabled": torch.is_grad_enabled(), "trained expert tensors": trained},
+            must_match={
+                "gradients enabled": torch.is_grad_enabled(), "trained expert tensors": trained,
+                **({"mode": self._settings.mode, "policy": self._settings.policy} if step is None else {}),
+            },
             problem=problem or broken,
         )  # fmt: skip
         if slices is not None:
             slices.agree(values_RV[:, 2:], index)
             self._counters.late_micro_steps += not slices.is_agreed(index)
-        if values_RV[:, 0].any():
+        if step is None:
+            self._prepare_live()
+        if values_RV[:, 0].any() or self._experts.changed:
             self._experts.refresh()
+            if self._live is not None:
+                self._live.weights_changed()
         return bool(values_RV[:, 1].all())
 
 

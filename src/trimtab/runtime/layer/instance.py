@@ -5,9 +5,10 @@
 
 from __future__ import annotations
 
+import time
 import weakref
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -19,15 +20,21 @@ from trimtab.runtime.autograd.accumulation import Accumulation
 from trimtab.runtime.autograd.torch_engine import is_within_compiled, running_backward, will_run
 from trimtab.runtime.layer.backward import Backward
 from trimtab.runtime.layer.micro_step import BoundRoutes
+from trimtab.runtime.live.balancer import LiveCall, LiveMicroStep
 from trimtab.runtime.ranks.lockstep import COUNTS, RETURNS, Lockstep, message_tag
 from trimtab.runtime.ranks.topology import Topology
 from trimtab.runtime.rows.exchange import exchange_rows
+from trimtab.runtime.rows.instance_replicas import InstanceReplicas
 from trimtab.runtime.rows.layout import Layout, place_rows
 from trimtab.runtime.rows.physical_experts import PhysicalExperts, PlannedRows
+from trimtab.runtime.rows.second_phase import SecondPhase
 from trimtab.runtime.state.home_experts import HomeExperts
 from trimtab.runtime.transfer.counters import Counters
 from trimtab.runtime.transfer.returns import accumulates
 from trimtab.runtime.transfer.transfers import Transfers
+
+# Integers of the last measured forward that ranks exchange with their counts in live micro-steps.
+MEASURED = 2
 
 
 @dataclass(eq=False)
@@ -92,7 +99,10 @@ class LayerCalls:
         Raises:
             InputError: on all ranks, if a rank has an id out of range.
         """
-        if routes is not None and routes.is_planned:
+        call: LiveCall | None = None
+        if routes is not None and routes.live is not None:
+            layout, call = self._live_layout(homes, expert_ids, routes.live, routes.positions)
+        elif routes is not None and routes.is_planned:
             tables = routes.tables_of(homes.index)
             layout = tables.layout or self._mixed_layout(homes, expert_ids, routes)
         else:
@@ -103,7 +113,24 @@ class LayerCalls:
             chosen = expert_ids if positions is None else expert_ids.index_select(0, positions)
             experts = PhysicalExperts.of(homes, self.topology.rank, self.topology.positions, self.num_slots)
             layout = self._complete(homes, PlannedRows.unknown(tuple(chosen.shape), experts), chosen.cpu().numpy())
-        return Instance(self, homes, layout, routes)
+        return Instance(self, homes, layout, routes, call)
+
+    def _live_layout(
+        self, homes: HomeExperts, expert_ids: torch.Tensor, micro_step: LiveMicroStep, positions: torch.Tensor | None
+    ) -> tuple[Layout, LiveCall]:
+        """The layout of an instance whose replicas are chosen now. The host waits for the ids that the router chose."""
+        chosen = expert_ids if positions is None else expert_ids.index_select(0, positions)
+        ids_NK = chosen.cpu().numpy()
+        values_RV = self._exchange_counts(homes, ids_NK, micro_step.balancer.measured(homes.index))
+        counts_RE, measured_RS = values_RV[:, : len(homes.home_E)], values_RV[:, len(homes.home_E) :]
+        call = micro_step.choose(homes.index, counts_RE, measured_RS)
+        rank = self.topology.rank
+        experts = PhysicalExperts.of(homes, rank, self.topology.positions, self.num_slots)
+        if not call.moves or not call.replicas.count:
+            return place_rows(PlannedRows.of(ids_NK, counts_RE, experts, call.replicas)).on(homes.device), call
+        layout = place_rows(PlannedRows.of(ids_NK, counts_RE, experts, InstanceReplicas.none(len(counts_RE))))
+        second = SecondPhase.of(homes, rank, layout.home_groups.counts, call.replicas).on(homes.device)
+        return replace(layout.on(homes.device), replicas=call.replicas, second=second), call
 
     def _mixed_layout(self, homes: HomeExperts, expert_ids: torch.Tensor, routes: BoundRoutes) -> Layout:
         """The layout of an instance with unknown rows. The host waits for the ids that the router chose for them."""
@@ -121,6 +148,11 @@ class LayerCalls:
 
     def _complete(self, homes: HomeExperts, planned: PlannedRows, ids_UK: Array) -> Layout:
         """The layout with the unknown rows, whose counts the ranks exchange. Collective."""
+        counts_RE = self._exchange_counts(homes, ids_UK)
+        return place_rows(planned.complete(ids_UK, counts_RE)).on(homes.device)
+
+    def _exchange_counts(self, homes: HomeExperts, ids_UK: Array, others: Sequence[int] = ()) -> Array:
+        """Rows of every rank by expert, and other integers of every rank: `[R, E + len(others)]`. Collective."""
         num_experts, problem = len(homes.home_E), None
         if ids_UK.size and not 0 <= ids_UK.min() <= ids_UK.max() < num_experts:
             wrong = ids_UK.min() if ids_UK.min() < 0 else ids_UK.max()
@@ -128,8 +160,8 @@ class LayerCalls:
                 f"MoE layer {homes.index} was given expert id {wrong}; ids should be from 0 to {num_experts - 1}"
             )
         counts_E = np.zeros(0, np.int64) if problem else np.bincount(ids_UK.reshape(-1), minlength=num_experts)
-        counts_RE = self.lockstep.agree(COUNTS, layer=homes.index, values=counts_E, problem=problem)
-        return place_rows(planned.complete(ids_UK, counts_RE)).on(homes.device)
+        values = [*counts_E.tolist(), *others] if others else counts_E
+        return self.lockstep.agree(COUNTS, layer=homes.index, values=values, problem=problem)
 
 
 class Instance:
@@ -138,20 +170,31 @@ class Instance:
     Args:
         layout: the layout; kept until the forward ends.
         routes: routes of the micro-step; None outside of micro-steps. Kept until the backward ends.
+        live: the choice of a balanced live call.
 
     Attributes:
         has_graph: whether a backward can follow.
         replicas: the instance's replicas on all ranks.
-        index: the micro-step's number; -1 if it has none.
+        index: the micro-step's number; -1 if it has none, and lower ones for balanced live calls.
         replica_node: the graph node whose backward sends gradients of replicas.
     """
 
-    def __init__(self, calls: LayerCalls, homes: HomeExperts, layout: Layout, routes: BoundRoutes | None) -> None:
+    def __init__(
+        self,
+        calls: LayerCalls,
+        homes: HomeExperts,
+        layout: Layout,
+        routes: BoundRoutes | None,
+        live: LiveCall | None = None,
+    ) -> None:
         self.homes = homes
         self.has_graph = torch.is_grad_enabled()
         self.routes = routes
         self.replicas = layout.replicas
         self.index = -1 if routes is None else routes.index
+        self._live = live
+        if live is not None:
+            self.index = live.number
         self._calls = calls
         self._layout: Layout | None = layout
         self._splits = layout.send_splits, layout.recv_splits
@@ -196,8 +239,17 @@ class Instance:
         Args:
             kind: the exchange, as an index into `lockstep.CALLS`.
         """
-        tag = self._log(kind)
         send, receive = reversed(self._splits) if back else self._splits
+        return self.exchange(kind, rows, send, receive)
+
+    def exchange(self, kind: int, rows: torch.Tensor, send: list[int], receive: list[int]) -> torch.Tensor:
+        """Exchange rows with the other ranks.
+
+        Args:
+            kind: as in `send`.
+            send, receive: rows to and from each rank.
+        """
+        tag = self._log(kind)
         group, wait = self._calls.topology.experts, self._calls.lockstep.wait
         return exchange_rows(rows, send, receive, group, tag=tag, wait=wait)
 
@@ -205,9 +257,14 @@ class Instance:
         """Call it when the layer's forward begins: prefetches replicas."""
         if self._transfers is not None:
             self._prefetch(self._transfers)
+        self._started_at = time.perf_counter()
 
     def end_forward(self) -> None:
         """Call it when the layer's forward ends. Tensors of the layout that backward needs are saved in the graph."""
+        if self.routes is not None and self.routes.live is not None:
+            self.routes.live.balancer.forwarded(
+                self.homes.index, time.perf_counter() - self._started_at, sum(self.layout.send_splits)
+            )
         self._layout = None
 
     def begin_backward(self) -> None:

@@ -16,8 +16,9 @@ from trimtab.runtime.autograd.torch_engine import running_backward
 from trimtab.runtime.layer.dispatch import Dispatcher
 from trimtab.runtime.layer.instance import Instance, LayerCalls
 from trimtab.runtime.layer.routed_layer import RoutedLayer, mark
+from trimtab.runtime.layer.two_phases import run_in_two_phases
 from trimtab.runtime.ranks.recorder import BACKWARD, COMBINE, OTHER
-from trimtab.runtime.rows.expert_compute import ApplyExperts, ExpertWeight
+from trimtab.runtime.rows.expert_compute import ApplyExperts, ExpertWeight, RowGroups
 from trimtab.runtime.state.home_experts import HomeExperts, parameters_of
 
 HomeWeights = Callable[[], Sequence[torch.Tensor]]
@@ -100,12 +101,24 @@ class ExpertLayer(RoutedLayer):
         homes = passed or homes
         physical_ids = instance.layout.physical_ids
         arrived = self._dispatcher.dispatch(hidden, physical_ids, expert_weights, instance)
-        outputs = [self._apply([ExpertWeight(home) for home in homes], arrived.home_rows, arrived.home_groups)]
-        if instance.replicas.count:
-            # After the compute of home experts, which overlaps the transfer.
-            replica_rows, *slots = UseReplicas.apply(arrived.replica_rows, instance)
+
+        def at_home(rows: torch.Tensor, groups: RowGroups) -> torch.Tensor:
+            return self._apply([ExpertWeight(home) for home in homes], rows, groups)
+
+        def at_replicas(rows: torch.Tensor, groups: RowGroups) -> torch.Tensor:
+            rows, *slots = UseReplicas.apply(rows, instance)
             weights = [ExpertWeight(slot, partial(_fetch_again, instance, t)) for t, slot in enumerate(slots)]
-            outputs.append(self._apply(weights, replica_rows, arrived.replica_groups))
+            return self._apply(weights, rows, groups)
+
+        second = instance.layout.second
+        if second is not None:
+            stay, move = partial(at_home, groups=second.kept_groups), partial(at_replicas, groups=second.came_groups)
+            outputs = [run_in_two_phases(arrived.home_rows, instance, second, stay, move)]
+        else:
+            outputs = [at_home(arrived.home_rows, arrived.home_groups)]
+            if instance.replicas.count:
+                # After the compute of home experts, which overlaps the transfer.
+                outputs.append(at_replicas(arrived.replica_rows, arrived.replica_groups))
         combined = self._dispatcher.combine(outputs, arrived)
         left: torch.Tensor = Leave.apply(combined, instance)
         return left

@@ -14,6 +14,7 @@ import torch
 from trimtab.array_type import Array
 from trimtab.planner import Schedule, StepPlan, Workload
 from trimtab.runtime.layer.device_tables import DeviceTables
+from trimtab.runtime.live.balancer import LiveMicroStep
 from trimtab.runtime.ranks.topology import Topology
 from trimtab.runtime.rows.instance_replicas import InstanceReplicas, PlanReplicas
 from trimtab.runtime.rows.layout import place_rows
@@ -39,6 +40,7 @@ class BoundRoutes:
             planned one.
         transfers: replica transfers; None if the plan is not executed.
         plan_number: the plan's number in the session.
+        live: chooses the replicas of a live micro-step; None if it has none.
         routed: for each layer, address and version of the ids that its `route` returned last.
         record: stores the experts `[U, K]` that the router chose for tokens `[U]` in a layer.
     """
@@ -47,6 +49,7 @@ class BoundRoutes:
     tables: DeviceTables | None = None
     transfers: Transfers | None = None
     plan_number: int = 0
+    live: LiveMicroStep | None = None
     routed: dict[int, tuple[int, int]] = field(default_factory=dict)
     record: Callable[[int, Array, Array], None] | None = None
 
@@ -68,7 +71,7 @@ class BoundRoutes:
     @property
     def is_planned(self) -> bool:
         """Whether the plan is executed."""
-        return self.transfers is not None
+        return self.tables is not None and self.transfers is not None
 
     def tables_of(self, layer: int) -> LayerTables:
         """The tables of a layer of a micro-step with recorded routing."""

@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch.autograd.function import once_differentiable
 
+from trimtab.array_type import Array
 from trimtab.errors import InputError
 from trimtab.runtime.autograd.substituted_values import SubstitutedValues
 from trimtab.runtime.autograd.torch_engine import running_backward
@@ -81,6 +82,11 @@ class RowGroups:
 
     counts: list[int]
     ends: torch.Tensor
+
+    @classmethod
+    def on_host(cls, counts_G: Array) -> RowGroups:
+        """Groups of the given sizes `[G]`, with `ends` on the host."""
+        return cls(counts_G.tolist(), torch.from_numpy(np.cumsum(counts_G, dtype=np.int32)))
 
     @classmethod
     def of(cls, counts: list[int], device: torch.device) -> RowGroups:

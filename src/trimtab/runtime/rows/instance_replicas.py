@@ -10,6 +10,7 @@ import numpy as np
 
 from trimtab.array_type import Array
 from trimtab.planner import StepPlan
+from trimtab.planner.replicas.paths import PEER
 from trimtab.runtime.state.home_experts import HomeExperts
 
 # Micro-steps whose decoded replicas are cached.
@@ -67,6 +68,13 @@ class InstanceReplicas:
         """No replicas."""
         nothing = np.empty(0, np.int64)
         return cls(nothing, nothing, nothing, nothing, np.empty((0, num_ranks), np.int64))
+
+    @classmethod
+    def chosen(cls, experts: Array, ranks: Array, quotas_PR: Array) -> InstanceReplicas:
+        """Replicas on the peer path, in this order; a rank's slots are used in this order, too."""
+        ranks = ranks.astype(np.int64)
+        slots = np.array([np.count_nonzero(ranks[:p] == rank) for p, rank in enumerate(ranks)], np.int64)
+        return cls(experts.astype(np.int64), ranks, slots, np.full(len(ranks), PEER, np.uint8), quotas_PR)
 
     @classmethod
     def of(cls, plan: StepPlan, micro_step: int, layer: int) -> InstanceReplicas:

@@ -17,6 +17,7 @@ from trimtab.kernels import kernel
 from trimtab.runtime.rows.expert_compute import RowGroups
 from trimtab.runtime.rows.instance_replicas import InstanceReplicas
 from trimtab.runtime.rows.physical_experts import PlannedRows
+from trimtab.runtime.rows.second_phase import SecondPhase
 from trimtab.runtime.state.flat_memory import upload
 
 
@@ -34,6 +35,7 @@ class Layout:
         arriving_RG: `[R, H + S]` int64 on the host, number of rows from each rank to each of this rank's physical
             experts.
         replicas: the instance's replicas on all ranks. Without any, no rank computes replica rows.
+        second: if whole experts have moved, their rows, which first reach the homes; None otherwise.
     """
 
     physical_ids: torch.Tensor
@@ -47,6 +49,7 @@ class Layout:
     replica_groups: RowGroups
     arriving_RG: Array
     replicas: InstanceReplicas
+    second: SecondPhase | None = None
 
     @property
     def rows(self) -> list[torch.Tensor]:
@@ -97,15 +100,11 @@ def place_rows(planned: PlannedRows) -> Layout:
         recv_splits=arriving_RG.sum(axis=1).tolist(),
         home_rows=arrivals[:home_total],
         replica_rows=arrivals[home_total:],
-        home_groups=_host_groups(group_sizes[:num_homes]),
-        replica_groups=_host_groups(group_sizes[num_homes : num_homes + num_here]),
+        home_groups=RowGroups.on_host(group_sizes[:num_homes]),
+        replica_groups=RowGroups.on_host(group_sizes[num_homes : num_homes + num_here]),
         arriving_RG=arriving_RG,
         replicas=planned.replicas,
     )
-
-
-def _host_groups(counts_G: Array) -> RowGroups:
-    return RowGroups(counts_G.tolist(), torch.from_numpy(np.cumsum(counts_G, dtype=np.int32)))
 
 
 @kernel

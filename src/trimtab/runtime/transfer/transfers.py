@@ -49,6 +49,7 @@ class Transfers:
         # Not on a CPU, where copies from the mirror are as fast.
         self._may_read_peers = streams.has_streams(layers[0].device)
         self._topology = topology
+        self._is_live = False
         self.layers = layers
         self.plan_number = 0
         self.watch = WeightWatch(layers, verify=verify_weights)
@@ -97,6 +98,9 @@ class Transfers:
             by_messages: replicas from ranks of the same node are sent as messages, too.
         """
         self.plan_number = number
+        if self._is_live and not self._may_read_peers:
+            self.ring.peers = None
+        self._is_live = False
         self.ring.prepare(replicas, number)
         nodes = range(plan.num_ranks // plan.ranks_per_node)
         if slices is None:
@@ -115,6 +119,28 @@ class Transfers:
         home = plan.home[instance % plan.num_layers, plan.replica_experts]
         most = int(np.bincount(instance[home == self._topology.rank], minlength=1).max())
         self.returns.reserve(self.layers[0], most if slices is None else slices.most_returns)
+
+    def prepare_live(self, replicas: ReplicasOfStep, number: int, *, by_messages: bool) -> None:
+        """Prepare for live micro-steps, whose replicas are not known yet. Nothing may be in transfer.
+
+        Args:
+            replicas: those that are chosen while micro-steps run.
+            number: a number that no plan of the session has.
+            by_messages: see `prepare`. Otherwise ranks of a node read each other's memory, on CPUs in shared memory.
+        """
+        self.plan_number = number
+        self.ring.prepare(replicas, number)
+        nothing = np.zeros((0, 2), np.int64)
+        self.ring.mirror.hold([nothing] * (self._topology.num_ranks // self._topology.ranks_per_node))
+        if by_messages or self._topology.ranks_per_node == 1:
+            self.ring.peers = None
+        elif self.ring.peers is None:
+            if self._may_read_peers:
+                self.ring.peers = PeerMemory.across(self._topology, self.layers)
+                self._may_read_peers = self.ring.peers is not None
+            elif not streams.has_streams(self.layers[0].device):
+                self.ring.peers = PeerMemory.in_host_memory(self._topology, self.layers)
+        self._is_live = True
 
     def refresh(self) -> None:
         """Copy changed weights to staging memory, mirrors and symmetric memory."""

@@ -1,0 +1,238 @@
+"""`LiveBalancer`: chooses the replicas of live calls of layers, and keeps what later choices need."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from weakref import WeakValueDictionary
+
+import numpy as np
+
+from trimtab.array_type import Array
+from trimtab.planner.plan.workload import max_over_mean
+from trimtab.planner.replicas.kernel_values import Limits
+from trimtab.runtime.live.choices import choose_moves, choose_quotas, split_over
+from trimtab.runtime.live.policies import LivePolicy, Predictor
+from trimtab.runtime.live.trials import Trials
+from trimtab.runtime.rows.instance_replicas import InstanceReplicas
+from trimtab.runtime.state.home_experts import HomeExperts
+
+# The part of the newest counts in the average, as 1 / this.
+AVERAGED = 4
+# What `auto` tries; the simplest first.
+CANDIDATES: tuple[LivePolicy, ...] = ("off", "quota", "predict")
+# In place of a position: counts for any.
+ANY = -1
+
+
+@dataclass(eq=False)
+class LiveCall:
+    """One call of a layer. Transfers know it for as long as it is used.
+
+    Attributes:
+        number: of the call, negative and below those before; equal on all ranks.
+        layer: the layer.
+        replicas: what was chosen.
+        moves: whether rows reach replicas in a second phase, from their homes, instead of at once.
+    """
+
+    number: int
+    layer: int
+    replicas: InstanceReplicas
+    moves: bool
+
+
+class LiveMicroStep:
+    """The calls of one micro-step.
+
+    Where a checkpoint runs a layer again in backward, it needs the choice of the forward, although counts that later
+    choices depend on are others by then. It has the same rows, so that is the call with the same counts.
+
+    Attributes:
+        balancer: makes the choices.
+    """
+
+    def __init__(self, balancer: LiveBalancer) -> None:
+        self.balancer = balancer
+        self._calls: dict[tuple[int, bytes], LiveCall] = {}
+
+    def choose(self, layer: int, counts_RE: Array, measured_RS: Array) -> LiveCall:
+        """The choice of a call; see `LiveBalancer.choose`."""
+        key = layer, counts_RE.tobytes()
+        call = self._calls.get(key)
+        if call is None:
+            call = self._calls[key] = self.balancer.choose(layer, counts_RE, measured_RS)
+        return call
+
+
+@dataclass(eq=False)
+class Figures:
+    """What was chosen, since it was last asked for.
+
+    Attributes:
+        calls: of layers.
+        replicas, used: replicas, and those with rows.
+        vio_before, vio_after: sums over calls of max/mean - 1 of rank loads.
+        choosing_s: seconds of choosing.
+    """
+
+    calls: int = 0
+    replicas: int = 0
+    used: int = 0
+    vio_before: float = 0.0
+    vio_after: float = 0.0
+    choosing_s: float = 0.0
+
+    def metrics(self) -> dict[str, float]:
+        """By the names of `Session.take_metrics`."""
+        calls = max(1, self.calls)
+        return {
+            "live/calls": self.calls,
+            "live/replicas": self.replicas,
+            "live/used_replicas": self.used / max(1, self.replicas),
+            "live/max_vio_before": self.vio_before / calls,
+            "live/max_vio_after": self.vio_after / calls,
+            "live/choosing_s": self.choosing_s,
+        }
+
+
+class LiveBalancer:
+    """The choices of one rank, equal on all ranks that see the same counts. It is the `ReplicasOfStep` of transfers,
+    whose micro-steps are the numbers of calls.
+
+    Args:
+        policy, predictor: see `Session`.
+        layers: home experts of all layers.
+        limits: of the planner.
+
+    Attributes:
+        last: the number of the last call.
+        figures: of the choices.
+    """
+
+    def __init__(self, policy: LivePolicy, predictor: Predictor, layers: Sequence[HomeExperts], limits: Limits) -> None:
+        self.policy, self._predictor = policy, predictor
+        self._layers, self._limits = layers, limits
+        self.last = -1
+        self._calls: WeakValueDictionary[int, LiveCall] = WeakValueDictionary()
+        # Replicas that transfers have asked for before the call.
+        self._ahead: dict[tuple[int, int], InstanceReplicas] = {}
+        # By layer and how many calls of it came before since weights changed.
+        self._past: dict[tuple[int, int], Array] = {}
+        self._positions: Counter[int] = Counter()
+        # By layer, for `auto`.
+        self._trials = [Trials(CANDIDATES) for _ in layers] if policy == "auto" else []
+        self._measured: dict[int, tuple[int, int]] = {}
+        self.figures = Figures()
+
+    def weights_changed(self) -> None:
+        """Call it before the first micro-step with other weights."""
+        self._positions.clear()
+
+    def choose(self, layer: int, counts_RE: Array, measured_RS: Array) -> LiveCall:
+        """The choice of the next call, of a layer whose rows are known.
+
+        Args:
+            counts_RE: `[R, E]` int64 rows by source rank and expert.
+            measured_RS: `[R, 2]` int64, `measured` of all ranks.
+        """
+        start = time.perf_counter()
+        self.last -= 1
+        homes, home_E = self._layers[layer], self._layers[layer].home_E
+        if self._trials:
+            self._trials[layer].learn(measured_RS)
+        policy = self._policy_of(layer)
+        ahead = self._ahead.pop((self.last, layer), None)
+        if policy == "quota":
+            replicas = choose_quotas(counts_RE, home_E, self._limits)
+        elif policy == "feplb":
+            replicas = choose_moves(counts_RE, home_E, homes.rows_E, self._dynamic(layer, homes), self._limits)
+        elif policy == "predict":
+            ahead = self._predicted(layer) if ahead is None else ahead
+            replicas = split_over(ahead.experts, ahead.ranks, counts_RE, home_E, self._limits)
+        else:
+            replicas = InstanceReplicas.none(len(counts_RE))
+        self._ahead = {key: found for key, found in self._ahead.items() if key[0] < self.last}
+        self._note(layer, counts_RE)
+        if self._trials:
+            self._trials[layer].use(policy)
+        self._count(counts_RE, home_E, replicas, time.perf_counter() - start)
+        call = self._calls[self.last] = LiveCall(self.last, layer, replicas, policy == "feplb")
+        return call
+
+    def forwarded(self, layer: int, seconds: float, rows: int) -> None:
+        """Note how long a forward of a layer took on this rank, and its rows."""
+        self._measured[layer] = round(seconds * 1e9), rows
+
+    def measured(self, layer: int) -> tuple[int, int]:
+        """Nanoseconds and rows of the last forward of a layer on this rank, once; zeros if there is none."""
+        return self._measured.pop(layer, (0, 0))
+
+    def count(self, micro_step: int, layer: int) -> int:
+        """See `ReplicasOfStep`."""
+        found = self._found(micro_step, layer)
+        return 0 if found is None else found.count
+
+    def of(self, micro_step: int, layer: int) -> InstanceReplicas:
+        """See `ReplicasOfStep`."""
+        found = self._found(micro_step, layer)
+        assert found is not None
+        return found
+
+    def _found(self, number: int, layer: int) -> InstanceReplicas | None:
+        if number < self.last:
+            if self._policy_of(layer) != "predict":
+                return None
+            # Once asked for, they stay until the call, whatever the counts until then.
+            if (number, layer) not in self._ahead:
+                self._ahead[number, layer] = self._predicted(layer)
+            return self._ahead[number, layer]
+        call = self._calls.get(number)
+        return call.replicas if call is not None and call.layer == layer else None
+
+    def _policy_of(self, layer: int) -> LivePolicy:
+        return self._trials[layer].next if self._trials else self.policy
+
+    def _predicted(self, layer: int) -> InstanceReplicas:
+        """Replicas for the counts that the next call of a layer probably has."""
+        past_RE = self._past.get((layer, self._positions[layer]), self._past.get((layer, ANY)))
+        if past_RE is None:
+            return InstanceReplicas.none(int(self._layers[layer].home_E.max()) + 1)
+        return choose_quotas(past_RE, self._layers[layer].home_E, self._limits)
+
+    def _dynamic(self, layer: int, homes: HomeExperts) -> Array:
+        """`[E]` bool: on every rank as many experts as it has slots, those with most rows before, or its first ones."""
+        past_RE = self._past.get((layer, ANY))
+        dynamic_E = np.zeros(len(homes.home_E), np.bool_)
+        for rank in np.unique(homes.home_E).tolist():
+            mine = homes.experts_of(rank)
+            if past_RE is not None:
+                mine = mine[np.argsort(-past_RE[:, mine].sum(axis=0), kind="stable")]
+            dynamic_E[mine[: self._limits.slots]] = True
+        return dynamic_E
+
+    def _note(self, layer: int, counts_RE: Array) -> None:
+        """Keep counts for later choices."""
+        past_RE = self._past.get((layer, ANY))
+        if self._predictor == "same":
+            self._past[layer, self._positions[layer]] = counts_RE
+        elif self._predictor == "average" and past_RE is not None:
+            counts_RE = past_RE + (counts_RE - past_RE) // AVERAGED
+        self._past[layer, ANY] = counts_RE
+        self._positions[layer] += 1
+
+    def _count(self, counts_RE: Array, home_E: Array, replicas: InstanceReplicas, seconds: float) -> None:
+        counts_E, num_ranks = counts_RE.sum(axis=0), len(counts_RE)
+        before_R = np.bincount(home_E, counts_E, num_ranks)
+        after_R, tokens_P = before_R.copy(), replicas.quotas_PR.sum(axis=1)
+        np.subtract.at(after_R, home_E[replicas.experts], tokens_P)
+        np.add.at(after_R, replicas.ranks, tokens_P)
+        figures = self.figures
+        figures.calls += 1
+        figures.replicas += replicas.count
+        figures.used += int(np.count_nonzero(tokens_P))
+        figures.vio_before += float(max_over_mean(before_R)) - 1
+        figures.vio_after += float(max_over_mean(after_R)) - 1
+        figures.choosing_s += seconds

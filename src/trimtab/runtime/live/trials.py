@@ -1,0 +1,53 @@
+"""`Trials`: the fastest of several policies for one layer, by measured time."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from trimtab.array_type import Array
+from trimtab.runtime.live.policies import LivePolicy
+
+# Forwards in which a policy is tried, the first of which is not counted; and after how many all are tried again.
+TRIED = 3
+AGAIN_AFTER = 256
+
+
+class Trials:
+    """Tries each policy for some forwards, then uses the fastest one, and after a while tries all again.
+
+    Args:
+        policies: the simplest first, which is used where others are as fast.
+
+    Attributes:
+        next: the policy of the next forward.
+    """
+
+    def __init__(self, policies: Sequence[LivePolicy]) -> None:
+        self._policies = policies
+        self._times: dict[LivePolicy, list[float]] = {policy: [] for policy in policies}
+        self._used: list[LivePolicy] = []
+        self.next: LivePolicy = policies[0]
+
+    def learn(self, measured_RS: Array) -> None:
+        """Learn what the last forward took.
+
+        Args:
+            measured_RS: `[R, 2]` int64, nanoseconds and rows of every rank; zeros for ranks that don't know.
+        """
+        rows = int(measured_RS[:, 1].sum())
+        if self._used and rows:
+            # The slowest rank, in proportion to the rows of all.
+            self._times[self._used[-1]].append(float(measured_RS[:, 0].max()) / rows)
+
+    def use(self, policy: LivePolicy) -> None:
+        """Note the policy of a forward, and choose the next one."""
+        self._used.append(policy)
+        if len(self._used) == AGAIN_AFTER:
+            self._used.clear()
+            self._times = {policy: [] for policy in self._policies}
+        tried = len(self._used) // TRIED
+        self.next = self._policies[tried] if tried < len(self._policies) else self._fastest()
+
+    def _fastest(self) -> LivePolicy:
+        known = {policy: sorted(times[1:] or times) for policy, times in self._times.items() if times}
+        return min(known, key=lambda policy: known[policy][len(known[policy]) // 2], default=self._policies[0])
