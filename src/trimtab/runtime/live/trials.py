@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from statistics import median
 
 from trimtab.array_type import Array
 from trimtab.runtime.live.policies import LivePolicy
@@ -10,13 +11,15 @@ from trimtab.runtime.live.policies import LivePolicy
 # Forwards in which a policy is tried, the first of which is not counted; and after how many all are tried again.
 TRIED = 3
 AGAIN_AFTER = 256
+# What a policy must save of the time of the simplest one.
+LEAST_GAIN = 0.02
 
 
 class Trials:
     """Tries each policy for some forwards, then uses the fastest one, and after a while tries all again.
 
     Args:
-        policies: the simplest first, which is used where others are as fast.
+        policies: the simplest first, which is used where others are about as fast.
 
     Attributes:
         next: the policy of the next forward.
@@ -49,5 +52,9 @@ class Trials:
         self.next = self._policies[tried] if tried < len(self._policies) else self._fastest()
 
     def _fastest(self) -> LivePolicy:
-        known = {policy: sorted(times[1:] or times) for policy, times in self._times.items() if times}
-        return min(known, key=lambda policy: known[policy][len(known[policy]) // 2], default=self._policies[0])
+        simplest, *others = self._policies
+        medians = {policy: median(times[1:] or times) for policy, times in self._times.items() if times}
+        fastest = min((policy for policy in others if policy in medians), key=medians.__getitem__, default=simplest)
+        if simplest in medians and medians[fastest] > (1 - LEAST_GAIN) * medians[simplest]:
+            return simplest
+        return fastest

@@ -1,0 +1,221 @@
+"""Choices of live calls: valid for any counts, and as a plain implementation makes them."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from trimtab.array_type import Array
+from trimtab.cluster import ClusterSpec
+from trimtab.planner import PlanSettings
+from trimtab.planner.replicas.kernel_values import Limits
+from trimtab.runtime.live.balancer import LiveBalancer
+from trimtab.runtime.live.choices import choose_moves, choose_quotas, split_over
+from trimtab.runtime.live.policies import LivePolicy
+from trimtab.runtime.live.trials import AGAIN_AFTER, TRIED, Trials
+from trimtab.runtime.rows.instance_replicas import InstanceReplicas
+
+
+def limits_of(ranks: int, per_node: int, slots: int) -> Limits:
+    return PlanSettings().limits(ClusterSpec(ranks, per_node, slots))._replace(smallest_share=1)
+
+
+class Load:
+    """Random counts under contiguous homes, a few experts hot."""
+
+    def __init__(self, seed: int, ranks: int, per_rank: int, nodes: int, slots: int) -> None:
+        rng = np.random.default_rng(seed)
+        self.ranks, self.per_node = ranks * nodes, ranks
+        experts = self.ranks * per_rank
+        popularity_E = rng.zipf(1.5, experts).clip(max=200)
+        self.counts_RE = rng.integers(0, popularity_E + 1, (self.ranks, experts))
+        self.home_E = np.repeat(np.arange(self.ranks), per_rank).astype(np.int16)
+        self.rows_E = np.tile(np.arange(per_rank), self.ranks)
+        self.limits = limits_of(self.ranks, self.per_node, slots)
+        self.dynamic_E = rng.random(experts) < 0.7
+
+    def loads_R(self, replicas: InstanceReplicas) -> Array:
+        loads_R = np.bincount(self.home_E, self.counts_RE.sum(axis=0), self.ranks).astype(np.int64)
+        tokens_P = replicas.quotas_PR.sum(axis=1)
+        np.subtract.at(loads_R, self.home_E[replicas.experts], tokens_P)
+        np.add.at(loads_R, replicas.ranks, tokens_P)
+        return loads_R
+
+    def check(self, replicas: InstanceReplicas) -> None:
+        """Slots, homes and quotas fit."""
+        assert (np.bincount(replicas.ranks, minlength=self.ranks) <= self.limits.slots).all()
+        assert (self.home_E[replicas.experts] != replicas.ranks).all()
+        assert (replicas.quotas_PR >= 0).all()
+        used_RE = np.zeros_like(self.counts_RE)
+        np.add.at(used_RE.T, replicas.experts, replicas.quotas_PR)
+        assert (used_RE <= self.counts_RE).all()
+        for rank in range(self.ranks):
+            assert replicas.slots[replicas.ranks == rank].tolist() == [*range(int((replicas.ranks == rank).sum()))]
+
+
+loads = st.builds(
+    Load, st.integers(0, 10**6), st.integers(2, 4), st.integers(1, 6), st.integers(1, 2), st.integers(1, 4)
+)
+
+
+@given(loads)
+@settings(max_examples=100, deadline=None)
+def test_quotas_are_valid_and_level_the_load(load: Load) -> None:
+    replicas = choose_quotas(load.counts_RE, load.home_E, load.limits)
+    load.check(replicas)
+    none = InstanceReplicas.none(load.ranks)
+    assert load.loads_R(replicas).max() <= load.loads_R(none).max()
+
+
+def plain_moves(load: Load) -> list[tuple[int, int]]:
+    """Of each node the busiest rank gives its largest dynamic expert that helps to the emptiest rank with room."""
+    counts_E, may_move = load.counts_RE.sum(axis=0), load.dynamic_E & (load.counts_RE.sum(axis=0) > 0)
+    loads_R = load.loads_R(InstanceReplicas.none(load.ranks)).tolist()
+    room, moves = [load.limits.slots] * load.ranks, []
+    for first in range(0, load.ranks, load.per_node):
+        node = range(first, first + load.per_node)
+        while True:
+            giver = max(node, key=lambda rank: loads_R[rank])
+            takers = [rank for rank in node if room[rank]]
+            if not takers:
+                break
+            taker = min(takers, key=lambda rank: loads_R[rank])
+            helping = [
+                e for e in np.flatnonzero(may_move & (load.home_E == giver)).tolist()
+                if loads_R[taker] + counts_E[e] < loads_R[giver]
+            ]  # fmt: skip
+            if not helping:
+                break
+            chosen = max(helping, key=lambda e: counts_E[e])
+            may_move[chosen] = False
+            loads_R[giver] -= counts_E[chosen]
+            loads_R[taker] += counts_E[chosen]
+            room[taker] -= 1
+            moves.append((chosen, taker))
+    return moves
+
+
+@given(loads)
+@settings(max_examples=100, deadline=None)
+def test_moves_are_those_of_the_published_greedy(load: Load) -> None:
+    replicas = choose_moves(load.counts_RE, load.home_E, load.rows_E, load.dynamic_E, load.limits)
+    load.check(replicas)
+    assert sorted(zip(replicas.experts.tolist(), replicas.ranks.tolist(), strict=True)) == sorted(plain_moves(load))
+    # Whole experts, in the order in which their rows arrive.
+    assert np.array_equal(replicas.quotas_PR, load.counts_RE.T[replicas.experts])
+    homes = load.home_E[replicas.experts]
+    arrivals = [*zip(replicas.ranks.tolist(), homes.tolist(), load.rows_E[replicas.experts].tolist(), strict=True)]
+    assert arrivals == sorted(arrivals)
+
+
+@given(loads, st.integers(0, 10**6))
+@settings(max_examples=100, deadline=None)
+def test_any_replicas_get_a_split_that_does_not_make_it_worse(load: Load, seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    pairs = []
+    for rank in range(load.ranks):
+        others = np.flatnonzero(load.home_E != rank)
+        pairs += [(int(e), rank) for e in rng.permutation(others)[: rng.integers(0, load.limits.slots + 1)]]
+    experts, ranks = np.array(sorted(pairs), np.int64).reshape(-1, 2).T
+    replicas = split_over(experts, ranks, load.counts_RE, load.home_E, load.limits)
+    load.check(replicas)
+    assert (replicas.experts.tolist(), replicas.ranks.tolist()) == (experts.tolist(), ranks.tolist())
+    assert load.loads_R(replicas).max() <= load.loads_R(InstanceReplicas.none(load.ranks)).max()
+
+
+def balancer_of(policy: Any, predictor: Any = "last", layers: int = 1) -> tuple[LiveBalancer, Load]:
+    load = Load(0, 4, 4, 1, 2)
+    experts_of = lambda rank: np.flatnonzero(load.home_E == rank)  # noqa: E731
+    homes: Any = SimpleNamespace(home_E=load.home_E, rows_E=load.rows_E, experts_of=experts_of)
+    return LiveBalancer(policy, predictor, [homes] * layers, load.limits), load
+
+
+def hot(load: Load, expert: int) -> Array:
+    """Counts with one hot expert."""
+    counts_RE = np.full_like(load.counts_RE, 4)
+    counts_RE[:, expert] = 60
+    return counts_RE
+
+
+NOTHING = np.zeros((4, 2), np.int64)
+
+
+@pytest.mark.parametrize(
+    ("predictor", "expected"),
+    # Hot experts of the calls are 0, 5, 0, 5, ...; weights change after every second one.
+    [("last", [None, 0, 5, 0, 5, 0]), ("same", [None, 0, 0, 5, 0, 5])],
+)
+def test_replicas_are_those_of_earlier_counts(predictor: str, expected: list[int | None]) -> None:
+    balancer, load = balancer_of("predict", predictor)
+    found: list[int | None] = []
+    for call in range(6):
+        if call % 2 == 0:
+            balancer.weights_changed()
+        # Transfers ask for them before the call.
+        count = balancer.count(balancer.last - 1, 0)
+        if count:
+            ahead = balancer.of(balancer.last - 1, 0)
+        chosen = balancer.choose(0, hot(load, (0, 5)[call % 2]), NOTHING).replicas
+        if count:
+            assert np.array_equal(chosen.experts, ahead.experts)
+            assert np.array_equal(chosen.ranks, ahead.ranks)
+        experts = set(chosen.experts.tolist())
+        found.append(0 if 0 in experts else 5 if 5 in experts else None)
+    assert found == expected
+
+
+def test_the_average_follows_slowly() -> None:
+    balancer, load = balancer_of("predict", "average")
+    for expert in (0, 0, 5):
+        balancer.choose(0, hot(load, expert), NOTHING)
+    assert 0 in balancer.choose(0, hot(load, 5), NOTHING).replicas.experts
+    for _ in range(20):
+        balancer.choose(0, hot(load, 5), NOTHING)
+    assert set(balancer.choose(0, hot(load, 5), NOTHING).replicas.experts.tolist()) == {5}
+
+
+def test_replicas_that_transfers_asked_for_stay_until_their_call() -> None:
+    balancer, load = balancer_of("predict", layers=2)
+    balancer.choose(0, hot(load, 0), NOTHING)
+    balancer.choose(1, hot(load, 3), NOTHING)
+    # Layer 1's next call is the second one from now.
+    asked = balancer.of(balancer.last - 2, 1)
+    balancer.choose(0, hot(load, 0), NOTHING)
+    call = balancer.choose(1, hot(load, 9), NOTHING)
+    assert np.array_equal(call.replicas.experts, asked.experts)
+    # A number that another layer got is not used.
+    balancer.of(balancer.last - 1, 1)
+    call = balancer.choose(0, hot(load, 0), NOTHING)
+    assert balancer.count(call.number, 1) == 0
+    assert balancer.of(call.number, 0) is call.replicas
+
+
+def run_trials(trials: Trials, times: dict[LivePolicy, float], forwards: int) -> list[LivePolicy]:
+    used: list[LivePolicy] = []
+    for _ in range(forwards):
+        measured = np.zeros((2, 2), np.int64)
+        if used:
+            measured[:] = np.array([[100 * times[used[-1]], 100], [50, 100]])
+        trials.learn(measured)
+        used.append(trials.next)
+        trials.use(trials.next)
+    return used
+
+
+def test_the_fastest_policy_is_used_and_all_are_tried_again() -> None:
+    policies: tuple[LivePolicy, ...] = ("off", "quota", "predict")
+    used = run_trials(Trials(policies), {"off": 3.0, "quota": 1.0, "predict": 2.0}, AGAIN_AFTER + 10)
+    tried = [policy for policy in policies for _ in range(TRIED)]
+    assert used[: len(tried)] == tried
+    assert set(used[len(tried) + 1 : AGAIN_AFTER]) == {"quota"}
+    assert used[AGAIN_AFTER : AGAIN_AFTER + len(tried)] == tried
+
+
+def test_where_nothing_is_gained_nothing_is_done() -> None:
+    used = run_trials(Trials(("off", "quota")), {"off": 1.0, "quota": 0.99}, 40)
+    assert set(used[2 * TRIED + 1 :]) == {"off"}
