@@ -123,13 +123,13 @@ def test_bad_input_gets_status_2(arguments: list[str], message: str, capsys: pyt
 
 def lose_gradients() -> None:
     with mock.patch.object(GradientReturns, "_add"):
-        assert self_check._check_path("peer").error > 1e-3
+        assert self_check.check_path("peer").error > 1e-3
 
 
 def read_a_wrong_expert_from_the_mirror() -> None:
     with mock.patch.object(NodeMirror, "row", lambda self, layer, expert: next(iter(self._rows.values()))):
-        assert self_check._check_path("host").error > 1e-3
-        assert self_check._check_path("peer").error < 1e-12
+        assert self_check.check_path("host").error > 1e-3
+        assert self_check.check_path("peer").error < 1e-12
 
 
 def test_the_micro_step_detects_a_broken_path() -> None:
