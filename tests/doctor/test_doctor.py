@@ -142,7 +142,7 @@ def test_a_wrong_or_failed_micro_step_is_a_problem(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(self_check, "check_paths", lambda ranks: [PathCheck("peer", 4, 1e-3), PathCheck("host", 4, 0)])
     wrong, right = check_replicas(torch, 2, 2)
     assert (wrong.status, right.status) == ("problem", "ok")
-    assert "4 replicas over the peer path on 2 ranks: loss and gradients are off by 1e-03" in wrong.text
+    assert "4 replicas over the peer path on 2 ranks, float64: loss and gradients are off by 1e-03" in wrong.text
 
     def fail(ranks: int) -> list[PathCheck]:
         raise RankFailedError("rank 1 (process 7) was killed by SIGKILL; the run was stopped")

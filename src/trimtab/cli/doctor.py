@@ -112,19 +112,20 @@ def run_on_gpus(options: argparse.Namespace) -> int:
     examined = examine_gpus(options.ranks)
     line, status = verdict(examined.results)
     where = f"{examined.ranks} GPUs" if examined.gpus else f"no GPU was tested: {examined.ranks} ranks on the CPU"
-    table = _table(f"trimtab doctor --gpu, {where}", "stage", "check")
+    table = _table(None, "stage", "check")
     for result in examined.results:
         for finding in result.findings:
             table.add_row(result.name, finding.name, *_cells(finding))
     stages = [asdict(result) for result in examined.results]
     figures = {"schema": "trimtab-doctor-gpu-1", "ranks": examined.ranks, "gpus": examined.gpus, "verdict": line}
     console = write_figures(options, figures | {"status": status, "stages": stages})
+    console.print(f"trimtab doctor --gpu, {where}", style="bold", soft_wrap=True)
     console.print(table)
     console.print(f"\n{escape(line)}", style="bold", soft_wrap=True)
     return status
 
 
-def _table(title: str, *columns: str) -> Table:
+def _table(title: str | None, *columns: str) -> Table:
     """A table of findings, with the given columns before status and text."""
     table = Table(*columns, "", box=None, title=title, title_justify="left", title_style="bold")
     table.add_column("finding", overflow="fold")

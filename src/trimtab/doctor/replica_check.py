@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from trimtab.doctor.finding import Finding, first_line
+from trimtab.report.number_text import plural
 
 if TYPE_CHECKING:
     from trimtab.doctor.self_check import PathCheck
@@ -26,7 +27,8 @@ def check_replicas(torch: Any, ranks: int, local_ranks: int) -> list[Finding]:
 
 def describe_check(name: str, check: PathCheck, ranks: int) -> Finding:
     """The finding about a micro-step that was compared with a single process."""
-    text = f"{check.replicas} replicas over the {check.path} path on {ranks} ranks, {check.dtype}: loss and gradients "
+    where = f"over the {check.path} path on {plural(ranks, 'rank')}"
+    text = f"{check.replicas} replicas {where}, {check.dtype}: loss and gradients "
     if check.is_equal:
         return Finding(name, "ok", text + f"equal a single process to {check.error:.0e}")
     text += f"are off by {check.error:.0e}, where {check.allowed:.0e} is allowed; do not train on this machine"

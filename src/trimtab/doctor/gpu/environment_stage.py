@@ -15,7 +15,7 @@ from trimtab.doctor.finding import Finding
 from trimtab.doctor.machine import check_shared_memory, describe_gpu_variables
 from trimtab.doctor.planned_micro_step import StepSizes
 from trimtab.doctor.self_check import check_path
-from trimtab.report.number_text import bytes_text
+from trimtab.report.number_text import bytes_text, plural
 from trimtab.runtime.rows.expert_compute import GROUPED_KERNEL_CAPABILITIES
 from trimtab.runtime.transfer.peer_memory import Place, Symmetric
 
@@ -71,7 +71,10 @@ def check_peer_access(places: list[Place], rank: int, reaches: dict[str, bool]) 
         return Finding(name, "warning", text)
     hidden = sum(place.uuid not in reaches for place in places) - 1
     if hidden:
-        return Finding(name, "ok", f"{hidden} GPUs are not visible to each process; whether they can be read is tried")
+        text = (
+            f"{plural(hidden, 'GPU')} of other ranks not visible to this process; whether it reads them is tried below"
+        )
+        return Finding(name, "ok", text)
     return Finding(name, "ok", f"all {len(places)} GPUs read each other's memory")
 
 

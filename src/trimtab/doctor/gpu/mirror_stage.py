@@ -11,7 +11,7 @@ import torch.distributed as dist
 from trimtab.calibration.random_experts import add_random_layer, this_device
 from trimtab.cluster import ModelSpec
 from trimtab.doctor.finding import Finding
-from trimtab.report.number_text import bytes_text
+from trimtab.report.number_text import bytes_text, plural
 from trimtab.runtime import Session
 from trimtab.runtime.transfer.mirror import NodeMirror
 
@@ -68,7 +68,8 @@ def describe_mirror(wrong: int, *, pinned: bool, sent: int, taken_s: float, node
     if wrong:
         text = f"{wrong} of {REFRESHES * ENTRIES} entries are wrong; do not train on this machine"
         return Finding(name, "problem", text)
-    text = f"{ENTRIES:,} entries on each of {nodes} nodes are right after {REFRESHES} refreshes, in {taken_s:.1f} s"
+    where = f"{ENTRIES:,} entries on each of {plural(nodes, 'node')}"
+    text = f"{where} are right after {REFRESHES} refreshes, in {taken_s:.1f} s"
     if not pinned:
         return Finding(name, "warning", f"{text}; the memory is not pinned, so copies to the GPU are slower")
     return Finding(name, "ok", f"{text}; a rank sent {bytes_text(sent)}")

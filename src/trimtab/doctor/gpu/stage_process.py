@@ -31,11 +31,14 @@ from trimtab.errors import InputError, RankFailedError
 from trimtab.launch import launch
 from trimtab.launch.launcher import exit_with_parent
 from trimtab.launch.shared_files import remove_shared_files
+from trimtab.launch.suspension import has_ended
 from trimtab.messages import show_messages
 
 PACKAGE = str(Path(trimtab.__file__).parent)
 # Ranks write their stacks so many seconds before the stage is killed.
 DUMP_S = 3.0
+# The driver may need some time to end a process.
+ENDING_S = 10.0
 FRAME = re.compile(r'^  File "(.+)", line (\d+) in (.+)$', re.MULTILINE)
 
 
@@ -91,7 +94,7 @@ def run_stage(stage: Stage, ranks: int, folder: Path) -> StageResult:
     )
     process.start()
     try:
-        has_ended = bool(wait([process.sentinel], stage.timeout_s))
+        is_done = bool(wait([process.sentinel], stage.timeout_s))
     finally:
         # It leads its group. Before `wait` and `join` have reaped it, no other group gets its number.
         assert process.pid
@@ -99,16 +102,15 @@ def run_stage(stage: Stage, ranks: int, folder: Path) -> StageResult:
             os.killpg(process.pid, signal.SIGKILL)
         process.kill()
         process.join()
-        for path in files.glob("rank-*-*.txt"):
-            remove_shared_files(int(path.stem.split("-")[2]))
+        _end_ranks([int(path.stem.split("-")[2]) for path in files.glob("rank-*-*.txt")])
     seconds = time.monotonic() - start
     failure = files / "failure.json"
     written = [path for rank in range(ranks) if (path := files / f"findings-{rank}.json").exists()]
     findings = merge([_read_findings(path) for path in written])
-    if has_ended and process.exitcode == 0 and not failure.exists():
+    if is_done and process.exitcode == 0 and not failure.exists():
         _remove(files)
         return StageResult(stage.name, tuple(findings), seconds)
-    if not has_ended:
+    if not is_done:
         text = f"no result after {stage.timeout_s:.0f} s, it was killed; {where_ranks_are(files, ranks)}"
     elif failure.exists():
         text = json.loads(failure.read_text())
@@ -117,8 +119,17 @@ def run_stage(stage: Stage, ranks: int, folder: Path) -> StageResult:
     text += f"; stacks and output: {_write_dump(files)}"
     # What a rank found before it ended may be why others did not.
     causes = [finding for finding in findings if finding.status == "problem"]
-    ending = Finding("crash" if has_ended else "hang", "problem", text)
+    ending = Finding("crash" if is_done else "hang", "problem", text)
     return StageResult(stage.name, (*causes, ending), seconds)
+
+
+def _end_ranks(pids: Sequence[int]) -> None:
+    """Wait until killed ranks have ended, so that they hold no memory of a GPU, and remove their shared memory."""
+    deadline = time.monotonic() + ENDING_S
+    while not all(map(has_ended, pids)) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    for pid in pids:
+        remove_shared_files(pid)
 
 
 def _lead(parent: int, run: bytes, ranks: int, files: Path, dump_time: float) -> None:

@@ -20,6 +20,8 @@ from trimtab.doctor.planned_micro_step import PATHS, PlannedMicroStep, StepSizes
 # Operations that read a value or a size from the device.
 WAITING = ("aten::_local_scalar_dense", "aten::item", "aten::nonzero", "aten::masked_select", "aten::_unique2")
 
+TORCH = str(Path(torch.__file__).parent)
+
 
 class WaitError(RuntimeError):
     """The host would wait for the device."""
@@ -31,9 +33,15 @@ class ForbidWaits(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        if func._schema.name in WAITING:
-            raise WaitError(f"{func._schema.name} reads a value from the device")
+        name = func._schema.name
+        if name in WAITING or (name == "aten::index" and any(_is_mask(index) for index in args[1])):
+            raise WaitError(f"{name} reads a value from the device")
         return func(*args, **(kwargs or {}))
+
+
+def _is_mask(index: torch.Tensor | None) -> bool:
+    """Whether an index selects as many rows as it has true values."""
+    return index is not None and index.dtype is torch.bool
 
 
 @contextmanager
@@ -58,8 +66,9 @@ def find_wait(work: Callable[[], object], device: torch.device) -> str | None:
             work()
     except RuntimeError as error:
         frames = traceback.extract_tb(error.__traceback__)
-        own = [frame for frame in frames if "trimtab" in Path(frame.filename).parts and frame.filename != __file__]
-        place = (own or frames)[-1]
+        # Below it are this file and torch.
+        above = [frame for frame in frames if frame.filename != __file__ and not frame.filename.startswith(TORCH)]
+        place = (above or frames)[-1]
         return f"{Path(place.filename).name}:{place.lineno}: {str(error).splitlines()[0]}"
     return None
 
