@@ -195,9 +195,7 @@ def test_rates_of_links_are_bytes_that_were_copied(monkeypatch: pytest.MonkeyPat
 
 def test_every_rate_goes_to_its_field(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     calibrate = import_module("trimtab.calibration.calibrate")
-    context = SimpleNamespace(
-        device=CPU, topology=SimpleNamespace(rank=0, num_ranks=2, ranks_per_node=1)
-    )
+    context = SimpleNamespace(device=CPU, topology=SimpleNamespace(rank=0, num_ranks=2, ranks_per_node=1))
     monkeypatch.setattr(calibrate.MeasurementContext, "of_all_ranks", lambda *_, **__: context)
     monkeypatch.setattr(calibrate, "measure_memory", lambda _: (3e9, 4e9))
     monkeypatch.setattr(calibrate, "measure_links", lambda _: LinkRates(1e9, 5e9, 7e9))

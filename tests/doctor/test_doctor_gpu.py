@@ -101,18 +101,26 @@ def leave_rank_0_alone(folder: Path) -> list[Finding]:
     write_process(folder)
     if dist.get_rank() == 0:
         dist.barrier()
-    return [Finding("cause", "problem", "rank 1 stopped here")]
+    return [Finding("cause", "problem", "stopped here")]
 
 
-def run_and_find_nothing_left(function: Callable[[Path], list[Finding]], folder: Path, timeout_s: float) -> StageResult:
-    result = run_stage(Stage("stage", partial(function, folder), timeout_s), 2, folder)
-    processes = [int((folder / f"process-{rank}").read_text()) for rank in range(2)]
-    for process in processes:
-        assert has_ended(process)
-        assert not list(SHARED_MEMORY.glob(f"trimtab-{process}-*"))
-    assert not (folder / "stage").exists()
-    assert result.status == "problem"
-    return result
+def run_and_find_nothing_left(
+    function: Callable[[Path], list[Finding]], folder: Path, *timeouts_s: float
+) -> tuple[StageResult, float]:
+    """The result, and its timeout: a longer one where the machine was too busy to start the ranks in the first."""
+    for timeout_s in timeouts_s:
+        result = run_stage(Stage("stage", partial(function, folder), timeout_s), 2, folder)
+        processes = [int(path.read_text()) for path in folder.glob("process-*")]
+        left = [path for process in processes for path in SHARED_MEMORY.glob(f"trimtab-{process}-*")]
+        for path in left:
+            path.unlink()
+        assert not left
+        assert all(map(has_ended, processes))
+        assert not (folder / "stage").exists()
+        assert result.status == "problem"
+        if len(processes) == 2 and "had not joined" not in result.findings[-1].text:
+            break
+    return result, timeout_s
 
 
 def dump_of(result: StageResult) -> str:
@@ -121,12 +129,13 @@ def dump_of(result: StageResult) -> str:
 
 @pytest.mark.slow
 def test_a_hang_is_a_result_with_the_stacks_of_all_ranks(tmp_path: Path) -> None:
-    result = run_and_find_nothing_left(hang_on_rank_1, tmp_path, 20)
+    result, timeout_s = run_and_find_nothing_left(hang_on_rank_1, tmp_path, 25, 60)
     (finding,) = result.findings
     assert finding.name == "hang"
-    assert finding.text.startswith("no result after 20 s, it was killed; rank 0 in exchange_rows (runtime/rows/exch")
+    start = f"no result after {timeout_s} s, it was killed; rank 0 in exchange_rows (runtime/rows/exchange.py:"
+    assert finding.text.startswith(start)
     assert "rank 1 in _on_rank (doctor/gpu/stage_process.py" in finding.text
-    assert 19 < result.seconds < 30
+    assert timeout_s <= result.seconds < timeout_s + 15
     of_rank = dump_of(result).split("---- ")
     assert re.match(r"rank 0 \(process \d+\)", of_rank[1])
     assert "in exchange_rows" in of_rank[1]
@@ -136,7 +145,7 @@ def test_a_hang_is_a_result_with_the_stacks_of_all_ranks(tmp_path: Path) -> None
 
 @pytest.mark.slow
 def test_a_crash_is_a_result_with_its_stack(tmp_path: Path) -> None:
-    (finding,) = run_and_find_nothing_left(kill_rank_1, tmp_path, 60).findings
+    (finding,) = run_and_find_nothing_left(kill_rank_1, tmp_path, 100)[0].findings
     assert finding.name == "crash"
     assert re.match(r"rank 1 \(process \d+\) was killed by SIGABRT", finding.text)
     text = (tmp_path / "stage.txt").read_text()
@@ -146,8 +155,9 @@ def test_a_crash_is_a_result_with_its_stack(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_what_a_rank_found_before_others_failed_comes_first(tmp_path: Path) -> None:
-    cause, ending = run_and_find_nothing_left(leave_rank_0_alone, tmp_path, 60).findings
+    cause, ending = run_and_find_nothing_left(leave_rank_0_alone, tmp_path, 100)[0].findings
     assert (cause.name, ending.name) == ("cause", "crash")
+    assert cause.text == "rank 1: stopped here"
     assert "rank 0 failed: " in ending.text
     assert "Traceback" in dump_of(StageResult("", (ending,), 0.0))
 
@@ -163,7 +173,7 @@ def warn_on_rank_1() -> list[Finding]:
 
 @pytest.mark.slow
 def test_logged_warnings_are_findings(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    result = run_stage(Stage("stage", warn_on_rank_1, 60), 2, tmp_path)
+    result = run_stage(Stage("stage", warn_on_rank_1, 100), 2, tmp_path)
     assert result.findings == (
         Finding("check", "ok", "text of rank 0"),
         Finding("log", "warning", "rank 1: messages are slow"),
@@ -379,6 +389,15 @@ def test_less_than_half_of_the_expected_rate_is_a_limit_with_both_figures() -> N
     assert finding.status == "warning"
     assert finding.text.startswith("29.0 GB/s, where 60.0 GB/s is expected of gpus")
     assert bandwidth_stage.compare_rate("host path", 1.0, None).status == "ok"
+
+
+@pytest.mark.parametrize(
+    ("gpu", "preset"),
+    [("NVIDIA H200", "h200x8"), ("NVIDIA B200", "b200x8"), ("NVIDIA H100 80GB HBM3", "h100x8"), ("NVIDIA L40S", None)],
+)
+def test_rates_are_expected_of_known_gpus_only(gpu: str, preset: str | None) -> None:
+    cluster = bandwidth_stage.cluster_of(gpu, 4)
+    assert (cluster and cluster.name) == preset
 
 
 def test_a_layer_that_takes_twice_its_estimate_is_a_limit() -> None:

@@ -35,11 +35,16 @@ def check_bandwidth() -> list[Finding]:
         "messages": links.messages if pulled else links.near,
         "all-to-all": None if exchange is None else exchange.rates[0],
     }
-    cluster = None
-    if on_cuda:
-        ranks = context.topology.num_ranks
-        cluster = load_cluster(preset_like(torch.cuda.get_device_name()), ranks=ranks, ranks_per_node=ranks)
+    cluster = cluster_of(torch.cuda.get_device_name(), context.topology.num_ranks) if on_cuda else None
     return [compare_rate(name, value, cluster) for name, value in measured.items() if value is not None]
+
+
+def cluster_of(gpu: str, ranks: int) -> ClusterSpec | None:
+    """One node of the preset for a GPU of this name; None if there is none."""
+    preset = preset_like(gpu)
+    if preset.removesuffix("x8").removesuffix("-nvl72") not in gpu.lower():
+        return None
+    return load_cluster(preset, ranks=ranks, ranks_per_node=ranks)
 
 
 def expected_rates(cluster: ClusterSpec) -> dict[str, float]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import shutil
 import tempfile
 import time
 from collections.abc import Sequence
@@ -83,8 +84,8 @@ def examine_gpus(ranks: int | None, stages: Sequence[Stage] = STAGES) -> GpuExam
             log.info("%s: %s after %.1f s", stage.name, results[-1].status, results[-1].seconds)
     finally:
         # It stays if it holds the dump of a stage.
-        if not any(folder.iterdir()):
-            folder.rmdir()
+        if not any(folder.glob("*.txt")):
+            shutil.rmtree(folder)
     return GpuExamination(ranks, bool(gpus), tuple(results))
 
 

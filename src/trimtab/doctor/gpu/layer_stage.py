@@ -8,10 +8,10 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from trimtab.calibration.calibrate import preset_like
 from trimtab.calibration.random_experts import this_device
-from trimtab.cluster import QWEN3_30B, ModelSpec, load_cluster
+from trimtab.cluster import QWEN3_30B, ModelSpec
 from trimtab.doctor.finding import Finding
+from trimtab.doctor.gpu.bandwidth_stage import cluster_of
 from trimtab.doctor.gpu.layer_estimate import TOGETHER, estimate_layer
 from trimtab.doctor.planned_micro_step import PlannedMicroStep, StepSizes
 from trimtab.report.number_text import seconds
@@ -33,6 +33,7 @@ def check_layer() -> list[Finding]:
     # Some numbers of GPUs do not divide the experts.
     experts_per_rank = max(model.num_experts // ranks, model.top_k // ranks + 1)
     dtype = torch.bfloat16 if on_cuda else torch.float32
+    cluster = cluster_of(torch.cuda.get_device_name(), ranks) if on_cuda else None
     findings = []
     for tokens in GPU_TOKENS if on_cuda else CPU_TOKENS:
         sizes = StepSizes(
@@ -40,10 +41,8 @@ def check_layer() -> list[Finding]:
         )
         measured = _measure(sizes, device)
         expected = {}
-        if on_cuda:
-            cluster = load_cluster(preset_like(torch.cuda.get_device_name()), ranks=ranks, ranks_per_node=ranks)
-            parts = estimate_layer(cluster, model, tokens)
-            expected = {part.name: part.seconds for part in parts}
+        if cluster is not None:
+            expected = {part.name: part.seconds for part in estimate_layer(cluster, model, tokens)}
         findings.append(describe_layer(f"{tokens:,} tokens", measured, expected))
     return findings
 

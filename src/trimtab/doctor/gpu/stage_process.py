@@ -28,6 +28,7 @@ import torch.distributed as dist
 import trimtab
 from trimtab.doctor.finding import Finding
 from trimtab.errors import InputError, RankFailedError
+from trimtab.files import write_atomically
 from trimtab.launch import launch
 from trimtab.launch.launcher import exit_with_parent
 from trimtab.launch.shared_files import remove_shared_files
@@ -105,8 +106,7 @@ def run_stage(stage: Stage, ranks: int, folder: Path) -> StageResult:
         _end_ranks([int(path.stem.split("-")[2]) for path in files.glob("rank-*-*.txt")])
     seconds = time.monotonic() - start
     failure = files / "failure.json"
-    written = [path for rank in range(ranks) if (path := files / f"findings-{rank}.json").exists()]
-    findings = merge([_read_findings(path) for path in written])
+    findings = merge([_read_findings(files / f"findings-{rank}.json") for rank in range(ranks)])
     if is_done and process.exitcode == 0 and not failure.exists():
         _remove(files)
         return StageResult(stage.name, tuple(findings), seconds)
@@ -156,7 +156,7 @@ def _on_rank(run: bytes, files: Path, dump_time: float) -> None:
     logged = _Warnings()
     logging.getLogger("trimtab").addHandler(logged)
     findings = pickle.loads(run)() + [Finding("log", "warning", text) for text in logged.texts]
-    (files / f"findings-{rank}.json").write_text(json.dumps([asdict(finding) for finding in findings]))
+    write_atomically(files / f"findings-{rank}.json", json.dumps([asdict(finding) for finding in findings]))
 
 
 class _Warnings(logging.Handler):
@@ -171,7 +171,8 @@ class _Warnings(logging.Handler):
 
 
 def _read_findings(path: Path) -> list[Finding]:
-    return [Finding(**finding) for finding in json.loads(path.read_text())]
+    """None if the rank has not written them."""
+    return [] if not path.exists() else [Finding(**finding) for finding in json.loads(path.read_text())]
 
 
 def merge(by_rank: Sequence[Sequence[Finding]]) -> list[Finding]:
