@@ -195,11 +195,8 @@ def test_rates_of_links_are_bytes_that_were_copied(monkeypatch: pytest.MonkeyPat
 
 def test_every_rate_goes_to_its_field(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     calibrate = import_module("trimtab.calibration.calibrate")
-    monkeypatch.setattr(
-        calibrate, "dist",
-        SimpleNamespace(get_rank=lambda: 0, get_world_size=lambda: 2, new_group=lambda ranks: object()),
-    )  # fmt: skip
-    monkeypatch.setattr(calibrate, "Topology", SimpleNamespace(build=lambda *_: None))
+    context = SimpleNamespace(device=CPU, topology=SimpleNamespace(rank=0, num_ranks=2, ranks_per_node=1))
+    monkeypatch.setattr(calibrate.MeasurementContext, "of_all_ranks", lambda *_, **__: context)
     monkeypatch.setattr(calibrate, "measure_memory", lambda _: (3e9, 4e9))
     monkeypatch.setattr(calibrate, "measure_links", lambda _: LinkRates(1e9, 5e9, 7e9))
     far, near = Fit((2e8,), (4e-6,), 0.02), Fit((11e9,), (1e-6,), 0.01)
@@ -208,7 +205,6 @@ def test_every_rate_goes_to_its_field(tmp_path: Path, monkeypatch: pytest.Monkey
     monkeypatch.setattr(calibrate, "measure_experts", lambda *_: experts)
     dense = DenseFit(Fit((19e12, 23e12), (5e-6,), 0.07), 1.75, 0.04)
     monkeypatch.setattr(calibrate, "measure_dense", lambda *_: dense)
-    monkeypatch.setenv("LOCAL_WORLD_SIZE", "1")
     settings = CalibrationSettings(
         CONFIG, model_of(tmp_path), ranks=2, tokens=64, sequence_length=8, name="n", rounds=1
     )

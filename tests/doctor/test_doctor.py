@@ -123,13 +123,13 @@ def test_bad_input_gets_status_2(arguments: list[str], message: str, capsys: pyt
 
 def lose_gradients() -> None:
     with mock.patch.object(GradientReturns, "_add"):
-        assert self_check._check_path("peer").error > 1e-3
+        assert self_check.check_path("peer").error > 1e-3
 
 
 def read_a_wrong_expert_from_the_mirror() -> None:
     with mock.patch.object(NodeMirror, "row", lambda self, layer, expert: next(iter(self._rows.values()))):
-        assert self_check._check_path("host").error > 1e-3
-        assert self_check._check_path("peer").error < 1e-12
+        assert self_check.check_path("host").error > 1e-3
+        assert self_check.check_path("peer").error < 1e-12
 
 
 def test_the_micro_step_detects_a_broken_path() -> None:
@@ -142,7 +142,7 @@ def test_a_wrong_or_failed_micro_step_is_a_problem(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(self_check, "check_paths", lambda ranks: [PathCheck("peer", 4, 1e-3), PathCheck("host", 4, 0)])
     wrong, right = check_replicas(torch, 2, 2)
     assert (wrong.status, right.status) == ("problem", "ok")
-    assert "4 replicas over the peer path on 2 ranks: loss and gradients are off by 1e-03" in wrong.text
+    assert "4 replicas over the peer path on 2 ranks, float64: loss and gradients are off by 1e-03" in wrong.text
 
     def fail(ranks: int) -> list[PathCheck]:
         raise RankFailedError("rank 1 (process 7) was killed by SIGKILL; the run was stopped")

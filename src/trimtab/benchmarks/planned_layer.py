@@ -23,7 +23,7 @@ SLOTS = 2
 SEED = 0
 
 
-class _OneRankPlan(StepPlan):
+class OneRankPlan(StepPlan):
     """A plan whose replicas are on the home rank, which `StepPlan.check` would refuse."""
 
     def check(self, workload: Workload) -> None:
@@ -40,7 +40,7 @@ def one_rank_plan(trace: RoutingTrace, slots: int) -> StepPlan:
     workload = Workload.from_trace(trace, schedule)
     counts_E = workload.token_counts_MLRE[0, 0, 0].astype(np.int64)
     hot = np.argsort(-counts_E, kind="stable")[:slots]
-    plan = _OneRankPlan.from_instances(
+    plan = OneRankPlan.from_instances(
         schedule, Placement.contiguous(1, trace.num_experts, 1),
         [np.stack([hot, np.zeros_like(hot)], axis=1)], [counts_E[hot, None] // 2],
         mixed_ML=workload.mixed_ML, cluster=ClusterSpec(1, 1, slots),

@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from rich.progress import Progress
 
 from trimtab.calibration.calibration_result import (
@@ -33,13 +32,9 @@ from trimtab.calibration.expert_rates import measure_experts
 from trimtab.calibration.link_rates import measure_links
 from trimtab.calibration.measurement_context import MeasurementContext
 from trimtab.calibration.memory_rates import measure_memory
-from trimtab.calibration.random_experts import this_device
 from trimtab.calibration.rank_figures import measure_on_ranks
-from trimtab.calibration.timing import Clock
 from trimtab.cluster import load_cluster
 from trimtab.cluster.presets import preset_names
-from trimtab.rank_variables import rank_variable
-from trimtab.runtime.ranks.topology import Topology
 
 SEED = 0
 
@@ -63,24 +58,12 @@ def _measure(settings: CalibrationSettings) -> dict[str, Any]:
     """Figures and facts of this machine. Collective."""
     torch.manual_seed(SEED)
     torch.set_flush_denormal(True)
-    device, rank, ranks = this_device(), dist.get_rank(), dist.get_world_size()
-    on_cuda = device.type == "cuda"
-    per_node = rank_variable("LOCAL_WORLD_SIZE", ranks)
-    dtype = torch.bfloat16 if on_cuda else torch.float32
-    alone = [dist.new_group([one]) for one in range(ranks)][rank]
-    assert alone is not None
-    context = MeasurementContext(
-        topology=Topology.build(None, 1, per_node),
-        alone=alone,
-        device=device,
-        clock=Clock(device),
-        model=replace(settings.model, weight_bytes=dtype.itemsize),
-        dtype=dtype,
-        tokens=settings.tokens,
-        sequence_length=settings.sequence_length,
-        rounds=settings.rounds,
+    context = MeasurementContext.of_all_ranks(
+        settings.model, tokens=settings.tokens, sequence_length=settings.sequence_length, rounds=settings.rounds
     )
-    with Progress(transient=True, disable=rank != 0) as progress:
+    device, topology = context.device, context.topology
+    ranks, per_node, on_cuda = topology.num_ranks, topology.ranks_per_node, device.type == "cuda"
+    with Progress(transient=True, disable=topology.rank != 0) as progress:
         task = progress.add_task("calibrate: memory", total=5)
         memory, optimizer = measure_memory(context)
         progress.update(task, advance=1, description="calibrate: links")

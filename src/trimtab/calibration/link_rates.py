@@ -33,15 +33,21 @@ class LinkRates:
         host: from the node's mirror.
         near: from a rank of the same node; None if a node has one rank.
         far: from a rank of another node; None if there is one node.
+        messages: from a rank of the same node, if they are sent although they could be read; else None.
     """
 
     host: float
     near: float | None
     far: float | None
+    messages: float | None = None
 
 
-def measure_links(context: MeasurementContext) -> LinkRates:
-    """Time transfers of experts on all ranks at once, by the paths that replicas use. Collective."""
+def measure_links(context: MeasurementContext, *, host_peers: bool = False) -> LinkRates:
+    """Time transfers of experts on all ranks at once, by the paths that replicas use. Collective.
+
+    Args:
+        host_peers: on a CPU, ranks of a node read each other's shared memory, which stands for that of GPUs.
+    """
     topology, on_cuda = context.topology, context.device.type == "cuda"
     rank, ranks, per_node = topology.rank, topology.num_ranks, topology.ranks_per_node
     session = Session(num_experts=EXPERTS * ranks, ranks_per_node=per_node)
@@ -54,10 +60,14 @@ def measure_links(context: MeasurementContext) -> LinkRates:
     held = [mirror.row(0, EXPERTS * neighbour + expert) for expert in range(EXPERTS)]
     works = {"host": _copies(copies, slots, held)}
     if per_node > 1:
-        peers = PeerMemory.across(topology, session.homes) if on_cuda else None
-        if peers is None:
-            works["near"] = partial(_messages, topology, slots, homes.sources, neighbour, previous)
-        else:
+        peers = None
+        if on_cuda:
+            peers = PeerMemory.across(topology, session.homes)
+        elif host_peers:
+            peers = PeerMemory.in_host_memory(topology, session.homes)
+        sent = partial(_messages, topology, slots, homes.sources, neighbour, previous)
+        works["near" if peers is None else "messages"] = sent
+        if peers is not None:
             peers.fill(session.homes)
             works["near"] = _copies(copies, slots, [peers.row(0, neighbour, expert) for expert in range(EXPERTS)])
     if per_node < ranks:
@@ -68,7 +78,7 @@ def measure_links(context: MeasurementContext) -> LinkRates:
     mirror.close()
     nbytes = EXPERTS * context.model.expert_bytes * REPETITIONS
     rates = {name: nbytes / seconds for name, seconds in taken_s.items()}
-    return LinkRates(rates["host"], rates.get("near"), rates.get("far"))
+    return LinkRates(rates["host"], rates.get("near"), rates.get("far"), rates.get("messages"))
 
 
 def mirror_of(topology: Topology, homes: HomeExperts) -> NodeMirror:

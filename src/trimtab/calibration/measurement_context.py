@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
 import torch.distributed as dist
 
 from trimtab.calibration.alternating_rounds import medians
+from trimtab.calibration.random_experts import this_device
 from trimtab.calibration.timing import Clock, Mark
 from trimtab.cluster import ModelSpec
+from trimtab.rank_variables import rank_variable
 from trimtab.runtime.ranks.topology import Topology
 
 
@@ -40,6 +42,25 @@ class MeasurementContext:
     tokens: int
     sequence_length: int
     rounds: int
+
+    @classmethod
+    def of_all_ranks(cls, model: ModelSpec, *, tokens: int, sequence_length: int, rounds: int) -> MeasurementContext:
+        """All ranks of this job measure together, in bfloat16 on CUDA, else in float32. Collective."""
+        device, rank, ranks = this_device(), dist.get_rank(), dist.get_world_size()
+        dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+        alone = [dist.new_group([one]) for one in range(ranks)][rank]
+        assert alone is not None
+        return cls(
+            topology=Topology.build(None, 1, rank_variable("LOCAL_WORLD_SIZE", ranks)),
+            alone=alone,
+            device=device,
+            clock=Clock(device),
+            model=replace(model, weight_bytes=dtype.itemsize),
+            dtype=dtype,
+            tokens=tokens,
+            sequence_length=sequence_length,
+            rounds=rounds,
+        )
 
     def begin(self) -> Mark:
         """The current time, when no rank has work in progress. Collective."""

@@ -7,16 +7,19 @@ import logging
 import os
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rich.markup import escape
 from rich.table import Table
 
-from trimtab.cli.options import add_model, add_options
+from trimtab.cli.options import add_model, add_options, need_extra
 from trimtab.cli.output import write_figures
 from trimtab.cluster import read_checkpoint
 from trimtab.errors import InputError
 from trimtab.rank_variables import rank_variable, torchrun_ranks
+
+if TYPE_CHECKING:
+    from trimtab.doctor.finding import Finding
 
 COLOURS = {"ok": "green", "warning": "yellow", "problem": "red"}
 
@@ -27,11 +30,14 @@ def add(commands: Any) -> None:
     parser = commands.add_parser(
         "doctor",
         description="Check the installation, the machine, a model's config, and one micro-step with replicas against a "
-        "single process. Exit status 1 if there is a problem; warnings don't count.",
+        "single process. Exit status 1 if there is a problem; warnings don't count. With --gpu it checks instead, in "
+        "less than 5 minutes, what only GPUs can show, and ends with GO, GO WITH LIMITS (exit status 3) or NO GO (exit "
+        "status 1) and the first finding that led to it; docs/gpu.md describes the stages.",
         examples=[
             "trimtab doctor",
             "trimtab doctor --model path/to/qwen3-moe --ranks 8",
             "trimtab doctor --megatron path/to/pretrain.sh",
+            "trimtab doctor --gpu --json out/gpu.json",
             "torchrun --nnodes 2 --nproc-per-node 8 -m trimtab.cli.main doctor --model path/to/qwen3-moe",
         ],
     )
@@ -43,17 +49,25 @@ def add(commands: Any) -> None:
         help="options of a Megatron run, to check as well: JSON or YAML of its arguments or TransformerConfig, a log "
         "with its arguments, or a script of its flags (default: none)",
     )
-    add_options(parser, "--ranks", "--slots", default=2)
+    parser.add_argument(
+        "--gpu",
+        action="store_true",
+        help="check the GPUs of this machine instead: memory and links, equal results, hangs, waits, times",
+    )
+    add_options(parser, "--ranks", unset="2; with --gpu all GPUs, or 2 without any")
+    add_options(parser, "--slots", default=2)
     add_options(parser, "--json")
     parser.set_defaults(run=run)
 
 
 def run(options: argparse.Namespace) -> int:
     """Returns the exit status."""
+    if options.gpu:
+        return run_on_gpus(options)
     from trimtab.doctor import check_megatron, examine
     from trimtab.doctor.finding import Finding
 
-    ranks = torchrun_ranks() or options.ranks
+    ranks = torchrun_ranks() or options.ranks or 2
     if ranks < 2:
         raise InputError(f"--ranks is {ranks}; experts are shared by 2 or more")
     model, num_layers, unclear = None, None, ""
@@ -72,10 +86,9 @@ def run(options: argparse.Namespace) -> int:
         findings.append(Finding("model sizes", "warning", unclear))
     if os.environ.get("RANK", "0") != "0":
         return 0
-    table = Table("check", "", box=None, title="trimtab doctor", title_justify="left", title_style="bold")
-    table.add_column("finding", overflow="fold")
+    table = _table("trimtab doctor", "check")
     for finding in findings:
-        table.add_row(finding.name, f"[{COLOURS[finding.status]}]{finding.status}", escape(finding.text))
+        table.add_row(finding.name, *_cells(finding))
     problems = [finding for finding in findings if finding.status == "problem"]
     figures = {"schema": "trimtab-doctor-1", "ranks": ranks, "problems": len(problems)}
     write_figures(options, figures | {"findings": [asdict(finding) for finding in findings]}).print(table)
@@ -84,3 +97,41 @@ def run(options: argparse.Namespace) -> int:
     first = problems[0]
     log.error("trimtab doctor: %d of %d checks failed; %s: %s", len(problems), len(findings), first.name, first.text)
     return 1
+
+
+def run_on_gpus(options: argparse.Namespace) -> int:
+    """`--gpu`. Returns the exit status."""
+    if torchrun_ranks():
+        raise InputError("--gpu starts its own ranks, to stop them where they hang; run it without torchrun")
+    for name in ("model", "megatron"):
+        if getattr(options, name) is not None:
+            raise InputError(f"--{name}: --gpu does not check it; run trimtab doctor without --gpu as well")
+    need_extra("torch")
+    from trimtab.doctor.gpu import examine_gpus, verdict
+
+    examined = examine_gpus(options.ranks)
+    line, status = verdict(examined.results)
+    where = f"{examined.ranks} GPUs" if examined.gpus else f"no GPU was tested: {examined.ranks} ranks on the CPU"
+    table = _table(None, "stage", "check")
+    for result in examined.results:
+        for finding in result.findings:
+            table.add_row(result.name, finding.name, *_cells(finding))
+    stages = [asdict(result) for result in examined.results]
+    figures = {"schema": "trimtab-doctor-gpu-1", "ranks": examined.ranks, "gpus": examined.gpus, "verdict": line}
+    console = write_figures(options, figures | {"status": status, "stages": stages})
+    console.print(f"trimtab doctor --gpu, {where}", style="bold", soft_wrap=True)
+    console.print(table)
+    console.print(f"\n{escape(line)}", style="bold", soft_wrap=True)
+    return status
+
+
+def _table(title: str | None, *columns: str) -> Table:
+    """A table of findings, with the given columns before status and text."""
+    table = Table(*columns, "", box=None, title=title, title_justify="left", title_style="bold")
+    table.add_column("finding", overflow="fold")
+    return table
+
+
+def _cells(finding: Finding) -> tuple[str, str]:
+    """Status and text of a finding."""
+    return f"[{COLOURS[finding.status]}]{finding.status}", escape(finding.text)

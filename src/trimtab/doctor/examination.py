@@ -7,7 +7,13 @@ import platform
 from trimtab.cluster import ModelSpec
 from trimtab.doctor.finding import Finding
 from trimtab.doctor.installation import check_kernels, check_packages, find_torch
-from trimtab.doctor.machine import check_allocator, check_backend, check_processors, check_shared_memory
+from trimtab.doctor.machine import (
+    check_allocator,
+    check_backend,
+    check_gpu_variables,
+    check_processors,
+    check_shared_memory,
+)
 from trimtab.doctor.model_check import check_model
 from trimtab.doctor.replica_check import check_replicas
 
@@ -35,6 +41,7 @@ def examine(
         findings += [
             check_packages("training packages", "train"),
             check_backend(torch, local_ranks),
+            *check_gpu_variables(torch),
             check_processors(local_ranks),
             check_allocator(),
             check_shared_memory(),

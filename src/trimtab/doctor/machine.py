@@ -1,4 +1,4 @@
-"""Checks of the machine: communication backend, processors, memory allocator, shared memory."""
+"""Checks of the machine: communication backend and its variables, processors, memory allocator, shared memory."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 import tempfile
+from collections.abc import Mapping
 from typing import Any
 
 from trimtab.cores import usable_cores
@@ -54,6 +55,34 @@ def check_allocator() -> Finding:
             text = f"freed memory is returned to the system, which is slow; with torchrun, set {name}={settings}"
             return Finding("allocator", "warning", text)
     return Finding("allocator", "ok", "set for these ranks")
+
+
+def check_gpu_variables(torch: Any) -> list[Finding]:
+    """Check NCCL's version and the variables that transfers need on GPUs; no finding without CUDA."""
+    from trimtab.launch.launcher import LAUNCH_ORDER
+
+    if not torch.cuda.is_available() or not torch.distributed.is_nccl_available():
+        return []
+    # Ranks that trimtab starts have these.
+    set_here = {} if torchrun_ranks() else LAUNCH_ORDER
+    return describe_gpu_variables(torch.cuda.nccl.version(), set_here | os.environ)
+
+
+def describe_gpu_variables(nccl: tuple[int, ...], variables: Mapping[str, str]) -> list[Finding]:
+    """Findings about the environment of a process with GPUs: one for each mistake, or one if there is none.
+
+    Args:
+        nccl: version of NCCL.
+    """
+    from trimtab.runtime.ranks.gpu_variables import wrong_variables
+
+    name = "GPU variables"
+    wrong = wrong_variables(nccl, variables)
+    if not wrong:
+        return [Finding(name, "ok", f"NCCL {'.'.join(map(str, nccl))} orders its communicators")]
+    # Only this one costs time; with the others a run may hang.
+    slow = "CUDA_DEVICE_MAX_CONNECTIONS"
+    return [Finding(name, "warning" if text.startswith(slow) else "problem", text) for text in wrong]
 
 
 def check_shared_memory() -> Finding:

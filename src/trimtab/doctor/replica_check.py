@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from trimtab.doctor.finding import Finding, first_line
+from trimtab.report.number_text import plural
 
-# Largest relative error of loss and gradients, in float64.
-TOLERANCE = 1e-12
+if TYPE_CHECKING:
+    from trimtab.doctor.self_check import PathCheck
 
 
 def check_replicas(torch: Any, ranks: int, local_ranks: int) -> list[Finding]:
@@ -21,12 +22,14 @@ def check_replicas(torch: Any, ranks: int, local_ranks: int) -> list[Finding]:
         checks = check_paths(ranks)
     except Exception as error:
         return [Finding(name, "problem", f"{first_line(error)}; a run on {ranks} ranks would fail too")]
-    findings = []
-    for check in checks:
-        text = f"{check.replicas} replicas over the {check.path} path on {ranks} ranks: loss and gradients "
-        if check.error < TOLERANCE:
-            findings.append(Finding(name, "ok", text + f"equal a single process to {check.error:.0e}"))
-        else:
-            text += f"are off by {check.error:.0e}, where {TOLERANCE:.0e} is allowed; do not train on this machine"
-            findings.append(Finding(name, "problem", text))
-    return findings
+    return [describe_check(name, check, ranks) for check in checks]
+
+
+def describe_check(name: str, check: PathCheck, ranks: int) -> Finding:
+    """The finding about a micro-step that was compared with a single process."""
+    where = f"over the {check.path} path on {plural(ranks, 'rank')}"
+    text = f"{check.replicas} replicas {where}, {check.dtype}: loss and gradients "
+    if check.is_equal:
+        return Finding(name, "ok", text + f"equal a single process to {check.error:.0e}")
+    text += f"are off by {check.error:.0e}, where {check.allowed:.0e} is allowed; do not train on this machine"
+    return Finding(name, "problem", text)

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import tempfile
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import numpy as np
@@ -13,18 +14,19 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
-from trimtab.cluster import ClusterSpec
+from trimtab.calibration.random_experts import this_device
+from trimtab.doctor.planned_micro_step import PATHS, PlannedMicroStep, StepSizes
+from trimtab.doctor.random_delays import RandomDelays
 from trimtab.launch import launch
-from trimtab.planner import Placement, Schedule, StepPlan, Workload
-from trimtab.planner.replicas.paths import HOST, PEER
-from trimtab.rank_variables import rank_variable
-from trimtab.runtime.rows.expert_compute import gated_experts
-from trimtab.runtime.session import Session
-from trimtab.trace import RoutingTrace, synthesize
+from trimtab.runtime.settings import Paths
 
-PATHS = {"peer": PEER, "host": HOST}
-# More layers than the ring has places, so that backward has to fetch replicas again.
-LAYERS, EXPERTS_PER_RANK, TOP_K, HIDDEN, WIDTH, TOKENS_PER_RANK = 4, 4, 2, 16, 8, 64
+# Largest relative error of loss and gradients, in float64.
+TOLERANCE = 1e-12
+# In other dtypes, the error may be that of one process in the same dtype times this: sums have another order, and
+# gradients of replicas are added apart.
+TIMES_ONE_PROCESS = 3.0
+
+SMALL = StepSizes()
 
 
 @dataclass(frozen=True)
@@ -32,18 +34,28 @@ class PathCheck:
     """Result of a micro-step with all replicas on one path.
 
     Attributes:
-        path: `peer` or `host`.
+        path: `peer`, `host` or `message`.
         replicas: in all layers, on all ranks.
-        error: the largest error of loss and gradients, relative to the norm of the single process's, in float64.
+        error: the largest error of loss and gradients, relative to the norm of those of one process in float64.
+        dtype: of parameters and compute.
+        allowed: largest error of a right result.
+        reads_peers: replicas of the path `peer` were read from the memory of other ranks, not sent as messages.
     """
 
     path: str
     replicas: int
     error: float
+    dtype: str = "float64"
+    allowed: float = TOLERANCE
+    reads_peers: bool = True
+
+    @property
+    def is_equal(self) -> bool:
+        return self.error < self.allowed
 
 
 def check_paths(ranks: int) -> list[PathCheck]:
-    """Compare both paths on local ranks, or on those of torchrun, where only rank 0 gets the result.
+    """Compare all paths on local ranks, or on those of torchrun, where only rank 0 gets the result.
 
     Raises:
         InputError: if shared memory is too small for the host path.
@@ -56,52 +68,73 @@ def check_paths(ranks: int) -> list[PathCheck]:
 
 
 def _check_on_rank(file: Path) -> None:
-    checks = [_check_path(path) for path in PATHS]
+    checks = [check_path(path) for path in PATHS]
     if dist.get_rank() == 0:
         file.write_text(json.dumps([asdict(check) for check in checks]))
 
 
-def _check_path(path: str) -> PathCheck:
+def check_path(
+    path: Paths, sizes: StepSizes = SMALL, *, delays: RandomDelays | None = None, repetitions: int = 1
+) -> PathCheck:
+    """Compare a micro-step on these ranks with one process. Collective; all ranks get the same result.
+
+    Args:
+        delays: random pauses of compute and copies.
+        repetitions: how often the micro-step runs; each is compared.
+    """
     rank, ranks = dist.get_rank(), dist.get_world_size()
-    num_experts = ranks * EXPERTS_PER_RANK
-    device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
-    trace = synthesize(
-        num_sequences=ranks, sequence_length=TOKENS_PER_RANK, num_layers=LAYERS, num_experts=num_experts, top_k=TOP_K,
-        zipf=1.0,
-    )  # fmt: skip
-    mine = np.arange(rank * TOKENS_PER_RANK, (rank + 1) * TOKENS_PER_RANK)
-    generator = torch.Generator().manual_seed(0)
+    num_experts, device = ranks * sizes.experts_per_rank, this_device()
+    trace = sizes.trace(ranks)
+    mine = slice(rank * sizes.tokens_per_rank, (rank + 1) * sizes.tokens_per_rank)
+    home = slice(rank * sizes.experts_per_rank, (rank + 1) * sizes.experts_per_rank)
+    # The same on all ranks.
+    generator = torch.Generator(device).manual_seed(0)
 
     def draw(*shape: int) -> torch.Tensor:
-        return torch.randn(*shape, generator=generator, dtype=torch.float64).div_(shape[-1] ** 0.5).to(device)
+        values = torch.randn(*shape, generator=generator, dtype=torch.float64, device=device)
+        return values.div_(shape[-1] ** 0.5).to(sizes.dtype)
 
-    hidden, target = draw(trace.num_tokens, HIDDEN), draw(trace.num_tokens, HIDDEN)
+    hidden, target = draw(trace.num_tokens, sizes.hidden), draw(trace.num_tokens, sizes.hidden)
     whole = [
-        [draw(num_experts, HIDDEN), draw(num_experts, 2 * WIDTH, HIDDEN), draw(num_experts, HIDDEN, WIDTH)]
-        for _ in range(LAYERS)
+        [draw(num_experts, sizes.hidden), *(draw(*shape) for shape in sizes.shapes(num_experts))]
+        for _ in range(sizes.layers)
     ]
     ids_TLK = torch.from_numpy(trace.expert_ids.astype(np.int64)).to(device)
+    expected_T, expected = _one_process(whole, ids_TLK, hidden, target, torch.float64)
+    allowed = TOLERANCE
+    if sizes.dtype is not torch.float64:
+        losses_T, alone = _one_process(whole, ids_TLK, hidden, target, sizes.dtype)
+        pairs = [(losses_T, expected_T), *_pairs(alone, expected)]
+        allowed = TIMES_ONE_PROCESS * float(_largest_error(pairs))
 
-    expected_loss, expected = _one_process(whole, ids_TLK, hidden, target)
-    session = Session(num_experts=num_experts, ranks_per_node=rank_variable("LOCAL_WORLD_SIZE", ranks))
-    home = torch.from_numpy(session.home_experts).to(device)
     shared = [[router, gate_up[home], down[home]] for router, gate_up, down in whole]
-    loss, gradients, replicas = _in_session(session, shared, trace, path, hidden[mine], target[mine])
+    step = PlannedMicroStep(sizes, path, shared, delays=delays)
     wanted = [[router, gate_up[home], down[home]] for router, gate_up, down in expected]
-    errors = [_relative_error(loss, expected_loss)]
-    for layer, wanted_layer in zip(gradients, wanted, strict=True):
-        errors += [_relative_error(a, w) for a, w in zip(layer, wanted_layer, strict=True)]
+    errors = []
+    for _ in range(repetitions):
+        for parameter in itertools.chain(*step.parameters):
+            parameter.grad = None
+        losses_T = _losses(step.run(hidden[mine], target[mine]), target[mine])
+        gradients = [[_gradient(tensor) for tensor in layer] for layer in step.parameters]
+        errors.append(_largest_error([(losses_T, expected_T[mine]), *_pairs(gradients, wanted)]))
     worst = torch.stack(errors).max()
     dist.all_reduce(worst, dist.ReduceOp.MAX)
-    session.close()
-    return PathCheck(path, replicas, float(worst))
+    dtype = str(sizes.dtype).removeprefix("torch.")
+    check = PathCheck(path, step.plan.num_replicas, float(worst), dtype, allowed, step.reads_peers)
+    step.session.close()
+    return check
 
 
 def _one_process(
-    whole: Sequence[Sequence[torch.Tensor]], ids_TLK: torch.Tensor, hidden: torch.Tensor, target: torch.Tensor
+    whole: Sequence[Sequence[torch.Tensor]],
+    ids_TLK: torch.Tensor,
+    hidden: torch.Tensor,
+    target: torch.Tensor,
+    dtype: torch.dtype,
 ) -> tuple[torch.Tensor, list[list[torch.Tensor]]]:
-    """Loss, and gradients of router, gate_up and down of every layer, by plain loops over experts."""
-    parameters = [[tensor.clone().requires_grad_() for tensor in layer] for layer in whole]
+    """Loss of every token, and gradients of router, gate_up and down of every layer, by plain loops over experts."""
+    parameters = [[tensor.to(dtype, copy=True).requires_grad_() for tensor in layer] for layer in whole]
+    hidden, target = hidden.to(dtype), target.to(dtype)
     for index, (router, gate_up, down) in enumerate(parameters):
         ids = ids_TLK[:, index]
         weights = (hidden @ router.T).softmax(-1).gather(1, ids)
@@ -112,52 +145,19 @@ def _one_process(
             rows = (F.silu(gate) * up) @ down[expert].T
             added = added.index_add(0, token, rows * weights[token, k, None])
         hidden = hidden + added
-    loss = (hidden * target).sum()
-    loss.backward()
-    return loss.detach(), [[_gradient(tensor) for tensor in layer] for layer in parameters]
+    hidden.backward(target)
+    return _losses(hidden.detach(), target), [[_gradient(tensor) for tensor in layer] for layer in parameters]
 
 
-def _in_session(
-    session: Session,
-    shared: Sequence[Sequence[torch.Tensor]],
-    trace: RoutingTrace,
-    path: str,
-    hidden: torch.Tensor,
-    target: torch.Tensor,
-) -> tuple[torch.Tensor, list[list[torch.Tensor]], int]:
-    """Loss summed over ranks, gradients of this rank's home experts, and the number of replicas of the plan."""
-    parameters = [[torch.nn.Parameter(tensor.clone()) for tensor in layer] for layer in shared]
-    layers = [session.add_layer([gate_up, down], gated_experts()) for _, gate_up, down in parameters]
-    ranks = session.num_ranks
-    schedule = Schedule(np.zeros(ranks, np.int32), np.arange(ranks, dtype=np.int32), np.zeros(1, np.int32), ranks)
-    plan = _plan(trace, schedule, PATHS[path], session.topology.ranks_per_node)
-    session.apply_step_plan(plan, trace.select(schedule.sequences_of(session.rank)))
-    with session.micro_step(0):
-        for layer, (router, _, _) in zip(layers, parameters, strict=True):
-            logits = hidden @ router.T
-            ids = layer.route(logits.topk(TOP_K).indices)
-            hidden = hidden + layer(hidden, ids, logits.softmax(-1).gather(1, ids))
-        loss = (hidden * target).sum()
-        loss.backward()
-    session.finish_gradients([router for router, _, _ in parameters])
-    total = loss.detach().clone()
-    dist.all_reduce(total)
-    return total, [[_gradient(tensor) for tensor in layer] for layer in parameters], plan.num_replicas
+def _losses(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    """The part of each token in the loss, `[n]` float64."""
+    return (output.double() * target.double()).sum(-1)
 
 
-def _plan(trace: RoutingTrace, schedule: Schedule, path: int, ranks_per_node: int) -> StepPlan:
-    """A plan with a replica of each rank's busiest expert on the next rank, for half of its tokens, in every layer."""
-    ranks = schedule.num_ranks
-    placement = Placement.contiguous(trace.num_layers, trace.num_experts, ranks)
-    workload = Workload.from_trace(trace, schedule)
-    replicas, quotas = [], []
-    for counts_RE in workload.token_counts_MLRE[0]:
-        busiest_R = counts_RE.sum(axis=0).reshape(ranks, -1).argmax(axis=1) + np.arange(ranks) * EXPERTS_PER_RANK
-        replicas.append(np.stack([busiest_R, (np.arange(ranks) + 1) % ranks], axis=1))
-        quotas.append(counts_RE[:, busiest_R].T.astype(np.int64) // 2)
-    cluster = ClusterSpec(ranks, ranks_per_node, slots_per_rank=1)
-    plan = StepPlan.from_instances(schedule, placement, replicas, quotas, mixed_ML=workload.mixed_ML, cluster=cluster)
-    return replace(plan, replica_paths=np.full(plan.num_replicas, path, np.uint8))
+def _pairs(
+    actual: Sequence[Sequence[torch.Tensor]], expected: Sequence[Sequence[torch.Tensor]]
+) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    return [pair for layer in zip(actual, expected, strict=True) for pair in zip(*layer, strict=True)]
 
 
 def _gradient(parameter: torch.Tensor) -> torch.Tensor:
@@ -165,5 +165,8 @@ def _gradient(parameter: torch.Tensor) -> torch.Tensor:
     return parameter.grad
 
 
-def _relative_error(actual: torch.Tensor, expected: torch.Tensor) -> torch.Tensor:
-    return (actual - expected).norm() / expected.norm().clamp(min=1e-30)
+def _largest_error(pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> torch.Tensor:
+    """Of (actual, expected) pairs, the largest difference relative to what is expected. NaN if a value is NaN."""
+    return torch.stack(
+        [(actual.double() - expected).norm() / expected.norm().clamp(min=1e-30) for actual, expected in pairs]
+    ).max()

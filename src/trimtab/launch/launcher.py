@@ -206,7 +206,7 @@ def _run_rank(
         show_messages(log_level if rank == 0 else max(log_level, logging.WARNING))
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     continue_with_launcher()
-    threading.Thread(target=_exit_when_launcher_ends, args=(launcher,), daemon=True).start()
+    threading.Thread(target=exit_with_parent, args=(launcher,), daemon=True).start()
     try:
         _join_group(rank, ranks, rank, TCPStore("127.0.0.1", port, is_master=False))
         worker(*args)
@@ -254,10 +254,10 @@ def read_error_file(file: Path) -> Failure | None:
     return Failure(line, "", is_input, file.stat().st_mtime)
 
 
-def _exit_when_launcher_ends(launcher: int) -> None:
-    """End this rank when the launcher ends."""
-    # If the launcher has already ended, `getppid()` differs at once.
-    while os.getppid() == launcher:
+def exit_with_parent(parent: int) -> None:
+    """Wait until the parent of this process ends, then end this process. To be called on a thread."""
+    # If the parent has already ended, `getppid()` differs at once.
+    while os.getppid() == parent:
         time.sleep(1.0)
     _exit_now(1)
 
