@@ -195,6 +195,15 @@ def test_replicas_that_transfers_asked_for_stay_until_their_call() -> None:
     assert balancer.of(call.number, 0) is call.replicas
 
 
+def test_replicas_that_transfers_asked_for_are_used_by_whatever_policy() -> None:
+    balancer, load = balancer_of("predict")
+    balancer.choose(0, hot(load, 0), NOTHING)
+    asked = balancer.of(balancer.last - 1, 0)
+    balancer.policy = "quota"
+    assert balancer.choose(0, hot(load, 9), NOTHING).replicas.experts.tolist() == asked.experts.tolist()
+    assert 9 in balancer.choose(0, hot(load, 9), NOTHING).replicas.experts
+
+
 def run_trials(trials: Trials, times: dict[LivePolicy, float], forwards: int) -> list[LivePolicy]:
     used: list[LivePolicy] = []
     for _ in range(forwards):

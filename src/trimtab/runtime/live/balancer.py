@@ -143,8 +143,9 @@ class LiveBalancer:
         homes, home_E = self._layers[layer], self._layers[layer].home_E
         if self._trials:
             self._trials[layer].learn(measured_RS)
-        policy = self._policy_of(layer)
         ahead = self._ahead.pop((self.last, layer), None)
+        # Replicas that are being transferred are used, though another policy may be due by now.
+        policy = self._policy_of(layer) if ahead is None else "predict"
         if policy == "quota":
             replicas = choose_quotas(counts_RE, home_E, self._limits)
         elif policy == "feplb":
