@@ -183,9 +183,10 @@ def test_replicas_that_transfers_asked_for_stay_until_their_call() -> None:
     balancer, load = balancer_of("predict", layers=2)
     balancer.choose(0, hot(load, 0), NOTHING)
     balancer.choose(1, hot(load, 3), NOTHING)
-    # Layer 1's next call is the second one from now.
+    # For the second call from now; the next one has other counts.
     asked = balancer.of(balancer.last - 2, 1)
-    balancer.choose(0, hot(load, 0), NOTHING)
+    balancer.choose(1, hot(load, 9), NOTHING)
+    assert balancer.of(balancer.last - 1, 1) is asked
     call = balancer.choose(1, hot(load, 9), NOTHING)
     assert np.array_equal(call.replicas.experts, asked.experts)
     # A number that another layer got is not used.
