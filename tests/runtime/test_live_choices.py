@@ -130,8 +130,7 @@ def test_any_replicas_get_a_split_that_does_not_make_it_worse(load: Load, seed: 
 
 def balancer_of(policy: Any, predictor: Any = "last", layers: int = 1) -> tuple[LiveBalancer, Load]:
     load = Load(0, 4, 4, 1, 2)
-    experts_of = lambda rank: np.flatnonzero(load.home_E == rank)  # noqa: E731
-    homes: Any = SimpleNamespace(home_E=load.home_E, rows_E=load.rows_E, experts_of=experts_of)
+    homes: Any = SimpleNamespace(home_E=load.home_E, rows_E=load.rows_E)
     return LiveBalancer(policy, predictor, [homes] * layers, load.limits), load
 
 
@@ -203,6 +202,22 @@ def test_replicas_that_transfers_asked_for_are_used_by_whatever_policy() -> None
     balancer.policy = "quota"
     assert balancer.choose(0, hot(load, 9), NOTHING).replicas.experts.tolist() == asked.experts.tolist()
     assert 9 in balancer.choose(0, hot(load, 9), NOTHING).replicas.experts
+
+
+def test_feplb_moves_only_experts_that_were_hot_before() -> None:
+    """With two slots, two experts of a rank may move: its first ones at first, then those with most rows before."""
+    balancer, load = balancer_of("feplb")
+
+    def moved(*hot_experts: int) -> set[int]:
+        counts_RE = np.ones_like(load.counts_RE)
+        counts_RE[:, hot_experts] = 100
+        return {*balancer.choose(0, counts_RE, NOTHING).replicas.experts.tolist()} & {*hot_experts}
+
+    # Rank 0 is home to experts 0 to 3.
+    assert moved(2, 3) == set()
+    assert len(moved(2, 3)) == 1
+    assert moved(0, 1) == set()
+    assert len(moved(0, 1)) == 1
 
 
 def run_trials(trials: Trials, times: dict[LivePolicy, float], forwards: int) -> list[LivePolicy]:

@@ -206,12 +206,13 @@ class LiveBalancer:
     def _dynamic(self, layer: int, homes: HomeExperts) -> Array:
         """`[E]` bool: on every rank as many experts as it has slots, those with most rows before, or its first ones."""
         past_RE = self._past.get((layer, ANY))
+        # By rank: every rank is home to as many experts.
+        experts_RH = np.lexsort((homes.rows_E, homes.home_E)).reshape(int(homes.home_E.max()) + 1, -1)
+        if past_RE is not None:
+            hottest_RH = np.argsort(-past_RE.sum(axis=0)[experts_RH], axis=1, kind="stable")
+            experts_RH = np.take_along_axis(experts_RH, hottest_RH, axis=1)
         dynamic_E = np.zeros(len(homes.home_E), np.bool_)
-        for rank in np.unique(homes.home_E).tolist():
-            mine = homes.experts_of(rank)
-            if past_RE is not None:
-                mine = mine[np.argsort(-past_RE[:, mine].sum(axis=0), kind="stable")]
-            dynamic_E[mine[: self._limits.slots]] = True
+        dynamic_E[experts_RH[:, : self._limits.slots]] = True
         return dynamic_E
 
     def _note(self, layer: int, counts_RE: Array) -> None:
