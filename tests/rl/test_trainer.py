@@ -216,7 +216,8 @@ def test_live_routing_with_replicas_trains_as_without(pool: RankPool, folder: Pa
             assert actual["transfer/gradient_bytes"] > 0
             assert actual["moe/max_vio_after"] == actual["live/max_vio_after"] < actual["live/max_vio_before"] / 2
             assert actual["moe/max_vio_before"] == actual["live/max_vio_before"]
-            assert actual["live/calls"] >= 2 * actual["moe/micro_steps"] > 0
+            # Of two layers. What a checkpoint runs again is the same call.
+            assert actual["live/calls"] == expected["live/calls"] == 2 * expected["moe/micro_steps"] > 0
             assert "planning_s" not in actual
 
 
