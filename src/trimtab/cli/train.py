@@ -52,13 +52,11 @@ def add(commands: Any) -> None:
     modes("--mode", of=TrainConfig, choices=MODES, help="how experts are balanced")
     modes(
         "--live",
-        action="store",
         nargs="?",
         const="auto",
         choices=LIVE_POLICIES,
-        metavar="POLICY",
-        help="balance every layer from what its router chooses, without plan and replay; POLICY is how replicas are "
-        "chosen (default: auto)",
+        unset="plan from the recorded routing",
+        help="balance every layer from what its router chooses, without plan and replay, by a policy, or by auto",
     )
     add_options(parser, "--ranks", unset="2")
     option("--slots", "--steps")
