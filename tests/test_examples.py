@@ -9,7 +9,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 EXAMPLES = ROOT / "examples"
-STEP = re.compile(r"step \d+: .*loss (\S+), (\d+) replicas, max_vio (\S+) before, (\S+) planned")
+STEP = re.compile(r"step \d+: .*loss (\S+), (\d+) replicas, max_vio (\S+) before, (\S+) (?:planned|after)")
 
 
 def run_example(name: str, *launcher: str) -> list[tuple[float, int, float, float]]:
@@ -26,6 +26,15 @@ def test_a_transformers_loop_is_balanced_in_every_step() -> None:
     assert len(steps) == 2
     assert sum(replicas for _, replicas, _, _ in steps) > 0
     assert all(after < before for _, _, before, after in steps)
+
+
+def test_supervised_fine_tuning_learns_and_is_balanced_from_live_routing() -> None:
+    assert len((EXAMPLES / "sft_live.py").read_text().splitlines()) <= 60
+    steps = run_example("sft_live.py")
+    assert len(steps) == 6
+    assert steps[-1][0] < steps[0][0] / 4
+    assert all(replicas > 0 for _, replicas, _, _ in steps)
+    assert all(after < before / 5 for _, _, before, after in steps)
 
 
 def test_a_layer_of_ones_own_learns_and_is_balanced_under_torchrun() -> None:

@@ -223,6 +223,8 @@ def expect_input_error(arguments: list[str], message: str, capsys: pytest.Captur
         (["train", "--output", "{folder}/new", "--problems", "1"], "each of the 2 ranks needs at least one"),
         (["trace", "synth", "spike", "-o", "{folder}/new", "--mean-length", "99999999999"], "99999999999 is too large"),
         (["train", "--output", "{folder}/new", "--mode", "magic"], "unknown --mode magic; use one of plan,"),
+        (["train", "--output", "{folder}/new", "--live", "magic"], "unknown --live magic; use one of auto,"),
+        (["train", "--output", "{folder}/new", "--live", "--mode", "off"], "--mode: not allowed with argument --live"),
         (["bench", "planner", "--sizes", "8"], "'8' should be ranks/experts, such as 8/128"),
         (["bench", "planner", "--sizes", "3/128"], "3 ranks don't divide 128 experts"),
         (["bench", "planner", "--policy", "magic"], "unknown --policy magic; use one of static,"),

@@ -14,6 +14,7 @@ import torch.distributed as dist
 
 from helpers.examples import examples
 from helpers.fake_te import use_grouped_experts
+from helpers.live_runs import quotas_of_few
 from helpers.random_plans import random_plan
 from trimtab.array_type import Array
 from trimtab.integrations.megatron.on_cpu import use_cpu
@@ -22,6 +23,8 @@ from trimtab.planner.plan.pass_times import PARTS
 from trimtab.planner.plan.prediction import Prediction
 from trimtab.planner.plan.strategy import NOTHING, Choice
 from trimtab.runtime import planning
+from trimtab.runtime.live import balancer
+from trimtab.runtime.live.policies import LivePolicy
 from trimtab.runtime.ranks.topology import Topology
 
 VOCABULARY, LENGTH = 64, 16
@@ -56,6 +59,7 @@ class MegatronCase:
         dense_stage: the second half of the layers are dense, not the first alone.
         balanced_routers: routers have an auxiliary loss, and a bias by expert that follows the loads.
         flex: backend of the flex dispatcher, see `fake_deep_ep`; None for all-to-all.
+        live: policy of live micro-steps; None for planned ones.
     """
 
     seed: int = 0
@@ -78,6 +82,7 @@ class MegatronCase:
     fused: bool = False
     balanced_routers: bool = False
     flex: str | None = None
+    live: LivePolicy | None = None
 
     @property
     def dtype(self) -> torch.dtype:
@@ -305,6 +310,8 @@ class _Comparison:
             self.balanced.named_parameters()[name].data.copy_(parameter.data)
         # The planner balances such small steps only if it has to.
         options: dict[str, Any] = {"slots_per_rank": 2} if case.random_plans else {"slots_per_rank": 6, "exact": True}
+        if case.live is not None:
+            options = {"slots_per_rank": 2, "mode": "live", "policy": case.live}
         self.session = balance(self.balanced.chunks, dispatcher=case.dispatcher, **options)  # type: ignore[arg-type]
         self.plan_rng = np.random.default_rng((case.seed, dist.get_rank() // 2))
         self.replicas = 0
@@ -320,27 +327,35 @@ class _Comparison:
             micro_batches = 4 if self.layout.pipeline > 1 else 3
             tokens_MBS = torch.from_numpy(rng.integers(0, VOCABULARY, (micro_batches, LENGTH)))
             routing = self.plain.record(self.function, tokens_MBS)
-            with mock.patch.object(
-                planning, "plan_schedule", self.random_plans if self.case.random_plans else plan_schedule
+            with (
+                mock.patch.object(
+                    planning, "plan_schedule", self.random_plans if self.case.random_plans else plan_schedule
+                ),
+                # Few tokens are enough for a replica.
+                mock.patch.object(balancer, "choose_quotas", quotas_of_few),
             ):
-                planned = self.session.planned(self.function, routing)
+                if self.case.live is None:
+                    planned = self.session.planned(self.function, routing)
+                else:
+                    planned = self.session.live(self.function)
                 self.zero()
                 expected = self.plain.run(self.function, tokens_MBS)
                 if step == 1:
                     # Log-probs first; then the same plan's update.
                     self.balanced.run(planned, tokens_MBS, forward_only=True)
                 actual = self.balanced.run(planned, tokens_MBS)
-            assert (self.session.report is None) == (not self.has_experts)
+            metrics = self.session.take_metrics()
+            assert metrics.get("moe/unplanned_micro_steps", 0) == 0
+            assert (self.session.report is None) == (not self.has_experts or self.case.live is not None)
             self.replicas += 0 if self.session.report is None else self.session.report.replicas
+            self.replicas += int(metrics.get("live/replicas", 0))
             found[f"step {step} loss"] = abs(actual - expected) / max(abs(expected), 1e-30)
             self.compare(found, step, "main_grad")
             for model in (self.plain, self.balanced):
                 model.optimizer.step()
             if not (self.case.overlap and self.case.distributed_optimizer):
                 self.compare(found, step, "data")
-        assert not self.has_experts or self.replicas > 0, "no replicas"
-        unplanned = self.session.take_metrics().get("moe/unplanned_micro_steps", 0)
-        assert unplanned == 0, unplanned
+        assert (self.replicas > 0) == (self.has_experts and self.case.live != "off"), self.replicas
         self.session.remove()
         name = max(found, key=found.__getitem__)
         if found[name] > 1e-3:

@@ -19,6 +19,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 from transformers.distributed import DistributedConfig
 
 from helpers.equality import relative_error
+from helpers.live_runs import quotas_of_few
 from helpers.moe_families import MODEL_TYPES, MOE_LAYERS, NUM_EXPERTS, TOP_K, random_model, small_config
 from helpers.random_plans import random_plan, random_schedule, random_trace
 from helpers.rank_pool import on_ranks
@@ -28,6 +29,8 @@ from trimtab.integrations.transformers import moe_blocks, router_weights
 from trimtab.integrations.transformers.families import family_of
 from trimtab.planner import Placement, Schedule
 from trimtab.runtime import Session
+from trimtab.runtime.live import balancer
+from trimtab.runtime.live.policies import LivePolicy
 
 VOCAB = 16
 
@@ -300,6 +303,50 @@ def run_without_a_plan(saved: Path) -> None:
 
 def test_without_a_plan_results_are_those_of_all_to_all(saved: Path) -> None:
     on_ranks(run_without_a_plan, (saved,), ranks=2)
+
+
+def train_live(saved: Path, policies: tuple[LivePolicy, ...]) -> None:
+    """Rows of padding go to experts with "all_to_all" and not in the session; no token depends on them."""
+    register()
+    torch.set_num_threads(1)
+    for seed, policy in enumerate(policies):
+        rng = np.random.default_rng((20, seed))
+        expected, actual = load(saved, "all_to_all"), load(saved)
+        session = Session(num_experts=NUM_EXPERTS, mode="live", policy=policy)
+        use_session(actual, session)
+        actual.gradient_checkpointing_enable({"use_reentrant": seed % 2 == 0})
+        optimizers = [optimizer_of(model) for model in (expected, actual)]
+        for step_index in range(2):
+            step = Step.random(rng, micro_steps=2)
+            for index in range(2):
+                batch = step.batch(index, session.rank)
+                for model in (expected, actual):
+                    model.set_requires_gradient_sync(index == 1)
+                wanted = batch.loss(expected)
+                wanted.backward()
+                with session.live_micro_step(positions=batch.positions):
+                    loss = batch.loss(actual)
+                loss.backward()
+                assert relative_error(loss, wanted) < 1e-5, (policy, step_index)
+            session.finish_gradients()
+            check_gradients(actual, expected, 1e-5, (policy, step_index))
+            for optimizer in optimizers:
+                optimizer.step()
+                optimizer.zero_grad()
+        metrics = session.take_metrics()
+        assert metrics["live/replicas"] > 0, policy
+        assert metrics["transfer/gradient_bytes"] > 0, policy
+        session.close()
+
+
+def train_live_with_few_tokens(saved: Path) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(balancer, "choose_quotas", quotas_of_few)
+        train_live(saved, ("quota", "feplb", "predict"))
+
+
+def test_live_micro_steps_equal_all_to_all(saved: Path) -> None:
+    on_ranks(train_live_with_few_tokens, (saved,), ranks=2)
 
 
 def freeze_and_save(saved: Path, out: Path) -> None:

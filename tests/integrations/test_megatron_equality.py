@@ -91,6 +91,30 @@ def test_balanced_models_train_as_megatron_s_own(layout: str) -> None:
     on_ranks(compare, (LAYOUTS[layout], cases), ranks=LAYOUTS[layout].ranks, patched="megatron")
 
 
+LIVE: dict[str, list[MegatronCase]] = {
+    "EP 2": [
+        MegatronCase(0, double=True, live="quota"),
+        MegatronCase(1, double=True, live="quota", recompute="uniform", dispatcher="trimtab"),
+        MegatronCase(2, double=True, live="predict", recompute="moe", router_replay=True),
+        MegatronCase(3, live="predict", distributed_optimizer=True, overlap=True),
+        MegatronCase(4, 5, double=True, live="auto", recompute="block"),
+        MegatronCase(5, double=True, live="off"),
+        MegatronCase(6, double=True, live="quota", balanced_routers=True),
+    ],
+    "EP 2 x expert-DP 2": [MegatronCase(11, 3, double=True, live="quota", overlap=True)],
+    "PP 2 x EP 2": [MegatronCase(7, double=True, live="quota", dense_stage=True), MegatronCase(8, live="predict")],
+    "interleaved PP 2 x EP 2": [
+        MegatronCase(9, double=True, live="quota", recompute="uniform"), MegatronCase(10, double=True, live="predict"),
+    ],
+}  # fmt: skip
+
+
+@pytest.mark.longer
+@pytest.mark.parametrize("layout", LIVE)
+def test_models_in_live_micro_steps_train_as_megatron_s_own(layout: str) -> None:
+    on_ranks(compare, (LAYOUTS[layout], LIVE[layout]), ranks=LAYOUTS[layout].ranks, patched="megatron")
+
+
 def compare(layout: Layout, cases: list[MegatronCase]) -> None:
     """Differences grow with layers, eight if interleaved, and with optimizer steps."""
     double = 1e-11 if layout.interleaved else 1e-12

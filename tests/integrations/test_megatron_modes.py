@@ -13,6 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from helpers.live_runs import quotas_of_few
 from helpers.planner_steps import free_replicas
 from helpers.random_plans import random_plan
 from helpers.rank_pool import RankPool, shared_pool
@@ -23,7 +24,9 @@ from trimtab.planner import GroupPlans, PlanSettings
 from trimtab.planner.plan.pass_times import PARTS
 from trimtab.planner.plan.prediction import Prediction
 from trimtab.planner.plan.strategy import NOTHING, Choice
+from trimtab.runtime.live import balancer
 from trimtab.runtime.planning import SessionPlanner
+from trimtab.runtime.settings import Mode
 from trimtab.trace import RoutingTrace
 
 MICRO_BATCHES = 2
@@ -142,6 +145,43 @@ def test_shadow_and_off_change_no_number(pool: RankPool) -> None:
     pool.call(run_modes)
 
 
+def run_live(state: dict[str, Any]) -> None:
+    from trimtab.integrations.megatron import balance
+
+    pair = pair_of(state)
+    before = parts_of(pair)
+    with pytest.raises(InputError, match=r"policy 'feplb' sends rows in a second dispatch, .*; use 'quota', 'predict'"):
+        balance(pair.other.chunks, mode="live", policy="feplb")
+    assert all(now is then for now, then in zip(parts_of(pair), before, strict=True))
+    with mock.patch.object(balancer, "choose_quotas", quotas_of_few), pair.balanced(policy="quota") as session:
+        live = session.live(pair.function)
+        # Only mode live balances.
+        for mode in ("plan", "off"):
+            session.session.mode = mode
+            assert pair.is_same(pair.step(pair.other, live)), mode
+        session.session.mode = "live"
+        with pytest.raises(InputError, match="nothing is planned in mode 'live'; call live\\(\\)"):
+            pair.step(pair.other, session.planned(pair.function, pair.routing))
+        found = pair.step(pair.other, live)
+        metrics = session.take_metrics()
+        assert metrics["live/replicas"] > 0
+        assert metrics["live/max_vio_after"] < metrics["live/max_vio_before"]
+        assert metrics["transfer/gradient_bytes"] > 0
+        assert pair.error(found) < 1e-12
+        # A plan in between, with replicas of its own.
+        session.session.mode = "plan"
+        assert pair.error(pair.step(pair.other, session.planned(pair.function, pair.routing))) < 1e-12
+        assert session.report.replicas > 0
+        session.session.mode = "live"
+        assert pair.error(pair.step(pair.other, live)) < 1e-12
+    with pytest.raises(InputError, match="was removed from its model"):
+        pair.step(pair.other, live)
+
+
+def test_live_micro_steps_are_megatron_s_own_with_replicas(pool: RankPool) -> None:
+    pool.call(run_live)
+
+
 def plan_beside(state: dict[str, Any]) -> None:
     """Homes and strategy before the step, replicas while it runs, by Trimtab's planner."""
     from trimtab.integrations.megatron import balance
@@ -199,10 +239,15 @@ def test_remove_gives_the_model_back(pool: RankPool) -> None:
     pool.call(give_back)
 
 
-def write_weights(state: dict[str, Any]) -> None:
+def write_weights(state: dict[str, Any], mode: Mode) -> None:
     pair = pair_of(state)
-    with pair.balanced(nodes=[0, 1]) as session:
-        pair.step(pair.other, session.planned(pair.function, pair.routing))
+    nodes = [0, 1] if mode == "plan" else [0, 0]
+    with (
+        mock.patch.object(balancer, "choose_quotas", quotas_of_few),
+        pair.balanced(mode=mode, policy="quota", nodes=nodes) as session,
+    ):
+        live = session.live(pair.function)
+        pair.step(pair.other, session.planned(pair.function, pair.routing) if mode == "plan" else live)
         experts = [
             parameter
             for model in (pair.plain, pair.other)
@@ -213,15 +258,16 @@ def write_weights(state: dict[str, Any]) -> None:
             parameter.data.mul_(2)
         routing = pair.plain.record(pair.function, pair.tokens_MBS)
         expected = pair.step(pair.plain, pair.function)
-        found = pair.step(pair.other, session.planned(pair.function, routing))
+        found = pair.step(pair.other, session.planned(pair.function, routing) if mode == "plan" else live)
         for parameter in experts:
             parameter.data.div_(2)
         assert pair.error(found, expected) < 1e-12
 
 
-def test_writes_that_do_not_show_are_followed(pool: RankPool) -> None:
+@pytest.mark.parametrize("mode", ["plan", "live"])
+def test_writes_that_do_not_show_are_followed(pool: RankPool, mode: Mode) -> None:
     """As Megatron's optimizers and loading of weights write, through `.data`."""
-    pool.call(write_weights)
+    pool.call(write_weights, mode)
 
 
 def run_backwards_late(state: dict[str, Any]) -> None:

@@ -301,6 +301,7 @@ REFUSED: dict[str, tuple[Run, dict[str, Any]]] = {
     "sync_ref_model=True": (Run({"sync_ref_model": True, "beta": 0.1}), {}),
     "use_transformers_continuous_batching=True": (Run({"use_transformers_continuous_batching": True}), {}),
     "tools and environment_factory": (Run(), {"tools": [len]}),
+    "mode 'live'": (Run(session={"mode": "live"}), {}),
     "attention_dropout": (Run(changes={"attention_dropout": 0.1}), {}),
 }
 

@@ -73,6 +73,7 @@ def save_again_and_update(out: Path) -> None:
         for _ in range(16)
     ]
     prepared = trainer.prepare(sequences[trainer.rank :: ranks], 0)
+    assert prepared.planned is not None
     trainer.session.apply_plan(prepared.planned, prepared.trace)
     trainer.update(prepared, trainer.recompute(prepared), 10)
     trainer.save(1)

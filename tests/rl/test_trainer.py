@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from helpers.live_runs import quotas_of_few
 from helpers.rank_pool import RankPool
 from helpers.runs import save_tiny_model
 from helpers.trainers import make_sequences, start
@@ -19,8 +20,10 @@ from trimtab.rl import trainer as trainer_module
 from trimtab.rl.checkpoint import last_checkpoint
 from trimtab.rl.collectives import reduce
 from trimtab.rl.sequences import Sequence
+from trimtab.rl.step_metrics import StepClock
 from trimtab.rl.task import Problem
 from trimtab.rl.trainer import PreparedStep, Trainer
+from trimtab.runtime.live import balancer
 
 State = dict[str, Any]
 CPU = torch.device("cpu")
@@ -37,6 +40,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def apply(trainer: Trainer, sequences: list[Sequence]) -> tuple[PreparedStep, list[torch.Tensor]]:
     """Plan a step of this rank's sequences and recompute it."""
     prepared = trainer.prepare(sequences, 0)
+    assert prepared.planned is not None
     trainer.session.apply_plan(prepared.planned, prepared.trace)
     return prepared, trainer.recompute(prepared)
 
@@ -92,7 +96,7 @@ def clip_some(state: State, folder: Path) -> tuple[float, float]:
     """Clip fraction if the tokens of the second mini-batch alone are clipped, found and expected."""
     trainer, sequences = start(folder, learning_rate=0.0), make_sequences(13)
     prepared, log_probs = apply(trainer, sequences[trainer.rank :: 2])
-    second = set(prepared.planned.schedule.micro_steps_of(1))
+    second = set(prepared.schedule.micro_steps_of(1))
     # Ratios exp(0.1) and exp(-0.3).
     shifted = [values + (0.3 if index in second else -0.1) for index, values in enumerate(log_probs)]
     found = trainer.update(prepared, shifted, step=0)["ppo/clip_fraction"]
@@ -185,6 +189,36 @@ def run_a_step(state: State, folder: Path) -> None:
     changed = [not torch.equal(value, before[name]) for name, value in trainer.rollout_model.state_dict().items()]
     assert sum(changed) > len(changed) / 2
     trainer.session.close()
+
+
+def train_from_live_routing(state: State, folder: Path) -> list[list[dict[str, Any]]]:
+    """Metrics of two steps with and without replicas, of the same sequences."""
+    found = []
+    with mock.patch.object(balancer, "choose_quotas", quotas_of_few):
+        for policy in ("off", "quota"):
+            trainer = start(folder, mode="live", policy=policy, slots=2, gradient_checkpointing=policy == "quota")
+            with mock.patch.object(trainer.session, "plan_ahead", side_effect=AssertionError):
+                trainer.rollout(0)
+            mine = make_sequences(16)[trainer.rank :: 2]
+            found.append([trainer.train(mine, step, StepClock())[1] for step in range(2)])
+            trainer.session.close()
+    return found
+
+
+def test_live_routing_with_replicas_trains_as_without(pool: RankPool, folder: Path) -> None:
+    for unbalanced, balanced in pool.call(train_from_live_routing, folder):
+        for expected, actual in zip(unbalanced, balanced, strict=True):
+            for name in ("loss", "grad_norm", "ppo/rollout_logprob_diff", "live/max_vio_before"):
+                assert actual[name] == pytest.approx(expected[name], rel=1e-4, abs=1e-6), name
+            assert expected["moe/replicas"] == expected["transfer/gradient_bytes"] == 0
+            assert expected["live/max_vio_after"] == expected["live/max_vio_before"]
+            assert actual["moe/replicas"] == actual["live/replicas"] > 0
+            assert actual["transfer/gradient_bytes"] > 0
+            assert actual["moe/max_vio_after"] == actual["live/max_vio_after"] < actual["live/max_vio_before"] / 2
+            assert actual["moe/max_vio_before"] == actual["live/max_vio_before"]
+            # Of two layers. What a checkpoint runs again is the same call.
+            assert actual["live/calls"] == expected["live/calls"] == 2 * expected["moe/micro_steps"] > 0
+            assert "planning_s" not in actual
 
 
 def assert_synced(trainer: Trainer) -> None:

@@ -18,6 +18,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from helpers.runs import metrics_of, save_tiny_model, train_command
 from trimtab import read_trace
 from trimtab.cluster.specs import RING_LAYERS
 
@@ -138,6 +139,21 @@ def test_a_checkpoint_can_be_trained_on_under_every_policy(run: tuple[Path, str]
         assert metrics["ppo/rollout_logprob_diff"] < 0.1
         assert metrics["moe/replicas"] == 0
         assert (metrics["moe/unplanned_micro_steps"] > 0) == (policy == "off")
+
+
+def test_a_run_can_be_balanced_from_live_routing(tmp_path: Path) -> None:
+    save_tiny_model(tmp_path / "model")
+    out = tmp_path / "out"
+    few = ["--warm-start-steps", "2", "--held-out", "8", "--problems", "2", "--samples", "2", "--steps", "1"]
+    arguments = train_command(out, "--model", str(tmp_path / "model"), *few, "--live", "quota")
+    result = subprocess.run(arguments, capture_output=True, text=True, check=False)
+    assert result.returncode == 0, result.stderr
+    (metrics,) = metrics_of(out)
+    written = json.loads((out / "settings.json").read_text())
+    assert (written["mode"], written["policy"]) == ("live", "quota")
+    # Two layers, in recompute and update.
+    assert metrics["live/calls"] == 2 * metrics["moe/micro_steps"]
+    assert {"live/max_vio_before", "live/max_vio_after", "live/replicas"} <= metrics.keys()
 
 
 def test_a_killed_rank_stops_the_run_and_is_named(tmp_path: Path) -> None:

@@ -125,7 +125,7 @@ def add_options(
             option.setdefault("metavar", METAVARS.get(option.get("type"), "NAME"))
             # Values of a repeated option add up.
             several = NameList if "choices" in option and option.get("type") is str else "extend"
-            option["action"] = several if "nargs" in option else "store"
+            option["action"] = "store" if option.get("nargs", "?") == "?" else several
             text = " ".join(map(str, shown)) if isinstance(shown, list | tuple) else shown
             option["help"] += "" if shown is None else f" (default: {text})"
         parser.add_argument(*SHORT.get(name, ()), name, **option)

@@ -14,6 +14,7 @@ from trimtab.rank_variables import torchrun_ranks
 from trimtab.rl.config import TrainConfig, resumed
 
 MODES = ("plan", "rehome", "static", "shadow", "off")
+LIVE_POLICIES = ("auto", "quota", "feplb", "predict", "off")
 
 
 def add(commands: Any) -> None:
@@ -27,6 +28,8 @@ def add(commands: Any) -> None:
             "trimtab train -o out/demo",
             "trimtab train -o out/demo --resume --steps 60",
             "trimtab train -o out/wide --expert-width 4096",
+            "trimtab train -o out/live --live",
+            "trimtab train -o out/live-quota --live quota",
             "trimtab train --model path/to/qwen3-moe --warm-start-steps 0 --ranks 8 -o out/run",
             "torchrun --nnodes 2 --nproc-per-node 8 -m trimtab.cli.main train -o /shared/run",
         ],
@@ -45,7 +48,16 @@ def add(commands: Any) -> None:
     option = partial(add_options, parser, of=TrainConfig)
     option("--model", type=Path, metavar="FOLDER", unset="a small model", help="local Hugging Face checkpoint")
     option("--expert-width", type=positive, help="inner width of the small model's experts")
-    option("--mode", choices=MODES, help="how experts are balanced")
+    modes = partial(add_options, parser.add_mutually_exclusive_group())
+    modes("--mode", of=TrainConfig, choices=MODES, help="how experts are balanced")
+    modes(
+        "--live",
+        nargs="?",
+        const="auto",
+        choices=LIVE_POLICIES,
+        unset="plan from the recorded routing",
+        help="balance every layer from what its router chooses, without plan and replay, by a policy, or by auto",
+    )
     add_options(parser, "--ranks", unset="2")
     option("--slots", "--steps")
     option("--problems", type=positive, help="problems of a step")
@@ -71,7 +83,7 @@ def run(options: argparse.Namespace) -> None:
     from trimtab.rl.run import run_training
 
     out: Path = options.out
-    asked = given(options, TrainConfig)
+    asked = given(options, TrainConfig) | ({} if options.live is None else {"mode": "live", "policy": options.live})
     is_new = not out.exists() or (out.is_dir() and all(path.suffix == ".partial" for path in out.iterdir()))
     is_writer = os.environ.get("RANK", "0") == "0"
     if options.resume and not is_new:

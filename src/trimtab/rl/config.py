@@ -10,11 +10,12 @@ from typing import TYPE_CHECKING, Any
 from trimtab.errors import InputError
 
 if TYPE_CHECKING:
+    from trimtab.runtime.live.policies import LivePolicy
     from trimtab.runtime.settings import Mode
 
 # Settings that a resumed run may change: its length and how its work is distributed. Others would change its results.
 MAY_CHANGE = frozenset(
-    ("out", "mode", "slots", "steps", "token_budget", "gradient_checkpointing", "save_every", "compare_pairs")
+    ("out", "mode", "policy", "slots", "steps", "token_budget", "gradient_checkpointing", "save_every", "compare_pairs")
 )
 
 
@@ -26,7 +27,9 @@ class TrainConfig:
         out: folder of all files that the run writes.
         model: a local Hugging Face checkpoint directory; None for a small random model.
         expert_width: inner width of the small model's experts; it has no effect with `model`.
-        mode: how recompute and update are balanced, see `Session`.
+        mode: how recompute and update are balanced, see `Session`. In `live` they follow the router, not the rollout's
+            routing, and the warm start is balanced too.
+        policy: how replicas are chosen in mode `live`, see `Session`.
         slots: slots per rank and layer.
         steps: RL steps.
         problems: problems of an RL step, over all ranks.
@@ -51,6 +54,7 @@ class TrainConfig:
     model: Path | None = None
     expert_width: int = 1536
     mode: Mode = "plan"
+    policy: LivePolicy = "auto"
     slots: int = 2
     steps: int = 30
     problems: int = 64

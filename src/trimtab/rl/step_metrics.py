@@ -1,8 +1,9 @@
-"""Metrics of an RL step: those of its plan, and seconds of its parts."""
+"""Metrics of an RL step: those of its plan or of its live choices, and seconds of its parts."""
 
 from __future__ import annotations
 
 import time
+from collections.abc import Mapping
 
 from trimtab.runtime import PlanReport
 
@@ -26,6 +27,19 @@ def plan_metrics(report: PlanReport) -> dict[str, float]:
         "waited_s": report.waited_s,
         "ahead_s": report.ahead_s,
         "known_ahead": report.known_ahead,
+    }
+
+
+def live_metrics(counted: Mapping[str, float]) -> dict[str, float]:
+    """Metrics of a step in mode `live`, by the names that they have in other modes.
+
+    Args:
+        counted: of `Session.take_metrics`.
+    """
+    return {
+        "moe/max_vio_before": counted["live/max_vio_before"],
+        "moe/max_vio_after": counted["live/max_vio_after"],
+        "moe/replicas": counted["live/replicas"],
     }
 
 

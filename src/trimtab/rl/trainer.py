@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from trimtab.integrations.transformers import moe_blocks, num_experts, share_experts
-from trimtab.planner import Placement
+from trimtab.planner import Placement, Schedule, pack_by_length
 from trimtab.rank_variables import rank_variable
 from trimtab.rl.batches import MicroBatch, collate
 from trimtab.rl.checkpoint import Checkpoint, write_checkpoint
@@ -23,7 +23,7 @@ from trimtab.rl.demo_model import load_config, load_model, load_tokenizer
 from trimtab.rl.losses import CLIP, clipped_policy_loss, token_log_probs
 from trimtab.rl.rollout import count_correct, held_out_problems, sample_groups
 from trimtab.rl.sequences import Sequence, exchange_sequences, gather_lengths, routing_of
-from trimtab.rl.step_metrics import StepClock, plan_metrics
+from trimtab.rl.step_metrics import StepClock, live_metrics, plan_metrics
 from trimtab.rl.task import draw_problem
 from trimtab.rl.warm_start import warm_start
 from trimtab.runtime import MicroStep, PlannedStep, Session
@@ -35,16 +35,18 @@ WARM_UP_STEPS = 3
 
 @dataclass(frozen=True, eq=False)
 class PreparedStep:
-    """A planned step with this rank's micro-batches.
+    """A step with this rank's micro-batches.
 
     Attributes:
-        planned: plan and schedule of the step over all ranks.
+        schedule: of all ranks.
+        planned: plan of the step over all ranks; None in mode `live`.
         trace: routing of this rank's sequences, in plan order.
         batches: this rank's micro-batches, one per micro-step.
         response_tokens: response tokens of each mini-batch over all ranks; the divisors of its loss.
     """
 
-    planned: PlannedStep
+    schedule: Schedule
+    planned: PlannedStep | None
     trace: RoutingTrace
     batches: list[MicroBatch]
     response_tokens: list[int]
@@ -81,6 +83,7 @@ class Trainer:
         self.session = Session(
             num_experts=num_experts(self.model_config),
             mode=config.mode,
+            policy=config.policy,
             slots_per_rank=config.slots,
             ranks_per_node=rank_variable("LOCAL_WORLD_SIZE", self.num_ranks),
             # Given, so that a resumed run makes the same plans.
@@ -101,6 +104,11 @@ class Trainer:
             if home.max() + 1 == self.num_ranks:
                 self.session.move(Placement(home))
             self.sync_rollout()
+
+    @property
+    def is_live(self) -> bool:
+        """Whether steps are balanced from live routing."""
+        return self.config.mode == "live"
 
     def warm_start(self, on_step: Callable[[float], None] = lambda loss: None) -> None:
         """Run the supervised steps, if any, and copy the weights to the rollout model. Collective.
@@ -138,21 +146,30 @@ class Trainer:
             problems[self.rank :: self.num_ranks],
             samples=self.config.samples,
             max_new_tokens=self.config.max_new_tokens,
-            count=lambda trace: self.session.plan_ahead(trace, token_budget=self.config.token_budget),
+            count=None if self.is_live else self._plan_ahead,
         )
 
-    def prepare(self, sequences: list[Sequence], step: int) -> PreparedStep:
-        """Plan the step of all ranks' sequences, exchange them, and form this rank's micro-batches. Collective.
+    def _plan_ahead(self, trace: RoutingTrace) -> None:
+        self.session.plan_ahead(trace, token_budget=self.config.token_budget)
 
+    def prepare(self, sequences: list[Sequence], step: int) -> PreparedStep:
+        """Schedule the step of all ranks' sequences, exchange them, and form this rank's micro-batches. Collective.
+
+        In mode `live` the schedule is made from lengths alone. In other modes the step is planned.
         Mini-batches take every n-th sequence, so that each has some sequences of most groups.
         """
         lengths_R = gather_lengths(sequences)
         lengths = np.concatenate(lengths_R)
         mini_batch = np.arange(len(lengths)) % self.config.mini_batches
-        planned = self.session.plan_sequences(
-            self._routing_of(sequences, step), token_budget=self.config.token_budget, mini_batch=mini_batch
-        )
-        schedule = planned.schedule
+        budget, planned = self.config.token_budget, None
+        if self.is_live:
+            schedule = pack_by_length(
+                lengths[:, 0], num_ranks=self.num_ranks, token_budget=budget, mini_batch=mini_batch
+            )
+        else:
+            routing = self._routing_of(sequences, step)
+            planned = self.session.plan_sequences(routing, token_budget=budget, mini_batch=mini_batch)
+            schedule = planned.schedule
         first = sum(len(part) for part in lengths_R[: self.rank])
         arrived = exchange_sequences(sequences, schedule.rank[first : first + len(sequences)], self.device)
         # Sequences arrive ordered by source rank, thus by index in the schedule; plan order is by micro-step first.
@@ -168,7 +185,8 @@ class Trainer:
             for number in range(schedule.num_micro_steps)
         ]
         response_tokens = np.bincount(mini_batch, weights=lengths[:, 1], minlength=self.config.mini_batches)
-        return PreparedStep(planned, self._routing_of(mine, step), batches, [int(count) for count in response_tokens])
+        trace = self._routing_of(mine, step)
+        return PreparedStep(schedule, planned, trace, batches, [int(count) for count in response_tokens])
 
     def _routing_of(self, sequences: list[Sequence], step: int) -> RoutingTrace:
         return routing_of(
@@ -186,6 +204,8 @@ class Trainer:
 
     def micro_step(self, batch: MicroBatch, index: int) -> MicroStep:
         """Context for the forwards and backwards of a micro-batch."""
+        if self.is_live:
+            return self.session.live_micro_step(positions=batch.positions)
         return self.session.micro_step(index, positions=batch.positions, sequence_hashes=batch.sequence_hashes)
 
     def recompute(self, prepared: PreparedStep) -> list[torch.Tensor]:
@@ -215,7 +235,7 @@ class Trainer:
             Sums over this rank's response tokens: `loss` (already divided by the tokens of all ranks) and `clipped`.
         """
         sums = {"loss": 0.0, "clipped": 0.0}
-        for index in prepared.planned.schedule.micro_steps_of(mini_batch):
+        for index in prepared.schedule.micro_steps_of(mini_batch):
             batch = prepared.batches[index]
             with self.micro_step(batch, int(index)):
                 log_ratio = self.log_probs(batch) - old_log_probs[index]
@@ -266,7 +286,8 @@ class Trainer:
         return metrics | clock.laps
 
     def train(self, sequences: list[Sequence], step: int, clock: StepClock) -> tuple[PreparedStep, dict[str, Any]]:
-        """Plan, recompute, update, and copy the weights to the rollout model: an RL step after its rollout. Collective.
+        """Prepare, recompute, update, and copy the weights to the rollout model: an RL step after its rollout.
+        Collective.
 
         Args:
             sequences: of this rank.
@@ -274,13 +295,13 @@ class Trainer:
             clock: measures the parts.
 
         Returns:
-            The planned step, and metrics, which are equal on all ranks but for times.
+            The step, and metrics, which are equal on all ranks but for times.
         """
         metrics: dict[str, Any] = {}
         prepared = self.prepare(sequences, step)
         clock.lap("prepare_s")
         self.session.take_metrics()
-        report = self.session.apply_plan(prepared.planned, prepared.trace)
+        report = None if prepared.planned is None else self.session.apply_plan(prepared.planned, prepared.trace)
         clock.lap("plan_s")
         old_log_probs = self.recompute(prepared)
         clock.lap("recompute_s")
@@ -289,12 +310,14 @@ class Trainer:
         clock.lap("update_s")
         self.sync_rollout()
         clock.lap("sync_s")
-        metrics |= plan_metrics(report)
         # Every micro-step runs twice, in recompute and in update.
-        metrics["moe/micro_steps"] = 2 * report.micro_steps
+        metrics["moe/micro_steps"] = 2 * prepared.schedule.num_micro_steps
         metrics["plan/background_s"] = 0.0
         for name, value in self.session.take_metrics().items():
-            metrics[name] = value if name.startswith(("moe/", "plan/")) else self._total(value)
+            metrics[name] = value if name.startswith(("moe/", "plan/", "live/")) else self._total(value)
+        if report is None:
+            return prepared, metrics | live_metrics(metrics)
+        metrics |= plan_metrics(report)
         metrics["waited_s"] += metrics["plan/waited_s"]
         # What was planned while the step ran, in place of what was expected.
         for figure, planned in (("moe/replicas", "moe/planned_replicas"), ("moe/max_vio_after", "moe/planned_max_vio")):

@@ -82,10 +82,9 @@ class Session:
             by default those of an H100 cluster, or of a CPU machine, and moves of experts as this session measures
             them. With rates, plans don't depend on measured times. Its numbers of ranks and slots are ignored.
         policy: in mode `live`, how replicas are chosen in `live_micro_step`: `quota`, replicas and split from the
-        counts of
-            the layer; `feplb`, whole experts that move within a node after the dispatch; `predict`, replicas from
-            earlier counts, which are there before the router chooses, and the split from those of the layer; `off`,
-            none; `auto`, for every layer the fastest of `off`, `quota` and `predict`, by measured time.
+            counts of the layer; `feplb`, whole experts that move within a node after the dispatch; `predict`, replicas
+            from earlier counts, which are there before the router chooses, and the split from those of the layer;
+            `off`, none; `auto`, for every layer the fastest of `off`, `quota` and `predict`, by measured time.
         predictor: the counts that `predict` uses: of the `last` micro-step, an exponential `average`, or those of the
             `same` micro-step after the weight change before.
         verify_weights: compare sampled elements of every expert when a micro-step begins, to detect weight changes that
@@ -255,6 +254,7 @@ class Session:
     def add_framework_layer(self, parameters: ReadParameters) -> FrameworkLayer:
         """Add the next MoE layer, which a framework's own dispatcher and matrix products run. Not a collective.
 
+        Live micro-steps balance it with any policy but `feplb`, whose second dispatch a framework does not have.
         Experts move only after `set_framework_state`. Gradients of replicas are joined to those of `parameters` in
         backward; the framework sums and clips them.
 
@@ -263,8 +263,13 @@ class Session:
                 called whenever they are needed.
 
         Raises:
-            InputError: as `add_layer`.
+            InputError: as `add_layer`, and if the policy is `feplb`.
         """
+        if self.settings.policy == "feplb":
+            raise InputError(
+                "policy 'feplb' sends rows in a second dispatch, which a framework's own dispatcher does not have; use "
+                "'quota', 'predict', 'auto' or 'off'"
+            )
         return FrameworkLayer(self._calls, self._experts.add_layer(parameters, self._initial_E, joins_in_backward=True))
 
     def set_framework_state(self, state: ExpertState) -> None:

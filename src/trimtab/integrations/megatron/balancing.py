@@ -26,7 +26,7 @@ from trimtab.integrations.megatron.physical_dispatch import (
 from trimtab.integrations.megatron.reduction_order import ReductionOrder
 from trimtab.integrations.megatron.support import check_slots, check_supported
 from trimtab.planner import Placement
-from trimtab.runtime import PlanReport, Session
+from trimtab.runtime import MicroStep, PlanReport, Session
 from trimtab.runtime.settings import Mode
 from trimtab.trace import RoutingTrace
 
@@ -56,13 +56,15 @@ def balance(
         pg_collection: Megatron's `ProcessGroupCollection`; the groups of `parallel_state` by default.
         slots_per_rank: most replicas of one layer on a rank.
         mode: see `Session`. In `shadow` and `off` Megatron runs as without this call. `rehome` needs an optimizer.
+            `live` balances what `MegatronSession.live` runs, by any `policy` but `feplb`.
         dispatcher: `megatron` sends rows by Megatron's own dispatcher, built for physical experts: all-to-all, or flex
             with DeepEP or HybridEP; `trimtab` by ours.
         nodes: the node number of each rank of the expert-parallel group, in its order; by host name by default.
         options: others of `Session`.
 
     Raises:
-        InputError: if the model has no MoE layers, is balanced already, or its configuration is not supported.
+        InputError: if the model has no MoE layers, is balanced already, or its configuration is not supported; if the
+            policy is `feplb`.
     """
     chunks = [model_chunks] if isinstance(model_chunks, nn.Module) else list(model_chunks)
     layers = [module for chunk in chunks for module in chunk.modules() if isinstance(module, MoELayer)]
@@ -214,26 +216,63 @@ class MegatronSession:
             routing: recorded routing of the micro-batches, in order.
         """
 
-        def run(*, forward_step_func: Callable[..., Any], num_microbatches: int, **others: Any) -> Any:
+        def run(*, num_microbatches: int, **others: Any) -> Any:
             self.plan(routing, num_microbatches)
-            self._order_reductions(others.get("model"))
             session = self.session
-            if session is None:
-                return forward_backward(
-                    forward_step_func=forward_step_func, num_microbatches=num_microbatches, **others
-                )
-            steps = [session.micro_step(index) for index in range(num_microbatches)]
-            forwards: dict[int, int] = {}
-
-            def forward_step(data_iterator: Any, model: Any, *more: Any, **named: Any) -> Any:
-                index = forwards.get(id(model), 0)
-                forwards[id(model)] = index + 1
-                with steps[index]:
-                    return forward_step_func(data_iterator, model, *more, **named)
-
-            return forward_backward(forward_step_func=forward_step, num_microbatches=num_microbatches, **others)
+            steps = [] if session is None else [session.micro_step(index) for index in range(num_microbatches)]
+            return self._run(forward_backward, steps, num_microbatches=num_microbatches, **others)
 
         return run
+
+    def live(self, forward_backward: Callable[..., Any]) -> Callable[..., Any]:
+        """Megatron's forward-backward function in live micro-steps, which mode `live` balances without recorded
+        routing: `session.live(get_forward_backward_func())`. In other modes Megatron runs as without this object.
+
+        Call the result as that of `planned`.
+        """
+
+        def run(*, num_microbatches: int, **others: Any) -> Any:
+            self._need_model()
+            self._gather_parameters()
+            session = self.session
+            if session is not None:
+                # Megatron's optimizers write to parameters in ways that don't show.
+                session.weights_changed()
+            steps = [] if session is None else [session.live_micro_step() for _ in range(num_microbatches)]
+            return self._run(forward_backward, steps, num_microbatches=num_microbatches, **others)
+
+        return run
+
+    def _run(
+        self,
+        forward_backward: Callable[..., Any],
+        steps: Sequence[MicroStep],
+        *,
+        forward_step_func: Callable[..., Any],
+        **others: Any,
+    ) -> Any:
+        """Run Megatron's function with the forwards of every micro-batch, one for each chunk, in its micro-step.
+
+        Args:
+            steps: by micro-batch; empty without MoE layers.
+        """
+        self._order_reductions(others.get("model"))
+        if not steps:
+            return forward_backward(forward_step_func=forward_step_func, **others)
+        forwards: dict[int, int] = {}
+
+        def forward_step(data_iterator: Any, model: Any, *more: Any, **named: Any) -> Any:
+            index = forwards.get(id(model), 0)
+            forwards[id(model)] = index + 1
+            with steps[index]:
+                return forward_step_func(data_iterator, model, *more, **named)
+
+        return forward_backward(forward_step_func=forward_step, **others)
+
+    def _need_model(self) -> None:
+        """Raises InputError after `remove`."""
+        if self._is_removed:
+            raise InputError("the session was removed from its model; call balance() again")
 
     def plan_ahead(self, trace: RoutingTrace, *, token_budget: int) -> None:
         """Plan homes and strategy of the next step from its finished sequences, while others generate.
@@ -259,10 +298,11 @@ class MegatronSession:
         """Plan a step; `planned` calls it. Returns None on a pipeline stage without MoE layers.
 
         Raises:
-            InputError: if the routing does not fit the micro-batches or the model.
+            InputError: if the routing does not fit the micro-batches or the model; in mode `live`.
         """
-        if self._is_removed:
-            raise InputError("the session was removed from its model; call balance() again")
+        self._need_model()
+        if self.session is not None and self.session.mode == "live":
+            raise InputError("nothing is planned in mode 'live'; call live() in place of planned()")
         rows: list[Array] = []
         problem = None
         try:

@@ -1,4 +1,4 @@
-"""Dispatch of planned calls: by Megatron's own dispatcher, built for physical experts, or by Trimtab's."""
+"""Dispatch of planned and live calls: by Megatron's own dispatcher, built for physical experts, or by Trimtab's."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from trimtab.runtime.layer.instance import Instance
 
 
 class Rows(Protocol):
-    """The rows of one planned call, with the methods of Megatron's dispatchers.
+    """The rows of one call, with the methods of Megatron's dispatchers.
 
     Attributes:
         instance: the call.
@@ -51,11 +51,12 @@ class Rows(Protocol):
 
 
 class PlannedDispatcher:
-    """Takes the place of a MoE layer's dispatcher: planned calls go to physical experts, others to Megatron's own.
+    """Takes the place of a MoE layer's dispatcher: calls in planned and in balanced live micro-steps go to physical
+    experts, others to Megatron's own.
 
     Attributes:
         plain: Megatron's dispatcher.
-        rows: the rows of the planned call that runs now; None in other calls.
+        rows: the rows of the call to physical experts that runs now; None in other calls.
     """
 
     def __init__(self, moe_layer: MoELayer, layer: FrameworkLayer, replay: Any, make_rows: Any) -> None:
@@ -123,7 +124,7 @@ class MegatronRows:
 
     Args:
         dispatcher: built for physical experts.
-        weights: `[T, K]`, the router's weights of the recorded experts.
+        weights: `[T, K]`, the router's weights of its experts.
     """
 
     @classmethod
@@ -166,7 +167,8 @@ class MegatronRows:
 
 
 class PhysicalAlltoAll(MoEAlltoAllTokenDispatcher):
-    """Megatron's all-to-all dispatcher for physical experts. Counts come from the plan, without exchange or sync.
+    """Megatron's all-to-all dispatcher for physical experts. Counts come from the plan, without exchange or sync; in
+    live calls from the exchange that their replicas are chosen by.
 
     Args:
         moe_layer: the layer whose dispatcher it stands beside.
@@ -184,7 +186,7 @@ class PhysicalAlltoAll(MoEAlltoAllTokenDispatcher):
         self._positions = np.array(positions)
 
     def preprocess(self, routing_map: torch.Tensor) -> torch.Tensor:
-        """Sizes of this rank's exchange, from the plan. Returns the rows `[H + S]` of its physical experts."""
+        """Sizes of this rank's exchange, from the layout. Returns the rows `[H + S]` of its physical experts."""
         layout = self.instance.layout
         splits = np.empty((2, len(self._positions)), np.int64)
         splits[:, self._positions] = layout.send_splits, layout.recv_splits
@@ -227,7 +229,7 @@ class PhysicalFlex(MoEFlexTokenDispatcher):
     def dispatch_preprocess(
         self, hidden: torch.Tensor, routing_map: torch.Tensor, probs: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """As Megatron's, but DeepEP gets the experts of the plan. Megatron finds them by the top-k of `probs`, which
+        """As Megatron's, but DeepEP gets the experts of the layout. Megatron finds them by the top-k of `probs`, which
         misses experts whose weight is 0."""
         self.hidden_shape = hidden.shape
         manager = self._comm_manager

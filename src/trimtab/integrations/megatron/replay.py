@@ -1,4 +1,4 @@
-"""Replay of recorded routing in Megatron's routers."""
+"""Replay of recorded routing in Megatron's routers, and their live choice for balanced live calls."""
 
 from __future__ import annotations
 
@@ -41,12 +41,14 @@ class SessionReplay:
         assert default_compute_topk is not None
         self._ids = None
         if not self._is_replaying() or not self._layer.replays:
+            found: tuple[torch.Tensor, torch.Tensor]
             if self.plain is not None:
-                found: tuple[torch.Tensor, torch.Tensor] = self.plain.get_replay_topk(
-                    scores, topk, num_groups, group_topk, default_compute_topk
-                )
-                return found
-            return default_compute_topk(scores, topk, num_groups=num_groups, group_topk=group_topk)
+                found = self.plain.get_replay_topk(scores, topk, num_groups, group_topk, default_compute_topk)
+            else:
+                found = default_compute_topk(scores, topk, num_groups=num_groups, group_topk=group_topk)
+            if self._layer.balances_live:
+                self._ids = found[1].to(torch.int64)
+            return found
         ids = self._layer.recorded_ids(len(scores), topk)
         if ids is None:
             with torch.no_grad():
@@ -56,6 +58,6 @@ class SessionReplay:
         return scores.gather(1, ids), ids
 
     def take_ids(self) -> torch.Tensor | None:
-        """The experts `[T, K]` that the router got last; None if they were not replayed."""
+        """The experts `[T, K]` of the router's last call; None if the session neither replays nor balances it."""
         ids, self._ids = self._ids, None
         return ids

@@ -24,6 +24,7 @@ from trimtab.integrations.trl.refused_options import (
     check_arguments,
     check_model,
     check_same_weights,
+    check_session_options,
     check_supported,
 )
 from trimtab.runtime import PlanReport, Session
@@ -56,6 +57,7 @@ class TrimtabGRPOTrainer(GRPOTrainer):
 
     def __init__(self, *arguments: Any, session_options: Mapping[str, Any] | None = None, **named: Any) -> None:
         self._session_options = dict(session_options or {})
+        check_session_options(self._session_options)
         self.session: Session | None = None
         self.report: PlanReport | None = None
         self._given: Sequence[Any] | None = None  # routes of the last rollout

@@ -48,6 +48,14 @@ def check_supported(trainer: Any) -> None:
             raise InputError(f"TrimtabGRPOTrainer: {problem}")
 
 
+def check_session_options(options: Mapping[str, Any]) -> None:
+    """Raise InputError if a trainer does not support the mode of its session."""
+    if options.get("mode") == "live":
+        raise InputError(
+            "TrimtabGRPOTrainer: mode 'live' in session_options; every optimizer step is planned, so use mode 'plan'"
+        )
+
+
 def check_arguments(arguments: Mapping[str, Any]) -> None:
     """Raise InputError, naming the first argument of a trainer that is not supported."""
     if arguments.get("peft_config") is not None or is_peft_model(arguments["model"]):

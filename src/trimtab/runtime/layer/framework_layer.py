@@ -19,10 +19,10 @@ from trimtab.runtime.ranks.recorder import BACKWARD, DISPATCH, OTHER
 class FrameworkLayer(RoutedLayer):
     """One MoE layer whose experts stay the framework's. Created by `Session.add_framework_layer`.
 
-    A planned call has these parts, in this order: `begin`; the framework's dispatch to physical experts; its own home
-    experts; `use_replicas`, and its product with these weights; its combine; `end`. Gradients of replicas are added to
-    the `main_grad` of the home's parameters, or to their gradient if they have none, before autograd accumulates them
-    and runs hooks on that.
+    A call in a planned or a balanced live micro-step has these parts, in this order: `begin`; the framework's dispatch
+    to physical experts; its own home experts; `use_replicas`, and its product with these weights; its combine; `end`.
+    Gradients of replicas are added to the `main_grad` of the home's parameters, or to their gradient if they have none,
+    before autograd accumulates them and runs hooks on that.
     """
 
     def experts_by_position(self) -> Array:
@@ -39,19 +39,25 @@ class FrameworkLayer(RoutedLayer):
         fits = tables.known_N is None and tables.recorded_NK.shape == (tokens, top_k)
         return tables.recorded_NK.to(torch.int64) if fits else None
 
+    @property
+    def balances_live(self) -> bool:
+        """Whether a call now is balanced from what the router chooses."""
+        routes = self._calls.routes()
+        return routes is not None and routes.live is not None
+
     def begin(self, hidden: torch.Tensor, expert_ids: torch.Tensor) -> tuple[torch.Tensor, Instance] | None:
-        """Start a call. Collective over the expert-parallel group if rows are unknown.
+        """Start a call. Collective over the expert-parallel group if rows are unknown, as in live micro-steps.
 
         Args:
             hidden: the layer's input, of any shape.
-            expert_ids: `[T, K]`, as `route` returned them.
+            expert_ids: `[T, K]`, as `route` returned them; in live micro-steps the router's choice.
 
         Returns:
-            `hidden` for the dispatch, and the call; None outside of planned micro-steps, where the framework runs the
-            layer as without a session.
+            `hidden` for the dispatch, and the call; None outside of planned and balanced live micro-steps, where the
+            framework runs the layer as without a session.
         """
         routes = self._calls.routes()
-        if routes is None or not routes.is_planned:
+        if routes is None or not (routes.is_planned or routes.live is not None):
             return None
         instance = self._calls.bind(self.homes, expert_ids, routes)
         instance.begin_forward()
