@@ -37,10 +37,10 @@ class LiveBenchmark:
     seeds: int = 3
     json: Path | None = None
     ranks: tuple[int, ...] = (2, 4, 8)
-    presets: tuple[str, ...] = ("qwen3-30b-math", "qwen3-30b-mixed", "nemotron-3-nano-text")
+    presets: tuple[str, ...] = ("qwen3-30b-math", "nemotron-3-nano-text")
     experts: int = 128
     straggler_layers: int = 4
-    gemm_instances: int = 3
+    gemm_instances: int = 2
     gemm_hidden: int = 64
     gemm_width: int = 128
     slots: int = 2

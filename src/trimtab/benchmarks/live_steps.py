@@ -1,8 +1,9 @@
 """Step time of live policies on the ranks of a process group, against live routing without balancing.
 
 A step is one micro-step of a small model: forward, backward, complete gradients. Before each, outside of the clock, all
-variants run a forward of another micro-step with the same skew, which is the past of `predict`. The router's choice is
-replaced by given ids in all variants. Those of `foresight` are also recorded, and planned outside of the clock.
+variants run forwards of another micro-step with the same skew, which is the past of `predict`: two, since transfers for
+the first of them started with the skew of the round before. The router's choice is replaced by given ids in all
+variants. Those of `foresight` are also recorded, and planned outside of the clock.
 """
 
 from __future__ import annotations
@@ -42,6 +43,7 @@ ON_EVEN = ("off", "quota", "predict", "auto")
 HEADLINE = "auto"
 # Its session on even routing: it chooses by times that it has measured.
 AUTO_EVEN = "auto, even"
+FORWARDS_BEFORE = 2
 # Operations that launch no work.
 VIEWS = {
     "view", "_unsafe_view", "t", "transpose", "detach", "alias", "slice", "select", "split", "split_with_sizes",
@@ -75,7 +77,7 @@ def step_figures(settings: LiveBenchmark) -> dict[str, Any]:
         return time.perf_counter() - start
 
     # `auto` has then tried all policies.
-    for number in range(len(CANDIDATES) * TRIED // 2 + 1):
+    for number in range(-(-len(CANDIDATES) * TRIED // FORWARDS_BEFORE)):
         for name, seed in (("auto", seeds[number % len(seeds)]), (AUTO_EVEN, None)):
             models[name].prepare(routings[seed])
             models[name].step()
@@ -174,14 +176,15 @@ class LiveModel:
         return cls(session, model, session.replicated_parameters(model), tokens, chosen)
 
     def prepare(self, routing: list[torch.Tensor]) -> None:
-        """Plan, if the mode does, clear gradients, and run a forward of the first micro-step. Collective."""
+        """Plan, if the mode does, clear gradients, and run forwards of the first micro-step. Collective."""
         self.model.zero_grad()
         if self.session.mode == "plan":
             self.session.plan_micro_steps([ids.numpy() for ids in routing])
             _ = self.session.step_plan
         self.chosen[:] = [routing[0]]
-        with torch.no_grad(), self._micro_step(0):
-            self.model(input_ids=self.tokens, use_cache=False)
+        for _ in range(FORWARDS_BEFORE):
+            with torch.no_grad(), self._micro_step(0):
+                self.model(input_ids=self.tokens, use_cache=False)
         self.chosen[:] = [routing[1]]
 
     def step(self) -> None:
