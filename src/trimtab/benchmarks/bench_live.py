@@ -1,4 +1,4 @@
-"""`trimtab bench live`: balancing without recorded routing: stragglers as in FEPLB's tables, and step time on 2 ranks."""
+"""`trimtab bench live`: balancing without recorded routing: stragglers as in FEPLB's tables, and step time."""
 
 from __future__ import annotations
 

@@ -124,7 +124,9 @@ def summarise_live(step_s: Mapping[str, list[float]], seeds: int) -> dict[str, A
         "gain_captured": policies[HEADLINE]["gain_captured"],
         "overhead_when_even": policies[HEADLINE]["overhead_when_even"],
         "policies": policies,
-        "variants": {name: {"median_s": float(np.median(seconds)), "step_s": seconds} for name, seconds in step_s.items()},
+        "variants": {
+            name: {"median_s": float(np.median(seconds)), "step_s": seconds} for name, seconds in step_s.items()
+        },
     }
 
 

@@ -37,7 +37,10 @@ def straggler_cases(settings: LiveBenchmark) -> list[dict[str, Any]]:
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     cases = [
-        (ranks, preset, seed) for ranks in settings.ranks for preset in settings.presets for seed in range(settings.seeds)
+        (ranks, preset, seed)
+        for ranks in settings.ranks
+        for preset in settings.presets
+        for seed in range(settings.seeds)
     ]
     found = []
     for ranks, preset, seed in track(cases, "bench live: stragglers", transient=True):
@@ -113,8 +116,8 @@ def _traffic(instances: Sequence[ChosenInstance], sent_before: float) -> dict[st
     """What a forward of an instance sends in addition, of all ranks, with the sizes of Qwen3-30B-A3B in bf16: means.
 
     Returns:
-        `replicas`, and `used_replicas`, those with rows; `weight_bytes` of all; `row_bytes`, of rows in dispatch and combine, below 0 if fewer rows leave
-        their rank than without balancing.
+        `replicas`, and `used_replicas`, those with rows; `weight_bytes` of all replicas; `row_bytes`, of rows in
+        dispatch and combine, below 0 if fewer rows leave their rank than without balancing.
     """
     used = _mean([int(np.count_nonzero(each.replicas.quotas_PR.sum(axis=1))) for each in instances])
     replicas = _mean([each.replicas.count for each in instances])

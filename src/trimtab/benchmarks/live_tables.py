@@ -53,8 +53,8 @@ KNOWN = (
 )
 NOTES = (
     "gain_captured: the time that a policy saves on skewed routing, divided by the time that the skew costs. "
-    "overhead_when_even: its step time on even routing divided by that without balancing, minus 1. Time on a GPU is not "
-    "measured. On a CPU copies of weights and rows compete with the products for cores, which a copy engine does not."
+    "overhead_when_even: its step time on even routing divided by that without balancing, minus 1. Time on a GPU is "
+    "not measured. On a CPU copies of weights and rows compete with the products for cores; a copy engine does not."
 )
 
 

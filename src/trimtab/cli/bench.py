@@ -122,7 +122,7 @@ def add(commands: Any) -> None:
         help="balancing without recorded routing: stragglers as in FEPLB's tables, and step time",
         description="Stragglers on 2, 4 and 8 ranks in tokens and in CPU time of expert products, ranks one after "
         "another: before, with FasterMoE's shadows, the runtime's live policies feplb, quota and predict, and with "
-        "foresight. Then time steps on 2 CPU ranks, live policies and foresight against live routing without balancing.",
+        "foresight. Then time steps on 2 CPU ranks: live policies and foresight against no balancing.",
         examples=["trimtab bench live --json out/bench-live.json"],
     )
     add_options(live, "--pairs", type=positive, default=40, help="timed rounds of all variants")

@@ -180,7 +180,7 @@ class LiveBalancer:
         return 0 if found is None else found.count
 
     def of(self, micro_step: int, layer: int) -> InstanceReplicas:
-        """See `ReplicasOfStep`. Before the call, its transfers start now: the replicas stay, whatever the counts are."""
+        """See `ReplicasOfStep`. If it is before the call, transfers start now, and the replicas do not change again."""
         found = self._found(micro_step, layer)
         assert found is not None
         if micro_step < self.last:
