@@ -61,7 +61,7 @@ def step_figures(settings: LiveBenchmark) -> dict[str, Any]:
         seed: [torch.from_numpy(ids.astype(np.int64)) for ids in settings.routing(ranks, rank, seed)]
         for seed in (None, *range(settings.num_routings))
     }
-    models = {policy: LiveModel.of(settings, "live", policy) for policy in ("off", *POLICIES)}
+    models: dict[str, LiveModel] = {policy: LiveModel.of(settings, "live", policy) for policy in ("off", *POLICIES)}
     models[AUTO_EVEN] = LiveModel.of(settings, "live", "auto")
     models[FORESIGHT] = LiveModel.of(settings, "plan", "off")
     seeds = list(range(settings.num_routings))
