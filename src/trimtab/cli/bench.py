@@ -117,6 +117,20 @@ def add(commands: Any) -> None:
     add_options(planning, "--ranks", type=positive, default=2)
     add_options(planning, "--tokens", type=positive, default=512, help="tokens of a rank in a micro-step")
     planning.set_defaults(run=run_planning, needs=("torch", "transformers"))
+    live = benches.add_parser(
+        "live",
+        help="balancing without recorded routing: stragglers as in FEPLB's tables, and step time",
+        description="Stragglers on 2, 4 and 8 ranks in tokens and in CPU time of expert products, ranks one after "
+        "another: before, with FasterMoE's shadows, the runtime's live policies feplb, quota and predict, and with "
+        "foresight. Then time steps on 2 CPU ranks: live policies and foresight against no balancing.",
+        examples=["trimtab bench live --json out/bench-live.json"],
+    )
+    add_options(live, "--pairs", type=positive, default=40, help="timed rounds of all variants")
+    add_options(live, "--seeds", type=positive, default=3, help="routings: those of seeds 0 to N - 1")
+    add_options(
+        live, "--tokens", type=positive, default=1024, help="tokens of a rank in a micro-step of the timed steps"
+    )
+    live.set_defaults(run=run_live, needs=("torch", "transformers"))
     bind = benches.add_parser(
         "bind",
         help="what binding micro-steps to their plan costs the training thread, and its upload",
@@ -220,6 +234,18 @@ def run_planning(options: argparse.Namespace) -> None:
         raise InputError(f"--tokens is {settings.tokens}; it should be a multiple of {SEQUENCE_LENGTH}")
     Placement.contiguous(1, EXPERTS, settings.ranks)
     launch(run_benchmark, (settings,), ranks=settings.ranks)
+
+
+def run_live(options: argparse.Namespace) -> None:
+    from trimtab.benchmarks.bench_live import run_benchmark
+    from trimtab.benchmarks.live_settings import LiveBenchmark
+    from trimtab.benchmarks.live_stragglers import straggler_cases
+    from trimtab.launch import launch
+
+    settings = LiveBenchmark(**given(options, LiveBenchmark))
+    if settings.tokens % settings.sequence_length:
+        raise InputError(f"--tokens is {settings.tokens}; it should be a multiple of {settings.sequence_length}")
+    launch(run_benchmark, (settings, straggler_cases(settings)), ranks=2)
 
 
 def run_planner(options: argparse.Namespace) -> None:

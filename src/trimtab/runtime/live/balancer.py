@@ -117,8 +117,10 @@ class LiveBalancer:
         self._layers, self._limits = layers, limits
         self.last = -1
         self._calls: WeakValueDictionary[int, LiveCall] = WeakValueDictionary()
-        # Replicas that transfers have asked for before the call.
+        # Replicas whose transfers have started before the call.
         self._ahead: dict[tuple[int, int], InstanceReplicas] = {}
+        # By layer, until counts are noted.
+        self._predictions: dict[int, InstanceReplicas] = {}
         # By layer and how many calls of it came before since weights changed.
         self._past: dict[tuple[int, int], Array] = {}
         self._positions: Counter[int] = Counter()
@@ -130,6 +132,7 @@ class LiveBalancer:
     def weights_changed(self) -> None:
         """Call it before the first micro-step with other weights."""
         self._positions.clear()
+        self._predictions.clear()
 
     def choose(self, layer: int, counts_RE: Array, measured_RS: Array) -> LiveCall:
         """The choice of the next call, of a layer whose rows are known.
@@ -144,7 +147,7 @@ class LiveBalancer:
         if self._trials:
             self._trials[layer].learn(measured_RS)
         ahead = self._ahead.pop((self.last, layer), None)
-        # Replicas that are being transferred are used, though another policy may be due by now.
+        # `auto` may have changed its policy since transfers of these replicas started.
         policy = self._policy_of(layer) if ahead is None else "predict"
         if policy == "quota":
             replicas = choose_quotas(counts_RE, home_E, self._limits)
@@ -177,19 +180,17 @@ class LiveBalancer:
         return 0 if found is None else found.count
 
     def of(self, micro_step: int, layer: int) -> InstanceReplicas:
-        """See `ReplicasOfStep`."""
+        """See `ReplicasOfStep`. If it is before the call, transfers start now, and the replicas do not change again."""
         found = self._found(micro_step, layer)
         assert found is not None
+        if micro_step < self.last:
+            self._ahead[micro_step, layer] = found
         return found
 
     def _found(self, number: int, layer: int) -> InstanceReplicas | None:
         if number < self.last:
-            if self._policy_of(layer) != "predict":
-                return None
-            # Once asked for, they stay until the call, whatever the counts until then.
-            if (number, layer) not in self._ahead:
-                self._ahead[number, layer] = self._predicted(layer)
-            return self._ahead[number, layer]
+            ahead = self._ahead.get((number, layer))
+            return self._predicted(layer) if ahead is None and self._policy_of(layer) == "predict" else ahead
         call = self._calls.get(number)
         return call.replicas if call is not None and call.layer == layer else None
 
@@ -198,10 +199,12 @@ class LiveBalancer:
 
     def _predicted(self, layer: int) -> InstanceReplicas:
         """Replicas for the counts that the next call of a layer probably has."""
-        past_RE = self._past.get((layer, self._positions[layer]), self._past.get((layer, ANY)))
-        if past_RE is None:
-            return InstanceReplicas.none(int(self._layers[layer].home_E.max()) + 1)
-        return choose_quotas(past_RE, self._layers[layer].home_E, self._limits)
+        if layer not in self._predictions:
+            home_E = self._layers[layer].home_E
+            past_RE = self._past.get((layer, self._positions[layer]), self._past.get((layer, ANY)))
+            none = InstanceReplicas.none(int(home_E.max()) + 1)
+            self._predictions[layer] = none if past_RE is None else choose_quotas(past_RE, home_E, self._limits)
+        return self._predictions[layer]
 
     def _dynamic(self, layer: int, homes: HomeExperts) -> Array:
         """`[E]` bool: on every rank as many experts as it has slots, those with most rows before, or its first ones."""
@@ -217,6 +220,7 @@ class LiveBalancer:
 
     def _note(self, layer: int, counts_RE: Array) -> None:
         """Keep counts for later choices."""
+        self._predictions.pop(layer, None)
         past_RE = self._past.get((layer, ANY))
         if self._predictor == "same":
             self._past[layer, self._positions[layer]] = counts_RE

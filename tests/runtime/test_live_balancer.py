@@ -1,0 +1,66 @@
+"""`LiveBalancer`: until when a prediction follows new counts, and what `auto` does with one that is on its way."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+
+from trimtab.array_type import Array
+from trimtab.cluster import ClusterSpec
+from trimtab.planner import PlanSettings
+from trimtab.runtime.live.balancer import LiveBalancer
+from trimtab.runtime.live.policies import LivePolicy
+from trimtab.runtime.live.trials import TRIED
+from trimtab.runtime.state.home_experts import HomeExperts
+
+HOME_E = np.array([0, 0, 1, 1], np.int16)
+EVEN = np.full((2, 4), 1000)
+
+
+def hot(expert: int) -> Array:
+    counts_RE = EVEN.copy()
+    counts_RE[:, expert] += 4000
+    return counts_RE
+
+
+def new_balancer(policy: LivePolicy) -> LiveBalancer:
+    weights = [torch.nn.Parameter(torch.zeros(2, 1))]
+    homes = HomeExperts(0, lambda: weights, rank=0, home_E=HOME_E)
+    limits = PlanSettings().limits(ClusterSpec(2, 2, 1))
+    return LiveBalancer(policy, "last", [homes], limits)
+
+
+def choose(balancer: LiveBalancer, counts_RE: Array, *, nanoseconds: int = 0) -> list[int]:
+    """Experts of the replicas that the next call gets."""
+    measured_RS = np.array([[nanoseconds, 1], [nanoseconds, 1]]) if nanoseconds else np.zeros((2, 2), np.int64)
+    experts: list[int] = balancer.choose(0, counts_RE, measured_RS).replicas.experts.tolist()
+    return experts
+
+
+def test_predictions_follow_counts_until_transfers_start() -> None:
+    balancer = new_balancer("predict")
+    assert choose(balancer, EVEN) == []
+    following = balancer.last - 2
+    assert balancer.count(following, 0) == 0
+    assert choose(balancer, hot(3)) == []
+    assert balancer.count(following, 0) == 1
+    assert balancer.of(following, 0).experts.tolist() == [3]
+    # Its transfer has started: these counts change nothing.
+    balancer._note(0, hot(0))
+    assert choose(balancer, EVEN) == [3]
+
+
+def test_auto_keeps_replicas_whose_transfers_have_started() -> None:
+    balancer = new_balancer("auto")
+    # `off` and `quota` are tried before `predict`; `quota` is the fastest.
+    times = [0] + [300] * TRIED + [100] * TRIED + [200] * (TRIED - 2)
+    for nanoseconds in times:
+        choose(balancer, hot(3), nanoseconds=nanoseconds)
+    following = balancer.last - 2
+    assert balancer.of(following, 0).experts.tolist() == [3]
+    # The last trial of `predict`.
+    choose(balancer, hot(3), nanoseconds=200)
+    assert choose(balancer, hot(0), nanoseconds=200) == [3]
+    assert balancer.last == following
+    # Without replicas on their way, it uses the fastest policy.
+    assert choose(balancer, hot(0), nanoseconds=200) == [0]
