@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from collections.abc import Sequence as Sequence_
 from dataclasses import dataclass
 from typing import Protocol
@@ -79,3 +80,9 @@ class Algorithm(Protocol):
 
     def apply_gradients(self) -> None:
         """Run an optimizer step of its own parameters and zero their gradients, which are summed over all ranks."""
+
+    def state(self) -> dict[str, torch.Tensor]:
+        """Its parameters and optimizer state by name, for checkpoints; the same on all ranks."""
+
+    def load_state(self, state: Mapping[str, torch.Tensor]) -> None:
+        """Continue from what `state` returned."""

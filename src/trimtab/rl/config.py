@@ -17,7 +17,7 @@ MAY_CHANGE = frozenset(
     ("out", "mode", "slots", "steps", "token_budget", "gradient_checkpointing", "save_every", "compare_pairs")
 )
 
-ALGORITHMS = ("grpo",)
+ALGORITHMS = ("grpo", "ppo")
 
 
 @dataclass(frozen=True)

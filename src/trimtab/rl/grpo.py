@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from collections.abc import Sequence as Sequence_
 
 import torch
@@ -9,7 +10,7 @@ import torch
 from trimtab.array_type import Array
 from trimtab.rl.algorithm import TokenLoss, TokenOutputs
 from trimtab.rl.batches import MicroBatch
-from trimtab.rl.losses import CLIP, clipped_policy_loss
+from trimtab.rl.losses import clipped_policy_loss, clipped_tokens
 from trimtab.rl.sequences import Sequence
 
 
@@ -51,8 +52,9 @@ class GRPO:
     def apply_gradients(self) -> None:
         """Nothing: it has no parameters."""
 
+    def state(self) -> dict[str, torch.Tensor]:
+        """Nothing: it has no parameters."""
+        return {}
 
-def clipped_tokens(log_ratio: torch.Tensor, mask: torch.Tensor) -> float:
-    """Number of tokens in the mask whose ratio is outside of the clip range."""
-    error = (log_ratio.detach().exp() - 1).abs() * mask
-    return float((error > CLIP).sum())
+    def load_state(self, state: Mapping[str, torch.Tensor]) -> None:
+        """Nothing: it has no parameters."""

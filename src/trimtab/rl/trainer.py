@@ -98,9 +98,10 @@ class Trainer:
             self.model.parameters(), lr=config.learning_rate, betas=(0.9, 0.95), weight_decay=0.0, fused=True
         )
         self.session.register_optimizers(self.optimizer)
-        self.algorithm = make_algorithm(config.algorithm)
+        self.algorithm = make_algorithm(config, self.model_config.hidden_size, self.device)
         if checkpoint:
             self.session.logical.load_optimizer_state(self.model, self.optimizer, checkpoint.optimizer_state())
+            self.algorithm.load_state(checkpoint.algorithm_state())
             home = np.array(checkpoint.homes, np.int16)
             if home.max() + 1 == self.num_ranks:
                 self.session.move(Placement(home))
@@ -329,7 +330,10 @@ class Trainer:
         if self.rank == 0:
             homes = self.session.placement.home.tolist()
             model = (self.model_config, self.tokenizer)
-            write_checkpoint(self.config.out, step, self.held_out_accuracy, homes, *model, weights, optimizer_state)
+            write_checkpoint(
+                self.config.out, step, self.held_out_accuracy, homes, *model, weights, optimizer_state,
+                self.algorithm.state(),
+            )  # fmt: skip
         else:
             for _ in chain(weights, optimizer_state):
                 pass  # gathering is collective; only rank 0 receives tensors
