@@ -11,7 +11,7 @@ from typing import Any
 from trimtab.cli.options import add_options, given, positive, whole
 from trimtab.errors import InputError
 from trimtab.rank_variables import torchrun_ranks
-from trimtab.rl.config import TrainConfig, resumed
+from trimtab.rl.config import ALGORITHMS, TrainConfig, resumed
 
 MODES = ("plan", "rehome", "static", "shadow", "off")
 LIVE_POLICIES = ("auto", "quota", "feplb", "predict", "off")
@@ -20,13 +20,14 @@ LIVE_POLICIES = ("auto", "quota", "feplb", "predict", "off")
 def add(commands: Any) -> None:
     parser = commands.add_parser(
         "train",
-        description="Warm start on several tasks, then GRPO on sums. Recompute and update replay the rollout's routing "
+        description="Warm start on several tasks, then RL on sums. Recompute and update replay the rollout's routing "
         "under the plan. At the end, a second trainer without balancing trains further steps beside the run's, to "
         "compare times. Writes metrics.jsonl, summary.json, settings.json, routing/, checkpoints/ and tensorboard/ to "
         "the output folder; of a comparison, report.html and timeline.json.gz too.",
         examples=[
             "trimtab train -o out/demo",
             "trimtab train -o out/demo --resume --steps 60",
+            "trimtab train -o out/ppo --algorithm ppo",
             "trimtab train -o out/wide --expert-width 4096",
             "trimtab train -o out/live --live",
             "trimtab train -o out/live-quota --live quota",
@@ -47,6 +48,7 @@ def add(commands: Any) -> None:
     )
     option = partial(add_options, parser, of=TrainConfig)
     option("--model", type=Path, metavar="FOLDER", unset="a small model", help="local Hugging Face checkpoint")
+    option("--algorithm", choices=ALGORITHMS, help="grpo compares responses to a problem, ppo trains a value model too")
     option("--expert-width", type=positive, help="inner width of the small model's experts")
     modes = partial(add_options, parser.add_mutually_exclusive_group())
     modes("--mode", of=TrainConfig, choices=MODES, help="how experts are balanced")
@@ -64,7 +66,7 @@ def add(commands: Any) -> None:
     option("--samples", type=positive, help="responses to each problem")
     option("--mini-batches", "--token-budget")
     option("--max-new-tokens", type=positive, help="longest response")
-    option("--learning-rate", type=float, help="learning rate of GRPO")
+    option("--learning-rate", type=float, help="learning rate of RL steps")
     option("--warm-start-steps", type=whole, help="supervised steps before RL")
     option("--held-out", type=positive, help="problems that accuracy is measured on")
     option("--save-every", type=positive, help="RL steps between checkpoints")

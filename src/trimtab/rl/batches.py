@@ -21,19 +21,25 @@ class MicroBatch:
         input_ids: `[B, T]` int64; the last token of a sequence is a target only.
         targets: `[B, T]` int64, the token after each.
         response_mask: `[B, T]` float32, 1 where the target belongs to the response.
-        advantages: `[B, 1]` float32.
+        rewards: `[B]` float32, of the responses.
+        advantages: `[B, 1]` float32, of the rollout's groups, or `[B, T]` of tokens.
         rollout_log_probs: `[B, T]` float32, of the targets when the rollout sampled them; 0 outside of responses.
         positions: `[n]` int64, the rows of the sequences' tokens among all B * T rows.
         sequence_hashes: `[S]` uint64, of the sequences' tokens.
+        old_values: `[B, T]` float32, of the states before the targets by the value model before the step, if any.
+        returns: `[B, T]` float32, targets of the value model, if any.
     """
 
     input_ids: torch.Tensor
     targets: torch.Tensor
     response_mask: torch.Tensor
+    rewards: torch.Tensor
     advantages: torch.Tensor
     rollout_log_probs: torch.Tensor
     positions: torch.Tensor
     sequence_hashes: Array
+    old_values: torch.Tensor | None = None
+    returns: torch.Tensor | None = None
 
 
 def collate(sequences: Sequence_[Sequence], *, pad_token_id: int, device: torch.device) -> MicroBatch:
@@ -56,6 +62,7 @@ def collate(sequences: Sequence_[Sequence], *, pad_token_id: int, device: torch.
         input_ids=whole[:, :-1],
         targets=whole[:, 1:],
         response_mask=torch.from_numpy(response_mask).to(device),
+        rewards=torch.tensor([s.reward for s in sequences] or [0.0], dtype=torch.float32, device=device),
         advantages=torch.tensor(advantages, dtype=torch.float32, device=device),
         rollout_log_probs=torch.from_numpy(rollout_log_probs).to(device),
         positions=torch.from_numpy(np.concatenate(positions)).to(device),

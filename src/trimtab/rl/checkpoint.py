@@ -26,6 +26,7 @@ from trimtab.runtime.state.logical_state import StateValue
 
 FORMAT = "trimtab-checkpoint-2"
 FILE_BYTES = 2 << 30
+ALGORITHM_FILE = "trainer/algorithm.safetensors"
 
 
 @dataclass(frozen=True)
@@ -75,6 +76,17 @@ class Checkpoint:
         """
         return _OptimizerFiles([_optimizer_file(self.directory, number) for number in range(self.optimizer_files)])
 
+    def algorithm_state(self) -> dict[str, torch.Tensor]:
+        """State of the algorithm by name, as `Algorithm.state` returned it; empty for one without state.
+
+        Raises:
+            InputError: naming a file that is missing or damaged.
+        """
+        if ALGORITHM_FILE not in self.checksums:
+            return {}
+        with _opened(self.directory / ALGORITHM_FILE) as file:
+            return {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+
 
 def last_checkpoint(out: Path) -> Checkpoint | None:
     """The last complete checkpoint of a run, if there is one.
@@ -108,6 +120,7 @@ def write_checkpoint(
     tokenizer: Any,
     weights: Iterable[tuple[str, torch.Tensor]],
     optimizer_state: Iterable[tuple[str, Mapping[str, StateValue]]],
+    algorithm_state: dict[str, torch.Tensor],
 ) -> None:
     """Write a checkpoint to `out/checkpoints`. Writes are atomic, even if the machine fails.
 
@@ -116,6 +129,7 @@ def write_checkpoint(
         config, tokenizer: of the model.
         weights, optimizer_state: in logical expert order. The optimizer's state is written while it is iterated, so
             memory holds at most one file of it.
+        algorithm_state: of the algorithm; may be empty.
 
     Raises:
         InputError: if safetensors can't write a file, for example on a full disk.
@@ -123,6 +137,8 @@ def write_checkpoint(
     with _atomic_directory(_directory(out, step)) as partial:
         save_checkpoint(config, dict(weights), tokenizer, partial)
         (partial / "trainer").mkdir()
+        if algorithm_state:
+            save_file(algorithm_state, partial / ALGORITHM_FILE)
         state: dict[str, Any] = {
             "format": FORMAT,
             "step": step,

@@ -18,6 +18,8 @@ MAY_CHANGE = frozenset(
     ("out", "mode", "policy", "slots", "steps", "token_budget", "gradient_checkpointing", "save_every", "compare_pairs")
 )
 
+ALGORITHMS = ("grpo", "ppo")
+
 
 @dataclass(frozen=True)
 class TrainConfig:
@@ -26,6 +28,7 @@ class TrainConfig:
     Attributes:
         out: folder of all files that the run writes.
         model: a local Hugging Face checkpoint directory; None for a small random model.
+        algorithm: that RL steps use, one of `ALGORITHMS`.
         expert_width: inner width of the small model's experts; it has no effect with `model`.
         mode: how recompute and update are balanced, see `Session`. In `live` they follow the router, not the rollout's
             routing, and the warm start is balanced too.
@@ -37,7 +40,7 @@ class TrainConfig:
         mini_batches: optimizer steps in an RL step.
         token_budget: most tokens of a rank in a micro-step.
         max_new_tokens: most tokens of a response.
-        learning_rate: of GRPO; warmed up over the first steps.
+        learning_rate: of RL steps; warmed up over the first steps.
         warm_start_steps: supervised steps before RL.
         warm_start_batch: sequences of a supervised step, over all ranks.
         warm_start_learning_rate: peak learning rate of the supervised steps.
@@ -52,6 +55,7 @@ class TrainConfig:
 
     out: Path
     model: Path | None = None
+    algorithm: str = "grpo"
     expert_width: int = 1536
     mode: Mode = "plan"
     policy: LivePolicy = "auto"

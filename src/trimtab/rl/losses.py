@@ -19,7 +19,13 @@ def clipped_policy_loss(log_ratio: torch.Tensor, advantages: torch.Tensor) -> to
 
     Args:
         log_ratio: `[B, T]`, log-probability now minus log-probability before the step.
-        advantages: `[B, 1]`.
+        advantages: `[B, 1]` or `[B, T]`.
     """
     ratio = log_ratio.exp()
     return -torch.minimum(ratio * advantages, ratio.clamp(1 - CLIP, 1 + CLIP) * advantages)
+
+
+def clipped_tokens(log_ratio: torch.Tensor, mask: torch.Tensor) -> float:
+    """Number of tokens in the mask whose ratio is outside of the clip range."""
+    error = (log_ratio.detach().exp() - 1).abs() * mask
+    return float((error > CLIP).sum())

@@ -109,7 +109,7 @@ def compare_policies(
     times: dict[str, list[float]] = {name: [] for name in trainers}
     metrics: dict[str, list[Metrics]] = {name: [] for name in trainers}
     for pair in range(pairs + 1):
-        sequences = _with_advantage(balanced.rollout(first_step + pair))
+        sequences = balanced.algorithm.trained(balanced.rollout(first_step + pair))
         for name in list(trainers)[:: -1 if pair % 2 else 1]:
             seconds, of_step = _train(trainers[name], sequences, first_step + pair)
             if pair:
@@ -118,17 +118,12 @@ def compare_policies(
         if pair:
             advance("")
     last = first_step + pairs + 1
-    sequences = _with_advantage(balanced.rollout(last))
+    sequences = balanced.algorithm.trained(balanced.rollout(last))
     results = {}
     for name, trainer in trainers.items():
         recorded, recordings = _record(trainer, sequences, last)
         results[name] = MeasuredPolicy(times[name], metrics[name], trainer.session.rank_loads, recorded, recordings)
     return PairedComparison(results["static"], results["trimtab"])
-
-
-def _with_advantage(sequences: list[Sequence]) -> list[Sequence]:
-    """Those that `Trainer.step` trains."""
-    return [sequence for sequence in sequences if sequence.advantage != 0]
 
 
 def _train(trainer: Trainer, sequences: list[Sequence], step: int) -> tuple[float, Metrics]:

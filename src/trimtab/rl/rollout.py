@@ -14,6 +14,7 @@ from transformers import LogitsProcessor, LogitsProcessorList, StoppingCriteria,
 
 from trimtab.array_type import Array
 from trimtab.integrations.transformers import record_routing
+from trimtab.rl.grpo import group_advantages
 from trimtab.rl.sequences import Sequence
 from trimtab.rl.task import Problem, draw_problem
 from trimtab.trace import RoutingTrace
@@ -107,7 +108,7 @@ def sample_groups(
     rewards = np.array(
         [p.reward(tokenizer.decode(response)) for p, response in zip(repeated, responses, strict=True)]
     ).reshape(-1, samples)
-    advantages = (rewards - rewards.mean(axis=1, keepdims=True)).reshape(-1)
+    advantages = group_advantages(rewards).reshape(-1)
     return [
         Sequence(
             token_ids=tokens[row, pad : prompt_width + len(response)].copy(),

@@ -50,7 +50,7 @@ def run_training(config: TrainConfig) -> None:
             log.step(trainer.step(step))
             if (step + 1) % config.save_every == 0 or step + 1 == config.steps:
                 trainer.save(step + 1)
-        trainer.measure_accuracy(f"after {config.steps} GRPO steps")
+        trainer.measure_accuracy(f"after {config.steps} {trainer.algorithm.title} steps")
         _summarise(trainer, log, _compare(trainer, log))
         log.close()
 

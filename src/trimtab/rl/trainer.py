@@ -15,12 +15,14 @@ import torch.distributed as dist
 from trimtab.integrations.transformers import moe_blocks, num_experts, share_experts
 from trimtab.planner import Placement, Schedule, pack_by_length
 from trimtab.rank_variables import rank_variable
+from trimtab.rl.algorithm import TokenOutputs
+from trimtab.rl.algorithm_choice import make_algorithm
 from trimtab.rl.batches import MicroBatch, collate
 from trimtab.rl.checkpoint import Checkpoint, write_checkpoint
 from trimtab.rl.collectives import gather, reduce
 from trimtab.rl.config import TrainConfig
 from trimtab.rl.demo_model import load_config, load_model, load_tokenizer
-from trimtab.rl.losses import CLIP, clipped_policy_loss, token_log_probs
+from trimtab.rl.losses import token_log_probs
 from trimtab.rl.rollout import count_correct, held_out_problems, sample_groups
 from trimtab.rl.sequences import Sequence, exchange_sequences, gather_lengths, routing_of
 from trimtab.rl.step_metrics import StepClock, live_metrics, plan_metrics
@@ -41,7 +43,7 @@ class PreparedStep:
         schedule: of all ranks.
         planned: plan of the step over all ranks; None in mode `live`.
         trace: routing of this rank's sequences, in plan order.
-        batches: this rank's micro-batches, one per micro-step.
+        batches: this rank's micro-batches, one per micro-step. The recompute adds what the algorithm's loss needs.
         response_tokens: response tokens of each mini-batch over all ranks; the divisors of its loss.
     """
 
@@ -60,6 +62,7 @@ class Trainer:
         checkpoint: to continue from; None for a new run.
 
     Attributes:
+        algorithm: decides on losses.
         first_step: index of the first RL step to run.
         held_out_accuracy: measured so far, by the time of measurement.
     """
@@ -98,8 +101,10 @@ class Trainer:
             self.model.parameters(), lr=config.learning_rate, betas=(0.9, 0.95), weight_decay=0.0, fused=True
         )
         self.session.register_optimizers(self.optimizer)
+        self.algorithm = make_algorithm(config, self.model_config.hidden_size, self.device)
         if checkpoint:
             self.session.logical.load_optimizer_state(self.model, self.optimizer, checkpoint.optimizer_state())
+            self.algorithm.load_state(checkpoint.algorithm_state())
             home = np.array(checkpoint.homes, np.int16)
             if home.max() + 1 == self.num_ranks:
                 self.session.move(Placement(home))
@@ -198,9 +203,10 @@ class Trainer:
             model=self.model_config.model_type,
         )
 
-    def log_probs(self, batch: MicroBatch) -> torch.Tensor:
-        """Log-probabilities `[B, T]` of a micro-batch, inside its micro-step."""
-        return token_log_probs(self.model(input_ids=batch.input_ids, use_cache=False).logits, batch.targets)
+    def forward(self, batch: MicroBatch) -> TokenOutputs:
+        """Run the model on a micro-batch, inside its micro-step."""
+        hidden = self.model.base_model(input_ids=batch.input_ids, use_cache=False).last_hidden_state
+        return TokenOutputs(token_log_probs(self.model.get_output_embeddings()(hidden), batch.targets), hidden)
 
     def micro_step(self, batch: MicroBatch, index: int) -> MicroStep:
         """Context for the forwards and backwards of a micro-batch."""
@@ -209,11 +215,16 @@ class Trainer:
         return self.session.micro_step(index, positions=batch.positions, sequence_hashes=batch.sequence_hashes)
 
     def recompute(self, prepared: PreparedStep) -> list[torch.Tensor]:
-        """Log-probabilities of all micro-batches under the weights before the step."""
+        """Log-probabilities of all micro-batches under the weights before the step.
+
+        The micro-batches get what the algorithm's loss needs beside them.
+        """
         old_log_probs = []
         for index, batch in enumerate(prepared.batches):
             with torch.no_grad(), self.micro_step(batch, index):
-                old_log_probs.append(self.log_probs(batch))
+                outputs = self.forward(batch)
+                prepared.batches[index] = self.algorithm.with_targets(batch, outputs)
+                old_log_probs.append(outputs.log_probs)
         return old_log_probs
 
     def rollout_difference(self, prepared: PreparedStep, old_log_probs: list[torch.Tensor]) -> float:
@@ -232,20 +243,21 @@ class Trainer:
         """Run forward and backward of one mini-batch's micro-steps, and complete the gradients. Collective.
 
         Returns:
-            Sums over this rank's response tokens: `loss` (already divided by the tokens of all ranks) and `clipped`.
+            Sums over this rank's response tokens: `loss` (already divided by the tokens of all ranks), and the
+            algorithm's figures.
         """
-        sums = {"loss": 0.0, "clipped": 0.0}
+        sums = dict.fromkeys(("loss", *self.algorithm.figures), 0.0)
         for index in prepared.schedule.micro_steps_of(mini_batch):
             batch = prepared.batches[index]
             with self.micro_step(batch, int(index)):
-                log_ratio = self.log_probs(batch) - old_log_probs[index]
-                loss = clipped_policy_loss(log_ratio, batch.advantages) * batch.response_mask
-                loss = loss.sum() / max(1, prepared.response_tokens[mini_batch])
-                loss.backward()
-            error = (log_ratio.detach().exp() - 1).abs() * batch.response_mask
-            sums["loss"] += float(loss.detach())
-            sums["clipped"] += float((error > CLIP).sum())
-        self.session.finish_gradients(self.replicated)
+                found = self.algorithm.loss(
+                    batch, self.forward(batch), old_log_probs[index], prepared.response_tokens[mini_batch]
+                )
+                found.loss.backward()
+            sums["loss"] += float(found.loss.detach())
+            for name, value in found.sums.items():
+                sums[name] += value
+        self.session.finish_gradients([*self.replicated, *self.algorithm.parameters])
         return sums
 
     def update(self, prepared: PreparedStep, old_log_probs: list[torch.Tensor], step: int) -> dict[str, float]:
@@ -253,18 +265,22 @@ class Trainer:
         for group in self.optimizer.param_groups:
             group["lr"] = self.config.learning_rate * min(1.0, (step + 1) / WARM_UP_STEPS)
         metrics: dict[str, float] = {}
-        clipped = loss = 0.0
+        figures = dict.fromkeys(self.algorithm.figures, 0.0)
+        loss = 0.0
         for mini_batch in range(self.config.mini_batches):
             sums = self.accumulate(prepared, old_log_probs, mini_batch)
             norm = self.session.clip_gradients(self.replicated, self.config.max_norm)
             self.optimizer.step()
             self.optimizer.zero_grad()
-            clipped += sums["clipped"]
+            self.algorithm.apply_gradients()
+            for name in figures:
+                figures[name] += sums[name]
             loss += sums["loss"] / self.config.mini_batches
             if mini_batch == 0:
                 metrics["grad_norm"] = norm
         metrics["loss"] = self._total(loss)
-        metrics["ppo/clip_fraction"] = self._total(clipped) / max(1, sum(prepared.response_tokens))
+        for name, value in figures.items():
+            metrics[name] = self._total(value) / max(1, sum(prepared.response_tokens))
         return metrics
 
     def step(self, step: int) -> dict[str, Any]:
@@ -275,8 +291,7 @@ class Trainer:
         count = max(1.0, self._total(len(sequences)))
         rewards = self._total(sum(s.reward for s in sequences)) / count
         lengths = self._total(sum(s.response_length for s in sequences)) / count
-        # A group whose responses all have the same reward has no gradient.
-        trained = [s for s in sequences if s.advantage != 0]
+        trained = self.algorithm.trained(sequences)
         metrics: dict[str, Any] = {"step": step, "reward": rewards, "response_length": lengths}
         metrics["trained_sequences"] = int(self._total(len(trained)))
         prepared, trained_metrics = self.train(trained, step, clock)
@@ -338,7 +353,10 @@ class Trainer:
         if self.rank == 0:
             homes = self.session.placement.home.tolist()
             model = (self.model_config, self.tokenizer)
-            write_checkpoint(self.config.out, step, self.held_out_accuracy, homes, *model, weights, optimizer_state)
+            write_checkpoint(
+                self.config.out, step, self.held_out_accuracy, homes, *model, weights, optimizer_state,
+                self.algorithm.state(),
+            )  # fmt: skip
         else:
             for _ in chain(weights, optimizer_state):
                 pass  # gathering is collective; only rank 0 receives tensors

@@ -1,0 +1,75 @@
+"""`PPO`: advantages come from a value model, by GAE."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from collections.abc import Sequence as Sequence_
+from dataclasses import replace
+
+import torch
+
+from trimtab.rl.advantages import generalized_advantages
+from trimtab.rl.algorithm import TokenLoss, TokenOutputs
+from trimtab.rl.batches import MicroBatch
+from trimtab.rl.losses import clipped_policy_loss, clipped_tokens
+from trimtab.rl.sequences import Sequence
+from trimtab.rl.value_model import ValueModel, clipped_value_loss
+
+GAE_LAMBDA = 0.95
+
+
+class PPO:
+    """Proximal policy optimization (arXiv 1707.06347) with a value model. An `Algorithm`.
+
+    Args:
+        value_model: on the policy's hidden states.
+    """
+
+    title = "PPO"
+    figures: tuple[str, ...] = ("ppo/clip_fraction", "value/loss", "value/mean")
+
+    def __init__(self, value_model: ValueModel) -> None:
+        self.value_model = value_model
+        self.parameters: list[torch.nn.Parameter] = list(value_model.network.parameters())
+
+    def trained(self, sequences: Sequence_[Sequence]) -> list[Sequence]:
+        """All sequences: the value model learns from each."""
+        return list(sequences)
+
+    def with_targets(self, batch: MicroBatch, outputs: TokenOutputs) -> MicroBatch:
+        """The micro-batch with advantages, and with values and returns as targets of the value model.
+
+        A return is the value plus the advantage, thus a mean of later values and the reward.
+        """
+        values = self.value_model.values(outputs.hidden)
+        advantages = generalized_advantages(values, batch.rewards, batch.response_mask, GAE_LAMBDA)
+        return replace(batch, advantages=advantages, old_values=values, returns=values + advantages)
+
+    def loss(
+        self, batch: MicroBatch, outputs: TokenOutputs, old_log_probs: torch.Tensor, response_tokens: int
+    ) -> TokenLoss:
+        """The clipped losses of policy and value model, mean over response tokens. No parameter is in both."""
+        assert batch.old_values is not None
+        assert batch.returns is not None
+        log_ratio = outputs.log_probs - old_log_probs
+        values = self.value_model.values(outputs.hidden)
+        policy = clipped_policy_loss(log_ratio, batch.advantages) * batch.response_mask
+        value = clipped_value_loss(values, batch.old_values, batch.returns) * batch.response_mask
+        sums = {
+            "ppo/clip_fraction": clipped_tokens(log_ratio, batch.response_mask),
+            "value/loss": float(value.detach().sum()),
+            "value/mean": float((values.detach() * batch.response_mask).sum()),
+        }
+        return TokenLoss((policy.sum() + value.sum()) / max(1, response_tokens), sums)
+
+    def apply_gradients(self) -> None:
+        """Update the value model."""
+        self.value_model.step()
+
+    def state(self) -> dict[str, torch.Tensor]:
+        """That of the value model."""
+        return self.value_model.state()
+
+    def load_state(self, state: Mapping[str, torch.Tensor]) -> None:
+        """Continue with a value model of `state`."""
+        self.value_model.load_state(state)

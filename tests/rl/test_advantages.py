@@ -1,0 +1,60 @@
+"""Advantages compared with their definition, summed without recursion."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from trimtab.array_type import Array
+from trimtab.rl.advantages import generalized_advantages
+
+Row = tuple[int, list[float], float]
+VALUES = st.floats(-2, 2)
+
+
+def brute_force(differences: Array, gae_lambda: float) -> Array:
+    """The sum of lambda^(k - t) * delta_k over k >= t, for every t."""
+    length = len(differences)
+    return np.array([sum(gae_lambda ** (k - t) * differences[k] for k in range(t, length)) for t in range(length)])
+
+
+@st.composite
+def responses(draw: st.DrawFn) -> list[Row]:
+    """Rows of a micro-batch: prompt tokens, values of the response's states, reward."""
+    return [
+        (draw(st.integers(0, 3)), draw(st.lists(VALUES, min_size=1, max_size=8)), draw(VALUES))
+        for _ in range(draw(st.integers(1, 3)))
+    ]
+
+
+def padded(rows: list[Row]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Values, rewards and mask of rows. Values outside of responses are not a number."""
+    width = max(prompt + len(values) for prompt, values, _ in rows)
+    values_BT = torch.full((len(rows), width), torch.nan, dtype=torch.float64)
+    mask_BT = torch.zeros(len(rows), width)
+    for row, (prompt, values, _) in enumerate(rows):
+        values_BT[row, prompt : prompt + len(values)] = torch.tensor(values, dtype=torch.float64)
+        mask_BT[row, prompt : prompt + len(values)] = 1
+    return values_BT, torch.tensor([row[2] for row in rows], dtype=torch.float64), mask_BT
+
+
+@given(responses(), st.floats(0, 1))
+def test_gae_equals_its_definition(rows: list[Row], gae_lambda: float) -> None:
+    values_BT, rewards_B, mask_BT = padded(rows)
+    found = generalized_advantages(values_BT, rewards_B, mask_BT, gae_lambda)
+    for row, (prompt, values, reward) in enumerate(rows):
+        expected = brute_force(np.diff([*values, reward]), gae_lambda)
+        np.testing.assert_allclose(found[row, prompt : prompt + len(values)].numpy(), expected, atol=1e-12, rtol=0)
+    assert (found[mask_BT == 0] == 0).all()
+
+
+@given(responses())
+def test_with_lambda_1_an_advantage_is_the_reward_minus_the_value(
+    rows: list[Row],
+) -> None:
+    values_BT, rewards_B, mask_BT = padded(rows)
+    found = generalized_advantages(values_BT, rewards_B, mask_BT, 1.0)
+    expected = rewards_B[:, None] - values_BT
+    np.testing.assert_allclose(found[mask_BT > 0].numpy(), expected[mask_BT > 0].numpy(), atol=1e-12, rtol=0)
