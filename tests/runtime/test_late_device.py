@@ -34,6 +34,7 @@ from trimtab.planner.replicas.paths import HOST, PEER
 from trimtab.runtime import Session, gated_experts
 from trimtab.runtime.ranks.topology import Topology
 from trimtab.runtime.state.home_experts import HomeExperts
+from trimtab.runtime.transfer import streams
 from trimtab.runtime.transfer.mirror import NodeMirror
 from trimtab.runtime.transfer.ring import ReplicaRing
 from trimtab.trace import synthesize
@@ -374,3 +375,12 @@ def compare_live_on_late_device(cases: list[LiveCase]) -> None:
 def test_live_calls_equal_the_single_process(policy: str) -> None:
     cases = [LiveCase(seed, policy, at_once=seed % 2 == 0, random=policy != "predict") for seed in range(8)]
     on_ranks(compare_live_on_late_device, (cases,), ranks=2)
+
+
+def test_live_calls_are_timed_when_the_device_is_done(monkeypatch: pytest.MonkeyPatch) -> None:
+    with late_device.install("late"):
+        seconds = streams.start_timer(torch.device("cpu"))()
+        monkeypatch.setattr(late_device.Event, "query", lambda self: False)
+        assert seconds() is None
+        monkeypatch.undo()
+    assert (streams.start_timer(torch.device("cpu"))()() or 0) > 0

@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import time
 import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -31,6 +30,7 @@ from trimtab.runtime.rows.second_phase import SecondPhase
 from trimtab.runtime.state.home_experts import HomeExperts
 from trimtab.runtime.transfer.counters import Counters
 from trimtab.runtime.transfer.returns import accumulates
+from trimtab.runtime.transfer.streams import start_timer
 from trimtab.runtime.transfer.transfers import Transfers
 
 # Integers of the last measured forward that ranks exchange with their counts in live micro-steps.
@@ -257,14 +257,13 @@ class Instance:
         """Call it when the layer's forward begins: prefetches replicas."""
         if self._transfers is not None:
             self._prefetch(self._transfers)
-        self._started_at = time.perf_counter()
+        self._stop_timer = start_timer(self.homes.device) if self._live is not None else None
 
     def end_forward(self) -> None:
         """Call it when the layer's forward ends. Tensors of the layout that backward needs are saved in the graph."""
-        if self.routes is not None and self.routes.live is not None:
-            self.routes.live.balancer.forwarded(
-                self.homes.index, time.perf_counter() - self._started_at, sum(self.layout.send_splits)
-            )
+        if self._stop_timer is not None and self.routes is not None and self.routes.live is not None:
+            rows = sum(self.layout.send_splits)
+            self.routes.live.balancer.forwarded(self.homes.index, self._stop_timer(), rows)
         self._layout = None
 
     def begin_backward(self) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from weakref import WeakValueDictionary
 
@@ -126,7 +126,7 @@ class LiveBalancer:
         self._positions: Counter[int] = Counter()
         # By layer, for `auto`.
         self._trials = [Trials(CANDIDATES) for _ in layers] if policy == "auto" else []
-        self._measured: dict[int, tuple[int, int]] = {}
+        self._measured: dict[int, tuple[Callable[[], float | None], int]] = {}
         self.figures = Figures()
 
     def weights_changed(self) -> None:
@@ -166,13 +166,19 @@ class LiveBalancer:
         call = self._calls[self.last] = LiveCall(self.last, layer, replicas, policy == "feplb")
         return call
 
-    def forwarded(self, layer: int, seconds: float, rows: int) -> None:
-        """Note how long a forward of a layer took on this rank, and its rows."""
-        self._measured[layer] = round(seconds * 1e9), rows
+    def forwarded(self, layer: int, seconds: Callable[[], float | None], rows: int) -> None:
+        """Note how long a forward of a layer took on this rank, and its rows.
+
+        Args:
+            seconds: None as long as they are not known.
+        """
+        self._measured[layer] = seconds, rows
 
     def measured(self, layer: int) -> tuple[int, int]:
         """Nanoseconds and rows of the last forward of a layer on this rank, once; zeros if there is none."""
-        return self._measured.pop(layer, (0, 0))
+        seconds, rows = self._measured.pop(layer, (lambda: None, 0))
+        found = seconds()
+        return (0, 0) if found is None else (round(found * 1e9), rows)
 
     def count(self, micro_step: int, layer: int) -> int:
         """See `ReplicasOfStep`."""

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import time
+from collections.abc import Callable
+
 import torch
 
 
@@ -14,3 +17,28 @@ def synchronize(device: torch.device) -> None:
     """Block the host until all work queued on the device is done. A device without streams has none."""
     if has_streams(device):
         torch.cuda.synchronize()
+
+
+def start_timer(device: torch.device) -> Callable[[], Callable[[], float | None]]:
+    """Time what is queued on the current stream from now on.
+
+    Returns:
+        A function that ends the time. It returns another one, for the seconds: None while the device is not done. On a
+        device without streams they are those of the host.
+    """
+    if not has_streams(device):
+        start = time.perf_counter()
+
+        def stop_host() -> Callable[[], float | None]:
+            seconds = time.perf_counter() - start
+            return lambda: seconds
+
+        return stop_host
+    before, after = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    before.record()
+
+    def stop() -> Callable[[], float | None]:
+        after.record()
+        return lambda: before.elapsed_time(after) / 1e3 if after.query() else None
+
+    return stop
