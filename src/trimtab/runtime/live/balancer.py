@@ -143,15 +143,16 @@ class LiveBalancer:
         homes, home_E = self._layers[layer], self._layers[layer].home_E
         if self._trials:
             self._trials[layer].learn(measured_RS)
-        policy = self._policy_of(layer)
         ahead = self._ahead.pop((self.last, layer), None)
+        # Replicas that transfers have started are used, although `auto` may have gone on to another policy since.
+        policy = "predict" if ahead is not None and ahead.count else self._policy_of(layer)
         if policy == "quota":
             replicas = choose_quotas(counts_RE, home_E, self._limits)
         elif policy == "feplb":
             replicas = choose_moves(counts_RE, home_E, homes.rows_E, self._dynamic(layer, homes), self._limits)
         elif policy == "predict":
-            ahead = self._predicted(layer) if ahead is None else ahead
-            replicas = split_over(ahead.experts, ahead.ranks, counts_RE, home_E, self._limits)
+            chosen = self._predicted(layer) if ahead is None else ahead
+            replicas = split_over(chosen.experts, chosen.ranks, counts_RE, home_E, self._limits)
         else:
             replicas = InstanceReplicas.none(len(counts_RE))
         self._ahead = {key: found for key, found in self._ahead.items() if key[0] < self.last}
