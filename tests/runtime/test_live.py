@@ -3,13 +3,20 @@
 from __future__ import annotations
 
 import itertools
+from types import SimpleNamespace
+from typing import Any
 
+import numpy as np
 import pytest
 
 from helpers.equality import CHECKPOINTING
 from helpers.examples import examples
 from helpers.live_runs import LiveCase, compare_live
 from helpers.rank_pool import on_ranks
+from trimtab.cluster import ClusterSpec
+from trimtab.planner import PlanSettings
+from trimtab.runtime.live.balancer import LiveBalancer
+from trimtab.runtime.live.trials import TRIED
 
 POLICIES = ("quota", "feplb", "predict", "auto", "off")
 
@@ -43,3 +50,29 @@ def test_any_choice_equals_the_single_process(policy: str) -> None:
         for seed in range(examples(short=8, long=80))
     ]
     on_ranks(compare_policy, (cases,), ranks=3)
+
+
+def test_replicas_that_transfers_have_started_are_used() -> None:
+    """Transfers ask for the next two calls of the only layer, while `auto` tries another policy after the next one."""
+    layer: Any = SimpleNamespace(home_E=np.array([0, 0, 1, 1], np.int16), rows_E=np.array([0, 1, 0, 1]))
+    limits = PlanSettings().limits(ClusterSpec(2, 2, 1))
+    balancer = LiveBalancer("auto", "last", [layer], limits)
+    counts_RE = np.array([[4000, 3000, 10, 10], [4000, 3000, 10, 10]])
+    measured_RS = np.array([[1000, 7020], [1000, 7020]])
+    asked: dict[int, Any] = {}
+    forced = 0
+    for _ in range(4 * TRIED):
+        for number in (balancer.last - 1, balancer.last - 2):
+            if balancer.count(number, 0):
+                asked[number] = balancer.of(number, 0)
+        would = balancer._policy_of(0)
+        call = balancer.choose(0, counts_RE, measured_RS)
+        if call.number in asked:
+            forced += would != "predict"
+            replicas = asked[call.number]
+            assert np.array_equal(call.replicas.experts, replicas.experts)
+            assert np.array_equal(call.replicas.ranks, replicas.ranks)
+        # Faster without replicas, so that `auto` leaves `predict`.
+        measured_RS = np.array([[1000 * (1 + call.replicas.count), 7020]] * 2)
+    assert asked
+    assert forced
