@@ -74,7 +74,9 @@ def test_cuts_outside_the_published_range_are_named() -> None:
 def test_choices_from_counts_cut_stragglers() -> None:
     cases = straggler_cases(TINY)
     assert [(case["ranks"], case["policy"]) for case in cases] == [
-        (ranks, policy) for ranks in (2, 4) for policy in ("fastermoe", "feplb", "quota", "predict", "foresight")
+        (ranks, policy)
+        for ranks in (2, 4)
+        for policy in ("fastermoe", "feplb", "quota", "predict", "feplb, fixed", "foresight")
     ]
     by_key = {(case["ranks"], case["policy"]): case for case in cases}
     for ranks in (2, 4):

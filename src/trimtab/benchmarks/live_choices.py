@@ -2,6 +2,8 @@
 
 * `fastermoe`: shadows of FasterMoE, from the counts of the layer; its own recipe, without a limit of memory.
 * `feplb`, `quota`: the live policies of the runtime, from the counts of the layer.
+* `feplb, fixed`: the same as `feplb`, with the first experts of every rank as dynamic ones, not the hottest of the
+  micro-step before.
 * `predict`: the live policy of the runtime; replicas from the counts of the micro-step before, the split from those of
   the layer.
 * `foresight`: Trimtab's plan from the whole step's recorded routing: schedule, homes, replicas and split.
@@ -28,6 +30,7 @@ from trimtab.runtime.state.home_experts import HomeExperts
 
 LIVE: tuple[LivePolicy, ...] = ("feplb", "quota", "predict")
 BEFORE = "before"
+FIXED = "feplb, fixed"
 
 
 @dataclass(frozen=True, eq=False)
@@ -79,24 +82,32 @@ def choose_all(case: PlannerCase, settings: LiveBenchmark) -> dict[str, list[Cho
     counts_MLRE = case.workload(case.schedule).token_counts_MLRE.astype(np.int64)
     chosen = {BEFORE: _live(case, counts_MLRE, "off", settings), "fastermoe": _planned(case, FasterMoe(), settings)}
     chosen |= {policy: _live(case, counts_MLRE, policy, settings) for policy in LIVE}
+    chosen[FIXED] = _live(case, counts_MLRE, "feplb", settings, forgets=True)
     chosen["foresight"] = _planned(case, Trimtab(), settings)
     return chosen
 
 
 def slots_of(policy: str, settings: LiveBenchmark) -> int | None:
     """Slots of a rank; None without a limit."""
-    return {BEFORE: 0, "fastermoe": None, "feplb": settings.feplb_slots}.get(policy, settings.slots)
+    return {BEFORE: 0, "fastermoe": None, "feplb": settings.feplb_slots, FIXED: settings.feplb_slots}.get(
+        policy, settings.slots
+    )
 
 
-def _live(case: PlannerCase, counts_MLRE: Array, policy: LivePolicy, settings: LiveBenchmark) -> list[ChosenInstance]:
-    """The choices of the runtime, micro-step by micro-step."""
+def _live(
+    case: PlannerCase, counts_MLRE: Array, policy: LivePolicy, settings: LiveBenchmark, *, forgets: bool = False
+) -> list[ChosenInstance]:
+    """The choices of the runtime, micro-step by micro-step; `forgets`: without a past."""
     slots = settings.feplb_slots if policy == "feplb" else settings.slots
     limits = PlanSettings().limits(case.cluster(slots))
     home_LE = case.contiguous.home
-    balancer = LiveBalancer(policy, "last", [_layer(layer, home_E) for layer, home_E in enumerate(home_LE)], limits)
+    layers = [_layer(layer, home_E) for layer, home_E in enumerate(home_LE)]
+    balancer = LiveBalancer(policy, "last", layers, limits)
     measured_RS = np.zeros((case.ranks, 2), np.int64)
     chosen = []
     for micro_step, counts_LRE in enumerate(counts_MLRE):
+        if forgets:
+            balancer = LiveBalancer(policy, "last", layers, limits)
         for layer, counts_RE in enumerate(counts_LRE):
             call = balancer.choose(layer, counts_RE, measured_RS)
             if micro_step:

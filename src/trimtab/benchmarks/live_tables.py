@@ -99,7 +99,7 @@ def differences(summary: list[dict[str, Any]]) -> list[str]:
 
 REASONS = (
     "Reasons: the published figures are of the authors' own training routing, whose skew, rows of a micro-step and "
-    "fewest rows of a move are not published; here routing is synthetic, an expert may move with any number of rows, "
-    "and dynamic experts are the hottest of the micro-step before, which stay hot. GEMM stragglers also include the "
-    "time of smaller and additional products, and 1% to 2% of noise, which limits their cut where ranks differ little."
+    "fewest rows of a move are not published. Here routing is synthetic, and dynamic experts are the hottest of the "
+    "micro-step before, which stay hot; with fixed ones (feplb, fixed) cuts are smaller. GEMM stragglers include the "
+    "time of smaller and additional products, and noise of some percent, which limits cuts where ranks differ little."
 )
