@@ -8,13 +8,16 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from helpers.equality import CHECKPOINTING
 from helpers.examples import examples
 from helpers.live_runs import LiveCase, compare_live
 from helpers.rank_pool import on_ranks
 from trimtab.cluster import ClusterSpec
+from trimtab.errors import InputError
 from trimtab.planner import PlanSettings
+from trimtab.runtime import Session, gated_experts
 from trimtab.runtime.live.balancer import LiveBalancer
 from trimtab.runtime.live.trials import TRIED
 
@@ -76,3 +79,17 @@ def test_replicas_that_transfers_have_started_are_used() -> None:
         measured_RS = np.array([[1000 * (1 + call.replicas.count), 7020]] * 2)
     assert asked
     assert forced
+
+
+def refuse_plans() -> None:
+    session = Session(num_experts=2, mode="live")
+    session.add_layer([torch.nn.Parameter(torch.ones(1, 4, 4))], gated_experts())
+    with pytest.raises(InputError, match="mode 'live' makes no plans"):
+        session.plan_micro_steps([np.zeros((3, 1, 1), np.int64)])
+    session.mode = "plan"
+    assert session.plan_micro_steps([np.zeros((3, 1, 1), np.int64)]).micro_steps == 1
+    session.close()
+
+
+def test_live_sessions_refuse_plans() -> None:
+    on_ranks(refuse_plans, (), ranks=2)

@@ -259,6 +259,7 @@ class Steps:
             problem = problem or InputError(
                 "mode 'rehome' moves experts with the state of their optimizers; register these first"
             )
+        problem = problem or _problem(self._require_plans)
         can_slice = self._settings.slices_plans and self._can_slice
         ahead_is_good = self._ahead is not None and can_slice and self._ahead.is_complete()
         values_RV = self._lockstep.agree(
@@ -301,7 +302,14 @@ class Steps:
         plan.check(workload)
         return workload
 
+    def _require_plans(self) -> None:
+        if self._settings.mode == "live":
+            raise InputError(
+                "mode 'live' makes no plans; enter live_micro_step(), or set the session's mode to 'plan' before a plan"
+            )
+
     def _check_plan(self, plan: StepPlan, trace: RoutingTrace) -> None:
+        self._require_plans()
         check_fits(trace, plan.schedule, self._topology.rank, self._topology.num_ranks, self._experts.shape)
         if not self._settings.executes_plans:
             return
