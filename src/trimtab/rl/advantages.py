@@ -1,8 +1,18 @@
-"""Advantages of tokens from a value model: GAE with a reward at the end of the response."""
+"""Advantages: of responses relative to their group, and of tokens from a value model (GAE)."""
 
 from __future__ import annotations
 
 import torch
+
+from trimtab.array_type import Array
+
+
+def group_advantages(rewards_PS: Array) -> Array:
+    """Reward minus the mean of its group, `[P, S]`, of S responses to each of P problems (arXiv 2402.03300).
+
+    It is not divided by the group's standard deviation, which would weigh problems by their difficulty.
+    """
+    return rewards_PS - rewards_PS.mean(axis=1, keepdims=True)
 
 
 def generalized_advantages(
