@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import numpy as np
 import torch
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from trimtab.array_type import Array
-from trimtab.rl.advantages import generalized_advantages
+from trimtab.rl.advantages import extended_advantages, generalized_advantages
 
 Row = tuple[int, list[float], float]
 VALUES = st.floats(-2, 2)
@@ -58,3 +58,28 @@ def test_with_lambda_1_an_advantage_is_the_reward_minus_the_value(
     found = generalized_advantages(values_BT, rewards_B, mask_BT, 1.0)
     expected = rewards_B[:, None] - values_BT
     np.testing.assert_allclose(found[mask_BT > 0].numpy(), expected[mask_BT > 0].numpy(), atol=1e-12, rtol=0)
+
+
+@given(responses(), st.floats(0, 1), st.lists(st.booleans(), min_size=3, max_size=3))
+@example([(1, [0.5], 1.0), (0, [0.1, 0.7, 0.2], 1.0)], 0.9, [False, False, False])
+def test_extended_gae_equals_its_definition(rows: list[Row], gae_lambda: float, finished: list[bool]) -> None:
+    """Of finished and incomplete responses in one micro-batch. The rewards of incomplete ones are not a number."""
+    values_BT, rewards_B, mask_BT = padded(rows)
+    finished_B = torch.tensor(finished[: len(rows)])
+    rewards_B[~finished_B] = torch.nan
+    found = extended_advantages(values_BT, rewards_B, finished_B, mask_BT, gae_lambda)
+    for row, (prompt, values, reward) in enumerate(rows):
+        differences = np.diff([*values, reward]) if finished[row] else np.array([*np.diff(values), 0.0])
+        expected = brute_force(differences, gae_lambda)
+        np.testing.assert_allclose(found[row, prompt : prompt + len(values)].numpy(), expected, atol=1e-12, rtol=0)
+        if not finished[row]:
+            assert found[row, prompt + len(values) - 1] == 0
+    assert (found[mask_BT == 0] == 0).all()
+
+
+@given(responses(), st.floats(0, 1))
+def test_extended_gae_of_finished_responses_is_gae(rows: list[Row], gae_lambda: float) -> None:
+    values_BT, rewards_B, mask_BT = padded(rows)
+    finished_B = torch.ones(len(rows), dtype=torch.bool)
+    found = extended_advantages(values_BT, rewards_B, finished_B, mask_BT, gae_lambda)
+    assert torch.equal(found, generalized_advantages(values_BT, rewards_B, mask_BT, gae_lambda))

@@ -28,6 +28,7 @@ def add(commands: Any) -> None:
             "trimtab train -o out/demo",
             "trimtab train -o out/demo --resume --steps 60",
             "trimtab train -o out/ppo --algorithm ppo",
+            "trimtab train -o out/tppo --algorithm t-ppo --window 4",
             "trimtab train -o out/wide --expert-width 4096",
             "trimtab train -o out/live --live",
             "trimtab train -o out/live-quota --live quota",
@@ -48,7 +49,12 @@ def add(commands: Any) -> None:
     )
     option = partial(add_options, parser, of=TrainConfig)
     option("--model", type=Path, metavar="FOLDER", unset="a small model", help="local Hugging Face checkpoint")
-    option("--algorithm", choices=ALGORITHMS, help="grpo compares responses to a problem, ppo trains a value model too")
+    option(
+        "--algorithm",
+        choices=ALGORITHMS,
+        help="grpo compares responses to a problem, ppo trains a value model, t-ppo also generates responses over "
+        "several steps",
+    )
     option("--expert-width", type=positive, help="inner width of the small model's experts")
     modes = partial(add_options, parser.add_mutually_exclusive_group())
     modes("--mode", of=TrainConfig, choices=MODES, help="how experts are balanced")
@@ -66,6 +72,7 @@ def add(commands: Any) -> None:
     option("--samples", type=positive, help="responses to each problem")
     option("--mini-batches", "--token-budget")
     option("--max-new-tokens", type=positive, help="longest response")
+    option("--window", type=positive, help="t-ppo: most new tokens of a response in a step")
     option("--learning-rate", type=float, help="learning rate of RL steps")
     option("--warm-start-steps", type=whole, help="supervised steps before RL")
     option("--held-out", type=positive, help="problems that accuracy is measured on")

@@ -11,6 +11,7 @@ import torch
 
 from trimtab.rl.batches import MicroBatch
 from trimtab.rl.sequences import Sequence
+from trimtab.rl.windows import Windows
 
 
 @dataclass(frozen=True, eq=False)
@@ -26,13 +27,26 @@ class TokenOutputs:
     hidden: torch.Tensor
 
 
+@dataclass(frozen=True)
+class TrainedTokens:
+    """Tokens of a mini-batch over all ranks: the divisors of its losses.
+
+    Attributes:
+        policy: that the policy is trained on.
+        value: that a value model is trained on.
+    """
+
+    policy: int
+    value: int
+
+
 @dataclass(frozen=True, eq=False)
 class TokenLoss:
     """The loss of a micro-batch.
 
     Attributes:
         loss: a number to run the backward of: this rank's part of the loss of the mini-batch.
-        sums: figures by name of metric, summed over this rank's response tokens. The metric is their mean.
+        sums: the algorithm's figures, by name, summed over this rank's tokens.
     """
 
     loss: torch.Tensor
@@ -47,13 +61,17 @@ class Algorithm(Protocol):
 
     Attributes:
         title: its name for people.
-        figures: names of the metrics that its loss sums up.
+        figures: names of what its loss sums up.
         parameters: its own, beside the model's. They are equal on all ranks; the trainer sums their gradients.
     """
 
     title: str
     figures: tuple[str, ...]
     parameters: list[torch.nn.Parameter]
+
+    @property
+    def windows(self) -> Windows | None:
+        """Responses that are generated over several steps; None to generate whole groups in each step."""
 
     def trained(self, sequences: Sequence_[Sequence]) -> list[Sequence]:
         """Those that have a gradient. Others are left out of the step."""
@@ -67,7 +85,7 @@ class Algorithm(Protocol):
         """
 
     def loss(
-        self, batch: MicroBatch, outputs: TokenOutputs, old_log_probs: torch.Tensor, response_tokens: int
+        self, batch: MicroBatch, outputs: TokenOutputs, old_log_probs: torch.Tensor, tokens: TrainedTokens
     ) -> TokenLoss:
         """The loss of a micro-batch.
 
@@ -75,14 +93,17 @@ class Algorithm(Protocol):
             batch: from `with_targets`.
             outputs: under the weights now.
             old_log_probs: `[B, T]`, under the weights before the step.
-            response_tokens: of the mini-batch over all ranks.
+            tokens: of the mini-batch.
         """
+
+    def metrics(self, totals: Mapping[str, float]) -> dict[str, float]:
+        """Metrics of a step from its figures, summed over all ranks and mini-batches."""
 
     def apply_gradients(self) -> None:
         """Run an optimizer step of its own parameters and zero their gradients, which are summed over all ranks."""
 
     def state(self) -> dict[str, torch.Tensor]:
-        """Its parameters and optimizer state by name, for checkpoints; the same on all ranks."""
+        """Its parameters and optimizer state by name, for checkpoints. Rank 0's is written. Collective."""
 
     def load_state(self, state: Mapping[str, torch.Tensor]) -> None:
         """Continue from what `state` returned."""

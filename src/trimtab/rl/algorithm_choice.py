@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import torch
+import torch.distributed as dist
 
 from trimtab.rl.algorithm import Algorithm
 from trimtab.rl.config import TrainConfig
 from trimtab.rl.grpo import GRPO
 from trimtab.rl.ppo import PPO
+from trimtab.rl.tppo import TPPO
 from trimtab.rl.value_model import ValueModel
+from trimtab.rl.windows import Windows
 
 
 def make_algorithm(config: TrainConfig, hidden_size: int, device: torch.device) -> Algorithm:
@@ -21,4 +24,9 @@ def make_algorithm(config: TrainConfig, hidden_size: int, device: torch.device) 
     """
     if config.algorithm == "grpo":
         return GRPO()
-    return PPO(ValueModel(hidden_size, config.seed, device))
+    value_model = ValueModel(hidden_size, config.seed, device)
+    if config.algorithm == "ppo":
+        return PPO(value_model)
+    places = len(range(dist.get_rank(), config.problems, dist.get_world_size())) * config.samples
+    windows = Windows(places, window=config.window, max_new_tokens=config.max_new_tokens, seed=config.seed)
+    return TPPO(value_model, windows)

@@ -18,7 +18,7 @@ MAY_CHANGE = frozenset(
     ("out", "mode", "policy", "slots", "steps", "token_budget", "gradient_checkpointing", "save_every", "compare_pairs")
 )
 
-ALGORITHMS = ("grpo", "ppo")
+ALGORITHMS = ("grpo", "ppo", "t-ppo")
 
 
 @dataclass(frozen=True)
@@ -40,6 +40,7 @@ class TrainConfig:
         mini_batches: optimizer steps in an RL step.
         token_budget: most tokens of a rank in a micro-step.
         max_new_tokens: most tokens of a response.
+        window: most new tokens of a response in a step of T-PPO; other algorithms generate whole responses.
         learning_rate: of RL steps; warmed up over the first steps.
         warm_start_steps: supervised steps before RL.
         warm_start_batch: sequences of a supervised step, over all ranks.
@@ -66,6 +67,7 @@ class TrainConfig:
     mini_batches: int = 2
     token_budget: int = 2048
     max_new_tokens: int = 20
+    window: int = 8
     learning_rate: float = 2e-4
     warm_start_steps: int = 250
     warm_start_batch: int = 128

@@ -7,26 +7,18 @@ from collections.abc import Sequence as Sequence_
 
 import torch
 
-from trimtab.array_type import Array
-from trimtab.rl.algorithm import TokenLoss, TokenOutputs
+from trimtab.rl.algorithm import TokenLoss, TokenOutputs, TrainedTokens
 from trimtab.rl.batches import MicroBatch
 from trimtab.rl.losses import clipped_policy_loss, clipped_tokens
 from trimtab.rl.sequences import Sequence
-
-
-def group_advantages(rewards_PS: Array) -> Array:
-    """Reward minus the mean of its group, `[P, S]`, of S responses to each of P problems (arXiv 2402.03300).
-
-    It is not divided by the group's standard deviation, which would weigh problems by their difficulty.
-    """
-    return rewards_PS - rewards_PS.mean(axis=1, keepdims=True)
 
 
 class GRPO:
     """Group-relative policy optimization, with the mean over response tokens. An `Algorithm`."""
 
     title = "GRPO"
-    figures: tuple[str, ...] = ("ppo/clip_fraction",)
+    figures: tuple[str, ...] = ("clipped", "tokens")
+    windows = None
 
     def __init__(self) -> None:
         self.parameters: list[torch.nn.Parameter] = []
@@ -40,14 +32,19 @@ class GRPO:
         return batch
 
     def loss(
-        self, batch: MicroBatch, outputs: TokenOutputs, old_log_probs: torch.Tensor, response_tokens: int
+        self, batch: MicroBatch, outputs: TokenOutputs, old_log_probs: torch.Tensor, tokens: TrainedTokens
     ) -> TokenLoss:
         """The clipped loss, mean over response tokens."""
         log_ratio = outputs.log_probs - old_log_probs
         loss = clipped_policy_loss(log_ratio, batch.advantages) * batch.response_mask
+        clipped = clipped_tokens(log_ratio, batch.response_mask)
         return TokenLoss(
-            loss.sum() / max(1, response_tokens), {"ppo/clip_fraction": clipped_tokens(log_ratio, batch.response_mask)}
+            loss.sum() / max(1, tokens.policy), {"clipped": clipped, "tokens": float(batch.response_mask.sum())}
         )
+
+    def metrics(self, totals: Mapping[str, float]) -> dict[str, float]:
+        """The fraction of response tokens whose ratio is clipped."""
+        return {"ppo/clip_fraction": totals["clipped"] / max(1, totals["tokens"])}
 
     def apply_gradients(self) -> None:
         """Nothing: it has no parameters."""

@@ -9,7 +9,7 @@ from dataclasses import replace
 import torch
 
 from trimtab.rl.advantages import generalized_advantages
-from trimtab.rl.algorithm import TokenLoss, TokenOutputs
+from trimtab.rl.algorithm import TokenLoss, TokenOutputs, TrainedTokens
 from trimtab.rl.batches import MicroBatch
 from trimtab.rl.losses import clipped_policy_loss, clipped_tokens
 from trimtab.rl.sequences import Sequence
@@ -26,7 +26,8 @@ class PPO:
     """
 
     title = "PPO"
-    figures: tuple[str, ...] = ("ppo/clip_fraction", "value/loss", "value/mean")
+    figures: tuple[str, ...] = ("clipped", "tokens", "value_loss", "values")
+    windows = None
 
     def __init__(self, value_model: ValueModel) -> None:
         self.value_model = value_model
@@ -46,7 +47,7 @@ class PPO:
         return replace(batch, advantages=advantages, old_values=values, returns=values + advantages)
 
     def loss(
-        self, batch: MicroBatch, outputs: TokenOutputs, old_log_probs: torch.Tensor, response_tokens: int
+        self, batch: MicroBatch, outputs: TokenOutputs, old_log_probs: torch.Tensor, tokens: TrainedTokens
     ) -> TokenLoss:
         """The clipped losses of policy and value model, mean over response tokens. No parameter is in both."""
         assert batch.old_values is not None
@@ -56,11 +57,17 @@ class PPO:
         policy = clipped_policy_loss(log_ratio, batch.advantages) * batch.response_mask
         value = clipped_value_loss(values, batch.old_values, batch.returns) * batch.response_mask
         sums = {
-            "ppo/clip_fraction": clipped_tokens(log_ratio, batch.response_mask),
-            "value/loss": float(value.detach().sum()),
-            "value/mean": float((values.detach() * batch.response_mask).sum()),
+            "clipped": clipped_tokens(log_ratio, batch.response_mask),
+            "tokens": float(batch.response_mask.sum()),
+            "value_loss": float(value.detach().sum()),
+            "values": float((values.detach() * batch.response_mask).sum()),
         }
-        return TokenLoss((policy.sum() + value.sum()) / max(1, response_tokens), sums)
+        return TokenLoss(policy.sum() / max(1, tokens.policy) + value.sum() / max(1, tokens.value), sums)
+
+    def metrics(self, totals: Mapping[str, float]) -> dict[str, float]:
+        """Means over response tokens."""
+        names = {"ppo/clip_fraction": "clipped", "value/loss": "value_loss", "value/mean": "values"}
+        return {metric: totals[name] / max(1, totals["tokens"]) for metric, name in names.items()}
 
     def apply_gradients(self) -> None:
         """Update the value model."""

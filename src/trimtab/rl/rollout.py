@@ -14,7 +14,7 @@ from transformers import LogitsProcessor, LogitsProcessorList, StoppingCriteria,
 
 from trimtab.array_type import Array
 from trimtab.integrations.transformers import record_routing
-from trimtab.rl.grpo import group_advantages
+from trimtab.rl.advantages import group_advantages
 from trimtab.rl.sequences import Sequence
 from trimtab.rl.task import Problem, draw_problem
 from trimtab.trace import RoutingTrace
@@ -98,7 +98,7 @@ def sample_groups(
                 count(record.trace(tokens[rows], mask, eos_token_id=tokenizer.eos_token_id))
 
         finished = Finished(prompt_width, tokenizer.eos_token_id, report)
-        tokens = _generate(model, tokenizer, prompts, max_new_tokens, sampled, finished)
+        tokens = generate(model, tokenizer, prompts, max_new_tokens, sampled, finished)
     routing = record.trace(tokens, prompts["attention_mask"], eos_token_id=tokenizer.eos_token_id)
     if count is not None and not finished.has_reported:
         count(routing.part(0, 0))
@@ -129,7 +129,7 @@ def count_correct(model: nn.Module, tokenizer: Any, problems: Sequence_[Problem]
     if not problems:
         return 0
     prompts = _encode(model, tokenizer, problems)
-    tokens = _generate(model, tokenizer, prompts, max_new_tokens, None)
+    tokens = generate(model, tokenizer, prompts, max_new_tokens, None)
     responses = [_until_end(row, tokenizer.eos_token_id) for row in tokens[:, prompts["input_ids"].shape[1] :]]
     return sum(int(p.reward(tokenizer.decode(r))) for p, r in zip(problems, responses, strict=True))
 
@@ -147,7 +147,7 @@ def _encode(model: nn.Module, tokenizer: Any, problems: Sequence_[Problem]) -> d
 
 
 @torch.no_grad()
-def _generate(
+def generate(
     model: Any,
     tokenizer: Any,
     prompts: dict[str, torch.Tensor],
@@ -155,7 +155,7 @@ def _generate(
     sampled: SampledLogProbs | None,
     finished: Finished | None = None,
 ) -> Any:
-    """`[B, prompt width + new tokens]` int64 on the host: sampled, or greedy without `sampled`."""
+    """Tokens `[B, prompt width + new tokens]` int64 on the host: sampled, or greedy without `sampled`."""
     how = {"do_sample": False} if sampled is None else {"do_sample": True, "temperature": 1.0, "top_k": 0, "top_p": 1.0}
     tokens = model.generate(
         **prompts,

@@ -16,15 +16,19 @@ from trimtab.trace import RoutingTrace, hash_tokens
 
 @dataclass(frozen=True, eq=False)
 class Sequence:
-    """A finished response.
+    """A response. One that is generated over several steps may be incomplete, and partly trained.
 
     Attributes:
         token_ids: `[n]` int64, prompt and response.
         prompt_length: tokens of the prompt.
         expert_ids: `[n - 1, L, K]`, the routing that the rollout recorded. The last token was never fed.
-        reward: of the response.
+        reward: of the response; 0 if it is incomplete.
         advantage: reward minus the mean of its group.
         log_probs: `[response_length]` float32, of the response's tokens when the rollout sampled them.
+        is_finished: whether the response is complete.
+        trained_tokens: tokens at the start of the response that the policy was trained on in earlier steps.
+        row_versions: `[n - 1]` int32, the step with whose weights a token was fed and the token after it sampled. Rows
+            with the same version are a window. None if all have the same.
     """
 
     token_ids: Array
@@ -33,6 +37,9 @@ class Sequence:
     reward: float
     advantage: float
     log_probs: Array
+    is_finished: bool = True
+    trained_tokens: int = 0
+    row_versions: Array | None = None
 
     @property
     def num_fed(self) -> int:
@@ -43,6 +50,16 @@ class Sequence:
     def response_length(self) -> int:
         """Tokens of the response."""
         return len(self.token_ids) - self.prompt_length
+
+    @property
+    def policy_tokens(self) -> int:
+        """Tokens that the policy is trained on. The last one of an incomplete response has no advantage yet."""
+        return self.response_length - self.trained_tokens - (not self.is_finished)
+
+    @property
+    def value_tokens(self) -> int:
+        """Tokens whose value has a return to learn from."""
+        return self.response_length if self.is_finished else 0
 
 
 def routing_of(
@@ -68,8 +85,8 @@ def routing_of(
 
 
 def gather_lengths(sequences: Sequence_[Sequence]) -> list[Array]:
-    """Fed and response tokens `[S_r, 2]` of every rank's sequences, in rank order. Collective."""
-    mine = np.array([(s.num_fed, s.response_length) for s in sequences], np.int64).reshape(-1, 2)
+    """Tokens `[S_r, 3]` of every rank's sequences, in rank order: fed, of the policy, of a value model. Collective."""
+    mine = np.array([(s.num_fed, s.policy_tokens, s.value_tokens) for s in sequences], np.int64).reshape(-1, 3)
     parts: list[Array | None] = [None] * dist.get_world_size()
     dist.all_gather_object(parts, mine)
     return [part for part in parts if part is not None]

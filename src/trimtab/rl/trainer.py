@@ -15,7 +15,7 @@ import torch.distributed as dist
 from trimtab.integrations.transformers import moe_blocks, num_experts, share_experts
 from trimtab.planner import Placement, Schedule, pack_by_length
 from trimtab.rank_variables import rank_variable
-from trimtab.rl.algorithm import TokenOutputs
+from trimtab.rl.algorithm import TokenOutputs, TrainedTokens
 from trimtab.rl.algorithm_choice import make_algorithm
 from trimtab.rl.batches import MicroBatch, collate
 from trimtab.rl.checkpoint import Checkpoint, write_checkpoint
@@ -44,14 +44,16 @@ class PreparedStep:
         planned: plan of the step over all ranks; None in mode `live`.
         trace: routing of this rank's sequences, in plan order.
         batches: this rank's micro-batches, one per micro-step. The recompute adds what the algorithm's loss needs.
-        response_tokens: response tokens of each mini-batch over all ranks; the divisors of its loss.
+        tokens: of each mini-batch over all ranks, the divisors of its losses.
+        computed_tokens: that all ranks feed to the model.
     """
 
     schedule: Schedule
     planned: PlannedStep | None
     trace: RoutingTrace
     batches: list[MicroBatch]
-    response_tokens: list[int]
+    tokens: list[TrainedTokens]
+    computed_tokens: int
 
 
 class Trainer:
@@ -141,7 +143,9 @@ class Trainer:
         self.held_out_accuracy[when] = self._total(correct) / len(problems)
 
     def rollout(self, step: int) -> list[Sequence]:
-        """Responses to this rank's part of a step's problems."""
+        """Responses to this rank's part of a step's problems, or a window of the algorithm's responses."""
+        if self.algorithm.windows is not None:
+            return self.algorithm.windows.advance(self.rollout_model, self.tokenizer, step)
         rng = random.Random(f"problems {self.config.seed} {step}")
         problems = [draw_problem(rng, held_out=False) for _ in range(self.config.problems)]
         torch.manual_seed((self.config.seed * 1_000_003 + step) * self.num_ranks + self.rank)
@@ -189,9 +193,14 @@ class Trainer:
             )
             for number in range(schedule.num_micro_steps)
         ]
-        response_tokens = np.bincount(mini_batch, weights=lengths[:, 1], minlength=self.config.mini_batches)
+        policy, value = (
+            np.bincount(mini_batch, weights=lengths[:, column], minlength=self.config.mini_batches) for column in (1, 2)
+        )
+        tokens = [
+            TrainedTokens(int(of_policy), int(of_value)) for of_policy, of_value in zip(policy, value, strict=True)
+        ]
         trace = self._routing_of(mine, step)
-        return PreparedStep(schedule, planned, trace, batches, [int(count) for count in response_tokens])
+        return PreparedStep(schedule, planned, trace, batches, tokens, int(lengths[:, 0].sum()))
 
     def _routing_of(self, sequences: list[Sequence], step: int) -> RoutingTrace:
         return routing_of(
@@ -228,14 +237,14 @@ class Trainer:
         return old_log_probs
 
     def rollout_difference(self, prepared: PreparedStep, old_log_probs: list[torch.Tensor]) -> float:
-        """Mean absolute difference of the recompute's log-probabilities to the rollout's, in nats per response token.
+        """Mean absolute difference of the recompute's log-probabilities to the rollout's, in nats per trained token.
 
         Only rounding of the rollout (bfloat16) remains if the recompute replays its routing. Collective.
         """
         difference = 0.0
         for batch, log_probs in zip(prepared.batches, old_log_probs, strict=True):
-            difference += float(((log_probs - batch.rollout_log_probs).abs() * batch.response_mask).sum())
-        return self._total(difference) / max(1, sum(prepared.response_tokens))
+            difference += float(((log_probs - batch.rollout_log_probs).abs() * batch.policy_mask).sum())
+        return self._total(difference) / max(1, sum(tokens.policy for tokens in prepared.tokens))
 
     def accumulate(
         self, prepared: PreparedStep, old_log_probs: list[torch.Tensor], mini_batch: int
@@ -251,7 +260,7 @@ class Trainer:
             batch = prepared.batches[index]
             with self.micro_step(batch, int(index)):
                 found = self.algorithm.loss(
-                    batch, self.forward(batch), old_log_probs[index], prepared.response_tokens[mini_batch]
+                    batch, self.forward(batch), old_log_probs[index], prepared.tokens[mini_batch]
                 )
                 found.loss.backward()
             sums["loss"] += float(found.loss.detach())
@@ -279,18 +288,17 @@ class Trainer:
             if mini_batch == 0:
                 metrics["grad_norm"] = norm
         metrics["loss"] = self._total(loss)
-        for name, value in figures.items():
-            metrics[name] = self._total(value) / max(1, sum(prepared.response_tokens))
-        return metrics
+        return metrics | self.algorithm.metrics({name: self._total(value) for name, value in figures.items()})
 
     def step(self, step: int) -> dict[str, Any]:
         """Run one RL step. Returns its metrics; all but times are equal on all ranks. Collective."""
         clock = StepClock()
         sequences = self.rollout(step)
         clock.lap("rollout_s")
-        count = max(1.0, self._total(len(sequences)))
-        rewards = self._total(sum(s.reward for s in sequences)) / count
-        lengths = self._total(sum(s.response_length for s in sequences)) / count
+        finished = [s for s in sequences if s.is_finished]
+        count = max(1.0, self._total(len(finished)))
+        rewards = self._total(sum(s.reward for s in finished)) / count
+        lengths = self._total(sum(s.response_length for s in finished)) / count
         trained = self.algorithm.trained(sequences)
         metrics: dict[str, Any] = {"step": step, "reward": rewards, "response_length": lengths}
         metrics["trained_sequences"] = int(self._total(len(trained)))
@@ -314,6 +322,8 @@ class Trainer:
         """
         metrics: dict[str, Any] = {}
         prepared = self.prepare(sequences, step)
+        metrics["tokens/computed"] = prepared.computed_tokens
+        metrics["tokens/trained"] = sum(tokens.policy for tokens in prepared.tokens)
         clock.lap("prepare_s")
         self.session.take_metrics()
         report = None if prepared.planned is None else self.session.apply_plan(prepared.planned, prepared.trace)
@@ -350,12 +360,13 @@ class Trainer:
         """Write a checkpoint after `step` RL steps. Collective."""
         weights = self.session.logical.weights(self.model)
         optimizer_state = self.session.logical.optimizer_state(self.model, self.optimizer)
+        algorithm_state = self.algorithm.state()
         if self.rank == 0:
             homes = self.session.placement.home.tolist()
             model = (self.model_config, self.tokenizer)
             write_checkpoint(
                 self.config.out, step, self.held_out_accuracy, homes, *model, weights, optimizer_state,
-                self.algorithm.state(),
+                algorithm_state,
             )  # fmt: skip
         else:
             for _ in chain(weights, optimizer_state):

@@ -1,0 +1,196 @@
+"""T-PPO on two ranks: gradients of a plain single-process T-PPO, equal losses, resume in the middle of a response."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from helpers.equality import relative_error
+from helpers.rank_pool import RankPool
+from helpers.runs import save_tiny_model
+from helpers.trainers import make_sequences, start
+from trimtab.rl.checkpoint import last_checkpoint
+from trimtab.rl.demo_model import load_model
+from trimtab.rl.ppo import GAE_LAMBDA
+from trimtab.rl.sequences import Sequence
+from trimtab.rl.step_metrics import StepClock
+from trimtab.rl.trainer import Trainer
+from trimtab.rl.value_model import ValueModel
+from trimtab.rl.windows import Windows
+
+State = dict[str, Any]
+LOG_RATIO = 0.1
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("tppo")
+    save_tiny_model(folder / "model")
+    (folder / "out").mkdir()
+    return folder
+
+
+def partly_trained(count: int) -> list[Sequence]:
+    """Complete and incomplete sequences, some of which were trained on in parts."""
+    rng = np.random.default_rng(6)
+    found = []
+    for index, sequence in enumerate(make_sequences(count, hot=True)):
+        known = int(rng.integers(0, sequence.response_length))
+        # The last known token was not trained.
+        versions = np.where(np.arange(sequence.num_fed) < sequence.prompt_length - 1 + known, 3 - index % 3, 4)
+        is_finished = index % 3 > 0
+        found.append(
+            replace(
+                sequence,
+                reward=float(rng.random()) if is_finished else 0.0,
+                is_finished=is_finished,
+                trained_tokens=max(0, known - 1),
+                row_versions=versions.astype(np.int32),
+                log_probs=-3 + rng.random(sequence.response_length).astype(np.float32),
+            )
+        )
+    return [sequence for sequence in found if sequence.policy_tokens or sequence.value_tokens]
+
+
+def plain_gradients(model: Any, network: nn.Module, sequences: list[Sequence]) -> dict[str, torch.Tensor]:
+    """Gradients of T-PPO, from its definition, of a whole model that routes by itself."""
+    policy, value = torch.zeros(()), torch.zeros(())
+    policy_tokens = value_tokens = 0
+    for sequence in sequences:
+        tokens = torch.from_numpy(sequence.token_ids)
+        first, length = sequence.prompt_length - 1, sequence.response_length
+        hidden = model.model(tokens[None, :-1]).last_hidden_state[0, first:]
+        log_probs = model.lm_head(hidden).log_softmax(-1)[range(length), tokens[sequence.prompt_length :]]
+        values = network(hidden.detach())[:, 0]
+        after = [*values.tolist()[1:], sequence.reward if sequence.is_finished else float(values[-1])]
+        deltas = np.array(after) - values.tolist()
+        assert sequence.row_versions is not None
+        versions = sequence.row_versions[first:]
+        for t in range(sequence.trained_tokens, length if sequence.is_finished else length - 1):
+            is_new = versions[t] == versions[-1]
+            old = log_probs[t].detach() - LOG_RATIO if is_new else torch.tensor(sequence.log_probs[t])
+            ratio = (log_probs[t] - old).exp()
+            advantage = sum(GAE_LAMBDA ** (k - t) * deltas[k] for k in range(t, length))
+            policy = policy - torch.minimum(ratio * advantage, ratio.clamp(0.8, 1.2) * advantage)
+            policy_tokens += 1
+        if sequence.is_finished:
+            # Nothing is clipped when the values have not changed.
+            value = value + 0.5 * ((values - sequence.reward) ** 2).sum()
+            value_tokens += length
+    (policy / policy_tokens + value / value_tokens).backward()
+    named = [*model.named_parameters(), *network.named_parameters()]
+    return {name: parameter.grad for name, parameter in named if parameter.grad is not None}
+
+
+def compare_gradients(state: State, folder: Path, mode: str) -> None:
+    trainer = start(folder, algorithm="t-ppo", mini_batches=1, mode=mode)
+    algorithm: Any = trainer.algorithm
+    model: Any = load_model(folder / "model", trainer.model_config, torch.float32)
+    windows = Windows(8, window=3, max_new_tokens=8, seed=2)
+    both: list[Any] = [[sequence for step in range(3) for sequence in windows.advance(model, trainer.tokenizer, step)]]
+    dist.broadcast_object_list(both)
+    rng = np.random.default_rng(8)
+    sequences = [replace(s, reward=float(rng.random())) if s.is_finished else s for s in both[0]]
+    # Windows whose policy differs from that of now.
+    sequences = [replace(s, log_probs=s.log_probs - rng.normal(size=s.response_length) * 0.1) for s in sequences]
+    assert any(s.is_finished and s.trained_tokens for s in sequences)
+    assert any(not s.is_finished and s.trained_tokens for s in sequences)
+    generator = torch.Generator().manual_seed(2)
+    for parameter in algorithm.parameters:
+        parameter.data = torch.randn(parameter.shape, generator=generator) * 0.3
+    prepared = trainer.prepare(sequences[trainer.rank :: 2], 0)
+    assert prepared.planned is not None
+    trainer.session.apply_plan(prepared.planned, prepared.trace)
+    old_log_probs = [log_probs - LOG_RATIO for log_probs in trainer.recompute(prepared)]
+    trainer.accumulate(prepared, old_log_probs, 0)
+    network = ValueModel(trainer.model_config.hidden_size, 0, CPU).network
+    network.load_state_dict(algorithm.value_model.network.state_dict())
+    expected = plain_gradients(model, network, sequences)
+    found = dict(algorithm.value_model.network.named_parameters()) | dict(trainer.model.named_parameters())
+    assert found.keys() == expected.keys()
+    for name, parameter in found.items():
+        whole = expected[name]
+        if ".experts." in name:
+            layer = trainer.session.homes[int(name.split(".")[2])]
+            whole = whole[layer.experts_of(trainer.rank)]
+        assert whole.abs().max() > 0
+        assert relative_error(parameter.grad, whole) < 1e-4, name
+    trainer.session.close()
+
+
+@pytest.mark.parametrize("mode", ["plan", "off"])
+def test_gradients_equal_those_of_a_plain_tppo(pool: RankPool, folder: Path, mode: str) -> None:
+    pool.call(compare_gradients, folder, mode)
+
+
+def train_some_steps(state: State, folder: Path, mode: str) -> list[dict[str, float]]:
+    trainer = start(folder, algorithm="t-ppo", mode=mode, learning_rate=1e-3)
+    found = []
+    for step in range(3):
+        _, metrics = trainer.train(partly_trained(16)[trainer.rank :: 2], step, StepClock())
+        found.append(
+            {name: metrics[name] for name in metrics if name.startswith(("loss", "ppo", "value", "grad", "tok"))}
+        )
+    trainer.session.close()
+    return found
+
+
+def test_balanced_and_unbalanced_runs_have_the_same_losses(pool: RankPool, folder: Path) -> None:
+    planned, static, off = (pool.call(train_some_steps, folder, mode)[0] for mode in ("plan", "static", "off"))
+    for other in (static, off):
+        for one, two in zip(planned, other, strict=True):
+            assert one == pytest.approx(two, rel=1e-4, abs=1e-6)
+    sequences = partly_trained(16)
+    assert planned[0]["tokens/computed"] == sum(len(s.expert_ids) for s in sequences)
+    assert planned[0]["tokens/trained"] == sum(
+        s.response_length - s.trained_tokens - (not s.is_finished) for s in sequences
+    )
+    # Recorded log-probabilities of old tokens are far from the model's; those of new ones are recomputed.
+    assert planned[0]["ppo/kl_age_1"] > 10 * planned[0]["ppo/kl_age_0"]
+    assert planned[0]["ppo/kl_age_2_or_more"] > 10 * planned[0]["ppo/kl_age_0"]
+    assert planned[0]["ppo/clip_fraction_age_1"] > 0.5 > planned[0]["ppo/clip_fraction_age_0"]
+
+
+def resume(state: State, folder: Path) -> None:
+    settings: dict[str, Any] = {"algorithm": "t-ppo", "window": 2, "max_new_tokens": 7, "learning_rate": 1e-3}
+    trainer = start(folder, **settings)
+    (folder / "out" / "routing").mkdir(exist_ok=True)
+    windows: Any = trainer.algorithm.windows
+    for step in range(2):
+        trainer.step(step)
+    trainer.save(2)
+    dist.barrier()
+    checkpoint = last_checkpoint(folder / "out")
+    assert checkpoint is not None
+    checkpoint.check_files()
+    again = Trainer(trainer.config, checkpoint)
+    again.session.settings.least_gain = trainer.session.settings.least_gain
+    # In the middle of responses.
+    assert any(len(set(response.row_versions.tolist())) == 2 for response in windows.open)
+    for step in (2, 3):
+        straight, resumed = (
+            {name: value for name, value in each.step(step).items() if not name.endswith(("_s", "_bytes"))}
+            for each in (trainer, again)
+        )
+        assert straight == resumed
+    states = [each.algorithm.state() for each in (trainer, again)]
+    assert states[0].keys() == states[1].keys()
+    for name, value in states[0].items():
+        assert torch.equal(value, states[1][name]), name
+    expected = trainer.session.logical_state_dict(trainer.model)
+    for name, value in again.session.logical_state_dict(again.model).items():
+        assert torch.equal(value, expected[name]), name
+    for each in (trainer, again):
+        each.session.close()
+
+
+def test_a_run_resumes_in_the_middle_of_responses_bit_for_bit(pool: RankPool, folder: Path) -> None:
+    pool.call(resume, folder)

@@ -1,0 +1,140 @@
+"""Windowed rollouts: whole responses from parts, what each part adds, and their state in checkpoints."""
+
+from __future__ import annotations
+
+from itertools import chain
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+
+from helpers.rank_pool import RankPool
+from helpers.runs import save_tiny_model
+from trimtab.integrations.transformers import record_routing
+from trimtab.rl.demo_model import load_config, load_model, load_tokenizer
+from trimtab.rl.sequences import Sequence
+from trimtab.rl.windows import Windows
+
+State = dict[str, Any]
+PLACES, WINDOW, MOST = 6, 3, 8
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("windows")
+    save_tiny_model(folder)
+    return folder
+
+
+def load(folder: Path) -> tuple[Any, Any, Windows]:
+    tokenizer = load_tokenizer(folder)
+    model = load_model(folder, load_config(folder, tokenizer), torch.float32).eval()
+    # Responses end at different lengths.
+    with torch.no_grad():
+        model.lm_head.weight.mul_(0.3)
+    return model, tokenizer, Windows(PLACES, window=WINDOW, max_new_tokens=MOST, seed=4)
+
+
+def check_step(before: list[Sequence], now: list[Sequence], step: int, end: int) -> None:
+    """Incomplete responses come first, in order, and have grown; the other places have new prompts."""
+    assert len(now) == PLACES
+    kept = [sequence for sequence in before if not sequence.is_finished]
+    for old, new in zip(kept, now, strict=False):
+        known = len(old.token_ids)
+        assert np.array_equal(new.token_ids[:known], old.token_ids)
+        assert np.array_equal(new.log_probs[: old.response_length], old.log_probs)
+        assert np.array_equal(new.expert_ids[: known - 1], old.expert_ids)
+        assert new.row_versions is not None
+        assert old.row_versions is not None
+        assert new.row_versions.tolist() == [*old.row_versions, *[step] * (len(new.token_ids) - known)]
+        # Every token is trained once.
+        assert new.trained_tokens == old.trained_tokens + old.policy_tokens
+        assert 1 <= new.response_length - old.response_length <= WINDOW
+    for new in now[len(kept) :]:
+        assert new.row_versions is not None
+        assert set(new.row_versions.tolist()) == {step}
+        assert new.trained_tokens == 0
+        assert 1 <= new.response_length <= WINDOW
+    for sequence in now:
+        assert len(sequence.expert_ids) == sequence.num_fed
+        assert len(sequence.log_probs) == sequence.response_length
+        response = sequence.token_ids[sequence.prompt_length :]
+        assert sequence.is_finished == (response[-1] == end or len(response) == MOST)
+        assert end not in response[:-1]
+        assert sequence.policy_tokens == len(response) - sequence.trained_tokens - (not sequence.is_finished)
+
+
+def run_windows(state: State, folder: Path) -> None:
+    model, tokenizer, windows = load(folder)
+    before: list[Sequence] = []
+    complete = []
+    for step in range(8):
+        now = windows.advance(model, tokenizer, step)
+        check_step(before, now, step, tokenizer.eos_token_id)
+        complete += [sequence for sequence in now if sequence.is_finished]
+        before = now
+    assert len({sequence.response_length for sequence in complete}) > 2
+    assert any(sequence.response_length > 2 * WINDOW for sequence in complete)
+    # All of it as if the response had been generated at once.
+    for sequence in complete:
+        tokens = torch.from_numpy(sequence.token_ids)[None]
+        with torch.no_grad(), record_routing(model) as record:
+            log_probs = model(input_ids=tokens).logits[0].log_softmax(-1)
+        assert np.array_equal(
+            np.sort(record.expert_ids(tokens)[0], axis=-1), np.sort(sequence.expert_ids.astype(np.int64), axis=-1)
+        )
+        at = range(sequence.prompt_length, len(sequence.token_ids))
+        expected = [float(log_probs[i - 1, sequence.token_ids[i]]) for i in at]
+        np.testing.assert_allclose(sequence.log_probs, expected, atol=1e-4)
+    # Other weights: what was recorded before stays.
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(1.5)
+    now = windows.advance(model, tokenizer, 8)
+    check_step(before, now, 8, tokenizer.eos_token_id)
+    others = [response.token_ids.tolist() for response in windows.open]
+    gathered: list[Any] = [None, None]
+    dist.all_gather_object(gathered, others)
+    assert gathered[0] != gathered[1]
+
+
+def test_responses_grow_by_a_window_until_they_are_complete(pool: RankPool, folder: Path) -> None:
+    pool.call(run_windows, folder)
+
+
+def deal_out(state: State, folder: Path) -> None:
+    model, tokenizer, windows = load(folder)
+    windows.advance(model, tokenizer, 0)
+    assert windows.open
+    found = [windows.state()]
+    dist.broadcast_object_list(found)
+    gathered: list[Any] = [None, None]
+    dist.all_gather_object(gathered, [(r.token_ids.tolist(), r.problem) for r in windows.open])
+    again = load(folder)[2]
+    again.load_state(found[0])
+    assert [(r.token_ids.tolist(), r.problem) for r in again.open] == gathered[dist.get_rank()]
+    for mine, its in zip(windows.open, again.open, strict=True):
+        for name in ("expert_ids", "row_versions", "log_probs", "token_ids"):
+            array, other = getattr(mine, name), getattr(its, name)
+            assert array.dtype == other.dtype, name
+            assert np.array_equal(array, other), name
+    everything = [*gathered[0], *gathered[1]]
+    for ranks in (1, 3):
+        dealt = []
+        for rank in range(ranks):
+            with (
+                mock.patch.object(dist, "get_rank", lambda rank=rank: rank),
+                mock.patch.object(dist, "get_world_size", lambda ranks=ranks: ranks),
+            ):
+                again.load_state(found[0])
+            dealt.append([(r.token_ids.tolist(), r.problem) for r in again.open])
+        assert sorted(chain(*dealt), key=str) == sorted(everything, key=str)
+        assert max(map(len, dealt)) - min(map(len, dealt)) <= 1
+
+
+def test_open_responses_continue_on_any_number_of_ranks(pool: RankPool, folder: Path) -> None:
+    pool.call(deal_out, folder)
