@@ -30,7 +30,7 @@ from trimtab.runtime.rows.second_phase import SecondPhase
 from trimtab.runtime.state.home_experts import HomeExperts
 from trimtab.runtime.transfer.counters import Counters
 from trimtab.runtime.transfer.returns import accumulates
-from trimtab.runtime.transfer.streams import start_timer
+from trimtab.runtime.transfer.streams import download, start_timer
 from trimtab.runtime.transfer.transfers import Transfers
 
 # Integers of the last measured forward that ranks exchange with their counts in live micro-steps.
@@ -112,7 +112,7 @@ class LayerCalls:
             positions = None if routes is None else routes.positions
             chosen = expert_ids if positions is None else expert_ids.index_select(0, positions)
             experts = PhysicalExperts.of(homes, self.topology.rank, self.topology.positions, self.num_slots)
-            layout = self._complete(homes, PlannedRows.unknown(tuple(chosen.shape), experts), chosen.cpu().numpy())
+            layout = self._complete(homes, PlannedRows.unknown(tuple(chosen.shape), experts), download(chosen))
         return Instance(self, homes, layout, routes, call)
 
     def _live_layout(
@@ -120,7 +120,7 @@ class LayerCalls:
     ) -> tuple[Layout, LiveCall]:
         """The layout of an instance whose replicas are chosen now. The host waits for the ids that the router chose."""
         chosen = expert_ids if positions is None else expert_ids.index_select(0, positions)
-        ids_NK = chosen.cpu().numpy()
+        ids_NK = download(chosen)
         values_RV = self._exchange_counts(homes, ids_NK, micro_step.balancer.measured(homes.index))
         counts_RE, measured_RS = values_RV[:, : len(homes.home_E)], values_RV[:, len(homes.home_E) :]
         call = micro_step.choose(homes.index, counts_RE, measured_RS)
@@ -139,7 +139,7 @@ class LayerCalls:
         tokens_U = torch.from_numpy(planned.unknown_tokens).to(expert_ids.device)
         if routes.positions is not None:
             tokens_U = routes.positions.index_select(0, tokens_U)
-        ids_UK = expert_ids.index_select(0, tokens_U).cpu().numpy()
+        ids_UK = download(expert_ids.index_select(0, tokens_U))
         layout = self._complete(homes, planned, ids_UK)
         self.counters.mixed_instances += 1
         if routes.record is not None and not torch.is_grad_enabled():

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
+import numpy as np
 import torch
 
 
@@ -42,3 +43,15 @@ def start_timer(device: torch.device) -> Callable[[], Callable[[], float | None]
         return lambda: before.elapsed_time(after) / 1e3 if after.query() else None
 
     return stop
+
+
+def download(tensor: torch.Tensor) -> np.ndarray:
+    """A tensor on the host. It waits for what the current stream computes, not for other streams."""
+    if not has_streams(tensor.device):
+        return tensor.numpy()
+    target = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
+    target.copy_(tensor, non_blocking=True)
+    done = torch.cuda.Event()
+    done.record()
+    done.synchronize()
+    return target.numpy()
