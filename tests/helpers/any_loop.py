@@ -142,27 +142,29 @@ def plan(state: dict[str, Any], seed: int, moves: bool, mode: str) -> None:
     """Another trace, and a random plan for it."""
     loop: Loop = state["loop"]
     session, rng = loop.session, np.random.default_rng(seed)
+    carried_out = mode in ("plan", "static")
+    if carried_out and loop.offloaded_parameters is not None:
+        return
     layers, ranks = len(session.layers), session.num_ranks
     trace = random_trace(
         rng, num_sequences=6, max_length=8, num_layers=layers, num_experts=session.num_experts,
         top_k=loop.model.moe_blocks()[0].top_k, unknown=0.3 if seed % 3 == 1 else 0.0,
     )  # fmt: skip
     schedule = random_schedule(rng, 6, num_ranks=ranks, num_micro_steps=MICRO_STEPS)
-    session.mode = mode  # type: ignore[assignment]
+    mode_before, session.mode = session.mode, mode  # type: ignore[assignment]
     placement = random_placement(rng, layers, session.num_experts, ranks) if moves else session.placement
     chosen = random_plan(
         rng, Workload.from_trace(trace, schedule), schedule, slots=loop.slots, placement=placement,
         ranks_per_node=session.topology.ranks_per_node,
     )  # fmt: skip
     mine = trace.select(schedule.sequences_of(session.rank))
-    carried_out = mode in ("plan", "static")
-    if carried_out and loop.offloaded_parameters is not None:
-        return
     if carried_out and _would_move_gradients(loop, placement):
         before = session.placement.home
         with pytest.raises(RuntimeError, match="gradients that wait for an optimizer step"):
             session.apply_step_plan(chosen, mine)
         assert np.array_equal(session.placement.home, before)
+        # The running plan is one of this mode.
+        session.mode = mode_before
         return
     if carried_out and not np.array_equal(chosen.home, session.placement.home):
         _zero(loop, True)  # Gradients of experts that move are dropped, if they are zeros.
