@@ -114,8 +114,8 @@ def test_a_small_run_times_all_policies(tmp_path: Path) -> None:
     # Planned layers exchange no counts.
     assert counted["foresight"]["exchanges"] < counted["quota"]["exchanges"]
     assert counted["off"]["weight_bytes"] == 0 < counted["quota"]["weight_bytes"]
-    # It knows the micro-step before the timed one, although even routing came between.
-    assert counted["predict"]["weight_bytes"] > 0
+    # It knows the micro-step before the timed one, although even routing came between. Weights may have come with that.
+    assert counted["predict"]["gradient_bytes"] > 0
     console = Console(width=160)
     with console.capture() as printed:
         print_figures(figures, console)
