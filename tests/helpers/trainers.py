@@ -2,17 +2,36 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+import torch.distributed as dist
+from torch import nn
 
+from helpers.equality import relative_error
+from helpers.runs import save_tiny_model
+from trimtab.rl.checkpoint import last_checkpoint
 from trimtab.rl.config import TrainConfig
 from trimtab.rl.sequences import Sequence
 from trimtab.rl.trainer import Trainer
+from trimtab.rl.value_model import ValueModel
+
+# The policy has changed since the recompute by so much in each token.
+LOG_RATIO = 0.1
+PlainGradients = Callable[[Any, nn.Module, list[Sequence]], dict[str, torch.Tensor]]
+"""Gradients by name of a whole model that routes by itself, and of a value network."""
 
 LAYERS, EXPERTS, TOP_K = 2, 8, 2
+
+
+def make_folder(folder: Path) -> Path:
+    """The folder with the tiny model and a place for a run."""
+    save_tiny_model(folder / "model")
+    (folder / "out").mkdir()
+    return folder
 
 
 def start(folder: Path, **settings: Any) -> Trainer:
@@ -52,3 +71,49 @@ def make_sequences(count: int, *, hot: bool = False) -> list[Sequence]:
             )
         )
     return sequences
+
+
+def randomize(network: nn.Module) -> None:
+    """Values that differ between tokens."""
+    generator = torch.Generator().manual_seed(2)
+    for parameter in network.parameters():
+        parameter.data = torch.randn(parameter.shape, generator=generator) * 0.3
+
+
+def compare_gradients(trainer: Trainer, model: Any, sequences: list[Sequence], plain: PlainGradients) -> None:
+    """Assert that the gradients of one update with a value model are those of a plain single process.
+
+    Args:
+        model: the whole model, with the trainer's weights.
+        sequences: of all ranks.
+    """
+    algorithm: Any = trainer.algorithm
+    randomize(algorithm.value_model.network)
+    prepared = trainer.prepare(sequences[trainer.rank :: trainer.num_ranks], 0)
+    assert prepared.planned is not None
+    trainer.session.apply_plan(prepared.planned, prepared.trace)
+    old_log_probs = [log_probs - LOG_RATIO for log_probs in trainer.recompute(prepared)]
+    trainer.accumulate(prepared, old_log_probs, 0)
+    network = ValueModel(trainer.model_config.hidden_size, 0, torch.device("cpu")).network
+    network.load_state_dict(algorithm.value_model.network.state_dict())
+    expected = plain(model, network, sequences)
+    found = dict(algorithm.value_model.network.named_parameters()) | dict(trainer.model.named_parameters())
+    assert found.keys() == expected.keys()
+    for name, parameter in found.items():
+        whole = expected[name]
+        if ".experts." in name:
+            layer = trainer.session.homes[int(name.split(".")[2])]
+            whole = whole[layer.experts_of(trainer.rank)]
+        assert whole.abs().max() > 0
+        assert parameter.grad is not None
+        assert relative_error(parameter.grad, whole) < 1e-4, name
+
+
+def save_and_resume(trainer: Trainer, step: int) -> Trainer:
+    """Write a checkpoint after so many steps. Returns a trainer that continues from it. Collective."""
+    trainer.save(step)
+    dist.barrier()
+    checkpoint = last_checkpoint(trainer.config.out)
+    assert checkpoint is not None
+    checkpoint.check_files()
+    return Trainer(trainer.config, checkpoint)

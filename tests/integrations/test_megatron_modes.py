@@ -152,7 +152,7 @@ def run_live(state: dict[str, Any]) -> None:
     before = parts_of(pair)
     with pytest.raises(InputError, match=r"policy 'feplb' sends rows in a second dispatch, .*; use 'quota', 'predict'"):
         balance(pair.other.chunks, mode="live", policy="feplb")
-    assert all(now is then for now, then in zip(parts_of(pair), before, strict=True))
+    assert all(part is kept for part, kept in zip(parts_of(pair), before, strict=True))
     with mock.patch.object(balancer, "choose_quotas", quotas_of_few), pair.balanced(policy="quota") as session:
         live = session.live(pair.function)
         # Only mode live balances.
@@ -224,11 +224,11 @@ def give_back(state: dict[str, Any]) -> None:
     before = parts_of(pair)
     with pair.balanced() as session:
         assert pair.error(pair.step(pair.other, session.planned(pair.function, pair.routing))) < 1e-12
-        assert not any(now is then for now, then in zip(parts_of(pair)[:2], before, strict=False))
+        assert not any(part is kept for part, kept in zip(parts_of(pair)[:2], before, strict=False))
         with pytest.raises(InputError, match="balanced already; call remove"):
             balance(pair.other.chunks)
         planned = session.planned(pair.function, pair.routing)
-    assert all(now is then for now, then in zip(parts_of(pair), before, strict=True))
+    assert all(part is kept for part, kept in zip(parts_of(pair), before, strict=True))
     assert pair.is_same(pair.step(pair.other, pair.function))
     session.remove()
     with pytest.raises(InputError, match="was removed from its model"):

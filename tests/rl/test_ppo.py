@@ -13,11 +13,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from helpers.equality import relative_error
 from helpers.rank_pool import RankPool
-from helpers.runs import save_tiny_model
-from helpers.trainers import make_sequences, start
-from trimtab.rl.checkpoint import last_checkpoint
+from helpers.trainers import LOG_RATIO, compare_gradients, make_folder, make_sequences, save_and_resume, start
 from trimtab.rl.config import TrainConfig
 from trimtab.rl.demo_model import load_model
 from trimtab.rl.ppo import GAE_LAMBDA, PPO
@@ -25,19 +22,14 @@ from trimtab.rl.rollout import sample_groups
 from trimtab.rl.sequences import Sequence
 from trimtab.rl.step_metrics import StepClock
 from trimtab.rl.task import draw_problem
-from trimtab.rl.trainer import Trainer
 from trimtab.rl.value_model import VALUE_CLIP, ValueModel, clipped_value_loss
 
 State = dict[str, Any]
-LOG_RATIO = 0.1
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("ppo")
-    save_tiny_model(folder / "model")
-    (folder / "out").mkdir()
-    return folder
+    return make_folder(tmp_path_factory.mktemp("ppo"))
 
 
 def test_the_value_loss_equals_its_definition() -> None:
@@ -52,13 +44,6 @@ def test_the_value_loss_equals_its_definition() -> None:
 def with_rewards(sequences: list[Sequence]) -> list[Sequence]:
     rng = np.random.default_rng(8)
     return [replace(sequence, reward=float(rng.random())) for sequence in sequences]
-
-
-def randomize(network: nn.Module) -> None:
-    """Values that differ between tokens."""
-    generator = torch.Generator().manual_seed(2)
-    for parameter in network.parameters():
-        parameter.data = torch.randn(parameter.shape, generator=generator) * 0.3
 
 
 def plain_gradients(model: Any, network: nn.Module, sequences: list[Sequence]) -> dict[str, torch.Tensor]:
@@ -83,37 +68,19 @@ def plain_gradients(model: Any, network: nn.Module, sequences: list[Sequence]) -
     return {name: parameter.grad for name, parameter in named if parameter.grad is not None}
 
 
-def compare_gradients(state: State, folder: Path, mode: str) -> None:
+def check_gradients(state: State, folder: Path, mode: str) -> None:
     trainer = start(folder, algorithm="ppo", mini_batches=1, mode=mode)
-    algorithm: Any = trainer.algorithm
     model: Any = load_model(folder / "model", trainer.model_config, torch.float32)
     torch.manual_seed(1)
     problems = [draw_problem(random.Random(problem), held_out=False) for problem in range(6)]
     sequences = with_rewards(sample_groups(model, trainer.tokenizer, problems, samples=2, max_new_tokens=6))
-    randomize(algorithm.value_model.network)
-    prepared = trainer.prepare(sequences[trainer.rank :: 2], 0)
-    assert prepared.planned is not None
-    trainer.session.apply_plan(prepared.planned, prepared.trace)
-    old_log_probs = [log_probs - LOG_RATIO for log_probs in trainer.recompute(prepared)]
-    trainer.accumulate(prepared, old_log_probs, 0)
-    network = ValueModel(trainer.model_config.hidden_size, 0, torch.device("cpu")).network
-    network.load_state_dict(algorithm.value_model.network.state_dict())
-    expected = plain_gradients(model, network, sequences)
-    found = dict(algorithm.value_model.network.named_parameters()) | dict(trainer.model.named_parameters())
-    assert found.keys() == expected.keys()
-    for name, parameter in found.items():
-        whole = expected[name]
-        if ".experts." in name:
-            layer = trainer.session.homes[int(name.split(".")[2])]
-            whole = whole[layer.experts_of(trainer.rank)]
-        assert whole.abs().max() > 0
-        assert relative_error(parameter.grad, whole) < 1e-4, name
+    compare_gradients(trainer, model, sequences, plain_gradients)
     trainer.session.close()
 
 
 @pytest.mark.parametrize("mode", ["plan", "off"])
 def test_gradients_equal_those_of_a_plain_ppo(pool: RankPool, folder: Path, mode: str) -> None:
-    pool.call(compare_gradients, folder, mode)
+    pool.call(check_gradients, folder, mode)
 
 
 def train_some_steps(state: State, folder: Path, mode: str) -> list[list[float]]:
@@ -136,17 +103,12 @@ def test_balanced_and_unbalanced_runs_have_the_same_losses(pool: RankPool, folde
     assert value_losses[-1] < value_losses[0]
 
 
-def save_and_resume(state: State, folder: Path) -> None:
+def resume(state: State, folder: Path) -> None:
     trainer = start(folder, algorithm="ppo", learning_rate=1e-3)
     sequences = with_rewards(make_sequences(14))[trainer.rank :: 2]
     for step in range(2):
         trainer.train(sequences, step, StepClock())
-    trainer.save(2)
-    dist.barrier()
-    checkpoint = last_checkpoint(folder / "out")
-    assert checkpoint is not None
-    checkpoint.check_files()
-    again = Trainer(trainer.config, checkpoint)
+    again = save_and_resume(trainer, 2)
     metrics = [each.train(sequences, 2, StepClock())[1] for each in (trainer, again)]
     for name in ("loss", "value/loss", "value/mean", "grad_norm"):
         assert metrics[0][name] == metrics[1][name], name
@@ -163,7 +125,7 @@ def save_and_resume(state: State, folder: Path) -> None:
 
 
 def test_a_checkpoint_has_the_value_model_and_its_optimizer(pool: RankPool, folder: Path) -> None:
-    pool.call(save_and_resume, folder)
+    pool.call(resume, folder)
 
 
 def test_all_sequences_are_trained() -> None:

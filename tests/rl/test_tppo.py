@@ -12,30 +12,20 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from helpers.equality import relative_error
 from helpers.rank_pool import RankPool
-from helpers.runs import save_tiny_model
-from helpers.trainers import make_sequences, start
-from trimtab.rl.checkpoint import last_checkpoint
+from helpers.trainers import LOG_RATIO, compare_gradients, make_folder, make_sequences, save_and_resume, start
 from trimtab.rl.demo_model import load_model
 from trimtab.rl.ppo import GAE_LAMBDA
 from trimtab.rl.sequences import Sequence
 from trimtab.rl.step_metrics import StepClock
-from trimtab.rl.trainer import Trainer
-from trimtab.rl.value_model import ValueModel
 from trimtab.rl.windows import Windows
 
 State = dict[str, Any]
-LOG_RATIO = 0.1
-CPU = torch.device("cpu")
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("tppo")
-    save_tiny_model(folder / "model")
-    (folder / "out").mkdir()
-    return folder
+    return make_folder(tmp_path_factory.mktemp("tppo"))
 
 
 def partly_trained(count: int) -> list[Sequence]:
@@ -90,9 +80,8 @@ def plain_gradients(model: Any, network: nn.Module, sequences: list[Sequence]) -
     return {name: parameter.grad for name, parameter in named if parameter.grad is not None}
 
 
-def compare_gradients(state: State, folder: Path, mode: str) -> None:
+def check_gradients(state: State, folder: Path, mode: str) -> None:
     trainer = start(folder, algorithm="t-ppo", mini_batches=1, mode=mode)
-    algorithm: Any = trainer.algorithm
     model: Any = load_model(folder / "model", trainer.model_config, torch.float32)
     windows = Windows(8, window=3, max_new_tokens=8, seed=2)
     both: list[Any] = [[sequence for step in range(3) for sequence in windows.advance(model, trainer.tokenizer, step)]]
@@ -103,32 +92,13 @@ def compare_gradients(state: State, folder: Path, mode: str) -> None:
     sequences = [replace(s, log_probs=s.log_probs - rng.normal(size=s.response_length) * 0.1) for s in sequences]
     assert any(s.is_finished and s.trained_tokens for s in sequences)
     assert any(not s.is_finished and s.trained_tokens for s in sequences)
-    generator = torch.Generator().manual_seed(2)
-    for parameter in algorithm.parameters:
-        parameter.data = torch.randn(parameter.shape, generator=generator) * 0.3
-    prepared = trainer.prepare(sequences[trainer.rank :: 2], 0)
-    assert prepared.planned is not None
-    trainer.session.apply_plan(prepared.planned, prepared.trace)
-    old_log_probs = [log_probs - LOG_RATIO for log_probs in trainer.recompute(prepared)]
-    trainer.accumulate(prepared, old_log_probs, 0)
-    network = ValueModel(trainer.model_config.hidden_size, 0, CPU).network
-    network.load_state_dict(algorithm.value_model.network.state_dict())
-    expected = plain_gradients(model, network, sequences)
-    found = dict(algorithm.value_model.network.named_parameters()) | dict(trainer.model.named_parameters())
-    assert found.keys() == expected.keys()
-    for name, parameter in found.items():
-        whole = expected[name]
-        if ".experts." in name:
-            layer = trainer.session.homes[int(name.split(".")[2])]
-            whole = whole[layer.experts_of(trainer.rank)]
-        assert whole.abs().max() > 0
-        assert relative_error(parameter.grad, whole) < 1e-4, name
+    compare_gradients(trainer, model, sequences, plain_gradients)
     trainer.session.close()
 
 
 @pytest.mark.parametrize("mode", ["plan", "off"])
 def test_gradients_equal_those_of_a_plain_tppo(pool: RankPool, folder: Path, mode: str) -> None:
-    pool.call(compare_gradients, folder, mode)
+    pool.call(check_gradients, folder, mode)
 
 
 def train_some_steps(state: State, folder: Path, mode: str) -> list[dict[str, float]]:
@@ -166,12 +136,7 @@ def resume(state: State, folder: Path) -> None:
     windows: Any = trainer.algorithm.windows
     for step in range(2):
         trainer.step(step)
-    trainer.save(2)
-    dist.barrier()
-    checkpoint = last_checkpoint(folder / "out")
-    assert checkpoint is not None
-    checkpoint.check_files()
-    again = Trainer(trainer.config, checkpoint)
+    again = save_and_resume(trainer, 2)
     again.session.settings.least_gain = trainer.session.settings.least_gain
     # In the middle of responses.
     assert any(len(set(response.row_versions.tolist())) == 2 for response in windows.open)

@@ -119,6 +119,18 @@ def make_other_calls(what: str) -> None:
         assert loop.trace is not None
         assert loop.schedule is not None
         session.plan(loop.trace.select(loop.schedule.sequences_of(session.rank)), loop.schedule)
+    elif what in ("other live policies", "other predictors"):
+        policies = what == "other live policies"
+        live = Session(
+            num_experts=4,
+            mode="live",
+            policy="quota" if policies and first else "predict",
+            predictor="last" if policies or first else "average",
+            group=dist.new_group(),
+        )
+        live.add_layer([torch.nn.Parameter(torch.ones(2, *size)) for size in ((8, 4), (4, 4))], gated_experts())
+        with live.live_micro_step():
+            pass
     elif what == "other replicated parameters":
         update(0)
         session.finish_gradients(loop.model.replicated()[: 3 if first else None])
@@ -147,6 +159,8 @@ CALLS = {
     "frozen experts": r"trained expert tensors is \[.*\] on rank 0 and \[.*\] on rank 1",
     "other schedules": r"in plan\(\): schedule is '\w+' on rank 0 and '\w+' on rank 1",
     "other modes": r"in plan\(\): mode is 'plan' on rank 0 and 'static' on rank 1",
+    "other live policies": r"policy is 'quota' on rank 0 and 'predict' on rank 1",
+    "other predictors": r"predictor is 'last' on rank 0 and 'average' on rank 1",
     "other replicated parameters": r"in finish_gradients\(\): replicated parameters is",
     "a missing rank": r"rank 0 has waited 2 s in finish_gradients\(\); rank 1 has published no log",
 }  # fmt: skip

@@ -15,7 +15,7 @@ from helpers.micro_steps import ORDERS, MicroStepCase, compare_micro_steps
 from helpers.planner_steps import steady_step
 from helpers.rank_pool import on_ranks
 from trimtab.errors import RanksDisagreeError
-from trimtab.runtime import steps
+from trimtab.runtime import micro_step_runs
 from trimtab.runtime.rows import step_slices
 
 RUNS = ("plain", "checkpoint", "reentrant checkpoint", "nested checkpoint")
@@ -48,7 +48,7 @@ def run_with(slices: str) -> tuple[dict[str, float], list[str]]:
     logger = logging.getLogger("trimtab")
     logger.addHandler(handler)
     try:
-        with mock.patch.object(steps, "PATIENCE_S", 0.05):
+        with mock.patch.object(micro_step_runs, "PATIENCE_S", 0.05):
             metrics = compare_micro_steps([MicroStepCase(7, order="1F1B", unknown=0.0, slices=slices)])
     finally:
         logger.removeHandler(handler)

@@ -442,7 +442,7 @@ class Session:
         Raises:
             RuntimeError: if there is no plan; when it is entered, if another micro-step is open.
         """
-        return self._steps.micro_step(index, positions, sequence_hashes)
+        return self._steps.runs.planned(index, positions, sequence_hashes)
 
     @contextmanager
     def recording(self) -> Iterator[Recorder]:
@@ -460,7 +460,7 @@ class Session:
         Raises:
             RuntimeError: if there is no plan.
         """
-        return self._steps.need("step_plan").whole_plan
+        return self._steps.runs.need("step_plan").whole_plan
 
     @property
     def rank_loads(self) -> Array:
@@ -469,7 +469,7 @@ class Session:
         Raises:
             RuntimeError: if there is no plan.
         """
-        step = self._steps.need("rank_loads")
+        step = self._steps.runs.need("rank_loads")
         return step.whole_plan.rank_loads(step.workload)
 
     def live_micro_step(self, *, positions: torch.Tensor | None = None) -> MicroStep:
@@ -479,7 +479,7 @@ class Session:
             positions: `[n]` int64, rows of this rank's tokens among the rows that the layers are given, which keeps
                 padding out of the experts; all rows by default.
         """
-        return self._steps.live_micro_step(positions)
+        return self._steps.runs.live(positions)
 
     def finish_gradients(self, replicated: Iterable[torch.nn.Parameter] = ()) -> None:
         """Complete the gradients of all micro-steps since the last call; call it before clipping and optimizer steps.
@@ -537,8 +537,8 @@ class Session:
         """
         metrics = self.counters.metrics() | {"transfer/cpu_s": self._experts.take_cpu_s()}
         metrics |= self._steps.feedback.metrics() | {"transfer/peer_memory_bytes": self._experts.peer_memory_bytes}
-        metrics |= self._steps.live_metrics()
-        running = self._steps.running
+        metrics |= self._steps.runs.live_metrics()
+        running = self._steps.runs.step
         if running is not None and running.slices is not None:
             metrics |= running.slices.metrics()
         self.counters.clear()
@@ -566,7 +566,7 @@ class Session:
 
     def close(self) -> None:
         """Release threads and shared memory. Not needed before a process ends."""
-        self._steps.close()
+        self._steps.runs.close()
         self._experts.close()
 
     @property

@@ -1,15 +1,12 @@
-"""`Steps`: plans steps with the other ranks, applies plans, runs micro-steps."""
+"""`Steps`: plans steps with the other ranks, and applies plans."""
 
 from __future__ import annotations
 
-import logging
 import math
 import os
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from functools import cached_property, partial
 from typing import Any
 
 import numpy as np
@@ -17,24 +14,20 @@ import numpy.typing as npt
 import torch
 
 from trimtab.array_type import Array
-from trimtab.cluster import ClusterSpec
 from trimtab.errors import InputError
 from trimtab.planner import GroupPlans, Placement, Schedule, SequenceCounts, StepPlan, Workload
 from trimtab.planner.plan.slices import SlicePlanner, SliceRules
 from trimtab.planner.plan.workload import max_over_mean
 from trimtab.runtime.feedback import Feedback
 from trimtab.runtime.layer.instance import LayerCalls
-from trimtab.runtime.layer.micro_step import BoundRoutes, MicroStep, RunningStep
-from trimtab.runtime.live.balancer import Figures, LiveBalancer, LiveMicroStep
+from trimtab.runtime.layer.micro_step import RunningStep
+from trimtab.runtime.micro_step_runs import MicroStepRuns
 from trimtab.runtime.planned_step import PlannedStep, PlanReport
 from trimtab.runtime.planning import SessionPlanner
 from trimtab.runtime.planning_ahead import PlanningAhead
 from trimtab.runtime.rank_experts import RankExperts
-from trimtab.runtime.ranks.call_thread import CallThread
 from trimtab.runtime.ranks.lockstep import (
     APPLY_PLAN,
-    LIVE_MICRO_STEP,
-    MICRO_STEP,
     MOVE,
     PLAN,
     PLAN_SEQUENCES,
@@ -43,12 +36,8 @@ from trimtab.runtime.ranks.lockstep import (
 from trimtab.runtime.rows.step_slices import StepSlices, planner_thread
 from trimtab.runtime.settings import Settings
 from trimtab.runtime.trace_checks import check_countable, check_fits, check_model, trace_of_micro_steps
-from trimtab.runtime.transfer import streams
-from trimtab.runtime.transfer.copy_engine import BackgroundCopies
 from trimtab.trace import RoutingTrace
 
-# Most seconds that a new plan waits for the round of slices that the planner's thread is in.
-PATIENCE_S = 1.0
 # Most seconds that a micro-step waits for its slices in runs that can be repeated.
 LONGEST_WAIT_S = 60.0
 
@@ -57,27 +46,17 @@ class Steps:
     """The steps of a session. Its methods implement those of `Session` with the same names.
 
     Attributes:
-        running: the step whose plan was applied last.
+        feedback: what plans learn from measured times.
+        runs: runs the micro-steps of the step whose plan was applied last.
     """
 
     def __init__(self, settings: Settings, experts: RankExperts, calls: LayerCalls) -> None:
         self._settings, self._experts, self._calls = settings, experts, calls
         self._topology, self._lockstep, self._counters = calls.topology, calls.lockstep, calls.counters
-        self._plans = 0
-        self._can_slice = True
         self._ahead: PlanningAhead | None = None
-        self._live: LiveBalancer | None = None
-        self._live_plan = 0
         self.feedback = Feedback()
-        self.running: RunningStep | None = None
-
+        self.runs = MicroStepRuns(settings, experts, calls, self.feedback)
         experts.at_backward_end = self.feedback.mark
-
-    def need(self, what: str) -> RunningStep:
-        """The running step. Raises RuntimeError if there is none."""
-        if self.running is None:
-            raise RuntimeError(f"{what} needs a planned step; call plan() or apply_plan() first")
-        return self.running
 
     def move(self, placement: Placement) -> None:
         """Move experts between steps."""
@@ -85,8 +64,8 @@ class Steps:
         problem = _problem(self._experts.check_move, placement)
         same = {"homes": digest(placement.home)} | ({} if problem else self._experts.state_to_move(placement))
         self._lockstep.agree(MOVE, must_match=same, problem=problem)
-        if self.running is not None and self._experts.num_moved(placement):
-            self.running.has_moved = True
+        if self.runs.step is not None and self._experts.num_moved(placement):
+            self.runs.step.has_moved = True
         self._experts.move(placement)
 
     def plan(self, trace: RoutingTrace, schedule: Schedule) -> PlanReport:
@@ -142,7 +121,7 @@ class Steps:
     def complete_plan(self) -> PlanReport:
         """Plan again with the routes recorded since."""
         self._calls.require_between_micro_steps("complete_plan")
-        step = self.running
+        step = self.runs.step
         if step is None or step.schedule is None:
             raise RuntimeError("complete_plan() needs a step that this session has planned")
         # Its micro-steps have run forward only.
@@ -174,49 +153,6 @@ class Steps:
         workload = self._agree_on_plan(plan, trace, None)
         before = float(max_over_mean(workload.home_loads(self._experts.placement.home)).mean() - 1)
         return self._apply(PlannedStep(plan.schedule, plan, max_vio_before=before), workload, trace, None)
-
-    def micro_step(self, index: int, positions: torch.Tensor | None, sequence_hashes: Array | None) -> MicroStep:
-        """The micro-step; the existing object if it has the same positions."""
-        step = self.need("micro_step()")
-        matches = step.problem(index) is None and step.matches_plan(index, sequence_hashes, self._topology.rank)
-        known = step.micro_steps.get(index)
-        if known is not None and matches and known.positions is positions:
-            return known
-        made = MicroStep(index, positions, partial(self._bind, step), partial(self._running, step, matches))
-        if matches:
-            step.micro_steps[index] = made
-        return made
-
-    def live_micro_step(self, positions: torch.Tensor | None) -> MicroStep:
-        """A micro-step without a plan."""
-        return MicroStep(-1, positions, partial(self._bind, None), partial(self._running, None, True))
-
-    def live_metrics(self) -> dict[str, float]:
-        """Figures of choices in live micro-steps since the last call; none if there were none."""
-        if self._live is None:
-            return {}
-        figures, self._live.figures = self._live.figures, Figures()
-        return figures.metrics()
-
-    def _prepare_live(self) -> None:
-        """Let live micro-steps be balanced, if the mode says so. Collective when it begins."""
-        if self._settings.mode != "live":
-            self._live = None
-        elif self._live is None:
-            settings, experts = self._settings, self._experts
-            cluster = ClusterSpec(self._topology.num_ranks, self._topology.ranks_per_node, settings.slots_per_rank)
-            self._plans += 1
-            self._live_plan = self._plans
-            self._live = LiveBalancer(
-                settings.policy, settings.predictor, experts.layers, settings.plan_settings.limits(cluster)
-            )
-            self._calls.backward.end_plan()
-            self._end_slices()
-            self.running = None
-            with torch.inference_mode(False):
-                experts.drain()
-                experts.transfers.prepare_live(self._live, self._plans, by_messages=settings.paths == "message")
-            experts.changed = True
 
     def _plan(self, trace: RoutingTrace, schedule: Schedule, *, sliced: bool, may_move: bool = True) -> PlanReport:
         may_move = may_move and self._experts.state.may_move
@@ -260,7 +196,7 @@ class Steps:
                 "mode 'rehome' moves experts with the state of their optimizers; register these first"
             )
         problem = problem or _problem(self._require_plans)
-        can_slice = self._settings.slices_plans and self._can_slice
+        can_slice = self._settings.slices_plans and self.runs.can_slice
         ahead_is_good = self._ahead is not None and can_slice and self._ahead.is_complete()
         values_RV = self._lockstep.agree(
             call, must_match={**same, **self._shared}, problem=problem,
@@ -276,15 +212,6 @@ class Steps:
         ahead, self._ahead = self._ahead, None
         # A step that does nothing, to measure that, is not planned ahead.
         return ahead if sliced and self.feedback.excluded is not None else None
-
-    def _end_slices(self) -> None:
-        """End the planning of the last step's slices, and note whether the planner's thread can be used again."""
-        slices = None if self.running is None else self.running.slices
-        if slices is not None and not slices.end(PATIENCE_S) and self._can_slice:
-            self._can_slice = False
-            logging.getLogger("trimtab").warning(
-                "the planner's thread does not end; plans are made before their step from now on"
-            )
 
     def _agree_on_plan(self, plan: StepPlan, trace: RoutingTrace, workload: Workload | None) -> Workload:
         """Check that all ranks apply the same plan and that it fits their sequences. Returns the load of the group."""
@@ -338,26 +265,19 @@ class Steps:
         before, moved = workload.home_loads(experts.placement.home), experts.num_moved(plan.placement)
         after = plan.rank_loads(workload) if moved or plan.num_replicas else before
         start = time.perf_counter()
-        self._calls.backward.end_plan()
-        self._plans += 1
-        self._live = None
+        number = self.runs.end_step()
         transfers = experts.transfers if runs else None
         slots = self._settings.slots_per_rank
-        self._end_slices()
         following = None if slices is None else self._start_slices(plan, workload, slices)
-        step = RunningStep(plan, workload, trace, schedule, transfers, self._plans, slots, following)
+        step = RunningStep(plan, workload, trace, schedule, transfers, number, slots, following)
         if transfers is not None:
             with torch.inference_mode(False):
                 experts.move(plan.placement)
-                transfers.prepare(
-                    plan, step.replicas, self._plans, slices, by_messages=self._settings.paths == "message"
-                )
+                transfers.prepare(plan, step.replicas, number, slices, by_messages=self._settings.paths == "message")
         # Optimizers may have written to parameters in ways that don't show.
         experts.changed = True
         self._calls.is_planned = True
-        self.running = step
-        if slices is None and plan.num_micro_steps:
-            self._start_tables(step, 0, has_slices=True)
+        self.runs.begin_step(step)
         moving_s = time.perf_counter() - start
         self.feedback.begin(planned if runs and schedule is not None else None, moving_s)
         max_vio, replicas = float(max_over_mean(after).mean() - 1), plan.num_replicas
@@ -398,116 +318,10 @@ class Steps:
         planner_thread(self._topology).start(slices.run)
         # A micro-step waits for its replicas for as long as they are predicted to save, or as long as it takes for runs
         # that can be repeated.
-        self._patience_s = rules.saved_s / max(1, header.num_micro_steps)
+        self.runs.patience_s = rules.saved_s / max(1, header.num_micro_steps)
         if self._settings.rates is not None:
-            self._patience_s = LONGEST_WAIT_S
+            self.runs.patience_s = LONGEST_WAIT_S
         return slices
-
-    def close(self) -> None:
-        """Stop planning."""
-        if self.running is not None and self.running.slices is not None:
-            self.running.slices.end(0.0)
-
-    def _bind(
-        self, step: RunningStep | None, micro_step: MicroStep, matches_plan: bool, has_slices: bool
-    ) -> BoundRoutes:
-        if step is None and self._live is not None:
-            return BoundRoutes(
-                micro_step,
-                transfers=self._experts.transfers,
-                plan_number=self._live_plan,
-                live=LiveMicroStep(self._live),
-            )
-        if step is None or not matches_plan:
-            return BoundRoutes(micro_step)
-        return step.bind(micro_step, self._experts.layers, self._topology, has_slices, self._uploads)
-
-    def _start_tables(self, step: RunningStep, index: int, has_slices: bool) -> None:
-        """Make the row tables of a micro-step on a thread, and then those of the next one."""
-        following = index + 1 < step.plan.num_micro_steps and (step.slices is None or step.slices.is_here(index + 1))
-        for number, has in ((index, has_slices), *([(index + 1, True)] if following else [])):
-            tables = step.tables_of(number, self._experts.layers, self._topology, has, self._uploads is not None)
-            if not tables.is_made:
-                self._tables_thread.start(tables.make_all)
-
-    @cached_property
-    def _tables_thread(self) -> CallThread:
-        return CallThread("trimtab-tables")
-
-    @cached_property
-    def _uploads(self) -> BackgroundCopies | None:
-        """Copies row tables to the device; None if that is the host."""
-        device = self._experts.device
-        return BackgroundCopies(device) if streams.has_streams(device) else None
-
-    @contextmanager
-    def _running(self, step: RunningStep | None, matches: bool, micro_step: MicroStep) -> Iterator[None]:
-        """The context of a micro-step: agree with the other ranks, refresh changed copies, bind routes.
-
-        Args:
-            step: the step of the micro-step; None for a live one.
-            matches: whether this rank has the planned sequences.
-        """
-        index, recorder = micro_step.index, self._counters.recorder
-        problem = None if step is None else step.problem(index)
-        if step is not None and step is not self.running:
-            problem = RuntimeError(f"micro-step {index} is of an earlier plan; call micro_step() again")
-        all_match = self._agree_on_micro_step(step, index, matches and problem is None, problem)
-        matches_plan = all_match and step is not None
-        has_slices = step is None or step.has_slices(index)
-        self._calls.backward.open(micro_step, matches_plan, has_slices)
-        try:
-            if step is not None and matches_plan:
-                self._start_tables(step, index, has_slices)
-            if step is not None:
-                self.feedback.enter(index)
-            routes = self._calls.current = micro_step.routes(matches_plan, has_slices)
-            with nullcontext() if recorder is None or step is None else recorder.micro_step(index):
-                self._counters.unplanned_micro_steps += step is not None and not routes.is_planned
-                if routes.transfers is not None:
-                    routes.transfers.ring.begin(index if routes.live is None else routes.live.balancer.last)
-                yield
-                if routes.transfers is not None:
-                    routes.transfers.ring.end(index)
-        finally:
-            self._calls.current = None
-            self._calls.backward.close()
-            self.feedback.mark()
-
-    def _agree_on_micro_step(
-        self, step: RunningStep | None, index: int, matches: bool, problem: Exception | None
-    ) -> bool:
-        """Agree on the micro-step with the other ranks, and refresh copies of changed weights.
-
-        Returns:
-            Whether all ranks have the planned sequences.
-        """
-        self._calls.require_between_micro_steps("a micro-step")
-        if torch.is_grad_enabled():
-            self._calls.accumulation.begin_forward()
-        changed, trained, broken = self._experts.transfers.watch.compare(self._experts.changed)
-        slices = None if step is None or problem is not None else step.slices
-        if slices is not None and not slices.is_agreed(index):
-            self._counters.planning_waited_s += slices.wait(index, self._patience_s)
-        values_RV = self._lockstep.agree(
-            LIVE_MICRO_STEP if step is None else MICRO_STEP, micro_step=index,
-            values=(changed, matches, *(slices.to_compare() if slices is not None else ())),
-            must_match={
-                "gradients enabled": torch.is_grad_enabled(), "trained expert tensors": trained,
-                **({"mode": self._settings.mode, "policy": self._settings.policy} if step is None else {}),
-            },
-            problem=problem or broken,
-        )  # fmt: skip
-        if slices is not None:
-            slices.agree(values_RV[:, 2:], index)
-            self._counters.late_micro_steps += not slices.is_agreed(index)
-        if step is None:
-            self._prepare_live()
-        if values_RV[:, 0].any() or self._experts.changed:
-            self._experts.refresh()
-            if self._live is not None:
-                self._live.weights_changed()
-        return bool(values_RV[:, 1].all())
 
 
 def _problem(check: Callable[..., None], *args: Any) -> Exception | None:

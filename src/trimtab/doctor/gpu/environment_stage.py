@@ -61,9 +61,9 @@ def check_peer_access(places: list[Place], rank: int, reaches: dict[str, bool]) 
         reaches: for each other GPU that the rank sees, by UUID, whether its GPU reads it.
     """
     name, mine = "peer access", places[rank]
-    twins = [other for other, place in enumerate(places) if place.uuid == mine.uuid and other != rank]
-    if twins:
-        text = f"its GPU {mine.uuid} is also that of rank {twins[0]}; give every rank a GPU of its own"
+    sharing = [other for other, place in enumerate(places) if place.uuid == mine.uuid and other != rank]
+    if sharing:
+        text = f"rank {sharing[0]} uses the same GPU, {mine.uuid}; give every rank a GPU of its own"
         return Finding(name, "problem", text)
     closed = [str(other) for other, place in enumerate(places) if not reaches.get(place.uuid, True)]
     if closed:

@@ -1,0 +1,217 @@
+"""`MicroStepRuns`: runs the micro-steps of the applied step, and live ones."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from functools import cached_property, partial
+
+import torch
+
+from trimtab.array_type import Array
+from trimtab.cluster import ClusterSpec
+from trimtab.runtime.feedback import Feedback
+from trimtab.runtime.layer.instance import LayerCalls
+from trimtab.runtime.layer.micro_step import BoundRoutes, MicroStep, RunningStep
+from trimtab.runtime.live.balancer import Figures, LiveBalancer, LiveMicroStep
+from trimtab.runtime.rank_experts import RankExperts
+from trimtab.runtime.ranks.call_thread import CallThread
+from trimtab.runtime.ranks.lockstep import LIVE_MICRO_STEP, MICRO_STEP
+from trimtab.runtime.settings import Settings
+from trimtab.runtime.transfer import streams
+from trimtab.runtime.transfer.copy_engine import BackgroundCopies
+
+# Most seconds that a new plan waits for the round of slices that the planner's thread is in.
+PATIENCE_S = 1.0
+
+
+class MicroStepRuns:
+    """Agrees on every micro-step with the other ranks, copies changed weights, and binds its routes and tables.
+
+    Attributes:
+        step: the step whose plan was applied last; None before the first plan, and once live micro-steps are balanced.
+        patience_s: most seconds that a micro-step waits for its slices.
+        can_slice: whether the planner's thread still works.
+    """
+
+    def __init__(self, settings: Settings, experts: RankExperts, calls: LayerCalls, feedback: Feedback) -> None:
+        self._settings, self._experts, self._calls, self._feedback = settings, experts, calls, feedback
+        self._topology, self._lockstep, self._counters = calls.topology, calls.lockstep, calls.counters
+        self._plans = 0
+        self._live: LiveBalancer | None = None
+        self.step: RunningStep | None = None
+        self.patience_s = 0.0
+        self.can_slice = True
+
+    def end_step(self) -> int:
+        """End the last step, before another plan or balanced live micro-steps. Returns the number of what follows."""
+        self._calls.backward.end_plan()
+        self._live = None
+        slices = None if self.step is None else self.step.slices
+        if slices is not None and not slices.end(PATIENCE_S) and self.can_slice:
+            self.can_slice = False
+            logging.getLogger("trimtab").warning(
+                "the planner's thread does not end; plans are made before their step from now on"
+            )
+        self.step = None
+        self._plans += 1
+        return self._plans
+
+    def begin_step(self, step: RunningStep) -> None:
+        """Run the micro-steps of a step. Its first tables are made at once, unless its replicas follow."""
+        self.step = step
+        if step.slices is None and step.plan.num_micro_steps:
+            self._start_tables(step, 0, has_slices=True)
+
+    def need(self, what: str) -> RunningStep:
+        """The step. Raises RuntimeError if there is none."""
+        if self.step is None:
+            raise RuntimeError(f"{what} needs a planned step; call plan() or apply_plan() first")
+        return self.step
+
+    def planned(self, index: int, positions: torch.Tensor | None, sequence_hashes: Array | None) -> MicroStep:
+        """The micro-step; the existing object if it has the same positions."""
+        step = self.need("micro_step()")
+        matches = step.problem(index) is None and step.matches_plan(index, sequence_hashes, self._topology.rank)
+        known = step.micro_steps.get(index)
+        if known is not None and matches and known.positions is positions:
+            return known
+        made = MicroStep(index, positions, partial(self._bind, step), partial(self._running, step, matches))
+        if matches:
+            step.micro_steps[index] = made
+        return made
+
+    def live(self, positions: torch.Tensor | None) -> MicroStep:
+        """A micro-step without a plan."""
+        return MicroStep(-1, positions, partial(self._bind, None), partial(self._running, None, True))
+
+    def live_metrics(self) -> dict[str, float]:
+        """Figures of choices in live micro-steps since the last call; none if there were none."""
+        if self._live is None:
+            return {}
+        figures, self._live.figures = self._live.figures, Figures()
+        return figures.metrics()
+
+    def close(self) -> None:
+        """Stop planning."""
+        if self.step is not None and self.step.slices is not None:
+            self.step.slices.end(0.0)
+
+    def _prepare_live(self) -> None:
+        """Let live micro-steps be balanced, if the mode says so. Collective when it begins."""
+        if self._settings.mode != "live":
+            self._live = None
+        elif self._live is None:
+            settings, experts = self._settings, self._experts
+            cluster = ClusterSpec(self._topology.num_ranks, self._topology.ranks_per_node, settings.slots_per_rank)
+            number = self.end_step()
+            self._live = LiveBalancer(
+                settings.policy, settings.predictor, experts.layers, settings.plan_settings.limits(cluster)
+            )
+            with torch.inference_mode(False):
+                experts.drain()
+                experts.transfers.prepare_live(self._live, number, by_messages=settings.paths == "message")
+            experts.changed = True
+
+    def _bind(
+        self, step: RunningStep | None, micro_step: MicroStep, matches_plan: bool, has_slices: bool
+    ) -> BoundRoutes:
+        if step is None and self._live is not None:
+            return BoundRoutes(
+                micro_step,
+                transfers=self._experts.transfers,
+                plan_number=self._plans,
+                live=LiveMicroStep(self._live),
+            )
+        if step is None or not matches_plan:
+            return BoundRoutes(micro_step)
+        return step.bind(micro_step, self._experts.layers, self._topology, has_slices, self._uploads)
+
+    def _start_tables(self, step: RunningStep, index: int, has_slices: bool) -> None:
+        """Make the row tables of a micro-step on a thread, and then those of the next one."""
+        following = index + 1 < step.plan.num_micro_steps and (step.slices is None or step.slices.is_here(index + 1))
+        for number, has in ((index, has_slices), *([(index + 1, True)] if following else [])):
+            tables = step.tables_of(number, self._experts.layers, self._topology, has, self._uploads is not None)
+            if not tables.is_made:
+                self._tables_thread.start(tables.make_all)
+
+    @cached_property
+    def _tables_thread(self) -> CallThread:
+        return CallThread("trimtab-tables")
+
+    @cached_property
+    def _uploads(self) -> BackgroundCopies | None:
+        """Copies row tables to the device; None if that is the host."""
+        device = self._experts.device
+        return BackgroundCopies(device) if streams.has_streams(device) else None
+
+    @contextmanager
+    def _running(self, step: RunningStep | None, matches: bool, micro_step: MicroStep) -> Iterator[None]:
+        """The context of a micro-step: agree with the other ranks, refresh changed copies, bind routes.
+
+        Args:
+            step: the step of the micro-step; None for a live one.
+            matches: whether this rank has the planned sequences.
+        """
+        index, recorder = micro_step.index, self._counters.recorder
+        problem = None if step is None else step.problem(index)
+        if step is not None and step is not self.step:
+            problem = RuntimeError(f"micro-step {index} is of an earlier plan; call micro_step() again")
+        all_match = self._agree_on_micro_step(step, index, matches and problem is None, problem)
+        matches_plan = all_match and step is not None
+        has_slices = step is None or step.has_slices(index)
+        self._calls.backward.open(micro_step, matches_plan, has_slices)
+        try:
+            if step is not None and matches_plan:
+                self._start_tables(step, index, has_slices)
+            if step is not None:
+                self._feedback.enter(index)
+            routes = self._calls.current = micro_step.routes(matches_plan, has_slices)
+            with nullcontext() if recorder is None or step is None else recorder.micro_step(index):
+                self._counters.unplanned_micro_steps += step is not None and not routes.is_planned
+                if routes.transfers is not None:
+                    routes.transfers.ring.begin(index if routes.live is None else routes.live.balancer.last)
+                yield
+                if routes.transfers is not None:
+                    routes.transfers.ring.end(index)
+        finally:
+            self._calls.current = None
+            self._calls.backward.close()
+            self._feedback.mark()
+
+    def _agree_on_micro_step(
+        self, step: RunningStep | None, index: int, matches: bool, problem: Exception | None
+    ) -> bool:
+        """Agree on the micro-step with the other ranks, and refresh copies of changed weights.
+
+        Returns:
+            Whether all ranks have the planned sequences.
+        """
+        self._calls.require_between_micro_steps("a micro-step")
+        if torch.is_grad_enabled():
+            self._calls.accumulation.begin_forward()
+        changed, trained, broken = self._experts.transfers.watch.compare(self._experts.changed)
+        slices = None if step is None or problem is not None else step.slices
+        if slices is not None and not slices.is_agreed(index):
+            self._counters.planning_waited_s += slices.wait(index, self.patience_s)
+        values_RV = self._lockstep.agree(
+            LIVE_MICRO_STEP if step is None else MICRO_STEP, micro_step=index,
+            values=(changed, matches, *(slices.to_compare() if slices is not None else ())),
+            must_match={
+                "gradients enabled": torch.is_grad_enabled(), "trained expert tensors": trained,
+                # Choices in live micro-steps depend on them. Those of a plan were compared with it.
+                **(self._settings.shared if step is None else {}),
+            },
+            problem=problem or broken,
+        )  # fmt: skip
+        if slices is not None:
+            slices.agree(values_RV[:, 2:], index)
+            self._counters.late_micro_steps += not slices.is_agreed(index)
+        if step is None:
+            self._prepare_live()
+        if values_RV[:, 0].any() or self._experts.changed:
+            self._experts.refresh()
+            if self._live is not None:
+                self._live.weights_changed()
+        return bool(values_RV[:, 1].all())
