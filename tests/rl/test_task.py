@@ -6,7 +6,17 @@ import random
 
 import pytest
 
-from trimtab.rl.task import OPERATIONS, SUM, SUM_SHARE, Problem, build_tokenizer, draw_demonstration, draw_problem
+from trimtab.rl.task import (
+    OPERATIONS,
+    REMAINDER,
+    SHARES,
+    SUM,
+    TASKS,
+    Problem,
+    build_tokenizer,
+    draw_demonstration,
+    draw_problem,
+)
 
 
 def test_only_responses_that_end_with_the_right_sum_earn_a_reward() -> None:
@@ -41,26 +51,45 @@ def test_demonstrations_of_all_operations_are_right() -> None:
     terms = (3, 0, 2)
     expected = {"+": ("3+0+2=", "3,5."), "<": ("d<a<c=", "acd."), ">": ("d>a>c=", "ebd."), "|": ("d|a|c=", "cad."),
                 "^": ("d^a^c=", "ddd.")}  # fmt: skip
-    assert {p.operation for p, _ in shown} == set(OPERATIONS) == set(expected)
+    assert {p.operation for p, _ in shown} == set(OPERATIONS) - {REMAINDER} == set(expected)
     for operation, (prompt, response) in expected.items():
         problem = Problem(terms, operation)
         assert (problem.prompt, problem.response) == (prompt, response)
         assert problem.reward(response) == 1.0
     sums = [(problem, response) for problem, response in shown if problem.operation == SUM]
-    assert len(sums) / len(shown) == pytest.approx(SUM_SHARE, abs=0.03)
+    assert len(sums) / len(shown) == pytest.approx(SHARES[SUM], abs=0.03)
     estimates = [response == problem.estimate for problem, response in sums]
     assert sum(estimates) / len(sums) == pytest.approx(0.5, abs=0.06)
     assert all(response == problem.response for problem, response in shown if problem.operation != SUM)
 
 
-def test_rl_problems_are_sums() -> None:
+def test_rl_problems_are_sums_by_default() -> None:
     rng = random.Random(0)
     assert {draw_problem(rng, held_out=False).operation for _ in range(200)} == {SUM}
 
 
-def test_the_tokenizer_has_one_token_per_character_and_round_trips() -> None:
-    tokenizer = build_tokenizer()
-    problems = [Problem((3, 8, 5), operation) for operation in OPERATIONS]
+def test_remainders_have_long_and_uneven_responses() -> None:
+    rng = random.Random(0)
+    assert Problem((30, 8), REMAINDER).response == "22,14,6."
+    assert Problem((30, 8), REMAINDER).estimate == "~10."
+    problems = [draw_problem(rng, held_out=False, operation=REMAINDER) for _ in range(2000)]
+    for problem in problems:
+        assert problem.response.removesuffix(".").split(",")[-1] == str(problem.terms[0] % problem.terms[1])
+        assert (problem.reward(problem.response), problem.reward(problem.estimate)) == (1.0, 0.0)
+    lengths = sorted(len(problem.response) for problem in problems)
+    assert lengths[-1] < 100
+    assert lengths[-1] > 3 * lengths[len(lengths) // 2]
+    shown = [draw_demonstration(rng, REMAINDER) for _ in range(2000)]
+    assert {p.operation for p, _ in shown} == set(OPERATIONS) - {SUM}
+    mine = [problem for problem, _ in shown if problem.operation == REMAINDER]
+    assert len(mine) / len(shown) == pytest.approx(SHARES[REMAINDER], abs=0.03)
+
+
+@pytest.mark.parametrize("task", [SUM, REMAINDER])
+def test_the_tokenizer_has_one_token_per_character_and_round_trips(task: str) -> None:
+    tokenizer = build_tokenizer(task)
+    operations = [operation for operation in OPERATIONS if operation == task or operation not in TASKS.values()]
+    problems = [Problem((30, 8) if operation == REMAINDER else (3, 8, 5), operation) for operation in operations]
     for text in (problem.prompt + problem.response for problem in problems):
         ids = tokenizer(text)["input_ids"]
         assert len(ids) == len(text)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import numpy as np
 import pytest
@@ -14,11 +14,17 @@ from torch import nn
 
 from helpers.rank_pool import RankPool
 from helpers.trainers import LOG_RATIO, compare_gradients, make_folder, make_sequences, save_and_resume, start
+from trimtab.rl.algorithm import TokenOutputs, TrainedTokens
+from trimtab.rl.batches import collate
+from trimtab.rl.config import PrefixRouting
 from trimtab.rl.demo_model import load_model
 from trimtab.rl.ppo import GAE_LAMBDA
 from trimtab.rl.sequences import Sequence
 from trimtab.rl.step_metrics import StepClock
+from trimtab.rl.tppo import TPPO
+from trimtab.rl.value_model import ValueModel
 from trimtab.rl.windows import Windows
+from trimtab.trace import read_trace
 
 State = dict[str, Any]
 
@@ -123,10 +129,82 @@ def test_balanced_and_unbalanced_runs_have_the_same_losses(pool: RankPool, folde
     assert planned[0]["tokens/trained"] == sum(
         s.response_length - s.trained_tokens - (not s.is_finished) for s in sequences
     )
-    # Recorded log-probabilities of old tokens are far from the model's; those of new ones are recomputed.
-    assert planned[0]["ppo/kl_age_1"] > 10 * planned[0]["ppo/kl_age_0"]
-    assert planned[0]["ppo/kl_age_2_or_more"] > 10 * planned[0]["ppo/kl_age_0"]
-    assert planned[0]["ppo/clip_fraction_age_1"] > 0.5 > planned[0]["ppo/clip_fraction_age_0"]
+
+
+def test_figures_by_age_are_of_the_policy_before_the_step() -> None:
+    batch = collate(partly_trained(16), pad_token_id=0, device=torch.device("cpu"))
+    drift = torch.tensor([0.01, 0.5, -0.1])[batch.ages.clamp(max=2)]
+    old_log_probs = (batch.rollout_log_probs + drift) * batch.response_mask
+    value_model = ValueModel(4, 0, torch.device("cpu"))
+    tppo = TPPO(value_model, Windows(1, window=2, max_new_tokens=4, seed=0))
+    outputs = TokenOutputs(old_log_probs * batch.policy_mask, torch.zeros(*batch.targets.shape, 4))
+    batch = tppo.with_targets(batch, outputs)
+    found = tppo.metrics(tppo.loss(batch, outputs, old_log_probs, TrainedTokens(1, 1)).sums)
+    for age, shift in (("0", 0.01), ("1", 0.5), ("2_or_more", -0.1)):
+        assert found[f"ppo/kl_age_{age}"] == pytest.approx(np.exp(shift) - 1 - shift, rel=1e-3)
+        assert found[f"ppo/clip_fraction_age_{age}"] == (age == "1")
+
+
+def compare_prefix_routing(state: State, folder: Path) -> dict[str, float]:
+    """Differences to the rollout after the weights have changed in the middle of responses; all other rows differ."""
+    trainer = start(folder, algorithm="t-ppo", window=2, max_new_tokens=8, problems=12)
+    generator = torch.Generator().manual_seed(3)
+    with torch.no_grad():
+        # A model whose log-probabilities depend on its experts.
+        for name, parameter in trainer.model.named_parameters():
+            parameter.mul_({"down_proj": 6, "lm_head": 4}.get(name.rsplit(".", 2)[-1].removesuffix(".weight"), 1))
+    trainer.sync_rollout()
+    trainer.rollout(0)
+    with torch.no_grad():
+        for name, parameter in trainer.model.named_parameters():
+            if "gate.weight" in name:
+                parameter.add_(torch.randn(parameter.shape, generator=generator) * parameter.std() * 2)
+    trainer.sync_rollout()
+    old = [sequence for sequence in trainer.rollout(1) if sequence.rebuilt_ids is not None]
+    found = {}
+    for routing in get_args(PrefixRouting):
+        trainer.config = replace(trainer.config, prefix_routing=routing)
+        prepared = trainer.prepare(old, 1)
+        assert prepared.planned is not None
+        trainer.session.apply_plan(prepared.planned, prepared.trace)
+        found[routing] = trainer.rollout_difference(prepared, trainer.recompute(prepared))
+        unknown = (prepared.trace.expert_ids == prepared.trace.no_route).all(axis=(1, 2))
+        versions = np.concatenate([prepared.trace.row_versions(s) for s in range(prepared.trace.num_sequences)])
+        assert unknown.tolist() == ((versions == 0) & (routing == "live")).tolist()
+        assert {len(windows) for windows in prepared.trace.windows} == {2}
+    trainer.session.close()
+    return found
+
+
+def test_recorded_prefixes_differ_from_the_rebuilt_cache(pool: RankPool, folder: Path) -> None:
+    for found in pool.call(compare_prefix_routing, folder):
+        assert 0 < found["rebuilt"] < 0.1
+        assert found["live"] < found["recorded"] / 2
+        assert found["rebuilt"] < found["recorded"] / 2
+
+
+def count_logits(state: State, folder: Path) -> None:
+    trainer = start(folder, algorithm="t-ppo", mode="off")
+    head = trainer.model.get_output_embeddings()
+    rows: list[int] = []
+    hook = head.register_forward_hook(lambda _module, args, _output: rows.append(len(args[0])))
+    sequences = partly_trained(16)
+    prepared = trainer.prepare(sequences[trainer.rank :: 2], 0)
+    assert prepared.planned is not None
+    trainer.session.apply_plan(prepared.planned, prepared.trace)
+    old_log_probs = trainer.recompute(prepared)
+    recomputed, updates = sum(rows), len(rows)
+    trainer.update(prepared, old_log_probs, 0)
+    hook.remove()
+    totals: list[Any] = [None, None]
+    dist.all_gather_object(totals, (recomputed, sum(rows[updates:])))
+    assert sum(total for total, _ in totals) == sum(sequence.response_length for sequence in sequences)
+    assert sum(total for _, total in totals) == sum(sequence.policy_tokens for sequence in sequences)
+    trainer.session.close()
+
+
+def test_only_tokens_of_a_loss_have_logits(pool: RankPool, folder: Path) -> None:
+    pool.call(count_logits, folder)
 
 
 def resume(state: State, folder: Path) -> None:
@@ -138,6 +216,8 @@ def resume(state: State, folder: Path) -> None:
         trainer.step(step)
     again = save_and_resume(trainer, 2)
     again.session.settings.least_gain = trainer.session.settings.least_gain
+    trace = read_trace(folder / "out" / "routing" / "step-00001.parquet")
+    assert {len(windows) for windows in trace.windows} == {0, 2}
     # In the middle of responses.
     assert any(len(set(response.row_versions.tolist())) == 2 for response in windows.open)
     for step in (2, 3):

@@ -53,12 +53,17 @@ def check_step(before: list[Sequence], now: list[Sequence], step: int, end: int)
         assert new.row_versions.tolist() == [*old.row_versions, *[step] * (len(new.token_ids) - known)]
         # Every token is trained once.
         assert new.trained_tokens == old.trained_tokens + old.policy_tokens
-        assert 1 <= new.response_length - old.response_length <= WINDOW
+        assert 1 <= new.response_length - old.response_length == new.new_tokens <= WINDOW
+        # What the rebuilt cache added is what the window recorded.
+        assert new.rebuilt_ids is not None
+        assert new.rebuilt_ids.shape == new.expert_ids.shape
+        assert np.array_equal(new.rebuilt_ids[known - 1 :], new.expert_ids[known - 1 :])
     for new in now[len(kept) :]:
         assert new.row_versions is not None
         assert set(new.row_versions.tolist()) == {step}
         assert new.trained_tokens == 0
-        assert 1 <= new.response_length <= WINDOW
+        assert new.rebuilt_ids is None
+        assert 1 <= new.response_length == new.new_tokens <= WINDOW
     for sequence in now:
         assert len(sequence.expert_ids) == sequence.num_fed
         assert len(sequence.log_probs) == sequence.response_length
@@ -79,6 +84,9 @@ def run_windows(state: State, folder: Path) -> None:
         before = now
     assert len({sequence.response_length for sequence in complete}) > 2
     assert any(sequence.response_length > 2 * WINDOW for sequence in complete)
+    rebuilt = [sequence for sequence in complete if sequence.rebuilt_ids is not None]
+    for sequence in rebuilt:
+        assert np.array_equal(np.sort(sequence.rebuilt_ids, axis=-1), np.sort(sequence.expert_ids, axis=-1))
     # All of it as if the response had been generated at once.
     for sequence in complete:
         tokens = torch.from_numpy(sequence.token_ids)[None]
@@ -96,6 +104,8 @@ def run_windows(state: State, folder: Path) -> None:
             parameter.mul_(1.5)
     now = windows.advance(model, tokenizer, 8)
     check_step(before, now, 8, tokenizer.eos_token_id)
+    grown = [sequence for sequence in now if sequence.rebuilt_ids is not None]
+    assert any(not np.array_equal(sequence.rebuilt_ids, sequence.expert_ids) for sequence in grown)
     others = [response.token_ids.tolist() for response in windows.open]
     gathered: list[Any] = [None, None]
     dist.all_gather_object(gathered, others)

@@ -29,6 +29,7 @@ def random_trace(num_experts: int, seed: int = 0) -> RoutingTrace:
         steps=[7, 7, 8, 9],
         sequence_hashes=rng.integers(1, 1 << 63, 4, dtype=np.uint64),
         domains=["maths", "", "code", "maths"],
+        windows=[(), (), ((6, 4), (8, 13)), ((9, 1),)],
         model="test model",
     )
 
@@ -40,7 +41,9 @@ def test_round_trip(tmp_path: Path, num_experts: int) -> None:
     again = read_trace(tmp_path / "deep" / "trace.parquet")
     assert again.expert_ids.dtype == trace.expert_ids.dtype
     assert np.array_equal(again.expert_ids, np.sort(trace.expert_ids, axis=-1))
-    for name in ("sequence_starts", "prompt_lengths", "steps", "sequence_hashes", "domains", "layer_indices"):
+    for name in (
+        "sequence_starts", "prompt_lengths", "steps", "sequence_hashes", "domains", "windows", "layer_indices",
+    ):  # fmt: skip
         before, after = getattr(trace, name), getattr(again, name)
         assert before.dtype == after.dtype, name
         assert np.array_equal(before, after), name
@@ -51,6 +54,14 @@ def test_round_trip(tmp_path: Path, num_experts: int) -> None:
 def test_a_trace_without_sequences_round_trips(tmp_path: Path) -> None:
     write_trace(random_trace(8).select([]), tmp_path / "empty.parquet")
     assert read_trace(tmp_path / "empty.parquet").num_sequences == 0
+
+
+def test_files_of_earlier_versions_have_no_windows(tmp_path: Path) -> None:
+    write_trace(random_trace(8), tmp_path / "trace.parquet")
+    pq.write_table(pq.read_table(tmp_path / "trace.parquet").drop(["windows"]), tmp_path / "trace.parquet")
+    again = read_trace(tmp_path / "trace.parquet")
+    assert again.windows.tolist() == [()] * 4
+    assert again.row_versions(2).tolist() == [8] * 17
 
 
 def test_a_missing_file_is_named(tmp_path: Path) -> None:
@@ -75,6 +86,10 @@ def rewritten(file: Path, header: dict[str, Any] | None = None, **columns: list[
     pq.write_table(table.replace_schema_metadata({"trimtab": json.dumps(metadata)}), file)
 
 
+def window(version: int, rows: int) -> dict[str, int]:
+    return {"version": version, "rows": rows}
+
+
 TOKEN = bytes([0, 1, 1, 1] * 3)  # experts 0 to 3 in each of three layers
 
 
@@ -85,7 +100,14 @@ TOKEN = bytes([0, 1, 1, 1] * 3)  # experts 0 to 3 in each of three layers
         ({"header": {"top_k": 0}}, "its header gives no valid num_experts"),
         ({"header": {"layer_indices": []}}, "its header gives no valid num_experts"),
         ({"num_tokens": [5, -1, 17, 1]}, "sequence 1 claims -1 tokens"),
-        ({"num_tokens": [17, 0, 5, 1]}, "sequence 0 of row group 0 holds 60 bytes of expert ids; 17 tokens x 3 layers"),
+        (
+            {"num_tokens": [17, 0, 5, 1], "windows": [[]] * 4},
+            "sequence 0 of row group 0 holds 60 bytes of expert ids; 17 tokens x 3 layers",
+        ),
+        ({"windows": [[], [], [window(6, 4), window(8, 12)], []]}, r"sequence 2 has 17 .* its windows have \[4, 12\]"),
+        ({"windows": [[], [], [window(6, 17), window(8, 0)], []]}, r"sequence 2 has 17 .* its windows have \[17, 0\]"),
+        ({"windows": [[], [window(6, 1)], [], []]}, r"sequence 1 has 0 tokens; its windows have \[1\]"),
+        ({"windows": [[window(6, 1)] * 40, [], [], []]}, "its sequences claim 43 windows; they have 23 tokens"),
         (
             {"expert_ids": [bytes([0, 8, 1, 1]) + TOKEN[4:] + TOKEN * 4, b"", TOKEN * 17, TOKEN]},
             r"row group 0: token 0 in MoE layer 0 has expert ids \[0, 8, 9, 10\]",

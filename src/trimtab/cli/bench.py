@@ -11,6 +11,7 @@ from typing import Any
 
 from trimtab.benchmarks.bench_papers import PapersBenchmark
 from trimtab.benchmarks.bench_planner import PlannerBenchmark
+from trimtab.benchmarks.tppo_settings import TppoBenchmark
 from trimtab.cli.options import add_options, given, need_extra, positive, whole
 from trimtab.cli.output import write_figures
 from trimtab.errors import InputError
@@ -131,6 +132,22 @@ def add(commands: Any) -> None:
         live, "--tokens", type=positive, default=1024, help="tokens of a rank in a micro-step of the timed steps"
     )
     live.set_defaults(run=run_live, needs=("torch", "transformers"))
+    tppo = benches.add_parser(
+        "t-ppo",
+        help="PPO, GRPO and T-PPO on long, uneven responses: decode steps, accuracy, time",
+        description="Train remainders with PPO, GRPO and T-PPO from the same warm start on 2 CPU ranks, until each has "
+        "trained the policy on the same number of tokens. Compares decode steps per trained token, held-out accuracy "
+        "and time, and how the routing of earlier windows changes log-probabilities.",
+        examples=["trimtab bench t-ppo --json out/bench-tppo.json --picture out/bench-tppo.svg"],
+    )
+    option = partial(add_options, tppo, of=TppoBenchmark)
+    option("--seeds", type=positive, help="runs of each algorithm: those of seeds 0 to N - 1")
+    option("--trained-tokens", type=positive, help="that the policy is trained on in each run")
+    option("--places", type=positive, help="responses that are generated together")
+    option("--window", type=positive, help="most new tokens of a response in a step of T-PPO")
+    option("--warm-start-steps", type=whole, help="supervised steps before RL")
+    add_options(tppo, "--picture", type=Path, help="draw accuracy over decode steps and time to FILE (.svg)")
+    tppo.set_defaults(run=run_tppo, needs=("torch", "transformers"))
     bind = benches.add_parser(
         "bind",
         help="what binding micro-steps to their plan costs the training thread, and its upload",
@@ -246,6 +263,18 @@ def run_live(options: argparse.Namespace) -> None:
     if settings.tokens % settings.sequence_length:
         raise InputError(f"--tokens is {settings.tokens}; it should be a multiple of {settings.sequence_length}")
     launch(run_benchmark, (settings, straggler_cases(settings)), ranks=2)
+
+
+def run_tppo(options: argparse.Namespace) -> None:
+    from trimtab.benchmarks.bench_tppo import run_benchmark
+    from trimtab.launch import launch
+
+    if options.picture:
+        need_extra("matplotlib", extra="dev")
+    settings = TppoBenchmark(**given(options, TppoBenchmark))
+    if settings.places % (2 * settings.samples):
+        raise InputError(f"--places is {settings.places}; it should be a multiple of {2 * settings.samples}")
+    launch(run_benchmark, (settings,), ranks=2)
 
 
 def run_planner(options: argparse.Namespace) -> None:

@@ -6,14 +6,16 @@ import argparse
 import os
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 from trimtab.cli.options import add_options, given, positive, whole
 from trimtab.errors import InputError
 from trimtab.rank_variables import torchrun_ranks
-from trimtab.rl.config import ALGORITHMS, TrainConfig, resumed
+from trimtab.rl.config import ALGORITHMS, PrefixRouting, TrainConfig, resumed
 
 MODES = ("plan", "rehome", "static", "shadow", "off")
+# Longest responses by default, by task.
+LONGEST_RESPONSES = {"sums": TrainConfig.max_new_tokens, "remainders": 100}
 LIVE_POLICIES = ("auto", "quota", "feplb", "predict", "off")
 
 
@@ -28,7 +30,7 @@ def add(commands: Any) -> None:
             "trimtab train -o out/demo",
             "trimtab train -o out/demo --resume --steps 60",
             "trimtab train -o out/ppo --algorithm ppo",
-            "trimtab train -o out/tppo --algorithm t-ppo --window 4",
+            "trimtab train -o out/tppo --algorithm t-ppo --task remainders --window 16",
             "trimtab train -o out/wide --expert-width 4096",
             "trimtab train -o out/live --live",
             "trimtab train -o out/live-quota --live quota",
@@ -49,6 +51,11 @@ def add(commands: Any) -> None:
     )
     option = partial(add_options, parser, of=TrainConfig)
     option("--model", type=Path, metavar="FOLDER", unset="a small model", help="local Hugging Face checkpoint")
+    option(
+        "--task",
+        choices=tuple(LONGEST_RESPONSES),
+        help="sums of a few digits, or remainders by repeated subtraction, whose responses are long and uneven",
+    )
     option(
         "--algorithm",
         choices=ALGORITHMS,
@@ -71,8 +78,14 @@ def add(commands: Any) -> None:
     option("--problems", type=positive, help="problems of a step")
     option("--samples", type=positive, help="responses to each problem")
     option("--mini-batches", "--token-budget")
-    option("--max-new-tokens", type=positive, help="longest response")
+    option("--max-new-tokens", type=positive, help="longest response; with remainders by default 100")
     option("--window", type=positive, help="t-ppo: most new tokens of a response in a step")
+    option(
+        "--prefix-routing",
+        choices=get_args(PrefixRouting),
+        help="t-ppo: how tokens of earlier windows are routed: as recorded then, as in the cache that this step "
+        "rebuilt, or by the router",
+    )
     option("--learning-rate", type=float, help="learning rate of RL steps")
     option("--warm-start-steps", type=whole, help="supervised steps before RL")
     option("--held-out", type=positive, help="problems that accuracy is measured on")
@@ -101,12 +114,13 @@ def run(options: argparse.Namespace) -> None:
     elif is_writer and not is_new:
         raise InputError(f"--output {out} is there already and not empty; name a new folder, or --resume the run in it")
     else:
+        asked.setdefault("max_new_tokens", LONGEST_RESPONSES[asked.get("task", TrainConfig.task)])
         config, ranks_before, checkpoint = TrainConfig(**asked), 2, None
     if checkpoint is not None and checkpoint.step > config.steps:
         raise InputError(f"--steps is {config.steps}; the run in {out} has done {checkpoint.step} already")
     ranks = torchrun_ranks() or options.ranks or ranks_before
     model = checkpoint.directory if checkpoint else config.model
-    tokenizer = load_tokenizer(model)
+    tokenizer = load_tokenizer(model, config.task)
     Placement.contiguous(1, num_experts(load_config(model, tokenizer)), ranks)
     if config.problems < ranks:
         raise InputError(f"--problems is {config.problems}; each of the {ranks} ranks needs at least one")

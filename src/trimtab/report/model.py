@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from trimtab.analysis import Analysis
 from trimtab.analysis.summary import answer
 from trimtab.array_type import Array
+from trimtab.report.charts import LineChart
 from trimtab.report.table_data import Facts, TableData
 
 
@@ -102,6 +103,7 @@ class Report:
         table_title: of the table of policies.
         cases: of a sweep; None with one case.
         device_bytes: memory of a rank; None if unknown.
+        rollout: charts of a run's rollouts.
     """
 
     title: str
@@ -116,6 +118,7 @@ class Report:
     table_title: str = "Recompute and update of one step"
     cases: TableData | None = None
     device_bytes: float | None = None
+    rollout: tuple[LineChart, ...] = ()
 
 
 @dataclass(frozen=True, eq=False)

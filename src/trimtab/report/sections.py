@@ -8,6 +8,7 @@ from itertools import cycle
 
 from trimtab.planner.plan.pass_times import PARTS
 from trimtab.planner.plan.workload import max_over_mean
+from trimtab.report.charts import line_chart
 from trimtab.report.model import PolicyResult, Report, Timeline
 from trimtab.report.number_text import NONE, bytes_text, seconds
 from trimtab.report.payload import load_maps, worst_layers
@@ -55,6 +56,8 @@ def sections(report: Report) -> list[Section]:
         found.append(Section("step-timeline", "Timeline", "One micro-step, operation by operation", _timeline(report)))
     if load_maps(report):
         found.append(Section("layers", "Layers", "Worst layers", _worst_layers(report)))
+    if report.rollout:
+        found.append(Section("rollout", "Rollout", "Rollouts of the run", _rollout(report)))
     if any(policy.memory_bytes for policy in report.policies):
         found.append(Section("memory", "Memory", "Memory of a rank", _memory(report)))
     if report.facts:
@@ -97,6 +100,17 @@ def _times(policies: Sequence[PolicyResult]) -> str:
     return (
         '<p class="lead">Time on the critical path, all policies on one scale. <span class="screen">Point at a part, '
         "or use <kbd>Tab</kbd> and the arrow keys.</span></p>" + _bars(rows, dict(PARTS), "time by part", seconds)
+    )
+
+
+def _rollout(report: Report) -> str:
+    charts = "".join(map(line_chart, report.rollout))
+    return (
+        lead(
+            "Steps of the whole run, not only of the comparison. A decode step samples a token of every response that "
+            "has not ended; occupied are the places of the batch that do."
+        )
+        + f'<div class="charts">{charts}</div>'
     )
 
 

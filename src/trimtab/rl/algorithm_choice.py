@@ -9,6 +9,7 @@ from trimtab.rl.algorithm import Algorithm
 from trimtab.rl.config import TrainConfig
 from trimtab.rl.grpo import GRPO
 from trimtab.rl.ppo import PPO
+from trimtab.rl.task import TASKS
 from trimtab.rl.tppo import TPPO
 from trimtab.rl.value_model import ValueModel
 from trimtab.rl.windows import Windows
@@ -28,5 +29,11 @@ def make_algorithm(config: TrainConfig, hidden_size: int, device: torch.device) 
     if config.algorithm == "ppo":
         return PPO(value_model)
     places = len(range(dist.get_rank(), config.problems, dist.get_world_size())) * config.samples
-    windows = Windows(places, window=config.window, max_new_tokens=config.max_new_tokens, seed=config.seed)
+    windows = Windows(
+        places,
+        window=config.window,
+        max_new_tokens=config.max_new_tokens,
+        seed=config.seed,
+        operation=TASKS[config.task],
+    )
     return TPPO(value_model, windows)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from trimtab.errors import InputError
 
@@ -19,6 +19,9 @@ MAY_CHANGE = frozenset(
 )
 
 ALGORITHMS = ("grpo", "ppo", "t-ppo")
+PrefixRouting = Literal["recorded", "rebuilt", "live"]
+"""How training routes tokens of earlier windows, which other weights sampled: as their window `recorded` it, as it was
+when this step `rebuilt` its cache from them, or `live`, by the router of the trained model."""
 
 
 @dataclass(frozen=True)
@@ -28,6 +31,8 @@ class TrainConfig:
     Attributes:
         out: folder of all files that the run writes.
         model: a local Hugging Face checkpoint directory; None for a small random model.
+        task: what is trained: `sums` of a few digits, or `remainders` by repeated subtraction, whose responses are long
+            and uneven.
         algorithm: that RL steps use, one of `ALGORITHMS`.
         expert_width: inner width of the small model's experts; it has no effect with `model`.
         mode: how recompute and update are balanced, see `Session`. In `live` they follow the router, not the rollout's
@@ -41,6 +46,7 @@ class TrainConfig:
         token_budget: most tokens of a rank in a micro-step.
         max_new_tokens: most tokens of a response.
         window: most new tokens of a response in a step of T-PPO; other algorithms generate whole responses.
+        prefix_routing: how T-PPO's training routes tokens of earlier windows; it has no effect in mode `live`.
         learning_rate: of RL steps; warmed up over the first steps.
         warm_start_steps: supervised steps before RL.
         warm_start_batch: sequences of a supervised step, over all ranks.
@@ -56,6 +62,7 @@ class TrainConfig:
 
     out: Path
     model: Path | None = None
+    task: Literal["sums", "remainders"] = "sums"
     algorithm: str = "grpo"
     expert_width: int = 1536
     mode: Mode = "plan"
@@ -68,6 +75,7 @@ class TrainConfig:
     token_budget: int = 2048
     max_new_tokens: int = 20
     window: int = 8
+    prefix_routing: PrefixRouting = "recorded"
     learning_rate: float = 2e-4
     warm_start_steps: int = 250
     warm_start_batch: int = 128

@@ -14,13 +14,13 @@ from transformers.utils.logging import disable_progress_bar
 from trimtab.errors import InputError
 from trimtab.integrations.transformers import SUPPORTED_MODEL_TYPES
 from trimtab.rl.config import TrainConfig
-from trimtab.rl.task import build_tokenizer
+from trimtab.rl.task import TASKS, build_tokenizer
 
 
-def load_tokenizer(directory: Path | None) -> Any:
+def load_tokenizer(directory: Path | None, task: str = TrainConfig.task) -> Any:
     """The task's tokenizer, or that of a checkpoint. Raises InputError if the checkpoint has none."""
     if directory is None:
-        return build_tokenizer()
+        return build_tokenizer(TASKS[task])
     with _reading(directory, "no usable tokenizer"):
         return AutoTokenizer.from_pretrained(directory, local_files_only=True)
 

@@ -9,8 +9,8 @@ CLIP = 0.2
 
 
 def token_log_probs(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-    """Log-probability `[B, T]` of each target under `logits [B, T, V]`, in float32."""
-    flat = F.cross_entropy(logits.float().flatten(0, 1), targets.flatten(), reduction="none")
+    """Log-probability of each target, float32: `[..., V]` logits, `[...]` targets."""
+    flat = F.cross_entropy(logits.float().flatten(0, -2), targets.flatten(), reduction="none")
     return -flat.view_as(targets)
 
 

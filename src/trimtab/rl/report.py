@@ -11,6 +11,7 @@ import numpy as np
 import torch
 
 from trimtab.planner.plan.pass_times import PARTS
+from trimtab.report.charts import Line, LineChart
 from trimtab.report.model import LoadMap, PolicyResult, Report, Timeline
 from trimtab.report.number_text import seconds
 from trimtab.rl.comparison_text import answer, check
@@ -34,6 +35,8 @@ from trimtab.simulator.recorded_operations import LANES
 COLLECTIVES = (DISPATCH, COMBINE, DISPATCH + BACKWARD, COMBINE + BACKWARD)
 WAITING_FOR_RANKS = len(ACTIVITIES)
 NAMES = (*ACTIVITIES, "waiting for other ranks")
+# Most points of a chart.
+CHART_PLACES = 15
 PART_OF = {
     OTHER: "attention", OTHER + BACKWARD: "attention", EXPERTS: "experts", EXPERTS + BACKWARD: "experts",
     **dict.fromkeys(COLLECTIVES, "dispatch"), WAITING: "transfers", REFRESHING: "migration", SUMMING: "optimizer",
@@ -56,8 +59,37 @@ NOTES = (
 )
 
 
-def report_of(trainer: Trainer, comparison: PairedComparison) -> Report:
-    """The page of a comparison. Only rank 0 has the recordings for it."""
+def rollout_charts(steps: Sequence[Mapping[str, float]]) -> tuple[LineChart, ...]:
+    """Lengths of responses, and the occupancy of the decode batch, over the steps of a run.
+
+    Args:
+        steps: metrics of every step. With more than `CHART_PLACES`, consecutive ones are averaged.
+    """
+    if not steps:
+        return ()
+    parts = np.array_split(np.arange(len(steps)), min(len(steps), CHART_PLACES))
+    places = [str(int(steps[int(part[0])]["step"])) for part in parts]
+
+    def line(name: str, metric: str) -> Line:
+        return Line(name, [float(np.mean([steps[int(step)][metric] for step in part])) for part in parts])
+
+    return (
+        LineChart(
+            "Tokens of a response",
+            "step",
+            places,
+            [line("longest", "rollout/longest_response"), line("mean of finished", "response_length")],
+        ),
+        LineChart("Occupied part of the decode batch", "step", places, [line("occupancy", "rollout/occupancy")]),
+    )
+
+
+def report_of(trainer: Trainer, comparison: PairedComparison, steps: Sequence[Mapping[str, float]] = ()) -> Report:
+    """The page of a comparison. Only rank 0 has the recordings for it.
+
+    Args:
+        steps: metrics of every step of the run.
+    """
     static, balanced = comparison.static, comparison.balanced
     split = {name: with_waiting(result.recordings) for name, result in comparison.policies.items()}
     memory = memory_of(trainer)
@@ -95,6 +127,7 @@ def report_of(trainer: Trainer, comparison: PairedComparison) -> Report:
         after=LoadMap("trimtab", balanced.loads_MLR),
         timelines=tuple(timeline_of(name, recordings, where) for name, recordings in split.items()),
         notes=(*NOTES, check(comparison)),
+        rollout=rollout_charts(steps),
         table_title=f"Net step time, medians of {len(static.step_s)} training steps",
     )
 

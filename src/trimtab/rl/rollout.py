@@ -134,10 +134,10 @@ def count_correct(model: nn.Module, tokenizer: Any, problems: Sequence_[Problem]
     return sum(int(p.reward(tokenizer.decode(r))) for p, r in zip(problems, responses, strict=True))
 
 
-def held_out_problems(count: int) -> list[Problem]:
+def held_out_problems(count: int, operation: str) -> list[Problem]:
     """The same held-out problems for every run."""
     rng = random.Random("held out")
-    return [draw_problem(rng, held_out=True) for _ in range(count)]
+    return [draw_problem(rng, held_out=True, operation=operation) for _ in range(count)]
 
 
 def _encode(model: nn.Module, tokenizer: Any, problems: Sequence_[Problem]) -> dict[str, torch.Tensor]:

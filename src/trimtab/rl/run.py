@@ -130,7 +130,8 @@ def _summarise(trainer: Trainer, log: RunLog, comparison: PairedComparison | Non
         files = ["report.html", "timeline.json.gz", *files]
     if trainer.rank == 0:
         if comparison is not None:
-            report = report_of(trainer, comparison)
+            steps = [json.loads(line) for line in kept_metrics(config.out, config.steps)]
+            report = report_of(trainer, comparison, steps)
             write_html(report, config.out / "report.html")
             write_perfetto(report.timelines, config.out / "timeline.json.gz")
         write_atomically(config.out / "summary.json", json.dumps(summary, indent=2) + "\n")

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import pickle
 from collections.abc import Sequence as Sequence_
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
 import torch.distributed as dist
 
 from trimtab.array_type import Array
+from trimtab.rl.config import PrefixRouting
 from trimtab.trace import RoutingTrace, hash_tokens
+from trimtab.trace.sequence_facts import Windows
 
 
 @dataclass(frozen=True, eq=False)
@@ -29,6 +31,8 @@ class Sequence:
         trained_tokens: tokens at the start of the response that the policy was trained on in earlier steps.
         row_versions: `[n - 1]` int32, the step with whose weights a token was fed and the token after it sampled. Rows
             with the same version are a window. None if all have the same.
+        rebuilt_ids: `[n - 1, L, K]`, the routing when the last step fed all tokens again to rebuild its cache. Rows of
+            the last window are equal to those in `expert_ids`. None if there is one window.
     """
 
     token_ids: Array
@@ -40,6 +44,7 @@ class Sequence:
     is_finished: bool = True
     trained_tokens: int = 0
     row_versions: Array | None = None
+    rebuilt_ids: Array | None = None
 
     @property
     def num_fed(self) -> int:
@@ -50,6 +55,43 @@ class Sequence:
     def response_length(self) -> int:
         """Tokens of the response."""
         return len(self.token_ids) - self.prompt_length
+
+    @property
+    def new_tokens(self) -> int:
+        """Tokens that the last step sampled."""
+        if self.row_versions is None:
+            return self.response_length
+        versions = self.row_versions[self.prompt_length - 1 :]
+        return int((versions == versions[-1]).sum())
+
+    @property
+    def windows(self) -> Windows:
+        """Windows of the rows in `expert_ids`: version and number of rows; none if all have the same version."""
+        if self.row_versions is None or self.row_versions[0] == self.row_versions[-1]:
+            return ()
+        versions, rows = np.unique(self.row_versions, return_counts=True)
+        return tuple(zip(versions.tolist(), rows.tolist(), strict=True))
+
+    def with_prefix_routing(self, routing: PrefixRouting, no_route: int) -> Sequence:
+        """The sequence with the routing of earlier windows that training uses; it has one kind of routing from then on.
+
+        Args:
+            routing: see `PrefixRouting`.
+            no_route: id of an unknown route.
+        """
+        if self.rebuilt_ids is None:
+            return self
+        assert self.row_versions is not None
+        if routing == "rebuilt":
+            return replace(self, expert_ids=self.rebuilt_ids, rebuilt_ids=None)
+        if routing == "live":
+            is_old = self.row_versions < self.row_versions[-1]
+            return replace(
+                self,
+                expert_ids=np.where(is_old[:, None, None], self.expert_ids.dtype.type(no_route), self.expert_ids),
+                rebuilt_ids=None,
+            )
+        return replace(self, rebuilt_ids=None)
 
     @property
     def policy_tokens(self) -> int:
@@ -80,6 +122,7 @@ def routing_of(
         prompt_lengths=[sequence.prompt_length for sequence in sequences],
         steps=step,
         sequence_hashes=[hash_tokens(sequence.token_ids) for sequence in sequences],
+        windows=[sequence.windows for sequence in sequences],
         model=model,
     )
 

@@ -1,7 +1,7 @@
-"""The task: lists of digits and what to do with them. Problems, demonstrations, reward, and a tokenizer.
+"""Tasks: operations on numbers and letters. Problems, demonstrations, reward, and a tokenizer.
 
-The warm start has all operations, so that experts specialise in some of them. RL trains only sums. As in RL of a large
-model on a narrow task, the routing is then uneven: experts of the other operations have little to do.
+The warm start has several operations, so that experts specialise in some of them. RL trains only that of its task. As
+in RL of a large model on a narrow task, the routing is then uneven: experts of the other operations have little to do.
 """
 
 from __future__ import annotations
@@ -20,8 +20,11 @@ MAX_TERMS = 4
 ESTIMATE_SHARE = 0.5
 HELD_OUT_SHARE = 8
 END = "."
-SUM_SHARE = 0.3
-SUM = "+"
+SUM, REMAINDER = "+", "%"
+# Operation of a task, by the task's name.
+TASKS = {"sums": SUM, "remainders": REMAINDER}
+# Part of the demonstrations that have the operation of the task.
+SHARES = {SUM: 0.3, REMAINDER: 0.6}
 DIGITS, LETTERS = "0123456789", "abcdefghij"
 
 
@@ -29,9 +32,10 @@ def _as_letters(numbers: Iterable[int]) -> list[str]:
     return [LETTERS[number % len(LETTERS)] for number in numbers]
 
 
-# Parts of the right response, by the sign between the terms of a prompt.
+# Parts of the right response, by the sign between the terms of a prompt. For a remainder, all numbers down to it.
 OPERATIONS: dict[str, Callable[[tuple[int, ...]], list[str]]] = {
     SUM: lambda terms: [str(total) for total in accumulate(terms)][1:],
+    REMAINDER: lambda terms: [str(left) for left in range(terms[0] - terms[1], -1, -terms[1])],
     "<": lambda terms: _as_letters(sorted(terms)),
     "|": lambda terms: _as_letters(terms[::-1]),
     ">": lambda terms: _as_letters(term + 1 for term in terms),
@@ -41,7 +45,10 @@ OPERATIONS: dict[str, Callable[[tuple[int, ...]], list[str]]] = {
 
 @dataclass(frozen=True)
 class Problem:
-    """A problem such as `3+8+5=`, with the response `11,16.`. One in eight, chosen by its text, is never trained on."""
+    """A problem such as `3+8+5=`, with the response `11,16.`, or `30%8=`, with the response `22,14,6.`.
+
+    One in eight, chosen by its text, is never trained on.
+    """
 
     terms: tuple[int, ...]
     operation: str = SUM
@@ -49,8 +56,13 @@ class Problem:
     @property
     def prompt(self) -> str:
         """The problem as text."""
-        symbols = DIGITS if self.operation == SUM else LETTERS
-        return self.operation.join(symbols[term] for term in self.terms) + "="
+        texts = map(str, self.terms) if self.has_numbers else _as_letters(self.terms)
+        return self.operation.join(texts) + "="
+
+    @property
+    def has_numbers(self) -> bool:
+        """Whether terms and response are numbers; else they are letters."""
+        return self.operation in TASKS.values()
 
     @property
     def held_out(self) -> bool:
@@ -59,13 +71,13 @@ class Problem:
 
     @property
     def response(self) -> str:
-        """The right response; the running sums, for a sum."""
-        return ("," if self.operation == SUM else "").join(OPERATIONS[self.operation](self.terms)) + END
+        """The right response; for a sum the running sums, for a remainder the running differences."""
+        return ("," if self.has_numbers else "").join(OPERATIONS[self.operation](self.terms)) + END
 
     @property
     def estimate(self) -> str:
-        """A response with the sum rounded to ten, marked as an estimate. It never earns a reward."""
-        return f"~{(sum(self.terms) + 5) // 10 * 10}{END}"
+        """A response with the result rounded to ten, marked as an estimate. It never earns a reward."""
+        return f"~{(int(OPERATIONS[self.operation](self.terms)[-1]) + 5) // 10 * 10}{END}"
 
     def reward(self, response: str) -> float:
         """1 if the response ends with `END` and its last number is that of the right response, else 0."""
@@ -79,28 +91,39 @@ def _last_number(response: str) -> str:
 
 
 def draw_problem(rng: random.Random, *, held_out: bool, operation: str = SUM) -> Problem:
-    """A random problem of 2 to `MAX_TERMS` digits, held out or not."""
+    """A random problem, held out or not: a number of two digits and a divisor of 3 to 9, or 2 to `MAX_TERMS` digits.
+
+    Responses to remainders have 1 to 33 numbers, most of them few.
+    """
     while True:
-        problem = Problem(tuple(rng.randint(0, 9) for _ in range(rng.randint(2, MAX_TERMS))), operation)
+        if operation == REMAINDER:
+            terms: tuple[int, ...] = rng.randint(10, 99), rng.randint(3, 9)
+        else:
+            terms = tuple(rng.randint(0, 9) for _ in range(rng.randint(2, MAX_TERMS)))
+        problem = Problem(terms, operation)
         if problem.held_out == held_out:
             return problem
 
 
-def draw_demonstration(rng: random.Random) -> tuple[Problem, str]:
-    """A training problem of any operation and a response: the right one, or for half of the sums only an estimate.
+def draw_demonstration(rng: random.Random, operation: str = SUM) -> tuple[Problem, str]:
+    """A training problem and a response: the right one, or for half of the problems of the task only an estimate.
 
-    RL then learns that running sums earn a reward.
+    RL then learns that running sums or differences earn a reward.
+
+    Args:
+        operation: of the task. Other demonstrations have one of the operations that belong to no task.
     """
-    problem = draw_problem(
-        rng, held_out=False, operation=SUM if rng.random() < SUM_SHARE else rng.choice([*OPERATIONS][1:])
-    )
-    is_estimate = problem.operation == SUM and rng.random() < ESTIMATE_SHARE
+    others = [sign for sign in OPERATIONS if sign not in TASKS.values()]
+    chosen = operation if rng.random() < SHARES[operation] else rng.choice(others)
+    problem = draw_problem(rng, held_out=False, operation=chosen)
+    is_estimate = chosen == operation and rng.random() < ESTIMATE_SHARE
     return problem, problem.estimate if is_estimate else problem.response
 
 
-def build_tokenizer() -> PreTrainedTokenizerFast:
-    """A character tokenizer for the task, with `END` as the end token."""
-    alphabet = ["<pad>", *DIGITS, *LETTERS, *OPERATIONS, "=", ",", "~", END]
+def build_tokenizer(operation: str = SUM) -> PreTrainedTokenizerFast:
+    """A character tokenizer for the task with this operation, with `END` as the end token."""
+    signs = [sign for sign in OPERATIONS if sign == operation or sign not in TASKS.values()]
+    alphabet = ["<pad>", *DIGITS, *LETTERS, *signs, "=", ",", "~", END]
     tokenizer = Tokenizer(models.WordLevel({token: index for index, token in enumerate(alphabet)}, unk_token="<pad>"))
     tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex("."), "isolated")
     tokenizer.decoder = decoders.Fuse()

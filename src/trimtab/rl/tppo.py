@@ -60,12 +60,14 @@ class TPPO:
         """The clipped losses of policy and value model, each the mean over its own tokens.
 
         The ratio of a token is relative to the version of the policy that sampled it: the recompute for tokens of this
-        step, the recorded log-probability for older ones.
+        step, the recorded log-probability for older ones. Figures by age are of the policy before the step, relative to
+        the rollout's log-probabilities.
         """
         assert batch.old_values is not None
         assert batch.returns is not None
         version_log_probs = torch.where(batch.ages == 0, old_log_probs, batch.rollout_log_probs)
-        log_ratio = outputs.log_probs - version_log_probs
+        # Targets without a policy loss have no log-probability.
+        log_ratio = (outputs.log_probs - version_log_probs) * batch.policy_mask
         policy = clipped_policy_loss(log_ratio, batch.advantages) * batch.policy_mask
         value_mask = batch.response_mask * batch.finished[:, None]
         values = self.value_model.values(outputs.hidden)
@@ -76,20 +78,23 @@ class TPPO:
             "value_loss": float(value.detach().sum()),
             "value_tokens": float(value_mask.sum()),
         }
+        drift = (old_log_probs - batch.rollout_log_probs) * batch.response_mask
         # An unbiased estimate of the divergence that is never negative.
-        divergence = log_ratio.detach().exp() - 1 - log_ratio.detach()
+        divergence = drift.exp() - 1 - drift
         for age, name in enumerate(AGES):
             of_age = batch.ages >= age if age == len(AGES) - 1 else batch.ages == age
             mask = batch.response_mask * of_age
-            sums[f"clipped_age_{name}"] = clipped_tokens(log_ratio, mask)
+            sums[f"clipped_age_{name}"] = clipped_tokens(drift, mask)
             sums[f"kl_age_{name}"] = float((divergence * mask).sum())
             sums[f"tokens_age_{name}"] = float(mask.sum())
         return TokenLoss(policy.sum() / max(1, tokens.policy) + value.sum() / max(1, tokens.value), sums)
 
     def metrics(self, totals: Mapping[str, float]) -> dict[str, float]:
-        """Clip fraction and value loss of trained tokens; clip fraction and KL of response tokens by age in steps.
+        """Clip fraction and value loss of trained tokens, and figures of response tokens by age in steps.
 
-        An age without tokens has the figure 0.
+        KL and clip fraction by age say how far the policy before the step is from the version that sampled the tokens:
+        the clip fraction is the part of the tokens whose ratio is outside of the clip range. An age without tokens has
+        the figure 0.
         """
         found = {
             "ppo/clip_fraction": totals["clipped"] / max(1, totals["policy_tokens"]),

@@ -25,12 +25,13 @@ from trimtab.rl.demo_model import load_config, load_model, load_tokenizer
 from trimtab.rl.losses import token_log_probs
 from trimtab.rl.rollout import count_correct, held_out_problems, sample_groups
 from trimtab.rl.sequences import Sequence, exchange_sequences, gather_lengths, routing_of
-from trimtab.rl.step_metrics import StepClock, live_metrics, plan_metrics
-from trimtab.rl.task import draw_problem
+from trimtab.rl.step_metrics import StepClock, live_metrics, plan_metrics, rollout_metrics
+from trimtab.rl.task import TASKS, draw_problem
 from trimtab.rl.warm_start import warm_start
 from trimtab.runtime import MicroStep, PlannedStep, Session
 from trimtab.runtime.planning import default_rates
 from trimtab.trace import RoutingTrace, write_trace
+from trimtab.trace.routing import no_route
 
 WARM_UP_STEPS = 3
 
@@ -80,7 +81,7 @@ class Trainer:
         torch.set_flush_denormal(True)
         torch.manual_seed(config.seed)
         model = checkpoint.directory if checkpoint else config.model
-        self.tokenizer = load_tokenizer(model)
+        self.tokenizer = load_tokenizer(model, config.task)
         self.model_config = load_config(model, self.tokenizer, config.expert_width)
         self.model = load_model(model, self.model_config, torch.float32).to(self.device)
         self.rollout_model = load_model(None, self.model_config, torch.bfloat16).to(self.device).eval()
@@ -133,7 +134,7 @@ class Trainer:
 
     def measure_accuracy(self, when: str) -> None:
         """Measure the fraction of held-out problems that the rollout model solves greedily. Collective."""
-        problems = held_out_problems(self.config.held_out)
+        problems = held_out_problems(self.config.held_out, TASKS[self.config.task])
         correct = count_correct(
             self.rollout_model,
             self.tokenizer,
@@ -147,7 +148,8 @@ class Trainer:
         if self.algorithm.windows is not None:
             return self.algorithm.windows.advance(self.rollout_model, self.tokenizer, step)
         rng = random.Random(f"problems {self.config.seed} {step}")
-        problems = [draw_problem(rng, held_out=False) for _ in range(self.config.problems)]
+        operation = TASKS[self.config.task]
+        problems = [draw_problem(rng, held_out=False, operation=operation) for _ in range(self.config.problems)]
         torch.manual_seed((self.config.seed * 1_000_003 + step) * self.num_ranks + self.rank)
         return sample_groups(
             self.rollout_model,
@@ -167,6 +169,8 @@ class Trainer:
         In mode `live` the schedule is made from lengths alone. In other modes the step is planned.
         Mini-batches take every n-th sequence, so that each has some sequences of most groups.
         """
+        unknown = no_route(num_experts(self.model_config))
+        sequences = [s.with_prefix_routing(self.config.prefix_routing, unknown) for s in sequences]
         lengths_R = gather_lengths(sequences)
         lengths = np.concatenate(lengths_R)
         mini_batch = np.arange(len(lengths)) % self.config.mini_batches
@@ -212,10 +216,18 @@ class Trainer:
             model=self.model_config.model_type,
         )
 
-    def forward(self, batch: MicroBatch) -> TokenOutputs:
-        """Run the model on a micro-batch, inside its micro-step."""
+    def forward(self, batch: MicroBatch, wanted: torch.Tensor) -> TokenOutputs:
+        """Run the model on a micro-batch, inside its micro-step.
+
+        Args:
+            wanted: `[B, T]`, not 0 where the log-probability of the target is needed. Others are 0, and have no logits.
+        """
         hidden = self.model.base_model(input_ids=batch.input_ids, use_cache=False).last_hidden_state
-        return TokenOutputs(token_log_probs(self.model.get_output_embeddings()(hidden), batch.targets), hidden)
+        rows = wanted.flatten().nonzero()[:, 0]
+        logits = self.model.get_output_embeddings()(hidden.flatten(0, 1)[rows])
+        found = token_log_probs(logits, batch.targets.flatten()[rows])
+        log_probs = found.new_zeros(wanted.numel()).index_put((rows,), found).view_as(wanted)
+        return TokenOutputs(log_probs, hidden)
 
     def micro_step(self, batch: MicroBatch, index: int) -> MicroStep:
         """Context for the forwards and backwards of a micro-batch."""
@@ -231,20 +243,23 @@ class Trainer:
         old_log_probs = []
         for index, batch in enumerate(prepared.batches):
             with torch.no_grad(), self.micro_step(batch, index):
-                outputs = self.forward(batch)
+                outputs = self.forward(batch, batch.response_mask)
                 prepared.batches[index] = self.algorithm.with_targets(batch, outputs)
                 old_log_probs.append(outputs.log_probs)
         return old_log_probs
 
     def rollout_difference(self, prepared: PreparedStep, old_log_probs: list[torch.Tensor]) -> float:
-        """Mean absolute difference of the recompute's log-probabilities to the rollout's, in nats per trained token.
+        """Mean absolute difference of the recompute's log-probabilities to the rollout's, in nats per token.
 
-        Only rounding of the rollout (bfloat16) remains if the recompute replays its routing. Collective.
+        Of the trained tokens that this step sampled. Only rounding of the rollout (bfloat16) remains if the recompute
+        replays its routing. Collective.
         """
-        difference = 0.0
+        difference = tokens = 0.0
         for batch, log_probs in zip(prepared.batches, old_log_probs, strict=True):
-            difference += float(((log_probs - batch.rollout_log_probs).abs() * batch.policy_mask).sum())
-        return self._total(difference) / max(1, sum(tokens.policy for tokens in prepared.tokens))
+            mask = batch.policy_mask * (batch.ages == 0)
+            difference += float(((log_probs - batch.rollout_log_probs).abs() * mask).sum())
+            tokens += float(mask.sum())
+        return self._total(difference) / max(1, self._total(tokens))
 
     def accumulate(
         self, prepared: PreparedStep, old_log_probs: list[torch.Tensor], mini_batch: int
@@ -259,9 +274,8 @@ class Trainer:
         for index in prepared.schedule.micro_steps_of(mini_batch):
             batch = prepared.batches[index]
             with self.micro_step(batch, int(index)):
-                found = self.algorithm.loss(
-                    batch, self.forward(batch), old_log_probs[index], prepared.tokens[mini_batch]
-                )
+                outputs = self.forward(batch, batch.policy_mask)
+                found = self.algorithm.loss(batch, outputs, old_log_probs[index], prepared.tokens[mini_batch])
                 found.loss.backward()
             sums["loss"] += float(found.loss.detach())
             for name, value in found.sums.items():
@@ -295,12 +309,8 @@ class Trainer:
         clock = StepClock()
         sequences = self.rollout(step)
         clock.lap("rollout_s")
-        finished = [s for s in sequences if s.is_finished]
-        count = max(1.0, self._total(len(finished)))
-        rewards = self._total(sum(s.reward for s in finished)) / count
-        lengths = self._total(sum(s.response_length for s in finished)) / count
         trained = self.algorithm.trained(sequences)
-        metrics: dict[str, Any] = {"step": step, "reward": rewards, "response_length": lengths}
+        metrics: dict[str, Any] = {"step": step} | rollout_metrics(sequences, self.device)
         metrics["trained_sequences"] = int(self._total(len(trained)))
         prepared, trained_metrics = self.train(trained, step, clock)
         metrics |= trained_metrics

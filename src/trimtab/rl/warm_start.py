@@ -13,7 +13,7 @@ from trimtab.integrations.transformers import moe_blocks
 from trimtab.integrations.transformers.families import family_of
 from trimtab.rl.config import TrainConfig
 from trimtab.rl.losses import token_log_probs
-from trimtab.rl.task import draw_demonstration
+from trimtab.rl.task import TASKS, draw_demonstration
 from trimtab.runtime import Session
 
 # The default of `router_aux_loss_coef` in transformers. Experts may specialise.
@@ -43,7 +43,7 @@ def warm_start(
     )
     device = next(model.parameters()).device
     for _ in range(config.warm_start_steps):
-        demonstrations = [draw_demonstration(rng) for _ in range(config.warm_start_batch)]
+        demonstrations = [draw_demonstration(rng, TASKS[config.task]) for _ in range(config.warm_start_batch)]
         mine = [(problem.prompt, response) for problem, response in demonstrations[session.rank :: session.num_ranks]]
         tokens, fed, response_mask = _encode(tokenizer, mine, device)
         targets = tokens[:, 1:]

@@ -17,7 +17,7 @@ from trimtab.integrations.transformers import moe_blocks, num_experts, record_ro
 from trimtab.rl.collectives import gather
 from trimtab.rl.rollout import SampledLogProbs, generate
 from trimtab.rl.sequences import Sequence
-from trimtab.rl.task import MAX_TERMS, Problem, draw_problem
+from trimtab.rl.task import MAX_TERMS, SUM, Problem, draw_problem
 from trimtab.trace import id_dtype
 
 
@@ -45,10 +45,12 @@ class Windows:
         window: most new tokens of a response in a step.
         max_new_tokens: most tokens of a response. One that reaches them has ended.
         seed: of the run.
+        operation: of the problems.
     """
 
-    def __init__(self, places: int, *, window: int, max_new_tokens: int, seed: int) -> None:
+    def __init__(self, places: int, *, window: int, max_new_tokens: int, seed: int, operation: str = SUM) -> None:
         self.places, self.window, self.max_new_tokens, self.seed = places, window, max_new_tokens, seed
+        self.operation = operation
         self.open: list[OpenResponse] = []
 
     def advance(self, model: nn.Module, tokenizer: Any, step: int) -> list[Sequence]:
@@ -63,13 +65,19 @@ class Windows:
         torch.manual_seed((self.seed * 1_000_003 + step) * dist.get_world_size() + rank)
         batch = [*self.open]
         while len(batch) < self.places:
-            batch.append(_new_response(draw_problem(rng, held_out=False), model, tokenizer))
+            batch.append(_new_response(draw_problem(rng, held_out=False, operation=self.operation), model, tokenizer))
         grown = self._generate(model, tokenizer, batch, step)
-        sequences = [self._sequence(before, after, tokenizer) for before, after in zip(batch, grown, strict=True)]
-        self.open = [response for response, s in zip(grown, sequences, strict=True) if not s.is_finished]
+        sequences = [
+            self._sequence(before, after, rebuilt, tokenizer)
+            for before, (after, rebuilt) in zip(batch, grown, strict=True)
+        ]
+        self.open = [response for (response, _), s in zip(grown, sequences, strict=True) if not s.is_finished]
         return sequences
 
-    def _generate(self, model: nn.Module, tokenizer: Any, batch: list[OpenResponse], step: int) -> list[OpenResponse]:
+    def _generate(
+        self, model: nn.Module, tokenizer: Any, batch: list[OpenResponse], step: int
+    ) -> list[tuple[OpenResponse, Array]]:
+        """The responses with a new window, and the routing of all their rows in this step."""
         width = max(len(response.token_ids) for response in batch)
         tokens = np.full((len(batch), width), tokenizer.pad_token_id, np.int64)
         mask = np.zeros_like(tokens)
@@ -93,18 +101,18 @@ class Windows:
             ends = np.flatnonzero(new == tokenizer.eos_token_id)
             new = new[: ends[0] + 1] if len(ends) else new
             known, fed = len(response.expert_ids), len(response.token_ids) + len(new) - 1
-            grown.append(
-                replace(
-                    response,
-                    token_ids=np.concatenate([response.token_ids, new]),
-                    expert_ids=np.concatenate([response.expert_ids, routing.sequence(row)[known:fed]]),
-                    row_versions=np.append(response.row_versions, np.full(fed - known, step, np.int32)),
-                    log_probs=np.append(response.log_probs, log_probs[row, : len(new)]),
-                )
+            rebuilt = routing.sequence(row)[:fed]
+            after = replace(
+                response,
+                token_ids=np.concatenate([response.token_ids, new]),
+                expert_ids=np.concatenate([response.expert_ids, rebuilt[known:]]),
+                row_versions=np.append(response.row_versions, np.full(fed - known, step, np.int32)),
+                log_probs=np.append(response.log_probs, log_probs[row, : len(new)]),
             )
+            grown.append((after, rebuilt))
         return grown
 
-    def _sequence(self, before: OpenResponse, after: OpenResponse, tokenizer: Any) -> Sequence:
+    def _sequence(self, before: OpenResponse, after: OpenResponse, rebuilt: Array, tokenizer: Any) -> Sequence:
         response = after.token_ids[after.prompt_length :]
         is_finished = bool(response[-1] == tokenizer.eos_token_id) or len(response) == self.max_new_tokens
         return Sequence(
@@ -118,6 +126,7 @@ class Windows:
             # The last token of the window before had no advantage then.
             trained_tokens=max(0, len(before.token_ids) - before.prompt_length - 1),
             row_versions=after.row_versions,
+            rebuilt_ids=rebuilt.copy() if len(before.expert_ids) else None,
         )
 
     def state(self) -> dict[str, torch.Tensor]:
@@ -151,7 +160,7 @@ class Windows:
         sampled = np.append(0, np.cumsum(lengths - prompts))
         self.open = [
             OpenResponse(
-                problem=Problem(tuple(term for term in arrays["terms"][index].tolist() if term >= 0)),
+                problem=Problem(tuple(term for term in arrays["terms"][index].tolist() if term >= 0), self.operation),
                 token_ids=arrays["token_ids"][tokens[index] : tokens[index + 1]],
                 prompt_length=int(prompts[index]),
                 expert_ids=arrays["expert_ids"][rows[index] : rows[index + 1]],

@@ -10,6 +10,7 @@ from trimtab.array_type import Array
 from trimtab.errors import InputError
 from trimtab.trace.routing import RoutingTrace, id_dtype
 from trimtab.trace.sampling import derive, expert_noise, normal, sample_experts
+from trimtab.trace.sequence_facts import windows_array
 
 SHORTEST = 16  # tokens
 LENGTH_SPREAD = 0.4  # standard deviation of a length's logarithm
@@ -157,6 +158,7 @@ def synthesize_preset(
         steps=np.repeat(np.arange(num_steps, dtype=np.int32), num_sequences),
         sequence_hashes=np.maximum(key_S, np.uint64(1)),
         domains=_domain_names(preset, profile_S),
+        windows=windows_array([()] * len(key_S)),
         layer_indices=np.arange(num_layers, dtype=np.int32),
         num_experts=num_experts,
         model=f"synthetic {preset.name}",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -13,7 +13,7 @@ import numpy.typing as npt
 from trimtab.array_type import Array
 from trimtab.errors import InputError
 from trimtab.kernels import kernel
-from trimtab.trace.sequence_facts import SequenceFacts
+from trimtab.trace.sequence_facts import SequenceFacts, Windows, check_windows, windows_array
 
 
 def id_dtype(num_experts: int) -> np.dtype[Any]:
@@ -48,6 +48,9 @@ class RoutingTrace:
         steps: `[S]` int32; the RL step that the sequence was generated for.
         sequence_hashes: `[S]` uint64; `hash_tokens` of the sequence's token ids, 0 where unknown.
         domains: `[S]` str; kind of prompt, such as its data set's name, "" where unknown.
+        windows: `[S]`; for a sequence that was generated over several steps, the windows of its rows, in order: pairs
+            of the version of the weights, which is the RL step, and the number of rows that it recorded. Empty for a
+            sequence that one version recorded.
         layer_indices: `[L]` int32; the decoder layer behind each MoE layer.
         num_experts: E.
         model: the model's name or type, for people.
@@ -62,6 +65,7 @@ class RoutingTrace:
     steps: Array
     sequence_hashes: Array
     domains: Array
+    windows: Array
     layer_indices: Array
     num_experts: int
     model: str = ""
@@ -79,11 +83,13 @@ class RoutingTrace:
         starts = self.sequence_starts
         if len(starts) == 0 or starts[0] != 0 or starts[-1] != len(ids) or np.any(np.diff(starts) < 0):
             raise InputError(f"sequence_starts should rise from 0 to the number of tokens, {len(ids)}")
-        for name in ("prompt_lengths", "steps", "sequence_hashes", "domains"):
+        for name in ("prompt_lengths", "steps", "sequence_hashes", "domains", "windows"):
             if len(getattr(self, name)) != self.num_sequences:
                 raise InputError(
                     f"{name} has {len(getattr(self, name))} entries; there are {self.num_sequences} sequences"
                 )
+        for index in np.flatnonzero(self.windows):
+            check_windows(self.windows[index], int(index), int(starts[index + 1] - starts[index]))
         if len(self.layer_indices) != ids.shape[1]:
             raise InputError(f"layer_indices names {len(self.layer_indices)} layers; expert_ids has {ids.shape[1]}")
 
@@ -99,6 +105,7 @@ class RoutingTrace:
         steps: npt.ArrayLike | int = 0,
         sequence_hashes: npt.ArrayLike | None = None,
         domains: npt.ArrayLike | str = "",
+        windows: Iterable[Windows] | None = None,
         model: str = "",
     ) -> RoutingTrace:
         """Join per-sequence ids `[t_s, L, K]` into one trace.
@@ -121,6 +128,7 @@ class RoutingTrace:
             steps=np.broadcast_to(np.asarray(steps, np.int32), (count,)).copy(),
             sequence_hashes=np.asarray(np.zeros(count) if sequence_hashes is None else sequence_hashes, np.uint64),
             domains=np.broadcast_to(np.asarray(domains, np.str_), (count,)).copy(),
+            windows=windows_array([()] * count if windows is None else windows),
             layer_indices=np.asarray(np.arange(num_layers) if layer_indices is None else layer_indices, np.int32),
             num_experts=num_experts,
             model=model,
@@ -155,6 +163,12 @@ class RoutingTrace:
         """Expert ids `[t, L, K]` of one sequence, a view."""
         return self.expert_ids[self.sequence_starts[index] : self.sequence_starts[index + 1]]
 
+    def row_versions(self, index: int) -> Array:
+        """`[t]` int32: the version of the weights that recorded each row of one sequence."""
+        windows = self.windows[index] or ((int(self.steps[index]), int(self.sequence_lengths[index])),)
+        versions, rows = zip(*windows, strict=True)
+        return np.repeat(np.array(versions, np.int32), rows)
+
     def select(self, sequences: npt.ArrayLike) -> RoutingTrace:
         """The trace of the given sequences, `[N]` indices, in the given order."""
         chosen = np.asarray(sequences, np.int64)
@@ -169,7 +183,9 @@ class RoutingTrace:
     @property
     def facts(self) -> SequenceFacts:
         """What is known of each sequence except its routes."""
-        return SequenceFacts(self.sequence_lengths, self.prompt_lengths, self.steps, self.sequence_hashes, self.domains)
+        return SequenceFacts(
+            self.sequence_lengths, self.prompt_lengths, self.steps, self.sequence_hashes, self.domains, self.windows
+        )
 
     def with_sequences(self, facts: SequenceFacts, ids_TLK: Array) -> RoutingTrace:
         """The trace of other sequences of the same model, with these facts and ids `[T, L, K]`."""
@@ -181,6 +197,7 @@ class RoutingTrace:
             steps=facts.steps,
             sequence_hashes=facts.sequence_hashes,
             domains=facts.domains,
+            windows=facts.windows,
         )
 
     def check_same_model(self, other: RoutingTrace) -> None:

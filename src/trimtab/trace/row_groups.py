@@ -6,24 +6,28 @@ Files are untrusted: sizes are checked against each other before memory is alloc
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
+from trimtab.array_type import Array
 from trimtab.errors import InputError
 from trimtab.trace.coding import decode, encode
 from trimtab.trace.message_text import at_place
 from trimtab.trace.routing import RoutingTrace, id_dtype, no_route
-from trimtab.trace.sequence_facts import SequenceFacts
+from trimtab.trace.sequence_facts import SequenceFacts, Windows, check_windows, windows_array
 
 FORMAT = "trimtab-routing-2"
 IDS = "expert_ids"
+WINDOWS = "windows"
 # Beside the ids of a row group, uncompressed: the other columns, and what Parquet adds.
 BYTES_A_ROW = 1024
 
+_WINDOW = pa.struct([pa.field("version", pa.int32(), nullable=False), pa.field("rows", pa.int32(), nullable=False)])
 _SCHEMA = pa.schema(
     [
         pa.field("step", pa.int32(), nullable=False),
@@ -31,10 +35,11 @@ _SCHEMA = pa.schema(
         pa.field("num_tokens", pa.int32(), nullable=False),
         pa.field("sequence_hash", pa.uint64(), nullable=False),
         pa.field("domain", pa.string(), nullable=False),
+        pa.field(WINDOWS, pa.list_(_WINDOW), nullable=False),
         pa.field(IDS, pa.large_binary(), nullable=False),
     ]
 )
-_FACTS = [field.name for field in _SCHEMA if field.name != IDS]
+_FACTS = [field.name for field in _SCHEMA if field.name not in (IDS, WINDOWS)]
 
 
 def schema_of(trace: RoutingTrace) -> pa.Schema:
@@ -66,6 +71,10 @@ def table_of(trace: RoutingTrace, schema: pa.Schema) -> pa.Table:
         pa.array(trace.sequence_lengths.astype(np.int32)),
         pa.array(trace.sequence_hashes),
         pa.array(trace.domains.tolist(), pa.string()),
+        pa.array(
+            [[{"version": version, "rows": rows} for version, rows in windows] for windows in trace.windows],
+            _SCHEMA.field(WINDOWS).type,
+        ),
     ]
     return pa.Table.from_arrays([*facts, ids], schema=schema)
 
@@ -77,7 +86,7 @@ def read_facts(parquet: pq.ParquetFile) -> tuple[RoutingTrace, SequenceFacts]:
         InputError: if it isn't a trace.
     """
     header = _header(parquet.schema_arrow.metadata or {})
-    missing = [field.name for field in _SCHEMA if field.name not in parquet.schema_arrow.names]
+    missing = [name for name in (*_FACTS, IDS) if name not in parquet.schema_arrow.names]
     if missing:
         raise InputError(f"a routing trace should have the column {missing[0]!r}")
     layers = np.asarray(header["layer_indices"], np.int32)
@@ -88,11 +97,11 @@ def read_facts(parquet: pq.ParquetFile) -> tuple[RoutingTrace, SequenceFacts]:
         layer_indices=layers,
         model=header["model"],
     )
-    return empty, _facts(parquet.read(_FACTS))
+    return empty, _facts(parquet, range(parquet.num_row_groups))
 
 
-def _facts(table: pa.Table) -> SequenceFacts:
-    table = _columns(table)
+def _facts(parquet: pq.ParquetFile, groups: Sequence[int]) -> SequenceFacts:
+    table = _columns(parquet.read_row_groups(groups, _FACTS))
     lengths = table["num_tokens"].to_numpy().astype(np.int64)
     if lengths.min(initial=0) < 0:
         raise InputError(f"sequence {int(lengths.argmin())} claims {lengths.min()} tokens")
@@ -102,7 +111,34 @@ def _facts(table: pa.Table) -> SequenceFacts:
         steps=table["step"].to_numpy(),
         sequence_hashes=table["sequence_hash"].to_numpy(),
         domains=np.array(table["domain"].to_pylist(), np.str_),
+        windows=windows_array(_windows(parquet, groups, lengths)),
     )
+
+
+def _windows(parquet: pq.ParquetFile, groups: Sequence[int], lengths: Array) -> list[Windows]:
+    """Windows of every sequence; none in files of earlier versions.
+
+    Raises:
+        InputError: if they have other numbers of rows than their sequences.
+    """
+    none: list[Windows] = [()] * len(lengths)
+    if WINDOWS not in parquet.schema_arrow.names:
+        return none
+    claimed = max(_values_of(parquet.metadata.row_group(group), WINDOWS) for group in groups) if groups else 0
+    if claimed > len(lengths) + lengths.sum():
+        raise InputError(f"its sequences claim {claimed} windows; they have {lengths.sum()} tokens")
+    lists = _columns(parquet.read_row_groups(groups, [WINDOWS]))[WINDOWS]
+    for index in np.flatnonzero(pc.list_value_length(lists).to_numpy()).tolist():
+        windows = tuple((each["version"], each["rows"]) for each in lists[index].as_py())
+        check_windows(windows, index, lengths[index])
+        none[index] = windows
+    return none
+
+
+def _values_of(group: pq.RowGroupMetaData, name: str) -> int:
+    """Values that a nested column claims."""
+    columns = [group.column(index) for index in range(group.num_columns)]
+    return max(column.num_values for column in columns if column.path_in_schema.startswith(f"{name}."))
 
 
 def read_group(parquet: pq.ParquetFile, group: int, empty: RoutingTrace) -> RoutingTrace:
@@ -111,7 +147,7 @@ def read_group(parquet: pq.ParquetFile, group: int, empty: RoutingTrace) -> Rout
     Raises:
         InputError: naming the row group, if its sizes don't fit together or an id is none.
     """
-    facts = _facts(parquet.read_row_group(group, _FACTS))
+    facts = _facts(parquet, [group])
     token_bytes = empty.num_layers * empty.top_k * empty.expert_ids.itemsize
     claimed = parquet.metadata.row_group(group).total_byte_size
     expected = int(facts.lengths.sum()) * token_bytes

@@ -6,7 +6,8 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -19,7 +20,7 @@ from trimtab.runtime.autograd.accumulation import Accumulation
 from trimtab.runtime.autograd.torch_engine import is_within_compiled, running_backward, will_run
 from trimtab.runtime.layer.backward import Backward
 from trimtab.runtime.layer.micro_step import BoundRoutes
-from trimtab.runtime.live.balancer import LiveCall, LiveMicroStep
+from trimtab.runtime.live.balancer import LiveCall, LiveMicroStep, Seconds
 from trimtab.runtime.ranks.lockstep import COUNTS, RETURNS, Lockstep, message_tag
 from trimtab.runtime.ranks.topology import Topology
 from trimtab.runtime.rows.exchange import exchange_rows
@@ -203,6 +204,8 @@ class Instance:
         self._forward = calls.lockstep.count
         self._recorder = calls.counters.recorder
         self.replica_node: weakref.ref[Any] | None = None
+        # Of home experts in the forward, until their replicas are used.
+        self._homes_s: Seconds | None = None
         self._transfers = None if routes is None else routes.transfers
         self._plan_number = 0 if routes is None else routes.plan_number
         # If so, a reentrant checkpoint recomputes the layer, and its backward is nested in a tracked backward.
@@ -305,7 +308,20 @@ class Instance:
     def replica_weights(self) -> list[torch.Tensor]:
         """This rank's replicas, `[count, ...]` for each stacked tensor. Waits for their transfers."""
         assert self._transfers is not None
-        return self._transfers.ring.replicas(self.index, self.homes.index)
+        homes_s, self._homes_s = self._homes_s, None
+        if homes_s is None or self.routes is None or self.routes.live is None or not self.num_replicas_here:
+            return self._transfers.ring.replicas(self.index, self.homes.index)
+        stop = start_timer(self.homes.device)
+        found = self._transfers.ring.replicas(self.index, self.homes.index)
+        self.routes.live.balancer.waited(homes_s, stop())
+        return found
+
+    @contextmanager
+    def computing_homes(self) -> Iterator[None]:
+        """The context in which home experts are computed. In live calls it is timed."""
+        stop = start_timer(self.homes.device) if self._live is not None else None
+        yield
+        self._homes_s = None if stop is None else stop()
 
     def return_gradients(self, gradients: Sequence[torch.Tensor | None]) -> None:
         """Start sending the gradients of `replica_weights` to home ranks."""

@@ -103,7 +103,8 @@ class ExpertLayer(RoutedLayer):
         arrived = self._dispatcher.dispatch(hidden, physical_ids, expert_weights, instance)
 
         def at_home(rows: torch.Tensor, groups: RowGroups) -> torch.Tensor:
-            return self._apply([ExpertWeight(home) for home in homes], rows, groups)
+            with instance.computing_homes():
+                return self._apply([ExpertWeight(home) for home in homes], rows, groups)
 
         def at_replicas(rows: torch.Tensor, groups: RowGroups) -> torch.Tensor:
             rows, *slots = UseReplicas.apply(rows, instance)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from weakref import WeakValueDictionary
@@ -21,8 +21,12 @@ from trimtab.runtime.state.home_experts import HomeExperts
 
 # The part of the newest counts in the average, as 1 / this.
 AVERAGED = 4
+# A wait for weights that takes less than this part of the time of the home experts is none.
+COVERED = 0.05
 # What `auto` tries; the simplest first.
 CANDIDATES: tuple[LivePolicy, ...] = ("off", "quota", "predict")
+Seconds = Callable[[], float | None]
+"""A measured time; None as long as it is not known."""
 # In place of a position: counts for any.
 ANY = -1
 
@@ -76,6 +80,9 @@ class Figures:
         replicas, used: replicas, and those with rows.
         vio_before, vio_after: sums over calls of max/mean - 1 of rank loads.
         choosing_s: seconds of choosing.
+        homes_s: seconds of home experts in calls with replicas on this rank.
+        timed, covered: these calls, and those of them in which compute then waited for weights of replicas for less
+            than `COVERED` of that time.
     """
 
     calls: int = 0
@@ -84,6 +91,9 @@ class Figures:
     vio_before: float = 0.0
     vio_after: float = 0.0
     choosing_s: float = 0.0
+    homes_s: float = 0.0
+    timed: int = 0
+    covered: int = 0
 
     def metrics(self) -> dict[str, float]:
         """By the names of `Session.take_metrics`."""
@@ -95,6 +105,8 @@ class Figures:
             "live/max_vio_before": self.vio_before / calls,
             "live/max_vio_after": self.vio_after / calls,
             "live/choosing_s": self.choosing_s,
+            "live/homes_s": self.homes_s,
+            "live/covered": self.covered / max(1, self.timed),
         }
 
 
@@ -126,7 +138,9 @@ class LiveBalancer:
         self._positions: Counter[int] = Counter()
         # By layer, for `auto`.
         self._trials = [Trials(CANDIDATES) for _ in layers] if policy == "auto" else []
-        self._measured: dict[int, tuple[Callable[[], float | None], int]] = {}
+        self._measured: dict[int, tuple[Seconds, int]] = {}
+        # Of home experts, and of waits after them, that are not in the figures yet.
+        self._waits: deque[tuple[Seconds, Seconds]] = deque()
         self.figures = Figures()
 
     def weights_changed(self) -> None:
@@ -166,12 +180,20 @@ class LiveBalancer:
         call = self._calls[self.last] = LiveCall(self.last, layer, replicas, policy == "feplb")
         return call
 
-    def forwarded(self, layer: int, seconds: Callable[[], float | None], rows: int) -> None:
-        """Note how long a forward of a layer took on this rank, and its rows.
+    def waited(self, homes: Seconds, wait: Seconds) -> None:
+        """Note how long home experts took in a call with replicas on this rank, and how long compute then waited."""
+        self._waits.append((homes, wait))
+        while self._waits:
+            homes_s, wait_s = self._waits[0][0](), self._waits[0][1]()
+            if homes_s is None or wait_s is None:
+                return
+            self._waits.popleft()
+            self.figures.homes_s += homes_s
+            self.figures.timed += 1
+            self.figures.covered += wait_s < COVERED * homes_s
 
-        Args:
-            seconds: None as long as they are not known.
-        """
+    def forwarded(self, layer: int, seconds: Seconds, rows: int) -> None:
+        """Note how long a forward of a layer took on this rank, and its rows."""
         self._measured[layer] = seconds, rows
 
     def measured(self, layer: int) -> tuple[int, int]:

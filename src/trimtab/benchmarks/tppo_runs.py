@@ -1,0 +1,142 @@
+"""Training runs of `trimtab bench t-ppo`: accuracy over decode steps, trained tokens and time."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, get_args
+
+import torch
+import torch.distributed as dist
+
+from trimtab.benchmarks.tppo_settings import ALGORITHMS, TppoBenchmark
+from trimtab.integrations.transformers import num_experts
+from trimtab.rl.config import PrefixRouting
+from trimtab.rl.sequences import Sequence as Response
+from trimtab.rl.step_metrics import StepClock, rollout_metrics
+from trimtab.rl.trainer import Trainer
+from trimtab.trace.routing import no_route
+
+# What is added up over the steps of a run, by the name of the metric.
+COUNTED = {
+    "decode_steps": "rollout/decode_steps",
+    "sampled_tokens": "rollout/tokens",
+    "prefix_tokens": "rollout/prefix_tokens",
+    "computed_tokens": "tokens/computed",
+    "trained_tokens": "tokens/trained",
+}
+
+
+def runs_of_seed(settings: TppoBenchmark, seed: int, out: Path, advance: Callable[[str], None]) -> list[dict[str, Any]]:
+    """One run of each algorithm from the same warm start; which is first depends on the seed. Collective.
+
+    Args:
+        settings: of the benchmark.
+        seed: of all runs.
+        out: a folder, to which nothing is written.
+        advance: called after every evaluation with a note.
+    """
+    torch.set_num_threads(1)
+    first = Trainer(settings.config("ppo", seed, out))
+    first.warm_start()
+    weights = [parameter.detach().clone() for parameter in first.model.parameters()]
+    first.session.close()
+    names = [*ALGORITHMS[seed % len(ALGORITHMS) :], *ALGORITHMS[: seed % len(ALGORITHMS)]]
+    if seed == 0:
+        # Kernels are compiled in a run that does not count.
+        for name in names:
+            AlgorithmRun(settings, name, seed, out, weights).close_after(steps=1)
+    runs = [AlgorithmRun(settings, name, seed, out, weights).figures(advance) for name in names]
+    return sorted(runs, key=lambda run: ALGORITHMS.index(run["algorithm"]))
+
+
+class AlgorithmRun:
+    """A run of one algorithm.
+
+    Args:
+        settings: of the benchmark.
+        algorithm: its name.
+        seed: of the run.
+        out: a folder, to which nothing is written.
+        weights: of this rank's parameters after the warm start.
+    """
+
+    def __init__(
+        self, settings: TppoBenchmark, algorithm: str, seed: int, out: Path, weights: Sequence[torch.Tensor]
+    ) -> None:
+        self._settings, self._algorithm, self._seed = settings, algorithm, seed
+        self._trainer = Trainer(settings.config(algorithm, seed, out))
+        for parameter, weight in zip(self._trainer.model.parameters(), weights, strict=True):
+            parameter.data.copy_(weight)
+        self._trainer.sync_rollout()
+        self._counted = dict.fromkeys(COUNTED, 0)
+        self._wall_s = 0.0
+        self._differences: dict[str, list[float]] = {}
+
+    def figures(self, advance: Callable[[str], None]) -> dict[str, Any]:
+        """Train until enough tokens are trained, and close the session. Collective.
+
+        Returns:
+            `algorithm`, `seed`; `points`, one for each evaluation: what was counted until then, `wall_s` without
+            evaluations, and `accuracy`; `rollout_logprob_diff` by kind of prefix routing, for T-PPO.
+        """
+        points = [self._point(advance)]
+        step = 0
+        for number in range(1, self._settings.evaluations + 1):
+            enough = self._settings.trained_tokens * number / self._settings.evaluations
+            is_first = True
+            while self._counted["trained_tokens"] < enough:
+                self._step(step, compare=is_first and step > 0)
+                step, is_first = step + 1, False
+            points.append(self._point(advance))
+        self._trainer.session.close()
+        return {
+            "algorithm": self._algorithm,
+            "seed": self._seed,
+            "points": points,
+            "rollout_logprob_diff": {
+                name: sum(values) / len(values) for name, values in self._differences.items() if values
+            },
+        }
+
+    def close_after(self, steps: int) -> None:
+        """Train some steps and close the session. Collective."""
+        for step in range(steps):
+            self._step(step, compare=False)
+        self._trainer.session.close()
+
+    def _step(self, step: int, *, compare: bool) -> None:
+        trainer = self._trainer
+        dist.barrier()
+        start = time.perf_counter()
+        responses = trainer.rollout(step)
+        metrics = rollout_metrics(responses, trainer.device)
+        trained = trainer.algorithm.trained(responses)
+        paused = time.perf_counter()
+        if compare and trainer.algorithm.windows is not None:
+            self._compare_prefixes(trained, step)
+        resumed = time.perf_counter()
+        metrics |= trainer.train(trained, step, StepClock())[1]
+        dist.barrier()
+        self._wall_s += time.perf_counter() - resumed + paused - start
+        for name, metric in COUNTED.items():
+            self._counted[name] += int(metrics[metric])
+
+    def _compare_prefixes(self, responses: Sequence[Response], step: int) -> None:
+        """Recompute responses that have earlier windows with each kind of prefix routing."""
+        trainer = self._trainer
+        old = [response for response in responses if response.rebuilt_ids is not None]
+        for routing in get_args(PrefixRouting):
+            unknown = no_route(num_experts(trainer.model_config))
+            prepared = trainer.prepare([each.with_prefix_routing(routing, unknown) for each in old], step)
+            assert prepared.planned is not None
+            trainer.session.apply_plan(prepared.planned, prepared.trace)
+            difference = trainer.rollout_difference(prepared, trainer.recompute(prepared))
+            self._differences.setdefault(routing, []).append(difference)
+
+    def _point(self, advance: Callable[[str], None]) -> dict[str, Any]:
+        self._trainer.measure_accuracy("now")
+        accuracy = self._trainer.held_out_accuracy["now"]
+        advance(f"seed {self._seed}, {self._algorithm}: {accuracy:.0%}")
+        return {**self._counted, "wall_s": self._wall_s, "accuracy": accuracy}

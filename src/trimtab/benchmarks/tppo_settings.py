@@ -1,0 +1,67 @@
+"""`TppoBenchmark`: sizes of `trimtab bench t-ppo`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from trimtab.rl.config import TrainConfig
+
+ALGORITHMS = ("ppo", "grpo", "t-ppo")
+MINI_BATCHES = 2
+
+
+@dataclass(frozen=True)
+class TppoBenchmark:
+    """Sizes of the benchmark.
+
+    Attributes:
+        seeds: seeds 0 to seeds - 1, of model, problems and sampling. All algorithms start from the same warm start.
+        trained_tokens: that the policy is trained on in each run.
+        places: responses that are generated together, over all ranks.
+        samples: responses of GRPO to a problem; PPO and T-PPO have one.
+        window: most new tokens of a response in a step of T-PPO.
+        max_new_tokens: of a response.
+        evaluations: measurements of accuracy after the first, at equal distances in trained tokens.
+        held_out: problems that accuracy is measured on.
+        warm_start_steps, warm_start_batch: of the supervised phase.
+        expert_width: of the small model.
+        json: file for the figures; None for none; `STDOUT` prints no tables.
+        picture: file to draw the curves to; None for none.
+    """
+
+    seeds: int = 5
+    trained_tokens: int = 60_000
+    places: int = 64
+    samples: int = 8
+    window: int = 16
+    max_new_tokens: int = 100
+    evaluations: int = 8
+    held_out: int = 128
+    warm_start_steps: int = 300
+    warm_start_batch: int = 64
+    expert_width: int = 256
+    json: Path | None = None
+    picture: Path | None = None
+
+    def config(self, algorithm: str, seed: int, out: Path) -> TrainConfig:
+        """Settings of a run.
+
+        A step of T-PPO trains about half of the tokens of a step of the others, in one mini-batch instead of two.
+        """
+        samples = self.samples if algorithm == "grpo" else 1
+        return TrainConfig(
+            out=out,
+            task="remainders",
+            algorithm=algorithm,
+            expert_width=self.expert_width,
+            problems=self.places // samples,
+            samples=samples,
+            mini_batches=1 if algorithm == "t-ppo" else MINI_BATCHES,
+            max_new_tokens=self.max_new_tokens,
+            window=self.window,
+            warm_start_steps=self.warm_start_steps,
+            warm_start_batch=self.warm_start_batch,
+            held_out=self.held_out,
+            seed=seed,
+        )

@@ -1,0 +1,70 @@
+"""Figures of `trimtab bench t-ppo` from runs, and a small run of it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from trimtab.benchmarks.bench_tppo import run_benchmark
+from trimtab.benchmarks.tppo_settings import TppoBenchmark
+from trimtab.benchmarks.tppo_summary import equal_accuracy_ratio, summarise_runs
+from trimtab.launch import launch
+
+
+def run_of(algorithm: str, seed: int, accuracies: list[float], decode_steps: int, tokens: int) -> dict[str, Any]:
+    """A run with equal distances between evaluations."""
+    points = [
+        {
+            "decode_steps": decode_steps * number, "sampled_tokens": 2 * tokens * number, "prefix_tokens": 0,
+            "computed_tokens": 3 * tokens * number, "trained_tokens": tokens * number, "wall_s": float(number),
+            "accuracy": accuracy,
+        }
+        for number, accuracy in enumerate(accuracies)
+    ]  # fmt: skip
+    return {"algorithm": algorithm, "seed": seed, "points": points, "rollout_logprob_diff": {"recorded": 0.1 * seed}}
+
+
+def test_decode_steps_at_equal_accuracy_are_interpolated() -> None:
+    other = run_of("ppo", 0, [0.0, 0.2, 0.6], decode_steps=50, tokens=10)
+    assert equal_accuracy_ratio(run_of("t-ppo", 0, [0.0, 0.4, 0.8], 20, 10), other) == pytest.approx(100 / 30)
+    assert equal_accuracy_ratio(run_of("t-ppo", 0, [0.0, 0.6, 0.1], 20, 10), other) == pytest.approx(100 / 20)
+    assert equal_accuracy_ratio(run_of("t-ppo", 0, [0.0, 0.4, 0.59], 20, 10), other) == 0.0
+
+
+def test_runs_are_compared_seed_by_seed() -> None:
+    runs = []
+    for seed in (1, 2, 3):
+        runs.append(run_of("t-ppo", seed, [0.0, 0.5], decode_steps=10, tokens=100))
+        runs.append(run_of("ppo", seed, [0.0, 0.1 * seed], decode_steps=10 * seed, tokens=50))
+        runs.append(run_of("grpo", seed, [0.0, 0.5], decode_steps=10, tokens=100))
+    found = summarise_runs(runs, places=40)
+    assert found["against"]["ppo"]["decode_steps_ratio_by_seed"] == pytest.approx([2, 4, 6])
+    assert found["against"]["ppo"]["decode_steps_ratio"] == pytest.approx(4)
+    assert found["against"]["ppo"]["accuracy_difference_by_seed"] == pytest.approx([0.4, 0.3, 0.2])
+    assert found["against"]["grpo"]["equal_accuracy_ratio"] == pytest.approx(1)
+    assert found["algorithms"]["t-ppo"]["occupancy"] == pytest.approx(200 / 400)
+    assert found["algorithms"]["ppo"]["decode_steps_per_1000_trained"] == pytest.approx(400)
+    assert found["rollout_logprob_diff"] == pytest.approx({"recorded": 0.2})
+
+
+def test_a_small_run_writes_figures_and_picture(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    settings = TppoBenchmark(
+        seeds=1, trained_tokens=300, places=16, samples=4, window=4, max_new_tokens=12, evaluations=2, held_out=8,
+        warm_start_steps=2, warm_start_batch=8, expert_width=16, json=tmp_path / "f.json", picture=tmp_path / "f.svg",
+    )  # fmt: skip
+    launch(run_benchmark, (settings,), ranks=2)
+    figures = json.loads((tmp_path / "f.json").read_text())
+    runs = {run["algorithm"]: run for run in figures["runs"]}
+    assert set(runs) == {"ppo", "grpo", "t-ppo"}
+    for name, run in runs.items():
+        last = run["points"][-1]
+        assert len(run["points"]) == 3
+        assert last["trained_tokens"] >= 300
+        assert last["sampled_tokens"] <= 16 * last["decode_steps"]
+        assert last["wall_s"] > 0
+        assert set(run["rollout_logprob_diff"]) == ({"recorded", "rebuilt", "live"} if name == "t-ppo" else set())
+    assert "<svg" in (tmp_path / "f.svg").read_text()
+    assert "prefixes rebuilt" in capfd.readouterr().out
