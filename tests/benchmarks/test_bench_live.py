@@ -4,16 +4,21 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, get_args
 
 import numpy as np
 import pytest
 from rich.console import Console
 
 from trimtab.benchmarks.live_choices import ChosenInstance
+from trimtab.benchmarks.live_predictors import figures_of, predictor_cases, summarise_predictors
 from trimtab.benchmarks.live_settings import LiveBenchmark
 from trimtab.benchmarks.live_steps import POLICIES, summarise_live
 from trimtab.benchmarks.live_stragglers import straggler, straggler_cases, summarise_cases
 from trimtab.benchmarks.live_tables import differences, print_figures
+from trimtab.cluster import ClusterSpec
+from trimtab.runtime.live.policies import Predictor
 from trimtab.runtime.rows.instance_replicas import InstanceReplicas
 
 TINY = LiveBenchmark(
@@ -92,6 +97,35 @@ def test_choices_from_counts_cut_stragglers() -> None:
     }
 
 
+def test_predictors_know_what_stays_the_same() -> None:
+    """Counts that alternate: only `same` knows them; counts that stay: all do."""
+    rng = np.random.default_rng(0)
+    one, two = rng.zipf(1.3, (2, 1, 2, 8)).clip(max=300) * 30
+    found = {}
+    for name, counts_MLRE in (("alternate", np.stack([one, two] * 2)), ("stay", np.stack([one] * 4))):
+        workload = SimpleNamespace(token_counts_MLRE=counts_MLRE)
+        case: Any = SimpleNamespace(
+            ranks=2,
+            contiguous=SimpleNamespace(home=np.repeat([[0, 1]], 4, axis=1)),
+            cluster=lambda slots: ClusterSpec(2, 2, slots),
+            schedule=None,
+            workload_before=workload,
+            workload=lambda _schedule, workload=workload: workload,
+        )
+        found[name] = {predictor: figures_of(case, predictor, 2) for predictor in get_args(Predictor)}
+    assert found["alternate"]["same"]["hit_rate"] == 1.0
+    assert found["alternate"]["last"]["hit_rate"] < 1.0
+    assert {figures["hit_rate"] for figures in found["stay"].values()} == {1.0}
+    assert {figures["used"] for figures in found["stay"].values()} == {1.0}
+    assert found["alternate"]["same"]["token_straggler_cut"] > found["alternate"]["last"]["token_straggler_cut"]
+
+
+def test_predictors_are_summed_up_by_median() -> None:
+    key = {"ranks": 2, "predictor": "last"}
+    cases = [key | {"hit_rate": rate, "used": 1.0, "token_straggler_cut": 0.5} for rate in (0.2, 0.9, 0.3)]
+    assert summarise_predictors(cases) == [key | {"hit_rate": 0.3, "used": 1.0, "token_straggler_cut": 0.5}]
+
+
 @pytest.mark.slow
 def test_a_small_run_times_all_policies(tmp_path: Path) -> None:
     from trimtab.benchmarks.bench_live import run_benchmark
@@ -99,7 +133,7 @@ def test_a_small_run_times_all_policies(tmp_path: Path) -> None:
 
     path = tmp_path / "live.json"
     settings = LiveBenchmark(**{**vars(TINY), "json": path})
-    launch(run_benchmark, (settings, straggler_cases(TINY)), ranks=2)
+    launch(run_benchmark, (settings, straggler_cases(TINY), predictor_cases(TINY)), ranks=2)
     figures = json.loads(path.read_text())
     assert figures["gpu"] == "not measured"
     assert {"ranks", "preset", "seed", "policy", "token_straggler_cut", "gemm_straggler_cut"} <= figures["cases"][

@@ -81,7 +81,7 @@ def _compare(case: LiveCase) -> int:
     model.share(session)
     optimizers = [torch.optim.AdamW(m.parameters(), lr=0.01, eps=0.1) for m in (reference, model)]
     session.register_optimizers(optimizers[1])
-    replicas = 0
+    replicas, timed_s = 0, 0.0
     with pytest.MonkeyPatch.context() as patch:
         # Few tokens are enough for a replica.
         patch.setattr(balancer, "choose_quotas", quotas_of_few)
@@ -125,11 +125,16 @@ def _compare(case: LiveCase) -> int:
                 assert actual.grad is not None
                 assert wanted.grad is not None
                 assert relative_error(actual.grad, wanted.grad[mine_of]) < 1e-12, (case, name, "gradient")
-            replicas += int(session.take_metrics()["live/replicas"])
+            metrics = session.take_metrics()
+            replicas += int(metrics["live/replicas"])
+            timed_s += metrics["live/homes_s"]
             for optimizer in optimizers:
                 optimizer.step()
                 optimizer.zero_grad()
     session.close()
+    timed = torch.tensor(timed_s)
+    dist.all_reduce(timed)
+    assert bool(timed > 0) == (replicas > 0), (case, "times of home experts")
     return replicas
 
 

@@ -43,7 +43,7 @@ class PlainDispatcher:
         places = torch.cat(rows)
         at_home = sum(counts[: self.num_homes])
         arrived = hidden_T[places[:, 0]]
-        used = instance.num_replicas_here
+        used = len(instance.layout.replica_groups.counts)
         assert sum(counts[self.num_homes + used :]) == 0, "rows for a slot without a replica"
         return Dispatched(
             arrived[:at_home], arrived[at_home:],

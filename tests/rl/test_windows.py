@@ -84,9 +84,9 @@ def run_windows(state: State, folder: Path) -> None:
         before = now
     assert len({sequence.response_length for sequence in complete}) > 2
     assert any(sequence.response_length > 2 * WINDOW for sequence in complete)
-    rebuilt = [sequence for sequence in complete if sequence.rebuilt_ids is not None]
-    for sequence in rebuilt:
-        assert np.array_equal(np.sort(sequence.rebuilt_ids, axis=-1), np.sort(sequence.expert_ids, axis=-1))
+    for sequence in complete:
+        if sequence.rebuilt_ids is not None:
+            assert np.array_equal(np.sort(sequence.rebuilt_ids, axis=-1), np.sort(sequence.expert_ids, axis=-1))
     # All of it as if the response had been generated at once.
     for sequence in complete:
         tokens = torch.from_numpy(sequence.token_ids)[None]
@@ -104,8 +104,7 @@ def run_windows(state: State, folder: Path) -> None:
             parameter.mul_(1.5)
     now = windows.advance(model, tokenizer, 8)
     check_step(before, now, 8, tokenizer.eos_token_id)
-    grown = [sequence for sequence in now if sequence.rebuilt_ids is not None]
-    assert any(not np.array_equal(sequence.rebuilt_ids, sequence.expert_ids) for sequence in grown)
+    assert any(s.rebuilt_ids is not None and not np.array_equal(s.rebuilt_ids, s.expert_ids) for s in now)
     others = [response.token_ids.tolist() for response in windows.open]
     gathered: list[Any] = [None, None]
     dist.all_gather_object(gathered, others)

@@ -8,6 +8,7 @@ from typing import Any
 import torch.distributed as dist
 from rich.console import Console
 
+from trimtab.benchmarks.live_predictors import summarise_predictors
 from trimtab.benchmarks.live_settings import LiveBenchmark
 from trimtab.benchmarks.live_steps import step_figures
 from trimtab.benchmarks.live_stragglers import summarise_cases
@@ -15,11 +16,12 @@ from trimtab.benchmarks.live_tables import print_figures
 from trimtab.files import STDOUT, write_json
 
 
-def run_benchmark(settings: LiveBenchmark, cases: list[dict[str, Any]]) -> None:
+def run_benchmark(settings: LiveBenchmark, cases: list[dict[str, Any]], predictor_cases: list[dict[str, Any]]) -> None:
     """Time steps on the ranks of the process group; rank 0 prints and writes all figures. Collective.
 
     Args:
         cases: of `straggler_cases`.
+        predictor_cases: of `live_predictors.predictor_cases`.
     """
     steps = step_figures(settings)
     if dist.get_rank():
@@ -31,6 +33,7 @@ def run_benchmark(settings: LiveBenchmark, cases: list[dict[str, Any]]) -> None:
         "gpu": "not measured",
         "cases": cases,
         "summary": summarise_cases(cases),
+        "predictors": summarise_predictors(predictor_cases),
         **steps,
     }
     print_figures(figures, Console(highlight=False, quiet=settings.json == STDOUT))

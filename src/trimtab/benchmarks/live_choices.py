@@ -101,7 +101,7 @@ def _live(
     slots = settings.feplb_slots if policy == "feplb" else settings.slots
     limits = PlanSettings().limits(case.cluster(slots))
     home_LE = case.contiguous.home
-    layers = [_layer(layer, home_E) for layer, home_E in enumerate(home_LE)]
+    layers = layers_of(home_LE)
     balancer = LiveBalancer(policy, "last", layers, limits)
     measured_RS = np.zeros((case.ranks, 2), np.int64)
     chosen = []
@@ -115,8 +115,12 @@ def _live(
     return chosen
 
 
+def layers_of(home_LE: Array) -> list[HomeExperts]:
+    """Layers on rank 0 with these homes, and experts of one number."""
+    return [_layer(layer, home_E) for layer, home_E in enumerate(home_LE)]
+
+
 def _layer(index: int, home_E: Array) -> HomeExperts:
-    """A layer on rank 0, with experts of one number."""
     weights = [torch.nn.Parameter(torch.zeros(int(np.count_nonzero(home_E == 0)), 1))]
     return HomeExperts(index, lambda: weights, rank=0, home_E=home_E)
 

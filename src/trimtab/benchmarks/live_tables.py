@@ -29,6 +29,13 @@ TRAFFIC: Columns = {
     "weights": quantity("weight_bytes", bytes_text),
     "rows": lambda row: f"{row['row_bytes'] / 1e6:+.0f} MB",
 }
+PREDICTORS: Columns = {
+    "ranks": "{ranks}",
+    "predictor": "{predictor}",
+    "hit rate": "{hit_rate:.0%}",
+    "used": "{used:.0%}",
+    "tokens cut": "{token_straggler_cut:.0%}",
+}
 STEPS: Columns = {"variant": "{name}", "median step": quantity("median_s", seconds)}
 POLICIES: Columns = {
     "policy": "{name}",
@@ -66,6 +73,8 @@ def print_figures(figures: dict[str, Any], console: Console) -> None:
         console.print(line)
     title = "In addition to a forward without balancing: of an instance, all ranks, Qwen3-30B-A3B in bf16"
     console.print(figure_table(title, TRAFFIC, figures["summary"]))
+    title = "Predictors: predicted replicas that the counts would also choose, and that get rows"
+    console.print(figure_table(title, PREDICTORS, figures["predictors"]))
     title = f"Step time on {figures['step_ranks']} CPU ranks, {figures['settings']['pairs']} rounds"
     console.print(figure_table(title, STEPS, named_rows(figures["variants"])))
     console.print(figure_table("Live policies compared with live routing", POLICIES, named_rows(figures["policies"])))

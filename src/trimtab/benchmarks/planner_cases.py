@@ -35,6 +35,7 @@ class PlannerCase:
         preset: of the routing.
         sequences: of the step to plan.
         schedule: of the step, packed by length.
+        workload_before: of the last step, packed by length.
         contiguous: contiguous homes.
         warm: the homes that Trimtab's plan of the last step leaves.
         token_budget: most tokens of a rank in a micro-step.
@@ -47,6 +48,7 @@ class PlannerCase:
     preset: str
     sequences: SequenceCounts
     schedule: Schedule
+    workload_before: Workload
     contiguous: Placement
     warm: Placement
     token_budget: int
@@ -109,12 +111,17 @@ def build_case(ranks: int, experts: int, preset: str, *, layers: int, seed: int)
     contiguous = Placement.contiguous(layers, experts, ranks)
     cluster = ClusterSpec(ranks, min(ranks, RANKS_PER_NODE))
     planned = plan_sequences(before, contiguous, cluster, token_budget=token_budget, mini_batch=mini_batch)
+
+    def packed(counts: SequenceCounts) -> Schedule:
+        return pack_by_length(counts.lengths, num_ranks=ranks, token_budget=token_budget, mini_batch=mini_batch)
+
     return PlannerCase(
         ranks=ranks,
         experts=experts,
         preset=preset,
         sequences=sequences,
-        schedule=pack_by_length(sequences.lengths, num_ranks=ranks, token_budget=token_budget, mini_batch=mini_batch),
+        schedule=packed(sequences),
+        workload_before=Workload.from_sequences(before, packed(before)),
         contiguous=contiguous,
         warm=planned.placement,
         token_budget=token_budget,

@@ -29,7 +29,7 @@ def summarise_runs(runs: Sequence[dict[str, Any]], places: int) -> dict[str, Any
         does count 0); `rollout_logprob_diff` of T-PPO by prefix routing.
     """
     of = {name: [run for run in runs if run["algorithm"] == name] for name in ALGORITHMS}
-    against = {}
+    against: dict[str, dict[str, Any]] = {}
     for name in ALGORITHMS:
         if name == OURS:
             continue

@@ -255,6 +255,7 @@ def run_planning(options: argparse.Namespace) -> None:
 
 def run_live(options: argparse.Namespace) -> None:
     from trimtab.benchmarks.bench_live import run_benchmark
+    from trimtab.benchmarks.live_predictors import predictor_cases
     from trimtab.benchmarks.live_settings import LiveBenchmark
     from trimtab.benchmarks.live_stragglers import straggler_cases
     from trimtab.launch import launch
@@ -262,7 +263,7 @@ def run_live(options: argparse.Namespace) -> None:
     settings = LiveBenchmark(**given(options, LiveBenchmark))
     if settings.tokens % settings.sequence_length:
         raise InputError(f"--tokens is {settings.tokens}; it should be a multiple of {settings.sequence_length}")
-    launch(run_benchmark, (settings, straggler_cases(settings)), ranks=2)
+    launch(run_benchmark, (settings, straggler_cases(settings), predictor_cases(settings)), ranks=2)
 
 
 def run_tppo(options: argparse.Namespace) -> None:

@@ -222,11 +222,6 @@ class Instance:
         """`[n]` int64, rows of the micro-step's tokens in `hidden`; None for all rows."""
         return None if self.routes is None else self.routes.positions
 
-    @property
-    def num_replicas_here(self) -> int:
-        """Number of replicas on this rank."""
-        return len(self.layout.replica_groups.counts)
-
     def mark(self, activity: int, *, outside: bool = False) -> None:
         """Mark the start of an activity of this layer; recorded if a Recorder is active.
 
@@ -309,11 +304,12 @@ class Instance:
         """This rank's replicas, `[count, ...]` for each stacked tensor. Waits for their transfers."""
         assert self._transfers is not None
         homes_s, self._homes_s = self._homes_s, None
-        if homes_s is None or self.routes is None or self.routes.live is None or not self.num_replicas_here:
+        live = None if self.routes is None else self.routes.live
+        if homes_s is None or live is None or self._calls.topology.rank not in self.replicas.ranks:
             return self._transfers.ring.replicas(self.index, self.homes.index)
         stop = start_timer(self.homes.device)
         found = self._transfers.ring.replicas(self.index, self.homes.index)
-        self.routes.live.balancer.waited(homes_s, stop())
+        live.balancer.waited(homes_s, stop())
         return found
 
     @contextmanager
