@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from trimtab.rl.report import NAMES, parts_of, timeline_of, with_waiting
+from trimtab.rl.report import CHART_PLACES, NAMES, parts_of, rollout_charts, timeline_of, with_waiting
 from trimtab.runtime.ranks.recorder import BACKWARD, COMBINE, DISPATCH, EXPERTS, OTHER, SUMMING, WAITING, Recording
 from trimtab.simulator.recorded_operations import LANES
 
@@ -84,3 +84,17 @@ def test_the_timeline_is_the_update_of_the_median_micro_step() -> None:
         (1, "compute", "experts", 1, 0.0, 2.5),
         (1, "network", "combine", 1, 2.5, 3.0),
     ]
+
+
+def test_charts_of_rollouts_average_consecutive_steps() -> None:
+    assert rollout_charts([]) == ()
+    steps = [
+        {"step": step, "rollout/longest_response": 2 * step, "response_length": step, "rollout/occupancy": step / 100}
+        for step in range(3, 3 + 2 * CHART_PLACES)
+    ]
+    lengths, occupancy = rollout_charts(steps)
+    assert list(lengths.places) == [str(step) for step in range(3, 3 + 2 * CHART_PLACES, 2)]
+    assert lengths.lines[0].values == [2 * step + 1 for step in range(3, 3 + 2 * CHART_PLACES, 2)]
+    assert lengths.lines[1].values == [step + 0.5 for step in range(3, 3 + 2 * CHART_PLACES, 2)]
+    assert occupancy.lines[0].values == pytest.approx([(step + 0.5) / 100 for step in range(3, 33, 2)])
+    assert [len(chart.places) for chart in rollout_charts(steps[:4])] == [4, 4]

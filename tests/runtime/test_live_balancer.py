@@ -79,3 +79,13 @@ def test_a_call_is_covered_if_compute_hardly_waited() -> None:
     metrics = balancer.figures.metrics()
     assert metrics["live/homes_s"] == 10.0
     assert metrics["live/covered"] == 3 / 4
+
+
+def test_measured_time_includes_choosing() -> None:
+    balancer = new_balancer("quota")
+    choose(balancer, hot(3))
+    chosen_s = balancer.figures.choosing_s
+    assert chosen_s > 0
+    balancer.forwarded(0, lambda: 2.0, 70)
+    assert balancer.measured(0) == (round((2.0 + chosen_s) * 1e9), 70)
+    assert balancer.measured(0) == (0, 0)

@@ -110,7 +110,7 @@ def _rollout(report: Report) -> str:
             "Steps of the whole run, not only of the comparison. A decode step samples a token of every response that "
             "has not ended; occupied are the places of the batch that do."
         )
-        + f'<div class="charts">{charts}</div>'
+        + f'<div class="pair">{charts}</div>'
     )
 
 

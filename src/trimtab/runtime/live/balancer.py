@@ -139,6 +139,8 @@ class LiveBalancer:
         # By layer, for `auto`.
         self._trials = [Trials(CANDIDATES) for _ in layers] if policy == "auto" else []
         self._measured: dict[int, tuple[Seconds, int]] = {}
+        # By layer, of the last call. The device waits while the host chooses.
+        self._choosing_s: dict[int, float] = {}
         # Of home experts, and of waits after them, that are not in the figures yet.
         self._waits: deque[tuple[Seconds, Seconds]] = deque()
         self.figures = Figures()
@@ -176,7 +178,8 @@ class LiveBalancer:
         self._note(layer, counts_RE)
         if self._trials:
             self._trials[layer].use(policy)
-        self._count(counts_RE, home_E, replicas, time.perf_counter() - start)
+        self._choosing_s[layer] = time.perf_counter() - start
+        self._count(counts_RE, home_E, replicas, self._choosing_s[layer])
         call = self._calls[self.last] = LiveCall(self.last, layer, replicas, policy == "feplb")
         return call
 
@@ -197,10 +200,11 @@ class LiveBalancer:
         self._measured[layer] = seconds, rows
 
     def measured(self, layer: int) -> tuple[int, int]:
-        """Nanoseconds and rows of the last forward of a layer on this rank, once; zeros if there is none."""
+        """Nanoseconds, with those of choosing, and rows of a layer's last forward on this rank, once; zeros if there is
+        none."""
         seconds, rows = self._measured.pop(layer, (lambda: None, 0))
         found = seconds()
-        return (0, 0) if found is None else (round(found * 1e9), rows)
+        return (0, 0) if found is None else (round((found + self._choosing_s.get(layer, 0.0)) * 1e9), rows)
 
     def count(self, micro_step: int, layer: int) -> int:
         """See `ReplicasOfStep`."""
