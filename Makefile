@@ -55,6 +55,7 @@ bench: .venv/.ready  ## reproduce the figures that README and docs quote (about 
 	$(BIN)/trimtab bench runtime --json out/bench-runtime.json
 	$(BIN)/trimtab bench planning --json out/bench-planning.json
 	$(BIN)/trimtab bench live --json out/bench-live.json
+	$(BIN)/trimtab bench t-ppo --json out/bench-tppo.json --picture out/bench-tppo.svg
 	$(BIN)/trimtab bench bind --json out/bench-bind.json
 	$(BIN)/trimtab bench megatron --json out/bench-megatron.json
 	$(BIN)/trimtab bench megatron --rehome --pairs 16 --json out/bench-megatron-rehome.json

@@ -28,14 +28,8 @@ def predictor_cases(settings: LiveBenchmark) -> list[dict[str, Any]]:
         Of the second of two steps: `hit_rate`, the part of the predicted replicas whose expert also gets one from the
         micro-step's own counts; `used`, the part of them that gets rows; `token_straggler_cut`.
     """
-    cases = [
-        (ranks, preset, seed)
-        for ranks in settings.ranks
-        for preset in settings.presets
-        for seed in range(settings.seeds)
-    ]
     found = []
-    for ranks, preset, seed in track(cases, "bench live: predictors", transient=True):
+    for ranks, preset, seed in track(settings.straggler_routings, "bench live: predictors", transient=True):
         case = build_case(ranks, settings.experts, preset, layers=settings.straggler_layers, seed=seed)
         for predictor in get_args(Predictor):
             key = {"ranks": ranks, "preset": preset, "seed": seed, "predictor": predictor}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import product
 from pathlib import Path
 
 import numpy as np
@@ -53,6 +54,11 @@ class LiveBenchmark:
     hidden: int = HIDDEN
     width: int = WIDTH
     zipf: float = 2.0
+
+    @property
+    def straggler_routings(self) -> list[tuple[int, str, int]]:
+        """Number of ranks, preset and seed of every routing of stragglers."""
+        return list(product(self.ranks, self.presets, range(self.seeds)))
 
     @cached_property
     def num_routings(self) -> int:

@@ -36,14 +36,8 @@ def straggler_cases(settings: LiveBenchmark) -> list[dict[str, Any]]:
     """Figures by number of ranks, preset, seed and balancer."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
-    cases = [
-        (ranks, preset, seed)
-        for ranks in settings.ranks
-        for preset in settings.presets
-        for seed in range(settings.seeds)
-    ]
     found = []
-    for ranks, preset, seed in track(cases, "bench live: stragglers", transient=True):
+    for ranks, preset, seed in track(settings.straggler_routings, "bench live: stragglers", transient=True):
         case = build_case(ranks, settings.experts, preset, layers=settings.straggler_layers, seed=seed)
         chosen = choose_all(case, settings)
         tokens = {name: straggler([each.computed_RE.sum(axis=1) for each in all_]) for name, all_ in chosen.items()}
