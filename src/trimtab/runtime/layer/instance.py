@@ -23,7 +23,7 @@ from trimtab.runtime.layer.micro_step import BoundRoutes
 from trimtab.runtime.live.balancer import LiveCall, LiveMicroStep, Seconds
 from trimtab.runtime.ranks.lockstep import COUNTS, RETURNS, Lockstep, message_tag
 from trimtab.runtime.ranks.topology import Topology
-from trimtab.runtime.rows.exchange import exchange_rows
+from trimtab.runtime.rows.exchange import RowExchange
 from trimtab.runtime.rows.instance_replicas import InstanceReplicas
 from trimtab.runtime.rows.layout import Layout, place_rows
 from trimtab.runtime.rows.physical_experts import PhysicalExperts, PlannedRows
@@ -238,10 +238,10 @@ class Instance:
             kind: the exchange, as an index into `lockstep.CALLS`.
         """
         send, receive = reversed(self._splits) if back else self._splits
-        return self.exchange(kind, rows, send, receive)
+        return self.exchange(kind, rows, send, receive).finish()
 
-    def exchange(self, kind: int, rows: torch.Tensor, send: list[int], receive: list[int]) -> torch.Tensor:
-        """Exchange rows with the other ranks.
+    def exchange(self, kind: int, rows: torch.Tensor, send: list[int], receive: list[int]) -> RowExchange:
+        """Start to exchange rows with the other ranks.
 
         Args:
             kind: as in `send`.
@@ -249,7 +249,7 @@ class Instance:
         """
         tag = self._log(kind)
         group, wait = self._calls.topology.experts, self._calls.lockstep.wait
-        return exchange_rows(rows, send, receive, group, tag=tag, wait=wait)
+        return RowExchange(rows, send, receive, group, tag=tag, wait=wait)
 
     def begin_forward(self) -> None:
         """Call it when the layer's forward begins: prefetches replicas."""

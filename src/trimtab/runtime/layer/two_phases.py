@@ -10,6 +10,7 @@ from torch.autograd.function import once_differentiable
 
 from trimtab.runtime.layer.instance import Instance
 from trimtab.runtime.ranks import lockstep
+from trimtab.runtime.rows.exchange import RowExchange
 from trimtab.runtime.rows.second_phase import SecondPhase
 
 OfRows = Callable[[torch.Tensor], torch.Tensor]
@@ -26,9 +27,13 @@ def run_in_two_phases(
         move: outputs of rows that have come to this rank, grouped by `phase.came_groups`.
     """
     kept, leaving = _Part.apply(rows, phase)
+    # On their way while experts that stay are computed; in backward, their gradients.
+    out = _Hop(instance, phase.send_splits, phase.recv_splits, lockstep.SECOND_DISPATCH)
+    underway = _Start.apply(leaving, out)
     outputs = stay(kept)
-    came = _Hop.apply(leaving, instance, phase.send_splits, phase.recv_splits, lockstep.SECOND_DISPATCH)
-    returned = _Hop.apply(move(came), instance, phase.recv_splits, phase.send_splits, lockstep.SECOND_COMBINE)
+    came = _Finish.apply(underway, out)
+    back = _Hop(instance, phase.recv_splits, phase.send_splits, lockstep.SECOND_COMBINE)
+    returned = _Finish.apply(_Start.apply(move(came), back), back)
     joined: torch.Tensor = _Join.apply(outputs, returned, phase)
     return joined
 
@@ -63,22 +68,63 @@ class _Join(torch.autograd.Function):
         return grads[0].index_select(0, phase.kept_rows), grads[0].index_select(0, phase.leaving_rows), None
 
 
-class _Hop(torch.autograd.Function):
-    """Sends rows from homes to the ranks of moved experts, or back; gradients go the opposite way."""
+class _Hop:
+    """Rows from homes to the ranks of moved experts, or back; gradients go the opposite way.
+
+    Args:
+        kind: of the exchange, as an index into `lockstep.CALLS`.
+    """
+
+    def __init__(self, instance: Instance, send: list[int], receive: list[int], kind: int) -> None:
+        self._instance, self._send, self._receive, self._kind = instance, send, receive, kind
+        self._underway: RowExchange | None = None
+
+    def start(self, rows: torch.Tensor) -> torch.Tensor:
+        """What will arrive; it is not complete before `finish`."""
+        self._underway = self._instance.exchange(self._kind, rows, self._send, self._receive)
+        return self._underway.arrived
+
+    def start_backward(self, gradient: torch.Tensor) -> None:
+        """Start to send gradients."""
+        kind = self._kind + lockstep.SECOND_BACKWARD
+        self._underway = self._instance.exchange(kind, gradient, self._receive, self._send)
+
+    def finish(self) -> torch.Tensor:
+        """Wait for what was started, and return it."""
+        assert self._underway is not None
+        arrived, self._underway = self._underway.finish(), None
+        return arrived
+
+
+class _Start(torch.autograd.Function):
+    """Starts a hop. Its backward waits for the gradients."""
 
     @staticmethod
-    def forward(
-        ctx: Any, rows: torch.Tensor, instance: Instance, send: list[int], receive: list[int], kind: int
-    ) -> torch.Tensor:
-        ctx.instance, ctx.splits, ctx.kind = instance, (send, receive), kind
-        return instance.exchange(kind, rows, send, receive)
+    def forward(ctx: Any, rows: torch.Tensor, hop: _Hop) -> torch.Tensor:
+        ctx.hop = hop
+        return hop.start(rows)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, *grads: torch.Tensor) -> Any:
-        send, receive = ctx.splits
-        arrived = ctx.instance.exchange(ctx.kind + lockstep.SECOND_BACKWARD, grads[0], receive, send)
-        return arrived, None, None, None, None
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None]:
+        # What comes along the graph has only the shape of the gradient.
+        return ctx.hop.finish(), None
+
+
+class _Finish(torch.autograd.Function):
+    """Waits for the rows of a hop. Its backward starts to send the gradients."""
+
+    @staticmethod
+    def forward(ctx: Any, underway: torch.Tensor, hop: _Hop) -> torch.Tensor:
+        ctx.hop = hop
+        hop.finish()
+        return underway.view_as(underway)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None]:
+        ctx.hop.start_backward(grads[0])
+        return grads[0], None
 
 
 def _joined(kept: torch.Tensor, left: torch.Tensor, phase: SecondPhase) -> torch.Tensor:

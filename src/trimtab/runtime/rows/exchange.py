@@ -1,4 +1,4 @@
-"""`exchange_rows`: sends rows from every rank to every rank, with known split sizes."""
+"""`exchange_rows`: sends rows from every rank to every rank, with known split sizes; `RowExchange` in two parts."""
 
 from __future__ import annotations
 
@@ -6,6 +6,65 @@ from collections.abc import Callable
 
 import torch
 import torch.distributed as dist
+
+Wait = Callable[[Callable[[], object]], object]
+
+
+class RowExchange:
+    """Rows on their way. Consecutive parts of `rows [N, H]` go to the ranks of the group.
+
+    Args:
+        send_splits, recv_splits: rows to and from each rank, in rank order.
+        tag: tag of the messages, equal on all ranks; unused on CUDA. Messages with different tags never match.
+        wait: calls a function that waits for the messages; unused on CUDA.
+
+    Attributes:
+        arrived: `[A, H]`, what arrives from the ranks. It is complete after `finish`.
+    """
+
+    def __init__(
+        self,
+        rows: torch.Tensor,
+        send_splits: list[int],
+        recv_splits: list[int],
+        group: dist.ProcessGroup,
+        *,
+        tag: int = 0,
+        wait: Wait = lambda work: work(),
+    ) -> None:
+        self.arrived = rows.new_empty(sum(recv_splits), *rows.shape[1:])
+        # Until they are sent.
+        self._rows = rows.contiguous()
+        self._wait = wait
+        self._works = []
+        if rows.is_cuda:
+            splits = recv_splits, send_splits
+            self._works.append(dist.all_to_all_single(self.arrived, self._rows, *splits, group=group, async_op=True))
+            return
+        # Messages with tags, since gloo's all-to-all ends the process or fills only a part if sizes differ between
+        # ranks.
+        rank, ranks = dist.get_rank(group), len(send_splits)
+        targets, sources = self.arrived.split(recv_splits), self._rows.split(send_splits)
+        for distance in range(1, ranks):
+            source, target = (rank - distance) % ranks, (rank + distance) % ranks
+            if recv_splits[source]:
+                self._works.append(dist.irecv(targets[source], group=group, group_src=source, tag=tag))
+            if send_splits[target]:
+                self._works.append(dist.isend(sources[target], group=group, group_dst=target, tag=tag))
+        targets[rank].copy_(sources[rank])
+
+    def finish(self) -> torch.Tensor:
+        """What has arrived. The host waits for it; on CUDA the current stream does."""
+        if self._rows.is_cuda:
+            self._finish()
+        elif self._works:
+            self._wait(self._finish)
+        return self.arrived
+
+    def _finish(self) -> None:
+        for work in self._works:
+            if work is not None:
+                work.wait()
 
 
 def exchange_rows(
@@ -15,30 +74,7 @@ def exchange_rows(
     group: dist.ProcessGroup,
     *,
     tag: int = 0,
-    wait: Callable[[Callable[[], object]], object] = lambda work: work(),
+    wait: Wait = lambda work: work(),
 ) -> torch.Tensor:
-    """Send consecutive parts of `rows [N, H]` to the ranks of the group, and return what arrives, `[A, H]`.
-
-    Args:
-        send_splits, recv_splits: rows to and from each rank, in rank order.
-        tag: tag of the messages, equal on all ranks; unused on CUDA. Messages with different tags never match.
-        wait: calls a function that waits for the messages; unused on CUDA.
-    """
-    arrived = rows.new_empty(sum(recv_splits), *rows.shape[1:])
-    if rows.is_cuda:
-        dist.all_to_all_single(arrived, rows.contiguous(), recv_splits, send_splits, group=group)
-        return arrived
-    # Messages with tags, since gloo's all-to-all ends the process or fills only a part if sizes differ between ranks.
-    rank, ranks = dist.get_rank(group), len(send_splits)
-    targets, sources = arrived.split(recv_splits), rows.contiguous().split(send_splits)
-    works = []
-    for distance in range(1, ranks):
-        source, target = (rank - distance) % ranks, (rank + distance) % ranks
-        if recv_splits[source]:
-            works.append(dist.irecv(targets[source], group=group, group_src=source, tag=tag))
-        if send_splits[target]:
-            works.append(dist.isend(sources[target], group=group, group_dst=target, tag=tag))
-    targets[rank].copy_(sources[rank])
-    if works:
-        wait(lambda: [work.wait() for work in works if work is not None])
-    return arrived
+    """Send rows as `RowExchange`, and return what arrives, `[A, H]`."""
+    return RowExchange(rows, send_splits, recv_splits, group, tag=tag, wait=wait).finish()
