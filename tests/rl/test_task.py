@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import random
+from pathlib import Path
 
 import pytest
 
+from helpers.runs import save_tiny_model
+from trimtab.errors import InputError
+from trimtab.rl.demo_model import load_tokenizer
 from trimtab.rl.task import (
     OPERATIONS,
     REMAINDER,
@@ -97,3 +101,10 @@ def test_the_tokenizer_has_one_token_per_character_and_round_trips(task: str) ->
         assert tokenizer.decode(ids) == text
         assert ids[-1] == tokenizer.eos_token_id
         assert tokenizer.pad_token_id not in ids
+
+
+def test_a_checkpoint_that_can_not_write_the_task_is_refused(tmp_path: Path) -> None:
+    save_tiny_model(tmp_path)
+    assert load_tokenizer(tmp_path, "sums").eos_token == "."
+    with pytest.raises(InputError, match=r"no token for '%', which --task remainders needs"):
+        load_tokenizer(tmp_path, "remainders")

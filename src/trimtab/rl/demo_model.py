@@ -18,11 +18,19 @@ from trimtab.rl.task import TASKS, build_tokenizer
 
 
 def load_tokenizer(directory: Path | None, task: str = TrainConfig.task) -> Any:
-    """The task's tokenizer, or that of a checkpoint. Raises InputError if the checkpoint has none."""
+    """The task's tokenizer, or that of a checkpoint.
+
+    Raises:
+        InputError: if the checkpoint has none, or it can't write the task's problems.
+    """
+    sign = TASKS[task]
     if directory is None:
-        return build_tokenizer(TASKS[task])
+        return build_tokenizer(sign)
     with _reading(directory, "no usable tokenizer"):
-        return AutoTokenizer.from_pretrained(directory, local_files_only=True)
+        tokenizer = AutoTokenizer.from_pretrained(directory, local_files_only=True)
+    if tokenizer.unk_token_id in tokenizer(sign)["input_ids"]:
+        raise InputError(f"{directory}: its tokenizer has no token for {sign!r}, which --task {task} needs")
+    return tokenizer
 
 
 def load_config(directory: Path | None, tokenizer: Any, expert_width: int = TrainConfig.expert_width) -> Any:
