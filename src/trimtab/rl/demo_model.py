@@ -28,7 +28,7 @@ def load_tokenizer(directory: Path | None, task: str = TrainConfig.task) -> Any:
         return build_tokenizer(sign)
     with _reading(directory, "no usable tokenizer"):
         tokenizer = AutoTokenizer.from_pretrained(directory, local_files_only=True)
-    if tokenizer.unk_token_id in tokenizer(sign)["input_ids"]:
+    if {tokenizer.unk_token_id, tokenizer.pad_token_id} & set(tokenizer(sign)["input_ids"]):
         raise InputError(f"{directory}: its tokenizer has no token for {sign!r}, which --task {task} needs")
     return tokenizer
 
