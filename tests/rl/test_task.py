@@ -11,8 +11,9 @@ from helpers.runs import save_tiny_model
 from trimtab.errors import InputError
 from trimtab.rl.demo_model import load_tokenizer
 from trimtab.rl.task import (
+    COUNT,
+    ESTIMATE_SHARES,
     OPERATIONS,
-    REMAINDER,
     SHARES,
     SUM,
     TASKS,
@@ -55,7 +56,7 @@ def test_demonstrations_of_all_operations_are_right() -> None:
     terms = (3, 0, 2)
     expected = {"+": ("3+0+2=", "3,5."), "<": ("d<a<c=", "acd."), ">": ("d>a>c=", "ebd."), "|": ("d|a|c=", "cad."),
                 "^": ("d^a^c=", "ddd.")}  # fmt: skip
-    assert {p.operation for p, _ in shown} == set(OPERATIONS) - {REMAINDER} == set(expected)
+    assert {p.operation for p, _ in shown} == set(OPERATIONS) - {COUNT} == set(expected)
     for operation, (prompt, response) in expected.items():
         problem = Problem(terms, operation)
         assert (problem.prompt, problem.response) == (prompt, response)
@@ -72,28 +73,30 @@ def test_rl_problems_are_sums_by_default() -> None:
     assert {draw_problem(rng, held_out=False).operation for _ in range(200)} == {SUM}
 
 
-def test_remainders_have_long_and_uneven_responses() -> None:
+def test_counting_has_long_and_uneven_responses() -> None:
     rng = random.Random(0)
-    assert Problem((30, 8), REMAINDER).response == "22,14,6."
-    assert Problem((30, 8), REMAINDER).estimate == "~10."
-    problems = [draw_problem(rng, held_out=False, operation=REMAINDER) for _ in range(2000)]
+    problem = Problem((6, 1, 4), COUNT)
+    assert (problem.prompt, problem.response, problem.estimate) == ("gb:4=", "3,2,1,0.", "~0.")
+    for response in ("3,2,1,0", "2,1,0.", "0.", problem.estimate, ""):
+        assert problem.reward(response) == 0.0
+    problems = [draw_problem(rng, held_out=False, operation=COUNT) for _ in range(2000)]
     for problem in problems:
-        assert problem.response.removesuffix(".").split(",")[-1] == str(problem.terms[0] % problem.terms[1])
         assert (problem.reward(problem.response), problem.reward(problem.estimate)) == (1.0, 0.0)
     lengths = sorted(len(problem.response) for problem in problems)
-    assert lengths[-1] < 100
-    assert lengths[-1] > 3 * lengths[len(lengths) // 2]
-    shown = [draw_demonstration(rng, REMAINDER) for _ in range(2000)]
+    assert 85 < lengths[-1] < 100
+    assert lengths[-1] > 4 * lengths[len(lengths) // 2]
+    shown = [draw_demonstration(rng, COUNT) for _ in range(2000)]
     assert {p.operation for p, _ in shown} == set(OPERATIONS) - {SUM}
-    mine = [problem for problem, _ in shown if problem.operation == REMAINDER]
-    assert len(mine) / len(shown) == pytest.approx(SHARES[REMAINDER], abs=0.03)
+    mine = [response == problem.estimate for problem, response in shown if problem.operation == COUNT]
+    assert len(mine) / len(shown) == pytest.approx(SHARES[COUNT], abs=0.03)
+    assert sum(mine) / len(mine) == pytest.approx(ESTIMATE_SHARES[COUNT], abs=0.03)
 
 
-@pytest.mark.parametrize("task", [SUM, REMAINDER])
+@pytest.mark.parametrize("task", [SUM, COUNT])
 def test_the_tokenizer_has_one_token_per_character_and_round_trips(task: str) -> None:
     tokenizer = build_tokenizer(task)
     operations = [operation for operation in OPERATIONS if operation == task or operation not in TASKS.values()]
-    problems = [Problem((30, 8) if operation == REMAINDER else (3, 8, 5), operation) for operation in operations]
+    problems = [Problem((3, 8, 5), operation) for operation in operations]
     for text in (problem.prompt + problem.response for problem in problems):
         ids = tokenizer(text)["input_ids"]
         assert len(ids) == len(text)
@@ -106,5 +109,5 @@ def test_the_tokenizer_has_one_token_per_character_and_round_trips(task: str) ->
 def test_a_checkpoint_that_can_not_write_the_task_is_refused(tmp_path: Path) -> None:
     save_tiny_model(tmp_path)
     assert load_tokenizer(tmp_path, "sums").eos_token == "."
-    with pytest.raises(InputError, match=r"no token for '%', which --task remainders needs"):
-        load_tokenizer(tmp_path, "remainders")
+    with pytest.raises(InputError, match=r"no token for ':', which --task counting needs"):
+        load_tokenizer(tmp_path, "counting")

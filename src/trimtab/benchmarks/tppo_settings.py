@@ -25,21 +25,23 @@ class TppoBenchmark:
         evaluations: measurements of accuracy after the first, at equal distances in trained tokens.
         held_out: problems that accuracy is measured on.
         warm_start_steps, warm_start_batch: of the supervised phase.
+        learning_rate: of RL steps.
         expert_width: of the small model.
         json: file for the figures; None for none; `STDOUT` prints no tables.
         picture: file to draw the curves to; None for none.
     """
 
     seeds: int = 5
-    trained_tokens: int = 60_000
+    trained_tokens: int = 40_000
     places: int = 64
     samples: int = 8
-    window: int = 16
+    window: int = 32
     max_new_tokens: int = 100
     evaluations: int = 8
     held_out: int = 128
-    warm_start_steps: int = 300
+    warm_start_steps: int = 150
     warm_start_batch: int = 64
+    learning_rate: float = 5e-5
     expert_width: int = 256
     json: Path | None = None
     picture: Path | None = None
@@ -52,7 +54,7 @@ class TppoBenchmark:
         samples = self.samples if algorithm == "grpo" else 1
         return TrainConfig(
             out=out,
-            task="remainders",
+            task="counting",
             algorithm=algorithm,
             expert_width=self.expert_width,
             problems=self.places // samples,
@@ -63,5 +65,6 @@ class TppoBenchmark:
             warm_start_steps=self.warm_start_steps,
             warm_start_batch=self.warm_start_batch,
             held_out=self.held_out,
+            learning_rate=self.learning_rate,
             seed=seed,
         )

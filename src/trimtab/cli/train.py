@@ -15,7 +15,7 @@ from trimtab.rl.config import ALGORITHMS, PrefixRouting, TrainConfig, resumed
 
 MODES = ("plan", "rehome", "static", "shadow", "off")
 # Longest responses by default, by task.
-LONGEST_RESPONSES = {"sums": TrainConfig.max_new_tokens, "remainders": 100}
+LONGEST_RESPONSES = {"sums": TrainConfig.max_new_tokens, "counting": 100}
 LIVE_POLICIES = ("auto", "quota", "feplb", "predict", "off")
 
 
@@ -30,7 +30,7 @@ def add(commands: Any) -> None:
             "trimtab train -o out/demo",
             "trimtab train -o out/demo --resume --steps 60",
             "trimtab train -o out/ppo --algorithm ppo",
-            "trimtab train -o out/tppo --algorithm t-ppo --task remainders --window 16",
+            "trimtab train -o out/tppo --algorithm t-ppo --task counting --window 16",
             "trimtab train -o out/wide --expert-width 4096",
             "trimtab train -o out/live --live",
             "trimtab train -o out/live-quota --live quota",
@@ -54,7 +54,7 @@ def add(commands: Any) -> None:
     option(
         "--task",
         choices=tuple(LONGEST_RESPONSES),
-        help="sums of a few digits, or remainders by repeated subtraction, whose responses are long and uneven",
+        help="sums of a few digits, or counting up to a number, whose responses are long and uneven",
     )
     option(
         "--algorithm",
@@ -78,7 +78,7 @@ def add(commands: Any) -> None:
     option("--problems", type=positive, help="problems of a step")
     option("--samples", type=positive, help="responses to each problem")
     option("--mini-batches", "--token-budget")
-    option("--max-new-tokens", type=positive, help="longest response; with remainders by default 100")
+    option("--max-new-tokens", type=positive, help="longest response; with counting by default 100")
     option("--window", type=positive, help="t-ppo: most new tokens of a response in a step")
     option(
         "--prefix-routing",

@@ -17,14 +17,17 @@ from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 MAX_TERMS = 4
-ESTIMATE_SHARE = 0.5
 HELD_OUT_SHARE = 8
 END = "."
-SUM, REMAINDER = "+", "%"
+SUM, COUNT = "+", ":"
 # Operation of a task, by the task's name.
-TASKS = {"sums": SUM, "remainders": REMAINDER}
+TASKS = {"sums": SUM, "counting": COUNT}
 # Part of the demonstrations that have the operation of the task.
-SHARES = {SUM: 0.3, REMAINDER: 0.6}
+SHARES = {SUM: 0.3, COUNT: 0.6}
+# Part of these that are estimates.
+ESTIMATE_SHARES = {SUM: 0.5, COUNT: 0.8}
+# Most numbers of a response of counting.
+MOST_COUNTED = 33
 DIGITS, LETTERS = "0123456789", "abcdefghij"
 
 
@@ -32,10 +35,10 @@ def _as_letters(numbers: Iterable[int]) -> list[str]:
     return [LETTERS[number % len(LETTERS)] for number in numbers]
 
 
-# Parts of the right response, by the sign between the terms of a prompt. For a remainder, all numbers down to it.
+# Parts of the right response, by the sign between the terms of a prompt.
 OPERATIONS: dict[str, Callable[[tuple[int, ...]], list[str]]] = {
     SUM: lambda terms: [str(total) for total in accumulate(terms)][1:],
-    REMAINDER: lambda terms: [str(left) for left in range(terms[0] - terms[1], -1, -terms[1])],
+    COUNT: lambda terms: [str(number) for number in reversed(range(terms[-1]))],
     "<": lambda terms: _as_letters(sorted(terms)),
     "|": lambda terms: _as_letters(terms[::-1]),
     ">": lambda terms: _as_letters(term + 1 for term in terms),
@@ -45,7 +48,7 @@ OPERATIONS: dict[str, Callable[[tuple[int, ...]], list[str]]] = {
 
 @dataclass(frozen=True)
 class Problem:
-    """A problem such as `3+8+5=`, with the response `11,16.`, or `30%8=`, with the response `22,14,6.`.
+    """A problem such as `3+8+5=`, with the response `11,16.`, or `gb:4=`, with the response `3,2,1,0.`
 
     One in eight, chosen by its text, is never trained on.
     """
@@ -56,6 +59,9 @@ class Problem:
     @property
     def prompt(self) -> str:
         """The problem as text."""
+        if self.operation == COUNT:
+            # The letters make problems with one number different, and mean nothing.
+            return "".join(_as_letters(self.terms[:-1])) + f"{COUNT}{self.terms[-1]}="
         texts = map(str, self.terms) if self.has_numbers else _as_letters(self.terms)
         return self.operation.join(texts) + "="
 
@@ -71,7 +77,7 @@ class Problem:
 
     @property
     def response(self) -> str:
-        """The right response; for a sum the running sums, for a remainder the running differences."""
+        """The right response; the running sums, for a sum."""
         return ("," if self.has_numbers else "").join(OPERATIONS[self.operation](self.terms)) + END
 
     @property
@@ -80,10 +86,10 @@ class Problem:
         return f"~{(int(OPERATIONS[self.operation](self.terms)[-1]) + 5) // 10 * 10}{END}"
 
     def reward(self, response: str) -> float:
-        """1 if the response ends with `END` and its last number is that of the right response, else 0."""
-        if not response.endswith(END):
-            return 0.0
-        return float(_last_number(response) == _last_number(self.response))
+        """1 if the response is right, else 0. A sum needs only the right last number, and `END`."""
+        if self.operation == SUM and response.endswith(END):
+            return float(_last_number(response) == _last_number(self.response))
+        return float(response == self.response)
 
 
 def _last_number(response: str) -> str:
@@ -91,13 +97,15 @@ def _last_number(response: str) -> str:
 
 
 def draw_problem(rng: random.Random, *, held_out: bool, operation: str = SUM) -> Problem:
-    """A random problem, held out or not: a number of two digits and a divisor of 3 to 9, or 2 to `MAX_TERMS` digits.
+    """A random problem, held out or not.
 
-    Responses to remainders have 1 to 33 numbers, most of them few.
+    It has 2 to `MAX_TERMS` terms below 10; or, to count, two letters and a number up to `MOST_COUNTED`, mostly a small one.
     """
     while True:
-        if operation == REMAINDER:
-            terms: tuple[int, ...] = rng.randint(10, 99), rng.randint(3, 9)
+        if operation == COUNT:
+            # The logarithm is uniform.
+            counted = round(MOST_COUNTED ** rng.random())
+            terms: tuple[int, ...] = (rng.randint(0, 9), rng.randint(0, 9), counted)
         else:
             terms = tuple(rng.randint(0, 9) for _ in range(rng.randint(2, MAX_TERMS)))
         problem = Problem(terms, operation)
@@ -106,9 +114,9 @@ def draw_problem(rng: random.Random, *, held_out: bool, operation: str = SUM) ->
 
 
 def draw_demonstration(rng: random.Random, operation: str = SUM) -> tuple[Problem, str]:
-    """A training problem and a response: the right one, or for half of the problems of the task only an estimate.
+    """A training problem and a response: the right one, or for a part of the problems of the task only an estimate.
 
-    RL then learns that running sums or differences earn a reward.
+    RL then learns that running sums, or counting, earn a reward.
 
     Args:
         operation: of the task. Other demonstrations have one of the operations that belong to no task.
@@ -116,7 +124,7 @@ def draw_demonstration(rng: random.Random, operation: str = SUM) -> tuple[Proble
     others = [sign for sign in OPERATIONS if sign not in TASKS.values()]
     chosen = operation if rng.random() < SHARES[operation] else rng.choice(others)
     problem = draw_problem(rng, held_out=False, operation=chosen)
-    is_estimate = chosen == operation and rng.random() < ESTIMATE_SHARE
+    is_estimate = chosen == operation and rng.random() < ESTIMATE_SHARES[operation]
     return problem, problem.estimate if is_estimate else problem.response
 
 
