@@ -30,7 +30,7 @@ def add(commands: Any) -> None:
             "trimtab train -o out/demo",
             "trimtab train -o out/demo --resume --steps 60",
             "trimtab train -o out/ppo --algorithm ppo",
-            "trimtab train -o out/tppo --algorithm t-ppo --task counting --window 16",
+            "trimtab train -o out/tppo --algorithm t-ppo --task counting --window 32",
             "trimtab train -o out/wide --expert-width 4096",
             "trimtab train -o out/live --live",
             "trimtab train -o out/live-quota --live quota",

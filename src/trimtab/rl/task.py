@@ -99,7 +99,7 @@ def _last_number(response: str) -> str:
 def draw_problem(rng: random.Random, *, held_out: bool, operation: str = SUM) -> Problem:
     """A random problem, held out or not.
 
-    It has 2 to `MAX_TERMS` terms below 10; or, to count, two letters and a number up to `MOST_COUNTED`, mostly a small one.
+    It has 2 to `MAX_TERMS` terms below 10; or, to count, two letters and a number up to `MOST_COUNTED`, mostly small.
     """
     while True:
         if operation == COUNT:
