@@ -135,9 +135,9 @@ def add(commands: Any) -> None:
     tppo = benches.add_parser(
         "t-ppo",
         help="PPO, GRPO and T-PPO on long, uneven responses: decode steps, accuracy, time",
-        description="Train counting with PPO, GRPO and T-PPO from the same warm start on 2 CPU ranks, until each has "
-        "trained the policy on the same number of tokens. Compares decode steps per trained token, held-out accuracy "
-        "and time, and how the routing of earlier windows changes log-probabilities.",
+        description="Train the task counting with PPO, GRPO and T-PPO from the same warm start on 2 CPU ranks, until "
+        "each has trained the policy on the same number of tokens. Compares decode steps per trained token, held-out "
+        "accuracy and time, and how the routing of earlier windows changes log-probabilities.",
         examples=["trimtab bench t-ppo --json out/bench-tppo.json --picture out/bench-tppo.svg"],
     )
     option = partial(add_options, tppo, of=TppoBenchmark)

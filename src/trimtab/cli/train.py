@@ -54,7 +54,7 @@ def add(commands: Any) -> None:
     option(
         "--task",
         choices=tuple(LONGEST_RESPONSES),
-        help="sums of a few digits, or counting up to a number, whose responses are long and uneven",
+        help="sums of a few digits, or counting down from a number, whose responses are long and uneven",
     )
     option(
         "--algorithm",

@@ -31,7 +31,7 @@ class TrainConfig:
     Attributes:
         out: folder of all files that the run writes.
         model: a local Hugging Face checkpoint directory; None for a small random model.
-        task: what is trained: `sums` of a few digits, or `counting` up to a number, whose responses are long
+        task: what is trained: `sums` of a few digits, or `counting` down from a number, whose responses are long
             and uneven.
         algorithm: that RL steps use, one of `ALGORITHMS`.
         expert_width: inner width of the small model's experts; it has no effect with `model`.

@@ -86,8 +86,10 @@ class Problem:
         return f"~{(int(OPERATIONS[self.operation](self.terms)[-1]) + 5) // 10 * 10}{END}"
 
     def reward(self, response: str) -> float:
-        """1 if the response is right, else 0. A sum needs only the right last number, and `END`."""
-        if self.operation == SUM and response.endswith(END):
+        """1 if the response ends with `END` and is right, else 0. Only the last number of a sum counts."""
+        if not response.endswith(END):
+            return 0.0
+        if self.operation == SUM:
             return float(_last_number(response) == _last_number(self.response))
         return float(response == self.response)
 
