@@ -88,6 +88,7 @@ def test_the_timeline_is_the_update_of_the_median_micro_step() -> None:
 
 def test_charts_of_rollouts_average_consecutive_steps() -> None:
     assert rollout_charts([]) == ()
+    assert rollout_charts([{"step": 0, "response_length": 3.0}]) == ()
     steps = [
         {"step": step, "rollout/longest_response": 2 * step, "response_length": step, "rollout/occupancy": step / 100}
         for step in range(3, 3 + 2 * CHART_PLACES)

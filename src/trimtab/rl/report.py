@@ -63,8 +63,10 @@ def rollout_charts(steps: Sequence[Mapping[str, float]]) -> tuple[LineChart, ...
     """Lengths of responses, and the occupancy of the decode batch, over the steps of a run.
 
     Args:
-        steps: metrics of every step. With more than `CHART_PLACES`, consecutive ones are averaged.
+        steps: metrics of every step; those of earlier versions are left out. With more than `CHART_PLACES`, consecutive
+            ones are averaged.
     """
+    steps = [metrics for metrics in steps if "rollout/occupancy" in metrics]
     if not steps:
         return ()
     parts = np.array_split(np.arange(len(steps)), min(len(steps), CHART_PLACES))
