@@ -51,7 +51,7 @@ lint: .venv/.ready  ## lint, format check and types
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
-bench: .venv/.ready  ## reproduce the figures that README and docs quote (about an hour)
+bench: .venv/.ready  ## reproduce the figures that README and docs quote (about two hours)
 	$(BIN)/trimtab bench runtime --json out/bench-runtime.json
 	$(BIN)/trimtab bench planning --json out/bench-planning.json
 	$(BIN)/trimtab bench live --json out/bench-live.json

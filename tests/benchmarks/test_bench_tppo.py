@@ -27,11 +27,14 @@ def run_of(algorithm: str, seed: int, accuracies: list[float], decode_steps: int
     return {"algorithm": algorithm, "seed": seed, "points": points, "rollout_logprob_diff": {"recorded": 0.1 * seed}}
 
 
-def test_decode_steps_at_equal_accuracy_are_interpolated() -> None:
+def test_decode_steps_to_equal_accuracy_are_interpolated() -> None:
     other = run_of("ppo", 0, [0.0, 0.2, 0.6], decode_steps=50, tokens=10)
+    # 0.6 after 100 and 30; 0.1 after 25 and 10 x 0.1 / 0.6; the plateau before the end does not count.
     assert equal_accuracy_ratio(run_of("t-ppo", 0, [0.0, 0.4, 0.8], 20, 10), other) == pytest.approx(100 / 30)
-    assert equal_accuracy_ratio(run_of("t-ppo", 0, [0.0, 0.6, 0.1], 20, 10), other) == pytest.approx(100 / 20)
-    assert equal_accuracy_ratio(run_of("t-ppo", 0, [0.0, 0.4, 0.59], 20, 10), other) == 0.0
+    assert equal_accuracy_ratio(run_of("t-ppo", 0, [0.0, 0.6, 0.1], 10, 10), other) == pytest.approx(25 / (10 / 6))
+    early = run_of("ppo", 0, [0.0, 0.6, 0.6, 0.6], decode_steps=50, tokens=10)
+    assert equal_accuracy_ratio(run_of("t-ppo", 0, [0.0, 0.6], 20, 10), early) == pytest.approx(50 / 20)
+    assert equal_accuracy_ratio(run_of("t-ppo", 0, [0.3, 0.3], 20, 10), early) == 1.0
 
 
 def test_runs_are_compared_seed_by_seed() -> None:
@@ -45,6 +48,8 @@ def test_runs_are_compared_seed_by_seed() -> None:
     assert found["against"]["ppo"]["decode_steps_ratio"] == pytest.approx(4)
     assert found["against"]["ppo"]["accuracy_difference_by_seed"] == pytest.approx([0.4, 0.3, 0.2])
     assert found["against"]["grpo"]["equal_accuracy_ratio"] == pytest.approx(1)
+    # To 0.1, 0.2 and 0.3.
+    assert found["against"]["ppo"]["equal_accuracy_ratio_by_seed"] == pytest.approx([10 / 2, 20 / 4, 30 / 6])
     assert found["algorithms"]["t-ppo"]["occupancy"] == pytest.approx(200 / 400)
     assert found["algorithms"]["ppo"]["decode_steps_per_1000_trained"] == pytest.approx(400)
     assert found["rollout_logprob_diff"] == pytest.approx({"recorded": 0.2})

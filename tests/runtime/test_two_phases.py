@@ -31,7 +31,10 @@ def test_rows_are_under_way_while_experts_that_stay_compute() -> None:
     names = {SECOND_DISPATCH: "dispatch", SECOND_COMBINE: "combine"}
     names |= {kind + SECOND_BACKWARD: f"{name}, backward" for kind, name in names.items()}
 
-    def exchange(kind: int, rows: torch.Tensor, _send: list[int], _receive: list[int]) -> SimpleNamespace:
+    def exchange(
+        kind: int, rows: torch.Tensor, _send: list[int], _receive: list[int], overlaps: bool
+    ) -> SimpleNamespace:
+        assert overlaps
         notes.append(f"start {names[kind]}")
         arrived = torch.full_like(rows, torch.nan)
 

@@ -80,7 +80,7 @@ def rewritten(file: Path, header: dict[str, Any] | None = None, **columns: list[
     table = pq.read_table(file)
     for name, values in columns.items():
         place = table.column_names.index(name)
-        field = table.schema.field(name)
+        field = table.schema.field(name).with_nullable(True)
         table = table.set_column(place, field, pa.array(values, field.type))
     metadata = json.loads(table.schema.metadata[b"trimtab"]) | (header or {})
     pq.write_table(table.replace_schema_metadata({"trimtab": json.dumps(metadata)}), file)
@@ -107,7 +107,8 @@ TOKEN = bytes([0, 1, 1, 1] * 3)  # experts 0 to 3 in each of three layers
         ({"windows": [[], [], [window(6, 4), window(8, 12)], []]}, r"sequence 2 has 17 .* its windows have \[4, 12\]"),
         ({"windows": [[], [], [window(6, 17), window(8, 0)], []]}, r"sequence 2 has 17 .* its windows have \[17, 0\]"),
         ({"windows": [[], [window(6, 1)], [], []]}, r"sequence 1 has 0 tokens; its windows have \[1\]"),
-        ({"windows": [[window(6, 1)] * 40, [], [], []]}, "its sequences claim 43 windows; they have 23 tokens"),
+        ({"windows": [[window(6, 1)] * 20_000, [], [], []]}, "its sequences claim 20003 windows; one has at most 4096"),
+        ({"windows": [[None], [], [], []]}, "a value of the column 'windows' is missing"),
         (
             {"expert_ids": [bytes([0, 8, 1, 1]) + TOKEN[4:] + TOKEN * 4, b"", TOKEN * 17, TOKEN]},
             r"row group 0: token 0 in MoE layer 0 has expert ids \[0, 8, 9, 10\]",

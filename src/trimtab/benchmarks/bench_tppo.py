@@ -35,7 +35,7 @@ def run_benchmark(settings: TppoBenchmark) -> None:
             runs += runs_of_seed(settings, seed, Path(out), lambda note: progress.update(task, advance=1, note=note))
     if not is_first:
         return
-    figures = {
+    figures: dict[str, Any] = {
         "schema": "trimtab-bench-t-ppo-1",
         "settings": {key: value for key, value in asdict(settings).items() if key not in ("json", "picture")},
         "ranks": dist.get_world_size(),

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 
 from trimtab.benchmarks.tppo_settings import ALGORITHMS, TppoBenchmark
+from trimtab.errors import InputError
 from trimtab.integrations.transformers import num_experts
 from trimtab.rl.config import PrefixRouting
 from trimtab.rl.sequences import Sequence as Response
@@ -72,6 +73,7 @@ class AlgorithmRun:
         self._trainer.sync_rollout()
         self._counted = dict.fromkeys(COUNTED, 0)
         self._wall_s = 0.0
+        # By kind: sums of differences, and tokens.
         self._differences: dict[str, list[float]] = {}
 
     def figures(self, advance: Callable[[str], None]) -> dict[str, Any]:
@@ -87,6 +89,12 @@ class AlgorithmRun:
             enough = self._settings.trained_tokens * number / self._settings.evaluations
             is_first = True
             while self._counted["trained_tokens"] < enough:
+                if step == self._settings.most_steps:
+                    raise InputError(
+                        f"{self._algorithm} trained {self._counted['trained_tokens']:,} tokens in {step} steps, seed "
+                        f"{self._seed}; --trained-tokens {self._settings.trained_tokens:,} is out of reach. Responses "
+                        "that are all right or all wrong train nothing: change --warm-start-steps or --trained-tokens"
+                    )
                 self._step(step, compare=is_first and step > 0)
                 step, is_first = step + 1, False
             points.append(self._point(advance))
@@ -96,7 +104,7 @@ class AlgorithmRun:
             "seed": self._seed,
             "points": points,
             "rollout_logprob_diff": {
-                name: sum(values) / len(values) for name, values in self._differences.items() if values
+                name: total / tokens for name, (total, tokens) in self._differences.items() if tokens
             },
         }
 
@@ -132,8 +140,9 @@ class AlgorithmRun:
             prepared = trainer.prepare([each.with_prefix_routing(routing, unknown) for each in old], step)
             assert prepared.planned is not None
             trainer.session.apply_plan(prepared.planned, prepared.trace)
-            difference = trainer.rollout_difference(prepared, trainer.recompute(prepared))
-            self._differences.setdefault(routing, []).append(difference)
+            found = trainer.rollout_differences(prepared, trainer.recompute(prepared))
+            before = self._differences.get(routing, (0.0, 0.0))
+            self._differences[routing] = [old + new for old, new in zip(before, found, strict=True)]
 
     def _point(self, advance: Callable[[str], None]) -> dict[str, Any]:
         self._trainer.measure_accuracy("now")

@@ -27,6 +27,7 @@ class TppoBenchmark:
         warm_start_steps, warm_start_batch: of the supervised phase.
         learning_rate: of RL steps.
         expert_width: of the small model.
+        most_steps: of a run; one that needs more is given up.
         json: file for the figures; None for none; `STDOUT` prints no tables.
         picture: file to draw the curves to; None for none.
     """
@@ -43,14 +44,12 @@ class TppoBenchmark:
     warm_start_batch: int = 64
     learning_rate: float = 5e-5
     expert_width: int = 256
+    most_steps: int = 1000
     json: Path | None = None
     picture: Path | None = None
 
     def config(self, algorithm: str, seed: int, out: Path) -> TrainConfig:
-        """Settings of a run.
-
-        A step of T-PPO trains about half of the tokens of a step of the others, in one mini-batch instead of two.
-        """
+        """Settings of a run. T-PPO has one optimizer step in an RL step, which has fewer tokens; others have two."""
         samples = self.samples if algorithm == "grpo" else 1
         return TrainConfig(
             out=out,

@@ -24,9 +24,9 @@ def summarise_runs(runs: Sequence[dict[str, Any]], places: int) -> dict[str, Any
     Returns:
         `algorithms` by name, each a mean over seeds; `against` PPO and GRPO: median and 95% bootstrap interval over
         seeds of `decode_steps_ratio` (decode steps per trained token of the other, divided by those of T-PPO),
-        `accuracy_difference` (of T-PPO minus that of the other, at the end) and `equal_accuracy_ratio` (decode steps of
-        the whole run of the other, divided by those in which T-PPO reaches its last accuracy; seeds in which it never
-        does count 0); `rollout_logprob_diff` of T-PPO by prefix routing.
+        `accuracy_difference` (of T-PPO minus that of the other, at the end) and `equal_accuracy_ratio` (decode steps in
+        which the other reaches the lower of both last accuracies, divided by T-PPO's);
+        `rollout_logprob_diff` of T-PPO by prefix routing.
     """
     of = {name: [run for run in runs if run["algorithm"] == name] for name in ALGORITHMS}
     against: dict[str, dict[str, Any]] = {}
@@ -45,12 +45,13 @@ def summarise_runs(runs: Sequence[dict[str, Any]], places: int) -> dict[str, Any
         for figure, by_seed in values.items():
             median, interval = median_with_interval(by_seed)
             against[name] |= {figure: median, f"{figure}_interval": interval, f"{figure}_by_seed": by_seed}
-    kinds = of[OURS][0]["rollout_logprob_diff"]
+    differences = [run["rollout_logprob_diff"] for run in of[OURS]]
     return {
         "algorithms": {name: _means(of[name], places) for name in ALGORITHMS},
         "against": against,
         "rollout_logprob_diff": {
-            kind: float(np.mean([run["rollout_logprob_diff"][kind] for run in of[OURS]])) for kind in kinds
+            kind: float(np.mean([found[kind] for found in differences if kind in found]))
+            for kind in dict.fromkeys(kind for found in differences for kind in found)
         },
     }
 
@@ -62,19 +63,23 @@ def per_trained(run: dict[str, Any]) -> float:
 
 
 def equal_accuracy_ratio(ours: dict[str, Any], other: dict[str, Any]) -> float:
-    """Decode steps of another run, divided by those in which ours reaches the other's last accuracy; 0 if never.
+    """Decode steps in which another run reaches the lower of both last accuracies, divided by those of ours.
 
-    Between two evaluations accuracy is interpolated.
+    1 if that is not above the accuracy before training.
     """
-    last = other["points"][-1]
-    points = ours["points"]
-    for before, after in pairwise(points):
-        if after["accuracy"] >= last["accuracy"]:
-            rise = after["accuracy"] - before["accuracy"]
-            part = (last["accuracy"] - before["accuracy"]) / rise if rise > 0 else 1.0
-            needed = before["decode_steps"] + max(0.0, part) * (after["decode_steps"] - before["decode_steps"])
-            return float(last["decode_steps"] / max(1.0, needed))
-    return 0.0
+    accuracy = min(run["points"][-1]["accuracy"] for run in (ours, other))
+    needed = steps_to(ours, accuracy)
+    return steps_to(other, accuracy) / needed if needed else 1.0
+
+
+def steps_to(run: dict[str, Any], accuracy: float) -> float:
+    """Decode steps in which a run first reaches an accuracy, which it does reach; interpolated between evaluations."""
+    points = run["points"]
+    if points[0]["accuracy"] >= accuracy:
+        return 0.0
+    before, after = next(pair for pair in pairwise(points) if pair[1]["accuracy"] >= accuracy)
+    part = (accuracy - before["accuracy"]) / (after["accuracy"] - before["accuracy"])
+    return float(before["decode_steps"] + part * (after["decode_steps"] - before["decode_steps"]))
 
 
 def _means(runs: Sequence[dict[str, Any]], places: int) -> dict[str, float]:

@@ -14,6 +14,7 @@ RUNS: Columns = {
     "decode steps / 1000 trained": "{decode_steps_per_1000_trained:.1f}",
     "occupancy": "{occupancy:.0%}",
     "sampled / trained": "{sampled_per_trained:.2f}",
+    "prefix / trained": "{prefix_per_trained:.2f}",
     "computed / trained": "{computed_per_trained:.2f}",
     "time": quantity("wall_s", seconds),
     "accuracy before": "{accuracy_before:.1%}",
@@ -29,11 +30,12 @@ AGAINST: Columns = {
     "95% interval  ": lambda row: "{:.2f} to {:.2f}".format(*row["equal_accuracy_ratio_interval"]),
 }
 NOTES = (
-    "A decode step samples a token of every response that has not ended; the occupancy is the part of the places that "
-    "do. Prompts, and prefixes in T-PPO, are fed in the first decode step. Decode steps: those of the other algorithm "
-    "per trained token, divided by T-PPO's. To equal accuracy: decode steps of the other's whole run, divided by those "
-    "in which T-PPO reaches its last accuracy; 0 if never. Time is without evaluations. On a CPU a decode step takes "
-    "longer with more responses; on a GPU much less so."
+    "Decode step: samples a token of every response that has not ended. Occupancy: sampled tokens / (places x decode "
+    "steps). Prefix: tokens of prompts and earlier windows, fed in the first decode step. Trained: tokens of the "
+    "policy's loss; GRPO samples groups whose responses are all right or all wrong, but does not train them. T-PPO "
+    "against another: the other's decode steps per trained token, divided by T-PPO's; to equal accuracy, decode steps "
+    "in which the other first reaches the lower of both last accuracies, divided by T-PPO's. Time is without "
+    "evaluations. On a CPU a decode step takes longer with more responses; on a GPU much less so."
 )
 
 

@@ -108,7 +108,7 @@ def _rollout(report: Report) -> str:
     return (
         lead(
             "Steps of the whole run, not only of the comparison. A decode step samples a token of every response that "
-            "has not ended; occupied are the places of the batch that do."
+            "has not ended. Occupied part: sampled tokens, divided by places and decode steps."
         )
         + f'<div class="pair">{charts}</div>'
     )

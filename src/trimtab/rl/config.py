@@ -20,8 +20,8 @@ MAY_CHANGE = frozenset(
 
 ALGORITHMS = ("grpo", "ppo", "t-ppo")
 PrefixRouting = Literal["recorded", "rebuilt", "live"]
-"""How training routes tokens of earlier windows, which other weights sampled: as their window `recorded` it, as it was
-when this step `rebuilt` its cache from them, or `live`, by the router of the trained model."""
+"""The experts of tokens of earlier windows in training. `recorded`: those that their own window recorded; `rebuilt`:
+those that they used when this step filled the cache again; `live`: those that the router chooses in training."""
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ from transformers.utils.logging import disable_progress_bar
 from trimtab.errors import InputError
 from trimtab.integrations.transformers import SUPPORTED_MODEL_TYPES
 from trimtab.rl.config import TrainConfig
-from trimtab.rl.task import TASKS, build_tokenizer
+from trimtab.rl.task import TASKS, build_tokenizer, characters_of
 
 
 def load_tokenizer(directory: Path | None, task: str = TrainConfig.task) -> Any:
@@ -23,13 +23,16 @@ def load_tokenizer(directory: Path | None, task: str = TrainConfig.task) -> Any:
     Raises:
         InputError: if the checkpoint has none, or it can't write the task's problems.
     """
-    sign = TASKS[task]
+    operation = TASKS[task]
     if directory is None:
-        return build_tokenizer(sign)
+        return build_tokenizer(operation)
     with _reading(directory, "no usable tokenizer"):
         tokenizer = AutoTokenizer.from_pretrained(directory, local_files_only=True)
-    if {tokenizer.unk_token_id, tokenizer.pad_token_id} & set(tokenizer(sign)["input_ids"]):
-        raise InputError(f"{directory}: its tokenizer has no token for {sign!r}, which --task {task} needs")
+    # Also where padding stands for unknown characters.
+    unknown = {tokenizer.unk_token_id, tokenizer.pad_token_id}
+    for character in characters_of(operation):
+        if unknown & set(tokenizer(character, add_special_tokens=False)["input_ids"]):
+            raise InputError(f"{directory}: its tokenizer has no token for {character!r}, which --task {task} needs")
     return tokenizer
 
 

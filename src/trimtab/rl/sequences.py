@@ -66,14 +66,14 @@ class Sequence:
 
     @property
     def windows(self) -> Windows:
-        """Windows of the rows in `expert_ids`: version and number of rows; none if all have the same version."""
+        """Version that fed them first, and number, of the rows of every window; none if all have the same version."""
         if self.row_versions is None or self.row_versions[0] == self.row_versions[-1]:
             return ()
         versions, rows = np.unique(self.row_versions, return_counts=True)
         return tuple(zip(versions.tolist(), rows.tolist(), strict=True))
 
     def with_prefix_routing(self, routing: PrefixRouting, no_route: int) -> Sequence:
-        """The sequence with the routing of earlier windows that training uses; it has one kind of routing from then on.
+        """The sequence with the routing of earlier windows that training uses, in `expert_ids`, without `rebuilt_ids`.
 
         Args:
             routing: see `PrefixRouting`.

@@ -53,8 +53,7 @@ def rollout_metrics(sequences: Sequence_[Sequence], device: torch.device) -> dic
     """Metrics of a step's rollout over all ranks. Collective.
 
     A decode step samples one token of every response that has not ended, on every rank. Ranks decode side by side and
-    wait for the one with most decode steps. The occupancy is the part of the places in all decode steps that sampled a
-    token.
+    wait for the one with most decode steps. The occupancy is sampled tokens / (places x decode steps).
 
     Args:
         sequences: of this rank, each of which had a place.

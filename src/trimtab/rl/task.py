@@ -67,7 +67,7 @@ class Problem:
 
     @property
     def has_numbers(self) -> bool:
-        """Whether terms and response are numbers; else they are letters."""
+        """Whether the response is numbers, separated by commas; else it is letters."""
         return self.operation in TASKS.values()
 
     @property
@@ -130,10 +130,15 @@ def draw_demonstration(rng: random.Random, operation: str = SUM) -> tuple[Proble
     return problem, problem.estimate if is_estimate else problem.response
 
 
+def characters_of(operation: str) -> list[str]:
+    """All characters of problems and responses of the task with this operation, and of its demonstrations."""
+    signs = [sign for sign in OPERATIONS if sign == operation or sign not in TASKS.values()]
+    return [*DIGITS, *LETTERS, *signs, "=", ",", "~", END]
+
+
 def build_tokenizer(operation: str = SUM) -> PreTrainedTokenizerFast:
     """A character tokenizer for the task with this operation, with `END` as the end token."""
-    signs = [sign for sign in OPERATIONS if sign == operation or sign not in TASKS.values()]
-    alphabet = ["<pad>", *DIGITS, *LETTERS, *signs, "=", ",", "~", END]
+    alphabet = ["<pad>", *characters_of(operation)]
     tokenizer = Tokenizer(models.WordLevel({token: index for index, token in enumerate(alphabet)}, unk_token="<pad>"))
     tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex("."), "isolated")
     tokenizer.decoder = decoders.Fuse()

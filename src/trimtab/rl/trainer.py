@@ -251,15 +251,19 @@ class Trainer:
     def rollout_difference(self, prepared: PreparedStep, old_log_probs: list[torch.Tensor]) -> float:
         """Mean absolute difference of the recompute's log-probabilities to the rollout's, in nats per token.
 
-        Of the trained tokens that this step sampled. Only rounding of the rollout (bfloat16) remains if the recompute
-        replays its routing. Collective.
+        Only rounding of the rollout (bfloat16) remains if the recompute replays its routing. Collective.
         """
+        difference, tokens = self.rollout_differences(prepared, old_log_probs)
+        return difference / max(1, tokens)
+
+    def rollout_differences(self, prepared: PreparedStep, old_log_probs: list[torch.Tensor]) -> tuple[float, float]:
+        """The sum of these differences, and the number of tokens: trained ones that this step sampled. Collective."""
         difference = tokens = 0.0
         for batch, log_probs in zip(prepared.batches, old_log_probs, strict=True):
             mask = batch.policy_mask * (batch.ages == 0)
             difference += float(((log_probs - batch.rollout_log_probs).abs() * mask).sum())
             tokens += float(mask.sum())
-        return self._total(difference) / max(1, self._total(tokens))
+        return self._total(difference), self._total(tokens)
 
     def accumulate(
         self, prepared: PreparedStep, old_log_probs: list[torch.Tensor], mini_batch: int

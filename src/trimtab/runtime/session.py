@@ -531,7 +531,8 @@ class Session:
             in mode `live`: `live/calls` of layers; `live/replicas` in them, and `live/used_replicas`, the part with
             rows; `live/max_vio_before` and `live/max_vio_after`, max/mean - 1 of rank loads without and with them, mean
             over calls; `live/choosing_s`, seconds of choosing; of calls with replicas on this rank, `live/homes_s`,
-            seconds of home experts, and `live/covered`, the part in which compute then hardly waited for weights;
+            seconds of home experts, and `live/covered`, the part in which compute then waited less than 5% of that
+            time for weights;
             `moe/mixed_instances`: planned instances with unknown rows; `moe/live_layer_calls`: calls of layers outside
             micro-steps while there was a plan; `moe/abandoned_backwards`: failed backwards with replica gradients in
             transfer.

@@ -49,8 +49,8 @@ class RoutingTrace:
         sequence_hashes: `[S]` uint64; `hash_tokens` of the sequence's token ids, 0 where unknown.
         domains: `[S]` str; kind of prompt, such as its data set's name, "" where unknown.
         windows: `[S]`; for a sequence that was generated over several steps, the windows of its rows, in order: pairs
-            of the version of the weights, which is the RL step, and the number of rows that it recorded. Empty for a
-            sequence that one version recorded.
+            of the version of the weights that fed the rows first, which is the RL step, and the number of rows. Empty
+            for a sequence of one version.
         layer_indices: `[L]` int32; the decoder layer behind each MoE layer.
         num_experts: E.
         model: the model's name or type, for people.
@@ -164,7 +164,7 @@ class RoutingTrace:
         return self.expert_ids[self.sequence_starts[index] : self.sequence_starts[index + 1]]
 
     def row_versions(self, index: int) -> Array:
-        """`[t]` int32: the version of the weights that recorded each row of one sequence."""
+        """`[t]` int32: the version of the weights that fed each row of one sequence first."""
         windows = self.windows[index] or ((int(self.steps[index]), int(self.sequence_lengths[index])),)
         versions, rows = zip(*windows, strict=True)
         return np.repeat(np.array(versions, np.int32), rows)

@@ -24,6 +24,8 @@ from trimtab.trace.sequence_facts import SequenceFacts, Windows, check_windows, 
 FORMAT = "trimtab-routing-2"
 IDS = "expert_ids"
 WINDOWS = "windows"
+# Most windows of a sequence in a file.
+MOST_WINDOWS = 4096
 # Beside the ids of a row group, uncompressed: the other columns, and what Parquet adds.
 BYTES_A_ROW = 1024
 
@@ -119,26 +121,34 @@ def _windows(parquet: pq.ParquetFile, groups: Sequence[int], lengths: Array) -> 
     """Windows of every sequence; none in files of earlier versions.
 
     Raises:
-        InputError: if they have other numbers of rows than their sequences.
+        InputError: if they are no windows, too many, or have other numbers of rows than their sequences.
     """
-    none: list[Windows] = [()] * len(lengths)
+    found: list[Windows] = [()] * len(lengths)
     if WINDOWS not in parquet.schema_arrow.names:
-        return none
-    claimed = max(_values_of(parquet.metadata.row_group(group), WINDOWS) for group in groups) if groups else 0
-    if claimed > len(lengths) + lengths.sum():
-        raise InputError(f"its sequences claim {claimed} windows; they have {lengths.sum()} tokens")
-    lists = _columns(parquet.read_row_groups(groups, [WINDOWS]))[WINDOWS]
-    for index in np.flatnonzero(pc.list_value_length(lists).to_numpy()).tolist():
-        windows = tuple((each["version"], each["rows"]) for each in lists[index].as_py())
-        check_windows(windows, index, lengths[index])
-        none[index] = windows
-    return none
-
-
-def _values_of(group: pq.RowGroupMetaData, name: str) -> int:
-    """Values that a nested column claims."""
-    columns = [group.column(index) for index in range(group.num_columns)]
-    return max(column.num_values for column in columns if column.path_in_schema.startswith(f"{name}."))
+        return found
+    if parquet.schema_arrow.field(WINDOWS).type != _SCHEMA.field(WINDOWS).type:
+        raise InputError(f"the column {WINDOWS!r} should be a {_SCHEMA.field(WINDOWS).type}")
+    first = 0
+    for group in groups:
+        metadata = parquet.metadata.row_group(group)
+        columns = [metadata.column(index) for index in range(metadata.num_columns)]
+        claimed = max(column.num_values for column in columns if column.path_in_schema.startswith(f"{WINDOWS}."))
+        # An empty list is one value.
+        if claimed > metadata.num_rows * MOST_WINDOWS:
+            raise InputError(f"its sequences claim {claimed} windows; one has at most {MOST_WINDOWS}")
+        lists = _columns(parquet.read_row_group(group, [WINDOWS]))[WINDOWS].combine_chunks()
+        lists = lists.chunk(0) if isinstance(lists, pa.ChunkedArray) else lists
+        versions, rows = (lists.flatten().field(index) for index in range(2))
+        if lists.flatten().null_count or versions.null_count or rows.null_count:
+            raise InputError(f"a value of the column {WINDOWS!r} is missing")
+        ends = np.cumsum(pc.list_value_length(lists).to_numpy())
+        for index in np.flatnonzero(np.diff(ends, prepend=0)).tolist():
+            part = slice(ends[index - 1] if index else 0, ends[index])
+            windows = tuple(zip(versions[part].to_pylist(), rows[part].to_pylist(), strict=True))
+            check_windows(windows, first + index, lengths[first + index])
+            found[first + index] = windows
+        first += metadata.num_rows
+    return found
 
 
 def read_group(parquet: pq.ParquetFile, group: int, empty: RoutingTrace) -> RoutingTrace:

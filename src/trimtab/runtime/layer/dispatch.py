@@ -67,7 +67,7 @@ class Dispatcher(Protocol):
 
 
 class RowDispatcher:
-    """Exchanges rows by `exchange_rows`, with sizes from the layout."""
+    """Exchanges rows between ranks, with sizes from the layout."""
 
     def dispatch(
         self, hidden: torch.Tensor, physical_ids: torch.Tensor, weights: torch.Tensor, instance: Instance

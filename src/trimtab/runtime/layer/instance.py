@@ -238,18 +238,21 @@ class Instance:
             kind: the exchange, as an index into `lockstep.CALLS`.
         """
         send, receive = reversed(self._splits) if back else self._splits
-        return self.exchange(kind, rows, send, receive).finish()
+        return self.exchange(kind, rows, send, receive, overlaps=False).finish()
 
-    def exchange(self, kind: int, rows: torch.Tensor, send: list[int], receive: list[int]) -> RowExchange:
+    def exchange(
+        self, kind: int, rows: torch.Tensor, send: list[int], receive: list[int], *, overlaps: bool
+    ) -> RowExchange:
         """Start to exchange rows with the other ranks.
 
         Args:
             kind: as in `send`.
             send, receive: rows to and from each rank.
+            overlaps: whether something is computed before its end.
         """
         tag = self._log(kind)
         group, wait = self._calls.topology.experts, self._calls.lockstep.wait
-        return RowExchange(rows, send, receive, group, tag=tag, wait=wait)
+        return RowExchange(rows, send, receive, group, tag=tag, wait=wait, overlaps=overlaps)
 
     def begin_forward(self) -> None:
         """Call it when the layer's forward begins: prefetches replicas."""
@@ -314,8 +317,9 @@ class Instance:
 
     @contextmanager
     def computing_homes(self) -> Iterator[None]:
-        """The context in which home experts are computed. In live calls it is timed."""
-        stop = start_timer(self.homes.device) if self._live is not None else None
+        """The context in which home experts are computed. Live calls time it, unless a layer runs again in backward."""
+        is_timed = self._live is not None and not self._made_in_backward
+        stop = start_timer(self.homes.device) if is_timed else None
         yield
         self._homes_s = None if stop is None else stop()
 

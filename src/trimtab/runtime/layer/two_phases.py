@@ -81,13 +81,13 @@ class _Hop:
 
     def start(self, rows: torch.Tensor) -> torch.Tensor:
         """What will arrive; it is not complete before `finish`."""
-        self._underway = self._instance.exchange(self._kind, rows, self._send, self._receive)
+        self._underway = self._instance.exchange(self._kind, rows, self._send, self._receive, overlaps=True)
         return self._underway.arrived
 
     def start_backward(self, gradient: torch.Tensor) -> None:
         """Start to send gradients."""
         kind = self._kind + lockstep.SECOND_BACKWARD
-        self._underway = self._instance.exchange(kind, gradient, self._receive, self._send)
+        self._underway = self._instance.exchange(kind, gradient, self._receive, self._send, overlaps=True)
 
     def finish(self) -> torch.Tensor:
         """Wait for what was started, and return it."""

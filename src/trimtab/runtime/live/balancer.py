@@ -141,6 +141,7 @@ class LiveBalancer:
         self._measured: dict[int, tuple[Seconds, int]] = {}
         # By layer, of the last call. The device waits while the host chooses.
         self._choosing_s: dict[int, float] = {}
+        self._predicting_s: dict[int, float] = {}
         # Of home experts, and of waits after them, that are not in the figures yet.
         self._waits: deque[tuple[Seconds, Seconds]] = deque()
         self.figures = Figures()
@@ -157,7 +158,8 @@ class LiveBalancer:
             counts_RE: `[R, E]` int64 rows by source rank and expert.
             measured_RS: `[R, 2]` int64, `measured` of all ranks.
         """
-        start = time.perf_counter()
+        # A prediction is made before, if transfers start before the call.
+        before_s, start = self._predicting_s.pop(layer, 0.0), time.perf_counter()
         self.last -= 1
         homes, home_E = self._layers[layer], self._layers[layer].home_E
         if self._trials:
@@ -170,15 +172,16 @@ class LiveBalancer:
         elif policy == "feplb":
             replicas = choose_moves(counts_RE, home_E, homes.rows_E, self._dynamic(layer, homes), self._limits)
         elif policy == "predict":
-            ahead = self._predicted(layer) if ahead is None else ahead
-            replicas = split_over(ahead.experts, ahead.ranks, counts_RE, home_E, self._limits)
+            predicted = self._predicted(layer) if ahead is None else ahead
+            replicas = split_over(predicted.experts, predicted.ranks, counts_RE, home_E, self._limits)
         else:
             replicas = InstanceReplicas.none(len(counts_RE))
         self._ahead = {key: found for key, found in self._ahead.items() if key[0] < self.last}
         self._note(layer, counts_RE)
         if self._trials:
             self._trials[layer].use(policy)
-        self._choosing_s[layer] = time.perf_counter() - start
+        self._predicting_s.pop(layer, None)
+        self._choosing_s[layer] = before_s + time.perf_counter() - start
         self._count(counts_RE, home_E, replicas, self._choosing_s[layer])
         call = self._calls[self.last] = LiveCall(self.last, layer, replicas, policy == "feplb")
         return call
@@ -235,7 +238,9 @@ class LiveBalancer:
             home_E = self._layers[layer].home_E
             past_RE = self._past.get((layer, self._positions[layer]), self._past.get((layer, ANY)))
             none = InstanceReplicas.none(int(home_E.max()) + 1)
+            start = time.perf_counter()
             self._predictions[layer] = none if past_RE is None else choose_quotas(past_RE, home_E, self._limits)
+            self._predicting_s[layer] = time.perf_counter() - start
         return self._predictions[layer]
 
     def _dynamic(self, layer: int, homes: HomeExperts) -> Array:

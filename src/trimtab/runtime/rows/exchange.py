@@ -17,6 +17,7 @@ class RowExchange:
         send_splits, recv_splits: rows to and from each rank, in rank order.
         tag: tag of the messages, equal on all ranks; unused on CUDA. Messages with different tags never match.
         wait: calls a function that waits for the messages; unused on CUDA.
+        overlaps: whether something is computed before `finish`. On CUDA the exchange then has a stream of its own.
 
     Attributes:
         arrived: `[A, H]`, what arrives from the ranks. It is complete after `finish`.
@@ -31,6 +32,7 @@ class RowExchange:
         *,
         tag: int = 0,
         wait: Wait = lambda work: work(),
+        overlaps: bool = True,
     ) -> None:
         self.arrived = rows.new_empty(sum(recv_splits), *rows.shape[1:])
         # Until they are sent.
@@ -39,7 +41,9 @@ class RowExchange:
         self._works = []
         if rows.is_cuda:
             splits = recv_splits, send_splits
-            self._works.append(dist.all_to_all_single(self.arrived, self._rows, *splits, group=group, async_op=True))
+            # None unless it is asynchronous.
+            work = dist.all_to_all_single(self.arrived, self._rows, *splits, group=group, async_op=overlaps)
+            self._works.append(work)
             return
         # Messages with tags, since gloo's all-to-all ends the process or fills only a part if sizes differ between
         # ranks.
@@ -77,4 +81,4 @@ def exchange_rows(
     wait: Wait = lambda work: work(),
 ) -> torch.Tensor:
     """Send rows as `RowExchange`, and return what arrives, `[A, H]`."""
-    return RowExchange(rows, send_splits, recv_splits, group, tag=tag, wait=wait).finish()
+    return RowExchange(rows, send_splits, recv_splits, group, tag=tag, wait=wait, overlaps=False).finish()
