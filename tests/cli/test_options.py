@@ -26,7 +26,7 @@ pytestmark = pytest.mark.slow
 
 FIGURES = Path(__file__).parents[2] / "docs" / "benchmarks" / "papers.json"
 # Options without a value when not given: files to write or read.
-FILES = {"--output", "--json", "--html", "--perfetto", "--frontier", "--page", "--read"}
+FILES = {"--output", "--json", "--html", "--perfetto", "--frontier", "--page", "--picture", "--read"}
 
 
 def all_parsers() -> dict[str, argparse.ArgumentParser]:

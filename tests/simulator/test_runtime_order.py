@@ -5,7 +5,7 @@ it stays so:
 
 * `feplb` plans in the simulator after the dispatch, while experts that don't move compute, as its paper says. The
   runtime exchanges counts before the dispatch, since receivers need their sizes, and chooses there: weights start
-  earlier. The second dispatch starts in the simulator beside the experts that don't move; in the runtime after them.
+  earlier, and so does the second dispatch, which in both runs beside the experts that don't move.
 * `ultraep` waits for weights before the dispatch, as published. `quota` starts them there, but waits for them only
   after the home experts. `llep` starts them there, too; in the simulator all its experts wait for them.
 """
@@ -112,7 +112,7 @@ def order_in_simulator(policy: str) -> list[tuple[str, float, float]]:
 
 
 FEPLB = [
-    "planning", "weights", "dispatch", "experts", "second dispatch", "experts", "second combine", "combine",
+    "planning", "weights", "dispatch", "second dispatch", "experts", "experts", "second combine", "combine",
 ]  # fmt: skip
 
 
