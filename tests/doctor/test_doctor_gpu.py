@@ -132,7 +132,7 @@ def test_a_hang_is_a_result_with_the_stacks_of_all_ranks(tmp_path: Path) -> None
     result, timeout_s = run_and_find_nothing_left(hang_on_rank_1, tmp_path, 25, 60)
     (finding,) = result.findings
     assert finding.name == "hang"
-    start = f"no result after {timeout_s} s, it was killed; rank 0 in exchange_rows (runtime/rows/exchange.py:"
+    start = f"no result after {timeout_s} s, it was killed; rank 0 in _wait_for_rows (runtime/rows/exchange.py:"
     assert finding.text.startswith(start)
     assert "rank 1 in _on_rank (doctor/gpu/stage_process.py" in finding.text
     assert timeout_s <= result.seconds < timeout_s + 15

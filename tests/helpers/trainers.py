@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -17,12 +18,15 @@ from trimtab.rl.checkpoint import last_checkpoint
 from trimtab.rl.config import TrainConfig
 from trimtab.rl.sequences import Sequence
 from trimtab.rl.trainer import Trainer
-from trimtab.rl.value_model import ValueModel
+from trimtab.rl.value_head import ValueHead
+from trimtab.rl.value_trunk import ValueTrunk
 
 # The policy has changed since the recompute by so much in each token.
 LOG_RATIO = 0.1
-PlainGradients = Callable[[Any, nn.Module, list[Sequence]], dict[str, torch.Tensor]]
-"""Gradients by name of a whole model that routes by itself, and of a value network."""
+PlainValues = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+"""Values `[t]` of the states after the fed tokens `[t]` of a sequence, with hidden states `[t, H]`."""
+PlainLoss = Callable[[Any, PlainValues, list[Sequence]], torch.Tensor]
+"""The loss of a whole model that routes by itself, and of a value model."""
 
 LAYERS, EXPERTS, TOP_K = 2, 8, 2
 
@@ -80,29 +84,43 @@ def randomize(network: nn.Module) -> None:
         parameter.data = torch.randn(parameter.shape, generator=generator) * 0.3
 
 
-def compare_gradients(trainer: Trainer, model: Any, sequences: list[Sequence], plain: PlainGradients) -> None:
+def compare_gradients(trainer: Trainer, model: Any, sequences: list[Sequence], plain: PlainLoss) -> None:
     """Assert that the gradients of one update with a value model are those of a plain single process.
 
     Args:
         model: the whole model, with the trainer's weights.
         sequences: of all ranks.
     """
-    algorithm: Any = trainer.algorithm
-    randomize(algorithm.value_model.network)
+    value_model = trainer.algorithm.value_model
+    assert isinstance(value_model, ValueHead | ValueTrunk)
+    homes = dict.fromkeys(dict(trainer.model.named_parameters()), trainer.session.homes)
+    if isinstance(value_model, ValueHead):
+        randomize(value_model.network)
+        head: nn.Module = copy.deepcopy(value_model.network)
+        network: nn.Module = head
+    else:
+        randomize(value_model.network["head"])
+        homes |= dict.fromkeys(dict(value_model.network.named_parameters()), value_model.session.homes)
+        trunk, head = copy.deepcopy(model.model), copy.deepcopy(value_model.network["head"])
+        network = nn.ModuleDict({"trunk": trunk, "head": head})
+
+    def values(tokens: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
+        found: torch.Tensor = head(hidden.detach() if network is head else trunk(tokens[None]).last_hidden_state[0])
+        return found[:, 0]
+
     prepared = trainer.prepare(sequences[trainer.rank :: trainer.num_ranks], 0)
-    assert prepared.planned is not None
-    trainer.session.apply_plan(prepared.planned, prepared.trace)
+    if prepared.planned is not None:
+        trainer.session.apply_plan(prepared.planned, prepared.trace)
     old_log_probs = [log_probs - LOG_RATIO for log_probs in trainer.recompute(prepared)]
     trainer.accumulate(prepared, old_log_probs, 0)
-    network = ValueModel(trainer.model_config.hidden_size, 0, torch.device("cpu")).network
-    network.load_state_dict(algorithm.value_model.network.state_dict())
-    expected = plain(model, network, sequences)
-    found = dict(algorithm.value_model.network.named_parameters()) | dict(trainer.model.named_parameters())
+    plain(model, values, sequences).backward()
+    expected = dict(model.named_parameters()) | dict(network.named_parameters())
+    found = dict(trainer.model.named_parameters()) | dict(value_model.network.named_parameters())
     assert found.keys() == expected.keys()
     for name, parameter in found.items():
-        whole = expected[name]
+        whole = expected[name].grad
         if ".experts." in name:
-            layer = trainer.session.homes[int(name.split(".")[2])]
+            layer = homes[name][int(name.split(".layers.")[1].split(".")[0])]
             whole = whole[layer.experts_of(trainer.rank)]
         assert whole.abs().max() > 0
         assert parameter.grad is not None

@@ -5,24 +5,32 @@ from __future__ import annotations
 import random
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from torch import nn
 
 from helpers.rank_pool import RankPool
-from helpers.trainers import LOG_RATIO, compare_gradients, make_folder, make_sequences, save_and_resume, start
-from trimtab.rl.config import TrainConfig
+from helpers.trainers import (
+    LOG_RATIO,
+    PlainValues,
+    compare_gradients,
+    make_folder,
+    make_sequences,
+    save_and_resume,
+    start,
+)
+from trimtab.rl.config import TrainConfig, ValueModelName
 from trimtab.rl.demo_model import load_model
 from trimtab.rl.ppo import GAE_LAMBDA, PPO
 from trimtab.rl.rollout import sample_groups
 from trimtab.rl.sequences import Sequence
 from trimtab.rl.step_metrics import StepClock
 from trimtab.rl.task import draw_problem
-from trimtab.rl.value_model import VALUE_CLIP, ValueModel, clipped_value_loss
+from trimtab.rl.value_head import ValueHead
+from trimtab.rl.value_model import VALUE_CLIP, clipped_value_loss
 
 State = dict[str, Any]
 
@@ -46,15 +54,16 @@ def with_rewards(sequences: list[Sequence]) -> list[Sequence]:
     return [replace(sequence, reward=float(rng.random())) for sequence in sequences]
 
 
-def plain_gradients(model: Any, network: nn.Module, sequences: list[Sequence]) -> dict[str, torch.Tensor]:
-    """Gradients of PPO, from its definition, of a whole model that routes by itself."""
+def plain_loss(model: Any, value_model: PlainValues, sequences: list[Sequence]) -> torch.Tensor:
+    """The loss of PPO, from its definition, of a whole model that routes by itself."""
     loss = torch.zeros(())
     for sequence in sequences:
         tokens = torch.from_numpy(sequence.token_ids)
         at = slice(sequence.prompt_length - 1, sequence.num_fed)
-        hidden = model.model(tokens[None, :-1]).last_hidden_state[0, at]
-        log_probs = model.lm_head(hidden).log_softmax(-1)[range(len(hidden)), tokens[sequence.prompt_length :]]
-        values = network(hidden.detach())[:, 0]
+        hidden = model.model(tokens[None, :-1]).last_hidden_state[0]
+        targets = tokens[sequence.prompt_length :]
+        log_probs = model.lm_head(hidden[at]).log_softmax(-1)[range(len(targets)), targets]
+        values = value_model(tokens[:-1], hidden)[at]
         deltas = np.diff([*values.tolist(), sequence.reward])
         advantages = torch.tensor(
             [sum(GAE_LAMBDA ** (k - t) * deltas[k] for k in range(t, len(deltas))) for t in range(len(deltas))],
@@ -63,24 +72,23 @@ def plain_gradients(model: Any, network: nn.Module, sequences: list[Sequence]) -
         ratio = (log_probs - log_probs.detach() + LOG_RATIO).exp()
         loss = loss - torch.minimum(ratio * advantages, ratio.clamp(0.8, 1.2) * advantages).sum()
         loss = loss + 0.5 * ((values - (values.detach() + advantages)) ** 2).sum()
-    (loss / sum(sequence.response_length for sequence in sequences)).backward()
-    named = [*model.named_parameters(), *network.named_parameters()]
-    return {name: parameter.grad for name, parameter in named if parameter.grad is not None}
+    return loss / sum(sequence.response_length for sequence in sequences)
 
 
-def check_gradients(state: State, folder: Path, mode: str) -> None:
-    trainer = start(folder, algorithm="ppo", mini_batches=1, mode=mode)
+def check_gradients(state: State, folder: Path, mode: str, value_model: str) -> None:
+    trainer = start(folder, algorithm="ppo", mini_batches=1, mode=mode, value_model=value_model)
     model: Any = load_model(folder / "model", trainer.model_config, torch.float32)
     torch.manual_seed(1)
     problems = [draw_problem(random.Random(problem), held_out=False) for problem in range(6)]
     sequences = with_rewards(sample_groups(model, trainer.tokenizer, problems, samples=2, max_new_tokens=6))
-    compare_gradients(trainer, model, sequences, plain_gradients)
-    trainer.session.close()
+    compare_gradients(trainer, model, sequences, plain_loss)
+    trainer.close()
 
 
+@pytest.mark.parametrize("value_model", get_args(ValueModelName))
 @pytest.mark.parametrize("mode", ["plan", "off"])
-def test_gradients_equal_those_of_a_plain_ppo(pool: RankPool, folder: Path, mode: str) -> None:
-    pool.call(check_gradients, folder, mode)
+def test_gradients_equal_those_of_a_plain_ppo(pool: RankPool, folder: Path, mode: str, value_model: str) -> None:
+    pool.call(check_gradients, folder, mode, value_model)
 
 
 def train_some_steps(state: State, folder: Path, mode: str) -> list[list[float]]:
@@ -112,7 +120,7 @@ def resume(state: State, folder: Path) -> None:
     metrics = [each.train(sequences, 2, StepClock())[1] for each in (trainer, again)]
     for name in ("loss", "value/loss", "value/mean", "grad_norm"):
         assert metrics[0][name] == metrics[1][name], name
-    states = [each.algorithm.state() for each in (trainer, again)]
+    states = [each.algorithm_state() for each in (trainer, again)]
     assert {*states[0]} == {*states[1]}
     assert {name.split("/")[0] for name in states[0]} == {"parameter", "exp_avg", "exp_avg_sq", "step"}
     for name, value in states[0].items():
@@ -129,6 +137,6 @@ def test_a_checkpoint_has_the_value_model_and_its_optimizer(pool: RankPool, fold
 
 
 def test_all_sequences_are_trained() -> None:
-    algorithm = PPO(ValueModel(4, TrainConfig.seed, torch.device("cpu")))
+    algorithm = PPO(ValueHead(4, TrainConfig.seed, torch.device("cpu")))
     sequences = [replace(sequence, advantage=0.0) for sequence in make_sequences(3)]
     assert algorithm.trained(sequences) == sequences

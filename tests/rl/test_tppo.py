@@ -10,19 +10,26 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from torch import nn
 
 from helpers.rank_pool import RankPool
-from helpers.trainers import LOG_RATIO, compare_gradients, make_folder, make_sequences, save_and_resume, start
+from helpers.trainers import (
+    LOG_RATIO,
+    PlainValues,
+    compare_gradients,
+    make_folder,
+    make_sequences,
+    save_and_resume,
+    start,
+)
 from trimtab.rl.algorithm import TokenOutputs, TrainedTokens
 from trimtab.rl.batches import collate
-from trimtab.rl.config import PrefixRouting
+from trimtab.rl.config import PrefixRouting, ValueModelName
 from trimtab.rl.demo_model import load_model
 from trimtab.rl.ppo import GAE_LAMBDA
 from trimtab.rl.sequences import Sequence
 from trimtab.rl.step_metrics import StepClock
 from trimtab.rl.tppo import TPPO
-from trimtab.rl.value_model import ValueModel
+from trimtab.rl.value_head import ValueHead
 from trimtab.rl.windows import Windows
 from trimtab.trace import read_trace
 
@@ -56,16 +63,16 @@ def partly_trained(count: int) -> list[Sequence]:
     return [sequence for sequence in found if sequence.policy_tokens or sequence.value_tokens]
 
 
-def plain_gradients(model: Any, network: nn.Module, sequences: list[Sequence]) -> dict[str, torch.Tensor]:
-    """Gradients of T-PPO, from its definition, of a whole model that routes by itself."""
+def plain_loss(model: Any, value_model: PlainValues, sequences: list[Sequence]) -> torch.Tensor:
+    """The loss of T-PPO, from its definition, of a whole model that routes by itself."""
     policy, value = torch.zeros(()), torch.zeros(())
     policy_tokens = value_tokens = 0
     for sequence in sequences:
         tokens = torch.from_numpy(sequence.token_ids)
         first, length = sequence.prompt_length - 1, sequence.response_length
-        hidden = model.model(tokens[None, :-1]).last_hidden_state[0, first:]
-        log_probs = model.lm_head(hidden).log_softmax(-1)[range(length), tokens[sequence.prompt_length :]]
-        values = network(hidden.detach())[:, 0]
+        hidden = model.model(tokens[None, :-1]).last_hidden_state[0]
+        log_probs = model.lm_head(hidden[first:]).log_softmax(-1)[range(length), tokens[sequence.prompt_length :]]
+        values = value_model(tokens[:-1], hidden)[first:]
         after = [*values.tolist()[1:], sequence.reward if sequence.is_finished else float(values[-1])]
         deltas = np.array(after) - values.tolist()
         assert sequence.row_versions is not None
@@ -81,13 +88,11 @@ def plain_gradients(model: Any, network: nn.Module, sequences: list[Sequence]) -
             # Nothing is clipped when the values have not changed.
             value = value + 0.5 * ((values - sequence.reward) ** 2).sum()
             value_tokens += length
-    (policy / policy_tokens + value / value_tokens).backward()
-    named = [*model.named_parameters(), *network.named_parameters()]
-    return {name: parameter.grad for name, parameter in named if parameter.grad is not None}
+    return policy / policy_tokens + value / value_tokens
 
 
-def check_gradients(state: State, folder: Path, mode: str) -> None:
-    trainer = start(folder, algorithm="t-ppo", mini_batches=1, mode=mode)
+def check_gradients(state: State, folder: Path, mode: str, value_model: str) -> None:
+    trainer = start(folder, algorithm="t-ppo", mini_batches=1, mode=mode, value_model=value_model)
     model: Any = load_model(folder / "model", trainer.model_config, torch.float32)
     windows = Windows(8, window=3, max_new_tokens=8, seed=2)
     both: list[Any] = [[sequence for step in range(3) for sequence in windows.advance(model, trainer.tokenizer, step)]]
@@ -98,13 +103,14 @@ def check_gradients(state: State, folder: Path, mode: str) -> None:
     sequences = [replace(s, log_probs=s.log_probs - rng.normal(size=s.response_length) * 0.1) for s in sequences]
     assert any(s.is_finished and s.trained_tokens for s in sequences)
     assert any(not s.is_finished and s.trained_tokens for s in sequences)
-    compare_gradients(trainer, model, sequences, plain_gradients)
-    trainer.session.close()
+    compare_gradients(trainer, model, sequences, plain_loss)
+    trainer.close()
 
 
+@pytest.mark.parametrize("value_model", get_args(ValueModelName))
 @pytest.mark.parametrize("mode", ["plan", "off"])
-def test_gradients_equal_those_of_a_plain_tppo(pool: RankPool, folder: Path, mode: str) -> None:
-    pool.call(check_gradients, folder, mode)
+def test_gradients_equal_those_of_a_plain_tppo(pool: RankPool, folder: Path, mode: str, value_model: str) -> None:
+    pool.call(check_gradients, folder, mode, value_model)
 
 
 def train_some_steps(state: State, folder: Path, mode: str) -> list[dict[str, float]]:
@@ -135,7 +141,7 @@ def test_figures_by_age_are_of_the_policy_before_the_step() -> None:
     batch = collate(partly_trained(16), pad_token_id=0, device=torch.device("cpu"))
     drift = torch.tensor([0.01, 0.5, -0.1])[batch.ages.clamp(max=2)]
     old_log_probs = (batch.rollout_log_probs + drift) * batch.response_mask
-    value_model = ValueModel(4, 0, torch.device("cpu"))
+    value_model = ValueHead(4, 0, torch.device("cpu"))
     tppo = TPPO(value_model, Windows(1, window=2, max_new_tokens=4, seed=0))
     outputs = TokenOutputs(old_log_probs * batch.policy_mask, torch.zeros(*batch.targets.shape, 4))
     batch = tppo.with_targets(batch, outputs)
@@ -226,7 +232,7 @@ def resume(state: State, folder: Path) -> None:
             for each in (trainer, again)
         )
         assert straight == resumed
-    states = [each.algorithm.state() for each in (trainer, again)]
+    states = [each.algorithm_state() for each in (trainer, again)]
     assert states[0].keys() == states[1].keys()
     for name, value in states[0].items():
         assert torch.equal(value, states[1][name]), name

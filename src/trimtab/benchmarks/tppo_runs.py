@@ -42,7 +42,7 @@ def runs_of_seed(settings: TppoBenchmark, seed: int, out: Path, advance: Callabl
     first = Trainer(settings.config("ppo", seed, out))
     first.warm_start()
     weights = [parameter.detach().clone() for parameter in first.model.parameters()]
-    first.session.close()
+    first.close()
     names = [*ALGORITHMS[seed % len(ALGORITHMS) :], *ALGORITHMS[: seed % len(ALGORITHMS)]]
     if seed == 0:
         # Kernels are compiled in a run that does not count.
@@ -70,7 +70,7 @@ class AlgorithmRun:
         self._trainer = Trainer(settings.config(algorithm, seed, out))
         for parameter, weight in zip(self._trainer.model.parameters(), weights, strict=True):
             parameter.data.copy_(weight)
-        self._trainer.sync_rollout()
+        self._trainer.begin()
         self._counted = dict.fromkeys(COUNTED, 0)
         self._wall_s = 0.0
         # By kind: sums of differences, and tokens.
@@ -98,7 +98,7 @@ class AlgorithmRun:
                 self._step(step, compare=is_first and step > 0)
                 step, is_first = step + 1, False
             points.append(self._point(advance))
-        self._trainer.session.close()
+        self._trainer.close()
         return {
             "algorithm": self._algorithm,
             "seed": self._seed,
@@ -112,7 +112,7 @@ class AlgorithmRun:
         """Train some steps and close the session. Collective."""
         for step in range(steps):
             self._step(step, compare=False)
-        self._trainer.session.close()
+        self._trainer.close()
 
     def _step(self, step: int, *, compare: bool) -> None:
         trainer = self._trainer

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from trimtab.rl.config import TrainConfig
+from trimtab.rl.config import TrainConfig, ValueModelName
 
 ALGORITHMS = ("ppo", "grpo", "t-ppo")
 MINI_BATCHES = 2
@@ -21,6 +21,7 @@ class TppoBenchmark:
         places: responses that are generated together, over all ranks.
         samples: responses of GRPO to a problem; PPO and T-PPO have one.
         window: most new tokens of a response in a step of T-PPO.
+        value_model: of PPO and T-PPO.
         max_new_tokens: of a response.
         evaluations: measurements of accuracy after the first, at equal distances in trained tokens.
         held_out: problems that accuracy is measured on.
@@ -37,6 +38,7 @@ class TppoBenchmark:
     places: int = 64
     samples: int = 8
     window: int = 32
+    value_model: ValueModelName = "head"
     max_new_tokens: int = 100
     evaluations: int = 8
     held_out: int = 128
@@ -61,6 +63,7 @@ class TppoBenchmark:
             mini_batches=1 if algorithm == "t-ppo" else MINI_BATCHES,
             max_new_tokens=self.max_new_tokens,
             window=self.window,
+            value_model=self.value_model,
             warm_start_steps=self.warm_start_steps,
             warm_start_batch=self.warm_start_batch,
             held_out=self.held_out,

@@ -7,7 +7,7 @@ import sys
 from functools import partial
 from importlib import import_module
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 from trimtab.benchmarks.bench_papers import PapersBenchmark
 from trimtab.benchmarks.bench_planner import PlannerBenchmark
@@ -18,6 +18,7 @@ from trimtab.errors import InputError
 from trimtab.planner import Placement
 from trimtab.policies import POLICIES
 from trimtab.rank_variables import rank_variable, torchrun_ranks
+from trimtab.rl.config import ValueModelName
 from trimtab.trace import PRESETS
 
 
@@ -145,6 +146,7 @@ def add(commands: Any) -> None:
     option("--trained-tokens", type=positive, help="that the policy is trained on in each run")
     option("--places", type=positive, help="responses that are generated together")
     option("--window", type=positive, help="most new tokens of a response in a step of T-PPO")
+    option("--value-model", choices=get_args(ValueModelName), help="of PPO and T-PPO, as in trimtab train")
     option("--warm-start-steps", type=whole, help="supervised steps before RL")
     add_options(tppo, "--picture", type=Path, help="draw accuracy over decode steps and time to FILE (.svg)")
     tppo.set_defaults(run=run_tppo, needs=("torch", "transformers"))

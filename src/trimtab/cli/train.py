@@ -11,7 +11,7 @@ from typing import Any, get_args
 from trimtab.cli.options import add_options, given, positive, whole
 from trimtab.errors import InputError
 from trimtab.rank_variables import torchrun_ranks
-from trimtab.rl.config import ALGORITHMS, PrefixRouting, TrainConfig, resumed
+from trimtab.rl.config import ALGORITHMS, PrefixRouting, TrainConfig, ValueModelName, resumed
 
 MODES = ("plan", "rehome", "static", "shadow", "off")
 # Longest responses by default, by task.
@@ -79,6 +79,12 @@ def add(commands: Any) -> None:
     option("--samples", type=positive, help="responses to each problem")
     option("--mini-batches", "--token-budget")
     option("--max-new-tokens", type=positive, help="longest response; with counting by default 100")
+    option(
+        "--value-model",
+        choices=get_args(ValueModelName),
+        help="ppo, t-ppo: a dense head on the policy's hidden states, or a trunk, a second model with experts that is "
+        "balanced from live routing",
+    )
     option("--window", type=positive, help="t-ppo: most new tokens of a response in a step")
     option(
         "--prefix-routing",

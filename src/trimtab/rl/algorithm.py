@@ -11,6 +11,7 @@ import torch
 
 from trimtab.rl.batches import MicroBatch
 from trimtab.rl.sequences import Sequence
+from trimtab.rl.value_model import ValueModel
 from trimtab.rl.windows import Windows
 
 
@@ -62,16 +63,18 @@ class Algorithm(Protocol):
     Attributes:
         title: its name for people.
         figures: names of what its loss sums up.
-        parameters: its own, beside the model's. They are equal on all ranks; the trainer sums their gradients.
     """
 
     title: str
     figures: tuple[str, ...]
-    parameters: list[torch.nn.Parameter]
 
     @property
     def windows(self) -> Windows | None:
         """Responses that are generated over several steps; None to generate whole groups in each step."""
+
+    @property
+    def value_model(self) -> ValueModel | None:
+        """Trained beside the policy by the same losses; None if there is none."""
 
     def trained(self, sequences: Sequence_[Sequence]) -> list[Sequence]:
         """Those that have a gradient. Others are left out of the step."""
@@ -98,12 +101,3 @@ class Algorithm(Protocol):
 
     def metrics(self, totals: Mapping[str, float]) -> dict[str, float]:
         """Metrics of a step from its figures, summed over all ranks and mini-batches."""
-
-    def apply_gradients(self) -> None:
-        """Run an optimizer step of its own parameters and zero their gradients, which are summed over all ranks."""
-
-    def state(self) -> dict[str, torch.Tensor]:
-        """Its parameters and optimizer state by name, for checkpoints. Rank 0's is written. Collective."""
-
-    def load_state(self, state: Mapping[str, torch.Tensor]) -> None:
-        """Continue from what `state` returned."""

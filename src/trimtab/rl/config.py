@@ -19,6 +19,7 @@ MAY_CHANGE = frozenset(
 )
 
 ALGORITHMS = ("grpo", "ppo", "t-ppo")
+ValueModelName = Literal["head", "trunk"]
 PrefixRouting = Literal["recorded", "rebuilt", "live"]
 """The experts of tokens of earlier windows in training. `recorded`: those that their own window recorded; `rebuilt`:
 those that they used when this step filled the cache again; `live`: those that the router chooses in training."""
@@ -45,6 +46,8 @@ class TrainConfig:
         mini_batches: optimizer steps in an RL step.
         token_budget: most tokens of a rank in a micro-step.
         max_new_tokens: most tokens of a response.
+        value_model: of PPO and T-PPO: a dense `head` on the policy's hidden states, or a `trunk`, a decoder with
+            experts of its own, which is balanced from live routing.
         window: most new tokens of a response in a step of T-PPO; other algorithms generate whole responses.
         prefix_routing: how T-PPO's training routes tokens of earlier windows; it has no effect in mode `live`.
         learning_rate: of RL steps; warmed up over the first steps.
@@ -74,6 +77,7 @@ class TrainConfig:
     mini_batches: int = 2
     token_budget: int = 2048
     max_new_tokens: int = 20
+    value_model: ValueModelName = "head"
     window: int = 8
     prefix_routing: PrefixRouting = "recorded"
     learning_rate: float = 2e-4

@@ -19,9 +19,7 @@ class GRPO:
     title = "GRPO"
     figures: tuple[str, ...] = ("clipped", "tokens")
     windows = None
-
-    def __init__(self) -> None:
-        self.parameters: list[torch.nn.Parameter] = []
+    value_model = None
 
     def trained(self, sequences: Sequence_[Sequence]) -> list[Sequence]:
         """Sequences with an advantage. A group whose responses all have the same reward has no gradient."""
@@ -45,13 +43,3 @@ class GRPO:
     def metrics(self, totals: Mapping[str, float]) -> dict[str, float]:
         """The fraction of response tokens whose ratio is clipped."""
         return {"ppo/clip_fraction": totals["clipped"] / max(1, totals["tokens"])}
-
-    def apply_gradients(self) -> None:
-        """Nothing: it has no parameters."""
-
-    def state(self) -> dict[str, torch.Tensor]:
-        """Nothing: it has no parameters."""
-        return {}
-
-    def load_state(self, state: Mapping[str, torch.Tensor]) -> None:
-        """Nothing: it has no parameters."""

@@ -22,7 +22,7 @@ class PPO:
     """Proximal policy optimization (arXiv 1707.06347) with a value model. An `Algorithm`.
 
     Args:
-        value_model: on the policy's hidden states.
+        value_model: of this rank.
     """
 
     title = "PPO"
@@ -31,7 +31,6 @@ class PPO:
 
     def __init__(self, value_model: ValueModel) -> None:
         self.value_model = value_model
-        self.parameters: list[torch.nn.Parameter] = list(value_model.network.parameters())
 
     def trained(self, sequences: Sequence_[Sequence]) -> list[Sequence]:
         """All sequences: the value model learns from each."""
@@ -42,7 +41,7 @@ class PPO:
 
         A return is the value plus the advantage, thus a mean of later values and the reward.
         """
-        values = self.value_model.values(outputs.hidden)
+        values = self.value_model.values(batch, outputs.hidden, batch.response_mask)
         advantages = generalized_advantages(values, batch.rewards, batch.response_mask, GAE_LAMBDA)
         return replace(batch, advantages=advantages, old_values=values, returns=values + advantages)
 
@@ -53,7 +52,7 @@ class PPO:
         assert batch.old_values is not None
         assert batch.returns is not None
         log_ratio = outputs.log_probs - old_log_probs
-        values = self.value_model.values(outputs.hidden)
+        values = self.value_model.values(batch, outputs.hidden, batch.response_mask)
         policy = clipped_policy_loss(log_ratio, batch.advantages) * batch.response_mask
         value = clipped_value_loss(values, batch.old_values, batch.returns) * batch.response_mask
         sums = {
@@ -68,15 +67,3 @@ class PPO:
         """Means over response tokens."""
         names = {"ppo/clip_fraction": "clipped", "value/loss": "value_loss", "value/mean": "values"}
         return {metric: totals[name] / max(1, totals["tokens"]) for metric, name in names.items()}
-
-    def apply_gradients(self) -> None:
-        """Update the value model."""
-        self.value_model.step()
-
-    def state(self) -> dict[str, torch.Tensor]:
-        """That of the value model."""
-        return self.value_model.state()
-
-    def load_state(self, state: Mapping[str, torch.Tensor]) -> None:
-        """Continue with a value model of `state`."""
-        self.value_model.load_state(state)

@@ -74,7 +74,7 @@ def _compare(trainer: Trainer, log: RunLog) -> PairedComparison | None:
         with log.progress(f"static against {config.mode}", config.compare_pairs) as advance:
             return compare_policies(static, trainer, config.steps, config.compare_pairs, advance)
     finally:
-        static.session.close()
+        static.close()
 
 
 @contextmanager

@@ -28,7 +28,7 @@ class TPPO:
     which is trained in the next step. The value model is trained on finished responses, with their reward as return.
 
     Args:
-        value_model: on the policy's hidden states.
+        value_model: of this rank.
         windows: responses of this rank.
     """
 
@@ -41,7 +41,6 @@ class TPPO:
     def __init__(self, value_model: ValueModel, windows: Windows) -> None:
         self.value_model = value_model
         self.windows = windows
-        self.parameters: list[torch.nn.Parameter] = list(value_model.network.parameters())
 
     def trained(self, sequences: Sequence_[Sequence]) -> list[Sequence]:
         """Sequences with a token for the policy or the value model."""
@@ -49,7 +48,7 @@ class TPPO:
 
     def with_targets(self, batch: MicroBatch, outputs: TokenOutputs) -> MicroBatch:
         """The micro-batch with advantages, and values and returns of the value model."""
-        values = self.value_model.values(outputs.hidden)
+        values = self.value_model.values(batch, outputs.hidden, batch.response_mask)
         advantages = extended_advantages(values, batch.rewards, batch.finished, batch.response_mask, GAE_LAMBDA)
         returns = batch.rewards[:, None].expand_as(values)
         return replace(batch, advantages=advantages, old_values=values, returns=returns)
@@ -70,7 +69,7 @@ class TPPO:
         log_ratio = (outputs.log_probs - version_log_probs) * batch.policy_mask
         policy = clipped_policy_loss(log_ratio, batch.advantages) * batch.policy_mask
         value_mask = batch.response_mask * batch.finished[:, None]
-        values = self.value_model.values(outputs.hidden)
+        values = self.value_model.values(batch, outputs.hidden, value_mask)
         value = clipped_value_loss(values, batch.old_values, batch.returns) * value_mask
         sums = {
             "clipped": clipped_tokens(log_ratio, batch.policy_mask),
@@ -105,16 +104,3 @@ class TPPO:
             found[f"ppo/clip_fraction_age_{name}"] = totals[f"clipped_age_{name}"] / tokens
             found[f"ppo/kl_age_{name}"] = totals[f"kl_age_{name}"] / tokens
         return found
-
-    def apply_gradients(self) -> None:
-        """Update the value model."""
-        self.value_model.step()
-
-    def state(self) -> dict[str, torch.Tensor]:
-        """That of the value model, and the open responses of all ranks."""
-        return self.value_model.state() | self.windows.state()
-
-    def load_state(self, state: Mapping[str, torch.Tensor]) -> None:
-        """Continue with the value model and the responses of `state`."""
-        self.value_model.load_state(state)
-        self.windows.load_state(state)

@@ -27,7 +27,9 @@ from trimtab.rl.rollout import count_correct, held_out_problems, sample_groups
 from trimtab.rl.sequences import Sequence, exchange_sequences, gather_lengths, routing_of
 from trimtab.rl.step_metrics import StepClock, live_metrics, plan_metrics, rollout_metrics
 from trimtab.rl.task import TASKS, draw_problem
+from trimtab.rl.value_model import ValueModel
 from trimtab.rl.warm_start import warm_start
+from trimtab.rl.windows import Windows
 from trimtab.runtime import MicroStep, PlannedStep, Session
 from trimtab.runtime.planning import default_rates
 from trimtab.trace import RoutingTrace, write_trace
@@ -104,14 +106,20 @@ class Trainer:
             self.model.parameters(), lr=config.learning_rate, betas=(0.9, 0.95), weight_decay=0.0, fused=True
         )
         self.session.register_optimizers(self.optimizer)
-        self.algorithm = make_algorithm(config, self.model_config.hidden_size, self.device)
+        self.algorithm = make_algorithm(config, self.model_config, self.device)
         if checkpoint:
             self.session.logical.load_optimizer_state(self.model, self.optimizer, checkpoint.optimizer_state())
-            self.algorithm.load_state(checkpoint.algorithm_state())
+            for part in self._parts:
+                part.load_state(checkpoint.algorithm_state())
             home = np.array(checkpoint.homes, np.int16)
             if home.max() + 1 == self.num_ranks:
                 self.session.move(Placement(home))
             self.sync_rollout()
+
+    @property
+    def _parts(self) -> list[ValueModel | Windows]:
+        """What the algorithm keeps from step to step."""
+        return [part for part in (self.algorithm.value_model, self.algorithm.windows) if part is not None]
 
     @property
     def is_live(self) -> bool:
@@ -119,18 +127,28 @@ class Trainer:
         return self.config.mode == "live"
 
     def warm_start(self, on_step: Callable[[float], None] = lambda loss: None) -> None:
-        """Run the supervised steps, if any, and copy the weights to the rollout model. Collective.
+        """Run the supervised steps, if any, and begin with their weights. Collective.
 
         Args:
             on_step: called after every supervised step with this rank's loss.
         """
         if self.config.warm_start_steps:
             warm_start(self.model, self.session, self.replicated, self.tokenizer, self.config, on_step)
-        self.sync_rollout()
+        self.begin()
 
-    def sync_rollout(self) -> None:
-        """Copy the trained weights, in logical expert order, to the rollout model. Collective."""
-        self.rollout_model.load_state_dict(self.session.logical_state_dict(self.model))
+    def begin(self) -> None:
+        """Begin RL steps with the present weights: copy them to the rollout model, and to a value model like it.
+        Collective.
+        """
+        weights = self.sync_rollout()
+        if self.algorithm.value_model is not None:
+            self.algorithm.value_model.begin(weights)
+
+    def sync_rollout(self) -> dict[str, torch.Tensor]:
+        """Copy the trained weights, in logical expert order, to the rollout model, and return them. Collective."""
+        weights = self.session.logical_state_dict(self.model)
+        self.rollout_model.load_state_dict(weights)
+        return weights
 
     def measure_accuracy(self, when: str) -> None:
         """Measure the fraction of held-out problems that the rollout model solves greedily. Collective."""
@@ -284,7 +302,9 @@ class Trainer:
             sums["loss"] += float(found.loss.detach())
             for name, value in found.sums.items():
                 sums[name] += value
-        self.session.finish_gradients([*self.replicated, *self.algorithm.parameters])
+        self.session.finish_gradients(self.replicated)
+        if self.algorithm.value_model is not None:
+            self.algorithm.value_model.finish_gradients()
         return sums
 
     def update(self, prepared: PreparedStep, old_log_probs: list[torch.Tensor], step: int) -> dict[str, float]:
@@ -299,13 +319,16 @@ class Trainer:
             norm = self.session.clip_gradients(self.replicated, self.config.max_norm)
             self.optimizer.step()
             self.optimizer.zero_grad()
-            self.algorithm.apply_gradients()
+            if self.algorithm.value_model is not None:
+                self.algorithm.value_model.step()
             for name in figures:
                 figures[name] += sums[name]
             loss += sums["loss"] / self.config.mini_batches
             if mini_batch == 0:
                 metrics["grad_norm"] = norm
         metrics["loss"] = self._total(loss)
+        if self.algorithm.value_model is not None:
+            metrics |= self.algorithm.value_model.metrics()
         return metrics | self.algorithm.metrics({name: self._total(value) for name, value in figures.items()})
 
     def step(self, step: int) -> dict[str, Any]:
@@ -374,7 +397,7 @@ class Trainer:
         """Write a checkpoint after `step` RL steps. Collective."""
         weights = self.session.logical.weights(self.model)
         optimizer_state = self.session.logical.optimizer_state(self.model, self.optimizer)
-        algorithm_state = self.algorithm.state()
+        algorithm_state = self.algorithm_state()
         if self.rank == 0:
             homes = self.session.placement.home.tolist()
             model = (self.model_config, self.tokenizer)
@@ -385,6 +408,16 @@ class Trainer:
         else:
             for _ in chain(weights, optimizer_state):
                 pass  # gathering is collective; only rank 0 receives tensors
+
+    def algorithm_state(self) -> dict[str, torch.Tensor]:
+        """What the algorithm keeps from step to step, by name. Rank 0's goes into checkpoints. Collective."""
+        return {name: value for part in self._parts for name, value in part.state().items()}
+
+    def close(self) -> None:
+        """Release threads and shared memory."""
+        self.session.close()
+        if self.algorithm.value_model is not None:
+            self.algorithm.value_model.close()
 
     def _total(self, value: float) -> float:
         """The sum over all ranks."""

@@ -1,67 +1,55 @@
-"""`ValueModel`: predicts a response's reward from the policy's hidden states, with its own optimizer."""
+"""`ValueModel`: predicts a response's reward, with an optimizer of its own; and its loss."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Protocol
 
 import torch
-from torch import nn
 
-LEARNING_RATE = 1e-3
+from trimtab.rl.batches import MicroBatch
+
 MAX_NORM = 1.0
 # A value that moves further in a step than this has no gradient.
 VALUE_CLIP = 0.2
 
 
-class ValueModel:
-    """A small dense network on the policy's last hidden states, which get no gradient from it.
+class ValueModel(Protocol):
+    """A value model on one rank. Its parameters are not the policy's."""
 
-    Policy and value model are thus updated independently. All ranks have the same parameters.
+    def begin(self, policy: Mapping[str, torch.Tensor]) -> None:
+        """Begin a new run.
 
-    Args:
-        hidden_size: of the policy.
-        seed: of the first weights. The first values are 0.
-        device: of the parameters.
-    """
+        Args:
+            policy: weights of the policy, in logical expert order.
+        """
 
-    def __init__(self, hidden_size: int, seed: int, device: torch.device) -> None:
-        inner, last = nn.Linear(hidden_size, hidden_size), nn.Linear(hidden_size, 1)
-        # A generator of its own: ranks may have drawn different numbers from torch's.
-        nn.init.xavier_uniform_(inner.weight, generator=torch.Generator().manual_seed(seed))
-        for zero in (inner.bias, last.weight, last.bias):
-            nn.init.zeros_(zero)
-        self.network = nn.Sequential(inner, nn.SiLU(), last).to(device)
-        self.optimizer = torch.optim.AdamW(
-            self.network.parameters(), lr=LEARNING_RATE, betas=(0.9, 0.95), weight_decay=0.0, fused=True
-        )
+    def values(self, batch: MicroBatch, hidden: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor:
+        """Value `[B, T]` float32 of the state after each fed token. Collective.
 
-    def values(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Value `[B, T]` float32 of the state after each fed token, from hidden states `[B, T, H]`."""
-        found: torch.Tensor = self.network(hidden.detach().float()).squeeze(-1)
-        return found
+        Args:
+            batch: the micro-batch.
+            hidden: `[B, T, H]`, the policy's last hidden states, which get no gradient from it.
+            wanted: `[B, T]`, not 0 where the value is needed. Others may be any finite number.
+        """
+
+    def finish_gradients(self) -> None:
+        """Complete the gradients of a mini-batch over all ranks. Collective."""
 
     def step(self) -> None:
-        """Clip the gradients by their norm, run an optimizer step, and zero them."""
-        nn.utils.clip_grad_norm_(self.network.parameters(), MAX_NORM)
-        self.optimizer.step()
-        self.optimizer.zero_grad()
+        """Clip the gradients by their norm, run an optimizer step, and zero them. Collective."""
+
+    def metrics(self) -> dict[str, float]:
+        """Figures of its own since the last call, equal on all ranks."""
 
     def state(self) -> dict[str, torch.Tensor]:
-        """Parameters and optimizer state, as `key/parameter`, for checkpoints."""
-        found = {f"parameter/{name}": value.detach() for name, value in self.network.named_parameters()}
-        for name, parameter in self.network.named_parameters():
-            found |= {f"{key}/{name}": value for key, value in self.optimizer.state.get(parameter, {}).items()}
-        return {name: value.cpu() for name, value in found.items()}
+        """Parameters and optimizer state, as `key/parameter`, for checkpoints. Rank 0's is written. Collective."""
 
     def load_state(self, state: Mapping[str, torch.Tensor]) -> None:
-        """Continue from what `state` returned."""
-        packed = self.optimizer.state_dict()
-        for index, (name, parameter) in enumerate(self.network.named_parameters()):
-            of_name = {key.removesuffix(f"/{name}"): value for key, value in state.items() if key.endswith(f"/{name}")}
-            parameter.data.copy_(of_name.pop("parameter"))
-            if of_name:
-                packed["state"][index] = of_name
-        self.optimizer.load_state_dict(packed)
+        """Continue from what `state` returned. There may be other names."""
+
+    def close(self) -> None:
+        """Release threads and shared memory."""
 
 
 def clipped_value_loss(values: torch.Tensor, old_values: torch.Tensor, returns: torch.Tensor) -> torch.Tensor:

@@ -60,12 +60,12 @@ class RowExchange:
     def finish(self) -> torch.Tensor:
         """What has arrived. The host waits for it; on CUDA the current stream does."""
         if self._rows.is_cuda:
-            self._finish()
+            self._wait_for_rows()
         elif self._works:
-            self._wait(self._finish)
+            self._wait(self._wait_for_rows)
         return self.arrived
 
-    def _finish(self) -> None:
+    def _wait_for_rows(self) -> None:
         for work in self._works:
             if work is not None:
                 work.wait()
