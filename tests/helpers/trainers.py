@@ -6,6 +6,7 @@ import copy
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import torch
@@ -13,6 +14,7 @@ import torch.distributed as dist
 from torch import nn
 
 from helpers.equality import relative_error
+from helpers.live_runs import quotas_of_few
 from helpers.runs import save_tiny_model
 from trimtab.rl.checkpoint import last_checkpoint
 from trimtab.rl.config import TrainConfig
@@ -20,6 +22,7 @@ from trimtab.rl.sequences import Sequence
 from trimtab.rl.trainer import Trainer
 from trimtab.rl.value_head import ValueHead
 from trimtab.rl.value_trunk import ValueTrunk
+from trimtab.runtime.live import balancer
 
 # The policy has changed since the recompute by so much in each token.
 LOG_RATIO = 0.1
@@ -111,8 +114,12 @@ def compare_gradients(trainer: Trainer, model: Any, sequences: list[Sequence], p
     prepared = trainer.prepare(sequences[trainer.rank :: trainer.num_ranks], 0)
     if prepared.planned is not None:
         trainer.session.apply_plan(prepared.planned, prepared.trace)
-    old_log_probs = [log_probs - LOG_RATIO for log_probs in trainer.recompute(prepared)]
-    trainer.accumulate(prepared, old_log_probs, 0)
+    with mock.patch.object(balancer, "choose_quotas", quotas_of_few):
+        old_log_probs = [log_probs - LOG_RATIO for log_probs in trainer.recompute(prepared)]
+        value_model.metrics()
+        trainer.accumulate(prepared, old_log_probs, 0)
+    if isinstance(value_model, ValueTrunk) and trainer.config.mode == "plan":
+        assert value_model.metrics()["value/replicas"] > 0
     plain(model, values, sequences).backward()
     expected = dict(model.named_parameters()) | dict(network.named_parameters())
     found = dict(trainer.model.named_parameters()) | dict(value_model.network.named_parameters())

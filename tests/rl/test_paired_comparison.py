@@ -87,7 +87,7 @@ def compare(state: State, folder: Path) -> None:
         assert torch.allclose(value, weights(static)[name], atol=1e-4), name
         assert "proj" not in name or not torch.equal(value, before[name]), name
     for trainer in pair:
-        trainer.session.close()
+        trainer.close()
 
 
 def test_both_trainers_train_the_same_steps(pool: RankPool, folder: Path) -> None:
@@ -121,7 +121,7 @@ def time_parts(state: State, folder: Path) -> dict[str, list[float]]:
                 patches.enter_context(mock.patch.object(owner, name, advancing(getattr(owner, name), seconds)))
         comparison = compare_policies(static, balanced, 0, 2)
     for trainer in trainers:
-        trainer.session.close()
+        trainer.close()
     return {name: policy.step_s for name, policy in comparison.policies.items()}
 
 

@@ -76,7 +76,10 @@ def plain_loss(model: Any, value_model: PlainValues, sequences: list[Sequence]) 
 
 
 def check_gradients(state: State, folder: Path, mode: str, value_model: str) -> None:
-    trainer = start(folder, algorithm="ppo", mini_batches=1, mode=mode, value_model=value_model)
+    given: dict[str, Any] = {"mini_batches": 1, "mode": mode, "value_model": value_model}
+    if value_model == "trunk":
+        given |= {"slots": 2, "gradient_checkpointing": mode == "plan"}
+    trainer = start(folder, algorithm="ppo", **given)
     model: Any = load_model(folder / "model", trainer.model_config, torch.float32)
     torch.manual_seed(1)
     problems = [draw_problem(random.Random(problem), held_out=False) for problem in range(6)]
@@ -98,7 +101,7 @@ def train_some_steps(state: State, folder: Path, mode: str) -> list[list[float]]
         sequences = with_rewards(make_sequences(14, hot=True))
         _, metrics = trainer.train(sequences[trainer.rank :: 2], step, StepClock())
         found.append([metrics[name] for name in ("loss", "value/loss", "value/mean", "grad_norm")])
-    trainer.session.close()
+    trainer.close()
     return found
 
 
@@ -129,7 +132,7 @@ def resume(state: State, folder: Path) -> None:
     dist.all_gather_object(of_ranks, states[0])
     assert all(torch.equal(value, of_ranks[1][name]) for name, value in of_ranks[0].items())
     for each in (trainer, again):
-        each.session.close()
+        each.close()
 
 
 def test_a_checkpoint_has_the_value_model_and_its_optimizer(pool: RankPool, folder: Path) -> None:

@@ -92,7 +92,10 @@ def plain_loss(model: Any, value_model: PlainValues, sequences: list[Sequence]) 
 
 
 def check_gradients(state: State, folder: Path, mode: str, value_model: str) -> None:
-    trainer = start(folder, algorithm="t-ppo", mini_batches=1, mode=mode, value_model=value_model)
+    given: dict[str, Any] = {"mini_batches": 1, "mode": mode, "value_model": value_model}
+    if value_model == "trunk":
+        given |= {"slots": 2, "gradient_checkpointing": mode == "plan"}
+    trainer = start(folder, algorithm="t-ppo", **given)
     model: Any = load_model(folder / "model", trainer.model_config, torch.float32)
     windows = Windows(8, window=3, max_new_tokens=8, seed=2)
     both: list[Any] = [[sequence for step in range(3) for sequence in windows.advance(model, trainer.tokenizer, step)]]
@@ -121,7 +124,7 @@ def train_some_steps(state: State, folder: Path, mode: str) -> list[dict[str, fl
         found.append(
             {name: metrics[name] for name in metrics if name.startswith(("loss", "ppo", "value", "grad", "tok"))}
         )
-    trainer.session.close()
+    trainer.close()
     return found
 
 
@@ -178,7 +181,7 @@ def compare_prefix_routing(state: State, folder: Path) -> dict[str, float]:
         versions = np.concatenate([prepared.trace.row_versions(s) for s in range(prepared.trace.num_sequences)])
         assert unknown.tolist() == ((versions == 0) & (routing == "live")).tolist()
         assert {len(windows) for windows in prepared.trace.windows} == {2}
-    trainer.session.close()
+    trainer.close()
     return found
 
 
@@ -206,7 +209,7 @@ def count_logits(state: State, folder: Path) -> None:
     dist.all_gather_object(totals, (recomputed, sum(rows[updates:])))
     assert sum(total for total, _ in totals) == sum(sequence.response_length for sequence in sequences)
     assert sum(total for _, total in totals) == sum(sequence.policy_tokens for sequence in sequences)
-    trainer.session.close()
+    trainer.close()
 
 
 def test_only_tokens_of_a_loss_have_logits(pool: RankPool, folder: Path) -> None:
@@ -240,7 +243,7 @@ def resume(state: State, folder: Path) -> None:
     for name, value in again.session.logical_state_dict(again.model).items():
         assert torch.equal(value, expected[name]), name
     for each in (trainer, again):
-        each.session.close()
+        each.close()
 
 
 def test_a_run_resumes_in_the_middle_of_responses_bit_for_bit(pool: RankPool, folder: Path) -> None:

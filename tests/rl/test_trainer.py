@@ -54,7 +54,7 @@ def losses(state: State, folder: Path) -> tuple[list[float], list[float]]:
         found.append(reduce(trainer.accumulate(prepared, old_log_probs, mini_batch)["loss"], CPU))
         trainer.optimizer.zero_grad()
     assert trainer.session.take_metrics()["moe/unplanned_micro_steps"] == 0
-    trainer.session.close()
+    trainer.close()
     # Every second sequence in rank order. Before the update the ratio is 1.
     of_ranks = [*sequences[0::2], *sequences[1::2]]
     expected = []
@@ -82,7 +82,7 @@ def update_once(state: State, folder: Path) -> tuple[float, list[float]]:
     for step in (0, 1, 20):
         trainer.update(prepared, before, step)
         rates.append(trainer.optimizer.param_groups[0]["lr"])
-    trainer.session.close()
+    trainer.close()
     return reduce(rise, CPU), rates
 
 
@@ -100,7 +100,7 @@ def clip_some(state: State, folder: Path) -> tuple[float, float]:
     # Ratios exp(0.1) and exp(-0.3).
     shifted = [values + (0.3 if index in second else -0.1) for index, values in enumerate(log_probs)]
     found = trainer.update(prepared, shifted, step=0)["ppo/clip_fraction"]
-    trainer.session.close()
+    trainer.close()
     of_ranks = [*sequences[0::2], *sequences[1::2]]
     tokens = [len(s.token_ids) - s.prompt_length for s in of_ranks]
     return found, sum(tokens[1::2]) / sum(tokens)
@@ -128,7 +128,7 @@ def compare_rollouts(state: State, folder: Path) -> list[float]:
     for shift in (0, 1):
         shifted = [replace(s, expert_ids=np.roll(s.expert_ids, shift, axis=0)) for s in sequences]
         differences.append(trainer.rollout_difference(*apply(trainer, shifted)))
-    trainer.session.close()
+    trainer.close()
     return differences
 
 
@@ -188,7 +188,7 @@ def run_a_step(state: State, folder: Path) -> None:
     assert_synced(trainer)
     changed = [not torch.equal(value, before[name]) for name, value in trainer.rollout_model.state_dict().items()]
     assert sum(changed) > len(changed) / 2
-    trainer.session.close()
+    trainer.close()
 
 
 def train_from_live_routing(state: State, folder: Path) -> list[list[dict[str, Any]]]:
@@ -201,7 +201,7 @@ def train_from_live_routing(state: State, folder: Path) -> list[list[dict[str, A
                 trainer.rollout(0)
             mine = make_sequences(16)[trainer.rank :: 2]
             found.append([trainer.train(mine, step, StepClock())[1] for step in range(2)])
-            trainer.session.close()
+            trainer.close()
     return found
 
 
@@ -250,7 +250,7 @@ def measure_by_rank(state: State, folder: Path) -> tuple[float, list[list[str]]]
     with mock.patch.object(trainer_module, "sample_groups", keep):
         for step in (0, 1, 0):
             trainer.rollout(step)
-    trainer.session.close()
+    trainer.close()
     return trainer.held_out_accuracy["now"], prompts
 
 
@@ -290,7 +290,7 @@ def save_and_resume(state: State, folder: Path) -> None:
             assert torch.equal(torch.as_tensor(states[1][name][key]), torch.as_tensor(state_value)), (name, key)
     assert bool(states[0]) == (trainer.rank == 0)
     for each in (trainer, again):
-        each.session.close()
+        each.close()
 
 
 def test_a_run_resumes_after_the_step_of_its_last_checkpoint(pool: RankPool, folder: Path) -> None:

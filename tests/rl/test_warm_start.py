@@ -54,7 +54,7 @@ def train(state: State, folder: Path, gradient_checkpointing: bool) -> tuple[lis
         mock.patch.object(warm_start, "load_balancing_loss", kept_loss),
         mock.patch.object(warm_start, "_encode", kept_encode),
     ):
-        start(folder, warm_start_steps=12, gradient_checkpointing=gradient_checkpointing).session.close()
+        start(folder, warm_start_steps=12, gradient_checkpointing=gradient_checkpointing).close()
     return shapes, [sum(values[:LAYERS]), sum(values[-LAYERS:])]
 
 

@@ -70,7 +70,7 @@ class AlgorithmRun:
         self._trainer = Trainer(settings.config(algorithm, seed, out))
         for parameter, weight in zip(self._trainer.model.parameters(), weights, strict=True):
             parameter.data.copy_(weight)
-        self._trainer.begin()
+        self._trainer.weights_are_ready()
         self._counted = dict.fromkeys(COUNTED, 0)
         self._wall_s = 0.0
         # By kind: sums of differences, and tokens.

@@ -82,8 +82,8 @@ def add(commands: Any) -> None:
     option(
         "--value-model",
         choices=get_args(ValueModelName),
-        help="ppo, t-ppo: a dense head on the policy's hidden states, or a trunk, a second model with experts that is "
-        "balanced from live routing",
+        help="ppo, t-ppo: a dense head on the policy's hidden states, or a trunk, a second model with experts, whose "
+        "replicas are chosen from live routing",
     )
     option("--window", type=positive, help="t-ppo: most new tokens of a response in a step")
     option(
@@ -128,6 +128,8 @@ def run(options: argparse.Namespace) -> None:
     model = checkpoint.directory if checkpoint else config.model
     tokenizer = load_tokenizer(model, config.task)
     Placement.contiguous(1, num_experts(load_config(model, tokenizer)), ranks)
+    if config.value_model == "trunk" and config.algorithm == "grpo":
+        raise InputError("--value-model trunk: grpo has no value model; use --algorithm ppo or t-ppo")
     if config.problems < ranks:
         raise InputError(f"--problems is {config.problems}; each of the {ranks} ranks needs at least one")
     config.out.mkdir(parents=True, exist_ok=True)

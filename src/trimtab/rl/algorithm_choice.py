@@ -20,7 +20,6 @@ from trimtab.rl.value_model import ValueModel
 from trimtab.rl.value_trunk import ValueTrunk
 from trimtab.rl.windows import Windows
 from trimtab.runtime import Session
-from trimtab.runtime.planning import default_rates
 
 
 def make_algorithm(config: TrainConfig, model_config: Any, device: torch.device) -> Algorithm:
@@ -51,13 +50,12 @@ def _make_value_model(config: TrainConfig, model_config: Any, device: torch.devi
     if config.value_model == "head":
         return ValueHead(model_config.hidden_size, config.seed, device)
     # Runs that are planned can be repeated bit for bit. `quota` depends on counts alone, `auto` on measured times.
-    policy = config.policy if config.mode == "live" else "quota" if config.mode in ("plan", "rehome") else "off"
+    policy = config.policy if config.mode == "live" else "quota" if config.mode == "plan" else "off"
     session = Session(
         num_experts=num_experts(model_config),
         mode="live",
         policy=policy,
         slots_per_rank=config.slots,
         ranks_per_node=rank_variable("LOCAL_WORLD_SIZE", dist.get_world_size()),
-        rates=default_rates(device),
     )
     return ValueTrunk(model_config, session, device, gradient_checkpointing=config.gradient_checkpointing)

@@ -77,7 +77,7 @@ class Checkpoint:
         return _OptimizerFiles([_optimizer_file(self.directory, number) for number in range(self.optimizer_files)])
 
     def algorithm_state(self) -> dict[str, torch.Tensor]:
-        """State of the algorithm by name, as `Algorithm.state` returned it; empty for one without state.
+        """State of the algorithm by name, as `Trainer.algorithm_state` returned it; empty for one without state.
 
         Raises:
             InputError: naming a file that is missing or damaged.

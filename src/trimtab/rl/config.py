@@ -47,7 +47,7 @@ class TrainConfig:
         token_budget: most tokens of a rank in a micro-step.
         max_new_tokens: most tokens of a response.
         value_model: of PPO and T-PPO: a dense `head` on the policy's hidden states, or a `trunk`, a decoder with
-            experts of its own, which is balanced from live routing.
+            experts of its own. In the modes `plan` and `live` these have replicas, chosen from live routing.
         window: most new tokens of a response in a step of T-PPO; other algorithms generate whole responses.
         prefix_routing: how T-PPO's training routes tokens of earlier windows; it has no effect in mode `live`.
         learning_rate: of RL steps; warmed up over the first steps.

@@ -58,6 +58,11 @@ NOTES = (
     "machine.",
 )
 
+OF_TRUNK = (
+    "Layers and experts of the value model count as attention and other, and in the measured time of forward and "
+    "backward. Its replicas are not among those shown; under static it has none."
+)
+
 
 def rollout_charts(steps: Sequence[Mapping[str, float]]) -> tuple[LineChart, ...]:
     """Lengths of responses, and the occupancy of the decode batch, over the steps of a run.
@@ -128,7 +133,7 @@ def report_of(trainer: Trainer, comparison: PairedComparison, steps: Sequence[Ma
         before=LoadMap("static", static.loads_MLR),
         after=LoadMap("trimtab", balanced.loads_MLR),
         timelines=tuple(timeline_of(name, recordings, where) for name, recordings in split.items()),
-        notes=(*NOTES, check(comparison)),
+        notes=(*NOTES, *([OF_TRUNK] if trainer.config.value_model == "trunk" else []), check(comparison)),
         rollout=rollout_charts(steps),
         table_title=f"Net step time, medians of {len(static.step_s)} training steps",
     )
@@ -178,8 +183,11 @@ def _predicted_and_measured(policy: MeasuredPolicy) -> str:
 
 def memory_of(trainer: Trainer) -> dict[str, float]:
     """Bytes of training state on this rank, by use."""
-    state = [value for values in trainer.optimizer.state.values() for value in values.values()]
-    parameters = float(sum(parameter.nbytes for parameter in trainer.model.parameters()))
+    trained: list[tuple[torch.nn.Module, torch.optim.Optimizer]] = [(trainer.model, trainer.optimizer)]
+    if (value_model := trainer.algorithm.value_model) is not None:
+        trained.append((value_model.network, value_model.optimizer))
+    state = [value for _, optimizer in trained for values in optimizer.state.values() for value in values.values()]
+    parameters = float(sum(parameter.nbytes for network, _ in trained for parameter in network.parameters()))
     return {
         "parameters": parameters,
         "gradients": parameters,

@@ -109,16 +109,17 @@ class Trainer:
         self.algorithm = make_algorithm(config, self.model_config, self.device)
         if checkpoint:
             self.session.logical.load_optimizer_state(self.model, self.optimizer, checkpoint.optimizer_state())
-            for part in self._parts:
-                part.load_state(checkpoint.algorithm_state())
+            algorithm_state = checkpoint.algorithm_state()
+            for part in self._stateful:
+                part.load_state(algorithm_state)
             home = np.array(checkpoint.homes, np.int16)
             if home.max() + 1 == self.num_ranks:
                 self.session.move(Placement(home))
             self.sync_rollout()
 
     @property
-    def _parts(self) -> list[ValueModel | Windows]:
-        """What the algorithm keeps from step to step."""
+    def _stateful(self) -> list[ValueModel | Windows]:
+        """Parts of the algorithm that have a state from step to step."""
         return [part for part in (self.algorithm.value_model, self.algorithm.windows) if part is not None]
 
     @property
@@ -127,22 +128,22 @@ class Trainer:
         return self.config.mode == "live"
 
     def warm_start(self, on_step: Callable[[float], None] = lambda loss: None) -> None:
-        """Run the supervised steps, if any, and begin with their weights. Collective.
+        """Run the supervised steps, if any, and copy the weights to the rollout and value models. Collective.
 
         Args:
             on_step: called after every supervised step with this rank's loss.
         """
         if self.config.warm_start_steps:
             warm_start(self.model, self.session, self.replicated, self.tokenizer, self.config, on_step)
-        self.begin()
+        self.weights_are_ready()
 
-    def begin(self) -> None:
-        """Begin RL steps with the present weights: copy them to the rollout model, and to a value model like it.
-        Collective.
+    def weights_are_ready(self) -> None:
+        """Copy the weights that RL starts from to the rollout model, and to a value model with layers like the
+        policy's. Collective.
         """
         weights = self.sync_rollout()
         if self.algorithm.value_model is not None:
-            self.algorithm.value_model.begin(weights)
+            self.algorithm.value_model.start_from(weights)
 
     def sync_rollout(self) -> dict[str, torch.Tensor]:
         """Copy the trained weights, in logical expert order, to the rollout model, and return them. Collective."""
@@ -410,8 +411,8 @@ class Trainer:
                 pass  # gathering is collective; only rank 0 receives tensors
 
     def algorithm_state(self) -> dict[str, torch.Tensor]:
-        """What the algorithm keeps from step to step, by name. Rank 0's goes into checkpoints. Collective."""
-        return {name: value for part in self._parts for name, value in part.state().items()}
+        """State of the value model and of open responses, by name. Rank 0's goes into checkpoints. Collective."""
+        return {name: value for part in self._stateful for name, value in part.state().items()}
 
     def close(self) -> None:
         """Release threads and shared memory."""

@@ -36,7 +36,7 @@ class ValueHead:
             self.network.parameters(), lr=LEARNING_RATE, betas=(0.9, 0.95), weight_decay=0.0, fused=True
         )
 
-    def begin(self, policy: Mapping[str, torch.Tensor]) -> None:
+    def start_from(self, policy: Mapping[str, torch.Tensor]) -> None:
         """Nothing: it begins at 0."""
 
     def values(self, batch: MicroBatch, hidden: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor:
@@ -46,8 +46,13 @@ class ValueHead:
 
     def finish_gradients(self) -> None:
         """Sum the gradients over all ranks."""
-        for parameter in self.network.parameters():
-            dist.all_reduce(parameter.grad)
+        # None on all ranks if the mini-batch has no micro-step.
+        gradients = [p.grad for p in self.network.parameters() if p.grad is not None]
+        if gradients:
+            joined = torch.cat([gradient.flatten() for gradient in gradients])
+            dist.all_reduce(joined)
+            for gradient, whole in zip(gradients, joined.split([g.numel() for g in gradients]), strict=True):
+                gradient.copy_(whole.view_as(gradient))
 
     def step(self) -> None:
         """Clip the gradients by their norm, run an optimizer step, and zero them."""

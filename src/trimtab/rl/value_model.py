@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Protocol
 
 import torch
+from torch import nn
 
 from trimtab.rl.batches import MicroBatch
 
@@ -15,10 +16,18 @@ VALUE_CLIP = 0.2
 
 
 class ValueModel(Protocol):
-    """A value model on one rank. Its parameters are not the policy's."""
+    """A value model on one rank."""
 
-    def begin(self, policy: Mapping[str, torch.Tensor]) -> None:
-        """Begin a new run.
+    @property
+    def network(self) -> nn.Module:
+        """The rank's part of it. No parameter of it is the policy's."""
+
+    @property
+    def optimizer(self) -> torch.optim.Optimizer:
+        """Of its parameters."""
+
+    def start_from(self, policy: Mapping[str, torch.Tensor]) -> None:
+        """Take first values from the policy, where the value model is like it.
 
         Args:
             policy: weights of the policy, in logical expert order.
@@ -40,7 +49,7 @@ class ValueModel(Protocol):
         """Clip the gradients by their norm, run an optimizer step, and zero them. Collective."""
 
     def metrics(self) -> dict[str, float]:
-        """Figures of its own since the last call, equal on all ranks."""
+        """Figures of its own since the last call, equal on all ranks. Not a collective."""
 
     def state(self) -> dict[str, torch.Tensor]:
         """Parameters and optimizer state, as `key/parameter`, for checkpoints. Rank 0's is written. Collective."""

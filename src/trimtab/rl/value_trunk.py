@@ -1,4 +1,4 @@
-"""`ValueTrunk`: a value model with layers and experts of its own, balanced from live routing."""
+"""`ValueTrunk`: a value model with layers and experts of its own, which follow its router."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ from transformers import AutoModel
 
 from trimtab.integrations.transformers import share_experts
 from trimtab.rl.batches import MicroBatch
-from trimtab.rl.step_metrics import live_metrics
 from trimtab.rl.value_model import MAX_NORM
 from trimtab.runtime import Session
 
@@ -33,6 +32,7 @@ class ValueTrunk:
 
     Attributes:
         network: `trunk` and `head`.
+        optimizer: of both.
         replicated: its parameters outside experts.
     """
 
@@ -52,9 +52,8 @@ class ValueTrunk:
         self.optimizer = torch.optim.AdamW(
             self.network.parameters(), lr=LEARNING_RATE, betas=(0.9, 0.95), weight_decay=0.0, fused=True
         )
-        session.register_optimizers(self.optimizer)
 
-    def begin(self, policy: Mapping[str, torch.Tensor]) -> None:
+    def start_from(self, policy: Mapping[str, torch.Tensor]) -> None:
         """Take the weights of the policy's decoder."""
         prefix = f"{self.network['trunk'].base_model_prefix}."
         trunk = {f"trunk.{name.removeprefix(prefix)}": policy[name] for name in policy if name.startswith(prefix)}
@@ -62,25 +61,24 @@ class ValueTrunk:
         self.session.logical.load_weights(self.network, trunk | head)
 
     def values(self, batch: MicroBatch, hidden: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor:
-        """Value `[B, T]` of the state after each fed token, from the tokens alone; 0 in sequences without a wanted one.
+        """Value `[B, T]` of the state after each fed token, from the tokens alone.
 
-        The others are not fed.
+        Sequences without a wanted value are not fed; their values are 0. A rank that has no other feeds one token of
+        padding, so that it runs every layer.
         """
-        width = batch.input_ids.shape[1]
-        sequences = wanted.any(dim=1).nonzero()[:, 0]
-        if len(sequences) == 0:
-            # Padding, so that this rank runs every layer.
-            sequences, positions = sequences.new_zeros(1), batch.positions[:0]
-        else:
-            place = sequences.new_full((len(wanted),), -1)
-            place[sequences] = torch.arange(len(sequences), device=sequences.device)
-            places = place[batch.positions // width]
-            positions = (places * width + batch.positions % width)[places >= 0]
-        with self.session.live_micro_step(positions=positions):
-            own = self.network["trunk"](input_ids=batch.input_ids[sequences], use_cache=False).last_hidden_state
-        found = self.network["head"](own).squeeze(-1) * wanted[sequences].any(dim=1, keepdim=True)
-        values: torch.Tensor = found.new_zeros(wanted.shape).index_put((sequences,), found)
-        return values
+        width, positions = batch.input_ids.shape[1], batch.positions
+        sequence_n, column_n = positions // width, positions % width
+        is_fed = wanted.any(dim=1)
+        fed_n = is_fed[sequence_n]
+        fed_width = int(column_n[fed_n].max()) + 1 if bool(fed_n.any()) else 1
+        sequences = is_fed.nonzero()[:, 0] if bool(fed_n.any()) else is_fed.new_zeros(1, dtype=torch.int64)
+        place = is_fed.cumsum(0) - 1
+        inputs = batch.input_ids[sequences, :fed_width]
+        with self.session.live_micro_step(positions=(place[sequence_n] * fed_width + column_n)[fed_n]):
+            own = self.network["trunk"](input_ids=inputs, use_cache=False).last_hidden_state
+        found = self.network["head"](own).squeeze(-1) * is_fed[sequences, None]
+        values = found.new_zeros(wanted.shape)
+        return values.index_put((sequences[:, None], torch.arange(fed_width, device=found.device)), found)
 
     def finish_gradients(self) -> None:
         """Complete the gradients over all ranks."""
@@ -93,9 +91,10 @@ class ValueTrunk:
         self.optimizer.zero_grad()
 
     def metrics(self) -> dict[str, float]:
-        """How its layers were balanced, in recompute and update."""
-        found = live_metrics(self.session.take_metrics())
-        return {name.replace("moe/", "value/"): value for name, value in found.items()}
+        """Replicas, and loads of ranks without and with them, in recompute and update."""
+        found = self.session.take_metrics()
+        names = ("replicas", "max_vio_before", "max_vio_after")
+        return {f"value/{name}": found[f"live/{name}"] for name in names}
 
     def state(self) -> dict[str, torch.Tensor]:
         """Parameters and optimizer state in logical expert order, as `key/parameter`."""

@@ -106,12 +106,14 @@ class MicroStepRuns:
             settings, experts = self._settings, self._experts
             cluster = ClusterSpec(self._topology.num_ranks, self._topology.ranks_per_node, settings.slots_per_rank)
             number = self.end_step()
+            # Nothing is read in other ranks' memory if there are no replicas.
+            by_messages = settings.paths == "message" or settings.policy == "off" or settings.slots_per_rank == 0
             self._live = LiveBalancer(
                 settings.policy, settings.predictor, experts.layers, settings.plan_settings.limits(cluster)
             )
             with torch.inference_mode(False):
                 experts.drain()
-                experts.transfers.prepare_live(self._live, number, by_messages=settings.paths == "message")
+                experts.transfers.prepare_live(self._live, number, by_messages=by_messages)
             experts.changed = True
 
     def _bind(

@@ -26,7 +26,7 @@ from trimtab.runtime.autograd.torch_engine import (
 from trimtab.runtime.layer.micro_step import BoundRoutes, MicroStep
 
 # Micro-steps whose ranges are kept.
-KEPT_FORWARDS = 4096
+KEPT_FORWARDS = 512
 
 
 @dataclass(eq=False)
