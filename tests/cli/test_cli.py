@@ -221,7 +221,10 @@ def expect_input_error(arguments: list[str], message: str, capsys: pytest.Captur
         (["train", "--output", "{folder}/new", "--model", "absent"], "absent"),
         (["train", "--output", "{folder}/new", "--ranks", "3"], "3 ranks don't divide 8 experts"),
         (["train", "--output", "{folder}/new", "--problems", "1"], "each of the 2 ranks needs at least one"),
-        (["train", "--output", "{folder}/new", "--value-model", "trunk"], "grpo has no value model; use --algorithm ppo"),
+        (
+            ["train", "--output", "{folder}/new", "--value-model", "trunk"],
+            "grpo has no value model; use --algorithm ppo",
+        ),
         (["trace", "synth", "spike", "-o", "{folder}/new", "--mean-length", "99999999999"], "99999999999 is too large"),
         (["train", "--output", "{folder}/new", "--mode", "magic"], "unknown --mode magic; use one of plan,"),
         (["train", "--output", "{folder}/new", "--live", "magic"], "unknown --live magic; use one of auto,"),

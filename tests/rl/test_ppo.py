@@ -46,7 +46,9 @@ def test_the_value_loss_equals_its_definition() -> None:
     # Clipped at 0.2: a value that has moved further has no gradient, unless it moved away from the return.
     expected = [0.9**2, 0.8**2, 1.5**2, 1.5**2, 0.4**2]
     assert VALUE_CLIP == 0.2
-    assert clipped_value_loss(values, old, returns).tolist()[0] == pytest.approx([x / 2 for x in expected])
+    for shift in (0.0, 0.3):
+        found = clipped_value_loss(values + shift, old + shift, returns + shift)
+        assert found.tolist()[0] == pytest.approx([x / 2 for x in expected])
 
 
 def with_rewards(sequences: list[Sequence]) -> list[Sequence]:

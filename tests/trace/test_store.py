@@ -12,7 +12,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from trimtab import InputError, RoutingTrace, read_trace, write_trace
-from trimtab.trace import no_route
+from trimtab.trace import TraceReader, no_route
 from trimtab.trace.store import named_files
 
 
@@ -123,6 +123,14 @@ def test_inconsistent_files_are_refused(tmp_path: Path, change: dict[str, Any], 
     rewritten(tmp_path / "trace.parquet", **change)
     with pytest.raises(InputError, match=rf"trace\.parquet: {message}"):
         read_trace(tmp_path / "trace.parquet")
+
+
+def test_a_reader_refuses_wrong_windows_when_it_opens(tmp_path: Path) -> None:
+    """It has the facts before it reads ids."""
+    write_trace(random_trace(8), tmp_path / "trace.parquet")
+    rewritten(tmp_path / "trace.parquet", windows=[[], [], [window(6, 4), window(8, 12)], []])
+    with pytest.raises(InputError, match=r"trace\.parquet: sequence 2 has 17 .* its windows have \[4, 12\]"):
+        TraceReader(tmp_path / "trace.parquet")
 
 
 def test_hidden_files_in_a_folder_are_ignored(tmp_path: Path) -> None:
