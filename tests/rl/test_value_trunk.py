@@ -139,7 +139,9 @@ def test_balanced_and_unbalanced_runs_have_the_same_losses(pool: RankPool, folde
 def train_one(state: State, folder: Path, value_model: str) -> dict[str, float]:
     """A step with fewer sequences than mini-batches."""
     trainer = start(folder, algorithm="ppo", value_model=value_model, mini_batches=4)
-    prepared, metrics = trainer.train(some_finished()[:1] if trainer.rank == 0 else [], 0, StepClock())
+    # No response may have a token to train on yet.
+    assert trainer.train([], 0, StepClock())[1]["loss"] == 0
+    prepared, metrics = trainer.train(some_finished()[:1] if trainer.rank == 0 else [], 1, StepClock())
     assert prepared.schedule.num_micro_steps == 1
     trainer.close()
     return {name: metrics[name] for name in ("loss", "value/loss")}
