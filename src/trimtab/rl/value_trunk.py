@@ -94,8 +94,7 @@ class ValueTrunk:
         """Replicas, and loads of ranks without and with them, in recompute and update."""
         found = self.session.take_metrics()
         names = ("replicas", "max_vio_before", "max_vio_after")
-        # A session has no figures before its first micro-step.
-        return {f"value/{name}": found.get(f"live/{name}", 0.0) for name in names}
+        return {f"value/{name}": found[f"live/{name}"] for name in names}
 
     def state(self) -> dict[str, torch.Tensor]:
         """Parameters and optimizer state in logical expert order, as `key/parameter`."""
