@@ -20,6 +20,7 @@ from trimtab.report.html import NOT_SHOWN, page_of, write_html
 from trimtab.report.model import AnalysisReport, Report
 from trimtab.report.simulation import simulation_report
 from trimtab.rl.config import TrainConfig
+from trimtab.rl.grpo import GRPO
 from trimtab.rl.paired_comparison import MeasuredPolicy, PairedComparison
 from trimtab.rl.report import report_of
 from trimtab.rl.step_metrics import plan_metrics
@@ -100,7 +101,7 @@ def training_page(name: str) -> Report:
         config=TrainConfig(folder), model_config=SimpleNamespace(num_experts_per_tok=2, model_type=name),
         session=SimpleNamespace(num_experts=4, topology=SimpleNamespace(ranks_per_node=2)), num_ranks=2,
         device=torch.device("cpu"), layer_indices=np.arange(1), model=torch.nn.Linear(1, 1),
-        optimizer=SimpleNamespace(state={}),
+        optimizer=SimpleNamespace(state={}), algorithm=GRPO(),
     )  # fmt: skip
     return report_of(trainer, PairedComparison(measured, measured))
 
