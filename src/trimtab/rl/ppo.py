@@ -22,7 +22,7 @@ class PPO:
     """Proximal policy optimization (arXiv 1707.06347) with a value model. An `Algorithm`.
 
     Args:
-        value_model: of this rank.
+        value_model: this rank's part of it.
     """
 
     title = "PPO"

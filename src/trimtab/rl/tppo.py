@@ -28,8 +28,8 @@ class TPPO:
     which is trained in the next step. The value model is trained on finished responses, with their reward as return.
 
     Args:
-        value_model: of this rank.
-        windows: responses of this rank.
+        value_model: this rank's part of it.
+        windows: this rank's responses.
     """
 
     title = "T-PPO"

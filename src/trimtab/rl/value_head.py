@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from trimtab.rl.batches import MicroBatch
 from trimtab.rl.value_model import MAX_NORM
+from trimtab.runtime.gradients import sum_gradients
 
 LEARNING_RATE = 1e-3
 
@@ -46,13 +46,8 @@ class ValueHead:
 
     def finish_gradients(self) -> None:
         """Sum the gradients over all ranks."""
-        # None on all ranks if the mini-batch has no micro-step.
-        gradients = [p.grad for p in self.network.parameters() if p.grad is not None]
-        if gradients:
-            joined = torch.cat([gradient.flatten() for gradient in gradients])
-            dist.all_reduce(joined)
-            for gradient, whole in zip(gradients, joined.split([g.numel() for g in gradients]), strict=True):
-                gradient.copy_(whole.view_as(gradient))
+        # There are none on any rank if the mini-batch has no micro-step.
+        sum_gradients(self.network.parameters())
 
     def step(self) -> None:
         """Clip the gradients by their norm, run an optimizer step, and zero them."""

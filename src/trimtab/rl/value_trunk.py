@@ -70,8 +70,11 @@ class ValueTrunk:
         sequence_n, column_n = positions // width, positions % width
         is_fed = wanted.any(dim=1)
         fed_n = is_fed[sequence_n]
-        fed_width = int(column_n[fed_n].max()) + 1 if bool(fed_n.any()) else 1
-        sequences = is_fed.nonzero()[:, 0] if bool(fed_n.any()) else is_fed.new_zeros(1, dtype=torch.int64)
+        sequences, fed_width = is_fed.nonzero()[:, 0], 1
+        if len(sequences):
+            fed_width = int(column_n[fed_n].max()) + 1
+        else:
+            sequences = sequences.new_zeros(1)
         place = is_fed.cumsum(0) - 1
         inputs = batch.input_ids[sequences, :fed_width]
         with self.session.live_micro_step(positions=(place[sequence_n] * fed_width + column_n)[fed_n]):

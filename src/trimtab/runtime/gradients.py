@@ -92,8 +92,12 @@ def describe(parameters: Sequence[torch.nn.Parameter], *, with_values: bool) -> 
     return digest(shapes, torch.stack([flat[len(flat) // 2].double() for flat in present]).cpu().numpy())
 
 
-def sum_gradients(parameters: Iterable[torch.nn.Parameter], group: dist.ProcessGroup) -> None:
-    """Sum the gradients of parameters over the ranks of a group, in place. Parameters without gradient are skipped."""
+def sum_gradients(parameters: Iterable[torch.nn.Parameter], group: dist.ProcessGroup | None = None) -> None:
+    """Sum the gradients of parameters over the ranks of a group, in place. Parameters without gradient are skipped.
+
+    Args:
+        group: all ranks by default.
+    """
     bucket: list[torch.Tensor] = []
     for parameter in parameters:
         if not parameter.requires_grad or parameter.grad is None:
@@ -142,7 +146,7 @@ def zero_missing(parameters: Sequence[torch.nn.Parameter], control: dist.Process
             parameter.grad = torch.zeros_like(parameter)
 
 
-def _sum_bucket(bucket: list[torch.Tensor], group: dist.ProcessGroup) -> None:
+def _sum_bucket(bucket: list[torch.Tensor], group: dist.ProcessGroup | None) -> None:
     flat = _flatten_dense_tensors(bucket)
     dist.all_reduce(flat, group=group)
     for gradient, total in zip(bucket, _unflatten_dense_tensors(flat, bucket), strict=True):

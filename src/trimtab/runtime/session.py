@@ -144,7 +144,9 @@ class Session:
             tell_wrong_variables()
         self.layers: list[ExpertLayer] = []
         self._initial_E: Array = self.topology.initial_placement(1, num_experts).home[0]
-        self._lockstep = Lockstep(self.topology, max_values=max(num_experts + MEASURED, 3 + COMPARED))
+        self._lockstep = Lockstep(
+            self.topology, num_experts=num_experts, max_values=max(num_experts + MEASURED, 3 + COMPARED)
+        )
         self.counters = Counters(lockstep=self._lockstep)
         self._experts = RankExperts(self.settings, self.topology, self._lockstep, self.counters)
         self._calls = LayerCalls(

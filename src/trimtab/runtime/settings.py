@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
-from dataclasses import InitVar, dataclass, field
+from dataclasses import InitVar, dataclass, field, fields
 from functools import partial
 from typing import Any, Literal, get_args
 
+import trimtab
 from trimtab.cluster import ClusterSpec
 from trimtab.planner import PlanSettings
 from trimtab.runtime.argument_checks import at_least, finite, one_of
@@ -30,9 +31,9 @@ _CHECKS: dict[str, Callable[[str, Any], object]] = {
     "least_gain": finite,
     "max_rows_per_rank": partial(at_least, least=1),
 }
-
-
 _OPTIONAL = ("mirror_bytes", "max_rows_per_rank")
+# Settings that may differ between ranks.
+_OF_ONE_RANK = ("verify_weights",)
 
 
 @dataclass(eq=False)
@@ -92,9 +93,6 @@ class Settings:
 
     @property
     def shared(self) -> dict[str, object]:
-        """Settings that plans depend on, which must be equal on all ranks."""
-        names = (
-            "mode", "paths", "slots_per_rank", "ring_layers", "mirror_bytes", "least_gain", "max_rows_per_rank",
-            "exact", "policy", "predictor",
-        )  # fmt: skip
-        return {name: getattr(self, name) for name in names}
+        """The version of Trimtab and the settings that must be equal on all ranks, by name."""
+        compared = [setting.name for setting in fields(self) if setting.name not in _OF_ONE_RANK]
+        return {"version of Trimtab": trimtab.__version__} | {name: getattr(self, name) for name in compared}

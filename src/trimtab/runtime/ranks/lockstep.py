@@ -67,17 +67,18 @@ class Lockstep:
 
     Args:
         topology: process groups; comparisons use `expert_control` and `control`.
-        max_values: maximum number of integers that `agree` can exchange.
+        num_experts: experts of a layer; compared before the first exchange.
+        max_values: maximum number of integers that `agree` can exchange, the same on all ranks with as many experts.
 
     Attributes:
         count: number of calls so far.
     """
 
-    def __init__(self, topology: Topology, *, max_values: int) -> None:
-        self._topology = topology
+    def __init__(self, topology: Topology, *, num_experts: int, max_values: int) -> None:
+        self._topology, self._num_experts = topology, num_experts
         self._names = [f"rank {rank}" for rank in dist.get_process_group_ranks(topology.control)]
         self._timeout_s = topology.timeout.total_seconds()
-        self._width = _HEADER + max_values
+        self._width, self._is_width_compared = _HEADER + max_values, False
         self._digest, self.count = 0, 0
         self._last: deque[Call] = deque(maxlen=KEPT_CALLS)
         control = topology.control.group_name
@@ -129,14 +130,34 @@ class Lockstep:
         row[:_HEADER] = self._digest, int.from_bytes(digest, "little", signed=True), problem is not None
         row[_HEADER : _HEADER + len(values)] = values
         group = self._topology.control if all_data_ranks else self._topology.expert_control
-        rows = [torch.empty(self._width, dtype=torch.int64) for _ in range(dist.get_world_size(group))]
-        self.wait(dist.all_gather(rows, torch.from_numpy(row), group=group, async_op=True).wait)
-        rows_RW = torch.stack(rows).numpy()
+        self._compare_width(group)
+        rows_RW = self._gather(row, group)
         # Logs of different expert-parallel groups may differ.
         digests = rows_RW[:, 0].reshape(-1, self._topology.num_ranks)
         if rows_RW[:, 2].any() or (rows_RW[:, 1] != row[1]).any() or (digests != digests[:, :1]).any():
             self._raise_difference(group, must_match or {}, problem)
         return rows_RW[:, _HEADER : _HEADER + len(values)]
+
+    def _compare_width(self, group: dist.ProcessGroup) -> None:
+        """Check once that rows are equally long on all ranks. Gloo aborts the process of a longer one."""
+        if self._is_width_compared:
+            return
+        num_experts_R = self._gather(np.array([self._num_experts]), group)[:, 0].tolist()
+        names = self._names if len(num_experts_R) == len(self._names) else self._peers
+        for name, num_experts in zip(names, num_experts_R, strict=True):
+            if num_experts != num_experts_R[0]:
+                raise RanksDisagreeError(
+                    f"ranks disagree: num_experts is {num_experts_R[0]} on {names[0]} and {num_experts} on {name}"
+                )
+        self._is_width_compared = True
+
+    def _gather(self, row: Array, group: dist.ProcessGroup) -> Array:
+        """The rows of all ranks of a group, `[ranks, ...]`."""
+        mine = torch.from_numpy(row)
+        rows = [torch.empty_like(mine) for _ in range(dist.get_world_size(group))]
+        self.wait(dist.all_gather(rows, mine, group=group, async_op=True).wait)
+        stacked: Array = torch.stack(rows).numpy()
+        return stacked
 
     def wait(self, work: Callable[[], object]) -> None:
         """Run `work()` on another thread and wait for it; compare logs while it takes long.

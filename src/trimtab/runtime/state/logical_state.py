@@ -182,11 +182,12 @@ class LogicalState:
         trained = [parameter for group in optimizer.param_groups for parameter in group["params"]]
         packed["state"] = {index: mine[parameter] for index, parameter in enumerate(trained) if parameter in mine}
         optimizer.load_state_dict(packed)
-        # load_state_dict moves tensors to the device, but also casts them to the dtype of the parameter.
+        # load_state_dict moves tensors to their device, but also casts them to the dtype of the parameter.
         for parameter, values in mine.items():
+            loaded = optimizer.state[parameter]
             for key, value in values.items():
-                if isinstance(value, torch.Tensor) and value.ndim > 0:
-                    optimizer.state[parameter][key] = value.to(parameter.device)
+                if isinstance(value, torch.Tensor):
+                    loaded[key] = value.to(loaded[key].device)
 
     def _places(self, model: torch.nn.Module) -> dict[str, _Place]:
         """The expert tensors, by name."""
