@@ -1,5 +1,5 @@
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-fast test-long test-megatron test-trl test-verl mutants reliability lint bench clean
+.PHONY: help demo test test-fast test-long nightly test-megatron test-trl test-verl mutants reliability lint bench clean
 
 PYTHON ?= python3
 BIN := .venv/bin
@@ -11,21 +11,24 @@ help:  ## list the targets
 demo: .venv/.ready  ## post-train a small MoE on two local ranks, balanced by Trimtab (about 5 minutes)
 	$(BIN)/trimtab train -o $(OUT)
 
-# These start ranks, which share their files' processes; a file at a time on each core.
+# These start ranks.
 WIDE := tests/runtime tests/rl tests/integrations tests/launch tests/calibration tests/doctor tests/test_examples.py
 
-PYTEST := $(BIN)/python -m pytest -n 2 --ignore=tests/reliability
+# Files run in processes forked from one that has imported everything: tests/helpers/forked_files.py.
+PYTEST := $(BIN)/python -m pytest --forks 2 --ignore=tests/reliability
 
-test: .venv/.ready  ## run the tests (about 12 minutes on 2 cores)
-	$(PYTEST) -m 'not long' $(addprefix --ignore=,$(WIDE))
-	$(PYTEST) -m 'not long' --dist loadfile $(WIDE)
+test: .venv/.ready  ## run the tests (about 10 minutes on 2 cores)
+	$(PYTEST) -m 'not long'
 
 test-fast: .venv/.ready  ## run the tests that start no ranks, commands or browser (about 90 seconds)
 	$(PYTEST) -m 'not long and not slow' $(addprefix --ignore=,$(WIDE))
 
 test-long: .venv/.ready  ## run tests with many more random examples and combinations (may take an hour)
-	TRIMTAB_TESTS=long $(PYTEST) -m 'long or longer' $(addprefix --ignore=,$(WIDE))
-	TRIMTAB_TESTS=long $(PYTEST) -m 'long or longer' --dist loadfile $(WIDE)
+	TRIMTAB_TESTS=long $(PYTEST) -m 'long or longer'
+
+nightly: .venv/.ready  ## what takes too long for every change: long tests, verl, mistakes, faults and fuzzing
+	$(PYTEST) -m long
+	$(MAKE) test-verl mutants reliability
 
 # MEGATRON=path/to/Megatron-LM runs them with the Megatron in that folder.
 test-megatron: .venv/.ready  ## run the long form of the Megatron tests (MEGATRON=folder: with that version)
@@ -37,8 +40,10 @@ test-trl: .venv/.ready  ## run the tests of the TRL trainer (about a minute)
 test-verl: .venv-verl/.ready  ## run the tests of observing verl 0.9.1, in an environment of its own
 	PYTHONPATH=src .venv-verl/bin/python -m pytest tests/observe/test_released_frameworks.py -k verl
 
-mutants: .venv/.ready  ## make single mistakes in the source, and check that tests fail (about 20 minutes)
-	$(BIN)/python tests/mutants/run.py
+SEED ?= 1
+
+mutants: .venv/.ready  ## make 200 random mistakes in the source, and count those that no test notices (about 20 minutes)
+	$(BIN)/python tests/mutants/run.py --seed $(SEED)
 
 # A file after the other: some fill disks, or stop whole runs.
 reliability: .venv/.ready  ## faults of training runs, soaks, and fuzzing of imports (about 40 minutes)

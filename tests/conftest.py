@@ -4,15 +4,41 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from pathlib import Path
 from typing import TYPE_CHECKING
 
+import hypothesis
 import pytest
+
+from helpers.forked_files import ForkedFiles
+from helpers.numba_cache import cache_folder
+from mutants.function_map import FOLDER, CallRecorder
 
 if TYPE_CHECKING:
     from helpers.rank_pool import RankPool
 
+# Of every process of the run.
+os.environ.setdefault("NUMBA_CACHE_DIR", str(cache_folder()))
+# Before anything of Trimtab is imported.
+_recorder = CallRecorder(Path(os.environ[FOLDER])) if FOLDER in os.environ else None
+# No test is timed.
+hypothesis.settings.register_profile("untimed", deadline=None)
+hypothesis.settings.load_profile("untimed")
 # Sessions check sampled weights as each micro-step begins; ranks inherit it.
 os.environ.setdefault("TRIMTAB_VERIFY_WEIGHTS", "1")
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Adds `--forks`."""
+    parser.addoption("--forks", type=int, default=0, help="run files in this number of forked processes")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Runs files in processes of their own if `--forks` is given; notes calls if `make mutants` asks for it."""
+    if _recorder is not None:
+        config.pluginmanager.register(_recorder)
+    if config.option.forks:
+        config.pluginmanager.register(ForkedFiles(config, config.option.forks))
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -31,3 +57,10 @@ def pool() -> Iterator[RankPool]:
     pool = shared_pool(2)
     yield pool
     pool.forget()
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """Says how many tests of pages did not run for want of a browser."""
+    skipped = [str(report.longrepr) for report in terminalreporter.stats.get("skipped", [])]
+    if count := sum("no browser" in reason for reason in skipped):
+        terminalreporter.write_line(f"{count} tests of pages did not run: no Chromium or Chrome is on PATH")

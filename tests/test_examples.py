@@ -9,58 +9,52 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 EXAMPLES = ROOT / "examples"
+TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
 STEP = re.compile(r"step \d+: .*loss (\S+), (\d+) replicas, max_vio (\S+) before, (\S+) (?:planned|after)")
 
 
-def run_example(name: str, *launcher: str) -> list[tuple[float, int, float, float]]:
-    """Loss, replicas, and max_vio before and after of every step."""
-    command = [sys.executable, *launcher, str(EXAMPLES / name)]
-    result = subprocess.run(command, capture_output=True, text=True, check=False)
+def run_balanced(name: str, *launcher: str, lines: int = 120, smaller: float = 1) -> list[float]:
+    """Losses of the steps of an example, whose max_vio replicas make so many times smaller or more."""
+    path = EXAMPLES / name
+    assert len(path.read_text().splitlines()) <= lines
+    output = run(*launcher, str(path))
+    steps = [match.groups() for line in output.splitlines() if (match := STEP.fullmatch(line))]
+    assert sum(int(replicas) for _, replicas, _, _ in steps) > 0
+    assert all(float(after) < float(before) / smaller for _, _, before, after in steps)
+    return [float(loss) for loss, _, _, _ in steps]
+
+
+def run(*arguments: str) -> str:
+    result = subprocess.run([sys.executable, *arguments], capture_output=True, text=True, check=False)
     assert result.returncode == 0, result.stderr
-    lines = (STEP.fullmatch(line) for line in result.stdout.splitlines())
-    return [(float(m[1]), int(m[2]), float(m[3]), float(m[4])) for m in lines if m]
+    return result.stdout
 
 
 def test_a_transformers_loop_is_balanced_in_every_step() -> None:
-    steps = run_example("transformers_loop.py")
-    assert len(steps) == 2
-    assert sum(replicas for _, replicas, _, _ in steps) > 0
-    assert all(after < before for _, _, before, after in steps)
+    assert len(run_balanced("transformers_loop.py")) == 2
 
 
 def test_supervised_fine_tuning_learns_and_is_balanced_from_live_routing() -> None:
-    assert len((EXAMPLES / "sft_live.py").read_text().splitlines()) <= 60
-    steps = run_example("sft_live.py")
-    assert len(steps) == 6
-    assert steps[-1][0] < steps[0][0] / 4
-    assert all(replicas > 0 for _, replicas, _, _ in steps)
-    assert all(after < before / 5 for _, _, before, after in steps)
+    losses = run_balanced("sft_live.py", lines=60, smaller=5)
+    assert len(losses) == 6
+    assert losses[-1] < losses[0] / 4
 
 
 def test_a_layer_of_ones_own_learns_and_is_balanced_under_torchrun() -> None:
-    steps = run_example("own_moe_layer.py", "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
-    assert len(steps) == 4
-    assert steps[-1][0] < steps[0][0] / 2
-    assert sum(replicas for _, replicas, _, _ in steps) > 0
-    assert all(after < before for _, _, before, after in steps)
+    losses = run_balanced("own_moe_layer.py", *TORCHRUN)
+    assert len(losses) == 4
+    assert losses[-1] < losses[0] / 2
 
 
 def test_a_megatron_loop_learns_and_is_balanced_under_torchrun() -> None:
-    assert len((EXAMPLES / "megatron_loop.py").read_text().splitlines()) <= 120
-    steps = run_example("megatron_loop.py", "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
-    assert len(steps) == 4
+    losses = run_balanced("megatron_loop.py", *TORCHRUN)
+    assert len(losses) == 4
     # Two updates on the same responses: the first one's ratios are 1, the second one's loss is lower.
-    losses = [loss for loss, _, _, _ in steps]
     assert all(abs(first) < 1e-4 and second < -1e-3 for first, second in zip(losses[::2], losses[1::2], strict=True))
-    assert sum(replicas for _, replicas, _, _ in steps) > 0
-    assert all(after < before for _, _, before, after in steps)
 
 
 def test_a_trl_script_learns_and_is_balanced_under_torchrun() -> None:
-    steps = run_example("trl_grpo.py", "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
-    assert len(steps) == 6
-    assert sum(replicas for _, replicas, _, _ in steps) > 0
-    assert all(after < before for _, _, before, after in steps)
+    assert len(run_balanced("trl_grpo.py", *TORCHRUN)) == 6
 
 
 def test_the_first_example_plans_a_trace_without_torch() -> None:
@@ -70,9 +64,7 @@ def test_the_first_example_plans_a_trace_without_torch() -> None:
         f"import runpy, sys; sys.modules['torch'] = None; runpy.run_path({str(path)!r}, run_name='__main__'); "
         "assert sys.modules['torch'] is None"
     )
-    result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
-    assert result.returncode == 0, result.stderr
-    printed, table = result.stdout.split("layer  static  planned\n")
+    printed, table = run("-c", program).split("layer  static  planned\n")
     assert "AnalysisResult: trace in memory" in printed
     assert "PlanResult: trace in memory" in printed
     rows = [line.split() for line in table.splitlines()]

@@ -7,25 +7,38 @@ import os
 import socket
 import stat
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from io import BytesIO
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from trimtab import InputError, write_trace
+from trimtab import InputError, RoutingTrace, write_trace
 from trimtab.cli.main import main
 from trimtab.files import atomic_file, write_atomically, write_json
 from trimtab.trace import synthesize
 from trimtab.trace.exports.arrays import write_npz
 
 
-def read_from(pipe: Path) -> tuple[threading.Thread, list[bytes]]:
-    """A thread that reads all that is written into a pipe, and what it has read."""
-    found: list[bytes] = []
-    thread = threading.Thread(target=lambda: found.append(pipe.read_bytes()), daemon=True)
+@pytest.fixture
+def trace() -> RoutingTrace:
+    return synthesize(num_sequences=2, sequence_length=4, num_layers=1, num_experts=8, top_k=2, zipf=1.0)
+
+
+@contextmanager
+def reading(pipe: Path) -> Iterator[list[bytes]]:
+    """A list that has all that was written into the pipe when the context ends."""
+    content: list[bytes] = []
+    thread = threading.Thread(target=lambda: content.append(pipe.read_bytes()), daemon=True)
     thread.start()
-    return thread, found
+    yield content
+    thread.join(10)
+
+
+def names_in(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir())
 
 
 def test_the_old_content_stays_until_the_new_one_is_complete(tmp_path: Path) -> None:
@@ -37,29 +50,44 @@ def test_the_old_content_stays_until_the_new_one_is_complete(tmp_path: Path) -> 
         assert path.read_text() == "old\n"
         file.write(b"second part")
     assert path.read_text() == "first part, second part"
-    assert [each.name for each in path.parent.iterdir()] == ["file"]
+    assert names_in(path.parent) == ["file"]
+
+
+def test_content_is_on_disk_before_it_replaces_the_old(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    events: list[str] = []
+    sync, move = os.fsync, os.replace
+
+    def log_sync(descriptor: int) -> None:
+        opened = Path(f"/proc/self/fd/{descriptor}")
+        events.append("folder on disk" if opened.is_dir() else f"on disk: {opened.read_text()}")
+        sync(descriptor)
+
+    def log_move(source: Path, target: Path) -> None:
+        events.append("replaced")
+        move(source, target)
+
+    monkeypatch.setattr(os, "fsync", log_sync)
+    monkeypatch.setattr(os, "replace", log_move)
+    write_atomically(tmp_path / "file", "new")
+    assert events[:2] == ["on disk: new", "replaced"]
 
 
 def test_a_write_that_fails_leaves_the_old_file_and_nothing_else(tmp_path: Path) -> None:
+    """On a full disk the error has no file name; it gets that of the file."""
     path = tmp_path / "file"
     write_atomically(path, "old")
 
-    def fail(target: Path) -> None:
+    def write_half(target: Path) -> None:
         with atomic_file(target) as file:
             file.write(b"half")
-            raise RuntimeError("stopped")
+            raise OSError(28, "No space left on device")
 
     for target in (path, tmp_path / "new"):
-        with pytest.raises(RuntimeError, match="stopped"):
-            fail(target)
+        with pytest.raises(OSError, match="No space left") as error:
+            write_half(target)
+        assert error.value.filename == str(target)
     assert path.read_text() == "old"
-    assert [each.name for each in tmp_path.iterdir()] == ["file"]
-
-
-def test_an_error_without_a_name_gets_that_of_the_file(tmp_path: Path) -> None:
-    with pytest.raises(OSError, match="No space left") as error, atomic_file(tmp_path / "file"):
-        raise OSError(28, "No space left on device")
-    assert error.value.filename == str(tmp_path / "file")
+    assert names_in(tmp_path) == ["file"]
 
 
 def test_links_stay_and_their_targets_are_replaced(tmp_path: Path) -> None:
@@ -78,27 +106,24 @@ def test_links_stay_and_their_targets_are_replaced(tmp_path: Path) -> None:
     write_atomically(tmp_path / "early", "made")
     assert (tmp_path / "later" / "target").read_text() == "made"
     assert (tmp_path / "early").is_symlink()
-    assert [each.name for each in (tmp_path / "run").iterdir()] == ["target"]
+    assert names_in(tmp_path / "run") == ["target"]
 
 
-def test_a_pipe_gets_the_content_and_stays(tmp_path: Path) -> None:
+def test_a_pipe_gets_the_content_and_stays(tmp_path: Path, trace: RoutingTrace) -> None:
     pipe, link = tmp_path / "pipe", tmp_path / "link"
     os.mkfifo(pipe)
     link.symlink_to(pipe)
     for path in (pipe, link):
-        thread, found = read_from(pipe)
-        write_json(path, {"a": 1})
-        thread.join(10)
-        assert [json.loads(each) for each in found] == [{"a": 1}]
+        with reading(pipe) as content:
+            write_json(path, {"a": 1})
+        assert [json.loads(each) for each in content] == [{"a": 1}]
     assert stat.S_ISFIFO(pipe.stat().st_mode)
     # Archives are written by seeking.
-    trace = synthesize(num_sequences=2, sequence_length=4, num_layers=1, num_experts=8, top_k=2, zipf=1.0)
-    thread, found = read_from(pipe)
-    write_npz(trace, pipe)
-    thread.join(10)
-    with np.load(BytesIO(found[0])) as arrays:
+    with reading(pipe) as content:
+        write_npz(trace, pipe)
+    with np.load(BytesIO(content[0])) as arrays:
         assert np.array_equal(arrays["expert_ids"], trace.expert_ids)
-    assert sorted(each.name for each in tmp_path.iterdir()) == ["link", "pipe"]
+    assert names_in(tmp_path) == ["link", "pipe"]
 
 
 def test_devices_are_written_into(tmp_path: Path) -> None:
@@ -111,7 +136,7 @@ def test_devices_are_written_into(tmp_path: Path) -> None:
     write_atomically(device, "lost")
     status = device.stat()
     assert (stat.S_ISCHR(status.st_mode), status.st_rdev) == (True, os.makedev(1, 3))
-    assert [each.name for each in tmp_path.iterdir()] == ["null"]
+    assert names_in(tmp_path) == ["null"]
     # A full disk is reported, with the device's name.
     full = tmp_path / "full"
     os.mknod(full, 0o600 | stat.S_IFCHR, os.makedev(1, 7))
@@ -149,38 +174,31 @@ def test_folders_block_devices_and_sockets_are_refused(tmp_path: Path, monkeypat
         for name, kind in refused.items():
             with pytest.raises(InputError, match=rf"{name}: {kind}; name the file to write"):
                 write_atomically(tmp_path / name, "content")
-    assert sorted(each.name for each in tmp_path.iterdir()) == sorted(refused)
+    assert names_in(tmp_path) == sorted(refused)
 
 
-def test_commands_write_into_pipes_and_refuse_folders(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    trace = synthesize(num_sequences=2, sequence_length=4, num_layers=1, num_experts=8, top_k=2, zipf=1.0)
-    write_trace(trace, tmp_path / "trace.parquet")
-    os.mkfifo(tmp_path / "pipe")
-    thread, found = read_from(tmp_path / "pipe")
-    words = ["trace", "info", str(tmp_path / "trace.parquet"), "--json"]
-    assert main([*words, str(tmp_path / "pipe")]) == 0
-    thread.join(10)
-    assert json.loads(found[0])["tokens"] == 8
-    thread, found = read_from(tmp_path / "pipe")
-    assert main(["trace", "export", words[2], "--to", "safetensors", "-o", str(tmp_path / "pipe")]) == 0
-    thread.join(10)
-    assert b"expert_ids" in found[0]
-    assert stat.S_ISFIFO((tmp_path / "pipe").stat().st_mode)
-    capsys.readouterr()
+def test_commands_write_into_pipes(tmp_path: Path, trace: RoutingTrace, capsys: pytest.CaptureFixture[str]) -> None:
+    file, pipe = str(tmp_path / "trace.parquet"), tmp_path / "pipe"
+    write_trace(trace, file)
+    os.mkfifo(pipe)
+    with reading(pipe) as content:
+        assert main(["trace", "info", file, "--json", str(pipe)]) == 0
+    assert json.loads(content[0])["tokens"] == 8
+    with reading(pipe) as content:
+        assert main(["trace", "export", file, "--to", "safetensors", "-o", str(pipe)]) == 0
+    assert b"expert_ids" in content[0]
+    assert stat.S_ISFIFO(pipe.stat().st_mode)
     (tmp_path / "link").symlink_to(tmp_path)
-    for name, message in (("link", "a folder; name the file to write"), ("loop", "symbolic links")):
-        (tmp_path / "loop").unlink(missing_ok=True)
-        (tmp_path / "loop").symlink_to("loop")
-        assert main([*words, str(tmp_path / name)]) == 2
+    (tmp_path / "loop").symlink_to("loop")
+    (tmp_path / "again").symlink_to("page")
+    capsys.readouterr()
+    for words, message in (
+        (["trace", "info", file, "--json", str(tmp_path / "link")], "a folder; name the file to write"),
+        (["trace", "info", file, "--json", str(tmp_path / "loop")], "symbolic links"),
+        # A link and its target are one output.
+        (["analyze", file, "--json", str(tmp_path / "page"), "--html", str(tmp_path / "again")], "written twice"),
+    ):
+        assert main(words) == 2
         error = capsys.readouterr().err
         assert message in error
         assert error.count("\n") == 1
-
-
-def test_a_link_and_its_target_are_one_output(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    trace = synthesize(num_sequences=2, sequence_length=4, num_layers=1, num_experts=8, top_k=2, zipf=1.0)
-    write_trace(trace, tmp_path / "trace.parquet")
-    (tmp_path / "link").symlink_to("page")
-    outputs = ["--json", str(tmp_path / "page"), "--html", str(tmp_path / "link")]
-    assert main(["analyze", str(tmp_path / "trace.parquet"), *outputs]) == 2
-    assert "to be written twice" in capsys.readouterr().err

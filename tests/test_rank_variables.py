@@ -16,11 +16,6 @@ def _no_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.delenv(name, raising=False)
 
 
-def set_variables(monkeypatch: pytest.MonkeyPatch, changes: dict[str, str]) -> None:
-    for name, value in changes.items():
-        monkeypatch.setenv(name, value)
-
-
 def test_without_rank_no_other_program_started_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
     assert torchrun_ranks() is None
     # As in the environment of a job's allocation.
@@ -29,7 +24,8 @@ def test_without_rank_no_other_program_started_this_process(monkeypatch: pytest.
 
 
 def test_under_torchrun_the_number_of_ranks_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
-    set_variables(monkeypatch, TORCHRUN)
+    for name, value in TORCHRUN.items():
+        monkeypatch.setenv(name, value)
     assert torchrun_ranks() == 4
     assert rank_variable("RANK") == 1
     assert rank_variable("LOCAL_WORLD_SIZE", 7) == 7
@@ -43,16 +39,15 @@ def test_under_torchrun_the_number_of_ranks_is_known(monkeypatch: pytest.MonkeyP
         ({"RANK": "-1"}, "RANK is '-1'"),
         ({"RANK": "4"}, "RANK is 4; it should be below WORLD_SIZE, 4"),
         ({"LOCAL_RANK": "1.0"}, "LOCAL_RANK is '1.0'"),
+        ({"LOCAL_RANK": None}, "LOCAL_RANK is not set"),
     ],
 )
-def test_wrong_values_are_named(monkeypatch: pytest.MonkeyPatch, changes: dict[str, str], message: str) -> None:
-    set_variables(monkeypatch, TORCHRUN | changes)
+def test_wrong_and_missing_values_are_named(
+    monkeypatch: pytest.MonkeyPatch, changes: dict[str, str | None], message: str
+) -> None:
+    for name, value in (TORCHRUN | changes).items():
+        if value is not None:
+            monkeypatch.setenv(name, value)
     with pytest.raises(InputError) as raised:
         torchrun_ranks()
     assert message in str(raised.value)
-
-
-def test_a_missing_variable_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    set_variables(monkeypatch, {"RANK": "0", "WORLD_SIZE": "2"})
-    with pytest.raises(InputError, match="LOCAL_RANK is not set"):
-        torchrun_ranks()

@@ -37,17 +37,15 @@ def trace_of(model: str, layers: int = 2, experts: int = 128, top_k: int = 8) ->
         ("glm-4.5-air", 48, "qwen3-30b-a3b"),
     ],
 )
-def test_the_model_that_a_trace_names_comes_before_one_like_it(
+def test_a_named_model_comes_before_one_like_it(
     label: str, layers: int, name: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO, logger="trimtab")
     found = model_of("t", trace_of(label, layers), None)
     assert found == ModelSpec.named(name)
     is_named = label not in ("synthetic rl-mixed", "mixtral-8x7b", "glm-4.5-air")
-    assert caplog.messages == (
-        [] if is_named
-        else [f"model: {name} is assumed, by experts and top-k; the trace names {label}; --model gives another"]
-    )  # fmt: skip
+    assert len(caplog.messages) == (0 if is_named else 1)
+    assert is_named or f"model: {name} is assumed, by experts and top-k; the trace names {label}" in caplog.text
     assert model_of("t", trace_of(label, layers), None, assume=False) == (found if is_named else None)
 
 
@@ -58,12 +56,9 @@ def test_a_given_model_comes_first() -> None:
     assert model_of("t", trace, own) is own
     with pytest.raises(InputError, match="t is not of model mixtral-8x7b"):
         model_of("t", trace, "mixtral-8x7b")
-
-
-@pytest.mark.parametrize("given", [None, ModelSpec("m", 128, 8, 64, 32)])
-def test_overrides_need_a_config(given: ModelSpec | None) -> None:
-    with pytest.raises(InputError, match="--set vocab_size: needs --model"):
-        model_of("t", trace_of("", 1), given, {"vocab_size": 5})
+    for given in (None, own):
+        with pytest.raises(InputError, match="--set vocab_size: needs --model"):
+            model_of("t", trace, given, {"vocab_size": 5})
 
 
 @pytest.mark.parametrize(
@@ -74,9 +69,7 @@ def test_overrides_need_a_config(given: ModelSpec | None) -> None:
         ("plan", {"ranks": 4, "token_budget": 64, "policy": "eplb_oracle"}),
     ],
 )
-def test_every_function_takes_overrides_and_the_traces_model(
-    name: str, settings: dict[str, Any], tmp_path: Path
-) -> None:
+def test_functions_take_overrides_and_the_traces_model(name: str, settings: dict[str, Any], tmp_path: Path) -> None:
     write_trace(trace_of("Qwen/Qwen3-235B-A22B"), tmp_path / "t.parquet")
 
     def model_in(**changed: Any) -> Any:
@@ -136,9 +129,7 @@ def test_keys_that_are_not_read_are_one_line(tmp_path: Path, capsys: pytest.Capt
 
 
 def test_traces_with_zero_experts_are_refused_by_name(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(
-        InputError, match="t counts the 256 zero experts of longcat-flash as experts; tokens that choose"
-    ):
+    with pytest.raises(InputError, match="t counts the 256 zero experts of longcat-flash as experts"):
         model_of("t", trace_of("", 1, experts=768, top_k=12), "longcat-flash")
     real = trace_of("", 1, experts=512, top_k=12)
     assert model_of("t", real, "longcat-flash") == ModelSpec.named("longcat-flash")

@@ -40,16 +40,14 @@ def test_loads_and_rows_between_nodes_without_a_plan() -> None:
     loads = np.zeros((result.plan.num_micro_steps, 2, RANKS), int)
     far = rows = unknown = 0
     for s in range(trace.num_sequences):
-        for token in trace.sequence(s):
-            for layer, experts in enumerate(token):
-                if experts[0] == trace.no_route:
-                    unknown += 4
-                    continue
-                for expert in experts:
-                    home = expert // (16 // RANKS)
-                    loads[schedule.micro_step[s], layer, home] += 1
-                    rows += 1
-                    far += home // PER_NODE != schedule.rank[s] // PER_NODE
+        for (_, layer, _), expert in np.ndenumerate(trace.sequence(s)):
+            if expert == trace.no_route:
+                unknown += 1
+                continue
+            home = expert // (16 // RANKS)
+            loads[schedule.micro_step[s], layer, home] += 1
+            rows += 1
+            far += home // PER_NODE != schedule.rank[s] // PER_NODE
     assert unknown == 4
     assert result.unknown_row_fraction == 4 / (12 * 32 * 2 * 4)
     # Rows without a recorded expert are estimated.
@@ -76,12 +74,11 @@ def test_savings_moves_and_bytes_of_a_plan() -> None:
     assert inside
     assert between
     replicas = far = 0
-    for m in range(plan.num_micro_steps):
-        for layer in range(2):
-            for replica in plan.replicas_of(m, layer):
-                home = plan.home[layer, plan.replica_experts[replica]]
-                replicas += 1
-                far += home // PER_NODE != plan.replica_ranks[replica] // PER_NODE
+    for m, layer in np.ndindex(plan.num_micro_steps, 2):
+        for replica in plan.replicas_of(m, layer):
+            home = plan.home[layer, plan.replica_experts[replica]]
+            replicas += 1
+            far += home // PER_NODE != plan.replica_ranks[replica] // PER_NODE
     assert 0 < far == result.far_replicas
     assert replicas == plan.num_replicas
     # Three matrices of 128 x 64 weights of 2 bytes.

@@ -20,12 +20,8 @@ def step_times(gains: list[float], rounds: int, noise: float = 0.0) -> dict[str,
     """Plain steps of 1 s on even and 1.5 s on skewed routing. A round's noise is the same for all variants."""
     slower = 1 + noise * np.random.default_rng(0).random(rounds)
     gain_of_round = np.array([gains[number % len(gains)] for number in range(rounds)])
-    seconds: dict[str, Any] = {
-        "plain_balanced": 1.0,
-        "planned_balanced": 1.02,
-        "plain_skewed": 1.5,
-        "planned_skewed": 1.5 - 0.5 * gain_of_round,
-    }
+    seconds: dict[str, Any] = {"plain_balanced": 1.0, "planned_balanced": 1.02, "plain_skewed": 1.5}
+    seconds["planned_skewed"] = 1.5 - 0.5 * gain_of_round
     return {name: (value * slower).tolist() for name, value in seconds.items()}
 
 
@@ -44,24 +40,12 @@ def test_the_gain_is_of_seeds_and_the_overhead_of_rounds() -> None:
 
 def test_the_gain_of_all_seeds_is_weighted_by_what_the_skew_costs() -> None:
     """Seed 0 costs 1 s, of which all is saved; seed 1 costs 0.25 s, and nothing is."""
-    times = {
-        "plain_balanced": [1.0] * 4,
-        "planned_balanced": [1.5] * 4,
-        "plain_skewed": [2.0, 1.25] * 2,
-        "planned_skewed": [1.0, 1.25] * 2,
-    }
+    times = {"plain_balanced": [1.0] * 4, "planned_balanced": [1.5] * 4}
+    times |= {"plain_skewed": [2.0, 1.25] * 2, "planned_skewed": [1.0, 1.25] * 2}
     figures = summarise_pairs(times, [{}, {}])
     assert [seed["gain_captured"] for seed in figures["seeds"]] == [1.0, 0.0]
     assert figures["gain_captured"] == pytest.approx(1 / 1.25)
     assert figures["overhead_when_balanced"] == pytest.approx(0.5)
-
-
-def test_seeds_that_skew_more_weigh_more() -> None:
-    times = step_times([1.0, 0.5], 8)
-    for variant in ("plain_skewed", "planned_skewed"):
-        times[variant][0::2] = [1 + 4 * (seconds - 1) for seconds in times[variant][0::2]]
-    # 2 s of skew, all of which the plan saves, and 0.5 s, of which it saves half.
-    assert summarise_pairs(times, [{}, {}])["gain_captured"] == pytest.approx(2.25 / 2.5)
 
 
 def test_noise_of_a_round_that_all_variants_share_hardly_moves_the_ratios() -> None:
@@ -86,24 +70,15 @@ def test_a_small_run_plans_every_seed_and_computes_the_same_gradients(tmp_path: 
 
     path = tmp_path / "megatron.json"
     settings = MegatronBenchmark(
-        pairs=3,
-        seeds=2,
-        json=path,
-        sequences=1,
-        sequence_length=256,
-        layers=2,
-        experts=8,
-        top_k=2,
-        hidden=128,
-        width=512,
-        zipf=2.0,
-    )
+        pairs=2, seeds=2, json=path, sequences=1, sequence_length=256, layers=2, experts=8, top_k=2, hidden=128,
+        width=512, zipf=2.0,
+    )  # fmt: skip
     launch(run_benchmark, (settings,), ranks=2)
     figures = json.loads(path.read_text())
     assert figures["schema"] == "trimtab-bench-megatron-1"
     assert figures["megatron_version"]
     assert 0 < figures["worst_relative_error"] < 1e-5
-    assert all(len(variant["step_s"]) == 3 for variant in figures["variants"].values())
+    assert all(len(variant["step_s"]) == 2 for variant in figures["variants"].values())
     assert all(len(cpu_s) == 2 and min(cpu_s) > 0 for cpu_s in figures["cpu_s_by_rank"].values())
     assert [seed["seed"] for seed in figures["seeds"]] == [0, 1]
     assert all(seed["replicas"] > 0 and seed["max_vio_after"] < seed["max_vio_before"] for seed in figures["seeds"])
@@ -113,9 +88,7 @@ def test_a_small_run_plans_every_seed_and_computes_the_same_gradients(tmp_path: 
     console = Console(width=160)
     with console.capture() as printed:
         print_figures(figures, console)
-    text = " ".join(printed.get().split())
-    assert "2 CPU ranks, 3 rounds" in text
-    assert "recording of the routing is not" in text
+    assert "2 CPU ranks, 2 rounds" in " ".join(printed.get().split())
 
 
 def test_skewed_routings_depend_on_the_seed_and_ranks_have_different_sequences() -> None:
@@ -123,9 +96,8 @@ def test_skewed_routings_depend_on_the_seed_and_ranks_have_different_sequences()
     first, second = settings.routings(2, 0), settings.routings(2, 1)
     # Even routing, then one for each pair.
     assert len(first) == 3
-    assert [ids.shape for ids in first[0]] == [
-        (64 * settings.sequences, settings.layers, settings.top_k)
-    ] * settings.micro_batches
+    shape = 64 * settings.sequences, settings.layers, settings.top_k
+    assert [ids.shape for ids in first[0]] == [shape] * settings.micro_batches
     assert not np.array_equal(first[1][0], first[2][0])
     assert not np.array_equal(first[1][0], second[1][0])
     loads = [np.bincount(ids[:, 0].ravel(), minlength=settings.experts) for ids in first[0]]

@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import json
+import zlib
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
+from rich.console import Console
 
+from helpers.rank_pool import on_ranks
 from trimtab.benchmarks.bench_tppo import run_benchmark
 from trimtab.benchmarks.tppo_settings import TppoBenchmark
 from trimtab.benchmarks.tppo_summary import equal_accuracy_ratio, summarise_runs
-from trimtab.launch import launch
+from trimtab.benchmarks.tppo_tables import print_figures
+from trimtab.rl.task import Problem
 
 
 def run_of(algorithm: str, seed: int, accuracies: list[float], decode_steps: int, tokens: int) -> dict[str, Any]:
@@ -55,21 +60,30 @@ def test_runs_are_compared_seed_by_seed() -> None:
     assert found["rollout_logprob_diff"] == pytest.approx({"recorded": 0.2})
 
 
-def test_a_small_run_writes_figures_and_picture(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def run_with_some_rewards(settings: TppoBenchmark) -> None:
+    """Half of all responses are right, so that GRPO, which trains nothing on equal rewards, needs few steps."""
+    with mock.patch.object(Problem, "reward", lambda problem, response: float(zlib.crc32(response.encode()) % 2)):
+        run_benchmark(settings)
+
+
+def test_a_small_run_writes_figures_and_picture(tmp_path: Path) -> None:
     settings = TppoBenchmark(
-        seeds=1, trained_tokens=300, places=16, samples=4, window=4, max_new_tokens=12, evaluations=2, held_out=8,
-        warm_start_steps=2, warm_start_batch=8, expert_width=16, json=tmp_path / "f.json", picture=tmp_path / "f.svg",
+        seeds=1, trained_tokens=40, places=8, samples=2, window=4, max_new_tokens=8, evaluations=2, held_out=2,
+        warm_start_steps=1, warm_start_batch=2, expert_width=16, json=tmp_path / "f.json", picture=tmp_path / "f.svg",
     )  # fmt: skip
-    launch(run_benchmark, (settings,), ranks=2)
+    on_ranks(run_with_some_rewards, (settings,), ranks=2)
     figures = json.loads((tmp_path / "f.json").read_text())
     runs = {run["algorithm"]: run for run in figures["runs"]}
     assert set(runs) == {"ppo", "grpo", "t-ppo"}
     for name, run in runs.items():
         last = run["points"][-1]
         assert len(run["points"]) == 3
-        assert last["trained_tokens"] >= 300
-        assert last["sampled_tokens"] <= 16 * last["decode_steps"]
+        assert last["trained_tokens"] >= 40
+        assert last["sampled_tokens"] <= 8 * last["decode_steps"]
         assert last["wall_s"] > 0
         assert set(run["rollout_logprob_diff"]) == ({"recorded", "rebuilt", "live"} if name == "t-ppo" else set())
     assert "<svg" in (tmp_path / "f.svg").read_text()
-    assert "prefixes rebuilt" in capfd.readouterr().out
+    console = Console(width=160)
+    with console.capture() as printed:
+        print_figures(figures, console)
+    assert "prefixes rebuilt" in printed.get()

@@ -18,17 +18,9 @@ from trimtab.cli.main import main
 from trimtab.cluster import ClusterSpec, load_cluster, write_cluster
 
 CONFIG = {
-    "model_type": "qwen3_moe",
-    "vocab_size": 64,
-    "hidden_size": 32,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 1,
-    "head_dim": 16,
-    "moe_intermediate_size": 16,
-    "num_experts": 8,
-    "num_experts_per_tok": 2,
-}
+    "model_type": "qwen3_moe", "vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2,
+    "num_key_value_heads": 1, "head_dim": 16, "moe_intermediate_size": 16, "num_experts": 8, "num_experts_per_tok": 2,
+}  # fmt: skip
 # What one node on a CPU can't measure.
 BETWEEN_NODES = {"network_bytes_per_s", "dispatch_network_bytes_per_s"}
 NOT_MEASURED = {"tile_rows", *BETWEEN_NODES}
@@ -106,9 +98,8 @@ def test_figures_become_a_cluster_with_sources(tmp_path: Path) -> None:
     assert result.sources["expert_flops"] == "measured by trimtab calibrate on abacus, 8 ranks, torch 3"
     assert result.sources["copy_s"].endswith("torch 3; lost in noise")
     assert "dispatch_s" not in result.sources
-    assert result.warnings == [
-        'not measured, so not written: dispatch_s; the file has base = "h100x8", whose figures are used'
-    ]
+    (warning,) = result.warnings
+    assert warning.startswith('not measured, so not written: dispatch_s; the file has base = "h100x8"')
     write_cluster(tmp_path / "ours.toml", result.cluster, result.sources, base=result.preset.name)
     assert "[dispatch_s]" not in (tmp_path / "ours.toml").read_text()
     assert load_cluster(tmp_path / "ours.toml", ranks=8) == result.cluster
@@ -133,25 +124,14 @@ def test_a_fit_that_is_off_by_more_than_10_percent_gets_a_warning(tmp_path: Path
     assert not result_of({}).warnings
 
 
-def test_a_cost_that_does_not_show_says_so() -> None:
-    assert fitted_cost(Fit((1e9,), (0.0,), error=0.01)).note == "the timings show no such cost"
-    assert fitted_cost(Fit((1e9,), (1e-6,), error=0.01)).note == ""
+PRESETS = {
+    "NVIDIA H100 80GB HBM3": "h100x8", "NVIDIA H200": "h200x8", "NVIDIA H20": "h20x8", "NVIDIA H800": "h800x8",
+    "NVIDIA A100-SXM4-80GB": "a100x8", "NVIDIA B200": "b200x8", "NVIDIA GB200": "gb200-nvl72",
+    "AMD Instinct MI300X": "mi300x8", "NVIDIA L40S": "h100x8",
+}  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    ("gpu", "preset"),
-    [
-        ("NVIDIA H100 80GB HBM3", "h100x8"),
-        ("NVIDIA H200", "h200x8"),
-        ("NVIDIA H20", "h20x8"),
-        ("NVIDIA H800", "h800x8"),
-        ("NVIDIA A100-SXM4-80GB", "a100x8"),
-        ("NVIDIA B200", "b200x8"),
-        ("NVIDIA GB200", "gb200-nvl72"),
-        ("AMD Instinct MI300X", "mi300x8"),
-        ("NVIDIA L40S", "h100x8"),
-    ],
-)
+@pytest.mark.parametrize(("gpu", "preset"), PRESETS.items())
 def test_the_preset_of_a_gpu_is_found_by_its_name(gpu: str, preset: str) -> None:
     assert preset_like(gpu) == preset
 
@@ -163,10 +143,7 @@ def test_the_preset_of_a_gpu_is_found_by_its_name(gpu: str, preset: str) -> None
         (["-o", "{config}/local.toml"], "config.json is not a folder"),
         (["-o", "{folder}/local.toml", "--json", "{folder}"], "a folder; name the file to write"),
         (["-o", "{folder}/local.toml", "--model", "absent"], "absent: neither a model that comes with Trimtab"),
-        (
-            ["-o", "{folder}/local.toml", "--model", "kimi-k2"],
-            "model type 'kimi_k2' can't be run; use one of qwen3_moe",
-        ),
+        (["-o", "{folder}/local.toml", "--model", "kimi-k2"], "type 'kimi_k2' can't be run; use one of qwen3_moe"),
         (["-o", "{folder}/local.toml", "--rounds", "0"], "'0' should be a whole number of at least 1"),
         ([], "the following arguments are required: -o/--out"),
     ],

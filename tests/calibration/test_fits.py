@@ -14,7 +14,7 @@ from trimtab.calibration.fits import GroupedTiming, fit_grouped, fit_rates, fit_
 RATES = st.floats(1e8, 1e15)
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(RATES, st.floats(0.05, 20), st.floats(0, 1), st.floats(0, 0.5))
 def test_two_rates_and_a_fixed_cost_are_recovered(rate: float, ratio: float, fixed: float, known: float) -> None:
     """Fixed and known seconds are fractions of the first timing's work."""
@@ -29,7 +29,7 @@ def test_two_rates_and_a_fixed_cost_are_recovered(rate: float, ratio: float, fix
     assert fit.note == ""
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(st.lists(st.floats(1e-6, 10), min_size=4, max_size=4), st.lists(st.floats(0, 20), min_size=4, max_size=4))
 def test_any_timings_give_rates_above_zero(seconds: list[float], known: list[float]) -> None:
     work = np.array([[8.0, 1.0], [4.0, 2.0], [2.0, 8.0], [1.0, 1.0]]) * 1e9
@@ -71,15 +71,9 @@ def test_a_ratio_is_the_median_and_its_error_shows_the_spread() -> None:
 
 
 def grouped_seconds(
-    rows: tuple[int, ...],
-    tile: int,
-    rate: float,
-    row_flops: float,
-    row_s: float,
-    read_s: float,
-    copy_s: float,
+    rows: tuple[int, ...], tile: int, rate: float, row_flops: float, row_s: float, read_s: float, copy_s: float,
     own_s: float,
-) -> float:
+) -> float:  # fmt: skip
     """Seconds of a pass, computed copy by copy."""
     seconds = own_s
     for n in rows:
@@ -89,7 +83,7 @@ def grouped_seconds(
     return seconds
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(st.sampled_from([1, 64, 128]), st.floats(1e10, 1e15), st.floats(0, 5), st.floats(0, 2), st.floats(0, 20))
 def test_costs_of_grouped_products_are_recovered(
     tile: int, rate: float, copies: float, own: float, read: float
@@ -98,15 +92,7 @@ def test_costs_of_grouped_products_are_recovered(
     row_flops = 1e7
     unit = max(tile, 16) * row_flops / rate
     costs = {"copy_s": copies * unit, "own_s": own * unit, "row_s": 0.1 * unit / 64, "read_s": read * unit}
-    loads = [
-        (700,) * 16,
-        (1024,) * 16,
-        (4096,) * 16,
-        (2048,) * 8 + (0,) * 8,
-        (300,) * 16,
-        (16,) * 16,
-        (5000, 1, 0, 640),
-    ]
+    loads = [*((n,) * 16 for n in (700, 1024, 4096, 300, 16)), (2048,) * 8 + (0,) * 8, (5000, 1, 0, 640)]
     timings = [GroupedTiming(load, grouped_seconds(load, tile, rate, row_flops, **costs)) for load in loads]
     fit = fit_grouped(
         timings, row_flops=row_flops, row_memory_s=costs["row_s"], weights_s=costs["read_s"], tile_rows=tile

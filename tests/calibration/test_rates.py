@@ -8,6 +8,7 @@ from importlib import import_module
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -26,6 +27,7 @@ from trimtab.calibration.memory_rates import measure_memory
 from trimtab.calibration.small_model import small_config
 from trimtab.cluster import ModelSpec
 from trimtab.runtime.transfer.copy_engine import BackgroundCopies
+from trimtab.trace import RoutingTrace
 
 HIDDEN, WIDTH = 32, 16
 MODEL = ModelSpec("m", num_experts=8, top_k=2, hidden_size=HIDDEN, expert_width=WIDTH, weight_bytes=4, vocab_size=64)
@@ -64,15 +66,14 @@ def test_memory_is_read_and_written() -> None:
 def test_rates_of_an_all_to_all_are_bytes_to_other_ranks() -> None:
     """Rows to a rank itself use no link. A row has 32 numbers of 4 bytes."""
 
+    def of_work(work: partial[Any]) -> float:
+        rows, splits, received, _ = work.args
+        assert splits == received
+        assert len(rows) == sum(splits)
+        return 2e-6 + splits[0] * 128 / 5e9 + (splits[2] + splits[3]) * 128 / 2e8
+
     def seconds(works: dict[str, partial[Any]]) -> dict[str, float]:
-        found = {}
-        for name, work in works.items():
-            rows, splits, received, _ = work.args
-            assert splits == received
-            assert len(rows) == sum(splits)
-            near, far = (sum(splits[rank] for rank in ranks) for ranks in ((0,), (2, 3)))
-            found[name] = 2e-6 + near * 128 / 5e9 + far * 128 / 2e8
-        return found
+        return {name: of_work(work) for name, work in works.items()}
 
     random = lambda *shape: torch.zeros(shape)  # noqa: E731
     found = measure_exchange(context_of(seconds=seconds, random=random))
@@ -82,28 +83,24 @@ def test_rates_of_an_all_to_all_are_bytes_to_other_ranks() -> None:
     assert found.far.rates == pytest.approx((2e8,))
     assert found.near.fixed_s + found.far.fixed_s == pytest.approx((2e-6, 2e-6))
     # One node has no links to others, and a node of one rank none inside.
-    for per_node in (4, 1):
+    for per_node, sends in ((4, ([True] * 4, None)), (1, (None, [False, True, True, True]))):
         topology = SimpleNamespace(rank=0, num_ranks=4, ranks_per_node=per_node, experts=None)
-        measured = ExchangeFits(None, None)
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(exchange_rates, "_measure", lambda _, sends: sends)
-            measured = measure_exchange(context_of(topology=topology))
-        sent: Any = (measured.near, measured.far)
-        assert sent == (([True] * 4, None) if per_node == 4 else (None, [False, True, True, True]))
+        with mock.patch.object(exchange_rates, "_measure", lambda _, sends: sends):
+            measured: Any = measure_exchange(context_of(topology=topology))
+        assert (measured.near, measured.far) == sends
 
 
 def test_rates_of_experts_are_operations_of_three_matrices(monkeypatch: pytest.MonkeyPatch) -> None:
     """2 operations for each of 3 x 32 x 16 weights of an expert, for every row; memory takes no time."""
     layer_s, copy_s, row_s = 5e-5, 3e-6, 2 * 3 * HIDDEN * WIDTH / 4e9
 
+    def times(trace: RoutingTrace) -> dict[str, float]:
+        rows = np.bincount(trace.expert_ids.reshape(-1), minlength=8)
+        forward = layer_s + copy_s * np.count_nonzero(rows) + row_s * rows.sum()
+        return {"forward_s": forward, "backward_s": (9.0 if rows.max() < 10 else 2.5) * forward}
+
     def medians(variants: dict[str, Any]) -> dict[str, dict[str, float]]:
-        found = {}
-        for name, trace in variants.items():
-            rows = np.bincount(trace.expert_ids.reshape(-1), minlength=8)
-            forward = layer_s + copy_s * np.count_nonzero(rows) + row_s * rows.sum()
-            few = rows.max() < 10
-            found[name] = {"forward_s": forward, "backward_s": (9.0 if few else 2.5) * forward}
-        return found
+        return {name: times(trace) for name, trace in variants.items()}
 
     session = SimpleNamespace(close=lambda: None)
     monkeypatch.setattr(expert_rates, "Session", lambda **_: session)
@@ -127,15 +124,14 @@ def test_rates_of_dense_parts_are_operations_of_projections_and_pairs(
     projections = 2 * (32 * (32 + 16 + 16) + 32 * 32) + 2 * 32 * 8
     layer_s, rate, attention_rate = 2e-5, 3e9, 1e9
 
+    def times(layers: int, count: int, length: int) -> dict[str, float]:
+        seconds = layers * layer_s + count * length * (layers * projections + 2 * 32 * 64) / rate
+        # Scores and weighted sums: 2 operations each, in 2 heads of 16, for the pairs that the mask leaves.
+        seconds += layers * count * length**2 / 2 * 2 * 2 * 2 * 16 / attention_rate
+        return {"forward_s": seconds, "backward_s": 1.75 * seconds}
+
     def medians(variants: dict[str, tuple[int, int, int]]) -> dict[str, dict[str, float]]:
-        found = {}
-        for name, (layers, count, length) in variants.items():
-            tokens = count * length
-            seconds = layers * layer_s + tokens * (layers * projections + 2 * 32 * 64) / rate
-            # Scores and weighted sums: 2 operations each, in 2 heads of 16, for the pairs that the mask leaves.
-            seconds += layers * count * length**2 / 2 * 2 * 2 * 2 * 16 / attention_rate
-            found[name] = {"forward_s": seconds, "backward_s": 1.75 * seconds}
-        return found
+        return {name: times(*point) for name, point in variants.items()}
 
     monkeypatch.setattr(dense_rates, "_without_experts", lambda *_: None)
     monkeypatch.setattr(dense_rates, "_variant", lambda context, model, *point: point)

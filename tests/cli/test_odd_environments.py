@@ -11,21 +11,12 @@ from pathlib import Path
 import pytest
 
 import trimtab
-from trimtab import write_trace
 from trimtab.cli.main import main
-from trimtab.trace import synthesize
 
 # These start commands, or import files in another process.
 pytestmark = pytest.mark.slow
 
 MAIN = [sys.executable, "-m", "trimtab.cli.main"]
-
-
-@pytest.fixture
-def trace_file(tmp_path: Path) -> Path:
-    trace = synthesize(num_sequences=32, sequence_length=64, num_layers=2, num_experts=32, top_k=4, zipf=0.9)
-    write_trace(trace, tmp_path / "trace.parquet")
-    return tmp_path / "trace.parquet"
 
 
 def test_no_home_a_narrow_terminal_and_a_removed_working_directory(trace_file: Path, tmp_path: Path) -> None:
@@ -57,12 +48,12 @@ def test_a_file_in_a_removed_working_directory(
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="no /dev/full")
 def test_full_standard_output_is_one_line(trace_file: Path) -> None:
-    with Path("/dev/full").open("w") as full:
-        ended = subprocess.run(
-            [*MAIN, "trace", "info", str(trace_file)], stdout=full, stderr=subprocess.PIPE, text=True, check=False
-        )
-    assert ended.returncode == 2
-    assert ended.stderr == "trimtab trace: standard output: No space left on device\n"
+    for more in ([], ["--json", "-"]):
+        command = [*MAIN, "trace", "info", str(trace_file), *more]
+        with Path("/dev/full").open("w") as full:
+            ended = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, check=False)
+        assert ended.returncode == 2
+        assert ended.stderr == "trimtab trace: standard output: No space left on device\n"
 
 
 @pytest.mark.parametrize(("name", "status"), [("trace.parquet", 0), ("absent.parquet", 2)])

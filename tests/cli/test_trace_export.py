@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -30,8 +31,9 @@ def trace(tmp_path: Path) -> RoutingTrace:
     return read_trace(tmp_path / "trace.parquet")
 
 
-def export(folder: Path, form: str, *options: str, name: str = "out.json") -> int:
-    return main(["trace", "export", str(folder / "trace.parquet"), "--to", form, "-o", str(folder / name), *options])
+def export(folder: Path, form: str, *options: str) -> int:
+    files = [str(folder / "trace.parquet"), "-o", str(folder / "out.json")]
+    return main(["trace", "export", *files, "--to", form, *options])
 
 
 @pytest.mark.parametrize("form", ["megatron", "numpy", "safetensors"])
@@ -51,6 +53,9 @@ def test_placement_for_sglang(tmp_path: Path, trace: RoutingTrace) -> None:
     assert list(content) == ["physical_to_logical_map"]
     slots = np.array(content["physical_to_logical_map"])
     assert slots.shape == (6, 20)
+    # Without a number of layers, they end with the last of the trace.
+    assert export(tmp_path, "sglang-placement", "--ranks", "4") == 0
+    assert len(json.loads((tmp_path / "out.json").read_text())["physical_to_logical_map"]) == 5
     for layer, row in enumerate(slots):
         assert set(row.tolist()) == set(range(16))
         assert (row.tolist() == [*range(16), 0, 1, 2, 3]) == (layer in (0, 3, 5))
@@ -62,21 +67,11 @@ def test_placement_for_vllm(tmp_path: Path, trace: RoutingTrace, capsys: pytest.
     assert [sorted(row) for row in slots] == [list(range(16))] * 3
     counts = count_parts(TraceReader(tmp_path / "trace.parquet"))
     after, before = (
-        np.mean(
-            [
-                load.max() / load.mean() if load.any() else 1
-                for load in slot_loads(counts, np.array(each), 4).reshape(-1, 4)
-            ]
-        )
-        for each in (slots, [range(16)] * 3)
+        np.mean([load.max() / load.mean() if load.any() else 1 for load in slot_loads(counts, order, 4).reshape(-1, 4)])
+        for order in (np.array(slots), np.array([range(16)] * 3))
     )
     assert after < before
     assert f"{after:.3f}; in the engine's own order {before:.3f}" in " ".join(capsys.readouterr().out.split())
-
-
-def test_sglang_placement_has_layers_up_to_the_last_of_the_trace(tmp_path: Path, trace: RoutingTrace) -> None:
-    assert export(tmp_path, "sglang-placement", "--ranks", "4") == 0
-    assert len(json.loads((tmp_path / "out.json").read_text())["physical_to_logical_map"]) == 5
 
 
 @pytest.mark.parametrize(
@@ -90,33 +85,21 @@ def test_sglang_placement_has_layers_up_to_the_last_of_the_trace(tmp_path: Path,
         ("sglang-placement", ["--ranks", "4", "--step", "0"], "--step is for traces"),
         ("vllm-placement", ["--ranks", "4", "--num-layers", "8"], "--num-layers is for sglang-placement"),
         ("megatron", ["--step", "9"], "no step 9"),
+        ("sglang-placement", ["--ranks", "4", "-o", "{folder}/out.pt"], "named *.json"),
     ],
 )
 def test_input_errors(
-    tmp_path: Path,
-    trace: RoutingTrace,
-    capsys: pytest.CaptureFixture[str],
-    form: str,
-    options: list[str],
-    expected: str,
+    tmp_path: Path, trace: RoutingTrace, error_of: Callable[..., str], form: str, options: list[str], expected: str
 ) -> None:
-    assert export(tmp_path, form, *options) == 2
-    assert expected in capsys.readouterr().err
-    assert not (tmp_path / "out.json").exists()
+    words = ["trace", "export", tmp_path / "trace.parquet", "--to", form, "-o", tmp_path / "out.json"]
+    assert expected in error_of(*words, *(option.format(folder=tmp_path) for option in options))
+    assert not list(tmp_path.glob("out.*"))
 
 
 def test_output_that_is_also_the_input_is_rejected(
-    tmp_path: Path, trace: RoutingTrace, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, trace: RoutingTrace, error_of: Callable[..., str]
 ) -> None:
-    file = next(tmp_path.glob("*.parquet"))
+    file = tmp_path / "trace.parquet"
     before = file.read_bytes()
-    assert main(["trace", "export", str(tmp_path), "--to", "numpy", "-o", str(file)]) == 2
-    assert f"{file}: to be read and written" in capsys.readouterr().err
+    assert f"{file}: to be read and written" in error_of("trace", "export", tmp_path, "--to", "numpy", "-o", file)
     assert file.read_bytes() == before
-
-
-def test_sglang_placement_must_be_named_json(
-    tmp_path: Path, trace: RoutingTrace, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert export(tmp_path, "sglang-placement", "--ranks", "4", name="out.pt") == 2
-    assert "named *.json" in capsys.readouterr().err

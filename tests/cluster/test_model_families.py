@@ -24,25 +24,11 @@ DOCS = Path(__file__).parents[2] / "docs" / "clusters.md"
 WITH_VISION = ("llama-4-scout", "llama-4-maverick")
 # Model types that transformers has under another name, or not at all.
 TYPES = {"kimi_k2": "deepseek_v3", "minimax_m1": "minimax", "step3_text": None}
-MOE_LAYERS = {
-    "jamba-mini": 16, "jamba-large": 36, "nemotron-3-nano-30b-a3b": 23, "nemotron-3-super-120b-a12b": 40,
-    "llama-4-scout": 48, "llama-4-maverick": 24, "qwen3-next-80b-a3b": 48, "qwen3.5-35b-a3b": 40, "minimax-m1": 80,
-    "minimax-m2": 62, "deepseek-v3": 58, "deepseek-v3.2": 58, "glm-5": 75, "glm-4.7-flash": 46,
-    "ernie-4.5-21b-a3b": 27, "ernie-4.5-300b-a47b": 51, "hunyuan-a13b": 32, "longcat-flash": 28, "step-3": 56,
-    "qwen1.5-moe-a2.7b": 24, "qwen2-57b-a14b": 28, "kimi-k2": 60, "glm-4.5": 89, "glm-4.5-air": 45,
-    "qwen3.5-122b-a10b": 48, "qwen3.5-397b-a17b": 60, "qwen3-30b-a3b": 48, "qwen3-235b-a22b": 94, "gpt-oss-20b": 24,
-    "gpt-oss-120b": 36, "mixtral-8x7b": 32,
-}  # fmt: skip
 
 
 def config_of(name: str) -> dict[str, Any]:
     content: dict[str, Any] = json.loads(read_preset("model", name) or "")
     return content
-
-
-def unit_of(billions: float) -> float:
-    """One in the last published digit."""
-    return 10.0 ** int(Decimal(str(billions)).as_tuple().exponent)
 
 
 @pytest.mark.parametrize("name", PRESETS)
@@ -55,8 +41,9 @@ def test_presets_have_the_published_sizes(name: str) -> None:
     embedding = model.vocab_size * model.hidden_size
     counted = [(model.active_parameters + times * embedding) / 1e9 for times in (-1, 0, 1)]
     active = published["active_billions"]
-    assert min(abs(value - active) for value in counted) <= max(0.03 * active, unit_of(active))
-    assert model.moe_layers == MOE_LAYERS[name] == len(model.moe_layer_indices)
+    last_digit = 10.0 ** int(Decimal(str(active)).as_tuple().exponent)
+    assert min(abs(value - active) for value in counted) <= max(0.03 * active, last_digit)
+    assert model.moe_layers == len(model.moe_layer_indices)
 
 
 def vision_parameters() -> int:
@@ -116,6 +103,14 @@ def kinds_of(model: ModelSpec) -> list[tuple[str, int, int]]:
 @pytest.mark.parametrize(
     ("changes", "moe_layers"),
     [
+        ({}, (0, 1, 2, 3, 4, 5)),
+        ({"moe_layer_freq": 2}, (0, 2, 4)),
+        ({"moe_layer_freq": 2, "first_k_dense_replace": 1}, (2, 4)),
+        ({"moe_layer_freq": [0, 1, 1, 0, 1, 1]}, (1, 2, 4, 5)),
+        ({"mlp_layer_types": ["dense"] + ["sparse"] * 5}, (1, 2, 3, 4, 5)),
+        ({"decoder_sparse_step": 3, "mlp_only_layers": [2]}, (5,)),
+        ({"interleave_moe_layer_step": 2}, (1, 3, 5)),
+        ({"interleave_moe_layer_step": 2, "moe_layers": [1, 5]}, (1, 5)),
         ({"expert_layer_period": 2, "expert_layer_offset": 1}, (1, 3, 5)),
         ({"expert_layer_period": 3, "expert_layer_offset": 0}, (0, 3)),
         ({"moe_layers_enum": "1,2,4"}, (1, 2, 4)),
@@ -133,6 +128,8 @@ def test_layers_with_experts_by_family(changes: dict[str, Any], moe_layers: tupl
     model, _ = read(QWEN | {"mamba_num_heads": 4, "mamba_head_dim": 8, "ssm_state_size": 16} | changes)
     assert model.moe_layer_indices == moe_layers
     assert (model.moe_layers, model.dense_layers) == (len(moe_layers), 6 - len(moe_layers))
+    if not any("pattern" in key or "block" in key for key in changes):
+        assert model.dense_width == (512 if model.dense_layers else 0)
 
 
 LINEAR = {
@@ -180,12 +177,6 @@ def test_nemotron_has_experts_of_two_matrices_and_layers_of_one_part() -> None:
     assert with_feed_forward.dense_parameters == 2 * 1000 * 128 + 2 * 20 * 128 * 32 + 2 * (32 * 128 + 2 * 128 * 512)
 
 
-def test_experts_behind_a_narrower_projection() -> None:
-    model = ModelSpec.named("nemotron-3-super-120b-a12b")
-    assert (model.row_width, model.expert_parameters) == (1024, 2 * 1024 * 2688)
-    assert model.shared_parameters == 2 * 4096 * 5376 + 2 * 4096 * 1024
-
-
 def test_a_layer_of_longcat_has_two_attention_blocks_and_two_dense_parts() -> None:
     model = ModelSpec.named("longcat-flash")
     assert kinds_of(model) == [("full", 56, 0)]
@@ -195,17 +186,18 @@ def test_a_layer_of_longcat_has_two_attention_blocks_and_two_dense_parts() -> No
     assert replace(model, zero_experts=0).active_parameters - model.active_parameters == saved - 28 * 256 * 6144
 
 
-def test_llama_4_has_one_shared_expert_and_wide_dense_layers() -> None:
-    model = ModelSpec.named("llama-4-maverick")
-    assert (model.shared_width, model.dense_width, model.expert_width) == (8192, 16384, 8192)
-    assert kinds_of(model) == [("chunk", 12, 24), ("full", 12, 0)]
-
-
-def test_step_3_has_one_key_and_queries_through_a_low_rank() -> None:
-    model = ModelSpec.named("step-3")
+def test_widths_and_attention_of_presets_worked_out_by_hand() -> None:
+    llama = ModelSpec.named("llama-4-maverick")
+    assert (llama.shared_width, llama.dense_width, llama.expert_width) == (8192, 16384, 8192)
+    assert kinds_of(llama) == [("chunk", 12, 24), ("full", 12, 0)]
+    # One key, and queries through a low rank.
+    step = ModelSpec.named("step-3")
     query = 7168 * 2048 + 2048 * 64 * 256
-    assert model.attention_parameters == query + 7168 * 2 * 256 + 64 * 256 * 7168
-    assert (model.shared_width, model.attention_width) == (5120, 64 * 512)
+    assert step.attention_parameters == query + 7168 * 2 * 256 + 64 * 256 * 7168
+    assert (step.shared_width, step.attention_width) == (5120, 64 * 512)
+    narrow = ModelSpec.named("nemotron-3-super-120b-a12b")
+    assert (narrow.row_width, narrow.expert_parameters) == (1024, 2 * 1024 * 2688)
+    assert narrow.shared_parameters == 2 * 4096 * 5376 + 2 * 4096 * 1024
 
 
 def test_sizes_in_parts_of_a_config() -> None:
@@ -267,11 +259,9 @@ def test_a_line_names_what_is_not_read() -> None:
     _, reading = read(QWEN | {"kv_share_layers": 3, "rope_theta": 10_000, "moe_hash_dim": 64, "expert_bias": True})
     assert reading.ignored == ("kv_share_layers", "moe_hash_dim")
     assert {"num_experts", "hidden_size", "head_dim", "num_hidden_layers"} <= set(reading.used)
-    assert reading.text == (
-        "config.json: keys that are not read: kv_share_layers, moe_hash_dim (override sizes with --set KEY=VALUE)"
-    )
+    assert "config.json: keys that are not read: kv_share_layers, moe_hash_dim" in reading.text
     _, unknown = read(QWEN | {"model_type": "newmoe"})
-    assert unknown.text.startswith("config.json: model type newmoe is unknown; its sizes are read by the names of")
+    assert "model type newmoe is unknown" in unknown.text
     _, odd = read(QWEN | {"layer_types": ["full_attention"] * 5 + ["holographic"]})
     assert "layers of type holographic count as full attention" in odd.text
 

@@ -14,25 +14,15 @@ from transformers import AutoModelForCausalLM
 
 from helpers.moe_families import small_config
 from trimtab import InputError, ModelSpec
-from trimtab.cluster import QWEN3_30B, ClusterSpec, load_model
+from trimtab.cluster import QWEN3_30B, load_model
 from trimtab.cluster.models import model_like
-from trimtab.cluster.operations import OperationCosts
 from trimtab.cluster.presets import preset_names
 
 QWEN: dict[str, Any] = {
-    "model_type": "qwen3_moe",
-    "num_hidden_layers": 6,
-    "num_experts": 32,
-    "num_experts_per_tok": 4,
-    "hidden_size": 128,
-    "intermediate_size": 512,
-    "moe_intermediate_size": 64,
-    "num_attention_heads": 8,
-    "num_key_value_heads": 2,
-    "head_dim": 32,
-    "vocab_size": 1000,
-    "torch_dtype": "bfloat16",
-}
+    "model_type": "qwen3_moe", "num_hidden_layers": 6, "num_experts": 32, "num_experts_per_tok": 4, "hidden_size": 128,
+    "intermediate_size": 512, "moe_intermediate_size": 64, "num_attention_heads": 8, "num_key_value_heads": 2,
+    "head_dim": 32, "vocab_size": 1000, "torch_dtype": "bfloat16",
+}  # fmt: skip
 
 
 def read(tmp_path: Path, config: Any) -> ModelSpec:
@@ -54,6 +44,7 @@ def test_latent_attention_has_the_parameters_worked_out_by_hand() -> None:
     query = 7168 * 1536 + 1536 * 128 * 192
     assert model.attention_parameters == query + 7168 * (512 + 64) + 512 * 128 * (128 + 128) + 128 * 128 * 7168
     assert model.attention_width == 128 * (192 + 128)
+    assert ModelSpec.named("glm-4.5-air").attention_width == 2 * 96 * 128
     assert (model.moe_layers, model.dense_layers, model.dense_width, model.shared_width) == (58, 3, 18432, 2048)
 
 
@@ -70,9 +61,7 @@ def test_latent_attention_has_the_parameters_worked_out_by_hand() -> None:
         ("deepseek_v3", {"q_lora_rank": None}),
     ],
 )
-def test_sizes_are_those_of_the_model_that_transformers_builds(
-    model_type: str, changes: dict[str, Any], tmp_path: Path
-) -> None:
+def test_sizes_are_those_that_transformers_builds(model_type: str, changes: dict[str, Any], tmp_path: Path) -> None:
     config = small_config(model_type, **changes)
     config.tie_word_embeddings = False
     config.save_pretrained(tmp_path)
@@ -87,29 +76,6 @@ def test_sizes_are_those_of_the_model_that_transformers_builds(
 def test_shared_experts_may_have_another_width(tmp_path: Path) -> None:
     assert read(tmp_path, {**QWEN, "shared_expert_intermediate_size": 96}).shared_width == 96
     assert read(tmp_path, {**QWEN, "n_shared_experts": 2}).shared_width == 128
-
-
-@pytest.mark.parametrize(
-    ("layers", "moe_layers"),
-    [
-        ({}, 6),
-        ({"moe_layer_freq": 2}, 3),
-        ({"moe_layer_freq": 2, "first_k_dense_replace": 1}, 2),
-        ({"moe_layer_freq": [0, 1, 1, 0, 1, 1]}, 4),
-        ({"mlp_layer_types": ["dense"] + ["sparse"] * 5}, 5),
-        ({"decoder_sparse_step": 3, "mlp_only_layers": [2]}, 1),
-        ({"interleave_moe_layer_step": 2}, 3),
-        ({"interleave_moe_layer_step": 2, "moe_layers": [1, 5]}, 2),
-    ],
-)
-def test_moe_layers_are_read_from_every_known_key(layers: dict[str, Any], moe_layers: int, tmp_path: Path) -> None:
-    model = read(tmp_path, {**QWEN, **layers})
-    assert (model.moe_layers, model.dense_layers) == (moe_layers, 6 - moe_layers)
-    assert model.dense_width == (512 if moe_layers < 6 else 0)
-
-
-def test_every_second_layer_of_llama_4_has_experts(tmp_path: Path) -> None:
-    assert read(tmp_path, {**QWEN, "interleave_moe_layer_step": 2}).moe_layer_indices == (1, 3, 5)
 
 
 def test_text_config_of_a_multimodal_model_is_read(tmp_path: Path) -> None:
@@ -180,7 +146,7 @@ KEYS = sorted(
 
 
 @given(changes=st.dictionaries(st.sampled_from(KEYS), anything | st.lists(anything, max_size=6), max_size=4))
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 def test_any_config_is_read_or_refused(changes: dict[str, Any], tmp_path_factory: pytest.TempPathFactory) -> None:
     folder = tmp_path_factory.getbasetemp() / "any_config"
     folder.mkdir(exist_ok=True)
@@ -199,9 +165,7 @@ def test_models_load_by_name_or_path(tmp_path: Path) -> None:
     assert load_model(str(tmp_path)) == load_model(str(tmp_path / "config.json")) == config
     with pytest.raises(InputError, match=r"neither a model that comes with Trimtab .*glm-4.5-air, .* nor a file"):
         load_model("qwen4")
-    with pytest.raises(
-        InputError, match=r"model that comes with Trimtab \(nearest: .*Qwen/Qwen3-30B-A3B.*\) nor a file"
-    ):
+    with pytest.raises(InputError, match=r"with Trimtab \(nearest: .*Qwen/Qwen3-30B-A3B.*\) nor a file"):
         load_model("qwen/qwen3-31b-a3b")
     with pytest.raises(InputError, match=r"no such model; Trimtab has deepseek-v3, .*qwen3-30b-a3b"):
         ModelSpec.named("qwen4")
@@ -219,25 +183,3 @@ def test_the_model_like_a_trace_has_its_layers_if_there_is_one() -> None:
     assert model_like(128, 8, 3) == min(alike, key=lambda model: model.parameters)
     with pytest.raises(InputError, match="no model that comes with Trimtab has 5 experts, top-2"):
         model_like(5, 2, 3)
-
-
-def test_attention_follows_the_model() -> None:
-    """Two operations a weight and token; a token's query meets keys and values of half the sequence on average."""
-    cluster, model = ClusterSpec(8, 8, attention_flops=1e14), ModelSpec.named("glm-4.5-air")
-    costs = OperationCosts.of(cluster, model)
-    tokens, heads, head = 1000, 96, 128
-    projections = 2 * tokens * (4096 * 2 * heads * head + 4096 * 2 * 8 * head)
-    products = sum(2 * heads * head * 2 for _ in range(tokens)) * tokens / 2
-    # One shared expert of a routed one's width.
-    beside = 2 * tokens * (3 * 4096 * 1408 + 4096 * model.num_experts)
-    passes_s = tokens * 20 * 4096 * 2 / cluster.memory_bytes_per_s
-    assert costs.token_s * tokens == pytest.approx((projections + beside) / cluster.dense_flops + passes_s)
-    assert costs.square_s * tokens * tokens == pytest.approx(products / 1e14)
-
-
-def test_unknown_attention_sizes_count_as_square_projections() -> None:
-    cluster = ClusterSpec(8, 8)
-    costs = OperationCosts.of(cluster, ModelSpec("m", 8, 2, hidden_size=64, expert_width=32))
-    passes_s = 20 * 64 * 2 / cluster.memory_bytes_per_s
-    assert costs.token_s == pytest.approx((2 * 4 * 64**2 + 2 * 64 * 8) / cluster.dense_flops + passes_s)
-    assert costs.square_s == pytest.approx(2 * 64 / cluster.attention_flops)

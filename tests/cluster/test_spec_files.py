@@ -9,6 +9,7 @@ import tomllib
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 from hypothesis import given, settings
@@ -31,12 +32,9 @@ def preset_text(name: str) -> str:
     return text
 
 
-def test_the_defaults_are_those_of_h100x8() -> None:
-    assert load_cluster("h100x8", ranks=16) == ClusterSpec(16, 8)
-
-
 def test_every_figure_of_a_preset_has_a_source() -> None:
     assert preset_names("cluster") == PRESETS
+    assert load_cluster("h100x8", ranks=16) == ClusterSpec(16, 8)
     for name in PRESETS:
         assert load_cluster(name, ranks=32, slots_per_rank=3).name == name
         content = tomllib.loads(preset_text(name))
@@ -45,25 +43,13 @@ def test_every_figure_of_a_preset_has_a_source() -> None:
             assert len(content[figure]["source"]) > 6
 
 
-def test_presets_differ_in_their_links_and_rates() -> None:
-    h100, h800, a100 = (load_cluster(name, ranks=8) for name in ("h100x8", "h800x8", "a100x8"))
-    assert replace(h100, name="h800x8", node_bytes_per_s=200e9, dispatch_node_bytes_per_s=136e9) == h800
-    assert a100.node_bytes_per_s == 300e9
-    assert a100.network_bytes_per_s == 25e9
-
-
 # GB of each GPU, peak of its bf16 products without sparsity (TFLOP/s), and peak of its memory (TB/s), as its vendor
 # states them; both ways together, GB/s of all its links inside the node.
 PEAKS = {
-    "a100x8": (80, 312, 2.04, 600),
-    "b200x8": (180, 2250, 7.7, 1800),
-    "gb200-nvl72": (186, 2500, 8, 1800),
-    "h100x8": (80, 989, 3.35, 900),
-    "h200x8": (141, 989, 4.8, 900),
-    "h20x8": (96, 148, 4, 900),
-    "h800x8": (80, 989, 3.35, 400),
-    "mi300x8": (192, 1307, 5.3, 896),
-}
+    "a100x8": (80, 312, 2.04, 600), "b200x8": (180, 2250, 7.7, 1800), "gb200-nvl72": (186, 2500, 8, 1800),
+    "h100x8": (80, 989, 3.35, 900), "h200x8": (141, 989, 4.8, 900), "h20x8": (96, 148, 4, 900),
+    "h800x8": (80, 989, 3.35, 400), "mi300x8": (192, 1307, 5.3, 896),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", GPU_PRESETS)
@@ -80,73 +66,47 @@ def test_no_rate_of_a_preset_exceeds_its_peak(name: str) -> None:
     assert spec.network_bytes_per_s == (25e9 if name == "a100x8" else 50e9)
 
 
-def test_presets_are_ordered_as_their_hardware() -> None:
-    spec = {name: load_cluster(name, ranks=8) for name in GPU_PRESETS}
-    h100, h200, h20, b200, gb200 = (spec[name] for name in ("h100x8", "h200x8", "h20x8", "b200x8", "gb200-nvl72"))
-    assert replace(h200, name="h100x8", memory_bytes_per_s=h100.memory_bytes_per_s, device_bytes=80e9) == h100
-    assert h20.expert_flops < spec["a100x8"].expert_flops < spec["mi300x8"].expert_flops < h100.expert_flops
-    assert h100.expert_flops < b200.expert_flops <= gb200.expert_flops
-    assert h20.node_bytes_per_s == h100.node_bytes_per_s < b200.node_bytes_per_s == gb200.node_bytes_per_s
-    # The only one whose host link is not PCIe, and the only one without a switch between its GPUs.
-    assert [name for name in GPU_PRESETS if spec[name].host_bytes_per_s > 63e9] == ["gb200-nvl72"]
-    assert [name for name in GPU_PRESETS if spec[name].node_bytes_per_s < spec[name].dispatch_node_bytes_per_s] == [
-        "mi300x8"
-    ]
-
-
 def test_a_figure_that_was_not_published_says_so() -> None:
     """A derived rate names the figures that it was derived from."""
     for name in GPU_PRESETS:
         content = tomllib.loads(preset_text(name))
         for figure in ("expert_flops", "dense_flops", "memory_bytes_per_s"):
             source = content[figure]["source"]
-            if source.startswith("derived"):
-                assert re.search(r"\d", source), (name, figure)
-    h20 = tomllib.loads(preset_text("h20x8"))
-    assert "No rate of grouped products is published" in h20["expert_flops"]["source"]
+            assert not source.startswith("derived") or re.search(r"\d", source), (name, figure)
 
 
 @pytest.mark.parametrize(
-    ("ranks", "given_per_node", "per_node"), [(64, None, 8), (4, None, 4), (12, 4, 4), (64, 16, 16), (8, 8, 8)]
+    ("name", "ranks", "given_per_node", "per_node"),
+    [
+        *[("h100x8", *sizes) for sizes in ((64, None, 8), (4, None, 4), (12, 4, 4), (64, 16, 16), (8, 8, 8))],
+        *[("gb200-nvl72", *sizes) for sizes in ((8, None, 8), (64, None, 64), (72, None, 72), (144, None, 72))],
+    ],
 )
-def test_ranks_per_node_is_at_most_the_number_of_ranks(ranks: int, given_per_node: int | None, per_node: int) -> None:
-    spec = load_cluster("h100x8", ranks=ranks, ranks_per_node=given_per_node)
-    assert (spec.ranks, spec.ranks_per_node) == (ranks, per_node)
-
-
-@pytest.mark.parametrize(("ranks", "nodes", "per_node"), [(8, 1, 8), (64, 1, 64), (72, 1, 72), (144, 2, 72)])
-def test_a_node_of_gb200_is_its_nvlink_domain(ranks: int, nodes: int, per_node: int) -> None:
-    spec = load_cluster("gb200-nvl72", ranks=ranks)
-    assert (spec.nodes, spec.ranks_per_node) == (nodes, per_node)
+def test_ranks_per_node_are_at_most_all_ranks(name: str, ranks: int, given_per_node: int | None, per_node: int) -> None:
+    spec = load_cluster(name, ranks=ranks, ranks_per_node=given_per_node)
+    assert (spec.ranks, spec.ranks_per_node, spec.nodes) == (ranks, per_node, ranks // per_node)
 
 
 @pytest.mark.parametrize(
     ("name", "ranks", "per_node", "example"),
-    [("gb200-nvl72", 128, None, 64), ("gb200-nvl72", 74, None, 37), ("h100x8", 12, None, 6), ("h100x8", 4, 8, 4)],
+    [
+        ("gb200-nvl72", 128, None, 64),
+        ("gb200-nvl72", 74, None, 37),
+        *[("h100x8", *sizes) for sizes in ((12, None, 6), (4, 8, 4), (4, 0, None), (0, None, None))],
+    ],
 )
-def test_the_message_names_nodes_that_divide_the_ranks(
-    name: str, ranks: int, per_node: int | None, example: int
-) -> None:
-    with pytest.raises(InputError, match=f"should divide the ranks, for example {example}$"):
+def test_ranks_that_fill_no_node_are_refused(name: str, ranks: int, per_node: int | None, example: int | None) -> None:
+    with pytest.raises(InputError, match=f"{name}: {ranks} ranks with .* should divide the ranks") as caught:
         load_cluster(name, ranks=ranks, ranks_per_node=per_node)
-    assert load_cluster(name, ranks=ranks, ranks_per_node=example).nodes == ranks // example
-
-
-@pytest.mark.parametrize(("ranks", "per_node"), [(12, None), (4, 8), (4, 0), (0, None)])
-def test_ranks_that_do_not_fill_nodes_are_refused(ranks: int, per_node: int | None) -> None:
-    with pytest.raises(InputError, match=f"h100x8: {ranks} ranks with .* should divide the ranks"):
-        load_cluster("h100x8", ranks=ranks, ranks_per_node=per_node)
+    if example:
+        assert str(caught.value).endswith(f"for example {example}")
+        assert load_cluster(name, ranks=ranks, ranks_per_node=example).nodes == ranks // example
 
 
 def test_an_unknown_name_is_refused(tmp_path: Path) -> None:
     for text in ("h201x8", str(tmp_path), ""):
         with pytest.raises(InputError, match=", ".join(PRESETS)):
             load_cluster(text, ranks=8)
-
-
-def changed(text: str, old: str, new: str) -> str:
-    assert old in text
-    return text.replace(old, new, 1)
 
 
 @pytest.mark.parametrize(
@@ -179,7 +139,8 @@ def changed(text: str, old: str, new: str) -> str:
 )
 def test_errors_in_a_cluster_file_are_one_line(old: str, new: str, says: str, tmp_path: Path) -> None:
     file = tmp_path / "mine.toml"
-    file.write_text(changed(preset_text("h100x8"), old, new))
+    assert old in preset_text("h100x8")
+    file.write_text(preset_text("h100x8").replace(old, new, 1))
     with pytest.raises(InputError, match=says) as caught:
         load_cluster(file, ranks=8)
     assert str(caught.value).startswith(f"{file}: ")
@@ -189,12 +150,11 @@ def test_errors_in_a_cluster_file_are_one_line(old: str, new: str, says: str, tm
 def test_every_figure_is_required(tmp_path: Path) -> None:
     file = tmp_path / "mine.toml"
     for figure in FIGURES:
-        file.write_text(re.sub(rf"\[{figure}\]\nvalue.*\nsource.*\n", "", preset_text("a100x8")))
-        with pytest.raises(InputError, match=rf"mine\.toml: {figure} is missing; it should be a table with value and"):
-            load_cluster(file, ranks=8)
-        file.write_text(re.sub(rf"\[{figure}\]\nvalue.*\nsource.*\n", "", preset_text("a100x8")) + f"[[{figure}]]\n")
-        with pytest.raises(InputError, match=rf"mine\.toml: {figure} is not a table"):
-            load_cluster(file, ranks=8)
+        others = re.sub(rf"\[{figure}\]\nvalue.*\nsource.*\n", "", preset_text("a100x8"))
+        for end, says in (("", "is missing; it should be a table with value and"), (f"[[{figure}]]\n", "is not a")):
+            file.write_text(others + end)
+            with pytest.raises(InputError, match=rf"mine\.toml: {figure} {says}"):
+                load_cluster(file, ranks=8)
 
 
 def test_a_file_with_a_base_needs_only_the_figures_that_differ(tmp_path: Path) -> None:
@@ -246,7 +206,7 @@ def mutated(draw: st.DrawFn) -> bytes:
 
 
 @given(content=mutated() | st.binary(max_size=40))
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 def test_any_file_is_read_or_refused(content: bytes, tmp_path_factory: pytest.TempPathFactory) -> None:
     file = tmp_path_factory.getbasetemp() / "mutated.toml"
     file.write_bytes(content)
@@ -273,12 +233,8 @@ def specs(draw: st.DrawFn) -> ClusterSpec:
         name: draw(next(strategy for suffix, strategy in strategy_by_suffix.items() if name.endswith(suffix)))
         for name in FIGURES
     }
-    missing_links: list[dict[str, Any]] = [
-        {},
-        {"host_bytes_per_s": 0.0},
-        {"node_bytes_per_s": 0, "network_bytes_per_s": 0},
-    ]
-    links = draw(st.sampled_from(missing_links))
+    no_network = {"node_bytes_per_s": 0.0, "network_bytes_per_s": 0.0}
+    links = draw(st.sampled_from([{}, {"host_bytes_per_s": 0.0}, no_network]))
     return ClusterSpec(values["ranks_per_node"], name=draw(st.text(min_size=1).filter(str.strip)), **(values | links))
 
 
@@ -286,7 +242,7 @@ words = st.text(st.characters(exclude_categories=["Cs"]), min_size=1).filter(str
 
 
 @given(spec=specs(), sources=st.fixed_dictionaries(dict.fromkeys(FIGURES, words)))
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 def test_a_written_cluster_is_read_back(
     spec: ClusterSpec, sources: dict[str, str], tmp_path_factory: pytest.TempPathFactory
 ) -> None:
@@ -300,14 +256,6 @@ def test_a_written_cluster_is_read_back(
     content = tomllib.loads(file.read_text(encoding="utf-8"))
     assert {figure: content[figure]["source"] for figure in FIGURES} == sources
     assert os.listdir(file.parent) == [file.name]
-
-
-def test_presets_can_be_written_again(tmp_path: Path) -> None:
-    for name in PRESETS:
-        content = tomllib.loads(preset_text(name))
-        spec = load_cluster(name, ranks=content["ranks_per_node"]["value"])
-        write_cluster(tmp_path / "again.toml", spec, {figure: content[figure]["source"] for figure in FIGURES})
-        assert tomllib.loads((tmp_path / "again.toml").read_text(encoding="utf-8")) == content
 
 
 @pytest.mark.parametrize(
@@ -329,11 +277,7 @@ def test_nothing_is_written_without_sources(sources: dict[str, str], says: str, 
 def test_a_write_that_fails_leaves_the_old_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file = tmp_path / "mine.toml"
     write_cluster(file, ClusterSpec(8, 8), SOURCES)
-
-    def fails(*_: object) -> None:
-        raise OSError("no room")
-
-    monkeypatch.setattr(os, "replace", fails)
+    monkeypatch.setattr(os, "replace", Mock(side_effect=OSError("no room")))
     with pytest.raises(OSError, match="no room"):
         write_cluster(file, ClusterSpec(8, 8, name="other"), SOURCES)
     assert load_cluster(file, ranks=8) == ClusterSpec(8, 8)

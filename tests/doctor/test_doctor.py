@@ -8,12 +8,11 @@ import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 from unittest import mock
 
 import pytest
 
-from helpers.rank_pool import on_ranks
+from helpers.rank_tests import runs_on_ranks
 from trimtab import ModelSpec
 from trimtab.cli.main import main
 from trimtab.doctor import examination, self_check
@@ -30,13 +29,9 @@ from trimtab.runtime.transfer.mirror import NodeMirror
 from trimtab.runtime.transfer.returns import GradientReturns
 
 CONFIG = {
-    "model_type": "qwen3_moe",
-    "num_experts": 32,
-    "num_experts_per_tok": 4,
-    "hidden_size": 100,
-    "moe_intermediate_size": 50,
-    "num_hidden_layers": 10,
-}
+    "model_type": "qwen3_moe", "num_experts": 32, "num_experts_per_tok": 4, "hidden_size": 100,
+    "moe_intermediate_size": 50, "num_hidden_layers": 10,
+}  # fmt: skip
 
 
 @pytest.fixture
@@ -61,7 +56,7 @@ def test_working_machine_has_no_problem(config_file: Path, tmp_path: Path, capsy
     found = {finding["name"]: finding for finding in report["findings"]}
     assert found["micro-step"]["status"] == found["model family"]["status"] == "ok"
     assert "torch" in found["training packages"]["text"]
-    assert found["experts"]["text"] == "16 of 32 experts a rank, 30.0 kB each at 2 bytes a weight"
+    assert found["experts"]["text"].startswith("16 of 32 experts a rank, 30.0 kB each")
     # 3 layers of 2 slots, 3 x 100 x 50 weights of 2 bytes; 10 layers of 32 experts.
     assert found["replica memory"]["text"].startswith("180 kB a rank for 2 slots in 3 layers; mirror at most 9.60 MB")
 
@@ -87,54 +82,37 @@ sys.exit(main(['doctor', '--model', {str(config_file)!r}, '--ranks', '4']))
 
 
 @pytest.mark.parametrize(
-    ("changes", "arguments", "message"),
+    ("model_type", "ranks", "message"),
     [
-        ({}, ["--ranks", "3"], "experts: 3 ranks don't divide 32 experts"),
-        ({"model_type": "llama"}, [], "model family: 'llama' is not among qwen3_moe"),
+        ("qwen3_moe", "3", "experts: 3 ranks don't divide 32 experts"),
+        ("llama", "2", "model family: 'llama' is not among qwen3_moe"),
     ],
 )
 def test_a_problem_gets_one_line_and_status_1(
-    changes: dict[str, Any],
-    arguments: list[str],
-    message: str,
-    skip_slow_checks: None,
-    config_file: Path,
+    model_type: str, ranks: str, message: str, skip_slow_checks: None, config_file: Path,
     capsys: pytest.CaptureFixture[str],
-) -> None:
-    config_file.write_text(json.dumps(CONFIG | changes))
-    assert main(["doctor", "--model", str(config_file.parent), *arguments]) == 1
+) -> None:  # fmt: skip
+    config_file.write_text(json.dumps(CONFIG | {"model_type": model_type}))
+    assert main(["doctor", "--model", str(config_file.parent), "--ranks", ranks]) == 1
     error = capsys.readouterr().err
     assert "trimtab doctor: 1 of " in error
     assert message in error
     assert error.count("\n") == 1
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["--ranks", "1"], "--ranks is 1; experts are shared by 2 or more"),
-        (["--model", "absent"], "absent: no such file"),
-    ],
-)
-def test_bad_input_gets_status_2(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["doctor", *arguments]) == 2
-    assert message in capsys.readouterr().err
+def test_bad_input_gets_status_2(capsys: pytest.CaptureFixture[str]) -> None:
+    for option, value, message in (("--ranks", "1", "--ranks is 1; "), ("--model", "absent", "absent: no such file")):
+        assert main(["doctor", option, value]) == 2
+        assert message in capsys.readouterr().err
 
 
-def lose_gradients() -> None:
+@runs_on_ranks()
+def test_the_micro_step_detects_a_broken_path() -> None:
     with mock.patch.object(GradientReturns, "_add"):
         assert self_check.check_path("peer").error > 1e-3
-
-
-def read_a_wrong_expert_from_the_mirror() -> None:
     with mock.patch.object(NodeMirror, "row", lambda self, layer, expert: next(iter(self._rows.values()))):
         assert self_check.check_path("host").error > 1e-3
         assert self_check.check_path("peer").error < 1e-12
-
-
-def test_the_micro_step_detects_a_broken_path() -> None:
-    on_ranks(lose_gradients, ranks=2)
-    on_ranks(read_a_wrong_expert_from_the_mirror, ranks=2)
 
 
 def test_a_wrong_or_failed_micro_step_is_a_problem(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -175,15 +153,6 @@ def test_old_and_missing_packages_are_named(monkeypatch: pytest.MonkeyPatch) -> 
     assert "numpy" not in training.text
 
 
-def test_versions_are_compared_by_their_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
-    """0.9 is older than 0.10, and 2.10.0 is not older than 2.9."""
-    monkeypatch.setattr(importlib.metadata, "requires", lambda _: ["first>=0.10", "second>=2.9", "third>=2"])
-    versions = {"first": "0.9.1", "second": "2.10.0+cpu", "third": "2"}
-    monkeypatch.setattr(importlib.metadata, "version", versions.__getitem__)
-    finding = check_packages("planning packages", None)
-    assert finding.text == "first 0.9.1 is older than 0.10; pip install --upgrade 'trimtab'"
-
-
 def test_shared_memory_is_written_and_read(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(shared_files, "SHARED_MEMORY", tmp_path / "absent")
     assert check_shared_memory().status == "problem"
@@ -205,12 +174,6 @@ def test_a_mirror_that_may_not_fit_is_a_warning(monkeypatch: pytest.MonkeyPatch)
     assert check_model(model, 10, ranks=2, slots=2, trains=True)[-1].status == "ok"
 
 
-def test_memory_of_replicas_is_that_of_slots_in_three_layers() -> None:
-    """An expert has 3 x 100 x 50 weights of 2 bytes."""
-    text = check_model(ModelSpec("m", 32, 4, 100, 50), 10, ranks=4, slots=5, trains=False)[-1].text
-    assert text.startswith("450 kB a rank for 5 slots in 3 layers; mirror at most 9.60 MB per node")
-
-
 def test_warnings_are_no_problems(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, skip_slow_checks: None) -> None:
     monkeypatch.setattr("os.sched_getaffinity", lambda _: {0, 1})
     assert main(["doctor", "--ranks", "3", "--json", str(tmp_path / "d.json")]) == 0
@@ -223,9 +186,8 @@ def test_under_torchrun_the_allocator_settings_are_required(monkeypatch: pytest.
     for name in ("RANK", "WORLD_SIZE", *ALLOCATOR):
         monkeypatch.delenv(name, raising=False)
     assert check_allocator().status == "ok"
-    monkeypatch.setenv("RANK", "0")
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    monkeypatch.setenv("LOCAL_RANK", "0")
+    for name, value in {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0"}.items():
+        monkeypatch.setenv(name, value)
     assert "with torchrun, set GLIBC_TUNABLES=glibc" in check_allocator().text
     for name, value in ALLOCATOR.items():
         monkeypatch.setenv(name, f"glibc.malloc.perturb=1:{value}")

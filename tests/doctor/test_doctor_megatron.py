@@ -20,19 +20,12 @@ from trimtab.doctor.self_check import PathCheck
 from trimtab.errors import InputError
 
 GOOD: dict[str, Any] = {
-    "num_moe_experts": 128,
-    "expert_model_parallel_size": 8,
-    "tensor_model_parallel_size": 2,
-    "sequence_parallel": True,
-    "expert_tensor_parallel_size": 1,
-    "pipeline_model_parallel_size": 4,
-    "moe_token_dispatcher_type": "alltoall",
-    "transformer_impl": "local",
-    "recompute_granularity": "full",
-    "recompute_method": "uniform",
-    "use_distributed_optimizer": True,
+    "num_moe_experts": 128, "expert_model_parallel_size": 8, "tensor_model_parallel_size": 2,
+    "sequence_parallel": True, "expert_tensor_parallel_size": 1, "pipeline_model_parallel_size": 4,
+    "moe_token_dispatcher_type": "alltoall", "transformer_impl": "local", "recompute_granularity": "full",
+    "recompute_method": "uniform", "use_distributed_optimizer": True,
     "moe_router_load_balancing_type": ["seq_aux_loss"],
-}
+}  # fmt: skip
 SCRIPT = r"""#!/bin/bash
 EP=${EP:-8}
 export TP="2"
@@ -48,13 +41,14 @@ torchrun ${DISTRIBUTED[@]} pretrain_gpt.py ${MODEL_ARGS[@]} $PARALLEL $MOE_ARGS 
 """
 
 
-def statuses(findings: list[Finding]) -> dict[str, str]:
-    return {finding.name.removeprefix("megatron "): finding.status for finding in findings}
-
-
 def written(path: Path, text: str | dict[str, Any]) -> Path:
     path.write_text(text if isinstance(text, str) else json.dumps(text))
     return path
+
+
+def findings_of(options: dict[str, Any], folder: Path) -> dict[str, Finding]:
+    findings = check_megatron(written(folder / "config.json", options))
+    return {finding.name.removeprefix("megatron "): finding for finding in findings}
 
 
 def as_log(options: dict[str, Any]) -> str:
@@ -63,39 +57,30 @@ def as_log(options: dict[str, Any]) -> str:
     return "\n".join(["0: ------------ arguments ------------", *lines, "------ end of arguments ------"])
 
 
-def files(folder: Path) -> list[Path]:
-    """The same options in all kinds of files."""
-    dashed = {name.replace("_", "-"): value for name, value in GOOD.items()}
-    block = [f"  {name}: {json.dumps(value)}" for name, value in GOOD.items() if not name.startswith("use_")]
-    return [
-        written(folder / "config.json", dashed),
-        written(folder / "config.yaml", json.dumps({"a": {"megatron": GOOD}, "dtype": 1})),
-        written(
-            folder / "run_config.yml",
-            "\n".join(
-                ["model:  # of the run", *block, "ddp:", "  use_distributed_optimizer: true", "parts: [{fp8: 1}]"]
-            ),
-        ),
-        written(folder / "train.log", as_log(GOOD)),
-        written(folder / "pretrain.sh", SCRIPT),
-    ]
+BLOCK = "\n".join(f"  {name}: {json.dumps(value)}" for name, value in GOOD.items() if not name.startswith("use_"))
+FILES: dict[str, str | dict[str, Any]] = {
+    "config.json": {name.replace("_", "-"): value for name, value in GOOD.items()},
+    "config.yaml": {"a": {"megatron": GOOD}, "dtype": 1},
+    "run_config.yml": f"model:  # of a run\n{BLOCK}\nddp:\n  use_distributed_optimizer: true\nparts: [{{fp8: 1}}]",
+    "train.log": as_log(GOOD),
+    "pretrain.sh": SCRIPT,
+}
 
 
-def test_all_kinds_of_files_have_the_same_options(tmp_path: Path) -> None:
-    for path in files(tmp_path):
-        values, unknown = read_options(path)
-        assert {name: values.get(name) for name in GOOD} == GOOD, path
-        assert unknown == [], path
+@pytest.mark.parametrize("name", FILES)
+def test_all_kinds_of_files_have_the_same_options(name: str, tmp_path: Path) -> None:
+    values, unknown = read_options(written(tmp_path / name, FILES[name]))
+    assert {name: values.get(name) for name in GOOD} == GOOD
+    assert unknown == []
 
 
 def test_a_supported_configuration_has_no_problem(tmp_path: Path) -> None:
-    findings = check_megatron(written(tmp_path / "config.json", GOOD))
-    assert set(statuses(findings).values()) == {"ok"}
-    text = {finding.name: finding.text for finding in findings}
-    assert text["megatron layout"] == "EP 8, TP 2, PP 4, CP 1; schedule: 1F1B"
-    assert text["megatron experts"].startswith("16 of 128 experts a rank")
-    assert text["megatron gradients"].endswith("use_distributed_optimizer")
-    assert text["megatron recompute"].startswith("full uniform; ")
+    found = findings_of(GOOD, tmp_path)
+    assert {finding.status for finding in found.values()} == {"ok"}
+    assert found["layout"].text == "EP 8, TP 2, PP 4, CP 1; schedule: 1F1B"
+    assert found["experts"].text.startswith("16 of 128 experts a rank")
+    assert found["gradients"].text.endswith("use_distributed_optimizer")
+    assert found["recompute"].text.startswith("full uniform; ")
 
 
 @pytest.mark.parametrize(
@@ -122,23 +107,9 @@ def test_a_supported_configuration_has_no_problem(tmp_path: Path) -> None:
     ],
 )
 def test_every_problem_is_named(tmp_path: Path, changes: dict[str, Any], name: str, status: str) -> None:
-    options = {name: value for name, value in (GOOD | changes).items() if value is not ...}
-    found = statuses(check_megatron(written(tmp_path / "config.json", options)))
-    assert found[name] == status
-    assert sum(each == "problem" for each in found.values()) == (status == "problem")
-
-
-def test_experts_that_the_ranks_do_not_divide_are_a_problem(tmp_path: Path) -> None:
-    found = {}
-    for ranks in (1, 8, 12, 128):
-        options = GOOD | {"expert_model_parallel_size": ranks}
-        findings = check_megatron(written(tmp_path / "options.json", options))
-        (found[ranks],) = [finding for finding in findings if finding.name == "megatron experts"]
-    assert {ranks: finding.status for ranks, finding in found.items()} == {
-        1: "problem", 8: "ok", 12: "problem", 128: "ok",
-    }  # fmt: skip
-    assert found[12].text.startswith("12 ranks don't divide 128 experts")
-    assert found[8].text.startswith("16 of 128 experts a rank")
+    found = findings_of({name: value for name, value in (GOOD | changes).items() if value is not ...}, tmp_path)
+    assert found[name].status == status
+    assert sum(finding.status == "problem" for finding in found.values()) == (status == "problem")
 
 
 def test_an_option_that_is_on_in_any_part_counts(tmp_path: Path) -> None:
@@ -146,24 +117,18 @@ def test_an_option_that_is_on_in_any_part_counts(tmp_path: Path) -> None:
     assert read_options(written(tmp_path / "a.json", nested))[0]["delay_wgrad_compute"] is True
 
 
-@pytest.mark.parametrize(
-    ("name", "text", "message"),
-    [
-        ("a.json", "{", "not JSON"),
-        ("a.yaml", "a: [", "not YAML"),
-        ("a.txt", "nothing", "no options found"),
-        ("absent", None, "can't be read"),
-    ],
-)
-def test_bad_files_get_status_2(
-    tmp_path: Path, name: str, text: str | None, message: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    if text is not None:
-        (tmp_path / name).write_text(text)
-    assert main(["doctor", "--megatron", str(tmp_path / name)]) == 2
-    error = capsys.readouterr().err
-    assert message in error
-    assert error.count("\n") == 1
+def test_bad_files_get_status_2(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    files = {
+        written(tmp_path / "a.json", "{"): "not JSON",
+        written(tmp_path / "a.yaml", "a: ["): "not YAML",
+        written(tmp_path / "a.txt", "nothing"): "no options found",
+        tmp_path / "absent": "can't be read",
+    }
+    for path, message in files.items():
+        assert main(["doctor", "--megatron", str(path)]) == 2
+        error = capsys.readouterr().err
+        assert message in error
+        assert error.count("\n") == 1
 
 
 def test_yaml_with_python_objects_is_only_read(tmp_path: Path) -> None:

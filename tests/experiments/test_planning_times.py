@@ -49,22 +49,14 @@ def test_all_measured_balancers_are_timed_in_parts() -> None:
 
 def test_times_of_parts_are_recovered_from_steps() -> None:
     sizes = [(m, layers) for m in (4, 16) for layers in (8, 16)]
+    of_instances = {"instance": 90.0, "join": 5.0}
     us = {
-        (m, layers): {
-            "schedule": 30.0 * m + 2.0 * m * layers,
-            "homes": 500.0 * layers,
-            "choice": 7000.0,
-            "instance": 90.0 * m * layers,
-            "join": 5.0 * m * layers,
-        }
+        (m, layers): {"schedule": 30.0 * m + 2.0 * m * layers, "homes": 500.0 * layers, "choice": 7000.0}
+        | {part: time * m * layers for part, time in of_instances.items()}
         for m, layers in sizes
     }
-    assert fit_parts(us) == pytest.approx(
-        {
-            "schedule": 30.0, "schedule_instance": 2.0, "homes": 500.0, "homes_instance": 0.0, "choice": 7000.0,
-            "instance": 90.0, "join": 5.0,
-        }
-    )  # fmt: skip
+    expected = {"schedule": 30.0, "schedule_instance": 2.0, "homes": 500.0, "homes_instance": 0.0, "choice": 7000.0}
+    assert fit_parts(us) == pytest.approx(expected | of_instances)
 
 
 def test_a_tiny_run_writes_times_of_every_size(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -19,7 +19,7 @@ from trimtab.trace import PRESETS, RoutingTrace, synthesize_preset
 
 DOCS = Path(__file__).parents[2] / "docs"
 # Others than the stored figures' seeds, and fewer tokens.
-SEEDS, TOKENS = examples(short=(11, 12), long=(11, 12, 13, 14, 15)), 1 << 17
+SEEDS, TOKENS = examples(short=(11,), long=(11, 12, 13, 14, 15)), 1 << 17
 
 
 @pytest.mark.longer
@@ -42,17 +42,15 @@ def test_every_model_preset_has_a_published_figure() -> None:
 
 def test_the_page_shows_the_stored_figures() -> None:
     figures = json.loads((DOCS / "benchmarks" / "presets.json").read_text())
-    assert [(row["preset"], row["measure"]) for row in figures["rows"]] == [
-        (row.preset, row.measure) for row in PUBLISHED
-    ]
+    written = [(row["preset"], row["measure"]) for row in figures["rows"]]
+    assert written == [(row.preset, row.measure) for row in PUBLISHED]
     assert all(row["as_stated"] for row in figures["rows"])
     assert len(figures["settings"]["seeds"]) == len(figures["rows"][0]["values"]) == 10
     page = (DOCS / "presets.md").read_text()
     assert tables_of_page(page) == {name: markdown_table(*table) for name, table in tables(figures).items()}
     for preset in PRESETS.values():
-        assert (
-            f"| {preset.num_experts}, {preset.top_k}, {preset.moe_layers} |" in page[page.index(f"| `{preset.name}`") :]
-        )
+        row = page[page.index(f"| `{preset.name}`") :]
+        assert f"| {preset.num_experts}, {preset.top_k}, {preset.moe_layers} |" in row
 
 
 def test_a_figure_outside_its_range_is_not_as_stated() -> None:
@@ -71,13 +69,10 @@ def test_gini_is_the_mean_absolute_difference() -> None:
     assert gini(np.array([3, 3, 3])) == 0
 
 
-def test_concentration_is_0_for_even_loads_and_1_for_one_expert() -> None:
+def test_concentration_and_busier_half_of_given_loads() -> None:
     assert concentration(np.array([7, 7, 7, 7])) == pytest.approx(0)
     assert concentration(np.array([0, 9, 0, 0])) == 1
     assert concentration(np.array([5, 5, 0, 0])) == pytest.approx(1 - math.log(2) / math.log(4))
-
-
-def test_the_busier_half_is_one_of_two_halves_of_the_ids() -> None:
     assert busier_half(np.array([[1, 2, 3, 4], [4, 4, 1, 1]])).tolist() == [0.7, 0.8]
 
 

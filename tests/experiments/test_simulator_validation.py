@@ -9,7 +9,7 @@ from experiments.simulator_validation import MeasuredStep, compare, measure_step
 from trimtab.benchmarks.bench_runtime import RuntimeBenchmark
 from trimtab.planner import Workload
 
-TINY = RuntimeBenchmark(tokens=1024, rounds=1, seeds=1, layers=2, hidden=64, width=128, experts=16, sequence_length=64)
+TINY = RuntimeBenchmark(tokens=256, rounds=1, seeds=1, layers=2, hidden=16, width=32, experts=16, sequence_length=32)
 
 
 @pytest.mark.slow

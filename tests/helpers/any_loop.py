@@ -1,14 +1,16 @@
 """A training loop with random actions, compared with one process that holds the whole model.
 
-Functions take the state of a rank, for `RankPool.call`. All of them do the same on the model in the session and on the
-reference, and end by comparing gradients, weights and optimizer state.
+Actions do the same on the model in the session and on the reference, and end by comparing gradients, weights and
+optimizer state.
 """
 
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from functools import wraps
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
@@ -18,12 +20,14 @@ import torch.nn.functional as F
 
 from helpers.equality import relative_error
 from helpers.moe_model import ALL_LISTS, WITHOUT_CHECKPOINTS, Shape, TinyMoE, matches
+from helpers.planned_steps import rows_of
 from helpers.random_plans import random_placement, random_plan, random_schedule, random_trace
 from trimtab.errors import InputError
 from trimtab.planner import Placement, Schedule, Workload
 from trimtab.runtime import Session
 from trimtab.trace import RoutingTrace
 
+State = dict[str, Any]
 MICRO_STEPS = 3
 # Ways to run a block, see `TinyMoE`.
 RUNS = (
@@ -37,15 +41,20 @@ class ExpectedError(Exception):
     """Raised by a test inside the model."""
 
 
-@dataclass(eq=False)
-class Pending:
-    """A forward whose backward has not run."""
+class Changes(NamedTuple):
+    """How many plans were applied, how often weights changed and optimizers stepped."""
+
+    plans: int = 0
+    weights: int = 0
+    steps: int = 0
+
+
+class Pending(NamedTuple):
+    """A forward whose backward has not run, and the changes before it."""
 
     loss: torch.Tensor
     expected: torch.Tensor
-    num_plans: int
-    num_weight_changes: int
-    num_steps: int
+    changes: Changes
     is_planned: bool
 
 
@@ -54,9 +63,7 @@ class Loop:
     """The state of one rank.
 
     Attributes:
-        num_plans, num_weight_changes, num_steps: how many plans were applied, how often the weights changed and
-            optimizers stepped.
-        writes: how often `write` changed them.
+        writes: how often `write` changed the weights.
         pending: forwards whose backward has not run, by number.
         is_finished: whether gradients are complete.
         has_mixed_gradients: whether gradients were added to others that had been summed over ranks.
@@ -68,13 +75,11 @@ class Loop:
     reference: TinyMoE
     optimizers: tuple[torch.optim.Optimizer, torch.optim.Optimizer]
     slots: int
-    trace: RoutingTrace | None = None
-    schedule: Schedule | None = None
-    tokens: torch.Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.int64))
-    labels: torch.Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.int64))
-    num_plans: int = 0
-    num_weight_changes: int = 0
-    num_steps: int = 0
+    trace: RoutingTrace = field(init=False)
+    schedule: Schedule = field(init=False)
+    tokens: torch.Tensor = field(init=False)
+    labels: torch.Tensor = field(init=False)
+    changes: Changes = field(default_factory=Changes)
     writes: int = 0
     pending: dict[int, Pending] = field(default_factory=dict)
     is_finished: bool = False
@@ -83,14 +88,10 @@ class Loop:
 
     def rows(self, index: int, rank: int | None = None) -> torch.Tensor:
         """The tokens of a micro-step, of one rank or all."""
-        assert self.trace is not None
-        assert self.schedule is not None
         chosen = self.schedule.micro_step == index
         if rank is not None:
             chosen = chosen & (self.schedule.rank == rank)
-        starts = self.trace.sequence_starts
-        parts = [np.arange(starts[s], starts[s + 1]) for s in np.flatnonzero(chosen)]
-        return torch.from_numpy(np.concatenate([*parts, np.empty(0, np.int64)]))
+        return rows_of(self.trace, np.flatnonzero(chosen))
 
     def loss(self, model: TinyMoE, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         logits = model(self.tokens[rows])
@@ -98,7 +99,6 @@ class Loop:
 
     def expect(self, rows: torch.Tensor, run: str, skipped: frozenset[int], live: bool) -> tuple[torch.Tensor, Any]:
         """Loss and logits of the reference model for the same rows."""
-        assert self.trace is not None
         self.reference.run_block, self.reference.skipped = WITHOUT_CHECKPOINTS.get(run, "plain"), skipped
         for layer, block in enumerate(self.reference.moe_blocks()):
             ids = self.trace.expert_ids[rows.numpy(), layer].astype(np.int64)
@@ -107,7 +107,35 @@ class Loop:
         return self.loss(self.reference, rows)
 
 
-def start(state: dict[str, Any], seed: int, checked: bool, group: dist.ProcessGroup | None = None) -> None:
+Action = Callable[..., None]
+
+
+def action(function: Action) -> Action:
+    """What a loop can't do while its parameters are offloaded; nothing happens then. Results are compared after it."""
+
+    @wraps(function)
+    def act(loop: Loop, *args: Any) -> None:
+        if loop.offloaded_parameters is None:
+            function(loop, *args)
+            compare(loop)
+
+    return act
+
+
+def begin(state: State, seed: int, checked: bool = False) -> None:
+    """Start another loop on the ranks of a pool."""
+    if "loop" in state:
+        state.pop("loop").session.close()
+    state["loop"] = start(seed, checked)
+
+
+def call(state: State, function: Callable[..., None], *args: Any) -> list[int]:
+    """An action of the loop that `begin` has started. Returns the forwards whose backward may follow."""
+    function(state["loop"], *args)
+    return sorted(state["loop"].pending)
+
+
+def start(seed: int = 3, checked: bool = False, group: dist.ProcessGroup | None = None) -> Loop:
     """A new model in a new session, with a first plan.
 
     Args:
@@ -115,8 +143,6 @@ def start(state: dict[str, Any], seed: int, checked: bool, group: dist.ProcessGr
         group: of the session; all ranks by default.
     """
     torch.set_num_threads(1)
-    if "loop" in state:
-        state.pop("loop").session.close()
     rng = np.random.default_rng(seed)
     torch.manual_seed(seed)
     ranks = dist.get_world_size()
@@ -134,13 +160,13 @@ def start(state: dict[str, Any], seed: int, checked: bool, group: dist.ProcessGr
     model.share(session)
     first, second = (torch.optim.AdamW(m.parameters(), lr=0.01, eps=0.1, foreach=False) for m in (reference, model))
     session.register_optimizers(second)
-    state["loop"] = Loop(session, model, reference, (first, second), slots)
-    plan(state, seed, True, "plan")
+    loop = Loop(session, model, reference, (first, second), slots)
+    plan(loop, seed)
+    return loop
 
 
-def plan(state: dict[str, Any], seed: int, moves: bool, mode: str) -> None:
+def plan(loop: Loop, seed: int, moves: bool = True, mode: str = "plan") -> None:
     """Another trace, and a random plan for it."""
-    loop: Loop = state["loop"]
     session, rng = loop.session, np.random.default_rng(seed)
     carried_out = mode in ("plan", "static")
     if carried_out and loop.offloaded_parameters is not None:
@@ -171,12 +197,17 @@ def plan(state: dict[str, Any], seed: int, moves: bool, mode: str) -> None:
     session.apply_step_plan(chosen, mine)
     loop.trace, loop.schedule = trace, schedule
     loop.tokens, loop.labels = (torch.from_numpy(rng.integers(0, 11, trace.num_tokens)) for _ in range(2))
-    loop.num_plans += 1
+    loop.changes = loop.changes._replace(plans=loop.changes.plans + 1)
     compare(loop)
 
 
 def forward(
-    state: dict[str, Any], index: int, run: str, skipped: frozenset[int], number: int | None, at_once: bool
+    loop: Loop,
+    index: int,
+    run: str = "plain",
+    number: int | None = None,
+    at_once: bool = False,
+    skipped: frozenset[int] = frozenset(),
 ) -> None:
     """A micro-step's forward.
 
@@ -185,7 +216,6 @@ def forward(
         number: of the pending backward; without gradients if None.
         at_once: run the backward inside the micro-step.
     """
-    loop: Loop = state["loop"]
     if loop.offloaded_parameters is not None:
         with pytest.raises(InputError, match="has no memory now"), loop.session.micro_step(index):
             pass
@@ -199,9 +229,7 @@ def forward(
             loss, logits = loop.loss(loop.model, mine)
             if number is not None:
                 carried_out = loop.session.mode in ("plan", "static")
-                loop.pending[number] = Pending(
-                    loss, expected, loop.num_plans, loop.num_weight_changes, loop.num_steps, carried_out
-                )
+                loop.pending[number] = Pending(loss, expected, loop.changes, carried_out)
                 if at_once:
                     _backward(loop, number)
     places = torch.searchsorted(rows, mine)
@@ -210,12 +238,9 @@ def forward(
     compare(loop)
 
 
-def live(state: dict[str, Any], seed: int, run: str, number: int | None) -> None:
+@action
+def live(loop: Loop, seed: int, run: str, number: int | None) -> None:
     """A forward outside any micro-step, on the router's choice: evaluation, generation, another loss."""
-    loop: Loop = state["loop"]
-    if loop.offloaded_parameters is not None:
-        return
-    assert loop.trace is not None
     rng = np.random.default_rng(seed)
     rank_of = rng.integers(0, loop.session.num_ranks, len(loop.tokens))
     rows, mine = torch.arange(len(loop.tokens)), torch.from_numpy(np.flatnonzero(rank_of == loop.session.rank))
@@ -225,29 +250,23 @@ def live(state: dict[str, Any], seed: int, run: str, number: int | None) -> None
         loss, logits = loop.loss(loop.model, mine)
     assert relative_error(logits, expected_logits[mine]) < TOLERANCE, "live logits"
     if number is not None:
-        loop.pending[number] = Pending(
-            loss, expected, loop.num_plans, loop.num_weight_changes, loop.num_steps, is_planned=False
-        )
-    compare(loop)
+        loop.pending[number] = Pending(loss, expected, loop.changes, False)
 
 
 STALE = r"another plan was applied|modified by an inplace|changed within"
 
 
-def backward(state: dict[str, Any], number: int) -> None:
+@action
+def backward(loop: Loop, number: int) -> None:
     """The backward of a pending forward, outside any micro-step. It fails if the forward is out of date."""
-    loop: Loop = state["loop"]
     pending = loop.pending[number]
-    if loop.offloaded_parameters is not None:
-        return
-    if pending.num_weight_changes != loop.num_weight_changes or (
-        pending.is_planned and pending.num_plans != loop.num_plans
-    ):
+    before, now = pending.changes, loop.changes
+    if before.weights != now.weights or (pending.is_planned and before.plans != now.plans):
         with pytest.raises(RuntimeError, match=STALE):
             loop.pending.pop(number).loss.backward()
         # As a loop must do after a failed backward.
         _zero(loop, True)
-    elif pending.num_plans != loop.num_plans or pending.num_steps != loop.num_steps:
+    elif before != now:
         # It runs unless experts have moved, a checkpointed layer would run again, or an optimizer stepped, even without
         # gradients.
         try:
@@ -257,7 +276,6 @@ def backward(state: dict[str, Any], number: int) -> None:
             _zero(loop, True)
     else:
         _backward(loop, number)
-    compare(loop)
 
 
 def _backward(loop: Loop, number: int) -> None:
@@ -269,57 +287,40 @@ def _backward(loop: Loop, number: int) -> None:
     loop.has_mixed_gradients |= loop.is_finished
 
 
-def fail_forward(state: dict[str, Any], index: int, run: str, block: int) -> None:
-    """An exception in a micro-step's forward, on all ranks."""
-    loop: Loop = state["loop"]
-    if loop.offloaded_parameters is not None:
-        return
+@action
+def fail(loop: Loop, index: int, run: str, block: int, where: str) -> None:
+    """An exception on all ranks: in a micro-step's `forward`, or in its backward, `inside` or `outside` the micro-step.
 
-    def stop(at: int, x: torch.Tensor) -> torch.Tensor:
-        if at == block:
-            raise ExpectedError
-        return x
+    After a failed backward the gradients of the accumulation are dropped.
+    """
 
-    loop.model.before_block, loop.model.run_block, loop.model.skipped = stop, run, frozenset()
-    with pytest.raises(ExpectedError), loop.session.micro_step(index):
-        loop.loss(loop.model, loop.rows(index, loop.session.rank))
-    loop.model.before_block = None
-    compare(loop)
-
-
-def fail_backward(state: dict[str, Any], index: int, run: str, block: int, inside: bool) -> None:
-    """An exception in a micro-step's backward, on all ranks; the gradients of the accumulation are then dropped."""
-    loop: Loop = state["loop"]
-    if loop.offloaded_parameters is not None:
-        return
-
-    def stop(_gradient: torch.Tensor) -> None:
+    def stop(*_: object) -> None:
         raise ExpectedError
 
     def hook(at: int, x: torch.Tensor) -> torch.Tensor:
         if at == block:
+            if where == "forward":
+                stop()
             x.register_hook(stop)
         return x
 
+    def run_both() -> None:
+        with loop.session.micro_step(index):
+            loss, _ = loop.loss(loop.model, loop.rows(index, loop.session.rank))
+            if where == "inside":
+                loss.backward()
+        loss.backward()
+
     loop.model.before_block, loop.model.run_block, loop.model.skipped = hook, run, frozenset()
     with pytest.raises(ExpectedError):
-        _run_both(loop, index, inside)
+        run_both()
     loop.model.before_block = None
-    _zero(loop, True)
-    compare(loop)
+    if where != "forward":
+        _zero(loop, True)
 
 
-def _run_both(loop: Loop, index: int, inside: bool) -> None:
-    with loop.session.micro_step(index):
-        loss, _ = loop.loss(loop.model, loop.rows(index, loop.session.rank))
-        if inside:
-            loss.backward()
-    loss.backward()
-
-
-def finish(state: dict[str, Any]) -> None:
+def finish(loop: Loop) -> None:
     """Complete the gradients; once for each accumulation."""
-    loop: Loop = state["loop"]
     if loop.is_finished and _has_gradients(loop.reference):
         with pytest.raises(RuntimeError, match="summed over ranks already"):
             loop.session.finish_gradients(loop.model.replicated())
@@ -333,32 +334,33 @@ def _has_gradients(model: TinyMoE) -> bool:
     return any(p.grad is not None and bool(p.grad.any()) for p in model.parameters())
 
 
-def step(state: dict[str, Any], zero: bool | None) -> None:
+@action
+def step(loop: Loop, zero: bool | None = True) -> None:
     """An optimizer step with complete gradients.
 
     Args:
         zero: value of `set_to_none` for the zeroing after it; None: gradients are kept.
     """
-    loop: Loop = state["loop"]
-    if loop.offloaded_parameters is not None:
-        return
     if loop.has_mixed_gradients:
         _zero(loop, True)
     if not loop.is_finished:
-        finish(state)
-    loop.num_steps += 1
+        finish(loop)
     # An optimizer skips parameters without gradients.
-    loop.num_weight_changes += any(p.grad is not None for p in loop.reference.parameters())
+    changes = any(p.grad is not None for p in loop.reference.parameters())
+    loop.changes = Changes(loop.changes.plans, loop.changes.weights + changes, loop.changes.steps + 1)
     for optimizer in loop.optimizers:
         optimizer.step()
     if zero is not None:
         _zero(loop, zero)
-    compare(loop)
 
 
-def zero(state: dict[str, Any], to_none: bool) -> None:
+def update(loop: Loop, index: int = 0, number: int = 1) -> None:
+    """Forward and backward of a micro-step."""
+    forward(loop, index, "plain", number, True)
+
+
+def zero(loop: Loop, to_none: bool = True) -> None:
     """Gradients are zeroed."""
-    loop: Loop = state["loop"]
     _zero(loop, to_none)
     compare(loop)
 
@@ -369,12 +371,10 @@ def _zero(loop: Loop, to_none: bool) -> None:
     loop.is_finished = loop.has_mixed_gradients = False
 
 
-def move(state: dict[str, Any], seed: int) -> None:
+@action
+def move(loop: Loop, seed: int) -> None:
     """Experts move to random homes, between steps."""
-    loop: Loop = state["loop"]
     session = loop.session
-    if loop.offloaded_parameters is not None:
-        return
     placement = random_placement(
         np.random.default_rng(seed), len(session.layers), session.num_experts, session.num_ranks
     )
@@ -389,7 +389,7 @@ def move(state: dict[str, Any], seed: int) -> None:
     if not same and session.mode in ("plan", "static"):
         with pytest.raises(RuntimeError, match="experts have moved"), session.micro_step(0):
             pass
-    plan(state, seed, False, session.mode)
+    plan(loop, seed, False, session.mode)
 
 
 def _would_move_gradients(loop: Loop, placement: Placement) -> bool:
@@ -402,30 +402,26 @@ def _would_move_gradients(loop: Loop, placement: Placement) -> bool:
     )
 
 
-def repoint(state: dict[str, Any]) -> None:
+@action
+def repoint(loop: Loop) -> None:
     """Replace the memory of all parameters by a clone, as when weights are loaded or averaged."""
-    loop: Loop = state["loop"]
-    if loop.offloaded_parameters is None:
-        for parameter in loop.model.parameters():
-            parameter.data = parameter.data.clone()
-        # Hidden from autograd's version check, which is not tested here.
-        loop.pending.clear()
-    compare(loop)
+    for parameter in loop.model.parameters():
+        parameter.data = parameter.data.clone()
+    # Hidden from autograd's version check, which is not tested here.
+    loop.pending.clear()
 
 
-def offload(state: dict[str, Any]) -> None:
+@action
+def offload(loop: Loop) -> None:
     """The parameters' memory is freed."""
-    loop: Loop = state["loop"]
-    if loop.offloaded_parameters is None:
-        loop.pending.clear()
-        loop.offloaded_parameters = [parameter.data.clone() for parameter in loop.model.parameters()]
-        for parameter in loop.model.parameters():
-            parameter.data.untyped_storage().resize_(0)
+    loop.pending.clear()
+    loop.offloaded_parameters = [parameter.data.clone() for parameter in loop.model.parameters()]
+    for parameter in loop.model.parameters():
+        parameter.data.untyped_storage().resize_(0)
 
 
-def onload(state: dict[str, Any]) -> None:
+def onload(loop: Loop) -> None:
     """The parameters get new memory."""
-    loop: Loop = state["loop"]
     if loop.offloaded_parameters is not None:
         for parameter, values in zip(loop.model.parameters(), loop.offloaded_parameters, strict=True):
             parameter.data = values
@@ -433,14 +429,12 @@ def onload(state: dict[str, Any]) -> None:
     compare(loop)
 
 
-def write(state: dict[str, Any], way: str) -> None:
+@action
+def write(loop: Loop, way: str) -> None:
     """New weights: by tensor operations, announced writes through `.data`, or unannounced ones."""
-    loop: Loop = state["loop"]
-    if loop.offloaded_parameters is not None:
-        return
     if way == "unnoticed":
         # Run a forward first, so that the session has copied the current weights.
-        forward(state, 0, "plain", frozenset(), None, False)
+        forward(loop, 0)
         for parameter in loop.model.parameters():
             parameter.data.mul_(2)
         with pytest.raises(RuntimeError, match=r"changed without an optimizer step"), loop.session.micro_step(0):
@@ -460,13 +454,7 @@ def write(state: dict[str, Any], way: str) -> None:
     if way == "data":
         loop.session.weights_changed()
         loop.pending.clear()
-    loop.num_weight_changes += 1
-    compare(loop)
-
-
-def pending(state: dict[str, Any]) -> list[int]:
-    """Numbers of the forwards whose backward may follow."""
-    return sorted(state["loop"].pending)
+    loop.changes = loop.changes._replace(weights=loop.changes.weights + 1)
 
 
 def compare(loop: Loop) -> None:

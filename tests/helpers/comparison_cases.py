@@ -31,10 +31,7 @@ def some_trace(seed: int = 0, steps: tuple[int, ...] = (3, 3, 4, 4, 4, 7, 7), lo
 def some_case(trace: RoutingTrace | None = None, **changes: Any) -> ComparisonCase:
     step, earlier = step_of(some_trace() if trace is None else trace, None)
     values: dict[str, Any] = {
-        "cluster": ClusterSpec(4, 2, 1),
-        "model": MODEL,
-        "sequences": SequenceCounts.from_trace(step),
-        "earlier": tuple(map(SequenceCounts.from_trace, earlier)),
-        "token_budget": 20,
-    }
+        "cluster": ClusterSpec(4, 2, 1), "model": MODEL, "sequences": SequenceCounts.from_trace(step),
+        "earlier": tuple(map(SequenceCounts.from_trace, earlier)), "token_budget": 20,
+    }  # fmt: skip
     return ComparisonCase(**values | changes)

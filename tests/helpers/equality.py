@@ -13,6 +13,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 
 from helpers.moe_model import ALL_LISTS, Shape, TinyMoE, matches
+from helpers.planned_steps import rows_of
 from helpers.random_plans import random_placement, random_plan, random_schedule, random_trace
 from helpers.rank_pool import scattered_groups
 from trimtab.planner import Workload
@@ -29,10 +30,6 @@ class Case:
     Attributes:
         seed: of everything random.
         dtype: float64 (relative error 1e-12) or float32 (1e-5).
-        max_norm: clip to this norm, or not at all.
-        run_block: how blocks are run, see `CHECKPOINTING`.
-        steps: optimizer steps, each with a new random plan: other homes, other replicas on other paths.
-        padded: feed rows that belong to no planned token.
         groups: expert-parallel groups of the ranks.
         one_sided: pull replicas out of the memory of neighbours, as on CUDA.
         given: give the session process groups of scattered ranks, and scattered nodes.
@@ -41,16 +38,27 @@ class Case:
     """
 
     seed: int
-    dtype: torch.dtype
-    max_norm: float | None
-    run_block: str
-    steps: int
-    padded: bool
+    dtype: torch.dtype = torch.float64
     groups: int = 1
     one_sided: bool = False
     given: bool = False
     listed: bool = False
     timeout: timedelta | None = None
+
+    @property
+    def run_block(self) -> str:
+        """How blocks are run, see `CHECKPOINTING`."""
+        return CHECKPOINTING[self.seed % 4]
+
+    @property
+    def max_norm(self) -> float | None:
+        """Clip to this norm, or not at all."""
+        return 0.05 if self.seed % 3 == 1 else None
+
+    @property
+    def padded(self) -> bool:
+        """Feed rows that belong to no planned token."""
+        return self.seed % 5 in (2, 3)
 
 
 class CountingPeers(PeerMemory):
@@ -69,13 +77,16 @@ def relative_error(actual: torch.Tensor, expected: torch.Tensor) -> float:
     return float((actual - expected).detach().norm()) / scale
 
 
-def compare_cases(cases: Iterable[Case]) -> None:
-    """Assert for every case that losses, logits, gradients and weights are those of the single process."""
+def compare_cases(cases: Iterable[Case]) -> int:
+    """Assert for every case that losses, logits, gradients and weights are those of the single process.
+
+    Returns the number of replicas that this rank copied from other ranks' memory.
+    """
     torch.set_num_threads(1)
+    before = CountingPeers.pulled
     for case in cases:
-        before = CountingPeers.pulled
         _compare(case)
-        assert case.one_sided or CountingPeers.pulled == before
+    return CountingPeers.pulled - before
 
 
 def _compare(case: Case) -> None:
@@ -85,13 +96,11 @@ def _compare(case: Case) -> None:
     num_ranks = num_data_ranks // case.groups
     padding_rng = np.random.default_rng((case.seed, dist.get_rank()))
     shape = Shape(
-        layers=int(rng.integers(1, 5)),
-        experts=num_ranks * int(rng.integers(1, 5)),
-        top_k=int(rng.integers(1, min(4, num_ranks) + 1)),
-        hidden=int(rng.choice([4, 6, 16])),
+        layers=int(rng.integers(1, 5)), experts=num_ranks * int(rng.integers(1, 5)),
+        top_k=int(rng.integers(1, min(4, num_ranks) + 1)), hidden=int(rng.choice([4, 6, 16])),
         width=int(rng.choice([4, 5, 8])),
         lists=(ALL_LISTS, ("down",), ("gate_up",))[case.seed % 3] if case.listed else (),
-    )
+    )  # fmt: skip
     tolerance = 1e-12 if case.dtype is torch.float64 else 1e-5
     slots = int(rng.integers(0, 4))
     ranks_per_node = int(rng.choice([size for size in range(1, num_ranks + 1) if num_ranks % size == 0]))
@@ -113,32 +122,25 @@ def _compare(case: Case) -> None:
     optimizers = [_optimizer(case.seed, m) for m in (reference, model)]
     session.register_optimizers(optimizers[1])
 
-    for _ in range(case.steps):
-        num_sequences = int(rng.integers(1, 9))
+    # Each step has a new random plan: other homes, other replicas on other paths.
+    for _ in range(3):
+        count = int(rng.integers(1, 9))
         trace = random_trace(
-            rng,
-            num_sequences=num_sequences,
-            max_length=12,
-            num_layers=shape.layers,
-            num_experts=shape.experts,
+            rng, num_sequences=count, max_length=12, num_layers=shape.layers, num_experts=shape.experts,
             top_k=shape.top_k,
-        )
-        schedule = random_schedule(
-            rng, num_sequences, num_ranks=num_data_ranks, num_micro_steps=int(rng.integers(1, 4))
-        )
+        )  # fmt: skip
+        schedule = random_schedule(rng, count, num_ranks=num_data_ranks, num_micro_steps=int(rng.integers(1, 4)))
         placement = random_placement(rng, shape.layers, shape.experts, num_ranks)
         plans = []
         for group in range(case.groups):
             of_group, group_schedule = schedule.of_group(group, num_ranks)
             workload = Workload.from_trace(trace.select(of_group), group_schedule)
-            plans.append(
-                random_plan(
-                    rng, workload, group_schedule, slots=slots, placement=placement, ranks_per_node=ranks_per_node
-                )
+            plan = random_plan(
+                rng, workload, group_schedule, slots=slots, placement=placement, ranks_per_node=ranks_per_node
             )
+            plans.append(plan)
         session.apply_step_plan(plans[session.topology.group], trace.select(schedule.sequences_of(data_rank)))
-        tokens = torch.from_numpy(rng.integers(0, shape.vocab, trace.num_tokens))
-        labels = torch.from_numpy(rng.integers(0, shape.vocab, trace.num_tokens))
+        tokens, labels = torch.from_numpy(rng.integers(0, shape.vocab, (2, trace.num_tokens)))
         for index, block in enumerate(reference.moe_blocks()):
             block.recorded_ids = torch.from_numpy(trace.expert_ids[:, index].astype(np.int64))
 
@@ -149,8 +151,7 @@ def _compare(case: Case) -> None:
         loss = torch.zeros((), dtype=case.dtype)
         for index in rng.permutation(schedule.num_micro_steps):
             mine = np.flatnonzero((schedule.rank == data_rank) & (schedule.micro_step == index))
-            of_trace = [np.arange(trace.sequence_starts[s], trace.sequence_starts[s + 1]) for s in mine]
-            rows = torch.from_numpy(np.concatenate([*of_trace, np.empty(0, np.int64)]))
+            rows = rows_of(trace, mine)
             batch, positions = tokens[rows], None
             if case.padded:
                 positions = torch.from_numpy(np.sort(padding_rng.permutation(len(rows) + 3)[: len(rows)]))

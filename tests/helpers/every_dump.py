@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from helpers.pickled_dumps import saved
 from trimtab import RoutingTrace, write_trace
 from trimtab.trace.exports.arrays import write_npz, write_safetensors
 from trimtab.trace.exports.megatron import write_megatron
@@ -28,13 +29,7 @@ PROMPT = 3
 
 @dataclass(frozen=True)
 class Dump:
-    """A file of a format.
-
-    Attributes:
-        form: the format's name.
-        suffix: of the file's name.
-        content: the file.
-    """
+    """A file of a format, `form`; `suffix` is that of its name."""
 
     form: str
     suffix: str
@@ -69,19 +64,19 @@ def all_dumps() -> dict[str, Dump]:
     add("megatron", ".jsonl", _written(ids, write_megatron))
     add("arrays:npz", ".npz", _written(ids, write_npz))
     add("arrays:safetensors", ".safetensors", _written(ids, write_safetensors))
-    add("slime", ".pt", _saved({"rollout_id": 3, "samples": [_slime(*pair) for pair in pairs]}))
-    add("verl:tensors", ".pt", _saved(_batch(ids, tokens, np.int16, 0)))
+    add("slime", ".pt", saved({"rollout_id": 3, "samples": [_slime(*pair) for pair in pairs]}))
+    add("verl:tensors", ".pt", saved(_batch(ids, tokens, np.int16, 0)))
     add("verl:numpy", ".pkl", pickle.dumps({k: v.numpy() for k, v in _batch(ids, tokens, np.int16, 0).items()}))
     lengths = {"input_lengths": torch.tensor(LENGTHS)}
-    add("nemo-rl", ".pt", _saved(_batch(ids, tokens, np.int16, -1) | lengths))
+    add("nemo-rl", ".pt", saved(_batch(ids, tokens, np.int16, -1) | lengths))
     passes = [
         {"forward_pass_id": at, "rank": 0, "topk_ids_of_layer": torch.from_numpy(each.transpose(1, 0, 2).copy())}
         for at, each in enumerate(ids)
     ]
     identity = torch.arange(NUM_EXPERTS).repeat(LAYERS, 1)
-    add("sglang-recorder:tokens", ".pt", _saved({"records": passes, "last_physical_to_logical_map": identity}))
+    add("sglang-recorder:tokens", ".pt", saved({"records": passes, "last_physical_to_logical_map": identity}))
     counts = np.stack([[np.bincount(each[:, layer].ravel(), minlength=16) for layer in range(LAYERS)] for each in ids])
-    add("sglang-recorder:counts", ".pt", _saved({"rank": 0, "logical_count": torch.from_numpy(counts)}))
+    add("sglang-recorder:counts", ".pt", saved({"rank": 0, "logical_count": torch.from_numpy(counts)}))
     return found
 
 
@@ -96,21 +91,12 @@ def _lines(values: list[dict[str, Any]]) -> bytes:
 
 
 def _vllm(ids: Array, tokens: list[int]) -> dict[str, Any]:
-    return {
-        "id": "cmpl-1",
-        "object": "text_completion",
-        "choices": [
-            {
-                "index": 0,
-                "text": "seven",
-                "finish_reason": "stop",
-                "prompt_token_ids": tokens[:PROMPT],
-                "token_ids": tokens[PROMPT:],
-                "routed_experts": base64.b64encode(npy(ids.astype(np.uint8))).decode(),
-            }
-        ],
-        "usage": {"prompt_tokens": PROMPT, "completion_tokens": len(tokens) - PROMPT},
-    }
+    choice = {
+        "index": 0, "text": "seven", "finish_reason": "stop", "prompt_token_ids": tokens[:PROMPT],
+        "token_ids": tokens[PROMPT:], "routed_experts": base64.b64encode(npy(ids.astype(np.uint8))).decode(),
+    }  # fmt: skip
+    usage = {"prompt_tokens": PROMPT, "completion_tokens": len(tokens) - PROMPT}
+    return {"id": "cmpl-1", "object": "text_completion", "choices": [choice], "usage": usage}
 
 
 def _sglang(ids: Array, tokens: list[int], dtype: str) -> dict[str, Any]:
@@ -130,13 +116,9 @@ def _sglang(ids: Array, tokens: list[int], dtype: str) -> dict[str, Any]:
 
 def _slime(ids: Array, tokens: list[int]) -> dict[str, Any]:
     return {
-        "prompt": "two and five",
-        "tokens": tokens,
-        "response_length": len(tokens) - PROMPT,
-        "reward": 1.0,
-        "metadata": {"data_source": "maths"},
-        "rollout_routed_experts": ids.astype(np.int32),
-    }
+        "prompt": "two and five", "tokens": tokens, "response_length": len(tokens) - PROMPT, "reward": 1.0,
+        "metadata": {"data_source": "maths"}, "rollout_routed_experts": ids.astype(np.int32),
+    }  # fmt: skip
 
 
 def _batch(ids: list[Array], tokens: list[list[int]], dtype: Any, missing: int) -> dict[str, torch.Tensor]:
@@ -151,12 +133,6 @@ def _batch(ids: list[Array], tokens: list[list[int]], dtype: Any, missing: int) 
         "input_ids": torch.from_numpy(words),
         "attention_mask": torch.from_numpy((words > 0).astype(np.int64)),
     }
-
-
-def _saved(value: Any) -> bytes:
-    file = io.BytesIO()
-    torch.save(value, file)
-    return file.getvalue()
 
 
 def _written(ids: list[Array], write: Callable[[RoutingTrace, Any], None]) -> bytes:

@@ -53,13 +53,7 @@ class _Sizes:
 
 
 class _Sent(NamedTuple):
-    """Rows of one exchange.
-
-    Attributes:
-        tokens: the token of each row that this rank sends, by rank.
-        sent, received: rows to and from each rank.
-        num_tokens: this rank's tokens.
-    """
+    """The token of each row that this rank sends, by rank; rows to and from each rank; this rank's tokens."""
 
     tokens: torch.Tensor
     sent: list[int]
@@ -89,33 +83,25 @@ class Buffer:
         assert topk_idx.dtype == torch.int64
         assert topk_idx.is_contiguous()
         assert num_experts % ranks == 0
-        assert topk_idx.min() >= 0
-        assert topk_idx.max() < num_experts
+        assert 0 <= topk_idx.min() <= topk_idx.max() < num_experts
         of_rank = torch.zeros(len(topk_idx), ranks, dtype=torch.bool)
         of_rank.scatter_(1, topk_idx // (num_experts // ranks), value=True)
         of_expert = torch.bincount(topk_idx.view(-1), minlength=num_experts)
         return of_rank.sum(0).int(), None, of_expert.int(), of_rank, EventOverlap()
 
     def dispatch(
-        self, x: torch.Tensor, handle: _Sent | None = None, num_tokens_per_rank: torch.Tensor | None = None,
-        num_tokens_per_rdma_rank: None = None, is_token_in_rank: torch.Tensor | None = None,
-        num_tokens_per_expert: torch.Tensor | None = None, topk_idx: torch.Tensor | None = None,
-        topk_weights: torch.Tensor | None = None, **_events: Any,
+        self, x: torch.Tensor, handle: _Sent | None = None, num_tokens_per_rank: Any = None,
+        num_tokens_per_rdma_rank: None = None, is_token_in_rank: Any = None, num_tokens_per_expert: Any = None,
+        topk_idx: Any = None, topk_weights: Any = None, **_events: Any,
     ) -> Any:  # fmt: skip
         """Send tokens. With a handle only `x`."""
         assert x.ndim == 2
         assert x.is_contiguous()
         assert num_tokens_per_rdma_rank is None
         if handle is not None:
-            assert topk_idx is None
-            assert topk_weights is None
+            assert topk_idx is topk_weights is None
             assert len(x) == handle.num_tokens
             return _exchange(x[handle.tokens], handle, self.group), None, None, None, None, EventOverlap()
-        assert num_tokens_per_rank is not None
-        assert is_token_in_rank is not None
-        assert num_tokens_per_expert is not None
-        assert topk_idx is not None
-        assert topk_weights is not None
         assert topk_weights.dtype == torch.float32
         ranks, tokens = is_token_in_rank.T.nonzero().unbind(1)
         handle = _agree(tokens, num_tokens_per_rank, len(x), self.group)
@@ -141,14 +127,8 @@ class Buffer:
 
 
 class _Permuted(NamedTuple):
-    """The handle of a HybridEP dispatch.
-
-    Attributes:
-        sent: the exchange.
-        experts: experts of this rank, which the kernel was compiled for.
-        pairs: `[2, P]`, the arrived row and the local expert of each output row, by expert.
-        routing_map: `[T, R * experts]`, of this rank's tokens.
-    """
+    """The handle of a HybridEP dispatch. `pairs [2, P]` has the arrived row and the local expert of each output row, by
+    expert; `routing_map [T, R * experts]` is of this rank's tokens."""
 
     sent: _Sent
     experts: int
@@ -157,47 +137,35 @@ class _Permuted(NamedTuple):
 
 
 class HybridEPBuffer:
-    """HybridEP's buffer. Its size follows the largest number of experts of a rank; kernels are kept by number.
-
-    Attributes:
-        experts: the number of local experts that its memory is for.
-        enlarged: how often it was allocated again.
-        compiled: the numbers of local experts that kernels were compiled for.
-    """
+    """HybridEP's buffer. Its memory is for the largest number of local experts, and is `enlarged` if needed; kernels
+    are `compiled` by number."""
 
     def __init__(
         self, group: dist.ProcessGroup, hidden_dim: int, max_num_of_tokens_per_rank: int, num_local_experts: int,
         use_fp8: bool, num_sms_dispatch_api: int, num_sms_combine_api: int,
     ) -> None:  # fmt: skip
-        assert not use_fp8
-        assert num_sms_dispatch_api
-        assert num_sms_combine_api
-        assert hidden_dim % 16 == 0
+        assert num_sms_dispatch_api > 0 < num_sms_combine_api
+        assert hidden_dim % 16 == use_fp8 == 0
         self.group, self.tokens, self.experts = group, max_num_of_tokens_per_rank, num_local_experts
         self.enlarged = 0
         self.compiled: set[int] = set()
 
     def dispatch_with_permute(
-        self, *, hidden: torch.Tensor, routing_map: torch.Tensor | None = None, probs: torch.Tensor | None = None,
-        scaling_factor: None = None, num_of_experts_per_rank: int | None = None, pad_multiple: None = None,
-        num_permuted_tokens: Any = None, non_blocking: bool = False, handle: _Permuted | None = None,
+        self, *, hidden: torch.Tensor, routing_map: Any = None, probs: Any = None, scaling_factor: None = None,
+        num_of_experts_per_rank: Any = None, pad_multiple: None = None, num_permuted_tokens: Any = None,
+        non_blocking: bool = False, handle: _Permuted | None = None,
     ) -> Any:  # fmt: skip
         """Send tokens, and repeat them by local expert. With a handle the routing and probabilities of that are used,
         and only rows are sent."""
         assert hidden.is_contiguous()
-        assert scaling_factor is None
-        assert pad_multiple is None
+        assert scaling_factor is pad_multiple is None
         arrived_probs = None
         if handle is None:
-            assert routing_map is not None
-            assert probs is not None
-            assert num_of_experts_per_rank is not None
             assert not non_blocking
             assert num_permuted_tokens is None
             handle, arrived_probs = self._start(hidden, routing_map, probs, num_of_experts_per_rank)
         else:
-            assert routing_map is None
-            assert probs is None
+            assert routing_map is probs is None
             assert num_permuted_tokens == handle.pairs.shape[1]
         assert handle.experts in self.compiled
         assert handle.experts <= self.experts
@@ -209,11 +177,9 @@ class HybridEPBuffer:
         self, hidden: torch.Tensor, routing_map: torch.Tensor, probs: torch.Tensor, experts: int
     ) -> tuple[_Permuted, torch.Tensor]:
         ranks, count = self.group.size(), len(hidden)
-        assert routing_map.dtype == torch.bool
-        assert routing_map.is_contiguous()
-        assert probs.is_contiguous()
+        assert (routing_map.dtype, probs.dtype) == (torch.bool, torch.float32)
+        assert all(each.is_contiguous() for each in (routing_map, probs))
         assert routing_map.shape == probs.shape == (count, ranks * experts)
-        assert probs.dtype == torch.float32
         assert ranks * experts % 4 == 0
         self.enlarged += experts > self.experts or count > self.tokens
         self.experts, self.tokens = max(self.experts, experts), max(self.tokens, count)
@@ -243,9 +209,9 @@ class HybridEPBuffer:
         spread = probs.new_zeros(sum(sent.received), handle.experts)
         spread[rows, experts] = probs
         spread = _exchange(spread, sent, self.group, back=True)
-        ranks = self.group.size()
-        probs_TRE = probs.new_zeros(sent.num_tokens, ranks, handle.experts)
-        of_rank = torch.arange(ranks).repeat_interleave(torch.tensor(sent.sent))
+        ranks = torch.arange(self.group.size())
+        probs_TRE = probs.new_zeros(sent.num_tokens, len(ranks), handle.experts)
+        of_rank = ranks.repeat_interleave(torch.tensor(sent.sent))
         probs_TRE[sent.tokens, of_rank] = spread
         return combined, probs_TRE.view(sent.num_tokens, -1)
 

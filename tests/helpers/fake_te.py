@@ -31,7 +31,6 @@ class GroupedLinear(nn.Module):
         super().__init__()
         assert is_expert
         assert tp_comm_buffer_name
-        assert pg_collection is not None
         self.num_gemms, self.in_features, self.out_features = num_gemms, input_size, output_size
         self.use_bias, self.te_return_bias = bias, skip_bias_add and bias
         self.apply_bias = bias and not skip_bias_add
@@ -56,8 +55,7 @@ class GroupedLinear(nn.Module):
     def forward(self, inp: torch.Tensor, m_splits: Sequence[int]) -> tuple[torch.Tensor, list[torch.Tensor] | None]:
         """The products `[N, output]` of rows `[N, input]`, and the biases that the caller has to add."""
         assert len(m_splits) == self.num_gemms, (m_splits, self.num_gemms)
-        assert sum(m_splits) == len(inp), (m_splits, inp.shape)
-        assert inp.shape[1] == self.in_features
+        assert inp.shape == (sum(m_splits), self.in_features), (m_splits, inp.shape)
         weights = [getattr(self, f"weight{number}") for number in range(self.num_gemms)]
         biases = [getattr(self, f"bias{number}") for number in range(self.num_gemms)]
         assert all(weight.shape == (self.out_features, self.in_features) for weight in weights)

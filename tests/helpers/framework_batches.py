@@ -10,8 +10,10 @@ from typing import Any
 import numpy as np
 
 from trimtab.array_type import Array
+from trimtab.cluster import ModelSpec
 
 EXPERTS, LAYERS, TOP_K, PROMPT = 16, 3, 2, 2
+MODEL = ModelSpec("small", EXPERTS, TOP_K, 64, 32, moe_layers=LAYERS)
 
 
 def random_sequences(rng: np.random.Generator, count: int, longest: int = 40) -> list[Array]:

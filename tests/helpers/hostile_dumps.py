@@ -13,6 +13,8 @@ from typing import Any
 import numpy as np
 import torch
 
+from helpers.pickled_dumps import saved
+
 _PACKED_BYTES = 1 << 24
 
 
@@ -71,26 +73,25 @@ def terabytes_of_ids() -> bytes:
     """Recorded counts of 2^38 tokens."""
     counts = torch.zeros(1, 48, 128, dtype=torch.int64)
     counts[..., :8] = 1 << 38
-    return _saved({"rank": 0, "logical_count": counts})
+    return saved({"rank": 0, "logical_count": counts})
 
 
 def repeated_tensor() -> bytes:
     """A tensor of one number, expanded to 2^31."""
-    return _saved({"routed_experts": torch.ones(1, 1, 1, 1, dtype=torch.int32).expand(1, 1 << 24, 16, 8)})
+    return saved({"routed_experts": torch.ones(1, 1, 1, 1, dtype=torch.int32).expand(1, 1 << 24, 16, 8)})
 
 
 def repeated_array() -> bytes:
     """A million samples with the same array."""
     ids = np.argsort(np.random.default_rng(0).random((2047, 48, 16)), axis=-1)[..., :8].astype(np.int32)
-    return _saved({"samples": [{"rollout_routed_experts": ids}] * 1_000_000})
+    return saved({"samples": [{"rollout_routed_experts": ids}] * 1_000_000})
 
 
 def packed_text() -> bytes:
     """A compressed JSON string of 1.5 GB."""
     packer = zlib.compressobj(1, wbits=31)
-    parts = [packer.compress(b'{"routed_experts": "')]
-    parts += [packer.compress(b"A" * (1 << 20)) for _ in range(1500)]
-    return b"".join(parts) + packer.flush()
+    start = packer.compress(b'{"routed_experts": "')
+    return start + b"".join(packer.compress(b"A" * (1 << 20)) for _ in range(1500)) + packer.flush()
 
 
 def packed_brackets() -> bytes:
@@ -100,21 +101,7 @@ def packed_brackets() -> bytes:
 
 # The name of the format that the file is to be read as, and its content.
 HOSTILE: dict[Callable[[], bytes], str] = {
-    growing_names: "slime",
-    nested_axes: "verl",
-    nested_key: "slime",
-    shared_lists: "slime",
-    many_objects: "slime",
-    overlapping_entries: "verl",
-    terabytes_of_ids: "sglang-recorder",
-    repeated_tensor: "verl",
-    repeated_array: "slime",
-    packed_text: "vllm",
-    packed_brackets: "vllm",
-}
-
-
-def _saved(value: Any) -> bytes:
-    file = io.BytesIO()
-    torch.save(value, file)
-    return file.getvalue()
+    growing_names: "slime", nested_axes: "verl", nested_key: "slime", shared_lists: "slime", many_objects: "slime",
+    overlapping_entries: "verl", terabytes_of_ids: "sglang-recorder", repeated_tensor: "verl", repeated_array: "slime",
+    packed_text: "vllm", packed_brackets: "vllm",
+}  # fmt: skip

@@ -13,30 +13,23 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from helpers.megatron_runs import LENGTH, VOCABULARY, Layout, MegatronCase, Model, random_group_plans, use_layout
+from helpers.equality import relative_error
+from helpers.megatron_runs import LENGTH, VOCABULARY, Layout, MegatronCase, Model, use_layout
+from helpers.random_plans import random_group_plans, random_placement
 from trimtab.planner import GroupPlans, Placement, Schedule, Workload
 from trimtab.runtime import planning
 
 
-def random_placement(
-    rng: np.random.Generator, placement: Placement, ranks: int, *, everywhere: bool = False
-) -> Placement:
+def other_homes(rng: np.random.Generator, placement: Placement, ranks: int, *, everywhere: bool = False) -> Placement:
     """Other homes in about half of the layers, or in all."""
-    home_LE = placement.home.copy()
-    layers, experts = home_LE.shape
-    for layer in range(layers):
-        if everywhere or rng.random() < 0.6:
-            home_LE[layer] = rng.permutation(np.repeat(np.arange(ranks), experts // ranks)).astype(np.int16)
-    return Placement(home_LE)
+    moves_L = everywhere | (rng.random(len(placement.home)) < 0.6)
+    layers, experts = placement.home.shape
+    other = random_placement(rng, layers, experts, ranks)
+    return Placement(np.where(moves_L[:, None], other.home, placement.home))
 
 
 class Pair:
-    """Two equal models, one with experts that move.
-
-    Attributes:
-        moved: experts that have moved, over all layers.
-        replicas: of planned steps.
-    """
+    """Two equal models, one with experts that move; it counts moves over all layers, and replicas of planned steps."""
 
     def __init__(self, layout: Layout, case: MegatronCase, **options: Any) -> None:
         from megatron.core import parallel_state
@@ -46,11 +39,9 @@ class Pair:
 
         self.layout, self.case = layout, case
         self.function = get_forward_backward_func()
-        self.plain, self.moving = Model(layout, case), Model(layout, case)
-        for name, parameter in self.plain.named_parameters().items():
-            self.moving.named_parameters()[name].data.copy_(parameter.data)
-        for model in (self.plain, self.moving):
-            model.optimizer.reload_model_params()
+        self.plain = Model(layout, case)
+        self.moving = self.plain.copy()
+        self.plain.optimizer.reload_model_params()
         self.session = balance(self.moving.chunks, dispatcher=case.dispatcher, **options)  # type: ignore[arg-type]
         self.session.register_optimizer(self.moving.optimizer)
         self.moved = self.replicas = 0
@@ -68,17 +59,15 @@ class Pair:
 
     def zero(self) -> None:
         """Zero all gradients, as before a step."""
-        for model in (self.plain, self.moving):
-            for chunk in model.chunks:
-                chunk.zero_grad_buffer()
-            model.optimizer.zero_grad()
+        self.plain.zero()
+        self.moving.zero()
 
     def move(self, *, everywhere: bool = False) -> None:
         """Move experts at random."""
         session = self.session.session
         if session is not None:
             before = session.placement
-            self.session.move(random_placement(self._homes_rng, before, session.num_ranks, everywhere=everywhere))
+            self.session.move(other_homes(self._homes_rng, before, session.num_ranks, everywhere=everywhere))
             self.moved += int((before.home != session.placement.home).sum())
 
     def live_step(self, tokens_MBS: torch.Tensor) -> None:
@@ -106,8 +95,8 @@ class Pair:
         assert self.session.session is not None
         assert may_move
         topology = self.session.session.topology
-        placement = random_placement(self._plans_rng, placement, topology.num_ranks)
-        return random_group_plans(self._plans_rng, loads, schedule, topology, placement)
+        placement = other_homes(self._plans_rng, placement, topology.num_ranks)
+        return random_group_plans(self._plans_rng, loads, schedule, placement, topology.ranks_per_node)
 
     def gather_parameters(self) -> None:
         """Complete the parameters that the distributed optimizers have updated in parts."""
@@ -123,21 +112,14 @@ class Pair:
         plain = dict(exported_pairs(self.plain))
         assert renamed.keys() == plain.keys()
         for name, expected in plain.items():
-            error = float((renamed[name].double() - expected.double()).norm())
-            assert error <= tolerance * float(expected.double().norm().clamp(min=1e-12)), (self.case, name, error)
+            error = relative_error(renamed[name].double(), expected.double())
+            assert error <= tolerance, (self.case, name, error)
 
     def difference(self) -> float:
         """The largest relative difference of parameters, buffers and moments, with all experts at home."""
         self.gather_parameters()
         self.session.return_home()
-        worst = 0.0
-        for (name, expected), (other, actual) in zip(_state(self.plain), _state(self.moving), strict=True):
-            assert name == other
-            error = float((actual.double() - expected.double()).norm() / expected.double().norm().clamp(min=1e-12))
-            if error > 1e-4:
-                print(self.case, dist.get_rank(), name, error, flush=True)
-            worst = max(worst, error)
-        return worst
+        return _difference(self.moving, self.plain)
 
 
 def exported_pairs(model: Model) -> list[tuple[str, torch.Tensor]]:
@@ -178,6 +160,15 @@ def _state(model: Model) -> Iterator[tuple[str, torch.Tensor]]:
                     yield f"optimizer {part}, parameter {number}, {key}", value
 
 
+def _difference(model: Model, expected: Model) -> float:
+    """The largest relative difference of parameters, buffers and moments."""
+    worst = 0.0
+    for (name, wanted), (other, value) in zip(_state(expected), _state(model), strict=True):
+        assert name == other
+        worst = max(worst, relative_error(value.double(), wanted.double()))
+    return worst
+
+
 def save_checkpoints(layout: Layout, case: MegatronCase, folder: str, steps: int) -> None:
     """Train with and without moves, and save both models with Megatron's distributed checkpoints."""
     use_layout(layout)
@@ -197,10 +188,9 @@ def save_checkpoints(layout: Layout, case: MegatronCase, folder: str, steps: int
 def sharded_state(model: Model, *, is_loading: bool = False) -> dict[str, Any]:
     """Model and optimizer for Megatron's distributed checkpoints."""
     metadata = {
-        "distrib_optim_sharding_type": "fully_reshardable",
-        "chained_optim_avoid_prefix": True,
+        "distrib_optim_sharding_type": "fully_reshardable", "chained_optim_avoid_prefix": True,
         "distrib_optim_fully_reshardable_mem_efficient": False,
-    }
+    }  # fmt: skip
     state: dict[str, Any] = {}
     for number, chunk in enumerate(model.chunks):
         state[f"model{number}"] = chunk.module.sharded_state_dict(metadata=metadata)
@@ -269,6 +259,4 @@ def compare_checkpoints(layout: Layout, case: MegatronCase, folder: str) -> None
         model.run(get_forward_backward_func(), torch.zeros(2, LENGTH, dtype=torch.int64))
         model.optimizer.step()
         load(model, f"{folder}/{name}")
-    for (name, expected), (_, actual) in zip(_state(models[0]), _state(models[1]), strict=True):
-        error = float((actual.double() - expected.double()).norm() / expected.double().norm().clamp(min=1e-12))
-        assert error < (1e-12 if case.double else 2e-5), (name, error)
+    assert _difference(models[1], models[0]) < (1e-12 if case.double else 2e-5)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -15,17 +16,13 @@ import torch.distributed as dist
 from helpers.examples import examples
 from helpers.fake_te import use_grouped_experts
 from helpers.live_runs import quotas_of_few
-from helpers.random_plans import random_plan
+from helpers.random_plans import random_group_plans
 from trimtab.array_type import Array
 from trimtab.integrations.megatron.on_cpu import use_cpu
 from trimtab.planner import GroupPlans, Placement, Schedule, Workload, plan_schedule
-from trimtab.planner.plan.pass_times import PARTS
-from trimtab.planner.plan.prediction import Prediction
-from trimtab.planner.plan.strategy import NOTHING, Choice
 from trimtab.runtime import planning
 from trimtab.runtime.live import balancer
 from trimtab.runtime.live.policies import LivePolicy
-from trimtab.runtime.ranks.topology import Topology
 
 VOCABULARY, LENGTH = 64, 16
 # Halves of these buckets end within the weights of an expert.
@@ -49,11 +46,8 @@ class MegatronCase:
     """Options of one comparison; the names are Megatron's.
 
     Attributes:
-        steps: optimizer steps.
         adam: Adam instead of SGD; the distributed optimizer always uses it.
-        grouped: experts are in `TEGroupedMLP`; see `fake_te`.
-        fused: the matrix products add gradients of weights to `main_grad`; see `fake_te`.
-        bf16: weights in bfloat16, `main_grad`s and the optimizer's weights in float32.
+        grouped, fused: see `fake_te`.
         per_token: losses are summed over tokens, and divided by their number on all ranks at the end of the step.
         pipelined_layers: as many layers as with two pipeline stages, on any layout.
         dense_stage: the second half of the layers are dense, not the first alone.
@@ -133,12 +127,7 @@ class Model:
     """A model with DDP and optimizer, and its training steps."""
 
     def __init__(self, layout: Layout, case: MegatronCase) -> None:
-        from megatron.core import parallel_state
-        from megatron.core.distributed import (
-            DistributedDataParallel,
-            DistributedDataParallelConfig,
-            finalize_model_grads,
-        )
+        from megatron.core import distributed, parallel_state
         from megatron.core.models.gpt import GPTModel
         from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
         from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
@@ -195,26 +184,22 @@ class Model:
             if case.frozen:
                 for name, parameter in model.named_parameters():
                     parameter.requires_grad_(".experts." not in name or "linear_fc1" not in name)
-            ddp_config = DistributedDataParallelConfig(
+            ddp_config = distributed.DistributedDataParallelConfig(
                 grad_reduce_in_fp32=not case.double, overlap_grad_reduce=case.overlap,
                 overlap_param_gather=case.overlap and case.distributed_optimizer,
                 use_distributed_optimizer=case.distributed_optimizer, bucket_size=BUCKET,
             )  # fmt: skip
             self.models.append(model)
             inner = Float16Module(config, model) if case.bf16 else model
-            ddp = DistributedDataParallel(config, ddp_config, inner, disable_bucketing=chunk > 0)
+            ddp = distributed.DistributedDataParallel(config, ddp_config, inner, disable_bucketing=chunk > 0)
             ddp.train()
             self.chunks.append(ddp)
-        several = len(self.chunks) > 1
-        no_sync = [ddp.no_sync for ddp in self.chunks]
-        config.no_sync_func = no_sync if several else no_sync[0]
+        config.no_sync_func = _all_or_one([ddp.no_sync for ddp in self.chunks])
         if case.overlap:
-            grad_sync = [ddp.start_grad_sync for ddp in self.chunks]
-            config.grad_sync_func = grad_sync if several else grad_sync[0]
-            if case.distributed_optimizer:
-                param_sync = [ddp.start_param_sync for ddp in self.chunks]
-                config.param_sync_func = param_sync if several else param_sync[0]
-        config.finalize_model_grads_func = finalize_model_grads
+            config.grad_sync_func = _all_or_one([ddp.start_grad_sync for ddp in self.chunks])
+        if case.overlap and case.distributed_optimizer:
+            config.param_sync_func = _all_or_one([ddp.start_param_sync for ddp in self.chunks])
+        config.finalize_model_grads_func = distributed.finalize_model_grads
         self.optimizer = get_megatron_optimizer(
             OptimizerConfig(
                 optimizer="adam" if case.distributed_optimizer or case.adam else "sgd", weight_decay=0.0, adam_eps=1e-2,
@@ -252,11 +237,9 @@ class Model:
 
             return output, loss_of
 
-        iterators = [iter(tokens_MBS) for _ in self.chunks]
-        several = len(self.chunks) > 1
         function(
-            forward_step_func=forward_step, data_iterator=iterators if several else iterators[0],
-            model=self.chunks if several else self.chunks[0], num_microbatches=len(tokens_MBS), seq_length=LENGTH,
+            forward_step_func=forward_step, data_iterator=_all_or_one([iter(tokens_MBS) for _ in self.chunks]),
+            model=_all_or_one(self.chunks), num_microbatches=len(tokens_MBS), seq_length=LENGTH,
             micro_batch_size=1, forward_only=forward_only,
         )  # fmt: skip
         return total
@@ -268,20 +251,36 @@ class Model:
         def keep(layer: int, _router: Any, _args: Any, output: Any) -> None:
             found.setdefault(layer, []).append(output[1].nonzero()[:, 1].view(len(output[1]), -1))
 
-        hooks = [
-            layer.router.register_forward_hook(partial(keep, number)) for number, layer in enumerate(self.moe_layers())
-        ]
-        self.run(function, tokens_MBS, forward_only=True)
-        for hook in hooks:
-            hook.remove()
+        with contextlib.ExitStack() as stack:
+            for number, layer in enumerate(self.moe_layers()):
+                stack.callback(layer.router.register_forward_hook(partial(keep, number)).remove)
+            self.run(function, tokens_MBS, forward_only=True)
         if not found:
             return [np.empty((LENGTH, 0, self.config.moe_router_topk), np.int64)] * len(tokens_MBS)
-        return [
-            torch.stack([found[layer][m] for layer in sorted(found)], dim=1).numpy() for m in range(len(tokens_MBS))
-        ]
+        by_layer = [found[layer] for layer in sorted(found)]
+        return [torch.stack(ids, dim=1).numpy() for ids in zip(*by_layer, strict=True)]
 
     def named_parameters(self) -> dict[str, Any]:
         return {f"{c}.{name}": p for c, model in enumerate(self.models) for name, p in model.named_parameters()}
+
+    def copy(self) -> Model:
+        """A model with the same parameters."""
+        copied = Model(self.layout, self.case)
+        for parameter, own in zip(copied.named_parameters().values(), self.named_parameters().values(), strict=True):
+            parameter.data.copy_(own.data)
+        copied.optimizer.reload_model_params()
+        return copied
+
+    def zero(self) -> None:
+        """Zero all gradients, as before a step."""
+        for chunk in self.chunks:
+            chunk.zero_grad_buffer()
+        self.optimizer.zero_grad()
+
+
+def _all_or_one(values: list[Any]) -> Any:
+    """As Megatron takes values for model chunks: a list only if there are several."""
+    return values if len(values) > 1 else values[0]
 
 
 def _attend_to_slices(spec: Any) -> None:
@@ -305,9 +304,8 @@ class _Comparison:
 
         self.layout, self.case = layout, case
         self.function = get_forward_backward_func()
-        self.plain, self.balanced = Model(layout, case), Model(layout, case)
-        for name, parameter in self.plain.named_parameters().items():
-            self.balanced.named_parameters()[name].data.copy_(parameter.data)
+        self.plain = Model(layout, case)
+        self.balanced = self.plain.copy()
         # The planner balances such small steps only if it has to.
         options: dict[str, Any] = {"slots_per_rank": 2} if case.random_plans else {"slots_per_rank": 6, "exact": True}
         if case.live is not None:
@@ -322,23 +320,22 @@ class _Comparison:
         from megatron.core import parallel_state
 
         rng = np.random.default_rng((self.case.seed, parallel_state.get_data_parallel_rank(with_context_parallel=True)))
-        found: dict[str, float] = {}
+        found: list[float] = []
         for step in range(self.case.steps):
             micro_batches = 4 if self.layout.pipeline > 1 else 3
             tokens_MBS = torch.from_numpy(rng.integers(0, VOCABULARY, (micro_batches, LENGTH)))
             routing = self.plain.record(self.function, tokens_MBS)
+            planner = self.random_plans if self.case.random_plans else plan_schedule
             with (
-                mock.patch.object(
-                    planning, "plan_schedule", self.random_plans if self.case.random_plans else plan_schedule
-                ),
+                mock.patch.object(planning, "plan_schedule", planner),
                 # Few tokens are enough for a replica.
                 mock.patch.object(balancer, "choose_quotas", quotas_of_few),
             ):
+                planned = self.session.live(self.function)
                 if self.case.live is None:
                     planned = self.session.planned(self.function, routing)
-                else:
-                    planned = self.session.live(self.function)
-                self.zero()
+                self.plain.zero()
+                self.balanced.zero()
                 expected = self.plain.run(self.function, tokens_MBS)
                 if step == 1:
                     # Log-probs first; then the same plan's update.
@@ -349,52 +346,27 @@ class _Comparison:
             assert (self.session.report is None) == (not self.has_experts or self.case.live is not None)
             self.replicas += 0 if self.session.report is None else self.session.report.replicas
             self.replicas += int(metrics.get("live/replicas", 0))
-            found[f"step {step} loss"] = abs(actual - expected) / max(abs(expected), 1e-30)
-            self.compare(found, step, "main_grad")
+            found += [abs(actual - expected) / max(abs(expected), 1e-30), *self.differences("main_grad")]
             for model in (self.plain, self.balanced):
                 model.optimizer.step()
             if not (self.case.overlap and self.case.distributed_optimizer):
-                self.compare(found, step, "data")
+                found += self.differences("data")
         assert (self.replicas > 0) == (self.has_experts and self.case.live != "off"), self.replicas
         self.session.remove()
-        name = max(found, key=found.__getitem__)
-        if found[name] > 1e-3:
-            print(self.case, dist.get_rank(), name, found[name], flush=True)
-        return found[name]
+        return max(found)
 
-    def zero(self) -> None:
-        for model in (self.plain, self.balanced):
-            for chunk in model.chunks:
-                chunk.zero_grad_buffer()
-            model.optimizer.zero_grad()
-
-    def compare(self, found: dict[str, float], step: int, what: str) -> None:
+    def differences(self, what: str) -> Iterator[float]:
+        """Relative differences of all trained parameters or their gradients."""
         balanced = self.balanced.named_parameters()
         for name, parameter in self.plain.named_parameters().items():
-            if not parameter.requires_grad:
-                continue
-            expected, actual = getattr(parameter, what), getattr(balanced[name], what)
-            scale = max(float(expected.double().norm()), 1e-6)
-            found[f"step {step} {what} {name}"] = float((actual.double() - expected.double()).norm()) / scale
+            if parameter.requires_grad:
+                expected, actual = getattr(parameter, what).double(), getattr(balanced[name], what).double()
+                yield float((actual - expected).norm()) / max(float(expected.norm()), 1e-6)
 
     def random_plans(
         self, loads: Sequence[Workload], schedule: Schedule, placement: Placement, _cluster: Any, **_chosen: Any
     ) -> GroupPlans:
         """Replaces the planner on the first rank."""
         assert self.session.session is not None
-        return random_group_plans(self.plan_rng, loads, schedule, self.session.session.topology, placement)
-
-
-def random_group_plans(
-    rng: np.random.Generator, loads: Sequence[Workload], schedule: Schedule, topology: Topology, placement: Placement
-) -> GroupPlans:
-    """Random plans of all expert-parallel groups, with these homes."""
-    plans = tuple(
-        random_plan(
-            rng, load, schedule.of_group(group, topology.num_ranks)[1], slots=2, placement=placement,
-            ranks_per_node=topology.ranks_per_node,
-        )
-        for group, load in enumerate(loads)
-    )  # fmt: skip
-    prediction = Prediction(dict.fromkeys(PARTS, 1.0))
-    return GroupPlans(schedule, placement, plans, Choice(NOTHING, {"nothing": 1.0}), prediction, 0.0)
+        ranks_per_node = self.session.session.topology.ranks_per_node
+        return random_group_plans(self.plan_rng, loads, schedule, placement, ranks_per_node)

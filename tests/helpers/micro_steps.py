@@ -14,7 +14,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 
 from helpers.equality import relative_error
-from helpers.moe_model import WITHOUT_CHECKPOINTS, Shape, TinyMoE
+from helpers.moe_model import WITHOUT_CHECKPOINTS, Shape, TinyMoE, matches
 from helpers.plain_dispatch import PlainDispatcher
 from helpers.random_plans import random_placement, random_plan
 from helpers.random_slices import RELEASE, as_header, fails, in_time, random_delay, random_slices, stalls
@@ -86,8 +86,7 @@ def events(order: str, num_micro_steps: int, num_chunks: int, warm_up: int) -> I
 def compare_micro_steps(cases: Iterable[MicroStepCase]) -> dict[str, float]:
     """Assert for every case that logits, loss, gradients and weights are those of the single process.
 
-    Returns:
-        Sums of the sessions' metrics.
+    Returns sums of the sessions' metrics.
     """
     torch.set_num_threads(1)
     total: Counter[str] = Counter()
@@ -179,7 +178,10 @@ class _Comparison:
         session.finish_gradients(self.model.replicated())
         dist.all_reduce(loss)
         assert relative_error(loss, expected.detach()) < TOLERANCE, (case, "loss")
-        self.compare_gradients()
+        for name, actual, whole, mine_of in matches(self.model, self.reference):
+            assert actual.grad is not None
+            assert whole.grad is not None
+            assert relative_error(actual.grad, whole.grad[mine_of]) < TOLERANCE, (case, name, "gradient")
         for optimizer in self.optimizers:
             optimizer.step()
             optimizer.zero_grad()
@@ -228,19 +230,6 @@ class _Comparison:
                 left.pop((m, chunk)).backward(entered.pop((m, chunk + 1)).grad)
         return total
 
-    def compare_gradients(self) -> None:
-        homes = {
-            id(parameter): torch.from_numpy(layer.home_experts)
-            for layer in self.session.layers
-            for parameter in layer.parameters
-        }
-        pairs = zip(self.model.named_parameters(), self.reference.named_parameters(), strict=True)
-        for (name, actual), (_, expected) in pairs:
-            assert actual.grad is not None
-            assert expected.grad is not None
-            wanted = expected.grad[homes[id(actual)]] if id(actual) in homes else expected.grad
-            assert relative_error(actual.grad, wanted) < TOLERANCE, (self.case, name, "gradient")
-
     def random_plans(
         self, loads: Sequence[Workload], schedule: Schedule, placement: Placement, _cluster: Any, **chosen: Any
     ) -> GroupPlans:
@@ -263,9 +252,6 @@ class _Comparison:
 
     def _mixed(self, ids_TLK: Array, micro_step_T: Array, rank_T: Array, num_micro_steps: int) -> Array:
         """`[M, L]` instances of this rank's group that have unknown rows."""
-        group_T = rank_T // self.session.num_ranks
-        is_mixed_ML = np.zeros((num_micro_steps, self.shape.layers), bool)
-        for m in range(num_micro_steps):
-            chosen = (micro_step_T == m) & (group_T == self.session.topology.group)
-            is_mixed_ML[m] = (ids_TLK[chosen, :, 0] < 0).any(axis=0)
-        return is_mixed_ML
+        of_group_T = rank_T // self.session.num_ranks == self.session.topology.group
+        is_unknown_TL = (ids_TLK[:, :, 0] < 0) & of_group_T[:, None]
+        return np.stack([is_unknown_TL[micro_step_T == m].any(axis=0) for m in range(num_micro_steps)])

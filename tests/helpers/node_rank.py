@@ -1,4 +1,4 @@
-"""One rank of a small job on several nodes: `node_rank.py report FILE`, or one of the functions that raise."""
+"""One rank of a small job on several nodes: `node_rank.py report FILE`, or `node_rank.py one_raises ERROR`."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import json
 import os
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -32,50 +33,45 @@ def report(file: str) -> None:
     mine |= {"sees_mark": mark.exists(), "folder": os.getcwd()}
     dist.all_gather_object(seen, mine)
     mbit = {f"{source}-{target}": bandwidth(source, target) for source, target in ((0, 1), (2, 3), (0, 2), (3, 1))}
+    content = {"sum": total.item(), "ranks": seen, "all_to_all_mbit": all_to_all_bandwidth(), "mbit": mbit}
     if dist.get_rank() == 0:
-        content = {"sum": total.item(), "ranks": seen, "all_to_all_mbit": all_to_all_bandwidth(), "mbit": mbit}
         Path(file).write_text(json.dumps(content))
-    else:
-        all_to_all_bandwidth()
 
 
 def bandwidth(source: int, target: int) -> float:
-    """Mbit/s of 4 MiB from one rank to another; a first one opens the link."""
+    """Mbit/s of 4 MiB from one rank to another."""
     payload = torch.empty(4 * MEBIBYTE, dtype=torch.uint8)
-    for _ in range(2):
-        dist.barrier()
-        start = time.perf_counter()
+
+    def send() -> None:
         if dist.get_rank() == source:
             dist.send(payload, target)
         elif dist.get_rank() == target:
             dist.recv(payload, source)
-        dist.barrier()
-        seconds = time.perf_counter() - start
-    return payload.nbytes * 8e-6 / seconds
+
+    return payload.nbytes * 8e-6 / seconds_of(send)
 
 
 def all_to_all_bandwidth() -> float:
     """Mbit/s that leave a node when each rank sends 1 MiB to each; half of it goes to the other of two nodes."""
     payload = torch.empty(dist.get_world_size() * MEBIBYTE, dtype=torch.uint8)
-    received = torch.empty_like(payload)
-    for _ in range(2):
-        dist.barrier()
-        start = time.perf_counter()
-        dist.all_to_all_single(received, payload)
-        dist.barrier()
-        seconds = time.perf_counter() - start
+    seconds = seconds_of(lambda: dist.all_to_all_single(torch.empty_like(payload), payload))
     return payload.nbytes * int(os.environ["LOCAL_WORLD_SIZE"]) / 2 * 8e-6 / seconds
 
 
-def one_raises(_: str) -> None:
+def seconds_of(send: Callable[[], object]) -> float:
+    """Of the second call; the first one opens links."""
+    for _ in range(2):
+        dist.barrier()
+        start = time.perf_counter()
+        send()
+        dist.barrier()
+        seconds = time.perf_counter() - start
+    return seconds
+
+
+def one_raises(kind: str) -> None:
     if dist.get_rank() == 3:
-        raise ArithmeticError("broken on purpose")
-    dist.all_reduce(torch.ones(1))
-
-
-def one_raises_input_error(_: str) -> None:
-    if dist.get_rank() == 1:
-        raise InputError("sizes is 3; it should be 2")
+        raise {"ArithmeticError": ArithmeticError, "InputError": InputError}[kind]("broken on purpose")
     dist.all_reduce(torch.ones(1))
 
 

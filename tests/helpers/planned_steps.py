@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import torch
 import torch.distributed as dist
@@ -9,11 +11,18 @@ import torch.nn.functional as F
 
 from helpers.moe_model import Shape, TinyMoE
 from helpers.random_plans import random_placement, random_plan, random_schedule, random_trace
+from trimtab.array_type import Array
 from trimtab.planner import Placement, Schedule, StepPlan, Workload
 from trimtab.runtime import PlanReport, Session
 from trimtab.trace import RoutingTrace
 
 SHAPE = Shape(layers=4, experts=8, top_k=2, hidden=16, width=8)
+
+
+def rows_of(trace: RoutingTrace, sequences: Array) -> torch.Tensor:
+    """Numbers of the tokens of some sequences."""
+    parts = [np.arange(*trace.sequence_starts[s : s + 2]) for s in sequences]
+    return torch.from_numpy(np.concatenate([*parts, np.empty(0, np.int64)]))
 
 
 class Step:
@@ -42,10 +51,8 @@ class Step:
         total = torch.zeros(())
         for index in range(self.schedule.num_micro_steps):
             mine = np.flatnonzero((self.schedule.rank == session.rank) & (self.schedule.micro_step == index))
-            starts = self.trace.sequence_starts
-            rows = np.concatenate([*(np.arange(starts[s], starts[s + 1]) for s in mine), np.empty(0, np.int64)])
             with session.micro_step(index):
-                part = self.loss(model, torch.from_numpy(rows))
+                part = self.loss(model, rows_of(self.trace, mine))
                 part.backward()
             total += part.detach().float()
         session.finish_gradients(model.replicated())
@@ -63,12 +70,12 @@ class Step:
 
 
 def make(
-    dtype: torch.dtype = torch.float32, compute_dtype: torch.dtype | None = None, shape: Shape = SHAPE, **settings: int
+    dtype: torch.dtype = torch.float32, compute_dtype: torch.dtype | None = None, shape: Shape = SHAPE, **settings: Any
 ) -> tuple[Session, TinyMoE, TinyMoE]:
     """A session with its model, and the whole model on every rank."""
     torch.set_num_threads(1)
     torch.manual_seed(5)
-    session = Session(num_experts=shape.experts, **settings)  # type: ignore[arg-type]
+    session = Session(num_experts=shape.experts, **settings)
     reference = TinyMoE(shape, torch.float32)
     model = TinyMoE(shape, dtype)
     model.load_state_dict(reference.state_dict())

@@ -6,8 +6,9 @@ Searches have no second implementation here; tests compare their results with op
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterable
 from fractions import Fraction
-from itertools import pairwise, product
+from itertools import accumulate, pairwise, product
 
 import numpy as np
 
@@ -46,9 +47,7 @@ def expected_experts(workload: Workload) -> Array:
     expected_MLE = np.zeros((workload.num_micro_steps, workload.num_layers, workload.num_experts), np.int64)
     for m, layer in np.ndindex(expected_MLE.shape[:2]):
         weights = [int(workload.token_counts_MLRE[:, layer, :, e].sum()) + 1 for e in range(workload.num_experts)]
-        unknown = int(workload.unknown_MLR[m, layer].sum())
-        ends = [Fraction(unknown * sum(weights[:e]), sum(weights)) for e in range(len(weights) + 1)]
-        expected_MLE[m, layer] = [int(end) - int(start) for start, end in pairwise(ends)]
+        expected_MLE[m, layer] = in_proportion(weights, int(workload.unknown_MLR[m, layer].sum()))
     return expected_MLE
 
 
@@ -59,23 +58,20 @@ def estimated(workload: Workload) -> Array:
     for m, layer in np.ndindex(expected_MLE.shape[:2]):
         left_E = expected_MLE[m, layer]
         for source, unknown in enumerate(workload.unknown_MLR[m, layer].tolist()):
-            left = left_E.tolist()
-            if unknown:
-                ends = [int(Fraction(unknown * sum(left[:e]), sum(left))) for e in range(len(left) + 1)]
-                left_E -= np.diff(ends)
-                counts_MLRE[m, layer, source] += np.diff(ends)
+            parts_E = np.array(in_proportion(left_E.tolist(), unknown))
+            left_E -= parts_E
+            counts_MLRE[m, layer, source] += parts_E
         assert not left_E.any()
     return counts_MLRE
 
 
-def _loads(counts_E: Array, fixed_R: Array, home_E: Array, replicas: list[Replica]) -> list[int]:
-    loads = [int(rows) for rows in fixed_R]
-    for expert, tokens in enumerate(counts_E):
-        loads[home_E[expert]] += int(tokens)
+def loads(counts_E: Array, home_E: Array, replicas: Iterable[Iterable[int]], fixed_R: Array) -> Array:
+    """Rows `[R]` that each rank computes: fixed ones, and those of experts at home or of replicas elsewhere."""
+    loads_R = fixed_R + np.bincount(home_E, counts_E, len(fixed_R)).astype(np.int64)
     for expert, rank, tokens in replicas:
-        loads[home_E[expert]] -= tokens
-        loads[rank] += tokens
-    return loads
+        loads_R[home_E[expert]] -= tokens
+        loads_R[rank] += tokens
+    return loads_R
 
 
 def split_tokens(
@@ -95,7 +91,8 @@ def split_tokens(
         taken = [[0] * len(left) for _ in ranks]
 
         def take(copy: int, sources: list[int], left: list[int] = left, rooms: list[int] = rooms) -> dict[int, int]:
-            parts = evenly([left[source] for source in sources], rooms[copy])
+            here = [left[source] for source in sources]
+            parts = in_proportion(here, min(rooms[copy], sum(here)))
             for source, part in zip(sources, parts, strict=True):
                 left[source] -= part
                 rooms[copy] -= part
@@ -117,12 +114,9 @@ def split_tokens(
     return quotas
 
 
-def evenly(amounts: list[int], room: int) -> list[int]:
-    """Parts of the amounts in proportion, `room` in all or everything; cumulative sums are rounded down."""
-    total = sum(amounts)
-    if not total:
-        return [0] * len(amounts)
-    ends = [int(Fraction(min(room, total) * sum(amounts[:i]), total)) for i in range(len(amounts) + 1)]
+def in_proportion(amounts: list[int], total: int) -> list[int]:
+    """Parts of a total in proportion to the amounts, nothing if these are 0; cumulative sums are rounded down."""
+    ends = [total * end // max(sum(amounts), 1) for end in accumulate(amounts, initial=0)]
     return [end - start for start, end in pairwise(ends)]
 
 
@@ -135,9 +129,9 @@ def imbalance(counts_ME: Array, home_E: Array, num_ranks: int, per_node: int) ->
     """The sum of squared loads of ranks and of nodes over all micro-steps: what placement lowers."""
     total = 0
     for counts_E in counts_ME:
-        loads = _loads(counts_E, np.zeros(num_ranks), home_E, [])
-        nodes = [sum(loads[n : n + per_node]) for n in range(0, num_ranks, per_node)]
-        total += sum(load * load for load in loads + nodes)
+        loads_R = loads(counts_E, home_E, [], np.zeros(num_ranks, np.int64))
+        loads_N = loads_R.reshape(-1, per_node).sum(axis=1)
+        total += sum(load * load for load in [*loads_R.tolist(), *loads_N.tolist()])
     return total
 
 
@@ -168,24 +162,18 @@ def grouping_cost(
 ) -> int:
     """Rows of the busiest rank of every instance of every group, and its busiest attention in every layer."""
     num_ranks = schedule.num_ranks // groups
+    counts_MRLE = np.zeros((schedule.num_micro_steps, schedule.num_ranks, *sequences.counts_SLE.shape[1:]), np.int64)
+    np.add.at(counts_MRLE, (schedule.micro_step, schedule.rank), sequences.counts_SLE)
     cost = 0
-    for micro_step, group in product(range(schedule.num_micro_steps), range(groups)):
-        members, part = schedule.of_group(group, num_ranks)
-        here = members[part.micro_step == micro_step]
-        for layer in range(sequences.num_layers):
-            counts_E = sequences.counts_SLE[here, layer].sum(axis=0, dtype=np.int64)
-            cost += max(_loads(counts_E, np.zeros(num_ranks), placement.home[layer], []))
-        if attention_rows is not None:
-            cost += sequences.num_layers * max(by_rank(schedule, here, attention_rows).values(), default=0)
+    for part in np.split(counts_MRLE, groups, axis=1):
+        for micro_step, layer in np.ndindex(len(part), sequences.num_layers):
+            counts_E = part[micro_step, :, layer].sum(axis=0)
+            cost += int(loads(counts_E, placement.home[layer], [], np.zeros(num_ranks, np.int64)).max())
+    if attention_rows is not None:
+        attention_MR = by_place(schedule, attention_rows)
+        busiest = sum(part.max(axis=1).sum() for part in np.split(attention_MR, groups, axis=1))
+        cost += sequences.num_layers * int(busiest)
     return cost
-
-
-def by_rank(schedule: Schedule, members: Array, values_S: Array) -> dict[int, int]:
-    """Sums of the members' values by data rank."""
-    sums = Counter[int]()
-    for s in members:
-        sums[int(schedule.rank[s])] += int(values_S[s])
-    return dict(sums)
 
 
 def by_place(schedule: Schedule, values_S: Array) -> Array:
@@ -212,6 +200,14 @@ def rows_by_way(plan: StepPlan, workload: Workload) -> Counter[tuple[int, int, i
         for (source, expert), tokens in np.ndenumerate(left_RE):
             ways[m, layer, source, int(plan.home[layer, expert])] += int(tokens)
     return ways
+
+
+def rank_loads(plan: StepPlan, workload: Workload) -> Array:
+    """Rows `[M, L, R]` that each rank computes, by `rows_by_way`."""
+    loads_MLR = np.zeros(workload.token_counts_MLRE.shape[:3], np.int64)
+    for (m, layer, _, rank), rows in rows_by_way(plan, workload).items():
+        loads_MLR[m, layer, rank] += rows
+    return loads_MLR
 
 
 Link = tuple[str, int]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -9,15 +10,29 @@ import numpy as np
 from hypothesis import strategies as st
 
 from helpers import planner_reference as reference
+from helpers.random_plans import random_schedule, random_trace
 from trimtab import ClusterSpec, Placement, Schedule, Workload
 from trimtab.array_type import Array
 from trimtab.cluster import QWEN3_30B, StepCosts
 from trimtab.planner import Planner, PlanSettings, SequenceCounts, plan_sequences
 from trimtab.planner.planner import GroupPlans
 from trimtab.planner.replicas import kernel_values
-from trimtab.planner.replicas.kernel_values import Homes
+from trimtab.planner.replicas.kernel_values import Homes, Shares
 from trimtab.planner.replicas.replica_search import place_replicas
 from trimtab.trace import RoutingTrace
+
+Replicas = list[tuple[int, int, int]]
+"""Expert, rank and tokens of each."""
+
+
+def listed(shares: Shares, count: int) -> Replicas:
+    """The first replicas of a kernel's arrays."""
+    return [(int(e), int(r), int(t)) for e, r, t in np.stack(shares)[:, :count].T]
+
+
+def shares_of(replicas: Replicas) -> Shares:
+    """Replicas as kernels take them."""
+    return Shares(*np.array(replicas, np.int64).reshape(-1, 3).T.copy())
 
 
 def random_homes(rng: np.random.Generator, layers: int, experts: int, ranks: int) -> Placement:
@@ -60,18 +75,25 @@ class Instance:
         cluster = ClusterSpec(self.ranks, self.per_node, self.slots)
         return PlanSettings(smallest_share=self.smallest_share).limits(cluster, reach=reach)
 
-    def replicas(self, reach: int | None = None) -> list[tuple[int, int, int]]:
-        """Expert, rank and tokens of every replica that the kernel places."""
-        found, count = place_replicas(self.kernel_instance(), self.limits(reach), self.threshold_load)
-        return [(int(e), int(r), int(t)) for e, r, t in np.stack(found)[:, :count].T]
+    def replicas(self, reach: int | None = None) -> Replicas:
+        """Every replica that the kernel places."""
+        return listed(*place_replicas(self.kernel_instance(), self.limits(reach), self.threshold_load))
 
-    def loads(self, replicas: list[tuple[int, int, int]]) -> Array:
+    def loads(self, replicas: Replicas) -> Array:
         """Rows `[R]` that each rank computes."""
-        loads_R = self.fixed_R + np.bincount(self.home_E, self.counts_E, self.ranks).astype(np.int64)
-        for expert, rank, tokens in replicas:
-            loads_R[self.home_E[expert]] -= tokens
-            loads_R[rank] += tokens
-        return loads_R
+        return reference.loads(self.counts_E, self.home_E, replicas, self.fixed_R)
+
+
+def check_replicas(replicas: Replicas, counts_E: Array, home_E: Array, limits: kernel_values.Limits) -> None:
+    """Slots, copies and shares are allowed."""
+    at_home_E = counts_E.copy()
+    for expert, rank, tokens in replicas:
+        assert home_E[expert] != rank
+        assert tokens >= limits.smallest_share
+        at_home_E[expert] -= tokens
+    assert len({(expert, rank) for expert, rank, _ in replicas}) == len(replicas)
+    assert all(count <= limits.slots for count in Counter(rank for _, rank, _ in replicas).values())
+    assert all(at_home_E[e] == 0 or at_home_E[e] >= limits.smallest_share for e, *_ in replicas)
 
 
 def random_instance(
@@ -97,16 +119,28 @@ def instances(draw: st.DrawFn, *, max_tokens: int = 4000) -> Instance:
     """Instances of one to eight ranks."""
     ranks = draw(st.integers(1, 8))
     return random_instance(
-        np.random.default_rng(draw(st.integers(0, 2**32))),
-        ranks=ranks,
-        experts_per_rank=draw(st.integers(1, 6)),
-        per_node=draw(per_nodes(ranks)),
-        slots=draw(st.integers(0, 3)),
-        tokens=draw(st.integers(0, max_tokens)),
+        np.random.default_rng(draw(st.integers(0, 2**32))), ranks=ranks, experts_per_rank=draw(st.integers(1, 6)),
+        per_node=draw(per_nodes(ranks)), slots=draw(st.integers(0, 3)), tokens=draw(st.integers(0, max_tokens)),
         threshold=draw(st.sampled_from([0.8, 1.0, 1.005, 1.1, 1.5])),
         smallest_share=draw(st.sampled_from([1, 2, 16, 100])),
         unknown=draw(st.sampled_from([0.0, 0.0, 0.1, 0.5, 0.9, 1.0])),
-    )
+    )  # fmt: skip
+
+
+@st.composite
+def instances_with_replicas(draw: st.DrawFn, *, max_tokens: int = 60) -> tuple[Instance, Replicas]:
+    """An instance with the planner's replicas, or with any other, some without tokens, some with all; by expert."""
+    instance = draw(instances(max_tokens=max_tokens))
+    if draw(st.booleans()):
+        return instance, sorted(instance.replicas(), key=lambda replica: replica[0])
+    rng = np.random.default_rng(draw(st.integers(0, 2**32)))
+    left_E, replicas = instance.counts_E.copy(), []
+    for expert, rank in rng.permutation([(e, r) for e in range(len(left_E)) for r in range(instance.ranks)]).tolist():
+        if instance.home_E[expert] != rank and rng.random() < 0.35:
+            tokens = int(rng.choice([0, rng.integers(left_E[expert] + 1), left_E[expert]]))
+            left_E[expert] -= tokens
+            replicas.append((expert, rank, tokens))
+    return instance, sorted(replicas, key=lambda replica: replica[0])
 
 
 @dataclass(frozen=True, eq=False)
@@ -127,16 +161,8 @@ class Step:
 
     def plan(self, **changes: Any) -> GroupPlans:
         """Plan it, with some arguments of `plan_sequences` changed."""
-        values: dict[str, Any] = {
-            "sequences": self.sequences,
-            "placement": self.placement,
-            "cluster": self.cluster,
-            "token_budget": self.token_budget,
-            "mini_batch": self.mini_batch,
-            "groups": self.groups,
-            "settings": self.settings,
-            "costs": free_replicas(self.cluster),
-        }
+        names = ("sequences", "placement", "cluster", "token_budget", "mini_batch", "groups", "settings")
+        values = {name: getattr(self, name) for name in names} | {"costs": free_replicas(self.cluster)}
         return plan_sequences(**values | changes)
 
     def planner(self) -> Planner:
@@ -150,9 +176,11 @@ class Step:
         return [reference.workload(self.sequences.select(mine), part) for mine, part in groups]
 
 
-def free_replicas(cluster: ClusterSpec) -> StepCosts:
+def free_replicas(cluster: ClusterSpec, *, replica_s: float = 0.0) -> StepCosts:
     """Costs with slow rows, of which replicas have none, so that even small steps get some."""
-    return _slow_rows(cluster, replica_s=0.0)
+    costs = StepCosts.of(cluster, QWEN3_30B)
+    names = ("near_weights_s", "far_weights_s", "near_gradient_s", "far_gradient_s", "host_weights_s", "weights_s")
+    return with_operations(costs, **dict.fromkeys(names, replica_s), copy_s=0.0, tile_rows=1, row_s=1e-5)
 
 
 def with_operations(costs: StepCosts, **seconds: Any) -> StepCosts:
@@ -160,24 +188,15 @@ def with_operations(costs: StepCosts, **seconds: Any) -> StepCosts:
     return replace(costs, operations=costs.operations._replace(**seconds))
 
 
-def free_moves(cluster: ClusterSpec) -> StepCosts:
+def free_moves(cluster: ClusterSpec, *, replica_s: float = 0.0) -> StepCosts:
     """As `free_replicas`, and moves have no costs but rows between ranks have."""
-    return _with_free_moves(free_replicas(cluster))
+    costs = free_replicas(cluster, replica_s=replica_s)
+    return with_operations(costs, near_row_s=1e-3, far_row_s=1e-3, near_state_s=0.0, far_state_s=0.0)
 
 
 def free_moves_only(cluster: ClusterSpec) -> StepCosts:
     """As `free_moves`, but replicas are slow, so that homes are worth improving."""
-    return _with_free_moves(_slow_rows(cluster, replica_s=10.0))
-
-
-def _with_free_moves(costs: StepCosts) -> StepCosts:
-    return with_operations(costs, near_row_s=1e-3, far_row_s=1e-3, near_state_s=0.0, far_state_s=0.0)
-
-
-def _slow_rows(cluster: ClusterSpec, replica_s: float) -> StepCosts:
-    costs = StepCosts.of(cluster, QWEN3_30B)
-    names = ("near_weights_s", "far_weights_s", "near_gradient_s", "far_gradient_s", "host_weights_s", "weights_s")
-    return with_operations(costs, **dict.fromkeys(names, replica_s), copy_s=0.0, tile_rows=1, row_s=1e-5)
+    return free_moves(cluster, replica_s=10.0)
 
 
 def skewed_trace(
@@ -226,6 +245,21 @@ def steps(draw: st.DrawFn, *, one_node: bool = False) -> Step:
         mini_batch=rng.integers(0, draw(st.integers(1, 3)), sequences),
         settings=PlanSettings(draw(st.sampled_from([1.0, 1.005, 1.2])), draw(st.sampled_from([1, 8, 128]))),
     )
+
+
+@st.composite
+def workloads(draw: st.DrawFn) -> tuple[Workload, Schedule, Placement]:
+    """Loads with a share of unknown routes, places and homes anywhere."""
+    rng = np.random.default_rng(draw(st.integers(0, 2**32)))
+    ranks = draw(st.sampled_from([1, 2, 3, 4, 8]))
+    experts = ranks * draw(st.integers(1, 6))
+    trace = random_trace(
+        rng, num_sequences=draw(st.integers(1, 12)), max_length=draw(st.sampled_from([1, 20, 200])),
+        num_layers=draw(st.integers(1, 3)), num_experts=experts, top_k=draw(st.integers(1, min(4, experts))),
+        unknown=draw(st.sampled_from([0.0, 0.0, 0.01, 0.1, 0.5, 0.9, 0.99, 1.0])),
+    )  # fmt: skip
+    schedule = random_schedule(rng, trace.num_sequences, num_ranks=ranks, num_micro_steps=draw(st.integers(1, 3)))
+    return Workload.from_trace(trace, schedule), schedule, random_homes(rng, trace.num_layers, experts, ranks)
 
 
 def steady_step(

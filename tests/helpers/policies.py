@@ -4,17 +4,22 @@ from __future__ import annotations
 
 import gzip
 import json
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from hypothesis import strategies as st
 
+from helpers.planner_reference import by_place, loads
+from helpers.planner_steps import per_nodes
 from trimtab import ClusterSpec, Placement, Schedule, StepPlan, Workload
 from trimtab.array_type import Array
-from trimtab.planner import SequenceCounts
+from trimtab.planner import SequenceCounts, pack_by_length
 from trimtab.policies import Policy, View, make_view
+from trimtab.policies.rivals.instance_load import InstanceLoad
 
 
 @dataclass(frozen=True)
@@ -29,16 +34,13 @@ class Step:
 
     def view(self, policy: Policy, *, equal_terms: bool) -> View:
         return make_view(
-            policy,
-            self.sequences,
-            self.schedule,
-            self.placement,
-            self.cluster,
-            token_budget=int(self.sequences.lengths.sum()),
+            policy, self.sequences, self.schedule, self.placement, self.cluster, equal_terms=equal_terms,
+            token_budget=int(self.sequences.lengths.sum()), past_counts_PLE=self.past_counts_PLE,
             mini_batch=self.schedule.mini_batch_of_micro_step[self.schedule.micro_step].astype(np.int64),
-            equal_terms=equal_terms,
-            past_counts_PLE=self.past_counts_PLE,
-        )
+        )  # fmt: skip
+
+    def plan(self, policy: Policy, *, equal_terms: bool = False) -> StepPlan:
+        return policy.plan(self.view(policy, equal_terms=equal_terms))
 
     def workload(self, plan: StepPlan | None = None) -> Workload:
         """The load under the schedule of `plan`, or under the given one."""
@@ -50,22 +52,10 @@ class Step:
 
 
 def random_step(
-    rng: np.random.Generator,
-    *,
-    ranks: int,
-    experts: int,
-    ranks_per_node: int | None = None,
-    slots: int = 2,
-    layers: int = 2,
-    micro_steps: int = 2,
-    sequences: int = 12,
-    max_length: int = 2000,
-    past_steps: int = 0,
-    top_k: int = 4,
-    contiguous: bool = False,
-    all_known: bool = True,
-    least: int = 0,
-) -> Step:
+    rng: np.random.Generator, *, ranks: int, experts: int, ranks_per_node: int | None = None, slots: int = 2,
+    layers: int = 2, micro_steps: int = 2, sequences: int = 12, max_length: int = 2000, past_steps: int = 0,
+    top_k: int = 4, contiguous: bool = False, all_known: bool = True, least: int = 0,
+) -> Step:  # fmt: skip
     """Skewed sequences anywhere in the schedule. Some ranks may have nothing to do, some experts no token.
 
     Args:
@@ -94,9 +84,8 @@ def random_step(
     )
     home_E = (np.arange(experts) * ranks // experts).astype(np.int16)
     home_LE = np.stack([home_E if contiguous else rng.permutation(home_E) for _ in range(layers)])
-    past_counts_PLE = rng.multinomial(
-        10_000, np.exp(skew_LE) / np.exp(skew_LE).sum(-1, keepdims=True), (past_steps, layers)
-    )
+    popularity_LE = np.exp(skew_LE) / np.exp(skew_LE).sum(axis=-1, keepdims=True)
+    past_counts_PLE = rng.multinomial(10_000, popularity_LE, (past_steps, layers))
     return Step(
         SequenceCounts(counts_SLE, lengths.astype(np.int64), unknown_SL),
         schedule,
@@ -107,38 +96,26 @@ def random_step(
 
 
 @st.composite
-def random_steps(draw: st.DrawFn, *, divisible: bool = False) -> Step:
-    """Steps of 1 to 8 ranks: odd sizes, empty experts and ranks, unknown routes, with and without a past.
-
-    Args:
-        divisible: only ranks that divide the experts.
-    """
+def random_steps(draw: st.DrawFn) -> Step:
+    """Steps of 1 to 8 ranks: odd sizes, empty experts and ranks, unknown routes, with and without a past."""
     ranks = draw(st.integers(1, 8))
-    experts = ranks * draw(st.integers(1, 6)) + (0 if divisible else draw(st.integers(0, ranks - 1)))
+    experts = ranks * draw(st.integers(1, 6)) + draw(st.integers(0, ranks - 1))
     return random_step(
-        np.random.default_rng(draw(st.integers(0, 2**32))),
-        ranks=ranks,
-        experts=experts,
-        ranks_per_node=draw(st.sampled_from([n for n in range(1, ranks + 1) if ranks % n == 0])),
-        slots=draw(st.integers(0, 3)),
-        layers=draw(st.integers(1, 3)),
-        micro_steps=draw(st.integers(1, 3)),
-        sequences=draw(st.integers(1, 12)),
-        max_length=draw(st.sampled_from([1, 20, 2000])),
-        past_steps=draw(st.integers(0, 3)),
-        contiguous=experts % ranks == 0 and draw(st.booleans()),
-        all_known=draw(st.booleans()),
-    )
+        np.random.default_rng(draw(st.integers(0, 2**32))), ranks=ranks, experts=experts,
+        ranks_per_node=draw(per_nodes(ranks)), slots=draw(st.integers(0, 3)), layers=draw(st.integers(1, 3)),
+        micro_steps=draw(st.integers(1, 3)), sequences=draw(st.integers(1, 12)),
+        max_length=draw(st.sampled_from([1, 20, 2000])), past_steps=draw(st.integers(0, 3)),
+        contiguous=experts % ranks == 0 and draw(st.booleans()), all_known=draw(st.booleans()),
+    )  # fmt: skip
 
 
 def check_policy(policy: Policy, step: Step) -> dict[str, StepPlan]:
     """Plan on both terms (`own`, `equal`): valid, the same twice, and within the terms. Returns the two plans."""
     plans = {}
     for terms in ("own", "equal"):
-        plan = policy.plan(step.view(policy, equal_terms=terms == "equal"))
+        plan = step.plan(policy, equal_terms=terms == "equal")
         plan.check(step.workload(plan))
-        again = policy.plan(step.view(policy, equal_terms=terms == "equal"))
-        assert plan.hash == again.hash, "planning twice gives two plans"
+        assert plan.hash == step.plan(policy, equal_terms=terms == "equal").hash, "planning twice gives two plans"
         if not policy.traits.relocates or terms == "equal":
             assert np.array_equal(plan.home, step.placement.home), "homes moved"
         if terms == "equal":
@@ -148,12 +125,36 @@ def check_policy(policy: Policy, step: Step) -> dict[str, StepPlan]:
         if policy.traits.copies == "none":
             assert plan.num_replicas == 0, "copies where there should be none"
         if policy.traits.within_node and terms == "own":
-            layer = np.repeat(np.arange(len(plan.replica_starts) - 1), np.diff(plan.replica_starts)) % plan.num_layers
-            homes = plan.home[layer, plan.replica_experts].astype(np.int64)
-            per_node = step.cluster.ranks_per_node
-            assert np.array_equal(homes // per_node, plan.replica_ranks // per_node), "a copy left its node"
+            assert not off_node(plan).any(), "a copy left its node"
         plans[terms] = plan
     return plans
+
+
+def check_packing(policy: Policy, step: Step, mini_batch_S: Array, *, token_budget: int) -> tuple[View, StepPlan]:
+    """Plan a step that is packed by length: the same mini-batches and micro-steps, within the budget.
+
+    Returns the view, whose schedule is the packed one, and the plan.
+    """
+    lengths, ranks = step.sequences.lengths, step.cluster.ranks
+    packed = pack_by_length(lengths, num_ranks=ranks, token_budget=token_budget, mini_batch=mini_batch_S)
+    view = replace(replace(step, schedule=packed).view(policy, equal_terms=False), token_budget=token_budget)
+    plan = policy.plan(view)
+    plan.check(step.workload(plan))
+    assert np.array_equal(plan.mini_batch_of_micro_step, packed.mini_batch_of_micro_step)
+    assert np.array_equal(plan.mini_batch_of_micro_step[plan.micro_step], mini_batch_S)
+    assert by_place(plan.schedule, lengths).max() <= token_budget
+    return view, plan
+
+
+def layers_of(plan: StepPlan) -> Array:
+    """The layer of every replica."""
+    return np.repeat(np.arange(len(plan.replica_starts) - 1), np.diff(plan.replica_starts)) % plan.num_layers
+
+
+def off_node(plan: StepPlan) -> Array:
+    """For every replica, whether it is on another node than its home."""
+    homes_P = plan.home[layers_of(plan), plan.replica_experts].astype(np.int64)
+    return np.asarray(homes_P // plan.ranks_per_node != plan.replica_ranks // plan.ranks_per_node)
 
 
 def poisoned(step: Step, rng: np.random.Generator, *, micro_step: int = -1, layer: int = 0) -> Step:
@@ -175,46 +176,70 @@ def check_future_is_unseen(policy: Policy, step: Step, rng: np.random.Generator)
     known_at = policy.traits.known_at
     assert known_at != "step", "a policy that knows the step has no later routing"
     for equal_terms in (False, True):
-        plan = policy.plan(step.view(policy, equal_terms=equal_terms))
-        layers = plan.num_layers
+        plan = step.plan(policy, equal_terms=equal_terms)
+        layers, room = plan.num_layers, -(-plan.home.shape[1] // plan.num_ranks) + plan.slots_per_rank
         for m in range(-1, plan.num_micro_steps):
             for at in range(layers) if known_at == "layer" and m >= 0 else [layers - 1]:
-                other_step = poisoned(step, rng, micro_step=m, layer=at)
-                other = policy.plan(other_step.view(policy, equal_terms=equal_terms))
+                other = poisoned(step, rng, micro_step=m, layer=at).plan(policy, equal_terms=equal_terms)
                 assert np.array_equal(plan.home, other.home), "homes depend on the future"
                 decided = m * layers + at + 1
                 assert instances(plan)[:decided] == instances(other)[:decided], "an instance depends on a later one"
                 if policy.traits.transfers_start == "step":
-                    _check_one_topology(plan, other)
+                    assert copies_of_a_layer(plan, other) <= room, "replicas depend on the step's routing"
 
 
-def _check_one_topology(*plans: StepPlan) -> None:
-    """The replicas of all micro-steps of all plans, taken together, still fit each layer's slots."""
+def copies_of_a_layer(*plans: StepPlan) -> int:
+    """The most copies that a rank has of one layer, those of all micro-steps of all plans taken together."""
     plan = plans[0]
     copies_LER = np.zeros((plan.num_layers, plan.home.shape[1], plan.num_ranks), bool)
     for one in plans:
-        layer = np.repeat(np.arange(len(one.replica_starts) - 1), np.diff(one.replica_starts)) % one.num_layers
-        copies_LER[layer, one.replica_experts, one.replica_ranks] = True
+        copies_LER[layers_of(one), one.replica_experts, one.replica_ranks] = True
     np.put_along_axis(copies_LER, plan.home[:, :, None].astype(np.int64), True, axis=2)
-    room = -(-plan.home.shape[1] // plan.num_ranks) + plan.slots_per_rank
-    assert copies_LER.sum(axis=1).max(initial=0) <= room, "replicas depend on the step's routing"
+    return int(copies_LER.sum(axis=1).max(initial=0))
 
 
 def golden(name: str) -> list[dict[str, Any]]:
     """Inputs and outputs of a public planner, made by running it on synthetic loads."""
     path = Path(__file__).parents[1] / "policies" / "golden" / f"{name}.json.gz"
-    cases: list[dict[str, Any]] = json.loads(gzip.decompress(path.read_bytes()))["cases"]
-    return cases
+    return list(json.loads(gzip.decompress(path.read_bytes()))["cases"])
+
+
+def skewed_load(
+    seed: int, ranks: int, experts: int, *, zipf: float, tokens: int, per_node: int = 8, slots: int = 2
+) -> InstanceLoad:
+    """About `tokens` a rank, of experts whose popularity follows Zipf's law, with contiguous homes; one domain."""
+    rng = np.random.default_rng(seed)
+    popularity_E = rng.permutation(np.arange(1, experts + 1) ** -zipf)
+    counts_E = rng.multinomial(tokens * ranks, popularity_E / popularity_E.sum())
+    home_E = np.arange(experts) * ranks // experts
+    return InstanceLoad.of(counts_E, home_E, ClusterSpec(ranks, min(per_node, ranks), slots), within_node=False)
+
+
+@st.composite
+def random_loads(
+    draw: st.DrawFn, sizes: list[tuple[int, int]], *, within_node: bool, most_slots: int = 4
+) -> InstanceLoad:
+    """Loads with few or many tokens, a fifth of the experts without any, and as many experts on every rank.
+
+    Args:
+        sizes: ranks, and ranks per node.
+    """
+    ranks, per_node = draw(st.sampled_from(sizes))
+    experts = ranks * draw(st.integers(1, 6))
+    rng = np.random.default_rng(draw(st.integers(0, 2**32)))
+    counts_E = rng.integers(0, draw(st.sampled_from([2, 100, 5000])), experts) * (rng.random(experts) < 0.8)
+    home_E, slots = rng.permutation(np.arange(experts) % ranks), draw(st.integers(0, most_slots))
+    return InstanceLoad.of(counts_E, home_E, ClusterSpec(ranks, per_node, slots), within_node=within_node)
+
+
+def loads_after(load: InstanceLoad, replicas: Iterable[Iterable[int]]) -> Array:
+    """Rows `[R]` of every rank with some replicas (expert, rank, tokens)."""
+    return loads(load.counts_E, load.home_E, replicas, np.zeros_like(load.loads_R))
 
 
 def instances(plan: StepPlan) -> list[list[tuple[int, int, dict[int, int]]]]:
     """For every instance, in order, its replicas as (expert, rank, tokens by source rank)."""
-    listed = []
-    for m, layer in np.ndindex(plan.num_micro_steps, plan.num_layers):
-        replicas = []
-        for p in plan.replicas_of(m, layer):
-            quotas = slice(plan.quota_starts[p], plan.quota_starts[p + 1])
-            tokens = dict(zip(plan.quota_sources[quotas].tolist(), plan.quota_tokens[quotas].tolist(), strict=True))
-            replicas.append((int(plan.replica_experts[p]), int(plan.replica_ranks[p]), tokens))
-        listed.append(replicas)
-    return listed
+    quotas = list(zip(plan.quota_sources.tolist(), plan.quota_tokens.tolist(), strict=True))
+    tokens_P = [dict(quotas[start:end]) for start, end in pairwise(plan.quota_starts.tolist())]
+    replicas = list(zip(plan.replica_experts.tolist(), plan.replica_ranks.tolist(), tokens_P, strict=True))
+    return [replicas[start:end] for start, end in pairwise(plan.replica_starts.tolist())]

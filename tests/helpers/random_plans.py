@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 import numpy as np
 
 from trimtab.cluster import ClusterSpec
-from trimtab.planner import Placement, Schedule, StepPlan, Workload
+from trimtab.planner import GroupPlans, Placement, Schedule, StepPlan, Workload
+from trimtab.planner.plan.pass_times import PARTS
+from trimtab.planner.plan.prediction import Prediction
+from trimtab.planner.plan.strategy import NOTHING, Choice
 from trimtab.trace import RoutingTrace
 
 
@@ -93,3 +97,18 @@ def random_plan(
         cluster=ClusterSpec(workload.num_ranks, ranks_per_node or workload.num_ranks, slots),
     )
     return replace(plan, replica_paths=rng.integers(0, 2, plan.num_replicas).astype(np.uint8))
+
+
+def random_group_plans(
+    rng: np.random.Generator, loads: Sequence[Workload], schedule: Schedule, placement: Placement, ranks_per_node: int
+) -> GroupPlans:
+    """Random plans of all expert-parallel groups, with these homes and two slots."""
+    plans = tuple(
+        random_plan(
+            rng, load, schedule.of_group(group, load.num_ranks)[1], slots=2, placement=placement,
+            ranks_per_node=ranks_per_node,
+        )
+        for group, load in enumerate(loads)
+    )  # fmt: skip
+    prediction = Prediction(dict.fromkeys(PARTS, 1.0))
+    return GroupPlans(schedule, placement, plans, Choice(NOTHING, {"nothing": 1.0}), prediction, 0.0)

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import atexit
 import gc
+import math
 import multiprocessing
 import os
 import signal
@@ -14,18 +14,20 @@ from datetime import timedelta
 from functools import cache
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
+from multiprocessing.util import Finalize
 from typing import Any
 from unittest import mock
 
 import numpy as np
 
 from helpers.examples import examples
+from helpers.processor_time import ProcessorLimit
 from trimtab.launch.launcher import ALLOCATOR
 from trimtab.launch.shared_files import remove_shared_files
 
-# Of one call, and of one test.
-TIMEOUT_S = examples(short=90, long=600)
-TEST_TIMEOUT_S = examples(short=600, long=1800)
+# Processor seconds of a rank, of one call and of one test.
+LIMIT_S = examples(short=90, long=600)
+TEST_LIMIT_S = examples(short=600, long=1800)
 
 # Idle threads of gloo take time too. Megatron's models stay alive, with some 60 threads of their groups.
 MAX_THREADS = 100
@@ -39,7 +41,7 @@ class RankPool:
         self._connections: list[Connection] = []
         self._processes: list[BaseProcess] = []
 
-    def call(self, function: Callable[..., Any], *args: Any, timeout_s: float = TIMEOUT_S) -> list[Any]:
+    def call(self, function: Callable[..., Any], *args: Any, limit_s: float = LIMIT_S) -> list[Any]:
         """Results of `function(state, *args)` on all ranks.
 
         Raises:
@@ -49,11 +51,15 @@ class RankPool:
             self._start()
         for connection in self._connections:
             connection.send((function, args))
-        deadline = time.monotonic() + timeout_s
+        ids = [process.pid or 0 for process in self._processes]
+        limit = ProcessorLimit(ids, self._ranks * limit_s)
+        deadline, reason = math.inf, ""
         values: list[Any] = [None] * self._ranks
         problems: list[str] = []
         waiting = dict(enumerate(self._connections))
-        while waiting and (ready := wait(waiting.values(), deadline - time.monotonic())):
+        while waiting and not reason and time.monotonic() < deadline:
+            ready = wait(waiting.values(), 0.25)
+            reason = "" if ready else limit.exceeded(ids)
             for rank in [rank for rank, connection in waiting.items() if connection in ready]:
                 try:
                     values[rank], problem = waiting.pop(rank).recv()
@@ -63,7 +69,9 @@ class RankPool:
                     problems.append(f"rank {rank}, {function.__name__}{args}: {problem}")
                     # Ranks that wait for a failed rank do not answer.
                     deadline = min(deadline, time.monotonic() + 2)
-        problems += [f"rank {rank}: no answer" for rank in waiting]
+        problems += [
+            f"rank {rank}, {function.__name__}{args}: no answer, {reason or 'others failed'}" for rank in waiting
+        ]
         if problems:
             self.close()
             raise AssertionError("\n".join(problems))
@@ -111,7 +119,8 @@ def shared_pool(ranks: int, patched: str = "") -> RankPool:
         patched: what the functions of these ranks patch for good, for example "megatron".
     """
     pool = RankPool(ranks)
-    atexit.register(pool.close)
+    # Also at the end of processes that are forked for a file of tests.
+    Finalize(None, pool.close, exitpriority=10)
     return pool
 
 
@@ -122,7 +131,7 @@ def on_ranks(function: Callable[..., Any], args: tuple[Any, ...] = (), *, ranks:
         AssertionError: with the tracebacks of ranks that raised, or did not answer.
     """
     pool = shared_pool(ranks, patched)
-    results = pool.call(_call, function, *args, timeout_s=TEST_TIMEOUT_S)
+    results = pool.call(_call, function, *args, limit_s=TEST_LIMIT_S)
     pool.forget()
     return results
 

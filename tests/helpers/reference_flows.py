@@ -1,14 +1,17 @@
-"""Rows and copies of one instance under a plan, and the work that they give each rank; for the reference simulator."""
+"""Rows and copies of one instance under a plan, the work that they give each rank, and the memory that a step needs."""
 
 from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
-from trimtab import StepPlan
+import numpy as np
+
+from trimtab import StepPlan, Workload
 from trimtab.array_type import Array
+from trimtab.cluster import ModelSpec
 from trimtab.cluster.operations import OperationCosts
 
 
@@ -20,16 +23,6 @@ class Flow:
     expert: int
     rank: int
     rows: int
-
-
-@dataclass(frozen=True)
-class Copy:
-    """A replica whose weights travel."""
-
-    expert: int
-    home: int
-    rank: int
-    from_host: bool
 
 
 def flows_of(plan: StepPlan, counts_RE: Array, m: int, layer: int) -> Iterator[Flow]:
@@ -47,6 +40,41 @@ def flows_of(plan: StepPlan, counts_RE: Array, m: int, layer: int) -> Iterator[F
             yield Flow(source, expert, int(plan.replica_ranks[p]), rows)
     for (source, expert), rows in left.items():
         yield Flow(source, expert, int(plan.home[layer, expert]), rows)
+
+
+def loads_of(plan: StepPlan, workload: Workload) -> Array:
+    """Rows `[M, L, R]` that ranks compute."""
+    loads_MLR = np.zeros((plan.num_micro_steps, plan.num_layers, plan.num_ranks), int)
+    for m, layer in np.ndindex(loads_MLR.shape[:2]):
+        for flow in flows_of(plan, workload.token_counts_MLRE[m, layer], m, layer):
+            loads_MLR[m, layer, flow.rank] += flow.rows
+    return loads_MLR
+
+
+def peak_bytes(
+    plan: StepPlan, loads_MLR: Array, lengths: Iterable[int], model: ModelSpec, *, groups: int, pool_R: Array
+) -> int:
+    """Bytes of the rank that needs most, for bfloat16 weights and attention of four token widths."""
+    hidden, part = model.hidden_size, model.moe_layers // plan.num_layers
+    tokens: Counter[tuple[int, int]] = Counter()
+    for s, length in enumerate(lengths):
+        tokens[int(plan.micro_step[s]), int(plan.rank[s])] += int(length)
+    token = 2 * (4 * hidden + 4 * hidden) + 8 * model.num_experts
+    row = 2 * (2 * hidden + 3 * model.expert_width)
+    peaks = []
+    for r in range(plan.num_ranks):
+        expert = part * sum(int(home == r) for layer in plan.home for home in layer) * model.expert_parameters
+        dense = model.dense_parameters
+        state = expert * 6 + math.ceil(expert * 12 / groups)
+        state += dense * 6 + math.ceil(dense * 12 / (plan.num_ranks * groups))
+        steps = []
+        for m, loads_LR in enumerate(loads_MLR):
+            rows = [int(loads_R[r]) for loads_R in loads_LR]
+            layers = model.moe_layers * token * tokens[m, r] + part * sum(rows) * row
+            head = tokens[m, r] * (2 * 2 * hidden + 4 * model.vocab_size)
+            steps.append(layers + head + 2 * hidden * (model.top_k * tokens[m, r] + max(rows)))
+        peaks.append(state + max(steps) + int(pool_R[r]))
+    return max(peaks)
 
 
 def legs(source: int, to: int, per_node: int, forwards: bool) -> Iterator[tuple[str, int, int]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 
@@ -18,6 +19,7 @@ KINDS = (
 EVIL = "</script><img src=x onerror=alert(1)>{{css}}\"'&"
 """A name from a user's file that must be escaped."""
 COMPUTE, NODE_LINK, NETWORK, HOST_LINK, _ = range(len(LANES))
+COLUMNS = ("kind_N", "lane_N", "rank_N", "layer_N", "start_N", "end_N")
 
 
 def some_loads(rng: np.random.Generator, micro_steps: int, layers: int, ranks: int, skew: float) -> Array:
@@ -76,30 +78,26 @@ def some_policies() -> tuple[PolicyResult, ...]:
     )
     policies = []
     for name, about, time, ratio, replicas, exposed in rows:
-        imbalance = 1.6 * (ratio - 1)
         parts = {
-            "experts": 1.6, "dispatch": 0.7, "imbalance": imbalance, "transfers": exposed, "optimizer": 0.09,
+            "experts": 1.6, "dispatch": 0.7, "imbalance": 1.6 * (ratio - 1), "transfers": exposed, "optimizer": 0.09,
             "planning": 0.2 if "after gating" in about else 0.0, "migration": 0.02 if name == "relibra" else 0.0,
         }  # fmt: skip
         parts["attention"] = time - sum(parts.values())
         memory = {"parameters": 11.2e9, "optimizer": 22.4e9, "activations": 9e9 * ratio}
         memory |= {"replica pool": 0.108e9} if replicas else {}
-        static = rows[0][2]
-        policy = PolicyResult(name, about, time, static / time, 3.97 / time, ratio, parts, memory, replicas)
+        policy = PolicyResult(name, about, time, 6.93 / time, 3.97 / time, ratio, parts, memory, replicas)
         policies.append(replace(policy, is_ideal=name == "balanced"))
     return tuple(policies)
 
 
-def some_report(
-    *, ranks: int = 8, layers: int = 4, micro_steps: int = 6, timelines: int = 2, title: str = "Qwen3-30B-A3B, 64 ranks"
-) -> Report:
+def some_report(*, ranks: int = 8, layers: int = 4, micro_steps: int = 6, timelines: int = 2) -> Report:
     """A complete report, the same in every call."""
     rng = np.random.default_rng(0)
     before = some_loads(rng, micro_steps, layers, ranks, 0.35)
     after = some_loads(rng, micro_steps, layers, ranks, 0.006)
     runs = (("static", before), ("trimtab", after))
     return Report(
-        title=title,
+        title="Qwen3-30B-A3B, 64 ranks",
         answer="Trimtab makes this step 1.70 times as fast as static expert parallelism, and reaches 97.3% of a "
         "perfectly balanced run.",
         facts=(("trace", "qwen3-30b-mixed, seed 0"), ("model", "Qwen3-30B-A3B"), ("cluster", f"h100x8, {ranks} ranks")),
@@ -115,6 +113,14 @@ def some_report(
     )
 
 
+def crowded_report(**sizes: int) -> Report:
+    """One timeline, in which every operation is there twice."""
+    report = some_report(timelines=1, **sizes)
+    first = report.timelines[0]
+    twice: dict[str, Any] = {name: np.tile(getattr(first, name), 2) for name in COLUMNS}
+    return replace(report, timelines=(replace(first, **twice),))
+
+
 def edge_reports() -> dict[str, Report]:
     """Small and unusual reports."""
     usual = some_report()
@@ -122,10 +128,8 @@ def edge_reports() -> dict[str, Report]:
     one = PolicyResult("static", "", 0.0, 1.0, None, 1.0, {}, {}, 0.0)
     bare = Report("t", "a", (), (one,), ("0",), LoadMap("before", zero), LoadMap("after", zero), ())
     first = usual.timelines[0]
-    columns = ("kind_N", "lane_N", "rank_N", "layer_N", "start_N", "end_N")
-    empty = replace(first, **{name: getattr(first, name)[:0] for name in columns})
-    rng = np.random.default_rng(1)
-    other = LoadMap("after", some_loads(rng, 3, 4, 8, 0.1))
+    empty = replace(first, **{name: getattr(first, name)[:0] for name in COLUMNS})
+    other = LoadMap("after", some_loads(np.random.default_rng(1), 3, 4, 8, 0.1))
     return {
         "one of everything, no load": bare,
         "nothing at all": replace(bare, policies=(), before=LoadMap("b", zero[:0]), after=LoadMap("a", zero[:0])),
@@ -140,16 +144,9 @@ def edge_reports() -> dict[str, Report]:
 
 
 def some_analysis(
-    *,
-    micro_steps: int = 12,
-    layers: int = 4,
-    experts: int = 16,
-    ranks: int = 4,
-    domains: tuple[str, ...] = ("maths", "code"),
-    model: str = "some model",
-    steps: int = 2,
-    without_load: int = 0,
-) -> AnalysisReport:
+    *, micro_steps: int = 12, layers: int = 4, experts: int = 16, ranks: int = 4, steps: int = 2, without_load: int = 0,
+    domains: tuple[str, ...] = ("maths", "code"), model: str = "some model",
+) -> AnalysisReport:  # fmt: skip
     """An analysis of made-up counts, the same in every call; the first `without_load` micro-steps have no tokens."""
     rng = np.random.default_rng(0)
     shares = rng.dirichlet(np.full(experts, 1.0), size=layers)
@@ -161,6 +158,5 @@ def some_analysis(
         layer_indices=np.arange(layers) + 1, token_budget=512, num_tokens=2048 * micro_steps, num_sequences=100,
         unknown_routes=3, lengths=np.array([1000]), top_k=2, model=model,
     )  # fmt: skip
-    return AnalysisReport(
-        "trace.parquet", analyze(counted, ranks=ranks, ranks_per_node=ranks // 2 if ranks % 2 == 0 else ranks)
-    )
+    per_node = ranks if ranks % 2 else ranks // 2
+    return AnalysisReport("trace.parquet", analyze(counted, ranks=ranks, ranks_per_node=per_node))

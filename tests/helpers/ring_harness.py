@@ -9,11 +9,31 @@ from typing import Any, cast
 import numpy as np
 import torch
 
-from helpers.late_copies import LateCopies
 from trimtab.planner.replicas.paths import HOST, PEER
 from trimtab.runtime.rows.instance_replicas import InstanceReplicas, PlanReplicas
+from trimtab.runtime.transfer.copy_engine import Wait
 from trimtab.runtime.transfer.counters import Counters
 from trimtab.runtime.transfer.ring import ReplicaRing
+
+
+class LateCopies:
+    """Copies when the target is waited for, which is the last allowed moment."""
+
+    def __init__(self) -> None:
+        self._late: list[tuple[torch.Tensor, torch.Tensor]] = []
+
+    def start(self, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> Wait:
+        under_way = {target.data_ptr() for target, _ in self._late}
+        assert all(target.data_ptr() not in under_way for target, _ in pairs), "two copies into one slot"
+        self._late += pairs
+
+        def wait() -> None:
+            self._late = [late for late in self._late if all(late[0] is not target for target, _ in pairs)]
+            for target, source in pairs:
+                # Like the copying thread, without a new version of the target.
+                np.copyto(target.view(torch.uint8).numpy(), source.detach().view(torch.uint8).numpy())
+
+        return wait
 
 
 class Harness:
@@ -26,6 +46,7 @@ class Harness:
     Attributes:
         experts_MLP: of every instance those that have a replica on rank 0.
         fetched: instances in the order in which their weights were asked for.
+        late: of these, the ones that were asked for when their layer ran.
     """
 
     def __init__(
@@ -33,6 +54,7 @@ class Harness:
     ) -> None:
         num_layers, num_experts = len(experts_MLP[0]), 5
         self.fetched: list[tuple[int, int]] = []
+        self.late: list[tuple[int, int]] = []
         self.weights = torch.rand(num_layers, num_experts, 3, 3)
         homes: list[Any] = [
             SimpleNamespace(
@@ -63,6 +85,8 @@ class Harness:
 
     def visit(self, micro_step: int, layer: int) -> torch.Tensor | None:
         """Run a layer, forward or backward, and check the weights of its replicas."""
+        if (micro_step, layer) not in self.ring._held:
+            self.late.append((micro_step, layer))
         self._recorded(self.ring.prefetch, micro_step, layer)
         experts = self.experts_MLP[micro_step][layer]
         if not experts:
@@ -101,3 +125,38 @@ class Harness:
             np.array(experts, np.int64), np.zeros(count, np.int64), np.arange(count),
             np.where(from_peer, PEER, np.full(count, HOST)), np.ones((count, 2), np.int64),
         )  # fmt: skip
+
+
+def random_experts(rng: np.random.Generator, micro_steps: int, layers: int) -> list[list[list[int]]]:
+    """None, one or two experts for every instance."""
+    return [[rng.permutation(5)[: rng.integers(0, 3)].tolist() for _ in range(layers)] for _ in range(micro_steps)]
+
+
+def visit_randomly(rng: np.random.Generator, *, late_device: bool = False) -> None:
+    """Visit instances in random orders, which the ring often predicts wrongly."""
+    layers, micro_steps = int(rng.integers(1, 8)), int(rng.integers(1, 4))
+    harness = Harness(random_experts(rng, micro_steps, layers), places=int(rng.integers(2, 5)), late_device=late_device)
+    for _ in range(5):
+        order = rng.permutation(micro_steps).tolist()
+        kind = rng.integers(3)
+        if kind == 2:
+            # Partly without a forward, and not run to the end.
+            instances = rng.integers(0, (micro_steps, layers), (rng.integers(1, 20), 2)).tolist()
+            harness.begin(instances[0][0])
+            for micro_step, layer in instances:
+                harness.visit(micro_step, layer)
+        else:
+            # Micro-steps one by one, or backwards last.
+            visits = [harness.forward, harness.backward]
+            events = [(v, m) for m in order for v in visits] if kind else [(v, m) for v in visits for m in order]
+            for visit, micro_step in events:
+                visit(micro_step)
+        if rng.integers(2):
+            # `finish_gradients` and an optimizer step, or the step only.
+            if rng.integers(2):
+                harness.ring.drain()
+            harness.ring.complete()
+            harness.weights += 1
+            harness.ring.quiesce()
+        if rng.integers(2):
+            harness.plan(random_experts(rng, micro_steps, layers))

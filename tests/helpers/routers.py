@@ -7,18 +7,23 @@ from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 
-from helpers.moe_families import (
-    TOP_K,
-    random_model,
-    router_of,
-    small_config,
-)
+from helpers.moe_families import TOP_K, random_model, router_of, small_config
 from trimtab.integrations.transformers import moe_blocks
 
 PAD = 0
 PROMPTS = ([3, 1, 4, 1, 5], [2, 7], [9, 8, 6])
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    """Models this small are slower with several threads."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
 
 
 def model_of(model_type: str, dtype: torch.dtype = torch.float32, seed: int = 0, **changes: Any) -> Any:

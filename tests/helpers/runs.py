@@ -6,6 +6,7 @@ import json
 import shutil
 import subprocess
 import sys
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -20,22 +21,11 @@ def save_tiny_model(directory: Path) -> None:
     """A random Qwen3-MoE of 2 layers with 8 experts."""
     tokenizer = build_tokenizer()
     config = Qwen3MoeConfig(
-        vocab_size=len(tokenizer),
-        hidden_size=32,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        head_dim=16,
-        intermediate_size=48,
-        moe_intermediate_size=32,
-        num_experts=8,
-        num_experts_per_tok=2,
-        norm_topk_prob=True,
-        max_position_embeddings=512,
-        initializer_range=0.2,
-        pad_token_id=tokenizer.pad_token_id,
-        eos_token_id=tokenizer.eos_token_id,
-    )
+        vocab_size=len(tokenizer), hidden_size=32, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=1,
+        head_dim=16, intermediate_size=48, moe_intermediate_size=32, num_experts=8, num_experts_per_tok=2,
+        norm_topk_prob=True, max_position_embeddings=512, initializer_range=0.2,
+        pad_token_id=tokenizer.pad_token_id, eos_token_id=tokenizer.eos_token_id,
+    )  # fmt: skip
     torch.manual_seed(0)
     model: Any = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     save_checkpoint(config, model.state_dict(), tokenizer, directory)
@@ -107,20 +97,23 @@ def metrics_of(out: Path) -> list[dict[str, Any]]:
 
 def processes_under(leader: int) -> list[int]:
     """Living processes of the session that `leader` leads, without itself."""
-    found = []
-    for stat in Path("/proc").glob("[0-9]*/stat"):
-        try:
-            state, _, _, session = stat.read_text().rsplit(")", 1)[1].split()[:4]
-        except OSError:
-            continue
-        if int(session) == leader and state != "Z" and int(stat.parent.name) != leader:
-            found.append(int(stat.parent.name))
-    return sorted(found)
+    return [process for process, fields in _living() if int(fields[3]) == leader != process]
 
 
 def ranks_under(leader: int) -> list[int]:
-    """Ranks among the processes of a session."""
-    return [pid for pid in processes_under(leader) if "spawn_main" in command_line(pid)]
+    """Ranks of a launcher: the processes that it has started."""
+    return [p for p, fields in _living() if int(fields[1]) == leader and "resource_tracker" not in command_line(p)]
+
+
+def _living() -> list[tuple[int, list[str]]]:
+    """Processes that run, with their state, parent, group and session."""
+    found = []
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        with suppress(OSError):
+            fields = stat.read_text().rsplit(")", 1)[1].split()[:4]
+            if fields[0] != "Z":
+                found.append((int(stat.parent.name), fields))
+    return sorted(found)
 
 
 def command_line(pid: int) -> str:

@@ -87,16 +87,11 @@ def random_costs(rng: np.random.Generator) -> OperationCosts:
     if rng.random() < 0.3:
         costs |= {name: costs[name] * 10 for name in (*WEIGHTS, *GRADIENTS)}
     return OperationCosts(
-        **costs,
-        tile_rows=int(rng.choice([1, 2, 5, 128])),
-        forwards=bool(rng.integers(2)),
-        reach=int(rng.choice([0, 1, 7, 40])),
-        chunked=bool(rng.integers(2)),
-        dense_backward=float(rng.choice([0.5, 2.0, 3.1])),
-        expert_backward=float(rng.choice([0.7, 2.0, 2.9])),
-        near_spare=float(rng.choice([0.0, 0.1, 0.6, 1.0])),
-        far_spare=float(rng.choice([0.0, 0.1, 0.6, 1.0])),
-    )
+        **costs, tile_rows=int(rng.choice([1, 2, 5, 128])), forwards=bool(rng.integers(2)),
+        reach=int(rng.choice([0, 1, 7, 40])), chunked=bool(rng.integers(2)),
+        dense_backward=float(rng.choice([0.5, 2.0, 3.1])), expert_backward=float(rng.choice([0.7, 2.0, 2.9])),
+        near_spare=float(rng.choice([0.0, 0.1, 0.6, 1.0])), far_spare=float(rng.choice([0.0, 0.1, 0.6, 1.0])),
+    )  # fmt: skip
 
 
 def planning_time(us: float, *, route_us: float = 0.0, exchange: Exchange = FREE, **more: float) -> PlanningTime:
@@ -167,11 +162,8 @@ def cases(draw: st.DrawFn, *, max_groups: int = 3) -> Case:
     """Steps of 1 to 6 ranks on one or several nodes, 1 to 3 groups, 1 to 4 layers and 1 to 5 micro-steps."""
     ranks = draw(st.integers(1, 6))
     return random_case(
-        np.random.default_rng(draw(st.integers(0, 2**32))),
-        ranks=ranks,
+        np.random.default_rng(draw(st.integers(0, 2**32))), ranks=ranks,
         per_node=draw(st.sampled_from([n for n in range(1, ranks + 1) if ranks % n == 0])),
-        groups=draw(st.integers(1, max_groups)),
-        layers=draw(st.integers(1, 4)),
-        micro_steps=draw(st.integers(1, 5)),
+        groups=draw(st.integers(1, max_groups)), layers=draw(st.integers(1, 4)), micro_steps=draw(st.integers(1, 5)),
         slots=draw(st.integers(0, 3)),
-    )
+    )  # fmt: skip

@@ -9,13 +9,14 @@ from __future__ import annotations
 import math
 from collections import Counter, defaultdict
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
+from typing import NamedTuple
 
 import numpy as np
 
 from helpers import planner_reference as reference
-from helpers.reference_flows import Copy, needs_of
+from helpers.reference_flows import needs_of
 from trimtab import ClusterSpec, Placement, StepPlan, Workload
 from trimtab.array_type import Array
 from trimtab.cluster.operations import OperationCosts
@@ -32,8 +33,8 @@ def pour(release: float, work: float, busy: Iterable[tuple[float, float]], spare
 
     Steps from one change of the rate to the next.
     """
-    changes = sorted({release, math.inf, *(edge for span in busy for edge in span if edge > release)})
     spans = list(busy)
+    changes = sorted({release, math.inf, *(edge for span in spans for edge in span if edge > release)})
     for start, end in pairwise(changes):
         rate = spare if any(s <= start < e for s, e in spans) else 1.0
         if work <= 0.0:
@@ -42,6 +43,15 @@ def pour(release: float, work: float, busy: Iterable[tuple[float, float]], spare
             return start + work / rate
         work -= rate * (end - start)
     return release
+
+
+class Copy(NamedTuple):
+    """A replica whose weights travel."""
+
+    expert: int
+    rank: int
+    home: int
+    from_host: bool
 
 
 @dataclass
@@ -136,23 +146,18 @@ class Simulation:
             for p in plan.replicas_of(m, layer):
                 expert = int(plan.replica_experts[p])
                 from_host = bool(plan.replica_paths[p]) and (traits.host_path or not has_links)
-                copy = Copy(expert, int(plan.home[layer, expert]), int(plan.replica_ranks[p]), from_host)
+                copy = Copy(expert, int(plan.replica_ranks[p]), int(plan.home[layer, expert]), from_host)
                 self.copies[m, layer].append(copy)
         is_kept = traits.copies == "layer slots"
         self.kept_copies = {
-            layer: sorted(
-                {copy for m in range(plan.num_micro_steps) for copy in self.copies[m, layer] if is_kept},
-                key=lambda copy: (copy.expert, copy.rank, copy.home, copy.from_host),
-            )
+            layer: sorted({copy for m in range(plan.num_micro_steps) for copy in self.copies[m, layer] if is_kept})
             for layer in range(plan.num_layers)
         }
-        self.tokens: Counter[tuple[int, int]] = Counter()
-        self.squares: Counter[tuple[int, int]] = Counter()
-        self.near: Counter[tuple[int, int]] = Counter()
-        for s, length in enumerate(lengths.tolist()):
-            self.tokens[int(plan.micro_step[s]), int(plan.rank[s])] += length
-            self.squares[int(plan.micro_step[s]), int(plan.rank[s])] += length**2
-            self.near[int(plan.micro_step[s]), int(plan.rank[s])] += near_pairs(length, costs)
+        self.tokens, self.squares, self.near = (Counter[tuple[int, int]]() for _ in range(3))
+        for m, r, length in zip(plan.micro_step.tolist(), plan.rank.tolist(), lengths.tolist(), strict=True):
+            self.tokens[m, r] += length
+            self.squares[m, r] += length**2
+            self.near[m, r] += near_pairs(length, costs)
 
     # Time passes.
 
@@ -263,16 +268,12 @@ class Simulation:
 
     def rounds(self) -> list[list[tuple[int, int, int, bool]]]:
         """Of every round (mini-batch, group, micro-step, is it the group's last of the mini-batch?)."""
-        found = []
+        found, size = [], len(self.groups)
         batches = self.plan.mini_batch_of_micro_step.tolist()
         for batch in sorted(set(batches)):
             waiting = [m for m, of in enumerate(batches) if of == batch]
-            last: dict[int, int] = {}
-            mine = []
-            while waiting:
-                now, waiting = waiting[: len(self.groups)], waiting[len(self.groups) :]
-                mine.append(list(enumerate(now)))
-                last |= dict(enumerate(now))
+            mine = [list(enumerate(waiting[first : first + size])) for first in range(0, len(waiting), size)]
+            last = {g: m for row in mine for g, m in row}
             found += [[(batch, g, m, last[g] == m) for g, m in row] for row in mine]
         return found
 
@@ -312,8 +313,7 @@ class Simulation:
             self.backward(now)
             if self.is_shown:
                 self.result.shown = [
-                    Shown(op.kind, op.lane, op.rank, op.layer, op.start - origin, op.end - origin)
-                    for op in self.result.shown
+                    replace(op, start=op.start - origin, end=op.end - origin) for op in self.result.shown
                 ]
             self.is_shown = False
             is_last = now is rounds[-1]
@@ -342,13 +342,11 @@ class Simulation:
         time, (message, byte) = planning.sizes[0], planning.exchange
         layers, threads = plan.num_layers, self.cluster.planning_threads
         rollout = time.choice / min(threads, 8)
-        longest = max(self.lengths.tolist())
-        routes = self.workload.num_rows / self.lengths.sum() * longest
+        rollout += layers * (time.homes + plan.num_micro_steps * time.homes_instance) / threads
+        routes = self.workload.num_rows / self.lengths.sum() * max(self.lengths.tolist())
         header = planning.route_us * routes
-        for _ in range(plan.num_micro_steps):
-            rollout += layers * time.homes_instance / threads
-            header += time.schedule + layers * time.schedule_instance
-        rollout += layers * time.homes / threads
+        header += plan.num_micro_steps * (time.schedule + layers * time.schedule_instance)
+        # Ranks that have the header double with every message.
         reached = 1
         while reached < plan.num_ranks:
             reached *= 2
@@ -356,31 +354,24 @@ class Simulation:
         if time.instance == 0:
             return rollout / 1e6, header / 1e6, 0.0
         most = 0
-        for m in range(plan.num_micro_steps):
-            for layer in range(layers):
-                copies = plan.replicas_of(m, layer)
-                quotas = sum(int(plan.quota_starts[p + 1] - plan.quota_starts[p]) for p in copies)
-                most = max(most, 12 * len(copies) + 6 * quotas)
-        mine = 1
-        while mine * plan.num_ranks < layers:
-            mine += 1
-        each = mine * time.instance + layers * time.join
-        each += sum(message + byte * mine * most for _ in range(plan.num_ranks - 1))
+        for m, layer in self.needs:
+            copies = plan.replicas_of(m, layer)
+            quotas = sum(int(plan.quota_starts[p + 1] - plan.quota_starts[p]) for p in copies)
+            most = max(most, 12 * len(copies) + 6 * quotas)
+        mine = math.ceil(layers / plan.num_ranks)
+        each = mine * time.instance + layers * time.join + (plan.num_ranks - 1) * (message + byte * mine * most)
         return rollout / 1e6, header / 1e6, each / 1e6
 
     def dense(self, m: int, factor: float) -> tuple[list[float], list[float]]:
         """Seconds of ranks in a MoE layer's dense parts, and outside of MoE layers."""
-        costs = self.costs
-        places = [(self.tokens[m, r], self.squares[m, r], self.near[m, r]) for r in range(self.plan.num_ranks)]
-        inside = [
-            costs.layer_s + tokens * costs.token_s + squares * costs.square_s + near * costs.reach_s
-            for tokens, squares, near in places
-        ]
-        outside = [
-            costs.outer_s + tokens * costs.outer_token_s + squares * costs.outer_square_s + near * costs.outer_reach_s
-            for tokens, squares, near in places
-        ]
-        return [factor * s for s in inside], [factor * s for s in outside]
+        costs, inside, outside = self.costs, [], []
+        for r in range(self.plan.num_ranks):
+            tokens, squares, near = self.tokens[m, r], self.squares[m, r], self.near[m, r]
+            layer_s = costs.layer_s + tokens * costs.token_s + squares * costs.square_s + near * costs.reach_s
+            outer_s = costs.outer_s + tokens * costs.outer_token_s + squares * costs.outer_square_s
+            inside.append(factor * layer_s)
+            outside.append(factor * (outer_s + near * costs.outer_reach_s))
+        return inside, outside
 
     def begin(self) -> None:
         self.began = {g: min(map(self.time, self.group(g))) for g in self.groups}
@@ -514,13 +505,8 @@ class Simulation:
         written: Counter[int] = Counter()
         sent: Counter[int] = Counter()
         per_node = self.plan.ranks_per_node
-        entries = {
-            (copy.rank // per_node, layer, copy.expert, copy.home)
-            for (_, layer), copies in self.copies.items()
-            for copy in copies
-            if copy.from_host
-        }
-        for node, _, _, home in entries:
+        copies = [(layer, copy) for (_, layer), copies in self.copies.items() for copy in copies if copy.from_host]
+        for node, _, _, home in {(copy.rank // per_node, layer, copy.expert, copy.home) for layer, copy in copies}:
             (written if home // per_node == node else sent)[home] += 1
         far = self.costs.far_weights_s or self.costs.host_weights_s
         return max([0.0, *(n * self.costs.host_weights_s for n in written.values()), *(n * far for n in sent.values())])
@@ -533,10 +519,10 @@ class Simulation:
         per_node = self.plan.ranks_per_node
         for was, is_now in zip(self.before.home.ravel().tolist(), self.plan.home.ravel().tolist(), strict=True):
             if was != is_now:
-                near = was // per_node == is_now // per_node
-                seconds = self.costs.near_state_s if near else self.costs.far_state_s
-                busy["out", "near" if near else "far", was] += seconds
-                busy["in", "near" if near else "far", is_now] += seconds
+                link = "near" if was // per_node == is_now // per_node else "far"
+                seconds = self.costs.near_state_s if link == "near" else self.costs.far_state_s
+                busy["out", link, was] += seconds
+                busy["in", link, is_now] += seconds
         return max(busy.values(), default=0.0)
 
 

@@ -19,14 +19,11 @@ from trl import GRPOConfig, GRPOTrainer
 
 from helpers.equality import relative_error
 from helpers.moe_families import MOE_LAYERS, NUM_EXPERTS, TOP_K, random_model, small_config
-from helpers.random_plans import random_placement, random_plan
+from helpers.random_plans import random_group_plans, random_placement
 from trimtab import RoutingTrace
 from trimtab.integrations.transformers import replay_routing
 from trimtab.integrations.trl import TrimtabGRPOTrainer
 from trimtab.planner import GroupPlans, Placement, Schedule, Workload, plan_schedule
-from trimtab.planner.plan.pass_times import PARTS
-from trimtab.planner.plan.prediction import Prediction
-from trimtab.planner.plan.strategy import NOTHING, Choice
 from trimtab.rl.task import build_tokenizer
 from trimtab.runtime import planning
 
@@ -37,12 +34,10 @@ class Run:
 
     Attributes:
         options: of `GRPOConfig`, other than the common ones.
-        model_type: of `helpers.moe_families`.
         changes: of the model's config.
         routes: rollouts give routes: "none"; "random"; "short", without those of last tokens, and some are unknown.
         generates: completions are generated, not drawn at random.
         prompts: rows of the dataset.
-        dtype: of the model.
         path: load the model from this folder.
         session: `session_options`. With a mode, plans are not random.
     """
@@ -60,13 +55,8 @@ class Run:
 
 @dataclass
 class Result:
-    """What a run computed.
-
-    Attributes:
-        gradients: of every optimizer step, after clipping, by name, with the experts `[E / R]` of the rank's rows.
-        norms, losses: as TRL logs them.
-        replicas, moved: in all plans.
-    """
+    """What a run computed: gradients of every optimizer step, after clipping, by name, with the experts `[E / R]` of
+    the rank's rows; norms and losses as TRL logs them; replicas and moves of all plans."""
 
     gradients: list[dict[str, tuple[torch.Tensor, Any]]] = field(default_factory=list)
     norms: list[float] = field(default_factory=list)
@@ -88,13 +78,9 @@ class Watch(TrainerCallback):
             assert self.trainer.session is not None
             for layer in self.trainer.session.layers:
                 homes |= {id(p): torch.from_numpy(layer.home_experts) for p in layer.parameters}
-        self._result.gradients.append(
-            {
-                name: (parameter.grad.clone(), homes.get(id(parameter), ...))
-                for name, parameter in self.trainer.model.named_parameters()
-                if parameter.grad is not None
-            }
-        )
+        parameters = self.trainer.model.named_parameters()
+        trained = ((name, parameter) for name, parameter in parameters if parameter.grad is not None)
+        self._result.gradients.append({name: (p.grad.clone(), homes.get(id(p), ...)) for name, p in trained})
 
 
 def reward(completions: Sequence[str], **_: Any) -> list[float]:
@@ -110,11 +96,8 @@ def random_rollout(prompts: Sequence[str], trainer: Any, routes: str = "none") -
     completions = [rng.integers(1, 15, int(rng.integers(2, 9))).tolist() for _ in prompts]
     for tokens in completions[::2]:
         tokens.append(tokenizer.eos_token_id)
-    output = {
-        "prompt_ids": prompt_ids,
-        "completion_ids": completions,
-        "logprobs": [[-1.0] * len(tokens) for tokens in completions],
-    }
+    logprobs = [[-1.0] * len(tokens) for tokens in completions]
+    output = {"prompt_ids": prompt_ids, "completion_ids": completions, "logprobs": logprobs}
     if routes != "none":
         lengths = [len(a) + len(b) - (routes == "short") for a, b in zip(prompt_ids, completions, strict=True)]
         skew = rng.gumbel(size=(layers, NUM_EXPERTS))
@@ -131,11 +114,7 @@ def random_rollout(prompts: Sequence[str], trainer: Any, routes: str = "none") -
 
 
 class ReplayingTrainer(GRPOTrainer):
-    """TRL's trainer, with the routes of rollouts replayed in all forwards.
-
-    Attributes:
-        routes: of the last rollout, by tokens.
-    """
+    """TRL's trainer, with the routes of the last rollout, by tokens, replayed in all forwards."""
 
     routes: dict[tuple[int, ...], Any]
 
@@ -176,15 +155,7 @@ class RandomPlans:
         if chosen["may_move"]:
             layers, experts = placement.home.shape
             placement = random_placement(self._rng, layers, experts, loads[0].num_ranks)
-        plans = tuple(
-            random_plan(
-                self._rng, load, schedule.of_group(group, load.num_ranks)[1], slots=2, placement=placement,
-                ranks_per_node=cluster.ranks_per_node,
-            )
-            for group, load in enumerate(loads)
-        )  # fmt: skip
-        prediction = Prediction(dict.fromkeys(PARTS, 1.0))
-        return GroupPlans(schedule, placement, plans, Choice(NOTHING, {"nothing": 1.0}), prediction, 0.0)
+        return random_group_plans(self._rng, loads, schedule, placement, cluster.ranks_per_node)
 
 
 def make_trainer(run: Run, folder: Path, *, balanced: bool, callbacks: Sequence[Any] = (), **named: Any) -> Any:
@@ -198,15 +169,11 @@ def make_trainer(run: Run, folder: Path, *, balanced: bool, callbacks: Sequence[
         "disable_tqdm": True, "weight_decay": 0.1, "router_aux_loss_coef": 0.0, "log_level": "error",
         **run.options,
     }  # fmt: skip
+    prompts = Dataset.from_dict({"prompt": [f"{n * n}+{n}=" for n in range(run.prompts)]})
     arguments: dict[str, Any] = {
-        "model": run.path or model,
-        "reward_funcs": reward,
-        "args": GRPOConfig(**options),
-        "train_dataset": Dataset.from_dict({"prompt": [f"{n * n}+{n}=" for n in range(run.prompts)]}),
-        "processing_class": build_tokenizer(),
-        "callbacks": list(callbacks),
-        **named,
-    }
+        "model": run.path or model, "reward_funcs": reward, "args": GRPOConfig(**options), "train_dataset": prompts,
+        "processing_class": build_tokenizer(), "callbacks": list(callbacks), **named,
+    }  # fmt: skip
     if run.options.get("eval_strategy"):
         arguments["eval_dataset"] = arguments["train_dataset"].select(range(4))
     if not run.generates:

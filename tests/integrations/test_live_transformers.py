@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import Any
+from unittest import mock
 
-import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
@@ -14,8 +14,9 @@ from transformers import AutoModelForCausalLM
 from helpers.equality import relative_error
 from helpers.live_runs import quotas_of_few
 from helpers.moe_families import MODEL_TYPES, random_model, small_config
-from helpers.rank_pool import on_ranks
+from helpers.rank_tests import runs_on_ranks
 from trimtab.integrations.transformers import num_experts, share_experts
+from trimtab.rl.collectives import reduce
 from trimtab.runtime import Session
 from trimtab.runtime.live import balancer
 
@@ -25,13 +26,8 @@ POLICIES = ("quota", "feplb", "predict", "auto")
 
 @dataclass(frozen=True)
 class Case:
-    """One comparison.
-
-    Attributes:
-        checkpointing: run layers again in backward; None for not, else whether it is reentrant.
-        left: padding is before the tokens.
-        marked: the micro-steps get `positions` of tokens, so padding stays out of the experts.
-    """
+    """One comparison. Layers run again in backward with checkpointing, reentrant or not. Padding is on the left or
+    right; it stays out of the experts if the micro-steps get the positions of tokens."""
 
     model_type: str
     policy: str
@@ -89,16 +85,16 @@ def loss_of(model: Any, tokens: torch.Tensor, mask: torch.Tensor) -> torch.Tenso
     return F.cross_entropy(logits[counted], tokens[:, 1:][counted], reduction="sum") / 100
 
 
-def compare(cases: list[Case]) -> None:
+@runs_on_ranks()
+@mock.patch.object(balancer, "choose_quotas", quotas_of_few)
+def test_live_micro_steps_of_every_family_train_as_unbalanced_ones() -> None:
     torch.set_num_threads(1)
-    with pytest.MonkeyPatch.context() as patch:
-        # Few tokens are enough for a replica.
-        patch.setattr(balancer, "choose_quotas", quotas_of_few)
-        for case in cases:
-            compare_case(case)
+    cases = ((model_type, POLICIES[(at + more) % 4]) for at, model_type in enumerate(MODEL_TYPES) for more in (0, 1))
+    for seed, (model_type, policy) in enumerate(cases):
+        compare(Case(model_type, policy, seed, (None, False, True)[seed % 3], left=seed % 2 == 1, marked=seed % 4 != 3))
 
 
-def compare_case(case: Case) -> None:
+def compare(case: Case) -> None:
     torch.manual_seed(case.seed)
     plain = random_model(small_config(case.model_type), torch.float64)
     unbalanced = Shared(plain, case, mode="off")
@@ -118,28 +114,8 @@ def compare_case(case: Case) -> None:
         assert figures["live/calls"] > 0, case
         if case.policy in ("quota", "feplb"):
             assert figures["live/replicas"] > 0, case
-            assert of_all_ranks(figures["transfer/gradient_bytes"]) > 0, case
+            assert reduce(figures["transfer/gradient_bytes"], torch.device("cpu")) > 0, case
             assert figures["live/max_vio_after"] < figures["live/max_vio_before"], case
         assert "live/calls" not in unbalanced.session.take_metrics()
     balanced.session.close()
     unbalanced.session.close()
-
-
-def of_all_ranks(value: float) -> float:
-    """The sum."""
-    total = torch.tensor(value)
-    dist.all_reduce(total)
-    return float(total)
-
-
-def test_live_micro_steps_of_every_family_train_as_unbalanced_ones() -> None:
-    cases = [
-        Case(
-            model_type, policy, seed, checkpointing=(None, False, True)[seed % 3], left=seed % 2 == 1,
-            marked=seed % 4 != 3,
-        )
-        for seed, (model_type, policy) in enumerate(
-            [(m, p) for at, m in enumerate(MODEL_TYPES) for p in (POLICIES[at % 4], POLICIES[(at + 1) % 4])]
-        )
-    ]  # fmt: skip
-    on_ranks(compare, (cases,), ranks=2)

@@ -6,23 +6,26 @@ reaches the libraries themselves, which need a GPU.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import cache
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
+import torch
 
 pytest.importorskip("megatron.core")
 
-from helpers.megatron_fakes import (
-    compare_by_autograd,
-    compare_with_fakes,
-    deepep_experts_of_weights_0,
-    hybrid_buffer,
-    refusals,
-    use_fakes,
-)
-from helpers.megatron_runs import MegatronCase
+from helpers.fake_deep_ep import use_deep_ep
+from helpers.fake_te import use_extensions
+from helpers.megatron_runs import Layout, MegatronCase, Model, compare_runs, use_layout
 from helpers.rank_pool import RankPool, shared_pool
+from helpers.rank_tests import runs_on_ranks
+from trimtab.errors import InputError
+from trimtab.integrations.megatron.on_cpu import use_cpu
 
+State = dict[str, Any]
+LAYOUT = Layout(ranks=2, expert=2)
 CASES = {
     "grouped": MegatronCase(grouped=True, double=True, bias=True, recompute="moe_act"),
     "grouped fused": MegatronCase(grouped=True, fused=True, double=True),
@@ -36,7 +39,7 @@ CASES = {
 
 
 @pytest.fixture
-def ranks() -> Iterator[RankPool]:
+def pool() -> Iterator[RankPool]:
     """Two ranks with the replacements. The pool starts new ones after a failure."""
     pool = shared_pool(2, "megatron with fakes")
     pool.call(use_fakes)
@@ -44,37 +47,71 @@ def ranks() -> Iterator[RankPool]:
     pool.forget()
 
 
+def use_fakes(_state: State) -> None:
+    replace_libraries()
+    use_layout(LAYOUT)
+
+
+@cache
+def replace_libraries() -> None:
+    use_cpu()
+    use_deep_ep()
+    use_extensions()
+
+
 @pytest.mark.longer
 @pytest.mark.parametrize("name", CASES)
-def test_balanced_run_equals_megatrons_own(ranks: RankPool, name: str) -> None:
-    case = CASES[name]
+@runs_on_ranks()
+def test_balanced_run_equals_megatrons_own(state: State, name: str) -> None:
     # Adam multiplies rounding errors of float32, which are 1e-6 in the first step.
-    assert max(ranks.call(compare_with_fakes, case)) < (1e-12 if case.double else 1e-4)
+    assert max(compare_runs(LAYOUT, [CASES[name]])) < (1e-12 if CASES[name].double else 1e-4)
 
 
-@pytest.mark.parametrize("name", ["grouped fused", "fused"])
-def test_gradients_of_replicas_vanish_if_autograd_gets_them_with_fusion(ranks: RankPool, name: str) -> None:
-    assert min(ranks.call(compare_by_autograd, CASES[name])) > 0.1
-
-
-def test_one_hybridep_buffer_serves_home_and_physical_experts(ranks: RankPool) -> None:
+@runs_on_ranks()
+def test_one_hybridep_buffer_serves_home_and_physical_experts(state: State) -> None:
     case = MegatronCase(flex="hybridep", grouped=True, fused=True, double=True, recompute="moe")
-    assert max(ranks.call(compare_with_fakes, case)) < 1e-12
+    assert max(compare_runs(LAYOUT, [case])) < 1e-12
+    from megatron.core.transformer.moe import fused_a2a
+
+    buffer: Any = fused_a2a._hybrid_ep_buffer
     # 8 experts on 2 ranks, with 2 slots each.
-    assert ranks.call(hybrid_buffer) == [({4, 6}, 1)] * 2
+    assert (buffer.compiled, buffer.enlarged) == ({4, 6}, 1)
 
 
-def test_deepep_gets_planned_experts_with_weight_0(ranks: RankPool) -> None:
-    for planned, sent, weights in ranks.call(deepep_experts_of_weights_0):
-        assert sent == planned
-        assert weights == [pytest.approx(row) for row in ([0.0, 1.0], [0.3, 0.7], [0.0, 0.0])]
+@runs_on_ranks()
+def test_deepep_gets_planned_experts_with_weight_0(state: State) -> None:
+    from megatron.core.transformer.moe.moe_utils import get_default_pg_collection
+
+    from trimtab.integrations.megatron.physical_dispatch import MegatronRows, physical_dispatcher
+
+    layer = next(Model(LAYOUT, MegatronCase(flex="deepep")).moe_layers())
+    physical = physical_dispatcher(layer, 2, (0, 1), get_default_pg_collection())
+    ids = torch.tensor([[11, 4], [5, 8], [10, 9]], dtype=torch.uint16)
+    weights = torch.tensor([[0.0, 1.0], [0.3, 0.7], [0.0, 0.0]])
+    instance: Any = SimpleNamespace(layout=SimpleNamespace(physical_ids=ids))
+    MegatronRows.start(physical, torch.zeros(3, 1, 16), weights, instance)
+    manager: Any = physical._comm_manager  # type: ignore[union-attr]
+    assert manager.token_indices.tolist() == ids.tolist()
+    assert torch.allclose(manager.token_probs, weights)
 
 
-def test_refuses_by_name(ranks: RankPool) -> None:
-    for messages in ranks.call(refusals):
-        assert "moe_flex_dispatcher_backend=ncclep is not supported" in messages["backend"]
-        assert "set it to deepep or hybridep" in messages["backend"]
-        assert "has experts in TEGroupedMLP; use SequentialMLP, or TEGroupedMLP with one weight" in messages["fused"]
-        assert "has experts in TEGroupedMLP" in messages["single"]
-        assert "has experts in GroupedMLP" in messages["legacy"]
-        assert "HybridEP needs a multiple of 4 on all ranks: use slots_per_rank=2" in messages["slots"]
+@runs_on_ranks()
+def test_refuses_by_name(state: State) -> None:
+    from megatron.core.transformer.moe.experts import GroupedMLP
+
+    from trimtab.integrations.megatron import balance
+
+    def refused(message: str, case: MegatronCase, change: Callable[[Any], None], slots: int = 2) -> None:
+        model = Model(LAYOUT, case)
+        change(next(model.moe_layers()))
+        with pytest.raises(InputError, match=message):
+            balance(model.chunks, slots_per_rank=slots)
+
+    deepep, hybridep, grouped = MegatronCase(flex="deepep"), MegatronCase(flex="hybridep"), MegatronCase(grouped=True)
+    message = r"moe_flex_dispatcher_backend=ncclep is not supported.*set it to deepep or hybridep"
+    refused(message, deepep, lambda layer: vars(layer.config).update(moe_flex_dispatcher_backend="ncclep"))
+    refused("HybridEP needs a multiple of 4 .*: use slots_per_rank=2", hybridep, lambda layer: None, slots=1)
+    message = "has experts in TEGroupedMLP; use SequentialMLP, or TEGroupedMLP with one weight"
+    refused(message, grouped, lambda layer: vars(layer.experts).update(_with_fused_impl=True))
+    refused(message, grouped, lambda layer: setattr(layer.experts.linear_fc1, "weight0", None))
+    refused("has experts in GroupedMLP", grouped, lambda layer: setattr(layer.experts, "__class__", GroupedMLP))

@@ -15,21 +15,20 @@ import torch.distributed as dist
 
 from helpers.live_runs import quotas_of_few
 from helpers.planner_steps import free_replicas
-from helpers.random_plans import random_plan
+from helpers.random_plans import random_group_plans
 from helpers.rank_pool import RankPool, shared_pool
+from helpers.rank_tests import of_all_ranks, runs_on_ranks
 from trimtab.array_type import Array
 from trimtab.cluster import load_cluster
 from trimtab.errors import InputError
 from trimtab.planner import GroupPlans, PlanSettings
-from trimtab.planner.plan.pass_times import PARTS
-from trimtab.planner.plan.prediction import Prediction
-from trimtab.planner.plan.strategy import NOTHING, Choice
 from trimtab.runtime.live import balancer
 from trimtab.runtime.planning import SessionPlanner
 from trimtab.runtime.settings import Mode
 from trimtab.trace import RoutingTrace
 
 MICRO_BATCHES = 2
+State = dict[str, Any]
 Results = tuple[float, dict[str, torch.Tensor]]
 """Loss and `main_grad`s of a step."""
 
@@ -52,10 +51,8 @@ class Pair:
 
         self.function = get_forward_backward_func()
         case = MegatronCase(double=True, router_replay=True)
-        self.plain, self.other = Model(Layout(2, 2), case), Model(Layout(2, 2), case)
-        others = self.other.named_parameters()
-        for name, parameter in self.plain.named_parameters().items():
-            others[name].data.copy_(parameter.data)
+        self.plain = Model(Layout(2, 2), case)
+        self.other = self.plain.copy()
         rng = np.random.default_rng(dist.get_rank())
         self.tokens_MBS = torch.from_numpy(rng.integers(0, VOCABULARY, (MICRO_BATCHES, LENGTH)))
         self.routing = self.plain.record(self.function, self.tokens_MBS)
@@ -91,12 +88,7 @@ class Pair:
         topology, rng = session.session.topology, np.random.default_rng(0)
 
         def plans(loads: Any, schedule: Any, placement: Any, *_: Any, **__: Any) -> GroupPlans:
-            plan = random_plan(
-                rng, loads[0], schedule.of_group(0, 2)[1], slots=2, placement=placement,
-                ranks_per_node=topology.ranks_per_node,
-            )  # fmt: skip
-            choice, prediction = Choice(NOTHING, {"nothing": 1.0}), Prediction(dict.fromkeys(PARTS, 1.0))
-            return GroupPlans(schedule, placement, (plan,), choice, prediction, 0.0)
+            return random_group_plans(rng, loads, schedule, placement, topology.ranks_per_node)
 
         try:
             with mock.patch.object(planning, "plan_schedule", plans):
@@ -105,7 +97,7 @@ class Pair:
             session.remove()
 
 
-def pair_of(state: dict[str, Any]) -> Pair:
+def pair_of(state: State) -> Pair:
     if "pair" not in state:
         state["pair"] = Pair()
     return state["pair"]
@@ -113,14 +105,14 @@ def pair_of(state: dict[str, Any]) -> Pair:
 
 def parts_of(pair: Pair) -> list[Any]:
     """What `balance` replaces in a model."""
-    return [
-        part
-        for layer in pair.other.moe_layers()
-        for part in (layer.router.router_replay, layer.token_dispatcher, "forward" in vars(layer.experts))
-    ]
+    parts: list[Any] = []
+    for layer in pair.other.moe_layers():
+        parts += [layer.router.router_replay, layer.token_dispatcher, "forward" in vars(layer.experts)]
+    return parts
 
 
-def run_modes(state: dict[str, Any]) -> None:
+@runs_on_ranks()
+def test_shadow_and_off_change_no_number(state: State) -> None:
     pair = pair_of(state)
     # Megatron's own run does not use it.
     other_routing = [(ids + 1) % 8 for ids in pair.routing]
@@ -133,24 +125,19 @@ def run_modes(state: dict[str, Any]) -> None:
         found = pair.step(pair.other, session.planned(pair.function, pair.routing))
         assert session.report.replicas > 0
         # Sums in another order: the comparison above would notice a plan.
-        same = [True, True]
-        dist.all_gather_object(same, pair.is_same(found))
-        assert not all(same)
+        assert not all(of_all_ranks(pair.is_same(found)))
         assert pair.error(found) < 1e-12
         session.session.mode = "shadow"
         assert pair.is_same(pair.step(pair.other, session.planned(pair.function, other_routing)))
 
 
-def test_shadow_and_off_change_no_number(pool: RankPool) -> None:
-    pool.call(run_modes)
-
-
-def run_live(state: dict[str, Any]) -> None:
+@runs_on_ranks()
+def test_live_micro_steps_are_megatron_s_own_with_replicas(state: State) -> None:
     from trimtab.integrations.megatron import balance
 
     pair = pair_of(state)
     before = parts_of(pair)
-    with pytest.raises(InputError, match=r"policy 'feplb' sends rows in a second dispatch, .*; use 'quota', 'predict'"):
+    with pytest.raises(InputError, match=r"policy 'feplb' .*; use 'quota', 'predict'"):
         balance(pair.other.chunks, mode="live", policy="feplb")
     assert all(part is kept for part, kept in zip(parts_of(pair), before, strict=True))
     with mock.patch.object(balancer, "choose_quotas", quotas_of_few), pair.balanced(policy="quota") as session:
@@ -178,11 +165,8 @@ def run_live(state: dict[str, Any]) -> None:
         pair.step(pair.other, live)
 
 
-def test_live_micro_steps_are_megatron_s_own_with_replicas(pool: RankPool) -> None:
-    pool.call(run_live)
-
-
-def plan_beside(state: dict[str, Any]) -> None:
+@runs_on_ranks()
+def test_planning_beside_rollout_and_step(state: State) -> None:
     """Homes and strategy before the step, replicas while it runs, by Trimtab's planner."""
     from trimtab.integrations.megatron import balance
 
@@ -213,11 +197,8 @@ def plan_beside(state: dict[str, Any]) -> None:
     session.remove()
 
 
-def test_planning_beside_rollout_and_step(pool: RankPool) -> None:
-    pool.call(plan_beside)
-
-
-def give_back(state: dict[str, Any]) -> None:
+@runs_on_ranks()
+def test_remove_gives_the_model_back(state: State) -> None:
     from trimtab.integrations.megatron import balance
 
     pair = pair_of(state)
@@ -235,11 +216,10 @@ def give_back(state: dict[str, Any]) -> None:
         pair.step(pair.other, planned)
 
 
-def test_remove_gives_the_model_back(pool: RankPool) -> None:
-    pool.call(give_back)
-
-
-def write_weights(state: dict[str, Any], mode: Mode) -> None:
+@pytest.mark.parametrize("mode", ["plan", "live"])
+@runs_on_ranks()
+def test_writes_that_do_not_show_are_followed(state: State, mode: Mode) -> None:
+    """As Megatron's optimizers and loading of weights write, through `.data`."""
     pair = pair_of(state)
     nodes = [0, 1] if mode == "plan" else [0, 0]
     with (
@@ -248,12 +228,8 @@ def write_weights(state: dict[str, Any], mode: Mode) -> None:
     ):
         live = session.live(pair.function)
         pair.step(pair.other, session.planned(pair.function, pair.routing) if mode == "plan" else live)
-        experts = [
-            parameter
-            for model in (pair.plain, pair.other)
-            for name, parameter in model.named_parameters().items()
-            if "local_experts" in name
-        ]
+        named = [*pair.plain.named_parameters().items(), *pair.other.named_parameters().items()]
+        experts = [parameter for name, parameter in named if "local_experts" in name]
         for parameter in experts:
             parameter.data.mul_(2)
         routing = pair.plain.record(pair.function, pair.tokens_MBS)
@@ -264,13 +240,9 @@ def write_weights(state: dict[str, Any], mode: Mode) -> None:
         assert pair.error(found, expected) < 1e-12
 
 
-@pytest.mark.parametrize("mode", ["plan", "live"])
-def test_writes_that_do_not_show_are_followed(pool: RankPool, mode: Mode) -> None:
-    """As Megatron's optimizers and loading of weights write, through `.data`."""
-    pool.call(write_weights, mode)
-
-
-def run_backwards_late(state: dict[str, Any]) -> None:
+@runs_on_ranks()
+def test_replicas_come_again_for_a_late_backward(state: State) -> None:
+    """Four calls with replicas share two places."""
     from megatron.core.distributed import finalize_model_grads
 
     def backwards_last(*, forward_step_func: Any, data_iterator: Any, model: Any, **_options: Any) -> None:
@@ -289,11 +261,6 @@ def run_backwards_late(state: dict[str, Any]) -> None:
     assert pair.error(found, pair.step(pair.plain, backwards_last)) < 1e-12
 
 
-def test_replicas_come_again_for_a_late_backward(pool: RankPool) -> None:
-    """Four calls with replicas share two places."""
-    pool.call(run_backwards_late)
-
-
 def wrong_routings(routing: list[Array]) -> dict[str, list[Array]]:
     """Routing that does not fit, by a part of the message."""
     first, *others = routing
@@ -308,7 +275,8 @@ def wrong_routings(routing: list[Array]) -> dict[str, list[Array]]:
     }
 
 
-def refuse_routing(state: dict[str, Any]) -> None:
+@runs_on_ranks()
+def test_wrong_routing_is_refused_on_all_ranks(state: State) -> None:
     pair = pair_of(state)
     with pair.balanced() as session:
         for message, wrong in wrong_routings(pair.routing).items():
@@ -319,11 +287,9 @@ def refuse_routing(state: dict[str, Any]) -> None:
         assert pair.error(pair.step(pair.other, session.planned(pair.function, pair.routing))) < 1e-12
 
 
-def test_wrong_routing_is_refused_on_all_ranks(pool: RankPool) -> None:
-    pool.call(refuse_routing)
-
-
-def route_unknown_rows(state: dict[str, Any], dispatcher: str) -> None:
+@pytest.mark.parametrize("dispatcher", ["megatron", "trimtab"])
+@runs_on_ranks()
+def test_unknown_routes_are_the_routers_choice(state: State, dispatcher: str) -> None:
     pair = pair_of(state)
     routing = [ids.copy() for ids in pair.routing]
     routing[0][::3, 0] = -1
@@ -335,12 +301,9 @@ def route_unknown_rows(state: dict[str, Any], dispatcher: str) -> None:
         assert (metrics["moe/mixed_instances"], metrics["moe/unplanned_micro_steps"]) == (2, 0)
 
 
-@pytest.mark.parametrize("dispatcher", ["megatron", "trimtab"])
-def test_unknown_routes_are_the_routers_choice(pool: RankPool, dispatcher: str) -> None:
-    pool.call(route_unknown_rows, dispatcher)
-
-
-def fail_in_forward(state: dict[str, Any], behind_the_model: bool) -> None:
+@pytest.mark.parametrize("behind_the_model", [False, True])
+@runs_on_ranks()
+def test_an_exception_in_the_users_forward_leaves_the_next_step_clean(state: State, behind_the_model: bool) -> None:
     pair = pair_of(state)
     with pair.balanced() as session:
         planned = session.planned(pair.function, pair.routing)
@@ -363,8 +326,3 @@ def fail_in_forward(state: dict[str, Any], behind_the_model: bool) -> None:
         for _ in range(2):
             assert pair.error(pair.step(pair.other, planned)) < 1e-12
         assert session.take_metrics()["moe/unplanned_micro_steps"] == 0
-
-
-@pytest.mark.parametrize("behind_the_model", [False, True])
-def test_an_exception_in_the_users_forward_leaves_the_next_step_clean(pool: RankPool, behind_the_model: bool) -> None:
-    pool.call(fail_in_forward, behind_the_model)

@@ -19,19 +19,17 @@ from helpers.megatron_exporters import bridge_pairs, slime_lists, verl_pairs
 from helpers.megatron_moves import Pair, compare_checkpoints, exported_pairs, save_checkpoints
 from helpers.megatron_runs import Layout, MegatronCase, Model, use_layout
 from helpers.rank_pool import on_ranks
+from helpers.rank_tests import runs_on_ranks
 from trimtab.cluster import load_cluster
-from trimtab.errors import InputError
+from trimtab.errors import InputError, RanksDisagreeError
 from trimtab.planner import plan_schedule
 from trimtab.runtime import planning
 
 if TYPE_CHECKING:
     from trimtab.integrations.megatron.logical_order import NamedTensor
 
-LAYOUTS = {
-    "EP 2": Layout(2, 2),
-    "EP 2 x expert-DP 2": Layout(4, 2),
-    "PP 2 x EP 2": Layout(4, 2, pipeline=2),
-}
+EP_2 = Layout(2, 2)
+LAYOUTS = {"EP 2": EP_2, "EP 2 x expert-DP 2": Layout(4, 2), "PP 2 x EP 2": Layout(4, 2, pipeline=2)}
 CASES = [
     MegatronCase(adam=True, double=True, balanced_routers=True),
     MegatronCase(adam=True, bf16=True),
@@ -45,19 +43,19 @@ MORE = [
     MegatronCase(adam=True, double=True, frozen=True),
     MegatronCase(adam=True, double=True, dispatcher="trimtab"),
 ]
-STEPS = examples(short=6, long=20)
-RATES = load_cluster("h100x8", ranks=2)
+# In the short form.
+CASES_OF = {"EP 2": CASES, "EP 2 x expert-DP 2": CASES[2:], "PP 2 x EP 2": CASES[::3]}
+STEPS = examples(short=4, long=20)
 
 
 def on_megatron(function: Any, *args: Any, ranks: int) -> None:
     on_ranks(function, args, ranks=ranks, patched="megatron")
 
 
-@pytest.mark.slow
 @pytest.mark.longer
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_models_with_moves_train_as_models_without(layout: str) -> None:
-    cases = examples(short=CASES, long=CASES + MORE)
+    cases = examples(short=CASES_OF[layout], long=CASES + MORE)
     on_megatron(train, LAYOUTS[layout], cases, ranks=LAYOUTS[layout].ranks)
 
 
@@ -87,21 +85,19 @@ def train(layout: Layout, cases: list[MegatronCase]) -> None:
         pair.session.remove()
 
 
-@pytest.mark.slow
 @pytest.mark.longer
 @pytest.mark.parametrize("saved", ["EP 2, Adam", *examples(short=["PP 2 x EP 2"], long=list(LAYOUTS))])
 def test_checkpoints_are_those_of_models_without_moves(saved: str, tmp_path: Path) -> None:
     """Megatron without Trimtab loads them, on other ranks and stages too; with plain Adam on the same only."""
     layout = LAYOUTS[saved.removesuffix(", Adam")]
     case = MegatronCase(distributed_optimizer="Adam" not in saved, adam=True, pipelined_layers=True)
-    on_megatron(save_checkpoints, layout, case, str(tmp_path), 3, ranks=layout.ranks)
+    on_megatron(save_checkpoints, layout, case, str(tmp_path), 2, ranks=layout.ranks)
     others = [Layout(2, 2), Layout(4, 2), Layout(4, 4), Layout(4, 2, pipeline=2), Layout(4, 1, pipeline=2)]
-    loaded = [layout] if "Adam" in saved else examples(short=[layout, *others[1:3]], long=others)
+    loaded = [layout] if "Adam" in saved else examples(short=[Layout(4, 4)], long=others)
     for each in loaded:
         on_megatron(compare_checkpoints, each, case, str(tmp_path), ranks=each.ranks)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_exports_are_those_of_models_without_moves(layout: str) -> None:
     on_megatron(export, LAYOUTS[layout], ranks=LAYOUTS[layout].ranks)
@@ -152,15 +148,10 @@ def check_equal(what: str, expected: Iterable[NamedTensor], actual: Iterable[Nam
     assert all(torch.equal(value, actual_by_name[name]) for name, value in expected_by_name.items()), what
 
 
-@pytest.mark.slow
+@runs_on_ranks(2, "megatron")
 def test_what_depends_on_positions_is_refused_while_experts_are_away() -> None:
-    on_megatron(refuse, ranks=2)
-
-
-def refuse() -> None:
-    layout = Layout(2, 2)
-    use_layout(layout)
-    pair = Pair(layout, MegatronCase(distributed_optimizer=True))
+    use_layout(EP_2)
+    pair = Pair(EP_2, MegatronCase(distributed_optimizer=True))
     tokens_MBS = pair.tokens()
     pair.zero()
     pair.live_step(tokens_MBS)
@@ -205,18 +196,36 @@ def refuse() -> None:
         assert torch.allclose(expected, actual, rtol=1e-4, atol=1e-6), name
 
 
-@pytest.mark.slow
+@pytest.mark.parametrize("is_distributed", [False, True])
+@runs_on_ranks(2, "megatron")
+def test_experts_stay_if_their_optimizers_have_made_different_numbers_of_steps(is_distributed: bool) -> None:
+    from trimtab.integrations.megatron.optimizer_state import optimizers_in
+
+    use_layout(EP_2)
+    pair = Pair(EP_2, MegatronCase(distributed_optimizer=is_distributed, adam=True))
+    pair.zero()
+    pair.live_step(pair.tokens())
+    pair.moving.optimizer.step()
+    states = [state for each in optimizers_in(pair.moving.optimizer) for state in each.optimizer.state.values()]
+    for state in states:
+        state["step"] += dist.get_rank()
+    with pytest.raises((InputError, RanksDisagreeError), match=r"optimizer.* state of .*step"):
+        pair.move(everywhere=True)
+    assert not pair.session.have_moved
+    for state in states:
+        state["step"] -= dist.get_rank()
+    pair.move(everywhere=True)
+    assert pair.session.have_moved
+    pair.session.remove()
+
+
+@runs_on_ranks(2, "megatron")
 def test_rehome_moves_experts_and_makes_no_replicas() -> None:
-    on_megatron(rehome, ranks=2)
-
-
-def rehome() -> None:
     """Three experts of rank 0 have all tokens; with one of them on rank 1 the step takes less time."""
     from trimtab.integrations.megatron import balance
 
-    layout = Layout(2, 2)
-    use_layout(layout)
-    pair = Pair(layout, MegatronCase(adam=True), mode="rehome", rates=RATES)
+    use_layout(EP_2)
+    pair = Pair(EP_2, MegatronCase(adam=True), mode="rehome", rates=load_cluster("h100x8", ranks=2))
     tokens_MBS = pair.tokens()
     ids = np.resize(np.array([[0, 1], [1, 2], [2, 0]]), (len(tokens_MBS[0]), 2))
     routing = [np.stack([ids] * 2, axis=1) for _ in tokens_MBS]
@@ -227,8 +236,7 @@ def rehome() -> None:
     assert [call.args[3].slots_per_rank for call in planner.call_args_list] == [0] * (dist.get_rank() == 0)
     report = pair.session.report
     assert report is not None
-    assert report.replicas == 0
-    assert report.homes_moved > 0
+    assert report.replicas == 0 < report.homes_moved
     assert report.max_vio_before == 1.0
     assert report.max_vio_after == pytest.approx(1 / 3, abs=0.05)
     pair.zero()
@@ -274,15 +282,13 @@ def test_optimizers_whose_state_cannot_move_are_named() -> None:
         made.is_stub_optimizer = False
         return made
 
-    refused: list[tuple[dict[str, Any], str]] = [
-        ({"optimizer_cpu_offload": True}, "optimizer_cpu_offload"),
-        ({"use_precision_aware_optimizer": True}, "use_precision_aware_optimizer"),
-        ({"use_megatron_fsdp": True}, "use_megatron_fsdp"),
-        ({"num_distributed_optimizer_instances": 2}, "num_distributed_optimizer_instances is 2"),
-    ]
-    for options, message in refused:
-        with pytest.raises(InputError, match=f"state of DistributedOptimizer: .*{message}"):
-            optimizers_in(distributed(**options))
+    refused = {
+        "optimizer_cpu_offload": True, "use_precision_aware_optimizer": True, "use_megatron_fsdp": True,
+        "num_distributed_optimizer_instances": 2,
+    }  # fmt: skip
+    for option, value in refused.items():
+        with pytest.raises(InputError, match=f"state of DistributedOptimizer: .*{option}"):
+            optimizers_in(distributed(**{option: value}))
     with pytest.raises(InputError, match="LayerWiseDistributedOptimizer: use one of FP32Optimizer, "):
         optimizers_in(LayerWiseDistributedOptimizer.__new__(LayerWiseDistributedOptimizer))
     stub = FP32Optimizer.__new__(FP32Optimizer)
@@ -291,48 +297,3 @@ def test_optimizers_whose_state_cannot_move_are_named() -> None:
     fine = distributed()
     chained.chained_optimizers = [stub, fine]
     assert optimizers_in(chained) == [fine]
-
-
-NAMES = {
-    # verl (utils/megatron_utils.py, 1dda039b9) and slime (update_weight/common.py, 624b824a8).
-    "Megatron's": "decoder.layers.3.mlp.experts.linear_fc1.weight{}",
-    "biases": "module.decoder.layers.3.mlp.experts.linear_fc2.bias{}",
-    "Megatron's modules": "decoder.layers.3.mlp.experts.local_experts.{}.linear_fc1.weight",
-    # Megatron-Bridge (models/conversion/param_mapping.py, 067f987df), and verl's converted names.
-    "Hugging Face's": "model.layers.3.mlp.experts.{}.gate_proj.weight",
-}
-
-
-@pytest.mark.parametrize("name", NAMES.values(), ids=list(NAMES))
-def test_names_of_exporters_get_logical_numbers(name: str) -> None:
-    from trimtab.integrations.megatron.logical_order import rename_experts
-
-    experts_E = np.array([2, 0, 3, 1])
-    pairs = [(name.format(position), torch.tensor([position])) for position in range(4)]
-    others = [
-        ("model.layers.4.mlp.experts.1.up_proj.weight", torch.zeros(1)),
-        ("model.layers.3.mlp.shared_experts.1.weight", torch.zeros(1)),
-        ("decoder.layers.3.mlp.router.weight", torch.zeros(4, 8)),
-        ("decoder.layers.3.mlp.shared_experts.linear_fc1.weight", torch.zeros(1)),
-        ("model.embed_tokens.weight", torch.zeros(1)),
-    ]
-    renamed = list(rename_experts(pairs + others, {3: experts_E}))
-    assert [(found, int(value)) for found, value in renamed[:4]] == [
-        (name.format(expert), position) for position, expert in enumerate(experts_E)
-    ]
-    assert [found for found, _ in renamed[4:]] == [found for found, _ in others]
-    with pytest.raises(InputError, match="number of an expert below 4"):
-        list(rename_experts([(name.format(4), torch.zeros(3))], {3: experts_E}))
-
-
-def test_a_tensor_of_all_experts_is_put_in_order() -> None:
-    from trimtab.integrations.megatron.logical_order import rename_experts
-
-    experts_E = np.array([2, 0, 3, 1])
-    positions = torch.arange(4)[:, None] * torch.ones(1, 2)
-    ((name, stack),) = rename_experts([("model.layers.0.mlp.experts.gate_up_proj", positions)], {0: experts_E})
-    assert name == "model.layers.0.mlp.experts.gate_up_proj"
-    # Expert e is at the position whose expert it is.
-    assert stack[:, 0].tolist() == [1, 3, 0, 2]
-    with pytest.raises(InputError, match=r"gate_up_proj has shape \[5, 2\].*all 4 experts"):
-        list(rename_experts([("model.layers.0.mlp.experts.gate_up_proj", torch.zeros(5, 2))], {0: experts_E}))

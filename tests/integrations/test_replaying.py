@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import ExitStack
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -12,24 +12,11 @@ import torch
 from torch.utils.checkpoint import checkpoint
 from transformers import AutoModelForCausalLM
 
-from helpers.moe_families import (
-    MODEL_TYPES,
-    NUM_EXPERTS,
-    TOP_K,
-    chosen,
-)
+from helpers.moe_families import MODEL_TYPES, NUM_EXPERTS, TOP_K, all_chosen
 from helpers.routers import PAD, choices, joined, left_padded, model_of, routers
+from helpers.routers import one_thread as one_thread
 from trimtab import InputError, RoutingTrace
 from trimtab.integrations.transformers import record_routing, replay_routing
-
-
-@pytest.fixture(autouse=True)
-def _one_thread() -> Iterator[None]:
-    """Models this small are slower with several threads."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 def sequences_of(model: Any, seed: int = 0) -> tuple[torch.Tensor, torch.Tensor, RoutingTrace]:
@@ -47,17 +34,19 @@ def sequences_of(model: Any, seed: int = 0) -> tuple[torch.Tensor, torch.Tensor,
     return tokens, mask, record.trace(tokens, mask)
 
 
-def loss_and_gradients(model: Any, tokens: torch.Tensor, mask: torch.Tensor) -> tuple[torch.Tensor, list[Any]]:
+def logits_and_gradients(
+    model: Any, tokens: torch.Tensor, mask: torch.Tensor, run: Callable[..., Any] = lambda forward: forward()
+) -> list[Any]:
+    """Those of a loss. The forward is called by `run`."""
     model.zero_grad()
-    logits = model(input_ids=tokens, attention_mask=mask, use_cache=False).logits
+    logits = run(lambda: model(input_ids=tokens, attention_mask=mask, use_cache=False).logits)
     log_probs = logits[:, :-1].log_softmax(-1).gather(2, tokens[:, 1:, None])[..., 0]
     (log_probs * mask[:, 1:]).sum().backward()
-    return logits.detach(), [None if p.grad is None else p.grad.clone() for p in model.parameters()]
+    return [logits.detach(), *(None if p.grad is None else p.grad.clone() for p in model.parameters())]
 
 
 def equal(ours: list[Any], theirs: list[Any]) -> bool:
-    pairs = zip(ours, theirs, strict=True)
-    return all(a is b is None or torch.equal(a, b) for a, b in pairs)
+    return all(a is b is None or torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
 
 
 @pytest.mark.parametrize("model_type", MODEL_TYPES)
@@ -66,12 +55,11 @@ def test_replay_of_a_models_own_choice_changes_no_bit(model_type: str, dtype: to
     model = model_of(model_type, dtype)
     prompts, mask = left_padded()
     with record_routing(model) as record:
-        expected = loss_and_gradients(model, prompts, mask)
+        expected = logits_and_gradients(model, prompts, mask)
     trace = record.trace(prompts, mask)
     with replay_routing(model, trace, mask):
-        actual = loss_and_gradients(model, prompts, mask)
-    assert torch.equal(actual[0], expected[0])
-    assert equal(actual[1], expected[1])
+        actual = logits_and_gradients(model, prompts, mask)
+    assert equal(actual, expected)
     for router in routers(model):
         assert router.weight.grad.abs().sum() > 0
         assert not router._forward_hooks
@@ -98,9 +86,7 @@ def test_float32_training_replays_a_bfloat16_rollout(model_type: str) -> None:
     with torch.no_grad():
         for row in range(3):
             ids_NLK = torch.from_numpy(recorded.sequence(row).astype(np.int64))
-            with ExitStack() as stack:
-                for layer, router in enumerate(routers(model)):
-                    stack.enter_context(chosen(router, ids_NLK[:, layer]))
+            with all_chosen(model, ids_NLK):
                 plain = model(input_ids=tokens[row : row + 1, : len(ids_NLK)], use_cache=False).logits[0]
             assert torch.allclose(logits[row, : len(ids_NLK)], plain, rtol=1e-4, atol=1e-4)
         own = model(input_ids=tokens, attention_mask=mask).logits
@@ -120,23 +106,22 @@ def test_checkpointed_layers_run_again_on_the_same_routing(model_type: str, use_
     model = model_of(model_type, seed=2)
     tokens, mask, trace = sequences_of(model, seed=3)
     with replay_routing(model, trace, mask):
-        expected = loss_and_gradients(model, tokens, mask)
+        expected = logits_and_gradients(model, tokens, mask)
     model.train()
     model.gradient_checkpointing_enable({"use_reentrant": use_reentrant})
     model.enable_input_require_grads()
     with record_routing(model) as record, choices(model) as seen, replay_routing(model, trace, mask):
-        actual = loss_and_gradients(model, tokens, mask)
+        actual = logits_and_gradients(model, tokens, mask)
     assert [len(calls) for calls in seen] == [2] * trace.num_layers  # forward, and again in backward
     assert len(record._calls) == 1
     assert np.array_equal(record.trace(tokens, mask).expert_ids, trace.expert_ids)
-    assert torch.equal(actual[0], expected[0])
-    assert equal(actual[1], expected[1])
+    assert equal(actual, expected)
     with replay_routing(model, trace, mask):
         loss = model(input_ids=tokens, attention_mask=mask).logits.sum()
     with pytest.raises(RuntimeError, match=r"runs a layer again after replay_routing\(\) has ended"):
         loss.backward()
     with record_routing(model) as record:  # and without replay
-        loss_and_gradients(model, tokens, mask)
+        logits_and_gradients(model, tokens, mask)
     assert len(record._calls) == 1
 
 
@@ -144,15 +129,10 @@ def test_a_checkpointed_whole_model_replays_in_backward() -> None:
     model = model_of("deepseek_v3")
     tokens, mask, trace = sequences_of(model)
     with replay_routing(model, trace, mask):
-        _, expected = loss_and_gradients(model, tokens, mask)
-        model.zero_grad()
+        expected = logits_and_gradients(model, tokens, mask)
         with record_routing(model) as record:
-            logits = checkpoint(
-                lambda: model(input_ids=tokens, attention_mask=mask, use_cache=False).logits, use_reentrant=False
-            )
-            log_probs = logits[:, :-1].log_softmax(-1).gather(2, tokens[:, 1:, None])[..., 0]
-            (log_probs * mask[:, 1:]).sum().backward()
-    assert equal([p.grad for p in model.parameters()], expected)
+            actual = logits_and_gradients(model, tokens, mask, partial(checkpoint, use_reentrant=False))
+    assert equal(actual, expected)
     assert np.array_equal(record.trace(tokens, mask).expert_ids, trace.expert_ids)
 
 

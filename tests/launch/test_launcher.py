@@ -27,19 +27,26 @@ def leave_segment(name: str) -> None:
     (SHARED_MEMORY / f"trimtab-{os.getpid()}-{name}").write_bytes(b"left")
 
 
-def kill_rank_1_in_a_collective(name: str) -> None:
+def signal_rank_1_in_a_collective(name: str, number: signal.Signals) -> None:
     leave_segment(name)
     dist.barrier()
     if dist.get_rank() == 1:
-        os.kill(os.getpid(), signal.SIGKILL)
+        os.kill(os.getpid(), number)
     dist.barrier()
 
 
-def test_rank_killed_in_a_collective_is_named_and_its_files_are_removed() -> None:
+@pytest.mark.parametrize(
+    ("number", "what"), [(signal.SIGKILL, "was killed by SIGKILL"), (signal.SIGSTOP, "has been suspended for 2 s")]
+)
+def test_rank_killed_or_suspended_in_a_collective_is_named_and_its_files_are_removed(
+    number: signal.Signals, what: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     name = f"test-{os.getpid()}"
+    # The ranks have their own.
+    monkeypatch.setattr(launcher, "TIMEOUT", timedelta(seconds=2))
     start = time.monotonic()
-    with pytest.raises(RankFailedError, match=r"rank 1 \(process \d+\) was killed by SIGKILL; the run was stopped"):
-        launch(kill_rank_1_in_a_collective, (name,), ranks=2)
+    with pytest.raises(RankFailedError, match=rf"rank 1 \(process \d+\) {what}; the run was stopped"):
+        launch(signal_rank_1_in_a_collective, (name, number), ranks=2)
     # Far below the timeout of collectives.
     assert time.monotonic() - start < 200
     assert not list(SHARED_MEMORY.glob(f"trimtab-*-{name}"))
@@ -62,10 +69,11 @@ def test_the_cause_is_the_killed_rank_or_the_first_to_raise(capsys: pytest.Captu
     refused = raised | {3: failure("ranks don't divide experts", 9.0, is_input=True)}
     with pytest.raises(InputError, match=r"^ranks don't divide experts$"):
         raise_cause(exits | {1: (11, -signal.SIGKILL)}, refused)
-    with suspended_process() as process:
-        message = rf"rank 2 failed: broken; rank 1 \(process {process.pid}\) is suspended; the run was stopped"
-        with pytest.raises(RankFailedError, match=message):
-            raise_cause(exits | {1: (process.pid, None)}, raised)
+    with (
+        suspended_process() as process,
+        pytest.raises(RankFailedError, match=rf"2 failed: broken; rank 1 \(process {process.pid}\) is suspended"),
+    ):
+        raise_cause(exits | {1: (process.pid, None)}, raised)
 
 
 @contextmanager
@@ -73,11 +81,15 @@ def suspended_process() -> Iterator[subprocess.Popen[bytes]]:
     with subprocess.Popen(["sleep", "1000"]) as process:
         try:
             assert not is_suspended(process.pid)
-            process.send_signal(signal.SIGSTOP)
-            wait_for(lambda: [process.pid] if is_suspended(process.pid) else [], 1)
+            signal_and_wait(process, signal.SIGSTOP)
             yield process
         finally:
             process.kill()
+
+
+def signal_and_wait(process: subprocess.Popen[bytes], number: signal.Signals) -> None:
+    process.send_signal(number)
+    wait_for(lambda: [process.pid] * (is_suspended(process.pid) == (number == signal.SIGSTOP)), 1)
 
 
 def test_only_uninterrupted_suspension_counts() -> None:
@@ -85,36 +97,13 @@ def test_only_uninterrupted_suspension_counts() -> None:
         suspensions, pids = Suspensions(timedelta(seconds=3)), {0: os.getpid(), 1: process.pid}
         for _ in range(2):
             suspensions.add(pids, 1.0)
-        process.send_signal(signal.SIGCONT)
-        wait_for(lambda: [] if is_suspended(process.pid) else [process.pid], 1)
+        signal_and_wait(process, signal.SIGCONT)
         suspensions.add(pids, 1.0)
-        process.send_signal(signal.SIGSTOP)
-        wait_for(lambda: [process.pid] if is_suspended(process.pid) else [], 1)
+        signal_and_wait(process, signal.SIGSTOP)
         for _ in range(2):
             suspensions.add(pids, 1.0)
         with pytest.raises(RankFailedError, match=rf"rank 1 \(process {process.pid}\) has been suspended for 3 s"):
             suspensions.add(pids, 1.0)
-
-
-def suspend_rank_1_in_a_collective(name: str) -> None:
-    leave_segment(name)
-    dist.barrier()
-    if dist.get_rank() == 1:
-        os.kill(os.getpid(), signal.SIGSTOP)
-    dist.barrier()
-
-
-def test_a_suspended_rank_is_named_after_the_timeout(monkeypatch: pytest.MonkeyPatch) -> None:
-    name = f"test-{os.getpid()}"
-    # The ranks have their own.
-    monkeypatch.setattr(launcher, "TIMEOUT", timedelta(seconds=2))
-    start = time.monotonic()
-    with pytest.raises(
-        RankFailedError, match=r"rank 1 \(process \d+\) has been suspended for 2 s; the run was stopped"
-    ):
-        launch(suspend_rank_1_in_a_collective, (name,), ranks=2)
-    assert time.monotonic() - start < 200
-    assert not list(SHARED_MEMORY.glob(f"trimtab-*-{name}"))
 
 
 def test_environment_of_the_user_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -144,7 +133,7 @@ def block_forever(name: str) -> None:
 
 def slow_read(name: str) -> str:
     leave_segment(name)
-    time.sleep(3)
+    time.sleep(2)
     return name
 
 
@@ -158,31 +147,31 @@ class SlowArgument:
         return slow_read, (self.name,)
 
 
-def start_program(folder: Path, *lines: str) -> subprocess.Popen[bytes]:
+@contextmanager
+def program(folder: Path, *lines: str) -> Iterator[subprocess.Popen[bytes]]:
     """A process of its own session that runs lines with the functions of this file."""
-    program = folder / "program.py"
+    file = folder / "program.py"
     lines = ("if __name__ == '__main__':", *(f"    {line}" for line in lines), "")
-    program.write_text("\n".join((Path(__file__).read_text(), *lines)))
+    file.write_text("\n".join((Path(__file__).read_text(), *lines)))
     with (folder / "output").open("wb") as output:
-        return subprocess.Popen([sys.executable, str(program)], start_new_session=True, stderr=output)
-
-
-def end_session(launcher: subprocess.Popen[bytes]) -> None:
-    with suppress(ProcessLookupError):
-        os.killpg(launcher.pid, signal.SIGKILL)
-    launcher.wait()
+        process = subprocess.Popen([sys.executable, str(file)], start_new_session=True, stderr=output)
+    try:
+        yield process
+    finally:
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
 
 
 def ranks_with_a_segment(name: str) -> list[int]:
     return [int(path.name.split("-")[1]) for path in SHARED_MEMORY.glob(f"trimtab-*-{name}")]
 
 
-@pytest.mark.parametrize("when", ["it starts", "it runs", "a rank is suspended"])
+@pytest.mark.parametrize("when", ["it starts", "a rank is suspended"])
 def test_ranks_end_with_a_launcher_that_is_killed(when: str, tmp_path: Path) -> None:
     name = f"test-{os.getpid()}"
     argument = f"SlowArgument({name!r})" if when == "it starts" else repr(name)
-    launcher = start_program(tmp_path, f"launch(block_forever, ({argument},), ranks=2)")
-    try:
+    with program(tmp_path, f"launch(block_forever, ({argument},), ranks=2)") as launcher:
         ranks = wait_for(lambda: ranks_with_a_segment(name), 2)
         if when == "a rank is suspended":
             os.kill(ranks[1], signal.SIGSTOP)
@@ -190,13 +179,11 @@ def test_ranks_end_with_a_launcher_that_is_killed(when: str, tmp_path: Path) -> 
         launcher.wait()
         wait_for(lambda: [rank for rank in ranks if not Path(f"/proc/{rank}").exists()], 2)
         assert not list(SHARED_MEMORY.glob(f"trimtab-*-{name}"))
-    finally:
-        end_session(launcher)
 
 
 def exchange_for_seconds(name: str) -> None:
     leave_segment(name)
-    for _ in range(100):
+    for _ in range(40):
         dist.barrier()
         time.sleep(0.05)
 
@@ -204,17 +191,13 @@ def exchange_for_seconds(name: str) -> None:
 def test_time_in_which_the_whole_run_is_suspended_does_not_count(tmp_path: Path) -> None:
     """As by Ctrl-Z."""
     name = f"test-{os.getpid()}"
-    launcher = start_program(
-        tmp_path, "launcher.TIMEOUT = timedelta(seconds=3)", f"launch(exchange_for_seconds, ({name!r},), ranks=2)"
-    )
-    try:
+    lines = "launcher.TIMEOUT = timedelta(seconds=1)", f"launch(exchange_for_seconds, ({name!r},), ranks=2)"
+    with program(tmp_path, *lines) as launcher:
         wait_for(lambda: ranks_with_a_segment(name), 2)
         os.killpg(launcher.pid, signal.SIGSTOP)
-        time.sleep(6)
+        time.sleep(3)
         os.killpg(launcher.pid, signal.SIGCONT)
         assert launcher.wait(60) == 0
-    finally:
-        end_session(launcher)
 
 
 def wait_for(find: Callable[[], list[int]], count: int) -> list[int]:

@@ -16,7 +16,6 @@ from pathlib import Path
 
 import pytest
 
-from helpers.examples import examples
 from trimtab.cli.main import main
 from trimtab.errors import InputError, RankFailedError
 from trimtab.launch import namespaces, run_on_nodes
@@ -82,10 +81,9 @@ def test_only_links_between_nodes_are_limited(tmp_path: Path) -> None:
     first, second, third, fourth = (of["namespace"] for of in seen["ranks"])
     assert first == second != third == fourth
     assert {first, third}.isdisjoint(namespaces_in_use())
-    first, second, third, fourth = (set(of["cores"]) for of in seen["ranks"])
-    assert first == second
-    assert third == fourth
-    assert first.isdisjoint(third) or len(os.sched_getaffinity(0)) == 1
+    first, second, third, fourth = (of["cores"] for of in seen["ranks"])
+    assert (first, third) == (second, fourth)
+    assert set(first).isdisjoint(third) or len(os.sched_getaffinity(0)) == 1
     # A loaded machine is slower, never faster than the link.
     for across in (seen["mbit"]["0-2"], seen["mbit"]["3-1"], seen["all_to_all_mbit"]):
         assert 30 < across < 110
@@ -98,11 +96,15 @@ def test_only_links_between_nodes_are_limited(tmp_path: Path) -> None:
     ("script", "message"),
     [
         ("test $RANK = 2 && kill -KILL $$; sleep 60", r"rank 2 \(process \d+\) was killed by SIGKILL"),
+        ("test $RANK = 2 && kill -STOP $$; sleep 60", r"rank 2 \(process \d+\) has been suspended for 2 s"),
         ("test $RANK = 1 && exit 7; sleep 60", r"rank 1 \(process \d+\) ended with exit status 7"),
         ("test $RANK = 3 && exit 7; sleep 1; exit 1", r"rank 3 \(process \d+\) ended with exit status 7"),
     ],
 )
-def test_rank_that_ends_without_a_report_ends_the_job(script: str, message: str) -> None:
+def test_rank_that_ends_without_a_report_ends_the_job(
+    script: str, message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(namespaces, "TIMEOUT", timedelta(seconds=2))
     start = time.monotonic()
     with pytest.raises(RankFailedError, match=message):
         run_job("sh", "-c", script)
@@ -110,34 +112,24 @@ def test_rank_that_ends_without_a_report_ends_the_job(script: str, message: str)
 
 
 @needs_nodes
-def test_a_suspended_rank_ends_the_job_after_the_timeout(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(namespaces, "TIMEOUT", timedelta(seconds=2))
-    with pytest.raises(
-        RankFailedError, match=r"rank 2 \(process \d+\) has been suspended for 2 s; the run was stopped"
-    ):
-        run_job("sh", "-c", "test $RANK = 2 && kill -STOP $$; sleep 60")
-
-
-@needs_nodes
 def test_a_rank_that_raises_ends_the_job() -> None:
     start = time.monotonic()
     with pytest.raises(RankFailedError, match="rank 3 failed: ArithmeticError: broken on purpose; the run was stopped"):
-        run_job(*JOB, "one_raises", "")
-    with pytest.raises(InputError, match="sizes is 3; it should be 2"):
-        run_job(*JOB, "one_raises_input_error", "")
+        run_job(*JOB, "one_raises", "ArithmeticError")
+    with pytest.raises(InputError, match=r"^broken on purpose$"):
+        run_job(*JOB, "one_raises", "InputError")
     assert time.monotonic() - start < 120
 
 
 @needs_nodes
-@pytest.mark.longer
+@pytest.mark.long
 def test_the_runtime_bench_compares_with_node_blind_planning(tmp_path: Path) -> None:
     file = tmp_path / "bench.json"
-    ranks = examples(short=2, long=4)
-    sizes = ["--ranks", str(ranks), "--tokens", "128", "--rounds", "1", "--seeds", "1"]
+    sizes = ["--ranks", "4", "--tokens", "128", "--rounds", "1", "--seeds", "1"]
     assert main(["bench", "runtime", "--nodes", "2", "--link-mbit", "1000", *sizes, "--json", str(file)]) == 0
     figures = json.loads(file.read_text())
-    assert figures["ranks"] == ranks
-    assert (figures["settings"]["ranks_per_node"], figures["settings"]["link_mbit"]) == (ranks // 2, 1000)
+    assert figures["ranks"] == 4
+    assert (figures["settings"]["ranks_per_node"], figures["settings"]["link_mbit"]) == (2, 1000)
     assert set(figures["policies"]) == {"static", "trimtab", "node-blind", "balanced", "native"}
     assert figures["speedup_vs_node_blind"] > 0
 

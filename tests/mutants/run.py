@@ -1,216 +1,195 @@
-"""`make mutants`: makes single mistakes in the source, one after another, and checks that tests fail.
+"""`make mutants`: makes single mistakes in the source, drawn at random, and counts those that no test notices.
 
-The `.toml` files beside it list the mistakes, *mutants*, by package. Each names the tests that must fail. Mutants are
-made in copies of the repository, one copy for each worker. The tests of all mutants have to pass in an unchanged copy
-first. Words on the command line choose mutants by name:
+    python tests/mutants/run.py --count 200 --seed 1
 
-    python tests/mutants/run.py eplb
+A mistake is tried on the tests that call the function in which it is, specific ones first, up to a number of seconds.
+It is *killed* if one of them fails. Mistakes in kernels are tried as Python first, on few tests, then compiled. A trial
+that exceeds its limit of processor time, or fails before its first test, is repeated once; it is *undecided* if that
+happens again. Survivors and undecided ones count as not noticed.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import os
-import shutil
-import signal
-import subprocess
+import random
 import sys
-import tempfile
 import time
-import tomllib
-from collections.abc import Iterable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from collections import Counter, deque
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from queue import SimpleQueue
+from typing import Any
 
-from rich.console import Console
-from rich.progress import track
+sys.path.insert(0, str(Path(__file__).parents[1]))
 
-ROOT = Path(__file__).parents[2]
-FOLDER = Path(__file__).parent
+from helpers.numba_cache import cache_folder
+from mutants.copies import ROOT, copy_repository
+from mutants.function_map import MAP, FunctionMap
+from mutants.mutations import Mutation, find_mutations, read_signatures
+from mutants.selection import Selection
+
+FIGURES = ROOT / "docs" / "benchmarks" / "mutants.json"
+PAGE = ROOT / "docs" / "testing.md"
 WORKERS = 2
-TIMEOUT_S = 180
-# What pytest returns if tests failed.
-FAILED = 1
+POLL_S = 0.2
 
 
 @dataclass(frozen=True)
-class Mutant:
-    """A single change to a file.
+class Result:
+    """What became of a mistake: "killed", "survived" or "undecided", with the reason where there is one."""
 
-    Attributes:
-        name: what the mistake is.
-        file: the file, from the repository's root.
-        old, new: text that occurs once in the file, and what replaces it.
-        tests: pytest's ids of tests. All of them must fail.
-        jit: compile kernels; without, they run as Python. Of use where the tests need many loads.
-    """
-
-    name: str
-    file: str
-    old: str
-    new: str
-    tests: tuple[str, ...]
-    jit: bool = False
-
-    def apply(self, root: Path) -> None:
-        """Change the file in a copy of the repository."""
-        path = root / self.file
-        path.write_text(path.read_text().replace(self.old, self.new))
-
-    def problem(self, root: Path) -> str:
-        """Why it can't be applied; "" if it can."""
-        path = root / self.file
-        if not path.is_file():
-            return f"{self.file} does not exist"
-        found = path.read_text().count(self.old)
-        if found != 1:
-            return f"`old` occurs {found} times in {self.file}, not once"
-        if self.old == self.new:
-            return "`new` equals `old`"
-        missing = [test for test in self.tests if not _has_test(root, test)]
-        return f"{missing[0]} does not exist" if missing else "" if self.tests else "it names no tests"
+    mutation: Mutation
+    outcome: str
+    reason: str
+    tests: int
+    seconds: float
 
 
-def load_mutants(folder: Path = FOLDER) -> list[Mutant]:
-    """The mutants of all files."""
-    return [
-        Mutant(**{**values, "tests": tuple(values["tests"])})
-        for path in sorted(folder.glob("*.toml"))
-        for values in tomllib.loads(path.read_text())["mutant"]
-    ]
+def draw(count: int, seed: int, only: str = "") -> list[Mutation]:
+    """Mistakes drawn at random from all of src, or from the files whose path contains `only`."""
+    files = {str(path.relative_to(ROOT)): path.read_bytes() for path in sorted((ROOT / "src").rglob("*.py"))}
+    signatures = read_signatures(files.values())
+    every = [m for file, source in files.items() if only in file for m in find_mutations(file, source, signatures)]
+    return random.Random(seed).sample(every, min(count, len(every)))
 
 
-def _has_test(root: Path, test: str) -> bool:
-    file, _, name = test.partition("::")
-    path = root / file
-    return path.is_file() and f"def {name.partition('[')[0]}(" in path.read_text()
+def try_all(mutations: Sequence[Mutation], selection: Selection) -> list[Result]:
+    """Try mistakes on `WORKERS` copies of the repository."""
+    from mutants.trial import Trial
+
+    results: list[Result] = []
+
+    def end(mutation: Mutation, outcome: str, reason: str = "", tests: int = 0, seconds: float = 0.0) -> None:
+        results.append(Result(mutation, outcome, reason, tests, seconds))
+        because = f" ({reason})" if reason else ""
+        print(f"{len(results):4d}/{len(mutations)} {seconds:5.1f} s  {outcome}{because}: {mutation}", flush=True)
+
+    # In the same place in every run, so that compiled kernels are found again.
+    free = [MAP.parent / f"copy-{worker}" for worker in range(WORKERS)]
+    for copy in free:
+        copy_repository(copy)
+    waiting = deque((mutation, "") for mutation in mutations)
+    running: list[tuple[Path, Trial, str]] = []
+    while waiting or running:
+        while waiting and free:
+            mutation, earlier = waiting.popleft()
+            # Most mistakes in kernels show without compiling them.
+            tests, seconds = selection.tests_of(mutation, as_python=mutation.is_kernel and not earlier)
+            if tests:
+                copy = free.pop()
+                running.append((copy, Trial(copy, mutation, tests, seconds, compiled=bool(earlier)), earlier))
+            else:
+                end(mutation, "survived", "no test calls it")
+        for place in list(running):
+            copy, trial, earlier = place
+            outcome = trial.result()
+            if outcome is None:
+                continue
+            trial.close()
+            running.remove(place)
+            free.append(copy)
+            count, seconds = len(trial.tests), time.perf_counter() - trial.start
+            if outcome == "killed" or (outcome == "survived" and (earlier or not trial.mutation.is_kernel)):
+                end(trial.mutation, outcome, "", count, seconds)
+            elif not earlier:
+                waiting.append((trial.mutation, outcome))
+            else:
+                # The same failure at set-up twice is no accident.
+                is_kill = outcome == earlier == "failed at set-up"
+                end(trial.mutation, "killed" if is_kill else "undecided", outcome, count, seconds)
+        time.sleep(POLL_S)
+    return results
 
 
-class Copies:
-    """Copies of the repository's files, for `WORKERS` threads."""
-
-    def __init__(self, folder: Path) -> None:
-        self._free: SimpleQueue[Path] = SimpleQueue()
-        listed = subprocess.run(
-            ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"], cwd=ROOT, check=True,
-            capture_output=True, text=True,
-        ).stdout  # fmt: skip
-        files = [name for name in listed.split("\0") if name and (ROOT / name).is_file()]
-        for worker in range(WORKERS):
-            copy = folder / f"copy-{worker}"
-            for name in files:
-                (copy / name).parent.mkdir(parents=True, exist_ok=True)
-                shutil.copy2(ROOT / name, copy / name)
-            self._free.put(copy)
-
-    def result(self, mutant: Mutant) -> str:
-        """What the tests show of a mutant: "killed", or what went wrong."""
-        copy = self._free.get()
-        path = copy / mutant.file
-        try:
-            mutant.apply(copy)
-            for test in mutant.tests:
-                ended = self._run(copy, [test], jit=mutant.jit)
-                if ended != FAILED:
-                    return f"{test} {_meaning(ended)}"
-            return "killed"
-        finally:
-            shutil.copy2(ROOT / mutant.file, path)
-            self._free.put(copy)
-
-    def failure_without(self, tests: Sequence[str], *, jit: bool) -> str:
-        """The failure of tests in an unchanged copy; "" if they pass."""
-        copy = self._free.get()
-        try:
-            ended = self._run(copy, tests, jit=jit, timeout_s=len(tests) * TIMEOUT_S)
-            return f"without a mutant, a test {_meaning(ended)}: {' '.join(tests)}" if ended else ""
-        finally:
-            self._free.put(copy)
-
-    @staticmethod
-    def _run(copy: Path, tests: Iterable[str], *, jit: bool, timeout_s: float = TIMEOUT_S) -> int | None:
-        """The exit status of pytest; None if it ran too long."""
-        environment = os.environ | {"PYTHONPATH": str(copy / "src"), "PYTHONDONTWRITEBYTECODE": "1"}
-        # Compiled code in a cache of its own: numba does not see changes of functions in other files.
-        with tempfile.TemporaryDirectory() as cache:
-            environment |= {"NUMBA_CACHE_DIR": cache} if jit else {"NUMBA_DISABLE_JIT": "1"}
-            # Examples are the same in every run: a mutant that was killed once is killed again.
-            options = ["-x", "-p", "no:cacheprovider", "--hypothesis-profile=ci"]
-            command = [sys.executable, "-m", "pytest", *options, *tests]
-            running = subprocess.Popen(
-                command, cwd=copy, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
-                start_new_session=True,
-            )  # fmt: skip
-            try:
-                return running.wait(timeout_s)
-            except subprocess.TimeoutExpired:
-                return None
-            finally:
-                # With the ranks that the tests have started, also if these have ended.
-                with suppress(ProcessLookupError):
-                    os.killpg(running.pid, signal.SIGKILL)
-                running.wait()
+def package_of(mutation: Mutation) -> str:
+    """The folder of the package in which a mistake is."""
+    parts = mutation.file.split("/")
+    return parts[2] if len(parts) > 3 else "."
 
 
-def _parts(tests: Iterable[str]) -> list[list[str]]:
-    """Tests for each worker; those of one file together, since they share fixtures."""
-    by_file: dict[str, list[str]] = {}
-    for test in sorted(tests):
-        by_file.setdefault(test.partition("::")[0], []).append(test)
-    files = list(by_file.values())
-    parts = [[test for file in files[worker::WORKERS] for test in file] for worker in range(WORKERS)]
-    return [part for part in parts if part]
+def summarise(results: Sequence[Result]) -> dict[str, dict[str, int]]:
+    """Numbers of outcomes by package, and in all."""
+    packages = sorted({package_of(result.mutation) for result in results})
+    table = {
+        package: dict(Counter(r.outcome for r in results if package_of(r.mutation) == package)) for package in packages
+    }
+    return table | {"all": dict(Counter(result.outcome for result in results))}
 
 
-def _meaning(ended: int | None) -> str:
-    meanings = {0: "passed", None: f"ran for more than {TIMEOUT_S} s", FAILED: "failed"}
-    return meanings.get(ended, f"did not run: pytest ended with status {ended}")
-
-
-def results_of(mutants: Sequence[Mutant]) -> Iterator[tuple[Mutant, str, float]]:
-    """Each mutant with its result and seconds, in order."""
-    with tempfile.TemporaryDirectory() as folder:
-        copies = Copies(Path(folder))
-
-        def timed(mutant: Mutant) -> tuple[str, float]:
-            start = time.perf_counter()
-            return copies.result(mutant), time.perf_counter() - start
-
-        with ThreadPoolExecutor(WORKERS) as pool:
-            checks = [
-                pool.submit(copies.failure_without, part, jit=jit)
-                for jit in (False, True)
-                for part in _parts({test for mutant in mutants if mutant.jit == jit for test in mutant.tests})
-            ]
-            failures = [failure for check in checks if (failure := check.result())]
-            if failures:
-                raise SystemExit(failures[0])
-            for mutant, (result, seconds) in zip(mutants, pool.map(timed, mutants), strict=True):
-                yield mutant, result, seconds
-
-
-def main(words: Sequence[str]) -> int:
-    """Run the mutants whose names have a word in them; 1 if a test passes."""
-    console = Console(highlight=False)
-    every = load_mutants()
-    mutants = [mutant for mutant in every if not words or any(word in mutant.name for word in words)]
-    problems = [f"{mutant.name}: {mutant.problem(ROOT)}" for mutant in every if mutant.problem(ROOT)]
-    if problems or not mutants:
-        console.print(*(problems or [f"no mutant has {' or '.join(words)} in its name"]), sep="\n")
-        return 2
-    start, survivors = time.perf_counter(), 0
-    for mutant, result, seconds in track(results_of(mutants), "mutants", total=len(mutants), transient=True):
-        survivors += result != "killed"
-        console.print(f"{seconds:5.1f} s  {mutant.name}: {result}", markup=False)
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--count", type=int, default=200, help="number of mistakes (default 200)")
+    parser.add_argument("--seed", type=int, default=1, help="of the draw (default 1)")
+    parser.add_argument("--only", default="", metavar="TEXT", help="draw from files whose path contains it")
+    parser.add_argument("--page", action="store_true", help=f"put the figures into {FIGURES.name} and {PAGE.name}")
+    options = parser.parse_args()
+    os.environ.setdefault("NUMBA_CACHE_DIR", str(cache_folder()))
+    start = time.perf_counter()
+    functions = FunctionMap()
+    if missing := functions.missing():
+        print(f"recording which functions the tests of {len(missing)} files call", flush=True)
+        functions.record(missing, WORKERS)
+        functions = FunctionMap()
+        print(f"recorded in {(time.perf_counter() - start) / 60:.1f} minutes, in {MAP.relative_to(ROOT)}", flush=True)
+    mutations = draw(options.count, options.seed, options.only)
+    _import_others()
+    start = time.perf_counter()
+    results = try_all(mutations, Selection(functions))
     minutes = (time.perf_counter() - start) / 60
-    console.print(f"{len(mutants) - survivors} of {len(mutants)} mutants killed in {minutes:.1f} minutes")
-    return int(survivors > 0)
+    table = summarise(results)
+    for package, counts in table.items():
+        total = sum(counts.values())
+        left = total - counts.get("killed", 0)
+        print(f"{package:14} {left:3d} of {total:3d} not noticed ({left / total:.0%})")
+    for result in sorted(results, key=lambda result: str(result.mutation)):
+        if result.outcome != "killed":
+            print(f"{result.outcome}: {result.mutation}" + (f" ({result.reason})" if result.reason else ""))
+    print(f"{len(results)} mistakes tried in {minutes:.1f} minutes")
+    if options.page:
+        figures = json.loads(FIGURES.read_text()) if FIGURES.exists() else {}
+        figures[str(options.seed)] = {"minutes": round(minutes, 1), "packages": table}
+        _write_page(dict(sorted(figures.items())))
+    return 0
+
+
+def table_of(figures: Mapping[str, Any]) -> tuple[list[str], list[list[str]]]:
+    """Header and lines of the page's table: packages over all seeds, and each seed."""
+    lines: dict[str, Counter[str]] = {}
+    for seed, run in figures.items():
+        names = {"all": f"all, seed {seed}", ".": "files of the package itself"}
+        for package, counts in run["packages"].items():
+            name = names.get(package, f"`{package}/`")
+            lines.setdefault(name, Counter()).update(counts)
+    if figures:
+        lines["all"] = sum((Counter(run["packages"]["all"]) for run in figures.values()), Counter())
+    header = ["folder", "mistakes", "killed", "undecided", "survived", "not noticed"]
+    return header, [
+        [name, *(str(n) for n in (counts.total(), counts["killed"], counts["undecided"], counts["survived"])),
+         f"{1 - counts['killed'] / counts.total():.0%}"]
+        for name, counts in sorted(lines.items(), key=lambda line: (line[0].startswith("all"), line[0]))
+    ]  # fmt: skip
+
+
+def _write_page(figures: Mapping[str, Any]) -> None:
+    # Trials import Trimtab from their copies, so it is not imported before them.
+    sys.path.insert(0, str(ROOT))
+    from experiments.page_tables import markdown_table, replace_tables
+
+    FIGURES.write_text(json.dumps(figures, indent=1) + "\n")
+    replace_tables({"mistakes": markdown_table(*table_of(figures))}, PAGE)
+
+
+def _import_others() -> None:
+    """Import what is not ours, once for all trials."""
+    import hypothesis  # noqa: F401
+    import megatron.core.models.gpt.gpt_model  # noqa: F401
+    import numba  # noqa: F401
+    import pyarrow.parquet  # noqa: F401
+    import torch  # noqa: F401
+    import transformers  # noqa: F401
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("words", nargs="*", metavar="WORD", help="run the mutants whose names have one of these words")
-    sys.exit(main(parser.parse_args().words))
+    sys.exit(main())

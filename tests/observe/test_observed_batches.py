@@ -11,14 +11,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from helpers.framework_batches import BATCHES, EXPERTS, LAYERS, PADDED, PROMPT, TOP_K, random_sequences
-from trimtab.cluster import ModelSpec
+from helpers.framework_batches import BATCHES, EXPERTS, LAYERS, MODEL, PADDED, PROMPT, TOP_K, random_sequences
 from trimtab.observe import Observer
 from trimtab.observe.borrowed import Room
 from trimtab.observe.frameworks import FRAMEWORKS
 from trimtab.trace import ImportOptions, read_trace
 
-MODEL = ModelSpec("small", EXPERTS, TOP_K, 64, 32, moe_layers=LAYERS)
 ARRAYS = sorted(set(BATCHES) - {"sglang", "nemo_rl_messages"})
 
 
@@ -41,9 +39,7 @@ def test_traces_hold_what_was_handed_over(form: str, tmp_path: Path) -> None:
     assert set(trace.prompt_lengths.tolist()) == ({0} if form == "ms_swift" else {PROMPT})
     assert set(trace.domains.tolist()) == ({"math"} if form in ("verl", "slime", "roll") else {""})
     assert not trace.sequence_hashes.any()
-    assert figures["step"] == 7
-    assert figures["observed_share"] == 1
-    assert figures["dropped_samples"] == 0
+    assert (figures["step"], figures["observed_share"], figures["dropped_samples"]) == (7, 1, 0)
     tokens = sum(map(len, sequences))
     if form in PADDED:
         fed = tokens + len(sequences)
@@ -77,10 +73,9 @@ def test_nothing_keeps_arrays_alive_for_which_there_is_no_room(form: str) -> Non
 def test_what_there_is_room_for_is_kept_and_given_back(form: str) -> None:
     name, made = BATCHES[form]
     size = 1 << 20
-    room = Room(size)
-    samples = FRAMEWORKS[name].samples(
-        made(random_sequences(np.random.default_rng(3), 6)), room, ImportOptions(EXPERTS)
-    )
+    room, batch = Room(size), made(random_sequences(np.random.default_rng(3), 6))
+    samples = FRAMEWORKS[name].samples(batch, room, ImportOptions(EXPERTS))
+    del batch
     gc.collect()
     assert all(sample.owner.get() is not None for sample in samples)
     assert not room.take(size)

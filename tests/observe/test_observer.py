@@ -2,24 +2,24 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
-from helpers.framework_batches import EXPERTS, LAYERS, TOP_K, miles, random_sequences, vllm
+from helpers.framework_batches import EXPERTS, MODEL, miles, random_sequences, vllm
 from trimtab.array_type import Array
-from trimtab.cluster import ModelSpec
 from trimtab.errors import InputError
 from trimtab.observe import JsonLines, Observer
 from trimtab.observe.observer import MOST_CALLS
 from trimtab.trace import read_trace
-
-MODEL = ModelSpec("small", EXPERTS, TOP_K, 64, 32, moe_layers=LAYERS)
 
 
 def sequences(seed: int = 0, count: int = 12) -> list[Array]:
@@ -43,27 +43,30 @@ def stopped(observer: Observer) -> Iterator[None]:
         assert observer.flush(60)
 
 
+def figures_of(observer: Observer, batch: Any, step: int = 0) -> dict[str, float]:
+    observer.record(batch, step)
+    assert observer.flush(60)
+    return observer.metrics()
+
+
 def observed(**options: Any) -> Observer:
     return Observer("miles", ranks=4, model=MODEL, token_budget=64, **options)
 
 
 def test_every_step_has_its_figures() -> None:
     found: list[tuple[int, Mapping[str, float]]] = []
+    # A step that is not ended by its last call ends with the next step.
+    calls = [(0, 4, False), (0, 8, True), (1, 4, False), (1, 8, True), (2, 4, False), (3, 4, True)]
+    payload_bytes = [0] * 4
     with observed(sinks=[lambda figures, step: found.append((step, dict(figures)))]) as observer:
-        for step in range(3):
-            observer.record(miles(sequences(step, 4)), step, last=False)
-            observer.record(miles(sequences(10 + step, 8)), step)
-        # A step that is not ended by its last call ends with the next step.
-        observer.record(miles(sequences(20, 4)), 3, last=False)
-        observer.record(miles(sequences(21, 4)), 4)
+        for seed, (step, count, is_last) in enumerate(calls):
+            batch = sequences(seed, count)
+            payload_bytes[step] += sum(ids.nbytes for ids in batch)
+            observer.record(miles(batch), step, last=is_last)
         assert observer.flush(60)
-    assert [step for step, _ in found] == [0, 1, 2, 3, 4]
+    assert [step for step, _ in found] == [0, 1, 2, 3]
     for step, figures in found:
-        seeds = {0: (0, 10), 1: (1, 11), 2: (2, 12), 3: (20,), 4: (21,)}[step]
-        parts = [sequences(seed, 8 if 10 <= seed < 20 else 4) for seed in seeds]
-        assert figures["rollout/moe/payload_mb"] == pytest.approx(
-            sum(ids.nbytes for part in parts for ids in part) / 1e6
-        )
+        assert figures["rollout/moe/payload_mb"] == pytest.approx(payload_bytes[step] / 1e6)
         assert ("rollout/moe/rehome_recovers" in figures) == (step > 0)
         assert {"rollout/moe/idle_share", "rollout/moe/plan_gain", "perf/moe_observe_time"} <= set(figures)
 
@@ -88,8 +91,7 @@ def test_arrays_that_are_written_to_are_dropped(when: str, caplog: pytest.LogCap
             observer.record(miles(mine), 0)
             for ids in changed:
                 ids[:] = ids[:, :, ::-1].copy()
-        figures = observer.metrics()
-    assert figures["rollout/moe/dropped_samples"] == len(changed)
+        assert observer.metrics()["rollout/moe/dropped_samples"] == len(changed)
     assert f"{len(changed)} of {len(mine)} in step 0: written to before the thread had read them" in caplog.text
     if when == "some":
         kept = [ids for place, ids in enumerate(before) if place % 3]
@@ -105,9 +107,7 @@ def test_text_for_which_there_is_no_room_is_dropped(caplog: pytest.LogCaptureFix
     ]
     with Observer("vllm", ranks=4, model=MODEL) as observer:
         observer._room.take(24 << 20)
-        observer.record(responses, 0)
-        assert observer.flush(60)
-        assert observer.metrics()["moe/dropped_samples"] == len(responses)
+        assert figures_of(observer, responses)["moe/dropped_samples"] == len(responses)
     assert "more text and lists than may be held" in caplog.text
 
 
@@ -126,9 +126,7 @@ def test_bad_samples_are_dropped_alone(caplog: pytest.LogCaptureFixture) -> None
     mine[4][1, 1] = EXPERTS
     mine[7][1, 1] = 2
     with observed() as observer:
-        observer.record(miles(mine), 0)
-        assert observer.flush(60)
-        assert observer.metrics()["rollout/moe/dropped_samples"] == 2
+        assert figures_of(observer, miles(mine))["rollout/moe/dropped_samples"] == 2
     assert "they should be 0 to 15" in caplog.text
     assert "have one twice" in caplog.text
 
@@ -149,32 +147,22 @@ def test_a_folder_that_can_t_be_written_to_ends_writing_alone(tmp_path: Path, ca
         (tmp_path / "trace").rmdir()
         (tmp_path / "trace").write_text("in the way")
         for step in range(2):
-            observer.record(miles(sequences(step)), step)
-            assert observer.flush(60)
-            assert observer.metrics()["rollout/moe/observed_share"] == 1
+            assert figures_of(observer, miles(sequences(step)), step)["rollout/moe/observed_share"] == 1
     assert caplog.text.count("no more routing is written") == 1
 
 
 def test_a_sample_of_the_sequences_is_written(tmp_path: Path) -> None:
     with observed(folder=tmp_path, sample=0.25) as observer:
-        observer.record(miles(sequences(4, 200)), 0)
-        assert observer.flush(60)
-        assert observer.metrics()["rollout/moe/observed_share"] == 1
+        assert figures_of(observer, miles(sequences(4, 200)))["rollout/moe/observed_share"] == 1
     assert 25 <= read_trace(tmp_path).num_sequences <= 75
 
 
 def test_a_model_with_other_layers_gives_no_times(caplog: pytest.LogCaptureFixture) -> None:
-    with Observer("vllm", ranks=4, model=ModelSpec("other", EXPERTS, TOP_K, 64, 32, moe_layers=2)) as observer:
-        observer.record(vllm(sequences()), 0)
-        observer.flush(60)
-        figures = observer.metrics()
-    assert figures["moe/dropped_samples"] == 12
+    with Observer("vllm", ranks=4, model=replace(MODEL, moe_layers=2)) as observer:
+        assert figures_of(observer, vllm(sequences()))["moe/dropped_samples"] == 12
     with Observer("vllm", ranks=4, num_experts=20) as observer:
-        observer.record(vllm(sequences()), 0)
-        observer.flush(60)
-        figures = observer.metrics()
-    assert "moe/idle_share" in figures
-    assert "moe/plan_recovers" in figures
+        figures = figures_of(observer, vllm(sequences()))
+    assert {"moe/idle_share", "moe/plan_recovers"} <= figures.keys()
     assert "moe/plan_gain" not in figures
     assert "no times are predicted (no model that comes with Trimtab has 20 experts, top-2" in caplog.text
 
@@ -211,9 +199,6 @@ def test_wrong_arguments_are_refused(options: dict[str, Any], message: str) -> N
 
 def test_the_program_s_end_writes_what_is_waiting(tmp_path: Path) -> None:
     """Without `close`."""
-    import subprocess
-    import sys
-
     program = (
         "import numpy as np, trimtab.observe as o\n"
         f"observer = o.Observer('miles', ranks=2, num_experts=4, folder={str(tmp_path)!r})\n"

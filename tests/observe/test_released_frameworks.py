@@ -11,13 +11,15 @@ from typing import Any
 import numpy as np
 import pytest
 
-from helpers.framework_batches import EXPERTS, LAYERS, PROMPT, TOP_K, random_sequences
+from helpers.framework_batches import EXPERTS, MODEL, PROMPT, random_sequences
 from helpers.rank_pool import on_ranks
-from trimtab.cluster import ModelSpec
-from trimtab.trace import read_trace
+from trimtab.trace import RoutingTrace, read_trace
 
-MODEL = ModelSpec("small", EXPERTS, TOP_K, 64, 32, moe_layers=LAYERS)
 EXAMPLES = Path(__file__).parents[2] / "examples"
+
+
+def in_order(trace: RoutingTrace) -> list[Any]:
+    return sorted(trace.sequence(s).tolist() for s in range(trace.num_sequences))
 
 
 def train_with_trl(folder: Path) -> tuple[list[Any], dict[str, float]]:
@@ -110,8 +112,7 @@ def test_verl_s_sampler_is_observed(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     trace = read_trace(tmp_path)
     assert trace.num_sequences == 20
     first = trace.select(np.flatnonzero(trace.steps == 1))
-    found = sorted(first.sequence(s).tolist() for s in range(first.num_sequences))
-    assert found == sorted(np.sort(ids, axis=2).tolist() for ids in sequences)
+    assert in_order(first) == sorted(np.sort(ids, axis=2).tolist() for ids in sequences)
 
 
 def test_verl_s_padded_batches_are_observed(tmp_path: Path) -> None:
@@ -125,13 +126,11 @@ def test_verl_s_padded_batches_are_observed(tmp_path: Path) -> None:
     sequences = random_sequences(np.random.default_rng(5), 8)
     made = verl(sequences)
     batch = DataProto.from_dict(
-        tensors={name: torch.from_numpy(array) for name, array in made.batch.items()},
-        non_tensors=made.non_tensor_batch,
+        tensors={name: torch.from_numpy(array) for name, array in made.batch.items()}, non_tensors=made.non_tensor_batch
     )
     batch.reorder(torch.randperm(len(sequences)))
     with Observer("verl", model=MODEL, ranks=4, folder=tmp_path) as observer:
         observer.record(batch, 0)
     trace = read_trace(tmp_path)
-    found = sorted(trace.sequence(s).tolist() for s in range(trace.num_sequences))
-    assert found == sorted(np.sort(ids, axis=2).tolist() for ids in sequences)
+    assert in_order(trace) == sorted(np.sort(ids, axis=2).tolist() for ids in sequences)
     assert set(trace.domains.tolist()) == {"math"}

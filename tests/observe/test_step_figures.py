@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import pytest
@@ -10,11 +11,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from helpers.framework_batches import EXPERTS, LAYERS, TOP_K, random_sequences
+from trimtab.analysis.balance import home_loads
+from trimtab.analysis.fixed_placements import placed_loads
 from trimtab.array_type import Array
 from trimtab.cluster import ClusterSpec, ModelSpec
-from trimtab.observe import step_counts
+from trimtab.observe import step_counts, step_figures
 from trimtab.observe.step_counts import CountedStep, StepCounts
 from trimtab.observe.step_figures import StepFigures
+from trimtab.planner.planner import plan_schedule
 from trimtab.trace import PRESETS, RoutingTrace, no_route, synthesize_preset
 
 MODEL = ModelSpec("small", EXPERTS, TOP_K, 1024, 512, moe_layers=LAYERS)
@@ -42,7 +46,6 @@ def test_every_token_is_counted_where_its_sequence_is(seed: int, count: int, ran
     splits = np.sort(rng.integers(0, count, 2)).tolist()
     parts = [trace_of(part) for part in (sequences[: splits[0]], sequences[splits[0] :]) if part]
     step = counted(parts, ranks, budget)
-    tokens = step.workload.num_micro_steps
     counts_MLRE = np.zeros_like(step.workload.token_counts_MLRE)
     unknown_MLR = np.zeros_like(step.workload.unknown_MLR)
     # A last micro-step with few tokens is left out.
@@ -57,14 +60,12 @@ def test_every_token_is_counted_where_its_sequence_is(seed: int, count: int, ran
                     counts_MLRE[m, layer, r, chosen] += 1
     np.testing.assert_array_equal(step.workload.token_counts_MLRE, counts_MLRE)
     np.testing.assert_array_equal(step.workload.unknown_MLR, unknown_MLR)
-    tokens_MR = np.zeros((step.workload.num_micro_steps, ranks), np.int64)
+    tokens_MR, sequences_MR = np.zeros((2, step.workload.num_micro_steps, ranks), np.int64)
     np.add.at(tokens_MR, (step.schedule.micro_step, step.schedule.rank), step.lengths)
-    alone = np.zeros_like(tokens_MR)
-    np.add.at(alone, (step.schedule.micro_step, step.schedule.rank), 1)
-    assert ((tokens_MR <= budget) | (alone == 1)).all()
-    left_out = sum(len(ids) for ids in sequences[len(kept) :])
-    if left_out:
-        assert left_out < step_counts.LEAST_FILLED * tokens_MR.sum() / tokens
+    np.add.at(sequences_MR, (step.schedule.micro_step, step.schedule.rank), 1)
+    assert ((tokens_MR <= budget) | (sequences_MR == 1)).all()
+    if left_out := sum(len(ids) for ids in sequences[len(kept) :]):
+        assert left_out < step_counts.LEAST_FILLED * tokens_MR.sum() / len(tokens_MR)
 
 
 def test_counts_have_a_limit(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -96,6 +97,29 @@ def test_figures_of_a_step_that_is_easy_to_compute() -> None:
     # Past loads tell it: one of the two experts moves.
     assert second["rehome_recovers"] == second["eplb_recovers"] == pytest.approx(1.0)
     assert second["rehome_gain"] == pytest.approx(second["lost_share"])
+
+
+def test_homes_and_plans_follow_the_steps_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    pasts: list[Any] = []
+    loads_PLE: list[Array] = []
+    figures = StepFigures(ClusterSpec(4, 4, 2), None)
+
+    def planned(*args: Any, past_PLE: Array | None, **options: Any) -> Any:
+        pasts.append([] if past_PLE is None else past_PLE.tolist())
+        return plan_schedule(*args, past_PLE=past_PLE, **options)
+
+    monkeypatch.setattr(step_figures, "plan_schedule", planned)
+    for seed in range(step_figures.PAST_STEPS + 2):
+        step = counted([trace_of(random_sequences(np.random.default_rng(seed), 12))], 4, 64)
+        found, counts_MLE = figures.of(step), step.workload.token_counts_MLRE.sum(axis=2)
+        assert pasts[-1] == [loads_LE.tolist() for loads_LE in loads_PLE[-step_figures.PAST_STEPS :]]
+        for name, slots in (("rehome", 0), ("eplb", 2)) if loads_PLE else ():
+            before, after = (
+                loads_MLR.max(axis=2).sum() - loads_MLR.mean(axis=2).sum()
+                for loads_MLR in (home_loads(counts_MLE, 4), placed_loads(counts_MLE, loads_PLE[-1], 4, slots))
+            )
+            assert found[f"{name}_recovers"] == pytest.approx(1 - after / before)
+        loads_PLE.append(counts_MLE.sum(axis=0))
 
 
 def test_one_hot_expert_is_divided_by_replicas_alone() -> None:

@@ -11,7 +11,6 @@ from hypothesis import strategies as st
 from helpers import planner_reference as reference
 from helpers.planner_steps import Instance, per_nodes, random_instance
 from trimtab import ClusterSpec
-from trimtab.array_type import Array
 from trimtab.planner import PlanSettings
 from trimtab.planner.replicas.kernel_values import PARTS_PER_WHOLE
 from trimtab.planner.replicas.layer_plan import plan_layer
@@ -40,23 +39,19 @@ def layers(draw: st.DrawFn) -> tuple[list[Instance], list[bool]]:
     return chosen, [draw(st.booleans()) for _ in chosen]
 
 
-def stacked(instances: list[Instance], *, layer: int = 1) -> Array:
-    """Counts `[M, 3, R, E]` of the instances in one layer; the others are full of other tokens."""
-    counts_MLRE = np.full((len(instances), 3, *instances[0].counts_RE.shape), 99, np.int32)
-    counts_MLRE[:, layer] = np.stack([instance.counts_RE for instance in instances])
-    return counts_MLRE
-
-
-def plan(instances: list[Instance], *, layer: int = 1) -> ReplicaTable:
-    """Plan the instances as layer 1 of three."""
+def plan(instances: list[Instance]) -> ReplicaTable:
+    """Plan the instances as layer 1 of three; the others are full of other tokens."""
     one = instances[0]
     limits = PlanSettings(THRESHOLD, one.smallest_share).limits(ClusterSpec(one.ranks, one.per_node, one.slots))
-    fixed_LMR = np.full((3, len(instances), one.ranks), 99)
-    fixed_LMR[1] = np.stack([instance.fixed_R for instance in instances])
-    return plan_layer(stacked(instances), fixed_LMR.transpose(1, 0, 2)[:, 1], layer, one.home_E, limits)
+    counts_MLRE = np.full((len(instances), 3, *one.counts_RE.shape), 99, np.int32)
+    counts_MLRE[:, 1] = np.stack([instance.counts_RE for instance in instances])
+    # Not contiguous, like one layer of several.
+    fixed_MLR = np.full((len(instances), 3, one.ranks), 99)
+    fixed_MLR[:, 1] = np.stack([instance.fixed_R for instance in instances])
+    return plan_layer(counts_MLRE, fixed_MLR[:, 1], 1, one.home_E, limits)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(layers())
 def test_a_layer_without_unwanted_replicas_is_the_wanted_instances_planned_alone(
     case: tuple[list[Instance], list[bool]],
@@ -92,10 +87,5 @@ def test_many_micro_steps_with_many_quotas() -> None:
     one = Instance(counts_RE, np.zeros(ranks, np.int64), np.arange(ranks)[::-1].astype(np.int16), ranks, 1, 0, 1)
     check([one] * 40, [True] * 40)
     rng = np.random.default_rng(0)
-    many = [
-        random_instance(
-            rng, ranks=6, experts_per_rank=3, per_node=2, slots=3, tokens=300, threshold=THRESHOLD, smallest_share=1
-        )
-        for _ in range(40)
-    ]
-    check(many, [True] * 40)
+    sizes = {"ranks": 6, "experts_per_rank": 3, "per_node": 2, "slots": 3, "smallest_share": 1}
+    check([random_instance(rng, tokens=300, threshold=THRESHOLD, **sizes) for _ in range(40)], [True] * 40)

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass
-from typing import Any
 
-import highspy
 import numpy as np
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from helpers.planner_steps import random_homes
+from helpers.linear_program import LinearProgram
+from helpers.planner_reference import loads
+from helpers.planner_steps import Replicas, check_replicas, listed, random_homes, shares_of
 from trimtab import ClusterSpec
 from trimtab.array_type import Array
 from trimtab.planner import PlanSettings
@@ -22,8 +22,6 @@ from trimtab.planner.replicas.replica_cost import cost_of_replicas
 from trimtab.planner.replicas.replica_search import place_replicas
 from trimtab.planner.replicas.share_shifts import shift_shares
 
-Replica = tuple[int, int, int]
-"""Expert, rank, tokens."""
 SWEEPS = np.int64(8)
 
 
@@ -45,38 +43,35 @@ class Case:
     def node_R(self) -> Array:
         return np.arange(len(self.fixed_R)) // self.limits.ranks_per_node
 
-    def local(self) -> list[Replica]:
+    def local(self) -> Replicas:
         """Of `place_local_replicas`."""
         return listed(*place_local_replicas(self.instance, self.counts_NE, self.limits, self.target))
 
-    def filled(self) -> list[Replica]:
+    def filled(self) -> Replicas:
         """Of `place_replicas`, and local ones in free slots."""
         found, count = place_replicas(self.instance, self.limits, self.target)
         return listed(*fill_free_slots(self.instance, self.counts_NE, self.limits, self.target, found, np.int64(count)))
 
-    def loads(self, replicas: list[Replica]) -> Array:
-        loads_R = self.fixed_R + np.bincount(self.home_E, self.counts_NE.sum(axis=0), len(self.fixed_R)).astype(int)
-        for expert, rank, tokens in replicas:
-            loads_R[self.home_E[expert]] -= tokens
-            loads_R[rank] += tokens
-        return loads_R
+    def loads(self, replicas: Replicas) -> Array:
+        return loads(self.counts_NE.sum(axis=0), self.home_E, replicas, self.fixed_R)
 
-    def at_home(self, replicas: list[Replica]) -> Array:
+    def at_home(self, replicas: Replicas) -> Array:
         at_home_E = self.counts_NE.sum(axis=0)
         for expert, _, tokens in replicas:
             at_home_E[expert] -= tokens
         return at_home_E
 
-    def cost(self, replicas: list[Replica]) -> int:
+    def cost(self, replicas: Replicas) -> int:
         """Of the kernel."""
-        found = Shares(*np.array(replicas, np.int64).reshape(-1, 3).T.copy())
-        cost, highest = cost_of_replicas(self.instance, self.counts_NE, self.limits, found, np.int64(len(replicas)))
+        cost, highest = cost_of_replicas(
+            self.instance, self.counts_NE, self.limits, shares_of(replicas), np.int64(len(replicas))
+        )
         assert highest == self.loads(replicas).max()
         return int(cost)
 
-    def plain_cost(self, replicas: list[Replica]) -> int:
+    def plain_cost(self, replicas: Replicas) -> int:
         """Node by node and expert by expert."""
-        prices, loads_R, home_node_E = self.limits.prices, self.loads(replicas), self.node_R[self.home_E]
+        prices, loads_R = self.limits.prices, self.loads(replicas)
         leaving, arriving, computed = Counter[int](), Counter[int](), Counter[tuple[int, int]]()
         copies = [(e, int(self.home_E[e]), int(tokens)) for e, tokens in enumerate(self.at_home(replicas))]
         for expert, rank, tokens in copies + replicas:
@@ -86,26 +81,16 @@ class Case:
             arriving[node] += max(computed[node, expert] - int(tokens), 0)
         far_rows = max(*leaving.values(), *arriving.values())
         near_rows = int(loads_R.sum()) // len(loads_R)
-        transfers = sum(
-            prices.near_replica if self.node_R[rank] == home_node_E[expert] else prices.far_replica
-            for expert, rank, _ in replicas
-        )
         links = max(prices.far_row * far_rows, prices.near_row * near_rows)
-        return int(prices.computed_row * int(loads_R.max()) + links + transfers)
+        return int(prices.computed_row * int(loads_R.max()) + links + self.transfers(replicas))
 
-    def check(self, replicas: list[Replica]) -> None:
-        """Slots, copies and shares are allowed."""
-        assert all(count <= self.limits.slots for count in Counter(rank for _, rank, _ in replicas).values())
-        assert len({(expert, rank) for expert, rank, _ in replicas}) == len(replicas)
-        assert all(self.home_E[expert] != rank for expert, rank, _ in replicas)
-        assert all(tokens >= self.limits.smallest_share for *_, tokens in replicas)
-        copied = {expert for expert, *_ in replicas}
-        at_home_E = self.at_home(replicas)
-        assert all(at_home_E[e] == 0 or at_home_E[e] >= self.limits.smallest_share for e in copied)
+    def transfers(self, replicas: Replicas) -> int:
+        """Prices of the replicas' transfers."""
+        far = sum(int(self.node_R[rank] != self.node_R[self.home_E[expert]]) for expert, rank, _ in replicas)
+        return self.limits.prices.far_replica * far + self.limits.prices.near_replica * (len(replicas) - far)
 
-
-def listed(found: Shares, count: int) -> list[Replica]:
-    return [(int(e), int(r), int(t)) for e, r, t in np.stack(found)[:, :count].T]
+    def check(self, replicas: Replicas) -> None:
+        check_replicas(replicas, self.counts_NE.sum(axis=0), self.home_E, self.limits)
 
 
 def random_case(
@@ -130,25 +115,21 @@ def random_case(
 def cases(draw: st.DrawFn) -> Case:
     """Two to four nodes of one to four ranks."""
     return random_case(
-        np.random.default_rng(draw(st.integers(0, 2**32))),
-        nodes=draw(st.integers(2, 4)),
-        per_node=draw(st.integers(1, 4)),
-        slots=draw(st.integers(1, 3)),
-        experts_per_rank=draw(st.integers(1, 4)),
-        tokens=draw(st.sampled_from([0, 10, 300, 4000])),
-        smallest=draw(st.sampled_from([1, 8, 128])),
+        np.random.default_rng(draw(st.integers(0, 2**32))), nodes=draw(st.integers(2, 4)),
+        per_node=draw(st.integers(1, 4)), slots=draw(st.integers(1, 3)), experts_per_rank=draw(st.integers(1, 4)),
+        tokens=draw(st.sampled_from([0, 10, 300, 4000])), smallest=draw(st.sampled_from([1, 8, 128])),
         unknown=draw(st.booleans()),
-    )
+    )  # fmt: skip
 
 
 @st.composite
-def any_replicas(draw: st.DrawFn) -> tuple[Case, list[Replica]]:
+def any_replicas(draw: st.DrawFn) -> tuple[Case, Replicas]:
     """A case with any replicas that are allowed, those of an expert's whole tokens among them."""
     case = draw(cases())
     rng = np.random.default_rng(draw(st.integers(0, 2**32)))
     smallest, ranks = case.limits.smallest_share, len(case.fixed_R)
     left_E, free = case.counts_NE.sum(axis=0), [case.limits.slots] * ranks
-    replicas: list[Replica] = []
+    replicas: Replicas = []
     for expert, rank in rng.permutation([(e, r) for e in range(len(left_E)) for r in range(ranks)]).tolist():
         most = left_E[expert] - smallest
         if case.home_E[expert] == rank or not free[rank] or most < smallest or rng.random() < 0.5:
@@ -160,7 +141,7 @@ def any_replicas(draw: st.DrawFn) -> tuple[Case, list[Replica]]:
     return case, replicas
 
 
-def placing_of(case: Case, replicas: list[Replica]) -> Placing:
+def placing_of(case: Case, replicas: Replicas) -> Placing:
     """The state of a search with these replicas, in memory for all slots."""
     most = len(case.fixed_R) * case.limits.slots
     found = Shares(*(np.full(most, -1) for _ in range(3)))
@@ -170,7 +151,7 @@ def placing_of(case: Case, replicas: list[Replica]) -> Placing:
     return Placing(case.counts_NE, case.loads(replicas), case.at_home(replicas), case.limits.slots - used_R, found)
 
 
-def assert_consistent(case: Case, placing: Placing, replicas: list[Replica]) -> None:
+def assert_consistent(case: Case, placing: Placing, replicas: Replicas) -> None:
     """Loads, tokens at home and free slots are those of the shares."""
     assert placing.loads_R.tolist() == case.loads(replicas).tolist()
     assert placing.at_home_E.tolist() == case.at_home(replicas).tolist()
@@ -179,28 +160,27 @@ def assert_consistent(case: Case, placing: Placing, replicas: list[Replica]) -> 
     assert placing.free_slots_R.tolist() == (case.limits.slots - used_R).tolist()
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(any_replicas())
-def test_the_cost_is_that_of_a_plain_count(given_case: tuple[Case, list[Replica]]) -> None:
+def test_the_cost_is_that_of_a_plain_count(given_case: tuple[Case, Replicas]) -> None:
     case, replicas = given_case
     assert case.cost(replicas) == case.plain_cost(replicas)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(cases())
 def test_local_replicas_are_allowed(case: Case) -> None:
-    replicas = case.local()
-    case.check(replicas)
+    case.check(case.local())
     filled = case.filled()
     case.check(filled)
     balancing = listed(*place_replicas(case.instance, case.limits, case.target))
     assert {(e, r) for e, r, _ in balancing} <= {(e, r) for e, r, _ in filled}
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(any_replicas(), st.floats(0.5, 2))
 def test_shifts_keep_shares_and_never_raise_the_largest_load_above_the_target(
-    given_case: tuple[Case, list[Replica]], part: float
+    given_case: tuple[Case, Replicas], part: float
 ) -> None:
     case, replicas = given_case
     case.check(replicas)
@@ -213,16 +193,14 @@ def test_shifts_keep_shares_and_never_raise_the_largest_load_above_the_target(
     assert placing.loads_R.max() <= max(case.loads(replicas).max(), target)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(any_replicas())
-def test_exchanges_keep_slots_and_shares_and_relieve_overloaded_ranks(given_case: tuple[Case, list[Replica]]) -> None:
+def test_exchanges_keep_slots_and_shares_and_relieve_overloaded_ranks(given_case: tuple[Case, Replicas]) -> None:
     case, replicas = given_case
     placing = placing_of(case, replicas)
     gave_up_R = np.zeros(len(case.fixed_R), bool)
     homes = Homes.of(case.home_E, len(case.fixed_R))
-    count, exchanges = exchange_replicas(
-        placing, np.int64(len(replicas)), homes, case.limits, case.target, gave_up_R
-    )  # fmt: skip
+    count, exchanges = exchange_replicas(placing, np.int64(len(replicas)), homes, case.limits, case.target, gave_up_R)
     after = listed(placing.found, count)
     case.check(after)
     assert_consistent(case, placing, after)
@@ -249,49 +227,29 @@ def test_shifts_and_exchanges_even_out_loads() -> None:
     assert after < 0.1 * before
 
 
-def least_cost(case: Case, replicas: list[Replica]) -> float:
-    """The least cost with these copies, whatever their shares: a linear program over tokens by node, expert, copy."""
-    prices, nodes = case.limits.prices, len(case.counts_NE)
-    solver = highspy.Highs()
-    solver.silent()
-    solver.setOptionValue("threads", 1)
+def least_cost(case: Case, replicas: Replicas) -> float:
+    """The least cost with these copies, whatever their shares: a linear program over tokens by copy and source node."""
+    prices, nodes = case.limits.prices, range(len(case.counts_NE))
     scale = 1 / prices.computed_row
     near = prices.near_row * (int(case.loads([]).sum()) // len(case.fixed_R)) * scale
-    nothing: Any = (0, np.empty(0, np.int32), np.empty(0))
-    # The largest load, and the time of the busiest link.
-    solver.addCol(1.0, 0.0, highspy.kHighsInf, *nothing)
-    solver.addCol(1.0, near, highspy.kHighsInf, *nothing)
     copies = [(e, int(rank)) for e, rank in enumerate(case.home_E)] + [replica[:2] for replica in replicas]
-    variables = []
-    for expert, rank in copies:
-        for node in range(nodes):
-            solver.addCol(0.0, 0.0, highspy.kHighsInf, *nothing)
-            variables.append((expert, rank, int(case.node_R[rank]), node))
-
-    def row(low: float, high: float, chosen: list[int], value: float, *more: tuple[int, float]) -> None:
-        columns = np.array([index + 2 for index in chosen] + [index for index, _ in more], np.int32)
-        values = np.array([value] * len(chosen) + [each for _, each in more])
-        solver.addRow(low, high, len(columns), columns, values)
-
+    flows = [(expert, rank, int(case.node_R[rank]), node) for expert, rank in copies for node in nodes]
+    # Behind the flows the largest load, and the time of the busiest link.
+    largest, busiest = len(flows), len(flows) + 1
+    program = LinearProgram([0.0] * len(flows) + [1.0, 1.0])
+    program.bound({busiest: 1.0}, least=near, most=float("inf"))
     for (node, expert), tokens in np.ndenumerate(case.counts_NE):
-        mine = [i for i, each in enumerate(variables) if each[0] == expert and each[3] == node]
-        row(float(tokens), float(tokens), mine, 1.0)
+        mine = [i for i, flow in enumerate(flows) if flow[0] == expert and flow[3] == node]
+        program.bound(dict.fromkeys(mine, 1.0), least=tokens, most=tokens)
     for rank, fixed in enumerate(case.fixed_R):
-        mine = [i for i, each in enumerate(variables) if each[1] == rank]
-        row(-highspy.kHighsInf, -float(fixed), mine, 1.0, (0, -1.0))
-    for node in range(nodes):
-        leaves = [i for i, (_, _, at, source) in enumerate(variables) if source == node != at]
-        arrives = [i for i, (_, _, at, source) in enumerate(variables) if at == node != source]
+        mine = [i for i, flow in enumerate(flows) if flow[1] == rank]
+        program.bound(dict.fromkeys(mine, 1.0) | {largest: -1.0}, most=-fixed)
+    for node in nodes:
+        leaves = [i for i, (_, _, at, source) in enumerate(flows) if source == node != at]
+        arrives = [i for i, (_, _, at, source) in enumerate(flows) if at == node != source]
         for chosen in (leaves, arrives):
-            row(-highspy.kHighsInf, 0.0, chosen, prices.far_row * scale, (1, -1.0))
-    solver.run()
-    assert solver.getModelStatus() == highspy.HighsModelStatus.kOptimal
-    home_node_E = case.node_R[case.home_E]
-    transfers = sum(
-        prices.near_replica if case.node_R[rank] == home_node_E[expert] else prices.far_replica
-        for expert, rank, _ in replicas
-    )
-    return float(solver.getInfo().objective_function_value / scale + transfers)
+            program.bound(dict.fromkeys(chosen, prices.far_row * scale) | {busiest: -1.0}, most=0.0)
+    return program.least_cost() / scale + case.transfers(replicas)
 
 
 def test_shares_cost_little_more_than_the_best_for_the_same_copies() -> None:
@@ -311,7 +269,7 @@ def test_shares_cost_little_more_than_the_best_for_the_same_copies() -> None:
     assert max(ratios) <= 1.2
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(cases())
 def test_a_node_s_own_tokens_stay_where_loads_allow(case: Case) -> None:
     """Without a target for loads, every copy computes its node's tokens, but for what has to stay at home."""

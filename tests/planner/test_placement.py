@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from itertools import permutations
 
 import numpy as np
-import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -69,10 +68,12 @@ def test_homes_are_as_good_as_the_best_of_all() -> None:
     assert max(ratios) <= 1.03
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(cases())
 def test_no_swap_of_two_experts_is_better(case: Case) -> None:
     home_E = case.place()
+    assert home_E.dtype == np.int16
+    assert np.array_equal(np.bincount(home_E, minlength=case.ranks), np.bincount(case.home_E, minlength=case.ranks))
     cost = case.cost(home_E)
     assert cost <= case.cost(case.home_E)
     for e, f in np.ndindex(len(home_E), len(home_E)):
@@ -82,36 +83,12 @@ def test_no_swap_of_two_experts_is_better(case: Case) -> None:
         assert np.array_equal(place_experts(case.counts_ME, home_E, case.ranks, case.per_node), home_E)
 
 
-@settings(max_examples=60, deadline=None)
-@given(cases())
-def test_every_rank_keeps_its_number_of_experts(case: Case) -> None:
-    home_E = case.place()
-    assert home_E.dtype == np.int16
-    assert np.array_equal(np.bincount(home_E, minlength=case.ranks), np.bincount(case.home_E, minlength=case.ranks))
-
-
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(cases(), st.sampled_from([0.5, 1.0, 1e6]))
 def test_the_whole_imbalance_as_a_price_moves_nothing(case: Case, move_penalty: float) -> None:
     """A swap moves two experts and can't take off more than all there is."""
     home_E = place_experts(case.counts_ME, case.home_E, case.ranks, case.per_node, move_penalty=move_penalty)
     assert np.array_equal(home_E, case.home_E)
-
-
-def test_a_move_is_made_if_it_takes_off_more_than_its_price() -> None:
-    """Two equal experts on one rank, two empty ones on the other: one swap, of two experts, takes off everything."""
-    counts_ME, home_E = np.array([[10, 10, 0, 0]]), np.array([0, 0, 1, 1])
-    for move_penalty, moved in ((0.49, 2), (0.5, 0)):
-        placed = place_experts(counts_ME, home_E, 2, 2, move_penalty=move_penalty)
-        assert np.count_nonzero(placed != home_E) == moved
-
-
-def test_nodes_are_even_in_every_micro_step_not_on_average() -> None:
-    """Experts 0 and 1 are hot in one micro-step, 2 and 3 in the other: each node gets one of both pairs."""
-    counts_ME = np.array([[10, 10, 0, 0], [0, 0, 10, 10]])
-    placed = place_experts(counts_ME, np.arange(4), 4, 2)
-    assert placed[0] // 2 != placed[1] // 2
-    assert placed[2] // 2 != placed[3] // 2
 
 
 def test_large_counts_are_exact() -> None:
@@ -130,10 +107,3 @@ def test_moves_are_counted_inside_and_between_nodes() -> None:
     near_L, far_L = before.moves(after, 2)
     assert near_L.tolist() == [2, 0]
     assert far_L.tolist() == [0, 2]
-
-
-@pytest.mark.parametrize(("experts", "ranks"), [(8, 1), (8, 8), (12, 3)])
-def test_contiguous_homes(experts: int, ranks: int) -> None:
-    home_LE = Placement.contiguous(2, experts, ranks).home
-    assert home_LE.tolist() == [sorted(home_LE[0])] * 2
-    assert np.bincount(home_LE[0]).tolist() == [experts // ranks] * ranks

@@ -38,11 +38,6 @@ def test_prices_count_every_pass_of_a_step(recompute: bool, checkpointing: bool,
     assert prices.far_replica == pytest.approx(0.25 * sent / 1e8 / 8 * FEMTOSECONDS)
 
 
-def test_rows_between_nodes_have_no_price_on_one_node() -> None:
-    cluster = ClusterSpec(8, 8)
-    assert prices_of(StepCosts.of(cluster, MODEL), cluster, 0.25).far_row == 0
-
-
 def test_dense_rows_take_as_long_as_the_dense_parts() -> None:
     """Two forwards and a backward of each."""
     costs = StepCosts.of(CLUSTER, MODEL)

@@ -3,29 +3,31 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from dataclasses import asdict, fields, replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from helpers.planner_steps import Step, free_replicas, steady_step, steps
-from trimtab import Placement, StepPlan
-from trimtab.cluster import QWEN3_30B, StepCosts
-from trimtab.planner import PlanSettings, SequenceCounts
+from helpers.planner_steps import Step, free_moves_only, free_replicas, steady_step, steps
+from trimtab import ClusterSpec, StepPlan
+from trimtab.cluster import StepCosts
 
 
-@settings(max_examples=15, deadline=None)
-@given(steps())
-def test_threads_and_repetition_change_nothing(step: Step) -> None:
-    hashes = [[plan.hash for plan in step.plan(threads=threads).plans] for threads in (1, 2, 4, 1)]
-    assert hashes == [hashes[0]] * 4
+@settings(max_examples=15)
+@given(steps(), st.sampled_from([free_replicas, free_moves_only]))
+def test_threads_and_repetition_change_nothing(step: Step, costs_of: Callable[[ClusterSpec], StepCosts]) -> None:
+    first, *others = (step.plan(costs=costs_of(step.cluster), threads=threads) for threads in (1, 2, 4, 1))
+    for other in others:
+        assert [plan.hash for plan in other.plans] == [plan.hash for plan in first.plans]
+        assert other.choice == first.choice
+        assert other.prediction.parts_s == first.prediction.parts_s
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(steps(), st.integers(0, 2**32))
 def test_adding_in_pieces_and_keeping_some_equals_adding_those_at_once(step: Step, seed: int) -> None:
     rng = np.random.default_rng(seed)
@@ -42,7 +44,7 @@ def test_adding_in_pieces_and_keeping_some_equals_adding_those_at_once(step: Ste
     assert np.array_equal(pieces.placement.home, whole.placement.home)
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=20)
 @given(steps())
 def test_a_planner_plans_what_the_function_does_and_goes_on_from_its_homes(step: Step) -> None:
     schedule, placement, plans = step.plan()[:3]
@@ -56,37 +58,6 @@ def test_a_planner_plans_what_the_function_does_and_goes_on_from_its_homes(step:
         assert np.array_equal(stateful.schedule.rank, schedule.rank)
         assert np.array_equal(stateful.placement.home, placement.home)
         schedule, placement, plans = replace(step, placement=placement).plan(past_PLE=past_PLE)[:3]
-
-
-def test_the_hash_knows_cluster_settings_and_costs() -> None:
-    """Even an even load, for which nothing changes but the words, hashes anew."""
-    step = steady_step(0, ranks=4, per_node=2)
-    even = SequenceCounts(np.full((4, 2, 8), 5, np.uint16), np.full(4, 20), np.zeros((4, 2), np.int32))
-    step = replace(step, token_budget=20)
-
-    def digest(**changes: Any) -> str:
-        plans = step.plan(**{"sequences": even, "mini_batch": np.zeros(4, int), "costs": None} | changes).plans
-        return "".join(plan.hash for plan in plans)
-
-    cluster = step.cluster
-    changes: list[dict[str, Any]] = [
-        {},
-        {"cluster": replace(cluster, slots_per_rank=3)},
-        {"cluster": replace(cluster, ranks_per_node=4)},
-        {"cluster": replace(cluster, expert_flops=1e14)},
-        {"cluster": replace(cluster, node_bytes_per_s=1e9)},
-        {"cluster": replace(cluster, network_bytes_per_s=1e9)},
-        {"settings": PlanSettings(1.01, 4)},
-        {"settings": PlanSettings(1.0, 5)},
-        {"costs": StepCosts.of(cluster, QWEN3_30B, checkpointing=True)},
-        {"costs": StepCosts.of(cluster, QWEN3_30B, ring_layers=2)},
-        {"token_budget": 21},
-        {"groups": 2},
-        {"placement": Placement(step.placement.home[:, ::-1].copy())},
-        {"mini_batch": np.array([0, 0, 0, 1])},
-    ]
-    assert len({digest(**change) for change in changes}) == len(changes)
-    assert digest() == digest(costs=StepCosts.of(cluster, QWEN3_30B), threads=2)
 
 
 def test_the_hash_knows_every_field() -> None:
@@ -108,21 +79,19 @@ def test_settings_can_be_read_back_from_the_plan() -> None:
     step = steady_step(1, groups=2)
     planned = step.plan()
     values = json.loads(planned.plans[0].settings)
-    found = values.pop("costs")
+    found, predicted = values.pop("costs"), values.pop("predicted_s")
     strategy = planned.choice.strategy.name
     assert strategy != "nothing"
-    predicted = values.pop("predicted_s")
     assert list(predicted) == list(planned.choice.seconds)
     assert predicted == pytest.approx(planned.choice.seconds, rel=1e-3)
-    expected = {"groups": 2, "token_budget": step.token_budget, "strategy": strategy}
-    assert values == asdict(step.settings) | expected
+    assert values == asdict(step.settings) | {"groups": 2, "token_budget": step.token_budget, "strategy": strategy}
     costs = free_replicas(step.cluster)
     operations = {name: float(value) for name, value in costs.operations._asdict().items()}
     assert found.pop("operations") == pytest.approx(operations)
     assert found == {"forwards": costs.forwards, "ring_layers": costs.ring_layers}
 
 
-@settings(max_examples=20, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=20, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(step=steps())
 def test_saved_plans_come_back_whole(step: Step, tmp_path: Path) -> None:
     for plan in step.plan().plans:

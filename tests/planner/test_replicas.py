@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from dataclasses import replace
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 
-from helpers.planner_steps import Instance, instances, random_homes, random_instance
+from helpers.planner_steps import Instance, Replicas, check_replicas, instances, listed, random_homes, random_instance
 from trimtab.planner.plan.bounds import fewest_replicas, load_bound
 from trimtab.planner.replicas.greedy_attempt import Attempt, greedy_attempt
 from trimtab.planner.replicas.kernel_values import Shares
 from trimtab.planner.replicas.replica_search import STRATEGIES
-
-Replicas = list[tuple[int, int, int]]
 
 
 def on_several_nodes(seed: int) -> Instance:
@@ -47,7 +44,22 @@ def with_fixed_rows(seed: int) -> Instance:
     )  # fmt: skip
 
 
-KINDS = {"nodes": on_several_nodes, "equal experts": with_equal_experts, "fixed rows": with_fixed_rows}
+def with_large_shares(seed: int) -> Instance:
+    """Many tokens, and a smallest share that is worth a transfer."""
+    rng = np.random.default_rng(seed)
+    ranks, slots = 2 * int(rng.integers(2, 5)), int(rng.integers(1, 3))
+    return random_instance(
+        rng, ranks=ranks, experts_per_rank=4, per_node=ranks // int(rng.integers(1, 3)), slots=slots, tokens=4000,
+        threshold=1.03, smallest_share=32,
+    )  # fmt: skip
+
+
+KINDS = {
+    "nodes": on_several_nodes,
+    "equal experts": with_equal_experts,
+    "fixed rows": with_fixed_rows,
+    "large shares": with_large_shares,
+}
 
 
 def rows_to_lower(instance: Instance, replicas: Replicas) -> int:
@@ -55,9 +67,11 @@ def rows_to_lower(instance: Instance, replicas: Replicas) -> int:
     return max(int(instance.loads(replicas).max()), instance.threshold_load, int(instance.fixed_R.max()))
 
 
-@pytest.mark.parametrize(("kind", "most_rows"), [("nodes", 1), ("equal experts", 0), ("fixed rows", 53)])
+@pytest.mark.parametrize(
+    ("kind", "most_rows"), [("nodes", 1), ("equal experts", 0), ("fixed rows", 53), ("large shares", 0)]
+)
 def test_the_busiest_rank_is_close_to_a_bound(kind: str, most_rows: int) -> None:
-    """A linear program, which knows no smallest share; that of the last kind is up to 100 of 2000 rows."""
+    """A linear program, which knows no smallest share; that of "fixed rows" is up to 100 of 2000 rows."""
     for seed in range(120):
         instance = KINDS[kind](seed)
         bound = load_bound(instance.counts_E, instance.home_E, instance.ranks, instance.slots, instance.fixed_R)
@@ -65,19 +79,25 @@ def test_the_busiest_rank_is_close_to_a_bound(kind: str, most_rows: int) -> None
         assert rows_to_lower(instance, instance.replicas()) <= least + most_rows + 1e-6
 
 
-@pytest.mark.parametrize(("kind", "mean"), [("nodes", 0.02), ("equal experts", 0.0)])
-def test_replicas_are_hardly_more_than_the_fewest(kind: str, mean: float) -> None:
-    """One more at most, where the threshold is reached."""
-    extra = []
+@pytest.mark.parametrize(
+    ("kind", "unreached", "mean"), [("nodes", 1, 0.02), ("equal experts", 0, 0.0), ("large shares", 0, 0.15)]
+)
+def test_replicas_are_hardly_more_than_the_fewest(kind: str, unreached: int, mean: float) -> None:
+    """One more at most; the threshold is hardly ever missed where it can be reached."""
+    extra, missed = [], 0
     for seed in range(40):
         instance = KINDS[kind](seed)
         replicas = instance.replicas()
+        fewest = fewest_replicas(
+            instance.counts_E, instance.home_E, instance.ranks, instance.slots, instance.threshold_load,
+            instance.smallest_share,
+        )  # fmt: skip
         if instance.loads(replicas).max() <= instance.threshold_load:
-            fewest = fewest_replicas(
-                instance.counts_E, instance.home_E, instance.ranks, instance.slots, instance.threshold_load
-            )
             assert fewest is not None
             extra.append(len(replicas) - fewest)
+        else:
+            missed += fewest is not None
+    assert missed <= unreached
     assert len(extra) >= 20
     assert set(extra) <= {0, 1}
     assert np.mean(extra) <= mean
@@ -109,6 +129,47 @@ def test_replicas_cost_no_more_than_those_of_a_search_inside_nodes() -> None:
     assert compared >= 20
 
 
+@settings(max_examples=50)
+@given(instances())
+def test_the_same_instance_has_the_same_replicas(instance: Instance) -> None:
+    """Also after others: the kernel keeps nothing."""
+    first = instance.replicas()
+    one_hot(4, 2, [140, 60, 60, 140]).replicas()
+    assert instance.replicas() == first
+
+
+@settings(max_examples=150)
+@given(instances())
+def test_replicas_keep_slots_and_shares_and_never_hurt(instance: Instance) -> None:
+    replicas = instance.replicas()
+    check_replicas(replicas, instance.counts_E, instance.home_E, instance.limits())
+    before, after = instance.loads([]), instance.loads(replicas)
+    assert after.min() >= 0
+    assert after.max() < before.max() or not replicas
+    if before.max() <= instance.threshold_load:
+        assert not replicas
+
+
+def one_hot(ranks: int, per_node: int, hot: list[int], **others: int) -> Instance:
+    """One expert a rank, `hot` tokens each."""
+    settings = {"slots": 1, "threshold_load": sum(hot) // ranks, "smallest_share": 1} | others
+    return Instance(
+        np.diag(hot).astype(np.int32), np.zeros(ranks, np.int64), np.arange(ranks, dtype=np.int16), per_node, **settings
+    )
+
+
+def test_shares_of_both_ranks_are_levelled() -> None:
+    """The threshold asks for 20 to move; once the copy is there, loads are made equal."""
+    assert one_hot(2, 2, [140, 60], threshold_load=120).replicas() == [(0, 1, 40)]
+
+
+def test_an_expert_is_not_cut_below_the_smallest_share() -> None:
+    """Of 140 tokens 30 are too many: at 80 a share, both shares can't be met, so all would move or none."""
+    instance = one_hot(2, 2, [140, 60], threshold_load=110, smallest_share=80)
+    assert instance.replicas() == []
+    assert one_hot(2, 2, [140, 60], threshold_load=110, smallest_share=40).replicas() == [(0, 1, 40)]
+
+
 def test_other_orders_make_replicas_cheaper() -> None:
     """Than the first greedy attempt, where it reaches the threshold; never more expensive, and 2% less in all."""
     found_costs, first_costs = [], []
@@ -131,69 +192,4 @@ def first_attempt(instance: Instance) -> Replicas:
     found = Shares(*np.zeros((3, instance.ranks * instance.slots), np.int64))
     attempt = Attempt(instance.threshold_load, STRATEGIES[0], np.zeros(len(instance.home_E), np.int64))
     count, _ = greedy_attempt(instance.kernel_instance(), instance.loads([]), instance.limits(), attempt, found)
-    return [(int(e), int(r), int(t)) for e, r, t in np.stack(found)[:, :count].T]
-
-
-@settings(max_examples=50, deadline=None)
-@given(instances())
-def test_the_same_instance_has_the_same_replicas(instance: Instance) -> None:
-    """Also after others: the kernel keeps nothing."""
-    first = instance.replicas()
-    one_hot(4, 2, [140, 60, 60, 140]).replicas()
-    assert instance.replicas() == first
-
-
-@settings(max_examples=150, deadline=None)
-@given(instances())
-def test_replicas_keep_slots_and_shares_and_never_hurt(instance: Instance) -> None:
-    replicas = instance.replicas()
-    assert all(count <= instance.slots for count in Counter(rank for _, rank, _ in replicas).values())
-    assert len({(expert, rank) for expert, rank, _ in replicas}) == len(replicas)
-    assert all(instance.home_E[expert] != rank for expert, rank, _ in replicas)
-    assert all(tokens >= instance.smallest_share for _, _, tokens in replicas)
-    for expert in {expert for expert, _, _ in replicas}:
-        at_home = instance.counts_E[expert] - sum(tokens for e, _, tokens in replicas if e == expert)
-        assert at_home == 0 or at_home >= instance.smallest_share
-    before, after = instance.loads([]), instance.loads(replicas)
-    assert after.min() >= 0
-    assert after.max() < before.max() or not replicas
-    if before.max() <= instance.threshold_load:
-        assert not replicas
-
-
-def one_hot(ranks: int, per_node: int, hot: list[int], **others: int) -> Instance:
-    """One expert a rank, `hot` tokens each."""
-    settings = {"slots": 1, "threshold_load": sum(hot) // ranks, "smallest_share": 1} | others
-    return Instance(
-        np.diag(hot).astype(np.int32), np.zeros(ranks, np.int64), np.arange(ranks, dtype=np.int16), per_node, **settings
-    )
-
-
-def test_one_taker_gets_the_whole_excess() -> None:
-    """Best fit: 100 too many go to the rank with room for 100, not to the one with room for 250."""
-    instance = one_hot(4, 4, [1100, 900, 750, 1000], threshold_load=1000)
-    assert [(expert, rank) for expert, rank, _ in instance.replicas()] == [(0, 1)]
-
-
-@pytest.mark.parametrize("per_node", [1, 4])
-def test_filling_reaches_with_one_slot_what_fitting_cannot(per_node: int) -> None:
-    """Ranks 0 and 1 are over by 30 each, 2 and 3 under by 50 and 10: both of 2's tokens can't come in two copies."""
-    instance = one_hot(4, per_node, [130, 130, 50, 90])
-    assert instance.loads(instance.replicas()).max() == 100
-
-
-def test_a_taker_in_the_node_is_preferred() -> None:
-    """Rank 1 and rank 2 have room alike; rank 1 shares the giver's node."""
-    assert [rank for _, rank, _ in one_hot(4, 2, [140, 60, 60, 140], threshold_load=100).replicas()] == [1, 2]
-
-
-def test_shares_of_both_ranks_are_levelled() -> None:
-    """The threshold asks for 20 to move; once the copy is there, loads are made equal."""
-    assert one_hot(2, 2, [140, 60], threshold_load=120).replicas() == [(0, 1, 40)]
-
-
-def test_an_expert_is_not_cut_below_the_smallest_share() -> None:
-    """Of 140 tokens 30 are too many: at 80 a share, both shares can't be met, so all would move or none."""
-    instance = one_hot(2, 2, [140, 60], threshold_load=110, smallest_share=80)
-    assert instance.replicas() == []
-    assert one_hot(2, 2, [140, 60], threshold_load=110, smallest_share=40).replicas() == [(0, 1, 40)]
+    return listed(found, count)

@@ -9,22 +9,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from helpers import planner_reference as reference
 from trimtab import InputError
 from trimtab.planner import pack_by_length
 
 
-@given(
-    st.lists(st.integers(1, 100), max_size=60),
-    st.integers(1, 5),
-    st.integers(100, 400),
-    st.integers(1, 3),
-)
+@given(st.lists(st.integers(1, 100), max_size=60), st.integers(1, 5), st.integers(100, 400), st.integers(1, 3))
 def test_budgets_and_mini_batches_are_kept(lengths: list[int], ranks: int, budget: int, batches: int) -> None:
     mini_batch = np.arange(len(lengths)) % batches
     schedule = pack_by_length(lengths, num_ranks=ranks, token_budget=budget, mini_batch=mini_batch)
-    filled = np.zeros((schedule.num_micro_steps, ranks), np.int64)
-    np.add.at(filled, (schedule.micro_step, schedule.rank), lengths)
-    assert filled.max(initial=0) <= budget
+    assert reference.by_place(schedule, np.array(lengths, np.int64)).max(initial=0) <= budget
     assert np.array_equal(schedule.mini_batch_of_micro_step[schedule.micro_step], mini_batch)
     assert np.all(np.diff(schedule.mini_batch_of_micro_step) >= 0)
     for batch in range(batches):
@@ -42,8 +36,7 @@ def test_budgets_and_mini_batches_are_kept(lengths: list[int], ranks: int, budge
 def test_ranks_of_a_micro_step_carry_alike() -> None:
     lengths = np.random.default_rng(0).integers(10, 60, 200)
     schedule = pack_by_length(lengths, num_ranks=4, token_budget=512)
-    filled = np.zeros((schedule.num_micro_steps, 4), np.int64)
-    np.add.at(filled, (schedule.micro_step, schedule.rank), lengths)
+    filled = reference.by_place(schedule, lengths)
     assert np.all(filled.max(axis=1) <= 1.05 * filled.mean(axis=1))
 
 

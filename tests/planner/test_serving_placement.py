@@ -23,20 +23,8 @@ def test_by_hand() -> None:
     assert slot_loads(counts_MLE, slots_LP, 2).tolist() == [[[8, 8]], [[8, 8]]]
 
 
-def test_the_hot_expert_is_copied() -> None:
-    counts_MLE = np.array([[[30, 10, 10, 10]]])
-    slots_LP = fill_slots(counts_MLE, 6, 2, 2)
-    assert np.bincount(slots_LP[0]).tolist() == [3, 1, 1, 1]
-    assert slot_loads(counts_MLE, slots_LP, 2).sum() == 60
-
-
-@settings(max_examples=40, deadline=None)
-@given(
-    seed=st.integers(0, 10**6),
-    ranks=st.sampled_from([2, 4]),
-    nodes=st.sampled_from([1, 2]),
-    redundant=st.sampled_from([0, 4, 8]),
-)
+@settings(max_examples=40)
+@given(st.integers(0, 10**6), st.sampled_from([2, 4]), st.sampled_from([1, 2]), st.sampled_from([0, 4, 8]))
 def test_every_expert_is_there(seed: int, ranks: int, nodes: int, redundant: int) -> None:
     counts_MLE = np.random.default_rng(seed).integers(0, 1000, (6, 2, 16)) ** 2
     slots_LP = fill_slots(counts_MLE, 16 + redundant, ranks, ranks // nodes)

@@ -4,14 +4,11 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
-from itertools import product
-from typing import Any
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 
-from helpers import planner_reference as reference
 from helpers.planner_steps import (
     Step,
     free_moves_only,
@@ -22,17 +19,14 @@ from helpers.planner_steps import (
     with_missing_routes,
     with_operations,
 )
-from trimtab import ClusterSpec, Placement, Workload
-from trimtab.array_type import Array
+from trimtab import ClusterSpec, Placement
 from trimtab.cluster import QWEN3_30B, StepCosts
 from trimtab.planner import (
     GroupPlans,
     PlanSettings,
-    SequenceCounts,
     StepPlan,
     pack_by_length,
     plan_schedule,
-    plan_sequences,
 )
 from trimtab.planner.plan.prediction import predict
 from trimtab.planner.plan.step_loads import StepLoads
@@ -72,8 +66,8 @@ def seconds_of(step: Step, planned: GroupPlans, plans: tuple[StepPlan, ...], cos
     for group in range(step.groups):
         mine, _ = planned.schedule.of_group(group, step.cluster.ranks)
         lengths.append(step.trace.sequence_lengths[mine])
-    workloads = step.workloads(planned.schedule)
-    return predict(plans, workloads, costs, lengths=lengths, before_LE=step.placement.home).seconds
+    workloads, before_LE = step.workloads(planned.schedule), step.placement.home
+    return predict(plans, workloads, costs, lengths=lengths, before_LE=before_LE).seconds
 
 
 def planned_as(step: Step, planned: GroupPlans, strategy: Strategy, costs: StepCosts) -> tuple[StepPlan, ...]:
@@ -129,24 +123,17 @@ def test_another_slot_never_makes_a_step_slower(seed: int) -> None:
     assert two <= one * (1 + EXACT)
 
 
-def test_strategies_of_all_kinds_are_chosen() -> None:
-    chosen = {
-        step.plan(costs=costs_of(seed, step.cluster)).choice.strategy
-        for seed in range(12)
-        for step in [random_step(seed)]
-    }
-    assert {strategy.replicas for strategy in chosen} >= {NEAR, ANY}
-    assert {strategy.homes for strategy in chosen} >= {STAY, STEP}
-
-
-def test_strategies_are_listed_by_their_seconds() -> None:
-    for seed in range(6):
+def test_strategies_of_all_kinds_are_chosen_and_listed_by_their_seconds() -> None:
+    chosen = []
+    for seed in range(12):
         step = random_step(seed)
         choice = step.plan(costs=costs_of(seed, step.cluster)).choice
+        chosen.append(choice.strategy)
         assert list(choice.seconds.values()) == sorted(choice.seconds.values())
-        assert {"nothing", choice.strategy.name} <= set(choice.seconds)
+        assert {"nothing", choice.strategy.name, choice.runner_up} <= set(choice.seconds)
         assert choice.runner_up != choice.strategy.name
-        assert choice.runner_up in choice.seconds
+    assert {strategy.replicas for strategy in chosen} >= {NEAR, ANY}
+    assert {strategy.homes for strategy in chosen} >= {STAY, STEP}
 
 
 def test_a_step_is_planned_only_for_the_least_gain() -> None:
@@ -164,10 +151,30 @@ def test_a_step_is_planned_only_for_the_least_gain() -> None:
     # Below 0, steps are planned that take longer.
     dear = replace(costs, operations=costs.operations._replace(row_s=0.0, near_gradient_s=1.0, far_gradient_s=1.0))
     assert step.plan(costs=dear, may_move=False).choice.strategy == NOTHING
-    forced = step.plan(
-        costs=dear, may_move=False, settings=replace(step.settings, least_gain=-1e6)
-    ).choice.strategy  # fmt: skip
-    assert forced != NOTHING
+    forced = step.plan(costs=dear, may_move=False, settings=replace(step.settings, least_gain=-1e6))
+    assert forced.choice.strategy != NOTHING
+
+
+def most_rows(step: Step, planned: GroupPlans) -> int:
+    """Of any rank in any instance."""
+    workloads = step.workloads(planned.schedule)
+    return max(int(plan.rank_loads(load).max()) for plan, load in zip(planned.plans, workloads, strict=True))
+
+
+@pytest.mark.parametrize("seed", [0, 2, 4])
+def test_rows_above_a_limit_force_the_fastest_strategy_that_keeps_to_it(seed: int) -> None:
+    """Replicas take longer than they save, so that nothing is done without the limit."""
+    step = random_step(seed)
+    costs = with_operations(free_replicas(step.cluster), near_gradient_s=1.0, far_gradient_s=1.0)
+    free = step.plan(costs=costs, may_move=False)
+    assert free.choice.strategy == NOTHING
+    limit = most_rows(step, free) - 1
+    limited = replace(step.settings, max_rows_per_rank=limit)
+    planned = step.plan(costs=costs, may_move=False, settings=limited)
+    assert most_rows(step, planned) <= limit
+    name, seconds = planned.choice.strategy.name, planned.choice.seconds
+    assert list(seconds)[:2] == ["nothing", name]
+    assert planned.prediction.seconds == pytest.approx(seconds[name])
 
 
 @pytest.mark.parametrize("seed", range(1, 6))
@@ -181,9 +188,9 @@ def test_homes_stay_where_moves_are_not_allowed(seed: int) -> None:
     assert all("re-home" not in name for name in fixed.choice.seconds)
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(steps())
-def test_settings_name_the_strategy_that_the_plans_follow(step: Step) -> None:
+def test_plans_follow_the_strategy_that_their_settings_name(step: Step) -> None:
     planned = step.plan()
     strategy = planned.choice.strategy
     for plan in planned.plans:
@@ -192,22 +199,11 @@ def test_settings_name_the_strategy_that_the_plans_follow(step: Step) -> None:
         assert strategy.replicas != NEAR or not plan.far_replicas.any()
         assert strategy.mirror or not plan.replica_paths.any()
     assert strategy.homes != STAY or np.array_equal(planned.placement.home, step.placement.home)
-
-
-@settings(max_examples=25, deadline=None)
-@given(steps())
-def test_the_imbalance_before_is_that_of_the_homes_as_they_were(step: Step) -> None:
-    planned = step.plan()
+    # The imbalance before is that of the homes as they were.
     loads = np.stack([load.home_loads(step.placement.home) for load in step.workloads(planned.schedule)])
-    totals = loads.sum(axis=-1)
-    ratios = np.where(totals > 0, loads.max(axis=-1) * loads.shape[-1] / np.maximum(totals, 1), 1.0)
+    means = np.maximum(loads.mean(axis=-1), 1e-9)
+    ratios = np.where(loads.any(axis=-1), loads.max(axis=-1) / means, 1.0)
     assert planned.max_vio_before == pytest.approx(ratios.mean() - 1)
-
-
-def with_faster_operations(costs: StepCosts, factor: float) -> StepCosts:
-    """All seconds of operations divided by a factor."""
-    seconds = {name: value / factor for name, value in costs.operations._asdict().items() if name.endswith("_s")}
-    return with_operations(costs, **seconds)
 
 
 @pytest.mark.parametrize("may_move", [False, True])
@@ -216,30 +212,8 @@ def test_what_takes_longer_to_plan_than_it_saves_is_not_planned(may_move: bool) 
     step = random_step(1)
     costs = free_moves_only(step.cluster) if may_move else free_replicas(step.cluster)
     assert step.plan(costs=costs, may_move=may_move).choice.strategy != NOTHING
-    quick = with_faster_operations(costs, 1e6)
-    assert step.plan(costs=quick, may_move=may_move).choice.strategy == NOTHING
-
-
-@pytest.mark.parametrize("seed", [1, 2])
-def test_every_move_of_a_plan_takes_off_its_share_of_the_imbalance(seed: int) -> None:
-    """No swap of two experts' homes is better, if each expert away from its old home has to take off a 64th."""
-    step = random_step(seed)
-    planned = step.plan(costs=free_moves_only(step.cluster))
-    assert planned.choice.strategy.homes == STEP
-    workloads = step.workloads(planned.schedule)
-    for layer, old_E in enumerate(step.placement.home):
-        counts_ME = np.concatenate([load.token_counts_MLRE[:, layer].sum(axis=1) for load in workloads])
-        price = reference.price_of_a_move(counts_ME, old_E, 8, 4, 0.5 / 32)
-
-        def cost(home_E: Array, counts_ME: Array = counts_ME, old_E: Array = old_E, price: int = price) -> int:
-            return reference.placement_cost(counts_ME, home_E, old_E, 8, 4, price)
-
-        home_E = planned.placement.home[layer]
-        assert np.any(home_E != old_E)
-        least = cost(home_E)
-        for e, f in np.ndindex(32, 32):
-            if e < f and home_E[e] != home_E[f]:
-                assert cost(reference.swapped(home_E, e, f)) >= least
+    seconds = {name: value / 1e6 for name, value in costs.operations._asdict().items() if name.endswith("_s")}
+    assert step.plan(costs=with_operations(costs, **seconds), may_move=may_move).choice.strategy == NOTHING
 
 
 def test_moves_are_made_if_they_pay_over_the_steps_of_their_life() -> None:
@@ -254,20 +228,9 @@ def test_moves_are_made_if_they_pay_over_the_steps_of_their_life() -> None:
     state_s = 2 * saved_s * 8 / (near_L.sum() + far_L.sum())
     dear = with_operations(costs, near_state_s=state_s, far_state_s=state_s)
     for life, moves in ((1, False), (100, True)):
-        chosen = replace(step.settings, move_life=life)
-        planned = step.plan(costs=dear, settings=chosen)
+        planned = step.plan(costs=dear, settings=replace(step.settings, move_life=life))
         assert (planned.choice.strategy.homes != STAY) == moves, life
         assert np.array_equal(planned.placement.home, step.placement.home) != moves
-
-
-def test_threads_change_neither_plans_nor_predictions() -> None:
-    for seed, unknown in product(range(3), (False, True)):
-        step = random_step(seed, unknown=unknown)
-        costs = costs_of(seed, step.cluster)
-        one, many = (step.plan(costs=costs, threads=threads) for threads in (1, 3))
-        assert [plan.hash for plan in one.plans] == [plan.hash for plan in many.plans]
-        assert one.choice == many.choice
-        assert one.prediction.parts_s == many.prediction.parts_s
 
 
 def test_past_loads_are_used_if_the_same_experts_stay_hot() -> None:
@@ -277,55 +240,12 @@ def test_past_loads_are_used_if_the_same_experts_stay_hot() -> None:
     settings_ = replace(step.settings, move_life=None)
     same = step.sequences.counts_SLE.sum(axis=0, dtype=np.int64)
     other = same[:, ::-1].copy()
-    for past, life in (
-        ([same], 1),
-        ([same] * 3, 3),
-        ([same] * 12, 8),
-        ([same, other, same, same], 2),
-        ([other] * 3, 1),
-    ):
+    pasts = [same], [same] * 3, [same] * 12, [same, other, same, same], [other] * 3
+    for past, life in zip(pasts, (1, 3, 8, 2, 1), strict=True):
         choice = step.plan(costs=costs, settings=settings_, past_PLE=np.stack(past)).choice
         assert choice.strategy.homes != STAY
         assert choice.move_life == life
-    assert step.plan(costs=costs, settings=settings_, past_PLE=None).choice.move_life == 1
-
-
-def load_of(step: Step, **changes: Any) -> tuple[SequenceCounts, Any]:
-    return step.sequences, step.plan(**changes).schedule
-
-
-@settings(max_examples=40, deadline=None)
-@given(steps())
-def test_the_load_of_some_layers_is_part_of_the_whole(step: Step) -> None:
-    sequences, schedule = load_of(step)
-    for group in range(step.groups):
-        mine, part = schedule.of_group(group, step.cluster.ranks)
-        counted = sequences.select(mine)
-        whole = Workload.from_sequences(counted, part)
-        rng = np.random.default_rng(0)
-        layers: Array = rng.permutation(whole.num_layers)[: rng.integers(1, whole.num_layers + 1)]
-        found = Workload.of_layers(counted, part, layers)
-        assert np.array_equal(found.token_counts_MLRE, whole.token_counts_MLRE[:, layers])
-        assert np.array_equal(found.unknown_MLR, whole.unknown_MLR[:, layers])
-        assert found.token_counts_MLRE.dtype == whole.token_counts_MLRE.dtype
-        plain = reference.workload(counted, part)
-        assert np.array_equal(whole.token_counts_MLRE, plain.token_counts_MLRE)
-        micro_steps = rng.permutation(whole.num_micro_steps)[: rng.integers(1, whole.num_micro_steps + 1)]
-        chosen = whole.select(micro_steps, layers)
-        by_sample = StepLoads.of_sequences(sequences, schedule, step.cluster.ranks).count(micro_steps, layers)[group]
-        for load in (chosen, by_sample):
-            assert np.array_equal(load.token_counts_MLRE, whole.token_counts_MLRE[micro_steps][:, layers])
-            assert np.array_equal(load.unknown_MLR, whole.unknown_MLR[micro_steps][:, layers])
-
-
-def test_a_step_without_slots_or_with_one_rank_has_no_replicas_to_choose() -> None:
-    step = random_step(0)
-    for cluster in (replace(step.cluster, slots_per_rank=0), ClusterSpec(1, 1, 2)):
-        homes = step.placement if cluster.ranks > 1 else Placement.contiguous(3, 32, 1)
-        planned = plan_sequences(
-            step.sequences, homes, cluster, token_budget=10_000, settings=step.settings, costs=free_replicas(cluster)
-        )
-        assert all("replicas" not in name for name in planned.choice.seconds)
+    assert step.plan(costs=costs, settings=settings_).choice.move_life == 1
 
 
 def test_without_replicas_sequences_are_grouped_by_routing_if_that_is_faster() -> None:
@@ -336,13 +256,10 @@ def test_without_replicas_sequences_are_grouped_by_routing_if_that_is_faster() -
         cluster = replace(step.cluster, slots_per_rank=0)
         costs = free_replicas(cluster)
         planned = step.plan(cluster=cluster, costs=costs, may_move=False)
-        packed = pack_by_length(
-            step.trace.sequence_lengths,
-            num_ranks=8 * step.groups,
-            token_budget=step.token_budget,
-            mini_batch=step.mini_batch,
-        )
         sequences, budget = step.sequences, step.token_budget
+        packed = pack_by_length(
+            sequences.lengths, num_ranks=8 * step.groups, token_budget=budget, mini_batch=step.mini_batch
+        )
         schedule = pack_by_time(packed, sequences.lengths, sequences.top_k, cluster, costs, budget)
         alone = plan_schedule(
             step.workloads(schedule), schedule, step.placement, cluster, lengths=sequences.lengths,

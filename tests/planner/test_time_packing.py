@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import heapq
-from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -11,14 +10,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from helpers import planner_reference as reference
-from helpers.planner_steps import per_nodes
+from helpers.planner_steps import per_nodes, with_operations
 from trimtab import ClusterSpec, Schedule
 from trimtab.array_type import Array
 from trimtab.cluster import QWEN3_30B, StepCosts
 from trimtab.planner import pack_by_length
 from trimtab.planner.plan.step_times import dense_seconds
 from trimtab.planner.schedule.emptiest_place import fill_emptiest
-from trimtab.planner.schedule.time_packing import _deal, pack_by_time
+from trimtab.planner.schedule.time_packing import pack_by_time
 
 
 def plain_places(order: list[int], costs: list[int], lengths: list[int], places: int, budget: int) -> list[int]:
@@ -39,7 +38,7 @@ def plain_places(order: list[int], costs: list[int], lengths: list[int], places:
     return found
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(st.data())
 def test_sequences_go_where_a_plain_heap_puts_them(data: st.DataObject) -> None:
     count, places = data.draw(st.integers(0, 40)), data.draw(st.integers(1, 12))
@@ -54,23 +53,14 @@ def test_sequences_go_where_a_plain_heap_puts_them(data: st.DataObject) -> None:
         assert np.bincount(found, lengths, places).max() <= budget
 
 
-def test_without_room_there_is_no_place() -> None:
-    lengths = np.array([6, 6, 6])
-    assert fill_emptiest(np.arange(3), lengths, lengths, 2, 11).tolist() == [-1] * 3
-    assert fill_emptiest(np.arange(3), lengths, lengths, 2, 12).tolist() == [0, 1, 0]
-    assert fill_emptiest(np.arange(1), lengths, lengths, 1, 5).tolist() == [-1]
-
-
-def pack(
-    lengths: Array, cluster: ClusterSpec, *, groups: int, budget: int, mini_batch: Array
-) -> tuple[Schedule, Schedule]:
+def pack(lengths: Array, cluster: ClusterSpec, groups: int, budget: int, mini_batch: Array) -> list[Schedule]:
     """Packed by length, and by time."""
     packed = pack_by_length(lengths, num_ranks=cluster.ranks * groups, token_budget=budget, mini_batch=mini_batch)
     costs = StepCosts.of(cluster, QWEN3_30B)
-    return packed, pack_by_time(packed, lengths, 8.0, cluster, costs, budget)
+    return [packed, pack_by_time(packed, lengths, 8.0, cluster, costs, budget)]
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(st.data())
 def test_micro_steps_budgets_and_mini_batches_stay(data: st.DataObject) -> None:
     rng = np.random.default_rng(data.draw(st.integers(0, 2**32)))
@@ -79,7 +69,7 @@ def test_micro_steps_budgets_and_mini_batches_stay(data: st.DataObject) -> None:
     lengths = np.minimum(rng.lognormal(6, 1.2, data.draw(st.integers(1, 60))).astype(np.int64) + 1, 8192)
     budget = int(lengths.max()) + data.draw(st.sampled_from([0, 10, 3000]))
     mini_batch = rng.integers(0, data.draw(st.integers(1, 3)), len(lengths))
-    packed, schedule = pack(lengths, cluster, groups=groups, budget=budget, mini_batch=mini_batch)
+    packed, schedule = pack(lengths, cluster, groups, budget, mini_batch)
     assert np.array_equal(schedule.mini_batch_of_micro_step, packed.mini_batch_of_micro_step)
     assert schedule.num_ranks == packed.num_ranks
     assert np.array_equal(schedule.mini_batch_of_micro_step[schedule.micro_step], mini_batch)
@@ -95,12 +85,10 @@ def test_a_mini_batch_that_fits_only_by_length_stays_as_it_was() -> None:
     cluster = ClusterSpec(3, 3)
     packed = Schedule(np.zeros(5, np.int32), np.array([0, 1, 2, 1, 2], np.int32), np.zeros(1, np.int32), 3)
     assert reference.by_place(packed, lengths).max() == 4096
-    costs = StepCosts.of(cluster, QWEN3_30B)
     # So expensive that the pairs of a sequence decide alone.
-    square = replace(costs, operations=costs.operations._replace(square_s=1e-6))
+    square = with_operations(StepCosts.of(cluster, QWEN3_30B), square_s=1e-6)
     whole = pack_by_time(packed, lengths, 8.0, cluster, square, 4096)
-    places = reference.by_place(whole, lengths)
-    assert places.max() <= 4096
+    assert reference.by_place(whole, lengths).max() <= 4096
     tight = pack_by_time(packed, lengths, 8.0, cluster, square, 4095)
     assert np.array_equal(tight.rank, packed.rank)
     assert np.array_equal(tight.micro_step, packed.micro_step)
@@ -113,12 +101,10 @@ def test_ranks_of_a_micro_step_have_more_even_attention_than_packed_by_length() 
         rng = np.random.default_rng(seed)
         lengths = np.minimum(rng.lognormal(7, 1, 400).astype(np.int64) + 1, 16_384)
         cluster = ClusterSpec(8, 4)
-        both = pack(lengths, cluster, groups=1 + seed % 2, budget=20_000, mini_batch=np.arange(400) // 200)
-        spread = []
-        for schedule in both:
-            inside_MR, _ = dense_seconds(schedule, lengths, StepCosts.of(cluster, QWEN3_30B).operations)
-            spread.append(float((inside_MR.max(axis=1) - inside_MR.mean(axis=1)).sum()))
-        spreads.append(spread)
+        both = pack(lengths, cluster, 1 + seed % 2, 20_000, np.arange(400) // 200)
+        operations = StepCosts.of(cluster, QWEN3_30B).operations
+        seconds = [dense_seconds(schedule, lengths, operations)[0] for schedule in both]
+        spreads.append([(inside_MR.max(axis=1) - inside_MR.mean(axis=1)).sum() for inside_MR in seconds])
     by_length, by_time = np.mean(spreads, axis=0)
     assert by_time < 0.75 * by_length
 
@@ -127,11 +113,13 @@ def test_ranks_of_a_micro_step_have_more_even_attention_than_packed_by_length() 
     ("ranks", "per_node", "groups"), [(1, 1, 1), (8, 4, 1), (8, 8, 2), (12, 4, 3), (6, 2, 2), (6, 1, 4)]
 )
 def test_places_are_dealt_out_over_nodes_and_groups(ranks: int, per_node: int, groups: int) -> None:
-    cluster = ClusterSpec(ranks, per_node)
+    """Equal sequences, one for each place of every micro-step."""
+    cluster, count = ClusterSpec(ranks, per_node), ranks * groups
+    lengths = np.full(2 * groups * count, 100)
+    _, schedule = pack(lengths, cluster, groups, 100, np.zeros_like(lengths))
     firsts = []
-    for micro_step in range(2 * groups):
-        dealt = _deal(ranks * groups, cluster, micro_step)
-        assert sorted(dealt.tolist()) == list(range(ranks * groups))
+    for dealt in schedule.rank.reshape(2 * groups, count):
+        assert sorted(dealt.tolist()) == list(range(count))
         for group in range(groups):
             mine = dealt[group * ranks : (group + 1) * ranks]
             assert len(set((mine // ranks).tolist())) == 1

@@ -7,37 +7,19 @@ from typing import Any
 import numpy as np
 import pytest
 from hypothesis import given, settings
-from hypothesis import strategies as st
 
-from helpers.policies import (
-    Step,
-    check_future_is_unseen,
-    check_policy,
-    golden,
-    instances,
-    poisoned,
-    random_step,
-    random_steps,
-)
-from trimtab import InputError
-from trimtab.array_type import Array
-from trimtab.planner.placement import packing
+from helpers.policies import Step, check_policy, golden, instances, poisoned, random_step, random_steps
 from trimtab.planner.placement.packing import rebalance
-from trimtab.policies.rivals.eplb import Eplb, EplbOracle, _choose_homes
+from trimtab.policies.rivals.eplb import Eplb, EplbOracle
 from trimtab.policies.rivals.expert_copies import count_copies, split_equally, spread_copies
 
 GOLDEN = golden("eplb")
 
 
-def run_golden(case: dict[str, Any]) -> tuple[Array, Array, Array]:
-    """Experts by slot, copies by expert and load by expert of one case."""
-    load_E = np.array(case["load"])
-    return *rebalance(load_E, case["slots"], case["groups"], case["nodes"], case["ranks"]), load_E
-
-
 @pytest.mark.parametrize("case", GOLDEN)
 def test_packing_equals_the_source_except_for_equal_loads(case: dict[str, Any]) -> None:
-    expert_of_slot, copies_E, load_E = run_golden(case)
+    load_E = np.array(case["load"])
+    expert_of_slot, copies_E = rebalance(load_E, case["slots"], case["groups"], case["nodes"], case["ranks"])
     assert copies_E.tolist() == case["replica_count"]
     share_E = load_E / copies_E
     assert share_E[expert_of_slot].tolist() == share_E[case["physical_to_logical"]].tolist()
@@ -45,29 +27,7 @@ def test_packing_equals_the_source_except_for_equal_loads(case: dict[str, Any]) 
     assert load_R == pytest.approx(np.array(case["rank_load"]), abs=1e-3)
 
 
-def test_packing_equals_the_source_with_its_sort(monkeypatch: pytest.MonkeyPatch) -> None:
-    """With the sort that made the golden outputs, which orders equal loads as AVX-512 networks happen to."""
-    torch = pytest.importorskip("torch")
-    if torch.backends.cpu.get_cpu_capability() != "AVX512":
-        pytest.skip("torch orders equal loads otherwise on this processor")
-
-    def heaviest_first(weight_N: Array) -> Array:
-        order: Array = torch.from_numpy(weight_N)[None].sort(descending=True).indices[0].numpy()
-        return order
-
-    monkeypatch.setattr(packing, "_heaviest_first", heaviest_first)
-    monkeypatch.setattr(packing, "pack_evenly", packing.pack_evenly.py_func)
-    monkeypatch.setattr(packing, "_rebalance", packing._rebalance.py_func)
-    for case in GOLDEN:
-        assert run_golden(case)[0].tolist() == case["physical_to_logical"]
-
-
-def test_slots_that_ranks_do_not_divide_are_refused() -> None:
-    with pytest.raises(InputError, match="groups should divide experts, and ranks slots"):
-        rebalance(np.ones(8), 9, 1, 1, 2)
-
-
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(random_steps())
 def test_plans_are_valid_and_keep_to_the_terms(step: Step) -> None:
     for policy in (Eplb(), Eplb(window=1), EplbOracle()):
@@ -76,18 +36,11 @@ def test_plans_are_valid_and_keep_to_the_terms(step: Step) -> None:
         assert copies.max() <= -(-len(plans["own"].home[0]) // step.cluster.ranks) + step.cluster.slots_per_rank
 
 
-@settings(max_examples=30, deadline=None)
-@given(random_steps())
-def test_plans_do_not_depend_on_later_instances(step: Step) -> None:
-    check_future_is_unseen(Eplb(), step, np.random.default_rng(0))
-
-
 @pytest.mark.parametrize("equal_terms", [False, True])
 def test_the_routing_of_the_step_changes_only_the_split(equal_terms: bool) -> None:
     step = random_step(np.random.default_rng(3), ranks=8, experts=32, past_steps=2, least=100)
-    policy = Eplb()
-    plan = policy.plan(step.view(policy, equal_terms=equal_terms))
-    other = policy.plan(poisoned(step, np.random.default_rng(0)).view(policy, equal_terms=equal_terms))
+    plan = step.plan(Eplb(), equal_terms=equal_terms)
+    other = poisoned(step, np.random.default_rng(0)).plan(Eplb(), equal_terms=equal_terms)
     assert np.array_equal(plan.home, other.home)
     assert np.array_equal(plan.replica_experts, other.replica_experts)
     assert np.array_equal(plan.replica_ranks, other.replica_ranks)
@@ -96,33 +49,24 @@ def test_the_routing_of_the_step_changes_only_the_split(equal_terms: bool) -> No
 
 def test_without_history_homes_stay_and_nothing_is_copied() -> None:
     step = random_step(np.random.default_rng(0), ranks=4, experts=16, past_steps=0)
-    plan = Eplb().plan(step.view(Eplb(), equal_terms=False))
+    plan = step.plan(Eplb())
     assert plan.num_replicas == 0
     assert np.array_equal(plan.home, step.placement.home)
 
 
-def test_homes_stay_on_ranks_with_a_copy() -> None:
+def test_homes_stay_on_ranks_with_a_copy_or_move_to_that_with_fewest_homes() -> None:
     step = random_step(np.random.default_rng(1), ranks=8, experts=64, past_steps=3, least=8)
-    plan = Eplb().plan(step.view(Eplb(), equal_terms=False))
-    for p in plan.replicas_of(0, 0):
-        expert = plan.replica_experts[p]
-        was = step.placement.home[0, expert]
-        assert plan.replica_ranks[p] != was, "a copy at its old home trains there"
-
-
-def test_an_expert_without_a_copy_at_home_moves_to_the_rank_with_fewest_homes() -> None:
-    """Experts 0 and 1 stay on rank 0. Expert 2 may go to rank 0 or 1, then expert 3 to rank 1 or 2."""
-    copies_RE = np.array([[1, 2, 1, 0], [0, 0, 1, 1], [1, 0, 0, 1]])
-    assert _choose_homes(np.array([0, 0, 2, 0]), copies_RE).tolist() == [0, 0, 1, 2]
-
-
-def test_the_oracle_balances_the_whole_step_better_than_history() -> None:
-    step = random_step(np.random.default_rng(2), ranks=8, experts=64, past_steps=1, micro_steps=4, sequences=256)
-    busiest = {}
-    for policy in (Eplb(), EplbOracle()):
-        plan = policy.plan(step.view(policy, equal_terms=False))
-        busiest[type(policy)] = plan.rank_loads(step.workload()).sum(axis=0).max(axis=-1)
-    assert np.all(busiest[EplbOracle] < busiest[Eplb])
+    plan = step.plan(Eplb())
+    for layer, old_E in enumerate(step.placement.home):
+        copies = [{home} for home in plan.home[layer].tolist()]
+        for expert, rank, _ in instances(plan)[layer]:
+            copies[expert].add(rank)
+        homes = [old if old in ranks else -1 for old, ranks in zip(old_E.tolist(), copies, strict=True)]
+        assert -1 in homes
+        for expert, ranks in enumerate(copies):
+            if homes[expert] < 0:
+                homes[expert] = min(ranks, key=lambda rank: (homes.count(rank), rank))
+        assert plan.home[layer].tolist() == homes
 
 
 def test_copies_go_to_the_highest_load_per_copy() -> None:
@@ -155,14 +99,8 @@ def test_every_source_splits_equally_over_the_near_copies() -> None:
     assert quotas_PR.tolist() == [[3, 4, 0, 0], [0, 0, 7, 8]]
 
 
-def test_two_copies_on_a_rank_are_one_replica_with_two_shares() -> None:
-    replicas_P2, quotas_PR = split_equally(np.array([[9], [6]]), np.array([0]), np.array([[1], [2]]), 2)
-    assert replicas_P2.tolist() == [[0, 1]]
-    assert quotas_PR.tolist() == [[6, 4]]
-
-
-@settings(max_examples=60, deadline=None)
-@given(st.lists(st.integers(0, 4), min_size=1, max_size=40))
-def test_items_are_packed_by_descending_weight_and_then_by_index(weights: list[int]) -> None:
-    weight_N = np.array(weights, np.float32)
-    np.testing.assert_array_equal(packing._heaviest_first(weight_N), np.argsort(-weight_N, kind="stable"))
+def test_the_oracle_balances_the_whole_step_better_than_history() -> None:
+    step = random_step(np.random.default_rng(2), ranks=8, experts=64, past_steps=1, micro_steps=4, sequences=256)
+    plans = step.plan(EplbOracle()), step.plan(Eplb())
+    oracle_L, history_L = (plan.rank_loads(step.workload()).sum(axis=0).max(axis=-1) for plan in plans)
+    assert np.all(oracle_L < history_L)

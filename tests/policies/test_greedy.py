@@ -7,47 +7,30 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from helpers.policies import loads_after, random_loads
 from trimtab import ClusterSpec
-from trimtab.array_type import Array
 from trimtab.policies.rivals.greedy import add_replicas, replicate
 from trimtab.policies.rivals.instance_load import InstanceLoad
 
-
-def apply(counts_E: Array, home_E: Array, ranks: int, replicas_3P: Array) -> Array:
-    loads_R = np.bincount(home_E, counts_E, ranks).astype(np.int64)
-    np.subtract.at(loads_R, home_E[replicas_3P[0]], replicas_3P[2])
-    np.add.at(loads_R, replicas_3P[1], replicas_3P[2])
-    return loads_R
+SIZES = [(1, 1), (3, 3), (4, 2), (8, 2), (8, 4)]
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(
-    st.integers(0, 2**32),
-    st.sampled_from([(1, 1, 1), (3, 3, 3), (4, 2, 2), (8, 2, 8), (8, 4, 4)]),
-    st.integers(1, 6),
-    st.integers(0, 3),
+    st.booleans().flatmap(lambda within_node: random_loads(SIZES, within_node=within_node, most_slots=3)),
+    st.sampled_from([1.0, 1.1]),
     st.sampled_from([1, 30, 500]),
 )
-def test_replicas_respect_slots_shares_and_domains(
-    seed: int, sizes: tuple[int, int, int], per_rank: int, slots: int, smallest: int
-) -> None:
-    ranks, per_node, domain = sizes
-    rng = np.random.default_rng(seed)
-    experts = ranks * per_rank
-    counts_E = rng.integers(0, rng.choice([2, 100, 5000]), experts) * (rng.random(experts) < 0.8)
-    home_E = rng.permutation(np.arange(experts) % ranks)
-    before = np.bincount(home_E, counts_E, ranks)
-    target = int(np.ceil(before.mean() * rng.choice([1.0, 1.1])))
-    load = InstanceLoad.of(counts_E, home_E, ClusterSpec(ranks, per_node, slots), within_node=domain < ranks)
+def test_replicas_respect_slots_shares_and_domains(load: InstanceLoad, threshold: float, smallest: int) -> None:
+    target = int(np.ceil(load.loads_R.mean() * threshold))
     replicas_3P = add_replicas(load, target, smallest)
-    after = apply(counts_E, home_E, ranks, replicas_3P)
-    assert after.max() <= max(before.max(), target)
-    assert np.all(after <= np.maximum(before, max(target, before.max())))
-    assert np.all((replicas_3P[2] == 0) | (replicas_3P[2] >= smallest))
-    assert np.all(counts_E >= np.bincount(replicas_3P[0], replicas_3P[2], experts))
-    assert np.bincount(replicas_3P[1], minlength=ranks).max() <= slots
-    assert np.all(home_E[replicas_3P[0]] // domain == replicas_3P[1] // domain)
-    assert np.all(home_E[replicas_3P[0]] != replicas_3P[1])
+    experts_P, ranks_P, tokens_P = replicas_3P
+    assert loads_after(load, replicas_3P.T).max() <= max(load.loads_R.max(), target)
+    assert np.all((tokens_P == 0) | (tokens_P >= smallest))
+    assert np.all(load.counts_E >= np.bincount(experts_P, tokens_P, len(load.counts_E)))
+    assert np.bincount(ranks_P, minlength=1).max() <= load.slots
+    assert np.all(load.home_E[experts_P] // load.ranks_per_domain == ranks_P // load.ranks_per_domain)
+    assert np.all(load.home_E[experts_P] != ranks_P)
     assert len(np.unique(replicas_3P[:2], axis=1).T) == replicas_3P.shape[1]
 
 
@@ -60,22 +43,16 @@ def test_ranks_end_near_the_mean(ranks: int, experts: int, slots: int, limit: fl
         rng = np.random.default_rng(seed)
         popularity_E = rng.permutation(np.arange(1, experts + 1) ** -0.6)
         counts_RE = rng.multinomial(32768, popularity_E / popularity_E.sum(), ranks)
-        home_E = np.arange(experts) * ranks // experts
+        home_E, cluster = np.arange(experts) * ranks // experts, ClusterSpec(ranks, 8, slots)
         replicas_P2, quotas_PR = replicate(
-            counts_RE, home_E, ClusterSpec(ranks, 8, slots), within_node=False, threshold=1.01, smallest_share=128
+            counts_RE, home_E, cluster, within_node=False, threshold=1.01, smallest_share=128
         )
-        assert np.all(quotas_PR.sum(axis=1) >= 128)
-        loads_R = apply(counts_RE.sum(axis=0), home_E, ranks, np.vstack([replicas_P2.T, quotas_PR.sum(axis=1)]))
+        tokens_P = quotas_PR.sum(axis=1)
+        assert np.all(tokens_P >= 128)
+        load = InstanceLoad.of(counts_RE.sum(axis=0), home_E, cluster, within_node=False)
+        loads_R = loads_after(load, np.column_stack([replicas_P2, tokens_P]))
         ratios.append(loads_R.max() / loads_R.mean())
     assert np.mean(ratios) <= limit
-
-
-def test_a_rank_with_a_free_slot_moves_its_own_tokens_to_take_others() -> None:
-    """Rank 2 has all the room but one slot, which rank 0 takes; rank 1 then uses rank 0's."""
-    counts_E = np.array([900, 0, 300, 300, 0, 0])
-    home_E = np.array([0, 0, 1, 1, 2, 2])
-    load = InstanceLoad.of(counts_E, home_E, ClusterSpec(3, 3, 1), within_node=False)
-    assert apply(counts_E, home_E, 3, add_replicas(load, 500, 1)).max() == 500
 
 
 def test_within_nodes_the_target_is_the_mean_of_the_busiest_node() -> None:
@@ -88,3 +65,10 @@ def test_within_nodes_the_target_is_the_mean_of_the_busiest_node() -> None:
     )
     assert replicas_P2.tolist() == [[0, 1]]
     assert quotas_PR.sum() == 400
+
+
+def test_a_rank_with_a_free_slot_moves_its_own_tokens_to_take_others() -> None:
+    """Rank 2 has all the room but one slot, which rank 0 takes; rank 1 then uses rank 0's."""
+    counts_E, home_E = np.array([900, 0, 300, 300, 0, 0]), np.array([0, 0, 1, 1, 2, 2])
+    load = InstanceLoad.of(counts_E, home_E, ClusterSpec(3, 3, 1), within_node=False)
+    assert loads_after(load, add_replicas(load, 500, 1).T).max() == 500

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import Any
 
 import numpy as np
@@ -9,8 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from helpers.policies import Step, check_future_is_unseen, check_policy, golden, random_step, random_steps
-from trimtab.planner.plan.workload import max_over_mean
+from helpers.policies import Step, check_policy, golden, instances, random_step, random_steps
 from trimtab.policies.rivals.llep import Llep, assign
 
 
@@ -31,7 +31,7 @@ def test_golden(case: dict[str, Any]) -> None:
     assert transfers == case["weight_transfers"]
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(st.integers(0, 2**32), st.integers(1, 8), st.integers(1, 24), st.integers(0, 3) | st.none())
 def test_every_token_is_assigned_once(seed: int, ranks: int, experts: int, slots: int | None) -> None:
     rng = np.random.default_rng(seed)
@@ -49,36 +49,13 @@ def test_every_token_is_assigned_once(seed: int, ranks: int, experts: int, slots
         assert np.bincount(helped[:, 1], minlength=ranks).max(initial=0) <= slots
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(random_steps(), st.sampled_from([1.0, 1.1]), st.sampled_from([1, 128, 1024]), st.sampled_from([1.0, 1.3]))
 def test_plans_are_valid_and_keep_to_the_terms(step: Step, factor: float, smallest: int, gate: float) -> None:
     plans = check_policy(Llep(factor, smallest, gate), step)
     own = plans["own"]
-    if own.num_replicas:
-        instance = np.repeat(np.arange(len(own.replica_starts) - 1), np.diff(own.replica_starts))
-        pairs = np.stack([instance, own.replica_ranks], axis=1)
-        assert own.slots_per_rank == np.unique(pairs, axis=0, return_counts=True)[1].max()
-    else:
-        assert own.slots_per_rank == 0
-
-
-@settings(max_examples=20, deadline=None)
-@given(random_steps())
-def test_plans_do_not_depend_on_later_instances(step: Step) -> None:
-    check_future_is_unseen(Llep(1.0, 1, 1.0), step, np.random.default_rng(0))
-
-
-def test_an_instance_below_the_gate_is_not_changed() -> None:
-    step = random_step(np.random.default_rng(5), ranks=8, experts=64, micro_steps=4, sequences=64, contiguous=True)
-    workload = step.workload()
-    imbalance_ML = max_over_mean(workload.home_loads(step.placement.home))
-    gate = float(np.median(imbalance_ML))
-    policy = Llep(1.0, 1, gate)
-    plan = policy.plan(step.view(policy, equal_terms=False))
-    planned = np.diff(plan.replica_starts).reshape(imbalance_ML.shape) > 0
-    assert np.array_equal(planned, imbalance_ML >= gate)
-    assert planned.any()
-    assert not planned.all()
+    helped = [Counter(rank for _, rank, _ in replicas) for replicas in instances(own)]
+    assert own.slots_per_rank == max((count for ranks in helped for count in ranks.values()), default=0)
 
 
 @pytest.mark.parametrize(("hot", "moved"), [(8000, [2000]), (7999, [])])
@@ -88,28 +65,17 @@ def test_an_instance_is_planned_from_a_max_over_mean_of_1_3(hot: int, moved: lis
     step.sequences.counts_SLE[:] = [[[hot, 5000, 4000, 11_000 - hot]], [[0, 0, 0, 0]]]
     step.schedule.rank[:] = 0
     step.placement.home[:] = [[0, 0, 1, 1]]
-    plan = Llep().plan(step.view(Llep(), equal_terms=False))
+    plan = step.plan(Llep())
     assert plan.quota_tokens.tolist() == moved
-
-
-@pytest.mark.parametrize("factor", [1.0, 1.05, 1.2])
-def test_without_a_gate_max_over_mean_stays_below_the_factor(factor: float) -> None:
-    step = random_step(np.random.default_rng(6), ranks=8, experts=64, sequences=64)
-    policy = Llep(factor, 1, gate=1.0)
-    plan = policy.plan(step.view(policy, equal_terms=False))
-    loads = plan.rank_loads(step.workload())
-    assert max_over_mean(loads).max() <= factor + 64 / loads.mean()
 
 
 def test_tokens_are_taken_in_the_order_of_sources() -> None:
     """Half of the tokens stay at home: those of the first sources."""
     step = random_step(np.random.default_rng(0), ranks=2, experts=2, layers=1, micro_steps=1, sequences=2)
-    counts_SLE = np.array([[[60, 0]], [[40, 0]]], np.int32)
-    step.sequences.counts_SLE[:] = counts_SLE
+    step.sequences.counts_SLE[:] = [[[60, 0]], [[40, 0]]]
     step.schedule.rank[:] = [0, 1]
     step.placement.home[:] = [[0, 1]]
-    policy = Llep(1.0, 1, 1.0)
-    plan = policy.plan(step.view(policy, equal_terms=True))
+    plan = step.plan(Llep(1.0, 1, 1.0), equal_terms=True)
     assert plan.replica_experts.tolist() == [0]
     assert plan.quota_sources.tolist() == [0, 1]
     assert plan.quota_tokens.tolist() == [10, 40]

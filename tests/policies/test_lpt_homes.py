@@ -33,16 +33,13 @@ def layers(draw: st.DrawFn) -> tuple[Array, Array, int, int]:
     return loads_E, rng.permutation(np.arange(experts) % ranks), ranks, per_node
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(layers())
 def test_homes_equal_those_of_plain_lpt(layer: tuple[Array, Array, int, int]) -> None:
-    loads_E, home_E, ranks, per_node = layer
-    assert place_longest_first(loads_E, home_E, ranks, per_node).tolist() == plain_longest_first(
-        loads_E, home_E, ranks, per_node
-    )
+    assert place_longest_first(*layer).tolist() == plain_longest_first(*layer)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(layers(), st.sampled_from([0.0, 0.05]))
 def test_homes_are_those_of_lpt_or_unchanged(layer: tuple[Array, Array, int, int], smallest_gain: float) -> None:
     """As level as LPT makes them, with as many experts on every rank; or as they were, where that gains little."""

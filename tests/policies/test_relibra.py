@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from helpers.policies import Step, check_policy, random_step, random_steps
+from helpers.policies import Step, random_step
 from trimtab import StepPlan, Workload
 from trimtab.array_type import Array
 from trimtab.planner.plan.workload import max_over_mean
@@ -29,7 +29,7 @@ def objective(
     return total / counts_EM.shape[1] + move_cost * int((home_E != first_E).sum())
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     st.integers(0, 2**32),
     st.sampled_from([(1, 1), (3, 3), (4, 2), (8, 2)]),
@@ -75,7 +75,7 @@ def test_published_balance(ranks: int, experts: int) -> None:
     """Rank max/mean 1.00-1.08 at EP 8 to 64; nodes are nearly level in every micro-step, which homes alone weren't."""
     step = skewed_step(ranks, experts, seed=ranks)
     workload = step.workload()
-    own, given_homes = (ReLibra().plan(step.view(ReLibra(), equal_terms=terms)) for terms in (False, True))
+    own, given_homes = (step.plan(ReLibra(), equal_terms=terms) for terms in (False, True))
     assert max_over_mean(workload.home_loads(step.placement.home)).mean() > 1.2
     assert max_over_mean(own.rank_loads(workload)).mean() <= 1.03
     if ranks > 8:
@@ -87,18 +87,4 @@ def test_published_balance(ranks: int, experts: int) -> None:
 
 def test_homes_stay_when_moving_costs_more_than_it_gains() -> None:
     step = skewed_step(16, 64, seed=0)
-    policy = ReLibra(move_cost=1e6)
-    plan = policy.plan(step.view(policy, equal_terms=False))
-    assert np.array_equal(plan.home, step.placement.home)
-
-
-@settings(max_examples=40, deadline=None)
-@given(random_steps(), st.sampled_from([1, 128]))
-def test_plans_are_valid_and_keep_to_the_terms(step: Step, smallest_share: int) -> None:
-    policy = ReLibra(smallest_share=smallest_share, sweeps=10)
-    plans = check_policy(policy, step)
-    workload = step.known_workload()
-    for plan in plans.values():
-        assert np.all(plan.rank_loads(workload).max(axis=-1) <= workload.home_loads(plan.home).max(axis=-1))
-        if plan.num_replicas:
-            assert np.add.reduceat(plan.quota_tokens, plan.quota_starts[:-1]).min() >= smallest_share
+    assert np.array_equal(step.plan(ReLibra(move_cost=1e6)).home, step.placement.home)

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from helpers.browser import chromium, open_page
+from helpers.browser import open_page
 from helpers.examples import examples
 from helpers.reports import some_analysis, some_report
 from trimtab.report.html import write_html
@@ -35,12 +34,6 @@ PAGES: dict[str, Report | AnalysisReport] = {
     "training": measured_report(),
     "analysis": some_analysis(),
 }
-
-
-@pytest.fixture(scope="module")
-def browser() -> Iterator[Any]:
-    with chromium() as running:
-        yield running
 
 
 @pytest.fixture(scope="module")
@@ -70,9 +63,7 @@ def violations(page: Any, axe_script: str) -> list[tuple[str, str]]:
         long=list(itertools.product(PAGES, ["light", "dark"], [1280, 390])),
     ),
 )
-def test_pages_have_no_violations(
-    browser: Any, axe_script: str, tmp_path: Path, name: str, scheme: str, width: int
-) -> None:
+def test_no_violations(browser: Any, axe_script: str, tmp_path: Path, name: str, scheme: str, width: int) -> None:
     write_html(PAGES[name], tmp_path / "page.html")
     with open_page(browser, tmp_path / "page.html", width=width, scheme=scheme) as opened:
         opened.wait_until_drawn()

@@ -42,10 +42,7 @@ def test_the_load_scale_is_symmetric_and_leaves_out_few_loads() -> None:
     assert np.mean((ratios > scale.high) | (ratios < scale.low)) <= 0.005
     even = load_scale((LoadMap("even", np.full((2, 2, 4), 7)), LoadMap("none", np.zeros((1, 2, 4), np.int64))))
     assert (even.low, even.high, even.clips_below, even.clips_above) == (0.9, 1.1, False, False)
-
-
-def test_loads_are_compared_with_the_mean_of_their_instance() -> None:
-    """Layers with more tokens are as even as those with few."""
+    # Loads are compared with the mean of their instance: layers with more tokens are as even as those with few.
     scale = load_scale((LoadMap("static", np.array([[[30, 10], [300, 100]]])),))
     assert (scale.low, scale.high, scale.least, scale.most) == (0.5, 1.5, 0.5, 1.5)
 

@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import re
 import zlib
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 
-from helpers.browser import OpenPage, chromium, open_page
-from helpers.reports import some_analysis, some_report
+from helpers.browser import OpenPage, open_page
+from helpers.reports import crowded_report, some_analysis, some_report
 from trimtab.report.html import write_html
 from trimtab.report.model import AnalysisReport, Report
 
@@ -21,12 +19,6 @@ PAGES: dict[str, Report | AnalysisReport] = {"simulation": some_report(), "analy
 # Light colours of `page.css`: bars of step times, moving homes in bars of parts, experts in the timeline; the dark
 # background.
 QUIET, MIGRATION, EXPERTS, DARK = (0xC3, 0xC7, 0xCC), (0x3F, 0x92, 0x7A), (0x24, 0x58, 0xA8), (0x13, 0x14, 0x16)
-
-
-@pytest.fixture(scope="module")
-def browser() -> Iterator[Any]:
-    with chromium() as running:
-        yield running
 
 
 def printed_colours(pdf: bytes) -> set[tuple[int, ...]]:
@@ -110,8 +102,9 @@ def test_deciding_columns_are_in_view_on_a_phone(browser: Any, tmp_path: Path) -
     wanted = {"simulation": ("#policies", 4), "analysis": ("#placements", 3)}
     for name, (section, columns) in wanted.items():
         write_html(PAGES[name], tmp_path / "page.html")
-        with open_page(browser, tmp_path / "page.html", width=390) as opened:
+        with open_page(browser, tmp_path / "page.html", width=390, scheme="dark") as opened:
             opened.wait_until_drawn()
+            assert opened.complaints == []
             rights = opened.page.eval_on_selector_all(
                 f"{section} tr > :nth-child({columns})", "all => all.map(each => each.getBoundingClientRect().right)"
             )
@@ -122,8 +115,7 @@ def test_deciding_columns_are_in_view_on_a_phone(browser: Any, tmp_path: Path) -
 
 
 def test_long_names_do_not_widen_a_phone(browser: Any, tmp_path: Path) -> None:
-    report = some_report()
-    long = "a balancer of a long name, update of micro-step 16, 8 of 48 MoE layers"
+    report, long = some_report(), "a balancer of a long name, update of micro-step 16, 8 of 48 MoE layers"
     timelines = tuple(replace(timeline, title=long) for timeline in report.timelines)
     policies = (replace(report.policies[0], name=long.replace(" ", "_")), *report.policies[1:])
     names = tuple(f"{long} {layer}" for layer in report.layer_names)
@@ -135,11 +127,7 @@ def test_long_names_do_not_widen_a_phone(browser: Any, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("width", [1280, 390])
 def test_lanes_of_a_rank_have_distinct_names(browser: Any, tmp_path: Path, width: int) -> None:
-    report = some_report(ranks=2, layers=2)
-    first = report.timelines[0]
-    columns = ("kind_N", "lane_N", "rank_N", "layer_N", "start_N", "end_N")
-    twice: dict[str, Any] = {column: np.tile(getattr(first, column), 2) for column in columns}
-    write_html(replace(report, timelines=(replace(first, **twice),)), tmp_path / "page.html")
+    write_html(crowded_report(ranks=2, layers=2), tmp_path / "page.html")
     with open_page(browser, tmp_path / "page.html", width=width) as opened:
         opened.wait_until_drawn()
         page = opened.page

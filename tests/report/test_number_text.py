@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import math
 import re
+from functools import partial
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from trimtab.report.number_text import NONE, PREFIXES, bytes_text, flops, rate, seconds
+from trimtab.report.number_text import NONE, PREFIXES, bytes_text, flops, plural, rate, seconds
 
 
 @pytest.mark.parametrize(
@@ -21,7 +22,9 @@ from trimtab.report.number_text import NONE, PREFIXES, bytes_text, flops, rate, 
         (bytes_text, 999_999, "1.00 MB"), (bytes_text, 1.92e11, "192 GB"), (bytes_text, 2e12, "2.00 TB"),
         (rate, 450e9, "450 GB/s"), (rate, 6.7e12, "6.70 TB/s"), (rate, 62.5e6, "62.5 MB/s"),
         (flops, 4e14, "400 TFLOP/s"), (flops, 2.25e15, "2.25 PFLOP/s"), (flops, 5e10, "50.0 GFLOP/s"),
-        (seconds, math.nan, NONE), (bytes_text, math.inf, NONE),
+        (seconds, math.nan, NONE), (bytes_text, math.inf, NONE), (seconds, 0, "0.00 s"),
+        (partial(seconds, span=3.0), 0.05, "0.05 s"), (partial(plural, noun="rank"), 0, "0 ranks"),
+        (partial(plural, noun="rank"), 1, "1 rank"), (partial(plural, noun="rank"), 2000, "2,000 ranks"),
     ],
 )  # fmt: skip
 def test_the_unit_suits_the_size(text: object, value: float, shown: str) -> None:

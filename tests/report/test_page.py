@@ -6,16 +6,15 @@ import re
 from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 
 from helpers.pages import array_of, values_of
-from helpers.reports import EVIL, edge_reports, some_report, some_timeline
+from helpers.reports import EVIL, crowded_report, edge_reports, some_report, some_timeline
+from trimtab.array_type import Array
 from trimtab.report.html import page_of, write_html
-from trimtab.report.model import LoadMap, Timeline
-from trimtab.report.number_text import bytes_text, seconds
+from trimtab.report.model import LoadMap, Report, Timeline
 from trimtab.report.page_arrays import PageArrays
 from trimtab.report.payload import busiest_ranks
 from trimtab.report.table_data import Row, TableData
@@ -76,9 +75,7 @@ def test_answer_and_figures_are_in_the_html_without_scripts() -> None:
 
 def test_the_table_of_a_sweep_comes_first_and_memory_is_compared_with_the_device() -> None:
     report = some_report()
-    cases = TableData(
-        "Seconds of a step in every case", ("ranks", "static"), (Row("8", ("6.93",)), Row("16", ("3.41",)))
-    )
+    cases = TableData("Seconds of a step", ("ranks", "static"), (Row("8", ("6.93",)), Row("16", ("3.41",))))
     policies = tuple(replace(policy, fits=policy.name != "llep") for policy in report.policies)
     page = page_of(replace(report, cases=cases, policies=policies, device_bytes=4e10))
     sections = re.findall(r'<section id="([\w-]+)"', page)
@@ -92,18 +89,13 @@ def test_the_table_of_a_sweep_comes_first_and_memory_is_compared_with_the_device
 
 
 def test_texts_of_a_report_are_escaped() -> None:
-    report = some_report(title=EVIL)
+    report = replace(some_report(), title=EVIL)
     policy = replace(report.policies[0], name=EVIL, about=EVIL, memory_bytes={EVIL: 1e9})
     report = replace(
-        report,
-        answer=EVIL,
-        facts=((EVIL, EVIL),),
-        policies=(policy, *report.policies[1:]),
-        layer_names=(EVIL,) * len(report.layer_names),
-        before=replace(report.before, title=EVIL),
-        timelines=tuple(replace(t, title=EVIL, names=(EVIL, *t.names[1:])) for t in report.timelines),
-        notes=(EVIL,),
-    )
+        report, answer=EVIL, facts=((EVIL, EVIL),), policies=(policy, *report.policies[1:]),
+        layer_names=(EVIL,) * len(report.layer_names), before=replace(report.before, title=EVIL),
+        timelines=tuple(replace(t, title=EVIL, names=(EVIL, *t.names[1:])) for t in report.timelines), notes=(EVIL,),
+    )  # fmt: skip
     page = page_of(report)
     parsed = Parsed(page)
     assert parsed.open == []
@@ -115,25 +107,29 @@ def test_texts_of_a_report_are_escaped() -> None:
     assert values["timelines"][0]["names"][0] == EVIL
 
 
+def loads_on_page(report: Report, loads_MLR: Array) -> tuple[int, Array]:
+    """Unit and loads of the first map on the page of a report with these loads."""
+    page = page_of(replace(report, before=LoadMap("static", loads_MLR)))
+    part = values_of(page)["maps"][0]
+    found = array_of(page, part["array"]).reshape(part["L"], part["R"], part["M"]).transpose(2, 0, 1)
+    return part["unit"], part["unit"] * found
+
+
 @pytest.mark.parametrize("largest", [255, 256, 65536, 2**32])
 def test_loads_of_a_small_page_are_exact(largest: int) -> None:
     report = some_report()
     loads = report.before.loads_MLR.copy()
     loads[1, 2, 3] = largest
-    page = page_of(replace(report, before=LoadMap("static", loads)))
-    part = values_of(page)["maps"][0]
-    found = array_of(page, part["array"]).reshape(part["L"], part["R"], part["M"]).transpose(2, 0, 1)
-    assert part["unit"] == 1
+    unit, found = loads_on_page(report, loads)
+    assert unit == 1
     assert np.array_equal(found, loads)
 
 
 def test_loads_of_a_large_page_are_exact_to_a_thousandth_of_the_mean() -> None:
     report = some_report(ranks=64, layers=64, micro_steps=32)
     loads = report.before.loads_MLR * 7
-    page = page_of(replace(report, before=LoadMap("static", loads)))
-    part = values_of(page)["maps"][0]
-    found = part["unit"] * array_of(page, part["array"]).reshape(part["L"], part["R"], part["M"]).transpose(2, 0, 1)
-    assert part["unit"] > 1
+    unit, found = loads_on_page(report, loads)
+    assert unit > 1
     assert np.abs(found - loads).max() <= loads.mean() / 1000
 
 
@@ -166,11 +162,7 @@ def test_timelines_survive_encoding() -> None:
 
 
 def test_lanes_with_concurrent_operations_have_distinct_names() -> None:
-    first = some_report().timelines[0]
-    columns = ("kind_N", "lane_N", "rank_N", "layer_N", "start_N", "end_N")
-    twice: dict[str, Any] = {name: np.tile(getattr(first, name), 2) for name in columns}
-    crowded = replace(first, **twice)
-    lanes = values_of(page_of(replace(some_report(), timelines=(crowded,))))["timelines"][0]["lanes"]
+    lanes = values_of(page_of(crowded_report()))["timelines"][0]["lanes"]
     assert lanes == ["compute", "compute (2)", "node link", "node link (2)"]
 
 
@@ -203,9 +195,8 @@ def test_worst_layers_have_their_max_over_mean_before_and_after() -> None:
     page = page_of(report)
     text = page[page.index('<section id="layers"') : page.index('<section id="memory"')]
     assert '<th scope="col">static, max/mean</th><th scope="col">plan, max/mean</th>' in text
-    rows = re.findall(
-        r'data-layer="(\d)">layer (\d)</button></th><td>([\d.]+)</td><td>([\d.]+)</td><td>(.*?)</td>', text
-    )
+    cells = r"<td>([\d.]+)</td><td>([\d.]+)</td><td>(.*?)</td>"
+    rows = re.findall(rf'data-layer="(\d)">layer (\d)</button></th>{cells}', text)
     assert rows == [("0", "3", "1.500", "1.100", "1.36×"), ("1", "7", "1.200", "1.000", "1.20×")]
     assert values_of(page)["start_layer"] == 0
 
@@ -237,15 +228,9 @@ def test_a_page_of_94_layers_and_128_ranks_is_below_2_mb(tmp_path: Path) -> None
         lengths = (timeline.end_N - timeline.start_N) * rng.uniform(0.9, 1, len(timeline.end_N))
         return replace(timeline, end_N=timeline.start_N + lengths)
 
-    write_html(
-        replace(
-            report,
-            before=finer(report.before),
-            after=finer(report.after),
-            timelines=tuple(map(unlike, report.timelines)),
-        ),
-        tmp_path / "report.html",
-    )
+    timelines = tuple(map(unlike, report.timelines))
+    report = replace(report, before=finer(report.before), after=finer(report.after), timelines=timelines)
+    write_html(report, tmp_path / "report.html")
     assert min(len(timeline.kind_N) for timeline in report.timelines) > 140_000
     assert (tmp_path / "report.html").stat().st_size < 2e6
 
@@ -257,15 +242,3 @@ def test_a_failed_write_keeps_the_old_page(tmp_path: Path) -> None:
         write_html(broken, tmp_path / "deep" / "report.html")
     assert (tmp_path / "deep" / "report.html").read_text() == page_of(some_report())
     assert [path.name for path in (tmp_path / "deep").iterdir()] == ["report.html"]
-
-
-def test_numbers_have_about_three_digits_and_a_unit() -> None:
-    assert [seconds(s) for s in (0, 4.0781, 12.34, 0.4567, 0.0000021)] == [
-        "0.00 s",
-        "4.08 s",
-        "12.3 s",
-        "457 ms",
-        "2.10 µs",
-    ]
-    assert seconds(0.05, 3.0) == "0.05 s"
-    assert [bytes_text(b) for b in (12, 1.5e3, 108e6, 11.2e9)] == ["12 B", "1.50 kB", "108 MB", "11.2 GB"]

@@ -53,11 +53,10 @@ def test_all_operations_are_written_with_times_ranks_and_lanes(tmp_path: Path) -
 
 def test_operations_of_a_thread_do_not_overlap_and_numbers_are_unique(tmp_path: Path) -> None:
     # One lane with overlapping and nested operations, besides ordinary ones.
-    start = np.array([0.0, 1.0, 1.5, 3.0, 0.1])
-    end = np.array([2.0, 3.0, 1.6, 4.0, 0.9])
+    start, end = np.array([[0.0, 1.0, 1.5, 3.0, 0.1], [2.0, 3.0, 1.6, 4.0, 0.9]]) * 1e-6
     crowded = Timeline(
         "crowded", ('"quoted" <name>',), np.zeros(5, np.uint8), np.ones(5, np.uint8), np.zeros(5, np.int16),
-        np.full(5, -1, np.int16), start * 1e-6, end * 1e-6,
+        np.full(5, -1, np.int16), start, end,
     )  # fmt: skip
     write_perfetto([*some_report(ranks=2).timelines, crowded], tmp_path / "t.json.gz")
     events = read(tmp_path / "t.json.gz")
@@ -66,7 +65,6 @@ def test_operations_of_a_thread_do_not_overlap_and_numbers_are_unique(tmp_path: 
         if e["ph"] == "X":
             lanes[e["pid"], e["tid"]].append((e["ts"], e["ts"] + e["dur"]))
     for spans in lanes.values():
-        assert spans == sorted(spans)
         assert all(later[0] >= earlier[1] for earlier, later in pairwise(spans))
     assert names_of(events, "thread_name").keys() == lanes.keys()
     numbers = [*{pid for pid, _ in lanes}, *(tid for _, tid in lanes)]

@@ -71,18 +71,6 @@ def column(table: TableData, header: str) -> list[str]:
     return [row.cells[table.columns.index(header) - 1] for row in table.rows]
 
 
-def test_ratios_of_step_times(results: dict[str, PolicyResult]) -> None:
-    assert [result.speedup for result in results.values()] == [1.0, 4 / 2.5, 2.0, 2.5]
-    assert [result.fraction_of_balanced for result in results.values()] == pytest.approx([0.4, 0.64, 0.8, 1.0])
-    assert [result.speedup_over_eplb for result in results.values()] == pytest.approx([0.625, 1.0, 1.25, 2.5 / 1.6])
-
-
-def test_balance_and_rows_between_nodes(results: dict[str, PolicyResult]) -> None:
-    assert [result.max_over_mean for result in results.values()] == [1.4, 1.25, 1.2, 1.16]
-    assert [result.max_over_mean_p99 for result in results.values()] == [3.0, 2.25, 2.0, 1.8]
-    assert [result.cross_node_fraction for result in results.values()] == [0.5, 0.3125, 0.25, 0.2]
-
-
 def test_replicas_are_per_layer_and_micro_step(simulated: SimulatedCase, results: dict[str, PolicyResult]) -> None:
     plan = simulated.outcomes["trimtab"].plan
     numbers = [len(plan.replicas_of(m, layer)) for m in range(plan.num_micro_steps) for layer in range(2)]
@@ -105,12 +93,12 @@ def test_tables_show_each_figure_in_its_column(results: dict[str, PolicyResult])
     assert column(balance, "replicas")[0] == f"{results['trimtab'].replicas_per_instance:.1f}"
 
 
-def test_parts_are_milliseconds_and_memory_is_gigabytes(results: dict[str, PolicyResult]) -> None:
+def test_parts_and_memory_in_tables(results: dict[str, PolicyResult]) -> None:
     parts = {"attention": 0.5, "dispatch": 0.25, "experts": 1.0, "imbalance": 0.125, "transfers": 0.0625}
     parts |= {"planning": 0.03, "migration": 0.02, "optimizer": 0.01}
     memory = {"parameters": 3e9, "replica pool": 4.5e8}
     one = replace(results["trimtab"], parts_s=parts, memory_bytes=memory)
-    assert column(_parts_table([one]), "experts") == ["1,000"]
+    # Milliseconds and gigabytes.
     assert _parts_table([one]).rows[0].cells == ("500", "250", "1,000", "125", "62", "30", "20", "10")
     table = _memory_table([one])
     assert (table.columns, table.rows[0].cells) == (("policy", "params", "copies"), ("3.0", "0.5"))
@@ -141,9 +129,8 @@ def test_names_layers_and_settings_are_those_of_the_trace(simulated: SimulatedCa
     facts = dict(setting_facts("t.parquet", step_of(some_trace(), None)[0], simulated))
     assert facts["trace"] == "t.parquet, step 1: 480 tokens, 12 sequences"
     assert facts["cluster"].startswith("4 ranks, 2 per node")
-    assert (
-        facts["micro-steps"] == f"{simulated.outcomes['static'].plan.num_micro_steps}, each of up to 40 tokens per rank"
-    )
+    micro_steps = simulated.outcomes["static"].plan.num_micro_steps
+    assert facts["micro-steps"] == f"{micro_steps}, each of up to 40 tokens per rank"
 
 
 def test_timelines_are_of_the_middle_micro_step(simulated: SimulatedCase, report: Report) -> None:
@@ -210,14 +197,10 @@ def test_parts_add_up_to_the_step(simulated: SimulatedCase) -> None:
     outcome = simulated.outcomes["static"]
     parts = dict.fromkeys(outcome.simulated.parts_s, 0.0) | {"experts": 1.0, "attention": 3.25, "imbalance": -0.25}
     changed = replace(outcome, simulated=replace(outcome.simulated, parts_s=parts))
+    memory = {"expert parameters": 3 * 10**9, "dense parameters": 10**9, "activations": 2 * 10**8}
+    changed = replace(changed, memory=memory)
     result = policy_results(replace(simulated, outcomes=simulated.outcomes | {"static": changed}))[0]
     assert (result.parts_s["experts"], result.parts_s["imbalance"]) == (0.75, 0.0)
     assert sum(result.parts_s.values()) == result.step_time_s == 4.0
-
-
-def test_memory_of_experts_and_dense_parts_is_added(simulated: SimulatedCase) -> None:
-    memory = {"expert parameters": 3 * 10**9, "dense parameters": 10**9, "activations": 2 * 10**8}
-    changed = replace(simulated.outcomes["static"], memory=memory)
-    result = policy_results(replace(simulated, outcomes=simulated.outcomes | {"static": changed}))[0]
+    # Memory of experts and dense parts is added.
     assert result.memory_bytes == {"parameters": 4e9, "activations": 2e8}
-    assert _memory_table([result]).rows[0].cells == ("4.0", "0.2")

@@ -10,7 +10,6 @@ from rich.console import Console
 
 from helpers.reports import EVIL, some_policies
 from trimtab.report.notebook import notebook_html
-from trimtab.report.number_text import plural
 from trimtab.report.policies_table import balance_and_replicas, policies_table
 from trimtab.report.table_data import Row, TableData
 from trimtab.report.tables import facts, terminal_table
@@ -71,7 +70,3 @@ def test_markup_in_names_is_shown_as_text() -> None:
     assert all(name in text for name in ("[red]", "[bold]name[/bold]", "[i]", "[b]", "[u]"))
     assert "<img" not in table(data)
     assert 'data-layer="3"' in table(data)
-
-
-def test_nouns_follow_their_number() -> None:
-    assert [plural(count, "rank") for count in (0, 1, 2000)] == ["0 ranks", "1 rank", "2,000 ranks"]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import fields, replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -12,8 +12,9 @@ import numpy as np
 import pytest
 import torch
 
-from helpers.browser import OpenPage, chromium, open_page
+from helpers.browser import OpenPage, open_page
 from helpers.comparison_cases import some_case, some_trace
+from helpers.examples import examples
 from helpers.reports import some_analysis
 from trimtab.analysis.cost_estimate import CostEstimate
 from trimtab.report.html import NOT_SHOWN, page_of, write_html
@@ -26,7 +27,7 @@ from trimtab.rl.report import report_of
 from trimtab.rl.step_metrics import plan_metrics
 from trimtab.runtime.planned_step import PlanReport
 from trimtab.runtime.ranks.recorder import COMBINE, DISPATCH, EXPERTS, OTHER, Recording
-from trimtab.simulator.comparison import ComparisonCase, simulate_policy
+from trimtab.simulator.comparison import simulate_policy
 from trimtab.simulator.simulated_case import SimulatedCase
 
 PLAIN = "a plain name"
@@ -49,6 +50,7 @@ NAMES = {
     "not UTF-8": "trace-\udcff.parquet",
     "long": "name" * 2500,
 }
+ALL = "".join(NAMES.values())
 # What a pointer and a keyboard cause on every element, the handlers of names among them.
 TOUCH_ALL = """() => {
   for (const each of document.querySelectorAll("details")) each.open = true;
@@ -75,15 +77,11 @@ def analysis_page(name: str) -> AnalysisReport:
 
 
 def simulation_page(name: str) -> Report:
-    case = some_case()
-    named = replace(case, cluster=replace(case.cluster, name=name), model=replace(case.model, name=name))
-    return simulation_report(f"{name}.parquet", some_trace(), [simulated(named, ranks) for ranks in (4, 2)])
-
-
-def simulated(case: ComparisonCase, ranks: int) -> SimulatedCase:
-    policies = ("static", "balanced")
-    outcomes = {policy: simulate_policy(case, policy) for policy in policies}
-    return SimulatedCase(ranks, 1, None, case, outcomes, policies, {"static": 2.0, "balanced": 1.0})
+    case, step_s = some_case(), {"static": 2.0, "balanced": 1.0}
+    case = replace(case, cluster=replace(case.cluster, name=name), model=replace(case.model, name=name))
+    outcomes = {policy: simulate_policy(case, policy) for policy in step_s}
+    cases = [SimulatedCase(ranks, 1, None, case, outcomes, tuple(step_s), step_s) for ranks in (4, 2)]
+    return simulation_report(f"{name}.parquet", some_trace(), cases)
 
 
 def training_page(name: str) -> Report:
@@ -111,12 +109,6 @@ PAGES: dict[str, Callable[[str], Report | AnalysisReport]] = {
     "simulation": simulation_page,
     "training": training_page,
 }
-
-
-@pytest.fixture(scope="module")
-def browser() -> Iterator[Any]:
-    with chromium() as running:
-        yield running
 
 
 @pytest.fixture(scope="module")
@@ -149,12 +141,13 @@ def content_after_use(opened: OpenPage) -> list[list[str]]:
     return content
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.longer
+@pytest.mark.parametrize("name", examples(short=[ALL], long=[*NAMES.values(), ALL]))
 @pytest.mark.parametrize("kind", PAGES)
 def test_a_name_is_text_and_nothing_else(
     browser: Any, plain_content: dict[str, list[list[str]]], tmp_path: Path, kind: str, name: str
 ) -> None:
-    write_html(PAGES[kind](NAMES[name]), tmp_path / "page.html")
+    write_html(PAGES[kind](name), tmp_path / "page.html")
     with open_page(browser, tmp_path / "page.html") as opened:
         content = content_after_use(opened)
         for width in (1280, 390):
@@ -162,7 +155,7 @@ def test_a_name_is_text_and_nothing_else(
             assert opened.page.evaluate("document.documentElement.scrollWidth") == width
         assert opened.complaints == []
         assert opened.requests == []
-    shown = NOT_SHOWN.sub("\ufffd", NAMES[name])
+    shown = NOT_SHOWN.sub("\ufffd", name)
     expected = [[text.replace(PLAIN, shown) for text in element] for element in plain_content[kind]]
     assert [[NOT_SHOWN.sub("\ufffd", text) for text in element] for element in content] == expected
 

@@ -11,7 +11,8 @@ from trimtab.array_type import Array
 from trimtab.rl.advantages import extended_advantages, generalized_advantages
 
 Row = tuple[int, list[float], float]
-VALUES = st.floats(-2, 2)
+# Libraries may have switched subnormal numbers off in this process.
+VALUES, LAMBDAS = st.floats(-2, 2, allow_subnormal=False), st.floats(0, 1, allow_subnormal=False)
 
 
 def brute_force(differences: Array, gae_lambda: float) -> Array:
@@ -40,7 +41,7 @@ def padded(rows: list[Row]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     return values_BT, torch.tensor([row[2] for row in rows], dtype=torch.float64), mask_BT
 
 
-@given(responses(), st.floats(0, 1))
+@given(responses(), LAMBDAS)
 def test_gae_equals_its_definition(rows: list[Row], gae_lambda: float) -> None:
     values_BT, rewards_B, mask_BT = padded(rows)
     found = generalized_advantages(values_BT, rewards_B, mask_BT, gae_lambda)
@@ -50,17 +51,7 @@ def test_gae_equals_its_definition(rows: list[Row], gae_lambda: float) -> None:
     assert (found[mask_BT == 0] == 0).all()
 
 
-@given(responses())
-def test_with_lambda_1_an_advantage_is_the_reward_minus_the_value(
-    rows: list[Row],
-) -> None:
-    values_BT, rewards_B, mask_BT = padded(rows)
-    found = generalized_advantages(values_BT, rewards_B, mask_BT, 1.0)
-    expected = rewards_B[:, None] - values_BT
-    np.testing.assert_allclose(found[mask_BT > 0].numpy(), expected[mask_BT > 0].numpy(), atol=1e-12, rtol=0)
-
-
-@given(responses(), st.floats(0, 1), st.lists(st.booleans(), min_size=3, max_size=3))
+@given(responses(), LAMBDAS, st.lists(st.booleans(), min_size=3, max_size=3))
 @example([(1, [0.5], 1.0), (0, [0.1, 0.7, 0.2], 1.0)], 0.9, [False, False, False])
 def test_extended_gae_equals_its_definition(rows: list[Row], gae_lambda: float, finished: list[bool]) -> None:
     """Of finished and incomplete responses in one micro-batch. The rewards of incomplete ones are not a number."""
@@ -75,11 +66,3 @@ def test_extended_gae_equals_its_definition(rows: list[Row], gae_lambda: float, 
         if not finished[row]:
             assert found[row, prompt + len(values) - 1] == 0
     assert (found[mask_BT == 0] == 0).all()
-
-
-@given(responses(), st.floats(0, 1))
-def test_extended_gae_of_finished_responses_is_gae(rows: list[Row], gae_lambda: float) -> None:
-    values_BT, rewards_B, mask_BT = padded(rows)
-    finished_B = torch.ones(len(rows), dtype=torch.bool)
-    found = extended_advantages(values_BT, rewards_B, finished_B, mask_BT, gae_lambda)
-    assert torch.equal(found, generalized_advantages(values_BT, rewards_B, mask_BT, gae_lambda))

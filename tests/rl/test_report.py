@@ -49,17 +49,10 @@ def test_parts_are_means_over_ranks_and_add_up_to_the_step() -> None:
     parts = parts_of(with_waiting(two_ranks()), 36.0, {"planning": 0.5, "migration": 0.25})
     assert sum(parts.values()) == pytest.approx(36.0)
     # Means scaled by 3: 12 seconds were recorded.
-    expected = {
-        "attention": 3.75,
-        "planning": 1.5,
-        "migration": 0.75,
-        "dispatch": 6,
-        "experts": 10.5,
-        "imbalance": 9,
-        "transfers": 1.5,
-        "optimizer": 3,
-    }
-    assert parts == pytest.approx(expected)
+    assert parts == pytest.approx({
+        "attention": 3.75, "planning": 1.5, "migration": 0.75, "dispatch": 6, "experts": 10.5, "imbalance": 9,
+        "transfers": 1.5, "optimizer": 3,
+    })  # fmt: skip
 
 
 def test_the_timeline_is_the_update_of_the_median_micro_step() -> None:
@@ -69,14 +62,8 @@ def test_the_timeline_is_the_update_of_the_median_micro_step() -> None:
     ranks = [recording(*done, micro_steps=passes), recording(*other, micro_steps=passes)]
     timeline = timeline_of("trimtab", ranks, LANES.index("network"))
     assert timeline.title == "trimtab, update of micro-step 2"
-    found = [
-        (int(rank), LANES[lane], NAMES[kind], int(layer), float(start), float(end))
-        for rank, lane, kind, layer, start, end in zip(
-            timeline.rank_N, timeline.lane_N, timeline.kind_N, timeline.layer_N, timeline.start_N, timeline.end_N,
-            strict=True,
-        )
-    ]  # fmt: skip
-    assert found == [
+    columns = (getattr(timeline, f"{name}_N").tolist() for name in ("rank", "lane", "kind", "layer", "start", "end"))
+    assert [(rank, LANES[lane], NAMES[kind], *others) for rank, lane, kind, *others in zip(*columns, strict=True)] == [
         (0, "compute", "experts", 1, 0.0, 1.0),
         (0, "network", "combine", 1, 1.0, 1.5),
         (0, "compute", "waiting for replicas or their gradients", 1, 1.5, 2.0),
@@ -94,8 +81,9 @@ def test_charts_of_rollouts_average_consecutive_steps() -> None:
         for step in range(3, 3 + 2 * CHART_PLACES)
     ]
     lengths, occupancy = rollout_charts(steps)
-    assert list(lengths.places) == [str(step) for step in range(3, 3 + 2 * CHART_PLACES, 2)]
-    assert lengths.lines[0].values == [2 * step + 1 for step in range(3, 3 + 2 * CHART_PLACES, 2)]
-    assert lengths.lines[1].values == [step + 0.5 for step in range(3, 3 + 2 * CHART_PLACES, 2)]
-    assert occupancy.lines[0].values == pytest.approx([(step + 0.5) / 100 for step in range(3, 33, 2)])
+    first = range(3, 3 + 2 * CHART_PLACES, 2)
+    assert list(lengths.places) == [str(step) for step in first]
+    assert lengths.lines[0].values == [2 * step + 1 for step in first]
+    assert lengths.lines[1].values == [step + 0.5 for step in first]
+    assert occupancy.lines[0].values == pytest.approx([(step + 0.5) / 100 for step in first])
     assert [len(chart.places) for chart in rollout_charts(steps[:4])] == [4, 4]

@@ -11,7 +11,6 @@ import time
 from dataclasses import replace
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch.distributed as dist
 from safetensors.torch import load_file
@@ -29,12 +28,12 @@ from helpers.runs import (
     straight_run,
     train_command,
 )  # fmt: skip
+from helpers.trainers import make_sequences, plan_and_recompute
 from trimtab.cli.main import main
 from trimtab.errors import InputError
 from trimtab.rl.checkpoint import last_checkpoint
 from trimtab.rl.config import resumed
 from trimtab.rl.run import _lock
-from trimtab.rl.sequences import Sequence
 from trimtab.rl.trainer import Trainer
 
 STEPS = 5
@@ -60,22 +59,7 @@ def save_again_and_update(out: Path) -> None:
     config, _ = resumed(out, {})
     trainer = Trainer(replace(config, out=out / f"{ranks} ranks", mini_batches=1), last_checkpoint(out))
     trainer.save(0)
-    rng = np.random.default_rng(0)
-    sequences = [
-        Sequence(
-            token_ids=rng.integers(1, 10, 12),
-            prompt_length=5,
-            expert_ids=np.argsort(rng.gumbel(size=(11, 2, 8)))[..., :2].astype(np.uint8),
-            reward=0.0,
-            advantage=float(rng.normal()),
-            log_probs=np.zeros(7, np.float32),
-        )
-        for _ in range(16)
-    ]
-    prepared = trainer.prepare(sequences[trainer.rank :: ranks], 0)
-    assert prepared.planned is not None
-    trainer.session.apply_plan(prepared.planned, prepared.trace)
-    trainer.update(prepared, trainer.recompute(prepared), 10)
+    trainer.update(*plan_and_recompute(trainer, make_sequences(16)[trainer.rank :: ranks]), 10)
     trainer.save(1)
 
 
@@ -151,17 +135,17 @@ def test_runs_that_can_not_be_resumed_are_refused_in_one_line(
     (tmp_path / "other").mkdir()
     (tmp_path / "other" / "letter.txt").touch()
     state = out / "checkpoints" / f"step-{STEPS:05d}" / "trainer" / "state.json"
-    cases = [
-        (out, ["--seed", "3"], "--seed is 3; the run in {out} has 0, and that can't change"),
-        (out, ["--model", "elsewhere"], "--model is {here}/elsewhere; the run in {out} has"),
-        (out, ["--mini-batches", "1"], "--mini-batches is 1; the run in {out} has 2"),
-        (out, ["--steps", "2"], "--steps is 2; the run in {out} has done 5 already"),
-        (out, ["--ranks", "3"], "3 ranks don't divide 8 experts"),
-        (tmp_path / "other", [], "other: no run to resume there (no settings.json)"),
-    ]
+    cases = {
+        "--seed 3": f"--seed is 3; the run in {out} has 0",
+        "--model elsewhere": f"--model is {Path.cwd()}/elsewhere; the run in {out} has",
+        "--mini-batches 1": f"--mini-batches is 1; the run in {out} has 2",
+        "--steps 2": f"--steps is 2; the run in {out} has done 5 already",
+        "--ranks 3": "3 ranks don't divide 8 experts",
+    }
     before = sorted(tmp_path.rglob("*"))
-    for folder, options, message in cases:
-        expect_refusal(folder, options, message.format(out=out, here=Path.cwd()), capsys)
+    for options, message in cases.items():
+        expect_refusal(out, options.split(), message, capsys)
+    expect_refusal(tmp_path / "other", [], "other: no run to resume there (no settings.json)", capsys)
     assert sorted(tmp_path.rglob("*")) == before
     state.write_text("{}")
     expect_refusal(out, [], f"{state}: expected the state of a run after {STEPS} steps", capsys)
@@ -178,6 +162,7 @@ def test_damaged_and_missing_files_are_refused_by_name(straight: Path, tmp_path:
     state = checkpoint.directory / "trainer" / "state.json"
     files = [path for path in checkpoint.directory.rglob("*") if path.is_file() and path != state]
     assert {"model.safetensors", "config.json", "optimizer-00000.safetensors"} <= {file.name for file in files}
+    checkpoint.check_files()
     for file in files:
         whole = file.read_bytes()
         damaged = bytearray(whole)
@@ -186,11 +171,7 @@ def test_damaged_and_missing_files_are_refused_by_name(straight: Path, tmp_path:
             file.write_bytes(content)
             with pytest.raises(InputError, match=f"{file}: it has changed since it was written"):
                 checkpoint.check_files()
-        file.unlink()
-        with pytest.raises(InputError, match=f"{file}: it is missing; .* to continue from the checkpoint before"):
-            checkpoint.check_files()
         file.write_bytes(whole)
-        checkpoint.check_files()
 
 
 def test_a_resumed_run_refuses_a_damaged_checkpoint_and_continues_without_it(
@@ -199,11 +180,6 @@ def test_a_resumed_run_refuses_a_damaged_checkpoint_and_continues_without_it(
     out = tmp_path / "out"
     shutil.copytree(straight, out)
     directory = out / "checkpoints" / f"step-{STEPS:05d}"
-    state = directory / "trainer" / "state.json"
-    whole = state.read_text()
-    state.write_text(whole.replace('"homes": [', '"homes": [[0], ', 1))
-    expect_refusal(out, [], f"{state}: expected the state of a run after {STEPS} steps", capsys)
-    state.write_text(whole)
     weights = directory / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:-1] + b"x")
     before = (out / "metrics.jsonl").read_bytes()

@@ -32,7 +32,7 @@ def test_sampled_responses_have_their_log_probs_rewards_and_advantages(tmp_path:
         sequences = sample_groups(model, tokenizer, PROBLEMS, samples=8, max_new_tokens=12)
     assert len(sequences) == 24
     lengths = {s.response_length for s in sequences}
-    assert min(lengths) < 12
+    assert min(lengths) < 12 == max(lengths)
     for index, (sequence, response) in enumerate(zip(sequences, responses, strict=True)):
         tokens, prompt = sequence.token_ids, sequence.prompt_length
         assert tokenizer.decode(tokens[:prompt]) == PROBLEMS[index // 8].prompt

@@ -32,14 +32,10 @@ def test_only_responses_that_end_with_the_right_sum_earn_a_reward() -> None:
         assert problem.reward(response) == 1.0
     for response in ("16", "11,17.", "~20.", "", "16,.", problem.estimate):
         assert problem.reward(response) == 0.0
-
-
-def test_estimates_are_never_right() -> None:
     rng = random.Random(0)
-    for _ in range(500):
-        problem = draw_problem(rng, held_out=False)
-        assert problem.reward(problem.estimate) == 0.0
-        assert problem.reward(problem.response) == 1.0
+    for problem in (draw_problem(rng, held_out=False) for _ in range(500)):
+        assert problem.operation == SUM
+        assert (problem.reward(problem.response), problem.reward(problem.estimate)) == (1.0, 0.0)
 
 
 def test_held_out_problems_are_never_trained_on() -> None:
@@ -66,11 +62,6 @@ def test_demonstrations_of_all_operations_are_right() -> None:
     estimates = [response == problem.estimate for problem, response in sums]
     assert sum(estimates) / len(sums) == pytest.approx(0.5, abs=0.06)
     assert all(response == problem.response for problem, response in shown if problem.operation != SUM)
-
-
-def test_rl_problems_are_sums_by_default() -> None:
-    rng = random.Random(0)
-    assert {draw_problem(rng, held_out=False).operation for _ in range(200)} == {SUM}
 
 
 def test_counting_has_long_and_uneven_responses() -> None:

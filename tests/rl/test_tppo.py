@@ -5,40 +5,39 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, get_args
+from unittest import mock
 
 import numpy as np
 import pytest
 import torch
-import torch.distributed as dist
 
-from helpers.rank_pool import RankPool
+from helpers.live_runs import quotas_of_few
+from helpers.rank_tests import of_all_ranks, runs_on_ranks
 from helpers.trainers import (
     LOG_RATIO,
     PlainValues,
+    assert_equal_states,
     compare_gradients,
-    make_folder,
+    discounted,
     make_sequences,
+    plain_response,
+    plan_and_recompute,
     save_and_resume,
     start,
+    start_for_gradients,
+    strengthen_experts,
 )
 from trimtab.rl.algorithm import TokenOutputs, TrainedTokens
 from trimtab.rl.batches import collate
 from trimtab.rl.config import PrefixRouting, ValueModelName
-from trimtab.rl.demo_model import load_model
-from trimtab.rl.ppo import GAE_LAMBDA
 from trimtab.rl.sequences import Sequence
 from trimtab.rl.step_metrics import StepClock
 from trimtab.rl.tppo import TPPO
 from trimtab.rl.value_head import ValueHead
 from trimtab.rl.windows import Windows
+from trimtab.runtime.live import balancer
+from trimtab.runtime.settings import Mode
 from trimtab.trace import read_trace
-
-State = dict[str, Any]
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_folder(tmp_path_factory.mktemp("tppo"))
 
 
 def partly_trained(count: int) -> list[Sequence]:
@@ -50,16 +49,11 @@ def partly_trained(count: int) -> list[Sequence]:
         # The last known token was not trained.
         versions = np.where(np.arange(sequence.num_fed) < sequence.prompt_length - 1 + known, 3 - index % 3, 4)
         is_finished = index % 3 > 0
-        found.append(
-            replace(
-                sequence,
-                reward=float(rng.random()) if is_finished else 0.0,
-                is_finished=is_finished,
-                trained_tokens=max(0, known - 1),
-                row_versions=versions.astype(np.int32),
-                log_probs=-3 + rng.random(sequence.response_length).astype(np.float32),
-            )
-        )
+        found.append(replace(
+            sequence, reward=float(rng.random()) if is_finished else 0.0, is_finished=is_finished,
+            trained_tokens=max(0, known - 1), row_versions=versions.astype(np.int32),
+            log_probs=-3 + rng.random(sequence.response_length).astype(np.float32),
+        ))  # fmt: skip
     return [sequence for sequence in found if sequence.policy_tokens or sequence.value_tokens]
 
 
@@ -68,20 +62,16 @@ def plain_loss(model: Any, value_model: PlainValues, sequences: list[Sequence]) 
     policy, value = torch.zeros(()), torch.zeros(())
     policy_tokens = value_tokens = 0
     for sequence in sequences:
-        tokens = torch.from_numpy(sequence.token_ids)
-        first, length = sequence.prompt_length - 1, sequence.response_length
-        hidden = model.model(tokens[None, :-1]).last_hidden_state[0]
-        log_probs = model.lm_head(hidden[first:]).log_softmax(-1)[range(length), tokens[sequence.prompt_length :]]
-        values = value_model(tokens[:-1], hidden)[first:]
+        length, (log_probs, values) = sequence.response_length, plain_response(model, value_model, sequence)
         after = [*values.tolist()[1:], sequence.reward if sequence.is_finished else float(values[-1])]
         deltas = np.array(after) - values.tolist()
         assert sequence.row_versions is not None
-        versions = sequence.row_versions[first:]
+        versions = sequence.row_versions[sequence.prompt_length - 1 :]
         for t in range(sequence.trained_tokens, length if sequence.is_finished else length - 1):
             is_new = versions[t] == versions[-1]
             old = log_probs[t].detach() - LOG_RATIO if is_new else torch.tensor(sequence.log_probs[t])
             ratio = (log_probs[t] - old).exp()
-            advantage = sum(GAE_LAMBDA ** (k - t) * deltas[k] for k in range(t, length))
+            advantage = discounted(deltas[t:])
             policy = policy - torch.minimum(ratio * advantage, ratio.clamp(0.8, 1.2) * advantage)
             policy_tokens += 1
         if sequence.is_finished:
@@ -91,17 +81,15 @@ def plain_loss(model: Any, value_model: PlainValues, sequences: list[Sequence]) 
     return policy / policy_tokens + value / value_tokens
 
 
-def check_gradients(state: State, folder: Path, mode: str, value_model: str) -> None:
-    given: dict[str, Any] = {"mini_batches": 1, "mode": mode, "value_model": value_model}
-    if value_model == "trunk":
-        given |= {"slots": 2, "gradient_checkpointing": mode == "plan"}
-    trainer = start(folder, algorithm="t-ppo", **given)
-    model: Any = load_model(folder / "model", trainer.model_config, torch.float32)
+@pytest.mark.parametrize("value_model", get_args(ValueModelName))
+@pytest.mark.parametrize("mode", ["plan", "off"])
+@runs_on_ranks()
+def test_gradients_equal_those_of_a_plain_tppo(folder: Path, mode: Mode, value_model: ValueModelName) -> None:
+    trainer, model = start_for_gradients(folder, "t-ppo", mode, value_model)
     windows = Windows(8, window=3, max_new_tokens=8, seed=2)
-    both: list[Any] = [[sequence for step in range(3) for sequence in windows.advance(model, trainer.tokenizer, step)]]
-    dist.broadcast_object_list(both)
+    of_rank_0, _ = of_all_ranks([s for step in range(3) for s in windows.advance(model, trainer.tokenizer, step)])
     rng = np.random.default_rng(8)
-    sequences = [replace(s, reward=float(rng.random())) if s.is_finished else s for s in both[0]]
+    sequences = [replace(s, reward=float(rng.random())) if s.is_finished else s for s in of_rank_0]
     # Windows whose policy differs from that of now.
     sequences = [replace(s, log_probs=s.log_probs - rng.normal(size=s.response_length) * 0.1) for s in sequences]
     assert any(s.is_finished and s.trained_tokens for s in sequences)
@@ -110,34 +98,14 @@ def check_gradients(state: State, folder: Path, mode: str, value_model: str) -> 
     trainer.close()
 
 
-@pytest.mark.parametrize("value_model", get_args(ValueModelName))
-@pytest.mark.parametrize("mode", ["plan", "off"])
-def test_gradients_equal_those_of_a_plain_tppo(pool: RankPool, folder: Path, mode: str, value_model: str) -> None:
-    pool.call(check_gradients, folder, mode, value_model)
-
-
-def train_some_steps(state: State, folder: Path, mode: str) -> list[dict[str, float]]:
-    trainer = start(folder, algorithm="t-ppo", mode=mode, learning_rate=1e-3)
-    found = []
-    for step in range(3):
-        _, metrics = trainer.train(partly_trained(16)[trainer.rank :: 2], step, StepClock())
-        found.append(
-            {name: metrics[name] for name in metrics if name.startswith(("loss", "ppo", "value", "grad", "tok"))}
-        )
+@runs_on_ranks()
+def test_tokens_that_are_fed_and_trained_are_counted(folder: Path) -> None:
+    trainer, sequences = start(folder, algorithm="t-ppo"), partly_trained(16)
+    _, metrics = trainer.train(sequences[trainer.rank :: 2], 0, StepClock())
+    assert metrics["tokens/computed"] == sum(len(s.expert_ids) for s in sequences)
+    trained = [s.response_length - s.trained_tokens - (not s.is_finished) for s in sequences]
+    assert metrics["tokens/trained"] == sum(trained)
     trainer.close()
-    return found
-
-
-def test_balanced_and_unbalanced_runs_have_the_same_losses(pool: RankPool, folder: Path) -> None:
-    planned, static, off = (pool.call(train_some_steps, folder, mode)[0] for mode in ("plan", "static", "off"))
-    for other in (static, off):
-        for one, two in zip(planned, other, strict=True):
-            assert one == pytest.approx(two, rel=1e-4, abs=1e-6)
-    sequences = partly_trained(16)
-    assert planned[0]["tokens/computed"] == sum(len(s.expert_ids) for s in sequences)
-    assert planned[0]["tokens/trained"] == sum(
-        s.response_length - s.trained_tokens - (not s.is_finished) for s in sequences
-    )
 
 
 def test_figures_by_age_are_of_the_policy_before_the_step() -> None:
@@ -154,14 +122,12 @@ def test_figures_by_age_are_of_the_policy_before_the_step() -> None:
         assert found[f"ppo/clip_fraction_age_{age}"] == (age == "1")
 
 
-def compare_prefix_routing(state: State, folder: Path) -> dict[str, float]:
-    """Differences to the rollout after the weights have changed in the middle of responses; all other rows differ."""
+@runs_on_ranks()
+def test_recorded_prefixes_differ_from_the_rebuilt_cache(folder: Path) -> None:
+    """The weights change in the middle of responses."""
     trainer = start(folder, algorithm="t-ppo", window=2, max_new_tokens=8, problems=12)
     generator = torch.Generator().manual_seed(3)
-    with torch.no_grad():
-        # A model whose log-probabilities depend on its experts.
-        for name, parameter in trainer.model.named_parameters():
-            parameter.mul_({"down_proj": 6, "lm_head": 4}.get(name.rsplit(".", 2)[-1].removesuffix(".weight"), 1))
+    strengthen_experts(trainer)
     trainer.sync_rollout()
     trainer.rollout(0)
     with torch.no_grad():
@@ -173,52 +139,40 @@ def compare_prefix_routing(state: State, folder: Path) -> dict[str, float]:
     found = {}
     for routing in get_args(PrefixRouting):
         trainer.config = replace(trainer.config, prefix_routing=routing)
-        prepared = trainer.prepare(old, 1)
-        assert prepared.planned is not None
-        trainer.session.apply_plan(prepared.planned, prepared.trace)
-        found[routing] = trainer.rollout_difference(prepared, trainer.recompute(prepared))
+        prepared, log_probs = plan_and_recompute(trainer, old, 1)
+        found[routing] = trainer.rollout_difference(prepared, log_probs)
         unknown = (prepared.trace.expert_ids == prepared.trace.no_route).all(axis=(1, 2))
         versions = np.concatenate([prepared.trace.row_versions(s) for s in range(prepared.trace.num_sequences)])
         assert unknown.tolist() == ((versions == 0) & (routing == "live")).tolist()
         assert {len(windows) for windows in prepared.trace.windows} == {2}
     trainer.close()
-    return found
+    assert 0 < found["rebuilt"] < 0.1
+    assert found["live"] < found["recorded"] / 2
+    assert found["rebuilt"] < found["recorded"] / 2
 
 
-def test_recorded_prefixes_differ_from_the_rebuilt_cache(pool: RankPool, folder: Path) -> None:
-    for found in pool.call(compare_prefix_routing, folder):
-        assert 0 < found["rebuilt"] < 0.1
-        assert found["live"] < found["recorded"] / 2
-        assert found["rebuilt"] < found["recorded"] / 2
-
-
-def count_logits(state: State, folder: Path) -> None:
+@runs_on_ranks()
+def test_only_tokens_of_a_loss_have_logits(folder: Path) -> None:
     trainer = start(folder, algorithm="t-ppo", mode="off")
     head = trainer.model.get_output_embeddings()
     rows: list[int] = []
     hook = head.register_forward_hook(lambda _module, args, _output: rows.append(len(args[0])))
     sequences = partly_trained(16)
-    prepared = trainer.prepare(sequences[trainer.rank :: 2], 0)
-    assert prepared.planned is not None
-    trainer.session.apply_plan(prepared.planned, prepared.trace)
-    old_log_probs = trainer.recompute(prepared)
+    prepared, old_log_probs = plan_and_recompute(trainer, sequences[trainer.rank :: 2])
     recomputed, updates = sum(rows), len(rows)
     trainer.update(prepared, old_log_probs, 0)
     hook.remove()
-    totals: list[Any] = [None, None]
-    dist.all_gather_object(totals, (recomputed, sum(rows[updates:])))
+    totals = of_all_ranks((recomputed, sum(rows[updates:])))
     assert sum(total for total, _ in totals) == sum(sequence.response_length for sequence in sequences)
     assert sum(total for _, total in totals) == sum(sequence.policy_tokens for sequence in sequences)
     trainer.close()
 
 
-def test_only_tokens_of_a_loss_have_logits(pool: RankPool, folder: Path) -> None:
-    pool.call(count_logits, folder)
-
-
-def resume(state: State, folder: Path) -> None:
-    settings: dict[str, Any] = {"algorithm": "t-ppo", "window": 2, "max_new_tokens": 7, "learning_rate": 1e-3}
-    trainer = start(folder, **settings)
+@pytest.mark.parametrize("value_model", get_args(ValueModelName))
+@runs_on_ranks()
+def test_a_run_resumes_in_the_middle_of_responses_bit_for_bit(folder: Path, value_model: ValueModelName) -> None:
+    settings: dict[str, Any] = {"window": 2, "max_new_tokens": 7, "learning_rate": 1e-3, "value_model": value_model}
+    trainer = start(folder, algorithm="t-ppo", slots=2 if value_model == "trunk" else 0, **settings)
     (folder / "out" / "routing").mkdir(exist_ok=True)
     windows: Any = trainer.algorithm.windows
     for step in range(2):
@@ -230,21 +184,14 @@ def resume(state: State, folder: Path) -> None:
     # In the middle of responses.
     assert any(len(set(response.row_versions.tolist())) == 2 for response in windows.open)
     for step in (2, 3):
-        straight, resumed = (
-            {name: value for name, value in each.step(step).items() if not name.endswith(("_s", "_bytes"))}
-            for each in (trainer, again)
-        )
+        with mock.patch.object(balancer, "choose_quotas", quotas_of_few):
+            straight, resumed = (
+                {name: value for name, value in each.step(step).items() if not name.endswith(("_s", "_bytes"))}
+                for each in (trainer, again)
+            )
         assert straight == resumed
-    states = [each.algorithm_state() for each in (trainer, again)]
-    assert states[0].keys() == states[1].keys()
-    for name, value in states[0].items():
-        assert torch.equal(value, states[1][name]), name
-    expected = trainer.session.logical_state_dict(trainer.model)
-    for name, value in again.session.logical_state_dict(again.model).items():
-        assert torch.equal(value, expected[name]), name
+        assert value_model == "head" or straight["value/replicas"] > 0
+    assert_equal_states(*(each.algorithm_state() for each in (trainer, again)))
+    assert_equal_states(*(each.session.logical_state_dict(each.model) for each in (trainer, again)))
     for each in (trainer, again):
         each.close()
-
-
-def test_a_run_resumes_in_the_middle_of_responses_bit_for_bit(pool: RankPool, folder: Path) -> None:
-    pool.call(resume, folder)

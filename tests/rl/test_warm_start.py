@@ -10,21 +10,10 @@ import pytest
 import torch
 from transformers.models.qwen3_moe.modeling_qwen3_moe import load_balancing_loss_func
 
-from helpers.rank_pool import RankPool
-from helpers.runs import save_tiny_model
+from helpers.rank_tests import runs_on_ranks
 from helpers.trainers import LAYERS, TOP_K, start
 from trimtab.rl import warm_start
 from trimtab.rl.warm_start import load_balancing_loss
-
-State = dict[str, Any]
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("warm start")
-    save_tiny_model(folder / "model")
-    (folder / "out").mkdir()
-    return folder
 
 
 def test_the_loss_equals_that_of_transformers_for_one_layer() -> None:
@@ -33,8 +22,9 @@ def test_the_loss_equals_that_of_transformers_for_one_layer() -> None:
     assert float(load_balancing_loss(logits, logits.topk(2).indices)) == pytest.approx(float(expected) / 2, rel=1e-5)
 
 
-def train(state: State, folder: Path, gradient_checkpointing: bool) -> tuple[list[list[int]], list[float]]:
-    """For every call of the loss the shape of the ids, and fed rows of the batch; losses of the first and last step."""
+@pytest.mark.parametrize("gradient_checkpointing", [False, True])
+@runs_on_ranks()
+def test_padding_does_not_count_in_the_load_balancing_loss(folder: Path, gradient_checkpointing: bool) -> None:
     shapes, values = [], []
     encode, fed_rows = warm_start._encode, []
 
@@ -45,7 +35,7 @@ def train(state: State, folder: Path, gradient_checkpointing: bool) -> tuple[lis
 
     def kept_loss(logits: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
         value = load_balancing_loss(logits, ids)
-        shapes.append([fed_rows[-1], *ids.shape])
+        shapes.append((fed_rows[-1], *ids.shape))
         values.append(float(value.detach()))
         return value
 
@@ -55,15 +45,7 @@ def train(state: State, folder: Path, gradient_checkpointing: bool) -> tuple[lis
         mock.patch.object(warm_start, "_encode", kept_encode),
     ):
         start(folder, warm_start_steps=12, gradient_checkpointing=gradient_checkpointing).close()
-    return shapes, [sum(values[:LAYERS]), sum(values[-LAYERS:])]
-
-
-@pytest.mark.parametrize("gradient_checkpointing", [False, True])
-def test_padding_does_not_count_in_the_load_balancing_loss(
-    pool: RankPool, folder: Path, gradient_checkpointing: bool
-) -> None:
-    for shapes, (first, last) in pool.call(train, folder, gradient_checkpointing):
-        assert len(shapes) == 12 * LAYERS
-        for fed_rows, rows, top_k in shapes:
-            assert (rows, top_k) == (fed_rows, TOP_K)
-        assert LAYERS < last < first - 0.02
+    assert len(shapes) == 12 * LAYERS
+    for fed, rows, top_k in shapes:
+        assert (rows, top_k) == (fed, TOP_K)
+    assert LAYERS < sum(values[-LAYERS:]) < sum(values[:LAYERS]) - 0.02

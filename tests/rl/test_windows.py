@@ -8,31 +8,23 @@ from typing import Any
 from unittest import mock
 
 import numpy as np
-import pytest
 import torch
 import torch.distributed as dist
 
-from helpers.rank_pool import RankPool
-from helpers.runs import save_tiny_model
+from helpers.rank_tests import of_all_ranks, runs_on_ranks
 from trimtab.integrations.transformers import record_routing
+from trimtab.rl import windows as windows_module
 from trimtab.rl.demo_model import load_config, load_model, load_tokenizer
 from trimtab.rl.sequences import Sequence
+from trimtab.rl.task import Problem
 from trimtab.rl.windows import Windows
 
-State = dict[str, Any]
 PLACES, WINDOW, MOST = 6, 3, 8
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("windows")
-    save_tiny_model(folder)
-    return folder
-
-
 def load(folder: Path) -> tuple[Any, Any, Windows]:
-    tokenizer = load_tokenizer(folder)
-    model = load_model(folder, load_config(folder, tokenizer), torch.float32).eval()
+    tokenizer = load_tokenizer(folder / "model")
+    model = load_model(folder / "model", load_config(folder / "model", tokenizer), torch.float32).eval()
     # Responses end at different lengths.
     with torch.no_grad():
         model.lm_head.weight.mul_(0.3)
@@ -68,12 +60,14 @@ def check_step(before: list[Sequence], now: list[Sequence], step: int, end: int)
         assert len(sequence.expert_ids) == sequence.num_fed
         assert len(sequence.log_probs) == sequence.response_length
         response = sequence.token_ids[sequence.prompt_length :]
+        assert len(response) <= MOST
         assert sequence.is_finished == (response[-1] == end or len(response) == MOST)
         assert end not in response[:-1]
         assert sequence.policy_tokens == len(response) - sequence.trained_tokens - (not sequence.is_finished)
 
 
-def run_windows(state: State, folder: Path) -> None:
+@runs_on_ranks()
+def test_responses_grow_by_a_window_until_they_are_complete(folder: Path) -> None:
     model, tokenizer, windows = load(folder)
     before: list[Sequence] = []
     complete = []
@@ -105,45 +99,46 @@ def run_windows(state: State, folder: Path) -> None:
     now = windows.advance(model, tokenizer, 8)
     check_step(before, now, 8, tokenizer.eos_token_id)
     assert any(s.rebuilt_ids is not None and not np.array_equal(s.rebuilt_ids, s.expert_ids) for s in now)
-    others = [response.token_ids.tolist() for response in windows.open]
-    gathered: list[Any] = [None, None]
-    dist.all_gather_object(gathered, others)
-    assert gathered[0] != gathered[1]
+    first, second = of_all_ranks([response.token_ids.tolist() for response in windows.open])
+    assert first != second
 
 
-def test_responses_grow_by_a_window_until_they_are_complete(pool: RankPool, folder: Path) -> None:
-    pool.call(run_windows, folder)
+@runs_on_ranks()
+def test_tokens_are_sampled_anew_in_every_step_and_on_every_rank(folder: Path) -> None:
+    """Of the same prompts."""
+    model, tokenizer, _ = load(folder)
+    with mock.patch.object(windows_module, "draw_problem", return_value=Problem((1, 2))):
+        sampled = [
+            [sequence.token_ids.tolist() for sequence in load(folder)[2].advance(model, tokenizer, step)]
+            for step in (0, 1, 0)
+        ]
+    assert sampled[0] == sampled[2]
+    assert len({str(tokens) for of_rank in of_all_ranks(sampled[:2]) for tokens in of_rank}) == 4
 
 
-def deal_out(state: State, folder: Path) -> None:
+@runs_on_ranks()
+def test_open_responses_continue_on_any_number_of_ranks(folder: Path) -> None:
     model, tokenizer, windows = load(folder)
     windows.advance(model, tokenizer, 0)
     assert windows.open
-    found = [windows.state()]
-    dist.broadcast_object_list(found)
-    gathered: list[Any] = [None, None]
-    dist.all_gather_object(gathered, [(r.token_ids.tolist(), r.problem) for r in windows.open])
+    state, _ = of_all_ranks(windows.state())
+
+    def opened(windows: Windows) -> list[Any]:
+        return [(response.token_ids.tolist(), response.problem) for response in windows.open]
+
+    gathered = of_all_ranks(opened(windows))
     again = load(folder)[2]
-    again.load_state(found[0])
-    assert [(r.token_ids.tolist(), r.problem) for r in again.open] == gathered[dist.get_rank()]
+    again.load_state(state)
+    assert opened(again) == gathered[dist.get_rank()]
     for mine, its in zip(windows.open, again.open, strict=True):
         for name in ("expert_ids", "row_versions", "log_probs", "token_ids"):
-            array, other = getattr(mine, name), getattr(its, name)
-            assert array.dtype == other.dtype, name
-            assert np.array_equal(array, other), name
+            np.testing.assert_array_equal(getattr(mine, name), getattr(its, name), strict=True)
     everything = [*gathered[0], *gathered[1]]
     for ranks in (1, 3):
         dealt = []
         for rank in range(ranks):
-            with (
-                mock.patch.object(dist, "get_rank", lambda rank=rank: rank),
-                mock.patch.object(dist, "get_world_size", lambda ranks=ranks: ranks),
-            ):
-                again.load_state(found[0])
-            dealt.append([(r.token_ids.tolist(), r.problem) for r in again.open])
+            with mock.patch.multiple(dist, get_rank=lambda rank=rank: rank, get_world_size=lambda ranks=ranks: ranks):
+                again.load_state(state)
+            dealt.append(opened(again))
         assert sorted(chain(*dealt), key=str) == sorted(everything, key=str)
         assert max(map(len, dealt)) - min(map(len, dealt)) <= 1
-
-
-def test_open_responses_continue_on_any_number_of_ranks(pool: RankPool, folder: Path) -> None:
-    pool.call(deal_out, folder)

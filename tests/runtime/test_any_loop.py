@@ -33,13 +33,12 @@ class AnyLoop(RuleBasedStateMachine):
         self.number = 0
 
     def do(self, function: Any, *args: Any) -> None:
-        self.pool.call(function, *args)
-        self.pending = self.pool.call(any_loop.pending)[0]
+        self.pending = self.pool.call(any_loop.call, function, *args)[0]
 
     @initialize(seed=seeds, checked=st.booleans())
     def start(self, seed: int, checked: bool) -> None:
         self.checked = checked
-        self.do(any_loop.start, seed, checked)
+        self.pool.call(any_loop.begin, seed, checked)
 
     @rule(seed=seeds, moves=st.booleans(), mode=st.sampled_from(["plan", "plan", "plan", "static", "shadow", "off"]))
     def plan(self, seed: int, moves: bool, mode: str) -> None:
@@ -48,16 +47,16 @@ class AnyLoop(RuleBasedStateMachine):
     @rule(index=micro_steps, run=runs, skipped=st.frozensets(st.integers(0, 2), max_size=1))
     def forward(self, index: int, run: str, skipped: frozenset[int]) -> None:
         self.number += 1
-        self.do(any_loop.forward, index, run, skipped, self.number, False)
+        self.do(any_loop.forward, index, run, self.number, False, skipped)
 
     @rule(index=micro_steps, run=runs)
     def forward_and_backward(self, index: int, run: str) -> None:
         self.number += 1
-        self.do(any_loop.forward, index, run, frozenset(), self.number, True)
+        self.do(any_loop.forward, index, run, self.number, True)
 
     @rule(index=micro_steps, run=runs)
     def recompute(self, index: int, run: str) -> None:
-        self.do(any_loop.forward, index, run, frozenset(), None, False)
+        self.do(any_loop.forward, index, run)
 
     @rule(seed=seeds, run=runs, with_backward=st.booleans())
     def live(self, seed: int, run: str, with_backward: bool) -> None:
@@ -69,13 +68,9 @@ class AnyLoop(RuleBasedStateMachine):
     def backward(self, data: st.DataObject) -> None:
         self.do(any_loop.backward, data.draw(st.sampled_from(self.pending)))
 
-    @rule(index=micro_steps, run=runs, block=st.integers(0, 1))
-    def fail_forward(self, index: int, run: str, block: int) -> None:
-        self.do(any_loop.fail_forward, index, run, block)
-
-    @rule(index=micro_steps, run=runs, block=st.integers(0, 1), inside=st.booleans())
-    def fail_backward(self, index: int, run: str, block: int, inside: bool) -> None:
-        self.do(any_loop.fail_backward, index, run, block, inside)
+    @rule(index=micro_steps, run=runs, block=st.integers(0, 1), where=st.sampled_from(["forward", "inside", "outside"]))
+    def fail(self, index: int, run: str, block: int, where: str) -> None:
+        self.do(any_loop.fail, index, run, block, where)
 
     @rule()
     def finish(self) -> None:
@@ -93,17 +88,9 @@ class AnyLoop(RuleBasedStateMachine):
     def move(self, seed: int) -> None:
         self.do(any_loop.move, seed)
 
-    @rule()
-    def repoint(self) -> None:
-        self.do(any_loop.repoint)
-
-    @rule()
-    def offload(self) -> None:
-        self.do(any_loop.offload)
-
-    @rule()
-    def onload(self) -> None:
-        self.do(any_loop.onload)
+    @rule(change=st.sampled_from([any_loop.repoint, any_loop.offload, any_loop.onload]))
+    def change_memory(self, change: Any) -> None:
+        self.do(change)
 
     @rule(way=st.sampled_from(["tensor", "data"]))
     def write(self, way: str) -> None:
@@ -128,7 +115,7 @@ def test_any_loop_equals_one_process(pool: RankPool) -> None:
     run_state_machine_as_test(
         machine,
         settings=settings(
-            max_examples=examples(short=20, long=75),
+            max_examples=examples(short=10, long=75),
             stateful_step_count=examples(short=30, long=60),
             deadline=None,
             database=None,

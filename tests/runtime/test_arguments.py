@@ -10,15 +10,13 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from helpers.random_plans import random_schedule, random_trace
-from helpers.rank_pool import RankPool
+from helpers.rank_tests import runs_on_ranks
 from trimtab.errors import InputError
 from trimtab.runtime import Session, gated_experts
 
-State = dict[str, Any]
 
-
-def misuse_layers(state: State) -> None:
+@runs_on_ranks()
+def test_invalid_tensors_of_layers_are_refused() -> None:
     session = Session(num_experts=4)
     gate_up, down = torch.nn.Parameter(torch.randn(2, 8, 4)), torch.nn.Parameter(torch.randn(2, 4, 4))
     layer = session.add_layer([gate_up, down], gated_experts())
@@ -42,19 +40,11 @@ def misuse_layers(state: State) -> None:
             layer(*arguments)
     with pytest.raises(InputError, match=r"route\(\) was given ids \[4\]"):
         layer.route(ids[:, 0])
-    rng = np.random.default_rng(0)
-    trace = random_trace(rng, num_sequences=2, max_length=9, num_layers=1, num_experts=4, top_k=2)
-    schedule = random_schedule(rng, 2, num_ranks=2, num_micro_steps=1)
-    mine = trace.select(schedule.sequences_of(session.rank))
-    session.plan(mine, schedule)
+    session.plan_micro_steps([np.zeros((5, 1, 2), np.int64)])
     with session.micro_step(0), pytest.raises(RuntimeError, match="with 3 experts each; the micro-step was planned"):
-        layer.route(torch.zeros(mine.num_tokens, 3, dtype=torch.int64))
+        layer.route(torch.zeros(5, 3, dtype=torch.int64))
     with pytest.raises(IndexError, match="micro-step 1 of 1"):
         session.micro_step(1).__enter__()
-
-
-def test_invalid_tensors_of_layers_are_refused(pool: RankPool) -> None:
-    pool.call(misuse_layers)
 
 
 @pytest.mark.parametrize(
@@ -76,11 +66,8 @@ def test_invalid_tensors_of_layers_are_refused(pool: RankPool) -> None:
         ({"max_rows_per_rank": 1.5}, "max_rows_per_rank is 1.5"),
     ],
 )  # fmt: skip
-def test_invalid_arguments_of_sessions_are_refused(pool: RankPool, arguments: dict[str, Any], message: str) -> None:
-    pool.call(refuse_session, arguments, message)
-
-
-def refuse_session(state: State, arguments: dict[str, Any], message: str) -> None:
+@runs_on_ranks()
+def test_invalid_arguments_of_sessions_are_refused(arguments: dict[str, Any], message: str) -> None:
     with pytest.raises(InputError) as caught:
         Session(**{"num_experts": 4} | arguments)
     assert message in str(caught.value)
@@ -88,14 +75,11 @@ def refuse_session(state: State, arguments: dict[str, Any], message: str) -> Non
         Session(num_experts=4).mode = cast(Any, "none")
 
 
-def read_timeouts(state: State) -> None:
+@runs_on_ranks()
+def test_all_groups_have_the_timeout() -> None:
     for timeout in (None, timedelta(seconds=33)):
         topology = Session(num_experts=4, ranks_per_node=1, timeout=timeout).topology
         for name in ("weights", "gradients", "control", "expert_control", "node_control"):
             group = getattr(topology, name)
             expected = timeout or dist.group.WORLD._get_backend(torch.device("cpu")).options._timeout  # type: ignore[union-attr]
             assert group._get_backend(torch.device("cpu")).options._timeout == expected, name
-
-
-def test_all_groups_have_the_timeout(pool: RankPool) -> None:
-    pool.call(read_timeouts)

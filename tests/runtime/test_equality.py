@@ -6,44 +6,39 @@ replicas on both paths, several nodes, rings of other lengths, one and two exper
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 
-from helpers.equality import CHECKPOINTING, Case, compare_cases
+from helpers.equality import Case, compare_cases
 from helpers.examples import examples
 from helpers.rank_pool import on_ranks
 
 
 @pytest.mark.longer
 @pytest.mark.parametrize(
-    ("ranks", "groups", "dtype", "short", "long", "listed"),
+    ("ranks", "groups", "dtype", "short", "long", "options"),
     [
-        (2, 1, torch.float64, 16, 128, False),
-        (3, 1, torch.float64, 4, 32, False),
-        (4, 1, torch.float64, 4, 40, False),
-        (4, 2, torch.float64, 4, 40, False),
-        (2, 1, torch.float32, 4, 16, False),
-        (2, 1, torch.float64, 8, 64, True),
-        (3, 1, torch.float64, 4, 24, True),
-        (4, 2, torch.float64, 4, 24, True),
-        (2, 1, torch.float32, 4, 16, True),
+        (2, 1, torch.float64, 8, 128, {}),
+        (3, 1, torch.float64, 2, 32, {}),
+        (4, 1, torch.float64, 2, 40, {}),
+        (4, 2, torch.float64, 2, 40, {}),
+        (2, 1, torch.float32, 2, 16, {}),
+        (2, 1, torch.float64, 4, 64, {"listed": True}),
+        (3, 1, torch.float64, 2, 24, {"listed": True}),
+        (4, 2, torch.float64, 2, 24, {"listed": True}),
+        (2, 1, torch.float32, 2, 16, {"listed": True}),
+        # Nodes of random sizes: replicas from other nodes are sent as messages.
+        (2, 1, torch.float64, 4, 12, {"one_sided": True}),
+        (4, 1, torch.float64, 4, 12, {"one_sided": True, "listed": True}),
     ],
 )
 def test_random_plans_equal_the_single_process(
-    ranks: int, groups: int, dtype: torch.dtype, short: int, long: int, listed: bool
+    ranks: int, groups: int, dtype: torch.dtype, short: int, long: int, options: dict[str, Any]
 ) -> None:
     """In recompute and update, accumulated over micro-steps and optimizer steps, with clipping and checkpointing."""
-    cases = [
-        Case(
-            seed,
-            dtype,
-            max_norm=0.05 if seed // 4 % 2 else None,
-            run_block=CHECKPOINTING[seed % 4],
-            steps=3,
-            padded=seed // 8 % 2 == 1,
-            groups=groups,
-            listed=listed,
-        )
-        for seed in range(examples(short=short, long=long))
-    ]
-    on_ranks(compare_cases, (cases,), ranks=ranks)
+    seeds = range(examples(short=short, long=long))
+    cases = [Case(seed, dtype, groups=groups, **options) for seed in seeds]
+    for copied in on_ranks(compare_cases, (cases,), ranks=ranks):
+        assert copied > len(cases) if "one_sided" in options else copied == 0

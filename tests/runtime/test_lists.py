@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from helpers.equality import relative_error
 from helpers.moe_model import ALL_LISTS, Shape, TinyMoE
 from helpers.planned_steps import Step, make
-from helpers.rank_pool import RankPool
+from helpers.rank_tests import runs_on_ranks
 from trimtab.errors import InputError, RanksDisagreeError
 from trimtab.planner import Placement
 from trimtab.runtime import ExpertWeight, RowGroups, Session, gated_experts, grouped_bias, grouped_linear
@@ -22,8 +22,6 @@ from trimtab.runtime.state.numbered_names import find_number
 
 SHAPE = Shape(layers=2, experts=8, top_k=2, hidden=16, width=8, lists=ALL_LISTS)
 HOME = SHAPE.experts // 2
-
-State = dict[str, Any]
 
 
 class Allocations(TorchDispatchMode):
@@ -41,23 +39,21 @@ class Allocations(TorchDispatchMode):
         return result
 
 
-def run_without_stacks(state: State, lists: tuple[str, ...]) -> list[str]:
-    session, model, _ = make(shape=replace(SHAPE, lists=lists))
-    step = Step(3, shape=SHAPE, moves=False)
-    assert step.plan.num_replicas > 0
-    step.apply(session)
-    with Allocations() as allocations:
-        step.run(session, model)
-    return allocations.large
+@runs_on_ranks()
+def test_lists_are_never_stacked() -> None:
+    for lists in (ALL_LISTS, ()):
+        session, model, _ = make(shape=replace(SHAPE, lists=lists))
+        step = Step(3, shape=SHAPE, moves=False)
+        assert step.plan.num_replicas > 0
+        step.apply(session)
+        with Allocations() as allocations:
+            step.run(session, model)
+        # `Allocations` detects stacks.
+        assert (not allocations.large) == bool(lists)
 
 
-def test_lists_are_never_stacked(pool: RankPool) -> None:
-    assert pool.call(run_without_stacks, ALL_LISTS) == [[], []]
-    # The recorder detects stacks.
-    assert all(pool.call(run_without_stacks, ()))
-
-
-def gradients_of_idle_experts(state: State) -> None:
+@runs_on_ranks()
+def test_experts_without_rows_have_zero_gradients() -> None:
     """Zeros on every rank, also in a layer without rows."""
     session = Session(num_experts=4)
     tensors = [[torch.nn.Parameter(torch.randn(*size)) for _ in range(2)] for size in ((8, 4), (4, 4))]
@@ -65,29 +61,23 @@ def gradients_of_idle_experts(state: State) -> None:
     hidden = torch.randn(3, 4)
     layer(hidden, torch.zeros(3, 1, dtype=torch.int64), torch.ones(3, 1)).sum().backward()
     for of_tensor in tensors:
-        gradients = [parameter.grad for parameter in of_tensor]
-        assert all(gradient is not None for gradient in gradients)
-        busy = [bool(gradient.any()) for gradient in gradients if gradient is not None]
+        busy = [bool(parameter.grad.any()) for parameter in of_tensor if parameter.grad is not None]
         assert busy == [session.rank == 0, False]
 
 
-def test_experts_without_rows_have_zero_gradients(pool: RankPool) -> None:
-    pool.call(gradients_of_idle_experts)
-
-
-def add_bad_lists(state: State) -> None:
+@runs_on_ranks()
+def test_invalid_lists_are_refused_with_their_name() -> None:
     session = Session(num_experts=4)
-    rank = session.rank
 
-    def parameters(*shapes: tuple[int, ...], **settings: Any) -> list[torch.nn.Parameter]:
-        return [torch.nn.Parameter(torch.randn(*shape), **settings) for shape in shapes]
+    def parameters(*shapes: tuple[int, ...]) -> list[torch.nn.Parameter]:
+        return [torch.nn.Parameter(torch.randn(*shape)) for shape in shapes]
 
     def refused(message: str, *tensors: Any, **settings: Any) -> None:
         with pytest.raises(InputError, match=message):
             session.add_layer(tensors, gated_experts(), **settings)
 
     good, down = parameters((8, 4), (8, 4)), parameters((4, 4), (4, 4))
-    first, second = 2 * rank, 2 * rank + 1
+    first, second = session.home_experts
     refused(r"layer 0: expert list 1 has 1 tensors; this rank is home to 2 experts", good, down[:1])
     refused(
         rf"layer 0: expert tensor 1 of expert {second} is \[4, 5\] torch.float32, trained, and \[4, 4\] .* of expert "
@@ -103,8 +93,8 @@ def add_bad_lists(state: State) -> None:
     shared = rf"expert tensor 0 of expert {first} and expert tensor 0 of expert {second} share memory"
     refused(shared, [good[0], good[0]], down)
     refused(shared, [good[0], torch.nn.Parameter(good[0].data)], down)
-    refused("expert tensor 0 of expert 0 is of type list" if rank == 0 else "is of type list", [[1], [2]], down)
-    refused(r"trained? \(`weights`\) should be stacks|should be stacks", good, down, weights=list)
+    refused("is of type list", [[1], [2]], down)
+    refused("should be stacks", good, down, weights=list)
     session.add_layer([good, down], gated_experts())
     refused("layer 1 was added with an expert tensor of MoE layer 0", parameters((8, 4), (8, 4)), [down[1], down[0]])
 
@@ -117,11 +107,8 @@ def add_bad_lists(state: State) -> None:
         session.live_micro_step(positions=torch.arange(3)).__enter__()
 
 
-def test_invalid_lists_are_refused_with_their_name(pool: RankPool) -> None:
-    pool.call(add_bad_lists)
-
-
-def write_to_one_expert(state: State) -> None:
+@runs_on_ranks()
+def test_undetected_write_is_reported_with_the_expert() -> None:
     torch.manual_seed(0)
     session = Session(num_experts=SHAPE.experts, verify_weights=True)
     model = TinyMoE(SHAPE, torch.float32)
@@ -135,17 +122,26 @@ def write_to_one_expert(state: State) -> None:
         session.live_micro_step(positions=torch.arange(3)).__enter__()
 
 
-def test_undetected_write_is_reported_with_the_expert(pool: RankPool) -> None:
-    pool.call(write_to_one_expert)
-
-
 def moved(session: Session) -> Placement:
     home = session.placement.home.copy()
     home[:, [0, -1]] = home[:, [-1, 0]]
     return Placement(home)
 
 
-def move_states_that_differ(state: State, where: str) -> None:
+@pytest.mark.parametrize(
+    ("where", "error", "message"),
+    [
+        (
+            "one rank", InputError,
+            r"AdamW: the state of MoE layer 1, expert tensor 1 is .*'step': 5.0.* for expert 6 and .*'step': 1.0.* for "
+            "expert 4",
+        ),
+        ("no state", InputError, r"expert tensor 1 is empty for expert \d and .*'step': 1.0"),
+        ("all ranks", RanksDisagreeError, r"optimizer state of MoE layer 1, expert tensor 1 is .*'step': 0"),
+    ],
+)  # fmt: skip
+@runs_on_ranks()
+def test_experts_do_not_move_between_states_that_differ(where: str, error: type[Exception], message: str) -> None:
     session, model, _ = make(shape=SHAPE)
     optimizer = torch.optim.AdamW(model.parameters())
     session.register_optimizers(optimizer)
@@ -155,50 +151,37 @@ def move_states_that_differ(state: State, where: str) -> None:
     optimizer.step()
     optimizer.zero_grad()
     parameters = session.layers[1].parameters[HOME:]
-    before = session.placement.home
-    if where == "one rank":
-        if session.rank == 1:
-            optimizer.state[parameters[2]]["step"] = torch.tensor(5.0)
-        message = (
-            r"AdamW: the state of MoE layer 1, expert tensor 1 is .*'step': 5.0.* for expert 6 and .*'step': 1.0.* for "
-            "expert 4"
-        )
-        with pytest.raises(InputError, match=message):
-            session.move(moved(session))
+    if where == "one rank" and session.rank == 1:
+        optimizer.state[parameters[2]]["step"] = torch.tensor(5.0)
     elif where == "no state":
         del optimizer.state[parameters[1]]
-        with pytest.raises(InputError, match=r"expert tensor 1 is empty for expert \d and .*'step': 1.0"):
-            session.move(moved(session))
-    else:
+    elif where == "all ranks":
         for parameter in parameters:
             optimizer.state[parameter]["step"] = torch.tensor(float(session.rank))
-        with pytest.raises(RanksDisagreeError, match=r"optimizer state of MoE layer 1, expert tensor 1 is .*'step': 0"):
-            session.move(moved(session))
-        with pytest.raises(RanksDisagreeError, match="optimizer state of MoE layer 1"):
-            Step(4, shape=SHAPE).apply(session)
+    before = session.placement.home
+    with pytest.raises(error, match=message):
+        session.move(moved(session))
+    with pytest.raises(error, match="MoE layer 1, expert tensor 1"):
+        Step(4, shape=SHAPE).apply(session)
     assert np.array_equal(session.placement.home, before)
 
 
-@pytest.mark.parametrize("where", ["one rank", "no state", "all ranks"])
-def test_experts_do_not_move_between_states_that_differ(pool: RankPool, where: str) -> None:
-    pool.call(move_states_that_differ, where)
-
-
-def load_names(state: State) -> None:
+@runs_on_ranks()
+def test_logical_state_of_lists_has_the_names_of_all_experts() -> None:
     session, model, reference = make(shape=SHAPE)
     session.move(moved(session))
     whole = session.logical_state_dict(model)
     assert whole.keys() == reference.state_dict().keys()
     for name, value in reference.state_dict().items():
         assert torch.equal(whole[name], value)
-    missing = {name: value for name, value in whole.items() if name != "blocks.1.down.6"}
-    with pytest.raises(InputError, match=r"tensor 'blocks.1.down.6' is missing"):
-        session.logical.load_weights(model, missing)
-    with pytest.raises(InputError, match=r"there is a tensor 'blocks.1.down.8'; this model has none"):
-        session.logical.load_weights(model, whole | {"blocks.1.down.8": whole["blocks.1.down.0"]})
     mine = int(session.home_experts[1])
-    with pytest.raises(InputError, match=rf"'blocks.1.down.{mine}' has shape \[2\]; this model has \[16, 8\]"):
-        session.logical.load_weights(model, whole | {f"blocks.1.down.{mine}": torch.zeros(2)})
+    for state, message in (
+        ({n: v for n, v in whole.items() if n != "blocks.1.down.6"}, r"tensor 'blocks.1.down.6' is missing"),
+        (whole | {"blocks.1.down.8": torch.zeros(2)}, r"there is a tensor 'blocks.1.down.8'; this model has none"),
+        (whole | {f"blocks.1.down.{mine}": torch.zeros(2)}, rf"'blocks.1.down.{mine}' has shape \[2\]; .* \[16, 8\]"),
+    ):
+        with pytest.raises(InputError, match=message):
+            session.logical.load_weights(model, state)
     optimizer = torch.optim.AdamW(model.parameters())
     with pytest.raises(InputError, match=r"optimizer state of 'blocks.1.down.8'; this model has no such"):
         session.logical.load_optimizer_state(model, optimizer, {"blocks.1.down.8": {}})
@@ -210,10 +193,6 @@ def load_names(state: State) -> None:
         block.down = torch.nn.ParameterList(parameters[row] for row in order)
         with pytest.raises(InputError, match=r"blocks.0.down.1'.*"):
             session.logical_state_dict(model)
-
-
-def test_logical_state_of_lists_has_the_names_of_all_experts(pool: RankPool) -> None:
-    pool.call(load_names)
 
 
 @pytest.mark.parametrize(
@@ -261,15 +240,3 @@ def test_lists_and_stacks_give_equal_results(counts: list[int], transposed: bool
     listed = run(lambda t: [part.clone().requires_grad_() for part in t], lambda ts: torch.stack([t.grad for t in ts]))
     for one, other in zip(stacked, listed, strict=True):
         assert relative_error(one, other) < 1e-12
-
-
-def test_a_list_is_not_stacked_on_demand() -> None:
-    tensors = [torch.randn(2, 2) for _ in range(3)]
-    weight = ExpertWeight(tensors)
-    assert weight.is_list
-    assert weight.tensors is tensors
-    with pytest.raises(InputError, match="use `tensors`"):
-        _ = weight.tensor
-    stack = ExpertWeight(torch.stack(tensors))
-    assert not stack.is_list
-    assert all(torch.equal(one, other) for one, other in zip(stack.tensors, tensors, strict=True))

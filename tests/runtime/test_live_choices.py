@@ -13,16 +13,11 @@ from hypothesis import strategies as st
 from trimtab.array_type import Array
 from trimtab.cluster import ClusterSpec
 from trimtab.planner import PlanSettings
-from trimtab.planner.replicas.kernel_values import Limits
 from trimtab.runtime.live.balancer import LiveBalancer
 from trimtab.runtime.live.choices import choose_moves, choose_quotas, split_over
 from trimtab.runtime.live.policies import LivePolicy
 from trimtab.runtime.live.trials import AGAIN_AFTER, TRIED, Trials
 from trimtab.runtime.rows.instance_replicas import InstanceReplicas
-
-
-def limits_of(ranks: int, per_node: int, slots: int) -> Limits:
-    return PlanSettings().limits(ClusterSpec(ranks, per_node, slots))._replace(smallest_share=1)
 
 
 class Load:
@@ -36,7 +31,7 @@ class Load:
         self.counts_RE = rng.integers(0, popularity_E + 1, (self.ranks, experts))
         self.home_E = np.repeat(np.arange(self.ranks), per_rank).astype(np.int16)
         self.rows_E = np.tile(np.arange(per_rank), self.ranks)
-        self.limits = limits_of(self.ranks, self.per_node, slots)
+        self.limits = PlanSettings().limits(ClusterSpec(self.ranks, ranks, slots))._replace(smallest_share=1)
         self.dynamic_E = rng.random(experts) < 0.7
 
     def loads_R(self, replicas: InstanceReplicas) -> Array:
@@ -47,7 +42,8 @@ class Load:
         return loads_R
 
     def check(self, replicas: InstanceReplicas) -> None:
-        """Slots, homes and quotas fit."""
+        """Slots, homes and quotas fit, and the busiest rank has no more than without replicas."""
+        assert self.loads_R(replicas).max() <= self.loads_R(InstanceReplicas.none(self.ranks)).max()
         assert (np.bincount(replicas.ranks, minlength=self.ranks) <= self.limits.slots).all()
         assert (self.home_E[replicas.experts] != replicas.ranks).all()
         assert (replicas.quotas_PR >= 0).all()
@@ -64,12 +60,9 @@ loads = st.builds(
 
 
 @given(loads)
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 def test_quotas_are_valid_and_level_the_load(load: Load) -> None:
-    replicas = choose_quotas(load.counts_RE, load.home_E, load.limits)
-    load.check(replicas)
-    none = InstanceReplicas.none(load.ranks)
-    assert load.loads_R(replicas).max() <= load.loads_R(none).max()
+    load.check(choose_quotas(load.counts_RE, load.home_E, load.limits))
 
 
 def plain_moves(load: Load) -> list[tuple[int, int]]:
@@ -101,7 +94,7 @@ def plain_moves(load: Load) -> list[tuple[int, int]]:
 
 
 @given(loads)
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 def test_moves_are_those_of_the_published_greedy(load: Load) -> None:
     replicas = choose_moves(load.counts_RE, load.home_E, load.rows_E, load.dynamic_E, load.limits)
     load.check(replicas)
@@ -114,7 +107,7 @@ def test_moves_are_those_of_the_published_greedy(load: Load) -> None:
 
 
 @given(loads, st.integers(0, 10**6))
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 def test_any_replicas_get_a_split_that_does_not_make_it_worse(load: Load, seed: int) -> None:
     rng = np.random.default_rng(seed)
     pairs = []
@@ -125,7 +118,6 @@ def test_any_replicas_get_a_split_that_does_not_make_it_worse(load: Load, seed: 
     replicas = split_over(experts, ranks, load.counts_RE, load.home_E, load.limits)
     load.check(replicas)
     assert (replicas.experts.tolist(), replicas.ranks.tolist()) == (experts.tolist(), ranks.tolist())
-    assert load.loads_R(replicas).max() <= load.loads_R(InstanceReplicas.none(load.ranks)).max()
 
 
 def balancer_of(policy: Any, predictor: Any = "last", layers: int = 1) -> tuple[LiveBalancer, Load]:
@@ -178,30 +170,14 @@ def test_the_average_follows_slowly() -> None:
     assert set(balancer.choose(0, hot(load, 5), NOTHING).replicas.experts.tolist()) == {5}
 
 
-def test_replicas_that_transfers_asked_for_stay_until_their_call() -> None:
+def test_replicas_for_a_call_that_another_layer_made_are_not_used() -> None:
     balancer, load = balancer_of("predict", layers=2)
     balancer.choose(0, hot(load, 0), NOTHING)
-    balancer.choose(1, hot(load, 3), NOTHING)
-    # For the second call from now; the next one has other counts.
-    asked = balancer.of(balancer.last - 2, 1)
     balancer.choose(1, hot(load, 9), NOTHING)
-    assert balancer.of(balancer.last - 1, 1) is asked
-    call = balancer.choose(1, hot(load, 9), NOTHING)
-    assert np.array_equal(call.replicas.experts, asked.experts)
-    # A number that another layer got is not used.
     balancer.of(balancer.last - 1, 1)
     call = balancer.choose(0, hot(load, 0), NOTHING)
     assert balancer.count(call.number, 1) == 0
     assert balancer.of(call.number, 0) is call.replicas
-
-
-def test_replicas_that_transfers_asked_for_are_used_by_whatever_policy() -> None:
-    balancer, load = balancer_of("predict")
-    balancer.choose(0, hot(load, 0), NOTHING)
-    asked = balancer.of(balancer.last - 1, 0)
-    balancer.policy = "quota"
-    assert balancer.choose(0, hot(load, 9), NOTHING).replicas.experts.tolist() == asked.experts.tolist()
-    assert 9 in balancer.choose(0, hot(load, 9), NOTHING).replicas.experts
 
 
 def test_feplb_moves_only_experts_that_were_hot_before() -> None:

@@ -5,10 +5,9 @@ from __future__ import annotations
 import copy
 import signal
 import threading
-import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 import pytest
@@ -17,179 +16,187 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.checkpoint import checkpoint
 
 from helpers import any_loop
-from helpers.any_loop import RUNS, Loop
+from helpers.any_loop import RUNS, Loop, backward, finish, forward, live, start, step, update, zero
 from helpers.equality import relative_error
 from helpers.moe_model import Shape, TinyMoE
+from helpers.planned_steps import rows_of
 from helpers.random_plans import random_schedule, random_trace
-from helpers.rank_pool import RankPool
+from helpers.rank_tests import runs_on_ranks
 from trimtab.errors import InputError
 from trimtab.runtime import ExpertWeight, RowGroups, Session, gated_experts
 
-NOTHING_SKIPPED: frozenset[int] = frozenset()
-State = dict[str, Any]
-
-
-def both(pool: RankPool, *calls: tuple[Any, ...]) -> None:
-    """Runs calls on both ranks, with a new model and plan."""
-    pool.call(any_loop.start, 3, False)
-    for function, *args in calls:
-        pool.call(function, *args)
-
 
 @pytest.mark.parametrize("run", RUNS[1:])
-def test_a_checkpointed_layer_runs_again_in_the_micro_step_of_its_first_run(pool: RankPool, run: str) -> None:
+@runs_on_ranks()
+def test_a_checkpointed_layer_runs_again_in_the_micro_step_of_its_first_run(run: str) -> None:
     """Backward outside micro-steps, in an order of pipelines, with live forwards in between."""
-    forward, live, backward = any_loop.forward, any_loop.live, any_loop.backward
-    both(
-        pool,
-        (forward, 0, run, NOTHING_SKIPPED, 0, False), (forward, 1, run, NOTHING_SKIPPED, 1, False),
-        (live, 7, run, 2), (backward, 0), (forward, 2, run, NOTHING_SKIPPED, 3, False), (backward, 2), (backward, 1),
-        (forward, 0, run, NOTHING_SKIPPED, None, False), (backward, 3), (any_loop.finish,), (any_loop.step, True),
-    )  # fmt: skip
+    loop = start()
+    forward(loop, 0, run, 0)
+    forward(loop, 1, run, 1)
+    live(loop, 7, run, 2)
+    backward(loop, 0)
+    forward(loop, 2, run, 3)
+    backward(loop, 2)
+    backward(loop, 1)
+    forward(loop, 0, run)
+    backward(loop, 3)
+    finish(loop)
+    step(loop)
 
 
-@pytest.mark.parametrize("change", [any_loop.repoint, any_loop.offload])
-def test_memory_of_parameters_may_be_replaced(pool: RankPool, change: Callable[[State], None]) -> None:
-    update = (any_loop.forward, 0, "plain", NOTHING_SKIPPED, 0, True)
-    step = (any_loop.step, True)
-    both(
-        pool,
-        update,
-        step,
-        (change,),
-        (any_loop.onload,),
-        update,
-        step,
-        update,
-        (change,),
-        (any_loop.onload,),
-        update,
-        step,
-    )
+@pytest.mark.parametrize("change", ["repoint", "offload"])
+@runs_on_ranks()
+def test_memory_of_parameters_may_be_replaced(change: str) -> None:
+    loop = start()
+    for updates in (1, 2):
+        for _ in range(updates):
+            update(loop)
+            step(loop)
+        getattr(any_loop, change)(loop)
+        any_loop.onload(loop)
+    update(loop)
+    step(loop)
 
 
-def test_micro_steps_between_finished_gradients_and_the_optimizer_step(pool: RankPool) -> None:
-    update = (any_loop.forward, 0, "plain", NOTHING_SKIPPED, 0, True)
-    evaluate = (any_loop.forward, 1, "plain", NOTHING_SKIPPED, None, False)
-    both(pool, update, (any_loop.finish,), evaluate, (any_loop.step, True), evaluate, update, (any_loop.step, True))
+@runs_on_ranks()
+def test_micro_steps_between_finished_gradients_and_the_optimizer_step() -> None:
+    loop = start()
+    update(loop)
+    finish(loop)
+    forward(loop, 1)
+    step(loop)
+    forward(loop, 1)
+    update(loop)
+    step(loop)
 
 
-@pytest.mark.parametrize("after", [any_loop.plan, any_loop.move, any_loop.forward, any_loop.live])
-def test_replica_gradients_of_a_failed_backward_are_dropped(pool: RankPool, after: Callable[..., None]) -> None:
-    args = {
-        any_loop.plan: (5, True, "plan"), any_loop.move: (5,), any_loop.live: (5, "plain", 0),
-        any_loop.forward: (1, "plain", NOTHING_SKIPPED, 0, True),
-    }[after]  # fmt: skip
-    update = (any_loop.forward, 0, "plain", NOTHING_SKIPPED, 1, True)
-    for inside in (True, False):
-        fail = (any_loop.fail_backward, 0, "plain", 0, inside)
-        both(pool, fail, fail, (after, *args), update, (any_loop.finish,))
-    assert pool.call(count_abandoned)[0] > 0
+AFTER: dict[str, Callable[[Loop], None]] = {
+    "plan": lambda loop: any_loop.plan(loop, 5),
+    "move": lambda loop: any_loop.move(loop, 5),
+    "live": lambda loop: live(loop, 5, "plain", 0),
+    "update": lambda loop: update(loop, 1, 0),
+}
 
 
-def test_another_backward_may_follow_a_failed_one(pool: RankPool) -> None:
+@pytest.mark.parametrize("after", AFTER)
+@runs_on_ranks()
+def test_replica_gradients_of_a_failed_backward_are_dropped(after: str) -> None:
+    abandoned = 0.0
+    for where in ("inside", "outside"):
+        loop = start()
+        for _ in range(2):
+            any_loop.fail(loop, 0, "plain", 0, where)
+        AFTER[after](loop)
+        update(loop)
+        finish(loop)
+        abandoned += loop.session.take_metrics()["moe/abandoned_backwards"]
+    assert abandoned > 0
+
+
+@runs_on_ranks()
+def test_another_backward_may_follow_a_failed_one() -> None:
     """The backward of a forward that ran before the failure, with no layer in between."""
-    pending = (any_loop.forward, 1, "plain", NOTHING_SKIPPED, 1, False)
     for run in ("plain", "reentrant checkpoint"):
-        fail = (any_loop.fail_backward, 0, run, 0, False)
-        both(pool, pending, fail, (any_loop.backward, 1), (any_loop.finish,))
+        loop = start()
+        forward(loop, 1, "plain", 1)
+        any_loop.fail(loop, 0, run, 0, "outside")
+        backward(loop, 1)
+        finish(loop)
 
 
-def count_abandoned(state: State) -> float:
-    return cast(Loop, state["loop"]).session.take_metrics()["moe/abandoned_backwards"]
-
-
-def test_gradients_zeroed_before_they_are_finished_stay_zero(pool: RankPool) -> None:
-    update = (any_loop.forward, 0, "plain", NOTHING_SKIPPED, 1, True)
+@runs_on_ranks()
+def test_gradients_zeroed_before_they_are_finished_stay_zero() -> None:
     for to_none in (True, False):
-        both(pool, update, (any_loop.zero, to_none), update, (any_loop.finish,), (any_loop.step, True))
+        loop = start()
+        update(loop)
+        zero(loop, to_none)
+        update(loop)
+        finish(loop)
+        step(loop)
 
 
-def test_gradients_are_summed_once(pool: RankPool) -> None:
+@runs_on_ranks()
+def test_gradients_are_summed_once() -> None:
     """`finish` asserts the error for gradients that were already summed."""
-    update = (any_loop.forward, 0, "plain", NOTHING_SKIPPED, 1, True)
-    finish = (any_loop.finish,)
-    both(pool, update, finish, finish, update, finish, (any_loop.zero, False), update, finish, finish)
-    both(pool, finish, finish, update, (any_loop.zero, True), update, finish)
+    loop = start()
+    for to_none in (False, True):
+        update(loop)
+        finish(loop)
+        finish(loop)
+        update(loop)
+        finish(loop)
+        zero(loop, to_none)
+    finish(loop)
+    finish(loop)
+    update(loop)
+    finish(loop)
 
 
-def train_dense_layers_alone(state: State) -> None:
+@runs_on_ranks()
+def test_an_accumulation_without_moe_layers() -> None:
     """A loss without MoE layers, between two zeroings in place."""
-    loop: Loop = state["loop"]
-    dense = loop.model.head
-    parameters = list(dense.parameters())
-    any_loop.forward(state, 0, "plain", NOTHING_SKIPPED, 0, True)
+    loop = start()
+    update(loop)
     loop.session.finish_gradients(loop.model.replicated())
-    for optimizer in loop.optimizers:
-        optimizer.zero_grad(set_to_none=False)
+    zero(loop, False)
+    dense = loop.model.head
     dense(torch.ones(1, 4, dtype=torch.float64)).sum().backward()
     loop.session.finish_gradients(loop.model.replicated())
-    assert all(p.grad is not None and (p.grad == 2).all() for p in parameters)
+    assert all(p.grad is not None and (p.grad == 2).all() for p in dense.parameters())
     with pytest.raises(RuntimeError, match="summed over ranks already"):
         loop.session.finish_gradients(loop.model.replicated())
-    any_loop.zero(state, True)
 
 
-def test_an_accumulation_without_moe_layers(pool: RankPool) -> None:
-    both(pool, (train_dense_layers_alone,))
-
-
-def checkpoint_inside_experts(state: State, reentrant: bool) -> None:
-    """An expert function that runs again in backward, after its slots were reused."""
+@runs_on_ranks()
+def test_expert_functions_may_be_checkpointed() -> None:
+    """An expert function runs again in backward, after its slots were reused."""
     inner = gated_experts()
 
     def apply(weights: Sequence[ExpertWeight], rows: torch.Tensor, groups: RowGroups) -> torch.Tensor:
-        output: torch.Tensor = checkpoint(lambda part: inner(weights, part, groups), rows, use_reentrant=reentrant)
+        output: torch.Tensor = checkpoint(lambda part: inner(weights, part, groups), rows, use_reentrant=False)
         return output
 
-    loop: Loop = state["loop"]
-    for block in loop.model.moe_blocks():
-        assert block.layer is not None
-        block.layer._apply = apply
-    for number in (0, 1, 2):
-        any_loop.forward(state, number, "plain", NOTHING_SKIPPED, number, False)
-    for number in (1, 0, 2):
-        any_loop.backward(state, number)
-    any_loop.finish(state)
-
-
-def test_expert_functions_may_be_checkpointed(pool: RankPool) -> None:
     for seed in (3, 4, 5):
-        pool.call(any_loop.start, seed, False)
-        pool.call(checkpoint_inside_experts, False)
+        loop = start(seed)
+        for block in loop.model.moe_blocks():
+            assert block.layer is not None
+            block.layer._apply = apply
+        for number in (0, 1, 2):
+            forward(loop, number, "plain", number)
+        for number in (1, 0, 2):
+            backward(loop, number)
+        finish(loop)
 
 
-def run_on_other_threads(state: State) -> None:
-    loop: Loop = state["loop"]
-    for run in ("reentrant checkpoint", "nested reentrant checkpoint", "checkpoint"):
-        any_loop.live(state, 5, run, 0)
-        any_loop.forward(state, 1, run, NOTHING_SKIPPED, 1, False)
-        with ThreadPoolExecutor(1) as executor:
-            executor.submit(any_loop.backward, state, 0).result()
-            executor.submit(any_loop.backward, state, 1).result()
-    with loop.session.micro_step(0), ThreadPoolExecutor(1) as executor:
-        call = executor.submit(loop.loss, loop.model, loop.rows(0, loop.session.rank))
-        with pytest.raises(RuntimeError, match="by another thread than the one that opened the micro-step"):
-            call.result()
-    any_loop.zero(state, True)
-    any_loop.plan(state, 6, True, "plan")
+@runs_on_ranks()
+def test_backward_may_run_on_another_thread() -> None:
+    loop = start()
+    with ThreadPoolExecutor(1) as other:
+        for run in ("reentrant checkpoint", "nested reentrant checkpoint", "checkpoint"):
+            live(loop, 5, run, 0)
+            forward(loop, 1, run, 1)
+            for number in (0, 1):
+                other.submit(backward, loop, number).result()
+        with loop.session.micro_step(0):
+            call = other.submit(loop.loss, loop.model, loop.rows(0, loop.session.rank))
+            with pytest.raises(RuntimeError, match="by another thread than the one that opened the micro-step"):
+                call.result()
+        zero(loop)
+        any_loop.plan(loop, 6)
     # Another thread may run the next plan.
-    with ThreadPoolExecutor(1) as executor:
-        executor.submit(any_loop.forward, state, 0, "reentrant checkpoint", NOTHING_SKIPPED, 2, False).result()
-        executor.submit(any_loop.backward, state, 2).result()
+    with ThreadPoolExecutor(1) as other:
+        other.submit(forward, loop, 0, "reentrant checkpoint", 2).result()
+        other.submit(backward, loop, 2).result()
 
 
-def test_backward_may_run_on_another_thread(pool: RankPool) -> None:
-    both(pool, (run_on_other_threads,))
-
-
-def load_to_the_same_address(state: State) -> None:
+@runs_on_ranks()
+def test_new_memory_at_the_same_address_is_detected() -> None:
     """Other values in new memory at the same address, as an allocator may return it."""
-    loop: Loop = state["loop"]
+    loop = start()
     buffers = [parameter.data.numpy().copy() for parameter in loop.model.parameters()]
     for parameter, buffer in zip(loop.model.parameters(), buffers, strict=True):
         parameter.data = torch.from_numpy(buffer)
-    any_loop.forward(state, 0, "plain", NOTHING_SKIPPED, None, False)
+    forward(loop, 0)
     for parameter, buffer in zip(loop.model.parameters(), buffers, strict=True):
         address = parameter.data_ptr()
         parameter.data = torch.empty(0, dtype=torch.float64)
@@ -199,15 +206,12 @@ def load_to_the_same_address(state: State) -> None:
     with torch.no_grad():
         for parameter in loop.reference.parameters():
             parameter.mul_(2)
-    any_loop.forward(state, 0, "plain", NOTHING_SKIPPED, None, False)
+    forward(loop, 0)
 
 
-def test_new_memory_at_the_same_address_is_detected(pool: RankPool) -> None:
-    both(pool, (load_to_the_same_address,))
-
-
-def assign_parameters(state: State) -> None:
-    loop: Loop = state["loop"]
+@runs_on_ranks()
+def test_experts_that_were_replaced_or_copied_are_refused() -> None:
+    loop = start()
     loop.model.load_state_dict({k: v.clone() for k, v in loop.model.state_dict().items()}, assign=True)
     with pytest.raises(InputError, match="the model has 0 of the session's"):
         loop.session.replicated_parameters(loop.model)
@@ -215,30 +219,22 @@ def assign_parameters(state: State) -> None:
         copy.deepcopy(loop.model)
 
 
-def test_experts_that_were_replaced_or_copied_are_refused(pool: RankPool) -> None:
-    both(pool, (assign_parameters,))
-
-
-def run_in_inference_mode(state: State) -> None:
+@runs_on_ranks()
+def test_a_plan_may_be_applied_in_inference_mode() -> None:
     """Memory that is allocated in inference mode is used in training, too."""
-    loop: Loop = state["loop"]
+    loop = start()
     with torch.inference_mode():
-        any_loop.plan(state, 5, True, "plan")
+        any_loop.plan(loop, 5)
         with loop.session.micro_step(0):
             loop.loss(loop.model, loop.rows(0, loop.session.rank))
-    any_loop.forward(state, 0, "checkpoint", NOTHING_SKIPPED, 0, True)
-    any_loop.finish(state)
+    forward(loop, 0, "checkpoint", 0, True)
+    finish(loop)
 
 
-def test_a_plan_may_be_applied_in_inference_mode(pool: RankPool) -> None:
-    both(pool, (run_in_inference_mode,))
-
-
-def write_to_ids(state: State) -> None:
-    loop: Loop = state["loop"]
-    layer = loop.session.layers[0]
-    rows = len(loop.rows(0, loop.session.rank))
-    top_k = loop.model.moe_blocks()[0].top_k
+@runs_on_ranks()
+def test_ids_are_those_that_route_returned() -> None:
+    loop = start()
+    layer, rows, top_k = loop.session.layers[0], len(loop.rows(0, loop.session.rank)), loop.model.moe_blocks()[0].top_k
     with loop.session.micro_step(0):
         ids = layer.route(torch.zeros(rows, top_k, dtype=torch.int64))
         ids.add_(0)
@@ -246,18 +242,17 @@ def write_to_ids(state: State) -> None:
             layer(torch.zeros(rows, 4, dtype=torch.float64), ids, torch.ones(rows, top_k, dtype=torch.float64))
 
 
-def test_ids_are_those_that_route_returned(pool: RankPool) -> None:
-    both(pool, (write_to_ids,))
-
-
-def interrupt_a_wait(state: State) -> None:
+@runs_on_ranks()
+def test_a_wait_may_be_interrupted() -> None:
     """The result of an interrupted wait is not taken for that of the next one."""
-    lockstep = cast(Loop, state["loop"]).session._lockstep
-    gate = threading.Event()
-    done: list[bool] = []
+    loop = start()
+    lockstep, gate, done = loop.session._lockstep, threading.Event(), list[bool]()
 
     def interrupt(*_: object) -> None:
         raise KeyboardInterrupt
+
+    def end_later() -> None:
+        done.append(not threading.Event().wait(0.2))
 
     before = signal.signal(signal.SIGALRM, interrupt)
     signal.setitimer(signal.ITIMER_REAL, 0.2)
@@ -265,106 +260,78 @@ def interrupt_a_wait(state: State) -> None:
         lockstep.wait(gate.wait)
     signal.signal(signal.SIGALRM, before)
     gate.set()
-
-    def take_time() -> None:
-        time.sleep(0.2)
-        done.append(True)
-
-    lockstep.wait(take_time)
-    assert done
-    any_loop.forward(state, 0, "plain", NOTHING_SKIPPED, 0, True)
+    lockstep.wait(end_later)
+    assert done == [True]
+    update(loop)
 
 
-def test_a_wait_may_be_interrupted(pool: RankPool) -> None:
-    both(pool, (interrupt_a_wait,))
+@runs_on_ranks()
+def test_layers_outside_micro_steps_are_counted() -> None:
+    loop = start()
+
+    def counted() -> float:
+        return loop.session.take_metrics()["moe/live_layer_calls"]
+
+    forward(loop, 0)
+    assert counted() == 0
+    live(loop, 5, "plain", None)
+    assert counted() == len(loop.session.layers)
 
 
-def test_layers_outside_micro_steps_are_counted(pool: RankPool) -> None:
-    both(pool, (any_loop.forward, 0, "plain", NOTHING_SKIPPED, None, False))
-    assert pool.call(count_live) == [0, 0]
-    pool.call(any_loop.live, 5, "plain", None)
-    layers = pool.call(count_layers)
-    assert pool.call(count_live) == layers
-
-
-def count_live(state: State) -> float:
-    return cast(Loop, state["loop"]).session.take_metrics()["moe/live_layer_calls"]
-
-
-def count_layers(state: State) -> int:
-    return len(cast(Loop, state["loop"]).session.layers)
-
-
-def differentiate_in_other_ways(state: State) -> None:
+@runs_on_ranks()
+def test_other_ways_to_differentiate() -> None:
     """Replica gradients are added to `.grad`; a backward without accumulation into it is refused."""
-    loop: Loop = state["loop"]
-    replicas = [len(loop.session.step_plan.replicas_of(0, layer)) for layer in range(len(loop.session.layers))]
-    layer = int(np.argmax(replicas))
-    expert = loop.session.layers[layer].parameters[0]
+    loop = start()
+    layer = max(loop.session.layers, key=lambda layer: len(loop.session.step_plan.replicas_of(0, layer.index)))
+    expert, experts = layer.parameters[0], [p for each in loop.session.layers for p in each.parameters]
 
-    def forward() -> torch.Tensor:
+    def loss() -> torch.Tensor:
         with loop.session.micro_step(0):
             return loop.loss(loop.model, loop.rows(0, loop.session.rank))[0]
 
-    with pytest.raises(RuntimeError, match=r"torch.autograd.grad\(\) would miss"):
-        torch.autograd.grad(forward(), [expert])
-    with pytest.raises(RuntimeError, match=r"torch.autograd.grad\(\) would miss"):
-        torch.autograd.grad(forward(), list(loop.model.parameters()))
+    for inputs in ([expert], list(loop.model.parameters())):
+        with pytest.raises(RuntimeError, match=r"torch.autograd.grad\(\) would miss"):
+            torch.autograd.grad(loss(), inputs)
     with pytest.raises(RuntimeError, match=r"backward\(inputs=...\) with expert tensors alone"):
-        forward().backward(inputs=[expert])
-    handle = expert.register_hook(lambda g: g * 2)
-    with pytest.raises(RuntimeError, match="a hook on an expert tensor"):
-        forward().backward()
-    handle.remove()
-    handle = expert.register_post_accumulate_grad_hook(lambda p: None)
-    with pytest.raises(RuntimeError, match="a hook on an expert tensor"):
-        forward().backward()
-    handle.remove()
-    any_loop.zero(state, True)
-
-    # Only the head's gradient: no gradients of experts.
-    head = loop.model.head.weight
-    forward().backward(inputs=[head])
-    assert head.grad is not None
-    assert all(p.grad is None for layer in loop.session.layers for p in layer.parameters)
+        loss().backward(inputs=[expert])
+    hooks = (
+        lambda: expert.register_hook(lambda g: g * 2),
+        lambda: expert.register_post_accumulate_grad_hook(lambda p: None),
+    )
+    for register in hooks:
+        handle = register()
+        with pytest.raises(RuntimeError, match="a hook on an expert tensor"):
+            loss().backward()
+        handle.remove()
+    zero(loop)
+    # Gradients of the head or a router alone: none of experts.
     router = loop.model.moe_blocks()[0].router.weight
-    forward().backward(inputs=[router])
-    assert router.grad is not None
-    assert all(p.grad is None for layer in loop.session.layers for p in layer.parameters)
-    any_loop.zero(state, True)
-
-    loss = forward()
-    loss.backward(create_graph=True)
+    for parameter in (loop.model.head.weight, router):
+        loss().backward(inputs=[parameter])
+        assert parameter.grad is not None
+        assert all(p.grad is None for p in experts)
+    zero(loop)
+    loss().backward(create_graph=True)
     assert router.grad is not None
     with pytest.raises(RuntimeError, match="once_differentiable"):
         router.grad.sum().backward()
-    any_loop.zero(state, True)
+    zero(loop)
+    update(loop)
+    finish(loop)
 
 
-def test_other_ways_to_differentiate(pool: RankPool) -> None:
-    both(
-        pool,
-        (differentiate_in_other_ways,),
-        (any_loop.forward, 0, "plain", NOTHING_SKIPPED, 0, True),
-        (any_loop.finish,),
-    )
-
-
-def offload_for_memory(state: State) -> None:
-    loop: Loop = state["loop"]
-    any_loop.forward(state, 0, "plain", NOTHING_SKIPPED, 0, True)
-    loop.pending.clear()
+@runs_on_ranks()
+def test_memory_of_parameters_is_not_kept() -> None:
+    loop = start()
+    update(loop)
     memory = [StorageWeakRef(p.data.untyped_storage()) for p in loop.model.parameters()]
     for parameter in loop.model.parameters():
         parameter.data = parameter.data.clone()
     assert all(ref.expired() for ref in memory)
 
 
-def test_memory_of_parameters_is_not_kept(pool: RankPool) -> None:
-    both(pool, (offload_for_memory,))
-
-
-def replace_parameters(state: State) -> None:
+@runs_on_ranks()
+def test_parameters_may_be_replaced_by_others() -> None:
     """New parameters in the module, in a layer that was added with a function."""
     session = Session(num_experts=4, verify_weights=False)
     torch.manual_seed(0)
@@ -382,38 +349,39 @@ def replace_parameters(state: State) -> None:
     holder.down = torch.nn.Parameter(holder.down.detach().double())
     with pytest.raises(InputError, match=r"expert tensor 1 was added as \[2, 4, 4\] torch.float32"):
         session.live_micro_step(positions=torch.arange(3)).__enter__()
-    session.close()
 
 
-def test_parameters_may_be_replaced_by_others(pool: RankPool) -> None:
-    pool.call(replace_parameters)
-
-
-def compute_in_lower_precision(state: State, mode: str, way: str) -> None:
+@pytest.mark.parametrize("mode", ["plan", "static", "shadow", "off"])
+@pytest.mark.parametrize("way", ["before a plan", "copied", "repointed"])
+@runs_on_ranks()
+def test_copies_in_another_precision_are_refreshed(mode: Any, way: str) -> None:
     """Staging memory is refreshed for weights that were loaded before a plan, or changed after a micro-step."""
-    session = Session(num_experts=4, mode=cast(Any, mode), least_gain=-1.0, verify_weights=False)
     torch.manual_seed(0)
     shape = Shape(layers=2, experts=4, top_k=2, hidden=8, width=8)
-    model, other = TinyMoE(shape, torch.float32), TinyMoE(shape, torch.float32)
-    for block in (*model.moe_blocks(), *other.moe_blocks()):
-        block.compute_dtype = torch.bfloat16
-    model.share(session)
-    reference = Session(num_experts=4, mode=cast(Any, mode), verify_weights=False)
-    other.share(reference)
     rng = np.random.default_rng(0)
     trace = random_trace(rng, num_sequences=4, max_length=9, num_layers=2, num_experts=4, top_k=2)
     schedule = random_schedule(rng, 4, num_ranks=2, num_micro_steps=1)
     tokens = torch.from_numpy(rng.integers(0, 11, trace.num_tokens))
-    mine = trace.select(schedule.sequences_of(session.rank))
-    rows = np.concatenate(
-        [*(np.arange(*trace.sequence_starts[s : s + 2]) for s in schedule.sequences_of(session.rank))]
-    )
 
-    def logits(of: Session, model: TinyMoE) -> torch.Tensor:
-        with torch.no_grad(), of.micro_step(0):
-            return model(tokens[rows])
+    def make() -> tuple[Session, TinyMoE]:
+        session = Session(num_experts=4, mode=mode, least_gain=-1.0, verify_weights=False)
+        model = TinyMoE(shape, torch.float32)
+        for block in model.moe_blocks():
+            block.compute_dtype = torch.bfloat16
+        model.share(session)
+        return session, model
 
-    session.plan(mine, schedule)
+    def plan(session: Session) -> None:
+        session.plan(trace.select(schedule.sequences_of(session.rank)), schedule)
+
+    def logits(session: Session, model: TinyMoE) -> torch.Tensor:
+        mine = rows_of(trace, schedule.sequences_of(session.rank))
+        with torch.no_grad(), session.micro_step(0):
+            result: torch.Tensor = model(tokens[mine])
+            return result
+
+    (session, model), (reference, other) = make(), make()
+    plan(session)
     before = logits(session, model)
     for parameter, value in zip(model.parameters(), other.parameters(), strict=True):
         if way == "copied":
@@ -424,23 +392,16 @@ def compute_in_lower_precision(state: State, mode: str, way: str) -> None:
         else:
             parameter.data.copy_(value)
     if way == "before a plan":
-        session.plan(mine, schedule)
-    reference.plan(mine, schedule)
+        plan(session)
+    plan(reference)
     expected = logits(reference, other)
     assert torch.equal(logits(session, model), expected)
     assert relative_error(before, expected) > 0.1
-    session.close()
-    reference.close()
 
 
-@pytest.mark.parametrize("mode", ["plan", "static", "shadow", "off"])
-@pytest.mark.parametrize("way", ["before a plan", "copied", "repointed"])
-def test_copies_in_another_precision_are_refreshed(pool: RankPool, mode: str, way: str) -> None:
-    pool.call(compute_in_lower_precision, mode, way)
-
-
-def see_what_nobody_announces(state: State) -> None:
-    loop: Loop = state["loop"]
+@runs_on_ranks()
+def test_verify_weights_detects_hidden_changes() -> None:
+    loop = start(checked=True)
     for checked in (None, "1"):
         with pytest.MonkeyPatch.context() as patch:
             patch.delenv("TRIMTAB_VERIFY_WEIGHTS", raising=False)
@@ -449,17 +410,11 @@ def see_what_nobody_announces(state: State) -> None:
             assert Session(num_experts=4).settings.verify_weights is (checked is not None)
             assert Session(num_experts=4, mode="shadow").settings.verify_weights
             assert not Session(num_experts=4, mode="shadow", verify_weights=False).settings.verify_weights
-    assert loop.session.settings.verify_weights
-    any_loop.write(state, "unnoticed")
-    any_loop.forward(state, 0, "plain", NOTHING_SKIPPED, None, False)
+    any_loop.write(loop, "unnoticed")
+    forward(loop, 0)
     # One sampled element of one expert, on one rank.
     if loop.session.rank == 1:
         loop.session.layers[1].parameters[1].data[1].view(-1)[0] += 1
     with pytest.raises(RuntimeError, match=r"MoE layer 1: tensor 1 of expert \d changed") as caught:
         loop.session.micro_step(0).__enter__()
     assert str(caught.value).startswith("rank 1: " if loop.session.rank == 0 else "MoE layer 1")
-
-
-def test_verify_weights_detects_hidden_changes(pool: RankPool) -> None:
-    pool.call(any_loop.start, 3, True)
-    pool.call(see_what_nobody_announces)

@@ -50,7 +50,7 @@ def rounds_by_rank(ends: list[Ends]) -> dict[int, list[list[Ends]]]:
 
 
 @given(all_messages())
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 def test_rounds_are_short_and_end(ends: list[Ends]) -> None:
     rounds = rounds_by_rank(ends)
     for rank, mine in rounds.items():
@@ -58,18 +58,6 @@ def test_rounds_are_short_and_end(ends: list[Ends]) -> None:
         # All messages of the rank, in their order.
         assert [each for one in mine for each in one] == [each for each in ends if rank in each]
     assert run(rounds)
-
-
-def test_own_rounds_of_each_rank_would_wait_in_a_circle() -> None:
-    """Three ranks, each of which sends many messages to the next and splits its own list after 64."""
-    ends = [(rank, (rank + 1) % 3) for rank in range(3) for _ in range(MOST_OPERATIONS)]
-    own = {}
-    for rank in range(3):
-        # Its sends first, then what it receives.
-        mine = sorted((each for each in ends if rank in each), key=lambda each: each[0] != rank)
-        own[rank] = [mine[:MOST_OPERATIONS], mine[MOST_OPERATIONS:]]
-    assert not run(own)
-    assert run(rounds_by_rank(ends))
 
 
 def test_few_messages_are_one_round() -> None:

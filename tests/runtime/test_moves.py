@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -17,16 +17,15 @@ import torch.distributed as dist
 from helpers.moe_model import ALL_LISTS
 from helpers.planned_steps import SHAPE, Step, make
 from helpers.random_plans import random_placement
-from helpers.rank_pool import RankPool, on_ranks
+from helpers.rank_tests import runs_on_ranks
 from trimtab.array_type import Array
 from trimtab.errors import RanksDisagreeError
 from trimtab.planner import Placement, plan_schedule
 from trimtab.runtime import Session, gated_experts
-from trimtab.runtime.state import moving
+from trimtab.runtime.state import move_price, moving
 from trimtab.runtime.state.home_experts import HomeExperts
 from trimtab.runtime.state.move_price import MovePrice
 
-State = dict[str, Any]
 LAYERS, HOMES, HIDDEN, WIDTH = 3, 4, 12, 5
 # Shapes of one expert's tensors.
 SHAPES = ((2 * WIDTH, HIDDEN), (HIDDEN, WIDTH))
@@ -67,20 +66,25 @@ def build(kind: str, optimizer: str, dtype: torch.dtype) -> tuple[Session, torch
     return session, made
 
 
+def places_of(layer: HomeExperts, row: int) -> list[tuple[torch.nn.Parameter, Any]]:
+    """For each tensor the Parameter that has a row, and the row's index in it."""
+    return [(each, row) if isinstance(each, torch.Tensor) else (each[row], ...) for each in layer.tensors]
+
+
 def rows_of(session: Session, optimizer: torch.optim.Optimizer | None, layer: int, row: int) -> list[torch.Tensor]:
     """Weights and optimizer state of a row, as views."""
-    found = []
-    for tensor in session.homes[layer].tensors:
-        parameter, index = (tensor, row) if isinstance(tensor, torch.Tensor) else (tensor[row], ...)
-        values = [parameter.detach()]
-        if optimizer is not None:
-            state = optimizer.state[parameter]
-            values += [state[key] for key in sorted(state) if isinstance(state[key], torch.Tensor) and state[key].ndim]
-        found += [value[index] for value in values]
-    return found
+    rows = []
+    for parameter, index in places_of(session.homes[layer], row):
+        state = {} if optimizer is None else optimizer.state[parameter]
+        values = [state[key] for key in sorted(state) if isinstance(state[key], torch.Tensor) and state[key].ndim]
+        rows += [value[index] for value in (parameter.detach(), *values)]
+    return rows
 
 
-def whole(session: Session, optimizer: torch.optim.Optimizer | None) -> dict[tuple[int, int], list[torch.Tensor]]:
+Experts = dict[tuple[int, int], list[torch.Tensor]]
+
+
+def whole(session: Session, optimizer: torch.optim.Optimizer | None) -> Experts:
     """Copies of everything that belongs to each (layer, expert), from all ranks."""
     mine = {
         (layer.index, int(expert)): [value.clone() for value in rows_of(session, optimizer, layer.index, row)]
@@ -90,6 +94,12 @@ def whole(session: Session, optimizer: torch.optim.Optimizer | None) -> dict[tup
     gathered: list[Any] = [None] * session.num_ranks
     dist.all_gather_object(gathered, mine)
     return {place: values for of_rank in gathered for place, values in of_rank.items()}
+
+
+def assert_same(actual: Experts, expected: Experts) -> None:
+    assert actual.keys() == expected.keys()
+    for place, values in expected.items():
+        assert all(map(torch.equal, actual[place], values)), place
 
 
 @contextmanager
@@ -132,7 +142,7 @@ def swapped(home_LE: Array, rng: np.random.Generator, pairs: int) -> Array:
     return home_LE
 
 
-def move_randomly(state: State, kind: str, optimizer: str, dtype: torch.dtype, round_bytes: int, seed: int) -> None:
+def move_randomly(kind: str, optimizer: str, dtype: torch.dtype, round_bytes: int, seed: int) -> None:
     session, made = build(kind, optimizer, dtype)
     rng = np.random.default_rng(seed)
     expected = whole(session, made)
@@ -170,13 +180,8 @@ def move_randomly(state: State, kind: str, optimizer: str, dtype: torch.dtype, r
         if busiest <= round_bytes:
             assert len(sent) == bool(moved_LE.any())
 
-        actual = whole(session, made)
-        assert actual.keys() == expected.keys()
-        for place, values in expected.items():
-            for value, now in zip(values, actual[place], strict=True):
-                assert torch.equal(value, now), place
+        assert_same(whole(session, made), expected)
     assert pointers == [value.data_ptr() for layer in range(LAYERS) for value in rows_of(session, made, layer, 0)]
-    session.close()
 
 
 CASES = [
@@ -189,28 +194,29 @@ CASES = [
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_only_rows_that_move_are_sent_and_written(pool: RankPool, kind: str) -> None:
+@runs_on_ranks()
+def test_only_rows_that_move_are_sent_and_written(kind: str) -> None:
     for seed, case in enumerate(CASES):
         if case[0] == kind:
-            pool.call(move_randomly, *case, seed)
+            move_randomly(*case, seed)
 
 
-def move_among_four() -> None:
+@runs_on_ranks(4)
+def test_four_ranks_move_some_experts() -> None:
     for seed, case in enumerate(CASES[::5]):
-        move_randomly({}, *case, seed)
+        move_randomly(*case, seed)
     # Two of four ranks have no rows in the exchange.
     session, made = build("both", "AdamW", torch.float32)
     expected = whole(session, made)
     home_LE = session.placement.home.copy()
     home_LE[1, [0, HOMES]] = home_LE[1, [HOMES, 0]]
     session.move(Placement(home_LE))
-    for place, values in whole(session, made).items():
-        assert all(torch.equal(value, old) for value, old in zip(values, expected[place], strict=True))
-    refuse_other_rows()
+    assert_same(whole(session, made), expected)
 
 
-def refuse_other_rows() -> None:
-    """Two groups come to the same homes by different moves, so that rows of their experts differ."""
+@runs_on_ranks(4)
+def test_groups_with_other_rows_are_refused() -> None:
+    """Two groups come to the same homes by different moves."""
     session = Session(num_experts=4, groups=2)
     session.add_layer([torch.nn.Parameter(torch.randn(2, *shape)) for shape in SHAPES], gated_experts())
     stops = [Placement(np.array([home], np.int16)) for home in ([0, 1, 0, 1], [1, 1, 0, 0])]
@@ -221,77 +227,61 @@ def refuse_other_rows() -> None:
         session.finish_gradients()
 
 
-def test_four_ranks_move_some_experts() -> None:
-    on_ranks(move_among_four, (), ranks=4)
-
-
-def gradients_of(layer: HomeExperts, row: int) -> list[torch.Tensor]:
-    gradients = []
-    for tensor in layer.tensors:
-        parameter, index = (tensor, row) if isinstance(tensor, torch.Tensor) else (tensor[row], ...)
-        assert parameter.grad is not None
-        gradients.append(parameter.grad[index])
-    return gradients
-
-
-def clip_with_other_rows(state: State) -> list[float]:
+@runs_on_ranks()
+def test_norm_does_not_depend_on_the_order_of_rows() -> None:
     """Norms at the same homes, after different moves."""
-    norms = []
     for seed in range(12):
+        norms = set()
         for direct in (True, False):
             session, _ = build(KINDS[seed % 3], "none", torch.float64)
             rng = np.random.default_rng(seed)
             other, last = (random_placement(rng, LAYERS, session.num_experts, session.num_ranks) for _ in range(2))
-            if not direct:
-                session.move(other)
-            session.move(last)
+            for placement in (last,) if direct else (other, last):
+                session.move(placement)
             for layer in session.homes:
                 for parameter in layer.parameters:
                     parameter.grad = torch.empty_like(parameter)
                 for row, expert in enumerate(layer.home_experts):
                     generator = torch.Generator().manual_seed(seed * 100 + int(expert))
-                    for gradient in gradients_of(layer, row):
-                        gradient.normal_(generator=generator)
-            norms.append(session.clip_gradients([], 1e9))
-            session.close()
-    return norms
+                    for parameter, index in places_of(layer, row):
+                        assert parameter.grad is not None
+                        parameter.grad[index].normal_(generator=generator)
+            norm_of_ranks: list[Any] = [None] * session.num_ranks
+            dist.all_gather_object(norm_of_ranks, session.clip_gradients([], 1e9))
+            norms |= {*norm_of_ranks}
+        assert len(norms) == 1
 
 
-def test_norm_does_not_depend_on_the_order_of_rows(pool: RankPool) -> None:
-    norms, others = pool.call(clip_with_other_rows)
-    assert norms == others
-    assert norms[::2] == norms[1::2]
-
-
-def measure_moves(state: State) -> list[float]:
-    topology = Session(num_experts=2).topology
-    price = MovePrice(topology)
+@runs_on_ranks()
+def test_price_is_that_of_the_slowest_rank_and_of_most_bytes() -> None:
+    topology, clock = Session(num_experts=2).topology, {"seconds": 0.0}
+    price, align = MovePrice(topology), dist.all_to_all_single
     assert price.s_per_byte is None
 
-    def move(seconds: float, sent: int) -> moving.Moved:
-        dist.barrier()
-        time.sleep(seconds * (1 + topology.rank))
-        return moving.Moved(sent, 2 * sent)
+    def wait_for_others(*tensors: Any, **settings: Any) -> None:
+        clock["seconds"] += 7.0  # Is not part of the move.
+        align(*tensors, **settings)
 
-    def measure(seconds: float, sent: int) -> float:
-        if topology.rank == 0:
-            time.sleep(0.2)  # Is not part of the move.
-        price.measure(lambda: move(seconds, sent), torch.device("cpu"))
-        assert price.s_per_byte is not None
+    def measure(sent: int) -> float | None:
+        def move() -> moving.Moved:
+            clock["seconds"] += 0.05 * (1 + topology.rank)
+            return moving.Moved(sent, 2 * sent)
+
+        price.measure(move, torch.device("cpu"))
         return price.s_per_byte
 
-    return [measure(0.05, 50), measure(0.05, 1000), measure(0.05, 10)]
+    with (
+        mock.patch.object(move_price, "time", SimpleNamespace(perf_counter=lambda: clock["seconds"])),
+        mock.patch.object(dist, "all_to_all_single", wait_for_others),
+    ):
+        assert measure(50) == pytest.approx(0.1 / 100)
+        # Small moves do not change it.
+        assert [measure(1000), measure(10)] == pytest.approx([0.1 / 2000] * 2)
 
 
-def test_price_is_that_of_the_slowest_rank_and_of_most_bytes(pool: RankPool) -> None:
-    prices, others = pool.call(measure_moves)
-    assert prices == others
-    assert prices[0] == pytest.approx(0.1 / 100, rel=0.3)
-    # Small moves do not change it.
-    assert prices[1:] == pytest.approx([0.1 / 2000] * 2, rel=0.3)
-
-
-def plan_with_measured_price(state: State, lists: tuple[str, ...]) -> None:
+@pytest.mark.parametrize("lists", [(), ALL_LISTS])
+@runs_on_ranks()
+def test_measured_price_reaches_the_planner(lists: tuple[str, ...]) -> None:
     session, model, _ = make(shape=replace(SHAPE, lists=lists))
     optimizer = torch.optim.AdamW(model.parameters())
     session.register_optimizers(optimizer)
@@ -330,12 +320,8 @@ def plan_with_measured_price(state: State, lists: tuple[str, ...]) -> None:
         assert first.near_state_s not in (others[0].near_state_s, others[1].near_state_s)
 
 
-@pytest.mark.parametrize("lists", [(), ALL_LISTS])
-def test_measured_price_reaches_the_planner(pool: RankPool, lists: tuple[str, ...]) -> None:
-    pool.call(plan_with_measured_price, lists)
-
-
-def move_in_inference_mode(state: State) -> None:
+@runs_on_ranks()
+def test_copies_of_experts_follow_a_move() -> None:
     """Writes to tensors made in inference mode have no version, so a move has to announce them."""
     session = Session(num_experts=2 * dist.get_world_size(), verify_weights=False)
     torch.manual_seed(session.rank)
@@ -352,8 +338,3 @@ def move_in_inference_mode(state: State) -> None:
                 outputs.append(layer(hidden, layer.route(ids), torch.ones(6, 1)))
     assert outputs[0].abs().max() > 0.01
     assert torch.equal(*outputs)
-    session.close()
-
-
-def test_copies_of_experts_follow_a_move(pool: RankPool) -> None:
-    pool.call(move_in_inference_mode)

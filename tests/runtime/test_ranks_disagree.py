@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator
+from dataclasses import fields
 from datetime import timedelta
 from typing import Any
 from unittest import mock
@@ -13,14 +14,15 @@ import pytest
 import torch
 import torch.distributed as dist
 
+import trimtab
 from helpers import any_loop
 from helpers.any_loop import Loop
 from helpers.random_plans import random_schedule
 from helpers.rank_pool import RankPool, shared_pool
-from trimtab.errors import RankFailedError
-from trimtab.launch import launch
+from trimtab.cluster import ClusterSpec
 from trimtab.runtime import Session, gated_experts
 from trimtab.runtime.ranks import lockstep
+from trimtab.runtime.settings import Settings
 
 State = dict[str, Any]
 
@@ -33,22 +35,34 @@ def pool() -> Iterator[RankPool]:
     pool.close()
 
 
-def problem_of(_state: State, function: Callable[[str], None], what: str) -> str:
+def run(_state: State, function: Callable[[str], None], what: str) -> None:
+    """Compares logs after a short wait."""
+    with mock.patch.object(lockstep, "COMPARE_AFTER_S", 0.5):
+        function(what)
+
+
+def problem_of(state: State, function: Callable[[str], None], what: str) -> str:
     """The error that a function raises on this rank; "" if none."""
     try:
-        with mock.patch.object(lockstep, "COMPARE_AFTER_S", 0.5):
-            function(what)
+        run(state, function, what)
     except Exception as error:
         return f"{type(error).__name__}: {error}"
     return ""
 
 
+def session_of_one_layer(**settings: Any) -> Session:
+    session = Session(group=dist.new_group(), **{"num_experts": 4} | settings)
+    shapes = [(session.num_experts // 2, *size) for size in ((8, 4), (4, 4))]
+    session.add_layer([torch.nn.Parameter(torch.ones(shape)) for shape in shapes], gated_experts())
+    return session
+
+
 def make_other_calls(what: str) -> None:
-    state: State = {}
-    any_loop.start(state, 3, False, dist.new_group())
-    loop: Loop = state["loop"]
+    loop = any_loop.start(group=dist.new_group())
     session, first = loop.session, dist.get_rank() == 0
     mine = [loop.rows(index, session.rank) for index in range(any_loop.MICRO_STEPS)]
+    trace, dense = loop.trace.select(loop.schedule.sequences_of(session.rank)), loop.model.replicated()
+    blocks, x = loop.model.moe_blocks(), torch.zeros(3, 4, dtype=torch.float64)
 
     def update(index: int) -> None:
         with session.micro_step(index):
@@ -58,49 +72,35 @@ def make_other_calls(what: str) -> None:
         update(0)
         if first:
             update(1)
-        session.finish_gradients(loop.model.replicated())
+        session.finish_gradients(dense)
     elif what == "which micro-step":
         update(1 if first else 2)
     elif what == "order of layers":
         with session.micro_step(0):
             x = loop.model.embed(loop.tokens[mine[0]])
-            for block in loop.model.moe_blocks()[:: 1 if first else -1]:
+            for block in blocks[:: 1 if first else -1]:
                 x = x + block(x)
     elif what == "a skipped layer":
         loop.model.skipped = frozenset() if first else frozenset([0])
         update(0)
-        session.finish_gradients(loop.model.replicated())
+        session.finish_gradients(dense)
     elif what == "a live layer":
-        block = loop.model.moe_blocks()[0]
         if first:
-            block(torch.zeros(3, 4, dtype=torch.float64))
-        else:
-            with session.micro_step(0):
-                pass
+            blocks[0](x)
+        session.micro_step(0).__enter__()
     elif what == "other live layers":
-        loop.model.moe_blocks()[0 if first else 1](torch.zeros(3, 4, dtype=torch.float64))
+        blocks[0 if first else 1](x)
     elif what == "an id that is too large":
-        layer = session.layers[0]
-        ids = torch.full((3, 2), 99 if first else 0)
-        layer(torch.zeros(3, 4, dtype=torch.float64), ids, torch.ones(3, 2, dtype=torch.float64))
+        session.layers[0](x, torch.full((3, 2), 99 if first else 0), torch.ones(3, 2, dtype=torch.float64))
     elif what == "a recorded id that is too large":
-        assert loop.trace is not None
-        assert loop.schedule is not None
-        trace = loop.trace.select(loop.schedule.sequences_of(session.rank))
         if first:
             trace.expert_ids[-1, 0, 0] = 77
         session.plan(trace, loop.schedule)
     elif what == "without gradients":
         with torch.set_grad_enabled(first):
             update(0)
-    elif what == "without gradients inside":
-        with session.micro_step(0), torch.set_grad_enabled(first):
-            loss = loop.loss(loop.model, mine[0])[0]
-            if first:
-                loss.backward()
-        update(1)
-    elif what == "without backward":
-        with session.micro_step(0):
+    elif what in ("without gradients inside", "without backward"):
+        with session.micro_step(0), torch.set_grad_enabled(first or what == "without backward"):
             loss = loop.loss(loop.model, mine[0])[0]
             if first:
                 loss.backward()
@@ -110,38 +110,43 @@ def make_other_calls(what: str) -> None:
             parameter.requires_grad_(False)
         update(0)
     elif what == "other schedules":
-        rng = np.random.default_rng(session.rank)
-        schedule = random_schedule(rng, 6, num_ranks=2, num_micro_steps=3)
-        assert loop.trace is not None
+        schedule = random_schedule(np.random.default_rng(session.rank), 6, num_ranks=2, num_micro_steps=3)
         session.plan(loop.trace.select(schedule.sequences_of(session.rank)), schedule)
-    elif what == "other modes":
-        session.mode = "plan" if first else "static"
-        assert loop.trace is not None
-        assert loop.schedule is not None
-        session.plan(loop.trace.select(loop.schedule.sequences_of(session.rank)), loop.schedule)
-    elif what in ("other live policies", "other predictors"):
-        policies = what == "other live policies"
-        live = Session(
-            num_experts=4,
-            mode="live",
-            policy="quota" if policies and first else "predict",
-            predictor="last" if policies or first else "average",
-            group=dist.new_group(),
-        )
-        live.add_layer([torch.nn.Parameter(torch.ones(2, *size)) for size in ((8, 4), (4, 4))], gated_experts())
-        with live.live_micro_step():
-            pass
-    elif what == "other replicated parameters":
-        update(0)
-        session.finish_gradients(loop.model.replicated()[: 3 if first else None])
-    else:
-        # Rank 1 makes no further call.
-        short = Session(num_experts=4, timeout=timedelta(seconds=2), group=dist.new_group())
-        short.add_layer(
-            [torch.nn.Parameter(torch.ones(2, 8, 4)), torch.nn.Parameter(torch.ones(2, 4, 4))], gated_experts()
-        )
+    elif what == "other live policies":
+        live = session_of_one_layer(mode="live", policy="quota" if first else "predict")
+        live.live_micro_step().__enter__()
+    elif what == "a missing rank":
+        short = session_of_one_layer(timeout=timedelta(seconds=2))
         if first:
             short.finish_gradients()
+    else:
+        make_other_gradient_calls(what, loop, update)
+
+
+def make_other_gradient_calls(what: str, loop: Loop, update: Callable[[int], None]) -> None:
+    session, dense, first = loop.session, loop.model.replicated(), dist.get_rank() == 0
+    update(0)
+    if what == "other replicated parameters":
+        session.finish_gradients(dense[: 3 if first else None])
+    elif what == "other order":
+        session.finish_gradients(dense if first else dense[::-1])
+    elif what == "other backwards":
+        loop.optimizers[1].zero_grad()
+        x = torch.zeros(3, 4, dtype=torch.float64)
+        outputs = [loop.model.moe_blocks()[0](x + number) for number in (0, 1)]
+        for output in outputs if first else outputs[::-1]:
+            output.sum().backward()
+        session.finish_gradients(dense)
+    else:
+        session.finish_gradients(dense)
+        if first and what == "a skipped step":
+            loop.optimizers[1].step()
+        elif first and what == "clip":
+            session.clip_gradients(dense, 1.0)
+        elif first:
+            session.logical_state_dict(loop.model)
+        loop.optimizers[1].zero_grad()
+        session.micro_step(1).__enter__()
 
 
 CALLS = {
@@ -155,98 +160,69 @@ CALLS = {
     "a recorded id that is too large": r"MoE layer 0 has expert ids \[77\D.*below 4",
     "without gradients": r"gradients enabled is True on rank 0 and False on rank 1",
     "without gradients inside": r"in micro-step 0 where rank 1 called dispatch .* without gradients",
-    "without backward": r"combine of MoE layer . in micro-step 0, backward .* where rank 1 called micro_step\(1\)",
     "frozen experts": r"trained expert tensors is \[.*\] on rank 0 and \[.*\] on rank 1",
     "other schedules": r"in plan\(\): schedule is '\w+' on rank 0 and '\w+' on rank 1",
-    "other modes": r"in plan\(\): mode is 'plan' on rank 0 and 'static' on rank 1",
     "other live policies": r"policy is 'quota' on rank 0 and 'predict' on rank 1",
-    "other predictors": r"predictor is 'last' on rank 0 and 'average' on rank 1",
     "other replicated parameters": r"in finish_gradients\(\): replicated parameters is",
+    "other order": "replicated parameters is",
+    "other backwards": r"backward \(of the forward at call \d+\) where rank 1 called",
+    "a skipped step": r"rank 0 called optimizer.step\(\) where rank 1 called micro_step\(1\)",
+    "clip": r"rank 0 called clip_gradients\(\) where rank 1 called micro_step\(1\)",
+    "weights of one rank": r"rank 0 called logical_state_dict\(\) where rank 1 called micro_step\(1\)",
     "a missing rank": r"rank 0 has waited 2 s in finish_gradients\(\); rank 1 has published no log",
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("what", CALLS)
-def test_different_calls_are_named(pool: RankPool, what: str, capfd: pytest.CaptureFixture[str]) -> None:
+def test_different_calls_are_named(pool: RankPool, what: str) -> None:
     """The error names both ranks and their calls, without a hang or an abort of gloo."""
-    if what == "without backward":
-        # One rank waits in gloo until the launcher kills it.
-        with pytest.raises(RankFailedError, match=CALLS[what]):
-            launch(make_other_calls, (what,), ranks=2)
-        return
     problems = pool.call(problem_of, make_other_calls, what)
     for problem in problems[:1] if what == "a missing rank" else problems:
         assert re.search(CALLS[what], problem), problems
 
 
-def make_other_gradient_calls(what: str) -> None:
-    state: State = {}
-    groups = dist.get_world_size() // 2
-    if what == "a step without finished gradients":
-        session = Session(num_experts=4, groups=groups)
-        experts = [torch.nn.Parameter(torch.randn(2, *size)) for size in ((8, 4), (4, 4))]
-        layer = session.add_layer(experts, gated_experts())
-        optimizer = torch.optim.SGD(experts, lr=0.1)
-        layer(torch.randn(3, 4), torch.tensor([[0], [2], [3]]), torch.ones(3, 1)).sum().backward()
-        optimizer.step()
-        return
-    any_loop.start(state, 3, False, dist.new_group())
-    loop: Loop = state["loop"]
-    session, first = loop.session, dist.get_rank() == 0
-    dense = loop.model.replicated()
-    with session.micro_step(0):
-        loop.loss(loop.model, loop.rows(0, session.rank))[0].backward()
-    if what == "other order":
-        session.finish_gradients(dense if first else dense[::-1])
-    elif what == "a skipped step":
-        session.finish_gradients(dense)
-        if first:
-            loop.optimizers[1].step()
-        loop.optimizers[1].zero_grad()
-        with session.micro_step(1):
-            pass
-    elif what == "clip":
-        session.finish_gradients(dense)
-        if first:
-            session.clip_gradients(dense, 1.0)
-        with session.micro_step(1):
-            pass
-    elif what == "weights of one rank":
-        session.finish_gradients(dense)
-        if first:
-            session.logical_state_dict(loop.model)
-        with session.micro_step(1):
-            pass
-    elif what == "other backwards":
-        loop.optimizers[1].zero_grad()
-        x = torch.zeros(3, 4, dtype=torch.float64)
-        outputs = [loop.model.moe_blocks()[0](x + number) for number in (0, 1)]
-        for output in outputs if first else outputs[::-1]:
-            output.sum().backward()
-        session.finish_gradients(dense)
-    else:
-        other = Session(num_experts=4, ring_layers=2 if first else 3, group=dist.new_group())
-        for _ in session.layers:
-            other.add_layer([torch.nn.Parameter(torch.ones(2, *size)) for size in ((8, 4), (4, 4))], gated_experts())
-        assert loop.trace is not None
-        assert loop.schedule is not None
-        other.plan(loop.trace.select(loop.schedule.sequences_of(session.rank)), loop.schedule)
+def test_a_missing_backward_is_named(pool: RankPool) -> None:
+    """One rank waits in gloo until it is killed."""
+    calls = r"combine of MoE layer . in micro-step 0, backward .* where rank 1 called micro_step\(1\)"
+    with pytest.raises(AssertionError, match=f"RanksDisagreeError: .*{calls}"):
+        pool.call(run, make_other_calls, "without backward")
 
 
-GRADIENT_CALLS = {
-    "other order": "replicated parameters is",
-    "a skipped step": r"rank 0 called optimizer.step\(\) where rank 1 called micro_step\(1\)",
-    "clip": r"rank 0 called clip_gradients\(\) where rank 1 called micro_step\(1\)",
-    "weights of one rank": r"rank 0 called logical_state_dict\(\) where rank 1 called micro_step\(1\)",
-    "other backwards": r"backward \(of the forward at call \d+\) where rank 1 called",
-    "other rings": r"ring_layers is 2 on rank 0 and 3 on rank 1",
-    "a step without finished gradients": "not summed over expert-parallel groups; call finish_gradients",
-}
+def step_without_finished_gradients(_what: str) -> None:
+    session = Session(num_experts=4, groups=2)
+    experts = [torch.nn.Parameter(torch.randn(2, *size)) for size in ((8, 4), (4, 4))]
+    layer = session.add_layer(experts, gated_experts())
+    layer(torch.randn(3, 4), torch.tensor([[0], [2], [3]]), torch.ones(3, 1)).sum().backward()
+    torch.optim.SGD(experts, lr=0.1).step()
 
 
-@pytest.mark.parametrize("what", GRADIENT_CALLS)
-def test_different_calls_with_gradients_are_named(pool: RankPool, what: str) -> None:
-    ranks = shared_pool(4) if what == "a step without finished gradients" else pool
-    problems = ranks.call(problem_of, make_other_gradient_calls, what)
-    for problem in problems:
-        assert re.search(GRADIENT_CALLS[what], problem), problems
+def test_a_step_needs_gradients_that_are_summed_over_groups() -> None:
+    for problem in shared_pool(4).call(problem_of, step_without_finished_gradients, ""):
+        assert "not summed over expert-parallel groups; call finish_gradients" in problem
+
+
+# Another value than the default, for every setting of a session that all ranks must share.
+OTHER: dict[str, Any] = {
+    "num_experts": 8, "mode": "static", "slots_per_rank": 1, "ring_layers": 4, "paths": "peer", "mirror_bytes": 1 << 30,
+    "least_gain": 0.1, "max_rows_per_rank": 1000, "exact": True, "rates": ClusterSpec(2, 2), "policy": "quota",
+    "predictor": "average",
+}  # fmt: skip
+MAY_DIFFER = {"verify_weights"}
+
+
+def plan_with_another(name: str) -> None:
+    other = {name: OTHER[name]} if name in OTHER and dist.get_rank() == 1 else {}
+    version = f"1.{dist.get_rank()}" if name == "version" else trimtab.__version__
+    with mock.patch.object(trimtab, "__version__", version):
+        session_of_one_layer(**other).plan_micro_steps([np.zeros((3, 1, 1), np.int64)])
+
+
+@pytest.mark.parametrize("name", sorted({setting.name for setting in fields(Settings)} - MAY_DIFFER))
+def test_settings_must_be_equal_on_all_ranks(pool: RankPool, name: str) -> None:
+    for problem in pool.call(problem_of, plan_with_another, name):
+        assert re.search(rf"RanksDisagreeError: .*\b{name} is .* on rank 0 and {OTHER[name]!r:.7}.* on rank 1", problem)
+
+
+def test_versions_must_be_equal_on_all_ranks(pool: RankPool) -> None:
+    for problem in pool.call(problem_of, plan_with_another, "version"):
+        assert re.search(r"RanksDisagreeError: .*'1.0' on rank 0 and '1.1' on rank 1", problem)

@@ -57,10 +57,10 @@ def peers(monkeypatch: pytest.MonkeyPatch) -> Peers:
     return peers
 
 
-def make_layer(dtype: torch.dtype = torch.float32) -> HomeExperts:
+def make_layer(dtype: torch.dtype = torch.float32, tensor: Any = None, *, joins: bool = False) -> HomeExperts:
     """Rank 0 is home to experts 1 and 3 of 4."""
-    parameter = torch.nn.Parameter(torch.zeros(2, 2, dtype=dtype))
-    return HomeExperts(0, lambda: [parameter], rank=0, home_E=np.array([1, 0, 1, 0]))
+    tensors = [torch.nn.Parameter(torch.zeros(2, 2, dtype=dtype)) if tensor is None else tensor]
+    return HomeExperts(0, lambda: tensors, rank=0, home_E=np.array([1, 0, 1, 0]), joins_in_backward=joins)
 
 
 def first_column(layer: HomeExperts) -> list[float] | None:
@@ -118,21 +118,30 @@ def test_oldest_is_added_first_and_reserved_memory_is_enough(peers: Peers) -> No
     assert first_column(layer) == [0, 0]
 
 
+def test_abandoned_gradients_are_dropped_when_they_have_arrived(peers: Peers) -> None:
+    under_way, layer = make_returns(layers=2), make_layer()
+    peers.values = [1, 2, 4]
+    for end in (under_way.abandon, under_way.finish):
+        under_way.start(layer, [], replicas((1, 1)), 0)
+        end()
+        assert peers.waiting == []
+    assert first_column(layer) == [2, 0]
+
+
 def test_joined_gradients_go_to_main_grad_or_to_autograd_once(peers: Peers) -> None:
     """A framework's experts: Megatron's parameters have a `main_grad`, others get the gradient from autograd."""
     experts = [torch.nn.Parameter(torch.zeros(2, dtype=torch.bfloat16)) for _ in range(2)]
     main_grad = torch.full((2,), 0.5)
     experts[1].main_grad = main_grad  # type: ignore[attr-defined]
-    layer = HomeExperts(0, lambda: [experts], rank=0, home_E=np.array([1, 0, 1, 0]), joins_in_backward=True)
-    under_way = make_returns(layers=1)
+    under_way, layer = make_returns(layers=1), make_layer(tensor=experts, joins=True)
     peers.values = [1, 2, 4]
     under_way.start(layer, [], replicas((3, 1), (1, 1), (3, 2)), 0)
     added = under_way.join_parameters(layer)
     assert main_grad.tolist() == [5.5, 5.5]
-    assert added[1] is None
-    assert added[0] is not None
-    assert added[0].dtype == torch.bfloat16
-    assert added[0].tolist() == [2, 2]
+    (first, second) = added
+    assert second is None
+    assert first is not None
+    assert (first.dtype, first.tolist()) == (torch.bfloat16, [2, 2])
     # The end of the backward has nothing left to add.
     under_way.finish()
     assert main_grad.tolist() == [5.5, 5.5]
@@ -140,9 +149,7 @@ def test_joined_gradients_go_to_main_grad_or_to_autograd_once(peers: Peers) -> N
 
 
 def test_joined_gradients_of_stacks_are_sums(peers: Peers) -> None:
-    parameter = torch.nn.Parameter(torch.zeros(2, 2))
-    layer = HomeExperts(0, lambda: [parameter], rank=0, home_E=np.array([1, 0, 1, 0]), joins_in_backward=True)
-    under_way = make_returns(layers=1)
+    under_way, layer = make_returns(layers=1), make_layer(joins=True)
     peers.values = [1, 4, 2]
     under_way.start(layer, [], replicas((3, 1), (1, 1), (3, 2)), 0)
     own = torch.tensor([[10.0, 10.0], [20.0, 20.0]])

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 import pytest
 import torch
 
-from helpers.ring_harness import Harness
+from helpers.ring_harness import Harness, visit_randomly
 
 
 def one_each(num_micro_steps: int, num_layers: int) -> list[list[list[int]]]:
@@ -17,30 +15,8 @@ def one_each(num_micro_steps: int, num_layers: int) -> list[list[list[int]]]:
 
 
 def test_instances_in_any_order_get_their_own_replicas() -> None:
-    rng = np.random.default_rng(0)
-    for _ in range(40):
-        num_layers, num_micro_steps = int(rng.integers(1, 8)), int(rng.integers(1, 4))
-
-        def random_experts(layers: int = num_layers, micro_steps: int = num_micro_steps) -> list[list[list[int]]]:
-            return [
-                [rng.permutation(5)[: rng.integers(0, 3)].tolist() for _ in range(layers)] for _ in range(micro_steps)
-            ]
-
-        harness = Harness(random_experts(), places=int(rng.integers(2, 5)))
-        for _ in range(6):
-            order = rng.permutation(num_micro_steps)
-            if rng.integers(2):
-                for m in order:
-                    harness.forward(int(m))
-                for m in order:
-                    harness.backward(int(m))
-            else:
-                for m, layer in zip(rng.choice(order, 20), rng.integers(0, num_layers, 20), strict=True):
-                    harness.visit(int(m), int(layer))
-            if rng.integers(2):
-                harness.step()
-            if rng.integers(2):
-                harness.plan(random_experts())
+    for seed in range(40):
+        visit_randomly(np.random.default_rng(seed))
 
 
 def test_weights_are_prefetched_and_not_transferred_needlessly() -> None:
@@ -55,15 +31,6 @@ def test_weights_are_prefetched_and_not_transferred_needlessly() -> None:
     for layer in (4, 3, 2, 1, 0):
         harness.visit(0, layer)
         assert harness.fetched[5:] == [(0, there) for there in again.get(layer, [1, 0])]
-
-
-def test_first_layers_are_fetched_when_the_micro_step_begins() -> None:
-    harness = Harness([[[], [1], [2], [], [4]]], places=3)
-    harness.begin(0)
-    assert harness.fetched == [(0, 1), (0, 2), (0, 4)]
-    for layer in range(5):
-        harness.visit(0, layer)
-    assert harness.fetched == [(0, 1), (0, 2), (0, 4)]
 
 
 def test_start_of_a_micro_step_is_predicted_from_the_last_one() -> None:
@@ -91,21 +58,11 @@ def test_order_of_a_schedule_is_predicted(warm_up: int) -> None:
     """From the second step on, replicas are prefetched for all layers except the step's first."""
     harness = Harness(one_each(6, 4), places=3)
     one_forward_one_backward(harness, 6, warm_up)
-    late: list[tuple[int, int]] = []
+    harness.late.clear()
     for _ in range(2):
         harness.step()
-        asked = harness.visit
-
-        def visit(micro_step: int, layer: int, asked: Any = asked) -> torch.Tensor | None:
-            if (micro_step, layer) not in harness.ring._held:
-                late.append((micro_step, layer))
-            found: torch.Tensor | None = asked(micro_step, layer)
-            return found
-
-        harness.visit = visit  # type: ignore[method-assign]
         one_forward_one_backward(harness, 6, warm_up)
-        harness.visit = asked  # type: ignore[method-assign]
-    assert late == []
+    assert harness.late == []
 
 
 def test_another_number_of_micro_steps_is_soon_predicted() -> None:

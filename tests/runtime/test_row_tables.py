@@ -16,15 +16,7 @@ from helpers.random_plans import random_plan, random_schedule, random_trace
 from trimtab.planner import Placement, Workload
 from trimtab.runtime.layer import micro_step
 from trimtab.runtime.layer.micro_step import RunningStep
-from trimtab.runtime.rows.row_tables import LayerTables, RowTables, chunks_of
-
-
-def test_chunks_have_every_layer_once() -> None:
-    for layers in range(1, 100):
-        chunks = chunks_of(layers)
-        assert [layer for chunk in chunks for layer in chunk] == list(range(layers))
-        assert all(chunks)
-        assert len(chunks[0]) == 1
+from trimtab.runtime.rows.row_tables import LayerTables, RowTables
 
 
 def numbered(layer: int) -> LayerTables:

@@ -12,12 +12,11 @@ import torch.nn.functional as F
 
 from helpers.equality import relative_error
 from helpers.moe_model import Shape, TinyMoE
-from helpers.planned_steps import Step, make
+from helpers.planned_steps import rows_of
 from helpers.random_plans import random_schedule, random_trace
-from helpers.rank_pool import on_ranks
+from helpers.rank_tests import runs_on_ranks
 from trimtab.array_type import Array
-from trimtab.errors import InputError, RankFailedError
-from trimtab.launch import launch
+from trimtab.errors import InputError
 from trimtab.planner import Schedule, Workload
 from trimtab.runtime import Session
 from trimtab.trace import RoutingTrace
@@ -31,20 +30,20 @@ def make_trace(seed: int, num_sequences: int = 8) -> RoutingTrace:
     )
 
 
+Result = tuple[torch.Tensor, list[torch.Tensor]]
+
+
 def run_step(
     session: Session, model: TinyMoE, trace: RoutingTrace, schedule: Schedule, *, hashes: Array | None = None
-) -> tuple[torch.Tensor, list[torch.Tensor]]:
+) -> Result:
     """One update over a whole step: the loss of all ranks, and this rank's gradients."""
     rng = np.random.default_rng(0)
-    tokens = torch.from_numpy(rng.integers(0, SHAPE.vocab, trace.num_tokens))
-    labels = torch.from_numpy(rng.integers(0, SHAPE.vocab, trace.num_tokens))
+    tokens, labels = torch.from_numpy(rng.integers(0, SHAPE.vocab, (2, trace.num_tokens)))
     model.zero_grad()
     total = torch.zeros((), dtype=torch.float64)
     for index in range(schedule.num_micro_steps):
         mine = np.flatnonzero((schedule.rank == session.rank) & (schedule.micro_step == index))
-        of_trace = [np.arange(trace.sequence_starts[s], trace.sequence_starts[s + 1]) for s in mine]
-        rows = torch.from_numpy(np.concatenate([*of_trace, np.empty(0, np.int64)]))
-        given = (trace.sequence_hashes if hashes is None else hashes)[mine]
+        rows, given = rows_of(trace, mine), (trace.sequence_hashes if hashes is None else hashes)[mine]
         with session.micro_step(index, sequence_hashes=given):
             loss = F.cross_entropy(model(tokens[rows]), labels[rows], reduction="sum") / trace.num_tokens
             loss.backward()
@@ -52,6 +51,11 @@ def run_step(
     session.finish_gradients(model.replicated())
     torch.distributed.all_reduce(total)
     return total, [p.grad.clone() for p in model.parameters() if p.grad is not None]
+
+
+def assert_equal(actual: Result, expected: Result) -> None:
+    for one, other in zip((actual[0], *actual[1]), (expected[0], *expected[1]), strict=True):
+        assert relative_error(one, other) < 1e-12
 
 
 def make_session(mode: str = "plan", **options: Any) -> tuple[Session, TinyMoE]:
@@ -67,10 +71,10 @@ def plan_own(session: Session, trace: RoutingTrace, schedule: Schedule) -> int:
     return session.plan(trace.select(schedule.sequences_of(session.rank)), schedule).replicas
 
 
-def compare_schedules_and_policies() -> None:
+@runs_on_ranks()
+def test_schedules_and_policies_give_the_same_gradient() -> None:
     trace = make_trace(5)
-    results = []
-    replicas = {}
+    results, replicas = [], {}
     for mode, seed in (("plan", 1), ("plan", 2), ("static", 1), ("shadow", 1), ("off", 1)):
         session, model = make_session(mode)
         schedule = random_schedule(np.random.default_rng(seed), 8, num_ranks=session.num_ranks, num_micro_steps=3)
@@ -79,23 +83,17 @@ def compare_schedules_and_policies() -> None:
         assert session.counters.unplanned_micro_steps == (3 if mode in ("shadow", "off") else 0), mode
     assert replicas["plan"] == replicas["shadow"] > 0
     assert replicas["static"] == replicas["off"] == 0
-    (loss, gradients), *others = results
-    for other_loss, other_gradients in others:
-        assert relative_error(other_loss, loss) < 1e-12
-        for mine, theirs in zip(gradients, other_gradients, strict=True):
-            assert relative_error(theirs, mine) < 1e-12
+    for result in results[1:]:
+        assert_equal(result, results[0])
 
 
-def test_schedules_and_policies_give_the_same_gradient() -> None:
-    on_ranks(compare_schedules_and_policies, (), ranks=2)
-
-
-def keep_to_row_limits() -> None:
+@runs_on_ranks()
+def test_row_limits_are_kept_or_refused() -> None:
     trace = make_trace(5)
     schedule = random_schedule(np.random.default_rng(1), 8, num_ranks=2, num_micro_steps=3)
     session, model = make_session()
     plan_own(session, trace, schedule)
-    expected_loss, expected = run_step(session, model, trace, schedule)
+    expected = run_step(session, model, trace, schedule)
     for limits in ({"exact": True}, {"max_rows_per_rank": 2200}):
         session, model = make_session(slots_per_rank=4, **limits)
         plan_own(session, trace, schedule)
@@ -103,25 +101,19 @@ def keep_to_row_limits() -> None:
         even_ML = -(-loads_MLR.sum(axis=2) // 2)
         most_ML = even_ML if "exact" in limits else np.full_like(even_ML, 2200)
         assert (loads_MLR.max(axis=2) <= most_ML).all()
-        loss, gradients = run_step(session, model, trace, schedule)
-        assert relative_error(loss, expected_loss) < 1e-12
-        for mine, theirs in zip(gradients, expected, strict=True):
-            assert relative_error(mine, theirs) < 1e-12
+        assert_equal(run_step(session, model, trace, schedule), expected)
     # Refused on every rank, before the step.
-    session, model = make_session(max_rows_per_rank=10)
+    session, _ = make_session(max_rows_per_rank=10)
     with pytest.raises(InputError, match=r"max_rows_per_rank=10 can't be kept: .* the smallest that this step allows"):
         plan_own(session, trace, schedule)
     unknown = replace(trace, expert_ids=np.full_like(trace.expert_ids, trace.no_route))
-    session, model = make_session(max_rows_per_rank=100_000)
+    session, _ = make_session(max_rows_per_rank=100_000)
     with pytest.raises(InputError, match="record all routes"):
         plan_own(session, unknown, schedule)
 
 
-def test_row_limits_are_kept_or_refused() -> None:
-    on_ranks(keep_to_row_limits, (), ranks=2)
-
-
-def run_unknown_batches() -> None:
+@runs_on_ranks()
+def test_unknown_batches_run_unplanned_and_unknown_routes_live() -> None:
     trace = make_trace(2)
     session, model = make_session()
     schedule = random_schedule(np.random.default_rng(0), 8, num_ranks=2, num_micro_steps=2)
@@ -156,36 +148,9 @@ def run_unknown_batches() -> None:
     assert relative_error(live, everything_changed) < 1e-12
 
 
-def test_unknown_batches_run_unplanned_and_unknown_routes_live() -> None:
-    on_ranks(run_unknown_batches, (), ranks=2)
-
-
-def run_other_batches() -> None:
-    """Without the planner: a batch that differs on one rank runs without its plan on both."""
-    session, model, _ = make()
-    step = Step(2, moves=False)
-    step.apply(session)
-    rank_S, micro_step_S = step.schedule.rank, step.schedule.micro_step
-    # A micro-step with sequences on both ranks.
-    index = next(m for m in range(2) if len(np.unique(rank_S[micro_step_S == m])) == 2)
-    mine = np.flatnonzero((rank_S == session.rank) & (micro_step_S == index))
-    starts, hashes = step.trace.sequence_starts, step.trace.sequence_hashes[mine]
-    rows = np.concatenate([np.arange(starts[s], starts[s + 1]) for s in mine])
-    session.take_metrics()
-    for changed, unplanned in ((None, 0), (0, 1), (1, 1), (None, 0)):
-        given = hashes + (session.rank == changed)
-        with torch.no_grad(), session.micro_step(index, sequence_hashes=given.astype(np.uint64)):
-            model(step.tokens[rows])
-        assert session.take_metrics()["moe/unplanned_micro_steps"] == unplanned
-    session.close()
-
-
-def test_another_batch_on_one_rank_runs_unplanned_on_all() -> None:
-    on_ranks(run_other_batches, (), ranks=2)
-
-
-def misuse() -> None:
-    session, model = make_session()
+@runs_on_ranks()
+def test_errors_name_wrong_use() -> None:
+    session, _ = make_session()
     trace, schedule = make_trace(3), random_schedule(np.random.default_rng(0), 8, num_ranks=2, num_micro_steps=1)
     with pytest.raises(RuntimeError, match="needs a planned step"), session.micro_step(0):
         pass
@@ -195,34 +160,5 @@ def misuse() -> None:
     with pytest.raises(InputError, match="this rank's trace 0 sequences"):
         session.plan(trace.select([]), schedule)
     plan_own(session, trace, schedule)
-    block = model.moe_blocks()[0]
-    assert block.layer is not None
-    with session.micro_step(0):
-        hidden = torch.zeros(len(schedule.sequences_of(session.rank)), 8, dtype=torch.float64)
-        with pytest.raises(RuntimeError, match="other expert ids than its route"):
-            block.layer(hidden, torch.zeros(len(hidden), 2, dtype=torch.int64), torch.zeros(len(hidden), 2))
-        with pytest.raises(RuntimeError, match="the micro-step was planned with"):
-            block.layer.route(torch.zeros(1, 2, dtype=torch.int64))
-
-
-def test_errors_name_wrong_use() -> None:
-    on_ranks(misuse, (), ranks=2)
-
-
-def raise_input_error() -> None:
-    if torch.distributed.get_rank() == 1:
-        raise InputError("bad input, seen by one rank")
-    torch.distributed.barrier()
-
-
-def raise_other_error() -> None:
-    if torch.distributed.get_rank() == 1:
-        raise ArithmeticError("broken on purpose")
-    torch.distributed.barrier()
-
-
-def test_the_rank_that_failed_is_named(capfd: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(InputError, match="seen by one rank"):
-        launch(raise_input_error, (), ranks=2)
-    with pytest.raises(RankFailedError, match="rank 1 failed: ArithmeticError: broken on purpose"):
-        launch(raise_other_error, (), ranks=2)
+    with session.micro_step(0), pytest.raises(RuntimeError, match="the micro-step was planned with"):
+        session.layers[0].route(torch.zeros(1, 2, dtype=torch.int64))

@@ -14,6 +14,7 @@ from helpers.examples import examples
 from helpers.micro_steps import ORDERS, MicroStepCase, compare_micro_steps
 from helpers.planner_steps import steady_step
 from helpers.rank_pool import on_ranks
+from helpers.rank_tests import runs_on_ranks
 from trimtab.errors import RanksDisagreeError
 from trimtab.runtime import micro_step_runs
 from trimtab.runtime.rows import step_slices
@@ -23,7 +24,7 @@ RUNS = ("plain", "checkpoint", "reentrant checkpoint", "nested checkpoint")
 
 @pytest.mark.longer
 @pytest.mark.parametrize("when", ["in time", "late"])
-@pytest.mark.parametrize(("ranks", "groups", "count"), [(2, 1, 12), (3, 1, 4), (4, 2, 4)])
+@pytest.mark.parametrize(("ranks", "groups", "count"), [(2, 1, 6), (3, 1, 4), (4, 2, 4)])
 def test_gradients_are_those_of_one_process(ranks: int, groups: int, count: int, when: str) -> None:
     """Random slices, random delays of the planner's threads; pipelines, recompute, unknown routes."""
     rng = np.random.default_rng(ranks)
@@ -32,7 +33,7 @@ def test_gradients_are_those_of_one_process(ranks: int, groups: int, count: int,
             seed, order=ORDERS[seed % 4], unknown=float(rng.choice([0.0, 0.0, 0.3])), run_block=str(rng.choice(RUNS)),
             plain=bool(rng.integers(2)), complete=bool(rng.integers(2)), groups=groups, slices=when,
         )
-        for seed in range(examples(short=count, long=12 * count))
+        for seed in range(examples(short=count, long=20 * count))
     ]  # fmt: skip
     for metrics in on_ranks(compare_micro_steps, (cases,), ranks=ranks):
         assert (metrics["moe/late_micro_steps"] > 0) == (when == "late")
@@ -73,7 +74,8 @@ def test_a_stalled_planner_is_named_and_not_used_again() -> None:
         assert any("plans are made before their step from now on" in warning for warning in warnings)
 
 
-def receive_others() -> None:
+@runs_on_ranks()
+def test_a_slice_runs_only_if_all_ranks_have_the_same() -> None:
     """Rank 1 receives one byte more than was sent."""
     gather = step_slices._gather
 
@@ -87,10 +89,6 @@ def receive_others() -> None:
         pytest.raises(RanksDisagreeError, match="plan of micro-step 0: rank 0 and rank 1 of"),
     ):
         compare_micro_steps([case])
-
-
-def test_a_slice_runs_only_if_all_ranks_have_the_same() -> None:
-    on_ranks(receive_others, ranks=2)
 
 
 def test_a_round_is_used_once_all_ranks_have_it() -> None:

@@ -14,7 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from helpers.rank_pool import on_ranks
+from helpers.rank_tests import runs_on_ranks
 from trimtab.runtime.ranks.gpu_variables import wrong_variables
 from trimtab.runtime.ranks.topology import Topology
 from trimtab.runtime.state.home_experts import HomeExperts
@@ -32,7 +32,6 @@ class FakeSymmetric:
         unreachable: whether the process of rank 0 also sees the GPU of rank 1, and can't read its memory.
         shared_gpu: whether all ranks have one GPU.
         hosts: name of each rank's machine; one machine by default.
-        calls: names of the functions that were called.
     """
 
     topology: Topology
@@ -40,7 +39,6 @@ class FakeSymmetric:
     unreachable: bool = False
     shared_gpu: bool = False
     hosts: tuple[str, ...] = ()
-    calls: list[str] = field(default_factory=list)
     _parts: list[torch.Tensor] = field(default_factory=list)
 
     def place(self, device: torch.device) -> Place:
@@ -66,7 +64,6 @@ class FakeSymmetric:
         return [*self._parts], object()
 
     def _call(self, name: str) -> None:
-        self.calls.append(name)
         if self.failing == (name, self.topology.rank):
             raise RuntimeError(f"CUDA driver error: {name}\nmore lines")
 
@@ -89,7 +86,8 @@ def make_homes(rank: int, ranks: int) -> list[HomeExperts]:
     return [layer(index) for index in range(2)]
 
 
-def read_each_other() -> None:
+@runs_on_ranks(3)
+def test_ranks_that_see_one_gpu_each_read_each_other() -> None:
     with fake() as symmetric:
         topology = symmetric.topology
         homes = make_homes(topology.rank, topology.num_ranks)
@@ -101,34 +99,24 @@ def read_each_other() -> None:
         dist.barrier()
 
 
-def test_ranks_that_see_one_gpu_each_read_each_other() -> None:
-    on_ranks(read_each_other, (), ranks=3)
-
-
-CASES: list[tuple[dict[str, Any], str]] = [
-    ({"failing": ("map_all", 1)}, "rank 1: CUDA driver error: map_all"),
-    ({"failing": ("allocate", 2)}, "rank 2: CUDA driver error: allocate"),
-    ({"unreachable": True}, "rank 0: its GPU can't read the memory of GPU 1"),
-    ({"shared_gpu": True}, "rank 0: ranks of its node share a GPU"),
-    ({"hosts": ("one", "one", "other")}, "rank 0: ranks of its node are on machines one, other"),
-]
-
-
-def fall_back() -> None:
-    for arguments, reason in CASES:
-        told: list[str] = []
-        with fake(**arguments) as symmetric, pytest.MonkeyPatch.context() as patch:
-            patch.setattr(
-                logging.getLogger("trimtab"), "warning", lambda text, *values, told=told: told.append(text % values)
-            )
-            topology = symmetric.topology
-            assert PeerMemory.across(topology, make_homes(topology.rank, topology.num_ranks)) is None, arguments
-            wanted = f"replicas from ranks of the same node are sent as messages, which is slower: {reason}"
-            assert told == ([wanted] if topology.rank == 0 else []), told
-
-
-def test_all_ranks_send_messages_if_one_fails() -> None:
-    on_ranks(fall_back, (), ranks=3)
+@pytest.mark.parametrize(
+    ("arguments", "reason"),
+    [
+        ({"failing": ("map_all", 1)}, "rank 1: CUDA driver error: map_all"),
+        ({"failing": ("allocate", 2)}, "rank 2: CUDA driver error: allocate"),
+        ({"unreachable": True}, "rank 0: its GPU can't read the memory of GPU 1"),
+        ({"shared_gpu": True}, "rank 0: ranks of its node share a GPU"),
+        ({"hosts": ("one", "one", "other")}, "rank 0: ranks of its node are on machines one, other"),
+    ],
+)
+@runs_on_ranks(3)
+def test_all_ranks_send_messages_if_one_fails(arguments: dict[str, Any], reason: str) -> None:
+    told: list[str] = []
+    with fake(**arguments) as symmetric, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(logging.getLogger("trimtab"), "warning", lambda text, *values: told.append(text % values))
+        topology = symmetric.topology
+        assert PeerMemory.across(topology, make_homes(topology.rank, topology.num_ranks)) is None
+    assert [reason in text for text in told] == [True] * (topology.rank == 0)
 
 
 @pytest.mark.parametrize(

@@ -19,7 +19,7 @@ from trimtab.simulator.recorded_operations import KINDS, LANES, Operations
 EXACT = 1e-9
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(cases(), st.sampled_from([1, 2]), st.booleans())
 def test_work_equals_that_of_a_plain_count(case: Case, hops: int, even: bool) -> None:
     counts_MLRE, per_node = case.workload.estimated_MLRE, case.plan.ranks_per_node
@@ -38,7 +38,7 @@ def test_work_equals_that_of_a_plain_count(case: Case, hops: int, even: bool) ->
         assert np.array_equal(work.loads_MLR, case.plan.rank_loads(case.workload))
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=400)
 @given(cases(), st.data())
 def test_time_parts_and_operations_equal_those_of_the_reference(case: Case, data: st.DataObject) -> None:
     show = data.draw(st.integers(0, case.plan.num_micro_steps - 1))
@@ -69,9 +69,5 @@ def assert_same_operations(found: Operations, expected: Iterable[Shown], toleran
         spans, meant = places[0].get(key, []), places[1].get(key, [])
         assert len(spans) == len(meant), f"{key}: {spans} instead of {meant}"
         for side in (0, 1):
-            np.testing.assert_allclose(
-                sorted(span[side] for span in spans),
-                sorted(span[side] for span in meant),
-                rtol=0,
-                atol=tolerance,
-            )
+            own, other = (sorted(span[side] for span in every) for every in (spans, meant))
+            np.testing.assert_allclose(own, other, rtol=0, atol=tolerance)

@@ -37,13 +37,11 @@ def small_case(*, both_layers: bool = False, **traits: Any) -> Case:
     replica_P2 = np.array([[0, 1]])
     cluster = ClusterSpec(2, 2, 1)
     plan = StepPlan.from_instances(
-        schedule,
-        Placement.contiguous(2, 2, 2),
+        schedule, Placement.contiguous(2, 2, 2),
         [replica_P2 if both_layers else np.empty((0, 2), np.int64), replica_P2],
         [np.array([[0, 1]]) if both_layers else np.empty((0, 2), np.int64), np.array([[0, 2]])],
-        mixed_ML=workload.mixed_ML,
-        cluster=cluster,
-    )
+        mixed_ML=workload.mixed_ML, cluster=cluster,
+    )  # fmt: skip
     plan = replace(plan, replica_paths=np.zeros_like(plan.replica_paths))
     plan.check(workload)
     costs = free_costs(

@@ -9,19 +9,14 @@ import numpy as np
 import pytest
 
 from helpers.comparison_cases import MODEL, some_case, some_trace
-from helpers.reference_flows import flows_of
+from helpers.reference_flows import flows_of, loads_of, peak_bytes
 from trimtab import ClusterSpec, Placement
 from trimtab.cluster.operations import OperationCosts
 from trimtab.policies.planning_time import MEASURED
 from trimtab.report.simulation import answer, policy_results
-from trimtab.simulator.comparison import (
-    Outcome,
-    figures,
-    operations,
-    simulate_policy,
-)
+from trimtab.simulator.comparison import Outcome, figures, operations, simulate_policy
 from trimtab.simulator.expert_time import expert_time, summarise_balance
-from trimtab.simulator.memory import RankLoad, rank_memory, replica_pool_bytes
+from trimtab.simulator.memory import rank_memory, replica_pool_bytes
 from trimtab.simulator.simulated_case import SimulatedCase
 from trimtab.simulator.step import StepSettings, simulate_step
 
@@ -66,10 +61,10 @@ def test_figures_have_the_documented_keys_and_values() -> None:
     case = some_case()
     outcomes = {name: simulate_policy(case, name) for name in ("static", "trimtab", "balanced")}
     found = figures(case, outcomes)
-    assert list(found) == ["static", "trimtab", "balanced"]
+    assert list(found) == list(outcomes)
     for name, row in found.items():
         assert row.keys() >= KEYS
-        outcome: Outcome = outcomes[name]
+        outcome = outcomes[name]
         seconds = outcome.simulated.step_time_s
         assert row["step_time_s"] == seconds == pytest.approx(sum(row["parts_s"].values()))
         assert row["speedup_vs_static"] == found["static"]["step_time_s"] / seconds
@@ -89,8 +84,8 @@ def test_figures_have_the_documented_keys_and_values() -> None:
         assert row["micro_steps"] == plan.num_micro_steps
         assert row["replica_pool_bytes"] == row["memory_bytes"]["replica pool"]
         assert row["peak_bytes_per_rank"] == sum(row["memory_bytes"].values()) == outcome.peak_bytes
-        assert row["memory_bytes"]["experts"] == sum(row["state_bytes"]["experts"].values())
-        assert row["memory_bytes"]["dense parts"] == sum(row["state_bytes"]["dense parts"].values())
+        for part in ("experts", "dense parts"):
+            assert row["memory_bytes"][part] == sum(row["state_bytes"][part].values())
         assert row["speedup_vs_eplb"] is None
         assert row["fits"]
     assert found["trimtab"]["exposed_planning_s"] > 0
@@ -110,14 +105,11 @@ def test_figures_have_the_documented_keys_and_values() -> None:
 
 
 def far_part(outcome: Outcome) -> float:
-    """Part of the rows whose home is on another node than they are."""
-    counts_MLRE = outcome.workload.token_counts_MLRE
-    far = [
-        tokens
-        for (_, layer, source, e), tokens in np.ndenumerate(counts_MLRE)
-        if source // 2 != outcome.plan.home[layer, e] // 2
-    ]
-    return sum(far) / counts_MLRE.sum()
+    """Part of the rows that are computed on another node than the token's."""
+    plan, counts_MLRE = outcome.plan, outcome.workload.token_counts_MLRE
+    instances = np.ndindex(plan.num_micro_steps, plan.num_layers)
+    flows = [flow for at in instances for flow in flows_of(plan, counts_MLRE[at], *at)]
+    return float(sum(flow.rows for flow in flows if flow.source // 2 != flow.rank // 2) / counts_MLRE.sum())
 
 
 @pytest.mark.parametrize("name", ["eplb_oracle", "laer", "foremoe"])
@@ -135,75 +127,37 @@ def test_an_outcome_covers_the_layers_of_the_trace(name: str) -> None:
     assert row["weight_bytes_per_micro_step"] == 2 * plan.num_replicas * model.expert_bytes / plan.num_micro_steps
     moved = int((plan.home != Placement.contiguous(2, 8, 4).home).sum())
     assert row["migration_bytes_per_step"] == 2 * moved * model.expert_parameters * (2 + 12)
-    instances = np.ndindex(plan.num_micro_steps, plan.num_layers)
-    far = sum(
-        flow.rows
-        for at in instances
-        for flow in flows_of(plan, workload.token_counts_MLRE[at], *at)
-        if flow.source // 2 != flow.rank // 2
-    )
-    assert row["cross_node_token_fraction"] == far / workload.token_counts_MLRE.sum()
+    assert row["cross_node_token_fraction"] == far_part(outcome)
     costs = OperationCosts.of(cluster, model, moe_layers=2, groups=2)
     expected = simulate_step(
         plan, workload, trace.sequence_lengths, costs, cluster, outcome.policy.traits,
-        before=Placement.contiguous(2, 8, 4),
-        settings=run_as,
-        model_layers=model.moe_layers,
+        before=Placement.contiguous(2, 8, 4), settings=run_as, model_layers=model.moe_layers,
     )  # fmt: skip
     assert outcome.simulated.parts_s == {part: 2 * seconds for part, seconds in expected.parts_s.items()}
     assert outcome.simulated.step_time_s == 2 * expected.step_time_s
-    # Timelines show what was simulated.
-    assert operations(case, outcome, 0).spans_N2.max() < expected.step_time_s
-    tokens_MR = np.zeros((plan.num_micro_steps, 4), np.int64)
-    for s, length in enumerate(trace.sequence_lengths):
-        tokens_MR[plan.micro_step[s], plan.rank[s]] += length
-    load = RankLoad(
-        layers=2,
-        homes_R=np.array([(plan.home == r).sum() for r in range(4)]),
-        tokens_MR=tokens_MR,
-        rows_MLR=expected.work.loads_MLR,
-        pool_R=replica_pool_bytes(plan, model, outcome.policy.traits, 2),
-    )
-    assert outcome.memory == rank_memory(load, model, groups=2)
+    # Timelines show what was simulated, on all ranks of both groups.
+    shown = operations(case, outcome, 0)
+    assert shown.spans_N2.max() < expected.step_time_s
+    assert set(shown.rank_N.tolist()) == set(range(8))
+    loads_MLR = loads_of(plan, workload)
+    pool_R = replica_pool_bytes(plan, model, outcome.policy.traits, 2)
+    assert row["peak_tokens_per_rank"] == loads_MLR.max()
+    most_bytes = peak_bytes(plan, loads_MLR, trace.sequence_lengths, model, groups=2, pool_R=pool_R)
+    assert row["peak_bytes_per_rank"] == most_bytes
     choices: dict[str, Any] = {"sharding": "fsdp", "checkpointing": True}
     other = simulate_policy(replace(case, settings=replace(run_as, **choices)), name)
-    assert other.memory == rank_memory(load, model, groups=2, **choices)
+    assert other.memory == rank_memory(outcome.load, model, groups=2, **choices)
     assert other.simulated.step_time_s > outcome.simulated.step_time_s
     sharded = simulate_policy(replace(case, settings=replace(run_as, sharding="fsdp")), name)
     assert sharded.simulated.parts_s == outcome.simulated.parts_s
     # Planning is that of all layers of the model.
-    traits = outcome.policy.traits
-    hidden = traits.hidden_planning(plan, workload, trace.sequence_lengths, cluster, model.moe_layers)
+    hidden = outcome.policy.traits.hidden_planning(plan, workload, trace.sequence_lengths, cluster, model.moe_layers)
     exposed_s, hidden_s = outcome.simulated.parts_s["planning"], outcome.simulated.hidden_planning_s
     assert hidden_s == 2 * expected.hidden_planning_s
     # Two groups, each with a round for every second micro-step.
     rounds_s = -(-plan.num_micro_steps // 2) * hidden.round_s
     assert exposed_s + hidden_s == pytest.approx(hidden.header_s + hidden.rollout_s + rounds_s)
     assert (exposed_s > 0) == (hidden_s > 0) == (name != "laer")
-
-
-def test_seconds_of_a_partial_trace_keep_their_ratios() -> None:
-    """The model's layers like those of the trace: seconds of the whole model are those of a trace of all layers."""
-    trace = some_trace(longer=100)
-    twice = np.tile(trace.expert_ids, (1, 2, 1))
-    doubled = replace(trace, expert_ids=twice, layer_indices=np.arange(4, dtype=trace.layer_indices.dtype))
-    model = replace(MODEL, moe_layers=4)
-    for name in ("static", "eplb_oracle", "trimtab", "balanced"):
-        part = simulate_policy(some_case(trace, model=model, token_budget=220), name)
-        whole = simulate_policy(some_case(doubled, model=model, token_budget=220), name)
-        assert part.simulated.step_time_s == pytest.approx(whole.simulated.step_time_s, rel=0.05)
-        assert part.simulated.parts_s["planning"] == pytest.approx(whole.simulated.parts_s["planning"], rel=0.05)
-        assert sum(part.simulated.parts_s.values()) == pytest.approx(part.simulated.step_time_s)
-        assert part.peak_bytes == pytest.approx(whole.peak_bytes, rel=0.02)
-
-
-def test_recording_operations_does_not_change_the_step() -> None:
-    case = some_case()
-    outcome = simulate_policy(case, "static")
-    for micro_step in range(outcome.plan.num_micro_steps):
-        shown = operations(case, outcome, micro_step)
-        assert len(shown.rank_N) == len(shown.kind_N) > 0
-        assert set(shown.rank_N.tolist()) == {0, 1, 2, 3}
 
 
 @pytest.mark.parametrize(
@@ -233,6 +187,4 @@ def test_the_headline_says_when_nothing_is_faster_than_static() -> None:
     outcomes["trimtab"] = replace(outcomes["trimtab"], simulated=slower)
     times = {name: outcome.simulated.step_time_s for name, outcome in outcomes.items()}
     text = answer(SimulatedCase(4, 1, None, case, outcomes, tuple(outcomes), times))
-    assert (
-        "trimtab makes the step 0.50 times as fast as static; static is faster: 50.0% less time than trimtab." in text
-    )
+    assert "static is faster: 50.0% less time than trimtab." in text

@@ -26,11 +26,10 @@ ids = [np.argsort(-rng.gumbel(size=(40, 2, 8)) - skew_LE, axis=-1)[:, :, :2] for
 trace = RoutingTrace.from_sequences(ids, num_experts=8)
 trace.steps[12:] = 1
 model = ModelSpec("small", num_experts=8, top_k=2, hidden_size=64, expert_width=32, moe_layers=2, vocab_size=100)
-for equal_terms in (False, True):
-    simulate(
-        trace, policies=tuple(trimtab.policies.POLICIES), model=model, ranks=4, ranks_per_node=2, micro_steps=2,
-        groups=2, equal_terms=equal_terms, recompute=not equal_terms, slots=1 if equal_terms else 2,
-    )
+sizes = {"model": model, "ranks": 4, "ranks_per_node": 2, "micro_steps": 2, "groups": 2}
+for equal_terms, slots in ((False, 2), (True, 1)):
+    names = tuple(trimtab.policies.POLICIES)
+    simulate(trace, policies=names, equal_terms=equal_terms, recompute=not equal_terms, slots=slots, **sizes)
 found = {}
 for package in (trimtab.policies, trimtab.simulator):
     for module in pkgutil.walk_packages(package.__path__, package.__name__ + "."):
@@ -43,13 +42,9 @@ print(json.dumps(found))
 
 @pytest.mark.long
 def test_every_kernel_has_one_signature(tmp_path: Path) -> None:
-    result = subprocess.run(
-        [sys.executable, "-c", SIGNATURES],
-        env=os.environ | {"NUMBA_CACHE_DIR": str(tmp_path)},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    environment = os.environ | {"NUMBA_CACHE_DIR": str(tmp_path)}
+    command = [sys.executable, "-c", SIGNATURES]
+    result = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     assert result.returncode == 0, result.stderr
     found = json.loads(result.stdout.splitlines()[-1])
     assert len(found) > 25

@@ -16,7 +16,7 @@ SECONDS = st.one_of(st.just(0.0), st.floats(0.01, 20))
 LANES = [int(n) for n in (NEAR_OUT, NEAR_IN, FAR_OUT, FAR_IN, HOST_IN, GRADIENTS + NEAR_OUT, GRADIENTS + FAR_IN)]
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(
     st.lists(st.tuples(SECONDS, SECONDS, SECONDS), max_size=8),
     st.lists(st.tuples(st.sampled_from(LANES), st.floats(0, 60), SECONDS), max_size=8),

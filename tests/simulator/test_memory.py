@@ -8,9 +8,9 @@ from typing import Any
 import numpy as np
 import pytest
 
+from helpers.reference_flows import peak_bytes
 from trimtab import ClusterSpec, Placement, Schedule, StepPlan, Workload
-from trimtab.array_type import Array
-from trimtab.cluster import ModelSpec
+from trimtab.cluster import QWEN3_30B, ModelSpec
 from trimtab.planner.replicas.paths import HOST, PEER
 from trimtab.policies import Traits
 from trimtab.simulator.memory import RankLoad, mirror_bytes, rank_memory, replica_pool_bytes, state_bytes
@@ -25,7 +25,7 @@ MODEL = ModelSpec(
 WEIGHTS, GRADIENT = 1200, 2400
 
 
-def small_plan() -> tuple[StepPlan, Workload]:
+def small_plan() -> StepPlan:
     """Two micro-steps of two layers on two ranks with experts 0 and 1, 2 and 3; a rank has two slots.
 
     In micro-step 0 layer 0 has expert 0 on rank 1, layer 1 experts 0 and 1 on rank 1 and 2 on rank 0; in micro-step 1
@@ -41,9 +41,8 @@ def small_plan() -> tuple[StepPlan, Workload]:
         mixed_ML=np.zeros((2, 2), bool),
         cluster=ClusterSpec(2, 2, 2),
     )
-    workload = Workload.known(counts_MLRE)
-    plan.check(workload)
-    return plan, workload
+    plan.check(Workload.known(counts_MLRE))
+    return plan
 
 
 @pytest.mark.parametrize(
@@ -60,33 +59,20 @@ def small_plan() -> tuple[StepPlan, Workload]:
     ],
 )
 def test_the_replica_pool_holds_the_copies_kept_at_once(copies: Any, expected: list[int]) -> None:
-    plan, _ = small_plan()
-    assert replica_pool_bytes(plan, MODEL, Traits("step", copies=copies), 3).tolist() == expected
-    assert not replica_pool_bytes(plan.without_replicas(), MODEL, Traits("step", copies=copies), 3).any()
+    plan, traits = small_plan(), Traits("step", copies=copies)
+    assert replica_pool_bytes(plan, MODEL, traits, 3).tolist() == expected
+    assert not replica_pool_bytes(plan.without_replicas(), MODEL, traits, 3).any()
 
 
 def test_the_mirror_holds_every_mirrored_expert_of_a_node_once() -> None:
-    plan, _ = small_plan()
-    mirrored = replace(plan, replica_paths=np.full_like(plan.replica_paths, HOST))
+    plan = small_plan()
+    host, peer = (replace(plan, replica_paths=np.full_like(plan.replica_paths, path)) for path in (HOST, PEER))
     # Experts 0 and 1 of layer 0, 0, 1 and 2 of layer 1; twice the layers.
-    assert mirror_bytes(mirrored, MODEL, Traits("step", host_path=True)) == 2 * 5 * WEIGHTS
-    assert mirror_bytes(mirrored, MODEL, Traits("step")) == 0
-    assert mirror_bytes(replace(plan, replica_paths=np.full_like(plan.replica_paths, PEER)), MODEL,
-                        Traits("step", host_path=True)) == 0  # fmt: skip
+    assert mirror_bytes(host, MODEL, Traits("step", host_path=True)) == 2 * 5 * WEIGHTS
+    assert mirror_bytes(host, MODEL, Traits("step")) == mirror_bytes(peer, MODEL, Traits("step", host_path=True)) == 0
 
 
-QWEN3_30B = ModelSpec(
-    "qwen3-30b-a3b", num_experts=128, top_k=8, hidden_size=2048, expert_width=768, moe_layers=48,
-    # 32 query and 4 key heads of 128.
-    attention_parameters=2 * 2048 * 36 * 128, attention_width=2 * 32 * 128, vocab_size=151_936,
-)  # fmt: skip
-DEEPSEEK_V3 = ModelSpec(
-    "deepseek-v3", num_experts=256, top_k=8, hidden_size=7168, expert_width=2048, moe_layers=58, dense_layers=3,
-    dense_width=18_432, shared_width=2048, vocab_size=129_280,
-    # 128 heads with keys of 192 and values of 128, through ranks of 1536 and 512.
-    attention_parameters=1536 * (7168 + 24_576) + 7168 * 576 + 512 * 128 * 256 + 128 * 128 * 7168,
-    attention_width=128 * 320,
-)  # fmt: skip
+DEEPSEEK_V3 = ModelSpec.named("deepseek-v3")
 
 
 def even_load(model: ModelSpec, ranks: int, tokens: int, layers: int | None = None) -> RankLoad:
@@ -169,9 +155,8 @@ def test_state_of_a_parameter_by_dtype(weight_bytes: int, bytes_each: tuple[int,
     """Megatron's table: 18 bytes with bf16 weights and float32 gradients, 16 with float32 weights."""
     model = replace(MODEL, weight_bytes=weight_bytes)
     found = rank_memory(even_load(model, 2, 1), model, sharding="ddp")
-    assert state_bytes(found, "expert") == dict(
-        zip(("parameters", "gradients", "optimizer state"), (8 * 600 * size for size in bytes_each), strict=True)
-    )
+    assert list(state_bytes(found, "expert")) == ["parameters", "gradients", "optimizer state"]
+    assert list(state_bytes(found, "expert").values()) == [8 * 600 * size for size in bytes_each]
 
 
 def test_a_partial_trace_needs_the_memory_of_the_whole_model() -> None:
@@ -181,39 +166,19 @@ def test_a_partial_trace_needs_the_memory_of_the_whole_model() -> None:
         assert rank_memory(even_load(QWEN3_30B, 16, 4096, layers=8), QWEN3_30B, **choices) == expected
 
 
-def plain_peak(plan: StepPlan, loads_MLR: Array, tokens_MR: Array, model: ModelSpec) -> int:
-    """Bytes of the rank that needs most, loop by loop: optimizer state shared by all, without replicas."""
-    peaks = []
-    for r in range(plan.num_ranks):
-        experts = sum(int(home == r) for layer in plan.home for home in layer) * model.moe_layers // plan.num_layers
-        state = experts * 600 * (2 + 4 + 12) + model.dense_parameters * 6 + model.dense_parameters * 12 // 2
-        steps = []
-        for m in range(plan.num_micro_steps):
-            rows = sum(int(loads_MLR[m, layer, r]) for layer in range(plan.num_layers))
-            rows = rows * model.moe_layers // plan.num_layers
-            token = 2 * (4 * 20 + 2 * 2 * 20) + 8 * 4
-            layers = model.moe_layers * token * tokens_MR[m, r] + rows * 2 * (2 * 20 + 3 * 10)
-            head = tokens_MR[m, r] * (2 * 2 * 20 + 4 * 7)
-            steps.append(layers + head + 2 * 20 * (tokens_MR[m, r] + max(loads_MLR[m, :, r])))
-        peaks.append(state + max(steps))
-    return int(max(peaks))
-
-
 def test_memory_is_that_of_the_rank_that_needs_most() -> None:
-    plan, _ = small_plan()
     # Rows of the layers differ; the largest instance has most in the dispatch buffers.
     loads_MLR = np.array([[[17, 23], [170, 2]], [[1, 40], [300, 41]]])
+    plan = replace(small_plan(), micro_step=np.array([0, 0, 1, 1], np.int32), rank=np.array([0, 1, 0, 1], np.int32))
     for home in ([[0, 0, 1, 1], [0, 0, 1, 1]], [[0, 0, 0, 1], [0, 1, 1, 1]], [[0, 1, 1, 1], [0, 1, 1, 1]]):
-        for tokens in ([[11, 2], [3, 30]], [[500, 2], [3, 30]]):
-            moved = replace(plan, home=np.array(home, np.int16))
-            tokens_MR = np.array(tokens)
-            homes_R = np.bincount(moved.home.ravel(), minlength=2)
-            load = RankLoad(2, homes_R, tokens_MR, loads_MLR, np.zeros(2, np.int64))
-            found = rank_memory(load, MODEL)
-            assert sum(found.values()) == plain_peak(moved, loads_MLR, tokens_MR, MODEL)
-    # A large pool makes its rank the one that needs most.
-    pooled = replace(load, pool_R=np.array([0, 10**9]))
-    assert rank_memory(pooled, MODEL)["replica pool"] == 10**9
+        moved = replace(plan, home=np.array(home, np.int16))
+        for lengths in ([11, 2, 3, 30], [500, 2, 3, 30]):
+            # A large pool makes its rank the one that needs most.
+            for pool_R in (np.array([0, 0]), np.array([0, 10**9])):
+                homes_R = np.bincount(moved.home.ravel(), minlength=2)
+                load = RankLoad(2, homes_R, np.reshape(lengths, (2, 2)), loads_MLR, pool_R)
+                expected = peak_bytes(moved, loads_MLR, lengths, MODEL, groups=1, pool_R=pool_R)
+                assert sum(rank_memory(load, MODEL).values()) == expected
 
 
 def test_ways_to_fit_are_enough_and_no_smaller_one_is() -> None:

@@ -35,13 +35,9 @@ TOKENS = 1024
 # FEPLB moves expert 1 to rank 1, and nothing else.
 COUNTS_RE = np.array([[448, 192, 192, 192]] * 2)
 EXCHANGES = {
-    lockstep.COUNTS: "planning",
-    lockstep.DISPATCH: "dispatch",
-    lockstep.DISPATCH_WITHOUT_GRADIENTS: "dispatch",
-    lockstep.SECOND_DISPATCH: "second dispatch",
-    lockstep.SECOND_COMBINE: "second combine",
-    lockstep.COMBINE: "combine",
-}
+    lockstep.COUNTS: "planning", lockstep.DISPATCH: "dispatch", lockstep.DISPATCH_WITHOUT_GRADIENTS: "dispatch",
+    lockstep.SECOND_DISPATCH: "second dispatch", lockstep.SECOND_COMBINE: "second combine", lockstep.COMBINE: "combine",
+}  # fmt: skip
 
 
 def check_order_in_runtime(policy: LivePolicy, expected: list[str]) -> None:
@@ -77,8 +73,7 @@ def check_order_in_runtime(policy: LivePolicy, expected: list[str]) -> None:
 
 def order_in_simulator(policy: str) -> list[tuple[str, float, float]]:
     """Operations of rank 1 in a forward, with their start and end, by start."""
-    home_E, rows_E = np.array([0, 0, 1, 1], np.int16), np.array([0, 1, 0, 1])
-    cluster = ClusterSpec(2, 2, 2)
+    home_E, rows_E, cluster = np.array([0, 0, 1, 1], np.int16), np.array([0, 1, 0, 1]), ClusterSpec(2, 2, 2)
     limits = PlanSettings().limits(cluster)
     if policy == "feplb":
         chosen = choose_moves(COUNTS_RE, home_E, rows_E, np.ones(4, np.bool_), limits)
@@ -95,12 +90,10 @@ def order_in_simulator(policy: str) -> list[tuple[str, float, float]]:
         cluster=cluster,
     )
     plan = replace(plan, replica_paths=np.zeros_like(plan.replica_paths))
-    costs = free_costs(
-        token_s=1e-6, row_s=1e-6, near_row_s=1e-6, hop_row_s=1e-7, near_weights_s=1e-5, near_gradient_s=1e-5
-    )
-    lengths = np.array([TOKENS, TOKENS])
-    case = Case(plan, workload, lengths, costs, cluster, POLICIES[policy].traits, StepSettings(recompute=False))
-    found = case.run(show=0).operations
+    times = {"near_weights_s": 1e-5, "near_gradient_s": 1e-5, "hop_row_s": 1e-7}
+    costs = free_costs(token_s=1e-6, row_s=1e-6, near_row_s=1e-6, **times)
+    traits, settings = POLICIES[policy].traits, StepSettings(recompute=False)
+    found = Case(plan, workload, np.array([TOKENS] * 2), costs, cluster, traits, settings).run(show=0).operations
     events = []
     for kind, lane, rank, (start, end) in zip(found.kind_N, found.lane_N, found.rank_N, found.spans_N2, strict=True):
         is_link = lane == rec.NODE_LANE and kind in (rec.DISPATCH, rec.COMBINE)
@@ -111,9 +104,7 @@ def order_in_simulator(policy: str) -> list[tuple[str, float, float]]:
     return events[: names.index("combine") + 1]
 
 
-FEPLB = [
-    "planning", "weights", "dispatch", "second dispatch", "experts", "experts", "second combine", "combine",
-]  # fmt: skip
+FEPLB = ["planning", "weights", "dispatch", "second dispatch", "experts", "experts", "second combine", "combine"]
 
 
 @pytest.mark.parametrize(
@@ -137,12 +128,8 @@ def test_feplb_computes_in_the_order_of_the_runtime() -> None:
 def test_ultraep_has_the_weights_before_its_dispatch() -> None:
     events = order_in_simulator("ultraep")
     assert list(dict.fromkeys(name for name, _, _ in events)) == [
-        "planning",
-        "weights",
-        "dispatch",
-        "experts",
-        "combine",
-    ]
+        "planning", "weights", "dispatch", "experts", "combine",
+    ]  # fmt: skip
     ends = {name: end for name, _, end in events}
     assert ends["weights"] <= min(start for name, start, _ in events if name == "dispatch")
 

@@ -56,10 +56,8 @@ def test_measured_planning_is_charged_whole() -> None:
     for name, sizes in stored["policies"].items():
         for size in sizes:
             ranks = size["ranks"]
-            plan, workload, lengths = idle_step(ranks, micro_steps=3)
-            found = POLICIES[name].traits.hidden_planning(
-                plan, workload, lengths, ClusterSpec(ranks, 8, planning_threads=4), 48
-            )
+            cluster = ClusterSpec(ranks, 8, planning_threads=4)
+            found = POLICIES[name].traits.hidden_planning(*idle_step(ranks, micro_steps=3), cluster, 48)
             us = dict.fromkeys(TimeAtSize._fields, 0.0) | size
             rollout = 48 * (us["homes"] + 3 * us["homes_instance"]) / 4 + us["choice"] / 4
             header = 3 * us["schedule"] + 3 * 48 * us["schedule_instance"] + 100 * 2 * 48 * stored["route_us"]
@@ -72,12 +70,11 @@ def test_measured_planning_is_charged_whole() -> None:
 
 def test_balancers_are_charged_the_parts_that_they_have() -> None:
     """Replicas of micro-steps in slices, homes and strategies during the rollout, schedules before the step."""
+    times = {name: policy.traits.planning for name, policy in POLICIES.items()}
     parts = {
-        name: {
-            part for part in TimeAtSize._fields[1:] if any(getattr(size, part) for size in policy.traits.planning.sizes)
-        }
-        for name, policy in POLICIES.items()
-        if policy.traits.planning.source == MEASURED
+        name: {part for part in TimeAtSize._fields[1:] if any(getattr(size, part) for size in planning.sizes)}
+        for name, planning in times.items()
+        if planning.source == MEASURED
     }
     homes, schedule = {"homes", "homes_instance"}, {"schedule", "schedule_instance"}
     has = {name: {"homes": bool(found & homes), "schedule": bool(found & schedule)} for name, found in parts.items()}

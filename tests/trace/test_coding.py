@@ -11,7 +11,7 @@ from trimtab.trace import id_dtype, no_route
 from trimtab.trace.coding import decode, encode
 
 
-@settings(deadline=None, max_examples=80)
+@settings(max_examples=80)
 @given(
     rows=st.integers(0, 200),
     num_experts=st.sampled_from([1, 8, 255, 256, 65535]),

@@ -28,7 +28,7 @@ def routing(tokens: int, layers: int, experts: int, top_k: int, unknown: float, 
     return ids_TLK
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(
     st.sampled_from(SHAPES),
     st.integers(0, 40),
@@ -120,9 +120,6 @@ def test_odd_arrays_are_refused() -> None:
         pack(np.zeros((1, 1, 3), int), 2)
     with pytest.raises(InputError, match="an array of int64; it should be bytes, or uint8"):
         unpack(np.zeros(40, int))
-
-
-def test_a_header_of_huge_sets_is_refused_at_once() -> None:
     header = struct.pack("<4sIHHH", b"TTP1", 5, 1, 30_000, 65_535)
     with pytest.raises(InputError, match="is 16 bytes long; 5 tokens in 1 layers take"):
         unpack(header + bytes(2))
@@ -135,7 +132,7 @@ def test_parts_of_a_token_that_overlap_are_refused() -> None:
         unpack(payload[:16] + bytes(len(payload) - 16))
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(st.data())
 def test_damaged_bytes_are_refused_or_have_valid_ids(data: st.DataObject) -> None:
     experts, top_k = data.draw(st.sampled_from([(20, 3), (120, 60)]))

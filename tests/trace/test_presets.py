@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 
 from trimtab import InputError, RoutingTrace
 from trimtab.planner import pack_by_length
 from trimtab.planner.plan.workload import max_over_mean
-from trimtab.trace import PRESETS, SkewPreset, synthesize_preset
+from trimtab.trace import PRESETS, synthesize_preset
 from trimtab.trace.counting import count_experts
 from trimtab.trace.presets import _domain_popularity, _lengths
 from trimtab.trace.sampling import derive, sample_experts
@@ -16,35 +18,16 @@ from trimtab.trace.sampling import derive, sample_experts
 MICRO_STEPS = 8
 
 
-def small_trace(
-    preset: str | SkewPreset = "qwen3-30b-math",
-    *,
-    sequences: int = 16,
-    mean_length: int = 64,
-    layers: int = 2,
-    experts: int = 32,
-    top_k: int = 4,
-    steps: int = 1,
-    seed: int = 0,
-) -> RoutingTrace:
-    return synthesize_preset(
-        PRESETS[preset] if isinstance(preset, str) else preset,
-        num_sequences=sequences,
-        mean_length=mean_length,
-        max_length=2 * mean_length,
-        num_layers=layers,
-        num_experts=experts,
-        top_k=top_k,
-        num_steps=steps,
-        seed=seed,
-    )
+def small_trace(preset: str = "qwen3-30b-math", mean_length: int = 64, **changes: int) -> RoutingTrace:
+    sizes = {"num_sequences": 16, "num_layers": 2, "num_experts": 32, "top_k": 4} | changes
+    return synthesize_preset(PRESETS[preset], mean_length=mean_length, max_length=2 * mean_length, **sizes)
 
 
 def imbalance(preset: str, ranks: int, experts: int, layers: int, seed: int) -> np.ndarray:
     """max/mean rank load `[M, L]` of 8 micro-steps of 4,096 tokens a rank, with experts at home by id."""
-    trace = small_trace(
-        preset, sequences=ranks * MICRO_STEPS * 8, mean_length=512, layers=layers, experts=experts, top_k=8, seed=seed
-    )
+    sequences = ranks * MICRO_STEPS * 8
+    sizes = {"num_sequences": sequences, "num_layers": layers, "num_experts": experts, "top_k": 8}
+    trace = small_trace(preset, mean_length=512, seed=seed, **sizes)
     budget = trace.num_tokens // (ranks * MICRO_STEPS) + 256
     schedule = pack_by_length(trace.sequence_lengths, num_ranks=ranks, token_budget=budget)
     assert schedule.num_micro_steps == MICRO_STEPS
@@ -82,7 +65,7 @@ def test_sizes_are_those_of_the_preset_by_default() -> None:
 
 
 def test_spikes_take_their_blocks_and_leave_the_others() -> None:
-    trace = small_trace("spike", sequences=64, mean_length=256, layers=4, experts=128, top_k=8)
+    trace = small_trace("spike", num_sequences=64, mean_length=256, num_layers=4, num_experts=128, top_k=8)
     block = np.arange(64) // 8
     counts_BLE = np.sort(count_experts(trace, block, 8), axis=-1)[:, :, ::-1]
     tokens_B = np.bincount(block, trace.sequence_lengths)
@@ -94,7 +77,7 @@ def test_spikes_take_their_blocks_and_leave_the_others() -> None:
 
 
 def test_spikes_move_from_layer_to_layer_and_step_to_step() -> None:
-    trace = small_trace("spike", sequences=8, layers=6, experts=128, steps=2)
+    trace = small_trace("spike", num_sequences=8, num_layers=6, num_experts=128, num_steps=2)
     hottest = [count_experts(trace.select([s]), np.zeros(1, int), 1)[0].argmax(axis=-1) for s in (1, 9)]
     assert len(set(hottest[0].tolist())) > 3
     assert np.mean(hottest[0] == hottest[1]) < 0.5
@@ -106,7 +89,7 @@ def test_spikes_move_from_layer_to_layer_and_step_to_step() -> None:
     [(3, 1, 1), (1, 8, 8), (9, 20, 20), (5, 257, 8), (4, 255, 1), (8, 3, 2), (0, 8, 2)],
 )
 def test_any_shape_is_valid(preset: str, sequences: int, experts: int, top_k: int) -> None:
-    trace = small_trace(preset, sequences=sequences, experts=experts, top_k=top_k, steps=2)
+    trace = small_trace(preset, num_sequences=sequences, num_experts=experts, top_k=top_k, num_steps=2)
     trace.check()
     assert np.all(trace.expert_ids < experts)
     assert (trace.num_sequences, trace.top_k) == (2 * sequences, top_k)
@@ -139,17 +122,17 @@ def test_random_numbers_do_not_change() -> None:
     """A new version of numpy or numba must not change what a seed gives. The keys are splitmix64's published ones."""
     key = np.array([0], np.uint64)
     assert derive(key, np.array([0, 1], np.uint64)).tolist() == [0xE220A8397B1DCDAF, 0x6E789E6AA1B965F4]
-    trace = small_trace("uniform", sequences=2, mean_length=20, layers=1, experts=64)
+    trace = small_trace("uniform", num_sequences=2, mean_length=20, num_layers=1, num_experts=64)
     assert trace.sequence(0)[:2].tolist() == [[[55, 58, 10, 63]], [[35, 42, 58, 14]]]
 
 
 def test_a_longer_trace_begins_like_a_shorter_one() -> None:
-    short, long = small_trace(steps=1), small_trace(steps=2)
+    short, long = small_trace(num_steps=1), small_trace(num_steps=2)
     assert np.array_equal(short.expert_ids, long.expert_ids[: short.num_tokens])
 
 
 def test_steps_share_popularity_and_no_sequences() -> None:
-    trace = small_trace(sequences=256, steps=3)
+    trace = small_trace(num_sequences=256, num_steps=3)
     assert len(np.unique(trace.sequence_hashes)) == 3 * 256
     assert np.all(trace.sequence_hashes != 0)
     counts_PLE = count_experts(trace, trace.steps, 3)
@@ -159,15 +142,15 @@ def test_steps_share_popularity_and_no_sequences() -> None:
 
 
 def test_lengths_are_lognormal_within_their_bounds() -> None:
-    lengths = small_trace(sequences=2000, mean_length=100, layers=1, experts=4, top_k=1).sequence_lengths
+    lengths = small_trace(num_sequences=2000, mean_length=100, num_layers=1, num_experts=4, top_k=1).sequence_lengths
     assert 95 < lengths.mean() < 105
     assert 16 <= lengths.min() < 40
     assert lengths.max() == 200
-    assert small_trace(sequences=50, mean_length=5).sequence_lengths.min() == 5
+    assert small_trace(num_sequences=50, mean_length=5).sequence_lengths.min() == 5
 
 
 def test_a_seventh_of_a_sequence_is_prompt() -> None:
-    trace = small_trace(sequences=100, mean_length=200)
+    trace = small_trace(num_sequences=100, mean_length=200)
     assert np.all(trace.prompt_lengths >= 1)
     assert trace.prompt_lengths.sum() == pytest.approx(0.15 * trace.num_tokens, rel=0.02)
     assert np.all(small_trace(mean_length=2).prompt_lengths == 1)
@@ -207,10 +190,8 @@ def test_sampling_equals_gumbel_top_k(steepness: float) -> None:
     tokens, experts, top_k = 40_000, 12, 4
     log_popularity_E = -steepness * np.arange(experts)
     ids_TLK = np.empty((tokens, 1, top_k), np.uint8)
-    starts = np.array([0, tokens])
-    sample_experts(
-        log_popularity_E[None, None], np.zeros(1, np.int64), np.ones(1, np.uint64), starts, 0.0, 0.0, ids_TLK
-    )
+    keys, starts = np.ones(1, np.uint64), np.array([0, tokens])
+    sample_experts(log_popularity_E[None, None], np.zeros(1, np.int64), keys, starts, 0.0, 0.0, ids_TLK)
     noisy_TE = np.random.default_rng(0).gumbel(size=(tokens, experts)) + log_popularity_E
     expected_TK = np.argsort(-noisy_TE, axis=1)[:, :top_k]
     for place in range(top_k):
@@ -222,12 +203,12 @@ def test_sampling_equals_gumbel_top_k(steepness: float) -> None:
     ("change", "message"),
     [
         ({"top_k": 33}, "top_k is 33; it should be 1 to the number of experts, 32"),
-        ({"experts": 70_000}, "num_experts is 70000"),
+        ({"num_experts": 70_000}, "num_experts is 70000"),
         ({"mean_length": 0}, "the mean length is 0"),
         ({"seed": 1 << 64}, "it should be 0 to 2"),
         ({"seed": -1}, "the seed is -1"),
     ],
 )
-def test_impossible_arguments_are_refused(change: dict[str, int], message: str) -> None:
+def test_impossible_arguments_are_refused(change: dict[str, Any], message: str) -> None:
     with pytest.raises(InputError, match=message):
-        small_trace(**change)  # type: ignore[arg-type]
+        small_trace(**change)

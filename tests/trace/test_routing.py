@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from trimtab import InputError, RoutingTrace
@@ -43,36 +43,20 @@ def test_concatenation_reverses_selection() -> None:
     assert np.array_equal(joined.sequence_starts, trace.sequence_starts)
 
 
-def test_traces_of_different_models_cant_be_joined() -> None:
-    with pytest.raises(InputError, match="different models"):
-        RoutingTrace.concatenate([small_trace(8), small_trace(9)])
-
-
 def test_traces_with_other_layers_cant_be_joined() -> None:
     trace = small_trace()
-    with pytest.raises(InputError, match="different models"):
-        RoutingTrace.concatenate([trace, replace(trace, layer_indices=trace.layer_indices + 1)])
+    for other in (small_trace(9), replace(trace, layer_indices=trace.layer_indices + 1)):
+        with pytest.raises(InputError, match="different models"):
+            RoutingTrace.concatenate([trace, other])
 
 
-@pytest.mark.parametrize(
-    "row",
-    [
-        pytest.param([3, 3], id="twice"),
-        pytest.param([3, 8], id="out of range"),
-        pytest.param([3, 255], id="half unknown"),
-    ],
-)
+@pytest.mark.parametrize("row", [[3, 3], [3, 8], [3, 255]], ids=["twice", "out of range", "half unknown"])
 def test_errors_name_invalid_ids(row: list[int]) -> None:
     trace = RoutingTrace.from_sequences([np.array([[[0, 1]], [row]])], num_experts=8)
     with pytest.raises(InputError, match=r"token 1 in MoE layer 0 has expert ids \[3"):
         trace.check()
 
 
-def test_unknown_routes_are_valid() -> None:
-    RoutingTrace.from_sequences([np.array([[[0, 1]], [[255, 255]]])], num_experts=8).check()
-
-
-@settings(deadline=None)
 @given(st.integers(1, 40), st.integers(1, 3), st.integers(1, 300), st.data())
 def test_counting_equals_plain_numpy(tokens: int, layers: int, num_experts: int, data: st.DataObject) -> None:
     top_k = data.draw(st.integers(1, min(4, num_experts)))
@@ -92,12 +76,6 @@ def test_counting_equals_plain_numpy(tokens: int, layers: int, num_experts: int,
             assert np.array_equal(counts_GLE[g, layer], expected)
 
 
-def test_token_hashes_differ_between_sequences() -> None:
-    assert hash_tokens([1, 2, 3]) == hash_tokens(np.array([1, 2, 3], np.int32))
-    assert hash_tokens([1, 2, 3]) != hash_tokens([1, 2, 4])
-    assert hash_tokens([]) != 0
-
-
 def test_every_token_and_its_place_changes_the_hash() -> None:
     tokens = np.arange(1000) * 7919
     others = [tokens[:-1], tokens[1:], tokens[::-1], np.append(tokens, 0), np.append(0, tokens)]
@@ -106,7 +84,8 @@ def test_every_token_and_its_place_changes_the_hash() -> None:
             others.append(tokens.copy())
             others[-1][place] += change
     assert len({hash_tokens(each) for each in (tokens, *others)}) == 1 + len(others)
-    assert hash_tokens(tokens) == hash_tokens(tokens.tolist()) < 1 << 64
+    assert hash_tokens(tokens) == hash_tokens(tokens.tolist()) == hash_tokens(tokens.astype(np.int32)) < 1 << 64
+    assert hash_tokens([]) != 0
 
 
 def test_even_synthetic_routing_is_exactly_even() -> None:

@@ -15,11 +15,7 @@ from trimtab.trace.statistics import layer_skew
 def test_skew_equals_a_computation_by_hand(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(store, "ROW_GROUP_BYTES", 1)
     nothing = [255, 255]
-    sequences = [
-        [[[0, 1], [4, 3]], [[0, 2], nothing]],
-        [[[1, 0], nothing]],
-        [[nothing, [3, 4]], [[0, 4], [3, 4]]],
-    ]
+    sequences = [[[[0, 1], [4, 3]], [[0, 2], nothing]], [[[1, 0], nothing]], [[nothing, [3, 4]], [[0, 4], [3, 4]]]]
     write_trace(RoutingTrace.from_sequences(sequences, num_experts=5), tmp_path / "trace.parquet")
     reader = TraceReader(tmp_path / "trace.parquet")
     assert len(list(reader.chunks())) == 3

@@ -22,16 +22,10 @@ def random_trace(num_experts: int, seed: int = 0) -> RoutingTrace:
     sequences = [np.argsort(rng.random((n, 3, num_experts)), axis=-1)[:, :, :4] for n in lengths]
     sequences[2][4] = no_route(num_experts)
     return RoutingTrace.from_sequences(
-        sequences,
-        num_experts=num_experts,
-        layer_indices=[1, 2, 5],
-        prompt_lengths=[2, 0, 3, 1],
-        steps=[7, 7, 8, 9],
-        sequence_hashes=rng.integers(1, 1 << 63, 4, dtype=np.uint64),
-        domains=["maths", "", "code", "maths"],
-        windows=[(), (), ((6, 4), (8, 13)), ((9, 1),)],
-        model="test model",
-    )
+        sequences, num_experts=num_experts, layer_indices=[1, 2, 5], prompt_lengths=[2, 0, 3, 1], steps=[7, 7, 8, 9],
+        sequence_hashes=rng.integers(1, 1 << 63, 4, dtype=np.uint64), domains=["maths", "", "code", "maths"],
+        windows=[(), (), ((6, 4), (8, 13)), ((9, 1),)], model="test model",
+    )  # fmt: skip
 
 
 @pytest.mark.parametrize("num_experts", [4, 255, 256, 257])
@@ -49,10 +43,7 @@ def test_round_trip(tmp_path: Path, num_experts: int) -> None:
         assert np.array_equal(before, after), name
     assert (again.num_experts, again.model) == (num_experts, "test model")
     assert list((tmp_path / "deep").iterdir()) == [tmp_path / "deep" / "trace.parquet"]
-
-
-def test_a_trace_without_sequences_round_trips(tmp_path: Path) -> None:
-    write_trace(random_trace(8).select([]), tmp_path / "empty.parquet")
+    write_trace(trace.select([]), tmp_path / "empty.parquet")
     assert read_trace(tmp_path / "empty.parquet").num_sequences == 0
 
 
@@ -62,11 +53,6 @@ def test_files_of_earlier_versions_have_no_windows(tmp_path: Path) -> None:
     again = read_trace(tmp_path / "trace.parquet")
     assert again.windows.tolist() == [()] * 4
     assert again.row_versions(2).tolist() == [8] * 17
-
-
-def test_a_missing_file_is_named(tmp_path: Path) -> None:
-    with pytest.raises(InputError, match=r"nowhere\.parquet: no such file"):
-        read_trace(tmp_path / "nowhere.parquet")
 
 
 def test_other_parquet_files_are_refused(tmp_path: Path) -> None:
@@ -91,6 +77,7 @@ def window(version: int, rows: int) -> dict[str, int]:
 
 
 TOKEN = bytes([0, 1, 1, 1] * 3)  # experts 0 to 3 in each of three layers
+BEYOND = bytes([0, 8, 1, 1]) + TOKEN[4:]
 
 
 @pytest.mark.parametrize(
@@ -100,19 +87,13 @@ TOKEN = bytes([0, 1, 1, 1] * 3)  # experts 0 to 3 in each of three layers
         ({"header": {"top_k": 0}}, "its header gives no valid num_experts"),
         ({"header": {"layer_indices": []}}, "its header gives no valid num_experts"),
         ({"num_tokens": [5, -1, 17, 1]}, "sequence 1 claims -1 tokens"),
-        (
-            {"num_tokens": [17, 0, 5, 1], "windows": [[]] * 4},
-            "sequence 0 of row group 0 holds 60 bytes of expert ids; 17 tokens x 3 layers",
-        ),
+        ({"num_tokens": [17, 0, 5, 1], "windows": [[]] * 4}, "sequence 0 .* holds 60 bytes .* 17 tokens x 3 layers"),
         ({"windows": [[], [], [window(6, 4), window(8, 12)], []]}, r"sequence 2 has 17 .* its windows have \[4, 12\]"),
         ({"windows": [[], [], [window(6, 17), window(8, 0)], []]}, r"sequence 2 has 17 .* its windows have \[17, 0\]"),
         ({"windows": [[], [window(6, 1)], [], []]}, r"sequence 1 has 0 tokens; its windows have \[1\]"),
         ({"windows": [[window(6, 1)] * 20_000, [], [], []]}, "its sequences claim 20003 windows; one has at most 4096"),
         ({"windows": [[None], [], [], []]}, "a value of the column 'windows' is missing"),
-        (
-            {"expert_ids": [bytes([0, 8, 1, 1]) + TOKEN[4:] + TOKEN * 4, b"", TOKEN * 17, TOKEN]},
-            r"row group 0: token 0 in MoE layer 0 has expert ids \[0, 8, 9, 10\]",
-        ),
+        ({"expert_ids": [BEYOND + TOKEN * 4, b"", TOKEN * 17, TOKEN]}, r"row group 0: token 0 in MoE layer 0.*\[0, 8"),
         ({"expert_ids": [TOKEN * 5, b"", TOKEN * 17, bytes(1 << 18)]}, r"row group 0 claims 26\d+ bytes; .* 276 bytes"),
     ],
 )

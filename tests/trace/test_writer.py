@@ -11,6 +11,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -18,8 +19,6 @@ import pytest
 from trimtab import InputError, RoutingTrace, TraceReader, TraceWriter, read_trace, write_trace
 from trimtab.trace import store
 from trimtab.trace.prefetch import prefetch
-
-SHAPE = (3, 2)
 
 
 def some_sequences(seed: int, count: int = 3, num_experts: int = 8) -> RoutingTrace:
@@ -33,6 +32,12 @@ def assert_same(one: RoutingTrace, other: RoutingTrace) -> None:
         assert np.array_equal(getattr(one, name), getattr(other, name)), name
 
 
+def append(folder: Path, *parts: RoutingTrace, **options: Any) -> None:
+    with TraceWriter(folder, **options) as growing:
+        for part in parts:
+            growing.append(part)
+
+
 def test_appended_sequences_come_back_in_order(tmp_path: Path) -> None:
     parts = [some_sequences(seed) for seed in range(12)]
     with TraceWriter(tmp_path, file_bytes=400) as growing:
@@ -41,9 +46,7 @@ def test_appended_sequences_come_back_in_order(tmp_path: Path) -> None:
         before = len(list(tmp_path.iterdir()))
         assert 1 < before < 7
         assert read_trace(tmp_path).num_tokens >= sum(part.num_tokens for part in parts[:7]) - 400 // 6
-    with TraceWriter(tmp_path, file_bytes=400) as growing:
-        for part in parts[7:]:
-            growing.append(part)
+    append(tmp_path, *parts[7:], file_bytes=400)
     assert_same(read_trace(tmp_path), RoutingTrace.concatenate(parts))
 
 
@@ -61,16 +64,13 @@ def test_a_writer_continues_its_own_files_only(tmp_path: Path) -> None:
     """ "rank" and "rank-3" are two names, though one begins like the other."""
     parts = [some_sequences(seed) for seed in range(5)]
     for seed, name in enumerate(("rank", "rank", "rank-3", "rank")):
-        with TraceWriter(tmp_path, name=name) as growing:
-            growing.append(parts[seed])
+        append(tmp_path, parts[seed], name=name)
     assert_same(read_trace(tmp_path / "rank-00*"), RoutingTrace.concatenate([parts[0], parts[1], parts[3]]))
     assert_same(read_trace(tmp_path / "rank-3-*"), parts[2])
     (tmp_path / "rank-000000.parquet").unlink()
-    with TraceWriter(tmp_path, name="rank") as growing:
-        growing.append(parts[4])
+    append(tmp_path, parts[4], name="rank")
     assert_same(read_trace(tmp_path / "rank-00*"), RoutingTrace.concatenate([parts[1], parts[3], parts[4]]))
-    with TraceWriter(tmp_path, name="ran") as growing:
-        growing.append(parts[4])
+    append(tmp_path, parts[4], name="ran")
     assert_same(read_trace(tmp_path / "ran-000000.parquet"), parts[4])
 
 
@@ -91,8 +91,8 @@ def test_sequences_of_another_model_are_refused(tmp_path: Path) -> None:
         growing.append(some_sequences(0))
         with pytest.raises(InputError, match="different models"):
             growing.append(some_sequences(0, num_experts=9))
-    with pytest.raises(InputError, match="different models"), TraceWriter(tmp_path) as growing:
-        growing.append(some_sequences(0, num_experts=9))
+    with pytest.raises(InputError, match="different models"):
+        append(tmp_path, some_sequences(0, num_experts=9))
     (tmp_path / "file").write_text("")
     with pytest.raises(InputError, match="a file; a trace that grows is a folder"):
         TraceWriter(tmp_path / "file")
@@ -133,15 +133,10 @@ def test_several_files_and_patterns_are_one_trace(tmp_path: Path) -> None:
     for seed, part in enumerate(parts):
         write_trace(part, tmp_path / f"step-{seed}.parquet")
     whole = RoutingTrace.concatenate(parts)
-    for source in (
-        tmp_path,
-        str(tmp_path / "step-*.parquet"),
-        [tmp_path / f"step-{seed}.parquet" for seed in range(3)],
-    ):
+    files = [tmp_path / f"step-{seed}.parquet" for seed in range(3)]
+    for source in (tmp_path, str(tmp_path / "step-*.parquet"), files):
         assert_same(read_trace(source), whole)
-    assert_same(
-        read_trace([tmp_path / "step-1.parquet", tmp_path]), RoutingTrace.concatenate([parts[1], parts[0], parts[2]])
-    )
+    assert_same(read_trace([files[1], tmp_path]), RoutingTrace.concatenate([parts[1], parts[0], parts[2]]))
     assert_same(read_trace(tmp_path, step=1), parts[1])
     with pytest.raises(InputError, match="no step 3; it has steps 0 to 2"):
         read_trace(tmp_path, step=3)

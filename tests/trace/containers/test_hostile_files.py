@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import codecs
 import collections
 import io
 import os
 import pickle
 import struct
 import subprocess
-import time
 import tracemalloc
 import zipfile
+from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -40,26 +42,29 @@ HOSTILE = {
     "eval": lambda mark: Call(eval, f"open({str(mark)!r}, 'w')"),
     "exec": lambda mark: Call(exec, f"open({str(mark)!r}, 'w')"),
     "open": lambda mark: Call(open, str(mark), "w"),
-    "getattr": lambda mark: Call(getattr, os, "system"),
+    "getattr": lambda mark: Call(getattr, Path, "write_text"),
+    "getattr of an instance": lambda mark: Call(getattr, Call(Path, str(mark)), "touch"),
     "subprocess": lambda mark: Call(subprocess.Popen, ["touch", str(mark)]),
     "import": lambda mark: Call(__import__, "antigravity"),
-    "nested": lambda mark: {"samples": [{"metadata": {"x": [Call(os.system, f"touch {mark}")]}}]},
     "torch.load": lambda mark: Call(torch.load, str(mark)),
     "torch.hub": lambda mark: Call(torch.hub.load, "a/b", "c"),
     "numpy.load": lambda mark: Call(np.load, str(mark)),
-    "codecs": lambda mark: Call(__import__("codecs").encode, "x", "rot13"),
+    "codecs": lambda mark: Call(codecs.encode, "x", "rot13"),
 }
+NESTED: dict[str, Callable[[Any], Any]] = {
+    "bare": lambda value: value, "list": lambda value: [0, [value]], "tuple": lambda value: (0, (value,)),
+    "value": lambda value: {"samples": {"metadata": value}}, "key": lambda value: {(0, value): 0},
+    "set": lambda value: [{value}], "array": lambda value: [np.array([value, None], object)],
+    "argument": lambda value: Call(SimpleNamespace, value), "attribute": lambda value: [SimpleNamespace(samples=value)],
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", HOSTILE)
+@pytest.mark.parametrize("nested", NESTED)
 @pytest.mark.parametrize("protocol", [2, 5])
-def test_code_is_refused_by_name_and_not_run(tmp_path: Path, name: str, protocol: int) -> None:
+def test_code_is_refused_by_name_and_not_run(tmp_path: Path, name: str, nested: str, protocol: int) -> None:
     mark = tmp_path / "mark"
-    hostile = HOSTILE[name](mark)
-    if name == "getattr" and protocol == 5:
-        hostile = Call(getattr, Path, "write_text")
-    elif name == "getattr":
-        hostile = Call(getattr, Call, "x")
+    hostile = NESTED[nested](HOSTILE[name](mark))
     contents = [pickle.dumps(hostile, protocol), saved(hostile), saved(hostile, _use_new_zipfile_serialization=False)]
     # Within the bytes that a tensor's storage is pickled as.
     contents.append(pickle.dumps(Call(torch.storage._load_from_bytes, contents[0]), protocol))
@@ -90,24 +95,20 @@ def test_names_in_messages_are_short_and_printable() -> None:
 
 def tensor_program(size: tuple[int, ...], strides: tuple[int, ...], offset: int = 0, count: int = 4) -> bytes:
     """A torch file whose tensor has any given shape; the storage has four elements."""
-    content = saved(torch.arange(4))
-    source = zipfile.ZipFile(io.BytesIO(content))
+    storage = object()
 
     class Claim:
         def __reduce__(self) -> Any:
-            arguments: Any = (Stored(), offset, size, strides, False, collections.OrderedDict())
+            arguments: Any = (storage, offset, size, strides, False, collections.OrderedDict())
             return torch._utils._rebuild_tensor_v2, arguments
-
-    class Stored:
-        pass
 
     class Pickler(pickle.Pickler):
         def persistent_id(self, thing: Any) -> Any:
-            return ("storage", torch.LongStorage, "0", "cpu", count) if isinstance(thing, Stored) else None
+            return ("storage", torch.LongStorage, "0", "cpu", count) if thing is storage else None
 
     program = io.BytesIO()
     Pickler(program, 2).dump(Claim())
-    target = io.BytesIO()
+    source, target = zipfile.ZipFile(io.BytesIO(saved(torch.arange(4)))), io.BytesIO()
     with zipfile.ZipFile(target, "w") as archive:
         for name in source.namelist():
             archive.writestr(name, program.getvalue() if name.endswith("data.pkl") else source.read(name))
@@ -141,12 +142,7 @@ BOMBS = {
     "long4": b"\x80\x05\x8b" + struct.pack("<i", (1 << 31) - 1) + b"x.",
     "long4 that is there": b"\x80\x05\x8b" + struct.pack("<i", 1 << 20) + b"x" * (1 << 20) + b".",
     "frame": b"\x80\x05\x95" + struct.pack("<Q", HUGE),
-    "memo": b"\x80\x04Nr"
-    + struct.pack("<I", (1 << 32) - 1)
-    + b"0"
-    + b"Nr"
-    + struct.pack("<I", 1 << 31)
-    + b"j\0\0\0\0.",
+    "memo": b"\x80\x04Nr" + b"\xff" * 4 + b"0Nr" + struct.pack("<I", 1 << 31) + b"j\0\0\0\0.",
     "marks": b"\x80\x04" + b"(" * 100_000 + b".",
     "lists in lists": b"\x80\x04" + b"]" * 30_000 + b"a" * 29_999 + b".",
     "tuples in tuples": b"\x80\x04)" + b"\x85" * 50_000 + b"}\x94" + b"h\x00s.",
@@ -167,8 +163,7 @@ BOMBS = {
 
 
 @pytest.mark.parametrize("name", BOMBS)
-def test_false_sizes_take_no_memory_and_time(name: str) -> None:
-    start = time.perf_counter()
+def test_false_sizes_take_no_memory(name: str) -> None:
     tracemalloc.start()
     try:
         value = load(BOMBS[name])
@@ -181,7 +176,6 @@ def test_false_sizes_take_no_memory_and_time(name: str) -> None:
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
     assert peak < 64 << 20
-    assert time.perf_counter() - start < 5
 
 
 def test_zip_bombs_are_refused(tmp_path: Path) -> None:
@@ -232,36 +226,14 @@ def random_program(rng: np.random.Generator) -> bytes:
     allowed = AllowedGlobals(torch_files.loads).table
     names = [*allowed, "torch.LongStorage", "slime.types.Sample", "torch.int16"]
     values = [
-        b"N",
-        b"K\x03",
-        b"J\xff\xff\xff\xff",
-        b"\x88",
-        b"}",
-        b"]",
-        b")",
-        b"C\x08" + bytes(8),
-        b"\x8c\x02i2",
+        b"N", b"K\x03", b"J\xff\xff\xff\xff", b"\x88", b"}", b"]", b")", b"C\x08" + bytes(8), b"\x8c\x02i2",
         b"\x8c\x01K",
-    ]
+    ]  # fmt: skip
     values += [b"\x8c\x06latin1", b"\x8c\x01<", b"X\x01\x00\x01\x00" + b"a" * 65537, b"G" + bytes(8)]
     joins = [
-        b"\x85",
-        b"\x86",
-        b"\x87",
-        b"a",
-        b"s",
-        b"b",
-        b"R",
-        b"R",
-        b"R",
-        b"\x81",
-        b"\x92",
-        b"Q",
-        b"2",
-        b"0",
-        b"\x94",
+        b"\x85", b"\x86", b"\x87", b"a", b"s", b"b", b"R", b"R", b"R", b"\x81", b"\x92", b"Q", b"2", b"0", b"\x94",
         b"h\x00",
-    ]
+    ]  # fmt: skip
     parts = [b"\x80\x04"]
     for _ in range(int(rng.integers(3, 25))):
         kind = rng.integers(0, 10)

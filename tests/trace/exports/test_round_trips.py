@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
+import re
+from dataclasses import fields, replace
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -14,8 +15,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from helpers.import_items import kept
-from helpers.response_dumps import only_input_errors, routes, safetensors_bytes
+from helpers.response_dumps import routes, safetensors_bytes
 from trimtab import InputError, RoutingTrace
+from trimtab.trace import no_route
 from trimtab.trace.exports.arrays import write_npz, write_safetensors
 from trimtab.trace.exports.megatron import write_megatron
 from trimtab.trace.formats import arrays, megatron, vllm
@@ -30,58 +32,37 @@ WRITERS: dict[str, tuple[Any, ModuleType]] = {
 
 def some_trace(experts: int = 300, lengths: tuple[int, ...] = (5, 1, 7), top_k: int = 3, seed: int = 0) -> RoutingTrace:
     ids = [routes(length, 2, top_k, experts, "int64", seed=seed + i) for i, length in enumerate(lengths)]
-    unknown = np.iinfo(np.uint8 if experts <= 255 else np.uint16).max
-    for part in ids[:1]:
-        part[1:2, 1] = unknown
+    ids[0][1:2, 1] = no_route(experts)
     return RoutingTrace.from_sequences(
-        ids,
-        num_experts=experts,
-        shape=(2, top_k),
-        layer_indices=[1, 4],
-        prompt_lengths=[min(2, length) for length in lengths],
-        steps=[3 + i // 2 for i in range(len(lengths))],
+        ids, num_experts=experts, shape=(2, top_k), layer_indices=[1, 4], model="some-moe",
+        prompt_lengths=[min(2, length) for length in lengths], steps=[3 + i // 2 for i in range(len(lengths))],
         sequence_hashes=[(1 << 63) + i for i in range(len(lengths))],
         domains=["", "maths, é中", "code"][: len(lengths)] + [""] * (len(lengths) - 3),
-        model="some-moe",
-    )
+    )  # fmt: skip
 
 
 def back(records: list[Record], experts: int) -> RoutingTrace:
     """A trace of records whose only conversion is that of unknown routes."""
-    unknown = np.iinfo(np.uint8 if experts <= 255 else np.uint16).max
     ids = []
     for record in records:
         gaps = (record.ids == record.missing).all(axis=2, keepdims=True)
         assert record.num_tokens is None
-        ids.append(np.where(gaps, unknown, record.ids.astype(np.int64)))
+        ids.append(np.where(gaps, no_route(experts), record.ids.astype(np.int64)))
     return RoutingTrace.from_sequences(
-        ids,
-        num_experts=experts,
-        layer_indices=records[0].layers,
-        prompt_lengths=[record.prompt_length for record in records],
-        steps=[record.step for record in records],
-        sequence_hashes=[record.sequence_hash for record in records],
-        domains=[record.domain for record in records],
-    )
+        ids, num_experts=experts, layer_indices=records[0].layers,
+        prompt_lengths=[record.prompt_length for record in records], steps=[record.step for record in records],
+        sequence_hashes=[record.sequence_hash for record in records], domains=[record.domain for record in records],
+    )  # fmt: skip
 
 
 def same(trace: RoutingTrace, other: RoutingTrace, but: tuple[str, ...] = ()) -> None:
-    for name in (
-        "expert_ids",
-        "sequence_starts",
-        "prompt_lengths",
-        "steps",
-        "sequence_hashes",
-        "domains",
-        "layer_indices",
-    ):
-        if name not in but:
-            np.testing.assert_array_equal(getattr(trace, name), getattr(other, name), name)
-            assert getattr(trace, name).dtype.kind == getattr(other, name).dtype.kind
+    for name in {field.name for field in fields(RoutingTrace)} - {"num_experts", "model", "windows", *but}:
+        np.testing.assert_array_equal(getattr(trace, name), getattr(other, name), name)
+        assert getattr(trace, name).dtype.kind == getattr(other, name).dtype.kind
 
 
 @pytest.mark.parametrize("form", WRITERS)
-@settings(max_examples=25, suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
+@settings(max_examples=25, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     experts=st.sampled_from([1, 16, 255, 256, 257, 384]),
     lengths=st.lists(st.integers(0, 6), min_size=1, max_size=5).map(tuple),
@@ -104,17 +85,10 @@ def test_megatron_rows(tmp_path: Path) -> None:
     trace = some_trace()
     write_megatron(trace, tmp_path / "a.jsonl")
     rows = [json.loads(line) for line in (tmp_path / "a.jsonl").read_text().splitlines()]
-    assert [(row["step"], row["layer"], row["num_tokens"]) for row in rows] == [
-        (3, 1, 5),
-        (3, 4, 5),
-        (3, 1, 1),
-        (3, 4, 1),
-        (4, 1, 7),
-        (4, 4, 7),
-    ]
-    assert {(row["stage"], row["block"], row["rank"], row["topk"]) for row in rows} == {
-        ("pre_dispatch", "decoder", 0, 3)
-    }
+    expected = [(3, 1, 5), (3, 4, 5), (3, 1, 1), (3, 4, 1), (4, 1, 7), (4, 4, 7)]
+    assert [(row["step"], row["layer"], row["num_tokens"]) for row in rows] == expected
+    facts = {(row["stage"], row["block"], row["rank"], row["topk"]) for row in rows}
+    assert facts == {("pre_dispatch", "decoder", 0, 3)}
     assert rows[1]["top_indices"][1] == [-1, -1, -1]
     assert rows[4]["top_indices"] == trace.sequence(2)[:, 0].tolist()
 
@@ -159,10 +133,8 @@ def test_texts_in_either_byte_order(tmp_path: Path) -> None:
     for order in "<>":
         domains = np.array(["é", "\U0010ffff"]).astype(f"{order}U1")
         np.savez(tmp_path / "a.npz", expert_ids=np.ones((2, 1, 1), int), sequence_starts=[0, 1, 2], domains=domains)
-        assert [record.domain for record in kept(arrays.read(tmp_path / "a.npz", ImportOptions()))] == [
-            "é",
-            "\U0010ffff",
-        ]
+        records = kept(arrays.read(tmp_path / "a.npz", ImportOptions()))
+        assert [record.domain for record in records] == ["é", "\U0010ffff"]
 
 
 def test_ids_of_unknown_routes_in_other_dtypes(tmp_path: Path) -> None:
@@ -187,12 +159,8 @@ def test_only_the_ids_are_needed(tmp_path: Path) -> None:
     [
         ({"sequence_starts": [0, 5, 4, 13]}, "sequence_starts should be ascending"),
         ({"sequence_starts": [0, 5, 6, 14]}, "sequence_starts should be ascending from 0 to the number of tokens, 13"),
-        ({"steps": [1, 2]}, "steps should be 3 whole numbers"),
         ({"steps": [1, 2, 3, 4]}, "steps should be 3 whole numbers"),
-        (
-            {"sequence_hashes": np.array([1, -2, 3])},
-            "sequence_hashes should be 3 whole numbers of 0 to 18446",
-        ),
+        ({"sequence_hashes": np.array([1, -2, 3])}, "sequence_hashes should be 3 whole numbers of 0 to 18446"),
         ({"layer_indices": [4, 4]}, "layer_indices should be 2 ascending"),
         ({"num_experts": [65536]}, "num_experts should be a number of 1 to 65535"),
         ({"steps": [1, -2, 3]}, "steps should be 3 whole numbers of 0 to 2147483647"),
@@ -201,7 +169,6 @@ def test_only_the_ids_are_needed(tmp_path: Path) -> None:
         ({"domains": np.full(3, 0x110000, np.uint32).view("<U1")}, "domains holds what is no Unicode text"),
         ({"domains": np.full(3, 0xDFFF, ">u4").view(">U1")}, "domains holds what is no Unicode text"),
         ({"model": np.full(1, 0xFFFFFFFF, np.uint32).view("<U1")}, "model holds what is no Unicode text"),
-        ({"layer_indices": [4, 1]}, "layer_indices should be 2 ascending"),
         ({"num_experts": [0]}, "num_experts should be a number of 1 to 65535"),
         ({"num_experts": 300}, "num_experts should be an array of one value"),
         ({"expert_ids": np.zeros((13, 2))}, "expert_ids has shape [13, 2]; it should be [tokens, layers, top_k]"),
@@ -215,15 +182,5 @@ def test_invalid_files_are_refused(tmp_path: Path, change: dict[str, Any], expec
     with np.load(path) as found:
         content = dict(found)
     np.savez(path, **{**content, **change})
-    with pytest.raises(InputError, match=f"^{expected.replace('[', chr(92) + '[').replace('^', chr(92) + '^')}"):
+    with pytest.raises(InputError, match=f"^{re.escape(expected)}"):
         kept(arrays.read(path, ImportOptions()))
-
-
-def test_damaged_files_are_read_or_refused(tmp_path: Path) -> None:
-    trace = some_trace()
-    for form in ("npz", "safetensors"):
-        WRITERS[form][0](trace, tmp_path / form)
-        content = (tmp_path / form).read_bytes()
-        assert (
-            only_input_errors(tmp_path / "mutant", content, lambda path: arrays.read(path, ImportOptions()), 400) > 50
-        )

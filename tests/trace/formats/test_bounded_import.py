@@ -2,24 +2,36 @@
 
 from __future__ import annotations
 
+import mmap
+import multiprocessing
 import os
 import pickle
+import resource
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 
-from helpers.every_dump import LENGTHS, NUM_EXPERTS, all_dumps, routes
-from helpers.hostile_dumps import HOSTILE
+from helpers.every_dump import NUM_EXPERTS, all_dumps, routes
+from helpers.examples import examples
+from helpers.hostile_dumps import (
+    HOSTILE,
+    growing_names,
+    many_objects,
+    nested_axes,
+    nested_key,
+    overlapping_entries,
+    packed_text,
+)
 from trimtab import InputError, RoutingTrace
 from trimtab.cli.main import main
-from trimtab.trace.formats import bounded_import as module
-from trimtab.trace.formats.bounded_import import SMALL_FILE, Limits, bounded_import
+from trimtab.trace.formats.bounded_import import SMALL_FILE, Limits, ProcessLimits, bounded_import
+from trimtab.trace.formats.importing import common_format
 from trimtab.trace.formats.normalise import Summary
 from trimtab.trace.formats.records import ImportOptions
 
@@ -29,41 +41,45 @@ pytestmark = pytest.mark.slow
 MODEL = ImportOptions(num_experts=NUM_EXPERTS)
 # A recorded count needs it.
 TOP_8 = ImportOptions(num_experts=NUM_EXPERTS, top_k=8)
-# Runs an import, and prints the most memory and the processor time that its child took. This process is small: its
-# memory counts as that of its children.
+# Reads each request, and prints the processor time, the most memory of its children so far, and the error. This process
+# is small: its memory counts as that of its children.
 MEASURED = """
 import pickle, resource, sys
 from trimtab import InputError
 from trimtab.trace.formats.bounded_import import bounded_import
 from trimtab.trace.formats.normalise import Summary
-files, form, options, limits = pickle.load(sys.stdin.buffer)
-try:
-    for part in bounded_import(files, form, options, Summary(), limits):
-        pass
-    print("read")
-except InputError as error:
-    print(error)
-used = resource.getrusage(resource.RUSAGE_CHILDREN)
-print(used.ru_maxrss, used.ru_utime + used.ru_stime)
+before = 0
+for files, form, options, limits in pickle.load(sys.stdin.buffer):
+    error = "read"
+    try:
+        for part in bounded_import(files, form, options, Summary(), limits):
+            pass
+    except InputError as refused:
+        error = str(refused)
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    print(used.ru_utime + used.ru_stime - before, used.ru_maxrss, error)
+    before = used.ru_utime + used.ru_stime
 """
+# Others take the time or memory of the test of every file's own limits, or are refused in the same way.
+SHORT = [nested_axes, many_objects, overlapping_entries, packed_text]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("make", HOSTILE, ids=lambda make: make.__name__)
-def test_a_small_file_takes_limited_memory_and_time(make: Callable[[], bytes], tmp_path: Path) -> None:
-    file = tmp_path / "dump"
-    file.write_bytes(make())
-    assert file.stat().st_size < SMALL_FILE
-    request = pickle.dumps(([file], HOSTILE[make], TOP_8, Limits(seconds=2)))
-    result = subprocess.run([sys.executable, "-c", MEASURED], input=request, capture_output=True, check=True)
-    message, used = result.stdout.decode().splitlines()
-    kilobytes, seconds = used.split()
-    # The child's start counts, too.
-    assert float(seconds) < 15
-    assert message.startswith(f"{file}: ")
-    assert int(kilobytes) << 10 < 1 << 30
+@pytest.mark.longer
+def test_small_files_take_limited_memory_and_time(tmp_path: Path) -> None:
+    files = {tmp_path / make.__name__: make for make in examples(short=SHORT, long=list(HOSTILE))}
+    for file, make in files.items():
+        file.write_bytes(make())
+        assert file.stat().st_size < SMALL_FILE
+    requests = pickle.dumps([([file], HOSTILE[make], TOP_8, Limits(seconds=2)) for file, make in files.items()])
+    result = subprocess.run([sys.executable, "-c", MEASURED], input=requests, capture_output=True, check=True)
+    for file, line in zip(files, result.stdout.decode().splitlines(), strict=True):
+        seconds, kilobytes, message = line.split(maxsplit=2)
+        # The child's start counts, too.
+        assert float(seconds) < 15
+        assert int(kilobytes) << 10 < 1 << 30
+        assert message.startswith(f"{file}: ")
     assert not result.stderr
-    assert list(tmp_path.iterdir()) == [file]
+    assert set(tmp_path.iterdir()) == set(files)
 
 
 def test_limits_grow_with_the_file() -> None:
@@ -73,64 +89,108 @@ def test_limits_grow_with_the_file() -> None:
     assert large.memory == small.memory + 16 * 99 * SMALL_FILE
 
 
-LIMITED = """
-import mmap, sys, time
-from pathlib import Path
-from trimtab.trace.formats.bounded_import import Limits, ProcessLimits
-ProcessLimits(Limits(memory=64 << 20, seconds=1)).apply(Path(sys.argv[0]) if Path(sys.argv[0]).exists() else Path("/"))
-deadline = time.monotonic() + 20
-"""
+def forked(work: Callable[[], None], folder: Path) -> int:
+    """Exit status of a process in `folder` that does this work; -signal if a signal ended it."""
+
+    def run() -> None:
+        os.chdir(folder)
+        work()
+
+    process = multiprocessing.get_context("fork").Process(target=run)
+    process.start()
+    process.join()
+    assert process.exitcode is not None
+    return process.exitcode
+
+
+def compute() -> None:
+    while time.process_time() < 20:
+        pass
+
+
+def compute_without_timer() -> None:
+    signal.setitimer(signal.ITIMER_REAL, 0)
+    compute()
 
 
 @pytest.mark.parametrize(
     ("work", "ended_by"),
     [
-        ("while time.monotonic() < deadline: pass", {signal.SIGXCPU, signal.SIGALRM}),
-        ("time.sleep(20)", {signal.SIGALRM}),
-        ("signal.setitimer(signal.ITIMER_REAL, 0)\nwhile time.monotonic() < deadline: pass", {signal.SIGXCPU}),
+        (compute, {signal.SIGXCPU, signal.SIGALRM}),
+        (lambda: time.sleep(20), {signal.SIGALRM}),
+        (compute_without_timer, {signal.SIGXCPU}),
     ],
     ids=["busy", "waiting", "busy, without the limit of elapsed time"],
 )
-def test_a_process_is_ended_in_any_code(work: str, ended_by: set[signal.Signals], tmp_path: Path) -> None:
-    result = subprocess.run([sys.executable, "-c", f"import signal\n{LIMITED}\n{work}"], cwd=tmp_path, check=False)
-    assert -result.returncode in ended_by
+def test_a_process_is_ended_in_any_code(
+    work: Callable[[], None], ended_by: set[signal.Signals], tmp_path: Path
+) -> None:
+    def limited() -> None:
+        ProcessLimits(Limits(seconds=1)).apply(Path("/"))
+        work()
+
+    assert -forked(limited, tmp_path) in ended_by
     # Not even a core file.
     assert not list(tmp_path.iterdir())
 
 
 def test_memory_of_any_kind_is_limited(tmp_path: Path) -> None:
-    work = "try: mmap.mmap(-1, 65 << 20)\nexcept OSError: print('no memory')\nmmap.mmap(-1, 32 << 20)\nprint('memory')"
-    result = subprocess.run([sys.executable, "-c", f"{LIMITED}\n{work}"], capture_output=True, text=True, check=True)
-    assert result.stdout.split("\n") == ["no memory", "memory", ""]
+    def limited() -> None:
+        ProcessLimits(Limits(memory=64 << 20)).apply(Path("/"))
+        with pytest.raises(OSError, match="memory"):
+            mmap.mmap(-1, 65 << 20)
+        mmap.mmap(-1, 32 << 20)
+
+    assert forked(limited, tmp_path) == 0
 
 
-def test_every_file_has_limits_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("make", "limits", "taken"),
+    [(nested_key, Limits(seconds=2), "2 s"), (growing_names, Limits(memory=300 << 20), "300 MiB")],
+    ids=["time", "memory"],
+)
+def test_every_file_has_limits_of_its_own(
+    make: Callable[[], bytes], limits: Limits, taken: str, tmp_path: Path
+) -> None:
     files = [tmp_path / "a", tmp_path / "b"]
-    for file in files:
-        file.write_bytes(all_dumps()["slime"].content)
-    calls: list[Any] = []
+    files[0].write_bytes(all_dumps()["slime"].content)
+    files[1].write_bytes(make())
+    with pytest.raises(InputError, match=f"^{files[1]}: takes more than {taken}"):
+        list(bounded_import(files, "slime", MODEL, Summary(), limits))
+    files[1].write_bytes(files[0].read_bytes())
+    begun: list[Path] = []
+    assert common_format(files, begun.append) == "slime"
+    assert begun == files
 
-    class Recorder:
-        def __init__(self, limits: Limits) -> None:
-            calls.append(limits)
 
-        def apply(self, file: Path) -> Limits:
-            calls.append(file)
-            return Limits()
+def test_limits_are_those_of_the_file_that_is_read(tmp_path: Path) -> None:
+    """What earlier files took does not count, and what they were allowed is not left to later ones."""
+    for name, size in (("small", 1), ("large", 100 * SMALL_FILE)):
+        (tmp_path / name).touch()
+        os.truncate(tmp_path / name, size)
 
-    monkeypatch.setattr(module, "ProcessLimits", Recorder)
-    answers: list[Any] = []
-    module._answer((files, None, MODEL, Summary(), Limits(seconds=3)), answers.append)
-    # Each file is recognised, then read.
-    assert calls == [Limits(seconds=3), files[0], *files, *files]
-    assert [answer for answer in answers if isinstance(answer, Path)] == [files[1], *files]
-    assert answers[-1].sequences == 2 * len(LENGTHS)
+    def read_in_turn() -> None:
+        process = ProcessLimits(Limits(seconds=3))
+        memory: dict[str, int] = {}
+        for name in ("small", "large", "small"):
+            start = time.process_time()
+            process.apply(Path(name))
+            allowed = Limits(seconds=3).of_size(os.stat(name).st_size)
+            limit, processor = (resource.getrlimit(kind)[0] for kind in (resource.RLIMIT_AS, resource.RLIMIT_CPU))
+            assert start + allowed.seconds <= processor < start + allowed.seconds + 2
+            assert allowed.seconds - 1 < signal.setitimer(signal.ITIMER_REAL, 0)[0] <= allowed.seconds
+            assert memory.setdefault(name, limit) == limit
+            # More than a second, since the limit of processor time is in whole seconds.
+            while time.process_time() < start + 1.1:
+                pass
+        assert memory["large"] - memory["small"] == Limits().of_size(100 * SMALL_FILE).memory - Limits().memory
+
+    assert forked(read_in_turn, tmp_path) == 0
 
 
 def test_the_child_reads_as_this_process_does(tmp_path: Path) -> None:
-    for name, dump in all_dumps().items():
-        if name not in ("slime", "megatron"):
-            continue
+    for name in ("slime", "megatron"):
+        dump = all_dumps()[name]
         (tmp_path / name).write_bytes(dump.content)
         summary = Summary()
         trace = RoutingTrace.concatenate(list(bounded_import([tmp_path / name], None, MODEL, summary)))
@@ -177,4 +237,4 @@ def test_an_import_that_is_given_up_ends_its_child(tmp_path: Path) -> None:
 def _children() -> list[str]:
     """Process ids of this process's readers."""
     found = Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()
-    return [each for each in found if b"bounded_import" in Path(f"/proc/{each}/cmdline").read_bytes()]
+    return [each for each in found if b"formats.bounded_import" in Path(f"/proc/{each}/cmdline").read_bytes()]

@@ -27,27 +27,18 @@ PADDED = np.concatenate([ROWS, np.full((1, LAYERS, TOP_K), -1, np.int32)])[None]
 FILLER = np.broadcast_to(np.arange(TOP_K, dtype=np.int32), (1, 3, LAYERS, TOP_K))
 MADE: dict[str, Any] = {
     "from_vllm": [{"prompt_token_ids": PROMPT, "outputs": [{"token_ids": ANSWER, "routed_experts": ROWS}]}],
-    "from_sglang": [
-        {
-            "output_ids": ANSWER,
-            "meta_info": {
-                "prompt_tokens": 2,
-                "completion_tokens": 3,
-                "routed_experts": base64.b64encode(ROWS.tobytes()).decode(),
-            },
-        }
-    ],
+    "from_sglang": [{
+        "output_ids": ANSWER, "meta_info": {
+            "prompt_tokens": 2, "completion_tokens": 3, "routed_experts": base64.b64encode(ROWS.tobytes()).decode(),
+        },
+    }],
     "from_verl": {
-        "routed_experts": PADDED,
-        "attention_mask": np.ones((1, 5), np.int64),
-        "input_ids": np.array([PROMPT + ANSWER]),
+        "routed_experts": PADDED, "attention_mask": np.ones((1, 5), np.int64), "input_ids": np.array([PROMPT + ANSWER]),
         "responses": np.array([ANSWER]),
     },
     "from_slime": [{"tokens": PROMPT + ANSWER, "response_length": 3, "rollout_routed_experts": ROWS}],
     "from_nemo_rl": {
-        "routed_experts": PADDED,
-        "input_lengths": np.array([5]),
-        "generation_lengths": np.array([3]),
+        "routed_experts": PADDED, "input_lengths": np.array([5]), "generation_lengths": np.array([3]),
         "input_ids": np.array([PROMPT + ANSWER]),
     },
     # What SkyRL's `preprocess.py` makes: padded on the left, and the last token like that padding.
@@ -63,7 +54,7 @@ MADE: dict[str, Any] = {
         "response_mask": np.array([[0, 0, 1, 1, 1, 0, 0]]),
     },
     "from_trl": {"prompt_ids": [PROMPT], "completion_ids": [ANSWER], "routed_experts": [ROWS]},
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", MADE)

@@ -3,39 +3,32 @@
 from __future__ import annotations
 
 import json
+import random
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
-from helpers.import_items import dropped, kept
-from helpers.response_dumps import json_lines, mutants, only_input_errors, routes
+from helpers.import_items import damaged, dropped, kept
+from helpers.response_dumps import json_lines, routes
 from trimtab import InputError
 from trimtab.array_type import Array
-from trimtab.trace.formats import megatron, sglang, vllm
+from trimtab.trace.formats import megatron
+from trimtab.trace.formats.importing import format_of
 from trimtab.trace.formats.records import ImportOptions, Record
 
 
 def row(ids: Array, layer: int, step: int = 0, **more: Any) -> dict[str, Any]:
     """As `RouterTracer` writes it."""
     return {
-        "step": step,
-        "stage": "pre_dispatch",
-        "block": "decoder",
-        "layer": layer,
-        "rank": 0,
-        "num_tokens": len(ids),
-        "topk": ids.shape[1],
-        **more,
-        "top_indices": ids.tolist(),
-    }
+        "step": step, "stage": "pre_dispatch", "block": "decoder", "layer": layer, "rank": 0, "num_tokens": len(ids),
+        "topk": ids.shape[1], **more, "top_indices": ids.tolist(),
+    }  # fmt: skip
 
 
 def read(path: Path) -> list[Record]:
-    assert megatron.recognise(path)
-    assert not vllm.recognise(path)
-    assert not sglang.recognise(path)
+    assert format_of(path) == "megatron"
     return kept(megatron.read(path, ImportOptions()))
 
 
@@ -96,13 +89,11 @@ def test_invalid_files_are_refused(tmp_path: Path) -> None:
         return str(caught.value)
 
     twice = message(row(ids, 0), row(ids, 1), row(ids, 0))
-    assert twice == (
-        "line 1, step 0: layer 0 is there 2 times, layer 1 1 times; each should be there once a micro-batch"
-    )
+    assert twice.startswith("line 1, step 0: layer 0 is there 2 times, layer 1 1 times")
     short = message(row(ids, 0), row(ids[:3], 1))
     assert short == "line 2: layer 1 has 3 tokens, top-2; layer 0 of the same micro-batch has 4, top-2"
     wide = message(row(ids, 0), row(routes(4, 1, 3, 8, "int32")[:, 0], 1))
-    assert wide == "line 2: layer 1 has 4 tokens, top-3; layer 0 of the same micro-batch has 4, top-2"
+    assert "layer 1 has 4 tokens, top-3" in wide
     assert "num_tokens is 4 and topk 3; top_indices is [4, 2]" in message(row(ids, 0) | {"topk": 3})
     assert "layer should be a whole number" in message(row(ids, True))
     assert "line 2: step 1 comes after step 2" in message(row(ids, 0, 2), row(ids, 0, 1))
@@ -122,23 +113,17 @@ def test_ids_parsed_separately_equal_those_of_json() -> None:
     """For any text the fast parser returns the ids of JSON, or none."""
     texts = [b"[[1, 2], [30, 4]]}\n", b"[[-1,7],[0,32768]]} \r\n", b"[[123456789]]}\n"]
     taken = 0
-    for seed, text in enumerate(texts):
-        for mutant in [text, *mutants(text, 600, seed)]:
+    rng = random.Random(0)
+    for text in texts:
+        for mutant in [text, *(damaged(text, rng) for _ in range(600))]:
             ids = megatron.ids_at_end(mutant.replace(b"\n", b"") + b"\n")
             if ids is not None:
                 assert json.loads(b'{"a":' + mutant.replace(b"\n", b"")) == {"a": ids.tolist()}
                 taken += 1
     assert taken > 30
-    for text in (
-        b"[[1, 2]]}",
-        b"[ [1 ,2] , [ 3,4]\t]}",
-        b"[[01]]}",
-        b"[[1], [2, 3]]}",
-        b"[[1.0]]}",
-        b"[]}",
-        b"[[1]], 2}",
-    ):
-        assert (megatron.ids_at_end(text + b"\n") is not None) == (text == b"[[1, 2]]}")
+    assert megatron.ids_at_end(b"[[1, 2]]}\n") is not None
+    for text in (b"[ [1 ,2] , [ 3,4]\t]}", b"[[01]]}", b"[[1], [2, 3]]}", b"[[1.0]]}", b"[]}", b"[[1]], 2}"):
+        assert megatron.ids_at_end(text + b"\n") is None
 
 
 def test_keys_in_another_order(tmp_path: Path) -> None:
@@ -150,10 +135,3 @@ def test_keys_in_another_order(tmp_path: Path) -> None:
     (tmp_path / "b.json").write_text("\ufeff" + json.dumps(rows), encoding="utf-8")
     (record,) = read(tmp_path / "b.json")
     np.testing.assert_array_equal(record.ids, ids)
-
-
-def test_damaged_files_are_read_or_refused(tmp_path: Path) -> None:
-    ids = routes(4, 2, 2, 8, "int32")
-    rows = [row(ids[:, layer], layer, step) for step in (0, 0, 1) for layer in (0, 1)]
-    content = json_lines(tmp_path / "a.jsonl", rows).read_bytes()
-    assert only_input_errors(tmp_path / "mutant", content, lambda path: megatron.read(path, ImportOptions()), 400) > 100

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import pickle
 from collections import UserDict
 from pathlib import Path
@@ -12,10 +11,11 @@ import numpy as np
 import pytest
 import torch
 
-from helpers.import_items import dropped, kept
-from helpers.pickled_dumps import claim, pretend, routes, survives
+from helpers.import_items import dropped, kept, tokens_of
+from helpers.pickled_dumps import claim, pretend, routes
 from trimtab import InputError
-from trimtab.trace.formats import nemo_rl, sglang_recorder, slime, verl
+from trimtab.trace.formats import nemo_rl
+from trimtab.trace.formats.importing import format_of
 from trimtab.trace.formats.records import Dropped, ImportOptions, Record
 
 LENGTHS, ANSWERS, LAYERS, TOP_K = [7, 12, 1], [3, 5, 1], 4, 3
@@ -50,8 +50,7 @@ def check(items: list[Record | Dropped], tensors: dict[str, Any]) -> None:
     for row, record in enumerate(records):
         length = LENGTHS[row]
         assert np.array_equal(record.ids, tensors["routed_experts"][row, :length].numpy())
-        assert record.token_ids is not None
-        assert record.token_ids.tolist() == tensors["input_ids"][row, :length].tolist()
+        assert tokens_of(record) == tensors["input_ids"][row, :length].tolist()
         assert (record.num_tokens, record.prompt_length, record.missing) == (length, length - ANSWERS[row], -1)
     assert dropped(items) == {"padding rows": sum(max(LENGTHS) - length for length in LENGTHS)}
 
@@ -66,8 +65,7 @@ def test_batches(tmp_path: Path, num_experts: int, dtype: torch.dtype) -> None:
         torch.save(BatchedDataDict(tensors), tmp_path / "b.pt")
         (tmp_path / "c.pkl").write_bytes(pickle.dumps(BatchedDataDict(tensors)))
     for name in ("a.pt", "b.pt", "c.pkl"):
-        assert nemo_rl.recognise(tmp_path / name), name
-        assert not any(other.recognise(tmp_path / name) for other in (slime, verl, sglang_recorder))
+        assert format_of(tmp_path / name) == "nemo-rl"
         check(list(nemo_rl.read(tmp_path / name, ImportOptions())), tensors)
     check(list(nemo_rl.records_of_batch(BatchedDataDict(tensors))), tensors)
 
@@ -83,20 +81,17 @@ def test_message_logs(tmp_path: Path) -> None:
             message["routed_experts"] = torch.from_numpy(routes(rng, rows, LAYERS, TOP_K, 64)).to(torch.int8)
         log.append(message)
     torch.save({"message_log": [log, log[:1]], "task_name": ["maths", "code"]}, tmp_path / "a.pt")
-    assert nemo_rl.recognise(tmp_path / "a.pt")
-    for records in (
-        kept(nemo_rl.read(tmp_path / "a.pt", ImportOptions())),
-        kept(nemo_rl.records_of_batch([{"message_log": log, "task_name": "maths"}])),
-    ):
-        (record,) = records
+    assert format_of(tmp_path / "a.pt") == "nemo-rl"
+    from_file = nemo_rl.read(tmp_path / "a.pt", ImportOptions())
+    for items in (from_file, nemo_rl.records_of_batch([{"message_log": log, "task_name": "maths"}])):
+        (record,) = kept(items)
         assert record.ids.shape == (18, LAYERS, TOP_K)
         assert (record.ids[:4] == -1).all()
         assert np.array_equal(record.ids[4:9], log[1]["routed_experts"])
         assert np.array_equal(record.ids[12:17], log[3]["routed_experts"])
         assert (record.ids[17] == -1).all()
         assert (record.num_tokens, record.prompt_length, record.domain) == (18, 4, "maths")
-        assert record.token_ids is not None
-        assert record.token_ids.tolist() == torch.cat([message["token_ids"] for message in log]).tolist()
+        assert tokens_of(record) == torch.cat([message["token_ids"] for message in log]).tolist()
 
 
 def test_routes_one_row_short_of_the_longest() -> None:
@@ -133,10 +128,3 @@ def test_messages_without_an_answer_are_all_prompt() -> None:
 def test_invalid_batches_are_refused(change: dict[str, Any], message: str) -> None:
     with pytest.raises(InputError, match=message):
         kept(nemo_rl.records_of_batch(batch(64, torch.int8) | change))
-
-
-def test_damaged_dumps_are_read_or_refused(tmp_path: Path) -> None:
-    content = io.BytesIO()
-    torch.save(batch(64, torch.int16), content)
-    for dump in (content.getvalue(), pickle.dumps(batch(64, torch.int8))):
-        survives(dump, tmp_path / "a", lambda: nemo_rl.read(tmp_path / "a", ImportOptions()), 300)

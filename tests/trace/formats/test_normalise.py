@@ -17,6 +17,8 @@ from trimtab.trace.formats.normalise import Summary, normalise
 from trimtab.trace.formats.records import Dropped, ImportOptions, Record
 
 Array = np.ndarray[Any, Any]
+EIGHT = ImportOptions(8)
+GOOD = np.array([[[1, 2], [3, 4]], [[5, 6], [7, 0]]])
 
 
 def random_ids(rng: np.random.Generator, tokens: int, layers: int, num_experts: int, top_k: int) -> Array:
@@ -46,7 +48,7 @@ def plain_rows(record: Record, moe: list[int], num_experts: int) -> list[list[li
     return rows
 
 
-@settings(deadline=None, max_examples=150)
+@settings(max_examples=150)
 @given(
     num_experts=st.sampled_from([2, 8, 127, 255, 256, 257, 384]),
     top_k=st.integers(1, 3),
@@ -80,18 +82,11 @@ def test_conversion_equals_plain_loops(
         length = [None, first + tokens, first + tokens + 1, first + tokens + 4][int(rng.integers(0, 4))]
         records.append(
             Record(
-                ids,
-                f"record {index}",
-                missing=missing,
-                first=first,
-                num_tokens=length,
-                prompt_length=int(rng.integers(0, 12)),
-                token_ids=rng.integers(0, 50, 5) if index % 2 else None,
-                step=[0, 3][index % 2],
-                domain=["", "code"][index % 2],
-                layers=(5, 9) if axis == "named" else None,
+                ids, f"record {index}", missing=missing, first=first, num_tokens=length,
+                prompt_length=int(rng.integers(0, 12)), token_ids=rng.integers(0, 50, 5) if index % 2 else None,
+                step=[0, 3][index % 2], domain=["", "code"][index % 2], layers=(5, 9) if axis == "named" else None,
             )
-        )
+        )  # fmt: skip
     # The first record decides which layers have experts: it should have a route in each.
     ids = records[0].ids
     ids[0, moe] = np.arange(1, top_k + 1) % num_experts
@@ -109,9 +104,7 @@ def test_conversion_equals_plain_loops(
     hashes = [0 if record.token_ids is None else hash_tokens(record.token_ids) for record in records]
     assert trace.sequence_hashes.tolist() == hashes
     lengths = [len(rows) for rows in expected]
-    assert trace.prompt_lengths.tolist() == [
-        min(record.prompt_length, length) for record, length in zip(records, lengths, strict=True)
-    ]
+    assert trace.prompt_lengths.tolist() == [min(r.prompt_length, n) for r, n in zip(records, lengths, strict=True)]
     routes = trace.expert_ids[:, :, 0] == trace.no_route
     assert (summary.sequences, summary.tokens) == (len(records), sum(lengths))
     assert (summary.unknown_routes, summary.unknown_rows) == (int(routes.sum()), int(routes.all(axis=1).sum()))
@@ -127,7 +120,7 @@ def test_tokens_and_layers_keep_their_places() -> None:
     record = Record(ids, "a", missing=0, first=2, num_tokens=7, token_ids=tokens)
     none = [255, 255]
     expected = [[none, none], [none, none], [[1, 2], [5, 6]], [[3, 4], none], [none, none], [none, none]]
-    for known in (ImportOptions(8), ImportOptions(8, num_layers=4, moe_layers=(1, 3))):
+    for known in (EIGHT, ImportOptions(8, num_layers=4, moe_layers=(1, 3))):
         summary = Summary()
         trace = joined([record], known, summary)
         assert trace.expert_ids.tolist() == expected
@@ -135,8 +128,8 @@ def test_tokens_and_layers_keep_their_places() -> None:
         assert (summary.tokens, summary.unknown_rows, summary.unknown_routes) == (6, 4, 9)
         assert trace.sequence_hashes.tolist() == [hash_tokens(tokens)]
     # Without a number of tokens all rows are of tokens that were fed; with one, the last may have a row too many.
-    assert joined([replace(record, num_tokens=None)], ImportOptions(8)).expert_ids.tolist() == expected[:4]
-    assert joined([replace(record, num_tokens=4)], ImportOptions(8)).expert_ids.tolist() == expected[:3]
+    assert joined([replace(record, num_tokens=None)], EIGHT).expert_ids.tolist() == expected[:4]
+    assert joined([replace(record, num_tokens=4)], EIGHT).expert_ids.tolist() == expected[:3]
 
 
 def test_dropped_data_is_counted() -> None:
@@ -145,18 +138,15 @@ def test_dropped_data_is_counted() -> None:
     ids[:, 0] = 0
     summary = Summary()
     padding = [Dropped("padding rows", count) for count in (5, 0, 2)]
-    joined([padding[0], Record(ids, "a", num_tokens=6), *padding[1:], Record(ids, "b")], ImportOptions(8), summary)
-    assert summary.dropped == {
-        "padding rows": 7,
-        "rows of last tokens, which are never fed": 1,
-        "layers without experts": 1,
-    }
+    joined([padding[0], Record(ids, "a", num_tokens=6), *padding[1:], Record(ids, "b")], EIGHT, summary)
+    last, dense = "rows of last tokens, which are never fed", "layers without experts"
+    assert summary.dropped == {"padding rows": 7, last: 1, dense: 1}
 
 
 def test_the_first_record_with_routes_decides_the_layers() -> None:
     rng = np.random.default_rng(0)
     ids = random_ids(rng, 3, 2, 8, 2)
-    trace = joined([Record(np.zeros_like(ids), "a", missing=0), Record(ids, "b", missing=0)], ImportOptions(8))
+    trace = joined([Record(np.zeros_like(ids), "a", missing=0), Record(ids, "b", missing=0)], EIGHT)
     assert np.array_equal(trace.sequence(0), np.full((3, 2, 2), 255))
     assert np.array_equal(trace.sequence(1), ids)
 
@@ -175,7 +165,7 @@ def test_expert_0_alone_is_a_route_in_top_1() -> None:
     trace = joined([Record(ids, "a", missing=0)], ImportOptions(8, moe_layers=(1, 2)))
     assert trace.expert_ids.tolist() == ids.tolist()
     with pytest.raises(InputError, match="layer 1, which may have no experts"):
-        joined([Record(ids, "a", missing=0)], ImportOptions(8))
+        joined([Record(ids, "a", missing=0)], EIGHT)
     # Layers whose ids are -1 have none.
     gaps = np.concatenate([ids * 0 - 1, ids + 1], axis=1)
     assert joined([Record(gaps, "a", missing=-1)], ImportOptions(8, num_layers=4, moe_layers=(2, 3))).num_layers == 2
@@ -184,66 +174,51 @@ def test_expert_0_alone_is_a_route_in_top_1() -> None:
 def test_parts_have_the_size_of_a_row_group(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("trimtab.trace.formats.normalise.ROW_GROUP_BYTES", 100)
     ids = random_ids(np.random.default_rng(0), 4, 2, 8, 2)
-    parts = list(normalise([Record(ids, str(index)) for index in range(20)], ImportOptions(8), Summary()))
+    parts = list(normalise([Record(ids, str(index)) for index in range(20)], EIGHT, Summary()))
     assert [part.num_sequences for part in parts] == [7, 7, 6]
 
 
-GOOD = np.array([[[1, 2], [3, 4]], [[5, 6], [7, 0]]])
+def good(**facts: Any) -> Record:
+    return Record(GOOD, "x", **facts)
 
 
-def changed(token: int, layer: int, row: list[int]) -> Array:
-    ids = GOOD.copy()
+def changed(token: int, layer: int, row: list[int], dtype: Any = np.int64, **facts: Any) -> Record:
+    ids = GOOD.astype(dtype)
     ids[token, layer] = row
-    return ids
+    return Record(ids, "x", **facts)
 
 
 @pytest.mark.parametrize(
     ("record", "known", "message"),
     [
-        (Record(changed(1, 0, [5, 5]), "line 3"), ImportOptions(8), "line 3, token 1, layer 0: .*twice"),
-        (
-            Record(changed(1, 1, [5, 8]), "line 3", first=4),
-            ImportOptions(8),
-            r"token 5, layer 1: expert ids \[5, 8\].*0 to 7",
-        ),
-        (Record(changed(1, 1, [5, 8]), "x", layers=(3, 9)), ImportOptions(8), "token 1, layer 9: expert ids"),
-        (Record(changed(0, 1, [-(1 << 32) + 1, 0]), "x"), ImportOptions(8), "0 to 7"),
-        (Record(changed(0, 1, [-1, -1]).astype(np.uint32), "x", missing=-1), ImportOptions(8), "0 to 7"),
-        (Record(GOOD, "x", step=1 << 31), ImportOptions(8), "step 2147483648; it should be 0 to"),
-        (Record(GOOD, "x"), ImportOptions(8, num_layers=5, moe_layers=(1,)), "2 layers; the model has 5, 1 of them"),
-        (Record(GOOD, "x"), ImportOptions(8, moe_layers=(2,)), "2 layers; the model has None, 1 of them"),
-        (
-            Record(np.zeros((1, 1, 257), np.int32), "x"),
-            ImportOptions(300),
-            "top-257 routing; it should be top-256 at most",
-        ),
-        (Record(changed(0, 1, [-1, 8]), "x", missing=-1), ImportOptions(8), r"layer 1: expert ids \[-1, 8\]"),
-        (Record(changed(0, 1, [1 << 40, 0]), "x"), ImportOptions(8), "0 to 7"),
-        (Record(changed(0, 1, [0, 0]), "x"), ImportOptions(8), "twice"),
-        (Record(GOOD.astype(float), "x"), ImportOptions(8), "integers"),
-        (Record(GOOD.astype(bool), "x"), ImportOptions(8), "integers"),
-        (Record(GOOD[0], "x"), ImportOptions(8), "shape"),
-        (Record(GOOD[:, :, :0], "x"), ImportOptions(8), "shape"),
-        (Record(GOOD, "x"), ImportOptions(), r"largest id: 7.*--num-experts"),
-        (Record(GOOD, "x"), ImportOptions(8, top_k=4), "top-2 routing; it should be top-4"),
-        (Record(GOOD, "x"), ImportOptions(8, num_layers=3), "2 layers; it should have 3"),
-        (
-            Record(GOOD, "x"),
-            ImportOptions(8, num_layers=6, moe_layers=(0, 1, 5)),
-            "2 layers; the model has 6, 3 of them",
-        ),
-        (Record(GOOD, "x"), ImportOptions(1), "top-2 routing; there are 1 experts"),
-        (Record(GOOD[:, :, :1] * 0, "x"), ImportOptions(8), "layer 0, which may have no experts at all; give --model"),
-        (Record(GOOD, "x", num_tokens=1), ImportOptions(8), "2 rows of expert ids for 1 tokens"),
-        (Record(GOOD, "x", first=-1), ImportOptions(8), "tokens count from 0"),
-        (
-            Record(GOOD, "x", num_tokens=1 << 40),
-            ImportOptions(8),
-            r"more than 1048576 .* \(2 rows for 1099511627776 tokens",
-        ),
-        (Record(GOOD, "x", first=1 << 40), ImportOptions(8), "2 rows"),
-        (Record(GOOD, "x", step=1 << 40), ImportOptions(8), "step"),
-        (Record(GOOD * 0, "x", missing=0), ImportOptions(8), "no sequence has a route"),
+        (changed(1, 0, [5, 5]), EIGHT, "x, token 1, layer 0: .*twice"),
+        (changed(1, 1, [5, 8], first=4), EIGHT, r"x, token 5, layer 1: expert ids \[5, 8\].*0 to 7"),
+        (changed(1, 1, [5, 8], layers=(3, 9)), EIGHT, "token 1, layer 9: expert ids"),
+        (changed(0, 1, [-(1 << 32) + 1, 0]), EIGHT, "0 to 7"),
+        (changed(0, 1, [(1 << 32) - 1] * 2, np.uint32, missing=-1), EIGHT, "0 to 7"),
+        (changed(0, 1, [-1, 8], missing=-1), EIGHT, r"layer 1: expert ids \[-1, 8\]"),
+        (changed(0, 1, [1 << 40, 0]), EIGHT, "0 to 7"),
+        (changed(0, 1, [0, 0]), EIGHT, "twice"),
+        (Record(GOOD.astype(float), "x"), EIGHT, "integers"),
+        (Record(GOOD.astype(bool), "x"), EIGHT, "integers"),
+        (Record(GOOD[0], "x"), EIGHT, "shape"),
+        (Record(GOOD[:, :, :0], "x"), EIGHT, "shape"),
+        (Record(np.zeros((1, 1, 257), np.int32), "x"), ImportOptions(300), "top-257 routing; .* top-256 at most"),
+        (Record(GOOD[:, :, :1] * 0, "x"), EIGHT, "layer 0, which may have no experts at all; give --model"),
+        (Record(GOOD * 0, "x", missing=0), EIGHT, "no sequence has a route"),
+        (good(), ImportOptions(), r"largest id: 7.*--num-experts"),
+        (good(), ImportOptions(1), "top-2 routing; there are 1 experts"),
+        (good(), ImportOptions(8, top_k=4), "top-2 routing; it should be top-4"),
+        (good(), ImportOptions(8, num_layers=3), "2 layers; it should have 3"),
+        (good(), ImportOptions(8, num_layers=5, moe_layers=(1,)), "2 layers; the model has 5, 1 of them"),
+        (good(), ImportOptions(8, num_layers=6, moe_layers=(0, 1, 5)), "2 layers; the model has 6, 3 of them"),
+        (good(), ImportOptions(8, moe_layers=(2,)), "2 layers; the model has None, 1 of them"),
+        (good(num_tokens=1), EIGHT, "2 rows of expert ids for 1 tokens"),
+        (good(num_tokens=1 << 40), EIGHT, r"more than 1048576 .* \(2 rows for 1099511627776 tokens"),
+        (good(first=-1), EIGHT, "tokens count from 0"),
+        (good(first=1 << 40), EIGHT, "2 rows"),
+        (good(step=1 << 31), EIGHT, "step 2147483648; it should be 0 to"),
+        (good(step=1 << 40), EIGHT, "step"),
     ],
 )
 def test_bad_records_are_refused(record: Record, known: ImportOptions, message: str) -> None:
@@ -253,10 +228,12 @@ def test_bad_records_are_refused(record: Record, known: ImportOptions, message: 
 
 
 def test_records_of_different_models_are_refused() -> None:
+    with pytest.raises(InputError, match="no sequences"):
+        joined([], EIGHT)
     with pytest.raises(InputError, match=r"b: .*different models"):
-        joined([Record(GOOD, "a"), Record(GOOD[:, :1], "b")], ImportOptions(8))
+        joined([Record(GOOD, "a"), Record(GOOD[:, :1], "b")], EIGHT)
     with pytest.raises(InputError, match="different models"):
-        joined([Record(GOOD, "a", layers=(1, 2)), Record(GOOD, "b", layers=(1, 3))], ImportOptions(8))
+        joined([Record(GOOD, "a", layers=(1, 2)), Record(GOOD, "b", layers=(1, 3))], EIGHT)
 
 
 def test_a_route_in_a_layer_without_experts_is_refused() -> None:
@@ -264,11 +241,6 @@ def test_a_route_in_a_layer_without_experts_is_refused() -> None:
     again = dense.copy()
     again[1, 1] = [3, 1]
     with pytest.raises(InputError, match=r"b, token 1, layer 1: expert ids \[3, 1\]; this layer has no experts"):
-        joined([Record(dense, "a"), Record(again, "b")], ImportOptions(8))
+        joined([Record(dense, "a"), Record(again, "b")], EIGHT)
     with pytest.raises(InputError, match=r"layer 0.*no experts"):
         joined([Record(GOOD[:, :, :1], "a")], ImportOptions(8, num_layers=2, moe_layers=(1,)))
-
-
-def test_a_dump_without_records_is_refused() -> None:
-    with pytest.raises(InputError, match="no sequences"):
-        joined([], ImportOptions(8))

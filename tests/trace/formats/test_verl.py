@@ -11,10 +11,11 @@ import numpy as np
 import pytest
 import torch
 
-from helpers.import_items import dropped, kept
-from helpers.pickled_dumps import claim, pretend, routes, survives
+from helpers.import_items import dropped, kept, survives, tokens_of
+from helpers.pickled_dumps import claim, pretend, routes, saved
 from trimtab import InputError
 from trimtab.trace.formats import nemo_rl, sglang_recorder, slime, verl
+from trimtab.trace.formats.importing import format_of
 from trimtab.trace.formats.records import Dropped, ImportOptions, Record
 
 PROMPT, RESPONSE, LAYERS, TOP_K = 6, 10, 4, 3
@@ -38,11 +39,7 @@ class TorchDataProto(DataProto):
 class NumpyDataProto(DataProto):
     def __getstate__(self) -> Any:
         encoded = {
-            key: (
-                str(value.dtype).removeprefix("torch."),
-                tuple(value.shape),
-                value.flatten().view(torch.uint8).numpy(),
-            )
+            key: (str(value.dtype)[6:], tuple(value.shape), value.flatten().view(torch.uint8).numpy())
             for key, value in self.batch.tensors.items()
         }
         return ((len(SOURCES),), None, encoded), self.non_tensor_batch, self.meta_info
@@ -76,13 +73,8 @@ class ConsolidatedTensorDict(TensorDict):
             leaves[key] = (str(value.dtype), list(value.shape), at, at + len(content), 0)
             parts += [content, torch.zeros(padding, dtype=torch.uint8)]
             at += len(content) + padding
-        metadata = {
-            "cls": "TensorDict",
-            "non_tensors": {},
-            "leaves": leaves,
-            "cls_metadata": {"device": None, "names": None, "batch_size": [len(SOURCES)], "is_locked": False},
-            "size": at,
-        }
+        facts = {"device": None, "names": None, "batch_size": [len(SOURCES)], "is_locked": False}
+        metadata = {"cls": "TensorDict", "non_tensors": {}, "leaves": leaves, "cls_metadata": facts, "size": at}
         return _rebuild_tensordict_files_consolidated, (metadata, torch.cat(parts))
 
 
@@ -99,12 +91,8 @@ claim("tensordict._reductions", "_rebuild_tensordict_files_consolidated", _rebui
 
 
 def pretended(kind: type[DataProto]) -> Any:
-    return (
-        claim("verl.protocol", "DataProto", kind),
-        claim("tensordict._td", "TensorDict", TensorDict),
-        _make_td,
-        _rebuild_tensordict_files_consolidated,
-    )
+    classes = claim("verl.protocol", "DataProto", kind), claim("tensordict._td", "TensorDict", TensorDict)
+    return *classes, _make_td, _rebuild_tensordict_files_consolidated
 
 
 def batch(num_experts: int = 128, dtype: torch.dtype = torch.int16, top_k: int = TOP_K) -> dict[str, torch.Tensor]:
@@ -145,11 +133,9 @@ def check(items: list[Record | Dropped], tensors: dict[str, torch.Tensor], label
     for record, row in zip(records, whole, strict=True):
         places = [place for place in range(PROMPT + RESPONSE) if tensors["attention_mask"][row, place]]
         assert np.array_equal(record.ids, tensors["routed_experts"][row, places].numpy())
-        assert record.token_ids is not None
-        assert record.token_ids.tolist() == tensors["input_ids"][row, places].tolist()
-        assert record.num_tokens == len(places)
+        assert tokens_of(record) == tensors["input_ids"][row, places].tolist()
+        assert (record.num_tokens, record.missing, record.first) == (len(places), 0, 0)
         assert record.prompt_length == sum(place < PROMPT for place in places)
-        assert (record.missing, record.first) == (0, 0)
         assert (record.step, record.domain) == ((12, SOURCES[row]) if labelled else (0, ""))
     padding = int((tensors["attention_mask"] == 0).sum())
     assert dropped(items) == {"padding rows": padding, "empty sequences": 1}
@@ -166,8 +152,7 @@ def test_data_protos(tmp_path: Path, num_experts: int, kind: type[DataProto], te
         torch.save(content, tmp_path / "b.pt")
     for name in ("a.pkl", "b.pt"):
         check(list(verl.read(tmp_path / name, ImportOptions())), tensors)
-        assert verl.recognise(tmp_path / name)
-        assert not any(other.recognise(tmp_path / name) for other in (slime, nemo_rl, sglang_recorder))
+        assert format_of(tmp_path / name) == "verl"
 
 
 @pytest.mark.parametrize("dtype", [torch.uint8, torch.int16, torch.int32, torch.int64])
@@ -192,13 +177,12 @@ def test_rows_of_zeros_at_both_ends_of_bare_arrays_are_dropped(tmp_path: Path) -
     tensors = batch()
     np.save(tmp_path / "a.npy", tensors["routed_experts"].numpy())
     assert verl.recognise(tmp_path / "a.npy")
-    for path in (tmp_path / "a.npy",):
-        records = kept(verl.read(path, ImportOptions()))
-        # The last token of a row has no route, so it is not seen, and neither is the row of a single token.
-        lengths = tensors["attention_mask"].sum(dim=1).tolist()
-        assert [len(record.ids) for record in records] == [length - 1 for length in lengths if length > 1]
-        assert all(record.num_tokens is None and record.token_ids is None for record in records)
-        assert np.array_equal(records[0].ids, tensors["routed_experts"][0, 2:8])
+    records = kept(verl.read(tmp_path / "a.npy", ImportOptions()))
+    # The last token of a row has no route, so it is not seen, and neither is the row of a single token.
+    lengths = tensors["attention_mask"].sum(dim=1).tolist()
+    assert [len(record.ids) for record in records] == [length - 1 for length in lengths if length > 1]
+    assert all(record.num_tokens is None and record.token_ids is None for record in records)
+    assert np.array_equal(records[0].ids, tensors["routed_experts"][0, 2:8])
     np.save(tmp_path / "b.npy", np.zeros((2, 3, 4)))
     assert not verl.recognise(tmp_path / "b.npy")
 
@@ -225,16 +209,14 @@ def test_rows_without_padding(tmp_path: Path) -> None:
     for records in (kept(verl.read(tmp_path / "a.pt", ImportOptions())), kept(verl.records_of_batch(nested))):
         for row, record in enumerate(records):
             assert np.array_equal(record.ids, tensors["routed_experts"][row][rows[row]].numpy())
-            assert record.token_ids is not None
-            assert record.token_ids.tolist() == tensors["input_ids"][row][rows[row]].tolist()
+            assert tokens_of(record) == tensors["input_ids"][row][rows[row]].tolist()
             assert record.num_tokens == int(rows[row].sum())
 
 
 def test_rows_whose_last_token_has_no_route() -> None:
     ids, tokens = np.arange(12).reshape(1, 3, 2, 2), np.arange(4)
-    (record,) = kept(
-        verl.records_of_batch({"routed_experts": list(ids), "input_ids": [tokens], "prompts": [tokens[:2]]})
-    )
+    made = {"routed_experts": list(ids), "input_ids": [tokens], "prompts": [tokens[:2]]}
+    (record,) = kept(verl.records_of_batch(made))
     assert (len(record.ids), record.num_tokens, record.prompt_length) == (3, 4, 2)
 
 
@@ -254,14 +236,10 @@ def test_masked_tokens_inside_a_sequence_are_dropped() -> None:
 
 
 def test_rows_of_padding_are_counted() -> None:
+    assert kept(verl.records_of_batch({key: value[:0] for key, value in batch().items()})) == []
     tensors = {key: value[[3, 3, 0, 1]] for key, value in batch().items()}
     items = list(verl.records_of_batch(tensors))
     assert dropped(items) == {"padding rows": 2 * (PROMPT + RESPONSE) + 9 + 5, "empty sequences": 2}
-
-
-def test_an_empty_batch(tmp_path: Path) -> None:
-    torch.save({key: value[:0] for key, value in batch().items()}, tmp_path / "a.pt")
-    assert kept(verl.read(tmp_path / "a.pt", ImportOptions())) == []
 
 
 @pytest.mark.parametrize(
@@ -270,10 +248,7 @@ def test_an_empty_batch(tmp_path: Path) -> None:
         ({"routed_experts": None}, "no 'routed_experts' in this batch; verl writes it with"),
         ({"routed_experts": torch.zeros(5, 16, 12)}, "float32; it should hold integers"),
         ({"routed_experts": torch.zeros(5, 16, 12, dtype=torch.int16)}, r"\[5, 16, 12\]; it should have 4 axes"),
-        (
-            {"attention_mask": torch.ones(5, 15, dtype=torch.int64)},
-            r"attention_mask has shape \[5, 15\].*\[5, 16, ...\]",
-        ),
+        ({"attention_mask": torch.ones(5, 15, dtype=torch.int64)}, r"attention_mask .* \[5, 15\].*\[5, 16, ...\]"),
         ({"input_ids": "text"}, "input_ids is a str; it should be an array"),
     ],
 )
@@ -289,9 +264,7 @@ def test_damaged_dumps_are_read_or_refused(tmp_path: Path) -> None:
         proto = pickle.dumps(TorchDataProto(ConsolidatedTensorDict(batch()), LABELS, FACTS))
     with pretend(*pretended(NumpyDataProto)):
         encoded = pickle.dumps(NumpyDataProto(TensorDict(batch()), LABELS, FACTS))
-    content = io.BytesIO()
-    torch.save(batch(), content)
     arrays = io.BytesIO()
     np.savez(arrays, routed_experts=batch()["routed_experts"].numpy(), attention_mask=batch()["attention_mask"].numpy())
-    for dump in (proto, encoded, content.getvalue(), arrays.getvalue()):
-        survives(dump, tmp_path / "a", lambda: verl.read(tmp_path / "a", ImportOptions()), 200)
+    for dump in (proto, encoded, saved(batch()), arrays.getvalue()):
+        assert survives(dump, tmp_path / "a", lambda path: verl.read(path, ImportOptions()), 200) > 50

@@ -13,8 +13,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from helpers.import_items import dropped, kept
-from helpers.response_dumps import json_lines, npy_bytes, npy_text, only_input_errors, routes
+from helpers.import_items import dropped, kept, survives, tokens_of
+from helpers.response_dumps import json_lines, npy_bytes, npy_text, routes
 from trimtab import InputError
 from trimtab.trace.formats import sglang, vllm
 from trimtab.trace.formats.records import ImportOptions, Record
@@ -29,12 +29,14 @@ def completion(*choices: dict[str, Any], **beside: Any) -> dict[str, Any]:
 
 def choice(ids: Any, prompt: int, output: int, index: int = 0) -> dict[str, Any]:
     return {
-        "index": index,
-        "text": 'says "meta_info"',
-        "token_ids": list(range(100, 100 + output)),
-        "prompt_token_ids": list(range(prompt)),
-        "routed_experts": ids,
-    }
+        "index": index, "text": 'says "meta_info"', "token_ids": list(range(100, 100 + output)),
+        "prompt_token_ids": list(range(prompt)), "routed_experts": ids,
+    }  # fmt: skip
+
+
+def record_of(routed: Any, **request: Any) -> Record:
+    (record,) = kept(vllm.records_of_outputs([{"outputs": [{"token_ids": [5], "routed_experts": routed}], **request}]))
+    return record
 
 
 def read(path: Path) -> list[Record]:
@@ -50,24 +52,13 @@ def read(path: Path) -> list[Record]:
 def test_completion_response(tmp_path: Path, experts: int, dtype: str, top_k: int) -> None:
     ids = routes(7, 3, top_k, experts, dtype)
     ids[:, 0] = 0  # a dense layer
-    path = json_lines(tmp_path / "a.jsonl", [completion(choice(npy_text(ids), 5, 3))])
-    (record,) = read(path)
+    (record,) = read(json_lines(tmp_path / "a.jsonl", [completion(choice(npy_text(ids), 5, 3))]))
     np.testing.assert_array_equal(record.ids, ids)
     assert record.ids.dtype == dtype
     assert (record.where, record.num_tokens, record.prompt_length, record.first) == ("line 1, choice 0", 8, 5, 0)
-    assert record.token_ids is not None
-    assert record.token_ids.tolist() == [0, 1, 2, 3, 4, 100, 101, 102]
+    assert tokens_of(record) == [0, 1, 2, 3, 4, 100, 101, 102]
     assert record.missing == (None if top_k == 1 else 0)
     assert record.layers is None
-
-
-def test_hand_written_bytes_are_read() -> None:
-    """The `.npy` bytes of np.array([[[1, 2]], [[3, 4]]], np.uint8), written out."""
-    header = b"{'descr': '|u1', 'fortran_order': False, 'shape': (2, 1, 2), }"
-    data = b"\x93NUMPY\x01\x00\x76\x00" + header + b" " * (0x76 - len(header) - 1) + b"\n" + b"\x01\x02\x03\x04"
-    routed = base64.b64encode(data).decode()
-    (record,) = kept(vllm.records_of_outputs([{"outputs": [{"routed_experts": routed}]}]))
-    assert record.ids.tolist() == [[[1, 2]], [[3, 4]]]
 
 
 def test_chat_response_with_several_choices(tmp_path: Path) -> None:
@@ -91,15 +82,6 @@ def test_chat_response_with_several_choices(tmp_path: Path) -> None:
     np.testing.assert_array_equal(records[1].ids, second)
 
 
-def test_usage_counts_where_there_are_no_token_ids(tmp_path: Path) -> None:
-    ids = routes(6, 1, 2, 8, "uint8")
-    response = completion(
-        {"index": 0, "routed_experts": npy_text(ids)}, usage={"prompt_tokens": 4, "completion_tokens": 3}
-    )
-    (record,) = read(json_lines(tmp_path / "a.jsonl", [response]))
-    assert (record.num_tokens, record.prompt_length, record.token_ids) == (7, 4, None)
-
-
 def test_wrappers_labels_and_layouts(tmp_path: Path) -> None:
     """The same two responses as JSON lines, an array, gzip, and a batch output."""
     responses = [
@@ -113,27 +95,18 @@ def test_wrappers_labels_and_layouts(tmp_path: Path) -> None:
     one_line.write_text(json.dumps(responses))
     zipped = tmp_path / "lines.jsonl.gz"
     zipped.write_bytes(gzip.compress(lines.read_bytes()))
-    batch = json_lines(
-        tmp_path / "batch.jsonl",
-        [
-            {
-                "custom_id": "a",
-                "domain": r.pop("domain"),
-                "step": r.pop("step"),
-                "response": {"status_code": 200, "body": r},
-            }
-            for r in map(dict, responses)
-        ],
-    )
+    wrapped = [
+        {"custom_id": "a", "domain": body.pop("domain"), "step": body.pop("step"), "response": {"body": body}}
+        for body in map(dict, responses)
+    ]
+    batch = json_lines(tmp_path / "batch.jsonl", wrapped)
     expected = read(lines)
     assert [record.where for record in expected] == ["line 1, choice 0", "line 2, choice 0"]
     assert [(record.domain, record.step) for record in expected] == [("d1", 1), ("d2", 2)]
     for path in (array, one_line, zipped, batch):
         records = read(path)
-        assert [(r.domain, r.step, r.num_tokens) for r in records] == [
-            (r.domain, r.step, r.num_tokens) for r in expected
-        ]
         for record, other in zip(records, expected, strict=True):
+            assert (record.domain, record.step, record.num_tokens) == (other.domain, other.step, other.num_tokens)
             np.testing.assert_array_equal(record.ids, other.ids)
     assert [record.where for record in read(array)] == ["item 1, choice 0", "item 2, choice 0"]
 
@@ -152,14 +125,11 @@ def test_layout_of_0_21(tmp_path: Path, form: str) -> None:
         return {"encoding": "base64", "dtype": "int16", "shape": list(ids.shape), "data": data}
 
     response = {
-        "choices": [
-            {"index": i, "token_ids": [9] * (len(ids) + 1), "routed_experts": encoded(ids)}
-            for i, ids in enumerate(outputs)
-        ],
+        "choices": [{"token_ids": [9] * (len(ids) + 1), "routed_experts": encoded(ids)} for ids in outputs],
         "prompt_token_ids": [1, 2, 3, 4],
         "prompt_routed_experts": encoded(prompt),
     }
-    response["choices"].append({"index": 2, "token_ids": [5], "routed_experts": [] if form == "lists" else None})
+    response["choices"].append({"token_ids": [5], "routed_experts": [] if form == "lists" else None})
     records = read(json_lines(tmp_path / "a.jsonl", [response]))
     for record, ids in zip(records, [*outputs, prompt[:0]], strict=True):
         np.testing.assert_array_equal(record.ids, np.concatenate([prompt, ids]))
@@ -167,15 +137,28 @@ def test_layout_of_0_21(tmp_path: Path, form: str) -> None:
         assert (record.num_tokens, record.prompt_length) == (5 + len(ids), 4)
 
 
-def test_only_the_completion_in_0_21() -> None:
+@pytest.mark.parametrize(
+    ("prompt_routes", "rows", "first"),
+    [
+        pytest.param({"prompt_routed_experts": None}, 2, 3, id="of the completion alone"),
+        pytest.param({"prompt_routed_experts": None}, 5, 0, id="of both"),
+        pytest.param({"prompt_routed_experts": None}, 3, 0, id="of a part"),
+        pytest.param({}, 2, 0, id="of a part, not 0.21"),
+    ],
+)
+@pytest.mark.parametrize("counted", [False, True])
+def test_only_the_completion_in_0_21(prompt_routes: dict[str, None], rows: int, first: int, counted: bool) -> None:
     """The prompt's routes were not requested: they are null, and rows are those of the completion."""
-    response = {
-        "choices": [{"token_ids": [4, 5, 6], "routed_experts": routes(2, 2, 2, 8, "int16").tolist()}],
-        "prompt_token_ids": [1, 2, 3],
-        "prompt_routed_experts": None,
-    }
+    ids = routes(rows, 2, 2, 8, "int16")
+    response: dict[str, Any] = {"choices": [{"routed_experts": ids.tolist()}], **prompt_routes}
+    if counted:
+        response["usage"] = {"prompt_tokens": 3, "completion_tokens": 3}
+    else:
+        response["choices"][0]["token_ids"] = [4, 5, 6]
+        response["prompt_token_ids"] = [1, 2, 3]
     (record,) = kept(vllm.records_of_outputs([response]))
-    assert (record.first, len(record.ids), record.num_tokens) == (3, 2, 6)
+    assert (record.first, record.num_tokens, record.prompt_length) == (first, 6, 3)
+    np.testing.assert_array_equal(record.ids, ids)
 
 
 def test_no_row_for_the_prompt_in_0_21() -> None:
@@ -200,60 +183,41 @@ def test_labels_of_a_response_override_those_of_its_wrapper() -> None:
 
 
 def test_large_token_ids_are_kept() -> None:
-    own = {"prompt_token_ids": [1 << 40], "outputs": [{"token_ids": [5], "routed_experts": [[[1, 2]]]}]}
-    (record,) = kept(vllm.records_of_outputs([own]))
-    assert record.token_ids is not None
-    assert record.token_ids.tolist() == [1 << 40, 5]
+    assert tokens_of(record_of([[[1, 2]]], prompt_token_ids=[1 << 40])) == [1 << 40, 5]
 
 
 def test_outputs_in_memory() -> None:
     ids = routes(6, 2, 2, 8, "uint8")
-    new = SimpleNamespace(
-        prompt_token_ids=[1, 2, 3],
-        outputs=[
-            SimpleNamespace(token_ids=(4, 5, 6, 7), routed_experts=ids),
-            SimpleNamespace(token_ids=[], routed_experts=None),
-        ],
-    )
-    old = SimpleNamespace(
-        prompt_token_ids=[1, 2, 3],
-        prompt_routed_experts=ids[:3].astype(np.int16),
-        outputs=[SimpleNamespace(token_ids=[4, 5], routed_experts=ids[3:4].astype(np.int16))],
-    )
-    records = kept(vllm.records_of_outputs([new, old]))
-    assert [record.where for record in records] == ["output 0, choice 0", "output 1, choice 0"]
+    whole = SimpleNamespace(token_ids=(4, 5, 6, 7), routed_experts=ids)
+    empty = SimpleNamespace(token_ids=[], routed_experts=None)
+    new = SimpleNamespace(prompt_token_ids=[1, 2, 3], outputs=[whole, empty])
+    rest = SimpleNamespace(token_ids=[4, 5], routed_experts=ids[3:4].astype(np.int16))
+    prompt = ids[:3].astype(np.int16)
+    old = SimpleNamespace(prompt_token_ids=[1, 2, 3], prompt_routed_experts=prompt, outputs=[rest])
+    none = {"outputs": [{"routed_experts": None}, {"routed_experts": None}]}
+    items = list(vllm.records_of_outputs([none, new, old, none]))
+    records = kept(items)
+    assert [record.where for record in records] == ["output 1, choice 0", "output 2, choice 0"]
     assert [record.num_tokens for record in records] == [7, 5]
     np.testing.assert_array_equal(records[0].ids, ids)
     np.testing.assert_array_equal(records[1].ids, ids[:4])
-    assert dropped(vllm.records_of_outputs([new, old])) == {"responses without routed_experts": 1}
-
-
-def test_completions_without_routes_are_counted() -> None:
-    ids = routes(6, 2, 2, 8, "uint8")
-    none = {"outputs": [{"routed_experts": None}, {"routed_experts": None}]}
-    items = list(vllm.records_of_outputs([none, {"outputs": [{"routed_experts": ids}]}, none]))
-    assert (len(kept(items)), dropped(items)) == (1, {"responses without routed_experts": 4})
+    assert dropped(items) == {"responses without routed_experts": 5}
 
 
 def test_one_array(tmp_path: Path) -> None:
-    path = tmp_path / "a.npy"
     ids = routes(6, 2, 2, 300, "uint16")
-    path.write_bytes(npy_bytes(ids))
-    (record,) = read(path)
-    np.testing.assert_array_equal(record.ids, ids)
-    path.write_bytes(npy_bytes(ids.byteswap(), descr=">u2"))
-    (record,) = read(path)
-    np.testing.assert_array_equal(record.ids, ids)
-    assert record.ids.dtype.isnative
+    for content in (npy_bytes(ids), npy_bytes(ids.byteswap(), descr=">u2")):
+        (tmp_path / "a.npy").write_bytes(content)
+        (record,) = read(tmp_path / "a.npy")
+        np.testing.assert_array_equal(record.ids, ids)
+        assert record.ids.dtype.isnative
 
 
 def test_arrays_in_fortran_order() -> None:
     ids = routes(5, 2, 3, 300, "uint16")
     file = BytesIO()
     np.save(file, np.asfortranarray(ids))
-    routed = base64.b64encode(file.getvalue()).decode()
-    (record,) = kept(vllm.records_of_outputs([{"outputs": [{"routed_experts": routed}]}]))
-    np.testing.assert_array_equal(record.ids, ids)
+    np.testing.assert_array_equal(record_of(base64.b64encode(file.getvalue()).decode()).ids, ids)
 
 
 @pytest.mark.parametrize(("gap", "dtype"), [(0, "uint8"), (-1, "int16")])
@@ -287,27 +251,21 @@ def test_rows_that_may_be_routes_are_not_padding() -> None:
 
 
 def test_the_size_of_raw_numbers_decides_their_dtype() -> None:
-    for dtype, expected in (("uint8", "uint8"), ("int16", "int16"), ("int32", "int32"), ("int64", "int64")):
+    for dtype in ("uint8", "int16", "int32", "int64"):
         ids = routes(4, 2, 2, 200, dtype)
         value = {"data": base64.b64encode(ids.tobytes()).decode(), "shape": [4, 2, 2]}
-        (record,) = kept(vllm.records_of_outputs([{"outputs": [{"routed_experts": value}]}]))
-        np.testing.assert_array_equal(record.ids, ids)
-        assert record.ids.dtype == expected
-        (record,) = kept(
-            vllm.records_of_outputs([{"outputs": [{"routed_experts": value | {"dtype": f" {dtype.upper()}"}}]}])
-        )
-        np.testing.assert_array_equal(record.ids, ids)
+        for routed in (value, value | {"dtype": f" {dtype.upper()}"}):
+            np.testing.assert_array_equal(record_of(routed).ids, ids)
+            assert record_of(routed).ids.dtype == dtype
 
 
 @pytest.mark.parametrize("compressed", [False, True])
 def test_sequences_in_one_array(tmp_path: Path, compressed: bool) -> None:
     ids = routes(9, 2, 2, 8, "uint8")
-    path = tmp_path / "a.npz"
-    save = np.savez_compressed if compressed else np.savez
+    save: Any = np.savez_compressed if compressed else np.savez
     for facts in ({"sequence_starts": [0, 4, 4, 9]}, {"sequence_starts": [0, 4, 4]}, {"lengths": [4, 0, 5]}):
-        content: dict[str, Any] = {"routed_experts": ids, **facts}
-        save(path, **content)
-        records = read(path)
+        save(tmp_path / "a.npz", routed_experts=ids, **facts)
+        records = read(tmp_path / "a.npz")
         assert [len(record.ids) for record in records] == [4, 0, 5]
         np.testing.assert_array_equal(np.concatenate([record.ids for record in records]), ids)
 
@@ -328,9 +286,9 @@ def test_invalid_sequence_facts_are_refused(tmp_path: Path, facts: dict[str, Any
     assert expected in refused(tmp_path / "a.npz")
 
 
-def refused(path: Path, reader: Any = vllm) -> str:
+def refused(path: Path) -> str:
     with pytest.raises(InputError) as caught:
-        kept(reader.read(path, NOTHING))
+        kept(vllm.read(path, NOTHING))
     assert str(path) not in str(caught.value)
     return str(caught.value)
 
@@ -344,16 +302,12 @@ def test_invalid_responses_are_refused(tmp_path: Path) -> None:
 
     assert message("%%%").startswith("line 2, choice 0: routed_experts is not valid base64")
     assert "--num-layers" in message(good[200:])
-    floats = routes(4, 2, 2, 8, "float32")
-    assert message(npy_text(floats)) == "line 2, choice 0: ids are float32; they should be integers"
-    assert "claims shape [4, 2, 3] of uint8; there are 16 bytes" in message(
-        base64.b64encode(npy_bytes(routes(4, 2, 2, 8, "uint8"), shape="(4, 2, 3)")).decode()
-    )
-    huge = base64.b64encode(npy_bytes(routes(4, 2, 2, 8, "uint8"), shape="(1000000000000, 48, 8)")).decode()
-    assert "claims shape [1000000000000, 48, 8]" in message(huge)
-    pickled = base64.b64encode(npy_bytes(routes(4, 2, 2, 8, "uint8"), descr="|O")).decode()
-    assert "holds object; only plain numbers are read" in message(pickled)
-    assert "shape [4, 2]" in message(npy_text(routes(4, 2, 2, 8, "uint8")[:, :, 0]))
+    ids = routes(4, 2, 2, 8, "uint8")
+    assert message(npy_text(ids.astype("f4"))) == "line 2, choice 0: ids are float32; they should be integers"
+    assert "claims shape [4, 2, 3] of uint8; there are 16 bytes" in message(npy_text(ids, shape="(4, 2, 3)"))
+    assert "claims shape [1000000000000, 48, 8]" in message(npy_text(ids, shape="(1000000000000, 48, 8)"))
+    assert "holds object; only plain numbers are read" in message(npy_text(ids, descr="|O"))
+    assert "shape [4, 2]" in message(npy_text(ids[:, :, 0]))
     assert "there is true or false" in message([[[1, True]]])
     assert "there is a number" in message([[[1, 2.0]]])
     assert "different lengths, 1 and 2" in message([[[1, 2]], [[1]]])
@@ -402,6 +356,5 @@ def test_damaged_files_are_read_or_refused(tmp_path: Path) -> None:
     old = {"choices": [{"routed_experts": ids[3:].tolist()}], "prompt_routed_experts": ids[:3].tolist(), "usage": {}}
     lines = json_lines(tmp_path / "a.jsonl", [completion(choice(npy_text(ids), 4, 2)), old])
     np.savez(tmp_path / "a.npz", routed_experts=ids, sequence_starts=[0, 2, 5], prompt_lengths=[1, 1])
-    contents = [lines.read_bytes(), (tmp_path / "a.npz").read_bytes(), npy_bytes(ids[None])]
-    for content in contents:
-        assert only_input_errors(tmp_path / "mutant", content, lambda path: vllm.read(path, NOTHING), 300) > 100
+    for content in (lines.read_bytes(), (tmp_path / "a.npz").read_bytes(), npy_bytes(ids[None])):
+        assert survives(content, tmp_path / "damaged", lambda path: vllm.read(path, NOTHING), 300) > 100

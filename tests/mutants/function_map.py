@@ -1,0 +1,248 @@
+"""Which tests run which functions of src: recorded by running the tests on a copy whose functions note each call.
+
+The map is kept for each test file, and recorded again when the file or one of the helpers that it imports changes.
+Compiled kernels note nothing: their tests are those of the functions around them.
+"""
+
+from __future__ import annotations
+
+import ast
+import hashlib
+import json
+import mmap
+import os
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from functools import cache
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+from numba.core import event
+
+from mutants.copies import ROOT, copy_repository
+
+MAP = ROOT / "out" / "mutants" / "functions.json"
+# Set in the run that records: the folder of its records.
+FOLDER = "TRIMTAB_FUNCTION_RECORDS"
+# Of each process of that run: the file in which functions note their calls, a byte each.
+NOTES = "TRIMTAB_FUNCTION_NOTES"
+NOTES_MODULE = f'''
+import mmap
+import os
+
+def open_notes():
+    with open(os.environ["{NOTES}"], "r+b") as file:
+        return mmap.mmap(file.fileno(), 0)
+
+notes = open_notes()
+'''
+
+
+def note_calls(source: str, file: str, names: list[str]) -> str:
+    """The source of a module whose functions note that they were called; their names are appended to `names`."""
+
+    class Inserter(ast.NodeTransformer):
+        outside: tuple[str, ...] = ()
+
+        def visit_ClassDef(self, node: ast.ClassDef) -> ast.ClassDef:
+            self.outside = *self.outside, node.name
+            self.generic_visit(node)
+            self.outside = self.outside[:-1]
+            return node
+
+        def visit_FunctionDef(self, node: ast.FunctionDef) -> ast.FunctionDef:
+            if any("kernel" in ast.unparse(decorator) for decorator in node.decorator_list):
+                return node
+            self.outside = *self.outside, node.name
+            self.generic_visit(node)
+            note = ast.parse(f"_function_notes.notes[{len(names)}] = 1").body
+            names.append(f"{file}:{'.'.join(self.outside)}")
+            start = 1 if ast.get_docstring(node, clean=False) is not None else 0
+            node.body[start:start] = note
+            self.outside = self.outside[:-1]
+            return node
+
+    tree = Inserter().visit(ast.parse(source))
+    start = 1 if ast.get_docstring(tree, clean=False) is not None else 0
+    while (
+        start < len(tree.body)
+        and isinstance(tree.body[start], ast.ImportFrom)
+        and tree.body[start].module == "__future__"
+    ):
+        start += 1
+    tree.body[start:start] = ast.parse("import function_notes as _function_notes").body
+    return ast.unparse(ast.fix_missing_locations(tree))
+
+
+class CallRecorder:
+    """A pytest plugin of the run that records: writes which functions each passing test and its fixtures call."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._main = os.getpid()
+        self._fixtures: dict[str, bytes] = {}
+        self._compiling = event.TimingListener()
+        event.register("numba:compile", self._compiling)
+        self._failed = False
+        sys.path.insert(0, str(ROOT / "src"))
+        self._open()
+        os.register_at_fork(after_in_child=self._open_in_file_process)
+
+    def _open_in_file_process(self) -> None:
+        # Not in ranks: they note in the file of their test's process.
+        if os.getppid() == self._main:
+            self._open()
+
+    def _open(self) -> None:
+        path = self._folder / f"{os.getpid()}.notes"
+        path.write_bytes(bytes(len(_names(self._folder))))
+        os.environ[NOTES] = str(path)
+        module: Any = _notes_module()
+        module.notes = module.open_notes()
+
+    @property
+    def _compiled_s(self) -> float:
+        """Compiling is no time of a test: later runs find the kernels."""
+        return self._compiling.duration if self._compiling.done else 0.0
+
+    @property
+    def _notes(self) -> mmap.mmap:
+        module: Any = _notes_module()
+        return module.notes
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_fixture_setup(self, fixturedef: Any) -> Iterator[None]:
+        before = self._notes[:]
+        self._notes[:] = bytes(len(before))
+        try:
+            return (yield)
+        finally:
+            self._fixtures[fixturedef.argname] = self._notes[:]
+            self._notes[:] = _either(self._notes[:], before)
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_runtest_protocol(self, item: pytest.Item) -> Iterator[None]:
+        self._notes[:] = bytes(len(self._notes))
+        self._failed = False
+        start = time.perf_counter() - self._compiled_s
+        result = yield
+        seconds = time.perf_counter() - self._compiled_s - start
+        seen = self._notes[:]
+        for name in getattr(item, "fixturenames", ()):
+            seen = _either(seen, self._fixtures.get(name, b""))
+        if not self._failed:
+            line = [item.nodeid, seconds, [n for n, was_called in enumerate(seen) if was_called]]
+            with (self._folder / f"{os.getpid()}.jsonl").open("a") as file:
+                file.write(json.dumps(line) + "\n")
+        return result
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        """A test that fails or is skipped shows nothing."""
+        self._failed |= not report.passed
+
+
+@cache
+def _notes_module() -> ModuleType:
+    import function_notes  # type: ignore[import-not-found]
+
+    return function_notes
+
+
+def _either(one: bytes, other: bytes) -> bytes:
+    return bytes(a | b for a, b in zip(one, other, strict=True)) if other else one
+
+
+@cache
+def _names(folder: Path) -> list[str]:
+    return json.loads((folder / "names.json").read_text())
+
+
+class FunctionMap:
+    """Tests by the functions that they call.
+
+    Attributes:
+        seconds: of each test.
+        functions: called by each test, as `path:qualified name`.
+    """
+
+    def __init__(self) -> None:
+        stored = json.loads(MAP.read_text()) if MAP.exists() else {}
+        self._files: dict[str, Any] = {
+            file: value for file, value in stored.items() if _digest(file) == value["digest"]
+        }
+        self.seconds: dict[str, float] = {}
+        self.functions: dict[str, set[str]] = {}
+        for value in self._files.values():
+            for test, (seconds, names) in value["tests"].items():
+                self.seconds[test], self.functions[test] = seconds, set(names)
+
+    def missing(self) -> list[str]:
+        """Test files that have changed or were never recorded."""
+        files = sorted(str(path.relative_to(ROOT)) for path in (ROOT / "tests").rglob("test_*.py"))
+        return [f for f in files if f not in self._files and not f.startswith("tests/reliability")]
+
+    def record(self, files: Sequence[str], workers: int) -> None:
+        """Run test files and store what they call."""
+        folder = MAP.parent / "records"
+        shutil.rmtree(folder, ignore_errors=True)
+        folder.mkdir(parents=True)
+        copy = MAP.parent / "copy-noting"
+        copy_repository(copy)
+        names: list[str] = []
+        for path in sorted((copy / "src").rglob("*.py")):
+            times = path.stat()
+            path.write_text(note_calls(path.read_text(), str(path.relative_to(copy)), names))
+            # Kernels that were compiled in an earlier run are found.
+            os.utime(path, ns=(times.st_atime_ns, times.st_mtime_ns))
+        (copy / "src" / "function_notes.py").write_text(NOTES_MODULE)
+        (folder / "names.json").write_text(json.dumps(names))
+        digests = {file: _digest(file) for file in files}
+        environment = os.environ | {
+            FOLDER: str(folder),
+            "PYTHONPATH": str(copy / "src"),
+            "PYTHONDONTWRITEBYTECODE": "1",
+        }
+        command = [sys.executable, "-m", "pytest", f"--forks={workers}", "-m", "not long", "--hypothesis-profile=ci"]
+        log = MAP.parent / "record.log"
+        with log.open("w") as output:
+            ended = subprocess.run(
+                [*command, *files], cwd=copy, env=environment, stdout=output, stderr=output, check=False
+            )
+        # Some tests may fail, for example those that count lines of the source.
+        if ended.returncode not in (0, 1):
+            raise SystemExit(f"the tests did not run: pytest ended with status {ended.returncode}, see {log}")
+        for file in files:
+            self._files[file] = {"digest": digests[file], "tests": {}}
+        for path in folder.glob("*.jsonl"):
+            for line in path.read_text().splitlines():
+                test, seconds, numbers = json.loads(line)
+                self._files[test.partition("::")[0]]["tests"][test] = seconds, [names[number] for number in numbers]
+        partial = MAP.with_suffix(".partial")
+        partial.write_text(json.dumps(self._files))
+        partial.replace(MAP)
+        shutil.rmtree(folder)
+
+
+@cache
+def _digest(file: str) -> str:
+    """Of a test file and the helpers that it imports."""
+    digest = hashlib.sha256()
+    for path in sorted(_with_helpers(ROOT / file, set())):
+        digest.update(path.read_bytes())
+    return digest.hexdigest()
+
+
+def _with_helpers(path: Path, known: set[Path]) -> set[Path]:
+    if path in known or not path.exists():
+        return known
+    known.add(path)
+    for node in ast.walk(ast.parse(path.read_bytes())):
+        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("helpers"):
+            for name in (node.module or "", *(f"{node.module}.{alias.name}" for alias in node.names)):
+                _with_helpers(ROOT / "tests" / f"{name.replace('.', '/')}.py", known)
+    return known

@@ -1,0 +1,80 @@
+"""`Selection`: the tests on which a mistake is tried."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterable
+from functools import cached_property
+from pathlib import Path
+
+from mutants.copies import ROOT
+from mutants.function_map import FunctionMap
+from mutants.mutations import Mutation
+
+# Of the tests of a mistake together, as recorded; and where kernels run as Python, many times slower.
+SECONDS, SECONDS_AS_PYTHON = 12.0, 0.5
+MOST_TESTS = 80
+
+
+class Selection:
+    """Chooses tests that call the function of a mistake; specific ones first, which call few others."""
+
+    def __init__(self, functions: FunctionMap) -> None:
+        self._functions = functions
+
+    def tests_of(self, mutation: Mutation, *, as_python: bool = False) -> tuple[list[str], float]:
+        """Tests, and their seconds as recorded.
+
+        Args:
+            as_python: kernels are not compiled, so that only the quickest tests are of use.
+        """
+        callers = self._callers({f"{mutation.file}:{mutation.function}"})
+        if not callers or not mutation.function:
+            callers = callers or self._callers(self._functions_in({mutation.file}))
+        files = {mutation.file}
+        while not callers:
+            importers = {file for file, imported in self._imports.items() if imported & files} - files
+            if not importers:
+                return [], 0.0
+            callers = self._callers(self._functions_in(importers))
+            files |= importers
+        own = f"test_{Path(mutation.file).stem}.py"
+
+        def order(test: str) -> tuple[bool, int, float]:
+            file = test.partition("::")[0]
+            return Path(file).name != own, len(self._functions.functions[test]), self._functions.seconds[test]
+
+        chosen: list[str] = []
+        left = limit = SECONDS_AS_PYTHON if as_python else SECONDS
+        for test in sorted(callers, key=order):
+            seconds = self._functions.seconds[test]
+            if len(chosen) < MOST_TESTS and (seconds <= left or not chosen):
+                chosen.append(test)
+                left -= seconds
+        return chosen, limit - left
+
+    def _callers(self, functions: set[str]) -> set[str]:
+        return {test for test, called in self._functions.functions.items() if called & functions}
+
+    def _functions_in(self, files: Iterable[str]) -> set[str]:
+        wanted = set(files)
+        every: set[str] = set().union(*self._functions.functions.values())
+        return {name for name in every if name.partition(":")[0] in wanted}
+
+    @cached_property
+    def _imports(self) -> dict[str, set[str]]:
+        """The files of src that each of them imports."""
+        modules: dict[str, str] = {}
+        for path in (ROOT / "src").rglob("*.py"):
+            place = path.relative_to(ROOT)
+            modules[".".join(place.with_suffix("").parts[1:]).removesuffix(".__init__")] = str(place)
+        imports: dict[str, set[str]] = {}
+        for file in modules.values():
+            names = set()
+            for node in ast.walk(ast.parse((ROOT / file).read_bytes())):
+                if isinstance(node, ast.ImportFrom):
+                    names |= {node.module or "", *(f"{node.module}.{alias.name}" for alias in node.names)}
+                elif isinstance(node, ast.Import):
+                    names |= {alias.name for alias in node.names}
+            imports[file] = {modules[name] for name in names if name in modules}
+        return imports

@@ -1,0 +1,134 @@
+"""The generator of mistakes, and their trials on a small package."""
+
+from __future__ import annotations
+
+import ast
+import json
+import random
+import time
+from pathlib import Path
+
+import pytest
+
+from experiments.page_tables import markdown_table, read_page, tables_of_page
+from mutants.copies import ROOT
+from mutants.function_map import note_calls
+from mutants.mutations import Mutation, find_mutations, read_signatures
+from mutants.run import FIGURES, PAGE, table_of
+from mutants.trial import Trial
+
+SOURCE = '''
+"""A module."""
+import log
+
+LIMIT: int = 3
+
+def shift(rank: int, step: int) -> int:
+    """Adds 1."""
+    log.info("shifting by %d", 1)
+    if rank < 0 and step:
+        raise ValueError(f"rank {rank + 1}")
+    values = [rank, min(step, 2)]
+    values.append(4)
+    return shift(values[0], values[1]) + step
+'''
+
+
+def mistakes(source: str = SOURCE) -> dict[str, list[str]]:
+    data = source.encode()
+    found: dict[str, list[str]] = {}
+    for mutation in find_mutations("module.py", data, read_signatures([data])):
+        found.setdefault(mutation.kind, []).append(f"{mutation.old} -> {mutation.new}")
+    return found
+
+
+def test_every_kind_of_mistake() -> None:
+    found = mistakes()
+    assert found["comparison"] == ["rank < 0 -> (rank <= 0)"]
+    assert found["and/or"] == ["rank < 0 and step -> (rank < 0 or step)"]
+    assert found["operator"] == ["shift(values[0], values[1]) + step -> (shift(values[0], values[1]) - step)"]
+    assert found["min/max"] == ["min(step, 2) -> max(step, 2)"]
+    assert found["first/last"] == ["values[0] -> values[-1]"]
+    assert found["swapped arguments"] == ["shift(values[0], values[1]) -> shift(values[1], values[0])"]
+    assert [text.split("(")[0] for text in found["dropped statement"]] == ["raise ValueError", "values.append"]
+    assert found["constant"] == ["3 -> 4", "0 -> 1", "2 -> 3", "4 -> 5", "1 -> 2"]
+    assert mistakes("x = not a\ny = -b\nz = 1.0 if c else True\n") == {
+        "condition": ["not a -> (a)", "c -> (not c)"],
+        "sign": ["-b -> (b)"],
+        "constant": ["1.0 -> 2.0", "True -> False"],
+    }
+
+
+def test_mistakes_of_the_source_parse_and_change_one_place() -> None:
+    files = {path: path.read_bytes() for path in random.Random(time.time()).sample([*(ROOT / "src").rglob("*.py")], 20)}
+    signatures = read_signatures(files.values())
+    for path, source in files.items():
+        for mutation in random.Random(1).sample(
+            every := find_mutations(str(path), source, signatures), min(5, len(every))
+        ):
+            changed = mutation.apply(source)
+            assert ast.dump(ast.parse(changed)) != ast.dump(ast.parse(source)), mutation
+            assert changed.replace(mutation.new.encode(), b"") != source
+
+
+def test_kernels_and_functions_are_named() -> None:
+    source = b"class Ring:\n    @kernel\n    def fill(self):\n        return 1\nLIMIT = 2\n"
+    assert [(m.function, m.is_kernel) for m in find_mutations("f.py", source, {})] == [("Ring.fill", True), ("", False)]
+
+
+def test_functions_note_their_calls() -> None:
+    names: list[str] = []
+    source = '"""A module."""\nfrom __future__ import annotations\nclass A:\n    def f(self):\n        return 2\n'
+    noted = note_calls(source + "@kernel\ndef g():\n    pass\n", "src/a.py", names)
+    assert names == ["src/a.py:A.f"]
+    assert "_function_notes.notes[0] = 1" in noted
+    assert "notes[1]" not in noted
+    assert ast.get_docstring(ast.parse(noted)) == "A module."
+
+
+def test_the_page_shows_the_figures() -> None:
+    figures = json.loads(FIGURES.read_text())
+    assert tables_of_page(read_page(PAGE))["mistakes"] == markdown_table(*table_of(figures))
+
+
+TESTED = "import time\nfrom threading import Event\n\ndef half(n):\n    return n // 2\n"
+TESTS = {
+    "test_half": "def test_half():\n    assert half(5) == 2\n",
+    "test_type": "def test_type():\n    assert half(4) in (2, 8)\n",
+    "test_set_up": "import pytest\n@pytest.fixture\ndef two():\n    assert half(5) == 2\ndef test_set_up(two): pass\n",
+    "test_forever": "def test_forever():\n    while half(5) != 2:\n        pass\n",
+    "test_waiting": "def test_waiting():\n    if half(5) != 2:\n        Event().wait()\n",
+}
+
+
+@pytest.mark.parametrize(
+    ("test", "outcome"),
+    [
+        ("test_half", "killed"),
+        ("test_type", "survived"),
+        ("test_set_up", "failed at set-up"),
+        ("test_forever", "more than 3 s of processor time"),
+        ("test_waiting", "no progress in 2 s"),
+        ("test_none", "tests not found"),
+    ],
+)
+def test_outcomes_of_trials(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, test: str, outcome: str) -> None:
+    monkeypatch.setattr("mutants.trial.IMPORTS_S", 3.0)
+    monkeypatch.setattr("helpers.processor_time.IDLE_S", 2.0)
+    copy = tmp_path / "copy"
+    (copy / "src").mkdir(parents=True)
+    (copy / "src" / "halves.py").write_text(TESTED)
+    (copy / "pytest.ini").write_text("[pytest]\npythonpath = src\n")
+    for name, text in TESTS.items():
+        (copy / f"{name}.py").write_text(f"from halves import *\n{text}")
+    (mutation,) = (
+        m
+        for m in find_mutations("src/halves.py", TESTED.encode(), {})
+        if m.kind == "operator" and isinstance(m, Mutation)
+    )
+    trial = Trial(copy, mutation, [f"{test}.py::{test}"], 0.0)
+    while (result := trial.result()) is None:
+        time.sleep(0.05)
+    trial.close()
+    assert result == outcome
+    assert (copy / "src" / "halves.py").read_text() == TESTED

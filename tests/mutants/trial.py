@@ -1,0 +1,131 @@
+"""`Trial`: tests run on a copy of the repository with one mistake, in a process forked from this one."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import sys
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+
+from helpers.forked_files import fork_ranks_from_here
+from helpers.processor_time import ProcessorLimit, session_of
+from mutants.mutations import Mutation
+
+# Exit statuses of the process; others are those of a crash.
+SURVIVED, KILLED, SET_UP, NOT_FOUND = 0, 11, 12, 13
+# Processor seconds to import Trimtab and the test files, and to compile kernels; times that tests may take longer than
+# without a mistake.
+IMPORTS_S, COMPILING_S, TIMES = 20.0, 60.0, 4.0
+
+
+class Trial:
+    """Tests of one mistake, in a process of their own.
+
+    Args:
+        copy: folder of a copy of the repository, which is changed until `close`.
+        expected_s: seconds that the tests take without the mistake.
+        compiled: whether kernels are compiled, into a new cache; otherwise mistakes in kernels run as Python.
+    """
+
+    def __init__(
+        self, copy: Path, mutation: Mutation, tests: Sequence[str], expected_s: float, *, compiled: bool = False
+    ) -> None:
+        self.mutation, self.tests, self.compiled = mutation, tests, compiled
+        self.start = time.perf_counter()
+        self._copy = copy
+        self._path = copy / mutation.file
+        self._source, self._times = self._path.read_bytes(), self._path.stat()
+        self._path.write_bytes(mutation.apply(self._source))
+        self._process = os.fork()
+        if not self._process:
+            self._run()
+        # Kernels are compiled, or take many times as long.
+        kernels_s = (COMPILING_S if compiled else 100 * expected_s) if mutation.is_kernel else 0.0
+        self._limit = ProcessorLimit([], IMPORTS_S + TIMES * expected_s + kernels_s)
+
+    def result(self) -> str | None:
+        """The result if there is one: "killed", "survived", or why it is not known."""
+        ended, status = os.waitpid(self._process, os.WNOHANG)
+        if not ended:
+            exceeded = self._limit.exceeded(session_of(self._process))
+            if not exceeded:
+                return None
+            self._end()
+            os.waitpid(self._process, 0)
+            return exceeded
+        self._end()
+        code = os.waitstatus_to_exitcode(status)
+        names = {SURVIVED: "survived", KILLED: "killed", SET_UP: "failed at set-up", NOT_FOUND: "tests not found"}
+        return names.get(code, f"ended with status {code}")
+
+    def close(self) -> None:
+        """Take the mistake back."""
+        self._path.write_bytes(self._source)
+        # Compiled kernels are found again.
+        os.utime(self._path, ns=(self._times.st_atime_ns, self._times.st_mtime_ns))
+        shutil.rmtree(self._copy.with_name(f"{self._copy.name}-kernels"), ignore_errors=True)
+
+    def _end(self) -> None:
+        for process in session_of(self._process):
+            with suppress(ProcessLookupError):
+                os.kill(process, signal.SIGKILL)
+
+    def _run(self) -> None:
+        status = 1
+        try:
+            os.setsid()
+            log = os.open(self._copy.with_suffix(".log"), os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+            for descriptor in (1, 2):
+                os.dup2(log, descriptor)
+            os.chdir(self._copy)
+            sys.path[:0] = [str(self._copy / "src"), str(self._copy / "tests"), str(self._copy)]
+            # Those of the copy are imported instead.
+            for name in [name for name in sys.modules if name.partition(".")[0] in ("helpers", "mutants", "tests")]:
+                del sys.modules[name]
+            os.environ |= {"PYTHONPATH": str(self._copy / "src"), "PYTHONDONTWRITEBYTECODE": "1"}
+            sys.dont_write_bytecode = True
+            self._choose_kernels()
+            verdict = _Verdict()
+            options = ["-x", "-q", "-p", "no:cacheprovider", "--hypothesis-profile=ci", *self.tests]
+            ended = pytest.main(options, plugins=[verdict])
+            status = verdict.status if ended else SURVIVED
+            sys.stdout.flush()
+        finally:
+            os._exit(status)
+
+    def _choose_kernels(self) -> None:
+        import numba
+
+        if not self.mutation.is_kernel:
+            return
+        if self.compiled:
+            # Numba does not see changes of functions in other files.
+            os.environ["NUMBA_CACHE_DIR"] = str(self._copy.with_name(f"{self._copy.name}-kernels"))
+        else:
+            os.environ["NUMBA_DISABLE_JIT"] = "1"
+        numba.config.reload_config()
+
+
+class _Verdict:
+    """A pytest plugin: what the first failure was."""
+
+    def __init__(self) -> None:
+        self.status = NOT_FOUND
+
+    def pytest_collectreport(self, report: pytest.CollectReport) -> None:
+        if report.failed:
+            self.status = SET_UP
+
+    def pytest_collection_finish(self) -> None:
+        # Ranks are forked from here, with all that tests import.
+        fork_ranks_from_here()
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        if report.failed:
+            self.status = SET_UP if report.when == "setup" else KILLED
