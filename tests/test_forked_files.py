@@ -40,12 +40,24 @@ def test_exits(): os._exit(0)
 """
 
 
+HANGING = """
+import threading
+def test_before(): pass
+def wait_for_ever():
+    lock = threading.Lock()
+    lock.acquire(); lock.acquire()
+def test_hangs(): wait_for_ever()
+def test_after(): pass
+"""
+
+
 def outcomes(folder: Path, *options: str) -> tuple[dict[str, str], str]:
     """What a run of the folder's tests reports of each, and its output."""
     (folder / "conftest.py").write_text(CONFTEST)
     (folder / "pytest.ini").write_text(f"[pytest]\npythonpath = {ROOT / 'tests'}\n")
     command = [sys.executable, "-m", "pytest", "-rA", "-p", "no:cacheprovider", *options]
-    output = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False).stdout
+    ended = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False)
+    output = ended.stdout + ended.stderr
     found = re.findall(r"^(PASSED|FAILED|ERROR) \w+\.py::test_(\w+)", output, re.MULTILINE)
     return {name: outcome for outcome, name in found}, output
 
@@ -61,6 +73,16 @@ def test_every_test_is_reported(tmp_path: Path) -> None:
     }  # fmt: skip
     assert "3 failed, 3 passed, 1 skipped, 1 error" in output
     assert "the process of this file ended with status -9" in output
+
+
+@pytest.mark.slow
+def test_a_test_that_hangs_fails_with_the_place_where_it_waits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TRIMTAB_TESTS_IDLE_S", "2")
+    (tmp_path / "test_hanging.py").write_text(HANGING)
+    found, output = outcomes(tmp_path)
+    assert found == {"before": "PASSED", "hangs": "FAILED", "after": "PASSED"}
+    assert "no progress in 2 s" in output
+    assert re.search(r"test_hanging.py., line 6 in wait_for_ever", output)
 
 
 @pytest.mark.slow

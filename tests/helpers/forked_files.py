@@ -17,7 +17,8 @@ import time
 import warnings
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from contextlib import suppress
+from dataclasses import dataclass, field
 from multiprocessing import forkserver, resource_tracker, util
 from multiprocessing.connection import Connection, wait
 from multiprocessing.context import ForkProcess
@@ -28,11 +29,15 @@ from unittest import mock
 import pytest
 
 from helpers.forked_commands import forget_open_files, fork_commands_from_here
+from helpers.processor_time import ProcessorLimit, descendants_of
 
 # Seconds of each file in the last run: the longest start first.
 SECONDS = "forked_files/seconds"
 # Files that start ranks or a browser take longest.
 STARTS = re.compile(r"\b(on_ranks|runs_on_ranks|pool|launch|browser|train_command)\b")
+# Of a file: processor seconds, and seconds for which all its processes may wait, longer than ranks may (`rank_pool`).
+LIMIT_S, IDLE_S = 3600.0, float(os.environ.get("TRIMTAB_TESTS_IDLE_S", 120))
+POLL_S = 1.0
 # Imported once for all ranks, if a test needs one of them.
 OF_RANKS = {
     "torch": ("trimtab.rl.trainer", "transformers"),
@@ -57,15 +62,29 @@ class _Child:
     Attributes:
         items: tests that have not ended.
         reports: from the process: a test's name as it starts, its reports, and None as it ends.
+        limit: of waiting.
+        problem: why the process was ended here; "" if it was not.
     """
 
     items: deque[pytest.Item]
     process: ForkProcess
     reports: Connection
+    limit: ProcessorLimit = field(default_factory=lambda: ProcessorLimit([], LIMIT_S, IDLE_S))
+    problem: str = ""
 
     @property
     def file(self) -> Path:
         return self.items[0].path
+
+    def end_if_stuck(self) -> None:
+        """End the process and those that it started if they wait, or compute, for too long."""
+        processes = descendants_of(self.process.ident or 0)
+        self.problem = self.problem or self.limit.exceeded(processes)
+        if self.problem:
+            # Python writes where each thread waits.
+            for process in processes:
+                with suppress(ProcessLookupError):
+                    os.kill(process, signal.SIGABRT)
 
 
 class ForkedFiles:
@@ -76,6 +95,7 @@ class ForkedFiles:
         self._forks = forks
         self._running: list[_Child] = []
         self._seconds: dict[str, float] = {}
+        self._checked = 0.0
         # There is none with `-p no:cacheprovider`.
         self._cache: pytest.Cache | None = getattr(config, "cache", None)
 
@@ -138,7 +158,11 @@ class ForkedFiles:
         return _Child(deque(items), process, ours)
 
     def _ready(self) -> Iterator[_Child]:
-        ready = wait([child.reports for child in self._running])
+        ready = wait([child.reports for child in self._running], POLL_S)
+        if time.monotonic() - self._checked > POLL_S:
+            for child in self._running:
+                child.end_if_stuck()
+            self._checked = time.monotonic()
         return iter([child for child in self._running if child.reports in ready])
 
     def _receive(self, child: _Child) -> list[list[pytest.Item]]:
@@ -153,7 +177,7 @@ class ForkedFiles:
             if not child.items:
                 return []
             ended = child.items.popleft()
-            text = f"the process of this file ended with status {child.process.exitcode}"
+            text = child.problem or f"the process of this file ended with status {child.process.exitcode}"
             hook.pytest_runtest_logreport(
                 report=pytest.TestReport(ended.nodeid, ended.location, {}, "failed", text, "call")
             )

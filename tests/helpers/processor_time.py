@@ -36,15 +36,29 @@ def session_of(leader: int) -> list[int]:
     return found
 
 
+def descendants_of(ancestor: int) -> list[int]:
+    """A process, its children, their children and so on."""
+    parents = {}
+    for name in filter(str.isdigit, os.listdir("/proc")):
+        for fields in _fields([int(name)]):
+            parents[int(name)] = int(fields[1])
+    found, size = {ancestor}, 0
+    while len(found) > size:
+        size = len(found)
+        found |= {process for process, parent in parents.items() if parent in found}
+    return sorted(found)
+
+
 class ProcessorLimit:
     """Says when processes have used too much processor time, or have waited for too long without using any.
 
     Args:
         limit_s: processor seconds from now on.
+        idle_s: seconds that they may wait.
     """
 
-    def __init__(self, processes: Sequence[int], limit_s: float) -> None:
-        self._limit_s = limit_s
+    def __init__(self, processes: Sequence[int], limit_s: float, idle_s: float = IDLE_S) -> None:
+        self._limit_s, self._idle_s = limit_s, idle_s
         self._start_s = self._last_s = seconds_of(processes)
         self._last_time = time.monotonic()
 
@@ -56,4 +70,4 @@ class ProcessorLimit:
         allowed_s = IDLE_SHARE * len(processes) * (now - self._last_time)
         if any(fields[0] in "RD" for fields in _fields(processes)) or used_s - self._last_s > 1.0 + allowed_s:
             self._last_s, self._last_time = used_s, now
-        return f"no progress in {IDLE_S:.0f} s" if now - self._last_time > IDLE_S else ""
+        return f"no progress in {self._idle_s:.0f} s" if now - self._last_time > self._idle_s else ""
