@@ -54,11 +54,11 @@ class ProcessorLimit:
 
     Args:
         limit_s: processor seconds from now on.
-        idle_s: seconds that they may wait.
+        idle_s: seconds that they may wait; `IDLE_S` by default.
     """
 
-    def __init__(self, processes: Sequence[int], limit_s: float, idle_s: float = IDLE_S) -> None:
-        self._limit_s, self._idle_s = limit_s, idle_s
+    def __init__(self, processes: Sequence[int], limit_s: float, idle_s: float | None = None) -> None:
+        self._limit_s, self._idle_s = limit_s, idle_s or IDLE_S
         self._start_s = self._last_s = seconds_of(processes)
         self._last_time = time.monotonic()
 

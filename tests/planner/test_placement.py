@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import permutations
 
 import numpy as np
@@ -42,7 +42,8 @@ def cases(draw: st.DrawFn) -> Case:
     experts = ranks * draw(st.integers(1, 3))
     rng = np.random.default_rng(draw(st.integers(0, 2**32)))
     skew_E = np.exp(rng.gumbel(size=experts) * 2)
-    counts_ME = rng.poisson(skew_E * rng.uniform(0, 50, (draw(st.integers(1, 3)), experts)))
+    # Larger ones are rounded.
+    counts_ME = np.minimum(rng.poisson(skew_E * rng.uniform(0, 50, (draw(st.integers(1, 3)), experts))), 1 << 18)
     return Case(counts_ME, random_homes(rng, 1, experts, ranks).home[0], ranks, draw(per_nodes(ranks)), move_penalty)
 
 
@@ -81,6 +82,18 @@ def test_no_swap_of_two_experts_is_better(case: Case) -> None:
     # So no second search finds anything.
     if case.move_penalty == 0:
         assert np.array_equal(place_experts(case.counts_ME, home_E, case.ranks, case.per_node), home_E)
+
+
+@settings(max_examples=60)
+@given(cases(), st.integers(10**8, 10**10))
+def test_the_search_ends_with_counts_of_any_size(case: Case, largest: int) -> None:
+    """With rounding errors, swaps would go round in circles."""
+    counts_ME = case.counts_ME.copy()
+    counts_ME[:, 0] = largest
+    large = replace(case, counts_ME=counts_ME, move_penalty=0.0)
+    assert large.cost(large.place()) <= large.cost(case.home_E)
+    same = replace(case, move_penalty=0.0)
+    assert np.array_equal(replace(same, counts_ME=case.counts_ME << 32).place(), same.place())
 
 
 @settings(max_examples=30)

@@ -8,6 +8,9 @@ step, two experts of different ranks are swapped while this reduces
 
 which is smallest for even loads. With Gram matrices of the counts a swap is evaluated in constant time. (Our own;
 ReLibra, arXiv 2605.08639, reorders experts across nodes by swaps and annealing.)
+
+All sums are whole numbers that a float64 holds exactly: with rounding errors, swaps could go round in circles for ever.
+Very large counts are therefore divided by a power of two first.
 """
 
 from __future__ import annotations
@@ -19,9 +22,12 @@ import numpy as np
 from trimtab.array_type import Array
 from trimtab.kernels import kernel
 
+# Of the squared tokens of all micro-steps. Every sum of a search is less than 32 times as much, and below 2^53.
+MOST_SQUARES = 2.0**48
+
 
 class LoadProducts(NamedTuple):
-    """Sums over micro-steps of an expert's tokens times another load; float64, exact below 2^53.
+    """Sums over micro-steps of an expert's tokens times another load; whole numbers in float64.
 
     Attributes:
         expert_EE: `[E, E]`, times the tokens of each expert.
@@ -45,18 +51,28 @@ def place_experts(
         home_E: `[E]` integer homes to start from.
         move_penalty: the fraction of the imbalance by which moving one expert away from `home_E` must reduce it.
     """
-    # Sums of products of counts stay below 2^53, so that floats are exact here, in any order.
-    counts = counts_ME.astype(np.float64)
+    counts = _limited(counts_ME.astype(np.float64))
     at_home_ER = np.zeros((counts.shape[1], num_ranks))
     at_home_ER[np.arange(counts.shape[1]), home_E] = 1
     loads_MR = counts @ at_home_ER
     loads_MN = loads_MR.reshape(len(counts), -1, ranks_per_node).sum(axis=-1)
-    even = len(counts) and (counts.sum(axis=1) ** 2).sum()
+    even = _squares(counts)
     imbalance = (loads_MR**2).sum() - even / num_ranks + (loads_MN**2).sum() - even * ranks_per_node / num_ranks
     home = home_E.astype(np.int64)
     products = LoadProducts(counts.T @ counts, counts.T @ loads_MR, counts.T @ loads_MN)
     _swap_homes(products, home, home.copy(), ranks_per_node, float(np.rint(move_penalty * imbalance)))
     return home.astype(np.int16)
+
+
+def _squares(counts_ME: Array) -> float:
+    return float((counts_ME.sum(axis=1) ** 2).sum())
+
+
+def _limited(counts_ME: Array) -> Array:
+    """Whole counts in about the same proportions, whose squares do not exceed `MOST_SQUARES`."""
+    while _squares(counts_ME) > MOST_SQUARES:
+        counts_ME = np.floor(counts_ME / 2)
+    return counts_ME
 
 
 @kernel
