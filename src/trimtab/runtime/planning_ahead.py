@@ -86,9 +86,9 @@ class PlanningAhead:
                 plans = plan(SequenceCounts.concatenate([self._known[key] for key in sorted(self._known)]))
             tokens = sum(int(counts.lengths[0]) for counts in self._known.values())
             self.found = EarlyPlan(plans, placement, tokens, self.found.seconds + time.perf_counter() - start)
-        except Exception as error:
+        except BaseException as error:
             self._has_failed = True
-            logging.getLogger("trimtab").warning("planning ahead failed, the step is planned at once: %s", error)
+            logging.getLogger("trimtab").warning("planning ahead failed, the step is planned at once: %r", error)
         with self._changed:
             self._waiting -= 1
             self._changed.notify_all()

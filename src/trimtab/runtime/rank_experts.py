@@ -22,7 +22,7 @@ from trimtab.runtime.state.home_experts import HomeExperts, ReadParameters, read
 from trimtab.runtime.state.move_price import MovePrice
 from trimtab.runtime.state.moving import check_movable, expert_state_bytes, move_experts, state_to_move
 from trimtab.runtime.state.optimizer_watch import OptimizerWatch
-from trimtab.runtime.state.parameter_checks import check_new_parameters
+from trimtab.runtime.state.parameter_checks import check_compute_dtype, check_new_parameters
 from trimtab.runtime.transfer.counters import Counters
 from trimtab.runtime.transfer.transfers import Transfers
 
@@ -89,7 +89,9 @@ class RankExperts:
         """Add the home experts of the next layer; the arguments are those of `HomeExperts`. Raises InputError if the
         tensors don't fit the homes, or the layers before."""
         index, rank = len(self.layers), self._topology.rank
-        check_new_parameters(index, read_tensors(read), self.layers, np.flatnonzero(home_E == rank))
+        tensors = read_tensors(read)
+        check_new_parameters(index, tensors, self.layers, np.flatnonzero(home_E == rank))
+        check_compute_dtype(index, tensors, compute_dtype)
         homes = HomeExperts(
             index, read, rank=rank, home_E=home_E, compute_dtype=compute_dtype, joins_in_backward=joins_in_backward
         )

@@ -35,7 +35,7 @@ from trimtab.runtime.ranks.lockstep import (
 )
 from trimtab.runtime.rows.step_slices import StepSlices, planner_thread
 from trimtab.runtime.settings import Settings
-from trimtab.runtime.trace_checks import check_countable, check_fits, check_model, trace_of_micro_steps
+from trimtab.runtime.trace_checks import check_countable, check_fits, check_model, own_trace, trace_of_micro_steps
 from trimtab.trace import RoutingTrace
 
 # Most seconds that a micro-step waits for its slices in runs that can be repeated.
@@ -75,7 +75,7 @@ class Steps:
         fits = _problem(check_fits, trace, schedule, rank, ranks, self._experts.shape)
         places = digest(schedule.micro_step, schedule.rank, schedule.mini_batch_of_micro_step)
         sliced = self._agree(PLAN, {"number of micro-steps": schedule.num_micro_steps, "schedule": places}, fits)
-        return self._plan(trace, schedule, sliced=sliced)
+        return self._plan(own_trace(trace), schedule, sliced=sliced)
 
     def plan_micro_steps(
         self, rows: Sequence[npt.ArrayLike], problem: InputError | None, *, may_move: bool
@@ -98,7 +98,7 @@ class Steps:
             mini_batch_of_micro_step=np.zeros(len(rows), np.int32),
             num_ranks=ranks,
         )
-        return self._plan(trace, schedule, sliced=sliced, may_move=may_move)
+        return self._plan(own_trace(trace), schedule, sliced=sliced, may_move=may_move)
 
     def plan_ahead(self, trace: RoutingTrace, token_budget: int) -> None:
         """Count finished sequences, and plan from those counted so far."""
@@ -106,6 +106,7 @@ class Steps:
         if problem is not None:
             # The other ranks wait for this one's counts.
             trace = trace.part(0, 0)
+        trace = own_trace(trace)
         ahead = self._ahead = self._ahead or PlanningAhead(self._topology)
         planner, placement = self._planner(trace), self._experts.placement
         may_move = self._experts.state.may_move
@@ -138,18 +139,18 @@ class Steps:
         same = {"token_budget": token_budget, "mini_batch": batches}
         sliced = self._agree(PLAN_SEQUENCES, same, _problem(check_model, trace, self._experts.shape))
         return self._planner(trace).for_sequences(
-            trace, self._experts.placement, self._settings.mode,
+            own_trace(trace), self._experts.placement, self._settings.mode,
             may_move=self._experts.state.may_move, sliced=sliced, token_budget=token_budget, mini_batch=mini_batch,
             planning_ahead=self._take_ahead(sliced),
         )  # fmt: skip
 
     def apply_plan(self, planned: PlannedStep, trace: RoutingTrace) -> PlanReport:
         """Apply a plan of `plan_sequences`."""
-        workload = self._agree_on_plan(planned.plan, trace, planned.workload)
-        return self._apply(planned, workload, trace, planned.schedule)
+        return self._apply_planned(planned, own_trace(trace))
 
     def apply_step_plan(self, plan: StepPlan, trace: RoutingTrace) -> PlanReport:
         """Apply a plan from elsewhere."""
+        trace = own_trace(trace)
         workload = self._agree_on_plan(plan, trace, None)
         before = float(max_over_mean(workload.home_loads(self._experts.placement.home)).mean() - 1)
         return self._apply(PlannedStep(plan.schedule, plan, max_vio_before=before), workload, trace, None)
@@ -161,7 +162,11 @@ class Steps:
             trace, schedule, self._experts.placement, self._settings.mode, may_move=may_move, sliced=sliced,
             early=None if ahead is None else ahead.found,
         )  # fmt: skip
-        return self.apply_plan(planned, trace)
+        return self._apply_planned(planned, trace)
+
+    def _apply_planned(self, planned: PlannedStep, trace: RoutingTrace) -> PlanReport:
+        workload = self._agree_on_plan(planned.plan, trace, planned.workload)
+        return self._apply(planned, workload, trace, planned.schedule)
 
     def _planner(self, trace: RoutingTrace) -> SessionPlanner:
         """The planner with the present settings and homes."""

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
+from functools import cache
 
 import numpy as np
 import numpy.typing as npt
@@ -26,6 +28,23 @@ def check_model(trace: RoutingTrace, shape: tuple[int, int]) -> None:
     # The id of unknown routes is above all others, so that traces without any need one pass.
     if trace.num_tokens and trace.expert_ids.max() >= trace.num_experts:
         trace.check()
+
+
+def own_trace(trace: RoutingTrace) -> RoutingTrace:
+    """A copy of a trace, whose ids the caller may overwrite. Rows with an id twice are unknown in it."""
+    copied, repeated = trace.with_repeats_unknown()
+    if repeated:
+        _warn_of_repeats()
+    return copied
+
+
+@cache
+def _warn_of_repeats() -> None:
+    """Once in a process."""
+    logging.getLogger("trimtab").warning(
+        "recorded rows have an expert id twice, as rows of zeros have where nothing was recorded; such rows are routed as "
+        "the router chooses; mark them by -1 if they are no record, or check the recording"
+    )
 
 
 def check_countable(trace: RoutingTrace, shape: tuple[int, int]) -> None:

@@ -241,6 +241,32 @@ class RoutingTrace:
                 f"or all {self.no_route} where the route is unknown"
             )
 
+    def with_repeats_unknown(self) -> tuple[RoutingTrace, int]:
+        """The trace with a copy of the ids, in which rows with an id twice are unknown, and the number of these rows.
+
+        No router chooses an expert twice. Frameworks fill rows without a record with zeros.
+        """
+        ids = self.expert_ids.copy()
+        count = _forget_repeats(ids.reshape(-1, self.top_k), np.int64(self.no_route))
+        return replace(self, expert_ids=ids), int(count)
+
+
+@kernel
+def _forget_repeats(ids_NK, no_route):  # type: ignore[no-untyped-def]
+    """Let rows with an id twice be unknown. Returns the number of those that were not."""
+    count = 0
+    for n in range(ids_NK.shape[0]):
+        if ids_NK[n, 0] == no_route:
+            continue
+        is_repeated = False
+        for k in range(1, ids_NK.shape[1]):
+            for earlier in range(k):
+                is_repeated |= ids_NK[n, earlier] == ids_NK[n, k]
+        if is_repeated:
+            count += 1
+            ids_NK[n] = no_route
+    return count
+
 
 @kernel
 def _first_bad_row(ids_NK, num_experts, no_route):  # type: ignore[no-untyped-def]

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import torch
+
 from trimtab.runtime.rows.row_tables import LayerTables, RowTables, moved
 from trimtab.runtime.state.flat_memory import carve
 from trimtab.runtime.transfer.copy_engine import BackgroundCopies, Wait
@@ -48,6 +50,7 @@ class DeviceTables:
         if number in self._uploaded:
             return
         host, packed = self._tables.of_chunk(number), self._tables.chunks[number].packed
-        memories, wait = copies.upload([each.memory for each in packed])
-        arrays = [carve(memory, each.like) for memory, each in zip(memories, packed, strict=True)]
+        with torch.inference_mode(False):
+            memories, wait = copies.upload([each.memory for each in packed])
+            arrays = [carve(memory, each.like) for memory, each in zip(memories, packed, strict=True)]
         self._uploaded[number] = _Uploaded(moved(host, arrays), wait)

@@ -75,20 +75,21 @@ class StepSlices:
 
     def run(self) -> None:
         """Plan and gather all rounds, until a rank stops or fails. Collective over the threads of the group."""
-        if hasattr(os, "setpriority"):
-            # Of this thread, on Linux.
-            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICENESS)
         try:
+            if hasattr(os, "setpriority"):
+                # Of this thread, on Linux.
+                os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICENESS)
             for micro_steps in self._rounds:
                 if not self._run_round(micro_steps):
                     break
-        except Exception as error:
-            # The exchange failed, for example because a rank has ended.
+        except BaseException as error:
+            # The exchange failed, for example because a rank has ended, or the thread was told to end.
             self.can_exchange = False
-            self._problem = f"the exchange of slices failed: {error}"
-        with self._changed:
-            self._is_done = True
-            self._changed.notify_all()
+            self._problem = f"the exchange of slices failed: {error!r}"
+        finally:
+            with self._changed:
+                self._is_done = True
+                self._changed.notify_all()
 
     def _run_round(self, micro_steps: range) -> bool:
         """Returns whether to go on."""

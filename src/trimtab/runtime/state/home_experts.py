@@ -137,6 +137,11 @@ class HomeExperts:
         return [(tuple(shape), self.dtype) for shape in self.expert_shapes]
 
     @property
+    def gradient_dtype(self) -> torch.dtype:
+        """The dtype in which gradients of replicas are sent and added."""
+        return torch.float64 if self.dtype is torch.float64 else torch.float32
+
+    @property
     def expert_bytes(self) -> int:
         """Bytes of one expert in transfers."""
         return sum(shape.numel() for shape in self.expert_shapes) * self.dtype.itemsize

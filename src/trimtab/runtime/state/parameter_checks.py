@@ -9,8 +9,9 @@ import torch
 
 from trimtab.array_type import Array
 from trimtab.errors import InputError
-from trimtab.runtime.state.home_experts import ExpertTensor, HomeExperts
+from trimtab.runtime.state.home_experts import ExpertTensor, HomeExperts, parameters_of
 
+DTYPES = torch.bfloat16, torch.float16, torch.float32, torch.float64
 _Form = tuple[torch.Size, torch.dtype, bool]
 
 
@@ -42,13 +43,24 @@ def check_new_parameters(
             raise InputError(f"MoE layer {index}: {name} is of type {type(parameter).__name__}, not a Parameter")
         if parameter.is_meta:
             raise InputError(f"MoE layer {index}: {name} has no memory; load it before it is added")
-        if not parameter.dtype.is_floating_point or parameter.dtype.itemsize == 1:
+        if parameter.dtype not in DTYPES:
             raise InputError(
                 f"MoE layer {index}: {name} is {parameter.dtype}; replicas and gradients need experts in bfloat16, "
                 "float16, float32 or float64"
             )
     _check_lists(index, tensors, home)
     _check_memory(index, tensors, layers, home)
+
+
+def check_compute_dtype(index: int, tensors: Sequence[ExpertTensor], compute_dtype: torch.dtype | None) -> None:
+    """Raises InputError if experts can't be computed in a dtype, or have less precision than it."""
+    widest = max((parameters_of(tensor)[0].dtype for tensor in tensors), key=lambda dtype: dtype.itemsize)
+    if compute_dtype is None or (compute_dtype in DTYPES and compute_dtype.itemsize <= widest.itemsize):
+        return
+    raise InputError(
+        f"MoE layer {index}: experts in {widest} can't be computed in {compute_dtype}; the compute dtype should be "
+        f"{widest}, or one of bfloat16, float16 and float32 that has not more bits"
+    )
 
 
 def check_current_parameters(layer: HomeExperts) -> None:

@@ -103,7 +103,7 @@ class GradientReturns:
                 else:
                     messages += [Message(*ends, buffer) for buffer in buffers]
             elif replica.rank == rank:
-                sent = [gradient.to(accumulation_dtype(gradient.dtype)).contiguous() for gradient in own]
+                sent = [gradient.to(layer.gradient_dtype).contiguous() for gradient in own]
                 pending.sent += sent
                 messages += [Message(*ends, tensor) for tensor in sent]
                 self._counters.gradient_bytes += sum(tensor.nbytes for tensor in sent)
@@ -149,6 +149,8 @@ class GradientReturns:
         Returns:
             For each trained parameter the gradient that autograd has to add, in its dtype; None if there is none.
         """
+        if not layer.trained:
+            return []
         pending = self._take(layer)
         added: dict[torch.nn.Parameter, torch.Tensor] = {}
         tensors = [parameters_of(layer.tensors[t]) for t in _trained(layer)]
@@ -170,7 +172,7 @@ class GradientReturns:
 
     def _buffers(self, layer: HomeExperts, trained: Sequence[int]) -> list[torch.Tensor]:
         """Buffers for the gradients of one expert's trained tensors, spare or new."""
-        like = [(layer.expert_shapes[t], accumulation_dtype(layer.likes[t][1])) for t in trained]
+        like = [(layer.expert_shapes[t], layer.gradient_dtype) for t in trained]
         for index, buffers in enumerate(self._spare):
             if [(buffer.shape, buffer.dtype) for buffer in buffers] == like:
                 return self._spare.pop(index)
@@ -237,7 +239,3 @@ def accumulates(layer: HomeExperts, parameter: torch.nn.Parameter) -> bool:
             "`.grad`; call backward()"
         ) from None
 
-
-def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
-    """The dtype in which gradients are sent and added."""
-    return torch.float64 if dtype is torch.float64 else torch.float32

@@ -1,0 +1,162 @@
+"""Steps at the edges: precisions of masters and compute, inference mode, rows that are no record, reused memory."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from helpers.equality import relative_error
+from helpers.moe_model import ALL_LISTS, Shape, TinyMoE, matches
+from helpers.planned_steps import SHAPE, Step, make, rows_of
+from helpers.rank_tests import runs_on_ranks
+from trimtab.errors import InputError
+from trimtab.planner.plan.slices import SlicePlanner
+from trimtab.runtime import Session, gated_experts, planning
+from trimtab.runtime.rows.row_tables import RowTables
+from trimtab.runtime.settings import Mode
+
+LISTED = replace(SHAPE, lists=ALL_LISTS)
+
+
+def check_gradients(model: TinyMoE, reference: TinyMoE, tolerance: float) -> None:
+    for name, parameter, whole, mine in matches(model, reference):
+        assert parameter.grad is not None, name
+        assert whole.grad is not None, name
+        assert relative_error(parameter.grad.double(), whole.grad[mine].double()) < tolerance, name
+
+
+@pytest.mark.parametrize("shape", [SHAPE, LISTED])
+@runs_on_ranks()
+def test_masters_of_more_precision_than_compute_get_gradients_of_replicas(shape: Shape) -> None:
+    session, model, reference = make(torch.float64, torch.float32, shape)
+    for seed in range(2):
+        step = Step(seed)
+        session.register_optimizers(torch.optim.SGD(model.parameters(), lr=0.1))
+        assert step.apply(session).replicas
+        step.reference_loss(reference).backward()
+        step.run(session, model)
+        check_gradients(model, reference, 1e-5)
+        for m in (model, reference):
+            m.zero_grad()
+
+
+@pytest.mark.parametrize("compute", [torch.float64, torch.int8, torch.float8_e4m3fn])
+@runs_on_ranks()
+def test_compute_in_a_dtype_without_use_is_refused(compute: torch.dtype) -> None:
+    session = Session(num_experts=4)
+    experts = [nn.Parameter(torch.zeros(2, 6, 4)), nn.Parameter(torch.zeros(2, 4, 3))]
+    with pytest.raises(InputError, match=f"MoE layer 0: .*{compute}"):
+        session.add_layer(experts, gated_experts(), compute_dtype=compute)
+
+
+@pytest.mark.parametrize("by_thread", [True, False])
+@runs_on_ranks()
+def test_recompute_in_inference_mode_then_update(by_thread: bool) -> None:
+    """Whichever thread makes the tables of rows, both passes use them."""
+    with pytest.MonkeyPatch.context() as patch:
+        if not by_thread:
+            patch.setattr(RowTables, "make_all", lambda self: None)
+        session, model, reference = make()
+        session.register_optimizers(torch.optim.SGD(model.parameters(), lr=0.1))
+        step = Step(3)
+        step.apply(session)
+        for index in range(step.schedule.num_micro_steps):
+            mine = np.flatnonzero((step.schedule.rank == session.rank) & (step.schedule.micro_step == index))
+            with torch.inference_mode(), session.micro_step(index):
+                step.loss(model, rows_of(step.trace, mine))
+        step.reference_loss(reference).backward()
+        step.run(session, model)
+        check_gradients(model, reference, 1e-5)
+
+
+@pytest.mark.parametrize("way", ["plan", "plan_sequences", "plan_micro_steps"])
+@runs_on_ranks()
+def test_rows_with_an_id_twice_are_routed_as_the_router_chooses(way: str) -> None:
+    """Zeros stand where frameworks recorded nothing: on the last token of a sequence, say."""
+    session, model, reference = make()
+    step = Step(4)
+    if way == "plan_sequences":
+        step.trace = step.trace.select(np.concatenate([step.schedule.sequences_of(r) for r in range(2)]))
+        step.schedule = replace(step.schedule, rank=np.sort(step.schedule.rank))
+    ids_TLK = step.trace.expert_ids.copy()
+    ids_TLK[step.rng.random(len(ids_TLK)) < 0.3] = 0
+    recorded = replace(step.trace, expert_ids=ids_TLK)
+    mine = recorded.select(step.schedule.sequences_of(session.rank))
+    if way == "plan":
+        report = session.plan(mine, step.schedule)
+    elif way == "plan_sequences":
+        planned = session.plan_sequences(mine, token_budget=200)
+        step.schedule = planned.schedule
+        report = session.apply_plan(planned, recorded.select(step.schedule.sequences_of(session.rank)))
+    else:
+        micro_step_S = step.schedule.of_rank(session.rank)
+        parts = [mine.select(np.flatnonzero(micro_step_S == m)).expert_ids for m in range(2)]
+        report = session.plan_micro_steps(parts)
+    assert report.mixed_instances
+    is_zero_T = (ids_TLK == 0).all(axis=(1, 2))
+    for index, block in enumerate(reference.moe_blocks()):
+        ids_TK = np.where(is_zero_T[:, None], -1, ids_TLK[:, index].astype(np.int64))
+        block.recorded_ids = torch.from_numpy(ids_TK)
+    step.loss(reference, torch.arange(step.trace.num_tokens)).backward()
+    step.run(session, model)
+    check_gradients(model, reference, 1e-5)
+
+
+@pytest.mark.parametrize("mode", ["plan", "off", "shadow"])
+@runs_on_ranks()
+def test_recorded_ids_may_be_overwritten_after_planning(mode: Mode) -> None:
+    session, model, reference = make(mode=mode)
+    step = Step(6)
+    mine = step.trace.select(step.schedule.sequences_of(session.rank))
+    session.plan(mine, step.schedule)
+    mine.expert_ids[:] = 0
+    step.reference_loss(reference).backward()
+    step.run(session, model)
+    check_gradients(model, reference, 1e-5)
+
+
+class LocalError(Exception):
+    """Of a class that other ranks could not load."""
+
+    def __init__(self, one: int, two: int) -> None:
+        super().__init__(f"{one} and {two}")
+
+
+@runs_on_ranks()
+def test_any_error_of_the_first_ranks_planner_is_raised_on_all_ranks() -> None:
+    session, _, _ = make()
+    step = Step(7)
+    mine = step.trace.select(step.schedule.sequences_of(session.rank))
+
+    def fail(*_: object, **__: object) -> None:
+        raise LocalError(1, 2)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(planning, "plan_schedule", fail)
+        with pytest.raises((LocalError, RuntimeError), match="1 and 2") as raised:
+            session.plan(mine, step.schedule)
+        if session.rank:
+            assert "rank 0 failed: LocalError" in str(raised.value)
+    session.plan(mine, step.schedule)
+
+
+@runs_on_ranks()
+def test_a_planner_thread_that_is_told_to_end_leaves_the_step_unbalanced() -> None:
+    """SystemExit is no Exception: nothing waits for its plans for ever."""
+    session, model, reference = make(least_gain=-1.0)
+    step = Step(8)
+
+    def end(*_: object, **__: object) -> None:
+        raise SystemExit
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(SlicePlanner, "plan", end)
+        session.plan(step.trace.select(step.schedule.sequences_of(session.rank)), step.schedule)
+        step.reference_loss(reference).backward()
+        step.run(session, model)
+        assert session.step_plan.num_replicas == 0
+    check_gradients(model, reference, 1e-5)
