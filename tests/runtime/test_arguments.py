@@ -43,8 +43,9 @@ def test_invalid_tensors_of_layers_are_refused() -> None:
     session.plan_micro_steps([np.zeros((5, 1, 2), np.int64)])
     with session.micro_step(0), pytest.raises(RuntimeError, match="with 3 experts each; the micro-step was planned"):
         layer.route(torch.zeros(5, 3, dtype=torch.int64))
-    with pytest.raises(IndexError, match="micro-step 1 of 1"):
-        session.micro_step(1).__enter__()
+    for index in (1, -1, 0.5, None):
+        with pytest.raises(InputError, match=f"micro-step {index} is not in the plan"):
+            session.micro_step(index).__enter__()  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(

@@ -1,12 +1,20 @@
-"""Steps at the edges: precisions of masters and compute, inference mode, rows that are no record, reused memory."""
+"""Steps at the edges: precisions of masters and compute, inference mode, rows that are no record, reused memory, waits."""
 
 from __future__ import annotations
 
+import logging
+import multiprocessing
+import os
+import socket
+import time
 from dataclasses import replace
+from functools import partial
+from multiprocessing.connection import Connection
 
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from helpers.equality import relative_error
@@ -16,6 +24,7 @@ from helpers.rank_tests import runs_on_ranks
 from trimtab.errors import InputError
 from trimtab.planner.plan.slices import SlicePlanner
 from trimtab.runtime import Session, gated_experts, planning
+from trimtab.runtime.ranks import lockstep
 from trimtab.runtime.rows.row_tables import RowTables
 from trimtab.runtime.settings import Mode
 
@@ -160,3 +169,69 @@ def test_a_planner_thread_that_is_told_to_end_leaves_the_step_unbalanced() -> No
         step.run(session, model)
         assert session.step_plan.num_replicas == 0
     check_gradients(model, reference, 1e-5)
+
+
+@runs_on_ranks()
+def test_positions_with_a_row_twice_are_refused_on_all_ranks() -> None:
+    session, _, _ = make()
+    step = Step(9)
+    session.plan(step.trace.select(step.schedule.sequences_of(session.rank)), step.schedule)
+    wrong = torch.tensor([3, 1, 3] if session.rank else [0, 2, 1])
+    for open_step in (partial(session.micro_step, 0), session.live_micro_step):
+        with pytest.raises(InputError, match="row twice"), open_step(positions=wrong):
+            pass
+
+
+@runs_on_ranks()
+def test_a_long_wait_is_told_once_with_its_call_and_ranks() -> None:
+    session, model, _ = make()
+    step = Step(1, moves=False)
+    step.apply(session)
+    messages: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: messages.append(record.getMessage())  # type: ignore[method-assign]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(lockstep, "COMPARE_AFTER_S", 0.2)
+        logging.getLogger("trimtab").addHandler(handler)
+        if session.rank:
+            time.sleep(1)
+        step.run(session, model)
+        logging.getLogger("trimtab").removeHandler(handler)
+    expected = "rank 0 waits in micro_step(0) for rank 1; all were last seen in apply_plan()"
+    assert [text for text in messages if "waits" in text] == [expected] * (session.rank == 0)
+
+
+def end_early(rank: int, port: int, results: Connection) -> None:
+    """Rank 0 holds the store, and ends after planning. Rank 1 goes on."""
+    store = dist.TCPStore("127.0.0.1", port, 2, rank == 0)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=2)
+    session, model, _ = make()
+    step = Step(1, moves=False)
+    step.apply(session)
+    if rank == 0:
+        os._exit(0)
+    try:
+        step.run(session, model)
+    except Exception as error:
+        results.send(f"{type(error).__name__}: {error}")
+    os._exit(0)
+
+
+def test_a_rank_that_ends_with_the_store_is_a_disagreement() -> None:
+    """In a run without torchrun, whose agent would hold the store."""
+    context = multiprocessing.get_context("forkserver")
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    ours, theirs = context.Pipe(duplex=False)
+    ranks = [context.Process(target=end_early, args=(rank, port, theirs)) for rank in range(2)]
+    for rank in ranks:
+        rank.start()
+    theirs.close()
+    try:
+        text = ours.recv()
+    finally:
+        for rank in ranks:
+            rank.kill()
+    assert text.startswith("RanksDisagreeError: rank 1 waited in micro_step(0), and the rank that holds the store"), text
+    assert "all were last seen in apply_plan()" in text

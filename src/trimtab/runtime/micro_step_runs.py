@@ -11,6 +11,7 @@ import torch
 
 from trimtab.array_type import Array
 from trimtab.cluster import ClusterSpec
+from trimtab.errors import InputError
 from trimtab.runtime.feedback import Feedback
 from trimtab.runtime.layer.instance import LayerCalls
 from trimtab.runtime.layer.micro_step import BoundRoutes, MicroStep, RunningStep
@@ -77,14 +78,16 @@ class MicroStepRuns:
         known = step.micro_steps.get(index)
         if known is not None and matches and known.positions is positions:
             return known
-        made = MicroStep(index, positions, partial(self._bind, step), partial(self._running, step, matches))
+        run = partial(self._running, step, matches, _problem_of(positions))
+        made = MicroStep(index, positions, partial(self._bind, step), run)
         if matches:
             step.micro_steps[index] = made
         return made
 
     def live(self, positions: torch.Tensor | None) -> MicroStep:
         """A micro-step without a plan."""
-        return MicroStep(-1, positions, partial(self._bind, None), partial(self._running, None, True))
+        run = partial(self._running, None, True, _problem_of(positions))
+        return MicroStep(-1, positions, partial(self._bind, None), run)
 
     def live_metrics(self) -> dict[str, float]:
         """Figures of choices in live micro-steps since the last call; none if there were none."""
@@ -149,15 +152,19 @@ class MicroStepRuns:
         return BackgroundCopies(device) if streams.has_streams(device) else None
 
     @contextmanager
-    def _running(self, step: RunningStep | None, matches: bool, micro_step: MicroStep) -> Iterator[None]:
+    def _running(
+        self, step: RunningStep | None, matches: bool, problem: Exception | None, micro_step: MicroStep
+    ) -> Iterator[None]:
         """The context of a micro-step: agree with the other ranks, refresh changed copies, bind routes.
 
         Args:
             step: the step of the micro-step; None for a live one.
             matches: whether this rank has the planned sequences.
+            problem: why the micro-step can't run on this rank; raised on all ranks.
         """
         index, recorder = micro_step.index, self._counters.recorder
-        problem = None if step is None else step.problem(index)
+        if step is not None and (missing := step.problem(index)) is not None:
+            problem, index = missing, -1
         if step is not None and step is not self.step:
             problem = RuntimeError(f"micro-step {index} is of an earlier plan; call micro_step() again")
         all_match = self._agree_on_micro_step(step, index, matches and problem is None, problem)
@@ -217,3 +224,14 @@ class MicroStepRuns:
             if self._live is not None:
                 self._live.weights_changed()
         return bool(values_RV[:, 1].all())
+
+
+def _problem_of(positions: torch.Tensor | None) -> InputError | None:
+    """The error of positions of which one occurs twice. On a device, where the host does not wait, the device fails."""
+    if positions is None:
+        return None
+    is_distinct = (positions.sort().values.diff() != 0).all()
+    if positions.device.type != "cpu":
+        torch._assert_async(is_distinct)
+        return None
+    return None if is_distinct else InputError("positions of a micro-step have a row twice; they should be distinct")

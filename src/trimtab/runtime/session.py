@@ -90,7 +90,7 @@ class Session:
         verify_weights: compare sampled elements of every expert when a micro-step begins, to detect weight changes that
             address and version do not show. By default on in mode `shadow` and if `TRIMTAB_VERIFY_WEIGHTS=1` is set. On
             CUDA the host then waits for the device.
-        timeout: most time for which a rank waits for others; that of `group` by default.
+        timeout: most time for which a rank waits for others; by default that of `group`, but at most 10 minutes.
 
     Raises:
         InputError: if the ranks don't divide the experts, the groups the ranks, or the nodes a group; if the groups of
@@ -436,13 +436,15 @@ class Session:
 
         Args:
             index: the micro-step, 0 .. M-1.
-            positions: `[n]` int64, rows of this rank's n planned tokens among the rows that the layers are given, if
-                there are more (padding). The output of the other rows is zero.
+            positions: `[n]` int64, distinct rows of this rank's n planned tokens among the rows that the layers are
+                given, if there are more (padding). The output of the other rows is zero.
             sequence_hashes: `hash_tokens` of this rank's sequences in the batch, in plan order. If they differ from the
                 planned ones on any rank, the micro-step runs on live routing on all ranks.
 
         Raises:
             RuntimeError: if there is no plan; when it is entered, if another micro-step is open.
+            InputError: when it is entered, on all ranks, if a rank's index is not in the plan, or its positions have a
+                row twice.
         """
         return self._steps.runs.planned(index, positions, sequence_hashes)
 

@@ -12,6 +12,7 @@ import numpy as np
 import torch
 
 from trimtab.array_type import Array
+from trimtab.errors import InputError
 from trimtab.planner import Schedule, StepPlan, Workload
 from trimtab.runtime.layer.device_tables import DeviceTables
 from trimtab.runtime.live.balancer import LiveMicroStep
@@ -181,9 +182,11 @@ class RunningStep:
         """The error of entering the micro-step of this number, or None."""
         if self.transfers is not None and self.has_moved:
             return RuntimeError("experts have moved since the plan was applied; plan the step again")
-        if 0 <= index < self.plan.num_micro_steps:
+        if isinstance(index, int | np.integer) and 0 <= index < self.plan.num_micro_steps:
             return None
-        return IndexError(f"micro-step {index} of {self.plan.num_micro_steps}")
+        return InputError(
+            f"micro-step {index!r} is not in the plan; its {self.plan.num_micro_steps} micro-steps are numbered from 0"
+        )
 
     def matches_plan(self, index: int, sequence_hashes: Array | None, rank: int) -> bool:
         """Whether these are the planned sequences of a rank; True without hashes."""

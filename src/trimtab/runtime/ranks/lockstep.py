@@ -11,6 +11,7 @@ from __future__ import annotations
 import hashlib
 import itertools
 import json
+import logging
 import time
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -80,6 +81,7 @@ class Lockstep:
         self._timeout_s = topology.timeout.total_seconds()
         self._width, self._is_width_compared = _HEADER + max_values, False
         self._digest, self.count = 0, 0
+        self._agreed: Call | None = None
         self._last: deque[Call] = deque(maxlen=KEPT_CALLS)
         control = topology.control.group_name
         self._store_key = f"trimtab/lockstep/{control}/{next(_numbers[control])}"
@@ -136,6 +138,7 @@ class Lockstep:
         digests = rows_RW[:, 0].reshape(-1, self._topology.num_ranks)
         if rows_RW[:, 2].any() or (rows_RW[:, 1] != row[1]).any() or (digests != digests[:, :1]).any():
             self._raise_difference(group, must_match or {}, problem)
+        self._agreed = self._last[-1]
         return rows_RW[:, _HEADER : _HEADER + len(values)]
 
     def _compare_width(self, group: dist.ProcessGroup) -> None:
@@ -168,12 +171,16 @@ class Lockstep:
         """
         try:
             self._thread.start(work)
-            start = time.monotonic()
+            start, is_told = time.monotonic(), False
             while not self._thread.is_done(min(COMPARE_AFTER_S, self._timeout_s)):
-                self._publish()
-                _raise_first_difference(self._published())
-                if time.monotonic() - start > self._timeout_s:
-                    raise RanksDisagreeError(self._timeout_text())
+                with self._naming_lost_ranks():
+                    self._publish()
+                    _raise_first_difference(self._published())
+                    if time.monotonic() - start > self._timeout_s:
+                        raise RanksDisagreeError(self._timeout_text())
+                    if not is_told:
+                        logging.getLogger("trimtab").warning("%s", self._waiting_text())
+                        is_told = True
             with self.comparing_on_error():
                 self._thread.result()
         except BaseException:
@@ -189,17 +196,29 @@ class Lockstep:
         except RanksDisagreeError:
             raise
         except RuntimeError as error:
-            self._publish()
-            deadline = time.monotonic() + PUBLISHING_S
-            while time.monotonic() < deadline and len(self._published()) < self._topology.num_ranks:
-                time.sleep(0.05)
-            try:
-                _raise_first_difference(self._published())
-            except RanksDisagreeError as found:
-                raise found from error
-            if "timed out" in str(error).lower():
-                raise RanksDisagreeError(self._timeout_text()) from error
+            with self._naming_lost_ranks():
+                self._publish()
+                deadline = time.monotonic() + PUBLISHING_S
+                while time.monotonic() < deadline and len(self._published()) < self._topology.num_ranks:
+                    time.sleep(0.05)
+                try:
+                    _raise_first_difference(self._published())
+                except RanksDisagreeError as found:
+                    raise found from error
+                if "timed out" in str(error).lower():
+                    raise RanksDisagreeError(self._timeout_text()) from error
             raise
+
+    @contextmanager
+    def _naming_lost_ranks(self) -> Iterator[None]:
+        """A context in which an error of the store, which a rank holds that has ended, raises RanksDisagreeError."""
+        try:
+            yield
+        except dist.DistError as error:
+            raise RanksDisagreeError(
+                f"{self._own_name} waited in {_text(self._last[-1])}, and the rank that holds the store of the process "
+                f"group has ended; {self._last_seen}. All ranks must make the same calls, and end after the last one"
+            ) from error
 
     def _raise_difference(
         self, group: dist.ProcessGroup, must_match: Mapping[str, Any], problem: Exception | None
@@ -235,9 +254,18 @@ class Lockstep:
         first = self._topology.group * self._topology.num_ranks
         return self._names[first : first + self._topology.num_ranks]
 
+    @property
+    def _own_name(self) -> str:
+        return self._peers[self._topology.rank]
+
+    @property
+    def _last_seen(self) -> str:
+        """The last call in which all ranks of the expert-parallel group were."""
+        return "no call was common to all" if self._agreed is None else f"all were last seen in {_text(self._agreed)}"
+
     def _publish(self) -> None:
         value = json.dumps((self.count, tuple(self._last)))
-        _store().set(f"{self._store_key}/{self._peers[self._topology.rank]}", value)
+        _store().set(f"{self._store_key}/{self._own_name}", value)
 
     def _published(self) -> dict[str, tuple[int, tuple[Call, ...]]]:
         """Published logs by rank name: total number of calls and the last `KEPT_CALLS` of them.
@@ -250,9 +278,15 @@ class Lockstep:
                 found[name] = json.loads(_store().get(f"{self._store_key}/{name}"))
         return found
 
-    def _timeout_text(self) -> str:
+    def _waiting_text(self) -> str:
+        """Which ranks this one waits for: those whose log does not have its call yet, as far as they have told."""
         published = self._published()
-        own = self._peers[self._topology.rank]
+        behind = [name for name in self._peers if name not in published or published[name][0] < self.count]
+        others = [name for name in behind if name != self._own_name] or [n for n in self._peers if n != self._own_name]
+        return f"{self._own_name} waits in {_text(self._last[-1])} for {_list(others)}; {self._last_seen}"
+
+    def _timeout_text(self) -> str:
+        published, own = self._published(), self._own_name
         parts = [
             f"{name} waited last in {_text(published[name][1][-1])}"
             if name in published

@@ -27,6 +27,8 @@ from trimtab.planner import Placement
 # Groups for messages during compute, and the blocks (each on one multiprocessor) that a kernel of theirs has at most.
 BACKGROUND = ("weights", "gradients")
 BACKGROUND_CTAS = 8
+# For which a rank waits for others by default. Gloo's own timeout is 30 minutes.
+LONGEST_WAIT = timedelta(minutes=10)
 
 
 @dataclass(frozen=True, eq=False)
@@ -77,7 +79,7 @@ class Topology:
         """Create all groups. A collective over `data`, all ranks by default.
 
         Args:
-            timeout: timeout of the groups; that of `data` by default.
+            timeout: timeout of the groups; that of `data` by default, or `LONGEST_WAIT` if that is shorter.
 
         Raises:
             InputError: if the groups don't divide the ranks, or the nodes a group.
@@ -116,7 +118,8 @@ class Topology:
             expert_dp_group: the ranks that hold the same experts as this one. A rank's position in it is the number of
                 its expert-parallel group. None for one expert-parallel group.
             nodes: the node of every rank of `expert_group`, in its order, with any numbers; one node by default.
-            timeout: timeout of the created groups; that of `expert_group` by default.
+            timeout: timeout of the created groups; that of `expert_group` by default, or `LONGEST_WAIT` if that is
+                shorter.
 
         Raises:
             InputError: if this rank is not in its groups. On all ranks: if nodes have different numbers of ranks, or
@@ -402,6 +405,6 @@ def _options(use: str, backend: str, timeout: timedelta) -> object:
 
 
 def _timeout_of(group: dist.ProcessGroup) -> timedelta:
-    """The shortest timeout of a group's backends."""
+    """The shortest timeout of a group's backends, or `LONGEST_WAIT` if that is shorter."""
     timeouts = [group._get_backend(device).options._timeout for device in group._device_types]
-    return min(timeouts)
+    return min(LONGEST_WAIT, *timeouts)
