@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import copy
+from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
 import torch
+from megatron.core.transformer.moe import router as router_module
 from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.moe.token_dispatcher import (
     MoEAlltoAllTokenDispatcher,
@@ -62,7 +64,7 @@ class PlannedDispatcher:
     def __init__(self, moe_layer: MoELayer, layer: FrameworkLayer, replay: Any, make_rows: Any) -> None:
         self.plain = moe_layer.token_dispatcher
         self.rows: Rows | None = None
-        self._layer, self._replay, self._make_rows = layer, replay, make_rows
+        self._layer, self._replay, self._make_rows, self._router = layer, replay, make_rows, moe_layer.router
         self._rows_E: Array = np.empty(0)
         self._experts_E: Array | None = None
         self._order = torch.empty(0)
@@ -86,6 +88,11 @@ class PlannedDispatcher:
     ) -> tuple[torch.Tensor, torch.Tensor]:
         self.rows = None
         ids = self._replay.take_ids()
+        if ids is None and self._layer.is_balanced_now:
+            raise RuntimeError(
+                f"MoE layer {self._layer.index}: its router chose experts without asking router_replay for those of the "
+                f"plan, in {_own_topk(self._router)}; let it call router_replay.get_replay_topk(), as Megatron's own does"
+            )
         begun = None if ids is None else self._layer.begin(hidden, ids)
         if begun is None:
             # Megatron's dispatcher numbers experts by rank and row.
@@ -117,6 +124,17 @@ class PlannedDispatcher:
         if rows is None:
             return self.plain.combine_postprocess(outputs)
         return self._layer.end(rows.combine_postprocess(outputs), rows.instance)
+
+
+def _own_topk(router: Any) -> str:
+    """The functions in the place of Megatron's own, by file and line, or the option by which it uses another one."""
+    functions = [router.forward, router.routing, getattr(router_module, "topk_routing_with_score_function", None)]
+    places = []
+    for function in functions:
+        code = getattr(function, "__code__", None)
+        if code is not None and Path(code.co_filename).parent != Path(router_module.__file__).parent:
+            places.append(f"{code.co_name} of {code.co_filename}:{code.co_firstlineno}")
+    return ", ".join(places) or f"moe_router_load_balancing_type={router.config.moe_router_load_balancing_type!r}"
 
 
 class MegatronRows:

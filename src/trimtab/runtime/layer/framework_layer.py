@@ -45,6 +45,12 @@ class FrameworkLayer(RoutedLayer):
         routes = self._calls.routes()
         return routes is not None and routes.live is not None
 
+    @property
+    def is_balanced_now(self) -> bool:
+        """Whether a call now has planned rows, or rows of a balanced live micro-step."""
+        routes = self._calls.routes()
+        return routes is not None and (routes.is_planned or routes.live is not None)
+
     def begin(self, hidden: torch.Tensor, expert_ids: torch.Tensor) -> tuple[torch.Tensor, Instance] | None:
         """Start a call. Collective over the expert-parallel group if rows are unknown, as in live micro-steps.
 
@@ -56,10 +62,9 @@ class FrameworkLayer(RoutedLayer):
             `hidden` for the dispatch, and the call; None outside of planned and balanced live micro-steps, where the
             framework runs the layer as without a session.
         """
-        routes = self._calls.routes()
-        if routes is None or not (routes.is_planned or routes.live is not None):
+        if not self.is_balanced_now:
             return None
-        instance = self._calls.bind(self.homes, expert_ids, routes)
+        instance = self._calls.bind(self.homes, expert_ids, self._calls.routes())
         instance.begin_forward()
         if torch.is_grad_enabled():
             hidden = _Enter.apply(hidden, instance, *(self.homes.trained if instance.replicas.count else ()))

@@ -238,4 +238,3 @@ def accumulates(layer: HomeExperts, parameter: torch.nn.Parameter) -> bool:
             f"MoE layer {layer.index}: torch.autograd.grad() would miss the gradients of replicas, which are added to "
             "`.grad`; call backward()"
         ) from None
-
