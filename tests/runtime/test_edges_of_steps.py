@@ -1,4 +1,4 @@
-"""Steps at the edges: precisions of masters and compute, inference mode, rows that are no record, reused memory, waits."""
+"""Steps at the edges: precisions, inference mode, rows that are no record, overwritten ids, failures, waits."""
 
 from __future__ import annotations
 
@@ -88,9 +88,6 @@ def test_rows_with_an_id_twice_are_routed_as_the_router_chooses(way: str) -> Non
     """Zeros stand where frameworks recorded nothing: on the last token of a sequence, say."""
     session, model, reference = make()
     step = Step(4)
-    if way == "plan_sequences":
-        step.trace = step.trace.select(np.concatenate([step.schedule.sequences_of(r) for r in range(2)]))
-        step.schedule = replace(step.schedule, rank=np.sort(step.schedule.rank))
     ids_TLK = step.trace.expert_ids.copy()
     ids_TLK[step.rng.random(len(ids_TLK)) < 0.3] = 0
     recorded = replace(step.trace, expert_ids=ids_TLK)
@@ -98,7 +95,7 @@ def test_rows_with_an_id_twice_are_routed_as_the_router_chooses(way: str) -> Non
     if way == "plan":
         report = session.plan(mine, step.schedule)
     elif way == "plan_sequences":
-        planned = session.plan_sequences(mine, token_budget=200)
+        planned = session.plan_sequences(recorded.select(np.arange(4) + 4 * session.rank), token_budget=200)
         step.schedule = planned.schedule
         report = session.apply_plan(planned, recorded.select(step.schedule.sequences_of(session.rank)))
     else:
@@ -171,6 +168,27 @@ def test_a_planner_thread_that_is_told_to_end_leaves_the_step_unbalanced() -> No
     check_gradients(model, reference, 1e-5)
 
 
+@pytest.mark.parametrize("has_hashes", [True, False])
+@pytest.mark.parametrize("wrong", ["order", "rows"])
+@runs_on_ranks()
+def test_a_plan_is_of_its_sequences_in_their_order(has_hashes: bool, wrong: str) -> None:
+    session, _, _ = make()
+    step = Step(10)
+    hashes = np.arange(1, step.trace.num_sequences + 1, dtype=np.uint64)
+    trace = replace(step.trace, sequence_hashes=hashes) if has_hashes else step.trace
+    planned = session.plan_sequences(trace.select(np.arange(4) + 4 * session.rank), token_budget=200)
+    mine = trace.select(planned.schedule.sequences_of(session.rank))
+    # On one rank, and refused on both.
+    other = mine
+    if session.rank:
+        other = mine.select(np.arange(mine.num_sequences)[::-1])
+        if wrong == "rows":
+            other = replace(mine, expert_ids=mine.expert_ids[::-1], sequence_hashes=np.zeros_like(mine.sequence_hashes))
+    with pytest.raises(InputError, match="sequence 0 of this rank's trace is not the planned one"):
+        session.apply_plan(planned, other)
+    session.apply_plan(planned, mine)
+
+
 @runs_on_ranks()
 def test_positions_with_a_row_twice_are_refused_on_all_ranks() -> None:
     session, _, _ = make()
@@ -233,5 +251,7 @@ def test_a_rank_that_ends_with_the_store_is_a_disagreement() -> None:
     finally:
         for rank in ranks:
             rank.kill()
-    assert text.startswith("RanksDisagreeError: rank 1 waited in micro_step(0), and the rank that holds the store"), text
+    assert text.startswith("RanksDisagreeError: rank 1 waited in micro_step(0), and the rank that holds the store"), (
+        text
+    )
     assert "all were last seen in apply_plan()" in text

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from trimtab.array_type import Array
 from trimtab.planner import Schedule, StepPlan, Workload
 from trimtab.planner.plan.slices import SliceRules
 
@@ -29,6 +30,8 @@ class PlannedStep:
         nothing_s: predicted seconds of the step if nothing is done.
         parts_s: `predicted_s` by part.
         workload: workload of this rank's expert-parallel group; None if it was not gathered for planning.
+        sequences: `[S]` uint64, `fingerprints` of the sequences of the schedule; None if they were not planned by
+            `plan_sequences`.
     """
 
     schedule: Schedule
@@ -45,6 +48,7 @@ class PlannedStep:
     nothing_s: float = 0.0
     parts_s: Mapping[str, float] = field(default_factory=dict)
     workload: Workload | None = None
+    sequences: Array | None = None
 
 
 @dataclass(frozen=True)

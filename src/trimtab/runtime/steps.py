@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import torch
+import torch.distributed as dist
 
 from trimtab.array_type import Array
 from trimtab.errors import InputError
@@ -35,7 +36,15 @@ from trimtab.runtime.ranks.lockstep import (
 )
 from trimtab.runtime.rows.step_slices import StepSlices, planner_thread
 from trimtab.runtime.settings import Settings
-from trimtab.runtime.trace_checks import check_countable, check_fits, check_model, own_trace, trace_of_micro_steps
+from trimtab.runtime.trace_checks import (
+    check_countable,
+    check_fits,
+    check_model,
+    check_order,
+    fingerprints,
+    own_trace,
+    trace_of_micro_steps,
+)
 from trimtab.trace import RoutingTrace
 
 # Most seconds that a micro-step waits for its slices in runs that can be repeated.
@@ -138,11 +147,15 @@ class Steps:
         batches = None if mini_batch is None else digest(np.asarray(mini_batch, np.int64))
         same = {"token_budget": token_budget, "mini_batch": batches}
         sliced = self._agree(PLAN_SEQUENCES, same, _problem(check_model, trace, self._experts.shape))
-        return self._planner(trace).for_sequences(
-            own_trace(trace), self._experts.placement, self._settings.mode,
+        trace = own_trace(trace)
+        planned = self._planner(trace).for_sequences(
+            trace, self._experts.placement, self._settings.mode,
             may_move=self._experts.state.may_move, sliced=sliced, token_budget=token_budget, mini_batch=mini_batch,
             planning_ahead=self._take_ahead(sliced),
         )  # fmt: skip
+        prints_D: list[Any] = [None] * self._topology.num_data_ranks
+        dist.all_gather_object(prints_D, fingerprints(trace), group=self._topology.control)
+        return replace(planned, sequences=np.concatenate(prints_D))
 
     def apply_plan(self, planned: PlannedStep, trace: RoutingTrace) -> PlanReport:
         """Apply a plan of `plan_sequences`."""
@@ -165,7 +178,11 @@ class Steps:
         return self._apply_planned(planned, trace)
 
     def _apply_planned(self, planned: PlannedStep, trace: RoutingTrace) -> PlanReport:
-        workload = self._agree_on_plan(planned.plan, trace, planned.workload)
+        wrong = None
+        if planned.sequences is not None:
+            mine = planned.sequences[planned.schedule.sequences_of(self._topology.data_rank)]
+            wrong = _problem(check_order, trace, mine)
+        workload = self._agree_on_plan(planned.plan, trace, planned.workload, wrong)
         return self._apply(planned, workload, trace, planned.schedule)
 
     def _planner(self, trace: RoutingTrace) -> SessionPlanner:
@@ -218,10 +235,12 @@ class Steps:
         # A step that does nothing, to measure that, is not planned ahead.
         return ahead if sliced and self.feedback.excluded is not None else None
 
-    def _agree_on_plan(self, plan: StepPlan, trace: RoutingTrace, workload: Workload | None) -> Workload:
+    def _agree_on_plan(
+        self, plan: StepPlan, trace: RoutingTrace, workload: Workload | None, problem: Exception | None = None
+    ) -> Workload:
         """Check that all ranks apply the same plan and that it fits their sequences. Returns the load of the group."""
         self._calls.require_between_micro_steps("apply_plan")
-        problem = _problem(self._check_plan, plan, trace)
+        problem = _problem(self._check_plan, plan, trace) or problem
         same: dict[str, object] = {"the plan": plan.hash, **self._shared}
         if self._settings.executes_plans and not problem and self._experts.num_moved(plan.placement):
             same |= self._experts.state_to_move(plan.placement)

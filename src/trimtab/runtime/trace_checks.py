@@ -9,9 +9,10 @@ from functools import cache
 import numpy as np
 import numpy.typing as npt
 
+from trimtab.array_type import Array
 from trimtab.errors import InputError
 from trimtab.planner import Schedule
-from trimtab.trace import RoutingTrace, no_route
+from trimtab.trace import RoutingTrace, hash_tokens, no_route
 
 
 def check_model(trace: RoutingTrace, shape: tuple[int, int]) -> None:
@@ -38,12 +39,39 @@ def own_trace(trace: RoutingTrace) -> RoutingTrace:
     return copied
 
 
+def fingerprints(trace: RoutingTrace) -> Array:
+    """`[S]` uint64 that identify the sequences of a step: hashes of their tokens, or of their ids without these."""
+    prints = trace.sequence_hashes.copy()
+    for index in np.flatnonzero(prints == 0):
+        prints[index] = hash_tokens(trace.sequence(int(index)).reshape(-1))
+    return prints
+
+
+def check_order(trace: RoutingTrace, planned: Array) -> None:
+    """Raises InputError if the sequences of a trace are not the planned ones, in their order.
+
+    Args:
+        planned: `fingerprints` of this rank's sequences.
+    """
+    found = fingerprints(trace)
+    if len(found) == len(planned) and (found != planned).any():
+        first = int(np.flatnonzero(found != planned)[0])
+        place = np.flatnonzero(planned == found[first])
+        where = (
+            f"it was planned as number {place[0]}" if len(place) else "it was planned for another rank, or not at all"
+        )
+        raise InputError(
+            f"sequence {first} of this rank's trace is not the planned one: {where}; the order should be that of "
+            "schedule.sequences_of(rank)"
+        )
+
+
 @cache
 def _warn_of_repeats() -> None:
     """Once in a process."""
     logging.getLogger("trimtab").warning(
-        "recorded rows have an expert id twice, as rows of zeros have where nothing was recorded; such rows are routed as "
-        "the router chooses; mark them by -1 if they are no record, or check the recording"
+        "recorded rows have an expert id twice, as rows of zeros where nothing was recorded; they are routed as the "
+        "router chooses; mark them by -1 if they are no record, or check the recording"
     )
 
 

@@ -90,8 +90,8 @@ class PlannedDispatcher:
         ids = self._replay.take_ids()
         if ids is None and self._layer.is_balanced_now:
             raise RuntimeError(
-                f"MoE layer {self._layer.index}: its router chose experts without asking router_replay for those of the "
-                f"plan, in {_own_topk(self._router)}; let it call router_replay.get_replay_topk(), as Megatron's own does"
+                f"MoE layer {self._layer.index}: its router did not ask router_replay for the plan's experts, in "
+                f"{_own_topk(self._router)}; let it call router_replay.get_replay_topk(), as Megatron's own does"
             )
         begun = None if ids is None else self._layer.begin(hidden, ids)
         if begun is None:
