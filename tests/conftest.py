@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -18,7 +19,10 @@ if TYPE_CHECKING:
     from helpers.rank_pool import RankPool
 
 # Of every process of the run.
-os.environ.setdefault("NUMBA_CACHE_DIR", str(cache_folder()))
+if "NUMBA_CACHE_DIR" not in os.environ:
+    # Numba reads it when it is imported.
+    assert "numba" not in sys.modules
+    os.environ["NUMBA_CACHE_DIR"] = str(cache_folder())
 # Before anything of Trimtab is imported.
 _recorder = CallRecorder(Path(os.environ[FOLDER])) if FOLDER in os.environ else None
 # No test is timed.

@@ -1,4 +1,4 @@
-"""`copy_repository`: the files of the checkout, as they are now, in another folder."""
+"""`copy_repository`: the files of the checkout, as they are now, in another folder; `copy_kernels`: its kernels."""
 
 from __future__ import annotations
 
@@ -20,3 +20,20 @@ def copy_repository(folder: Path) -> None:
         if (ROOT / name).is_file():
             (folder / name).parent.mkdir(parents=True, exist_ok=True)
             shutil.copy2(ROOT / name, folder / name)
+
+
+def copy_kernels(folder: Path, cache: Path) -> None:
+    """Give a copy of the repository the kernels that are compiled for this one; numba keeps them by folder of source.
+
+    Args:
+        cache: numba's folder for all of them.
+    """
+    from numba.core.caching import UserProvidedCacheLocator
+
+    for source in {path.parent.relative_to(ROOT) for path in (ROOT / "src").rglob("*.py")}:
+        here, there = (
+            cache / UserProvidedCacheLocator.get_suitable_cache_subpath(str(root / source / "any.py"))
+            for root in (ROOT, folder)
+        )
+        if here.is_dir():
+            shutil.copytree(here, there, dirs_exist_ok=True)

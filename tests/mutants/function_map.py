@@ -22,7 +22,6 @@ from types import ModuleType
 from typing import Any
 
 import pytest
-from numba.core import event
 
 from mutants.copies import ROOT, copy_repository
 
@@ -86,6 +85,9 @@ class CallRecorder:
         self._folder = folder
         self._main = os.getpid()
         self._fixtures: dict[str, bytes] = {}
+        # Not before the tests have chosen a folder for kernels.
+        from numba.core import event
+
         self._compiling = event.TimingListener()
         event.register("numba:compile", self._compiling)
         self._failed = False

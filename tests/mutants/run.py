@@ -25,7 +25,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from helpers.numba_cache import cache_folder
-from mutants.copies import ROOT, copy_repository
+from mutants.copies import ROOT, copy_kernels, copy_repository
 from mutants.function_map import MAP, FunctionMap
 from mutants.mutations import Mutation, find_mutations, read_signatures
 from mutants.selection import Selection
@@ -66,10 +66,10 @@ def try_all(mutations: Sequence[Mutation], selection: Selection) -> list[Result]
         because = f" ({reason})" if reason else ""
         print(f"{len(results):4d}/{len(mutations)} {seconds:5.1f} s  {outcome}{because}: {mutation}", flush=True)
 
-    # In the same place in every run, so that compiled kernels are found again.
     free = [MAP.parent / f"copy-{worker}" for worker in range(WORKERS)]
     for copy in free:
         copy_repository(copy)
+        copy_kernels(copy, cache_folder())
     waiting = deque((mutation, "") for mutation in mutations)
     running: list[tuple[Path, Trial, str]] = []
     while waiting or running:
