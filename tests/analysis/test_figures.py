@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import replace
+from itertools import groupby, pairwise
 from pathlib import Path
 
 import numpy as np
@@ -183,26 +184,14 @@ def plain_hot(counts: np.ndarray, starts: list[int]) -> tuple[float, list[int], 
     """Hot experts per instance, lengths of runs, and persistence."""
     runs: list[int] = []
     hot, stays, could = 0, 0, 0
-    instances = sum(bool(counts[m, layer].any()) for m in range(len(counts)) for layer in range(counts.shape[1]))
-    for layer in range(counts.shape[1]):
-        for expert in range(counts.shape[2]):
-            length = 0
-            for m in range(len(counts)):
-                is_hot = counts[m, layer, expert] > 2 * counts[m, layer].mean()
-                hot += is_hot
-                if m in starts and length:
-                    runs.append(length)
-                    length = 0
-                if length:
-                    could += 1
-                    stays += is_hot
-                if is_hot:
-                    length += 1
-                elif length:
-                    runs.append(length)
-                    length = 0
-            if length:
-                runs.append(length)
+    instances = sum(bool(counts[m, layer].any()) for m, layer in np.ndindex(counts.shape[:2]))
+    for first, last in pairwise([*starts, len(counts)]):
+        for layer, expert in np.ndindex(counts.shape[1:]):
+            is_hot = [counts[m, layer, expert] > 2 * counts[m, layer].mean() for m in range(first, last)]
+            hot += sum(is_hot)
+            runs += [len(list(run)) for value, run in groupby(is_hot) if value]
+            could += sum(is_hot[:-1])
+            stays += sum(before and after for before, after in pairwise(is_hot))
     return hot / instances, runs, stays / could if could else None
 
 

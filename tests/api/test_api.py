@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import json
 import pydoc
-import subprocess
-import sys
+import re
 from dataclasses import replace
 from html import escape
-from html.parser import HTMLParser
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -36,14 +34,18 @@ PLAIN_TAGS = {"div", "p", "b", "br", "caption", "table", "thead", "tbody", "tr",
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A trace of two steps, in one file and in two, its model, and an empty trace."""
+    """A trace of two steps, in one file and in two, its model, an empty trace, and a cluster without links."""
     trace, path = made(), tmp_path_factory.mktemp("traces")
     write_trace(trace, path / "trace.parquet")
     write_trace(trace, path / "<b onclick=x>&.parquet")
     write_trace(trace.part(0, 10), path / "run" / "0.parquet")
     write_trace(trace.part(10, 24), path / "run" / "1.parquet")
     write_trace(trace.part(0, 0), path / "empty.parquet")
+    write_trace(RoutingTrace.from_sequences([[[[0]]]], num_experts=1), path / "one.parquet")
     (path / "config.json").write_text(json.dumps(CONFIG))
+    links = ("node_bytes_per_s", "network_bytes_per_s", "host_bytes_per_s")
+    without = "".join(f'[{link}]\nvalue = 0\nsource = "none"\n' for link in links)
+    (path / "no-links.toml").write_text(f'format = "trimtab-cluster-1"\nname = "ours"\nbase = "h100x8"\n{without}')
     return path
 
 
@@ -105,6 +107,7 @@ def test_a_sweep_has_a_case_for_every_combination(folder: Path) -> None:
     assert [(case.ranks, case.slots, case.micro_steps) for case in found.cases] == [
         (2, 0, 8), (2, 2, 8), (4, 0, 8), (4, 2, 8),
     ]  # fmt: skip
+    assert found.outcomes is found.cases[0].outcomes
     # Two balancers and permuted ids in each of four cases.
     assert [(done, total) for _, done, total in calls] == [(done, 12) for done in range(13)]
 
@@ -134,25 +137,6 @@ def test_an_estimate_has_the_nodes_of_the_analysis(folder: Path) -> None:
     assert inside.analysis.estimate.step_s < between.analysis.estimate.step_s
 
 
-def test_results_have_their_documented_content(folder: Path) -> None:
-    trace = read_trace(folder / "trace.parquet")
-    planned = call("plan", trace, folder, step=1)
-    assert planned.trace.steps.tolist() == [1] * 12
-    assert planned.loads_after_MLR.shape == (planned.plan.num_micro_steps, 2, 4)
-    assert planned.loads_after_MLR.sum() == planned.loads_before_MLR.sum()
-    assert planned.num_instances == planned.plan.num_micro_steps * 2
-    planned.plan.save(folder / "plan.npz")
-    assert trimtab.StepPlan.load(folder / "plan.npz").hash == planned.plan.hash
-    simulated = call("simulate", trace, folder)
-    assert list(simulated.outcomes) == ["static", "llep", "trimtab", "balanced"]
-    simulated.write_html(folder / "simulation.html")
-    assert ">uses no routing; no replicas<" in (folder / "simulation.html").read_text()
-    analyzed = call("analyze", trace, folder)
-    assert analyzed.analysis.ranks == 4
-    analyzed.write_html(folder / "analysis.html")
-    assert all((folder / f"{page}.html").read_text().startswith("<!") for page in ("simulation", "analysis"))
-
-
 @pytest.mark.parametrize("name", FUNCTIONS)
 def test_repr_is_short_and_notebook_html_is_escaped(name: str, folder: Path) -> None:
     odd = folder / "<b onclick=x>&.parquet"
@@ -164,15 +148,9 @@ def test_repr_is_short_and_notebook_html_is_escaped(name: str, folder: Path) -> 
     assert escape(odd.name) in page
     assert "<script" not in page
     assert len(page) < 10_000
-    tags: list[tuple[str, list[str]]] = []
-
-    class Tags(HTMLParser):
-        def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-            tags.append((tag, [attribute for attribute, _ in attrs]))
-
-    Tags().feed(page)
+    tags = re.findall(r"<(\w+)([^>]*)>", page)
     assert {tag for tag, _ in tags} <= PLAIN_TAGS
-    assert not any(attribute.startswith("on") for _, attributes in tags for attribute in attributes)
+    assert not any(re.search(r"\bon\w+\s*=", attributes) for _, attributes in tags)
 
 
 def test_repr_and_notebook_html_of_a_sweep(folder: Path) -> None:
@@ -188,20 +166,6 @@ def test_dir_and_help_list_the_functions() -> None:
     text = pydoc.plain(pydoc.render_doc(trimtab))
     assert all(f"    {name}(trace" in text for name in FUNCTIONS)
     assert all(isinstance(getattr(trimtab, name), ModuleType) for name in ("analysis", "planner", "simulator"))
-
-
-def test_importing_trimtab_loads_no_library(folder: Path) -> None:
-    program = f"""
-import sys
-sys.modules['torch'] = None
-import trimtab
-dir(trimtab)
-print(sorted({{'numpy', 'numba', 'pyarrow', 'rich'}} & set(sys.modules)))
-print(trimtab.plan({str(folder / "trace.parquet")!r}, ranks=4))
-"""
-    result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
-    assert result.returncode == 0, result.stderr
-    assert result.stdout.startswith("[]\nPlanResult: ")
 
 
 @pytest.mark.parametrize(
@@ -230,13 +194,23 @@ print(trimtab.plan({str(folder / "trace.parquet")!r}, ranks=4))
         ("simulate", {"model": "qwen3-30b-a3b"}, "is not of model qwen3-30b-a3b"),
         ("simulate", {"step": 2}, "there is no step 2; the trace has steps 0 to 1"),
         ("simulate", {"cluster": "absent"}, "absent"),
+        ("simulate", {"cluster": "no-links.toml"}, "some replicas have no path"),
+        ("simulate", {"ranks_per_node": 3}, "don't make whole nodes"),
+        ("simulate", {"micro_steps": None, "token_budget": 31}, "a sequence of 32 tokens doesn't fit"),
+        ("simulate", {"micro_steps": 13}, "has 12 sequences; every micro-step needs one"),
         ("analyze", {"ranks": 3}, "--ranks 3 doesn't divide the 16 experts of"),
         ("analyze", {"token_budget": 64}, "micro_steps: not allowed with argument token_budget"),
         ("analyze", {"step": 9}, "no step 9 with tokens; it has steps 0 to 1"),
         ("analyze", {"model": "qwen3-30b-a3b"}, "is not of model qwen3-30b-a3b"),
+        ("analyze", {"ranks_per_node": 3}, "4 ranks with 3 a node"),
+        ("analyze", {"micro_steps": None, "token_budget": 8}, "a sequence of 32 tokens doesn't fit"),
+        ("analyze", {"cluster": "absent"}, "absent"),
     ],
 )
-def test_wrong_arguments_give_one_line(name: str, changed: dict[str, Any], message: str, folder: Path) -> None:
+def test_wrong_arguments_give_one_line(
+    name: str, changed: dict[str, Any], message: str, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(folder)
     for trace in (folder / "trace.parquet", made()):
         assert message in refusal(name, trace, folder, **changed)
 
@@ -257,6 +231,7 @@ def test_wrong_traces_give_one_line(name: str, folder: Path) -> None:
         (folder / "config.json", "config.json: not a Parquet file"),
         (folder / "empty.parquet", "empty.parquet: the trace is empty"),
         (made().part(0, 0), "trace in memory: the trace is empty"),
+        ([folder / "trace.parquet", folder / "one.parquet"], "traces of different models"),
         (twice, "token 5 in MoE layer 1 has expert ids [3, 3, 3, 3]"),
         ([], "trace is a list; it should be a RoutingTrace, a path or a list of paths"),
         ([made()], "trace is a list; it should be"),

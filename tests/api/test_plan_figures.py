@@ -50,6 +50,11 @@ def test_loads_and_rows_between_nodes_without_a_plan() -> None:
             far += home // PER_NODE != schedule.rank[s] // PER_NODE
     assert unknown == 4
     assert result.unknown_row_fraction == 4 / (12 * 32 * 2 * 4)
+    assert result.mixed_instances == np.count_nonzero(result.plan.mixed_ML[:, 1]) == 1
+    assert "unknown routes" in dict(result.facts)
+    known = trimtab.plan(trace.select(np.arange(2, 12)), ranks=RANKS, token_budget=64)
+    assert (known.mixed_instances, known.unknown_row_fraction) == (0, 0.0)
+    assert "unknown routes" not in dict(known.facts)
     # Rows without a recorded expert are estimated.
     assert np.abs(result.loads_before_MLR - loads).sum() == 4
     assert np.array_equal(result.loads_before_MLR, result.loads_after_MLR)

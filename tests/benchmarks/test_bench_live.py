@@ -124,7 +124,7 @@ def test_predictors_are_summed_up_by_median() -> None:
 
 
 @pytest.mark.slow
-def test_a_small_run_times_all_policies(tmp_path: Path) -> None:
+def test_a_small_run_times_all_policies(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     from trimtab.benchmarks.bench_live import run_benchmark
 
     path = tmp_path / "live.json"
@@ -145,7 +145,5 @@ def test_a_small_run_times_all_policies(tmp_path: Path) -> None:
     assert counted["off"]["weight_bytes"] == 0 < counted["quota"]["weight_bytes"]
     # It knows the micro-step before the timed one, although even routing came between. Weights may have come with that.
     assert counted["predict"]["gradient_bytes"] > 0
-    console = Console(width=160)
-    with console.capture() as printed:
-        print_figures(figures, console)
-    assert "Time on a GPU is not measured" in " ".join(printed.get().split())
+    print_figures(figures, Console(width=160))
+    assert "Time on a GPU is not measured" in " ".join(capsys.readouterr().out.split())

@@ -65,7 +65,9 @@ def test_rounds_that_are_off_widen_the_interval_but_hardly_move_the_figure() -> 
 
 
 @pytest.mark.slow
-def test_a_small_run_plans_every_seed_and_computes_the_same_gradients(tmp_path: Path) -> None:
+def test_a_small_run_plans_every_seed_and_computes_the_same_gradients(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     from trimtab.benchmarks.bench_megatron import run_benchmark
 
     path = tmp_path / "megatron.json"
@@ -85,10 +87,8 @@ def test_a_small_run_plans_every_seed_and_computes_the_same_gradients(tmp_path: 
     for ratio in RATIOS:
         low, high = figures[f"{ratio}_interval"]
         assert low <= figures[ratio] <= high
-    console = Console(width=160)
-    with console.capture() as printed:
-        print_figures(figures, console)
-    assert "2 CPU ranks, 2 rounds" in " ".join(printed.get().split())
+    print_figures(figures, Console(width=160))
+    assert "2 CPU ranks, 2 rounds" in " ".join(capsys.readouterr().out.split())
 
 
 def test_skewed_routings_depend_on_the_seed_and_ranks_have_different_sequences() -> None:

@@ -181,7 +181,7 @@ def test_the_summary_has_means_worst_cases_and_targets() -> None:
     assert {group["group"] for group in summarise(ROWS[3:])} == {"EP 32 to 128"}
 
 
-def test_tables_show_medians_over_seeds_and_the_worst_cases_first() -> None:
+def test_tables_show_medians_over_seeds_and_the_worst_cases_first(capsys: pytest.CaptureFixture[str]) -> None:
     a, b = medians(ROWS)
     assert (b["case"], b["best"], b["best_fits"]) == ("b", "laer", False)
     assert (a["case"], a["best"], a["best_fits"]) == ("a", "echo", True)
@@ -190,10 +190,8 @@ def test_tables_show_medians_over_seeds_and_the_worst_cases_first() -> None:
     assert a["gap_by_part"]["dispatch"] == pytest.approx(19 / 80)
     assert a["gap_by_part"]["planning"] == pytest.approx(1 / 80)
     figures = {"yardstick": "0123", "seeds": [0, 1, 2], "cases": ROWS[::-1], "summary": summarise(ROWS)}
-    console = Console(width=220)
-    with console.capture() as printed:
-        print_figures(figures, console)
-    every, summary, worst = printed.get().split("seeds 0, 1, 2")[1].split("┏")[1:]
+    print_figures(figures, Console(width=220))
+    every, summary, worst = capsys.readouterr().out.split("seeds 0, 1, 2")[1].split("┏")[1:]
     assert "echo 100 s │" in every
     assert "laer 100 s * │" in every
     assert every.index("│ b ") < every.index("│ a ")

@@ -72,7 +72,9 @@ def test_several_nodes_are_compared_with_a_plan_that_ignores_them() -> None:
 
 
 @pytest.mark.slow
-def test_a_small_run_has_every_seed_and_explains_its_figures(tmp_path: Path) -> None:
+def test_a_small_run_has_every_seed_and_explains_its_figures(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     path = tmp_path / "runtime.json"
     settings = RuntimeBenchmark(
         tokens=256, rounds=2, json=path, seeds=2, layers=2, hidden=64, width=128, experts=16, sequence_length=64
@@ -90,10 +92,8 @@ def test_a_small_run_has_every_seed_and_explains_its_figures(tmp_path: Path) -> 
         low, high = figures[f"{ratio}_range"]
         assert low <= figures[ratio] <= high
         assert {seed[ratio] for seed in figures["seeds"]} == {low, high}
-    console = Console(width=160)
-    with console.capture() as printed:
-        print_figures(figures, console)
-    text = " ".join(printed.get().split())
+    print_figures(figures, Console(width=160))
+    text = " ".join(capsys.readouterr().out.split())
     assert "skewed routing of seeds 0 to 1" in text
     assert "It says nothing about GPUs" in text
     assert "can exceed 1" in text

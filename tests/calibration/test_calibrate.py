@@ -22,8 +22,7 @@ CONFIG = {
     "num_key_value_heads": 1, "head_dim": 16, "moe_intermediate_size": 16, "num_experts": 8, "num_experts_per_tok": 2,
 }  # fmt: skip
 # What one node on a CPU can't measure.
-BETWEEN_NODES = {"network_bytes_per_s", "dispatch_network_bytes_per_s"}
-NOT_MEASURED = {"tile_rows", *BETWEEN_NODES}
+NOT_MEASURED = {"tile_rows", "network_bytes_per_s", "dispatch_network_bytes_per_s"}
 
 
 @pytest.fixture
@@ -134,30 +133,3 @@ PRESETS = {
 @pytest.mark.parametrize(("gpu", "preset"), PRESETS.items())
 def test_the_preset_of_a_gpu_is_found_by_its_name(gpu: str, preset: str) -> None:
     assert preset_like(gpu) == preset
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["-o", "{folder}"], "a folder; name the file to write"),
-        (["-o", "{config}/local.toml"], "config.json is not a folder"),
-        (["-o", "{folder}/local.toml", "--json", "{folder}"], "a folder; name the file to write"),
-        (["-o", "{folder}/local.toml", "--model", "absent"], "absent: neither a model that comes with Trimtab"),
-        (["-o", "{folder}/local.toml", "--model", "kimi-k2"], "type 'kimi_k2' can't be run; use one of qwen3_moe"),
-        (["-o", "{folder}/local.toml", "--rounds", "0"], "'0' should be a whole number of at least 1"),
-        ([], "the following arguments are required: -o/--out"),
-    ],
-)
-def test_mistakes_get_one_line_and_status_2(
-    arguments: list[str], message: str, config_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    places = {"config": config_file, "folder": tmp_path}
-    try:
-        status: int | str | None = main(["calibrate", *(argument.format(**places) for argument in arguments)])
-    except SystemExit as exit_:
-        status = exit_.code
-    error = capsys.readouterr().err
-    assert status == 2
-    assert message in error
-    assert len(error.splitlines()) == 1
-    assert [file.name for file in tmp_path.iterdir()] == ["config.json"]

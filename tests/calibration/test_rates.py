@@ -141,15 +141,6 @@ def test_rates_of_dense_parts_are_operations_of_projections_and_pairs(
     assert found.backward == pytest.approx(1.75)
 
 
-class HeldMirror:
-    """The experts that a rank reads from its node's mirror."""
-
-    def row(self, layer: int, expert: int) -> list[torch.Tensor]:
-        return [torch.full((2 * WIDTH, HIDDEN), float(expert)), torch.full((HIDDEN, WIDTH), float(expert))]
-
-    def close(self) -> None: ...
-
-
 def test_rates_of_links_are_bytes_that_were_copied(monkeypatch: pytest.MonkeyPatch) -> None:
     """The works run, and their time is that of the bytes that they copy at 1 GB/s."""
     copied = []
@@ -163,7 +154,8 @@ def test_rates_of_links_are_bytes_that_were_copied(monkeypatch: pytest.MonkeyPat
     layer = SimpleNamespace(homes=SimpleNamespace(parameters=stacks, sources=stacks))
     monkeypatch.setattr(link_rates, "Session", lambda **_: SimpleNamespace(homes=[layer.homes]))
     monkeypatch.setattr(link_rates, "add_random_layer", lambda *_: layer)
-    monkeypatch.setattr(link_rates, "mirror_of", lambda *_: HeldMirror())
+    mirror = SimpleNamespace(row=lambda *_: [stack[0] for stack in stacks], close=lambda: None)
+    monkeypatch.setattr(link_rates, "mirror_of", lambda *_: mirror)
     monkeypatch.setattr(link_rates, "BackgroundCopies", Counting)
     sent: list[int] = []
     monkeypatch.setattr(dist, "P2POp", lambda send, tensor, **_: (send, tensor.nbytes))

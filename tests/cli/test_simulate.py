@@ -1,4 +1,4 @@
-"""`trimtab simulate`: its tables, its files, sweeps, and one line for every mistake."""
+"""`trimtab simulate`: its tables, its files and sweeps."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from trimtab import ClusterSpec, RoutingTrace, read_trace, write_trace
+from trimtab import ClusterSpec, read_trace, write_trace
 from trimtab.cluster.presets import read_preset
 from trimtab.policies import POLICIES
-from trimtab.report.number_text import bytes_text, digits
+from trimtab.report.number_text import bytes_text
 from trimtab.report.tables import SHORT_PARTS
 from trimtab.trace import synthesize
 
@@ -32,25 +32,16 @@ CONFIG = {
 
 @pytest.fixture
 def places(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Places:
-    """A trace of two steps and its model; other traces, models and clusters that don't fit."""
+    """A trace of two steps, its model and a cluster."""
     monkeypatch.setenv("COLUMNS", "400")
     trace = synthesize(num_sequences=24, sequence_length=32, num_layers=2, num_experts=16, top_k=4, zipf=0.9)
     trace = replace(trace, steps=np.repeat([0, 1], 12).astype(trace.steps.dtype))
     write_trace(trace, tmp_path / "trace.parquet")
     (tmp_path / "config.json").write_text(json.dumps(CONFIG))
-    (tmp_path / "other.json").write_text(json.dumps(CONFIG | {"num_experts": 32}))
-    (tmp_path / "shallow.json").write_text(json.dumps(CONFIG | {"num_hidden_layers": 1}))
-    empty = RoutingTrace.from_sequences([np.zeros((0, 2, 4), np.int64)], num_experts=16)
-    write_trace(empty, tmp_path / "empty.parquet")
     preset = read_preset("cluster", "h100x8")
     assert preset
     (tmp_path / "cluster.toml").write_text(preset)
-    lines = preset.splitlines()
-    for n, line in enumerate(lines):
-        if line.strip("[]") in ("node_bytes_per_s", "network_bytes_per_s", "host_bytes_per_s"):
-            lines[n + 1] = "value = 0"
-    (tmp_path / "no-links.toml").write_text("\n".join(lines) + "\n")
-    return {"folder": tmp_path} | {path.stem.replace("-", "_"): path for path in tmp_path.iterdir()}
+    return {"folder": tmp_path} | {path.stem: path for path in tmp_path.iterdir()}
 
 
 @pytest.fixture
@@ -89,9 +80,13 @@ def test_simulate_prints_tables_and_writes_json_html_and_perfetto(simulate: Prin
     for name, row in found["policies"].items():
         shown = f"{row['speedup_vs_static']:.2f}x"
         assert any(name in line and shown in line for line in printed.splitlines())
-    assert "trimtab" in (folder / "s.html").read_text(encoding="utf-8")
-    events = json.loads(gzip.decompress((folder / "s.json.gz").read_bytes()))["traceEvents"]
+    assert ">uses no routing; no replicas<" in (folder / "s.html").read_text(encoding="utf-8")
+    written = gzip.decompress((folder / "s.json.gz").read_bytes())
+    events = json.loads(written)["traceEvents"]
     assert {"experts", "dispatch", "attention"} <= {event["name"] for event in events}
+    simulate("--json", "{folder}/out/again.json", "--perfetto", "{folder}/out/again.t.json")
+    assert without_times(folder / "again.json") == without_times(folder / "s.json")
+    assert (folder / "again.t.json").read_bytes() == written
 
 
 def test_unknown_routes_are_reported(simulate: Printed, places: Places) -> None:
@@ -121,15 +116,7 @@ def test_by_default_all_balancers_run_and_the_main_ones_are_shown(printed: Print
     table = output[output.index("Recompute and update of one step") : output.index("Balance and replicas")]
     rows = table.splitlines()[2:]
     assert [row.split()[0] for row in rows] == [*shown, "balanced"]
-    assert [row.split()[1] for row in rows if "(" in row] == ["(fastest)", "(ideal)"]
-    for row, name in zip(rows, (*shown, "balanced"), strict=True):
-        static, eplb = (f"{seconds[other] / seconds[name]:.2f}x" for other in ("static", "eplb"))
-        assert f"{static} " in row
-        assert f" {eplb} " in row
-        assert " yes " in row
     text = " ".join(output.split())
-    eplb = f"{seconds['eplb'] / seconds['trimtab']:.2f} times as fast as eplb"
-    assert f"{seconds['static'] / seconds['trimtab']:.2f} times as fast as static and {eplb}" in text
     speed_up = "" if fastest == "static" else f"{seconds['static'] / seconds[fastest]:.2f} times as fast as static, "
     faster = f"{fastest} is faster: {speed_up}{1 - seconds[fastest] / seconds['trimtab']:.1%} less time than trimtab"
     assert (faster in text) == (fastest != "trimtab")
@@ -226,14 +213,6 @@ def without_times(path: Path) -> dict[str, Any]:
     return found
 
 
-def test_results_are_deterministic_except_planning_times(simulate: Printed, places: Places) -> None:
-    for run in ("1", "2"):
-        simulate("--json", f"{{folder}}/{run}.json", "--perfetto", f"{{folder}}/{run}.t.json")
-    folder = places["folder"]
-    assert without_times(folder / "1.json") == without_times(folder / "2.json")
-    assert (folder / "1.t.json").read_bytes() == (folder / "2.t.json").read_bytes()
-
-
 def test_sweep_runs_every_combination(simulate: Printed, places: Places) -> None:
     sweep = ("--slots", "0", "2", "--micro-steps", "1", "3", "--json", "{folder}/s.json")
     printed = simulate(*sweep, policies=("foremoe",))
@@ -243,15 +222,7 @@ def test_sweep_runs_every_combination(simulate: Printed, places: Places) -> None
     assert cases == [(4, 0, 1), (4, 0, 3), (4, 2, 1), (4, 2, 3)]
     assert found["policies"] == found["sweep"][0]["policies"]
     assert all(case["policies"]["foremoe"]["replicas_per_instance"] == 0 for case in found["sweep"][:2])
-    # A row of a case: its setting, milliseconds of the fastest, whether all fit, milliseconds of static and the ideal.
     for ranks, slots, size in cases:
-        case = next(each for each in found["sweep"] if (each["slots"], each["micro_steps"]) == (slots, size))
-        seconds = {name: row["step_time_s"] for name, row in case["policies"].items()}
-        fastest = min(("static", "foremoe"), key=lambda name: seconds[name])
-        # eplb and trimtab did not run.
-        row = [str(ranks), str(slots), str(size), fastest, digits(1e3 * seconds[fastest]), "yes", "–", "–",
-               digits(1e3 * seconds["static"]), digits(1e3 * seconds["balanced"])]  # fmt: skip
-        assert row in [line.split() for line in printed.splitlines()]
         assert f"{ranks} ranks, {slots} slots, {size} micro-steps: Recompute and update" in printed
     assert found["sweep"][0]["policies"]["static"]["micro_steps"] == 1
     assert found["settings"]["micro_steps"] == 1
@@ -287,41 +258,3 @@ def test_options_reach_the_simulation(simulate: Printed, places: Places) -> None
         budgets.append(figures(places, "g.json")["settings"]["token_budget"])
     # 384 tokens and a tenth, in 2 micro-steps on 4 ranks; on 8 ranks a sequence of 32 still has to fit.
     assert budgets == [53, 32]
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["{folder}/absent.parquet"], "absent.parquet: no such file"),
-        (["{trace}"], "no model that comes with Trimtab has 16 experts, top-4"),
-        (["{empty}", "--model", "{config}"], "the trace is empty"),
-        (["{trace}", "--model", "{other}"], "16 experts, top-4, the model 4 MoE layers, 32 experts, top-4"),
-        (["{trace}", "--model", "{shallow}"], "the trace has 2 MoE layers, 16 experts, top-4, the model 1 MoE layers"),
-        (["{trace}", "--model", "absent"], "absent: neither a model that comes with Trimtab"),
-        (["{trace}", "--model", "{config}", "--ranks", "3"], "--ranks 3 doesn't divide the 16 experts"),
-        (["{trace}", "--model", "{config}", "--ranks", "4", "32"], "--ranks 32 doesn't divide the 16 experts"),
-        (["{trace}", "--model", "{config}", "--ranks-per-node", "3"], "don't make whole nodes"),
-        (["{trace}", "--model", "{config}", "--step", "2"], "no step 2; the trace has steps 0 to 1"),
-        (["{trace}", "--model", "{config}", "--cluster", "absent"], "absent"),
-        (["{trace}", "--model", "{config}", "--cluster", "{no_links}"], "some replicas have no path"),
-        (["{trace}", "--model", "{config}", "--token-budget", "31"], "a sequence of 32 tokens doesn't fit"),
-        (["{trace}", "--token-budget", "99", "--micro-steps", "2"], "not allowed with argument"),
-        (["{trace}", "--policy", "magic"], "unknown --policy magic; use one of static, eplb,"),
-        (["{trace}", "--policy", "static,magic"], "unknown --policy magic; use one of static, eplb,"),
-        (["{trace}", "--model", "{config}", "--micro-steps", "13"], "step 1 of {trace} has 12 sequences"),
-        (["{trace}", "--sharding", "zero"], "unknown --sharding zero; did you mean zero1?"),
-        (["{trace}", "--slots", "-1"], "should be a whole number of at least 0"),
-        (["{trace}", "--groups-meet", "never"], "unknown --groups-meet never; use one of layer, step"),
-        (["{trace}", "--model", "{config}", "--perfetto", "{folder}/t.txt"], "should end in .json or .json.gz"),
-        (["{trace}", "--model", "{config}", "--html", "{trace}/page.html"], "{trace} is not a folder"),
-        (["{trace}", "--model", "{config}", "--html", "{folder}"], "{folder}: a folder; name the file to write"),
-    ],
-)
-def test_input_errors_are_one_line_and_write_nothing(
-    arguments: list[str], message: str, places: Places, error_of: Printed
-) -> None:
-    before = {path: path.stat().st_mtime_ns for path in places["folder"].rglob("*")}
-    words = ["simulate", arguments[0], "-q", "--ranks", "4", "--policy", "static", *arguments[1:]]
-    error = error_of(*(word.format(**places) for word in (*words, "--json", "{folder}/new/s.json")))
-    assert message.format(**places) in error
-    assert {path: path.stat().st_mtime_ns for path in places["folder"].rglob("*")} == before

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.metadata
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -61,23 +62,29 @@ def test_working_machine_has_no_problem(config_file: Path, tmp_path: Path, capsy
     assert found["replica memory"]["text"].startswith("180 kB a rank for 2 slots in 3 layers; mirror at most 9.60 MB")
 
 
-def test_without_torch_only_planning_is_checked(config_file: Path) -> None:
+def test_without_torch_only_planning_and_options_of_megatron_are_checked(config_file: Path, tmp_path: Path) -> None:
+    options = {"num_moe_experts": 32, "expert_model_parallel_size": 8, "fp8": "e4m3"}
+    (tmp_path / "megatron.json").write_text(json.dumps(options))
+    model = ["--model", str(config_file), "--ranks", "4", "--megatron", str(tmp_path / "megatron.json")]
     program = f"""
 import sys
 class Absent:
     def find_spec(self, name, path=None, target=None):
-        if name.split('.')[0] in ('torch', 'transformers', 'tokenizers'):
+        if name.split('.')[0] in ('torch', 'transformers', 'tokenizers', 'megatron', 'yaml'):
             raise ModuleNotFoundError('absent', name=name)
 sys.meta_path.insert(0, Absent())
 from trimtab.cli.main import main
-sys.exit(main(['doctor', '--model', {str(config_file)!r}, '--ranks', '4']))
+sys.exit(main(['doctor', *{model}]))
 """
     result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
-    assert result.returncode == 0, result.stderr
+    # Nothing else is a problem.
+    assert result.returncode == 1, result.stderr
+    assert re.fullmatch(r"trimtab doctor: 1 of \d+ .* megatron fp8: fp8=e4m3 is not supported: .*\n", result.stderr)
     printed = " ".join(result.stdout.split())
     assert "warning not installed: only planning is available; to train, pip install 'trimtab[train]'" in printed
     assert "8 of 32 experts a rank" in printed
     assert "planning kernels ok" in printed
+    assert "EP 8, TP 1, PP 1, CP 1" in printed
     assert "micro-step" not in printed
 
 
@@ -98,12 +105,6 @@ def test_a_problem_gets_one_line_and_status_1(
     assert "trimtab doctor: 1 of " in error
     assert message in error
     assert error.count("\n") == 1
-
-
-def test_bad_input_gets_status_2(capsys: pytest.CaptureFixture[str]) -> None:
-    for option, value, message in (("--ranks", "1", "--ranks is 1; "), ("--model", "absent", "absent: no such file")):
-        assert main(["doctor", option, value]) == 2
-        assert message in capsys.readouterr().err
 
 
 @runs_on_ranks()
@@ -176,10 +177,12 @@ def test_a_mirror_that_may_not_fit_is_a_warning(monkeypatch: pytest.MonkeyPatch)
 
 def test_warnings_are_no_problems(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, skip_slow_checks: None) -> None:
     monkeypatch.setattr("os.sched_getaffinity", lambda _: {0, 1})
+    slow = Finding("GPU variables", "warning", "slow")
+    monkeypatch.setattr(examination, "check_gpu_variables", lambda torch: [slow])
     assert main(["doctor", "--ranks", "3", "--json", str(tmp_path / "d.json")]) == 0
     report = json.loads((tmp_path / "d.json").read_text())
     statuses = {finding["name"]: finding["status"] for finding in report["findings"]}
-    assert (report["problems"], statuses["processors"]) == (0, "warning")
+    assert (report["problems"], statuses["processors"], statuses["GPU variables"]) == (0, "warning", "warning")
 
 
 def test_under_torchrun_the_allocator_settings_are_required(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -80,14 +80,11 @@ class Harness:
         self.experts_MLP = experts_MLP
         self.ring.prepare(cast(PlanReplicas, SimpleNamespace(of=self._of, count=self._count)), 0)
 
-    def begin(self, micro_step: int) -> None:
-        self._recorded(self.ring.begin, micro_step)
-
     def visit(self, micro_step: int, layer: int) -> torch.Tensor | None:
         """Run a layer, forward or backward, and check the weights of its replicas."""
-        if (micro_step, layer) not in self.ring._held:
-            self.late.append((micro_step, layer))
-        self._recorded(self.ring.prefetch, micro_step, layer)
+        before = len(self.fetched)
+        self.ring.prefetch(micro_step, layer)
+        self.late += [instance for instance in self.fetched[before:] if instance == (micro_step, layer)]
         experts = self.experts_MLP[micro_step][layer]
         if not experts:
             return None
@@ -96,7 +93,7 @@ class Harness:
         return weights
 
     def forward(self, micro_step: int) -> None:
-        self.begin(micro_step)
+        self.ring.begin(micro_step)
         for layer in range(len(self.experts_MLP[0])):
             self.visit(micro_step, layer)
 
@@ -109,15 +106,12 @@ class Harness:
         self.ring.quiesce()
         self.weights += 1
 
-    def _recorded(self, call: Any, *args: int) -> None:
-        before = set(self.ring._held)
-        call(*args)
-        self.fetched += [instance for instance in self.ring._held if instance not in before]
-
     def _count(self, micro_step: int, layer: int) -> int:
         return len(self.experts_MLP[micro_step][layer]) if 0 <= micro_step < len(self.experts_MLP) else 0
 
     def _of(self, micro_step: int, layer: int) -> InstanceReplicas:
+        # The ring asks for the replicas whose transfers it starts.
+        self.fetched.append((micro_step, layer))
         experts = self.experts_MLP[micro_step][layer]
         count = len(experts)
         from_peer = self._late_device and (np.array(experts, np.int64) + micro_step + layer) % 2 == 1
@@ -142,7 +136,7 @@ def visit_randomly(rng: np.random.Generator, *, late_device: bool = False) -> No
         if kind == 2:
             # Partly without a forward, and not run to the end.
             instances = rng.integers(0, (micro_steps, layers), (rng.integers(1, 20), 2)).tolist()
-            harness.begin(instances[0][0])
+            harness.ring.begin(instances[0][0])
             for micro_step, layer in instances:
                 harness.visit(micro_step, layer)
         else:

@@ -5,13 +5,15 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
 import torch
 
 from helpers.moe_families import TOP_K, random_model, router_of, small_config
-from trimtab.integrations.transformers import moe_blocks
+from trimtab.integrations.transformers import moe_blocks, recording
+from trimtab.integrations.transformers.passes import fetch_calls
 
 PAD = 0
 PROMPTS = ([3, 1, 4, 1, 5], [2, 7], [9, 8, 6])
@@ -49,6 +51,19 @@ def choices(model: Any) -> Iterator[list[list[torch.Tensor]]]:
             hook = router.register_forward_pre_hook(lambda r, args, layer=layer: note(layer, r, args[0]))
             stack.callback(hook.remove)
         yield seen
+
+
+@contextmanager
+def fetched_calls() -> Iterator[list[int]]:
+    """The number of recorded calls in each copy to the host."""
+    numbers: list[int] = []
+
+    def noted(calls: Any, dtype: Any) -> None:
+        numbers.append(len(calls))
+        fetch_calls(calls, dtype)
+
+    with mock.patch.object(recording, "fetch_calls", noted):
+        yield numbers
 
 
 def left_padded(prompts: Any = PROMPTS) -> tuple[torch.Tensor, torch.Tensor]:

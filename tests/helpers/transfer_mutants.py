@@ -4,15 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from types import ModuleType, SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 
 from trimtab.runtime.layer import instance
-from trimtab.runtime.transfer.returns import GradientReturns
+from trimtab.runtime.transfer import message_rounds, returns, ring
+from trimtab.runtime.transfer.message_rounds import Posted
 from trimtab.runtime.transfer.ring import ReplicaRing
-from trimtab.runtime.transfer.transfers import Transfers
 from trimtab.runtime.transfer.visits import Instance, Visits
 
 Mutant = Callable[[pytest.MonkeyPatch], None]
@@ -43,8 +45,8 @@ def _fetch_after_exchange(patch: pytest.MonkeyPatch) -> None:
 
     Harmless where messages of different groups do not wait for each other.
     """
-    prefetch, send = instance.Instance._prefetch, instance.Instance.send
-    later: list[tuple[instance.Instance, Transfers]] = []
+    prefetch, send = ReplicaRing.prefetch, instance.Instance.send
+    later: list[tuple[ReplicaRing, int, int]] = []
 
     def send_first(self: instance.Instance, kind: int, rows: torch.Tensor, *, back: bool) -> torch.Tensor:
         arrived = send(self, kind, rows, back=back)
@@ -53,14 +55,27 @@ def _fetch_after_exchange(patch: pytest.MonkeyPatch) -> None:
         return arrived
 
     if dist.get_rank() % 2:
-        patch.setattr(instance.Instance, "_prefetch", lambda self, transfers: later.append((self, transfers)))
+        patch.setattr(ReplicaRing, "prefetch", lambda *args: later.append(args))
         patch.setattr(instance.Instance, "send", send_first)
+
+
+def _without_wait(module: ModuleType, *, receives: bool) -> Mutant:
+    """Messages that a module posts are not waited for: receives and batches with one, or sends."""
+
+    def post(*args: Any, **named: Any) -> list[Posted]:
+        done: Any = SimpleNamespace(wait=lambda: None, is_completed=lambda: False)
+        return [
+            Posted(posted.receives, done) if posted.receives == receives else posted
+            for posted in message_rounds.post(*args, **named)
+        ]
+
+    return lambda patch: patch.setattr(module, "post", post)
 
 
 MUTANTS: dict[str, Mutant] = {
     # Before weights change, a home rank waits for its own replicas only.
-    "sends without wait": lambda patch: patch.setattr(ReplicaRing, "_wait_for_sends", lambda self, chosen: None),
-    "returns without wait": lambda patch: patch.setattr(GradientReturns, "_wait", lambda self, pending: None),
+    "sends without wait": _without_wait(ring, receives=False),
+    "returns without wait": _without_wait(returns, receives=True),
     "order of rank": _order_of_rank,
     "fetch after exchange": _fetch_after_exchange,
 }

@@ -10,7 +10,7 @@ import torch
 
 from helpers.rank_pool import RankPool, shared_pool
 from helpers.rank_tests import runs_on_ranks
-from tests.integrations.test_megatron_modes import Pair, State, pair_of
+from integrations.test_megatron_modes import Pair, State, pair_of
 
 
 @pytest.fixture(scope="module")

@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -18,7 +19,8 @@ from helpers.framework_batches import EXPERTS, MODEL, miles, random_sequences, v
 from trimtab.array_type import Array
 from trimtab.errors import InputError
 from trimtab.observe import JsonLines, Observer
-from trimtab.observe.observer import MOST_CALLS
+from trimtab.observe.observation import Call, Observation
+from trimtab.observe.observer import MOST_CALLS, OWN_MB
 from trimtab.trace import read_trace
 
 
@@ -29,18 +31,18 @@ def sequences(seed: int = 0, count: int = 12) -> list[Array]:
 @contextmanager
 def stopped(observer: Observer) -> Iterator[None]:
     """A context in which the thread reads nothing."""
-    take, gate = observer._observation.take, threading.Event()
+    take, gate = Observation.take, threading.Event()
 
-    def wait(call: Any) -> Any:
+    def wait(observation: Observation, call: Call) -> Any:
         gate.wait(60)
-        return take(call)
+        return take(observation, call)
 
-    observer._observation.take = wait  # type: ignore[method-assign]
-    try:
-        yield
-    finally:
-        gate.set()
-        assert observer.flush(60)
+    with mock.patch.object(Observation, "take", wait):
+        try:
+            yield
+        finally:
+            gate.set()
+            assert observer.flush(60)
 
 
 def figures_of(observer: Observer, batch: Any, step: int = 0) -> dict[str, float]:
@@ -100,13 +102,12 @@ def test_arrays_that_are_written_to_are_dropped(when: str, caplog: pytest.LogCap
 
 
 def test_text_for_which_there_is_no_room_is_dropped(caplog: pytest.LogCaptureFixture) -> None:
-    # Lists, which can't be referenced weakly.
+    # Lists, which can't be referenced weakly, of more than 1 MB each.
     responses = [
         {"prompt_token_ids": [1], "outputs": [{"token_ids": [1] * len(ids), "routed_experts": ids.tolist()}]}
-        for ids in sequences(2)
+        for ids in (np.tile(ids, (-(-4000 // len(ids)), 1, 1)) for ids in sequences(2))
     ]
-    with Observer("vllm", ranks=4, model=MODEL) as observer:
-        observer._room.take(24 << 20)
+    with Observer("vllm", ranks=4, model=MODEL, memory_mb=OWN_MB + 1) as observer:
         assert figures_of(observer, responses)["moe/dropped_samples"] == len(responses)
     assert "more text and lists than may be held" in caplog.text
 

@@ -86,6 +86,8 @@ def test_verl_s_sampler_is_observed(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     from verl.experimental.agent_loop.agent_loop import AgentLoopMetrics, AgentLoopOutput
 
     recipe = importlib.import_module("observe_verl")
+    observer = recipe.Observer("verl", model=MODEL, ranks=4, folder=tmp_path)
+    monkeypatch.setattr(recipe, "Observer", lambda framework, **options: observer)
     sequences = random_sequences(np.random.default_rng(4), 10)
     for number, ids in enumerate(sequences):
         output = AgentLoopOutput(
@@ -102,13 +104,13 @@ def test_verl_s_sampler_is_observed(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         sampler_kwargs={"observe": {"model": MODEL, "ranks": 4, "folder": tmp_path}}, refill_fn=None,
     )  # fmt: skip
     assert buffer.sample(global_steps=1, partition_id="train", batch_size=10) == (meta, {"kept": 1})
-    assert buffer._observer.flush(60)
+    assert observer.flush(60)
     _, metrics = buffer.sample(global_steps=2, partition_id="train", batch_size=10)
     assert metrics["rollout/moe/step"] == 1
     assert metrics["rollout/moe/observed_share"] == 1
     assert {"kept", "rollout/moe/max_vio", "timing_s/moe_observe"} <= metrics.keys()
     buffer.sample(global_steps=3, partition_id="val", batch_size=10)
-    buffer._observer.close()
+    observer.close()
     trace = read_trace(tmp_path)
     assert trace.num_sequences == 20
     first = trace.select(np.flatnonzero(trace.steps == 1))

@@ -12,7 +12,6 @@ import pytest
 from helpers.browser import open_page
 from helpers.examples import examples
 from helpers.reports import some_analysis, some_report
-from trimtab.report.html import write_html
 from trimtab.report.model import AnalysisReport, Report
 from trimtab.report.notebook import facts_table, notebook_html
 from trimtab.report.policies_table import policies_table
@@ -63,10 +62,8 @@ def violations(page: Any, axe_script: str) -> list[tuple[str, str]]:
         long=list(itertools.product(PAGES, ["light", "dark"], [1280, 390])),
     ),
 )
-def test_no_violations(browser: Any, axe_script: str, tmp_path: Path, name: str, scheme: str, width: int) -> None:
-    write_html(PAGES[name], tmp_path / "page.html")
-    with open_page(browser, tmp_path / "page.html", width=width, scheme=scheme) as opened:
-        opened.wait_until_drawn()
+def test_no_violations(show: Any, axe_script: str, name: str, scheme: str, width: int) -> None:
+    with show(PAGES[name], width=width, scheme=scheme) as opened:
         opened.page.evaluate("document.querySelectorAll('details').forEach(each => { each.open = true })")
         assert violations(opened.page, axe_script) == []
 

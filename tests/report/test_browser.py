@@ -2,45 +2,28 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-from helpers.browser import open_page
 from helpers.reports import edge_reports, some_report
-from trimtab.report.html import write_html
 
 MAPS = "#load figure:nth-child({}) canvas"
 
 
-@pytest.fixture(scope="module")
-def usual(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("page") / "report.html"
-    write_html(some_report(), path)
-    return path
-
-
-def scroll_to_timeline(page: Any) -> None:
-    page.wait_for_selector("[data-drawn]")
-    page.locator("#step-timeline").scroll_into_view_if_needed()
-
-
-def test_all_sections_are_drawn_without_network_requests(browser: Any, usual: Path) -> None:
-    with open_page(browser, usual) as opened:
-        scroll_to_timeline(opened.page)
+def test_all_sections_are_drawn_without_network_requests(show: Any) -> None:
+    with show(some_report()) as opened:
+        opened.page.locator("#step-timeline").scroll_into_view_if_needed()
         for section in ("policies", "time", "load", "step-timeline", "layers", "memory", "setting", "notes"):
             assert opened.page.locator(f"#{section} h2").is_visible()
         assert [table.locator("tbody tr").count() for table in opened.page.locator("#policies table").all()] == [8, 8]
         assert opened.page.locator("#time .bar").count() == 8
         drawn = [opened.pixels(MAPS.format(1)), opened.pixels(MAPS.format(2)), opened.pixels("#lanes")]
         assert len(set(drawn)) == 3
-        assert opened.complaints == []
-        assert opened.requests == []
 
 
-def test_list_slider_buttons_and_table_choose_the_layer(browser: Any, usual: Path) -> None:
-    with open_page(browser, usual) as opened:
+def test_list_slider_buttons_and_table_choose_the_layer(show: Any) -> None:
+    with show(some_report()) as opened:
         page, shown = opened.page, MAPS.format(1)
         pictures = {}
         for value in ("-1", "0", "1", "2", "3"):
@@ -57,12 +40,11 @@ def test_list_slider_buttons_and_table_choose_the_layer(browser: Any, usual: Pat
         page.click("#layers tbody tr:nth-child(1) button")
         worst = page.get_attribute("#layers tbody tr:nth-child(1) button", "data-layer")
         assert page.input_value("#layer") == worst
-        assert opened.complaints == []
 
 
-def test_pointer_and_keys_show_the_figures_of_a_cell(browser: Any, usual: Path) -> None:
+def test_pointer_and_keys_show_the_figures_of_a_cell(show: Any) -> None:
     report = some_report()
-    with open_page(browser, usual) as opened:
+    with show(some_report()) as opened:
         page = opened.page
         page.select_option("#layer", "2")
         page.focus(MAPS.format(1))
@@ -81,10 +63,10 @@ def test_pointer_and_keys_show_the_figures_of_a_cell(browser: Any, usual: Path) 
         assert page.input_value("#layer") == "3"
 
 
-def test_the_timeline_reacts_to_keys_wheel_drag_and_lists(browser: Any, usual: Path) -> None:
-    with open_page(browser, usual) as opened:
+def test_the_timeline_reacts_to_keys_wheel_drag_and_lists(show: Any) -> None:
+    with show(some_report()) as opened:
         page = opened.page
-        scroll_to_timeline(page)
+        page.locator("#step-timeline").scroll_into_view_if_needed()
         page.focus("#lanes")
         seen = [opened.pixels("#lanes")]
 
@@ -117,11 +99,10 @@ def test_the_timeline_reacts_to_keys_wheel_drag_and_lists(browser: Any, usual: P
         page.keyboard.press("Tab")
         page.click("#zoom-in")
         changes()
-        assert opened.complaints == []
 
 
-def test_bars_show_the_figures_of_a_part(browser: Any, usual: Path) -> None:
-    with open_page(browser, usual) as opened:
+def test_bars_show_the_figures_of_a_part(show: Any) -> None:
+    with show(some_report()) as opened:
         page = opened.page
         page.hover("#time .bar-row:nth-of-type(1) .bar span:nth-child(3)")
         # The fastest is first.
@@ -134,10 +115,10 @@ def test_bars_show_the_figures_of_a_part(browser: Any, usual: Path) -> None:
         assert opened.text("#time .readout") == expected
 
 
-def test_tab_reaches_every_control_with_a_visible_focus(browser: Any, usual: Path) -> None:
-    with open_page(browser, usual) as opened:
+def test_tab_reaches_every_control_with_a_visible_focus(show: Any) -> None:
+    with show(some_report()) as opened:
         page = opened.page
-        scroll_to_timeline(page)
+        page.locator("#step-timeline").scroll_into_view_if_needed()
         page.evaluate("scrollTo(0, 0)")
         reached = []
         for _ in range(90):
@@ -155,12 +136,12 @@ def test_tab_reaches_every_control_with_a_visible_focus(browser: Any, usual: Pat
         assert reached[0] == "skip"
 
 
-def test_light_dark_and_phone_layouts_differ_and_fit(browser: Any, usual: Path) -> None:
+def test_light_dark_and_phone_layouts_differ_and_fit(show: Any) -> None:
     looks: dict[str, bytes] = {}
     for name, scheme, width in (("light", "light", 1280), ("dark", "dark", 1280), ("phone", "light", 390)):
-        with open_page(browser, usual, scheme=scheme, width=width) as opened:
+        with show(some_report(), scheme=scheme, width=width) as opened:
             page = opened.page
-            scroll_to_timeline(page)
+            page.locator("#step-timeline").scroll_into_view_if_needed()
             assert page.evaluate("document.documentElement.scrollWidth") <= width
             for section in page.locator("section").all():
                 box = section.bounding_box()
@@ -175,27 +156,24 @@ def test_light_dark_and_phone_layouts_differ_and_fit(browser: Any, usual: Path) 
                 assert page.get_attribute("html", "data-theme") == "dark"
                 assert opened.pixels(MAPS.format(1)) != before
                 assert page.evaluate("getComputedStyle(document.documentElement).backgroundColor") == "rgb(19, 20, 22)"
-            assert opened.complaints == []
     assert len(set(looks.values())) == 3
 
 
-def test_a_browser_that_cannot_unpack_is_told(browser: Any, usual: Path) -> None:
-    with open_page(browser, usual) as opened:
+def test_a_browser_that_cannot_unpack_is_told(show: Any) -> None:
+    with show(some_report()) as opened:
         opened.page.add_init_script("delete window.DecompressionStream")
         opened.page.reload()
         opened.page.wait_for_selector("[data-ready]", state="attached")
         assert "need a browser of 2023 or later" in opened.text(".note")
         assert opened.page.locator("#policies tr.ours").first.is_visible()
-        assert opened.complaints == []
 
 
 @pytest.mark.parametrize("name", edge_reports())
-def test_small_and_unusual_reports_are_shown(browser: Any, tmp_path: Path, name: str) -> None:
-    write_html(edge_reports()[name], tmp_path / "odd.html")
-    with open_page(browser, tmp_path / "odd.html", width=390) as opened:
+def test_small_and_unusual_reports_are_shown(show: Any, name: str) -> None:
+    with show(edge_reports()[name], width=390) as opened:
         page = opened.page
         if page.locator("#step-timeline").count():
-            scroll_to_timeline(page)
+            page.locator("#step-timeline").scroll_into_view_if_needed()
             page.focus("#lanes")
             for key in ("ArrowDown", "n", "+", "ArrowRight", "0"):
                 page.keyboard.press(key)
@@ -205,4 +183,3 @@ def test_small_and_unusual_reports_are_shown(browser: Any, tmp_path: Path, name:
                 page.keyboard.press(key)
             assert "NaN" not in opened.text("#load")
         assert page.evaluate("document.documentElement.scrollWidth") <= 390
-        assert opened.complaints == []

@@ -153,6 +153,10 @@ def test_a_sweep_has_the_times_of_each_balancer(simulated: SimulatedCase) -> Non
     table = sweep_table([replace(simulated, outcomes=quick)])
     assert table.title == "Milliseconds of a step in every case"
     assert table.rows[0].cells[2:] == ("trimtab 200", "yes", "200", "250", "400", "160")
+    # Neither trimtab nor eplb ran.
+    few = {name: quick[name] for name in ("static", "balanced")}
+    table = sweep_table([replace(simulated, outcomes=few)])
+    assert table.rows[0].cells[2:] == ("static 400", "yes", "–", "–", "400", "160")
     # Enough memory for all but one of the three balancers; the ideal run is none.
     most = max(outcome.peak_bytes for outcome in simulated.outcomes.values())
     greedy = replace(simulated.outcomes["eplb"], memory={"parameters": most + 2})
@@ -170,22 +174,18 @@ def test_balance_before_and_after_a_plan() -> None:
     assert found["planned"] == ("1.050", "1.040", "1.200", "1.300")
 
 
-def test_layers_that_gain_most_come_first() -> None:
+def test_layers_that_gain_most_come_first(capsys: pytest.CaptureFixture[str]) -> None:
     trace = RoutingTrace.from_sequences([np.zeros((1, 3, 1), int)], num_experts=2, layer_indices=[4, 6, 9])
     before = np.array([[[30, 10], [20, 20], [36, 4]]])
-    console = Console(width=120)
-    with console.capture() as printed:
-        console.print(balance_tables(trace, before, np.full((1, 3, 2), 20)))
-    rows = printed.get().partition("Layers that gain most")[2].splitlines()[2:5]
+    Console(width=120).print(balance_tables(trace, before, np.full((1, 3, 2), 20)))
+    rows = capsys.readouterr().out.partition("Layers that gain most")[2].splitlines()[2:5]
     assert [row.split() for row in rows] == [["9", "1.800", "1.000"], ["4", "1.500", "1.000"], ["6", "1.000", "1.000"]]
 
 
-def test_facts_of_a_trace() -> None:
+def test_facts_of_a_trace(capsys: pytest.CaptureFixture[str]) -> None:
     """960 tokens of 2 layers; a byte for each of 2 ids."""
-    console = Console(width=120)
-    with console.capture() as printed:
-        console.print(trace_facts(open_trace(some_trace()), 12))
-    text = " ".join(printed.get().split())
+    Console(width=120).print(trace_facts(open_trace(some_trace()), 12))
+    text = " ".join(capsys.readouterr().out.split())
     assert "sequences 24 of 40 to 40 tokens, 960 tokens in all" in text
     assert "unknown routes 12 of 1,920 (token, layer) pairs" in text
     assert "3.84 kB of expert ids" in text

@@ -111,18 +111,6 @@ PAGES: dict[str, Callable[[str], Report | AnalysisReport]] = {
 }
 
 
-@pytest.fixture(scope="module")
-def plain_content(browser: Any, tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[list[str]]]:
-    """Elements and texts of each kind of page with a plain name."""
-    folder, found = tmp_path_factory.mktemp("plain"), {}
-    for kind, page_with in PAGES.items():
-        write_html(page_with(PLAIN), folder / "page.html")
-        with open_page(browser, folder / "page.html") as opened:
-            found[kind] = content_after_use(opened)
-        assert sum(PLAIN in text for element in found[kind] for text in element) > 2
-    return found
-
-
 def content_after_use(opened: OpenPage) -> list[list[str]]:
     """All elements and texts, after every list, button, table and picture was used."""
     page = opened.page
@@ -144,19 +132,17 @@ def content_after_use(opened: OpenPage) -> list[list[str]]:
 @pytest.mark.longer
 @pytest.mark.parametrize("name", examples(short=[ALL], long=[*NAMES.values(), ALL]))
 @pytest.mark.parametrize("kind", PAGES)
-def test_a_name_is_text_and_nothing_else(
-    browser: Any, plain_content: dict[str, list[list[str]]], tmp_path: Path, kind: str, name: str
-) -> None:
-    write_html(PAGES[kind](name), tmp_path / "page.html")
-    with open_page(browser, tmp_path / "page.html") as opened:
+def test_a_name_is_text_and_nothing_else(show: Any, kind: str, name: str) -> None:
+    with show(PAGES[kind](PLAIN)) as opened:
+        plain_content = content_after_use(opened)
+    assert sum(PLAIN in text for element in plain_content for text in element) > 2
+    with show(PAGES[kind](name)) as opened:
         content = content_after_use(opened)
         for width in (1280, 390):
             opened.page.set_viewport_size({"width": width, "height": 900})
             assert opened.page.evaluate("document.documentElement.scrollWidth") == width
-        assert opened.complaints == []
-        assert opened.requests == []
     shown = NOT_SHOWN.sub("\ufffd", name)
-    expected = [[text.replace(PLAIN, shown) for text in element] for element in plain_content[kind]]
+    expected = [[text.replace(PLAIN, shown) for text in element] for element in plain_content]
     assert [[NOT_SHOWN.sub("\ufffd", text) for text in element] for element in content] == expected
 
 

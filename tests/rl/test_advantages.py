@@ -41,28 +41,21 @@ def padded(rows: list[Row]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     return values_BT, torch.tensor([row[2] for row in rows], dtype=torch.float64), mask_BT
 
 
-@given(responses(), LAMBDAS)
-def test_gae_equals_its_definition(rows: list[Row], gae_lambda: float) -> None:
-    values_BT, rewards_B, mask_BT = padded(rows)
-    found = generalized_advantages(values_BT, rewards_B, mask_BT, gae_lambda)
-    for row, (prompt, values, reward) in enumerate(rows):
-        expected = brute_force(np.diff([*values, reward]), gae_lambda)
-        np.testing.assert_allclose(found[row, prompt : prompt + len(values)].numpy(), expected, atol=1e-12, rtol=0)
-    assert (found[mask_BT == 0] == 0).all()
-
-
 @given(responses(), LAMBDAS, st.lists(st.booleans(), min_size=3, max_size=3))
 @example([(1, [0.5], 1.0), (0, [0.1, 0.7, 0.2], 1.0)], 0.9, [False, False, False])
-def test_extended_gae_equals_its_definition(rows: list[Row], gae_lambda: float, finished: list[bool]) -> None:
-    """Of finished and incomplete responses in one micro-batch. The rewards of incomplete ones are not a number."""
+def test_advantages_equal_their_definition(rows: list[Row], gae_lambda: float, finished: list[bool]) -> None:
+    """GAE, and extended GAE of finished and incomplete responses, whose rewards are not a number."""
     values_BT, rewards_B, mask_BT = padded(rows)
     finished_B = torch.tensor(finished[: len(rows)])
+    of_finished = generalized_advantages(values_BT, rewards_B, mask_BT, gae_lambda)
     rewards_B[~finished_B] = torch.nan
-    found = extended_advantages(values_BT, rewards_B, finished_B, mask_BT, gae_lambda)
+    extended = extended_advantages(values_BT, rewards_B, finished_B, mask_BT, gae_lambda)
     for row, (prompt, values, reward) in enumerate(rows):
-        differences = np.diff([*values, reward]) if finished[row] else np.array([*np.diff(values), 0.0])
-        expected = brute_force(differences, gae_lambda)
-        np.testing.assert_allclose(found[row, prompt : prompt + len(values)].numpy(), expected, atol=1e-12, rtol=0)
+        complete, incomplete = np.diff([*values, reward]), np.array([*np.diff(values), 0.0])
+        for found, differences in ((of_finished, complete), (extended, complete if finished[row] else incomplete)):
+            actual, expected = found[row, prompt : prompt + len(values)].numpy(), brute_force(differences, gae_lambda)
+            np.testing.assert_allclose(actual, expected, atol=1e-12, rtol=0)
         if not finished[row]:
-            assert found[row, prompt + len(values) - 1] == 0
-    assert (found[mask_BT == 0] == 0).all()
+            assert extended[row, prompt + len(values) - 1] == 0
+    assert (of_finished[mask_BT == 0] == 0).all()
+    assert (extended[mask_BT == 0] == 0).all()

@@ -1,41 +1,54 @@
-"""Files of a run without training: the last checkpoint, and what a resumed run removes."""
+"""Files of a run without training: the last checkpoint, what is on disk when, and what a resumed run removes."""
 
 from __future__ import annotations
 
 import json
+import os
+import random
 import re
 import resource
 import time
 from importlib import import_module
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
-from safetensors.torch import save_file
+import torch.distributed as dist
 
 from helpers.trainers import assert_equal_states
 from trimtab.errors import InputError
 from trimtab.rl import checkpoint as checkpoint_module
-from trimtab.rl.checkpoint import FORMAT, last_checkpoint, remove_unfinished
-from trimtab.rl.run import _input_errors
+from trimtab.rl import run as run_module
+from trimtab.rl.checkpoint import last_checkpoint, remove_unfinished, write_checkpoint
+from trimtab.rl.run import run_training
 from trimtab.rl.run_log import RunLog, kept_metrics, remove_later_steps
 
 
-def write_state(out: Path, folder: str, step: int) -> None:
-    trainer = out / "checkpoints" / folder / "trainer"
-    trainer.mkdir(parents=True)
-    state = {"format": FORMAT, "step": step, "held_out_accuracy": {}, "optimizer_files": 1, "homes": [[0, 1]]}
-    state["checksums"] = {}
-    checksum = checkpoint_module._checksum_of_state(state)
-    (trainer / "state.json").write_text(json.dumps(state | {"checksum": checksum}))
+@pytest.fixture(autouse=True)
+def without_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Checkpoints have one file in place of a model."""
+
+    def save(_config: Any, _weights: Any, _tokenizer: Any, folder: Path) -> None:
+        (folder / "model").write_text("weights")
+
+    monkeypatch.setattr(checkpoint_module, "save_checkpoint", save)
+
+
+def write(out: Path, step: int, *, optimizer_state: Any = (), algorithm_state: Any = None) -> Path:
+    """Write a checkpoint. Returns its folder."""
+    write_checkpoint(out, step, {}, [[0, 1]], None, None, [], optimizer_state, algorithm_state or {})
+    return out / "checkpoints" / f"step-{step:05d}"
 
 
 def test_the_last_complete_checkpoint_is_found(tmp_path: Path) -> None:
     assert last_checkpoint(tmp_path) is None
     for step in (2, 99_999, 100_000, 10):
-        write_state(tmp_path, f"step-{step:05d}", step)
-    write_state(tmp_path, ".step-200000.partial", 200_000)
+        write(tmp_path, step)
+    folder = write(tmp_path, 200_000)
+    folder.rename(folder.with_name(f".{folder.name}.partial"))
     # Weights without state.
     (tmp_path / "checkpoints" / "step-100001").mkdir()
     found = last_checkpoint(tmp_path)
@@ -51,34 +64,43 @@ def test_optimizer_state_is_the_same_from_one_file_and_from_many(
         for name, size in {"a/b": 3, "c": 5, "d": 2}.items()
     }
     for limit, files in ((1 << 20, 1), (1, 3)):
-        out = tmp_path / str(limit)
-        (out / "trainer").mkdir(parents=True)
         monkeypatch.setattr(checkpoint_module, "FILE_BYTES", limit)
-        assert checkpoint_module._write_optimizer(state.items(), out) == files
-        read = checkpoint_module.Checkpoint(out, 0, {}, files, [], {}).optimizer_state()
+        folder = write(tmp_path, files, optimizer_state=state.items())
+        assert len(list((folder / "trainer").glob("optimizer-*"))) == files
+        checkpoint = last_checkpoint(tmp_path)
+        assert checkpoint is not None
+        assert checkpoint.optimizer_files == files
+        read = checkpoint.optimizer_state()
         assert {*read} == {*state}
         for name, values in state.items():
             assert_equal_states({key: torch.as_tensor(value) for key, value in read[name].items()}, values)
 
 
 def test_changed_and_missing_files_are_named(tmp_path: Path) -> None:
-    file = tmp_path / "weights"
-    file.write_bytes(b"abc")
-    checksum = "ba7816bf8f01cfea414140de5dae2223b00361a396177a9cb410ff61f20015ad"
-    checkpoint = checkpoint_module.Checkpoint(tmp_path, 0, {}, 0, [], {"weights": checksum})
+    """Every file but the state, which has a checksum of itself."""
+    folder = write(tmp_path, 2, algorithm_state={"value": torch.ones(2)})
+    checkpoint = last_checkpoint(tmp_path)
+    assert checkpoint is not None
     checkpoint.check_files()
-    file.write_bytes(b"abd")
-    with pytest.raises(InputError, match="weights: it has changed since it was written"):
-        checkpoint.check_files()
-    file.unlink()
-    with pytest.raises(InputError, match=r"weights: it is missing; .* to continue from the checkpoint before"):
-        checkpoint.check_files()
+    files = {path for path in folder.rglob("*") if path.is_file()} - {folder / "trainer" / "state.json"}
+    assert {file.name for file in files} == {"model", "optimizer-00000.safetensors", "algorithm.safetensors"}
+    for file in files:
+        whole = file.read_bytes()
+        damaged = bytearray(whole)
+        damaged[random.randrange(len(whole))] ^= 1 << random.randrange(8)
+        for content in (damaged, whole[:-1]):
+            file.write_bytes(content)
+            with pytest.raises(InputError, match=f"{file}: it has changed since it was written"):
+                checkpoint.check_files()
+        file.unlink()
+        with pytest.raises(InputError, match=f"{file}: it is missing; .* to continue from the checkpoint before"):
+            checkpoint.check_files()
+        file.write_bytes(whole)
 
 
 def test_a_changed_state_is_refused(tmp_path: Path) -> None:
-    write_state(tmp_path, "step-00002", 2)
-    state = tmp_path / "checkpoints" / "step-00002" / "trainer" / "state.json"
-    state.write_text(state.read_text().replace("[0, 1]", "[1, 0]"))
+    state = write(tmp_path, 2) / "trainer" / "state.json"
+    state.write_text(json.dumps(json.loads(state.read_text()) | {"homes": [[1, 0]]}))
     with pytest.raises(InputError, match="expected the state of a run after 2 steps"):
         last_checkpoint(tmp_path)
 
@@ -169,28 +191,63 @@ def test_tensorboard_shows_every_step_once(set_back: bool, tmp_path: Path, monke
     assert [re.split(r"[.]", name)[3] for name in names][:2] == ["0000000000", "0000000001"]
 
 
-def test_files_that_can_not_be_written_are_input_errors(tmp_path: Path) -> None:
-    message = "No space left on device; when that is solved, continue with --resume"
-    with pytest.raises(InputError, match=f"^out: {message}"), _input_errors(Path("out")):
-        Path("/dev/full").write_text("metrics")
-    with pytest.raises(InputError, match=r"^file: No space left"), _input_errors(Path("out")):
-        raise OSError(28, "No space left on device", "file")
-    with pytest.raises(ConnectionResetError), _input_errors(Path("out")):
-        raise ConnectionResetError(104, "Connection reset by peer")
+def test_files_that_can_not_be_written_are_input_errors(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dist, "get_rank", lambda: 0)
+    config: Any = SimpleNamespace(out=tmp_path)
+    cases: list[tuple[OSError, type[Exception], str]] = [
+        (OSError(28, "No space left on device"), InputError, f"^{tmp_path}: No space left on device; .* --resume"),
+        (OSError(28, "No space left on device", "file"), InputError, "^file: No space left"),
+        (ConnectionResetError(104, "Connection reset by peer"), ConnectionResetError, ""),
+    ]
+    for error, expected, message in cases:
+        monkeypatch.setattr(run_module, "last_checkpoint", mock.Mock(side_effect=error))
+        with pytest.raises(expected, match=message):
+            run_training(config)
 
 
 def test_a_checkpoint_that_can_not_be_written_leaves_nothing(tmp_path: Path) -> None:
-    target = tmp_path / "checkpoints" / "step-00001"
+    folder = tmp_path / "checkpoints"
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-
-    def write() -> None:
-        with checkpoint_module._atomic_directory(target) as folder:
-            resource.setrlimit(resource.RLIMIT_FSIZE, (1000, limits[1]))
-            save_file({"weights": torch.zeros(1000)}, folder / "model.safetensors")
-
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1000, limits[1]))
     try:
-        with pytest.raises(InputError, match=rf"{target}: can't be written \(.*File too large.*\); when"):
-            write()
+        with pytest.raises(InputError, match=rf"{folder}/step-00001: can't be written \(.*File too large.*\); when"):
+            write(tmp_path, 1, algorithm_state={"weights": torch.zeros(1000)})
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
-    assert not list(target.parent.iterdir())
+    assert not list(folder.iterdir())
+
+
+@pytest.fixture
+def events(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Names of files and folders as they are synced, and "renamed"."""
+    events: list[str] = []
+    sync, move = os.fsync, os.replace
+
+    def log_sync(descriptor: int) -> None:
+        events.append(os.readlink(f"/proc/self/fd/{descriptor}"))
+        sync(descriptor)
+
+    def log_move(source: Path, target: Path) -> None:
+        events.append("renamed")
+        move(source, target)
+
+    monkeypatch.setattr(os, "fsync", log_sync)
+    monkeypatch.setattr(os, "replace", log_move)
+    return events
+
+
+def test_a_checkpoint_is_on_disk_before_it_has_its_name_and_its_name_after(tmp_path: Path, events: list[str]) -> None:
+    folder = write(tmp_path, 3, optimizer_state=[("weight", {"exp_avg": torch.ones(2)})])
+    renamed = len(events) - 1 - events[::-1].index("renamed")
+    partial = folder.with_name(f".{folder.name}.partial")
+    written = {*folder.rglob("*"), folder}
+    assert {partial / path.relative_to(folder) for path in written} <= {*map(Path, events[:renamed])}
+    assert events[renamed + 1 :] == [str(folder.parent)]
+
+
+def test_a_line_of_metrics_is_on_disk_when_its_step_ends(tmp_path: Path, events: list[str]) -> None:
+    log = RunLog(tmp_path, first_step=0, is_writer=True)
+    log.record({"step": 0, "reward": 1.0})
+    assert events == [str(tmp_path / "metrics.jsonl")]
+    assert (tmp_path / "metrics.jsonl").read_text().count("\n") == 1
+    log.close()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 from unittest import mock
 
 import pytest
@@ -14,6 +13,7 @@ from helpers.rank_tests import runs_on_ranks
 from helpers.trainers import LAYERS, TOP_K, start
 from trimtab.rl import warm_start
 from trimtab.rl.warm_start import load_balancing_loss
+from trimtab.runtime import Session
 
 
 def test_the_loss_equals_that_of_transformers_for_one_layer() -> None:
@@ -25,24 +25,18 @@ def test_the_loss_equals_that_of_transformers_for_one_layer() -> None:
 @pytest.mark.parametrize("gradient_checkpointing", [False, True])
 @runs_on_ranks()
 def test_padding_does_not_count_in_the_load_balancing_loss(folder: Path, gradient_checkpointing: bool) -> None:
-    shapes, values = [], []
-    encode, fed_rows = warm_start._encode, []
-
-    def kept_encode(*args: Any) -> Any:
-        encoded = encode(*args)
-        fed_rows.append(len(encoded[1]))
-        return encoded
+    shapes, values = list[tuple[int, ...]](), list[float]()
 
     def kept_loss(logits: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
         value = load_balancing_loss(logits, ids)
-        shapes.append((fed_rows[-1], *ids.shape))
+        shapes.append((len(micro_step.call_args.kwargs["positions"]), *ids.shape))
         values.append(float(value.detach()))
         return value
 
     with (
         mock.patch.object(warm_start, "BALANCE_WEIGHT", 10.0),
         mock.patch.object(warm_start, "load_balancing_loss", kept_loss),
-        mock.patch.object(warm_start, "_encode", kept_encode),
+        mock.patch.object(Session, "live_micro_step", autospec=True, side_effect=Session.live_micro_step) as micro_step,
     ):
         start(folder, warm_start_steps=12, gradient_checkpointing=gradient_checkpointing).close()
     assert len(shapes) == 12 * LAYERS

@@ -13,8 +13,6 @@ from trimtab.runtime.transfer import counters as counters_module
 from trimtab.runtime.transfer import streams
 from trimtab.runtime.transfer.counters import Counters
 
-CPU = torch.device("cpu")
-
 
 def test_every_metric_is_its_own_counter() -> None:
     counters = Counters(
@@ -59,21 +57,16 @@ def pass_time(milliseconds: float) -> None:
     Event.now += milliseconds
 
 
-def expose_transfers() -> float:
-    """The exposed seconds of waits of 128 ms, with work between them."""
+@pytest.mark.parametrize("on_device", [False, True])
+def test_exposed_time_is_that_of_all_waits(on_device: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    if on_device:
+        monkeypatch.setattr(streams, "has_streams", lambda device: True)
+        monkeypatch.setattr(counters_module, "torch", SimpleNamespace(cuda=SimpleNamespace(Event=Event)))
+    else:
+        monkeypatch.setattr(counters_module, "time", SimpleNamespace(perf_counter=lambda: Event.now / 1e3))
+    # Waits of 128 ms, with work between them.
     counters = Counters()
     for milliseconds in (5.0, 20.0, 100.0):
-        counters.wait([partial(pass_time, milliseconds), partial(pass_time, 1.0)], CPU)
+        counters.wait([partial(pass_time, milliseconds), partial(pass_time, 1.0)], torch.device("cpu"))
         pass_time(1000.0)
-    return counters.metrics()["transfer/exposed_s"]
-
-
-def test_exposed_time_is_that_of_all_waits(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(counters_module, "time", SimpleNamespace(perf_counter=lambda: Event.now / 1e3))
-    assert expose_transfers() == pytest.approx(0.128)
-
-
-def test_exposed_time_of_a_device_is_in_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(streams, "has_streams", lambda device: True)
-    monkeypatch.setattr(counters_module, "torch", SimpleNamespace(cuda=SimpleNamespace(Event=Event)))
-    assert expose_transfers() == pytest.approx(0.128)
+    assert counters.metrics()["transfer/exposed_s"] == pytest.approx(0.128)

@@ -16,6 +16,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch._C._distributed_c10d import TCPStore
 
 from helpers.equality import relative_error
 from helpers.moe_model import ALL_LISTS, Shape, TinyMoE, matches
@@ -221,7 +222,7 @@ def test_a_long_wait_is_told_once_with_its_call_and_ranks() -> None:
 
 def end_early(rank: int, port: int, results: Connection) -> None:
     """Rank 0 holds the store, and ends after planning. Rank 1 goes on."""
-    store = dist.TCPStore("127.0.0.1", port, 2, rank == 0)
+    store = TCPStore("127.0.0.1", port, 2, rank == 0)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=2)
     session, model, _ = make()
     step = Step(1, moves=False)

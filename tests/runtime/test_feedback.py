@@ -13,12 +13,13 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from helpers.moe_model import Shape, TinyMoE
+from helpers.moe_model import Shape
+from helpers.planned_steps import make
 from helpers.rank_pool import on_ranks
 from trimtab.cluster import QWEN3_30B, ClusterSpec, StepCosts
 from trimtab.planner.plan.pass_times import PARTS
 from trimtab.planner.plan.strategy import ANY, NEAR, NOTHING, STEP, Strategy
-from trimtab.runtime import PlannedStep, Session
+from trimtab.runtime import PlannedStep
 from trimtab.runtime import feedback as feedback_module
 from trimtab.runtime.feedback import COMPARED_EVERY, DROPPED_STEPS, FIRST_COMPARED, Feedback
 
@@ -141,10 +142,8 @@ def test_costs_of_moves_are_measured_and_not_scaled() -> None:
 
 def learn_in_a_session(rates: ClusterSpec | None) -> list[float]:
     """The scale of every step's plan, one rank slower than the other."""
-    torch.manual_seed(0)
-    session = Session(num_experts=4, slots_per_rank=2, rates=rates)
-    model = TinyMoE(Shape(layers=2, experts=4, top_k=2, hidden=8, width=8), torch.float64)
-    model.share(session)
+    shape = Shape(layers=2, experts=4, top_k=2, hidden=8, width=8)
+    session, model, _ = make(torch.float64, shape=shape, rates=rates)
     rng, scales = np.random.default_rng(dist.get_rank()), []
     tokens = torch.zeros(16, dtype=torch.int64)
     for _ in range(4):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable
 
 import pytest
@@ -11,6 +12,7 @@ from helpers import any_loop
 from helpers.any_loop import Loop, start, update
 from helpers.rank_tests import runs_on_ranks
 from trimtab.errors import InputError
+from trimtab.runtime.state.optimizer_watch import OptimizerWatch
 
 SUMMED = "summed over ranks already"
 
@@ -80,20 +82,6 @@ def test_adding_to_summed_gradients_is_refused(between: str) -> None:
 
 
 @runs_on_ranks()
-def test_gradients_may_be_zeroed_between_forward_and_backward() -> None:
-    for to_none in (True, False):
-        loop = start()
-        update(loop)
-        any_loop.step(loop, None)
-        any_loop.forward(loop, 1, "plain", 1)
-        any_loop.zero(loop, to_none)
-        # The weights changed before the forward, not after it.
-        any_loop.backward(loop, 1)
-        any_loop.finish(loop)
-        assert loop.is_finished
-
-
-@runs_on_ranks()
 def test_gradient_that_no_rank_has_stays_none() -> None:
     """Optimizers skip parameters without gradient."""
     loop = start()
@@ -154,3 +142,24 @@ def test_weights_do_not_change_between_forward_and_backward(fused: bool) -> None
     (torch.optim.AdamW(parameters, fused=True) if fused else torch.optim.SGD(parameters, lr=0.1)).step()
     with pytest.raises(RuntimeError, match=r"changed within a micro-step, or between|modified by an inplace"):
         loop.pending.pop(2).loss.backward()
+
+
+def test_a_session_may_be_collected_in_the_middle_of_an_optimizer_step() -> None:
+    parameter = torch.nn.Parameter(torch.ones(1))
+    parameter.grad = torch.ones(1)
+    seen: list[str] = []
+
+    def collect(holds_experts: bool) -> None:
+        gc.collect()
+        seen.append(f"with experts: {holds_experts}")
+
+    watch = OptimizerWatch(lambda: [parameter], collect, collect)
+    for _ in range(3):
+        other = OptimizerWatch(list, lambda _: None, lambda _: None)
+        # A reference cycle, as in sessions.
+        other.registered.append(other)  # type: ignore[arg-type]
+        del other
+        torch.optim.SGD([parameter], lr=0.1).step()
+    torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=0.1).step()
+    assert seen == ["with experts: True"] * 6 + ["with experts: False"] * 2
+    del watch

@@ -14,6 +14,7 @@ import torch.distributed as dist
 from helpers.equality import Case, compare_cases
 from helpers.examples import examples
 from helpers.moe_model import Shape, TinyMoE
+from helpers.planned_steps import make
 from helpers.random_plans import random_schedule, random_trace
 from helpers.rank_pool import RankPool, on_ranks, shared_pool
 from helpers.rank_tests import runs_on_ranks
@@ -66,45 +67,35 @@ def places(state: State, expert_ranks: Ranks, dp_ranks: Ranks | None, nodes: lis
     }
 
 
-def test_groups_of_ranks_that_are_not_neighbours(pool: RankPool) -> None:
-    found = pool.call(places, ((0, 2), (1, 3)), ((0, 1), (2, 3)), None)
-    for rank, place in enumerate(found):
-        group, position = rank % 2, rank // 2
-        assert (place["group"], place["rank"], place["groups"]) == (group, position, 2)
-        assert place["data_rank"] == group * 2 + position
-        assert place["is_given"]
-        assert place["experts"] == place["weights"] == place["expert_control"] == place["node_control"]
-        assert place["experts"] == [group, group + 2]
-        assert place["control"] == [0, 2, 1, 3]
-        assert place["data"] == 0b1111
-        assert place["home_experts"] == [*range(position * 4, position * 4 + 4)]
+# Groups of experts and of data, nodes, and what each rank then has.
+PLACES: dict[str, tuple[Ranks, Ranks | None, list[int] | None, dict[str, list[Any]]]] = {
+    "groups of ranks that are not neighbours": (((0, 2), (1, 3)), ((0, 1), (2, 3)), None, {
+        "group": [0, 1, 0, 1], "rank": [0, 0, 1, 1], "groups": [2] * 4, "data_rank": [0, 2, 1, 3],
+        "is_given": [True] * 4, "control": [[0, 2, 1, 3]] * 4, "data": [0b1111] * 4,
+        **dict.fromkeys(("experts", "weights", "expert_control", "node_control"), [[0, 2], [1, 3]] * 2),
+        "home_experts": [[0, 1, 2, 3]] * 2 + [[4, 5, 6, 7]] * 2,
+    }),
+    # Ranks are numbered by node; homes at the start follow the framework's group.
+    "nodes of ranks that are not neighbours": (((0, 1, 2, 3),), None, [7, 5, 7, 5], {
+        "rank": [0, 2, 1, 3], "ranks_per_node": [2] * 4, "is_given": [False] * 4,
+        **dict.fromkeys(("experts", "weights", "gradients", "control", "expert_control"), [[0, 2, 1, 3]] * 4),
+        "node_control": [[0, 2], [1, 3]] * 2, "home_experts": [[0, 1], [2, 3], [4, 5], [6, 7]],
+        "by_position": [[0, 1, 2, 3]] * 4,
+    }),
+    "a group in another order than the ranks": (((3, 2, 1, 0),), None, [0, 1, 1, 0], {
+        "rank": [1, 3, 2, 0], "experts": [[3, 0, 2, 1]] * 4, "control": [[3, 0, 2, 1]] * 4,
+        "node_control": [[3, 0], [2, 1], [2, 1], [3, 0]], "home_experts": [[6, 7], [4, 5], [2, 3], [0, 1]],
+        "by_position": [[3, 2, 1, 0]] * 4,
+    }),
+    "the same on one node": (((3, 2, 1, 0),), None, None, {"rank": [3, 2, 1, 0], "is_given": [True] * 4}),
+}  # fmt: skip
 
 
-def test_nodes_of_ranks_that_are_not_neighbours(pool: RankPool) -> None:
-    """Ranks are numbered by node; homes at the start follow the framework's group."""
-    found = pool.call(places, ((0, 1, 2, 3),), None, [7, 5, 7, 5])
-    assert [place["rank"] for place in found] == [0, 2, 1, 3]
-    for rank, place in enumerate(found):
-        assert place["ranks_per_node"] == 2
-        assert not place["is_given"]
-        assert place["home_experts"] == [2 * rank, 2 * rank + 1]
-        for name in ("experts", "weights", "gradients", "control", "expert_control"):
-            assert place[name] == [0, 2, 1, 3]
-        assert place["node_control"] == [rank % 2, rank % 2 + 2]
-        assert place["by_position"] == [0, 1, 2, 3]
-
-
-def test_a_group_in_another_order_than_the_ranks(pool: RankPool) -> None:
-    found = pool.call(places, ((3, 2, 1, 0),), None, [0, 1, 1, 0])
-    assert [place["rank"] for place in found] == [1, 3, 2, 0]
-    for rank, place in enumerate(found):
-        assert place["experts"] == place["control"] == [3, 0, 2, 1]
-        assert place["node_control"] == ([3, 0] if rank in (0, 3) else [2, 1])
-        assert place["home_experts"] == [2 * (3 - rank), 2 * (3 - rank) + 1]
-        assert place["by_position"] == [3, 2, 1, 0]
-    found = pool.call(places, ((3, 2, 1, 0),), None, None)
-    assert [place["rank"] for place in found] == [3, 2, 1, 0]
-    assert all(place["is_given"] for place in found)
+@pytest.mark.parametrize("name", PLACES)
+def test_places_of_ranks(pool: RankPool, name: str) -> None:
+    *arguments, expected = PLACES[name]
+    found = pool.call(places, *arguments)
+    assert {key: [place[key] for place in found] for key in expected} == expected
 
 
 def test_nodes_may_be_omitted_for_one_node(pool: RankPool) -> None:
@@ -119,13 +110,10 @@ def train_stage(state: State, stages: Ranks, chosen: int) -> list[float] | None:
     group = groups_of(state, stages)
     if dist.get_rank() not in stages[chosen]:
         return None
-    torch.manual_seed(0)
     # Ranks may have created different numbers of groups.
     if dist.get_rank() == stages[chosen][0]:
         dist.new_group([dist.get_rank()], use_local_synchronization=True)
-    session = Session(num_experts=4, expert_group=group)
-    model = TinyMoE(SHAPE, torch.float64)
-    model.share(session)
+    session, model, _ = make(torch.float64, shape=SHAPE, expert_group=group)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     session.register_optimizers(optimizer)
     rng, sums = np.random.default_rng(session.rank), []

@@ -12,6 +12,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from datetime import timedelta
+from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -34,7 +36,9 @@ from trimtab.planner.replicas.paths import HOST, PEER
 from trimtab.runtime import Session, gated_experts
 from trimtab.runtime.ranks.topology import Topology
 from trimtab.runtime.state.home_experts import HomeExperts
-from trimtab.runtime.transfer import streams
+from trimtab.runtime.transfer import message_rounds, streams
+from trimtab.runtime.transfer import ring as ring_module
+from trimtab.runtime.transfer.message_rounds import Posted
 from trimtab.runtime.transfer.mirror import NodeMirror
 from trimtab.runtime.transfer.ring import ReplicaRing
 from trimtab.trace import synthesize
@@ -243,15 +247,22 @@ def test_mirrors_grow_by_half() -> None:
 @runs_on_ranks()
 def test_compute_does_not_wait_for_its_own_sends() -> None:
     """Rank 1 has replicas of rank 0's expert. Only when the weights are about to change is the send waited for."""
+    sends: list[dist.Work] = []
+
+    def post(*args: Any, **named: Any) -> list[Posted]:
+        posted = message_rounds.post(*args, **named)
+        sends.extend(work for receives, work in posted if not receives)
+        return posted
+
     with late_device.install("late"):
         session = session_with_one_replica(PEER)
         ring = session.transfers.ring
-        with torch.no_grad(), session.micro_step(0):
+        with torch.no_grad(), mock.patch.object(ring_module, "post", post), session.micro_step(0):
             ring.prefetch(0, 0)
             ring.replicas(0, 0)
-        assert [work.is_completed() for _, work in ring._sends] == [False] * (dist.get_rank() == 0)
+        assert [work.is_completed() for work in sends] == [False] * (dist.get_rank() == 0)
         ring.complete()
-        assert not ring._sends
+        assert all(work.is_completed() for work in sends)
         session.close()
 
 

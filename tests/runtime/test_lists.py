@@ -12,7 +12,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from helpers.equality import relative_error
-from helpers.moe_model import ALL_LISTS, Shape, TinyMoE
+from helpers.moe_model import ALL_LISTS, Shape
 from helpers.planned_steps import Step, make
 from helpers.rank_tests import runs_on_ranks
 from trimtab.errors import InputError, RanksDisagreeError
@@ -109,10 +109,7 @@ def test_invalid_lists_are_refused_with_their_name() -> None:
 
 @runs_on_ranks()
 def test_undetected_write_is_reported_with_the_expert() -> None:
-    torch.manual_seed(0)
-    session = Session(num_experts=SHAPE.experts, verify_weights=True)
-    model = TinyMoE(SHAPE, torch.float32)
-    model.share(session)
+    session, _, _ = make(shape=SHAPE, verify_weights=True)
     with session.live_micro_step(positions=torch.arange(3)):
         pass
     if session.rank == 1:

@@ -8,6 +8,7 @@ import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -15,7 +16,7 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.checkpoint import checkpoint
 
-from helpers import any_loop
+from helpers import any_loop, moe_model
 from helpers.any_loop import RUNS, Loop, backward, finish, forward, live, start, step, update, zero
 from helpers.equality import relative_error
 from helpers.moe_model import Shape, TinyMoE
@@ -24,6 +25,7 @@ from helpers.random_plans import random_schedule, random_trace
 from helpers.rank_tests import runs_on_ranks
 from trimtab.errors import InputError
 from trimtab.runtime import ExpertWeight, RowGroups, Session, gated_experts
+from trimtab.runtime.ranks.lockstep import Lockstep
 
 
 @pytest.mark.parametrize("run", RUNS[1:])
@@ -44,30 +46,44 @@ def test_a_checkpointed_layer_runs_again_in_the_micro_step_of_its_first_run(run:
     step(loop)
 
 
-@pytest.mark.parametrize("change", ["repoint", "offload"])
-@runs_on_ranks()
-def test_memory_of_parameters_may_be_replaced(change: str) -> None:
-    loop = start()
-    for updates in (1, 2):
-        for _ in range(updates):
-            update(loop)
-            step(loop)
-        getattr(any_loop, change)(loop)
-        any_loop.onload(loop)
-    update(loop)
-    step(loop)
+STEP: list[tuple[Any, ...]] = [(update,), (step,)]
+ACTIONS: dict[str, Any] = {
+    f"memory of parameters, {change.__name__}": [
+        *STEP, (change,), (any_loop.onload,), *STEP, *STEP, (change,), (any_loop.onload,), *STEP,
+    ]
+    for change in (any_loop.repoint, any_loop.offload)
+} | {
+    f"{name}, set_to_none={to_none}": actions
+    for to_none in (False, True)
+    for name, actions in {
+        "zeroed before gradients are finished": [(update,), (zero, to_none), (update,), (finish,), (step,)],
+        "zeroed between forward and backward": [
+            (update,), (step, None), (forward, 1, "plain", 1), (zero, to_none), (backward, 1), (finish,),
+        ],
+        # `finish` asserts the error for gradients that were already summed.
+        "summed once": [
+            (update,), (finish,), (finish,), (update,), (finish,), (zero, to_none), (finish,), (finish,), (update,),
+            (finish,),
+        ],
+    }.items()
+} | {
+    f"a backward after a failed one, {run}": [
+        (forward, 1, "plain", 1), (any_loop.fail, 0, run, 0, "outside"), (backward, 1), (finish,),
+    ]
+    for run in ("plain", "reentrant checkpoint")
+} | {
+    "a micro-step between finished gradients and the step": [
+        (update,), (finish,), (forward, 1), (step,), (forward, 1), *STEP,
+    ],
+}  # fmt: skip
 
 
+@pytest.mark.parametrize("what", ACTIONS)
 @runs_on_ranks()
-def test_micro_steps_between_finished_gradients_and_the_optimizer_step() -> None:
+def test_actions_of_a_loop(what: str) -> None:
     loop = start()
-    update(loop)
-    finish(loop)
-    forward(loop, 1)
-    step(loop)
-    forward(loop, 1)
-    update(loop)
-    step(loop)
+    for action, *arguments in ACTIONS[what]:
+        action(loop, *arguments)
 
 
 AFTER: dict[str, Callable[[Loop], None]] = {
@@ -91,45 +107,6 @@ def test_replica_gradients_of_a_failed_backward_are_dropped(after: str) -> None:
         finish(loop)
         abandoned += loop.session.take_metrics()["moe/abandoned_backwards"]
     assert abandoned > 0
-
-
-@runs_on_ranks()
-def test_another_backward_may_follow_a_failed_one() -> None:
-    """The backward of a forward that ran before the failure, with no layer in between."""
-    for run in ("plain", "reentrant checkpoint"):
-        loop = start()
-        forward(loop, 1, "plain", 1)
-        any_loop.fail(loop, 0, run, 0, "outside")
-        backward(loop, 1)
-        finish(loop)
-
-
-@runs_on_ranks()
-def test_gradients_zeroed_before_they_are_finished_stay_zero() -> None:
-    for to_none in (True, False):
-        loop = start()
-        update(loop)
-        zero(loop, to_none)
-        update(loop)
-        finish(loop)
-        step(loop)
-
-
-@runs_on_ranks()
-def test_gradients_are_summed_once() -> None:
-    """`finish` asserts the error for gradients that were already summed."""
-    loop = start()
-    for to_none in (False, True):
-        update(loop)
-        finish(loop)
-        finish(loop)
-        update(loop)
-        finish(loop)
-        zero(loop, to_none)
-    finish(loop)
-    finish(loop)
-    update(loop)
-    finish(loop)
 
 
 @runs_on_ranks()
@@ -157,10 +134,8 @@ def test_expert_functions_may_be_checkpointed() -> None:
         return output
 
     for seed in (3, 4, 5):
-        loop = start(seed)
-        for block in loop.model.moe_blocks():
-            assert block.layer is not None
-            block.layer._apply = apply
+        with mock.patch.object(moe_model, "gated_experts", return_value=apply):
+            loop = start(seed)
         for number in (0, 1, 2):
             forward(loop, number, "plain", number)
         for number in (1, 0, 2):
@@ -246,7 +221,8 @@ def test_ids_are_those_that_route_returned() -> None:
 def test_a_wait_may_be_interrupted() -> None:
     """The result of an interrupted wait is not taken for that of the next one."""
     loop = start()
-    lockstep, gate, done = loop.session._lockstep, threading.Event(), list[bool]()
+    lockstep = Lockstep(loop.session.topology, num_experts=loop.session.num_experts, max_values=0)
+    gate, done = threading.Event(), list[bool]()
 
     def interrupt(*_: object) -> None:
         raise KeyboardInterrupt

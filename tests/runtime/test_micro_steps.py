@@ -13,6 +13,7 @@ from helpers.equality import relative_error
 from helpers.examples import examples
 from helpers.micro_steps import ORDERS, MicroStepCase, compare_micro_steps
 from helpers.moe_model import Shape, TinyMoE
+from helpers.planned_steps import make
 from helpers.random_plans import random_trace
 from helpers.rank_pool import on_ranks
 from helpers.rank_tests import runs_on_ranks
@@ -40,22 +41,18 @@ def test_rows_of_any_micro_steps_in_any_order(ranks: int, groups: int, count: in
     on_ranks(compare_micro_steps, (cases,), ranks=ranks)
 
 
-def make_session(layers: int = 3) -> tuple[Session, TinyMoE]:
-    torch.manual_seed(0)
-    session = Session(num_experts=4, slots_per_rank=2)
-    model = TinyMoE(Shape(layers=layers, experts=4, top_k=2, hidden=8, width=8), torch.float64)
-    model.share(session)
+def make_session() -> tuple[Session, TinyMoE]:
+    session, model, _ = make(torch.float64, shape=Shape(layers=3, experts=4, top_k=2, hidden=8, width=8))
     return session, model
 
 
-def random_rows(rng: np.random.Generator, tokens: int, layers: int = 3) -> np.ndarray:
-    return np.argsort(rng.random((tokens, layers, 4)), axis=-1)[:, :, :2]
+def random_rows(rng: np.random.Generator, tokens: int) -> np.ndarray:
+    return np.argsort(rng.random((tokens, 3, 4)), axis=-1)[:, :, :2]
 
 
 @runs_on_ranks()
 def test_memory_does_not_grow_with_micro_steps() -> None:
     """Memory of layers is freed, also if the loop keeps losses and micro-steps."""
-    torch.set_num_threads(1)
     session, model = make_session()
     rng = np.random.default_rng(torch.distributed.get_rank())
     count, tokens = 60, torch.zeros(64, dtype=torch.int64)

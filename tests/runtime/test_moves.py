@@ -299,7 +299,8 @@ def test_measured_price_reaches_the_planner(lists: tuple[str, ...]) -> None:
 
     with (
         mock.patch("trimtab.runtime.planning.plan_schedule", plan),
-        mock.patch.object(MovePrice, "s_per_byte", property(lambda price: 1e-6 if price._moves else None)),
+        mock.patch.object(MovePrice, "measure", autospec=True, side_effect=MovePrice.measure) as measure,
+        mock.patch.object(MovePrice, "s_per_byte", property(lambda _: 1e-6 if measure.called else None)),
     ):
         session.plan(mine, step.schedule)
         before = session.placement.home[0]

@@ -11,10 +11,10 @@ from unittest import mock
 
 import numpy as np
 import pytest
-import torch
 import torch.distributed as dist
 
-from helpers.moe_model import Shape, TinyMoE
+from helpers.moe_model import Shape
+from helpers.planned_steps import make
 from helpers.planner_steps import free_replicas, skewed_trace
 from helpers.rank_tests import runs_on_ranks
 from trimtab.errors import InputError
@@ -36,10 +36,7 @@ replicas_cost_nothing = mock.patch.object(SessionPlanner, "of", make_planner)
 
 
 def make_session(**options: Any) -> Session:
-    torch.manual_seed(0)
-    session = Session(num_experts=EXPERTS, slots_per_rank=2, **options)
-    TinyMoE(Shape(layers=LAYERS, experts=EXPERTS, top_k=TOP_K, hidden=8, width=8), torch.float64).share(session)
-    return session
+    return make(shape=Shape(layers=LAYERS, experts=EXPERTS, top_k=TOP_K, hidden=8, width=8), **options)[0]
 
 
 def rank_trace(count: int = 20, rank: int | None = None) -> RoutingTrace:
@@ -129,12 +126,13 @@ def test_sequences_are_counted_once() -> None:
 @runs_on_ranks()
 def test_a_failure_ahead_is_told_and_the_step_is_planned_at_once() -> None:
     """All ranks count all of their sequences again."""
-    trace, warnings, handler = rank_trace(), list[str](), logging.Handler()
-    handler.emit = lambda record: warnings.append(record.getMessage())  # type: ignore[method-assign]
-    logging.getLogger("trimtab").addHandler(handler)
-    with mock.patch.object(SessionPlanner, "plan_ahead", side_effect=MemoryError("no memory")), counting() as counted:
+    trace, warnings, log = rank_trace(), list[str](), logging.getLogger("trimtab")
+    with (
+        mock.patch.object(log, "warning", lambda text, *values: warnings.append(text % values)),
+        mock.patch.object(SessionPlanner, "plan_ahead", side_effect=MemoryError("no memory")),
+        counting() as counted,
+    ):
         planned = plan(make_session(), trace, [np.arange(15)])
-    logging.getLogger("trimtab").removeHandler(handler)
     assert len(planned.schedule.rank) == 2 * trace.num_sequences
     assert planned.known_ahead == 0.0
     assert counted == [15, 21]

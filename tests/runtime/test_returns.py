@@ -69,9 +69,9 @@ def first_column(layer: HomeExperts) -> list[float] | None:
     return None if grad is None else grad[:, 0].tolist()
 
 
-def make_returns(layers: int) -> GradientReturns:
+def make_returns(layers: int, counters: Counters | None = None) -> GradientReturns:
     topology: Any = SimpleNamespace(gradients=None, rank=0)
-    return GradientReturns(topology, layers=layers, counters=Counters())
+    return GradientReturns(topology, layers=layers, counters=counters or Counters())
 
 
 def replicas(*experts_and_ranks: tuple[int, int]) -> InstanceReplicas:
@@ -91,7 +91,8 @@ def test_gradients_are_added_to_their_expert_in_their_layer(peers: Peers) -> Non
 
 def test_replicas_of_one_expert_are_summed_in_float32(peers: Peers) -> None:
     """In bfloat16 256 + 1 is 256."""
-    under_way, layer = make_returns(layers=2), make_layer(torch.bfloat16)
+    counters = Counters()
+    under_way, layer = make_returns(2, counters), make_layer(torch.bfloat16)
     peers.values = [256, 1, 1]
     under_way.start(layer, [], replicas((1, 1), (1, 2), (1, 3)), 0)
     under_way.finish()
@@ -99,7 +100,7 @@ def test_replicas_of_one_expert_are_summed_in_float32(peers: Peers) -> None:
     under_way.start(layer, [torch.ones(1, 2, dtype=torch.bfloat16)], replicas((0, 0)), 0)
     assert peers.sent[0].dtype == torch.float32
     # Two values in float32.
-    assert under_way._counters.gradient_bytes == 8
+    assert counters.gradient_bytes == 8
 
 
 def test_oldest_is_added_first_and_reserved_memory_is_enough(peers: Peers) -> None:

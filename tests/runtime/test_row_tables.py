@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+import weakref
 from collections import Counter
 from types import SimpleNamespace
 from typing import Any
@@ -87,8 +88,8 @@ def test_tables_are_kept_for_a_second_pass_within_a_limit(monkeypatch: pytest.Mo
     assert [run(index) is first[index] for index in range(6)] == [True] * 6
     # Room for about three of them: the first ones stay, since a further pass begins with them.
     monkeypatch.setattr(micro_step, "KEPT_BYTES", sum(tables.nbytes for tables in first[:3]) + 1)
-    step._tables.clear()
-    again = [run(index) for index in range(6)]
-    kept = [step._tables.get((index, True)) is again[index] for index in range(6)]
+    step, where = a_step(micro_steps=6)
+    again = [weakref.ref(run(index)) for index in range(6)]
+    kept = [tables() is not None for tables in again]
     assert kept[:2] == [True, True]
     assert kept.count(True) < 6

@@ -28,6 +28,8 @@ from trimtab.runtime import Session, gated_experts
 from trimtab.runtime.live.choices import choose_moves, choose_quotas
 from trimtab.runtime.live.policies import LivePolicy
 from trimtab.runtime.ranks import lockstep
+from trimtab.runtime.transfer import message_rounds, ring
+from trimtab.runtime.transfer.message_rounds import Posted
 from trimtab.simulator import recorded_operations as rec
 from trimtab.simulator.step import StepSettings
 
@@ -51,21 +53,20 @@ def check_order_in_runtime(policy: LivePolicy, expected: list[str]) -> None:
 
     weights = [torch.nn.Parameter(torch.randn(2, 16, 8)), torch.nn.Parameter(torch.randn(2, 8, 8))]
     layer = session.add_layer(weights, apply)
-    ring, log = session._experts.transfers.ring, session._lockstep.log
-    start = ring._start
+    log = lockstep.Lockstep.log
 
-    def log_exchange(kind: int, *args: Any) -> int:
+    def log_exchange(calls: lockstep.Lockstep, kind: int, *args: Any) -> int:
         events.extend([EXCHANGES[kind]] if kind in EXCHANGES else [])
-        return log(kind, *args)
+        return log(calls, kind, *args)
 
-    def log_start(*args: Any) -> None:
+    def log_post(*args: Any, **named: Any) -> list[Posted]:
         events.append("weights")
-        start(*args)
+        return message_rounds.post(*args, **named)
 
     expert_ids = torch.repeat_interleave(torch.arange(4), torch.from_numpy(COUNTS_RE[0]))[:, None]
     with pytest.MonkeyPatch.context() as patch, torch.no_grad(), session.live_micro_step():
-        patch.setattr(session._lockstep, "log", log_exchange)
-        patch.setattr(ring, "_start", log_start)
+        patch.setattr(lockstep.Lockstep, "log", log_exchange)
+        patch.setattr(ring, "post", log_post)
         layer(torch.randn(TOKENS, 8), expert_ids, torch.ones(TOKENS, 1))
     session.close()
     assert events == expected
