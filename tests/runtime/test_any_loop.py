@@ -54,9 +54,9 @@ class AnyLoop(RuleBasedStateMachine):
         self.number += 1
         self.do(any_loop.forward, index, run, self.number, True)
 
-    @rule(index=micro_steps, run=runs)
-    def recompute(self, index: int, run: str) -> None:
-        self.do(any_loop.forward, index, run)
+    @rule(index=micro_steps, run=runs, inference=st.booleans())
+    def recompute(self, index: int, run: str, inference: bool) -> None:
+        self.do(any_loop.forward, index, run, None, False, frozenset(), inference)
 
     @rule(seed=seeds, run=runs, with_backward=st.booleans())
     def live(self, seed: int, run: str, with_backward: bool) -> None:
