@@ -1,6 +1,6 @@
 """Comparison of simulated with measured step times, for a step on this machine.
 
-The machine is calibrated. The variants `static`, `trimtab` and `balanced` of `trimtab bench runtime` are measured, and
+The machine is calibrated. The variants `static`, `trimtab` and `balanced` of `benchmarks.runtime` are measured, and
 simulated with the same routing, schedule and plans.
 """
 
@@ -18,8 +18,8 @@ from typing import Any
 
 from rich.console import Console
 
-from trimtab.benchmarks.bench_runtime import RuntimeBenchmark, run_benchmark
-from trimtab.benchmarks.figure_table import Columns, figure_table, named_rows, quantity
+from benchmarks.runtime import RuntimeBenchmark, run_benchmark
+from benchmarks.tables import Columns, figure_table, named_rows, quantity
 from trimtab.calibration import CalibrationResult, CalibrationSettings, calibrate, settings_for
 from trimtab.calibration.alternating_rounds import median_with_interval
 from trimtab.calibration.calibration_table import calibration_table
@@ -171,7 +171,7 @@ def make_parser() -> Parser:
     """The command's options."""
     parser = Parser(
         prog=NAME,
-        description="Calibrate this machine, run the static, trimtab and balanced variants of `trimtab bench runtime` "
+        description="Calibrate this machine, run the static, trimtab and balanced variants of `benchmarks.runtime` "
         "on it, and compare their step times with the simulator's predictions for the same routing and plans.",
         examples=[f"{NAME} --json out/simulator.json"],
     )
