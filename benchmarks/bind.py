@@ -1,9 +1,12 @@
-"""`python -m benchmarks.bind`: what binding a micro-step to its plan costs the training thread, and its upload."""
+"""`python -m benchmarks.bind`: what binding a micro-step to its plan costs the training thread, and its upload.
+
+Run steps whose layers take their estimated time on an H100, and time how long the training thread waits for the tables
+of rows, which another thread makes.
+"""
 
 from __future__ import annotations
 
 import statistics
-import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -15,7 +18,7 @@ from rich.console import Console
 from rich.progress import track
 from torch._C._distributed_c10d import HashStore
 
-from benchmarks.harness import Figures, benchmark_parser, main, measure_and_show
+from benchmarks.harness import Figures, main
 from benchmarks.routing import EXPERTS, TOP_K, long_responses
 from benchmarks.tables import Columns, figure_table
 from trimtab.cli.options import add_options, positive
@@ -26,19 +29,14 @@ from trimtab.runtime import Session, gated_experts
 MICRO_STEPS = 4
 
 
-def make_parser() -> Parser:
-    """The command's options."""
-    parser = benchmark_parser(
-        "bind",
-        "Run steps whose layers take their estimated time on an H100, and time how long the training thread waits for "
-        "the tables of rows, which another thread makes.",
-        measure_and_show(run_benchmark, print_figures),
-        "--json out/bench-bind.json", "--tokens 31744",
-    )  # fmt: skip
+EXAMPLES = ("--json out/bench-bind.json", "--tokens 31744")
+
+
+def add_to(parser: Parser) -> None:
+    """Add the options."""
     add_options(parser, "--tokens", type=positive, default=8192, help="tokens of a rank in a micro-step")
     add_options(parser, "--layers", type=positive, default=48)
     add_options(parser, "--rounds", default=5)
-    return parser
 
 
 def run_benchmark(tokens: int, layers: int, rounds: int, seed: int = 0) -> Figures:
@@ -146,4 +144,4 @@ def print_figures(figures: Figures, console: Console) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main("bind"))
+    main("benchmarks.bind")

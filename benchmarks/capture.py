@@ -1,16 +1,17 @@
 """`python -m benchmarks.capture`: cost of recording the routing of a forward and of a generation.
 
-Both run plain and recorded in alternating rounds; the recorded run includes making the `RoutingTrace`. The difference
-is smaller than the noise of most machines, so further runs time the recording work separately. The model is random,
-with the depth and number of experts of a small real model, and narrow, so that a CPU can run it. Recording takes a
-larger part of the time in a narrow model than in a wide one.
+Time forward and generation of a 16-layer MoE, plain and recorded in turns.
+
+The recorded run includes making the `RoutingTrace`. The difference is smaller than the noise of most machines, so
+further runs time the recording work separately. The model is random, with the depth and number of experts of a small
+real model, and narrow, so that a CPU can run it. Recording takes a larger part of the time in a narrow model than in a
+wide one.
 """
 
 from __future__ import annotations
 
 import argparse
 import statistics
-import sys
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
@@ -21,13 +22,13 @@ import torch
 from rich.console import Console
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from benchmarks.harness import Figures, benchmark_parser, main, show
+from benchmarks.harness import Figures, main, show
 from benchmarks.tables import Columns, figure_table, named_rows, with_interval
 from trimtab.calibration.alternating_rounds import alternate, median_with_interval
 from trimtab.calibration.random_experts import this_device
 from trimtab.calibration.small_model import small_config
 from trimtab.calibration.timing import Clock
-from trimtab.cli.options import add_options
+from trimtab.cli.options import add_options, given
 from trimtab.cli.parser import Parser
 from trimtab.integrations.transformers import RoutingRecord, record_routing
 from trimtab.report.number_text import seconds
@@ -66,16 +67,14 @@ class CaptureBenchmark:
         )
 
 
-def make_parser() -> Parser:
-    """The command's options."""
-    about = "Time forward and generation of a 16-layer MoE, plain and recorded in turns."
-    parser = benchmark_parser("capture", about, _run)
-    add_options(parser, "--rounds", default=CaptureBenchmark.rounds)
-    return parser
+def add_to(parser: Parser) -> None:
+    """Add the options."""
+    add_options(parser, "--rounds", of=CaptureBenchmark)
 
 
-def _run(options: argparse.Namespace) -> None:
-    show(run_benchmark(CaptureBenchmark(options.rounds)), print_figures, options.json)
+def run(options: argparse.Namespace) -> None:
+    """Run the benchmark with the options."""
+    show(run_benchmark(CaptureBenchmark(**given(options, CaptureBenchmark))), print_figures, options.json)
 
 
 def run_benchmark(settings: CaptureBenchmark) -> Figures:
@@ -175,4 +174,4 @@ class _RecordingTimer:
 
 
 if __name__ == "__main__":
-    sys.exit(main("capture"))
+    main("benchmarks.capture")

@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from importlib import import_module
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 from rich.console import Console
@@ -29,40 +29,55 @@ Figures = dict[str, Any]
 Printer = Callable[[Figures, Console], None]
 
 
-def main(name: str, arguments: Sequence[str] | None = None) -> int:
-    """Run `python -m benchmarks.NAME`. Returns the exit status; bad input is one line and status 2.
+def main(name: str) -> NoReturn:
+    """Run `python -m NAME`, and end with its exit status. For modules that are run: `main("benchmarks.live")`."""
+    sys.exit(run_command(name, sys.argv[1:]))
 
-    The module has `make_parser`. Its functions are those of the imported module, not of `__main__`, so that other
-    processes can import them.
+
+def run_command(name: str, words: Sequence[str]) -> int:
+    """Run the command of a module with options. Returns the exit status; bad input is one line and status 2.
+
+    Functions are those of the imported module, not of `__main__`, so that other processes can import them.
     """
-    words = sys.argv[1:] if arguments is None else list(arguments)
 
     def parse() -> argparse.Namespace:
-        options = import_module(f"benchmarks.{name}").make_parser().parse_args(words)
+        options = make_parser(name).parse_args(words)
         options.arguments = words
         return options
 
-    return run(f"python -m benchmarks.{name}", parse)
+    return run(command_of(name), parse)
 
 
-def benchmark_parser(name: str, description: str, run: Callable[[argparse.Namespace], None], *examples: str) -> Parser:
-    """The parser of a benchmark, with `--json`.
+def command_of(name: str) -> str:
+    """The command that runs a module."""
+    return f"python -m {name.removesuffix('.__main__')}"
 
-    Args:
-        run: called with the options.
-        examples: options in the examples of the help.
+
+def make_parser(name: str) -> Parser:
+    """The parser of a module's command, described by the first two paragraphs of the module's docstring.
+
+    The module has `add_to(parser)`, which adds its options; `--json` is added here. It has `run(options)`; or
+    `run_benchmark`, whose arguments are the options and which returns the figures, and `print_figures`. `EXAMPLES` are
+    the options in the examples of the help.
     """
-    command = f"python -m benchmarks.{name}"
-    examples = examples or (f"--json out/bench-{name}.json",)
-    parser = Parser(prog=command, description=description, examples=[f"{command} {words}" for words in examples])
+    module: Any = import_module(name)
+    command = command_of(name)
+    about = " ".join(module.__doc__.split("\n\n")[:2]).removeprefix(f"`{command}`: ")
+    examples = getattr(module, "EXAMPLES", (f"--json out/bench-{name.rpartition('.')[2]}.json",))
+    parser = Parser(
+        prog=command,
+        description=about[0].upper() + about[1:],
+        examples=[f"{command} {words}" for words in examples],
+    )
+    module.add_to(parser)
     add_options(parser, "--json")
-    parser.set_defaults(run=run)
+
+    def measure(options: argparse.Namespace) -> None:
+        figures = module.run_benchmark(**given(options, module.run_benchmark))
+        show(figures, module.print_figures, options.json)
+
+    parser.set_defaults(run=getattr(module, "run", measure))
     return parser
-
-
-def measure_and_show(measure: Callable[..., Figures], print_figures: Printer) -> Callable[[argparse.Namespace], None]:
-    """What runs a benchmark whose options are the arguments of one function."""
-    return lambda options: show(measure(**given(options, measure)), print_figures, options.json)
 
 
 def show(figures: Figures, print_figures: Printer, json: Path | None) -> None:

@@ -1,16 +1,18 @@
 """`python -m benchmarks.live`: balancing without recorded routing: stragglers as in FEPLB's tables, and step time.
 
-`live_stragglers` has the first. This file times live policies on the ranks of a process group, against live routing
-without balancing. A step is one micro-step of a small model: forward, backward, complete gradients. Before each,
-outside of the clock, all variants run forwards of another micro-step with the same skew, which is the past of
-`predict`: two, since transfers for the first of them started with the skew of the round before. The router's choice is
-replaced by given ids in all variants. Those of `foresight` are also recorded, and planned outside of the clock.
+Stragglers on 2, 4 and 8 ranks in tokens and in CPU time of expert products, ranks one after another: before, with
+FasterMoE's shadows, the runtime's live policies feplb, quota and predict, and with foresight. Then time steps on 2 CPU
+ranks: live policies and foresight against no balancing.
+
+A step is one micro-step of a small model: forward, backward, complete gradients. Before each, outside of the clock, all
+variants run forwards of another micro-step with the same skew, which is the past of `predict`: two, since transfers for
+the first of them started with the skew of the round before. The router's choice is replaced by given ids in all
+variants. Those of `foresight` are also recorded, and planned outside of the clock.
 """
 
 from __future__ import annotations
 
 import argparse
-import sys
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -27,7 +29,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from benchmarks.harness import Figures, benchmark_parser, main, settings_of, show, summarise_pairs
+from benchmarks.harness import Figures, main, settings_of, show, summarise_pairs
 from benchmarks.live_stragglers import (
     predictor_cases,
     print_stragglers,
@@ -153,24 +155,17 @@ class LiveBenchmark:
         return [np.concatenate(half) for half in (sequences[: mine // 2], sequences[mine // 2 :])]
 
 
-def make_parser() -> Parser:
-    """The command's options."""
-    parser = benchmark_parser(
-        "live",
-        "Stragglers on 2, 4 and 8 ranks in tokens and in CPU time of expert products, ranks one after another: before, "
-        "with FasterMoE's shadows, the runtime's live policies feplb, quota and predict, and with foresight. Then time "
-        "steps on 2 CPU ranks: live policies and foresight against no balancing.",
-        _run,
-    )
+def add_to(parser: Parser) -> None:
+    """Add the options."""
     add_options(parser, "--pairs", type=positive, default=40, help="timed rounds of all variants")
     add_options(parser, "--seeds", type=positive, default=3, help="routings: those of seeds 0 to N - 1")
     add_options(
         parser, "--tokens", type=positive, default=1024, help="tokens of a rank in a micro-step of the timed steps"
     )
-    return parser
 
 
-def _run(options: argparse.Namespace) -> None:
+def run(options: argparse.Namespace) -> None:
+    """Run the benchmark with the options."""
     settings = LiveBenchmark(**given(options, LiveBenchmark))
     if settings.tokens % settings.sequence_length:
         raise InputError(f"--tokens is {settings.tokens}; it should be a multiple of {settings.sequence_length}")
@@ -396,4 +391,4 @@ def print_figures(figures: Figures, console: Console) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main("live"))
+    main("benchmarks.live")

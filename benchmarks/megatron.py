@@ -1,16 +1,16 @@
 """`python -m benchmarks.megatron`: step time of a Megatron model with and without Trimtab, in its own training step.
 
-A step is one call of Megatron's forward-backward function: all micro-batches, complete gradients in `main_grad`.
-Everything that Trimtab does in a step is timed: planning, refreshing of weights, transfers. The optimizer is not. The
-four variants alternate: plain Megatron and planned Megatron, each on even and on skewed routing. Plain Megatron replays
-the same routing by its own `RouterReplay`. With `--rehome` it runs `megatron_rehome` instead.
+Time Megatron's forward-backward function (all micro-batches, complete gradients in `main_grad`) of a small GPTModel on
+2 CPU ranks: plain and planned in turns, each on even and on skewed routing. Planning, refreshing of weights and
+transfers are part of the step; the optimizer is not. Plain Megatron replays the same routing by its RouterReplay.
+
+With `--rehome` it runs `megatron_rehome` instead.
 """
 
 from __future__ import annotations
 
 import argparse
 import statistics
-import sys
 import time
 from collections.abc import Callable, Mapping
 from functools import partial
@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 from rich.console import Console
 
-from benchmarks.harness import Figures, benchmark_parser, main, settings_of, show, summarise_pairs
+from benchmarks.harness import Figures, main, settings_of, show, summarise_pairs
 from benchmarks.megatron_model import MegatronBenchmark, MegatronModel, Routing, replayed, start_megatron
 from benchmarks.megatron_rehome import run_rehome_benchmark
 from benchmarks.tables import Columns, figure_table, interval, named_rows, quantity
@@ -58,15 +58,8 @@ NOTES = (
 )
 
 
-def make_parser() -> Parser:
-    """The command's options."""
-    parser = benchmark_parser(
-        "megatron",
-        "Time Megatron's forward-backward function (all micro-batches, complete gradients) of a small GPTModel on 2 "
-        "CPU ranks: plain and planned, each on even and on skewed routing. Planning and refreshing of weights are part "
-        "of the step. Plain Megatron replays the same routing by its RouterReplay.",
-        _run,
-    )
+def add_to(parser: Parser) -> None:
+    """Add the options."""
     add_options(parser, "--pairs", type=positive, default=40, help="timed rounds of all four variants")
     add_options(parser, "--seeds", type=positive, default=8, help="skewed routings: those of seeds 0 to N - 1")
     add_options(
@@ -77,10 +70,10 @@ def make_parser() -> Parser:
         parser, "--rehome", action="store_true",
         help="instead, train on drifting routing: plain, EPLB's homes, mode rehome, and mode plan",
     )  # fmt: skip
-    return parser
 
 
-def _run(options: argparse.Namespace) -> None:
+def run(options: argparse.Namespace) -> None:
+    """Run the benchmark with the options."""
     settings = MegatronBenchmark(**given(options, MegatronBenchmark))
     launch(run_rehome_benchmark if settings.rehome else run_benchmark, (settings,), ranks=2)
 
@@ -201,4 +194,4 @@ def print_figures(figures: Figures, console: Console) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main("megatron"))
+    main("benchmarks.megatron")

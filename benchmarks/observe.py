@@ -1,11 +1,14 @@
-"""`python -m benchmarks.observe`: what observing costs the training thread, and how much it misses."""
+"""`python -m benchmarks.observe`: what observing costs the training thread, and how much it misses.
+
+Hand the routing of a step (48 layers, top-8 of 128 experts) to an observer, as slime and verl hold it, and time the
+call, the observer's own thread, and a loop in Python beside it.
+"""
 
 from __future__ import annotations
 
 import ctypes
 import os
 import statistics
-import sys
 import tempfile
 import threading
 import time
@@ -18,7 +21,7 @@ import numpy as np
 from rich.console import Console
 from rich.progress import track
 
-from benchmarks.harness import Figures, benchmark_parser, main, measure_and_show
+from benchmarks.harness import Figures, main
 from benchmarks.routing import LAYERS, TOP_K, long_responses, sizes_of, sizes_text
 from benchmarks.tables import Columns, figure_table, named_rows, quantity
 from trimtab.array_type import Array
@@ -53,17 +56,10 @@ class _Run(NamedTuple):
     observed: float
 
 
-def make_parser() -> Parser:
-    """The command's options."""
-    parser = benchmark_parser(
-        "observe",
-        "Hand the routing of a step (48 layers, top-8 of 128 experts) to an observer, as slime and verl hold it, and "
-        "time the call, the observer's own thread, and a loop in Python beside it.",
-        measure_and_show(run_benchmark, print_figures),
-    )
+def add_to(parser: Parser) -> None:
+    """Add the options."""
     add_options(parser, "--tokens", type=positive, default=1_000_000, help="tokens of the step")
     add_options(parser, "--rounds", default=5)
-    return parser
 
 
 def run_benchmark(tokens: int, rounds: int, seed: int = 0) -> Figures:
@@ -223,4 +219,4 @@ def print_figures(figures: Figures, console: Console) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main("observe"))
+    main("benchmarks.observe")

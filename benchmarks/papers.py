@@ -1,5 +1,8 @@
 """`python -m benchmarks.papers`: simulated step time of all balancers, and Trimtab's distance to a lower bound.
 
+Simulate steps of five models on 8 to 128 ranks with every balancer, on its own recipe and with planning charged, and
+compare trimtab with the best other one and with a lower bound.
+
 Weights and sharded training state of the models fit ranks of 80 GB with pipeline stages of 8 layers or fewer, so memory
 is that of one stage with the 8 layers of the trace. Step time is that of all layers; pipelining is not simulated.
 """
@@ -9,7 +12,6 @@ from __future__ import annotations
 import argparse
 import json
 import signal
-import sys
 from collections.abc import Sequence
 from concurrent.futures import FIRST_COMPLETED, ProcessPoolExecutor, wait
 from dataclasses import asdict, dataclass, field, replace
@@ -22,7 +24,7 @@ from typing import NamedTuple
 import numpy as np
 from rich.progress import Progress
 
-from benchmarks.harness import Figures, benchmark_parser, main, settings_of, show
+from benchmarks.harness import Figures, main, settings_of, show
 from benchmarks.papers_summary import BALANCED, TRIMTAB, print_figures, summarise
 from trimtab.cli.options import add_options, given, positive, whole
 from trimtab.cli.parser import Parser
@@ -149,23 +151,19 @@ class PapersBenchmark:
         return chosen
 
 
-def make_parser() -> Parser:
-    """The command's options."""
-    parser = benchmark_parser(
-        "papers",
-        "Simulate steps of five models on 8 to 128 ranks with every balancer, on its own recipe and with planning "
-        "charged, and compare trimtab with the best other one and with a lower bound.",
-        _run,
-        "--json out/bench-step-time.json", "--seeds 100 --only deepseek-v3-64",
-    )  # fmt: skip
+EXAMPLES = ("--json out/bench-step-time.json", "--seeds 100 --only deepseek-v3-64")
+
+
+def add_to(parser: Parser) -> None:
+    """Add the options."""
     option = partial(add_options, parser, of=PapersBenchmark)
     option("--seeds", type=whole, nargs="+", help="random seeds of the routing")
     option("--only", unset="all", help="run the cases that have NAME in their name")
     option("--processes", type=positive, help="cases simulated at the same time, at most one on each core")
-    return parser
 
 
-def _run(options: argparse.Namespace) -> None:
+def run(options: argparse.Namespace) -> None:
+    """Run the benchmark with the options."""
     show(run_benchmark(PapersBenchmark(**given(options, PapersBenchmark))), print_figures, options.json)
 
 
@@ -356,4 +354,4 @@ def pipeline_stage(model: ModelSpec, layers: int) -> ModelSpec:
 
 
 if __name__ == "__main__":
-    sys.exit(main("papers"))
+    main("benchmarks.papers")

@@ -1,9 +1,12 @@
-"""`python -m benchmarks.payload`: size and speed of packed routing, beside plain arrays and zstd."""
+"""`python -m benchmarks.payload`: size and speed of packed routing, beside plain arrays and zstd.
+
+Bring synthetic routing of 48 layers, top-8 of 128 experts, from the rollout's int32 into bytes and back, a sequence at
+a time.
+"""
 
 from __future__ import annotations
 
 import statistics
-import sys
 import time
 from collections.abc import Callable
 from typing import Any
@@ -13,7 +16,7 @@ import pyarrow as pa
 from rich.console import Console
 from rich.progress import track
 
-from benchmarks.harness import Figures, benchmark_parser, main, measure_and_show
+from benchmarks.harness import Figures, main
 from benchmarks.routing import EXPERTS, LAYERS, long_responses, sizes_of, sizes_text
 from benchmarks.tables import Columns, figure_table, named_rows, quantity
 from trimtab.array_type import Array
@@ -50,17 +53,10 @@ FORMS: dict[str, Form] = {
 }
 
 
-def make_parser() -> Parser:
-    """The command's options."""
-    parser = benchmark_parser(
-        "payload",
-        "Bring synthetic routing of 48 layers, top-8 of 128 experts, from the rollout's int32 into bytes and back, a "
-        "sequence at a time.",
-        measure_and_show(run_benchmark, print_figures),
-    )
+def add_to(parser: Parser) -> None:
+    """Add the options."""
     add_options(parser, "--tokens", type=positive, default=200_000, help="tokens of all sequences")
     add_options(parser, "--rounds", default=5)
-    return parser
 
 
 def run_benchmark(tokens: int, rounds: int, seed: int = 0) -> Figures:
@@ -119,4 +115,4 @@ def print_figures(figures: Figures, console: Console) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main("payload"))
+    main("benchmarks.payload")

@@ -1,5 +1,8 @@
 """`python -m benchmarks.planner`: all balancers on the same steps, with their own settings and with equal settings.
 
+Plan synthetic steps with every balancer, on its own recipe and on equal terms (same homes, schedule and slots), and
+compare the plans with LP bounds.
+
 A case is a step of synthetic routing, the step before it, and a cluster.
 """
 
@@ -8,7 +11,6 @@ from __future__ import annotations
 import argparse
 import math
 import statistics
-import sys
 import time
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -19,7 +21,7 @@ import numpy as np
 from rich.console import Console
 from rich.progress import Progress
 
-from benchmarks.harness import Figures, benchmark_parser, main, show
+from benchmarks.harness import Figures, main, show
 from benchmarks.planner_bounds import (
     COMPARED_BALANCE,
     RIVALS,
@@ -137,15 +139,11 @@ class PlannerBenchmark:
     seed: int = 0
 
 
-def make_parser() -> Parser:
-    """The command's options."""
-    parser = benchmark_parser(
-        "planner",
-        "Plan synthetic steps with every balancer, on its own recipe and on equal terms (same homes, schedule and "
-        "slots), and compare the plans with LP bounds.",
-        _run,
-        "--sizes 8/128 --preset qwen3-30b-mixed --json out/bench-planner.json",
-    )
+EXAMPLES = ("--sizes 8/128 --preset qwen3-30b-mixed --json out/bench-planner.json",)
+
+
+def add_to(parser: Parser) -> None:
+    """Add the options."""
     option = partial(add_options, parser, of=PlannerBenchmark)
     sizes = [f"{ranks}/{experts}" for ranks, experts in PlannerBenchmark.sizes]
     option("--sizes", type=_size, nargs="+", metavar="SIZE", unset=" ".join(sizes), help="cases, as ranks/experts")
@@ -154,7 +152,6 @@ def make_parser() -> Parser:
     option("--policy", nargs="+", dest="policies", choices=tuple(POLICIES), unset="all")
     option("--layers", "--seed")
     add_options(parser, "--frontier", type=Path, help="draw balance against bytes to FILE (.svg)")
-    return parser
 
 
 def _size(text: str) -> tuple[int, int]:
@@ -165,7 +162,8 @@ def _size(text: str) -> tuple[int, int]:
         raise argparse.ArgumentTypeError(f"{text!r} should be ranks/experts, such as 8/128") from None
 
 
-def _run(options: argparse.Namespace) -> None:
+def run(options: argparse.Namespace) -> None:
+    """Run the benchmark with the options."""
     settings = PlannerBenchmark(**given(options, PlannerBenchmark))
     for ranks, experts in settings.sizes:
         Placement.contiguous(1, experts, ranks)
@@ -394,4 +392,4 @@ def print_figures(figures: Figures, console: Console) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main("planner"))
+    main("benchmarks.planner")

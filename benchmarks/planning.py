@@ -1,16 +1,17 @@
 """`python -m benchmarks.planning`: what planning in the background adds to the time of a step.
 
+Time steps of a small model on CPU ranks of one thread: replicas are planned beforehand, by a thread while the step
+runs, or as a whole before its first micro-step.
+
 A step applies a plan, runs forward and backward of all micro-steps, and completes the gradients; all of it is timed.
-The variants alternate and run the same replicas: planned beforehand, outside of the clock; planned by the planner's
-threads while the step runs; and planned as a whole before the first micro-step. In the first two, homes and strategy
-were chosen before the clock, as they are while a rollout generates.
+The variants alternate and run the same replicas. In the first two, homes and strategy were chosen before the clock, as
+they are while a rollout generates.
 """
 
 from __future__ import annotations
 
 import argparse
 import statistics
-import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -25,7 +26,7 @@ from rich.console import Console
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from benchmarks.harness import Figures, benchmark_parser, main, settings_of, show
+from benchmarks.harness import Figures, main, settings_of, show
 from benchmarks.tables import Columns, figure_table, interval, named_rows
 from trimtab.calibration.alternating_rounds import alternate, median_with_interval
 from trimtab.calibration.small_model import EXPERTS, SEQUENCE_LENGTH, small_config
@@ -64,21 +65,15 @@ class PlanningBenchmark:
     ranks: int = 2
 
 
-def make_parser() -> Parser:
-    """The command's options."""
-    parser = benchmark_parser(
-        "planning",
-        "Time steps of a small model on CPU ranks of one thread: replicas are planned beforehand, by a thread while "
-        "the step runs, or as a whole before its first micro-step.",
-        _run,
-    )
+def add_to(parser: Parser) -> None:
+    """Add the options."""
     add_options(parser, "--pairs", type=positive, default=40, help="timed rounds of all variants")
     add_options(parser, "--ranks", type=positive, default=2)
     add_options(parser, "--tokens", type=positive, default=512, help="tokens of a rank in a micro-step")
-    return parser
 
 
-def _run(options: argparse.Namespace) -> None:
+def run(options: argparse.Namespace) -> None:
+    """Run the benchmark with the options."""
     settings = PlanningBenchmark(**given(options, PlanningBenchmark))
     if settings.tokens % SEQUENCE_LENGTH:
         raise InputError(f"--tokens is {settings.tokens}; it should be a multiple of {SEQUENCE_LENGTH}")
@@ -188,4 +183,4 @@ def print_figures(figures: Figures, console: Console) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main("planning"))
+    main("benchmarks.planning")

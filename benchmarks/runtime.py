@@ -1,8 +1,12 @@
 """`python -m benchmarks.runtime`: step time of the runtime with and without balancing, and its own cost.
 
-A step is one micro-step of the update: forward, backward, complete gradients on every rank. Planning is not timed: in
-training it happens before the step. The variants alternate within one run. After that, `trimtab` runs with each path
-of replica weights, to measure how much of the transfers is exposed.
+Time one micro-step (forward, backward, complete gradients) of a 4-layer MoE on local ranks: static and trimtab on the
+skewed routing of several seeds; trimtab and transformers' own all-to-all on even routing. On several nodes also
+node-blind: trimtab with a plan that ignores node boundaries. With --link-mbit the nodes are network namespaces; without
+it they exist only in planning.
+
+Planning is not timed: in training it happens before the step. The variants alternate within one run. After that,
+`trimtab` runs with each path of replica weights, to measure how much of the transfers is exposed.
 """
 
 from __future__ import annotations
@@ -22,7 +26,7 @@ import torch
 import torch.distributed as dist
 from rich.console import Console
 
-from benchmarks.harness import Figures, benchmark_parser, main, percentiles, settings_of, show
+from benchmarks.harness import Figures, main, percentiles, settings_of, show
 from benchmarks.runtime_variants import Variant, build_variants, time_blocks
 from benchmarks.tables import Columns, figure_table, interval, named_rows, quantity, with_interval
 from trimtab.array_type import Array
@@ -141,27 +145,21 @@ class RuntimeBenchmark:
         return skewed, even, pack_by_length(skewed.sequence_lengths, num_ranks=ranks, token_budget=self.tokens)
 
 
-def make_parser() -> Parser:
-    """The command's options."""
-    parser = benchmark_parser(
-        "runtime",
-        "Time one micro-step (forward, backward, complete gradients) of a 4-layer MoE on local ranks: static and "
-        "trimtab on the skewed routing of several seeds; trimtab and transformers' own all-to-all on even routing. On "
-        "several nodes also node-blind: trimtab with a plan that ignores node boundaries. With --link-mbit the nodes "
-        "are network namespaces; without it they exist only in planning.",
-        _run,
-        "--json out/bench-runtime.json", "--nodes 2 --link-mbit 500 --json out/nodes.json",
-    )  # fmt: skip
+EXAMPLES = ("--json out/bench-runtime.json", "--nodes 2 --link-mbit 500 --json out/nodes.json")
+
+
+def add_to(parser: Parser) -> None:
+    """Add the options."""
     add_options(parser, "--ranks", unset="2 on each node")
     add_options(parser, "--nodes", default=1)
     add_options(parser, "--link-mbit", unset="not limited")
     add_options(parser, "--tokens", type=positive, default=2048, help="tokens of a rank")
     add_options(parser, "--seeds", type=positive, default=8, help="skewed routings: those of seeds 0 to N - 1")
     add_options(parser, "--rounds", default=5, help="timed repetitions of every variant on every seed's routing")
-    return parser
 
 
-def _run(options: argparse.Namespace) -> None:
+def run(options: argparse.Namespace) -> None:
+    """Run the benchmark with the options."""
     nodes, link_mbit = options.nodes, options.link_mbit
     ranks = torchrun_ranks() or options.ranks or 2 * nodes
     if ranks % nodes:
@@ -352,4 +350,4 @@ def print_figures(figures: Figures, console: Console) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main("runtime"))
+    main("benchmarks.runtime")

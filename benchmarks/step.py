@@ -1,6 +1,7 @@
 """`python -m benchmarks.step`: time and memory of planning a whole step, from expert ids to finished plan.
 
-There are three sizes. It also times the header and the slices in which the runtime plans.
+Plan whole steps of 32 micro-steps: 32 ranks, 128 experts and 48 layers; then 256 ranks and 512 experts, and 1,024 of
+both, with fewer layers. It also times the header and the slices in which the runtime plans.
 """
 
 from __future__ import annotations
@@ -8,7 +9,6 @@ from __future__ import annotations
 import argparse
 import multiprocessing
 import resource
-import sys
 import tempfile
 import time
 from dataclasses import asdict, dataclass
@@ -17,7 +17,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.progress import track
 
-from benchmarks.harness import Figures, benchmark_parser, main, show
+from benchmarks.harness import Figures, main, show
 from benchmarks.tables import Columns, figure_table, quantity
 from trimtab.cli.options import add_options, positive
 from trimtab.cli.parser import Parser
@@ -55,22 +55,16 @@ class StepSize:
 SIZES = (StepSize(32, 128, 48), StepSize(256, 512, 4), StepSize(1024, 1024, 1))
 
 
-def make_parser() -> Parser:
-    """The command's options."""
-    parser = benchmark_parser(
-        "step",
-        "Plan whole steps of 32 micro-steps: 32 ranks, 128 experts and 48 layers; then 256 ranks and 512 experts, and "
-        "1,024 of both, with fewer layers.",
-        _run,
-    )
+def add_to(parser: Parser) -> None:
+    """Add the options."""
     add_options(parser, "--preset", choices=tuple(PRESETS), default="qwen3-30b-mixed")
     add_options(parser, "--largest", type=positive, default=1024, help="ranks of the largest size to run")
     add_options(parser, "--threads", type=positive, default=1, help="layers planned at a time")
     add_options(parser, "--seed", default=0)
-    return parser
 
 
-def _run(options: argparse.Namespace) -> None:
+def run(options: argparse.Namespace) -> None:
+    """Run the benchmark with the options."""
     sizes = tuple(size for size in SIZES if size.ranks <= options.largest)
     if not sizes:
         raise InputError(f"--largest is {options.largest}; the smallest step has {SIZES[0].ranks} ranks")
@@ -175,4 +169,4 @@ def print_figures(figures: Figures, console: Console) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main("step"))
+    main("benchmarks.step")

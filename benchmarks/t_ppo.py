@@ -1,6 +1,8 @@
 """`python -m benchmarks.t_ppo`: PPO, GRPO and T-PPO with equal numbers of trained tokens on long, uneven responses.
 
-All algorithms start from the same warm start. `t_ppo_runs` trains them.
+Train the task counting with PPO, GRPO and T-PPO from the same warm start on 2 CPU ranks, until each has trained the
+policy on the same number of tokens. Compares decode steps per trained token, held-out accuracy and time, and how the
+routing of earlier windows changes log-probabilities.
 """
 
 from __future__ import annotations
@@ -8,7 +10,6 @@ from __future__ import annotations
 import argparse
 import os
 import platform
-import sys
 import tempfile
 from collections.abc import Sequence
 from functools import partial
@@ -21,7 +22,7 @@ import torch.distributed as dist
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from benchmarks.harness import Figures, benchmark_parser, main, settings_of, show
+from benchmarks.harness import Figures, main, settings_of, show
 from benchmarks.t_ppo_runs import ALGORITHMS, TppoBenchmark, runs_of_seed
 from benchmarks.tables import Columns, figure_table, interval, named_rows, picture, quantity
 from trimtab.calibration.alternating_rounds import median_with_interval
@@ -65,16 +66,11 @@ NOTES = (
 )
 
 
-def make_parser() -> Parser:
-    """The command's options."""
-    parser = benchmark_parser(
-        "t_ppo",
-        "Train the task counting with PPO, GRPO and T-PPO from the same warm start on 2 CPU ranks, until each has "
-        "trained the policy on the same number of tokens. Compares decode steps per trained token, held-out accuracy "
-        "and time, and how the routing of earlier windows changes log-probabilities.",
-        _run,
-        "--json out/bench-tppo.json --picture out/bench-tppo.svg",
-    )
+EXAMPLES = ("--json out/bench-tppo.json --picture out/bench-tppo.svg",)
+
+
+def add_to(parser: Parser) -> None:
+    """Add the options."""
     option = partial(add_options, parser, of=TppoBenchmark)
     option("--seeds", type=positive, help="runs of each algorithm: those of seeds 0 to N - 1")
     option("--trained-tokens", type=positive, help="that the policy is trained on in each run")
@@ -83,10 +79,10 @@ def make_parser() -> Parser:
     option("--value-model", choices=get_args(ValueModelName), help="of PPO and T-PPO, as in trimtab train")
     option("--warm-start-steps", type=whole, help="supervised steps before RL")
     add_options(parser, "--picture", type=Path, help="draw accuracy over decode steps and time to FILE (.svg)")
-    return parser
 
 
-def _run(options: argparse.Namespace) -> None:
+def run(options: argparse.Namespace) -> None:
+    """Run the benchmark with the options."""
     settings = TppoBenchmark(**given(options, TppoBenchmark))
     if settings.places % (2 * settings.samples):
         raise InputError(f"--places is {settings.places}; it should be a multiple of {2 * settings.samples}")
@@ -236,4 +232,4 @@ def print_figures(figures: Figures, console: Console) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main("t_ppo"))
+    main("benchmarks.t_ppo")

@@ -1,4 +1,7 @@
-"""`python -m benchmarks.traces`: time and memory of importing and analyzing a large dump, and the size of its file."""
+"""`python -m benchmarks.traces`: time and memory of importing and analyzing a large dump, and the size of its file.
+
+Write a dump as vLLM's server would (48 layers, top-8 of 128 experts), import it and analyze it.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +18,7 @@ import numpy as np
 from rich.console import Console
 from rich.progress import track
 
-from benchmarks.harness import Figures, benchmark_parser, main, measure_and_show
+from benchmarks.harness import Figures, main
 from benchmarks.routing import EXPERTS, long_responses, sizes_of
 from benchmarks.tables import Columns, figure_table, named_rows, quantity
 from trimtab.array_type import Array
@@ -27,16 +30,10 @@ from trimtab.trace import RoutingTrace
 STEPS = 4
 
 
-def make_parser() -> Parser:
-    """The command's options."""
-    parser = benchmark_parser(
-        "traces",
-        "Write a dump as vLLM's server would (48 layers, top-8 of 128 experts), import it and analyze it.",
-        measure_and_show(run_benchmark, print_figures),
-    )
+def add_to(parser: Parser) -> None:
+    """Add the options."""
     add_options(parser, "--tokens", type=positive, default=1_000_000, help="tokens of the dump")
     add_options(parser, "--rounds", default=5)
-    return parser
 
 
 def run_benchmark(tokens: int, rounds: int, seed: int = 0) -> Figures:
@@ -139,4 +136,4 @@ def print_figures(figures: Figures, console: Console) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main("traces"))
+    main("benchmarks.traces")

@@ -1,12 +1,8 @@
 """`python -m benchmarks.transfer`: cost of weight transfers, and expert compute saved by a plan, on one device.
 
-The device is a GPU or, with smaller sizes, the CPU; the same code runs on both.
-
-* `grouped`: time of a layer's experts by tokens per expert, which shows how large a share should be;
-* `host_path`: experts copied from the node's mirror into slots, and the experts' compute, alone and at the same time;
-* `peer_path`: processes copy experts from each other's memory, on one GPU through symmetric memory;
-* `planned_layer`: a layer with replicas at world size 1, where no operation may wait for the GPU;
-* `critical_path`: the compute of every rank of a planned and of an unplanned instance, one rank after the other.
+On one GPU (on the CPU with smaller sizes): experts' compute against tokens an expert, host-path copies beside it, peer
+pulls between processes, a planned layer that must not wait for the GPU, and the slowest rank's compute with and without
+a plan.
 
 Tests run it on the CPU, where waiting for the device can't be detected: there the planned layer is only compared with
 the unplanned one.
@@ -16,7 +12,6 @@ from __future__ import annotations
 
 import itertools
 import os
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -27,7 +22,7 @@ import torch.distributed as dist
 from rich.console import Console
 from rich.progress import track
 
-from benchmarks.harness import Figures, benchmark_parser, main, measure_and_show
+from benchmarks.harness import Figures, main
 from benchmarks.tables import Cell, Columns, Row, figure_table, quantity
 from benchmarks.transfer_plans import measure_critical_path, measure_planned_layer
 from trimtab.calibration.alternating_rounds import medians
@@ -94,17 +89,9 @@ CPU = TransferSizes(
 )
 
 
-def make_parser() -> Parser:
-    """The command's options."""
-    parser = benchmark_parser(
-        "transfer",
-        "On one GPU (on the CPU with smaller sizes): experts' compute against tokens an expert, host-path copies "
-        "beside it, peer pulls between processes, a planned layer that must not wait for the GPU, and the slowest "
-        "rank's compute with and without a plan.",
-        measure_and_show(run_benchmark, print_figures),
-    )
+def add_to(parser: Parser) -> None:
+    """Add the options."""
     add_options(parser, "--rounds", default=20)
-    return parser
 
 
 def run_benchmark(rounds: int) -> Figures:
@@ -328,4 +315,4 @@ def _is_right(row: Row) -> str:
 
 
 if __name__ == "__main__":
-    sys.exit(main("transfer"))
+    main("benchmarks.transfer")

@@ -15,7 +15,7 @@ import pytest
 from rich.console import Console
 
 from benchmarks import papers
-from benchmarks.harness import main
+from benchmarks.harness import run_command
 from benchmarks.papers import (
     SCHEMA,
     PapersBenchmark,
@@ -88,7 +88,7 @@ def test_the_command_writes_figures_of_the_simulated_steps(
     monkeypatch.setattr(papers, "PapersBenchmark", partial(PapersBenchmark, **tiny))
     monkeypatch.setenv("COLUMNS", "200")
     words = ["--seeds", "1", "0", "--only", "gpt-oss", "--processes", "1"]
-    assert main("papers", [*words, "--json", str(tmp_path / "figures.json")]) == 0
+    assert run_command("benchmarks.papers", [*words, "--json", str(tmp_path / "figures.json")]) == 0
     figures = json.loads((tmp_path / "figures.json").read_text())
     (case,) = PapersBenchmark(only="gpt-oss", **tiny).cases()
     assert case.name in capsys.readouterr().out

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks import capture, transfer
-from benchmarks.harness import main
+from benchmarks.harness import run_command
 from trimtab.integrations.transformers import RoutingRecord
 
 # These start commands or ranks.
@@ -28,7 +28,7 @@ def printed(capsys: pytest.CaptureFixture[str]) -> Printed:
     """Runs a benchmark, which succeeds, and returns what it prints."""
 
     def run(name: str, *words: str) -> str:
-        assert main(name, words) == 0
+        assert run_command(f"benchmarks.{name}", words) == 0
         return capsys.readouterr().out
 
     return run
@@ -115,7 +115,7 @@ def test_input_errors_are_one_line_with_status_2(
     name: str, words: list[str], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     try:
-        status = main(name, [word.format(folder=tmp_path) for word in words])
+        status = run_command(f"benchmarks.{name}", [word.format(folder=tmp_path) for word in words])
     except SystemExit as stop:
         status = int(stop.code or 0)
     out, error = capsys.readouterr()

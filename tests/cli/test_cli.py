@@ -82,7 +82,7 @@ def test_former_benchmark_commands_name_the_new_ones(error_of: Printed) -> None:
         assert error_of("bench", name, "--json", "some file") == (
             f"trimtab bench {name}: run this in a clone of the repository instead: {command}\n"
         )
-    files = {path.stem for path in BENCHMARK_FILES.glob("*.py") if "def make_parser" in path.read_text()}
+    files = {path.stem for path in BENCHMARK_FILES.glob("*.py") if "def add_to(" in path.read_text()}
     assert files == {name.replace("-", "_") for name in BENCHMARKS}
 
 
@@ -170,9 +170,9 @@ assert main({simulate!r}) == 0
 assert main(['trace', 'export', {str(trace_file)!r}, '--to', 'safetensors', '-o', {str(exported)!r}]) == 0
 assert main(['trace', 'import', {str(exported)!r}, '-o', {str(tmp_path / "again.parquet")!r}]) == 0
 assert main(['analyze', {str(tmp_path / "again.parquet")!r}, '--ranks', '4']) == 0
-from benchmarks import harness
+from benchmarks.harness import run_command
 planner = ['--sizes', '2/16', '--layers', '1', '--slots', '1', '--policies', 'trimtab']
-assert harness.main('planner', planner) == 0
+assert run_command('benchmarks.planner', planner) == 0
 assert 'torch' not in sys.modules
 """
     result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)

@@ -14,10 +14,8 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.capture import CaptureBenchmark
+from benchmarks.harness import make_parser, run_command
 from benchmarks.runtime import RuntimeBenchmark
-from experiments import simulator_validation
-from experiments.papers import __main__ as papers
 from trimtab.cli.bench import BENCHMARKS, command_of
 from trimtab.cli.main import COMMANDS, main
 from trimtab.cli.options import SHARED
@@ -30,6 +28,11 @@ pytestmark = pytest.mark.slow
 FIGURES = Path(__file__).parents[2] / "docs" / "benchmarks" / "papers.json"
 # Options without a value when not given: files to write or read.
 FILES = {"--output", "--json", "--html", "--perfetto", "--frontier", "--page", "--picture", "--read"}
+
+EXPERIMENTS = (
+    "experiments.papers.__main__", "experiments.presets.__main__", "experiments.planning_times",
+    "experiments.simulator_validation",
+)  # fmt: skip
 
 Command = Callable[..., str]
 
@@ -50,9 +53,8 @@ def all_parsers() -> dict[str, argparse.ArgumentParser]:
                     walk(child)
 
     walk(top)
-    benchmarks = [import_module(command_of(name).split()[-1]).make_parser() for name in BENCHMARKS]
-    experiments = [module.make_parser() for module in (papers, simulator_validation)]
-    return found | {parser.prog: parser for parser in (*benchmarks, *experiments)}
+    beside = [*(command_of(name).split()[-1] for name in BENCHMARKS), *EXPERIMENTS]
+    return found | {parser.prog: parser for parser in map(make_parser, beside)}
 
 
 PARSERS = all_parsers()
@@ -93,7 +95,6 @@ def test_defaults_of_help_are_those_of_the_settings() -> None:
     runtime = options_of(PARSERS["python -m benchmarks.runtime"])
     for name in ("tokens", "rounds", "seeds"):
         assert runtime[f"--{name}"].default == getattr(RuntimeBenchmark, name)
-    assert options_of(PARSERS["python -m benchmarks.capture"])["--rounds"].default == CaptureBenchmark.rounds
 
 
 @pytest.fixture
@@ -121,7 +122,7 @@ def test_json_to_stdout_is_pure_json(words: str, trace: str, tmp_path: Path) -> 
 
 
 def test_json_to_stdout_of_an_experiment(capsys: pytest.CaptureFixture[str]) -> None:
-    assert papers.main(["--read", str(FIGURES), "--json", "-"]) == 0
+    assert run_command("experiments.papers.__main__", ["--read", str(FIGURES), "--json", "-"]) == 0
     assert json.loads(capsys.readouterr().out) == json.loads(FIGURES.read_text())
 
 
